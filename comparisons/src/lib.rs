@@ -1,5 +1,5 @@
-//! Shared by the comparison programs: the lab as their place, QEMU's command line, spreads, and the
-//! file of figures.
+//! Code shared by the comparison programs: the lab as their host, QEMU's command line, spreads, and
+//! the file of results.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,17 +10,17 @@ use integration::artefacts::{describe, target_dir};
 use integration::debian::says;
 use integration::footprint::tracked;
 use integration::lab::LabOptions;
-use integration::limit::Limit;
-use integration::process::Command;
+use integration::limit::ProgressLimit;
+use integration::process::HostCommand;
 use integration::qemu_comparison::QEMU;
 use integration::test_host::TestHost;
 use serde_json::Value;
 
-/// Any error of a comparison.
-pub type Failure = Box<dyn std::error::Error>;
+/// Any error returned by a comparison.
+pub type ComparisonError = Box<dyn std::error::Error>;
 
 /// Returns the exit code of a comparison: 1 if it missed its goal, 2 if it returned an error.
-pub fn exit_code(name: &str, result: Result<bool, Failure>) -> ExitCode {
+pub fn exit_code(name: &str, result: Result<bool, ComparisonError>) -> ExitCode {
     result.map_or_else(
         |error| {
             eprintln!("{name}: {}", describe(&*error));
@@ -31,7 +31,7 @@ pub fn exit_code(name: &str, result: Result<bool, Failure>) -> ExitCode {
 }
 
 /// Returns a function that adds `what` to an error.
-pub fn context<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl Fn(E) -> Failure {
+pub fn context<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl Fn(E) -> ComparisonError {
     move |error| format!("{what}: {error}").into()
 }
 
@@ -53,8 +53,8 @@ impl Drop for Killed {
 pub fn by_turns<'w, T: std::fmt::Debug>(
     rounds: u32,
     ways: &[&'w str],
-    mut once: impl FnMut(usize, usize) -> Result<T, Failure>,
-) -> Result<BTreeMap<&'w str, Vec<T>>, Failure> {
+    mut once: impl FnMut(usize, usize) -> Result<T, ComparisonError>,
+) -> Result<BTreeMap<&'w str, Vec<T>>, ComparisonError> {
     let mut all: BTreeMap<&str, Vec<T>> = BTreeMap::new();
     for round in 0..rounds as usize {
         for (n, way) in ways.iter().enumerate() {
@@ -73,11 +73,11 @@ pub fn by_turns<'w, T: std::fmt::Debug>(
 /// Returns the error of `then`, or an error if the VMM does not print the words.
 pub fn until<T>(
     place: &TestHost,
-    command: &Command,
+    command: &HostCommand,
     words: &str,
-    limit: Limit,
-    then: impl FnOnce(f64) -> Result<T, Failure>,
-) -> Result<T, Failure> {
+    limit: ProgressLimit,
+    then: impl FnOnce(f64) -> Result<T, ComparisonError>,
+) -> Result<T, ComparisonError> {
     let started = Instant::now();
     let mut vm = place.start(&tracked(place, command))?;
     says(&vm, words, limit)?;
@@ -91,7 +91,7 @@ pub fn until<T>(
 ///
 /// # Errors
 /// Returns an error if the lab does not boot, or if tests run on this machine directly.
-pub fn lab(options: &LabOptions) -> Result<TestHost, Failure> {
+pub fn lab(options: &LabOptions) -> Result<TestHost, ComparisonError> {
     let place = TestHost::choose(options)?;
     if matches!(place, TestHost::Direct(_)) {
         return Err("this comparison runs in the lab only; set PERFVISOR_PLACE=lab".into());
@@ -99,7 +99,7 @@ pub fn lab(options: &LabOptions) -> Result<TestHost, Failure> {
     Ok(place)
 }
 
-/// Returns the lowest, median and highest value. Values that are not numbers are ignored.
+/// Returns the minimum, the median and the maximum. Ignores NaN.
 pub fn spread(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     let mut values: Vec<f64> = values.into_iter().filter(|value| !value.is_nan()).collect();
     values.sort_by(f64::total_cmp);
@@ -122,7 +122,7 @@ pub fn cell([least, median, most]: [f64; 3], digits: usize) -> String {
 ///
 /// # Errors
 /// Returns an error if the file cannot be written.
-pub fn write_figures(name: &str, figures: &Value) -> Result<(), Failure> {
+pub fn write_figures(name: &str, figures: &Value) -> Result<(), ComparisonError> {
     let path = target_dir().join(format!("bench/{name}.json"));
     std::fs::create_dir_all(path.parent().unwrap_or(&path))?;
     write_json(&path, figures)?;
@@ -134,13 +134,13 @@ pub fn write_figures(name: &str, figures: &Value) -> Result<(), Failure> {
 ///
 /// # Errors
 /// Returns an error if the file cannot be written.
-pub fn write_json(path: &Path, figures: &Value) -> Result<(), Failure> {
+pub fn write_json(path: &Path, figures: &Value) -> Result<(), ComparisonError> {
     std::fs::write(path, format!("{figures:#}")).map_err(context(path.display()))
 }
 
 /// Returns the command for a Linux guest under QEMU's `machine` without default devices.
-pub fn qemu(machine: &str, memory_mib: u64, kernel: &str, initrd: &str, cmdline: &str) -> Command {
-    Command::new(QEMU)
+pub fn qemu(machine: &str, memory_mib: u64, kernel: &str, initrd: &str, cmdline: &str) -> HostCommand {
+    HostCommand::new(QEMU)
         .args(["-accel", "kvm", "-M", machine, "-cpu", "host", "-nodefaults"])
         .args(["-no-user-config", "-display", "none", "-serial", "stdio"])
         .args(["-m", &format!("{memory_mib}M")])

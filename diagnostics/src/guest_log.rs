@@ -1,6 +1,6 @@
 //! Rate-limited log lines that a guest can trigger.
 //!
-//! A guest can violate the same rule of a device without end. [`guest_log!`](crate::guest_log!)
+//! A guest can violate the same rule of a device indefinitely. [`guest_log!`](crate::guest_log!)
 //! writes the first `BURST` lines immediately. Later lines are separated by a pause that starts at
 //! `FIRST_PAUSE` and doubles with each line, up to `LONGEST_PAUSE`. Each of them reports the number
 //! of suppressed lines. All call sites of the process share one limiter, so a guest gains nothing
@@ -16,7 +16,7 @@ pub use log::Level;
 const BURST: u32 = 20;
 /// Pause before the first line after a burst.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum pause between two lines, and length of the silence after which a new burst is allowed.
+/// Maximum pause between two lines, and minimum silence after which a new burst is allowed.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
 
 /// A rate limiter for log lines that an untrusted party can trigger.
@@ -26,13 +26,13 @@ pub struct LogLimiter {
     burst_left: u32,
     pause: Duration,
     last_written: Option<Instant>,
-    /// Time of the last call of [`LogLimiter::admit`], admitted or not.
+    /// Time of the last call to [`LogLimiter::admit`], whether or not it admitted a line.
     last_asked: Option<Instant>,
     /// Number of lines suppressed since the last one was written.
     suppressed: u64,
 }
 
-/// Permission of a [`LogLimiter`] to write a line.
+/// Permission from a [`LogLimiter`] to write a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogPermit {
     /// Number of lines suppressed before this one.
@@ -130,7 +130,7 @@ macro_rules! guest_log {
 mod tests {
     use super::*;
 
-    /// Returns the number of admitted lines if one line per millisecond is attempted.
+    /// Returns the number of admitted lines if the caller attempts one line per millisecond.
     fn lines(limiter: &mut LogLimiter, begin: Instant, seconds: u64) -> u64 {
         let ask = |ms| limiter.admit(begin + Duration::from_millis(ms));
         (0..seconds * 1000).filter_map(ask).count() as u64
@@ -141,7 +141,7 @@ mod tests {
         let begin = Instant::now();
         let mut limiter = LogLimiter::new();
         assert_eq!(lines(&mut limiter, begin, 1), u64::from(BURST));
-        // The pauses are 1, 2, 4, … seconds.
+        // The pauses are 1 s, 2 s, 4 s, and so on.
         let in_an_hour = lines(&mut limiter, begin + Duration::from_secs(1), 3600);
         assert!((8..=12).contains(&in_an_hour), "{in_an_hour}");
     }

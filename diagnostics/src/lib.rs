@@ -1,7 +1,7 @@
 //! Errors as one line ([`error_line()`]), rate-limited log lines that a guest can trigger
 //! ([`guest_log!`]), and vCPU numbers as text ([`vcpu_names()`]).
 //!
-//! **Dependencies.** No other crate of this workspace. `perf-core` exports the first two again.
+//! **Dependencies.** No other crate of this workspace. `perf-core` re-exports the first two.
 
 mod error_line;
 pub mod guest_log;

@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
-/// Contents of this file, which contains the compiler and linker options.
+/// Contents of this file, which includes the compiler and linker options.
 const BUILD_SCRIPT: &[u8] = include_bytes!("guests.rs");
 /// Name of the file with the fingerprint of the sources, in a directory of prebuilt guests.
 const FINGERPRINT: &str = "sources.fnv1a";
@@ -116,7 +116,7 @@ fn take(from: &Path, out_dir: &Path) {
 }
 
 /// Computes the 64-bit FNV-1a hash of the path and contents of every source file and of this file.
-/// Detects accidental changes of the sources and is not a protection against tampering.
+/// The hash detects accidental changes and does not protect against tampering.
 fn fingerprint(source_dir: &Path) -> u64 {
     let mut files = Vec::new();
     list(source_dir, &mut files);
@@ -157,8 +157,8 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 fn compile(source_dir: &Path, out_dir: &Path) {
     let cc = env::var("GUEST_CC").unwrap_or_else(|_| "gcc".to_owned());
     let ld = env::var("GUEST_LD").unwrap_or_else(|_| "ld".to_owned());
-    // Debug information is two thirds of a guest's size, and all guests are embedded in the
-    // program.
+    // Debug information accounts for two thirds of a guest's size, and all guests are embedded in
+    // the program.
     let release = env::var_os("PROFILE").is_some_and(|profile| profile == "release");
     let without_debugging: &[&str] = if release { &["--strip-debug"] } else { &[] };
     let library = compile_dir(&cc, source_dir, "lib", out_dir);

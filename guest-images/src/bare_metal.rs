@@ -7,7 +7,7 @@
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Image of the first of [`GUESTS`], which `perfvisor run` boots if no kernel is given.
+/// Image of the first guest in [`GUESTS`], which `perfvisor run` boots if no kernel is given.
 pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.elf"));
 
 /// Bare-metal guest.
@@ -36,7 +36,7 @@ impl BareMetalGuest {
     }
 }
 
-/// Returns the compressed image of this name from the build script's output.
+/// Expands to the compressed image of this name from the build script's output.
 macro_rules! packed {
     ($name:literal) => {
         include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf.gz"))
@@ -46,8 +46,8 @@ macro_rules! packed {
 /// Test kernel that checks the virtual PMU from within the guest and prints TAP.
 pub static VPMU_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/vpmu.elf"));
 
-/// Test kernel that checks exact counts of code blocks with known instruction counts and prints
-/// TAP.
+/// Test kernel that runs code blocks with known instruction counts, checks that they are counted
+/// exactly, and prints TAP.
 pub static EXACT_TESTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exact.elf"));
 
 /// Test kernel that executes RDPMC in generated code and in user programs and prints TAP.
@@ -90,7 +90,8 @@ pub static GUESTS: [BareMetalGuest; 5] = [
 ///
 /// # Errors
 ///
-/// Returns the error of creating the directory or of writing a file. The message names the path.
+/// Returns an error if the directory cannot be created or a file cannot be written. The message
+/// contains the path.
 pub fn write_all(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     std::fs::create_dir_all(dir).map_err(|e| named(dir, e))?;

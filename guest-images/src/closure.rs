@@ -46,7 +46,7 @@ pub enum ClosureError {
 }
 
 /// Unpacks the libraries that `program` (a path below `root`, from `package`) needs into `root`.
-/// Returns the file that provides each library, by library name.
+/// Returns the path of the file that provides each library, by library name.
 pub fn complete(
     archive: &mut DebianArchive<'_>,
     package: &str,

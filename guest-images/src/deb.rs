@@ -1,7 +1,7 @@
 //! Debian packages: queries candidate versions, downloads and unpacks packages.
 //!
-//! Uses apt and dpkg, so the machine's sources, keys and proxies apply. Packages are not installed,
-//! but downloaded to a cache directory and unpacked below it. Queries for backports use separate
+//! Uses apt and dpkg, so the machine's sources, keys and proxies apply. Packages are downloaded to
+//! a cache directory and unpacked below it, but not installed. Queries for backports use separate
 //! package lists, so the machine's sources do not change.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -65,7 +65,7 @@ pub struct DebianArchive<'a> {
     lists_updated: bool,
 }
 
-/// Fields of a package's control record that are used here.
+/// Fields of a package's control record that this module uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Record {
     version: String,
@@ -108,7 +108,7 @@ impl<'a> DebianArchive<'a> {
         Self::suite(cache, lists, progress, |_| suite.to_owned())
     }
 
-    /// Creates an archive for the suite that `name` derives from the machine's codename.
+    /// Creates an archive for the suite whose name `name` derives from the machine's codename.
     fn suite(
         cache: &Path,
         lists: &Path,
@@ -130,7 +130,7 @@ impl<'a> DebianArchive<'a> {
             let path = path.to_owned();
             move |source| DebError::Io { path, source }
         };
-        // apt needs absolute paths and does not create directories.
+        // apt requires absolute paths and does not create directories.
         let state = lists.join("lists");
         fs::create_dir_all(state.join("partial")).map_err(io(&state))?;
         let lists = fs::canonicalize(lists).map_err(io(lists))?;
@@ -333,7 +333,7 @@ impl<'a> DebianArchive<'a> {
         let mut command = self.apt("apt-cache");
         command.args(["show", "--no-all-versions"]).args(packages);
         match run(&mut command, "apt-cache") {
-            // Returned if none of the packages exists.
+            // apt reports this error if none of the packages exists.
             Err(DebError::Failed { .. }) => Ok(BTreeMap::new()),
             Err(error) => Err(error),
             Ok(text) => Ok(parse_records(&text)),
@@ -341,7 +341,8 @@ impl<'a> DebianArchive<'a> {
     }
 }
 
-/// Returns the codename from an os-release file of Debian. Derivatives have other backports.
+/// Returns the codename from an os-release file of Debian. Returns `None` for derivatives, whose
+/// backports differ.
 fn codename(os_release: &str) -> Option<&str> {
     let value = |key: &str| {
         os_release
@@ -352,8 +353,8 @@ fn codename(os_release: &str) -> Option<&str> {
     value("VERSION_CODENAME").filter(|name| value("ID") == Some("debian") && !name.is_empty())
 }
 
-/// Returns the address of a release's main component, from lines of codename, component and
-/// address.
+/// Returns the address of a release's main component, from lines that contain codename, component
+/// and address.
 fn mirror<'t>(targets: &'t str, codename: &str) -> Option<&'t str> {
     targets.lines().find_map(|line| {
         let mut words = line.split(' ');

@@ -4,8 +4,8 @@
 //! - The Linux guest and the lab host, built from Debian packages (feature `builder`): `linux`.
 //!
 //! The *Linux guest* is Debian's kernel with busybox and perf in an initrd. The *lab host* is the
-//! same kernel in an emulating QEMU with KVM inside. The lab host runs Perfvisor and the Linux
-//! guest on machines whose own KVM is not sufficient.
+//! same kernel with KVM, running in QEMU without hardware virtualization. The lab host runs
+//! Perfvisor and the Linux guest on machines whose own KVM is not sufficient.
 
 pub mod bare_metal;
 #[cfg(feature = "builder")]

@@ -32,7 +32,7 @@ const SCRIPTS: [(&str, &str); 7] = [
     ("validate", include_str!("../scripts/validate")),
 ];
 
-/// Names of the links to `pvload`.
+/// Names of the symbolic links to `pvload`.
 const PROGRAMS: [&str; 10] = [
     "spin", "three", "branches", "syscalls", "faults", "chase", "threads", "idle", "selfread", "gate",
 ];
@@ -86,12 +86,12 @@ const PVLOAD_FLAGS: [&str; 8] = [
     "-Wextra",
 ];
 
-/// Compiler flags of the program with a known instruction count.
+/// Compiler flags for the program with a known instruction count.
 const KNOWN_FLAGS: [&str; 3] = ["-nostdlib", "-static", "-no-pie"];
 
 /// Error returned when images cannot be built.
 #[derive(Debug, thiserror::Error)]
-pub enum BuildError {
+pub enum GuestImageError {
     /// Failure to get a package.
     #[error(transparent)]
     Deb(#[from] DebError),
@@ -137,7 +137,7 @@ pub enum KernelChoice {
     Newest,
     /// Kernel package, or metapackage that depends on one.
     Package(String),
-    /// Kernel of Debian 13, on any release of Debian.
+    /// Kernel of Debian 13, on any Debian release.
     Debian13(Debian13),
 }
 
@@ -265,7 +265,8 @@ impl GuestImages {
     }
 }
 
-/// Returns a text that changes when the contents of the images change, except for package versions.
+/// Returns a string that changes when the contents of the images change, except for package
+/// versions.
 fn recipe() -> String {
     let mut hasher = DefaultHasher::new();
     // Increase this number when the code of this crate changes the images.
@@ -297,7 +298,7 @@ pub fn ensure(
     choice: &KernelChoice,
     refresh: bool,
     progress: &ProgressLog,
-) -> Result<GuestImages, BuildError> {
+) -> Result<GuestImages, GuestImageError> {
     let base = target_dir.join("guest");
     fs::create_dir_all(&base).map_err(io_error(&base))?;
     let lock_path = base.join(".lock");
@@ -319,7 +320,7 @@ fn build(
     images: &GuestImages,
     choice: &KernelChoice,
     progress: &ProgressLog,
-) -> Result<(), BuildError> {
+) -> Result<(), GuestImageError> {
     let directory = &images.directory;
     fs::create_dir_all(directory).map_err(io_error(directory))?;
     // Incomplete images must not be mistaken for complete ones if the build fails later.
@@ -345,7 +346,7 @@ fn build(
     }
     drop(unpacking);
     let collecting = progress.begin("collecting perf's libraries");
-    // The package contains the program as usr/bin/perf; older packages contain perf_6.1 and a
+    // The package contains the program as usr/bin/perf. Older packages contain perf_6.1 and a
     // wrapper.
     let mut libraries = closure::complete(&mut archive, "linux-perf", &root, "usr/bin/perf")?;
     for program in EXT_PROGRAMS {
@@ -386,7 +387,7 @@ fn build(
         .map(|directory| root.join(directory).join(&release))
         .into_iter()
         .find(|directory| directory.exists())
-        .ok_or_else(|| BuildError::NoKernel(package.clone()))?;
+        .ok_or_else(|| GuestImageError::NoKernel(package.clone()))?;
     let mut initrd = guest_archive(&root, &module_dir, &images.pvload, &known)?;
     initrd.extend_from_slice(&module_archive(&module_dir)?);
     initrd.extend_from_slice(&perf);
@@ -401,18 +402,19 @@ fn build(
         .map(|(name, version)| format!("{name} {version}\n"))
         .collect();
     write(&images.manifest, manifest.as_bytes())?;
-    // Unpacked packages take 200 MB, and the images contain everything that is needed.
+    // The unpacked packages take 200 MB and are no longer needed, because the images are complete.
     fs::remove_dir_all(&root).map_err(io_error(&root))?;
     write(&images.stamp(), recipe().as_bytes())
 }
 
-/// Returns the package of the requested kernel, and the archive that offers it if not `archive`.
+/// Returns the package of the requested kernel, and the archive that offers the package if it
+/// differs from `archive`.
 fn choose_kernel<'p>(
     archive: &mut DebianArchive<'p>,
     base: &Path,
     choice: &KernelChoice,
     progress: &'p ProgressLog,
-) -> Result<(String, Option<DebianArchive<'p>>), BuildError> {
+) -> Result<(String, Option<DebianArchive<'p>>), GuestImageError> {
     if let KernelChoice::Debian13(kernel) = choice {
         let lists = base.join(kernel.suite());
         let mut suite = DebianArchive::of_suite(&base.join("debs"), &lists, kernel.suite(), progress)?;
@@ -426,9 +428,9 @@ fn choose_kernel<'p>(
     }
 }
 
-/// Fetches the packages of a kernel. From 7.1 on, the image, the modules and the list of built-in
-/// modules are separate packages, on which the kernel package depends.
-fn fetch_kernel(source: &mut DebianArchive<'_>, package: &str) -> Result<Vec<PathBuf>, BuildError> {
+/// Fetches the packages of a kernel. Since version 7.1, the image, the modules and the list of
+/// built-in modules are separate packages, on which the kernel package depends.
+fn fetch_kernel(source: &mut DebianArchive<'_>, package: &str) -> Result<Vec<PathBuf>, GuestImageError> {
     let parts = ["linux-base-", "linux-binary-", "linux-modules-"];
     let is_part = |name: &String| parts.iter().any(|kind| name.starts_with(kind));
     let others = source.dependencies([package])?.into_iter().filter(is_part);
@@ -438,13 +440,14 @@ fn fetch_kernel(source: &mut DebianArchive<'_>, package: &str) -> Result<Vec<Pat
 }
 
 /// Returns the package that contains the kernel itself.
-fn kernel_package(archive: &mut DebianArchive<'_>, choice: &KernelChoice) -> Result<String, BuildError> {
+fn kernel_package(archive: &mut DebianArchive<'_>, choice: &KernelChoice) -> Result<String, GuestImageError> {
     let name = match choice {
         KernelChoice::Cloud => "linux-image-cloud-amd64",
         KernelChoice::Generic => "linux-image-amd64",
         KernelChoice::Package(name) => name,
         KernelChoice::Newest | KernelChoice::Debian13(Debian13::Backports) => {
-            return newest(archive.names(IMAGE)?).ok_or(BuildError::NoneOffered("linux-image-*-cloud-amd64"));
+            return newest(archive.names(IMAGE)?)
+                .ok_or(GuestImageError::NoneOffered("linux-image-*-cloud-amd64"));
         }
         KernelChoice::Debian13(Debian13::Cloud) => "linux-image-cloud-amd64",
         KernelChoice::Debian13(Debian13::Generic) => "linux-image-amd64",
@@ -514,7 +517,7 @@ fn numbers(name: &str) -> Vec<u64> {
 }
 
 /// Copies the kernel's files to their destination and returns the release string.
-fn unpack_kernel(root: &Path, package: &str, images: &GuestImages) -> Result<String, BuildError> {
+fn unpack_kernel(root: &Path, package: &str, images: &GuestImages) -> Result<String, GuestImageError> {
     let boot = root.join("boot");
     let names = |directory: &Path| -> Vec<String> {
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
@@ -526,7 +529,7 @@ fn unpack_kernel(root: &Path, package: &str, images: &GuestImages) -> Result<Str
         .iter()
         .find_map(|name| name.strip_prefix("vmlinuz-").map(str::to_owned))
         .map(|release| (boot.join(format!("vmlinuz-{release}")), release));
-    // From 7.1 on, the file is next to the kernel's modules.
+    // Since version 7.1, the file is located with the kernel's modules.
     let modules = root.join("usr/lib/modules");
     let (packaged, release) = in_boot
         .or_else(|| {
@@ -536,7 +539,7 @@ fn unpack_kernel(root: &Path, package: &str, images: &GuestImages) -> Result<Str
                 .map(with_image)
                 .find(|(image, _)| image.exists())
         })
-        .ok_or_else(|| BuildError::NoKernel(package.to_owned()))?;
+        .ok_or_else(|| GuestImageError::NoKernel(package.to_owned()))?;
     let bz_image = fs::read(&packaged).map_err(io_error(&packaged))?;
     let vmlinux = bzimage::extract_vmlinux(&packaged.display().to_string(), &bz_image)?;
     write(&images.bz_image, &bz_image)?;
@@ -556,7 +559,7 @@ pub(crate) fn compile(
     text: &str,
     flags: &[&str],
     program: &Path,
-) -> Result<(), BuildError> {
+) -> Result<(), GuestImageError> {
     let source = directory.join(file);
     write(&source, text.as_bytes())?;
     let compiler = std::env::var("CC").unwrap_or_else(|_| "gcc".to_owned());
@@ -566,7 +569,7 @@ pub(crate) fn compile(
         .arg(program)
         .arg(&source)
         .output()
-        .map_err(|error| BuildError::Compiler(format!("{compiler}: {error}")))?;
+        .map_err(|error| GuestImageError::Compiler(format!("{compiler}: {error}")))?;
     if output.status.success() {
         return Ok(());
     }
@@ -575,11 +578,16 @@ pub(crate) fn compile(
         .lines()
         .find(|line| line.contains("error"))
         .unwrap_or("no message");
-    Err(BuildError::Compiler(format!("{compiler}: {message}")))
+    Err(GuestImageError::Compiler(format!("{compiler}: {message}")))
 }
 
 /// Builds the guest archive with busybox, init, scripts and test programs.
-fn guest_archive(root: &Path, module_dir: &Path, pvload: &Path, known: &Path) -> Result<Vec<u8>, BuildError> {
+fn guest_archive(
+    root: &Path,
+    module_dir: &Path,
+    pvload: &Path,
+    known: &Path,
+) -> Result<Vec<u8>, GuestImageError> {
     let modules = modules::collect(module_dir, &BUTTON_MODULES)?;
     let busybox = read(&root.join("bin/busybox"))?;
     let pvload = read(pvload)?;
@@ -610,7 +618,7 @@ fn guest_archive(root: &Path, module_dir: &Path, pvload: &Path, known: &Path) ->
 /// Builds the archive of loadable modules, with a list of dependencies per module that ends with
 /// the module itself. The list is empty for a built-in module and absent if the kernel lacks the
 /// module.
-fn module_archive(module_dir: &Path) -> Result<Vec<u8>, BuildError> {
+fn module_archive(module_dir: &Path) -> Result<Vec<u8>, GuestImageError> {
     let mut data = BTreeMap::new();
     let mut lists = Vec::new();
     for name in GUEST_MODULES {
@@ -638,8 +646,8 @@ fn module_archive(module_dir: &Path) -> Result<Vec<u8>, BuildError> {
     })
 }
 
-/// Returns the path of an e2fsprogs program below `root`: in sbin, or in usr/sbin from Debian 13
-/// on.
+/// Returns the path of an e2fsprogs program below `root`, which is in sbin, or in usr/sbin since
+/// Debian 13.
 fn ext_program(root: &Path, program: &str) -> String {
     let merged = format!("usr/sbin/{program}");
     if root.join(&merged).exists() {
@@ -650,7 +658,7 @@ fn ext_program(root: &Path, program: &str) -> String {
 }
 
 /// Builds the archive of perf and the ext file system programs, with their libraries.
-fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Vec<u8>, BuildError> {
+fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Vec<u8>, GuestImageError> {
     let perf = read(&root.join("usr/bin/perf"))?;
     let tips = read(&root.join("usr/share/doc/linux-perf/tips.txt"))?;
     let mut ext = Vec::new();
@@ -678,8 +686,8 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
         for (program, data) in &ext {
             archive.file(&format!("usr/bin/{program}"), 0o755, data)?;
         }
-        // mke2fs selects the file system by the name it is called with. busybox provides the other
-        // name.
+        // mke2fs selects the file system type by the name under which it is invoked. busybox
+        // provides the other name.
         archive.symlink("usr/bin/mkfs.ext4", "mke2fs")?;
         // perf report prints one of these tips at the end.
         archive.file("usr/share/doc/linux-perf/tips.txt", 0o644, &tips)?;
@@ -690,20 +698,21 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
 /// Reads the libraries of a program.
 pub(crate) fn read_libraries(
     libraries: &BTreeMap<String, PathBuf>,
-) -> Result<Vec<(String, Vec<u8>)>, BuildError> {
+) -> Result<Vec<(String, Vec<u8>)>, GuestImageError> {
     let contents = libraries
         .iter()
         .map(|(soname, path)| Ok((soname.clone(), read(path)?)));
     contents.collect()
 }
 
-/// Adds libraries to an archive that has their directories.
+/// Adds libraries to an archive that already contains their directories.
 pub(crate) fn add_libraries(
     archive: &mut cpio::CpioArchive<Vec<u8>>,
     libraries: &[(String, Vec<u8>)],
 ) -> io::Result<()> {
     for (soname, data) in libraries {
-        // The interpreter's path is fixed in the programs; other libraries are searched for.
+        // The interpreter's path is fixed in the programs. The loader searches for the other
+        // libraries.
         let directory = if soname.starts_with("ld-linux") {
             "lib64"
         } else {
@@ -715,7 +724,7 @@ pub(crate) fn add_libraries(
 }
 
 /// Builds the lab archive with busybox, init and KVM's modules.
-fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, BuildError> {
+fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, GuestImageError> {
     let busybox = read(&root.join("bin/busybox"))?;
     let modules = modules::collect(module_dir, &LAB_MODULES)?;
     let order: String = modules
@@ -740,27 +749,27 @@ fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, BuildError> {
 /// Builds an archive in memory, so that only file accesses can fail.
 pub(crate) fn archive_in_memory(
     fill: impl FnOnce(&mut cpio::CpioArchive<Vec<u8>>) -> io::Result<()>,
-) -> Result<Vec<u8>, BuildError> {
+) -> Result<Vec<u8>, GuestImageError> {
     let mut archive = cpio::CpioArchive::new(Vec::new());
     fill(&mut archive)
         .and_then(|()| archive.finish())
         .map_err(io_error(Path::new("initramfs archive")))
 }
 
-pub(crate) fn io_error(path: &Path) -> impl Fn(io::Error) -> BuildError + use<> {
+pub(crate) fn io_error(path: &Path) -> impl Fn(io::Error) -> GuestImageError + use<> {
     let path = path.to_owned();
-    move |source| BuildError::Io {
+    move |source| GuestImageError::Io {
         path: path.clone(),
         source,
     }
 }
 
-pub(crate) fn read(path: &Path) -> Result<Vec<u8>, BuildError> {
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, GuestImageError> {
     fs::read(path).map_err(io_error(path))
 }
 
 /// Writes a file atomically.
-pub(crate) fn write(path: &Path, data: &[u8]) -> Result<(), BuildError> {
+pub(crate) fn write(path: &Path, data: &[u8]) -> Result<(), GuestImageError> {
     let partial = path.with_extension("part");
     fs::write(&partial, data).map_err(io_error(&partial))?;
     fs::rename(&partial, path).map_err(io_error(path))

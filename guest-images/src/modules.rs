@@ -104,12 +104,13 @@ impl ModuleCollection {
     }
 }
 
-/// Normalizes a module name: module tools treat `kvm-amd` and `kvm_amd` as equal.
+/// Normalizes a module name. Module tools treat `kvm-amd` and `kvm_amd` as equal.
 fn normal(name: &str) -> String {
     name.replace('-', "_")
 }
 
-/// Returns the module name of a path: `kernel/arch/x86/kvm/kvm-amd.ko.xz` is `kvm_amd`.
+/// Returns the module name of a path. For example, the name for `kernel/arch/x86/kvm/kvm-amd.ko.xz`
+/// is `kvm_amd`.
 fn module_name(path: &Path) -> Option<String> {
     let file = path.file_name()?.to_str()?;
     let (name, rest) = file.split_once(".ko")?;
@@ -133,7 +134,7 @@ fn index(dir: &Path, files: &mut BTreeMap<String, PathBuf>) -> Result<(), Module
     Ok(())
 }
 
-/// Reads a module and decompresses it if needed, as newer Debian releases compress modules.
+/// Reads a module and decompresses it if needed, because newer Debian releases compress modules.
 fn read_module(path: &Path) -> Result<Vec<u8>, ModuleError> {
     let error = |source| ModuleError::Io {
         path: path.to_owned(),

@@ -35,7 +35,7 @@ impl ProgressLog {
         }
     }
 
-    /// Prints `text` immediately and every ten seconds until the returned ticker is dropped.
+    /// Prints `text` immediately, and then every ten seconds until the returned ticker is dropped.
     #[must_use]
     pub fn begin(&self, text: &str) -> Ticker {
         self.step(text);
@@ -93,7 +93,8 @@ impl Drop for Ticker {
     fn drop(&mut self) {
         if let Some((stop, thread)) = self.0.take() {
             drop(stop);
-            // This step's message must not appear after the next step's message.
+            // Wait for the thread, so that no message about this step appears after the next step's
+            // message.
             let _ = thread.join();
         }
     }

@@ -1,9 +1,9 @@
 //! Selection of the QEMU for the lab, with workarounds for old versions.
 //!
-//! [`ensure`] selects the installed QEMU, the one that the environment variable names, or the one
+//! [`ensure`] selects the installed QEMU, the QEMU that the environment variable names, or the QEMU
 //! from Debian's backports, which is unpacked below the target directory and runs without
-//! installation. Older versions get workarounds (docs/guide/lab.md): a plugin that discards stale
-//! translations (`programs/stale-code.c`), and a CPU model without the incorrectly emulated
+//! installation. Older versions require workarounds (docs/guide/lab.md): a plugin that discards
+//! stale translations (`programs/stale-code.c`), and a CPU model without the incorrectly emulated
 //! instructions.
 
 use std::ffi::OsStr;
@@ -12,19 +12,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::deb::{DebError, DebianArchive};
-use crate::linux::{BuildError, compile};
+use crate::linux::{GuestImageError, compile};
 use crate::progress::ProgressLog;
 
 /// Program name of the lab's QEMU.
 const PROGRAM: &str = "qemu-system-x86_64";
 
-/// Environment variable that selects another QEMU: a program, or [`BACKPORTS`].
+/// Environment variable that selects a different QEMU: a program, or [`BACKPORTS`].
 const OVERRIDE: &str = "PERFVISOR_QEMU";
 
 /// Value of [`OVERRIDE`] that selects the QEMU of the release's backports.
 const BACKPORTS: &str = "backports";
 
-/// First version that only translates locked pages. In earlier versions, a vCPU could keep the
+/// First version that translates only locked pages. In earlier versions, a vCPU could keep the
 /// translation of a breakpoint that Linux had set while patching itself, and hit this breakpoint
 /// forever.
 const TRANSLATES_LOCKED_PAGES: QemuVersion = QemuVersion(8, 1);
@@ -45,7 +45,7 @@ const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma
 /// Features of the emulated processor that a lab and its guests require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum QemuNeeds {
-    /// No extended state: any QEMU.
+    /// No extended state. Any QEMU is sufficient.
     #[default]
     Nothing,
     /// XSAVE and AVX.
@@ -85,7 +85,7 @@ pub enum QemuError {
     Fetch(#[from] FetchError),
     /// The plugin could not be built.
     #[error("cannot build QEMU's plugin")]
-    Plugin(#[from] BuildError),
+    Plugin(#[from] GuestImageError),
 }
 
 /// Error returned when no QEMU could be fetched.
@@ -146,8 +146,8 @@ impl Qemu {
             .flat_map(|(option, value)| [OsStr::new(option), value.as_os_str()])
     }
 
-    /// Returns the CPU model for the lab: an AMD model with nested paging that QEMU supports since
-    /// 2.12, without the features that this version emulates incorrectly.
+    /// Returns the CPU model for the lab. The model is an AMD processor with nested paging that
+    /// QEMU supports since 2.12, without the features that this version emulates incorrectly.
     pub fn processor(&self) -> String {
         let hide = |right_since, features| {
             if self.version < right_since { features } else { "" }
@@ -171,14 +171,14 @@ impl Qemu {
 
 /// Returns the QEMU to use: the one that PERFVISOR_QEMU names or the installed one, with the plugin
 /// if the version needs and supports it. `PERFVISOR_QEMU=backports` selects the QEMU of the
-/// release's backports, which is fetched once into `target_dir`. It is also used if the selected one
-/// lacks what `needs` says.
+/// release's backports, which is fetched once into `target_dir`. The backports are also used if the
+/// selected QEMU lacks the features in `needs`.
 ///
 /// Concurrent calls from several processes are safe.
 ///
 /// # Errors
 /// Returns [`QemuError::Missing`] if there is no QEMU, [`QemuError::Named`] or [`QemuError::Fetch`]
-/// if the one that PERFVISOR_QEMU names cannot be run, and [`QemuError::Plugin`] if the plugin
+/// if the QEMU selected by PERFVISOR_QEMU cannot be run, and [`QemuError::Plugin`] if the plugin
 /// cannot be compiled.
 pub fn ensure(target_dir: &Path, needs: QemuNeeds, progress: &ProgressLog) -> Result<Qemu, QemuError> {
     let mut qemu = match std::env::var_os(OVERRIDE).map(PathBuf::from) {
@@ -203,7 +203,7 @@ pub fn ensure(target_dir: &Path, needs: QemuNeeds, progress: &ProgressLog) -> Re
     Ok(qemu)
 }
 
-/// Returns the QEMU of the release's backports, unpacked below `base`. Fetches it if needed.
+/// Returns the QEMU of the release's backports, unpacked below `base`, and fetches it if needed.
 fn of_backports(base: &Path, progress: &ProgressLog) -> Result<Qemu, FetchError> {
     let io = |path: &Path| {
         let path = path.to_owned();
@@ -256,10 +256,10 @@ fn unpacked(root: &Path) -> Result<Qemu, FetchError> {
 }
 
 /// Compiles the plugin unless it is up to date.
-fn plugin(directory: &Path) -> Result<PathBuf, BuildError> {
+fn plugin(directory: &Path) -> Result<PathBuf, GuestImageError> {
     let io = |path: &Path| {
         let path = path.to_owned();
-        move |source| BuildError::Io { path, source }
+        move |source| GuestImageError::Io { path, source }
     };
     fs::create_dir_all(directory).map_err(io(directory))?;
     let lock_path = directory.join(".plugin-lock");
@@ -270,13 +270,13 @@ fn plugin(directory: &Path) -> Result<PathBuf, BuildError> {
     let recipe = format!("{PLUGIN_FLAGS:?}\n{PLUGIN_SOURCE}");
     let current = plugin.exists() && fs::read_to_string(&stamp).is_ok_and(|built| built == recipe);
     if !current {
-        // A running QEMU may have mapped the old file.
+        // Compile to a new file, because a running QEMU may have mapped the old file.
         let fresh = directory.join("stale-code.so.new");
         compile(directory, "stale-code.c", PLUGIN_SOURCE, &PLUGIN_FLAGS, &fresh)?;
         fs::rename(&fresh, &plugin).map_err(io(&plugin))?;
         fs::write(&stamp, recipe).map_err(io(&stamp))?;
     }
-    // A path without a slash would be searched for in the system's library directories.
+    // QEMU would search for a path without a slash in the system's library directories.
     fs::canonicalize(&plugin).map_err(io(&plugin))
 }
 

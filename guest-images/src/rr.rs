@@ -7,14 +7,16 @@ use std::path::{Path, PathBuf};
 
 use crate::closure;
 use crate::deb::DebianArchive;
-use crate::linux::{BuildError, add_libraries, archive_in_memory, io_error, read, read_libraries, write};
+use crate::linux::{
+    GuestImageError, add_libraries, archive_in_memory, io_error, read, read_libraries, write,
+};
 use crate::progress::ProgressLog;
 
-/// Programs of the archive and their packages. `gdb-minimal` has no Python, which rr does not need.
+/// Programs of the archive and their packages. `gdb-minimal` lacks Python, which rr does not need.
 const PROGRAMS: [(&str, &str); 2] = [("rr", "usr/bin/rr"), ("gdb-minimal", "usr/bin/gdb")];
 
-/// Directories of files that rr needs: what it loads into the processes that it records, and the
-/// descriptions of registers that it sends to gdb.
+/// Directories of files that rr needs: the files that it loads into the recorded processes, and the
+/// register descriptions that it sends to gdb.
 const RR_DIRECTORIES: [&str; 2] = ["usr/lib/rr", "usr/share/rr"];
 
 /// Returns the archive (cpio, uncompressed) below Cargo's target directory. Builds it if needed.
@@ -23,7 +25,7 @@ const RR_DIRECTORIES: [&str; 2] = ["usr/lib/rr", "usr/share/rr"];
 ///
 /// # Errors
 /// Returns an error if a package cannot be fetched or a file cannot be written.
-pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<PathBuf, BuildError> {
+pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<PathBuf, GuestImageError> {
     let base = target_dir.join("guest");
     let directory = base.join("rr");
     fs::create_dir_all(&directory).map_err(io_error(&directory))?;
@@ -43,7 +45,7 @@ pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<PathBuf, Buil
 }
 
 /// Unpacks the packages below `root` and returns the archive.
-fn build(base: &Path, root: &Path, progress: &ProgressLog) -> Result<Vec<u8>, BuildError> {
+fn build(base: &Path, root: &Path, progress: &ProgressLog) -> Result<Vec<u8>, GuestImageError> {
     let mut packages = DebianArchive::new(&base.join("debs"), progress)?;
     for deb in packages.fetch(&PROGRAMS.map(|(package, _)| package))? {
         packages.unpack(&deb, root)?;

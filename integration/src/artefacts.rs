@@ -11,11 +11,12 @@ use guest_images::progress::ProgressLog;
 use guest_images::qemu::{self, Qemu, QemuNeeds};
 use guest_images::rr;
 
-/// Target of the static binaries. The lab has no shared libraries, so the host's target is linked
-/// statically.
+/// Target triple of the static binaries. The lab has no shared libraries, so the binaries for the
+/// host's target are linked statically.
 const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// An artefact could not be built. The message names the artefact, the cause and a remedy.
+/// Error returned when an artefact cannot be built. The message names the artefact, the cause and a
+/// remedy.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 pub struct ArtefactError(String);
@@ -99,7 +100,7 @@ pub fn qemu() -> Result<&'static Qemu, ArtefactError> {
     qemu_with(QemuNeeds::Nothing)
 }
 
-/// Returns a QEMU with what `needs` says.
+/// Returns a QEMU that satisfies `needs`.
 ///
 /// # Errors
 /// Returns an error if QEMU is not installed, cannot be fetched, or its plugin cannot be built.
@@ -133,7 +134,7 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
     static DIRECTORY: OnceLock<Result<PathBuf, ArtefactError>> = OnceLock::new();
     let directory = DIRECTORY.get_or_init(|| {
         let directory = log_dir()?.join("bare-metal");
-        // Do not rewrite unchanged files: another process may be reading them.
+        // Do not rewrite unchanged files, because another process may be reading them.
         let current = guest_images::bare_metal::GUESTS.iter().all(|guest| {
             std::fs::read(directory.join(format!("{}.elf", guest.name)))
                 .is_ok_and(|data| data == guest.image())
@@ -184,8 +185,8 @@ fn build_binaries() -> Result<LabBinaries, ArtefactError> {
     }
     build_static(
         "perfvisor and the agents (a few minutes the first time)",
-        // The packages of `make build`, and the lab's agent, which enables no further features of
-        // their libraries. Other packages would cause a rebuild.
+        // These are the packages of `make build` and the lab's agent, which enables no additional
+        // features of their libraries. Other packages would cause a rebuild.
         &["build", "-p", "perfvisor", "-p", "guest-agent", "-p", "lab-agent"],
     )?;
     Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))
@@ -208,7 +209,7 @@ fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError>
         .args(rest)
         .arg("--target-dir")
         .arg(target_dir())
-        // Flags of the surrounding build, such as sanitizers, do not apply to the lab.
+        // Flags of the outer build, such as sanitizers, do not apply to the lab.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env_remove("RUSTFLAGS")
         .stdin(Stdio::null())
@@ -287,7 +288,7 @@ pub fn static_tests(package: &str, names: &[&str]) -> Result<Vec<PathBuf>, Artef
         .collect()
 }
 
-/// Builds the client of Firecracker's API with a published SDK, and returns its path.
+/// Builds the client that uses a published SDK for Firecracker's API, and returns its path.
 ///
 /// # Errors
 /// Returns an error if the build fails.
@@ -300,8 +301,8 @@ pub fn sdk_client() -> Result<PathBuf, ArtefactError> {
     Ok(target_dir().join(STATIC_TARGET).join("release/sdk-client"))
 }
 
-/// Returns the program `name` built together with the running one, otherwise the one in the search
-/// path.
+/// Returns the path of the program `name` that was built together with the running program, or
+/// `name` itself to use the search path.
 pub fn beside(name: &str) -> PathBuf {
     let built = std::env::current_exe().map(|exe| exe.with_file_name(name));
     built

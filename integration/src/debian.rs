@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use crate::artefacts::target_dir;
 use crate::lab::LabOptions;
-use crate::limit::Limit;
-use crate::process::{Command, Process};
+use crate::limit::ProgressLimit;
+use crate::process::{HostCommand, HostProcess};
 use crate::test_host::{TestHost, TestHostError};
 
 /// Kernel command line: root file system, console and clock.
@@ -14,7 +14,7 @@ pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_
 pub const PROMPT: &str = "root@perfvisor-debian";
 
 /// A test host that contains the image.
-pub struct Debian {
+pub struct DebianDownloader {
     /// Host on which the VMs run.
     pub place: TestHost,
     /// Path of the image's kernel.
@@ -25,7 +25,7 @@ pub struct Debian {
     pub disks: Vec<String>,
 }
 
-impl Debian {
+impl DebianDownloader {
     /// Provides the image as `disks` disks. `options` apply if the host is a lab.
     ///
     /// # Errors
@@ -54,8 +54,8 @@ impl Debian {
         for n in 0..disks {
             // The copy is sparse.
             let copy = place.scratch(&format!("debian-{n}.img"));
-            let command = Command::new("cp").args(["--sparse=always", &disk.to_string_lossy(), &copy]);
-            let output = place.run(&command, Limit::GENEROUS)?;
+            let command = HostCommand::new("cp").args(["--sparse=always", &disk.to_string_lossy(), &copy]);
+            let output = place.run(&command, ProgressLimit::GENEROUS)?;
             if !output.success() {
                 return Err(TestHostError::File {
                     path: copy.into(),
@@ -77,8 +77,8 @@ impl Debian {
     ///
     /// # Errors
     /// Returns an error if Perfvisor cannot be built.
-    pub fn command(&self, name: &str, disk: usize) -> Result<Command, TestHostError> {
-        Ok(Command::new(self.place.perfvisor()?)
+    pub fn command(&self, name: &str, disk: usize) -> Result<HostCommand, TestHostError> {
+        Ok(HostCommand::new(self.place.perfvisor()?)
             .args(["run", "--name", name, "--kernel", &self.kernel])
             .args(["--initrd", &self.initrd, "--disk", &self.disks[disk]])
             .args(["--cmdline", CMDLINE]))
@@ -97,7 +97,7 @@ fn built(name: &str) -> Result<PathBuf, TestHostError> {
     })
 }
 
-/// A guest did not print an expected text.
+/// Error returned when a guest does not print an expected text.
 #[derive(Debug, thiserror::Error)]
 #[error("the guest has not printed {text:?}; its console:\n{console}")]
 pub struct MissingOutput {
@@ -108,8 +108,8 @@ pub struct MissingOutput {
 /// Waits until the guest has printed `text`.
 ///
 /// # Errors
-/// Returns [`MissingOutput`] with the guest's output if it does not.
-pub fn says(vm: &Process, text: &str, limit: Limit) -> Result<(), MissingOutput> {
+/// Returns [`MissingOutput`] with the guest's output if the text does not appear within `limit`.
+pub fn says(vm: &HostProcess, text: &str, limit: ProgressLimit) -> Result<(), MissingOutput> {
     if vm.wait_for(text, limit) {
         return Ok(());
     }

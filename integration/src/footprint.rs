@@ -1,7 +1,7 @@
 //! Measures the host resources that a VMM uses in addition to guest memory.
 
-use crate::limit::Limit;
-use crate::process::Command;
+use crate::limit::ProgressLimit;
+use crate::process::HostCommand;
 use crate::test_host::{TestHost, TestHostError};
 
 /// File with the process ID of a VMM started by [`tracked`].
@@ -10,9 +10,9 @@ const PID_FILE: &str = "vmm.pid";
 /// Resources of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
-    /// Resident memory without guest memory, in KiB, including shared pages.
+    /// Resident memory excluding guest memory, in KiB, including shared pages.
     pub rss_kib: u64,
-    /// Anonymous resident memory without guest memory, in KiB.
+    /// Anonymous resident memory excluding guest memory, in KiB.
     pub anonymous_kib: u64,
     /// Number of open file descriptors.
     pub descriptors: u64,
@@ -21,18 +21,18 @@ pub struct Footprint {
 }
 
 /// Wraps `command` so that [`footprint`] finds its process. Supports one process at a time.
-pub fn tracked(place: &TestHost, command: &Command) -> Command {
+pub fn tracked(place: &TestHost, command: &HostCommand) -> HostCommand {
     let keep = format!("echo $$ >'{}'; exec \"$@\"", place.scratch(PID_FILE));
-    Command::new("sh")
+    HostCommand::new("sh")
         .args(["-c", &keep, "sh"])
         .args(command.argv.iter().cloned())
 }
 
-/// Measures the tracked VMM. Its guest has `guest_mib` MiB; the mapping of about that size is
-/// excluded.
+/// Measures the tracked VMM. Its guest has `guest_mib` MiB of memory; the mapping of about that
+/// size is excluded.
 ///
 /// # Errors
-/// Returns an error if no tracked VMM runs.
+/// Returns an error if no tracked VMM is running.
 pub fn footprint(place: &TestHost, guest_mib: u64) -> Result<Footprint, TestHostError> {
     let pid = place.scratch(PID_FILE);
     let big = guest_mib * 1024 * 9 / 10;
@@ -40,7 +40,7 @@ pub fn footprint(place: &TestHost, guest_mib: u64) -> Result<Footprint, TestHost
         "cd /proc/$(cat '{pid}') && awk '/^Size:/ {{ big = $2 >= {big} }} /^Rss:/ && !big {{ sum += $2 }} \
          /^Anonymous:/ && !big {{ own += $2 }} END {{ print sum, own }}' smaps && ls fd | wc -l && ls task | wc -l"
     );
-    let output = place.run(&Command::shell(look), Limit::GENEROUS)?;
+    let output = place.run(&HostCommand::shell(look), ProgressLimit::GENEROUS)?;
     let text = output.stdout_text();
     let mut numbers = text.split_whitespace().map(str::parse);
     let mut next = || numbers.next().and_then(Result::ok);

@@ -11,17 +11,17 @@ use base64::engine::general_purpose::STANDARD;
 use guest_images::cpio::CpioArchive;
 
 use crate::artefacts;
-use crate::limit::Limit;
+use crate::limit::ProgressLimit;
 use crate::parse::judge_kernel_log;
-use crate::process::{Command, Output, ProcessError, last_lines};
+use crate::process::{HostCommand, ProcessError, ProcessOutput, last_lines};
 use crate::report;
 use crate::test_host::{TestHost, TestHostError};
 
 /// Section with kernel messages that the guest's init prints after the script.
 const KERNEL_LOG: &str = "kernel-log";
 
-/// Maximum length of the kernel command line on x86 (`COMMAND_LINE_SIZE`), minus a reserve for what
-/// the VMM adds.
+/// Maximum length of the kernel command line on x86 (`COMMAND_LINE_SIZE`), minus a reserve for the
+/// parameters that the VMM adds.
 const MAX_CMDLINE_BYTES: usize = 2048 - 256;
 
 /// Kernel command line of every Linux guest.
@@ -53,7 +53,7 @@ pub struct LinuxGuest {
     below: Vec<u8>,
     files: Vec<GuestFile>,
     arguments: Vec<String>,
-    limit: Limit,
+    limit: ProgressLimit,
 }
 
 /// A file added to the guest's initrd.
@@ -93,7 +93,7 @@ impl LinuxGuest {
             below: Vec::new(),
             files: Vec::new(),
             arguments: Vec::new(),
-            limit: Limit::GENEROUS,
+            limit: ProgressLimit::GENEROUS,
         }
     }
 
@@ -141,13 +141,13 @@ impl LinuxGuest {
     }
 
     /// Sets the shell script. `section NAME COMMAND...` marks output for [`GuestRun::section`], and
-    /// `send FILE` copies a file out.
+    /// `send FILE` copies a file out of the guest.
     pub fn script(mut self, script: impl Into<String>) -> Self {
         self.script = ScriptSource::Text(script.into());
         self
     }
 
-    /// Runs a script of the guest's initrd instead, such as `demo`.
+    /// Runs a script from the guest's initrd, such as `demo`, instead of a given script.
     pub fn named_script(mut self, name: &str) -> Self {
         self.script = ScriptSource::Named(name.to_owned());
         self
@@ -163,20 +163,21 @@ impl LinuxGuest {
         self
     }
 
-    /// Unpacks another initrd first. The guest's own files replace files of the same name.
+    /// Unpacks another initrd before the guest's own. The guest's own files replace files of the
+    /// same name.
     pub fn unpacked_over(mut self, archive: Vec<u8>) -> Self {
         self.below = archive;
         self
     }
 
-    /// Adds arguments of `perfvisor run`.
+    /// Adds arguments for `perfvisor run`.
     pub fn args<T: Into<String>>(mut self, arguments: impl IntoIterator<Item = T>) -> Self {
         self.arguments.extend(arguments.into_iter().map(Into::into));
         self
     }
 
-    /// Sets the limits of the run, [`Limit::GENEROUS`] by default.
-    pub fn limit(mut self, limit: impl Into<Limit>) -> Self {
+    /// Sets the limits of the run, [`ProgressLimit::GENEROUS`] by default.
+    pub fn limit(mut self, limit: impl Into<ProgressLimit>) -> Self {
         self.limit = limit.into();
         self
     }
@@ -230,14 +231,14 @@ impl LinuxGuest {
     ///
     /// # Errors
     /// Returns the same errors as [`LinuxGuest::boot_source`].
-    pub fn command(&self, place: &TestHost) -> Result<Command, TestHostError> {
+    pub fn command(&self, place: &TestHost) -> Result<HostCommand, TestHostError> {
         let source = self.boot_source(place)?;
         let cpus = match self.max_cpus {
             Some(max) => format!("{},max={max}", self.cpus),
             None => self.cpus.to_string(),
         };
         report::guest_started();
-        Ok(Command::new(place.perfvisor()?)
+        Ok(HostCommand::new(place.perfvisor()?)
             .arg("run")
             .args(["--kernel", &source.kernel])
             .args(["--initrd", &source.initrd])
@@ -267,10 +268,10 @@ impl LinuxGuest {
         })?;
         place.put(&below, 0o644, &self.below)?;
         place.put(&extra, 0o644, &archive)?;
-        let join = Command::shell(format!(
+        let join = HostCommand::shell(format!(
             "cat '{below}' '{initrd}' '{extra}' >'{joined}' && rm '{below}' '{extra}'"
         ));
-        let output = place.run(&join, Limit::GENEROUS)?;
+        let output = place.run(&join, ProgressLimit::GENEROUS)?;
         if output.success() {
             Ok(joined)
         } else {
@@ -301,7 +302,7 @@ impl LinuxGuest {
     }
 
     /// Returns the limits of the run.
-    pub fn limits(&self) -> Limit {
+    pub fn limits(&self) -> ProgressLimit {
         self.limit
     }
 
@@ -310,9 +311,9 @@ impl LinuxGuest {
     ///
     /// # Errors
     /// Returns an error if the console cannot be saved or the guest's kernel reported a problem.
-    pub fn finish(&self, output: &Output) -> Result<GuestRun, TestHostError> {
+    pub fn finish(&self, output: &ProcessOutput) -> Result<GuestRun, TestHostError> {
         let run = GuestRun::new(&self.name, output)?;
-        // A guest that did not run to its end fails its test anyway.
+        // The test of a guest that did not run to its end fails in any case.
         let why = match run.console.sections.get(KERNEL_LOG) {
             Some(section) => judge_kernel_log(&section.text)
                 .err()
@@ -337,7 +338,7 @@ impl LinuxGuest {
         if let Err(ProcessError::TimedOut { .. }) = &result
             && let TestHost::Lab(host) = place
         {
-            // The replacement is for later guests.
+            // Later guests use the replacement.
             host.replace_if_hung();
         }
         self.finish(&result?)
@@ -346,7 +347,7 @@ impl LinuxGuest {
 
 /// The output of one section of a guest's script.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Section {
+pub struct ScriptSection {
     /// Standard output and standard error of the command.
     pub text: String,
     /// Exit status of the command; `None` if the guest ended first.
@@ -359,7 +360,7 @@ pub struct GuestConsoleLog {
     /// Guest time from the start of the kernel to its first process, in seconds.
     pub boot_seconds: Option<f64>,
     /// Output by section name. A later section replaces an earlier one of the same name.
-    pub sections: BTreeMap<String, Section>,
+    pub sections: BTreeMap<String, ScriptSection>,
     /// Files sent by the guest, by name. Damaged files are omitted.
     pub files: BTreeMap<String, Vec<u8>>,
     /// Exit status of the guest's script; `None` if it did not finish.
@@ -404,7 +405,7 @@ impl GuestConsoleLog {
                     // Record the section now, in case the guest ends before the section does.
                     console.sections.insert(
                         argument.to_owned(),
-                        Section {
+                        ScriptSection {
                             text: String::new(),
                             status: None,
                         },
@@ -412,7 +413,7 @@ impl GuestConsoleLog {
                 }
                 ("end", ParserState::Section(name, text)) if name == argument => {
                     let status = words.next().and_then(|word| word.parse().ok());
-                    console.sections.insert(name, Section { text, status });
+                    console.sections.insert(name, ScriptSection { text, status });
                 }
                 ("file", _) => state = ParserState::File(argument.to_owned(), String::new()),
                 ("eof", ParserState::File(name, text)) if name == argument => {
@@ -424,7 +425,9 @@ impl GuestConsoleLog {
             }
         }
         if let ParserState::Section(name, text) = state {
-            console.sections.insert(name, Section { text, status: None });
+            console
+                .sections
+                .insert(name, ScriptSection { text, status: None });
         }
         console
     }
@@ -446,7 +449,7 @@ pub struct GuestRun {
 }
 
 impl GuestRun {
-    fn new(name: &str, output: &Output) -> Result<Self, TestHostError> {
+    fn new(name: &str, output: &ProcessOutput) -> Result<Self, TestHostError> {
         let text = output.stdout_text();
         let vmm_log = output.stderr_text();
         let log = keep_console(name, &text, &vmm_log)?;
@@ -473,11 +476,11 @@ impl GuestRun {
     #[track_caller]
     pub fn section(&self, name: &str) -> &str {
         match self.console.sections.get(name) {
-            Some(Section {
+            Some(ScriptSection {
                 text,
                 status: Some(0),
             }) => text,
-            Some(Section { text, status }) => panic!(
+            Some(ScriptSection { text, status }) => panic!(
                 "guest section {name} ended with status {status:?}:\n{}{}\n{self}",
                 panics(text),
                 last_lines(text, 30)

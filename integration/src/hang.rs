@@ -1,13 +1,13 @@
 //! Collects the state of a hung guest and of its lab before they are killed.
 //!
-//! A guest that hangs once in many runs on a remote machine can only be diagnosed by the output of
-//! the failed test. If the lab itself hangs, its emulator is queried.
+//! If a guest on a remote machine hangs rarely, the output of the failed test is the only means of
+//! diagnosis. If the lab itself hangs, its emulator is queried.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::lab::Lab;
-use crate::process::{Command, last_lines};
+use crate::process::{HostCommand, last_lines};
 
 /// Timeout of `true` in a responsive lab.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
@@ -40,13 +40,13 @@ timeout 60 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && 
 rm -f /tmp/hang.data
 "#;
 
-/// Diagnoses a lab in which a process timed out. Takes up to six minutes; a few seconds on an idle
-/// machine.
+/// Diagnoses a lab in which a process timed out. Takes up to six minutes, or a few seconds on an
+/// idle machine.
 pub(crate) fn look(lab: &Lab) -> String {
     let mut told = String::new();
     if lab.answers(ANSWER_LIMIT) {
         told.push_str("the lab answers; in it:\n");
-        match lab.start(&Command::shell(LOOK)) {
+        match lab.start(&HostCommand::shell(LOOK)) {
             Ok(process) => match process.wait(LOOK_LIMIT) {
                 Ok(output) => {
                     told.push_str(&last_lines(&(output.stdout_text() + &output.stderr_text()), 120))

@@ -1,5 +1,5 @@
-//! The lab host: a Linux with a working KVM, emulated by QEMU without hardware virtualization. See
-//! `docs/guide/lab.md`.
+//! The lab host, which is a Linux system with a working KVM, emulated by QEMU without hardware
+//! virtualization. See `docs/guide/lab.md`.
 
 mod error;
 mod initrd;
@@ -27,9 +27,9 @@ use tempfile::TempDir;
 
 use crate::artefacts::{self, LabBinaries};
 use crate::monitor::Monitor;
-use crate::process::{Command, OutputSink, Process, ProcessControl, ProcessError, ProcessProgress};
+use crate::process::{HostCommand, HostProcess, OutputSink, ProcessControl, ProcessError, ProcessProgress};
 use lab_agent::wire::{
-    Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, StartRequest, StreamMode, WindowSize, read_frame,
+    Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, StartRequest, StreamMode, TerminalSize, read_frame,
 };
 
 pub use error::LabError;
@@ -58,11 +58,11 @@ pub struct Lab {
 
 impl Lab {
     /// Boots a lab with Perfvisor and the Linux guest and waits for its agent. Retries once if a
-    /// known emulator bug ended the lab (`is_emulator_bug`).
+    /// known emulator bug terminated the lab (`is_emulator_bug`).
     ///
     /// # Errors
-    /// Returns an error if QEMU is missing, a part cannot be built, or the lab does not boot in
-    /// time.
+    /// Returns an error if QEMU is missing, a file for the lab cannot be built, or the lab does not
+    /// boot in time.
     pub fn boot(options: &LabOptions) -> Result<Self, LabError> {
         match Self::boot_once(options) {
             Err(LabError::Boot { log, .. }) if is_emulator_bug(&log) => {
@@ -115,7 +115,7 @@ impl Lab {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(qemu_output)
-            // Ctrl-C must reach this process only, which shuts the lab down in order.
+            // Ctrl-C must reach only this process, which shuts the lab down in order.
             .process_group(0);
         let (up, is_up) = channel();
         start_qemu(command, &ending, &options.cancelled, is_up).map_err(LabError::Start)?;
@@ -155,14 +155,14 @@ impl Lab {
         })
     }
 
-    /// Returns whether the lab has ended and can no longer run processes.
+    /// Returns whether the lab has terminated and can no longer run processes.
     pub fn is_gone(&self) -> bool {
         self.ending.has_come() || self.link.is_gone()
     }
 
-    /// Returns whether the lab executes a command within `limit`.
+    /// Returns whether the lab executes a command within the time `limit`.
     pub fn answers(&self, limit: Duration) -> bool {
-        self.start(&Command::new("true"))
+        self.start(&HostCommand::new("true"))
             .and_then(|process| process.wait(limit))
             .is_ok_and(|output| output.success())
     }
@@ -208,8 +208,9 @@ impl Lab {
     /// Starts a process in the lab.
     ///
     /// # Errors
-    /// Returns an error if the lab has ended. A missing program is reported by [`Process::wait`].
-    pub fn start(&self, command: &Command) -> Result<Process, ProcessError> {
+    /// Returns an error if the lab has ended. A missing program is reported by
+    /// [`HostProcess::wait`].
+    pub fn start(&self, command: &HostCommand) -> Result<HostProcess, ProcessError> {
         let (process, _) = self.start_with(command, StreamMode::Pipes, ProcessProgress::default())?;
         Ok(process)
     }
@@ -221,19 +222,19 @@ impl Lab {
     /// Returns an error if the lab has ended, as [`Lab::start`] does.
     pub fn stream(
         &self,
-        command: &Command,
+        command: &HostCommand,
         streams: StreamMode,
         sink: OutputSink,
-    ) -> Result<(Process, RemoteProcess), ProcessError> {
+    ) -> Result<(HostProcess, RemoteProcess), ProcessError> {
         self.start_with(command, streams, ProcessProgress::with_sink(sink))
     }
 
     fn start_with(
         &self,
-        command: &Command,
+        command: &HostCommand,
         streams: StreamMode,
         progress: ProcessProgress,
-    ) -> Result<(Process, RemoteProcess), ProcessError> {
+    ) -> Result<(HostProcess, RemoteProcess), ProcessError> {
         let id = self.link.new_id();
         let progress = Arc::new(progress);
         let gone = |message: String| ProcessError::LabGone {
@@ -256,14 +257,14 @@ impl Lab {
             link: Arc::clone(&self.link),
             id,
         };
-        let process = Process::new(command, progress, Box::new(remote.clone()));
+        let process = HostProcess::new(command, progress, Box::new(remote.clone()));
         Ok((process, remote))
     }
 
     /// Writes a file in the lab.
     ///
     /// # Errors
-    /// Returns an error if the lab refuses the file or has ended.
+    /// Returns an error if the lab rejects the file or has ended.
     pub fn put(&self, path: &str, mode: u32, data: &[u8]) -> Result<(), LabError> {
         let id = self.link.start_transfer(TransferBuffer::Memory(Vec::new()));
         let send = || -> io::Result<()> {
@@ -351,12 +352,12 @@ impl RemoteProcess {
 
     /// Sends a signal to the process group, best effort.
     pub fn signal(&self, number: i32) {
-        // The processes end with the lab, so the error can be ignored.
+        // The processes terminate with the lab, so the error can be ignored.
         let _ = self.link.send(FrameKind::Signal, self.id, &number.to_le_bytes());
     }
 
     /// Sets the window size of the terminal, best effort.
-    pub fn resize(&self, size: WindowSize) {
+    pub fn resize(&self, size: TerminalSize) {
         if let Ok(payload) = serde_json::to_vec(&size) {
             let _ = self.link.send(FrameKind::Resize, self.id, &payload);
         }
@@ -373,8 +374,8 @@ impl ProcessControl for RemoteProcess {
     }
 }
 
-/// Starts QEMU and reports its exit to `ending`. `cancelled` kills QEMU until the sender of `is_up`
-/// is dropped.
+/// Starts QEMU and reports its exit to `ending`. Setting `cancelled` kills QEMU until the sender of
+/// `is_up` is dropped.
 ///
 /// The parent-death signal is bound to the thread that starts QEMU, so that thread waits until QEMU
 /// exits.
@@ -424,7 +425,7 @@ fn log_name() -> String {
         .and_then(Path::file_stem)
         .and_then(|name| name.to_str())
         .unwrap_or("lab")
-        // Cargo appends a hash to the names of test binaries.
+        // Cargo appends a hash to the name of a test binary.
         .split('-')
         .next()
         .unwrap_or("lab")
@@ -449,7 +450,8 @@ fn command_line(
         .args(qemu.arguments())
         .args(["-nodefaults", "-no-user-config", "-no-reboot"])
         .args(["-accel", "tcg,thread=multi", "-cpu", &qemu.processor()])
-        // The lab's init keeps all processes off the first processor; see there for the reason.
+        // The lab's init keeps all processes off the first processor. The init script explains the
+        // reason.
         .args(["-smp", &(options.cpus + 1).to_string()])
         .args(["-m", &format!("{}M", options.memory_mib)])
         .arg("-kernel")
@@ -469,9 +471,9 @@ fn command_line(
     command
 }
 
-/// Returns whether a known QEMU bug ended the lab whose console is in `log`: QEMU executed a cached
-/// translation of a breakpoint that the kernel had already removed. The plugin invalidates such
-/// translations too late for the current one.
+/// Returns whether a known QEMU bug terminated the lab whose console is in `log`. Due to the bug,
+/// QEMU executes a cached translation of a breakpoint that the kernel has already removed. The
+/// plugin invalidates such translations too late for the current one.
 fn is_emulator_bug(log: &Path) -> bool {
     let has = |file: &Path, what: &str| {
         fs::read(file).is_ok_and(|text| String::from_utf8_lossy(&text).contains(what))

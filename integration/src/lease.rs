@@ -7,23 +7,23 @@ use std::thread;
 
 use crate::artefacts;
 use crate::lab::LabOptions;
-use crate::limit::Limit;
+use crate::limit::ProgressLimit;
 use crate::pool::{LabNeed, Pool, PoolError, PoolGrant};
-use crate::process::Command;
+use crate::process::HostCommand;
 use crate::report::HostUse;
 use crate::test_host::{KvmKind, LabHost, TestHost, TestHostError, probe_kvm};
 
-pub use crate::pool::LeaseAccess;
+pub use crate::pool::TestHostSharing;
 
 static POOL: LazyLock<Result<Arc<Pool<LabHost>>, PoolError>> =
     LazyLock::new(|| Pool::of_this_machine().map(Arc::new));
 
-/// Labs that failed to boot, by their options. An attempt may take many minutes, so there is only
-/// one.
+/// Labs that failed to boot, by their options. An attempt may take many minutes and is therefore
+/// not repeated.
 static FAILED: Mutex<BTreeMap<String, Arc<TestHostError>>> = Mutex::new(BTreeMap::new());
 
-/// Removes what a test leaves in a lab: VMs and servers that are about to exit, network devices,
-/// and files.
+/// Script that removes the remains of a test from a lab: VMs and servers that are about to exit,
+/// network devices, and files.
 const CLEAN: &str = "
 left() { pidof perfvisor virtiofsd httpd >/dev/null; }
 left && kill -9 $(pidof perfvisor virtiofsd httpd)
@@ -41,13 +41,13 @@ done
 rm -rf /run/perfvisor /tmp/* || exit 1
 ";
 
-/// Reason why a test host cannot be leased.
+/// Error returned when a test host cannot be leased.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum LeaseError {
     /// The pool rejected the request.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The test host could not be prepared, now or for an earlier test.
+    /// The test host could not be prepared for this test or an earlier one.
     #[error("{}", artefacts::describe(.0.as_ref()))]
     Prepare(Arc<TestHostError>),
 }
@@ -65,8 +65,8 @@ struct Admission {
 }
 
 impl Admission {
-    /// Waits for admission, and for a lab of the required kind if one is booted.
-    fn new(access: LeaseAccess, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
+    /// Waits for admission. Also returns a lab of the required kind if one is already booted.
+    fn new(access: TestHostSharing, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
         let pool = POOL.as_ref().map_err(PoolError::clone)?;
         let watch = HostUse::begin();
         let (grant, warm) = pool.acquire(access, need)?;
@@ -85,7 +85,7 @@ impl LabHost {
             key: None,
             memory_mib: options.memory_mib.into(),
         };
-        let (admission, _) = Admission::new(LeaseAccess::Shared, Some(need))?;
+        let (admission, _) = Admission::new(TestHostSharing::Shared, Some(need))?;
         let host = Self::boot_first(options)?;
         admission.watch.runs_in(&host.name());
         Ok(host.keep(Box::new(admission)))
@@ -93,31 +93,30 @@ impl LabHost {
 }
 
 impl TestHost {
-    /// Leases a test host for Linux guests; other tests may run at the same time.
+    /// Leases a test host for Linux guests. Other tests may run concurrently.
     ///
     /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the host.
     ///
     /// # Errors
     /// Returns an error if the host cannot be prepared or the calling thread holds a lease.
     pub fn shared() -> Result<TestHostLease, LeaseError> {
-        Self::lease(&LabOptions::default(), LeaseAccess::Shared)
+        Self::lease(&LabOptions::default(), TestHostSharing::Shared)
     }
 
-    /// Leases a test host for time measurements of Linux guests; no other test runs at the same
-    /// time.
+    /// Leases a test host for time measurements of Linux guests. No other test runs concurrently.
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
     pub fn alone() -> Result<TestHostLease, LeaseError> {
-        Self::lease(&LabOptions::default(), LeaseAccess::Exclusive)
+        Self::lease(&LabOptions::default(), TestHostSharing::Exclusive)
     }
 
-    /// Leases a test host. If the host is a lab, it has these options. Tests with equal options
-    /// share a lab one after the other.
+    /// Leases a test host. If the host is a lab, it is booted with `options`. Tests with equal
+    /// options use the same lab, one after the other.
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn lease(options: &LabOptions, access: LeaseAccess) -> Result<TestHostLease, LeaseError> {
+    pub fn lease(options: &LabOptions, access: TestHostSharing) -> Result<TestHostLease, LeaseError> {
         TestHostLease::new((!Self::is_direct()?).then_some(options), access)
     }
 
@@ -125,7 +124,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn lab(access: LeaseAccess) -> Result<TestHostLease, LeaseError> {
+    pub fn lab(access: TestHostSharing) -> Result<TestHostLease, LeaseError> {
         TestHostLease::new(Some(&LabOptions::default()), access)
     }
 
@@ -134,12 +133,12 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn for_bare_metal(access: LeaseAccess) -> Result<TestHostLease, LeaseError> {
+    pub fn for_bare_metal(access: TestHostSharing) -> Result<TestHostLease, LeaseError> {
         let options = LabOptions::default();
         TestHostLease::new((probe_kvm() == KvmKind::None).then_some(&options), access)
     }
 
-    /// Prepares a test host for exclusive use, which is not returned to the pool.
+    /// Prepares a test host for exclusive use. It is not returned to the pool.
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
@@ -161,8 +160,8 @@ pub struct TestHostLease {
 }
 
 impl TestHostLease {
-    /// Leases a lab with these options, or this machine.
-    fn new(lab: Option<&LabOptions>, access: LeaseAccess) -> Result<Self, LeaseError> {
+    /// Leases a lab with the given options, or this machine if `lab` is `None`.
+    fn new(lab: Option<&LabOptions>, access: TestHostSharing) -> Result<Self, LeaseError> {
         let need = lab.map(|options| LabNeed {
             key: Some(format!("{options:?}")),
             memory_mib: options.memory_mib.into(),
@@ -244,8 +243,8 @@ impl Drop for TestHostLease {
 fn clean(host: &LabHost) -> Result<(), String> {
     let lab = host.last();
     let output = lab
-        .start(&Command::shell(CLEAN))
-        .and_then(|process| process.wait(Limit::GENEROUS))
+        .start(&HostCommand::shell(CLEAN))
+        .and_then(|process| process.wait(ProgressLimit::GENEROUS))
         .map_err(|error| error.to_string())?;
     if output.success() {
         return Ok(());

@@ -1,8 +1,8 @@
 //! Runs real guests and parses their output.
 //!
-//! A *scenario* is a guest with a script. It runs in a [`test_host::TestHost`]: on this machine's
-//! KVM if that supports Linux guests, otherwise in the lab host, a QEMU that emulates a processor
-//! with AMD-V. Tests are independent of this choice.
+//! A *scenario* is a guest with a script. A scenario runs in a [`test_host::TestHost`], which is
+//! this machine if its KVM supports Linux guests, or else the lab host, a QEMU that emulates a
+//! processor with AMD-V. Tests are independent of this choice.
 //!
 //! All operations have time limits. Consoles are saved in `target/integration`.
 

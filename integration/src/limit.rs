@@ -1,16 +1,16 @@
-//! Time limits that depend on progress: long while a process makes progress, shorter if it does
-//! not.
+//! Time limits that depend on progress. A process that makes progress has a long limit, and a
+//! process without progress a shorter one.
 //!
 //! A fixed limit is too short on a slow machine, and wastes time on a hang on a fast one. Progress
 //! means output, or CPU time used by the process and its children. A vCPU that is single-stepped or
-//! spins uses CPU time; a vCPU that waits for a lost interrupt does not.
+//! spins uses CPU time, but a vCPU that waits for a lost interrupt does not.
 
 use std::fmt;
 use std::time::Duration;
 
 /// Time limits of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limit {
+pub struct ProgressLimit {
     /// Maximum time without output and without CPU use.
     pub still: Duration,
     /// Maximum time without output, regardless of CPU use.
@@ -19,10 +19,10 @@ pub struct Limit {
     pub overall: Duration,
 }
 
-impl Limit {
+impl ProgressLimit {
     /// Limits for a guest that may be single-stepped in the lab, on a slow machine under load. The
     /// longest measured time without output is 14 s on the development machine and 42 s on a
-    /// machine with a third of its speed.
+    /// machine that is one third as fast.
     pub const GENEROUS: Self = Self {
         still: Duration::from_secs(120),
         silent: Duration::from_secs(600),
@@ -30,7 +30,7 @@ impl Limit {
     };
 
     /// Returns the limit that is exceeded after `since_start`, given the time since the last output
-    /// and since the last progress of any kind.
+    /// and the time since the last progress of any type.
     pub(crate) fn overrun(
         &self,
         since_start: Duration,
@@ -57,7 +57,7 @@ impl Limit {
 }
 
 /// Converts a total run time to limits, for short commands and for commands that must be stopped.
-impl From<Duration> for Limit {
+impl From<Duration> for ProgressLimit {
     fn from(overall: Duration) -> Self {
         Self {
             still: overall,
@@ -70,11 +70,11 @@ impl From<Duration> for Limit {
 /// The limit that was exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExceededLimit {
-    /// [`Limit::still`] was exceeded.
+    /// [`ProgressLimit::still`] was exceeded.
     Still(Duration),
-    /// [`Limit::silent`] was exceeded.
+    /// [`ProgressLimit::silent`] was exceeded.
     Silent(Duration),
-    /// [`Limit::overall`] was exceeded.
+    /// [`ProgressLimit::overall`] was exceeded.
     Overall(Duration),
 }
 
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn each_limit_is_enforced_independently() {
         let s = Duration::from_secs;
-        let limit = Limit {
+        let limit = ProgressLimit {
             still: s(10),
             silent: s(60),
             overall: s(300),
@@ -115,7 +115,7 @@ mod tests {
             Some(ExceededLimit::Still(s(10)))
         );
         assert_eq!(
-            Limit::from(s(5)).overrun(s(5), s(0), s(0)),
+            ProgressLimit::from(s(5)).overrun(s(5), s(0), s(0)),
             Some(ExceededLimit::Overall(s(5)))
         );
     }

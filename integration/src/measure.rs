@@ -1,7 +1,7 @@
-//! Time measurements on machines with other load, and skipped tests.
+//! Time measurements on machines with other load, and reporting of skipped tests.
 //!
-//! Other load disturbs measurements that depend on time. They are taken a fixed number of times,
-//! whatever the results are, and all of them are judged.
+//! Other load disturbs measurements that depend on time. Such measurements are therefore repeated a
+//! fixed number of times, independent of the results, and all of them are evaluated.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use crate::artefacts;
 
-/// Number of measurements of a time or rate.
+/// Number of repetitions of a time or rate measurement.
 pub const MEASUREMENTS: usize = 3;
 
 /// A measured time or rate: its name, value and tolerance.
@@ -48,13 +48,13 @@ fn measured_into(file: Option<&Path>, name: &str, once: impl FnMut(usize) -> Vec
     assert!(off.is_empty(), "{}", off.join("; "));
 }
 
-/// Number of measurements whose parts may be inconclusive because of other load. Interference rarely
-/// affects the same part each time.
+/// Number of times a measurement with several parts is repeated. Other load can make parts of a
+/// measurement inconclusive, but rarely affects the same part each time.
 const MEASUREMENTS_OF_PARTS: usize = 5;
 
-/// Takes five measurements of several parts. `once` returns the name of each part and whether it was
-/// conclusive; `once` itself asserts that a part is correct, in each measurement. Returns the parts
-/// that were never conclusive.
+/// Takes five measurements of several parts. `once` returns the name of each part and whether it
+/// was conclusive, and asserts itself that each part is correct. Returns the parts that were never
+/// conclusive.
 pub fn measured_in_parts(mut once: impl FnMut() -> Vec<(String, bool)>) -> Vec<String> {
     let mut parts = BTreeMap::new();
     for (part, conclusive) in (0..MEASUREMENTS_OF_PARTS).flat_map(|_| once()) {
@@ -77,8 +77,8 @@ fn keep(file: Option<&Path>, line: &str) {
     }
 }
 
-/// Reports that a test is skipped and why. `able` tells whether this machine could run the test if
-/// the missing prerequisite were installed.
+/// Reports that a test is skipped, with the reason `why`. `able` is `true` if this machine could
+/// run the test with the missing prerequisite installed.
 ///
 /// # Panics
 /// Panics if `able` is `true` and `CI` is set, where tests must not be skipped.

@@ -1,13 +1,13 @@
 //! Limits the number of labs of this process and assigns them to tests.
 //!
 //! A [`Pool`] admits requests up to its limits of labs and memory. A [`PoolGrant`] is an admitted
-//! request; dropping it frees its share. Shared labs remain in the pool between two grants, by
-//! their options.
+//! request, and dropping it frees its share. Shared labs remain in the pool between two grants,
+//! identified by their options.
 //!
-//! [`PoolState::next`] determines the order of admission. Requests whose lab is booted come first, then
-//! requests that require switching off another lab, and finally exclusive requests, so that a run
-//! switches between these phases only once. A request that has been overtaken [`MAX_PASSED`] times
-//! is next, whatever it needs.
+//! [`PoolState::next`] determines the order of admission. Requests whose lab is booted are admitted
+//! first, then requests that require switching off another lab, and finally exclusive requests, so
+//! that a run switches between these phases only once. A request that has been overtaken
+//! [`MAX_PASSED`] times is next, regardless of its type.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -16,7 +16,7 @@ use std::thread::{self, ThreadId};
 const LIMIT_VARIABLE: &str = "PERFVISOR_LABS";
 /// Default maximum number of labs. A lab keeps about one processor busy.
 const DEFAULT_LIMIT: usize = 2;
-/// Memory of QEMU besides the lab's, mostly translated code, in MiB.
+/// QEMU's memory in addition to the lab's, mostly translated code, in MiB.
 const OVERHEAD_MIB: u64 = 1024;
 /// Memory reserved for the rest of the machine, in MiB.
 const RESERVE_MIB: u64 = 1024;
@@ -28,9 +28,9 @@ const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
 
-/// The way in which a request shares a lab with other requests.
+/// Mode in which a request shares the pool with other requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LeaseAccess {
+pub enum TestHostSharing {
     /// Runs concurrently with other requests, up to the pool's limit.
     Shared,
     /// Runs alone, for time measurements.
@@ -40,16 +40,17 @@ pub enum LeaseAccess {
 /// The lab that a request needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LabNeed {
-    /// Key that interchangeable labs have in common; `None` for a lab that is not kept.
+    /// Key shared by interchangeable labs; `None` for a lab that is not kept.
     pub(crate) key: Option<String>,
     /// Memory of the lab, in MiB.
     pub(crate) memory_mib: u64,
 }
 
-/// Reason why a request was rejected.
+/// Error returned when a request is rejected.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum PoolError {
-    /// The thread already holds a grant. Two such threads could deadlock.
+    /// The thread already holds a grant. Two threads that each wait for a second grant could
+    /// deadlock.
     #[error("this thread already holds a lease; drop it before requesting another one")]
     AlreadyHeld,
     /// The environment variable is invalid.
@@ -62,7 +63,7 @@ pub enum PoolError {
 struct PoolRequest {
     ticket: u64,
     thread: ThreadId,
-    access: LeaseAccess,
+    access: TestHostSharing,
     lab: Option<LabNeed>,
     /// Index of the test's module in [`LONGEST_FIRST`].
     rank: usize,
@@ -75,7 +76,7 @@ struct PoolRequest {
 struct RunningRequest {
     ticket: u64,
     thread: ThreadId,
-    access: LeaseAccess,
+    access: TestHostSharing,
     lab_mib: Option<u64>,
 }
 
@@ -87,7 +88,7 @@ struct IdleLab<L> {
     lab: L,
 }
 
-/// All requests and labs.
+/// State of the pool: all requests and labs.
 #[derive(Debug)]
 struct PoolState<L> {
     limit: usize,
@@ -106,7 +107,7 @@ impl<L> PoolState<L> {
         if self
             .running
             .iter()
-            .any(|running| running.access == LeaseAccess::Exclusive)
+            .any(|running| running.access == TestHostSharing::Exclusive)
         {
             return None;
         }
@@ -114,7 +115,7 @@ impl<L> PoolState<L> {
         if let Some(request) = overdue.min_by_key(|request| request.ticket) {
             return self.fits(request).then_some(request);
         }
-        let is_shared = |request: &&PoolRequest| request.access == LeaseAccess::Shared;
+        let is_shared = |request: &&PoolRequest| request.access == TestHostSharing::Shared;
         let any_shared = self.waiting.iter().any(|request| is_shared(&request));
         self.waiting
             .iter()
@@ -123,14 +124,14 @@ impl<L> PoolState<L> {
             .min_by_key(|request| (self.evictions(request) > 0, request.rank, request.ticket))
     }
 
-    /// Returns whether a request can be admitted in addition to the running ones.
+    /// Returns whether a request can be admitted in addition to the running requests.
     fn fits(&self, request: &PoolRequest) -> bool {
         if self.running.is_empty() {
             return true;
         }
         let used: u64 = self.running.iter().filter_map(|running| running.lab_mib).sum();
         let has_memory = cost_mib(request.lab.as_ref()).is_none_or(|need| used + need <= self.memory_mib);
-        request.access == LeaseAccess::Shared && self.running.len() < self.limit && has_memory
+        request.access == TestHostSharing::Shared && self.running.len() < self.limit && has_memory
     }
 
     /// Returns the number of idle labs that must be switched off to admit a request.
@@ -165,8 +166,8 @@ impl<L> PoolState<L> {
         self.idle.iter().position(|idle| idle.key == *key)
     }
 
-    /// Admits a request. Returns its lab, if one is booted, and the labs that must be switched off
-    /// first.
+    /// Admits a request. Returns a booted lab for it, if there is one, and the labs that must be
+    /// switched off first.
     fn admit(&mut self, ticket: u64) -> (Option<L>, Vec<L>) {
         let Some(at) = self.waiting.iter().position(|request| request.ticket == ticket) else {
             return (None, Vec::new());
@@ -229,18 +230,19 @@ impl<L> Pool<L> {
     }
 
     fn lock(&self) -> MutexGuard<'_, PoolState<L>> {
-        // Each update is complete before it can panic, so a poisoned state is consistent.
+        // Each update is complete before any code that can panic, so a poisoned state is
+        // consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a request is admitted. A request without a lab (`None`) counts against the
-    /// limit, too.
+    /// Waits until a request is admitted. A request without a lab (`None`) also counts against the
+    /// limit.
     ///
     /// # Errors
     /// Returns [`PoolError::AlreadyHeld`] if the calling thread holds a grant.
     pub(crate) fn acquire(
         self: &Arc<Self>,
-        access: LeaseAccess,
+        access: TestHostSharing,
         lab: Option<LabNeed>,
     ) -> Result<(PoolGrant<L>, Option<L>), PoolError> {
         let thread = thread::current();
@@ -263,7 +265,7 @@ impl<L> Pool<L> {
         }
         let (warm, evicted) = state.admit(ticket);
         drop(state);
-        // Another request may fit in addition to this one.
+        // The pool may have capacity for another request.
         self.changed.notify_all();
         drop(evicted);
         let pool = Arc::clone(self);
@@ -286,7 +288,7 @@ pub(crate) struct PoolGrant<L> {
 }
 
 impl<L> PoolGrant<L> {
-    /// Ends the grant and leaves its lab to the next request with the same key.
+    /// Ends the grant and leaves its lab in the pool for the next request with the same key.
     pub(crate) fn return_lab(self, key: String, memory_mib: u64, lab: L) {
         let idle = IdleLab { key, memory_mib, lab };
         self.pool.release(self.ticket, Some(idle));
@@ -341,7 +343,7 @@ mod tests {
         }
     }
 
-    fn ask(state: &mut PoolState<u32>, test: &str, access: LeaseAccess, lab: Option<LabNeed>) -> u64 {
+    fn ask(state: &mut PoolState<u32>, test: &str, access: TestHostSharing, lab: Option<LabNeed>) -> u64 {
         state.tickets += 1;
         state.waiting.push(PoolRequest {
             ticket: state.tickets,
@@ -370,9 +372,9 @@ mod tests {
     #[test]
     fn pool_admits_shared_requests_longest_first() {
         let mut state = state();
-        let quick = ask(&mut state, "vsock::x", LeaseAccess::Shared, need("a"));
-        let long = ask(&mut state, "nested::x", LeaseAccess::Shared, need("a"));
-        let last = ask(&mut state, "share::x", LeaseAccess::Shared, need("a"));
+        let quick = ask(&mut state, "vsock::x", TestHostSharing::Shared, need("a"));
+        let long = ask(&mut state, "nested::x", TestHostSharing::Shared, need("a"));
+        let last = ask(&mut state, "share::x", TestHostSharing::Shared, need("a"));
         assert_eq!(next(&state), Some(long));
         state.admit(long);
         assert_eq!(next(&state), Some(quick));
@@ -386,43 +388,43 @@ mod tests {
     #[test]
     fn pool_runs_exclusive_requests_last_and_alone() {
         let mut state = state();
-        let alone = ask(&mut state, "a::x", LeaseAccess::Exclusive, None);
-        let shared = ask(&mut state, "b::x", LeaseAccess::Shared, need("a"));
+        let alone = ask(&mut state, "a::x", TestHostSharing::Exclusive, None);
+        let shared = ask(&mut state, "b::x", TestHostSharing::Shared, need("a"));
         assert_eq!(next(&state), Some(shared));
         state.admit(shared);
         assert_eq!(next(&state), None);
         end(&mut state, shared, None);
         assert_eq!(next(&state), Some(alone));
         state.admit(alone);
-        ask(&mut state, "c::x", LeaseAccess::Shared, None);
+        ask(&mut state, "c::x", TestHostSharing::Shared, None);
         assert_eq!(next(&state), None);
     }
 
     #[test]
     fn pool_admits_overtaken_request_next() {
         let mut state = state();
-        let alone = ask(&mut state, "a::x", LeaseAccess::Exclusive, None);
+        let alone = ask(&mut state, "a::x", TestHostSharing::Exclusive, None);
         for _ in 0..MAX_PASSED {
-            let shared = ask(&mut state, "b::x", LeaseAccess::Shared, None);
+            let shared = ask(&mut state, "b::x", TestHostSharing::Shared, None);
             assert_eq!(next(&state), Some(shared));
             state.admit(shared);
             end(&mut state, shared, None);
         }
-        ask(&mut state, "b::x", LeaseAccess::Shared, None);
+        ask(&mut state, "b::x", TestHostSharing::Shared, None);
         assert_eq!(next(&state), Some(alone));
     }
 
     #[test]
     fn pool_evicts_labs_only_at_limit() {
         let mut state = state();
-        let first = ask(&mut state, "a::x", LeaseAccess::Shared, need("a"));
+        let first = ask(&mut state, "a::x", TestHostSharing::Shared, need("a"));
         state.admit(first);
         end(&mut state, first, Some(("a", 1)));
-        // Capacity for one more.
-        let second = ask(&mut state, "b::x", LeaseAccess::Shared, need(""));
+        // One more request fits.
+        let second = ask(&mut state, "b::x", TestHostSharing::Shared, need(""));
         assert_eq!(state.admit(second), (None, vec![]));
-        let third = ask(&mut state, "c::x", LeaseAccess::Shared, need("c"));
-        let fourth = ask(&mut state, "d::x", LeaseAccess::Shared, need("a"));
+        let third = ask(&mut state, "c::x", TestHostSharing::Shared, need("c"));
+        let fourth = ask(&mut state, "d::x", TestHostSharing::Shared, need("a"));
         assert_eq!(next(&state), Some(fourth), "its lab is booted");
         assert_eq!(state.admit(fourth), (Some(1), vec![]));
         end(&mut state, fourth, Some(("a", 1)));
@@ -433,13 +435,13 @@ mod tests {
     fn pool_memory_limit_allows_at_least_one_lab() {
         let mut state = state();
         state.memory_mib = 100;
-        let first = ask(&mut state, "a::x", LeaseAccess::Shared, need("a"));
+        let first = ask(&mut state, "a::x", TestHostSharing::Shared, need("a"));
         assert_eq!(next(&state), Some(first));
         state.admit(first);
-        ask(&mut state, "b::x", LeaseAccess::Shared, need("a"));
+        ask(&mut state, "b::x", TestHostSharing::Shared, need("a"));
         assert_eq!(next(&state), None);
         // A request for this machine takes no lab memory.
-        let here = ask(&mut state, "c::x", LeaseAccess::Shared, None);
+        let here = ask(&mut state, "c::x", TestHostSharing::Shared, None);
         assert_eq!(next(&state), Some(here));
     }
 
@@ -453,8 +455,8 @@ mod tests {
             let (pool, running) = (Arc::clone(&pool), Arc::clone(&running));
             thread::spawn(move || {
                 let (access, most) = match n % 3 {
-                    0 => (LeaseAccess::Exclusive, 1),
-                    _ => (LeaseAccess::Shared, 2),
+                    0 => (TestHostSharing::Exclusive, 1),
+                    _ => (TestHostSharing::Shared, 2),
                 };
                 let lab = need(["a", "b", ""][n % 5 % 3]);
                 let (grant, warm) = pool.acquire(access, lab.clone()).unwrap();
@@ -480,12 +482,12 @@ mod tests {
     #[test]
     fn pool_rejects_second_grant_of_thread() {
         let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));
-        let first = pool.acquire(LeaseAccess::Shared, None).unwrap();
+        let first = pool.acquire(TestHostSharing::Shared, None).unwrap();
         assert!(matches!(
-            pool.acquire(LeaseAccess::Shared, None),
+            pool.acquire(TestHostSharing::Shared, None),
             Err(PoolError::AlreadyHeld)
         ));
         drop(first);
-        assert!(pool.acquire(LeaseAccess::Exclusive, None).is_ok());
+        assert!(pool.acquire(TestHostSharing::Exclusive, None).is_ok());
     }
 }

@@ -11,9 +11,9 @@ use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::ordered::OutputStream;
 use lab_agent::wire::ProcessExit;
 
-use crate::limit::{ExceededLimit, Limit};
+use crate::limit::{ExceededLimit, ProgressLimit};
 
-/// Reason why a process could not be run to its end.
+/// Error returned when a process could not be run to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// The process could not be started.
@@ -57,14 +57,14 @@ pub enum ProcessError {
 
 /// A program with its arguments and additional environment variables.
 #[derive(Debug, Clone)]
-pub struct Command {
+pub struct HostCommand {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Additional environment variables.
     pub env: Vec<(String, String)>,
 }
 
-impl Command {
+impl HostCommand {
     /// Creates a command without arguments.
     pub fn new(program: impl Into<String>) -> Self {
         Self {
@@ -90,7 +90,7 @@ impl Command {
         self
     }
 
-    /// Sets a variable of the environment.
+    /// Sets an environment variable.
     pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.env.push((name.into(), value.into()));
         self
@@ -104,18 +104,18 @@ impl Command {
 
 /// The output and exit status of a process.
 #[derive(Debug, Clone)]
-pub struct Output {
+pub struct ProcessOutput {
     /// Standard output.
     pub stdout: Vec<u8>,
     /// Standard error.
     pub stderr: Vec<u8>,
     /// Exit status, or the signal that killed the process.
     pub ended: ProcessExit,
-    /// Run time as seen locally.
+    /// Run time as measured locally.
     pub elapsed: Duration,
 }
 
-impl Output {
+impl ProcessOutput {
     /// Returns the exit status, or `None` if a signal killed the process.
     pub fn code(&self) -> Option<i32> {
         self.ended.code
@@ -141,8 +141,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).replace('\r', "")
 }
 
-/// A function that receives the output of a process as it arrives, instead of a buffer. If it
-/// blocks, the process blocks too once the buffers in between are full.
+/// Function that receives the output of a process as it arrives, instead of a buffer. If the
+/// function blocks, the process also blocks once the buffers in between are full.
 pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
 
 /// The output and state of a process, shared between its handle and the threads that receive its
@@ -228,12 +228,12 @@ impl ProcessProgress {
         }
     }
 
-    /// Waits until `done` returns a value. Returns the limit that is exceeded first, counted from
+    /// Waits until `done` returns a value. Returns the first limit that is exceeded, counted from
     /// `start`. Time without output before this call does not count.
     fn wait_until(
         &self,
         start: Instant,
-        limit: Limit,
+        limit: ProgressLimit,
         mut done: impl FnMut(&ProcessState) -> bool,
     ) -> Result<(), ExceededLimit> {
         let began = Instant::now();
@@ -276,16 +276,16 @@ pub(crate) trait ProcessControl: Send {
 }
 
 /// A running process, killed when the handle is dropped.
-pub struct Process {
+pub struct HostProcess {
     command: String,
     started: Instant,
     progress: Arc<ProcessProgress>,
     control: Box<dyn ProcessControl>,
 }
 
-impl Process {
+impl HostProcess {
     pub(crate) fn new(
-        command: &Command,
+        command: &HostCommand,
         progress: Arc<ProcessProgress>,
         control: Box<dyn ProcessControl>,
     ) -> Self {
@@ -301,7 +301,7 @@ impl Process {
     ///
     /// # Errors
     /// Returns an error if the program does not exist or cannot be executed.
-    pub fn start_here(command: &Command) -> Result<Self, ProcessError> {
+    pub fn start_here(command: &HostCommand) -> Result<Self, ProcessError> {
         let start_error = |message: String| ProcessError::Start {
             command: command.line(),
             message,
@@ -356,20 +356,20 @@ impl Process {
     /// # Errors
     /// Returns an error if the process could not be started or exceeded a limit, or if the lab
     /// ended.
-    pub fn wait(self, limit: impl Into<Limit>) -> Result<Output, ProcessError> {
+    pub fn wait(self, limit: impl Into<ProgressLimit>) -> Result<ProcessOutput, ProcessError> {
         self.wait_or_diagnose(limit, String::new)
     }
 
-    /// Waits like [`Process::wait`]. If the process exceeds a limit, the output of `look` is added
-    /// to the error before the process is killed.
+    /// Waits like [`HostProcess::wait`]. If the process exceeds a limit, the function adds the
+    /// output of `look` to the error before it kills the process.
     ///
     /// # Errors
-    /// Returns the same errors as [`Process::wait`].
+    /// Returns the same errors as [`HostProcess::wait`].
     pub fn wait_or_diagnose(
         mut self,
-        limit: impl Into<Limit>,
+        limit: impl Into<ProgressLimit>,
         look: impl FnOnce() -> String,
-    ) -> Result<Output, ProcessError> {
+    ) -> Result<ProcessOutput, ProcessError> {
         let ended = |state: &ProcessState| state.end.is_some();
         if let Err(overrun) = self.progress.wait_until(self.started, limit.into(), ended) {
             let error = self.timed_out(overrun, look);
@@ -379,7 +379,7 @@ impl Process {
         let mut state = self.progress.lock();
         let command = self.command.clone();
         match state.end.clone() {
-            Some(OutputEnd::Exited(ended)) => Ok(Output {
+            Some(OutputEnd::Exited(ended)) => Ok(ProcessOutput {
                 stdout: std::mem::take(&mut state.stdout),
                 stderr: std::mem::take(&mut state.stderr),
                 ended,
@@ -391,18 +391,23 @@ impl Process {
         }
     }
 
-    /// Waits until standard output contains `text`, within `limit` from now on. Returns `false` if
-    /// the process ended or exceeded a limit without printing it.
-    pub fn wait_for(&self, text: &str, limit: impl Into<Limit>) -> bool {
+    /// Waits until standard output contains `text`. The time `limit` starts with this call. Returns
+    /// `false` if the process exits or exceeds a limit without printing the text.
+    pub fn wait_for(&self, text: &str, limit: impl Into<ProgressLimit>) -> bool {
         self.wait_for_in(|state| &state.stdout, text, limit.into())
     }
 
-    /// Waits like [`Process::wait_for`], but on standard error.
-    pub fn wait_for_message(&self, text: &str, limit: impl Into<Limit>) -> bool {
+    /// Waits like [`HostProcess::wait_for`], but on standard error.
+    pub fn wait_for_message(&self, text: &str, limit: impl Into<ProgressLimit>) -> bool {
         self.wait_for_in(|state| &state.stderr, text, limit.into())
     }
 
-    fn wait_for_in(&self, stream: impl Fn(&ProcessState) -> &Vec<u8>, text: &str, limit: Limit) -> bool {
+    fn wait_for_in(
+        &self,
+        stream: impl Fn(&ProcessState) -> &Vec<u8>,
+        text: &str,
+        limit: ProgressLimit,
+    ) -> bool {
         let contains = |state: &ProcessState| {
             stream(state)
                 .windows(text.len())
@@ -413,8 +418,8 @@ impl Process {
     }
 
     /// Passes standard output to `sink` as it arrives until the process exits or exceeds a limit.
-    /// Call [`Process::wait`] afterwards.
-    pub fn follow(&self, limit: impl Into<Limit>, mut sink: impl FnMut(&[u8])) {
+    /// Call [`HostProcess::wait`] afterwards.
+    pub fn follow(&self, limit: impl Into<ProgressLimit>, mut sink: impl FnMut(&[u8])) {
         let mut seen = 0;
         let limit = limit.into();
         loop {
@@ -432,7 +437,7 @@ impl Process {
         }
     }
 
-    /// Returns the standard output so far.
+    /// Returns the standard output received so far.
     pub fn stdout_so_far(&self) -> String {
         text(&self.progress.lock().stdout)
     }
@@ -483,7 +488,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for HostProcess {
     fn drop(&mut self) {
         if self.progress.lock().end.is_none() {
             self.control.signal(libc::SIGKILL);
@@ -548,8 +553,8 @@ mod tests {
 
     #[test]
     fn output_and_status_are_captured_apart() {
-        let command = Command::shell("echo out; echo err >&2; exit 3");
-        let output = Process::start_here(&command).unwrap().wait(LIMIT).unwrap();
+        let command = HostCommand::shell("echo out; echo err >&2; exit 3");
+        let output = HostProcess::start_here(&command).unwrap().wait(LIMIT).unwrap();
         assert_eq!(output.stdout_text(), "out\n");
         assert_eq!(output.stderr_text(), "err\n");
         assert_eq!(output.code(), Some(3));
@@ -557,8 +562,8 @@ mod tests {
 
     #[test]
     fn hung_process_is_killed_with_children_and_reported() {
-        let command = Command::shell("echo before; sleep 1000 & sleep 1000");
-        let process = Process::start_here(&command).unwrap();
+        let command = HostCommand::shell("echo before; sleep 1000 & sleep 1000");
+        let process = HostProcess::start_here(&command).unwrap();
         assert!(process.wait_for("before", LIMIT));
         let error = process
             .wait_or_diagnose(Duration::from_millis(300), || "looked\n".to_owned())
@@ -570,32 +575,32 @@ mod tests {
         assert!(*silent > Duration::ZERO, "{error}");
     }
 
-    /// A VM under load may print nothing for half an hour before it is asked to stop.
+    /// A VM under load may print nothing for half an hour before it is requested to stop.
     #[test]
     fn silence_before_wait_does_not_count() {
-        let limit = Limit {
+        let limit = ProgressLimit {
             silent: Duration::from_secs(6),
             still: Duration::from_secs(6),
             overall: LIMIT * 10,
         };
-        let mut process = Process::start_here(&Command::new("cat")).unwrap();
+        let mut process = HostProcess::start_here(&HostCommand::new("cat")).unwrap();
         std::thread::sleep(limit.silent + Duration::from_secs(1));
         process.close_stdin().unwrap();
         assert!(process.wait(limit).unwrap().success());
     }
 
-    /// The limit on stillness must detect hangs without ending a process that works silently.
+    /// The `still` limit detects hangs without killing a process that works silently.
     #[test]
     fn silent_busy_process_is_not_killed() {
-        let limit = Limit {
+        let limit = ProgressLimit {
             still: 2 * WATCH_PERIOD + WATCH_PERIOD / 2,
-            ..Limit::from(LIMIT * 10)
+            ..ProgressLimit::from(LIMIT * 10)
         };
-        let busy = Command::shell(
+        let busy = HostCommand::shell(
             "end=$(($(date +%s) + 16)); while [ $(date +%s) -lt $end ]; do :; done; echo done",
         );
-        let still = Command::shell("sleep 1000");
-        let [busy, still] = [busy, still].map(|command| Process::start_here(&command).unwrap());
+        let still = HostCommand::shell("sleep 1000");
+        let [busy, still] = [busy, still].map(|command| HostProcess::start_here(&command).unwrap());
         let error = still.wait(limit).unwrap_err();
         let bound = ExceededLimit::Still(limit.still);
         assert!(
@@ -607,7 +612,7 @@ mod tests {
 
     #[test]
     fn standard_input_reaches_the_process_until_it_is_closed() {
-        let mut process = Process::start_here(&Command::new("cat")).unwrap();
+        let mut process = HostProcess::start_here(&HostCommand::new("cat")).unwrap();
         process.write(b"hello").unwrap();
         assert!(process.wait_for("hello", LIMIT));
         process.close_stdin().unwrap();
@@ -617,8 +622,8 @@ mod tests {
 
     #[test]
     fn follow_passes_output_once_in_order() {
-        let command = Command::shell("echo one; sleep 0.1; echo two; exit 4");
-        let process = Process::start_here(&command).unwrap();
+        let command = HostCommand::shell("echo one; sleep 0.1; echo two; exit 4");
+        let process = HostProcess::start_here(&command).unwrap();
         let mut seen = Vec::new();
         process.follow(LIMIT, |bytes| seen.extend_from_slice(bytes));
         assert_eq!(seen, b"one\ntwo\n");
@@ -631,13 +636,13 @@ mod tests {
 
     #[test]
     fn wait_for_ends_with_process() {
-        let process = Process::start_here(&Command::new("true")).unwrap();
+        let process = HostProcess::start_here(&HostCommand::new("true")).unwrap();
         assert!(!process.wait_for("never printed", LIMIT));
     }
 
     #[test]
     fn missing_program_is_reported_by_name() {
-        let error = Process::start_here(&Command::new("/does/not/exist"))
+        let error = HostProcess::start_here(&HostCommand::new("/does/not/exist"))
             .err()
             .unwrap();
         assert!(error.to_string().contains("/does/not/exist"), "{error}");

@@ -1,4 +1,4 @@
-//! QEMU inside the lab, measured for comparison with Perfvisor.
+//! QEMU in the lab, for comparison measurements with Perfvisor.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -27,7 +27,7 @@ pub const MICROVM_FIRMWARE: [&str; 3] = [
 /// # Errors
 /// Returns an error if QEMU is not installed or its libraries cannot be determined.
 pub fn qemu_files(firmware: &[&str]) -> Result<Vec<(String, PathBuf)>, Box<dyn std::error::Error>> {
-    // A bare name refers to the search path.
+    // A bare name is looked up in the search path.
     let program = qemu()?.program();
     let found = std::env::var_os("PATH")
         .iter()

@@ -1,9 +1,9 @@
-//! Reports the progress of the tests of a process, the time for which each test used a test host,
-//! and totals.
+//! Reports the progress of a process's tests, the time for which each test used a test host, and
+//! totals.
 //!
-//! The test harness shows the output of a test after it has ended, and none of a passing test. This
-//! module therefore prints directly to standard error. The latest times of each test are saved in
-//! `target/integration/times.tsv`.
+//! The test harness shows the output of a test only after the test has ended, and none for a
+//! passing test. This module therefore prints directly to standard error. The latest times of each
+//! test are saved in `target/integration/times.tsv`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,7 +19,7 @@ use crate::artefacts;
 
 /// Interval between progress reports.
 const PERIOD: Duration = Duration::from_secs(10);
-/// First line of the file of times.
+/// Header line of the file of times.
 const HEADING: &str = "# test\tseconds\tseconds waited\tplace";
 
 static LABS: AtomicU32 = AtomicU32::new(0);
@@ -47,7 +47,7 @@ struct TestActivity {
     place: Option<(String, Duration)>,
 }
 
-/// Seconds of use and of waiting, and the name of the test host.
+/// Seconds of use, seconds of waiting, and the name of the test host.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct TestTimes {
     seconds: f64,
@@ -59,7 +59,7 @@ struct TestTimes {
 struct ProgressReport {
     next: u64,
     activities: BTreeMap<u64, TestActivity>,
-    /// The times of this process.
+    /// Times measured by this process.
     times: BTreeMap<String, TestTimes>,
 }
 
@@ -73,7 +73,7 @@ fn report() -> MutexGuard<'static, ProgressReport> {
     REPORT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Tracks the use of a test host by a test, from its request to its end.
+/// Use of a test host by a test, from its request to its end.
 #[derive(Debug)]
 pub(crate) struct HostUse(u64);
 
@@ -82,8 +82,8 @@ impl HostUse {
     pub(crate) fn begin() -> Self {
         static ONCE: Once = Once::new();
         let thread = thread::current();
-        // The harness names test threads after their tests. Programs other than tests print their
-        // own progress.
+        // The harness names test threads after their tests. Other programs print their own
+        // progress.
         if let Some(name) = thread.name().filter(|name| *name != "main") {
             ONCE.call_once(start);
             let mut report = report();
@@ -100,7 +100,7 @@ impl HostUse {
         Self(0)
     }
 
-    /// Records that the test has obtained its test host.
+    /// Records that the test has received its test host.
     pub(crate) fn runs_in(&self, place: &str) {
         if let Some(activity) = report().activities.get_mut(&self.0) {
             activity.place = Some((place.to_owned(), activity.since.elapsed()));
@@ -128,7 +128,7 @@ impl Drop for HostUse {
 
 /// Prints a line that the harness does not capture.
 fn say(line: &str) {
-    // Ignore the error: standard error may be closed.
+    // Ignore the error, because standard error may be closed.
     _ = writeln!(io::stderr(), "{line}");
 }
 

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::artefacts::{self, ArtefactError};
 use crate::hang::{self, ANSWER_LIMIT};
 use crate::lab::{Lab, LabError, LabOptions};
-use crate::limit::Limit;
+use crate::limit::ProgressLimit;
 use crate::pool::PoolError;
-use crate::process::{Command, Output, Process, ProcessError};
+use crate::process::{HostCommand, HostProcess, ProcessError, ProcessOutput};
 use crate::report;
 
-/// Reason why a scenario could not run.
+/// Error returned when a scenario could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum TestHostError {
     /// The lab is unavailable.
@@ -53,7 +53,7 @@ pub enum TestHostError {
     Choice(String),
 }
 
-/// Kinds of KVM, by the guests that they can run.
+/// Type of KVM, according to the guests that it can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvmKind {
     /// KVM with VT-x or AMD-V, which can run Linux guests.
@@ -64,7 +64,7 @@ pub enum KvmKind {
     None,
 }
 
-/// Determines the kind of KVM on this machine.
+/// Determines the type of KVM on this machine.
 pub fn probe_kvm() -> KvmKind {
     if fs::OpenOptions::new()
         .read(true)
@@ -108,8 +108,8 @@ impl Drop for ScratchDirectory {
     }
 }
 
-/// A lab that is replaced by a new one of the same kind if it dies, for later tests. The current
-/// test fails in that case.
+/// Lab that is replaced by a new one with the same options if it terminates. The current test fails
+/// in that case, and later tests use the replacement.
 pub struct LabHost {
     options: LabOptions,
     lab: Mutex<Arc<Lab>>,
@@ -138,8 +138,8 @@ impl LabHost {
         }
     }
 
-    /// Returns the running lab, booting a new one if necessary. Files copied to a previous one are
-    /// lost.
+    /// Returns the running lab, and boots a new one if necessary. Files copied to a previous lab
+    /// are lost.
     ///
     /// # Errors
     /// Returns the same errors as [`Lab::boot`].
@@ -159,7 +159,7 @@ impl LabHost {
         stem.to_string_lossy().into_owned()
     }
 
-    /// Kills a lab that is unresponsive, so that the next use boots a new one.
+    /// Kills the lab if it is unresponsive, so that the next use boots a new one.
     pub fn replace_if_hung(&self) {
         let lab = self.last();
         if !lab.is_gone() && !lab.answers(ANSWER_LIMIT) {
@@ -171,7 +171,7 @@ impl LabHost {
         }
     }
 
-    /// Returns the current lab, running or not.
+    /// Returns the current lab, whether or not it is running.
     pub fn last(&self) -> Arc<Lab> {
         Arc::clone(&self.lab.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -236,7 +236,7 @@ impl TestHost {
         })
     }
 
-    /// Returns the path on the test host of a bare-metal guest, given by its name without `.elf`.
+    /// Returns the path on the test host of the bare-metal guest `name`, given without `.elf`.
     ///
     /// # Errors
     /// Returns an error if the file cannot be written.
@@ -248,7 +248,7 @@ impl TestHost {
         })
     }
 
-    /// Returns the path on the test host of a scratch file. The file is removed at the end of a
+    /// Returns the path on the test host of a scratch file. The file is removed at the end of the
     /// lease.
     pub fn scratch(&self, name: &str) -> String {
         match self {
@@ -261,9 +261,9 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns an error if the process cannot be started.
-    pub fn start(&self, command: &Command) -> Result<Process, TestHostError> {
+    pub fn start(&self, command: &HostCommand) -> Result<HostProcess, TestHostError> {
         Ok(match self {
-            TestHost::Direct(_) => Process::start_here(command)?,
+            TestHost::Direct(_) => HostProcess::start_here(command)?,
             TestHost::Lab(host) => host.current()?.start(command)?,
         })
     }
@@ -272,19 +272,23 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns an error if the process cannot be started or exceeds a limit.
-    pub fn run(&self, command: &Command, limit: impl Into<Limit>) -> Result<Output, TestHostError> {
+    pub fn run(
+        &self,
+        command: &HostCommand,
+        limit: impl Into<ProgressLimit>,
+    ) -> Result<ProcessOutput, TestHostError> {
         Ok(self.start(command)?.wait(limit)?)
     }
 
-    /// Returns a Boolean value in the output of `perfvisor check`, given by its JSON pointer, such
-    /// as `/kvm/Ok/rdpmc_faults`.
+    /// Returns a Boolean value from the output of `perfvisor check`, selected by its JSON pointer,
+    /// such as `/kvm/Ok/rdpmc_faults`.
     ///
     /// # Errors
     /// Returns [`TestHostError::Check`] if the value is missing, or another error if the command
     /// fails.
     pub fn check(&self, pointer: &str) -> Result<bool, TestHostError> {
-        let command = Command::new(self.perfvisor()?).args(["check", "--json"]);
-        let output = self.run(&command, Limit::GENEROUS)?.stdout_text();
+        let command = HostCommand::new(self.perfvisor()?).args(["check", "--json"]);
+        let output = self.run(&command, ProgressLimit::GENEROUS)?.stdout_text();
         serde_json::from_str::<serde_json::Value>(&output)
             .ok()
             .and_then(|facts| facts.pointer(pointer)?.as_bool())
@@ -334,7 +338,7 @@ impl TestHost {
     }
 }
 
-/// Boots a lab and updates the statistics.
+/// Boots a lab and updates the statistics of the report.
 fn boot(options: &LabOptions) -> Result<Lab, LabError> {
     let lab = Lab::boot(options)?;
     report::lab_booted(lab.boot_time());

@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-/// Period at which the CPU time of a running process group is read.
+/// Interval at which the CPU time of a running process group is read.
 pub const WATCH_PERIOD: Duration = Duration::from_secs(5);
 
 /// Returns the CPU time used by the processes of a group and their exited children, in clock ticks
@@ -27,8 +27,9 @@ pub fn cpu_ticks_of_group(group: i32) -> u64 {
 
 /// Parses a line of `/proc/PID/stat` if the process belongs to `group`.
 fn ticks(stat: &str, group: i32) -> Option<u64> {
-    // The name, in parentheses, may contain anything. It is followed by state, parent, group and so
-    // on; user and system time are fields 14 and 15 of proc(5), those of exited children 16 and 17.
+    // The name, in parentheses, may contain any characters. It is followed by state, parent, group,
+    // and other fields. User and system time are fields 14 and 15 of proc(5); those of exited
+    // children are fields 16 and 17.
     let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(2);
     if fields.next()?.parse() != Ok(group) {
         return None;

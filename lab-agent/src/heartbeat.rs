@@ -1,13 +1,13 @@
 //! Periodic interrupts for each processor of the lab.
 //!
-//! QEMU occasionally loses an interrupt: VMRUN sets a bit of the processor's pending interrupts
-//! without the lock under which QEMU's timers set theirs (`cpu->interrupt_request` in
-//! `helper_vmrun`, seen in 7.2). If this loses a timer interrupt, the processor and its guest wait
-//! forever, until any other interrupt makes both visible. This module therefore raises one
-//! periodically.
+//! QEMU occasionally loses an interrupt, because VMRUN sets a bit of the processor's pending
+//! interrupts without the lock under which QEMU's timers set their bits (`cpu->interrupt_request`
+//! in `helper_vmrun`, seen in 7.2). If a timer interrupt is lost in this way, the processor and its
+//! guest wait forever, until another interrupt makes both visible. This module therefore raises an
+//! interrupt periodically.
 //!
-//! The first processor never runs a guest and loses none. A thread there wakes a thread on each
-//! other processor, which the kernel signals by an interrupt.
+//! The first processor never runs a guest and loses no interrupts. A thread on the first processor
+//! wakes a thread on each other processor, for which the kernel sends an interrupt.
 
 use std::io;
 use std::mem;
@@ -20,7 +20,7 @@ const PERIOD: Duration = Duration::from_millis(50);
 /// Raises interrupts until the process is killed.
 ///
 /// # Errors
-/// Returns the error of starting a thread or binding it to its processor.
+/// Returns an error if a thread cannot be started or bound to its processor.
 pub fn beat() -> io::Result<()> {
     let processors = thread::available_parallelism()?.get();
     let mut woken: Vec<Thread> = Vec::new();
@@ -65,8 +65,8 @@ fn bind(processor: usize) -> io::Result<()> {
     }
 }
 
-/// Makes the kernel run the calling thread as soon as it is woken. For ordinary threads the kernel
-/// may wait for its next tick, which may be the lost interrupt.
+/// Makes the kernel run the calling thread as soon as it is woken. An ordinary thread may have to
+/// wait for the kernel's next tick, which may be the lost interrupt.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn before_others() -> io::Result<()> {
     // SAFETY: a sched_param is integers, for which zero is valid; the call reads it.

@@ -1,7 +1,7 @@
-//! Runs inside the lab host: starts processes and moves files for the test runner.
+//! Agent inside the lab host, which starts processes and transfers files for the test runner.
 //!
-//! Usage: `lab-agent PORT`, where PORT is the character device of a virtio serial port. It ends
-//! when the runner hangs up; the lab's init then powers the machine off.
+//! Usage: `lab-agent PORT`, where PORT is the character device of a virtio serial port. The agent
+//! exits when the runner hangs up, and the lab's init then powers the machine off.
 //!
 //! `lab-agent heartbeat` keeps the lab's processors awake instead, until it is killed.
 
@@ -22,7 +22,7 @@ use perf_event_open_sys::perf_event_open;
 
 use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::heartbeat;
-use lab_agent::ordered::{self, OrderedOutput, OutputStream};
+use lab_agent::ordered::{self, OrderedOutputWriter, OutputStream};
 use lab_agent::terminal;
 use lab_agent::wire::{Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, StartRequest, StreamMode};
 use lab_agent::wire::{read_frame, write_frame};
@@ -83,13 +83,12 @@ fn serve(path: &str) -> io::Result<()> {
 /// switches, migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
-/// Idle virtual machines with one vCPU each, and perf events, that exist for as long as the lab
-/// runs.
+/// Idle virtual machines with one vCPU each, and perf events, that exist as long as the lab runs.
 ///
 /// The kernel patches its own code, including the scheduler, when the first VM, the first vCPU
 /// without an in-kernel local APIC or with a disabled one, or the first event is created, and when
-/// the last one is destroyed. QEMU before 8.1 may then discard all its translations
-/// (docs/guide/lab.md). These objects prevent both.
+/// the last one is destroyed. QEMU before 8.1 may then discard all of its translations
+/// (docs/guide/lab.md). These objects prevent the patches after the start.
 struct InUse {
     /// VMs whose vCPUs never run.
     _vms: Vec<(VmFd, VcpuFd)>,
@@ -103,13 +102,13 @@ impl InUse {
             .filter_map(|config| software_event(config).ok())
             .collect();
         let vms = [vm_without_apic(), vm_with_apic_off()].into_iter();
-        // Tests detect a kernel without KVM.
+        // If the kernel lacks KVM, the tests report this.
         let _vms = vms.filter_map(Result::ok).collect();
         Self { _vms, _events }
     }
 }
 
-/// Opens a software event that counts for this thread.
+/// Opens a software event that counts the calling thread.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn software_event(config: u64) -> io::Result<OwnedFd> {
     let mut attr = perf_event_attr {
@@ -180,7 +179,7 @@ impl Input {
 /// Source of the output of a process.
 enum OutputSource {
     Pipes(ChildStdout, ChildStderr),
-    Ordered(OrderedOutput),
+    Ordered(OrderedOutputWriter),
     Terminal(File),
 }
 
@@ -211,8 +210,7 @@ fn handle(
                     Some(stdin) if !payload.is_empty() => stdin.write(&payload).is_err(),
                     _ => true,
                 };
-                // An empty payload closes the input; a process that has exited cannot read any
-                // more.
+                // An empty payload closes the input. A process that has exited can no longer read.
                 if gone && let Some(stdin) = process.stdin.take() {
                     stdin.close();
                 }
@@ -249,7 +247,8 @@ fn handle(
             }
         }
         FrameKind::Done => {
-            // Absent if creating or writing failed, which was reported at that time.
+            // The entry is absent if creating or writing the file failed, which has already been
+            // reported.
             if files.remove(&id).is_some() {
                 runner.send(FrameKind::Done, id, &[])?;
             }
@@ -274,7 +273,7 @@ fn handle(
     Ok(())
 }
 
-/// Starts a process. Returns it with its input and output.
+/// Starts a process. Returns the process with its input and output.
 fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     let (program, arguments) = start
         .argv
@@ -289,7 +288,7 @@ fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
         let output = OutputSource::Terminal(terminal.try_clone()?);
         return Ok((child, Input::Terminal(terminal), output));
     }
-    // A separate process group, so that signals also reach the children.
+    // Use a separate process group, so that signals also reach the children.
     command.stdin(Stdio::piped()).process_group(0);
     let ordered = match start.streams {
         StreamMode::Ordered => {
@@ -332,7 +331,7 @@ fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
             let _ = errors.join();
         }
         OutputSource::Ordered(mut output) => {
-            // Fails when the runner has hung up.
+            // Forwarding fails when the runner has hung up.
             let _ = output.forward(|stream, bytes| match stream {
                 OutputStream::Stdout => runner.send(FrameKind::Stdout, id, bytes),
                 OutputStream::Stderr => runner.send(FrameKind::Stderr, id, bytes),
@@ -352,7 +351,7 @@ fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
             signal: None,
         },
     };
-    // The runner may have hung up; then the main loop ends the agent.
+    // The runner may have hung up, in which case the main loop terminates the agent.
     let _ = runner.send_json(FrameKind::Exit, id, &ended);
 }
 
@@ -398,7 +397,7 @@ fn create(new: &NewFile) -> io::Result<File> {
 
 fn fetch(path: &str, id: u32, runner: &Runner) {
     let result = (|| {
-        // Opening a FIFO would wait for a writer, and reading a device may not end.
+        // Opening a FIFO would wait for a writer, and reading a device may never end.
         if !fs::metadata(path)?.is_file() {
             return Err(io::Error::other("not a regular file"));
         }

@@ -1,14 +1,15 @@
 //! Two output pipes of one process, read in the order in which they were written.
 //!
-//! Two ordinary pipes do not keep the order between them: a process may have written to both
-//! several times before the reader runs. Here each pipe holds a single packet (`O_DIRECT` and a
-//! capacity of one page, see pipe(7)), so that a second write to the same pipe waits until the
-//! first one is read. At any time there is at most one packet in each pipe, and epoll(7) reports
-//! them, edge-triggered, in the order in which they became ready. One report stands for one packet.
+//! Two ordinary pipes do not preserve the order between them, because a process may have written to
+//! both several times before the reader runs. This module limits each pipe to a single packet
+//! (`O_DIRECT` and a capacity of one page, see pipe(7)), so that a second write to the same pipe
+//! waits until the first one is read. At any time, there is at most one packet in each pipe, and
+//! epoll(7) reports them, edge-triggered, in the order in which they became ready. One report
+//! corresponds to one packet.
 //!
-//! The order is exact for writes through the inherited descriptors. A program that opens
-//! `/dev/stdout` anew writes in another mode: nothing is lost then, but two writes may arrive as
-//! one.
+//! The order is exact for writes through the inherited descriptors. A program that reopens
+//! `/dev/stdout` writes in a different mode. In this case no data is lost, but two writes may
+//! arrive as one.
 
 use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::AsRawFd;
@@ -26,18 +27,18 @@ pub enum OutputStream {
     Stderr,
 }
 
-/// Capacity of each pipe in bytes: one page is one packet.
+/// Capacity of each pipe, in bytes. One page holds one packet.
 const CAPACITY_BYTES: i32 = 4096;
 
 /// The read ends of both pipes.
-pub struct OrderedOutput {
+pub struct OrderedOutputWriter {
     stdout: PipeReader,
     stderr: PipeReader,
     epoll: Epoll,
 }
 
-/// The write ends, to be handed to the process and closed here.
-pub struct OrderedInput {
+/// Write ends of both pipes, which are passed to the process and closed in this process.
+pub struct OrderedOutputReader {
     /// Standard output of the process.
     pub stdout: PipeWriter,
     /// Standard error of the process.
@@ -47,8 +48,8 @@ pub struct OrderedInput {
 /// Creates both pipes.
 ///
 /// # Errors
-/// Returns the system's error if there are no descriptors left.
-pub fn pipes() -> io::Result<(OrderedOutput, OrderedInput)> {
+/// Returns an error if no descriptors are left.
+pub fn pipes() -> io::Result<(OrderedOutputWriter, OrderedOutputReader)> {
     let (stdout, stdout_writer) = packet_pipe()?;
     let (stderr, stderr_writer) = packet_pipe()?;
     let epoll = Epoll::new()?;
@@ -58,23 +59,23 @@ pub fn pipes() -> io::Result<(OrderedOutput, OrderedInput)> {
         epoll.ctl(ControlOperation::Add, fd, event)?;
     }
     Ok((
-        OrderedOutput {
+        OrderedOutputWriter {
             stdout,
             stderr,
             epoll,
         },
-        OrderedInput {
+        OrderedOutputReader {
             stdout: stdout_writer,
             stderr: stderr_writer,
         },
     ))
 }
 
-impl OrderedOutput {
+impl OrderedOutputWriter {
     /// Passes each packet to `sink` until both pipes are closed or `sink` fails.
     ///
     /// # Errors
-    /// Returns the error of `sink`, or that of a pipe.
+    /// Returns an error if `sink` fails or a pipe cannot be read.
     pub fn forward(&mut self, mut sink: impl FnMut(OutputStream, &[u8]) -> io::Result<()>) -> io::Result<()> {
         let mut buffer = [0; CAPACITY_BYTES as usize];
         let mut events = [EpollEvent::default(); 2];
@@ -90,13 +91,13 @@ impl OrderedOutput {
                 } else {
                     (OutputStream::Stderr, &mut self.stderr)
                 };
-                // One packet for one report: a second one may be younger than one of the other
-                // pipe.
+                // Read one packet per report, because a second packet may be newer than a packet in
+                // the other pipe.
                 let mut length = read_packet(pipe, &mut buffer)?;
                 if let Some(length @ 1..) = length {
                     sink(stream, &buffer[..length])?;
                 }
-                // The close of the pipe may have been reported together with the last packet.
+                // The end of the stream may have been reported together with the last packet.
                 if event.event_set().contains(EventSet::HANG_UP) && length != Some(0) {
                     length = read_packet(pipe, &mut buffer)?;
                     if let Some(length @ 1..) = length {
@@ -110,7 +111,7 @@ impl OrderedOutput {
     }
 }
 
-/// Reads one packet: `None` if there is none, an empty one at the end of the stream.
+/// Reads one packet. Returns `None` if there is no packet, and `Some(0)` at the end of the stream.
 fn read_packet(pipe: &mut PipeReader, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match pipe.read(buffer) {
         Ok(length) => Ok(Some(length)),
@@ -119,7 +120,7 @@ fn read_packet(pipe: &mut PipeReader, buffer: &mut [u8]) -> io::Result<Option<us
     }
 }
 
-/// A pipe that holds one packet and whose read end does not block.
+/// Creates a pipe that holds one packet and whose read end is non-blocking.
 fn packet_pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = pipe2(OFlag::O_CLOEXEC | OFlag::O_DIRECT)?;
     fcntl(&writer, FcntlArg::F_SETPIPE_SZ(CAPACITY_BYTES))?;
@@ -133,7 +134,7 @@ mod tests {
 
     use super::*;
 
-    /// The packets of a shell script, joined where the same stream goes on.
+    /// Returns the packets of a shell script. Consecutive packets of the same stream are joined.
     fn run(script: &str) -> Vec<(OutputStream, String)> {
         let (mut output, input) = pipes().unwrap();
         let mut child = Command::new("sh")
@@ -158,7 +159,8 @@ mod tests {
         seen
     }
 
-    /// The shell writes each line with a system call of its own, faster than the reader reads.
+    /// The order is preserved although the shell writes each line with a separate system call,
+    /// faster than the reader reads.
     #[test]
     fn streams_keep_the_order_in_which_they_were_written() {
         let seen = run("for i in $(seq 500); do echo out $i; echo err $i >&2; done");
@@ -192,7 +194,7 @@ mod tests {
         assert_eq!(seen[2], (OutputStream::Stdout, "more\n".to_owned()));
     }
 
-    /// A program may close one stream early, write nothing, or open its own output anew.
+    /// A program may close one stream early, write nothing, or reopen its own output.
     #[test]
     fn streams_end_one_by_one_and_can_be_opened_again() {
         assert_eq!(
@@ -201,8 +203,8 @@ mod tests {
         );
         assert_eq!(run("true"), []);
         let seen = run("echo a >/dev/stderr; echo b >/dev/stdout; echo c >/proc/self/fd/2");
-        // Writes through a stream that was opened anew may arrive as one, so the order between the
-        // streams is not kept.
+        // Writes through a reopened stream may be merged, so the order between the streams is not
+        // preserved.
         let text_of = |stream| -> String {
             let of_stream = seen.iter().filter(|(from, _)| *from == stream);
             of_stream.map(|(_, text)| text.as_str()).collect()

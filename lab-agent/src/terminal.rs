@@ -10,7 +10,7 @@ use guest_agent::request::Terminal;
 use nix::pty::Winsize;
 use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 
-use crate::wire::WindowSize;
+use crate::wire::TerminalSize;
 
 /// Raw mode of the terminal on standard input. Dropping it restores the former mode.
 pub struct RawMode {
@@ -18,11 +18,11 @@ pub struct RawMode {
 }
 
 impl RawMode {
-    /// Makes the terminal raw: keys arrive one by one, and Ctrl-C is a byte. Returns `None` if
-    /// standard input is not a terminal.
+    /// Enables raw mode on the terminal: keys arrive one by one, and Ctrl-C is a byte. Returns
+    /// `None` if standard input is not a terminal.
     ///
     /// # Errors
-    /// Returns the system's error if the mode cannot be changed.
+    /// Returns an error if the mode cannot be changed.
     pub fn enter() -> io::Result<Option<Self>> {
         let stdin = io::stdin();
         if !stdin.is_terminal() {
@@ -31,7 +31,7 @@ impl RawMode {
         let former = tcgetattr(&stdin)?;
         let mut raw = former.clone();
         cfmakeraw(&mut raw);
-        // Messages of this program end lines with a line feed alone.
+        // Lines printed by this program end with only a line feed.
         raw.output_flags = former.output_flags;
         tcsetattr(&stdin, SetArg::TCSADRAIN, &raw)?;
         Ok(Some(Self { former }))
@@ -45,7 +45,7 @@ impl Drop for RawMode {
 }
 
 /// Returns the window size of a terminal, or `None` if it is not a terminal or has no size.
-pub fn window_size(terminal: impl AsFd) -> Option<WindowSize> {
+pub fn window_size(terminal: impl AsFd) -> Option<TerminalSize> {
     let mut size = Winsize {
         ws_row: 0,
         ws_col: 0,
@@ -55,30 +55,30 @@ pub fn window_size(terminal: impl AsFd) -> Option<WindowSize> {
     // SAFETY: TIOCGWINSZ writes one winsize, which lives until the call has returned.
     let result = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCGWINSZ, &raw mut size) };
     // A serial line without a configured size reports zero.
-    (result == 0 && size.ws_row > 0 && size.ws_col > 0).then_some(WindowSize {
+    (result == 0 && size.ws_row > 0 && size.ws_col > 0).then_some(TerminalSize {
         rows: size.ws_row,
         columns: size.ws_col,
     })
 }
 
 /// Sets the window size of a terminal. The kernel sends SIGWINCH to its foreground process group.
-pub fn set_window_size(terminal: impl AsFd, size: WindowSize) {
+pub fn set_window_size(terminal: impl AsFd, size: TerminalSize) {
     guest_agent::terminal::resize(terminal, size.into());
 }
 
-/// Connects the three streams of `command` to a new terminal, which controls its session. Returns
-/// the terminal's other end; a read there fails with EIO after the last process has closed the
-/// terminal.
+/// Connects the three streams of `command` to a new terminal, which becomes the controlling
+/// terminal of its session. Returns the master end of the terminal. Reading from it fails with EIO
+/// after the last process has closed the terminal.
 ///
 /// # Errors
-/// Returns the system's error if there are no terminals or descriptors left.
-pub fn attach(command: &mut Command, size: WindowSize) -> io::Result<File> {
+/// Returns an error if no terminals or descriptors are left.
+pub fn attach(command: &mut Command, size: TerminalSize) -> io::Result<File> {
     guest_agent::terminal::attach(command, size.into()).map(File::from)
 }
 
-impl From<WindowSize> for Terminal {
-    fn from(size: WindowSize) -> Self {
-        let WindowSize { rows, columns } = size;
+impl From<TerminalSize> for Terminal {
+    fn from(size: TerminalSize) -> Self {
+        let TerminalSize { rows, columns } = size;
         Self { rows, columns }
     }
 }
@@ -89,13 +89,13 @@ mod tests {
 
     use super::*;
 
-    /// Returns the output of `script` on a terminal of this size.
-    fn output(script: &str, size: WindowSize, meanwhile: impl FnOnce(&File)) -> String {
+    /// Returns the output of `script` on a terminal of size `size`.
+    fn output(script: &str, size: TerminalSize, meanwhile: impl FnOnce(&File)) -> String {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         let mut master = attach(&mut command, size).unwrap();
         let mut child = command.spawn().unwrap();
-        // The command holds the other end of the terminal, which would otherwise never close.
+        // The command holds the slave end, so the terminal would never be closed.
         drop(command);
         meanwhile(&master);
         let mut text = Vec::new();
@@ -109,11 +109,11 @@ mod tests {
 
     #[test]
     fn command_sees_the_window_size_and_its_changes() {
-        let size = WindowSize {
+        let size = TerminalSize {
             rows: 33,
             columns: 132,
         };
-        let other = WindowSize {
+        let other = TerminalSize {
             rows: 40,
             columns: 71,
         };
@@ -122,7 +122,7 @@ mod tests {
         let changed = output(script, size, |master| {
             assert_eq!(window_size(master), Some(size));
             let mut byte = [0];
-            // After the first line, the command has read the first size.
+            // After the first line, the command has read the first window size.
             (&*master).read_exact(&mut byte).unwrap();
             set_window_size(master, other);
         });

@@ -1,6 +1,6 @@
 //! Protocol between the test runner and the lab's agent over the serial port.
 //!
-//! A frame consists of a kind, the ID of its process or file transfer, a length, and that many
+//! A frame consists of a type, the ID of its process or file transfer, a length, and that number of
 //! bytes. The side that starts a process or transfer chooses its ID.
 
 use std::io::{self, Read, Write};
@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 /// Maximum payload of a frame, in bytes. Longer data is sent in pieces.
 pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
 
-/// Size of the header in bytes: kind, ID, length.
+/// Size of the header, which consists of type, ID and length, in bytes.
 const HEADER_BYTES: usize = 9;
 
-/// Kind of a frame.
+/// Type of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
@@ -35,8 +35,8 @@ pub enum FrameKind {
     Create = 8,
     /// Either: bytes of a file.
     Data = 9,
-    /// Either: the file is complete. The agent also acknowledges the last piece of `Create` with
-    /// this.
+    /// Either: the file is complete. The agent also sends this frame to acknowledge the last chunk
+    /// of a file created with `Create`.
     Done = 10,
     /// Runner: send a file. Payload: its path.
     Fetch = 11,
@@ -45,7 +45,7 @@ pub enum FrameKind {
     /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes
     /// little-endian.
     Used = 13,
-    /// Runner: the terminal of a process has a new window size. Payload: [`WindowSize`] as JSON.
+    /// Runner: the terminal of a process has a new window size. Payload: [`TerminalSize`] as JSON.
     Resize = 14,
 }
 
@@ -64,11 +64,11 @@ impl FrameKind {
 /// A frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Kind of the frame.
+    /// Type of the frame.
     pub kind: FrameKind,
     /// ID of the process or transfer.
     pub id: u32,
-    /// Payload; its format depends on the kind.
+    /// Payload, whose format depends on the type.
     pub payload: Vec<u8>,
 }
 
@@ -90,28 +90,28 @@ pub enum StreamMode {
     /// approximate.
     #[default]
     Pipes,
-    /// Pipes that hold one write each: the order between standard output and standard error is
+    /// Pipes that hold one write each. The order between standard output and standard error is
     /// exact, and the process waits for the agent after each write.
     Ordered,
     /// A terminal with this window size. All output is standard output.
-    Terminal(WindowSize),
+    Terminal(TerminalSize),
 }
 
-/// The size of a terminal's window, in characters.
+/// Size of a terminal window, in characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WindowSize {
+pub struct TerminalSize {
     /// Number of rows.
     pub rows: u16,
     /// Number of columns.
     pub columns: u16,
 }
 
-/// Exit of a process; exactly one field is set.
+/// Exit of a process. Exactly one field is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessExit {
     /// Exit status.
     pub code: Option<i32>,
-    /// Signal that killed it.
+    /// Signal that killed the process.
     pub signal: Option<i32>,
 }
 
@@ -124,8 +124,8 @@ pub struct NewFile {
     pub mode: u32,
 }
 
-/// Writes one frame in a single write, so that frames of several threads do not mix if each holds
-/// the writer's lock.
+/// Writes one frame in a single write, so that frames of several threads are not interleaved if
+/// each thread holds the writer's lock.
 ///
 /// # Errors
 /// Returns an error if the peer has closed the connection or the payload is longer than
@@ -142,10 +142,10 @@ pub fn write_frame(out: &mut impl Write, kind: FrameKind, id: u32, payload: &[u8
     out.write_all(&frame)
 }
 
-/// Reads one frame, or `None` at the end of the stream.
+/// Reads one frame. Returns `None` at the end of the stream.
 ///
 /// # Errors
-/// Returns an error if the stream fails, ends inside a frame, or contains an invalid frame.
+/// Returns an error if the stream fails, ends within a frame, or contains an invalid frame.
 pub fn read_frame(input: &mut impl Read) -> io::Result<Option<Frame>> {
     let mut header = [0; HEADER_BYTES];
     let first = loop {
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn start_and_window_size_survive_json() {
-        let size = WindowSize {
+        let size = TerminalSize {
             rows: 50,
             columns: 132,
         };

@@ -1,9 +1,9 @@
-//! Cost of the core itself: a tick, a read, scheduling a vCPU in and out.
+//! Benchmarks of the core itself: a tick, a read, and scheduling a vCPU in and out.
 //!
-//! The driver does nothing, so that the times are the core's alone; kernel reads are shown for
-//! comparison: the cost for a conventional application. Figures are printed at the end with their
-//! targets: ratios where there is a peer, because ratios rather than times are comparable across
-//! machines.
+//! The driver does nothing, so the times are those of the core alone. Kernel reads are measured for
+//! comparison, as the cost of a conventional application. The figures are printed at the end with
+//! their targets. They are ratios where there is a peer, because ratios, unlike times, are
+//! comparable across machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod nothing;
@@ -35,12 +35,12 @@ fn setup(slots: usize, clock: Option<Arc<dyn Clock>>) -> Setup {
     core.register(Arc::new(NoopPmu { slots }));
     let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
     vcpu.sched_in();
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     Setup { core, vcpu, session }
 }
 
 impl Setup {
-    fn open(&self, leader: Option<&Handle>) -> Handle {
+    fn open(&self, leader: Option<&EventHandle>) -> EventHandle {
         let attr = Attr::counting(EventType::SIM, 0);
         self.core
             .open(
@@ -113,7 +113,7 @@ fn kernel_close(fd: i32) {
     assert_eq!(unsafe { libc::close(fd) }, 0);
 }
 
-/// Stops a kernel event and starts it again with PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE
+/// Stops and restarts a kernel event with PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE
 /// (perf_event_open(2)).
 fn kernel_off_and_on(fd: i32) {
     // SAFETY: both take an event's file descriptor and a flag word.
@@ -127,8 +127,8 @@ fn kernel_off_and_on(fd: i32) {
 }
 
 /// Returns the minimum times, in nanoseconds, of opening and closing an event and of disabling and
-/// enabling it, each for perf-core and for the kernel's system calls, in alternating runs. Two
-/// other events of the context are on meanwhile.
+/// enabling it. Alternating runs measure perf-core and the kernel's system calls. Two other events
+/// of the context are active during the measurement.
 fn open_and_enable() -> [[f64; 2]; 2] {
     let s = setup(8, None);
     let _others = [s.open(None), s.open(None)];
@@ -173,10 +173,10 @@ fn switch(c: &mut Criterion) {
     });
 }
 
-/// Number of runs, of which the shortest counts.
+/// Number of runs, of which the fastest is reported.
 const RUNS: usize = 15;
 
-/// Runs `work` once and returns its nanoseconds per iteration.
+/// Runs `work` once and returns the time per iteration, in nanoseconds.
 fn once(work: &mut dyn FnMut()) -> f64 {
     let iterations = if figures::only_tried() { 10 } else { 20_000 };
     let start = Instant::now();
@@ -186,7 +186,7 @@ fn once(work: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(iterations)
 }
 
-/// Returns the minimum nanoseconds per iteration over several runs of `work`.
+/// Returns the minimum time per iteration over several runs of `work`, in nanoseconds.
 fn best(mut work: impl FnMut()) -> f64 {
     (0..RUNS).map(|_| once(&mut work)).fold(f64::INFINITY, f64::min)
 }
@@ -195,7 +195,7 @@ fn best(mut work: impl FnMut()) -> f64 {
 struct Ticking {
     clock: Arc<ManualClock>,
     setup: Setup,
-    events: Vec<Handle>,
+    events: Vec<EventHandle>,
 }
 
 impl Ticking {
@@ -204,7 +204,7 @@ impl Ticking {
         let setup = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
         let events = (0..groups).map(|_| setup.open(None)).collect();
         let new = Self { clock, setup, events };
-        // Every group has been on; the first interval is cheaper because no slice ends.
+        // Every group has been scheduled once. The first interval is cheaper because no slice ends.
         (0..groups + 10).for_each(|_| new.tick());
         new
     }
@@ -214,8 +214,8 @@ impl Ticking {
         self.setup.vcpu.tick();
     }
 
-    /// Checks that the measured work took place: four groups are on, and each of the first ten has
-    /// been.
+    /// Checks that the measured work took place: four groups are active, and each of the first ten
+    /// groups has been active.
     fn check(&self) {
         assert_eq!(self.setup.vcpu.stats().active, 4);
         for event in self.events.iter().take(10) {
@@ -224,7 +224,7 @@ impl Ticking {
     }
 }
 
-/// Computes the figures, each with its peer in the same run.
+/// Computes the figures. Each figure is measured together with its peer in the same run.
 fn ratios(_: &mut Criterion) {
     if std::env::args().any(|a| a == "--list") {
         return;
@@ -233,10 +233,10 @@ fn ratios(_: &mut Criterion) {
         let s = Ticking::new(n);
         steps::instructions(|| (0..64).for_each(|_| s.tick())).map(|n| n as f64 / 64.0)
     });
-    // Alternating runs, so that a temporary slowdown of the CPU is not attributed to one of them. A
+    // The runs alternate, so that a temporary slowdown of the CPU affects all of them equally. A
     // virtual machine's CPU may run at half speed for a second, for example while its core's
-    // sibling thread is busy, so criterion, which measures each for a second in sequence, cannot
-    // compare them.
+    // sibling thread is busy. Criterion measures each benchmark for a second in sequence and
+    // therefore cannot compare them.
     let ticking = GROUPS.map(Ticking::new);
     let mut tick_ns = [f64::INFINITY; GROUPS.len()];
     for _ in 0..RUNS {

@@ -1,6 +1,6 @@
-//! Cost of multiplexing and of the clock driver: an interval with 10, 1,000 and 100,000 groups on
-//! four slots, a slice and an estimate, a guest entry and exit of the clock with and without a
-//! user, and a clock reading.
+//! Benchmarks of multiplexing and of the clock driver: an interval with 10, 1,000 and 100,000
+//! groups on four slots, a slice and an estimate, a guest entry and exit of the clock with and
+//! without a user, and a clock reading.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ fn turns(c: &mut Criterion) {
                     SlotOffer::Taken
                 });
             };
-            // Every group has been on, so that none is new.
+            // Every group has been scheduled once, so that none is new.
             (0..2 * groups).for_each(|_| turn());
             group.bench_function(BenchmarkId::new(format!("{policy:?}"), groups), |b| {
                 b.iter(&mut turn);

@@ -1,12 +1,12 @@
-//! Cost of a record: writing one of 40 bytes, separately and together with others, alone and beside
-//! a second writer; and reading it, compared with the readers of the crates perf-event2 and
+//! Benchmarks of ring records: writing a 40-byte record alone or as part of a batch, with and
+//! without a concurrent writer, and reading it. Reading is compared with the crates perf-event2 and
 //! perf-event-open on the same bytes.
 //!
-//! Those crates only read kernel rings. Each is therefore given a kernel perf event with a ring of
-//! the same size, and then the memfd of this crate's ring, which has the same layout, is mapped
-//! over its mapping.
+//! Those crates only read kernel rings. Each of them is therefore given a kernel perf event with a
+//! ring of the same size, and the memfd of this crate's ring, which has the same layout, is then
+//! mapped over its mapping.
 //!
-//! Times are CPU time of the thread, so that other load on the machine does not count.
+//! All times are CPU times of the thread, so that other load on the machine does not distort them.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main};
 use perf_core::attr::{ReadFormat, SampleType};
-use perf_core::record::{EncodeRecord, Record, RecordFormat, Sample};
+use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat, Sample};
 use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
 use test_support::figures::{self, Figure, Target};
 
@@ -47,7 +47,7 @@ fn sample(n: u64) -> Sample<'static> {
     }
 }
 
-/// Measurements by name: nanoseconds per record in each of criterion's samples.
+/// Measurements by name, in nanoseconds per record, one for each of criterion's samples.
 static SEEN: Mutex<BTreeMap<String, Vec<f64>>> = Mutex::new(BTreeMap::new());
 /// Number of samples per benchmark, after criterion's warm-up.
 const SAMPLES: usize = 20;
@@ -58,7 +58,7 @@ fn note(name: String, time: Duration, records: u64) {
     of_this.push(time.as_nanos() as f64 / records.max(1) as f64);
 }
 
-/// Returns the median in nanoseconds per record, or `None` if it was not measured.
+/// Returns the median, in nanoseconds per record, or `None` if `name` was not measured.
 fn median(name: &str) -> Option<f64> {
     let seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
     let all = seen.get(name)?;
@@ -68,7 +68,7 @@ fn median(name: &str) -> Option<f64> {
 }
 
 /// Pins this thread to the `nth` of its allowed CPUs, so that competing threads run in parallel.
-/// Returns `false` if there are too few.
+/// Returns `false` if there are too few CPUs.
 fn run_on_processor(nth: usize) -> bool {
     // SAFETY: a CPU set is a bit field for which zero bits are valid.
     let mut allowed: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -189,7 +189,8 @@ fn reading(
                 let start = thread_time();
                 let read = drain();
                 time += thread_time() - start;
-                // The LOST record for the attempt that found the ring full is read the next time.
+                // The LOST record for the attempt that found the ring full appears in the next
+                // read.
                 assert!(read == written || read == written + 1, "{read} of {written}");
                 records += read;
             }
@@ -246,13 +247,13 @@ fn bench_read(criterion: &mut Criterion) {
 
     let mut group = criterion.benchmark_group("ring read, 40-byte records, decoded");
     group.throughput(Throughput::Elements(records));
-    // A reader caches its position, so a new one is needed after others have read.
+    // A reader caches its position, so a new reader is needed after other readers have read.
     drop(ours);
     let mut ours = RingReader::of(Arc::clone(&ring));
     reading((&mut group, "decoded"), "perf-core", &ring, || {
         let mut n = 0;
         while let Some(record) = ours.next_record().expect("sound") {
-            black_box(&Record::decode(record, FORMAT).expect("whole"));
+            black_box(&DecodedRecord::decode(record, FORMAT).expect("whole"));
             n += 1;
         }
         n
@@ -332,10 +333,10 @@ fn bench_write(criterion: &mut Criterion) {
 /// Number of records written together.
 const TOGETHER: u64 = 16;
 
-/// Runs several writers that write their shares of the records concurrently, `together` at a time,
-/// each to its own ring or all to a single one. The time is that of the slowest writer. A sample in
-/// which a writer was descheduled is discarded, because meanwhile the others had the ring to
-/// themselves, or were refused records because it held an open reservation.
+/// Runs several writers concurrently. Each writes its share of the records, `together` at a time,
+/// either to its own ring or to a common ring. The time is that of the slowest writer. A sample in
+/// which a writer was descheduled is discarded, because meanwhile the other writers had the ring to
+/// themselves, or their records were rejected because of its open reservation.
 fn side_by_side(
     group: &mut BenchmarkGroup<'_, WallTime>,
     (name, writers, together): (&str, usize, u64),

@@ -30,7 +30,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let core = PerfCore::builder()
         .driver(Arc::new(HostPmu::software(None)))
         .build()?;
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     let open = |config| {
         let attr = Attr {
             inherit: true,

@@ -1,5 +1,6 @@
-//! A group read at once in the format of `read(2)`; an output shared by two events; a ring that is
-//! paused while it is read, with the records lost meanwhile; and the hang-up that poll reports.
+//! Demonstrates a group read in the format of `read(2)`, an output shared by two events, a ring
+//! that is paused while it is read and the records lost during the pause, and the hang-up that poll
+//! reports.
 //!
 //! `cargo run -p perf-core --example groups`
 
@@ -9,7 +10,7 @@ use std::sync::Arc;
 
 use perf_core::attr::Wakeup;
 use perf_core::pmu::host::HostPmu;
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
@@ -25,12 +26,12 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         .build()?;
     let thread = core.add_thread(0)?;
     thread.sched_in();
-    let session = core.session(0, Role::Admin);
-    let open = |attr, group: Option<&Handle>, flags| {
+    let session = core.session(0, SessionRole::Admin);
+    let open = |attr, group: Option<&EventHandle>, flags| {
         core.open(&session, attr, OpenTarget::Vcpu(thread.id()), group, flags)
     };
 
-    // All members are read at one moment, each with its id and lost count.
+    // All members are read at the same time, each with its ID and lost count.
     let leader = Attr {
         read_format: ReadFormat::GROUP
             | ReadFormat::ID
@@ -54,7 +55,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         .map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")))
         .collect();
     println!("as read(2) says it: {words:?}");
-    // The number of members, two times, and the count, id and lost count of each.
+    // Number of members, both times, and the count, ID and lost count of each member.
     let expected = [group[0], group[1]].map(|r| [r.value, r.id, 0]).concat();
     assert_eq!((words[0], &words[3..]), (2, &expected[..]));
     clock.reset(ControlScope::Group)?;
@@ -62,8 +63,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert!(nothing, "and nothing counts now");
     drop((clock, faults));
 
-    // Every 10th fault is recorded in a ring that overwrites old records, and every 25th in the
-    // same ring.
+    // Every 10th and every 25th fault is recorded in the same ring, which overwrites old records.
     let attr = |period| Attr {
         sample_type: SampleType::IDENTIFIER | SampleType::PERIOD,
         wakeup: Wakeup::Events(1),
@@ -97,7 +97,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
     assert!(tenth.lost_records() >= 4 && twenty_fifth.lost_records() >= 1);
 
-    // The event ends after two more overflows.
+    // The event disables itself after two more overflows.
     tenth.refresh(2)?;
     work(100);
     assert_eq!(tenth.state(), EventState::Off);
@@ -106,10 +106,10 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let format = RecordFormat::from(tenth.attr());
     let (mut of_tenth, mut of_other, mut lost) = (0, 0, 0);
     while let Some(raw) = reader.next_record()? {
-        match Record::decode(raw, format)? {
-            Record::Sample(sample) if sample.id == tenth.id() => of_tenth += 1,
-            Record::Sample(_) => of_other += 1,
-            Record::Lost(record) => lost += record.lost,
+        match DecodedRecord::decode(raw, format)? {
+            DecodedRecord::Sample(sample) if sample.id == tenth.id() => of_tenth += 1,
+            DecodedRecord::Sample(_) => of_other += 1,
+            DecodedRecord::Lost(record) => lost += record.lost,
             _ => {}
         }
     }

@@ -1,5 +1,5 @@
-//! A VM-wide event follows vCPUs that are added and removed. The vCPUs here are threads that work
-//! for a while.
+//! Demonstrates a VM-wide event that follows vCPUs as they are added and removed. The vCPUs of this
+//! example are threads that run for a short time.
 //!
 //! `cargo run -p perf-core --example inheritance`
 
@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use perf_core::pmu::host::HostPmu;
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
@@ -17,7 +17,7 @@ use shared::*;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let core = PerfCore::new(PerfCoreConfig::default());
     core.register(Arc::new(HostPmu::software(None)));
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     let wide = |config| {
         let attr = Attr {
             inherit: true,
@@ -51,7 +51,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
 
     print("no vCPU yet")?;
-    // All three exist before the second reading and until it is complete.
+    // All three vCPUs exist before the second reading starts and until it is complete.
     let meet = Barrier::new(4);
     std::thread::scope(|s| {
         for n in 0..3u32 {
@@ -78,10 +78,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let format = RecordFormat::from(faults.attr());
     let mut reader = RingReader::map(ring.memfd())?;
     while let Some(raw) = reader.next_record()? {
-        match Record::decode(raw, format)? {
-            Record::Fork(task) => println!("  vCPU thread {} came", task.tid),
-            Record::Exit(task) => println!("  vCPU thread {} went", task.tid),
-            Record::Read(read) => {
+        match DecodedRecord::decode(raw, format)? {
+            DecodedRecord::Fork(task) => println!("  vCPU thread {} came", task.tid),
+            DecodedRecord::Exit(task) => println!("  vCPU thread {} went", task.tid),
+            DecodedRecord::Read(read) => {
                 let value = read.values.entries.iter().next().map_or(0, |e| e.value);
                 println!("  vCPU thread {} had {value} page faults", read.tid);
             }

@@ -1,7 +1,7 @@
-//! More events than counters: flexible groups are multiplexed, pinned ones are not, and estimates
-//! come with error bars.
+//! Opens more events than there are counters. Flexible groups are multiplexed, pinned groups are
+//! not, and estimates have error bars.
 //!
-//! The counters are the host's software events, limited to two at a time by this example. `cargo
+//! The counters are the host's software events, of which this example allows two at a time. `cargo
 //! run -p perf-core --example multiplexing [rotate|adaptive]`
 
 mod shared;
@@ -34,8 +34,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         slots: 2,
     }));
     let vcpu = core.add_vcpu(VcpuId(0), tid())?;
-    let session = core.session(0, Role::Admin);
-    let open = |attr, leader: Option<&Handle>| {
+    let session = core.session(0, SessionRole::Admin);
+    let open = |attr, leader: Option<&EventHandle>| {
         core.open(
             &session,
             attr,
@@ -44,12 +44,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             OpenFlags::default(),
         )
     };
-    // The reference event, permanently on one of the two counters.
+    // Reference event, which permanently holds one of the two counters.
     let truth = open(software(PAGE_FAULTS).with_pinned(), None)?;
     let shared = (0..4)
         .map(|_| open(software(PAGE_FAULTS), None))
         .collect::<Result<Vec<_>, _>>()?;
-    // A group of two does not fit together with the pinned event: it waits, and its reading shows
+    // A group of two events does not fit next to the pinned event. It waits, and its reading shows
     // that it was not counted.
     let group = open(software(TASK_CLOCK), None)?;
     let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
@@ -61,7 +61,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         while core.now_ns() < end {
             touch(if phase % 2 == 0 { 20 } else { 2 });
             spin(Duration::from_micros(50));
-            // The job of a VMM's timer.
+            // In a VMM, a timer does this.
             if core.next_turn_ns().is_some_and(|due| due <= core.now_ns()) {
                 core.rotate();
             }

@@ -1,10 +1,10 @@
-//! Events that a VMM raises: exits of its vCPUs, counted and sampled; an event raised by a signal
-//! handler during another; names and mappings for readers; and settings that an operator may change
-//! at run time. Requires nothing from the host.
+//! Demonstrates events that a VMM raises. Counts and samples exits of vCPUs, raises an event in a
+//! signal handler during another event, supplies names and mappings for readers, and changes
+//! operator settings at run time. Requires nothing from the host.
 //!
 //! `cargo run -p perf-core --example raised`
 
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -41,9 +41,9 @@ impl SampleRegs for InterruptedExit<'_> {
         let vcpu = self.vcpu;
         let inside = |level, id| vcpu.software_event_at(level, id, 1, None, &mut |_| {});
         // An event of another level is counted.
-        assert!(inside(RaiseLevel::Signal, SoftwareEventId::Pmis));
+        assert!(inside(SoftwareEventLevel::Signal, SoftwareEventId::Pmis));
         // An event of the same level would recurse.
-        assert!(!inside(RaiseLevel::Thread, SoftwareEventId::Exits));
+        assert!(!inside(SoftwareEventLevel::Thread, SoftwareEventId::Exits));
         self.exit.ip()
     }
 }
@@ -54,7 +54,7 @@ impl SampleRegs for InterruptedExit<'_> {
 /// Returns the error of any event, ring or setting.
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let core = PerfCore::builder().build()?;
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     let open = |attr, target, cookie| {
         let flags = OpenFlags {
             cookie,
@@ -123,10 +123,12 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let mut samples = 0;
     while let Some(raw) = ring.next_record()? {
-        match Record::decode(raw, format)? {
-            Record::Comm(comm) => println!("thread {} is {}", comm.tid, String::from_utf8_lossy(comm.name)),
-            Record::Mmap(map) => println!("{:#x}: {}", map.start, String::from_utf8_lossy(map.name)),
-            Record::Sample(sample) => {
+        match DecodedRecord::decode(raw, format)? {
+            DecodedRecord::Comm(comm) => {
+                println!("thread {} is {}", comm.tid, String::from_utf8_lossy(comm.name))
+            }
+            DecodedRecord::Mmap(map) => println!("{:#x}: {}", map.start, String::from_utf8_lossy(map.name)),
+            DecodedRecord::Sample(sample) => {
                 samples += 1;
                 assert_eq!(sample.period, 10);
                 println!("at {:#x}, exit data {:?}", sample.ip, sample.raw);
@@ -136,14 +138,14 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     assert_eq!(samples, 10);
 
-    // Settings of the operator, as text. Values beyond them are refused.
-    core.set_knob(Knob::SampleRateHz, "1000")?;
-    print!("samples a second: {}", core.knob(Knob::SampleRateHz));
+    // Settings that an operator may change, as text. Requests that exceed them are rejected.
+    core.set_knob(Tunable::SampleRateHz, "1000")?;
+    print!("samples a second: {}", core.knob(Tunable::SampleRateHz));
     let fast = Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 2_000).with_freq();
     let error = open(fast, OpenTarget::Vm, None).expect_err("too fast");
     println!("{error} (errno {})", error.errno());
-    core.set_knob(Knob::Paranoid, "1")?;
-    let stranger = core.session(1234, Role::Operator);
+    core.set_knob(Tunable::Paranoid, "1")?;
+    let stranger = core.session(1234, SessionRole::Operator);
     let halts = Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64);
     let error = core.open(&stranger, halts, OpenTarget::Vm, None, OpenFlags::default());
     println!("{}", error.expect_err("not theirs"));

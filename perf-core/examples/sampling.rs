@@ -1,5 +1,5 @@
-//! Sampling by period and by frequency, with a changing period, a limit and throttling, and the
-//! meaning of each sample's period.
+//! Demonstrates sampling by period and by frequency, with period changes, an overflow limit and
+//! throttling, and explains the period of each sample.
 //!
 //! The events are page faults and CPU time of this thread, counted by the host kernel, which sends
 //! a signal at each overflow. `cargo run -p perf-core --example sampling`
@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use perf_core::pmu::host::{HostPmu, ignore_sigio};
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 use shared::*;
 
 /// An event with its ring, and the totals read from it.
 struct Sampled {
-    handle: Handle,
+    handle: EventHandle,
     reader: RingReader,
     samples: u64,
     stood_for: u64,
@@ -41,13 +41,13 @@ impl Sampled {
         let attr = self.handle.attr();
         let format = RecordFormat::from(attr);
         while let Some(raw) = self.reader.next_record()? {
-            match Record::decode(raw, format)? {
-                Record::Sample(sample) => {
+            match DecodedRecord::decode(raw, format)? {
+                DecodedRecord::Sample(sample) => {
                     self.samples += 1;
                     self.stood_for += sample.period;
                 }
-                Record::Throttle(t) => println!("  throttled at {} ns", t.time_ns),
-                Record::Unthrottle(t) => println!("  goes on at {} ns", t.time_ns),
+                DecodedRecord::Throttle(t) => println!("  throttled at {} ns", t.time_ns),
+                DecodedRecord::Unthrottle(t) => println!("  goes on at {} ns", t.time_ns),
                 other => println!("  {other:?}"),
             }
         }
@@ -77,7 +77,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     });
     core.register(Arc::new(HostPmu::software(Some(signal))));
     let vcpu = core.add_vcpu(VcpuId(0), tid())?;
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     vcpu.sched_in();
     let serve = || vcpu.service_overflows(&mut UserModeRegs, &mut |_| {});
     // Causes `n` page faults and handles overflows after their signal, as a VMM's run loop does.
@@ -123,7 +123,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut clock = Sampled::new(&core, &session, attr(TASK_CLOCK, 1_000).with_freq())?;
     for second in 1..=2 {
         for _ in 0..250 {
-            // No blocking call here that an overflow signal could interrupt, so poll.
+            // Polls, because this loop makes no blocking call that an overflow signal could
+            // interrupt.
             for _ in 0..20 {
                 spin(Duration::from_micros(200));
                 serve();

@@ -35,7 +35,7 @@ impl EventType {
     /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core serves
     /// them itself.
     pub const VMM: Self = Self(0x104);
-    /// Perfvisor extension: statistics of the host scheduler about a vCPU thread.
+    /// Perfvisor extension: host scheduler statistics for a vCPU thread.
     pub const SCHED: Self = Self(0x105);
 }
 
@@ -84,7 +84,7 @@ bitflags! {
 pub const REGS_USER: u64 = 0x00ff_0fff;
 /// Number of registers in [`REGS_USER`].
 pub const REGS_USER_LEN: usize = REGS_USER.count_ones() as usize;
-/// Maximum number of stack bytes in a sample. Records are smaller than 64 KiB.
+/// Maximum number of stack bytes in a sample. Limited because a record must be smaller than 64 KiB.
 pub const STACK_USER_MAX: u32 = 32 << 10;
 
 bitflags! {
@@ -131,8 +131,8 @@ pub struct Attr {
     pub config1: u64,
     /// Additional selector of some drivers (`config2`).
     pub config2: u64,
-    /// Number of counts between overflows, or of overflows per second if `freq` is set. 0 selects a
-    /// counting event.
+    /// Number of counts between overflows, or number of overflows per second if `freq` is set. 0
+    /// selects a counting event.
     pub sample_period: u64,
     /// `true` if `sample_period` is a frequency in hertz.
     pub freq: bool,
@@ -204,8 +204,8 @@ pub enum AttrError {
         /// Length of the buffer, in bytes.
         available: usize,
     },
-    /// Request for a precise instruction pointer, which no driver provides (`EOPNOTSUPP`). perf then
-    /// repeats its request with a lower precision.
+    /// Request for a precise instruction pointer, which no driver provides (`EOPNOTSUPP`). perf
+    /// then retries with a lower precision.
     #[error("precise_ip {0} is not supported")]
     Precise(u8),
     /// Reserved field or bit that is set (`EINVAL`).
@@ -231,8 +231,8 @@ impl AttrError {
 
 /// Size of the first published `struct perf_event_attr`, in bytes. Also the meaning of `size == 0`.
 pub const ATTR_SIZE_VER0: u32 = 64;
-/// Size of the layout that added `config3`, in bytes, which perf uses since Linux 6.3. This version
-/// supports this layout.
+/// Size of the layout that added `config3`, in bytes, which perf has used since Linux 6.3. This
+/// version supports this layout.
 pub const ATTR_SIZE_VER8: u32 = 136;
 /// Maximum size of an attribute, in bytes (one page).
 pub const ATTR_SIZE_MAX: u32 = 4096;
@@ -270,8 +270,8 @@ const BUILD_ID: u32 = 34;
 const KNOWN_FLAGS: u64 =
     0x7fff | 1 << SAMPLE_ID_ALL | 1 << EXCLUDE_HOST | 1 << EXCLUDE_GUEST | 1 << CONTEXT_SWITCH;
 const PRECISE_FLAGS: u64 = 3 << PRECISE_IP;
-/// Flags that are accepted and have no effect. They request records that a VM never causes, or
-/// further detail in MMAP and COMM records, which readers must not rely on.
+/// Flags that are accepted and have no effect. They request records that a VM never produces, or
+/// additional details in MMAP and COMM records, on which readers must not rely.
 const IGNORED_FLAGS: u64 = 1 << MMAP_DATA
     | 1 << MMAP2
     | 1 << COMM_EXEC
@@ -281,8 +281,8 @@ const IGNORED_FLAGS: u64 = 1 << MMAP_DATA
     | 1 << CGROUP
     | 1 << TEXT_POKE
     | 1 << BUILD_ID;
-/// Offset, length and name of fields that must be zero: `bp_type`, `__reserved_2`, the AUX area and
-/// `config3`, which no driver uses.
+/// Offset, length and name of each field that must be zero: `bp_type`, `__reserved_2`, the AUX area
+/// and `config3`, which no driver uses.
 const ZERO_FIELDS: [(usize, usize, &str); 4] = [
     (52, 4, "bp_type"),
     (110, 2, "__reserved_2"),
@@ -578,8 +578,8 @@ mod tests {
         assert_eq!((attr.config, attr.config2), (7, 0));
     }
 
-    /// The attribute of `perf record -e cycles` of Linux 6.12, in order of its fallbacks: perf first
-    /// asks for the highest precision.
+    /// The attributes of `perf record -e cycles` of Linux 6.12 are accepted, after perf has retried
+    /// with lower precisions.
     #[test]
     fn attribute_of_perf_record_is_accepted() {
         let flags = [
@@ -631,7 +631,8 @@ mod tests {
         assert_eq!(Attr::from_bytes(&mut bytes).unwrap_err().errno(), libc::EINVAL);
     }
 
-    /// As in Linux, a branch filter selects at least one kind of branch, and no unknown bit is set.
+    /// As in Linux, a branch filter selects at least one branch type, and unknown bits are
+    /// rejected.
     #[test]
     fn branch_filter_round_trips() {
         let attr = Attr {
@@ -675,7 +676,8 @@ mod tests {
     }
 
     proptest! {
-        /// A later perf passes more than 136 bytes. Nonzero bytes beyond the known layout are rejected.
+        /// Attributes of a later perf version, which are longer than 136 bytes, are accepted.
+        /// Nonzero bytes beyond the known layout are rejected.
         #[test]
         fn p22_unknown_tail_must_be_zero(size in ATTR_SIZE_VER8 + 1..=ATTR_SIZE_MAX, at in any::<prop::sample::Index>(), dirty: bool) {
             let mut bytes = Attr::counting(EventType::VMM, 3).to_bytes().to_vec();

@@ -28,13 +28,13 @@ bitflags! {
         const IND_JUMP = 1 << 12;
         /// Direct calls.
         const CALL = 1 << 13;
-        /// Stores the kind of each branch.
+        /// Stores the type of each branch.
         const TYPE_SAVE = 1 << 16;
     }
 }
 
 impl BranchFilter {
-    /// Filters that select branches by kind.
+    /// Filters that select branches by type.
     pub const KINDS: Self = Self::ANY
         .union(Self::ANY_CALL)
         .union(Self::ANY_RETURN)
@@ -64,7 +64,7 @@ impl BranchFilter {
     }
 }
 
-/// Kind of a branch (`PERF_BR_*`).
+/// Branch type (`PERF_BR_*`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BranchKind {
     /// Unknown kind.
@@ -92,7 +92,7 @@ pub enum BranchKind {
     Interrupt = 12,
 }
 
-/// Offset of the kind in the third word of an entry.
+/// Offset of the branch type in the third word of an entry.
 const KIND_SHIFT: u32 = 20;
 
 /// A taken branch.
@@ -100,19 +100,19 @@ const KIND_SHIFT: u32 = 20;
 pub struct BranchEntry {
     /// Address of the branch instruction.
     pub from: u64,
-    /// Address of the instruction after the branch.
+    /// Address of the branch target.
     pub to: u64,
-    /// Kind of the branch.
+    /// Type of the branch.
     pub kind: BranchKind,
     /// `true` if the branch instruction was executed at CPL 1 to 3.
     pub from_user: bool,
-    /// `true` if the branch leads to CPL 1 to 3.
+    /// `true` if the branch target is executed at CPL 1 to 3.
     pub to_user: bool,
 }
 
 impl BranchEntry {
-    /// Returns the three words of `struct perf_branch_entry`. Predictions and cycles are unknown and
-    /// therefore 0; the kind is stored if `filter` requests it.
+    /// Returns the three words of `struct perf_branch_entry`. Predictions and cycles are unknown
+    /// and therefore 0. The branch type is stored if `filter` requests it.
     #[must_use]
     pub fn words(&self, filter: BranchFilter) -> [u64; 3] {
         let kind = if filter.contains(BranchFilter::TYPE_SAVE) {
@@ -136,7 +136,7 @@ pub struct BranchSampling {
 }
 
 impl BranchSampling {
-    /// Returns parameters with the greatest depth and without an overhead limit.
+    /// Returns parameters with the maximum depth and without an overhead limit.
     #[must_use]
     pub fn unlimited(filter: BranchFilter) -> Self {
         Self {
@@ -167,7 +167,7 @@ impl BranchSampling {
 mod tests {
     use super::*;
 
-    /// Filter bits and kinds have the values of include/uapi/linux/perf_event.h.
+    /// Filter bits and branch types have the values of include/uapi/linux/perf_event.h.
     #[test]
     fn filter_selects_branches_by_kind_and_level() {
         let branch = |kind, from_user, to_user| BranchEntry {

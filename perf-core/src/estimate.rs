@@ -9,8 +9,8 @@
 //!   interpolation of the rates on both sides. It also computes a standard error.
 //!
 //! Both are exact if the event was always active, and both report "not counted" if it never was.
-//! Neither allocates memory; an [`Estimator`] consists of four dozen numbers, independent of the
-//! number of slices.
+//! Neither allocates memory. An [`Estimator`] consists of about four dozen numbers, independent of
+//! the number of slices.
 //!
 //! # Standard error
 //!
@@ -30,12 +30,12 @@
 //! All four columns are linear in the autocorrelation of the rate. A single weighted sum of the
 //! first three therefore yields the fourth exactly for the first two rates and for one rate whose
 //! correlation decays exponentially with a fixed time constant. For all other time constants the
-//! result is accurate within a quarter, and the same holds for any mixture of such rates. A linear
-//! trend is detected from the products of steps further apart, and is excluded.
+//! result is accurate to within a quarter, and the same holds for any mixture of such rates. A
+//! linear trend is detected from the products of steps at greater distances, and is excluded.
 //!
 //! # Cases without a standard error
 //!
-//! - *Aliasing*: a periodic pattern in phase with the slices appears calm. No rate whose
+//! - *Aliasing*: a periodic pattern in phase with the slices appears constant. No rate whose
 //!   correlation only decays with time varies more within a slice than white noise: ⟨h²⟩ ≤ 4/3(⟨d²⟩
 //!   − ⟨dd'⟩). No such rate has ⟨dd'⟩ below −⟨d²⟩/2, or steps that are correlated at all distances.
 //!   If one of these conditions is violated, neither an error nor a bound is returned. The same
@@ -44,7 +44,7 @@
 //! - *Long tails*: if a few steps dominate the sum of squares, the next step may exceed all
 //!   previous ones. Only a bound is returned.
 //! - *A periodic pattern that is sampled at all phases*: its errors cancel from period to period,
-//!   which steps do not show. Only a bound is returned.
+//!   and the steps do not reveal this. Only a bound is returned.
 
 /// Returns `count × enabled_ns / running_ns`, or `None` if the event never ran. In this case it was
 /// not counted and no number may be displayed.
@@ -139,8 +139,8 @@ const LAGS: usize = 8;
 /// Correlation time of the exponentially correlated rate for which the standard error is exact, in
 /// periods.
 const REFERENCE_CORRELATION_TIME: f64 = 0.27;
-/// Minimum number of effective independent values for a standard error. Rates with fewer have long
-/// tails and get only a bound.
+/// Minimum effective number of independent values for a standard error. Rates with fewer values
+/// have long tails, and only a bound is returned for them.
 const EFFECTIVE_VALUES_MIN: f64 = 20.0;
 /// Threshold of the summed squared autocorrelation of steps above which the rate is considered
 /// periodic.
@@ -168,7 +168,7 @@ struct StepStatistics {
     /// Most recent steps, and sums of products of each step with the step at each lag.
     last: [f64; LAGS],
     lags: [f64; LAGS],
-    /// Sum of squared differences between the halves of slices, and their number.
+    /// Sum of squared differences between the halves of slices, and the number of these slices.
     halves: f64,
     halved: u64,
 }
@@ -215,9 +215,9 @@ fn exponential(on: f64, time: f64) -> [f64; 4] {
     ]
 }
 
-/// Returns the weights of the mean square of steps, of the product of two consecutive steps, and of
-/// the difference between halves, whose weighted sum is the variance from the gaps. Exact for white
-/// noise, for a random walk and for one exponentially correlated rate.
+/// Returns the weights of three statistics whose weighted sum is the variance from the gaps: the
+/// mean square of steps, the product of two consecutive steps, and the difference between halves.
+/// Exact for white noise, for a random walk and for one exponentially correlated rate.
 fn weights(on: f64) -> [f64; 3] {
     let gap = 1.0 - on;
     let rows = [
@@ -334,8 +334,8 @@ impl StepStatistics {
             if products < squares / 2.0 {
                 return Uncertainty::Unknown;
             }
-            // The pattern is sampled at all phases. Its errors cancel from period to period, which
-            // steps do not show.
+            // The pattern is sampled at all phases. Its errors cancel from period to period, and
+            // the steps do not reveal this.
             return Uncertainty::LongTail {
                 between: of(walk, 0.0, walk * on / 3.0),
                 walk,
@@ -380,9 +380,9 @@ impl Estimator {
         Self::default()
     }
 
-    /// Returns `true` if a periodic pattern certainly aliases with the slices: the rate varies more
-    /// within slices than between them. Other events of the same vCPU that share slots with this
-    /// one may have the same pattern undetected.
+    /// Returns `true` if a periodic pattern certainly aliases with the slices, that is, if the rate
+    /// varies more within slices than between them. Other events of the same vCPU that share slots
+    /// with this one may have the same pattern without being detected.
     #[must_use]
     pub fn detects_aliasing(&self) -> bool {
         self.steps.detects_aliasing(self.rates.mean(), ALIASING_FACTOR)
@@ -400,7 +400,7 @@ impl Estimator {
         self.counted
     }
 
-    /// Adds a slice from `from_ns` to `to_ns` with `count` counts. Slices must be added in order; a
+    /// Adds a slice from `from_ns` to `to_ns` with `count` counts. Slices must be added in order. A
     /// part before the end of the previous slice is ignored.
     pub fn slice(&mut self, from_ns: u64, to_ns: u64, count: u64) {
         self.counted = self.counted.wrapping_add(count);
@@ -531,14 +531,14 @@ impl Estimator {
             Uncertainty::LongTail { between, walk, fresh } => (false, between, walk, fresh),
         };
         let mut variance = between * steps.gap_squares / (1.0 - on).powi(2);
-        // The gaps at both ends have a slice on one side only.
+        // The gaps at the start and at the end have a slice on one side only.
         let length = running / slices;
         let period = length + gaps / steps.n as f64;
         for end in [first, tail] {
             variance += end * (end + length) * (end / period * walk / 3.0 + fresh);
         }
-        // Counts are integers. Rounding at both ends of a slice has a variance of 1/6, which each
-        // gap repeats.
+        // Counts are integers. Rounding at both ends of a slice has a variance of 1/6, which
+        // applies again in each gap.
         let unseen = (gaps + first + tail) / running;
         variance += slices * unseen * (1.0 + unseen) / 6.0;
         let error = variance.sqrt();

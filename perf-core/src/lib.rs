@@ -8,7 +8,7 @@
 //! # Glossary
 //!
 //! - **event**: a countable occurrence, opened with [`PerfCore::open`] and accessed through its
-//!   [`Handle`].
+//!   [`EventHandle`].
 //! - **vCPU context**, **VM context**: the set of events of one vCPU, or of the whole machine.
 //! - **group**: a leader and its siblings, scheduled on the PMU together or not at all.
 //! - **slot**: one hardware counter. A driver with [`pmu::PmuCapacity::Counters`] has a fixed set
@@ -38,7 +38,7 @@
 //! const TASK_CLOCK: u64 = 1;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! // Overflows are looked for below, so the signal that tells of them may be one that is ignored by default.
+//! // Overflows are polled below, so the overflow signal may be one that is ignored by default.
 //! let core = PerfCore::builder()
 //!     .driver(Arc::new(HostPmu::software(Some(libc::SIGURG))))
 //!     .build()?;
@@ -71,7 +71,7 @@
 //!         stand_for_ns += sample.period;
 //!     }
 //! }
-//! // What samples stand for adds up to the count, but for the period that was not over.
+//! // The sample periods add up to the count, except for the unfinished last period.
 //! let counted = clock.read()?.value;
 //! assert!(stand_for_ns <= counted && counted - stand_for_ns < 1_000_000);
 //! # Ok(())
@@ -89,7 +89,7 @@
 //! core.register(driver);
 //! let vcpu = core.add_vcpu(VcpuId(0), 4711 /* host thread that runs it */)?;
 //!
-//! // An operator counts cycles on all vCPUs, those added later included.
+//! // An operator counts cycles on all vCPUs, including those that are added later.
 //! let operator = core.session(0, Role::Admin);
 //! let attr = Attr::counting(EventType::HARDWARE, 0).with_inherit();
 //! let cycles = core.open(&operator, attr, OpenTarget::Vm, None, OpenFlags::default())?;
@@ -99,11 +99,13 @@
 //! let attr = Attr { pinned: true, exclude_host: true, ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48) };
 //! let flags = OpenFlags::with_cookie(3);
 //! let counter = core.open(&guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)?;
-//! counter.arm((1 << 48) - 0xffff_ffff_0000)?; // 2^width minus what the guest wrote
+//! counter.arm((1 << 48) - 0xffff_ffff_0000)?; // 2^width minus the value that the guest wrote
 //!
 //! vcpu.sched_in();
 //! // ... KVM_RUN ... a signal interrupts it:
-//! vcpu.service_overflows(&mut UnavailableRegs, &mut |o| println!("counter {} overflowed {} times", o.cookie, o.times));
+//! vcpu.service_overflows(&mut UnavailableRegs, &mut |o| {
+//!     println!("counter {} overflowed {} times", o.cookie, o.times);
+//! });
 //! vcpu.sched_out();
 //!
 //! match cycles.read()?.estimate() {
@@ -162,20 +164,20 @@ pub mod time;
 pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
-    ConfigError, ContextPin, ControlScope, GroupReading, GuestMapping, Handle, Knob, KnobError,
-    LockedContext, OpenFlags, OpenTarget, PerfCoreBuilder, Reading, Session, VcpuReading,
+    ConfigError, ContextPin, ControlScope, EventHandle, GroupReading, GuestMapping, LockedContext, OpenFlags,
+    OpenTarget, PerfCoreBuilder, Reading, Session, Tunable, TunableError, VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;
 pub use crate::model::failure::{EventFailure, EventFailureCause};
 pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs, UnavailableRegs};
-pub use crate::model::software::{RaiseLevel, SoftwareEventId};
+pub use crate::model::software::{SoftwareEventId, SoftwareEventLevel};
 pub use crate::model::state::{EventState, TickWork};
 pub use crate::notify::PollState;
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::record::CpuMode;
 pub use crate::sample::OverflowReport;
 pub use crate::schedule::{SharePolicy, UnknownSharePolicy};
-pub use crate::service::config::{PerfCoreConfig, Role};
+pub use crate::service::config::{PerfCoreConfig, SessionRole};
 pub use crate::service::core::{PerfCore, VcpuContext};
 pub use crate::service::error::{ControlError, MapError, OpenError};

@@ -10,7 +10,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// The data that a lock protects, in the order in which the locks are taken.
+/// The data that a lock protects, in the order in which the locks are acquired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum LockRank {
     /// Set of events and vCPUs, locked while either is added or removed.
@@ -110,7 +110,7 @@ mod checked {
 
     use crate::lock::LockRank;
 
-    /// Maximum number of locks that a thread may hold at once.
+    /// Maximum number of locks that a thread may hold simultaneously.
     const MOST: usize = 8;
 
     thread_local! {
@@ -244,8 +244,8 @@ mod tests {
         assert!(violates_order(&contexts[0], &contexts[0]));
     }
 
-    /// `try_lock` is exempt from the lock order, and released locks no longer count, in any order
-    /// of release.
+    /// `try_lock` is exempt from the lock order. Locks may be released in any order, and released
+    /// locks are no longer checked.
     #[test]
     fn try_lock_is_exempt_from_lock_order() {
         let (topology, context) = (

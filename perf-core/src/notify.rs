@@ -39,8 +39,8 @@ impl PollNotifier {
     pub fn signal(&self, what: PollState) {
         self.state.fetch_or(what.bits(), Ordering::Release);
         if let Some(fd) = self.fd.get() {
-            // A write fails only if the eventfd counter is at its maximum. The descriptor is then
-            // readable already, so no wakeup is lost.
+            // A write fails only if the eventfd counter is at its maximum. The descriptor is
+            // already readable in this case, so no wakeup is lost.
             let _ = fd.write(1);
         }
     }

@@ -51,12 +51,12 @@ pub(crate) struct Sampling {
     is_clock: bool,
     /// Number of counts until the next overflow. Valid while the driver event is off.
     left: u64,
-    /// Count at which the next overflow is due. Valid while the driver event is on, and always for
-    /// a software event raised by the VMM.
+    /// Count at which the next overflow is due. Valid while the driver event is started, and always
+    /// for a software event raised by the VMM.
     next_at: u64,
     /// Count at which the most recent overflow was due.
     due: u64,
-    /// Count up to which overflows have been accounted to samples.
+    /// Count up to which counts have been attributed to samples.
     covered: u64,
     /// Number of overflows that have not been serviced yet.
     pub pending: u32,
@@ -72,7 +72,7 @@ pub(crate) struct Sampling {
     pub throttled: bool,
     /// Number of overflows until the event disables itself, or 0 for no limit.
     pub limit: u64,
-    /// Clock time of the last accounted overflow, and the count at which it was due.
+    /// Clock time of the last overflow that was accounted for, and the count at which it was due.
     overflow_ns: u64,
     overflow_at: u64,
     /// Time running and count at the last measurement of the rate.
@@ -180,11 +180,11 @@ impl Sampling {
         self.next_at = self.next_at.wrapping_add(n);
     }
 
-    /// Accounts the overflow `back` periods before the most recent one and returns the number of
-    /// counts that its sample represents.
+    /// Accounts for the overflow `back` periods before the most recent one and returns the number
+    /// of counts that its sample represents.
     ///
-    /// This number covers all counts since the last accounted overflow, so the periods of all
-    /// samples add up to the count even if the period has changed.
+    /// This number covers all counts since the last overflow that was accounted for, so the periods
+    /// of all samples add up to the count even if the period has changed.
     pub fn account(&mut self, back: u64) -> u64 {
         let at = self.due.wrapping_sub(back);
         at.wrapping_sub(std::mem::replace(&mut self.covered, at))
@@ -217,10 +217,11 @@ impl Sampling {
         }
     }
 
-    /// Accounts one interrupt. Returns `true` if the event must be throttled because it exceeded the
-    /// limit of one tick interval.
+    /// Accounts for one interrupt. Returns `true` if the event must be throttled because it
+    /// exceeded the limit of one tick interval.
     ///
-    /// The interval is measured by the clock, because the VMM may deliver ticks late or not at all.
+    /// The interval is measured with the clock, because the VMM may deliver ticks late or not at
+    /// all.
     pub fn interrupt(&mut self, now: TickTime, tick_hz: u64, sample_rate_hz: u64) -> bool {
         if self.throttled {
             return true;
@@ -254,10 +255,11 @@ impl Sampling {
 
     /// Adjusts the period of a frequency-based event at an overflow, at time running `running_ns`.
     ///
-    /// At one or more overflows per tick, the counts since the last overflow determine the period,
-    /// if that was less than a tick ago. At fewer overflows, so short an interval says little about
-    /// the mean rate. A burst then at most doubles the period with each overflow, and the counts in
-    /// at least a quarter of the target interval determine it.
+    /// If the frequency is at least one overflow per tick, the counts since the last overflow
+    /// determine the period, provided that this overflow occurred less than a tick ago. At lower
+    /// frequencies, such a short interval says little about the mean rate. A burst then at most
+    /// doubles the period with each overflow, and the counts in at least a quarter of the target
+    /// interval determine the period.
     pub fn note_overflow(&mut self, now_ns: u64, running_ns: u64, tick_ns: u64) {
         if !self.adapts() {
             return;
@@ -280,24 +282,24 @@ impl Sampling {
         }
     }
 
-    /// Returns `true` if a frequency-based event has run for the target interval, and for `min_ns`,
-    /// without an adjustment of its period, so that it must be read for one.
+    /// Returns `true` if a frequency-based event has run for the target interval and for `min_ns`
+    /// without an adjustment of its period, so that it must be read to adjust the period.
     pub fn needs_measurement(&self, running_ns: u64, min_ns: u64) -> bool {
         self.adapts() && self.unmeasured_ns(running_ns) >= period_of_ns(self.freq).max(min_ns)
     }
 
     /// Returns the time running since the last measurement of the rate.
     fn unmeasured_ns(&self, running_ns: u64) -> u64 {
-        // Times go backward if contexts are exchanged.
+        // Times decrease if contexts are exchanged.
         running_ns.abs_diff(self.measured_ns)
     }
 
-    /// Adjusts the period of a frequency-based event from the counts since the last measurement
-    /// and the time running in which they occurred. Returns `true` if the period has become so much
-    /// shorter than the current one that the event would stall until the next overflow.
+    /// Adjusts the period of a frequency-based event from the counts since the last measurement and
+    /// the time running in which they occurred. Returns `true` if the new period is so much shorter
+    /// than the current one that the event would stall until the next overflow.
     ///
     /// Counts are measured rather than overflows, because the overflows since the last measurement
-    /// may have had other periods. An event that counted nothing keeps its period, and its next
+    /// may have had different periods. An event that counted nothing keeps its period, and its next
     /// measurement includes the idle time.
     pub fn measure(&mut self, raw: u64, running_ns: u64) -> bool {
         let counted = raw.wrapping_sub(self.measured_at);
@@ -426,7 +428,8 @@ mod tests {
         }
     }
 
-    /// A tick may read an event before its last overflow is serviced.
+    /// An overflow that was due before the last measurement keeps the period. Such an overflow
+    /// occurs because a tick may read an event before its last overflow is serviced.
     #[test]
     fn overflow_before_last_measurement_keeps_period() {
         let mut event = at_frequency(10);

@@ -2,12 +2,12 @@
 //!
 //! Run time depends on the machine and its load, while instruction counts are almost constant. This
 //! benchmark therefore decides whether a change made a path more expensive, and fails if a count
-//! exceeds the baseline by more than 3 %. Host kernel work is excluded: events are fed, and time is
-//! set manually.
+//! exceeds the baseline by more than 3 %. Host kernel work is excluded, because events are fed and
+//! time is set manually.
 //!
 //! Each result is the difference between two runs, which excludes the setup. A baseline is valid
 //! for one compiler version. With another compiler, or if ptrace is not permitted, the benchmark
-//! reports that it compares nothing.
+//! reports that no comparison was made.
 //!
 //! `--only NAME` runs one operation 20,000 times without counting, for `valgrind --tool=callgrind`.
 
@@ -80,14 +80,14 @@ impl BenchMachine {
         let driver = FedPmu::new();
         driver.add_vcpu(VCPU, fed.clone());
         core.register(Arc::new(driver));
-        // This clock only reports overflows at guest entry, which does not occur here.
+        // This clock reports overflows only at guest entry, which does not occur in this benchmark.
         let clocks = ClockPmu::new(Some(libc::SIGUSR2));
         clocks.add_vcpu(VCPU, Arc::new(VcpuClock::for_current_thread(1_000_000)));
         core.register(Arc::new(clocks));
         core.register(Arc::new(NoopPmu { slots }));
         let context = core.add_vcpu(VCPU, 0).expect("the first vCPU");
         context.sched_in();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         Self {
             core,
             session,
@@ -97,7 +97,7 @@ impl BenchMachine {
         }
     }
 
-    fn open(&self, leader: Option<&Handle>) -> Handle {
+    fn open(&self, leader: Option<&EventHandle>) -> EventHandle {
         let attr = Attr::counting(EventType::SIM, 0);
         self.core
             .open(

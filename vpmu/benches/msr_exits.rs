@@ -2,7 +2,7 @@
 //! using the example PMU, in interleaved runs on one vCPU.
 //!
 //! The guest executes the access in an endless loop, so a run measures only its exits. The
-//! difference between both VMMs is the cost of the registers, the counting events, the reconcile
+//! difference between the two VMMs is the cost of the registers, the counting events, the reconcile
 //! pass before the next entry and the vCPU clock. Counters count cycles on the host PMU if
 //! available, and otherwise on the clock.
 #[expect(dead_code, reason = "the example has a guest and a loop of its own")]

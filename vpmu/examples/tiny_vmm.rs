@@ -139,8 +139,8 @@ fn cpuid(leaf: u32, subleaf: u32) -> CpuidRegs {
     CpuidRegs { eax, ebx, ecx, edx }
 }
 
-/// 2. Make every access to a PMU register exit. Without the filter KVM handles some of them itself
-///    and returns 0.
+/// 2. Make every access to a PMU register exit. Without the filter, KVM handles some accesses
+///    itself and returns 0.
 pub(crate) fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), Box<dyn Error>> {
     let args = [MsrExitReason::Filter.bits().into(), 0, 0, 0];
     let cap = KVM_CAP_X86_USER_SPACE_MSR;

@@ -15,7 +15,8 @@ use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex};
 use crate::model::PmuModel;
 use crate::model_name::{PmuGeneration, Vendor};
 use crate::vendor::{
-    Register, Registers, VendorOps, WriteEffect, contain_branch, general_msrs, general_request, selector,
+    PmuRegister, PmuRegisters, VendorOps, WriteEffect, contain_branch, general_msrs, general_request,
+    selector,
 };
 
 /// PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.
@@ -55,7 +56,7 @@ const LBR_ENABLE: u64 = 1 << 6;
 /// LBR_SELECT: suppresses branches at CPL 0, and at CPL 1 to 3.
 const SUPPRESS_KERNEL: u64 = 1 << 0;
 const SUPPRESS_USER: u64 = 1 << 1;
-/// LBR_SELECT bits that are not dropped.
+/// Writable bits of LBR_SELECT.
 const LBR_SELECT_MASK: u64 = 0x1FF;
 /// LBR_FROM bit 63: mispredicted.
 const MISPREDICTED: u64 = 1 << 63;
@@ -115,7 +116,7 @@ fn branch_register(address: u32) -> Option<BranchRegister> {
     }
 }
 
-/// Returns the LBR_SELECT bit that suppresses branches of this kind.
+/// Returns the LBR_SELECT bit that suppresses branches of type `kind`.
 fn suppressing_bit(kind: BranchKind) -> u32 {
     match kind {
         BranchKind::Conditional => 2,
@@ -146,17 +147,17 @@ fn freeze_status(model: &PmuModel) -> u64 {
 pub(crate) struct Amd;
 
 impl VendorOps for Amd {
-    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<Register> {
+    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<PmuRegister> {
         let generation = model.generation();
-        let general = |n, role: fn(CounterIndex) -> Register| match CounterIndex::general(n) {
+        let general = |n, role: fn(CounterIndex) -> PmuRegister| match CounterIndex::general(n) {
             Some(c) if model.has(c) => Some(role(c)),
             _ => None,
         };
         match msr.0 {
             // The K7 registers still decode without a PMU.
-            PERF_LEGACY_CTL0..=0xC001_0007 if model.is_off() => Some(Register::Absent),
-            PERF_LEGACY_CTL0..=0xC001_0003 => general(msr.0 - PERF_LEGACY_CTL0, Register::Selector),
-            PERF_LEGACY_CTR0..=0xC001_0007 => general(msr.0 - PERF_LEGACY_CTR0, Register::Counter),
+            PERF_LEGACY_CTL0..=0xC001_0007 if model.is_off() => Some(PmuRegister::Absent),
+            PERF_LEGACY_CTL0..=0xC001_0003 => general(msr.0 - PERF_LEGACY_CTL0, PmuRegister::Selector),
+            PERF_LEGACY_CTR0..=0xC001_0007 => general(msr.0 - PERF_LEGACY_CTR0, PmuRegister::Counter),
             PERF_CTL0..=0xC001_021D
                 if matches!(generation, PmuGeneration::AmdCore | PmuGeneration::AmdV2) =>
             {
@@ -164,26 +165,27 @@ impl VendorOps for Amd {
                 general(
                     offset / 2,
                     if offset.is_multiple_of(2) {
-                        Register::Selector
+                        PmuRegister::Selector
                     } else {
-                        Register::Counter
+                        PmuRegister::Counter
                     },
                 )
             }
             PERF_CNTR_GLOBAL_STATUS..=PERF_CNTR_GLOBAL_STATUS_SET if generation == PmuGeneration::AmdV2 => {
                 Some(match msr.0 {
-                    PERF_CNTR_GLOBAL_STATUS => Register::GlobalStatus,
-                    PERF_CNTR_GLOBAL_CTL => Register::GlobalControl,
-                    PERF_CNTR_GLOBAL_STATUS_CLR => Register::GlobalStatusReset,
-                    _ => Register::GlobalStatusSet,
+                    PERF_CNTR_GLOBAL_STATUS => PmuRegister::GlobalStatus,
+                    PERF_CNTR_GLOBAL_CTL => PmuRegister::GlobalControl,
+                    PERF_CNTR_GLOBAL_STATUS_CLR => PmuRegister::GlobalStatusReset,
+                    _ => PmuRegister::GlobalStatusSet,
                 })
             }
-            DEBUG_CTL if model.has_branch_records() => Some(Register::DebugControl),
+            DEBUG_CTL if model.has_branch_records() => Some(PmuRegister::DebugControl),
             _ => None,
         }
     }
 
-    /// APM vol. 3, RDPMC: ECX holds the counter number. The K7 has only four counters.
+    /// Decodes the operand of RDPMC. ECX holds the counter number (APM vol. 3, RDPMC). The K7 has
+    /// only four counters.
     fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex> {
         if model.generation() == PmuGeneration::AmdK7 && index.0 >= LEGACY_COUNTERS {
             return None;
@@ -191,15 +193,15 @@ impl VendorOps for Amd {
         CounterIndex::general(index.0).filter(|&c| model.has(c))
     }
 
-    fn write(&self, model: &PmuModel, register: Register, value: u64) -> WriteEffect {
+    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> WriteEffect {
         match register {
-            Register::Selector(_) => WriteEffect::Store(value & !SELECTOR_RESERVED),
-            Register::Counter(_) => WriteEffect::Store(model.width().truncate(value)),
-            Register::GlobalControl => WriteEffect::Store(value & model.counters_mask()),
-            Register::GlobalStatusReset | Register::GlobalStatusSet => {
+            PmuRegister::Selector(_) => WriteEffect::Store(value & !SELECTOR_RESERVED),
+            PmuRegister::Counter(_) => WriteEffect::Store(model.width().truncate(value)),
+            PmuRegister::GlobalControl => WriteEffect::Store(value & model.counters_mask()),
+            PmuRegister::GlobalStatusReset | PmuRegister::GlobalStatusSet => {
                 WriteEffect::Store(value & (model.counters_mask() | freeze_status(model)))
             }
-            Register::DebugControl => WriteEffect::Store(value & model.debug_control_bits()),
+            PmuRegister::DebugControl => WriteEffect::Store(value & model.debug_control_bits()),
             // The global status ignores writes. The remaining registers have no address on AMD
             // models.
             _ => WriteEffect::Dropped,
@@ -208,8 +210,8 @@ impl VendorOps for Amd {
 
     /// Returns zero for all registers except the global control, which enables every counter, so
     /// that software that only programs the selectors still counts.
-    fn at_reset(&self, model: &PmuModel) -> Registers {
-        Registers {
+    fn at_reset(&self, model: &PmuModel) -> PmuRegisters {
+        PmuRegisters {
             selectors: [0; MAX_GENERAL],
             fixed_control: 0,
             global_control: model.counters_mask(),
@@ -227,16 +229,17 @@ impl VendorOps for Amd {
         }
     }
 
-    fn is_selected(&self, registers: &Registers, counter: CounterIndex) -> bool {
+    fn is_selected(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool {
         counter.fixed_number().is_none() && registers.selectors[counter.slot()] & selector::EN != 0
     }
 
-    fn interrupts(&self, registers: &Registers, counter: CounterIndex) -> bool {
+    fn interrupts(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool {
         counter.fixed_number().is_none() && registers.selectors[counter.slot()] & selector::INT != 0
     }
 
-    /// Bit 59 of the status can only be set on models with [`PmuModel::has_branch_records`].
-    fn globally_enabled(&self, registers: &Registers) -> u64 {
+    /// Returns the enabled counters. None is enabled while bit 59 of the status is set, which can
+    /// only be set on models with [`PmuModel::has_branch_records`].
+    fn globally_enabled(&self, registers: &PmuRegisters) -> u64 {
         if registers.global_status & STATUS_CTR_FRZ != 0 {
             0
         } else {
@@ -248,14 +251,15 @@ impl VendorOps for Amd {
         clippy::cast_possible_truncation,
         reason = "twelve bits are left by the masks"
     )]
-    fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest> {
+    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest> {
         if counter.fixed_number().is_some() {
             return None;
         }
         let value = registers.selectors[counter.slot()];
         // APM vol. 2 §13.2.1, HG_ONLY. A counter with exactly one of the bits needs EFER.SVME to
         // count at all (Linux, `amd_pmu_disable_virt`). Entries of a nested guest do not exit to
-        // the VMM, so a guest-only counter stands still and a host-only one includes nested guests.
+        // the VMM, so a guest-only counter does not count, and a host-only counter includes nested
+        // guests.
         if self.depends_on_svme(value) && (value & GUEST_ONLY != 0 || !registers.svme) {
             return None;
         }
@@ -273,7 +277,7 @@ impl VendorOps for Amd {
 
     /// Freezes the counters on a PMI. Models without branch records do not announce this in
     /// CPUID.80000022H:EAX\[2\].
-    fn freeze(&self, _: &PmuModel, registers: &mut Registers) -> bool {
+    fn freeze(&self, _: &PmuModel, registers: &mut PmuRegisters) -> bool {
         let freezes = registers.freezes_counters();
         if freezes {
             registers.global_status |= STATUS_CTR_FRZ;
@@ -281,7 +285,7 @@ impl VendorOps for Amd {
         freezes
     }
 
-    fn in_use(&self, _: &PmuModel, _: &Registers) -> u64 {
+    fn in_use(&self, _: &PmuModel, _: &PmuRegisters) -> u64 {
         0
     }
 
@@ -307,7 +311,8 @@ impl VendorOps for Amd {
         model.generation() == PmuGeneration::AmdV2
     }
 
-    /// Returns `false`: delivery does not mask any local vector table entry (APM vol. 2 §16.4).
+    /// Returns `false`, because delivery does not mask any local vector table entry (APM vol. 2
+    /// §16.4).
     fn delivery_masks_lvtpc(&self) -> bool {
         false
     }
@@ -331,23 +336,24 @@ impl VendorOps for Amd {
         }
     }
 
-    fn records_branches(&self, registers: &Registers) -> bool {
+    fn records_branches(&self, registers: &PmuRegisters) -> bool {
         registers.branches.control & LBR_ENABLE != 0 && registers.global_status & STATUS_LBR_FRZ == 0
     }
 
-    fn branch_levels(&self, registers: &Registers) -> SteppedLevels {
+    fn branch_levels(&self, registers: &PmuRegisters) -> SteppedLevels {
         SteppedLevels {
             user: registers.branches.filter & SUPPRESS_USER == 0,
             kernel: registers.branches.filter & SUPPRESS_KERNEL == 0,
         }
     }
 
-    fn selects_branch(&self, registers: &Registers, branch: &BranchEntry) -> bool {
+    fn selects_branch(&self, registers: &PmuRegisters, branch: &BranchEntry) -> bool {
         registers.branches.filter >> suppressing_bit(branch.kind) & 1 == 0
             && contain_branch(self.branch_levels(registers), branch)
     }
 
-    /// Predictions are unknown. A branch that was stepped is valid and not speculative.
+    /// Returns the registers of a record. Predictions are unknown. A branch that was stepped is
+    /// valid and not speculative.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord {
         BranchRecord {
             from: branch.from & !MISPREDICTED,
@@ -356,7 +362,7 @@ impl VendorOps for Amd {
         }
     }
 
-    fn freeze_branches(&self, _: &PmuModel, registers: &mut Registers) {
+    fn freeze_branches(&self, _: &PmuModel, registers: &mut PmuRegisters) {
         if registers.debug_control & DEBUGCTL_FREEZE_BRANCHES_ON_PMI != 0 {
             registers.global_status |= STATUS_LBR_FRZ;
         }

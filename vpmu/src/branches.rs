@@ -1,7 +1,7 @@
 //! Branch records of a guest: architectural LBRs of Intel models and LBR version 2 of AMD models.
 //!
 //! The records are not written while the guest runs. When a PMI is due and the guest has enabled
-//! the records, the VMM single-steps the vCPU and adds the branches that it takes
+//! the records, the VMM single-steps the vCPU and adds the branches that the vCPU takes
 //! ([`crate::Vpmu::requested_branches`]). Then the records are frozen, if the guest has requested
 //! this, and the PMI is delivered. Record 0 is the newest.
 //!
@@ -14,19 +14,19 @@ pub(crate) const MAX_BRANCH_RECORDS: usize = 32;
 /// Role of a register of the branch records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BranchRegister {
-    /// Enables the records. On Intel models also selects the branches.
+    /// Control register that enables the records. On Intel models, it also selects the branches.
     Control,
-    /// Selects the branches (AMD).
+    /// Filter register that selects the branches (AMD).
     Filter,
     /// Number of records (Intel).
     Depth,
-    /// Index of the newest record of processors with model-specific records (Intel).
+    /// Index of the newest record on processors with model-specific records (Intel).
     Top,
     /// Source of a branch.
     From(u8),
     /// Target of a branch.
     To(u8),
-    /// Kind of a branch (Intel).
+    /// Branch type (Intel).
     Info(u8),
 }
 
@@ -78,11 +78,11 @@ pub struct BranchRecord {
     pub from: u64,
     /// Target of the branch.
     pub to: u64,
-    /// Kind of the branch (Intel).
+    /// Branch type (Intel).
     pub info: u64,
 }
 
-/// Collection of the branches for the due PMI.
+/// Phase of collecting the branches for the due PMI.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum BranchPhase {
     /// Not started, or no PMI is due.
@@ -138,7 +138,7 @@ impl BranchRecords {
         }
     }
 
-    /// Returns whether all of `depth` records are branches added since the last clearing.
+    /// Returns whether all of the `depth` records contain branches added since the last clearing.
     pub(crate) fn is_full(&self, depth: usize) -> bool {
         self.added >= depth
     }

@@ -1,6 +1,6 @@
 //! [`CounterEvents`]: the interface between the register file and the events that count for it.
 
-use crate::events::{Backing, EventRequest};
+use crate::events::{CounterBacking, EventRequest};
 use crate::index::CounterIndex;
 
 pub use perf_core::EventFailureCause as UnavailableReason;
@@ -9,10 +9,10 @@ pub use perf_core::EventFailureCause as UnavailableReason;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EnableOutcome {
     /// The preferred backing counts.
-    Counting(Backing),
+    Counting(CounterBacking),
     /// The preferred backing is unavailable for the given reason, and another backing counts
     /// instead.
-    Fallback(Backing, UnavailableReason),
+    Fallback(CounterBacking, UnavailableReason),
     /// No backing counts, for the given reason.
     Refused(UnavailableReason),
 }
@@ -42,28 +42,28 @@ pub struct CounterTimes {
 /// counter opens no event.
 pub trait CounterEvents {
     /// Programs `counter` with `request` and leaves it stopped. `None` releases the counter's
-    /// events. Returns the backing that counts when the counter is enabled, or [`Backing::None`] if
-    /// no backing can ever count the request.
-    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing;
+    /// events. Returns the backing that counts when the counter is enabled, or
+    /// [`CounterBacking::None`] if no backing can ever count the request.
+    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> CounterBacking;
 
     /// Starts counting and returns the result and the current count of the event.
     ///
     /// `overflow_in` requests a notification, delivered through [`crate::Vpmu::overflowed`], after
-    /// that many further counts; `None` requests no notification. Each call tries the best backing
+    /// that many further counts. `None` requests no notification. Each call tries the best backing
     /// first. If the backing changes, the returned count is that of the new backing.
     fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64);
 
-    /// Stops counting and returns the final count, which [`Self::count`] then keeps returning.
+    /// Stops counting and returns the final count, which [`Self::count`] then continues to return.
     fn disable(&mut self, counter: CounterIndex) -> u64;
 
     /// Pauses running counters that are expected to resume soon. Events keep their slots, and
-    /// events whose backing [`Backing::counts_through_pauses`] keep counting. Calls `each` with
-    /// each counter and its count.
+    /// events continue to count if [`CounterBacking::counts_through_pauses`] returns `true` for
+    /// their backing. Calls `each` with each counter and its count.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64));
 
-    /// Resumes paused counters. Calls `each` with each counter and its count; the return value
+    /// Resumes paused counters. Calls `each` with each counter and its count. The return value
     /// re-arms a stopped event as in [`Self::enable`]. An event that kept counting is still armed.
-    /// Returns the mask of counters whose events failed to resume; the caller must stop these
+    /// Returns the mask of counters whose events failed to resume. The caller must stop these
     /// counters.
     fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
 
@@ -79,8 +79,8 @@ pub trait CounterEvents {
     /// so the implementation must be cheap.
     fn may_have_lost(&mut self) -> bool;
 
-    /// Returns when and why the counter's enabled event stopped counting, or `None` if it is
-    /// counting.
+    /// Returns the time and reason at which the counter's enabled event stopped counting, or `None`
+    /// if the event is counting.
     fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss>;
 
     /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.

@@ -22,8 +22,8 @@ const LEAF7_EDX_HYBRID: u32 = 1 << 15;
 const LEAF7_EDX_ARCH_LBR: u32 = 1 << 19;
 /// Architectural LBRs. Intel SDM vol. 2, CPUID.
 const LEAF_ARCH_LBR: u32 = 0x1C;
-/// CPUID.1CH: depths of 8, 16 and 32 records (EAX), filters of privilege levels and of branches
-/// (EBX), and the kinds of the branches (ECX). Addresses are effective (EAX\[31\] clear).
+/// CPUID.1CH: depths of 8, 16 and 32 records (EAX), CPL and branch filtering (EBX), and branch
+/// types (ECX). IP values are effective IPs (EAX\[31\] is clear).
 const ARCH_LBR: CpuidRegs = CpuidRegs {
     eax: 1 << 0 | 1 << 1 | 1 << 3,
     ebx: 1 << 0 | 1 << 1,
@@ -83,8 +83,8 @@ impl PmuModel {
         }
     }
 
-    /// Adjusts one host CPUID entry for the guest: describes this model's PMU and hides all other
-    /// performance monitoring features.
+    /// Adjusts one host CPUID entry for the guest, so that it describes this model's PMU and hides
+    /// all other performance monitoring features.
     ///
     /// The VMM sets the vendor string in leaf 0 from [`PmuModel::vendor`]. Events that are missing
     /// from `backability` are reported as unavailable if the vendor's CPUID can express this.

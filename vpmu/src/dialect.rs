@@ -1,10 +1,10 @@
 //! Event numbers whose meaning depends on the processor generation that the guest sees.
 //!
-//! Event C4H of Intel processors has unit masks for kinds of branches that have changed with the
-//! generations. Software such as rr chooses the number of conditional branches by family and model
-//! (CPUID.01H:EAX), so the number is decoded by the signature in the guest's CPUID. Event 025H of
-//! AMD processors has a unit mask for the speculative lock map since Zen, which rr checks at its
-//! start.
+//! Event C4H of Intel processors has unit masks for branch types, which have changed between
+//! generations. Software such as rr chooses the event number of conditional branches by family and
+//! model (CPUID.01H:EAX), so the number is decoded according to the signature in the guest's CPUID.
+//! Event 025H of AMD processors has a unit mask for the speculative lock map since Zen, which rr
+//! checks when it starts.
 
 use crate::events::{ArchEvent, EventRequest, EventSelect, EventSelection, GuestEvent, UnitMask};
 use crate::model_name::Vendor;
@@ -60,7 +60,7 @@ pub(crate) enum EventDialect {
 }
 
 impl EventDialect {
-    /// Returns the meaning for a guest of `vendor` with this CPUID.01H:EAX.
+    /// Returns the dialect for a guest of `vendor` with this CPUID.01H:EAX.
     pub(crate) fn of_signature(vendor: Vendor, eax: u32) -> Self {
         let base_family = eax >> 8 & 0xF;
         let family = match base_family {
@@ -88,7 +88,7 @@ impl EventDialect {
         }
     }
 
-    /// Returns `request` with the event that its number means on this generation.
+    /// Returns `request` with the event that its number selects on this generation.
     #[inline]
     pub(crate) fn decode(self, request: EventRequest) -> EventRequest {
         let (number, event) = match self {
@@ -115,7 +115,7 @@ impl EventDialect {
 mod tests {
     use super::*;
 
-    /// The numbers that rr programs, by family and model.
+    /// The event numbers that rr programs are decoded by family and model.
     #[test]
     fn events_of_rr_are_decoded_by_signature() {
         let conditional = GuestEvent::Architectural(ArchEvent::ConditionalBranches);

@@ -95,10 +95,10 @@ impl ArchEvent {
         }
     }
 
-    /// Returns whether PMUs of all vendors count the same for this event.
+    /// Returns whether the PMUs of all vendors count this event in the same way.
     ///
-    /// The last-level cache events of one vendor refer to the second-level cache on the other, and
-    /// the clock of bus cycles is model-specific.
+    /// The last-level cache events of one vendor refer to the second-level cache of the other
+    /// vendor, and the clock of bus cycles is model-specific.
     pub const fn is_vendor_independent(self) -> bool {
         !matches!(self, Self::CacheReferences | Self::CacheMisses | Self::BusCycles)
     }
@@ -134,11 +134,12 @@ pub enum ParavirtualEvent {
     NmiInjections = 9,
     /// Exits to user space for RDMSR and WRMSR.
     MsrExits = 10,
-    /// Steal time, in nanoseconds: time in which the vCPU was runnable but waited for a host CPU.
+    /// Steal time, in nanoseconds, which is the time in which the vCPU was runnable but waited for
+    /// a host CPU.
     StealNs = 11,
     /// Uncounted time, in nanoseconds, of at least one counter that the guest has enabled.
     UncountedNs = 12,
-    /// Changes of the backing of a counter that the guest has enabled, by a restore.
+    /// Backing changes by a restore, of counters that the guest has enabled.
     BackingChanges = 13,
 }
 
@@ -277,7 +278,7 @@ pub enum EventSelection {
     Fixed(u8),
 }
 
-/// Complete description of what a counter counts. Equal requests produce equal counts.
+/// Complete description of the events that a counter counts. Equal requests produce equal counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct EventRequest {
     /// Vendor that defines the event numbers in `selection`.
@@ -456,8 +457,8 @@ impl FromIterator<ArchEvent> for CountableEvents {
     }
 }
 
-/// Value of `--backing`: the backings that may count for guest counters. Paravirtual events are
-/// available with every policy.
+/// Value of `--backing`, which selects the backings that may count for guest counters. Paravirtual
+/// events are available with every policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum BackingPolicy {
     /// Host PMU if available, otherwise the clock.
@@ -469,16 +470,16 @@ pub enum BackingPolicy {
     Clock,
     /// Exact backing (single-stepping).
     Exact,
-    /// KVM's own vPMU, which then emulates the registers instead of this crate.
+    /// KVM's own vPMU. KVM emulates the registers instead of this crate.
     Kvm,
-    /// No backing: registers are emulated but do not count.
+    /// No backing. Registers are emulated but do not count.
     None,
 }
 
 impl FromStr for BackingPolicy {
-    type Err = UnknownPolicy;
+    type Err = UnknownBackingPolicy;
 
-    fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
+    fn from_str(name: &str) -> Result<Self, UnknownBackingPolicy> {
         Ok(match name {
             "auto" => Self::Auto,
             "hardware" => Self::Hardware,
@@ -486,7 +487,7 @@ impl FromStr for BackingPolicy {
             "exact" => Self::Exact,
             "kvm" => Self::Kvm,
             "none" => Self::None,
-            _ => return Err(UnknownPolicy(printable(name))),
+            _ => return Err(UnknownBackingPolicy(printable(name))),
         })
     }
 }
@@ -494,11 +495,11 @@ impl FromStr for BackingPolicy {
 /// Error returned for an unknown `--backing` value.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("unknown backing \"{0}\"; must be auto, hardware, clock, exact, kvm or none")]
-pub struct UnknownPolicy(String);
+pub struct UnknownBackingPolicy(String);
 
-/// Mechanism that counts for a counter.
+/// Mechanism that provides the count of a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Backing {
+pub enum CounterBacking {
     /// Host hardware event.
     Hardware,
     /// vCPU run time scaled to cycles.
@@ -511,13 +512,14 @@ pub enum Backing {
     KvmStat,
     /// KVM's own vPMU.
     Kvm,
-    /// No backing: the counter value does not change.
+    /// No backing. The counter value does not change.
     None,
 }
 
-impl Backing {
+impl CounterBacking {
     /// Returns whether events of this backing keep counting while their counter is paused. Stopping
-    /// and restarting such an event costs system calls, and it counts nothing during a pause.
+    /// and restarting such an event costs system calls, and the event counts nothing during a
+    /// pause.
     #[inline]
     pub const fn counts_through_pauses(self) -> bool {
         matches!(self, Self::Hardware)
@@ -537,7 +539,7 @@ impl Backing {
     }
 }
 
-impl fmt::Display for Backing {
+impl fmt::Display for CounterBacking {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }

@@ -1,8 +1,8 @@
-//! Event filter: selects the events that a guest may count.
+//! Event filter, which selects the events that a guest may count.
 //!
 //! A filter is an allowlist or a denylist of event selects and unit masks, with masked entries and
-//! exclusions. A separate bitmap controls the fixed counters. A denied event does not fault; its
-//! counter keeps its value. `docs/reference/event-filter.md` describes the file format.
+//! exclusions. A separate bitmap controls the fixed counters. A denied event does not fault, and
+//! its counter keeps its value. `docs/reference/event-filter.md` describes the file format.
 
 use std::path::Path;
 
@@ -112,7 +112,7 @@ pub enum FilterError {
         "entry {0} of the event filter matches no unit mask: umask-match has bits that umask-mask does not; clear them"
     )]
     NeverMatches(usize),
-    /// Bitmap with bits of nonexistent fixed counters.
+    /// Bitmap with bits set for fixed counters that do not exist.
     #[error(
         "fixed-counters = {0:#x} of the event filter: only bits 0 to 3, one per fixed counter, may be set"
     )]
@@ -179,7 +179,7 @@ impl EventFilter {
         }
     }
 
-    /// Returns this filter with the paravirtual events of the vendor's models denied.
+    /// Returns this filter, modified to deny the paravirtual events of the vendor's models.
     #[must_use]
     pub fn without_paravirtual(self, vendor: Vendor) -> Self {
         let select = paravirtual_select(vendor).0;

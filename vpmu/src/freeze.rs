@@ -1,4 +1,4 @@
-//! Bits of both vendors by which a PMI freezes counters and branch records.
+//! Register bits of both vendors for freezing counters and branch records on a PMI.
 
 /// DebugCtl bit 11: freeze the branch records on PMI.
 pub const DEBUGCTL_FREEZE_BRANCHES_ON_PMI: u64 = 1 << 11;

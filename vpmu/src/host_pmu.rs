@@ -31,7 +31,8 @@ pub(crate) const EXT22_EAX_PERFMON_V2: u32 = 1;
 /// Properties of the host PMU as reported by CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostPmuProperties {
-    /// PMU generation. Versions above 5 are reported as 5, which they are compatible with.
+    /// PMU generation. Versions above 5 are reported as 5, because they are compatible with version
+    /// 5.
     pub generation: PmuGeneration,
     /// Number of general-purpose counters.
     pub general: u32,
@@ -42,8 +43,8 @@ pub struct HostPmuProperties {
 }
 
 impl HostPmuProperties {
-    /// Returns the vendor whose PMU the host implements. All processors other than AMD and Hygon
-    /// count as Intel.
+    /// Returns the vendor whose PMU the host implements. Processors of vendors other than AMD and
+    /// Hygon are treated as Intel processors.
     pub fn vendor(host: &mut CpuidReader<'_>) -> Vendor {
         let leaf = host(0, 0);
         let mut name = [0; 12];
@@ -67,7 +68,7 @@ impl HostPmuProperties {
                 let leaf = host(LEAF_ARCH_PERFMON, 0);
                 let version = leaf.eax & 0xFF;
                 let general = leaf.eax >> 8 & 0xFF;
-                // Linux does not support a PMU with a single counter either.
+                // Linux also does not support a PMU with a single counter.
                 if version == 0 || general < 2 {
                     return None;
                 }

@@ -33,7 +33,7 @@ impl fmt::Debug for RdpmcIndex {
     }
 }
 
-/// Counter number: the counter's bit in the global control and status registers.
+/// Counter number, which is the counter's bit in the global control and status registers.
 ///
 /// General-purpose counters are 0 to 14, fixed counters 32 to 35. A value is always in one of these
 /// ranges, but a given model may not have the counter.

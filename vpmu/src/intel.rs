@@ -13,7 +13,8 @@ use crate::index::{CounterIndex, MAX_GENERAL, MsrAddress, RdpmcIndex, counters_i
 use crate::model::PmuModel;
 use crate::model_name::Vendor;
 use crate::vendor::{
-    Register, Registers, VendorOps, WriteEffect, contain_branch, general_msrs, general_request, selector,
+    PmuRegister, PmuRegisters, VendorOps, WriteEffect, contain_branch, general_msrs, general_request,
+    selector,
 };
 
 /// IA32_PMCn (0xC1..=0xC8). Requires CPUID.0AH:EAX\[15:8\] > n. A write stores bits 31:0,
@@ -45,8 +46,9 @@ pub const IA32_PERF_GLOBAL_INUSE: u32 = 0x392;
 /// n.
 pub const IA32_A_PMC0: u32 = 0x4C1;
 
-/// MSR_LASTBRANCH_TOS (0x1C9) of processors with model-specific LBRs. Exists with branch records,
-/// because Linux uses none if it cannot write this register on a processor of such a model.
+/// MSR_LASTBRANCH_TOS (0x1C9) of processors with model-specific LBRs. Exists on models with branch
+/// records, because Linux does not use branch records if it cannot write this register on a
+/// processor of such a model.
 pub const MSR_LASTBRANCH_TOS: u32 = 0x1C9;
 /// IA32_LBR_n_INFO (0x1200..=0x121F). Requires CPUID.(07H,0):EDX\[19\] and IA32_LBR_DEPTH > n, as
 /// do the other registers of records.
@@ -60,14 +62,14 @@ pub const IA32_LBR_FROM_IP0: u32 = 0x1500;
 /// IA32_LBR_n_TO_IP (0x1600..=0x161F).
 pub const IA32_LBR_TO_IP0: u32 = 0x1600;
 
-/// Numbers of branch records that IA32_LBR_DEPTH accepts, in CPUID.1CH:EAX\[7:0\].
+/// Numbers of branch records that IA32_LBR_DEPTH accepts, as reported in CPUID.1CH:EAX\[7:0\].
 const LBR_DEPTHS: [u64; 3] = [8, 16, 32];
 /// IA32_LBR_CTL.LBREn.
 const LBR_ENABLE: u64 = 1 << 0;
 /// IA32_LBR_CTL.OS and USR: branches at CPL 0, and at CPL 1 to 3.
 const LBR_OS: u64 = 1 << 1;
 const LBR_USR: u64 = 1 << 2;
-/// IA32_LBR_CTL bits that do not fault when set: LBREn, OS, USR and the filter of branches. The
+/// IA32_LBR_CTL bits that do not fault when set: LBREn, OS, USR and the branch filter bits. The
 /// call-stack mode (bit 3) is not announced in CPUID.1CH:EBX\[2\].
 const LBR_WRITABLE: u64 = LBR_ENABLE | LBR_OS | LBR_USR | 0x7F << 16;
 /// IA32_LBR_n_INFO.BR_TYPE.
@@ -116,7 +118,7 @@ const STATUS_OVF_UNCORE: u64 = 1 << 61;
 /// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store buffer overflowed. Only software can set this
 /// bit here (version 4).
 const STATUS_OVF_BUF: u64 = 1 << 62;
-/// IA32_PERF_GLOBAL_STATUS.CondChgd. Never set; software cannot set this bit either.
+/// IA32_PERF_GLOBAL_STATUS.CondChgd. Never set, not even by software.
 const STATUS_COND_CHGD: u64 = 1 << 63;
 
 /// IA32_PERF_GLOBAL_INUSE.PMI: at least one counter has its interrupt enabled.
@@ -176,7 +178,7 @@ fn in_bank(model: &PmuModel, address: u32, base: u32) -> Option<CounterIndex> {
 }
 
 /// Returns the four bits of IA32_FIXED_CTR_CTRL that control fixed counter `n`.
-fn fixed_field(registers: &Registers, n: u32) -> u64 {
+fn fixed_field(registers: &PmuRegisters, n: u32) -> u64 {
     registers.fixed_control >> (n * FIXED_FIELD_BITS) & 0xF
 }
 
@@ -221,7 +223,7 @@ fn selector_mask(model: &PmuModel, counter: CounterIndex) -> u64 {
     !SELECTOR_RESERVED | transactions
 }
 
-/// Stores `value` if all its bits are in `allowed`, and faults otherwise.
+/// Returns the effect of storing `value` if all its bits are in `allowed`, and a fault otherwise.
 fn checked(value: u64, allowed: u64) -> WriteEffect {
     if value & !allowed == 0 {
         WriteEffect::Store(value)
@@ -263,8 +265,8 @@ fn write_branch_register(register: BranchRegister, value: u64) -> WriteEffect {
     }
 }
 
-/// Returns the IA32_LBR_CTL bit that selects branches of this kind, and their BR_TYPE (SDM vol. 4,
-/// 14CEH and 1200H).
+/// Returns the IA32_LBR_CTL bit that selects branches of type `kind`, and their BR_TYPE (SDM vol.
+/// 4, 14CEH and 1200H).
 fn branch_kind(kind: BranchKind) -> (u32, u64) {
     match kind {
         BranchKind::Conditional => (16, 0),
@@ -282,34 +284,35 @@ fn branch_kind(kind: BranchKind) -> (u32, u64) {
 }
 
 impl VendorOps for Intel {
-    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<Register> {
+    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<PmuRegister> {
         let version = model.intel_version();
         let from = |needed: u8, register| (version >= needed).then_some(register);
         match msr.0 {
             // The two P6 counters read as 0 even without a PMU.
-            0xC1 | 0xC2 if model.is_off() => Some(Register::Absent),
-            IA32_PMC0..=0xC8 => in_bank(model, msr.0, IA32_PMC0).map(Register::Counter),
-            IA32_PERFEVTSEL0..=0x18D => in_bank(model, msr.0, IA32_PERFEVTSEL0).map(Register::Selector),
+            0xC1 | 0xC2 if model.is_off() => Some(PmuRegister::Absent),
+            IA32_PMC0..=0xC8 => in_bank(model, msr.0, IA32_PMC0).map(PmuRegister::Counter),
+            IA32_PERFEVTSEL0..=0x18D => in_bank(model, msr.0, IA32_PERFEVTSEL0).map(PmuRegister::Selector),
             IA32_A_PMC0..=0x4C8 if version >= 2 => {
-                in_bank(model, msr.0, IA32_A_PMC0).map(Register::FullWidthCounter)
+                in_bank(model, msr.0, IA32_A_PMC0).map(PmuRegister::FullWidthCounter)
             }
             IA32_FIXED_CTR0..=0x30C => CounterIndex::fixed(msr.0 - IA32_FIXED_CTR0)
                 .filter(|&c| model.has(c))
-                .map(Register::Counter),
-            IA32_DEBUGCTL => from(2, Register::DebugControl),
-            IA32_PERF_CAPABILITIES => from(2, Register::Capabilities),
-            IA32_FIXED_CTR_CTRL => from(2, Register::FixedControl),
-            IA32_PERF_GLOBAL_STATUS => from(2, Register::GlobalStatus),
-            IA32_PERF_GLOBAL_CTRL => from(2, Register::GlobalControl),
-            IA32_PERF_GLOBAL_STATUS_RESET => from(2, Register::GlobalStatusReset),
-            IA32_PERF_GLOBAL_STATUS_SET => from(4, Register::GlobalStatusSet),
-            IA32_PERF_GLOBAL_INUSE => from(4, Register::GlobalInUse),
+                .map(PmuRegister::Counter),
+            IA32_DEBUGCTL => from(2, PmuRegister::DebugControl),
+            IA32_PERF_CAPABILITIES => from(2, PmuRegister::Capabilities),
+            IA32_FIXED_CTR_CTRL => from(2, PmuRegister::FixedControl),
+            IA32_PERF_GLOBAL_STATUS => from(2, PmuRegister::GlobalStatus),
+            IA32_PERF_GLOBAL_CTRL => from(2, PmuRegister::GlobalControl),
+            IA32_PERF_GLOBAL_STATUS_RESET => from(2, PmuRegister::GlobalStatusReset),
+            IA32_PERF_GLOBAL_STATUS_SET => from(4, PmuRegister::GlobalStatusSet),
+            IA32_PERF_GLOBAL_INUSE => from(4, PmuRegister::GlobalInUse),
             _ => None,
         }
     }
 
-    /// SDM vol. 2, RDPMC: ECX\[29:0\] is the counter number, ECX\[30\] the type, and ECX\[31\] the
-    /// fast mode, which no processor with architectural performance monitoring supports.
+    /// Decodes the operand of RDPMC (SDM vol. 2, RDPMC). ECX\[29:0\] is the counter number,
+    /// ECX\[30\] the type, and ECX\[31\] the fast mode, which no processor with architectural
+    /// performance monitoring supports.
     fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex> {
         let counter = if index.0 & RDPMC_FIXED != 0 {
             CounterIndex::fixed(index.0 & !RDPMC_FIXED)
@@ -319,37 +322,41 @@ impl VendorOps for Intel {
         counter.filter(|&c| model.has(c))
     }
 
-    fn write(&self, model: &PmuModel, register: Register, value: u64) -> WriteEffect {
+    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> WriteEffect {
         let width = model.width();
         let counters = model.counters_mask();
         match register {
-            Register::Selector(c) => checked(value, selector_mask(model, c)),
-            Register::Counter(c) if c.fixed_number().is_none() => {
+            PmuRegister::Selector(c) => checked(value, selector_mask(model, c)),
+            PmuRegister::Counter(c) if c.fixed_number().is_none() => {
                 WriteEffect::Store(width.sign_extend_32(value))
             }
-            Register::Counter(_) | Register::FullWidthCounter(_) => checked(value, width.mask()),
-            Register::FixedControl => checked(value, fixed_control_mask(model)),
-            Register::GlobalControl => checked(value, counters),
-            Register::GlobalStatusReset => checked(value, counters | clearable_status(model.intel_version())),
+            PmuRegister::Counter(_) | PmuRegister::FullWidthCounter(_) => checked(value, width.mask()),
+            PmuRegister::FixedControl => checked(value, fixed_control_mask(model)),
+            PmuRegister::GlobalControl => checked(value, counters),
+            PmuRegister::GlobalStatusReset => {
+                checked(value, counters | clearable_status(model.intel_version()))
+            }
             // Before version 4 only an overflow sets a status bit. This arm then validates a saved
             // state.
-            Register::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
-            Register::DebugControl => checked(value, model.debug_control_bits()),
-            Register::Absent => WriteEffect::Dropped,
-            Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities => WriteEffect::Fault,
+            PmuRegister::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
+            PmuRegister::DebugControl => checked(value, model.debug_control_bits()),
+            PmuRegister::Absent => WriteEffect::Dropped,
+            PmuRegister::GlobalStatus | PmuRegister::GlobalInUse | PmuRegister::Capabilities => {
+                WriteEffect::Fault
+            }
         }
     }
 
     /// Returns zero for all registers except IA32_PERF_GLOBAL_CTRL, which enables every
     /// general-purpose counter (SDM vol. 3, table "IA-32 and Intel 64 Processor States Following
     /// Power-up, Reset, or INIT").
-    fn at_reset(&self, model: &PmuModel) -> Registers {
+    fn at_reset(&self, model: &PmuModel) -> PmuRegisters {
         let global_control = if model.intel_version() >= 2 {
             (1 << model.general()) - 1
         } else {
             model.counters_mask()
         };
-        Registers {
+        PmuRegisters {
             selectors: [0; MAX_GENERAL],
             fixed_control: 0,
             global_control,
@@ -367,21 +374,21 @@ impl VendorOps for Intel {
         }
     }
 
-    fn is_selected(&self, registers: &Registers, counter: CounterIndex) -> bool {
+    fn is_selected(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool {
         match counter.fixed_number() {
             Some(n) => fixed_field(registers, n) & (FIXED_OS | FIXED_USR) != 0,
             None => registers.selectors[counter.slot()] & selector::EN != 0,
         }
     }
 
-    fn interrupts(&self, registers: &Registers, counter: CounterIndex) -> bool {
+    fn interrupts(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool {
         match counter.fixed_number() {
             Some(n) => fixed_field(registers, n) & FIXED_PMI != 0,
             None => registers.selectors[counter.slot()] & selector::INT != 0,
         }
     }
 
-    fn globally_enabled(&self, registers: &Registers) -> u64 {
+    fn globally_enabled(&self, registers: &PmuRegisters) -> u64 {
         // CTR_FRZ can only be set from version 4 on (SDM vol. 3, "Streamlined
         // Freeze_PerfMon_On_PMI").
         if registers.global_status & STATUS_CTR_FRZ != 0 {
@@ -395,7 +402,7 @@ impl VendorOps for Intel {
         clippy::cast_possible_truncation,
         reason = "a fixed counter's number is below MAX_FIXED"
     )]
-    fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest> {
+    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest> {
         let request = match counter.fixed_number() {
             Some(n) => {
                 let field = fixed_field(registers, n);
@@ -431,7 +438,7 @@ impl VendorOps for Intel {
     /// Freezes the counters on a PMI (SDM vol. 3, "Freeze_PerfMon_On_PMI"). Versions 2 and 3 clear
     /// IA32_PERF_GLOBAL_CTRL. From version 4 the PMI sets CTR_FRZ and leaves the control register
     /// unchanged.
-    fn freeze(&self, model: &PmuModel, registers: &mut Registers) -> bool {
+    fn freeze(&self, model: &PmuModel, registers: &mut PmuRegisters) -> bool {
         if !registers.freezes_counters() {
             return false;
         }
@@ -450,7 +457,7 @@ impl VendorOps for Intel {
     /// Returns IA32_PERF_GLOBAL_INUSE (SDM vol. 3, "IA32_PERF_GLOBAL_INUSE MSR"). A general-purpose
     /// counter is in use when its event select is not 0, a fixed counter when its enable field is
     /// not 0, and the PMI when any control enables an interrupt.
-    fn in_use(&self, model: &PmuModel, registers: &Registers) -> u64 {
+    fn in_use(&self, model: &PmuModel, registers: &PmuRegisters) -> u64 {
         counters_in(model.counters_mask()).fold(0, |bits, counter| {
             let programmed = match counter.fixed_number() {
                 Some(_) => self.is_selected(registers, counter),
@@ -488,8 +495,8 @@ impl VendorOps for Intel {
         model.intel_version() >= 2
     }
 
-    /// Returns `true`: delivery masks the performance counter entry of the local vector table (SDM
-    /// vol. 3, "Local Vector Table").
+    /// Returns `true`, because delivery masks the performance counter entry of the local vector
+    /// table (SDM vol. 3, "Local Vector Table").
     fn delivery_masks_lvtpc(&self) -> bool {
         true
     }
@@ -510,23 +517,24 @@ impl VendorOps for Intel {
         write_branch_register(register, value)
     }
 
-    fn records_branches(&self, registers: &Registers) -> bool {
+    fn records_branches(&self, registers: &PmuRegisters) -> bool {
         registers.branches.control & LBR_ENABLE != 0 && registers.global_status & STATUS_LBR_FRZ == 0
     }
 
-    fn branch_levels(&self, registers: &Registers) -> SteppedLevels {
+    fn branch_levels(&self, registers: &PmuRegisters) -> SteppedLevels {
         SteppedLevels {
             user: registers.branches.control & LBR_USR != 0,
             kernel: registers.branches.control & LBR_OS != 0,
         }
     }
 
-    fn selects_branch(&self, registers: &Registers, branch: &BranchEntry) -> bool {
+    fn selects_branch(&self, registers: &PmuRegisters, branch: &BranchEntry) -> bool {
         let (bit, _) = branch_kind(branch.kind);
         registers.branches.control >> bit & 1 != 0 && contain_branch(self.branch_levels(registers), branch)
     }
 
-    /// Predictions, cycles and transactions are not announced in CPUID.1CH:ECX and therefore 0.
+    /// Returns the registers of a record. Predictions, cycles and transactions are not announced in
+    /// CPUID.1CH:ECX and are therefore 0.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord {
         let (_, kind) = branch_kind(branch.kind);
         BranchRecord {
@@ -536,9 +544,9 @@ impl VendorOps for Intel {
         }
     }
 
-    /// Before version 4, the PMI clears the enable bit (SDM vol. 3, "Freeze_LBRs_On_PMI"); from
-    /// version 4 on it sets LBR_FRZ.
-    fn freeze_branches(&self, model: &PmuModel, registers: &mut Registers) {
+    /// Freezes the branch records on a PMI (SDM vol. 3, "Freeze_LBRs_On_PMI"). Before version 4,
+    /// the PMI clears the enable bit. From version 4, the PMI sets LBR_FRZ.
+    fn freeze_branches(&self, model: &PmuModel, registers: &mut PmuRegisters) {
         if registers.debug_control & DEBUGCTL_FREEZE_BRANCHES_ON_PMI == 0 {
             return;
         }

@@ -9,8 +9,8 @@
 //! Counters are numbered in three ways. Each numbering has its own type:
 //!
 //! - [`MsrAddress`]: the address of a register, in ECX of RDMSR and WRMSR. A counter may have
-//!   several addresses (Intel: legacy and full-width, AMD: K7 and core extension); its event
-//!   selector has another.
+//!   several addresses (legacy and full-width on Intel, K7 and core extension on AMD). Its event
+//!   selector has a separate address.
 //! - [`RdpmcIndex`]: the operand of RDPMC, in ECX. Intel numbers general-purpose counters from 0
 //!   and fixed counters from 1 << 30; AMD numbers all counters from 0.
 //! - [`CounterIndex`]: the vendor-independent number used in this crate, which is the counter's bit
@@ -21,8 +21,8 @@
 //!
 //! - *counter*: a guest-visible PMC. *selector*: the register (or field) that selects the counter's
 //!   event.
-//! - *event*: the object behind [`CounterEvents`] that counts for a counter. *backing*: the kind of
-//!   event ([`Backing`]).
+//! - *event*: the object behind [`CounterEvents`] that counts for a counter. *backing*: the type of
+//!   event ([`CounterBacking`]).
 //! - *PMI*: performance monitoring interrupt. *due*: requested by an overflow and not yet
 //!   delivered.
 //! - *fold*: to add an event's new counts to the counter's value.
@@ -75,7 +75,7 @@ mod width;
 
 pub use counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
 pub use events::{
-    ArchEvent, Backing, BackingPolicy, CountableEvents, EventRequest, EventSelect, EventSelection,
+    ArchEvent, BackingPolicy, CountableEvents, CounterBacking, EventRequest, EventSelect, EventSelection,
     GuestEvent, ParavirtualEvent, UnitMask,
 };
 pub use filter::EventFilter;
@@ -87,7 +87,7 @@ pub use model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Ve
 pub use perf_core_events::{PerfCoreEvents, SteppedLevels};
 pub use share::{PmiShare, PmiShareError};
 pub use sources::{EventSource, EventSources};
-pub use state::{StateError, fix_checksum};
+pub use state::{VpmuStateError, fix_checksum};
 pub use vpmu::{
     BackingChange, BranchRequest, CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness,
     Vpmu,

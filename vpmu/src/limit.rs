@@ -32,8 +32,8 @@ impl RateLimit {
         }
     }
 
-    /// Returns the earliest time of the next event, in nanoseconds. A time not later than `now_ns`
-    /// allows the event immediately.
+    /// Returns the earliest time of the next event, in nanoseconds. If this time has passed, the
+    /// event is allowed immediately.
     pub(crate) fn next_ns(&self) -> u64 {
         self.paid_until_ns.saturating_sub(self.burst_ns)
     }

@@ -1,8 +1,8 @@
-//! Uncounted counters: retries and accounting of uncounted time.
+//! Retries of uncounted counters, and accounting of uncounted time.
 //!
-//! A counter is *uncounted* while the guest has it enabled and no event counts for it: no host
-//! counter is free, the host revoked the counter or refuses the event, the event filter denies the
-//! event, or no backing on this host supports it. Temporary failures are retried after
+//! A counter is *uncounted* while the guest has it enabled and no event counts for it, because no
+//! host counter is free, the host revoked the counter or rejects the event, the event filter denies
+//! the event, or no backing on this host supports it. Temporary failures are retried after
 //! [`FIRST_WAIT_NS`] with exponential back-off. Reprogramming or restarting the counter resets the
 //! back-off, but a refused counter is never retried before [`FIRST_WAIT_NS`] has passed.
 
@@ -19,7 +19,7 @@ const LOG_EVERY_NS: u64 = 1_000_000_000;
 /// Uncounted state of one counter.
 #[derive(Clone, Copy, Debug, Default)]
 struct UncountedState {
-    /// Time up to which uncounted time has been accounted, in nanoseconds.
+    /// Time up to which uncounted time has been accounted for, in nanoseconds.
     since_ns: u64,
     /// Uncounted time since the current event was programmed, in nanoseconds.
     uncounted_ns: u64,
@@ -50,7 +50,7 @@ pub(crate) struct UncountedCounters {
     began_ns: u64,
     upto_ns: u64,
     ended_ns: u64,
-    /// Number of times a counter lost its slot or failed to get one.
+    /// Number of times that a counter lost its slot or failed to obtain one.
     times: u64,
     logged_ns: Option<u64>,
     /// Number of losses since the last log message that were not logged.
@@ -197,7 +197,8 @@ impl UncountedCounters {
     }
 
     /// Adds the interval from `since_ns` to `now_ns`, in which the count of an enabled counter is
-    /// unknown, except for the part that is accounted already. The total grows by at least 1 ns.
+    /// unknown, except for the part that has already been accounted for. The total grows by at
+    /// least 1 ns.
     pub fn add_interval(&mut self, since_ns: u64, now_ns: u64) {
         self.account(now_ns);
         if self.uncounted == 0 {
@@ -239,7 +240,7 @@ impl UncountedCounters {
         self.entries[counter.slot()].uncounted_ns
     }
 
-    /// Returns the number of times a counter lost its slot or failed to get one.
+    /// Returns the number of times that a counter lost its slot or failed to obtain one.
     pub fn times(&self) -> u64 {
         self.times
     }
@@ -332,14 +333,14 @@ mod tests {
         CounterIndex::from_bit(n).unwrap()
     }
 
-    /// Intervals with an unknown count are part of the total, once.
+    /// Intervals with an unknown count are added to the total once.
     #[test]
     fn interval_with_unknown_count_is_added_once() {
         let mut lost = UncountedCounters::default();
         lost.add_interval(100, 150);
         lost.add_interval(120, 170);
         assert_eq!(lost.total_ns(|| 200), 70);
-        // An uncounted counter covers the interval, except for the time before it.
+        // An uncounted counter covers the interval, except for the part before it became uncounted.
         assert!(lost.begin(counter(0), 300, 300));
         lost.add_interval(290, 340);
         assert_eq!(lost.total_ns(|| 400), 70 + 10 + 100);
@@ -349,7 +350,7 @@ mod tests {
         assert_eq!(lost.total_ns(|| 500), 181);
     }
 
-    /// Overlapping uncounted intervals of two counters count once in the total.
+    /// Overlapping uncounted intervals of two counters are added to the total once.
     #[test]
     fn time_with_any_counter_uncounted_is_counted_once() {
         let mut lost = UncountedCounters::default();
@@ -363,7 +364,7 @@ mod tests {
         assert_eq!(lost.total_ns(|| 900), 300);
     }
 
-    /// A loss that is detected late is accounted from its actual time, without double counting.
+    /// A loss that is detected late is accounted for from its actual time, without double counting.
     #[test]
     fn late_notices_are_backdated() {
         let mut lost = UncountedCounters::default();
@@ -433,7 +434,7 @@ mod tests {
     }
 
     proptest! {
-        /// Property: the total equals a reference that counts each nanosecond with at least one
+        /// The total equals that of a reference that counts each nanosecond with at least one
         /// uncounted counter.
         #[test]
         fn total_is_the_union(steps in prop::collection::vec((0u32..4, any::<bool>(), 0u64..50), 0..60)) {

@@ -292,7 +292,7 @@ impl PmuModel {
 
     /// Returns this model without fixed counter 3 (top-down slots) if `backability` does not
     /// include its event. CPUID has no other way to report this event as unavailable. The other
-    /// fixed counters stay, because Linux uses the first three regardless of CPUID.0AH:EBX.
+    /// fixed counters remain, because Linux uses the first three regardless of CPUID.0AH:EBX.
     #[must_use]
     pub const fn without_uncountable_slots(self, backability: CountableEvents) -> Self {
         let slots = if backability.has(ArchEvent::TopdownSlots) {

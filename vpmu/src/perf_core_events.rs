@@ -1,21 +1,22 @@
 //! [`PerfCoreEvents`]: counter events implemented with perf-core events, one per counter.
 //!
-//! [`EventSources::choose`] selects the drivers for a request. An event is opened, pinned and stopped,
-//! when a counter is first enabled for a request. Events are then kept, so enabling, disabling and
-//! re-arming a counter do not open events. Each enable tries the best candidate first and falls
-//! back to the next one if no slot is available. A counter also keeps its most recent events,
-//! because guests that multiplex events over few counters rotate through a small set.
+//! [`EventSources::choose`] selects the drivers for a request. An event is opened as pinned and
+//! stopped when a counter is first enabled for a request. Events are then kept, so enabling,
+//! disabling and re-arming a counter do not open events. Each enable tries the best candidate first
+//! and falls back to the next candidate if no slot is available. A counter also keeps its most
+//! recent events, because guests that multiplex events over few counters rotate through a small
+//! set.
 
 use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
 
 use perf_core::{
-    Attr, ControlScope, Handle, OpenError, OpenFlags, OpenTarget, PerfCore, Role, Session, VcpuContext,
-    error_line,
+    Attr, ControlScope, EventHandle, OpenError, OpenFlags, OpenTarget, PerfCore, Session, SessionRole,
+    VcpuContext, error_line,
 };
 
 use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
-use crate::events::{Backing, EventRequest, GuestEvent, ParavirtualEvent};
+use crate::events::{CounterBacking, EventRequest, GuestEvent, ParavirtualEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::sources::EventSources;
 
@@ -28,10 +29,10 @@ pub const MAX_EVENTS_PER_COUNTER: usize = PARKED + 1;
 /// Candidate backing for a request.
 #[derive(Debug)]
 struct BackingCandidate {
-    backing: Backing,
+    backing: CounterBacking,
     attr: Attr,
     /// Opened on first use.
-    handle: Option<Handle>,
+    handle: Option<EventHandle>,
 }
 
 /// Reason why a candidate does not count.
@@ -70,7 +71,7 @@ impl ProgrammedEvent {
         self.candidates[self.using].as_ref()
     }
 
-    fn handle(&self) -> Option<&Handle> {
+    fn handle(&self) -> Option<&EventHandle> {
         self.candidate()?.handle.as_ref()
     }
 
@@ -79,7 +80,7 @@ impl ProgrammedEvent {
     fn stepped_levels(&self) -> SteppedLevels {
         let stepped = self
             .candidate()
-            .is_some_and(|candidate| candidate.backing == Backing::Exact)
+            .is_some_and(|candidate| candidate.backing == CounterBacking::Exact)
             && matches!(self.request.event, GuestEvent::Architectural(_));
         SteppedLevels {
             user: stepped && self.request.user,
@@ -88,12 +89,12 @@ impl ProgrammedEvent {
     }
 
     /// Returns the backing of the best remaining candidate.
-    fn backing(&self) -> Backing {
+    fn backing(&self) -> CounterBacking {
         self.candidates
             .iter()
             .flatten()
             .next()
-            .map_or(Backing::None, |candidate| candidate.backing)
+            .map_or(CounterBacking::None, |candidate| candidate.backing)
     }
 }
 
@@ -172,7 +173,7 @@ pub struct PerfCoreEvents {
 impl PerfCoreEvents {
     /// Creates the counter events of `vcpu`, which must already exist in `core`.
     pub fn new(core: PerfCore, vcpu: VcpuId, sources: EventSources) -> Self {
-        let session = core.session(0, Role::Guest);
+        let session = core.session(0, SessionRole::Guest);
         let context = core.vcpu(vcpu);
         Self {
             core,
@@ -219,7 +220,7 @@ impl PerfCoreEvents {
     /// Returns the handle of the counter's current event, or `None` if the event has not been
     /// opened.
     #[inline]
-    fn of(&self, counter: CounterIndex) -> Option<&Handle> {
+    fn of(&self, counter: CounterIndex) -> Option<&EventHandle> {
         self.slots[counter.slot()].current.as_ref()?.handle()
     }
 
@@ -232,7 +233,7 @@ impl PerfCoreEvents {
     }
 
     /// Returns the candidates for `request`. Opens the best candidate that does not fail
-    /// permanently and drops those that do.
+    /// permanently and drops the candidates that do.
     fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> ProgrammedEvent {
         let mut candidates = [None, None];
         for (candidate, (backing, attr)) in candidates.iter_mut().zip(self.sources.choose(request)) {
@@ -281,7 +282,7 @@ fn open_candidate<'w>(
     vcpu: VcpuId,
     counter: CounterIndex,
     candidate: &'w mut BackingCandidate,
-) -> Result<&'w Handle, CandidateFailure> {
+) -> Result<&'w EventHandle, CandidateFailure> {
     if candidate.handle.is_none() {
         let flags = OpenFlags::with_cookie(u64::from(counter.bit()));
         let handle = core
@@ -302,7 +303,7 @@ fn open_candidate<'w>(
 }
 
 /// Starts an event and returns its current count. On failure the event stays disabled.
-fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<u64, UnavailableReason> {
+fn start(handle: &EventHandle, overflow_in: Option<u64>) -> Result<u64, UnavailableReason> {
     let lack = match handle.start(overflow_in) {
         Ok(Ok(count)) => return Ok(count),
         Ok(Err(cause)) => cause,
@@ -313,12 +314,12 @@ fn start(handle: &Handle, overflow_in: Option<u64>) -> Result<u64, UnavailableRe
 }
 
 impl CounterEvents for PerfCoreEvents {
-    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing {
+    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> CounterBacking {
         self.stepping_user &= !counter.mask();
         self.stepping_kernel &= !counter.mask();
         let Some(request) = request else {
             self.slots[counter.slot()] = CounterSlot::default();
-            return Backing::None;
+            return CounterBacking::None;
         };
         let slot = &mut self.slots[counter.slot()];
         if slot.current.as_ref().is_none_or(|open| open.request != *request) {
@@ -331,7 +332,7 @@ impl CounterEvents for PerfCoreEvents {
             self.slots[counter.slot()].current = Some(open);
         }
         let Some(open) = &mut self.slots[counter.slot()].current else {
-            return Backing::None;
+            return CounterBacking::None;
         };
         open.using = open.candidates.iter().position(Option::is_some).unwrap_or(0);
         open.backing()

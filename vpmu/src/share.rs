@@ -1,4 +1,4 @@
-//! Bound on the share of a vCPU's time that PMI handlers take.
+//! Limit on the share of a vCPU's time that PMI handlers consume.
 //!
 //! If a PMI handler takes longer than the period of the counter that it re-arms, every handler
 //! returns into the next PMI and the interrupted program makes no progress. [`ShareLimit`] measures
@@ -10,13 +10,13 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PmiShare(u8);
 
-/// Error of parsing a [`PmiShare`].
+/// Error returned when a [`PmiShare`] cannot be parsed.
 #[derive(Clone, Copy, Debug, thiserror::Error, PartialEq, Eq)]
 #[error("must be between 1% and 100%, or off")]
 pub struct PmiShareError;
 
 impl PmiShare {
-    /// No bound: handlers may take all of the time.
+    /// No limit. Handlers may consume all of the time.
     pub const UNLIMITED: Self = Self(100);
 
     /// Returns the share for 1 to 100 percent.
@@ -57,20 +57,21 @@ impl FromStr for PmiShare {
     }
 }
 
-/// Longest measured handler, in nanoseconds. A longer time is that of a stopped VMM process.
+/// Maximum measured duration of a handler, in nanoseconds. A longer duration indicates that the VMM
+/// process was stopped.
 const MAX_HANDLER_NS: u64 = 1_000_000_000;
-/// Longest delay of a PMI, in nanoseconds.
+/// Maximum delay of a PMI, in nanoseconds.
 const MAX_GAP_NS: u64 = 1_000_000_000;
 
-/// Progress of the last PMI handler, as far as it is known.
+/// Progress of the last PMI handler, as far as known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum HandlerPhase {
-    /// Returned, or no PMI was delivered yet.
+    /// The handler has returned, or no PMI has been delivered yet.
     #[default]
     Returned,
-    /// Re-enabled its counters, and may still execute its last instructions.
+    /// The handler has re-enabled its counters, but may still be executing its last instructions.
     Rearmed,
-    /// Has not re-enabled its counters yet.
+    /// The handler has not re-enabled its counters yet.
     Running,
 }
 
@@ -78,7 +79,7 @@ pub(crate) enum HandlerPhase {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SavedHandler {
     pub(crate) phase: HandlerPhase,
-    /// Mask of counters that requested the PMI, and of those not served since.
+    /// Masks of the counters that requested the PMI, and of those that have not been served since.
     pub(crate) sources: u64,
     pub(crate) unserved: u64,
     /// Time since the PMI was delivered, in nanoseconds.
@@ -88,7 +89,7 @@ pub(crate) struct SavedHandler {
 }
 
 impl SavedHandler {
-    /// Returns whether [`ShareLimit::save`] can return this value.
+    /// Returns whether this value is a possible result of [`ShareLimit::save`].
     pub(crate) fn is_possible(&self) -> bool {
         let is_active = self.phase == HandlerPhase::Running || self.remaining_ns > 0;
         self.remaining_ns <= MAX_GAP_NS && (is_active || *self == Self::default())
@@ -101,7 +102,7 @@ impl SavedHandler {
 pub(crate) struct ShareLimit {
     share: PmiShare,
     phase: HandlerPhase,
-    /// Mask of counters that requested the PMI, and of those not served since.
+    /// Masks of the counters that requested the PMI, and of those that have not been served since.
     sources: u64,
     unserved: u64,
     /// Time at which the PMI was delivered. Differences wrap, because a restored time may precede
@@ -139,8 +140,8 @@ impl ShareLimit {
         self.phase == HandlerPhase::Running
     }
 
-    /// Returns whether the caller must determine whether the handler has returned. `is_due` is set
-    /// if another PMI is due.
+    /// Returns whether the caller must determine whether the handler has returned. `is_due` is
+    /// `true` if another PMI is due.
     #[inline]
     pub(crate) fn is_uncertain(&self, is_due: bool, now_ns: impl FnOnce() -> u64) -> bool {
         match self.phase {
@@ -192,7 +193,7 @@ impl ShareLimit {
         }
     }
 
-    /// Sets the end of the handler to `now_ns` or later.
+    /// Extends the measured handler to `now_ns` and updates the earliest time of the next PMI.
     fn extend(&mut self, now_ns: u64) {
         let gap_ns = self.share.gap_ns(now_ns.wrapping_sub(self.began_ns));
         self.next_ns = now_ns.saturating_add(gap_ns);
@@ -277,7 +278,7 @@ mod tests {
                     limit.served(1);
                     limit.rearmed(now_ns);
                 }
-                // The next PMI becomes due, and waits for its time if necessary.
+                // The next PMI becomes due, and waits until it is permitted if necessary.
                 let due_ns = now_ns + asks_after_ns;
                 let next_ns = due_ns.max(limit.next_ns());
                 outside += next_ns - now_ns;

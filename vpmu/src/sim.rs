@@ -2,7 +2,7 @@
 //! explicit calls.
 
 use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
-use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
+use crate::events::{ArchEvent, CounterBacking, EventRequest, GuestEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -15,8 +15,7 @@ struct SimEvent {
     lost: Option<u64>,
     /// Number of ticks in which the event was enabled.
     ran: u64,
-    /// Set if counts and ticks come from the clock backing, which counts while no slot is
-    /// available.
+    /// Set if the clock backing provides counts and ticks, which counts while no slot is available.
     on_clock: bool,
     clock_count: u64,
 }
@@ -52,7 +51,7 @@ pub struct SimEvents {
     /// Number of those calls that request a slot.
     pub enables: u64,
     /// Function that selects the backing of a request. The default is hardware for every request.
-    pub backing_of: fn(&EventRequest) -> Backing,
+    pub backing_of: fn(&EventRequest) -> CounterBacking,
 }
 
 impl Default for SimEvents {
@@ -68,7 +67,7 @@ impl Default for SimEvents {
             clock: false,
             calls: 0,
             enables: 0,
-            backing_of: |_| Backing::Hardware,
+            backing_of: |_| CounterBacking::Hardware,
         }
     }
 }
@@ -106,7 +105,7 @@ impl SimEvents {
         self.now += ticks;
     }
 
-    /// Runs the guest for `ticks` without stopping. Overflows are notified late.
+    /// Runs the guest for `ticks` without stopping. Overflow notifications are delivered late.
     pub fn run_through(&mut self, ticks: u64) {
         let mut left = ticks;
         while left > 0 {
@@ -159,14 +158,14 @@ impl SimEvents {
 }
 
 impl CounterEvents for SimEvents {
-    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> Backing {
+    fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> CounterBacking {
         self.calls += 1;
         self.running &= !counter.mask();
         self.events[counter.slot()] = SimEvent {
             request: request.copied(),
             ..SimEvent::default()
         };
-        request.map_or(Backing::None, self.backing_of)
+        request.map_or(CounterBacking::None, self.backing_of)
     }
 
     fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64) {
@@ -174,11 +173,11 @@ impl CounterEvents for SimEvents {
         self.enables += 1;
         let backing = self.events[counter.slot()]
             .request
-            .map_or(Backing::None, |request| (self.backing_of)(&request));
+            .map_or(CounterBacking::None, |request| (self.backing_of)(&request));
         let on = counters_in(self.running & !counter.mask())
             .filter(|other| !self.events[other.slot()].on_clock)
             .count();
-        let fits = backing != Backing::Hardware || self.slots.is_none_or(|slots| on < slots);
+        let fits = backing != CounterBacking::Hardware || self.slots.is_none_or(|slots| on < slots);
         let event = &mut self.events[counter.slot()];
         let falls_back = !fits
             && self.clock
@@ -194,7 +193,7 @@ impl CounterEvents for SimEvents {
         self.running |= counter.mask();
         let count = event.counted();
         if falls_back {
-            return (EnableOutcome::Fallback(Backing::Clock, self.lack), count);
+            return (EnableOutcome::Fallback(CounterBacking::Clock, self.lack), count);
         }
         (EnableOutcome::Counting(backing), count)
     }
@@ -207,7 +206,7 @@ impl CounterEvents for SimEvents {
         event.counted()
     }
 
-    /// Hardware events keep counting; all other events stop.
+    /// Pauses counters. Hardware events continue to count, and all other events stop.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
         for counter in counters_in(counters) {
             self.calls += 1;

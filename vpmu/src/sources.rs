@@ -3,15 +3,15 @@
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
 //! driver and the exact backing. Only `EventSources::candidates` reads this table. The callers then
-//! apply their own rules: guest requests may have a counter mask or edge detect, operator events
-//! ignore the guest's policy, and CPUID only reports events that are known to count.
+//! apply their own rules. Guest requests may have a counter mask or edge detect, operator events
+//! ignore the guest's policy, and CPUID reports only events that are known to count.
 
 use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
 
 use crate::dialect::EventDialect;
 use crate::events::{
-    ArchEvent, Backing, BackingPolicy, CountableEvents, EventRequest, EventSelection, GuestEvent,
+    ArchEvent, BackingPolicy, CountableEvents, CounterBacking, EventRequest, EventSelection, GuestEvent,
     ParavirtualEvent,
 };
 use crate::fed;
@@ -24,7 +24,7 @@ mod software {
     pub const CPU_MIGRATIONS: u64 = 4;
 }
 
-/// Event numbers by which each driver counts an architectural event.
+/// Event numbers with which each driver counts an architectural event.
 struct EventNumbers {
     /// Generic event number of the host kernel (`PERF_COUNT_HW_*`).
     generic: Option<u64>,
@@ -71,13 +71,13 @@ impl ArchEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventSource {
     /// Backing of the event.
-    pub backing: Backing,
+    pub backing: CounterBacking,
     /// PMU type of the driver.
     pub ty: EventType,
     /// Event number of the driver.
     pub config: u64,
-    /// Set if the event is known to count. Otherwise the event must be probed: the host kernel does
-    /// not report which raw event numbers exist.
+    /// Set if the event is known to count. Otherwise the event must be probed, because the host
+    /// kernel does not report which raw event numbers exist.
     pub known: bool,
 }
 
@@ -176,8 +176,8 @@ impl EventSources {
         let generic = event.filter(|event| own || self.hardware.is_some() && event.is_vendor_independent());
         let backing = match policy {
             // KVM's vPMU opens the same events on the host.
-            BackingPolicy::Kvm => Backing::Kvm,
-            _ => Backing::Hardware,
+            BackingPolicy::Kvm => CounterBacking::Kvm,
+            _ => CounterBacking::Hardware,
         };
         let hardware = match row.as_ref().and_then(|row| row.generic) {
             Some(number) => generic
@@ -196,19 +196,20 @@ impl EventSources {
             }),
         };
         let by_clock = row.as_ref().and_then(|row| row.clock).map(|config| EventSource {
-            backing: Backing::Clock,
+            backing: CounterBacking::Clock,
             ty: EventType::CLOCK,
             config,
             known: true,
         });
         let stepped = row.and_then(|row| row.exact).map(|selector| EventSource {
-            backing: Backing::Exact,
+            backing: CounterBacking::Exact,
             ty: EventType::FED,
             config: selector as u64,
             known: true,
         });
         match policy {
-            // Counting must not continue with a clock of another frequency after the host's event.
+            // Counting must not continue with a clock of a different frequency after the host's
+            // event.
             BackingPolicy::Auto if own && event == Some(ArchEvent::BusCycles) => [hardware, None],
             BackingPolicy::Auto => [hardware, by_clock],
             BackingPolicy::Hardware | BackingPolicy::Kvm => [hardware, None],
@@ -226,26 +227,34 @@ impl EventSources {
             | ParavirtualEvent::IrqInjections
             | ParavirtualEvent::NmiInjections => {
                 let number = self.statistics[usize::from(event.umask().0) - 1]?;
-                (Backing::KvmStat, EventType::KVM, number)
+                (CounterBacking::KvmStat, EventType::KVM, number)
             }
-            ParavirtualEvent::HostPageFaults => {
-                (Backing::Software, EventType::SOFTWARE, software::PAGE_FAULTS)
-            }
-            ParavirtualEvent::HostContextSwitches => {
-                (Backing::Software, EventType::SOFTWARE, software::CONTEXT_SWITCHES)
-            }
-            ParavirtualEvent::HostMigrations => {
-                (Backing::Software, EventType::SOFTWARE, software::CPU_MIGRATIONS)
-            }
+            ParavirtualEvent::HostPageFaults => (
+                CounterBacking::Software,
+                EventType::SOFTWARE,
+                software::PAGE_FAULTS,
+            ),
+            ParavirtualEvent::HostContextSwitches => (
+                CounterBacking::Software,
+                EventType::SOFTWARE,
+                software::CONTEXT_SWITCHES,
+            ),
+            ParavirtualEvent::HostMigrations => (
+                CounterBacking::Software,
+                EventType::SOFTWARE,
+                software::CPU_MIGRATIONS,
+            ),
             // KVM's io_exits and mmio_exits do not include accesses by emulated code.
             ParavirtualEvent::IoExits
             | ParavirtualEvent::MmioExits
             | ParavirtualEvent::MsrExits
             | ParavirtualEvent::StealNs
             | ParavirtualEvent::UncountedNs
-            | ParavirtualEvent::BackingChanges => {
-                (Backing::Exact, EventType::FED, fed::paravirtual(event) as u64)
-            }
+            | ParavirtualEvent::BackingChanges => (
+                CounterBacking::Exact,
+                EventType::FED,
+                fed::paravirtual(event) as u64,
+            ),
         };
         Some(EventSource {
             backing,
@@ -283,7 +292,7 @@ impl EventSources {
     }
 
     /// Returns the candidates for a guest request as pinned, initially disabled perf-core events.
-    pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (Backing, Attr)> + use<> {
+    pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (CounterBacking, Attr)> + use<> {
         let has_levels = !matches!(request.event, GuestEvent::Paravirtual(_));
         let base = Attr {
             pinned: true,
@@ -296,7 +305,7 @@ impl EventSources {
         // KVM opens its own events.
         let ours = self
             .of_request(request)
-            .filter(|source| source.backing != Backing::Kvm);
+            .filter(|source| source.backing != CounterBacking::Kvm);
         ours.map(move |source| {
             let attr = Attr {
                 ty: source.ty,
@@ -328,7 +337,7 @@ impl EventSources {
         candidates.into_iter().flatten().next()
     }
 
-    /// Returns the exact source of an event for an operator, for instructions and branches.
+    /// Returns the exact source of an instruction or branch event for an operator.
     pub fn exact_for_operator(&self, event: ArchEvent) -> Option<EventSource> {
         let counts = matches!(event, ArchEvent::Instructions | ArchEvent::Branches);
         let candidates = self.candidates(BackingPolicy::Exact, Vendor::Intel, Some(event), None);
@@ -341,7 +350,7 @@ impl EventSources {
             // The guest's counter is fed in steps, while an operator reads the host counter
             // directly.
             ParavirtualEvent::StealNs => Some(EventSource {
-                backing: Backing::Software,
+                backing: CounterBacking::Software,
                 ty: EventType::SCHED,
                 config: sched::WAIT_NS,
                 known: true,
@@ -376,7 +385,7 @@ mod tests {
         policy: BackingPolicy,
         hardware: Option<Vendor>,
         request: &EventRequest,
-    ) -> Vec<(Backing, u32, u64)> {
+    ) -> Vec<(CounterBacking, u32, u64)> {
         let statistic = |event| (event == ParavirtualEvent::VmExits).then_some(42);
         EventSources::new(policy, hardware, statistic)
             .choose(request)
@@ -385,12 +394,12 @@ mod tests {
     }
 
     /// Returns the sources of the automatic policy.
-    fn auto(hardware: impl Into<Option<Vendor>>, request: &EventRequest) -> Vec<(Backing, u32, u64)> {
+    fn auto(hardware: impl Into<Option<Vendor>>, request: &EventRequest) -> Vec<(CounterBacking, u32, u64)> {
         chosen(BackingPolicy::Auto, hardware.into(), request)
     }
 
-    const fn hardware(ty: EventType, config: u64) -> (Backing, u32, u64) {
-        (Backing::Hardware, ty.0, config)
+    const fn hardware(ty: EventType, config: u64) -> (CounterBacking, u32, u64) {
+        (CounterBacking::Hardware, ty.0, config)
     }
 
     /// Tests each architectural event under each policy, on hosts without a PMU and with a PMU of
@@ -446,7 +455,7 @@ mod tests {
                 .map(|(backing, attr)| (backing, attr.ty, attr.config));
             let kvms = candidates
                 .iter()
-                .filter(|source| source.backing == Backing::Kvm)
+                .filter(|source| source.backing == CounterBacking::Kvm)
                 .count();
             assert_eq!(ours.count() + kvms, candidates.len(), "{case}");
             let own = sources.hardware.is_none_or(|host| host == vendor);
@@ -480,16 +489,20 @@ mod tests {
         let cycles_only = CountableEvents::NONE.with(ArchEvent::CoreCycles);
         let sources =
             EventSources::new(BackingPolicy::Auto, Some(Vendor::Amd), |_| None).opening(cycles_only);
-        let candidates = |select, umask| -> Vec<Backing> {
+        let candidates = |select, umask| -> Vec<CounterBacking> {
             let request = request(Vendor::Amd, select, umask);
             sources.choose(&request).map(|(backing, _)| backing).collect()
         };
-        assert_eq!(candidates(0x76, 0), [Backing::Hardware, Backing::Clock]);
-        assert_eq!(candidates(0x120, 1), [Backing::Clock]);
+        assert_eq!(
+            candidates(0x76, 0),
+            [CounterBacking::Hardware, CounterBacking::Clock]
+        );
+        assert_eq!(candidates(0x120, 1), [CounterBacking::Clock]);
         assert_eq!(candidates(0xC0, 0), []);
     }
 
-    /// Other events of operators have better sources, or none.
+    /// The exact source counts instructions and branches for operators. Other operator events have
+    /// better sources, or none.
     #[test]
     fn operators_count_instructions_and_branches_exactly() {
         let sources = EventSources::new(BackingPolicy::Exact, Some(Vendor::Amd), |_| None);
@@ -526,7 +539,7 @@ mod tests {
     fn auto_prefers_the_hosts_pmu_and_falls_back_to_the_clock() {
         let cycles = request(Vendor::Intel, 0x3C, 0);
         let host = hardware(EventType::HARDWARE, 0);
-        let clock = (Backing::Clock, EventType::CLOCK.0, 0);
+        let clock = (CounterBacking::Clock, EventType::CLOCK.0, 0);
         assert_eq!(auto(Vendor::Amd, &cycles), [host, clock]);
         assert_eq!(auto(None, &cycles), [clock]);
         assert_eq!(
@@ -559,7 +572,7 @@ mod tests {
     #[test]
     fn bus_cycles_never_mix_clocks() {
         let bus = request(Vendor::Intel, 0x3C, 1);
-        let clock = (Backing::Clock, EventType::CLOCK.0, clock::REF_CYCLES);
+        let clock = (CounterBacking::Clock, EventType::CLOCK.0, clock::REF_CYCLES);
         assert_eq!(auto(Vendor::Intel, &bus), [hardware(EventType::HARDWARE, 6)]);
         assert_eq!(auto(Vendor::Amd, &bus), [clock]);
         assert_eq!(auto(None, &bus), [clock]);
@@ -579,7 +592,8 @@ mod tests {
         assert_eq!(auto(Vendor::Amd, &misses), [hardware(EventType::HARDWARE, 5)]);
     }
 
-    /// A guest with the signature of another generation counts by the host's own number.
+    /// Conditional branches of a guest with the signature of another generation are counted with
+    /// the host's own event number.
     #[test]
     fn conditional_branches_use_the_hosts_number() {
         let conditional = |umask| EventRequest {
@@ -604,7 +618,7 @@ mod tests {
         }
     }
 
-    /// rr's check of the speculative lock map is counted by a Zen host's own event, and stays 0
+    /// rr's check of the speculative lock map is counted by a Zen host's own event, and remains 0
     /// with the exact backing. Other hosts have no such event.
     #[test]
     fn speculative_locks_require_zen_or_exact_backing() {
@@ -657,7 +671,7 @@ mod tests {
         let exits = request(Vendor::Amd, 0xFFF, 1);
         assert_eq!(
             chosen(BackingPolicy::None, None, &exits),
-            [(Backing::KvmStat, EventType::KVM.0, 42)]
+            [(CounterBacking::KvmStat, EventType::KVM.0, 42)]
         );
         let masked = EventRequest { cmask: 1, ..exits };
         assert_eq!(auto(Vendor::Amd, &masked), []);

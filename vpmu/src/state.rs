@@ -1,10 +1,11 @@
 //! Serialization of the PMU state, for restoring in another process or on another host.
 //!
-//! Layout, all numbers little-endian: the magic `PVPM`; a vendor byte (1 Intel, 2 AMD); the layout
-//! version of that vendor (u16); the length of the body (u32); the body; CRC-32 of all preceding
-//! bytes (u32). The body contains the model, the registers, and the counters, each preceded by its
-//! number so that a later version can add counters. The backing of each counter is not saved: the
-//! registers determine the events, and the destination host chooses the backings.
+//! All numbers are little-endian. The layout consists of the magic `PVPM`, a vendor byte (1 Intel,
+//! 2 AMD), the layout version of that vendor (u16), the length of the body (u32), the body, and the
+//! CRC-32 of all preceding bytes (u32). The body contains the model, the registers, and the
+//! counters, each preceded by its number so that a later version can add counters. The backing of
+//! each counter is not saved, because the registers determine the events, and the destination host
+//! chooses the backings.
 //!
 //! Layout version 1 lacks the counters that requested a due PMI and whether delivery was deferred.
 //! [`Vpmu::restore`] then assumes that every possible counter requested the PMI. Versions 1 and 2
@@ -16,13 +17,13 @@ mod reader;
 
 use crate::branches::BranchControls;
 use crate::counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss};
-use crate::events::{Backing, EventRequest};
+use crate::events::{CounterBacking, EventRequest};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::model::PmuModel;
 use crate::model_name::{CounterNumbers, PmuGeneration, Vendor};
 use crate::registers;
 use crate::share::{HandlerPhase, SavedHandler};
-use crate::vendor::{Register, Registers, WriteEffect};
+use crate::vendor::{PmuRegister, PmuRegisters, WriteEffect};
 use crate::vpmu::{Counter, DuePmi, RestoredPmi, Vpmu};
 
 use branches::read_branches;
@@ -32,7 +33,7 @@ const MAGIC: [u8; 4] = *b"PVPM";
 const HEADER_BYTES: usize = 4 + 1 + 2 + 4;
 const CRC_BYTES: usize = 4;
 
-/// Bit of the model's first byte: the model has branch records.
+/// Bit of the model's first byte that is set if the model has branch records.
 const KIND_WITH_BRANCHES: u8 = 0x80;
 
 /// Values of the body's PMI byte. Version 1 has no deferred PMI.
@@ -47,11 +48,11 @@ const HANDLER_RUNNING: u8 = 2;
 
 /// Layout version of models without branch records.
 const VERSION_WITHOUT_BRANCHES: u16 = 3;
-/// Layout version of models with branch records, the newest one.
+/// Layout version of models with branch records, which is the newest version.
 const VERSION_WITH_BRANCHES: u16 = 4;
 
-/// Returns the version of the body layout of a model. Programs that do not know branch records can
-/// read the state of a model without them.
+/// Returns the version of the body layout of a model. Programs that do not support branch records
+/// can read the state of a model without branch records.
 const fn layout_version(model: &PmuModel) -> u16 {
     if model.has_branch_records() {
         VERSION_WITH_BRANCHES
@@ -63,7 +64,7 @@ const fn layout_version(model: &PmuModel) -> u16 {
 /// Error returned when a saved state cannot be restored.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum StateError {
+pub enum VpmuStateError {
     /// Missing magic.
     #[error("not a saved PMU state: it does not start with PVPM")]
     Magic,
@@ -106,10 +107,10 @@ pub enum StateError {
 }
 
 impl Vpmu {
-    /// Serializes the state. Folds running counters; the PMU continues to run.
+    /// Serializes the state. Folds running counters. The PMU continues to run.
     ///
-    /// The event filter, the PMI rate limit and the share of PMI handlers are configuration, not
-    /// state: set them again after [`Self::restore`].
+    /// The event filter, the PMI rate limit and the share of PMI handlers are configuration and not
+    /// state. Set them again after [`Self::restore`].
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a PMU has at most 19 counters, and a body of a few hundred bytes"
@@ -162,29 +163,29 @@ impl Vpmu {
     ///
     /// # Errors
     /// Returns the same errors as [`Vpmu::restore`].
-    pub fn restore_before_use(&mut self, bytes: &[u8]) -> Result<(), StateError> {
+    pub fn restore_before_use(&mut self, bytes: &[u8]) -> Result<(), VpmuStateError> {
         self.restore(bytes, &mut NoEvents)
     }
 
     /// Restores a saved state. Counters resume at the next [`Vpmu::reconcile`].
     ///
     /// # Errors
-    /// Returns a [`StateError`] if the bytes are not a valid state for this model. The PMU is then
-    /// unchanged.
-    pub fn restore(&mut self, bytes: &[u8], events: &mut dyn CounterEvents) -> Result<(), StateError> {
+    /// Returns a [`VpmuStateError`] if the bytes are not a valid state for this model. The PMU is
+    /// then unchanged.
+    pub fn restore(&mut self, bytes: &[u8], events: &mut dyn CounterEvents) -> Result<(), VpmuStateError> {
         let (version, body) = check_frame(bytes)?;
         let mut reader = Reader { rest: body };
         let model = read_model(&mut reader)?;
         if model != self.model {
-            return Err(StateError::OtherModel {
+            return Err(VpmuStateError::OtherModel {
                 saved: model,
                 here: self.model,
             });
         }
         if bytes[4] != vendor_byte(model.vendor()) {
-            return Err(StateError::Impossible("its vendor is not that of its model"));
+            return Err(VpmuStateError::Impossible("its vendor is not that of its model"));
         }
-        let mut registers = Registers {
+        let mut registers = PmuRegisters {
             selectors: Default::default(),
             fixed_control: reader.u64()?,
             global_control: reader.u64()?,
@@ -200,28 +201,28 @@ impl Vpmu {
         for _ in 0..reader.u8()? {
             let counter = CounterIndex::from_bit(u32::from(reader.u8()?))
                 .filter(|&c| model.has(c) && seen & c.mask() == 0)
-                .ok_or(StateError::Impossible(
+                .ok_or(VpmuStateError::Impossible(
                     "a counter is there twice or does not exist",
                 ))?;
             seen |= counter.mask();
             let selector = reader.u64()?;
             let value = reader.u64()?;
             if value != model.width().truncate(value) {
-                return Err(StateError::Impossible("a counter is wider than its width"));
+                return Err(VpmuStateError::Impossible("a counter is wider than its width"));
             }
             if counter.fixed_number().is_none() {
                 registers.selectors[counter.slot()] = selector;
             } else if selector != 0 {
-                return Err(StateError::Impossible("a fixed counter has a selector"));
+                return Err(VpmuStateError::Impossible("a fixed counter has a selector"));
             }
             counters[counter.slot()] = Counter::restored(value, reader.u64()?, reader.u64()?);
         }
         if seen != model.counters_mask() {
-            return Err(StateError::Impossible("a counter is missing"));
+            return Err(VpmuStateError::Impossible("a counter is missing"));
         }
         let branches = read_branches(&mut reader, &model, version, &mut registers)?;
         if !reader.rest.is_empty() {
-            return Err(StateError::Length {
+            return Err(VpmuStateError::Length {
                 have: body.len(),
                 need: body.len() - reader.rest.len(),
             });
@@ -240,16 +241,16 @@ impl Vpmu {
     }
 }
 
-/// The events of a PMU that has not been attached to a thread.
+/// Events of a PMU that has not been attached to a thread.
 struct NoEvents;
 
 impl CounterEvents for NoEvents {
-    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> Backing {
-        Backing::None
+    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> CounterBacking {
+        CounterBacking::None
     }
 
     fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (EnableOutcome, u64) {
-        (EnableOutcome::Counting(Backing::None), 0)
+        (EnableOutcome::Counting(CounterBacking::None), 0)
     }
 
     fn disable(&mut self, _: CounterIndex) -> u64 {
@@ -287,35 +288,39 @@ impl CounterEvents for NoEvents {
     }
 }
 
-/// Reads the due PMI of a body of layout `version`.
+/// Reads the due PMI from a body with layout `version`.
 fn read_pmi(
     reader: &mut Reader<'_>,
     model: &PmuModel,
     version: u16,
-) -> Result<Option<RestoredPmi>, StateError> {
+) -> Result<Option<RestoredPmi>, VpmuStateError> {
     let due = reader.u8()?;
     if version == 1 {
         return match due {
             PMI_NONE => Ok(None),
             PMI_DUE => Ok(Some(RestoredPmi::UnknownSources)),
-            _ => Err(StateError::Impossible("the PMI is neither due nor not due")),
+            _ => Err(VpmuStateError::Impossible("the PMI is neither due nor not due")),
         };
     }
     let sources = reader.u64()?;
     if sources & !model.counters_mask() != 0 {
-        return Err(StateError::Impossible(
+        return Err(VpmuStateError::Impossible(
             "a counter that does not exist requested the PMI",
         ));
     }
     match (due, sources) {
         (PMI_NONE, 0) => Ok(None),
-        (PMI_NONE, _) => Err(StateError::Impossible("counters requested a PMI that is not due")),
-        (PMI_DEFERRED, 0) => Err(StateError::Impossible("no counter requested the deferred PMI")),
+        (PMI_NONE, _) => Err(VpmuStateError::Impossible(
+            "counters requested a PMI that is not due",
+        )),
+        (PMI_DEFERRED, 0) => Err(VpmuStateError::Impossible(
+            "no counter requested the deferred PMI",
+        )),
         (PMI_DUE | PMI_DEFERRED, sources) => Ok(Some(RestoredPmi::Known(DuePmi {
             sources,
             deferred: due == PMI_DEFERRED,
         }))),
-        _ => Err(StateError::Impossible("the PMI is neither due nor not due")),
+        _ => Err(VpmuStateError::Impossible("the PMI is neither due nor not due")),
     }
 }
 
@@ -335,8 +340,12 @@ fn write_handler(body: &mut Vec<u8>, handler: SavedHandler) {
     }
 }
 
-/// Reads the measurement of the PMI handler of a body of layout `version`.
-fn read_handler(reader: &mut Reader<'_>, model: &PmuModel, version: u16) -> Result<SavedHandler, StateError> {
+/// Reads the measurement of the PMI handler from a body with layout `version`.
+fn read_handler(
+    reader: &mut Reader<'_>,
+    model: &PmuModel,
+    version: u16,
+) -> Result<SavedHandler, VpmuStateError> {
     if version < 3 {
         return Ok(SavedHandler::default());
     }
@@ -344,7 +353,7 @@ fn read_handler(reader: &mut Reader<'_>, model: &PmuModel, version: u16) -> Resu
         HANDLER_RETURNED => HandlerPhase::Returned,
         HANDLER_REARMED => HandlerPhase::Rearmed,
         HANDLER_RUNNING => HandlerPhase::Running,
-        _ => return Err(StateError::Impossible("the PMI handler is in no known phase")),
+        _ => return Err(VpmuStateError::Impossible("the PMI handler is in no known phase")),
     };
     let handler = SavedHandler {
         phase,
@@ -354,12 +363,12 @@ fn read_handler(reader: &mut Reader<'_>, model: &PmuModel, version: u16) -> Resu
         remaining_ns: reader.u64()?,
     };
     if (handler.sources | handler.unserved) & !model.counters_mask() != 0 {
-        return Err(StateError::Impossible(
+        return Err(VpmuStateError::Impossible(
             "the PMI handler has to serve a counter that does not exist",
         ));
     }
     if !handler.is_possible() {
-        return Err(StateError::Impossible(
+        return Err(VpmuStateError::Impossible(
             "the times of the PMI handler are contradictory",
         ));
     }
@@ -367,57 +376,60 @@ fn read_handler(reader: &mut Reader<'_>, model: &PmuModel, version: u16) -> Resu
 }
 
 /// Checks that a guest could have written these register values.
-fn check_registers(model: &PmuModel, registers: &Registers) -> Result<(), StateError> {
+fn check_registers(model: &PmuModel, registers: &PmuRegisters) -> Result<(), VpmuStateError> {
     let ops = registers::of(model.vendor());
     let at_reset = ops.at_reset(model);
     let writable = |register, value| ops.write(model, register, value) == WriteEffect::Store(value);
     for counter in counters_in(model.counters_mask() & u64::from(u32::MAX)) {
-        if !writable(Register::Selector(counter), registers.selectors[counter.slot()]) {
-            return Err(StateError::Impossible("a selector has reserved bits"));
+        if !writable(
+            PmuRegister::Selector(counter),
+            registers.selectors[counter.slot()],
+        ) {
+            return Err(VpmuStateError::Impossible("a selector has reserved bits"));
         }
     }
     // Reset values are valid even if the model lacks the register and does not accept writes.
     for (register, value, initial, what) in [
         (
-            Register::FixedControl,
+            PmuRegister::FixedControl,
             registers.fixed_control,
             at_reset.fixed_control,
             "the fixed counters' control has reserved bits",
         ),
         (
-            Register::GlobalControl,
+            PmuRegister::GlobalControl,
             registers.global_control,
             at_reset.global_control,
             "the global control has reserved bits",
         ),
         (
-            Register::GlobalStatusSet,
+            PmuRegister::GlobalStatusSet,
             registers.global_status,
             at_reset.global_status,
             "the global status has reserved bits",
         ),
         (
-            Register::DebugControl,
+            PmuRegister::DebugControl,
             registers.debug_control,
             at_reset.debug_control,
             "the debug control has reserved bits",
         ),
     ] {
         if value != initial && !writable(register, value) {
-            return Err(StateError::Impossible(what));
+            return Err(VpmuStateError::Impossible(what));
         }
     }
     Ok(())
 }
 
 /// Checks magic, version, length and checksum, and returns the layout version and the body.
-fn check_frame(bytes: &[u8]) -> Result<(u16, &[u8]), StateError> {
+fn check_frame(bytes: &[u8]) -> Result<(u16, &[u8]), VpmuStateError> {
     if bytes.len() < MAGIC.len() || bytes[..MAGIC.len()] != MAGIC {
-        return Err(StateError::Magic);
+        return Err(VpmuStateError::Magic);
     }
     let least = HEADER_BYTES + CRC_BYTES;
     if bytes.len() < least {
-        return Err(StateError::Length {
+        return Err(VpmuStateError::Length {
             have: bytes.len(),
             need: least,
         });
@@ -426,23 +438,23 @@ fn check_frame(bytes: &[u8]) -> Result<(u16, &[u8]), StateError> {
         rest: &bytes[MAGIC.len()..HEADER_BYTES],
     };
     if !matches!(header.u8()?, 1 | 2) {
-        return Err(StateError::Impossible("its vendor is neither Intel nor AMD"));
+        return Err(VpmuStateError::Impossible("its vendor is neither Intel nor AMD"));
     }
     let have = header.u16()?;
     let known = VERSION_WITH_BRANCHES;
     if have == 0 || have > known {
-        return Err(StateError::Version { have, known });
+        return Err(VpmuStateError::Version { have, known });
     }
     let need = least.saturating_add(header.u32()? as usize);
     if bytes.len() != need {
-        return Err(StateError::Length {
+        return Err(VpmuStateError::Length {
             have: bytes.len(),
             need,
         });
     }
     let (checked, crc) = bytes.split_at(bytes.len() - CRC_BYTES);
     if crc != crc32(checked).to_le_bytes() {
-        return Err(StateError::Checksum);
+        return Err(VpmuStateError::Checksum);
     }
     Ok((have, &checked[HEADER_BYTES..]))
 }
@@ -484,8 +496,8 @@ fn write_model(body: &mut Vec<u8>, model: &PmuModel) {
     ]);
 }
 
-fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, StateError> {
-    const BAD: StateError = StateError::Impossible("there is no such model");
+fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, VpmuStateError> {
+    const BAD: VpmuStateError = VpmuStateError::Impossible("there is no such model");
     let (kind, version) = (reader.u8()?, reader.u8()?);
     let has_branches = kind & KIND_WITH_BRANCHES != 0;
     let kind = kind & !KIND_WITH_BRANCHES;
@@ -605,7 +617,7 @@ mod tests {
         }
     }
 
-    /// A PMU is restored before a thread counts for it.
+    /// A state can be restored before a thread counts for the PMU.
     #[test]
     fn state_is_restored_before_events_exist() {
         let (mut vpmu, mut events) = busy();
@@ -633,7 +645,7 @@ mod tests {
         let longer = [&bytes[..], &[0]].concat();
         assert!(matches!(
             vpmu.restore(&longer, &mut events),
-            Err(StateError::Length { .. })
+            Err(VpmuStateError::Length { .. })
         ));
         assert_eq!(vpmu.save(&mut events), bytes);
     }
@@ -669,13 +681,13 @@ mod tests {
             let mut changed = bytes.clone();
             changed[at] = 0x55;
             let error = vpmu.restore(&reframe(changed), &mut events).unwrap_err();
-            assert_eq!(error, StateError::Impossible(what));
+            assert_eq!(error, VpmuStateError::Impossible(what));
         }
         let mut newer = bytes.clone();
         newer[5] = 9;
         assert_eq!(
             vpmu.restore(&reframe(newer), &mut events),
-            Err(StateError::Version { have: 9, known: 4 })
+            Err(VpmuStateError::Version { have: 9, known: 4 })
         );
     }
 
@@ -692,7 +704,7 @@ mod tests {
             let mut changed = bytes.clone();
             (changed[PMI], changed[PMI + 1]) = (due, sources);
             let error = vpmu.restore(&reframe(changed), &mut events).unwrap_err();
-            assert_eq!(error, StateError::Impossible(what));
+            assert_eq!(error, VpmuStateError::Impossible(what));
         }
     }
 
@@ -710,7 +722,7 @@ mod tests {
         let (mut vpmu, mut events) = busy();
         vpmu.set_pmi_share(PmiShare::default());
         events.run(10);
-        // The read finds the overflow.
+        // The read detects the overflow.
         vpmu.read_msr(MsrAddress(IA32_PERF_GLOBAL_STATUS), &mut events);
         vpmu.pmi_delivered(events.now_ns());
         let bytes = vpmu.save(&mut events);
@@ -723,7 +735,8 @@ mod tests {
         assert_eq!(vpmu.save(&mut events), reframe(expected));
     }
 
-    /// Layout version 1 has no sources of the PMI, so every possible counter is assumed to be one.
+    /// Layout version 1 does not contain the counters that requested the PMI, so every possible
+    /// counter is assumed to have requested it.
     #[test]
     fn layout_version_1_is_still_read() {
         const PMI: usize = HEADER_BYTES + 5 + 32;
@@ -742,7 +755,7 @@ mod tests {
         deferred[PMI] = PMI_DEFERRED;
         assert_eq!(
             there.restore(&reframe(deferred), &mut there_events),
-            Err(StateError::Impossible("the PMI is neither due nor not due"))
+            Err(VpmuStateError::Impossible("the PMI is neither due nor not due"))
         );
     }
 

@@ -1,8 +1,8 @@
 //! Interface between the vendor-independent PMU and the vendor-specific definitions.
 //!
-//! [`crate::Vpmu`] addresses registers by their role ([`Register`]) and stores their values
-//! ([`Registers`]). A [`VendorOps`] maps MSR addresses to roles, validates writes, and decides when
-//! a counter counts.
+//! [`crate::Vpmu`] addresses registers by their role ([`PmuRegister`]) and stores their values
+//! ([`PmuRegisters`]). A [`VendorOps`] maps MSR addresses to roles, validates writes, and
+//! determines when a counter counts.
 
 use perf_core::branch::BranchEntry;
 
@@ -16,7 +16,7 @@ use crate::model_name::Vendor;
 
 /// Vendor-independent role of a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Register {
+pub enum PmuRegister {
     /// Event selector of a general-purpose counter.
     Selector(CounterIndex),
     /// Counter value.
@@ -29,9 +29,9 @@ pub enum Register {
     GlobalStatus,
     /// Global enable bits of all counters.
     GlobalControl,
-    /// Clears bits of the global status.
+    /// Register that clears bits of the global status.
     GlobalStatusReset,
-    /// Sets bits of the global status.
+    /// Register that sets bits of the global status.
     GlobalStatusSet,
     /// In-use bits of all counters (Intel).
     GlobalInUse,
@@ -45,7 +45,7 @@ pub enum Register {
 
 /// Values of the PMU registers other than the counters. These values do not depend on time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Registers {
+pub struct PmuRegisters {
     /// Event selectors of the general-purpose counters.
     pub selectors: [u64; MAX_GENERAL],
     /// Intel's IA32_FIXED_CTR_CTRL.
@@ -63,7 +63,7 @@ pub struct Registers {
     pub svme: bool,
 }
 
-impl Registers {
+impl PmuRegisters {
     /// Returns whether a PMI freezes the counters.
     pub(crate) fn freezes_counters(&self) -> bool {
         self.debug_control & DEBUGCTL_FREEZE_ON_PMI != 0
@@ -84,38 +84,38 @@ pub enum WriteEffect {
 /// Vendor-specific definition of a PMU. Implementations are stateless.
 pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the register at an MSR address, or `None` if an access faults.
-    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<Register>;
+    fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<PmuRegister>;
 
     /// Returns the counter that an RDPMC operand selects, or `None` if the instruction faults.
     fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex>;
 
     /// Returns the effect of writing `value` to `register`.
-    fn write(&self, model: &PmuModel, register: Register, value: u64) -> WriteEffect;
+    fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> WriteEffect;
 
     /// Returns the register values after reset.
-    fn at_reset(&self, model: &PmuModel) -> Registers;
+    fn at_reset(&self, model: &PmuModel) -> PmuRegisters;
 
     /// Returns whether the counter's own control enables it. Ignores the global control.
-    fn is_selected(&self, registers: &Registers, counter: CounterIndex) -> bool;
+    fn is_selected(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool;
 
     /// Returns whether an overflow of the counter requests an interrupt.
-    fn interrupts(&self, registers: &Registers, counter: CounterIndex) -> bool;
+    fn interrupts(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool;
 
     /// Returns the mask of counters that the global registers enable.
-    fn globally_enabled(&self, registers: &Registers) -> u64;
+    fn globally_enabled(&self, registers: &PmuRegisters) -> u64;
 
     /// Returns the event request that the counter's control encodes, or `None` if the control
     /// selects no privilege level.
-    fn request(&self, registers: &Registers, counter: CounterIndex) -> Option<EventRequest>;
+    fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest>;
 
     /// Returns whether the effect of a selector value depends on EFER.SVME.
     fn depends_on_svme(&self, selector: u64) -> bool;
 
     /// Applies freeze-on-PMI to the registers. Returns whether this stopped any counter.
-    fn freeze(&self, model: &PmuModel, registers: &mut Registers) -> bool;
+    fn freeze(&self, model: &PmuModel, registers: &mut PmuRegisters) -> bool;
 
     /// Returns the value of IA32_PERF_GLOBAL_INUSE.
-    fn in_use(&self, model: &PmuModel, registers: &Registers) -> u64;
+    fn in_use(&self, model: &PmuModel, registers: &PmuRegisters) -> u64;
 
     /// Returns the MSRs that make up the saved state of the model: control and status registers,
     /// selectors, then counters. Empty if the PMU is off.
@@ -141,20 +141,20 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect;
 
     /// Returns whether the branch records are enabled and not frozen.
-    fn records_branches(&self, registers: &Registers) -> bool;
+    fn records_branches(&self, registers: &PmuRegisters) -> bool;
 
     /// Returns the privilege levels whose branches are recorded.
-    fn branch_levels(&self, registers: &Registers) -> SteppedLevels;
+    fn branch_levels(&self, registers: &PmuRegisters) -> SteppedLevels;
 
     /// Returns whether the filter selects the branch. A branch between two privilege levels is
-    /// selected only if both levels are.
-    fn selects_branch(&self, registers: &Registers, branch: &BranchEntry) -> bool;
+    /// selected only if both levels are selected.
+    fn selects_branch(&self, registers: &PmuRegisters, branch: &BranchEntry) -> bool;
 
-    /// Returns the registers of the record of a branch.
+    /// Returns the registers of a branch's record.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord;
 
     /// Freezes the branch records if the registers request this at a PMI.
-    fn freeze_branches(&self, model: &PmuModel, registers: &mut Registers);
+    fn freeze_branches(&self, model: &PmuModel, registers: &mut PmuRegisters);
 }
 
 /// Returns whether `levels` contain both ends of a branch.

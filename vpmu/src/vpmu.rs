@@ -4,8 +4,8 @@
 //! marks to the counting events just before the guest runs again. Each counter stores `value`, its
 //! value at the time when its event's count was `base`. While the event is running, the counter's
 //! value is `value` plus the counts since `base`. *Folding* updates this pair and detects overflows
-//! arithmetically. Each overflow is therefore accounted exactly once, regardless of whether a read,
-//! a write or the host's notification occurs first.
+//! arithmetically. Each overflow is therefore accounted for exactly once, regardless of whether a
+//! read, a write or the host's notification occurs first.
 
 mod backing_change;
 mod branches;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use crate::branches::BranchRecords;
 use crate::counter_events::{CounterEvents, EnableOutcome};
 use crate::dialect::EventDialect;
-use crate::events::{ArchEvent, Backing, EventRequest, GuestEvent};
+use crate::events::{ArchEvent, CounterBacking, EventRequest, GuestEvent};
 use crate::filter::EventFilter;
 use crate::index::{CounterIndex, MAX_COUNTERS, MsrAddress, RdpmcIndex, counters_in};
 use crate::limit::{DEFAULT_PMI_LIMIT, RateLimit};
@@ -28,7 +28,7 @@ use crate::lost::UncountedCounters;
 use crate::model::PmuModel;
 use crate::registers;
 use crate::share::{PmiShare, ShareLimit};
-use crate::vendor::{Register, Registers, VendorOps, WriteEffect, selector};
+use crate::vendor::{PmuRegister, PmuRegisters, VendorOps, WriteEffect, selector};
 
 pub use backing_change::BackingChange;
 pub use branches::BranchRequest;
@@ -84,7 +84,7 @@ pub(crate) struct Counter {
     /// Number of counts since the event was programmed.
     counted: u64,
     /// Programmed request and the backing that counts for it.
-    programmed: Option<(EventRequest, Backing)>,
+    programmed: Option<(EventRequest, CounterBacking)>,
     /// Counts until overflow when the host event was last armed, and instructions since then that
     /// retired outside guest mode.
     armed: u64,
@@ -116,8 +116,8 @@ impl Counter {
 
 /// Returns whether the event counts instructions, but misses instructions that the hypervisor
 /// completes for the guest. The exact backing decodes these instructions as well.
-fn misses_emulated((request, backing): (EventRequest, Backing)) -> bool {
-    backing == Backing::Hardware
+fn misses_emulated((request, backing): (EventRequest, CounterBacking)) -> bool {
+    backing == CounterBacking::Hardware
         && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
         && !request.is_modified()
 }
@@ -136,7 +136,7 @@ pub struct Vpmu {
     vendor: &'static dyn VendorOps,
     filter: Arc<EventFilter>,
     dialect: EventDialect,
-    pub(crate) registers: Registers,
+    pub(crate) registers: PmuRegisters,
     pub(crate) counters: [Counter; MAX_COUNTERS],
     /// Branch records; `None` if the model has none.
     pub(crate) branches: Option<Box<BranchRecords>>,
@@ -170,7 +170,7 @@ pub struct Vpmu {
     pmi_deferred: bool,
     /// Set if the due PMI has been counted as throttled.
     pmi_throttled: bool,
-    /// Time since which the share of PMI handlers has held back the due PMI, in nanoseconds.
+    /// Time at which the share limit of PMI handlers started to delay the due PMI, in nanoseconds.
     pmi_held_since_ns: Option<u64>,
     pmi_limit: RateLimit,
     pub(crate) pmi_share: ShareLimit,
@@ -183,7 +183,7 @@ pub struct Vpmu {
 
 impl Vpmu {
     /// Creates a PMU in its reset state, without an event filter, with [`DEFAULT_PMI_LIMIT`] and
-    /// without a bound on the share of PMI handlers.
+    /// without a limit on the share of PMI handlers.
     pub fn new(model: PmuModel) -> Self {
         let vendor = registers::of(model.vendor());
         Self {
@@ -236,12 +236,13 @@ impl Vpmu {
         self.mark_stale(self.model.counters_mask());
     }
 
-    /// Limits PMIs to `per_second` (0 counts as 1).
+    /// Limits the rate to `per_second` PMIs per second (0 counts as 1).
     pub fn set_pmi_limit(&mut self, per_second: u32) {
         self.pmi_limit = RateLimit::new(per_second);
     }
 
-    /// Bounds the time of PMI handlers. Pass times of [`CounterEvents::now_ns`] from then on.
+    /// Limits the share of time for PMI handlers. From then on, times passed to this PMU must be
+    /// those of [`CounterEvents::now_ns`].
     pub fn set_pmi_share(&mut self, share: PmiShare) {
         self.pmi_share.set_share(share);
     }
@@ -252,20 +253,22 @@ impl Vpmu {
             return self.read_branch_register(msr);
         };
         MsrReadOutcome::Value(match register {
-            Register::Selector(counter) => self.registers.selectors[counter.slot()],
-            Register::Counter(counter) | Register::FullWidthCounter(counter) => self.value(counter, events),
-            Register::FixedControl => self.registers.fixed_control,
-            Register::GlobalStatus => {
+            PmuRegister::Selector(counter) => self.registers.selectors[counter.slot()],
+            PmuRegister::Counter(counter) | PmuRegister::FullWidthCounter(counter) => {
+                self.value(counter, events)
+            }
+            PmuRegister::FixedControl => self.registers.fixed_control,
+            PmuRegister::GlobalStatus => {
                 // Fold first so that the guest cannot see a counter wrapped with its overflow bit
                 // still clear.
                 self.fold_all(events);
                 self.registers.global_status
             }
-            Register::GlobalControl => self.registers.global_control,
-            Register::GlobalInUse => self.vendor.in_use(&self.model, &self.registers),
-            Register::Capabilities => self.vendor.capabilities(&self.model),
-            Register::DebugControl => self.registers.debug_control,
-            Register::GlobalStatusReset | Register::GlobalStatusSet | Register::Absent => 0,
+            PmuRegister::GlobalControl => self.registers.global_control,
+            PmuRegister::GlobalInUse => self.vendor.in_use(&self.model, &self.registers),
+            PmuRegister::Capabilities => self.vendor.capabilities(&self.model),
+            PmuRegister::DebugControl => self.registers.debug_control,
+            PmuRegister::GlobalStatusReset | PmuRegister::GlobalStatusSet | PmuRegister::Absent => 0,
         })
     }
 
@@ -285,7 +288,7 @@ impl Vpmu {
             WriteEffect::Fault => return MsrWriteOutcome::InjectGp,
         };
         match register {
-            Register::Selector(counter) => {
+            PmuRegister::Selector(counter) => {
                 let differing = self.registers.selectors[counter.slot()] ^ value;
                 if differing != 0 {
                     let same_event = differing & !(selector::INT | selector::EN) == 0;
@@ -308,7 +311,7 @@ impl Vpmu {
                     }
                 }
             }
-            Register::Counter(counter) | Register::FullWidthCounter(counter) => {
+            PmuRegister::Counter(counter) | PmuRegister::FullWidthCounter(counter) => {
                 self.fold_for(counter, value, events);
                 if !self.vendor.has_status(&self.model) {
                     // Without a status register, a handler serves a counter by writing it.
@@ -317,7 +320,7 @@ impl Vpmu {
                 self.counters[counter.slot()].value = value;
                 self.rearm |= self.paused.counters & counter.mask();
             }
-            Register::FixedControl => {
+            PmuRegister::FixedControl => {
                 let differing = self.registers.fixed_control ^ value;
                 let mut changed = 0;
                 for counter in counters_in(self.model.counters_mask() & !u64::from(u32::MAX)) {
@@ -331,7 +334,7 @@ impl Vpmu {
                 self.changed(changed);
                 self.mark_stale(changed);
             }
-            Register::GlobalControl => {
+            PmuRegister::GlobalControl => {
                 // With freeze-on-PMI, an overflow that has not been notified yet stopped the
                 // counters before this write. Otherwise the order is not visible.
                 if self.registers.freezes_counters() {
@@ -339,19 +342,22 @@ impl Vpmu {
                 }
                 self.change_globals(|registers| registers.global_control = value);
             }
-            Register::GlobalStatusReset => {
+            PmuRegister::GlobalStatusReset => {
                 // This write also clears overflows that occurred before it.
                 self.fold_all(events);
                 self.served(value & self.model.counters_mask(), events);
                 self.change_globals(|registers| registers.global_status &= !value);
             }
-            Register::GlobalStatusSet => self.change_globals(|registers| registers.global_status |= value),
-            Register::DebugControl => {
+            PmuRegister::GlobalStatusSet => self.change_globals(|registers| registers.global_status |= value),
+            PmuRegister::DebugControl => {
                 self.fold_all(events);
                 self.registers.debug_control = value;
             }
             // Vendors never store values in these registers.
-            Register::GlobalStatus | Register::GlobalInUse | Register::Capabilities | Register::Absent => {}
+            PmuRegister::GlobalStatus
+            | PmuRegister::GlobalInUse
+            | PmuRegister::Capabilities
+            | PmuRegister::Absent => {}
         }
         if self.pmi_share.is_running() {
             self.detect_handler_end(events);
@@ -411,7 +417,7 @@ impl Vpmu {
 
     /// Handles an overflow notification from the host for `counter`. Returns whether the counter
     /// has overflowed. Returns `false` if the notification is early (the event is then re-armed for
-    /// the remainder) or late (the overflow has already been accounted).
+    /// the remainder) or late (the overflow has already been accounted for).
     pub fn overflowed(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> bool {
         let before = self.counters[counter.slot()].overflows;
         self.fold(counter, events);
@@ -444,7 +450,7 @@ impl Vpmu {
     /// such instruction is a branch.
     ///
     /// Call this method after [`Self::reconcile`], so that the WRMSR that enables a counter is
-    /// counted and the one that disables it is not. Call [`Self::reconcile`] again afterwards.
+    /// counted and the WRMSR that disables it is not. Call [`Self::reconcile`] again afterwards.
     pub fn count_emulated_instruction(&mut self, cpl: Cpl, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.misses_emulated) {
             let held = &mut self.counters[counter.slot()];
@@ -458,8 +464,8 @@ impl Vpmu {
             if !counts {
                 continue;
             }
-            // The order does not matter: counts of the event since `base` are added to the value
-            // before or after.
+            // The order does not matter, because the event's counts since `base` can be added to
+            // the value before or after this count.
             let advanced = self.model.width().advance(held.value, 1);
             held.value = advanced.value;
             held.counted = held.counted.saturating_add(1);
@@ -491,9 +497,9 @@ impl Vpmu {
         self.pmi_share.reset();
     }
 
-    /// Folds all counters and releases their events, because the vCPU moves to another thread or
-    /// pauses for a long time. Counting continues at the next [`Self::reconcile`], possibly with
-    /// other events.
+    /// Folds all counters and releases their events, because the vCPU is about to move to another
+    /// thread or to pause for a long time. Counting continues at the next [`Self::reconcile`],
+    /// possibly with other events.
     pub fn detach(&mut self, events: &mut dyn CounterEvents) {
         self.fold_all(events);
         self.release(events);
@@ -535,7 +541,7 @@ impl Vpmu {
     }
 
     /// Changes global registers and marks the counters that start or stop as a result.
-    fn change_globals(&mut self, change: impl FnOnce(&mut Registers)) {
+    fn change_globals(&mut self, change: impl FnOnce(&mut PmuRegisters)) {
         let before = self.vendor.globally_enabled(&self.registers);
         change(&mut self.registers);
         let after = self.vendor.globally_enabled(&self.registers);
@@ -555,7 +561,7 @@ impl Vpmu {
         }
     }
 
-    /// Updates the value of a running counter and accounts an overflow, if any.
+    /// Updates the value of a running counter and accounts for an overflow, if any.
     fn fold(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if self.running & counter.mask() != 0 {
             let count = events.count(counter);
@@ -603,7 +609,7 @@ impl Vpmu {
         }
     }
 
-    /// Accounts overflows of the counter, found at once.
+    /// Accounts for overflows of the counter that were detected together.
     fn account_overflows(&mut self, counter: CounterIndex, overflows: u64) {
         let held = &mut self.counters[counter.slot()];
         held.overflows = held.overflows.saturating_add(overflows);
@@ -678,7 +684,7 @@ impl Vpmu {
             TargetEvent::Other(request) => {
                 let backing = events.program(counter, Some(&request));
                 self.lost.reset_counter(counter, || events.now_ns());
-                if backing == Backing::None {
+                if backing == CounterBacking::None {
                     self.warn_uncountable(request.event);
                 }
                 let held = &mut self.counters[slot];
@@ -690,7 +696,7 @@ impl Vpmu {
         self.stale &= !mask;
         if self.counters[slot]
             .programmed
-            .is_none_or(|(_, backing)| backing == Backing::None)
+            .is_none_or(|(_, backing)| backing == CounterBacking::None)
         {
             // The failure is permanent.
             let now_ns = events.now_ns();

@@ -19,7 +19,7 @@ impl CounterWidth {
     pub const W48: Self = Self(48);
 
     /// Creates a width of `bits`, or returns `None` if `bits` is not between 32 and 63. Below 32
-    /// bits the sign extension of a legacy write has no meaning.
+    /// bits, the sign extension of a legacy write is undefined.
     #[expect(clippy::cast_possible_truncation, reason = "at most 63")]
     pub const fn new(bits: u32) -> Option<Self> {
         if bits >= 32 && bits <= 63 {
@@ -51,7 +51,8 @@ impl CounterWidth {
         self.truncate(((value as u32).cast_signed() as i64).cast_unsigned())
     }
 
-    /// Returns the number of further counts until a counter with `value` overflows: 1 to 2^width.
+    /// Returns the number of further counts until a counter with `value` overflows, which is
+    /// between 1 and 2^width.
     pub const fn until_overflow(self, value: u64) -> u64 {
         (1 << self.0) - self.truncate(value)
     }

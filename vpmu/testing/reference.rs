@@ -1,6 +1,6 @@
-//! Reference PMU written directly from the manuals, register by register and count by count. Slow,
-//! and shares no code with the crate: addresses are literal numbers, counts are added one at a
-//! time, and effects are immediate.
+//! Reference PMU written directly from the manuals, register by register and count by count. The
+//! reference is slow and shares no code with the crate. Addresses are literal numbers, counts are
+//! added one at a time, and effects are immediate.
 
 use vpmu::filter::{FilterAction, FilterSpec};
 
@@ -25,8 +25,8 @@ pub fn select_of(amd: bool, selector: u64) -> u64 {
     }
 }
 
-/// Returns whether no backing can count for a selector of a general-purpose counter (with `true`
-/// for AMD) or for a fixed counter.
+/// Predicate that returns whether no backing can count for a selector of a general-purpose counter
+/// (with `true` for AMD) or for a fixed counter.
 pub type UncountablePredicate = fn(bool, Option<u64>, u32) -> bool;
 
 /// Event select that no backing can count in these tests.
@@ -289,8 +289,8 @@ impl ReferencePmu {
         Some(())
     }
 
-    /// Returns the number of the AMD counter of a register, and whether the register is its
-    /// selector.
+    /// Returns the number of the AMD counter to which a register belongs, and whether the register
+    /// is its selector.
     fn amd_register(&self, msr: u32) -> Option<(usize, bool)> {
         let (n, selector) = match msr {
             0xC001_0000..=0xC001_0003 => (msr - 0xC001_0000, true),
@@ -476,7 +476,7 @@ impl ReferencePmu {
         }
     }
 
-    /// Counts one instruction that the hypervisor completed, at CPL 0 if `kernel` is set. Event
+    /// Counts one instruction that the hypervisor completed, at CPL 0 if `kernel` is `true`. Event
     /// 0xC0 with unit mask 0 and fixed counter 0 count instructions.
     pub fn retire(&mut self, kernel: bool) {
         let mut interrupt = 0u64;

@@ -94,8 +94,10 @@ impl TestEvents for SimEvents {
     fn new(_: Vendor) -> Self {
         let mut events = SimEvents::default();
         events.backing_of = |request| match request.selection {
-            EventSelection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => Backing::None,
-            _ => Backing::Hardware,
+            EventSelection::General(select, _) if u64::from(select.0) == UNCOUNTABLE_SELECT => {
+                CounterBacking::None
+            }
+            _ => CounterBacking::Hardware,
         };
         events
     }
@@ -293,7 +295,7 @@ impl<H: TestEvents> CheckedPmu<H> {
         })
     }
 
-    /// Decodes one operation and applies it to both.
+    /// Decodes one operation and applies it to the PMU and the reference.
     ///
     /// # Panics
     /// Panics if the PMU and the reference disagree.
@@ -418,7 +420,7 @@ impl<H: TestEvents> CheckedPmu<H> {
                 self.late = false;
             }
             32 => {
-                // An instruction that exited. The registers have been reconciled by then.
+                // An instruction that exited. The registers have been reconciled before.
                 let cpl = if bytes.flag() { Cpl(0) } else { Cpl(3) };
                 self.deliver();
                 for _ in 0..bytes.below(8) {

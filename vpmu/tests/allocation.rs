@@ -61,7 +61,7 @@ fn register_access_does_not_allocate() {
                 vpmu.overflowed(counter, &mut events);
             }
             vpmu.reconcile(&mut events);
-            // The rate limit of PMIs allows one at each step.
+            // The PMI rate limit permits one PMI per step.
             events.wait(100_000);
             let now_ns = events.now_ns();
             if vpmu.needs_handler_state(&mut events) {
@@ -80,7 +80,7 @@ fn register_access_does_not_allocate() {
     }
 }
 
-/// Sampling does not allocate down to the driver once a guest's events are open.
+/// Sampling does not allocate at any level down to the driver once a guest's events are open.
 #[test]
 fn sampling_on_perf_core_does_not_allocate() {
     let vcpu = VcpuId(0);

@@ -1,10 +1,10 @@
 //! Collects the results of criterion in one JSON file, to compare runs.
 //!
 //! Usage: `bench-summary CRITERION_DIR OUTPUT`. Each entry has the benchmark's name, the median and
-//! its 95 % confidence interval, in nanoseconds per iteration. Ratios can be compared across
-//! machines, times cannot: ratios in `*-ratios.json` files are included, and for groups in which
-//! entries that begin with `perf-core` have peers, the ratio of the best peer to each of them is
-//! added. Ratios are also printed.
+//! its 95 % confidence interval, in nanoseconds per iteration. Times cannot be compared across
+//! machines, but ratios can, so ratios in `*-ratios.json` files are included. For each group in
+//! which entries that begin with `perf-core` have peers, the output also contains the ratio of the
+//! best peer to each of these entries. Ratios are also printed.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -57,7 +57,7 @@ fn summarise(criterion: &Path, output: &Path) -> io::Result<usize> {
     Ok(count)
 }
 
-/// Returns, by group, the ratio of the time of the best peer to that of `perf-core`.
+/// Returns, by group, the ratio of the best peer's time to that of `perf-core`.
 fn peers(results: &[Value]) -> Map<String, Value> {
     let mut ratios = Map::new();
     let named = |entry: &Value| {

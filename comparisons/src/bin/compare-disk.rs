@@ -11,25 +11,25 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, by_turns, cell, exit_code, qemu, spread, until, write_figures};
+use comparisons::{ComparisonError, by_turns, cell, exit_code, qemu, spread, until, write_figures};
 use integration::artefacts::target_dir;
-use integration::debian::{CMDLINE, Debian};
+use integration::debian::{CMDLINE, DebianDownloader};
 use integration::footprint::footprint;
 use integration::lab::LabOptions;
-use integration::limit::Limit;
-use integration::process::Command;
+use integration::limit::ProgressLimit;
+use integration::process::HostCommand;
 use integration::qemu_comparison::{PC_FIRMWARE, qemu_files};
 use integration::test_host::TestHost;
 use serde_json::json;
 
-const LIMIT: Limit = Limit {
+const LIMIT: ProgressLimit = ProgressLimit {
     overall: Duration::from_secs(4 * 3600),
-    ..Limit::GENEROUS
+    ..ProgressLimit::GENEROUS
 };
 const GUEST_MIB: u64 = 768;
 const MAC: &str = "02:00:00:00:00:01";
-/// Address of the guest that follows from its MAC address, with the lab's tap device as scope, and
-/// address of the lab.
+/// Link-local IPv6 address of the guest, derived from its MAC address and with the lab's tap device
+/// as scope, and address of the lab.
 const GUEST: &str = "fe80::ff:fe00:1%pvtap0";
 const LAB: &str = "fe80::ff:fe00:fe";
 /// Script that prepares the lab: network, KVM statistics, and the programs of the image.
@@ -40,8 +40,8 @@ const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
     (chroot /debian iperf3 -s >/dev/null 2>&1 &) && truncate -s 256M /tmp/data.img && \
     dd if=/dev/zero of=/tmp/data.img bs=1M count=256 conv=notrunc 2>/dev/null";
 
-/// Script of the guest. Prints a line `NAME VALUE I/OS` for each load; I/OS are megabytes for
-/// network loads.
+/// Guest script. Prints a line `NAME VALUE I/OS` for each load. For network loads, `I/OS` is the
+/// number of megabytes.
 const MEASURE: &str = r#"
 disk() {
 	echo "begin $1"
@@ -64,7 +64,7 @@ net receive -R
 echo begin end
 "#;
 
-/// A row of the table: name, label, unit, and `true` if larger values are better.
+/// Table rows: name, label, unit, and `true` if larger values are better.
 const ROWS: [(&str, &str, &str, bool); 18] = [
     ("login", "exec to login", "s", false),
     ("rss", "resident memory beyond the guest's", "MB", false),
@@ -120,7 +120,7 @@ struct Options {
     also: Option<String>,
 }
 
-/// The compared VMMs, in order.
+/// The compared VMMs, in the order of the table.
 const OURS: &str = "Perfvisor";
 const THEIRS: &str = "QEMU";
 
@@ -128,7 +128,7 @@ fn main() -> ExitCode {
     exit_code("compare-disk", compare(&Options::parse()))
 }
 
-fn compare(asked: &Options) -> Result<bool, Failure> {
+fn compare(asked: &Options) -> Result<bool, ComparisonError> {
     let (rounds, seconds) = (asked.rounds, asked.seconds);
     let also = asked.also.as_ref().map(|words| format!("{OURS} with {words}"));
     let ways: Vec<&str> = [OURS]
@@ -136,8 +136,8 @@ fn compare(asked: &Options) -> Result<bool, Failure> {
         .chain(also.as_deref())
         .chain([THEIRS])
         .collect();
-    // The last disk contains the programs of the lab. Each disk is a function of the PCI bus of the
-    // lab.
+    // The last disk contains the lab's programs. Each disk occupies a function on the lab's PCI
+    // bus.
     let disks = u8::try_from(ways.len())? * rounds + 1;
     if disks > 22 {
         return Err("that is more disks than the lab has room for; at most 7 rounds with --also".into());
@@ -147,7 +147,7 @@ fn compare(asked: &Options) -> Result<bool, Failure> {
         files: qemu_files(&PC_FIRMWARE)?,
         ..LabOptions::default()
     };
-    let debian = Debian::new(disks, options)?;
+    let debian = DebianDownloader::new(disks, options)?;
     let place = &debian.place;
     if matches!(place, TestHost::Direct(_)) {
         return Err(
@@ -155,8 +155,8 @@ fn compare(asked: &Options) -> Result<bool, Failure> {
         );
     }
     println!("{}; {rounds} rounds by turns, {seconds} s each", place.describe());
-    let shell = |line: &str| -> Result<String, Failure> {
-        let output = place.run(&Command::shell(line), LIMIT)?;
+    let shell = |line: &str| -> Result<String, ComparisonError> {
+        let output = place.run(&HostCommand::shell(line), LIMIT)?;
         if output.success() {
             Ok(output.stdout_text())
         } else {
@@ -199,7 +199,7 @@ fn compare(asked: &Options) -> Result<bool, Failure> {
 }
 
 /// Returns the command of the same machine under QEMU.
-fn qemu_command(debian: &Debian, disk: usize) -> Command {
+fn qemu_command(debian: &DebianDownloader, disk: usize) -> HostCommand {
     let drive = |name: &str, file: &str| format!("file={file},format=raw,if=none,id={name}");
     qemu("pc", GUEST_MIB, &debian.kernel, &debian.initrd, CMDLINE)
         .args([
@@ -226,22 +226,22 @@ fn qemu_command(debian: &Debian, disk: usize) -> Command {
 }
 
 /// Returns the measurements of a VM that has reached its login prompt.
-fn loads(place: &TestHost, login: f64) -> Result<Figures, Failure> {
+fn loads(place: &TestHost, login: f64) -> Result<Figures, ComparisonError> {
     let mut figures = Figures::from([("login".to_owned(), login)]);
-    // The memory of the VMM is measured in use, after the guest has responded to a user.
+    // Measure the VMM's memory in use, after the guest has responded over ssh.
     let ssh = "chroot /debian ssh -i /tmp/key -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR";
     let ready = format!(
         "until {ssh} -o ConnectTimeout=5 root@{GUEST} systemctl is-system-running --wait; do sleep 1; done"
     );
-    place.run(&Command::shell(ready), LIMIT)?;
+    place.run(&HostCommand::shell(ready), LIMIT)?;
     let held = footprint(place, GUEST_MIB)?;
     figures.insert("rss".to_owned(), held.rss_kib as f64 / 1024.0);
     figures.insert("anonymous".to_owned(), held.anonymous_kib as f64 / 1024.0);
-    // Reads KVM's statistics at each line.
+    // Appends KVM's statistics to each line.
     let measure = format!(
         "{ssh} root@{GUEST} sh </tmp/measure 2>&1 | while read -r line; do echo \"$line $(cd /sys/kernel/debug/kvm; echo $(cat exits halt_exits))\"; done"
     );
-    let output = place.run(&Command::shell(measure), LIMIT)?.stdout_text();
+    let output = place.run(&HostCommand::shell(measure), LIMIT)?.stdout_text();
     let (mut began, mut halted) = (0.0, 0.0);
     for line in output.lines() {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -272,8 +272,8 @@ fn loads(place: &TestHost, login: f64) -> Result<Figures, Failure> {
     Ok(figures)
 }
 
-/// Returns a Markdown table of medians with minimum and maximum. "Better" compares the first VMM
-/// with QEMU.
+/// Returns a Markdown table of medians, minima and maxima. "Better" compares the first VMM with
+/// QEMU.
 fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
     let mut out = format!(
         "| | {} | better |\n|---|{}---|\n",

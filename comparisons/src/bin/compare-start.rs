@@ -8,18 +8,18 @@
 use std::process::ExitCode;
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, by_turns, cell, exit_code, lab, qemu, spread, until, write_figures};
+use comparisons::{ComparisonError, by_turns, cell, exit_code, lab, qemu, spread, until, write_figures};
 use integration::footprint::footprint;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::limit::Limit;
-use integration::process::Command;
+use integration::limit::ProgressLimit;
+use integration::process::HostCommand;
 use integration::qemu_comparison::{MICROVM_FIRMWARE, PC_FIRMWARE, qemu_files};
 use integration::test_host::TestHost;
 use serde_json::json;
 
 const GUEST_MIB: u32 = 256;
-/// Script of the guest, which idles until the VM is killed.
+/// Guest script, which idles until the VM is killed.
 const SCRIPT: &str = "sleep 100000";
 /// First output of the guest's init.
 const INIT: &str = "@@pv boot";
@@ -36,11 +36,12 @@ struct Options {
 /// Results of one start.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 struct Start {
-    /// Time from exec to the first line of init, in seconds of this machine's clock.
+    /// Time from exec to the first output line of init, in seconds, according to this machine's
+    /// clock.
     init_s: f64,
     /// Resident memory in addition to guest memory, in KiB.
     rss_kib: u64,
-    /// Part of this memory that is not backed by files, in KiB.
+    /// Part of this memory that is anonymous, in KiB.
     anonymous_kib: u64,
 }
 
@@ -48,7 +49,7 @@ fn main() -> ExitCode {
     exit_code("compare-start", compare(Options::parse().rounds))
 }
 
-fn compare(rounds: u32) -> Result<bool, Failure> {
+fn compare(rounds: u32) -> Result<bool, ComparisonError> {
     let mut files = qemu_files(&PC_FIRMWARE)?;
     // Some firmware files are used by both machines.
     for file in MICROVM_FIRMWARE {
@@ -99,8 +100,8 @@ fn compare(rounds: u32) -> Result<bool, Failure> {
     Ok(true)
 }
 
-/// Returns the command that runs the guest of `perfvisor` under QEMU with `machine`.
-fn of_qemu(perfvisor: &Command, machine: &str) -> Result<Command, Failure> {
+/// Returns the command that runs the guest of `perfvisor` under QEMU's machine `machine`.
+fn of_qemu(perfvisor: &HostCommand, machine: &str) -> Result<HostCommand, ComparisonError> {
     let value = |flag: &str| {
         let mut words = perfvisor.argv.iter().skip_while(|word| *word != flag);
         let value = words.nth(1).map(String::as_str);
@@ -111,8 +112,8 @@ fn of_qemu(perfvisor: &Command, machine: &str) -> Result<Command, Failure> {
 }
 
 /// Runs one VM until its init runs.
-fn turn(place: &TestHost, command: &Command) -> Result<Start, Failure> {
-    until(place, command, INIT, Limit::GENEROUS, |init_s| {
+fn turn(place: &TestHost, command: &HostCommand) -> Result<Start, ComparisonError> {
+    until(place, command, INIT, ProgressLimit::GENEROUS, |init_s| {
         let held = footprint(place, GUEST_MIB.into())?;
         Ok(Start {
             init_s,

@@ -1,7 +1,7 @@
-//! Compares Perfvisor's vPMU with KVM's own (`make compare`).
+//! Compares Perfvisor's vPMU with KVM's own vPMU (`make compare`).
 //!
-//! KVM's own vPMU needs a host PMU, which a Perfvisor guest has. A Linux guest with `--nested`
-//! therefore runs in the lab, and starts a second Linux guest alternately with `--backing hardware`
+//! KVM's vPMU needs a host PMU, which a Perfvisor guest has. A Linux guest with `--nested`
+//! therefore runs in the lab and starts a second Linux guest, alternately with `--backing hardware`
 //! and `--backing kvm`. The comparison measures the number of exits, which determines the cost of a
 //! vPMU, and the accuracy of perf in the guest. `docs/measurements.md` has the results.
 
@@ -12,25 +12,25 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, context, exit_code, median, write_figures};
+use comparisons::{ComparisonError, context, exit_code, median, write_figures};
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::test_host::TestHost;
 use serde_json::{Value, json};
 
-/// Limits for a loaded machine, on which an exit of the inner guest can take more than half a
+/// Limits for a loaded machine, on which an exit of the nested guest can take more than half a
 /// millisecond.
-const LIMIT: Limit = Limit {
+const LIMIT: ProgressLimit = ProgressLimit {
     silent: Duration::from_secs(3000),
     overall: Duration::from_secs(4 * 3600),
-    ..Limit::GENEROUS
+    ..ProgressLimit::GENEROUS
 };
 /// Assumed cost of an exit on hardware, for the projection, in microseconds.
 const EXIT_US: f64 = 1.5;
-/// Number of counters of the guest's PMU, which limits the number of events that are sampled at the
-/// same time.
+/// Number of counters of the guest's PMU, which limits the number of events that can be sampled
+/// simultaneously.
 const COUNTERS: f64 = 6.0;
 /// Sampling frequency of each active event in the projection, in Hz.
 const HZ: f64 = 1000.0;
@@ -40,8 +40,8 @@ const TURN_MS: f64 = 250.0;
 const KERNEL_TURN_MS: f64 = 4.0;
 /// Values of `--backing` that are compared.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
-/// Script of the inner guest. Each phase is announced, and `sleep` lets the host read KVM's
-/// statistics before the phase begins. All phases do the same work.
+/// Script of the inner guest. The script announces each phase and then sleeps, so that the host can
+/// read KVM's statistics before the phase begins. All phases do the same work.
 const INNER: &str = r#"
 phase() {
 	echo "@@phase $1 pmi=$(awk '/PMI:/ {print $2}' /proc/interrupts) ctxt=$(awk '/^ctxt/ {print $2}' /proc/stat)"
@@ -67,7 +67,7 @@ for f in 1 10; do perf script -i /tmp/$f -F comm 2>/dev/null | wc -l | sed "s/^/
 dmesg | sed -n 's/.*tsc: Detected \([0-9.]*\) MHz.*/@@result tsc_mhz \1/p'
 "#;
 
-/// Script of the outer guest: runs the inner guest and reads KVM's statistics at each phase.
+/// Script of the outer guest. Runs the inner guest and reads KVM's statistics at each phase.
 const OUTER: &str = r#"
 mount -t debugfs none /sys/kernel/debug
 while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order
@@ -105,8 +105,8 @@ struct Options {
     #[arg(long, value_name = "N", default_value_t = 50,
         value_parser = value_parser!(u32).range(1..=1_000_000))]
     switches: u32,
-    // In a nested guest a PMI takes tens of milliseconds, including the work of the first level. A
-    // shorter period would leave no time for the guest.
+    // A PMI in a nested guest takes tens of milliseconds, including the work of the L1 hypervisor.
+    // A shorter period would leave no time for the guest.
     /// Set the sampling period of perf record, in cycles
     #[arg(long, value_name = "N", default_value_t = 1_000_000_000,
         value_parser = value_parser!(u64).range(1..=1 << 40))]
@@ -117,7 +117,7 @@ fn main() -> ExitCode {
     exit_code("compare", compare(&Options::parse()))
 }
 
-fn compare(options: &Options) -> Result<bool, Failure> {
+fn compare(options: &Options) -> Result<bool, ComparisonError> {
     let place = TestHost::choose(&LabOptions {
         memory_mib: 4096,
         ..LabOptions::default()
@@ -158,21 +158,21 @@ fn compare(options: &Options) -> Result<bool, Failure> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
     /// Exits per PMI with one event and with ten multiplexed events, minus the exits of the same
-    /// events with a period that is never reached, scaled to the same time. NaN if not measurable,
-    /// like the next two fields.
+    /// events with a period that is never reached, scaled to the same time. NaN if not measurable;
+    /// the same applies to the next two fields.
     exits_per_pmi: [f64; 2],
     /// Exits per multiplexing interval of ten events.
     exits_per_turn: f64,
     exits_per_switch: f64,
     /// Relative increase of CPU time with one event and with ten, compared with the same work
-    /// alone.
+    /// without events.
     slowdown: [f64; 2],
-    /// PMIs with one event and with ten.
+    /// Number of PMIs with one event and with ten.
     pmis: [f64; 2],
     /// Relative error of `cycles:u`, compared with CPU time times the TSC frequency.
     count_error: f64,
-    /// Relative errors of ten multiplexed events: that of the event farthest from the mean, and the
-    /// mean.
+    /// Relative errors of ten multiplexed events: that of the event farthest from the mean, and
+    /// that of the mean.
     mux_error: [f64; 2],
 }
 
@@ -185,8 +185,8 @@ struct Mark {
     up_seconds: f64,
 }
 
-/// Returns `value` if it is a valid cost. Returns NaN if it is not positive, because then the
-/// variation of the rest of the guest exceeds the measured cost.
+/// Returns `value` if it is a valid cost. Returns NaN if it is not positive, because the variation
+/// of the rest of the guest then exceeds the measured cost.
 fn cost(value: f64) -> f64 {
     if value.is_finite() && value > 0.0 {
         value
@@ -237,7 +237,7 @@ fn figures(text: &str) -> Option<Figures> {
             }
         }
     }
-    // Increase during a phase.
+    // Returns the increase of a value during a phase.
     let during = |name: &str, of: fn(&Mark) -> f64| {
         let at = marks.iter().position(|(phase, _)| *phase == name)?;
         Some(of(&marks.get(at + 1)?.1) - of(&marks[at].1))
@@ -246,7 +246,7 @@ fn figures(text: &str) -> Option<Figures> {
     let pmis = |name| during(name, |mark| mark.pmis);
     let cpu = |name| seconds.get(name).copied().filter(|cpu| *cpu > 0.0);
     let long = |name| during(name, |mark| mark.up_seconds).filter(|seconds| *seconds > 0.0);
-    // The reference phase may have another duration.
+    // The reference phase may have a different duration.
     let more = |name, without| Some(exits(name)? - exits(without)? * long(name)? / long(without)?);
     let turns_of = |name| lasted.get(name).map(|long| long * 1e3 / TURN_MS);
     let slowdown = |name| Some(cpu(name)? / cpu("alone")? - 1.0);
@@ -272,7 +272,7 @@ fn figures(text: &str) -> Option<Figures> {
     all.pmis.iter().all(|n| *n >= 1.0).then_some(all)
 }
 
-/// A row of the table: label, value, unit, and projection to the cost of an exit on hardware.
+/// Table row: label, value, unit, and projection to the cost of an exit on hardware.
 type Measure = (
     &'static str,
     fn(&Figures) -> f64,
@@ -339,7 +339,7 @@ const MEASURES: [Measure; 11] = [
     ),
 ];
 
-/// Formats a value with its unit; a dash for NaN.
+/// Formats a value with its unit, or a dash for NaN.
 fn shown(value: f64, unit: &str) -> String {
     if value.is_nan() {
         "-".to_owned()
@@ -413,7 +413,7 @@ fn as_json(options: &Options, ways: &[(&str, Vec<Figures>)]) -> Value {
     })
 }
 
-fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, Failure> {
+fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, ComparisonError> {
     let images = artefacts::images()?;
     let binaries = artefacts::binaries()?;
     let read = |path: &std::path::Path| fs::read(path).map_err(context(path.display()));
@@ -435,7 +435,7 @@ fn measure(options: &Options, place: &TestHost) -> Result<GuestRun, Failure> {
         .file("inner/vmlinux", 0o644, read(&images.vmlinux)?)
         .file("inner/initrd", 0o644, initrd)
         .memory_mib(1400)
-        // The watchdog of the first level would use one of the counters.
+        // The watchdog of the L1 guest would occupy a counter.
         .cmdline("nowatchdog")
         .script(outer)
         .args(["--nested", "--stats"])

@@ -1,11 +1,11 @@
 //! Measures the cost of a guest on a host with several VMs, each with four active counters, while
-//! the operator scrapes all of them once a second and records all.
+//! the operator scrapes and records all VMs. A scrape takes place once a second.
 //!
 //! Every guest does the same work. The cost is the CPU time of the VM's threads during the work,
 //! divided by the guest's own CPU time according to its counters, whose clock excludes the work of
-//! the VMM. The result therefore depends neither on waiting for a processor nor on its speed. Each
-//! number of VMs is measured with and without an operator; the latter shows the cost of the host
-//! and of the VM itself.
+//! the VMM. The result therefore depends neither on the time spent waiting for a processor nor on
+//! its speed. Each number of VMs is measured with and without an operator. The measurement without
+//! an operator shows the cost of the host and of the VM itself.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -17,14 +17,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, value_parser};
-use comparisons::{Failure, Killed, exit_code, median, write_json};
+use comparisons::{ComparisonError, Killed, exit_code, median, write_json};
 use integration::artefacts::beside;
 use serde_json::json;
 
-/// Maximum cost per guest with the largest number of VMs, relative to the smallest: the target of
-/// the project.
+/// Maximum cost per guest with the largest number of VMs, relative to the smallest number (target
+/// of the project).
 const MOST_MORE: f64 = 1.10;
-/// Four events of an AMD model at CPL 3: cycles of the vCPU's clock, which need no host PMU.
+/// Four events of an AMD model at CPL 3: cycles derived from the vCPU's clock, which require no
+/// host PMU.
 const COUNTERS: &str = "c=0x10076 c=0x10076 c=0x10076 c=0x10076";
 
 /// Measures the cost of a guest, alone and with others, with four active counters, an exporter and
@@ -55,11 +56,12 @@ struct Options {
 struct Turn {
     /// Median CPU time of a VM's process for the work, in seconds.
     guest_s: f64,
-    /// Median ratio of this time to the guest's own CPU time.
+    /// Median ratio of the VM's CPU time to the guest's own CPU time.
     over_own: f64,
-    /// CPU time in excess of the guest's own time per second, as a fraction of one CPU.
+    /// CPU time per second in excess of the guest's own CPU time, as a fraction of one CPU.
     beyond: f64,
-    /// CPU time of the exporter and of the recorder per VM and second, as a fraction of one CPU.
+    /// CPU time of the exporter and of the recorder per VM and per second, as a fraction of one
+    /// CPU.
     exporter: f64,
     recorder: f64,
     scrapes: u64,
@@ -91,20 +93,20 @@ struct Talker {
 }
 
 impl Talker {
-    fn start(command: &mut Command) -> Result<Self, Failure> {
+    fn start(command: &mut Command) -> Result<Self, ComparisonError> {
         let mut child = Killed(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?);
         let stdin = child.0.stdin.take().ok_or("no stdin")?;
         let lines = BufReader::new(child.0.stdout.take().ok_or("no stdout")?);
         Ok(Self { child, stdin, lines })
     }
 
-    fn say(&mut self, line: &str) -> Result<(), Failure> {
+    fn say(&mut self, line: &str) -> Result<(), ComparisonError> {
         writeln!(self.stdin, "{line}")?;
         Ok(self.stdin.flush()?)
     }
 
     /// Waits for a line that contains these words.
-    fn hear(&mut self, words: &str) -> Result<String, Failure> {
+    fn hear(&mut self, words: &str) -> Result<String, ComparisonError> {
         loop {
             let mut line = String::new();
             if self.lines.read_line(&mut line)? == 0 {
@@ -121,19 +123,19 @@ impl Talker {
     }
 }
 
-/// Runs the work of all guests concurrently and returns the CPU seconds of each. `begin` starts the
-/// work of one guest, `end` waits for it.
+/// Runs the work of all guests concurrently and returns the CPU time of each, in seconds. `begin`
+/// starts the work of one guest, and `end` waits for it.
 fn all_at_once(
     all: Vec<Talker>,
-    begin: impl Fn(&mut Talker) -> Result<(), Failure>,
-    end: impl Fn(&mut Talker) -> Result<(), Failure> + Send + Clone + 'static,
-) -> Result<(Vec<f64>, Vec<Talker>), Failure> {
+    begin: impl Fn(&mut Talker) -> Result<(), ComparisonError>,
+    end: impl Fn(&mut Talker) -> Result<(), ComparisonError> + Send + Clone + 'static,
+) -> Result<(Vec<f64>, Vec<Talker>), ComparisonError> {
     let mut all = all;
     let before: Vec<f64> = all.iter().map(Talker::cpu_s).collect();
     for one in &mut all {
         begin(one)?;
     }
-    // One thread waits for each guest, so that its time is taken at its own end.
+    // Each guest has its own waiting thread, so that its CPU time is read when its own work ends.
     let waiting: Vec<_> = all
         .into_iter()
         .zip(before)
@@ -171,7 +173,7 @@ fn scrape(socket: PathBuf, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) {
     }
 }
 
-/// Returns the command with `arguments` that uses the sockets in `place`.
+/// Returns the `perfvisor` command with `arguments` that uses the sockets in `place`.
 fn perfvisor(options: &Options, place: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(&options.perfvisor);
     command
@@ -181,9 +183,9 @@ fn perfvisor(options: &Options, place: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Starts `vms` VMs and waits until their guests are ready. Returns them with the frequency of
-/// their TSC.
-fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f64), Failure> {
+/// Starts `vms` VMs and waits until their guests are ready. Returns the guests and their TSC
+/// frequency.
+fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f64), ComparisonError> {
     let mut guests = Vec::new();
     let mut tsc_hz = 0.0;
     for n in 0..vms {
@@ -206,7 +208,7 @@ fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f
 }
 
 /// Starts an operator command that runs during the measurement.
-fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Killed, Failure> {
+fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Killed, ComparisonError> {
     let mut command = perfvisor(options, place, arguments);
     Ok(Killed(command.stdout(Stdio::null()).spawn()?))
 }
@@ -218,7 +220,7 @@ fn over_and_beyond(
     guest_s: &[f64],
     tsc_hz: f64,
     passed: f64,
-) -> Result<(f64, f64), Failure> {
+) -> Result<(f64, f64), ComparisonError> {
     let vms = guests.len() as f64;
     let (mut over_own, mut beyond) = (Vec::new(), Vec::new());
     for (guest, cpu_s) in guests.iter_mut().zip(guest_s) {
@@ -234,7 +236,7 @@ fn over_and_beyond(
 }
 
 /// Measures `vms` VMs without an operator. Returns the median ratio of VM to guest CPU time.
-fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, Failure> {
+fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, ComparisonError> {
     let (guests, tsc_hz) = guests(options, vms, place)?;
     let began = Instant::now();
     let (guest_s, mut guests) = all_at_once(guests, |g| g.say(""), |g| g.hear("done").map(drop))?;
@@ -243,7 +245,7 @@ fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, F
 }
 
 /// Measures `vms` VMs while all are scraped and recorded.
-fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
+fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, ComparisonError> {
     let (guests, tsc_hz) = guests(options, vms, place)?;
     let socket = place.join("exporter");
     let listen = format!("unix:{}", socket.display());
@@ -297,7 +299,7 @@ fn turn(options: &Options, vms: usize, place: &Path) -> Result<Turn, Failure> {
     })
 }
 
-fn measure(options: &Options) -> Result<bool, Failure> {
+fn measure(options: &Options) -> Result<bool, ComparisonError> {
     let place = tempfile::tempdir()?;
     let mut turns: Vec<Vec<Turn>> = vec![Vec::new(); options.vms.len()];
     let mut unobserved: Vec<Vec<f64>> = vec![Vec::new(); options.vms.len()];

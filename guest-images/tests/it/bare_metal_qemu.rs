@@ -1,6 +1,6 @@
-//! Boots the bare-metal guests in QEMU without KVM, which uses the multiboot address fields instead
-//! of the ELF headers and has no PMU. Skipped if QEMU is not installed; with `CI` set this is a
-//! failure.
+//! Boots the bare-metal guests in QEMU without KVM. QEMU uses the multiboot address fields instead
+//! of the ELF headers and has no PMU. The tests are skipped if QEMU is not installed, which is a
+//! failure if `CI` is set.
 
 use std::io::Read;
 use std::path::PathBuf;

@@ -1,10 +1,11 @@
-//! A life cycle of a VM by a published Rust SDK for Firecracker: configure, start, pause, resume,
-//! save, load, stop.
+//! Life cycle of a VM controlled with a published Rust SDK for Firecracker: configure, start,
+//! pause, resume, save, load, stop.
 //!
 //! `sdk-client FIRECRACKER KERNEL INITRD BOOT_ARGS DRIVE DRIVE TAP DIRECTORY`
 //!
 //! The guest prints `marker-up` and then lines that begin with `tick`, listens on vsock port
-//! [`AGENT_PORT`], and ends when its power button is pressed. Prints one line for each step.
+//! [`AGENT_PORT`], and powers off when its power button is pressed. The program prints one line for
+//! each step.
 
 use std::error::Error;
 use std::fs;
@@ -20,7 +21,7 @@ use firecracker_rs_sdk::models::*;
 
 /// vsock port of the guest's agent.
 const AGENT_PORT: u32 = 20_566;
-/// Interval between two looks at the console.
+/// Interval between two checks of the console.
 const INTERVAL: Duration = Duration::from_millis(100);
 /// Time without any output after which the guest is regarded as paused.
 const SILENCE: Duration = Duration::from_secs(3);
@@ -116,7 +117,8 @@ impl Arguments {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Waits until the console of VM `id` fulfils `holds`. The caller of this program limits the time.
+    /// Waits until the console output of VM `id` satisfies `holds`. The caller of this program
+    /// limits the time.
     fn wait(&self, id: &str, holds: impl Fn(&str) -> bool) {
         while !holds(&self.console(id)) {
             sleep(INTERVAL);
@@ -145,7 +147,7 @@ impl Arguments {
     }
 }
 
-/// Checks the state of the instance, whose type the SDK does not export.
+/// Checks the state of the instance. Compares it as text, because the SDK does not export the type.
 fn expect_state(instance: &mut Instance, state: &str) -> Result<()> {
     let now = format!("{:?}", instance.describe_instance()?.state);
     if now != state {

@@ -5,17 +5,17 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use integration::debian::{Debian, PROMPT, says};
+use integration::debian::{DebianDownloader, PROMPT, says};
 use integration::lab::LabOptions;
-use integration::limit::Limit;
-use integration::process::Command;
+use integration::limit::ProgressLimit;
+use integration::process::HostCommand;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 const NAME: &str = "debian";
-/// Reads the disk of the running image at random, bypassing the guest's page cache.
+/// Reads the running image's disk at random offsets, bypassing the guest's page cache.
 const FIO: &str = "fio --name=reads --filename=/dev/vda --readonly --direct=1 --rw=randread --bs=4k --iodepth=16 \
                    --ioengine=libaio --time_based --runtime=3 | grep -E 'read:|cpu'";
-/// Succeeds regardless of whether rr can record.
+/// Command that succeeds regardless of whether rr can record.
 const RR: &str = "rr record -n true 2>&1 | grep . | head -n 4";
 
 fn main() -> ExitCode {
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
 }
 
 fn show() -> Result<(), Box<dyn Error>> {
-    let debian = Debian::new(
+    let debian = DebianDownloader::new(
         1,
         LabOptions {
             perf: true,
@@ -50,7 +50,7 @@ fn show() -> Result<(), Box<dyn Error>> {
     println!("Logged in as root.");
 
     let run = |words: &[&str]| -> Result<(), Box<dyn Error>> {
-        let command = Command::new(&perfvisor).args(words.iter().copied());
+        let command = HostCommand::new(&perfvisor).args(words.iter().copied());
         println!("$ {}", command.line());
         let output = place.run(&command, LIMIT)?;
         print!("{}{}", output.stdout_text(), output.stderr_text());
@@ -78,12 +78,12 @@ fn show() -> Result<(), Box<dyn Error>> {
     let record = format!("perf record -q -F 500 -o /root/perf.data {load}");
     run(&["exec", NAME, "--", "sh", "-c", &record])?;
     run(&["exec", NAME, "--", "sh", "-c", FIO])?;
-    // rr checks the PMU at startup and reports missing features: docs/guide/debian.md.
+    // rr checks the PMU at startup and reports missing features (docs/guide/debian.md).
     run(&["exec", NAME, "--", "sh", "-c", RR])?;
     let data = place.scratch("demo-disk.data");
     run(&["cp", &format!("{NAME}:/root/perf.data"), &data])?;
-    // Uses the host's perf to show what the guest recorded.
-    let report = Command::shell(format!(
+    // Show the guest's recording with the host's perf.
+    let report = HostCommand::shell(format!(
         "perf report --stdio --sort comm,dso -i '{data}' 2>/dev/null | grep -v '^#' | grep . | head -n 12"
     ));
     println!("$ {}", report.line());

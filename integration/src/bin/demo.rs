@@ -1,4 +1,4 @@
-//! `make demo`: runs a Linux guest in which perf counts and samples.
+//! `make demo`: runs a Linux guest whose perf counts and samples.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -7,11 +7,11 @@ use std::time::Instant;
 use integration::artefacts::describe;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::parse::{parse_report, parse_stat, tsc_hz};
 use integration::test_host::{KvmKind, TestHost, TestHostError, probe_kvm};
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 fn main() -> ExitCode {
     let pmu = match std::env::args().nth(1) {

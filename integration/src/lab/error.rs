@@ -5,14 +5,14 @@ use std::path::PathBuf;
 
 use crate::artefacts::ArtefactError;
 
-/// Part of Debian's base system.
+/// Program that is part of Debian's base system.
 pub(super) const SETPRIV: &str = "setpriv";
 
-/// Reason why the lab is unavailable.
+/// Error returned when the lab is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// The program that starts QEMU and ends it together with this process cannot be executed. QEMU
-    /// itself was checked before.
+    /// The program that starts QEMU, and terminates it together with this process, cannot be
+    /// executed. QEMU itself has been checked before.
     #[error("cannot start {SETPRIV}; install the package util-linux")]
     Start(#[source] io::Error),
     /// A file for the lab could not be built.

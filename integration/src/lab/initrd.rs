@@ -26,7 +26,7 @@ pub(super) fn write_initrd(
         append(&host.perf_cpio)?;
     }
     let mut archive = CpioArchive::new(out);
-    // Directories may repeat those of previous archives: the kernel keeps existing directories and
+    // A directory may occur in several archives, because the kernel keeps existing directories and
     // only changes their mode.
     for directory in directories(&options.files) {
         archive.directory(directory)?;
@@ -54,7 +54,8 @@ pub(super) fn write_initrd(
 /// Directories of the lab that init mounts over, which hides files of the initrd.
 const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
 
-/// Returns why the lab cannot have a file at `place` in addition to `others`, or `None` if it can.
+/// Returns the reason a file cannot be stored at `place` in addition to `others`, or `None` if it
+/// can.
 pub fn invalid_path_reason<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
     let path = place.trim_start_matches('/');
     let mut names = path.split('/');
@@ -85,8 +86,8 @@ pub fn invalid_path_reason<'a>(place: &str, mut others: impl Iterator<Item = &'a
     ))
 }
 
-/// Returns the directories of the lab's own files and of `files`, parents first. The kernel creates
-/// no directories and skips a file whose directory is missing.
+/// Returns the directories of the lab's own files and of `files`, parents first. The kernel does
+/// not create directories, and skips a file whose directory is missing.
 fn directories(files: &[(String, PathBuf)]) -> BTreeSet<&str> {
     let mut directories = BTreeSet::from(["guest", "tests"]);
     for (name, _) in files {

@@ -82,7 +82,7 @@ impl TransferBuffer {
     }
 }
 
-/// The reason why the agent refused a request, or why the lab ended.
+/// Reason the agent rejected a request, or the lab ended.
 #[derive(Clone, Debug)]
 pub(super) struct Refusal(pub(super) String);
 
@@ -101,7 +101,10 @@ impl AgentLink {
         self.waiting().gone.is_some()
     }
 
-    /// Delivers frames of process `id` to `progress`, or returns why the connection has ended.
+    /// Delivers frames of process `id` to `progress`.
+    ///
+    /// # Errors
+    /// Returns the reason the connection has ended.
     pub(super) fn report_to(&self, id: u32, progress: &Arc<ProcessProgress>) -> Result<(), Refusal> {
         let mut waiting = self.waiting();
         if let Some(reason) = &waiting.gone {
@@ -204,7 +207,8 @@ impl AgentLink {
                     self.answered.notify_all();
                 }
             }
-            // Frames for the agent. An agent that sends them is broken; waiting requests time out.
+            // These frames are for the agent only. An agent that sends them is broken, and waiting
+            // requests time out.
             FrameKind::Hello
             | FrameKind::Start
             | FrameKind::Stdin

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::process::last_lines;
 
-/// The exit of QEMU, which another thread waits for.
+/// Exit of QEMU, for which another thread waits.
 #[derive(Default)]
 pub(super) struct QemuExit {
     pub(super) how: Mutex<Option<String>>,
@@ -38,7 +38,7 @@ impl QemuExit {
     }
 }
 
-/// The logs of a lab that has ended.
+/// Logs of a lab, for diagnosis after its end.
 pub(super) struct LabLogs {
     pub(super) ending: Arc<QemuExit>,
     pub(super) console: PathBuf,
@@ -55,7 +55,7 @@ impl LabLogs {
         tail
     }
 
-    /// Describes the end of a lab whose connection was closed for `reason`.
+    /// Describes the end of a lab whose connection was closed because of `reason`.
     pub(super) fn describe_end(&self, reason: &str) -> String {
         let how = self
             .ending

@@ -13,18 +13,19 @@ pub struct LabOptions {
     /// Number of virtual processors for guests, each a thread of QEMU. One more processor is
     /// reserved for the lab itself.
     pub cpus: u32,
-    /// Memory in MiB, which also holds the files of the lab.
+    /// Memory of the lab in MiB. The lab's files also occupy this memory.
     pub memory_mib: u32,
-    /// `true` to install perf in the lab itself. Guests always have it.
+    /// `true` to install perf in the lab itself. Guests always contain perf.
     pub perf: bool,
     /// Kernel of the lab itself. Its guests use the default kernel.
     pub kernel: KernelChoice,
-    /// Additional files: path in the lab and local path. Permissions are copied.
+    /// Additional files, each with its path in the lab and its local path. Permissions are copied.
     pub files: Vec<(String, PathBuf)>,
     /// Raw images for `/dev/vda`, `/dev/vdb` and so on; an image may occur twice. Writes are
     /// discarded with the lab.
     pub disks: Vec<PathBuf>,
-    /// Features that the lab's QEMU must emulate. Another QEMU is fetched if the default one lacks them.
+    /// Features that the lab's QEMU must emulate. A different QEMU is fetched if the default one
+    /// lacks them.
     pub qemu_needs: QemuNeeds,
     /// Set to `true` to abort a boot in progress with an error.
     pub cancelled: Arc<AtomicBool>,

@@ -24,13 +24,13 @@ pub fn pmu_driver_lines(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Texts that occur in messages about problems of the kernel or its machine.
+/// Texts that identify messages about problems of the kernel or its machine.
 const COMPLAINTS: [&str; 19] = [
-    // An NMI without a handler: a spurious or late PMI.
+    // An NMI without a handler, caused by a spurious or late PMI.
     "Uhhuh",
     "Dazed and confused",
     "unknown reason",
-    // An advertised register does not exist.
+    // The kernel accessed an advertised register that does not exist.
     "unchecked MSR access",
     "WARNING:",
     "BUG:",
@@ -63,7 +63,7 @@ const KNOWN: [(&str, &str); 3] = [
     ("Spectre V2 : WARNING: Unprivileged eBPF is enabled", "the same"),
 ];
 
-/// Returns the messages about problems, without known ones.
+/// Returns the messages about problems, except for known ones.
 pub fn complaints(dmesg: &str) -> Vec<&str> {
     dmesg
         .lines()
@@ -72,13 +72,13 @@ pub fn complaints(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Reason why the log of a guest's kernel is rejected.
+/// Reason a log of the guest's kernel is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KernelLogError {
     /// The first message is missing.
     #[error("kernel messages are missing at the start: {0:?}")]
     Beginning(String),
-    /// There are too few messages, or their number is missing.
+    /// There are too few messages, or the number of messages is missing.
     #[error("incomplete kernel log: {0:?} messages")]
     Few(String),
     /// The kernel reported problems.

@@ -7,5 +7,7 @@ mod tap;
 
 pub use dmesg::{KernelLogError, complaints, judge_kernel_log, pmu_driver_lines, tsc_hz};
 pub use report::{PerfReport, ReportLine, parse_report};
-pub use stat::{DetailError, PerfStat, PerfStatError, StatCount, judge_detail, parse_stat, parse_stat_csv};
+pub use stat::{
+    PerfStat, PerfStatError, StatCount, StatDetailError, judge_detail, parse_stat, parse_stat_csv,
+};
 pub use tap::{TapReport, parse_tap};

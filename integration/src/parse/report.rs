@@ -1,4 +1,4 @@
-//! Parses `perf report --stdio` without call chains (`-g none`).
+//! Parses the output of `perf report --stdio` without call chains (`-g none`).
 
 /// A line of the table.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,7 +38,8 @@ impl PerfReport {
             .sum()
     }
 
-    /// Returns whether at least one sample resolves to a kernel (or user) function.
+    /// Returns whether at least one sample is resolved to a kernel function, or to a user function
+    /// if `kernel` is `false`.
     pub fn has_symbols(&self, kernel: bool) -> bool {
         self.lines
             .iter()
@@ -62,7 +63,7 @@ pub fn parse_report(text: &str) -> PerfReport {
 
 fn parse_header(header: &str, report: &mut PerfReport) {
     if let Some(rest) = header.strip_prefix("Samples:") {
-        // "# Samples: 501  of event 'cpu-clock'", or "2K of event" for large numbers.
+        // The line is "# Samples: 501  of event 'cpu-clock'", or "2K of event" for large numbers.
         report.samples += rest.split_whitespace().next().map_or(0.0, scaled);
     } else if let Some(rest) = header.strip_prefix("Event count (approx.):") {
         report.event_count += rest.trim().parse().unwrap_or(0.0);
@@ -88,7 +89,7 @@ fn parse_row(line: &str) -> Option<ReportLine> {
     let level = words
         .iter()
         .position(|word| matches!(*word, "[k]" | "[.]" | "[H]" | "[g]" | "[u]" | "[h]"))?;
-    // Task names may contain spaces, object names do not.
+    // Task names may contain spaces, but object names do not.
     let (command, object) = words[..level].split_at(level.checked_sub(1)?);
     Some(ReportLine {
         percent,
@@ -107,7 +108,7 @@ fn strip_colours(line: &str) -> String {
             out.push(c);
             continue;
         }
-        // ESC [ parameters letter
+        // Skip "ESC [", the parameters, and the final letter.
         for c in chars.by_ref() {
             if c.is_ascii_alphabetic() {
                 break;

@@ -1,4 +1,4 @@
-//! Parses `perf stat`: its table and its CSV output (`-x,`).
+//! Parses the output of `perf stat`, as a table or as CSV (`-x,`).
 
 /// A line for one event.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,14 +15,14 @@ pub struct StatCount {
     pub running_ns: Option<u64>,
 }
 
-/// A parsed `perf stat` output.
+/// Parsed output of `perf stat`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PerfStat {
     /// Lines in printed order.
     pub counts: Vec<StatCount>,
 }
 
-/// Reason why a count is missing from a `perf stat` output.
+/// Reason a count is missing from the output of `perf stat`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PerfStatError {
     /// The event is not listed.
@@ -131,8 +131,8 @@ fn parse_table_line(line: &str) -> Option<StatCount> {
     })
 }
 
-/// Parses `perf stat -x,`: value, unit, event, time running in ns, share running in percent,
-/// metrics. With `-A` the CPU comes first. Skips lines of other programs.
+/// Parses the output of `perf stat -x,`: value, unit, event, time running in ns, time running in
+/// percent, metrics. With `-A`, the CPU is the first field. Skips lines of other programs.
 pub fn parse_stat_csv(text: &str) -> PerfStat {
     PerfStat {
         counts: text.lines().filter_map(parse_csv_line).collect(),
@@ -164,16 +164,16 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
     })
 }
 
-/// Reason why the output of `perf stat -d` is rejected.
+/// Reason the output of `perf stat -d` is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum DetailError {
+pub enum StatDetailError {
     /// A line contains a count of 0.
     #[error("not counted: {0}")]
     Uncounted(String),
     /// A required event is missing.
     #[error("perf stat -d does not show {0}")]
     Missing(String),
-    /// There are fewer hardware events than a plain `perf stat -d` has on any vendor.
+    /// There are fewer hardware events than a plain `perf stat -d` lists on any vendor.
     #[error("perf stat -d shows only {0} hardware events")]
     Few(usize),
 }
@@ -183,11 +183,11 @@ pub enum DetailError {
 /// hardware events.
 ///
 /// # Errors
-/// Returns a [`DetailError`] for the first invalid line or a missing event.
-pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, DetailError> {
+/// Returns a [`StatDetailError`] for the first invalid line or a missing event.
+pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, StatDetailError> {
     /// Software events, which are always counted.
     const SOFTWARE: [&str; 4] = ["task-clock", "context-switches", "cpu-migrations", "page-faults"];
-    /// Minimum number of hardware events; a plain `perf stat -d` has more on every vendor.
+    /// Minimum number of hardware events. A plain `perf stat -d` lists more on every vendor.
     const LEAST: usize = 8;
     let mut found = Vec::new();
     for line in text.lines() {
@@ -205,15 +205,15 @@ pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, DetailError> 
             Err(_) => value == "<not supported>" && !counted.contains(&name),
         };
         if !right {
-            return Err(DetailError::Uncounted(line.to_owned()));
+            return Err(StatDetailError::Uncounted(line.to_owned()));
         }
         found.push(name);
     }
     if let Some(missing) = counted.iter().find(|event| !found.contains(event)) {
-        return Err(DetailError::Missing((*missing).to_owned()));
+        return Err(StatDetailError::Missing((*missing).to_owned()));
     }
     if found.len() < LEAST {
-        return Err(DetailError::Few(found.len()));
+        return Err(StatDetailError::Few(found.len()));
     }
     Ok(found.len())
 }

@@ -3,7 +3,7 @@
 /// The result of a TAP run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TapReport {
-    /// Number of planned tests; `None` without a plan.
+    /// Number of planned tests; `None` if there is no plan.
     pub planned: Option<usize>,
     /// Reason for skipping all tests, from a plan without tests.
     pub skipped_all: Option<String>,

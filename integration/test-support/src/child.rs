@@ -10,7 +10,7 @@ use std::process::Command;
 /// # Panics
 /// Panics if `module` is the root of the program.
 pub fn child_command(module: &str, variable: &str, value: impl AsRef<OsStr>) -> Command {
-    // Names of tests start after the name of the program.
+    // Test names do not include the name of the program.
     let (_, module) = module.split_once("::").unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command

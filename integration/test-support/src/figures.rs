@@ -1,5 +1,5 @@
-//! Figures with targets, printed at the end of a benchmark and written next to criterion's results
-//! as `target/criterion/NAME-ratios.json`.
+//! Results with targets, printed at the end of a benchmark and written with criterion's results as
+//! `target/criterion/NAME-ratios.json`.
 
 use std::fs;
 
@@ -8,13 +8,13 @@ use std::fs;
 pub enum Target {
     AtLeast(f64),
     AtMost(f64),
-    /// More than the value, exclusively.
+    /// Greater than the value.
     Above(f64),
     /// No target; for information only.
     None,
 }
 
-/// One figure; `None` if it was not measured, for example when only some benchmarks run.
+/// A benchmark result; `None` if it was not measured, for example when only some benchmarks run.
 pub struct Figure {
     pub name: &'static str,
     pub value: Option<f64>,
@@ -54,8 +54,8 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Prints the figures and, unless the run was partial, writes them, with `more`, to
-/// `NAME-ratios.json`.
+/// Prints the figures. Unless the run was partial, also writes them to `NAME-ratios.json`, together
+/// with the entries of `more`.
 pub fn report(
     name: &str,
     figures: &[Figure],

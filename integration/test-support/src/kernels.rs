@@ -92,7 +92,7 @@ pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
 /// Adds a program header for `notes` to an image of [`elf32`] or [`elf64`].
 pub fn with_notes(mut elf: Vec<u8>, notes: &[u8]) -> Vec<u8> {
     let is_64 = elf[4] == 2;
-    // Offset of the program headers, size of one, and offset of their number.
+    // Offset of the program headers, size of one header, and offset of their number.
     let (headers, size, number) = if is_64 { (64, 56, 56) } else { (52, 32, 44) };
     let count = u16::from_le_bytes([elf[number], elf[number + 1]]);
     elf.resize(elf.len().next_multiple_of(0x1000), 0);
@@ -191,12 +191,13 @@ pub const MULTIBOOT_CODE: &[u8] = &[
     0xE6, 0xF4, // out 0xf4, al
     0xF4, 0xEB, 0xFD, // hlt; jmp back
 ];
-/// Offset of the RDPMC in [`MULTIBOOT_CODE`].
+/// Offset of the RDPMC instruction in [`MULTIBOOT_CODE`].
 pub const MULTIBOOT_RDPMC: u64 = 28;
 
-/// 32-bit code of a PVH kernel, starting at [`PVH_ENTRY`]: checks the magic number, prints the
-/// command line on COM1, and writes the first byte of the first module to the debug-exit port. The
-/// code before [`PVH_ENTRY`] is the entry point of other protocols and exits with another status.
+/// 32-bit code of a PVH kernel, starting at [`PVH_ENTRY`]. The code checks the magic number, prints
+/// the command line on COM1, and writes the first byte of the first module to the debug-exit port.
+/// The code before [`PVH_ENTRY`] is the entry point of other protocols and exits with a different
+/// status.
 pub const PVH_CODE: &[u8] = &[
     0xB0, 0x7E, // mov al, 0x7e
     0xE6, 0xF4, // out 0xf4, al
@@ -224,8 +225,8 @@ pub const PVH_CODE: &[u8] = &[
 /// Offset of the PVH entry point in [`PVH_CODE`].
 pub const PVH_ENTRY: u32 = 8;
 
-/// Encodes symbols like a kernel's kallsyms: addresses, count, names, markers, tokens and token
-/// index.
+/// Encodes symbols in the format of a kernel's kallsyms: addresses, count, names, markers, tokens
+/// and token index.
 pub fn kallsyms(symbols: &[(u64, &str)]) -> Vec<u8> {
     fn pad(out: &mut Vec<u8>) {
         out.resize(out.len().next_multiple_of(8), 0);

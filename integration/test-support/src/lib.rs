@@ -1,4 +1,4 @@
-//! Helpers of the tests and benchmarks of several crates.
+//! Helpers for the tests and benchmarks of several crates.
 #![allow(missing_docs, reason = "names of fields and constants that tests use")]
 
 pub mod child;

@@ -1,21 +1,20 @@
-//! Exact counts of the instructions and system calls of a piece of code, without a PMU: a forked
-//! copy of this process runs it under ptrace.
+//! Counts the instructions and system calls of a piece of code exactly and without a PMU, by
+//! running it in a forked child under ptrace.
 #![expect(unsafe_code, reason = "fork and ptrace")]
 
 use std::io;
 
-/// Returns the number of user-space instructions of `work`, run once in a forked copy of the
-/// process.
+/// Returns the number of user-space instructions of `work`, run once in a forked child.
 ///
-/// `work` must not allocate or take a lock that another thread may hold, because other threads do
-/// not exist in the copy. Returns `None` if processes may not be traced.
+/// `work` must not allocate or take a lock that another thread may hold, because the child has no
+/// other threads. Returns `None` if processes may not be traced.
 pub fn instructions(work: impl FnOnce()) -> Option<u64> {
     trace(|| (), |_| work(), step)
 }
 
-/// Returns the numbers of the system calls of `work`, run once in a forked copy of the process
-/// after `setup`, which may make any system calls. Signal returns are not included, because they
-/// belong to the signal handler.
+/// Returns the numbers of the system calls of `work`, run once in a forked child after `setup`,
+/// which may make any system calls. Signal returns are not included, because they belong to the
+/// signal handler.
 ///
 /// Returns `None` if processes may not be traced.
 pub fn system_calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Option<Vec<u64>> {
@@ -57,7 +56,7 @@ fn trace<T, R>(
     }
 }
 
-/// Counts the single steps from the child's first stop to its second.
+/// Counts the single steps between the child's first and second stop.
 fn step(child: i32) -> io::Result<u64> {
     wait(child, libc::SIGSTOP)?;
     let mut steps = 0;
@@ -73,7 +72,8 @@ fn step(child: i32) -> io::Result<u64> {
     }
 }
 
-/// Returns the system calls from the child's first stop to its second, without those that stop it.
+/// Returns the system calls between the child's first and second stop, excluding those that cause
+/// the stops.
 fn calls(child: i32) -> io::Result<Vec<u64>> {
     wait(child, libc::SIGSTOP)?;
     // SAFETY: the option is passed by value.
@@ -92,7 +92,7 @@ fn calls(child: i32) -> io::Result<Vec<u64>> {
         signal = 0;
         match libc::WSTOPSIG(status) {
             libc::SIGSTOP => {
-                // The return of the first raise and the call of the second are in this range too.
+                // The range also contains the return of the first raise and the call of the second.
                 let raising = [
                     libc::SYS_rt_sigprocmask,
                     libc::SYS_gettid,
@@ -106,8 +106,8 @@ fn calls(child: i32) -> io::Result<Vec<u64>> {
                 if entering {
                     calls.push(call_number(child)?);
                 }
-                // Signal returns, and the raise in progress at the start, have no exit stop of
-                // their own.
+                // Signal returns, and the raise that is in progress at the start, have no exit
+                // stop.
                 entering = !entering;
             }
             other => signal = other,
@@ -126,7 +126,7 @@ fn call_number(child: i32) -> io::Result<u64> {
     }
 }
 
-/// Waits for the child to stop by `signal` or SIGSTOP.
+/// Waits until the child is stopped by `signal` or SIGSTOP.
 fn wait(child: i32, signal: i32) -> io::Result<i32> {
     let mut status = 0;
     // SAFETY: the pointer is valid for the duration of the call.

@@ -1,10 +1,11 @@
-//! Checks the form of a refusal: one line on standard error, exit status 2, and no standard output.
+//! Checks the format of an error for invalid input: one line on standard error, exit status 2, and
+//! no standard output.
 
-use integration::process::Output;
+use integration::process::ProcessOutput;
 
-/// Checks that `output` of the command `what` is a refusal that contains all of `words`.
+/// Checks that `output` of the command `what` is such an error and contains all of `words`.
 #[track_caller]
-pub fn check_refusal(output: &Output, what: &str, words: &[&str]) {
+pub fn check_refusal(output: &ProcessOutput, what: &str, words: &[&str]) {
     let stderr = output.stderr_text();
     assert_eq!(output.code(), Some(2), "{what}: {stderr}");
     assert_eq!(stderr.lines().count(), 1, "{what}: not one line:\n{stderr}");

@@ -1,18 +1,18 @@
-//! Tests that invalid input is refused in one line that names it, with exit status 2, before
-//! anything starts.
+//! Tests that invalid input is rejected before anything starts, with exit status 2 and a one-line
+//! message that names the input.
 
 use std::fs;
 use std::path::Path;
 
 use integration::artefacts;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
-use integration::process::{Command, Output, Process};
+use integration::process::{HostCommand, HostProcess, ProcessOutput};
 use integration::test_host::{KvmKind, probe_kvm};
 
 use crate::refusal::check_refusal;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 fn perfvisor() -> &'static Path {
     &artefacts::binaries()
@@ -20,14 +20,14 @@ fn perfvisor() -> &'static Path {
         .perfvisor
 }
 
-fn run(arguments: &[&str]) -> Output {
-    let command = Command::new(perfvisor().to_string_lossy()).args(arguments.iter().copied());
-    Process::start_here(&command)
+fn run(arguments: &[&str]) -> ProcessOutput {
+    let command = HostCommand::new(perfvisor().to_string_lossy()).args(arguments.iter().copied());
+    HostProcess::start_here(&command)
         .and_then(|process| process.wait(LIMIT))
         .unwrap()
 }
 
-/// Checks that the arguments are refused in one line that contains all of `words`.
+/// Checks that the arguments are rejected with a one-line message that contains all of `words`.
 #[track_caller]
 fn refused(arguments: &[&str], words: &[&str]) {
     check_refusal(&run(arguments), &arguments.join(" "), words);
@@ -72,7 +72,7 @@ fn cli_mistakes_are_reported_with_remedy() {
         &["list", "vendor", "--cpuid", "Genuine"],
         &["'Genuine'", "GenuineIntel-6-8E-9"],
     );
-    // perf has no event table for it; without perf, the message says so.
+    // perf has no event table for this CPU ID. If perf is not installed, the message reports that.
     refused(
         &["list", "vendor", "--cpuid", "Nobodys-1-2-3"],
         &["names of the vendor's events are unavailable"],
@@ -83,8 +83,8 @@ fn cli_mistakes_are_reported_with_remedy() {
     refused(&["diff", "/no/such/file", "/no/other"], &["/no/such/file"]);
 }
 
-/// KVM's own vPMU handles RDPMC and delivers PMIs itself, so options for these are refused. If KVM
-/// has no vPMU, the message says so and names an alternative.
+/// KVM's own vPMU handles RDPMC and delivers PMIs itself, so options for these functions are
+/// rejected. If KVM has no vPMU, the message reports that and names an alternative.
 #[test]
 fn kvm_vpmu_is_rejected_if_missing_or_incompatible() {
     refused(
@@ -130,7 +130,7 @@ fn invalid_kernel_files_are_reported_with_reason() {
     refused(&["run", "--kernel", &text], &["text", "not a kernel"]);
     let empty = file("empty", b"");
     refused(&["run", "--kernel", &empty], &["empty"]);
-    // A disk image instead of a kernel, a common first attempt.
+    // A disk image is passed as the kernel, which is a common mistake.
     let mut sectors = vec![0; 4096];
     sectors[510..512].copy_from_slice(&[0x55, 0xAA]);
     let disk = file("disk", &sectors);

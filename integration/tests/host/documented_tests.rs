@@ -14,7 +14,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(workspace().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Returns the columns of each table row of `page`, without headings and rules.
+/// Returns the columns of each table row of `page`, without header and separator rows.
 fn rows(page: &str) -> Vec<Vec<&str>> {
     let mut found = Vec::new();
     let mut lines = page.lines().peekable();
@@ -46,8 +46,8 @@ fn has_test(source: &str, name: &str, is_rust: bool) -> bool {
     source.contains(&line)
 }
 
-/// Returns the missing tests among those that a page names in backticks: FILE::TEST, or FILE for
-/// all of its tests.
+/// Returns the tests that `page` names in backticks but that do not exist. A name is FILE::TEST, or
+/// FILE for all of its tests.
 fn missing(page: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     let tables = rows(page);

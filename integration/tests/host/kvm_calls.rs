@@ -1,11 +1,11 @@
-//! Tests that KVM system calls are made only in `vmm/vmm/src/kvm`, where each has an owning type
-//! and an error that names it.
+//! Tests that KVM system calls are made only in `vmm/vmm/src/kvm`, where each call has an owning
+//! type and a specific error.
 
 use std::process::Command;
 
 use integration::artefacts::workspace;
 
-/// All KVM calls of the VMM are in one folder. Comments may name them elsewhere.
+/// All KVM calls of the VMM are in one folder. Comments in other files may mention them.
 #[test]
 fn kvm_calls_are_in_kvm_folder_only() {
     let calls = "^([^/]|/[^/])*(kvm_ioctls|KVMIO|ioctl_io[rw]_nr)";

@@ -1,4 +1,4 @@
-//! Tests of the layers: the graph of crates in docs/architecture.md is current, and the top-level
+//! Tests of the layers. The graph of crates in docs/architecture.md is current, and the top-level
 //! modules of a crate do not import each other in a cycle.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +8,7 @@ use std::process::Command;
 
 use integration::artefacts::{cargo_metadata, workspace};
 
-/// External crates that only some crates of the product may use.
+/// External crates that only certain crates of the product may use.
 const USERS: &[(&str, &[&str])] = &[
     ("kvm-ioctls", &["vmm"]),
     ("kvm-bindings", &["vmm"]),
@@ -44,7 +44,8 @@ fn packages() -> BTreeMap<String, (PathBuf, BTreeSet<String>)> {
     packages
 }
 
-/// A new dependency between crates changes the graph, so that its direction is reviewed.
+/// The documented graph contains every dependency between crates, so that the direction of a new
+/// one is reviewed.
 #[test]
 fn crate_graph_is_current() {
     let script = workspace().join("integration/crate-graph.sh");
@@ -75,9 +76,9 @@ fn external_crates_have_their_users_only() {
 /// Top-level modules that each top-level module of a crate imports through `crate::` paths.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// Calls `each` for each source file below `folder`, with the top-level module it belongs to, which
-/// is `module` or, without one, named after the file or folder, and its code without tests and
-/// comments.
+/// Calls `each` for each source file below `folder`, with its top-level module and its code without
+/// tests and comments. The top-level module is `module`, or named after the file or folder if
+/// `module` is `None`.
 fn read_modules(folder: &Path, module: Option<&str>, each: &mut impl FnMut(&str, &str)) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -140,7 +141,7 @@ fn layers_of_perf_core_import_lower_layers_only() {
     }
 }
 
-/// vCPU threads do not know the wire format of operators: `control` translates.
+/// vCPU threads do not use the operators' wire format. The module `control` translates it.
 #[test]
 fn vcpu_threads_do_not_import_wire_types() {
     read_modules(&packages()["vmm"].0, None, &mut |module, code| {

@@ -64,10 +64,11 @@ fn packages() -> Vec<(String, String, String)> {
         .collect()
 }
 
-/// Returns whether allowed licences satisfy an SPDX expression. Each term of AND must have an allowed
-/// alternative. Ignoring parentheses refuses some valid combinations, but permits no invalid one.
+/// Returns whether allowed licences satisfy an SPDX expression. Each term of AND must have an
+/// allowed alternative. Parentheses are ignored, which rejects some valid combinations but permits
+/// no invalid one.
 fn permitted(expression: &str, allowed: &BTreeSet<String>) -> bool {
-    // `/` is the old form of OR.
+    // `/` is the deprecated form of OR.
     let expression = expression.replace('/', " OR ").replace(['(', ')'], "");
     let mut terms = expression.split(" AND ");
     terms.all(|term| term.split(" OR ").any(|name| allowed.contains(name.trim())))

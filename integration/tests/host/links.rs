@@ -1,5 +1,5 @@
-//! Tests that links between pages refer to existing pages and headings, and that paths named in the
-//! code exist.
+//! Tests that links between pages refer to existing pages and headings, and that paths mentioned in
+//! the code exist.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -124,8 +124,8 @@ fn documentation_links_resolve() {
     assert_eq!(wrong, Vec::<String>::new(), "broken links");
 }
 
-/// Pages that sources name by their path in the tree, and files that the walks in
-/// docs/architecture.md name, exist.
+/// Pages that sources mention by path, and files that the walks in docs/architecture.md mention,
+/// exist.
 #[test]
 fn paths_named_in_sources_and_walks_exist() {
     let root = workspace();

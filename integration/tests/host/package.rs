@@ -1,5 +1,5 @@
-//! Tests the Debian package and the archive as `make package-check` does, but with the lab's static
-//! program, which `make build` builds in the same way.
+//! Tests the Debian package and the archive in the same way as `make package-check`, but with the
+//! lab's static program, which `make build` builds in the same way.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ fn make(arguments: &[&str]) -> (bool, String) {
         .current_dir(artefacts::workspace())
         .args(["--no-print-directory"])
         .args(arguments)
-        // The compression level is not under test, and the lowest is six times as fast.
+        // The compression level is not under test, and the lowest level is six times as fast.
         .envs([("XZ_OPT", "-0"), ("DPKG_DEB_COMPRESSOR_LEVEL", "0")])
         .output()
         .unwrap();
@@ -24,7 +24,8 @@ fn make(arguments: &[&str]) -> (bool, String) {
 
 #[test]
 fn package_and_archive_install_standalone_program() {
-    // Symbols of the development build would take most of the time to compress.
+    // Strip the program, because compressing the symbols of the development build would take most
+    // of the time.
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("perfvisor");
     let stripped = Command::new("strip")
@@ -57,8 +58,8 @@ fn package_rejects_dynamic_program() {
     assert!(!done && said.contains("make build"), "{said}");
 }
 
-/// Regression test: `make deb` took the binary from a path that no build writes. CI missed this,
-/// because it sets `BINARY=`.
+/// Regression test: `make deb` took the binary from a path to which no build writes. CI did not
+/// detect this, because it sets `BINARY=`.
 #[test]
 fn package_contains_built_binary() {
     for target in ["deb", "tarball"] {
@@ -111,7 +112,7 @@ fn product_compiles_no_c_code() {
 }
 
 /// The source archive contains guests built from the same sources, and uses them if there is no
-/// compiler. Guests are not used if their sources have changed.
+/// compiler. The build does not use them if their sources have changed.
 #[test]
 fn source_archive_contains_prebuilt_guests() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,11 +1,12 @@
-//! Tests that source files have at most 800 lines, and that comments and pages obey the line width.
+//! Tests that source files have at most 800 lines, and that comments and pages do not exceed the
+//! line width.
 
 use std::fs;
 use std::process::Command;
 
 use integration::artefacts::workspace;
 
-/// Maximum number of lines of a source file.
+/// Maximum number of lines in a source file.
 const MAX_LINES: usize = 800;
 /// Maximum number of columns, as in rustfmt.toml. rustfmt does not wrap comments.
 const MAX_COLUMNS: usize = 110;
@@ -21,7 +22,7 @@ fn files_and_lines_are_within_their_maximum() {
     assert!(listed.lines().count() > 300, "{listed}");
     let mut faults = String::new();
     for name in listed.lines() {
-        // A file that has been deleted but not committed is still listed.
+        // A file that was deleted without a commit is still listed.
         let Ok(text) = fs::read_to_string(workspace().join(name)) else {
             continue;
         };

@@ -1,34 +1,36 @@
-//! Tests the built-in guests on this machine's KVM of any kind and in the lab.
+//! Tests the built-in guests on this machine's KVM, whatever its type, and in the lab.
 
-use integration::lease::{LeaseAccess, TestHostLease};
-use integration::limit::Limit;
+use integration::lease::{TestHostLease, TestHostSharing};
+use integration::limit::ProgressLimit;
 use integration::measure::{measured_in_parts, skipped};
 use integration::parse::parse_tap;
-use integration::process::{Command, Output};
+use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 
 /// Leases this machine if it has any KVM. Guests run one at a time, because they compare counts
 /// with the clock.
 fn here() -> TestHostLease {
-    TestHost::for_bare_metal(LeaseAccess::Exclusive).unwrap_or_else(|error| panic!("{error}"))
+    TestHost::for_bare_metal(TestHostSharing::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Runs `perfvisor run` with these arguments.
 #[track_caller]
-fn run(place: &TestHost, arguments: &[&str]) -> Output {
+fn run(place: &TestHost, arguments: &[&str]) -> ProcessOutput {
     let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
-    let command = Command::new(perfvisor).arg("run").args(arguments.iter().copied());
+    let command = HostCommand::new(perfvisor)
+        .arg("run")
+        .args(arguments.iter().copied());
     place
         .run(&command, LIMIT)
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Formats the output of a failed guest.
-fn shown(output: &Output) -> String {
+fn shown(output: &ProcessOutput) -> String {
     format!(
         "status {:?}\n{}\n--- standard error\n{}",
         output.ended,
@@ -39,8 +41,8 @@ fn shown(output: &Output) -> String {
 
 fn the_built_in_guest_sees_what_it_expects(place: &TestHost) {
     for model in ["intel", "amd"] {
-        // The guest reports measurements that host load made inconclusive; actual errors fail at
-        // once.
+        // The guest reports measurements that host load made inconclusive. Actual errors fail
+        // immediately.
         let untold = measured_in_parts(|| {
             let output = run(place, &["--pmu", model, "--cmdline", "selftest lines"]);
             let text = output.stdout_text();
@@ -62,7 +64,7 @@ fn the_built_in_guest_sees_what_it_expects(place: &TestHost) {
             }
             let all_told = parts.iter().all(|(_, told)| *told);
             assert!(!all_told || output.success(), "{}", shown(&output));
-            // Every backing can count cycles.
+            // Every backing supports cycles.
             let cycles = |line: &&str| line.contains("cycles") && line.contains("verdict=ok");
             parts.push(("cycles".to_owned(), results.iter().any(cycles)));
             parts
@@ -78,10 +80,10 @@ fn the_vpmu_test_kernel_passes(place: &TestHost) {
     let kernel = place
         .bare_metal_guest("vpmu")
         .unwrap_or_else(|error| panic!("{error}"));
-    // Delivery of PMIs differs in xAPIC mode, especially on Intel models.
+    // PMI delivery differs in xAPIC mode, especially on Intel models.
     let kinds = MODELS.map(|model| (model, "")).into_iter();
     for (model, apic) in kinds.chain([("intel-v2", " xapic"), ("amd", " xapic")]) {
-        // The only backing that every host supports.
+        // Only the clock backing is supported on every host.
         let words = format!("model={model} backing=clock{apic}");
         let output = run(
             place,
@@ -92,7 +94,7 @@ fn the_vpmu_test_kernel_passes(place: &TestHost) {
                 model,
                 "--backing",
                 "clock",
-                // A delayed PMI is withdrawn if the guest clears its cause.
+                // A delayed PMI is withdrawn if the guest clears the cause of the PMI.
                 "--pmi-share",
                 "off",
                 "--cpus",
@@ -133,7 +135,7 @@ fn vpmu_test_kernel_passes_here() {
     the_vpmu_test_kernel_passes(&here());
 }
 
-/// The lab runs the real kvm_amd. If this machine has hardware virtualization, its KVM is
+/// The lab provides the real kvm_amd. If this machine has hardware virtualization, its own KVM is
 /// sufficient.
 #[test]
 fn builtin_guest_passes_on_hardware_kvm() {
@@ -161,16 +163,17 @@ fn without_a_pmu_the_built_in_guest_says_so() {
 
 /// Log message at the guest's first instruction.
 const FIRST: &str = "first guest instruction ";
-/// Maximum number of system calls before the first instruction; about 850 are made.
+/// Maximum number of system calls before the first guest instruction. About 850 are made.
 const MOST_CALLS: usize = 1500;
-/// Maximum number of VMs created: one to probe KVM, and the guest's own. Creating a VM waits for
+/// Maximum number of VMs created: one to probe KVM, and one for the guest. Creating a VM waits for
 /// all processors several times.
 const MOST_VMS: usize = 2;
-/// Minimum size of a large mapping, in bytes. Exceeds any thread stack, but not the program's code
-/// and constants.
+/// Minimum size of a large mapping, in bytes. The size exceeds any thread stack, but not the
+/// program's code and constants.
 const LARGE: u64 = 4 << 20;
 
-/// The start-up time depends on the machine (docs/measurements.md), so the test counts operations.
+/// The start-up makes a limited number of system calls and does not sleep. The test counts
+/// operations, because the start-up time depends on the machine (docs/measurements.md).
 #[test]
 fn startup_makes_few_system_calls_and_no_sleep() {
     let place = here();
@@ -203,8 +206,8 @@ fn startup_makes_few_system_calls_and_no_sleep() {
     let log = String::from_utf8_lossy(&out.stderr);
     let time_ms = first_instruction_ms(&log).unwrap_or_else(|| panic!("not told\n{log}"));
     let trace = std::fs::read_to_string(file).unwrap();
-    // The log message is a system call itself, and the last one that counts. A call interrupted by
-    // another thread's takes two lines.
+    // The log message itself is a system call and ends the counted part of the trace. A call that
+    // is interrupted by another thread's call takes two lines.
     let before = trace.lines().take_while(|line| !line.contains(FIRST));
     let calls: Vec<&str> = before.filter(|line| !line.contains("<... ")).collect();
     let of = |name: &str| calls.iter().filter(|line| line.contains(name)).count();
@@ -217,7 +220,7 @@ fn startup_makes_few_system_calls_and_no_sleep() {
     assert!(calls.len() <= MOST_CALLS, "{} calls", calls.len());
     assert!((1..=MOST_VMS).contains(&vms), "{vms} VMs");
     assert_eq!(sleeps, 0);
-    // Start-up memory of the program is released once, when all threads have started.
+    // The program releases its start-up memory once, when all threads have started.
     let lets_go = |line: &&str| {
         let (_, arguments) = line.split_once("madvise(")?;
         let (length, advice) = arguments.split_once(", ")?.1.split_once(", ")?;

@@ -1,5 +1,5 @@
-//! Optimizes two programs from branch stacks: `perf2bolt`, `llvm-bolt` and the tools of AutoFDO read a
-//! recording of a Linux guest, and its edge weights are those of BOLT's own instrumentation.
+//! Optimizes two programs from branch stacks: `perf2bolt`, `llvm-bolt` and the AutoFDO tools read a
+//! recording of a Linux guest, and its edge weights match those of BOLT's own instrumentation.
 //!
 //! The programs are Debian's bzip2 and Lua, built from their source packages. A test that needs a
 //! missing tool is skipped.
@@ -11,7 +11,7 @@ use std::path::Path;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::lease::LeaseAccess;
+use integration::lease::TestHostSharing;
 use integration::measure::{measured, skipped};
 use integration::test_host::TestHost;
 
@@ -21,10 +21,11 @@ use tools::{BoltProfile, PerfToBolt, Program, Toolbox};
 /// Name of the guest.
 const NAME: &str = "bolt";
 
-/// Input of bzip2: the first bytes of Lua's sources.
+/// Size of bzip2's input, which is the beginning of Lua's sources, in bytes.
 const INPUT_BYTES: usize = 200_000;
 
-/// Records Lua in the guest, then runs each program on a vCPU of its own for the host.
+/// Guest script that records Lua in the guest, and then runs each program on its own vCPU for the
+/// host's recording.
 const SCRIPT: &str = r#"
 section lua perf record -q -j any,u -e cycles:u -c 20000000 -o /tmp/lua.data -- /opt/lua /opt/work.lua 250
 send /tmp/lua.data
@@ -35,22 +36,23 @@ for n in 1 2 3 4 5 6 7; do files="$files $files"; done
 while true; do taskset 2 /opt/bzip2 -9kc $files >/dev/null; done
 "#;
 
-/// Duration of the recording, in seconds: `PERFVISOR_BOLT_SECONDS`.
+/// Returns the duration of the recording, in seconds, which `PERFVISOR_BOLT_SECONDS` can set.
 fn seconds() -> u64 {
     let value = std::env::var("PERFVISOR_BOLT_SECONDS").ok();
     value.and_then(|value| value.parse().ok()).unwrap_or(300)
 }
 
-/// Runs the programs in a guest and saves the host's recording as `host.data` and the guest's own of
-/// Lua as `guest.data` in `directory`.
+/// Runs the programs in a guest. Saves the host's recording as `host.data` and the guest's own
+/// recording of Lua as `guest.data` in `directory`.
 fn record(directory: &Path, programs: &[Program]) -> GuestRun {
-    let place = TestHost::lease(&LabOptions::default(), LeaseAccess::Exclusive)
+    let place = TestHost::lease(&LabOptions::default(), TestHostSharing::Exclusive)
         .unwrap_or_else(|error| panic!("{error}"));
     let mut guest = LinuxGuest::new(NAME, "intel")
         .script(SCRIPT)
         .cpus(2)
         .cmdline("nowatchdog")
-        // A step takes up to a millisecond in the lab, and PMIs that are held back reach the kernel.
+        // A step takes up to a millisecond in the lab, and deferred PMIs arrive while the guest
+        // executes kernel code.
         .args(["--name", NAME, "--lbr", "on", "--pmi-share", "off"]);
     let files = programs.iter().map(|program| program.path.clone());
     for path in files.chain(["work.lua", "input"].map(|name| directory.join(name))) {
@@ -86,8 +88,8 @@ fn record(directory: &Path, programs: &[Program]) -> GuestRun {
     run
 }
 
-/// Checks that perf shows every stack in the line of its instruction pointer, names the program's
-/// functions and annotates them.
+/// Checks that perf assigns every stack to the line of its instruction pointer, names the program's
+/// functions, and annotates them.
 fn perf_reads_it(tools: &Toolbox, directory: &Path) {
     let perf = |args: &[&str]| tools.run(directory, "perf", args).0;
     let script = perf(&["script", "-i", "host.data", "-F", "ip,brstack"]);
@@ -108,8 +110,8 @@ fn perf_reads_it(tools: &Toolbox, directory: &Path) {
     assert!(text.contains("Disassembly of section .text"), "{text:.1000}");
 }
 
-/// Checks the profile of one program against that of its instrumentation, and the two optimized
-/// programs against each other and the original one.
+/// Compares the profile of one program with that of its instrumentation, and the two optimized
+/// programs with each other and with the original program.
 fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltProfile {
     let converted = tools.perf_to_bolt(directory, "host.data", program);
     let PerfToBolt {
@@ -154,7 +156,7 @@ fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltPr
     converted.profile
 }
 
-/// Compares the run times of an optimized program and the original one on this machine.
+/// Compares the run times of an optimized program and the original program on this machine.
 fn is_fast(tools: &Toolbox, directory: &Path, program: &Program, optimized: &Path, max_ratio: f64) {
     let name = optimized.file_name().unwrap().display();
     measured(&format!("{name} from branch stacks"), |_| {

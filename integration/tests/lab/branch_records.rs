@@ -1,16 +1,16 @@
-//! Tests branch records in a Linux guest: perf in the guest records stacks of consecutive branches of
-//! a program, and their frequencies are those that the host records of the same program.
+//! Tests branch records in a Linux guest: perf in the guest records stacks of consecutive branches
+//! of a program, and the branch frequencies equal those that the host records for the same program.
 
 use std::collections::BTreeMap;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::lease::LeaseAccess;
+use integration::lease::TestHostSharing;
 use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, loaded, perfvisor};
 
-/// Records the program with three filters. Then it runs on for the host.
+/// Guest script that records the program with three filters, and then runs it for the host.
 const SCRIPT: &str = r#"
 section dmesg dmesg
 section user perf record -q -j any,u -e cycles:u -c 50000000 -o /tmp/u -- branches 20
@@ -26,11 +26,11 @@ section load sh -c "echo load-has-begun; while true; do branches 5; done"
 /// A branch: source and target.
 type Edge = (u64, u64);
 
-/// Share of each branch among those of a set of stacks.
+/// Share of each branch in a set of stacks.
 type Shares = BTreeMap<Edge, f64>;
 
-/// Parses `perf script -F brstack`: one stack in a line, the newest branch first. Returns the stacks
-/// that are not empty, with the oldest branch first.
+/// Parses `perf script -F brstack`, which prints one stack per line, the newest branch first.
+/// Returns the stacks that are not empty, with the oldest branch first.
 fn stacks(section: &str) -> Vec<Vec<Edge>> {
     let address = |text: &str| u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
     let edge = |word: &str| {
@@ -42,7 +42,7 @@ fn stacks(section: &str) -> Vec<Vec<Edge>> {
     stacks.filter(|stack: &Vec<Edge>| !stack.is_empty()).collect()
 }
 
-/// Returns the shares of the branches, all of them in the program's text.
+/// Returns the shares of the branches, all of which must be in the program's text.
 fn shares(stacks: &[Vec<Edge>]) -> Shares {
     let total = stacks.iter().map(Vec::len).sum::<usize>() as f64;
     let mut shares = Shares::new();
@@ -52,15 +52,17 @@ fn shares(stacks: &[Vec<Edge>]) -> Shares {
     shares
 }
 
-/// Returns half the sum of the differences, 0 for equal shares and 1 for disjoint ones.
+/// Returns half the sum of the absolute differences, which is 0 for equal shares and 1 for disjoint
+/// ones.
 fn distance(a: &Shares, b: &Shares) -> f64 {
     let keys = a.keys().chain(b.keys().filter(|key| !a.contains_key(key)));
     let share = |of: &Shares, key| of.get(key).copied().unwrap_or_default();
     keys.map(|key| (share(a, key) - share(b, key)).abs()).sum::<f64>() / 2.0
 }
 
-/// Each branch starts in the straight code after the target of the previous one. Branches that are not
-/// taken may be in between, and a branch is at most 128 steps of up to 15 bytes away.
+/// Checks that each branch starts in the straight-line code after the target of the previous
+/// branch. Branches that are not taken may be in between. The distance is at most 128 steps of up
+/// to 15 bytes.
 #[track_caller]
 fn are_consecutive(stacks: &[Vec<Edge>]) {
     const MAX_STRAIGHT_BYTES: u64 = 128 * 15;
@@ -75,8 +77,9 @@ fn are_consecutive(stacks: &[Vec<Edge>]) {
     }
 }
 
-/// The most frequent source with several targets is the program's call through a pointer, which has one
-/// target with probability 1/4 each. A return of the C library may have more targets, but it is rare.
+/// Checks the targets of the program's call through a pointer, which is the most frequent source
+/// with several targets. Each of its four targets has probability 1/4. A return of the C library
+/// may have more targets, but is rare.
 #[track_caller]
 fn indirect_calls_have_four_targets(stacks: &[Vec<Edge>]) {
     let mut targets = BTreeMap::<u64, BTreeMap<u64, f64>>::new();
@@ -103,16 +106,16 @@ fn indirect_calls_have_four_targets(stacks: &[Vec<Edge>]) {
     }
 }
 
-/// Returns a row of the table of `--stats`.
+/// Returns a row from the table of `--stats`.
 fn figure(run: &GuestRun, row: &str) -> u64 {
     let line = run.vmm_log.lines().find_map(|line| line.strip_prefix(row));
     line.and_then(|rest| rest.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Expected properties of a model.
+/// Properties expected of a model.
 struct BranchRecordTest {
     pmu: &'static str,
-    /// Text in the kernel's message about the driver.
+    /// Text in the kernel's message about its PMU driver.
     driver: &'static str,
     depth: usize,
 }
@@ -120,13 +123,14 @@ struct BranchRecordTest {
 impl BranchRecordTest {
     fn run(&self) {
         let name = format!("records-{}", self.pmu);
-        let place = TestHost::lease(&LabOptions::default(), LeaseAccess::Exclusive)
+        let place = TestHost::lease(&LabOptions::default(), TestHostSharing::Exclusive)
             .unwrap_or_else(|error| panic!("{error}"));
-        // The addresses of the program are the same in all runs.
+        // The program's addresses are the same in all runs.
         let guest = LinuxGuest::new(&name, self.pmu)
             .script(SCRIPT)
             .cmdline("norandmaps nowatchdog")
-            // A step takes a millisecond in the lab, and PMIs that are held back reach the kernel.
+            // A step takes a millisecond in the lab, and deferred PMIs arrive while the guest
+            // executes kernel code.
             .args(["--name", &name, "--lbr", "on", "--pmi-share", "off", "--stats"]);
         let running = loaded(&place, &guest);
         let host = self.host_stacks(&place, &name);
@@ -194,7 +198,8 @@ impl BranchRecordTest {
             steps as f64 / pmis as f64,
             figure(run, "their time in ns") as f64 / 1e6 / pmis as f64,
         );
-        // On a busy machine, steps in the lab are so slow that the time limit cuts stacks.
+        // On a busy machine, single steps in the lab are so slow that the time limit truncates
+        // stacks.
         let long = user.iter().filter(|stack| stack.len() >= 4).count();
         assert!(long >= 40 && long * 2 > samples, "{long} of {samples}\n{run}");
         assert!(user.iter().all(|stack| stack.len() <= self.depth));

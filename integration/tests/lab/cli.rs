@@ -1,22 +1,22 @@
-//! Tests the messages for invalid input and unusable hosts that require a host that can be broken.
-//! The other messages are tested in `integration/tests/host/cli.rs`.
+//! Tests the messages for invalid input and unusable hosts that require modifying the host. The
+//! other messages are tested in `integration/tests/host/cli.rs`.
 
-use integration::lease::LeaseAccess;
-use integration::limit::Limit;
-use integration::process::Command;
+use integration::lease::TestHostSharing;
+use integration::limit::ProgressLimit;
+use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
 use crate::refusal::check_refusal;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// The lab is broken deliberately and repaired for later tests.
+/// The test breaks the lab deliberately, and repairs it for later tests.
 #[test]
 fn unusable_hosts_are_reported_with_remedy() {
-    let place = TestHost::lab(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::lab(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
     let run = |line: &str| {
         place
-            .run(&Command::shell(line), LIMIT)
+            .run(&HostCommand::shell(line), LIMIT)
             .unwrap_or_else(|error| panic!("{error}"))
     };
     let linux = "perfvisor run --kernel /guest/vmlinux";

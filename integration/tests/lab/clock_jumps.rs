@@ -1,18 +1,19 @@
-//! Tests a VM that runs, is counted and is recorded while the lab's clock is set a day ahead and
-//! back.
+//! Tests that a VM can be run, counted and recorded while the lab's clock is repeatedly set one day
+//! ahead and back.
 
 use integration::lab::LabOptions;
-use integration::lease::LeaseAccess;
+use integration::lease::TestHostSharing;
 use integration::measure::skipped;
-use integration::process::Command;
+use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, perfvisor, run};
 
-/// Returns a command that sets the clock a day ahead and back until the file `stop` exists.
-fn clock_setter(stop: &str) -> Command {
+/// Returns a command that repeatedly sets the clock one day ahead and back until the file `stop`
+/// exists.
+fn clock_setter(stop: &str) -> HostCommand {
     let set = |sign: char| format!("date -s @$(($(date +%s) {sign} 86400)) >/dev/null; sleep 0.05");
-    Command::shell(format!(
+    HostCommand::shell(format!(
         "until [ -e {stop} ]; do {}; {}; done",
         set('+'),
         set('-')
@@ -25,9 +26,9 @@ fn clock_changes_affect_no_count_and_no_wait() {
         skipped("the clock of this machine is not ours to set", false);
         return;
     }
-    let place = TestHost::lease(&LabOptions::default(), LeaseAccess::Exclusive);
+    let place = TestHost::lease(&LabOptions::default(), TestHostSharing::Exclusive);
     let place = place.unwrap_or_else(|error| panic!("{error}"));
-    let vm = Command::new(place.perfvisor().unwrap())
+    let vm = HostCommand::new(place.perfvisor().unwrap())
         .args([
             "-v",
             "run",
@@ -78,6 +79,6 @@ fn clock_changes_affect_no_count_and_no_wait() {
     let ended = vm.wait(LIMIT).unwrap();
     assert!(ended.success(), "{}", ended.stderr_text());
 
-    run(&place, &Command::shell(format!("touch {stop}")));
+    run(&place, &HostCommand::shell(format!("touch {stop}")));
     assert!(setter.wait(LIMIT).unwrap().success());
 }

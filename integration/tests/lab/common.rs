@@ -1,16 +1,16 @@
 //! A Linux guest under load, and commands that observe it from outside.
 
 use integration::guest::LinuxGuest;
-use integration::limit::Limit;
-use integration::process::{Command, Process};
+use integration::limit::ProgressLimit;
+use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
 /// Limits of every operation.
-pub const LIMIT: Limit = Limit::GENEROUS;
+pub const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 /// Runs a command that must succeed and returns both output streams.
 #[track_caller]
-pub fn run(place: &TestHost, command: &Command) -> (String, String) {
+pub fn run(place: &TestHost, command: &HostCommand) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
     assert!(output.success(), "{}: {}", command.line(), output.stderr_text());
     (output.stdout_text(), output.stderr_text())
@@ -18,7 +18,7 @@ pub fn run(place: &TestHost, command: &Command) -> (String, String) {
 
 /// Starts `guest` and waits until its script prints `load-has-begun`. Dropping the result stops the
 /// guest.
-pub fn loaded(place: &TestHost, guest: &LinuxGuest) -> Process {
+pub fn loaded(place: &TestHost, guest: &LinuxGuest) -> HostProcess {
     let running = place.start(&guest.command(place).unwrap()).unwrap();
     let begun = running.wait_for("load-has-begun", LIMIT);
     assert!(begun, "{}", running.stdout_so_far());
@@ -29,5 +29,10 @@ pub fn loaded(place: &TestHost, guest: &LinuxGuest) -> Process {
 /// both output streams.
 pub fn perfvisor(place: &TestHost) -> impl Fn(&[&str]) -> (String, String) {
     let program = place.perfvisor().unwrap();
-    move |args| run(place, &Command::new(program.clone()).args(args.iter().copied()))
+    move |args| {
+        run(
+            place,
+            &HostCommand::new(program.clone()).args(args.iter().copied()),
+        )
+    }
 }

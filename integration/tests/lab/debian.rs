@@ -1,21 +1,22 @@
-//! Tests the unmodified Debian image of `make debian`: with each PMU model it boots to a login
-//! without failed systemd units, its perf counts, and it is reachable by ssh over a tap device and
-//! by vsock.
+//! Tests the unmodified Debian image built by `make debian`. With each PMU model, the guest boots
+//! to a login without failed systemd units, its perf counts, and it is reachable with ssh over a
+//! tap device and over vsock.
 //!
-//! Takes minutes: `make debian-test`, or `make debian-test MODELS=intel,amd` for these models only.
+//! Takes several minutes. Run with `make debian-test`, or with `make debian-test MODELS=intel,amd`
+//! to test only these models.
 
 use std::fmt::Write as _;
 use std::thread;
 use std::time::Instant;
 
-use integration::debian::{Debian, says};
+use integration::debian::{DebianDownloader, says};
 use integration::lab::LabOptions;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::parse::parse_stat_csv;
-use integration::process::{Command, Output};
+use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 /// All values of `--pmu`, except those that select another model depending on the host.
 const MODELS: [&str; 10] = [
@@ -32,12 +33,12 @@ fn models() -> Vec<String> {
     }
 }
 
-fn run(place: &TestHost, command: &Command) -> Result<Output, String> {
+fn run(place: &TestHost, command: &HostCommand) -> Result<ProcessOutput, String> {
     place.run(command, LIMIT).map_err(|error| error.to_string())
 }
 
 /// Runs a command that must succeed and returns its output.
-fn printed(place: &TestHost, command: &Command) -> Result<String, String> {
+fn printed(place: &TestHost, command: &HostCommand) -> Result<String, String> {
     let output = run(place, command)?;
     if output.success() {
         return Ok(output.stdout_text());
@@ -51,8 +52,9 @@ fn printed(place: &TestHost, command: &Command) -> Result<String, String> {
     ))
 }
 
-/// Boots the image with PMU model `pmu` on disk `disk` and checks it as a user would.
-fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
+/// Boots the image with PMU model `pmu` on disk number `disk`, and checks it with a user's
+/// commands.
+fn boots(debian: &DebianDownloader, pmu: &str, disk: usize) -> Result<String, String> {
     let place = &debian.place;
     let perfvisor = place.perfvisor().map_err(|error| error.to_string())?;
     let name = format!("debian-{pmu}");
@@ -63,7 +65,7 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
     says(&vm, "login:", LIMIT).map_err(|error| format!("{pmu}: {error}"))?;
     let login = started.elapsed();
     let exec = |words: &[&str]| {
-        let exec = Command::new(&perfvisor).args(["exec", "--wait", "120", &name, "--"]);
+        let exec = HostCommand::new(&perfvisor).args(["exec", "--wait", "120", &name, "--"]);
         run(place, &exec.args(words.iter().copied()))
     };
     // The command waits for the end of the boot, and its status shows whether units have failed.
@@ -79,7 +81,10 @@ fn boots(debian: &Debian, pmu: &str, disk: usize) -> Result<String, String> {
     if cycles.is_some_and(|cycles| cycles > 1e6) == (pmu == "off") {
         return Err(format!("{pmu}: {cycles:?} cycles: {stat:?}"));
     }
-    printed(place, &Command::new(&perfvisor).args(["ctl", &name, "powerdown"]))?;
+    printed(
+        place,
+        &HostCommand::new(&perfvisor).args(["ctl", &name, "powerdown"]),
+    )?;
     let end = vm.wait(LIMIT).map_err(|error| error.to_string())?;
     if end.code() != Some(0) {
         return Err(format!("{pmu}: {:?}: {}", end.ended, end.stderr_text()));
@@ -99,7 +104,7 @@ fn debian_image_boots_with_every_pmu_model() {
         memory_mib: 4096,
         ..LabOptions::default()
     };
-    let debian = Debian::new(2, options).unwrap_or_else(|error| panic!("{error}"));
+    let debian = DebianDownloader::new(2, options).unwrap_or_else(|error| panic!("{error}"));
     let mut failures = String::new();
     for models in models().chunks(AT_ONCE) {
         let results: Vec<_> = thread::scope(|scope| {
@@ -124,8 +129,8 @@ fn debian_image_boots_with_every_pmu_model() {
     assert!(failures.is_empty(), "{failures}");
 }
 
-/// Host side of the network, in a namespace that ends with this process. A second image contains
-/// the client.
+/// Host side of the network, in a network namespace that exists as long as this process. A second
+/// image contains the client.
 const NAMESPACE: &str =
     "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 up && echo namespace-$$ && exec sleep 86399";
 const CHROOT: &str = "mkdir -p /debian && mount -o ro /dev/vdb /debian && mount -t proc proc /debian/proc && \
@@ -137,23 +142,23 @@ const CHROOT: &str = "mkdir -p /debian && mount -o ro /dev/vdb /debian && mount 
 #[ignore = "minutes: make debian-test"]
 fn debian_image_is_reachable_by_ssh_and_vsock() {
     let options = LabOptions::default();
-    let debian = Debian::new(2, options).unwrap_or_else(|error| panic!("{error}"));
+    let debian = DebianDownloader::new(2, options).unwrap_or_else(|error| panic!("{error}"));
     let place = &debian.place;
     if matches!(place, TestHost::Direct(_)) {
         println!("SKIP: the test makes namespaces and mounts, which it does in the lab only");
         return;
     }
-    let shell = |line: &str| printed(place, &Command::shell(line)).unwrap_or_else(|why| panic!("{why}"));
+    let shell = |line: &str| printed(place, &HostCommand::shell(line)).unwrap_or_else(|why| panic!("{why}"));
     shell(CHROOT);
     let key = std::fs::read(integration::artefacts::target_dir().join("debian/ssh-key")).unwrap();
     place.put("/debian/tmp/key", 0o600, &key).unwrap();
     let namespace = place
-        .start(&Command::new("unshare").args(["-n", "sh", "-c", NAMESPACE]))
+        .start(&HostCommand::new("unshare").args(["-n", "sh", "-c", NAMESPACE]))
         .unwrap();
     says(&namespace, "namespace-", LIMIT).unwrap();
     let said = namespace.stdout_so_far();
     let pid = said.trim().rsplit('-').next().unwrap().to_owned();
-    let inside = || Command::new("nsenter").args(["-t", &pid, "-n"]);
+    let inside = || HostCommand::new("nsenter").args(["-t", &pid, "-n"]);
 
     let perfvisor = place.perfvisor().unwrap();
     let command = debian.command("reached", 0).unwrap();
@@ -167,7 +172,7 @@ fn debian_image_is_reachable_by_ssh_and_vsock() {
     let mut vm = place.start(&command).unwrap();
     says(&vm, "login:", LIMIT).unwrap_or_else(|why| panic!("{why}"));
     let ours = |words: &[&str]| {
-        printed(place, &Command::new(&perfvisor).args(words.iter().copied()))
+        printed(place, &HostCommand::new(&perfvisor).args(words.iter().copied()))
             .unwrap_or_else(|why| panic!("{why}"))
     };
     ours(&[
@@ -210,7 +215,7 @@ fn debian_image_is_reachable_by_ssh_and_vsock() {
     assert!(cycles > 1e6, "{stat}");
     eprintln!("over ssh: {cycles} cycles");
 
-    // Files copied by vsock are visible through ssh, and vice versa.
+    // Files copied over vsock are visible over ssh, and vice versa.
     shell("head -c 3000000 /dev/urandom >/tmp/there");
     ours(&["cp", "/tmp/there", "reached:/root/there"]);
     let sum = shell("sha256sum </tmp/there");

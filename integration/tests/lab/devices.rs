@@ -1,19 +1,19 @@
-//! Tests virtio devices under an unmodified Debian kernel in combination with other features: after
-//! each in-place reboot, during single-stepping, and with breakpoints on RDPMC.
+//! Tests virtio devices under an unmodified Debian kernel in combination with other features:
+//! in-place reboots, single-stepping, and breakpoints on RDPMC.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::process::Command;
+use integration::process::HostCommand;
 use integration::test_host::{TestHost, TestHostError};
 
 use crate::shared_guests::{self, GuestPart};
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Script that stores the number of the boot on the disk and prints `marker-up` when all devices
-/// are in use.
+/// Script that stores the boot number on the disk and prints `marker-up` when all devices are in
+/// use.
 const REBOOTS: &str = r#"
 drivers
 boot=$(head -c 1 /dev/vda)
@@ -38,7 +38,7 @@ section end cat /sys/class/net/eth0/address
 
 #[track_caller]
 fn shell(place: &TestHost, line: &str) -> String {
-    let output = place.run(&Command::shell(line), LIMIT).unwrap();
+    let output = place.run(&HostCommand::shell(line), LIMIT).unwrap();
     assert!(output.success(), "{line}: {}", output.stderr_text());
     output.stdout_text()
 }
@@ -104,7 +104,7 @@ fn disks_and_networks_survive_reboots() {
     run.expect_success();
 }
 
-/// Script in which a counted program reads the disk, bypassing the page cache.
+/// Script in which perf counts a program that reads the disk, bypassing the page cache.
 const COUNTED: &str = r#"
 drivers
 seq 1 200000 | head -c 1048576 >/tmp/data
@@ -119,7 +119,7 @@ section disk sh -c "head -c 1048576 /dev/vda | cmp - /tmp/data"
 /// Creates the disk that [`COUNTED`] reads.
 fn make_counted_disk(place: &TestHost) -> Result<String, TestHostError> {
     let disk = place.scratch("counted.img");
-    let made = place.run(&Command::shell(format!("truncate -s 4M '{disk}'")), LIMIT)?;
+    let made = place.run(&HostCommand::shell(format!("truncate -s 4M '{disk}'")), LIMIT)?;
     assert!(made.success(), "{}", made.stderr_text());
     Ok(disk)
 }
@@ -138,7 +138,7 @@ fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     counts
 }
 
-/// The part that runs in the single-stepped shared guest.
+/// The part of the single-stepped shared guest.
 pub const STEPPED: GuestPart = GuestPart {
     tests: &["devices::stepped_guest_with_disk_counts_exactly"],
     prepare: || {},
@@ -159,7 +159,7 @@ fn stepped_guest_with_disk_counts_exactly() {
     assert!(counts.iter().all(|count| *count == counts[0]), "{counts:?}");
 }
 
-/// Intercepts RDPMC by hardware breakpoints, if the host supports them.
+/// The guest uses its disk while hardware breakpoints intercept RDPMC, if the host supports them.
 #[test]
 fn guest_with_rdpmc_breakpoints_uses_disk() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -182,7 +182,7 @@ fn guest_with_rdpmc_breakpoints_uses_disk() {
     assert!(counts.iter().all(|counted| *counted > 1e6), "{counts:?}");
 }
 
-/// Script that writes more than the guest's and the host's buffers can hold together.
+/// Script that writes more data than the guest's and the host's buffers can hold together.
 const CONSOLE: &str = r#"
 drivers
 until [ -c /dev/hvc0 ]; do sleep 0.1; done
@@ -199,8 +199,8 @@ echo "the last line" >&3
 read word </dev/ttyS0
 "#;
 
-/// A user at the other end of a pseudo-terminal types a line and reads one. Later nobody reads: the
-/// guest is not blocked, and the newest output is kept for the next reader.
+/// A user at the other end of a pseudo-terminal types a line and reads a line. When nobody reads
+/// any longer, the guest is not blocked, and the newest output is kept for the next reader.
 #[test]
 fn virtio_console_does_not_block_without_reader() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -234,15 +234,16 @@ fn virtio_console_does_not_block_without_reader() {
     let run = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
     run.expect_success();
     assert_eq!(run.section("word").trim(), "got typed");
-    // 108,908 bytes were written; 64 KiB are buffered here, and a few in the pseudo-terminal.
+    // The guest writes 108,908 bytes. The VMM buffers 64 KiB, and the pseudo-terminal a small
+    // amount.
     assert!((1000..100_000).contains(&said.len()), "{} bytes", said.len());
     assert!(said.contains("\n20000\nthe last line"), "{said}");
 }
 
-/// Size of the balloon and of the file that the guest writes and removes before, in MiB.
+/// Size of the balloon, and of the file that the guest writes and removes beforehand, in MiB.
 const BALLOON_MIB: u64 = 96;
 
-/// Script that leaves free pages which the host has allocated.
+/// Script that leaves free pages for which the host has allocated memory.
 const BALLOON: &str = r#"
 drivers
 dd if=/dev/zero of=/tmp/fill bs=1M count=128 2>/dev/null
@@ -256,7 +257,7 @@ section deflated grep MemTotal /proc/meminfo
 section kernel sh -c "dmesg | grep -iE 'oom|out of memory'; true"
 "#;
 
-/// Returns the balloon of VM `name` once its actual size is `mib`.
+/// Returns the balloon state of VM `name` once its actual size is `mib` MiB.
 fn balloon_of(place: &TestHost, name: &str, mib: u64) -> serde_json::Value {
     let perfvisor = place.perfvisor().unwrap();
     let mut balloon = serde_json::Value::Null;
@@ -271,8 +272,8 @@ fn balloon_of(place: &TestHost, name: &str, mib: u64) -> serde_json::Value {
     panic!("the balloon has not reached {mib} MiB: {balloon}");
 }
 
-/// The VM's memory on the host shrinks by the size of the balloon. The guest reports statistics and
-/// uses the memory again afterwards.
+/// Inflating the balloon reduces the VM's memory on the host by the size of the balloon. The guest
+/// reports statistics and can use the memory again afterwards.
 #[test]
 fn balloon_gives_memory_of_linux_back() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -289,7 +290,7 @@ fn balloon_gives_memory_of_linux_back() {
     );
     let perfvisor = place.perfvisor().unwrap();
     let resident_kib = || {
-        // The VM's brokers have its name, too, and far less memory.
+        // The VM's brokers have the same name, and use far less memory.
         let status = "for pid in $(pidof perfvisor); do grep RssAnon /proc/$pid/status; done | sort -n -k 2 | tail -n 1";
         let words = shell(&place, status);
         let kib = words
@@ -329,7 +330,7 @@ fn balloon_gives_memory_of_linux_back() {
     running.write(b"on\n").unwrap();
     let run = guest.finish(&running.wait(guest.limits()).unwrap()).unwrap();
     run.expect_success();
-    // Linux counts pages in the balloon as if they did not exist.
+    // Linux excludes pages in the balloon from its total memory.
     assert_ne!(run.section("inflated"), run.section("deflated"));
     assert_eq!(run.section("kernel").trim(), "");
 }

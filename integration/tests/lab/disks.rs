@@ -1,20 +1,20 @@
 //! Tests disks of a Debian guest: flushed data survives killing the VM, read-only disks remain
-//! unchanged, and a full host causes an I/O error in the guest.
+//! unchanged, and lack of space on the host causes an I/O error in the guest.
 
 use std::path::Path;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
-use integration::process::{Command, Output};
+use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::TestHost;
 use tempfile::TempDir;
 
 const SIGKILL: i32 = 9;
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Script that creates a file system on the first disk, writes to both disks, flushes, and waits to
-/// be killed.
+/// Script that creates a file system on the first disk, writes to both disks, flushes them, and
+/// waits until the VM is killed.
 const WRITER: &str = r#"
 load ext4
 drivers
@@ -32,7 +32,7 @@ seq 1 100000 >/mnt/never-flushed
 sleep 10000
 "#;
 
-/// Script that checks the data of the killed VM, and a read-only disk.
+/// Script that checks the killed VM's data and a read-only disk.
 const READER: &str = r#"
 load ext4
 drivers
@@ -65,7 +65,7 @@ section fill dd if=/dev/urandom of=/dev/vda bs=1M count=24 conv=fsync
 section lives sh -c 'head -c 512 /dev/vda | wc -c'
 "#;
 
-/// Script that reads 8 MiB of each disk and shows the seconds that it took.
+/// Script that reads 8 MiB of each disk and prints the elapsed seconds.
 const READER_OF_TWO: &str = r#"
 drivers
 seconds() {
@@ -87,8 +87,8 @@ fn guest(name: &str, pmu: &str, script: &str, disks: &[String]) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-fn shell(place: &TestHost, line: &str) -> Output {
-    let output = place.run(&Command::shell(line), LIMIT).unwrap();
+fn shell(place: &TestHost, line: &str) -> ProcessOutput {
+    let output = place.run(&HostCommand::shell(line), LIMIT).unwrap();
     assert!(output.success(), "{line}: {}", output.stderr_text());
     output
 }
@@ -103,7 +103,7 @@ fn status(run: &GuestRun, name: &str) -> Option<i32> {
     run.console.sections.get(name).and_then(|section| section.status)
 }
 
-/// The guests run one after the other with different virtual PMUs, which must not affect disks.
+/// The guests run one after the other with different virtual PMUs, which must not affect the disks.
 #[test]
 fn flushed_data_survives_killed_vm() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -145,7 +145,7 @@ fn flushed_data_survives_killed_vm() {
     let mut disks = vec![first, format!("{second},ro,serial=data-1")];
     disks.extend(third.as_ref().map(|(disk, ..)| disk.clone()));
     let run = guest("disks-reader", "amd", READER, &disks).run(&place).unwrap();
-    // Status 1: the journal was replayed.
+    // Status 1 means that the journal was replayed.
     assert!(matches!(status(&run, "replay"), Some(0 | 1)), "{run}");
     assert_eq!(status(&run, "check"), Some(0), "{run}");
     let sum = section(&run, "expected").split(' ').next().unwrap();
@@ -173,7 +173,7 @@ fn flushed_data_survives_killed_vm() {
 }
 
 /// Creates a disk of 8 MiB as a qcow2 image with a raw backing file, if qemu-img is installed.
-/// Returns the value for `--disk`, the image, and the directory of the backing file.
+/// Returns the value for `--disk`, the path of the image, and the directory of the backing file.
 fn qcow2_disk(place: &TestHost) -> Option<(String, String, TempDir)> {
     let dir = tempfile::tempdir().unwrap();
     let base = [b"perfvisor".as_slice(), &[0; 503]].concat();
@@ -206,7 +206,7 @@ fn qcow2_disk(place: &TestHost) -> Option<(String, String, TempDir)> {
     ))
 }
 
-/// Checks the image at `path` with qemu-img. Leaked clusters are accepted after a VM was killed.
+/// Checks the image at `path` with qemu-img. Accepts leaked clusters, because the VM was killed.
 fn whole(place: &TestHost, path: &str, dir: &Path) {
     std::fs::write(dir.join("top"), place.get(path).unwrap()).unwrap();
     let check = std::process::Command::new("qemu-img")
@@ -222,8 +222,8 @@ fn whole(place: &TestHost, path: &str, dir: &Path) {
     );
 }
 
-/// A disk with 2 MiB a second takes about three seconds for 8 MiB, the first 2 of which pass at once.
-/// The guest's driver waits and reports no error.
+/// Reading 8 MiB from a disk that is limited to 2 MiB per second takes about three seconds, because
+/// the first 2 MiB are not delayed. The guest's driver waits and reports no error.
 #[test]
 fn rate_limit_delays_the_requests_of_linux() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -243,7 +243,7 @@ fn rate_limit_delays_the_requests_of_linux() {
     };
     let (limited, unlimited) = (seconds("limited"), seconds("unlimited"));
     eprintln!("8 MiB: {limited:.2} s with 2 MiB a second, {unlimited:.2} s without a limit");
-    // The last request, of 256 KiB, need not wait for all of its tokens.
+    // The last request of 256 KiB may complete before all of its tokens are available.
     assert!(
         limited > (8.0 - 2.0 - 0.25) / 2.0 - 0.05 && limited > unlimited,
         "{limited} {unlimited}"
@@ -257,7 +257,7 @@ fn full_host_disk_causes_guest_io_error() {
     let small = place.scratch("small");
     let mounted = place
         .run(
-            &Command::shell(format!(
+            &HostCommand::shell(format!(
                 "mkdir -p '{small}' && mount -t tmpfs -o size=8M tmpfs '{small}'"
             )),
             LIMIT,

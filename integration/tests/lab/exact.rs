@@ -1,32 +1,32 @@
 //! Tests exact counting: code with known counts on every PMU model, and user-mode counts of a Linux
 //! guest.
 //!
-//! Tests run on this machine's KVM of any kind; those that need CPL 3 run in the lab if this
-//! machine cannot single-step it. `make exact` tests all models there, too.
+//! Tests run on this machine's KVM, whatever its type. Tests that need CPL 3 run in the lab if this
+//! machine cannot single-step CPL 3. `make exact` also tests all models in the lab.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::lease::LeaseAccess;
-use integration::limit::Limit;
+use integration::lease::TestHostSharing;
+use integration::limit::ProgressLimit;
 use integration::parse::{TapReport, judge_detail, parse_stat_csv, parse_tap};
-use integration::process::Command;
+use integration::process::HostCommand;
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
 use crate::shared_guests::{self, GuestPart};
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 const MODELS: [&str; 8] = [
     "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",
 ];
 
-/// Runs `exact.elf` and checks that its tests ran: without exact counting, the guest prints an
-/// empty plan and exits successfully.
+/// Runs `exact.elf` and checks that its tests ran, because the guest prints an empty plan and exits
+/// successfully if exact counting is unavailable.
 fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> TapReport {
     let kernel = place
         .bare_metal_guest("exact")
         .unwrap_or_else(|error| panic!("{error}"));
     let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
-    let command = Command::new(perfvisor)
+    let command = HostCommand::new(perfvisor)
         .args(["run", "--kernel", &kernel, "--pmu", model, "--backing", "exact"])
         .args(["--cpus", &cpus.to_string(), "--cmdline", words, "--stats"]);
     let output = place
@@ -56,7 +56,8 @@ fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> T
     tap
 }
 
-/// KVM without hardware virtualization can step CPL 0 only.
+/// Returns the guest options for this machine's KVM, which can single-step only CPL 0 without
+/// hardware virtualization.
 fn words_here() -> &'static str {
     match probe_kvm() {
         KvmKind::SoftwareOnly => "no-user",
@@ -66,15 +67,15 @@ fn words_here() -> &'static str {
 
 #[test]
 fn hand_counted_code_is_exact_here_on_every_model() {
-    let place = TestHost::for_bare_metal(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::for_bare_metal(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
     for model in MODELS {
         let tap = hand_counted_code(&place, model, 1, words_here());
         assert!(tap.passed.len() >= 15, "{model}: {tap:?}");
     }
 }
 
-/// Covers CPL 0 and CPL 3 on a KVM with hardware virtualization, where interrupts, faults and
-/// SYSCALL clear the trap flag.
+/// Counts at CPL 0 and CPL 3 are exact on a KVM with hardware virtualization, where interrupts,
+/// faults and SYSCALL clear the trap flag.
 #[test]
 fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -91,7 +92,7 @@ fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
 }
 
 /// With several vCPUs, hardware breakpoints watch the interrupt gates instead, and do not trigger
-/// on every KVM. Code without interrupts and faults is still exact at CPL 0.
+/// on every KVM. Straight-line code at CPL 0 is still counted exactly.
 #[test]
 fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -103,22 +104,22 @@ fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
 /// Number of repetitions of user-mode counts.
 const RUNS: usize = 5;
 
-/// Number of system calls counted in each run. An interrupt or page fault takes 3,300 instructions,
-/// and any run may include one; the last run has so many calls that a few do not matter.
+/// Number of system calls in each run. An interrupt or page fault adds 3,300 instructions, and any
+/// run may include one. The last run makes enough calls for a few of them to be negligible.
 const CALLS: [u32; 3] = [20, 20, 260];
 
 /// Returns a Linux guest that is single-stepped while its perf counts.
 pub fn stepped(name: &str, pmu: &str) -> LinuxGuest {
     LinuxGuest::new(name, pmu)
-        // The NMI watchdog would count, and thus step, the kernel permanently; addresses affect the
-        // length of start-up code; RCU regards a minute of single steps without a context switch as
-        // a stall.
+        // The NMI watchdog would count kernel events, so the kernel would be single-stepped
+        // permanently. Addresses affect the length of start-up code. RCU regards a minute of
+        // single-stepping without a context switch as a stall.
         .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
         .args(["--backing", "exact", "--stats"])
         .limit(LIMIT)
 }
 
-/// First part of the shared guest: programs, before any device driver is loaded.
+/// First part of the shared guest, which runs programs before any device driver is loaded.
 pub const USER_MODE: GuestPart = GuestPart {
     tests: &[
         "exact::user_mode_counts_of_a_linux_guest_are_exact",
@@ -139,8 +140,8 @@ pub const USER_MODE: GuestPart = GuestPart {
     },
 };
 
-/// Last part of the shared guest: replaces the console from which `gate` reads its lines by a file,
-/// so the end of the script is not printed.
+/// Last part of the shared guest. It replaces the console from which `gate` reads its lines by a
+/// file, so the end of the script is not printed.
 pub const KERNEL_MODE: GuestPart = GuestPart {
     tests: &["exact::kernel_counts_of_a_linux_guest_grow_with_its_system_calls"],
     prepare: || {},
@@ -159,14 +160,14 @@ pub const KERNEL_MODE: GuestPart = GuestPart {
     },
 };
 
-/// Returns two counts of `perf stat` in a section.
+/// Returns two counts from the `perf stat` output in a section.
 fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
     let stat = parse_stat_csv(run.section(section));
     events.map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
 }
 
-/// User-mode counts of a static program are the same in each run, and equal to the known counts of
-/// a program whose instructions are all known.
+/// User-mode counts of a static program are the same in each run, and counts of a program whose
+/// instructions are all known equal the known values.
 #[test]
 fn user_mode_counts_of_a_linux_guest_are_exact() {
     /// Counts of `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8 instructions, N + 2D
@@ -182,8 +183,8 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
     run.expect_success();
 }
 
-/// `perf stat` without options shows exact and time-based counts, and the other events as not
-/// supported.
+/// `perf stat` without options shows exact and time-based counts, and reports the other events as
+/// not supported.
 #[test]
 fn perf_stat_shows_no_uncounted_numbers() {
     let run = shared_guests::STEPPED.run();
@@ -192,12 +193,13 @@ fn perf_stat_shows_no_uncounted_numbers() {
     eprintln!("{}", run.section("stat"));
 }
 
-/// A single-stepped kernel makes progress: its timer does not consume all time, and loops that read
-/// the clock terminate. The counts of identical system calls grow by the instructions of one call.
+/// A single-stepped kernel makes progress: its timer does not consume all of the time, and loops
+/// that read the clock terminate. Each additional identical system call increases the counts by the
+/// instructions of one call.
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
-    /// Instructions of one call in `syscalls` including its loop iteration, measured with QEMU's
-    /// -icount: docs/measurements.md.
+    /// Instructions per call in `syscalls`, including its loop iteration, measured with QEMU's
+    /// -icount (docs/measurements.md).
     const REFERENCE: f64 = 384.3;
     let run = shared_guests::STEPPED.run();
     let runs: Vec<_> = (0..CALLS.len())
@@ -213,8 +215,9 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
         assert!(counted[0] > 300.0 * f64::from(calls), "{runs:?}\n{run}");
         assert!(counted[1] > 10.0 * f64::from(calls), "{runs:?}\n{run}");
     }
-    // Entry and exit code depend on CPU vulnerabilities; the lab's processor is the one of the
-    // reference. A single interrupt or page fault is 11 % of eighty calls and 4 % of these.
+    // Entry and exit code depend on CPU vulnerabilities, and the reference was measured on the
+    // lab's processor. A single interrupt or page fault is 11 % of eighty calls and 4 % of the
+    // calls here.
     if !TestHost::is_direct().unwrap_or_else(|error| panic!("{error}")) {
         assert!(
             (each / REFERENCE - 1.0).abs() < 0.1,
@@ -224,8 +227,8 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     run.expect_success();
 }
 
-/// On an Intel model, CPUID lists the supported architectural events; the kernel's tables contain
-/// the others.
+/// On an Intel model, CPUID lists the supported architectural events. The other events are in the
+/// kernel's tables.
 #[test]
 #[ignore = "another boot under single steps, minutes: make exact"]
 fn perf_stat_in_intel_guest_shows_no_uncounted_numbers() {

@@ -1,33 +1,34 @@
 //! Tests vCPU hot-plug under an unmodified Debian kernel: the guest accepts and ejects vCPUs, its
 //! perf counts and samples on them, and the host's counts and recordings are complete.
 //!
-//! One guest with 1 of 3 vCPUs runs two rounds: 3 vCPUs, perf in the guest, 1 vCPU. Meanwhile the
-//! host counts the whole VM and each vCPU, and records, from before the first plug until after the
-//! last unplug.
+//! One guest with 1 of 3 vCPUs runs two rounds: plug to 3 vCPUs, run perf in the guest, unplug to 1
+//! vCPU. Meanwhile, the host counts the whole VM and each vCPU, and records, from before the first
+//! plug until after the last unplug.
 
 use std::collections::BTreeMap;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::parse::parse_stat_csv;
-use integration::process::{Command, Output, Process};
+use integration::process::{HostCommand, HostProcess, ProcessOutput};
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 /// Number of plug and unplug rounds.
 const ROUNDS: u32 = 2;
 
-/// Sampling period of the host and the guest, which yields some hundred samples per measurement in
-/// the guest.
+/// Sampling period of the host and the guest, which yields several hundred samples per measurement
+/// in the guest.
 const PERIOD: u64 = 20_000_000;
 
-/// Most counts by which the rounding of each event on each life of a vCPU changes a sum.
+/// Maximum difference between two sums that is caused by rounding for each event in each lifetime
+/// of a vCPU.
 const ROUNDED: f64 = 8.0;
 
-/// Linux leaves a new CPU offline until the administrator or a udev rule brings it online. The
-/// function `begun` of the script waits until the host has started to observe; the host signals
-/// this by plugging in a vCPU.
+/// Guest script. Linux leaves a new CPU offline until the administrator or a udev rule brings it
+/// online, which the function `onliner` does. The script starts to measure when the host has
+/// plugged in the vCPUs, which signals that the host has started to observe.
 const SCRIPT: &str = r#"
 onliner() {
     while true; do
@@ -60,20 +61,20 @@ section dmesg sh -c "dmesg | grep -i -E 'cpu|eject|acpi' | tail -n 60"
 
 /// Runs a command that must succeed and returns both output streams.
 #[track_caller]
-fn run(place: &TestHost, command: &Command) -> (String, String) {
+fn run(place: &TestHost, command: &HostCommand) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
     said(&output)
 }
 
 #[track_caller]
-fn said(output: &Output) -> (String, String) {
+fn said(output: &ProcessOutput) -> (String, String) {
     assert!(output.success(), "{:?}: {}", output.ended, output.stderr_text());
     (output.stdout_text(), output.stderr_text())
 }
 
 /// Waits until the guest prints `marker`.
 #[track_caller]
-fn reaches(guest: Process, marker: &str) -> Process {
+fn reaches(guest: HostProcess, marker: &str) -> HostProcess {
     if guest.wait_for(marker, LIMIT) {
         return guest;
     }
@@ -138,10 +139,10 @@ fn linux_plugs_and_ejects_vcpus() {
     let running = place.start(&guest.command(&place).unwrap()).unwrap();
     let mut running = reaches(running, "marker-ready");
     let perfvisor = place.perfvisor().unwrap();
-    let ours = |args: &[&str]| Command::new(perfvisor.clone()).args(args.iter().copied());
+    let ours = |args: &[&str]| HostCommand::new(perfvisor.clone()).args(args.iter().copied());
     let data = place.scratch("hotplug.data");
     let period = PERIOD.to_string();
-    // Start counting while no vCPU runs, so that all events cover the same time.
+    // Start counting while no vCPU is running, so that all events cover the same time.
     let pause = || run(&place, &ours(&["ctl", "hotplug", "pause"]));
     pause();
     let begin = |args: &[&str]| {
@@ -185,7 +186,7 @@ fn linux_plugs_and_ejects_vcpus() {
         out.push(said(&process.wait(LIMIT).unwrap()));
     }
     run(&place, &ours(&["ctl", "hotplug", "resume"]));
-    // The guest ends with two of three vCPUs.
+    // The guest ends with two of its three vCPUs.
     change_vcpus(&place, &ours(&["ctl", "hotplug", "vcpus", "2"]));
     let output = running.wait(LIMIT).unwrap();
     let run_of_guest = guest.finish(&output).unwrap_or_else(|error| panic!("{error}"));
@@ -200,13 +201,13 @@ fn linux_plugs_and_ejects_vcpus() {
     the_guest_counts_on_its_new_vcpus(&run_of_guest, &out[1].0);
 }
 
-/// Most times that a change of the number of vCPUs is asked for. On a busy machine a guest needs longer
-/// than `ctl` waits.
+/// Maximum number of attempts to change the number of vCPUs. On a busy machine, the guest takes
+/// longer than `ctl` waits.
 const CHANGES: u32 = 30;
 
-/// Runs a `ctl vcpus` command until the guest has acknowledged it, and returns both output streams.
+/// Runs a `ctl vcpus` command until the guest has acknowledged it. Returns both output streams.
 #[track_caller]
-fn change_vcpus(place: &TestHost, command: &Command) -> (String, String) {
+fn change_vcpus(place: &TestHost, command: &HostCommand) -> (String, String) {
     for _ in 1..CHANGES {
         let output = place.run(command, LIMIT).unwrap();
         if output.success() {
@@ -225,8 +226,8 @@ fn answered(stderr: &str) -> &str {
     line.unwrap_or_else(|| panic!("{stderr}"))
 }
 
-/// The count of the whole VM is exactly the sum over all vCPUs, including unplugged ones, because
-/// all events started and stopped while no vCPU ran.
+/// Checks that the count of the whole VM is exactly the sum over all vCPUs, including unplugged
+/// ones, because all events were started and stopped while no vCPU was running.
 fn the_host_counts_the_whole(whole: &str, each: &str) {
     let (whole, each) = (counts(whole), counts(each));
     for event in ["cycles", "kvm:exits", "task-clock"] {
@@ -237,17 +238,17 @@ fn the_host_counts_the_whole(whole: &str, each: &str) {
         assert!(parts.iter().all(|part| *part > 0.0), "{event}: {parts:?}");
         match event {
             "kvm:exits" => assert_eq!(all, sum),
-            // The events of a plugged vCPU are open before it first runs.
+            // The events of a hot-plugged vCPU are opened before the vCPU first runs.
             "cycles" => assert!((all - sum).abs() <= ROUNDED, "{event}: {all} and {sum}"),
-            // Each event reads the thread's CPU time for itself.
+            // Each event reads the thread's CPU time separately.
             _ => assert!((all / sum - 1.0).abs() < 0.001, "{event}: {all} and {sum}"),
         }
     }
 }
 
-/// The samples of each vCPU represent its count, except for the unfinished period: once for vCPU 0,
-/// and once per unplug for the others. A period that has elapsed is sampled even if its timer is
-/// late.
+/// Checks that the samples of each vCPU represent its count, except for the unfinished period,
+/// which occurs once for vCPU 0 and once per unplug for the others. An elapsed period is sampled
+/// even if its timer is late.
 fn the_recording_is_whole(each: &str, script: &str) {
     let (each, samples) = (counts(each), samples(script));
     for (vcpu, lives) in [(0, 1), (1, ROUNDS), (2, ROUNDS)] {
@@ -265,8 +266,8 @@ fn the_recording_is_whole(each: &str, script: &str) {
     }
 }
 
-/// Counts of the guest on its second and third CPU, in both rounds, do not exceed the host's
-/// counts, which also include work outside the measured seconds.
+/// Checks that the guest's counts on its second and third CPU, in both rounds, do not exceed the
+/// host's counts, which also include work outside the measured seconds.
 fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
     let host = counts(each);
     for vcpu in 1..3u32 {
@@ -287,8 +288,8 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
             eprintln!(
                 "guest: CPU {vcpu}, round {round}: {counted} cycles counted, {samples} samples for {ratio:.3} of them"
             );
-            // Both cover the same time, but the start and end of perf record itself are counted and
-            // not sampled.
+            // Both cover the same time, but the start and the end of perf record itself are counted
+            // and not sampled.
             assert!(
                 (0.3..1.02).contains(&ratio),
                 "CPU {vcpu}: {sampled} of {counted}\n{run}"
@@ -297,7 +298,7 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
         }
         let share = sum / host[&("cycles".to_owned(), Some(vcpu.into()))];
         eprintln!("guest: CPU {vcpu}: {share:.3} of what the host counted");
-        // The vCPU also runs unmeasured work: plug and unplug, perf's start and its output.
+        // The vCPU also performs unmeasured work: plug and unplug, perf's start, and its output.
         assert!((0.2..1.02).contains(&share), "CPU {vcpu}: {share}\n{run}");
     }
 }

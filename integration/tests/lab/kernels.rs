@@ -1,8 +1,8 @@
 //! Tests other stock kernels: Debian's default kernel and the newest one available, as bzImage and
-//! ELF, with and without KASLR, on one, two and four vCPUs. Each must find its PMU, count on every
-//! CPU, and sample.
+//! ELF, with and without KASLR, on one, two and four vCPUs. Each kernel must find its PMU, count on
+//! every CPU, and sample.
 //!
-//! Only a few combinations are tested by default; `PERFVISOR_KERNELS=all` (`make kernels`) tests
+//! Only a few combinations are tested by default. `PERFVISOR_KERNELS=all` (`make kernels`) tests
 //! all of them.
 
 use std::fmt::Write as _;
@@ -12,24 +12,24 @@ use guest_images::linux::KernelChoice;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::MEASUREMENTS;
 use integration::parse::{parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Sampling period of `perf record -c`. A sample costs a guest in the lab at least a millisecond.
+/// Sampling period of `perf record -c`. In the lab, a sample costs a guest at least a millisecond.
 const PERIOD: f64 = 50_000_000.0;
 
 /// Relative tolerance between counts and clock, and between samples and counts.
 const TOLERANCE: f64 = 0.10;
 
-/// Ratio of cycles to CPU time while sampling. Taking a sample uses CPU time of the program, but no
-/// cycles.
+/// Range of the ratio of cycles to CPU time while sampling. Sampling uses CPU time of the program,
+/// but no cycles.
 const WHILE_SAMPLED: std::ops::Range<f64> = 0.8..1.1;
 
-/// A combination of kernel, image, vCPUs and model.
+/// Combination of kernel, image, number of vCPUs, and PMU model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct KernelCase {
     kernel: &'static str,
@@ -45,12 +45,13 @@ struct CaseResult {
     text: String,
     cycles: f64,
     samples: f64,
-    /// Measurements that were out of tolerance.
+    /// Number of measurements that were out of tolerance.
     off: usize,
     boot_seconds: f64,
 }
 
-/// Default combinations: each kernel once, and each of the other parameters at least once.
+/// Default combinations. Each kernel occurs once, and each value of the other parameters at least
+/// once.
 const FEW: [KernelCase; 3] = [
     KernelCase {
         kernel: "cloud",
@@ -76,7 +77,7 @@ const FEW: [KernelCase; 3] = [
 ];
 
 /// Kernels of Debian 13 and its newest backport, by their names in [`KernelChoice::parse`]. Each
-/// boots as packaged, with one and with two vCPUs.
+/// kernel boots as packaged, with one vCPU and with two.
 const DEBIAN_13: [&str; 4] = [
     "debian13-cloud",
     "debian13-generic",
@@ -101,7 +102,8 @@ fn all() -> Vec<KernelCase> {
         for image in ["bzImage", "vmlinux"] {
             for kaslr in [false, true] {
                 for cpus in [1, 2, 4] {
-                    // Alternate the vendors, so that each of the other parameters occurs with both.
+                    // Alternate the vendors, so that each value of the other parameters occurs with
+                    // both.
                     let pmu = ["intel", "amd"][cases.len() % 2];
                     cases.push(KernelCase {
                         kernel,
@@ -127,7 +129,7 @@ fn place_with(cases: &[KernelCase]) -> TestHost {
         }
     }
     let options = LabOptions {
-        // Guests with four vCPUs run on two processors, a realistic overcommitment.
+        // Guests with four vCPUs run on two processors, which is a realistic overcommitment.
         cpus: 2,
         files,
         ..LabOptions::default()
@@ -173,8 +175,8 @@ impl KernelCase {
         self.check(&run).map_err(|what| format!("{what}\n{run}"))
     }
 
-    /// Time measurements are always repeated in the same guest, so that a single outlier does not
-    /// require another boot.
+    /// Returns the script of the guest. Time measurements are always repeated in the same guest, so
+    /// that a single outlier does not require another boot.
     fn script(&self) -> String {
         let mut script = format!(
             "section release uname -r\n\
@@ -226,8 +228,8 @@ impl KernelCase {
             let stat = parse_stat_csv(text(&format!("stat{n}"))?);
             let value = |event| stat.value(event).map_err(|error| error.to_string());
             let cycles = value("cycles")? / (value("task-clock")? / 1e3 * tsc_hz);
-            // A second counter covers the same time as the samples, because the time that samples
-            // take is in neither.
+            // Compare with a second counter that covers the same time as the samples, because
+            // neither includes the time spent on sampling.
             let record = text(&format!("record{n}"))?;
             let counted = parse_stat_csv(record)
                 .value("cycles")
@@ -295,7 +297,7 @@ fn other_kernels_find_their_pmu_count_on_every_cpu_and_sample() {
     let cases = match std::env::var("PERFVISOR_KERNELS").as_deref() {
         Ok("all") => all(),
         Ok("") | Err(_) => FEW.to_vec(),
-        // The combinations of one kernel.
+        // Select all combinations of one kernel.
         Ok(kernel) => all().into_iter().filter(|case| case.kernel == kernel).collect(),
     };
     assert!(
@@ -307,8 +309,8 @@ fn other_kernels_find_their_pmu_count_on_every_cpu_and_sample() {
          |---|---|---|---|---|---|---|---|---|---|\n",
     );
     let mut failures = Vec::new();
-    // Kernels are large, and the lab keeps them in memory. With many combinations, each kernel gets
-    // a lab of its own.
+    // Kernels are large, and the lab keeps them in memory. With many combinations, each kernel has
+    // its own lab.
     let many = cases.len() > FEW.len();
     let mut place = None;
     let mut kernel = "";

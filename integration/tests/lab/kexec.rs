@@ -1,23 +1,23 @@
-//! Tests that a guest can start another kernel by kexec, or after a panic by kdump, without support
-//! of the VMM, and that perf in the new kernel counts and samples as before.
+//! Tests that a guest can start another kernel with kexec, or after a panic with kdump, without
+//! support from the VMM, and that perf in the new kernel counts and samples as before.
 
 use guest_images::kexec;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::parse::{complaints, judge_detail};
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 /// Numbers of the kernels.
 const STAGES: [u32; 5] = [1, 2, 3, 4, 5];
 
-/// Script of all five kernels. The first kernel loads the second at another address, the second
-/// loads a third at its own address, and the third a fourth at a chosen address. The fourth one
-/// panics, and the fifth one, loaded for that purpose with one CPU, runs in reserved memory
-/// (kdump). The command line tells a kernel its number. The initrd is packed from the files of the
-/// first one, including this script.
+/// Script of all five kernels. The first kernel loads the second one at a different address, the
+/// second loads the third at its own address, and the third loads the fourth at a given address.
+/// The fourth kernel panics. The fifth kernel, loaded for this purpose with one CPU, runs in
+/// reserved memory (kdump). Each kernel reads its number from the command line. The initrd is
+/// packed from the files of the first one, including this script.
 const SCRIPT: &str = r#"
 stage() {
 	for word in $(cat /proc/cmdline); do
@@ -78,7 +78,8 @@ fn symbol_address(run: &GuestRun, stage: u32) -> String {
     text.split_whitespace().next().unwrap_or_default().to_owned()
 }
 
-/// Covers a new kernel at the same address, at another address, and after a panic.
+/// perf counts and samples in a new kernel at the same address, at a different address, and after a
+/// panic.
 #[test]
 fn kexec_kernels_count_and_sample() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -114,7 +115,7 @@ fn kexec_kernels_count_and_sample() {
     );
     for stage in 0..STAGES.len() {
         // 300,000,000 iterations of two instructions take at least half as many cycles. A count
-        // with a lost or doubled period, or off by 2^48, is far outside this range.
+        // with a lost or duplicated period, or one that is off by 2^48, is far outside this range.
         assert!(
             user[stage] > 150_000_000 && user[stage] < 100 * user[0],
             "{user:?}\n{run}"
@@ -132,13 +133,13 @@ fn kexec_kernels_count_and_sample() {
     }
     assert_eq!(symbol_address(&run, 1), symbol_address(&run, 2), "nokaslr\n{run}");
     assert_eq!(symbol_address(&run, 2), symbol_address(&run, 3), "nokaslr\n{run}");
-    // The kernel may report a slow machine on the previous line.
+    // The kernel may report on the previous line that the machine is slow.
     assert_eq!(
         run.section("crash-loaded").trim().lines().last(),
         Some("1"),
         "{run}"
     );
-    // Only a kernel that runs after a panic can access the memory of the previous one. (The panic
+    // Only a kernel that runs after a panic can access the previous kernel's memory. (The panic
     // message itself may be lost, because another CPU owns the console while the new kernel
     // starts.)
     let vmcore = run.section("vmcore");

@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
-use integration::lease::{LeaseAccess, LeaseError};
-use integration::limit::Limit;
-use integration::process::{Command, ProcessError};
+use integration::lease::{LeaseError, TestHostSharing};
+use integration::limit::ProgressLimit;
+use integration::process::{HostCommand, ProcessError};
 use integration::test_host::{LabHost, TestHost};
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// A single boot for all checks, because booting dominates the time.
+/// Booting dominates the time, so all checks share a single boot.
 #[test]
 fn lab_has_kvm_and_reliable_agent() {
     let options = LabOptions {
@@ -26,23 +26,23 @@ fn lab_has_kvm_and_reliable_agent() {
         lab.boot_time()
     );
 
-    // KVM: nested paging and the device node.
-    let kvm = lab.start(&Command::shell(
+    // Check KVM's nested paging and the device node.
+    let kvm = lab.start(&HostCommand::shell(
         "cat /sys/module/kvm_amd/parameters/npt; ls /dev/kvm",
     ));
     let output = kvm.unwrap().wait(LIMIT).unwrap();
     assert!(output.success(), "{}", output.stderr_text());
     assert_eq!(output.stdout_text(), "Y\n/dev/kvm\n");
 
-    // Both streams, exit status, environment.
-    let command = Command::shell("echo out $PV_TEST; echo err >&2; exit 7").env("PV_TEST", "x");
+    // Check both streams, the exit status and the environment.
+    let command = HostCommand::shell("echo out $PV_TEST; echo err >&2; exit 7").env("PV_TEST", "x");
     let output = lab.start(&command).unwrap().wait(LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "out x\n");
     assert_eq!(output.stderr_text(), "err\n");
     assert_eq!(output.code(), Some(7));
 
     // Limitations of the host are reported as information, not as errors.
-    let check = lab.start(&Command::new("perfvisor").args(["check"])).unwrap();
+    let check = lab.start(&HostCommand::new("perfvisor").args(["check"])).unwrap();
     let output = check.wait(LIMIT).unwrap();
     assert!(output.success(), "{}", output.stderr_text());
     assert!(
@@ -56,9 +56,9 @@ fn lab_has_kvm_and_reliable_agent() {
         output.stderr_text()
     );
 
-    // Input, two concurrent processes, and signals.
-    let mut cat = lab.start(&Command::new("cat")).unwrap();
-    let sleeper = lab.start(&Command::shell("echo ready; sleep 1000")).unwrap();
+    // Check input, two concurrent processes, and signals.
+    let mut cat = lab.start(&HostCommand::new("cat")).unwrap();
+    let sleeper = lab.start(&HostCommand::shell("echo ready; sleep 1000")).unwrap();
     cat.write(b"hello").unwrap();
     assert!(cat.wait_for("hello", LIMIT) && sleeper.wait_for("ready", LIMIT));
     cat.close_stdin().unwrap();
@@ -68,12 +68,12 @@ fn lab_has_kvm_and_reliable_agent() {
     assert_eq!(sleeper.wait(LIMIT).unwrap().ended.signal, Some(libc::SIGTERM));
 
     // Time limits are enforced, and the lab remains usable afterwards.
-    let hangs = lab.start(&Command::shell("echo stuck; sleep 1000")).unwrap();
+    let hangs = lab.start(&HostCommand::shell("echo stuck; sleep 1000")).unwrap();
     assert!(hangs.wait_for("stuck", LIMIT));
     let error = hangs.wait(Duration::from_millis(1)).unwrap_err();
     assert!(matches!(error, ProcessError::TimedOut { .. }), "{error}");
 
-    // Files with arbitrary contents, larger than a frame, in both directions.
+    // Transfer files with arbitrary contents, larger than a frame, in both directions.
     let data: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
     lab.put("/tmp/a/b", 0o755, &data).unwrap();
     assert_eq!(lab.get("/tmp/a/b").unwrap(), data);
@@ -88,12 +88,12 @@ fn lab_has_kvm_and_reliable_agent() {
     );
     let error = lab.put("/proc/nothing", 0o600, b"x").unwrap_err().to_string();
     assert!(error.contains("/proc/nothing"), "{error}");
-    let missing = lab.start(&Command::new("/no/such/program")).unwrap();
+    let missing = lab.start(&HostCommand::new("/no/such/program")).unwrap();
     let error = missing.wait(LIMIT).unwrap_err();
     assert!(matches!(error, ProcessError::Start { .. }), "{error}");
 
-    // A lab that dies is reported with the end of its console, and a new one replaces it.
-    let death = Command::shell("echo last words >/dev/console; echo o >/proc/sysrq-trigger; sleep 60");
+    // If the lab terminates, the error contains the end of its console, and a new lab replaces it.
+    let death = HostCommand::shell("echo last words >/dev/console; echo o >/proc/sysrq-trigger; sleep 60");
     let error = lab.start(&death).unwrap().wait(LIMIT).unwrap_err();
     assert!(matches!(error, ProcessError::LabGone { .. }), "{error}");
     let error = error.to_string();
@@ -103,29 +103,29 @@ fn lab_has_kvm_and_reliable_agent() {
     );
     assert!(lab.is_gone());
     let place = TestHost::Lab(host);
-    let output = place.run(&Command::shell("echo alive"), LIMIT).unwrap();
+    let output = place.run(&HostCommand::shell("echo alive"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive\n");
 
-    // The same applies to a lab that hangs.
+    // The same applies if the lab hangs.
     let TestHost::Lab(host) = &place else {
         unreachable!()
     };
     host.replace_if_hung();
     assert!(!host.last().is_gone(), "this one does not hang");
-    let hang = Command::shell("kill -STOP $(pidof lab-agent)");
+    let hang = HostCommand::shell("kill -STOP $(pidof lab-agent)");
     let stopped = host.last().start(&hang).unwrap();
     stopped.wait(Duration::from_secs(2)).unwrap_err();
-    // The emulator still reports the state of its processors, one more than the guests can use.
+    // The emulator still reports the state of its processors, one more than guests can use.
     let processors = host.last().instruction_pointers(2, Duration::ZERO).unwrap();
     assert_eq!(processors.len(), 3, "{processors:?}");
     assert!(processors.values().all(|seen| seen.len() == 2), "{processors:?}");
     host.replace_if_hung();
     assert!(host.last().is_gone());
-    let output = place.run(&Command::shell("echo alive again"), LIMIT).unwrap();
+    let output = place.run(&HostCommand::shell("echo alive again"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive again\n");
 
-    // A hung guest is diagnosed before it is killed. The time to start depends on the machine, as
-    // with the boot of the lab.
+    // A hung guest is diagnosed before it is killed. As with the boot of the lab, the time to start
+    // depends on the machine.
     let TestHost::Lab(host) = &place else {
         unreachable!()
     };
@@ -151,22 +151,22 @@ fn lab_has_kvm_and_reliable_agent() {
     }
 }
 
-/// A lab contains no traces of earlier tests.
+/// A leased lab contains no remains of earlier tests.
 #[test]
 fn leased_lab_is_cleaned() {
     for round in 0..2 {
-        let place = TestHost::lab(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
+        let place = TestHost::lab(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
         let shell = |line: &str| {
-            let output = place.run(&Command::shell(line), LIMIT).unwrap();
+            let output = place.run(&HostCommand::shell(line), LIMIT).unwrap();
             assert!(output.success(), "{line}: {}", output.stderr_text());
             output.stdout_text()
         };
         let found = shell("ls -A /tmp /run; ls /sys/class/net");
         assert!(!found.contains("left"), "round {round}: {found}");
         shell("touch /tmp/left; mkdir -p /run/perfvisor; tunctl -t pvleft >/dev/null");
-        // A second lease of the same thread could deadlock.
+        // A second lease in the same thread could deadlock.
         assert!(matches!(
-            TestHost::lab(LeaseAccess::Shared),
+            TestHost::lab(TestHostSharing::Shared),
             Err(LeaseError::Pool(_))
         ));
     }

@@ -1,15 +1,15 @@
-//! Tests PMIs with Linux's late acknowledgment: on models since Haswell, the PMI handler unmasks
-//! LVTPC at its end, after it has handled all overflows so far. A PMI kept pending behind the mask
-//! would then become an unknown NMI.
+//! Tests PMIs with Linux's late acknowledgment. On models since Haswell, the PMI handler unmasks
+//! LVTPC at its end, after it has handled all overflows so far. A PMI that is kept pending while
+//! LVTPC is masked would then become an unknown NMI.
 
 use std::time::Duration;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
-/// Two events overflow at different rates (both count the same on the clock backing, so their
-/// periods differ) during `$WORK`, in addition to the watchdog's event.
+/// Script in which two events overflow at different rates during `$WORK`, in addition to the
+/// watchdog's event. On the clock backing, both events count the same, so their periods differ.
 const SCRIPT: &str = r#"
 section cpu grep -E -m 3 "^(cpu family|model|stepping)" /proc/cpuinfo
 section flags sh -c 'grep -o -w -m 1 x2apic /proc/cpuinfo || echo none'
@@ -25,15 +25,15 @@ const FREQUENCY: &str = r#"
 section expressions perf test "Simple expression parser"
 "#;
 
-/// Script that shows interrupts of the PIT, the clock event device, and Linux's message if it does
-/// not trust the APIC timer.
+/// Script that shows the interrupts of the PIT, the clock event device, and Linux's message if it
+/// does not trust the APIC timer.
 const TIMER: &str = r#"
 section timer sh -c 'grep -E "^ *0:" /proc/interrupts; cat /sys/devices/system/clockevents/clockevent0/current_device'
 section distrust sh -c 'dmesg | grep "APIC timer disabled due to verification failure" || echo none'
 "#;
 
-/// Lists the events of the top-down method, which Linux has for these models and no CPUID bit
-/// hides.
+/// Script that lists the top-down events, which Linux defines for these models and which no CPUID
+/// bit hides.
 const TOPDOWN: &str =
     "section topdown sh -c 'ls /sys/bus/event_source/devices/cpu/events | grep topdown || echo none'\n";
 
@@ -41,8 +41,8 @@ const TOPDOWN: &str =
 const SKYLAKE: u32 = 94;
 const SKYLAKE_SERVER: u32 = 85;
 
-/// 600,000,000 instructions: seconds on an emulated guest, and at least a tenth of a second
-/// anywhere.
+/// Workload of 600,000,000 instructions, which takes several seconds in an emulated guest and at
+/// least a tenth of a second on any host.
 const SHORT: &str = "spin 300000000x";
 
 /// Number of parts of the long test. Each prints a line to show progress.
@@ -58,14 +58,15 @@ fn samples(run: &GuestRun, event: &str) -> u64 {
         .unwrap_or_else(|| panic!("no samples of {event}\n{run}"))
 }
 
-/// [`LinuxGuest::run`] checks the kernel log: an NMI for "unknown reason" is an error.
+/// Runs the script in a guest. [`LinuxGuest::run`] checks the kernel log, and reports an NMI for
+/// "unknown reason" as an error.
 fn two_events_and_the_watchdog(
     name: &str,
     model: u32,
     words: &str,
     script: &str,
     work: &str,
-    limit: Limit,
+    limit: ProgressLimit,
 ) -> GuestRun {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let run = LinuxGuest::new(name, "intel")
@@ -96,16 +97,16 @@ fn late_ack_causes_no_unknown_nmi() {
         "nmi_watchdog=1",
         &format!("{SCRIPT}{TOPDOWN}"),
         SHORT,
-        Limit::GENEROUS,
+        ProgressLimit::GENEROUS,
     );
-    // Only a host PMU of Intel's counts them.
+    // Only an Intel host PMU supports these events.
     let counted = probe_kvm() == KvmKind::Hardware && !run.section("topdown").contains("none");
     assert!(counted || run.section("topdown").trim() == "none", "{run}");
 }
 
-/// In xAPIC mode the VMM cannot expose the mask bit and tracks it internally. The guest also lacks
-/// the TSC-deadline timer: Linux calibrates the APIC timer against the PIT, whose interrupt must be
-/// delivered.
+/// In xAPIC mode, the VMM cannot expose the mask bit and tracks it internally. The guest also lacks
+/// the TSC-deadline timer, so Linux calibrates the APIC timer against the PIT, whose interrupt must
+/// be delivered.
 #[test]
 fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
     let run = two_events_and_the_watchdog(
@@ -114,7 +115,7 @@ fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
         "nmi_watchdog=1 nox2apic lapic=notscdeadline",
         &format!("{SCRIPT}{FREQUENCY}{TIMER}"),
         SHORT,
-        Limit::GENEROUS,
+        ProgressLimit::GENEROUS,
     );
     assert_eq!(run.section("flags").trim(), "none", "{run}");
     let timer = run.section("timer");
@@ -126,9 +127,9 @@ fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
         ticks.is_some_and(|ticks| ticks > 0),
         "interrupts of the PIT: {timer}\n{run}"
     );
-    // Linux compares 100 ms of the APIC timer with the PIT and falls back to the PIT if they differ
-    // by three ticks, as happens if the host is delayed. The kernel reports this, and the PIT's
-    // ticks suffice.
+    // Linux compares 100 ms of the APIC timer with the PIT. If they differ by three ticks, for
+    // example because the host is delayed, Linux falls back to the PIT and reports this. The PIT's
+    // ticks are sufficient.
     let distrusts = run.section("distrust").trim() != "none";
     if distrusts {
         eprintln!("the host was held up while Linux measured the APIC's timer; the PIT gives the ticks");
@@ -137,7 +138,8 @@ fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
         timer.contains(if distrusts { "pit" } else { "lapic" }),
         "the clock events' device: {timer}\n{run}"
     );
-    // On an Intel processor the test fails if the frequency is 0, as without CPUID 15H and 16H.
+    // On an Intel processor, perf's test fails if the frequency is 0, which would be the case
+    // without CPUID 15H and 16H.
     assert!(
         run.section("expressions")
             .lines()
@@ -146,7 +148,7 @@ fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
     );
 }
 
-/// Rare errors need many PMIs to occur. `make late-ack SECONDS=600`, in guest time.
+/// Rare errors only occur with many PMIs. Run with `make late-ack SECONDS=600`, in guest time.
 #[test]
 #[ignore = "minutes; make late-ack"]
 fn late_ack_soak_causes_no_unknown_nmi() {
@@ -157,11 +159,10 @@ fn late_ack_soak_causes_no_unknown_nmi() {
         Err(_) => 600,
     };
     let part = f64::from(seconds) / LONG_PARTS as f64;
-    // Guest time may pass faster or slower than host time by an unknown factor, so only silence
-    // indicates a hang.
-    let limit = Limit {
+    // The ratio of guest time to host time is unknown, so only silence indicates a hang.
+    let limit = ProgressLimit {
         overall: Duration::from_secs(u64::from(seconds) * 20 + 600),
-        ..Limit::GENEROUS
+        ..ProgressLimit::GENEROUS
     };
     let spins = vec![format!("spin {part}"); LONG_PARTS].join("; ");
     let work = format!("sh -c \"{spins}\"");

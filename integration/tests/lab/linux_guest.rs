@@ -1,20 +1,20 @@
 //! Tests that perf in an unmodified Debian kernel counts and samples with the virtual PMU.
 //!
-//! Three guests per PMU model and number of vCPUs run all commands; each test checks its part of the
-//! output, and judges measured times by all three.
+//! Three guests per PMU model and number of vCPUs run all commands. Each test checks its part of
+//! the output, and evaluates measured times over all three.
 
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::{Figure, MEASUREMENTS, measured};
 use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::test_host::TestHost;
 
-/// Sampling period of `perf record -c`: about forty samples per second on the clock backing. A
-/// sample costs a guest in the lab at least a millisecond of CPU time, but no cycles
-/// (docs/reference/accuracy.md); with half the period the difference exceeded a tenth.
+/// Sampling period of `perf record -c`, which yields about forty samples per second on the clock
+/// backing. In the lab, a sample costs a guest at least a millisecond of CPU time, but no cycles
+/// (docs/reference/accuracy.md). With half the period, the difference exceeded 10 %.
 const PERIOD: f64 = 50_000_000.0;
 
 const CYCLES_TO_TSC: &str = "cycles / (time x TSC)";
@@ -22,7 +22,7 @@ const CYCLES_TO_TSC: &str = "cycles / (time x TSC)";
 const BUSY: RangeInclusive<f64> = 0.80..=1.10;
 
 /// Limits of one guest, which takes about half a minute in the lab on an idle machine.
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 /// Script of the guest with one vCPU.
 const ONE_CPU: &str = r#"
@@ -49,10 +49,10 @@ section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && c
 section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
-/// The runs of one kind of guest, created on demand and shared by the tests.
+/// Runs of one type of guest, created on demand and shared by the tests.
 type RunCache = [OnceLock<Result<GuestRun, String>>; MEASUREMENTS];
 
-/// A PMU model whose tests share the runs of two kinds of guest.
+/// A PMU model whose tests share the runs of two types of guests.
 struct ModelTests {
     pmu: &'static str,
     /// Word in the kernel's message about its PMU driver.
@@ -126,7 +126,8 @@ impl ModelTests {
         Vec::new()
     }
 
-    /// `section` is the output of perf stat, which `parse` reads.
+    /// Checks that cycles follow the TSC. `section` is the output of perf stat, which `parse`
+    /// reads.
     fn cycles_follow_the_tsc(
         &self,
         run: &GuestRun,
@@ -148,9 +149,8 @@ impl ModelTests {
         let seconds = value(run, &stat, "cpu-clock") / 1e3;
         let share = value(run, &stat, "cycles") / (seconds * self.tsc_hz(run));
         assert!(seconds > 2.9, "measured for only {seconds} s\n{run}");
-        // perf itself and the timer tick run occasionally: 1.6 % of the time where this was
-        // measured. The share depends on the speed of the machine, but a count that is too high
-        // does not.
+        // perf itself and the timer tick run occasionally, for 1.6 % of the time in a measurement.
+        // The share depends on the speed of the machine, but a count that is too high does not.
         assert!(
             share > 0.0 && share < 0.50,
             "{:.1} % of the TSC\n{run}",
@@ -160,10 +160,10 @@ impl ModelTests {
     }
 
     fn sampling_by_period_yields_count_over_period_samples(&self, run: &GuestRun) -> Vec<Figure> {
-        // With `:S` a sample contains the count, and perf shows the count since the previous sample
-        // as its period. Their sum is the amount to be sampled. The loop's CPU time is larger,
-        // because it includes the VMM's work for each PMI, which is not a guest cycle and takes
-        // longer on a busy host.
+        // With `:S`, a sample contains the count, and perf shows the difference from the previous
+        // sample as its period. The sum of these periods is the number of events to be sampled. The
+        // loop's CPU time is larger, because it includes the VMM's work for each PMI, which does
+        // not consume guest cycles and takes longer on a busy host.
         let text = run.section("samples-period");
         let counts: Vec<f64> = text
             .lines()
@@ -174,7 +174,7 @@ impl ModelTests {
         let cpu_seconds: f64 = field(run, run.section("record-period"), "cpu_seconds=");
         let share = counted / (cpu_seconds * self.tsc_hz(run));
         assert!(expected > 50.0, "too few to tell: {expected}\n{run}");
-        // The period may have begun before the program.
+        // The first period may have begun before the program started.
         assert!(
             samples <= expected + 1.0,
             "{samples} samples for {expected:.1} periods\n{run}"
@@ -193,9 +193,9 @@ impl ModelTests {
         let user = ["heavy", "middle", "light"].map(|name| report.percent(name));
         assert!(report.has_symbols(true), "no kernel symbol\n{run}");
         assert!(report.has_symbols(false), "no user symbol\n{run}");
-        // The three functions take 60, 30 and 10 % of their program's time.
+        // The three functions take 60, 30 and 10 % of the program's time.
         let sum: f64 = user.iter().sum();
-        // Shares are weighted by time: a late sample, caused by a delayed host, has a large weight.
+        // Shares are weighted by time. A late sample, caused by a delayed host, has a large weight.
         let off = user.iter().zip([0.6, 0.3, 0.1]);
         let off = off.fold(0.0, |most: f64, (share, expected)| {
             most.max((share / sum - expected).abs())
@@ -204,8 +204,9 @@ impl ModelTests {
             chain_reaches(run.section("chains"), "heavy", "main"),
             "no chain from heavy() to main()\n{run}"
         );
-        // At least 10 s at 100 Hz. A sample costs one or two milliseconds in the lab: at 1 kHz perf
-        // does not converge on a period, sample weights vary widely, and shares are not meaningful.
+        // At least 10 s at 100 Hz. A sample costs one or two milliseconds in the lab. At 1 kHz,
+        // perf does not converge on a period, sample weights vary widely, and shares are not
+        // meaningful.
         vec![
             ("samples", report.samples, 500.0..=f64::INFINITY),
             ("largest error of a function's share", off, 0.0..=0.06),
@@ -225,11 +226,11 @@ impl ModelTests {
         };
         let one = [share("one-busy", 0), share("one-busy", 1)];
         let both = [share("both-busy", 0), share("both-busy", 1)];
-        // A vCPU that was taken offline and online again counts like one that was started once.
+        // A vCPU that was taken offline and brought online again counts in the same way as before.
         let online: Vec<_> = run.section("off-and-on").split_whitespace().collect();
         assert_eq!(online, ["0", "0-1"], "{run}");
         let again = share("one-again", 1);
-        // Two threads, counted on any CPU.
+        // Two threads are counted on any CPU.
         let stat = parse_stat_csv(run.section("threads"));
         let seconds = value(run, &stat, "task-clock") / 1e3;
         let ratio = value(run, &stat, "cycles") / (seconds * tsc_hz);
@@ -263,8 +264,8 @@ fn field(run: &GuestRun, text: &str, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// Returns whether a sample in `from`, or in an interrupt of it, has `to` among its callers.
-/// Samples are paragraphs.
+/// Returns whether a sample in `from`, or in an interrupt of `from`, has `to` among its callers.
+/// Each sample is a paragraph.
 fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
     script.split("\n\n").any(|sample| {
         let mut symbols = sample.lines().filter_map(|line| {

@@ -1,21 +1,21 @@
-//! Tests the machine under an unmodified Debian kernel: it reboots within the same VM, with a
-//! working PMU and all vCPUs, while an operator counts; its power button is visible as a key. In a
-//! jail, the VM has its disk, its vsock device and its reboots, and runs as another user.
+//! Tests the machine under an unmodified Debian kernel. The guest reboots within the same VM, with
+//! a working PMU and all vCPUs, while an operator counts. The power button is visible as a key. In
+//! a jail, the VM has its disk and its vsock device, can reboot, and runs as another user.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::process::{Command, Process};
+use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 /// Maximum time without output from a guest that makes progress.
 const SILENCE: std::time::Duration = std::time::Duration::from_secs(120);
 
-/// Each boot receives its commands through the console, because no state of the previous boot
-/// remains.
+/// Script of a guest that receives the commands for each boot through the console, because no state
+/// of the previous boot remains.
 const SCRIPT: &str = r#"
 echo marker-asks-$(cat /proc/sys/kernel/random/boot_id)
 read word </dev/ttyS0
@@ -33,7 +33,7 @@ section interrupts grep acpi /proc/interrupts
 
 /// Waits until the guest has printed `marker` the given number of times.
 #[track_caller]
-fn says(guest: &Process, marker: &str, times: usize) {
+fn says(guest: &HostProcess, marker: &str, times: usize) {
     let nth = |n: usize| guest.stdout_so_far().match_indices(marker).nth(n - 1).is_some();
     assert!(
         guest.wait_for(marker, LIMIT),
@@ -65,7 +65,7 @@ fn linux_reboots_in_place_and_receives_power_button() {
         .args(["--name", "machine", "--on-reset", "restart"]);
     let mut running = place.start(&guest.command(&place).unwrap()).unwrap();
     let perfvisor = place.perfvisor().unwrap();
-    let ours = |args: &[&str]| Command::new(perfvisor.clone()).args(args.iter().copied());
+    let ours = |args: &[&str]| HostCommand::new(perfvisor.clone()).args(args.iter().copied());
     says(&running, "marker-asks-", 1);
     let mut stat = place
         .start(&ours(&["stat", "machine", "-j", "-e", "cycles"]))
@@ -113,8 +113,8 @@ fn linux_reboots_in_place_and_receives_power_button() {
     eprintln!("boots: {boots:?}\nhost: {}\n{interrupts}", counted.stdout_text());
 }
 
-/// Script that shows the boot loader type as seen by the kernel and checks what the VMM passed to
-/// it: all memory, both vCPUs, the initrd with this script, and a PMU that counts.
+/// Script that prints the boot loader type detected by the kernel and checks the data passed by the
+/// VMM: all memory, both vCPUs, the initrd with this script, and a PMU that counts.
 const HANDED: &str = r#"
 section loader cat /proc/sys/kernel/bootloader_type
 section cpus cat /sys/devices/system/cpu/online
@@ -122,7 +122,7 @@ section memory grep MemTotal /proc/meminfo
 section stat perf stat -x, -e cycles spin 0.2
 "#;
 
-/// Both entry points boot the same kernel; only the boot loader type differs.
+/// Both entry points boot the same kernel, and only the boot loader type differs.
 #[test]
 fn linux_boots_by_pvh_entry() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -164,13 +164,13 @@ section stat perf stat -a -x, -e cycles spin 0.2
 /// User ID of the VM.
 const USER: u32 = 1500;
 
-/// The jail contains only the named files, which suffice for reading the kernel and the initrd
-/// again, the sockets, the disk and the counters. The lab's root is an initramfs, from which
-/// pivot_root is not possible.
+/// The jail contains only the given files, the sockets, the disk and the counters, which is
+/// sufficient for reading the kernel and the initrd again. The lab's root is an initramfs, from
+/// which pivot_root is not possible.
 #[test]
 fn jailed_linux_has_disk_sockets_and_reboots() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
-    let shell = |line: &str| place.run(&Command::shell(line), LIMIT).unwrap();
+    let shell = |line: &str| place.run(&HostCommand::shell(line), LIMIT).unwrap();
     if shell("id -u").stdout_text().trim() != "0" {
         return skipped("only root has a VM that is another user", false);
     }
@@ -198,11 +198,11 @@ fn jailed_linux_has_disk_sockets_and_reboots() {
         .script(COUNTS_BOOTS)
         .args(["--name", "jailed", "--on-reset", "restart", "--vsock"])
         .args(["--disk", &disk, "--jail", &jail]);
-    let own_place = |command: Command| command.env("XDG_RUNTIME_DIR", dir.clone());
+    let own_place = |command: HostCommand| command.env("XDG_RUNTIME_DIR", dir.clone());
     let running = place.start(&own_place(guest.command(&place).unwrap())).unwrap();
     let perfvisor = place.perfvisor().unwrap();
     let ours = |args: &[&str]| {
-        let command = Command::new(perfvisor.clone()).args(args.iter().copied());
+        let command = HostCommand::new(perfvisor.clone()).args(args.iter().copied());
         place.run(&own_place(command), LIMIT).unwrap()
     };
     for boot in 0..3 {
@@ -238,7 +238,7 @@ fn jailed_linux_has_disk_sockets_and_reboots() {
     let left = shell(&format!("ls -A '{dir}/perfvisor'; rm -rf '{dir}'"));
     assert_eq!(left.stdout_text(), "", "{run}");
     if has_group {
-        // Restore the lab for later tests. KVM's threads may leave the cgroup a moment later.
+        // Restore the lab for later tests. KVM's threads may leave the cgroup slightly later.
         let removed = shell(&format!(
             "for n in 1 2 3 4 5; do rmdir {group} && break; sleep 1; done && umount /sys/fs/cgroup"
         ));

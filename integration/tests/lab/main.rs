@@ -1,9 +1,11 @@
-//! Tests with guests, most of them in the lab. All run in one process to share labs and guests.
+//! Tests with guests, most of them in the lab. All tests run in one process to share labs and
+//! guests.
 //!
 //! A test leases a test host: [`TestHost::shared`](integration::test_host::TestHost::shared) if
 //! other tests may run concurrently, [`TestHost::alone`](integration::test_host::TestHost::alone)
-//! for time measurements. Select modules by filters of the test harness: `cargo test --workspace
-//! --test lab nested::`. No test here needs a process of its own.
+//! for time measurements. Use a filter of the test harness to select modules:
+//! `cargo test --workspace --test lab nested::`. No test in this program requires a separate
+//! process.
 
 mod bare_metal;
 mod bolt;

@@ -1,15 +1,16 @@
-//! Tests every PMU model with an unmodified Debian kernel: correct driver, version and number of
-//! counters, no message about hardware problems, and a working counter. One short boot per model.
+//! Tests every PMU model with an unmodified Debian kernel, in one short boot per model: correct
+//! driver, version and number of counters, no message about hardware problems, and a working
+//! counter.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::parse::{judge_detail, parse_stat_csv, pmu_driver_lines};
 use integration::test_host::TestHost;
 
 use crate::shared_guests::{self, GuestPart};
 
 /// Limits of one guest, which takes about eight seconds in the lab.
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 const SCRIPT: &str = r#"
 section dmesg dmesg
@@ -18,7 +19,7 @@ section detail perf stat -x, -d sleep 1
 section reference perf stat -x, -e ref-cycles,bus-cycles spin 0.3
 "#;
 
-/// The part of the shared guest. Runs first, because it checks the kernel's first messages.
+/// The part of the shared guest. It runs first, because it checks the kernel's first messages.
 pub const AMD: GuestPart = GuestPart {
     tests: &["models::amd_core"],
     prepare: || {},
@@ -29,12 +30,12 @@ pub const AMD: GuestPart = GuestPart {
 struct ExpectedPmu {
     /// Value of `--pmu`.
     pmu: &'static str,
-    /// Value of `--pmu-counters`, for other numbers of counters than the model's default.
+    /// Value of `--pmu-counters`, if the number of counters differs from the model's default.
     counters: Option<&'static str>,
     /// Text in the message about the driver.
     driver: &'static str,
-    /// Value of "... version:": the architectural PMU version on Intel; on AMD 2 for PerfMonV2,
-    /// otherwise 0.
+    /// Value of "... version:", which is the architectural PMU version on Intel. On AMD, it is 2
+    /// for PerfMonV2 and 0 otherwise.
     version: u32,
     general: u32,
     fixed: u32,
@@ -64,7 +65,8 @@ impl ExpectedPmu {
         ] {
             assert_eq!(number(dmesg, what), Some(expected), "{what}\n{run}");
         }
-        // The event mask has one bit per counter: general-purpose from bit 0, fixed from bit 32.
+        // The event mask has one bit per counter. General-purpose counters start at bit 0, fixed
+        // counters at bit 32.
         let mask = ones(self.general) | ones(self.fixed) << 32;
         let text = format!("... event mask:             {mask:016x}");
         assert!(dmesg.contains(&text), "no \"{text}\"\n{run}");
@@ -74,7 +76,7 @@ impl ExpectedPmu {
         assert!(cycles > 1e8, "{cycles} cycles in 0.3 s\n{run}");
         // `perf stat` without options shows counts or reports events as unsupported.
         judge_detail(run.section("detail"), &["cycles"]).unwrap_or_else(|why| panic!("{why}\n{run}"));
-        // Other events do not show a misleading 0 either.
+        // The remaining events do not show a misleading 0 either.
         let reference = run.section("reference").lines();
         let reference: Vec<&str> = reference.filter(|line| line.contains("-cycles")).collect();
         assert_eq!(reference.len(), 2, "{reference:?}\n{run}");
@@ -126,7 +128,7 @@ fn number(dmesg: &str, what: &str) -> Option<u32> {
     line.split_once(&before)?.1.trim().parse().ok()
 }
 
-// Linux names its driver for version 1, which lacks the global registers, "core PMU driver".
+// For version 1, which lacks the global registers, Linux names its driver "core PMU driver".
 macro_rules! models {
     ($($name:ident: $pmu:literal $counters:expr => $driver:literal, $version:literal, $general:literal + $fixed:literal;)*) => {
         $(

@@ -1,5 +1,5 @@
-//! Tests the hardware backing without a host PMU: inside our Linux guest, the virtual PMU is the
-//! hardware PMU. The guest runs perf-core's driver tests, and then a second Perfvisor whose nested
+//! Tests the hardware backing without a host PMU. Inside our Linux guest, the virtual PMU is the
+//! hardware PMU. The guest runs perf-core's driver tests, and then a second Perfvisor, whose nested
 //! guest is backed by events of the first guest's kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,17 +10,18 @@ use std::sync::OnceLock;
 use integration::artefacts;
 use integration::guest::{GuestConsoleLog, GuestRun, LinuxGuest};
 use integration::lease::TestHostLease;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
 use integration::parse::{judge_detail, judge_kernel_log, parse_stat_csv, parse_tap, tsc_hz};
 use integration::test_host::{TestHost, TestHostError};
 
 use crate::shared_guests::{self, GuestPart};
 
-/// Limits for a machine with other load. An idle machine takes half a minute to a minute.
-const LIMIT: Limit = Limit::GENEROUS;
+/// Limits for a machine with other load. An idle machine takes 30 to 60 s.
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Tests of perf-core that run in guests: a test program, and the common prefix of the test names.
+/// Tests of perf-core that run in guests, given as a test program and the common prefix of the test
+/// names.
 pub struct GuestTests {
     name: &'static str,
     pub program: &'static str,
@@ -28,7 +29,7 @@ pub struct GuestTests {
 }
 
 impl GuestTests {
-    /// Builds the program for guests.
+    /// Builds the test program for guests.
     pub fn build(&self) -> Vec<u8> {
         let programs =
             artefacts::static_tests("perf-core", &[self.program]).unwrap_or_else(|error| panic!("{error}"));
@@ -52,7 +53,8 @@ const DRIVER: GuestTests = GuestTests {
 
 const DRIVER_TESTS: [GuestTests; 2] = [HARDWARE, DRIVER];
 
-/// Name of the test in [`HARDWARE`] that reads counters by RDPMC from user space, if that works.
+/// Name of the test in [`HARDWARE`] that reads counters with RDPMC from user space, if that is
+/// possible.
 pub const USER_READS: &str = "user_space_reads_are_used_only_if_correct";
 
 /// Builds the programs of [`DRIVER_TESTS`], by name.
@@ -82,7 +84,8 @@ each() {
 }
 "#;
 
-/// Script for a guest whose kernel disallows RDPMC in user space, so it is not tried.
+/// Returns the script for a guest whose kernel disallows RDPMC in user space, so the driver does
+/// not use it.
 fn user_reads_refused() -> String {
     let GuestTests { program, prefix, .. } = HARDWARE;
     format!(
@@ -120,8 +123,8 @@ fn results(text: &str) -> Vec<(&str, &str)> {
 
 /// Adds the driver's tests to a guest and returns the script that runs them.
 fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, String), TestHostError> {
-    // If the host's KVM handles the guest's RDPMC itself, the kernel offers it, but it reads wrong
-    // values.
+    // If the host's KVM handles the guest's RDPMC itself, the kernel offers RDPMC to programs, but
+    // RDPMC returns wrong values.
     let works = if place.check("/kvm/Ok/rdpmc_faults")? {
         "yes"
     } else {
@@ -137,7 +140,7 @@ fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, 
         prefix,
     } in DRIVER_TESTS
     {
-        // Run tests one at a time, because they count the shared CPU.
+        // Run tests one at a time, because they count events of the shared CPU.
         script.push_str(&format!("section {name} each /tests/{program} '{prefix}'\n"));
     }
     script.push_str(&format!("section user-reads-refused {}\n", user_reads_refused()));
@@ -161,7 +164,7 @@ fn the_driver_tests_have_passed(pmu: &str, run: &GuestRun) {
             results.iter().all(|(_, result)| *result == "ok"),
             "{results:?}\n{run}"
         );
-        // The driver reports that the kernel multiplexes.
+        // The driver prints this message if the kernel multiplexes.
         assert!(!text.contains("took the counter of a pinned event"), "{text}");
         assert!(!text.contains("skipped:") && !text.contains("SKIP:"), "{text}");
     }
@@ -187,8 +190,8 @@ fn driver_tests_pass_in_an_amd_guest() {
     the_driver_tests_have_passed("amd", shared_guests::AMD.run());
 }
 
-/// Tests of the vPMU's test kernel that a nested guest runs, with each counter backed by an event
-/// of the first-level kernel.
+/// Tests of the vPMU's test kernel that run in a nested guest, with each counter backed by an event
+/// of the L1 kernel.
 const SECOND_LEVEL_TESTS: [&str; 5] = [
     "counting:-cycles",
     "counting:-a-counter-without-EN",
@@ -197,8 +200,8 @@ const SECOND_LEVEL_TESTS: [&str; 5] = [
     "rdpmc:-an-index",
 ];
 
-/// Tests that a nested guest runs with KVM's own vPMU, which is also backed by events of the
-/// first-level kernel.
+/// Tests that run in a nested guest with KVM's own vPMU, which is also backed by events of the L1
+/// kernel.
 const OWN_VPMU_TESTS: [&str; 3] = [
     "counting:-cycles",
     "overflow:-the-counter-goes-on",
@@ -208,8 +211,8 @@ const OWN_VPMU_TESTS: [&str; 3] = [
 /// Script that loads the KVM modules.
 const MODULES: &str = "section modules sh -c 'while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order; ls /dev/kvm'\n";
 
-/// Runs the built-in guest five times and stops it after counting, because its overflow interrupts
-/// take longer than the periods between them here (docs/guide/guests.md).
+/// Script that runs the built-in guest five times and kills it after counting, because its overflow
+/// interrupts take longer than their periods in this setup (docs/guide/guests.md).
 const COUNTS: &str = r#"
 for n in 1 2 3 4 5; do
 	perfvisor run --pmu amd --backing hardware --memory 32M --cmdline 'selftest lines' </dev/null >/tmp/count$n &
@@ -224,7 +227,7 @@ for n in 1 2 3 4 5; do
 done
 "#;
 
-/// Returns a script that shows the machine as seen by Perfvisor and runs guests.
+/// Returns a script that shows the machine as detected by Perfvisor and runs guests.
 fn bare_metal_part() -> String {
     let mut script = format!(
         "section check perfvisor check\n\
@@ -244,7 +247,8 @@ fn bare_metal_part() -> String {
              --cmdline 'model=amd backing=hardware only={only}'\n"
         ));
     }
-    // Our filter is translated to KVM's; a filter that cannot be translated is refused.
+    // Perfvisor's filter is translated to KVM's filter. A filter that cannot be translated is
+    // rejected.
     script.push_str(
         "printf 'action = \"deny\"\\nevents = [{ select = 0x76 }]\\n' >/tmp/deny.toml\n\
          section own-filter timeout 300 perfvisor run --kernel /tests/vpmu.elf --pmu amd --backing kvm --memory 32M \
@@ -254,15 +258,15 @@ fn bare_metal_part() -> String {
     script
 }
 
-/// Returns a value in the result lines of the built-in guest.
+/// Returns a value from the result lines of the built-in guest.
 fn figure(run: &GuestRun, line: &str, key: &str) -> f64 {
     line.split_whitespace()
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
         .unwrap_or_else(|| panic!("no {key} in {line:?}\n{run}"))
 }
 
-/// Runs the guest of `perfvisor validate` as a nested guest on the first-level PMU, first
-/// undisturbed, then while all counters are taken from it by perf with pinned per-CPU events, which
+/// Script that runs the guest of `perfvisor validate` as a nested guest on the L1 PMU. The first
+/// run is undisturbed. In the second run, perf takes all counters with pinned per-CPU events, which
 /// the kernel schedules before any task event.
 const TAKEN: &str = r#"
 # If the VM is gone, the script goes on and says why.
@@ -319,8 +323,8 @@ section ended echo $?
 section told cat /tmp/err
 "#;
 
-/// While a nested guest counts, its host's kernel takes all counters away and returns them. The
-/// guest is informed: the cycles that it lacks correspond to the time reported by uncounted-ns.
+/// While a nested guest counts, the kernel of its host takes all counters away and returns them.
+/// The guest is informed: its missing cycles correspond to the time reported by uncounted-ns.
 #[test]
 fn nested_guest_sees_uncounted_time() {
     /// Relative tolerance of the reported time.
@@ -334,8 +338,8 @@ fn nested_guest_sees_uncounted_time() {
             .unwrap_or_default();
         serde_json::from_str(line).unwrap_or_else(|error| panic!("{section}: {error}\n{run}"))
     };
-    // The guest calibrates its TSC with a timer, which is late here, so the frequency of the first
-    // level is used.
+    // The guest calibrates its TSC with a timer, which is late in this setup, so the TSC frequency
+    // of the L1 kernel is used.
     let hz = tsc_hz(run.section("dmesg")).unwrap_or_else(|| panic!("{run}"));
     // Elapsed time, counted time, uncounted time as reported to the guest, and steal time, in
     // nanoseconds.
@@ -353,12 +357,12 @@ fn nested_guest_sees_uncounted_time() {
     };
     let (quiet, counted, told, steal) = guest("quiet");
     assert_eq!(told, 0.0, "nothing was taken\n{run}");
-    // Work of the first level for the guest in its VMM is not counted either.
+    // L1 VMM work for the guest is not counted either.
     let quiet_lack = (quiet - counted - steal) / quiet;
 
     let (passed, counted, told, steal) = guest("taken");
     let hogs = parse_stat_csv(run.section("hogs"));
-    // The kernel's watchdog may hold one of the counters, so the last event may find none.
+    // The kernel's watchdog may hold one of the counters, so the last event may not get a counter.
     let times = hogs.counts.iter().filter(|hog| hog.value.is_some());
     let times: Vec<f64> = times
         .filter_map(|hog| hog.running_ns)
@@ -381,13 +385,14 @@ fn nested_guest_sees_uncounted_time() {
         steal / 1e9
     );
     assert!(told >= least * (1.0 - OFF) && told <= most * (1.0 + OFF), "{run}");
-    // Time in which another program ran is not a gap, but a part of it is in the reported time.
+    // Time in which another program ran is not a gap, but part of that time is included in the
+    // reported time.
     assert!(
         lacking >= told * (1.0 - OFF) && lacking <= told * (1.0 + OFF) + steal,
         "a silent gap\n{run}"
     );
 
-    // The operator observed it at the same time.
+    // The operator's view was taken while the guest's time was uncounted.
     let view = parsed("view");
     let cycles = view["counters"]
         .as_array()
@@ -404,7 +409,7 @@ fn nested_guest_sees_uncounted_time() {
     run.expect_success();
 }
 
-/// Script and options of a nested Linux guest.
+/// Script of a nested Linux guest, and its PMU models.
 const DETAIL: &str = "section detail perf stat -x, -d sleep 1\n";
 const DETAIL_MODELS: [&str; 2] = ["amd", "amd-k7"];
 
@@ -417,8 +422,7 @@ fn linux(model: &str) -> String {
     )
 }
 
-/// Script and options of a Linux guest with KVM's own vPMU that uses its disk while its perf
-/// counts.
+/// Script and options of a Linux guest with KVM's own vPMU that uses its disk while perf counts.
 const DISK: &str = "drivers\n\
      section detail perf stat -x, -d sleep 1\n\
      section stat perf stat -x, -e cycles sh -c 'head -c 1048576 /dev/vda >/tmp/first; dd if=/tmp/first of=/dev/vda bs=64k seek=16 conv=fsync 2>/dev/null'\n\
@@ -431,9 +435,9 @@ const LINUX_WITH_DISK: &str = "seq 1 400000 | head -c 1048576 >/tmp/first; cp /t
      section disk-err cat /tmp/disk-err\n\
      section disk-kept sh -c 'cat /tmp/first /tmp/first | cmp - /tmp/inner.img'\n";
 
-/// KVM's own vPMU works together with a disk. Our filter is not used, and the data path is the
-/// same: the image contains the data that the guest read and wrote back, and its cycles were
-/// counted.
+/// KVM's own vPMU works together with a disk. KVM's vPMU does not use Perfvisor's filter, and the
+/// data path is the same as with Perfvisor's vPMU: the image contains the data that the guest read
+/// and wrote back, and its cycles were counted.
 #[test]
 fn guest_with_kvm_vpmu_uses_disks() {
     let Some(run) = second_levels() else { return };
@@ -452,7 +456,7 @@ fn guest_with_kvm_vpmu_uses_disks() {
     detail_is_counted("KVM's own vPMU", &inner, run);
 }
 
-/// In a nested Linux guest, `perf stat` without options shows events that its host's PMU lacks as
+/// In a nested Linux guest, `perf stat` without options reports events that the host's PMU lacks as
 /// not supported.
 #[test]
 fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
@@ -469,7 +473,7 @@ fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
     run.expect_success();
 }
 
-/// Checks `perf stat -d` of a nested guest.
+/// Checks the output of `perf stat -d` in a nested guest.
 #[track_caller]
 fn detail_is_counted(what: &str, inner: &GuestConsoleLog, run: &GuestRun) {
     let detail = inner
@@ -504,7 +508,7 @@ fn runs_elsewhere() -> bool {
 }
 
 /// Returns a Linux guest that can run nested guests with the same Perfvisor. The lab's initrd
-/// contains KVM's modules for this kernel.
+/// provides KVM's modules for this kernel.
 fn second_level(name: &str) -> LinuxGuest {
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let binaries = artefacts::binaries().unwrap_or_else(|error| panic!("{error}"));
@@ -516,8 +520,8 @@ fn second_level(name: &str) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-/// Returns the run of the guest for all nested tests: a single boot that runs the nested guests one
-/// after the other.
+/// Returns the run of the guest for all nested tests, which boots once and runs the nested guests
+/// one after the other.
 fn second_levels() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
     if runs_elsewhere() {
@@ -572,10 +576,11 @@ fn nested_guest_counts_with_first_level_pmu() {
         "{check}"
     );
 
-    // The nested guest's cycles are events of the first-level kernel, which the outer vPMU counts.
+    // The nested guest's cycles are events of the L1 kernel, which the outer vPMU counts.
     let counts = run.section("counts");
-    // The nested guest's TSC continues while the first level is preempted, which is not a cycle of
-    // the nested guest. As a time measurement, the best of five results counts.
+    // The nested guest's TSC continues while the L1 guest is preempted, but the nested guest
+    // executes no cycles during this time. This is a time measurement, so the best of five results
+    // is used.
     let (saw, expected, inner) = counts
         .lines()
         .filter(|line| line.starts_with("result cycles.cpl0"))
@@ -590,8 +595,7 @@ fn nested_guest_counts_with_first_level_pmu() {
         "second level: {saw} cycles in {expected} of its TSC ({:.3}); the first level's perf counted {outer} for all of it",
         saw / expected
     );
-    // Work of the first level for the nested guest is included in its count, but no cycles are
-    // missing.
+    // The nested guest's count includes L1 work for this guest, but no cycles are missing.
     assert!(
         saw > 0.9 * expected && saw < outer,
         "{inner}, outer {outer}\n{run}"
@@ -646,8 +650,8 @@ fn validate_runs_with_kvms_own_vpmu() {
     let text = run.section("validate");
     eprintln!("{text}{:.1?}; console: {}", run.elapsed, run.log().display());
     assert!(text.contains(" passed, ") && text.contains("status "), "{run}");
-    // Other rows are affected by work of the levels below (docs/reference/accuracy.md), but not the
-    // counts of a busy guest.
+    // Work of the lower virtualization levels affects other rows (docs/reference/accuracy.md), but
+    // not the counts of a busy guest.
     let passed = |workload: &str| {
         text.lines().any(|line| {
             let row: Vec<_> = line.split_whitespace().collect();

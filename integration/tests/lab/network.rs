@@ -1,21 +1,22 @@
-//! Tests a network device under an unmodified Debian kernel on a tap device: a file is transferred
-//! in each direction without corruption, in frames larger than the MTU; the driver can be reloaded,
+//! Tests a network device under an unmodified Debian kernel on a tap device. A file is transferred
+//! in each direction without corruption, in frames larger than the MTU. The driver can be reloaded,
 //! and the guest survives removal of the tap device.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
-use integration::process::{Command, Process};
+use integration::limit::ProgressLimit;
+use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 /// Prefix of perfvisor's message about the backend that moves frames.
 const MOVED_BY: &str = "back end: ";
 
-/// Creates the file to transfer, served from `/tmp/www`: 16 MiB of distinct lines, so that
-/// reordering is detected.
+/// Command that creates the file to transfer, served from `/tmp/www`. The file consists of 16 MiB
+/// of distinct lines, so that reordering is detected.
 const FILE: &str = "mkdir -p /tmp/www && seq 1 9999999 | head -c 16777216 >/tmp/www/file";
 
-/// Host side: a tap device with its own address and MTU, and a server.
+/// Command for the host side, which sets up a tap device with its own address and MTU, and a
+/// server.
 const HOST: &str = "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 mtu 1400 up && \
                     ip addr add 10.99.0.1/24 dev pvtap0 && httpd -p 10.99.0.1:5001 -h /tmp/www";
 const MTU: u64 = 1400;
@@ -46,7 +47,7 @@ section alive uname -s
 
 #[track_caller]
 fn shell(place: &TestHost, line: &str) -> String {
-    let output = place.run(&Command::shell(line), LIMIT).unwrap();
+    let output = place.run(&HostCommand::shell(line), LIMIT).unwrap();
     assert!(
         output.success(),
         "{line}: {:?}: {}",
@@ -57,7 +58,7 @@ fn shell(place: &TestHost, line: &str) -> String {
 }
 
 #[track_caller]
-fn reaches(guest: &Process, marker: &str) {
+fn reaches(guest: &HostProcess, marker: &str) {
     assert!(
         guest.wait_for(marker, LIMIT),
         "no {marker}: {}",
@@ -79,13 +80,13 @@ fn mean_length(counts: &str) -> u64 {
     counts[0] / counts[1]
 }
 
-/// A thread of Perfvisor moves the frames.
+/// A thread of Perfvisor moves the frames, and the guest survives removal of the tap device.
 #[test]
 fn linux_network_over_tap_survives_tap_removal() {
     talks("off", "a thread of Perfvisor's, as asked");
 }
 
-/// The host's kernel (the lab's) moves the frames, which is the default of `--net` there.
+/// The kernel of the host (the lab) moves the frames, which is the default of `--net` in the lab.
 #[test]
 fn linux_network_over_vhost_survives_tap_removal() {
     talks("auto", "vhost-net");
@@ -129,7 +130,7 @@ fn talks(vhost: &str, moved_by: &str) {
     }
     assert_eq!(first_word(run.section("received")), first_word(&sum));
     // A mean frame length above the MTU proves that segmentation offload is used. Acknowledgments
-    // travel in the other direction and are not included.
+    // travel in the opposite direction and are not included.
     let (sent, received) = (bytes / frames, mean_length(run.section("frames")));
     eprintln!("mean frame: {sent} bytes sent by the guest, {received} bytes received");
     assert!(sent > MTU + ETHERNET_BYTES, "{bytes} bytes in {frames} frames");

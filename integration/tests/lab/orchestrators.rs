@@ -1,16 +1,16 @@
-//! Tests that a published client of Firecracker's API drives a Linux guest with two drives, a tap
-//! device and vsock through its whole life, without a change of the client; and that a guest reads
-//! metadata.
+//! Tests that a published client of Firecracker's API controls the whole life cycle of a Linux
+//! guest with two drives, a tap device and vsock, without a change to the client, and that a guest
+//! reads metadata.
 
 use integration::artefacts;
 use integration::guest::{GuestConsoleLog, LinuxGuest};
 use integration::parse::parse_stat_csv;
-use integration::process::Command;
+use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, run};
 
-/// The guest prints ticks until its power button is pressed.
+/// Script of a guest that prints ticks until its power button is pressed.
 const SCRIPT: &str = r#"
 drivers
 insmod /lib/modules/evdev.ko
@@ -37,7 +37,7 @@ section ping-again ping -c 2 10.97.0.1
 section stat-2 perf stat -x, -e cycles spin 0.3
 "#;
 
-/// Sections before and after the snapshot.
+/// Sections that the guest prints before and after the snapshot.
 const BEFORE: [&str; 4] = ["ping", "address", "drives", "stat-1"];
 const AFTER: [&str; 3] = ["block", "ping-again", "stat-2"];
 
@@ -61,13 +61,13 @@ fn rust_sdk_drives_a_linux_guest() {
     let perfvisor = place.perfvisor().unwrap();
     run(
         &place,
-        &Command::shell(format!(
+        &HostCommand::shell(format!(
             "mkdir '{directory}' && ln -s '{perfvisor}' '{directory}/firecracker' && \
              truncate -s 8M '{directory}/a' && truncate -s 4M '{directory}/b' && \
              tunctl -t pvsdk >/dev/null && ip link set pvsdk up && ip addr add 10.97.0.1/24 dev pvsdk"
         )),
     );
-    let client = Command::new(&client)
+    let client = HostCommand::new(&client)
         .args([at("firecracker"), source.kernel, source.initrd, source.cmdline])
         .args([at("a"), at("b"), "pvsdk".into(), directory.clone()]);
     let output = place.run(&client, LIMIT).unwrap();
@@ -120,8 +120,8 @@ fn rust_sdk_drives_a_linux_guest() {
     }
 }
 
-/// The guest asks the metadata service for a token, then for values, also while the tap device has
-/// frames.
+/// Script of a guest that requests a token from the metadata service, and then values, also while
+/// the tap device carries frames.
 const METADATA_SCRIPT: &str = r#"
 drivers
 ip link set eth0 up && ip addr add 10.96.0.2/24 dev eth0
@@ -156,7 +156,7 @@ fn linux_guest_reads_metadata() {
     let perfvisor = place.perfvisor().unwrap();
     run(
         &place,
-        &Command::shell(format!(
+        &HostCommand::shell(format!(
             "mkdir '{directory}' && ln -s '{perfvisor}' '{directory}/firecracker' && \
              tunctl -t pvmmds >/dev/null && ip link set pvmmds up && ip addr add 10.96.0.1/24 dev pvmmds"
         )),
@@ -177,7 +177,7 @@ fn linux_guest_reads_metadata() {
     }
     let start =
         format!("cd '{directory}' && exec ./firecracker --no-api --config-file config --metadata data");
-    let output = place.run(&Command::shell(start), LIMIT).unwrap();
+    let output = place.run(&HostCommand::shell(start), LIMIT).unwrap();
     let (text, errors) = (output.stdout_text(), output.stderr_text());
     assert!(output.success(), "{errors}\n{text}");
     let log = GuestConsoleLog::parse(&text);

@@ -1,15 +1,15 @@
 //! Tests profiling of a Linux guest from the host: finding its kernel in memory, task names, call
-//! chains through kernel and program, function names, and that perf can read the recording.
+//! chains through kernel and program, function names, and reading the recording with perf.
 
 use std::collections::BTreeMap;
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::lease::{LeaseAccess, TestHostLease};
+use integration::lease::{TestHostLease, TestHostSharing};
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
-use integration::process::{Command, Process};
+use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
@@ -18,21 +18,22 @@ use crate::common::{LIMIT, loaded, perfvisor, run};
 /// Listen address of the exporter.
 const METRICS: &str = "127.0.0.1:19464";
 
-/// Three functions with 60, 30 and 10 % of a program's time, and system calls.
+/// Script with a program whose three functions take 60, 30 and 10 % of its time, and with system
+/// calls.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000; done"
 "#;
 
-/// Leases a test host with perf for measurements of costs and time shares.
+/// Leases a test host with perf for measurements of overhead and time shares.
 fn place() -> TestHostLease {
     let options = LabOptions {
         perf: true,
         ..LabOptions::default()
     };
-    TestHost::lease(&options, LeaseAccess::Exclusive).unwrap_or_else(|error| panic!("{error}"))
+    TestHost::lease(&options, TestHostSharing::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Parses a report into shares in percent by symbol, the last column.
+/// Parses a report into shares in percent by symbol, which is the last column.
 fn shares(report: &str) -> BTreeMap<String, f64> {
     let mut shares = BTreeMap::new();
     for line in report.lines() {
@@ -46,13 +47,13 @@ fn shares(report: &str) -> BTreeMap<String, f64> {
     shares
 }
 
-/// Checks for shares of 60, 30 and 10 %. The tolerance is three points, or four standard deviations
-/// if a slow machine takes few samples.
+/// Checks for shares of 60, 30 and 10 %. The tolerance is three percentage points, or four standard
+/// deviations if a slow machine takes few samples.
 fn are_sixty_thirty_ten(report: &str, what: &str) {
     let shares = shares(report);
     let three = ["heavy", "middle", "light"].map(|name| shares.get(name).copied().unwrap_or(0.0));
     let sum: f64 = three.iter().sum();
-    // The column after the share.
+    // The number of samples is in the column after the share.
     let samples = report
         .lines()
         .filter_map(|line| line.split_whitespace().nth(1)?.parse::<f64>().ok());
@@ -75,14 +76,14 @@ fn host_profile_shows_guest_kernel_and_program() {
         .script(SCRIPT)
         .args(["--name", "profiled"]);
     let running = loaded(&place, &guest);
-    let exporter = Command::new(place.perfvisor().unwrap()).args(["-v", "exporter", "--listen", METRICS]);
+    let exporter = HostCommand::new(place.perfvisor().unwrap()).args(["-v", "exporter", "--listen", METRICS]);
     let exporter = place.start(&exporter).unwrap();
     assert!(exporter.wait_for_message("serving at", LIMIT));
-    // The exporter opens its events at the first scrape.
+    // The exporter opens its events when it is first scraped.
     scrape(&place);
-    // The host's copy of the guest's files, which contains its program.
+    // Copy of the guest's files on the host, which contains the guest's program.
     let root = place.scratch("guest-root");
-    run(&place, &Command::shell(format!("mkdir -p {root}/bin")));
+    run(&place, &HostCommand::shell(format!("mkdir -p {root}/bin")));
     let pvload = std::fs::read(&artefacts::images().unwrap().pvload).unwrap();
     place.put(&format!("{root}/bin/pvload"), 0o755, &pvload).unwrap();
 
@@ -95,12 +96,12 @@ fn host_profile_shows_guest_kernel_and_program() {
         "profiled",
         "-F",
         "1000",
-        // The ratio of full samples that would be the default if each one did not stop the vCPU for
-        // so long here.
+        // This ratio of full samples would be the default if a full sample did not stop the vCPU
+        // for so long in the lab.
         "--chain-every",
         "20",
-        // The duration is long enough for every function with fifty samples to have at least one
-        // call chain.
+        // The duration is long enough that every function with fifty samples has at least one call
+        // chain.
         "-d",
         "20",
         "--guestmount",
@@ -132,7 +133,7 @@ fn host_profile_shows_guest_kernel_and_program() {
     ours(&["ctl", "profiled", "stop"]);
     drop((running, exporter));
 
-    // Symbols are saved in the file, so nothing else is needed.
+    // The recording contains the symbols, so no other file is needed.
     let (report, _) = ours(&["report", "-i", &data, "--sort", "comm,dso,sym"]);
     eprintln!("{}", report.lines().take(30).collect::<Vec<_>>().join("\n"));
     let of_three: String = report
@@ -213,8 +214,9 @@ fn host_profile_shows_guest_kernel_and_program() {
 }
 
 /// Returns whether a folded stack belongs to the program's own system calls, including kernel entry
-/// and exit: below libc's `syscall`, or without any function of the program. Other calls (exec,
-/// exit, printf's write) come from libc, which has no frame pointers, and are not all below main.
+/// and exit. Such a stack is below libc's `syscall`, or contains no function of the program. Other
+/// calls (exec, exit, printf's write) come from libc, which has no frame pointers, and are not all
+/// below main.
 fn is_own_system_call(stack: &str) -> bool {
     let Some(frames) = stack.strip_prefix("syscalls;") else {
         return false;
@@ -244,14 +246,14 @@ fn is_own_system_call(stack: &str) -> bool {
 fn scrape(place: &TestHost) -> String {
     let url = format!("http://{METRICS}/metrics?vm=profiled");
     let fetch = format!("wget -q -O - '{url}' || curl -sf '{url}'");
-    run(place, &Command::shell(fetch)).0
+    run(place, &HostCommand::shell(fetch)).0
 }
 
 /// Checks the values of a scrape of a VM that was recorded.
 fn metrics_are_sensible(place: &TestHost) {
     let text = scrape(place);
     assert!(text.ends_with("# EOF\n"), "{text}");
-    // Sums the series of a family that have `label`.
+    // Returns the sum over the series of a family that have `label`.
     let sum = |family: &str, label: &str| -> f64 {
         let series: Vec<f64> = text
             .lines()
@@ -271,13 +273,14 @@ fn metrics_are_sensible(place: &TestHost) {
         exits > 1000.0 && by_kind >= 0.99 * exits && by_kind < 2.0 * exits,
         "{by_kind} of {exits}"
     );
-    // The exporter counts since its first scrape only.
+    // The exporter only counts since its first scrape.
     let counted = sum("perfvisor_event_count_total", "kvm:exits");
     assert!(counted > 1000.0, "{counted} of {exits}");
     let ratio = sum("perfvisor_event_running_ratio", "task-clock");
     assert!((0.99..=1.0).contains(&ratio), "{ratio}");
-    // About 50 full samples per second for 25 s; the host kernel takes the light ones. On a host
-    // whose kernel does not see the guest, all samples are full: 20 s at 1000 Hz and 5 s at 200 Hz.
+    // About 50 full samples per second are taken for 25 s. The host kernel takes the light samples.
+    // If the host kernel does not support guest samples, all samples are full: 20 s at 1000 Hz and
+    // 5 s at 200 Hz.
     let samples = sum("perfvisor_vcpu_samples_total", "");
     assert!((100.0..25_000.0).contains(&samples), "{samples}");
     for nothing in [
@@ -287,7 +290,7 @@ fn metrics_are_sensible(place: &TestHost) {
     ] {
         assert_eq!(sum(nothing, ""), 0.0, "{nothing}");
     }
-    // The kernel's watchdog may also cause PMIs; every requested PMI is delivered.
+    // The kernel's watchdog may also cause PMIs. Every requested PMI is delivered.
     let asked = sum("perfvisor_guest_counter_pmi_requests_total", "");
     assert!(
         sum("perfvisor_vcpu_pmis_total", "") <= asked + 1.0,
@@ -303,12 +306,12 @@ fn keep(place: &TestHost, from: &str, name: &str) {
 }
 
 /// Creates a shell command with the lab's additional search path.
-fn shell(line: String) -> Command {
-    Command::shell(format!("PATH=$PATH:/usr/bin; {line}"))
+fn shell(line: String) -> HostCommand {
+    HostCommand::shell(format!("PATH=$PATH:/usr/bin; {line}"))
 }
 
 /// Checks that Debian's perf without guest options, and linux-perf-data, can read the recording and
-/// agree with it. Returns `false` if perf is not installed.
+/// match its contents. Returns `false` if perf is not installed.
 fn perf_reads_it(place: &TestHost, data: &str, for_perf: &str) -> bool {
     let bytes = place.get(data).unwrap();
     let PerfFileReader {
@@ -444,7 +447,7 @@ fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]
     }
 }
 
-/// Checks that Debian's perf reads the recording as that of a guest.
+/// Checks that Debian's perf reads the recording as the recording of a guest (`perf kvm`).
 fn perf_kvm_reads_it(place: &TestHost, data: &str, kallsyms: &str, root: &str) {
     let symbols = format!("--guestkallsyms={kallsyms}");
     let vmlinux = vmlinux_with_symbols(place, kallsyms);
@@ -525,19 +528,19 @@ fn samples_and_sum(section: &str) -> (usize, u64) {
 }
 
 /// The guest and the host count and record the same vCPU at the same time. No count is off by more
-/// than 1 %, the guest has its samples, and the host's recording represents its count.
+/// than 1 %, the guest receives its samples, and the host's recording represents its count.
 #[test]
 fn guest_and_host_profile_same_vcpu() {
     let place = place();
     let guest = LinuxGuest::new("counted", "amd")
         .script(COUNTED)
-        // Single-stepping on a slow machine runs so long without a context switch that RCU would
+        // On a slow machine, single-stepping runs so long without a context switch that RCU would
         // report a stall.
         .cmdline("nowatchdog norandmaps rcupdate.rcu_cpu_stall_suppress=1")
         .limit(LIMIT)
         .args(["--name", "counted", "--backing", "exact"]);
     let mut running = place.start(&guest.command(&place).unwrap()).unwrap();
-    let reaches = |running: &Process, text: &str| {
+    let reaches = |running: &HostProcess, text: &str| {
         assert!(
             running.wait_for(text, LIMIT),
             "{text}: {}",
@@ -547,11 +550,12 @@ fn guest_and_host_profile_same_vcpu() {
     reaches(&running, "together-begins");
     let perfvisor = place.perfvisor().unwrap();
     let data = place.scratch("counted.data");
-    // Both start and stop while the guest waits, and therefore see the same work. The first
-    // interval shows that counting has started, and a message that recording has.
+    // Both commands start and stop while the guest waits, and therefore measure the same work. The
+    // first interval indicates that counting has started, and an acknowledgment that recording has
+    // started.
     let stop = place.scratch("counted.stop");
     let looking = place
-        .start(&Command::shell(format!(
+        .start(&HostCommand::shell(format!(
             "rm -f '{stop}'.*; mkfifo '{stop}'.ctl '{stop}'.ack
              '{perfvisor}' stat counted -x, -e cycles -I 500 >'{stop}'.counts & stat=$!
              until [ -s '{stop}'.counts ]; do sleep 0.2; done
@@ -576,7 +580,7 @@ fn guest_and_host_profile_same_vcpu() {
         .sum();
     run(
         &place,
-        &Command::new(perfvisor.clone()).args(["ctl", "counted", "stop"]),
+        &HostCommand::new(perfvisor.clone()).args(["ctl", "counted", "stop"]),
     );
     let run_of_guest = guest.finish(&running.wait(LIMIT).unwrap()).unwrap();
     eprintln!("{said}\n{counted}\n{run_of_guest}");
@@ -613,7 +617,7 @@ fn guest_and_host_profile_same_vcpu() {
         samples_together.abs_diff(samples) * 100 <= samples && sum_together.abs_diff(sum) * 100 <= sum,
         "{alone}\n{together}"
     );
-    let (text, _) = run(&place, &Command::new(perfvisor).args(["report", "-i", &data]));
+    let (text, _) = run(&place, &HostCommand::new(perfvisor).args(["report", "-i", &data]));
     let sampled: f64 = text
         .lines()
         .find_map(|line| line.split_once("Event count (approx.): ")?.1.trim().parse().ok())

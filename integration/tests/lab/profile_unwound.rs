@@ -1,17 +1,17 @@
 //! Tests profiling of unmodified programs from the host. A Debian program with shared libraries and
-//! without frame pointers is unwound by tables in guest memory and symbolized by exported symbols,
-//! without files of the guest. A Go program has no unwind tables in memory.
+//! without frame pointers is unwound with tables in guest memory and symbolized with exported
+//! symbols, without access to the guest's files. A Go program has no unwind tables in memory.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::measure::skipped;
-use integration::process::Command;
+use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
 use crate::common::{loaded, perfvisor, run};
 
-/// Compresses perf in an endless loop in threads of the library and in the program's own thread,
-/// which is always within an exported function.
+/// Script that compresses perf in an endless loop, in threads of the library and in the program's
+/// own thread, which is always within an exported function.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; feed() { while true; do cat /usr/bin/perf; done; }; \
     feed | /usr/bin/xz -T1 -6 >/dev/null & feed | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
@@ -67,8 +67,8 @@ fn stock_program_without_frame_pointers_is_unwound() {
     drop(running);
 
     let user = |frame: &&str| !frame.ends_with("_[k]");
-    // The first thread starts in libc's exported start code. Other threads start in functions of
-    // libc that are not exported, followed by the library that created the thread.
+    // The first thread starts in libc's exported start code. Other threads start in non-exported
+    // functions of libc, followed by the library that created the thread.
     let begins = |frames: &[&str]| {
         let of = |at: usize, file: &str| frames.get(at).is_some_and(|frame| frame.starts_with(file));
         let mut first = frames.iter().take(3);
@@ -91,7 +91,7 @@ fn stock_program_without_frame_pointers_is_unwound() {
         .max_by_key(|line| line.len());
     eprintln!("{}", example.unwrap_or_default());
     assert!(all > 0 && whole * 100 >= all * 90, "{whole} of {all}\n{folded}");
-    // Statistics of the recorder: only chains that reached an outermost frame are complete.
+    // The recorder's statistics. A chain is complete only if it reached an outermost frame.
     let numbers: Vec<u64> = said
         .lines()
         .find(|line| line.contains("samples had a user stack"))
@@ -103,14 +103,15 @@ fn stock_program_without_frame_pointers_is_unwound() {
         numbers[0] > 300 && numbers[1] * 100 >= numbers[0] * 90,
         "{numbers:?}"
     );
-    // Exported names of liblzma, without a file.
+    // liblzma's exported names are resolved without a file.
     let named = weight(&folded, "xz", |frames| {
         frames.iter().any(|frame| frame.contains("lzma_code"))
     });
     assert!(named > 0, "{folded}");
 }
 
-/// Sorts strings in an endless loop in goroutines, on stacks that Go's runtime allocates and moves.
+/// Program that sorts strings in an endless loop in goroutines, on stacks that Go's runtime
+/// allocates and moves.
 const GO: &str = r#"package main
 
 import ("fmt"; "os"; "sort"; "strings")
@@ -141,7 +142,7 @@ func main() {
 }
 "#;
 
-/// Builds the program with Go. Returns `None` if Go is not installed.
+/// Builds the Go program. Returns `None` if Go is not installed.
 fn go_program() -> Option<Vec<u8>> {
     let directory = artefacts::log_dir().unwrap().join("go");
     std::fs::create_dir_all(&directory).unwrap();
@@ -161,9 +162,9 @@ fn go_program() -> Option<Vec<u8>> {
     }
 }
 
-/// A Go program is unwound to `main.main` by each method: with `.debug_frame`, which only its file
-/// contains; without a file by Go's frame pointers, to which `dwarf` falls back at addresses
-/// without a table; and with `fp`.
+/// A Go program is unwound to `main.main` by each method: with `.debug_frame`, which only the
+/// program's file contains; without the file, with Go's frame pointers, to which `dwarf` falls back
+/// at addresses without a table; and with `fp`.
 #[test]
 fn go_program_is_unwound_to_main() {
     let Some(program) = go_program() else {
@@ -171,7 +172,7 @@ fn go_program_is_unwound_to_main() {
     };
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
     let root = place.scratch("go-root");
-    run(&place, &Command::shell(format!("mkdir -p {root}/bin")));
+    run(&place, &HostCommand::shell(format!("mkdir -p {root}/bin")));
     place.put(&format!("{root}/bin/churn"), 0o755, &program).unwrap();
     let guest = LinuxGuest::new("go", "intel-v2")
         .script("section load /bin/churn")
@@ -198,8 +199,8 @@ fn go_program_is_unwound_to_main() {
         let files = if with_file { &files[..] } else { &[] };
         let (_, said) = ours(&[&record[..], files].concat());
         let (folded, _) = ours(&["flamegraph", "-i", &data, "--folded", "--guestmount", &root]);
-        // Functions called by main.main, without the runtime's own goroutines and the scheduler's
-        // stack.
+        // Select the functions called by main.main, excluding the runtime's own goroutines and the
+        // scheduler's stack.
         let own = |frame: &&str| {
             ["main.", "sort.", "fmt.", "strings."]
                 .iter()

@@ -1,5 +1,5 @@
-//! rr records and replays programs in a Linux guest whose conditional branches are counted by single
-//! steps: deterministic replay on a host without a PMU.
+//! Tests that rr records and replays programs in a Linux guest whose conditional branches are
+//! counted by single-stepping. The replay is deterministic on a host without a PMU.
 //!
 //! rr compares its counts at each event of a recording, so a replay fails if a single branch is
 //! counted differently.
@@ -14,8 +14,9 @@ use integration::test_host::TestHost;
 
 use crate::exact::stepped;
 
-/// Records and replays a static program, a program with threads and a dynamically linked one of
-/// Debian, and steps a replay backwards in gdb. Section `uptime` has the guest's uptime after each.
+/// Script that records and replays a static program, a program with threads and a dynamically
+/// linked Debian program, and steps a replay backwards in gdb. Section `uptime` contains the
+/// guest's uptime after each step.
 const SCRIPT: &str = r#"
 export _RR_TRACE_DIR=/tmp/rr LANG=C.UTF-8
 sysctl -w kernel.yama.ptrace_scope=0 >/dev/null
@@ -64,8 +65,8 @@ fn run_rr(name: &str, pmu: &str, arguments: &[&str]) -> GuestRun {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Checks the status of every step, and that gdb came back to where it was, and from the end of the
-/// program to the last round of its loop.
+/// Checks the status of every step, and that gdb returned to its starting position, and from the
+/// end of the program to the last iteration of the loop.
 fn check(run: &GuestRun) {
     eprintln!("uptime after each step:\n{}{run}", run.section("uptime"));
     assert_eq!(run.section("failed").trim(), "", "{run}");
@@ -81,7 +82,7 @@ fn check(run: &GuestRun) {
     };
     assert_eq!(start, again, "21 instructions forwards and backwards");
     assert_ne!(start, later, "a loop of two instructions");
-    // The loop counts down, and ends at 0.
+    // The loop counts down to 0.
     assert!(start == last && left == "1", "{printed:?}");
     assert!(run.section("version").contains("liblzma"), "{run}");
 }
@@ -92,14 +93,15 @@ fn rr_replays_in_amd_guest() {
     check(&run_rr("rr-amd", "amd", &[]));
 }
 
-/// rr selects the event of conditional branches by the signature: 0xC4 umask 0x01 before Ice Lake.
+/// rr selects the event for conditional branches by the CPU signature. Before Ice Lake, the event
+/// is 0xC4 with umask 0x01.
 #[test]
 #[ignore = "minutes of single steps: make rr"]
 fn rr_replays_in_skylake_guest() {
     check(&run_rr("rr-skylake", "intel", &["--cpu-signature", "6/85/4"]));
 }
 
-/// 0xC4 umask 0x11 since Ice Lake.
+/// Since Ice Lake, the event for conditional branches is 0xC4 with umask 0x11.
 #[test]
 #[ignore = "minutes of single steps: make rr"]
 fn rr_replays_in_ice_lake_guest() {

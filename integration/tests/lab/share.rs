@@ -1,5 +1,5 @@
-//! Tests sharing a host directory with a Linux guest (virtio-fs): each side reads what the other
-//! wrote, a read-only share remains unchanged, and a backend that dies can be replaced.
+//! Tests sharing a host directory with a Linux guest (virtio-fs). Each side reads files that the
+//! other wrote, a read-only share remains unchanged, and a backend that exits can be replaced.
 //!
 //! virtiofsd and its libraries are copied from this machine to the lab.
 
@@ -7,21 +7,22 @@ use std::path::{Path, PathBuf};
 
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
-use integration::process::Command;
+use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Debian's paths of virtiofsd: part of QEMU until Debian 12, a separate program since.
+/// Paths of virtiofsd in Debian. It was part of QEMU until Debian 12, and is a separate package
+/// since then.
 const PLACES: [&str; 2] = ["/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd"];
 
 /// Script that creates the shared directory on the host.
 const HOST: &str = "mkdir -p /tmp/build/sub /tmp/other && echo from the host >/tmp/build/sub/hello && \
      head -c 3000000 /dev/urandom >/tmp/build/blob && echo stays >/tmp/other/file && sha256sum /tmp/build/blob";
 
-/// Script of the guest. The second part starts when the backend has died.
+/// Guest script. The second part starts after the backend has been killed.
 const SCRIPT: &str = r#"
 drivers
 mkdir -p /mnt/build /mnt/other
@@ -37,7 +38,7 @@ until [ -e /mnt/other/died ]; do sleep 0.2; done
 section again sh -c 'umount /mnt/build; until mount -t virtiofs build /mnt/build; do sleep 0.5; done; cat /mnt/build/sub/hello'
 "#;
 
-/// Returns the files that `program` needs, each with its own path.
+/// Returns `program` and the files that it needs, each with its own path.
 fn with_libraries(program: &str) -> Vec<(String, PathBuf)> {
     let ldd = std::process::Command::new("ldd").arg(program).output().unwrap();
     let text = String::from_utf8(ldd.stdout).unwrap();
@@ -49,7 +50,7 @@ fn with_libraries(program: &str) -> Vec<(String, PathBuf)> {
 }
 
 fn shell(place: &TestHost, script: &str) -> String {
-    let output = place.run(&Command::shell(script), LIMIT).unwrap();
+    let output = place.run(&HostCommand::shell(script), LIMIT).unwrap();
     assert!(output.success(), "{script}: {}", output.stderr_text());
     output.stdout_text()
 }
@@ -86,7 +87,7 @@ fn shared_directory_is_visible_on_both_sides() {
     let running = place.start(&guest.command(&place).unwrap()).unwrap();
     let came = running.wait_for("marker-kill", LIMIT);
     if came {
-        // Kill the backend of the first directory, and notify the guest through the second one.
+        // Kill the first directory's backend, and notify the guest through the second directory.
         shell(
             &place,
             "kill -9 $(for p in $(pidof virtiofsd); do tr '\\0' ' ' </proc/$p/cmdline | grep -q /tmp/build && echo $p; done); \

@@ -1,15 +1,15 @@
-//! Linux guests shared by the tests of several modules: a single boot runs the scripts of all of
-//! them.
+//! Linux guests shared by the tests of several modules. A single boot runs the scripts of all
+//! modules.
 //!
 //! A test adds a [`GuestPart`] to the guest with the required configuration and checks its own
 //! sections. Only parts of selected tests run, so the tests of a single module take no longer than
-//! with a guest of their own.
+//! with a separate guest.
 
 use std::error::Error;
 use std::sync::OnceLock;
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::limit::Limit;
+use integration::limit::ProgressLimit;
 use integration::test_host::TestHost;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
@@ -21,13 +21,13 @@ type AddPart = fn(&TestHost, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn
 pub struct GuestPart {
     /// Names of the tests in this program.
     pub tests: &'static [&'static str],
-    /// Performs slow preparations that need no test host.
+    /// Function that performs slow preparations without a test host.
     pub prepare: fn(),
-    /// Adds files and arguments to the guest and returns the script.
+    /// Function that adds files and arguments to the guest and returns the script.
     pub add: AddPart,
 }
 
-/// A guest and its run, which starts when the first test needs it.
+/// A guest and its run, which starts when the first test requests it.
 pub struct SharedGuest {
     guest: fn() -> LinuxGuest,
     parts: &'static [&'static GuestPart],
@@ -40,7 +40,7 @@ pub static AMD: SharedGuest = SharedGuest::new(
     &[&models::AMD, &nested::AMD, &user_rdpmc::ANSWERED],
 );
 
-/// The configuration of [`AMD`], single-stepped.
+/// A guest with the configuration of [`AMD`], single-stepped.
 pub static STEPPED: SharedGuest = SharedGuest::new(
     || exact::stepped("exact-linux", "amd"),
     &[&exact::USER_MODE, &devices::STEPPED, &exact::KERNEL_MODE],
@@ -69,7 +69,7 @@ impl SharedGuest {
         let parts: Vec<&GuestPart> = self.parts.iter().filter(is_needed).copied().collect();
         parts.iter().for_each(|part| (part.prepare)());
         let place = TestHost::shared()?;
-        let mut guest = (self.guest)().limit(Limit::GENEROUS);
+        let mut guest = (self.guest)().limit(ProgressLimit::GENEROUS);
         let mut scripts = String::new();
         for part in &parts {
             let (with_part, script) = (part.add)(&place, guest)?;
@@ -88,7 +88,7 @@ impl SharedGuest {
     }
 }
 
-/// Returns whether the harness runs a test of this name in this process.
+/// Returns whether the harness runs the test `test` in this process.
 pub fn is_selected(test: &str) -> bool {
     selects(std::env::args().skip(1), test)
 }

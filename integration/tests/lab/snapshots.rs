@@ -1,27 +1,28 @@
-//! Tests snapshots of a Linux guest: `perf stat` and `perf record` in the guest continue after the
-//! restore with the same rates, its clock does not advance between save and restore, and its kernel
-//! reports no problem.
+//! Tests snapshots of a Linux guest. After the restore, `perf stat` and `perf record` in the guest
+//! continue with the same rates. The guest's clock does not advance between save and restore, and
+//! its kernel reports no problem.
 
 use std::time::Duration;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::parse::tsc_hz;
-use integration::process::{Command, Output};
+use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, perfvisor, run};
 
-/// Duration between save and restore. If it were part of the guest's time, an interval of `perf stat`
-/// would contain it, and its rate of cycles would be below [`MIN_RATE`].
+/// Time between save and restore. If it were part of the guest's time, an interval of `perf stat`
+/// would contain it, and the interval's cycle rate would be below [`MIN_RATE`].
 const DOWNTIME: Duration = Duration::from_secs(60);
-/// Minimum rate of cycles in an interval, relative to the median.
+/// Minimum cycle rate in an interval, relative to the median.
 const MIN_RATE: f64 = 0.3;
-/// Duration of the last round of a stream, in milliseconds. Emulated hosts are slow.
+/// Duration of the last round of a stream (`--downtime`), in milliseconds. Emulated hosts are slow.
 const STREAM_DOWNTIME_MS: &str = "60000";
 /// Minimum number of intervals before and after the cut.
 const MIN_INTERVALS: usize = 2;
 
-/// The guest samples itself and uses its disk from before the first interval until after the last.
+/// Script of a guest that samples itself and uses its disk from before the first interval until
+/// after the last.
 const SCRIPT: &str = r#"
 drivers
 section dmesg sh -c "dmesg | grep -i tsc"
@@ -52,8 +53,8 @@ section interrupts grep -E 'NMI|PMI|LOC' /proc/interrupts
 section messages sh -c "dmesg | sed '1,/before-the-cut/d'"
 "#;
 
-/// Words of messages with which Linux complains about lost time, unexpected interrupts, and MSRs that
-/// do not exist. A message of an NMI handler that took too long is none: emulation is slow.
+/// Phrases in which Linux reports lost time, unexpected interrupts, and nonexistent MSRs. A message
+/// about an NMI handler that took too long is not included, because emulation is slow.
 const COMPLAINTS: [&str; 8] = [
     "unknown reason",
     "dazed",
@@ -65,8 +66,8 @@ const COMPLAINTS: [&str; 8] = [
     "irq loop",
 ];
 
-/// The guest writes blocks of its disk and reads each of them back, past its page cache, before and
-/// after the cut. Requests are in the queue at the cut.
+/// Script of a guest that writes disk blocks and reads each of them back, bypassing its page cache,
+/// before and after the cut. Requests are queued at the cut.
 const DISK_SCRIPT: &str = r#"
 drivers
 one() {
@@ -133,8 +134,8 @@ fn intervals(text: &str) -> Vec<Interval> {
         .collect()
 }
 
-fn joined(before: Output, after: Output) -> Output {
-    Output {
+fn joined(before: ProcessOutput, after: ProcessOutput) -> ProcessOutput {
+    ProcessOutput {
         stdout: [before.stdout, after.stdout].concat(),
         stderr: [before.stderr, after.stderr].concat(),
         ended: after.ended,
@@ -142,8 +143,8 @@ fn joined(before: Output, after: Output) -> Output {
     }
 }
 
-/// Saves and ends the guest, and restores it. With `twice`, takes a first snapshot after which the
-/// source goes on.
+/// Saves and stops the guest, and restores it. If `twice` is `true`, first takes a snapshot after
+/// which the source continues.
 fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: bool) -> GuestRun {
     let running = place.start(&guest.command(place).unwrap()).unwrap();
     assert!(
@@ -157,18 +158,18 @@ fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: boo
         ours(&["ctl", "saved", "snapshot", &dir]);
         let (state, _) = ours(&["ctl", "saved", "status"]);
         assert!(state.starts_with("saved: running"), "{state}");
-        run(place, &Command::shell(format!("rm -r '{dir}'")));
+        run(place, &HostCommand::shell(format!("rm -r '{dir}'")));
     }
     let (said, _) = ours(&["ctl", "saved", "snapshot", &dir, "--stop"]);
     assert!(said.starts_with("saved: snapshot in "), "{said}");
     let before = running.wait(LIMIT).unwrap();
     assert!(before.success(), "{:?}: {}", before.ended, before.stderr_text());
-    let (sizes, _) = run(place, &Command::shell(format!("du -ak {dir}; ls -l {dir}")));
+    let (sizes, _) = run(place, &HostCommand::shell(format!("du -ak {dir}; ls -l {dir}")));
     eprintln!("{said}{sizes}");
     std::thread::sleep(DOWNTIME);
     let restore = ["run", "--name", "saved", "--restore", &dir, "--restore-verify"];
     let restore = restore.iter().chain(options).copied();
-    let restore = Command::new(place.perfvisor().unwrap()).args(restore);
+    let restore = HostCommand::new(place.perfvisor().unwrap()).args(restore);
     let restored = place.start(&restore).unwrap();
     let after = restored
         .wait_or_diagnose(LIMIT, || place.diagnose_hang())
@@ -177,7 +178,7 @@ fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: boo
     run_of_guest.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Moves the guest to another process with these options of `ctl migrate`.
+/// Moves the guest to another process with the options `migrate` for `ctl migrate`.
 fn moved(place: &TestHost, guest: &LinuxGuest, options: &[&str], migrate: &[&str]) -> GuestRun {
     let source = place.start(&guest.command(place).unwrap()).unwrap();
     let has_marker = source.wait_for("marker-cut", LIMIT);
@@ -185,11 +186,11 @@ fn moved(place: &TestHost, guest: &LinuxGuest, options: &[&str], migrate: &[&str
     let address = format!("unix:{}", place.scratch("incoming"));
     let receive = ["run", "--name", "moved", "--incoming", &address];
     let receive = receive.iter().chain(options).copied();
-    let receiver = Command::new(place.perfvisor().unwrap()).args(receive);
+    let receiver = HostCommand::new(place.perfvisor().unwrap()).args(receive);
     let receiver = place.start(&receiver).unwrap();
     let socket = address.trim_start_matches("unix:");
     let waits = format!("until [ -S '{socket}' ]; do sleep 0.1; done");
-    run(place, &Command::shell(waits));
+    run(place, &HostCommand::shell(waits));
     let migrate = [&["ctl", "saved", "migrate", &address], migrate].concat();
     let (said, _) = perfvisor(place)(&migrate);
     assert!(said.starts_with("saved: runs as moved in process "), "{said}");
@@ -207,8 +208,8 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Returns the number of complete intervals shortly before the cut, and the time since the guest's
-/// start in seconds.
+/// Returns the number of complete intervals shortly before the cut, and the guest's uptime, in
+/// seconds.
 fn at_cut(run: &GuestRun) -> (usize, f64) {
     let mut words = run.section("at-cut").split_whitespace();
     let number = words.next().and_then(|word| word.parse().ok());
@@ -216,7 +217,7 @@ fn at_cut(run: &GuestRun) -> (usize, f64) {
     number.zip(uptime).unwrap_or_else(|| panic!("{run}"))
 }
 
-/// Checks that counts and the guest's time go on at the cut as if there were none.
+/// Checks that counts and the guest's time continue across the cut without a discontinuity.
 fn counts_continue(run: &GuestRun) {
     let at_cut = at_cut(run).0;
     let all = intervals(run.section("intervals"));
@@ -227,7 +228,7 @@ fn counts_continue(run: &GuestRun) {
             "{:8.3} s: {:7.1} ms, cycles / (time x TSC) = {share:.3}",
             interval.end, interval.cpu_clock
         );
-        // More cycles than time, or none, are counts that the cut has damaged.
+        // A count that exceeds the elapsed time, or is near zero, was corrupted by the cut.
         assert!(share > 0.05 && share < 1.1, "{interval:?}\n{run}");
     }
     assert!(
@@ -246,7 +247,8 @@ fn counts_continue(run: &GuestRun) {
     let ratio = rate(after) / rate(before);
     eprintln!("cycles per second after the restore / before: {ratio:.3}");
     assert!((0.6..1.6).contains(&ratio), "{ratio:.3}\n{run}");
-    // The clock backing counts both as time of the guest. `perf stat` reads them one after another.
+    // The clock backing derives both counts from the guest's time. `perf stat` reads them one after
+    // the other.
     for part in [before, after] {
         let cycles: f64 = part.iter().map(|interval| interval.cycles).sum();
         let ref_cycles: f64 = part.iter().map(|interval| interval.ref_cycles).sum();
@@ -255,8 +257,8 @@ fn counts_continue(run: &GuestRun) {
     }
 }
 
-/// Checks that the periods of the samples before the cut, and of those after it, add up to the cycles.
-/// Linux lowers the rate of samples while its handler is slow, and their periods grow.
+/// Checks that the sample periods before the cut, and those after the cut, add up to the counted
+/// cycles. Linux lowers the sampling rate while its handler is slow, which increases the periods.
 fn sampling_continues(run: &GuestRun) {
     let numbers = |line: &str| {
         let words = line.split_whitespace();
@@ -273,14 +275,15 @@ fn sampling_continues(run: &GuestRun) {
         let sampled: f64 = sampled.map(|second| second[2]).sum();
         let counted: f64 = part.iter().map(|interval| interval.cycles).sum();
         eprintln!("sum of periods / cycles: {:.3}", sampled / counted);
-        // perf record runs for longer than perf stat, and the interval at the cut is one after it.
+        // perf record runs longer than perf stat, and the interval that contains the cut is
+        // assigned to the part after the cut.
         let ratio = sampled / counted;
         assert!((0.6..2.0).contains(&ratio), "{ratio:.3}\n{run}");
     }
 }
 
-/// Both programs count and sample before and after the cut. The median rate of cycles after it is 0.6
-/// to 1.6 of the one before, and Linux does not complain.
+/// Both programs count and sample before and after the cut. The median cycle rate after the cut is
+/// 0.6 to 1.6 times the rate before, and Linux reports no problem.
 #[test]
 fn perf_in_linux_continues_after_restore() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -289,7 +292,7 @@ fn perf_in_linux_continues_after_restore() {
     perf_continues(&cut_in_two(&place, &guest, &["--disk", &disk], false));
 }
 
-/// As after a restore, with the disk that the other process had open.
+/// The guest continues as after a restore, with the disk that the source process had open.
 #[test]
 fn perf_in_linux_continues_in_another_process() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -298,8 +301,9 @@ fn perf_in_linux_continues_in_another_process() {
     perf_continues(&moved(&place, &guest, &["--disk", &disk], &[]));
 }
 
-/// As after a restore, with memory that was sent as bytes while the guest wrote to it. The lab's
-/// kernel may be too old to find written pages, so that a round reads all memory.
+/// The guest continues as after a restore, with memory that was sent as bytes while the guest wrote
+/// to it. The lab's kernel may be too old to detect written pages, in which case a round reads all
+/// memory.
 #[test]
 fn perf_in_linux_continues_after_a_stream() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -334,11 +338,11 @@ fn perf_continues(run: &GuestRun) {
 /// Creates a disk of zeros.
 fn empty_disk(place: &TestHost, name: &str, size: &str) -> String {
     let disk = place.scratch(name);
-    run(place, &Command::shell(format!("truncate -s {size} '{disk}'")));
+    run(place, &HostCommand::shell(format!("truncate -s {size} '{disk}'")));
     disk
 }
 
-/// Requests that are in the queue at the cut are done once, and their interrupts are not lost.
+/// Requests that are queued at the cut are executed once, and their interrupts are not lost.
 #[test]
 fn disk_of_linux_continues_after_restore() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

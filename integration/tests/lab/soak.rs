@@ -1,25 +1,25 @@
-//! Tests a VM under long load: two disks (raw and qcow2) that are written and verified, four vCPUs,
-//! perf in the guest and recordings on the host, all at the same time. Nothing may fail, and the
-//! VMM must not grow.
+//! Tests a VM under prolonged load: two disks (raw and qcow2) that are written and verified, four
+//! vCPUs, perf in the guest, and recordings on the host, all concurrently. No operation may fail,
+//! and the VMM's resource use must not grow.
 //!
-//! `make soak SECONDS=1800`.
+//! Run with `make soak SECONDS=1800`.
 
 use std::time::Instant;
 
-use integration::debian::{Debian, says};
+use integration::debian::{DebianDownloader, says};
 use integration::footprint::{Footprint, footprint, tracked};
 use integration::lab::LabOptions;
-use integration::limit::Limit;
-use integration::process::Command;
+use integration::limit::ProgressLimit;
+use integration::process::HostCommand;
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit {
+const LIMIT: ProgressLimit = ProgressLimit {
     overall: std::time::Duration::from_secs(4 * 3600),
-    ..Limit::GENEROUS
+    ..ProgressLimit::GENEROUS
 };
 const GUEST_MIB: u64 = 1024;
 /// Number of rounds in which the VMM still allocates buffers and tables, for the first load of each
-/// kind.
+/// type.
 const WARM_UP_ROUNDS: usize = 3;
 /// Maximum growth after the warm-up, in KiB. A leak of 1 KiB per request would amount to hundreds
 /// of MiB; the allocator itself grows in a few steps of hundreds of KiB.
@@ -72,10 +72,10 @@ fn vm_under_load_neither_fails_nor_grows() {
         memory_mib: 4096,
         ..LabOptions::default()
     };
-    let debian = Debian::new(1, options).unwrap_or_else(|error| panic!("{error}"));
+    let debian = DebianDownloader::new(1, options).unwrap_or_else(|error| panic!("{error}"));
     let place = &debian.place;
     let perfvisor = place.perfvisor().unwrap();
-    let run = |command: &Command| {
+    let run = |command: &HostCommand| {
         let output = place
             .run(command, LIMIT)
             .unwrap_or_else(|error| panic!("{error}"));
@@ -89,9 +89,9 @@ fn vm_under_load_neither_fails_nor_grows() {
         );
         output.stdout_text()
     };
-    let ours = |words: &[&str]| Command::new(&perfvisor).args(words.iter().copied());
+    let ours = |words: &[&str]| HostCommand::new(&perfvisor).args(words.iter().copied());
     let [raw, qcow2] = ["soak-1.img", "soak-2.qcow2"].map(|name| place.scratch(name));
-    run(&Command::shell(format!("truncate -s 96M '{raw}'")));
+    run(&HostCommand::shell(format!("truncate -s 96M '{raw}'")));
     put_qcow2(place, &qcow2);
     let disks = [raw, format!("{qcow2},format=qcow2")];
     let command = debian
@@ -133,7 +133,7 @@ fn vm_under_load_neither_fails_nor_grows() {
             "record", "soak", "-q", "-F", "99", "-d", "10", "-o", &data,
         ]));
         seen.push(footprint(place, GUEST_MIB).unwrap_or_else(|error| panic!("{error}")));
-        run(&Command::shell(format!(
+        run(&HostCommand::shell(format!(
             "[ -s '{data}' ] && rm -f '{data}' '{data}.old'"
         )));
     }
@@ -156,7 +156,8 @@ fn vm_under_load_neither_fails_nor_grows() {
     assert!(warm.len() >= 6, "too short to see growth: {seen:?}");
     let third = warm.len() / 3;
     let (early, late) = (&warm[..third], &warm[warm.len() - third..]);
-    // Descriptors of guest counters and clients come and go, but a leak raises the minimum.
+    // The descriptors of guest counters and clients are opened and closed all the time, but a leak
+    // raises the minimum.
     let least = |of: &[Footprint], what: fn(&Footprint) -> u64| of.iter().map(what).min().unwrap_or(0);
     for what in [
         |held: &Footprint| held.descriptors,

@@ -1,6 +1,6 @@
-//! Tests RDPMC outside the kernel's text: in programs, and in code generated at run time. It is
-//! emulated if KVM lets it fault. If KVM handles it itself with counters that do not count, as on
-//! AMD-V with Linux 6.1, the VMM reports this with -v, and so does `check`.
+//! Tests RDPMC outside the kernel's text: in programs, and in code generated at run time. Perfvisor
+//! emulates RDPMC if KVM lets it fault. If KVM handles RDPMC itself with counters that do not
+//! count, as on AMD-V with Linux 6.1, the VMM reports this with -v, and so does `check`.
 
 use std::sync::OnceLock;
 
@@ -8,25 +8,24 @@ use guest_images::linux::KernelChoice;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::lease::{LeaseAccess, TestHostLease};
-use integration::limit::Limit;
+use integration::lease::{TestHostLease, TestHostSharing};
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
 use integration::parse::parse_tap;
-use integration::process::Command;
+use integration::process::HostCommand;
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
 use crate::nested::{self, GuestTests};
 use crate::shared_guests::{self, GuestPart, is_selected};
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 const MODELS: [&str; 5] = ["intel-v1", "intel-v4", "amd-k7", "amd", "amd-v2"];
 const RDPMC_FAULTS: &str = "/kvm/Ok/rdpmc_faults";
 /// Path of the newest kernel in the lab, as a guest file.
 const NEWEST: &str = "guest/newest-vmlinux";
 
-/// Leases a lab with the newest kernel, whose KVM lets RDPMC fault, or this machine if it has a KVM
-/// with hardware virtualization. Returns `None` if Debian's archive provides no kernel newer than
-/// 6.1.
+/// Leases a lab with the newest kernel, whose KVM lets RDPMC fault, or this machine if its KVM has
+/// hardware virtualization. Returns `None` if Debian's archive provides no kernel newer than 6.1.
 fn newest() -> Option<TestHostLease> {
     let kernel = KernelChoice::Newest;
     let images = artefacts::images_of(&kernel).unwrap_or_else(|error| panic!("{error}"));
@@ -35,7 +34,7 @@ fn newest() -> Option<TestHostLease> {
         files: vec![(NEWEST.to_owned(), images.vmlinux)],
         ..LabOptions::default()
     };
-    let place = TestHost::lease(&options, LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::lease(&options, TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
     if place.describe().contains("Linux 6.1.") && !says(&place, RDPMC_FAULTS) {
         // An unreachable archive cannot be distinguished from a release without a newer kernel.
         skipped(&format!("no newer kernel, {}", place.describe()), false);
@@ -45,15 +44,15 @@ fn newest() -> Option<TestHostLease> {
 }
 
 fn here() -> TestHostLease {
-    TestHost::for_bare_metal(LeaseAccess::Shared).unwrap_or_else(|error| panic!("{error}"))
+    TestHost::for_bare_metal(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn says(place: &TestHost, pointer: &str) -> bool {
     place.check(pointer).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Covers interception through an exit in the guest's #GP handler, and through a breakpoint there
-/// if breakpoints work.
+/// Tests interception through an exit in the guest's #GP handler, and through a breakpoint in the
+/// handler if breakpoints work.
 fn code_made_at_run_time_reads_counters(place: &TestHost) {
     assert!(says(place, RDPMC_FAULTS), "{}", place.describe());
     let breakpoints = says(place, "/stepping/breakpoints");
@@ -67,7 +66,7 @@ fn code_made_at_run_time_reads_counters(place: &TestHost) {
     } {
         for model in MODELS {
             let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
-            let command = Command::new(perfvisor)
+            let command = HostCommand::new(perfvisor)
                 .args(["run", "--kernel", &kernel, "--pmu", model, "--rdpmc", mode])
                 .args(["--cpus", "2", "-v"]);
             let output = place
@@ -87,7 +86,7 @@ fn code_made_at_run_time_reads_counters(place: &TestHost) {
                 output.ended,
                 output.stderr_text()
             );
-            // The instructions in the guest's file are found there.
+            // The instructions in the guest's file are found in the file.
             let in_file = output.stderr_text().matches("info: rdpmc at ").count();
             assert_eq!(in_file, 3, "{mode}, {model}: {}", output.stderr_text());
         }
@@ -107,8 +106,15 @@ fn code_made_at_run_time_is_left_alone_by_default(place: &TestHost) {
     ] {
         let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
         let words = format!("auto only={only}");
-        let command =
-            Command::new(perfvisor).args(["run", "--kernel", &kernel, "--pmu", "amd", "--cmdline", &words]);
+        let command = HostCommand::new(perfvisor).args([
+            "run",
+            "--kernel",
+            &kernel,
+            "--pmu",
+            "amd",
+            "--cmdline",
+            &words,
+        ]);
         let output = place
             .run(&command, LIMIT)
             .unwrap_or_else(|error| panic!("{error}"));
@@ -146,7 +152,7 @@ fn code_made_at_run_time_reads_counters_on_a_real_kvm() {
     }
 }
 
-/// Script that runs a program that reads its own counters two hundred times.
+/// Script with a program that reads its own counters two hundred times.
 const SELFREAD: &str = "section selfread selfread 200\n";
 
 /// Returns the number after `key` in the output of `selfread`.
@@ -158,9 +164,9 @@ fn field(run: &GuestRun, section: &str, key: &str) -> u64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// A value that a program reads by RDPMC, as described in perf_event_open(2), is between the values
-/// that it reads by read(2) before and after, for both vendors, and for #GP handlers that begin
-/// with CLAC, with its replacement without SMAP, or with ENDBR64.
+/// A value that a program reads with RDPMC, as described in perf_event_open(2), is between the
+/// values that it reads with read(2) before and after. The test covers both vendors, and #GP
+/// handlers that begin with CLAC, with its replacement without SMAP, or with ENDBR64.
 #[test]
 fn linux_programs_read_counters_by_rdpmc() {
     let Some(intel) = intel_guest() else { return };
@@ -183,13 +189,13 @@ fn the_program_reads_its_counters(pmu: &str, run: &GuestRun) {
     eprintln!("{pmu}: {}", run.section("selfread").trim());
     let [reads, in_order, width] = ["reads=", "in_order=", "width="].map(|key| field(run, "selfread", key));
     assert_eq!(width, 48, "{run}");
-    // Some reads may fail, because the event may be off the PMU for a moment.
+    // Some reads may fail, because the event may be temporarily off the PMU.
     assert!(reads > 190 && in_order == reads, "{run}");
     run.expect_success();
 }
 
-/// A Perfvisor in the guest detects that programs can read counters by RDPMC, and its host driver
-/// uses this.
+/// A Perfvisor in the guest detects that programs can read counters with RDPMC, and its host driver
+/// uses RDPMC.
 #[test]
 fn host_driver_reads_counters_in_a_guest() {
     let Some(run) = intel_guest() else { return };
@@ -197,8 +203,8 @@ fn host_driver_reads_counters_in_a_guest() {
     run.expect_success();
 }
 
-/// Returns the run of the Intel guest with the selected ones of both tests above, or `None` under
-/// the same conditions as [`newest`].
+/// Returns the run of the Intel guest with those of the two tests above that are selected, or
+/// `None` under the same conditions as [`newest`].
 fn intel_guest() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Option<Result<GuestRun, String>>> = OnceLock::new();
     let run = RUN.get_or_init(|| {
@@ -251,7 +257,7 @@ pub const ANSWERED: GuestPart = GuestPart {
     },
 };
 
-/// The VMM warns about misleading counts, and the kernel does not announce `cap_user_rdpmc`.
+/// The VMM warns about misleading counts, and the kernel does not set `cap_user_rdpmc`.
 #[test]
 fn vmm_warns_about_non_counting_user_rdpmc() {
     let run = shared_guests::AMD.run();

@@ -1,22 +1,22 @@
-//! Tests `perfvisor validate`: all checks pass on this machine's KVM and with a Linux guest on a
-//! KVM with hardware virtualization, and the command can detect errors.
+//! Tests `perfvisor validate`. All checks pass on this machine's KVM, and with a Linux guest on a
+//! KVM with hardware virtualization. The command can detect errors.
 
-use integration::lease::{LeaseAccess, TestHostLease};
-use integration::limit::Limit;
+use integration::lease::{TestHostLease, TestHostSharing};
+use integration::limit::ProgressLimit;
 use integration::measure::skipped;
-use integration::process::{Command, Output};
+use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 use serde_json::Value;
 
-/// Limits for `validate`, which prints nothing until it is done.
-const LIMIT: Limit = Limit {
-    silent: Limit::GENEROUS.overall,
-    ..Limit::GENEROUS
+/// Limits for `validate`, which prints nothing until it has finished.
+const LIMIT: ProgressLimit = ProgressLimit {
+    silent: ProgressLimit::GENEROUS.overall,
+    ..ProgressLimit::GENEROUS
 };
 
-fn validate(place: &TestHost, arguments: &[&str]) -> Output {
+fn validate(place: &TestHost, arguments: &[&str]) -> ProcessOutput {
     let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
-    let command = Command::new(perfvisor)
+    let command = HostCommand::new(perfvisor)
         .arg("validate")
         .args(arguments.iter().copied());
     place
@@ -24,11 +24,11 @@ fn validate(place: &TestHost, arguments: &[&str]) -> Output {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn here(access: LeaseAccess) -> TestHostLease {
+fn here(access: TestHostSharing) -> TestHostLease {
     TestHost::for_bare_metal(access).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn report(output: &Output) -> Value {
+fn report(output: &ProcessOutput) -> Value {
     serde_json::from_str(&output.stdout_text())
         .unwrap_or_else(|e| panic!("{e}: {}\n{}", output.stdout_text(), output.stderr_text()))
 }
@@ -97,7 +97,7 @@ fn the_built_in_rows_are_right(report: &Value) {
     for event in ["io-exits", "mmio-exits", "halts", "msr-exits"] {
         passed(report, &[("backing", "paravirtual"), ("event", event)]);
     }
-    // Exact counts: the guest's count, the host's count and the known count are equal.
+    // For exact counting, the guest's count, the host's count and the known count are equal.
     for event in ["instructions", "branches", "loads", "stores"] {
         let exact = [built_in, ("backing", "exact"), ("event", event)];
         passed(report, &exact);
@@ -114,7 +114,7 @@ fn the_built_in_rows_are_right(report: &Value) {
 
 fn validate_passes_here(pmu: &str) {
     let output = validate(
-        &here(LeaseAccess::Exclusive),
+        &here(TestHostSharing::Exclusive),
         &["--no-linux", "--json", "--pmu", pmu],
     );
     let report = report(&output);
@@ -123,7 +123,7 @@ fn validate_passes_here(pmu: &str) {
     print_results(pmu, &report);
 }
 
-/// Prints the number of rows and the spread of those that were measured several times.
+/// Prints the number of rows, and the spread of rows that were measured several times.
 fn print_results(pmu: &str, report: &Value) {
     eprintln!(
         "{pmu}: {} passed in {} s",
@@ -147,12 +147,12 @@ fn amd_validation_passes_on_this_host() {
     validate_passes_here("amd");
 }
 
-/// No clock is accurate to a hundred-thousandth of a percent, so the command must report failures
-/// per row and in its exit status.
+/// No clock is accurate to 0.00001 %, so the command must report failures in the rows and in its
+/// exit status.
 #[test]
 fn validate_fails_outside_tolerance() {
     let arguments = ["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"];
-    let output = validate(&here(LeaseAccess::Shared), &arguments);
+    let output = validate(&here(TestHostSharing::Shared), &arguments);
     let text = output.stdout_text();
     assert_eq!(output.code(), Some(1), "{text}");
     assert!(text.contains("off the expectation"), "{text}");
@@ -181,7 +181,7 @@ fn bad_input_is_one_line() {
         ),
         (&["--kernel", "k", "--initrd", "i", "--no-linux"], "--no-linux"),
     ] {
-        let output = validate(&here(LeaseAccess::Shared), arguments);
+        let output = validate(&here(TestHostSharing::Shared), arguments);
         let stderr = output.stderr_text();
         assert_eq!(output.code(), Some(2), "{arguments:?}: {stderr}");
         assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
@@ -198,7 +198,7 @@ fn validate_rejects_linux_on_software_kvm() {
     let file = std::env::current_exe().unwrap();
     let file = file.to_string_lossy();
     let output = validate(
-        &here(LeaseAccess::Shared),
+        &here(TestHostSharing::Shared),
         &["--kernel", &file, "--initrd", &file],
     );
     assert_eq!(output.code(), Some(2));

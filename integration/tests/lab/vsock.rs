@@ -1,17 +1,18 @@
 //! Tests `perfvisor exec` and `perfvisor cp` with the agent in a Linux guest over its vsock device:
-//! execution, copying, exit statuses, and that dying clients and floods do not affect others.
+//! execution, copying, and exit statuses. Clients that are killed, and floods of data, do not
+//! affect other clients.
 //!
 //! All tests use one guest.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
-use integration::limit::Limit;
-use integration::process::{Command, Output};
+use integration::limit::ProgressLimit;
+use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::TestHost;
 
-const LIMIT: Limit = Limit::GENEROUS;
+const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// The guest runs until the test creates a file in it.
+/// Script of a guest that runs until the test creates a file in the guest.
 const SCRIPT: &str = "
 ls -l /dev/vsock
 until [ -e /tmp/end ]; do sleep 0.2; done
@@ -24,15 +25,15 @@ struct VsockTest<'a> {
 }
 
 impl VsockTest<'_> {
-    fn command(&self, words: &[&str]) -> Command {
-        Command::new(&self.perfvisor).args(words.iter().copied())
+    fn command(&self, words: &[&str]) -> HostCommand {
+        HostCommand::new(&self.perfvisor).args(words.iter().copied())
     }
 
-    fn run(&self, words: &[&str]) -> Output {
+    fn run(&self, words: &[&str]) -> ProcessOutput {
         self.place.run(&self.command(words), LIMIT).unwrap()
     }
 
-    fn exec(&self, command: &[&str]) -> Output {
+    fn exec(&self, command: &[&str]) -> ProcessOutput {
         self.run(&[&["exec", "--wait", "60", "vsock-test", "--"], command].concat())
     }
 
@@ -49,7 +50,8 @@ impl VsockTest<'_> {
         output.stdout_text()
     }
 
-    /// Checks that the command fails with one line that contains `why`, and with this exit status.
+    /// Checks that the command fails with a single line that contains `why`, and with exit status
+    /// `status`.
     #[track_caller]
     fn refused(&self, words: &[&str], status: i32, why: &str) {
         let output = self.run(words);
@@ -62,8 +64,10 @@ impl VsockTest<'_> {
         assert!(text.contains(why), "{words:?}: {text}");
     }
 
-    fn shell(&self, script: &str) -> Output {
-        self.place.run(&Command::shell(script.to_owned()), LIMIT).unwrap()
+    fn shell(&self, script: &str) -> ProcessOutput {
+        self.place
+            .run(&HostCommand::shell(script.to_owned()), LIMIT)
+            .unwrap()
     }
 }
 
@@ -144,7 +148,7 @@ fn streams_and_ends(guest: &VsockTest<'_>) {
         (terminal.code(), terminal.stdout_text().trim()),
         (Some(0), "24 80")
     );
-    // Realistic work: the guest's own perf with its vPMU.
+    // Use a realistic workload: the guest's own perf with its vPMU.
     let perf = guest.exec(&["perf", "stat", "-x,", "-e", "cycles", "spin", "0.1"]);
     let count = perf.stderr_text();
     let cycles = count.split(',').next().and_then(|n| n.trim().parse::<u64>().ok());
@@ -166,7 +170,7 @@ fn missing_paths(guest: &VsockTest<'_>) {
 }
 
 fn copies(guest: &VsockTest<'_>) {
-    // 16 MiB of poorly compressible data in both directions, and through pipes.
+    // Transfer 16 MiB of poorly compressible data in both directions, and through pipes.
     let script = "set -e; cd /tmp; head -c 16777216 /dev/urandom >big; chmod 640 big
         PV cp big vsock-test:/tmp/big; PV cp vsock-test:/tmp/big back
         cmp big back; [ \"$(stat -c %a%Y big)\" = \"$(stat -c %a%Y back)\" ]
@@ -196,7 +200,7 @@ fn a_client_that_dies(guest: &VsockTest<'_>) {
     client.signal(9);
     let _ = client.wait(LIMIT);
     no_command_is_left(guest);
-    // Ctrl-C of a client is forwarded to the command.
+    // Ctrl-C typed at a client is forwarded to the command.
     let mut client = guest.place.start(&guest.command(&words)).unwrap();
     assert!(client.wait_for("begun", LIMIT));
     client.signal(2);
@@ -204,7 +208,7 @@ fn a_client_that_dies(guest: &VsockTest<'_>) {
     no_command_is_left(guest);
 }
 
-/// Waits until the guest has ended the commands of a disconnected client.
+/// Waits until the guest has terminated the commands of a disconnected client.
 #[track_caller]
 fn no_command_is_left(guest: &VsockTest<'_>) {
     // The brackets prevent the search from matching itself.
@@ -216,7 +220,8 @@ fn no_command_is_left(guest: &VsockTest<'_>) {
 }
 
 fn a_flood(guest: &VsockTest<'_>) {
-    // A guest that writes endlessly to a client that does not read, and a client that exits early.
+    // Cover a guest that writes endlessly to a client that does not read, and a client that exits
+    // early.
     let script = "PV exec vsock-test -- cat /dev/zero | sleep 3; PV exec vsock-test -- cat /dev/zero | head -c 1000000 | wc -c";
     let output = guest.shell(&script.replace("PV", &guest.perfvisor));
     assert_eq!(output.stdout_text().trim(), "1000000");

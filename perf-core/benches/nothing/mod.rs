@@ -1,9 +1,9 @@
-//! A driver whose events cost nothing, used instead of the host driver.
+//! A driver whose events cost nothing. Replaces the host driver in benchmarks.
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
 use perf_core::{Attr, EventType, Pmu, PmuEvent};
 
-/// A driver with a number of slots that does nothing, so that only the core's cost is measured.
+/// A driver that has slots but does nothing, so that only the cost of the core is measured.
 #[derive(Debug)]
 pub struct NoopPmu {
     /// Number of slots.

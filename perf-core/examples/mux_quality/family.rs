@@ -14,12 +14,13 @@ pub const HOLD_OUT: Range<u64> = 5_000_000..5_000_120;
 
 /// Initial length of the adaptive policy's intervals, in ticks.
 pub const PACE: f64 = 0.146;
-/// Name of the kind of traces that [`in_step`] creates.
+/// Name of the trace kind that [`in_step`] creates.
 pub const IN_STEP: &str = "in-step";
-/// Name of the kind of traces that [`of_kind`] constructs against plain rotation.
+/// Name of the trace kind that [`of_kind`] constructs against plain rotation.
 pub const IN_STEP_ROTATE: &str = "in-step-rotate";
-/// All kinds that [`of_kind`] creates: those of [`trace`], rhythms that are adversarial for one of
-/// the policies, and three held-out kinds that were not used to choose a policy or an estimator.
+/// All trace kinds that [`of_kind`] creates. They comprise the kinds of [`trace`], rhythms that are
+/// adversarial for one of the policies, and three held-out kinds that were not used to choose a
+/// policy or an estimator.
 pub const ALL_KINDS: [&str; 15] = [
     "steady",
     "bursts",
@@ -38,7 +39,7 @@ pub const ALL_KINDS: [&str; 15] = [
     IN_STEP_ROTATE,
 ];
 
-/// Components of a trace.
+/// Trace kinds that [`trace`] creates.
 const KINDS: [&str; 10] = [
     "rhythm",
     "rhythms",
@@ -52,7 +53,8 @@ const KINDS: [&str; 10] = [
     "mixture",
 ];
 
-/// Creates the trace of `seed`. Kinds alternate, so every range of ten seeds contains each once.
+/// Creates the trace of `seed`. The kinds alternate, so any ten consecutive seeds yield each kind
+/// once.
 pub fn trace(seed: u64) -> Trace {
     drawn(KINDS[(seed % KINDS.len() as u64) as usize], seed)
 }
@@ -62,8 +64,8 @@ pub fn of_kind(kind: &str, seed: u64) -> Trace {
     drawn(kind, seed)
 }
 
-/// Creates the trace of `seed` with a rhythm that stays in step with the adaptive policy's first
-/// rotation for seconds: within 0.1 % of a simple ratio to it.
+/// Creates the trace of `seed`. The period of its rhythm is within 0.1 % of a simple ratio to the
+/// adaptive policy's first rotation, so both stay in phase for seconds.
 pub fn in_step(seed: u64) -> Trace {
     drawn(IN_STEP, seed)
 }
@@ -75,8 +77,8 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     let length_ns = rng.u64(4_000..12_000) * MS;
     let steps = (length_ns / STEP_NS) as usize;
     let tick_ms = TICK_NS as f64 / MS as f64;
-    // Each rotation stops one group, so the reference's cycle takes one interval per group, and a
-    // slice one interval per slot.
+    // Each rotation stops one group, so a cycle of the reference policy takes one interval per
+    // group, and a slice takes one interval per slot.
     let near = |rng: &mut Rng, ms: f64| {
         let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
         let pace = [1.0, 1.0, 0.618, 0.382, 0.25, 0.236][rng.usize(0..6)];
@@ -228,7 +230,8 @@ fn ramp(rng: &mut Rng, steps: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Random walk of the logarithm of the rate, by a factor of two in 50 to 1,000 ms.
+/// Creates a random walk of the logarithm of the rate, which changes by a factor of two in 50 to
+/// 1,000 ms.
 fn drift(rng: &mut Rng, steps: usize) -> Vec<f64> {
     let ms = log_uniform(rng, 50.0, 1_000.0);
     let step = std::f64::consts::LN_2 / (ms * MS as f64 / STEP_NS as f64).sqrt();
@@ -236,7 +239,7 @@ fn drift(rng: &mut Rng, steps: usize) -> Vec<f64> {
     (0..steps)
         .map(|_| {
             log += if rng.bool() { step } else { -step };
-            // Towards the middle, so that no part of the run dominates.
+            // Reverts to the mean, so that no part of the run dominates.
             log *= 1.0 - step * step / 2.0;
             log.exp()
         })
@@ -264,7 +267,7 @@ fn phases(rng: &mut Rng, bounds: &[usize], steps: usize) -> Vec<f64> {
     rates
 }
 
-/// Rare events with sizes of infinite variance.
+/// Creates rare events whose sizes have infinite variance.
 fn long_tail(rng: &mut Rng, steps: usize) -> Vec<f64> {
     let alpha = 1.1 + 0.7 * rng.f64();
     let off = log_uniform(rng, 20.0, 300.0);

@@ -1,6 +1,6 @@
-//! Measures the accuracy of multiplexed estimates: the adaptive policy with the interpolating
-//! estimator against linear scaling under round robin, on fixed traces and on a family of random
-//! ones.
+//! Measures the accuracy of multiplexed estimates. Compares the adaptive policy and the
+//! interpolating estimator with round robin and linear scaling, on fixed traces and on a family of
+//! random traces.
 //!
 //! `cargo run --release --example mux_quality`
 
@@ -156,8 +156,8 @@ fn random() {
             });
     };
     family::HOLD_OUT.map(family::trace).for_each(&mut add);
-    // Separate from the others, which are independent of the policy: these are constructed against
-    // it.
+    // Reported separately, because these traces are constructed against the policy, whereas the
+    // others are independent of it.
     family::HOLD_OUT.map(family::in_step).for_each(&mut add);
     let in_step = kinds.remove(family::IN_STEP).unwrap_or_default();
     let mut all = KindTotals::default();
@@ -173,8 +173,8 @@ fn random() {
     );
 }
 
-/// Runs traces of all kinds through a core under both policies, and reports the core's error bars
-/// as users see them.
+/// Runs traces of all kinds on a core under both policies, and reports the error bars that users of
+/// the core see.
 fn through_a_core() {
     println!("\nthrough a core, interpolating, {CORE_TRACES} traces of each kind, one seed each");
     println!(

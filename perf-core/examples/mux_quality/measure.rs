@@ -25,19 +25,20 @@ pub struct Run {
     pub switches_per_s: f64,
 }
 
-/// Statistics of the error bars of estimates, and of their correctness.
+/// Statistics of the error bars of estimates and of their accuracy.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ErrorBars {
     /// Number of estimates.
     pub events: f64,
-    /// Number of estimates with a standard error, and of those within two of the truth.
+    /// Number of estimates with a standard error, and number of those whose error is at most two
+    /// standard errors.
     pub known: f64,
     pub covered: f64,
-    /// Number of estimates with only a bound, and of those within it.
+    /// Number of estimates with only a bound, and number of those whose error is within the bound.
     pub bounded: f64,
     pub held: f64,
-    /// Sums over the estimates with a standard error: its square, relative to the truth, and the
-    /// square of the error.
+    /// Sums over the estimates with a standard error: squared standard errors and squared errors,
+    /// both relative to the truth.
     variance: f64,
     square_error: f64,
 }
@@ -70,18 +71,19 @@ impl ErrorBars {
         self.square_error += other.square_error;
     }
 
-    /// Returns the fraction of estimates with a standard error that are within two of the truth.
+    /// Returns the fraction of estimates with a standard error whose error is at most two standard
+    /// errors.
     pub fn within_two(&self) -> f64 {
         self.covered / self.known
     }
 
-    /// Returns the fraction of estimates with a bound that are within it.
+    /// Returns the fraction of estimates with a bound whose error is within the bound.
     pub fn within_bound(&self) -> f64 {
         self.held / self.bounded
     }
 
-    /// Returns the ratio of the root mean squares of standard error and error: 1 is correct, less
-    /// is overconfident.
+    /// Returns the ratio of the root mean square of the standard errors to that of the errors. A
+    /// ratio of 1 is correct, and a smaller ratio is overconfident.
     pub fn confidence_ratio(&self) -> f64 {
         (self.variance / self.square_error).sqrt()
     }
@@ -94,7 +96,7 @@ struct Event {
     estimator: Estimator,
 }
 
-/// Measures `policy` with turns of `turn_ns` on `trace`. The timer for turns fires on a grid of
+/// Measures `policy` with intervals of `turn_ns` on `trace`. The interval timer fires on a grid of
 /// `grid_ns`.
 pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u64) -> Run {
     let mut rng = Rng::with_seed(seed);
@@ -115,7 +117,7 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     let mut queue = MuxQueue::new(policy, turn_ns);
     (0..n).for_each(|key| queue.insert(GroupKey::from(key)));
 
-    // The run covers the trace from `start` to its end; the times below are the trace's.
+    // The run covers the trace from `start` to its end. The times below are trace times.
     let mut now = start;
     let mut switches = 0u64;
     let mut left = None;
@@ -220,8 +222,8 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     let pmu = Arc::new(SimPmu::with_slots(trace.slots));
     core.register(Arc::clone(&pmu) as Arc<dyn Pmu>);
     let vcpu = core.add_vcpu(VcpuId(0), 1).expect("the first vCPU");
-    let session = core.session(0, Role::Admin);
-    let handles: Vec<(usize, Handle)> = order
+    let session = core.session(0, SessionRole::Admin);
+    let handles: Vec<(usize, EventHandle)> = order
         .into_iter()
         .map(|curve| {
             let attr = Attr::counting(EventType::SIM, curve as u64);
@@ -234,7 +236,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     let mut now = start;
     while now < trace.length_ns {
         let due = core.next_turn_ns().unwrap_or(u64::MAX).max(now + 1);
-        // Under rotation every tick is an interval.
+        // Under the rotation policy, an interval lasts one tick.
         let due = match policy {
             MuxPolicy::Rotate if now == start => now + 1,
             MuxPolicy::Rotate => now + turn_ns,
@@ -272,7 +274,7 @@ pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (V
     )
 }
 
-/// An event's estimate from its handle, and the true count.
+/// An estimate from an event's handle, and the true count.
 #[derive(Clone, Copy, Debug)]
 pub struct CoreEstimate {
     pub truth: u64,
@@ -315,8 +317,8 @@ pub fn all_bars(runs: &[Run]) -> ErrorBars {
     all
 }
 
-/// The adaptive policy with the interpolating estimator compared with linear scaling under
-/// rotation.
+/// A comparison of the adaptive policy and the interpolating estimator with rotation and linear
+/// scaling.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     pub rotate: Vec<Run>,
@@ -326,7 +328,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Compares both on `trace`; the adaptive policy's timer fires on a grid of `grid_ns`.
+    /// Compares both on `trace`. The adaptive policy's timer fires on a grid of `grid_ns`.
     pub fn new(trace: &Trace, grid_ns: u64, seeds: usize) -> Self {
         let rotate = runs(trace, MuxPolicy::Rotate, TICK_NS, 1, seeds);
         let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, grid_ns, seeds);
@@ -343,7 +345,7 @@ impl Comparison {
         }
     }
 
-    /// Returns by how much the adaptive policy is worse beyond the expected noise, which is two
+    /// Returns the amount by which the adaptive policy is worse, beyond the expected noise of two
     /// standard deviations of the difference over the seeds.
     pub fn excess(&self) -> f64 {
         let noise = 2.0 * self.base.deviation.hypot(self.ours.deviation);

@@ -15,7 +15,7 @@ const LENGTH_NS: u64 = 10_000 * MS;
 pub const EVENTS: usize = 8;
 /// Number of slots that the events share.
 pub const SLOTS: usize = 2;
-/// Interval of the reference policy's rotation, in nanoseconds.
+/// Rotation interval of the reference policy, in nanoseconds.
 pub const TICK_NS: u64 = 4 * MS;
 /// Seeds of the measurements of each trace. They vary the start of the trace relative to the tick,
 /// the order of the events, and the random choices of the policy.
@@ -42,7 +42,7 @@ impl Curve {
         Self { sums: sums.into() }
     }
 
-    /// Returns the counts in the first `ns` nanoseconds.
+    /// Returns the number of counts in the first `ns` nanoseconds.
     pub fn until(&self, ns: u64) -> u64 {
         let steps = self.sums.len() - 1;
         let at = (ns / STEP_NS) as usize;
@@ -114,7 +114,7 @@ fn exponential_steps(rng: &mut Rng, mean_ms: f64) -> usize {
     ((ms * MS as f64 / STEP_NS as f64) as usize).max(1)
 }
 
-/// Alternates between on and off for random times around the two means.
+/// Alternates between the rates `on` and `off` for random times with means `on_ms` and `off_ms`.
 fn on_off(rng: &mut Rng, on_ms: f64, off_ms: f64, on: f64, off: f64) -> Vec<f64> {
     let mut rates = Vec::new();
     while rates.len() < steps() as usize {
@@ -158,19 +158,20 @@ fn bursty_few() -> Trace {
     })
 }
 
-/// Short, rare and high spikes, such as a garbage collector, a timer, or a flush.
+/// Short, rare and high spikes, such as those of a garbage collector, a timer or a flush.
 fn spikes() -> Trace {
     drawn("spikes", 400, |e, rng| {
         on_off(rng, 3.0, 100.0 + 20.0 * e as f64, 10.0, 0.3)
     })
 }
 
-/// A period close to the reference's tick.
+/// A pattern with a period close to the reference policy's tick.
 fn near_tick() -> Trace {
     formula("near-tick", |e, t| square(t + e as f64 * 0.4, 4.04, 0.3))
 }
 
-/// A period close to the reference's whole rotation: eight groups, a tick each.
+/// A pattern with a period close to a whole rotation of the reference policy (eight groups of one
+/// tick each).
 fn near_rotation() -> Trace {
     formula("near-rotation", |e, t| square(t + e as f64 * 3.0, 32.05, 0.25))
 }
@@ -191,7 +192,7 @@ fn ramp() -> Trace {
     })
 }
 
-/// A program in phases of 0.1 to 0.9 s that change every event at once.
+/// A program with phases of 0.1 to 0.9 s that affect all events simultaneously.
 fn phases() -> Trace {
     let mut bounds = vec![0usize];
     let mut rng = Rng::with_seed(500);
@@ -209,7 +210,7 @@ fn phases() -> Trace {
     })
 }
 
-/// Events that occur in one part of the run only.
+/// Events that occur in only one part of the run.
 fn part_time() -> Trace {
     formula("part-time", |e, t| {
         let begin = 900.0 * e as f64;

@@ -1,4 +1,5 @@
-//! Helpers of the examples: this thread as a vCPU, countable work, and a PMU with few counters.
+//! Shared code of the examples: the calling thread as a vCPU, work that can be counted, and a PMU
+//! with few counters.
 #![allow(dead_code, unsafe_code, reason = "each program uses its part")]
 
 use std::hint::black_box;
@@ -23,7 +24,7 @@ pub fn software(config: u64) -> Attr {
     Attr::counting(EventType::SOFTWARE, config)
 }
 
-/// Returns the id of this thread.
+/// Returns the ID of this thread.
 pub fn tid() -> i32 {
     let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
     link.file_name()
@@ -67,7 +68,7 @@ extern "C" fn on_signal(_: libc::c_int) {
     SIGNALS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Counts overflow signals from now on and returns the signal's number.
+/// Installs a handler that counts overflow signals, and returns the signal number.
 pub fn count_signals() -> i32 {
     let handler = on_signal as extern "C" fn(libc::c_int);
     // SAFETY: the handler only accesses an atomic.
@@ -103,7 +104,7 @@ pub fn touch(pages: usize) {
     }
 }
 
-/// Computes for `time` of CPU time.
+/// Computes until the thread has used `time` of CPU time.
 pub fn spin(time: Duration) {
     let end = ThreadTimeClock.now_ns() + time.as_nanos() as u64;
     while ThreadTimeClock.now_ns() < end {

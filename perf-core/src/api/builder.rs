@@ -59,7 +59,7 @@ impl PerfCoreConfig {
     }
 }
 
-/// A builder of a [`PerfCore`]. See [`PerfCore::builder`].
+/// A builder for a [`PerfCore`]. See [`PerfCore::builder`].
 #[derive(Debug, Default)]
 pub struct PerfCoreBuilder {
     config: PerfCoreConfig,

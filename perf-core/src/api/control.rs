@@ -1,6 +1,6 @@
 //! Control calls of an event handle, equivalent to `ioctl(2)` on a kernel event.
 
-use crate::api::handle::Handle;
+use crate::api::handle::EventHandle;
 use crate::model::failure::EventFailureCause;
 use crate::model::state::EventState;
 use crate::service::error::ControlError;
@@ -24,9 +24,9 @@ pub(super) const fn is_armable(overflow_in: u64) -> bool {
     overflow_in != 0 && overflow_in >> 63 == 0
 }
 
-impl Handle {
+impl EventHandle {
     /// Enables the event, or recovers it from the error state. An event that cannot be scheduled
-    /// now is not an error: see [`Handle::state`].
+    /// now is not an error: see [`EventHandle::state`].
     ///
     /// # Errors
     ///
@@ -44,16 +44,17 @@ impl Handle {
         self.set(scope, false)
     }
 
-    /// Arms and enables a single event and returns its previous count. Combines [`Handle::arm`],
-    /// [`Handle::enable`] and [`Handle::count`] to start a guest counter.
+    /// Arms and enables a single event and returns its previous count. Combines
+    /// [`EventHandle::arm`], [`EventHandle::enable`] and [`EventHandle::count`] to start a guest
+    /// counter.
     ///
-    /// Without `overflow_in`, the overflow point is unchanged. If the event cannot be scheduled
-    /// now, the inner `Err` gives the reason.
+    /// If `overflow_in` is `None`, the overflow point is unchanged. If the event cannot be
+    /// scheduled now, the inner `Err` contains the cause.
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`Handle::arm`], and [`ControlError::Closed`] if the event is
-    /// closed.
+    /// Returns the same errors as [`EventHandle::arm`], and [`ControlError::Closed`] if the event
+    /// is closed.
     pub fn start(&self, overflow_in: Option<u64>) -> Result<Result<u64, EventFailureCause>, ControlError> {
         if overflow_in.is_some_and(|counts| !is_armable(counts)) || self.is_family() {
             return Err(ControlError::Invalid(NOT_ARMABLE));
@@ -77,8 +78,8 @@ impl Handle {
         })
     }
 
-    /// Disables a single event and returns its final count. Combines [`Handle::disable`] and
-    /// [`Handle::count`].
+    /// Disables a single event and returns its final count. Combines [`EventHandle::disable`] and
+    /// [`EventHandle::count`].
     ///
     /// # Errors
     ///
@@ -159,11 +160,11 @@ impl Handle {
     /// frequency. For a VM-wide event, the change applies to existing and future vCPUs.
     ///
     /// A running event starts a new period immediately, so that a long old period does not delay
-    /// the change. The counts of the unfinished period are attributed to the next sample: sample
-    /// periods add up to the count. An event that is not running starts the new period when it is
-    /// scheduled in, and a throttled event when it is unthrottled, so that a change cannot bypass
-    /// the limit. With a frequency, the period approaches its new value step by step, except for
-    /// `cpu-clock` and `task-clock` of the host, whose period changes immediately.
+    /// the change. The counts of the unfinished period are attributed to the next sample, so the
+    /// sample periods add up to the count. An event that is not running starts the new period when
+    /// it is scheduled in, and a throttled event when it is unthrottled, so that a change cannot
+    /// bypass the limit. With a frequency, the period approaches its new value gradually, except
+    /// for `cpu-clock` and `task-clock` of the host, whose period changes immediately.
     ///
     /// # Errors
     ///

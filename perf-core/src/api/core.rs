@@ -56,9 +56,9 @@ impl PerfCore {
         }
     }
 
-    /// Returns `true` if an event of some vCPU entered the error state and the vCPU thread has not
-    /// noticed yet. Kick the vCPU in this case, because its thread may stay in the guest for a long
-    /// time.
+    /// Returns `true` if an event of some vCPU has entered the error state and the vCPU thread has
+    /// not detected this yet. Kick the vCPU in this case, because its thread may stay in the guest
+    /// for a long time.
     #[must_use]
     pub fn has_unhandled_errors(&self) -> bool {
         let vcpus = self.inner.vcpus.load();
@@ -67,15 +67,15 @@ impl PerfCore {
             .any(|v| v.errors() != v.handled_errors.load(Ordering::Relaxed))
     }
 
-    /// Returns `true` if [`PerfCore::tick`] has work to do or may get some. Otherwise the VMM may
-    /// disarm its timer and check again after each call that opens or enables an event.
+    /// Returns `true` if [`PerfCore::tick`] has work to do or may have work later. Otherwise the
+    /// VMM may disarm its timer and check again after each call that opens or enables an event.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
         self.tick_need() != TickWork::None
     }
 
-    /// Returns the work of [`PerfCore::tick`], for timers that expire less often when there is
-    /// little work.
+    /// Returns the work that [`PerfCore::tick`] has to do, for timers that expire less often when
+    /// there is little work.
     #[must_use]
     pub fn tick_need(&self) -> TickWork {
         // Each lock is released before the next one is acquired.
@@ -85,9 +85,9 @@ impl PerfCore {
         needs.max().unwrap_or_default().max(vm)
     }
 
-    /// Returns the time of [`crate::PerfCoreConfig::clock`] at which [`PerfCore::rotate`] is due,
+    /// Returns the time, on [`crate::PerfCoreConfig::clock`], at which [`PerfCore::rotate`] is due,
     /// if groups share slots. Under [`crate::mux::MuxPolicy::Adaptive`] the intervals are
-    /// irregular; under rotation this is the time of the next tick.
+    /// irregular. Under rotation this is the time of the next tick.
     #[must_use]
     pub fn next_turn_ns(&self) -> Option<u64> {
         let vcpus = self.inner.vcpus.load();

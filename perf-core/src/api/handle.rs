@@ -13,7 +13,7 @@ use crate::service::open_events::EventRef;
 /// A handle of an open event. Dropping it closes the event and its children. The siblings of a
 /// closed leader become leaders of their own groups.
 #[derive(Debug)]
-pub struct Handle {
+pub struct EventHandle {
     pub(crate) inner: Arc<HandleInner>,
 }
 
@@ -74,7 +74,7 @@ impl HandleInner {
     }
 }
 
-impl Handle {
+impl EventHandle {
     /// Returns the event ID that readings and records contain.
     #[must_use]
     pub fn id(&self) -> u64 {
@@ -115,7 +115,7 @@ impl Handle {
     }
 }
 
-impl Handle {
+impl EventHandle {
     /// Returns the cause and time of the error state, or `None` if the event is not in that state.
     #[must_use]
     pub fn failure(&self) -> Option<EventFailure> {

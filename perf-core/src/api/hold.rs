@@ -1,8 +1,8 @@
 //! Batched access to several events of one vCPU under a single lock, for a guest that stops and
-//! starts all its counters at once.
+//! starts all its counters together.
 
 use crate::api::control::{NOT_ARMABLE, is_armable};
-use crate::api::handle::Handle;
+use crate::api::handle::EventHandle;
 use crate::context::{Context, ContextCell};
 use crate::lock::LockGuard;
 use crate::model::failure::EventFailureCause;
@@ -30,7 +30,7 @@ impl std::fmt::Debug for LockedContext<'_> {
     }
 }
 
-impl Handle {
+impl EventHandle {
     /// Locks the context of the event.
     #[must_use]
     pub fn hold(&self) -> LockedContext<'_> {
@@ -44,7 +44,7 @@ impl Handle {
 
 impl LockedContext<'_> {
     /// Returns the key of an event that is open and belongs to this context.
-    fn key(&mut self, handle: &Handle) -> Result<EventKey, ControlError> {
+    fn key(&mut self, handle: &EventHandle) -> Result<EventKey, ControlError> {
         let event = &handle.inner.event;
         if !std::ptr::eq(&raw const *event.cell, self.cell) || handle.is_family() {
             return Err(ControlError::Invalid(FOREIGN_EVENT));
@@ -55,14 +55,14 @@ impl LockedContext<'_> {
         }
     }
 
-    /// Reads the count of an event, like [`Handle::count`].
+    /// Reads the count of an event, like [`EventHandle::count`].
     ///
     /// # Errors
     ///
-    /// Returns the errors of [`Handle::count`], and [`ControlError::Invalid`] for an event of
+    /// Returns the errors of [`EventHandle::count`], and [`ControlError::Invalid`] for an event of
     /// another vCPU.
     #[inline]
-    pub fn count(&mut self, handle: &Handle) -> Result<u64, ControlError> {
+    pub fn count(&mut self, handle: &EventHandle) -> Result<u64, ControlError> {
         let key = self.key(handle)?;
         let event = &mut self.context.events[key];
         let count = event.count();
@@ -76,14 +76,15 @@ impl LockedContext<'_> {
     /// Pauses the event and returns its count.
     ///
     /// The event remains scheduled: it keeps its slot and its times advance. A pair of `pause` and
-    /// [`LockedContext::go_on`] costs a fraction of [`Handle::stop`] and [`Handle::start`]. The
-    /// pause also ends when the event is scheduled out and in again for another reason.
+    /// [`LockedContext::go_on`] costs a fraction of [`EventHandle::stop`] and
+    /// [`EventHandle::start`]. The pause also ends when the event is scheduled out and in again for
+    /// another reason.
     ///
     /// # Errors
     ///
     /// Returns the same errors as [`LockedContext::count`].
     #[inline]
-    pub fn pause(&mut self, handle: &Handle) -> Result<u64, ControlError> {
+    pub fn pause(&mut self, handle: &EventHandle) -> Result<u64, ControlError> {
         let key = self.key(handle)?;
         Ok(self.context.pause(key))
     }
@@ -92,14 +93,14 @@ impl LockedContext<'_> {
     ///
     /// `overflow_in` receives the count and returns the number of further counts until the next
     /// overflow, or `None` to leave the overflow point unchanged. An event that is no longer
-    /// scheduled is not resumed, and the inner `Err` gives the reason.
+    /// scheduled is not resumed, and the inner `Err` contains the cause.
     ///
     /// # Errors
     ///
-    /// Returns the same errors as [`Handle::arm`] and [`LockedContext::count`].
+    /// Returns the same errors as [`EventHandle::arm`] and [`LockedContext::count`].
     pub fn go_on(
         &mut self,
-        handle: &Handle,
+        handle: &EventHandle,
         overflow_in: impl FnOnce(u64) -> Option<u64>,
     ) -> Result<Result<(), EventFailureCause>, ControlError> {
         let key = self.key(handle)?;

@@ -6,7 +6,7 @@ use crate::service::core::PerfCore;
 
 /// A setting that can be read and changed as text at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Knob {
+pub enum Tunable {
     /// [`crate::PerfCoreConfig::paranoid`], from -1 to 2.
     Paranoid,
     /// [`crate::PerfCoreConfig::sample_rate_hz`], at least 1.
@@ -23,7 +23,7 @@ pub enum Knob {
 /// An invalid value of a knob (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid value {text:?}: must be {expected}")]
-pub struct KnobError {
+pub struct TunableError {
     /// Rejected text.
     pub text: String,
     /// Description of the valid values.
@@ -34,15 +34,15 @@ impl PerfCore {
     /// Returns a setting as decimal text with a newline, in the format of the kernel's sysctl
     /// files.
     #[must_use]
-    pub fn knob(&self, knob: Knob) -> String {
+    pub fn knob(&self, knob: Tunable) -> String {
         let limits = &self.inner.limits;
         // All stored values fit, because they were set from numbers of these types.
         let value = match knob {
-            Knob::Paranoid => i64::from(limits.paranoid()),
-            Knob::SampleRateHz => limits.sample_rate_hz().cast_signed(),
-            Knob::MlockKb => limits.mlock_kb.load(Ordering::Relaxed).cast_signed(),
-            Knob::ReservedSlots => limits.reserved_slots.load(Ordering::Relaxed).cast_signed() as i64,
-            Knob::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
+            Tunable::Paranoid => i64::from(limits.paranoid()),
+            Tunable::SampleRateHz => limits.sample_rate_hz().cast_signed(),
+            Tunable::MlockKb => limits.mlock_kb.load(Ordering::Relaxed).cast_signed(),
+            Tunable::ReservedSlots => limits.reserved_slots.load(Ordering::Relaxed).cast_signed() as i64,
+            Tunable::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
         };
         format!("{value}\n")
     }
@@ -51,42 +51,42 @@ impl PerfCore {
     ///
     /// # Errors
     ///
-    /// Returns a [`KnobError`] if `text` is not a number or is out of range. The setting is then
+    /// Returns a [`TunableError`] if `text` is not a number or is out of range. The setting is then
     /// unchanged.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "the value was checked to be in the range of its setting"
     )]
-    pub fn set_knob(&self, knob: Knob, text: &str) -> Result<(), KnobError> {
+    pub fn set_knob(&self, knob: Tunable, text: &str) -> Result<(), TunableError> {
         let limits = &self.inner.limits;
         let (least, most) = match knob {
-            Knob::Paranoid => (-1, 2),
-            Knob::SampleRateHz => (1, 1_000_000_000),
-            Knob::MlockKb => (0, i64::MAX >> 10),
-            Knob::ReservedSlots => (0, self.inner.min_slots().cast_signed() as i64),
-            Knob::Overcommit => (0, 1),
+            Tunable::Paranoid => (-1, 2),
+            Tunable::SampleRateHz => (1, 1_000_000_000),
+            Tunable::MlockKb => (0, i64::MAX >> 10),
+            Tunable::ReservedSlots => (0, self.inner.min_slots().cast_signed() as i64),
+            Tunable::Overcommit => (0, 1),
         };
         let value = text
             .trim()
             .parse::<i64>()
             .ok()
             .filter(|v| (least..=most).contains(v))
-            .ok_or_else(|| KnobError {
+            .ok_or_else(|| TunableError {
                 text: text.trim().into(),
                 expected: format!("{least} to {most}"),
             })?;
         match knob {
-            Knob::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
-            Knob::SampleRateHz => limits
+            Tunable::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
+            Tunable::SampleRateHz => limits
                 .sample_rate_hz
                 .store(value.cast_unsigned(), Ordering::Relaxed),
-            Knob::MlockKb => limits.mlock_kb.store(value.cast_unsigned(), Ordering::Relaxed),
-            Knob::ReservedSlots => {
+            Tunable::MlockKb => limits.mlock_kb.store(value.cast_unsigned(), Ordering::Relaxed),
+            Tunable::ReservedSlots => {
                 limits.reserved_slots.store(value as usize, Ordering::Relaxed);
                 self.inner.reserve_slots(value as usize);
             }
-            Knob::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
+            Tunable::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
         }
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::api::handle::Handle;
+use crate::api::handle::EventHandle;
 use crate::model::output::Output;
 use crate::notify::PollState;
 use crate::ring::{PAGE_SIZE, Ring, RingMode};
@@ -19,21 +19,21 @@ impl PerfCore {
     }
 }
 
-impl Handle {
+impl EventHandle {
     /// Attaches a ring of one control page and `data_pages` data pages (0 or a power of two), and
     /// returns it. Repeated calls with the same size return the same ring.
     ///
     /// If `writable`, the reader advances `data_tail`, and records that do not fit are dropped and
-    /// reported as lost. Otherwise the oldest records are overwritten, as in a flight recorder: pause
-    /// the output ([`Handle::pause_output`]) and read the newest records with a new
+    /// reported as lost. Otherwise the oldest records are overwritten, as in a flight recorder. To
+    /// read the newest records, pause the output ([`EventHandle::pause_output`]) and create a new
     /// [`crate::ring::RingReader`]. The first mapping determines the mode.
     ///
-    /// The memory is charged to the session's user as long as anyone references the ring, including
-    /// a client with its memfd.
+    /// The memory is charged to the session's user as long as the ring is referenced, for example
+    /// by a client that holds its memfd.
     ///
     /// # Errors
     ///
-    /// Returns a [`MapError`], without any effect.
+    /// Returns a [`MapError`] if the ring cannot be attached. A failed call has no effect.
     pub fn map(&self, data_pages: usize, writable: bool) -> Result<Arc<Ring>, MapError> {
         let event = &self.inner.event;
         let core = &self.inner.core;
@@ -93,7 +93,7 @@ impl Handle {
         Ok(ring)
     }
 
-    /// Reverts one [`Handle::map`]. The last call detaches the ring, and readers that still
+    /// Reverts one [`EventHandle::map`]. The last call detaches the ring, and readers that still
     /// reference it receive no further records. Returns `false` if there was no mapping to revert.
     pub fn unmap(&self) -> bool {
         let event = &self.inner.event;
@@ -125,7 +125,7 @@ impl Handle {
     ///
     /// Returns [`ControlError::Invalid`] if the redirection is not allowed, and
     /// [`ControlError::Closed`] if an event is closed.
-    pub fn set_output(&self, target: Option<&Handle>) -> Result<(), ControlError> {
+    pub fn set_output(&self, target: Option<&EventHandle>) -> Result<(), ControlError> {
         let _topology = self.inner.core.topology();
         let event = &self.inner.event;
         event
@@ -153,7 +153,7 @@ impl Handle {
     /// assert!(event.pause_output(true).is_err(), "it has no ring");
     /// let ring = event.map(4, false)?; // the oldest records are overwritten
     /// event.pause_output(true)?;
-    /// // ... what is in the ring stays as it is while it is read ...
+    /// // ... the content of the ring does not change while it is read ...
     /// event.pause_output(false)?;
     /// # Ok(())
     /// # }
@@ -182,7 +182,7 @@ impl Handle {
         event.cell.lock().get(event.key, &event.shared)?.output.clone()
     }
 
-    /// Returns and clears the poll state. Call this method after [`Handle::poll_fd`] became
+    /// Returns and clears the poll state. Call this method when [`EventHandle::poll_fd`] becomes
     /// readable. Returns [`PollState::HUP`] if the event has no ring to write to or reached its
     /// limit and was disabled.
     #[must_use]
@@ -203,11 +203,11 @@ impl Handle {
     /// ring, or of the event itself if it has no ring. The latter is signaled at every overflow.
     ///
     /// The caller owns the descriptor. Request a new one after mapping or redirecting, because the
-    /// descriptor of a former ring does not become readable anymore.
+    /// descriptor of a former ring no longer becomes readable.
     ///
     /// # Errors
     ///
-    /// Returns the error of the host if it is out of descriptors.
+    /// Returns the error of the host if no more descriptors are available.
     pub fn poll_fd(&self) -> std::io::Result<OwnedFd> {
         match self.output() {
             Some(output) => output.ring.wakeup_fd().try_clone_to_owned(),

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::api::handle::{Handle, HandleInner};
+use crate::api::handle::{EventHandle, HandleInner};
 use crate::api::session::Session;
 use crate::attr::{Attr, ReadFormat, SampleType};
 use crate::context::ContextCell;
 use crate::model::event::{Event, EventShared, Source};
 use crate::model::state::Owner;
 use crate::pmu::VcpuId;
-use crate::service::config::{Role, User};
+use crate::service::config::{SessionRole, User};
 use crate::service::core::{CoreInner, PerfCore};
 use crate::service::error::OpenError;
 use crate::service::open_events::{EventLinks, EventRef};
@@ -34,7 +34,7 @@ pub struct OpenFlags {
     pub no_group: bool,
     /// Number under which overflows are reported to the VMM ([`crate::OverflowReport::cookie`]).
     pub cookie: Option<u64>,
-    /// Writes records to the ring of the given handle, like [`Handle::set_output`].
+    /// Writes records to the ring of the given handle, like [`EventHandle::set_output`].
     pub output: bool,
 }
 
@@ -89,9 +89,9 @@ impl PerfCore {
         session: &Session,
         attr: Attr,
         target: OpenTarget,
-        group: Option<&Handle>,
+        group: Option<&EventHandle>,
         flags: OpenFlags,
-    ) -> Result<Handle, OpenError> {
+    ) -> Result<EventHandle, OpenError> {
         let core = &self.inner;
         let admin = session.inner.user.is_admin();
         core.limits.check_attr(&attr, admin)?;
@@ -124,7 +124,7 @@ impl PerfCore {
         }
         core.limits.check_raw(&attr, admin)?;
         let owner = match (session.inner.user.role, target) {
-            (Role::Guest, _) => Owner::Guest,
+            (SessionRole::Guest, _) => Owner::Guest,
             (_, OpenTarget::Vm) => Owner::OperatorVm,
             (_, OpenTarget::Vcpu(_)) => Owner::OperatorVcpu,
         };
@@ -174,7 +174,7 @@ impl CoreInner {
         leader: Option<&EventRef>,
         output: Option<&EventRef>,
         flags: OpenFlags,
-    ) -> Result<Handle, OpenError> {
+    ) -> Result<EventHandle, OpenError> {
         let Placement {
             cell,
             source,
@@ -215,7 +215,7 @@ impl CoreInner {
         if let Some(target) = output {
             event.record_redirect(target);
         }
-        let handle = Handle {
+        let handle = EventHandle {
             inner: Arc::new(HandleInner::new(Arc::clone(self), user, event)),
         };
         if is_family && let Err(error) = self.fan_out(&handle.inner.event, leader) {

@@ -1,7 +1,7 @@
 //! Software events raised by the VMM.
 
 use crate::model::regs::SampleRegs;
-use crate::model::software::{RaiseLevel, SoftwareEventId};
+use crate::model::software::{SoftwareEventId, SoftwareEventLevel};
 use crate::sample::OverflowReport;
 use crate::service::core::VcpuContext;
 use crate::service::overflow::RaisedEvent;
@@ -19,16 +19,16 @@ impl VcpuContext {
         regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(OverflowReport),
     ) {
-        self.software_event_at(RaiseLevel::Thread, id, n, regs, sink);
+        self.software_event_at(SoftwareEventLevel::Thread, id, n, regs, sink);
     }
 
     /// Raises a software event like [`VcpuContext::software_event`], at recursion level `level`.
-    /// Returns `false` if the event was dropped because this thread already handles an event at
+    /// Returns `false` if the event was dropped because this thread is already handling an event at
     /// that level.
     #[inline]
     pub fn software_event_at(
         &self,
-        level: RaiseLevel,
+        level: SoftwareEventLevel,
         id: SoftwareEventId,
         n: u64,
         regs: Option<&mut dyn SampleRegs>,
@@ -55,7 +55,7 @@ mod tests {
     use crate::model::regs::UnavailableRegs;
     use crate::pmu::VcpuId;
     use crate::pmu::sim::SimPmu;
-    use crate::service::config::{PerfCoreConfig, Role};
+    use crate::service::config::{PerfCoreConfig, SessionRole};
     use crate::service::core::PerfCore;
 
     /// A signal handler that finds the VM context locked defers its event. The next vCPU that
@@ -65,13 +65,19 @@ mod tests {
         let core = PerfCore::new(PerfCoreConfig::default());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         vcpu.sched_in();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let attr = Attr::sampling(EventType::VMM, SoftwareEventId::Halts as u64, 5);
         let flags = OpenFlags::with_cookie(9);
         let halts = core.open(&session, attr, OpenTarget::Vm, None, flags).unwrap();
         {
             let _somebody = core.inner.vm.lock();
-            vcpu.software_event_at(RaiseLevel::Signal, SoftwareEventId::Halts, 10, None, &mut |_| {});
+            vcpu.software_event_at(
+                SoftwareEventLevel::Signal,
+                SoftwareEventId::Halts,
+                10,
+                None,
+                &mut |_| {},
+            );
         }
         let mut seen = Vec::new();
         assert_eq!(
@@ -83,14 +89,15 @@ mod tests {
         assert_eq!(halts.read().unwrap().value, 10);
     }
 
-    /// The service of overflows does not visit raised events, which no driver notifies.
+    /// Overflow servicing does not search raised events, because drivers do not report their
+    /// overflows.
     #[test]
     fn raised_events_are_not_searched_for_driver_overflows() {
         let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(SimPmu::with_slots(2)));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         vcpu.sched_in();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let open = |ty| {
             let attr = Attr::sampling(ty, 1, 5);
             let target = OpenTarget::Vcpu(VcpuId(0));
@@ -105,8 +112,8 @@ mod tests {
         assert_eq!(armed(), 1);
     }
 
-    /// An inherited event counts once however many children it has. Closing it clears its gate and
-    /// its driver event.
+    /// An inherited event counts once, regardless of its number of children. Closing it clears its
+    /// gate and its driver event.
     #[test]
     fn closed_event_clears_gate_and_driver() {
         let core = PerfCore::new(PerfCoreConfig::default());
@@ -115,7 +122,7 @@ mod tests {
         for n in 0..3 {
             core.add_vcpu(VcpuId(n), 1).unwrap();
         }
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let open = |ty, config| {
             let attr = Attr::counting(ty, config).with_inherit();
             core.open(&session, attr, OpenTarget::Vm, None, OpenFlags::default())

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use smallvec::SmallVec;
 
-use crate::api::handle::Handle;
+use crate::api::handle::EventHandle;
 use crate::attr::ReadFormat;
 use crate::estimate::{Estimate, linear};
 use crate::model::output::write_page;
@@ -94,10 +94,10 @@ impl EventRef {
     }
 }
 
-impl Handle {
-    /// Reads the event. On the vCPU's own thread, this takes the context lock, one driver read and
+impl EventHandle {
+    /// Reads the event. On the vCPU's own thread, the cost is one context lock, one driver read and
     /// some arithmetic. For a family, all vCPUs are read. An event in the error state returns its
-    /// last value; use [`Handle::state`] or [`Handle::read_bytes`] to detect this state.
+    /// last value. Use [`EventHandle::state`] or [`EventHandle::read_bytes`] to detect this state.
     ///
     /// # Errors
     ///
@@ -135,8 +135,9 @@ impl Handle {
     /// Returns the contribution of each vCPU to a VM-wide event in order of vCPU number, including
     /// removed vCPUs. Empty for all other events.
     ///
-    /// The contributions add up to the result of [`Handle::read`] while nothing counts. Each vCPU
-    /// is read under its own lock, so the contributions of running vCPUs are not simultaneous.
+    /// The contributions add up to the result of [`EventHandle::read`] as long as no event is
+    /// counting. Each vCPU is read under its own lock, so the contributions of running vCPUs are
+    /// not simultaneous.
     ///
     /// # Errors
     ///
@@ -173,8 +174,8 @@ impl Handle {
         own || children.any(|child| child.cell.lock().events[child.key].state == EventState::Error)
     }
 
-    /// Reads only the count of an event on one context. Cheaper than [`Handle::read`], because the
-    /// clock is not read.
+    /// Reads only the count of an event on one context. Cheaper than [`EventHandle::read`], because
+    /// the clock is not read.
     ///
     /// # Errors
     ///
@@ -256,9 +257,9 @@ impl Handle {
             .collect())
     }
 
-    /// Returns the size of the result of [`Handle::read_bytes`], in bytes: 8 for each requested
-    /// time, 8 for the number of group members, and for each member 8 plus 8 each for its ID and
-    /// its lost records if requested.
+    /// Returns the size of the result of [`EventHandle::read_bytes`], in bytes: 8 for each
+    /// requested time, 8 for the number of group members, and for each member 8 plus 8 each for its
+    /// ID and its lost records if requested.
     ///
     /// # Errors
     ///
@@ -284,8 +285,8 @@ impl Handle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::NoSpace`] if `buf` is shorter than [`Handle::read_size`], without
-    /// any effect, and [`ControlError::Closed`] if the event is closed.
+    /// Returns [`ControlError::NoSpace`] if `buf` is shorter than [`EventHandle::read_size`], and
+    /// [`ControlError::Closed`] if the event is closed. A failed call has no effect.
     pub fn read_bytes(&self, buf: &mut [u8]) -> Result<usize, ControlError> {
         let event = &self.inner.event;
         let state = event

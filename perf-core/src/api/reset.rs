@@ -1,12 +1,12 @@
-//! Guest resets, which enable events with [`crate::Attr::enable_on_exec`].
+//! Guest resets, which enable events that have [`crate::Attr::enable_on_exec`] set.
 
 use crate::context::ContextCell;
 use crate::model::keys::EventKey;
 use crate::service::core::{PerfCore, VcpuContext};
 
 impl VcpuContext {
-    /// Handles a reset of this vCPU: enables its events with [`crate::Attr::enable_on_exec`] that
-    /// are off or in the error state, once. Applies to group leaders and other group members. Use
+    /// Handles a reset of this vCPU. Enables, once, the events with [`crate::Attr::enable_on_exec`]
+    /// that are off or in the error state. Applies to group leaders and other group members. Use
     /// [`PerfCore::vm_reset`] for a reset of the whole machine.
     pub fn exec(&self) {
         exec(&self.cell.load());
@@ -14,9 +14,9 @@ impl VcpuContext {
 }
 
 impl PerfCore {
-    /// Handles a reset of the machine: enables events with [`crate::Attr::enable_on_exec`], once,
-    /// in the VM context and on all vCPUs. A VM-wide event is enabled as a whole and therefore also
-    /// counts on vCPUs that are added later.
+    /// Handles a reset of the machine. Enables, once, the events with
+    /// [`crate::Attr::enable_on_exec`] in the VM context and on all vCPUs. A VM-wide event is
+    /// enabled as a whole and therefore also counts on vCPUs that are added later.
     ///
     #[cfg_attr(feature = "sim", doc = "```")]
     #[cfg_attr(not(feature = "sim"), doc = "```ignore")]
@@ -27,7 +27,7 @@ impl PerfCore {
     /// # let core = PerfCore::builder().driver(Arc::new(pmu.clone())).build()?;
     /// # core.add_vcpu(VcpuId(0), 1)?.sched_in();
     /// # let session = core.session(0, Role::Admin);
-    /// // Counts the next boot, and nothing of what runs until then.
+    /// // Counts the next boot only, not the code that runs before it.
     /// let attr = Attr {
     ///     disabled: true,
     ///     enable_on_exec: true,
@@ -43,8 +43,8 @@ impl PerfCore {
     /// # }
     /// ```
     pub fn vm_reset(&self) {
-        // No vCPU may be added during the reset, because its events would belong neither to the old
-        // nor to the new state.
+        // No vCPU may be added during the reset, because its events could not be assigned to the
+        // state before or after the reset.
         let _topology = self.inner.topology();
         exec(&self.inner.vm);
         for vcpu in self.inner.vcpus.load().iter() {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use crate::api::handle::HandleInner;
 use crate::attr::Attr;
 use crate::lock::{Lock, LockRank};
-use crate::service::config::{Role, User};
+use crate::service::config::{SessionRole, User};
 use crate::service::core::PerfCore;
 use crate::service::error::OpenError;
 
@@ -76,7 +76,7 @@ impl PerfCore {
 
     /// Creates a session for user `uid`.
     #[must_use]
-    pub fn session(&self, uid: u32, role: Role) -> Session {
+    pub fn session(&self, uid: u32, role: SessionRole) -> Session {
         Session {
             inner: Arc::new(SessionInner {
                 user: User { uid, role },

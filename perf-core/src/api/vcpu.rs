@@ -35,10 +35,11 @@ impl VcpuContext {
     }
 
     /// Schedules the context out: its events leave the PMU and its time stops. The counts are then
-    /// final, and [`VcpuContext::service_overflows`] also handles overflows that were not notified
-    /// yet.
+    /// final, and [`VcpuContext::service_overflows`] also handles overflows that have not been
+    /// notified yet.
     ///
-    /// Raises [`SoftwareEventId::ContextSwitches`] first, so that events can still count it.
+    /// Raises [`SoftwareEventId::ContextSwitches`] first, so that the events of the context can
+    /// still count it.
     pub fn sched_out(&self) {
         self.software_event(SoftwareEventId::ContextSwitches, 1, None, &mut |_| {});
         self.record_switch(true);
@@ -140,7 +141,7 @@ mod tests {
     use crate::model::regs::UnavailableRegs;
     use crate::pmu::Pmu;
     use crate::pmu::sim::SimPmu;
-    use crate::service::config::{PerfCoreConfig, Role};
+    use crate::service::config::{PerfCoreConfig, SessionRole};
     use crate::service::core::PerfCore;
 
     /// Ticks, reads, overflows, ring writes and context switches of a vCPU make progress while
@@ -151,7 +152,7 @@ mod tests {
         let pmu = Arc::new(SimPmu::with_slots(2));
         core.register(Arc::clone(&pmu) as Arc<dyn Pmu>);
         let [hot, other] = [0, 1].map(|id| core.add_vcpu(VcpuId(id), 1 + id as i32).unwrap());
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let open = |attr| {
             let flags = OpenFlags::with_cookie(7);
             core.open(&session, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)
@@ -168,7 +169,7 @@ mod tests {
             core.inner.vm.lock(),
         );
         let cell = other.cell.load_full();
-        // Uses `try_lock`, because contexts must be locked in address order.
+        // Uses `try_lock`, because a blocking acquisition must follow the address order.
         let neighbour = cell.try_lock().unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -186,7 +187,7 @@ mod tests {
             });
             let overflows = finished.recv_timeout(std::time::Duration::from_secs(60));
             // Released before the assertion, because otherwise a failure would leave the scope
-            // waiting for the thread forever.
+            // waiting for the thread indefinitely.
             drop((shared, neighbour));
             // A hot path must not wait for a shared lock.
             assert!(overflows.is_ok_and(|n| n > 0));

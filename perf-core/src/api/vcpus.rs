@@ -23,8 +23,9 @@ impl PerfCore {
         self.add_vcpu_recorded_as(vcpu, tid, tid.cast_unsigned())
     }
 
-    /// Adds a vCPU like [`PerfCore::add_vcpu`], with `record_tid` as the ID of its thread in records. A
-    /// thread in a PID namespace has another ID for the readers outside.
+    /// Adds a vCPU like [`PerfCore::add_vcpu`], with `record_tid` as the ID of its thread in
+    /// records. A thread in a PID namespace has a different ID outside the namespace, where the
+    /// readers run.
     ///
     /// # Errors
     ///
@@ -102,7 +103,8 @@ impl PerfCore {
             let vcpus = self.inner.vcpus.load();
             let threads = &vcpus[vcpus.partition_point(|v| v.id() < Self::FIRST_THREAD)..];
             let (mut from, mut to) = (0, threads.len());
-            // The numbers ascend, so all before the first free one follow each other.
+            // The numbers are in ascending order, so all numbers before the first free one are
+            // consecutive.
             while from < to {
                 let middle = from.midpoint(to);
                 if threads[middle].id().0 as usize - Self::FIRST_THREAD.0 as usize == middle {
@@ -117,16 +119,16 @@ impl PerfCore {
     }
 
     /// Adds a context for host CPU `cpu`. Its events count all code on that CPU, if the driver
-    /// supports it (`host`).
+    /// supports CPU targets (`host`).
     ///
-    /// The context number is [`PerfCore::FIRST_CPU`] plus `cpu`; remove the context like a vCPU.
-    /// The context is scheduled in from the beginning, so its time is the clock's time. VM-wide
-    /// events do not count on it. Its samples contain the CPU number, and -1 as process and thread
-    /// ID, which are unknown.
+    /// The context number is [`PerfCore::FIRST_CPU`] plus `cpu`. Remove the context like a vCPU.
+    /// The context is always scheduled in, so its time is that of the clock. VM-wide events do not
+    /// count on it. Its samples contain the CPU number, and -1 as process and thread ID, which are
+    /// unknown.
     ///
-    /// Opening an event on it requires the admin role if paranoid is above 0. The host kernel
-    /// requires `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less. The overflow signal
-    /// of the driver is sent to the thread that opens the event.
+    /// Opening an event on it requires the admin role if paranoid is greater than 0. The host
+    /// kernel requires `CAP_PERFMON`, or a `kernel.perf_event_paranoid` of 0 or less. The overflow
+    /// signal of the driver is sent to the thread that opens the event.
     ///
     #[cfg_attr(feature = "host", doc = "```")]
     #[cfg_attr(not(feature = "host"), doc = "```ignore")]
@@ -168,7 +170,7 @@ impl PerfCore {
     /// and handles of events opened on the vCPU keep the last value.
     ///
     /// Elapsed periods without a sample are reported as lost, with one LOST record per event. To
-    /// get their samples, call [`VcpuContext::sched_out`] and [`VcpuContext::service_overflows`]
+    /// sample them instead, call [`VcpuContext::sched_out`] and [`VcpuContext::service_overflows`]
     /// first.
     ///
     /// # Errors
@@ -192,15 +194,15 @@ impl PerfCore {
 #[cfg(all(test, feature = "sim"))]
 mod tests {
     use super::*;
-    use crate::api::handle::Handle;
+    use crate::api::handle::EventHandle;
     use crate::api::open::{OpenFlags, OpenTarget};
     use crate::api::session::Session;
     use crate::attr::{Attr, EventType, SampleType};
     use crate::model::regs::UnavailableRegs;
     use crate::pmu::sim::SimPmu;
-    use crate::record::{Record, RecordFormat};
+    use crate::record::{DecodedRecord, RecordFormat};
     use crate::ring::RingReader;
-    use crate::service::config::{PerfCoreConfig, Role};
+    use crate::service::config::{PerfCoreConfig, SessionRole};
 
     const VCPU: VcpuId = VcpuId(0);
 
@@ -211,7 +213,7 @@ mod tests {
     struct Sampled {
         core: PerfCore,
         vcpu: Arc<VcpuContext>,
-        event: Handle,
+        event: EventHandle,
         reader: RingReader,
         _session: Session,
     }
@@ -223,7 +225,7 @@ mod tests {
         let pmu = Arc::new(SimPmu::with_slots(2));
         core.register(Arc::clone(&pmu) as Arc<dyn crate::pmu::Pmu>);
         let vcpu = core.add_vcpu(VCPU, 1).unwrap();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let event = core
             .open(
                 &session,
@@ -249,17 +251,17 @@ mod tests {
     fn samples_and_lost(reader: &mut RingReader) -> (Vec<u64>, u64) {
         let (mut periods, mut lost) = (Vec::new(), 0);
         while let Some(raw) = reader.next_record().unwrap() {
-            match Record::decode(raw, RecordFormat::from(&attr())).unwrap() {
-                Record::Sample(sample) => periods.push(sample.period),
-                Record::Lost(record) => lost += record.lost,
+            match DecodedRecord::decode(raw, RecordFormat::from(&attr())).unwrap() {
+                DecodedRecord::Sample(sample) => periods.push(sample.period),
+                DecodedRecord::Lost(record) => lost += record.lost,
                 _ => {}
             }
         }
         (periods, lost)
     }
 
-    /// The count is final after `sched_out`, so all elapsed periods are sampled without a
-    /// notification.
+    /// The count is final after `sched_out`, so all elapsed periods are sampled even if no overflow
+    /// was notified.
     #[test]
     fn elapsed_periods_are_sampled_after_sched_out() {
         let mut s = sampled();
@@ -278,8 +280,8 @@ mod tests {
         assert_eq!((s.event.lost_records(), s.vcpu.stats().lost_samples), (1, 1));
     }
 
-    /// A full ring has no room for a LOST record and carries the number over to the next one, which
-    /// accounts for the same sample once.
+    /// A full ring has no room for a LOST record. The number of lost samples is carried over to the
+    /// next LOST record, and each lost sample is counted once.
     #[test]
     fn lost_sample_counts_once_in_full_ring() {
         let mut s = sampled();

@@ -10,8 +10,8 @@ use crate::pmu::{PmuTarget, VcpuId};
 use crate::schedule::{MuxConfig, SharePolicy};
 use crate::time::Clock;
 
-/// Value of [`ContextCell::who`] for the VM context. Unambiguous, because no vCPU has the highest
-/// number and thread -1.
+/// Value of [`ContextCell::who`] for the VM context. Unambiguous, because no vCPU has both the
+/// highest number and thread ID -1.
 const VM: u64 = u64::MAX;
 
 /// Owner of a context.
@@ -36,7 +36,7 @@ pub(crate) struct ContextCell {
     cpu: Option<u32>,
     /// ID of the vCPU's thread in records, 0 for a VM or CPU context.
     record_tid: u32,
-    /// `true` for the context of a vCPU, which VM-wide events count.
+    /// `true` for a vCPU context, on which VM-wide events count.
     is_vcpu: bool,
     clock: Arc<dyn Clock>,
     /// Owner: [`VM`], or the vCPU number in the upper half and the thread ID in the lower half.
@@ -46,7 +46,7 @@ pub(crate) struct ContextCell {
     /// Number of events in the context that count software events raised by the VMM. Readable
     /// without the lock.
     pub raised_events: AtomicUsize,
-    /// Events that were raised while the lock was taken.
+    /// Events that were raised while the lock was held.
     pub deferred: DeferredEvents,
 }
 
@@ -119,8 +119,8 @@ impl ContextCell {
         self.record_tid
     }
 
-    /// Returns `true` if VM-wide events count this context, as opposed to the context of a plain
-    /// thread or a host CPU.
+    /// Returns `true` for a vCPU context, on which VM-wide events count, and `false` for the
+    /// context of another thread or of a host CPU.
     pub fn is_vcpu(&self) -> bool {
         self.is_vcpu
     }

@@ -38,7 +38,8 @@ impl Context {
             return;
         }
         let (throttled, frequency) = (event.sampling.throttled, event.sampling.adapts());
-        // Drivers notify of overflows, so that the service need not visit raised events.
+        // Only drivers send overflow notifications, so overflow servicing need not visit raised
+        // events.
         if matches!(event.source, Source::Driver(_)) {
             self.add_to_list(EventList::Armed, key);
             self.to_serve.store(true, Ordering::Release);

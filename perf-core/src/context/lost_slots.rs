@@ -1,13 +1,13 @@
-//! Detection of events that should count but lost their counter.
+//! Detection of events that should count but have lost their counter.
 //!
 //! A pinned event fails if no slot is available, if its driver cannot start it, or if the host
-//! takes its counter away. The kernel reports the last case only by end of file on the next read.
-//! Active events are therefore checked periodically ([`crate::VcpuContext::look`] and
-//! [`crate::PerfCore::tick`], rate-limited) and whenever they are read. A multiplexed event waits
+//! takes its counter away. The kernel reports the last case only as an end of file on the next
+//! read. Active events are therefore checked whenever they are read, and periodically with a rate
+//! limit ([`crate::VcpuContext::look`] and [`crate::PerfCore::tick`]). A multiplexed event waits
 //! for the next rotation instead of failing.
 //!
 //! The owner of an event detects a failure with [`crate::VcpuContext::errors`], which costs one
-//! load, and reads the cause with [`crate::Handle::failure`].
+//! load, and reads the cause with [`crate::EventHandle::failure`].
 
 use smallvec::SmallVec;
 
@@ -73,7 +73,7 @@ impl Context {
         let since_ns = time.saturating_sub(lost_ns).max(event.on_since_ns);
         let group = event.group;
         self.sched_out_group(group, now_ns);
-        // The event has not counted since then, although its state was active.
+        // The event has not counted since `since_ns`, although its state was active.
         self.events[key].times.sched_out(since_ns);
         self.handle_unschedulable(group, EventFailureCause::Taken, since_ns, now_ns);
     }

@@ -110,7 +110,7 @@ pub(crate) struct Context {
     pub samples: u64,
     pub lost_samples: u64,
     pub throttles: u64,
-    /// `true` after the vCPU was removed. No event is scheduled anymore.
+    /// `true` after the vCPU was removed. Events are then no longer scheduled.
     pub dead: bool,
 }
 
@@ -174,7 +174,7 @@ impl Context {
     pub fn arm(&mut self, key: EventKey, overflow_in: u64) -> Result<u64, PmuError> {
         let event = &mut self.events[key];
         let count = event.arm(overflow_in)?;
-        // An active event without a period starts to overflow now.
+        // An active event that had no period can overflow from now on.
         if event.places.of(EventList::Armed).is_none() {
             self.add_to_lists(key);
         }
@@ -252,7 +252,7 @@ impl Context {
     }
 
     /// Disables an event. Disabling a leader schedules out its whole group, but changes only the
-    /// state of the leader to off. An event in the error state remains there.
+    /// state of the leader to off. An event in the error state remains in that state.
     pub fn disable(&mut self, key: EventKey, now_ns: u64) {
         if self.events[key].state < EventState::Inactive {
             return;

@@ -13,14 +13,14 @@ use crate::model::regs::{RegsRequest, SampledRegs};
 use crate::model::state::{EventState, Owner};
 use crate::notify::PollState;
 use crate::record::{
-    EncodeRecord, LostRecord, RecordFormat, Sample, SampleId, ThrottleRecord, WordList, WriteOutcome,
+    CallChainWords, EncodeRecord, LostRecord, RecordFormat, Sample, SampleId, ThrottleRecord, WriteOutcome,
 };
 use crate::sample::{OverflowReport, TickTime};
 
-/// Reports that are taken out of a context at once.
+/// A batch of reports that is removed from a context in one step.
 pub(crate) type ReportBatch = SmallVec<[OverflowReport; BATCH]>;
 const BATCH: usize = 16;
-/// Maximum number of frequency-based events whose periods one tick adjusts.
+/// Maximum number of frequency-based events whose periods are adjusted in one tick.
 const FREQUENCIES_PER_TICK: usize = 64;
 /// Periods of the samples of one event that are due at the same time and not yet written.
 type DuePeriods = SmallVec<[u64; 16]>;
@@ -77,8 +77,8 @@ impl Context {
             return;
         }
         noticed.more = true;
-        // Services leftovers of earlier passes separately, because an event that is active again
-        // may also have a new overflow.
+        // Services pending overflows of earlier passes separately, because an event that is active
+        // again may also have a new overflow.
         while noticed.keys.len() < BATCH
             && let Some(key) = self.pending.pop()
         {
@@ -128,7 +128,7 @@ impl Context {
         wants
     }
 
-    /// Accounts the overflows that were found.
+    /// Accounts for the overflows that were found.
     pub fn account_overflows(&mut self, noticed: &mut OverflowSearch, pass: &mut ServicePass<'_>) {
         for key in noticed.keys.drain(..) {
             let Some(event) = self.events.get_mut(key) else {
@@ -154,12 +154,12 @@ impl Context {
         }
     }
 
-    /// Accounts `times` overflows of a driver event that were found together, as one interrupt and
-    /// one sample whose period covers all of them.
+    /// Accounts for `times` overflows of a driver event that were found together, as one interrupt
+    /// and one sample with a period that covers all of them.
     ///
     /// The period of a sample is the number of counts since the previous sample, rather than the
-    /// configured period. Both differ after a change of the period, after throttling, and if
-    /// several overflows are found at once.
+    /// configured period. The two differ after a change of the period, after throttling, and if
+    /// several overflows are found together.
     fn overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u32) {
         let mut due = DuePeriods::new();
         let sampling = &mut self.events[key].sampling;
@@ -172,8 +172,7 @@ impl Context {
             self.limit_reached(key, pass.by.time_ns);
             // Overflows beyond the requested number are dropped.
             self.events[key].sampling.pending = 0;
-            // The event is unthrottled no earlier than in the next tick, as the THROTTLE record
-            // implies.
+            // The THROTTLE record implies that the event is not unthrottled before the next tick.
             if throttle {
                 self.mark_throttled(key);
             }
@@ -182,16 +181,16 @@ impl Context {
         }
     }
 
-    /// Accounts `times` overflows of a software event raised by the VMM, one at a time, until a
-    /// throttle or the event limit ends the burst. Samples of the remaining overflows are lost, as
-    /// for a throttled counter, and the next sample covers their counts. An event with a cookie
+    /// Accounts for `times` overflows of a software event raised by the VMM, one at a time, until
+    /// throttling or the event limit ends the burst. Samples of the remaining overflows are lost,
+    /// as for a throttled counter, and the next sample covers their counts. An event with a cookie
     /// still reports them, as far as its limit allows.
     pub(super) fn raised_overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u64) {
         let event = &self.events[key];
         let (done, ended) = if pass.seen.is_none() || event.sampling.throttled {
             (0, false)
         } else if event.output.is_none() && event.shared.owner == Owner::Guest {
-            // Without samples and throttling, the overflows need not be separated.
+            // Without samples and throttling, the overflows need not be handled individually.
             let mut due = DuePeriods::new();
             let _ = self.events[key].sampling.account(0);
             let _ = self.one_overflow(pass, key, false, 0, &mut due);
@@ -215,8 +214,8 @@ impl Context {
         self.report(key, reported, pass.batch);
     }
 
-    /// Writes the samples of `times` overflows of a raised event. Returns the number of accounted
-    /// overflows and whether the event limit was reached.
+    /// Writes the samples of `times` overflows of a raised event. Returns the number of overflows
+    /// that were accounted for, and whether the event limit was reached.
     fn raised_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, times: u64) -> (u32, bool) {
         // The loop may change the period.
         let apart = self.events[key].sampling.period;
@@ -277,8 +276,8 @@ impl Context {
         }
     }
 
-    /// Accounts one interrupt and writes its records. The sample may be added to `due` to be written
-    /// together with others. Returns `true` if the event must be throttled now.
+    /// Accounts for one interrupt and writes its records. The sample may be added to `due` to be
+    /// written together with others. Returns `true` if the event must be throttled now.
     fn one_overflow(
         &mut self,
         pass: &ServicePass<'_>,
@@ -300,7 +299,7 @@ impl Context {
         }
         let event = &mut self.events[key];
         let over = event.sampling.interrupt(now, pass.tick_hz, pass.sample_rate_hz);
-        // The rate of guest counters is limited where PMIs are delivered.
+        // The rate of guest counters is limited at PMI delivery.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         let begins = throttle && !event.sampling.throttled;
         self.throttles += u64::from(begins);
@@ -359,7 +358,7 @@ impl Context {
             cpu: pass.by.cpu,
             ip: seen.ip,
             addr: seen.addr,
-            callchain: WordList::List(seen.callchain),
+            callchain: CallChainWords::List(seen.callchain),
             raw: seen.raw,
             user: seen.user_for(attr),
             ..Sample::default()
@@ -368,14 +367,15 @@ impl Context {
         if format.sample_type.contains(SampleType::BRANCH_STACK) {
             branches.clear();
             seen.branches_for(attr, &mut branches);
-            sample.branches = WordList::List(&branches);
+            sample.branches = CallChainWords::List(&branches);
         }
         let mut entries = std::mem::take(&mut self.entries);
         entries.clear();
         if format.sample_type.contains(SampleType::READ) {
             sample.read = self.read_values(key, pass.by.time_ns, &mut entries);
         }
-        // A full ring counts lost records. A ring that is too small for the record does not.
+        // A full ring counts lost records. A ring that is too small for the record does not count
+        // it.
         let written = if let [period] = due[..] {
             sample.period = period;
             sample.write(format, &output.ring).into()
@@ -440,7 +440,7 @@ impl Context {
         let tick_ns = 1_000_000_000 / tick_hz.max(1);
         while let Some(&key) = self.lists.of(EventList::Throttled).last() {
             self.remove_from_list(EventList::Throttled, key);
-            // The overflows since the throttle were not accounted.
+            // The overflows since throttling started were not accounted for.
             self.adjust_period(key, time, 0);
             self.unthrottle(key, now_ns, by);
         }
@@ -462,10 +462,10 @@ impl Context {
         }
     }
 
-    /// Adjusts the period of an active event that follows a frequency, if no overflow did so during
-    /// the target interval and `min_ns`. Returns `true` if the event would stall.
+    /// Adjusts the period of an active frequency-based event, unless an overflow has adjusted it
+    /// within the target interval and `min_ns`. Returns `true` if the event would stall.
     ///
-    /// Costs a driver read, which a host event on another thread answers by interrupting the guest.
+    /// Costs one driver read. For a host event on another thread, the read interrupts the guest.
     fn adjust_period(&mut self, key: EventKey, time: u64, min_ns: u64) -> bool {
         let running_ns = self.running_ns(key, time);
         let event = &mut self.events[key];
@@ -485,12 +485,11 @@ impl Context {
             .running_ns
     }
 
-    /// Starts a new period if the current one has become so large by accident that the event would
-    /// stall.
+    /// Starts a new period if the current period has become so large that the event would stall.
     fn restart_stalled(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         let raw = event.raw();
-        // An event with an overflow that waits for service is not stalled.
+        // An event whose overflow waits for service is not stalled.
         let passed = event.sampling.passed(raw);
         if passed > 0 {
             event.sampling.pending = event.sampling.pending.saturating_add(passed);

@@ -19,8 +19,8 @@ use crate::schedule::{ClassQueue, SharePolicy, SlotPool, plan};
 const REFUSED_PER_TICK: usize = 8;
 
 impl Context {
-    /// Plans a pool again and applies the changes to the drivers. Has no effect while the context
-    /// is scheduled out.
+    /// Replans a pool and applies the changes to the drivers. Has no effect while the context is
+    /// scheduled out.
     pub fn reschedule(&mut self, pool: PoolId, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -74,7 +74,7 @@ impl Context {
         true
     }
 
-    /// Schedules the context out: stops all events and the context time.
+    /// Schedules the context out by stopping all events and the context time.
     pub fn sched_out(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -137,9 +137,9 @@ impl Context {
         self.pools.iter().filter_map(SlotPool::next_turn_ns).min()
     }
 
-    /// Returns the work of a periodic tick for this context. Events sampled by an operator may be
-    /// throttled, which requires a tick to unthrottle them. Guest counters are armed for one
-    /// overflow at a time and are never throttled.
+    /// Returns the work that a periodic tick has to do for this context. Events sampled by an
+    /// operator may be throttled, which requires a tick to unthrottle them. Guest counters are
+    /// armed for one overflow at a time and are never throttled.
     pub fn tick_need(&self) -> TickWork {
         if !self.clock.is_active() {
             return TickWork::None;
@@ -158,8 +158,8 @@ impl Context {
         }
     }
 
-    /// Schedules a queued group if possible: immediately if it needs no slot, otherwise by planning
-    /// its pool again.
+    /// Schedules a queued group if possible: immediately if it needs no slot, otherwise by
+    /// replanning its pool.
     pub(super) fn go(&mut self, group: GroupKey, now_ns: u64) {
         match self.groups[group].pool {
             Some(pool) => self.reschedule(pool, now_ns),
@@ -293,7 +293,7 @@ impl Context {
         }
     }
 
-    /// Returns `true` if the count of the event's previous slice is now known.
+    /// Starts an event. Returns `true` if the count of its previous slice is now known.
     fn start_event(&mut self, key: EventKey, time: u64) -> Result<bool, PmuError> {
         // Read before the event starts, because the event may be the leader itself.
         let takes_turns = self.events[key].slices.is_some();

@@ -7,7 +7,7 @@ use crate::model::software::{DeferredEvents, SoftwareEventId};
 use crate::model::state::EventState;
 use crate::record::CpuMode;
 
-/// Maximum number of events raised at once, a quarter of the range of signed distances between
+/// Maximum number of events raised by one call, a quarter of the range of signed distances between
 /// counts.
 const RAISED_MAX: u64 = 1 << 61;
 
@@ -16,7 +16,7 @@ impl Event {
     ///
     /// Events that are off or in the error state do not count. An inactive event counts only while
     /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, unless its
-    /// leader is off or in the error state. Its group need not have had slots.
+    /// leader is off or in the error state. Its group need not have held slots.
     fn takes(&self, leader: EventState, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             EventState::Active => true,
@@ -48,7 +48,7 @@ impl Context {
                 && event.sampling.is_due(count.wrapping_add(n.min(RAISED_MAX)))
             {
                 wants.add(&event.shared.attr);
-                // A raised event does not wait for its branches.
+                // A raised event does not wait for its branch stack.
                 wants.without_branches = true;
             }
         }
@@ -90,8 +90,8 @@ impl Context {
         }
     }
 
-    /// Counts events that were raised while the lock was taken. They are not sampled, because the
-    /// registers of that time are no longer available.
+    /// Counts events that were raised while the lock was held. They are not sampled, because the
+    /// registers at that time are no longer available.
     pub fn take_deferred(&mut self, deferred: &DeferredEvents) {
         deferred.take(|id, n| {
             let active = self.clock.is_active();

@@ -70,7 +70,7 @@ impl Context {
 
     /// Returns the driver group that new members of the group of `leader` join
     /// ([`pmu::PmuEvent::group`]).
-    pub fn driver_group(&mut self, leader: EventKey) -> Option<pmu::GroupHandle> {
+    pub fn driver_group(&mut self, leader: EventKey) -> Option<pmu::PmuGroup> {
         match &mut self.events.get_mut(leader)?.source {
             Source::Driver(driver) => driver.group(),
             Source::Raised(_) | Source::Family => None,
@@ -115,7 +115,7 @@ impl Context {
         EventHistory { totals, slices }
     }
 
-    /// Replaces the count and time slices of the event by `past`.
+    /// Replaces the count and time slices of the event with `past`.
     pub fn restore_history(&mut self, key: EventKey, past: EventHistory, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let event = &mut self.events[key];
@@ -143,8 +143,8 @@ impl Context {
         }
     }
 
-    /// Returns the reading for a record: totals of the event and of exited children, but not of
-    /// live children, whose contexts have their own locks.
+    /// Returns the reading for a record. It contains the totals of the event and of exited
+    /// children, but not those of live children, because their contexts have their own locks.
     pub(crate) fn read_values<'a>(
         &mut self,
         key: EventKey,

@@ -28,8 +28,8 @@ fn p9_inactive_event_has_no_estimate() {
 
 #[test]
 fn linear_ramp_is_interpolated_exactly() {
-    // The rate is 2t, counted in every fifth of ten intervals. Linear scaling of early slices would
-    // be far off.
+    // The rate is 2t, counted for 10 out of every 50 units of time. Linear scaling of early slices
+    // would be far off.
     let count = |from: u64, to: u64| to * to - from * from;
     let mut estimator = Estimator::new();
     for k in 0..20u64 {
@@ -170,15 +170,15 @@ fn rotated(rate: impl Fn(u64) -> u64, rotations: u64) -> Estimator {
     estimator
 }
 
-/// A pattern with the period of the rotation gives equal counts in all slices, which are far from
-/// the true mean.
+/// A pattern with the period of the rotation has no standard error, because it yields equal counts
+/// in all slices, which are far from the true mean.
 #[test]
 fn aliasing_pattern_has_no_standard_error() {
     let estimator = rotated(|ms| if ms % 32 < 5 { 10_000 } else { 100 }, 200);
     assert!(estimator.detects_aliasing());
     let estimate = estimator.estimate(200 * 32_000_000, None).unwrap();
     assert_eq!((estimate.standard_error, estimate.bound), (None, None));
-    // The same rates in slices that do not alias with the pattern.
+    // The same rates at a period that does not alias with the slices.
     let estimator = rotated(|ms| if ms % 37 < 5 { 10_000 } else { 100 }, 200);
     assert!(!estimator.detects_aliasing());
 }
@@ -234,7 +234,7 @@ fn weights_predict_gap_variance() {
     }
 }
 
-/// A very short first slice is extended with the second one.
+/// A very short first slice is extended with the rate of the second one.
 #[test]
 fn short_first_slice_is_extended() {
     let estimate = constant(2.0, &[(100, 101), (1_000, 2_000), (3_000, 4_000)]);
@@ -334,7 +334,7 @@ proptest! {
         prop_assert!((estimate.value as f64 / truth - 1.0).abs() < 1e-6);
     }
 
-    /// Overlapping or unordered slices from the caller are harmless.
+    /// Overlapping or unordered slices from the caller are accepted without harm.
     #[test]
     fn overlapping_slices_are_clipped(slices in prop::collection::vec((0u64..1_000, 0u64..1_000, 0u64..1_000), 0..50)) {
         let mut estimator = Estimator::new();

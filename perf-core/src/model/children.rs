@@ -31,14 +31,14 @@ pub(crate) trait FamilyMember {
     }
 }
 
-/// Children of an event: the live ones and the totals of exited ones.
+/// Live children of an event, and the totals of exited children.
 #[derive(Debug)]
 pub(crate) struct Children<M> {
     live: Vec<M>,
     /// Estimates of exited children.
     estimates: EstimateSum,
-    /// Sums of exited children per vCPU, with at most one entry per vCPU no matter how often it was
-    /// added and removed, in order of vCPU number.
+    /// Sums of exited children per vCPU, in order of vCPU number. There is at most one entry per
+    /// vCPU, regardless of how often it was added and removed.
     gone: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 
@@ -112,8 +112,8 @@ impl<M: FamilyMember> Children<M> {
         parts
     }
 
-    /// Removes a child that has stopped for good and folds its final totals into the parent.
-    /// Returns `None` if it was already removed.
+    /// Removes a child that has stopped permanently and folds its final totals into the parent.
+    /// Returns `None` if the child was already removed.
     pub fn fold(&mut self, folded: &ExitedTotals, is_it: impl Fn(&M) -> bool) -> Option<(M, Totals)> {
         let child = self.unlink(is_it)?;
         let last = child.totals();
@@ -140,7 +140,7 @@ impl<M: FamilyMember> Children<M> {
         }
     }
 
-    /// Removes a child without folding its totals, for a failed hot-add or a family that is being
+    /// Removes a child without folding its totals, after a failed hot-add or when the family is
     /// closed.
     pub fn unlink(&mut self, is_it: impl Fn(&M) -> bool) -> Option<M> {
         let at = self.live.iter().position(is_it)?;

@@ -1,5 +1,5 @@
 //! Events. An event has a shared part, referenced by its handle and children, and a context part,
-//! which the context owns.
+//! which is owned by the context.
 
 use std::fmt;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ pub(crate) enum Source {
     Driver(Box<dyn PmuEvent>),
     /// Count of a software event raised by the VMM, kept by the core itself.
     Raised(u64),
-    /// No source: the event represents its children in the vCPU contexts.
+    /// No source, because the event represents its children in the vCPU contexts.
     Family,
 }
 
@@ -216,8 +216,8 @@ impl Event {
         self.base = self.raw().wrapping_sub(value);
     }
 
-    /// Starts the event. Requires that `raw` is settled, which [`Event::stop`] ensures for events
-    /// that overflow.
+    /// Starts the event. Requires that `raw` is the final count of the last run, which
+    /// [`Event::stop`] ensures for events that overflow.
     pub fn start(&mut self, time: u64) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         if let Source::Driver(driver) = &mut self.source {
@@ -276,7 +276,7 @@ impl Event {
     }
 
     /// Pauses the driver event of an active event and returns the count. The event remains active
-    /// and its times advance. The caller must follow with [`Event::go_on`] or [`Event::stop`].
+    /// and its times advance. The caller must then call [`Event::go_on`] or [`Event::stop`].
     pub fn pause(&mut self) -> u64 {
         if let Source::Driver(driver) = &mut self.source {
             driver.stop();
@@ -363,7 +363,7 @@ impl Event {
     }
 
     /// Changes the period or the frequency. A new period starts immediately. Pending overflows are
-    /// still serviced, and the counts since then are attributed to the next overflow.
+    /// still serviced, and the counts after them are attributed to the next overflow.
     pub fn set_period(&mut self, value: u64) -> Result<(), PmuError> {
         let raw = self.raw();
         let mut changed = self.sampling;
@@ -397,7 +397,7 @@ impl Event {
         }
     }
 
-    /// Accounts the result of writing records of this event.
+    /// Accounts for the result of writing records of this event.
     pub fn count_lost(&self, written: WriteOutcome) {
         if written.lost > 0 {
             self.top().lost.fetch_add(written.lost, Ordering::Relaxed);

@@ -44,7 +44,7 @@ impl fmt::Display for EventFailureCause {
 /// Description of the error state of a pinned event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventFailure {
-    /// Context time since which the event does not count, in nanoseconds
+    /// Context time since which the event has not counted, in nanoseconds
     /// ([`crate::VcpuContext::time_ns`]).
     pub since_ns: u64,
     /// Cause of the failure.

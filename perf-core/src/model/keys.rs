@@ -1,4 +1,4 @@
-//! Typed keys of the objects in a context. The types prevent use of a key for another kind of
+//! Typed keys of the objects in a context. The types prevent use of a key for a different type of
 //! object.
 
 use std::fmt;
@@ -10,7 +10,7 @@ use slab::Slab;
 /// Key of a group in a context.
 pub(crate) use crate::mux::GroupKey;
 
-/// Index into a [`Table`].
+/// An index into a [`Table`].
 pub(crate) trait Key: Copy {
     fn new(index: usize) -> Self;
     fn index(self) -> usize;

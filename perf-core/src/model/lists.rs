@@ -1,4 +1,4 @@
-//! The lists of active events that need attention at overflow signals or ticks.
+//! Lists of active events that require processing at overflow signals or ticks.
 
 use crate::model::keys::EventKey;
 
@@ -9,7 +9,7 @@ pub(crate) enum EventList {
     Armed,
     /// Events that are throttled until the next tick.
     Throttled,
-    /// Events whose period follows a frequency.
+    /// Events with a period that follows a frequency.
     Frequency,
     /// Events raised by the VMM that overflow.
     ArmedRaised,

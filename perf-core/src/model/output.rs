@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::model::totals::Totals;
-use crate::ring::{PageCounter, Ring};
+use crate::ring::{ControlPageField, Ring};
 
 /// A ring that events write to.
 #[derive(Debug)]
@@ -15,10 +15,10 @@ pub(crate) struct Output {
 
 /// Updates count and times in the control page of an event that owns a ring.
 ///
-/// The index is always 0 (no user-space counter reads), because the reader of the ring runs on
-/// another CPU than the vCPU and would read a different counter.
+/// The index is always 0 (no user-space counter reads), because the reader of the ring runs on a
+/// different CPU than the vCPU and would read a different counter.
 pub(crate) fn write_page(output: &Output, totals: Totals) {
-    let counter = PageCounter {
+    let counter = ControlPageField {
         index: 0,
         offset: totals.count.cast_signed(),
         time_enabled_ns: totals.times.enabled_ns,

@@ -7,9 +7,9 @@ use crate::record::{CpuMode, UserRegsAndStack};
 /// Maximum number of entries of a call chain, equal to the kernel's default.
 pub const CALLCHAIN_MAX: usize = 127;
 
-/// Access to the vCPU registers at the time of an overflow. The core requests only what a sample
-/// needs, and holds no lock during the calls, because reading registers and unwinding a stack may
-/// take long.
+/// Access to the vCPU registers at the time of an overflow. The core requests only the data that a
+/// sample needs, and holds no lock during the calls, because reading registers and unwinding a
+/// stack may take a long time.
 pub trait SampleRegs {
     /// Returns the CPU mode.
     fn mode(&mut self) -> CpuMode;
@@ -24,8 +24,8 @@ pub trait SampleRegs {
     fn addr(&mut self) -> u64 {
         0
     }
-    /// Appends the branches of `BRANCH_STACK` samples to `out`, newest first. Returns `false` if the
-    /// branches are not known yet; the sample then waits until a later overflow service.
+    /// Appends the branches of `BRANCH_STACK` samples to `out`, newest first. Returns `false` if
+    /// the branches are not known yet. The sample then waits until overflows are serviced again.
     fn branches(&mut self, _request: BranchSampling, _out: &mut Vec<BranchEntry>) -> bool {
         true
     }
@@ -118,7 +118,7 @@ impl RegsRequest {
     }
 }
 
-/// Register data read so far for one overflow. Nothing is read twice except raw data.
+/// Register data read so far for one overflow. Only raw data is read more than once.
 #[derive(Debug, Default)]
 pub(crate) struct RegsCache {
     mode: Option<CpuMode>,
@@ -149,7 +149,7 @@ impl RegsCache {
         }
         let complete = self.branches.is_some_and(|(_, complete)| complete);
         if wants.branches.is_some() && !complete && !wants.without_branches {
-            // All samples wait, so nothing else is needed.
+            // All samples wait, so no other data is needed.
             return SampledRegs {
                 wants,
                 ..SampledRegs::default()
@@ -206,7 +206,7 @@ pub(crate) struct SampledRegs<'a> {
 }
 
 impl<'a> SampledRegs<'a> {
-    /// Writes the branch stack for one event to `words`, which is empty before.
+    /// Writes the branch stack for one event to `words`, which must be empty.
     pub fn branches_for(&self, attr: &Attr, words: &mut Vec<u64>) {
         let BranchSampling { filter, depth, .. } = attr.branches;
         let branches = self.branches.unwrap_or_default().iter();

@@ -1,9 +1,9 @@
 //! Time slices of multiplexed events, as input of an [`Estimator`], and sums of estimates over a
 //! family.
 //!
-//! A slice lasts from when the event is scheduled in until another event replaces it, measured in
-//! time enabled. If the vCPU pauses and no other event uses the slot meanwhile, this time stops and
-//! the slice continues afterwards.
+//! A slice starts when the event is scheduled in and ends when another event replaces it. It is
+//! measured in time enabled. If the vCPU pauses and no other event uses the slot meanwhile, this
+//! time stops and the slice continues afterwards.
 
 use crate::estimate::{Estimate, Estimator};
 use crate::model::state::EventState;
@@ -22,8 +22,8 @@ pub(crate) struct Slices {
 }
 
 impl Slices {
-    /// Schedules the event in at time enabled `enabled_ns` with count `count`. Returns `true` if
-    /// this closed a slice.
+    /// Schedules the event in at time enabled `enabled_ns` with count `count`. Returns `true` if a
+    /// slice was closed.
     pub fn on(&mut self, enabled_ns: u64, count: u64) -> bool {
         if let Some((from_ns, at)) = self.open {
             if self.off_ns == enabled_ns {
@@ -35,7 +35,7 @@ impl Slices {
     }
 
     /// Ends the slice of an event that another event replaced, with count `count`. Returns `true`
-    /// if this closed a slice.
+    /// if a slice was closed.
     pub fn end(&mut self, count: u64) -> bool {
         let Some((from_ns, at)) = self.open.take() else {
             return false;
@@ -123,8 +123,8 @@ pub(crate) struct EstimateSum {
 }
 
 impl EstimateSum {
-    /// Converts the result of one event: its estimate, or otherwise its exact totals if it was
-    /// always active.
+    /// Converts the result of one event: its estimate, or its exact totals if there is no estimate
+    /// and the event was always active.
     pub fn of(totals: Totals, estimate: Option<Estimate>) -> Self {
         let running = totals.times.running_ns;
         match estimate {

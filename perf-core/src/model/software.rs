@@ -1,4 +1,4 @@
-//! Software events of a vCPU that the VMM observes.
+//! Software events that the VMM observes on a vCPU.
 //!
 //! The VMM raises them with [`crate::VcpuContext::software_event`]. An event that is not counted
 //! costs one atomic load. Events are delivered to the VM context first and to the vCPU context
@@ -10,7 +10,7 @@
 //! at any time. There are four levels, like task, softirq, interrupt and NMI in the kernel. An
 //! event is dropped if its own level is already being handled on the same thread, which prevents
 //! endless recursion. An event of another level is delivered if the context lock is free. Otherwise
-//! it is added to an atomic counter, and the next thread that locks the context accounts it.
+//! it is added to an atomic counter, and the next thread that locks the context accounts for it.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,7 +19,8 @@ use crate::attr::{Attr, EventType};
 
 macro_rules! software_ids {
     ($($(#[$doc:meta])* $name:ident = $value:expr, $text:expr;)*) => {
-        /// Software events that the VMM can raise: `config` of [`crate::EventType::VMM`].
+        /// Software events that the VMM can raise. Their values are the `config` of
+        /// [`crate::EventType::VMM`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u64)]
         pub enum SoftwareEventId { $($(#[$doc])* $name = $value,)* }
@@ -52,7 +53,7 @@ software_ids! {
     Pmis = 5, "pmis";
     /// Migrations of the vCPU thread to another host CPU.
     Migrations = 6, "vcpu-migrations";
-    /// Context switches: the host scheduled out the vCPU thread, or the VMM paused it.
+    /// Context switches, in which the host scheduled out the vCPU thread or the VMM paused it.
     ContextSwitches = 7, "context-switches";
     /// Page faults on guest memory.
     PageFaults = 8, "page-faults";
@@ -76,7 +77,7 @@ impl SoftwareEventId {
 
 /// Execution level at which an event is raised. Each level can interrupt the previous ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum RaiseLevel {
+pub enum SoftwareEventLevel {
     /// Run loop and exit handlers.
     #[default]
     Thread,
@@ -88,8 +89,8 @@ pub enum RaiseLevel {
     Nmi,
 }
 
-/// Events that were raised while the context lock was taken. The next thread that locks the context
-/// accounts them.
+/// Events that were raised while the context lock was held. The next thread that locks the context
+/// accounts for them.
 #[derive(Debug, Default)]
 pub(crate) struct DeferredEvents {
     counts: [AtomicU64; IDS],
@@ -102,7 +103,7 @@ impl DeferredEvents {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Returns `true` if there are events that have not been accounted yet.
+    /// Returns `true` if there are events that have not been accounted for yet.
     pub fn is_waiting(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
@@ -127,14 +128,14 @@ thread_local! {
     static BUSY: Cell<u8> = const { Cell::new(0) };
 }
 
-/// A guard that marks a level of this thread as busy.
+/// A guard that marks a level as being handled by this thread.
 pub(crate) struct LevelGuard {
     bit: u8,
     outermost: bool,
 }
 
 impl LevelGuard {
-    pub fn enter(level: RaiseLevel) -> Option<Self> {
+    pub fn enter(level: SoftwareEventLevel) -> Option<Self> {
         let bit = 1u8 << level as u8;
         BUSY.with(|busy| {
             let before = busy.get();
@@ -162,8 +163,8 @@ impl Drop for LevelGuard {
     }
 }
 
-/// Number of open events per software event ID, and of those that request SWITCH records, so that an
-/// unused event costs one load.
+/// Number of open events per software event ID, and number of open events that request SWITCH
+/// records. An unused event therefore costs one load.
 #[derive(Debug, Default)]
 pub(crate) struct OpenEventCounts {
     counts: [AtomicU32; IDS],

@@ -1,6 +1,7 @@
 //! States and owners of events.
 
-/// The state of an event. Ordered: comparisons such as "at least inactive" are used.
+/// The state of an event. States are ordered, so that comparisons such as "at least inactive" can
+/// be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum EventState {
     /// Pinned event that could not be scheduled. Only an explicit enable recovers it, and reads
@@ -22,17 +23,17 @@ pub enum TickWork {
     #[default]
     None,
     /// No work yet, but events with a fixed sampling period may be throttled. A timer that ticks
-    /// less often unthrottles them with some delay, once.
+    /// less often delays only the first unthrottling.
     Watch,
-    /// Work at each tick: groups rotate or are retried, periods follow frequencies, or throttled
-    /// events exist.
+    /// Work at each tick: groups rotate or are retried, periods are adjusted to frequencies, or
+    /// throttled events exist.
     Work,
 }
 
-/// Beneficiary of an event, which determines the priority for slots.
+/// Owner of an event, which determines its priority for slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Owner {
-    /// Guest: the event backs a counter that the guest programmed.
+    /// Guest, for an event that backs a counter programmed by the guest.
     Guest,
     /// Operator, for the whole VM.
     OperatorVm,

@@ -39,10 +39,10 @@ impl ContextClock {
     /// Returns the context time at clock value `now_ns`.
     ///
     /// The difference saturates at zero, because two threads may read the monotonic clock in one
-    /// order and take the lock in the other.
+    /// order and acquire the lock in the opposite order.
     pub fn time_at(&self, now_ns: u64) -> u64 {
         if self.active {
-            // Saturates as well at the end of the range, because a broken clock may return any time.
+            // Also saturates at the end of the range, because a broken clock may return any value.
             self.time_ns.saturating_add(now_ns.saturating_sub(self.stamp_ns))
         } else {
             self.time_ns
@@ -83,7 +83,7 @@ impl EventTimes {
         }
     }
 
-    /// Enables the event. The accumulated times continue from here.
+    /// Enables the event. The accumulated times continue from `time`.
     pub fn enable(&mut self, time: u64) {
         self.enabled_stamp = time.wrapping_sub(self.total.enabled_ns);
         self.running_stamp = time.wrapping_sub(self.total.running_ns);
@@ -102,8 +102,8 @@ impl EventTimes {
         self.stopped_stamp = time;
     }
 
-    /// Computes the times of the event. `leader` is the state of the group leader: the times of a
-    /// group member stop while its leader is off, as if the member itself were off.
+    /// Computes the times of the event. `leader` is the state of the group leader, because the
+    /// times of a group member stop while its leader is off, as if the member itself were off.
     pub fn at(&self, state: EventState, leader: EventState, time: u64) -> TimeTotals {
         if state < EventState::Inactive || leader < EventState::Inactive {
             return self.total;
@@ -125,8 +125,8 @@ impl EventTimes {
         self.total = self.at(state, leader, time);
     }
 
-    /// Sets the accumulated times in any state. Changes totals and timestamps together, because the
-    /// next computation would overwrite the totals alone.
+    /// Sets the accumulated times in any state. Changes totals and timestamps together, because
+    /// otherwise the next computation would overwrite the totals.
     pub fn set(&mut self, times: TimeTotals, time: u64) {
         self.total = times;
         self.enable(time);

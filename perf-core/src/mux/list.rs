@@ -1,4 +1,4 @@
-//! Doubly linked lists in a table of entries: constant-time insertion and removal without
+//! Doubly linked lists in a table of entries, with constant-time insertion and removal and without
 //! allocation.
 
 use super::GroupKey;

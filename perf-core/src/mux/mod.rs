@@ -6,15 +6,17 @@
 //!
 //! - [`MuxPolicy::Rotate`]: round-robin with equal intervals, as in Linux.
 //! - [`MuxPolicy::Adaptive`]: shorter intervals, more slots for groups with varying rates, and
-//!   detection and avoidance of guest patterns that alias with the intervals. No group starves: a
-//!   steady group yields every other time.
+//!   detection and avoidance of guest patterns that alias with the intervals. No group starves,
+//!   because a steady group yields only every other time.
 //!
 //! The intervals are regular by design. Irregular intervals measure every periodic pattern with a
-//! similar, moderate error. Regular ones measure all but a few patterns exactly, and those few are
-//! detectable: an affected group appears calm until the phase of the intervals is shifted.
+//! similar, moderate error. Regular intervals measure all but a few patterns exactly. These few
+//! patterns are detectable, because the rate of an affected group appears constant until the phase
+//! of the intervals is shifted.
 //!
-//! Every call takes constant time, no matter how many groups wait, because the groups are linked
-//! through their own entries in order of age. Only [`MuxQueue::insert`] allocates memory.
+//! Every call takes constant time, regardless of the number of waiting groups, because the groups
+//! are linked through their own entries in order of age. Only [`MuxQueue::insert`] allocates
+//! memory.
 //!
 //! # Examples
 //!

@@ -7,10 +7,10 @@ use super::{GroupKey, MuxPolicy};
 /// slots are free, or steady groups that yield.
 const SKIP_MAX: usize = 8;
 
-/// Multiplexing intervals to choose from, in units of the interval of [`MuxPolicy::Rotate`]. Powers
-/// of the golden ratio (1/φ⁴, 1/φ³, 1/φ²), because rotations of these lengths have the fewest
-/// frequencies in common. Shorter intervals resolve more detail; the next one is selected when a
-/// periodic guest pattern aliases with the current one.
+/// Candidate multiplexing intervals, in units of the interval of [`MuxPolicy::Rotate`]. Powers of
+/// the golden ratio (1/φ⁴, 1/φ³, 1/φ²), because rotations of these lengths have the fewest
+/// frequencies in common. Shorter intervals resolve more detail. The next interval is selected when
+/// a periodic guest pattern aliases with the current one.
 const INTERVALS: [f64; 3] = [0.146, 0.236, 0.382];
 /// Returns the interval of [`MuxPolicy::Rotate`] for which the initial interval of
 /// [`MuxPolicy::Adaptive`] is `first_ns`, in nanoseconds.
@@ -23,8 +23,8 @@ pub(crate) fn base_interval_ns(first_ns: u64) -> u64 {
     (first_ns as f64 / INTERVALS[0]) as u64
 }
 
-/// Factor by which the intervals of a stretched rotation are longer: φ, which shifts the phase of
-/// later intervals by 0.618 of a rotation.
+/// Factor by which the intervals of a stretched rotation are extended. A factor of φ shifts the
+/// phase of later intervals by 0.618 of a rotation.
 const STRETCH: f64 = 1.618;
 
 /// Weight of the newest step in the running mean of a group, once there are enough steps.
@@ -36,16 +36,16 @@ const STEPS_MIN: u16 = 8;
 /// Maximum mean square step of a steady group (rates within 3 %). Steady groups yield every other
 /// time.
 const STEADY: f32 = 1e-3;
-/// Maximum mean square step of a calm group (rates within 25 %). Such a group is either really calm
-/// or aliases with the intervals.
+/// Maximum mean square step of a calm group (rates within 25 %). The rate of such a group either
+/// varies little or aliases with the intervals.
 const CALM: f32 = 0.06;
-/// Factor of the detection threshold: a shift reveals a pattern if the squared step exceeds this
+/// Factor of the detection threshold. A shift reveals a pattern if the squared step exceeds this
 /// multiple of the mean square step plus [`SHIFT_THRESHOLD_MIN`], which is a tenth of the rate
 /// squared.
 const SHIFT_THRESHOLD: f64 = 8.0;
 const SHIFT_THRESHOLD_MIN: f64 = 0.01;
-/// Number of consecutive shifts that must reveal a pattern in the same group, unless they do so in
-/// most groups.
+/// Number of consecutive shifts that must reveal a pattern in the same group to confirm it, unless
+/// they reveal it in most groups.
 const CONFIRMING_SHIFTS: u8 = 2;
 /// Number of rotations before the first shift. Each later wait is longer by the factor
 /// [`NEXT_SHIFT`], because a shift slightly reduces the precision of regular intervals.
@@ -68,7 +68,7 @@ impl IntervalIndex {
     }
 }
 
-/// Number of the period between two changes of the interval.
+/// Index of the period between two changes of the interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct IntervalEra(u32);
 
@@ -147,7 +147,7 @@ struct QueueEntry {
     era: IntervalEra,
     /// Mean square of the relative rate steps between regular slices.
     steps: f32,
-    /// Number of steps in that mean.
+    /// Number of steps in the mean [`QueueEntry::steps`].
     known: u16,
     /// `true` if the next step compares slices of different length and must be ignored.
     skip: bool,
@@ -343,8 +343,8 @@ impl MuxQueue {
         }
         match (entry.phase, entry.into_shift) {
             (Phase::Stretched, _) => entry.into_shift = Some(step as f32),
-            // The sum of these two steps is the step between two regular slices with a phase
-            // difference of 0.618 of a rotation.
+            // The sum of both steps is the step between two regular slices with a phase difference
+            // of 0.618 of a rotation.
             (Phase::Shifted, Some(before)) => {
                 entry.into_shift = None;
                 entry.skip = false;
@@ -403,7 +403,7 @@ impl MuxQueue {
         (self.waiting.len() > 0).then_some(self.next_turn_ns)
     }
 
-    /// Ends the interval if it is due at `now_ns`: moves the group that has been active longest to
+    /// Ends the interval if it is due at `now_ns`. Moves the group that has been active longest to
     /// the waiting list and schedules the next interval. Returns the moved group, or `None` if no
     /// interval ended or no group waits. The caller then refills the slots.
     pub fn turn(&mut self, now_ns: u64) -> Option<GroupKey> {
@@ -431,7 +431,7 @@ impl MuxQueue {
         entry.is_some_and(|entry| entry.place == QueueState::On)
     }
 
-    /// Selects a group for [`crate::estimate::Estimator::mid_slice`]: in a quarter of the
+    /// Selects a group for [`crate::estimate::Estimator::mid_slice`]. In a quarter of the
     /// intervals, returns an active group that is about halfway through its slice. All groups are
     /// selected equally often. Returns `None` if slices are one interval long and have no middle.
     ///
@@ -486,6 +486,8 @@ impl MuxQueue {
         ((self.turn_ns as f64 * self.pace.turn() * stretch) as u64).max(1)
     }
 
+    /// Selects the next phase.
+    ///
     /// Regular intervals are the most precise, unless a periodic guest pattern aliases with them.
     /// All slices then see the same phase of the pattern and the group appears calm. Calm groups
     /// are therefore verified by a phase shift.
@@ -522,8 +524,8 @@ impl MuxQueue {
     }
 
     /// Fills the slots. Offers active groups their slots again in the order in which they became
-    /// active, then offers free slots to waiting groups until one does not fit. An active group
-    /// that is not `Taken` returns to the waiting list.
+    /// active, then offers free slots to waiting groups until one does not fit. An active group for
+    /// which the offer is not `Taken` returns to the waiting list.
     pub fn fill(&mut self, mut offer: impl FnMut(GroupKey) -> SlotOffer) {
         let mut next = self.on.front();
         while let Some(key) = next {

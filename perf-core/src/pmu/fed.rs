@@ -1,8 +1,8 @@
 //! The `fed` driver: events whose counts the VMM supplies.
 //!
-//! The VMM adds what it observes (single-stepped instructions, handled exits) to a [`FedCounts`]
-//! per vCPU, and events read their counts from there. An event's `config` is the selector, an index
-//! with a meaning that the VMM defines.
+//! The VMM adds its observations, such as single-stepped instructions and handled exits, to a
+//! [`FedCounts`] per vCPU, and events read their counts from there. An event's `config` is the
+//! selector, an index with a meaning that the VMM defines.
 //!
 //! Every addition names the guest's privilege level, so `exclude_user` and `exclude_kernel` are
 //! exact. Overflows are exact too if the VMM can stop at any count: [`FedCounts::until_overflow`]
@@ -244,7 +244,7 @@ impl FedPmu {
         self.lock().insert(vcpu, counts);
     }
 
-    /// Unregisters `vcpu`. Its open events keep working.
+    /// Unregisters `vcpu`. Its open events remain usable.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         self.lock().remove(&vcpu);
     }
@@ -431,7 +431,8 @@ mod tests {
         pmu.open(&attr, TARGET).unwrap()
     }
 
-    /// The VMM produces a count, for example by single-stepping, while an event needs it.
+    /// The counted levels are those of started events, so the VMM produces a count, for example by
+    /// single-stepping, only while an event needs it.
     #[test]
     fn counted_levels_are_those_of_started_events() {
         let (counts, pmu) = setup(2);
@@ -494,8 +495,8 @@ mod tests {
     }
 
     proptest! {
-        /// A caller that stops at the distance that `until_overflow` returns takes each overflow at
-        /// its exact count.
+        /// A caller that stops at the distance returned by `until_overflow` reaches each overflow
+        /// at its exact count.
         #[test]
         fn stepping_stops_exactly_at_each_overflow(periods in prop::collection::vec(1u64..50, 1..20), cpls in prop::collection::vec(0u8..4, 1..10)) {
             let (counts, pmu) = setup(1);

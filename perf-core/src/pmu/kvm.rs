@@ -39,13 +39,13 @@ use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 pub const VM_SCOPE: u64 = 1 << 32;
 
 const HEADER_LEN: usize = 24;
-/// Size of a descriptor without its name, in bytes.
+/// Size of a descriptor in bytes, excluding its name.
 const DESC_LEN: usize = 16;
 /// Bounds on the table. Current kernels use 48 bytes per name and have fewer than 100 statistics.
 const MAX_NAME_LEN: u32 = 256;
 const MAX_DESCRIPTORS: u32 = 4096;
 
-/// An error of reading or parsing a statistics file.
+/// An error that occurred while reading or parsing a statistics file.
 #[derive(Debug, thiserror::Error)]
 pub enum StatsError {
     /// The file could not be read.
@@ -103,7 +103,7 @@ pub struct StatDescriptor {
     pub unit: StatUnit,
     /// Base of the exponent, 10 or 2.
     pub base: u8,
-    /// Exponent: the value times `base` to this power is in `unit`s.
+    /// Exponent. The value multiplied by `base` to this power is in `unit`s.
     pub exponent: i16,
     /// Number of `u64` values.
     pub values: u16,
@@ -267,13 +267,13 @@ impl KvmPmu {
         lock(&self.vcpus).insert(vcpu, Arc::new(stats));
     }
 
-    /// Removes `vcpu`. Its open events keep working, and sums over all vCPUs keep its last value.
+    /// Removes `vcpu`. Its open events remain usable, and sums over all vCPUs keep its last value.
     pub fn remove_vcpu(&self, vcpu: VcpuId) {
         lock(&self.vcpus).remove(&vcpu);
     }
 
-    /// Returns the `config` of the event `name`: a VM statistic if `name` begins with `vm:`,
-    /// otherwise a vCPU statistic.
+    /// Returns the `config` of the event `name`, which is a VM statistic if `name` begins with
+    /// `vm:` and a vCPU statistic otherwise.
     #[must_use]
     pub fn config(&self, name: &str) -> Option<u64> {
         match name.strip_prefix("vm:") {
@@ -282,7 +282,7 @@ impl KvmPmu {
         }
     }
 
-    /// Returns all events, those of vCPUs first.
+    /// Returns all events, with vCPU statistics first.
     #[must_use]
     pub fn events(&self) -> Vec<KvmEvent> {
         let vcpu = lock(&self.vcpus).values().next().cloned();
@@ -398,7 +398,7 @@ struct VcpuSum {
     index: usize,
     /// Latest value of each vCPU, kept for vCPUs that are removed.
     seen: BTreeMap<VcpuId, (Arc<StatsFile>, u64)>,
-    /// Sum of the values of vCPUs with ids that were reused.
+    /// Sum of the values of vCPUs whose IDs were reused.
     replaced: u64,
 }
 
@@ -416,7 +416,7 @@ impl VcpuSum {
         for (&id, stats) in lock(&self.vcpus).iter() {
             let entry = self.seen.entry(id).or_insert_with(|| (Arc::clone(stats), 0));
             if !Arc::ptr_eq(&entry.0, stats) {
-                // A new vCPU reuses the id. The previous vCPU's file descriptor is still readable.
+                // A new vCPU reuses the ID. The previous vCPU's file descriptor is still readable.
                 self.replaced += entry.0.value(self.index).unwrap_or(entry.1);
                 *entry = (Arc::clone(stats), 0);
             }
@@ -577,7 +577,8 @@ mod tests {
             }
         }
 
-        /// The same property for arbitrary descriptors after a plausible header.
+        /// The parser does not panic, loop or exceed its allocation bounds on arbitrary descriptors
+        /// after a plausible header.
         #[test]
         fn parser_accepts_or_rejects_arbitrary_descriptors(tail in prop::collection::vec(any::<u8>(), 0..300), n in 0u32..12) {
             let bytes = [header(16, n, 24, 500), tail].concat();

@@ -1,8 +1,8 @@
 //! Drivers: the sources of counts.
 //!
 //! A driver implements [`Pmu`], and each of its events implements [`PmuEvent`]. Nothing outside
-//! this module calls `perf_event_open(2)`. The core decides *when* an event is on (multiplexing,
-//! pinned and exclusive groups); a driver only starts, stops, reads and arms events.
+//! this module calls `perf_event_open(2)`. The core decides *when* an event is active
+//! (multiplexing, pinned and exclusive groups). A driver only starts, stops, reads and arms events.
 
 #[cfg(feature = "clock")]
 pub mod clock;
@@ -40,22 +40,22 @@ pub enum PmuTarget {
     Vcpu {
         /// Index of the vCPU.
         vcpu: VcpuId,
-        /// Host thread id of the vCPU thread; 0 in simulations.
+        /// Host thread ID of the vCPU thread, or 0 in simulations.
         tid: i32,
     },
     /// The VM as a whole.
     Vm,
-    /// One CPU of the host, with everything that runs on it.
+    /// One CPU of the host, including all code that runs on it.
     Cpu {
         /// Number of the host CPU.
         cpu: u32,
     },
 }
 
-/// The number of events of a driver that can be on at once.
+/// The number of events of a driver that can be active simultaneously.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmuCapacity {
-    /// Capacity of a software driver: any number of events, no slot is used.
+    /// Capacity of a software driver, which supports any number of events and uses no slots.
     Unlimited,
     /// Capacity of a hardware driver: each vCPU thread has these counters, each of which holds one
     /// event at a time. [`Pmu::constraint`] restricts an event to some of them.
@@ -71,7 +71,7 @@ impl PmuCapacity {
 }
 
 /// Reason why no event can count a guest while a VM with a mediated vPMU exists, and the remedy.
-/// The kernel refuses such events with `EOPNOTSUPP` (`mediated_pmu_account_event`, Linux 7.0).
+/// The kernel rejects such events with `EOPNOTSUPP` (`mediated_pmu_account_event`, Linux 7.0).
 pub const MEDIATED_NEIGHBOUR: &str = "a VM with KVM's mediated vPMU holds the host's PMU; end that VM, or load \
     kvm_intel or kvm_amd with enable_mediated_pmu=0";
 
@@ -114,7 +114,7 @@ impl PmuError {
     }
 }
 
-/// A driver: a source of counts.
+/// A driver, which is a source of counts.
 pub trait Pmu: Send + Sync + Debug {
     /// Returns the short name of the driver, such as `host`, `clock`, `kvm` or `sim`.
     fn name(&self) -> &'static str;
@@ -122,7 +122,7 @@ pub trait Pmu: Send + Sync + Debug {
     /// Returns `true` if this driver serves events of type `ty`.
     fn serves(&self, ty: EventType) -> bool;
 
-    /// Returns the number of events that can be on at once, per vCPU.
+    /// Returns the number of events per vCPU that can be active simultaneously.
     fn capacity(&self) -> PmuCapacity;
 
     /// Returns the counters that can hold `attr`, by default all of them.
@@ -139,7 +139,7 @@ pub trait Pmu: Send + Sync + Debug {
     /// Returns a [`PmuError`] if this driver cannot count the event.
     fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError>;
 
-    /// Opens an event that will be on only together with the event that returned `group` from
+    /// Opens an event that will be active only together with the event that returned `group` from
     /// [`PmuEvent::group`], which may belong to another driver.
     ///
     /// A driver with native groups on the host saves system calls and starts all members at the
@@ -151,7 +151,7 @@ pub trait Pmu: Send + Sync + Debug {
         &self,
         attr: &Attr,
         target: PmuTarget,
-        group: &GroupHandle,
+        group: &PmuGroup,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         let _ = group;
         self.open(attr, target)
@@ -159,7 +159,7 @@ pub trait Pmu: Send + Sync + Debug {
 }
 
 /// Driver-specific handle of a group leader, with which other members are opened.
-pub type GroupHandle = Arc<dyn Any + Send + Sync>;
+pub type PmuGroup = Arc<dyn Any + Send + Sync>;
 
 /// The driver's part of one event.
 ///
@@ -176,11 +176,11 @@ pub trait PmuEvent: Send {
     /// Stops counting and keeps the count.
     fn stop(&mut self);
 
-    /// Returns the handle with which [`Pmu::open_in_group`] opens events that will be on only
+    /// Returns the handle with which [`Pmu::open_in_group`] opens events that will be active only
     /// together with this event.
     ///
     /// Returns `None` if the driver has no native groups.
-    fn group(&mut self) -> Option<GroupHandle> {
+    fn group(&mut self) -> Option<PmuGroup> {
         None
     }
 
@@ -211,25 +211,26 @@ pub trait PmuEvent: Send {
     /// Arms a started event to overflow after `overflow_in` further counts.
     ///
     /// # Errors
-    /// Returns a [`PmuError`] if the host refuses; the event then stays armed as before.
+    /// Returns a [`PmuError`] if the host rejects the request. The event then stays armed as
+    /// before.
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError>;
 
     /// Returns the number of armed overflows that were signaled since the last call.
     ///
-    /// A driver that cannot tell returns 1 if `read()` has reached the armed count. If the signal
-    /// was early, such a driver returns 0 and re-arms for the remaining counts itself.
+    /// A driver that cannot determine this number returns 1 if `read()` has reached the armed
+    /// count. If the signal was early, such a driver returns 0 and re-arms for the remaining counts
+    /// itself.
     fn take_overflows(&mut self) -> u32;
 
     /// Discards armed overflows that were not reported, because the event is about to be re-armed
     /// or was stopped.
     ///
-    /// A driver with [`PmuEvent::rearm`] and [`PmuEvent::stop`] implementations that discard them
-    /// does nothing here.
+    /// Does nothing in a driver whose [`PmuEvent::rearm`] and [`PmuEvent::stop`] discard them.
     fn forget_overflows(&mut self) {
         let _ = self.take_overflows();
     }
 
-    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]: returns the count at which an
+    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]. Returns the count at which an
     /// armed overflow was noticed, or `None` if there was no overflow.
     ///
     /// This is the hot path. A driver that receives the count together with the overflow needs no
@@ -241,8 +242,7 @@ pub trait PmuEvent: Send {
     /// Arms a started event to overflow `overflow_in` counts after `count`, the value that the
     /// driver just returned.
     ///
-    /// A driver with a host that re-arms periodically does nothing while the distance stays the
-    /// same.
+    /// If the host re-arms periodically, the driver does nothing while the distance stays the same.
     ///
     /// # Errors
     /// Returns the same errors as [`PmuEvent::arm`].
@@ -259,18 +259,18 @@ pub trait PmuEvent: Send {
         None
     }
 
-    /// Returns the age of the value of [`PmuEvent::count`], in nanoseconds; 0 if the value is read
-    /// on request.
+    /// Returns the age of the value of [`PmuEvent::count`], in nanoseconds, or 0 if the value is
+    /// read on request.
     ///
     /// A driver that cannot access the package counter from every thread updates the total when a
     /// vCPU of the package is scheduled, and returns that value until the next update. The core
-    /// passes the total on unmodified: it grows in steps, never decreases, and may lag by this
+    /// returns the total unmodified. The total grows in steps, never decreases, and may lag by this
     /// time.
     fn count_age_ns(&mut self) -> u64 {
         0
     }
 
-    /// Returns the index for user-space reads, as in the `index` field of the control page; 0 if
+    /// Returns the index for user-space reads, as in the `index` field of the control page, or 0 if
     /// user-space reads are not available.
     fn user_index(&self) -> u32 {
         0

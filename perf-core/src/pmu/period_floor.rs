@@ -1,7 +1,7 @@
 //! Minimum period that a host kernel accepts for an event.
 //!
 //! Linux rejects some short periods with `EINVAL` (`x86_pmu_check_period`). The driver arms the
-//! shortest accepted period instead, so that the overflow is announced late, but soon.
+//! shortest accepted period instead, so that the overflow is announced with a short delay.
 
 use std::io;
 

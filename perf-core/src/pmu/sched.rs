@@ -1,12 +1,12 @@
 //! The `sched` driver: the time for which a vCPU's thread was runnable but waited for a host CPU.
 //!
-//! The host scheduler accounts this time for each thread in `schedstat`, in nanoseconds (Linux,
+//! The host scheduler accounts for this time for each thread in `schedstat`, in nanoseconds (Linux,
 //! Documentation/scheduler/sched-stats.rst: time on a CPU, time waiting on a run queue, time
 //! slices). The only event has `config` 0. It has no guest privilege level and never overflows. The
 //! kernel adds a wait when it ends, so the current wait of a thread is not yet included.
 //!
-//! A vCPU's thread opens its own `schedstat` at start ([`WaitTime::of_this_thread`]) and others
-//! share that file, because threads of a running VM may not open files.
+//! A vCPU's thread opens its own `schedstat` at start ([`WaitTime::of_this_thread`]) and other
+//! threads share that file, because threads of a running VM may not open files.
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ use crate::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
 /// `config` of the time spent waiting for a host CPU, in nanoseconds.
 pub const WAIT_NS: u64 = 0;
 
-/// Results of threads that opened their own files, by thread id. An entry is removed when its
+/// Results of threads that opened their own files, by thread ID. An entry is removed when its
 /// thread ends.
 static OPENED: Mutex<BTreeMap<i32, OpenResult>> = Mutex::new(BTreeMap::new());
 
@@ -49,8 +49,8 @@ fn open_results() -> MutexGuard<'static, BTreeMap<i32, OpenResult>> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the calling thread's id from the link `/proc/thread-self`, or 0 if `/proc` is not
-/// mounted. With the host driver, a system call that confined threads may make replaces this.
+/// Returns the calling thread's ID from the link `/proc/thread-self`, or 0 if `/proc` is not
+/// mounted. With the host driver, a system call that confined threads may make is used instead.
 #[cfg(not(feature = "host"))]
 fn own_tid() -> i32 {
     let link = std::fs::read_link("/proc/thread-self").unwrap_or_default();
@@ -75,7 +75,8 @@ impl WaitTime {
     /// [`WaitTime::of_this_thread`].
     ///
     /// # Errors
-    /// Returns the error of opening `schedstat`; not found if the host does not account this time.
+    /// Returns the error of opening `schedstat`, which is "not found" if the host does not account
+    /// for this time.
     pub fn of_thread(tid: i32) -> io::Result<Self> {
         let opened = open_results().get(&tid).cloned();
         Self::on(opened.unwrap_or_else(|| open(&format!("/proc/self/task/{tid}/schedstat"))))
@@ -223,7 +224,8 @@ mod tests {
         }
     }
 
-    /// Only waiting time while the event is on is counted, and only that of the event's own thread.
+    /// Only waiting time while the event is active is counted, and only that of the event's own
+    /// thread.
     #[test]
     fn waits_count_while_the_event_is_on() {
         let mut event = SchedPmu

@@ -1,4 +1,4 @@
-//! The `sim` driver: a simulated PMU that counts exactly what a test specifies.
+//! The `sim` driver: a simulated PMU that counts exactly as a test specifies.
 //!
 //! Time passes only in [`SimPmu::advance`]. The simulation covers the constraints of real PMUs: few
 //! slots, events that fit only some slots ([`SimConfig::allowed_slots`]), slots that another user
@@ -6,7 +6,7 @@
 //! slots that are taken away from running events and returned. [`SimHost`] describes the counters
 //! of real PMUs.
 //!
-//! An event that is on keeps its slot as long as newly started events fit without moving it.
+//! An active event keeps its slot as long as newly started events fit without moving it.
 //!
 //! Clones of a [`SimPmu`] are handles to the same simulated PMU, so a test keeps one and passes
 //! another to the core.
@@ -33,7 +33,7 @@ pub struct SimConfig {
     pub slots: Option<usize>,
     /// Mask of allowed slots by `config`. A `config` without an entry fits all slots.
     pub allowed_slots: BTreeMap<u64, u64>,
-    /// Time since the loss of a slot that an event reports, in nanoseconds.
+    /// Time since the loss of a slot, as reported by an event, in nanoseconds.
     pub late_ns: u64,
     /// Mask of slots for events without an entry in `allowed_slots`; `None` for all slots.
     pub general: Option<u64>,
@@ -42,9 +42,9 @@ pub struct SimConfig {
     pub untold: bool,
     /// Mask of slots that another user holds. They exist, but no event is assigned to them.
     pub taken: u64,
-    /// Skid: counts between an overflow and its notification.
+    /// Skid, as the number of counts between an overflow and its notification.
     pub skid: u64,
-    /// Minimum period: shorter ones are rejected with `EINVAL`, as Linux does on some Intel
+    /// Minimum period. Shorter periods are rejected with `EINVAL`, as Linux does on some Intel
     /// processors. 0 accepts every period.
     pub min_period: u64,
     /// `config` values that do not exist.
@@ -66,7 +66,8 @@ struct SimCounter {
     wanted_at: u64,
     floor: PeriodFloor,
     overflows: u32,
-    /// Set if the slot was lost while the event was on; `true` after the core noticed the loss.
+    /// Set if the slot was lost while the event was active. `true` after the core has noticed the
+    /// loss.
     lost: Option<bool>,
 }
 
@@ -161,7 +162,7 @@ impl SimPmu {
         })
     }
 
-    /// Advances `vcpu`: each event that is on there counts `counts(config)`.
+    /// Advances `vcpu` by `counts(config)` for each of its active events.
     pub fn advance(&self, vcpu: VcpuId, counts: impl Fn(u64) -> u64) {
         let mut state = self.shared.lock();
         let skid = self.shared.config.skid;
@@ -184,7 +185,7 @@ impl SimPmu {
         }
     }
 
-    /// Lets the polling timers of `vcpu` expire: events that have reached the requested count
+    /// Lets the polling timers of `vcpu` expire. Events that have reached the requested count
     /// before the minimum period has ended report their overflow.
     pub fn poll_late_overflows(&self, vcpu: VcpuId) {
         let mut state = self.shared.lock();
@@ -207,8 +208,8 @@ impl SimPmu {
 
     /// Takes the first `n` slots of each vCPU away, as another user of the PMU would.
     ///
-    /// Running events move to other slots if possible. The events started last that find no slot
-    /// stop counting, and the core notices this only when it looks.
+    /// Running events move to other slots if possible. The most recently started events for which
+    /// no slot remains stop counting, and the core notices this only when it checks their counters.
     pub fn take_slots(&self, n: usize) {
         let config = &self.shared.config;
         let mut state = self.shared.lock();
@@ -234,7 +235,7 @@ impl SimPmu {
         }
     }
 
-    /// Returns the number of events that are on for `vcpu`.
+    /// Returns the number of active events of `vcpu`.
     #[must_use]
     pub fn on(&self, vcpu: VcpuId) -> usize {
         let state = self.shared.lock();
@@ -381,7 +382,7 @@ impl SimState {
             .map(|i| config.fits(self.counters[i].config).bits() & !taken)
             .collect();
         let event = ids.len() - 1;
-        // An event that lost its slot returns to it if the slot is free.
+        // An event that lost its slot returns to this slot if it is free.
         let again = had.filter(|&slot| masks[event] & (1 << slot) != 0 && slots_of[slot].is_none());
         match again {
             Some(slot) => slots_of[slot] = Some(event),
@@ -402,7 +403,7 @@ impl SimConfig {
         CounterMask::from_bits(self.taken)
     }
 
-    /// Returns the slots that `config` fits and that are not taken.
+    /// Returns the slots that can hold `config` and that no other user holds.
     fn fits(&self, config: u64) -> CounterMask {
         let general = self.general.unwrap_or(u64::MAX);
         let allowed = self.allowed_slots.get(&config).copied().unwrap_or(general);
@@ -666,7 +667,7 @@ mod tests {
             prop_assert_eq!(ev.read(), 0);
         }
 
-        /// An assignment respects every mask and uses no slot twice; a failure means that no
+        /// An assignment respects every mask and uses no slot twice, and a failure means that no
         /// assignment exists. An event keeps its slot while a free slot fits the new event.
         #[test]
         fn placements_are_valid_and_complete(masks in prop::collection::vec(0u64..16, 0..6)) {

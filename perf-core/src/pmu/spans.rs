@@ -1,7 +1,7 @@
-//! Counts derived from a source that runs whether or not the event is on. An event counts only what
-//! the source gains while the event is on.
+//! Counts derived from a source that advances regardless of whether the event is active. An event
+//! counts only the gain of the source while the event is active.
 
-/// The spans of time in which an event was on, and the gain of its source in them.
+/// The spans of time in which an event was active, and the gain of its source in these spans.
 #[derive(Debug, Default)]
 pub(super) struct Spans {
     /// Value of the source at the start of the current span.

@@ -1,13 +1,13 @@
-//! Timers with signals that announce overflows of clock events, look for late overflows of host
+//! Timers with signals that announce overflows of clock events, poll for late overflows of host
 //! events, or request a sample of the guest's privilege level.
 //!
 //! These are POSIX timers rather than host perf events. A perf event sends its signal from a
 //! separate interrupt (`irq_work`), which an emulated host may delay until the next scheduler tick.
 //! A perf clock event also repeats at its period until it is reprogrammed, and at short periods the
-//! host kernel may take this for a hung timer interrupt. A POSIX timer sends its signal directly
-//! from the timer interrupt, is one-shot, and takes one system call to arm; expiry is determined
-//! from the monotonic clock without a system call. Timers run on wall-clock time, which advances at
-//! least as fast as guest time.
+//! host kernel may mistake this for a hung timer interrupt. A POSIX timer sends its signal directly
+//! from the timer interrupt, is one-shot, and takes one system call to arm. Its expiry is
+//! determined from the monotonic clock without a system call. Timers run on wall-clock time, which
+//! advances at least as fast as guest time.
 #![expect(unsafe_code, reason = "system calls, and memory shared with the kernel")]
 
 use std::io;
@@ -64,7 +64,7 @@ impl Timer {
         self.settime(0, 0)
     }
 
-    /// Returns `true` if the timer has expired since it was armed, or is about to.
+    /// Returns `true` if the timer has expired since it was armed, or is about to expire.
     pub(super) fn has_expired(&self) -> bool {
         wall_ns() >= self.expiry_ns
     }

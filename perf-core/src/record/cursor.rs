@@ -1,6 +1,6 @@
-//! A cursor that takes fields off the front of a record.
+//! A cursor that removes fields from the front of a record.
 
-/// An error of decoding a record.
+/// An error that occurred while decoding a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
@@ -72,7 +72,7 @@ impl<'a> Cursor<'a> {
         self.bytes(bytes.ok_or(DecodeError::Short { field })?, field)
     }
 
-    /// Takes `len` bytes off the end.
+    /// Removes `len` bytes from the end and returns them.
     pub(super) fn split_end(&mut self, len: usize, field: &'static str) -> Result<Self, DecodeError> {
         let at = self
             .rest
@@ -84,7 +84,7 @@ impl<'a> Cursor<'a> {
         Ok(Self { rest: end })
     }
 
-    /// Takes all remaining bytes.
+    /// Removes and returns all remaining bytes.
     pub(super) fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.rest)
     }

@@ -13,21 +13,22 @@ const FIELDS: SampleType = SampleType::TID
     .union(SampleType::CPU)
     .union(SampleType::IDENTIFIER);
 
-/// The trailer of a record that is not a sample, present if the event has `sample_id_all`: the task
-/// that the record refers to, and its time.
+/// The trailer of a record that is not a sample, with the task that the record refers to and its
+/// time. Present if the event has `sample_id_all`.
 ///
-/// Contains the fields that the event's samples have; other fields are 0 when decoded.
+/// Contains the fields that the event's samples have. Other fields are 0 when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleId {
-    /// Process id (the VM), as shown to the operator.
+    /// Process ID of the VM, as shown to the operator.
     pub pid: u32,
-    /// Thread id (the vCPU).
+    /// Thread ID of the vCPU.
     pub tid: u32,
     /// Time in nanoseconds.
     pub time_ns: u64,
-    /// Id of the opened event, written in both places of a trailer with ID and IDENTIFIER.
+    /// ID of the opened event, written to both the ID and the IDENTIFIER field of a trailer that
+    /// has both.
     pub id: u64,
-    /// Id of the event itself, which differs for inherited events.
+    /// ID of the event itself, which differs for inherited events.
     pub stream_id: u64,
     /// CPU number (the vCPU); `u32::MAX` for a record without a vCPU.
     pub cpu: u32,
@@ -71,7 +72,7 @@ impl SampleId {
         }
     }
 
-    /// Takes the trailer off the end of a record's body.
+    /// Removes the trailer from the end of a record's body and decodes it.
     pub(super) fn decode(body: &mut Cursor<'_>, format: RecordFormat) -> Result<Self, DecodeError> {
         let mut id = Self::default();
         let size = size_of(format);

@@ -3,7 +3,7 @@
 //!
 //! The size of a record is known before it is written, so a record is reserved and encoded directly
 //! into the ring without copying or allocating. Decoding borrows from the bytes and accepts
-//! arbitrary input: inconsistent bytes return a [`DecodeError`].
+//! arbitrary input: inconsistent bytes cause a [`DecodeError`].
 
 mod cursor;
 mod id;
@@ -21,7 +21,7 @@ pub use cursor::DecodeError;
 pub use id::SampleId;
 pub(crate) use read::read_size_of;
 pub use read::{ReadEntries, ReadEntry, ReadValues};
-pub use sample::{Sample, UserRegsAndStack, WordList};
+pub use sample::{CallChainWords, Sample, UserRegsAndStack};
 pub use side::{CommRecord, LostRecord, MmapRecord, ReadRecord, SwitchRecord, TaskRecord, ThrottleRecord};
 
 /// Size of a record header, in bytes.
@@ -54,7 +54,7 @@ impl RecordType {
     pub const SWITCH: Self = Self(14);
 }
 
-/// The CPU mode at the time of a sample: the low three bits of `misc`.
+/// The CPU mode at the time of a sample, stored in the low three bits of `misc`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum CpuMode {
@@ -237,8 +237,8 @@ pub trait EncodeRecord {
     /// Writes several records in order, in as few reservations as possible. This is cheaper than
     /// writing them separately, in particular while another thread writes to the same ring.
     ///
-    /// Without space for all of them, each is written separately, so no more records are lost than
-    /// with separate writes.
+    /// If there is not enough space for all records, each is written separately, so no more records
+    /// are lost than with separate writes.
     #[inline]
     fn write_all<I>(records: I, format: RecordFormat, ring: &Ring) -> WriteOutcome
     where
@@ -304,7 +304,7 @@ pub struct WriteOutcome {
 }
 
 impl From<Result<(), RingError>> for WriteOutcome {
-    /// Converts the result of writing one record.
+    /// Converts the result of writing one record to an outcome.
     #[inline]
     fn from(result: Result<(), RingError>) -> Self {
         let (written, lost, unfit) = match result {
@@ -319,7 +319,7 @@ impl From<Result<(), RingError>> for WriteOutcome {
 /// A decoded record, borrowed from its bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub enum Record<'a> {
+pub enum DecodedRecord<'a> {
     /// A memory mapping.
     Mmap(MmapRecord<'a>),
     /// Number of lost records.
@@ -344,13 +344,13 @@ pub enum Record<'a> {
     Other(RawRecord<'a>),
 }
 
-impl<'a> Record<'a> {
+impl<'a> DecodedRecord<'a> {
     /// Decodes a record from a ring. `format` is the format of the events that write to the ring.
     ///
     /// # Errors
     ///
     /// Returns a [`DecodeError`] if the record is too short for its type, or if a sample is too
-    /// long.
+    /// long for its format.
     #[inline]
     pub fn decode(raw: RawRecord<'a>, format: RecordFormat) -> Result<Self, DecodeError> {
         let mut body = Cursor::new(raw.body());
@@ -359,8 +359,8 @@ impl<'a> Record<'a> {
         if ty == RecordType::SAMPLE {
             return Ok(Self::Sample(Sample::decode(&mut body, misc, format)?));
         }
-        // These layouts carry no length, so the trailer is located from the end. Records of
-        // unsupported types may have none.
+        // These layouts contain no length, so the trailer is located from the end. Records of
+        // unsupported types may have no trailer.
         let id = match ty.0 {
             1..=9 | 14 => SampleId::decode(&mut body, format)?,
             _ => return Ok(Self::Other(raw)),

@@ -9,9 +9,9 @@ use crate::attr::ReadFormat;
 pub struct ReadEntry {
     /// Count of the event.
     pub value: u64,
-    /// Id of the event; 0 if the format has none.
+    /// ID of the event, or 0 if the format has none.
     pub id: u64,
-    /// Number of lost records of the event; 0 if the format has none.
+    /// Number of lost records of the event, or 0 if the format has none.
     pub lost: u64,
 }
 
@@ -24,9 +24,10 @@ pub enum ReadEntries<'a> {
     List(&'a [ReadEntry]),
     /// Values in the encoding of a record.
     Encoded {
-        /// Whole entries: a value, with an id and a lost count if the format has them.
+        /// Whole entries, each consisting of a value, and an ID and a lost count if the format has
+        /// them.
         bytes: &'a [u8],
-        /// Format of the entries, of which only ID and LOST matter.
+        /// Format of the entries. Only ID and LOST are used.
         format: ReadFormat,
     },
 }
@@ -52,7 +53,7 @@ impl<'a> ReadEntries<'a> {
         self.len() == 0
     }
 
-    /// Iterates over the entries, the leader's first.
+    /// Iterates over the entries, with that of the leader first.
     pub fn iter(&self) -> impl Iterator<Item = ReadEntry> + 'a {
         let (one, list, bytes, format) = match *self {
             Self::One(entry) => (Some(entry), [].as_slice(), [].as_slice(), ReadFormat::empty()),
@@ -86,7 +87,8 @@ pub struct ReadValues<'a> {
     pub time_enabled_ns: u64,
     /// Time running of the group leader, in nanoseconds.
     pub time_running_ns: u64,
-    /// One entry without `GROUP`; with it, the entries of the leader and all siblings.
+    /// A single entry if the format lacks `GROUP`, otherwise the entries of the leader and all
+    /// siblings.
     pub entries: ReadEntries<'a>,
 }
 
@@ -116,9 +118,9 @@ impl<'a> ReadValues<'a> {
         read_size_of(format, self.entries.len())
     }
 
-    /// Appends exactly [`size`](Self::size) bytes: without `GROUP`, the value, enabled, running, id
-    /// and lost; with `GROUP`, the number of members, enabled, running, and the value, id and lost
-    /// of each member.
+    /// Appends exactly [`size`](Self::size) bytes. Without `GROUP`, they contain the value,
+    /// enabled, running, ID and lost. With `GROUP`, they contain the number of members, enabled,
+    /// running, and the value, ID and lost of each member.
     pub fn encode(&self, format: ReadFormat, out: &mut impl RecordSink) {
         let rest = |entry: ReadEntry, out: &mut _| {
             if format.contains(ReadFormat::ID) {

@@ -11,20 +11,20 @@ use crate::attr::{REGS_USER_LEN, SampleType};
 
 /// A list of `u64` words, such as a call chain.
 #[derive(Clone, Copy, Debug)]
-pub enum WordList<'a> {
+pub enum CallChainWords<'a> {
     /// Words to be encoded.
     List(&'a [u64]),
     /// Whole 8-byte words in the encoding of a record.
     Encoded(&'a [u8]),
 }
 
-impl Default for WordList<'_> {
+impl Default for CallChainWords<'_> {
     fn default() -> Self {
         Self::List(&[])
     }
 }
 
-impl<'a> WordList<'a> {
+impl<'a> CallChainWords<'a> {
     /// Returns the number of words.
     pub fn len(&self) -> usize {
         match self {
@@ -51,7 +51,7 @@ impl<'a> WordList<'a> {
     }
 }
 
-impl PartialEq for WordList<'_> {
+impl PartialEq for CallChainWords<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.iter().eq(other.iter())
     }
@@ -65,31 +65,32 @@ pub struct Sample<'a> {
     pub misc: RecordMisc,
     /// Instruction pointer.
     pub ip: u64,
-    /// Process id (the VM), as shown to the operator.
+    /// Process ID of the VM, as shown to the operator.
     pub pid: u32,
-    /// Thread id (the vCPU).
+    /// Thread ID of the vCPU.
     pub tid: u32,
     /// Time in nanoseconds.
     pub time_ns: u64,
     /// Data address of the event.
     pub addr: u64,
-    /// Id of the opened event, written in both places of a sample with ID and IDENTIFIER.
+    /// ID of the opened event, written to both the ID and the IDENTIFIER field of a sample that has
+    /// both.
     pub id: u64,
-    /// Id of the event itself, which differs for inherited events.
+    /// ID of the event itself, which differs for inherited events.
     pub stream_id: u64,
     /// CPU number.
     pub cpu: u32,
-    /// Sampling period: the number of counts since the previous sample.
+    /// Sampling period, as the number of counts since the previous sample.
     pub period: u64,
     /// Read values.
     pub read: ReadValues<'a>,
     /// Call chain, innermost address first.
-    pub callchain: WordList<'a>,
-    /// Raw data. Encoding pads it with zeros so that it and its 4-byte size are a multiple of 8
-    /// bytes.
+    pub callchain: CallChainWords<'a>,
+    /// Raw data. Encoding pads it with zeros so that the data and its 4-byte size together are a
+    /// multiple of 8 bytes.
     pub raw: &'a [u8],
     /// Branch stack, newest branch first, with three words per branch.
-    pub branches: WordList<'a>,
+    pub branches: CallChainWords<'a>,
     /// User registers and stack.
     pub user: UserRegsAndStack<'a>,
 }
@@ -97,11 +98,11 @@ pub struct Sample<'a> {
 /// User registers and the top of the user stack.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct UserRegsAndStack<'a> {
-    /// Value of `PERF_SAMPLE_REGS_ABI_*`: 0 for no user context and thus no registers, 1 for 32
-    /// bits, 2 for 64 bits.
+    /// Value of `PERF_SAMPLE_REGS_ABI_*`: 0 if there is no user context and thus no registers, 1
+    /// for 32 bits, 2 for 64 bits.
     pub abi: u64,
     /// Registers of [`REGS_USER`](crate::attr::REGS_USER), in the order of its bits.
-    pub registers: WordList<'a>,
+    pub registers: CallChainWords<'a>,
     /// Stack bytes from the stack pointer up. The length must be a multiple of 8 for encoding.
     pub stack: &'a [u8],
 }
@@ -130,7 +131,7 @@ const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 /// Fields that few samples have.
 const RARE: SampleType = USER.union(SampleType::BRANCH_STACK);
 
-// Separate methods: few samples have these fields, and those that do are large.
+// Separate methods, because few samples have these fields, and those samples are large.
 impl UserRegsAndStack<'_> {
     #[inline(never)]
     fn size(&self, fields: SampleType) -> usize {
@@ -269,7 +270,7 @@ impl EncodeRecord for Sample<'_> {
             let size = raw_size(self.raw.len()) - 4;
             out.put(&u32::try_from(size).unwrap_or(u32::MAX).to_ne_bytes());
             out.put(self.raw);
-            // At most 7 bytes: the size is the next multiple of 8.
+            // At most 7 bytes, because the size is the next multiple of 8.
             out.put(&[0; 8][..size - self.raw.len()]);
         }
         if fields.intersects(RARE) {
@@ -336,7 +337,7 @@ impl<'a> Sample<'a> {
         }
         if fields.contains(SampleType::CALLCHAIN) {
             let len = body.u64("call chain length")?;
-            sample.callchain = WordList::Encoded(body.many(len, 8, "call chain")?);
+            sample.callchain = CallChainWords::Encoded(body.many(len, 8, "call chain")?);
         }
         if fields.contains(SampleType::RAW) {
             let len = body.u32("raw size")?;
@@ -345,7 +346,7 @@ impl<'a> Sample<'a> {
         if fields.contains(SampleType::BRANCH_STACK) {
             let len = body.u64("branch stack length")?;
             let words = body.many(len, 8 * BRANCH_WORDS, "branch stack")?;
-            sample.branches = WordList::Encoded(words);
+            sample.branches = CallChainWords::Encoded(words);
         }
         if fields.contains(SampleType::REGS_USER) {
             sample.user.abi = body.u64("ABI of registers")?;
@@ -354,7 +355,7 @@ impl<'a> Sample<'a> {
             } else {
                 REGS_USER_LEN as u64
             };
-            sample.user.registers = WordList::Encoded(body.many(count, 8, "registers")?);
+            sample.user.registers = CallChainWords::Encoded(body.many(count, 8, "registers")?);
         }
         if fields.contains(SampleType::STACK_USER) {
             let len = body.u64("stack size")?;

@@ -29,7 +29,7 @@ fn put_text(out: &mut impl RecordSink, text: &[u8]) {
 /// `PERF_RECORD_LOST`: the number of records lost since the previous record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LostRecord {
-    /// Id of the event that owns the ring.
+    /// ID of the event that owns the ring.
     pub id: u64,
     /// Number of lost records.
     pub lost: u64,
@@ -71,9 +71,9 @@ pub struct ThrottleRecord {
     pub throttled: bool,
     /// Time in nanoseconds.
     pub time_ns: u64,
-    /// Id of the opened event.
+    /// ID of the opened event.
     pub id: u64,
-    /// Id of the event itself.
+    /// ID of the event itself.
     pub stream_id: u64,
     /// Trailer.
     pub sample_id: SampleId,
@@ -123,11 +123,11 @@ impl ThrottleRecord {
 pub struct TaskRecord {
     /// `true` for FORK (added), `false` for EXIT.
     pub fork: bool,
-    /// Process id (the VM) of the vCPU.
+    /// Process ID of the vCPU's VM.
     pub pid: u32,
     /// Parent process id.
     pub ppid: u32,
-    /// Thread id (the vCPU).
+    /// Thread ID of the vCPU.
     pub tid: u32,
     /// Parent thread id.
     pub ptid: u32,
@@ -220,9 +220,9 @@ impl SwitchRecord {
 /// `PERF_RECORD_READ`: final values of an inherited event on a vCPU that exits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReadRecord<'a> {
-    /// Process id (the VM).
+    /// Process ID of the VM.
     pub pid: u32,
-    /// Thread id (the vCPU).
+    /// Thread ID of the vCPU.
     pub tid: u32,
     /// Final values.
     pub values: ReadValues<'a>,
@@ -265,9 +265,9 @@ impl<'a> ReadRecord<'a> {
 /// `PERF_RECORD_COMM`: the name of a vCPU or a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommRecord<'a> {
-    /// Process id (the VM).
+    /// Process ID of the VM.
     pub pid: u32,
-    /// Thread id (the vCPU).
+    /// Thread ID of the vCPU.
     pub tid: u32,
     /// Name. At most 15 bytes, up to the first NUL, are written.
     pub name: &'a [u8],
@@ -322,9 +322,9 @@ fn mapping_name(name: &[u8]) -> &[u8] {
 pub struct MmapRecord<'a> {
     /// [`CpuMode`](super::CpuMode) of the code in the mapping.
     pub misc: RecordMisc,
-    /// Process id (the VM).
+    /// Process ID of the VM.
     pub pid: u32,
-    /// Thread id (the vCPU).
+    /// Thread ID of the vCPU.
     pub tid: u32,
     /// Start address.
     pub start: u64,

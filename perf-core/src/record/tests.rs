@@ -21,8 +21,8 @@ const REGISTERS: [u64; REGS_USER_LEN] = {
     registers
 };
 
-fn decode(bytes: &[u8], format: RecordFormat) -> Result<Record<'_>, DecodeError> {
-    Record::decode(RawRecord::new(bytes).expect("one record"), format)
+fn decode(bytes: &[u8], format: RecordFormat) -> Result<DecodedRecord<'_>, DecodeError> {
+    DecodedRecord::decode(RawRecord::new(bytes).expect("one record"), format)
 }
 
 /// Returns the words of `bytes`.
@@ -59,12 +59,12 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
             time_running_ns: 14,
             entries: ReadEntries::List(entries),
         },
-        callchain: WordList::List(ips),
+        callchain: CallChainWords::List(ips),
         raw,
-        branches: WordList::List(&[1, 2, 3, 4, 5, 6 << 20]),
+        branches: CallChainWords::List(&[1, 2, 3, 4, 5, 6 << 20]),
         user: UserRegsAndStack {
             abi: 2,
-            registers: WordList::List(&REGISTERS),
+            registers: CallChainWords::List(&REGISTERS),
             stack: b"the stack's top.",
         },
     }
@@ -162,7 +162,7 @@ fn check(entries: &[ReadEntry], ips: &[u64], raw: &[u8], format: RecordFormat) {
             ..*entry
         })
         .collect();
-    let expected = Record::Sample(projected(&full, format, &padded, &seen));
+    let expected = DecodedRecord::Sample(projected(&full, format, &padded, &seen));
     assert_eq!(decode(&bytes, format), Ok(expected), "{format:?}");
 }
 
@@ -215,9 +215,9 @@ proptest! {
         bytes.extend_from_slice(&body);
         let raw = RawRecord::new(&bytes);
         prop_assert!(raw.is_some() || lie.is_some());
-        match raw.map(|raw| Record::decode(raw, format)) {
+        match raw.map(|raw| DecodedRecord::decode(raw, format)) {
             // Decoded fields lie within the input and can be iterated.
-            Some(Ok(Record::Sample(sample))) => {
+            Some(Ok(DecodedRecord::Sample(sample))) => {
                 prop_assert!(sample.callchain.iter().count() * 8 <= body.len());
                 prop_assert!(sample.read.entries.iter().count() * 8 <= body.len().max(8));
             }
@@ -242,7 +242,7 @@ proptest! {
         prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the name is terminated");
         prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
         let cut = CommRecord { name: &name[..name.len().min(15)], sample_id, ..comm };
-        prop_assert_eq!(decode(&bytes, format), Ok(Record::Comm(cut)));
+        prop_assert_eq!(decode(&bytes, format), Ok(DecodedRecord::Comm(cut)));
 
         let mmap = MmapRecord { misc: CpuMode::GuestKernel.into(), pid, tid, start, len, pgoff, name: &name, sample_id: ID };
         let bytes = encoded(&mmap, format);
@@ -250,7 +250,7 @@ proptest! {
         prop_assert_eq!(bytes.len() % 8, 0);
         prop_assert_eq!(bytes[bytes.len() - trailer - 1], 0, "the path is terminated");
         prop_assert_eq!(&bytes[bytes.len() - trailer..], encoded_id(format));
-        prop_assert_eq!(decode(&bytes, format), Ok(Record::Mmap(MmapRecord { sample_id, ..mmap })));
+        prop_assert_eq!(decode(&bytes, format), Ok(DecodedRecord::Mmap(MmapRecord { sample_id, ..mmap })));
     }
 }
 
@@ -322,8 +322,11 @@ fn sample_without_user_context_takes_sixteen_bytes() {
     let format = RecordFormat::of_samples(SampleType::REGS_USER | SampleType::STACK_USER);
     let bytes = encoded(&Sample::default(), format);
     assert_eq!(bytes.len(), 8 + 16);
-    assert_eq!(decode(&bytes, format), Ok(Record::Sample(Sample::default())));
-    // The stack claims to be longer than its record.
+    assert_eq!(
+        decode(&bytes, format),
+        Ok(DecodedRecord::Sample(Sample::default()))
+    );
+    // The stack size exceeds its record.
     let mut sample = Sample::default();
     sample.user.stack = &[7; 32];
     let mut long = encoded(&sample, format);
@@ -392,7 +395,7 @@ fn check_side_band<R: EncodeRecord>(
     format: RecordFormat,
     len: usize,
     record: R,
-    expected: impl Fn(R) -> Record<'static>,
+    expected: impl Fn(R) -> DecodedRecord<'static>,
 ) -> Vec<u8> {
     let (bytes, trailer) = (encoded(&record, format), encoded_id(format));
     let size = 8 + len + trailer.len();
@@ -420,7 +423,7 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
                 lost: 2,
                 sample_id: ID,
             },
-            |r| Record::Lost(LostRecord { sample_id, ..r }),
+            |r| DecodedRecord::Lost(LostRecord { sample_id, ..r }),
         );
         for on in [true, false] {
             let task = TaskRecord {
@@ -435,9 +438,9 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
             let bytes = check_side_band(format, 24, task, |r| {
                 let task = TaskRecord { sample_id, ..r };
                 if on {
-                    Record::Fork(task)
+                    DecodedRecord::Fork(task)
                 } else {
-                    Record::Exit(task)
+                    DecodedRecord::Exit(task)
                 }
             });
             let [pids, tids] = [1 | 2 << 32, 3 | 4 << 32];
@@ -453,9 +456,9 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
             check_side_band(format, 24, throttle, |r| {
                 let record = ThrottleRecord { sample_id, ..r };
                 if on {
-                    Record::Throttle(record)
+                    DecodedRecord::Throttle(record)
                 } else {
-                    Record::Unthrottle(record)
+                    DecodedRecord::Unthrottle(record)
                 }
             });
             check_side_band(
@@ -465,7 +468,7 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
                     out: on,
                     sample_id: ID,
                 },
-                |r| Record::Switch(SwitchRecord { sample_id, ..r }),
+                |r| DecodedRecord::Switch(SwitchRecord { sample_id, ..r }),
             );
         }
         let read = ReadRecord {
@@ -479,7 +482,7 @@ fn side_band_records_have_abi_sizes_and_round_trip() {
             sample_id: ID,
         };
         check_side_band(format, 8 + 40, read, |r| {
-            Record::Read(ReadRecord { sample_id, ..r })
+            DecodedRecord::Read(ReadRecord { sample_id, ..r })
         });
     }
 }
@@ -491,7 +494,7 @@ fn record_too_short_for_its_trailer_is_refused() {
         sample_id_all: true,
         ..RecordFormat::default()
     };
-    // LOST with a trailer has 8 + 16 + 48 bytes.
+    // A LOST record with a trailer has 8 + 16 + 48 bytes.
     for (body, field) in [(0, "trailer"), (40, "trailer"), (48, "id"), (56, "count")] {
         let mut bytes = Vec::new();
         put_header(&mut bytes, RecordType::LOST, RecordMisc::default(), 8 + body);
@@ -502,7 +505,7 @@ fn record_too_short_for_its_trailer_is_refused() {
     // Records of unsupported types are passed through unchanged, with or without a trailer.
     let mut bytes = Vec::new();
     put_header(&mut bytes, RecordType(10), RecordMisc::default(), 8);
-    assert!(matches!(decode(&bytes, format), Ok(Record::Other(_))));
+    assert!(matches!(decode(&bytes, format), Ok(DecodedRecord::Other(_))));
 }
 
 #[test]
@@ -525,7 +528,7 @@ fn names_of_mappings_fall_back() {
         };
         assert_eq!(
             decode(&bytes, RecordFormat::default()),
-            Ok(Record::Mmap(expected))
+            Ok(DecodedRecord::Mmap(expected))
         );
     }
 }

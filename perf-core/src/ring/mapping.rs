@@ -244,7 +244,7 @@ mod tests {
 
     const F_GETSIG: libc::c_int = 11;
 
-    /// A client may open the memory during the check for other users. This must not end the
+    /// A client may open the memory during the check for other users. This must not terminate the
     /// process, which may have no SIGIO handler.
     #[test]
     fn client_open_during_lease_check_is_harmless() {
@@ -256,7 +256,7 @@ mod tests {
         // SAFETY: the path is a valid C string.
         let opened = unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_NONBLOCK) };
         let error = Error::last_os_error().raw_os_error();
-        // The signal was sent because the lease was broken. SIGIO would have ended the process
+        // The signal was sent because the lease was broken. SIGIO would have terminated the process
         // before this line.
         assert_eq!((opened, error), (-1, Some(libc::EWOULDBLOCK)));
         // SAFETY: F_GETSIG takes no argument.
@@ -277,8 +277,8 @@ mod tests {
         maps.lines().filter(is).count()
     }
 
-    /// Rings are created and dropped with clients, so leaked mappings would accumulate until the VM
-    /// ends.
+    /// Dropped rings are unmapped. Rings are created and dropped with clients, so leaked mappings
+    /// would accumulate until the VM exits.
     #[test]
     fn dropped_rings_are_unmapped() {
         let memory = sealed_memfd(2 * PAGE_SIZE).unwrap();
@@ -301,7 +301,7 @@ mod tests {
         let other = reopened(memory.as_fd()).unwrap();
         assert!(is_open_elsewhere(fd.as_fd()).unwrap());
         drop(other);
-        // Repeated, because the lease taken for the check must be returned.
+        // The check is repeated, because it must return the lease that it takes.
         assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
         assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
         // A file that cannot be checked returns an error.

@@ -54,16 +54,16 @@ use mapping::{Mapping, MappingAccess};
 use protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
 pub use mapping::PAGE_SIZE;
-pub use page::{ControlPageBusy, ControlPageWriter, PageCounter};
+pub use page::{ControlPageBusy, ControlPageField, ControlPageWriter};
 pub use reader::{RawRecord, RecordBatch, RingReadError, RingReader};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
 
 /// Maximum number of data pages of a ring (256 MiB).
 pub const DATA_PAGES_MAX: usize = 1 << 16;
-/// Maximum size of a record in bytes: a `u16` and a multiple of 8.
+/// Maximum size of a record in bytes, which is the largest multiple of 8 that fits a `u16`.
 pub const RECORD_SIZE_MAX: usize = u16::MAX as usize & !7;
-/// Size of a LOST record without a trailer, in bytes: header, id and count.
+/// Size of a LOST record without a trailer, in bytes: header, ID and count.
 const LOST_SIZE: usize = 24;
 /// Maximum size of a LOST record's trailer, in bytes: six words.
 const TRAILER_MAX: usize = 48;
@@ -113,7 +113,7 @@ impl LostTrailer {
     }
 }
 
-/// An error of creating a ring or reserving space in it.
+/// An error that occurred while creating a ring or reserving space in it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
@@ -133,7 +133,7 @@ pub enum RingError {
         /// Requested size, in bytes.
         size: usize,
     },
-    /// The record can never fit.
+    /// The record is too large for the ring and can never fit.
     #[error("record of {size} bytes: must be at most {limit} bytes in this ring")]
     TooLarge {
         /// Requested size, in bytes.
@@ -277,12 +277,12 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Sets when the reader is notified.
+    /// Sets the condition under which the reader is notified.
     ///
     /// A watermark is the number of bytes written since it was last reached. It is limited to half
     /// the data area, so that a reader that waits for it wakes before records are lost. 0 selects a
-    /// quarter of the area, at least a page (but no more than half). The default watermark also
-    /// applies in addition to a number of samples.
+    /// quarter of the data area, but at least one page and at most half the area. If the reader is
+    /// notified after a number of samples, the default watermark applies as well.
     pub fn set_wakeup(&self, wakeup: Wakeup) {
         let size = self.data_size() as u64;
         let default = (size / 4).max(PAGE_SIZE as u64);
@@ -294,7 +294,7 @@ impl Ring {
         self.protocol.set_wakeup(watermark.min(size / 2).max(1), events);
     }
 
-    /// Sets the event id in LOST records.
+    /// Sets the event ID in LOST records.
     pub fn set_lost_id(&self, id: u64) {
         self.lost_id.store(id, Relaxed);
     }
@@ -352,7 +352,7 @@ impl Ring {
     ///
     /// A process with the memfd of a [`RingMode::Writable`] ring can write to all of it. This
     /// cannot harm the writer but can corrupt the ring for other readers, so each client should
-    /// have a ring of its own.
+    /// have its own ring.
     pub fn memfd(&self) -> BorrowedFd<'_> {
         self.memfd.as_fd()
     }
@@ -367,8 +367,8 @@ impl Ring {
         self.wake.fd()
     }
 
-    /// Takes the poll state. Each notification is returned once, and later notifications are not
-    /// lost.
+    /// Takes the poll state. Each notification is returned once, and later notifications are
+    /// preserved.
     pub fn take_poll(&self) -> PollState {
         self.wake.take()
     }
@@ -412,21 +412,22 @@ impl Ring {
     /// Pauses or resumes the ring. Records in a paused ring are counted as lost, so a reader can
     /// walk an overwrite ring without being overrun.
     pub fn pause(&self, on: bool) {
-        // Relaxed: a writer between this check and its reservation is equivalent to an earlier one.
+        // Relaxed, because a writer between this check and its reservation is equivalent to an
+        // earlier one.
         self.paused.store(on, Relaxed);
     }
 
     /// Reserves a record of `size` bytes, including its header. Samples count for `wakeup_events`.
     ///
     /// The record is published after the returned guard is dropped, together with the records begun
-    /// before it. A signal handler may call this; the handler must preserve `errno`, because a
+    /// before it. A signal handler may call this method, but must preserve `errno`, because a
     /// wakeup is a system call.
     ///
     /// # Errors
     ///
-    /// Returns [`RingError::Full`] if the ring is full or paused; the loss is counted for the next
+    /// Returns [`RingError::Full`] if the ring is full or paused. The loss is counted for the next
     /// LOST record. Returns [`RingError::Size`], [`RingError::TooLarge`] or [`RingError::NoData`]
-    /// if the record can never be written; such records are not counted.
+    /// if the record can never be written. Such records are not counted.
     #[inline]
     pub fn begin(&self, size: usize, is_sample: bool) -> Result<Reservation<'_>, RingError> {
         self.begin_with(size, is_sample, &LostTrailer::NONE)
@@ -574,8 +575,8 @@ impl Ring {
         }
     }
 
-    /// Counts the losses of a failed reservation: those taken for a LOST record that is not
-    /// written, and the new ones.
+    /// Counts the losses of a failed reservation: the losses that were taken for a LOST record that
+    /// is not written, and the new losses.
     #[cold]
     fn count_refused(&self, lost: u64) -> RingError {
         if lost != 0 {
@@ -588,14 +589,14 @@ impl Ring {
 /// A reserved record, filled with [`put`](Self::put) and completed when dropped.
 ///
 /// A reservation stays on its thread. Reservations must nest: a signal handler drops those that it
-/// begins. While a reservation exists, later records are not published, so the owner must not do
-/// slow work in between. Leaking it (`std::mem::forget`) stops publication permanently, without
-/// further harm.
+/// begins. While a reservation exists, later records are not published, so the owner must not
+/// perform slow work before it drops the reservation. Leaking it (`std::mem::forget`) stops
+/// publication permanently, without further harm.
 #[must_use = "dropping a reservation ends its record"]
 #[derive(Debug)]
 pub struct Reservation<'a> {
     ring: &'a Ring,
-    /// Claim that the drop ends; `None` in a batch, which ends its own claim for all records.
+    /// Claim that is ended on drop, or `None` in a batch, which ends its own claim for all records.
     claim: Option<Claim>,
     at: *mut u8,
     left: usize,
@@ -647,7 +648,7 @@ impl Drop for Reservation<'_> {
         // its end.
         unsafe {
             if self.left != 0 {
-                // Clear the rest, so that no bytes of earlier records remain visible.
+                // Clears the rest, so that no bytes of earlier records remain visible.
                 std::ptr::write_bytes(self.at, 0, self.left);
             }
             // Readers walk the ring by this field, so it is set regardless of the bytes that the
@@ -661,8 +662,8 @@ impl Drop for Reservation<'_> {
     }
 }
 
-/// Reserved space for several records, which are begun one after the other and published when this
-/// is dropped.
+/// Reserved space for several records, which are begun one after the other and published when the
+/// batch is dropped.
 ///
 /// Unused space becomes one record of zeros (type 0, which readers skip), so the reservation should
 /// match the records.
@@ -723,7 +724,7 @@ impl Drop for BatchReservation<'_> {
     #[inline]
     fn drop(&mut self) {
         if let size @ 8.. = self.left {
-            // Fill the unused space with one empty record.
+            // Fills the unused space with one empty record.
             if let Ok(rest) = self.begin(size) {
                 drop(rest);
             }

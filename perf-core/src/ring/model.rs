@@ -1,4 +1,4 @@
-//! The ring's protocol under the model checker: every interleaving, and every reordering that the
+//! Model checking of the ring's protocol. Covers every interleaving, and every reordering that the
 //! memory model allows, of a few writers, nested writers and a reader. Runs the code of
 //! `protocol.rs` with loom's atomics.
 //!
@@ -159,8 +159,8 @@ fn p28_nested_writers_are_published_whole_by_the_outermost() {
             let ring = Arc::clone(&ring);
             thread::spawn(move || ring.read())
         };
-        // A signal handler that interrupts a writer is a second record begun and ended inside the
-        // first.
+        // A signal handler that interrupts a writer is modeled by a second record that is begun and
+        // ended inside the first.
         let outer = ring.begin(3).expect("room");
         let inner = ring.begin(2).expect("room");
         ring.fill(&inner, 2);
@@ -205,8 +205,8 @@ fn p28_batch_is_published_at_once_beside_another_writer() {
 
 #[test]
 fn p29_alternating_publishers_never_move_head_back() {
-    // The second writer may publish before or after the first, or leave publication to the first; a
-    // reader looks twice.
+    // The second writer may publish before or after the first, or leave publication to the first. A
+    // reader checks twice.
     check(3, || {
         let ring = Ring::new(false);
         let writer = {
@@ -237,7 +237,7 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
         assert!(ring.write(4, 1));
         let writer = {
             let ring = Arc::clone(&ring);
-            // The first record fits, the second only if the reader was fast.
+            // The first record fits, and the second fits only if the reader was fast enough.
             thread::spawn(move || usize::from(ring.write(3, 2)) + usize::from(ring.write(3, 3)))
         };
         let before = ring.head.load(Relaxed);
@@ -351,8 +351,8 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
         let first = ring.begin(2).expect("room");
         let second = ring.begin(2).expect("room");
         ring.fill(&first, 2);
-        // If the other writer ended in between, the first is the last of the old generation and
-        // must publish exactly up to its boundary: the second is not written yet.
+        // If the other writer ended in between, the first is the last of the old generation. It
+        // must publish exactly up to its boundary, because the second record is not written yet.
         ring.end(first);
         let mut seen = ring.read();
         ring.fill(&second, 3);

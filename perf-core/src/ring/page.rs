@@ -1,12 +1,12 @@
 //! The control page: `struct perf_event_mmap_page` of `linux/perf_event.h`, field by field.
 //!
-//! Every field is an atomic, because the page is shared with other processes. Values that they
-//! write are never trusted (see the module documentation of [`super`]).
+//! Every field is an atomic, because the page is shared with other processes. Values written by
+//! these processes are never trusted (see the module documentation of [`super`]).
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU16, AtomicU32, AtomicU64, fence};
 
-/// Bit `cap_bit0_is_deprecated` of `capabilities`, so that readers do not take bit 0 for
+/// Bit `cap_bit0_is_deprecated` of `capabilities`, so that readers do not mistake bit 0 for
 /// `cap_user_rdpmc`.
 const CAP_BIT0_IS_DEPRECATED: u64 = 1 << 1;
 /// Value of `size`: the defined bytes of the page's first part (the offset of the reserved gap).
@@ -49,7 +49,7 @@ pub(super) struct ControlPage {
 
 /// The counter fields of the control page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PageCounter {
+pub struct ControlPageField {
     /// Hardware counter index plus one; 0 if the counter is not active, in which case `offset` is
     /// the whole count.
     pub index: u32,
@@ -61,13 +61,13 @@ pub struct PageCounter {
     pub time_running_ns: u64,
 }
 
-/// Error: another update of the control page is in progress.
+/// Error returned while another update of the control page is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("another thread, or the code that this thread interrupted, is updating the control page")]
 pub struct ControlPageBusy;
 
-/// The owner's side of the control page, which updates [`PageCounter`] under the page's sequence
-/// lock.
+/// The owner's side of the control page, which updates [`ControlPageField`] under the page's
+/// sequence lock.
 pub struct ControlPageWriter<'a> {
     pub(super) page: &'a ControlPage,
     pub(super) busy: &'a AtomicBool,
@@ -113,8 +113,8 @@ impl ControlPage {
     }
 
     /// Reads the counter fields consistently. Returns `None` if an update was in progress in all
-    /// `tries` attempts, perhaps of a process that died in the middle of it.
-    pub(super) fn counter(&self, tries: usize) -> Option<PageCounter> {
+    /// `tries` attempts, for example because a process died during the update.
+    pub(super) fn counter(&self, tries: usize) -> Option<ControlPageField> {
         for _ in 0..tries {
             // Acquire: pairs with the Release store that ends an update, so the fields are read
             // after it.
@@ -123,7 +123,7 @@ impl ControlPage {
                 std::hint::spin_loop();
                 continue;
             }
-            let counter = PageCounter {
+            let counter = ControlPageField {
                 index: self.index.load(Relaxed),
                 offset: self.offset.load(Relaxed),
                 time_enabled_ns: self.time_enabled.load(Relaxed),
@@ -141,7 +141,7 @@ impl ControlPage {
 }
 
 impl ControlPageWriter<'_> {
-    /// Writes `counter` to the page. Readers see all of it or nothing.
+    /// Writes `counter` to the page. Readers see either the whole update or none of it.
     ///
     /// # Errors
     ///
@@ -149,13 +149,13 @@ impl ControlPageWriter<'_> {
     /// its context's lock, so this can only happen in a signal handler that interrupted an update.
     /// The interrupted update then writes older values, and the handler must request another
     /// update.
-    pub fn update(&self, counter: PageCounter) -> Result<(), ControlPageBusy> {
+    pub fn update(&self, counter: ControlPageField) -> Result<(), ControlPageBusy> {
         // Acquire: pairs with the Release store below, so updates are sequential.
         if self.busy.swap(true, Acquire) {
             return Err(ControlPageBusy);
         }
-        // The sequence number is kept outside the page, where another process may have written
-        // anything.
+        // The sequence number is kept outside the page, because another process may have written
+        // any value to the page.
         let sequence = self.sequence.load(Relaxed);
         self.page.lock.store(sequence.wrapping_add(1), Relaxed);
         // Release: pairs with the reader's Acquire fence, so the odd lock is visible before any

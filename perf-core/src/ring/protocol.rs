@@ -1,6 +1,6 @@
 //! The lock-free protocol by which writers share a ring: reservation, publication, losses and
-//! wakeups. This module uses only atomics and no memory mapping, so the model checker runs this
-//! same code (`cfg(loom)`).
+//! wakeups. This module uses only atomics and no memory mapping, so the model checker runs the same
+//! code (`cfg(loom)`).
 //!
 //! # The protocol
 //!
@@ -14,19 +14,20 @@
 //! └──────────┴──────────┴────┴───────────────────────────────────────┘
 //! ```
 //!
-//! *Begin* advances the head and increments the writer count in one compare-and-swap; *end*
+//! *Begin* advances the head and increments the writer count in one compare-and-swap. *End*
 //! decrements the count in another. If an ending writer is the only one, everything below the head
-//! is written: the writer publishes the head and then decrements the count. The decrement fails if
-//! another writer began meanwhile, and the check is repeated. So a reader never sees a partially
-//! written record, regardless of whether the writers are threads or nested signal handlers: the
-//! outermost writer publishes for all. No writer ever waits for another.
+//! is written. The writer then publishes the head and decrements the count. The decrement fails if
+//! another writer began meanwhile, and the check is repeated. A reader therefore never sees a
+//! partially written record, regardless of whether the writers are threads or nested signal
+//! handlers, because the outermost writer publishes for all of them. No writer ever waits for
+//! another.
 //!
-//! While a writer is counted, no other writer is the only one. So there is one publisher at a time,
-//! each sees the stores of its predecessor, and `data_head` is written by a plain store that never
-//! moves backwards.
+//! A writer that finds itself the only one remains counted until it has published, so there is
+//! never more than one publisher. Each publisher sees the stores of its predecessor, and
+//! `data_head` is written by a plain store that never moves backwards.
 //!
-//! If writers overlap without a gap, the count would never reach zero and the reader would starve.
-//! Therefore writers belong to a *generation* (the parity bit). When too many bytes are
+//! If writers overlapped without a gap, the count would never reach zero and the reader would
+//! starve. Therefore writers belong to a *generation* (the parity bit). When too many bytes are
 //! unpublished, an ending writer closes the current generation: its count becomes `old`, no further
 //! writer joins it, and the head position at that moment is its *boundary*. The last writer of the
 //! old generation publishes the boundary before it decrements the count. At most two generations
@@ -49,8 +50,8 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::word::AtomicWord;
 
-/// Width of the head in the state word: 2^47 units of 8 bytes, 1 PiB. Callers see positions widened
-/// to 64 bits.
+/// Width of the head in the state word (2^47 units of 8 bytes, or 1 PiB). Callers see positions
+/// widened to 64 bits.
 const HEAD_BITS: u32 = 47;
 const HEAD_MASK: u64 = (1 << HEAD_BITS) - 1;
 const PARITY: u64 = 1 << HEAD_BITS;
@@ -98,8 +99,8 @@ struct HotWords<W> {
     boundary: W,
     /// `data_head` as last published. Equals the head while there is no writer.
     published: W,
-    /// `data_tail` as last read from the control page. Read again only when its free space is used
-    /// up, because each publication moves the line of `data_head` and `data_tail` between
+    /// `data_tail` as last read from the control page. Read again only when its free space is
+    /// exhausted, because each publication moves the line of `data_head` and `data_tail` between
     /// processors.
     tail: W,
 }
@@ -119,7 +120,7 @@ struct ColdWords<W> {
 /// Words written by samples if wakeups are counted, and by records that must wake the reader.
 struct WakeWords<W> {
     samples: W,
-    /// Highest end position of a record that must wake the reader; 0 if none.
+    /// Highest end position of a record that must wake the reader, or 0 if there is none.
     due: W,
 }
 
@@ -208,7 +209,7 @@ impl<W: AtomicWord> Protocol<W> {
         self.cold.0.lost.load(Relaxed)
     }
 
-    /// Takes the losses that the next record must report.
+    /// Takes the number of losses that the next record must report.
     #[inline]
     pub(super) fn take_lost(&self) -> u64 {
         // The plain load keeps the line shared between writers while nothing is lost.
@@ -239,9 +240,9 @@ impl<W: AtomicWord> Protocol<W> {
         // Set once the tail is read from the control page instead of the cached value.
         let mut fresh = false;
         loop {
-            // The order of these three loads matters: the tail and the published position only grow
-            // and never pass the head, so values older than the state are lower than its head,
-            // which is conservative.
+            // The order of these three loads matters. The tail and the published position only grow
+            // and never pass the head. Values older than the state are therefore lower than its
+            // head, which is conservative.
             //
             // Acquire: pairs with the reader's Release store of data_tail, or with the Release
             // store below by a writer that saw it. Bytes that the reader read before its store are
@@ -267,7 +268,7 @@ impl<W: AtomicWord> Protocol<W> {
                     ahead
                 };
                 let unread = (head.wrapping_sub(tail >> 3)) & HEAD_MASK;
-                // A tail ahead of the head or a lap behind is not that of a working reader
+                // A tail ahead of the head or a lap behind it does not come from a working reader
                 // (`unread` then exceeds the ring), so the ring counts as full. A tail inside the
                 // bytes in flight frees only published bytes. At least 8 bytes stay free, so that
                 // full and empty differ modulo the size.
@@ -318,7 +319,7 @@ impl<W: AtomicWord> Protocol<W> {
         }
         let last = cold.last_crossing.load(Relaxed);
         if end.wrapping_sub(last).cast_signed() >= cold.watermark.load(Relaxed).cast_signed() {
-            // Of several writers that cross the watermark concurrently, one wakes the reader.
+            // If several writers cross the watermark concurrently, one of them wakes the reader.
             due |= cold.last_crossing.swap_if(last, end).is_ok();
         }
         due
@@ -330,8 +331,8 @@ impl<W: AtomicWord> Protocol<W> {
     pub(super) fn end(&self, shared: &SharedWords<'_, W>, claim: Claim) -> bool {
         let hot = &self.hot.0;
         if claim.wake {
-            // Before the decrement: the writer that publishes this record sees the decrement and
-            // thus this store.
+            // Stored before the decrement, so the writer that publishes this record sees the
+            // decrement and thus this store.
             self.wake.0.due.fetch_max(claim.end, Relaxed);
         }
         // Widens a position of the state word. This record is not published yet, so both positions
@@ -355,8 +356,9 @@ impl<W: AtomicWord> Protocol<W> {
                 // This is the only writer, or the last of the old generation while the current one
                 // is empty.
                 (false, 0, 1) | (true, 1, 0) => Some(widen(state.head())),
-                // The boundary is written: the closing writer has decremented the count or is this
-                // writer. No generation is closed again before this writer decrements the count.
+                // The boundary has been written, because the closing writer has decremented the
+                // count or is this writer. No generation is closed again before this writer
+                // decrements the count.
                 (true, 1, _) => Some(hot.boundary.load(Acquire)),
                 _ => None,
             };
@@ -366,9 +368,9 @@ impl<W: AtomicWord> Protocol<W> {
                 seen - CURRENT_ONE
             };
             match publish_to {
-                // While this writer is counted, no other gets here, so publications are sequential.
-                // This writer may already have published beyond the boundary, if it was the only
-                // one and another then joined.
+                // While this writer is counted, no other writer reaches this point, so publications
+                // are sequential. This writer may already have published beyond the boundary, if it
+                // was the only one and another then joined.
                 Some(to) if done.is_none_or(|done| is_ahead(to, done)) => {
                     self.publish(shared, to);
                     done = Some(to);
@@ -390,8 +392,8 @@ impl<W: AtomicWord> Protocol<W> {
             // AcqRel. Release: this writer's bytes and its publication are written before the
             // decrement.
             match hot.state.swap_if(seen, without_us) {
-                // Only here: a due wakeup belongs to the publisher that leaves no writer behind. An
-                // earlier wakeup could precede the publication of an older record.
+                // A due wakeup belongs to the publisher that leaves no writer behind. An earlier
+                // wakeup could precede the publication of an older record.
                 Ok(_) => return publish_to.is_some() && done.is_some_and(|to| self.take_due(to)),
                 Err(now) => seen = now,
             }
@@ -431,8 +433,8 @@ impl<W: AtomicWord> Protocol<W> {
         if due == 0 {
             return false;
         }
-        // If a later record is due as well, leave it to its own publisher, but notify now for the
-        // earlier ones.
+        // A later record that is due as well is left to its own publisher, but the reader is
+        // notified of the earlier records now.
         if due <= to {
             let _ = self.wake.0.due.swap_if(due, 0);
         }
@@ -505,8 +507,8 @@ mod tests {
         for overwrite in [false, true] {
             let ring = TestRing::<AtomicU64>::new(overwrite);
             ring.pass(64);
-            // A writer is preempted before it decrements the count. Others write until the ring is
-            // full, and close its generation.
+            // A writer is preempted before it decrements the count. Other writers fill the ring and
+            // close its generation.
             let preempted = ring.begin(64).expect("room");
             let mut end = preempted.end;
             while let Some(claim) = ring.begin(64) {
@@ -565,7 +567,7 @@ mod tests {
         let ring = TestRing::<AtomicU64>::new(false);
         let first = ring.begin(2048).expect("room");
         let second = ring.begin(512).expect("room");
-        // Closes the generation; only the first writer is in flight, in the old one.
+        // Closes the generation. Only the first writer is in flight, in the old generation.
         ring.end(second);
         ring.tail.store(2560, Release);
         assert!(ring.begin(2048).is_none(), "it would run into the first");
@@ -700,8 +702,8 @@ mod tests {
         }
     }
 
-    /// A failed reservation is based on a single moment, not on an old published position combined
-    /// with a newer head.
+    /// A failed reservation is based on a consistent view of a single moment, not on an old
+    /// published position combined with a newer head.
     #[test]
     fn space_freed_between_two_loads_is_found() {
         let ring = stepped_ring(true);

@@ -1,4 +1,4 @@
-//! The reader of rings, for both this crate's rings (in this process or another) and the kernel's.
+//! Reader of rings, both this crate's rings (in this process or another) and the kernel's.
 #![expect(unsafe_code, reason = "memory shared with other processes")]
 
 use std::fmt;
@@ -8,14 +8,14 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
 
 use super::mapping::{self, Mapping, MappingAccess, PAGE_SIZE};
-use super::page::{ControlPage, PageCounter};
+use super::page::{ControlPage, ControlPageField};
 use super::protocol::RingGeometry;
 use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingMode};
 
 /// Size of `struct perf_event_header`, in bytes.
 const HEADER_SIZE: usize = 8;
 
-/// An error of mapping or reading a ring.
+/// An error that occurred while mapping or reading a ring.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingReadError {
@@ -25,8 +25,8 @@ pub enum RingReadError {
         /// Description of the mismatch.
         what: &'static str,
     },
-    /// The ring is inconsistent: another process has written to it. Everything up to the current
-    /// head was skipped, and reading may continue.
+    /// The ring is inconsistent, because another process has written to it. Everything up to the
+    /// current head was skipped, and reading may continue.
     #[error("corrupt ring at position {position}: {what}")]
     Corrupt {
         /// Position of the invalid record or head.
@@ -101,13 +101,13 @@ enum RingMapping {
 
 /// A reader of one ring. A [`RingMode::Writable`] ring supports one reader at a time.
 ///
-/// Records are borrowed from the ring itself, even where they wrap: this crate's rings are mapped
-/// so that they are contiguous, and wrapping records of the kernel's rings are copied to a buffer.
-/// Space is returned to the writer when the ring was read to its end or by a quarter of its size,
-/// and when the reader is dropped.
+/// Records are borrowed from the ring itself, even where they wrap. This crate's rings are mapped
+/// so that wrapping records are contiguous, and wrapping records of the kernel's rings are copied
+/// to a buffer. Space is returned to the writer when the ring was read to its end or by a quarter
+/// of its size, and when the reader is dropped.
 ///
 /// Neither the control page nor the records are trusted, so corruption causes an error and never a
-/// panic. But borrowed bytes are *bytes of a shared mapping*: a writer can change them after
+/// panic. However, borrowed bytes are *bytes of a shared mapping*. A writer can change them after
 /// publication while they are borrowed, so the borrower must read each length only once. The
 /// decoder in [`crate::record`] does so.
 pub struct RingReader {
@@ -115,9 +115,9 @@ pub struct RingReader {
     mask: usize,
     /// Position of the next record.
     tail: u64,
-    /// Head as last read.
+    /// Value of the head when it was last read.
     head: u64,
-    /// Tail as last written.
+    /// Value of the tail when it was last written.
     released: u64,
     /// Number of unreleased bytes at which the tail is written.
     release_at: u64,
@@ -300,9 +300,9 @@ impl RingReader {
         self.mode
     }
 
-    /// Returns the counter fields of the control page, or `None` if their owner is in the middle of
-    /// an update, perhaps permanently because it has died.
-    pub fn counter(&self) -> Option<PageCounter> {
+    /// Returns the counter fields of the control page, or `None` if an update by their owner is in
+    /// progress. This state may be permanent if the owner has died.
+    pub fn counter(&self) -> Option<ControlPageField> {
         self.page().counter(1000)
     }
 
@@ -349,8 +349,8 @@ impl RingReader {
 
     /// Returns all available records, to be held together.
     ///
-    /// An overwrite ring yields none, because its records can only be trusted one at a time; see
-    /// [`next_record`](Self::next_record). Space is released by the next call of any method, so a
+    /// An overwrite ring yields no records, because they can only be trusted one at a time (see
+    /// [`next_record`](Self::next_record)). Space is released by the next call of any method, so a
     /// writer may meanwhile find the ring full.
     ///
     /// # Errors
@@ -487,11 +487,11 @@ impl RingReader {
         })
     }
 
-    /// Checks that no writer can have overwritten the bytes from the tail on, including while they
-    /// were read.
+    /// Checks that no writer can have overwritten the bytes starting at the tail, including while
+    /// they were read.
     fn check_not_overwritten(&mut self) -> Result<(), RingReadError> {
-        // Acquire: the bytes are read before the head is. A writer stores over them only after it
-        // has seen a published head that makes them old (`Protocol::reserve`), which is then
+        // Acquire: the bytes are read before the head. A writer overwrites them only after it has
+        // seen a published head that makes them old (`Protocol::reserve`). That head is then
         // visible here too.
         fence(Acquire);
         let head = self.page().data_head.load(Acquire) & !7;

@@ -208,7 +208,7 @@ fn lost_record_has_trailer_of_next_successful_writer() {
         let record = reader.next_record().expect("sound").expect("the record");
         assert_eq!(record.bytes().len(), largest);
 
-        // The same applies to a batch. An empty read releases the space.
+        // The same applies to a batch. A read that finds no record releases the space.
         assert!(reader.next_record().expect("sound").is_none());
         ring.pause(true);
         assert!(ring.begin(16, true).is_err());
@@ -342,7 +342,7 @@ fn record_writes_never_exceed_its_size() {
     assert_eq!(drain(&mut reader), (vec![(16, 7)], 0));
 }
 
-/// The same applies to records of a batch.
+/// Records of invalid size are rejected in a batch.
 #[test]
 fn batch_records_of_invalid_size_are_rejected() {
     let ring = ring(1, RingMode::Writable);

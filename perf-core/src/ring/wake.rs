@@ -21,7 +21,7 @@ const HANG_UP: u64 = 1 << 48;
 pub struct PollState {
     /// Records are available, or the event has overflowed.
     pub readable: bool,
-    /// No more records will follow: the event is exhausted or its source was closed.
+    /// No more records will follow, because the event is exhausted or its source was closed.
     pub hang_up: bool,
 }
 
@@ -57,8 +57,8 @@ impl ReaderNotifier {
     }
 
     pub(super) fn hang_up(&self) {
-        // Only once: a hang-up persists until it is read, and later notifications cannot overwrite
-        // it.
+        // Done only once, because a hang-up persists until it is read, and later notifications
+        // cannot overwrite it.
         if !self.hung_up.swap(true, AcqRel) {
             let _ = self.fd.write(HANG_UP);
         }

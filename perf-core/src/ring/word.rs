@@ -11,7 +11,8 @@ pub trait AtomicWord: Send + Sync {
     fn load(&self, order: Ordering) -> u64;
     /// Stores `value`.
     fn store(&self, value: u64, order: Ordering);
-    /// Replaces `current` by `new` with `AcqRel`. `Err` holds the actual value (an `Acquire` load).
+    /// Replaces `current` with `new` with `AcqRel` ordering. `Err` holds the actual value (an
+    /// `Acquire` load).
     fn swap_if(&self, current: u64, new: u64) -> Result<u64, u64>;
     /// Adds `value` and returns the previous value.
     fn fetch_add(&self, value: u64, order: Ordering) -> u64;

@@ -33,8 +33,7 @@ struct AssignedEvent {
     want: usize,
 }
 
-/// A set of events that exceeds its set of suitable counters, as the reason why they cannot all be
-/// active.
+/// A set of events that cannot all be active, because they outnumber their suitable counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CounterConflict {
     /// Number of events that fit only these counters.
@@ -51,7 +50,7 @@ pub(crate) struct CounterAssignments {
     /// Counters of active events, which new events avoid if possible.
     kept: CounterMask,
     events: SmallVec<[AssignedEvent; 16]>,
-    /// For each counter in use, the index into `events` of its event.
+    /// Index into `events` of the event on each counter in use.
     sits: [u8; CounterMask::MAX_COUNTERS],
 }
 
@@ -66,7 +65,7 @@ impl CounterAssignments {
         }
     }
 
-    /// Marks the counter of an active event as preferably kept.
+    /// Marks the counter of an active event as one that new events avoid if possible.
     pub fn keep(&mut self, seat: Option<u8>) {
         if let Some(seat) = seat {
             self.kept = self.kept | CounterMask::one(seat.into());
@@ -162,7 +161,7 @@ impl CounterAssignments {
         }
     }
 
-    /// Returns a counter of `fits` that is free on return.
+    /// Returns a free counter of `fits`, after moving other events if necessary.
     fn seat(&mut self, fits: CounterMask, hint: Option<u8>) -> Result<u8, CounterConflict> {
         let open = fits & self.free;
         if let Some(seat) = hint.filter(|&seat| open.contains(seat.into())) {
@@ -185,7 +184,7 @@ impl CounterAssignments {
     /// are in use.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn make_room(&mut self, fits: CounterMask) -> Result<u8, CounterConflict> {
-        // For each reached counter outside `fits`: the counter whose event may move there.
+        // For each reached counter outside `fits`, the counter whose event may move to it.
         let mut from = [0u8; CounterMask::MAX_COUNTERS];
         let mut reached = fits;
         let mut edge = fits;
@@ -271,8 +270,8 @@ mod tests {
 
     #[test]
     fn fixed_counter_is_preferred_over_general_purpose() {
-        // Four general-purpose and three fixed counters. Cycles fit any general-purpose counter and
-        // the second fixed counter.
+        // Four general-purpose and three fixed-function counters. Cycles fit any general-purpose
+        // counter and the second fixed-function counter.
         let mut seats = CounterAssignments::new(CounterMask::first(7));
         seats
             .take(GroupKey::new(0), &[want(0b010_1111)], CounterMask::ALL, false)
@@ -294,7 +293,7 @@ mod tests {
     #[test]
     fn shortest_augmenting_path_is_used() {
         let mut seats = CounterAssignments::new(CounterMask::first(4));
-        // Counters 3, 2 and 1 hold events that fit other counters; the new event needs 3.
+        // Counters 3, 2 and 1 hold events that fit other counters. The new event needs counter 3.
         for bits in [0b1111, 0b0110, 0b0011] {
             seats.take_one(CounterMask::from_bits(bits)).unwrap();
         }
@@ -303,8 +302,8 @@ mod tests {
         assert_eq!(seats_of(&seats), [0, 2, 1, 3], "one moved, not three");
     }
 
-    /// A new event takes the highest-numbered counter that no active event holds, and the counter
-    /// of an active event only if there is no other.
+    /// A new event takes the highest-numbered counter that no active event holds. It takes the
+    /// counter of an active event only if there is no other.
     #[test]
     fn new_event_avoids_counters_of_active_events() {
         let mut seats = CounterAssignments::new(CounterMask::first(4));
@@ -320,7 +319,7 @@ mod tests {
     proptest! {
         /// A group is accepted exactly if brute force finds an assignment together with the
         /// previously accepted groups. Each event has its own suitable counter, a rejected group
-        /// moves no event, and a reported conflict is a real one.
+        /// moves no event, and reported conflicts are real.
         #[test]
         fn groups_are_assigned_exactly_if_possible(
             counters in 0u64..128,

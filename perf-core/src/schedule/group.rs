@@ -16,7 +16,7 @@ pub(crate) struct Group {
     pub members: SmallVec<[EventKey; 4]>,
     /// Slot pool of the hardware events, or `None` for a group of software events.
     pub pool: Option<PoolId>,
-    /// The queue of the pool that the group belongs to.
+    /// Queue of the pool that contains the group.
     pub class: GroupClass,
     /// Required counters: one for each hardware member that is neither off nor in the error state.
     pub wants: SmallVec<[CounterRequest; 4]>,

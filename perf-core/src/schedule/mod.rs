@@ -2,7 +2,7 @@
 //! of active groups.
 //!
 //! The planner walks the queues in the order of the share policy and stops at the first group that
-//! does not fit, so its cost depends on the number of slots rather than of groups.
+//! does not fit, so its cost depends on the number of slots rather than on the number of groups.
 //! [`counter_assignments`] assigns events to counters and thereby determines whether a group fits.
 //! [`crate::context`] then applies the difference between the plan and the active groups to the
 //! drivers.
@@ -21,7 +21,7 @@ use group::{Group, GroupClass, GroupQueue};
 
 use counter_assignments::CounterAssignments;
 
-/// Policy for the assignment of slots if there are too few.
+/// Policy for the assignment of slots if there are not enough for all events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SharePolicy {
     /// Guest counters have priority. Operator events share the remaining slots.
@@ -63,7 +63,8 @@ impl std::fmt::Display for SharePolicy {
 }
 
 impl SharePolicy {
-    /// Returns the classes by precedence, with `flexible` as those of the flexible groups.
+    /// Returns the classes in order of precedence, with the flexible classes in the order of
+    /// `flexible`.
     fn order(self, flexible: [GroupClass; GroupClass::FLEXIBLE]) -> [GroupClass; GroupClass::COUNT] {
         use GroupClass::{Guest, PinnedVcpu, PinnedVm};
         let [first, second] = flexible;
@@ -88,12 +89,12 @@ pub(crate) struct SlotPool {
     pinned: [GroupQueue; GroupClass::PINNED],
     flexible: [MuxQueue; GroupClass::FLEXIBLE],
     /// Groups that cannot become active together with the active pinned groups. Parked outside the
-    /// queue, where they would block the groups after them forever.
+    /// queue, where they would block the groups after them indefinitely.
     pub parked: Vec<GroupKey>,
     /// Capacity left for the flexible queues at the last plan.
     left: RemainingCapacity,
-    /// Service of the VM-wide flexible groups minus that of the vCPU's, in turns of an average group
-    /// of the class. The class with less service is planned first.
+    /// Service of the VM-wide flexible groups minus that of the vCPU's flexible groups, in
+    /// intervals of an average group of the class. The class with less service is planned first.
     vm_lead: f64,
     /// Active groups, in the order of the last plan.
     pub on: SmallVec<[GroupKey; 16]>,
@@ -154,7 +155,7 @@ impl SlotPool {
         self.parked = parked;
     }
 
-    /// Returns the classes of flexible groups, the one with less service first.
+    /// Returns the flexible classes, with the class that has received less service first.
     fn flexible_order(&self) -> [GroupClass; GroupClass::FLEXIBLE] {
         if self.vm_lead > 0.0 {
             [GroupClass::FlexibleVcpu, GroupClass::FlexibleVm]
@@ -163,8 +164,9 @@ impl SlotPool {
         }
     }
 
-    /// Accounts the interval that ends: each class was served by the share of its groups that were
-    /// active. A class that waits for reasons other than the other class gains one turn at most.
+    /// Accounts for the interval that ends. Each class is credited with the share of its groups
+    /// that were active. A class that waits for reasons other than the competing class gains at
+    /// most one interval.
     fn account_service(&mut self) {
         let [vm, vcpu] = self.flexible.each_ref().map(MuxQueue::active_share);
         self.vm_lead = match (vm, vcpu) {
@@ -274,20 +276,20 @@ pub(crate) struct SlotPlan {
     pub failed: SmallVec<[GroupKey; 4]>,
 }
 
-/// Capacity that is left for the flexible queues by the pinned groups before them.
+/// Capacity that the preceding pinned groups leave for the flexible queues.
 #[derive(Debug, Default)]
 struct RemainingCapacity {
-    /// Suitable counters of each event of those groups.
+    /// Suitable counters of each event of the preceding pinned groups.
     before: SmallVec<[CounterMask; 16]>,
     vcpu_counters: CounterMask,
-    /// `true` if one of those groups is exclusive.
+    /// `true` if one of the preceding pinned groups is exclusive.
     exclusive: bool,
 }
 
-/// Pinned groups that precede the flexible ones in a plan, and are therefore always active.
+/// Pinned groups that precede the flexible groups in a plan, and are therefore always active.
 #[derive(Clone, Copy, Debug, Default)]
 struct AlwaysActive {
-    /// Number of their events.
+    /// Number of events in these groups.
     events: usize,
     exclusive: bool,
 }

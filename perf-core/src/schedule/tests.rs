@@ -87,7 +87,7 @@ fn request(bits: u64) -> CounterRequest {
     }
 }
 
-/// Returns `true` if all of `masks` can get distinct counters. Tries all assignments.
+/// Returns `true` if all of `masks` can be assigned distinct counters. Tries all assignments.
 fn possible(masks: &[u64], free: u64) -> bool {
     match masks.split_first() {
         None => true,
@@ -239,8 +239,8 @@ proptest! {
     }
 
     /// After a group switch, a group that remains active moves only if the new groups cannot be
-    /// assigned otherwise, or if they now have precedence. A group whose slice ends and which is
-    /// scheduled again at once does not remain active.
+    /// assigned otherwise, or if they now have precedence. A group whose slice ends and that is
+    /// scheduled again immediately does not remain active.
     #[test]
     fn active_groups_keep_their_counters(asked in asked()) {
         let mut world = World::new(asked);
@@ -274,7 +274,7 @@ proptest! {
 }
 
 /// Groups that do not fit together with the pinned groups are parked. They return to the queue when
-/// the pinned groups change in kind, even if their number stays the same.
+/// the pinned groups are replaced by different ones, even if their number stays the same.
 #[test]
 fn parked_groups_return_when_pinned_events_change() {
     let groups = [GroupClass::Guest, GroupClass::FlexibleVcpu].map(|class| asked_group(class, 0b01));
@@ -319,7 +319,7 @@ fn parked_groups_return_when_reservation_shrinks() {
 }
 
 /// Parked groups are reconsidered only when a relevant part of the remaining capacity changes,
-/// because there may be many of them.
+/// because there may be many parked groups.
 #[test]
 fn capacity_change_is_detected() {
     let mut world = world(0b1111, 1, vec![]);
@@ -395,8 +395,8 @@ fn share_policy_round_trips_as_text() {
     assert_eq!("".parse::<SharePolicy>(), Err(UnknownSharePolicy));
 }
 
-/// VM-wide groups and groups of a vCPU share the turns: each group is active as often as every other
-/// of the same size, and none starves.
+/// VM-wide groups and groups of a vCPU share the intervals. Each group is active as often as every
+/// other group of the same size, and none starves.
 #[test]
 fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
     const TURNS: u64 = 1200;
@@ -431,7 +431,7 @@ fn vm_wide_groups_do_not_starve_groups_of_a_vcpu() {
     }
 }
 
-/// Without contention, VM-wide groups precede those of a vCPU, and nothing is multiplexed.
+/// Without contention, VM-wide groups precede those of a vCPU, and no group is multiplexed.
 #[test]
 fn uncontended_groups_of_both_classes_stay_active() {
     let groups = [GroupClass::FlexibleVcpu, GroupClass::FlexibleVm];

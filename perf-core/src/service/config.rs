@@ -15,7 +15,7 @@ use crate::time::{Clock, MonotonicClock};
 pub struct PerfCoreConfig {
     /// Clock for all times. Tests use a manual clock.
     pub clock: Arc<dyn Clock>,
-    /// Policy for sharing slots if there are too few.
+    /// Policy for sharing slots if there are not enough for all events.
     pub share: SharePolicy,
     /// Policy for multiplexing events that wait for slots.
     pub mux: MuxPolicy,
@@ -25,8 +25,8 @@ pub struct PerfCoreConfig {
     pub turn_ns: Option<u64>,
     /// Frequency of the VMM timer, in ticks per second. Throttling is based on ticks.
     pub tick_hz: u64,
-    /// Paranoid level. -1: no restrictions; 0: raw samples require the admin role; 1: VM-wide
-    /// events also require it; 2: counting the host kernel also requires it.
+    /// Paranoid level. At -1 there are no restrictions. At 0, raw samples require the admin role.
+    /// At 1, VM-wide events also require it. At 2, counting the host kernel also requires it.
     pub paranoid: i32,
     /// Maximum overflows per second of an event, and maximum sampling frequency.
     pub sample_rate_hz: u64,
@@ -67,8 +67,8 @@ impl Default for PerfCoreConfig {
     }
 }
 
-/// Returns the number of CPUs that this process may use. The answer is kept, because it takes a dozen
-/// system calls (`/proc/self/cgroup` and quotas).
+/// Returns the number of CPUs that this process may use. The result is cached, because determining
+/// it takes a dozen system calls (`/proc/self/cgroup` and quotas).
 fn host_cpus() -> usize {
     static CPUS: OnceLock<usize> = OnceLock::new();
     *CPUS.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
@@ -196,12 +196,12 @@ impl CoreLimits {
 
 /// Permissions of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum SessionRole {
     /// Ordinary operator, subject to the paranoid level and the memory limits.
     Operator,
     /// Administrator without restrictions.
     Admin,
-    /// The VMM on behalf of its guest. Has admin permissions; its pinned events back guest counters
+    /// The VMM on behalf of its guest. Has admin permissions. Its pinned events back guest counters
     /// and are never throttled.
     Guest,
 }
@@ -210,11 +210,11 @@ pub enum Role {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct User {
     pub uid: u32,
-    pub role: Role,
+    pub role: SessionRole,
 }
 
 impl User {
     pub fn is_admin(self) -> bool {
-        self.role != Role::Operator
+        self.role != SessionRole::Operator
     }
 }

@@ -34,9 +34,9 @@ pub(crate) struct CoreInner {
     pub vm: Arc<ContextCell>,
     /// vCPU contexts. Every tick reads them without a lock.
     pub vcpus: ArcSwap<Vec<Arc<VcpuContext>>>,
-    /// This lock is held while events are opened and closed and vCPUs are added and removed, so
-    /// that a new vCPU inherits every VM-wide event. Never taken on a hot path. First in the lock
-    /// order: topology, family, context.
+    /// Lock that is held while events are opened and closed and vCPUs are added and removed, so
+    /// that a new vCPU inherits every VM-wide event. Never acquired on a hot path. First in the
+    /// lock order: topology, family, context.
     topology: Lock<Topology>,
     pub opened: OpenEvents,
     /// Software event IDs that are counted.
@@ -93,11 +93,11 @@ impl std::fmt::Debug for PerfCore {
 }
 
 impl PerfCore {
-    /// Lowest number of a context created by [`PerfCore::add_thread`]. vCPUs have lower numbers.
+    /// Lowest context ID that [`PerfCore::add_thread`] assigns. Lower IDs belong to vCPUs.
     pub const FIRST_THREAD: VcpuId = VcpuId(1 << 31);
 
-    /// Number of the context that [`PerfCore::add_cpu`] creates for CPU 0. Other CPUs follow in
-    /// order.
+    /// ID of the context that [`PerfCore::add_cpu`] creates for CPU 0. The IDs for other CPUs
+    /// follow in order.
     pub const FIRST_CPU: VcpuId = VcpuId(3 << 30);
 
     /// Creates a core without drivers and vCPUs. Does not validate `config`; use
@@ -154,7 +154,7 @@ impl CoreInner {
         drivers.iter().filter_map(slots).min().unwrap_or(0)
     }
 
-    /// Reserves slots in all contexts and plans them again.
+    /// Reserves slots in all contexts and replans them.
     pub fn reserve_slots(&self, reserved: usize) {
         let _topology = self.topology();
         for vcpu in self.vcpus.load().iter() {
@@ -171,8 +171,8 @@ impl CoreInner {
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
     }
 
-    /// Returns the record trailer with the vCPU of `origin` and the time. The thread that runs on a
-    /// host CPU is unknown.
+    /// Returns the record trailer with the vCPU of `origin` and the time. For a host CPU, the
+    /// running thread is unknown.
     pub fn record_origin(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
         let (pid, tid, cpu) = match (origin.cpu(), origin.vcpu()) {
             (Some(cpu), _) => (u32::MAX, u32::MAX, cpu),
@@ -199,8 +199,8 @@ impl CoreInner {
         context.rotate(now_ns);
     }
 
-    /// Returns the source of the counts of `attr` in `cell`, in the group of `leader`, and its
-    /// requirements if the driver is a hardware driver.
+    /// Returns the source of the counts of `attr` in `cell`, as a member of the group of `leader`,
+    /// and the hardware requirements if the driver is a hardware driver.
     pub fn source(
         &self,
         attr: &Attr,
@@ -235,8 +235,8 @@ impl CoreInner {
 pub struct VcpuContext {
     pub(crate) vcpu: VcpuId,
     pub(crate) tid: i32,
-    /// Current context. A thread that runs several vCPUs may swap their contexts: see
-    /// [`VcpuContext::switch_to`].
+    /// Current context. A thread that runs several vCPUs may swap their contexts (see
+    /// [`VcpuContext::switch_to`]).
     pub(crate) cell: ArcSwap<ContextCell>,
     pub(crate) core: Weak<CoreInner>,
     pub(crate) gates: Arc<OpenEventCounts>,
@@ -246,6 +246,6 @@ pub struct VcpuContext {
     /// Copy of [`Context::errors`] of the current context. Separate from `cell`, because it is read
     /// at each VM entry.
     pub(crate) errors: Arc<AtomicU64>,
-    /// Value of [`VcpuContext::errors`] that the vCPU thread has already seen.
+    /// Value of [`VcpuContext::errors`] that the vCPU thread has already handled.
     pub(crate) handled_errors: AtomicU64,
 }

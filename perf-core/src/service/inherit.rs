@@ -24,7 +24,7 @@ impl CoreInner {
     }
 
     /// Returns the groups that a new vCPU inherits: each leader with `inherit`, and its siblings
-    /// regardless of their own flag.
+    /// regardless of their own `inherit` flags.
     pub fn inherited_groups(&self) -> Vec<Vec<(EventKey, Arc<EventShared>)>> {
         let vm = self.vm.lock();
         let mut groups: Vec<Vec<(EventKey, Arc<EventShared>)>> = vm
@@ -123,7 +123,7 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Reverts a failed hot-add: children are unlinked without folding their counts.
+    /// Reverts a failed hot-add by unlinking the children without folding their counts.
     pub fn abandon(&self, cell: &Arc<ContextCell>) {
         for (key, parent) in self.children_in(cell) {
             let links = self.opened.get(parent.id);
@@ -171,7 +171,7 @@ impl CoreInner {
                 let mut context = cell.lock();
                 let event = context.remove(key, now_ns);
                 cell.publish_raised(&context);
-                // Descriptors must not be closed under the lock.
+                // File descriptors must not be closed under the lock.
                 drop(context);
                 drop(event);
             }

@@ -7,7 +7,7 @@ use crate::lock::{Lock, LockGuard, LockRank};
 use crate::ring::MemoryWatch;
 use crate::service::error::MapError;
 
-/// Ring memory in use, in pages per user. Memory is charged until no process references it anymore.
+/// Ring memory in use, in pages per user. Memory is charged as long as any process references it.
 #[derive(Debug)]
 pub(crate) struct RingMemory {
     users: Lock<HashMap<u32, UserMemory>>,
@@ -62,7 +62,8 @@ impl RingMemory {
         })
     }
 
-    /// Charges `pages` to `uid`. The refund goes to the same user, no matter who unmaps the ring.
+    /// Charges `pages` to `uid`. The refund goes to the same user, regardless of which user unmaps
+    /// the ring.
     pub fn charge(
         self: &Arc<Self>,
         uid: u32,

@@ -1,5 +1,5 @@
 //! Operations across contexts: the core with its drivers and vCPUs, open events, inheritance,
-//! output and overflow service. Independent of handles.
+//! output and overflow service. Independent of event handles.
 
 pub(crate) mod config;
 pub(crate) mod core;

@@ -81,7 +81,7 @@ pub(crate) struct OutputState {
     pub own: Option<Arc<Output>>,
     /// Number of mappings of the ring.
     pub mappings: usize,
-    /// Event whose ring is used instead of an own one. It may be closed.
+    /// Event whose ring this event uses instead of its own. The other event may be closed.
     pub redirect: Option<EventRef>,
     /// Events that write to the ring of this event.
     pub sources: Vec<EventRef>,
@@ -90,8 +90,8 @@ pub(crate) struct OutputState {
 }
 
 impl OutputState {
-    /// Returns the ring if no event writes to it anymore. The caller must drop it without holding
-    /// any lock.
+    /// Returns the ring if no event writes to it any longer. The caller must drop it without
+    /// holding any lock.
     #[must_use]
     pub fn take_unused(&mut self) -> Option<Arc<Output>> {
         if self.closed && self.sources.is_empty() {
@@ -223,7 +223,7 @@ impl EventRef {
         if context.get(self.key, &self.shared).is_some() {
             let event = context.remove(self.key, now_ns);
             self.cell.publish_raised(&context);
-            // Dropping the driver event may close descriptors, which must not happen under the
+            // Dropping the driver event may close file descriptors, which must not happen under the
             // lock.
             drop(context);
             drop(event);

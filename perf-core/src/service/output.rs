@@ -32,8 +32,8 @@ impl EventRef {
         self.output_state().own.clone()
     }
 
-    /// Records the redirection of a new event that has written to the ring of `target` from the
-    /// start.
+    /// Records the redirection of a new event that has written to the ring of `target` since it was
+    /// opened.
     pub fn record_redirect(&self, target: &Self) {
         self.output_state().redirect = Some(target.clone());
         target.output_state().sources.push(self.clone());
@@ -58,8 +58,8 @@ impl EventRef {
         }
     }
 
-    /// Detaches a closed event from its output. Events that write to its ring continue to do so, as
-    /// if they held it open.
+    /// Detaches a closed event from its output. Events that write to its ring continue to do so and
+    /// keep the ring alive.
     pub fn release_output(&self) {
         let (redirect, _ring) = {
             let mut state = self.output_state();

@@ -1,10 +1,10 @@
-//! Overflow service: from the overflow signal of a driver to accounting, records and reports.
+//! Overflow service, from the overflow signal of a driver to accounting, records and reports.
 
 use std::sync::atomic::Ordering;
 
 use crate::context::{ContextCell, OverflowSearch, ReportBatch, ServicePass};
 use crate::model::regs::{RegsCache, RegsRequest, SampleRegs, SampledRegs};
-use crate::model::software::{LevelGuard, RaiseLevel, SoftwareEventId};
+use crate::model::software::{LevelGuard, SoftwareEventId, SoftwareEventLevel};
 use crate::sample::OverflowReport;
 use crate::service::core::{CoreInner, VcpuContext};
 
@@ -44,10 +44,10 @@ struct OverflowService<'a> {
 impl OverflowService<'_> {
     /// Services the overflows in the context of `cell`.
     ///
-    /// The context is locked twice: first to find the overflowed events, then to account them. In
-    /// between, no lock is held while the registers for the samples are read. They belong to one
-    /// point in time, so they are not read again for further events. If no sample needs registers,
-    /// the context is locked only once.
+    /// The context is locked twice, first to find the overflowed events and then to account for
+    /// them. In between, no lock is held while the registers for the samples are read. The
+    /// registers belong to a single point in time, so they are not read again for further events.
+    /// If no sample needs registers, the context is locked only once.
     fn serve(&mut self, cell: &ContextCell, sink: &mut dyn FnMut(OverflowReport)) -> u32 {
         let mut noticed = OverflowSearch::default();
         loop {
@@ -55,7 +55,7 @@ impl OverflowService<'_> {
             {
                 // Events raised while registers are read are dropped, as during the handling of a
                 // raised event.
-                let Some(_level) = LevelGuard::enter(RaiseLevel::Thread) else {
+                let Some(_level) = LevelGuard::enter(SoftwareEventLevel::Thread) else {
                     return noticed.served;
                 };
                 let seen = self.known.read(self.regs, self.wants);
@@ -99,7 +99,7 @@ impl CoreInner {
 /// A software event to raise on a vCPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RaisedEvent {
-    pub level: RaiseLevel,
+    pub level: SoftwareEventLevel,
     pub id: SoftwareEventId,
     pub n: u64,
 }
@@ -122,7 +122,7 @@ impl VcpuContext {
             return false;
         };
         // The interrupted code may hold the lock, so only the run loop itself may block on it.
-        let may_wait = level == RaiseLevel::Thread && guard.is_outermost();
+        let may_wait = level == SoftwareEventLevel::Thread && guard.is_outermost();
         let mut batch = ReportBatch::new();
         let (mut known, mut wants) = (RegsCache::default(), RegsRequest::default());
         let own = self.cell.load();

@@ -2,9 +2,9 @@
 //! vCPUs, COMM records their names, SWITCH records when they are scheduled in and out, MMAP records
 //! guest memory mappings, and READ records the final values of inherited events.
 //!
-//! They are written to enabled events that request them: events of the VM context, and events
-//! opened on the affected vCPU. Children do not write them, because the ring of their parent would
-//! receive each record several times.
+//! The records are written to enabled events that request them, in the VM context and among the
+//! events opened on the affected vCPU. Children do not write them, because the ring of their parent
+//! would receive each record several times.
 
 use std::sync::atomic::Ordering;
 
@@ -79,8 +79,8 @@ impl CoreInner {
         self.write_all(cell, by, record, |attr| attr.comm);
     }
 
-    /// Writes a SWITCH record for `vcpu` with context `cell`, unless the vCPU was removed: its EXIT
-    /// record, written under the same locks, must be the last one.
+    /// Writes a SWITCH record for `vcpu` with context `cell`, unless the vCPU was removed, because
+    /// its EXIT record, written under the same locks, must be the last one.
     pub fn switch_record(&self, vcpu: &VcpuContext, cell: &ContextCell, out: bool) {
         let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| SwitchRecord { out, sample_id };

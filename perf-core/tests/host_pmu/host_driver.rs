@@ -7,7 +7,7 @@ use std::thread;
 
 use perf_core::pmu::host::{HostPmu, HostProbe, MIN_CLOCK_PERIOD_NS, ignore_sigio};
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
-use perf_core::record::Record;
+use perf_core::record::DecodedRecord;
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
 
@@ -45,7 +45,7 @@ struct SampledThread {
     _core: PerfCore,
     _session: Session,
     vcpu: Arc<VcpuContext>,
-    event: Handle,
+    event: EventHandle,
     ring: Arc<Ring>,
 }
 
@@ -56,7 +56,7 @@ impl SampledThread {
         core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         vcpu.sched_in();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let (attr, target) = (
             attr.with_sample_type(SampleType::PERIOD),
             OpenTarget::Vcpu(VcpuId(0)),
@@ -86,7 +86,7 @@ impl SampledThread {
             &mut RingReader::map(self.ring.memfd()).unwrap(),
             self.event.attr(),
             |record| {
-                let Record::Sample(sample) = record else {
+                let DecodedRecord::Sample(sample) = record else {
                     panic!("only samples are expected")
                 };
                 periods.push(sample.period);
@@ -106,7 +106,7 @@ fn page_faults_count_while_started_only() {
     fault(100);
     ev.stop();
     let counted = ev.read();
-    // The hundred faults, and a few of the test itself.
+    // The hundred faults, and a few faults of the test itself.
     assert!((100..150).contains(&counted), "{counted} faults");
     fault(50);
     assert_eq!(ev.read(), counted);
@@ -135,12 +135,12 @@ fn new_period_takes_effect_immediately() {
     assert_eq!(ev.take_overflows(), 1);
     assert_eq!(ev.take_overflows(), 0);
 
-    // Not re-armed, and parked by the call above: no signal.
+    // The event was not re-armed and was parked by the call above, so there is no signal.
     let before = signals_of_this_thread();
     fault(200);
     assert_eq!(signals_of_this_thread(), before);
 
-    // A longer period after a shorter one does not overflow at the end of the shorter one.
+    // A longer period that follows a shorter one does not overflow at the end of the shorter one.
     ev.arm(20).unwrap();
     ev.arm(10_000).unwrap();
     fault(100);
@@ -148,9 +148,9 @@ fn new_period_takes_effect_immediately() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// Samples of real page faults, with a period that changes during faults, while the event is off
-/// and while its vCPU is scheduled out. Their periods add up to the count, except for the
-/// unfinished last period.
+/// The periods of samples of real page faults add up to the count, except for the unfinished last
+/// period. The period changes during faults, while the event is off, and while its vCPU is
+/// scheduled out.
 #[test]
 fn periods_of_real_samples_add_up_to_the_count() {
     let thread = SampledThread::new(Attr {
@@ -188,8 +188,8 @@ fn periods_of_real_samples_add_up_to_the_count() {
     );
 }
 
-/// An overflow is signaled to the thread that is counted, not to the thread that opened and armed
-/// the event.
+/// An overflow is signaled to the thread on which the event counts, not to the thread that opened
+/// and armed the event.
 #[test]
 fn signal_goes_to_the_target_thread_only() {
     let signal = catch_signals();
@@ -297,9 +297,9 @@ fn count_outlives_its_thread() {
     assert!(pmu.open(&software(PAGE_FAULTS), target).is_err());
 }
 
-/// All slots that the probe reports are on at once: an event on each general-purpose counter, and
-/// the event of each free fixed-function counter. On a host without a PMU, opening fails because
-/// the event does not exist.
+/// All slots that the probe reports can be active simultaneously, with an event on each
+/// general-purpose counter and the event of each free fixed-function counter. On a host without a
+/// PMU, opening fails because the event does not exist.
 #[test]
 fn hardware_events_fit_the_slots_that_were_probed() {
     let probe = HostProbe::run();
@@ -311,7 +311,7 @@ fn hardware_events_fit_the_slots_that_were_probed() {
         assert!(pmu.open(&hardware(4), here()).is_err());
         return;
     }
-    // Prefer branches, which no fixed-function counter holds; a virtual PMU may count cycles only.
+    // Prefers branches, which no fixed-function counter holds. A virtual PMU may count cycles only.
     let branches = [4, 2, 1, 0]
         .map(hardware)
         .into_iter()
@@ -329,7 +329,8 @@ fn hardware_events_fit_the_slots_that_were_probed() {
     }
 }
 
-/// An existing disposition for SIGIO is kept; the default, which ends the process, is replaced.
+/// An existing disposition for SIGIO is kept. The default, which terminates the process, is
+/// replaced.
 #[test]
 fn sigio_does_not_kill() {
     ignore_sigio().unwrap();
@@ -339,9 +340,9 @@ fn sigio_does_not_kill() {
 }
 
 /// The requested period of a clock may be shorter than the host kernel needs for one interrupt. The
-/// thread must still make progress: all its clocks together overflow at most once per
-/// [`MIN_CLOCK_PERIOD_NS`]. The opening thread watches from another CPU and closes them if the
-/// thread makes no progress.
+/// thread must still make progress, so all its clocks together overflow at most once per
+/// [`MIN_CLOCK_PERIOD_NS`]. The opening thread watches from another CPU and closes the clocks if
+/// the thread makes no progress.
 #[test]
 fn clock_with_a_short_period_leaves_its_thread_time() {
     let signal = catch_signals();
@@ -375,7 +376,7 @@ fn clock_with_a_short_period_leaves_its_thread_time() {
         let signals = signals.expect("the thread gets on");
         thread.join().unwrap();
         let counted = events.iter_mut().map(|event| event.read()).max().unwrap();
-        // The kernel counts a clock event with a different clock than it times it with.
+        // The kernel counts a clock event and times its overflows with different clocks.
         let most = (counted + counted / 4) / MIN_CLOCK_PERIOD_NS + clocks;
         assert!(
             signals > 0 && signals <= most,
@@ -416,7 +417,7 @@ fn short_clock_samples_account_for_all_counts() {
     assert!(!clock_samples(attr, 1000).is_empty());
 }
 
-/// The frequency of a clock is a period, from the first sample on.
+/// The frequency of a clock event determines a fixed period, from the first sample on.
 #[test]
 fn clocks_frequency_is_its_period() {
     let attr = Attr {

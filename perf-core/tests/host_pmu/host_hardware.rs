@@ -24,7 +24,7 @@ use test_support::skip;
 
 const CYCLES: u64 = 0;
 const MS: u64 = 1_000_000;
-/// Timeout in CPU time, in nanoseconds, for the slowest machine.
+/// Timeout in nanoseconds of CPU time, sufficient for the slowest machine.
 const PATIENCE_NS: u64 = 120_000 * MS;
 
 /// Returns the probed host PMU. Prints a message and returns `None` if there is no hardware PMU.
@@ -125,7 +125,7 @@ impl ThreadCore {
         core.register(Arc::new(HostPmu::hardware(Some(signal), probe)));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
         vcpu.sched_in();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         Self {
             core,
             session,
@@ -134,7 +134,12 @@ impl ThreadCore {
         }
     }
 
-    fn try_open(&self, attr: Attr, group: Option<&Handle>, cookie: Option<u64>) -> Result<Handle, OpenError> {
+    fn try_open(
+        &self,
+        attr: Attr,
+        group: Option<&EventHandle>,
+        cookie: Option<u64>,
+    ) -> Result<EventHandle, OpenError> {
         let flags = OpenFlags {
             cookie,
             ..OpenFlags::default()
@@ -143,7 +148,7 @@ impl ThreadCore {
         self.core.open(&self.session, attr, target, group, flags)
     }
 
-    fn open(&self, attr: Attr) -> Handle {
+    fn open(&self, attr: Attr) -> EventHandle {
         self.try_open(attr, None, None).unwrap()
     }
 
@@ -170,7 +175,7 @@ impl ThreadCore {
     }
 
     /// Handles overflows until `event` has the given number of counts.
-    fn serve_counts(&self, event: &Handle, counts: u64, passed: &mut [u64; 4]) {
+    fn serve_counts(&self, event: &EventHandle, counts: u64, passed: &mut [u64; 4]) {
         self.serve_while(passed, |_| event.read().unwrap().value < counts);
     }
 
@@ -181,8 +186,8 @@ impl ThreadCore {
         }
     }
 
-    /// Handles overflows until the periods of all these counts but the last are reported. An
-    /// overflow is reported after its signal, which may be late on a busy machine.
+    /// Handles overflows until at least `due - 1` periods are reported. An overflow is reported
+    /// after its signal, which may be late on a busy machine.
     fn serve_reports(&self, cookie: usize, due: u64, passed: &mut [u64; 4]) {
         self.serve_while(passed, |passed| passed[cookie] + 1 < due);
     }
@@ -223,7 +228,8 @@ fn kernel_times(fd: RawFd) -> Option<[u64; 3]> {
     }
 }
 
-/// Two events on two counters count the same cycles, only while started, and never decrease.
+/// Two events on two counters count the same cycles, only while they are started, and never
+/// decrease.
 #[test]
 fn hardware_events_count_while_started_only() {
     let Some(probe) = pmu() else { return };
@@ -255,14 +261,14 @@ fn hardware_events_count_while_started_only() {
     assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
 }
 
-/// Returns how many cycles events can be on at once, on the general-purpose counters and a
-/// fixed-function counter.
+/// Returns how many cycles events can be active simultaneously, on the general-purpose counters and
+/// a fixed-function counter.
 fn slots(probe: &HostProbe) -> usize {
     probe.counters.at_once(&cycles())
 }
 
-/// All probed slots can be on at once; one more event is refused, stays stopped, and starts once a
-/// slot is free.
+/// All probed slots can be active simultaneously. One more event is rejected, stays stopped, and
+/// starts once a slot is free.
 #[test]
 fn event_beyond_slots_is_refused_until_one_is_free() {
     let Some(probe) = pmu() else { return };
@@ -296,19 +302,19 @@ fn event_beyond_slots_is_refused_until_one_is_free() {
     panic!("64 events are on at once");
 }
 
-/// Events of fixed-function counters take no general-purpose counters: with those full of events
-/// that fit nowhere else, each is still on, in any order of starts.
+/// Events of fixed-function counters take no general-purpose counters. Even if those are full of
+/// events that fit no other counter, each fixed-function event is active, for any order of starts.
 #[test]
 fn fixed_function_events_leave_general_counters_free() {
     let Some(probe) = pmu() else { return };
     let t = ThreadCore::new(probe);
     let pinned = |ty, config| Attr::counting(ty, config).with_pinned();
     let fixed = probe.counters.fixed.iter().filter(|f| f.free);
-    let mut held: Vec<Handle> = fixed
+    let mut held: Vec<EventHandle> = fixed
         .map(|f| t.open(pinned(EventType::HARDWARE, f.config)))
         .collect();
-    // Event select C4H: no fixed-function counter holds this event, and it takes a counter even if
-    // it counts nothing.
+    // Event select C4H, which no fixed-function counter holds and which takes a counter even if it
+    // counts nothing.
     let general = || t.open(pinned(EventType::RAW, 0xC4));
     held.extend((0..probe.counters.general).map(|_| general()));
     assert_eq!(held.len(), probe.slots());
@@ -477,7 +483,7 @@ fn overflows_follow_the_period_also_after_it_changed() {
     );
 
     event.set_period(period / 3).unwrap();
-    // The remainder of the old period is reported first; nothing is asserted up to there.
+    // The remainder of the old period is reported first, and nothing is asserted up to that point.
     t.serve(70 * MS, &mut [0; 4]);
     let from = event.read().unwrap().value;
     let mut fast = [0; 4];
@@ -488,7 +494,7 @@ fn overflows_follow_the_period_also_after_it_changed() {
     let later = event.read().unwrap().value;
     agree(fast[1], counted - from, later - from + 2 * period, period / 3);
 
-    // Armed manually, later and earlier than the period.
+    // Armed explicitly, once later and once earlier than the period.
     event.arm(u64::from(u32::MAX) << 10).unwrap();
     // Earlier overflows are reported first.
     t.serve(20 * MS, &mut [0; 4]);
@@ -527,9 +533,9 @@ fn each_event_gets_its_own_overflows() {
     agree(passed[2], counted[1], later[1], period / 3);
 }
 
-/// If the kernel does not offer user-space reads, or offers them although RDPMC faults or reads
-/// another value, they are not used: reads go through read(2), and the process survives.
-/// `PERFVISOR_EXPECT_USER_READ` is `yes` or `no` if the result is known.
+/// User-space reads are used only if they are correct. If the kernel does not offer them, or offers
+/// them although RDPMC faults or reads a different value, reads use read(2) and the process
+/// survives. `PERFVISOR_EXPECT_USER_READ` is `yes` or `no` if the result is known.
 #[test]
 fn user_space_reads_are_used_only_if_correct() {
     let Some(probe) = pmu() else { return };
@@ -552,8 +558,8 @@ fn user_space_reads_are_used_only_if_correct() {
 }
 
 /// With more events than counters, the core multiplexes the slots and reports this in its times.
-/// The kernel never takes a counter away from a started event: its own enabled and running times of
-/// each event are equal.
+/// The kernel never takes a counter away from a started event, so the kernel's enabled and running
+/// times of each event are equal.
 #[test]
 fn core_multiplexes_and_kernel_does_not() {
     let Some(probe) = pmu() else { return };
@@ -569,7 +575,7 @@ fn core_multiplexes_and_kernel_does_not() {
         let all = kernel_events().into_iter();
         all.filter(|fd| !before.contains(fd)).collect()
     };
-    // An event in the error state no longer counts; this is checked below.
+    // An event in the error state no longer counts, which is checked below.
     let has_counted = |fd| kernel_times(fd).is_none_or(|[count, _, running]| count > 0 && running > 0);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -617,8 +623,8 @@ fn core_multiplexes_and_kernel_does_not() {
     assert_eq!(t.vcpu.errors(), 0, "an event lost its slot");
 }
 
-/// Takes all counters of this thread's CPU away with pinned CPU-wide events, which the kernel
-/// schedules before thread events. The thread stays on that CPU.
+/// Takes all counters of this thread's CPU with pinned CPU-wide events, which the kernel schedules
+/// before thread events. The thread stays on that CPU.
 fn take_all_counters() -> Vec<OwnedFd> {
     // SAFETY: sched_getcpu takes no arguments; the set is a plain bit mask that lives until the
     // call returns.
@@ -652,14 +658,14 @@ fn take_all_counters() -> Vec<OwnedFd> {
     panic!("64 events are on at once");
 }
 
-/// The kernel silently takes the counter of a running event away. A check detects this and its
-/// time, no counts are lost, and the event continues when the counters are free again.
+/// The kernel silently takes the counter of a running event away. A check detects this and the time
+/// of the loss, no counts are lost, and the event continues when the counters are free again.
 #[test]
 fn counters_taken_by_kernel_are_detected_and_recovered() {
     use EventState::{Active, Error, Inactive};
     let Some(probe) = pmu() else { return };
-    // The core's clock here is the driver's clock for lost counters, because a thread's CPU time
-    // excludes interrupts.
+    // The core uses the clock with which the driver times lost counters, because a thread's CPU
+    // time excludes interrupts.
     let t = ThreadCore::with(probe, PerfCoreConfig::default());
     let pinned = t.open(cycles().with_pinned());
     let flexible = t.open(cycles());
@@ -679,7 +685,7 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     assert_eq!(failure.cause, EventFailureCause::Taken);
     let now_ns = t.vcpu.time_ns();
     let uncounted_ns = now_ns - failure.since_ns;
-    // A competing event took the counter after the check that found it counting.
+    // A competing event took the counter after the check that found the event counting.
     let (least_ns, most_ns) = (now_ns - taken_ns, now_ns - before_ns);
     eprintln!("uncounted for {uncounted_ns} ns, truly for {least_ns} to {most_ns} ns");
     assert!(uncounted_ns >= least_ns - least_ns / 20 && uncounted_ns <= most_ns + most_ns / 20);

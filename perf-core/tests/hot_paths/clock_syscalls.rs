@@ -1,6 +1,6 @@
-//! System calls of the hot paths with the `clock` driver, counted by ptrace. Clock reads are not
-//! counted: they take no system call if the vDSO provides the clock, and guest exit and entry have
-//! separate tests.
+//! System calls of the hot paths with the `clock` driver, counted with ptrace. Clock reads are not
+//! counted, because they take no system call if the vDSO provides the clock. Guest exit and entry
+//! have separate tests.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thr
 use crate::{calls, must};
 
 const SET: u64 = libc::SYS_timer_settime as u64;
-/// Time after which a timer that expires sixteen times per second has expired again.
+/// Time within which a timer that expires sixteen times per second has expired again.
 const SECOND_RING: Duration = Duration::from_millis(125);
 
-/// This thread as a vCPU with one event.
+/// The calling thread as a vCPU with one event.
 struct ClockFixture {
     clock: Arc<VcpuClock>,
     event: Box<dyn PmuEvent>,
@@ -77,8 +77,8 @@ fn overflow_arms_timer_once() {
     assert_eq!(calls, [SET]);
 }
 
-/// A guest counter continues after its overflow with the next one far away; the guest's handler
-/// stops it and starts it again, with an exit for each.
+/// A guest PMI arms the timer once. The counter continues after its overflow with a distant next
+/// overflow, and the guest's handler stops and restarts it, with an exit for each.
 #[test]
 fn guest_pmi_arms_timer_once() {
     let calls = timer_calls(ClockFixture::overflowed, |scene| {
@@ -94,7 +94,8 @@ fn guest_pmi_arms_timer_once() {
     assert_eq!(calls, [SET]);
 }
 
-/// Models a guest that switches between tasks continuously.
+/// A guest that stops and starts its counter repeatedly, as if it switched between tasks
+/// continuously, arms the timer at most twice.
 #[test]
 fn repeated_starts_arm_timer_at_most_twice() {
     let calls = timer_calls(
@@ -130,7 +131,7 @@ fn early_timer_is_armed_once_more() {
     assert_eq!(calls, [SET]);
 }
 
-/// The signal belongs to another event.
+/// An overflow check after a signal for another event makes no system call.
 #[test]
 fn overflow_check_makes_no_system_call() {
     let setup = || {
@@ -146,10 +147,10 @@ fn overflow_check_makes_no_system_call() {
 }
 
 /// The timer of a closed event is not disarmed immediately, because the next event may use it. It
-/// expires up to twice.
+/// expires at most twice.
 ///
 /// On a busy machine the first signal may be handled when the second is almost due. Then the timer
-/// is disarmed at once, and there is no second signal to wait for.
+/// is disarmed immediately, and there is no second signal to wait for.
 #[test]
 fn unused_timer_is_disarmed_at_second_expiry() {
     let calls = timer_calls(
@@ -171,8 +172,9 @@ fn unused_timer_is_disarmed_at_second_expiry() {
     assert_eq!(calls, [SET, SET]);
 }
 
-/// The timer for level samples keeps running meanwhile. It is re-armed if the event was stopped for
-/// long, which may happen here on a busy machine.
+/// An event that counts one level is stopped and started with at most one system call. The timer
+/// for level samples keeps running while the event is stopped. It is re-armed if the event was
+/// stopped for a long time, which may happen here on a busy machine.
 #[test]
 fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     let mut attr = clock_attr(GUEST_NS);
@@ -190,7 +192,7 @@ fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
             turn(scene);
         },
     );
-    // A host with samples that may show the level stops and starts these too.
+    // A host whose samples may show the level also stops and starts these samples.
     calls.retain(|&call| call != libc::SYS_ioctl as u64);
     assert!(calls.is_empty() || calls == [SET], "{calls:?}");
 }

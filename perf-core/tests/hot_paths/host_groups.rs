@@ -1,10 +1,11 @@
-//! Groups of the `host` driver are kernel groups: started and stopped by one system call, counted
-//! by ptrace, with correct counts for any sequence of operations on their members.
+//! Groups of the `host` driver are kernel groups. They are started and stopped with one system
+//! call, as counted with ptrace, and their counts are correct for any sequence of operations on
+//! their members.
 
 use std::sync::Arc;
 
 use perf_core::pmu::host::HostPmu;
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -13,17 +14,18 @@ use crate::common::thread::{catch_signals, this_tid};
 use crate::{calls, must};
 
 const PAGE_FAULTS: u64 = 2;
-/// `config` of minor page faults, which read nothing from disk, as in all these tests.
+/// `config` of minor page faults, which read nothing from disk. All page faults in these tests are
+/// minor.
 const MINOR_FAULTS: u64 = 5;
 const PAGES: usize = 20_000;
 
-/// This thread as a vCPU, with a group of `events` that count its page faults, and untouched
+/// The calling thread as a vCPU, with a group of `events` that count its page faults, and untouched
 /// memory.
 struct GroupFixture {
     core: PerfCore,
     session: Session,
     vcpu: Arc<VcpuContext>,
-    group: Vec<Handle>,
+    group: Vec<EventHandle>,
     fresh: FreshPages,
 }
 
@@ -42,7 +44,7 @@ impl GroupFixture {
         let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(HostPmu::software(signal)));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         Self {
             core,
             session,
@@ -97,8 +99,8 @@ impl GroupFixture {
     }
 }
 
-/// One turn disables one member and thereby the group, reads all counts, and enables the group
-/// again.
+/// One multiplexing turn disables one member and thereby the group, reads all counts, and enables
+/// the group again.
 #[test]
 fn turn_takes_one_disable_one_read_and_one_enable() {
     for members in [2, 4, 12] {
@@ -120,7 +122,7 @@ fn turn_takes_one_disable_one_read_and_one_enable() {
     }
 }
 
-/// The vCPU stops and continues, so its whole context is scheduled out and in.
+/// Scheduling the vCPU out and in takes one system call each for its whole context.
 #[test]
 fn vcpu_sched_out_and_in_take_one_call_each() {
     let calls = calls(
@@ -152,7 +154,8 @@ fn group_members_have_equal_counts() {
     );
 }
 
-/// No member counts longer than another, for any turns of the group and any types of members.
+/// No member counts longer than another, for any multiplexing turns of the group and any types of
+/// members.
 #[test]
 fn members_do_not_drift_apart_over_random_turns() {
     let mut rng = fastrand::Rng::with_seed(11);
@@ -227,9 +230,9 @@ fn member_joining_running_group_counts_immediately() {
     }
 }
 
-/// A sampling member belongs to the kernel group: it has the counts of the other members, and its
-/// samples account for all of them, over turns of the group and the vCPU. The same holds for a
-/// sampling leader.
+/// A sampling member belongs to the kernel group. It has the counts of the other members, and its
+/// samples account for all of them, across multiplexing turns of the group and context switches of
+/// the vCPU. The same holds for a sampling leader.
 #[test]
 fn sampling_member_samples_and_counts_with_its_group() {
     for place in 0..3 {
@@ -267,7 +270,7 @@ fn sampling_member_samples_and_counts_with_its_group() {
                 }
             }
         };
-        // One warm-up round for everything that is touched for the first time.
+        // One warm-up round, for all memory that is touched for the first time.
         rounds(&mut scene);
         scene.vcpu.sched_out();
         let before = scene.counts();
@@ -284,7 +287,9 @@ fn sampling_member_samples_and_counts_with_its_group() {
 
         let (mut reader, mut samples, mut stood_for) = (RingReader::of(ring), 0, 0);
         while let Some(raw) = reader.next_record().unwrap() {
-            let Record::Sample(sample) = Record::decode(raw, RecordFormat::from(&sampling)).unwrap() else {
+            let DecodedRecord::Sample(sample) =
+                DecodedRecord::decode(raw, RecordFormat::from(&sampling)).unwrap()
+            else {
                 panic!("only samples are expected");
             };
             samples += 1;
@@ -322,7 +327,7 @@ fn member_that_is_off_stays_off_while_the_others_take_turns() {
     assert!(scene.all_count());
 }
 
-/// The remaining siblings count separately and keep their counts.
+/// After the leader is closed, the remaining siblings count separately and keep their counts.
 #[test]
 fn siblings_outlive_their_leader() {
     for running in [true, false] {
@@ -356,7 +361,8 @@ fn siblings_outlive_their_leader() {
     }
 }
 
-/// The member through which the group is read may be closed like any other.
+/// A group remains readable after its siblings are closed, including the member through which the
+/// group is read.
 #[test]
 fn group_outlives_its_siblings() {
     let mut scene = GroupFixture::new(4);

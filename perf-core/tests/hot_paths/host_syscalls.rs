@@ -1,6 +1,6 @@
-//! System calls of the hot paths with the `host` driver, counted by ptrace: an overflow takes none
-//! while the period stays the same, and one if it changes; a read takes one if counters cannot be
-//! read from user space.
+//! System calls of the hot paths with the `host` driver, counted with ptrace. An overflow takes no
+//! system call while the period stays the same, and one if it changes. A read takes one if counters
+//! cannot be read from user space.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::{calls, must};
 const TASK_CLOCK: u64 = 1;
 const PAGE_FAULTS: u64 = 2;
 
-/// This thread as a vCPU with one guest event, and untouched memory.
+/// The calling thread as a vCPU with one guest event, and untouched memory.
 struct HostFixture {
     _core: PerfCore,
     _session: Session,
     vcpu: Arc<VcpuContext>,
-    event: Handle,
+    event: EventHandle,
     fresh: FreshPages,
 }
 
@@ -29,7 +29,7 @@ impl HostFixture {
         let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
         let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
-        let session = core.session(0, Role::Guest);
+        let session = core.session(0, SessionRole::Guest);
         let attr = Attr {
             exclude_host: true,
             ..Attr::sampling(EventType::SOFTWARE, config, period)
@@ -46,7 +46,7 @@ impl HostFixture {
             event,
             fresh: FreshPages::new(10_000),
         };
-        // The first overflow, so that all one-time work is done.
+        // Causes the first overflow, so that all one-time work is done.
         match config {
             PAGE_FAULTS => scene.fault(2 * period as usize),
             _ => burn(2 * period),
@@ -96,7 +96,8 @@ fn overflow_with_the_same_period_makes_no_system_call() {
     assert!(calls.is_empty(), "{calls:?}");
 }
 
-/// Also without an overflow, after a kick for another reason.
+/// An overflow check makes no system call, even without an overflow after a kick for another
+/// reason.
 #[test]
 fn overflow_check_makes_no_system_call() {
     let calls = calls(

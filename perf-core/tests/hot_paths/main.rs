@@ -1,9 +1,8 @@
-//! Cost of the hot paths: allocations, system calls and instructions.
+//! Tests of the cost of the hot paths: allocations, system calls and instructions.
 //!
 //! This is a separate program because it uses the counting allocator of `allocation_counter`, and
-//! because system calls and instructions are counted in forked copies of the process. Each fork
-//! makes all pages copy-on-write, and the resulting page faults would disturb tests that count page
-//! faults.
+//! because system calls and instructions are counted in forked child processes. Each fork makes all
+//! pages copy-on-write, and the resulting page faults would disturb tests that count page faults.
 
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../it/common/mod.rs"]
@@ -22,7 +21,7 @@ mod scale;
 #[cfg(feature = "sim")]
 mod ticks;
 
-/// Exits the traced child with an error, which the parent notices, unless `holds`.
+/// Exits the traced child with an error, which the parent detects, unless `holds`.
 #[cfg(feature = "host")]
 #[expect(unsafe_code, reason = "a call of the system")]
 fn must(holds: bool) {

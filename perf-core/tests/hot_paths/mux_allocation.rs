@@ -1,4 +1,4 @@
-//! Turns, slices and estimates do not allocate.
+//! Multiplexing turns, slices and estimates do not allocate.
 
 use perf_core::estimate::Estimator;
 use perf_core::mux::{GroupKey, MuxPolicy, MuxQueue, SlotOffer};

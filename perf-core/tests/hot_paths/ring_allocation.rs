@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use perf_core::attr::{ReadFormat, SampleType, Wakeup};
+use perf_core::record::{CallChainWords, DecodedRecord, Sample, SampleId};
 use perf_core::record::{
     CommRecord, EncodeRecord, LostRecord, MmapRecord, ReadEntries, ReadEntry, ReadValues, RecordFormat,
     RecordMisc,
 };
-use perf_core::record::{Record, Sample, SampleId, WordList};
-use perf_core::ring::{PageCounter, Ring, RingMode, RingReader};
+use perf_core::ring::{ControlPageField, Ring, RingMode, RingReader};
 
 use crate::allocations;
 
@@ -31,7 +31,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 time_running_ns: 4,
                 entries: ReadEntries::List(&entries),
             },
-            callchain: WordList::List(&[1, 2, 3]),
+            callchain: CallChainWords::List(&[1, 2, 3]),
             raw: b"payload",
             ..Sample::default()
         };
@@ -67,9 +67,9 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 };
                 let _ = map.write(format, &ring);
                 ring.control()
-                    .update(PageCounter {
+                    .update(ControlPageField {
                         offset: round,
-                        ..PageCounter::default()
+                        ..ControlPageField::default()
                     })
                     .expect("the only updater");
                 let _ = ring.take_poll();
@@ -80,7 +80,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 loop {
                     match own.next_record() {
                         Ok(Some(raw)) => {
-                            if let Ok(Record::Sample(sample)) = Record::decode(raw, format) {
+                            if let Ok(DecodedRecord::Sample(sample)) = DecodedRecord::decode(raw, format) {
                                 sum += sample.callchain.iter().sum::<u64>();
                                 sum += sample.read.entries.iter().map(|entry| entry.value).sum::<u64>();
                                 read += 1;

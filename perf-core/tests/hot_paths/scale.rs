@@ -1,5 +1,5 @@
-//! Operations whose cost must not grow with the number of events, or not faster than it, counted
-//! instruction by instruction.
+//! Tests of operations whose cost must not grow with the number of events, or must grow at most
+//! linearly. The cost is counted instruction by instruction.
 
 use perf_core::*;
 use test_support::skip;
@@ -7,8 +7,8 @@ use test_support::steps;
 
 use crate::common::test_core::*;
 
-/// Checks that `of`, the instructions of an operation among a number of objects, grows at most by
-/// `factor` from `few` to `many` objects.
+/// Checks that the number of instructions of an operation, as returned by `of` for a number of
+/// objects, grows by at most `factor` from `few` to `many` objects.
 fn grows_at_most(factor: u64, (few, many): (u32, u32), of: impl Fn(u32) -> Option<u64>) {
     let (Some(with_few), Some(with_many)) = (of(few), of(many)) else {
         return skip::skipped("processes may not be traced here", false);

@@ -76,7 +76,8 @@ fn tick_driver_calls_are_independent_of_group_count() {
     }
 }
 
-/// Counted instruction by instruction.
+/// The number of instructions of a tick, counted instruction by instruction, does not depend on the
+/// number of groups.
 #[test]
 fn tick_instructions_are_independent_of_group_count() {
     let of = |n: usize| {
@@ -104,8 +105,9 @@ fn tick_instructions_are_independent_of_group_count() {
     );
 }
 
-/// The same property for sampling events that need no slot: with a fixed period, which ticks do not
-/// process, and with a frequency, of which a tick processes only some.
+/// The number of instructions of a tick does not depend on the number of sampling events that need
+/// no slot. Ticks do not process events with a fixed period, and process only some of the events
+/// with a frequency.
 #[test]
 fn tick_instructions_are_independent_of_sampling_event_count() {
     for freq in [false, true] {

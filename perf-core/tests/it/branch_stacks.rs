@@ -62,8 +62,8 @@ fn samples(ring: &Arc<Ring>) -> Vec<(u64, Vec<u64>)> {
     map_samples(ring, &attr, |s| (s.period, s.branches.iter().collect()))
 }
 
-/// A sample waits for its branches, while the overflow of another event is serviced at once. The
-/// sample then represents all counts since the previous one.
+/// A sample waits for its branches, while the overflow of another event is serviced immediately.
+/// The sample then represents all counts since the previous one.
 #[test]
 fn sample_waits_for_its_branches() {
     let m = TestCore::new(4);
@@ -87,7 +87,7 @@ fn sample_waits_for_its_branches() {
     assert_eq!(samples(&ring), [(30, vec![1, 0x101, 0])]);
 }
 
-/// A sample that waits when its event is scheduled out, as in a pause, is not lost.
+/// A sample that waits when its event is scheduled out, for example during a pause, is not lost.
 #[test]
 fn waiting_sample_outlives_schedule_out() {
     let m = TestCore::new(4);
@@ -104,7 +104,7 @@ fn waiting_sample_outlives_schedule_out() {
     assert_eq!(samples(&ring), [(10, vec![])]);
 }
 
-/// Each event has its own filter and depth, also when one stack serves several events.
+/// Each event has its own filter and depth, even if one stack serves several events.
 #[test]
 fn each_event_filters_the_common_stack() {
     let m = TestCore::new(4);

@@ -75,8 +75,8 @@ fn wait_for_signal(handled: u64) {
     }
 }
 
-/// Guest time is exactly the thread's CPU time inside the bracket. The VMM's own work outside it
-/// and a halt inside it are not counted.
+/// Guest time is exactly the thread's CPU time between guest entry and exit. The VMM's own work
+/// outside this interval and a halt inside it are not counted.
 #[test]
 fn only_time_in_the_guest_counts() {
     let (clock, pmu) = one_vcpu(None);
@@ -110,8 +110,8 @@ fn only_time_in_the_guest_counts() {
     );
 }
 
-/// After short exits the thread's time is read at the exit only. Time between two brackets is still
-/// not counted, and all other time is.
+/// After short exits the thread's time is read only at the exit. Time between two stays in the
+/// guest is still not counted, and all other time is.
 #[test]
 fn short_exits_are_not_counted_but_guest_time_between_is() {
     const SHORT: Duration = Duration::from_micros(4);
@@ -174,7 +174,7 @@ fn stopped_event_keeps_count_and_resumes() {
     assert!(ev.read() >= stopped + 1_000_000);
 }
 
-/// An operator's thread may start an event while the guest runs, and read it meanwhile: the count
+/// An operator's thread may start an event while the guest runs, and read it meanwhile. The count
 /// advances immediately, never decreases, and never exceeds the vCPU thread's CPU time.
 #[test]
 fn another_thread_starts_and_reads_while_the_guest_runs() {
@@ -255,8 +255,8 @@ fn overflow_is_reported_at_its_count_and_not_before() {
             run_guest(&clock, 0);
             burn(1_500_000);
             run_until_signal(&clock, handled);
-            // Saved before the timer is re-armed: if this thread then loses its CPU, the next
-            // signal arrives first.
+            // Saved before the timer is re-armed, because the next signal arrives first if this
+            // thread then loses its CPU.
             handled = signals_of_this_thread();
             let count = ev.read();
             match ev.take_overflows() {
@@ -278,7 +278,7 @@ fn overflow_is_reported_at_its_count_and_not_before() {
     assert!(early > 0, "the timer never rang early");
 }
 
-/// Several events of a vCPU share its timer: each overflow is reported when it is reached, in the
+/// Several events of a vCPU share its timer. Each overflow is reported when it is reached, in the
 /// order of deadlines, while events are stopped, re-armed or closed.
 #[test]
 fn events_with_different_deadlines_share_the_timer() {
@@ -305,7 +305,7 @@ fn events_with_different_deadlines_share_the_timer() {
         }
     }
     assert_eq!(order, [1, 2, 0]);
-    // The stopped event works like the others.
+    // The stopped event behaves like the others.
     let before = events[3].read();
     events[3].start(Some(500_000)).unwrap();
     events[0].arm(1 << 40).unwrap();
@@ -332,7 +332,7 @@ fn another_thread_arms_while_the_guest_runs() {
     assert!(event.read() > 0);
 }
 
-/// The timer ends with the vCPU, even while events are armed. The events keep their counts.
+/// The timer is deleted with the vCPU, even while events are armed. The events keep their counts.
 #[test]
 fn removed_vcpu_has_timer_disarmed() {
     let signal = catch_signals();
@@ -382,7 +382,7 @@ fn no_signals_without_an_armed_event() {
 }
 
 /// A VMM that needs longer to re-enter the guest than the time left until the overflow is not
-/// interrupted forever without guest progress.
+/// interrupted indefinitely without guest progress.
 #[test]
 fn slow_vmm_reaches_overflow() {
     let signal = catch_signals();

@@ -28,8 +28,8 @@ fn spinning_guest() -> Option<(RealModeVm, Arc<VcpuClock>, ClockPmu, PmuTarget)>
     Some((guest, clock, pmu, PmuTarget::Vcpu { vcpu, tid }))
 }
 
-/// Each overflow takes a guest that never exits by itself out of `KVM_RUN`, with EINTR. The clock
-/// counts the guest's time and not the VMM's time in between.
+/// Each overflow forces a guest that never exits by itself out of `KVM_RUN`, with EINTR. The clock
+/// counts the guest's time but not the VMM's time in between.
 #[test]
 fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     let Some((mut guest, clock, pmu, target)) = spinning_guest() else {
@@ -52,8 +52,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
             Ok(exit) => panic!("the guest left by {exit}"),
         }
         assert!(signals_of_this_thread() > handled, "EINTR with no signal");
-        // Saved before the timer is re-armed: if this thread then loses its CPU, the next signal
-        // arrives first.
+        // Saved before the timer is re-armed, because the next signal arrives first if this thread
+        // then loses its CPU.
         handled = signals_of_this_thread();
         burn(200_000);
         if ev.take_overflows() == 1 {
@@ -68,8 +68,8 @@ fn overflows_take_a_spinning_guest_out_of_kvm_run() {
     assert!(counted <= outer, "{counted} ns counted, {outer} ns run");
 }
 
-/// All time of a guest that never leaves level 0 is attributed to level 0, for any presentation of
-/// guest time by the host.
+/// All time of a guest that never leaves level 0 is attributed to level 0, regardless of how the
+/// host reports guest time.
 #[test]
 fn time_is_attributed_to_current_guest_level() {
     let Some((mut guest, clock, pmu, target)) = spinning_guest() else {

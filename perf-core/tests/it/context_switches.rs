@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use perf_core::record::Record;
+use perf_core::record::DecodedRecord;
 use perf_core::ring::RingReader;
 use perf_core::*;
 
 use crate::common::test_core::*;
 
 /// Creates two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count
-/// whatever the thread runs while they are on.
+/// all work of the thread while they are active.
 fn pair(m: &TestCore) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
@@ -39,8 +39,8 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
     assert_eq!((a.id(), b.id()), (VcpuId(0), VcpuId(1)), "vCPUs keep their names");
 }
 
-/// The estimate of a multiplexed event uses the slices of its vCPU, in whichever context the event
-/// was at the time.
+/// The estimate of a multiplexed event uses the slices of its vCPU, regardless of the context in
+/// which the event was at the time.
 #[test]
 fn exchanges_keep_estimates() {
     let m = TestCore::new(1);
@@ -75,18 +75,20 @@ fn exchanges_keep_estimates() {
     }
 }
 
-/// Returns the vCPU and time of each SWITCH record in `ring`, and `true` for a vCPU that goes out.
+/// Returns the vCPU and time of each SWITCH record in `ring`, and `true` for a vCPU that is
+/// scheduled out.
 fn switches(ring: &mut RingReader, attr: &Attr) -> Vec<(u32, bool, u64)> {
     let mut switches = Vec::new();
     for_each_record(ring, attr, |record| {
-        if let Record::Switch(record) = record {
+        if let DecodedRecord::Switch(record) = record {
             switches.push((record.sample_id.cpu, record.out, record.sample_id.time_ns));
         }
     });
     switches
 }
 
-/// Calls without effect write no record. Switches by exchange and by scheduling write the same ones.
+/// Calls without effect write no record. Switches by exchange and by scheduling write the same
+/// records.
 #[test]
 fn switch_records_bracket_time_scheduled_in() {
     for exchanged in [true, false] {
@@ -100,7 +102,7 @@ fn switch_records_bracket_time_scheduled_in() {
         let wide = m.open_vm(attr.clone().with_inherit());
         let [a, b] = pair(&m);
         let own = (!exchanged).then(|| m.open_vcpu(attr.clone(), None));
-        let read = |event: &Handle| RingReader::of(event.map(1, true).unwrap());
+        let read = |event: &EventHandle| RingReader::of(event.map(1, true).unwrap());
         let (mut wide_ring, own_ring) = (read(&wide), own.as_ref().map(read));
         m.clock.advance(10);
         a.sched_in();

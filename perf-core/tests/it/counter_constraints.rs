@@ -1,5 +1,5 @@
-//! Scheduling with unequal counters: simulated hosts with general-purpose and fixed-function
-//! counters, and a driver that assigns counters itself.
+//! Scheduling with unequal counters, on simulated hosts with general-purpose and fixed-function
+//! counters, and with a driver that assigns counters itself.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ impl SimulatedCore {
         core.register(Arc::new(pmu.clone()));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
         vcpu.sched_in();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         Self {
             core,
             pmu,
@@ -31,19 +31,19 @@ impl SimulatedCore {
         }
     }
 
-    fn open(&self, attr: Attr, leader: Option<&Handle>) -> Result<Handle, OpenError> {
+    fn open(&self, attr: Attr, leader: Option<&EventHandle>) -> Result<EventHandle, OpenError> {
         let target = OpenTarget::Vcpu(VcpuId(0));
         self.core
             .open(&self.session, attr, target, leader, OpenFlags::default())
     }
 
-    fn pinned(&self, config: u64) -> Handle {
+    fn pinned(&self, config: u64) -> EventHandle {
         let attr = Attr::counting(EventType::SIM, config).with_pinned();
         self.open(attr, None).unwrap()
     }
 }
 
-/// Events of fixed-function counters take no general-purpose counters, in any order of starts, and
+/// Events of fixed-function counters take no general-purpose counters, for any order of starts, and
 /// starting them does not stop running events.
 #[test]
 fn fixed_function_events_take_no_general_counters() {
@@ -55,7 +55,7 @@ fn fixed_function_events_take_no_general_counters() {
     ] {
         let m = SimulatedCore::new(host.config());
         let branches = || m.pinned(SimHost::BRANCHES);
-        let mut on: Vec<Handle> = (0..2).map(|_| branches()).collect();
+        let mut on: Vec<EventHandle> = (0..2).map(|_| branches()).collect();
         on.extend(
             [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES].map(|config| m.pinned(config)),
         );
@@ -68,7 +68,7 @@ fn fixed_function_events_take_no_general_counters() {
     }
 }
 
-/// With the watchdog on the fixed-function counter of cycles, cycles take a general-purpose
+/// If the watchdog holds the fixed-function counter of cycles, cycles take a general-purpose
 /// counter.
 #[test]
 fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
@@ -76,7 +76,7 @@ fn cycles_take_a_general_counter_while_the_watchdog_has_theirs() {
     let m = SimulatedCore::new(SimHost::intel(4).with_watchdog().config());
     let cycles = m.pinned(SimHost::CYCLES);
     let branches: Vec<_> = (0..4).map(|_| m.pinned(SimHost::BRANCHES)).collect();
-    let on = |e: &&Handle| e.state() == EventState::Active;
+    let on = |e: &&EventHandle| e.state() == EventState::Active;
     assert_eq!(
         (cycles.state(), branches.iter().filter(on).count()),
         (EventState::Active, 3)
@@ -99,8 +99,9 @@ fn amd_hosts_have_as_many_slots_as_the_watchdog_leaves() {
     }
 }
 
-/// A group that can never be on is refused at open, and so is an event without a free counter if
-/// multiplexing is off. The error contains the number of counters that could hold it.
+/// A group that can never be active is rejected at open, and so is an event without a free counter
+/// if multiplexing is disabled. The error contains the number of counters that could hold the
+/// event.
 #[test]
 fn open_without_suitable_counter_reports_counter_count() {
     use perf_core::pmu::sim::SimHost;
@@ -131,7 +132,7 @@ fn open_without_suitable_counter_reports_counter_count() {
         .unwrap();
 }
 
-/// Flexible groups of different types wait for each other's counters no longer than necessary: an
+/// Flexible groups of different types wait for each other's counters no longer than necessary. An
 /// event of a fixed-function counter is always active together with many multiplexed events of
 /// general-purpose counters.
 #[test]
@@ -158,8 +159,8 @@ fn event_with_dedicated_counter_is_never_multiplexed() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// On any host, with events of any constraints, the driver's own assignment never refuses what
-    /// the core planned, and events that stay on are not stopped.
+    /// On any host, with events of any constraints, the driver's own assignment never rejects a
+    /// plan of the core, and events that stay active are not stopped.
     #[test]
     fn driver_accepts_planned_assignments(
         slots in 1usize..7,
@@ -189,7 +190,7 @@ proptest! {
                 }
             }
         }
-        let states = || events.iter().map(Handle::state).collect::<Vec<_>>();
+        let states = || events.iter().map(EventHandle::state).collect::<Vec<_>>();
         for _ in 0..ticks {
             let (before, calls) = (states(), m.pmu.calls());
             m.vcpu.tick();
@@ -199,7 +200,7 @@ proptest! {
             let on = after.iter().filter(|s| **s == EventState::Active).count();
             prop_assert_eq!(m.pmu.on(VcpuId(0)), on);
             prop_assert_eq!(m.vcpu.stats().active_hardware, on);
-            // A waiting flexible event implies a conflicting event that is on.
+            // A flexible event waits only if a conflicting event is active.
             let flexible = events.iter().zip(&after).filter(|(e, _)| !e.attr().pinned);
             prop_assert!(on > 0 || flexible.count() == 0);
         }

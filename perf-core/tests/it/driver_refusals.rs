@@ -1,5 +1,5 @@
-//! Drivers that refuse to restart an event: no event is reported on without counting, and events
-//! that may be on later are retried.
+//! Drivers that fail to restart an event. No event is reported as active without counting, and
+//! events that may become active later are retried.
 
 use perf_core::*;
 
@@ -23,8 +23,8 @@ fn refuse(m: &TestCore, refuse: bool) {
     }
 }
 
-/// Turning overflows off and on again is a stop and a start. If the start fails, the event does not
-/// count.
+/// Disabling and re-enabling overflows is a stop and a start. If the start fails, the event does
+/// not count.
 #[test]
 fn event_is_off_if_restart_fails_around_throttling() {
     use EventState::{Active, Error, Inactive};
@@ -76,7 +76,7 @@ fn event_is_off_if_restart_fails_around_throttling() {
     }
 }
 
-/// Ticks retry software groups that the driver refused, a few at a time.
+/// Ticks retry software groups that the driver rejected, a few at a time.
 #[test]
 fn refused_software_group_is_retried() {
     let m = TestCore::new(1);
@@ -95,7 +95,7 @@ fn refused_software_group_is_retried() {
     }
     assert_eq!((active(&events), m.sw.on(0)), (19, 19));
     assert!(!m.core.needs_tick());
-    // A vCPU that is scheduled in again retries all of them.
+    // A vCPU that is scheduled in again retries all rejected groups.
     v.sched_out();
     refuse(&m, true);
     v.sched_in();

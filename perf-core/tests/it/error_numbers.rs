@@ -5,7 +5,13 @@ use perf_core::*;
 
 use crate::common::test_core::*;
 
-fn errno(m: &TestCore, session: &Session, attr: Attr, target: OpenTarget, group: Option<&Handle>) -> i32 {
+fn errno(
+    m: &TestCore,
+    session: &Session,
+    attr: Attr,
+    target: OpenTarget,
+    group: Option<&EventHandle>,
+) -> i32 {
     let opened = m.try_open(session, attr, target, group);
     opened.map_or_else(|e| e.errno(), |_| 0)
 }
@@ -18,11 +24,11 @@ fn harmless() -> Attr {
     }
 }
 
-/// P37: all combinations of paranoid levels, requests and roles.
+/// P37: permissions are correct for all combinations of paranoid levels, requests and roles.
 #[test]
 fn p37_the_permission_table() {
     for paranoid in -1..=2 {
-        for role in [Role::Operator, Role::Admin] {
+        for role in [SessionRole::Operator, SessionRole::Admin] {
             let m = TestCore::with(4, |c| {
                 c.paranoid = paranoid;
                 c.mlock_kb = 4;
@@ -31,7 +37,7 @@ fn p37_the_permission_table() {
             });
             let _v = m.vcpu(0);
             let session = m.core.session(0, role);
-            let free = role == Role::Admin;
+            let free = role == SessionRole::Admin;
             let raw = Attr {
                 exclude_host: true,
                 ..Attr::sampling(EventType::VMM, 0, 1).with_sample_type(SampleType::RAW)
@@ -68,9 +74,9 @@ fn other_users_need_the_admin_role() {
         let m = TestCore::with(4, |c| (c.owner_uid, c.paranoid) = (1000, paranoid));
         let _v = m.vcpu(0);
         let open = |uid, role| errno(&m, &m.core.session(uid, role), attr.clone(), target, None);
-        assert_eq!(open(1001, Role::Operator), libc::EACCES, "{target:?}");
-        assert_eq!(open(1000, Role::Operator), 0, "{target:?}");
-        assert_eq!(open(1001, Role::Admin), 0, "{target:?}");
+        assert_eq!(open(1001, SessionRole::Operator), libc::EACCES, "{target:?}");
+        assert_eq!(open(1000, SessionRole::Operator), 0, "{target:?}");
+        assert_eq!(open(1001, SessionRole::Admin), 0, "{target:?}");
     }
 }
 
@@ -107,7 +113,7 @@ fn invalid_groups_are_rejected() {
     let _w = m.vcpu(1);
     let leader = m.open_vcpu(hw(), None);
     let member = m.open_vcpu(hw(), Some(&leader));
-    let join = |attr, group: &Handle| errno(&m, &m.admin, attr, V0, Some(group));
+    let join = |attr, group: &EventHandle| errno(&m, &m.admin, attr, V0, Some(group));
     assert_eq!(join(hw(), &member), libc::EINVAL, "not a leader");
     assert_eq!(join(soft().with_pinned(), &leader), libc::EINVAL);
     assert_eq!(join(soft().with_exclusive(), &leader), libc::EINVAL);
@@ -183,7 +189,8 @@ fn enable_on_exec_enables_once_and_siblings_too() {
     );
 }
 
-/// A reset of the machine enables a VM-wide event as a whole: vCPUs that are added later count too.
+/// A reset of the machine enables a VM-wide event as a whole, including on vCPUs that are added
+/// later.
 #[test]
 fn machine_reset_affects_present_and_future_vcpus() {
     let m = TestCore::new(4);
@@ -206,13 +213,13 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     let m = TestCore::new(2);
     let _v = m.vcpu(0);
     for (knob, bad) in [
-        (Knob::Paranoid, "3"),
-        (Knob::SampleRateHz, "0"),
-        (Knob::MlockKb, "-1"),
-        (Knob::ReservedSlots, "3"),
-        (Knob::Overcommit, "2"),
-        (Knob::Overcommit, "yes"),
-        (Knob::Paranoid, ""),
+        (Tunable::Paranoid, "3"),
+        (Tunable::SampleRateHz, "0"),
+        (Tunable::MlockKb, "-1"),
+        (Tunable::ReservedSlots, "3"),
+        (Tunable::Overcommit, "2"),
+        (Tunable::Overcommit, "yes"),
+        (Tunable::Paranoid, ""),
     ] {
         let before = m.core.knob(knob);
         let error = m.core.set_knob(knob, bad).unwrap_err();
@@ -222,18 +229,18 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     let events: Vec<_> = (0..2).map(|_| m.open_vcpu(hw(), None)).collect();
     let on = || active(&events);
     assert_eq!(on(), 2);
-    m.core.set_knob(Knob::ReservedSlots, "1\n").unwrap();
-    assert_eq!((m.core.knob(Knob::ReservedSlots).as_str(), on()), ("1\n", 1));
-    m.core.set_knob(Knob::ReservedSlots, "0").unwrap();
+    m.core.set_knob(Tunable::ReservedSlots, "1\n").unwrap();
+    assert_eq!((m.core.knob(Tunable::ReservedSlots).as_str(), on()), ("1\n", 1));
+    m.core.set_knob(Tunable::ReservedSlots, "0").unwrap();
     assert_eq!(on(), 2);
-    m.core.set_knob(Knob::Overcommit, "0").unwrap();
+    m.core.set_knob(Tunable::Overcommit, "0").unwrap();
     assert_eq!(errno(&m, &m.admin, hw(), V0, None), libc::EBUSY);
-    m.core.set_knob(Knob::SampleRateHz, "50").unwrap();
+    m.core.set_knob(Tunable::SampleRateHz, "50").unwrap();
     let fast = Attr::sampling(SOFT, 1, 51).with_freq();
     assert_eq!(errno(&m, &m.admin, fast, V0, None), libc::EINVAL);
-    let user = m.core.session(0, Role::Operator);
+    let user = m.core.session(0, SessionRole::Operator);
     assert_eq!(errno(&m, &user, soft(), V0, None), 0);
-    m.core.set_knob(Knob::Paranoid, "2").unwrap();
+    m.core.set_knob(Tunable::Paranoid, "2").unwrap();
     assert_eq!(errno(&m, &user, soft(), V0, None), libc::EACCES);
 }
 
@@ -250,8 +257,8 @@ fn open_flags_that_are_not_known_are_refused() {
     }
 }
 
-/// The output flag combined with joining a group. If redirection fails, the partially opened event
-/// is closed.
+/// The output flag works in combination with joining a group. If redirection fails, the partially
+/// opened event is closed.
 #[test]
 fn output_flag_redirects_group_member_or_leaves_no_event() {
     let m = TestCore::new(4);

@@ -1,5 +1,5 @@
-//! Examples of behavior that no product uses. Each asserts its claims, and runs here as it does
-//! manually.
+//! Runs the examples of behavior that no product uses. Each example asserts its claims, and runs
+//! here in the same way as manually.
 #![allow(clippy::duplicate_mod, reason = "each example has what they share")]
 
 #[path = "../../examples/exchange.rs"]

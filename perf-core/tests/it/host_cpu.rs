@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::HostPmu;
 use perf_core::pmu::sim::SimPmu;
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::*;
 
@@ -21,7 +21,7 @@ fn core() -> PerfCore {
 }
 
 /// Opens `attr` on `cpu`, unless this user lacks the permission.
-fn open(core: &PerfCore, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option<Handle> {
+fn open(core: &PerfCore, session: &Session, attr: Attr, cpu: &VcpuContext) -> Option<EventHandle> {
     match core.open(
         session,
         attr,
@@ -40,12 +40,12 @@ fn open(core: &PerfCore, session: &Session, attr: Attr, cpu: &VcpuContext) -> Op
 }
 
 /// A CPU's clock advances with wall-clock time regardless of the load, and its samples contain the
-/// CPU.
+/// CPU number.
 #[test]
 fn cpus_clock_is_counted_and_sampled() {
     let core = core();
     let cpu = core.add_cpu(0).unwrap();
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     let sample_type = SampleType::TID | SampleType::CPU | SampleType::PERIOD;
     let attr = Attr::sampling(EventType::SOFTWARE, CPU_CLOCK, 1_000_000).with_sample_type(sample_type);
     let before = Instant::now();
@@ -69,7 +69,7 @@ fn cpus_clock_is_counted_and_sampled() {
     let format = RecordFormat::of_samples(sample_type);
     let (mut samples, mut stand_for_ns) = (0, 0);
     while let Some(raw) = ring.next_record().unwrap() {
-        if let Record::Sample(sample) = Record::decode(raw, format).unwrap() {
+        if let DecodedRecord::Sample(sample) = DecodedRecord::decode(raw, format).unwrap() {
             assert_eq!((sample.pid, sample.tid, sample.cpu), (u32::MAX, u32::MAX, 0));
             samples += 1;
             stand_for_ns += sample.period;
@@ -79,12 +79,12 @@ fn cpus_clock_is_counted_and_sampled() {
     assert!(stand_for_ns <= clock.read().unwrap().value);
 }
 
-/// A CPU's context is not a vCPU: no VM-wide event counts on it, and its addition and removal write
+/// A CPU's context is not a vCPU. No VM-wide event counts on it, and its addition and removal write
 /// no records.
 #[test]
 fn vm_wide_events_do_not_count_on_a_cpu() {
     let core = core();
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     let attr = Attr::counting(EventType::SIM, 1).with_inherit();
     core.add_vcpu(VcpuId(0), 1).unwrap();
     core.add_cpu(1).unwrap();
@@ -103,7 +103,7 @@ fn vm_wide_events_do_not_count_on_a_cpu() {
 #[test]
 fn missing_permission_and_nonexistent_cpu_are_rejected() {
     let core = core();
-    let [operator, admin] = [Role::Operator, Role::Admin].map(|role| core.session(0, role));
+    let [operator, admin] = [SessionRole::Operator, SessionRole::Admin].map(|role| core.session(0, role));
     let cpu = core.add_cpu(0).unwrap();
     assert!(matches!(core.add_cpu(0), Err(OpenError::VcpuExists(_))));
     assert!(matches!(
@@ -127,7 +127,7 @@ fn missing_permission_and_nonexistent_cpu_are_rejected() {
     let error = open(&operator, &cpu, attr()).unwrap_err();
     assert!(matches!(error, OpenError::CpuDenied), "{error}");
     assert_eq!(error.errno(), libc::EACCES);
-    // Drivers that count vCPUs refuse CPU targets.
+    // Drivers that count vCPUs reject CPU targets.
     let error = open(&admin, &cpu, Attr::counting(EventType::SIM, 1)).unwrap_err();
     assert_eq!(error.errno(), libc::EINVAL);
     let none = core.add_cpu(1_000_000).unwrap();

@@ -9,12 +9,12 @@ fn wide() -> Attr {
 }
 
 /// Returns the vCPUs of `event` and their counts.
-fn counts(event: &Handle) -> Vec<(u32, u64)> {
+fn counts(event: &EventHandle) -> Vec<(u32, u64)> {
     let parts = event.read_by_vcpu().unwrap();
     parts.iter().map(|p| (p.vcpu.0, p.reading.value)).collect()
 }
 
-/// A reset clears counts and leaves times, so the contributions of the vCPUs still add up.
+/// A reset clears counts and keeps times, so the contributions of the vCPUs still add up.
 #[test]
 fn reset_family_keeps_times_of_exited_children() {
     let m = TestCore::new(4);
@@ -55,8 +55,8 @@ fn readings_by_vcpu_are_merged_and_ordered() {
     assert_eq!(counts(&e), [(1, 12), (2, 2), (3, 6)]);
 }
 
-/// A VM-wide event does not count what other threads of the VMM do, whether they were added before
-/// or after it was opened.
+/// A VM-wide event does not count the work of other threads of the VMM, regardless of whether they
+/// were added before or after it was opened.
 #[test]
 fn vm_wide_events_do_not_count_plain_threads() {
     let m = TestCore::new(4);
@@ -189,7 +189,7 @@ fn closing_session_closes_only_its_events() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
     let mine = m.open_vcpu(hw(), None);
-    let other = m.core.session(0, Role::Admin);
+    let other = m.core.session(0, SessionRole::Admin);
     let theirs = m.try_open(&other, wide(), OpenTarget::Vm, None).unwrap();
     other.disable_all();
     m.run(0, 3);
@@ -242,7 +242,8 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
     assert_eq!(e.read().unwrap().value, 3 * 100 * 10);
 }
 
-/// The sum would be too low without the vCPU on which the event never ran.
+/// A family that has not run on one of the vCPUs has no estimate, because the sum would be too low
+/// without that vCPU.
 #[test]
 fn family_waiting_on_one_vcpu_has_no_estimate() {
     let m = TestCore::new(1);
@@ -263,11 +264,11 @@ fn family_waiting_on_one_vcpu_has_no_estimate() {
     assert!(e.estimate().unwrap().is_some(), "it has a place everywhere now");
 }
 
-/// Hot-add refuses what opening refuses: groups that can never be on, and more events than slots if
-/// multiplexing is off.
+/// Hot-add rejects the same events as opening: groups that can never be active, and more events
+/// than slots if multiplexing is disabled.
 #[test]
 fn hot_add_applies_open_checks() {
-    let errno = |m: &TestCore, leader: Option<&Handle>| {
+    let errno = |m: &TestCore, leader: Option<&EventHandle>| {
         let opened = m.try_open(&m.admin, wide(), OpenTarget::Vm, leader);
         opened.map_err(|e| e.errno())
     };
@@ -285,7 +286,7 @@ fn hot_add_applies_open_checks() {
     assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
     assert_eq!(m.vcpu(0).stats().active, 2);
 
-    // Opened while multiplexing was on.
+    // The events are opened while multiplexing is enabled.
     let m = TestCore::new(2);
     let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
     m.core.set_share(SharePolicy::Strict);
@@ -296,8 +297,8 @@ fn hot_add_applies_open_checks() {
     assert_eq!(m.vcpu(0).stats().active, 2);
 }
 
-/// Opening for the whole VM applies to all vCPUs or none: if the second refuses, nothing remains on
-/// the first.
+/// Opening an event for the whole VM applies to all vCPUs or to none. If it fails on the second
+/// vCPU, no event remains on the first.
 #[test]
 fn failed_fan_out_leaves_no_event() {
     let m = TestCore::with(1, |c| c.share = SharePolicy::Strict);

@@ -48,7 +48,7 @@ fn inventory_covers_all_numbers_and_names_existing_tests() {
             continue;
         };
         numbers(number, &mut seen);
-        // Every second piece is enclosed in backticks.
+        // Every second substring is enclosed in backticks.
         for name in test.split('`').skip(1).step_by(2) {
             let name = name.split_once(": ").map_or(name, |(_, name)| name);
             let stem = name.split(['…', '*']).next().unwrap_or_default();

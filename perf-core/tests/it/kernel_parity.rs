@@ -1,5 +1,5 @@
-//! The same calls on kernel events and on this crate's events: the same errors, bytes, states and
-//! counts.
+//! The same calls on kernel events and on this crate's events yield the same errors, bytes, states
+//! and counts.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::io;
@@ -18,7 +18,7 @@ use test_support::skip;
 const PAGE_FAULTS: u64 = 2;
 const DUMMY: u64 = 9;
 const PAGE: usize = 4096;
-/// Page faults of one unit of work. Other faults meanwhile are far fewer.
+/// Number of page faults in one unit of work. Other faults during this work are far fewer.
 const WORK: usize = 100;
 
 const ENABLE: u64 = 0x2400;
@@ -76,7 +76,7 @@ fn kernel_read(fd: &OwnedFd, buf: &mut [u8]) -> Result<usize, i32> {
         .map(|n| n as usize)
 }
 
-/// This thread as a vCPU of the core. `None` if kernel events may not be opened.
+/// The calling thread as a vCPU of the core. `None` if kernel events may not be opened.
 struct ThreadCore {
     core: PerfCore,
     session: Session,
@@ -92,7 +92,7 @@ fn ours() -> Option<ThreadCore> {
     core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
     let vcpu = core.add_vcpu(VcpuId(0), this_tid()).unwrap();
     vcpu.sched_in();
-    let session = core.session(0, Role::Admin);
+    let session = core.session(0, SessionRole::Admin);
     Some(ThreadCore {
         core,
         session,
@@ -101,10 +101,10 @@ fn ours() -> Option<ThreadCore> {
 }
 
 impl ThreadCore {
-    fn open(&self, attr: &Attr, group: Option<&Handle>) -> Result<Handle, i32> {
+    fn open(&self, attr: &Attr, group: Option<&EventHandle>) -> Result<EventHandle, i32> {
         let target = OpenTarget::Vcpu(VcpuId(0));
-        // The driver counts a thread's events at every level and requires the attributes to say so.
-        // Counting the kernel needs privileges.
+        // The driver counts a thread's events at every level and requires attributes that request
+        // this. Counting the kernel needs privileges.
         let attr = Attr {
             exclude_kernel: false,
             ..attr.clone()
@@ -114,7 +114,7 @@ impl ThreadCore {
             .map_err(|e| e.errno())
     }
 
-    fn open_bytes(&self, bytes: &mut [u8]) -> Result<Handle, i32> {
+    fn open_bytes(&self, bytes: &mut [u8]) -> Result<EventHandle, i32> {
         let mut page = [0; 2 * PAGE];
         page[..bytes.len()].copy_from_slice(bytes);
         let attr = Attr::from_bytes(&mut page).map_err(|e| e.errno());
@@ -205,8 +205,8 @@ fn attribute_errors_match_kernel() {
     }
 }
 
-/// The attribute of a current perf is longer than the known structure. The additional bytes are
-/// zero unless used.
+/// The attributes of a current perf version are accepted, although they are longer than the known
+/// structure. The additional bytes are zero unless used.
 #[test]
 fn attribute_of_a_current_perf_is_understood() {
     let Some(ours) = ours() else { return };
@@ -226,7 +226,7 @@ fn attribute_of_a_current_perf_is_understood() {
         // SAFETY: the attribute consists of integers without padding and is read for its length.
         unsafe { std::slice::from_raw_parts((&raw const *attr).cast::<u8>(), size_of_val(attr)) }.to_vec()
     };
-    // A kernel older than the bindings must accept it too.
+    // A kernel older than the bindings must also accept the attributes.
     assert_eq!(no(kernel_open_bytes(&mut bytes(&attr), -1, 0)), 0);
     let handle = ours.open_bytes(&mut bytes(&attr)).unwrap();
     assert_eq!(handle.attr().sample_type.bits(), attr.sample_type);
@@ -279,7 +279,7 @@ fn group_and_ioctl_errors_match_kernel() {
     for attr in attrs {
         let (kernel, handle) = (kernel_open(&attr, None).unwrap(), ours.open(&attr, None).unwrap());
         for period in [0, 1, 50, (1 << 63) - 1, 1 << 63, u64::MAX] {
-            // A frequency has another limit, from the kernel's settings.
+            // A frequency has a different limit, which the kernel's settings define.
             if attr.freq && period > 1000 && period >> 63 == 0 {
                 continue;
             }
@@ -336,7 +336,7 @@ fn group_and_ioctl_errors_match_kernel() {
 #[test]
 fn read_layouts_match_kernel() {
     let Some(ours) = ours() else { return };
-    // Linux 6.0 added the last one.
+    // Linux 6.0 added the last read format.
     let known = (0..5).rev().map(|bit| 1 << bit).find(|bit| {
         let read_format = ReadFormat::from_bits_truncate(*bit);
         kernel_open(&counting(DUMMY).with_read_format(read_format), None).is_ok()
@@ -359,7 +359,7 @@ fn read_layouts_match_kernel() {
                     let words = bytes[..size].chunks(8);
                     words.map(|w| u64::from_ne_bytes(w.try_into().unwrap())).collect()
                 };
-                // Each word is zero, a number of members, a time or an id, and must have the same
+                // Each word is zero, a number of members, a time or an ID, and must have the same
                 // role in both.
                 let what = |word: u64, id: &dyn Fn(u64) -> Option<usize>| match (id(word), word) {
                     (Some(at), _) => format!("id of {at}"),
@@ -370,7 +370,7 @@ fn read_layouts_match_kernel() {
                 let of_ours = |id| handles.iter().position(|h| h.id() == id);
                 let theirs: Vec<_> = words(&a).into_iter().map(|w| what(w, &of_kernel)).collect();
                 let mine: Vec<_> = words(&b).into_iter().map(|w| what(w, &of_ours)).collect();
-                // Skip small ids, which could be mistaken for other values.
+                // Skips small IDs, which could be mistaken for other values.
                 if handles[0].id() > 3 {
                     assert_eq!(mine, theirs, "{bits:#x}");
                 }
@@ -406,12 +406,12 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// For the same history of a group of three, counts are equal, and times advance or stop in the
-    /// same steps.
+    /// For the same history of a group of three events, counts are equal, and times advance or stop
+    /// in the same steps.
     #[test]
     fn group_history_matches_kernel(disabled: [bool; 3], pinned: bool, ops in prop::collection::vec(op(), 1..25)) {
         let Some(ours) = ours() else { return Ok(()) };
-        let (mut kernel, mut handles): (Vec<OwnedFd>, Vec<Handle>) = Default::default();
+        let (mut kernel, mut handles): (Vec<OwnedFd>, Vec<EventHandle>) = Default::default();
         for (i, disabled) in disabled.into_iter().enumerate() {
             let attr = Attr { disabled, pinned: pinned && i == 0, ..counting(PAGE_FAULTS) };
             kernel.push(kernel_open(&attr, kernel.first()).unwrap());
@@ -419,7 +419,7 @@ proptest! {
         }
         // Warms up everything used later.
         work();
-        let read = |kernel: &[OwnedFd], handles: &[Handle]| -> Vec<[(u64, u64, u64); 2]> {
+        let read = |kernel: &[OwnedFd], handles: &[EventHandle]| -> Vec<[(u64, u64, u64); 2]> {
             kernel.iter().zip(handles).map(|(fd, handle)| {
                 let mut buf = [0; 24];
                 assert_eq!(kernel_read(fd, &mut buf), Ok(24));

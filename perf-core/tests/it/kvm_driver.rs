@@ -1,4 +1,4 @@
-//! The `kvm` driver on this machine's KVM. Needs /dev/kvm with binary statistics; otherwise the
+//! The `kvm` driver on this machine's KVM. Requires /dev/kvm with binary statistics. Otherwise the
 //! tests report this and pass.
 #![expect(unsafe_code, reason = "calls of the system")]
 
@@ -17,13 +17,14 @@ use test_support::skip;
 /// `KVM_GET_STATS_FD`: `_IO(0xae, 0xce)`.
 const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
 
-/// `out 0x10, al` in a loop: every run ends immediately.
+/// `out 0x10, al` in a loop, so that every run exits immediately.
 const OUT_FOR_EVER: [u8; 4] = [0xe6, 0x10, 0xeb, 0xfc];
 
 struct Counted {
     pmu: KvmPmu,
     guest: RealModeVm,
-    /// Index of a statistic that each run of a vCPU increments. The choice depends on the KVM.
+    /// Index of a statistic that each run of a vCPU increments. The choice depends on the KVM
+    /// implementation.
     rising: u64,
 }
 
@@ -175,7 +176,7 @@ fn kvm_driver_rejects_unsupported_events() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// Statistics that are not counts are listed but cannot be opened.
+/// Instantaneous statistics, which are not counts, are listed but cannot be opened.
 #[test]
 fn instantaneous_statistic_is_not_an_event() {
     let Some(g) = guest() else { return };

@@ -1,6 +1,6 @@
 //! The accuracy guarantee of the adaptive policy and the interpolating estimator, on the traces and
-//! seeds of the `mux_quality` example: a third of the error of linear scaling under round robin,
-//! and no worse on any trace.
+//! seeds of the `mux_quality` example. The error is a third of that of linear scaling under round
+//! robin, and no greater on any trace.
 
 #[allow(dead_code, reason = "each program uses its part")]
 #[path = "../../examples/mux_quality/family.rs"]
@@ -19,7 +19,7 @@ use measure::{Comparison, ErrorBars, runs};
 use perf_core::mux::MuxPolicy;
 use traces::{SEEDS, TICK_NS, Trace};
 
-/// Calls `measure` for each item on a thread of its own. Returns the results in the same order.
+/// Calls `measure` for each item on a separate thread. Returns the results in the same order.
 fn in_parallel<T: Sync, R: Send>(items: &[T], measure: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let measure = &measure;
     thread::scope(|scope| {
@@ -32,7 +32,7 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], measure: impl Fn(&T) -> R + Sync) 
     })
 }
 
-/// Returns the fixed traces with their comparisons by a precise timer, which several tests judge.
+/// Returns the fixed traces with their comparisons with a precise timer. Several tests use them.
 fn fixed_traces() -> &'static [(Trace, Comparison)] {
     static FIXED: OnceLock<Vec<(Trace, Comparison)>> = OnceLock::new();
     FIXED.get_or_init(|| {
@@ -68,8 +68,8 @@ fn third_of_the_error_and_never_worse() {
     check(fixed.map(|(trace, c)| (trace.name.as_str(), c)), 0.0);
 }
 
-/// The same with a timer that fires on whole milliseconds only: rounding makes intervals irregular,
-/// which costs up to half a percent of a count.
+/// The accuracy guarantee also holds for a timer that fires on whole milliseconds only. Rounding
+/// makes intervals irregular, which costs up to half a percent of a count.
 #[test]
 fn coarse_timer_is_enough() {
     let coarse = in_parallel(fixed_traces(), |(trace, precise)| {
@@ -80,8 +80,8 @@ fn coarse_timer_is_enough() {
     check(names.zip(&coarse), 0.005);
 }
 
-/// The same on random traces. A rhythm that rotation happens to sample evenly may be slightly
-/// worse.
+/// The accuracy guarantee also holds on random traces. A rhythm that rotation happens to sample
+/// evenly may be slightly worse.
 #[test]
 fn third_of_the_error_on_random_traces() {
     let random: Vec<_> = family::HOLD_OUT
@@ -114,9 +114,9 @@ fn error_bars(kind: &str) -> [(MuxPolicy, ErrorBars); 2] {
     [(POLICIES[0], measured[0]), (POLICIES[1], measured[1])]
 }
 
-/// The truth lies within two standard errors 19 times in 20, neither much less often nor always, on
-/// every kind of trace with informative slices and under both policies. The share per kind is known
-/// to about three percent.
+/// The truth lies within two standard errors 19 times out of 20, neither much less often nor
+/// always, for every kind of trace with informative slices and under both policies. The share per
+/// kind is known to within about three percent.
 #[test]
 fn two_standard_errors_have_nominal_coverage() {
     let mut all = [ErrorBars::default(); 2];
@@ -147,8 +147,9 @@ fn two_standard_errors_have_nominal_coverage() {
     }
 }
 
-/// A rhythm in step with the intervals looks constant. Few estimates of such rhythms get a standard
-/// error, and those are correct: either the policy detected the rhythm, or the error is unknown.
+/// A rhythm in phase with the intervals appears constant. Few estimates of such rhythms have a
+/// standard error, and those are correct: either the policy detected the rhythm, or the error is
+/// unknown.
 #[test]
 fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
     for kind in [
@@ -170,7 +171,7 @@ fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
     }
 }
 
-/// With few decisive slices there is a bound, which holds.
+/// If a few slices dominate, the estimate has a bound, and the error is within this bound.
 #[test]
 fn long_tails_have_bounds_that_hold() {
     for kind in ["long-tail", "phases", "spikes"] {
@@ -183,8 +184,8 @@ fn long_tails_have_bounds_that_hold() {
     }
 }
 
-/// The same on the fixed traces, which include a rhythm that plain rotation misjudges by more than
-/// half.
+/// Rhythms in the fixed traces also have no error bar or a correct one. The traces include a rhythm
+/// that plain rotation misjudges by more than half.
 #[test]
 fn rhythm_hidden_from_rotation_has_no_error_bar() {
     for (trace, c) in fixed_traces() {
@@ -204,9 +205,9 @@ fn rhythm_hidden_from_rotation_has_no_error_bar() {
     }
 }
 
-/// Each event is more frequent for a moment in each rotation. Some events are on at that moment,
-/// always in the same part of their slices. The others never are, and their slices look constant:
-/// the variation seen by the first makes all errors unknown.
+/// Each event is more frequent for a moment in each rotation. Some events are active at that
+/// moment, always in the same part of their slices. The others never are, and their slices look
+/// constant. The variation in the first events makes all errors unknown.
 #[test]
 fn rhythm_detected_by_one_event_makes_other_errors_unknown() {
     let steps = TICK_NS * 4 / traces::STEP_NS;
@@ -224,9 +225,9 @@ fn rhythm_detected_by_one_event_makes_other_errors_unknown() {
     }
 }
 
-/// Estimates through a core are as good as those of the queue and the estimator alone: the policy
-/// receives a slice when it ends rather than a rotation later, when its test for constant rates has
-/// moved on.
+/// Estimates of a core are as accurate as those of the queue and the estimator alone, because the
+/// policy receives a slice when it ends. A rotation later, the policy's test for constant rates
+/// would have advanced.
 #[test]
 fn core_estimates_match_estimator_accuracy() {
     let (mut alone, mut through) = (0.0, 0.0);

@@ -1,9 +1,9 @@
 //! The oracle: random histories of the whole core, checked against an independent model.
 //!
-//! The model (`oracle/model.rs`) is a flat list of parts, each an event in one context, and simple
-//! loops over it: states, counts, times, overflows and their samples, throttling, limits, families
-//! and their sums, exchanges of contexts. After each step all observable state of the core is
-//! compared with it.
+//! The model (`oracle/model.rs`) is a flat list of parts, each of which is an event in one context,
+//! and simple loops over this list. It covers states, counts, times, overflows and their samples,
+//! throttling, limits, families and their sums, and exchanges of contexts. After each step all
+//! observable state of the core is compared with the model.
 //!
 //! `PERF_CORE_ORACLE_CASES` sets the number of histories.
 
@@ -18,7 +18,7 @@ use model::{
     CONTEXT_SWITCHES, EventState as Expected, Model, OracleKind, OracleSetup, OracleSpec, OverflowCounts,
     RingRecord, Totals, VM,
 };
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -29,7 +29,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, Test
 const VCPUS: u32 = 3;
 /// Maximum number of open events.
 const EVENTS: usize = 9;
-/// Ids of the two raised events in use.
+/// IDs of the two raised events in use.
 const IDS: [u64; 2] = [SoftwareEventId::Halts as u64, CONTEXT_SWITCHES];
 
 #[derive(Clone, Debug)]
@@ -65,7 +65,7 @@ enum Step {
         regs: bool,
     },
     Service(u32),
-    /// The driver without slots refuses all starts, or stops refusing.
+    /// The driver without slots rejects all starts, or stops rejecting them.
     Refuse(bool),
 }
 
@@ -162,7 +162,7 @@ fn setup() -> impl Strategy<Value = OracleSetup> {
 struct TrackedEvent {
     name: u64,
     config: u64,
-    handle: Handle,
+    handle: EventHandle,
     ring: Option<RingReader>,
 }
 
@@ -210,8 +210,8 @@ impl CoreAndModel {
             world
         });
         Self {
-            admin: core.session(0, Role::Admin),
-            guest: core.session(0, Role::Guest),
+            admin: core.session(0, SessionRole::Admin),
+            guest: core.session(0, SessionRole::Guest),
             core,
             clock,
             hw,
@@ -428,12 +428,12 @@ impl CoreAndModel {
         }
         let leader = leader.filter(|n| *n < self.open.len());
         if let Some(leader) = leader {
-            // Members that no leader accepts are tested elsewhere; here members should join.
+            // Members that no leader accepts are tested elsewhere. Here, members should join.
             (spec.pinned, spec.exclusive) = (false, false);
             let lead = &self.model.events[&self.open[leader].name].spec;
             (spec.vcpu, spec.guest) = (lead.vcpu, lead.guest);
             let raised = |kind: OracleKind| matches!(kind, OracleKind::Raised(_));
-            // The on state of a raised event of a family is not observable.
+            // Whether a raised event of a family is active cannot be observed.
             if spec.vcpu.is_none() && raised(spec.kind) != raised(lead.kind) {
                 return Ok(());
             }
@@ -485,7 +485,7 @@ impl CoreAndModel {
             Ok(_) => return Err("it was opened and should not have been".into()),
             Err(e) => return Err(format!("it was not opened: {e}")),
         };
-        // Large enough for the most that one step raises, 512 records of 16 bytes.
+        // Large enough for the maximum that one step raises, 512 records of 16 bytes.
         let ring = handle.map(4, true).map_err(|e| e.to_string())?;
         let pair = [&self.hw, &self.sw];
         self.model
@@ -505,20 +505,22 @@ impl CoreAndModel {
         let mut got = Vec::new();
         let Some(ring) = &mut open.ring else { return Ok(()) };
         while let Some(raw) = ring.next_record().map_err(|e| e.to_string())? {
-            got.push(match Record::decode(raw, format()).map_err(|e| e.to_string())? {
-                Record::Sample(sample) => RingRecord::Sample {
-                    period: sample.period,
+            got.push(
+                match DecodedRecord::decode(raw, format()).map_err(|e| e.to_string())? {
+                    DecodedRecord::Sample(sample) => RingRecord::Sample {
+                        period: sample.period,
+                    },
+                    DecodedRecord::Throttle(_) => RingRecord::Throttle,
+                    DecodedRecord::Unthrottle(_) => RingRecord::Unthrottle,
+                    DecodedRecord::Lost(lost) if lost.lost == 1 => RingRecord::Lost,
+                    DecodedRecord::Read(read) => RingRecord::Read {
+                        value: read.values.entries.iter().next().map_or(0, |e| e.value),
+                        enabled: read.values.time_enabled_ns,
+                        running: read.values.time_running_ns,
+                    },
+                    other => return Err(format!("event {}: {other:?}", open.name)),
                 },
-                Record::Throttle(_) => RingRecord::Throttle,
-                Record::Unthrottle(_) => RingRecord::Unthrottle,
-                Record::Lost(lost) if lost.lost == 1 => RingRecord::Lost,
-                Record::Read(read) => RingRecord::Read {
-                    value: read.values.entries.iter().next().map_or(0, |e| e.value),
-                    enabled: read.values.time_enabled_ns,
-                    running: read.values.time_running_ns,
-                },
-                other => return Err(format!("event {}: {other:?}", open.name)),
-            });
+            );
         }
         let event = self.model.events.get_mut(&open.name).expect("it is open");
         let expected = std::mem::take(&mut event.records);
@@ -529,7 +531,7 @@ impl CoreAndModel {
 
     /// Checks all observable state of the core against the model.
     fn compare(&mut self) -> Result<(), String> {
-        let handles: BTreeMap<u64, &Handle> = self.open.iter().map(|e| (e.name, &e.handle)).collect();
+        let handles: BTreeMap<u64, &EventHandle> = self.open.iter().map(|e| (e.name, &e.handle)).collect();
         self.model.observe(&|model, p| {
             let part = &model.parts[p];
             match &part.counter {

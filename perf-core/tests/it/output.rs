@@ -3,8 +3,8 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use perf_core::record::Record;
-use perf_core::ring::{PageCounter, Ring, RingMode, RingReader};
+use perf_core::record::DecodedRecord;
+use perf_core::ring::{ControlPageField, Ring, RingMode, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -36,7 +36,7 @@ impl SampleRegs for Regs {
 fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
     let mut out = Vec::new();
     for_each_record(&mut RingReader::map(ring.memfd()).unwrap(), attr, |record| {
-        out.push(match record {Record::Sample(s) => format!(
+        out.push(match record {DecodedRecord::Sample(s) => format!(
                 "sample {:?} ip={:x} pid={} tid={} t={} addr={:x} cpu={} period={} chain={:?} raw={:?} read={:?}",
                 s.misc.cpu_mode(),
                 s.ip,
@@ -50,17 +50,17 @@ fn records(ring: &Ring, attr: &Attr) -> Vec<String> {
                 s.raw,
                 s.read.entries.iter().map(|e| e.value).collect::<Vec<_>>()
             ),
-            Record::Throttle(t) | Record::Unthrottle(t) => format!("throttled={}", t.throttled),
-            Record::Fork(t) => format!("fork {}", t.tid),
-            Record::Exit(t) => format!("exit {}", t.tid),
-            Record::Comm(c) => format!("comm {} {}", c.tid, String::from_utf8_lossy(c.name)),
-            Record::Mmap(m) => format!("mmap {:x}+{:x}", m.start, m.len),
-            Record::Read(r) => format!(
+            DecodedRecord::Throttle(t) | DecodedRecord::Unthrottle(t) => format!("throttled={}", t.throttled),
+            DecodedRecord::Fork(t) => format!("fork {}", t.tid),
+            DecodedRecord::Exit(t) => format!("exit {}", t.tid),
+            DecodedRecord::Comm(c) => format!("comm {} {}", c.tid, String::from_utf8_lossy(c.name)),
+            DecodedRecord::Mmap(m) => format!("mmap {:x}+{:x}", m.start, m.len),
+            DecodedRecord::Read(r) => format!(
                 "read {} {:?}",
                 r.tid,
                 r.values.entries.iter().map(|e| e.value).collect::<Vec<_>>()
             ),
-            Record::Lost(l) => format!("lost {}", l.lost),
+            DecodedRecord::Lost(l) => format!("lost {}", l.lost),
                         other => format!("{other:?}"),
         });
     });
@@ -162,7 +162,7 @@ fn p39_exit_comes_after_the_last_sample_and_reads_follow_it() {
     assert_eq!(records(&ring, &attr).len(), 0, "a disabled event gets none");
 }
 
-/// An overflow that was not handled when its vCPU was removed is reported as lost before the EXIT
+/// An overflow that was not handled before its vCPU was removed is reported as lost before the EXIT
 /// record, and not sampled after it. Its counts remain.
 #[test]
 fn p39_an_overflow_not_served_when_a_vcpu_is_removed_is_lost() {
@@ -190,7 +190,7 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     let target = m.open_vcpu(sampling(1000), None);
     let source = m.open_vcpu(sampling(5), None);
     let third = m.open_vcpu(sampling(1000), None);
-    let errno = |from: &Handle, to| from.set_output(Some(to)).unwrap_err().errno();
+    let errno = |from: &EventHandle, to| from.set_output(Some(to)).unwrap_err().errno();
     assert_eq!(errno(&source, &source), libc::EINVAL, "not itself");
     source.set_output(Some(&target)).unwrap();
     assert_eq!(errno(&third, &source), libc::EINVAL, "the target is redirected");
@@ -207,7 +207,7 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     assert_eq!(errno(&target, &third), libc::EINVAL, "it has a ring of its own");
     third.close();
     assert_eq!(errno(&source, &third), libc::EBADF);
-    // The output flag at open; the ring outlives its event while others write to it.
+    // Sets the output flag at open. The ring outlives its event while others write to it.
     let late = m.open_redirected(sampling(5), &target).unwrap();
     drop(target);
     overflow(&m, &v, 5);
@@ -216,9 +216,9 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     assert_eq!(m.core.ring_pages(0), 0);
 }
 
-/// An event that writes to the ring of a closed event continues to do so and stays redirected: no
-/// other event can be redirected to it, because its records would be lost, and it gets no ring of
-/// its own.
+/// An event that writes to the ring of a closed event continues to do so and stays redirected. No
+/// other event can be redirected to it, because its records would be lost, and it cannot have its
+/// own ring.
 #[test]
 fn p36_event_keeps_writing_to_ring_of_closed_event() {
     let m = TestCore::new(4);
@@ -262,9 +262,9 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
         c.owner_uid = 7;
     });
     let _v = m.vcpu(0);
-    let user = m.core.session(7, Role::Operator);
+    let user = m.core.session(7, SessionRole::Operator);
     let [a, b] = [(); 2].map(|()| m.try_open(&user, hw(), V0, None).unwrap());
-    // Allowed: 4 pages for each of two CPUs and one more; the control page counts.
+    // Allowed are 4 pages for each of two CPUs and one more, including the control page.
     a.map(4, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 5);
     a.map(4, true).unwrap();
@@ -302,7 +302,7 @@ proptest! {
     fn p35_charged_memory_equals_mapped_memory(ops in prop::collection::vec((0usize..3, 0u8..4, 0usize..6), 1..60)) {
         let m = TestCore::with(1, |c| { c.mlock_kb = 32; c.host_cpus = 1; c.memlock_kb = 0; });
         let _v = m.vcpu(0);
-        let user = m.core.session(0, Role::Operator);
+        let user = m.core.session(0, SessionRole::Operator);
         let open = || m.try_open(&user, soft(), V0, None).unwrap();
         let mut events: Vec<_> = (0..3).map(|_| open()).collect();
         // Pages and number of mappings of each event.
@@ -329,7 +329,7 @@ proptest! {
     }
 }
 
-/// With a limit of 8 pages, a second ring of 5 pages is refused while the first is in use by this
+/// With a limit of 8 pages, a second ring of 5 pages is rejected while the first is in use by this
 /// process, by a client's copy of the file descriptor, or by a mapping that outlives it.
 #[test]
 fn ring_memory_is_charged_until_last_user_releases_it() {
@@ -340,7 +340,7 @@ fn ring_memory_is_charged_until_last_user_releases_it() {
         c.owner_uid = 7;
     });
     let _v = m.vcpu(0);
-    let user = m.core.session(7, Role::Operator);
+    let user = m.core.session(7, SessionRole::Operator);
     let open = || m.try_open(&user, hw(), V0, None).unwrap();
     for writable in [true, false] {
         let refused = |why: &str| {
@@ -380,7 +380,7 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
     m.run(0, 42);
     v.sched_out();
     let counter = || RingReader::map(ring.memfd()).unwrap().counter().unwrap();
-    let expected = PageCounter {
+    let expected = ControlPageField {
         index: 0,
         offset: 42,
         time_enabled_ns: 42,
@@ -421,8 +421,8 @@ fn is_readable(fd: &OwnedFd) -> bool {
     epoll.wait(0, &mut [EpollEvent::default()]).unwrap() > 0
 }
 
-/// The file descriptor to poll is the ring's, or the event's own without a ring. The caller's copy
-/// stays valid after the event and the ring are closed.
+/// The file descriptor to poll is that of the ring, or that of the event if it has no ring. The
+/// caller's copy stays valid after the event and the ring are closed.
 #[test]
 fn poll_descriptor_belongs_to_caller() {
     let m = TestCore::new(4);
@@ -439,7 +439,7 @@ fn poll_descriptor_belongs_to_caller() {
     overflow(&m, &v, 5);
     assert!(is_readable(&of_ring) && !is_readable(&own));
     drop((e, ring));
-    // Newly opened files do not reuse the numbers.
+    // Newly opened files do not reuse the file descriptor numbers.
     let _others = [(); 8].map(|()| m.open_vcpu(sampling(5), None).map(1, true).unwrap());
     assert!(is_readable(&of_ring) && !is_readable(&own));
 }
@@ -467,8 +467,8 @@ fn event_at_limit_hangs_up_only_its_own_ring() {
     assert!(ring.take_poll().hang_up);
 }
 
-/// While its ring is paused, an event continues to count, the content of the ring stays, and new
-/// records are reported as lost.
+/// While its ring is paused, an event continues to count, the content of the ring does not change,
+/// and new records are reported as lost.
 #[test]
 fn paused_ring_reports_lost_records() {
     for writable in [true, false] {
@@ -509,17 +509,17 @@ fn unknown_registers_yield_empty_fields() {
 
 /// An event of a random history, and its expected records.
 struct TracedEvent {
-    event: Handle,
+    event: EventHandle,
     redirect: Option<usize>,
     /// Ring and number of its mappings. The ring is kept here when the event is closed.
     ring: Option<(usize, u32)>,
     closed: bool,
-    /// Number of its records that are in no ring that was read.
+    /// Number of records of the event that are in no ring that was read.
     missing: u64,
 }
 
-/// Random sequences of opening, redirecting, mapping and closing events. Each overflow yields a
-/// sample in the right ring, or is reported as lost there and by its event; an event without a ring
+/// For random sequences of opening, redirecting, mapping and closing events, each overflow yields a
+/// sample in the right ring, or is reported as lost there and by its event. An event without a ring
 /// loses nothing.
 #[test]
 fn p36_every_lost_record_is_reported_under_redirection() {
@@ -607,12 +607,12 @@ fn p36_every_lost_record_is_reported_under_redirection() {
                 7 => {
                     for (ring, reader, owed) in &mut rings {
                         for_each_record(reader, &sampling, |record| match record {
-                            Record::Sample(sample) => {
+                            DecodedRecord::Sample(sample) => {
                                 let from = events.iter_mut().find(|e| e.event.id() == sample.stream_id);
                                 from.expect("an event of ours").missing -= 1;
                                 *owed -= 1;
                             }
-                            Record::Lost(lost) => {
+                            DecodedRecord::Lost(lost) => {
                                 lost_at_all += lost.lost;
                                 *owed -= lost.lost;
                             }

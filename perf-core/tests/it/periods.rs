@@ -1,5 +1,5 @@
-//! Periods of samples: each is the number of counts since the previous sample for any changes in
-//! between, so that the periods add up to the count.
+//! Periods of samples. Each period is the number of counts since the previous sample, for any
+//! changes in between, so the periods add up to the count.
 
 use perf_core::ring::{Ring, RingReader};
 use perf_core::*;
@@ -45,7 +45,7 @@ fn vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
     let ring = e.map(256, true).unwrap();
     let v0 = m.vcpu(0);
     e.set_period(10_000).unwrap();
-    // One count per nanosecond: the ideal period is 100,000.
+    // One count per nanosecond, so the ideal period is 100,000.
     let second = |v: &VcpuContext| {
         for step in 0..100_000u64 {
             run(&m, v, 10_000);
@@ -94,14 +94,14 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
 
 #[test]
 fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
-    // 400 overflows per second, 10 ticks per second: 40 per tick are allowed, the next one
-    // throttles.
+    // 400 overflows per second at 10 ticks per second. 40 overflows per tick are allowed, and the
+    // next one throttles.
     let m = TestCore::with(1, |c| (c.sample_rate_hz, c.tick_hz) = (400, 10));
     let v = m.vcpu(0);
     let e = m.open_vcpu(raised(10), None);
     let ring = e.map(8, true).unwrap();
     raise(&v, 7);
-    // More than are batched for writing; the first includes earlier counts.
+    // More samples than are batched for writing. The first sample includes earlier counts.
     raise(&v, 10 * 39 + 5);
     assert_eq!(samples(&ring), [(0, 10); 40]);
     raise(&v, 60);
@@ -181,7 +181,7 @@ proptest! {
             stood_for += periods(&ring).iter().sum::<u64>();
             prop_assert!(stood_for <= e.read().unwrap().value);
         }
-        // Handle pending overflows, lift a throttle, and shorten the period of a frequency by
+        // Handles pending overflows, ends throttling, and shortens the period of a frequency by
         // counting slowly.
         serve();
         for _ in 0..if freq { 400 } else { 0 } {

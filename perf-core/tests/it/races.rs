@@ -1,10 +1,10 @@
-//! Races with other threads while an event is opened or a vCPU is removed: every count has its
-//! record, and no record follows the last.
+//! Races with other threads while an event is opened or a vCPU is removed. Every count has its
+//! record, and no record follows the last one of a vCPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use perf_core::record::Record;
+use perf_core::record::DecodedRecord;
 use perf_core::ring::RingReader;
 use perf_core::time::Clock;
 use perf_core::*;
@@ -16,7 +16,7 @@ fn raised() -> Attr {
         .with_sample_type(SampleType::TID | SampleType::ID)
 }
 
-/// An event that is opened with another event's ring as output has that ring from its first count
+/// An event that is opened with another event's ring as output uses that ring from its first count
 /// on.
 #[test]
 fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
@@ -33,7 +33,7 @@ fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
                 raise(&v, 1);
             }
         });
-        // Until enough events were opened while the other thread raised the event.
+        // Runs until enough events were opened while the other thread raised the event.
         let mut met = 0;
         while met < 300 {
             let e = m.open_redirected(attr.clone(), &target).unwrap();
@@ -41,12 +41,12 @@ fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
             let count = e.read().unwrap().value;
             let (mut samples, mut lost) = (0, 0);
             for_each_record(&mut reader, &attr, |record| match record {
-                Record::Sample(s) if s.id == e.id() => samples += 1,
-                Record::Lost(l) => lost += l.lost,
+                DecodedRecord::Sample(s) if s.id == e.id() => samples += 1,
+                DecodedRecord::Lost(l) => lost += l.lost,
                 _ => {}
             });
             if lost > 0 || count > 1000 {
-                // The thread was descheduled for long, so the ring may have been full.
+                // The thread was descheduled for a long time, so the ring may have been full.
                 continue;
             }
             if samples != count {
@@ -75,7 +75,7 @@ impl Clock for HookedClock {
     }
 }
 
-/// A vCPU is removed while an event is raised on it: EXIT is its last record in a VM-wide ring.
+/// If a vCPU is removed while an event is raised on it, EXIT is its last record in a VM-wide ring.
 #[test]
 fn no_sample_of_a_vcpu_follows_its_exit() {
     let clock = Arc::new(HookedClock::default());
@@ -88,7 +88,7 @@ fn no_sample_of_a_vcpu_follows_its_exit() {
     let e = m.open_vm(attr.clone());
     let ring = e.map(8, true).unwrap();
     raise(&v, 1);
-    // Between the check for the vCPU and the lock of the VM context.
+    // Runs between the check for the vCPU and the acquisition of the VM context lock.
     let other = Arc::clone(&m);
     *clock.0.lock().unwrap() = Some(Box::new(move || other.core.remove_vcpu(VcpuId(0)).unwrap()));
     raise(&v, 1);
@@ -97,8 +97,8 @@ fn no_sample_of_a_vcpu_follows_its_exit() {
     let mut reader = RingReader::map(ring.memfd()).unwrap();
     for_each_record(&mut reader, &attr, |record| {
         kinds.push(match record {
-            Record::Sample(_) => "sample",
-            Record::Exit(_) => "exit",
+            DecodedRecord::Sample(_) => "sample",
+            DecodedRecord::Exit(_) => "exit",
             _ => "other",
         });
     });

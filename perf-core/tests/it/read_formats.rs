@@ -1,4 +1,4 @@
-//! Read formats, ids and invalid requests.
+//! Read formats, IDs and invalid requests.
 
 use perf_core::*;
 use proptest::prelude::*;

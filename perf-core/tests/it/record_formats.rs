@@ -1,5 +1,5 @@
-//! Formats of records and readings for other readers: `linux-perf-data` finds the event, vCPU and
-//! time of every record in a ring that events of several formats share.
+//! Formats of records and readings for external readers: `linux-perf-data` finds the event, vCPU
+//! and time of every record in a ring that events of several formats share.
 
 use std::io::Cursor;
 use std::sync::Arc;
@@ -7,17 +7,17 @@ use std::sync::Arc;
 use linux_perf_data::linux_perf_event_reader::RecordType;
 use linux_perf_data::{PerfFileReader, PerfFileRecord};
 use perf_core::attr::ATTR_SIZE_VER8;
-use perf_core::record::Record;
+use perf_core::record::DecodedRecord;
 use perf_core::ring::RingReader;
 use perf_core::*;
 
 use crate::common::test_core::*;
 
-/// Returns a perf.data file with the given events and their ids, and the records as in the ring.
+/// Returns a perf.data file with the given events and their IDs, and the records as in the ring.
 fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
     const HEADER: u64 = 104;
     let attr_size = u64::from(ATTR_SIZE_VER8);
-    // The position of the ids follows each attribute.
+    // The position of the IDs follows each attribute.
     let ids_at = HEADER + (attr_size + 16) * events.len() as u64;
     let records_at = ids_at + 8 * events.len() as u64;
     let mut file = b"PERFILE2".to_vec();
@@ -149,7 +149,7 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
 }
 
 /// Returns the words of a read of `event`.
-fn words(event: &Handle) -> Vec<u64> {
+fn words(event: &EventHandle) -> Vec<u64> {
     let mut bytes = vec![0; event.read_size().unwrap()];
     assert_eq!(event.read_bytes(&mut bytes).unwrap(), bytes.len());
     let (words, _) = bytes.as_chunks();
@@ -178,7 +178,7 @@ fn lost_count_is_reported_per_event() {
     let ring = leader.map(1, true).unwrap();
     sibling.set_output(Some(&leader)).unwrap();
     let mut reader = RingReader::of(ring.clone());
-    // 48 bytes at 10 counts, and 16 more at 20: more than the page holds.
+    // 48 bytes at 10 counts, and 16 more at 20, which is more than the page holds.
     for _ in 0..100 {
         overflow(&m, &v, 10);
     }
@@ -193,8 +193,8 @@ fn lost_count_is_reported_per_event() {
     overflow(&m, &v, 10);
     let (mut lost, mut members) = (0, Vec::new());
     for_each_record(&mut reader, leader.attr(), |record| match record {
-        Record::Lost(record) if members.is_empty() => lost += record.lost,
-        Record::Sample(sample) => {
+        DecodedRecord::Lost(record) if members.is_empty() => lost += record.lost,
+        DecodedRecord::Sample(sample) => {
             members.extend(sample.read.entries.iter().map(|e| (e.value, e.lost)));
         }
         other => panic!("{other:?}"),

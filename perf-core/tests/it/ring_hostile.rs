@@ -35,8 +35,8 @@ const ODD: &str = "the size of the record is not a multiple of 8";
 const BEYOND: &str = "the record ends beyond the head";
 const HEAD: &str = "the head is behind the tail or beyond the ring";
 
-/// Writes a record of 16 bytes and a second one that claims `size` bytes, with a head that makes
-/// `there` bytes available for it.
+/// Writes a record of 16 bytes and a second record that claims `size` bytes, with a head that makes
+/// `there` bytes available for the second record.
 fn one_good_one_bad(size: u64, there: u64) -> (Ring, File) {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
     let memory = foreign(&ring);
@@ -73,7 +73,7 @@ fn corrupt_records_are_reported_and_skipped() {
         assert_eq!((record.ty(), record.bytes().len()), (TAGGED, 16));
         let error = reader.next_record().expect_err("nonsense");
         assert_eq!(corrupt(error), (16, what), "{size} bytes of {there}");
-        // The writer has its space back, and its next records are read.
+        // The space has been returned to the writer, and its next records are read.
         assert_eq!(peek(&memory, DATA_TAIL), 16 + there);
         assert!(reader.next_record().expect("nothing").is_none());
         header(&memory, 16 + there, 24);
@@ -178,7 +178,8 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
             Err(RingReadError::Overrun { bytes }) => {
                 let rest = read(&mut early).expect("resynchronised");
                 assert_eq!(bytes + 24 * rest, 24 * records, "{records} records");
-                // A late reader begins at the oldest known record, an overrun one has to catch up.
+                // A late reader begins at the oldest known record, whereas an overrun reader has to
+                // catch up.
                 assert!(late >= rest && late < records);
                 assert!(24 * rest > PAGE / 2 - PAGE / 16 - 24);
                 assert!(24 * late > PAGE * 3 / 4 - PAGE / 16 - 24);
@@ -206,7 +207,7 @@ fn overwrite_ring_yields_no_batch() {
 fn backward_head_of_overwrite_ring_is_reported() {
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE;
     for (back, sound) in [(0, true), (8, false), (PAGE, false)] {
-        // All zeros; an existing mapping may still write.
+        // All zeros. An existing mapping may still be written.
         let file = memfd(2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE);
         poke(&file, DATA_HEAD, 2 * PAGE);
         let page = shared(&file);
@@ -300,7 +301,7 @@ fn non_ring_is_rejected_with_reason() {
         (4 * PAGE, sealed, PAGE, 3 * PAGE, "1 + 2^n pages"),
         (PAGE - 1, sealed, PAGE, 0, "1 + 2^n pages"),
         (0, sealed, PAGE, 0, "1 + 2^n pages"),
-        // More than the maximum, in a sparse file.
+        // A size above the maximum, in a sparse file.
         (PAGE + LARGE, sealed, PAGE, LARGE, "1 + 2^n pages"),
         (2 * PAGE, sealed, 2 * PAGE, PAGE, "control page"),
         (2 * PAGE, sealed, PAGE, 2 * PAGE, "control page"),
@@ -314,8 +315,8 @@ fn non_ring_is_rejected_with_reason() {
     assert!(error.contains("not a memfd"), "{error}");
 }
 
-/// The control page for readers of kernel rings: the supported fields, and bit 0 of the
-/// capabilities, which older kernels used for two purposes, cleared.
+/// The control page contains the supported fields for readers of kernel rings. Bit 0 of the
+/// capabilities, which older kernels used for two purposes, is cleared.
 #[test]
 fn control_page_reports_supported_fields() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
@@ -328,7 +329,8 @@ fn control_page_reports_supported_fields() {
     );
 }
 
-/// The largest kernel ring is mapped; larger sizes and sizes that are no power of two are rejected.
+/// The largest kernel ring is mapped. Larger sizes and sizes that are not powers of two are
+/// rejected.
 #[test]
 fn kernel_ring_page_count_is_limited() {
     let no_event = File::open("/dev/null").expect("there is one");
@@ -348,8 +350,8 @@ fn kernel_ring_page_count_is_limited() {
     }
 }
 
-/// A process that may not write the data may not write the tail either, so such a ring is in
-/// overwrite mode.
+/// A process that may not write the data may not write the tail either, so its ring is in overwrite
+/// mode.
 #[test]
 fn ring_mode_is_derived_from_seals() {
     let size = libc::F_SEAL_SHRINK;

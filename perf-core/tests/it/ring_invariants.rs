@@ -17,8 +17,8 @@ use crate::common::ring::{
 enum Step {
     /// Begins a record of this number of words.
     Begin(usize),
-    /// Ends the n-th open record, modulo their number: nested writers end the last one, threads
-    /// any.
+    /// Ends the n-th open record, modulo the number of open records. Nested writers end the last
+    /// record, and threads end any record.
     End(usize),
     /// Reads this number of records.
     Read(usize),
@@ -327,7 +327,8 @@ fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
         assert!(matches!(write(&ring, 40, 0, 0), Err(RingError::Full)));
     }
     assert_eq!(ring.pending_lost(), 10);
-    // Space for the record but not for the LOST record too, so it is refused as well.
+    // There is space for the record but not for the LOST record as well, so the record is also
+    // rejected.
     assert_eq!(next(&mut reader), CheckedRecord::Tagged(0, 0));
     reader.release();
     assert!(matches!(write(&ring, 40, 0, 0), Err(RingError::Full)));
@@ -440,7 +441,7 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
     for n in 0..3072 / 40 {
         assert_eq!(next(&mut slow), CheckedRecord::Tagged(1, n));
     }
-    // Records in flight do not reach the range that a reader may trust.
+    // Records in flight do not extend into the range that a reader may trust.
     assert!(matches!(
         ring.begin(1008, false),
         Err(RingError::TooLarge { limit: 1000, .. })

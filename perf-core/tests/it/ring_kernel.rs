@@ -1,5 +1,5 @@
-//! The reader on rings that the kernel writes, and the kernel's records encoded again, to check
-//! that layout and protocol are the kernel's.
+//! Reads rings that the kernel writes, and encodes the kernel's records again, to check that layout
+//! and protocol match those of the kernel.
 
 #![expect(unsafe_code, reason = "calls of the system")]
 
@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use perf_core::attr::{Attr, EventType, ReadFormat, SampleType};
-use perf_core::record::{EncodeRecord, Record, RecordFormat};
+use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat};
 use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_event::events::Software;
 use perf_event::{Builder, SampleFlag};
@@ -44,13 +44,13 @@ fn kernel_samples_are_read_in_place_and_across_wrap() {
     let fd = borrow(&counter);
     let mut reader = RingReader::map_perf(fd, 1).expect("a ring of one page");
     let (mut samples, mut last_time, mut bytes) = (0, 0, 0);
-    // A record has 56 bytes, which does not divide 4096: records wrap.
+    // A record has 56 bytes, which does not divide 4096, so records wrap.
     for round in 0..50 {
         counter.enable().expect("can be enabled");
         fault(40);
         counter.disable().expect("can be disabled");
-        let mut check = |record: Record<'_>| match record {
-            Record::Sample(sample) => {
+        let mut check = |record: DecodedRecord<'_>| match record {
+            DecodedRecord::Sample(sample) => {
                 assert_eq!(sample.pid, std::process::id());
                 assert!(sample.time_ns >= last_time, "in order");
                 assert_eq!(sample.period, 1);
@@ -58,18 +58,18 @@ fn kernel_samples_are_read_in_place_and_across_wrap() {
                 last_time = sample.time_ns;
                 samples += 1;
             }
-            Record::Throttle(_) | Record::Unthrottle(_) | Record::Lost(_) => {}
+            DecodedRecord::Throttle(_) | DecodedRecord::Unthrottle(_) | DecodedRecord::Lost(_) => {}
             other => panic!("{other:?}"),
         };
         if round % 2 == 0 {
             while let Some(raw) = reader.next_record().expect("the kernel's rings are sound") {
                 bytes += raw.bytes().len();
-                check(Record::decode(raw, format).expect("the kernel's records are whole"));
+                check(DecodedRecord::decode(raw, format).expect("the kernel's records are whole"));
             }
         } else {
             for raw in reader.batch().expect("the kernel's rings are sound") {
                 bytes += raw.bytes().len();
-                check(Record::decode(raw, format).expect("the kernel's records are whole"));
+                check(DecodedRecord::decode(raw, format).expect("the kernel's records are whole"));
             }
         }
     }
@@ -125,14 +125,14 @@ fn check_reencoded_records(reader: &mut RingReader, format: RecordFormat) -> BTr
     let mut ours = RingReader::of(Arc::clone(&ring));
     let mut types = BTreeMap::new();
     while let Some(raw) = reader.next_record().expect("the kernel's rings are sound") {
-        match Record::decode(raw, format).expect("the kernel's records are whole") {
-            Record::Sample(r) => r.write(format, &ring),
-            Record::Fork(r) | Record::Exit(r) => r.write(format, &ring),
-            Record::Comm(r) => r.write(format, &ring),
-            Record::Mmap(r) => r.write(format, &ring),
-            Record::Lost(r) => r.write(format, &ring),
-            Record::Throttle(r) | Record::Unthrottle(r) => r.write(format, &ring),
-            Record::Read(r) => r.write(format, &ring),
+        match DecodedRecord::decode(raw, format).expect("the kernel's records are whole") {
+            DecodedRecord::Sample(r) => r.write(format, &ring),
+            DecodedRecord::Fork(r) | DecodedRecord::Exit(r) => r.write(format, &ring),
+            DecodedRecord::Comm(r) => r.write(format, &ring),
+            DecodedRecord::Mmap(r) => r.write(format, &ring),
+            DecodedRecord::Lost(r) => r.write(format, &ring),
+            DecodedRecord::Throttle(r) | DecodedRecord::Unthrottle(r) => r.write(format, &ring),
+            DecodedRecord::Read(r) => r.write(format, &ring),
             other => panic!("{other:?}"),
         }
         .expect("there is room for one");
@@ -184,7 +184,8 @@ fn enable(fd: &OwnedFd, on: bool) {
     assert_eq!(result, 0);
 }
 
-/// Each field alone, all together, and random subsets; single and group readings in every format.
+/// Samples match the kernel's encoding for each field alone, all fields together, and random
+/// subsets, with single and group readings in every format.
 #[test]
 fn samples_match_kernel_encoding() {
     let mut rng = fastrand::Rng::with_seed(7);
@@ -217,7 +218,7 @@ fn samples_match_kernel_encoding() {
 
 #[test]
 fn side_band_records_match_kernel_encoding() {
-    // A few samples fill the ring, fewer than the kernel would throttle.
+    // A few samples fill the ring, before the kernel throttles the event.
     let all = ALL - SampleType::CALLCHAIN - SampleType::READ;
     for (sample_type, sample_id_all) in [
         (all, false),
@@ -270,8 +271,8 @@ fn side_band_records_match_kernel_encoding() {
     }
 }
 
-/// An event that threads inherit, and its records when one of them ends. Linux no longer writes
-/// READ records: by then the thread has no context left.
+/// Records of an event that threads inherit match the kernel's encoding when one of the threads
+/// exits. Linux no longer writes READ records, because the thread has no context left at that time.
 #[test]
 fn thread_exit_records_match_kernel_encoding() {
     // SAFETY: sched_getcpu takes no arguments.

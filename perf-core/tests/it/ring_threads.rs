@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use perf_core::attr::Wakeup;
 use perf_core::record::{EncodeRecord, RecordFormat};
-use perf_core::ring::{PageCounter, Ring, RingError, RingMode, RingReader};
+use perf_core::ring::{ControlPageField, Ring, RingError, RingMode, RingReader};
 
 use crate::common::ring::{
     CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, check, drain, foreign, peek, ring_and_reader, wait,
@@ -114,7 +114,7 @@ fn p31_reader_sleeping_on_eventfd_misses_no_record() {
         }
         let mut records = 0;
         while records < WRITERS * (EACH / 10) {
-            // Only the notification ends the wait, so a lost one fails the test.
+            // Only the notification ends the wait, so a lost notification fails the test.
             assert!(wait(&ring), "woken; {records} records seen");
             assert!(ring.take_poll().readable);
             records += drain_in_order(&mut reader, &mut last).0;
@@ -127,7 +127,7 @@ fn p34_the_counter_on_the_control_page_is_never_torn() {
     let ring = Arc::new(Ring::new(0, RingMode::Writable).expect("a control page"));
     let reader = RingReader::map(ring.memfd()).expect("maps");
     let stop = AtomicBool::new(false);
-    let counter = |n: u64| PageCounter {
+    let counter = |n: u64| ControlPageField {
         index: n as u32 % 8,
         offset: n as i64 * -3,
         time_enabled_ns: n * 5,

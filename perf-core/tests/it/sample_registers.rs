@@ -1,4 +1,5 @@
-//! Registers are read and stacks are unwound without any lock of the core, and once per moment.
+//! Registers are read and stacks are unwound without holding any lock of the core, and once per
+//! point in time.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -18,7 +19,7 @@ fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
     Attr::sampling(ty, config, period).with_sample_type(regs_sample_type())
 }
 
-/// Slow registers: `during` runs while they are read, and reads are counted.
+/// Slow registers. `during` runs while they are read, and reads are counted.
 struct SlowRegs<'a> {
     during: &'a mut dyn FnMut(),
     looks: [u32; 4],
@@ -122,7 +123,7 @@ fn context_lock_is_free_during_stack_unwinding() {
     }
 }
 
-/// Several events overflow at the same moment: each has a sample, the stack is unwound once, and
+/// If several events overflow at the same moment, each has a sample, the stack is unwound once, and
 /// unrequested registers are not read.
 #[test]
 fn registers_are_read_once_per_moment_and_on_request_only() {
@@ -152,7 +153,7 @@ fn registers_are_read_once_per_moment_and_on_request_only() {
 }
 
 /// Changes to an event while its registers are read take effect: a closed event has no sample, a
-/// disabled event has the sample of earlier counts, and there is none after EXIT.
+/// disabled event has the sample of earlier counts, and no sample follows EXIT.
 #[test]
 fn event_changes_during_register_reads_take_effect() {
     for what in ["close", "disable", "remove"] {

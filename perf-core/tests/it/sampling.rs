@@ -4,12 +4,12 @@ use perf_core::*;
 
 use crate::common::test_core::*;
 
-fn counter(m: &TestCore, period: u64, cookie: u64) -> Handle {
+fn counter(m: &TestCore, period: u64, cookie: u64) -> EventHandle {
     m.open_reporting(&m.guest, sim(period).with_pinned(), cookie)
 }
 
 /// Opens an event of an operator on vCPU 0 that is sampled `hz` times per second.
-fn open_with_frequency(m: &TestCore, hz: u64) -> Handle {
+fn open_with_frequency(m: &TestCore, hz: u64) -> EventHandle {
     m.open_reporting(&m.admin, sim(hz).with_freq(), 1)
 }
 
@@ -63,13 +63,13 @@ fn rearming_running_event_takes_effect_immediately() {
     assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
 }
 
-/// The limit of a leader stops its whole group while others have pending overflows: all of them are
-/// handled without another signal.
+/// The limit of a leader stops its whole group while other members have pending overflows. All of
+/// these are handled without another signal.
 #[test]
 fn group_stopped_during_handling_has_no_pending_overflow() {
     let m = TestCore::new(8);
     let v = m.vcpu(0);
-    let open = |cookie, leader: Option<&Handle>| {
+    let open = |cookie, leader: Option<&EventHandle>| {
         let flags = OpenFlags::with_cookie(cookie);
         m.core.open(&m.admin, sim(10), V0, leader, flags).unwrap()
     };
@@ -124,8 +124,8 @@ fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
     assert_eq!(inherited.refresh(1).unwrap_err().errno(), libc::EINVAL);
 }
 
-/// Overflows before a stop count against the event's limit and end it; later overflows would exceed
-/// the limit.
+/// Overflows before a stop count against the event's limit and exhaust it. Later overflows would
+/// exceed the limit.
 #[test]
 fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
     let m = TestCore::new(1);
@@ -149,7 +149,7 @@ fn frequency_converges_to_period() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10_000);
-    // One count per nanosecond: the ideal period is 100,000.
+    // One count per nanosecond, so the ideal period is 100,000.
     let second = || overflows_per_second(&m, &v, 10_000, 100);
     second();
     let n = second();
@@ -191,7 +191,7 @@ fn p38_no_overflow_reported_without_active_event() {
     );
 }
 
-/// With a frequency below the tick rate, several ticks form one window; otherwise each tick without
+/// With a frequency below the tick rate, several ticks form one window. Otherwise each tick without
 /// an overflow would shorten the period.
 #[test]
 fn frequency_below_tick_rate_converges_to_period() {
@@ -208,8 +208,8 @@ fn frequency_below_tick_rate_converges_to_period() {
     }
 }
 
-/// Returns the overflows of an event that samples at `hz`, as the steps at which they are served.
-/// `work` runs one step; a step is a tenth of a tick of 4 ms.
+/// Returns the overflows of an event that samples at `hz`, as the steps at which they are serviced.
+/// `work` runs one step, which is a tenth of a tick of 4 ms.
 fn overflow_steps(m: &TestCore, hz: u64, steps: u64, work: impl Fn(u64)) -> Vec<u64> {
     let v = m.vcpu(0);
     let e = m.open_vcpu(sim(hz).with_freq(), None);
@@ -228,7 +228,7 @@ fn overflow_steps(m: &TestCore, hz: u64, steps: u64, work: impl Fn(u64)) -> Vec<
 }
 
 /// An event that counts a billion per second starts with period 1. The first second must not make
-/// the period so long that the event falls silent.
+/// the period so long that the event no longer overflows.
 #[test]
 fn low_frequency_never_falls_silent() {
     const SECOND: u64 = 2500;
@@ -250,7 +250,7 @@ fn low_frequency_never_falls_silent() {
     }
 }
 
-/// Page faults come in bursts: a burst must not be taken for the mean rate.
+/// Page faults come in bursts, and a burst must not be mistaken for the mean rate.
 #[test]
 fn low_frequency_survives_bursts() {
     const SECOND: u64 = 2500;
@@ -268,8 +268,8 @@ fn low_frequency_survives_bursts() {
     }
 }
 
-/// A guest becomes a thousand times slower: its current period would take minutes, so it is
-/// shortened before it ends.
+/// If a guest becomes a thousand times slower, its current period would take minutes. The period is
+/// therefore shortened before it ends.
 #[test]
 fn excessive_period_is_shortened_early() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
@@ -298,7 +298,7 @@ fn excessive_period_is_shortened_early() {
     }
 }
 
-/// On a host with an overflow latency as long as the requested interval, the period grows until
+/// If the overflow latency of the host is as long as the requested interval, the period grows until
 /// each notification covers one overflow.
 #[test]
 fn frequency_converges_with_late_overflow_notification() {
@@ -311,8 +311,8 @@ fn frequency_converges_with_late_overflow_notification() {
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
 }
 
-/// Throttling limits samples per tick time. If the VMM calls no ticks, old interrupts must not
-/// count forever.
+/// Throttling limits the number of samples per tick time. If the VMM performs no ticks, old
+/// interrupts must not count indefinitely.
 #[test]
 fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     let m = TestCore::with(4, |c| (c.sample_rate_hz, c.tick_hz) = (100, 10));
@@ -326,9 +326,9 @@ fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     assert_eq!((v.stats().samples, v.stats().throttles), (100, 0));
 }
 
-/// Only a tick lifts a throttle, so an event that can be throttled requires ticks from its start,
-/// and every tick once throttled. Otherwise a VMM with rare ticks would leave it throttled for
-/// long.
+/// Only a tick ends throttling, so an event that can be throttled requires ticks from its start,
+/// and requires every tick once it is throttled. Otherwise a VMM with rare ticks would leave it
+/// throttled for a long time.
 #[test]
 fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     let m = TestCore::with(4, |c| (c.sample_rate_hz, c.tick_hz) = (2500, 250));
@@ -372,16 +372,20 @@ impl SampleRegs for RaisingRegs<'_> {
         CpuMode::GuestKernel
     }
     fn ip(&mut self) -> u64 {
-        let raised =
-            self.0
-                .software_event_at(RaiseLevel::Thread, SoftwareEventId::Halts, 1, None, &mut |_| {});
+        let raised = self.0.software_event_at(
+            SoftwareEventLevel::Thread,
+            SoftwareEventId::Halts,
+            1,
+            None,
+            &mut |_| {},
+        );
         self.1 = Some(raised);
         0
     }
 }
 
-/// Handling overflows is work at the thread's level: events that its registers raise are dropped as
-/// documented, without waiting for the lock that the handler holds.
+/// Overflows are handled at the thread's level. Events that are raised while registers are read are
+/// dropped as documented, without waiting for the lock that the handler holds.
 #[test]
 fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
     let m = TestCore::new(4);
@@ -410,8 +414,8 @@ fn vm_wide_event_without_ring_notifies_opener() {
     assert!(!e.poll().contains(PollState::IN), "taken once");
 }
 
-/// An overflow less than a tick after the previous one adjusts the period; after a longer interval
-/// ticks do, because they measure its length.
+/// An overflow less than a tick after the previous one adjusts the period. After a longer interval,
+/// ticks adjust it, because they measure the length of the interval.
 #[test]
 fn overflows_within_a_tick_adjust_frequency_period() {
     // A tick is 10 ms.
@@ -435,8 +439,8 @@ fn overflows_within_a_tick_adjust_frequency_period() {
     assert_eq!(seen, [1, 1, 126, 126, 113]);
 }
 
-/// A ring in overwrite mode is a flight recorder: after it has wrapped, its newest samples can be
-/// read in their order, up to the last one.
+/// A ring in overwrite mode is a flight recorder. After it has wrapped, its newest samples can be
+/// read in order, up to the last one.
 #[test]
 fn newest_samples_of_overwrite_ring_can_be_read() {
     let m = TestCore::with(4, |c| c.sample_rate_hz = 1_000_000);
@@ -451,6 +455,6 @@ fn newest_samples_of_overwrite_ring_can_be_read() {
     let times = map_samples(&ring, e.attr(), |sample| sample.time_ns);
     let newest: Vec<u64> = (0..1000).map(|n| 10 * n + 10).collect();
     assert!(newest.ends_with(&times), "{times:?}");
-    // A record of 16 bytes; three quarters of the ring but a sixteenth.
+    // A record has 16 bytes, and three quarters of the ring less a sixteenth are readable.
     assert!(times.len() >= (4096 * 11 / 16 - 16) / 16, "{times:?}");
 }

@@ -15,7 +15,7 @@ fn tick_stops_one_and_starts_one() {
     let m = TestCore::new(4);
     let _v = m.vcpu(0);
     let events: Vec<_> = (0..10).map(|_| m.open_vcpu(hw(), None)).collect();
-    let states = || events.iter().map(Handle::state).collect::<Vec<_>>();
+    let states = || events.iter().map(EventHandle::state).collect::<Vec<_>>();
     let before = states();
     m.core.tick();
     assert_eq!(before.iter().zip(states()).filter(|(a, b)| *a != b).count(), 2);
@@ -113,8 +113,8 @@ fn strict_sharing_rejects_events_that_do_not_fit() {
     assert_eq!(refused(), libc::EBUSY);
 }
 
-/// A vCPU without slots for all VM-wide events: under strict sharing it cannot be added, and
-/// nothing of it remains; with enough slots it can.
+/// Under strict sharing, a vCPU without slots for all VM-wide events cannot be added, and the
+/// failed call leaves nothing behind. With enough slots the vCPU can be added.
 #[test]
 fn strict_sharing_refuses_a_vcpu_on_which_events_of_the_vm_do_not_fit() {
     let m = TestCore::new(2);
@@ -228,7 +228,8 @@ fn driver_that_refuses_leaves_a_flexible_group_waiting_and_a_pinned_one_in_error
     assert_eq!(flexible.state(), EventState::Active);
 }
 
-/// The second member gets no slot, so the first one is stopped again, and others get its slot.
+/// If the second member receives no slot, the first member is stopped again, and other events
+/// receive its slot.
 #[test]
 fn partially_fitting_group_is_off_as_a_whole() {
     let core = PerfCore::new(PerfCoreConfig::default());
@@ -242,8 +243,8 @@ fn partially_fitting_group_is_off_as_a_whole() {
     core.register(std::sync::Arc::new(pmu.clone()));
     let v = core.add_vcpu(VcpuId(0), 1).unwrap();
     v.sched_in();
-    let session = core.session(0, Role::Admin);
-    let open = |config, leader: Option<&Handle>| {
+    let session = core.session(0, SessionRole::Admin);
+    let open = |config, leader: Option<&EventHandle>| {
         let attr = Attr::counting(EventType::SIM, config);
         let target = V0;
         core.open(&session, attr, target, leader, OpenFlags::default())
@@ -278,7 +279,7 @@ fn partially_fitting_group_is_off_as_a_whole() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// P8: each of several equal groups is on for its exact share of intervals.
+    /// P8: each of several equal groups is active for its exact share of intervals.
     #[test]
     fn p8_each_of_equal_groups_has_its_share(slots in 1usize..6, n in 1usize..12, rounds in 20u64..60, turn in 1u64..10_000) {
         let m = TestCore::new(slots);
@@ -298,7 +299,7 @@ proptest! {
         }
     }
 
-    /// P10: after as many intervals as there are groups, the same groups are on.
+    /// P10: after as many intervals as there are groups, the same groups are active.
     #[test]
     fn p10_full_rotation_restores_active_groups(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;
@@ -306,7 +307,7 @@ proptest! {
         let _v = m.vcpu(0);
         let events: Vec<_> = (0..n).map(|_| m.open_vcpu(hw(), None)).collect();
                 let turns = |n| (0..n).for_each(|_| { m.run(0, 1); m.core.tick() });
-        let states = || events.iter().map(Handle::state).collect::<Vec<_>>();
+        let states = || events.iter().map(EventHandle::state).collect::<Vec<_>>();
         turns(start);
         let before = states();
         prop_assert_eq!(active(&events), slots);
@@ -315,7 +316,7 @@ proptest! {
     }
 }
 
-/// A ramp: the rate increases continuously, so the mean of the slices differs from the overall
+/// On a ramp, the rate increases continuously, so the mean of the slices differs from the overall
 /// mean.
 #[test]
 fn estimate_follows_rate_and_reports_exactness() {
@@ -341,8 +342,8 @@ fn estimate_follows_rate_and_reports_exactness() {
         assert_eq!(r.time_enabled_ns, 4000);
         let e = event.estimate().unwrap().unwrap();
         let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
-        // With one slot a slice is one interval long and has no inner readings, so a rhythm in step
-        // could stay hidden.
+        // With one slot a slice is one interval long and has no reads in its middle, so a rhythm in
+        // phase with the intervals could remain undetected.
         assert_eq!((e.exact, e.standard_error, e.bound), (false, None, None));
         assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
     }
@@ -375,8 +376,8 @@ fn adaptive_turns_are_short_probe_steady_rates_and_starve_no_group() {
         m.run(0, due - now);
         m.core.rotate();
     }
-    // Turns of equal length, and a few longer ones that shift the phase once the steady rates are
-    // known. The first is due immediately and only sets the time of the next.
+    // Intervals of equal length, and a few longer ones that shift the phase once the steady rates
+    // are known. The first is due immediately and only sets the time of the next.
     gaps.remove(&0);
     let [(short, often), (long, seldom)] = gaps.into_iter().collect::<Vec<_>>()[..] else {
         panic!("two lengths of turns");
@@ -389,7 +390,8 @@ fn adaptive_turns_are_short_probe_steady_rates_and_starve_no_group() {
     }
 }
 
-/// A group that does not fit together with the pinned events would stay first in the queue forever.
+/// Groups that do not fit together with the pinned events do not block other groups, although they
+/// would otherwise stay first in the queue indefinitely.
 #[test]
 fn unschedulable_groups_do_not_block_others() {
     let m = TestCore::new(2);
@@ -409,11 +411,11 @@ fn unschedulable_groups_do_not_block_others() {
         let on = event.read().unwrap().time_running_ns;
         assert!((180..=220).contains(&on), "{on} of 600");
     }
-    let counted = |leader: &Handle| leader.read().unwrap().value;
+    let counted = |leader: &EventHandle| leader.read().unwrap().value;
     assert!(hopeless.iter().all(|(leader, _)| counted(leader) == 0));
     assert_eq!(alone.read().unwrap().estimate(), None);
     assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
-    // With one member less, the group fits.
+    // With one fewer member, the group fits.
     hopeless[7].1.disable(ControlScope::Event).unwrap();
     p.close();
     turns(200);

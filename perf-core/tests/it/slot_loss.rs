@@ -30,7 +30,7 @@ impl SlotLossFixture {
         core.register(Arc::new(pmu.clone()) as Arc<dyn Pmu>);
         let vcpu = core.add_vcpu(VCPU, 1).unwrap();
         vcpu.sched_in();
-        let session = core.session(0, Role::Guest);
+        let session = core.session(0, SessionRole::Guest);
         Self {
             core,
             clock,
@@ -47,7 +47,7 @@ impl SlotLossFixture {
         })
     }
 
-    fn open(&self, pinned: bool) -> Handle {
+    fn open(&self, pinned: bool) -> EventHandle {
         let attr = Attr {
             pinned,
             ..Attr::counting(EventType::SIM, 1)
@@ -58,7 +58,7 @@ impl SlotLossFixture {
             .unwrap()
     }
 
-    /// Runs the vCPU for `ns`; every event that is on counts nanoseconds.
+    /// Runs the vCPU for `ns`. Every active event counts nanoseconds.
     fn run(&self, ns: u64) {
         self.clock.advance(ns);
         self.pmu.advance(VCPU, |_| ns);
@@ -129,8 +129,8 @@ fn running_time_ends_when_slot_is_lost() {
     );
 }
 
-/// A multiplexed event does not fail: it waits, its times show for how long, and ticks start it
-/// again.
+/// A multiplexed event does not fail. It is rescheduled at a later tick, and its enabled and
+/// running times account for the wait.
 #[test]
 fn flexible_event_waits_for_its_slot_to_come_back() {
     let rig = SlotLossFixture::slots(1);
@@ -154,7 +154,7 @@ fn flexible_event_waits_for_its_slot_to_come_back() {
     assert_eq!(reading.time_running_ns, 2000 + WHILE_NS);
 }
 
-/// Each check takes a system call; ticks in quick succession skip it.
+/// Each check takes a system call, and ticks in quick succession skip it.
 #[test]
 fn lost_slot_is_detected_by_reads_and_periodic_ticks() {
     let rig = SlotLossFixture::slots(1);

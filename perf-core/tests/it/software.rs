@@ -19,12 +19,12 @@ fn every(period: u64) -> Attr {
 /// Registers whose evaluation raises a halt at `level`.
 struct NestedRaise<'a> {
     v: &'a VcpuContext,
-    level: RaiseLevel,
+    level: SoftwareEventLevel,
     delivered: Option<bool>,
 }
 
 impl<'a> NestedRaise<'a> {
-    fn new(v: &'a VcpuContext, level: RaiseLevel) -> Self {
+    fn new(v: &'a VcpuContext, level: SoftwareEventLevel) -> Self {
         let delivered = None;
         Self { v, level, delivered }
     }
@@ -61,15 +61,15 @@ fn only_matching_events_count() {
     assert_eq!(counts, [5, 2, 5, 0, 0]);
 }
 
-/// An event raised while its thread handles an earlier one is dropped and reported as such. Without
-/// a counting event there is nothing to drop.
+/// An event raised while its thread handles an earlier one is dropped and reported as dropped.
+/// Without a counting event there is nothing to drop.
 #[test]
 fn event_without_counter_is_not_dropped() {
     let m = TestCore::new(1);
     let v = m.vcpu(0);
     let _exits = m.open_vcpu(exits(), None);
     let nested = || {
-        let mut regs = NestedRaise::new(&v, RaiseLevel::Thread);
+        let mut regs = NestedRaise::new(&v, SoftwareEventLevel::Thread);
         v.software_event(SoftwareEventId::Exits, 1, Some(&mut regs), &mut |_| {});
         regs.delivered
     };
@@ -79,8 +79,8 @@ fn event_without_counter_is_not_dropped() {
     assert_eq!(halts.read().unwrap().value, 0);
 }
 
-/// A limit ends a raised event after exactly the requested number of reports, with registers and
-/// without, in one burst or several.
+/// A limit disables a raised event after exactly the requested number of reports, with and without
+/// registers, in one burst or several.
 #[test]
 fn refresh_limits_raised_event_with_cookie() {
     for (bursts, with_regs) in [(10, false), (10, true), (1, false), (1, true)] {
@@ -120,7 +120,7 @@ fn largest_burst_of_guest_counter_overflows_once() {
     assert_eq!(e.read().unwrap().value, u64::MAX);
 }
 
-/// Closing events in any order leaves the others in place.
+/// Closing raised events in any order leaves the others counting.
 #[test]
 fn closed_raised_events_leave_the_others_counting() {
     let m = TestCore::new(1);
@@ -166,11 +166,11 @@ fn unknown_event_is_refused() {
     }
 }
 
-/// An event raised inside its own level is dropped, an event of another level is not, and all levels
-/// are free afterwards.
+/// An event raised inside its own level is dropped, an event of another level is not, and all
+/// levels are free again afterwards.
 #[test]
 fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
-    use RaiseLevel::{Deferred, Nmi, Signal, Thread};
+    use SoftwareEventLevel::{Deferred, Nmi, Signal, Thread};
     let m = TestCore::new(1);
     let v = m.vcpu(0);
     let sampled = m.open_vcpu(every(1).with_sample_type(SampleType::IP), None);
@@ -203,8 +203,8 @@ fn sink_may_raise_events_itself() {
     assert_eq!(pmis.read().unwrap().value, 1);
 }
 
-/// A tick adjusts 64 of the events with frequencies, and the next tick the following ones, so none
-/// of many events keeps its initial period.
+/// A tick adjusts 64 of the events with frequencies, and the next tick adjusts the following ones,
+/// so that no event keeps its initial period, regardless of the number of events.
 #[test]
 fn many_frequencies_are_adjusted() {
     const EVENTS: u64 = 100;

@@ -1,5 +1,5 @@
-//! All operations concurrently from many threads: no deadlock, no driver call out of order, no lost
-//! count.
+//! All operations run concurrently on many threads, without a deadlock, an out-of-order driver call
+//! or a lost count.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,7 +30,8 @@ fn concurrent_calls_from_all_threads() {
                     let v = m.vcpu(n);
                     for _ in 0..10 {
                         let amount = rng.u64(1..=50);
-                        // Pinned and first in order, so always on while the vCPU is scheduled in.
+                        // Pinned and first in order, so always active while the vCPU is scheduled
+                        // in.
                         m.run(n, amount);
                         work.fetch_add(amount, Ordering::Relaxed);
                         raise(&v, amount);
@@ -50,8 +51,8 @@ fn concurrent_calls_from_all_threads() {
             s.spawn(move || {
                 // Only thread timing varies.
                 let mut rng = Rng::with_seed(n + 100);
-                let session = m.core.session(0, Role::Admin);
-                let mut handles: Vec<Handle> = Vec::new();
+                let session = m.core.session(0, SessionRole::Admin);
+                let mut handles: Vec<EventHandle> = Vec::new();
                 for _ in 0..ROUNDS {
                     let target = match rng.u32(0..3) {
                         0 => OpenTarget::Vm,

@@ -1,5 +1,5 @@
-//! The ring between processes: this test binary starts itself as the reader (or attacker) on the
-//! other side.
+//! The ring between processes. This test binary starts itself as the reader or attacker in another
+//! process.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 use std::io::{BufRead, BufReader};
@@ -58,7 +58,7 @@ fn expect(child: &mut Child, what: &str) -> String {
     panic!("the other process ended without saying {what}");
 }
 
-/// Not a test: the entry point of the other process, which the tests below start.
+/// Entry point of the other process, which the tests below start. This is not a test itself.
 #[test]
 #[ignore = "started by the other tests of this file"]
 fn other_process() {
@@ -202,7 +202,7 @@ fn killed_reader_loses_only_records() {
         .count() as u64;
     assert_eq!(written, (4096 - 8) / 40 - 10);
     assert_eq!(ring.pending_lost(), 1000 - written);
-    // A new client continues where the killed one stopped, because that one had released nothing.
+    // A new client continues at the position of the killed client, which had released nothing.
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
     assert_eq!(next(&mut reader), CheckedRecord::Tagged(7, 0));
 }
@@ -213,7 +213,7 @@ fn corrupting_process_cannot_harm_writer() {
     let mut child = start("vandal", &ring);
     expect(&mut child, "ready:");
     let (mut attempts, mut written) = (0u64, 0u64);
-    // At least once: on a busy machine the child may already have exited.
+    // Runs at least once. On a busy machine the child may already have exited.
     loop {
         let outer = ring.begin(40, true);
         written += u64::from(write(&ring, 24 + 8 * (attempts as usize % 60), 7, attempts).is_ok());
@@ -227,7 +227,7 @@ fn corrupting_process_cannot_harm_writer() {
     }
     assert!(child.wait().expect("ended").success());
     assert!(written + ring.pending_lost() <= attempts);
-    // With a valid control page everything works again, regardless of its previous state.
+    // With a valid control page, all operations work again, regardless of its previous state.
     let page = foreign(&ring);
     let position = ring.published();
     poke(&page, DATA_HEAD, position);

@@ -11,7 +11,7 @@ use crate::common::ring::{CheckedRecord, TAGGED, check, drain, write};
 
 static RING: OnceLock<Arc<Ring>> = OnceLock::new();
 static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
-/// Record numbers per nesting level; level 0 is the thread.
+/// Record numbers per nesting level. Level 0 is the thread.
 static NUMBERS: [AtomicU64; 3] = [const { AtomicU64::new(1) }; 3];
 
 fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
@@ -80,19 +80,19 @@ fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
     let mut last = [0; 4];
     let (mut records, mut lost) = (0, 0);
     for round in 0..3000u64 {
-        // Alone, with one handler inside, and with a handler inside a handler.
+        // Alone, with one nested handler, and with two nested handlers.
         attempt(ring, 0, || match round % 3 {
             0 => {}
             1 => raise(libc::SIGUSR2),
             _ => raise(libc::SIGUSR1),
         });
-        // Two records at once, with handlers inside.
+        // Two records in one reservation, with nested handlers.
         if round % 7 == 0 {
             attempt_together(ring);
         }
         assert!(write(ring, 24, 3, round + 1).is_ok() || ring.pending_lost() > 0);
         ATTEMPTS.fetch_add(1, Relaxed);
-        // Periodically, the ring is left to fill up.
+        // Periodically, the ring is allowed to fill up.
         if round % 500 < 400 || round == 2999 {
             drain(&mut reader, |record| match check(record) {
                 CheckedRecord::Lost(n) => lost += n,

@@ -9,23 +9,24 @@ use serde::{Deserialize, Serialize};
 pub struct BalloonInfo {
     /// Requested size, in bytes.
     pub target_bytes: u64,
-    /// Size that the guest's driver claims, in bytes.
+    /// Size that the guest's driver reports, in bytes.
     pub actual_bytes: u64,
-    /// Memory given back to the host since the start of the VM, in bytes. A page counts each time.
+    /// Memory returned to the host since the VM started, in bytes. A page is counted each time it
+    /// is returned.
     pub released_bytes: u64,
-    /// `true` if the guest takes pages back before it kills a process for lack of memory.
+    /// `true` if the guest deflates the balloon before it kills a process for lack of memory.
     pub deflate_on_oom: bool,
-    /// `true` if free pages of the guest are given back continuously.
+    /// `true` if free pages of the guest are continuously returned to the host.
     pub free_page_reporting: bool,
-    /// Interval of the guest's statistics in seconds; 0 if they are disabled.
+    /// Interval of the guest's memory statistics, in seconds; 0 if they are disabled.
     pub statistics_interval_s: u16,
     /// Latest statistics; absent if the driver has sent none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub statistics: Option<BalloonStatistics>,
 }
 
-/// Memory statistics of a guest. All values are unverified claims of its driver, and absent if it
-/// does not send them.
+/// Memory statistics of a guest. All values are reported by its driver and not verified. A value
+/// that the driver does not send is absent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct BalloonStatistics {
@@ -41,16 +42,16 @@ pub struct BalloonStatistics {
     /// Number of minor page faults.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub minor_faults: Option<u64>,
-    /// Memory without any use, in bytes.
+    /// Unused memory, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub free_memory: Option<u64>,
-    /// All memory, in bytes.
+    /// Total memory, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_memory: Option<u64>,
     /// Estimate of the memory that is available without swapping, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub available_memory: Option<u64>,
-    /// Memory of caches that can be dropped without input or output, in bytes.
+    /// Memory used by caches that can be dropped without I/O, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disk_caches: Option<u64>,
     /// Number of successful huge page allocations.
@@ -59,22 +60,22 @@ pub struct BalloonStatistics {
     /// Number of failed huge page allocations.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hugetlb_failures: Option<u64>,
-    /// Number of processes killed for lack of memory.
+    /// Number of processes killed because of lack of memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oom_kill: Option<u64>,
-    /// Number of allocations that had to wait for memory.
+    /// Number of allocations that stalled because of lack of memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alloc_stall: Option<u64>,
-    /// Memory scanned in the background, in bytes.
+    /// Memory scanned by background reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub async_scan: Option<u64>,
-    /// Memory scanned by allocations, in bytes.
+    /// Memory scanned by direct reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub direct_scan: Option<u64>,
-    /// Memory reclaimed in the background, in bytes.
+    /// Memory reclaimed by background reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub async_reclaim: Option<u64>,
-    /// Memory reclaimed by allocations, in bytes.
+    /// Memory reclaimed by direct reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub direct_reclaim: Option<u64>,
 }

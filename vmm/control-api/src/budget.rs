@@ -9,13 +9,13 @@ use std::time::Duration;
 pub struct ReplyLimits {
     /// Maximum time for one reply.
     pub timeout: Duration,
-    /// Maximum length of any reply, in bytes. Short kinds of replies have a lower limit.
+    /// Maximum length of a reply, in bytes. Short replies have a lower limit.
     pub max_bytes: usize,
     /// Budget shared by several connections.
     pub budget: Arc<ReplyBudget>,
 }
 
-/// The number of reply bytes that several connections may hold together.
+/// Limit on the total number of reply bytes held by several connections.
 #[derive(Debug)]
 pub struct ReplyBudget {
     max_bytes: usize,
@@ -60,14 +60,14 @@ impl ReplyBudget {
     }
 }
 
-/// A share of a [`ReplyBudget`], returned to the budget on drop.
+/// Share of a [`ReplyBudget`], returned to the budget on drop.
 #[derive(Debug)]
-pub struct HeldBytes {
+pub struct ReservedReplyBytes {
     budget: Arc<ReplyBudget>,
     bytes: usize,
 }
 
-impl HeldBytes {
+impl ReservedReplyBytes {
     pub(crate) fn none_of(budget: &Arc<ReplyBudget>) -> Self {
         Self {
             budget: budget.clone(),
@@ -95,7 +95,7 @@ impl HeldBytes {
     }
 }
 
-impl Drop for HeldBytes {
+impl Drop for ReservedReplyBytes {
     fn drop(&mut self) {
         self.budget.give_back(self.bytes);
     }
@@ -109,7 +109,10 @@ mod tests {
     fn reply_budget_and_parent_limit_held_bytes() {
         let all = Arc::new(ReplyBudget::new(10, None));
         let [one, two] = [(); 2].map(|()| Arc::new(ReplyBudget::new(7, Some(all.clone()))));
-        let (mut first, mut second) = (HeldBytes::none_of(&one), HeldBytes::none_of(&two));
+        let (mut first, mut second) = (
+            ReservedReplyBytes::none_of(&one),
+            ReservedReplyBytes::none_of(&two),
+        );
         assert!(first.grow(5) && !first.grow(3) && first.grow(2));
         assert!(!second.grow(4) && second.grow(3));
         assert_eq!((one.used(), two.used(), all.used()), (7, 3, 10));

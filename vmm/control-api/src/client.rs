@@ -12,11 +12,12 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 
-use crate::budget::{HeldBytes, ReplyLimits};
+use crate::budget::{ReplyLimits, ReservedReplyBytes};
 use crate::nearest::did_you_mean;
 use crate::peer;
 use crate::protocol::{
-    Failure, KernelSymbolsReply, MAX_PROCESS_MEMORY, MAX_REPLY, PROTOCOL, ProcessMemory, RequestLine, VmInfo,
+    KernelSymbolsReply, MAX_PROCESS_MEMORY, MAX_REPLY, PROTOCOL, ProcessMemory, RequestError, RequestLine,
+    VmInfo,
 };
 use crate::request::{self, Request};
 use crate::socket_dir::{self, SocketError};
@@ -26,20 +27,20 @@ pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time without a reply after which the client checks whether the VM's process is stopped.
 const SILENCE_CHECK: Duration = Duration::from_millis(500);
 /// Minimum average length of the objects and arrays in a reply, in bytes. A client with
-/// [`ReplyLimits`] rejects a reply below it, because `{}` may expand to a structure of hundreds of
-/// bytes.
+/// [`ReplyLimits`] rejects a reply with a lower average, because `{}` may expand to a structure of
+/// hundreds of bytes.
 const MIN_OBJECT_BYTES: usize = 32;
 /// Number of objects and arrays that any reply may contain.
 const FREE_OBJECTS: usize = 64;
-/// Maximum number of received descriptors kept.
+/// Maximum number of received descriptors that are kept.
 const MAX_FILES: usize = 8;
 /// Size of the receive buffer on the stack, in bytes. An exporter has a thread, and thus a stack, per
 /// VM.
 const RECEIVE_BYTES: usize = 4096;
-/// Maximum size of the symbols accepted, in bytes.
+/// Maximum accepted size of the symbols, in bytes.
 const MAX_SYMBOLS: u64 = 512 << 20;
 
-/// Reason why a request to a VM failed.
+/// Error returned when a request to a VM fails.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The VM name is invalid, or the socket directory cannot be read.
@@ -67,7 +68,7 @@ pub enum ClientError {
     },
     /// The VM refused the request.
     #[error(transparent)]
-    Refused(#[from] Failure),
+    Refused(#[from] RequestError),
     /// The connection broke.
     #[error("the VM's control socket")]
     Io(#[from] io::Error),
@@ -133,7 +134,7 @@ struct Connection {
     /// Maximum length of a reply, in bytes.
     max_reply: usize,
     /// Memory held for replies, if limited.
-    held: Option<HeldBytes>,
+    held: Option<ReservedReplyBytes>,
 }
 
 /// A reply that contains a value of type `T`.
@@ -144,12 +145,12 @@ struct TypedReply<T> {
     #[serde(default)]
     ok: Option<T>,
     #[serde(default)]
-    error: Option<Failure>,
+    error: Option<RequestError>,
 }
 
 impl Client {
-    /// Connects to the VM `name` of this user in any of the user's socket directories, or without a
-    /// name to the only VM in the default directory.
+    /// Connects to this user's VM `name` in any of the user's socket directories or, without a
+    /// name, to the only VM in the default directory.
     ///
     /// # Errors
     /// Returns a [`ClientError`] if no such VM exists, the choice is ambiguous, or the handshake
@@ -159,8 +160,8 @@ impl Client {
         Self::connect_in(&dir, name)
     }
 
-    /// Connects to the VM with the socket `path` and the reply timeout `patience`. If `owner` is
-    /// given, the socket must belong to that user.
+    /// Connects to the VM that listens on the socket `path`, with the reply timeout `patience`. If
+    /// `owner` is given, the socket must belong to that user.
     ///
     /// # Errors
     /// Returns a [`ClientError`] if the connection or the handshake fails.
@@ -168,8 +169,8 @@ impl Client {
         Self::over_within(stream_at(path, owner)?, patience)
     }
 
-    /// Connects to the VM of user `owner` with the socket `path` and the given limits. All requests
-    /// must be answered by `deadline` ([`Client::set_deadline`]).
+    /// Connects to the VM of user `owner` that listens on the socket `path`, with the given limits.
+    /// All requests must be answered by `deadline` ([`Client::set_deadline`]).
     ///
     /// # Errors
     /// Returns a [`ClientError`] if the connection or the handshake fails.
@@ -182,7 +183,7 @@ impl Client {
         let mut line = Connection::new(stream_at(path, Some(owner))?, limits.timeout)?;
         line.deadline = Some(deadline);
         line.max_reply = limits.max_bytes;
-        line.held = Some(HeldBytes::none_of(&limits.budget));
+        line.held = Some(ReservedReplyBytes::none_of(&limits.budget));
         line.greet()
     }
 
@@ -252,9 +253,9 @@ impl Client {
         self.line.deadline = Some(deadline);
     }
 
-    /// Takes the share of the budget used by the replies since the previous call. Keep it as long
-    /// as data from these replies. Returns `None` without [`ReplyLimits`].
-    pub fn take_held(&mut self) -> Option<HeldBytes> {
+    /// Takes the share of the budget used by the replies since the previous call. Keep the share
+    /// for as long as data from these replies is in use. Returns `None` without [`ReplyLimits`].
+    pub fn take_held(&mut self) -> Option<ReservedReplyBytes> {
         let held = self.line.held.as_mut()?;
         let none = held.same_budget();
         Some(std::mem::replace(held, none))
@@ -268,7 +269,7 @@ impl Client {
         peer::peer_uid(&self.line.stream)
     }
 
-    /// Returns the connection, for another process.
+    /// Returns the underlying stream, to be passed to another process.
     pub fn into_stream(self) -> UnixStream {
         self.line.stream
     }
@@ -440,8 +441,8 @@ impl Connection {
                 }
                 Err(e) => return Err(e.into()),
             };
-            // A reply has at most one descriptor. Drop unexpected ones, so that they cannot exhaust
-            // the descriptor table.
+            // A reply has at most one descriptor. Drop unexpected descriptors, so that they cannot
+            // exhaust the descriptor table.
             self.files.extend(file.filter(|_| self.files.len() < MAX_FILES));
             // A VM that trickles single bytes must time out, too.
             self.check_time(asked)?;
@@ -479,7 +480,7 @@ fn parse_reply<T: DeserializeOwned>(line: &[u8], id: u64) -> Result<T, ClientErr
     match value {
         Some(value) => Ok(value),
         None if wrong_type => Err(ClientError::Reply("fields")),
-        // Replies without a result.
+        // The reply has no result.
         None => serde_json::from_value(serde_json::Value::Null).map_err(|_| ClientError::Reply("fields")),
     }
 }
@@ -492,8 +493,8 @@ mod tests {
 
     use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
-    use crate::protocol::FailureKind;
-    use crate::socket_dir::Socket;
+    use crate::protocol::RequestErrorKind;
+    use crate::socket_dir::ControlSocket;
 
     use super::*;
 
@@ -529,8 +530,8 @@ mod tests {
         Client::over(ours).unwrap()
     }
 
-    /// Returns the client's error for `reply` to its first request after the handshake, which has
-    /// number 2.
+    /// Returns the client's error for `reply`, sent in response to the first request after the
+    /// handshake, which has ID 2.
     fn made_of(reply: &'static [u8]) -> ClientError {
         let mut client = client(|stream| {
             heard(&stream);
@@ -629,12 +630,12 @@ mod tests {
         let ClientError::Refused(failure) = &error else {
             panic!("{error:?}");
         };
-        assert_eq!(failure.kind, FailureKind::Protocol);
+        assert_eq!(failure.kind, RequestErrorKind::Protocol);
         assert_eq!(error.to_string(), "the guest does not listen");
         assert!(!error.is_gone());
     }
 
-    /// A VM cannot make its client allocate memory without bound.
+    /// A VM cannot make its client allocate an unbounded amount of memory.
     #[test]
     fn endless_reply_is_rejected() {
         let mut client = client(|mut stream| {
@@ -645,7 +646,7 @@ mod tests {
         assert!(matches!(error, ClientError::Reply("too long")), "{error:?}");
     }
 
-    /// A descriptor is only returned with the reply that it was sent with.
+    /// A descriptor is returned only with the reply that carried it.
     #[test]
     fn descriptor_belongs_to_its_reply() {
         let mut client = client(|stream| {
@@ -680,7 +681,8 @@ mod tests {
         ));
     }
 
-    /// The request fails after the timeout and not earlier, with a message that the VM exists.
+    /// The request fails after the timeout and not earlier, with a message stating that the VM
+    /// exists.
     #[test]
     fn silent_vm_times_out() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -731,7 +733,7 @@ mod tests {
     fn full_backlog_times_out() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("sockets");
-        let _socket = Socket::bind(&dir, "a").unwrap();
+        let _socket = ControlSocket::bind(&dir, "a").unwrap();
         let mut waiting = Vec::new();
         let error = loop {
             match socket_dir::connect(&dir, "a") {
@@ -761,7 +763,7 @@ mod tests {
         assert!(refused(Some("../a")).contains("invalid VM name"));
 
         let serve = |name: &'static str| {
-            let socket = Socket::bind(&dir, name).unwrap();
+            let socket = ControlSocket::bind(&dir, name).unwrap();
             let listener = socket.listener.try_clone().unwrap();
             listener.set_nonblocking(false).unwrap();
             thread::spawn(move || {

@@ -1,5 +1,5 @@
-//! Counters of a VM's run loops since its start, the part of its metrics that no other request
-//! provides.
+//! Counters of a VM's run loops since the VM started. No other request provides this part of the
+//! VM's metrics.
 
 use std::collections::BTreeMap;
 
@@ -12,33 +12,34 @@ use serde::{Deserialize, Serialize};
 pub struct VcpuCounts {
     /// The vCPU.
     pub vcpu: u32,
-    /// Returns of KVM_RUN to Perfvisor, for whatever reason.
+    /// Number of returns from KVM_RUN, for any reason.
     pub exits: u64,
-    /// Exits by what caused them, such as `rdmsr` or `halt`.
+    /// Number of exits by cause, such as `rdmsr` or `halt`.
     pub kinds: BTreeMap<String, u64>,
-    /// Accesses to PMU registers that were answered with a general protection fault.
+    /// Number of accesses to PMU registers that raised a general protection fault.
     pub register_faults: u64,
-    /// PMIs that were delivered as an NMI.
+    /// Number of PMIs delivered as an NMI.
     pub pmi_nmi: u64,
-    /// PMIs that were delivered as a vector.
+    /// Number of PMIs delivered as an interrupt vector.
     pub pmi_vector: u64,
-    /// PMIs for which the guest's LVTPC named no mode that delivers.
+    /// Number of PMIs for which the delivery mode in the guest's LVTPC does not deliver an
+    /// interrupt.
     pub pmi_none: u64,
-    /// PMIs that the rate limit held back before they were delivered.
+    /// Number of PMIs delayed by the rate limit.
     pub pmi_throttled: u64,
-    /// PMIs that were held back because PMI handlers had taken their share of the vCPU's time.
+    /// Number of PMIs delayed because PMI handlers had used their share of the vCPU's time.
     pub pmi_held: u64,
-    /// Total delay of the held PMIs that were delivered, in ns.
+    /// Total delay of the delayed PMIs that were delivered, in nanoseconds.
     pub pmi_held_ns: u64,
-    /// Entries at which a due PMI had to wait because the guest had masked LVTPC.
+    /// Number of VM entries at which a due PMI had to wait because the guest had masked LVTPC.
     pub pmi_masked_waits: u64,
-    /// PMIs that were withdrawn because the guest had cleared their cause before delivery.
+    /// Number of PMIs withdrawn because the guest had cleared their cause before delivery.
     pub pmi_withdrawn: u64,
-    /// Instructions that were single-stepped for the exact backing.
+    /// Number of instructions single-stepped for the exact backing.
     pub steps: u64,
-    /// Single steps whose outcome is not known.
+    /// Number of single steps with an unknown outcome.
     pub steps_lost: u64,
-    /// Stretches of user code that could not be stepped.
+    /// Number of stretches of user code that could not be single-stepped.
     pub unstepped: u64,
     /// State of the vCPU's perf-core context; `None` without a PMU.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,15 +50,15 @@ pub struct VcpuCounts {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ContextCounts {
-    /// Events that are open, the guest's and all operators'.
+    /// Number of open events of the guest and all operators.
     pub events: u64,
-    /// Number of open events that are counting now.
+    /// Number of open events that are counting.
     pub active: u64,
     /// Number of groups waiting for a counter of the host's PMU.
     pub waiting_groups: u64,
-    /// Samples written for operators.
+    /// Number of samples written for operators.
     pub samples: u64,
-    /// Samples lost because their ring was full.
+    /// Number of samples lost because their ring was full.
     pub lost_samples: u64,
     /// Number of times an event was throttled until the next tick because it sampled too fast.
     pub throttles: u64,

@@ -12,11 +12,12 @@ pub struct VcpuExits {
     pub exits: Vec<ExitsOfReason>,
 }
 
-/// Exits of one vCPU for one reason. Times are from the return of KVM_RUN to the next call.
+/// Exits of one vCPU for one reason. Times are measured from the return of KVM_RUN to its next
+/// call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ExitsOfReason {
-    /// Reason of the exits: rdmsr, wrmsr, rdpmc, port_read, port_write, mmio_read, mmio_write,
-    /// debug, halt, overflow, kick, emulation or other.
+    /// Exit reason: rdmsr, wrmsr, rdpmc, port_read, port_write, mmio_read, mmio_write, debug, halt,
+    /// overflow, kick, emulation or other.
     pub reason: String,
     /// Number of exits.
     pub count: u64,

@@ -51,5 +51,5 @@ mod schema;
 pub mod snapshot;
 pub mod socket_dir;
 
-pub use reading::ReadingDelta;
+pub use reading::EventReadingDelta;
 pub use schema::schema;

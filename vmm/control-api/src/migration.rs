@@ -1,12 +1,12 @@
-//! Hand-over of a VM to another process of this host.
+//! Migration of a VM to another process, on this host or over a stream.
 //!
-//! `perfvisor ctl NAME migrate unix:PATH` connects to the VM and to the socket PATH, at which
-//! `perfvisor run --incoming unix:PATH` waits, and sends the connection to the VM over it. The waiting
-//! process then is the VM's client: it takes a snapshot over that connection, and ends the VM when it
-//! has built its own. If either process dies before, the VM's connection closes, and the VM goes on.
-//! The answer is one line with a [`MigrationResult`].
+//! `perfvisor ctl NAME migrate unix:PATH` connects to the VM and to the socket PATH, on which
+//! `perfvisor run --incoming unix:PATH` waits, and sends the VM's connection over this socket. The
+//! waiting process thereby becomes the VM's client: it takes a snapshot over that connection and
+//! terminates the VM after building its own. If either process dies before that, the VM's
+//! connection closes and the VM continues. The answer is one line with a [`MigrationResult`].
 //!
-//! With `--stream`, and with an inherited socket, `ctl` sends the VM as bytes instead, and remains its
+//! With `--stream` or an inherited socket, `ctl` instead sends the VM as bytes and remains its
 //! client (crate `snapshot`, module `stream`).
 
 use std::fmt;
@@ -20,8 +20,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket as _;
 
-/// Returns the ID of the boot of this host, which two processes on one host have in common. Empty if it
-/// cannot be read.
+/// Returns the boot ID of this host, which is the same for all of its processes, or an empty string
+/// if the ID cannot be read.
 #[must_use]
 pub fn boot_id() -> String {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -30,20 +30,20 @@ pub fn boot_id() -> String {
 
 use crate::peer;
 
-/// Prefix of the address of a Unix socket.
+/// Address prefix of a Unix socket.
 const UNIX: &str = "unix:";
-/// Prefix of an inherited descriptor.
+/// Address prefix of an inherited descriptor.
 const FD: &str = "fd:";
-/// First byte of a stream, which another crate defines.
+/// First byte of a VM stream, which another crate defines.
 const STREAM: u8 = b'P';
-/// The byte that precedes the connection to the VM: version of this protocol.
+/// Protocol version, sent in the byte that accompanies the connection to the VM.
 const VERSION: u8 = 1;
-/// Time limit for the byte with the connection.
+/// Timeout for receiving the byte that accompanies the connection.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum length of an answer in bytes.
 const MAX_ANSWER: u64 = 64 << 10;
 
-/// Address of a process that waits for a VM.
+/// Address of a process that waits for an incoming VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MigrationAddress {
     /// `unix:PATH`: a Unix socket.
@@ -52,7 +52,7 @@ pub enum MigrationAddress {
     Fd(RawFd),
 }
 
-/// The reason why an address is invalid.
+/// Error returned when a migration address is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "must be unix:PATH with the path of a Unix socket, or fd:N with the number of an inherited, connected \
@@ -84,8 +84,8 @@ impl fmt::Display for MigrationAddress {
     }
 }
 
-/// Reply to the request that begins to observe memory. The machine's description is in the file with
-/// the reply.
+/// Reply to the request that starts tracking memory writes. The file sent with the reply contains
+/// the description of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MigrationStart {
     /// Size of guest memory in bytes.
@@ -94,58 +94,59 @@ pub struct MigrationStart {
     pub bytes: u64,
 }
 
-/// A piece of a round. The contents of `pages` are in the file with the reply, one range after the
-/// other.
+/// A piece of a migration round. The file sent with the reply contains the contents of `pages`, one
+/// range after another.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MigrationPiece {
     /// Ranges of pages with contents: offset in memory and length, in bytes.
     pub pages: Vec<(u64, u64)>,
-    /// Ranges of pages that have become zeros.
+    /// Ranges of pages that now contain only zeros.
     pub zeros: Vec<(u64, u64)>,
     /// Offset of the next piece; the size of memory at the end of the round.
     pub next: u64,
 }
 
-/// Answer of the process to which a VM was to move.
+/// Answer of the destination process of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MigrationResult {
     /// The VM runs in the answering process.
-    Moved(MovedVm),
-    /// The reason why the VM has not moved.
+    Moved(MigratedVm),
+    /// Reason the VM has not moved.
     Failed(String),
 }
 
 /// A VM that has moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MovedVm {
+pub struct MigratedVm {
     /// Name of the VM.
     pub name: String,
-    /// ID of its process.
+    /// Process ID of the VM.
     pub pid: u32,
-    /// Time during which it was paused, in nanoseconds.
+    /// Time during which the VM was paused, in nanoseconds.
     pub downtime_ns: u64,
 }
 
-/// The process that a VM has left.
+/// Source process of a VM that has moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VmOrigin {
-    /// Name of the VM there.
+    /// Name of the VM in the source process.
     pub name: String,
-    /// ID of that process.
+    /// ID of the source process.
     pub pid: u32,
 }
 
-/// Offers the VM at the other end of `vm` to the process at the other end of `stream`, and waits for
-/// the answer. Returns `None` if that process ends without an answer.
+/// Offers the VM at the other end of `vm` to the process at the other end of `stream`, and waits
+/// for the answer. Returns `None` if that process exits without an answer.
 ///
 /// # Errors
-/// Returns the error of the socket, and [`io::ErrorKind::InvalidData`] for an invalid answer.
+/// Returns any socket error, and [`io::ErrorKind::InvalidData`] for an invalid answer.
 pub fn offer(mut stream: &UnixStream, vm: UnixStream) -> io::Result<Option<MigrationResult>> {
     stream
         .send_with_fd(&[VERSION][..], vm.as_raw_fd())
         .map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
-    // If the receiver dies, its end of the connection is the last one.
+    // Leave the receiver with the only descriptor, so that the connection closes if the receiver
+    // dies.
     drop(vm);
     let mut answer = String::new();
     let read = io::Read::by_ref(&mut stream)
@@ -163,19 +164,19 @@ pub fn offer(mut stream: &UnixStream, vm: UnixStream) -> io::Result<Option<Migra
 
 /// A VM that is offered to a waiting process.
 #[derive(Debug)]
-pub enum Offer {
+pub enum MigrationOffer {
     /// The connection to the VM, which runs on this host.
     Connection(UnixStream),
-    /// The VM follows as bytes, of which the first one has been read.
+    /// The VM is sent as a byte stream. The first byte has been read.
     Stream,
 }
 
 /// Receives the offer of a VM. Only this user and root may offer one.
 ///
 /// # Errors
-/// Returns the error of the socket, [`io::ErrorKind::PermissionDenied`] if it is another user's, and
+/// Returns any socket error, [`io::ErrorKind::PermissionDenied`] if the peer is another user, and
 /// [`io::ErrorKind::InvalidData`] if something else is sent.
-pub fn receive_offer(stream: &UnixStream) -> io::Result<Offer> {
+pub fn receive_offer(stream: &UnixStream) -> io::Result<MigrationOffer> {
     let uid = peer::peer_uid(stream)?;
     if uid != 0 && uid != peer::own_uid() {
         return Err(io::ErrorKind::PermissionDenied.into());
@@ -185,20 +186,20 @@ pub fn receive_offer(stream: &UnixStream) -> io::Result<Offer> {
     let received = stream.recv_with_fd(&mut version);
     let (count, file) = received.map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
     if count == 1 && version == [STREAM] && file.is_none() {
-        return Ok(Offer::Stream);
+        return Ok(MigrationOffer::Stream);
     }
     let file = file.filter(|_| count == 1 && version == [VERSION]);
     let vm: std::os::fd::OwnedFd = file.ok_or(io::ErrorKind::InvalidData)?.into();
     let vm = UnixStream::from(vm);
     // Fails unless the descriptor is a Unix socket.
     vm.peer_addr()?;
-    Ok(Offer::Connection(vm))
+    Ok(MigrationOffer::Connection(vm))
 }
 
-/// Answers an offer. An error means that nobody waits for the answer any more.
+/// Answers an offer. An error means that the peer no longer waits for the answer.
 ///
 /// # Errors
-/// Returns the error of the socket.
+/// Returns any socket error.
 pub fn answer(mut stream: &UnixStream, result: &MigrationResult) -> io::Result<()> {
     let mut line = serde_json::to_vec(result)?;
     line.push(b'\n');
@@ -228,7 +229,7 @@ mod tests {
     fn stream_is_recognized_by_its_first_byte() {
         let (mut client, server) = UnixStream::pair().unwrap();
         client.write_all(b"PVMG").unwrap();
-        assert!(matches!(receive_offer(&server).unwrap(), Offer::Stream));
+        assert!(matches!(receive_offer(&server).unwrap(), MigrationOffer::Stream));
         let mut rest = [0; 3];
         (&server).read_exact(&mut rest).unwrap();
         assert_eq!(&rest, b"VMG");
@@ -238,14 +239,14 @@ mod tests {
     fn connection_and_answer_pass_over_the_socket() {
         let (client, server) = UnixStream::pair().unwrap();
         let (vm, other_end) = UnixStream::pair().unwrap();
-        let moved = MigrationResult::Moved(MovedVm {
+        let moved = MigrationResult::Moved(MigratedVm {
             name: "b".to_owned(),
             pid: 7,
             downtime_ns: 1_000_000,
         });
         let expected = moved.clone();
         let receiver = std::thread::spawn(move || {
-            let Offer::Connection(mut received) = receive_offer(&server).unwrap() else {
+            let MigrationOffer::Connection(mut received) = receive_offer(&server).unwrap() else {
                 panic!("no connection");
             };
             received.write_all(b"x").unwrap();
@@ -279,7 +280,7 @@ mod tests {
             io::ErrorKind::InvalidData
         );
         assert_eq!(refusal(&send(2, vm.as_raw_fd())), io::ErrorKind::InvalidData);
-        // ENOTSOCK has no kind of its own.
+        // ENOTSOCK has no `io::ErrorKind`.
         refusal(&send(VERSION, file.as_raw_fd()));
     }
 

@@ -1,13 +1,14 @@
 //! Suggests the most similar known word for an unknown one ("did you mean").
 
 /// Returns the word in `known` that is most similar to `word`, with at most a third of the letters
-/// replaced, missing, added or transposed. The first one wins a tie. If there is none, returns the
-/// only known word that starts with `word`, if it has at least three letters.
+/// replaced, missing, added or transposed. The first such word wins a tie. If no word is similar
+/// enough, returns the only known word that starts with `word`, if `word` has at least three
+/// letters.
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
     // A longer word is not a typing error, and the comparison takes time proportional to the
     // product of the lengths.
     const LONGEST: usize = 64;
-    /// Minimum length of a prefix; shorter ones are ambiguous.
+    /// Minimum length of a prefix. Shorter prefixes are ambiguous.
     const SHORTEST: usize = 3;
     if word.len() > LONGEST {
         return None;

@@ -58,12 +58,12 @@ pub fn connect_within(path: &Path, patience: Duration) -> io::Result<UnixStream>
     Ok(stream)
 }
 
-/// Returns a copy of the inherited descriptor `number`, which must be a connected stream socket of any
-/// family.
+/// Returns a copy of the inherited descriptor `number`, which must be a connected stream socket of
+/// any family.
 ///
 /// # Errors
-/// Returns the error of the system call, [`io::ErrorKind::InvalidInput`] for a socket of another type,
-/// and [`io::ErrorKind::NotConnected`].
+/// Returns the error of the system call, [`io::ErrorKind::InvalidInput`] for a socket of another
+/// type, and [`io::ErrorKind::NotConnected`] for an unconnected socket.
 pub fn inherited_stream(number: RawFd) -> io::Result<UnixStream> {
     // SAFETY: the call takes integers, and fails unless the descriptor is open.
     let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 3) };
@@ -98,7 +98,7 @@ pub fn sealed_text(name: &str, text: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// Reopens a file read-only, with a file offset of its own.
+/// Reopens a file read-only, with a separate file offset.
 ///
 /// # Errors
 /// Returns the error of `open(2)`.
@@ -112,7 +112,7 @@ mod tests {
 
     use super::*;
 
-    /// Clients that share a text can neither change it nor move each other's file offset.
+    /// Clients that share a sealed text can neither change it nor move each other's file offset.
     #[test]
     fn sealed_text_is_immutable_and_has_separate_offsets() {
         let file = sealed_text("t", b"abc").unwrap();
@@ -148,7 +148,7 @@ mod tests {
         assert_eq!(kind(i32::MAX).raw_os_error(), Some(libc::EBADF));
     }
 
-    /// Both ends of a local socket pair belong to this user.
+    /// Both ends of a local socket pair report this user as their peer.
     #[test]
     fn peer_uid_is_reported() {
         let (a, b) = UnixStream::pair().unwrap();

@@ -20,7 +20,7 @@ pub struct VcpuPlug {
     pub refused: Vec<VcpuRefusal>,
 }
 
-/// Refusal of a guest to accept or to eject a vCPU.
+/// A guest's refusal to accept or eject a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VcpuRefusal {
     /// The vCPU.

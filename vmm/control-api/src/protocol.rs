@@ -9,7 +9,7 @@ pub use crate::exits::{ExitsOfReason, VcpuExits};
 use crate::migration::VmOrigin;
 pub use crate::plug::{VcpuPlug, VcpuRefusal};
 
-/// Version of the protocol, which the client's first request contains.
+/// Protocol version, sent in the client's first request.
 pub const PROTOCOL: u32 = 1;
 /// Maximum length of a request including its newline, in bytes.
 pub const MAX_REQUEST: usize = 64 << 10;
@@ -24,7 +24,7 @@ pub const MAX_PROCESS_MEMORY: u32 = 1 << 20;
 /// Maximum number of executable mappings per reply.
 pub const MAX_PROCESS_CODE: usize = 1024;
 
-/// A request as it is sent.
+/// A request in its serialized form.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct RequestLine {
     /// Request number, repeated in the reply.
@@ -51,8 +51,8 @@ pub enum Call {
     Resume,
     /// Terminates the VM.
     Stop,
-    /// Presses the ACPI power button; refused if the guest does not handle it. A guest may ignore
-    /// the button.
+    /// Presses the ACPI power button. Refused if the guest does not handle the button. A guest may
+    /// ignore the button.
     Powerdown,
     /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
     /// to eject those with the highest numbers. Reply: [`VcpuPlug`]; poll the progress with
@@ -66,8 +66,8 @@ pub enum Call {
     /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
     /// [`VcpuPlug`].
     VcpusWithdraw,
-    /// Sets the size of the balloon, which the guest's driver reaches as far and as fast as it can.
-    /// Reply: [`BalloonInfo`].
+    /// Sets the target size of the balloon, which the guest's driver adjusts as far and as fast as
+    /// it can. Reply: [`BalloonInfo`].
     Balloon {
         /// Size in MiB.
         size_mib: u32,
@@ -94,10 +94,10 @@ pub enum Call {
     RateLimit {
         /// Name of the limiter.
         name: String,
-        /// New limit of the bytes; unchanged if omitted.
+        /// New limit on bytes; unchanged if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         bandwidth: Option<crate::rate_limit::TokenBucketLimit>,
-        /// New limit of the operations; unchanged if omitted.
+        /// New limit on operations; unchanged if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         ops: Option<crate::rate_limit::TokenBucketLimit>,
     },
@@ -111,9 +111,10 @@ pub enum Call {
         /// The patch.
         data: serde_json::Value,
     },
-    /// Requests the document of the metadata service. Reply: a JSON value, `null` without one.
+    /// Requests the document of the metadata service. Reply: a JSON value, `null` if there is no
+    /// document.
     MmdsGet,
-    /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
+    /// Opens events in the disabled state. Reply: a list of [`OpenedEvent`].
     Open {
         /// Event list in perf's syntax.
         events: String,
@@ -121,8 +122,8 @@ pub enum Call {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         vcpus: Option<Vec<u32>>,
         /// Opens one event per name instead of one per name and vCPU. The event counts on all
-        /// present vCPUs and on those plugged in later, from their first instruction. Excludes
-        /// `vcpus` and `sampling`.
+        /// present vCPUs and on those plugged in later, from their first instruction. Cannot be
+        /// combined with `vcpus` or `sampling`.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         whole: bool,
         /// Sampling parameters; counting only if omitted.
@@ -153,9 +154,9 @@ pub enum Call {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         overwrite: bool,
     },
-    /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]), with
-    /// instruction pointers of the guest sampled without an exit. Reply: [`HostRingInfo`] and the
-    /// perf event's descriptor, which the client maps.
+    /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]). The ring
+    /// contains instruction pointers of the guest that were sampled without an exit. Reply:
+    /// [`HostRingInfo`] and the perf event's descriptor, which the client maps.
     HostRing {
         /// The event.
         handle: u32,
@@ -174,19 +175,19 @@ pub enum Call {
         /// Number of samples per full sample; 1 for every sample.
         every: u32,
     },
-    /// Requests the number of records lost in full rings and not yet reported there. Reply: a list
-    /// of [`RingLoss`].
+    /// Requests the number of records that were lost because a ring was full and that the ring does
+    /// not report yet. Reply: a list of [`RingLoss`].
     RingLosses,
     /// Requests the statistics of each vCPU's run loop since the start of the VM, including
     /// unplugged vCPUs. Reply: a list of [`crate::counts::VcpuCounts`].
     Counts,
-    /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
-    /// [`KernelInfo`]; repeat the call while the search runs.
+    /// Starts the search for the guest's kernel in guest memory, unless it has been started before.
+    /// Reply: [`KernelInfo`]; repeat the call while the search runs.
     Kernel,
     /// Requests the guest kernel's symbols. Reply: [`KernelSymbolsReply`] and a memfd with text in
     /// the format of `/proc/kallsyms`.
     Symbols,
-    /// Requests the code that a guest process has mapped, according to the guest's kernel. Reply:
+    /// Requests the executable mappings of a guest process, according to the guest's kernel. Reply:
     /// [`ProcessCode`].
     ProcessCode {
         /// Process ID in the guest's initial PID namespace.
@@ -204,47 +205,49 @@ pub enum Call {
     },
     /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`SnapshotId`].
     GuestView,
-    /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
+    /// Returns the snapshot of the guest's PMU programming. Reply: [`VmGuestCounters`].
     GuestViewResult {
         /// Generation of the snapshot.
         generation: u64,
     },
-    /// Pauses the VM for a snapshot, or continues one. Reply: [`crate::snapshot::SnapshotProgress`];
-    /// repeat the call until it is ready.
+    /// Pauses the VM for a snapshot, or continues a snapshot. Reply:
+    /// [`crate::snapshot::SnapshotProgress`]; repeat the call until it is ready.
     Snapshot,
-    /// Reads guest memory, from offset 0 on in order. Reply: [`crate::snapshot::SnapshotPiece`], and
-    /// a memfd with the bytes.
+    /// Reads guest memory sequentially, starting at offset 0. Reply:
+    /// [`crate::snapshot::SnapshotPiece`], and a memfd with the bytes.
     SnapshotMemory {
         /// End of the previous piece.
         offset: u64,
     },
-    /// The state of the VM, after its memory. Reply: [`crate::snapshot::SnapshotState`], and a memfd
-    /// with it.
+    /// Requests the state of the VM, after its memory. Reply: [`crate::snapshot::SnapshotState`],
+    /// and a memfd with the state.
     SnapshotState,
-    /// Lets the process that continues the VM open the images of its disks. The VM keeps them locked
-    /// against all others, and takes its own locks again if it goes on. Reply: null.
+    /// Lets the process that continues the VM open the VM's disk images. The VM keeps them locked
+    /// against all other processes, and takes its own locks again if it resumes. Reply: null.
     SnapshotShareDisks,
-    /// Ends a snapshot: the VM goes on, or ends.
+    /// Ends a snapshot. The VM then resumes or terminates.
     SnapshotEnd {
         /// Ends the VM.
         stop: bool,
     },
-    /// Begins to observe the memory of a VM that is to move as bytes. Reply:
-    /// [`crate::migration::MigrationStart`], and a memfd with a state file that describes the machine.
+    /// Starts tracking memory writes of a VM that is to be migrated as a byte stream. Reply:
+    /// [`crate::migration::MigrationStart`], and a memfd with a state file that describes the
+    /// machine.
     MigrationStart,
-    /// Reads a piece of a round: memory that was written since the preceding round, from offset 0 on in
-    /// order. Reply: [`crate::migration::MigrationPiece`], and a memfd with the bytes.
+    /// Reads a piece of a round, which is the memory written since the preceding round,
+    /// sequentially from offset 0. Reply: [`crate::migration::MigrationPiece`], and a memfd with
+    /// the bytes.
     MigrationMemory {
-        /// 0, or end of the previous piece.
+        /// 0, or the end of the previous piece.
         offset: u64,
     },
-    /// Gives up the images of the disks. From now on the VM resumes only by `snapshot_end` or
-    /// `resume`, and not when the connection closes, because it may run elsewhere. Reply: null.
+    /// Releases the disk images. From now on, the VM resumes only on `snapshot_end` or `resume`,
+    /// and not when the connection closes, because it may run elsewhere. Reply: null.
     MigrationCommit,
     /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
     /// connection, which starts counting and timing them. Reply: a list of [`VcpuExits`].
     Exits,
-    /// Reads code from guest memory through the page tables at CR3. Reply: [`CodeInfo`].
+    /// Reads code from guest memory through the page tables at CR3. Reply: [`GuestCode`].
     Code {
         /// Address space: CR3 of a sample.
         cr3: u64,
@@ -327,7 +330,7 @@ impl Call {
     }
 }
 
-/// A reply as it is sent: `ok` or `error`.
+/// A reply in its serialized form, with `ok` or `error`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ReplyLine {
     /// Number of the request.
@@ -337,15 +340,15 @@ pub struct ReplyLine {
     pub ok: Option<serde_json::Value>,
     /// Error of a failed request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<Failure>,
+    pub error: Option<RequestError>,
 }
 
-/// Reason why a request was refused.
+/// Reason a request was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema, thiserror::Error)]
 #[error("{message}")]
-pub struct Failure {
+pub struct RequestError {
     /// Kind of failure, for programs.
-    pub kind: FailureKind,
+    pub kind: RequestErrorKind,
     /// One-line message, for users.
     pub message: String,
 }
@@ -353,16 +356,16 @@ pub struct Failure {
 /// Kinds of failures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum FailureKind {
+pub enum RequestErrorKind {
     /// Protocol violation or request out of order. The connection is closed.
     Protocol,
     /// Too many requests. The connection is closed.
     Rate,
     /// Invalid value.
     Invalid,
-    /// The user lacks the permission.
+    /// The user lacks permission.
     Denied,
-    /// A limit on memory, events or slots.
+    /// A limit on memory, events or slots was reached.
     Limit,
     /// Not supported by this VM or host.
     Unsupported,
@@ -394,7 +397,7 @@ pub struct VmInfo {
     /// not report it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub console: String,
-    /// Location of the virtio console in the same format; empty without one.
+    /// Location of the virtio console in the same format; empty if there is none.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub virtio_console: String,
     /// Thread IDs of the present vCPUs, in order; empty if the VM does not report them.
@@ -411,7 +414,7 @@ pub struct VmInfo {
     /// Settings of the VM; absent from a VM that does not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<VmSettings>,
-    /// The process that the VM was in before it moved to this one.
+    /// Source process, if the VM has moved to this process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moved_from: Option<VmOrigin>,
 }
@@ -427,7 +430,7 @@ pub struct VmSettings {
     pub filter: String,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
-    /// The balloon; absent without one.
+    /// State of the balloon; absent if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balloon: Option<BalloonInfo>,
 }
@@ -439,9 +442,9 @@ pub enum VmState {
     /// The vCPUs run.
     #[default]
     Running,
-    /// The vCPUs are parked, or about to be.
+    /// The vCPUs are parked or about to be parked.
     Paused,
-    /// The VM is ending.
+    /// The VM is terminating.
     Stopped,
 }
 
@@ -461,10 +464,10 @@ impl std::fmt::Display for VmState {
 pub enum ClientRole {
     /// Everything: root.
     Admin,
-    /// Everything within the limits on operators: the VM's own user.
+    /// The VM's own user, who may do everything within the limits on operators.
     Operator,
-    /// Only observing and counting is allowed, through the observers' socket; no request that
-    /// changes the VM or reveals its memory.
+    /// A client of the observers' socket, who may only observe and count. Requests that change the
+    /// VM or reveal its memory are refused.
     #[default]
     Observer,
 }
@@ -476,7 +479,7 @@ pub struct PluggedVcpuEvents {
     pub vcpu: u32,
     /// Events on this vCPU.
     pub events: Vec<OpenedEvent>,
-    /// Reason why the events could not be opened. The vCPU runs, but its events are not counted for
+    /// Reason the events could not be opened. The vCPU runs, but its events are not counted for
     /// this connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
@@ -485,9 +488,9 @@ pub struct PluggedVcpuEvents {
 /// Result of opening an event on a vCPU or on the VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct OpenedEvent {
-    /// Number of the event on this connection; `None` if the event cannot be counted.
+    /// Handle of the event on this connection; `None` if the event cannot be counted.
     pub handle: Option<u32>,
-    /// Reason why the event is unsupported.
+    /// Reason the event is unsupported.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unsupported: Option<String>,
     /// Name of the event, as in the list.
@@ -513,7 +516,7 @@ pub struct OpenedEvent {
     /// then takes only every [`SamplingParams::chain_every`]-th sample.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ring: bool,
-    /// Reason why the host's kernel does not sample the event, if this was requested.
+    /// Reason the host's kernel does not sample the event, if this was requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub no_ring: Option<String>,
 }
@@ -521,7 +524,7 @@ pub struct OpenedEvent {
 /// A reading of an event.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct EventReading {
-    /// Number of the event.
+    /// Handle of the event.
     pub handle: u32,
     /// Count of the event.
     pub value: u64,
@@ -536,26 +539,26 @@ pub struct EventReading {
     /// Approximate bound of the error of `estimate`; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bound: Option<f64>,
-    /// `true` if the event is in the error state: pinned, but without a slot.
+    /// `true` if the event is in the error state, because it is pinned but has no slot.
     pub failed: bool,
     /// `true` if the vCPU was unplugged; the reading is the final one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub gone: bool,
     /// Readings of each vCPU, including unplugged ones, for an event opened for the whole VM.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub vcpus: Vec<VcpuPart>,
+    pub vcpus: Vec<VcpuReadingPart>,
 }
 
 /// Contribution of one vCPU to an event of the whole VM.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct VcpuPart {
+pub struct VcpuReadingPart {
     /// The vCPU.
     pub vcpu: u32,
     /// Count on this vCPU.
     pub value: u64,
-    /// Time it was enabled there, in ns.
+    /// Time enabled on this vCPU, in nanoseconds.
     pub enabled_ns: u64,
-    /// Time of that it counted, in ns.
+    /// Time running on this vCPU, in nanoseconds.
     pub running_ns: u64,
     /// Count scaled to the whole enabled time on this vCPU; `None` if the event was not counted.
     pub estimate: Option<u64>,
@@ -617,7 +620,7 @@ pub enum KernelState {
     NotFound,
 }
 
-/// Records lost in a full ring.
+/// Records lost because a ring was full.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RingLoss {
     /// The vCPU.
@@ -644,7 +647,7 @@ pub struct KernelSymbolsReply {
     pub release: Option<String>,
 }
 
-/// The code that a process has mapped.
+/// Executable mappings of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ProcessCode {
     /// Mappings in ascending order of address.
@@ -655,7 +658,7 @@ pub struct ProcessCode {
     pub cut_short: bool,
 }
 
-/// A code mapping. All fields are unverified claims of the guest.
+/// A code mapping. All fields are reported by the guest and not verified.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CodeMapping {
     /// First address.
@@ -679,7 +682,7 @@ pub struct CodeMapping {
 pub struct ProcessMemory {
     /// Number of bytes.
     pub bytes: u32,
-    /// Parts that are not in guest memory and read as zeros: offset and length of each.
+    /// Offset and length of each part that is not in guest memory and reads as zeros.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub missing: Vec<(u32, u32)>,
 }
@@ -687,13 +690,13 @@ pub struct ProcessMemory {
 /// Identification of a snapshot of the guest's PMU programming.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotId {
-    /// Ascending number of the snapshot.
+    /// Sequence number of the snapshot.
     pub generation: u64,
 }
 
 /// A snapshot of the guest's PMU programming.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct GuestViews {
+pub struct VmGuestCounters {
     /// `true` if all vCPUs have contributed.
     pub complete: bool,
     /// Counters of each vCPU that has contributed.
@@ -707,12 +710,12 @@ pub struct VcpuView {
     pub vcpu: u32,
     /// Number of delivered PMIs; `None` if KVM's own vPMU delivers them.
     pub pmis: Option<u64>,
-    /// Time in which at least one enabled counter was not counted, in nanoseconds; `None` if KVM's
-    /// own vPMU counts.
+    /// Time during which at least one enabled counter was not counting, in nanoseconds; `None` if
+    /// KVM's own vPMU counts.
     #[serde(default)]
     pub uncounted_ns: Option<u64>,
-    /// Number of times a counter lost its slot on the host, or was enabled and found none; `None`
-    /// if KVM's own vPMU counts.
+    /// Number of times a counter lost its slot on the host, or was enabled without getting one;
+    /// `None` if KVM's own vPMU counts.
     #[serde(default)]
     pub places_lost: Option<u64>,
     /// Counters of the vCPU.
@@ -721,14 +724,14 @@ pub struct VcpuView {
 
 /// Code of the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct CodeInfo {
+pub struct GuestCode {
     /// Start address.
     pub address: u64,
-    /// Bytes up to the first gap, at least one, with two hexadecimal digits each.
+    /// Bytes up to the first gap (at least one byte), as two hexadecimal digits each.
     pub hex: String,
 }
 
-impl CodeInfo {
+impl GuestCode {
     /// Creates the reply from these bytes.
     pub fn new(address: u64, bytes: &[u8]) -> Self {
         use std::fmt::Write as _;
@@ -773,21 +776,22 @@ pub struct GuestCounter {
     /// following fields are `None` if KVM's own vPMU counts.
     #[serde(default)]
     pub counted: Option<u64>,
-    /// Time the present event was enabled, in ns.
+    /// Time for which the current event was enabled, in nanoseconds.
     pub enabled_ns: Option<u64>,
-    /// Time of that it counted, in ns.
+    /// Time for which the current event was running, in nanoseconds.
     pub running_ns: Option<u64>,
     /// Overflows so far.
     pub overflows: Option<u64>,
-    /// Overflows that requested a PMI.
+    /// Number of overflows that requested a PMI.
     pub pmi_requests: Option<u64>,
-    /// `true` if the counter is counting now.
+    /// `true` if the counter is counting.
     #[serde(default)]
     pub counting: Option<bool>,
-    /// `true` if the backing is a substitute while the preferred one has no slot on the host.
+    /// `true` if the counter uses a substitute backing because the preferred one has no slot on the
+    /// host.
     #[serde(default)]
     pub fallback: bool,
-    /// Time the present event was enabled and not counted, in ns.
+    /// Time for which the current event was enabled but not counting, in nanoseconds.
     #[serde(default)]
     pub uncounted_ns: Option<u64>,
 }

@@ -1,10 +1,10 @@
-//! Computes intervals and single vCPUs of an [`EventReading`].
+//! Computes the change between readings, and the readings of single vCPUs, from [`EventReading`].
 
 use crate::protocol::EventReading;
 
 /// The change of an event between two readings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReadingDelta {
+pub struct EventReadingDelta {
     /// Increase of the count, scaled to the enabled time.
     pub count: u64,
     /// Time enabled, in nanoseconds.
@@ -21,13 +21,13 @@ impl EventReading {
     /// share of time would be wrong, because the adaptive policy runs an event less while its rate
     /// is steady. The intervals therefore add up to the total estimate, except for intervals in
     /// which the event ran all the time, which are exact.
-    pub fn since(&self, before: Option<&Self>) -> Option<ReadingDelta> {
+    pub fn since(&self, before: Option<&Self>) -> Option<EventReadingDelta> {
         if self.failed {
             return None;
         }
         if self.gone && before.is_some_and(|before| before.running_ns == self.running_ns) {
             // The vCPU was not present in this interval.
-            return Some(ReadingDelta::default());
+            return Some(EventReadingDelta::default());
         }
         let of = |r: &Self| (r.value, r.enabled_ns, r.running_ns, r.estimate);
         growth(of(self), before.map(of))
@@ -55,10 +55,10 @@ impl EventReading {
 fn growth(
     now: (u64, u64, u64, Option<u64>),
     before: Option<(u64, u64, u64, Option<u64>)>,
-) -> Option<ReadingDelta> {
+) -> Option<EventReadingDelta> {
     let (value, enabled_ns, running_ns, estimate) = before.unwrap_or_default();
     let counted = now.0.saturating_sub(value);
-    let grown = ReadingDelta {
+    let grown = EventReadingDelta {
         count: counted,
         enabled_ns: now.1.saturating_sub(enabled_ns),
         running_ns: now.2.saturating_sub(running_ns),
@@ -68,14 +68,14 @@ fn growth(
         return None;
     }
     if grown.running_ns >= grown.enabled_ns {
-        return Some(ReadingDelta {
+        return Some(EventReadingDelta {
             count: if before.is_some() { counted } else { now_estimate },
             ..grown
         });
     }
     // A correction of the earlier estimate must not make the result smaller than the exact count.
     let estimated = now_estimate.saturating_sub(estimate.unwrap_or(value));
-    Some(ReadingDelta {
+    Some(EventReadingDelta {
         count: estimated.max(counted),
         ..grown
     })

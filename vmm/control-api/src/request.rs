@@ -11,8 +11,8 @@ use crate::balloon::BalloonInfo;
 use crate::counts::VcpuCounts;
 use crate::migration::{self, MigrationPiece};
 use crate::protocol::{
-    self, Call, EventReading, GuestViews, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent,
-    RingInfo, RingLoss, SamplingParams, SnapshotId, VmInfo,
+    self, Call, EventReading, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent, RingInfo, RingLoss,
+    SamplingParams, SnapshotId, VmGuestCounters, VmInfo,
 };
 use crate::rate_limit::{RateLimiterInfo, TokenBucketLimit};
 use crate::snapshot::{self, SnapshotPiece, SnapshotProgress};
@@ -89,7 +89,7 @@ requests! {
     Resume => VmInfo;
     /// Terminates the VM.
     Stop => VmInfo;
-    /// Presses the ACPI power button; refused if the guest does not handle it.
+    /// Presses the ACPI power button. Refused if the guest does not handle the button.
     Powerdown => VmInfo;
     /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
     /// to eject those with the highest numbers. Reply: [`protocol::VcpuPlug`]; poll the progress
@@ -103,8 +103,8 @@ requests! {
     /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
     /// [`protocol::VcpuPlug`].
     VcpusWithdraw => protocol::VcpuPlug;
-    /// Sets the size of the balloon, which the guest's driver reaches as far and as fast as it can.
-    /// Reply: [`BalloonInfo`].
+    /// Sets the target size of the balloon, which the guest's driver adjusts as far and as fast as
+    /// it can. Reply: [`BalloonInfo`].
     Balloon {
         /// Size in MiB.
         size_mib: u32,
@@ -125,9 +125,9 @@ requests! {
     RateLimit {
         /// Name of the limiter.
         name: String,
-        /// New limit of the bytes; unchanged if `None`.
+        /// New limit on bytes; unchanged if `None`.
         bandwidth: Option<TokenBucketLimit>,
-        /// New limit of the operations; unchanged if `None`.
+        /// New limit on operations; unchanged if `None`.
         ops: Option<TokenBucketLimit>,
     } => ();
     /// Replaces the document of the metadata service.
@@ -140,17 +140,18 @@ requests! {
         /// The patch.
         data: serde_json::Value,
     } => ();
-    /// Requests the document of the metadata service. Reply: a JSON value, `null` without one.
+    /// Requests the document of the metadata service. Reply: a JSON value, `null` if there is no
+    /// document.
     MmdsGet => serde_json::Value;
-    /// Opens events in disabled state. Reply: a list of [`OpenedEvent`].
+    /// Opens events in the disabled state. Reply: a list of [`OpenedEvent`].
     Open {
         /// Event list in perf's syntax.
         events: String,
         /// vCPUs to count on; all if omitted.
         vcpus: Option<Vec<u32>>,
         /// Opens one event per name instead of one per name and vCPU. The event counts on all
-        /// present vCPUs and on those plugged in later, from their first instruction. Excludes
-        /// `vcpus` and `sampling`.
+        /// present vCPUs and on those plugged in later, from their first instruction. Cannot be
+        /// combined with `vcpus` or `sampling`.
         whole: bool,
         /// Sampling parameters; counting only if omitted.
         sampling: Option<SamplingParams>,
@@ -177,9 +178,9 @@ requests! {
         /// `true` if new records overwrite the oldest ones.
         overwrite: bool,
     } => RingInfo;
-    /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]), with
-    /// instruction pointers of the guest sampled without an exit. Reply: [`HostRingInfo`] and the
-    /// perf event's descriptor, which the client maps.
+    /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]). The ring
+    /// contains instruction pointers of the guest that were sampled without an exit. Reply:
+    /// [`HostRingInfo`] and the perf event's descriptor, which the client maps.
     HostRing {
         /// Handle of the event.
         handle: u32,
@@ -198,14 +199,14 @@ requests! {
         /// Number of samples per full sample; 1 for every sample.
         every: u32,
     } => ();
-    /// Requests the number of records lost in full rings and not yet reported there. Reply: a list
-    /// of [`RingLoss`].
+    /// Requests the number of records that were lost because a ring was full and that the ring does
+    /// not report yet. Reply: a list of [`RingLoss`].
     RingLosses => Vec<RingLoss>;
     /// Requests the statistics of each vCPU's run loop since the start of the VM, including
     /// unplugged vCPUs. Reply: a list of [`VcpuCounts`].
     Counts => Vec<VcpuCounts>;
-    /// Starts the search for the guest's kernel in its memory, unless done before. Reply:
-    /// [`KernelInfo`]; repeat the call while the search runs.
+    /// Starts the search for the guest's kernel in guest memory, unless it has been started before.
+    /// Reply: [`KernelInfo`]; repeat the call while the search runs.
     Kernel => KernelInfo;
     /// Requests the guest kernel's symbols. Reply: [`KernelSymbolsReply`] and a memfd with text in
     /// the format of `/proc/kallsyms`.
@@ -227,45 +228,45 @@ requests! {
     } => protocol::ProcessMemory;
     /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`SnapshotId`].
     GuestView => SnapshotId;
-    /// Returns the snapshot of the guest's PMU programming. Reply: [`GuestViews`].
+    /// Returns the snapshot of the guest's PMU programming. Reply: [`VmGuestCounters`].
     GuestViewResult {
         /// Generation of the snapshot.
         generation: u64,
-    } => GuestViews;
-    /// Pauses the VM for a snapshot, or continues one. Reply: [`SnapshotProgress`]; repeat the call
-    /// until it is ready.
+    } => VmGuestCounters;
+    /// Pauses the VM for a snapshot, or continues a snapshot. Reply: [`SnapshotProgress`]; repeat
+    /// the call until it is ready.
     Snapshot => SnapshotProgress;
-    /// Reads guest memory, from offset 0 on in order. Reply: [`SnapshotPiece`] and a memfd with the
-    /// bytes.
+    /// Reads guest memory sequentially, starting at offset 0. Reply: [`SnapshotPiece`] and a memfd
+    /// with the bytes.
     SnapshotMemory {
         /// End of the previous piece.
         offset: u64,
     } => SnapshotPiece;
-    /// Returns the state of the VM, after its memory. Reply: [`snapshot::SnapshotState`] and a memfd
-    /// with it.
+    /// Returns the state of the VM, after its memory. Reply: [`snapshot::SnapshotState`] and a
+    /// memfd with the state.
     SnapshotState => snapshot::SnapshotState;
-    /// Lets the process that continues the VM open the images of its disks, which stay locked.
+    /// Lets the process that continues the VM open the VM's disk images, which stay locked.
     SnapshotShareDisks => ();
-    /// Ends a snapshot: the VM goes on, or ends.
+    /// Ends a snapshot. The VM then resumes or terminates.
     SnapshotEnd {
         /// Ends the VM.
         stop: bool,
     } => ();
-    /// Begins to observe the memory of a VM that is to move as bytes. Reply: [`MigrationStart`], and a
-    /// memfd with a state file that describes the machine.
+    /// Starts tracking memory writes of a VM that is to be migrated as a byte stream. Reply:
+    /// [`MigrationStart`], and a memfd with a state file that describes the machine.
     MigrationStart => migration::MigrationStart;
-    /// Reads a piece of a round: memory that was written since the preceding round. Reply:
+    /// Reads a piece of a round, which is the memory written since the preceding round. Reply:
     /// [`MigrationPiece`], and a memfd with the bytes.
     MigrationMemory {
-        /// 0, or end of the previous piece.
+        /// 0, or the end of the previous piece.
         offset: u64,
     } => MigrationPiece;
-    /// Gives up the images of the disks. The VM does not resume when the connection closes.
+    /// Releases the disk images. The VM does not resume when the connection closes.
     MigrationCommit => ();
     /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
     /// connection. Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;
-    /// Reads code from guest memory through the page tables at CR3. Reply: [`protocol::CodeInfo`].
+    /// Reads code from guest memory through the page tables at CR3. Reply: [`protocol::GuestCode`].
     Code {
         /// Address space: CR3 of a sample.
         cr3: u64,
@@ -273,7 +274,7 @@ requests! {
         address: u64,
         /// Number of bytes, at most [`protocol::MAX_CODE`].
         length: u32,
-    } => protocol::CodeInfo;
+    } => protocol::GuestCode;
 }
 
 /// Sets the policy that shares the host's counters between guest and operators.

@@ -1,5 +1,5 @@
 //! Generates the JSON Schema of the protocol for clients in other languages, from the types that
-//! the server and our own client use.
+//! the server and the client in this crate use.
 
 use schemars::generate::SchemaSettings;
 use serde_json::{Map, Value, json};
@@ -27,7 +27,8 @@ pub fn schema() -> Value {
     })
 }
 
-/// Converts the type name of a request to the name of its call: `GuestView` to `guest_view`.
+/// Converts the type name of a request to the name of its call, for example `GuestView` to
+/// `guest_view`.
 fn snake_case(name: &str) -> String {
     let mut out = String::new();
     for c in name.chars() {

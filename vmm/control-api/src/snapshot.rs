@@ -1,9 +1,9 @@
-//! Replies of the requests that take a snapshot.
+//! Replies to the requests that take a snapshot.
 //!
-//! A client repeats [`Call::Snapshot`](crate::protocol::Call::Snapshot) until the state of the VM is
-//! known, reads memory with `SnapshotMemory` from offset 0 to the end, then the state with
-//! `SnapshotState`, and ends with `SnapshotEnd`. The VM is paused meanwhile. It goes on at the end, or
-//! when the connection closes.
+//! A client repeats [`Call::Snapshot`](crate::protocol::Call::Snapshot) until the state of the VM
+//! is known, reads memory with `SnapshotMemory` from offset 0 to the end, then reads the state with
+//! `SnapshotState`, and finishes with `SnapshotEnd`. The VM is paused meanwhile. It resumes at the
+//! end, or when the connection closes.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 /// Progress of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotProgress {
-    /// The state of the VM is known, and its memory can be read.
+    /// `true` if the state of the VM is known and its memory can be read.
     pub ready: bool,
     /// Size of guest memory in bytes.
     pub memory_bytes: u64,
@@ -22,13 +22,13 @@ pub struct SnapshotProgress {
 pub struct SnapshotPiece {
     /// Offset of the piece in memory.
     pub offset: u64,
-    /// Number of bytes in the file with the reply; 0 if the piece consists of zeros.
+    /// Number of bytes in the file sent with the reply; 0 if the piece consists of zeros.
     pub bytes: u64,
     /// Offset of the next piece; the size of memory at the end.
     pub next: u64,
 }
 
-/// The state of a VM, which is in the file with the reply.
+/// Description of a VM's state. The state is in the file sent with the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SnapshotState {
     /// Size in bytes.

@@ -8,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use sandbox::paths::{self, Directory};
+use sandbox::paths::{self, PrivilegedDirectory};
 
 use crate::peer;
 
@@ -20,7 +20,7 @@ const SUFFIX: &str = ".sock";
 /// connections.
 const BACKLOG_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Reason why a control socket is unavailable.
+/// Error returned when a control socket is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     /// The name is not a valid VM name.
@@ -29,7 +29,7 @@ pub enum SocketError {
         without a leading dot"
     )]
     Name(String),
-    /// The directory belongs to another user or is accessible to others.
+    /// The directory belongs to another user or is accessible to other users.
     #[error("{} must be a directory of user {owner} with mode 0700; remove it or set XDG_RUNTIME_DIR", .dir.display())]
     NotPrivate {
         /// Path of the directory.
@@ -45,7 +45,7 @@ pub enum SocketError {
         /// Path of the parent directory.
         parent: PathBuf,
     },
-    /// A running VM already has this name.
+    /// Another running VM has this name.
     #[error("a VM named '{0}' is running; choose another --name")]
     Taken(String),
     /// A system call failed.
@@ -66,7 +66,7 @@ fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError 
     move |source| SocketError::Os { what, path, source }
 }
 
-/// Returns the origin of the directory name and a remedy, as part of an error message.
+/// Returns the source of the directory name and a remedy, as part of an error message.
 fn named(parent: &Path) -> &'static str {
     if std::env::var_os("XDG_RUNTIME_DIR").is_some_and(|dir| Path::new(&dir) == parent) {
         ": XDG_RUNTIME_DIR names it; make it, or unset the variable"
@@ -85,9 +85,10 @@ const MAX_VMS: usize = 4096;
 /// Returns the directory for control sockets: `$XDG_RUNTIME_DIR/perfvisor`, or `/run/perfvisor` for
 /// root, or `/tmp/perfvisor-UID`.
 ///
-/// If another user has created the last one, `/tmp/perfvisor-UID.1` and so on are tried. A non-root
-/// user also skips the first one if it belongs to another user, because a process that dropped root
-/// privileges (`--jail uid=`) inherits root's environment, in which another VM may have created it.
+/// If another user has created the directory in /tmp, `/tmp/perfvisor-UID.1` and so on are tried. A
+/// non-root user also skips the directory in `$XDG_RUNTIME_DIR` if it belongs to another user. A
+/// process that dropped root privileges (`--jail uid=`) inherits root's environment, and another VM
+/// may have created the directory named there.
 pub fn directory() -> PathBuf {
     directory_for(
         std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
@@ -109,8 +110,8 @@ fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
     }
 }
 
-/// Returns the first directory that is private to this user or can be created; if there is none,
-/// the first of all, for the error message.
+/// Returns the first directory that is private to this user or can be created. If there is none,
+/// returns the first candidate, for the error message.
 fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
     let first = tmp.join(format!("perfvisor-{uid}"));
     let others = (1..MAX_TMP_DIRS).map(|n| tmp.join(format!("perfvisor-{uid}.{n}")));
@@ -167,8 +168,8 @@ pub struct SocketDirs {
     pub found: Vec<SocketDir>,
     /// Directories that this user may not read and that may contain VMs.
     pub closed: Vec<PathBuf>,
-    /// Directories that have the name of a socket directory, but belong to another user or are
-    /// writable by others.
+    /// Directories that have the name of a socket directory but belong to another user or are
+    /// writable by other users.
     pub squatted: Vec<PathBuf>,
 }
 
@@ -306,8 +307,8 @@ fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
     entries
 }
 
-/// Returns the directory of this user's VM `name`: [`directory`], unless only another directory of
-/// this user contains a running VM of that name.
+/// Returns the directory of this user's VM `name`. This is [`directory`], unless only another
+/// directory of this user contains a running VM of that name.
 pub fn directory_of(name: &str) -> PathBuf {
     let usual = directory();
     let lives = |dir: &Path| peer::connect_within(&socket_path(dir, name), BACKLOG_TIMEOUT).is_ok();
@@ -336,7 +337,7 @@ pub fn vsock_path(dir: &Path, name: &str) -> PathBuf {
 /// Checks that a VM name is valid.
 ///
 /// # Errors
-/// Returns [`SocketError::Name`] if it is not.
+/// Returns [`SocketError::Name`] if the name is invalid.
 pub fn check_name(name: &str) -> Result<(), SocketError> {
     let good = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
     if (1..=MAX_NAME).contains(&name.len()) && !name.starts_with(['.', '-']) && name.bytes().all(good) {
@@ -349,10 +350,10 @@ pub fn check_name(name: &str) -> Result<(), SocketError> {
 /// Creates the directory if it does not exist.
 ///
 /// # Errors
-/// Returns [`SocketError::NotPrivate`] if others have access to the directory, or another
-/// [`SocketError`] if it cannot be created.
+/// Returns [`SocketError::NotPrivate`] if other users have access to the directory, or another
+/// [`SocketError`] if the directory cannot be created.
 pub fn make_directory(dir: &Path) -> Result<(), SocketError> {
-    let (inside, created) = match Directory::of(dir) {
+    let (inside, created) = match PrivilegedDirectory::of(dir) {
         Ok((parent, name)) => {
             let inside = parent.path(&name);
             let created = parent
@@ -390,13 +391,13 @@ pub fn make_directory(dir: &Path) -> Result<(), SocketError> {
 
 /// The listening control socket of a VM. Dropping it removes the file.
 #[derive(Debug)]
-pub struct Socket {
+pub struct ControlSocket {
     /// Nonblocking listener.
     pub listener: UnixListener,
     path: PathBuf,
 }
 
-impl Socket {
+impl ControlSocket {
     /// Listens on the socket of VM `name` in `dir`. Replaces the socket of a dead VM of that name.
     ///
     /// # Errors
@@ -406,9 +407,10 @@ impl Socket {
         check_name(name)?;
         make_directory(dir)?;
         let path = socket_path(dir, name);
-        let directory = Directory::open(dir).map_err(os("cannot look at", dir))?;
-        // Bind under a temporary name and link the socket to its final name. It is then never
-        // visible before it listens, and the link decides between two VMs of the same name.
+        let directory = PrivilegedDirectory::open(dir).map_err(os("cannot look at", dir))?;
+        // Bind under a temporary name and link the socket to its final name. The socket then
+        // becomes visible only when it listens, and the link decides between two VMs of the same
+        // name.
         let hidden: OsString = format!(".{}-{name}", sandbox::host_pid()).into();
         let shown = dir.join(&hidden);
         let (from, to) = (
@@ -471,7 +473,7 @@ fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), SocketErr
     Err(SocketError::Taken(name.to_owned()))
 }
 
-impl Drop for Socket {
+impl Drop for ControlSocket {
     fn drop(&mut self) {
         paths::remove_socket(&self.path, None);
     }
@@ -482,7 +484,7 @@ fn is_dead(path: &Path) -> bool {
     matches!(peer::connect_within(path, BACKLOG_TIMEOUT), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Returns the names of the VMs in `dir`, sorted, and removes the sockets of dead ones. A missing
+/// Returns the names of the VMs in `dir`, sorted, and removes the sockets of dead VMs. A missing
 /// directory contains none.
 ///
 /// # Errors
@@ -507,7 +509,7 @@ fn listed(dir: &Path) -> Result<Vec<String>, SocketError> {
 }
 
 /// Returns the names of the running VMs in `dir`, sorted. If `tidy` is set, removes the sockets of
-/// dead ones.
+/// dead VMs.
 fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, SocketError> {
     let mut names = listed(dir)?;
     names.retain(|name| {
@@ -535,7 +537,7 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     })
 }
 
-/// Connects to the socket `path`. If `owner` is given, the listener must be that user, because the
+/// Connects to the socket `path`. If `owner` is given, that user must be the listener, because the
 /// path may be a link to another user's socket.
 ///
 /// # Errors
@@ -561,16 +563,16 @@ mod tests {
     fn socket_at_a_path_has_its_permissions_and_replaces_only_a_dead_one() {
         let tmp = tempfile::tempdir().unwrap();
         let path = tmp.path().join("look");
-        let socket = Socket::bind_at(&path, 0o660).unwrap();
+        let socket = ControlSocket::bind_at(&path, 0o660).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
-        assert!(Socket::bind_at(&path, 0o660).is_err(), "somebody listens");
+        assert!(ControlSocket::bind_at(&path, 0o660).is_err(), "somebody listens");
         assert!(UnixStream::connect(&path).is_ok());
         drop(socket);
         assert!(!path.exists());
         drop(UnixListener::bind(&path).unwrap());
-        drop(Socket::bind_at(&path, 0o600).unwrap());
+        drop(ControlSocket::bind_at(&path, 0o600).unwrap());
         fs::write(&path, "data").unwrap();
-        assert!(Socket::bind_at(&path, 0o600).is_err());
+        assert!(ControlSocket::bind_at(&path, 0o600).is_err());
         assert_eq!(fs::read(&path).unwrap(), b"data");
     }
 
@@ -611,14 +613,14 @@ mod tests {
         let uid = peer::own_uid();
         let place = |ending: &str| tmp.path().join(format!("perfvisor-{uid}{ending}"));
         assert_eq!(in_tmp(tmp.path(), uid), place(""));
-        // A directory that others can read, a link, and a file.
+        // Occupy the first names with a directory that other users can read, a link, and a file.
         fs::DirBuilder::new().mode(0o755).create(place("")).unwrap();
         assert_eq!(in_tmp(tmp.path(), uid), place(".1"));
         std::os::unix::fs::symlink(tmp.path(), place(".1")).unwrap();
         fs::write(place(".2"), "").unwrap();
         let found = in_tmp(tmp.path(), uid);
         assert_eq!(found, place(".3"));
-        let _socket = Socket::bind(&found, "a").unwrap();
+        let _socket = ControlSocket::bind(&found, "a").unwrap();
         assert_eq!(in_tmp(tmp.path(), uid), found, "it stays there");
         // If no directory is usable, the error names the first one.
         for n in 3..MAX_TMP_DIRS {
@@ -704,7 +706,8 @@ mod tests {
         assert!(!dead.exists());
     }
 
-    /// A user could link to root's socket in their own directory, so that root stops the wrong VM.
+    /// A socket directory is rejected if its listener is another user. Otherwise, a user could link
+    /// to root's socket and make root stop the wrong VM.
     #[test]
     fn listener_must_own_socket_directory() {
         let temp = tempfile::tempdir().unwrap();
@@ -743,14 +746,17 @@ mod tests {
     fn live_socket_keeps_its_name() {
         let temp = tempfile::tempdir().unwrap();
         let dir = temp.path().join("perfvisor");
-        let first = Socket::bind(&dir, "a").unwrap();
+        let first = ControlSocket::bind(&dir, "a").unwrap();
         assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
-        assert!(matches!(Socket::bind(&dir, "a"), Err(SocketError::Taken(_))));
+        assert!(matches!(
+            ControlSocket::bind(&dir, "a"),
+            Err(SocketError::Taken(_))
+        ));
         assert_eq!(names(&dir).unwrap(), ["a"]);
         // Killing a VM closes its listener and leaves the file.
         let dead = UnixListener::bind(dir.join("b.sock")).unwrap();
         drop(dead);
-        let second = Socket::bind(&dir, "b").unwrap();
+        let second = ControlSocket::bind(&dir, "b").unwrap();
         assert_eq!(names(&dir).unwrap(), ["a", "b"]);
         drop(second);
         drop(UnixListener::bind(dir.join("c.sock")).unwrap());
@@ -767,7 +773,7 @@ mod tests {
         fs::create_dir(&dir).unwrap();
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
         assert!(matches!(
-            Socket::bind(&dir, "a"),
+            ControlSocket::bind(&dir, "a"),
             Err(SocketError::NotPrivate { .. })
         ));
     }

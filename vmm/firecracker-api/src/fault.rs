@@ -4,14 +4,14 @@ use crate::types::FaultBody;
 
 /// An API call that failed, with the status and the message of its response.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
+pub struct ApiFault {
     /// Status code.
     pub status: u16,
-    /// Field or object, and reason, in one line.
+    /// Field or object and the reason, in one line.
     pub message: String,
 }
 
-impl Fault {
+impl ApiFault {
     /// Returns a fault with status 400.
     pub fn bad(message: impl Into<String>) -> Self {
         Self {
@@ -20,7 +20,7 @@ impl Fault {
         }
     }
 
-    /// Returns the fault of a field or object that Perfvisor does not offer.
+    /// Returns the fault for a field or object that Perfvisor does not support.
     pub fn unsupported(object: &str, reason: &str) -> Self {
         Self::bad(format!("{object}: unsupported: {reason}"))
     }

@@ -1,11 +1,11 @@
 //! The subset of HTTP/1.1 that the API needs (RFC 9112): requests with a body of known length, and
 //! persistent connections.
 //!
-//! The parser is httparse, which the exporter uses too.
+//! The parser is httparse, which the exporter also uses.
 
 use serde::Serialize;
 
-use crate::fault::Fault;
+use crate::fault::ApiFault;
 
 /// Maximum size of a request head, in bytes.
 pub const MAX_HEAD: usize = 8 << 10;
@@ -43,7 +43,7 @@ pub struct Request {
     pub method: Method,
     /// Path of the request target.
     pub path: String,
-    /// The body, empty without one.
+    /// Request body; empty if there is none.
     pub body: Vec<u8>,
     /// `true` if the connection stays open after the response.
     pub keep_alive: bool,
@@ -51,14 +51,14 @@ pub struct Request {
 
 /// Result of parsing the bytes that a connection has received.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Parsed {
+pub enum HttpParseOutcome {
     /// The request is incomplete. `true` if the client waits for an interim response before it
     /// sends the body.
     Incomplete(bool),
-    /// A request, and the number of bytes that it took.
+    /// A request, and the number of bytes that it occupies.
     Complete(Request, usize),
-    /// The bytes are no acceptable request. The connection must be closed after the response.
-    Rejected(Fault),
+    /// The bytes are not an acceptable request. The connection must be closed after the response.
+    Rejected(ApiFault),
 }
 
 /// Header fields that determine the body and the connection.
@@ -68,20 +68,22 @@ struct BodyFields {
     expects_continue: bool,
 }
 
-/// Parses the first request in `bytes`, whose body may have `max_body` bytes.
-pub fn parse(bytes: &[u8], max_body: usize) -> Parsed {
+/// Parses the first request in `bytes`, whose body may be at most `max_body` bytes long.
+pub fn parse(bytes: &[u8], max_body: usize) -> HttpParseOutcome {
     let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
     let mut head = httparse::Request::new(&mut fields);
     let head_bytes = match head.parse(bytes) {
         Ok(httparse::Status::Complete(length)) if length <= MAX_HEAD => length,
-        Ok(httparse::Status::Partial) if bytes.len() < MAX_HEAD => return Parsed::Incomplete(false),
+        Ok(httparse::Status::Partial) if bytes.len() < MAX_HEAD => {
+            return HttpParseOutcome::Incomplete(false);
+        }
         Ok(_) | Err(httparse::Error::TooManyHeaders) => {
-            return Parsed::Rejected(Fault {
+            return HttpParseOutcome::Rejected(ApiFault {
                 status: 431,
                 message: format!("the request head exceeds {MAX_HEAD} bytes or {MAX_FIELDS} fields"),
             });
         }
-        Err(e) => return Parsed::Rejected(Fault::bad(format!("invalid HTTP request: {e}"))),
+        Err(e) => return HttpParseOutcome::Rejected(ApiFault::bad(format!("invalid HTTP request: {e}"))),
     };
     let (method, path) = match (head.method, head.path) {
         (Some("GET"), Some(path)) => (Method::Get, path),
@@ -90,16 +92,16 @@ pub fn parse(bytes: &[u8], max_body: usize) -> Parsed {
         (method, _) => {
             let method = method.unwrap_or_default().escape_default();
             let message = format!("method {method}: must be GET, PUT or PATCH");
-            return Parsed::Rejected(Fault::bad(message));
+            return HttpParseOutcome::Rejected(ApiFault::bad(message));
         }
     };
     let body_fields = match body_fields(&head, max_body) {
         Ok(fields) => fields,
-        Err(fault) => return Parsed::Rejected(fault),
+        Err(fault) => return HttpParseOutcome::Rejected(fault),
     };
     let end = head_bytes + body_fields.length;
     match bytes.get(head_bytes..end) {
-        None => Parsed::Incomplete(body_fields.expects_continue),
+        None => HttpParseOutcome::Incomplete(body_fields.expects_continue),
         Some(body) => {
             let request = Request {
                 method,
@@ -107,14 +109,14 @@ pub fn parse(bytes: &[u8], max_body: usize) -> Parsed {
                 body: body.to_vec(),
                 keep_alive: body_fields.keep_alive,
             };
-            Parsed::Complete(request, end)
+            HttpParseOutcome::Complete(request, end)
         }
     }
 }
 
-fn body_fields(head: &httparse::Request<'_, '_>, max_body: usize) -> Result<BodyFields, Fault> {
+fn body_fields(head: &httparse::Request<'_, '_>, max_body: usize) -> Result<BodyFields, ApiFault> {
     let mut length = None;
-    // Firecracker keeps connections of HTTP/1.0 open, too, and clients of that version depend on it.
+    // Firecracker also keeps HTTP/1.0 connections open, and clients of that version depend on this.
     let mut keep_alive = true;
     let mut expects_continue = false;
     for field in head.headers.iter() {
@@ -124,12 +126,12 @@ fn body_fields(head: &httparse::Request<'_, '_>, max_body: usize) -> Result<Body
                 .ok()
                 .filter(|text| text.bytes().all(|b| b.is_ascii_digit()))
                 .and_then(|text| text.parse::<usize>().ok())
-                .ok_or_else(|| Fault::bad("Content-Length: must be a number of bytes"))?;
+                .ok_or_else(|| ApiFault::bad("Content-Length: must be a number of bytes"))?;
             if length.replace(number).is_some_and(|other| other != number) {
-                return Err(Fault::bad("Content-Length: given twice with different values"));
+                return Err(ApiFault::bad("Content-Length: given twice with different values"));
             }
         } else if field.name.eq_ignore_ascii_case("transfer-encoding") {
-            return Err(Fault::unsupported(
+            return Err(ApiFault::unsupported(
                 "Transfer-Encoding",
                 "send the body with Content-Length",
             ));
@@ -145,7 +147,7 @@ fn body_fields(head: &httparse::Request<'_, '_>, max_body: usize) -> Result<Body
     }
     let length = length.unwrap_or(0);
     if length > max_body {
-        return Err(Fault {
+        return Err(ApiFault {
             status: 413,
             message: format!("the request body has {length} bytes; the maximum is {max_body}"),
         });
@@ -222,8 +224,8 @@ impl Response {
     }
 }
 
-impl From<&Fault> for Response {
-    fn from(fault: &Fault) -> Self {
+impl From<&ApiFault> for Response {
+    fn from(fault: &ApiFault) -> Self {
         Self {
             status: fault.status,
             ..Self::json(&fault.body())
@@ -238,7 +240,7 @@ mod tests {
 
     fn status(text: &str) -> u16 {
         match parse(text.as_bytes(), 100) {
-            Parsed::Rejected(fault) => fault.status,
+            HttpParseOutcome::Rejected(fault) => fault.status,
             other => panic!("{text:?}: {other:?}"),
         }
     }
@@ -246,12 +248,12 @@ mod tests {
     #[test]
     fn pipelined_requests_are_split() {
         let bytes = b"PUT /x HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}GET / HTTP/1.0\r\n\r\nGET / HTTP/1.1\r\nConnection: close\r\n\r\n";
-        let Parsed::Complete(put, taken) = parse(bytes, 100) else {
+        let HttpParseOutcome::Complete(put, taken) = parse(bytes, 100) else {
             panic!("incomplete")
         };
         assert_eq!((put.method, put.path.as_str()), (Method::Put, "/x"));
         assert_eq!((put.body.as_slice(), put.keep_alive), (&b"{}"[..], true));
-        let Parsed::Complete(get, more) = parse(&bytes[taken..], 100) else {
+        let HttpParseOutcome::Complete(get, more) = parse(&bytes[taken..], 100) else {
             panic!("incomplete")
         };
         assert_eq!(
@@ -259,7 +261,7 @@ mod tests {
             (Method::Get, true),
             "as Firecracker"
         );
-        let Parsed::Complete(last, _) = parse(&bytes[taken + more..], 100) else {
+        let HttpParseOutcome::Complete(last, _) = parse(&bytes[taken + more..], 100) else {
             panic!("incomplete")
         };
         assert!(!last.keep_alive);
@@ -296,7 +298,7 @@ mod tests {
     #[test]
     fn client_that_expects_continue_is_recognised() {
         let text = "PUT / HTTP/1.1\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n";
-        assert_eq!(parse(text.as_bytes(), 100), Parsed::Incomplete(true));
+        assert_eq!(parse(text.as_bytes(), 100), HttpParseOutcome::Incomplete(true));
     }
 
     proptest! {
@@ -308,7 +310,7 @@ mod tests {
 
         #[test]
         fn parser_decides_at_size_limit(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {
-            prop_assert!(!matches!(parse(&bytes, 0), Parsed::Incomplete(_)));
+            prop_assert!(!matches!(parse(&bytes, 0), HttpParseOutcome::Incomplete(_)));
         }
     }
 }

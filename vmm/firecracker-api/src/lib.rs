@@ -7,13 +7,13 @@
 //! | [`fault`] | errors with their status |
 //! | [`http`] | HTTP/1.1: parsing of requests, encoding of responses |
 //! | [`server`] | connections on a Unix socket, with their limits |
-//! | [`routes`] | from method, path and body to a typed call |
+//! | [`routes`] | conversion of method, path and body to a typed call |
 //! | [`resources`] | the configuration, its validation, and the options of `perfvisor run` |
-//! | [`session`] | the states of a VM, and the answers to calls |
-//! | [`openapi`] | the OpenAPI description of what is served |
+//! | [`session`] | the states of a VM, and the responses to calls |
+//! | [`openapi`] | the OpenAPI description of the supported API |
 //!
-//! Start with [`session::Session`]. The crate starts no VM: [`session::VmBackend`] does, which the
-//! program implements with `perfvisor run` and the control socket.
+//! Start with [`session::ApiSession`]. The crate itself does not start VMs. The program implements
+//! [`session::VmBackend`] for this purpose, with `perfvisor run` and the control socket.
 #![cfg_attr(
     not(test),
     warn(
@@ -23,7 +23,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// Libraries do not print; messages go to the log or to the caller.
+// Libraries do not print. Messages are logged or returned to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod fault;

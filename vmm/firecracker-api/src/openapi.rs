@@ -1,4 +1,4 @@
-//! The OpenAPI description of what is served, from the table of routes and the types.
+//! The OpenAPI description of the supported API, generated from the table of routes and the types.
 
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use serde_json::{Map, Value, json};
@@ -12,7 +12,7 @@ use crate::types::{
     SnapshotCreateParams, SnapshotLoadParams, VmConfig, VmUpdate, Vsock,
 };
 
-/// Returns the description (OpenAPI 3.1).
+/// Returns the API description (OpenAPI 3.1).
 pub fn openapi() -> Value {
     let mut settings = SchemaSettings::draft2020_12();
     settings.definitions_path = "/components/schemas".into();
@@ -66,7 +66,7 @@ fn add_types(generator: &mut SchemaGenerator) {
     generator.subschema_for::<VmConfig>();
 }
 
-/// Returns a JSON body of the type `name`.
+/// Returns the description of a JSON body of type `name`.
 fn content(name: &str) -> Value {
     let reference = format!("#/components/schemas/{name}");
     json!({ "application/json": { "schema": { "$ref": reference } } })

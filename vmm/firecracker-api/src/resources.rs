@@ -1,11 +1,11 @@
 //! The configuration of a VM, its validation, and its translation to options of `perfvisor run`.
 //!
-//! Only options leave this module: `perfvisor run` parses them as it does its command line, so a VM
-//! is built in one way only.
+//! The output of this module consists only of options. `perfvisor run` parses them like its command
+//! line, so there is a single way to build a VM.
 
 mod metadata;
 
-use crate::fault::Fault;
+use crate::fault::ApiFault;
 use crate::routes::{NO_HINTING, check_id};
 use crate::types::{
     Balloon, BootSource, Drive, DriveUpdate, EntropyDevice, HugePages, IoEngine, Logger, MachineConfig,
@@ -15,14 +15,14 @@ use crate::types::{
 
 /// Maximum number of vCPUs, as in the specification.
 const MAX_VCPUS: u8 = 32;
-/// Word of the kernel command line that would hide the devices, which are functions of a PCI bus.
+/// Kernel command-line parameter that would hide the devices, which are functions of a PCI bus.
 const PCI_OFF: &str = "pci=off";
-/// Kernel command line of `perfvisor run` for Linux, to which the root device is added.
+/// Kernel command line that `perfvisor run` uses for Linux, to which the root device is added.
 const DEFAULT_BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
 /// The configuration of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Resources {
+pub struct VmResources {
     machine: MachineConfig,
     boot_source: Option<BootSource>,
     drives: Vec<Drive>,
@@ -37,16 +37,16 @@ pub struct Resources {
     mmds: Option<MmdsConfig>,
 }
 
-/// A change of a rate limiter of the running VM.
+/// Change to a rate limiter of the running VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LimiterChange {
+pub struct RateLimiterChange {
     /// Name of the limiter in the VM.
     pub name: String,
-    /// The new limits. An absent one stays, and one that limits nothing is removed.
+    /// New limits. An omitted limit is unchanged, and a limit that restricts nothing is removed.
     pub limiter: RateLimiter,
 }
 
-impl LimiterChange {
+impl RateLimiterChange {
     /// Applies an update to the configured limiter. Returns `None` if there is no update.
     fn apply(name: String, update: Option<RateLimiter>, limiter: &mut Option<RateLimiter>) -> Option<Self> {
         let update = update?;
@@ -70,19 +70,19 @@ fn put_device<T>(devices: &mut Vec<T>, new: T, id: fn(&T) -> &str) {
     }
 }
 
-impl Resources {
+impl VmResources {
     /// Returns the configuration that `config` describes.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if `config` is invalid or contains an unsupported device.
-    pub fn from_config(config: VmConfig) -> Result<Self, Fault> {
+    /// Returns an [`ApiFault`] if `config` is invalid or contains an unsupported device.
+    pub fn from_config(config: VmConfig) -> Result<Self, ApiFault> {
         let unsupported = [
             ("cpu-config", config.cpu_config.is_some()),
             ("memory-hotplug", config.memory_hotplug.is_some()),
             ("pmem", !config.pmem.is_empty()),
         ];
         if let Some((name, _)) = unsupported.iter().find(|(_, given)| *given) {
-            return Err(Fault::unsupported(name, "this version does not offer it"));
+            return Err(ApiFault::unsupported(name, "this version does not offer it"));
         }
         let mut all = Self::default();
         all.set_machine(config.machine_config.unwrap_or_default())?;
@@ -141,55 +141,55 @@ impl Resources {
         }
     }
 
-    /// Returns size and features of the machine.
+    /// Returns the size and features of the machine.
     pub fn machine(&self) -> &MachineConfig {
         &self.machine
     }
 
-    /// Returns the log messages' level and destination.
+    /// Returns the level and destination of log messages.
     pub fn logger(&self) -> Option<&Logger> {
         self.logger.as_ref()
     }
 
-    /// Returns the destination of metrics.
+    /// Returns the destination of the metrics.
     pub fn metrics(&self) -> Option<&Metrics> {
         self.metrics.as_ref()
     }
 
-    /// Returns the PMU with its default model.
+    /// Returns the PMU configuration, with the default model filled in.
     pub fn pmu(&self) -> Pmu {
         let mut pmu = self.pmu.clone().unwrap_or_default();
         pmu.model.get_or_insert_with(|| "auto".into());
         pmu
     }
 
-    /// Sets size and features of the machine.
+    /// Sets the size and features of the machine.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is invalid or unsupported.
-    pub fn set_machine(&mut self, machine: MachineConfig) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a field is invalid or unsupported.
+    pub fn set_machine(&mut self, machine: MachineConfig) -> Result<(), ApiFault> {
         if !(1..=MAX_VCPUS).contains(&machine.vcpu_count) {
-            return Err(Fault::bad(format!(
+            return Err(ApiFault::bad(format!(
                 "vcpu_count: must be between 1 and {MAX_VCPUS}"
             )));
         }
         if machine.mem_size_mib == 0 {
-            return Err(Fault::bad("mem_size_mib: must not be 0"));
+            return Err(ApiFault::bad("mem_size_mib: must not be 0"));
         }
         if machine.huge_pages == HugePages::TwoMib && !machine.mem_size_mib.is_multiple_of(2) {
-            return Err(Fault::bad("mem_size_mib: must be even with huge_pages 2M"));
+            return Err(ApiFault::bad("mem_size_mib: must be even with huge_pages 2M"));
         }
         if machine.smt {
-            return Err(Fault::unsupported("smt", "each vCPU is a core of its own"));
+            return Err(ApiFault::unsupported("smt", "each vCPU is a core of its own"));
         }
         if machine.track_dirty_pages {
-            return Err(Fault::unsupported(
+            return Err(ApiFault::unsupported(
                 "track_dirty_pages",
                 "snapshots are always full",
             ));
         }
         if machine.cpu_template.as_deref().is_some_and(|name| name != "None") {
-            return Err(Fault::unsupported(
+            return Err(ApiFault::unsupported(
                 "cpu_template",
                 "the guest sees the host's features; PUT /pmu selects its PMU",
             ));
@@ -198,13 +198,13 @@ impl Resources {
         Ok(())
     }
 
-    /// Changes size and features of the machine.
+    /// Changes the size and features of the machine.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if the update is empty, or a field is invalid or unsupported.
-    pub fn update_machine(&mut self, update: MachineConfigUpdate) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if the update is empty, or a field is invalid or unsupported.
+    pub fn update_machine(&mut self, update: MachineConfigUpdate) -> Result<(), ApiFault> {
         if update == MachineConfigUpdate::default() {
-            return Err(Fault::bad("PATCH /machine-config: no field is given"));
+            return Err(ApiFault::bad("PATCH /machine-config: no field is given"));
         }
         let old = self.machine.clone();
         self.set_machine(MachineConfig {
@@ -217,11 +217,11 @@ impl Resources {
         })
     }
 
-    /// Sets kernel, initial RAM disk and command line.
+    /// Sets the kernel, the initial RAM disk and the command line.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a text contains a NUL character.
-    pub fn set_boot_source(&mut self, boot_source: BootSource) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a string contains a NUL character.
+    pub fn set_boot_source(&mut self, boot_source: BootSource) -> Result<(), ApiFault> {
         check_text("kernel_image_path", Some(&boot_source.kernel_image_path))?;
         check_text("initrd_path", boot_source.initrd_path.as_deref())?;
         check_text("boot_args", boot_source.boot_args.as_deref())?;
@@ -232,25 +232,28 @@ impl Resources {
     /// Adds a block device, or replaces the one with the same identifier.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is invalid or unsupported, or there is another root device.
-    pub fn set_drive(&mut self, drive: Drive) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a field is invalid or unsupported, or another root device exists.
+    pub fn set_drive(&mut self, drive: Drive) -> Result<(), ApiFault> {
         if drive.socket.is_some() {
-            return Err(Fault::unsupported("socket", "disks have no vhost-user back end"));
+            return Err(ApiFault::unsupported(
+                "socket",
+                "disks have no vhost-user back end",
+            ));
         }
         if drive.io_engine == Some(IoEngine::Async) {
-            return Err(Fault::unsupported("io_engine", "must be Sync"));
+            return Err(ApiFault::unsupported("io_engine", "must be Sync"));
         }
         let Some(path) = &drive.path_on_host else {
-            return Err(Fault::bad("path_on_host: missing"));
+            return Err(ApiFault::bad("path_on_host: missing"));
         };
         check_text("path_on_host", Some(path))?;
         if path.contains(',') {
-            return Err(Fault::unsupported("path_on_host", "the path contains a comma"));
+            return Err(ApiFault::unsupported("path_on_host", "the path contains a comma"));
         }
         let partuuid = drive.partuuid.as_deref();
         check_text("partuuid", partuuid)?;
         if partuuid.is_some_and(|text| text.is_empty() || text.contains(char::is_whitespace)) {
-            return Err(Fault::bad("partuuid: must be a word"));
+            return Err(ApiFault::bad("partuuid: must be a word"));
         }
         let is_other = |other: &&Drive| other.drive_id != drive.drive_id;
         if drive.is_root_device
@@ -261,7 +264,7 @@ impl Resources {
                 .find(|other| other.is_root_device)
         {
             let message = format!("is_root_device: '{}' is the root device already", root.drive_id);
-            return Err(Fault::bad(message));
+            return Err(ApiFault::bad(message));
         }
         put_device(&mut self.drives, drive, |drive| &drive.drive_id);
         Ok(())
@@ -270,11 +273,11 @@ impl Resources {
     /// Adds a network device, or replaces the one with the same identifier.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is invalid or unsupported, or another device has the MAC
-    /// address or the tap device.
-    pub fn set_interface(&mut self, interface: NetworkInterface) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a field is invalid or unsupported, or another device uses the same
+    /// MAC address or tap device.
+    pub fn set_interface(&mut self, interface: NetworkInterface) -> Result<(), ApiFault> {
         if interface.mtu.is_some() {
-            return Err(Fault::unsupported("mtu", "the device offers no MTU"));
+            return Err(ApiFault::unsupported("mtu", "the device offers no MTU"));
         }
         let others = || {
             self.interfaces
@@ -287,10 +290,10 @@ impl Resources {
             pair.is_some_and(|(one, other)| one.eq_ignore_ascii_case(other))
         };
         if others().any(has_mac) {
-            return Err(Fault::bad("guest_mac: another interface has this address"));
+            return Err(ApiFault::bad("guest_mac: another interface has this address"));
         }
         if others().any(|other| other.host_dev_name == interface.host_dev_name) {
-            return Err(Fault::bad(
+            return Err(ApiFault::bad(
                 "host_dev_name: another interface uses this tap device",
             ));
         }
@@ -300,7 +303,7 @@ impl Resources {
         ] {
             check_text(field, text)?;
             if text.is_some_and(|text| text.contains([',', '='])) {
-                return Err(Fault::bad(format!(
+                return Err(ApiFault::bad(format!(
                     "{field}: must not contain a comma or an equals sign"
                 )));
             }
@@ -312,10 +315,10 @@ impl Resources {
     /// Sets the vsock device.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is invalid.
-    pub fn set_vsock(&mut self, vsock: Vsock) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a field is invalid.
+    pub fn set_vsock(&mut self, vsock: Vsock) -> Result<(), ApiFault> {
         if vsock.guest_cid < 3 {
-            return Err(Fault::bad("guest_cid: must be at least 3"));
+            return Err(ApiFault::bad("guest_cid: must be at least 3"));
         }
         check_text("uds_path", Some(&vsock.uds_path))?;
         self.vsock = Some(vsock);
@@ -327,64 +330,67 @@ impl Resources {
         self.entropy = Some(entropy);
     }
 
-    /// Changes the rate limiter of a drive. Returns the change under the name that the running VM
-    /// has for the limiter.
+    /// Changes the rate limiter of a drive. Returns the change with the limiter's name in the
+    /// running VM.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if there is no such drive or the update has a new path.
-    pub fn update_drive(&mut self, update: DriveUpdate) -> Result<Option<LimiterChange>, Fault> {
+    /// Returns an [`ApiFault`] if the drive does not exist or the update contains a new path.
+    pub fn update_drive(&mut self, update: DriveUpdate) -> Result<Option<RateLimiterChange>, ApiFault> {
         let id = update.drive_id;
         let index = self.drives_in_order().position(|drive| drive.drive_id == id);
         let drive = self.drives.iter_mut().find(|drive| drive.drive_id == id);
         let (Some(index), Some(drive)) = (index, drive) else {
-            return Err(Fault::bad(format!("drive_id: no drive '{id}'")));
+            return Err(ApiFault::bad(format!("drive_id: no drive '{id}'")));
         };
         if update.path_on_host.is_some() {
-            return Err(Fault::unsupported(
+            return Err(ApiFault::unsupported(
                 "path_on_host",
                 "the image of a drive cannot be replaced",
             ));
         }
         let name = format!("disk{index}");
-        Ok(LimiterChange::apply(
+        Ok(RateLimiterChange::apply(
             name,
             update.rate_limiter,
             &mut drive.rate_limiter,
         ))
     }
 
-    /// Changes the rate limiters of a network device. Returns the changes under the names that the
-    /// running VM has for the limiters.
+    /// Changes the rate limiters of a network device. Returns the changes with the limiters' names
+    /// in the running VM.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if there is no such device.
-    pub fn update_interface(&mut self, update: NetworkInterfaceUpdate) -> Result<Vec<LimiterChange>, Fault> {
+    /// Returns an [`ApiFault`] if the device does not exist.
+    pub fn update_interface(
+        &mut self,
+        update: NetworkInterfaceUpdate,
+    ) -> Result<Vec<RateLimiterChange>, ApiFault> {
         let id = update.iface_id;
         let mut interfaces = self.interfaces.iter_mut().enumerate();
         let Some((index, interface)) = interfaces.find(|(_, interface)| interface.iface_id == id) else {
-            return Err(Fault::bad(format!("iface_id: no interface '{id}'")));
+            return Err(ApiFault::bad(format!("iface_id: no interface '{id}'")));
         };
         let (rx, tx) = (&mut interface.rx_rate_limiter, &mut interface.tx_rate_limiter);
         let changes = [
-            LimiterChange::apply(format!("net{index}-rx"), update.rx_rate_limiter, rx),
-            LimiterChange::apply(format!("net{index}-tx"), update.tx_rate_limiter, tx),
+            RateLimiterChange::apply(format!("net{index}-rx"), update.rx_rate_limiter, rx),
+            RateLimiterChange::apply(format!("net{index}-tx"), update.tx_rate_limiter, tx),
         ];
         Ok(changes.into_iter().flatten().collect())
     }
 
-    /// Adds the balloon, or replaces it.
+    /// Adds or replaces the balloon.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is unsupported.
-    pub fn set_balloon(&mut self, balloon: Balloon) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a field is unsupported.
+    pub fn set_balloon(&mut self, balloon: Balloon) -> Result<(), ApiFault> {
         if balloon.free_page_hinting {
-            return Err(Fault::unsupported("free_page_hinting", NO_HINTING));
+            return Err(ApiFault::unsupported("free_page_hinting", NO_HINTING));
         }
         self.balloon = Some(balloon);
         Ok(())
     }
 
-    /// Replaces the balloon by one with values that the running VM has accepted.
+    /// Replaces the balloon's configuration with values that the running VM has accepted.
     pub fn replace_balloon(&mut self, balloon: Balloon) {
         self.balloon = Some(balloon);
     }
@@ -397,29 +403,29 @@ impl Resources {
     /// Sets the destination of the serial output.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is invalid or unsupported.
-    pub fn set_serial(&mut self, serial: SerialDevice) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a field is invalid or unsupported.
+    pub fn set_serial(&mut self, serial: SerialDevice) -> Result<(), ApiFault> {
         if serial.rate_limiter.is_some_and(|limiter| !limiter.is_unlimited()) {
-            return Err(Fault::unsupported("rate_limiter", "the serial port has none"));
+            return Err(ApiFault::unsupported("rate_limiter", "the serial port has none"));
         }
         check_text("serial_out_path", serial.serial_out_path.as_deref())?;
         self.serial = Some(serial);
         Ok(())
     }
 
-    /// Sets level and destination of log messages.
+    /// Sets the level and destination of log messages.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a field is invalid or unsupported.
-    pub fn set_logger(&mut self, logger: Logger) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a field is invalid or unsupported.
+    pub fn set_logger(&mut self, logger: Logger) -> Result<(), ApiFault> {
         if let Some(level) = &logger.level {
             log_level(level)?;
         }
         if logger.module.is_some() {
-            return Err(Fault::unsupported("module", "modules have other names here"));
+            return Err(ApiFault::unsupported("module", "modules have other names here"));
         }
         if logger.show_log_origin == Some(true) {
-            return Err(Fault::unsupported(
+            return Err(ApiFault::unsupported(
                 "show_log_origin",
                 "messages have no file and line",
             ));
@@ -429,13 +435,13 @@ impl Resources {
         Ok(())
     }
 
-    /// Sets the destination of metrics.
+    /// Sets the destination of the metrics.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if there is one already.
-    pub fn set_metrics(&mut self, metrics: Metrics) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a destination is already set.
+    pub fn set_metrics(&mut self, metrics: Metrics) -> Result<(), ApiFault> {
         if self.metrics.is_some() {
-            return Err(Fault::bad("metrics_path: the destination is set already"));
+            return Err(ApiFault::bad("metrics_path: the destination is set already"));
         }
         check_text("metrics_path", Some(&metrics.metrics_path))?;
         self.metrics = Some(metrics);
@@ -445,8 +451,8 @@ impl Resources {
     /// Sets the guest's PMU.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if a text contains a NUL character.
-    pub fn set_pmu(&mut self, pmu: Pmu) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if a string contains a NUL character.
+    pub fn set_pmu(&mut self, pmu: Pmu) -> Result<(), ApiFault> {
         for (field, text) in [
             ("model", &pmu.model),
             ("backing", &pmu.backing),
@@ -473,10 +479,10 @@ impl Resources {
     /// Returns the options of `perfvisor run`.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if there is no boot source.
-    pub fn run_options(&self) -> Result<Vec<String>, Fault> {
+    /// Returns an [`ApiFault`] if there is no boot source.
+    pub fn run_options(&self) -> Result<Vec<String>, ApiFault> {
         let Some(boot) = &self.boot_source else {
-            return Err(Fault::bad(
+            return Err(ApiFault::bad(
                 "boot-source: a VM needs a kernel; PUT /boot-source sets it",
             ));
         };
@@ -487,8 +493,8 @@ impl Resources {
         Ok(options)
     }
 
-    /// Returns the options of `perfvisor run` that need no kernel, to validate a partial
-    /// configuration.
+    /// Returns the options of `perfvisor run` that do not depend on a kernel, for validation of a
+    /// partial configuration.
     pub fn device_options(&self) -> Vec<String> {
         let machine = &self.machine;
         let huge_pages = match machine.huge_pages {
@@ -530,7 +536,7 @@ impl Resources {
         for interface in &self.interfaces {
             let mac = interface.guest_mac.as_ref().map(|mac| format!(",mac={mac}"));
             let mac = mac.unwrap_or_default();
-            // A VM with vhost-net has no snapshots.
+            // A VM that uses vhost-net does not support snapshots.
             let mut option = format!("--net=tap={}{mac},vhost=off", interface.host_dev_name);
             push_limits(&mut option, "rx-", interface.rx_rate_limiter.as_ref());
             push_limits(&mut option, "tx-", interface.tx_rate_limiter.as_ref());
@@ -563,14 +569,14 @@ impl Resources {
         options
     }
 
-    /// Returns the configuration of a VM that is restored: machine and devices of `saved`, and serial
-    /// output, log and metrics of this configuration, with the tap devices and the vsock socket that
-    /// `params` replace.
+    /// Returns the configuration of a VM that is restored. The machine and the devices are taken
+    /// from `saved`, with the tap devices and the vsock socket replaced by those in `params`. The
+    /// serial output, log and metrics are taken from this configuration.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if this configuration has a machine or devices, and if `saved` or an
+    /// Returns an [`ApiFault`] if this configuration has a machine or devices, or if `saved` or an
     /// override is invalid.
-    pub fn restored(&self, mut saved: VmConfig, params: &SnapshotLoadParams) -> Result<Self, Fault> {
+    pub fn restored(&self, mut saved: VmConfig, params: &SnapshotLoadParams) -> Result<Self, ApiFault> {
         let host_only = Self {
             serial: self.serial.clone(),
             logger: self.logger.clone(),
@@ -578,7 +584,7 @@ impl Resources {
             ..Self::default()
         };
         if *self != host_only {
-            return Err(Fault::bad(
+            return Err(ApiFault::bad(
                 "snapshot/load: not supported after the machine or a device was configured",
             ));
         }
@@ -590,7 +596,7 @@ impl Resources {
             let mut interfaces = saved.network_interfaces.iter_mut();
             let Some(interface) = interfaces.find(|interface| interface.iface_id == *iface_id) else {
                 let message = format!("network_overrides: the snapshot has no interface '{iface_id}'");
-                return Err(Fault::bad(message));
+                return Err(ApiFault::bad(message));
             };
             interface.host_dev_name.clone_from(host_dev_name);
         }
@@ -598,7 +604,7 @@ impl Resources {
             let vsock = saved
                 .vsock
                 .as_mut()
-                .ok_or_else(|| Fault::bad("vsock_override: the snapshot has no vsock device"))?;
+                .ok_or_else(|| ApiFault::bad("vsock_override: the snapshot has no vsock device"))?;
             vsock.uds_path.clone_from(&socket.uds_path);
         }
         saved.serial = host_only.serial;
@@ -618,13 +624,13 @@ impl Resources {
         }
     }
 
-    /// Returns the drives with the root device first, which the kernel names `/dev/vda`.
+    /// Returns the drives, starting with the root device, which the kernel names `/dev/vda`.
     fn drives_in_order(&self) -> impl Iterator<Item = &Drive> {
         let root = self.drives.iter().filter(|drive| drive.is_root_device);
         root.chain(self.drives.iter().filter(|drive| !drive.is_root_device))
     }
 
-    /// Returns the kernel command line, with the root device and without [`PCI_OFF`]; `None` for
+    /// Returns the kernel command line, with the root device and without [`PCI_OFF`], or `None` for
     /// the default.
     fn cmdline(&self, boot: &BootSource) -> Option<String> {
         let root = self.drives.iter().find(|drive| drive.is_root_device);
@@ -716,11 +722,11 @@ fn push_limits(option: &mut String, prefix: &str, limiter: Option<&RateLimiter>)
     }
 }
 
-/// Returns the level of log messages as in the syntax of the crate `log`.
+/// Parses the level of log messages in the syntax of the crate `log`.
 ///
 /// # Errors
-/// Returns a [`Fault`] if the level is unknown.
-pub fn log_level(level: &str) -> Result<log::LevelFilter, Fault> {
+/// Returns an [`ApiFault`] if the level is unknown.
+pub fn log_level(level: &str) -> Result<log::LevelFilter, ApiFault> {
     Ok(match level.to_ascii_lowercase().as_str() {
         "off" => log::LevelFilter::Off,
         "error" => log::LevelFilter::Error,
@@ -729,18 +735,18 @@ pub fn log_level(level: &str) -> Result<log::LevelFilter, Fault> {
         "debug" => log::LevelFilter::Debug,
         "trace" => log::LevelFilter::Trace,
         _ => {
-            return Err(Fault::bad(
+            return Err(ApiFault::bad(
                 "level: must be Error, Warning, Info, Debug, Trace or Off",
             ));
         }
     })
 }
 
-/// Rejects a text that cannot be an argument of a program.
-fn check_text(field: &str, text: Option<&str>) -> Result<(), Fault> {
+/// Rejects a string that cannot be a program argument.
+fn check_text(field: &str, text: Option<&str>) -> Result<(), ApiFault> {
     match text {
-        Some(text) if text.contains('\0') => Err(Fault::bad(format!("{field}: contains a NUL character"))),
-        Some("") if field.ends_with("_path") => Err(Fault::bad(format!("{field}: must not be empty"))),
+        Some(text) if text.contains('\0') => Err(ApiFault::bad(format!("{field}: contains a NUL character"))),
+        Some("") if field.ends_with("_path") => Err(ApiFault::bad(format!("{field}: must not be empty"))),
         _ => Ok(()),
     }
 }

@@ -1,12 +1,12 @@
-//! From method, path and body to a typed call.
+//! Conversion of method, path and body to a typed call.
 //!
-//! [`ROUTES`] lists all paths, for the router's tests and the OpenAPI description. A feature that
-//! Perfvisor does not offer is in [`UNSUPPORTED`]: to add it, move its row to [`ROUTES`] and give
-//! it a variant of [`ApiCall`].
+//! [`ROUTES`] lists all paths, for the router's tests and the OpenAPI description. Features that
+//! Perfvisor does not support are listed in [`UNSUPPORTED`]. To add such a feature, move its row to
+//! [`ROUTES`] and add a variant to [`ApiCall`].
 
 use serde::de::DeserializeOwned;
 
-use crate::fault::Fault;
+use crate::fault::ApiFault;
 use crate::http::{Method, Request};
 use crate::types::{
     Action, ActionType, Balloon, BalloonStatsUpdate, BalloonUpdate, BootSource, Drive, DriveUpdate,
@@ -85,7 +85,7 @@ pub enum ApiCall {
     PatchVm(RequestedState),
 }
 
-/// A path that is served.
+/// Path that the API serves.
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
     /// Method.
@@ -94,9 +94,9 @@ pub struct Route {
     pub path: &'static str,
     /// Summary for the OpenAPI description.
     pub summary: &'static str,
-    /// Name of the type of the request body.
+    /// Name of the request body's type.
     pub request: Option<&'static str>,
-    /// Name of the type of the response body.
+    /// Name of the response body's type.
     pub response: Option<&'static str>,
 }
 
@@ -127,7 +127,7 @@ const fn patch(path: &'static str, summary: &'static str, request: &'static str)
     }
 }
 
-/// All paths that are served.
+/// All paths that the API serves.
 pub const ROUTES: &[Route] = &[
     get("/", "Describes the VM", "InstanceInfo"),
     get("/version", "Returns the version of the API", "ApiVersion"),
@@ -258,10 +258,10 @@ pub const ROUTES: &[Route] = &[
     patch("/vm", "Pauses or resumes the VM", "VmUpdate"),
 ];
 
-/// Reason for refusing free page hinting.
+/// Message for rejected requests that enable free page hinting.
 pub(crate) const NO_HINTING: &str = "the balloon has no free page hinting; use free_page_reporting";
 
-/// Paths of the specification that Perfvisor does not offer, with the reason.
+/// Paths of the specification that Perfvisor does not support, with the reason.
 pub const UNSUPPORTED: &[(&str, &str)] = &[
     ("/balloon/hinting/start", NO_HINTING),
     ("/balloon/hinting/status", NO_HINTING),
@@ -273,20 +273,20 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
     ),
 ];
 
-/// Path prefix of persistent memory devices, which Perfvisor does not offer.
+/// Path prefix of persistent memory devices, which Perfvisor does not support.
 const PMEM: &str = "/pmem/";
 
-/// Returns the call of a request.
+/// Converts a request to a call.
 ///
 /// # Errors
-/// Returns a [`Fault`] for an unknown or unsupported path, and for an invalid body.
-pub fn route(request: &Request) -> Result<ApiCall, Fault> {
+/// Returns an [`ApiFault`] for an unknown or unsupported path, and for an invalid body.
+pub fn route(request: &Request) -> Result<ApiCall, ApiFault> {
     let path = request.path.as_str();
     if let Some((_, reason)) = UNSUPPORTED.iter().find(|(unsupported, _)| *unsupported == path) {
-        return Err(Fault::unsupported(path, reason));
+        return Err(ApiFault::unsupported(path, reason));
     }
     if path.starts_with(PMEM) {
-        return Err(Fault::unsupported(
+        return Err(ApiFault::unsupported(
             path,
             "this version has no persistent memory devices",
         ));
@@ -298,7 +298,7 @@ pub fn route(request: &Request) -> Result<ApiCall, Fault> {
     }
 }
 
-fn route_get(request: &Request) -> Result<ApiCall, Fault> {
+fn route_get(request: &Request) -> Result<ApiCall, ApiFault> {
     let call = match request.path.as_str() {
         "/" => ApiCall::GetInstance,
         "/version" => ApiCall::GetVersion,
@@ -311,12 +311,12 @@ fn route_get(request: &Request) -> Result<ApiCall, Fault> {
         _ => return Err(unknown(request)),
     };
     if !request.body.is_empty() {
-        return Err(Fault::bad("a GET request must not have a body"));
+        return Err(ApiFault::bad("a GET request must not have a body"));
     }
     Ok(call)
 }
 
-fn route_put(request: &Request) -> Result<ApiCall, Fault> {
+fn route_put(request: &Request) -> Result<ApiCall, ApiFault> {
     Ok(match request.path.as_str() {
         "/machine-config" => ApiCall::PutMachineConfig(body(request)?),
         "/boot-source" => ApiCall::PutBootSource(body(request)?),
@@ -348,7 +348,7 @@ fn route_put(request: &Request) -> Result<ApiCall, Fault> {
     })
 }
 
-fn route_patch(request: &Request) -> Result<ApiCall, Fault> {
+fn route_patch(request: &Request) -> Result<ApiCall, ApiFault> {
     Ok(match request.path.as_str() {
         "/machine-config" => ApiCall::PatchMachineConfig(body(request)?),
         "/balloon" => ApiCall::PatchBalloon(body(request)?),
@@ -371,8 +371,8 @@ fn route_patch(request: &Request) -> Result<ApiCall, Fault> {
     })
 }
 
-fn unknown(request: &Request) -> Fault {
-    Fault::bad(format!(
+fn unknown(request: &Request) -> ApiFault {
+    ApiFault::bad(format!(
         "{} {}: unknown method and path",
         request.method.name(),
         request.path
@@ -380,29 +380,29 @@ fn unknown(request: &Request) -> Fault {
 }
 
 /// Parses the body, which must be a JSON object.
-fn body<T: DeserializeOwned>(request: &Request) -> Result<T, Fault> {
+fn body<T: DeserializeOwned>(request: &Request) -> Result<T, ApiFault> {
     let (method, path) = (request.method.name(), &request.path);
     if request.body.is_empty() {
-        return Err(Fault::bad(format!("{method} {path}: the body is missing")));
+        return Err(ApiFault::bad(format!("{method} {path}: the body is missing")));
     }
-    serde_json::from_slice(&request.body).map_err(|e| Fault::bad(format!("{method} {path}: {e}")))
+    serde_json::from_slice(&request.body).map_err(|e| ApiFault::bad(format!("{method} {path}: {e}")))
 }
 
 /// Checks the identifier of a device, in the path and in the body.
 ///
 /// # Errors
-/// Returns a [`Fault`] if the identifiers are invalid or differ.
-pub fn check_id(field: &str, path: &str, body: &str) -> Result<(), Fault> {
+/// Returns an [`ApiFault`] if the identifiers are invalid or differ.
+pub fn check_id(field: &str, path: &str, body: &str) -> Result<(), ApiFault> {
     let is_valid = |id: &str| {
         (1..=MAX_ID).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
     };
     if !is_valid(body) {
-        return Err(Fault::bad(format!(
+        return Err(ApiFault::bad(format!(
             "{field}: must have 1 to {MAX_ID} letters, digits and underscores"
         )));
     }
     if path != body {
-        return Err(Fault::bad(format!(
+        return Err(ApiFault::bad(format!(
             "{field}: '{body}' differs from the identifier in the path"
         )));
     }

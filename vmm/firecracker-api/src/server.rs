@@ -1,9 +1,9 @@
 //! Connections on a Unix socket.
 //!
 //! One thread serves all connections and answers one request at a time. A connection holds at most
-//! one request and one response. At [`MAX_CONNECTIONS`], a new connection replaces the one that was
-//! inactive for the longest time. A request must be complete within [`REQUEST_TIME`] after its first
-//! byte, and its response must be read within the same time.
+//! one request and one response. If [`MAX_CONNECTIONS`] are open, a new connection replaces the one
+//! that has been inactive for the longest time. A request must be complete within [`REQUEST_TIME`]
+//! after its first byte, and the client must read the response within the same time.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::fault::Fault;
-use crate::http::{self, CONTINUE, MAX_HEAD, Parsed, Request, Response};
+use crate::fault::ApiFault;
+use crate::http::{self, CONTINUE, HttpParseOutcome, MAX_HEAD, Request, Response};
 
 /// Maximum number of open connections.
 pub const MAX_CONNECTIONS: usize = 32;
@@ -21,43 +21,44 @@ pub const MAX_CONNECTIONS: usize = 32;
 pub const REQUEST_TIME: Duration = Duration::from_secs(10);
 /// Maximum number of connections accepted between two polls.
 const ACCEPT_BATCH: usize = 16;
-/// Time for which a failed `accept(2)` is not repeated.
+/// Pause after a failed `accept(2)` before it is retried.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Size of one read, in bytes.
+/// Maximum size of one read, in bytes.
 const READ_BYTES: usize = 4096;
 
 /// The listening socket and its connections.
 #[derive(Debug)]
-pub struct Server {
+pub struct ApiServer {
     /// `None` for a VM without an API.
     listener: Option<UnixListener>,
     connections: Vec<Connection>,
     max_body: usize,
-    /// Time before which no connection is accepted, because the process lacked a resource.
+    /// Time before which no connection is accepted, because the process lacks a resource.
     accept_after: Option<Instant>,
 }
 
 #[derive(Debug)]
 struct Connection {
     stream: UnixStream,
-    /// Received bytes that belong to no answered request.
+    /// Received bytes of requests that have not been answered.
     received: Vec<u8>,
-    /// Bytes of the response that were not sent yet.
+    /// Bytes of the response that have not been sent.
     unsent: Vec<u8>,
     last_active: Instant,
     /// End of the time limit of the current request or response.
     deadline: Option<Instant>,
-    /// `true` if the connection closes once its response is sent.
+    /// `true` if the connection is closed once its response has been sent.
     closes: bool,
-    /// `true` if the client received an interim response for the current request.
+    /// `true` if the client has received an interim response for the current request.
     continued: bool,
 }
 
-impl Server {
-    /// Serves the connections of `listener`, if any. Request bodies may have `max_body` bytes.
+impl ApiServer {
+    /// Creates a server for the connections of `listener`, if any. A request body may be at most
+    /// `max_body` bytes long.
     ///
     /// # Errors
-    /// Returns the error of `fcntl(2)`.
+    /// Returns an error if `fcntl(2)` fails.
     pub fn new(listener: Option<UnixListener>, max_body: usize) -> io::Result<Self> {
         if let Some(listener) = &listener {
             listener.set_nonblocking(true)?;
@@ -79,7 +80,7 @@ impl Server {
     /// complete requests with `answer`, and returns which of `others` are readable.
     ///
     /// # Errors
-    /// Returns the error of `poll(2)`.
+    /// Returns an error if `poll(2)` fails.
     pub fn turn(
         &mut self,
         others: &[BorrowedFd<'_>],
@@ -106,7 +107,7 @@ impl Server {
         let deadlines = self.connections.iter().filter_map(|c| c.deadline);
         let until = deadlines.chain(self.accept_after.filter(|_| !accepts)).min();
         let timeout = until.map(|until| {
-            // A whole millisecond more, so that the deadline has passed after the wait.
+            // Wait one additional millisecond, so that the deadline has passed after the wait.
             let left = until.saturating_duration_since(now) + Duration::from_millis(1);
             Timespec::try_from(left).unwrap_or(Timespec {
                 tv_sec: 1,
@@ -137,7 +138,7 @@ impl Server {
         Ok((connections.to_vec(), others.to_vec()))
     }
 
-    /// Accepts waiting connections, and replaces inactive ones at the limit.
+    /// Accepts waiting connections. At the limit, new connections replace inactive ones.
     fn accept(&mut self, now: Instant) {
         let Some(listener) = &self.listener else { return };
         if self.accept_after.is_some_and(|after| now < after) {
@@ -192,11 +193,12 @@ impl Connection {
         self.closes = true;
     }
 
-    /// Sends and receives what is possible without waiting, and answers complete requests.
+    /// Sends and receives as much as possible without blocking, and answers complete requests.
     fn serve(&mut self, max_body: usize, now: Instant, answer: &mut dyn FnMut(&Request) -> Response) {
         self.last_active = now;
         self.flush();
-        // Requests that arrived with an earlier one, whose response was not sent then.
+        // Answer requests that arrived together with an earlier one whose response had not been
+        // sent then.
         self.answer_requests(max_body, now, answer);
         if !self.unsent.is_empty() || self.closes {
             return;
@@ -208,7 +210,8 @@ impl Connection {
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => return,
             Err(_) => return self.abandon(),
         }
-        // The parser decides at MAX_HEAD, and the body is bounded, so `received` is bounded too.
+        // The parser accepts or rejects a head at MAX_HEAD, and the body is bounded, so `received`
+        // is bounded too.
         debug_assert!(self.received.len() <= MAX_HEAD + max_body + READ_BYTES);
         self.answer_requests(max_body, now, answer);
     }
@@ -221,7 +224,7 @@ impl Connection {
     ) {
         while self.unsent.is_empty() && !self.received.is_empty() && !self.closes {
             match http::parse(&self.received, max_body) {
-                Parsed::Incomplete(expects_continue) => {
+                HttpParseOutcome::Incomplete(expects_continue) => {
                     self.deadline.get_or_insert(now + REQUEST_TIME);
                     if expects_continue && !self.continued {
                         self.continued = true;
@@ -230,13 +233,13 @@ impl Connection {
                     }
                     return;
                 }
-                Parsed::Complete(request, taken) => {
+                HttpParseOutcome::Complete(request, taken) => {
                     self.received.drain(..taken);
                     self.continued = false;
                     let response = answer(&request);
                     self.send(&response, request.keep_alive);
                 }
-                Parsed::Rejected(fault) => self.send(&Response::from(&fault), false),
+                HttpParseOutcome::Rejected(fault) => self.send(&Response::from(&fault), false),
             }
         }
     }
@@ -265,13 +268,13 @@ impl Connection {
         }
     }
 
-    /// Ends a request or response that exceeds its time limit.
+    /// Aborts a request or response that exceeds its time limit.
     fn check_deadline(&mut self, now: Instant) {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return;
         }
         if self.unsent.is_empty() && !self.closes {
-            let fault = Fault {
+            let fault = ApiFault {
                 status: 408,
                 message: format!("the request was not complete after {} s", REQUEST_TIME.as_secs()),
             };

@@ -1,7 +1,7 @@
-//! The states of a VM, and the answers to calls.
+//! The states of a VM, and the responses to calls.
 //!
-//! Calls that configure the VM are valid before the start only; those that change its state, after
-//! it only. A call that fails changes nothing.
+//! Calls that configure the VM are valid only before the start, and calls that change its state
+//! only after the start. A call that fails changes nothing.
 
 mod balloon;
 mod metadata;
@@ -12,141 +12,141 @@ use mmds::store::MetadataStore;
 use serde_json::Value;
 
 use crate::API_VERSION;
-use crate::fault::Fault;
+use crate::fault::ApiFault;
 use crate::http::{Request, Response};
-use crate::resources::{LimiterChange, Resources};
+use crate::resources::{RateLimiterChange, VmResources};
 use crate::routes::{self, ApiCall};
 use crate::types::{
     ActionType, ApiVersion, BalloonStats, InstanceInfo, InstanceState, Logger, Metrics, RequestedState,
     VmConfig,
 };
 
-/// The operations of the program that a session needs. Errors are messages in one line.
+/// Operations of the program that a session requires. Errors are one-line messages.
 pub trait VmBackend {
     /// Checks that `perfvisor run` accepts `options`.
     ///
     /// # Errors
-    /// Returns its error message.
+    /// Returns the error message of `perfvisor run` if it rejects the options.
     fn check_options(&mut self, options: &[String]) -> Result<(), String>;
 
     /// Checks that the file at `path` can be read.
     ///
     /// # Errors
-    /// Returns the reason why not.
+    /// Returns a message if the file cannot be read.
     fn check_file(&mut self, path: &str) -> Result<(), String>;
 
-    /// Sets level and destination of log messages.
+    /// Sets the level and destination of log messages.
     ///
     /// # Errors
-    /// Returns the reason why the destination cannot be opened.
+    /// Returns a message if the destination cannot be opened.
     fn set_logger(&mut self, logger: &Logger) -> Result<(), String>;
 
-    /// Sets the destination of metrics.
+    /// Sets the destination of the metrics.
     ///
     /// # Errors
-    /// Returns the reason why the destination cannot be opened.
+    /// Returns a message if the destination cannot be opened.
     fn set_metrics(&mut self, metrics: &Metrics) -> Result<(), String>;
 
-    /// Starts the VM with options of `perfvisor run`, and returns once its vCPUs run and its metadata
-    /// service has the document `metadata`, if any.
+    /// Starts the VM with options of `perfvisor run`. Returns when its vCPUs are running and its
+    /// metadata service contains the document `metadata`, if any.
     ///
     /// # Errors
-    /// Returns the reason why the VM does not run.
+    /// Returns a message if the VM fails to start.
     fn start(&mut self, options: &[String], metadata: Option<&Value>) -> Result<(), String>;
 
     /// Replaces the document of the running VM's metadata service.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
-    fn put_metadata(&mut self, data: Value) -> Result<(), Fault>;
+    /// Returns an [`ApiFault`] if the VM rejects the request.
+    fn put_metadata(&mut self, data: Value) -> Result<(), ApiFault>;
 
     /// Applies a merge patch to the document of the running VM's metadata service.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
-    fn patch_metadata(&mut self, patch: Value) -> Result<(), Fault>;
+    /// Returns an [`ApiFault`] if the VM rejects the request.
+    fn patch_metadata(&mut self, patch: Value) -> Result<(), ApiFault>;
 
     /// Returns the document of the running VM's metadata service.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
-    fn metadata(&mut self) -> Result<Value, Fault>;
+    /// Returns an [`ApiFault`] if the VM rejects the request.
+    fn metadata(&mut self) -> Result<Value, ApiFault>;
 
     /// Pauses all vCPUs.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
+    /// Returns a message if the VM rejects the request.
     fn pause(&mut self) -> Result<(), String>;
 
     /// Resumes all vCPUs.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
+    /// Returns a message if the VM rejects the request.
     fn resume(&mut self) -> Result<(), String>;
 
     /// Presses the guest's power button.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
+    /// Returns a message if the VM rejects the request.
     fn press_power_button(&mut self) -> Result<(), String>;
 
     /// Changes a rate limiter.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
-    fn change_limiter(&mut self, change: &LimiterChange) -> Result<(), String>;
+    /// Returns a message if the VM rejects the request.
+    fn change_limiter(&mut self, change: &RateLimiterChange) -> Result<(), String>;
 
     /// Saves the paused VM to the files `state` and `memory`. The state contains `config`.
     ///
     /// # Errors
-    /// Returns the reason why the files were not written.
+    /// Returns a message if the files cannot be written.
     fn save(&mut self, state: &str, memory: &str, config: &VmConfig) -> Result<(), String>;
 
-    /// Returns the configuration in the state file of a snapshot.
+    /// Returns the configuration stored in the state file of a snapshot.
     ///
     /// # Errors
-    /// Returns the reason why the file cannot be used.
+    /// Returns a message if the file cannot be used.
     fn read_snapshot(&mut self, state: &str) -> Result<VmConfig, String>;
 
     /// Sets the target size of the running VM's balloon, in MiB.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
+    /// Returns a message if the VM rejects the request.
     fn set_balloon_size(&mut self, amount_mib: u32) -> Result<(), String>;
 
     /// Sets the interval of the running VM's memory statistics, in seconds.
     ///
     /// # Errors
-    /// Returns the VM's refusal.
+    /// Returns a message if the VM rejects the request.
     fn set_balloon_interval(&mut self, seconds: u16) -> Result<(), String>;
 
-    /// Returns the sizes of the running VM's balloon, and the latest memory statistics.
+    /// Returns the sizes of the running VM's balloon and the latest memory statistics.
     ///
     /// # Errors
-    /// Returns the reason why the VM has none.
+    /// Returns a message if the statistics are unavailable.
     fn balloon_stats(&mut self) -> Result<BalloonStats, String>;
 
     /// Writes the metrics to their destination.
     ///
     /// # Errors
-    /// Returns the reason why they were not written.
+    /// Returns a message if the metrics cannot be written.
     fn flush_metrics(&mut self) -> Result<(), String>;
 }
 
 /// A VM that is configured and controlled through the API.
 #[derive(Debug)]
-pub struct Session<B> {
+pub struct ApiSession<B> {
     backend: B,
     id: String,
     version: String,
     state: InstanceState,
-    resources: Resources,
-    /// The document of the metadata service while no VM has one.
+    resources: VmResources,
+    /// Document of the metadata service while no VM holds it.
     metadata: MetadataStore,
     metadata_limit: usize,
 }
 
-impl<B: VmBackend> Session<B> {
+impl<B: VmBackend> ApiSession<B> {
     /// Creates a session for the VM `id`. `version` is the version of the program.
     pub fn new(backend: B, id: String, version: String) -> Self {
         Self {
@@ -154,13 +154,13 @@ impl<B: VmBackend> Session<B> {
             id,
             version,
             state: InstanceState::NotStarted,
-            resources: Resources::default(),
+            resources: VmResources::default(),
             metadata: MetadataStore::new(DEFAULT_SIZE_LIMIT),
             metadata_limit: DEFAULT_SIZE_LIMIT,
         }
     }
 
-    /// Limits the document of the metadata service to `bytes` bytes of JSON text.
+    /// Limits the document of the metadata service to `bytes` bytes of JSON.
     #[must_use]
     pub fn with_metadata_limit(mut self, bytes: usize) -> Self {
         self.metadata = MetadataStore::new(bytes);
@@ -191,19 +191,19 @@ impl<B: VmBackend> Session<B> {
     /// Replaces the configuration, as given by `--config-file`.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if the configuration is invalid or incomplete.
-    pub fn configure(&mut self, config: VmConfig) -> Result<(), Fault> {
-        let resources = Resources::from_config(config)?;
+    /// Returns an [`ApiFault`] if the configuration is invalid or incomplete.
+    pub fn configure(&mut self, config: VmConfig) -> Result<(), ApiFault> {
+        let resources = VmResources::from_config(config)?;
         resources.run_options()?;
         if let Some(logger) = resources.logger() {
             self.backend
                 .set_logger(logger)
-                .map_err(|e| Fault::bad(format!("log_path: {e}")))?;
+                .map_err(|e| ApiFault::bad(format!("log_path: {e}")))?;
         }
         if let Some(metrics) = resources.metrics() {
             self.backend
                 .set_metrics(metrics)
-                .map_err(|e| Fault::bad(format!("metrics_path: {e}")))?;
+                .map_err(|e| ApiFault::bad(format!("metrics_path: {e}")))?;
         }
         self.accept(resources).map(|_| ())
     }
@@ -211,8 +211,8 @@ impl<B: VmBackend> Session<B> {
     /// Executes a call.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if the call is invalid in this state, or fails.
-    pub fn call(&mut self, call: ApiCall) -> Result<Response, Fault> {
+    /// Returns an [`ApiFault`] if the call is invalid in this state, or fails.
+    pub fn call(&mut self, call: ApiCall) -> Result<Response, ApiFault> {
         match call {
             ApiCall::GetInstance => Ok(Response::json(&self.instance())),
             ApiCall::GetVersion => Ok(Response::json(&ApiVersion {
@@ -251,9 +251,9 @@ impl<B: VmBackend> Session<B> {
     /// Starts the VM.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if the VM runs already, the configuration is incomplete, or the start
-    /// fails.
-    pub fn start(&mut self) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if the VM is already running, the configuration is incomplete, or the
+    /// VM fails to start.
+    pub fn start(&mut self) -> Result<(), ApiFault> {
         self.require_configuration("InstanceStart")?;
         let options = self.with_mmds(&self.resources, self.resources.run_options()?);
         if self.resources.hides_pci() {
@@ -262,7 +262,7 @@ impl<B: VmBackend> Session<B> {
         let metadata = self.metadata_at_start(&self.resources);
         self.backend
             .start(&options, metadata.as_ref())
-            .map_err(|e| Fault::bad(format!("InstanceStart: {e}")))?;
+            .map_err(|e| ApiFault::bad(format!("InstanceStart: {e}")))?;
         self.state = InstanceState::Running;
         Ok(())
     }
@@ -277,7 +277,7 @@ impl<B: VmBackend> Session<B> {
     }
 
     /// Executes a call that changes the configuration.
-    fn set(&mut self, call: ApiCall) -> Result<Response, Fault> {
+    fn set(&mut self, call: ApiCall) -> Result<Response, ApiFault> {
         self.require_configuration("this call")?;
         let mut changed = self.resources.clone();
         match call {
@@ -296,98 +296,98 @@ impl<B: VmBackend> Session<B> {
                 changed.set_logger(logger.clone())?;
                 self.backend
                     .set_logger(&logger)
-                    .map_err(|e| Fault::bad(format!("log_path: {e}")))?;
+                    .map_err(|e| ApiFault::bad(format!("log_path: {e}")))?;
             }
             ApiCall::PutMetrics(metrics) => {
                 changed.set_metrics(metrics.clone())?;
                 self.backend
                     .set_metrics(&metrics)
-                    .map_err(|e| Fault::bad(format!("metrics_path: {e}")))?;
+                    .map_err(|e| ApiFault::bad(format!("metrics_path: {e}")))?;
             }
-            other => return Err(Fault::bad(format!("{other:?}: changes no configuration"))),
+            other => return Err(ApiFault::bad(format!("{other:?}: changes no configuration"))),
         }
         self.accept(changed)
     }
 
-    /// Makes `changed` the configuration, if its files exist and `perfvisor run` accepts it.
-    fn accept(&mut self, changed: Resources) -> Result<Response, Fault> {
+    /// Replaces the configuration with `changed` if its files exist and `perfvisor run` accepts it.
+    fn accept(&mut self, changed: VmResources) -> Result<Response, ApiFault> {
         let known = self.resources.files();
         for (field, path) in changed.files() {
             if !known.contains(&(field, path)) {
                 self.backend
                     .check_file(path)
-                    .map_err(|e| Fault::bad(format!("{field}: {path}: {e}")))?;
+                    .map_err(|e| ApiFault::bad(format!("{field}: {path}: {e}")))?;
             }
         }
         let options = changed.run_options().unwrap_or_else(|_| changed.device_options());
         let options = self.with_mmds(&changed, options);
-        self.backend.check_options(&options).map_err(Fault::bad)?;
+        self.backend.check_options(&options).map_err(ApiFault::bad)?;
         self.resources = changed;
         Ok(Response::no_content())
     }
 
-    fn act(&mut self, action: ActionType) -> Result<Response, Fault> {
+    fn act(&mut self, action: ActionType) -> Result<Response, ApiFault> {
         match action {
             ActionType::InstanceStart => self.start()?,
             ActionType::FlushMetrics => {
                 self.require_start("FlushMetrics")?;
                 if self.resources.metrics().is_none() {
-                    return Err(Fault::bad("FlushMetrics: PUT /metrics has set no destination"));
+                    return Err(ApiFault::bad("FlushMetrics: PUT /metrics has set no destination"));
                 }
                 self.backend
                     .flush_metrics()
-                    .map_err(|e| Fault::bad(format!("FlushMetrics: {e}")))?;
+                    .map_err(|e| ApiFault::bad(format!("FlushMetrics: {e}")))?;
             }
             ActionType::SendCtrlAltDel => {
                 self.require_start("SendCtrlAltDel")?;
                 self.backend
                     .press_power_button()
-                    .map_err(|e| Fault::bad(format!("SendCtrlAltDel: {e}")))?;
+                    .map_err(|e| ApiFault::bad(format!("SendCtrlAltDel: {e}")))?;
             }
         }
         Ok(Response::no_content())
     }
 
-    fn change_state(&mut self, state: RequestedState) -> Result<Response, Fault> {
+    fn change_state(&mut self, state: RequestedState) -> Result<Response, ApiFault> {
         self.require_start("PATCH /vm")?;
         let (result, state) = match state {
             RequestedState::Paused => (self.backend.pause(), InstanceState::Paused),
             RequestedState::Resumed => (self.backend.resume(), InstanceState::Running),
         };
-        result.map_err(|e| Fault::bad(format!("state: {e}")))?;
+        result.map_err(|e| ApiFault::bad(format!("state: {e}")))?;
         self.state = state;
         Ok(Response::no_content())
     }
 
-    /// Applies the changes to the VM, and makes `changed` its configuration.
+    /// Applies the changes to the VM and replaces its configuration with `changed`.
     fn change_limiters(
         &mut self,
-        changed: Resources,
-        changes: Vec<LimiterChange>,
-    ) -> Result<Response, Fault> {
+        changed: VmResources,
+        changes: Vec<RateLimiterChange>,
+    ) -> Result<Response, ApiFault> {
         for change in changes {
             self.backend
                 .change_limiter(&change)
-                .map_err(|e| Fault::bad(format!("rate_limiter: {e}")))?;
+                .map_err(|e| ApiFault::bad(format!("rate_limiter: {e}")))?;
         }
         self.resources = changed;
         Ok(Response::no_content())
     }
 
-    fn require_configuration(&self, what: &str) -> Result<(), Fault> {
+    fn require_configuration(&self, what: &str) -> Result<(), ApiFault> {
         if self.state == InstanceState::NotStarted {
             return Ok(());
         }
-        Err(Fault::bad(format!(
+        Err(ApiFault::bad(format!(
             "{what}: not supported after the VM has started"
         )))
     }
 
-    fn require_start(&self, what: &str) -> Result<(), Fault> {
+    fn require_start(&self, what: &str) -> Result<(), ApiFault> {
         if self.state != InstanceState::NotStarted {
             return Ok(());
         }
-        Err(Fault::bad(format!(
+        Err(ApiFault::bad(format!(
             "{what}: not supported before the VM has started"
         )))
     }

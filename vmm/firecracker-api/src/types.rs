@@ -1,7 +1,7 @@
 //! Bodies of requests and responses, with the field names of Firecracker's API.
 //!
-//! Every object rejects unknown fields. Fields that Perfvisor does not offer are part of the types,
-//! so that [`crate::resources`] can reject them by name.
+//! Every object rejects unknown fields. The types also contain fields that Perfvisor does not
+//! support, so that [`crate::resources`] can reject them by name.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -91,15 +91,15 @@ pub struct MachineConfigUpdate {
     pub mem_size_mib: Option<u32>,
     /// Simultaneous multithreading. Unsupported.
     pub smt: Option<bool>,
-    /// Dirty page tracking. Unsupported.
+    /// Type of pages that back guest memory.
     pub track_dirty_pages: Option<bool>,
-    /// Huge pages of guest memory.
+    /// Type of pages that back guest memory.
     pub huge_pages: Option<HugePages>,
     /// CPU template. Only `None` is supported.
     pub cpu_template: Option<String>,
 }
 
-/// Huge pages of guest memory.
+/// Type of pages that back guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum HugePages {
     /// Pages of 4 KiB.
@@ -130,29 +130,29 @@ pub struct BootSource {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Drive {
-    /// Identifier, equal to the one in the path.
+    /// Identifier; must match the identifier in the path.
     pub drive_id: String,
     /// `true` if the kernel mounts this device as its root file system.
     pub is_root_device: bool,
     /// `PARTUUID` of the root partition, used if `is_root_device` is `true`.
     #[serde(default)]
     pub partuuid: Option<String>,
-    /// Cache mode. Flush requests of the guest are honoured in both modes.
+    /// Cache mode. Flush requests from the guest are honoured in both modes.
     #[serde(default)]
     pub cache_type: CacheType,
-    /// `true` if the guest cannot write the device.
+    /// `true` if the guest cannot write to the device.
     #[serde(default)]
     pub is_read_only: Option<bool>,
     /// Path of the image or of a block device.
     #[serde(default)]
     pub path_on_host: Option<String>,
-    /// Rate limiter of the requests and their data.
+    /// Rate limiter for requests and their data.
     #[serde(default)]
     pub rate_limiter: Option<RateLimiter>,
     /// I/O engine. Only `Sync` is supported.
     #[serde(default)]
     pub io_engine: Option<IoEngine>,
-    /// Socket of a vhost-user back end. Unsupported.
+    /// Socket of a vhost-user backend. Unsupported.
     #[serde(default)]
     pub socket: Option<String>,
 }
@@ -160,17 +160,17 @@ pub struct Drive {
 /// Cache mode of a block device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum CacheType {
-    /// The guest is not offered flush requests by Firecracker.
+    /// Firecracker does not offer flush requests to the guest.
     #[default]
     Unsafe,
-    /// Flush requests write to stable storage.
+    /// Flush requests write data to stable storage.
     Writeback,
 }
 
 /// I/O engine of a block device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum IoEngine {
-    /// System calls that wait.
+    /// Blocking system calls.
     Sync,
     /// `io_uring(7)`.
     Async,
@@ -180,12 +180,12 @@ pub enum IoEngine {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DriveUpdate {
-    /// Identifier, equal to the one in the path.
+    /// Identifier; must match the identifier in the path.
     pub drive_id: String,
     /// Path of the new image. Unsupported.
     #[serde(default)]
     pub path_on_host: Option<String>,
-    /// Rate limiter of the requests and their data.
+    /// Rate limiter for requests and their data.
     #[serde(default)]
     pub rate_limiter: Option<RateLimiter>,
 }
@@ -194,7 +194,7 @@ pub struct DriveUpdate {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkInterface {
-    /// Identifier, equal to the one in the path.
+    /// Identifier; must match the identifier in the path.
     pub iface_id: String,
     /// Name of the tap device.
     pub host_dev_name: String,
@@ -204,10 +204,10 @@ pub struct NetworkInterface {
     /// MTU offered to the guest. Unsupported.
     #[serde(default)]
     pub mtu: Option<u32>,
-    /// Rate limiter of the frames that the guest receives.
+    /// Rate limiter for frames that the guest receives.
     #[serde(default)]
     pub rx_rate_limiter: Option<RateLimiter>,
-    /// Rate limiter of the frames that the guest sends.
+    /// Rate limiter for frames that the guest sends.
     #[serde(default)]
     pub tx_rate_limiter: Option<RateLimiter>,
 }
@@ -216,12 +216,12 @@ pub struct NetworkInterface {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkInterfaceUpdate {
-    /// Identifier, equal to the one in the path.
+    /// Identifier; must match the identifier in the path.
     pub iface_id: String,
-    /// Rate limiter of the frames that the guest receives.
+    /// Rate limiter for frames that the guest receives.
     #[serde(default)]
     pub rx_rate_limiter: Option<RateLimiter>,
-    /// Rate limiter of the frames that the guest sends.
+    /// Rate limiter for frames that the guest sends.
     #[serde(default)]
     pub tx_rate_limiter: Option<RateLimiter>,
 }
@@ -230,15 +230,15 @@ pub struct NetworkInterfaceUpdate {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RateLimiter {
-    /// Limit of the bytes. In an update, an absent limit stays.
+    /// Bandwidth limit. An update that omits this limit does not change it.
     #[serde(default)]
     pub bandwidth: Option<TokenBucket>,
-    /// Limit of the operations. In an update, an absent limit stays.
+    /// Limit for the number of operations. An update that omits this limit does not change it.
     #[serde(default)]
     pub ops: Option<TokenBucket>,
 }
 
-/// A token bucket. Without a size or a refill time it limits nothing.
+/// Token bucket. Without a size or a refill time, it imposes no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TokenBucket {
@@ -247,13 +247,13 @@ pub struct TokenBucket {
     /// Additional tokens at the start.
     #[serde(default)]
     pub one_time_burst: Option<u64>,
-    /// Time to refill the bucket, in milliseconds.
+    /// Time to refill the bucket completely, in milliseconds.
     pub refill_time: u64,
 }
 
 impl TokenBucket {
-    /// Returns whether this bucket limits nothing, as it does in Firecracker without a size or a
-    /// refill time.
+    /// Returns whether this bucket imposes no limit. As in Firecracker, this is the case without a
+    /// size or a refill time.
     pub fn is_unlimited(self) -> bool {
         self.size == 0 || self.refill_time == 0
     }
@@ -267,7 +267,7 @@ pub struct Vsock {
     pub guest_cid: u32,
     /// Path of the Unix socket.
     pub uds_path: String,
-    /// Identifier without a meaning, kept for old clients.
+    /// Unused identifier, accepted for old clients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vsock_id: Option<String>,
 }
@@ -276,26 +276,27 @@ pub struct Vsock {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EntropyDevice {
-    /// Rate limiter of the requests and their data.
+    /// Rate limiter for requests and their data.
     #[serde(default)]
     pub rate_limiter: Option<RateLimiter>,
 }
 
-/// The balloon: configuration before the start, and current values after it.
+/// The balloon's configuration before the start, and its current values after the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Balloon {
     /// Target size, in MiB.
     pub amount_mib: u32,
-    /// `true` if the guest takes memory back before it kills a process for lack of memory.
+    /// `true` if the guest reclaims memory from the balloon before it kills a process due to lack
+    /// of memory.
     pub deflate_on_oom: bool,
-    /// Interval of the statistics in seconds, 0 for none.
+    /// Interval of the statistics, in seconds. 0 disables the statistics.
     #[serde(default)]
     pub stats_polling_interval_s: u16,
     /// Free page hinting. Unsupported.
     #[serde(default)]
     pub free_page_hinting: bool,
-    /// `true` if free pages of the guest are given back to the host continuously.
+    /// `true` if the guest continuously returns free pages to the host.
     #[serde(default)]
     pub free_page_reporting: bool,
 }
@@ -340,16 +341,16 @@ pub struct BalloonStats {
     /// Number of minor page faults.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub minor_faults: Option<u64>,
-    /// Memory without any use, in bytes.
+    /// Unused memory, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub free_memory: Option<u64>,
-    /// All memory, in bytes.
+    /// Total memory, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_memory: Option<u64>,
     /// Estimate of the memory that is available without swapping, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub available_memory: Option<u64>,
-    /// Memory of caches that can be dropped without input or output, in bytes.
+    /// Size of caches that can be reclaimed without I/O, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disk_caches: Option<u64>,
     /// Number of successful huge page allocations.
@@ -358,22 +359,22 @@ pub struct BalloonStats {
     /// Number of failed huge page allocations.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hugetlb_failures: Option<u64>,
-    /// Number of processes killed for lack of memory.
+    /// Number of processes killed due to lack of memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oom_kill: Option<u64>,
     /// Number of allocations that had to wait for memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub alloc_stall: Option<u64>,
-    /// Memory scanned in the background, in bytes.
+    /// Memory scanned by background reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub async_scan: Option<u64>,
-    /// Memory scanned by allocations, in bytes.
+    /// Memory scanned by direct reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub direct_scan: Option<u64>,
-    /// Memory reclaimed in the background, in bytes.
+    /// Memory reclaimed by background reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub async_reclaim: Option<u64>,
-    /// Memory reclaimed by allocations, in bytes.
+    /// Memory reclaimed by direct reclaim, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub direct_reclaim: Option<u64>,
 }
@@ -385,7 +386,7 @@ pub struct SerialDevice {
     /// File that receives the output.
     #[serde(default)]
     pub serial_out_path: Option<String>,
-    /// Rate limiter of the output. Unsupported.
+    /// Rate limiter for the output. Unsupported.
     #[serde(default)]
     pub rate_limiter: Option<TokenBucket>,
 }
@@ -397,16 +398,16 @@ pub struct Logger {
     /// File or named pipe that receives the messages.
     #[serde(default)]
     pub log_path: Option<String>,
-    /// Minimum level, in any case: Error, Warning, Info, Debug, Trace or Off.
+    /// Minimum level, case-insensitive: Error, Warning, Info, Debug, Trace or Off.
     #[serde(default)]
     pub level: Option<String>,
-    /// Show the level. Perfvisor always shows it.
+    /// `true` to show the level. Perfvisor always shows it.
     #[serde(default)]
     pub show_level: Option<bool>,
-    /// Show file and line of a message. Unsupported.
+    /// `true` to show the source file and line of a message. Unsupported.
     #[serde(default)]
     pub show_log_origin: Option<bool>,
-    /// Only messages of this module. Unsupported.
+    /// Module to which log messages are restricted. Unsupported.
     #[serde(default)]
     pub module: Option<String>,
 }
@@ -415,11 +416,11 @@ pub struct Logger {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Metrics {
-    /// File or named pipe that receives a line of JSON for each flush.
+    /// File or named pipe that receives one line of JSON per flush.
     pub metrics_path: String,
 }
 
-/// The guest's PMU. An extension of Perfvisor; the values are those of the options of
+/// The guest's PMU. This is a Perfvisor extension, and the values are those of the options of
 /// `perfvisor run`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -456,7 +457,7 @@ pub enum ActionType {
     InstanceStart,
     /// Writes the metrics.
     FlushMetrics,
-    /// Asks the guest to shut down.
+    /// Requests a shutdown of the guest.
     SendCtrlAltDel,
 }
 
@@ -496,7 +497,7 @@ pub enum SnapshotType {
     /// The whole memory.
     #[default]
     Full,
-    /// Memory changed since the last snapshot. Unsupported.
+    /// Memory changed since the previous snapshot. Unsupported.
     Diff,
 }
 
@@ -506,7 +507,7 @@ pub enum SnapshotType {
 pub struct SnapshotLoadParams {
     /// File with the state of the VM.
     pub snapshot_path: String,
-    /// File with the guest's memory; the older form of `mem_backend`.
+    /// File with the guest's memory (deprecated form of `mem_backend`).
     #[serde(default)]
     pub mem_file_path: Option<String>,
     /// Source of the guest's memory. Either this or `mem_file_path` is required.
@@ -515,22 +516,22 @@ pub struct SnapshotLoadParams {
     /// Resume the VM.
     #[serde(default)]
     pub resume_vm: bool,
-    /// Tap devices instead of those of the snapshot.
+    /// Tap devices that replace those in the snapshot.
     #[serde(default)]
     pub network_overrides: Vec<NetworkOverride>,
     /// Dirty page tracking. Unsupported.
     #[serde(default)]
     pub track_dirty_pages: bool,
-    /// Dirty page tracking, by its older name. Unsupported.
+    /// Dirty page tracking (deprecated name). Unsupported.
     #[serde(default)]
     pub enable_diff_snapshots: bool,
-    /// Advance the guest's clock by the time since the snapshot. Unsupported.
+    /// `true` to advance the guest's clock by the time since the snapshot. Unsupported.
     #[serde(default)]
     pub clock_realtime: bool,
-    /// Another socket of the vsock device.
+    /// Socket that replaces the vsock device's socket in the snapshot.
     #[serde(default)]
     pub vsock_override: Option<VsockOverride>,
-    /// Huge pages of guest memory. Only `None` is supported.
+    /// Type of pages that back guest memory. Only `None` is supported.
     #[serde(default)]
     pub huge_pages: HugePages,
 }
@@ -549,20 +550,20 @@ pub struct VsockOverride {
 pub struct MemoryBackend {
     /// Path of the memory file.
     pub backend_path: String,
-    /// Kind of the source. Only `File` is supported.
+    /// Type of the source. Only `File` is supported.
     pub backend_type: MemoryBackendType,
 }
 
-/// Kind of a source of guest memory.
+/// Type of guest memory source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum MemoryBackendType {
-    /// A file, mapped privately.
+    /// File that is mapped privately.
     File,
     /// A process that handles page faults. Unsupported.
     Uffd,
 }
 
-/// Tap device of a network device of a snapshot.
+/// Tap device for a network device in the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkOverride {
@@ -584,12 +585,12 @@ pub struct MmdsConfig {
     /// Link-local IPv4 address of the service, 169.254.169.254 by default.
     #[serde(default)]
     pub ipv4_address: Option<String>,
-    /// `true` if responses are always text, whatever format the guest accepts.
+    /// `true` if responses are always plain text, regardless of the format that the guest accepts.
     #[serde(default)]
     pub imds_compat: bool,
 }
 
-/// Version of the protocol between guest and metadata service.
+/// Version of the protocol between the guest and the metadata service.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum MmdsVersion {
     /// Requests need no token.
@@ -599,12 +600,12 @@ pub enum MmdsVersion {
     V2,
 }
 
-/// The document of the metadata service: any JSON value.
+/// Document of the metadata service, which may be any JSON value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(transparent)]
 pub struct MmdsContents(pub Value);
 
-/// The whole configuration: body of `GET /vm/config`, and contents of `--config-file`.
+/// Complete configuration: body of `GET /vm/config`, and contents of `--config-file`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub struct VmConfig {

@@ -1,6 +1,6 @@
 //! Fuzzes the loading of an untrusted kernel into guest memory and the initial register state, for
-//! multiboot, bzImage, Linux ELF and PVH. A file must be rejected or lie entirely within guest
-//! memory.
+//! multiboot, bzImage, Linux ELF and PVH. A file must either be rejected or lie entirely within
+//! guest memory.
 //!
 //! Input: one byte (bit 0: PVH; bit 1: initrd; bit 2: PCI functions), followed by the file.
 #![no_main]

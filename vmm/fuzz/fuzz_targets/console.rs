@@ -1,8 +1,8 @@
-//! Fuzzes the virtio console queues of a hostile guest. Each round must complete, output must be
-//! bounded, and input may be written to guest memory only.
+//! Fuzzes the virtio console queues with a hostile guest. Each round must complete, output must be
+//! bounded, and input may be written only to guest memory.
 //!
-//! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100. Bit 1 of
-//! the first byte selects the queue.
+//! Input: guest memory from address 0, with descriptors at 0x100 and the available ring at 0x1100.
+//! Bit 1 of the first byte selects the queue.
 #![no_main]
 
 use std::io::{self, Write};

@@ -1,5 +1,5 @@
 //! Fuzzes the frames that a hostile guest's agent sends to `perfvisor cp`: tree entries and file
-//! contents. No file may be created outside the named directory.
+//! contents. No file may be created outside the target directory.
 //!
 //! Input: frames as received from the connection.
 #![no_main]

@@ -1,7 +1,7 @@
-//! Fuzzes disk requests of a hostile guest. Only the disk and guest memory may be accessed, and
+//! Fuzzes disk requests from a hostile guest. Only the disk and guest memory may be accessed, and
 //! each request must complete.
 //!
-//! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100.
+//! Input: guest memory from address 0, with descriptors at 0x100 and the available ring at 0x1100.
 #![no_main]
 
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Fuzzes the API of Firecracker: HTTP requests, their bodies, the states of a VM, and the options
-//! of the VM.
+//! Fuzzes the Firecracker API: HTTP requests, their bodies, the states of a VM, and the options for
+//! the VM.
 #![no_main]
 
 use firecracker_api::fault::Fault;
@@ -10,12 +10,12 @@ use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 
-/// A backend that accepts everything.
+/// Backend that accepts every call.
 struct Accepting;
 
 impl VmBackend for Accepting {
     fn check_options(&mut self, options: &[String]) -> Result<(), String> {
-        // Options become arguments of a program.
+        // The options become program arguments.
         assert!(options.iter().all(|option| option.starts_with("--") && !option.contains('\0')));
         Ok(())
     }

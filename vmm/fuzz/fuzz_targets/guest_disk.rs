@@ -1,8 +1,8 @@
 //! Fuzzes the reader of a guest's disk (`--guest-disk`) with arbitrary partitions, file systems and
-//! qcow2 images. Memory must be bounded and each answer timely.
+//! qcow2 images. Memory use must be bounded, and each answer must arrive in time.
 //!
-//! `make fuzz` runs this target with its own memory limit. Panics in the crates that read file
-//! systems and images end the reading and are not reported as failures.
+//! `make fuzz` runs this target with its own memory limit. Panics in the crates that parse file
+//! systems and images stop the reader and are not reported as failures.
 //!
 //! Input: one byte (bit 0: qcow2 instead of raw; bits 1 to 3: number of MiB of zeros appended to
 //! the disk), followed by the image.
@@ -17,7 +17,7 @@ use libfuzzer_sys::fuzz_target;
 use virtio_devices::disk::config::{DiskConfig, DiskFormat};
 use virtio_devices::disk::view::DiskView;
 
-/// Maximum number of bytes requested from a file, as for a perf map file.
+/// Maximum number of bytes requested from a file.
 const MOST: u64 = 16 << 20;
 const FILES: [&str; 4] = ["/etc/hostname", "/usr/bin/prog", "/link", "/loop"];
 
@@ -52,7 +52,8 @@ fuzz_target!(|data: &[u8]| {
             ..DiskConfig::raw(&path)
         }
     } else {
-        // Sectors are complete, and tables may refer to addresses beyond the input.
+        // The disk consists of complete sectors, and tables may refer to addresses beyond the
+        // input.
         let bytes = (image.len() as u64).next_multiple_of(4096) + (u64::from(how >> 1 & 7) << 20);
         let file = OpenOptions::new()
             .write(true)

@@ -1,8 +1,9 @@
 //! Fuzzes the analysis of a hostile guest's kernel memory as performed by `record`: page tables,
 //! symbols, types, unwind tables.
 //!
-//! Input: one byte. If it is odd, the register values for tables and anchors (4 words) and then RAM
-//! from address 0. Otherwise the kernel, which the target's page tables map at its usual address.
+//! Input: one byte. If this byte is odd, it is followed by the register values for tables and
+//! anchors (4 words) and by RAM from address 0. Otherwise, it is followed by the kernel, which the
+//! target's page tables map at its usual address.
 #![no_main]
 
 use guest_profile::GuestRegs;

@@ -15,7 +15,7 @@ fn orc() -> OrcTable {
     let text = 0xffff_ffff_8100_0000u64;
     let at = 0xffff_ffff_8200_0000u64;
     let (mut ips, mut entries) = (Vec::new(), Vec::new());
-    // Every register, kind and sign of offset. Some flag combinations are undefined.
+    // Cover every register, offset type and sign. Some flag combinations are undefined.
     for i in 0..512u64 {
         let slot = at + 4 * i;
         ips.extend_from_slice(&(((text + 16 * i).wrapping_sub(slot)) as i32).to_le_bytes());

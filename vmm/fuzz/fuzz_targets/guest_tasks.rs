@@ -17,7 +17,7 @@ const PAGE: usize = 4096;
 const TABLES: usize = 4 * PAGE;
 const OFFSETS: usize = 32;
 const HEAD: usize = 2 * OFFSETS + 32;
-/// Maximum number of reads that the main loop allows for one answer.
+/// Maximum number of guest memory reads per reply, as in the VM.
 const READS: u32 = 1 << 17;
 const MOST_PAGES: usize = 64;
 
@@ -59,7 +59,7 @@ fn layout(at: impl Fn(usize) -> u64, first: u64, flags: u64) -> Option<TaskLayou
                 "mount_mnt": at(28), "mount_parent": at(29), "mount_point": at(30)},
             "cache": cache},
         "list": {"first": first, "tasks": at(31), "pgd": at(16)}});
-    // Same encoding as from the kernel reader process.
+    // The kernel reader process uses the same encoding.
     serde_json::from_value(layout).ok()
 }
 
@@ -84,7 +84,7 @@ fuzz_target!(|data: &[u8]| {
     };
     let budget = || WalkBudget::new(READS, None);
 
-    // Reads performed for a sample.
+    // Perform the reads for a sample.
     let mut reader = TaskReader::new(&layout, ram, &regs).expect("four levels");
     let mut samples = budget();
     if let Some(task) = reader.current(base, &mut samples) {
@@ -98,7 +98,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
 
-    // Reads performed for an operator request.
+    // Perform the reads for an operator request.
     let tables: KernelTables = serde_json::from_value(json!({"root": 0, "la57": false})).expect("tables");
     let mut asked = budget();
     let Some(process) = GuestProcess::find(&layout, ram, tables, address as u32, &mut asked) else {

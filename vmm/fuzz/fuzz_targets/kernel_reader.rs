@@ -1,8 +1,8 @@
 //! Fuzzes the messages that a compromised kernel reader process sends to the VM: requests for
 //! memory ranges, symbols, unwind tables, a summary.
 //!
-//! Input: one byte. If it is odd, the rest is the raw message stream. Otherwise the rest is a
-//! sequence of messages: one byte (type), two bytes (length), and the payload.
+//! Input: one byte. If this byte is odd, the rest is the raw message stream. Otherwise, the rest is
+//! a sequence of messages, each with one byte (type), two bytes (length), and the payload.
 #![no_main]
 
 use std::io::{self, Read, Write};

@@ -1,9 +1,10 @@
-//! Fuzzes the reader of the stream of a VM that moves to another host. It must not panic, its memory
-//! must be bounded, and the ranges that it accepts must be guest memory. A message that it accepts must
+//! Fuzzes the reader of the migration stream of a VM. The reader must not panic, its memory use
+//! must be bounded, and the ranges that it accepts must be guest memory. An accepted message must
 //! survive a round trip.
 //!
-//! Input: frames without checksums, which are added: one byte for the kind, two for the length, and the
-//! payload. An input that begins with `PVMG` is a stream as it is sent.
+//! Input: frames without checksums, which the target adds. Each frame has one byte for the type,
+//! two bytes for the length, and the payload. An input that begins with `PVMG` is used unmodified
+//! as the stream.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,9 +1,10 @@
-//! Fuzzes the metadata service with frames of a hostile guest. Each frame and each timer must be
-//! processed in bounded time, and the frames to the guest must stay bounded.
+//! Fuzzes the metadata service with frames from a hostile guest. Each frame and each timer must be
+//! processed in bounded time, and the frames for the guest must remain bounded.
 //!
-//! Input: one byte of options, followed by frames. Two bytes precede a frame: its length, and the time
-//! since the last one. The type of a frame, the addresses of an IPv4 packet and, by an option, the numbers
-//! of a TCP segment are set, so that connections are established.
+//! Input: one byte of options, followed by frames. Two bytes precede each frame: its length, and
+//! the time since the previous frame. The target sets the frame type, the addresses of an IPv4
+//! packet and, depending on an option, the sequence numbers of a TCP segment, so that connections
+//! are established.
 #![no_main]
 
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use mmds::config::MmdsConfig;
 use mmds::service::MetadataService;
 use mmds::stack::MetadataStack;
 
-/// Returns a frame with these bytes after its header.
+/// Returns a frame with `payload` after its header.
 fn frame(payload: &[u8], is_ip: bool) -> Vec<u8> {
     let mut frame = vec![2; 12];
     frame.extend(if is_ip { [8, 0] } else { [8, 6] });
@@ -33,8 +34,8 @@ fn frame(payload: &[u8], is_ip: bool) -> Vec<u8> {
 /// Offset of the TCP header in a frame.
 const TCP: usize = 34;
 
-/// Returns the sequence and acknowledgement numbers that continue the connection of a frame to the
-/// guest.
+/// Returns the sequence and acknowledgement numbers that continue the connection to which a frame
+/// for the guest belongs.
 fn next_numbers(frame: &[u8]) -> Option<[[u8; 4]; 2]> {
     let number = |at: usize| Some(u32::from_be_bytes(frame.get(at..at + 4)?.try_into().ok()?));
     let (sequence, acknowledged) = (number(TCP + 4)?, number(TCP + 8)?);
@@ -74,7 +75,7 @@ fuzz_target!(|data: &[u8]| {
             stack.receive(&frame, now);
         }
         if choices & 4 == 0 {
-            // Each answer of the guest makes room for further frames.
+            // Each answer from the guest makes room for further frames.
             for _ in 0..32 {
                 let Some(frame) = stack.next_frame(now) else { break };
                 numbers = next_numbers(&frame).or(numbers);

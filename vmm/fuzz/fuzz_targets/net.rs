@@ -1,8 +1,8 @@
-//! Fuzzes the network device queues of a hostile guest, with host frames of any length. Only guest
+//! Fuzzes the network device queues with a hostile guest and host frames of any length. Only guest
 //! memory and the tap device may be accessed, and each round must complete.
 //!
-//! Input: one byte of options, followed by pieces of guest memory, written sequentially from 0x1000
-//! on. The receive queue's tables begin there, the transmit queue's at 0x2000.
+//! Input: one byte of options, followed by chunks of guest memory, which are written sequentially
+//! from 0x1000. The receive queue's tables begin there, and the transmit queue's tables at 0x2000.
 #![no_main]
 
 use std::os::fd::OwnedFd;
@@ -55,7 +55,7 @@ fuzz_target!(|data: &[u8]| {
         memory.write_slice(piece, GuestAddress(0x1000)).expect("it fits");
         let bytes = usize::from(piece[0]) * 270 + 12;
         let _ = host.send(&frame[..bytes]);
-        // The device does not process a broken queue either.
+        // The device also stops processing a broken queue.
         receives = receives && receiver.run(&memory, &tap, None).is_ok();
         sends = sends && sender.run(&memory, Some(&tap), None).is_ok();
         while host.recv(&mut frame).is_ok() {}

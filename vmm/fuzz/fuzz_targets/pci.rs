@@ -1,4 +1,4 @@
-//! Fuzzes accesses of a hostile guest to the PCI configuration ports and virtio registers, with any
+//! Fuzzes accesses of a hostile guest to the PCI configuration ports and virtio registers, in any
 //! width and order.
 //!
 //! Input: records of 12 bytes: type (port or memory, read or write), width, offset, value.

@@ -1,5 +1,5 @@
 //! Fuzzes guest requests to a disk with an untrusted qcow2 image. Only the image file may be
-//! accessed, memory must be bounded, and each request must complete.
+//! accessed, memory use must be bounded, and each request must complete.
 //!
 //! Panics in the crate that reads images disable the disk and are not reported as failures.
 //!

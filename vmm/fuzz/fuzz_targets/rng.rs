@@ -1,7 +1,7 @@
-//! Fuzzes entropy requests of a hostile guest. Each request must complete and write a bounded
+//! Fuzzes entropy requests from a hostile guest. Each request must complete and write a bounded
 //! number of bytes within guest memory.
 //!
-//! Input: guest memory from address 0: descriptors at 0x100, the available ring at 0x1100.
+//! Input: guest memory from address 0, with descriptors at 0x100 and the available ring at 0x1100.
 #![no_main]
 
 use std::fs::File;

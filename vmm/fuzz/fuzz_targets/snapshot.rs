@@ -1,7 +1,8 @@
-//! Fuzzes the reader of saved machines. It must not panic, and its memory must be bounded. A state that
-//! it accepts must survive a round trip.
+//! Fuzzes the reader of saved machine states. The reader must not panic, and its memory use must be
+//! bounded. An accepted state must survive a round trip.
 //!
-//! Input: the body of a state file, which gets a valid frame, or a whole file that begins with `PVSS`.
+//! Input: the body of a state file, to which the target adds a valid frame, or a whole file that
+//! begins with `PVSS`.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
 //! Fuzzes unwinding of a user-space program with arbitrary ELF headers, symbols, unwind tables and
-//! stack. Parsing and unwinding must stay within their limits.
+//! stack. Parsing and unwinding must respect their limits.
 #![no_main]
 
 use std::sync::Arc;

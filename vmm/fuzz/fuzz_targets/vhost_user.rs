@@ -1,5 +1,5 @@
 //! Fuzzes the handshake with a hostile vhost-user backend of a shared directory. The backend must
-//! be rejected or offer all required features.
+//! either be rejected or offer all required features.
 //!
 //! Input: all bytes that the backend sends.
 #![no_main]
@@ -13,13 +13,13 @@ use virtio_devices::share::backend::negotiate;
 
 /// VERSION_1, EVENT_IDX, INDIRECT_DESC.
 const NEEDED: u64 = 1 << 32 | 1 << 29 | 1 << 28;
-/// Maximum input length, larger than both answers and small enough for a socket buffer.
+/// Maximum input length, which exceeds both answers and fits into a socket buffer.
 const MOST_BYTES: usize = 4096;
 
 fuzz_target!(|data: &[u8]| {
     let (ours, mut theirs) = UnixStream::pair().expect("a pair");
     theirs.write_all(&data[..data.len().min(MOST_BYTES)]).expect("it fits");
-    // Avoids waiting for answers that are not in the input.
+    // Avoid waiting for answers that are not in the input.
     theirs.shutdown(Shutdown::Write).expect("it is connected");
     if let Ok(features) = negotiate(ours) {
         assert_eq!(features & NEEDED, NEEDED);

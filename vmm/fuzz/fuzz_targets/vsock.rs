@@ -45,7 +45,7 @@ fuzz_target!(|data: &[u8]| {
     let muxer = ConnectionMuxer::new(3, path, FIRST_TOKEN);
     let timer = TimerFd::new().unwrap();
     let mut queues = VsockQueues::new(memory.clone(), queue(0x1000), queue(0x2000), listener.clone(), muxer, timer);
-    // The guest modifies its memory while the device is running.
+    // Model a guest that modifies its memory while the device is running.
     for piece in data.chunks(0x2000) {
         memory.write_slice(piece, GuestAddress(0x1000)).unwrap();
         queues.pump(Instant::now());

@@ -1,8 +1,9 @@
 //! Execution of one command: streams, signals and exit.
 //!
-//! One thread reads the host's frames. A second one transfers input, output and the notification
-//! that the command has exited, for which a third one waits. Output written before the exit is sent
-//! before the exit is reported. A child process that keeps the output open is not waited for.
+//! One thread reads the host's frames. A second thread transfers input, output and the exit
+//! notification of the command, for which a third thread waits. Output written before the exit is
+//! sent before the exit is reported. The agent does not wait for a child process that keeps the
+//! output open.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -30,10 +31,11 @@ use crate::ends::{close, line, refuse};
 
 /// Time between SIGHUP and SIGKILL for a command whose host has disconnected.
 const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(5);
-/// Number of bytes transferred at once.
+/// Maximum number of bytes per transfer.
 const TRANSFER_BYTES: usize = 64 << 10;
-/// Maximum number of transfers after the command has exited: twice the maximum pipe capacity
-/// (pipe(7)). A remaining child process may write without end.
+/// Maximum number of transfers after the command has exited, enough for twice the maximum pipe
+/// capacity (pipe(7)). The limit is needed because a surviving child process may write
+/// indefinitely.
 const MAX_FINAL_TRANSFERS: usize = 2 * (1 << 20) / TRANSFER_BYTES;
 
 /// Process group of the command, `None` after its leader has been reaped.
@@ -43,7 +45,7 @@ impl ProcessGroup {
     fn signal(&self, signal: Signal) {
         let pid = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pid) = *pid {
-            // Fails only if all processes of the group have ended.
+            // The call fails only if all processes of the group have exited.
             let _ = killpg(pid, signal);
         }
     }
@@ -54,7 +56,8 @@ struct CommandStreams {
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
-    /// `true` if a terminal is used for input and output. Its end of file is a character.
+    /// `true` if a terminal is used for input and output. On a terminal, end of file is a
+    /// character.
     terminal: bool,
 }
 
@@ -85,7 +88,7 @@ pub fn run(exec: &ExecRequest, stream: UnixStream) -> io::Result<()> {
     let waiting = group.clone();
     let waiter = thread::Builder::new().spawn(move || wait(child, pid, &waiting, ended));
     let waiter = waiter.inspect_err(|_| {
-        // No other thread waits for the command.
+        // The waiting thread could not be started, so reap the command in this thread.
         group.signal(Signal::SIGKILL);
         let _ = waitpid(pid, None);
     })?;
@@ -94,7 +97,7 @@ pub fn run(exec: &ExecRequest, stream: UnixStream) -> io::Result<()> {
         if moved.is_err() {
             host.leave();
         }
-        // The last notification reported the exit, or the command is being killed.
+        // The exit has been reported by the last notification, or the command is being killed.
         let exit = waiter.join().unwrap_or(CommandExit::Status(255));
         if let (Ok(()), Ok(exit)) = (moved, serde_json::to_vec(&exit)) {
             host.send(FrameKind::Exit, &exit);
@@ -134,7 +137,7 @@ impl HostConnection {
     }
 }
 
-/// The reason why a command did not start. The host prints the error with its cause.
+/// Error returned when a command does not start. The host prints the error with its cause.
 #[derive(Debug, thiserror::Error)]
 enum StartError {
     #[error("no command")]
@@ -220,7 +223,7 @@ fn nonblocking(fd: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the command and reports its exit. Signals are disabled before the process is reaped,
+/// Waits for the command and reports its exit. Disables signals before the process is reaped,
 /// because its process ID may be reused afterwards.
 fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter) -> CommandExit {
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(nix::errno::Errno::EINTR) {
@@ -237,7 +240,7 @@ fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter)
     exit
 }
 
-/// Handles frames of the host until it disconnects.
+/// Handles frames from the host until it disconnects.
 fn handle_frames(
     mut stream: &UnixStream,
     group: &ProcessGroup,
@@ -259,7 +262,8 @@ fn handle_frames(
                 if let Some(Ok(signal)) = number.map(Signal::try_from) {
                     group.signal(signal);
                 }
-                // The other thread sends all frames. If it has ended, the exit answers the signal.
+                // The other thread sends all frames. If it has exited, the exit report acknowledges
+                // the signal.
                 if input.send(HostMessage::Signalled).is_ok() {
                     let _ = bell.write_all(b"i");
                 }
@@ -274,7 +278,7 @@ fn handle_frames(
     }
 }
 
-/// Message of the thread that reads the host's frames to the thread that sends frames.
+/// Message from the thread that reads the host's frames to the thread that sends frames.
 enum HostMessage {
     /// Input for the command.
     Stdin(Vec<u8>),
@@ -289,7 +293,7 @@ struct PendingStdin {
     end: bool,
 }
 
-/// Transfers input and output until the command has exited.
+/// Transfers input and output until the command exits.
 fn pump(
     mut streams: CommandStreams,
     mut news: &PipeReader,
@@ -333,8 +337,8 @@ fn pump(
             return Err(io::Error::other("the host sends more input than it may"));
         }
         write_input(&mut streams, &mut pending, out);
-        // After the exit, read all remaining output. Before, transfer one piece of each stream in
-        // turn.
+        // After the exit, read all remaining output. Before the exit, alternate between the
+        // streams.
         for _ in 0..if ended { MAX_FINAL_TRANSFERS } else { 1 } {
             let more = send_output(&mut streams.stdout, FrameKind::Stdout, out);
             if !(send_output(&mut streams.stderr, FrameKind::Stderr, out) | more) {
@@ -345,7 +349,7 @@ fn pump(
     Ok(())
 }
 
-/// Writes pending input to the command, as far as the command reads it.
+/// Writes as much pending input to the command as possible without blocking.
 fn write_input(streams: &mut CommandStreams, pending: &mut PendingStdin, out: &mut HostConnection) {
     let mut taken = 0;
     while let Some(stdin) = &mut streams.stdin {
@@ -383,7 +387,7 @@ fn write_input(streams: &mut CommandStreams, pending: &mut PendingStdin, out: &m
     }
 }
 
-/// Sends one piece of output. Returns `true` if there was any.
+/// Sends one chunk of output. Returns `true` if there was any output.
 fn send_output(stream: &mut Option<File>, kind: FrameKind, out: &mut HostConnection) -> bool {
     let Some(file) = stream else {
         return false;

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Maximum length of a path and of a link target, in bytes (PATH_MAX).
 const MAX_PATH: usize = 4096;
-/// Permission bits that are copied. Set-ID bits are excluded, because they would refer to different
+/// Permission bits that are copied. Set-ID bits are excluded, because they would apply to different
 /// users on the receiving side.
 const MODE: u32 = 0o777;
 
@@ -37,9 +37,9 @@ pub struct TreeEntry {
     pub modified: (u64, u32),
 }
 
-/// The reason why a received entry is invalid.
+/// Reason a received entry is invalid.
 #[derive(Debug, thiserror::Error)]
-pub enum EntryError {
+pub enum TreeEntryError {
     /// The entry is too short or has an unknown type.
     #[error("protocol error: the peer sent an invalid tree entry")]
     Malformed,
@@ -79,12 +79,13 @@ impl TreeEntry {
         Some(bytes)
     }
 
-    /// Decodes the payload of a frame, which is untrusted.
+    /// Decodes an untrusted frame payload.
     ///
     /// # Errors
-    /// Returns [`EntryError::Malformed`] or [`EntryError::Outside`] if the entry is invalid.
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, EntryError> {
-        let bad = || EntryError::Malformed;
+    /// Returns [`TreeEntryError::Malformed`] or [`TreeEntryError::Outside`] if the entry is
+    /// invalid.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, TreeEntryError> {
+        let bad = || TreeEntryError::Malformed;
         let (what, rest) = bytes.split_first().ok_or_else(bad)?;
         let (mode, rest) = rest.split_first_chunk().ok_or_else(bad)?;
         let (seconds, rest) = rest.split_first_chunk().ok_or_else(bad)?;
@@ -105,7 +106,7 @@ impl TreeEntry {
         };
         let path = PathBuf::from(OsString::from_vec(path.to_vec()));
         if !stays_below(&path) {
-            return Err(EntryError::Outside(path));
+            return Err(TreeEntryError::Outside(path));
         }
         Ok(Self {
             path,
@@ -116,7 +117,7 @@ impl TreeEntry {
     }
 }
 
-/// Returns whether a path consists of normal components only.
+/// Returns whether a path consists only of normal components.
 fn stays_below(path: &Path) -> bool {
     !path.as_os_str().as_bytes().contains(&0)
         && path.components().all(|part| matches!(part, Component::Normal(_)))
@@ -155,7 +156,7 @@ mod tests {
         for path in ["/etc/passwd", "..", "a/../../b", "../x", "a/\0"] {
             let bytes = entry(path, EntryType::File).to_bytes().unwrap();
             assert!(
-                matches!(TreeEntry::from_bytes(&bytes), Err(EntryError::Outside(_))),
+                matches!(TreeEntry::from_bytes(&bytes), Err(TreeEntryError::Outside(_))),
                 "{path}"
             );
         }

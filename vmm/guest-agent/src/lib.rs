@@ -2,8 +2,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`wire`] | frames: kind, length, payload |
-//! | [`request`] | requests of the host, sent as JSON in the first frame |
+//! | [`wire`] | frames: type, length, payload |
+//! | [`request`] | requests from the host, sent as JSON in the first frame |
 //! | [`entry`] | wire format of a file, directory or link in a tree |
 //! | [`send`] | reads a tree and sends it |
 //! | [`receive`] | receives a tree and creates it within a target directory |
@@ -11,8 +11,8 @@
 //!
 //! The program `perfvisor-agent` is the server in the guest. `perfvisor exec` and `perfvisor cp`
 //! are clients on the host. Each connection carries one command or one copy. Each side treats the
-//! other as hostile: the guest may send arbitrary data and must not make the host write outside the
-//! path that the user named.
+//! other as hostile. The guest may send arbitrary data and must not cause the host to write outside
+//! the path that the user specified.
 //!
 //! **Dependencies.** No other crate of this workspace. Start with [`request::AgentRequest`].
 #![cfg_attr(

@@ -1,4 +1,4 @@
-//! Guest agent: runs commands and copies files at the request of the host, over vsock.
+//! Guest agent, which runs commands and copies files over vsock at the request of the host.
 //!
 //! | module | contents |
 //! |---|---|
@@ -7,8 +7,8 @@
 //! | `ends` | shutdown of a connection |
 //! | `signals` | reset of inherited signal dispositions |
 //!
-//! Only connections from the host (CID 2) are accepted, not those of programs in this guest or of
-//! other guests.
+//! Only connections from the host (CID 2) are accepted, not those from programs in this guest or
+//! from other guests.
 #![cfg_attr(
     not(test),
     warn(
@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use ends::{HOST_TIMEOUT, close, line, refuse};
 use guest_agent::PORT;
-use guest_agent::receive::{CopyProgress, TreeReceiver};
+use guest_agent::receive::{TreeCopyProgress, TreeReceiver};
 use guest_agent::request::{AgentOperation, AgentRequest, VERSION};
 use guest_agent::send::{SendError, send_tree};
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
@@ -120,7 +120,7 @@ fn handle_connection(stream: UnixStream) -> io::Result<()> {
         Ok(Some(frame)) if frame.kind == FrameKind::Request => frame,
         _ => return Ok(()),
     };
-    // Other protocol versions may have unknown fields, so only the version is parsed.
+    // Other protocol versions may have unknown fields, so parse only the version.
     #[derive(serde::Deserialize)]
     struct Version {
         version: u32,
@@ -171,8 +171,8 @@ fn put(stream: &UnixStream, path: &Path, name: &str) {
             return;
         };
         match receiver.take(&frame) {
-            Ok(CopyProgress::More | CopyProgress::Skipped(_)) => {}
-            Ok(CopyProgress::Done) => {
+            Ok(TreeCopyProgress::More | TreeCopyProgress::Skipped(_)) => {}
+            Ok(TreeCopyProgress::Done) => {
                 let _ = write_frame(&mut ours, FrameKind::Done, &[]);
                 return;
             }

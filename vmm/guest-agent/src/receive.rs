@@ -1,12 +1,12 @@
-//! Receiving end of a copy: creates a tree of files within a target directory.
+//! Receiving end of a copy, which creates a tree of files within a target directory.
 //!
 //! Each path is opened with openat2(2) below the target directory with RESOLVE_BENEATH and
 //! RESOLVE_NO_SYMLINKS. Symbolic links cannot escape from the directory, even if they were just
 //! received or are created concurrently.
 //!
 //! New files have the permissions that the sender specified, restricted by the umask. Existing
-//! files keep their permissions, because a hostile sender must not make them accessible to other
-//! users.
+//! files keep their permissions, because a hostile sender must not be able to make them accessible
+//! to other users.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
@@ -20,10 +20,10 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-use crate::entry::{EntryError, EntryType, TreeEntry};
+use crate::entry::{EntryType, TreeEntry, TreeEntryError};
 use crate::wire::{Frame, FrameKind};
 
-/// The reason why a tree could not be received.
+/// Error returned when a tree cannot be received.
 #[derive(Debug, thiserror::Error)]
 pub enum ReceiveError {
     /// A file, directory or link cannot be created.
@@ -31,7 +31,7 @@ pub enum ReceiveError {
     Target {
         /// Path of the entry.
         path: PathBuf,
-        /// The error of the system.
+        /// Error returned by the system.
         #[source]
         source: io::Error,
     },
@@ -40,7 +40,7 @@ pub enum ReceiveError {
     NoName(PathBuf),
     /// The sender sent an invalid entry.
     #[error(transparent)]
-    TreeEntry(#[from] EntryError),
+    TreeEntry(#[from] TreeEntryError),
     /// The sender sent frames in an invalid order.
     #[error("protocol error: the peer sent an unexpected frame")]
     Order,
@@ -51,23 +51,23 @@ pub enum ReceiveError {
 
 /// State of a copy after one frame.
 #[derive(Debug, PartialEq, Eq)]
-pub enum CopyProgress {
+pub enum TreeCopyProgress {
     /// The tree is incomplete.
     More,
-    /// The sender skipped an entry, with its path and the reason.
+    /// The sender skipped an entry. Contains the path of the entry and the reason.
     Skipped(String),
     /// The tree is complete.
     Done,
 }
 
-/// A file or directory, and whether it was created.
+/// A file or directory, and whether the receiver created it.
 #[derive(Debug)]
 struct CreatedEntry {
     file: File,
     new: bool,
 }
 
-/// Permission bits that a sender may set. Set-ID and sticky bits are excluded.
+/// Permission bits that a sender may set. The set-ID and sticky bits are excluded.
 const PERMISSIONS: u32 = 0o777;
 
 /// The receiving end of a copy.
@@ -77,14 +77,14 @@ pub struct TreeReceiver {
     directory: PathBuf,
     name: OsString,
     file: Option<(CreatedEntry, TreeEntry)>,
-    /// Stack of the directories that are being filled.
+    /// Stack of the directories that are being received.
     directories: Vec<(PathBuf, bool)>,
     begun: bool,
 }
 
 impl TreeReceiver {
-    /// Creates a receiver for a tree at `path`, or in `path` with the name `name` if `path` is a
-    /// directory.
+    /// Creates a receiver for a tree at `path`. If `path` is a directory, the tree is created in it
+    /// with the name `name`.
     ///
     /// # Errors
     /// Returns [`ReceiveError::Target`] if the directory does not exist, and
@@ -121,12 +121,12 @@ impl TreeReceiver {
         })
     }
 
-    /// Processes a frame of the sender.
+    /// Processes a frame from the sender.
     ///
     /// # Errors
     /// Returns a [`ReceiveError`] if the frame is invalid or an entry cannot be created. Entries
-    /// created earlier are kept.
-    pub fn take(&mut self, frame: &Frame) -> Result<CopyProgress, ReceiveError> {
+    /// that were created before remain.
+    pub fn take(&mut self, frame: &Frame) -> Result<TreeCopyProgress, ReceiveError> {
         match (frame.kind, &mut self.file) {
             (FrameKind::TreeEntry, None) => {
                 let entry = TreeEntry::from_bytes(&frame.payload)?;
@@ -152,12 +152,12 @@ impl TreeReceiver {
                     Self::finish(&made, &entry).map_err(|source| self.target(&entry.path, source))?;
                 }
             }
-            (FrameKind::Skipped, _) => return Ok(CopyProgress::Skipped(frame.text())),
-            (FrameKind::Done, None) if self.begun => return Ok(CopyProgress::Done),
+            (FrameKind::Skipped, _) => return Ok(TreeCopyProgress::Skipped(frame.text())),
+            (FrameKind::Done, None) if self.begun => return Ok(TreeCopyProgress::Done),
             (FrameKind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
             _ => return Err(ReceiveError::Order),
         }
-        Ok(CopyProgress::More)
+        Ok(TreeCopyProgress::More)
     }
 
     fn target(&self, path: &Path, source: io::Error) -> ReceiveError {
@@ -222,7 +222,7 @@ impl TreeReceiver {
         ))
     }
 
-    /// Creates a directory. Returns `true` if it did not exist.
+    /// Creates a directory. Returns `true` if the directory did not exist.
     fn make_directory(&self, path: &Path, mode: u32) -> io::Result<bool> {
         let (parent, name) = self.parent_of(path)?;
         // The owner must be able to fill the directory.
@@ -263,8 +263,8 @@ impl TreeReceiver {
         }
     }
 
-    /// Sets permissions and time last, because writing changes the time and may require the initial
-    /// permissions.
+    /// Sets the permissions and the modification time last, because writing changes the time and
+    /// may require the initial permissions.
     fn finish(made: &CreatedEntry, entry: &TreeEntry) -> io::Result<()> {
         let CreatedEntry { file, new } = made;
         if *new {
@@ -299,9 +299,9 @@ mod tests {
         let mut skipped = Vec::new();
         for frame in frames {
             match receiver.take(frame)? {
-                CopyProgress::Skipped(what) => skipped.push(what),
-                CopyProgress::Done => return Ok(skipped),
-                CopyProgress::More => {}
+                TreeCopyProgress::Skipped(what) => skipped.push(what),
+                TreeCopyProgress::Done => return Ok(skipped),
+                TreeCopyProgress::More => {}
             }
         }
         panic!("it does not end")
@@ -356,8 +356,8 @@ mod tests {
         assert!(copy.join("d/e").is_dir() && !copy.join("pipe").exists());
     }
 
-    /// A received file is not accessible to other users beyond the umask, and existing files keep
-    /// their permissions.
+    /// The umask restricts the permissions of a received file, and existing files keep their
+    /// permissions.
     #[test]
     fn received_files_respect_umask_and_existing_modes() {
         let temp = tempfile::tempdir().unwrap();
@@ -443,7 +443,7 @@ mod tests {
         fs::create_dir(&target).unwrap();
         fs::create_dir(&outside).unwrap();
         fs::write(outside.join("secret"), "mine").unwrap();
-        // A received link, followed by an entry below it.
+        // Receive a link, followed by an entry below it.
         for last in [
             entry("l/new", EntryType::File),
             entry("l/d", EntryType::Directory),
@@ -454,7 +454,7 @@ mod tests {
             assert!(receive(&sent, &target, "t").is_err());
             assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
         }
-        // A link at the path of a file that is then written.
+        // Receive a link, followed by a file with the same path.
         let link = entry("f", EntryType::Link(outside.join("secret")));
         let sent = [entry("", EntryType::Directory), link, entry("f", EntryType::File)];
         let error = receive(&sent, &target, "t").unwrap_err();

@@ -1,4 +1,4 @@
-//! Requests of the host.
+//! Requests from the host.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,7 +8,7 @@ pub const VERSION: u32 = 1;
 /// Payload of the host's first frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentRequest {
-    /// [`VERSION`] of the host. The agent refuses other versions and reports its own.
+    /// [`VERSION`] of the host. The agent rejects other versions and reports its own.
     pub version: u32,
     /// The operation to perform.
     pub job: AgentOperation,
@@ -22,10 +22,10 @@ pub enum AgentOperation {
     Exec(ExecRequest),
     /// Receive a tree from the host.
     Put {
-        /// Target path: the parent if it is an existing directory, otherwise the path of the tree
-        /// itself.
+        /// Target path. If the path is an existing directory, it is the parent of the tree, and
+        /// otherwise the path of the tree itself.
         path: String,
-        /// File name of the tree within a target directory.
+        /// File name of the tree if the target is a directory.
         name: String,
     },
     /// Send a tree to the host.
@@ -42,7 +42,7 @@ pub struct ExecRequest {
     pub argv: Vec<String>,
     /// Environment variables in addition to those of the agent.
     pub env: Vec<(String, String)>,
-    /// Working directory, or `None` for that of the agent.
+    /// Working directory, or `None` for the agent's working directory.
     pub cwd: Option<String>,
     /// Terminal size if the command runs on a terminal instead of three pipes.
     pub terminal: Option<Terminal>,
@@ -85,7 +85,8 @@ pub enum CommandExit {
 }
 
 impl CommandExit {
-    /// Returns the exit status as in a shell: the status, or 128 plus the signal number.
+    /// Returns the exit status in the same way as a shell: the status, or 128 plus the signal
+    /// number.
     pub fn code(self) -> u8 {
         match self {
             Self::Status(status) => status,

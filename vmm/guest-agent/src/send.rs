@@ -1,4 +1,4 @@
-//! Sending end of a copy: reads a tree of files and sends it.
+//! Sending end of a copy, which reads a tree of files and sends it.
 
 use std::fs::{self, File, Metadata, ReadDir};
 use std::io::{self, Read};
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use crate::entry::{EntryType, TreeEntry};
 use crate::wire::{FrameKind, MAX_PAYLOAD};
 
-/// Maximum depth of nested directories. Deeper ones are skipped.
+/// Maximum depth of nested directories. Deeper directories are skipped.
 const MAX_DEPTH: usize = 64;
 
-/// The reason why a tree could not be sent.
+/// Error returned when a tree cannot be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The root cannot be read.
@@ -19,7 +19,7 @@ pub enum SendError {
     Source {
         /// Path of the root.
         path: PathBuf,
-        /// The error of the system.
+        /// Error returned by the system.
         #[source]
         source: io::Error,
     },
@@ -32,14 +32,14 @@ pub enum SendError {
 }
 
 /// Callback that sends a frame.
-pub type FrameSink<'a> = &'a mut dyn FnMut(FrameKind, &[u8]) -> io::Result<()>;
+pub type AgentFrameSink<'a> = &'a mut dyn FnMut(FrameKind, &[u8]) -> io::Result<()>;
 
-/// Sends the tree at `root`, followed by [`FrameKind::Done`]. A symbolic link at `root` itself is
-/// followed. Links below are sent as links. Unreadable entries are skipped and reported.
+/// Sends the tree at `root`, followed by [`FrameKind::Done`]. Follows a symbolic link at `root`
+/// itself, and sends links below `root` as links. Skips and reports unreadable entries.
 ///
 /// # Errors
 /// Returns a [`SendError`] if the root cannot be read or the connection fails.
-pub fn send_tree(root: &Path, out: FrameSink<'_>) -> Result<(), SendError> {
+pub fn send_tree(root: &Path, out: AgentFrameSink<'_>) -> Result<(), SendError> {
     let source = |source| SendError::Source {
         path: root.to_owned(),
         source,
@@ -67,7 +67,7 @@ pub fn send_stream(
     mut input: impl Read,
     mode: u32,
     modified: (u64, u32),
-    out: FrameSink<'_>,
+    out: AgentFrameSink<'_>,
 ) -> Result<(), SendError> {
     let entry = TreeEntry {
         path: PathBuf::new(),
@@ -86,7 +86,7 @@ pub fn send_stream(
 }
 
 fn open(path: &Path, follow: bool) -> io::Result<File> {
-    // Opening a pipe would block, and the file may have been replaced by a link.
+    // Opening a pipe must not block, and the file may have been replaced by a link.
     let no_follow = if follow { 0 } else { libc::O_NOFOLLOW };
     let file = fs::OpenOptions::new()
         .read(true)
@@ -119,7 +119,7 @@ struct OpenDirectory {
 }
 
 /// Sends a directory with all its descendants, without recursion.
-fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: FrameSink<'_>) -> Result<(), SendError> {
+fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: AgentFrameSink<'_>) -> Result<(), SendError> {
     let first = entry(PathBuf::new(), EntryType::Directory, meta);
     send_entry(&first, out)?;
     let mut open_ones = vec![OpenDirectory { entry: first, list }];
@@ -149,7 +149,7 @@ fn child(
     here: &Path,
     path: PathBuf,
     depth: usize,
-    out: FrameSink<'_>,
+    out: AgentFrameSink<'_>,
 ) -> Result<io::Result<Option<OpenDirectory>>, SendError> {
     let meta = match fs::symlink_metadata(here) {
         Ok(meta) => meta,
@@ -185,14 +185,19 @@ fn child(
     }
 }
 
-fn send_entry(entry: &TreeEntry, out: FrameSink<'_>) -> Result<(), SendError> {
+fn send_entry(entry: &TreeEntry, out: AgentFrameSink<'_>) -> Result<(), SendError> {
     match entry.to_bytes() {
         Some(bytes) => out(FrameKind::TreeEntry, &bytes).map_err(SendError::Connection),
         None => skipped(&entry.path, &io::Error::other("its path is too long"), out),
     }
 }
 
-fn send_file(mut file: File, entry: &TreeEntry, here: &Path, out: FrameSink<'_>) -> Result<(), SendError> {
+fn send_file(
+    mut file: File,
+    entry: &TreeEntry,
+    here: &Path,
+    out: AgentFrameSink<'_>,
+) -> Result<(), SendError> {
     send_entry(entry, out)?;
     if let Err(error) = copy(&mut file, out)? {
         skipped(here, &error, out)?;
@@ -200,8 +205,8 @@ fn send_file(mut file: File, entry: &TreeEntry, here: &Path, out: FrameSink<'_>)
     out(FrameKind::FileEnd, &[]).map_err(SendError::Connection)
 }
 
-/// Sends the contents of `input` up to its end or first read error.
-fn copy(input: &mut impl Read, out: FrameSink<'_>) -> Result<io::Result<()>, SendError> {
+/// Sends the contents of `input` until end of file or the first read error.
+fn copy(input: &mut impl Read, out: AgentFrameSink<'_>) -> Result<io::Result<()>, SendError> {
     let mut buffer = vec![0; MAX_PAYLOAD];
     loop {
         match input.read(&mut buffer) {
@@ -213,7 +218,7 @@ fn copy(input: &mut impl Read, out: FrameSink<'_>) -> Result<io::Result<()>, Sen
     }
 }
 
-fn skipped(path: &Path, why: &io::Error, out: FrameSink<'_>) -> Result<(), SendError> {
+fn skipped(path: &Path, why: &io::Error, out: AgentFrameSink<'_>) -> Result<(), SendError> {
     let text = format!("{}: {why}", path.display());
     let bytes = text.as_bytes();
     out(FrameKind::Skipped, &bytes[..bytes.len().min(MAX_PAYLOAD)]).map_err(SendError::Connection)

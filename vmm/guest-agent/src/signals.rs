@@ -1,11 +1,11 @@
 //! Reset of inherited signal dispositions.
 #![expect(unsafe_code, reason = "the disposition of signals")]
 
-/// Signals that are ignored in background processes of a shell and under nohup(1).
+/// Signals that background processes of a shell and processes under nohup(1) ignore.
 const IGNORED: [libc::c_int; 3] = [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP];
 
-/// Resets these signals to their default actions. Commands inherit ignored signals, and Ctrl-C
-/// would not terminate them.
+/// Resets these signals to their default actions. Commands would inherit ignored signals, and
+/// Ctrl-C would not terminate them.
 pub fn reset_ignored() {
     for signal in IGNORED {
         // SAFETY: SIG_DFL installs no handler, so no code of this program can run in signal
@@ -29,7 +29,7 @@ mod tests {
     /// Environment variable that makes this process call [`reset_ignored`] first.
     const USUAL: &str = "PERFVISOR_TEST_USUAL";
 
-    /// Body of the child process. A no-op in a normal test run.
+    /// Body of the child process. Does nothing in a normal test run.
     #[test]
     fn child_process_entry() {
         let Ok(signal) = std::env::var(SIGNAL) else { return };
@@ -39,7 +39,7 @@ mod tests {
         raise(signal.parse::<Signal>().unwrap()).unwrap();
     }
 
-    /// Returns the signal that terminates a process that was started with `signal` ignored and
+    /// Returns the signal that terminates a process that is started with `signal` ignored and then
     /// raises it.
     fn terminating_signal(signal: Signal, reset_ignored: bool) -> Option<i32> {
         let script = "ulimit -c 0; trap '' INT QUIT HUP; exec \"$@\"";
@@ -58,8 +58,7 @@ mod tests {
         output.status.signal()
     }
 
-    /// Commands of an agent that was started in the background or by nohup are terminated by
-    /// Ctrl-C.
+    /// Ctrl-C terminates the commands of an agent that was started in the background or by nohup.
     #[test]
     fn reset_signal_terminates_process() {
         for number in IGNORED {

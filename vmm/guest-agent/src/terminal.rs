@@ -14,8 +14,8 @@ use nix::pty::{Winsize, grantpt, posix_openpt, unlockpt};
 
 use crate::request::Terminal;
 
-/// Gives `command` a new controlling terminal for its three standard streams and returns the master
-/// end.
+/// Sets a new controlling terminal for `command` and its three standard streams, and returns the
+/// master end.
 ///
 /// # Errors
 /// Returns an error if no terminal is available.
@@ -40,7 +40,7 @@ pub fn attach(command: &mut Command, size: Terminal) -> io::Result<OwnedFd> {
 }
 
 /// Opens a new terminal and returns its master and slave ends. Both have the close-on-exec flag,
-/// which openpty(3) does not set: a command that inherits the master end would prevent its own
+/// which openpty(3) does not set. A command that inherits the master end would prevent its own
 /// terminal from being hung up.
 fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC;

@@ -10,7 +10,7 @@ use guest_agent::wire::{Frame, FrameKind, INPUT_WINDOW, read_frame, write_frame}
 use super::*;
 
 fn agent() -> (UnixStream, JoinHandle<()>) {
-    // Same as in the program. nohup(1) ignores signals, and child processes inherit that.
+    // The program also resets signals. nohup(1) ignores signals, and child processes inherit this.
     crate::signals::reset_ignored();
     let (host, agent) = UnixStream::pair().unwrap();
     (
@@ -36,7 +36,7 @@ fn exec(argv: &[&str], terminal: Option<Terminal>) -> AgentOperation {
     })
 }
 
-/// Received payloads by frame kind, and the end of the command.
+/// Received payloads by frame type, and the last frame of the command.
 struct Outcome {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
@@ -150,7 +150,7 @@ fn disconnect_terminates_command() {
     ask(&mut host, exec(&["sleep", "600"], None));
     assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, FrameKind::Accepted);
     drop(host);
-    // The command would otherwise run for ten minutes.
+    // Without a disconnect, the command would run for ten minutes.
     agent.join().unwrap();
 }
 
@@ -201,8 +201,8 @@ fn terminal_has_size_and_handles_ctrl_c() {
         text.push_str(&String::from_utf8_lossy(&frame.payload));
     }
     assert!(text.contains("33 44"), "{text:?}");
-    // Wait for output of cat before sending Ctrl-C: a shell that receives the signal while it
-    // starts a command may wait for the command, which did not receive it.
+    // Wait for output of cat before sending Ctrl-C. A shell that receives the signal while it
+    // starts a command may wait for the command, which did not receive the signal.
     write_frame(&mut host, FrameKind::Stdin, b"line\n").unwrap();
     while text.matches("line").count() < 2 {
         let frame = read_frame(&mut host).unwrap().unwrap();
@@ -219,7 +219,7 @@ fn terminal_has_size_and_handles_ctrl_c() {
 #[test]
 fn command_inherits_no_descriptors() {
     let script = "ls -l /proc/self/fd | grep -c -e ptmx -e socket";
-    // Descriptors inherited from the test runner are excluded.
+    // Exclude descriptors inherited from the test runner.
     let plain = std::process::Command::new("sh")
         .args(["-c", script])
         .output()
@@ -273,7 +273,7 @@ fn trees_are_copied_both_ways() {
     let mut receiver = TreeReceiver::new(&path("back"), None).unwrap();
     loop {
         let frame = read_frame(&mut host).unwrap().unwrap();
-        if receiver.take(&frame).unwrap() == CopyProgress::Done {
+        if receiver.take(&frame).unwrap() == TreeCopyProgress::Done {
             break;
         }
     }

@@ -1,4 +1,4 @@
-//! Wire format of frames: one byte with the kind, four bytes with the payload length
+//! Wire format of frames: one byte with the type, four bytes with the payload length
 //! (little-endian), and the payload.
 
 use std::io::{self, Read, Write};
@@ -12,16 +12,16 @@ pub const INPUT_WINDOW: u32 = 256 << 10;
 
 const HEADER: usize = 5;
 
-/// The kind of a frame, with its sender.
+/// Type of a frame, with its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// Host: the request, a [`crate::request::AgentRequest`] as JSON. Sent once, as the first
+    /// Host: the request, a [`crate::request::AgentRequest`] as JSON. Sent once, in the first
     /// frame.
     Request = 1,
     /// Agent: the request has been accepted.
     Accepted = 2,
-    /// Either side: the request has been refused or aborted, with the reason as text.
+    /// Either side: the request has been rejected or aborted, with the reason as text.
     Refused = 3,
     /// Host: standard input of the command. An empty payload is end of file.
     Stdin = 4,
@@ -64,19 +64,19 @@ impl FrameKind {
 /// A received frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// The kind of the frame.
+    /// Type of the frame.
     pub kind: FrameKind,
-    /// Payload, whose format depends on the kind.
+    /// Payload, whose format depends on the type.
     pub payload: Vec<u8>,
 }
 
 impl Frame {
-    /// Returns the payload as a little-endian number, or `None` if it does not have four bytes.
+    /// Returns the payload as a little-endian number, or `None` if it is not four bytes long.
     pub fn number(&self) -> Option<u32> {
         Some(u32::from_le_bytes(self.payload.as_slice().try_into().ok()?))
     }
 
-    /// Returns the payload as one line of printable text. The payload is untrusted.
+    /// Returns the untrusted payload as one line of printable text.
     pub fn text(&self) -> String {
         let text = String::from_utf8_lossy(&self.payload);
         text.chars()
@@ -86,13 +86,13 @@ impl Frame {
     }
 }
 
-/// The reason why a frame could not be read.
+/// Error returned when a frame cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
     /// The connection failed or ended within a frame.
     #[error("the connection was lost")]
     Io(#[from] io::Error),
-    /// The kind is unknown.
+    /// The type is unknown.
     #[error("protocol error: the peer sent an unknown frame (kind {0})")]
     FrameKind(u8),
     /// The length exceeds [`MAX_PAYLOAD`].
@@ -103,7 +103,7 @@ pub enum WireError {
 /// Writes a frame.
 ///
 /// # Errors
-/// Returns the error of the connection, or an error if the payload is longer than [`MAX_PAYLOAD`].
+/// Returns an error if the connection fails or the payload is longer than [`MAX_PAYLOAD`].
 pub fn write_frame(out: &mut impl Write, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len())
         .ok()
@@ -116,7 +116,7 @@ pub fn write_frame(out: &mut impl Write, kind: FrameKind, payload: &[u8]) -> io:
     out.write_all(&frame)
 }
 
-/// Reads a frame. Returns `None` if the connection has been closed between frames.
+/// Reads a frame. Returns `None` if the connection was closed between frames.
 ///
 /// # Errors
 /// Returns a [`WireError`] if the connection fails or the frame is invalid.

@@ -3,14 +3,14 @@
 //!
 //! perf asks the kernel for `instructions` or `L1-dcache-loads`. The kernel looks the encoding up
 //! in a table for the processor's vendor and generation, and returns ENOENT for an entry of 0.
-//! CPUID can mark seven events as unavailable to an Intel guest and none to an AMD guest, and says
-//! nothing about cache events. Events that cannot be counted are therefore removed from the tables
+//! CPUID can mark seven events as unavailable to an Intel guest and none to an AMD guest, and does
+//! not describe cache events. Events that cannot be counted are therefore removed from the tables
 //! before the guest starts, so that perf in the guest prints `<not supported>` instead of a
 //! misleading 0.
 //!
-//! The tables are found by their contents, because the kernel's symbols need not include its data.
-//! A table is accepted only if every entry is a plausible encoding; any other is left unchanged.
-//! See Linux, arch/x86/events/amd/core.c and arch/x86/events/intel/core.c.
+//! The tables are found by their contents, because the kernel's symbol table may lack data symbols.
+//! A table is accepted only if every entry is a plausible encoding. Any other table is left
+//! unchanged. See Linux, arch/x86/events/amd/core.c and arch/x86/events/intel/core.c.
 
 use std::fmt;
 
@@ -30,8 +30,8 @@ const CACHE_EVENTS: usize = 7 * 3 * 2;
 const INVALID: u64 = u64::MAX;
 /// Entry of an event that the processor cannot count. The kernel returns ENOENT.
 const ABSENT: u64 = 0;
-/// Bits that an entry may have set: AMD's event select reaches bit 35, Intel's selector ends at bit
-/// 31.
+/// Bits that may be set in an entry. AMD event selects extend to bit 35 and Intel event selects to
+/// bit 31.
 const CONFIG_BITS: u64 = 0xF_FFFF_FFFF;
 /// Indices of cache table entries that are invalid on every processor: writes to the instruction
 /// cache, writes and prefetches of the instruction TLB and of the branch unit.
@@ -40,10 +40,11 @@ const INVALID_INDICES: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
 const ITLB_INDEX: usize = 26;
 /// Index of the branch unit's reads, which count branches.
 const BRANCHES_INDEX: usize = 30;
-/// Linux's pseudo-encoding of reference cycles in Intel's table. No general-purpose counter has
-/// this event.
+/// Linux's pseudo-encoding of reference cycles in Intel's table. General-purpose counters cannot
+/// count this event.
 const INTEL_REF_CYCLES: u64 = 0x300;
-/// Maximum number of tables per kind. Linux 6.1 has two AMD and eleven Intel tables.
+/// Maximum number of tables of each type and vendor in a segment. Linux 6.1 has two AMD and eleven
+/// Intel tables.
 const MAX_TABLES: usize = 64;
 
 /// A generic event of perf.
@@ -55,7 +56,7 @@ pub enum KernelTableEvent {
     Cache(u64),
 }
 
-/// Formats the event as perf names it.
+/// Formats the event by its name in perf.
 impl fmt::Display for KernelTableEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const HARDWARE: [&str; HARDWARE_EVENTS] = [
@@ -88,7 +89,7 @@ impl fmt::Display for KernelTableEvent {
     }
 }
 
-/// Contents of an event table.
+/// Type of an event table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EventTableKind {
     Hardware,
@@ -140,9 +141,9 @@ impl EventTable {
     }
 }
 
-/// Result of hiding events of one table.
+/// Result of hiding events in one table.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HiddenEvents {
+pub struct HiddenTableEvents {
     /// Link-time address of the table.
     pub virt: u64,
     /// Events removed from the table.
@@ -249,14 +250,14 @@ fn table(
 
 /// Removes the events that `can_count` rejects from the tables of `vendor` in guest memory.
 ///
-/// A table that overlaps another one, or whose memory differs from the file, is left unchanged and
-/// reported in the log.
+/// A table that overlaps another table, or whose memory differs from the file, is left unchanged
+/// and reported in the log.
 pub fn hide(
     memory: &GuestMemoryMmap,
     tables: &[EventTable],
     vendor: Vendor,
     mut can_count: impl FnMut(KernelTableEvent, u64) -> bool,
-) -> Vec<HiddenEvents> {
+) -> Vec<HiddenTableEvents> {
     // Compare all tables with the file before changing any.
     let known: Vec<bool> = tables
         .iter()
@@ -268,7 +269,7 @@ pub fn hide(
         .zip(known)
         .filter(|(table, known)| *known && table.vendor == vendor)
     {
-        let mut result = HiddenEvents {
+        let mut result = HiddenTableEvents {
             virt: table.virt,
             hidden: Vec::new(),
             left: 0,
@@ -353,12 +354,12 @@ mod tests {
         INTEL_REF_CYCLES,
     ];
 
-    /// Generic events as on family 17h.
+    /// Returns the generic events of AMD family 17h.
     fn hardware() -> Vec<u64> {
         vec![0x76, 0xC0, 0xFF60, 0x964, 0xC2, 0xC3, 0, 0x287, 0x187, 0]
     }
 
-    /// A cache table with loads, instruction fetches and branches.
+    /// Returns a cache table with loads, instruction fetches and branches.
     fn cache(branches: u64) -> Vec<u64> {
         let mut words = vec![0; CACHE_EVENTS];
         for at in INVALID_INDICES {
@@ -429,8 +430,8 @@ mod tests {
         assert_eq!(there, expected);
     }
 
-    /// The page tables locate the tables of a running kernel. A table that is not contiguous in
-    /// physical memory is ignored.
+    /// The event tables of a running kernel are found through its page tables. A table that is not
+    /// contiguous in physical memory is ignored.
     #[test]
     fn tables_of_running_kernel_are_found_by_page_tables() {
         const START: u64 = 0xFFFF_FFFF_8100_0000;
@@ -472,7 +473,7 @@ mod tests {
         let mut there = vec![0; data.len()];
         memory.read_slice(&mut there, GuestAddress(LOAD_AT)).unwrap();
         let changed: Vec<_> = (0..data.len()).filter(|at| there[*at] != data[*at]).collect();
-        // The byte 03H of the last entry of the table.
+        // Byte 03H in the last entry of the table.
         assert_eq!(changed, [data.len() - 7]);
     }
 

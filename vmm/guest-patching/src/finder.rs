@@ -3,13 +3,14 @@
 //! instruction and do not change its meaning.
 //!
 //! The following evidence is used, strongest first:
-//! 1. Instruction boundaries from the kernel's ORC unwind table, which has one for each change of
-//!    the stack layout. Decoding from the nearest boundary before the pair either reaches the pair
-//!    or not, which is conclusive.
+//! 1. Instruction boundaries from the kernel's ORC unwind table, which has an entry for each change
+//!    of the stack layout. Decoding from the nearest boundary before the pair is conclusive: the
+//!    pair is an instruction only if decoding reaches it.
 //! 2. Symbol addresses, used in the same way.
 //! 3. Without either, decoding from many start addresses before the pair. x86 decoding synchronizes
 //!    within a few instructions, so nearly all starts must reach the pair. In addition, the
-//!    surrounding code must be plausible: ECX is set before, and EAX or EDX is used after the pair.
+//!    surrounding code must be plausible: ECX is set before the pair, and EAX or EDX is used after
+//!    it.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,
@@ -19,8 +20,8 @@ use iced_x86::{
 use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 
-/// I/O port that a patched RDPMC writes to. No PC device uses this port: the interrupt controller,
-/// the nearest one, has 0x20 and 0x21.
+/// I/O port that a patched RDPMC writes to. No PC device uses this port. The nearest device is the
+/// interrupt controller, at ports 0x20 and 0x21.
 ///
 /// The number is the second byte of [`RDPMC`], so the trap differs from RDPMC in its first byte
 /// only. One byte is written atomically at any alignment.
@@ -47,18 +48,18 @@ pub struct TextRange {
 
 /// Processor modes for which the code is decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CodeBits {
+pub enum InstructionBitness {
     /// 64-bit code only, as in a Linux kernel.
     Only64,
     /// 32- or 64-bit code. A multiboot image starts in 32-bit mode and may switch to 64-bit mode.
     Either,
 }
 
-impl CodeBits {
+impl InstructionBitness {
     fn modes(self) -> &'static [u32] {
         match self {
-            CodeBits::Only64 => &[64],
-            CodeBits::Either => &[64, 32],
+            InstructionBitness::Only64 => &[64],
+            InstructionBitness::Either => &[64, 32],
         }
     }
 }
@@ -75,7 +76,7 @@ pub struct RdpmcSite {
     /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
     /// code.
     pub lead: u8,
-    /// Set if the adjacent bytes may be a port write of the guest's own.
+    /// `true` if the adjacent bytes may be a port write by the guest itself.
     pub next_to_port_write: bool,
     /// Symbol that contains the instruction, and the offset into it.
     pub symbol: Option<(String, u64)>,
@@ -118,7 +119,7 @@ enum Verdict {
     /// The pair ends an RDPMC instruction that starts at this offset, at the pair or at a prefix.
     Instruction(usize),
     NotInstruction,
-    /// Decoding from the boundary reached invalid bytes.
+    /// Unknown, because decoding from the boundary reached invalid bytes.
     Unknown,
 }
 
@@ -131,7 +132,7 @@ pub fn find(
     texts: &[CodeBytes<'_>],
     symbols: &KernelSymbols,
     boundaries: &[u64],
-    bits: CodeBits,
+    bits: InstructionBitness,
 ) -> Vec<RdpmcSite> {
     let mut sites = Vec::new();
     let mut pairs = 0usize;
@@ -144,7 +145,7 @@ pub fn find(
             // In 32-bit code a REX prefix is a separate INC or DEC instruction.
             let rex = text.bytes[start..offset].last().is_some_and(|b| b & 0xF0 == 0x40);
             let (start, lead) = match bits {
-                CodeBits::Either if rex => (offset, offset - start),
+                InstructionBitness::Either if rex => (offset, offset - start),
                 _ => (start, 0),
             };
             let virt = text.virt + start as u64;
@@ -186,7 +187,7 @@ pub fn is_out(code: &[u8], mode: u32) -> bool {
 }
 
 /// Returns whether the bytes before an instruction, or the next instruction, may be a port write
-/// that causes the same exit as a patched RDPMC.
+/// that causes the same exit as the patched RDPMC.
 fn next_to_port_write(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
     let (before, behind) = (&bytes[..start], &bytes[start + length..]);
     let ends_in_out = match *before {
@@ -205,7 +206,7 @@ fn instruction(
     offset: usize,
     symbols: &KernelSymbols,
     boundaries: &[u64],
-    bits: CodeBits,
+    bits: InstructionBitness,
 ) -> Option<usize> {
     let modes = bits.modes();
     let virt = text.virt + offset as u64;
@@ -217,7 +218,7 @@ fn instruction(
     // code.
     for (anchor, needs_neighbours) in [
         (orc, false),
-        (symbols.text_before(virt), bits == CodeBits::Either),
+        (symbols.text_before(virt), bits == InstructionBitness::Either),
     ] {
         let Some(start) = anchor
             .filter(|a| virt - a <= MAX_ANCHOR_DISTANCE)
@@ -295,7 +296,8 @@ fn by_sweep(text: &CodeBytes<'_>, offset: usize, mode: u32) -> Option<usize> {
             }
         }
     }
-    // Too few starts fit at the beginning of a text, but its first byte is a boundary.
+    // Few starts are possible near the beginning of the text, but the first byte of the text is a
+    // boundary.
     if far == 0 && near < SWEEP_MIN_STARTS {
         return match from_boundary(text, 0, offset, mode) {
             Verdict::Instruction(at) => has_plausible_context(text, 0, at, mode).then_some(at),
@@ -415,7 +417,12 @@ mod tests {
         builder.finish().unwrap()
     }
 
-    fn search(bytes: &[u8], symbols: &KernelSymbols, boundaries: &[u64], bits: CodeBits) -> Vec<u64> {
+    fn search(
+        bytes: &[u8],
+        symbols: &KernelSymbols,
+        boundaries: &[u64],
+        bits: InstructionBitness,
+    ) -> Vec<u64> {
         let text = CodeBytes {
             virt: 0x1000,
             phys: 0x20_1000,
@@ -434,12 +441,12 @@ mod tests {
         code.extend_from_slice(FUNCTION);
         code.extend(filler(5));
         assert_eq!(
-            search(&code, &KernelSymbols::default(), &[], CodeBits::Only64),
+            search(&code, &KernelSymbols::default(), &[], InstructionBitness::Only64),
             [at]
         );
     }
 
-    /// An instruction starts at its first prefix, regardless of the kind of evidence.
+    /// An instruction starts at its first prefix, regardless of the type of evidence.
     #[test]
     fn rdpmc_includes_its_prefixes() {
         for prefixes in [
@@ -465,7 +472,12 @@ mod tests {
                 bytes: &code,
             };
             for boundaries in [&[][..], &[0x1000 + function]] {
-                let found = find(&[text], &KernelSymbols::default(), boundaries, CodeBits::Only64);
+                let found = find(
+                    &[text],
+                    &KernelSymbols::default(),
+                    boundaries,
+                    InstructionBitness::Only64,
+                );
                 assert_eq!(found.len(), 1, "{prefixes:x?}");
                 let site = &found[0];
                 assert_eq!(
@@ -483,12 +495,17 @@ mod tests {
         code.extend(filler(5));
         let at = 0x1000 + filler(20).len() as u64;
         assert_eq!(
-            search(&code, &KernelSymbols::default(), &[at], CodeBits::Only64),
+            search(
+                &code,
+                &KernelSymbols::default(),
+                &[at],
+                InstructionBitness::Only64
+            ),
             [] as [u64; 0]
         );
     }
 
-    /// An exit next to a port write of the guest's own may belong to either instruction.
+    /// An exit next to a port write by the guest itself may have been caused by either instruction.
     #[test]
     fn adjacent_port_writes_are_detected() {
         for (before, behind, expected) in [
@@ -528,14 +545,17 @@ mod tests {
             code.extend_from_slice(&[0x48, 0x09, 0xD0, 0xC3]);
             code.extend(filler(5));
             assert_eq!(
-                search(&code, &KernelSymbols::default(), &[], CodeBits::Only64),
+                search(&code, &KernelSymbols::default(), &[], InstructionBitness::Only64),
                 [] as [u64; 0],
                 "{inside:x?}"
             );
             let symbols = one_symbol(0x1000, 0, "f");
-            assert_eq!(search(&code, &symbols, &[], CodeBits::Only64), [] as [u64; 0]);
             assert_eq!(
-                search(&code, &symbols, &[0x1000], CodeBits::Only64),
+                search(&code, &symbols, &[], InstructionBitness::Only64),
+                [] as [u64; 0]
+            );
+            assert_eq!(
+                search(&code, &symbols, &[0x1000], InstructionBitness::Only64),
                 [] as [u64; 0]
             );
         }
@@ -543,7 +563,7 @@ mod tests {
 
     #[test]
     fn boundary_overrides_misleading_bytes() {
-        // Data in the text before a function: only the boundary shows where the code starts.
+        // Data precedes a function in the text, so only the boundary shows where the code starts.
         let mut code = filler(20);
         code.extend_from_slice(&[0x48, 0xB8, 0xFF]); // looks like mov rax, imm64 swallowing what follows
         let function = code.len() as u64;
@@ -553,7 +573,7 @@ mod tests {
             &code,
             &KernelSymbols::default(),
             &[0x1000 + function],
-            CodeBits::Only64,
+            InstructionBitness::Only64,
         );
         assert_eq!(found, [function + 2]);
     }
@@ -572,8 +592,8 @@ mod tests {
             .collect();
         let at = filler(3).len() as u64;
         let symbols = one_symbol(0x1000 + at, 0, "f");
-        assert_eq!(search(&code, &symbols, &[], CodeBits::Either), [at + 6]);
-        assert_eq!(search(&code, &symbols, &[], CodeBits::Only64), [at + 5]);
+        assert_eq!(search(&code, &symbols, &[], InstructionBitness::Either), [at + 6]);
+        assert_eq!(search(&code, &symbols, &[], InstructionBitness::Only64), [at + 5]);
     }
 
     #[test]
@@ -584,7 +604,7 @@ mod tests {
             phys: 0x20_1000,
             bytes: FUNCTION,
         };
-        let sites = find(&[text], &symbols, &[], CodeBits::Only64);
+        let sites = find(&[text], &symbols, &[], InstructionBitness::Only64);
         assert_eq!(sites.len(), 1);
         assert_eq!(sites[0].phys, 0x20_1002);
         assert_eq!(sites[0].place(), "native_read_pmc+0x2");
@@ -596,7 +616,7 @@ mod tests {
             let mut bytes = bytes;
             if bytes.len() > 300 { bytes[299] = 0x0F; bytes[300] = 0x33; }
             let text = CodeBytes { virt: 0x1000, phys: 0x1000, bytes: &bytes };
-            for bits in [CodeBits::Only64, CodeBits::Either] {
+            for bits in [InstructionBitness::Only64, InstructionBitness::Either] {
                 for site in find(&[text], &KernelSymbols::default(), &[b % 0x1400], bits) {
                     let end = (site.virt - 0x1000) as usize + usize::from(site.length);
                     prop_assert_eq!(&bytes[end - 2..end], &RDPMC[..]);

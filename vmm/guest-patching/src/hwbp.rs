@@ -1,5 +1,5 @@
-//! Emulation of RDPMC with hardware breakpoints: leaves the guest's code unmodified, but is limited
-//! to four sites per processor.
+//! Emulation of RDPMC with hardware breakpoints. The guest's code remains unmodified, but only four
+//! sites per processor are supported.
 //!
 //! A breakpoint on an instruction stops the vCPU before the instruction executes. The exit handler
 //! then emulates RDPMC and advances RIP past it. Breakpoints are set at linear addresses, so the
@@ -10,7 +10,7 @@ use crate::finder::RdpmcSite;
 /// Number of hardware breakpoints of a processor.
 pub const BREAKPOINTS: usize = 4;
 
-/// Error of emulating RDPMC with hardware breakpoints.
+/// Error returned when RDPMC cannot be emulated with hardware breakpoints.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum HardwareBreakpointError {
     /// The kernel has more RDPMC instructions than there are breakpoints.
@@ -32,8 +32,8 @@ pub enum HardwareBreakpointError {
     NotHere,
 }
 
-/// Returns the addresses at which breakpoints must be set. `stops` states that hardware breakpoints
-/// in guests work on this host.
+/// Returns the addresses at which breakpoints must be set. `stops` is `true` if hardware
+/// breakpoints in guests work on this host.
 ///
 /// # Errors
 /// Returns [`HardwareBreakpointError::NotHere`] if breakpoints do not work on this host, and

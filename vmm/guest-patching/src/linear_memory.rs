@@ -3,7 +3,7 @@
 use guest_profile::paging::AddressSpace;
 use guest_profile::{GuestPhys, GuestRegs, WalkBudget};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vpmu::exact::{GateFormat, GuestMemory, gate_in_table};
+use vpmu::exact::{GateFormat, SteppedGuestMemory, gate_in_table};
 
 use crate::registers::{DescriptorTable, VcpuState};
 
@@ -108,7 +108,8 @@ impl<'m> LinearMemory<'m> {
         (&mut self.space, &mut self.budget)
     }
 
-    /// Translates a linear address to a guest-physical one. Returns `None` for an unmapped address.
+    /// Translates a linear address to a guest-physical address. Returns `None` for an unmapped
+    /// address.
     pub fn physical(&mut self, linear: u64) -> Option<u64> {
         match self.space() {
             (AddressTranslation::Paged(space), budget) => space.physical(linear, budget).ok(),
@@ -144,11 +145,11 @@ impl<'m> LinearMemory<'m> {
 
     fn bytes<const N: usize>(&mut self, linear: u64) -> Option<[u8; N]> {
         let mut bytes = [0; N];
-        (GuestMemory::read(self, linear, &mut bytes) == N).then_some(bytes)
+        (SteppedGuestMemory::read(self, linear, &mut bytes) == N).then_some(bytes)
     }
 }
 
-impl GuestMemory for LinearMemory<'_> {
+impl SteppedGuestMemory for LinearMemory<'_> {
     #[expect(clippy::cast_possible_truncation, reason = "at most a page")]
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         let in_page = (PAGE - linear % PAGE) as usize;
@@ -235,11 +236,14 @@ mod tests {
         // The read ends at the first unmapped page.
         let mut rest = [0; 8];
         assert_eq!(
-            GuestMemory::read(&mut linear, LINEAR + 2 * PAGE - 3, &mut rest),
+            SteppedGuestMemory::read(&mut linear, LINEAR + 2 * PAGE - 3, &mut rest),
             3
         );
         assert_eq!(linear.quad(LINEAR + 2 * PAGE - 3), None);
-        assert_eq!(GuestMemory::read(&mut linear, LINEAR + 2 * PAGE, &mut rest), 0);
+        assert_eq!(
+            SteppedGuestMemory::read(&mut linear, LINEAR + 2 * PAGE, &mut rest),
+            0
+        );
     }
 
     #[test]

@@ -1,14 +1,15 @@
-//! RDPMC in guest kernels: replaces the instruction with a trap.
+//! Replacement of RDPMC instructions in guest kernels with traps.
 //!
-//! KVM has no exit for RDPMC: with KVM's vPMU disabled, RDPMC raises #GP in the guest. Each RDPMC
+//! KVM has no exit for RDPMC. With KVM's vPMU disabled, RDPMC raises #GP in the guest. Each RDPMC
 //! (0F 33) of the guest kernel is therefore replaced before the guest starts by `out 0x33, al` (E6
-//! 33), which writes to a port without a device. The exit handler reads ECX and writes EDX:EAX as RDPMC
-//! would. Prefixes are preserved, because they have no effect on either instruction. A port write
-//! is treated as RDPMC only at such a site ([`crate::sites`]); any other write goes to the bus.
+//! 33), which writes to a port without a device. The exit handler reads ECX and writes EDX:EAX as
+//! RDPMC would. Prefixes are preserved, because they have no effect on either instruction. A port
+//! write is treated as RDPMC only at such a site ([`crate::sites`]); any other write goes to the
+//! bus.
 //!
-//! The byte pair 0F 33 also occurs inside other instructions: 37 times in the text of a Debian
-//! cloud kernel, once as an instruction. Replacing such a pair would corrupt the kernel, so the
-//! finder in [`crate::finder`] accepts a pair only if decoding proves that it is an
+//! The byte pair 0F 33 also occurs inside other instructions. The text of a Debian cloud kernel
+//! contains it 37 times, but only once as an instruction. Replacing such a pair would corrupt the
+//! kernel, so the finder in [`crate::finder`] accepts a pair only if decoding proves that it is an
 //! instruction.
 //!
 //! A kernel that the guest starts itself (kexec, kdump) is searched in guest memory
@@ -21,10 +22,11 @@ use crate::finder::{RDPMC, RdpmcSite, TRAP};
 /// Method of emulating RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RdpmcMode {
-    /// As [`RdpmcMode::Trap`] for Linux. In other guests, only RDPMC found in the kernel file is
-    /// replaced.
+    /// Same as [`RdpmcMode::Trap`] for Linux. In other guests, only RDPMC found in the kernel file
+    /// is replaced.
     Auto,
-    /// Replace RDPMC with a trap where found, and emulate it at the guest's #GP handler elsewhere.
+    /// Replace RDPMC with a trap where it is found, and emulate it at the guest's #GP handler
+    /// elsewhere.
     Trap,
     /// Do not emulate RDPMC. KVM's behavior applies.
     Off,
@@ -32,7 +34,7 @@ pub enum RdpmcMode {
     Hwbp,
 }
 
-/// Error of parsing an [`RdpmcMode`].
+/// Error returned when an [`RdpmcMode`] cannot be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be auto, trap, off or hwbp")]
 pub struct UnknownRdpmcMode;
@@ -51,7 +53,7 @@ impl std::str::FromStr for RdpmcMode {
     }
 }
 
-/// Error of replacing an RDPMC.
+/// Error returned when an RDPMC cannot be replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum RdpmcPatchError {
     /// The address is outside guest memory.
@@ -59,7 +61,7 @@ pub enum RdpmcPatchError {
     Memory {
         /// Guest-physical address.
         address: u64,
-        /// Error of the memory access.
+        /// Underlying memory access error.
         source: GuestMemoryError,
     },
     /// Memory does not contain the expected RDPMC, for example because two segments overlap.

@@ -1,5 +1,5 @@
-//! Registers of a vCPU that patches read and change. The vCPU loop converts them from and to the
-//! structures of KVM.
+//! vCPU registers that the patches read and change. The vCPU loop converts them from and to KVM's
+//! structures.
 
 /// EFER.LMA: long mode is active (SDM vol. 3 §2.2.1).
 const EFER_LMA: u64 = 1 << 10;

@@ -1,10 +1,10 @@
 //! Patching of kernels that a guest starts itself by kexec or kdump. RDPMC is replaced, and
 //! uncountable events are removed from the kernel's tables, in guest memory.
 //!
-//! LSTAR points into the running kernel. Another kernel runs if LSTAR refers to other physical
-//! memory than at the last check, or if a location where RDPMC was replaced has changed, because a
-//! new kernel may start at the same address. A running kernel contains its symbols and unwind
-//! tables, so the same information is available as for a kernel that is loaded from a file.
+//! LSTAR points into the running kernel. Another kernel is running if LSTAR refers to different
+//! physical memory than at the last check, or if a location where RDPMC was replaced has changed,
+//! because a new kernel may start at the same address. A running kernel contains its symbols and
+//! unwind tables, so the same information is available as for a kernel that is loaded from a file.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,8 +14,8 @@ use perf_core::{error_line, guest_log};
 use snapshot::state::{SavedKernel, SavedRunningKernel, SavedText};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, VolatileMemory};
 
-use crate::event_tables::HiddenEvents;
-use crate::finder::{CodeBits, RDPMC, RdpmcSite, TRAP, TextRange, find};
+use crate::event_tables::HiddenTableEvents;
+use crate::finder::{InstructionBitness, RDPMC, RdpmcSite, TRAP, TextRange, find};
 use crate::sites::RdpmcSites;
 use crate::uncounted::{self, UncountableEvents};
 use guest_profile::locate::{self, LocateError};
@@ -32,8 +32,8 @@ const MAX_LOG_LINES: u32 = 64;
 /// Maximum number of byte pairs 0F 33 in a kernel's text that are examined. Debian's kernels have a
 /// few dozen; a malicious guest might supply many more.
 const MAX_PAIRS: usize = 1024;
-/// Maximum number of searches of a kernel at the address of the previous one. The first may occur
-/// before the kernel is completely loaded.
+/// Maximum number of searches for a kernel at the address of the previous kernel. The first search
+/// may occur before the kernel is completely loaded.
 const MAX_TRIES: u32 = 8;
 /// Function of Linux whose RDPMC identifies a kernel that was already patched. Its code does not
 /// change while the kernel runs.
@@ -43,7 +43,7 @@ const TRANSLATE_READS: u32 = 16;
 const PAGE_BYTES: u64 = 4096;
 /// Number of bytes that the processor writes atomically.
 const WORD_BYTES: u64 = 8;
-/// Lowest linear address of the Linux kernel image: the top 2 GiB of the address space.
+/// Lowest linear address of the Linux kernel image, which is in the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
 /// Detector and patcher of kernels that the guest starts.
@@ -53,7 +53,7 @@ pub struct RunningKernelPatcher {
     sites: Arc<RdpmcSites>,
     /// Text of the loaded kernel.
     loaded: Vec<TextRange>,
-    /// Unpatched RDPMC raises #GP and is emulated at the #GP handler.
+    /// `true` if an unpatched RDPMC raises #GP and is emulated at the #GP handler.
     emulated_anyway: bool,
     uncounted: Arc<UncountableEvents>,
     /// LSTAR at the last search, with its physical address in `lstar_gpa`; 0 for the loaded kernel.
@@ -68,7 +68,7 @@ pub struct RunningKernelPatcher {
 struct SearchProgress {
     last: Option<Instant>,
     said: u32,
-    /// Number of unsuccessful searches of a kernel at the address of the previous one.
+    /// Number of unsuccessful searches for a kernel at the address of the previous kernel.
     tries: u32,
 }
 
@@ -85,7 +85,7 @@ enum PatchSearchError {
 
 /// Changes that were made to a kernel.
 struct KernelChanges {
-    hidden: Vec<HiddenEvents>,
+    hidden: Vec<HiddenTableEvents>,
     rdpmc: Result<Vec<RdpmcSite>, PatchSearchError>,
 }
 
@@ -168,8 +168,8 @@ impl RunningKernelPatcher {
         saved.witness = self.replaced.load(Ordering::Relaxed);
     }
 
-    /// Restores the kernel that the guest runs. The text of the loaded kernel must be that of the
-    /// snapshot.
+    /// Restores the kernel that the guest runs. The text of the loaded kernel must be the same as
+    /// in the snapshot.
     pub fn restore(&self, saved: &SavedKernel) {
         let SavedRunningKernel { lstar, lstar_gpa } = saved.restarted.unwrap_or_default();
         self.lstar_gpa.store(lstar_gpa, Ordering::Relaxed);
@@ -177,8 +177,8 @@ impl RunningKernelPatcher {
         self.replaced.store(saved.witness, Ordering::Relaxed);
     }
 
-    /// Checks the kernel that a vCPU runs, whose SYSCALL entry point is `lstar`, and patches it if
-    /// it is a new kernel. Returns `true` if the kernel is new.
+    /// Checks the kernel that a vCPU is running, whose SYSCALL entry point is `lstar`, and patches
+    /// it if it is new. Returns `true` if the kernel is new.
     pub fn look(&self, regs: &GuestRegs, lstar: u64) -> bool {
         if lstar < KERNEL_MAP {
             return false;
@@ -282,7 +282,7 @@ impl RunningKernelPatcher {
             .ok()
     }
 
-    /// Patches the kernel around `lstar`.
+    /// Patches the kernel that contains `lstar`.
     fn patch_kernel(&self, regs: &GuestRegs, lstar: u64) -> KernelChanges {
         match locate::memory_around(&self.memory, regs, lstar) {
             Ok((start, bytes)) => KernelChanges {
@@ -322,7 +322,12 @@ impl RunningKernelPatcher {
         if pairs.take(MAX_PAIRS + 1).count() > MAX_PAIRS {
             return Err(PatchSearchError::Pairs);
         }
-        let mut sites = find(&text, &kernel.symbols, &kernel.boundaries(), CodeBits::Only64);
+        let mut sites = find(
+            &text,
+            &kernel.symbols,
+            &kernel.boundaries(),
+            InstructionBitness::Only64,
+        );
         for site in &mut sites {
             match self.physical(regs, site.virt) {
                 Some(gpa) => site.phys = gpa,
@@ -346,12 +351,12 @@ impl RunningKernelPatcher {
             return false;
         };
         let memory = &self.memory;
-        // The guest may change its code concurrently. Both bytes are compared and written at once
-        // if they are in one word.
+        // The guest may change its code concurrently. Both bytes are compared and written
+        // atomically if they are in one word.
         if second == first.unchecked_add(1) && first.0 % WORD_BYTES != WORD_BYTES - 1 {
             return replace_at_once(memory, first).is_some();
         }
-        // The trap has the same second byte, so one write of one byte replaces the instruction.
+        // The trap has the same second byte, so a one-byte write replaces the instruction.
         memory.read_obj::<u8>(second).ok() == Some(RDPMC[1])
             && memory.get_slice(first, 1).is_ok_and(|slice| {
                 slice.get_atomic_ref::<AtomicU8>(0).is_ok_and(|byte| {
@@ -383,7 +388,7 @@ fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
     replaced.ok().map(|_| ())
 }
 
-/// Returns the address whose content shows later whether a kernel with these sites is still
+/// Returns an address whose contents later indicate whether a kernel with these sites is still
 /// running.
 fn witness_address(sites: &[RdpmcSite]) -> Option<u64> {
     let site = sites
@@ -633,7 +638,7 @@ mod tests {
         );
     }
 
-    /// RDPMC at any alignment is replaced without another byte being written. Its second byte, which
+    /// RDPMC at any alignment is replaced without writing any other byte. Its second byte, which
     /// may be in another word or page, belongs to both instructions.
     #[test]
     fn rdpmc_is_replaced_by_one_byte_at_any_alignment() {
@@ -673,7 +678,7 @@ mod tests {
         assert!(!replace(end));
     }
 
-    /// A kernel at the address of the previous one also has its RDPMC replaced.
+    /// A kernel at the address of the previous kernel also has its RDPMC replaced.
     #[test]
     fn kernel_at_previous_address_has_rdpmc_replaced() {
         let guest = Guest::new();
@@ -683,7 +688,7 @@ mod tests {
         for _ in 0..2 {
             guest.later();
             assert!(!guest.look(), "it is the same");
-            // The new kernel is copied while LSTAR still belongs to the old one, so the copy is
+            // The new kernel is copied while LSTAR still belongs to the old kernel, so the copy is
             // incomplete at first.
             guest.load(SECOND, &vec![0; 1 << 20]);
             assert!(guest.look());
@@ -737,7 +742,7 @@ mod tests {
     }
 
     /// At most one kernel is searched per second, even if the guest changes kernels continuously.
-    /// Others are searched later.
+    /// Other kernels are searched later.
     #[test]
     fn kernel_searches_are_rate_limited() {
         let guest = Guest::new();
@@ -754,8 +759,8 @@ mod tests {
         assert_eq!(guest.code(FIRST), REPLACED);
     }
 
-    /// An unsearchable kernel is left unchanged and not searched repeatedly: memory without
-    /// symbols, or text full of possible RDPMC bytes.
+    /// A kernel without symbols, or with text full of possible RDPMC bytes, is left unchanged and
+    /// is not searched repeatedly.
     #[test]
     fn unsearchable_kernel_is_not_modified() {
         let guest = Guest::new();

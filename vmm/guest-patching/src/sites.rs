@@ -33,7 +33,7 @@ pub struct RdpmcHit {
     pub start: u64,
     /// Length of the instruction, in bytes.
     pub length: u8,
-    /// The port write may come from an adjacent OUT of the guest itself.
+    /// `true` if the port write may come from an adjacent OUT instruction of the guest itself.
     pub ambiguous: bool,
 }
 
@@ -135,11 +135,11 @@ pub struct VcpuRdpmcSites {
 }
 
 impl VcpuRdpmcSites {
-    /// Creates a copy that follows changes of `shared`.
+    /// Creates a copy that tracks changes to `shared`.
     pub fn new(shared: Arc<RdpmcSites>) -> Self {
         Self {
             shared,
-            // No list has version 0: the first version is 1.
+            // No list has version 0, because the first version is 1.
             version: 0,
             list: Arc::default(),
         }
@@ -309,7 +309,7 @@ mod tests {
         assert_eq!(sites.length_at(0x40_0101), None);
     }
 
-    /// The sites of a later kernel are visible to all vCPUs at once, and the list is bounded.
+    /// The sites of a later kernel are immediately visible to all vCPUs, and the list is bounded.
     #[test]
     fn sites_of_later_kernel_are_visible_and_bounded() {
         let shared = RdpmcSites::new(&[site(VIRT, 0x100_0100, 2)]);

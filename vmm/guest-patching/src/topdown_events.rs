@@ -3,8 +3,8 @@
 //!
 //! The kernel lists them by family and model, and no CPUID bit or register removes them. Each list
 //! is an array of pointers to sysfs attributes that ends with a null pointer (`hsw_events_attrs`
-//! and others in Linux, arch/x86/events/intel/core.c). A null pointer in the first element makes it
-//! Linux's list of a processor without such events.
+//! and others in Linux, arch/x86/events/intel/core.c). A null pointer in the first element makes
+//! the list empty, like that of a processor without such events.
 //!
 //! The lists are found by the names of their attributes, because the kernel's symbols need not
 //! include its data. A list is accepted only if its attributes have names of the top-down method
@@ -15,13 +15,14 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use kernel_images::elf::LoadSegment;
 
-/// Common beginning of the names.
+/// Common prefix of the names.
 const PREFIX: &[u8] = b"topdown-";
-/// Event of the top-down method with another name, which is in some lists.
+/// Top-down event without the common prefix, which is in some lists.
 const SLOTS: &[u8] = b"slots";
 /// Maximum length of an attribute's name, in bytes.
 const MAX_NAME_BYTES: usize = 64;
-/// Maximum number of names, of attributes and of list elements. Linux 6.1 has 16, 39 and 46.
+/// Maximum number of names, of attributes and of list elements, each. Linux 6.1 has 16, 39 and 46,
+/// respectively.
 const MAX_FOUND: usize = 1024;
 /// Size of a pointer, in bytes.
 const POINTER_BYTES: u64 = 8;
@@ -69,7 +70,7 @@ pub fn hide(memory: &GuestMemoryMmap, lists: &[TopdownList]) -> usize {
 struct Image<'a>(&'a [LoadSegment<'a>]);
 
 impl<'a> Image<'a> {
-    /// Returns the segment that contains `virt`, and the contents from there.
+    /// Returns the segment that contains `virt`, and its contents from that address.
     fn at(&self, virt: u64) -> Option<(&'a LoadSegment<'a>, &'a [u8])> {
         self.0.iter().find_map(|segment| {
             let offset = usize::try_from(virt.checked_sub(segment.virt)?).ok()?;
@@ -108,7 +109,7 @@ impl<'a> Image<'a> {
         found
     }
 
-    /// Returns whether `element` points to an attribute of the top-down method.
+    /// Returns whether `element` points to the attribute of a top-down event.
     fn is_topdown(&self, element: u64) -> bool {
         let Some((_, name)) = self.pointer(element).and_then(|name| self.at(name)) else {
             return false;
@@ -121,7 +122,7 @@ impl<'a> Image<'a> {
     /// Returns the list that contains the element at `at`, if all its elements are top-down events.
     fn list(&self, mut at: u64) -> Option<TopdownList> {
         let mut elements = 0;
-        // The list begins after the last element of another kind.
+        // The list begins after the last element of another type.
         while let Some(before) = at.checked_sub(POINTER_BYTES)
             && elements < MAX_FOUND
             && self
@@ -177,7 +178,7 @@ mod tests {
         padded.flatten().collect()
     }
 
-    /// Returns the address of the attribute with the name of index `n`.
+    /// Returns the address of the attribute whose name has index `n`.
     fn attribute(n: u64) -> u64 {
         DATA + 16 * n
     }
@@ -207,7 +208,7 @@ mod tests {
     }
 
     /// Only the first element of each list of top-down events becomes null. A list with another
-    /// event is left unchanged, as is one that differs in memory.
+    /// event is left unchanged, and so is a list that differs in memory.
     #[test]
     fn hide_empties_lists_of_topdown_events() {
         let names = names();
@@ -215,8 +216,8 @@ mod tests {
         let lists = find(&segments(&names, &data));
         let offsets: Vec<u64> = lists.iter().map(|list| (list.phys - DATA_GPA) / 8).collect();
         let first = 2 * NAMES.len() as u64;
-        // The list after an event of another kind ends like any other, so only its beginning is
-        // unknown: its remaining element is hidden.
+        // The list after an event of another type ends like any other list. Only its beginning is
+        // unknown, so its remaining element is hidden.
         assert_eq!(offsets, [first, first + 6, first + 10, first + 15]);
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 32 << 20)]).unwrap();
         let memory = &memory;
@@ -241,7 +242,7 @@ mod tests {
     fn damaged_image_has_no_lists() {
         let names = names();
         let whole = data(&[&[1, 2, 4]]);
-        // A list without an end, and pointers out of the image.
+        // A list without an end, and pointers to addresses outside the image.
         assert_eq!(find(&segments(&names, &whole[..whole.len() - 8])), []);
         assert_eq!(find(&segments(&names[..40], &whole)), []);
         assert_eq!(find(&segments(&[], &whole)), []);

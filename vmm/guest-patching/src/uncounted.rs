@@ -7,7 +7,7 @@ use perf_core::guest_log;
 use vm_memory::GuestMemoryMmap;
 use vpmu::Vendor;
 
-use crate::event_tables::{self, EventTable, HiddenEvents, KernelTableEvent};
+use crate::event_tables::{self, EventTable, HiddenTableEvents, KernelTableEvent};
 use crate::topdown_events::{self, TopdownList};
 
 /// Countability of the events in the tables of a guest's kernels, on this host and for this guest.
@@ -19,7 +19,7 @@ pub trait EventCountability: Debug + Send + Sync {
     /// be counted.
     fn can_count_topdown(&self) -> bool;
 
-    /// Returns the names of the events of a plain `perf stat` that cannot be counted.
+    /// Returns the names of the default `perf stat` events that cannot be counted.
     fn missing(&self) -> Vec<&'static str>;
 }
 
@@ -32,8 +32,8 @@ pub struct UncountableEvents {
 }
 
 impl UncountableEvents {
-    /// Creates the filter for guests with a PMU of `vendor`. Without `hides` the tables are not
-    /// modified.
+    /// Creates the filter for guests with a PMU of `vendor`. If `hides` is `false`, the tables are
+    /// not modified.
     pub fn new(vendor: Vendor, countable: Box<dyn EventCountability>, hides: bool) -> Self {
         Self {
             vendor,
@@ -43,7 +43,7 @@ impl UncountableEvents {
     }
 
     /// Removes uncountable events from `tables`, if enabled.
-    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<HiddenEvents> {
+    pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<HiddenTableEvents> {
         if !self.hides {
             return Vec::new();
         }
@@ -53,7 +53,7 @@ impl UncountableEvents {
         })
     }
 
-    /// Removes the top-down events from `lists` if they are uncountable, and if enabled.
+    /// Removes the top-down events from `lists` if hiding is enabled and they are uncountable.
     pub fn hide_topdown(&self, memory: &GuestMemoryMmap, lists: &[TopdownList]) {
         if self.hides && self.vendor == Vendor::Intel && !self.countable.can_count_topdown() {
             let hidden = topdown_events::hide(memory, lists);
@@ -69,7 +69,7 @@ impl UncountableEvents {
         start: u64,
         bytes: &[u8],
         physical: impl FnMut(u64) -> Option<u64>,
-    ) -> Vec<HiddenEvents> {
+    ) -> Vec<HiddenTableEvents> {
         if !self.hides {
             return Vec::new();
         }
@@ -77,7 +77,7 @@ impl UncountableEvents {
     }
 
     /// Logs the events that the guest cannot count and the tables from which they were removed.
-    pub fn tell(&self, hidden: &[HiddenEvents]) {
+    pub fn tell(&self, hidden: &[HiddenTableEvents]) {
         log_hidden(hidden);
         let missing = self.countable.missing();
         if !missing.is_empty() {
@@ -99,7 +99,7 @@ impl UncountableEvents {
 }
 
 /// Logs the events that were removed from each table.
-pub fn log_hidden(hidden: &[HiddenEvents]) {
+pub fn log_hidden(hidden: &[HiddenTableEvents]) {
     for table in hidden {
         guest_log!(
             Info,

@@ -1,9 +1,9 @@
-//! Finds where a Linux kernel permits RDPMC in programs by default.
+//! Finds the instruction with which a Linux kernel permits RDPMC in programs by default.
 //!
 //! The kernel sets `x86_pmu.attr_rdpmc` to 1 when its PMU driver starts (`init_hw_perf_events`),
 //! and then announces `cap_user_rdpmc` in the control pages of perf events. The file `rdpmc` of the
-//! PMU in sysfs shows the variable, so the code that reads the file (`get_attr_rdpmc`) has its
-//! address.
+//! PMU in sysfs shows the variable, so the code that reads the file (`get_attr_rdpmc`) contains the
+//! address of the variable.
 
 use iced_x86::{Code, Decoder, DecoderOptions, Instruction, OpKind};
 
@@ -19,8 +19,8 @@ const MAX_FUNCTION_BYTES: usize = 16 << 10;
 /// Size of the immediate operand, in bytes.
 const IMMEDIATE_BYTES: usize = 4;
 
-/// Returns the guest-physical address of the 32-bit operand 1 that permits RDPMC, or `None` if it
-/// is not found or not unique.
+/// Returns the guest-physical address of the 32-bit operand 1 that permits RDPMC, or `None` if the
+/// operand is not found or not unique.
 pub fn find(code: &[CodeBytes<'_>], symbols: &KernelSymbols) -> Option<u64> {
     let mut shown = function(code, symbols, SHOW)?.filter_map(|(_, instruction)| loaded(&instruction));
     let variable = shown.next()?;
@@ -82,7 +82,7 @@ mod tests {
         [0xC7, 0x05].into_iter().chain(operands).collect()
     }
 
-    /// Returns code with both functions. The second one has these instructions.
+    /// Returns code with both functions. The second function contains the instructions `start`.
     fn code(start: &[Vec<u8>]) -> Vec<u8> {
         // mov ecx, [VARIABLE]; ret
         let mut code = vec![0x8B, 0x0D];

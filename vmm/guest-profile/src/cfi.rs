@@ -1,20 +1,20 @@
 //! Unwinds user stacks with DWARF call frame information (CFI).
 //!
 //! The unwinder uses `.eh_frame`, which nearly all programs map into memory, or `.debug_frame` from
-//! the program's file. Neither needs frame pointers.
+//! the program's file. Neither requires frame pointers.
 //!
-//! Input is a copy of the top of the stack, taken with the sample, and tables read from the memory
-//! of the process ([`crate::modules`]). No vCPU waits while a stack is unwound. `gimli` parses the
-//! tables; this module computes the registers of each caller.
+//! The input consists of a copy of the top of the stack, taken with the sample, and tables read
+//! from the memory of the process ([`crate::modules`]). No vCPU waits while a stack is unwound.
+//! `gimli` parses the tables, and this module computes the registers of each caller.
 //!
-//! A call chain is complete only if unwinding reaches an outermost frame: a frame whose return
-//! address is 0 or marked as undefined, as C libraries mark `_start` and thread entry points. If no
-//! table covers an address (for example in JIT code), the unwinder follows the frame pointer if it
-//! points into the copy, and marks the chain as guessed.
+//! A call chain is complete only if unwinding reaches an outermost frame. The return address of
+//! such a frame is 0 or marked as undefined, which is how C libraries mark `_start` and thread
+//! entry points. If no table covers an address (for example in JIT code), the unwinder follows the
+//! frame pointer if it points into the copy, and marks the chain as guessed.
 //!
-//! **A hostile guest controls tables and stacks.** Each frame must lie higher than the last, an
-//! expression executes at most `MAX_OPERATIONS` operations, an unwind entry has at most `MAX_ENTRY`
-//! bytes, and all arithmetic is checked.
+//! **A hostile guest controls tables and stacks.** Each frame must have a higher address than the
+//! previous one, an expression executes at most `MAX_OPERATIONS` operations, an unwind entry is at
+//! most `MAX_ENTRY` bytes long, and all arithmetic is checked.
 
 use std::sync::Arc;
 
@@ -25,12 +25,13 @@ use gimli::{
 };
 
 use crate::debug_frame::DebugFrames;
-use crate::modules::{Module, UnwindTables};
+use crate::modules::{LoadedModule, UnwindTables};
 use crate::unwind::UnwindStop;
 
 /// Maximum number of operations evaluated per expression.
 const MAX_OPERATIONS: u32 = 256;
-/// Maximum length of an FDE or CIE, in bytes. The longest entries of glibc have a few hundred.
+/// Maximum length of an FDE or CIE, in bytes. The longest entries of glibc have several hundred
+/// bytes.
 const MAX_ENTRY: usize = 64 << 10;
 /// Number of registers, indexed by DWARF number: 16 general-purpose registers and the return
 /// address.
@@ -52,9 +53,9 @@ pub struct MappedCode {
     pub start: u64,
     /// Exclusive end address of the mapping.
     pub end: u64,
-    /// Load bias (run-time minus linked address, wrapping) and the mapped module; `None` until the
-    /// module is read.
-    pub code: Option<(u64, Arc<Module>)>,
+    /// Load bias (run-time address minus link-time address, wrapping) and the mapped module; `None`
+    /// until the module is read.
+    pub code: Option<(u64, Arc<LoadedModule>)>,
 }
 
 /// The executable mappings of one process, sorted by address.
@@ -75,7 +76,7 @@ impl CodeMap {
     }
 
     /// Sets the module and the load bias of the mapping that contains `address`.
-    pub fn set(&mut self, address: u64, bias: u64, module: Arc<Module>) {
+    pub fn set(&mut self, address: u64, bias: u64, module: Arc<LoadedModule>) {
         let after = self.0.partition_point(|mapped| mapped.start <= address);
         if let Some(mapped) = self.0[..after].last_mut() {
             mapped.code = Some((bias, module));
@@ -86,15 +87,15 @@ impl CodeMap {
 /// User-mode state of a sampled thread: its registers and a copy of the top of its stack.
 #[derive(Debug, Clone, Copy)]
 pub struct UserThreadState<'s> {
-    /// Registers by DWARF number; the last one is the instruction pointer. `None` for an unknown
-    /// register.
+    /// Registers by DWARF number, the last of which is the instruction pointer. `None` for an
+    /// unknown register.
     pub registers: [Option<u64>; REGISTERS],
-    /// `true` if the instruction pointer is the interrupted instruction, `false` if it is a return
-    /// address.
+    /// `true` if the instruction pointer is the address of the interrupted instruction, `false` if
+    /// it is a return address.
     pub exact_ip: bool,
     /// Copy of the stack, from the stack pointer upwards.
     pub stack: &'s [u8],
-    /// `true` if the stack continues beyond the copy, which was cut at the requested size.
+    /// `true` if the stack continues beyond the copy, which was truncated at the requested size.
     pub cut: bool,
 }
 
@@ -113,7 +114,7 @@ impl UserThreadState<'_> {
     }
 }
 
-/// An unwinder whose buffers are reused from one stack to the next.
+/// Unwinder that reuses its buffers for each stack.
 #[derive(Debug, Default)]
 pub struct Unwinder {
     context: UnwindContext<usize>,
@@ -122,7 +123,7 @@ pub struct Unwinder {
 /// The result of unwinding one stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UnwindResult {
-    /// Reason why unwinding ended.
+    /// Reason unwinding ended.
     pub end: UnwindStop,
     /// `true` if at least one frame was found by its frame pointer instead of a table.
     pub guessed: bool,
@@ -131,9 +132,9 @@ pub struct UnwindResult {
 /// A frame whose caller is to be computed.
 #[derive(Clone, Copy)]
 struct FrameLookup<'s> {
-    /// Linked address to look up in the unwind tables.
+    /// Link-time address to look up in the unwind tables.
     probe: u64,
-    /// Load bias: run-time minus linked address.
+    /// Load bias, which is the run-time address minus the link-time address.
     bias: u64,
     state: &'s UserThreadState<'s>,
     frame: &'s FrameRegs,
@@ -146,8 +147,8 @@ struct FrameRegs {
 }
 
 impl Unwinder {
-    /// Appends the addresses of the call chain of `state` to `out`, innermost first, at most
-    /// `max_frames` of them.
+    /// Appends at most `max_frames` addresses of the call chain of `state` to `out`, innermost
+    /// first.
     pub fn unwind(
         &mut self,
         code: &CodeMap,
@@ -191,7 +192,7 @@ impl Unwinder {
     ) -> Result<Option<FrameRegs>, UnwindStop> {
         let ip = frame.registers[RA].ok_or(UnwindStop::BadFrame)?;
         // If the call was the last instruction of a function, its return address belongs to the
-        // next function. Look up the byte before.
+        // next function. Look up the preceding byte.
         let probe = ip.wrapping_sub(u64::from(!frame.exact_ip));
         let mapped = code.find(probe).and_then(|mapped| mapped.code.as_ref());
         let by_eh_frame = mapped.and_then(|(bias, module)| {
@@ -223,8 +224,8 @@ impl Unwinder {
         if ip == 0 {
             return Ok(None);
         }
-        // Frames must strictly ascend, or unwinding could loop for ever. A signal frame may switch
-        // to another stack, which the copy does not contain.
+        // Frames must be in strictly ascending order, or unwinding could loop forever. A signal
+        // frame may switch to another stack, which the copy does not contain.
         if sp <= before || ip >= USER_END {
             return Err(UnwindStop::BadFrame);
         }
@@ -322,9 +323,10 @@ impl Unwinder {
             };
             registers[number] = match value {
                 Ok(value) => value,
-                // Unwinding can continue without the other registers, but not without these.
+                // Unwinding can continue without the other registers, but not without RA and RSP.
                 Err(end) if matches!(number, RA | RSP) => return Some(Err(end)),
-                // The slot of a register that has already been popped is below the stack pointer.
+                // The stack slot of a register that has already been popped is below the stack
+                // pointer.
                 Err(_) => own.filter(|_| CALLEE_SAVED.contains(&number)),
             };
         }
@@ -345,7 +347,7 @@ fn address(cfa: u64, offset: i64) -> Result<u64, UnwindStop> {
     cfa.checked_add_signed(offset).ok_or(UnwindStop::BadFrame)
 }
 
-/// Returns the unwind entry that covers linked address `probe`.
+/// Returns the unwind entry that covers the link-time address `probe`.
 fn entry<'t>(
     tables: &'t UnwindTables,
     frames: &EhFrame<Slice<'t>>,
@@ -356,7 +358,7 @@ fn entry<'t>(
         .parse(bases, 8)
         .ok()?;
     let rows = index.table()?;
-    // The guest controls the number of rows, and `gimli` multiplies it without a check.
+    // The guest controls the number of rows, which `gimli` multiplies without an overflow check.
     if rows.iter(bases).size_hint().0 > tables.index.len() {
         return None;
     }
@@ -369,7 +371,7 @@ fn entry<'t>(
     Some(entry)
 }
 
-/// Returns the entry if it covers linked address `probe` and does not exceed [`MAX_ENTRY`].
+/// Returns the entry if it covers the link-time address `probe` and does not exceed [`MAX_ENTRY`].
 fn if_covering<'e, 't>(
     entry: &'e FrameDescriptionEntry<Slice<'t>>,
     probe: u64,
@@ -396,7 +398,7 @@ fn by_frame_pointer(state: &UserThreadState<'_>, frame: &FrameRegs) -> Result<Fr
     })
 }
 
-/// Evaluates the DWARF expressions of one unwind entry for one frame.
+/// Evaluator for the DWARF expressions of one unwind entry and one frame.
 struct Evaluator<'e, 't, S> {
     frames: &'e S,
     entry: &'e FrameDescriptionEntry<Slice<'t>>,

@@ -1,10 +1,10 @@
 //! Reads `.debug_frame`, the unwind tables of programs that have no `.eh_frame` in memory, such as
 //! Go programs and programs built with `-fno-asynchronous-unwind-tables -g`.
 //!
-//! The section is not loaded, so it is read from the file. It has no index; [`DebugFrames`] builds
-//! one.
+//! The section is not loaded, so it is read from the file. The section has no index, so
+//! [`DebugFrames`] builds one.
 //!
-//! **A hostile guest controls the file.** The size of the section, compressed and decompressed, and
+//! **A hostile guest controls the file.** The compressed and decompressed size of the section and
 //! the number of its entries are bounded.
 
 use std::io::Read as _;
@@ -18,10 +18,10 @@ use object::{CompressionFormat, Object, ObjectSection};
 
 /// Maximum size of the section, in bytes. In-memory tables have the same limit.
 const MAX_SECTION: u64 = 24 << 20;
-/// Maximum number of functions of one file.
+/// Maximum number of functions in one file.
 const MAX_FUNCTIONS: usize = 1 << 19;
-/// Maximum length of a CIE and of all CIE bytes parsed, because each FDE causes its CIE to be
-/// parsed again.
+/// Maximum length of a CIE and of all parsed CIE bytes. The limit is needed because each FDE causes
+/// its CIE to be parsed again.
 const MAX_COMMON: u64 = 64 << 10;
 const MAX_COMMON_READ: u64 = 256 << 20;
 /// Size of an address, in bytes.
@@ -36,7 +36,7 @@ pub struct DebugFrames {
 }
 
 impl DebugFrames {
-    /// Reads the section of an ELF file. Returns `None` if the section is missing or damaged.
+    /// Reads the section from an ELF file. Returns `None` if the section is missing or damaged.
     pub fn of_file(file: &[u8]) -> Option<Self> {
         let file = object::File::parse(file).ok()?;
         let section = file.section_by_name(".debug_frame")?;
@@ -91,12 +91,12 @@ impl DebugFrames {
         (!functions.is_empty()).then_some(Self { bytes, functions })
     }
 
-    /// Returns the section as `gimli` expects it.
+    /// Returns the section in the representation that `gimli` expects.
     pub(crate) fn section(&self) -> DebugFrame<EndianSlice<'_, LittleEndian>> {
         section(&self.bytes)
     }
 
-    /// Returns the offset of the FDE that covers linked address `address`.
+    /// Returns the offset of the FDE that covers the link-time address `address`.
     pub(crate) fn find(&self, address: u64) -> Option<DebugFrameOffset<usize>> {
         let after = self.functions.partition_point(|(start, ..)| *start <= address);
         let (_, end, at) = self.functions[..after].last()?;

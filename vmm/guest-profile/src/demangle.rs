@@ -1,4 +1,4 @@
-//! Demangles function names that a guest supplies.
+//! Demangles function names supplied by a guest.
 //!
 //! A mangled name of a few hundred bytes can expand to an arbitrarily long one, because it may
 //! contain back-references. The output is therefore bounded.
@@ -10,8 +10,8 @@ use cpp_demangle::{BorrowedSymbol, DemangleOptions};
 /// Maximum length of a demangled name, in bytes.
 pub const MAX_NAME: usize = 1024;
 
-/// Demangles `name` if it is mangled, removes terminal control characters and truncates the result
-/// to [`MAX_NAME`].
+/// Demangles `name` if it is mangled, replaces terminal control characters with `?`, and limits the
+/// result to [`MAX_NAME`].
 pub fn readable(name: &str) -> String {
     let name = &name[..name.floor_char_boundary(MAX_NAME)];
     let plain = rust(name).or_else(|| cpp(name));
@@ -67,12 +67,12 @@ mod tests {
         assert_eq!(readable("a\x1b[2Jb"), "a?[2Jb");
     }
 
-    /// Each component repeats the previous one twice. Fully expanded, the name would have 2^60
-    /// times `a`.
+    /// A mangled name that would expand exponentially is kept. Each component repeats the previous
+    /// one twice, so the full name would contain 2^60 times `a`.
     #[test]
     fn exponential_mangled_name_is_kept() {
         let mut name = "_Z1fI1aE".to_owned();
-        // Each component adds two substitutions; the second one is the component itself.
+        // Each component adds two substitutions, the second of which is the component itself.
         for n in 0..17 {
             let of = char::from_digit(2 * n, 36).unwrap().to_ascii_uppercase();
             name.push_str(&format!("1xIS{of}_S{of}_E"));

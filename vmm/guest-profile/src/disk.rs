@@ -1,18 +1,20 @@
-//! Reads files of the guest from its disk: an ext4 file system on the whole disk or on a partition.
+//! Reads files of the guest from its disk, which contains an ext4 file system on the whole disk or
+//! on a partition.
 //!
-//! Nothing is mounted and nothing is written. The crate `ext4-view` parses the file system; it
-//! contains no `unsafe` code. The guest controls the contents of the disk and may try to exhaust
+//! The disk is not mounted and never written. The crate `ext4-view`, which contains no `unsafe`
+//! code, parses the file system. The guest controls the contents of the disk and may try to exhaust
 //! CPU time or memory. Therefore:
 //!
-//! - a separate thread reads the disk, and a request that takes longer than [`REQUEST_TIMEOUT`] fails;
-//!   after that, or after five minutes for all requests together, further requests fail at once
+//! - a separate thread reads the disk, and a request that takes longer than [`REQUEST_TIMEOUT`]
+//!   fails; after such a failure, or after five minutes for all requests together, further requests
+//!   fail immediately
 //! - the number of bytes read to open a file system or to read a file is bounded
 //! - this module follows symbolic links itself, because the crate allocates as much memory for the
 //!   target of a link as the inode claims
 //! - the size in the superblock must not exceed the disk, because it determines the size of tables
 //! - the caller sets the maximum size of a file
 //!
-//! A running guest continues to write. Recent writes may be in the journal, which is read too, or
+//! A running guest continues to write. Recent writes may be in the journal, which is also read, or
 //! still in the guest's memory. A file that changes while it is read may be inconsistent, so the
 //! caller must verify it, for example by its build ID.
 
@@ -29,11 +31,11 @@ use kernel_images::le::{u16_at, u32_at, u64_at};
 
 /// Timeout of one request.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
-/// Timeout of all requests to one disk together. Without it, a guest could delay every request by
-/// almost [`REQUEST_TIMEOUT`].
+/// Timeout for all requests to one disk together. Without this limit, a guest could delay every
+/// request by almost [`REQUEST_TIMEOUT`].
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
-/// Maximum number of bytes read to open a file system: group descriptors and the journal entries
-/// not yet checkpointed.
+/// Maximum number of bytes read to open a file system. They contain group descriptors and journal
+/// entries that have not been checkpointed.
 const MAX_OPEN_BYTES: u64 = 256 << 20;
 /// Maximum number of metadata bytes read for one file.
 const MAX_METADATA_BYTES: u64 = 64 << 20;
@@ -77,7 +79,7 @@ pub trait DiskBytes {
     }
 }
 
-/// Reason why a file could not be read from the guest's disk.
+/// Error returned when a file cannot be read from the guest's disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
     /// The disk has no readable ext4 file system.
@@ -110,14 +112,14 @@ enum DiskRequest {
     LookAgain,
 }
 
-/// A disk of the guest and the thread that reads it. The thread ends when this value is dropped.
+/// Disk of the guest and the thread that reads it. The thread exits when this value is dropped.
 #[derive(Debug)]
 pub struct GuestDisk {
     ask: SyncSender<DiskRequest>,
     answers: Receiver<Result<Vec<u8>, DiskError>>,
     /// Total time spent waiting for answers.
     waited: Duration,
-    /// `true` once further requests are refused.
+    /// `true` if further requests are rejected.
     over: bool,
 }
 
@@ -192,8 +194,8 @@ impl GuestDisk {
         self.answer()
     }
 
-    /// Reads the guest's file `path`, of at most `most` bytes. Symbolic links are followed within
-    /// the file system.
+    /// Reads the guest's file `path` of at most `most` bytes. Follows symbolic links within the
+    /// file system.
     ///
     /// # Errors
     /// Returns a [`DiskError`] if the file is missing, unreadable or too large, or if the request
@@ -219,8 +221,8 @@ struct ReadBudget(Rc<RefCell<ReadState>>);
 #[derive(Default)]
 struct ReadState {
     left: u64,
-    /// First contents read of each sector, if repeated reads must return the same data. Otherwise a
-    /// concurrent write of the guest could invalidate checks that were already made.
+    /// First contents read of each sector, if repeated reads must return the same data. Otherwise,
+    /// a concurrent write by the guest could invalidate checks that have already been made.
     kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,
 }
 
@@ -277,7 +279,7 @@ impl Ext4Read for DiskRange {
 
 /// The ext4 file systems of a disk.
 struct FileSystems {
-    /// The file systems; the one that looks like the guest's root comes first.
+    /// File systems, starting with the one that appears to be the guest's root.
     systems: Vec<Ext4>,
     budget: ReadBudget,
 }
@@ -312,7 +314,7 @@ impl FileSystems {
             return Err(DiskError::NoFileSystem(why));
         }
         budget.allow(MAX_METADATA_BYTES);
-        // The type of `/etc` does not matter, so symbolic links are not followed.
+        // `/etc` may have any type, so do not follow symbolic links.
         systems.sort_by_key(|system| system.symlink_metadata("/etc").is_err());
         Ok(Self { systems, budget })
     }
@@ -353,7 +355,7 @@ fn resolve_links(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
     if !given.is_absolute() {
         return Err(not("it is no absolute path"));
     }
-    // Components that remain to be resolved, the next one last.
+    // Components that remain to be resolved, in reverse order.
     let parts = |path: &[u8]| -> Vec<Vec<u8>> {
         let parts = path.split(|byte| *byte == b'/').rev();
         parts
@@ -420,7 +422,7 @@ fn read_file(mut file: ext4_view::File, most: u64) -> Result<Vec<u8>, DiskError>
     }
 }
 
-/// Reason why a file system is rejected: its superblock claims impossible table sizes.
+/// Reason a file system is rejected: its superblock claims impossible table sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum ImpossibleSize {
     #[error("invalid block size")]
@@ -458,8 +460,8 @@ fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, Impossibl
     Ok(true)
 }
 
-/// Returns offset and length of all candidates for a file system: the whole disk, the partitions of
-/// a GUID partition table (UEFI 2.10, 5.3) or the primary partitions of an MBR (5.2).
+/// Returns the offset and length of all candidates for a file system: the whole disk, the
+/// partitions of a GUID partition table (UEFI 2.10, 5.3) or the primary partitions of an MBR (5.2).
 fn partitions(disk: &dyn DiskBytes) -> Vec<(u64, u64)> {
     let mut found = vec![(0, disk.len())];
     let mut add = |first: u64, sectors: u64| {

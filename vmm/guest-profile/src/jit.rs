@@ -1,5 +1,5 @@
 //! Reads `/tmp/perf-PID.map`, in which a program lists its JIT-compiled functions. Each line
-//! contains start address and length in hexadecimal, and the name (the kernel's
+//! contains the start address and the length in hexadecimal, and the name (the kernel's
 //! tools/perf/Documentation/jit-interface.txt). The guest controls the file, so its size and the
 //! number of functions are bounded.
 
@@ -13,8 +13,8 @@ const MOST_FUNCTIONS: usize = 1 << 20;
 /// The JIT-compiled functions of one process.
 #[derive(Debug, Default)]
 pub struct JitMap {
-    /// Functions sorted by start address. At the same address the latest one comes first, because
-    /// JIT compilers reuse code memory.
+    /// Functions sorted by start address. If several functions have the same address, the latest
+    /// one comes first, because JIT compilers reuse code memory.
     functions: Vec<(u64, u64, String)>,
 }
 
@@ -24,7 +24,7 @@ impl JitMap {
         format!("/tmp/perf-{pid}.map")
     }
 
-    /// Parses a perf map until the functions take `most` bytes of memory. Skips malformed lines,
+    /// Parses a perf map until the functions occupy `most` bytes of memory. Skips malformed lines,
     /// including an incomplete last line.
     pub fn parse(bytes: &[u8], most: u64) -> Self {
         let complete = bytes
@@ -41,7 +41,7 @@ impl JitMap {
                 Some(function)
             })
             .collect();
-        // Of several functions at the same address, the last one in the file must come first.
+        // If several functions have the same address, the last one in the file must come first.
         functions.reverse();
         functions.sort_by_key(|(start, ..)| *start);
         functions.dedup_by_key(|(start, ..)| *start);
@@ -53,7 +53,7 @@ impl JitMap {
         self.functions.iter().map(bytes_of).sum()
     }
 
-    /// Returns start, end (exclusive) and name of the function that contains `address`.
+    /// Returns the start, the end (exclusive) and the name of the function that contains `address`.
     pub fn resolve(&self, address: u64) -> Option<(u64, u64, &str)> {
         let after = self.functions.partition_point(|(start, ..)| *start <= address);
         let (start, end, name) = self.functions[..after].last()?;

@@ -1,5 +1,5 @@
 //! Profiles a guest from outside: reads call chains, tasks and symbols from its memory and
-//! registers, and turns samples into `perf.data`, tables and flame graphs.
+//! registers, and converts samples to `perf.data`, tables and flame graphs.
 //!
 //! Modules that run in the VM for each sample and read an untrusted guest:
 //!
@@ -32,15 +32,15 @@
 //!
 //! **A guest is hostile.** It controls its page tables, stacks and kernel data. Every walk is
 //! therefore bounded in memory reads and in time ([`WalkBudget`]), every address is checked before
-//! use, and walks made per sample do not allocate. A `perf.data` file is hostile, too. Fuzz
+//! use, and walks made per sample do not allocate. A `perf.data` file is also hostile. Fuzz
 //! targets: `guest_stack`, `user_stack`, `perf_data`.
 //!
 //! **Dependencies.** `kernel-images` for the kernel's tables, `perf-core` for the host's samples.
 //! This crate does not depend on KVM, sockets or the command line.
 //!
-//! Terms: a **gva** is a guest-virtual address, a **gpa** a guest-physical address. The **slide**
-//! is the offset of the running kernel from its linked addresses (KASLR); arithmetic with it wraps.
-//! A **frame** is one address of a call chain.
+//! Terms: a **gva** is a guest-virtual address, and a **gpa** a guest-physical address. The
+//! **slide** is the offset of the running kernel from its link-time addresses (KASLR), and
+//! arithmetic with it wraps. A **frame** is one address of a call chain.
 #![cfg_attr(
     not(test),
     warn(
@@ -50,7 +50,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// Libraries do not print; messages go to the log or to the caller.
+// Libraries do not print. Messages are logged or returned to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod cfi;

@@ -1,9 +1,9 @@
 //! Locates the kernel that runs in a guest: its slide, or its complete image if none was given.
 //!
-//! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), the
-//! system-call entry point, and the IDT base, whose first gate points to the divide-error handler.
-//! The slide is the difference between such an address and the image's symbol. Comparing the
-//! kernel's version string in guest memory verifies it.
+//! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), which holds
+//! the system-call entry point, and the IDT base, where the first gate points to the divide-error
+//! handler. The slide is the difference between such an address and the image's symbol. It is
+//! verified by comparing the kernel's version string in guest memory with that of the image.
 
 use super::paging::{AddressSpace, TranslationFault, UnsupportedPaging};
 use super::{GuestPhys, GuestRegs, WalkBudget};
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 /// The registers that point into the kernel; 0 for an unknown register.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
-pub struct KernelAnchors {
+pub struct KernelReferenceSymbols {
     /// IA32_LSTAR (MSR 0xC0000082).
     pub lstar: u64,
     /// Base of the IDT (`sregs.idt.base`).
@@ -26,11 +26,12 @@ pub struct KernelLocation {
     /// Run-time address minus the address in the image, wrapping.
     pub slide: u64,
     /// `true` if the version string in guest memory matches the image. `false` if the image has no
-    /// version string or no symbol for it; the slide then depends on the register alone.
+    /// version string or no symbol for it, in which case the slide is derived only from the
+    /// register.
     pub verified: bool,
 }
 
-/// Reason why the kernel was not located.
+/// Error returned when the kernel is not located.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LocateError {
     /// The paging mode of the vCPU is unsupported.
@@ -42,7 +43,7 @@ pub enum LocateError {
     /// The image has no symbols, which are required.
     #[error("the kernel image has no symbols with which to find its load address")]
     NoSymbols,
-    /// The version string in guest memory differs from the image's.
+    /// The version string in guest memory differs from the image's version string.
     #[error("the guest runs a different kernel than the given image")]
     OtherKernel,
     /// The kernel's symbol table was not found in guest memory.
@@ -50,16 +51,17 @@ pub enum LocateError {
     Kallsyms(#[from] KallsymsError),
 }
 
-/// Kernels are loaded in the top 2 GiB. KASLR moves them by multiples of 2 MiB within 1 GiB.
+/// Start of the top 2 GiB, into which kernels are loaded. KASLR moves them by multiples of 2 MiB
+/// within 1 GiB.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 const SLIDE_ALIGN: u64 = 2 << 20;
 const MAX_SLIDE: u64 = 1 << 30;
-/// Maximum number of memory reads to locate a kernel. This does not run per sample.
+/// Maximum number of memory reads to locate a kernel. The kernel is not located for each sample.
 const PLACE_READS: u32 = 4096;
-/// Maximum number of bytes of a kernel read from memory.
+/// Maximum number of bytes of a kernel that are read from memory.
 const MAX_KERNEL: u64 = 128 << 20;
-/// Maximum length of a hole in a kernel. The kernel frees its init sections, which leaves holes; a
-/// longer hole marks the end.
+/// Maximum length of a hole in a kernel, in bytes. The kernel frees its init sections, which leaves
+/// holes. A longer hole marks the end.
 const MAX_GAP: u64 = 32 << 20;
 
 fn plausible(slide: u64) -> bool {
@@ -71,7 +73,7 @@ pub fn place<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
     image: &KernelImage,
-    anchors: &KernelAnchors,
+    anchors: &KernelReferenceSymbols,
 ) -> Result<KernelLocation, LocateError> {
     let mut space = AddressSpace::of(mem, regs)?;
     let mut budget = WalkBudget::new(PLACE_READS, None);
@@ -105,7 +107,8 @@ pub fn place<M: GuestPhys + ?Sized>(
     let at = at.address.wrapping_add(slide);
     let mut read = space.read(at, &mut found, &mut budget);
     if read.is_err() {
-        // At CPL 3 with page-table isolation, the kernel is mapped only in the sibling tables.
+        // At CPL 3 with page-table isolation, the kernel is mapped only in the kernel's page
+        // tables.
         read = space.kernel_sibling().read(at, &mut found, &mut budget);
     }
     match read {
@@ -134,13 +137,13 @@ fn idt_gate<M: GuestPhys + ?Sized>(
     (gate[5] & 0x80 != 0).then_some(high << 32 | half(6) << 16 | half(0))
 }
 
-/// Reads a running Linux kernel from guest memory without an image: symbols, unwind tables and type
-/// information at their run-time addresses, so the slide is 0. Copies tens of MiB; call it once per
-/// guest.
+/// Reads a running Linux kernel from guest memory without an image. The symbols, unwind tables and
+/// type information have run-time addresses, so the slide is 0. Copies tens of MiB and should be
+/// called once per guest.
 pub fn read_kernel<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
-    anchors: &KernelAnchors,
+    anchors: &KernelReferenceSymbols,
 ) -> Result<KernelImage, LocateError> {
     let first = AddressSpace::of(mem, regs)?;
     let mut result = Err(LocateError::NoAnchor);
@@ -162,7 +165,7 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
 }
 
 /// Copies the kernel memory around `anchor`. Returns the start address and the bytes, with holes as
-/// zeros. Slow.
+/// zeros. The copy is slow.
 ///
 /// # Errors
 /// Returns [`LocateError::Mode`] if the paging mode of the vCPU is unsupported.
@@ -195,7 +198,7 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
                 t.page_size.min(SLIDE_ALIGN) - at % t.page_size.min(SLIDE_ALIGN),
                 Some(t.gpa),
             ),
-            // A missing table leaves its whole range unmapped.
+            // If a table is missing, its whole range is unmapped.
             Err(TranslationFault::NotPresent(level)) => {
                 let covers = 1u64 << (12 + 9 * u32::from(level - 1));
                 (covers - at % covers, None)
@@ -205,8 +208,8 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
         let size = size.min(MAX_KERNEL);
         let end = bytes.len();
         let read = gpa.is_some_and(|gpa| {
-            // Fill the preceding hole only now: without this page it would have been the end of the
-            // kernel.
+            // Fill the preceding hole only when this page is present. Otherwise, the hole would
+            // mark the end of the kernel.
             let from = (at - start).min(MAX_KERNEL) as usize;
             bytes.resize(from + size as usize, 0);
             space.phys().read(gpa, &mut bytes[from..])
@@ -230,8 +233,8 @@ mod tests {
     use super::*;
     use crate::testing::TestGuest;
 
-    /// Holes inside a kernel read as zeros, and the hole after its end takes no memory. Formerly 32
-    /// MiB of trailing zeros were searched for kernel tables.
+    /// Holes inside a kernel read as zeros, and the hole after its end takes no memory. Previously,
+    /// 32 MiB of trailing zeros were searched for kernel tables.
     #[test]
     fn kernel_memory_has_holes_and_ends_at_last_page() {
         let mut guest = TestGuest::new(64 << 12, false);

@@ -1,12 +1,12 @@
 //! Reports the file mappings of guest programs once, with the first samples that need them.
 //!
-//! User addresses of a sample belong to mappings of the task. Looking up a mapping walks the data
+//! User addresses of a sample belong to mappings of the task. Looking up a mapping walks data
 //! structures of the guest kernel, which is too expensive for every sample, so each vCPU remembers
-//! the mappings that it reported recently. It reports them again after a while, because programs
-//! remap addresses, records get lost, and a recording may start at any time.
+//! the mappings that it has reported recently. Mappings are reported again after a while, because
+//! programs remap addresses, records may be lost, and a recording may start at any time.
 //!
 //! The build IDs of the files follow the mappings, in entries of length 0. Readers that do not
-//! support build IDs stop there.
+//! support build IDs stop at these entries.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -24,15 +24,15 @@ const REMEMBERED: usize = 64;
 const MEMORY: Duration = Duration::from_secs(2);
 /// Maximum number of mappings reported with one sample.
 const PER_SAMPLE: usize = 4;
-/// Maximum length of a reported path, in bytes. A longer path loses its beginning.
+/// Maximum length of a reported path, in bytes. A longer path is truncated at its beginning.
 pub const MAX_PATH: usize = 240;
 /// Maximum number of guest memory reads for the mappings of one sample.
 const READS: u32 = 1500;
 /// Maximum time to read the mappings of one sample.
 const TIME: Duration = Duration::from_micros(500);
 
-/// The header of a reported mapping; the path follows, padded to a multiple of 8. The protocol
-/// defines the layout: docs/reference/control.md.
+/// Header of a reported mapping. The path follows, padded to a multiple of 8 bytes. The protocol
+/// defines the layout (docs/reference/control.md).
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct MappingHeader {
@@ -49,7 +49,7 @@ const _: () = assert!(HEAD == 32);
 /// Maximum size of the mappings of one sample, in bytes.
 pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_BYTES.next_multiple_of(8));
 
-/// A generation counter that increments when a client starts to listen, so that all mappings are
+/// Generation counter that is incremented when a client starts to listen, so that all mappings are
 /// reported again.
 #[derive(Debug, Default)]
 pub struct MappingListeners(AtomicU64);
@@ -74,12 +74,12 @@ pub struct ReportedMapping<'a> {
     pub len: u64,
     /// Offset of `start` in the file, in bytes.
     pub file_offset: u64,
-    /// Path of the file as claimed by the guest, with printable characters only.
+    /// Path of the file as claimed by the guest, with only printable characters.
     pub path: &'a str,
 }
 
-/// An address space: process ID and address of the memory descriptor. The descriptor changes on
-/// exec and may be reused by another process.
+/// Address space, given by process ID and address of the memory descriptor. The descriptor changes
+/// on exec and may be reused by another process.
 pub type AddressSpaceId = (u32, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -198,9 +198,9 @@ impl MappingReporter {
 const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
-/// Returns the name of a mapping in process memory `mm`: the path of its file, written to `buf` (at
-/// most [`MAX_PATH`] bytes), or the name that perf uses for memory without a file. Returns `None`
-/// if the budget is exhausted.
+/// Returns the name of a mapping in the process memory `mm`. The name is the path of its file,
+/// written to `buf` (at most [`MAX_PATH`] bytes), or the name that perf uses for memory without a
+/// file. Returns `None` if the budget is exhausted.
 pub fn name_of<'b, M: GuestPhys + ?Sized>(
     reader: &mut TaskReader<'_, '_, M>,
     mm: u64,
@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(told[1].path.len(), MAX_PATH);
         assert_eq!(build_id(out, 0x40_0000), BuildId::new(&id));
         assert_eq!(build_id(out, 0x7f00_0000_0000), None);
-        // An entry that does not fit is not written at all.
+        // An entry that does not fit is omitted completely.
         assert_eq!(put(&mut [0; 40], &mapping(0), b"/a/long/path"), 0);
     }
 
@@ -319,7 +319,7 @@ mod tests {
         once.remember((7, 1), 0x1000, 0x2000, now);
         assert!(once.was_reported((7, 1), 0x1fff, now));
         assert!(!once.was_reported((7, 1), 0x2000, now) && !once.was_reported((7, 2), 0x1fff, now));
-        // The memory descriptor is reused by another process.
+        // Another process reuses the memory descriptor.
         assert!(!once.was_reported((8, 1), 0x1fff, now));
         assert!(!once.was_reported((7, 1), 0x1fff, now + MEMORY));
         for i in 0..200 {

@@ -15,11 +15,11 @@ pub trait GuestPhys {
     where
         Self: 'a;
 
-    /// Returns the 4-KiB page that contains `gpa`, up to the end of RAM.
+    /// Returns the 4-KiB page that contains `gpa`, limited to the end of RAM.
     fn page(&self, gpa: u64) -> Option<Self::Page<'_>>;
 
-    /// Fills `buf` from guest-physical address `gpa`. Returns `false` if any byte is outside RAM;
-    /// the contents of `buf` are then unspecified.
+    /// Fills `buf` from the guest-physical address `gpa`. Returns `false` if any byte is outside
+    /// RAM, in which case the contents of `buf` are unspecified.
     fn read(&self, gpa: u64, buf: &mut [u8]) -> bool {
         let mut at = gpa;
         let mut rest = buf;
@@ -47,8 +47,8 @@ pub trait GuestPhys {
 
 /// A page of guest memory that can be read repeatedly without another lookup.
 pub trait GuestPage {
-    /// Fills `buf` from `offset`. Returns `false` if the range exceeds the page or RAM; the
-    /// contents of `buf` are then unspecified.
+    /// Fills `buf` from `offset`. Returns `false` if the range exceeds the page or RAM, in which
+    /// case the contents of `buf` are unspecified.
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool;
 
     /// Reads the 8 bytes at `offset` in little-endian order.
@@ -127,7 +127,7 @@ impl GuestPage for &[u8] {
     }
 }
 
-/// The vCPU registers that a sample needs. The guest controls all values.
+/// vCPU registers that a sample requires. The guest controls all values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct GuestRegs {
@@ -142,7 +142,8 @@ pub struct GuestRegs {
     pub r10: u64,
     pub r11: u64,
     pub r13: u64,
-    /// RAX. This and the following registers are needed to unwind user programs by their tables.
+    /// RAX. This and the following registers are needed to unwind user programs with their unwind
+    /// tables.
     pub rax: u64,
     pub rbx: u64,
     pub rsi: u64,
@@ -172,11 +173,11 @@ pub struct GuestRegs {
 }
 
 impl GuestRegs {
-    /// Returns the base of the kernel's per-CPU data: the GS base in the upper half of the address
-    /// space. Returns `None` if there is none (before the kernel sets it up, or if `kernel_gs_base`
-    /// is unknown at CPL 3).
+    /// Returns the base of the kernel's per-CPU data, which is the GS base in the upper half of the
+    /// address space. Returns `None` if there is none (before the kernel sets it up, or if
+    /// `kernel_gs_base` is unknown at CPL 3).
     ///
-    /// The base of a vCPU does not change once its kernel runs, so callers may cache it.
+    /// The base of a vCPU does not change once its kernel is running, so callers may cache it.
     pub fn kernel_per_cpu_base(&self) -> Option<u64> {
         let upper = |v: u64| v >> 63 == 1;
         let (first, second) = if self.cpl == 3 {
@@ -188,14 +189,14 @@ impl GuestRegs {
     }
 }
 
-/// The limits of a walk: number of memory reads, and optionally time. All walks of one sample share
-/// one budget.
+/// Limits of a walk: the number of memory reads, and optionally the time. All walks of one sample
+/// share one budget.
 ///
 /// The clock is read every few memory reads, starting with the first such check, and each interval
 /// is charged with at most a quarter of the time limit. Short walks, the common case, never read
-/// the clock. A thread that is preempted once is therefore not charged in full. A guest that makes
-/// reads slow (for example by pages that the host must fault in) exhausts the budget after four
-/// such intervals.
+/// the clock. A thread that is preempted once is therefore not charged for the full time. A guest
+/// that makes reads slow (for example by pages that the host must fault in) exhausts the budget
+/// after four such intervals.
 #[derive(Debug, Clone)]
 pub struct WalkBudget {
     reads_left: u32,
@@ -265,7 +266,7 @@ impl WalkBudget {
         self.reads_used
     }
 
-    /// Returns whether a read was refused.
+    /// Returns whether a read has been denied.
     pub fn is_spent(&self) -> bool {
         self.expired
     }
@@ -275,7 +276,8 @@ impl WalkBudget {
 mod tests {
     use super::*;
 
-    /// With RAM of two regions, the second of one and a half pages, all reads agree with vm-memory.
+    /// Reads agree with vm-memory for RAM of two regions, the second of which has one and a half
+    /// pages.
     #[test]
     fn guest_memory_reads_cross_pages_and_stop_at_end_of_ram() {
         let memory =
@@ -303,8 +305,8 @@ mod tests {
         }
     }
 
-    /// A thread that is preempted once still gets its call chain; repeated slow reads exhaust the
-    /// budget.
+    /// A thread that is preempted once still receives its call chain, but repeated slow reads
+    /// exhaust the budget.
     #[test]
     fn single_preemption_does_not_exhaust_budget() {
         const TIME: Duration = Duration::from_micros(500);

@@ -1,11 +1,11 @@
 //! Merges two sample streams of the same event on the same vCPU into one profile.
 //!
-//! The host's kernel samples the guest's instruction pointer without an exit: *light* samples. The
-//! VM takes samples at a fraction of that rate and forces an exit for each: *full* samples with
-//! registers, task and call chain. The two streams are independent.
+//! The host's kernel samples the guest's instruction pointer without an exit. These are *light*
+//! samples. The VM takes samples at a fraction of that rate and forces an exit for each one. These
+//! are *full* samples with registers, task and call chain. The two streams are independent.
 //!
 //! - A full sample replaces the light sample that is nearest in time. A profile therefore has as
-//!   many samples as if all were full.
+//!   many samples as if all of them were full.
 //! - The VM counts the event that it samples, so the periods of the full samples add up to the
 //!   event's count. The weight of a full sample is the part of its period that the preceding light
 //!   samples do not represent: its own share, KVM's work for the guest, and lost light samples. The
@@ -13,12 +13,12 @@
 //! - A light sample has no task. It is assigned the task of the full sample of the same vCPU that
 //!   is nearest in time. A user address is never assigned to a kernel thread but to the nearest
 //!   sample of a user task.
-//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is asked to
-//!   take every sample, and only full ones are used until the guest is visible again. The same
+//! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is requested
+//!   to take every sample, and only full ones are used until the guest is visible again. The same
 //!   applies if KVM's own work is so large that a few full samples would represent most of the
 //!   count.
-//! - Unless the user sets the ratio of full samples, it decreases if each one stops the vCPU for
-//!   long.
+//! - Unless the user sets the ratio of full samples, the ratio decreases if full samples stop the
+//!   vCPU for long.
 
 use std::collections::VecDeque;
 
@@ -29,26 +29,25 @@ const WINDOW: u64 = 40;
 /// Number of light samples between two decisions about KVM's own work. Large enough that a true
 /// share of 10 % is not measured as 20 %.
 const WORK_WINDOW: u64 = 10 * WINDOW;
-/// Number of full samples before a return to light ones is considered.
+/// Number of full samples before a return to light samples is considered.
 const FULL_WINDOW: u32 = 100;
-/// Share of unseen time above which every sample is taken full. Below it, on hosts where KVM
-/// emulates the guest's kernel, the few full samples in that kernel represent all unseen time: its
-/// amount is known, and its distribution is accurate to a percentage point or two after some
-/// seconds.
+/// Share of unseen time above which all samples are full. Below this share, on hosts where KVM
+/// emulates the guest's kernel, the few full samples in that kernel represent all unseen time. The
+/// amount of unseen time is known, and its distribution is accurate to one or two percentage points
+/// after several seconds.
 const UNSEEN_LIMIT: f64 = 0.20;
-/// Share of full samples in the guest's kernel, or of KVM's own work, below which light samples
-/// suffice again.
+/// Share of full samples in the guest's kernel, or of KVM's own work, below which light samples are
+/// sufficient again.
 const KERNEL_LIMIT: f64 = 0.15;
-/// Margin by which the unseen share must exceed an earlier one that turned out not to be guest
+/// Margin by which the unseen share must exceed an earlier share that turned out not to be guest
 /// code.
 const MARGIN: f64 = 0.05;
-/// Maximum time that a light sample waits for the next full one, in nanoseconds.
+/// Maximum time that a light sample waits for the next full sample, in nanoseconds.
 const MAX_WAIT_NS: u64 = 500_000_000;
-/// Maximum share of time that a vCPU may be stopped for full samples: in light mode, and in full
-/// mode.
+/// Maximum share of time for which full samples may stop a vCPU, in light mode and in full mode.
 const MAX_STOPPED_SHARE: f64 = 0.005;
 const MAX_STOPPED_SHARE_FULL: f64 = 0.03;
-/// Number of full samples whose median determines the cost of one.
+/// Number of full samples whose median determines the cost of a full sample.
 const COSTS: usize = 15;
 /// Maximum number of pending light samples.
 const MAX_PENDING: usize = 1 << 16;
@@ -66,7 +65,7 @@ pub struct LightSample {
     pub period: u64,
 }
 
-/// The task that a full sample belongs to.
+/// Task to which a full sample belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampleTask {
     /// Time of the sample, in nanoseconds.
@@ -81,22 +80,22 @@ pub struct SampleTask {
     pub kernel_thread: bool,
 }
 
-/// Sample counts of a merged profile, shown to the user.
+/// Sample counts of a merged profile, which are reported to the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleTotals {
     /// Number of light samples in the profile.
     pub light: u64,
     /// Number of full samples in the profile.
     pub full: u64,
-    /// Number of full samples taken because the light ones did not show the guest.
+    /// Number of full samples taken because the light samples did not show the guest.
     pub instead: u64,
-    /// Number of light samples in the host's kernel or the VMM, which show no guest code.
+    /// Number of light samples in the host's kernel or the VMM, which do not show guest code.
     pub host: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum MergeMode {
-    /// Mostly light samples, with occasional full ones.
+    /// Mostly light samples, with occasional full samples.
     #[default]
     LightSample,
     /// Full samples only.
@@ -106,7 +105,7 @@ enum MergeMode {
 /// Parameters for interpreting the host's sample ring.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostRingParams {
-    /// Number of events per light sample; `None` to use the period in the sample.
+    /// Number of events per light sample; `None` to use the period stored in the sample.
     pub period: Option<u64>,
     /// Offset to subtract from the time of a light sample, in nanoseconds.
     pub clock_offset_ns: u64,
@@ -115,16 +114,16 @@ pub struct HostRingParams {
     /// Number of sample periods per full sample.
     pub chain_every: u32,
     /// Time between two light samples of a running vCPU, in nanoseconds, if expensive full samples
-    /// may be taken less often; `None` for a fixed ratio.
+    /// may be taken less often. `None` for a fixed ratio.
     pub adapt_to_ns: Option<u64>,
 }
 
-/// Merges the two streams of one event on one vCPU.
+/// Merger of the two streams of one event on one vCPU.
 #[derive(Debug, Default)]
 pub struct SampleMerger {
     terms: HostRingParams,
     mode: MergeMode,
-    /// Number of sample periods per full sample, as last decided.
+    /// Number of sample periods per full sample, according to the last decision.
     every: u32,
     /// Times for which the last full samples stopped the vCPU, in nanoseconds.
     costs: VecDeque<u32>,
@@ -134,11 +133,11 @@ pub struct SampleMerger {
     whose: VecDeque<SampleTask>,
     /// Latest user-task sample before the first entry of `whose`.
     program: Option<SampleTask>,
-    /// Number of events in unseen time, to be assigned to the next full sample in the guest's
+    /// Number of events in unseen time, which are assigned to the next full sample in the guest's
     /// kernel. Used only if KVM emulates that kernel.
     unseen: u64,
-    /// Number of events that the VM counted and that no sample represents yet. Negative if samples
-    /// represent more events than counted so far.
+    /// Number of events that the VM has counted and that no sample represents yet. Negative if
+    /// samples represent more events than have been counted.
     uncovered: i64,
     /// Time up to which light samples have been subtracted from `uncovered`.
     covered_until_ns: u64,
@@ -151,14 +150,15 @@ pub struct SampleMerger {
     full_kernel: u32,
     /// `true` once a light sample has shown the guest.
     ever_seen: bool,
-    /// Unseen share above which full mode starts, and the share that caused the last switch.
+    /// Unseen share above which full mode starts, and the share that caused the last switch to full
+    /// mode.
     limit: f64,
     share: f64,
     totals: SampleTotals,
 }
 
 impl SampleMerger {
-    /// Creates a merge without samples.
+    /// Creates a merger without samples.
     pub fn new(terms: HostRingParams) -> Self {
         Self {
             terms,
@@ -187,8 +187,8 @@ impl SampleMerger {
         }
     }
 
-    /// Adds a light sample. Add all light samples of a drain before the full samples of the same
-    /// time.
+    /// Adds a light sample. All light samples of a drain must be added before the full samples of
+    /// the same time.
     pub fn light(&mut self, sample: GuestSample) {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
@@ -229,7 +229,7 @@ impl SampleMerger {
     pub fn full(&mut self, whose: SampleTask, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
-        // Rings are ordered by time. Ignore samples that violate the order, for example because of
+        // Rings are ordered by time. Ignore samples that violate this order, for example because of
         // an unstable clock.
         if self.whose.back().is_none_or(|last| last.time_ns <= whose.time_ns) {
             self.whose.push_back(whose);
@@ -238,8 +238,8 @@ impl SampleMerger {
         let hidden = self.terms.interpreted && cpl != 3;
         if self.mode_at(whose.time_ns) == MergeMode::Full {
             self.totals.instead += 1;
-            // The switch started a new period. The first sample also includes the rest of the long
-            // period, which light samples already represent.
+            // The switch started a new period. The first sample also includes the remainder of the
+            // long period, which light samples have already represented.
             let period = match (std::mem::take(&mut self.first), self.terms.period) {
                 (true, Some(short)) => period.min(short.saturating_mul(u64::from(self.every))),
                 _ => period,
@@ -258,7 +258,7 @@ impl SampleMerger {
         self.cover_until(whose.time_ns);
         let replaced = self.take_nearest(whose.time_ns);
         if self.terms.interpreted {
-            // Unseen time belongs to the kernel, and this sample does not.
+            // Unseen time belongs to the kernel, but this sample is not in the kernel.
             return replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         }
         self.uncovered = self.uncovered.saturating_add_unsigned(period);
@@ -267,12 +267,12 @@ impl SampleMerger {
         {
             self.uncovered = self.uncovered.saturating_add_unsigned(light.period);
         }
-        // The streams have independent timers, so the number of light samples between two full ones
-        // varies by one.
+        // The streams have independent timers, so the number of light samples between two full
+        // samples varies by one.
         let share = replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         let weight = u64::try_from(self.uncovered).unwrap_or(0).max(share / 2).max(1);
-        // Bound the debt, so that full samples lost in a full ring do not reduce the weight of all
-        // later ones.
+        // Bound the debt, so that full samples that were lost in a full ring do not reduce the
+        // weight of all later samples.
         let least = 0i64.saturating_sub_unsigned(period.saturating_mul(2));
         self.uncovered = self.uncovered.saturating_sub_unsigned(weight).max(least);
         weight
@@ -302,7 +302,7 @@ impl SampleMerger {
         self.pending.remove(nearest?)
     }
 
-    /// Emits the light samples whose task is known by now, with that task.
+    /// Emits the light samples whose task is known by now, together with that task.
     pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(LightSample, Option<SampleTask>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
         let due = newest_ns.max(now_ns.saturating_sub(MAX_WAIT_NS));
@@ -314,7 +314,7 @@ impl SampleMerger {
             && light.time_ns <= due
         {
             self.pending.pop_front();
-            // Keep only the last full sample before the light one, and its successors.
+            // Keep only the last full sample before the light sample, and its successors.
             while self.whose.len() > 1 && self.whose[1].time_ns <= light.time_ns {
                 self.drop_first_task();
             }
@@ -384,7 +384,8 @@ impl SampleMerger {
         costs.sort_unstable();
         let cost_ns = costs.get(costs.len() / 2).copied().unwrap_or(0);
         let every = f64::from(cost_ns) / (most_held * period_ns.max(1) as f64);
-        // At most 2000: even a mostly idle vCPU should get a few full samples in ten seconds.
+        // The maximum is 2000, because even a mostly idle vCPU should have a few full samples in
+        // ten seconds.
         (every.ceil() as u32).clamp(least, least.max(2000))
     }
 
@@ -421,7 +422,7 @@ impl SampleMerger {
     }
 
     /// Returns whether the light samples show too little of the guest, or `None` if there are too
-    /// few to decide.
+    /// few samples for a decision.
     fn shows_too_little(&mut self) -> Option<bool> {
         let seen = self.guest + self.host;
         if seen < WINDOW {
@@ -439,7 +440,7 @@ impl SampleMerger {
 
     fn shows_enough(&mut self) -> Option<bool> {
         if !self.terms.interpreted {
-            // In full mode, light samples continue but are only counted.
+            // In full mode, light samples continue, but they are only counted.
             let seen = self.guest + self.host;
             if self.share == 0.0 {
                 return (self.guest > 0).then_some(true);
@@ -521,7 +522,7 @@ mod tests {
         assert_eq!(m.full(whose(39, 1), 3, 20 * PERIOD), 19 * PERIOD);
         assert_eq!(m.full(whose(91, 2), 3, 20 * PERIOD), 19 * PERIOD);
         assert_eq!(settled(&mut m, 100), [(10, Some(1)), (60, Some(1))]);
-        // The last light sample waits for the next full one.
+        // The last light sample waits for the next full sample.
         assert_eq!(m.full(whose(140, 3), 3, 20 * PERIOD), 20 * PERIOD);
         assert_eq!(settled(&mut m, 141), []);
         m.light(sample(150, SampleOrigin::GuestUser));
@@ -566,7 +567,7 @@ mod tests {
         assert_eq!(settled(&mut m, u64::MAX), [(10, None)]);
     }
 
-    /// On a host that never shows the guest, every sample is taken full and keeps its own period.
+    /// On a host that never shows the guest, every sample is full and keeps its own period.
     #[test]
     fn blind_ring_switches_to_full_mode() {
         let mut m = merge(false);
@@ -575,7 +576,7 @@ mod tests {
         }
         assert_eq!(m.decide(100), Some(1));
         assert!(m.is_blind());
-        // The switch interrupted the long period; the first full sample represents only its own
+        // The switch interrupted the long period, and the first full sample represents only its own
         // part.
         assert_eq!(m.full(whose(101, 1), 0, 13 * PERIOD), PERIOD);
         assert_eq!(m.full(whose(102, 1), 0, 2 * PERIOD), 2 * PERIOD);
@@ -584,14 +585,14 @@ mod tests {
         m.light(sample(200, SampleOrigin::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
-        // Occasional KVM work is no reason to switch.
+        // Occasional KVM work does not cause a switch.
         for t in 300..300 + WORK_WINDOW {
             m.light(sample(t, origin(t % 8 == 0)));
         }
         assert_eq!(m.decide(1000), None);
     }
 
-    /// If KVM's work dominates, all samples are taken full until its share decreases.
+    /// If KVM's work dominates, all samples are full until its share decreases.
     #[test]
     fn dominant_kvm_work_switches_to_full_mode() {
         let mut m = merge(false);
@@ -627,14 +628,14 @@ mod tests {
         };
         assert_eq!(pass([65_000; COSTS]), None, "20 of 65 µs a second are 0.3 %");
         assert_eq!(pass([250_000; COSTS]), Some(50));
-        // A single outlier caused by preemption changes nothing.
+        // A single outlier caused by preemption has no effect.
         let mut waited = [250_000; COSTS];
         waited[3] = 50_000_000;
         assert_eq!(pass(waited), None);
         assert_eq!(pass([240_000; COSTS]), None);
         assert_eq!(pass([10_000; COSTS]), Some(20));
         assert_eq!(pass([u32::MAX; COSTS]), Some(2000));
-        // In full mode, the rate is limited to 3 % of stopped time.
+        // In full mode, the rate is limited so that the vCPU is stopped for 3 % of the time.
         let mut m = SampleMerger::new(terms);
         (0..COSTS).for_each(|_| m.cost(250_000));
         (0..WINDOW).for_each(|t| m.light(sample(t, SampleOrigin::HostKernel)));
@@ -652,7 +653,7 @@ mod tests {
         for t in 0..WINDOW {
             m.light(sample(t, origin(t % 2 == 0)));
         }
-        // Half of the time was unseen; the next kernel sample represents it.
+        // Half of the time was unseen, and the next kernel sample represents it.
         assert_eq!(m.full(whose(WINDOW, 1), 0, 20 * PERIOD), WINDOW / 2 * PERIOD);
         assert_eq!(m.decide(WINDOW + 1), Some(1));
         for t in 0..u64::from(FULL_WINDOW) {
@@ -701,7 +702,7 @@ mod tests {
             prop_assert!(weights.abs_diff(count) <= 20 * PERIOD, "{weights} of {count}");
         }
 
-        /// For any input, every light guest sample is emitted once or replaced by a full one, in
+        /// For any input, every light guest sample is emitted once or replaced by a full sample, in
         /// order.
         #[test]
         fn light_samples_are_emitted_or_replaced_once(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {

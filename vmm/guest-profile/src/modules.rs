@@ -3,24 +3,25 @@
 //!
 //! No file is needed. The program headers of a loaded 64-bit ELF file contain the addresses of its
 //! dynamic section and of `.eh_frame_hdr`, which refer to the other tables (System V ABI, "Dynamic
-//! Section"; Linux Standard Base, ".eh_frame_hdr"). Only exported functions have names; static
-//! functions of a stripped file have only a start address, in the index of the unwind tables.
+//! Section"; Linux Standard Base, ".eh_frame_hdr"). Only exported functions have names. For static
+//! functions of a stripped file, only the start address is known, from the index of the unwind
+//! tables.
 //!
-//! A hostile guest controls all bytes. Each table is bounded in size, address computations are
+//! A hostile guest controls all bytes. The size of each table is bounded, address computations are
 //! checked, and inconsistent entries are skipped.
 
 use crate::debug_frame::DebugFrames;
 use crate::demangle::{self, readable};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// Reads process memory: the given number of bytes from an address, with zeros for unmapped parts.
-/// Returns `None` if nothing is mapped at the address.
-pub type Read<'r> = dyn FnMut(u64, u64) -> Option<Vec<u8>> + 'r;
+/// Callback that reads the given number of bytes of process memory from an address, with zeros for
+/// unmapped parts. Returns `None` if nothing is mapped at the address.
+pub type ReadProcessMemory<'r> = dyn FnMut(u64, u64) -> Option<Vec<u8>> + 'r;
 
 /// Number of bytes at the start of a file that are searched for program headers.
 const MAX_HEADERS: u64 = 4096;
 const MAX_PROGRAM_HEADERS: usize = 64;
-/// Maximum size of a dynamic section, in bytes: a thousand entries.
+/// Maximum size of a dynamic section, in bytes. The size corresponds to a thousand entries.
 const MAX_DYNAMIC: u64 = 16 << 10;
 /// Maximum number of symbols of one file. libLLVM exports 40,000.
 const MAX_SYMBOLS: u64 = 1 << 18;
@@ -41,14 +42,14 @@ struct ModuleSegment {
     file_len: u64,
 }
 
-/// Locations of the tables of an ELF file, at linked addresses.
+/// Locations of the tables of an ELF file, at link-time addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ModuleLayout {
     loads: Vec<ModuleSegment>,
-    /// Linked address and length of the dynamic section.
+    /// Link-time address and length of the dynamic section.
     dynamic: Option<(u64, u64)>,
     eh_frame_hdr: Option<(u64, u64)>,
-    /// Linked address of the page that contains the first byte of the file.
+    /// Link-time virtual address of the page that contains the first byte of the file.
     first: u64,
 }
 
@@ -91,13 +92,13 @@ impl ModuleLayout {
         Some(layout)
     }
 
-    /// Returns the load bias (run-time minus linked address, wrapping) of a file whose first byte
-    /// is mapped at `base`.
+    /// Returns the load bias (run-time address minus link-time address, wrapping) of a file whose
+    /// first byte is mapped at `base`.
     pub fn bias(&self, base: u64) -> u64 {
         base.wrapping_sub(self.first)
     }
 
-    /// Returns the end of the file-backed part of the segment that contains linked address
+    /// Returns the end of the file-backed part of the segment that contains the link-time address
     /// `address`.
     fn end_of_segment(&self, address: u64) -> Option<u64> {
         let load = self.loads.iter().find(|load| {
@@ -108,7 +109,7 @@ impl ModuleLayout {
         load.address.checked_add(load.file_len)
     }
 
-    /// Returns `len` bytes of the file at linked address `address`, padded with zeros.
+    /// Returns `len` bytes of the file at the link-time address `address`, padded with zeros.
     fn in_file(&self, bytes: &[u8], address: u64, len: u64) -> Option<Vec<u8>> {
         let loaded = self.loads.iter().find_map(|load| {
             let at = address
@@ -119,8 +120,7 @@ impl ModuleLayout {
         // The headers may lie outside all segments.
         let (offset, most) = loaded.or((address == self.first).then_some((0, MAX_HEADERS)))?;
         let from = bytes.get(usize::try_from(offset).ok()?..)?;
-        // A table may extend into the next segment. Its size is bounded by the caller and by the
-        // file.
+        // A table may extend into the next segment. The caller and the file size bound its size.
         let wanted = usize::try_from(len)
             .ok()
             .filter(|_| len <= bytes.len() as u64 + MAX_HEADERS)?;
@@ -130,8 +130,8 @@ impl ModuleLayout {
         Some(found)
     }
 
-    /// Converts a pointer of the dynamic section to a linked address. The dynamic linker of some C
-    /// libraries relocates these pointers in memory.
+    /// Converts a pointer in the dynamic section to a link-time address. The dynamic linker of some
+    /// C libraries relocates these pointers in memory.
     fn linked(&self, pointer: u64, bias: u64) -> Option<u64> {
         [pointer, pointer.wrapping_sub(bias)]
             .into_iter()
@@ -153,38 +153,39 @@ pub struct ExportedFunction<'m> {
     pub name: &'m str,
     /// Linked start address.
     pub start: u64,
-    /// Linked end address (exclusive).
+    /// Link-time end address (exclusive).
     pub end: u64,
 }
 
-/// The sections `.eh_frame_hdr` and `.eh_frame` with their linked addresses.
+/// Sections `.eh_frame_hdr` and `.eh_frame` with their link-time addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UnwindTables {
     /// Contents of `.eh_frame_hdr`, the sorted index.
     pub index: Vec<u8>,
-    /// Linked address of the index.
+    /// Link-time address of the index.
     pub index_at: u64,
     /// Contents of `.eh_frame`.
     pub frames: Vec<u8>,
-    /// Linked address of `.eh_frame`.
+    /// Link-time address of `.eh_frame`.
     pub frames_at: u64,
 }
 
 /// A program or library with its symbols and unwind tables.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Module {
+pub struct LoadedModule {
     functions: Vec<ModuleFunction>,
-    /// Linked start addresses of the functions with unwind tables, sorted; empty if unknown.
+    /// Link-time start addresses of the functions with unwind tables, sorted; empty if unknown.
     starts: Vec<u64>,
     tables: Option<UnwindTables>,
     debug_frames: Option<DebugFrames>,
     layout: ModuleLayout,
 }
 
-impl Module {
-    /// Reads the exported symbols of the file mapped at `base` and, if `unwinds` is set, its unwind
-    /// tables. Returns `None` if it is not a 64-bit ELF file or its headers cannot be read.
-    pub fn read(read: &mut Read<'_>, base: u64, unwinds: bool) -> Option<Self> {
+impl LoadedModule {
+    /// Reads the exported symbols of the file mapped at `base` and, if `unwinds` is `true`, its
+    /// unwind tables. Returns `None` if the file is not a 64-bit ELF file or its headers cannot be
+    /// read.
+    pub fn read(read: &mut ReadProcessMemory<'_>, base: u64, unwinds: bool) -> Option<Self> {
         let layout = ModuleLayout::parse(&read(base, MAX_HEADERS)?)?;
         let bias = layout.bias(base);
         let functions = functions(read, &layout, bias).unwrap_or_default();
@@ -204,8 +205,8 @@ impl Module {
         })
     }
 
-    /// Reads a module from the contents of its file, which includes pages that no process has
-    /// touched and `.debug_frame`, which is never loaded.
+    /// Reads a module from the contents of its file. The file includes pages that no process has
+    /// accessed and `.debug_frame`, which is never loaded.
     pub fn of_file(bytes: &[u8], unwinds: bool) -> Option<Self> {
         let beginning = &bytes[..bytes.len().min(usize::try_from(MAX_HEADERS).ok()?)];
         let layout = ModuleLayout::parse(beginning)?;
@@ -218,7 +219,7 @@ impl Module {
         Some(module)
     }
 
-    /// Creates a module that has only these unwind tables.
+    /// Creates a module that contains only these unwind tables.
     #[cfg(test)]
     pub(crate) fn of_tables(tables: UnwindTables) -> Self {
         Self {
@@ -227,7 +228,7 @@ impl Module {
         }
     }
 
-    /// Creates a module that has only these `.debug_frame` tables.
+    /// Creates a module that contains only these `.debug_frame` tables.
     #[cfg(test)]
     pub(crate) fn of_debug_frames(frames: DebugFrames) -> Self {
         Self {
@@ -241,7 +242,7 @@ impl Module {
         self.layout.bias(base)
     }
 
-    /// Returns the exported function that contains linked address `address`.
+    /// Returns the exported function that contains the link-time address `address`.
     pub fn function(&self, address: u64) -> Option<ExportedFunction<'_>> {
         let after = self.functions.partition_point(|f| f.start <= address);
         // Prefer the innermost of nested functions.
@@ -254,9 +255,9 @@ impl Module {
         })
     }
 
-    /// Returns the linked start and end (exclusive) of the function without a name that contains
-    /// linked address `address`, according to the index of the unwind tables. Code without unwind
-    /// tables counts to the function before it.
+    /// Returns the link-time start and end (exclusive) of the unnamed function that contains the
+    /// link-time address `address`, according to the index of the unwind tables. Code without
+    /// unwind tables is attributed to the preceding function.
     pub fn unnamed_function(&self, address: u64) -> Option<(u64, u64)> {
         let after = self.starts.partition_point(|start| *start <= address);
         let start = *self.starts.get(after.checked_sub(1)?)?;
@@ -337,21 +338,21 @@ impl Dynamic {
         found
     }
 
-    /// Returns the number of symbols. The dynamic section does not contain it, but both types of
-    /// hash table do.
-    fn count(&self, read: &mut Read<'_>, bias: u64) -> Option<u64> {
+    /// Returns the number of symbols. The dynamic section does not contain this number, but both
+    /// types of hash table do.
+    fn count(&self, read: &mut ReadProcessMemory<'_>, bias: u64) -> Option<u64> {
         if let Some(at) = self.gnu_hash {
             return gnu_count(read, at.wrapping_add(bias));
         }
-        // The header is nbucket, nchain. There is one chain entry per symbol.
+        // The header consists of nbucket and nchain. There is one chain entry per symbol.
         let head = read(self.hash?.wrapping_add(bias), 8)?;
         u32_at(&head, 4).map(u64::from)
     }
 }
 
-/// Returns the number of symbols according to the GNU hash table at run-time address `at`: one more
-/// than the last index of the chain that starts at the highest symbol.
-fn gnu_count(read: &mut Read<'_>, at: u64) -> Option<u64> {
+/// Returns the number of symbols according to the GNU hash table at the run-time address `at`,
+/// which is one more than the last index of the chain that starts at the highest symbol.
+fn gnu_count(read: &mut ReadProcessMemory<'_>, at: u64) -> Option<u64> {
     const HEAD: u64 = 16;
     const CHUNK: u64 = 4096;
     let head = read(at, HEAD)?;
@@ -364,7 +365,7 @@ fn gnu_count(read: &mut Read<'_>, at: u64) -> Option<u64> {
     let (heads, _) = table.as_chunks::<4>();
     let highest = heads.iter().map(|&head| u32::from_le_bytes(head)).max()?;
     if highest < first {
-        // An empty hash table: all symbols are imported.
+        // The hash table is empty, so all symbols are imported.
         return Some(first.into());
     }
     let chains_at = buckets_at.checked_add(4 * u64::from(buckets))?;
@@ -382,7 +383,11 @@ fn gnu_count(read: &mut Read<'_>, at: u64) -> Option<u64> {
     None
 }
 
-fn functions(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<Vec<ModuleFunction>> {
+fn functions(
+    read: &mut ReadProcessMemory<'_>,
+    layout: &ModuleLayout,
+    bias: u64,
+) -> Option<Vec<ModuleFunction>> {
     let (at, len) = layout.dynamic?;
     let section = read(at.wrapping_add(bias), len.min(MAX_DYNAMIC))?;
     let dynamic = Dynamic::parse(&section, layout, bias);
@@ -407,7 +412,7 @@ fn functions(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<Ve
         functions.push(function);
     }
     functions.sort_by(|a, b| (a.start, a.end, &a.name).cmp(&(b.start, b.end, &b.name)));
-    // Of several names of a function, keep the shortest one with the fewest underscores, which is
+    // If a function has several names, keep the shortest one with the fewest underscores, which is
     // usually the familiar one.
     functions.dedup_by(|next, kept| {
         let same = next.start == kept.start && next.end == kept.end;
@@ -419,7 +424,7 @@ fn functions(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<Ve
     Some(functions)
 }
 
-/// Returns the sort key by which the preferred name of a function comes first.
+/// Returns a sort key that places the preferred name of a function first.
 fn rank(name: &str) -> (usize, usize) {
     (name.bytes().take_while(|&b| b == b'_').count(), name.len())
 }
@@ -445,15 +450,15 @@ fn function(symbol: &[u8; 24], strings: &[u8], layout: &ModuleLayout) -> Option<
     })
 }
 
-/// Returns `.eh_frame_hdr` and its linked address.
-fn index(read: &mut Read<'_>, layout: &ModuleLayout, bias: u64) -> Option<(Vec<u8>, u64)> {
+/// Returns `.eh_frame_hdr` and its link-time address.
+fn index(read: &mut ReadProcessMemory<'_>, layout: &ModuleLayout, bias: u64) -> Option<(Vec<u8>, u64)> {
     let (index_at, len) = layout.eh_frame_hdr?;
     let index = read(index_at.wrapping_add(bias), len.min(MAX_INDEX))?;
     Some((index, index_at))
 }
 
-/// Returns the sorted start addresses in the index. Returns none if a part of the index is not
-/// mapped and reads as zeros, because functions would be missing.
+/// Returns the sorted start addresses in the index. Returns an empty list if a part of the index is
+/// not mapped and reads as zeros, because functions would be missing.
 fn function_starts(index: &[u8], index_at: u64) -> Vec<u64> {
     let bases = gimli::BaseAddresses::default().set_eh_frame_hdr(index_at);
     let header = gimli::EhFrameHdr::new(index, gimli::LittleEndian).parse(&bases, 8);
@@ -466,7 +471,7 @@ fn function_starts(index: &[u8], index_at: u64) -> Vec<u64> {
     let (mut entries, mut starts) = (table.iter(&bases), Vec::new());
     while let Ok(Some((start, _))) = entries.next() {
         match start {
-            // An offset of zero from the index.
+            // The entry has offset zero from the index, so this part of the index is not mapped.
             gimli::Pointer::Direct(start) if start == index_at => return Vec::new(),
             gimli::Pointer::Direct(start) => starts.push(start),
             gimli::Pointer::Indirect(_) => return Vec::new(),
@@ -478,7 +483,7 @@ fn function_starts(index: &[u8], index_at: u64) -> Vec<u64> {
 }
 
 fn tables(
-    read: &mut Read<'_>,
+    read: &mut ReadProcessMemory<'_>,
     layout: &ModuleLayout,
     bias: u64,
     (index, index_at): (Vec<u8>, u64),
@@ -518,7 +523,7 @@ pub(crate) mod tests {
     use proptest::prelude::*;
 
     /// Returns the ID of a process with a dynamic C library, which this static program lacks. The
-    /// process ends with this one.
+    /// process exits together with this process.
     fn dynamic_process() -> u32 {
         static PROCESS: OnceLock<Child> = OnceLock::new();
         let process = PROCESS.get_or_init(|| {
@@ -538,7 +543,7 @@ pub(crate) mod tests {
         let memory = std::fs::File::open(format!("/proc/{}/mem", dynamic_process())).unwrap();
         move |at, len| {
             let mut bytes = vec![0; usize::try_from(len).ok()?];
-            // Read page by page, because the following page may be unmapped.
+            // Read page by page, because the next page may be unmapped.
             let mut done = 0;
             while done < bytes.len() {
                 let in_page = usize::try_from(PAGE - (at + done as u64) % PAGE).ok()?;
@@ -555,7 +560,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Returns the address and the path of the C library in that process.
+    /// Returns the address and the path of the C library in the process with a dynamic C library.
     pub(crate) fn libc_of_process() -> (u64, String) {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", dynamic_process())).unwrap();
         let line = maps.lines().find(|line| line.contains("libc.so")).unwrap();
@@ -563,11 +568,12 @@ pub(crate) mod tests {
         (base, line.split_whitespace().next_back().unwrap().to_owned())
     }
 
-    /// Functions exported by the C library of a process are found in its memory, without the file.
+    /// Functions exported by a process's C library are found in the process memory, without the
+    /// file.
     #[test]
     fn exported_functions_are_found_in_memory() {
         let (base, path) = libc_of_process();
-        let module = Module::read(&mut process_memory(), base, true).unwrap();
+        let module = LoadedModule::read(&mut process_memory(), base, true).unwrap();
         assert!(module.len() > 1500, "{}", module.len());
         let file = std::fs::read(path).unwrap();
         let file = object::File::parse(&*file).unwrap();
@@ -584,12 +590,12 @@ pub(crate) mod tests {
         assert!(tables.index.len() > 10_000 && tables.frames.len() > 50_000);
     }
 
-    /// The addresses of a function without a name have one start and end, and an exported function has
-    /// the start in the index that its symbol has.
+    /// All addresses of an unnamed function yield the same start and end, and the index contains
+    /// the same start for an exported function as its symbol.
     #[test]
     fn unnamed_functions_have_the_extent_of_their_unwind_entry() {
         let (base, path) = libc_of_process();
-        let module = Module::read(&mut process_memory(), base, false).unwrap();
+        let module = LoadedModule::read(&mut process_memory(), base, false).unwrap();
         let file = std::fs::read(path).unwrap();
         let file = object::File::parse(&*file).unwrap();
         let symbol = file.dynamic_symbols().find(|symbol| symbol.name() == Ok("qsort"));
@@ -606,12 +612,12 @@ pub(crate) mod tests {
 
     #[test]
     fn module_rejects_non_elf_memory() {
-        assert_eq!(Module::read(&mut |_, _| None, 0, true), None);
+        assert_eq!(LoadedModule::read(&mut |_, _| None, 0, true), None);
         assert_eq!(
-            Module::read(&mut |_, len| Some(vec![0; len as usize]), 0, true),
+            LoadedModule::read(&mut |_, len| Some(vec![0; len as usize]), 0, true),
             None
         );
-        // Headers with all bits set: every table is everywhere.
+        // All header bits are set, so every table claims to cover all addresses.
         let mut file = vec![0xff; 4096];
         file[..6].copy_from_slice(b"\x7fELF\x02\x01");
         file[18..20].copy_from_slice(&62u16.to_le_bytes());
@@ -622,8 +628,8 @@ pub(crate) mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 
-        /// With corrupted headers, dynamic section and tables of the C library, reads stay within
-        /// the limits.
+        /// If the headers, dynamic section and tables of the C library are corrupted, reads stay
+        /// within the limits.
         #[test]
         fn hostile_module_reads_stay_bounded(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>(), 0u8..4), 1..12),
@@ -650,7 +656,7 @@ pub(crate) mod tests {
                 }
                 Some(part)
             };
-            if let Some(module) = Module::read(&mut hostile, base, true) {
+            if let Some(module) = LoadedModule::read(&mut hostile, base, true) {
                 prop_assert!(module.bytes() < 128 << 20);
                 let _ = module.function(base);
             }

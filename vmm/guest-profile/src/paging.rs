@@ -2,18 +2,17 @@
 //!
 //! Supports the 4-level and 5-level (CR4.LA57) tables of long mode (Intel SDM vol. 3 ch. "Paging",
 //! AMD APM vol. 2 ch. 5). 32-bit and PAE paging are unsupported. A walk makes at most five reads
-//! regardless of the tables, so cycles are harmless; each read counts against the caller's
+//! regardless of the tables, so cycles are harmless. Each read is charged to the caller's
 //! [`WalkBudget`].
 //!
-//! Access rights are not checked, because the walk acts as a debugger and not as the CPU. The
-//! present bit, the page-size bit and reserved bits that change the meaning of an entry are
-//! checked.
+//! The walk acts as a debugger and not as the CPU, so access rights are not checked. The present
+//! bit, the page-size bit, and reserved bits that change the meaning of an entry are checked.
 
 use super::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
 
 const PRESENT: u64 = 1 << 0;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// Bits 51:12 of an entry or of CR3, the physical address.
+/// Bits 51:12 of an entry or of CR3, which contain the physical address.
 const ADDRESS: u64 = 0x000F_FFFF_FFFF_F000;
 const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
@@ -24,7 +23,7 @@ const PAGE: u64 = 4096;
 /// A paging mode of a vCPU that the walk does not support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum UnsupportedPaging {
-    /// CR0.PG is clear: addresses are physical.
+    /// CR0.PG is clear, so addresses are physical.
     #[error("paging is off")]
     PagingOff,
     /// 32-bit paging with two levels.
@@ -35,8 +34,8 @@ pub enum UnsupportedPaging {
     Pae,
 }
 
-/// Reason why an address has no translation. The guest causes all of these; none is an internal
-/// error.
+/// Reason an address has no translation. The guest causes all of these faults, and none is an
+/// internal error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TranslationFault {
     /// The address is not canonical.
@@ -53,12 +52,12 @@ pub enum TranslationFault {
 
 /// A translated address and its page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Translation {
+pub struct PageTranslation {
     /// Guest-physical address.
     pub gpa: u64,
     /// Size of the page in bytes: 4 KiB, 2 MiB or 1 GiB.
     pub page_size: u64,
-    /// `true` if every level allows user access.
+    /// `true` if all levels allow user access.
     pub user: bool,
 }
 
@@ -76,16 +75,17 @@ struct CachedPage<P> {
 /// and little else.
 const CACHE_SLOTS: usize = 8;
 
-/// The last-level table of the previous walk, which also maps neighboring pages. Corresponds to a
+/// Last-level table of the previous walk, which also maps neighboring pages. It corresponds to a
 /// paging-structure cache of the CPU (SDM vol. 3 §5.10.3).
 #[derive(Clone, Copy)]
 struct LastTable {
-    /// Address prefix that the table covers, and the number of bits by which it is shifted.
+    /// Address prefix that the table covers, and number of bits by which an address is shifted to
+    /// obtain it.
     prefix: u64,
     prefix_shift: u32,
     level: u8,
     table: u64,
-    /// `true` if every level above the table allows user access.
+    /// `true` if all levels above the table allow user access.
     user: bool,
 }
 
@@ -94,9 +94,9 @@ pub fn has_five_levels(regs: &GuestRegs) -> bool {
     regs.cr4 & CR4_LA57 != 0
 }
 
-/// An address space of the guest: a root table and its depth, with a small cache of 4-KiB
-/// translations. Create a new one for each sample, because the guest may change its tables at any
-/// time.
+/// Address space of the guest, consisting of a root table and its depth, with a small cache of
+/// 4-KiB translations. Create a new one for each sample, because the guest may change its tables at
+/// any time.
 pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
     phys: &'m M,
     root: u64,
@@ -119,8 +119,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         }
     }
 
-    /// Returns the long-mode address space with root `cr3` (PCID and flag bits are ignored), with
-    /// five levels if `la57`.
+    /// Returns the long-mode address space with root `cr3`, whose PCID and flag bits are ignored.
+    /// The address space has five levels if `la57` is `true`.
     pub fn with_root(phys: &'m M, cr3: u64, la57: bool) -> Self {
         let root = cr3 & ADDRESS;
         let levels = if la57 { 5 } else { 4 };
@@ -141,7 +141,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     }
 
     /// Returns the kernel's counterpart of a user address space. With page-table isolation, Linux
-    /// keeps the kernel's root table in the page before the user's: the address with bit 12 clear.
+    /// stores the kernel's root table in the page before the user's root table, at the address with
+    /// bit 12 clear.
     pub fn kernel_sibling(&self) -> Self {
         Self::with_root(self.phys, self.root & !PAGE, self.levels == 5)
     }
@@ -173,7 +174,11 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
 
     /// Translates `gva`. Reuses the last-level table of the previous walk if possible, otherwise
     /// walks all levels.
-    pub fn translate(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<Translation, TranslationFault> {
+    pub fn translate(
+        &mut self,
+        gva: u64,
+        budget: &mut WalkBudget,
+    ) -> Result<PageTranslation, TranslationFault> {
         if !self.is_canonical(gva) {
             return Err(TranslationFault::NonCanonical);
         }
@@ -208,8 +213,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
                 // PS is reserved in PML4 and PML5 entries.
                 return Err(TranslationFault::Reserved(level));
             }
-            // In the entry of a large page, the address bits between PAT (bit 12) and the page size
-            // are reserved.
+            // In a large-page entry, the address bits between PAT (bit 12) and the page size are
+            // reserved.
             if level > 1 && entry & (size - 1) & ADDRESS & !PAGE != 0 {
                 return Err(TranslationFault::Reserved(level));
             }
@@ -221,7 +226,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
                 user: above,
             };
             let base = entry & ADDRESS & !(size - 1);
-            return Ok(Translation {
+            return Ok(PageTranslation {
                 gpa: base + (gva & (size - 1)),
                 page_size: size,
                 user,
@@ -230,7 +235,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         unreachable!("level 1 always returns")
     }
 
-    /// Fills `buf` from `gva`, page by page.
+    /// Fills `buf` from the guest-virtual address `gva`, page by page.
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read(
         &mut self,
@@ -394,7 +399,7 @@ mod tests {
             g.map(0xffff_8000_0040_0000, 0x8000, 1);
             let mut space = AddressSpace::with_root(&g.ram[..], g.root, la57);
             let levels = if la57 { 5 } else { 4 };
-            // Another table, the first one again, the upper half, and a hole in between.
+            // Access another table, the first one again, the upper half, and a hole in between.
             for (gva, found, reads) in [
                 (0x40_0010, Ok(0x5010), levels),
                 (0x41_0020, Ok(0x7020), 1),

@@ -26,7 +26,7 @@ pub struct UserSymbol {
     pub length: u64,
 }
 
-/// Reason why a guest file provides no symbols.
+/// Error returned when a guest file provides no symbols.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestFileError {
     /// The file cannot be read.
@@ -77,7 +77,7 @@ const MAX_FILE: u64 = 1 << 30;
 const MAX_FILE_MEMORY: u64 = 512 << 20;
 /// Maximum memory for the functions of all files of a guest, in bytes.
 const MAX_TOTAL_MEMORY: u64 = 2 << 30;
-/// Maximum number of lookups of a path whose directories are moved concurrently.
+/// Maximum number of lookups of a path whose directories are renamed concurrently.
 const MAX_LOOKUPS: u32 = 16;
 
 struct UserFunction {
@@ -97,8 +97,8 @@ pub struct ProgramSymbols {
     bytes: u64,
 }
 
-/// Passes functions through until they take `most` bytes. The guest controls their number and
-/// names.
+/// Returns functions from an iterator until they occupy `most` bytes. The guest controls their
+/// number and names.
 fn bounded<F>(
     functions: impl Iterator<Item = F>,
     most: u64,
@@ -113,7 +113,7 @@ fn bounded<F>(
 }
 
 impl ProgramSymbols {
-    /// Parses an ELF file: its symbol tables, including the dynamic one, and its line table if
+    /// Parses an ELF file with its symbol tables, including the dynamic one, and its line table if
     /// present.
     pub fn parse(data: &[u8]) -> Result<Self, object::Error> {
         let file = object::File::parse(data)?;
@@ -204,17 +204,18 @@ impl ProgramSymbols {
 /// The source of the guest's files.
 #[derive(Debug)]
 pub enum GuestFiles {
-    /// A directory of the host in which the files are mounted or unpacked.
+    /// Host directory in which the files are mounted or unpacked.
     Directory(PathBuf),
     /// A disk of the guest.
     Disk(GuestDisk),
 }
 
 impl GuestFiles {
-    /// Reads the guest's file `guest_path`, of at most `most` bytes.
+    /// Reads the guest's file `guest_path` of at most `most` bytes.
     ///
     /// # Errors
-    /// Returns [`GuestFileError::Read`], [`GuestFileError::TooLarge`] or [`GuestFileError::Disk`].
+    /// Returns [`GuestFileError::Read`], [`GuestFileError::TooLarge`] or [`GuestFileError::Disk`]
+    /// if the file cannot be read or exceeds the maximum size.
     pub fn read(&mut self, guest_path: &str, most: u64) -> Result<Vec<u8>, GuestFileError> {
         let root = match self {
             Self::Directory(root) => root,
@@ -273,12 +274,12 @@ pub struct GuestSymbols {
 }
 
 impl GuestSymbols {
-    /// Uses the files below `root`, the guest's `/`.
+    /// Creates a symbolizer for the files below `root`, which corresponds to the guest's `/`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::of(GuestFiles::Directory(root.into()))
     }
 
-    /// Uses the given source of files.
+    /// Creates a symbolizer for the given source of files.
     pub fn of(files: GuestFiles) -> Self {
         Self {
             files,
@@ -289,8 +290,8 @@ impl GuestSymbols {
         }
     }
 
-    /// Returns the parsed file `guest_path`, which is read at first use. Returns `None` if it is
-    /// missing or unusable; [`Self::problems`] contains the reason.
+    /// Returns the parsed file `guest_path`, which is read at first use. Returns `None` if the file
+    /// is missing or unusable, for the reason given in [`Self::problems`].
     pub fn object(&mut self, guest_path: &str) -> Option<&ProgramSymbols> {
         if !self.objects.contains_key(guest_path) {
             let object = match self.load(guest_path) {
@@ -346,11 +347,11 @@ impl GuestSymbols {
         &mut self.files
     }
 
-    /// Returns start, end (exclusive) and name of the JIT-compiled function of process `pid` at
-    /// `address`.
+    /// Returns the start, the end (exclusive) and the name of the JIT-compiled function of process
+    /// `pid` at `address`.
     pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
         let map = self.jit.entry(pid).or_insert_with(|| {
-            // Most processes have no perf map. Several processes may share the same large one.
+            // Most processes have no perf map. Several processes may have the same large perf map.
             let bytes = match self.left {
                 0 => Vec::new(),
                 _ => self.files.read(&JitMap::path(pid), MAX_MAP).unwrap_or_default(),
@@ -363,7 +364,7 @@ impl GuestSymbols {
     }
 }
 
-/// The contents of a program file, used to read its code.
+/// Contents of a program file, from which its code is read.
 pub struct ProgramFile<'d> {
     data: &'d [u8],
     file: object::File<'d>,
@@ -373,7 +374,7 @@ impl<'d> ProgramFile<'d> {
     /// Parses an ELF file for x86-64.
     ///
     /// # Errors
-    /// Returns [`GuestFileError::Elf`], which contains `path`.
+    /// Returns [`GuestFileError::Elf`] with `path` if the file is not valid.
     pub fn parse(path: &Path, data: &'d [u8]) -> Result<Self, GuestFileError> {
         let file = object::File::parse(data).map_err(|source| GuestFileError::Elf {
             path: path.to_owned(),
@@ -421,10 +422,10 @@ impl<'d> ProgramFile<'d> {
 
 /// Opens the regular file `guest_path` of the guest whose `/` is `root`. The kernel resolves links
 /// and `..` as if `root` were the root directory (`RESOLVE_IN_ROOT`, openat2(2)), so no path leaves
-/// it, even if the guest modifies its files concurrently.
+/// `root`, even if the guest modifies its files concurrently.
 ///
-/// Other file types are not opened: opening a device may have side effects, and opening a FIFO may
-/// block.
+/// Other file types are not opened, because opening a device may have side effects, and opening a
+/// FIFO may block.
 fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
     let root = open(
         root,
@@ -459,7 +460,8 @@ fn resolve_path(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     let mut looks = 1;
     loop {
         match look() {
-            // A concurrent rename prevents the kernel from proving that ".." stayed inside.
+            // During a concurrent rename, the kernel cannot verify that ".." stayed inside the
+            // root.
             Err(Errno::AGAIN | Errno::INTR) if looks < MAX_LOOKUPS => looks += 1,
             found => return found,
         }
@@ -516,7 +518,8 @@ mod tests {
         }
     }
 
-    /// A guest concurrently replaces a directory by a symbolic link that points outside.
+    /// No file outside the mount is read if a guest concurrently replaces a directory by a symbolic
+    /// link that points outside.
     #[test]
     fn concurrent_rename_cannot_leave_mount() {
         let dir = tempfile::tempdir().unwrap();
@@ -564,12 +567,12 @@ mod tests {
         });
     }
 
-    /// Opening a device can have side effects.
+    /// Devices are not opened, because opening a device can have side effects.
     #[test]
     fn guest_mount_does_not_open_devices() {
         let dir = tempfile::tempdir().unwrap();
         let pid = std::process::id();
-        // A device without a driver: opening it returns ENXIO or ENODEV.
+        // Opening a device without a driver returns ENXIO or ENODEV.
         let path = dir.path().join("device");
         let made = std::process::Command::new("mknod")
             .arg(&path)

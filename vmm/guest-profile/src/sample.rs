@@ -1,9 +1,9 @@
-//! Raw data of a sample: guest state that a perf event cannot express.
+//! Raw data of a sample, which contains guest state that a perf event cannot express.
 //!
-//! The vCPU thread writes [`RingSampleHeader`] to a ring, where a client reads it
+//! The vCPU thread writes [`RingSampleHeader`] to a ring, from which a client reads it
 //! (docs/reference/control.md documents the layout, which is part of the control protocol).
-//! [`FileSampleData`] is the part that a `perf.data` file stores. This module is the only place
-//! that reads and writes both. Fields are little-endian and unaligned.
+//! [`FileSampleData`] is the part that a `perf.data` file stores. Only this module reads and writes
+//! both. Fields are little-endian and unaligned.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -35,8 +35,8 @@ const TASK_KNOWN: u8 = 1;
 /// Flag: the task is a kernel thread.
 const KERNEL_THREAD: u8 = 2;
 
-/// Size of a sample's raw data before its mappings, in bytes; a multiple of 8 together with the
-/// length word.
+/// Size of a sample's raw data before its mappings, in bytes. Together with the length word, the
+/// size is a multiple of 8.
 pub const RAW_BYTES: usize = size_of::<RingSampleHeader>();
 const _: () = assert!(RAW_BYTES == 44);
 
@@ -67,8 +67,8 @@ impl FileSampleData {
         }
     }
 
-    /// Returns CR3, privilege level and the end reasons of the call chain, or `None` if the raw
-    /// data has another format.
+    /// Returns the CR3, the privilege level and the end reasons of the call chain, or `None` if the
+    /// raw data has a different format.
     pub fn read(raw: &[u8]) -> Option<(u64, u8, UnwindStops)> {
         let (file, _) = Self::ref_from_prefix(raw).ok()?;
         (file.magic == FILE_MAGIC).then(|| (file.cr3.get(), file.cpl & 3, UnwindStops::from_bytes(file.ends)))
@@ -82,7 +82,7 @@ pub struct SampleData {
     pub cr3: u64,
     /// Privilege level, 0 to 3.
     pub cpl: u8,
-    /// Reason why unwinding of the call chain ended.
+    /// Reasons unwinding of the call chain ended.
     pub ends: UnwindStops,
     /// Process ID, thread ID and name of the guest's task; `None` if it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
@@ -116,7 +116,7 @@ impl SampleData {
         }
     }
 
-    /// Decodes raw data from a ring. Returns `None` if it has another format.
+    /// Decodes raw data from a ring. Returns `None` if the data has a different format.
     pub fn decode(raw: &[u8]) -> Option<Self> {
         let (head, _) = RingSampleHeader::ref_from_prefix(raw).ok()?;
         let known = head.flags & TASK_KNOWN != 0;
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
     use crate::unwind;
 
-    /// The protocol defines the layout: docs/reference/control.md.
+    /// The layout matches the protocol in docs/reference/control.md.
     #[test]
     fn ring_layout_matches_protocol() {
         let raw = SampleData {

@@ -1,4 +1,4 @@
-//! Searches for a running kernel in two processes: the asker holds guest memory, and the reader,
+//! Searches for a running kernel in two processes. The requester holds guest memory. The reader,
 //! which is sandboxed and expendable, parses tables that the guest controls.
 //!
 //! | file | contents |

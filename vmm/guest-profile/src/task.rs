@@ -1,10 +1,10 @@
 //! Reads the current task of a vCPU and its mappings from the guest kernel's data structures.
 //!
 //! The kernel's type information (BTF) provides the offsets. The only assumptions about kernel
-//! versions are the known layouts: the current task is in `current_task` or `pcpu_hot`, and
+//! versions are the known layouts. The current task is in `current_task` or `pcpu_hot`, and
 //! mappings are in a maple tree (since Linux 6.1) or in a list. All data may be inconsistent,
-//! because the guest is running, or malicious. Results are claims of the guest, suitable for
-//! display, and for decisions that affect this guest only.
+//! because the guest is running, or malicious. Results are unverified claims of the guest, suitable
+//! for display and for decisions that affect only this guest.
 
 pub mod areas;
 mod cache;
@@ -20,10 +20,10 @@ use kernel_images::build_id::BuildId;
 use kernel_images::image::KernelImage;
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// Upper bound of member offsets; no kernel structure is larger.
+/// Upper bound for member offsets, which exceeds the size of any kernel structure.
 const MAX_OFFSET: u64 = 1 << 32;
 
-/// Offsets of the members that are read, in bytes.
+/// Offsets of the members that this module reads, in bytes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TaskLayout {
     /// Offset from the per-CPU base to the pointer to the current task.
@@ -37,14 +37,14 @@ pub struct TaskLayout {
     single_step: Option<SingleStepLayout>,
 }
 
-/// Members that show that a debugger in the guest single-steps a task.
+/// Members that indicate whether a debugger in the guest single-steps a task.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct SingleStepLayout {
-    /// Offset in `task_struct` of the flags with `TIF_SINGLESTEP`.
+    /// Offset in `task_struct` of the flags that contain `TIF_SINGLESTEP`.
     flags: u64,
-    /// Number of that flag.
+    /// Bit number of `TIF_SINGLESTEP`.
     bit: u32,
-    /// Offset in `task_struct` of the flags of ptrace, 0 if the task is not traced.
+    /// Offset in `task_struct` of the ptrace flags, which are 0 if the task is not traced.
     ptrace: u64,
 }
 
@@ -58,8 +58,9 @@ impl SingleStepLayout {
     }
 }
 
-/// Returns the number of `TIF_SINGLESTEP` in a kernel with this release string, or `None` if it is
-/// unknown. The type information has no numbers of flags (`arch/x86/include/asm/thread_info.h`).
+/// Returns the bit number of `TIF_SINGLESTEP` in a kernel with this release string, or `None` if it
+/// is unknown. The type information does not contain flag numbers
+/// (`arch/x86/include/asm/thread_info.h`).
 fn single_step_bit(release: &str) -> Option<u32> {
     let mut numbers = release
         .split(|c: char| !c.is_ascii_digit())
@@ -74,7 +75,7 @@ fn single_step_bit(release: &str) -> Option<u32> {
     }
 }
 
-/// Locations from which all tasks are found.
+/// Locations with which all tasks are found.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ListLayout {
     /// Address of the first task.
@@ -140,7 +141,7 @@ fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(offset)
 }
 
-/// Reason why the tasks of a kernel cannot be read.
+/// Error returned when the tasks of a kernel cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// The kernel has no type information.
@@ -152,7 +153,7 @@ pub enum LayoutError {
 }
 
 impl TaskLayout {
-    /// Reads the layout from an image that runs `slide` bytes above its linked addresses.
+    /// Reads the layout from an image that runs `slide` bytes above its link-time addresses.
     pub fn new(image: &KernelImage, slide: u64) -> Result<Self, LayoutError> {
         let btf = image.btf().ok_or(LayoutError::NoBtf)?;
         let member = |path: &'static str| {
@@ -160,9 +161,9 @@ impl TaskLayout {
                 .ok_or(LayoutError::Missing(path))
         };
         let variable = |name: &str| {
-            // Per-CPU symbols are offsets from a per-CPU area linked at 0 or, since Linux 6.15,
-            // addresses in the kernel image, which move with the slide. Both are added to the
-            // per-CPU base.
+            // Per-CPU symbols are offsets from a per-CPU area linked at 0. Since Linux 6.15, they
+            // are addresses in the kernel image instead, which move with the slide. Both are added
+            // to the per-CPU base.
             let symbol = image
                 .symbols()
                 .and_then(|s| s.by_name(name))
@@ -253,9 +254,9 @@ impl MapsLayout {
 /// Length of `comm`, including the NUL terminator.
 pub const COMM_LEN: usize = 16;
 
-/// A task as described by its kernel.
+/// A task as described by the guest's kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Task {
+pub struct GuestTask {
     /// Thread ID in the guest's initial PID namespace.
     pub tid: u32,
     /// Process ID (thread group ID).
@@ -265,7 +266,7 @@ pub struct Task {
     comm: [u8; COMM_LEN],
 }
 
-impl Task {
+impl GuestTask {
     /// Returns the name of the task, with `?` for bytes that are not printable ASCII.
     pub fn comm(&self) -> impl std::fmt::Display + '_ {
         Printable(&self.comm)
@@ -321,23 +322,24 @@ pub struct ProcessMapping {
     pub file: u64,
 }
 
-/// Maximum numbers of list and tree entries followed, because the guest controls these structures.
+/// Maximum numbers of list entries, tree levels, path components and mounts that are followed. The
+/// limits are needed because the guest controls these structures.
 const MAX_AREAS: u32 = 1024;
 const MAX_TREE_DEPTH: u32 = 12;
 const MAX_COMPONENTS: u32 = 64;
 const MAX_MOUNTS: u32 = 16;
 const VM_EXEC: u64 = 4;
-/// Number of slots of the two maple-tree node types (`include/linux/maple_tree.h`, 64-bit).
+/// Numbers of slots of the two maple-tree node types (`include/linux/maple_tree.h`, 64-bit).
 const RANGE_SLOTS: u64 = 16;
-/// Maximum number of mappings between a file's code and its first page, of its program headers, and
-/// of bytes of a note segment searched for the build ID.
+/// Maximum number of mappings between a file's code and its first page, of program headers in a
+/// file, and of bytes in a note segment that is searched for the build ID.
 const MAX_PARTS: u32 = 4;
 const MAX_PROGRAM_HEADERS: u16 = 32;
 const MAX_NOTES: usize = 512;
 const ARANGE_SLOTS: u64 = 10;
 
-/// Reads tasks of one vCPU's kernel. Create a new reader for each sample, because the address space
-/// that it holds may change.
+/// Reader for tasks of one vCPU's kernel. Create a new reader for each sample, because the address
+/// space that it refers to may change.
 pub struct TaskReader<'l, 'm, M: GuestPhys + ?Sized> {
     layout: &'l TaskLayout,
     space: AddressSpace<'m, M>,
@@ -355,11 +357,11 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
 
     /// Returns the current task of the CPU with the given per-CPU base
     /// ([`GuestRegs::kernel_per_cpu_base`]).
-    pub fn current(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<Task> {
+    pub fn current(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<GuestTask> {
         let task = self.current_address(per_cpu_base, budget)?;
         let mut comm = [0; COMM_LEN];
         self.kernel_bytes(task.wrapping_add(self.layout.comm), &mut comm, budget)?;
-        Some(Task {
+        Some(GuestTask {
             tid: self.kernel_u32(task.wrapping_add(self.layout.pid), budget)?,
             pid: self.kernel_u32(task.wrapping_add(self.layout.tgid), budget)?,
             mm: self.kernel_u64(task.wrapping_add(self.layout.mm), budget)?,
@@ -382,7 +384,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns whether a debugger in the guest single-steps the current task (`PTRACE_SINGLESTEP`).
-    /// `None` if the kernel's flags are unknown or cannot be read.
+    /// Returns `None` if the kernel's flags are unknown or cannot be read.
     pub fn is_single_stepped(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<bool> {
         let step = self.layout.single_step?;
         let task = self.current_address(per_cpu_base, budget)?;
@@ -391,13 +393,13 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(stepped && self.kernel_u32(task.wrapping_add(step.ptrace), budget)? != 0)
     }
 
-    /// Returns the address of the vDSO in process memory `mm`.
+    /// Returns the address of the vDSO in the process memory `mm`.
     pub fn vdso(&mut self, mm: u64, budget: &mut WalkBudget) -> Option<u64> {
         let at = self.layout.maps.as_ref()?.vdso?;
         self.kernel_u64(mm.wrapping_add(at), budget)
     }
 
-    /// Returns the mapping of process memory `mm` that contains `address`.
+    /// Returns the mapping in the process memory `mm` that contains `address`.
     pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let area = match maps.areas {
@@ -438,8 +440,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Looks up `address` in a maple tree. Returns the area that contains it, if any, and the last
-    /// address with the same result. Bits 3 to 6 of an encoded node pointer contain the node's
-    /// type; bit 1 of the root tells whether it is a node.
+    /// address with the same result. Bits 3 to 6 of an encoded node pointer contain the node type,
+    /// and bit 1 of the root indicates whether the root is a node.
     fn maple_lookup(
         &mut self,
         areas: &AreaLayout,
@@ -460,7 +462,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         let (mut entry, mut last) = (root, u64::MAX);
         let area = |entry: u64| (entry >> 63 == 1).then_some(entry);
         if entry & 3 != 2 {
-            // The root of a tree with a single range is the entry of that range.
+            // If the tree contains a single range, its root is the entry for that range.
             return Some((area(entry), last));
         }
         for _ in 0..MAX_TREE_DEPTH {
@@ -494,8 +496,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Writes the path of a mapping's file to the end of `buf` and returns it, with `?` for bytes
-    /// that are not printable ASCII. A path that is too long loses its beginning. Returns `None` if
-    /// the path cannot be read.
+    /// that are not printable ASCII. A path that is too long is truncated at its beginning. Returns
+    /// `None` if the path cannot be read.
     pub fn file_path<'b>(
         &mut self,
         file: u64,
@@ -545,9 +547,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         (!path.is_empty()).then_some(path)
     }
 
-    /// Returns the build ID of the file of `mapping`, read from its headers, which are mapped below
-    /// its code. Returns `None` if the file has no build ID, is a 32-bit program, or its headers
-    /// are not in memory.
+    /// Returns the build ID of the file of `mapping`, read from the file headers, which are mapped
+    /// below the code. Returns `None` if the file has no build ID, is a 32-bit program, or its
+    /// headers are not in memory.
     pub fn build_id(
         &mut self,
         mm: u64,
@@ -579,7 +581,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Returns the mapping, below `mapping`, of the first page of the same file.
+    /// Returns the mapping of the same file's first page, which is below `mapping`.
     fn first_part(
         &mut self,
         mm: u64,
@@ -598,7 +600,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(first)
     }
 
-    /// Reads bytes of a file from `offset`; `first` is the mapping of its first page.
+    /// Reads bytes of a file from `offset`. `first` is the mapping of the file's first page.
     fn file_bytes(
         &mut self,
         first: &ProcessMapping,

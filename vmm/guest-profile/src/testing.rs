@@ -1,10 +1,10 @@
 //! A small synthetic guest for tests. Page tables are allocated downwards from the end of RAM.
 
-/// RAM from guest-physical address 0, with page tables that grow down from its end.
+/// RAM from guest-physical address 0, with page tables that are allocated downwards from its end.
 pub struct TestGuest {
     /// Contents of RAM.
     pub ram: Vec<u8>,
-    /// CR3 value: address of the root table.
+    /// CR3 value, which is the address of the root table.
     pub root: u64,
     la57: bool,
     next: u64,
@@ -22,8 +22,8 @@ impl TestGuest {
         }
     }
 
-    /// Maps the page of `gva` to `gpa`. `level` 1, 2 or 3 selects a page size of 4 KiB, 2 MiB or 1
-    /// GiB.
+    /// Maps the page that contains `gva` to `gpa`. A `level` of 1, 2 or 3 selects a page size of 4
+    /// KiB, 2 MiB or 1 GiB.
     pub fn map(&mut self, gva: u64, gpa: u64, level: u32) {
         let mut table = self.root;
         for l in (level + 1..=if self.la57 { 5 } else { 4 }).rev() {
@@ -56,7 +56,8 @@ impl TestGuest {
     }
 }
 
-/// Builds the two sections of ORC tables from rows of address, sp_offset, bp_offset and flags.
+/// Builds the two sections of ORC tables from rows that contain address, sp_offset, bp_offset and
+/// flags.
 pub(crate) fn orc_sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
     let (mut ips, mut entries) = (Vec::new(), Vec::new());
     for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {

@@ -4,17 +4,17 @@
 //! - **Kernel by ORC** is exact for all addresses that the tables cover (vmlinux, but not modules
 //!   and JIT code). For other addresses, the frame pointer is tried once, as the kernel does, and
 //!   the chain is marked as guessed.
-//! - **Kernel by frame pointers** is used for kernels built with them.
-//! - **User by frame pointers** is correct for code built with them. The first instructions of a
-//!   function and its `ret`, where the frame pointer is not the function's own, are recognized by
-//!   the interrupted instruction (exact). Two more cases are probable only and marked as guessed:
-//!   system-call stubs of C libraries, which have no frame, use the return address at `rsp` if a
-//!   call instruction precedes it; leaf functions, which have no frame even if compiled with frame
-//!   pointers, use it if that call targets an address just below the interrupted one that does not
-//!   begin with `push rbp`.
-//! - **From kernel to user**, the walk uses the `pt_regs` at which kernel unwinding arrives. If it
-//!   does not arrive there, it uses the `pt_regs` at the top of the kernel stack after a
-//!   plausibility check, and marks the chain as guessed. In the entry code, where no `pt_regs` is
+//! - **Kernel by frame pointers** is used for kernels built with frame pointers.
+//! - **User by frame pointers** is correct for code built with frame pointers. In the first
+//!   instructions of a function and at its `ret`, the frame pointer is not the function's own. The
+//!   interrupted instruction identifies these cases (exact). Two more cases are only probable and
+//!   are marked as guessed. System-call stubs of C libraries, which have no frame, use the return
+//!   address at `rsp` if a call instruction precedes it. Leaf functions, which have no frame even
+//!   if compiled with frame pointers, use this return address if the preceding call targets an
+//!   address just below the interrupted one that does not begin with `push rbp`.
+//! - **From kernel to user**, the walk uses the `pt_regs` that kernel unwinding reaches. If kernel
+//!   unwinding does not reach it, the walk uses the `pt_regs` at the top of the kernel stack after
+//!   a plausibility check, and marks the chain as guessed. In the entry code, where no `pt_regs` is
 //!   complete, it uses the registers saved by SYSCALL and the entry code (see `entry`).
 //!
 //! A walk is bounded by the output slice, by [`UnwindLimits`], and by the rule that stack addresses
@@ -31,11 +31,11 @@ use super::paging::AddressSpace;
 use super::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::orc::{OrcEntry, OrcFrameKind, OrcRegister, OrcTable};
 use parts::{ChainBuffer, OtherRegs, USER32_CS, UserRegs, end_of, plausible_user};
-pub use parts::{KernelUnwind, UnwindStop};
+pub use parts::{KernelUnwinder, UnwindStop};
 
-/// `PERF_CONTEXT_GUEST_KERNEL`: marks the following frames as guest kernel frames.
+/// `PERF_CONTEXT_GUEST_KERNEL`, which marks the following frames as guest kernel frames.
 pub const CONTEXT_GUEST_KERNEL: u64 = (-2176i64).cast_unsigned();
-/// `PERF_CONTEXT_GUEST_USER`: marks the following frames as guest user frames.
+/// `PERF_CONTEXT_GUEST_USER`, which marks the following frames as guest user frames.
 pub const CONTEXT_GUEST_USER: u64 = (-2560i64).cast_unsigned();
 
 /// Offsets in `struct pt_regs` of x86-64, in bytes.
@@ -49,15 +49,16 @@ mod pt_regs {
     pub const SIZE: u64 = 168;
 }
 
-/// Kernel stacks are 16 KiB and aligned to their size.
+/// Size of a kernel stack, in bytes. Kernel stacks are 16 KiB and aligned to their size.
 const THREAD_SIZE: u64 = 16 << 10;
-/// Maximum number of stacks in a kernel chain: NMI, #DB, #MC, #DF, #VC, IRQ, soft IRQ, entry, task.
+/// Maximum number of stacks in a kernel chain (NMI, #DB, #MC, #DF, #VC, IRQ, soft IRQ, entry,
+/// task).
 const MAX_STACK_SWITCHES: u32 = 9;
 
 /// The limits of one call chain.
 #[derive(Debug, Clone, Copy)]
 pub struct UnwindLimits {
-    /// Maximum number of kernel and user frames, without context markers.
+    /// Maximum number of kernel and user frames, excluding context markers.
     pub max_frames: usize,
     /// Maximum number of guest memory reads.
     pub max_reads: u32,
@@ -66,7 +67,7 @@ pub struct UnwindLimits {
 }
 
 impl Default for UnwindLimits {
-    /// Returns perf's default depth, and four times the reads that such a chain takes.
+    /// Returns perf's default depth, and four times the number of reads that such a chain requires.
     fn default() -> Self {
         Self {
             max_frames: 127,
@@ -76,12 +77,12 @@ impl Default for UnwindLimits {
     }
 }
 
-/// Reason why the parts of a call chain ended, as stored in a sample.
+/// Reasons the parts of a call chain ended, as stored in a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnwindStops {
-    /// Reason why the kernel part ended; `None` without a kernel part.
+    /// Reason the kernel part ended; `None` if there is no kernel part.
     pub kernel: Option<UnwindStop>,
-    /// Reason why the user part ended; `None` without a user part.
+    /// Reason the user part ended; `None` if there is no user part.
     pub user: Option<UnwindStop>,
     /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,
@@ -96,7 +97,7 @@ impl UnwindStops {
         ]
     }
 
-    /// Decodes two bytes. Accepts any value.
+    /// Decodes two bytes and accepts any value.
     pub fn from_bytes([ends, guessed]: [u8; 2]) -> Self {
         Self {
             kernel: UnwindStop::from_code(ends & 15),
@@ -115,15 +116,15 @@ impl UnwindStops {
 /// The result of a walk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CallChain {
-    /// Number of slice entries filled, including context markers.
+    /// Number of filled slice entries, including context markers.
     pub len: usize,
     /// Number of kernel frames.
     pub kernel_frames: usize,
     /// Number of user frames.
     pub user_frames: usize,
-    /// Reason why the kernel part ended; `None` for a user sample.
+    /// Reason the kernel part ended; `None` for a user sample.
     pub kernel_end: Option<UnwindStop>,
-    /// Reason why the user part ended; `None` without a user part.
+    /// Reason the user part ended; `None` if there is no user part.
     pub user_end: Option<UnwindStop>,
     /// `true` if at least one frame is probable but not certain.
     pub guessed: bool,
@@ -134,7 +135,7 @@ pub struct CallChain {
 }
 
 impl CallChain {
-    /// Returns why the parts of the chain ended.
+    /// Returns the reasons the parts of the chain ended.
     pub fn ends(&self) -> UnwindStops {
         UnwindStops {
             kernel: self.kernel_end,
@@ -147,11 +148,11 @@ impl CallChain {
 /// Unwinds the stacks of a stopped vCPU into `out`.
 ///
 /// The chain starts with the interrupted address. If `kernel` is `None`, a kernel sample has only
-/// that frame, and the user part is still unwound if its registers are found. Does not allocate.
+/// this frame, and the user part is still unwound if its registers are found. Does not allocate.
 pub fn walk<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
-    kernel: Option<KernelUnwind<'_>>,
+    kernel: Option<KernelUnwinder<'_>>,
     limits: &UnwindLimits,
     out: &mut [u64],
 ) -> CallChain {
@@ -194,7 +195,8 @@ pub fn walk<M: GuestPhys + ?Sized>(
     chain
 }
 
-/// Without page tables, the chain consists of the interrupted address only.
+/// Fills the chain if page tables cannot be used. The chain then consists of only the interrupted
+/// address.
 fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut ChainBuffer<'_>) {
     match user {
         None => {
@@ -216,7 +218,7 @@ fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut Chain
 fn walk_kernel<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
-    kernel: Option<KernelUnwind<'_>>,
+    kernel: Option<KernelUnwinder<'_>>,
     budget: &mut WalkBudget,
     chain: &mut CallChain,
     out: &mut ChainBuffer<'_>,
@@ -239,12 +241,12 @@ fn walk_kernel<M: GuestPhys + ?Sized>(
     };
     let end = match kernel {
         None => UnwindStop::NoTable,
-        Some(KernelUnwind {
+        Some(KernelUnwinder {
             orc: Some(orc),
             slide,
             ..
         }) => walk.by_orc(orc, slide),
-        Some(KernelUnwind { orc: None, .. }) => walk.by_frame_pointers(),
+        Some(KernelUnwinder { orc: None, .. }) => walk.by_frame_pointers(),
     };
     if walk.user.is_none() && walk.out.frames_left > 0 {
         walk.user_from_stack_top(end, kernel.is_some_and(|k| k.orc.is_none()));
@@ -266,7 +268,8 @@ struct WalkState {
     di: Option<u64>,
     r10: Option<u64>,
     r13: Option<u64>,
-    /// `true` if the address is the interrupted instruction, not a return address.
+    /// `true` if the address is that of the interrupted instruction, `false` if it is a return
+    /// address.
     exact_ip: bool,
 }
 
@@ -324,7 +327,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         loop {
             let before = self.state.sp;
             // If the call was the last instruction of a function, its return address belongs to the
-            // next function. Look up the byte before.
+            // next function. Look up the preceding byte.
             let probe = self.state.ip.wrapping_sub(u64::from(!self.state.exact_ip));
             let step = match orc.find(probe.wrapping_sub(slide)) {
                 Some(OrcEntry {
@@ -416,16 +419,16 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         };
         if cs & 3 == 3 {
             // orig_ax, just below ip, contains a system-call number, an error code or a negative
-            // value. The distinction matters only for the first user frame, which is determined
-            // from the code.
+            // value. This distinction affects only the first user frame, which is derived from the
+            // code.
             self.user = Some(UserRegs {
                 ip,
                 sp,
                 bp,
                 wide: cs & 0xFFFF != USER32_CS,
                 exact_ip: false,
-                // On entry to and exit from the kernel, an unknown subset of the registers is still
-                // in the vCPU.
+                // On kernel entry and exit, an unknown subset of the registers is still in the
+                // vCPU.
                 others: if partial {
                     OtherRegs::Lost
                 } else {
@@ -445,8 +448,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(WalkStep::Frame)
     }
 
-    /// Guesses the caller of an address without a table entry (a module or generated code): the
-    /// frame pointer must point into this stack, and to a kernel address.
+    /// Guesses the caller of an address without a table entry (a module or generated code). The
+    /// frame pointer must point into this stack, and its frame must contain a kernel address.
     fn guess_by_frame_pointer(&mut self) -> Result<WalkStep, UnwindStop> {
         let WalkState { sp, bp, .. } = self.state;
         if bp < sp || bp - sp > THREAD_SIZE || bp % 8 != 0 {
@@ -468,7 +471,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
     }
 
     /// Unwinds kernels built with frame pointers. On exception entry, the kernel sets rbp to the
-    /// address of the `pt_regs` with bit 0 set; on system-call entry, it sets rbp to 0.
+    /// address of the `pt_regs` with bit 0 set. On system-call entry, it sets rbp to 0.
     fn by_frame_pointers(&mut self) -> UnwindStop {
         let mut switches = 0;
         loop {
@@ -494,7 +497,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
     }
 
     /// Takes the user registers from the top of the task's kernel stack if the walk did not reach
-    /// them. Not done after a complete walk by tables, which ended where no user registers exist.
+    /// them. Does nothing after a complete walk with ORC tables, which ended where no user
+    /// registers exist.
     fn user_from_stack_top(&mut self, end: UnwindStop, frame_pointers: bool) {
         if matches!(end, UnwindStop::Spent | UnwindStop::Full)
             || (end == UnwindStop::Complete && !frame_pointers)

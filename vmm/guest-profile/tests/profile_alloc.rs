@@ -1,13 +1,14 @@
-//! Tests that unwinding does not allocate, because a vCPU thread unwinds a chain at every sample.
+//! Tests that unwinding does not allocate, because a vCPU thread unwinds a chain for every sample.
 //!
-//! A separate test binary, because `allocation-counter` replaces the global allocator.
+//! The test is a separate binary, because `allocation-counter` replaces the global allocator.
 
 use allocation_counter::measure;
-use guest_profile::unwind::{KernelUnwind, UnwindLimits, walk};
+use guest_profile::unwind::{KernelUnwinder, UnwindLimits, walk};
 use guest_profile::{GuestRegs, WalkBudget};
 use kernel_images::orc::OrcTable;
 
-/// The lower and the upper half both map guest-physical address 0 with one 1-GiB page.
+/// Start of the upper half. The lower and the upper half both map guest-physical address 0 with a
+/// 1-GiB page.
 const UPPER: u64 = 0xffff_8000_0000_0000;
 
 fn guest() -> Vec<u8> {
@@ -16,7 +17,7 @@ fn guest() -> Vec<u8> {
     put(0x1000, 0x2007);
     put(0x1000 + 8 * 256, 0x2007);
     put(0x2000, 0x87);
-    // The kernel stack at 0x8000 has one frame and the user registers; the user stack at 0x4000 has
+    // The kernel stack at 0x8000 has one frame and the user registers. The user stack at 0x4000 has
     // two frames.
     put(0x8010, UPPER + 0x9021);
     for (i, v) in [0x5050, 0x33, 0x202, 0x4000, 0x2b].into_iter().enumerate() {
@@ -67,7 +68,7 @@ fn chain_walk_does_not_allocate() {
         chain = Some(walk(
             &ram[..],
             &regs,
-            Some(KernelUnwind {
+            Some(KernelUnwinder {
                 orc: Some(&orc),
                 slide: 0,
                 entry_text: (0, 0),

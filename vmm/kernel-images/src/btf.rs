@@ -1,4 +1,4 @@
-//! BTF, the kernel's compact type information: offsets of structure members.
+//! BTF, the kernel's compact type information, with the offsets of structure members.
 //!
 //! This reader supports the subset of `Documentation/bpf/btf.rst` that is needed for member
 //! offsets: type records, struct and union members (including those of anonymous members), and the
@@ -18,7 +18,7 @@ pub enum BtfError {
     /// Length or record beyond the end of the data.
     #[error("the BTF is truncated")]
     Truncated,
-    /// Unknown type record kind, whose length is therefore unknown.
+    /// Unknown type record kind, so the length of the record is also unknown.
     #[error("unknown BTF type kind {0}")]
     Kind(u32),
     /// Struct names that exceed the memory limit, as in a malicious table.
@@ -51,9 +51,9 @@ mod kind {
 const MAX_NAME: usize = 512;
 /// Maximum total size of struct names, in bytes. Distribution kernels have about 250,000.
 const MAX_NAMES_BYTES: usize = 8 << 20;
-/// Maximum number of members visited per name lookup. A kernel's largest struct has some hundred
-/// members, including those of its anonymous members; a malicious table can have 65,535 in each of
-/// [`MAX_DEPTH`] levels.
+/// Maximum number of members visited per name lookup. A kernel's largest struct has several hundred
+/// members, including those of its anonymous members. A malicious table can have 65,535 members in
+/// each of [`MAX_DEPTH`] levels.
 const MAX_STEPS: u32 = 200_000;
 /// Maximum depth of typedefs and nested members.
 const MAX_DEPTH: u32 = 8;
@@ -132,9 +132,9 @@ impl Btf {
         Ok(btf)
     }
 
-    /// Returns the byte offset of a member, which may be a path ("f_path.dentry"). Members of
-    /// anonymous structs and unions belong to the enclosing type. Returns `None` if the member does
-    /// not exist, is a bit field that is not byte-aligned, or is not found within `MAX_STEPS`
+    /// Returns the byte offset of a member, which may be given as a path ("f_path.dentry"). Members
+    /// of anonymous structs and unions belong to the enclosing type. Returns `None` if the member
+    /// does not exist, is a bit field that is not byte-aligned, or is not found within `MAX_STEPS`
     /// members per path component.
     pub fn offset_of(&self, composite: &str, path: &str) -> Option<u64> {
         let mut id = *self.composites.get(composite.as_bytes())?;
@@ -172,8 +172,8 @@ impl Btf {
         None
     }
 
-    /// Returns the offset in bits and the type of a member of composite `id`, after resolving
-    /// typedefs and qualifiers.
+    /// Returns the bit offset and the type of a member of composite `id`, after resolving typedefs
+    /// and qualifiers.
     fn member(&self, id: u32, name: &[u8], depth: u32, steps: &mut u32) -> Option<(u64, u32)> {
         let depth = depth.checked_sub(1)?;
         let r = self.get(id)?;

@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::le::u32_at;
 
-/// Maximum length of a build ID, in bytes. perf and the usual linkers use 20.
+/// Maximum length of a build ID, in bytes. perf and common linkers use 20 bytes.
 pub const MAX_BYTES: usize = 20;
 
 /// Build ID of 1 to 20 bytes.
@@ -131,7 +131,7 @@ mod tests {
     }
 
     proptest! {
-        /// Notes come from guest memory and must not cause a panic.
+        /// Arbitrary notes do not cause a panic, because notes come from guest memory.
         #[test]
         fn build_id_search_never_panics(notes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = BuildId::in_notes(&notes);

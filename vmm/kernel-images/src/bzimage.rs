@@ -1,14 +1,14 @@
 //! Extraction of the ELF image from a bzImage.
 //!
-//! Linux's setup header gives the location of the compressed kernel (boot protocol 2.08 and later).
-//! Decompressing the kernel in the VMM instead of the guest provides its text, which is searched
-//! for RDPMC, and its symbols. See Linux, Documentation/arch/x86/boot.rst.
+//! Linux's setup header contains the location of the compressed kernel (boot protocol 2.08 and
+//! later). Decompressing the kernel in the VMM instead of the guest provides its text, which is
+//! searched for RDPMC, and its symbols. See Linux, Documentation/arch/x86/boot.rst.
 
 use std::io::Read;
 
 use lzma_rust2::XzReader;
 
-use crate::error::{ImageDamage, KernelImageError, Lz4BlockError};
+use crate::error::{ImageCorruption, KernelImageError, Lz4BlockError};
 use crate::{elf, le};
 
 /// Maximum size of an unpacked kernel, in bytes.
@@ -81,8 +81,8 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, KernelImageE
     let payload_bytes = u32_at(data, 0x24C) as usize;
     let payload_end = payload_start.saturating_add(payload_bytes);
     if payload_bytes < 16 {
-        // A valid image of another kind: such programs start at 1 MiB through the 32-bit protocol,
-        // which is not supported.
+        // The file is a valid image of a different type. Such programs start at 1 MiB through the
+        // 32-bit protocol, which is not supported.
         return Err(KernelImageError::NotAKernel {
             name: name.into(),
             found: "it boots by the Linux protocol but has no Linux kernel inside (memtest86+ is made so)",
@@ -145,7 +145,7 @@ pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, KernelImageEr
     }
     let (vmlinux, _) = payload(name, data, &setup_header(name, data)?)?;
     if !elf::is_elf(&vmlinux) {
-        return Err(KernelImageError::malformed(name, ImageDamage::NoElfPayload));
+        return Err(KernelImageError::malformed(name, ImageCorruption::NoElfPayload));
     }
     Ok(vmlinux)
 }
@@ -155,10 +155,11 @@ pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, KernelImageEr
 ///
 /// # Errors
 /// Returns [`KernelImageError::UnsupportedCompression`] for an unsupported method,
-/// [`KernelImageError::Unpack`] if the data is damaged, and [`KernelImageError::UnpackedTooLarge`].
+/// [`KernelImageError::Unpack`] if the data is damaged, and [`KernelImageError::UnpackedTooLarge`]
+/// if the unpacked data exceeds the limit.
 pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), KernelImageError> {
-    // The kernel build appends the unpacked size (gzip's own trailer serves this purpose), which
-    // bounds the output.
+    // The kernel build appends the unpacked size, which bounds the output. gzip's own trailer
+    // serves this purpose.
     let claimed = payload
         .last_chunk()
         .map_or(0, |size| u64::from(u32::from_le_bytes(*size)));
@@ -169,7 +170,7 @@ pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), Ker
     };
     let image = match method {
         "gzip" => bounded(name, method, claimed, flate2::read::GzDecoder::new(payload))?,
-        // Decode a single stream, because the size follows it.
+        // Decode only one stream, because the size follows it.
         "xz" => {
             let decoder = XzReader::new_mem_limit(payload, false, XZ_MEMORY_KIB);
             bounded(name, method, claimed, decoder)?
@@ -213,14 +214,14 @@ fn unpack_error(
     }
 }
 
-/// Reads `decoder` to its end, up to [`MAX_UNPACKED_BYTES`].
+/// Reads `decoder` until end of file, but at most [`MAX_UNPACKED_BYTES`].
 fn bounded(
     name: &str,
     method: &'static str,
     claimed: u64,
     decoder: impl Read,
 ) -> Result<Vec<u8>, KernelImageError> {
-    // The claimed size is only an allocation hint. A wrong value costs a reallocation.
+    // The claimed size is only an allocation hint, and a wrong value costs a reallocation.
     let mut out = Vec::with_capacity(claimed.min(MAX_UNPACKED_BYTES / 4) as usize);
     let read = decoder.take(MAX_UNPACKED_BYTES + 1).read_to_end(&mut out);
     if out.len() as u64 > MAX_UNPACKED_BYTES {
@@ -234,9 +235,9 @@ fn bounded(
     Ok(out)
 }
 
-/// Unpacks the legacy lz4 format: a magic number, then blocks of (compressed size, bytes) that each
-/// unpack to 8 MiB except the last. The unpacked size, appended by the kernel build, ends the
-/// stream.
+/// Unpacks the legacy lz4 format, which consists of a magic number and blocks of (compressed size,
+/// bytes). Each block except the last unpacks to 8 MiB. The stream ends with the unpacked size,
+/// which the kernel build appends.
 fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, KernelImageError> {
     let method = "lz4";
     if claimed > MAX_UNPACKED_BYTES {
@@ -305,8 +306,8 @@ mod tests {
         payload("k", file, &header)
     }
 
-    /// [`sample`], compressed like a kernel build: `xz --check=crc32 --x86 --lzma2=preset=1` (xz
-    /// 5.4.1).
+    /// [`sample`], compressed in the same way as by a kernel build:
+    /// `xz --check=crc32 --x86 --lzma2=preset=1` (xz 5.4.1).
     const XZ: &[u8] = include_bytes!("../tests/fixtures/as-the-kernels-build.xz");
 
     fn sample() -> Vec<u8> {

@@ -7,15 +7,15 @@ use object::Endianness;
 use object::elf;
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, Sym};
 
-use crate::error::{ImageDamage, KernelImageError};
+use crate::error::{ImageCorruption, KernelImageError};
 use crate::orc;
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// Maximum number of program headers; Linux has five.
+/// Maximum number of program headers. Linux has five.
 const MAX_SEGMENTS: usize = 64;
-/// Maximum number of notes per PT_NOTE segment; Linux has about a dozen.
+/// Maximum number of notes per PT_NOTE segment. Linux has about a dozen.
 const MAX_NOTES: usize = 256;
-/// Type of the note named "Xen" that holds the 32-bit PVH entry point (Xen, public/elfnote.h).
+/// Type of the "Xen" note that contains the 32-bit PVH entry point (Xen, public/elfnote.h).
 const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
 
 /// Executable code of an image.
@@ -42,7 +42,7 @@ pub struct LoadSegment<'a> {
     pub mem_bytes: u64,
     /// Contents in the file.
     pub data: &'a [u8],
-    /// Set if the segment is executable (PF_X).
+    /// `true` if the segment is executable (PF_X).
     pub executable: bool,
 }
 
@@ -57,15 +57,15 @@ impl LoadSegment<'_> {
 /// Parsed ELF image.
 #[derive(Debug)]
 pub struct ElfImage<'a> {
-    /// Set for 64-bit images (ELFCLASS64).
+    /// `true` for 64-bit images (ELFCLASS64).
     pub is_64: bool,
     /// ELF machine, `EM_*`.
     pub machine: u16,
     /// Entry point from the ELF header.
     pub entry: u64,
-    /// Guest-physical PVH entry point, if a note contains one.
+    /// Guest-physical PVH entry point, if a note specifies one.
     pub pvh_entry: Option<u32>,
-    /// Set if the image has a note named "Linux", as every Linux kernel since 4.19.
+    /// `true` if the image has a note named "Linux", as every Linux kernel has since 4.19.
     pub is_linux: bool,
     /// PT_LOAD segments with a nonzero size in memory.
     pub segments: Vec<LoadSegment<'a>>,
@@ -74,7 +74,7 @@ pub struct ElfImage<'a> {
     pub code: Vec<CodeBytes<'a>>,
     /// Symbols of the image's symbol table.
     pub symbols: KernelSymbols,
-    /// Addresses of instruction boundaries from the kernel's ORC unwind table, sorted.
+    /// Sorted addresses of instruction boundaries from the kernel's ORC unwind table.
     pub orc_ips: Vec<u64>,
 }
 
@@ -92,7 +92,7 @@ pub fn parse<'a>(name: &str, data: &'a [u8]) -> Result<ElfImage<'a>, KernelImage
     match data.get(4) {
         Some(1) => parse_class::<elf::FileHeader32<Endianness>>(name, data, false),
         Some(2) => parse_class::<elf::FileHeader64<Endianness>>(name, data, true),
-        Some(class) => Err(KernelImageError::malformed(name, ImageDamage::Class(*class))),
+        Some(class) => Err(KernelImageError::malformed(name, ImageCorruption::Class(*class))),
         None => Err(KernelImageError::truncated(name, "the ELF header", 52, data)),
     }
 }
@@ -114,7 +114,7 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     let header = H::parse(data).map_err(|e| unreadable(name, "ELF header", e))?;
     let endian = header.endian().map_err(|e| unreadable(name, "ELF header", e))?;
     if endian != Endianness::Little {
-        return Err(KernelImageError::malformed(name, ImageDamage::BigEndian));
+        return Err(KernelImageError::malformed(name, ImageCorruption::BigEndian));
     }
     let headers = program_headers(name, data, header, endian)?;
     if headers.iter().any(|ph| ph.p_type(endian) == elf::PT_INTERP) {
@@ -182,7 +182,7 @@ fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     if headers.len() > MAX_SEGMENTS {
         return Err(KernelImageError::malformed(
             name,
-            ImageDamage::Segments {
+            ImageCorruption::Segments {
                 count: headers.len(),
                 most: MAX_SEGMENTS,
             },
@@ -191,7 +191,7 @@ fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     Ok(headers)
 }
 
-/// Returns the PT_LOAD segments with a nonzero size in memory, at least one.
+/// Returns the PT_LOAD segments with a nonzero size in memory, of which there must be at least one.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
     name: &str,
@@ -212,7 +212,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
         if file_bytes > mem_bytes {
             return Err(KernelImageError::malformed(
                 name,
-                ImageDamage::SegmentSize {
+                ImageCorruption::SegmentSize {
                     index,
                     file_bytes,
                     mem_bytes,
@@ -260,7 +260,7 @@ impl ElfNotes {
             match note.name() {
                 b"Linux" => self.is_linux = true,
                 b"Xen" if note.n_type(endian).0 == XEN_ELFNOTE_PHYS32_ENTRY => {
-                    // Four bytes, or eight bytes with a zero upper half.
+                    // The value has four bytes, or eight bytes with a zero upper half.
                     let low = note.desc().first_chunk();
                     self.pvh_entry = self.pvh_entry.or(low.map(|bytes| u32::from_le_bytes(*bytes)));
                 }
@@ -279,7 +279,7 @@ pub struct ElfSection<'a> {
     pub virt: u64,
     /// Contents of the section.
     pub data: &'a [u8],
-    /// Set for executable sections.
+    /// `true` for executable sections.
     pub executable: bool,
 }
 
@@ -311,13 +311,13 @@ pub fn tables<'a>(name: &str, data: &'a [u8]) -> Result<ElfTables<'a>, KernelIma
     let read = match data.get(4) {
         Some(1) if is_elf(data) => tables_of_class::<elf::FileHeader32<Endianness>>(data),
         Some(2) if is_elf(data) => tables_of_class::<elf::FileHeader64<Endianness>>(data),
-        _ => return Err(KernelImageError::malformed(name, ImageDamage::NoElf)),
+        _ => return Err(KernelImageError::malformed(name, ImageCorruption::NoElf)),
     };
     read.map_err(|e| unreadable(name, "section headers", e))
 }
 
 fn unreadable(name: &str, part: &'static str, source: object::read::Error) -> KernelImageError {
-    KernelImageError::malformed(name, ImageDamage::Headers { part, source })
+    KernelImageError::malformed(name, ImageCorruption::Headers { part, source })
 }
 
 fn tables_of_class<H: FileHeader<Endian = Endianness>>(data: &[u8]) -> object::read::Result<ElfTables<'_>> {
@@ -395,7 +395,7 @@ fn add_tables<'a>(image: &mut ElfImage<'a>, tables: ElfTables<'a>) {
         .iter()
         .filter(|s| s.executable && !s.data.is_empty())
     {
-        // Code is only trusted if a segment loads it at this address.
+        // Code is trusted only if a segment loads it at this address.
         let loaded = image.segments.iter().find_map(|s| {
             let offset = usize::try_from(section.virt.checked_sub(s.virt)?).ok()?;
             let end = offset.checked_add(section.data.len())?;

@@ -4,7 +4,7 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelImageError {
-    /// The file has none of the supported formats.
+    /// The file has no supported format.
     #[error(
         "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image and an \
          ELF image with a PVH entry point"
@@ -36,7 +36,7 @@ pub enum KernelImageError {
         name: String,
         /// Description of the damage.
         #[source]
-        damage: ImageDamage,
+        damage: ImageCorruption,
     },
     /// The bzImage uses a boot protocol older than 2.08.
     #[error("kernel {name} uses boot protocol {major}.{minor:02}; must be 2.08 (Linux 2.6.26) or later")]
@@ -86,9 +86,9 @@ pub enum KernelImageError {
     },
 }
 
-/// Kind of damage in a kernel image.
+/// Type of damage in a kernel image.
 #[derive(Debug, thiserror::Error)]
-pub enum ImageDamage {
+pub enum ImageCorruption {
     /// Machine other than x86-64.
     #[error("not an x86-64 file")]
     Machine,
@@ -135,7 +135,7 @@ pub enum ImageDamage {
     Multiboot {
         /// Name of the field.
         field: &'static str,
-        /// Invalid location that the field refers to.
+        /// Invalid location to which the field refers.
         place: &'static str,
     },
 }
@@ -161,7 +161,7 @@ pub enum Lz4BlockError {
 
 impl KernelImageError {
     /// Creates a [`KernelImageError::Malformed`] for an invalid header field.
-    pub fn malformed(name: &str, damage: ImageDamage) -> Self {
+    pub fn malformed(name: &str, damage: ImageCorruption) -> Self {
         Self::Malformed {
             name: name.into(),
             damage,

@@ -6,7 +6,7 @@
 use crate::btf::Btf;
 use crate::build_id::BuildId;
 use crate::elf;
-use crate::error::{ImageDamage, KernelImageError};
+use crate::error::{ImageCorruption, KernelImageError};
 use crate::kallsyms::{self, KallsymsError};
 use crate::orc::OrcTable;
 use crate::symbols::KernelSymbols;
@@ -36,7 +36,7 @@ impl KernelImage {
         const EM_X86_64: u16 = 62;
         let tables = elf::tables(name, bytes)?;
         if tables.machine != EM_X86_64 {
-            return Err(KernelImageError::malformed(name, ImageDamage::Machine));
+            return Err(KernelImageError::malformed(name, ImageCorruption::Machine));
         }
         let mut notes = Vec::new();
         let section = |name: &str| tables.section(name).map(|s| (s.virt, s.data));
@@ -77,7 +77,7 @@ impl KernelImage {
             notes.push("kernel symbols: neither a symbol table nor kallsyms in the image".into());
         }
         // The image contains several strings that resemble the version line. The symbol identifies
-        // the real one.
+        // the actual line.
         let banner = symbols
             .as_ref()
             .and_then(|s| s.by_name("linux_banner"))
@@ -103,8 +103,8 @@ impl KernelImage {
         })
     }
 
-    /// Reads the tables from a running kernel's memory. `bytes` is the memory mapped from `start`
-    /// on, with holes as zeros. All addresses are run-time addresses, for use with a slide of 0.
+    /// Reads the tables from a running kernel's memory. `bytes` is the memory mapped from `start`,
+    /// with holes as zeros. All addresses are run-time addresses, for use with a slide of 0.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn from_memory(start: u64, bytes: &[u8]) -> Result<Self, KallsymsError> {
         let symbols = kallsyms::find(bytes)?;

@@ -1,19 +1,20 @@
 //! Search for the kallsyms table in a kernel image or in the memory of a running kernel.
 //!
 //! `scripts/kallsyms` compresses symbol names with a table of 256 tokens and places several arrays
-//! into `.rodata`, whose symbols are missing in a stripped image. The arrays are found by their
+//! into `.rodata`. In a stripped image, these arrays have no symbols, so they are found by their
 //! structure:
 //!
 //! 1. Token table: 256 NUL-terminated strings that include the single characters `0` to `9` in
-//!    order, followed by the token index: 256 16-bit offsets, all of which must match the strings.
+//!    order, followed by the token index of 256 16-bit offsets, all of which must match the
+//!    strings.
 //! 2. Symbol names: the number of symbols, the names (`length, tokens…` each), and one marker per
 //!    256 names. A candidate is accepted if all names can be parsed and all markers match.
-//! 3. Addresses: 64-bit addresses, or 32-bit offsets with a base. Up to 6.3 they precede the symbol
-//!    count, since 6.4 they follow the token index. Either negative offsets count down from the
+//! 3. Addresses: 64-bit addresses, or 32-bit offsets with a base. They precede the symbol count up
+//!    to 6.3, and follow the token index since 6.4. Either negative offsets count down from the
 //!    base and other offsets are absolute (`KALLSYMS_ABSOLUTE_PERCPU`), or all offsets count up.
 //!
-//! The search tries all widths that changed over time (32- or 64-bit counts and markers, two-byte
-//! lengths since 6.1).
+//! The search tries all widths that have changed over time (32- or 64-bit counts and markers,
+//! two-byte lengths since 6.1).
 
 use crate::le::{u32_at, u64_at};
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
@@ -36,14 +37,16 @@ pub enum KallsymsError {
 const SYMBOLS: std::ops::RangeInclusive<u64> = 256..=4_000_000;
 /// Maximum distance of the names before the token table, in bytes.
 const NAMES_REACH: usize = 32 << 20;
-/// Maximum number of token tables to examine. Memory may contain copies and similar data.
+/// Maximum number of token tables to examine. Memory may contain copies of the table and similar
+/// data.
 const MAX_CANDIDATES: usize = 16;
-/// Maximum number of candidates that are parsed completely. Each costs a pass over all names.
+/// Maximum number of candidates that are parsed completely. Each candidate costs a pass over all
+/// names.
 const MAX_VALIDATIONS: u32 = 64;
 /// Maximum length of an expanded name, in bytes.
 const MAX_NAME: usize = 1024;
 const UPPER_HALF: u64 = 1 << 63;
-/// Start of the kernel mapping: the top 2 GiB of the address space.
+/// Start of the kernel mapping, which is the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
 struct TokenTable<'d> {
@@ -63,7 +66,7 @@ impl<'d> TokenTable<'d> {
 
     /// Parses the token table that contains the digits at offset `digits`.
     fn around(data: &'d [u8], digits: usize) -> Option<Self> {
-        // 256 - 48 strings start at "0", followed by padding and the index.
+        // The string "0" is followed by the remainder of 256 - 48 strings, padding, and the index.
         let mut at = digits;
         for _ in usize::from(b'0')..256 {
             let rest = data.get(at..)?;
@@ -102,7 +105,7 @@ struct NameTable {
     count_at: usize,
     /// Offset of the first name.
     start: usize,
-    /// Set if lengths from 128 on take two bytes.
+    /// `true` if lengths from 128 on take two bytes.
     big: bool,
 }
 
@@ -141,8 +144,8 @@ impl NameTable {
     fn before(tokens: &TokenTable<'_>) -> Option<Self> {
         let data = tokens.data;
         let lowest = tokens.start.saturating_sub(NAMES_REACH);
-        // The search moves down from the token table, and the real count is not necessarily the
-        // first match. Each candidate is verified by parsing it completely.
+        // The search proceeds downwards from the token table, and the actual count is not
+        // necessarily the first match. Each candidate is verified by parsing it completely.
         let mut at = (tokens.start & !7).checked_sub(8)?;
         let mut proofs = 0;
         while at >= lowest {
@@ -220,14 +223,14 @@ fn addresses(tokens: &TokenTable<'_>, names: &NameTable) -> Option<Vec<u64>> {
     let data = tokens.data;
     let n = names.count;
     let offsets_len = (n * 4).next_multiple_of(8);
-    // Since 6.4: token index, offsets, base.
+    // Order since 6.4: token index, offsets, base.
     let after = tokens.end.next_multiple_of(8);
     if let Some(base) = u64_at(data, after + offsets_len)
         && let Some(found) = relative(data, after, n, base)
     {
         return Some(found);
     }
-    // Up to 6.3: offsets, base, count.
+    // Order up to 6.3: offsets, base, count.
     if let Some(base_at) = names.count_at.checked_sub(8)
         && let Some(base) = u64_at(data, base_at)
         && let Some(from) = base_at.checked_sub(offsets_len)
@@ -235,7 +238,7 @@ fn addresses(tokens: &TokenTable<'_>, names: &NameTable) -> Option<Vec<u64>> {
     {
         return Some(found);
     }
-    // Without a base: addresses, count; or, since 6.4, token index, addresses.
+    // Order without a base: addresses, count; or, since 6.4: token index, addresses.
     [names.count_at.checked_sub(n * 8), Some(after)]
         .into_iter()
         .flatten()
@@ -275,7 +278,7 @@ fn is_plausible(list: &[u64]) -> bool {
     list.iter().filter(|&&a| a >= UPPER_HALF).count() * 2 > list.len()
 }
 
-/// Finds and decodes the tables in `data`, which holds `.rodata`, a whole image, or a kernel's
+/// Finds and decodes the tables in `data`, which contains `.rodata`, a whole image, or a kernel's
 /// memory in virtual address order. Offsets in `data` must be congruent to addresses modulo 8.
 pub fn find(data: &[u8]) -> Result<KernelSymbols, KallsymsError> {
     const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";

@@ -34,7 +34,7 @@
         clippy::cast_sign_loss,
     )
 )]
-// A library does not print. Diagnostics go to the log or to the caller.
+// A library does not print. Diagnostics are logged or returned to the caller.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod btf;
@@ -49,4 +49,4 @@ pub mod orc;
 pub mod packed;
 pub mod symbols;
 
-pub use error::{ImageDamage, KernelImageError, Lz4BlockError};
+pub use error::{ImageCorruption, KernelImageError, Lz4BlockError};

@@ -1,9 +1,9 @@
 //! ORC unwind tables of a vmlinux.
 //!
-//! `.orc_unwind_ip` holds sorted addresses (32-bit, relative to each slot's own address).
-//! `.orc_unwind` holds one 6-byte entry per address: the previous stack pointer (a register and an
-//! offset), the location of the caller's saved frame pointer, and the contents of the top of the
-//! frame. The layout of the entry's last 16 bits changed twice (Linux
+//! `.orc_unwind_ip` contains sorted addresses (32-bit, relative to each slot's own address).
+//! `.orc_unwind` contains one 6-byte entry per address: the previous stack pointer (a register and
+//! an offset), the location of the caller's saved frame pointer, and the contents of the top of the
+//! frame. The layout of the entry's last 16 bits has changed twice (Linux
 //! `arch/x86/include/asm/orc_types.h`):
 //!
 //! | kernels | bits 0-3 | 4-7 | 8 up |
@@ -12,8 +12,8 @@
 //! | 6.3 | sp_reg | bp_reg | type:2, signal:1, end:1 |
 //! | from 6.4 | sp_reg | bp_reg | type:3 (0 undefined, 1 end, 2 call, 3 regs, 4 partial), signal:1 |
 //!
-//! The older tables do not identify their layout. The layout is detected from the entries: nearly
-//! all of them are calls, whose type is 0 in the old layouts and 2 in the new one.
+//! The older tables do not identify their layout. The layout is detected from the entries, nearly
+//! all of which are calls. The type of a call is 0 in the old layouts and 2 in the new one.
 
 /// Base register of an ORC entry (numbers from `orc_types.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl OrcRegister {
 /// Contents of the top of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrcFrameKind {
-    /// Unknown: the code at this address cannot be unwound.
+    /// Unknown contents. The code at this address cannot be unwound.
     Undefined,
     /// End of the stack (outermost frame).
     End,
@@ -118,7 +118,8 @@ pub enum OrcError {
 const IP_SIZE: usize = 4;
 /// Size of an entry, in bytes.
 pub const ENTRY_SIZE: usize = 6;
-/// Shift of the block size: one block index slot covers 256 bytes of text, as in the kernel.
+/// Binary logarithm of the block size. One block index slot covers 256 bytes of text, as in the
+/// kernel.
 const BLOCK_SHIFT: u32 = 8;
 /// Maximum number of block index slots per entry. Real kernels have more entries than blocks. The
 /// limit prevents a table with a few entries scattered over 4 GiB from allocating 64 MiB.
@@ -152,7 +153,7 @@ pub struct OrcTable {
     raw: Vec<[u8; ENTRY_SIZE]>,
     /// First slot of `offsets` at or after the start of each text block.
     blocks: Vec<u32>,
-    /// Size of a block as a power of two: `2^block_shift` bytes of text.
+    /// Binary logarithm of the size of a block, which covers `2^block_shift` bytes of text.
     block_shift: u32,
 }
 
@@ -174,8 +175,9 @@ impl OrcTable {
         let (entries, _) = entries.as_chunks::<ENTRY_SIZE>();
         let ips = slots(ip_section_address, ip_section);
         let mut slots: Vec<(u64, [u8; ENTRY_SIZE])> = ips.zip(entries.iter().copied()).collect();
-        // Kernels since 5.6 are sorted at build time, older kernels at boot. The sort is stable: of
-        // two entries with the same address the later one takes precedence below, as in the kernel.
+        // Kernels since 5.6 are sorted at build time, older kernels at boot. The sort is stable. If
+        // two entries have the same address, the later one takes precedence below, as in the
+        // kernel.
         if !slots.is_sorted_by_key(|s| s.0) {
             slots.sort_by_key(|s| s.0);
         }
@@ -262,7 +264,7 @@ impl OrcTable {
         &self.raw
     }
 
-    /// Returns the detected layout.
+    /// Returns the detected layout of the entries.
     pub fn format(&self) -> OrcFormat {
         self.format
     }
@@ -277,8 +279,8 @@ impl OrcTable {
         self.offsets.is_empty()
     }
 
-    /// Returns the entry that applies to link-time address `ip`, or `None` if `ip` is outside the
-    /// table or the entry is invalid.
+    /// Returns the entry that applies to the link-time address `ip`, or `None` if `ip` is outside
+    /// the table or the entry is invalid.
     pub fn find(&self, ip: u64) -> Option<OrcEntry> {
         let offset = u32::try_from(ip.checked_sub(self.base)?).ok()?;
         let block = (offset >> self.block_shift) as usize;
@@ -298,8 +300,8 @@ fn flags(raw: &[u8; ENTRY_SIZE]) -> u16 {
 fn detect(all: impl Iterator<Item = u16>) -> OrcFormat {
     let (mut zero, mut two, mut bit3) = (0u64, 0u64, 0u64);
     for f in all {
-        // Entries that derive the previous stack pointer from rsp or rbp are calls, with few
-        // exceptions.
+        // With few exceptions, entries that derive the previous stack pointer from rsp or rbp are
+        // calls.
         if matches!(
             OrcRegister::from_nibble(f & 15),
             Some(OrcRegister::Sp | OrcRegister::Bp)
@@ -326,8 +328,8 @@ fn decode(format: OrcFormat, raw: &[u8; ENTRY_SIZE]) -> Option<OrcEntry> {
     let sp_reg = OrcRegister::from_nibble(f & 15)?;
     let bp_reg = OrcRegister::from_nibble((f >> 4) & 15)?;
     let old = |end: bool| match ((f >> 8) & 3, sp_reg) {
-        // In the old layouts an undefined stack pointer means that unwinding stops, and the end bit
-        // gives the reason.
+        // In the old layouts, an undefined stack pointer means that unwinding stops, and the end
+        // bit indicates the reason.
         (_, OrcRegister::Undefined) if end => Some(OrcFrameKind::End),
         (_, OrcRegister::Undefined) => Some(OrcFrameKind::Undefined),
         (0, _) => Some(OrcFrameKind::Call),
@@ -380,8 +382,8 @@ mod tests {
 
     #[test]
     fn orc_layouts_are_detected_and_decoded() {
-        // sp_reg 5 (rsp), bp_reg 1 (previous sp), followed by a pt_regs, a partial pt_regs and an
-        // end entry.
+        // sp_reg 5 (rsp) and bp_reg 1 (previous sp), followed by a pt_regs, a partial pt_regs and
+        // an end entry.
         let rows = |call: u16, regs: u16, partial: u16, end: u16| {
             let (i, e) = sections(
                 AT,
@@ -419,7 +421,7 @@ mod tests {
         }
     }
 
-    /// Tests a valid table and invalid tables from another process.
+    /// A valid table from another process is rebuilt, and invalid tables are rejected.
     #[test]
     fn orc_table_is_rebuilt_from_parts() {
         let rows = [

@@ -1,5 +1,5 @@
 //! Compressed storage for symbols that are kept during the lifetime of a VM and rarely used.
-//! Reduces their size to about one fifth.
+//! Compression reduces their size to about one fifth.
 
 use std::fmt;
 
@@ -40,7 +40,7 @@ impl PackedSymbols {
         let plain = lz4_flex::block::decompress_size_prepended(&self.bytes).unwrap_or_default();
         let mut builder = SymbolsBuilder::default();
         let (mut rest, mut address) = (&plain[..], 0u64);
-        // The bytes were written by `new`, so the last symbol ends at their end.
+        // `new` wrote the bytes, so the last symbol ends where they end.
         while let Some(symbol) = take(&mut rest) {
             address = address.wrapping_add(symbol.distance);
             builder.add_sized(address, symbol.size_bytes, symbol.kind, symbol.name);
@@ -81,7 +81,7 @@ impl PackedText {
 
     /// Decompresses the text.
     pub fn unpack(&self) -> Vec<u8> {
-        // The bytes were written by `new`, so decompression cannot fail.
+        // `new` wrote the bytes, so decompression cannot fail.
         lz4_flex::block::decompress_size_prepended(&self.bytes).unwrap_or_default()
     }
 }
@@ -189,7 +189,8 @@ mod tests {
         assert!(PackedText::default().unpack().is_empty());
     }
 
-    /// Uses as many symbols as a distribution kernel, with similar names.
+    /// Packing reduces the memory for as many symbols as in a distribution kernel, with similar
+    /// names.
     #[test]
     fn packed_symbols_need_a_third_of_the_memory() {
         let words = ["sched", "alloc", "ext4", "tcp", "virtio", "page", "lock", "iter"];

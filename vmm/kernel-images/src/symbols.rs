@@ -20,10 +20,10 @@ pub struct KernelSymbols {
 /// Kernel symbol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSymbol<'s> {
-    /// Address as in the symbol's source: a link-time address, or a run-time address for a guest's
-    /// `/proc/kallsyms`.
+    /// Address as in the symbol's source, which is a link-time address, or a run-time address for a
+    /// guest's `/proc/kallsyms`.
     pub address: u64,
-    /// Type letter as in `nm`.
+    /// Type letter as printed by `nm`.
     pub kind: u8,
     /// Symbol name.
     pub name: &'s str,
@@ -34,7 +34,7 @@ fn is_text(kind: u8) -> bool {
 }
 
 /// Start of the upper half, which contains all kernel addresses. Smaller values are per-CPU offsets
-/// and constants.
+/// or constants.
 const UPPER_HALF: u64 = 1 << 63;
 /// Maximum name length, in bytes. Longer names are truncated; the kernel limit KSYM_NAME_LEN is
 /// 512.
@@ -44,8 +44,8 @@ const MAX_NAME: usize = 1024;
 pub const MAX_SYMBOLS: usize = 4_000_000;
 /// Maximum total size of names, in bytes. Distribution kernels have 5,000,000 to 10,000,000.
 const MAX_NAMES_BYTES: usize = 128 << 20;
-/// Maximum number of symbols searched for a text symbol before an address, and for an alias that
-/// contains the address.
+/// Maximum number of symbols that are searched for a text symbol before an address, and for an
+/// alias that contains the address.
 const NEIGHBOURS: usize = 64;
 
 /// Builder that accepts symbols in any order.
@@ -56,7 +56,7 @@ pub struct SymbolsBuilder {
 }
 
 impl SymbolsBuilder {
-    /// Adds a symbol. Ignores names that are not ASCII, and all symbols after [`MAX_SYMBOLS`] or
+    /// Adds a symbol. Ignores names that are not ASCII, and all symbols beyond [`MAX_SYMBOLS`] or
     /// 128 MiB of names, because a guest can create tables of any size.
     pub fn add(&mut self, address: u64, kind: u8, name: &[u8]) {
         self.add_sized(address, 0, kind, name);
@@ -91,8 +91,8 @@ impl SymbolsBuilder {
             return None;
         }
         let names = &self.names;
-        // Of several symbols at one address, the last in this order is used: text before data,
-        // global before local, fewer leading underscores.
+        // If several symbols have the same address, the last in this order is used: text before
+        // data, global before local, fewer leading underscores.
         self.entries.sort_by_key(|e| {
             let name = &names[e.name_at as usize..][..usize::from(e.name_len)];
             let underscores = name.iter().take_while(|&&b| b == b'_').count();
@@ -225,7 +225,7 @@ impl KernelSymbols {
         self.entries.is_empty()
     }
 
-    /// Returns the symbols with all kernel addresses moved up by `slide` (wrapping). Per-CPU
+    /// Returns the symbols with all kernel addresses increased by `slide` (wrapping). Per-CPU
     /// offsets and constants do not change.
     pub fn relocated(&self, slide: u64) -> Self {
         let mut moved = self.clone();
@@ -248,7 +248,7 @@ impl KernelSymbols {
 
     fn symbol(&self, e: &SymbolEntry) -> KernelSymbol<'_> {
         let name = &self.names[e.name_at as usize..][..usize::from(e.name_len)];
-        // The builder only accepts ASCII.
+        // The builder accepts only ASCII.
         KernelSymbol {
             address: e.address,
             kind: e.kind,
@@ -261,7 +261,8 @@ impl KernelSymbols {
 mod tests {
     use super::*;
 
-    /// Without a limit, 4,000,000 symbols with names of 1,024 bytes would need 4 GiB.
+    /// The memory for symbol names is bounded. Without a limit, 4,000,000 symbols with names of
+    /// 1,024 bytes would require 4 GiB.
     #[test]
     fn symbol_names_use_bounded_memory() {
         let mut builder = SymbolsBuilder::default();
@@ -332,7 +333,8 @@ ffffffffc0001000 t in_module	[nf]
         builder.finish().unwrap()
     }
 
-    /// Multiboot kernels and the built-in guest are linked at low addresses and have symbol sizes.
+    /// Addresses of multiboot kernels and of the built-in guest are resolved. These kernels are
+    /// linked at low addresses and have symbol sizes.
     #[test]
     fn address_resolves_to_containing_symbol() {
         let s = sized(&[

@@ -4,11 +4,11 @@ use std::fmt;
 use std::net::Ipv4Addr;
 use std::str::FromStr;
 
-/// Address of the service by default, as in Firecracker and in clouds.
+/// Default address of the service, as in Firecracker and cloud platforms.
 pub const DEFAULT_ADDRESS: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
 /// Default size limit of the document, in bytes, as in Firecracker.
 pub const DEFAULT_SIZE_LIMIT: usize = 51_200;
-/// Maximum size limit of the document, in bytes: a document must fit in one request of the VM's
+/// Maximum size limit of the document, in bytes. A document must fit in one request on the VM's
 /// control socket.
 pub const MAX_SIZE_LIMIT: usize = 60 << 10;
 
@@ -29,7 +29,7 @@ pub struct MmdsConfig {
     pub version: MmdsVersion,
     /// Link-local address at which the guest reaches the service.
     pub address: Ipv4Addr,
-    /// `true` if responses are always text, whatever format the guest accepts.
+    /// `true` if responses are always text, regardless of the format that the guest accepts.
     pub imds_compat: bool,
     /// Maximum size of the document as JSON text, in bytes.
     pub size_limit: usize,
@@ -46,7 +46,7 @@ impl Default for MmdsConfig {
     }
 }
 
-/// The reason why a configuration is invalid.
+/// Error returned when a configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MmdsConfigError {
     /// An option is unknown.
@@ -58,7 +58,7 @@ pub enum MmdsConfigError {
     /// The version is unknown.
     #[error("version must be v1 or v2")]
     Version,
-    /// The address is no usable link-local address.
+    /// The address is not a usable link-local address.
     #[error("address must be link-local, from 169.254.1.0 to 169.254.254.255")]
     Address,
     /// The switch is neither on nor off.
@@ -72,7 +72,7 @@ pub enum MmdsConfigError {
 /// Checks that `address` is a link-local address that RFC 3927 does not reserve.
 ///
 /// # Errors
-/// Returns [`MmdsConfigError::Address`] if not.
+/// Returns [`MmdsConfigError::Address`] if `address` is outside this range.
 pub fn check_address(address: Ipv4Addr) -> Result<Ipv4Addr, MmdsConfigError> {
     let [a, b, c, _] = address.octets();
     let is_usable = (a, b) == (169, 254) && (1..=254).contains(&c);
@@ -80,7 +80,7 @@ pub fn check_address(address: Ipv4Addr) -> Result<Ipv4Addr, MmdsConfigError> {
 }
 
 /// Parses `version=v1|v2`, `address=`, `imds-compat=on|off` and `size-limit=`, separated by commas.
-/// Omitted options have their defaults.
+/// Omitted options have default values.
 impl FromStr for MmdsConfig {
     type Err = MmdsConfigError;
 
@@ -127,7 +127,7 @@ impl FromStr for MmdsConfig {
     }
 }
 
-/// Writes the syntax that [`MmdsConfig::from_str`] parses.
+/// Formats the configuration in the syntax that [`MmdsConfig::from_str`] parses.
 impl fmt::Display for MmdsConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let version = match self.version {

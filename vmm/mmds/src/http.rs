@@ -13,7 +13,7 @@ const TOKEN_FIELDS: [&str; 2] = ["X-metadata-token", "X-aws-ec2-metadata-token"]
 /// Header field of proxies, which must not request tokens.
 const FORWARDED_FIELD: &str = "X-Forwarded-For";
 
-/// A request of the guest. Its body, if any, has no meaning.
+/// A guest request. The body, if any, is ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetadataRequest {
     /// Method.
@@ -24,7 +24,7 @@ pub struct MetadataRequest {
     pub accepts_json: bool,
     /// Session token.
     pub token: Option<Vec<u8>>,
-    /// Lifetime of a token to issue: the name of the field and its value.
+    /// Lifetime of the token to issue, as the name and value of the header field.
     pub ttl: Option<(String, String)>,
     /// `true` if a proxy has forwarded the request.
     pub is_forwarded: bool,
@@ -46,7 +46,7 @@ pub struct MetadataResponse {
 }
 
 impl MetadataResponse {
-    /// Returns a response with text.
+    /// Returns a response with a text body.
     pub fn text(status: u16, body: impl Into<String>) -> Self {
         Self {
             status,
@@ -94,13 +94,14 @@ impl MetadataResponse {
 pub enum ParsedRequest {
     /// The request is incomplete.
     Incomplete,
-    /// A request, and the number of bytes that it took.
+    /// A request, and the number of bytes that it occupies.
     Complete(MetadataRequest, usize),
-    /// The bytes are no acceptable request. The connection closes after the response.
+    /// The bytes are not an acceptable request. The connection closes after the response.
     Rejected(MetadataResponse),
 }
 
-/// Parses the first request in `bytes`. Decides at [`MAX_REQUEST`] bytes at the latest.
+/// Parses the first request in `bytes`. A request that would exceed [`MAX_REQUEST`] bytes is
+/// rejected.
 pub fn parse(bytes: &[u8]) -> ParsedRequest {
     let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
     let mut head = httparse::Request::new(&mut fields);
@@ -148,7 +149,7 @@ pub fn parse(bytes: &[u8]) -> ParsedRequest {
 }
 
 impl MetadataRequest {
-    /// Sets what a header field says. The first of several equal fields counts.
+    /// Applies a header field. If a token or lifetime is repeated, the first one is used.
     fn read_field(&mut self, name: &str, value: &[u8]) {
         let is = |other: &str| name.eq_ignore_ascii_case(other);
         let text = || String::from_utf8_lossy(value);
@@ -178,7 +179,7 @@ impl MetadataRequest {
         format!("Unsupported header name. Key: {FORWARDED_FIELD}")
     }
 
-    /// Returns the message for a request of a token without a lifetime.
+    /// Returns the message for a token request without a lifetime.
     pub(crate) fn ttl_error() -> String {
         let [own, aws] = TTL_FIELDS;
         format!(

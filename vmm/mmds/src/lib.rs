@@ -1,5 +1,5 @@
 //! Metadata service of a VM, compatible with Firecracker's MMDS: a JSON document that the host
-//! writes and the guest reads by HTTP at a link-local address.
+//! writes and the guest reads over HTTP at a link-local address.
 //!
 //! | module | contents |
 //! |---|---|
@@ -11,8 +11,8 @@
 //! | [`stack`] | TCP/IP for the frames of one network device |
 //!
 //! The guest sends the frames and requests, so everything here is bounded and no input may cause a
-//! panic. Start with [`service::MetadataService`], which the devices of a VM share. A network device
-//! passes the frames for the service to a [`stack::MetadataStack`].
+//! panic. Start with [`service::MetadataService`], which the devices of a VM share. A network
+//! device passes the frames for the service to a [`stack::MetadataStack`].
 #![cfg_attr(
     not(test),
     warn(

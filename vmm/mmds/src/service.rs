@@ -1,4 +1,4 @@
-//! The metadata service of a VM: answers to the guest's requests, and the host's access to the
+//! Metadata service of a VM. Answers the guest's requests and gives the host access to the
 //! document.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -8,8 +8,8 @@ use serde_json::Value;
 
 use crate::config::{MmdsConfig, MmdsVersion};
 use crate::http::{MetadataRequest, MetadataResponse};
-use crate::store::{MetadataStore, StoreError, ValueFormat};
-use crate::token::{TokenError, TokenTable};
+use crate::store::{MetadataStore, MetadataStoreError, ValueFormat};
+use crate::token::{MmdsTokenError, TokenTable};
 
 /// Path at which the guest requests tokens.
 const TOKEN_PATH: &str = "/latest/api/token";
@@ -49,7 +49,7 @@ impl MetadataService {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the document, or `null` without one.
+    /// Returns the document, or `null` if there is none.
     pub fn get(&self) -> Value {
         self.state().store.get().clone()
     }
@@ -58,7 +58,7 @@ impl MetadataService {
     ///
     /// # Errors
     /// Returns the errors of [`MetadataStore::put`].
-    pub fn put(&self, data: Value) -> Result<(), StoreError> {
+    pub fn put(&self, data: Value) -> Result<(), MetadataStoreError> {
         self.state().store.put(data)
     }
 
@@ -66,11 +66,11 @@ impl MetadataService {
     ///
     /// # Errors
     /// Returns the errors of [`MetadataStore::patch`].
-    pub fn patch(&self, patch: Value) -> Result<(), StoreError> {
+    pub fn patch(&self, patch: Value) -> Result<(), MetadataStoreError> {
         self.state().store.patch(patch)
     }
 
-    /// Answers a request of the guest at the time `now`.
+    /// Handles a guest request at time `now`.
     pub fn answer(&self, request: &MetadataRequest, now: Instant) -> MetadataResponse {
         match request.method.as_str() {
             "GET" => self.answer_get(request, now),
@@ -100,7 +100,7 @@ impl MetadataService {
                 is_json,
                 ..MetadataResponse::text(200, body)
             },
-            Err(e @ StoreError::UnsupportedType) => MetadataResponse::text(501, e.to_string()),
+            Err(e @ MetadataStoreError::UnsupportedType) => MetadataResponse::text(501, e.to_string()),
             Err(_) => not_found(request),
         }
     }
@@ -129,8 +129,8 @@ impl MetadataService {
                 ttl_s: Some(ttl_s),
                 ..MetadataResponse::text(200, token)
             },
-            Err(e @ TokenError::Lifetime(_)) => bad(e.to_string()),
-            Err(e @ TokenError::Random(_)) => MetadataResponse::text(500, e.to_string()),
+            Err(e @ MmdsTokenError::Lifetime(_)) => bad(e.to_string()),
+            Err(e @ MmdsTokenError::Random(_)) => MetadataResponse::text(500, e.to_string()),
         }
     }
 }

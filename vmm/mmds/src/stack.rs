@@ -1,9 +1,9 @@
 //! TCP/IP for the frames between a guest's network device and the metadata service.
 //!
-//! smoltcp provides IPv4 and TCP. ARP requests are answered here, and responses go to the MAC address
-//! of the guest's latest frame, so that no neighbour table is needed. The checksums of received frames
-//! are ignored, because a guest leaves them to the device, and a TCP segment may have any size that a
-//! frame may have.
+//! smoltcp provides IPv4 and TCP. This module answers ARP requests and sends responses to the MAC
+//! address of the guest's latest frame, so that no neighbour table is needed. The checksums of
+//! received frames are ignored, because a guest leaves them to the device, and a TCP segment may be
+//! as large as a frame allows.
 
 mod connection;
 mod device;
@@ -28,14 +28,14 @@ use device::FrameBuffer;
 
 /// Maximum number of TCP connections of a network device, as in Firecracker.
 pub const MAX_CONNECTIONS: usize = 30;
-/// Number of bytes at the beginning of a frame that [`MetadataStack::wants`] needs.
+/// Number of bytes from the beginning of a frame that [`MetadataStack::wants`] needs.
 pub const FRAME_PREFIX_BYTES: usize = ETHERNET_BYTES + 28;
 /// Size of an Ethernet header, in bytes.
 const ETHERNET_BYTES: usize = 14;
-/// MAC address of the service, which is that of Firecracker's.
+/// MAC address of the service, the same as in Firecracker.
 const SERVICE_MAC: EthernetAddress = EthernetAddress([0x06, 0x01, 0x23, 0x45, 0x67, 0x01]);
 
-/// The service's end of one network device.
+/// TCP/IP stack of the service for one network device.
 pub struct MetadataStack {
     service: Arc<MetadataService>,
     address: Ipv4Addr,
@@ -47,7 +47,7 @@ pub struct MetadataStack {
 }
 
 impl MetadataStack {
-    /// Creates a stack without connections. `now` is the time of the creation.
+    /// Creates a stack without connections at time `now`.
     pub fn new(service: Arc<MetadataService>, now: Instant) -> Self {
         let address = service.config().address;
         let mut frames = FrameBuffer::new(SERVICE_MAC);
@@ -56,11 +56,12 @@ impl MetadataStack {
         config.random_seed = RandomState::new().hash_one(0);
         let mut interface = Interface::new(config, &mut frames, StackInstant::ZERO);
         interface.update_ip_addrs(|all| {
-            // The list has room for two addresses at least.
+            // The list has capacity for at least two addresses.
             let _ = all.push(IpCidr::new(address.into(), 32));
         });
         let mut sockets = SocketSet::new(Vec::new());
-        // The last one replaces the oldest when it listens no more.
+        // The additional socket accepts a connection beyond the maximum, which replaces the oldest
+        // one.
         let connections = (0..=MAX_CONNECTIONS)
             .map(|_| Connection::new(&mut sockets, now))
             .collect();
@@ -77,15 +78,15 @@ impl MetadataStack {
         stack
     }
 
-    /// Returns whether the service is the destination of a frame, of which `prefix` is the beginning,
-    /// if possible [`FRAME_PREFIX_BYTES`] bytes.
+    /// Returns whether a frame is addressed to the service. `prefix` is the beginning of the frame,
+    /// with at least [`FRAME_PREFIX_BYTES`] bytes if the frame is long enough.
     pub fn wants(&self, prefix: &[u8]) -> bool {
         let Ok(frame) = EthernetFrame::new_checked(prefix) else {
             return false;
         };
         match frame.ethertype() {
             EthernetProtocol::Arp => self.arp_request(frame.payload()).is_some(),
-            // The header is read without a check of the length, which is that of the whole packet.
+            // The length field covers the whole packet and is therefore not checked.
             EthernetProtocol::Ipv4 => frame
                 .payload()
                 .get(16..20)
@@ -94,7 +95,7 @@ impl MetadataStack {
         }
     }
 
-    /// Processes a frame that the service [wants](Self::wants). Frames that make no sense are dropped.
+    /// Processes a frame that the service [wants](Self::wants). Invalid frames are dropped.
     pub fn receive(&mut self, frame: &[u8], now: Instant) {
         let Ok(ethernet) = EthernetFrame::new_checked(frame) else {
             return;
@@ -128,7 +129,7 @@ impl MetadataStack {
             listens |= socket.is_listening();
         }
         if !listens && let Some(oldest) = self.connections.iter().min_by_key(|one| one.last_active()) {
-            // A new connection replaces the one that was inactive for the longest time.
+            // A new connection replaces the connection that has been inactive for the longest time.
             self.sockets.get_mut::<tcp::Socket<'_>>(oldest.handle()).abort();
         }
         let time = self.stack_time(now);
@@ -137,7 +138,7 @@ impl MetadataStack {
         self.listen(now);
     }
 
-    /// Makes the sockets of ended connections wait for new ones.
+    /// Makes the sockets of closed connections listen again.
     fn listen(&mut self, now: Instant) {
         for connection in &mut self.connections {
             let socket = self.sockets.get_mut::<tcp::Socket<'_>>(connection.handle());
@@ -176,7 +177,7 @@ impl MetadataStack {
         StackInstant::from_micros(i64::try_from(micros).unwrap_or(i64::MAX))
     }
 
-    /// Returns the request in an ARP packet for the service's address.
+    /// Returns the ARP request in `packet` if it is for the service's address.
     fn arp_request(&self, packet: &[u8]) -> Option<ArpRepr> {
         let packet = ArpPacket::new_checked(packet).ok()?;
         let request = ArpRepr::parse(&packet).ok()?;

@@ -2,12 +2,14 @@
 
 use serde_json::{Map, Value};
 
-/// Maximum nesting depth of a document and of a patch. Parsers of messages that contain one accept 127.
+/// Maximum nesting depth of a document and of a patch. Parsers of messages that contain a document
+/// accept a depth of 127.
 pub const MAX_DEPTH: usize = 100;
 
-/// The reason why an operation on the document failed. The messages are those of Firecracker.
+/// Error returned when an operation on the document fails. The messages are the same as in
+/// Firecracker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum StoreError {
+pub enum MetadataStoreError {
     /// The document would exceed the size limit.
     #[error("The MMDS patch request doesn't fit.")]
     TooLarge,
@@ -17,7 +19,7 @@ pub enum StoreError {
     /// There is no document to patch.
     #[error("The MMDS data store is not initialized.")]
     NotInitialized,
-    /// The path leads to no value.
+    /// There is no value at the path.
     #[error("The MMDS resource does not exist.")]
     NotFound,
     /// The value is neither an object nor a string.
@@ -30,8 +32,8 @@ pub enum StoreError {
 pub enum ValueFormat {
     /// JSON.
     Json,
-    /// Text: a string as it is, an object as its keys, one a line, with a slash after those of
-    /// objects.
+    /// Text. A string is returned unchanged, and an object as its keys, one per line, with a slash
+    /// after the key of an object.
     Imds,
 }
 
@@ -44,7 +46,8 @@ pub struct MetadataStore {
 }
 
 impl MetadataStore {
-    /// Creates a store without a document. A document may have `size_limit` bytes as JSON text.
+    /// Creates a store without a document. `size_limit` is the maximum size of a document as JSON
+    /// text, in bytes.
     pub fn new(size_limit: usize) -> Self {
         Self {
             data: None,
@@ -52,7 +55,7 @@ impl MetadataStore {
         }
     }
 
-    /// Returns the document, or `null` without one.
+    /// Returns the document, or `null` if there is none.
     pub fn get(&self) -> &Value {
         self.data.as_ref().unwrap_or(&Value::Null)
     }
@@ -66,7 +69,7 @@ impl MetadataStore {
     ///
     /// # Errors
     /// Returns the errors of [`check_data`] with the size limit.
-    pub fn put(&mut self, data: Value) -> Result<(), StoreError> {
+    pub fn put(&mut self, data: Value) -> Result<(), MetadataStoreError> {
         check_data(&data, self.size_limit)?;
         self.data = Some(data);
         Ok(())
@@ -75,44 +78,45 @@ impl MetadataStore {
     /// Applies a merge patch (RFC 7396) to the document. A patch that fails changes nothing.
     ///
     /// # Errors
-    /// Returns [`StoreError::NotInitialized`] without a document, and the errors of
+    /// Returns [`MetadataStoreError::NotInitialized`] if there is no document, and the errors of
     /// [`MetadataStore::put`] for the result.
-    pub fn patch(&mut self, patch: Value) -> Result<(), StoreError> {
-        let mut patched = self.data.clone().ok_or(StoreError::NotInitialized)?;
+    pub fn patch(&mut self, patch: Value) -> Result<(), MetadataStoreError> {
+        let mut patched = self.data.clone().ok_or(MetadataStoreError::NotInitialized)?;
         merge(&mut patched, patch);
         self.put(patched)
     }
 
-    /// Returns the value at `path` (a JSON pointer, RFC 6901) as text. Repeated slashes count as one,
-    /// and one at the end is ignored.
+    /// Returns the value at `path` (a JSON pointer, RFC 6901) as text. Repeated slashes count as
+    /// one, and a trailing slash is ignored.
     ///
     /// # Errors
-    /// Returns [`StoreError::NotFound`] if there is no such value, and
-    /// [`StoreError::UnsupportedType`] if `format` cannot represent it.
-    pub fn read(&self, path: &str, format: ValueFormat) -> Result<String, StoreError> {
+    /// Returns [`MetadataStoreError::NotFound`] if there is no such value, and
+    /// [`MetadataStoreError::UnsupportedType`] if `format` cannot represent it.
+    pub fn read(&self, path: &str, format: ValueFormat) -> Result<String, MetadataStoreError> {
         let words: Vec<&str> = path.split('/').filter(|word| !word.is_empty()).collect();
         let pointer: String = words.iter().flat_map(|word| ["/", word]).collect();
         let value = self.data.as_ref().and_then(|data| data.pointer(&pointer));
-        let value = value.ok_or(StoreError::NotFound)?;
+        let value = value.ok_or(MetadataStoreError::NotFound)?;
         match (format, value) {
             (ValueFormat::Json, value) => Ok(value.to_string()),
             (ValueFormat::Imds, Value::String(text)) => Ok(text.clone()),
             (ValueFormat::Imds, Value::Object(object)) => Ok(keys(object)),
-            (ValueFormat::Imds, _) => Err(StoreError::UnsupportedType),
+            (ValueFormat::Imds, _) => Err(MetadataStoreError::UnsupportedType),
         }
     }
 }
 
-/// Checks size and depth of a document or patch, which may have `size_limit` bytes as JSON text.
+/// Checks the size and depth of a document or patch. `size_limit` is the maximum size as JSON text,
+/// in bytes.
 ///
 /// # Errors
-/// Returns [`StoreError::TooLarge`] or [`StoreError::TooDeep`].
-pub fn check_data(data: &Value, size_limit: usize) -> Result<(), StoreError> {
+/// Returns [`MetadataStoreError::TooLarge`] or [`MetadataStoreError::TooDeep`].
+pub fn check_data(data: &Value, size_limit: usize) -> Result<(), MetadataStoreError> {
     if data.to_string().len() > size_limit {
-        return Err(StoreError::TooLarge);
+        return Err(MetadataStoreError::TooLarge);
     }
     if exceeds_depth(data, MAX_DEPTH) {
-        return Err(StoreError::TooDeep);
+        return Err(MetadataStoreError::TooDeep);
     }
     Ok(())
 }
@@ -211,7 +215,10 @@ mod tests {
     fn values_are_formatted_as_by_firecracker() {
         let mut store = MetadataStore::new(1000);
         assert_eq!(store.get(), &Value::Null);
-        assert_eq!(store.read("/", ValueFormat::Json), Err(StoreError::NotFound));
+        assert_eq!(
+            store.read("/", ValueFormat::Json),
+            Err(MetadataStoreError::NotFound)
+        );
         let data = json!({"name": {"first": "a\"b", "age": 4, "more": {}}, "x/y": "z"});
         store.put(data).unwrap();
         let imds = |path| store.read(path, ValueFormat::Imds);
@@ -220,8 +227,8 @@ mod tests {
         assert_eq!(imds("/name/first").unwrap(), "a\"b");
         assert_eq!(imds("/x~1y").unwrap(), "z");
         assert_eq!(imds("/name/more").unwrap(), "");
-        assert_eq!(imds("/name/age"), Err(StoreError::UnsupportedType));
-        assert_eq!(imds("/name/none"), Err(StoreError::NotFound));
+        assert_eq!(imds("/name/age"), Err(MetadataStoreError::UnsupportedType));
+        assert_eq!(imds("/name/none"), Err(MetadataStoreError::NotFound));
         assert_eq!(
             store.read("/name/first", ValueFormat::Json).unwrap(),
             "\"a\\\"b\""
@@ -232,11 +239,11 @@ mod tests {
     #[test]
     fn size_limit_holds_for_documents_and_patches() {
         let mut store = MetadataStore::new(10);
-        assert_eq!(store.patch(json!({})), Err(StoreError::NotInitialized));
-        assert_eq!(store.put(json!({"a":"bcd"})), Err(StoreError::TooLarge));
+        assert_eq!(store.patch(json!({})), Err(MetadataStoreError::NotInitialized));
+        assert_eq!(store.put(json!({"a":"bcd"})), Err(MetadataStoreError::TooLarge));
         assert!(!store.is_initialized());
         store.put(json!({"a":"bc"})).unwrap();
-        assert_eq!(store.patch(json!({"b":1})), Err(StoreError::TooLarge));
+        assert_eq!(store.patch(json!({"b":1})), Err(MetadataStoreError::TooLarge));
         assert_eq!(store.get(), &json!({"a":"bc"}));
         store.patch(json!({"b":1,"a":null})).unwrap();
         assert_eq!(store.get(), &json!({"b":1}));
@@ -246,11 +253,11 @@ mod tests {
     fn deep_documents_are_refused() {
         let nested = |levels| (0..levels).fold(json!(1), |inner, _| json!([inner]));
         let mut store = MetadataStore::new(usize::MAX);
-        assert_eq!(store.put(nested(MAX_DEPTH + 1)), Err(StoreError::TooDeep));
+        assert_eq!(store.put(nested(MAX_DEPTH + 1)), Err(MetadataStoreError::TooDeep));
         store.put(nested(MAX_DEPTH)).unwrap();
         assert_eq!(
             store.patch(json!({"a": nested(MAX_DEPTH)})),
-            Err(StoreError::TooDeep)
+            Err(MetadataStoreError::TooDeep)
         );
     }
 

@@ -12,21 +12,21 @@ use rustix::rand::{GetRandomFlags, getrandom};
 pub const MIN_TTL_S: u32 = 1;
 /// Maximum lifetime of a token, in seconds.
 pub const MAX_TTL_S: u32 = 21_600;
-/// Maximum number of valid tokens. A further one replaces the oldest.
+/// Maximum number of valid tokens. A further token replaces the oldest.
 pub const MAX_TOKENS: usize = 4096;
 /// Size of a token, in bytes.
 const TOKEN_BYTES: usize = 24;
 
-/// The reason why no token was issued.
+/// Error returned when no token can be issued.
 #[derive(Debug, thiserror::Error)]
-pub enum TokenError {
+pub enum MmdsTokenError {
     /// The lifetime is out of range.
     #[error(
         "Invalid time to live value provided for token: {0}. Please provide a value between \
          {MIN_TTL_S} and {MAX_TTL_S}."
     )]
     Lifetime(u32),
-    /// The host has no random numbers.
+    /// The host cannot provide random numbers.
     #[error("Cannot generate a token.")]
     Random(#[source] io::Error),
 }
@@ -44,20 +44,20 @@ pub struct TokenTable {
 }
 
 impl TokenTable {
-    /// Issues a token that is valid for `ttl_s` seconds from `now` on.
+    /// Issues a token that is valid for `ttl_s` seconds from `now`.
     ///
     /// # Errors
-    /// Returns [`TokenError::Lifetime`] if `ttl_s` is out of range, and [`TokenError::Random`] with
-    /// the error of `getrandom(2)`.
-    pub fn issue(&mut self, ttl_s: u32, now: Instant) -> Result<String, TokenError> {
+    /// Returns [`MmdsTokenError::Lifetime`] if `ttl_s` is out of range, and
+    /// [`MmdsTokenError::Random`] with the error of `getrandom(2)`.
+    pub fn issue(&mut self, ttl_s: u32, now: Instant) -> Result<String, MmdsTokenError> {
         if !(MIN_TTL_S..=MAX_TTL_S).contains(&ttl_s) {
-            return Err(TokenError::Lifetime(ttl_s));
+            return Err(MmdsTokenError::Lifetime(ttl_s));
         }
         let mut bytes = [0; TOKEN_BYTES];
         let filled = getrandom(&mut bytes, GetRandomFlags::empty());
-        let filled = filled.map_err(|e| TokenError::Random(e.into()))?;
+        let filled = filled.map_err(|e| MmdsTokenError::Random(e.into()))?;
         if filled != TOKEN_BYTES {
-            return Err(TokenError::Random(io::ErrorKind::UnexpectedEof.into()));
+            return Err(MmdsTokenError::Random(io::ErrorKind::UnexpectedEof.into()));
         }
         self.tokens.retain(|token| now < token.expires);
         if self.tokens.len() >= MAX_TOKENS {
@@ -98,7 +98,7 @@ mod tests {
             assert!(!table.is_valid(wrong.as_bytes(), now), "{wrong}");
         }
         for ttl in [0, MAX_TTL_S + 1, u32::MAX] {
-            assert!(matches!(table.issue(ttl, now), Err(TokenError::Lifetime(_))));
+            assert!(matches!(table.issue(ttl, now), Err(MmdsTokenError::Lifetime(_))));
         }
     }
 

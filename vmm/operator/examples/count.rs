@@ -1,7 +1,7 @@
-//! Counts events of a running VM for a second, and prints them.
+//! Counts events of a running VM for a second and prints the counts.
 //!
-//! Usage: `cargo run -p operator --example count [NAME [EVENTS]]`, for example
-//! `cargo run -p operator --example count web cycles,instructions`.
+//! Usage: `cargo run -p operator --example count [NAME [EVENTS]]`, for example `cargo run -p
+//! operator --example count web cycles,instructions`.
 
 use std::error::Error;
 use std::time::Duration;

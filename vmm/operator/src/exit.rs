@@ -5,7 +5,7 @@
 /// Guest statuses, written to the debug-exit port, are odd; all statuses of Perfvisor are even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitStatus {
-    /// The guest powered off, or the operator ended the VM with Ctrl-A x.
+    /// The guest powered off, or the operator terminated the VM with Ctrl-A x.
     PoweredOff,
     /// The guest wrote a value to the debug-exit port; the status is (value << 1) | 1.
     Guest(u8),
@@ -21,7 +21,7 @@ pub enum ExitStatus {
     TripleFault,
     /// Internal error of Perfvisor or KVM.
     Internal,
-    /// Ended by SIGTERM or SIGINT.
+    /// Terminated by SIGTERM or SIGINT.
     Terminated,
 }
 

@@ -1,5 +1,5 @@
-//! Sequential reading of files named by the user. A file may report a wrong size, and a pipe may
-//! have no writer.
+//! Sequential reading of files specified by the user. A file may report a wrong size, and a pipe
+//! may have no writer.
 
 use std::fs::File;
 use std::io::{self, Chain, Cursor, ErrorKind, Read};
@@ -12,7 +12,7 @@ use sandbox::paths;
 
 use crate::signals::is_end_requested;
 
-/// Number of bytes read at first to detect whether a pipe has a writer.
+/// Number of bytes in the first read, which detects whether a pipe has a writer.
 const PROBE_BYTES: usize = 4096;
 
 /// Polling interval for Ctrl-C while a read waits for a writer.
@@ -22,9 +22,10 @@ const POLL_INTERVAL: Timespec = Timespec {
 };
 
 /// A file opened by [`open`].
-pub type Input = Chain<Cursor<Vec<u8>>, InterruptibleFile>;
+pub type ProfileInput = Chain<Cursor<Vec<u8>>, InterruptibleFile>;
 
-/// A file whose writer may be slow. A stop signal ends a read even in a thread that blocks signals.
+/// A file with a potentially slow writer. A stop signal interrupts a read even in a thread that
+/// blocks signals.
 #[derive(Debug)]
 pub struct InterruptibleFile {
     file: File,
@@ -41,19 +42,19 @@ impl Read for InterruptibleFile {
             )? == 0
         {
             if is_end_requested() {
-                return Err(io::Error::other(EndedBySignal));
+                return Err(io::Error::other(TerminatedBySignal));
             }
         }
         self.file.read(bytes)
     }
 }
 
-/// The error of a read interrupted by a stop signal.
+/// Error returned when a stop signal interrupts a read.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
-pub struct EndedBySignal;
+pub struct TerminatedBySignal;
 
-/// The error of opening a pipe without a writer, for which a blocking open(2) would wait
+/// Error returned when a pipe without a writer is opened. A blocking open(2) would wait
 /// indefinitely.
 #[derive(Debug, thiserror::Error)]
 #[error("the pipe has no writer; use a file, or a pipe with a writer such as <(COMMAND)")]
@@ -66,7 +67,7 @@ pub struct PipeWithoutWriterError;
 ///
 /// # Errors
 /// Returns the error of open(2), or [`PipeWithoutWriterError`] if a pipe has no writer.
-pub fn open(path: &Path) -> io::Result<Input> {
+pub fn open(path: &Path) -> io::Result<ProfileInput> {
     let mut file = open_nonblocking(path)?;
     let mut begin = Vec::new();
     let kind = file.metadata()?.file_type();
@@ -121,10 +122,10 @@ mod tests {
         let why = text(&pipe).unwrap_err();
         assert!(why.to_string().contains("no writer"), "{why}");
         can_be_read(&pipe).unwrap();
-        // More than the first read and more than the capacity of a pipe.
+        // More data than the first read returns and than the capacity of a pipe.
         let many = "0123456789abcdef".repeat(20_000);
         for late in [false, true] {
-            // A descriptor for both ends, so that neither open blocks.
+            // Open both ends with one descriptor, so that neither open blocks.
             let both = File::options().read(true).write(true).open(&pipe).unwrap();
             let mut writer = File::options().write(true).open(&pipe).unwrap();
             let words = many.clone();
@@ -137,7 +138,8 @@ mod tests {
                 (opened, writes)
             } else {
                 let writes = std::thread::spawn(write);
-                // The writer starts before the pipe is opened and cannot finish before it is read.
+                // The writer starts before the pipe is opened and cannot finish until data has been
+                // read.
                 while rustix::io::ioctl_fionread(&both).unwrap() == 0 {
                     std::thread::yield_now();
                 }

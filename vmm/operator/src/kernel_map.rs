@@ -19,9 +19,9 @@ pub(crate) fn kernel_map(symbols: &KernelSymbols, build_id: Option<BuildId>) -> 
     })
 }
 
-/// Returns a synthetic build ID for a kernel without one: a hash of its symbols (FNV-1a, 128 bits)
-/// that is independent of the load address. Without a build ID, perf would use the symbols of the
-/// host kernel.
+/// Returns a synthetic build ID for a kernel that has no build ID. The ID is a hash of the kernel's
+/// symbols (FNV-1a, 128 bits) and is independent of the load address. Without a build ID, perf
+/// would use the symbols of the host kernel.
 fn synthetic_build_id(symbols: &KernelSymbols, start: u64) -> Option<BuildId> {
     const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0100_0000_0000_0000_0000_013b;

@@ -11,7 +11,7 @@ use control_api::protocol::{KernelInfo, KernelState, OpenedEvent, RingInfo, Samp
 use control_api::request;
 use guest_profile::export::{EventInfo, EventRate, FileMapping};
 use guest_profile::sample::SampleData;
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::{RingReadError, RingReader};
 use perf_core::{SampleType, error_line};
 
@@ -117,7 +117,7 @@ impl VcpuRing {
     pub(crate) fn drain<E>(
         &mut self,
         level: log::Level,
-        mut take: impl FnMut(&RingInfo, Option<Record<'_>>) -> Result<(), E>,
+        mut take: impl FnMut(&RingInfo, Option<DecodedRecord<'_>>) -> Result<(), E>,
     ) -> Result<(), E> {
         let Self {
             reader,
@@ -130,7 +130,7 @@ impl VcpuRing {
         };
         for _ in 0..MAX_RECORDS {
             let record = match reader.next_record() {
-                Ok(Some(raw)) => Record::decode(raw, format),
+                Ok(Some(raw)) => DecodedRecord::decode(raw, format),
                 Ok(None) => break,
                 // The reader continues in the newer half of the ring.
                 Err(RingReadError::Overrun { bytes }) if *overwrite => {

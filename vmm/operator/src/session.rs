@@ -1,8 +1,8 @@
 //! Sessions with a running VM, for profilers: counting and sampling without a command line.
 //!
-//! A session owns a connection to the VM's control socket and the events that it opened there. The
-//! VM closes them when the session is dropped or its process ends. The guest is not disturbed
-//! except by samples, each of which stops its vCPU for some microseconds.
+//! A session owns a connection to the VM's control socket and the events that it has opened there.
+//! The VM closes the events when the session is dropped or its process exits. The guest is not
+//! disturbed except by samples, each of which stops its vCPU for some microseconds.
 
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
@@ -18,7 +18,7 @@ use guest_profile::export::{
 use guest_profile::sample::SampleData;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
-use perf_core::record::{Record, Sample as RingSample};
+use perf_core::record::{DecodedRecord, Sample as RingSample};
 
 use crate::kernel_map::kernel_map;
 pub use crate::sampling::SessionError;
@@ -31,10 +31,10 @@ use crate::vendor;
 const RING_PAGES: u32 = 256;
 /// Time limit for the VM to find the guest kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
-/// Polling interval of that search.
+/// Polling interval of the search for the guest kernel.
 const KERNEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Connects to the VM of this user with the given name, or without a name to the only VM.
+/// Connects to the VM of this user with the given name or, without a name, to the only VM.
 ///
 /// # Errors
 /// Returns a [`ClientError`] if no such VM exists, the choice is ambiguous, or the handshake fails.
@@ -42,7 +42,7 @@ pub fn connect(name: Option<&str>) -> Result<Client, ClientError> {
     Client::connect(name)
 }
 
-/// Connects to the VM whose control socket is at `socket`.
+/// Connects to the VM with the control socket `socket`.
 ///
 /// # Errors
 /// Returns a [`ClientError`] if the connection or the handshake fails.
@@ -52,7 +52,7 @@ pub fn connect_at(socket: &Path) -> Result<Client, ClientError> {
 
 /// Count of one event on all vCPUs of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Count {
+pub struct VmEventCount {
     /// Name of the event, as in the list.
     pub event: String,
     /// Count since the start of the session, scaled to the whole time; `None` if the event was not
@@ -60,9 +60,9 @@ pub struct Count {
     pub value: Option<u64>,
     /// Time enabled, in nanoseconds, summed over the vCPUs.
     pub enabled_ns: u64,
-    /// Time of that in which the event was counted, in nanoseconds.
+    /// Time running, in nanoseconds, summed over the vCPUs.
     pub running_ns: u64,
-    /// Reason why the VM cannot count the event, if it cannot.
+    /// Reason the VM cannot count the event, if the event is unsupported.
     pub unsupported: Option<String>,
 }
 
@@ -74,7 +74,7 @@ pub struct CountingSession {
 }
 
 impl CountingSession {
-    /// Starts to count `events`, a list in perf's syntax such as `cycles,instructions:u`.
+    /// Starts counting `events`, a list in perf's syntax such as `cycles,instructions:u`.
     ///
     /// # Errors
     /// Returns [`SessionError::Events`] if the list is invalid, and [`SessionError::Client`] if the
@@ -93,12 +93,12 @@ impl CountingSession {
     /// Returns the counts since the start, in the order of the list.
     ///
     /// # Errors
-    /// Returns [`SessionError::Client`] if the VM has ended or does not reply.
-    pub fn read(&mut self) -> Result<Vec<Count>, SessionError> {
+    /// Returns [`SessionError::Client`] if the VM has terminated or does not reply.
+    pub fn read(&mut self) -> Result<Vec<VmEventCount>, SessionError> {
         let readings = self.client.call(request::Read)?;
         let count = |opened: &OpenedEvent| {
             let reading = readings.iter().find(|r| Some(r.handle) == opened.handle);
-            Count {
+            VmEventCount {
                 event: opened.name.clone(),
                 value: reading.and_then(|r| r.estimate),
                 enabled_ns: reading.map_or(0, |r| r.enabled_ns),
@@ -129,9 +129,8 @@ pub struct SamplingSession {
 }
 
 impl SamplingSession {
-    /// Starts to sample `events`, a list in perf's syntax such as `cycles`. Waits until the VM has
-    /// found the guest's kernel, so that the first samples have call chains; this takes at most a
-    /// minute.
+    /// Starts sampling `events`, a list in perf's syntax such as `cycles`. Waits up to one minute
+    /// until the VM has found the guest's kernel, so that the first samples have call chains.
     ///
     /// # Errors
     /// Returns [`SessionError::Events`] if the list is invalid, [`SessionError::NotSampled`] if the
@@ -187,11 +186,12 @@ impl SamplingSession {
     }
 
     /// Receives the samples taken since the last call and returns their number. Adds the vCPUs that
-    /// were plugged in. Call this several times a second: samples are lost when a ring is full.
+    /// were plugged in. Call this several times per second, because samples are lost when a ring is
+    /// full.
     ///
     /// # Errors
-    /// Returns [`SessionError::Client`] if the VM has ended or does not reply. The samples taken
-    /// before are in the profile.
+    /// Returns [`SessionError::Client`] if the VM has terminated or does not reply. The samples
+    /// taken before are in the profile.
     pub fn receive(&mut self) -> Result<usize, SessionError> {
         let before = self.profile.len();
         self.drain();
@@ -200,7 +200,7 @@ impl SamplingSession {
                 log::warn!("vCPU {} came and is not sampled: {why}", joined.vcpu);
                 continue;
             }
-            // The ring of a former vCPU with the same number was drained above.
+            // The ring of a former vCPU with the same index was drained above.
             self.rings.retain(|ring| ring.info.vcpu != joined.vcpu);
             self.add(&joined.events)?;
         }
@@ -213,7 +213,7 @@ impl SamplingSession {
     }
 
     /// Stops sampling, receives the last samples, and returns the profile with the kernel's symbols
-    /// that its samples need. Succeeds if the VM has ended meanwhile.
+    /// that its samples need. Succeeds if the VM has terminated in the meantime.
     ///
     /// # Errors
     /// Returns [`SessionError::Client`] if the VM does not reply.
@@ -249,8 +249,10 @@ impl SamplingSession {
         for ring in &mut rings {
             let drained = ring.drain(log::Level::Debug, |info, record| {
                 match record {
-                    Some(Record::Sample(sample)) => self.push(&sample, info.clock_offset_ns.unwrap_or(0)),
-                    Some(Record::Lost(lost)) => self.profile.lost += lost.lost,
+                    Some(DecodedRecord::Sample(sample)) => {
+                        self.push(&sample, info.clock_offset_ns.unwrap_or(0))
+                    }
+                    Some(DecodedRecord::Lost(lost)) => self.profile.lost += lost.lost,
                     _ => {}
                 }
                 Ok::<(), Infallible>(())
@@ -260,7 +262,7 @@ impl SamplingSession {
         self.rings = rings;
     }
 
-    /// Adds a sample, and the names and mappings that came with it.
+    /// Adds a sample and the names and mappings received with it.
     fn push(&mut self, sample: &RingSample<'_>, clock_offset_ns: u64) {
         let raw = SampleData::decode(sample.raw).unwrap_or_default();
         let time_ns = sample.time_ns.saturating_add(clock_offset_ns);
@@ -297,8 +299,8 @@ impl SamplingSession {
     }
 }
 
-/// Returns the symbols of the kernel that the samples of a profile refer to. If the guest has one
-/// address space (`flat`), they cover all addresses.
+/// Returns the kernel symbols to which the samples of a profile refer. If the guest has one address
+/// space (`flat`), these symbols cover all addresses.
 fn symbols_of(profile: &Profile, kernel: &KernelSymbols, flat: bool) -> Vec<SavedSymbol> {
     let mut found = BTreeMap::new();
     for sample in profile.samples() {

@@ -19,14 +19,14 @@ use sandbox::ThreadKind;
 use sandbox::privileges;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// Signals that request the end of the VM.
+/// Signals that request the termination of the VM.
 const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
 /// Set when the waiting thread has received a stop signal.
 static STOP_SIGNAL_RECEIVED: AtomicBool = AtomicBool::new(false);
 
 /// Returns whether a stop signal has arrived since the signals were blocked. For code that has no
-/// [`StopSignals`]; unblocked signals end the process.
+/// [`StopSignals`]. Unblocked signals terminate the process.
 pub fn is_end_requested() -> bool {
     if STOP_SIGNAL_RECEIVED.load(Ordering::SeqCst) {
         return true;
@@ -47,7 +47,8 @@ pub fn is_end_requested() -> bool {
 struct StopSignalCounts([[u64; 2]; STOP_SIGNALS.len()]);
 
 impl StopSignalCounts {
-    /// Records a signal. Returns `false` if the same signal has arrived on the other way.
+    /// Records a signal. Returns `false` if it is the copy of a signal that has arrived through the
+    /// other path.
     fn is_new(&mut self, signal: libc::c_int, forwarded: bool) -> bool {
         let at = STOP_SIGNALS.iter().position(|other| *other == signal);
         let Some(counts) = at.and_then(|at| self.0.get_mut(at)) else {
@@ -59,7 +60,7 @@ impl StopSignalCounts {
     }
 }
 
-/// Blocked stop signals and a descriptor that is readable after a signal.
+/// Blocked stop signals, and a descriptor that becomes readable when a signal arrives.
 #[derive(Debug)]
 pub struct StopSignals {
     came: EventFd,
@@ -102,7 +103,7 @@ impl BlockedSignals {
         }
     }
 
-    /// Returns whether a stop signal is pending, which [`BlockedSignals::wait`] has not received yet.
+    /// Returns whether a stop signal is pending that [`BlockedSignals::wait`] has not received yet.
     #[must_use]
     pub fn is_stop_pending(&self) -> bool {
         let mut pending = MaybeUninit::<libc::sigset_t>::uninit();
@@ -140,7 +141,7 @@ impl BlockedSignals {
                 if signal < 0 {
                     continue;
                 }
-                // A failed write means that the eventfd counter is full and thus readable.
+                // A failed write means that the eventfd counter is full and therefore readable.
                 let tell_other = match signal {
                     libc::SIGWINCH => Some(&tell_size),
                     libc::SIGCHLD => Some(&tell_child),
@@ -202,7 +203,7 @@ impl StopSignals {
         self.resized.try_clone()
     }
 
-    /// Returns a descriptor that is readable after a child process has ended or stopped, provided
+    /// Returns a descriptor that is readable after a child process has exited or stopped, provided
     /// that SIGCHLD is blocked ([`BlockedSignals::of_vm`]).
     ///
     /// # Errors
@@ -252,7 +253,7 @@ mod tests {
         assert!(received.is_new(libc::SIGTERM, true), "the second");
         assert!(!received.is_new(libc::SIGTERM, false));
         assert!(received.is_new(libc::SIGINT, true), "another signal");
-        // Without a supervisor every signal counts.
+        // Without a supervisor, every signal counts.
         for _ in 0..3 {
             assert!(received.is_new(libc::SIGHUP, false));
         }

@@ -1,17 +1,17 @@
-//! Opens the files of snapshots, and the snapshots on which a diff is based, at paths that the user
-//! names.
+//! Opens the files of snapshots, and the snapshots on which a diff is based, at paths specified by
+//! the user.
 
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
-use snapshot::diff::{BaseChain, BaseError, BaseSnapshot, MAX_DIFFS};
+use snapshot::diff::{BaseChain, BaseSnapshot, BaseSnapshotError, MAX_DIFFS};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::{MEMORY_FILE, STATE_FILE};
 
 use crate::input;
 
-/// Error of opening the bases of a diff.
+/// Error returned when the bases of a diff cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenBaseError {
     /// A file cannot be read.
@@ -25,7 +25,7 @@ pub enum OpenBaseError {
     },
     /// A snapshot cannot be used.
     #[error(transparent)]
-    Unusable(#[from] BaseError),
+    Unusable(#[from] BaseSnapshotError),
     /// More directories are given than a diff can have bases.
     #[error("{0} bases are given; a diff has at most {MAX_DIFFS}")]
     TooMany(usize),
@@ -45,17 +45,17 @@ pub fn read_state(path: &Path) -> io::Result<Vec<u8>> {
 /// Opens a memory file, which must be a regular file because it is mapped.
 ///
 /// # Errors
-/// Returns the error of opening the file, or one that says that it is not a regular file.
+/// Returns the error of opening the file, or an error if it is not a regular file.
 pub fn open_memory(path: &Path) -> io::Result<File> {
-    // The check precedes the opening, which would wait for the writer of a pipe.
+    // Check before opening, because the open would wait for the writer of a pipe.
     if !path.metadata()?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
     File::open(path)
 }
 
-/// Opens the snapshots in `bases`, in any order, on which the diff in `diff` is based, directly on the
-/// one with checksum `need`.
+/// Opens the snapshots in `bases`, in any order, on which the diff in `diff` is based. `need` is
+/// the checksum of the snapshot on which it is directly based.
 ///
 /// # Errors
 /// Returns an [`OpenBaseError`] that names the directory of a snapshot that is missing, unusable or
@@ -64,8 +64,8 @@ pub fn open(diff: &Path, need: u32, bases: &[PathBuf]) -> Result<BaseChain, Open
     Ok(BaseChain::new(diff, need, open_all(bases)?)?)
 }
 
-/// Opens the first snapshot in `bases` as the base of a new diff, and the others as those that it is
-/// based on. Returns `None` without bases.
+/// Opens the first snapshot in `bases` as the base of a new diff, and the others as the snapshots
+/// on which this base depends. Returns `None` if `bases` is empty.
 ///
 /// # Errors
 /// Returns the errors of [`open`].

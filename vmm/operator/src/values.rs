@@ -10,14 +10,14 @@ use guest_profile::export::report::SortKey;
 
 /// Minimum interval of `stat -I`, in milliseconds.
 const MIN_INTERVAL_MS: u64 = 10;
-/// Maximum interval of `stat -I`, in milliseconds: one day.
+/// Maximum interval of `stat -I`, in milliseconds (one day).
 const MAX_INTERVAL_MS: u64 = 86_400_000;
 /// Exclusive upper bound of vCPU indices in a list.
 const MAX_VCPU: u32 = 1024;
 
 /// Errors of option values. The caller prefixes the message with the option and the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ValueError {
+pub enum ParseValueError {
     #[error("must be a number of bytes, or a number followed by K, M, G or T, for example 512M")]
     Size,
     #[error("does not fit into 64 bits")]
@@ -44,7 +44,7 @@ pub enum ValueError {
     RecordingOnStdout,
 }
 
-/// Formats a limit. A large limit just below a power of two is written as `2^N - 1`.
+/// Formats a limit. A large limit just below a power of two is formatted as `2^N - 1`.
 fn format_limit(limit: i128) -> String {
     let power = limit.cast_unsigned() + 1;
     if limit > 9_999_999 && power.is_power_of_two() {
@@ -57,14 +57,14 @@ fn format_limit(limit: i128) -> String {
 /// Returns a parser of integers in a range.
 pub fn integer_in_range<T>(
     range: RangeInclusive<T>,
-) -> impl Fn(&str) -> Result<T, ValueError> + Clone + Send + Sync + 'static
+) -> impl Fn(&str) -> Result<T, ParseValueError> + Clone + Send + Sync + 'static
 where
     T: FromStr + PartialOrd + Copy + TryInto<i128> + Send + Sync + 'static,
 {
     let limit = |limit: T| limit.try_into().unwrap_or(i128::MAX);
     move |text| {
         let number = text.parse().ok().filter(|number| range.contains(number));
-        number.ok_or(ValueError::Whole {
+        number.ok_or(ParseValueError::Whole {
             from: limit(*range.start()),
             to: limit(*range.end()),
         })
@@ -72,7 +72,7 @@ where
 }
 
 /// Parses a size in bytes: a number with an optional suffix K, M, G or T.
-pub fn parse_bytes(text: &str) -> Result<u64, ValueError> {
+pub fn parse_bytes(text: &str) -> Result<u64, ParseValueError> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
         "" => 0,
@@ -80,14 +80,14 @@ pub fn parse_bytes(text: &str) -> Result<u64, ValueError> {
         "M" | "MB" | "MIB" => 20,
         "G" | "GB" | "GIB" => 30,
         "T" | "TB" | "TIB" => 40,
-        _ => return Err(ValueError::Size),
+        _ => return Err(ParseValueError::Size),
     };
     if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(ValueError::Size);
+        return Err(ParseValueError::Size);
     }
     let number = digits.parse::<u64>().ok();
     let bytes = number.and_then(|n| n.checked_mul(1u64 << shift));
-    bytes.ok_or(ValueError::SizeTooLarge)
+    bytes.ok_or(ParseValueError::SizeTooLarge)
 }
 
 /// A list of vCPU indices.
@@ -95,14 +95,14 @@ pub fn parse_bytes(text: &str) -> Result<u64, ValueError> {
 pub struct VcpuList(pub Vec<u32>);
 
 /// Parses a list of vCPU indices and ranges, such as `0,2-3`.
-pub fn parse_vcpus(text: &str) -> Result<VcpuList, ValueError> {
+pub fn parse_vcpus(text: &str) -> Result<VcpuList, ParseValueError> {
     let number = |t: &str| t.trim().parse::<u32>().ok().filter(|n| *n < MAX_VCPU);
     let mut list = Vec::new();
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         match (number(first), number(last)) {
             (Some(first), Some(last)) if first <= last => list.extend(first..=last),
-            _ => return Err(ValueError::Vcpus),
+            _ => return Err(ParseValueError::Vcpus),
         }
     }
     list.sort_unstable();
@@ -111,30 +111,30 @@ pub fn parse_vcpus(text: &str) -> Result<VcpuList, ValueError> {
 }
 
 /// Parses a duration in seconds.
-pub fn parse_seconds(text: &str) -> Result<Duration, ValueError> {
+pub fn parse_seconds(text: &str) -> Result<Duration, ParseValueError> {
     match text.parse::<f64>() {
         Ok(s) if s > 0.0 && s <= 1e8 => Ok(Duration::from_secs_f64(s)),
-        _ => Err(ValueError::Seconds),
+        _ => Err(ParseValueError::Seconds),
     }
 }
 
 /// Parses an interval in milliseconds.
-pub fn parse_interval(text: &str) -> Result<Duration, ValueError> {
+pub fn parse_interval(text: &str) -> Result<Duration, ParseValueError> {
     match text.parse::<u64>() {
         Ok(ms) if (MIN_INTERVAL_MS..=MAX_INTERVAL_MS).contains(&ms) => Ok(Duration::from_millis(ms)),
-        _ => Err(ValueError::Interval),
+        _ => Err(ParseValueError::Interval),
     }
 }
 
 /// Parses a downtime in milliseconds.
-pub fn parse_downtime(text: &str) -> Result<Duration, ValueError> {
+pub fn parse_downtime(text: &str) -> Result<Duration, ParseValueError> {
     integer_in_range(1..=600_000u64)(text).map(Duration::from_millis)
 }
 
 /// Parses the field separator. As in perf, `\t` is a tab.
-pub fn parse_separator(text: &str) -> Result<String, ValueError> {
+pub fn parse_separator(text: &str) -> Result<String, ParseValueError> {
     match text {
-        "" => Err(ValueError::Empty),
+        "" => Err(ParseValueError::Empty),
         "\\t" => Ok("\t".into()),
         _ => Ok(text.into()),
     }
@@ -146,8 +146,8 @@ pub fn parse_number(text: &str, range: RangeInclusive<f64>) -> Option<f64> {
 }
 
 /// Parses a percentage.
-pub fn parse_percent(text: &str) -> Result<f64, ValueError> {
-    parse_number(text, 0.0..=100.0).ok_or(ValueError::Percent)
+pub fn parse_percent(text: &str) -> Result<f64, ParseValueError> {
+    parse_number(text, 0.0..=100.0).ok_or(ParseValueError::Percent)
 }
 
 /// Sort keys of a report.
@@ -155,8 +155,9 @@ pub fn parse_percent(text: &str) -> Result<f64, ValueError> {
 pub struct SortKeys(pub Vec<SortKey>);
 
 /// Parses the sort keys of a report, such as `comm,dso`.
-pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
-    let key = |key: &str| SortKey::from_name(key.trim()).ok_or_else(|| ValueError::SortKey(key.to_owned()));
+pub fn parse_sort(text: &str) -> Result<SortKeys, ParseValueError> {
+    let key =
+        |key: &str| SortKey::from_name(key.trim()).ok_or_else(|| ParseValueError::SortKey(key.to_owned()));
     text.split(',').map(key).collect::<Result<_, _>>().map(SortKeys)
 }
 
@@ -165,12 +166,12 @@ pub fn parse_sort(text: &str) -> Result<SortKeys, ValueError> {
 pub struct ProfileLabels(pub Vec<SampleLabel>);
 
 /// Parses the labels of a profile's samples, such as `task,event`.
-pub fn parse_labels(text: &str) -> Result<ProfileLabels, ValueError> {
+pub fn parse_labels(text: &str) -> Result<ProfileLabels, ParseValueError> {
     let label = |name: &str| {
         let found = SampleLabel::ALL
             .into_iter()
             .find(|label| label.name() == name.trim());
-        found.ok_or_else(|| ValueError::Label(name.to_owned()))
+        found.ok_or_else(|| ParseValueError::Label(name.to_owned()))
     };
     let named: Vec<SampleLabel> = text.split(',').map(label).collect::<Result<_, _>>()?;
     // Removes duplicates.
@@ -183,9 +184,9 @@ pub fn parse_labels(text: &str) -> Result<ProfileLabels, ValueError> {
 }
 
 /// Parses the path of a recording.
-pub fn parse_output(text: &str) -> Result<PathBuf, ValueError> {
+pub fn parse_output(text: &str) -> Result<PathBuf, ParseValueError> {
     match text {
-        "-" => Err(ValueError::RecordingOnStdout),
+        "-" => Err(ParseValueError::RecordingOnStdout),
         _ => Ok(text.into()),
     }
 }

@@ -19,7 +19,7 @@ use control_api::nearest::did_you_mean;
 
 use cpu::CpuName;
 pub use parse::{EventSelector, VendorEvent};
-pub use perf::{PerfError, ProcessorEvents, events_of};
+pub use perf::{PerfError, VendorEventTable, events_of};
 
 /// Errors of resolving vendor event names.
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +55,7 @@ pub enum EventNameError {
 pub fn resolve_vendor_events(events: &str) -> Result<String, EventNameError> {
     with_tables(events, || {
         let cpu = CpuName::host();
-        let ProcessorEvents { events, note } = events_of(&cpu)?;
+        let VendorEventTable { events, note } = events_of(&cpu)?;
         if let Some(note) = note {
             log::warn!("{note}");
         }
@@ -131,8 +131,8 @@ fn names(events: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Returns whether a name is no built-in event and resembles a vendor event. Other unknown names
-/// are typing errors, whose message must not depend on perf.
+/// Returns whether a name is not a built-in event but resembles a vendor event. Other unknown names
+/// are typing errors, and their error message must not depend on perf.
 fn may_be_vendor_event(name: &str) -> bool {
     resembles_vendor_event(name) && list::parse(name).is_err()
 }

@@ -14,10 +14,10 @@ use std::path::Path;
 use operator::exit::ExitStatus;
 use sandbox::SupervisorLink;
 
-/// Byte that the daemon writes to its parent once the VM runs.
+/// Byte that the daemon writes to its parent when the VM is running.
 const VM_RUNNING: u8 = b'R';
 
-/// Failure to start the daemon: the operation, and the operating system's error.
+/// Error of starting the daemon, with the failed operation and the operating system's error.
 #[derive(Debug, thiserror::Error)]
 #[error("--daemonize: {0} failed")]
 pub struct DaemonError(&'static str, #[source] io::Error);
@@ -25,8 +25,8 @@ pub struct DaemonError(&'static str, #[source] io::Error);
 /// Ignores SIGTTIN and SIGTTOU, so that a terminal's job control cannot stop the VM.
 ///
 /// A process in the background can then write to the terminal even with `stty tostop`, and its
-/// reads fail instead of stopping it. The caller must leave the terminal settings unchanged and
-/// give the guest no input.
+/// reads fail instead of stopping the process. The caller must leave the terminal settings
+/// unchanged and give the guest no input.
 pub fn survive_job_control() {
     // SAFETY: ignoring these signals runs no code of this process. SIGTTIN and SIGTTOU have no
     // other use here.
@@ -36,18 +36,18 @@ pub fn survive_job_control() {
     }
 }
 
-/// A daemon process whose VM does not run yet.
+/// A daemon process that is not running its VM yet.
 pub struct DaemonStartup {
     tell: PipeWriter,
-    /// `/dev/null`, opened early because landlock denies it once the VM runs.
+    /// `/dev/null`, opened early because landlock denies access to it once the VM is running.
     null: File,
 }
 
 /// Forks, and continues in the child in a new session.
 ///
-/// The parent waits until the VM runs and then exits with 0, or exits with the child's exit status
-/// if the child ends before. This function therefore returns only in the child. The process must
-/// have a single thread.
+/// The parent waits until the VM is running and then exits with 0. If the child exits first, the
+/// parent exits with the child's exit status. This function therefore returns only in the child.
+/// The process must have a single thread.
 ///
 /// # Errors
 /// Returns [`DaemonError`] if a system call fails.
@@ -74,7 +74,7 @@ pub fn daemonize() -> Result<DaemonStartup, DaemonError> {
     }
 }
 
-/// Waits until the VM runs or the child ends, and returns the exit status of the parent.
+/// Waits until the VM is running or the child exits, and returns the exit status of the parent.
 fn wait_for_child(child: libc::pid_t, mut hear: PipeReader) -> i32 {
     let mut word = [0];
     if matches!(hear.read(&mut word), Ok(1)) && word[0] == VM_RUNNING {
@@ -105,7 +105,7 @@ impl DaemonStartup {
     }
 
     /// Makes the parent exit with 0 and redirects the standard streams to `/dev/null`. Called once
-    /// the VM runs.
+    /// the VM is running.
     ///
     /// # Errors
     /// Returns [`DaemonError`] if a standard stream cannot be redirected.
@@ -126,7 +126,7 @@ const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 const VM_READY: u8 = b'R';
 const VM_STOPPING: u8 = b'S';
 
-/// The service manager that started this process, if one did.
+/// The service manager that started this process, if any.
 ///
 /// Must be created before the VM's threads install their seccomp filters, which forbid connect(2).
 #[derive(Debug)]
@@ -135,8 +135,8 @@ pub enum ServiceManager {
     None,
     /// A connection to the service manager.
     Direct(UnixDatagram),
-    /// A connection to the VM's supervisor. Service managers accept messages of the process that
-    /// they started only.
+    /// A connection to the VM's supervisor. Service managers accept messages only from the process
+    /// that they started.
     Supervisor(SupervisorLink),
 }
 
@@ -164,7 +164,7 @@ impl ServiceManager {
         }
     }
 
-    /// Notifies the service manager that the VM runs.
+    /// Notifies the service manager that the VM is running.
     pub fn ready(&self) {
         self.report(VM_READY);
     }
@@ -180,7 +180,7 @@ impl ServiceManager {
         }
     }
 
-    /// Passes a report of the VM on. Unknown reports have no effect.
+    /// Forwards a report of the VM to the service manager. Unknown reports have no effect.
     ///
     /// # Errors
     /// Returns the error of `write(2)`.
@@ -201,7 +201,7 @@ impl ServiceManager {
     }
 }
 
-/// Parses the value of `NOTIFY_SOCKET`: an absolute path, or an abstract name after `@`.
+/// Parses the value of `NOTIFY_SOCKET`, which is an absolute path or an abstract name after `@`.
 fn address_of(text: &[u8]) -> io::Result<SocketAddr> {
     match text {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),

@@ -8,8 +8,8 @@ use perf_core::pmu::MEDIATED_NEIGHBOUR;
 use perf_core::pmu::host::HostProbe;
 use serde::{Serialize, Serializer};
 use vpmu::{
-    ArchEvent, Backing, BackingPolicy, CounterNumbers, HostPmuProperties, ModelError, PmuModel, PmuModelName,
-    Vendor,
+    ArchEvent, BackingPolicy, CounterBacking, CounterNumbers, HostPmuProperties, ModelError, PmuModel,
+    PmuModelName, Vendor,
 };
 
 use crate::cli::CheckArgs;
@@ -19,9 +19,9 @@ use perf_core::error_line;
 use virtio_devices::net::vhost::{VhostError, VhostNetBackend};
 use vmm::kvm::cpuid;
 use vmm::kvm::execution::{self, KvmCapabilities};
-use vmm::kvm::host::{self, HostError};
+use vmm::kvm::host::{self, KvmHostError};
 use vmm::kvm::rotation_cost::{self, RotationCost};
-use vmm::kvm::stepping::Stepping;
+use vmm::kvm::stepping::SteppingSupport;
 use vmm::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
 use vmm::pmu::backing;
 use vmm::pmu::fit::{self, fit};
@@ -32,15 +32,15 @@ struct HostReport {
     perfvisor: &'static str,
     kernel: String,
     #[serde(serialize_with = "serialize_result")]
-    kvm: Result<KvmCapabilities, HostError>,
-    /// KVM's own vPMU, or the reason why it is unavailable.
+    kvm: Result<KvmCapabilities, KvmHostError>,
+    /// KVM's own vPMU, or the reason it is unavailable.
     #[serde(serialize_with = "serialize_result")]
     own_pmu: Result<KvmPmuOffer, CheckError>,
-    /// Whether KVM's own vPMUs are mediated (`enable_mediated_pmu`).
+    /// `true` if KVM's own vPMUs are mediated (`enable_mediated_pmu`).
     mediated_vpmus: bool,
     /// Single-stepping capabilities for the exact backing.
-    stepping: Option<Stepping>,
-    /// Availability of vhost-net, or the reason why it is unavailable.
+    stepping: Option<SteppingSupport>,
+    /// Availability of vhost-net, or the reason it is unavailable.
     #[serde(serialize_with = "serialize_result")]
     vhost_net: Result<bool, VhostError>,
     perf: HostProbe,
@@ -50,19 +50,19 @@ struct HostReport {
     pmu_auto: String,
     /// Description of the PMU model given by `--pmu`.
     pmu_asked: Option<String>,
-    /// One-line summary of how the model's counters compete for the host's counters.
+    /// One-line summary of the competition of the model's counters for the host's counters.
     pmu_competition: Option<String>,
     /// PMU model that `--pmu auto` selects with `--backing kvm`; `None` if KVM has no vPMU.
     own_pmu_auto: Option<String>,
-    /// Description of the model given by `--pmu` with `--backing kvm`, or the reason why KVM cannot
+    /// Description of the model given by `--pmu` with `--backing kvm`, or the reason KVM cannot
     /// provide it.
     #[serde(serialize_with = "serialize_optional_result")]
     own_pmu_asked: Option<Result<String, KvmVpmuModelError>>,
-    /// One-line summary of how the counters of KVM's vPMU compete for the host's counters.
+    /// One-line summary of the competition of the counters of KVM's vPMU for the host's counters.
     own_pmu_competition: Option<String>,
     /// Cost of one multiplexing rotation for a guest; `None` without hardware counters.
     #[serde(serialize_with = "serialize_optional_result")]
-    turns: Option<Result<RotationCost, HostError>>,
+    turns: Option<Result<RotationCost, KvmHostError>>,
     /// Default operator limits of `perfvisor run`.
     limits: DefaultLimits,
     /// Backing of each guest event under `--backing auto`.
@@ -107,7 +107,7 @@ struct EventBacking {
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
     #[error(transparent)]
-    Host(#[from] HostError),
+    Host(#[from] KvmHostError),
     #[error("KVM is unavailable")]
     NoKvm,
     #[error(transparent)]
@@ -362,7 +362,7 @@ impl HostReport {
     }
 }
 
-/// Describes the VMs with KVM's mediated vPMU, which exclude host events that count guests.
+/// Describes the VMs that use KVM's mediated vPMU, which excludes host events that count guests.
 fn mediated_vpmus(perf: &HostProbe, offered: bool) -> &'static str {
     match (perf.mediated, offered) {
         (true, _) => MEDIATED_NEIGHBOUR,
@@ -373,41 +373,41 @@ fn mediated_vpmus(perf: &HostProbe, offered: bool) -> &'static str {
     }
 }
 
-fn exact(stepping: Option<Stepping>) -> &'static str {
+fn exact(stepping: Option<SteppingSupport>) -> &'static str {
     match stepping {
-        Some(Stepping {
+        Some(SteppingSupport {
             kernel: true,
             user: true,
             blocks_interrupts: true,
             ..
         }) => "counts CPL 0 and CPL 3",
-        Some(Stepping {
+        Some(SteppingSupport {
             kernel: true,
             user: false,
             ..
         }) => "counts CPL 0; CPL 3 is not counted, because this KVM cannot single-step it",
-        Some(Stepping { kernel: true, .. }) => {
+        Some(SteppingSupport { kernel: true, .. }) => {
             "no: interrupts cannot be held back during a step (needs Linux 5.14)"
         }
         _ => "no: this KVM does not single-step guests",
     }
 }
 
-/// Describes the guests' branch records.
-fn branch_records(stepping: Option<Stepping>) -> &'static str {
+/// Describes the support for branch records in guests.
+fn branch_records(stepping: Option<SteppingSupport>) -> &'static str {
     match stepping {
-        Some(Stepping {
+        Some(SteppingSupport {
             kernel: true,
             user: true,
             blocks_interrupts: true,
             ..
         }) => "on by default, with intel-v2 to intel-v5 and amd-v2",
-        Some(Stepping {
+        Some(SteppingSupport {
             kernel: true,
             user: false,
             ..
         }) => "off by default; on records CPL 0 only, because this KVM cannot single-step CPL 3",
-        Some(Stepping { kernel: true, .. }) => {
+        Some(SteppingSupport { kernel: true, .. }) => {
             "no: interrupts cannot be held back during a step (needs Linux 5.14)"
         }
         _ => "no: this KVM does not single-step guests",
@@ -436,7 +436,7 @@ fn event_backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
         .map(|event| {
             let (backing, note) = match auto.known(event, vendor).map(|way| way.backing) {
                 None => ("none", "not supported in the guest"),
-                Some(Backing::Clock) => (
+                Some(CounterBacking::Clock) => (
                     "clock",
                     "vCPU run time x TSC frequency; :u or :k alone is an estimate",
                 ),
@@ -473,7 +473,7 @@ mod tests {
 
     use super::*;
 
-    /// The report names the other side of the conflict and the remedy.
+    /// The report names the cause of the conflict, or its consequence, and the remedy.
     #[test]
     fn mediated_vpmus_are_explained() {
         let with = |mediated| HostProbe {
@@ -485,7 +485,8 @@ mod tests {
         assert_eq!(mediated_vpmus(&with(false), false), "none");
     }
 
-    /// On a host that counts cache events, the note names the vendor whose models refuse them.
+    /// On a host that counts cache events, a note names the vendor whose models do not support
+    /// them.
     #[test]
     fn refused_cache_events_of_another_vendor_are_mentioned() {
         let opens = |name: &str| GenericEvent {

@@ -1,8 +1,8 @@
 //! The command line: subcommands, options and their validation.
 //!
 //! An invalid argument produces one line on standard error that names the value and the valid
-//! values, and exit status 2. A new option needs a field with a doc comment (its help text), and a
-//! value parser with a test in `values`.
+//! values, and exit status 2. A new option requires a field with a doc comment (its help text), and
+//! a value parser with a test in `values`.
 
 mod ctl_order;
 mod parse_error;
@@ -38,7 +38,7 @@ use crate::values::{
 };
 use operator::commands::annotate::AnnotateArgs;
 use operator::commands::convert::ConvertArgs;
-use operator::commands::cp::CpArgs;
+use operator::commands::cp::CopyFilesArgs;
 use operator::commands::ctl::CtlArgs;
 use operator::commands::diff::DiffArgs;
 use operator::commands::exec::ExecArgs;
@@ -64,8 +64,8 @@ use vmm::gdb::config::GdbConfig;
 use vmm::kvm::signature::CpuSignature;
 use vmm::memory::HugePages;
 use vmm::numbers::VcpuNumbers;
-use vmm::timers::MuxChoice;
-use vmm::vcpu::affinity::Pinning;
+use vmm::timers::MuxPolicyChoice;
+use vmm::vcpu::affinity::VcpuPinning;
 use vmm::vcpu::control::ResetPolicy;
 use vmm::vm::HaltPolling;
 
@@ -87,7 +87,7 @@ Example: perfvisor run --kernel vmlinux --initrd initrd --cpus 2 --memory 1G --n
 #[derive(Clone, Debug, Parser)]
 #[command(name = "perfvisor", version, about, disable_help_subcommand = true)]
 pub struct Cli {
-    /// Options that every command accepts.
+    /// Options accepted by every command.
     #[command(flatten)]
     pub global: GlobalOptions,
     /// Command to run.
@@ -125,7 +125,7 @@ pub enum CliCommand {
     /// Run a command in a VM's guest, through the guest's agent.
     Exec(ExecArgs),
     /// Copy files to or from a VM's guest.
-    Cp(CpArgs),
+    Cp(CopyFilesArgs),
     /// Count events of a VM's vCPUs, or show the guest's counters.
     Stat(StatArgs),
     /// Show the exits of a VM's vCPUs: number and duration by reason.
@@ -138,11 +138,11 @@ pub enum CliCommand {
     Exporter(ExporterArgs),
     /// Serve Firecracker's API for a VM.
     Firecracker(Box<FirecrackerArgs>),
-    /// Start `perfvisor firecracker` as another user in a directory of its own.
+    /// Start `perfvisor firecracker` as another user in a separate directory.
     Jailer(Box<JailerArgs>),
     /// Show the samples of a recording as a table of shares by task, object and function.
     Report(ReportArgs),
-    /// Compare two recordings: shares of functions before and after.
+    /// Compare two recordings by the shares of their functions.
     Diff(DiffArgs),
     /// Show the instructions of a function with their shares of a recording's samples.
     Annotate(AnnotateArgs),
@@ -165,14 +165,14 @@ pub enum CliCommand {
     SaveSnapshots(SaveSnapshotsArgs),
 }
 
-/// Arguments of the process that `perfvisor firecracker` starts.
+/// Arguments of the process with which `perfvisor firecracker` saves snapshots.
 #[derive(Clone, Debug, Args)]
 pub struct SaveSnapshotsArgs {
     /// Control socket of the VM.
     pub socket: PathBuf,
 }
 
-/// Arguments of the process that `run --share-dir` starts.
+/// Arguments of the process started by `run --share-dir`.
 #[derive(Clone, Debug, Args)]
 pub struct KeepShareArgs {
     /// Back end and its arguments.
@@ -201,7 +201,8 @@ fn with_examples(command: clap::Command) -> clap::Command {
     })
 }
 
-/// Treats `-1` after an option as its value, so that the error message is about the value.
+/// Treats `-1` after an option as the option's value, so that the error message refers to the
+/// value.
 fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command
         .mut_args(|arg| {
@@ -215,7 +216,7 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
         .mut_subcommands(with_negative_numbers)
 }
 
-/// Returns the command that `args` name, and its path, such as `perfvisor ctl`.
+/// Returns the command named by `args`, and its path, such as `perfvisor ctl`.
 fn named_command<'c>(root: &'c clap::Command, args: &[OsString]) -> (&'c clap::Command, String) {
     let (mut command, mut path) = (root, root.get_name().to_owned());
     for word in args.iter().skip(1).filter_map(|arg| arg.to_str()) {
@@ -248,10 +249,10 @@ pub struct CheckArgs {
     /// Print one JSON object instead of text.
     #[arg(long)]
     pub json: bool,
-    /// Also show what this --pmu of perfvisor run provides on this host.
+    /// Also show what perfvisor run provides with this --pmu on this host.
     #[arg(long, value_name = "MODEL", default_value = "auto")]
     pub pmu: PmuModelName,
-    /// Also show this for these numbers of counters, as --pmu-counters of perfvisor run.
+    /// Also show what perfvisor run provides with these numbers of counters (--pmu-counters).
     #[arg(long, value_name = "GP[+FIXED]")]
     pub pmu_counters: Option<CounterNumbers>,
 }
@@ -277,7 +278,7 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub boot_protocol: BootProtocol,
-    /// Load this initial RAM disk. A multiboot kernel gets it as a module.
+    /// Load this initial RAM disk. A multiboot kernel receives it as a module.
     #[arg(long, value_name = "FILE", requires = "kernel", help_heading = "Kernel")]
     pub initrd: Option<PathBuf>,
     /// Set the kernel command line [default for Linux: console=ttyS0 reboot=k panic=-1 tsc=reliable
@@ -289,8 +290,8 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub cmdline: Option<String>,
-    /// Restore the guest from a snapshot that `perfvisor ctl NAME snapshot DIR` has written. The snapshot
-    /// determines the machine; give the disks, network devices and consoles again.
+    /// Restore the guest from a snapshot written by `perfvisor ctl NAME snapshot DIR`. The snapshot
+    /// determines the machine. The disks, network devices and consoles must be given again.
     #[arg(
         long,
         value_name = "DIR",
@@ -299,8 +300,9 @@ pub struct RunArgs {
         help_heading = "Kernel"
     )]
     pub restore: Option<PathBuf>,
-    /// Wait for the VM that `perfvisor ctl NAME migrate` moves to this process, at unix:PATH or an inherited
-    /// socket fd:N. It determines the machine; give the disks, other tap devices and the consoles again.
+    /// Wait for a VM that `perfvisor ctl NAME migrate` moves to this process, at unix:PATH or an
+    /// inherited socket fd:N. The VM determines the machine. The disks, other tap devices and the
+    /// consoles must be given again.
     #[arg(
         long,
         value_name = "ADDRESS",
@@ -312,18 +314,20 @@ pub struct RunArgs {
     /// Read the whole memory of the snapshot first and compare its checksums.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub restore_verify: bool,
-    /// Read the memory of the snapshot from this file; --restore then names the state file.
+    /// Read the memory of the snapshot from this file. In this case, --restore names the state
+    /// file.
     #[arg(long, value_name = "FILE", requires = "restore", help_heading = "Kernel")]
     pub restore_memory: Option<PathBuf>,
-    /// Directory of the snapshot on which the one of --restore, written by
-    /// `perfvisor ctl NAME snapshot DIR --diff BASE`, is based. Repeat the option, in any order, for each
+    /// Directory of the base of the snapshot given by --restore, which was written by
+    /// `perfvisor ctl NAME snapshot DIR --diff BASE`. Repeat the option, in any order, for each
     /// snapshot that BASE is based on.
     #[arg(long, value_name = "BASE", requires = "restore", help_heading = "Kernel")]
     pub restore_base: Vec<PathBuf>,
-    /// Restore one of several VMs: network devices without mac= get addresses of their own.
+    /// Restore one of several VMs from the same snapshot, with new addresses for network devices
+    /// without mac=.
     #[arg(long, requires = "restore", help_heading = "Kernel")]
     pub clone: bool,
-    /// Restore although --backing or this host does not count an event that the guest counts.
+    /// Restore even if --backing or this host does not count an event that the guest counts.
     #[arg(long, requires = "saved", help_heading = "Kernel")]
     pub restore_loses: bool,
     /// Leave the restored VM paused; `perfvisor ctl NAME resume` continues it.
@@ -368,8 +372,8 @@ pub struct RunArgs {
         help_heading = "PMU of the guest"
     )]
     pub pmu: PmuModelName,
-    /// Set the number of counters: general-purpose ones, or general+fixed, for example 4+3
-    /// [default: those of the model]
+    /// Set the number of general-purpose counters, or of general-purpose and fixed counters, for
+    /// example 4+3 [default: those of the model]
     #[arg(long, value_name = "GP[+FIXED]", help_heading = "PMU of the guest")]
     pub pmu_counters: Option<CounterNumbers>,
     /// Set the counter width in bits, 32 to 48 (Intel models) [default: that of the model]
@@ -410,7 +414,7 @@ pub struct RunArgs {
         help_heading = "PMU of the guest"
     )]
     pub backing: BackingPolicy,
-    /// Count instructions and branches of operators (perfvisor stat) by single-stepping as well.
+    /// Also count instructions and branches of operators (perfvisor stat) by single-stepping.
     /// Requires --backing exact.
     #[arg(long, help_heading = "PMU of the guest")]
     pub operator_steps: bool,
@@ -428,8 +432,8 @@ pub struct RunArgs {
     /// guest shows them as not supported instead of 0: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "PMU of the guest")]
     pub hide_uncounted: bool,
-    /// Select who gets the host's counters if there are too few: guest-first, operator-first or
-    /// strict.
+    /// Select whether the guest or the operator gets the host's counters if there are too few:
+    /// guest-first, operator-first or strict.
     #[arg(long, value_name = "POLICY", default_value = "guest-first", value_parser = parse_share, help_heading = "Sharing of the counters")]
     pub share: SharePolicy,
     /// Select how events are multiplexed: auto (adaptive, with intervals that cost at most one
@@ -441,7 +445,7 @@ pub struct RunArgs {
         default_value = "auto",
         help_heading = "Sharing of the counters"
     )]
-    pub mux: MuxChoice,
+    pub mux: MuxPolicyChoice,
     /// Set the initial multiplexing interval in milliseconds, 0.2 to 100; with adaptive
     /// multiplexing [default: auto measures the cost of a rotation]
     #[arg(long, value_name = "MS", value_parser = parse_turn, help_heading = "Sharing of the counters")]
@@ -481,7 +485,7 @@ pub struct RunArgs {
     pub disk: Vec<DiskConfig>,
     /// Share a directory that the guest can mount (`mount -t virtiofs TAG /mnt`), served by a new
     /// virtiofsd. Options: ro (read-only), tag=NAME (share0, share1 and so on by default). With
-    /// socket=PATH, use a running back end instead. May be repeated.
+    /// socket=PATH, an existing back end is used instead. May be repeated.
     #[arg(
         long,
         value_name = "DIR[,ro][,tag=NAME]|socket=PATH[,tag=NAME]",
@@ -491,11 +495,11 @@ pub struct RunArgs {
     /// Provide entropy of the host (virtio-rng) to guests other than the built-in ones: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Machine")]
     pub rng: bool,
-    /// Add a memory balloon (virtio-balloon), which gives guest memory back to the host. Options: size
+    /// Add a memory balloon (virtio-balloon), which returns guest memory to the host. Options: size
     /// of the balloon in MiB (0 by default; `perfvisor ctl NAME balloon SIZE` changes it),
-    /// deflate-on-oom=on (the guest takes memory back before it kills a process), stats=SECONDS
-    /// (interval of the guest's memory statistics), free-page-reporting=on (free pages are given back
-    /// continuously).
+    /// deflate-on-oom=on (the guest deflates the balloon before it kills a process), stats=SECONDS
+    /// (interval of the guest's memory statistics), free-page-reporting=on (free pages are
+    /// continuously returned to the host).
     #[arg(
         long,
         value_name = "size=MIB[,deflate-on-oom=on][,stats=SECONDS][,free-page-reporting=on]",
@@ -504,19 +508,19 @@ pub struct RunArgs {
         help_heading = "Consoles and devices"
     )]
     pub balloon: Option<BalloonConfig>,
-    /// Limit the rate of the entropy: bandwidth=BYTES/MS[+BURST] and ops=N/MS[+BURST] [default:
-    /// unlimited]
+    /// Limit the rate of the entropy device: bandwidth=BYTES/MS[+BURST] and ops=N/MS[+BURST]
+    /// [default: unlimited]
     #[arg(long, value_name = "bandwidth=...,ops=...", help_heading = "Machine")]
     pub rng_limits: Option<RateLimits>,
     /// Pin vCPUs to host CPUs: a list of VCPU=CPU [default: not pinned]
     #[arg(long, value_name = "LIST", help_heading = "Machine")]
-    pub pin: Option<Pinning>,
+    pub pin: Option<VcpuPinning>,
     /// Set the time that the guest may take to power off after SIGTERM, which presses its power
-    /// button, in seconds. The VM exits at once on a second signal or if the guest ignores the
+    /// button, in seconds. The VM exits immediately on a second signal or if the guest ignores the
     /// button.
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = parse_stop_timeout, help_heading = "Operation")]
     pub stop_timeout: Duration,
-    /// Allow nested guests: show the host's VT-x or AMD-V to the guest.
+    /// Allow nested guests by exposing the host's VT-x or AMD-V to the guest.
     #[arg(long, help_heading = "Machine")]
     pub nested: bool,
     /// Set the CPU family, model and stepping in the guest's CPUID: host, FAMILY/MODEL/STEPPING, or
@@ -525,7 +529,7 @@ pub struct RunArgs {
     pub cpu_signature: Option<CpuSignature>,
     /// Add a network device on an existing tap device. The MAC address is derived from the VM's
     /// name unless given. Rate limits: rx-bandwidth=BYTES/MS[+BURST] and rx-ops=N/MS[+BURST], also
-    /// with tx-. mmds=on: reaches the metadata service. May be repeated.
+    /// with tx-. mmds=on gives the device access to the metadata service. May be repeated.
     #[arg(
         long,
         value_name = "tap=NAME[,mac=XX:XX:XX:XX:XX:XX][,...]",
@@ -539,15 +543,16 @@ pub struct RunArgs {
     /// Set the name of the VM for ctl, stat, record and other commands [default: vm-PID]
     #[arg(long, value_name = "NAME", help_heading = "Operation")]
     pub name: Option<String>,
-    /// Create a Unix socket for observers: users with write permission for it may count events of
-    /// the VM (perfvisor stat --socket PATH), but not change anything.
+    /// Create a Unix socket for observers. Users with write permission for the socket may count
+    /// events of the VM (perfvisor stat --socket PATH), but cannot change anything.
     #[arg(long, value_name = "PATH[,mode=MODE]", help_heading = "Operation")]
     pub observers: Option<ObserverSocketArg>,
-    /// Add a vsock device, which exec and cp need: context ID of the guest and path of the Unix
-    /// socket [default: cid=3, and NAME.vsock next to the control socket]
+    /// Add a vsock device, which exec and cp require, with the context ID of the guest and the path
+    /// of the Unix socket [default: cid=3, and NAME.vsock next to the control socket]
     #[arg(long, value_name = "cid=N[,socket=PATH]", num_args = 0..=1, default_missing_value = "cid=3", help_heading = "Consoles and devices")]
     pub vsock: Option<VsockConfig>,
-    /// Run in the background: return 0 when the VM runs, or 2 with the reason if it cannot start.
+    /// Run in the background. Exit with 0 when the VM is running, or with 2 and the reason if it
+    /// cannot start.
     #[arg(long, help_heading = "Operation")]
     pub daemonize: bool,
     /// Append messages to this file instead of writing them to standard error.
@@ -571,8 +576,8 @@ pub struct RunArgs {
     /// supports it: on or off.
     #[arg(long, value_name = "ON|OFF", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off, help_heading = "Isolation")]
     pub landlock: bool,
-    /// Run the VM in its own namespaces, without network and with only the files that --landlock
-    /// allows. For root: uid=N and gid=N [default: uid's number] set the user and group. cgroup=DIR
+    /// Run the VM in separate namespaces, without network and with only the files that --landlock
+    /// allows. For root, uid=N and gid=N [default: uid's number] set the user and group. cgroup=DIR
     /// joins an existing cgroup v2 directory, fsize=SIZE limits the size of written files,
     /// no-file=N the number of descriptors.
     #[arg(long, value_name = "uid=N[,gid=N][,cgroup=DIR][,fsize=SIZE][,no-file=N]", num_args = 0..=1, default_missing_value = "", help_heading = "Isolation")]
@@ -585,7 +590,7 @@ pub struct RunArgs {
     pub machine_options: BTreeMap<String, String>,
 }
 
-/// Reason why parsing ends without a command.
+/// Reason parsing ends without a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CliExit {
     /// Help or version text for standard output. The exit status is 0.

@@ -57,8 +57,8 @@ pub struct ExpandedArgs {
     pub from_file: Option<(PathBuf, Vec<String>)>,
 }
 
-/// Inserts the options of the file named by `run --config` into `args`, except those that `args`
-/// contains already.
+/// Inserts the options of the file given by `run --config` into `args`, except those that `args`
+/// already contains.
 ///
 /// # Errors
 /// Returns [`ConfigFileError`] if the file cannot be read or is invalid.
@@ -184,8 +184,8 @@ fn arguments(path: &Path, key: &str, option: &Arg, value: &Value) -> Result<Vec<
     }
 }
 
-/// Returns whether the value of the option is optional, as of `--vsock`. In a file, `true` stands
-/// for the missing value.
+/// Returns whether the value of the option is optional, as for `--vsock`. In a file, `true` stands
+/// for an omitted value.
 fn has_optional_value(option: &Arg) -> bool {
     option.get_num_args().is_some_and(|count| count.min_values() == 0)
 }
@@ -280,7 +280,8 @@ mod tests {
         assert_eq!(args.mux_turn.unwrap().as_micros(), 500);
     }
 
-    /// Regression test: `vsock = true` was rejected as the value `on`.
+    /// `true` stands for an omitted optional value. Regression test: `vsock = true` was rejected as
+    /// the value `on`.
     #[test]
     fn optional_value_is_boolean_in_config_file() {
         let bare = with_file("vsock = true\njail = true\n", &[]).unwrap();
@@ -335,7 +336,7 @@ mod tests {
         assert!(endless.contains("1 MiB"), "{endless}");
     }
 
-    /// A dump gives the same arguments when it is read again, and the same dump.
+    /// A dump that is read back results in the same arguments and the same dump.
     #[test]
     fn config_dump_round_trips() {
         let args = [

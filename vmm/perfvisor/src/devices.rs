@@ -1,4 +1,4 @@
-//! Creates the virtio devices that the arguments of `perfvisor run` request.
+//! Creates the virtio devices requested by the arguments of `perfvisor run`.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -24,7 +24,7 @@ use virtio_devices::rate_limiter::RateLimiter;
 use virtio_devices::rate_limiter::limits::RateLimits;
 use virtio_devices::rng::EntropyDevice;
 use virtio_devices::share::FsDevice;
-use virtio_devices::share::backend::BackendError;
+use virtio_devices::share::backend::VhostUserBackendError;
 use virtio_devices::share::config::{ShareConfig, ShareSource};
 use virtio_devices::share::keeper;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
@@ -66,7 +66,7 @@ pub enum DeviceError {
     #[error("cannot create the timer of the metadata service")]
     MetadataTimer(#[source] io::Error),
     #[error("--share-dir")]
-    FsDevice(#[from] BackendError),
+    FsDevice(#[from] VhostUserBackendError),
     #[error("--share-dir tag={0}: given twice; use one tag per directory")]
     TagTwice(String),
     #[error("--share-dir")]
@@ -96,7 +96,7 @@ pub enum DeviceError {
 }
 
 /// Virtio devices of a VM.
-pub struct Devices {
+pub struct VmDevices {
     /// All devices in the order in which the guest discovers them.
     pub all: Vec<Box<dyn VirtioDevice>>,
     /// The balloon, for operators.
@@ -111,13 +111,13 @@ pub struct Devices {
 /// connects to sockets on behalf of the devices.
 ///
 /// # Errors
-/// Returns [`DeviceError`]; no file of the guest has been modified in that case.
+/// Returns [`DeviceError`]. In this case, no file of the guest has been modified.
 pub fn create_devices(
     args: &RunArgs,
     vm: &str,
     log: Option<&File>,
     broker: &Arc<SocketBroker>,
-) -> Result<Devices, DeviceError> {
+) -> Result<VmDevices, DeviceError> {
     check(args, vm)?;
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
     for (i, config) in args.disk.iter().enumerate() {
@@ -151,7 +151,7 @@ pub fn create_devices(
     let balloon = balloon(args)?;
     let control = balloon.as_ref().map(|balloon| balloon.control().clone());
     devices.extend(balloon.map(|balloon| Box::new(balloon) as Box<dyn VirtioDevice>));
-    Ok(Devices {
+    Ok(VmDevices {
         all: devices,
         balloon: control,
         metadata,
@@ -170,7 +170,7 @@ fn balloon(args: &RunArgs) -> Result<Option<BalloonDevice>, DeviceError> {
 }
 
 /// Rejects duplicate taps, MAC addresses, serial numbers and tags before any device is opened. A
-/// guest would take two disks or network devices with the same identity for one.
+/// guest would mistake two disks or network devices with the same identity for one.
 fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     let serials = args.disk.iter().enumerate().map(|(i, config)| {
         let serial = config.serial.clone();
@@ -200,7 +200,8 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
             return Err(DeviceError::BalloonHugePages);
         }
     }
-    // The built-in guests would ignore the disk, and their PMU test is not what the user asked for.
+    // The built-in guests would ignore the disk and run their PMU test, which the user did not
+    // request.
     if args.kernel.is_none() && !args.takes_saved_machine() && !args.disk.is_empty() {
         return Err(DeviceError::NoKernel);
     }
@@ -224,7 +225,7 @@ fn disk_name(index: usize) -> String {
     format!("disk{index}")
 }
 
-/// Returns the guest's MAC address of a network device.
+/// Returns the MAC address of a network device of the guest.
 pub fn mac(config: &NetConfig, vm: &str) -> MacAddress {
     config
         .mac
@@ -279,7 +280,7 @@ fn vsock_socket(config: &VsockConfig, vm: &str) -> PathBuf {
     config.socket.clone().unwrap_or_else(beside)
 }
 
-/// Returns the paths of all sockets at which the devices of VM `vm` listen.
+/// Returns the paths of all sockets on which the devices of VM `vm` listen.
 pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
     let shares = args.share_dir.iter().enumerate();
     let shares = shares.filter(|(_, share)| matches!(share.source, ShareSource::Directory { .. }));
@@ -334,7 +335,7 @@ mod tests {
         check(&args, "vm").map_err(|e| error_line(&e))
     }
 
-    /// The check precedes any access: the files and taps of this test do not exist.
+    /// The check precedes any access. The files and taps of this test do not exist.
     #[test]
     fn duplicate_device_identities_are_rejected() {
         for (words, said) in [

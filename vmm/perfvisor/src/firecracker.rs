@@ -1,8 +1,8 @@
 //! `perfvisor firecracker`: Firecracker's command line and API for a VM of `perfvisor run`.
 //!
-//! The API is served by a process of its own, which starts `perfvisor run` as its child and controls
-//! it through the control socket. [`vm_process`] is the child, [`snapshots`] another one that writes
-//! snapshots, and [`log_output`] the destination of log messages.
+//! A separate process serves the API. It starts `perfvisor run` as its child and controls the child
+//! through the control socket. [`vm_process`] manages this child, [`snapshots`] another one that
+//! writes snapshots, and [`log_output`] the destination of log messages.
 
 mod log_output;
 mod snapshots;
@@ -15,17 +15,17 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use firecracker_api::API_VERSION;
-use firecracker_api::fault::Fault;
+use firecracker_api::fault::ApiFault;
 use firecracker_api::http::DEFAULT_MAX_BODY;
 use firecracker_api::routes::ApiCall;
-use firecracker_api::server::Server;
-use firecracker_api::session::Session;
+use firecracker_api::server::ApiServer;
+use firecracker_api::session::ApiSession;
 use firecracker_api::types::{InstanceState, Logger, Metrics};
 use mmds::config::MAX_SIZE_LIMIT;
 use operator::commands::print;
 use operator::exit::ExitStatus;
 use operator::signals::StopSignals;
-use sandbox::{FrontEndError, paths};
+use sandbox::{ApiProcessConfinementError, paths};
 use serde::de::DeserializeOwned;
 
 use vm_process::{CheckArguments, VmProcess};
@@ -42,7 +42,7 @@ const CONFIG_FILE: &str = "--config-file";
 const METADATA: &str = "--metadata";
 /// Maximum size of the configuration file and of the metadata file, in bytes.
 const MAX_JSON_BYTES: u64 = 1 << 20;
-/// Largest value of `--http-api-max-payload-size`, in bytes.
+/// Maximum value of `--http-api-max-payload-size`, in bytes.
 const MAX_PAYLOAD_BYTES: usize = 1 << 24;
 
 /// Options of `perfvisor firecracker`, with the names of Firecracker's.
@@ -52,7 +52,7 @@ pub struct FirecrackerArgs {
     /// Serve the API at this Unix socket.
     #[arg(long, value_name = "PATH", default_value = "/run/firecracker.socket")]
     pub api_sock: PathBuf,
-    /// Name the VM; `perfvisor ps` shows it.
+    /// Set the name of the VM, as shown by `perfvisor ps`.
     #[arg(long, value_name = "ID", value_parser = parse_id)]
     pub id: Option<String>,
     /// Configure and start the VM from a JSON file.
@@ -70,7 +70,7 @@ pub struct FirecrackerArgs {
     /// Unsupported.
     #[arg(long, value_name = "MODULE", hide = true)]
     pub module: Option<String>,
-    /// Show the level of messages, which are always shown with it.
+    /// Show the level of messages. This option has no effect, because the level is always shown.
     #[arg(long)]
     pub show_level: bool,
     /// Unsupported.
@@ -79,25 +79,27 @@ pub struct FirecrackerArgs {
     /// Write metrics to a file or named pipe on FlushMetrics.
     #[arg(long, value_name = "PATH")]
     pub metrics_path: Option<String>,
-    /// Log the time from this start of the process to the API, in microseconds (CLOCK_MONOTONIC).
+    /// Log the time from this start of the process until the API is available, in microseconds
+    /// (CLOCK_MONOTONIC).
     #[arg(long, value_name = "US")]
     pub start_time_us: Option<u64>,
-    /// Log this CPU time with it, in microseconds.
+    /// Also log this CPU time, in microseconds.
     #[arg(long, value_name = "US")]
     pub start_time_cpu_us: Option<u64>,
-    /// Log this CPU time of the parent with it, in microseconds.
+    /// Also log this CPU time of the parent, in microseconds.
     #[arg(long, value_name = "US")]
     pub parent_cpu_time_us: Option<u64>,
-    /// Warn that the file has no effect: Perfvisor's own filters apply.
+    /// Log a warning that the file has no effect. Perfvisor's own filters apply.
     #[arg(long, value_name = "FILE", conflicts_with = "no_seccomp")]
     pub seccomp_filter: Option<PathBuf>,
-    /// Warn that the option has no effect: Perfvisor's filters stay.
+    /// Log a warning that the option has no effect. Perfvisor's filters stay active.
     #[arg(long)]
     pub no_seccomp: bool,
     /// Limit the body of a request to this size, in bytes.
     #[arg(long, value_name = "BYTES", default_value_t = DEFAULT_MAX_BODY, value_parser = parse_payload)]
     pub http_api_max_payload_size: usize,
-    /// Attach devices to a PCI bus, as is always done.
+    /// Attach devices to a PCI bus. This option has no effect, because devices are always attached
+    /// to PCI.
     #[arg(long)]
     pub enable_pci: bool,
     /// Print the version of the API and of Perfvisor.
@@ -124,16 +126,16 @@ pub struct FirecrackerArgs {
 /// Errors of `perfvisor firecracker`. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum FirecrackerError {
-    /// An option of Firecracker that Perfvisor does not offer.
+    /// An option of Firecracker that Perfvisor does not support.
     #[error("{0}: unsupported: {1}")]
     Unsupported(&'static str, &'static str),
     /// An invalid value, or a failed start.
     #[error("{0}")]
     Refused(String),
-    /// A file with JSON cannot be read.
+    /// A JSON file cannot be read.
     #[error("{0} {path}", path = .1.display())]
     ReadJson(&'static str, PathBuf, #[source] io::Error),
-    /// A file with JSON is too large.
+    /// A JSON file is too large.
     #[error("{0} {path}: more than {MAX_JSON_BYTES} bytes", path = .1.display())]
     JsonSize(&'static str, PathBuf),
     /// A file does not contain the expected JSON.
@@ -150,14 +152,14 @@ pub enum FirecrackerError {
     Os(&'static str, #[source] io::Error),
     /// The process cannot be confined.
     #[error(transparent)]
-    Confine(#[from] FrontEndError),
+    Confine(#[from] ApiProcessConfinementError),
 }
 
 fn os(call: &'static str) -> impl FnOnce(io::Error) -> FirecrackerError {
     move |source| FirecrackerError::Os(call, source)
 }
 
-fn refused(option: &str, fault: &Fault) -> FirecrackerError {
+fn refused(option: &str, fault: &ApiFault) -> FirecrackerError {
     FirecrackerError::Refused(format!("{option}: {}", fault.message))
 }
 
@@ -187,7 +189,7 @@ fn parse_metadata_limit(text: &str) -> Result<usize, String> {
     bytes.ok_or_else(|| format!("must be between 1 and {MAX_SIZE_LIMIT}"))
 }
 
-/// Serves the API until the VM ends or a signal ends both.
+/// Serves the API until the VM terminates or a signal terminates both.
 ///
 /// # Errors
 /// Returns [`FirecrackerError`] if an option is invalid or unsupported, or the VM of
@@ -210,7 +212,7 @@ pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<Exit
         set.map_err(|fault| refused(METADATA, &fault))?;
     }
     let listener = bind(args)?;
-    let server = Server::new(listener, args.http_api_max_payload_size).map_err(os("fcntl"))?;
+    let server = ApiServer::new(listener, args.http_api_max_payload_size).map_err(os("fcntl"))?;
     log_times(args);
     if args.config_file.is_some() {
         session.start().map_err(|fault| refused(CONFIG_FILE, &fault))?;
@@ -218,7 +220,7 @@ pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<Exit
     serve(server, session, &signals)
 }
 
-/// Returns the text of the options that only print one.
+/// Returns the text for an option that only prints information.
 fn information(args: &FirecrackerArgs) -> Result<Option<String>, FirecrackerError> {
     if args.version {
         let own = env!("CARGO_PKG_VERSION");
@@ -235,7 +237,7 @@ fn information(args: &FirecrackerArgs) -> Result<Option<String>, FirecrackerErro
     Ok(Some(version + "\n"))
 }
 
-/// Rejects options that Perfvisor does not offer, and warns of those without an effect.
+/// Rejects options that Perfvisor does not support, and logs a warning for options without effect.
 fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
     if args.boot_timer {
         let reason = "the VM has no boot timer device";
@@ -248,12 +250,12 @@ fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
 }
 
 /// Creates the session, and applies the options for log messages and metrics.
-fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<Session<VmProcess>, FirecrackerError> {
+fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<ApiSession<VmProcess>, FirecrackerError> {
     let backend = VmProcess::new(args.id.clone(), check);
     let id = args.id.clone().unwrap_or_else(|| DEFAULT_ID.into());
     let limit = args.mmds_size_limit;
     let limit = limit.unwrap_or(args.http_api_max_payload_size.min(MAX_SIZE_LIMIT));
-    let session = Session::new(backend, id, env!("CARGO_PKG_VERSION").into());
+    let session = ApiSession::new(backend, id, env!("CARGO_PKG_VERSION").into());
     let mut session = session.with_metadata_limit(limit);
     let logger = Logger {
         log_path: args.log_path.clone(),
@@ -274,7 +276,7 @@ fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<Session<VmPr
     Ok(session)
 }
 
-/// Reads the file that `option` names.
+/// Reads the file given by `option`.
 fn read_json<T: DeserializeOwned>(option: &'static str, path: &Path) -> Result<T, FirecrackerError> {
     let failed = |e| FirecrackerError::ReadJson(option, path.into(), e);
     let mut bytes = Vec::new();
@@ -288,7 +290,7 @@ fn read_json<T: DeserializeOwned>(option: &'static str, path: &Path) -> Result<T
     serde_json::from_slice(&bytes).map_err(|e| FirecrackerError::Json(option, path.into(), e))
 }
 
-/// Binds the socket of the API. A socket without a listener is replaced.
+/// Binds the socket of the API. Replaces a socket without a listener.
 fn bind(args: &FirecrackerArgs) -> Result<Option<UnixListener>, FirecrackerError> {
     let path = &args.api_sock;
     if args.no_api {
@@ -299,7 +301,7 @@ fn bind(args: &FirecrackerArgs) -> Result<Option<UnixListener>, FirecrackerError
     Ok(Some(bound))
 }
 
-/// Logs the time from the start of the process, as given by the process that started it.
+/// Logs the time since the start of the process, based on the values passed by the parent process.
 fn log_times(args: &FirecrackerArgs) {
     let Some(start) = args.start_time_us else { return };
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -313,10 +315,11 @@ fn log_times(args: &FirecrackerArgs) {
     );
 }
 
-/// Answers requests until the VM has ended, or until a signal arrives before its start.
+/// Answers requests until the VM has terminated, or until a signal arrives before the VM has
+/// started.
 fn serve(
-    mut server: Server,
-    mut session: Session<VmProcess>,
+    mut server: ApiServer,
+    mut session: ApiSession<VmProcess>,
     signals: &StopSignals,
 ) -> Result<ExitStatus, FirecrackerError> {
     let (mut is_confined, mut is_signalled) = (false, false);
@@ -340,7 +343,7 @@ fn serve(
         }
         if signals.take().is_some() {
             is_signalled = true;
-            // Without an answer, the kernel ends the VM with this process.
+            // If the VM does not answer, the kernel terminates it with this process.
             if !session.backend().stop() {
                 return Ok(ExitStatus::Terminated);
             }

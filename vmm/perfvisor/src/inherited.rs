@@ -29,7 +29,7 @@ const KEPT: [&str; 8] = [
 /// Prefix of Perfvisor's own variables.
 const OWN_PREFIX: &[u8] = b"PERFVISOR_";
 
-/// The inherited descriptors, except for the standard streams.
+/// Inherited descriptors, except for the standard streams.
 #[derive(Debug)]
 pub(crate) struct InheritedDescriptors(Vec<RawFd>);
 
@@ -37,8 +37,8 @@ impl InheritedDescriptors {
     /// Finds the inherited descriptors and marks them close-on-exec, so that no child inherits
     /// them.
     ///
-    /// Perfvisor opens all descriptors with the flag, which distinguishes its own from inherited
-    /// ones.
+    /// Perfvisor opens all descriptors with this flag, which distinguishes its own descriptors from
+    /// inherited ones.
     pub(crate) fn mark() -> Self {
         let open = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
         let numbers = open.filter_map(|entry| entry.file_name().to_str()?.parse::<RawFd>().ok());
@@ -52,8 +52,8 @@ impl InheritedDescriptors {
         Self(inherited)
     }
 
-    /// Closes the inherited descriptors. Every file of the command line must be open already,
-    /// because a path may refer to one of them (`/dev/fd/3`).
+    /// Closes the inherited descriptors. Every file of the command line must have been opened
+    /// before, because a path may refer to one of the descriptors (`/dev/fd/3`).
     pub(super) fn close(self) {
         for fd in self.0 {
             // SAFETY: no value in this process owns an inherited descriptor.
@@ -63,7 +63,7 @@ impl InheritedDescriptors {
 }
 
 /// Clears the environment except for [`KEPT`] and Perfvisor's own variables, and overwrites the
-/// copy that `/proc/PID/environ` shows. No other thread may exist.
+/// copy shown by `/proc/PID/environ`. No other thread may exist.
 pub(super) fn clear_environment() {
     let all: Vec<(OsString, OsString)> = env::vars_os().collect();
     for (name, value) in &all {
@@ -100,7 +100,7 @@ fn first_environment() -> Option<(usize, usize)> {
     let mut fields = fields.split_ascii_whitespace().skip(47);
     let start: usize = fields.next()?.parse().ok()?;
     let end: usize = fields.next()?.parse().ok()?;
-    // The kernel reports 0 to a reader without ptrace access to the process.
+    // The kernel reports 0 to readers without ptrace access to the process.
     (start != 0)
         .then(|| end.checked_sub(start))?
         .map(|length| (start, length))

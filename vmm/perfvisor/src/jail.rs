@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use operator::values::{ValueError, integer_in_range, parse_bytes};
+use operator::values::{ParseValueError, integer_in_range, parse_bytes};
 
 /// Maximum user or group ID. The kernel reserves the next value as an invalid ID.
 const MAX_ID: u64 = u32::MAX as u64 - 1;
 
-/// Range of the descriptor limit. The minimum suffices for a VM with a few devices; the maximum is
-/// the kernel's default of `fs.nr_open`.
+/// Valid range of the descriptor limit. The minimum suffices for a VM with a few devices, and the
+/// maximum is the kernel's default of `fs.nr_open`.
 const DESCRIPTORS: std::ops::RangeInclusive<u64> = 64..=1 << 20;
 
 /// The parsed value of `--jail`.
@@ -19,7 +19,7 @@ pub struct JailConfig {
     pub uid: Option<u32>,
     /// Group ID of the process; the default is the user ID.
     pub gid: Option<u32>,
-    /// Control group to join: an existing cgroup v2 directory.
+    /// Control group to join, an existing cgroup v2 directory.
     pub cgroup: Option<PathBuf>,
     /// Maximum size of a file that the VM writes, in bytes (`RLIMIT_FSIZE`).
     pub file_size: Option<u64>,
@@ -38,7 +38,7 @@ pub enum JailConfigError {
     #[error("{0}= is given twice")]
     Twice(&'static str),
     #[error("{0}=")]
-    Number(&'static str, #[source] ValueError),
+    Number(&'static str, #[source] ParseValueError),
     #[error("cgroup= without a directory; name a cgroup v2 directory, for example /sys/fs/cgroup/vms/web")]
     NoDirectory,
     #[error("gid= without uid= does not change the user; use both")]
@@ -101,9 +101,9 @@ impl JailConfig {
     }
 }
 
-fn parse_id(text: &str) -> Result<u32, ValueError> {
+fn parse_id(text: &str) -> Result<u32, ParseValueError> {
     let id: u64 = integer_in_range(0..=MAX_ID)(text)?;
-    u32::try_from(id).map_err(|_| ValueError::Whole {
+    u32::try_from(id).map_err(|_| ParseValueError::Whole {
         from: 0,
         to: MAX_ID.into(),
     })

@@ -1,5 +1,6 @@
-//! `perfvisor jailer`: Firecracker's jailer. Builds a directory with the program and the devices that
-//! a VM needs, makes it the root directory, and starts the program there as another user.
+//! `perfvisor jailer`: a replacement for Firecracker's jailer. Builds a directory with the program
+//! and the devices that a VM needs, makes it the root directory, and starts the program there as
+//! another user.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -32,10 +33,11 @@ const RUNTIME_DIR: &str = "/run";
 #[derive(Clone, Debug, Args)]
 #[command(disable_version_flag = true)]
 pub struct JailerArgs {
-    /// Name the VM and its directory.
+    /// Set the name of the VM and its directory.
     #[arg(long, value_name = "ID", value_parser = parse_id, required_unless_present = "version")]
     pub id: Option<String>,
-    /// Start this program, whose name contains "firecracker": a copy of perfvisor or a link to it.
+    /// Start this program, a copy of perfvisor or a link to it. Its name must contain
+    /// "firecracker".
     #[arg(long, value_name = "FILE", required_unless_present = "version")]
     pub exec_file: Option<PathBuf>,
     /// Start the program as the user with this ID.
@@ -44,25 +46,26 @@ pub struct JailerArgs {
     /// Start the program with this group ID.
     #[arg(long, value_name = "N", required_unless_present = "version")]
     pub gid: Option<u32>,
-    /// Create the root directory DIR/NAME/ID/root, with the NAME of the program.
+    /// Create the root directory DIR/NAME/ID/root, where NAME is the name of the program.
     #[arg(long, value_name = "DIR", default_value = "/srv/jailer")]
     pub chroot_base_dir: PathBuf,
     /// Join the network namespace of this file, for example /var/run/netns/web.
     #[arg(long, value_name = "FILE")]
     pub netns: Option<PathBuf>,
-    /// Detach from the terminal: create a session, and use /dev/null for the standard streams.
+    /// Detach from the terminal by creating a session and using /dev/null for the standard streams.
     #[arg(long)]
     pub daemonize: bool,
-    /// Start the program in a PID namespace; its ID is written to NAME.pid in the root directory.
+    /// Start the program in a PID namespace. Its process ID is written to NAME.pid in the root
+    /// directory.
     #[arg(long)]
     pub new_pid_ns: bool,
-    /// Set a value of the control group, for example cpu.max=50000; with --cgroup-version 2 only.
+    /// Set a value of the control group, for example cpu.max=50000. Requires --cgroup-version 2.
     #[arg(long, value_name = "FILE=VALUE", value_parser = parse_setting)]
     pub cgroup: Vec<(String, String)>,
     /// Select the version of control groups; version 1 is unsupported.
     #[arg(long, value_name = "1|2", default_value_t = 1, value_parser = integer_in_range(1..=2_u8))]
     pub cgroup_version: u8,
-    /// Create the control group ID in this one [default: the name of the program]
+    /// Create the control group ID in this control group [default: the name of the program]
     #[arg(long, value_name = "PATH", value_parser = parse_group)]
     pub parent_cgroup: Option<PathBuf>,
     /// Limit the size of written files (fsize=BYTES) or the number of descriptors (no-file=N).
@@ -76,7 +79,7 @@ pub struct JailerArgs {
     pub arguments: Vec<std::ffi::OsString>,
 }
 
-/// A resource that `--resource-limit` limits.
+/// A resource that can be limited with `--resource-limit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitedResource {
     /// Size of written files, in bytes.
@@ -88,30 +91,30 @@ pub enum LimitedResource {
 /// Errors of `perfvisor jailer`. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum JailerError {
-    /// An option of Firecracker's jailer that Perfvisor does not offer.
+    /// An option of Firecracker's jailer that Perfvisor does not support.
     #[error("--cgroup-version 1: unsupported with --cgroup; use 2")]
     CgroupVersion,
-    /// The name of the program is not one of Firecracker's.
+    /// The name of the program does not contain `firecracker`.
     #[error("--exec-file {}: the name must contain '{EXEC_NAME}'", .0.display())]
     ExecName(PathBuf),
     /// A file or directory cannot be used.
     #[error("{option} {}", path.display())]
     File {
-        /// The option that names it.
+        /// Option that specifies the file or directory.
         option: &'static str,
         /// Its path.
         path: PathBuf,
-        /// The error of the operating system.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// No file system of control groups is mounted.
+    /// No cgroup file system is mounted.
     #[error("--cgroup: no cgroup v2 file system is mounted")]
     NoCgroups,
     /// The control group cannot be used.
     #[error("--cgroup")]
     Cgroup(#[from] CgroupError),
-    /// The kernel refuses a limit.
+    /// The kernel rejects a limit.
     #[error("--resource-limit")]
     Limit(#[source] io::Error),
     /// The jail cannot be built.
@@ -130,7 +133,7 @@ fn file_error(option: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Ja
     move |source| JailerError::File { option, path, source }
 }
 
-/// Parses FILE=VALUE. The file is one of a control group and has no directory.
+/// Parses FILE=VALUE. FILE is a file of a control group, without a directory.
 fn parse_setting(text: &str) -> Result<(String, String), String> {
     let setting = text.split_once('=').filter(|(file, value)| {
         file.contains('.') && !file.starts_with('.') && !file.contains('/') && !value.is_empty()
@@ -159,8 +162,8 @@ fn parse_limit(text: &str) -> Result<(LimitedResource, u64), String> {
     Ok((resource, value.parse().map_err(|_| wrong())?))
 }
 
-/// Builds the jail, and replaces this process with the program. With `--new-pid-ns`, the program is a
-/// child, and this function returns.
+/// Builds the jail, and replaces this process with the program. With `--new-pid-ns`, the program
+/// runs as a child, and this function returns.
 ///
 /// # Errors
 /// Returns [`JailerError`] if an option is unsupported or the jail cannot be built.
@@ -252,7 +255,7 @@ fn create_root(dir: &Path, exec_file: &Path, name: &str) -> Result<PathBuf, Jail
     let target = options.write(true).create_new(true).mode(0o755).open(&copy);
     let mut target = target.map_err(failed())?;
     io::copy(&mut source, &mut target).map_err(failed())?;
-    // Independent of the file mode creation mask.
+    // Make the mode independent of the umask.
     target
         .set_permissions(fs::Permissions::from_mode(0o755))
         .map_err(failed())?;
@@ -275,7 +278,7 @@ fn set_limits(limits: &[(LimitedResource, u64)]) -> Result<(), JailerError> {
     Ok(())
 }
 
-/// Creates and joins the control group of the VM. Without settings, it joins the existing group of
+/// Creates and joins the control group of the VM. Without settings, joins the existing group of
 /// `--parent-cgroup`, as Firecracker's jailer does.
 fn join_group(args: &JailerArgs, name: &str, id: &str) -> Result<(), JailerError> {
     let is_unnamed = args.parent_cgroup.is_none() || args.cgroup_version == 1;
@@ -302,7 +305,7 @@ fn cgroup_mount(mounts: &str) -> Option<&Path> {
     })
 }
 
-/// Creates the file for the ID of the program, which belongs to root.
+/// Creates the file for the process ID of the program. The file belongs to root.
 fn create_pid_file(name: &str) -> Result<File, JailerError> {
     let path = PathBuf::from(format!("/{name}.pid"));
     match fs::remove_file(&path) {

@@ -158,7 +158,7 @@ fn run_command(
     })
 }
 
-/// Checks a command line. Returns its error message.
+/// Checks a command line. Returns the error message if it is invalid.
 fn check_arguments(args: Vec<std::ffi::OsString>) -> Result<(), String> {
     match cli::parse(args) {
         Ok(_) => Ok(()),
@@ -166,11 +166,11 @@ fn check_arguments(args: Vec<std::ffi::OsString>) -> Result<(), String> {
     }
 }
 
-/// Makes the kernel kill this process when the thread that started it ends. Returns whether
+/// Makes the kernel kill this process when the thread that started it exits. Returns whether
 /// `parent` still exists.
 fn die_with_parent(parent: u32) -> bool {
     let set = set_parent_process_death_signal(Some(Signal::KILL));
-    // The parent may have ended before prctl.
+    // The parent may have exited before prctl.
     let current = getppid().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
     set.is_ok() && current == Some(parent)
 }
@@ -214,14 +214,14 @@ fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<
     builder
         .filter_level(level)
         // The crate logs guest-triggered queue errors without a rate limit. Perfvisor's devices log
-        // the same errors with one.
+        // the same errors with a rate limit.
         .filter_module(
             "virtio_queue",
             if verbose < 2 { log::LevelFilter::Off } else { level },
         )
         // The crate warns about each unknown packet.
         .filter_module("gdbstub", level.min(log::LevelFilter::Warn))
-        // Perfvisor reports unsupported events in a table of its own.
+        // Perfvisor reports unsupported events in a separate table.
         .filter_module(
             "vpmu::vpmu",
             if own_guest && verbose == 0 {

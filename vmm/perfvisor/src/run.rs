@@ -1,5 +1,5 @@
-//! `perfvisor run`: builds a machine from the arguments, runs the VM, and maps its end to an exit
-//! status.
+//! `perfvisor run`: builds a machine from the arguments, runs the VM, and maps its stop reason to
+//! an exit status.
 #![expect(unsafe_code, reason = "asks the kernel for the process's CPU time")]
 
 mod children;
@@ -41,7 +41,7 @@ use crate::cli::RunArgs;
 use crate::cli::restore::options_of_guest;
 use crate::devices::{self};
 use crate::stop_handler::StopHandler;
-use control_api::socket_dir::{self, Socket, SocketError};
+use control_api::socket_dir::{self, ControlSocket, SocketError};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::exit::ExitStatus;
 use operator::input;
@@ -57,15 +57,16 @@ use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::stats;
 use vmm::vm::restart::Restarter;
-use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig, VmParts};
+use vmm::vm::{DeferredKvmSetup, RunningVm, Vm, VmConfig, VmParts};
 
 /// Number of descriptors of a VM without vCPUs, including a margin for clients and devices.
 const DESCRIPTORS: u64 = 64;
-/// Number of descriptors of a vCPU without host events: for KVM, statistics, timers and run time.
+/// Number of descriptors of a vCPU without host events, used for KVM, statistics, timers and run
+/// time.
 const DESCRIPTORS_OF_A_VCPU: u64 = 8;
 /// Description of the stop signals in an error message.
 const STOP_SIGNALS: &str = "the signals that end it";
-/// Time limit for writing the guest's remaining console output after its end.
+/// Time limit for writing the guest's remaining console output after the VM has stopped.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
 
 /// The start time of the program.
@@ -107,10 +108,10 @@ impl StartTime {
     }
 }
 
-/// Runs a guest to its end. `log_file` receives log messages in addition to standard error.
+/// Runs a guest until it stops. `log_file` receives log messages in addition to standard error.
 ///
 /// # Errors
-/// Returns [`RunError`] if the VM cannot start or fails; the exit status is that of bad input.
+/// Returns [`RunError`] if the VM cannot start or fails. The exit status is then that of bad input.
 pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<ExitStatus, RunError> {
     let requester = Requester::default();
     let ended = run_for(args, start, log_file, &requester);
@@ -128,7 +129,7 @@ fn run_for(
     requester: &Requester,
 ) -> Result<ExitStatus, RunError> {
     let helpers = Helpers::start(args, requester)?;
-    // Dropped last: the broker then removes the VM's sockets.
+    // Dropped last, so that the broker then removes the VM's sockets.
     let _finish = FinishBroker(helpers.broker.clone());
     let HostSetup {
         kvm,
@@ -137,10 +138,11 @@ fn run_for(
         stop_signals,
     } = HostSetup::of(args, helpers.opener, log_file)?;
     let (broker, manager) = (helpers.broker, helpers.manager);
-    // Child processes of a daemon must not hold the streams of its starter, which may wait for
-    // their end.
+    // Child processes of a daemon must not hold the streams of its starter, which may wait for them
+    // to be closed.
     let log = log_file.or(helpers.starting.as_ref().map(DaemonStartup::null));
-    // The helpers do not share the memory that is received, and the VM is paused for a short time.
+    // Receive the memory after starting the helpers, so that they do not share it and the VM is
+    // paused only briefly.
     let (saved, mut arrival) = match helpers.incoming {
         Some(incoming) => {
             let (args, machine, arrival) = incoming.receive(args, &kvm, &probe, &stop_signals)?;
@@ -155,7 +157,7 @@ fn run_for(
     config.kernel_reader = Some(helpers.kernel_reader);
     warn_if_few_descriptors(helpers.descriptors, &config, &probe);
 
-    // Configuration errors end the start before any thread runs.
+    // Detect configuration errors before any thread runs.
     config.pmu.core_config().check()?;
     let (name, ends) = ServerSockets::open(args)?;
     let devices = devices::create_devices(args, &name, log, &broker)?;
@@ -164,9 +166,9 @@ fn run_for(
         arrival.restore_metadata(metadata.as_deref());
     }
     // All sockets of the host's network and files of other processes are open. A process to be
-    // jailed has no other thread yet.
+    // jailed still has a single thread.
     let jail = jail::separate(args, &config)?;
-    let begun = begun.unwrap_or_else(PendingKvmSetup::now);
+    let begun = begun.unwrap_or_else(DeferredKvmSetup::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
     let (consoles, virtio_console) = Consoles::open(args)?;
     let limiters = devices.iter().flat_map(|device| device.rate_limiters()).collect();
@@ -225,7 +227,7 @@ fn run_for(
         starting.runs().map_err(RunError::Daemon)?;
     }
     manager.ready();
-    // All threads have started, which required more code than the running VM does.
+    // All threads have started. Starting them required code that the running VM does not need.
     footprint::drop_startup_pages();
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     manager.stopping();
@@ -250,7 +252,7 @@ fn raw_terminal(consoles: &Consoles) -> Result<Option<RawTerminal>, RunError> {
 
 /// Stops the VM and writes the rest of its console output.
 fn stop(running: &mut RunningVm, consoles: Consoles, terminal: Option<RawTerminal>) {
-    // Whatever ended the loop, no vCPU may keep waiting for console space.
+    // No vCPU may continue waiting for console space, regardless of why the loop ended.
     consoles.stop();
     running.stop_and_join();
     let lost = consoles.finish(CONSOLE_DRAIN);
@@ -268,7 +270,7 @@ fn confinement(args: &RunArgs) -> ProcessConfinement {
     }
 }
 
-/// A guard that ends the socket broker on drop.
+/// A guard that terminates the socket broker on drop.
 struct FinishBroker(Arc<SocketBroker>);
 
 impl Drop for FinishBroker {
@@ -290,7 +292,7 @@ fn confine(args: &RunArgs) -> Result<(), RunError> {
 
 /// Sockets for operators, observers and debuggers, before the servers start.
 struct ServerSockets {
-    sockets: Vec<(SocketAccess, Socket)>,
+    sockets: Vec<(SocketAccess, ControlSocket)>,
     gdb: Option<GdbSocket>,
 }
 
@@ -307,7 +309,7 @@ impl ServerSockets {
         let observed = args
             .observers
             .as_ref()
-            .map(|at| Socket::bind_at(&at.path, at.mode));
+            .map(|at| ControlSocket::bind_at(&at.path, at.mode));
         let observed = observed.transpose().map_err(RunError::Observers)?;
         let sockets = [
             (SocketAccess::Operators, socket),
@@ -348,7 +350,8 @@ fn check_restart_files<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(
     Ok(())
 }
 
-/// Logs a warning if `limit` is less than the number of descriptors that a VM of `config` may need.
+/// Logs a warning if `limit` is less than the number of descriptors that a VM with this `config`
+/// may need.
 fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostProbe) {
     let PmuConfig { model, policy, .. } = &config.pmu;
     let cpus = config.cpus.max();
@@ -371,16 +374,16 @@ fn warn_if_few_descriptors(limit: Option<u64>, config: &VmConfig, probe: &HostPr
 
 /// Returns the VM's name and opens its control socket. A VM without a user-supplied name may run
 /// without a control socket.
-fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), SocketError> {
+fn control_socket(name: Option<&str>) -> Result<(String, Option<ControlSocket>), SocketError> {
     let dir = socket_dir::directory();
     match name {
         Some(name) => {
-            let socket = Socket::bind(&dir, name)?;
+            let socket = ControlSocket::bind(&dir, name)?;
             Ok((name.to_owned(), Some(socket)))
         }
         None => {
             let name = format!("vm-{}", sandbox::starter_pid());
-            let socket = Socket::bind(&dir, &name)
+            let socket = ControlSocket::bind(&dir, &name)
                 .inspect_err(|e| {
                     let why = error_line(e);
                     log::warn!(
@@ -394,7 +397,7 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<Socket>), Socket
     }
 }
 
-/// Returns the state and operations of the VM that operators can access.
+/// Returns the state and operations of the VM that are accessible to operators.
 fn controlled(
     name: String,
     pmu_name: String,
@@ -464,7 +467,7 @@ fn report_stats(running: &RunningVm, at_start: u8) {
         .iter()
         .map(|slot| slot.stats())
         .collect();
-    // Omits exit reasons that never occurred.
+    // Omit exit reasons that never occurred.
     while all.len() > usize::from(at_start) && all.last().is_some_and(|stats| stats.exits.get() == 0) {
         all.pop();
     }
@@ -483,8 +486,8 @@ fn exit_status(control: &RunControl) -> ExitStatus {
     }
 }
 
-/// Runs the event loop of the main thread: console input, signals, operators, perf-core ticks, and
-/// the end of the VM.
+/// Runs the event loop of the main thread, which handles console input, signals, operators,
+/// perf-core ticks, and the end of the VM.
 fn serve(
     running: &RunningVm,
     restarter: Option<Restarter>,
@@ -530,7 +533,7 @@ fn io_error(e: io::Error) -> event_manager::Error {
     ))
 }
 
-/// Signals and timers that end or pace the VM from outside the vCPU threads.
+/// Signals and timers outside the vCPU threads that stop or pace the VM.
 struct Housekeeping {
     control: Arc<RunControl>,
     pmu: Arc<VmPmu>,
@@ -539,7 +542,7 @@ struct Housekeeping {
     ticks: TickTimer,
     turns: RotationTimer,
     registry: Arc<VcpuRegistry>,
-    /// `None` if a guest reset ends the VM.
+    /// `None` if a guest reset stops the VM.
     restarter: Option<Restarter>,
 }
 
@@ -577,7 +580,8 @@ impl MutEventSubscriber for Housekeeping {
         } else if fd == self.ticks.as_raw_fd() {
             self.ticks.handle_expiration(self.pmu.core());
             if self.pmu.core().has_unhandled_errors() {
-                // A counter lost its hardware slot, and its vCPU may stay in the guest for long.
+                // A counter has lost its hardware slot, and its vCPU may stay in guest mode for a
+                // long time.
                 self.registry.kicker().kick();
             }
         } else if fd == self.turns.as_raw_fd() {

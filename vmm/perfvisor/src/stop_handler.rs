@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmm::devices::Bus;
+use vmm::devices::BoardBus;
 use vmm::vcpu::control::{RunControl, RunState, StopReason};
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -23,7 +23,7 @@ pub struct StopHandler {
     /// Signal that pressed the power button.
     pressed: Option<i32>,
     control: Arc<RunControl>,
-    bus: Arc<Bus>,
+    bus: Arc<BoardBus>,
     manager: Arc<ServiceManager>,
 }
 
@@ -36,7 +36,7 @@ impl StopHandler {
         signals: StopSignals,
         timeout: Duration,
         control: Arc<RunControl>,
-        bus: Arc<Bus>,
+        bus: Arc<BoardBus>,
         manager: Arc<ServiceManager>,
     ) -> io::Result<Self> {
         Ok(Self {

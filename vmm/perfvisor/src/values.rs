@@ -1,6 +1,6 @@
 //! Value parsers of options, and their error messages.
 //!
-//! Those of the operator's commands are in `operator::values`. Types with a parser of their own
+//! Parsers for the operator's commands are in `operator::values`. Types with their own parser
 //! (`PmuModelName`, `VcpuNumbers`) are not repeated here.
 
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ const MIN_RING_BYTES: u64 = 64 << 10;
 /// Maximum memory for rings, in bytes.
 const MAX_RING_BYTES: u64 = 64 << 30;
 
-/// Maximum time for the guest to power off, in seconds: one day.
+/// Maximum time for the guest to power off, in seconds (one day).
 const MAX_STOP_TIMEOUT_S: f64 = 86_400.0;
 
 /// The security profile of a guest.
@@ -39,13 +39,13 @@ pub enum SecurityProfile {
 }
 
 impl FromStr for SecurityProfile {
-    type Err = ValueError;
+    type Err = ParseValueError;
 
-    fn from_str(word: &str) -> Result<Self, ValueError> {
+    fn from_str(word: &str) -> Result<Self, ParseValueError> {
         match word {
             "own" => Ok(Self::Own),
             "tenant" => Ok(Self::Tenant),
-            _ => Err(ValueError::SecurityProfile),
+            _ => Err(ParseValueError::SecurityProfile),
         }
     }
 }
@@ -59,11 +59,11 @@ pub struct ObserverSocketArg {
     pub mode: u32,
 }
 
-/// Default permissions of the observer socket: owner and group.
+/// Default permissions of the observer socket, for owner and group.
 const OBSERVERS_MODE: u32 = 0o660;
 
-/// Maximum length of the path of a Unix socket, in bytes (`sun_path` in unix(7) has 108 with the
-/// NUL).
+/// Maximum length of the path of a Unix socket, in bytes. `sun_path` has 108 bytes, including the
+/// NUL (unix(7)).
 const MAX_SOCKET_PATH: usize = 107;
 
 /// Errors of parsing `PATH[,mode=MODE]`.
@@ -111,9 +111,9 @@ impl FromStr for ObserverSocketArg {
 
 /// Errors of option values. The caller prefixes the message with the option and the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ValueError {
+pub enum ParseValueError {
     #[error(transparent)]
-    Operator(#[from] operator::values::ValueError),
+    Operator(#[from] operator::values::ParseValueError),
     #[error("must be one of {}", GUESTS.map(|guest| guest.name).join(", "))]
     Builtin,
     #[error(transparent)]
@@ -152,92 +152,92 @@ pub enum ValueError {
 }
 
 /// Parses the name of a built-in guest.
-pub fn parse_builtin(text: &str) -> Result<&'static BareMetalGuest, ValueError> {
+pub fn parse_builtin(text: &str) -> Result<&'static BareMetalGuest, ParseValueError> {
     let guest = GUESTS.iter().find(|guest| guest.name == text);
-    guest.ok_or(ValueError::Builtin)
+    guest.ok_or(ParseValueError::Builtin)
 }
 
 /// Parses the size of guest memory.
-pub fn parse_memory(text: &str) -> Result<u64, ValueError> {
+pub fn parse_memory(text: &str) -> Result<u64, ParseValueError> {
     let bytes = parse_bytes(text)?;
     if bytes < MIN_RAM_BYTES {
-        return Err(ValueError::MemoryTooSmall);
+        return Err(ParseValueError::MemoryTooSmall);
     }
     if !bytes.is_multiple_of(RAM_GRANULE_BYTES) {
-        return Err(ValueError::MemoryGranule);
+        return Err(ParseValueError::MemoryGranule);
     }
     Ok(bytes)
 }
 
 /// Parses the width of counters, in bits.
-pub fn parse_width(text: &str) -> Result<u8, ValueError> {
+pub fn parse_width(text: &str) -> Result<u8, ParseValueError> {
     let width = text.parse().ok().filter(|n| (32..=48).contains(n));
-    width.ok_or(ValueError::Width)
+    width.ok_or(ParseValueError::Width)
 }
 
 /// Parses a limit of PMIs per second.
-pub fn parse_pmi_limit(text: &str) -> Result<u32, ValueError> {
-    text.parse().map_err(|_| ValueError::PmiLimit)
+pub fn parse_pmi_limit(text: &str) -> Result<u32, ParseValueError> {
+    text.parse().map_err(|_| ParseValueError::PmiLimit)
 }
 
 /// Parses the multiplexing interval.
-pub fn parse_turn(text: &str) -> Result<Duration, ValueError> {
-    let ms = parse_number(text, MIN_TURN_MS..=MAX_TURN_MS).ok_or(ValueError::Turn)?;
+pub fn parse_turn(text: &str) -> Result<Duration, ParseValueError> {
+    let ms = parse_number(text, MIN_TURN_MS..=MAX_TURN_MS).ok_or(ParseValueError::Turn)?;
     Ok(Duration::from_secs_f64(ms / 1e3))
 }
 
 /// Parses a limit of samples per second.
-pub fn parse_sample_limit(text: &str) -> Result<u64, ValueError> {
+pub fn parse_sample_limit(text: &str) -> Result<u64, ParseValueError> {
     let hz = text.parse().ok();
     hz.filter(|hz| (1..=MAX_SAMPLE_RATE_HZ).contains(hz))
-        .ok_or(ValueError::SampleLimit)
+        .ok_or(ParseValueError::SampleLimit)
 }
 
 /// Parses the memory limit for rings.
-pub fn parse_ring_memory(text: &str) -> Result<u64, ValueError> {
+pub fn parse_ring_memory(text: &str) -> Result<u64, ParseValueError> {
     let bytes = parse_bytes(text)?;
     let range = MIN_RING_BYTES..=MAX_RING_BYTES;
     Some(bytes)
         .filter(|bytes| range.contains(bytes))
-        .ok_or(ValueError::RingMemory)
+        .ok_or(ParseValueError::RingMemory)
 }
 
 /// Parses `on` or `off`.
-pub fn parse_on_off(text: &str) -> Result<bool, ValueError> {
+pub fn parse_on_off(text: &str) -> Result<bool, ParseValueError> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
-        _ => Err(ValueError::OnOff),
+        _ => Err(ParseValueError::OnOff),
     }
 }
 
 /// Parses the policy for sharing the host's counters.
-pub fn parse_share(text: &str) -> Result<SharePolicy, ValueError> {
-    text.parse().map_err(|_| ValueError::Share)
+pub fn parse_share(text: &str) -> Result<SharePolicy, ParseValueError> {
+    text.parse().map_err(|_| ParseValueError::Share)
 }
 
 /// Parses the debugger socket. QEMU's `tcp::1234` and `:1234` are rejected, because they would name
 /// Unix sockets.
-pub fn parse_gdb(text: &str) -> Result<GdbConfig, ValueError> {
+pub fn parse_gdb(text: &str) -> Result<GdbConfig, ParseValueError> {
     let path = text.split_once(',').map_or(text, |(path, _)| path);
     let port = path.rsplit_once(':').filter(|(host, _)| !host.contains('/'));
     if port.is_some_and(|(_, port)| port.parse::<u16>().is_ok()) {
-        return Err(ValueError::GdbPort);
+        return Err(ParseValueError::GdbPort);
     }
-    text.parse().map_err(ValueError::Gdb)
+    text.parse().map_err(ParseValueError::Gdb)
 }
 
 /// Parses the guest's shutdown time limit in seconds; 0 is valid.
-pub fn parse_stop_timeout(text: &str) -> Result<Duration, ValueError> {
+pub fn parse_stop_timeout(text: &str) -> Result<Duration, ParseValueError> {
     match text.parse::<f64>() {
         Ok(s) if (0.0..=MAX_STOP_TIMEOUT_S).contains(&s) => Ok(Duration::from_secs_f64(s)),
-        _ => Err(ValueError::StopTimeout),
+        _ => Err(ParseValueError::StopTimeout),
     }
 }
 
 /// Parses the tolerance of time counts, in percent.
-pub fn parse_tolerance(text: &str) -> Result<f64, ValueError> {
-    parse_number(text, 0.0..=50.0).ok_or(ValueError::Tolerance)
+pub fn parse_tolerance(text: &str) -> Result<f64, ParseValueError> {
+    parse_number(text, 0.0..=50.0).ok_or(ParseValueError::Tolerance)
 }
 
 /// The backings to validate.
@@ -250,11 +250,11 @@ pub enum ValidatedBacking {
 }
 
 /// Parses the backing to validate.
-pub fn parse_validated(text: &str) -> Result<ValidatedBacking, ValueError> {
+pub fn parse_validated(text: &str) -> Result<ValidatedBacking, ParseValueError> {
     match text {
         "all" => Ok(ValidatedBacking::All),
         "kvm" => Ok(ValidatedBacking::Kvm),
-        _ => Err(ValueError::ValidatedBacking),
+        _ => Err(ParseValueError::ValidatedBacking),
     }
 }
 
@@ -269,16 +269,20 @@ mod tests {
         assert_eq!(parse_ring_memory("64K"), Ok(64 << 10));
         assert_eq!(parse_ring_memory("64G"), Ok(64 << 30));
         for bad in ["", "0", "0.1", "100.5", "inf", "x"] {
-            assert_eq!(parse_turn(bad), Err(ValueError::Turn), "{bad}");
+            assert_eq!(parse_turn(bad), Err(ParseValueError::Turn), "{bad}");
         }
         for bad in ["", "0", "1000001", "-1", "1.5"] {
-            assert_eq!(parse_sample_limit(bad), Err(ValueError::SampleLimit), "{bad}");
+            assert_eq!(
+                parse_sample_limit(bad),
+                Err(ParseValueError::SampleLimit),
+                "{bad}"
+            );
         }
-        assert_eq!(parse_ring_memory("63K"), Err(ValueError::RingMemory));
-        assert_eq!(parse_ring_memory("65G"), Err(ValueError::RingMemory));
+        assert_eq!(parse_ring_memory("63K"), Err(ParseValueError::RingMemory));
+        assert_eq!(parse_ring_memory("65G"), Err(ParseValueError::RingMemory));
         assert_eq!(
             parse_ring_memory("much"),
-            Err(operator::values::ValueError::Size.into())
+            Err(operator::values::ParseValueError::Size.into())
         );
     }
 

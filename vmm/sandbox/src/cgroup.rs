@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::fstatfs;
 
-/// File of a control group that adds processes.
+/// File of a control group to which process IDs are written to add processes.
 const PROCESSES: &str = "cgroup.procs";
-/// File system types (statfs(2)): `CGROUP2_SUPER_MAGIC`, `CGROUP_SUPER_MAGIC`.
+/// File system types (statfs(2)) `CGROUP2_SUPER_MAGIC` and `CGROUP_SUPER_MAGIC`.
 const V2: u64 = 0x6367_7270;
 const V1: u64 = 0x27_e0eb;
 
-/// The reason why a control group could not be joined.
+/// Error returned when a control group cannot be joined.
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
     /// The control group does not exist or cannot be opened.
@@ -39,18 +39,18 @@ pub enum CgroupError {
         path: PathBuf,
         /// Suggested remedy with a leading colon, or an empty string.
         hint: &'static str,
-        /// The error of the kernel.
+        /// Error returned by the kernel.
         #[source]
         source: io::Error,
     },
 }
 
-/// Creates the control group `path`, relative to the file system of control groups at `mount`, and
-/// writes `settings`: names of files and their values. The groups above it enable the controllers of
-/// the settings.
+/// Creates the control group `path`, relative to the cgroup file system at `mount`, and writes
+/// `settings`, which are file names and their values. Enables the controllers of the settings in
+/// the parent groups.
 ///
 /// # Errors
-/// Returns [`CgroupError::Configure`] if the kernel refuses a group, a controller or a value.
+/// Returns [`CgroupError::Configure`] if the kernel rejects a group, a controller or a value.
 pub fn create_cgroup(
     mount: &Path,
     path: &Path,
@@ -59,7 +59,8 @@ pub fn create_cgroup(
     let mut group = mount.to_owned();
     for component in path.components() {
         for (file, _) in settings {
-            // Each file begins with the name of its controller. Those of `cgroup` are always there.
+            // Each file name begins with the name of its controller. Files of `cgroup` are always
+            // present.
             let controller = file.split('.').next().unwrap_or_default();
             if controller != "cgroup" {
                 let file = group.join("cgroup.subtree_control");
@@ -83,10 +84,10 @@ pub fn create_cgroup(
 }
 
 /// Moves the process with all its threads into the control group at `dir`. Later allocations and
-/// child processes are accounted there.
+/// child processes are accounted in this group.
 ///
 /// # Errors
-/// Returns a [`CgroupError`], in which case the process stays in its control group.
+/// Returns a [`CgroupError`] on failure, in which case the process remains in its control group.
 pub fn join_cgroup(dir: &Path) -> Result<(), CgroupError> {
     let none = |e: io::Error| CgroupError::None(dir.to_owned(), e);
     let mut processes = File::options()

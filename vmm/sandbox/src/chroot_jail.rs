@@ -1,8 +1,9 @@
-//! A jail in a directory of its own, as Firecracker's jailer builds it for the program that it starts.
+//! A jail in a separate directory, in the same form in which Firecracker's jailer builds it for the
+//! program that it starts.
 //!
-//! [`enter`] makes a directory the root of the process and creates the devices that a VM needs.
-//! `/proc` and `/sys` are mounted besides, because the VM reads there what the host can count. The
-//! process must be single-threaded, and have root's capabilities.
+//! [`enter`] makes a directory the root of the process and creates the devices that a VM requires.
+//! `/proc` and `/sys` are also mounted, because the VM reads from them which events the host can
+//! count. The process must be single-threaded and have root's capabilities.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -31,12 +32,12 @@ const DEVICES: [(&str, u32, u32); 4] = [
     ("dev/null", 1, 3),
     ("dev/urandom", 1, 9),
 ];
-/// Directories of the user.
+/// Directories that are owned by the user.
 const DIRECTORIES: [&str; 2] = ["dev/net", "run"];
-/// File systems: type and mount point, options.
+/// File systems to mount, each with its type, mount point and options.
 const FILE_SYSTEMS: [(&str, &str, &str); 2] = [("proc", "proc", "hidepid=2"), ("sysfs", "sys", "")];
 
-/// The reason why a jail could not be entered: the operation and its object.
+/// Error returned when a jail cannot be entered, with the operation and its object.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {operation} {}", path.display())]
 pub struct ChrootJailError {
@@ -61,24 +62,24 @@ fn failed<E: Into<io::Error>>(
 /// Moves the process into the network namespace of the file `namespace`.
 ///
 /// # Errors
-/// Returns a [`ChrootJailError`] if the kernel refuses it.
+/// Returns a [`ChrootJailError`] if the kernel denies the operation.
 pub fn join_network(namespace: &File, path: &Path) -> Result<(), ChrootJailError> {
     move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
         .map_err(failed("join the network namespace", path))
 }
 
-/// Makes `root` the root directory, in a new mount namespace, and gives it and its devices to the
-/// user.
+/// Makes `root` the root directory in a new mount namespace, and makes the user the owner of the
+/// root directory and its devices.
 ///
 /// # Errors
-/// Returns a [`ChrootJailError`], in which case the process must end.
+/// Returns a [`ChrootJailError`] on failure, in which case the process must exit.
 pub fn enter(root: &Path, uid: u32, gid: u32) -> Result<(), ChrootJailError> {
     unshare(libc::CLONE_NEWNS).map_err(failed("create a mount namespace for", root))?;
     let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     mount_change("/", private).map_err(failed("make private the mounts of", "/"))?;
     mount_bind_recursive(root, root).map_err(failed("mount", root))?;
     std::env::set_current_dir(root).map_err(failed("enter", root))?;
-    // The old root is stacked below the new one, so that no directory is needed for it.
+    // The old root is stacked below the new one, so it needs no directory.
     pivot_root(".", ".").map_err(failed("change the root directory to", root))?;
     unmount(".", UnmountFlags::DETACH).map_err(failed("unmount the old root below", root))?;
     std::env::set_current_dir("/").map_err(failed("enter", "/"))?;
@@ -95,7 +96,7 @@ pub fn enter(root: &Path, uid: u32, gid: u32) -> Result<(), ChrootJailError> {
         create_directory(target)?;
         let flags = MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         let options = std::ffi::CString::new(options).unwrap_or_default();
-        // A container may hide parts of them, and the VM runs without.
+        // A container may hide parts of these file systems, and the VM can run without them.
         if let Err(e) = mount(kind, target, kind, flags, options.as_c_str()) {
             log::warn!("/{target} is not available in the jail, and the VM counts less: {e}");
         }
@@ -103,13 +104,13 @@ pub fn enter(root: &Path, uid: u32, gid: u32) -> Result<(), ChrootJailError> {
     owned("/")
 }
 
-/// Creates a directory and those above it. Existing ones are kept.
+/// Creates a directory and its parents. Existing directories are kept.
 fn create_directory(path: &str) -> Result<(), ChrootJailError> {
     let made = DirBuilder::new().recursive(true).mode(0o755).create(path);
     made.map_err(failed("create", path))
 }
 
-/// Creates a character device. An existing one with the same number is kept.
+/// Creates a character device. An existing device with the same number is kept.
 fn create_device(path: &str, number: u64) -> Result<(), ChrootJailError> {
     let mode = Mode::RUSR | Mode::WUSR;
     match mknodat(CWD, path, FileType::CharacterDevice, mode, number) {
@@ -123,7 +124,7 @@ fn create_device(path: &str, number: u64) -> Result<(), ChrootJailError> {
         .map_err(failed("create the device", path))
 }
 
-/// Leaves the session and the terminal: `null` replaces the standard streams.
+/// Leaves the session and the terminal, and replaces the standard streams with `null`.
 ///
 /// # Errors
 /// Returns a [`ChrootJailError`] if the process leads a process group.
@@ -135,19 +136,19 @@ pub fn detach(null: &File) -> Result<(), ChrootJailError> {
         .map_err(failed("replace the standard streams with", "/dev/null"))
 }
 
-/// Lets the next child process be process 1 of a new PID namespace.
+/// Makes the next child process PID 1 of a new PID namespace.
 ///
 /// # Errors
-/// Returns a [`ChrootJailError`] if the kernel refuses it.
+/// Returns a [`ChrootJailError`] if the kernel denies the operation.
 pub fn separate_process_ids() -> Result<(), ChrootJailError> {
     unshare(libc::CLONE_NEWPID).map_err(failed("create a PID namespace for", "--new-pid-ns"))
 }
 
-/// Changes the user, and drops all capabilities except `CAP_PERFMON`, with which the next program
-/// counts events on a host that denies that to its users. That program drops it.
+/// Changes the user, and drops all capabilities except `CAP_PERFMON`. The next program uses this
+/// capability to count events on a host that denies this to its users, and drops it afterwards.
 ///
 /// # Errors
-/// Returns a [`ChrootJailError`], in which case the process must end.
+/// Returns a [`ChrootJailError`] on failure, in which case the process must exit.
 pub fn drop_rights(uid: u32, gid: u32) -> Result<(), ChrootJailError> {
     let failed = |e: io::Error| failed("become the user of", "--uid")(e);
     become_user(uid, gid).map_err(|e| failed(io::Error::other(e)))?;

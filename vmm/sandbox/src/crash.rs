@@ -19,11 +19,11 @@ const FAULTS: [(libc::c_int, &str); 4] = [
 ];
 
 /// Installs handlers for fault signals. A signal sent by a process terminates this process as
-/// specified by `will`, and a real fault terminates it with the signal, after one line has been
-/// logged.
+/// specified by `will`. A real fault terminates it with the signal. In both cases, the handler
+/// first logs one line.
 ///
 /// # Errors
-/// Returns the error of `sigaction(2)`.
+/// Returns an error if `sigaction(2)` fails.
 pub fn watch_faults(will: TerminationActions) -> io::Result<()> {
     violation::set_termination_actions(will);
     for (signal, _) in FAULTS {

@@ -2,12 +2,12 @@
 
 use crate::kind::ThreadKind;
 
-/// Environment variable with the thread kind that panics at its start.
+/// Environment variable with the kind of thread that panics at its start.
 #[cfg(debug_assertions)]
 const PANICS: &str = "PERFVISOR_TEST_PANICS";
 
-/// Environment variable with the faults of successive workers at their start, separated by commas:
-/// `panic`, `memory`, `time`, `call`, or any other word for no fault.
+/// Environment variable with the faults that successive workers trigger at their start, separated
+/// by commas: `panic`, `memory`, `time`, `call`, or any other word for no fault.
 #[cfg(debug_assertions)]
 const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 
@@ -35,7 +35,7 @@ fn inject(word: &str) {
         "time" => loop {
             std::hint::black_box(word);
         },
-        // Not on the allow-list of workers.
+        // The allow-list of workers does not contain this call.
         "call" => drop(std::os::unix::net::UnixDatagram::unbound()),
         _ => {}
     }

@@ -1,8 +1,8 @@
 //! Restriction of file access of a running VM with landlock(7).
 //!
 //! Open descriptors are unaffected. Access to a path outside the permitted ones fails with `EACCES`
-//! for every user, and TCP sockets are denied too. A seccomp filter cannot provide this because
-//! paths are passed by pointer. Since Linux 6.12 the same rules also prevent signals to other
+//! for every user, and TCP sockets are also denied. A seccomp filter cannot provide this because
+//! paths are passed by pointer. Since Linux 6.12, the same rules also prevent signals to other
 //! processes and connections to their abstract Unix sockets.
 #![expect(
     unsafe_code,
@@ -34,7 +34,7 @@ pub struct AccessibleFiles {
     pub remove: Vec<PathBuf>,
 }
 
-/// The reason why file access could not be restricted.
+/// Error returned when file access cannot be restricted.
 #[derive(Debug, thiserror::Error)]
 pub enum FileAccessError {
     /// The kernel denied a landlock call.
@@ -45,8 +45,8 @@ pub enum FileAccessError {
     Thread(#[source] io::Error),
 }
 
-/// Ruleset that allows no file, for threads that open nothing. Unset if file access is not
-/// restricted.
+/// Ruleset that denies access to all files, for threads that do not open files. Unset if file
+/// access is not restricted.
 static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
 
 /// Returns whether the kernel supports landlock and it is enabled.
@@ -56,8 +56,8 @@ pub fn has_landlock() -> bool {
     no_files(scopes()).is_ok_and(|rules| Option::<OwnedFd>::from(rules).is_some())
 }
 
-/// Prepares the ruleset for threads that open no files, which [`crate::enter`] applies from then
-/// on. Call this once while the process is single-threaded, if the kernel has landlock
+/// Prepares the ruleset for threads that do not open files, which [`crate::enter`] applies from
+/// then on. Call this once while the process is single-threaded, if the kernel has landlock
 /// ([`has_landlock`]).
 ///
 /// # Errors
@@ -73,7 +73,7 @@ pub fn begin_files() -> Result<(), FileAccessError> {
 /// effect without [`begin_files`].
 ///
 /// # Errors
-/// Returns a [`FileAccessError`], in which case the thread is not restricted.
+/// Returns a [`FileAccessError`] on failure, in which case the thread is not restricted.
 pub fn only_files(files: &AccessibleFiles) -> Result<(), FileAccessError> {
     if NOTHING.get().is_none() {
         return Ok(());
@@ -93,7 +93,8 @@ pub fn only_files(files: &AccessibleFiles) -> Result<(), FileAccessError> {
     Ok(())
 }
 
-/// Applies the ruleset without files to a thread of `kind`, unless the kind opens or removes files.
+/// Applies the ruleset that denies access to all files to a thread of `kind`, unless this kind of
+/// thread opens or removes files.
 pub(crate) fn enter(kind: ThreadKind) -> Result<(), FileAccessError> {
     if matches!(
         kind,
@@ -104,8 +105,9 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FileAccessError> {
     let Some(nothing) = NOTHING.get() else {
         return Ok(());
     };
-    // Direct system calls, because the crate would consume the descriptor and creating another one
-    // may be denied. SAFETY: both calls take numbers and a descriptor that is never closed.
+    // Make the system calls directly, because the crate would consume the descriptor, and creating
+    // another one may be denied. SAFETY: both calls take numbers and a descriptor that is never
+    // closed.
     let taken = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
             && libc::syscall(libc::SYS_landlock_restrict_self, nothing.as_raw_fd(), 0) == 0
@@ -117,8 +119,8 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FileAccessError> {
     }
 }
 
-/// Denies file access to the calling thread, if the kernel has landlock. With `signals`, events
-/// that it opens may signal processes outside.
+/// Denies file access to the calling thread, if the kernel has landlock. If `signals` is `true`,
+/// events that the thread opens may signal processes outside.
 pub(crate) fn nothing(signals: bool) -> Result<(), FileAccessError> {
     let scopes = if signals {
         Scope::AbstractUnixSocket.into()
@@ -140,9 +142,9 @@ pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<
     Ok(())
 }
 
-/// Returns the scopes to restrict (Linux 6.12): abstract Unix sockets and signals to other
-/// processes. Each thread has its own rules, and kernels without the fix of this erratum prevented
-/// signals between threads of one process. Signals are not restricted on those kernels.
+/// Returns the scopes to restrict (Linux 6.12), which are abstract Unix sockets and signals to
+/// other processes. Each thread has its own rules, and kernels without the fix for this erratum
+/// prevent signals between threads of one process. On those kernels, signals are not restricted.
 fn scopes() -> BitFlags<Scope> {
     if Erratum::current().contains(Erratum::ScopedSignalHandling) {
         Scope::from_all(KNOWN)

@@ -10,12 +10,13 @@ use syscalls::Sysno;
 
 use crate::rules::{AllowedSyscall, ArgumentCheck};
 
-/// Compiles a program that allows the calls on `list` and applies `otherwise` to all others.
+/// Compiles a program that allows the calls on `list` and applies the action `otherwise` to all
+/// other calls.
 pub(crate) fn compile(list: &[AllowedSyscall], otherwise: SeccompAction) -> Result<BpfProgram, BackendError> {
     SeccompFilter::new(rules(list)?, otherwise, SeccompAction::Allow, TargetArch::x86_64)?.try_into()
 }
 
-/// Compiles a program that fails the calls on `list` with an error and allows all others.
+/// Compiles a program that makes the calls on `list` fail with an error and allows all other calls.
 pub(crate) fn refuse(list: &[AllowedSyscall]) -> Result<BpfProgram, BackendError> {
     let error = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     SeccompFilter::new(rules(list)?, SeccompAction::Allow, error, TargetArch::x86_64)?.try_into()
@@ -32,7 +33,7 @@ fn rules(list: &[AllowedSyscall]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, Bac
             }
             std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
         };
-        // An entry without conditions subsumes all others of the same call.
+        // An entry without conditions subsumes all other entries for the same call.
         if of_call.is_empty() || when.is_empty() {
             of_call.clear();
             continue;
@@ -46,8 +47,8 @@ fn rules(list: &[AllowedSyscall]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, Bac
     Ok(rules)
 }
 
-/// Compiles a program that fails `clone3(2)`, so that the C library falls back to `clone(2)`. A
-/// filter can check the flags of `clone(2)`, but `clone3(2)` takes them by pointer.
+/// Compiles a program that makes `clone3(2)` fail, so that the C library falls back to `clone(2)`.
+/// A filter can check the flags of `clone(2)`, but `clone3(2)` takes them by pointer.
 pub(crate) fn without_clone3() -> Result<BpfProgram, BackendError> {
     let rules = BTreeMap::from([(i64::from(Sysno::clone3.id()), Vec::new())]);
     let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());

@@ -1,16 +1,17 @@
 //! Confinement of the process that serves Firecracker's API.
 //!
-//! The process configures and starts a VM, which is a process of its own. Once the VM runs, the
-//! front end needs its open sockets only. It has no landlock rules: their scope would keep the
-//! kernel from ending the VM with it (`PR_SET_PDEATHSIG`).
+//! This process configures and starts a VM, which is a separate process. Once the VM is running,
+//! the front end requires only its open sockets. It has no landlock rules, because their scope
+//! would prevent the kernel from terminating the VM together with the front end
+//! (`PR_SET_PDEATHSIG`).
 
 use seccompiler::{SeccompAction, apply_filter_all_threads};
 
 use crate::{filter, lists, privileges};
 
-/// The reason why the front end could not be confined.
+/// Error returned when the front end cannot be confined.
 #[derive(Debug, thiserror::Error)]
-pub enum FrontEndError {
+pub enum ApiProcessConfinementError {
     /// The filter could not be compiled.
     #[error("the filter of the API process")]
     Compile(#[source] seccompiler::BackendError),
@@ -20,18 +21,19 @@ pub enum FrontEndError {
 }
 
 /// Drops the capabilities of the calling thread and applies the filter to all threads of the
-/// process: no file can be opened, no process started and no connection made. A violation ends the
-/// process, and with it the VM.
+/// process. Afterwards, the process cannot open files, start processes or make connections. A
+/// violation terminates the process, and the VM with it.
 ///
 /// # Errors
-/// Returns a [`FrontEndError`], in which case the process must end.
-pub fn confine_front_end() -> Result<(), FrontEndError> {
+/// Returns a [`ApiProcessConfinementError`] on failure, in which case the process must exit.
+pub fn confine_front_end() -> Result<(), ApiProcessConfinementError> {
     privileges::drop_thread_capabilities();
     let list = lists::of_front_end(std::process::id());
-    let refuse = filter::refuse(&lists::refused_to_workers()).map_err(FrontEndError::Compile)?;
-    let allow = filter::compile(&list, SeccompAction::KillProcess).map_err(FrontEndError::Compile)?;
+    let refuse = filter::refuse(&lists::refused_to_workers()).map_err(ApiProcessConfinementError::Compile)?;
+    let allow =
+        filter::compile(&list, SeccompAction::KillProcess).map_err(ApiProcessConfinementError::Compile)?;
     for program in [refuse, allow] {
-        apply_filter_all_threads(&program).map_err(FrontEndError::Apply)?;
+        apply_filter_all_threads(&program).map_err(ApiProcessConfinementError::Apply)?;
     }
     Ok(())
 }

@@ -1,10 +1,11 @@
-//! Process jail with separate namespaces: no network, and a file system that contains named paths
-//! only.
+//! Process jail with separate namespaces, without network and with a file system that contains only
+//! the given paths.
 //!
 //! A process that may create namespaces (`CAP_SYS_ADMIN`) keeps its user. Other processes get a
-//! user namespace (user_namespaces(7)) that maps only their own user, in which capabilities have no
-//! effect on the host. A PID namespace, and the user namespace that it may need, are created earlier
-//! ([`crate::Supervisor`]). `/proc` shows no other process with or without one.
+//! user namespace (user_namespaces(7)) that maps only their own user, and in which capabilities
+//! have no effect on the host. A PID namespace, and the user namespace that it may require, are
+//! created earlier ([`crate::Supervisor`]). With or without a PID namespace, `/proc` shows no other
+//! process.
 //!
 //! Call [`become_user`] at process start, [`separate`] after all host resources are open and before
 //! any thread is started, and [`Jail::close`] before the guest runs.
@@ -28,18 +29,18 @@ use crate::pid_namespace::has_user_namespace;
 use rustix::process::{parent_process_death_signal, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
 
-/// Mount point for assembling the new root. Exists on every host that supports jails.
+/// Mount point at which the new root is assembled. It exists on every host that supports jails.
 const BUILT_AT: &str = "/proc";
-/// Options of the new root file system, which contains mount points only.
+/// Mount options of the new root file system, which contains only mount points.
 const ROOT_OPTIONS: &CStr = c"mode=0755,size=1m";
-/// Directory of the calling process, as a link in the host's `/proc`.
+/// Link in the host's `/proc` to the directory of the calling process.
 const PROC_SELF: &str = "/proc/self";
-/// Directory of the calling thread, as a link in the host's `/proc`.
+/// Link in the host's `/proc` to the directory of the calling thread.
 const PROC_THREAD_SELF: &str = "/proc/thread-self";
-/// `AT_RECURSIVE`: a mount and all mounts below it.
+/// `AT_RECURSIVE`, which applies a call to a mount and all mounts below it.
 const RECURSIVE: libc::c_int = 0x8000;
 
-/// The reason why a jail could not be created.
+/// Error returned when a jail cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum JailError {
     /// The process lacks the capabilities to change its user.
@@ -66,9 +67,9 @@ pub enum JailError {
     Step {
         /// The operation.
         what: &'static str,
-        /// Path that the operation was applied to.
+        /// Path to which the operation was applied.
         path: PathBuf,
-        /// The error of the kernel.
+        /// Error returned by the kernel.
         #[source]
         source: io::Error,
     },
@@ -101,10 +102,10 @@ pub struct JailContents {
 }
 
 /// Changes the user and group of the process and drops its supplementary groups. The capabilities
-/// are kept, so that the VM can open host resources, and must be dropped later.
+/// are kept so that the VM can open host resources, and must be dropped later.
 ///
 /// # Errors
-/// Returns [`JailError::NoOtherUser`], in which case the group may have changed.
+/// Returns [`JailError::NoOtherUser`] on failure, in which case the group may have changed.
 pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
     let refused = JailError::NoOtherUser;
     set_keep_capabilities(true).map_err(|e| refused(e.into()))?;
@@ -133,16 +134,17 @@ pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
 #[derive(Debug)]
 #[must_use]
 pub struct Jail {
-    /// `true` if a user namespace was created, see [`Jail::has_user_namespace`].
+    /// `true` if a user namespace was created (see [`Jail::has_user_namespace`]).
     of_a_user: bool,
 }
 
-/// Moves the process into new mount, network, IPC and UTS namespaces, and into a new user namespace
-/// if it lacks the privileges to create the others and has none from [`crate::Supervisor`]. Open
-/// sockets and devices are unaffected. The process must be single-threaded.
+/// Moves the process into new mount, network, IPC and UTS namespaces. The process is also moved
+/// into a new user namespace if it lacks the privileges to create the others and has none from
+/// [`crate::Supervisor`]. Open sockets and devices are unaffected. The process must be
+/// single-threaded.
 ///
 /// # Errors
-/// Returns a [`JailError`], in which case some of the namespaces may have been created.
+/// Returns a [`JailError`] on failure, in which case some of the namespaces may have been created.
 pub fn separate() -> Result<Jail, JailError> {
     let wanted = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
     let of_a_user = match unshare(wanted) {
@@ -172,8 +174,8 @@ pub fn separate() -> Result<Jail, JailError> {
 }
 
 impl Jail {
-    /// Returns whether a user namespace was created. In that case the kernel permits only the perf
-    /// events that it permits to a user without capabilities.
+    /// Returns whether a user namespace was created. If so, the kernel permits only the perf events
+    /// that a user without capabilities may open.
     #[must_use]
     pub fn has_user_namespace(&self) -> bool {
         self.of_a_user
@@ -183,14 +185,14 @@ impl Jail {
     /// own part of `/proc`, with its IDs outside a PID namespace. Paths are unchanged. The new root
     /// has no executable files, device files or effective set-user-ID bits, and no path leads back
     /// to the host's files. In a user namespace, this thread also drops all its capabilities,
-    /// because they apply to that namespace only but look like host capabilities.
+    /// because they apply only to that namespace but look like host capabilities.
     ///
     /// # Errors
-    /// Returns a [`JailError`], in which case the root directory is either that of the host or
+    /// Returns a [`JailError`] on failure, in which case the root directory is either the host's or
     /// incomplete.
     pub fn close(self, inside: &JailContents) -> Result<(), JailError> {
         let here = std::env::current_dir().unwrap_or_else(|_| "/".into());
-        // The host's /proc shows the ID outside a PID namespace.
+        // The host's /proc shows the process ID outside a PID namespace.
         let pid = fs::read_link(PROC_SELF).map_err(step("cannot read", PROC_SELF))?;
         let own = Path::new("/proc").join(&pid);
         let changed = |path: &PathBuf| (path.clone(), false);
@@ -198,7 +200,7 @@ impl Jail {
         let mut wanted: Vec<(PathBuf, bool)> = [(own, true)].to_vec();
         wanted.extend(inside.read.iter().map(read));
         wanted.extend(inside.change.iter().map(changed));
-        // Parent directories are mounted before their descendants.
+        // Parent directories must be mounted before their descendants.
         for (path, _) in &mut wanted {
             *path = here.join(&path);
         }
@@ -224,7 +226,7 @@ impl Jail {
         let link = path_in_new_root(Path::new(PROC_SELF));
         symlink(&pid, &link).map_err(step("cannot make", link))?;
         enter_new_root()?;
-        // If the working directory is not in the jail, it becomes an empty directory.
+        // If the working directory is not in the jail, use the jail's root directory instead.
         std::env::set_current_dir(&here)
             .or_else(|_| std::env::set_current_dir("/"))
             .map_err(step("no directory to be in:", "/"))?;
@@ -261,8 +263,8 @@ impl DetachedMount {
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
 
-    /// Creates a copy of the link [`PROC_THREAD_SELF`] itself. Only the host's `/proc` knows the IDs
-    /// of threads outside a PID namespace.
+    /// Creates a copy of the link [`PROC_THREAD_SELF`] itself. Only the host's `/proc` contains the
+    /// thread IDs outside a PID namespace.
     fn of_own_thread_link() -> Result<Self, JailError> {
         let path = Path::new(PROC_THREAD_SELF);
         let link = Self::of(path, libc::AT_SYMLINK_NOFOLLOW);
@@ -330,9 +332,10 @@ fn new_root() -> Result<(), JailError> {
     checked(mounted.into()).map_err(step("cannot mount a tmpfs at", BUILT_AT))
 }
 
-/// Makes the mount at [`BUILT_AT`] the root of the process and detaches the old one with
-/// pivot_root(2) of "." on ".". The root of an initramfs cannot be detached, so the new root is
-/// mounted over it like in switch_root(8), after which no path leads to the old root.
+/// Makes the mount at [`BUILT_AT`] the root of the process and detaches the old one by calling
+/// pivot_root(2) with "." for both paths. The root of an initramfs cannot be detached. In this
+/// case, the new root is mounted over it as in switch_root(8), after which no path leads to the old
+/// root.
 fn enter_new_root() -> Result<(), JailError> {
     let failed = |what| step(what, BUILT_AT);
     std::env::set_current_dir(BUILT_AT).map_err(failed("cannot enter"))?;
@@ -363,7 +366,7 @@ fn enter_new_root() -> Result<(), JailError> {
     }
 }
 
-/// Adds attributes to a mount, recursively if it is given by descriptor.
+/// Adds attributes to a mount, recursively if the mount is given by a descriptor.
 fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
     let of_descriptor = libc::AT_EMPTY_PATH | RECURSIVE;
     let flags = if path.is_empty() { of_descriptor } else { 0 };

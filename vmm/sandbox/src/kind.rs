@@ -5,36 +5,36 @@ use std::fmt;
 /// Purpose of a thread, which determines its permitted system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Main loop and servers of operator connections.
+    /// Main loop and servers for operator connections.
     Main,
     /// vCPU thread.
     Vcpu,
-    /// Thread of a device's queues: disks, network, entropy.
+    /// Thread for a device's queues: disks, network, entropy.
     Device,
-    /// Thread of a device that connects to Unix sockets: shared directories, vsock.
+    /// Thread for a device that connects to Unix sockets: shared directories, vsock.
     Socket,
-    /// Thread of the balloon, which gives guest memory back to the host.
+    /// Thread for the balloon, which returns guest memory to the host.
     Balloon,
-    /// Profiler, which extracts symbols from the guest's kernel memory.
+    /// Profiler thread, which extracts symbols from the guest's kernel memory.
     Profiler,
     /// gdb server.
     Debugger,
-    /// Writer of the guest's console output.
+    /// Thread that writes the guest's console output.
     Console,
-    /// Handler of signals that terminate the VM.
+    /// Thread that handles the signals that terminate the VM.
     Signals,
-    /// Creator of threads of the other kinds.
+    /// Thread that creates the threads of other kinds.
     Starter,
 }
 
 /// The process or thread that opens a VM's perf events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PerfEventAccess {
-    /// The broker, which has the required capability. Threads of the VM may not open events.
+    /// The broker, which has the required capability. Threads of the VM cannot open events.
     #[default]
     Broker,
-    /// Each thread on itself, if the user may do so without a capability. The kernel does not let
-    /// other processes of the user open events on a process that is not dumpable.
+    /// Each thread opens events on itself, if the user may do so without a capability. The kernel
+    /// does not allow other processes of the user to open events on a process that is not dumpable.
     OwnThread,
 }
 

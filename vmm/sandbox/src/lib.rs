@@ -12,12 +12,12 @@
 //! | `paths` | files and sockets at paths that another user can influence |
 //! | `socket_broker` | a process that connects to and removes Unix sockets for the VM |
 //! | `cgroup` | joining a control group |
-//! | `chroot_jail` | a process in a directory with its own devices, as Firecracker's jailer builds it |
-//! | `jail` | a process without network, whose file system contains named paths only |
+//! | `chroot_jail` | a process in a directory with its own devices, in the form that Firecracker's jailer uses |
+//! | `jail` | a process without network, whose file system contains only the given paths |
 //! | `namespaces` | creation of namespaces |
-//! | `pid_namespace` | a process that sees no other, and its supervisor outside |
+//! | `pid_namespace` | a process that cannot see other processes, and its supervisor outside |
 //! | `start` | application of filters, and the starter thread |
-//! | `service` | service processes that end with the VM |
+//! | `service` | service processes that exit with the VM |
 //! | `perf_broker` | the process that opens perf events |
 //! | `front_end` | the process that serves Firecracker's API |
 //! | `workers` | more restricted processes for guest-controlled data |
@@ -56,7 +56,7 @@ pub use cgroup::{CgroupError, create_cgroup, join_cgroup};
 pub use crash::watch_faults;
 pub use fault::{fault_point, worker_fault};
 pub use files::{AccessibleFiles, FileAccessError, begin_files, has_landlock, only_files};
-pub use front_end::{FrontEndError, confine_front_end};
+pub use front_end::{ApiProcessConfinementError, confine_front_end};
 pub use jail::{Jail, JailContents, JailError, become_user, separate};
 pub use kind::{PerfEventAccess, ThreadKind};
 pub use perf_broker::{PerfBroker, PerfBrokerError};
@@ -65,7 +65,7 @@ pub use pid_namespace::{
 };
 pub use socket_broker::{SocketBroker, SocketDestination};
 pub use start::{SandboxError, SeccompMode, begin, confine, enter, spawn, spawn_prepared};
-pub use table::{CallOutcome, markdown as filter_table, outcome};
+pub use table::{SystemCallOutcome, markdown as filter_table, outcome};
 pub use violation::{TerminationActions, end_now, kind};
 pub use workers::{
     ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess,

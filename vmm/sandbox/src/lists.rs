@@ -2,7 +2,7 @@
 //!
 //! The lists are derived from traces of all tests (`strace -f`, and `--seccomp log` in the lab) and
 //! from reading the code. A call that is not listed terminates the VM unless it is in [`refused`].
-//! docs/threat-model.md gives the reasons for each entry.
+//! docs/threat-model.md gives the reason for each entry.
 
 use rustix::fs::OFlags;
 use syscalls::Sysno;
@@ -12,10 +12,10 @@ use crate::rules::{AllowedSyscall, ArgumentCheck, any, ioctls, one_of, only};
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
-/// `F_SETSIG` and `F_SETOWN_EX` of `fcntl(2)`.
+/// `F_SETSIG` and `F_SETOWN_EX` commands of `fcntl(2)`.
 const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
-/// Guard-page advices of `madvise(2)` that newer C libraries use for stacks
+/// Guard-page advice values of `madvise(2)` that newer C libraries use for stacks
 /// (include/uapi/asm-generic/mman-common.h).
 const MADV_GUARD_INSTALL: libc::c_int = 102;
 const MADV_GUARD_REMOVE: libc::c_int = 103;
@@ -50,29 +50,29 @@ pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<A
         ThreadKind::Profiler => profiler(),
         ThreadKind::Console => Vec::new(),
         ThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
-        // A new thread runs with the starter's filter at first.
+        // A new thread initially runs with the starter's filter.
         ThreadKind::Starter => starter(pid, counting),
     });
     list
 }
 
-/// Returns the calls of threads of `kind` that fail with an error. Libraries attempt these calls
+/// Returns the calls that fail with an error in threads of `kind`. Libraries attempt these calls
 /// but work without them.
 pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
-    // File state by path. The standard library falls back to descriptors.
+    // File status by path. The standard library falls back to descriptors.
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
     let by_path = |flags| ArgumentCheck::Bits(flags, of_descriptor, 0);
     list.extend(only(Sysno::newfstatat, &[by_path(3)]));
     list.extend(only(Sysno::statx, &[by_path(2)]));
     list.extend(any(&[Sysno::stat, Sysno::lstat]));
-    // Reading the limits of this process.
+    // Read the limits of this process.
     list.extend(only(
         Sysno::prlimit64,
         &[ArgumentCheck::Is(0, 0), ArgumentCheck::Is(2, 0)],
     ));
     if kind != ThreadKind::Starter {
-        // Threads are created by the starter. An attempt by another thread fails with an error.
+        // The starter creates all threads. An attempt by another thread fails with an error.
         list.extend(only(
             Sysno::clone,
             &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
@@ -80,8 +80,8 @@ pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
         list.extend(any(&[Sysno::clone3]));
     }
     if !matches!(kind, ThreadKind::Main | ThreadKind::Starter) {
-        // glibc's malloc reads /proc/sys/vm/overcommit_memory before it returns heap memory, and
-        // returns less without it.
+        // glibc's malloc reads /proc/sys/vm/overcommit_memory before it returns heap memory to the
+        // system. If this fails, it returns less memory.
         let others = non_read_flags();
         list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
         list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
@@ -89,7 +89,7 @@ pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Calls made to report a fault: location of the program and access checks.
+/// Returns the calls made to report a fault: location of the program and access checks.
 fn fault_reporting() -> Vec<AllowedSyscall> {
     any(&[
         Sysno::readlink,
@@ -101,7 +101,8 @@ fn fault_reporting() -> Vec<AllowedSyscall> {
     ])
 }
 
-/// Calls that every thread needs: memory, time, locks, existing descriptors and exit.
+/// Returns the calls that every thread requires: memory, time, locks, existing descriptors and
+/// exit.
 fn common(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = any(&[
         // Descriptors.
@@ -138,14 +139,14 @@ fn common(pid: u32) -> Vec<AllowedSyscall> {
         Sysno::rt_sigreturn,
         Sysno::exit,
         Sysno::exit_group,
-        // Keys of hash tables.
+        // Required for the keys of hash tables.
         Sysno::getrandom,
     ]);
     list.extend(memory());
     list.extend(locks());
     list.extend(ending_signals());
     list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
-    // Like fstat: the state of an existing descriptor.
+    // Status of an existing descriptor, as with fstat.
     let of_descriptor = libc::AT_EMPTY_PATH.unsigned_abs();
     let bits = |at| ArgumentCheck::Bits(at, of_descriptor.into(), of_descriptor.into());
     list.extend(only(Sysno::newfstatat, &[bits(3)]));
@@ -165,21 +166,21 @@ fn common(pid: u32) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns a mask of all bits except these.
+/// Returns a mask of all bits except `bits`.
 fn all_but(bits: libc::c_int) -> u64 {
     u64::from(!bits.unsigned_abs())
 }
 
-/// Memory of the C library's allocator and of thread stacks: never file-backed or executable, and
-/// at a fixed address only without access.
+/// Returns the calls for the memory of the C library's allocator and of thread stacks. This memory
+/// is never file-backed or executable, and is mapped at a fixed address only without access rights.
 fn memory() -> Vec<AllowedSyscall> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let optional = libc::MAP_NORESERVE | libc::MAP_STACK;
     let private = ArgumentCheck::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
     let mut list = only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), private]);
-    // glibc's malloc returns the end of a heap with this call in a program with file capabilities,
-    // and if the kernel does not overcommit.
+    // glibc's malloc makes this call to return the end of a heap in a program with file
+    // capabilities, and if the kernel does not overcommit.
     let given_back = ArgumentCheck::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
     list.extend(only(Sysno::mmap, &[ArgumentCheck::Is(2, 0), given_back]));
     list.extend(only(Sysno::mprotect, &[ArgumentCheck::Without(2, prot)]));
@@ -189,8 +190,9 @@ fn memory() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Shared mappings of existing descriptors: perf event rings, memory files and KVM's structures. A
-/// ring in a memory file is mapped twice in succession into a reserved address range.
+/// Returns the calls for shared mappings of existing descriptors: perf event rings, memory files
+/// and KVM's structures. A ring in a memory file is mapped twice in succession into a reserved
+/// address range.
 fn shared_memory() -> Vec<AllowedSyscall> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let shared = ArgumentCheck::Bits(
@@ -201,9 +203,9 @@ fn shared_memory() -> Vec<AllowedSyscall> {
     only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), shared])
 }
 
-/// `futex(2)` operations of the C library and Rust's standard library, private or shared, on either
-/// clock. Operations with a kernel-side owner (`FUTEX_LOCK_PI`) and requeue operations are
-/// excluded.
+/// Returns the `futex(2)` operations of the C library and Rust's standard library, private or
+/// shared, on either clock. Operations with a kernel-side owner (`FUTEX_LOCK_PI`) and requeue
+/// operations are excluded.
 fn locks() -> Vec<AllowedSyscall> {
     let options = libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME;
     let operations = [libc::FUTEX_WAIT, libc::FUTEX_WAKE, libc::FUTEX_WAIT_BITSET];
@@ -220,9 +222,9 @@ fn locks() -> Vec<AllowedSyscall> {
     }]
 }
 
-/// Signals of faults and of termination, whose handlers reset themselves before the signal
-/// terminates the process, and abort(3). Other handlers, including the one for seccomp violations,
-/// cannot be changed after the VM has started.
+/// Returns the calls for fault and termination signals, whose handlers reset themselves before the
+/// signal terminates the process, and for abort(3). Other handlers, including the one for seccomp
+/// violations, cannot be changed after the VM has started.
 fn ending_signals() -> Vec<AllowedSyscall> {
     let signals = [
         libc::SIGABRT,
@@ -238,7 +240,7 @@ fn ending_signals() -> Vec<AllowedSyscall> {
     one_of(Sysno::rt_sigaction, 0, &signals.map(i32::unsigned_abs))
 }
 
-/// Event loop and its notifications.
+/// Returns the calls of the event loop and its notifications.
 fn event_loop() -> Vec<AllowedSyscall> {
     any(&[
         Sysno::epoll_create1,
@@ -251,7 +253,7 @@ fn event_loop() -> Vec<AllowedSyscall> {
     ])
 }
 
-/// Existing connections, and new ones from existing listeners.
+/// Returns the calls for existing connections, and for new connections from existing listeners.
 fn connections() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::accept4,
@@ -270,15 +272,15 @@ fn connections() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Open perf events. Only the broker opens new ones.
+/// Returns the calls for open perf events. Only the broker opens new events.
 fn perf_events() -> Vec<AllowedSyscall> {
     // ENABLE, DISABLE, REFRESH, RESET, PERIOD, SET_OUTPUT, ID, PAUSE_OUTPUT.
     let mut list = ioctls(b'$', &[0, 1, 2, 3, 4, 5, 7, 9]);
-    // Requests to the broker, with descriptors.
+    // Requests to the broker, which pass descriptors.
     list.extend(any(&[Sysno::sendmsg, Sysno::recvmsg]));
     list.extend(any(&[
         Sysno::pread64,
-        // Events of the clock driver.
+        // Timers for events of the clock driver.
         Sysno::timer_create,
         Sysno::timer_settime,
         Sysno::timer_gettime,
@@ -288,8 +290,9 @@ fn perf_events() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Opening of perf events without the broker ([`PerfEventAccess::OwnThread`]): on the calling
-/// thread and any CPU. The filter cannot check the attributes, which are passed by pointer.
+/// Returns the calls for opening perf events without the broker ([`PerfEventAccess::OwnThread`]),
+/// on the calling thread and any CPU. The filter cannot check the attributes, which are passed by
+/// pointer.
 fn own_perf_events() -> Vec<AllowedSyscall> {
     let (own, any_cpu, cloexec) = (0, u32::MAX, 8);
     let checks = [
@@ -303,7 +306,7 @@ fn own_perf_events() -> Vec<AllowedSyscall> {
 /// Type of KVM ioctls.
 const KVMIO: u8 = 0xae;
 
-/// Interrupts and memory of the guest.
+/// KVM ioctls for interrupts and memory of the guest.
 const KVM_VM: &[u8] = &[
     0x03, // CHECK_EXTENSION
     0x46, // SET_USER_MEMORY_REGION
@@ -315,7 +318,7 @@ const KVM_VM: &[u8] = &[
     0xa5, // SIGNAL_MSI
 ];
 
-/// State of a vCPU.
+/// KVM ioctls for the state of a vCPU.
 const KVM_VCPU: &[u8] = &[
     0x81, // GET_REGS
     0x82, // SET_REGS
@@ -350,7 +353,7 @@ const KVM_VCPU: &[u8] = &[
 ];
 
 fn vcpu() -> Vec<AllowedSyscall> {
-    // KVM_RUN is first because it is the most frequent call.
+    // KVM_RUN comes first because it is the most frequent call.
     let mut list = ioctls(KVMIO, &[0x80]);
     list.extend(shared_memory());
     list.extend(perf_events());
@@ -363,8 +366,8 @@ fn vcpu() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Set-up of vhost-net, which starts on a vCPU thread when the driver activates the device and
-/// continues on the device's thread.
+/// Returns the calls for the setup of vhost-net, which starts on a vCPU thread when the driver
+/// activates the device and continues on the device's thread.
 fn vhost() -> Vec<AllowedSyscall> {
     let mut list = ioctls(
         0xaf,
@@ -387,9 +390,9 @@ fn vhost() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Access to disk images. Required by the disk's thread, and by threads that reset a disk and write
-/// back cached data: a vCPU thread when the driver resets it, and the main thread at reset or
-/// shutdown of the machine.
+/// Returns the calls for access to disk images. They are required by the disk's thread, and by
+/// threads that reset a disk and write back cached data: a vCPU thread when the driver resets the
+/// disk, and the main thread at reset or shutdown of the machine.
 fn images() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::pread64,
@@ -424,8 +427,8 @@ fn socket() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Pages of guest memory that the balloon gives back: holes in a memory file, and anonymous memory in
-/// place of pages of a snapshot.
+/// Returns the calls with which the balloon releases pages of guest memory: holes in a memory file,
+/// and anonymous memory that replaces pages of a snapshot.
 fn balloon() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     let advice = [libc::MADV_REMOVE, libc::MADV_DONTDUMP];
@@ -442,13 +445,13 @@ fn balloon() -> Vec<AllowedSyscall> {
     list
 }
 
-/// The profiler communicates with the process that reads the guest's kernel, whose socket it
-/// receives from the keeper.
+/// Returns the calls of the profiler, which communicates with the process that reads the guest's
+/// kernel. It receives the socket of this process from the keeper.
 fn profiler() -> Vec<AllowedSyscall> {
     any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
 }
 
-/// The debugger stops the guest and its events.
+/// Returns the calls of the debugger, which stops the guest and its events.
 fn debugger() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     list.extend(connections());
@@ -474,7 +477,7 @@ fn main() -> Vec<AllowedSyscall> {
             0xb2, // SET_PMU_EVENT_FILTER
         ],
     ));
-    // A VM that moves: UFFDIO_REGISTER, UFFDIO_UNREGISTER and PAGEMAP_SCAN.
+    // Migration of a VM: UFFDIO_REGISTER, UFFDIO_UNREGISTER and PAGEMAP_SCAN.
     list.extend(ioctls(0xaa, &[0x00, 0x01]));
     list.extend(ioctls(b'f', &[16]));
     list.extend(ioctls(KVMIO, KVM_VM));
@@ -505,7 +508,8 @@ fn main() -> Vec<AllowedSyscall> {
         2,
         &[libc::MADV_POPULATE_WRITE.unsigned_abs()],
     ));
-    // Lease of a ring's memory file. Its signal is ignored by default and is sent to this process.
+    // Lease of a ring's memory file. The lease signal is sent to this process and is ignored by
+    // default.
     list.extend(only(
         Sysno::fcntl,
         &[
@@ -530,8 +534,8 @@ fn main() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Allow-list of the starter: the calls of all threads that it starts, which inherit its filter,
-/// and the calls with which they confine themselves.
+/// Returns the allow-list of the starter. It contains the calls of all threads that it starts,
+/// which inherit its filter, and the calls with which they confine themselves.
 fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     let mut list = Vec::new();
     // The vCPU list comes first because of KVM_RUN.
@@ -544,11 +548,11 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
         Sysno::clone,
         &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
     ));
-    // A separate filter answers clone3.
+    // A separate filter determines the result of clone3.
     list.extend(any(&[
         Sysno::clone3,
         Sysno::sched_setaffinity,
-        // Landlock rules of threads that open no files.
+        // Application of landlock rules by threads that do not open files.
         Sysno::landlock_restrict_self,
         // Capability changes.
         Sysno::capget,
@@ -566,15 +570,15 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Allow-list of a process that handles guest-controlled bytes: memory, its socket, and exit. `pid`
-/// is the ID of that process.
+/// Returns the allow-list of a process that handles guest-controlled bytes: memory, its socket, and
+/// exit. `pid` is the ID of that process.
 pub(crate) fn of_worker(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     list
 }
 
-/// The same list for any process ID.
+/// Returns the same allow-list for any process ID.
 fn of_any_worker() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::read,
@@ -584,9 +588,9 @@ fn of_any_worker() -> Vec<AllowedSyscall> {
         Sysno::close,
         Sysno::munmap,
         Sysno::brk,
-        // Needed only if the clock cannot be read in user space.
+        // Required only if the clock cannot be read in user space.
         Sysno::clock_gettime,
-        // Keys of hash tables.
+        // Required for the keys of hash tables.
         Sysno::getrandom,
         Sysno::exit,
         Sysno::exit_group,
@@ -605,18 +609,18 @@ fn of_any_worker() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Calls of workers and their keeper that fail with an error.
+/// Returns the calls that fail with an error in workers and their keeper.
 pub(crate) fn refused_to_workers() -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
-    // As for other threads: glibc's malloc opens this file.
+    // As in other threads, glibc's malloc opens this file.
     let others = non_read_flags();
     list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
     list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
     list
 }
 
-/// Allow-list of the keeper: starts workers, limits them, terminates them and waits for them. Its
-/// workers inherit the filter, so the list includes their calls.
+/// Returns the allow-list of the keeper, which starts, limits and terminates workers, and waits for
+/// them. Its workers inherit the filter, so the list includes their calls.
 pub(crate) fn of_keeper() -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(only(
@@ -649,8 +653,8 @@ pub(crate) fn of_keeper() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Allow-list of the socket broker ([`crate::SocketBroker`]): examines files, creates and connects
-/// local sockets, passes them to the VM, and removes the VM's own files.
+/// Returns the allow-list of the socket broker ([`crate::SocketBroker`]), which examines files,
+/// creates and connects local sockets, passes them to the VM, and removes the VM's own files.
 pub(crate) fn of_socket_broker() -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(any(&[
@@ -681,9 +685,9 @@ pub(crate) fn of_socket_broker() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Allow-list of the process that serves Firecracker's API ([`crate::confine_front_end`]) once its
-/// VM runs: existing connections and new ones from its listener, and the end of the VM. `own` is
-/// the ID of that process.
+/// Returns the allow-list of the process that serves Firecracker's API
+/// ([`crate::confine_front_end`]) once its VM is running: existing connections, new ones from its
+/// listener, and termination of the VM. `own` is the ID of the process.
 pub(crate) fn of_front_end(own: u32) -> Vec<AllowedSyscall> {
     let mut list = common(own);
     list.extend(connections());
@@ -692,9 +696,9 @@ pub(crate) fn of_front_end(own: u32) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Allow-list of the supervisor of a VM in a PID namespace ([`crate::Supervisor`]): receives signals
-/// and reports, signals the VM, and ends like it. `vm` and `own` are the process IDs of the VM and
-/// of the supervisor.
+/// Returns the allow-list of the supervisor of a VM in a PID namespace ([`crate::Supervisor`]),
+/// which receives signals and reports, signals the VM, and exits with the VM's status. `vm` and
+/// `own` are the process IDs of the VM and of the supervisor.
 pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::read,
@@ -715,14 +719,14 @@ pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
     list.extend(memory());
     list.extend(one_of(Sysno::kill, 0, &[vm, own]));
     list.extend(only(Sysno::rt_sigqueueinfo, &[ArgumentCheck::Is(0, vm)]));
-    // The terminal's foreground group.
+    // Foreground process group of the terminal.
     list.extend(ioctls(b'T', &[0x0f, 0x10]));
     list
 }
 
-/// Allow-list of the perf event broker: receives a request, opens an event on a thread, sets its
-/// signal, and passes the descriptor. `vm` is the process ID of the VM, `signal` the only signal
-/// that events send.
+/// Returns the allow-list of the perf event broker, which receives a request, opens an event on a
+/// thread, sets its signal, and passes the descriptor. `vm` is the process ID of the VM, and
+/// `signal` the only signal that events send.
 pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
     let (cloexec, any_process, any_cpu) = (8, u32::MAX, u32::MAX);
     let mut list = any(&[
@@ -758,7 +762,7 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
     list.extend(one_of(Sysno::fcntl, 1, &of_events));
     // The standard library checks that a descriptor is open before it closes it.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
-    // Checks that a thread belongs to the VM. Signal 0 is never delivered.
+    // Check that a thread belongs to the VM. Signal 0 is never delivered.
     list.extend(only(
         Sysno::tgkill,
         &[ArgumentCheck::Is(0, vm), ArgumentCheck::Is(2, 0)],

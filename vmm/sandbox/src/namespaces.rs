@@ -1,16 +1,16 @@
-//! Creation of namespaces, in particular of a user namespace with one user.
+//! Creation of namespaces, in particular of a user namespace that contains one user.
 #![expect(unsafe_code, reason = "unshare(2), geteuid(2) and prctl(2)")]
 
 use std::fs;
 use std::io;
 
-/// The reason why a user namespace could not be created.
+/// Error returned when a user namespace cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum UserNamespaceError {
-    /// The kernel or its administrator does not permit it.
+    /// The kernel or its administrator does not permit user namespaces.
     #[error("this user may not create a user namespace")]
     Denied(#[source] io::Error),
-    /// A file that names the users in the namespace cannot be written.
+    /// A file that maps the users of the namespace cannot be written.
     #[error("{0}")]
     Map(&'static str, #[source] io::Error),
 }
@@ -23,8 +23,8 @@ pub(crate) fn unshare(what: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Creates a user namespace that maps the process's own user and group to themselves, and the
-/// namespaces `wanted`.
+/// Creates a user namespace that maps the process's own user and group to themselves, and also
+/// creates the namespaces `wanted`.
 pub(crate) fn own_users(wanted: libc::c_int) -> Result<(), UserNamespaceError> {
     // SAFETY: these calls take no arguments and cannot fail.
     let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };

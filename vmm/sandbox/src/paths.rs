@@ -1,12 +1,12 @@
 //! Access to files and sockets at paths that a user with different privileges can influence.
 //!
 //! A VM that changes its user (`--jail uid=N`) keeps root's capabilities until all resources are
-//! open, and a VM of root may be configured to log into a directory of another user. [`Directory`]
-//! resolves the directory of a path without following symbolic links of other users, and holds it
-//! open so that later operations apply to the same directory.
-//! [`Directory::without_file_capabilities`] performs an operation with the file capabilities only
-//! if no other user can influence the result. [`bind`], [`append`], [`open`] and [`connect`] are
-//! based on it. No permissions are changed by path.
+//! open, and a VM of root may be configured to log into a directory of another user.
+//! [`PrivilegedDirectory`] resolves the directory of a path without following symbolic links of
+//! other users, and keeps it open so that later operations apply to the same directory.
+//! [`PrivilegedDirectory::without_file_capabilities`] performs an operation with the file
+//! capabilities only if no other user can influence the result. [`bind`], [`append`], [`open`] and
+//! [`connect`] are based on it. No function changes permissions by path.
 #![expect(unsafe_code, reason = "socket(2), bind(2) and listen(2)")]
 
 use std::collections::VecDeque;
@@ -33,9 +33,9 @@ use crate::start;
 const MAX_LINKS: usize = 40;
 /// File system type of /proc (statfs(2)).
 const PROC_SUPER_MAGIC: u64 = 0x9fa0;
-/// Permission bits that allow writes by group and others.
+/// Permission bits that allow the group and others to write.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
-/// Length of a listener's queue, as in the standard library.
+/// Length of a listener's backlog, as in the standard library.
 const BACKLOG: libc::c_int = 128;
 /// Capabilities that override file permission checks.
 const FILE_CAPABILITIES: CapabilitySet = CapabilitySet::DAC_OVERRIDE
@@ -73,32 +73,32 @@ impl Drop for LoweredCapabilities {
 
 /// An open directory, with the privileges that apply to operations in it.
 #[derive(Debug)]
-pub struct Directory {
+pub struct PrivilegedDirectory {
     fd: OwnedFd,
     /// `true` if only root, or this process if it runs as root, can influence the identity and
     /// contents of this directory.
     trusted: bool,
-    /// `true` if the path resolves to this directory for this process and no other user can change
-    /// that.
+    /// `true` if the path resolves to this directory for this process, and no other user can change
+    /// this.
     reached_by_path: bool,
 }
 
-/// Owners, besides root, whose symbolic links are followed.
+/// Owners in addition to root whose symbolic links are followed.
 #[derive(Clone, Copy, PartialEq)]
 enum TrustedLinks {
     OfThisUser,
     OfRootOnly,
 }
 
-/// State of the resolution of a path.
+/// State of a path resolution.
 struct PathWalk {
     at: OwnedFd,
     rest: VecDeque<OsString>,
     links: TrustedLinks,
     followed: usize,
-    /// `true` if every component so far is controlled by root.
+    /// `true` if root controls every component so far.
     of_root: bool,
-    /// `true` if a user other than root and this process's user could change a component.
+    /// `true` if a user other than root and this process's user can change a component.
     exposed: bool,
 }
 
@@ -154,8 +154,8 @@ impl PathWalk {
         }
     }
 
-    /// Records who can change the contents of a directory on the path. In a sticky directory users
-    /// cannot replace files of others.
+    /// Records which users can change the contents of a directory on the path. In a sticky
+    /// directory, users cannot replace files of other users.
     fn record_writers(&mut self, meta: &Stat) {
         let sticky = meta.st_mode & 0o1000 != 0;
         let open = meta.st_mode & WRITABLE_BY_OTHERS != 0 && !sticky;
@@ -203,10 +203,10 @@ impl PathWalk {
         Ok(())
     }
 
-    fn into_directory(self, reached: bool) -> io::Result<Directory> {
+    fn into_directory(self, reached: bool) -> io::Result<PrivilegedDirectory> {
         let meta = fstat(&self.at)?;
         let closed = meta.st_mode & WRITABLE_BY_OTHERS == 0;
-        Ok(Directory {
+        Ok(PrivilegedDirectory {
             trusted: self.of_root && closed,
             reached_by_path: reached && !self.exposed,
             fd: self.at,
@@ -235,12 +235,12 @@ fn directory_at(at: BorrowedFd<'_>, name: &OsStr) -> io::Result<OwnedFd> {
     Ok(openat(at, name, flags, Mode::empty())?)
 }
 
-impl Directory {
+impl PrivilegedDirectory {
     /// Resolves the parent directory of `path` and returns it with the file name. A symbolic link
     /// at `path` itself is not followed.
     ///
     /// # Errors
-    /// Returns the error of `openat(2)`, or an error for a link of a user other than root and this
+    /// Returns an error if `openat(2)` fails or a link belongs to a user other than root and this
     /// process's user.
     pub fn of(path: &Path) -> io::Result<(Self, OsString)> {
         Self::reach(path, |walk| walk.run(1))
@@ -250,7 +250,7 @@ impl Directory {
     /// Opens the directory at `path`.
     ///
     /// # Errors
-    /// Returns the same errors as [`Directory::of`].
+    /// Returns the same errors as [`PrivilegedDirectory::of`].
     pub fn open(path: &Path) -> io::Result<Self> {
         Self::reach(path, |walk| walk.run(0)).map(|(directory, _)| directory)
     }
@@ -273,8 +273,8 @@ impl Directory {
         })
     }
 
-    /// Returns `flags` for opening a file in this directory without following a symbolic link.
-    /// Magic links in /proc are followed.
+    /// Returns the flags for opening a file in this directory with `flags` and without following a
+    /// symbolic link. Magic links in /proc are followed.
     fn final_flags(&self, flags: OFlags) -> OFlags {
         if is_proc(&self.fd) {
             flags
@@ -299,14 +299,14 @@ impl Directory {
         let found = walk(TrustedLinks::OfThisUser, true);
         drop(lowered);
         match found {
-            // A directory of root on the path may be inaccessible to this user. In that case only
-            // root's links are followed.
+            // This user may not be able to access a directory of root on the path. In that case,
+            // only root's links are followed.
             Err(e) if is_denied(&e) => walk(TrustedLinks::OfRootOnly, false),
             found => found,
         }
     }
 
-    /// Returns a path to `name` in this directory that stays valid when the directory is moved.
+    /// Returns a path to `name` in this directory that remains valid when the directory is moved.
     #[must_use]
     pub fn path(&self, name: &OsStr) -> PathBuf {
         let mut path = PathBuf::from(format!("/proc/self/fd/{}", self.fd.as_raw_fd()));
@@ -323,7 +323,7 @@ impl Directory {
     /// Calls `what` without the file capabilities, unless only root can influence this directory.
     ///
     /// # Errors
-    /// Returns the error of `capset(2)`.
+    /// Returns an error if `capset(2)` fails.
     pub fn without_file_capabilities<T>(&self, what: impl FnOnce() -> T) -> io::Result<T> {
         let _lowered = if self.trusted {
             None
@@ -335,11 +335,11 @@ impl Directory {
 
     /// Creates a listening socket at `name`. The file has the permissions `mode` from its creation,
     /// or those that the umask permits if `mode` is `None`. A socket without a listener is
-    /// replaced, any other file is not. `path` is the address that tools such as `ss` display, used
-    /// if no other user can change what it resolves to.
+    /// replaced, but other files are not. `path` is the address that tools such as `ss` display. It
+    /// is used if no other user can change the file to which it resolves.
     ///
     /// # Errors
-    /// Returns the error of `bind(2)`.
+    /// Returns an error if `bind(2)` fails.
     pub fn bind(&self, name: &OsStr, mode: Option<u32>, path: &Path) -> io::Result<UnixListener> {
         let own = self.path(name);
         let path = if self.reached_by_path { path } else { &own };
@@ -373,17 +373,17 @@ fn is_denied(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EACCES | libc::EPERM))
 }
 
-/// Creates a listening socket at `path` with [`Directory::bind`].
+/// Creates a listening socket at `path` with [`PrivilegedDirectory::bind`].
 ///
 /// # Errors
-/// Returns the errors of [`Directory::of`] and [`Directory::bind`].
+/// Returns the same errors as [`PrivilegedDirectory::of`] and [`PrivilegedDirectory::bind`].
 pub fn bind(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
-    let (directory, name) = Directory::of(path)?;
+    let (directory, name) = PrivilegedDirectory::of(path)?;
     directory.bind(&name, mode, path)
 }
 
 /// Guard that restores the saved umask on drop. The umask applies to the whole process, so it is
-/// changed only for sockets with explicit permissions and for the duration of one call.
+/// changed only for sockets with explicit permissions and only for the duration of one call.
 struct UmaskGuard(Mode);
 
 impl Drop for UmaskGuard {
@@ -440,17 +440,17 @@ pub(crate) fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::sockl
     Ok((address, length))
 }
 
-/// Opens the existing file or directory at `path` with `flags` of `open(2)`.
+/// Opens the existing file or directory at `path` with the `open(2)` flags `flags`.
 ///
-/// A process that changed its user and still has file capabilities uses them only if no user except
-/// root can influence which file `path` names, and follows symbolic links of root and of its own
-/// user only. In other processes the call is the same as `open(2)`.
+/// A process that has changed its user and still has file capabilities uses them only if no user
+/// except root can influence which file `path` refers to. Such a process follows only symbolic
+/// links of root and of its own user. In other processes, the call is equivalent to `open(2)`.
 ///
 /// # Errors
-/// Returns the error of `open(2)`, or an error for a symbolic link of another user.
+/// Returns an error if `open(2)` fails or a symbolic link belongs to another user.
 pub fn open(path: &Path, flags: libc::c_int) -> io::Result<File> {
     if !keeps_file_capabilities()? {
-        // The filters know the flags that the standard library passes. rustix adds O_LARGEFILE.
+        // The filters allow the flags that the standard library passes. rustix adds O_LARGEFILE.
         let access = flags & libc::O_ACCMODE;
         return File::options()
             .read(access != libc::O_WRONLY)
@@ -459,7 +459,7 @@ pub fn open(path: &Path, flags: libc::c_int) -> io::Result<File> {
             .open(path);
     }
     let flags = OFlags::from_bits_retain(flags.unsigned_abs()) | OFlags::CLOEXEC;
-    let (directory, name) = Directory::of_target(path)?;
+    let (directory, name) = PrivilegedDirectory::of_target(path)?;
     let name = name.unwrap_or_else(|| ".".into());
     let flags = directory.final_flags(flags);
     let open = || openat(&directory.fd, &name, flags, Mode::empty());
@@ -467,19 +467,19 @@ pub fn open(path: &Path, flags: libc::c_int) -> io::Result<File> {
     Ok(File::from(file))
 }
 
-/// Returns the path of the directory at `path` after the resolution of symbolic links. This user
-/// must be able to list the directory. A process that changed its user and still has file
-/// capabilities does not use them, and follows symbolic links of root and of its own user only.
+/// Returns the path of the directory at `path` after symbolic links have been resolved. This user
+/// must be able to list the directory. A process that has changed its user and still has file
+/// capabilities does not use them, and follows only symbolic links of root and of its own user.
 ///
 /// # Errors
-/// Returns the error of `open(2)`, or an error for a symbolic link of another user.
+/// Returns an error if `open(2)` fails or a symbolic link belongs to another user.
 pub fn resolve_directory(path: &Path) -> io::Result<PathBuf> {
     if !keeps_file_capabilities()? {
         let resolved = std::fs::canonicalize(path)?;
         return std::fs::read_dir(&resolved).map(|_| resolved);
     }
     let _lowered = LoweredCapabilities::now()?;
-    let directory = Directory::open(path)?;
+    let directory = PrivilegedDirectory::open(path)?;
     std::fs::read_dir(directory.path(OsStr::new(".")))?;
     std::fs::read_link(format!("/proc/self/fd/{}", directory.fd.as_raw_fd()))
 }
@@ -487,45 +487,45 @@ pub fn resolve_directory(path: &Path) -> io::Result<PathBuf> {
 /// Connects to the Unix socket at `path`, with the same rules as [`open`].
 ///
 /// # Errors
-/// Returns the error of `connect(2)`, or an error for a symbolic link of another user.
+/// Returns an error if `connect(2)` fails or a symbolic link belongs to another user.
 pub fn connect(path: &Path) -> io::Result<UnixStream> {
     if !keeps_file_capabilities()? {
         return UnixStream::connect(path);
     }
-    let (directory, name) = Directory::of_target(path)?;
+    let (directory, name) = PrivilegedDirectory::of_target(path)?;
     let path = directory.path(&name.ok_or(Errno::ISDIR)?);
     directory.without_file_capabilities(|| UnixStream::connect(path))?
 }
 
-/// Returns the directory and the name of the socket at `path` after the resolution of symbolic
-/// links, with the same rules as [`open`]. The socket need not exist.
+/// Returns the directory and the name of the socket at `path` after symbolic links have been
+/// resolved, with the same rules as [`open`]. The socket need not exist.
 ///
 /// # Errors
-/// Returns the errors of [`Directory::of`].
-pub(crate) fn resolve_socket(path: &Path) -> io::Result<(Directory, OsString)> {
+/// Returns the same errors as [`PrivilegedDirectory::of`].
+pub(crate) fn resolve_socket(path: &Path) -> io::Result<(PrivilegedDirectory, OsString)> {
     if !keeps_file_capabilities()? {
         let resolved = std::fs::canonicalize(path);
-        return Directory::of(resolved.as_deref().unwrap_or(path));
+        return PrivilegedDirectory::of(resolved.as_deref().unwrap_or(path));
     }
-    let (directory, name) = Directory::of_target(path)?;
+    let (directory, name) = PrivilegedDirectory::of_target(path)?;
     Ok((directory, name.ok_or(Errno::ISDIR)?))
 }
 
-/// Returns whether this process changed its user and still has file capabilities. A confined
+/// Returns whether this process has changed its user and still has file capabilities. A confined
 /// process has none, and its filters do not allow `capget(2)`.
 fn keeps_file_capabilities() -> io::Result<bool> {
     Ok(!start::is_confined() && LoweredCapabilities::now()?.is_some())
 }
 
 /// Opens `path` for appending, and creates it with permissions `mode` if it does not exist. The
-/// call does not block: a pipe without a reader is an error. A symbolic link at `path` is followed
-/// if its owner is root or this user.
+/// call does not block, so a pipe without a reader is an error. A symbolic link at `path` is
+/// followed if its owner is root or this user.
 ///
 /// # Errors
-/// Returns the error of `open(2)`, or an error for a symbolic link of another user or a hard link
-/// in a directory of another user.
+/// Returns an error if `open(2)` fails, or for a symbolic link of another user or a hard link in a
+/// directory of another user.
 pub fn append(path: &Path, mode: u32) -> io::Result<File> {
-    let (directory, name) = Directory::of_target(path)?;
+    let (directory, name) = PrivilegedDirectory::of_target(path)?;
     let name = name.ok_or(Errno::ISDIR)?;
     let flags = directory.final_flags(
         OFlags::WRONLY
@@ -555,10 +555,10 @@ pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
     if start::is_confined() {
         return;
     }
-    let Ok((directory, name)) = Directory::of(path) else {
+    let Ok((directory, name)) = PrivilegedDirectory::of(path) else {
         return;
     };
-    // A failed removal is harmless, because the next VM replaces a socket without a listener.
+    // If the removal fails, the next VM replaces the socket without a listener.
     let _ = directory.without_file_capabilities(|| {
         if identity.is_none_or(|file| directory.identity(&name).is_ok_and(|now| now == file.0)) {
             let _ = unlinkat(&directory.fd, &name, AtFlags::empty());
@@ -566,17 +566,17 @@ pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
     });
 }
 
-/// Identity of a file: device and inode number.
+/// Identity of a file, which consists of its device and inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileIdentity((u64, u64));
 
 impl FileIdentity {
-    /// Returns the identity of the file at `path`. A symbolic link there is not followed.
+    /// Returns the identity of the file at `path`. A symbolic link at `path` is not followed.
     ///
     /// # Errors
-    /// Returns the errors of [`Directory::of`] and `fstatat(2)`.
+    /// Returns the same errors as [`PrivilegedDirectory::of`], or an error if `fstatat(2)` fails.
     pub fn of(path: &Path) -> io::Result<Self> {
-        let (directory, name) = Directory::of(path)?;
+        let (directory, name) = PrivilegedDirectory::of(path)?;
         directory
             .without_file_capabilities(|| directory.identity(&name))?
             .map(Self)

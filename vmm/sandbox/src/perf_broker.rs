@@ -32,10 +32,10 @@ use server::BrokerClient;
 
 /// Process name, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"perf-broker";
-/// Timeout for an answer of the broker. Opening an event takes a few microseconds.
+/// Timeout for an answer from the broker. Opening an event takes a few microseconds.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The reason why the broker did not open an event.
+/// Error returned when the broker did not open an event.
 #[derive(Debug, thiserror::Error)]
 pub enum PerfBrokerError {
     /// The broker or the kernel denied the request.
@@ -109,8 +109,8 @@ impl PerfBroker {
         self.signal
     }
 
-    /// Opens an event on thread `tid` of this process, in `leader`'s group if given. Overflows send
-    /// the broker's signal to thread `receiver`.
+    /// Opens an event on thread `tid` of this process, in the group of `leader` if given. Overflows
+    /// send the broker's signal to thread `receiver`.
     ///
     /// # Errors
     /// Returns [`PerfBrokerError::Refused`] with `EPERM` if the event is not permitted, `ESRCH` if

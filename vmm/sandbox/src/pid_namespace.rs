@@ -1,17 +1,18 @@
 //! PID namespace of a VM, and the supervisor process outside it.
 //!
-//! [`Supervisor::start`] forks. The child continues as process 1 of a new PID namespace. It runs
-//! the VM, and neither the child nor a process that it starts can see or signal a process outside.
-//! The parent becomes the supervisor, the process that the VM's starter knows. The supervisor
-//! forwards stop signals to the VM, handles its reports, and ends with its status. Each of the two
-//! processes ends with the other. The VM has its own process group, because a process reaches all
-//! members of its group, also outside its namespace (`kill(2)` with 0). If the VM reads the
-//! terminal, the supervisor makes that group the terminal's foreground group.
+//! [`Supervisor::start`] forks. The child continues as PID 1 of a new PID namespace and runs the
+//! VM. Neither the child nor any process that it starts can see or signal a process outside. The
+//! parent becomes the supervisor, which is the process known to the VM's starter. The supervisor
+//! forwards stop signals to the VM, handles its reports, and exits with its status. If either of
+//! the two processes exits, the other one exits too. The VM has its own process group, because a
+//! process can signal all members of its group, even outside its namespace (`kill(2)` with 0). If
+//! the VM reads the terminal, the supervisor makes that group the terminal's foreground group.
 //!
-//! A user who may not create a PID namespace gets a user namespace with it ([`crate::separate`]).
+//! For a user who may not create a PID namespace, a user namespace is created with it
+//! ([`crate::separate`]).
 //!
-//! IDs inside the namespace mean nothing to operators. [`host_pid`] and [`host_tid`] return the IDs
-//! that are valid outside.
+//! IDs inside the namespace are meaningless to operators. [`host_pid`] and [`host_tid`] return the
+//! IDs that are valid outside.
 #![expect(unsafe_code, reason = "fork(2), signals and what a process does after a fork")]
 
 use std::cell::Cell;
@@ -39,16 +40,19 @@ use crate::{ProcessConfinement, ThreadKind, files, filter, lists};
 const NAME: &CStr = c"vm-supervisor";
 /// Signals that the supervisor forwards to the VM.
 const FORWARDED: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
-/// Other signals that the supervisor handles: the end of a child, and job control of a shell.
+/// Other signals that the supervisor handles, for the exit of a child and the job control of a
+/// shell.
 const HANDLED: [libc::c_int; 3] = [libc::SIGCHLD, libc::SIGTSTP, libc::SIGCONT];
-/// Signals without effect on a running VM, whose default action would end or stop the supervisor.
+/// Signals without effect on a running VM whose default action would terminate or stop the
+/// supervisor.
 const IGNORED: [libc::c_int; 4] = [libc::SIGUSR1, libc::SIGUSR2, libc::SIGIO, libc::SIGTTOU];
-/// `SI_QUEUE` of `sigaction(2)`: the signal was sent with `rt_sigqueueinfo(2)`.
+/// `SI_QUEUE` of `sigaction(2)`, which indicates that the signal was sent with
+/// `rt_sigqueueinfo(2)`.
 const SI_QUEUE: libc::c_int = -1;
-/// Message of the VM to the supervisor: the VM ends with the supervisor from now on.
+/// Message from the VM to the supervisor: from now on, the VM exits with the supervisor.
 const BOUND: u8 = b'B';
 
-/// The reason why a VM has no PID namespace.
+/// Error returned when a VM cannot run in a PID namespace.
 #[derive(Debug, thiserror::Error)]
 pub enum PidNamespaceError {
     /// The kernel does not permit the namespace.
@@ -63,7 +67,7 @@ pub enum PidNamespaceError {
     /// The user namespace could not be set up.
     #[error(transparent)]
     UserNamespace(#[from] UserNamespaceError),
-    /// The supervisor could not drop its rights.
+    /// The supervisor could not drop its privileges.
     #[error("the supervisor outside the jail cannot be confined")]
     Unconfined,
 }
@@ -77,30 +81,29 @@ struct HostIds {
     of_a_user: bool,
 }
 
-/// Set in a process of a PID namespace.
+/// IDs outside the namespace, which are set in a process of a PID namespace.
 static HOST_IDS: OnceLock<HostIds> = OnceLock::new();
 
-/// Returns whether this process has a PID namespace with a user namespace of its own.
+/// Returns whether this process has a PID namespace with its own user namespace.
 pub(crate) fn has_user_namespace() -> bool {
     HOST_IDS.get().is_some_and(|ids| ids.of_a_user)
 }
 
-/// Returns the ID of this process for processes outside its PID namespace.
+/// Returns the ID of this process outside its PID namespace.
 #[must_use]
 pub fn host_pid() -> u32 {
     HOST_IDS.get().map_or_else(std::process::id, |ids| ids.vm)
 }
 
-/// Returns the ID of the process that was started as this VM: the supervisor's, or that of this
-/// process without a supervisor.
+/// Returns the ID of the process that was started as this VM. This is the supervisor's ID, or the
+/// ID of this process if there is no supervisor.
 #[must_use]
 pub fn starter_pid() -> u32 {
     HOST_IDS.get().map_or_else(std::process::id, |ids| ids.supervisor)
 }
 
-/// Returns the ID of the calling thread for processes outside the PID namespace, or 0 if it is
-/// unknown. The first call of a thread reads a file, so that a thread must make it before it is
-/// confined.
+/// Returns the ID of the calling thread outside the PID namespace, or 0 if it is unknown. The first
+/// call in a thread reads a file, so it must be made before the thread is confined.
 #[must_use]
 pub fn host_tid() -> u32 {
     thread_local!(static OWN: Cell<u32> = const { Cell::new(0) });
@@ -117,7 +120,7 @@ fn find_host_tid() -> Option<u32> {
         // SAFETY: gettid takes no arguments and cannot fail.
         return u32::try_from(unsafe { libc::gettid() }).ok();
     }
-    // The file system was mounted outside the namespace and shows the IDs there.
+    // This /proc was mounted outside the namespace and shows the IDs that are valid there.
     let stat = fs::read_to_string("/proc/thread-self/stat").ok()?;
     stat.split(' ').next()?.parse().ok()
 }
@@ -133,10 +136,10 @@ pub fn is_forwarded(info: &libc::siginfo_t) -> bool {
 pub struct SupervisorLink(UnixStream);
 
 impl SupervisorLink {
-    /// Sends a report to the supervisor, which calls [`Supervisor::report`] with it.
+    /// Sends a report to the supervisor, which passes it to [`Supervisor::report`].
     ///
     /// # Errors
-    /// Returns the error of `write(2)`.
+    /// Returns an error if `write(2)` fails.
     pub fn report(&self, report: u8) -> io::Result<()> {
         (&self.0).write_all(&[report])
     }
@@ -146,39 +149,39 @@ impl SupervisorLink {
 pub struct Supervisor<'a> {
     /// Restrictions of the supervisor.
     pub confinement: ProcessConfinement,
-    /// Drops all privileges of the supervisor. Returns whether it succeeded.
+    /// Function that drops all privileges of the supervisor. Returns whether it succeeded.
     pub give_up: fn() -> bool,
-    /// `true` if the VM reads the terminal at standard input.
+    /// `true` if the VM reads the terminal on standard input.
     pub terminal: bool,
     /// Descriptor that `report` uses.
     pub kept: Option<BorrowedFd<'a>>,
-    /// Handles a report of the VM. May only write to `kept`.
+    /// Handler for a report from the VM. It may only write to `kept`.
     pub report: &'a dyn Fn(u8),
 }
 
 impl Supervisor<'_> {
     /// Creates a PID namespace and returns in its first process, which leaves the stop signals
     /// blocked. The calling process becomes the supervisor and does not return. It must be
-    /// single-threaded and already have the user of the VM.
+    /// single-threaded and already have the VM's user.
     ///
-    /// Without `CAP_SYS_ADMIN`, both processes move to a user namespace that maps only this user,
-    /// and keep no other capability there than `CAP_SYS_ADMIN`, with which the VM can create the
-    /// jail's other namespaces. Returns `None` in the calling process if this user may not create a
-    /// user namespace, or has `CAP_PERFMON`, which has no effect on events from a user namespace.
+    /// Without `CAP_SYS_ADMIN`, both processes move to a user namespace that maps only this user.
+    /// The only capability that they keep in it is `CAP_SYS_ADMIN`, with which the VM can create
+    /// the jail's other namespaces. Returns `None` in the calling process if this user may not
+    /// create a user namespace, or has `CAP_PERFMON`, which has no effect on events from a user
+    /// namespace.
     ///
     /// # Errors
-    /// Returns [`PidNamespaceError::Namespace`] if the kernel has no PID namespace for this process,
-    /// [`PidNamespaceError::UserNamespace`] or [`PidNamespaceError::Os`] if a system call fails, and
-    /// in the new process
-    /// [`PidNamespaceError::Sandbox`] or [`PidNamespaceError::Unconfined`] if the supervisor is not
-    /// confined.
+    /// Returns [`PidNamespaceError::Namespace`] if the kernel has no PID namespace for this
+    /// process, and [`PidNamespaceError::UserNamespace`] or [`PidNamespaceError::Os`] if a system
+    /// call fails. In the new process, returns [`PidNamespaceError::Sandbox`] or
+    /// [`PidNamespaceError::Unconfined`] if the supervisor is not confined.
     pub fn start(self) -> Result<Option<SupervisorLink>, PidNamespaceError> {
         let os = |what| move |e| PidNamespaceError::Os(what, e);
         let Some(of_a_user) = enter_namespaces()? else {
             return Ok(None);
         };
         let (ours, its) = UnixStream::pair().map_err(os("socketpair"))?;
-        // Blocked before the fork, so that no signal is lost. Process 1 of a namespace would
+        // Block the signals before the fork, so that no signal is lost. PID 1 of a namespace would
         // discard a signal that is neither blocked nor handled.
         change_mask(libc::SIG_BLOCK, &[&FORWARDED[..], &HANDLED].concat()).map_err(os("sigprocmask"))?;
         let supervisor = std::process::id();
@@ -194,17 +197,17 @@ impl Supervisor<'_> {
                 drop(ours);
                 let ended = panic::catch_unwind(AssertUnwindSafe(|| self.run(vm, its)));
                 drop(ended);
-                // The VM ends with this process.
+                // The VM exits with this process.
                 leave(UNFIT)
             }
         }
     }
 
-    /// Supervises process `vm` to its end.
+    /// Supervises process `vm` until it exits.
     fn run(&self, vm: libc::pid_t, mut link: UnixStream) -> io::Result<Infallible> {
         let signals = signal_descriptor()?;
         let terminal = self.terminal.then(Terminal::of_job).flatten();
-        // Fails if the VM has already ended, which the loop below handles.
+        // The read fails if the VM has already exited, which the loop below handles.
         let _ = link.read_exact(&mut [0]);
         link.set_nonblocking(true)?;
         let hand_over = || terminal.iter().for_each(|terminal| terminal.hand_over(vm));
@@ -215,14 +218,14 @@ impl Supervisor<'_> {
             terminal.as_ref().map(|terminal| terminal.fd.as_raw_fd()),
             self.kept.map(|fd| fd.as_raw_fd()),
         ];
-        // After a failure, the VM reports the error and ends.
+        // On failure, the VM reports the error and exits.
         let confined = self.confine(vm, kept.into_iter().flatten().collect()).is_ok();
         let told = if confined { vm } else { 0 };
         let _ = write(&link, &told.to_ne_bytes());
         let mut hears = true;
         loop {
             wait_readable(&signals, hears.then_some(&link))?;
-            // Reports first, because the VM sends them before it ends.
+            // Handle reports first, because the VM sends them before it exits.
             hears = hears && self.pass_reports(&link);
             while let Some(signal) = next_signal(&signals) {
                 match signal {
@@ -272,7 +275,7 @@ impl Supervisor<'_> {
             .map_err(|e| SandboxError::Compile(ThreadKind::Starter, e))
     }
 
-    /// Handles the reports that have arrived. Returns whether more can follow.
+    /// Handles the reports that have arrived. Returns whether further reports can follow.
     fn pass_reports(&self, link: &UnixStream) -> bool {
         let mut reports = [0; 16];
         loop {
@@ -288,8 +291,8 @@ impl Supervisor<'_> {
     }
 }
 
-/// Lets the next child process be process 1 of a new PID namespace. Returns whether this process
-/// now has a user namespace of its own, or `None` if it may have neither.
+/// Makes the next child process PID 1 of a new PID namespace. Returns whether this process now has
+/// its own user namespace, or `None` if it may have neither a PID namespace nor a user namespace.
 fn enter_namespaces() -> Result<Option<bool>, PidNamespaceError> {
     match unshare(libc::CLONE_NEWPID) {
         Ok(()) => return Ok(Some(false)),
@@ -315,7 +318,7 @@ fn enter_namespaces() -> Result<Option<bool>, PidNamespaceError> {
     }
 }
 
-/// Makes this process end with its supervisor, and waits until the supervisor is confined.
+/// Makes this process exit with its supervisor, and waits until the supervisor is confined.
 fn bind_to_supervisor(
     mut link: UnixStream,
     supervisor: u32,
@@ -329,7 +332,7 @@ fn bind_to_supervisor(
     }
     let _ = change_mask(libc::SIG_UNBLOCK, &[libc::SIGTSTP, libc::SIGCONT]);
     let mut vm = [0; 4];
-    // If the supervisor has ended before the call above, there is no one to answer.
+    // If the supervisor exited before the call above, nobody answers.
     if link
         .write_all(&[BOUND])
         .and_then(|()| link.read_exact(&mut vm))
@@ -413,14 +416,14 @@ fn wait_readable(signals: &OwnedFd, link: Option<&UnixStream>) -> io::Result<()>
     Ok(())
 }
 
-/// Reaps all children that have ended. Returns the status of process `vm` if it is among them.
+/// Reaps all children that have exited. Returns the status of process `vm` if it is among them.
 fn reap(vm: libc::pid_t) -> Option<libc::c_int> {
     loop {
         let mut status = 0;
         // SAFETY: `status` is valid for writes during the call.
         match unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG) } {
             ended if ended == vm => return Some(status),
-            // Of another child, or none is left.
+            // No exited child is left, or `waitpid` failed.
             ended if ended <= 0 => return None,
             _ => {}
         }
@@ -453,7 +456,7 @@ fn stop_with(vm: libc::pid_t) {
     send(vm, libc::SIGCONT);
 }
 
-/// The terminal of the shell job that this process belongs to.
+/// Terminal of the shell job to which this process belongs.
 struct Terminal {
     fd: OwnedFd,
     /// Process group of the job.
@@ -474,7 +477,7 @@ impl Terminal {
         self.change(self.job, vm);
     }
 
-    /// Makes the job the foreground group, if the VM's process group was.
+    /// Makes the job the foreground group if the VM's process group is the foreground group.
     fn take_back(&self, vm: libc::pid_t) {
         self.change(vm, self.job);
     }
@@ -491,7 +494,7 @@ impl Terminal {
     }
 }
 
-/// Ends this process like the process with this `wait(2)` status.
+/// Terminates this process in the same way as the process with this `wait(2)` status.
 fn end_like(status: libc::c_int) -> ! {
     if !libc::WIFSIGNALED(status) {
         leave(libc::WEXITSTATUS(status));

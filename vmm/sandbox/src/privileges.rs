@@ -1,5 +1,5 @@
 //! Drops the privileges of the process before its guest runs. The process keeps its open
-//! descriptors and no capability. The broker of perf events keeps only `CAP_PERFMON`.
+//! descriptors and no capability. The perf event broker keeps only `CAP_PERFMON`.
 //!
 //! Capabilities are per thread (capabilities(7)). The main thread drops its own before it starts
 //! the threads of vCPUs, devices and servers, which inherit the rest. Threads that already exist
@@ -17,17 +17,17 @@ use rustix::thread::{
     remove_capability_from_bounding_set, set_capabilities, set_no_new_privs,
 };
 
-/// File with the number of the last capability of the kernel (capabilities(7), since Linux 3.2).
+/// File with the number of the kernel's last capability (capabilities(7), since Linux 3.2).
 const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
-/// Assumed last capability if the file is missing: that of Linux 5.9.
+/// Assumed last capability if the file is missing, which is that of Linux 5.9.
 const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trailing_zeros();
 
-/// Link that names the user namespace of this process (namespaces(7)).
+/// Link that identifies the user namespace of this process (namespaces(7)).
 const USER_NAMESPACE: &str = "/proc/self/ns/user";
 /// Target of [`USER_NAMESPACE`] in the initial namespace (Linux, `PROC_USER_INIT_INO`).
 const INITIAL_USER_NAMESPACE: &str = "user:[4026531837]";
 
-/// Error of dropping privileges.
+/// Error returned when privileges cannot be dropped.
 #[derive(Debug, thiserror::Error)]
 #[error("{0} failed")]
 pub struct PrivilegeError(&'static str, #[source] io::Error);
@@ -35,8 +35,8 @@ pub struct PrivilegeError(&'static str, #[source] io::Error);
 /// Drops all capabilities of this thread and of the threads that it starts later. Executed programs
 /// cannot gain privileges (`no_new_privs`). Other processes of the user can neither read the memory
 /// of this process, which includes the guest's, nor attach a debugger (`PR_SET_DUMPABLE`). If
-/// `CAP_IPC_LOCK` exempted ring memory from `RLIMIT_MEMLOCK`, the limit is raised so that this
-/// remains so.
+/// `CAP_IPC_LOCK` exempted ring memory from `RLIMIT_MEMLOCK`, the limit is raised so that ring
+/// memory remains exempt.
 ///
 /// # Errors
 /// Returns a [`PrivilegeError`] if a system call fails.
@@ -51,7 +51,7 @@ pub fn drop_privileges() -> Result<(), PrivilegeError> {
             current: None,
             maximum: None,
         };
-        // Executed programs account their own locked memory, and perf-core bounds the memory of
+        // Executed programs account for their own locked memory, and perf-core bounds the memory of
         // operators' rings.
         setrlimit(Resource::Memlock, all).map_err(failed("setrlimit(RLIMIT_MEMLOCK)"))?;
     }
@@ -62,11 +62,11 @@ pub fn drop_privileges() -> Result<(), PrivilegeError> {
 
 /// Disables core dumps of this process and its child processes.
 ///
-/// The limit is one byte. A core file needs at least one page, and with a limit of one byte the
-/// kernel also skips a piped `core_pattern`, which it would run with a limit of 0 (Linux,
-/// `fs/coredump.c`). The limit persists across `execve(2)`. A failure is logged.
+/// The limit is one byte. A core file requires at least one page, so none is written. With a limit
+/// of one byte, the kernel also skips a piped `core_pattern`, which it would run with a limit of 0
+/// (Linux, `fs/coredump.c`). The limit persists across `execve(2)`. A failure is logged.
 pub fn forbid_core_dumps() {
-    // Raising a hard limit of 0 would need a capability.
+    // Raising a hard limit of 0 would require a capability.
     let bytes = getrlimit(Resource::Core).maximum.map_or(1, |most| most.min(1));
     let limit = Rlimit {
         current: Some(bytes),
@@ -94,7 +94,8 @@ pub fn drop_all_privileges() -> bool {
     drop_privileges_except(CapabilitySet::empty())
 }
 
-/// [`drop_all_privileges`] for a process that opens perf events: keeps `CAP_PERFMON` if the process has it.
+/// Drops all privileges like [`drop_all_privileges`], but keeps `CAP_PERFMON` if the process has
+/// it, for a process that opens perf events.
 pub fn drop_privileges_except_perfmon() -> bool {
     drop_privileges_except(CapabilitySet::PERFMON)
 }
@@ -105,17 +106,17 @@ fn drop_privileges_except(kept: CapabilitySet) -> bool {
         && set_dumpable_behavior(DumpableBehavior::NotDumpable).is_ok()
 }
 
-/// Returns `true` if this thread has `CAP_PERFMON` in the initial user namespace. For perf events, the
-/// kernel ignores the capability in other namespaces (user_namespaces(7)).
+/// Returns whether this thread has `CAP_PERFMON` in the initial user namespace. For perf events,
+/// the kernel ignores the capability in other namespaces (user_namespaces(7)).
 #[must_use]
 pub fn has_perfmon_capability() -> bool {
     let has = capabilities(None).is_ok_and(|has| has.effective.contains(CapabilitySet::PERFMON));
     has && fs::read_link(USER_NAMESPACE).is_ok_and(|link| link.as_os_str() == INITIAL_USER_NAMESPACE)
 }
 
-/// Runs `run` in a thread with no capability except `CAP_PERFMON`, the privileges of the process
-/// that opens events for a running VM, and `meanwhile` in the current thread. If the thread cannot drop
-/// its capabilities, runs both in the current one.
+/// Runs `run` in a thread with no capability except `CAP_PERFMON`, which corresponds to the
+/// privileges of the process that opens events for a running VM, and runs `meanwhile` in the
+/// current thread. If the thread cannot drop its capabilities, runs both in the current thread.
 pub fn with_perfmon_capability<T: Send, U>(
     run: impl Fn() -> T + Sync,
     meanwhile: impl FnOnce() -> U,
@@ -128,8 +129,8 @@ pub fn with_perfmon_capability<T: Send, U>(
     (limited.unwrap_or_else(run), result)
 }
 
-/// Runs `run` while this single-threaded process is not dumpable, as during a guest's run, so that
-/// other processes of its user cannot access it.
+/// Runs `run` while this single-threaded process is not dumpable, as while a guest is running, so
+/// that other processes of its user cannot access it.
 pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
     let before = dumpable_behavior();
     let hidden = set_dumpable_behavior(DumpableBehavior::NotDumpable);
@@ -149,7 +150,8 @@ pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -
     })
 }
 
-/// Keeps the capabilities in `set` that this thread has, for itself and the threads it starts.
+/// Keeps the capabilities in `set` that this thread has, for the thread itself and the threads that
+/// it starts.
 fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     let has = capabilities(None)?;
     if has.effective.contains(CapabilitySet::SETPCAP) {
@@ -187,7 +189,7 @@ pub fn raise_descriptor_limit() -> Option<u64> {
     };
     match setrlimit(Resource::Nofile, raised) {
         Ok(()) => limit.maximum,
-        // Linux refuses a limit above fs.nr_open even for privileged processes.
+        // Linux rejects a limit above fs.nr_open even for privileged processes.
         Err(_) => limit.current,
     }
 }

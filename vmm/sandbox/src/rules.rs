@@ -2,7 +2,7 @@
 
 use syscalls::Sysno;
 
-/// A condition on one argument, counted from 0. Filters see register values only and cannot
+/// Condition on one argument, counted from 0. Filters only see register values and cannot
 /// dereference pointers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ArgumentCheck {
@@ -21,8 +21,8 @@ pub(crate) enum ArgumentCheck {
 #[derive(Clone, Debug)]
 pub(crate) struct AllowedSyscall {
     pub(crate) call: Sysno,
-    /// Alternatives, each a list of conditions that must all hold. Empty if any arguments are
-    /// permitted.
+    /// Alternatives, each of which is a list of conditions that must all hold. Empty if any
+    /// arguments are permitted.
     pub(crate) when: Vec<Vec<ArgumentCheck>>,
 }
 
@@ -54,8 +54,8 @@ pub(crate) fn one_of(call: Sysno, argument: u8, values: &[u32]) -> Vec<AllowedSy
     }]
 }
 
-/// Permits `ioctl(2)` with these requests, given by type and number (ioctl(2), `_IOC`). Direction
-/// and size are checked by the kernel only.
+/// Permits `ioctl(2)` with these requests, given by type and number (ioctl(2), `_IOC`). Only the
+/// kernel checks the direction and the size.
 pub(crate) fn ioctls(kind: u8, numbers: &[u8]) -> Vec<AllowedSyscall> {
     let request = |number: &u8| {
         vec![ArgumentCheck::Bits(

@@ -27,7 +27,7 @@ pub(crate) struct ServiceProcess<'a> {
     pub(crate) landlock: bool,
     /// `true` if landlock must not restrict the signals of events that the process opens.
     pub(crate) signals: bool,
-    /// Drops the process's privileges. Returns whether it succeeded.
+    /// Function that drops the process's privileges. Returns whether it succeeded.
     pub(crate) give_up: fn() -> bool,
 }
 
@@ -36,7 +36,7 @@ impl ServiceProcess<'_> {
     /// itself, and exits when `serve` returns. The calling thread must be the only one.
     ///
     /// # Errors
-    /// Returns the error of `fork(2)`.
+    /// Returns an error if `fork(2)` fails.
     pub(crate) fn start<T>(
         &self,
         socket: OwnedFd,
@@ -81,14 +81,15 @@ impl ServiceProcess<'_> {
     }
 }
 
-/// Terminates this process without destructors and exit handlers, which belong to its parent.
+/// Terminates this process without running destructors or exit handlers, which belong to its
+/// parent.
 pub(crate) fn leave(status: i32) -> ! {
     // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(status) }
 }
 
-/// Returns free heap memory inherited from the parent to the host, because this process is idle
-/// most of the time.
+/// Returns free heap memory inherited from the parent to the host, because this process is mostly
+/// idle.
 pub(crate) fn trim_heap() {
     // SAFETY: the call takes a number.
     #[cfg(target_env = "gnu")]
@@ -120,9 +121,9 @@ pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
-/// Closes all descriptors except `kept`, which are no standard streams. Standard streams are
+/// Closes all descriptors except `kept`, which must not be standard streams. Standard streams are
 /// redirected to a pipe without a reader. Neither the owners of the closed descriptors nor their
-/// destructors may be used in this process, which [`leave`] ends.
+/// destructors may be used in this process, which [`leave`] terminates.
 pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
     let (_, nowhere) = io::pipe()?;
     // SAFETY: the calls take descriptors and numbers.
@@ -141,7 +142,7 @@ pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
 }
 
 /// # Safety
-/// No descriptor from 3 on except those in `kept`, which is sorted, may be used afterwards.
+/// No descriptor from 3 on may be used afterwards, except those in `kept`, which is sorted.
 unsafe fn close_all_but(kept: &[RawFd]) {
     let close = |from: RawFd, to: libc::c_uint| {
         // SAFETY: the call takes numbers, and the caller guarantees that the closed descriptors are

@@ -1,15 +1,16 @@
 //! Broker process that connects to Unix sockets for the VM, and removes the VM's own sockets when
-//! the VM ends.
+//! the VM exits.
 //!
-//! No thread of a running VM may create a socket, connect, or remove a file: seccomp filters cannot
-//! check paths, and landlock does not restrict connections. A compromised thread could otherwise
-//! reach the control sockets of other VMs. [`SocketBroker::start`] therefore forks a process before
-//! any guest data is loaded. The VM registers destinations during start-up until it calls
-//! [`SocketBroker::seal`]. From then on the broker accepts fixed-size requests with two numbers:
-//! the destination and its port. The broker reads no paths and no guest data after the seal.
+//! No thread of a running VM may create a socket, connect, or remove a file, because seccomp
+//! filters cannot check paths, and landlock does not restrict connections. A compromised thread
+//! could otherwise reach the control sockets of other VMs. [`SocketBroker::start`] therefore forks
+//! a process before any guest data is loaded. The VM registers destinations during start-up until
+//! it calls [`SocketBroker::seal`]. From then on, the broker accepts fixed-size requests with two
+//! numbers: the destination and its port. The broker reads no paths and no guest data after the
+//! seal.
 //!
-//! The broker briefly outlives the VM, however the VM ends. Closing of the VM's socket notifies the
-//! broker.
+//! The broker briefly outlives the VM, regardless of how the VM exits. Closing the VM's socket
+//! notifies the broker.
 #![expect(
     unsafe_code,
     reason = "fork(2), socket(2), connect(2) and what a process does after a fork"
@@ -31,14 +32,14 @@ use rustix::io::Errno;
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-use crate::paths::{self, Directory};
+use crate::paths::{self, PrivilegedDirectory};
 use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
 use crate::start::{SandboxError, SeccompMode};
 use crate::{ProcessConfinement, ServiceStartError, ThreadKind, files, filter, lists};
 
 /// Process name, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"socket-broker";
-/// Timeout for an answer of the broker.
+/// Timeout for an answer from the broker.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum length of a socket path, in bytes (unix(7), `sun_path`).
 const MAX_NAME: usize = 107;
@@ -117,8 +118,7 @@ pub struct SocketBroker {
     control: Mutex<Option<UnixStream>>,
 }
 
-/// A registered Unix socket, or a set of Unix sockets numbered by port, that the broker connects
-/// to.
+/// Registered Unix socket, or set of Unix sockets numbered by port, to which the broker connects.
 #[derive(Clone, Debug)]
 pub struct SocketDestination {
     broker: Arc<SocketBroker>,
@@ -130,7 +130,8 @@ impl SocketDestination {
     /// is non-blocking. A symbolic link at the socket's path is rejected.
     ///
     /// # Errors
-    /// Returns the error of `connect(2)`, or [`ErrorKind::NotConnected`] if the broker has exited.
+    /// Returns an error if `connect(2)` fails, or [`ErrorKind::NotConnected`] if the broker has
+    /// exited.
     pub fn connect(&self, port: u32) -> io::Result<UnixStream> {
         let request = BrokerRequest {
             operation: BrokerOperation::Connect,
@@ -180,7 +181,8 @@ impl SocketBroker {
     /// Registers the socket at `path` as a destination.
     ///
     /// # Errors
-    /// Returns the errors of [`Directory::of`], or an error if the broker has exited.
+    /// Returns the same errors as [`PrivilegedDirectory::of`], or an error if the broker has
+    /// exited.
     pub fn add(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
         // The listener may be replaced, so the destination is identified by name.
         self.name(BrokerOperation::AddExact, paths::resolve_socket(path)?)
@@ -191,24 +193,24 @@ impl SocketBroker {
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`].
     pub fn add_numbered(self: &Arc<Self>, path: &Path) -> io::Result<SocketDestination> {
-        self.name(BrokerOperation::AddNumbered, Directory::of(path)?)
+        self.name(BrokerOperation::AddNumbered, PrivilegedDirectory::of(path)?)
     }
 
-    /// Registers the socket at `path` for removal when the VM ends, provided that it is still the
+    /// Registers the socket at `path` for removal when the VM exits, provided that it is still the
     /// same file.
     ///
     /// # Errors
-    /// Returns the same errors as [`SocketBroker::add`], and [`ErrorKind::PermissionDenied`] if the broker,
-    /// which has no capabilities, may not remove files of the directory.
+    /// Returns the same errors as [`SocketBroker::add`], and [`ErrorKind::PermissionDenied`] if the
+    /// broker, which has no capabilities, may not remove files in the directory.
     pub fn remove_at_end(self: &Arc<Self>, path: &Path) -> io::Result<()> {
-        self.name(BrokerOperation::RemoveAtEnd, Directory::of(path)?)
+        self.name(BrokerOperation::RemoveAtEnd, PrivilegedDirectory::of(path)?)
             .map(drop)
     }
 
     fn name(
         self: &Arc<Self>,
         operation: BrokerOperation,
-        (directory, name): (Directory, OsString),
+        (directory, name): (PrivilegedDirectory, OsString),
     ) -> io::Result<SocketDestination> {
         if name.len() > MAX_NAME {
             let why = format!("a socket's file name has at most {MAX_NAME} bytes here; choose a shorter one");
@@ -248,12 +250,17 @@ impl SocketBroker {
         if let Some(mut control) = control
             && control.shutdown(Shutdown::Write).is_ok()
         {
-            // Returns at end of file or after the timeout, if the broker is stopped by a signal.
+            // The read returns at end of file, or after the timeout if the broker has been stopped
+            // by a signal.
             let _ = control.read(&mut [0]);
         }
     }
 
-    fn ask(&self, request: &BrokerRequest, along: Option<&Directory>) -> io::Result<(i32, Option<OwnedFd>)> {
+    fn ask(
+        &self,
+        request: &BrokerRequest,
+        along: Option<&PrivilegedDirectory>,
+    ) -> io::Result<(i32, Option<OwnedFd>)> {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = control.as_mut().ok_or_else(|| {
             io::Error::new(
@@ -283,7 +290,7 @@ impl Drop for SocketBroker {
 fn exchange(
     stream: &mut UnixStream,
     request: &BrokerRequest,
-    along: Option<&Directory>,
+    along: Option<&PrivilegedDirectory>,
 ) -> io::Result<(i32, Option<OwnedFd>)> {
     let bytes = request.to_bytes();
     let sent = match along {
@@ -359,7 +366,7 @@ impl NamedSocket {
 struct RegisteredSockets {
     /// Destinations, with `true` if the port is part of the name.
     destinations: Vec<(NamedSocket, bool)>,
-    /// Sockets to remove, with device and inode numbers.
+    /// Sockets to remove, with their device and inode numbers.
     own: Vec<(NamedSocket, (u64, u64))>,
 }
 

@@ -29,7 +29,7 @@ pub enum SeccompMode {
     Off,
 }
 
-/// The error for an unknown seccomp mode.
+/// Error returned for an unknown seccomp mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be on, log or off")]
 pub struct ParseSeccompModeError;
@@ -57,7 +57,7 @@ impl FromStr for SeccompMode {
     }
 }
 
-/// The reason why the sandbox could not be set up.
+/// Error returned when the sandbox cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     /// The kernel does not support seccomp filters.
@@ -91,9 +91,9 @@ struct ThreadRequest {
 
 /// Filters of one thread kind.
 struct KindFilters {
-    /// Filter that fails calls with an error, `None` in a mode that executes all calls.
+    /// Filter that makes calls fail with an error; `None` in a mode that executes all calls.
     refuse: Option<BpfProgram>,
-    /// Filter with the allow-list, which includes the refused calls.
+    /// Filter with the allow-list, which includes the calls that fail with an error.
     allow: BpfProgram,
 }
 
@@ -105,12 +105,12 @@ struct Sandbox {
     starter: OnceLock<Mutex<Sender<ThreadRequest>>>,
 }
 
-/// Sandbox of this process, unset without filters.
+/// Sandbox of this process, which is unset if there are no filters.
 static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 
 /// Compiles the filters. Later calls of [`enter`] and [`confine`] apply them, and a violation
-/// terminates the process as specified by `will`. `counting` selects the threads that may open perf
-/// events. Call this once, before the first thread that enters the sandbox.
+/// terminates the process as specified by `will`. `counting` determines which threads may open perf
+/// events. Call this once, before the first thread enters the sandbox.
 ///
 /// # Errors
 /// Returns a [`SandboxError`] if the kernel does not support filters, a list cannot be compiled, or
@@ -182,7 +182,7 @@ impl Sandbox {
 /// privileges.
 pub fn enter(kind: ThreadKind) {
     violation::set_thread_kind(kind);
-    // Landlock first, because the filter does not allow its calls.
+    // Apply landlock rules first, because the filter does not allow the required calls.
     if let Err(e) = files::enter(kind) {
         not_confined(&e);
     }
@@ -214,7 +214,8 @@ fn not_confined(e: &dyn std::error::Error) {
 /// later threads. Existing threads are unaffected and call [`enter`] themselves.
 ///
 /// # Errors
-/// Returns a [`SandboxError`], in which case the calling thread may be partially confined.
+/// Returns a [`SandboxError`] on failure, in which case the calling thread may be partially
+/// confined.
 pub fn confine() -> Result<(), SandboxError> {
     let Some(sandbox) = SANDBOX.get() else {
         return Ok(());
@@ -240,7 +241,7 @@ pub fn confine() -> Result<(), SandboxError> {
 /// Starts a thread with the filter of `kind`.
 ///
 /// # Errors
-/// Returns the error of [`Builder::spawn`].
+/// Returns the same errors as [`Builder::spawn`].
 pub fn spawn(
     kind: ThreadKind,
     builder: Builder,
@@ -253,7 +254,7 @@ pub fn spawn(
 /// may make the calls of any thread kind.
 ///
 /// # Errors
-/// Returns the error of [`Builder::spawn`].
+/// Returns the same errors as [`Builder::spawn`].
 pub fn spawn_prepared(
     kind: ThreadKind,
     builder: Builder,

@@ -12,7 +12,7 @@ use crate::rules::{AllowedSyscall, ArgumentCheck};
 
 /// Result of a thread's system call, as decided by its filters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum CallOutcome {
+pub enum SystemCallOutcome {
     /// The kernel executes the call.
     Allowed,
     /// The call fails with `EPERM`.
@@ -31,16 +31,16 @@ pub fn outcome(
     pid: u32,
     call: i64,
     arguments: [u64; 6],
-) -> CallOutcome {
+) -> SystemCallOutcome {
     let on = |list: &[AllowedSyscall]| list.iter().any(|allowed| allowed.takes(call, arguments));
     if on(&lists::refused(kind)) {
-        CallOutcome::Refused
+        SystemCallOutcome::Refused
     } else if call == i64::from(Sysno::clone3.id()) {
-        CallOutcome::Missing
+        SystemCallOutcome::Missing
     } else if on(&lists::of(kind, pid, counting)) {
-        CallOutcome::Allowed
+        SystemCallOutcome::Allowed
     } else {
-        CallOutcome::Ends
+        SystemCallOutcome::Ends
     }
 }
 
@@ -87,7 +87,7 @@ impl ArgumentCheck {
 const OWN: u64 = 0x7fff_fffe;
 
 /// Results of a call with one form of arguments, in the order of [`ThreadKind::ALL`].
-type CallOutcomes = [Option<CallOutcome>; ThreadKind::ALL.len()];
+type CallOutcomes = [Option<SystemCallOutcome>; ThreadKind::ALL.len()];
 
 /// Formats the filters of all kinds as a Markdown table. A call without an entry terminates the VM.
 #[must_use]
@@ -108,9 +108,9 @@ pub fn markdown(counting: PerfEventAccess) -> String {
 /// Lists the thread kinds that may make a call, and those for which it fails.
 fn threads(outcomes: &CallOutcomes) -> String {
     let labels = [
-        (CallOutcome::Allowed, ""),
-        (CallOutcome::Refused, "`EPERM`: "),
-        (CallOutcome::Missing, "`ENOSYS`: "),
+        (SystemCallOutcome::Allowed, ""),
+        (SystemCallOutcome::Refused, "`EPERM`: "),
+        (SystemCallOutcome::Missing, "`ENOSYS`: "),
     ];
     let lists = labels.into_iter().filter_map(|(outcome, label)| {
         let (with, without): (Vec<_>, Vec<_>) = ThreadKind::ALL
@@ -195,18 +195,18 @@ fn answers(counting: PerfEventAccess) -> BTreeMap<(String, ArgumentForm), CallOu
             .map(|a| a.call)
             .collect();
         let lists = [
-            (allowed, CallOutcome::Allowed),
-            (lists::refused(kind), CallOutcome::Refused),
+            (allowed, SystemCallOutcome::Allowed),
+            (lists::refused(kind), SystemCallOutcome::Refused),
         ];
         for (list, outcome) in lists {
             for AllowedSyscall { call, when } in list {
                 let outcome = match call {
-                    Sysno::clone3 if outcome == CallOutcome::Allowed => CallOutcome::Missing,
+                    Sysno::clone3 if outcome == SystemCallOutcome::Allowed => SystemCallOutcome::Missing,
                     _ => outcome,
                 };
                 let forms = match when.as_slice() {
                     [] => vec![ArgumentForm::Words(String::new())],
-                    _ if any.contains(&call) && outcome == CallOutcome::Allowed => Vec::new(),
+                    _ if any.contains(&call) && outcome == SystemCallOutcome::Allowed => Vec::new(),
                     when => when.iter().map(|checks| ArgumentForm::of(call, checks)).collect(),
                 };
                 for form in forms {
@@ -254,18 +254,24 @@ mod tests {
             outcome(kind, PerfEventAccess::Broker, 7, i64::from(call.id()), arguments)
         };
         let vcpu = ThreadKind::Vcpu;
-        assert_eq!(of(vcpu, Sysno::read, [0; 6]), CallOutcome::Allowed);
-        assert_eq!(of(vcpu, Sysno::execve, [0; 6]), CallOutcome::Ends);
-        assert_eq!(of(vcpu, Sysno::clone3, [0; 6]), CallOutcome::Refused);
+        assert_eq!(of(vcpu, Sysno::read, [0; 6]), SystemCallOutcome::Allowed);
+        assert_eq!(of(vcpu, Sysno::execve, [0; 6]), SystemCallOutcome::Ends);
+        assert_eq!(of(vcpu, Sysno::clone3, [0; 6]), SystemCallOutcome::Refused);
         assert_eq!(
             of(ThreadKind::Starter, Sysno::clone3, [0; 6]),
-            CallOutcome::Missing
+            SystemCallOutcome::Missing
         );
         assert_eq!(
             of(vcpu, Sysno::perf_event_open, [0, 0, u64::MAX, u64::MAX, 8, 0]),
-            CallOutcome::Ends
+            SystemCallOutcome::Ends
         );
-        assert_eq!(of(vcpu, Sysno::tgkill, [7, 7, 0, 0, 0, 0]), CallOutcome::Allowed);
-        assert_eq!(of(vcpu, Sysno::tgkill, [8, 8, 0, 0, 0, 0]), CallOutcome::Ends);
+        assert_eq!(
+            of(vcpu, Sysno::tgkill, [7, 7, 0, 0, 0, 0]),
+            SystemCallOutcome::Allowed
+        );
+        assert_eq!(
+            of(vcpu, Sysno::tgkill, [8, 8, 0, 0, 0, 0]),
+            SystemCallOutcome::Ends
+        );
     }
 }

@@ -32,7 +32,7 @@ pub struct TerminationActions {
     /// Callback that runs in a signal handler before the line is written and may restore the
     /// terminal.
     pub first: fn(),
-    /// Additional descriptor to which the line is written, besides standard error.
+    /// Descriptor to which the line is written in addition to standard error.
     pub log: Option<libc::c_int>,
     /// Exit status of the process.
     pub status: u8,
@@ -53,7 +53,7 @@ pub fn kind() -> Option<ThreadKind> {
     KIND.with(Cell::get)
 }
 
-/// Terminates the process as specified by `will`, without destructors and exit handlers.
+/// Terminates the process as specified by `will`, without running destructors or exit handlers.
 pub fn end_now(will: TerminationActions) -> ! {
     (will.first)();
     // SAFETY: _exit does not return and has no preconditions.
@@ -81,7 +81,7 @@ pub(crate) fn watch(will: TerminationActions) -> io::Result<()> {
     Ok(())
 }
 
-/// Logs a line and terminates the process without destructors and exit handlers.
+/// Logs a line and terminates the process without running destructors or exit handlers.
 pub(crate) fn end(line: &SignalSafeLine) -> ! {
     log_line(line);
     // SAFETY: _exit does not return and is async-signal-safe.

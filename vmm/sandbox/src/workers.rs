@@ -1,10 +1,10 @@
-//! Processes for guest-controlled data that the VM can work without (workers). Each worker performs
-//! one task and exits. Its seccomp filter and limits of memory and CPU time are strict, and its
-//! only descriptor is one socket.
+//! Processes for guest-controlled data without which the VM can continue (workers). Each worker
+//! performs one task and exits. Its seccomp filter and its memory and CPU time limits are strict,
+//! and its only descriptor is one socket.
 //!
 //! | file | contents |
 //! |---|---|
-//! | `keeper` | the process that starts workers one at a time and reports how each ended |
+//! | `keeper` | the process that starts workers one at a time and reports how each exited |
 //! | `worker_exit` | termination status of a worker |
 //!
 //! A running VM may not start processes. The keeper is therefore forked earlier, with the
@@ -30,7 +30,7 @@ pub use worker_exit::WorkerExit;
 use crate::start::{SandboxError, SeccompMode};
 use crate::{ThreadKind, filter, lists};
 
-/// Timeout for an answer of the keeper and for a message of a worker.
+/// Timeout for an answer from the keeper and for a message from a worker.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Restrictions of worker processes.
@@ -43,7 +43,8 @@ pub struct ProcessConfinement {
 }
 
 impl ProcessConfinement {
-    /// Returns the action for a call that is not on a process's list, or `None` without a filter.
+    /// Returns the action for a call that is not on the list of a process, or `None` if there is no
+    /// filter.
     pub(crate) fn otherwise(self) -> Option<SeccompAction> {
         match self.seccomp {
             SeccompMode::Off => None,
@@ -54,7 +55,7 @@ impl ProcessConfinement {
     }
 }
 
-/// The reason why the worker keeper could not be started.
+/// Error returned when the worker keeper cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceStartError {
     /// The operating system denied an operation.
@@ -65,7 +66,7 @@ pub enum ServiceStartError {
     Sandbox(#[from] SandboxError),
 }
 
-/// The reason why no worker was started.
+/// Error returned when no worker was started.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerStartError {
     /// The keeper has exited or timed out, and no further workers can be started.
@@ -118,8 +119,8 @@ impl WorkerKeeper {
         })
     }
 
-    /// Starts a worker. Only one worker exists at a time: further callers block until the current
-    /// one is dropped.
+    /// Starts a worker. Only one worker exists at a time, so further callers block until the
+    /// current worker is dropped.
     ///
     /// # Errors
     /// Returns a [`WorkerStartError`] if the keeper is unavailable or cannot start a worker.
@@ -137,7 +138,7 @@ impl WorkerKeeper {
     }
 }
 
-/// Receives the socket of a new worker, or the keeper's reason for not starting one.
+/// Receives the socket of a new worker, or the keeper's error if no worker was started.
 ///
 /// # Errors
 /// Returns an error if the keeper does not answer.
@@ -163,9 +164,9 @@ fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
     }
 }
 
-/// Performs an exchange with the keeper. After a timeout the connection is closed, which stops the
-/// keeper, because a late answer would be mistaken for another one. Closing a socket is permitted
-/// on every thread.
+/// Performs an exchange with the keeper. After a timeout, the connection is closed, which stops the
+/// keeper, because a late answer would be mistaken for the answer to another request. Every thread
+/// may close a socket.
 fn with_keeper<T>(
     control: &mut Option<UnixStream>,
     ask: impl FnOnce(&mut UnixStream) -> io::Result<T>,
@@ -217,17 +218,19 @@ impl WorkerProcess<'_> {
     }
 
     /// Terminates the worker, unless it has already exited, and returns its termination status. To
-    /// learn why a worker stopped sending, read the socket to its end before this call.
+    /// determine why a worker has stopped sending, read the socket until end of file before this
+    /// call.
     ///
     /// # Errors
-    /// Returns an error if the keeper has exited, which also ends the worker.
+    /// Returns an error if the keeper has exited, which also terminates the worker.
     pub fn end(mut self) -> io::Result<WorkerExit> {
         self.ended = true;
         with_keeper(&mut self.control, ended)
     }
 }
 
-/// Compiles the keeper's filters with the action `otherwise` for other calls.
+/// Compiles the keeper's filters, which apply the action `otherwise` to calls that are not on the
+/// list.
 fn filters(otherwise: Option<&SeccompAction>) -> Result<Vec<BpfProgram>, BackendError> {
     let mut filters = Vec::new();
     if let Some(SeccompAction::KillProcess) = otherwise {

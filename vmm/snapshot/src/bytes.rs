@@ -7,28 +7,28 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Bytes of a structure that another component defines.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Bytes(pub Vec<u8>);
+pub struct Base64Bytes(pub Vec<u8>);
 
-impl Bytes {
+impl Base64Bytes {
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-impl Serialize for Bytes {
+impl Serialize for Base64Bytes {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&STANDARD.encode(&self.0))
     }
 }
 
-impl<'de> Deserialize<'de> for Bytes {
+impl<'de> Deserialize<'de> for Base64Bytes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         STANDARD.decode(text).map(Self).map_err(D::Error::custom)
     }
 }
 
-impl From<Vec<u8>> for Bytes {
+impl From<Vec<u8>> for Base64Bytes {
     fn from(bytes: Vec<u8>) -> Self {
         Self(bytes)
     }

@@ -1,12 +1,12 @@
 //! Differential snapshots, which contain the pages that differ from a base.
 //!
-//! The base is a full snapshot or a diff, up to [`MAX_DIFFS`] diffs above a full one. A diff names its
-//! base by the checksum of its state file, never by a path, and lists its own ranges of memory.
-//! Elsewhere, memory is that of the base. The memory file of a diff has the size of guest memory, and
-//! holes outside its ranges.
+//! The base is a full snapshot or another diff. Up to [`MAX_DIFFS`] diffs may follow a full
+//! snapshot. A diff identifies its base by the checksum of its state file, never by a path, and
+//! lists the ranges of memory that it contains itself. All other memory comes from the base. The
+//! memory file of a diff has the size of guest memory, with holes outside its ranges.
 //!
-//! [`BaseChain`] is the memory of a base. [`DiffWriter`] compares all memory with it, so it does not
-//! depend on who wrote a page: the guest, KVM or the VMM.
+//! [`BaseChain`] is the memory of a base. [`DiffWriter`] compares all memory with it, so that pages
+//! are found regardless of whether the guest, KVM or the VMM wrote them.
 
 use std::fs::File;
 use std::io;
@@ -17,15 +17,16 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use crate::format::{FormatError, decode, encode};
+use crate::format::{SnapshotFormatError, decode, encode};
 use crate::memory::{self, CHUNK_BYTES, MemoryFileError, checksum};
 use crate::state::{SavedBase, SavedMachine, SavedMemory};
 
-/// Maximum number of diffs above a full snapshot. Each is read at a restore, and its files stay open.
+/// Maximum number of diffs above a full snapshot. A restore reads each of them and keeps its files
+/// open.
 pub const MAX_DIFFS: usize = 16;
 /// Maximum number of ranges in a diff.
 pub const MAX_RUNS: usize = 1 << 18;
-/// Number of ranges from which on whole chunks are written, so that [`MAX_RUNS`] is not reached.
+/// Minimum number of ranges at which whole chunks are written, so that [`MAX_RUNS`] is not reached.
 const MANY_RUNS: usize = MAX_RUNS / 2;
 /// Granularity of the comparison, in bytes.
 const PAGE_BYTES: usize = 4096;
@@ -33,19 +34,19 @@ const PAGE_BYTES: usize = 4096;
 /// Reason for rejecting a base or a diff.
 #[derive(Debug, thiserror::Error)]
 pub enum DiffError {
-    /// The base of a diff is not given.
+    /// The base of a diff is missing.
     #[error("it is a diff, and its base, of checksum {0:08x}, is not given; name its directory as well")]
     MissingBase(u32),
-    /// A snapshot is given that is not among the bases.
+    /// A given snapshot is not one of the bases.
     #[error("no diff that is given is based on it; omit it")]
     Unneeded,
-    /// There are too many diffs, with the one that is based on them.
+    /// There are too many diffs, including the one that is based on them.
     #[error(
         "there would be more than {MAX_DIFFS} diffs one above the other; name an earlier snapshot, or take \
          a full one"
     )]
     TooManyDiffs,
-    /// The base is of a machine of another shape or with other options.
+    /// The base is of a machine with a different shape or different options.
     #[error("it is a snapshot of another VM: the options or the size of memory differ")]
     OtherMachine,
     /// The base is not the snapshot that the diff names.
@@ -59,28 +60,28 @@ pub enum DiffError {
     /// The ranges are unsorted, empty, not of whole pages, too many, or beyond the end of memory.
     #[error("the diff has ranges of memory that no diff can have")]
     Runs,
-    /// Memory is not given in order and in whole chunks.
+    /// Memory is not passed in order and in whole chunks.
     #[error("the VM sends memory in another order than expected")]
     Order,
     /// The base's memory file is unusable.
     #[error("its memory file cannot be used")]
     Memory(#[from] MemoryFileError),
-    /// A state is unusable.
+    /// A state file is unusable.
     #[error(transparent)]
-    State(#[from] FormatError),
+    State(#[from] SnapshotFormatError),
 }
 
-/// Error of a snapshot that is given as a base.
+/// Error in a snapshot that is given as a base.
 #[derive(Debug, thiserror::Error)]
 #[error("the snapshot {}", path.display())]
-pub struct BaseError {
+pub struct BaseSnapshotError {
     /// Directory of the snapshot.
     pub path: PathBuf,
     /// Reason.
     pub source: DiffError,
 }
 
-impl BaseError {
+impl BaseSnapshotError {
     fn new(path: &Path, source: impl Into<DiffError>) -> Self {
         Self {
             path: path.to_owned(),
@@ -89,7 +90,7 @@ impl BaseError {
     }
 }
 
-/// A snapshot on which a diff is based: a full one, or a diff itself.
+/// A snapshot on which a diff is based: a full snapshot or another diff.
 #[derive(Debug)]
 pub struct BaseSnapshot {
     path: PathBuf,
@@ -99,13 +100,13 @@ pub struct BaseSnapshot {
 }
 
 impl BaseSnapshot {
-    /// Opens a base from its state file and its memory file. `path` names it in errors.
+    /// Opens a base from its state file and its memory file. Errors contain `path`.
     ///
     /// # Errors
     /// Returns [`DiffError::State`] or [`DiffError::Memory`] if a file is unusable, and
     /// [`DiffError::Runs`] if the ranges of a diff are invalid.
-    pub fn new(path: &Path, state: &[u8], memory: File) -> Result<Self, BaseError> {
-        let failed = |source| BaseError::new(path, source);
+    pub fn new(path: &Path, state: &[u8], memory: File) -> Result<Self, BaseSnapshotError> {
+        let failed = |source| BaseSnapshotError::new(path, source);
         let machine = decode(state).map_err(|e| failed(e.into()))?;
         memory::check_size(&memory, &machine.memory).map_err(|e| failed(e.into()))?;
         if let Some(diff) = &machine.memory.base {
@@ -120,47 +121,49 @@ impl BaseSnapshot {
         })
     }
 
-    /// Returns the checksum by which a diff names this base.
+    /// Returns the checksum that identifies this base in a diff.
     #[must_use]
     pub fn state_crc(&self) -> u32 {
         self.state_crc
     }
 
-    /// Returns the ranges of memory that a diff contains itself; none for a full snapshot.
+    /// Returns the memory ranges that a diff contains itself. Empty for a full snapshot.
     fn runs(&self) -> &[(u64, u64)] {
         self.machine.memory.base.as_ref().map_or(&[], |diff| &diff.runs)
     }
 }
 
-/// The base of a diff with all snapshots that it is based on itself.
+/// Base of a diff, with all snapshots on which the base itself depends.
 #[derive(Debug)]
 pub struct BaseChain {
     full: BaseSnapshot,
-    /// Diffs, of which each is based on the one before it, and the first on the full snapshot.
+    /// Diffs in order. The first is based on the full snapshot, and each other one on its
+    /// predecessor.
     diffs: Vec<BaseSnapshot>,
 }
 
 impl BaseChain {
-    /// Finds the base with checksum `need`, and those below it, in `given`, which may have any order.
-    /// `diff` names what is based on it in errors.
+    /// Finds the base with checksum `need` and the snapshots on which it depends in `given`, which
+    /// may be in any order. Errors contain `diff`, the path of the snapshot that is based on them.
     ///
     /// # Errors
-    /// Returns [`DiffError::MissingBase`], [`DiffError::OtherBase`] or [`DiffError::Unneeded`] if `given`
-    /// is not exactly the snapshots needed, [`DiffError::TooManyDiffs`] for more than [`MAX_DIFFS`] with
-    /// `diff`, and [`DiffError::OtherMachine`] if their memory has several sizes.
-    pub fn new(diff: &Path, need: u32, mut given: Vec<BaseSnapshot>) -> Result<Self, BaseError> {
+    /// Returns [`DiffError::MissingBase`], [`DiffError::OtherBase`] or [`DiffError::Unneeded`] if
+    /// `given` does not consist of exactly the required snapshots, [`DiffError::TooManyDiffs`] if
+    /// there are more than [`MAX_DIFFS`] diffs including `diff`, and [`DiffError::OtherMachine`] if
+    /// their memory sizes differ.
+    pub fn new(diff: &Path, need: u32, mut given: Vec<BaseSnapshot>) -> Result<Self, BaseSnapshotError> {
         let mut diffs: Vec<BaseSnapshot> = Vec::new();
         let (mut above, mut need) = (diff.to_owned(), need);
         let full = loop {
             if diffs.len() >= MAX_DIFFS {
-                return Err(BaseError::new(&above, DiffError::TooManyDiffs));
+                return Err(BaseSnapshotError::new(&above, DiffError::TooManyDiffs));
             }
             let Some(at) = given.iter().position(|base| base.state_crc == need) else {
                 return Err(match given.first() {
-                    None => BaseError::new(&above, DiffError::MissingBase(need)),
+                    None => BaseSnapshotError::new(&above, DiffError::MissingBase(need)),
                     Some(other) => {
                         let have = other.state_crc;
-                        BaseError::new(&other.path, DiffError::OtherBase { have, need })
+                        BaseSnapshotError::new(&other.path, DiffError::OtherBase { have, need })
                     }
                 });
             };
@@ -172,17 +175,17 @@ impl BaseChain {
             diffs.push(base);
         };
         if let Some(other) = given.first() {
-            return Err(BaseError::new(&other.path, DiffError::Unneeded));
+            return Err(BaseSnapshotError::new(&other.path, DiffError::Unneeded));
         }
         let bytes = full.machine.memory.bytes;
         if let Some(other) = diffs.iter().find(|diff| diff.machine.memory.bytes != bytes) {
-            return Err(BaseError::new(&other.path, DiffError::OtherMachine));
+            return Err(BaseSnapshotError::new(&other.path, DiffError::OtherMachine));
         }
         diffs.reverse();
         Ok(Self { full, diffs })
     }
 
-    /// Returns the base itself, above all others.
+    /// Returns the base itself, which is the topmost snapshot of the chain.
     fn top(&self) -> &BaseSnapshot {
         self.diffs.last().unwrap_or(&self.full)
     }
@@ -199,30 +202,32 @@ impl BaseChain {
         &self.full.memory
     }
 
-    /// Returns the memory file and the ranges of each diff, the lowest first.
+    /// Returns the memory file and the ranges of each diff, from the lowest to the highest.
     pub fn layers(&self) -> impl Iterator<Item = (&File, &[(u64, u64)])> {
         self.diffs.iter().map(|diff| (&diff.memory, diff.runs()))
     }
 
-    /// Compares the checksums of all memory of the chain.
+    /// Verifies the checksums of all memory in the chain.
     ///
     /// # Errors
     /// Returns [`DiffError::Memory`] for the lowest snapshot that cannot be read or is damaged.
-    pub fn verify(&self) -> Result<(), BaseError> {
+    pub fn verify(&self) -> Result<(), BaseSnapshotError> {
         let full = &self.full;
-        memory::verify(&full.memory, &full.machine.memory).map_err(|e| BaseError::new(&full.path, e))?;
+        memory::verify(&full.memory, &full.machine.memory)
+            .map_err(|e| BaseSnapshotError::new(&full.path, e))?;
         let mut below = &full.machine.memory;
         for (number, diff) in self.diffs.iter().enumerate() {
             let layers: Vec<_> = self.layers().take(number + 1).collect();
             let memory = &diff.machine.memory;
-            verify_above(below, memory, &full.memory, &layers).map_err(|e| BaseError::new(&diff.path, e))?;
+            verify_above(below, memory, &full.memory, &layers)
+                .map_err(|e| BaseSnapshotError::new(&diff.path, e))?;
             below = memory;
         }
         Ok(())
     }
 
-    /// Reads all memory of a diff above this base, which has been verified and which is `file` in the
-    /// ranges of `diff`, and compares its checksums.
+    /// Verifies the checksums of a diff above this base, which must have been verified. `file` is
+    /// the memory file of the diff and is used in the ranges of `diff`.
     ///
     /// # Errors
     /// Returns [`MemoryFileError`] if a file cannot be read or a chunk does not match.
@@ -237,9 +242,10 @@ impl BaseChain {
         verify_above(below, memory, &self.full.memory, &layers)
     }
 
-    /// Returns whether all memory of a range is a hole of the full snapshot and in no diff.
+    /// Returns whether a whole range is a hole in the full snapshot and overlaps no range of a
+    /// diff.
     fn is_hole(&self, range: Range<u64>) -> bool {
-        // ENXIO: there is no data up to the end of the file.
+        // ENXIO: the file has no more data after this offset.
         let is_hole = match seek(&self.full.memory, SeekFrom::Data(range.start)) {
             Ok(data) => data >= range.end,
             Err(Errno::NXIO) => true,
@@ -254,7 +260,7 @@ impl BaseChain {
     }
 }
 
-/// Compares the memory of a VM with a base.
+/// Creates a diff by comparing the memory of a VM with a base.
 #[derive(Debug)]
 pub struct DiffWriter {
     base: BaseChain,
@@ -266,10 +272,10 @@ pub struct DiffWriter {
 }
 
 impl DiffWriter {
-    /// Creates the comparison with `base` of a VM with `memory_bytes` of memory.
+    /// Creates a writer that compares the memory of a VM, of `memory_bytes` bytes, with `base`.
     ///
     /// # Errors
-    /// Returns [`DiffError::OtherMachine`] if the base has another size of memory.
+    /// Returns [`DiffError::OtherMachine`] if the memory size of the base differs.
     pub fn new(base: BaseChain, memory_bytes: u64) -> Result<Self, DiffError> {
         if base.memory_bytes() != memory_bytes {
             return Err(DiffError::OtherMachine);
@@ -284,10 +290,10 @@ impl DiffWriter {
     }
 
     /// Compares the chunk at `offset`, which consists of zeros, without reading the base. Returns
-    /// `false`, and does not go on to the next chunk, unless the base has a hole there.
+    /// `false` without advancing to the next chunk unless the base has a hole there.
     ///
     /// # Errors
-    /// Returns the errors of [`DiffWriter::compare`].
+    /// Returns an error in the same cases as [`DiffWriter::compare`].
     pub fn skip_hole(&mut self, offset: u64) -> Result<bool, DiffError> {
         let end = offset.saturating_add(CHUNK_BYTES);
         if offset != self.next || end > self.base.memory_bytes() {
@@ -303,7 +309,7 @@ impl DiffWriter {
         Ok(is_hole)
     }
 
-    /// Compares the checksum of the base's chunk at `offset`.
+    /// Verifies the checksum of the base's chunk at `offset`.
     fn check_crc(&self, offset: u64, len: u64, crc: u32) -> Result<(), DiffError> {
         let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
         if self.base.top().machine.memory.crcs.get(chunk) == Some(&crc) {
@@ -313,11 +319,11 @@ impl DiffWriter {
         Err(MemoryFileError::Damaged { start, end }.into())
     }
 
-    /// Compares the chunk at `offset`, and returns its ranges that belong into the diff.
+    /// Compares the chunk at `offset`, and returns the ranges of it that belong in the diff.
     ///
     /// # Errors
-    /// Returns [`DiffError::Order`] unless `data` is the next chunk, and [`DiffError::Memory`] if the
-    /// base cannot be read or is damaged.
+    /// Returns [`DiffError::Order`] unless `data` is the next chunk, and [`DiffError::Memory`] if
+    /// the base cannot be read or is damaged.
     pub fn compare(&mut self, offset: u64, data: &[u8]) -> Result<Vec<Range<usize>>, DiffError> {
         let bytes = self.base.memory_bytes();
         let len = CHUNK_BYTES.min(bytes.saturating_sub(offset));
@@ -346,12 +352,13 @@ impl DiffWriter {
         Ok(ranges)
     }
 
-    /// Returns the state file of the diff from the one of the VM, and the number of bytes in its
-    /// ranges.
+    /// Returns the state file of the diff, derived from the state file of the VM, and the number of
+    /// bytes in its ranges.
     ///
     /// # Errors
-    /// Returns [`DiffError::Order`] before the end of memory, [`DiffError::OtherMachine`] if the base
-    /// is of another VM, and [`DiffError::State`] if the state is invalid or too large.
+    /// Returns [`DiffError::Order`] if the end of memory has not been reached,
+    /// [`DiffError::OtherMachine`] if the base belongs to a different VM, and [`DiffError::State`]
+    /// if the state is invalid or too large.
     pub fn finish(self, state: &[u8]) -> Result<(Vec<u8>, u64), DiffError> {
         let mut machine = decode(state)?;
         let base = &self.base.top().machine;
@@ -405,8 +412,8 @@ pub fn check_runs(base: &SavedBase, memory_bytes: u64) -> Result<(), DiffError> 
         .ok_or(DiffError::Runs)
 }
 
-/// Compares the checksums of memory that differs from the verified memory `below` in chunks with ranges
-/// of the last of `layers`.
+/// Verifies the checksums of the chunks that overlap a range of the last of `layers` or whose
+/// checksum differs from that in the verified memory `below`.
 fn verify_above(
     below: &SavedMemory,
     memory: &SavedMemory,
@@ -434,7 +441,8 @@ fn overlaps(runs: &[(u64, u64)], range: &Range<u64>) -> bool {
     within(runs, range).next().is_some()
 }
 
-/// Reads memory at offset `at`, which is that of the highest layer with a range there.
+/// Reads memory at offset `at`. The contents come from the highest layer with a range there, and
+/// otherwise from `full`.
 fn read(full: &File, layers: &[(&File, &[(u64, u64)])], buffer: &mut [u8], at: u64) -> io::Result<()> {
     full.read_exact_at(buffer, at)?;
     let end = at + buffer.len() as u64;

@@ -9,9 +9,10 @@
 //! | 12 | length | body: a [`SavedMachine`] as JSON |
 //! | 12 + length | 4 | CRC-32 of all preceding bytes |
 //!
-//! A new field is mandatory: a version that does not know it rejects the snapshot and names the
-//! field. A field whose name begins with `_` is optional, and versions that do not know it ignore it.
-//! The format version changes only if the frame or the meaning of an existing field changes.
+//! New fields are mandatory by default. A version that does not know such a field rejects the
+//! snapshot and names the field. A field whose name begins with `_` is optional, and versions that
+//! do not know it ignore it. The format version changes only if the frame or the meaning of an
+//! existing field changes.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -29,7 +30,7 @@ const CRC_BYTES: usize = 4;
 
 /// Reason for rejecting a state file.
 #[derive(Debug, thiserror::Error)]
-pub enum FormatError {
+pub enum SnapshotFormatError {
     /// The file does not begin with the magic.
     #[error("this is no state of a VM: it does not begin with PVSS")]
     Magic,
@@ -58,16 +59,16 @@ pub enum FormatError {
 /// Encodes a saved machine as a state file.
 ///
 /// # Errors
-/// Returns [`FormatError::TooLarge`] if the state exceeds [`MAX_STATE_BYTES`], and
-/// [`FormatError::Body`] if it cannot be serialized.
-pub fn encode(machine: &SavedMachine) -> Result<Vec<u8>, FormatError> {
+/// Returns [`SnapshotFormatError::TooLarge`] if the state exceeds [`MAX_STATE_BYTES`], and
+/// [`SnapshotFormatError::Body`] if it cannot be serialized.
+pub fn encode(machine: &SavedMachine) -> Result<Vec<u8>, SnapshotFormatError> {
     encode_body(machine)
 }
 
-fn encode_body(body: &impl Serialize) -> Result<Vec<u8>, FormatError> {
-    let body = serde_json::to_vec(body).map_err(FormatError::Body)?;
+fn encode_body(body: &impl Serialize) -> Result<Vec<u8>, SnapshotFormatError> {
+    let body = serde_json::to_vec(body).map_err(SnapshotFormatError::Body)?;
     if body.len() > MAX_STATE_BYTES - HEADER_BYTES - CRC_BYTES {
-        return Err(FormatError::TooLarge);
+        return Err(SnapshotFormatError::TooLarge);
     }
     Ok(frame(&body))
 }
@@ -90,21 +91,21 @@ pub fn frame(body: &[u8]) -> Vec<u8> {
 /// Decodes a state file.
 ///
 /// # Errors
-/// Returns a [`FormatError`] if the file is truncated, damaged, of another version, or not a valid
-/// state.
-pub fn decode(bytes: &[u8]) -> Result<SavedMachine, FormatError> {
-    let mut body: Value = serde_json::from_slice(body_of(bytes)?).map_err(FormatError::Body)?;
+/// Returns a [`SnapshotFormatError`] if the file is truncated, damaged, of a different version, or
+/// not a valid state.
+pub fn decode(bytes: &[u8]) -> Result<SavedMachine, SnapshotFormatError> {
+    let mut body: Value = serde_json::from_slice(body_of(bytes)?).map_err(SnapshotFormatError::Body)?;
     remove_optional_fields(&mut body);
-    serde_json::from_value(body).map_err(FormatError::Body)
+    serde_json::from_value(body).map_err(SnapshotFormatError::Body)
 }
 
 /// Adds the optional field `name`, which begins with `_`, to a state file.
 ///
 /// # Errors
-/// Returns the errors of [`encode`] and [`decode`].
-pub fn with_optional_field(bytes: &[u8], name: &str, value: Value) -> Result<Vec<u8>, FormatError> {
+/// Returns an error if [`encode`] or [`decode`] fails.
+pub fn with_optional_field(bytes: &[u8], name: &str, value: Value) -> Result<Vec<u8>, SnapshotFormatError> {
     let mut fields: Map<String, Value> =
-        serde_json::from_slice(body_of(bytes)?).map_err(FormatError::Body)?;
+        serde_json::from_slice(body_of(bytes)?).map_err(SnapshotFormatError::Body)?;
     fields.insert(name.to_owned(), value);
     encode_body(&fields)
 }
@@ -112,49 +113,49 @@ pub fn with_optional_field(bytes: &[u8], name: &str, value: Value) -> Result<Vec
 /// Returns the optional field `name` of a state file.
 ///
 /// # Errors
-/// Returns a [`FormatError`] if the file is truncated, damaged, or of another version.
-pub fn optional_field(bytes: &[u8], name: &str) -> Result<Option<Value>, FormatError> {
+/// Returns a [`SnapshotFormatError`] if the file is truncated, damaged, or of a different version.
+pub fn optional_field(bytes: &[u8], name: &str) -> Result<Option<Value>, SnapshotFormatError> {
     let mut fields: Map<String, Value> =
-        serde_json::from_slice(body_of(bytes)?).map_err(FormatError::Body)?;
+        serde_json::from_slice(body_of(bytes)?).map_err(SnapshotFormatError::Body)?;
     Ok(fields.remove(name))
 }
 
 /// Checks the frame of a state file, and returns its body.
-fn body_of(bytes: &[u8]) -> Result<&[u8], FormatError> {
+fn body_of(bytes: &[u8]) -> Result<&[u8], SnapshotFormatError> {
     if !bytes.starts_with(&MAGIC) {
-        return Err(FormatError::Magic);
+        return Err(SnapshotFormatError::Magic);
     }
     if bytes.len() > MAX_STATE_BYTES {
-        return Err(FormatError::TooLarge);
+        return Err(SnapshotFormatError::TooLarge);
     }
     let Some((header, _)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-        return Err(FormatError::Length {
+        return Err(SnapshotFormatError::Length {
             have: bytes.len(),
             need: HEADER_BYTES + CRC_BYTES,
         });
     };
     let version = u16::from_le_bytes([header[4], header[5]]);
     if version != VERSION || header[6..8] != [0; 2] {
-        return Err(FormatError::Version(version));
+        return Err(SnapshotFormatError::Version(version));
     }
     let length = u32::from_le_bytes([header[8], header[9], header[10], header[11]]);
     let need = usize::try_from(length)
         .unwrap_or(usize::MAX)
         .saturating_add(HEADER_BYTES + CRC_BYTES);
     if bytes.len() != need {
-        return Err(FormatError::Length {
+        return Err(SnapshotFormatError::Length {
             have: bytes.len(),
             need,
         });
     }
     let (checked, crc) = bytes.split_at(bytes.len() - CRC_BYTES);
     if crc != crc32fast::hash(checked).to_le_bytes() {
-        return Err(FormatError::Checksum);
+        return Err(SnapshotFormatError::Checksum);
     }
     Ok(&checked[HEADER_BYTES..])
 }
 
-/// Removes optional fields. serde_json limits the depth of the value, and so of the recursion.
+/// Removes optional fields. serde_json limits the depth of the value and thereby of the recursion.
 fn remove_optional_fields(value: &mut Value) {
     match value {
         Value::Object(fields) => {

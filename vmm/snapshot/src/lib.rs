@@ -1,4 +1,4 @@
-//! The format of a saved virtual machine, without KVM.
+//! The format of a saved virtual machine. This crate does not use KVM.
 //!
 //! A snapshot is a directory of two files:
 //!
@@ -17,10 +17,11 @@
 //!
 //! Start with [`format::encode`] and [`format::decode`].
 //!
-//! A snapshot is untrusted input. The reader bounds sizes, rejects unknown fields by name, and takes
-//! no path from a snapshot. The crates that restore a part check its values.
+//! A snapshot is untrusted input. The reader bounds sizes, rejects unknown fields by name, and
+//! takes no path from a snapshot. Each crate that restores a part of a snapshot validates its
+//! values.
 //!
-//! The body is JSON, because it describes itself: fields have names, a newer version can add fields,
+//! The body is JSON, which is self-describing. Fields have names, a newer version can add fields,
 //! and a person can read a state without this program. Registers that KVM defines are stored as the
 //! bytes of KVM's structures, whose layout is part of the kernel's ABI.
 #![warn(missing_docs)]
@@ -32,8 +33,8 @@ pub mod memory;
 pub mod state;
 pub mod stream;
 
-pub use bytes::Bytes;
-pub use format::{FormatError, decode, encode};
+pub use bytes::Base64Bytes;
+pub use format::{SnapshotFormatError, decode, encode};
 pub use state::SavedMachine;
 
 /// Name of the state file in the directory of a snapshot.

@@ -1,7 +1,7 @@
 //! Checksums of the memory file.
 //!
-//! Restoring maps the memory file and does not read it, so damage is found only if the user asks for
-//! it. Damage harms the guest, never the VMM.
+//! Restoring maps the memory file and does not read it, so damage is detected only if the user
+//! requests verification. Damage affects the guest, never the VMM.
 
 use std::fs::File;
 use std::io;
@@ -10,9 +10,9 @@ use std::os::unix::fs::FileExt as _;
 
 use crate::state::SavedMemory;
 
-/// Size of a piece of the memory file with a checksum of its own, in bytes.
+/// Size of a chunk of the memory file, in bytes. Each chunk has its own checksum.
 pub const CHUNK_BYTES: u64 = 2 << 20;
-/// Number of bytes read at once.
+/// Maximum size of one read, in bytes.
 const READ_BYTES: usize = 1 << 20;
 
 /// Reason for rejecting a memory file.
@@ -51,7 +51,7 @@ pub enum MemoryFileError {
 ///
 /// # Errors
 /// Returns [`MemoryFileError::Length`] or [`MemoryFileError::Checksums`] if they do not match
-/// `memory`, and [`MemoryFileError::Read`] if the size of the file is unknown.
+/// `memory`, and [`MemoryFileError::Read`] if the size of the file cannot be determined.
 pub fn check_size(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> {
     let have = file.metadata()?.len();
     if have != memory.bytes {
@@ -70,18 +70,18 @@ pub fn check_size(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileErr
     Ok(())
 }
 
-/// Reads the whole memory file and compares its checksums.
+/// Reads the whole memory file and verifies its checksums.
 ///
 /// # Errors
-/// Returns the errors of [`check_size`], and [`MemoryFileError::Damaged`] for the first chunk that
-/// does not match.
+/// Returns an error if [`check_size`] fails, and [`MemoryFileError::Damaged`] for the first chunk
+/// that does not match.
 pub fn verify(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> {
     check_size(file, memory)?;
     verify_by(memory, |_, _| false, |buffer, at| file.read_exact_at(buffer, at))
 }
 
-/// Compares the checksums of memory that `read` reads at an offset, except for the chunks, with their
-/// ranges of memory, for which `is_verified` returns `true`.
+/// Verifies the checksums of memory, which `read` reads at an offset. Skips chunks for which
+/// `is_verified`, given the chunk number and the range in memory, returns `true`.
 pub(crate) fn verify_by(
     memory: &SavedMemory,
     is_verified: impl Fn(usize, &Range<u64>) -> bool,

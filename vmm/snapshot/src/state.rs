@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Bytes;
+use crate::Base64Bytes;
 
 /// A saved machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -12,10 +12,10 @@ use crate::Bytes;
 pub struct SavedMachine {
     /// Version of Perfvisor that saved the machine, for messages.
     pub saved_by: String,
-    /// Options of `perfvisor run` that determine the machine: name without dashes, and value. None
-    /// is a path.
+    /// Options of `perfvisor run` that determine the machine, as names without dashes and values.
+    /// None of them is a path.
     pub options: BTreeMap<String, String>,
-    /// The machine apart from its devices.
+    /// Properties of the machine other than its devices.
     pub shape: MachineShape,
     /// Events that the guest may count.
     pub filter: SavedFilter,
@@ -33,7 +33,7 @@ pub struct SavedMachine {
     pub memory: SavedMemory,
 }
 
-/// Properties of a machine that must be equal where it is restored.
+/// Properties of a machine that must be identical when it is restored.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineShape {
@@ -45,7 +45,7 @@ pub struct MachineShape {
     pub pmu: String,
     /// TSC frequency of the guest in kHz.
     pub tsc_khz: u32,
-    /// The guest can end the VM through the debug-exit port.
+    /// The guest can terminate the VM through the debug-exit port.
     pub debug_exit: bool,
     /// RDPMC in user mode and in modules is emulated at the guest's #GP handler.
     pub gp_gate: bool,
@@ -55,7 +55,7 @@ pub struct MachineShape {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedFilter {
-    /// The listed events are allowed and all others denied; otherwise the reverse.
+    /// `true` if only the listed events are allowed, `false` if only the listed events are denied.
     pub allows: bool,
     /// Bitmap of listed fixed counters.
     pub fixed_counters: u8,
@@ -64,7 +64,7 @@ pub struct SavedFilter {
     pub events: Vec<(u16, u8, u8, bool)>,
 }
 
-/// The VMM's knowledge of the guest's kernel.
+/// State that the VMM keeps about the guest's kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedKernel {
@@ -76,13 +76,14 @@ pub struct SavedKernel {
     pub text: Vec<SavedText>,
     /// RDPMC instructions that were replaced by a trap in guest memory.
     pub rdpmc_sites: Vec<SavedRdpmcSite>,
-    /// Kernel that the guest started itself; `None` if the loaded one runs.
+    /// Kernel that the guest itself has started; `None` if the loaded kernel is running.
     pub restarted: Option<SavedRunningKernel>,
-    /// Guest-physical address of a replaced RDPMC that identifies the running kernel; 0 if unknown.
+    /// Guest-physical address of a replaced RDPMC instruction that identifies the running kernel; 0
+    /// if unknown.
     pub witness: u64,
 }
 
-/// A kernel that the guest started itself.
+/// A kernel that the guest itself has started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedRunningKernel {
@@ -116,7 +117,7 @@ pub struct SavedRdpmcSite {
     pub length: u8,
     /// Number of leading bytes that are separate instructions in 32-bit code.
     pub lead: u8,
-    /// The adjacent bytes may be a port write of the guest's own.
+    /// The adjacent bytes may be a port write by the guest itself.
     pub next_to_port_write: bool,
 }
 
@@ -125,9 +126,9 @@ pub struct SavedRdpmcSite {
 #[serde(deny_unknown_fields)]
 pub struct SavedVm {
     /// `struct kvm_irqchip` of the master PIC, the slave PIC and the I/O APIC.
-    pub irqchips: Vec<Bytes>,
+    pub irqchips: Vec<Base64Bytes>,
     /// `struct kvm_pit_state2`.
-    pub pit: Bytes,
+    pub pit: Base64Bytes,
     /// kvmclock in nanoseconds.
     pub clock_ns: u64,
 }
@@ -141,26 +142,26 @@ pub struct SavedVcpu {
     /// CPUID leaves: function, index, flags, EAX, EBX, ECX, EDX.
     pub cpuid: Vec<[u32; 7]>,
     /// `struct kvm_mp_state`.
-    pub mp_state: Bytes,
+    pub mp_state: Base64Bytes,
     /// `struct kvm_regs`.
-    pub regs: Bytes,
+    pub regs: Base64Bytes,
     /// `struct kvm_sregs`.
-    pub sregs: Bytes,
+    pub sregs: Base64Bytes,
     /// `struct kvm_xsave` with the size that the host's KVM reports; empty if the host has no XSAVE.
-    pub xsave: Bytes,
-    /// `struct kvm_fpu`; empty if `xsave` is not.
-    pub fpu: Bytes,
+    pub xsave: Base64Bytes,
+    /// `struct kvm_fpu`; empty if `xsave` is present.
+    pub fpu: Base64Bytes,
     /// `struct kvm_xcrs`; empty if the host has no XCRs.
-    pub xcrs: Bytes,
+    pub xcrs: Base64Bytes,
     /// `struct kvm_debugregs`.
-    pub debug_regs: Bytes,
+    pub debug_regs: Base64Bytes,
     /// `struct kvm_lapic_state`.
-    pub lapic: Bytes,
+    pub lapic: Base64Bytes,
     /// `struct kvm_vcpu_events`.
-    pub events: Bytes,
+    pub events: Base64Bytes,
     /// MSRs of KVM's list: index and value.
     pub msrs: Vec<(u32, u64)>,
-    /// Virtual PMU and the VMM's own state of the vCPU.
+    /// State of the virtual PMU, and other VMM state of the vCPU.
     pub pmu: SavedVcpuPmu,
 }
 
@@ -169,27 +170,27 @@ pub struct SavedVcpu {
 #[serde(deny_unknown_fields)]
 pub struct SavedVcpuPmu {
     /// State of the register file in the format of the crate `vpmu`; empty without a PMU.
-    pub registers: Bytes,
-    /// Bits of IA32_DEBUGCTL that KVM holds.
+    pub registers: Base64Bytes,
+    /// Bits of IA32_DEBUGCTL that KVM stores.
     pub debug_control: u64,
-    /// PMI that the guest still handles: `none`, `nmi`, or the number of a vector.
+    /// PMI that the guest is still handling: `none`, `nmi`, or a vector number.
     pub handled_pmi: SavedPmi,
-    /// Most recent emulated RDPMC that the guest has not left.
+    /// Most recent emulated RDPMC, if the guest has not executed an instruction after it.
     pub last_rdpmc: Option<SavedRdpmc>,
     /// An NMI was sent for a PMI since the last emulated RDPMC.
     pub nmi_sent: bool,
     /// Number of consecutive NMIs for which an RDPMC was executed again.
     pub nmi_repetitions: u32,
-    /// Flags in guest memory may contain the trap flag of the single-stepper.
+    /// RFLAGS values in guest memory may contain the trap flag that the single-stepper set.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stray_trap_flags: bool,
     /// Address and privilege level of a repeated string instruction that the exact backing has seen
-    /// iterate and not complete.
+    /// iterate but not complete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unfinished_repeat: Option<(u64, u8)>,
 }
 
-/// PMI that a guest handles.
+/// PMI that a guest is handling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SavedPmi {
@@ -208,7 +209,7 @@ pub enum SavedPmi {
 pub struct SavedRdpmc {
     /// Address of the RDPMC.
     pub at: u64,
-    /// Address of the next instruction.
+    /// Address of the instruction after the RDPMC.
     pub behind: u64,
     /// Number of consecutive repetitions.
     pub repetitions: u32,
@@ -223,16 +224,16 @@ pub struct SavedBoard {
     /// Index register of the CMOS.
     pub cmos_index: u8,
     /// CMOS memory.
-    pub cmos: Bytes,
-    /// Keyboard controller: configuration byte.
+    pub cmos: Base64Bytes,
+    /// Configuration byte of the keyboard controller.
     pub i8042_config: u8,
-    /// Keyboard controller: command that expects a data byte.
+    /// Keyboard controller command that expects a data byte.
     pub i8042_pending: Option<u8>,
-    /// Keyboard controller: byte in the output buffer.
+    /// Byte in the output buffer of the keyboard controller.
     pub i8042_output: Option<u8>,
     /// fw_cfg: selected key.
     pub fw_cfg_key: u16,
-    /// fw_cfg: position in the selected item.
+    /// Position in the selected fw_cfg item.
     pub fw_cfg_offset: u64,
     /// ACPI PM1 status, enable and control registers.
     pub acpi_pm: [u16; 3],
@@ -252,11 +253,10 @@ pub struct SavedBoard {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedSerial {
-    /// Divisor latch, IER, IIR, LCR, LSR, MCR, MSR and scratch register: low and high byte of the
-    /// divisor come first.
+    /// Divisor latch (low byte, high byte), IER, IIR, LCR, LSR, MCR, MSR and scratch register.
     pub registers: [u8; 9],
     /// Receive buffer.
-    pub input: Bytes,
+    pub input: Base64Bytes,
 }
 
 /// CPU hot-plug registers. Sets of processors are bitmaps.
@@ -279,7 +279,8 @@ pub struct SavedCpuPlug {
     pub status: [u8; 4],
 }
 
-/// A virtio device with its PCI function. Its queues continue at the positions in guest memory.
+/// A virtio device with its PCI function. Its queues resume at the positions stored in guest
+/// memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedDevice {
@@ -290,12 +291,12 @@ pub struct SavedDevice {
     /// Offered feature bits.
     pub offered: u64,
     /// Device configuration.
-    pub config: Bytes,
+    pub config: Base64Bytes,
     /// State of the device apart from its registers.
-    #[serde(default, skip_serializing_if = "Bytes::is_empty")]
-    pub state: Bytes,
+    #[serde(default, skip_serializing_if = "Base64Bytes::is_empty")]
+    pub state: Base64Bytes,
     /// PCI configuration space.
-    pub config_space: Bytes,
+    pub config_space: Base64Bytes,
     /// Accepted feature bits.
     pub accepted: u64,
     /// Selectors of the device and driver features.
@@ -310,14 +311,14 @@ pub struct SavedDevice {
     pub queue_select: u16,
     /// Queues.
     pub queues: Vec<SavedQueue>,
-    /// The device works, because its driver has set DRIVER_OK.
+    /// The device is active, because its driver has set DRIVER_OK.
     pub active: bool,
     /// MSI-X message control.
     pub msix_control: u16,
     /// MSI-X table.
-    pub msix_table: Bytes,
+    pub msix_table: Base64Bytes,
     /// Pending masked interrupts, one bit each.
-    pub msix_pending: Bytes,
+    pub msix_pending: Base64Bytes,
 }
 
 /// Registers of a virtqueue.
@@ -351,7 +352,7 @@ pub struct SavedMemory {
     pub base: Option<SavedBase>,
 }
 
-/// Base of a diff, and the ranges of memory that the diff contains itself.
+/// Base of a diff, and the ranges of memory that the diff itself contains.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedBase {

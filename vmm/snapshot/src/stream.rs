@@ -1,4 +1,4 @@
-//! Frames of a VM that moves to another host as a stream of bytes.
+//! Frames of the byte stream that moves a VM to another host.
 //!
 //! The source begins with [`PREAMBLE`]. Then both sides send frames. All numbers are little-endian:
 //!
@@ -9,8 +9,8 @@
 //! | 8 | 4 | CRC-32 of the first eight bytes and the payload |
 //! | 12 | length | payload |
 //!
-//! The receiver trusts nothing: the length is bounded by the kind before anything is allocated, and
-//! memory ranges are whole pages within guest memory.
+//! The receiver does not trust the stream. Before it allocates memory, it checks the length against
+//! the limit for this kind of frame. Memory ranges must be whole pages within guest memory.
 
 use std::io::{self, Read, Write};
 
@@ -22,7 +22,8 @@ use crate::memory::CHUNK_BYTES;
 
 /// First bytes of a stream: magic, version of this protocol, and two zeros.
 pub const PREAMBLE: [u8; 8] = *b"PVMG\x01\0\0\0";
-/// Optional field of the state file in [`Message::State`]: the document of the metadata service.
+/// Optional field of the state file in [`StreamMessage::State`]: the document of the metadata
+/// service.
 pub const METADATA_FIELD: &str = "_metadata";
 /// Maximum number of rounds in which memory is sent.
 pub const MAX_ROUNDS: u32 = 64;
@@ -32,99 +33,100 @@ pub const MAX_PAGES_BYTES: u64 = CHUNK_BYTES;
 const MAX_TEXT_BYTES: usize = 4096;
 /// Size of a page in bytes.
 const PAGE_BYTES: u64 = 4096;
-/// Length of a frame without payload, in bytes.
+/// Length of a frame header in bytes.
 const HEADER_BYTES: usize = 12;
-/// Length of the offset in front of the contents of pages, in bytes.
+/// Length of the offset that precedes page contents, in bytes.
 const OFFSET_BYTES: usize = 8;
 
-/// Description of a VM that is to move.
+/// Description of the VM to be moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StreamHello {
     /// Name of the VM.
     pub name: String,
-    /// ID of its process.
+    /// Process ID of the VM.
     pub pid: u32,
-    /// ID of the boot of its host (`/proc/sys/kernel/random/boot_id`).
+    /// Boot ID of the VM's host (`/proc/sys/kernel/random/boot_id`).
     pub boot_id: String,
     /// Size of guest memory in bytes.
     pub memory_bytes: u64,
 }
 
-/// The process in which a VM has arrived.
+/// The destination process of a moved VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StreamArrival {
     /// Name of the VM.
     pub name: String,
-    /// ID of its process on its host.
+    /// Process ID of the VM on the destination host.
     pub pid: u32,
 }
 
-/// A message of either side.
+/// A message from the source or the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Message<'a> {
-    /// Source: the first message.
+pub enum StreamMessage<'a> {
+    /// First message from the source.
     Hello(StreamHello),
-    /// Source: the state of the VM without registers, for checks before the VM is paused.
+    /// State of the VM without registers, from the source, for checks before the VM is paused.
     Machine(&'a [u8]),
-    /// Source: contents of pages.
+    /// Page contents, from the source.
     Pages {
         /// Offset in guest memory.
         offset: u64,
         /// Contents.
         data: &'a [u8],
     },
-    /// Source: pages that consist of zeros and did not before.
+    /// Pages that consist of zeros and previously did not, from the source.
     Zeros {
         /// Offset in guest memory.
         offset: u64,
         /// Number of bytes.
         bytes: u64,
     },
-    /// Source: all pages that were dirty at the beginning of the round have been sent.
+    /// Message from the source: all pages that were dirty at the beginning of the round have been
+    /// sent.
     RoundEnd,
-    /// Source: the state of the paused VM, after the last round.
+    /// State of the paused VM, from the source, after the last round.
     State(&'a [u8]),
-    /// Source: the VM does not run there any more.
+    /// Message from the source: the VM no longer runs there.
     Run {
         /// The vCPUs were paused by an operator.
         paused: bool,
     },
-    /// Destination: the machine can be built here.
+    /// Message from the destination: it can build the machine.
     Accepted,
-    /// Destination: the round has been received.
+    /// Message from the destination: it has received the round.
     Received,
-    /// Destination: the machine is built and waits.
+    /// Message from the destination: the machine is built and ready to run.
     Ready,
-    /// Destination: the VM runs here.
+    /// Message from the destination: the VM is running there.
     Running(StreamArrival),
-    /// Destination: the VM does not run here, and never will.
+    /// Message from the destination: the VM is not running there and never will.
     Failed(String),
 }
 
 /// Reason for rejecting a stream.
 #[derive(Debug, thiserror::Error)]
-pub enum StreamError {
-    /// The other side does not send a stream.
+pub enum MigrationStreamError {
+    /// The peer does not send a stream of this protocol.
     #[error("the other side does not send a VM: its stream does not begin with PVMG")]
     Preamble,
     /// The version is not supported.
     #[error("the other side speaks version {0} of the protocol, this program version 1")]
     Version(u16),
-    /// The connection has ended.
+    /// The peer has closed the connection.
     #[error("the connection was closed by the other side")]
     Closed,
-    /// The time limit is exceeded.
+    /// The time limit has expired.
     #[error("the other side does not respond")]
     Silent,
-    /// The kind of a frame is unknown.
+    /// The frame type is unknown.
     #[error("the stream has a frame of the unknown kind {0}")]
     Kind(u32),
-    /// The length is invalid for the kind.
+    /// The length is invalid for the frame type.
     #[error("the stream has a frame of kind {kind} with {length} bytes, which is impossible")]
     Length {
-        /// Kind of the frame.
+        /// Type of the frame.
         kind: u32,
         /// Length of the payload in bytes.
         length: u32,
@@ -132,7 +134,7 @@ pub enum StreamError {
     /// The checksum does not match.
     #[error("the stream is damaged: the checksum of a frame does not match")]
     Checksum,
-    /// Pages are not whole or outside guest memory.
+    /// The range does not consist of whole pages or lies outside guest memory.
     #[error("the stream has {bytes} bytes of memory at {offset:#x}, where the VM has none")]
     Range {
         /// Offset in guest memory.
@@ -148,7 +150,7 @@ pub enum StreamError {
     Io(#[source] io::Error),
 }
 
-impl From<io::Error> for StreamError {
+impl From<io::Error> for MigrationStreamError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
@@ -176,7 +178,8 @@ mod kind {
     pub(super) const FAILED: u32 = 20;
 }
 
-/// Returns whether a payload of this kind may have this length.
+/// Returns whether a payload of a frame of this type may have this length, or `None` for an unknown
+/// type.
 fn is_valid_length(frame: u32, length: usize) -> Option<bool> {
     let max_pages = usize::try_from(MAX_PAGES_BYTES).unwrap_or(0) + OFFSET_BYTES;
     Some(match frame {
@@ -191,60 +194,70 @@ fn is_valid_length(frame: u32, length: usize) -> Option<bool> {
 }
 
 /// Checks that a range consists of at most [`MAX_PAGES_BYTES`] of whole pages within memory.
-fn check_range(offset: u64, bytes: u64, memory_bytes: u64) -> Result<(), StreamError> {
+fn check_range(offset: u64, bytes: u64, memory_bytes: u64) -> Result<(), MigrationStreamError> {
     let end = offset.checked_add(bytes);
     let fits = offset.is_multiple_of(PAGE_BYTES)
         && bytes.is_multiple_of(PAGE_BYTES)
         && (1..=MAX_PAGES_BYTES).contains(&bytes)
         && end.is_some_and(|end| end <= memory_bytes);
-    fits.then_some(()).ok_or(StreamError::Range { offset, bytes })
+    fits.then_some(())
+        .ok_or(MigrationStreamError::Range { offset, bytes })
 }
 
-/// Reads the rest of [`PREAMBLE`] after its first `read` bytes, which were as expected.
+/// Reads and checks the remainder of [`PREAMBLE`]. The caller has already checked the first `read`
+/// bytes.
 ///
 /// # Errors
-/// Returns [`StreamError::Preamble`] or [`StreamError::Version`] for something else, and the errors of
-/// the connection.
-pub fn read_preamble(stream: &mut impl Read, read: usize) -> Result<(), StreamError> {
+/// Returns [`MigrationStreamError::Preamble`] or [`MigrationStreamError::Version`] if the remainder
+/// does not match, and an error if reading from the connection fails.
+pub fn read_preamble(stream: &mut impl Read, read: usize) -> Result<(), MigrationStreamError> {
     let mut bytes = PREAMBLE;
     stream.read_exact(bytes.get_mut(read..).unwrap_or_default())?;
     match bytes {
         PREAMBLE => Ok(()),
-        [b'P', b'V', b'M', b'G', low, high, ..] => Err(StreamError::Version(u16::from_le_bytes([low, high]))),
-        _ => Err(StreamError::Preamble),
+        [b'P', b'V', b'M', b'G', low, high, ..] => {
+            Err(MigrationStreamError::Version(u16::from_le_bytes([low, high])))
+        }
+        _ => Err(MigrationStreamError::Preamble),
     }
 }
 
 /// Sends a message.
 ///
 /// # Errors
-/// Returns [`StreamError::Text`] if it cannot be encoded, and the errors of the connection.
-pub fn send(stream: &mut impl Write, message: &Message<'_>) -> Result<(), StreamError> {
+/// Returns [`MigrationStreamError::Text`] if the message cannot be encoded, and an error if writing
+/// to the connection fails.
+pub fn send(stream: &mut impl Write, message: &StreamMessage<'_>) -> Result<(), MigrationStreamError> {
     match message {
-        Message::Hello(hello) => send_frame(stream, kind::HELLO, &[], &to_text(hello)?),
-        Message::Machine(state) => send_frame(stream, kind::MACHINE, &[], state),
-        Message::Pages { offset, data } => send_frame(stream, kind::PAGES, &offset.to_le_bytes(), data),
-        Message::Zeros { offset, bytes } => {
+        StreamMessage::Hello(hello) => send_frame(stream, kind::HELLO, &[], &to_text(hello)?),
+        StreamMessage::Machine(state) => send_frame(stream, kind::MACHINE, &[], state),
+        StreamMessage::Pages { offset, data } => send_frame(stream, kind::PAGES, &offset.to_le_bytes(), data),
+        StreamMessage::Zeros { offset, bytes } => {
             send_frame(stream, kind::ZEROS, &offset.to_le_bytes(), &bytes.to_le_bytes())
         }
-        Message::RoundEnd => send_frame(stream, kind::ROUND_END, &[], &[]),
-        Message::State(state) => send_frame(stream, kind::STATE, &[], state),
-        Message::Run { paused } => send_frame(stream, kind::RUN, &[], &[u8::from(*paused)]),
-        Message::Accepted => send_frame(stream, kind::ACCEPTED, &[], &[]),
-        Message::Received => send_frame(stream, kind::RECEIVED, &[], &[]),
-        Message::Ready => send_frame(stream, kind::READY, &[], &[]),
-        Message::Running(arrival) => send_frame(stream, kind::RUNNING, &[], &to_text(arrival)?),
-        Message::Failed(why) => {
+        StreamMessage::RoundEnd => send_frame(stream, kind::ROUND_END, &[], &[]),
+        StreamMessage::State(state) => send_frame(stream, kind::STATE, &[], state),
+        StreamMessage::Run { paused } => send_frame(stream, kind::RUN, &[], &[u8::from(*paused)]),
+        StreamMessage::Accepted => send_frame(stream, kind::ACCEPTED, &[], &[]),
+        StreamMessage::Received => send_frame(stream, kind::RECEIVED, &[], &[]),
+        StreamMessage::Ready => send_frame(stream, kind::READY, &[], &[]),
+        StreamMessage::Running(arrival) => send_frame(stream, kind::RUNNING, &[], &to_text(arrival)?),
+        StreamMessage::Failed(why) => {
             let end = why.floor_char_boundary(MAX_TEXT_BYTES);
             send_frame(stream, kind::FAILED, &[], &why.as_bytes()[..end])
         }
     }
 }
 
-fn send_frame(stream: &mut impl Write, kind: u32, first: &[u8], rest: &[u8]) -> Result<(), StreamError> {
+fn send_frame(
+    stream: &mut impl Write,
+    kind: u32,
+    first: &[u8],
+    rest: &[u8],
+) -> Result<(), MigrationStreamError> {
     let length = u32::try_from(first.len() + rest.len()).unwrap_or(u32::MAX);
     if is_valid_length(kind, first.len() + rest.len()) != Some(true) {
-        return Err(StreamError::Length { kind, length });
+        return Err(MigrationStreamError::Length { kind, length });
     }
     let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(&kind.to_le_bytes());
@@ -263,13 +276,14 @@ fn send_frame(stream: &mut impl Write, kind: u32, first: &[u8], rest: &[u8]) -> 
 #[derive(Debug)]
 pub struct MessageReader<R> {
     stream: R,
-    /// Size of guest memory in bytes; 0 until it is known.
+    /// Size of guest memory in bytes; 0 until set.
     memory_bytes: u64,
     payload: Vec<u8>,
 }
 
 impl<R: Read> MessageReader<R> {
-    /// Creates a reader that rejects all memory until [`MessageReader::set_memory_bytes`].
+    /// Creates a reader that rejects all memory until [`MessageReader::set_memory_bytes`] is
+    /// called.
     pub fn new(stream: R) -> Self {
         Self {
             stream,
@@ -291,8 +305,8 @@ impl<R: Read> MessageReader<R> {
     /// Receives a message.
     ///
     /// # Errors
-    /// Returns a [`StreamError`] if the connection ends or the message is invalid.
-    pub fn receive(&mut self) -> Result<Message<'_>, StreamError> {
+    /// Returns a [`MigrationStreamError`] if the connection is closed or the message is invalid.
+    pub fn receive(&mut self) -> Result<StreamMessage<'_>, MigrationStreamError> {
         let mut header = [0; HEADER_BYTES];
         self.stream.read_exact(&mut header)?;
         let number = |at: usize| {
@@ -303,8 +317,8 @@ impl<R: Read> MessageReader<R> {
         let (frame, length, crc) = (number(0), number(4), number(8));
         let size = usize::try_from(length).unwrap_or(usize::MAX);
         match is_valid_length(frame, size) {
-            None => return Err(StreamError::Kind(frame)),
-            Some(false) => return Err(StreamError::Length { kind: frame, length }),
+            None => return Err(MigrationStreamError::Kind(frame)),
+            Some(false) => return Err(MigrationStreamError::Length { kind: frame, length }),
             Some(true) => {}
         }
         self.payload.resize(size, 0);
@@ -313,7 +327,7 @@ impl<R: Read> MessageReader<R> {
         hasher.update(&header[..8]);
         hasher.update(&self.payload);
         if hasher.finalize() != crc {
-            return Err(StreamError::Checksum);
+            return Err(MigrationStreamError::Checksum);
         }
         let payload = &self.payload[..];
         let number = |at: usize| {
@@ -321,37 +335,37 @@ impl<R: Read> MessageReader<R> {
             bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes))
         };
         Ok(match frame {
-            kind::HELLO => Message::Hello(text(payload)?),
-            kind::MACHINE => Message::Machine(payload),
+            kind::HELLO => StreamMessage::Hello(text(payload)?),
+            kind::MACHINE => StreamMessage::Machine(payload),
             kind::PAGES => {
                 let (offset, data) = (number(0), &payload[OFFSET_BYTES..]);
                 check_range(offset, data.len() as u64, self.memory_bytes)?;
-                Message::Pages { offset, data }
+                StreamMessage::Pages { offset, data }
             }
             kind::ZEROS => {
                 let (offset, bytes) = (number(0), number(OFFSET_BYTES));
                 check_range(offset, bytes, self.memory_bytes)?;
-                Message::Zeros { offset, bytes }
+                StreamMessage::Zeros { offset, bytes }
             }
-            kind::ROUND_END => Message::RoundEnd,
-            kind::STATE => Message::State(payload),
-            kind::RUN => Message::Run {
+            kind::ROUND_END => StreamMessage::RoundEnd,
+            kind::STATE => StreamMessage::State(payload),
+            kind::RUN => StreamMessage::Run {
                 paused: payload != [0],
             },
-            kind::ACCEPTED => Message::Accepted,
-            kind::RECEIVED => Message::Received,
-            kind::READY => Message::Ready,
-            kind::RUNNING => Message::Running(text(payload)?),
-            kind::FAILED => Message::Failed(String::from_utf8_lossy(payload).into_owned()),
-            other => return Err(StreamError::Kind(other)),
+            kind::ACCEPTED => StreamMessage::Accepted,
+            kind::RECEIVED => StreamMessage::Received,
+            kind::READY => StreamMessage::Ready,
+            kind::RUNNING => StreamMessage::Running(text(payload)?),
+            kind::FAILED => StreamMessage::Failed(String::from_utf8_lossy(payload).into_owned()),
+            other => return Err(MigrationStreamError::Kind(other)),
         })
     }
 }
 
-fn text<T: DeserializeOwned>(payload: &[u8]) -> Result<T, StreamError> {
-    serde_json::from_slice(payload).map_err(StreamError::Text)
+fn text<T: DeserializeOwned>(payload: &[u8]) -> Result<T, MigrationStreamError> {
+    serde_json::from_slice(payload).map_err(MigrationStreamError::Text)
 }
 
-fn to_text(value: &impl Serialize) -> Result<Vec<u8>, StreamError> {
-    serde_json::to_vec(value).map_err(StreamError::Text)
+fn to_text(value: &impl Serialize) -> Result<Vec<u8>, MigrationStreamError> {
+    serde_json::to_vec(value).map_err(MigrationStreamError::Text)
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::procfs::{ThreadFacts, vcpu_threads};
 use crate::host::StopCallback;
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{GuestViews, SnapshotId, VcpuView};
+use control_api::protocol::{SnapshotId, VcpuView, VmGuestCounters};
 use control_api::request;
 use perf_core::SharePolicy;
 
@@ -31,9 +31,9 @@ const MAX_SHOWN: usize = 200;
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout for the vCPUs to report their counters.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
-/// Interval of checking for Ctrl-C.
+/// Interval between checks for Ctrl-C.
 const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Timeout for the VM to end after its guest has ended.
+/// Timeout for the VM to exit after its guest has ended.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Sharing policies, each of which a guest is measured under.
@@ -43,7 +43,7 @@ pub(crate) const SHARE_POLICIES: [SharePolicy; 3] = [
     SharePolicy::Strict,
 ];
 
-/// Error of measuring with a VM.
+/// Error of a measurement with a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum ChildError {
     /// Starting the VM or writing to it failed.
@@ -52,7 +52,7 @@ pub enum ChildError {
     /// A request on the control socket failed.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The VM ended unexpectedly.
+    /// The VM exited unexpectedly.
     #[error("the VM exited while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
     Ended {
         /// Exit status, or -1 after a signal.
@@ -170,7 +170,7 @@ impl ChildVm {
     /// Reads console lines until `wanted` returns a value.
     ///
     /// # Errors
-    /// Returns [`ChildError::Ended`] if the VM ends and [`ChildError::Silent`] after the time
+    /// Returns [`ChildError::Ended`] if the VM exits and [`ChildError::Silent`] after the time
     /// limit.
     pub fn wait_for<T>(
         &mut self,
@@ -207,7 +207,7 @@ impl ChildVm {
     /// Returns the error for a VM whose console is closed.
     fn ended(&mut self, doing: &str) -> ChildError {
         let status = self.wait(END_TIMEOUT).unwrap_or(-1);
-        // Ctrl-C also ends the VM, possibly before this process handles the signal.
+        // Ctrl-C also terminates the VM, possibly before this process handles the signal.
         if (self.signals)() {
             return ChildError::Interrupted;
         }
@@ -220,10 +220,10 @@ impl ChildVm {
         }
     }
 
-    /// Tells the guest to end and waits until the VM has ended with status 0.
+    /// Instructs the guest to end, and waits until the VM has exited with status 0.
     ///
     /// # Errors
-    /// Returns [`ChildError::Ended`] for another status.
+    /// Returns [`ChildError::Ended`] for any other status.
     pub fn end(mut self, limit: Duration) -> Result<(), ChildError> {
         let doing = "it was told to end";
         self.type_line("end")?;
@@ -237,7 +237,8 @@ impl ChildVm {
     /// Types a line on the guest's console.
     ///
     /// # Errors
-    /// Returns [`ChildError::Ended`] if the VM has ended and [`ChildError::Io`] if the write fails.
+    /// Returns [`ChildError::Ended`] if the VM has exited and [`ChildError::Io`] if the write
+    /// fails.
     pub fn type_line(&mut self, line: &str) -> Result<(), ChildError> {
         let sent = self
             .stdin
@@ -287,10 +288,10 @@ impl ChildVm {
         }
     }
 
-    /// Returns the host kernel's accounts of each vCPU thread.
+    /// Returns the host kernel's accounting data for each vCPU thread.
     ///
     /// # Errors
-    /// Returns [`ChildError::Io`] if the kernel does not provide them.
+    /// Returns [`ChildError::Io`] if the kernel does not provide the data.
     pub fn facts(&mut self) -> Result<Vec<ThreadFacts>, ChildError> {
         let pid = self.child.id();
         if self.threads.is_empty() {
@@ -309,13 +310,13 @@ impl ChildVm {
     /// Returns the host's view of the guest's counters, ordered by vCPU.
     ///
     /// # Errors
-    /// Returns a [`ChildError`] if the request fails or is not complete in time.
+    /// Returns a [`ChildError`] if the request fails or is not completed in time.
     pub fn views(&mut self) -> Result<Vec<VcpuView>, ChildError> {
         let until = Instant::now() + VIEW_TIMEOUT;
         let client = self.client()?;
         let asked: SnapshotId = client.call(request::GuestView)?;
         loop {
-            let mut seen: GuestViews = client.call(request::GuestViewResult {
+            let mut seen: VmGuestCounters = client.call(request::GuestViewResult {
                 generation: asked.generation,
             })?;
             if seen.complete {
@@ -330,7 +331,7 @@ impl ChildVm {
         }
     }
 
-    /// Waits for the end of the VM and returns its exit status, or -1 after a signal.
+    /// Waits for the VM to exit and returns its exit status, or -1 after a signal.
     pub fn wait(&mut self, limit: Duration) -> Option<i32> {
         let until = Instant::now() + limit;
         loop {

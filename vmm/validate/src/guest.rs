@@ -1,7 +1,7 @@
 //! The built-in measuring guest: its jobs and results.
 //!
 //! Results are JSON (`guest-images/bare-metal/validate/main.c`). A measurement has three steps,
-//! ready, done and result, with a halt after each, so that the host can read the same counters
+//! ready, done and result, with a halt after each step, so that the host can read the same counters
 //! while they are stopped.
 
 use std::collections::HashMap;
@@ -12,19 +12,19 @@ use std::time::Duration;
 
 use perf_core::ReadFormat;
 use perf_core::SampleType;
-use perf_core::record::{Record, RecordFormat};
+use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
 use serde::Deserialize;
 
 use super::child::{ChildError, ChildVm};
 use super::procfs::ThreadFacts;
 use crate::host::StopCallback;
-use control_api::protocol::{EventReading, Failure, OpenedEvent, RingInfo, SamplingParams, VcpuView};
+use control_api::protocol::{EventReading, OpenedEvent, RequestError, RingInfo, SamplingParams, VcpuView};
 use control_api::request;
 
 /// Timeout for the guest to start.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Timeout of a measurement. Single-stepped code and nested guests are slow.
+/// Timeout for a measurement. Single-stepped code and nested guests are slow.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
 /// Number of data pages of a ring for the operator's samples.
 const RING_PAGES: u32 = 64;
@@ -34,9 +34,9 @@ pub const USR: u64 = 1 << 16;
 /// Selector bit that enables counting at CPL 0.
 pub const OS: u64 = 1 << 17;
 
-/// Properties of the PMU that the guest reports at start.
+/// Properties of the PMU that the guest reports at startup.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Hello {
+pub struct GuestHello {
     /// Number of running CPUs.
     pub cpus: u32,
     /// `true` if the guest's CPUID vendor is AuthenticAMD.
@@ -52,13 +52,13 @@ pub struct Hello {
 /// A measurement for the guest.
 #[derive(Clone, Debug, Default)]
 pub struct MeasurementJob {
-    /// Kind of work that the guest does.
+    /// Type of work that the guest does.
     pub work: &'static str,
     /// Amount of work.
     pub n: u64,
-    /// Privilege level, for kinds of work that support both.
+    /// Privilege level, for types of work that support both levels.
     pub cpl: u32,
-    /// Event selectors of the counters from 0 on, without their enable bit.
+    /// Event selectors of the counters, starting with counter 0, without their enable bit.
     pub selectors: Vec<u64>,
     /// Value of FIXED_CTR_CTRL.
     pub fixed_control: u64,
@@ -69,7 +69,7 @@ pub struct MeasurementJob {
 }
 
 impl MeasurementJob {
-    /// Creates a job that does `n` of `work` at CPL 0 without counters.
+    /// Creates a job that does `n` units of `work` at CPL 0 without counters.
     pub fn new(work: &'static str, n: u64) -> Self {
         Self {
             work,
@@ -123,10 +123,10 @@ pub struct CpuResult {
     /// Number of periods that elapsed without a PMI of their own.
     #[serde(default)]
     pub late: u64,
-    /// Number of PMIs without an overflow.
+    /// Number of periods that elapsed without a separate PMI.
     #[serde(default)]
     pub spurious: u64,
-    /// Distribution of the PMIs: the three functions, then everything else.
+    /// Distribution of the PMIs over the three functions, followed by all other code.
     #[serde(default)]
     pub struck: Vec<u64>,
 }
@@ -134,7 +134,7 @@ pub struct CpuResult {
 #[derive(Debug, Deserialize)]
 #[serde(tag = "at", rename_all = "lowercase")]
 enum GuestReply {
-    Hello(Hello),
+    Hello(GuestHello),
     #[serde(skip)]
     Ready,
     #[serde(skip)]
@@ -152,7 +152,7 @@ enum GuestReply {
 pub struct OperatorEvents<'a> {
     /// Event list in perf's syntax.
     pub events: &'a str,
-    /// Sampling period, or `None` to count.
+    /// Sampling period, or `None` for counting.
     pub period: Option<u64>,
 }
 
@@ -163,11 +163,11 @@ impl<'a> OperatorEvents<'a> {
     }
 }
 
-/// The operator's results of a measurement.
+/// Results of the operator's events during a measurement.
 #[derive(Debug)]
 pub struct OperatorResults {
-    /// The open events, or the reason for the refusal.
-    pub opened: Result<Vec<OpenedEvent>, Failure>,
+    /// Open events, or the failure if they were refused.
+    pub opened: Result<Vec<OpenedEvent>, RequestError>,
     /// Counts of the events.
     pub readings: Vec<EventReading>,
     /// Instruction addresses of the samples.
@@ -197,7 +197,7 @@ pub struct Measurement {
     pub before: Vec<VcpuView>,
     /// The host's view of the counters after the measurement.
     pub after: Vec<VcpuView>,
-    /// The host kernel's accounts of each vCPU thread.
+    /// The host kernel's accounting data for each vCPU thread.
     pub facts: Vec<ThreadFacts>,
     /// CPU time of an empty measurement, in ns.
     pub overhead_ns: u64,
@@ -206,7 +206,8 @@ pub struct Measurement {
 }
 
 impl Measurement {
-    /// Returns the host's view of a counter (`gp0`, `fixed1`) of CPU `cpu` after the measurement.
+    /// Returns the host's view of a counter (such as `gp0` or `fixed1`) of CPU `cpu` after the
+    /// measurement.
     pub fn host(&self, cpu: usize, counter: &str) -> Option<&control_api::protocol::GuestCounter> {
         find(&self.after, cpu, counter)
     }
@@ -231,11 +232,11 @@ fn find<'a>(
 pub struct MeasuringGuest {
     /// The VM of the guest.
     pub vm: ChildVm,
-    /// Properties that the guest reported at start.
-    pub hello: Hello,
-    /// Amount of work per millisecond, by kind of work and privilege level.
+    /// Properties that the guest reported at startup.
+    pub hello: GuestHello,
+    /// Amount of work per millisecond, by type of work and privilege level.
     pub pace: HashMap<(&'static str, u32), f64>,
-    /// CPU time of an empty measurement in ns, or 0 if not measured yet.
+    /// CPU time of an empty measurement in nanoseconds, or 0 if not measured yet.
     pub overhead_ns: u64,
 }
 
@@ -275,7 +276,7 @@ impl MeasuringGuest {
     /// Runs a measurement, with optional operator events.
     ///
     /// # Errors
-    /// Returns a [`ChildError`] if the VM ends, does not respond, or sends an unexpected reply.
+    /// Returns a [`ChildError`] if the VM exits, does not respond, or sends an unexpected reply.
     pub fn measure(
         &mut self,
         job: &MeasurementJob,
@@ -323,7 +324,7 @@ impl MeasuringGuest {
         }
     }
 
-    /// Ends the guest and checks that the VM ended successfully.
+    /// Ends the guest and checks that the VM exited successfully.
     ///
     /// # Errors
     /// Returns [`ChildError::Ended`] for a status other than 0.
@@ -342,7 +343,7 @@ fn parse(line: &str) -> Option<GuestReply> {
 
 /// The operator's open events.
 pub(super) struct OpenOperatorEvents {
-    opened: Result<Vec<OpenedEvent>, Failure>,
+    opened: Result<Vec<OpenedEvent>, RequestError>,
     ring: Option<(RingReader, RingInfo)>,
 }
 
@@ -411,9 +412,9 @@ impl OpenOperatorEvents {
                 ..RecordFormat::default()
             };
             while let Ok(Some(raw)) = reader.next_record() {
-                match Record::decode(raw, format) {
-                    Ok(Record::Sample(sample)) => saw.samples.push(sample.ip),
-                    Ok(Record::Lost(lost)) => saw.lost += lost.lost,
+                match DecodedRecord::decode(raw, format) {
+                    Ok(DecodedRecord::Sample(sample)) => saw.samples.push(sample.ip),
+                    Ok(DecodedRecord::Lost(lost)) => saw.lost += lost.lost,
                     _ => {}
                 }
             }

@@ -1,4 +1,4 @@
-//! Options of the validation and properties of the host.
+//! Validation options and host properties.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use vpmu::ArchEvent;
 /// Callback that returns `true` once the user has requested to stop.
 pub type StopCallback = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// Options of the validation.
+/// Options of a validation run.
 #[derive(Clone, Debug)]
 pub struct ValidateOptions {
     /// PMU model of the guests, as for `--pmu`.
@@ -56,11 +56,11 @@ pub struct HostProperties {
     pub slots: String,
     /// Properties of perf events.
     pub probe: HostProbe,
-    /// Reason why the hardware backing is unavailable.
+    /// Reason the hardware backing is unavailable.
     pub no_hardware: Option<String>,
-    /// Reason why the clock backing is unavailable.
+    /// Reason the clock backing is unavailable.
     pub no_clock: Option<String>,
-    /// Reason why the exact backing is unavailable.
+    /// Reason the exact backing is unavailable.
     pub no_exact: Option<String>,
     /// TSC frequency of a guest in Hz, as reported by KVM.
     pub tsc_hz: u64,

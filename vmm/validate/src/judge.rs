@@ -52,7 +52,7 @@ impl std::fmt::Display for Tolerance {
 /// Verdict on a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Verdict {
-    /// All counts are right.
+    /// All counts are correct.
     #[serde(rename = "PASS")]
     Pass,
     /// A count is wrong or missing.
@@ -61,7 +61,7 @@ pub enum Verdict {
     /// The host cannot count the event, and no counter moved.
     #[serde(rename = "not supported here")]
     NotSupported,
-    /// The host's other load allows no statement: nearly any count would pass.
+    /// The other load of the host prevents a verdict, because almost any count would pass.
     #[serde(rename = "too busy to tell")]
     TooBusy,
 }
@@ -95,16 +95,16 @@ impl Expectation {
 
 /// All available values of one count.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Evidence {
+pub struct MeasuredEvidence {
     /// Count in the guest, or `None` if the guest did not count.
     pub guest: Option<u64>,
     /// Count on the host, and the permitted deviation of the guest from it.
     pub host: Option<Expectation>,
-    /// Independently known value, if there is one.
+    /// Independently known value, if any.
     pub expected: Option<Expectation>,
 }
 
-impl Evidence {
+impl MeasuredEvidence {
     /// Returns the evidence for a count that the host does not see.
     pub fn of_guest(guest: Option<u64>, expected: Expectation) -> Self {
         Self {
@@ -116,7 +116,7 @@ impl Evidence {
 }
 
 /// Returns the verdict and, for a failure, the reason.
-pub fn judge(seen: &Evidence) -> (Verdict, Option<String>) {
+pub fn judge(seen: &MeasuredEvidence) -> (Verdict, Option<String>) {
     let fail = |why: String| (Verdict::Fail, Some(why));
     let Some(guest) = seen.guest else {
         return fail("the guest did not count it".into());
@@ -137,8 +137,8 @@ pub fn judge(seen: &Evidence) -> (Verdict, Option<String>) {
     (Verdict::Pass, None)
 }
 
-/// Judges a counter that is reported as not backed: it must not have moved, and the host must
-/// report no backing. `enumerated` is `true` if the guest's CPUID enumerates the event.
+/// Judges a counter that is reported as unbacked. The counter must not have moved, and the host
+/// must report no backing. `enumerated` is `true` if the guest's CPUID enumerates the event.
 pub fn judge_unbacked(
     guest: Option<u64>,
     host_backing: Option<&str>,
@@ -174,8 +174,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn evidence(guest: u64, host: u64, expected: u64, tolerance: Tolerance) -> Evidence {
-        Evidence {
+    fn evidence(guest: u64, host: u64, expected: u64, tolerance: Tolerance) -> MeasuredEvidence {
+        MeasuredEvidence {
             guest: Some(guest),
             host: Some(Expectation {
                 value: host,
@@ -215,15 +215,15 @@ mod tests {
     /// A missing count or expectation is a failure.
     #[test]
     fn missing_evidence_fails() {
-        assert_eq!(judge(&Evidence::default()).0, Verdict::Fail);
-        let alone = Evidence {
+        assert_eq!(judge(&MeasuredEvidence::default()).0, Verdict::Fail);
+        let alone = MeasuredEvidence {
             guest: Some(5),
-            ..Evidence::default()
+            ..MeasuredEvidence::default()
         };
         assert_eq!(judge(&alone).0, Verdict::Fail);
     }
 
-    /// An event that moves cannot be reported as not supported.
+    /// An event with a moving counter cannot be reported as not supported.
     #[test]
     fn moving_event_is_not_unsupported() {
         assert_eq!(

@@ -1,8 +1,8 @@
 //! Validates the counts of guests on this host.
 //!
-//! Guests run in child processes and do work whose counts are known or measured independently. Each
-//! count has three values: the guest's, the host's of the same counter, and the expected one. The
-//! judge compares them.
+//! Guests run in child processes and do work with counts that are known or measured independently.
+//! Each count has three values: the guest's, the host's for the same counter, and the expected one.
+//! The [`judge`] module compares them.
 //!
 //! | module | contents |
 //! |---|---|
@@ -10,7 +10,7 @@
 //! | `measure` | several measurements of a row to one verdict |
 //! | [`report`] | rows, their table, the summary |
 //! | [`child`] | a VM in a child process |
-//! | [`procfs`] | the host kernel's accounts of vCPU threads |
+//! | [`procfs`] | the host kernel's accounting data of vCPU threads |
 //! | [`guest`] | the built-in measuring guest |
 //! | `builtin` | measurements with the built-in guest |
 //! | `linux` | measurements with perf in a Linux guest |
@@ -45,7 +45,7 @@ use std::time::Instant;
 
 use child::ChildError;
 pub use host::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
-use report::{GuestKind, Report, ReportRows, ReportSummary, ValidationRow};
+use report::{GuestKind, ReportRows, ReportSummary, ValidationReport, ValidationRow};
 
 /// Runs all measurements and passes each final row to `on_row`.
 ///
@@ -56,7 +56,7 @@ pub fn run(
     host: &HostProperties,
     stop: &StopCallback,
     on_row: &mut dyn FnMut(&ValidationRow),
-) -> Result<Report, ChildError> {
+) -> Result<ValidationReport, ChildError> {
     let start = Instant::now();
     let builtin = builtin::Builtin {
         options,
@@ -79,7 +79,7 @@ pub fn run(
     summary.guest_tsc_hz = host.tsc_hz;
     summary.linux_guest_skipped = options.linux_skipped.clone();
     summary.seconds = start.elapsed().as_secs_f64();
-    Ok(Report::new(rows.into_vec(), summary))
+    Ok(ValidationReport::new(rows.into_vec(), summary))
 }
 
 fn summary(host: &HostProperties) -> ReportSummary {

@@ -1,8 +1,8 @@
 //! Measurements with perf in an unmodified Linux guest.
 //!
 //! The guest runs the script `validate` of its initrd, which reads commands from the console.
-//! Programs run behind a *gate*, which holds them at both ends so that the host can read the same
-//! counters, while perf counts exactly the program (`perf stat --control`).
+//! Programs are started through a *gate*, which holds them at both ends so that the host can read
+//! the same counters, while perf counts exactly the program (`perf stat --control`).
 
 mod counting;
 mod sampling;
@@ -22,21 +22,21 @@ use control_api::protocol::VcpuView;
 
 /// Timeout for the guest's first line.
 const START_TIMEOUT: Duration = Duration::from_secs(180);
-/// Timeout of a command.
+/// Timeout for a command.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum number of output lines kept per command.
 const MAX_OUTPUT_LINES: usize = 10_000;
-/// Initial value of a counter that Linux uses for counting only: half the range of a 48-bit counter
-/// before its overflow.
+/// Initial value of a counter that Linux uses for counting only, which is half the range of a
+/// 48-bit counter before its overflow.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
 /// Returns the shell command that runs `perf stat` on a program controlled by the gate. The output
-/// goes to a file first, because console output takes time.
+/// is first written to a file, because console output takes time.
 fn perf_stat(arguments: &str, program: &str) -> String {
     perf_stat_of(arguments, &format!("gate {program}"))
 }
 
-/// Returns the shell command that runs `perf stat` on a command that ends with a program behind the
-/// gate.
+/// Returns the shell command that runs `perf stat` on a command that ends with a program controlled
+/// by the gate.
 fn perf_stat_of(arguments: &str, command: &str) -> String {
     format!(
         "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x, -o /tmp/stat {arguments} {command} \
@@ -69,7 +69,7 @@ struct CommandResult {
 /// Measurements between the two ends of a gate.
 #[derive(Debug)]
 struct Gate {
-    /// CPU time of the program in ns, from the guest kernel.
+    /// CPU time of the program in nanoseconds, according to the guest kernel.
     cpu_ns: u64,
     before: Vec<VcpuView>,
     after: Vec<VcpuView>,
@@ -146,7 +146,7 @@ impl Linux<'_> {
             if line.contains("@@pv validate ready") {
                 Some(true)
             } else {
-                // Any other error of the script, or a missing script.
+                // The script is missing or has failed with another error.
                 (line.contains("no such script") || line.starts_with("@@pv done")).then_some(false)
             }
         })?;
@@ -164,8 +164,8 @@ impl Linux<'_> {
 }
 
 impl LinuxGuest {
-    /// Runs a shell command. At its gate, if it has one, the operator's events are enabled and
-    /// disabled.
+    /// Runs a shell command. If the command has a gate, the operator's events are enabled and
+    /// disabled at its ends.
     fn run(
         &mut self,
         name: &str,
@@ -221,7 +221,7 @@ impl LinuxGuest {
         }
     }
 
-    /// Ends the guest and checks that the VM ended successfully.
+    /// Ends the guest and checks that the VM exited successfully.
     fn end(self) -> Result<(), ChildError> {
         self.vm.end(Duration::from_secs(30))
     }
@@ -229,7 +229,7 @@ impl LinuxGuest {
 
 impl Gate {
     /// Returns the host's count of the counter that moved on vCPU `cpu`, relative to Linux's
-    /// initial value. Returns `None` unless exactly one moved.
+    /// initial value. Returns `None` unless exactly one counter moved.
     fn host(&self, cpu: usize) -> Option<u64> {
         let after = &self.after.get(cpu)?.counters;
         let before = &self.before.get(cpu)?.counters;
@@ -245,7 +245,7 @@ impl Gate {
         value.checked_sub(LINUX_START)
     }
 
-    /// Returns the same count as an exact expectation.
+    /// Returns the result of `Gate::host` as an exact expectation.
     fn host_exactly(&self, cpu: usize) -> Option<Expectation> {
         self.host(cpu)
             .map(|value| Expectation::new(value, super::judge::Tolerance::Exact))
@@ -270,7 +270,7 @@ struct Count {
     running_percent: f64,
 }
 
-/// Parses the output of `perf stat -x,`, with times in ns.
+/// Parses the output of `perf stat -x,`, with times in nanoseconds.
 fn counts(text: &str) -> Vec<Count> {
     text.lines().filter_map(count).collect()
 }

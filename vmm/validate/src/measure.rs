@@ -1,7 +1,7 @@
 //! Repeated measurements and their common verdict.
 //!
-//! Other load on the host disturbs measurements that depend on time. Such a row is measured a fixed
-//! number of times, whatever the results are, and all measurements are judged together.
+//! Other load on the host disturbs time-dependent measurements. Such a row is measured a fixed
+//! number of times, regardless of the results, and all measurements are judged together.
 
 use crate::child::ChildError;
 use crate::judge::Verdict;
@@ -20,8 +20,9 @@ pub(crate) fn measure_row(
 /// Measures the rows of one measurement, [`MEASUREMENTS`] times if one of them depends on time, and
 /// judges each row by all of its measurements.
 ///
-/// A failure that is independent of time is final. Otherwise the verdict of most measurements decides;
-/// without a majority, the row is too busy to tell. The median is shown with the spread.
+/// A failure that is independent of time is final. Otherwise the verdict of the majority of
+/// measurements is used. Without a majority, the verdict is `Verdict::TooBusy`. The median is shown
+/// with the spread.
 pub(crate) fn measure_rows(
     mut measure: impl FnMut() -> Result<Vec<ValidationRow>, ChildError>,
 ) -> Result<Vec<ValidationRow>, ChildError> {
@@ -93,7 +94,8 @@ mod tests {
         }
     }
 
-    /// Measures the rows of each element in turn. Fails if they are too few or too many.
+    /// Passes the elements of `measurements` to `measure_rows` one after another. Panics if there
+    /// are too few or too many.
     fn measured(measurements: &[Vec<ValidationRow>]) -> Vec<ValidationRow> {
         let mut left = measurements.iter();
         let rows = measure_rows(|| Ok(left.next().expect("measured too often").clone())).unwrap();
@@ -123,11 +125,11 @@ mod tests {
             of_time([(Pass, 1.0), (Fail, 0.8), (Fail, 0.9)]),
             (Fail, 0.9, [0.8, 1.0], off(0.9))
         );
-        // The median is right, but the spread exceeds the tolerance on both sides.
+        // The median is correct, but the spread exceeds the tolerance on both sides.
         let (verdict, _, spread, reason) = of_time([(Fail, 0.8), (Pass, 1.0), (Fail, 1.2)]);
         assert_eq!((verdict, spread), (Fail, [0.8, 1.2]));
         assert_eq!(reason.as_deref(), Some("most measurements are off"));
-        // Neither has a majority.
+        // No verdict has a majority.
         let (verdict, ..) = of_time([(Fail, 0.8), (Pass, 1.0), (TooBusy, 1.2)]);
         assert_eq!(verdict, TooBusy);
     }

@@ -1,20 +1,20 @@
-//! The host kernel's accounts of vCPU threads, which are independent of Perfvisor.
+//! The host kernel's accounting data for vCPU threads, which is independent of Perfvisor.
 
 use std::fs;
 use std::ops::Sub;
 
-/// Accounts of a thread since its start.
+/// Accounting data of a thread since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThreadFacts {
     /// CPU time, in ns (`schedstat`).
     pub cpu_ns: u64,
     /// Time waiting for a CPU while runnable, in ns (`schedstat`).
     pub wait_ns: u64,
-    /// Minor and major page faults (`stat`).
+    /// Number of minor and major page faults (`stat`).
     pub page_faults: u64,
-    /// Voluntary and involuntary context switches (`status`).
+    /// Number of voluntary and involuntary context switches (`status`).
     pub context_switches: u64,
-    /// CPU migrations (`sched`), or `None` if the kernel does not report them.
+    /// Number of CPU migrations (`sched`), or `None` if the kernel does not report it.
     pub migrations: Option<u64>,
 }
 
@@ -36,8 +36,8 @@ impl Sub for ThreadFacts {
 }
 
 impl ThreadFacts {
-    /// Reads the accounts of thread `tid` of process `pid`. Returns `None` if the thread has exited
-    /// or the kernel has no `schedstat`.
+    /// Reads the accounting data of thread `tid` of process `pid`. Returns `None` if the thread has
+    /// exited or the kernel has no `schedstat`.
     pub fn read(pid: u32, tid: u32) -> Option<Self> {
         let file = |name: &str| fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}"));
         let schedstat = file("schedstat").ok()?;
@@ -52,8 +52,8 @@ impl ThreadFacts {
     }
 }
 
-/// Returns the sum of fields 10 and 12 of `stat`, counted after the name in parentheses, which may
-/// contain any characters.
+/// Returns the sum of fields 10 and 12 of `stat`. The fields are located after the name in
+/// parentheses, which may contain any characters.
 fn page_faults(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();

@@ -5,11 +5,11 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::judge::{Evidence, Tolerance, Verdict, judge};
+use super::judge::{MeasuredEvidence, Tolerance, Verdict, judge};
 use crate::host::KvmSummary;
 use control_api::events::format::thousands;
 
-/// Basis of a count that does not depend on time.
+/// Basis of an expected count that does not depend on time.
 pub const KNOWN: &str = "counted by hand";
 
 /// A measurement, or an event that cannot be measured on this host.
@@ -23,7 +23,7 @@ pub struct ValidationRow {
     pub backing: &'static str,
     /// Work that the guest did.
     pub workload: String,
-    /// Guest that measured: built-in or Linux.
+    /// Guest in which the row was measured (built-in or Linux).
     pub guest_kind: GuestKind,
     /// Count in the guest.
     pub guest: Option<u64>,
@@ -39,7 +39,7 @@ pub struct ValidationRow {
     pub tolerance: Option<Tolerance>,
     /// Share of the enabled time that the event ran, in percent.
     pub running_percent: Option<f64>,
-    /// `true` if the count depends on time, which other load on the host can disturb. Only such a
+    /// `true` if the count depends on time and other load on the host can disturb it. Only such a
     /// row is measured several times.
     pub of_time: bool,
     /// Number of measurements. Their median is shown.
@@ -52,7 +52,7 @@ pub struct ValidationRow {
     pub reason: Option<String>,
 }
 
-/// Kind of check; each kind is a section of the table.
+/// Type of a check. Each type is a section of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckKind {
@@ -66,7 +66,7 @@ pub enum CheckKind {
     Sampling,
 }
 
-/// Guest that measured a row.
+/// Guest in which a row was measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestKind {
@@ -107,7 +107,7 @@ impl ValidationRow {
 
     /// Judges `seen` and stores it. `basis` describes the origin of the expected count.
     #[must_use]
-    pub fn judged(mut self, seen: &Evidence, basis: &'static str) -> Self {
+    pub fn judged(mut self, seen: &MeasuredEvidence, basis: &'static str) -> Self {
         (self.verdict, self.reason) = judge(seen);
         self.guest = seen.guest;
         self.host = seen.host.map(|host| host.value);
@@ -122,7 +122,7 @@ impl ValidationRow {
             .filter(|(_, expected)| *expected > 0)
             .map(|(guest, expected)| guest as f64 / expected as f64);
         self.basis = basis;
-        // Guest and host must have equal counts at any time.
+        // Guest and host must have equal counts in every measurement.
         let apart = seen
             .guest
             .zip(seen.host)
@@ -175,7 +175,7 @@ impl ValidationRow {
     }
 }
 
-/// The rows measured so far. Each one is shown when it is added.
+/// The rows measured so far. Each row is shown when it is added.
 pub struct ReportRows<'a> {
     rows: Vec<ValidationRow>,
     guest_kind: GuestKind,
@@ -218,14 +218,15 @@ impl<'a> ReportRows<'a> {
     }
 }
 
-/// Description of the host and the guests. Contains what a bug report needs and no sensitive data.
+/// Description of the host and the guests. Contains the information needed for a bug report and no
+/// sensitive data.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ReportSummary {
     /// Version of Perfvisor.
     pub perfvisor: String,
     /// Kernel release of the host.
     pub host_kernel: String,
-    /// Processor name of the host, as the kernel reports it.
+    /// Processor name of the host, as reported by the kernel.
     pub host_cpu: String,
     /// Number of CPUs of the host.
     pub host_cpus: usize,
@@ -233,7 +234,7 @@ pub struct ReportSummary {
     pub host_is_virtual: bool,
     /// Properties of KVM.
     pub kvm: Option<KvmSummary>,
-    /// Number of host counters available to a vCPU, or the reason why there are none.
+    /// Number of host counters available to a vCPU, or the reason there are none.
     pub host_pmu: String,
     /// Value of `perf_event_paranoid`.
     pub perf_event_paranoid: Option<i32>,
@@ -241,7 +242,7 @@ pub struct ReportSummary {
     pub pmu: String,
     /// TSC frequency in Hz, as measured by the guest.
     pub guest_tsc_hz: u64,
-    /// Kernel release of the Linux guest, or `None` if none ran.
+    /// Kernel release of the Linux guest, or `None` if no Linux guest was run.
     pub guest_kernel: Option<String>,
     /// Version of perf in the Linux guest.
     pub guest_perf: Option<String>,
@@ -253,7 +254,7 @@ pub struct ReportSummary {
 
 /// The complete report.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct ValidationReport {
     /// Version of the report format.
     pub format: u32,
     /// The measured rows.
@@ -264,13 +265,13 @@ pub struct Report {
     pub failed: usize,
     /// Number of rows that are not supported on this host.
     pub not_supported: usize,
-    /// Number of rows that the host's load left undecided.
+    /// Number of rows left undecided because of the host's load.
     pub too_busy: usize,
     /// Description of the host and the guests.
     pub summary: ReportSummary,
 }
 
-impl Report {
+impl ValidationReport {
     /// Creates a report of these rows.
     pub fn new(rows: Vec<ValidationRow>, summary: ReportSummary) -> Self {
         let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
@@ -353,7 +354,7 @@ impl Report {
     }
 }
 
-/// Formats a report row by row during the measurements.
+/// Formatter that outputs a report row by row during the measurements.
 #[derive(Default)]
 pub struct ReportText {
     /// Section of the last row.
@@ -402,8 +403,9 @@ impl ReportText {
         out
     }
 
-    /// Returns the text after the last row: the footnotes, the host and the score.
-    pub fn end(self, report: &Report) -> String {
+    /// Returns the text after the last row, which consists of the footnotes, the host and the
+    /// score.
+    pub fn end(self, report: &ValidationReport) -> String {
         let mut out = String::new();
         if self.section.is_some() {
             out.push('\n');
@@ -445,14 +447,14 @@ mod tests {
     use super::*;
     use crate::judge::Expectation;
 
-    /// A count depends on time unless it is known, exact, or differs between guest and host. The table
-    /// and the JSON show the measurements of such a row and their spread.
+    /// A count depends on time unless it is known, exact, or differs between guest and host. The
+    /// table and the JSON show the measurements and the spread of a time-dependent row.
     #[test]
     fn time_dependent_rows_show_their_spread() {
         assert!(!row(5, 6).of_time);
         let timed = |guest, host: Option<u64>, basis| {
             let exactly = |value| Expectation::new(value, Tolerance::Exact);
-            let seen = Evidence {
+            let seen = MeasuredEvidence {
                 guest: Some(guest),
                 host: host.map(exactly),
                 expected: Some(Expectation::new(100, Tolerance::Percent(5.0))),
@@ -467,7 +469,7 @@ mod tests {
             spread: Some([0.98, 1.0]),
             ..timed(99, None, "CPU time")
         };
-        let report = Report::new(vec![three], ReportSummary::default());
+        let report = ValidationReport::new(vec![three], ReportSummary::default());
         assert!(
             report.text().contains("0.990 0.980-1.000         5%"),
             "{}",
@@ -479,16 +481,16 @@ mod tests {
     }
 
     fn row(guest: u64, expected: u64) -> ValidationRow {
-        let seen = Evidence::of_guest(Some(guest), Expectation::new(expected, Tolerance::Exact));
+        let seen = MeasuredEvidence::of_guest(Some(guest), Expectation::new(expected, Tolerance::Exact));
         ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy").judged(&seen, "known")
     }
 
     /// One wrong count fails the whole report.
     #[test]
     fn one_failure_fails_the_report() {
-        let good = Report::new(vec![row(5, 5), row(7, 7)], ReportSummary::default());
+        let good = ValidationReport::new(vec![row(5, 5), row(7, 7)], ReportSummary::default());
         assert!(good.is_good() && good.text().contains("2 passed, 0 failed"));
-        let bad = Report::new(vec![row(5, 5), row(7, 8)], ReportSummary::default());
+        let bad = ValidationReport::new(vec![row(5, 5), row(7, 8)], ReportSummary::default());
         assert!(!bad.is_good());
         assert!(bad.text().contains("FAIL [1]") && bad.text().contains("[1] off the expectation"));
         let json: serde_json::Value = serde_json::to_value(&bad).unwrap();
@@ -500,12 +502,12 @@ mod tests {
     /// A report without measurements is a failure.
     #[test]
     fn empty_report_fails() {
-        assert!(!Report::new(vec![], ReportSummary::default()).is_good());
+        assert!(!ValidationReport::new(vec![], ReportSummary::default()).is_good());
         let only = ValidationRow::new(CheckKind::Counting, "cycles", "hardware", "-").unsupported("no PMU");
-        assert!(!Report::new(vec![only], ReportSummary::default()).is_good());
+        assert!(!ValidationReport::new(vec![only], ReportSummary::default()).is_good());
     }
 
-    /// The row-by-row output equals the complete report, and each row appears at once.
+    /// The row-by-row output equals the complete report, and each row appears immediately.
     #[test]
     fn rows_are_shown_as_they_are_added() {
         let mut text = ReportText::default();
@@ -529,7 +531,7 @@ mod tests {
             check: CheckKind::Sampling,
             ..row(1, 1)
         });
-        let report = Report::new(rows.into_vec(), ReportSummary::default());
+        let report = ValidationReport::new(rows.into_vec(), ReportSummary::default());
         // Two header lines before the first row of each section, and a blank line between sections.
         assert_eq!(lines, [3, 4, 8, 12]);
         shown.push_str(&text.end(&report));
@@ -542,7 +544,7 @@ mod tests {
         let why = "no PMU";
         let rows = ["cycles", "branches"]
             .map(|event| ValidationRow::new(CheckKind::Counting, event, "hardware", "-").unsupported(why));
-        let text = Report::new(rows.to_vec(), ReportSummary::default()).text();
+        let text = ValidationReport::new(rows.to_vec(), ReportSummary::default()).text();
         assert_eq!(text.matches("not supported here [1]").count(), 2, "{text}");
         assert_eq!(text.matches("[1] no PMU").count(), 1, "{text}");
     }

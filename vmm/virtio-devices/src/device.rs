@@ -12,7 +12,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::rate_limiter::RateLimiter;
 
-/// The reason why a device could not be activated. The transport logs the error and sets
+/// Error returned when a device cannot be activated. The transport logs the error and sets
 /// DEVICE_NEEDS_RESET.
 #[derive(Debug, Error)]
 pub enum ActivateError {
@@ -132,15 +132,16 @@ pub struct ActiveQueue {
 
 /// Resources that a device receives when its driver sets DRIVER_OK.
 #[derive(Debug)]
-pub struct Activation {
+pub struct DeviceActivation {
     /// Guest memory. The guest may modify its contents at any time.
     pub memory: GuestMemoryMmap,
-    /// Feature bits that the driver accepted, a subset of the offered ones.
+    /// Feature bits that the driver accepted, a subset of the offered bits.
     pub features: u64,
     /// One element per entry of [`VirtioDevice::queue_max_sizes`], `None` for a queue that the
     /// driver left disabled.
     pub queues: Vec<Option<ActiveQueue>>,
-    /// Set if the driver used the device before, and a snapshot has reset it meanwhile.
+    /// `true` if the driver was using the device before, and a snapshot has reset it in the
+    /// meantime.
     pub resumed: bool,
     /// Notifier for configuration changes.
     pub config_change: ConfigChangeNotifier,
@@ -169,12 +170,12 @@ pub trait VirtioDevice: Send {
     /// Writes the device configuration, if it is writable.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
-    /// Activates the device after the driver has set DRIVER_OK: starts the device's thread and
+    /// Activates the device after the driver has set DRIVER_OK. Starts the device's thread and
     /// returns.
     ///
     /// # Errors
     /// Returns an [`ActivateError`], in which case no part of the device is running.
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError>;
 
     /// Resets the device at the driver's request or at machine shutdown. The device's thread has
     /// ended when this returns, and the device can be activated again.
@@ -185,8 +186,8 @@ pub trait VirtioDevice: Send {
         self.reset();
     }
 
-    /// Lets the process to which the VM moves open the host's resources of this device, which is
-    /// stopped.
+    /// Allows the destination process of a migration to open the host resources of this device. The
+    /// device must be stopped.
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -194,8 +195,8 @@ pub trait VirtioDevice: Send {
         Ok(())
     }
 
-    /// Excludes other processes from the host's resources of this device again, before it starts.
-    /// Returns `false` if another process uses them.
+    /// Reacquires exclusive access to the host resources of this device before it starts. Returns
+    /// `false` if another process is using them.
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -203,8 +204,8 @@ pub trait VirtioDevice: Send {
         Ok(true)
     }
 
-    /// Gives up the host's resources of this device, which is stopped and does not start again in this
-    /// process before [`VirtioDevice::claim`].
+    /// Releases the host resources of this device. The device must be stopped, and must not be
+    /// started again in this process before [`VirtioDevice::claim`].
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -212,24 +213,24 @@ pub trait VirtioDevice: Send {
         Ok(())
     }
 
-    /// Returns the name of this device in the message that refuses a snapshot, or `None` if a
-    /// snapshot may include it.
+    /// Returns the name of this device for the error message of a refused snapshot, or `None` if a
+    /// snapshot may include the device.
     ///
-    /// For a snapshot, the transport quiesces the device and activates it again with queues whose
-    /// positions are those of the used rings. A device may be included if it returns chains in the
-    /// order in which it takes them, and has no state that a driver depends on but its queues and
-    /// [`VirtioDevice::save_state`].
+    /// For a snapshot, the transport quiesces the device and activates it again with queue
+    /// positions equal to those of the used rings. A device may be included if it returns chains in
+    /// the order in which it takes them, and has no state that a driver depends on other than its
+    /// queues and [`VirtioDevice::save_state`].
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
         Some("a device of this kind")
     }
 
-    /// Returns the device's rate limiters with their names: that of the device, followed by a
-    /// direction if it has one limiter for each.
+    /// Returns the device's rate limiters with their names. A name is that of the device, followed
+    /// by the direction if the device has one limiter for each direction.
     fn rate_limiters(&self) -> Vec<(String, Arc<RateLimiter>)> {
         Vec::new()
     }
 
-    /// Returns the properties of the device that must be equal where a snapshot is restored.
+    /// Returns the properties of the device that must be the same when a snapshot is restored.
     fn identity(&self) -> Vec<u8> {
         Vec::new()
     }
@@ -239,8 +240,8 @@ pub trait VirtioDevice: Send {
         Vec::new()
     }
 
-    /// Restores a state that [`VirtioDevice::save_state`] has returned. Returns `false` if the device
-    /// cannot have it.
+    /// Restores a state returned by [`VirtioDevice::save_state`]. Returns `false` if the state is
+    /// invalid for the device.
     fn restore_state(&mut self, state: &[u8]) -> bool {
         state.is_empty()
     }

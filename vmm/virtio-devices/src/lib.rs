@@ -1,10 +1,10 @@
-//! Virtio devices (virtio 1.2): console, disk, network, vsock, entropy, balloon and
-//! shared directories.
+//! Virtio devices (virtio 1.2): console, disk, network, vsock, entropy, balloon and shared
+//! directories.
 //!
 //! | module | contents |
 //! |---|---|
 //! | [`device`] | the interface between a device and its transport |
-//! | [`balloon`] | balloon device: gives guest memory back to the host |
+//! | [`balloon`] | balloon device, which returns guest memory to the host |
 //! | [`console`] | console device (hvc0 in a Linux guest) |
 //! | [`disk`] | block device backed by an image file or a host block device |
 //! | [`net`] | network device backed by a tap device |
@@ -16,8 +16,8 @@
 //! | [`share`] | host directory shared through virtiofsd |
 //! | [`worker`] | the thread that serves a device's queues |
 //!
-//! A device starts no thread before its driver sets DRIVER_OK. From then on a dedicated thread
-//! serves its queues: it waits for queue notifications and backend events, and no device code runs
+//! A device starts no thread before its driver sets DRIVER_OK. From then on, a dedicated thread
+//! serves its queues and waits for queue notifications and backend events, and no device code runs
 //! on a vCPU thread in the data path. All queue contents are guest-controlled. Every walk, length
 //! and allocation must be bounded, and a malformed request must fail without affecting other
 //! requests.

@@ -10,7 +10,7 @@ use sandbox::ThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
-use crate::device::{ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice};
+use crate::device::{ActivateError, ActiveQueue, ConfigChangeNotifier, DeviceActivation, VirtioDevice};
 use crate::rate_limiter::RateLimiter;
 use crate::serve::{GuestDescriptorChain, request_reset_if_broken, serve_queue_while};
 use crate::worker::{DeviceWorker, watch_readable};
@@ -43,7 +43,7 @@ impl EntropyDevice {
         })
     }
 
-    /// Limits the requests and the bytes.
+    /// Limits the rates of requests and bytes.
     #[must_use]
     pub fn with_limiter(mut self, limiter: RateLimiter) -> Self {
         self.limiter = Some(Arc::new(limiter));
@@ -83,7 +83,7 @@ impl VirtioDevice for EntropyDevice {
             .collect()
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
         let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?
         else {
@@ -194,7 +194,7 @@ mod tests {
         rng.reset();
     }
 
-    /// A snapshot stops the device; afterwards it continues with the chains that it has not used.
+    /// A device that was stopped for a snapshot continues with the chains that it has not used.
     #[test]
     fn stopped_device_continues_at_the_used_ring() {
         let memory = memory();

@@ -1,5 +1,5 @@
-//! Queue processing: handles each available descriptor chain once and coalesces interrupts for
-//! chains that complete within a short time.
+//! Queue processing. Each available descriptor chain is handled once, and interrupts are coalesced
+//! for chains that complete within a short time.
 
 use std::error::Error;
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ pub type GuestDescriptorChain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 /// A violation of the virtqueue rules by the driver. The queue is unusable until the device is
 /// reset.
 #[derive(Debug, thiserror::Error)]
-pub enum QueueError {
+pub enum VirtqueueError {
     /// The rings are invalid.
     #[error("the driver's queue is unusable")]
     Rings(#[from] virtio_queue::Error),
@@ -41,7 +41,7 @@ pub fn log_driver_error(device: &str, what: &str, error: &dyn Error) {
 /// the queue is broken.
 pub(crate) fn request_reset_if_broken(
     device: &str,
-    served: Result<(), QueueError>,
+    served: Result<(), VirtqueueError>,
     config_change: &ConfigChangeNotifier,
 ) -> bool {
     if let Err(error) = &served {
@@ -51,11 +51,12 @@ pub(crate) fn request_reset_if_broken(
     served.is_err()
 }
 
-/// Maximum time that one round may start new chains. A chain in progress is always finished.
+/// Maximum time during which one round may start new chains. A chain in progress is always
+/// finished.
 const MAX_ROUND: Duration = Duration::from_millis(50);
 
 /// Maximum time between the completion of a chain and the driver's interrupt while further chains
-/// are processed. An interrupt for each chain would cost more than the chain itself where a chain
+/// are processed. An interrupt for each chain would cost more than the chain itself if a chain
 /// takes a few microseconds. Slow chains are signalled individually.
 const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 
@@ -63,19 +64,18 @@ const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 /// bytes that it wrote. The driver is interrupted at the end and at least every
 /// `MAX_INTERRUPT_DELAY`, unless it suppresses notifications.
 ///
-/// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver
-/// keeps adding chains. In that case the queue's kick eventfd is signalled again, so that the
-/// caller's event loop can check its other descriptors, including the stop event, before it
-/// continues.
+/// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver keeps
+/// adding chains. In that case the queue's kick eventfd is signalled again, so that the caller's
+/// event loop can check its other descriptors, including the stop event, before it continues.
 ///
 /// # Errors
-/// Returns a [`QueueError`] if the driver violates the virtqueue rules. The chains processed before
-/// the error have been signalled.
+/// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules. The chains processed
+/// before the error have been signalled.
 pub fn serve_queue(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
-) -> Result<(), QueueError> {
+) -> Result<(), VirtqueueError> {
     serve_queue_while(active, memory, || true, serve)
 }
 
@@ -84,24 +84,24 @@ pub fn serve_queue(
 /// until the next call.
 ///
 /// # Errors
-/// Returns a [`QueueError`] if the driver violates the virtqueue rules. The chains processed before
-/// the error have been signalled.
+/// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules. The chains processed
+/// before the error have been signalled.
 pub fn serve_queue_while(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
     wants: impl Fn() -> bool,
     serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
-) -> Result<(), QueueError> {
+) -> Result<(), VirtqueueError> {
     serve_with_clock(active, memory, wants, serve, Instant::now)
 }
 
-/// Sets the position of a queue to that of its used ring. A device that returns chains in the order in
-/// which it takes them continues there after its thread has ended: every chain before the position is
-/// used, and any chain after it that the thread had taken is taken again.
+/// Sets the position of a queue to that of its used ring. A device that returns chains in the order
+/// in which it takes them continues there after its thread has ended. Every chain before the
+/// position has been used, and any later chain that the thread had taken is taken again.
 ///
 /// # Errors
-/// Returns [`QueueError::Rings`] if the used ring cannot be read.
-pub fn continue_at_used_ring(queue: &mut Queue, memory: &GuestMemoryMmap) -> Result<(), QueueError> {
+/// Returns [`VirtqueueError::Rings`] if the used ring cannot be read.
+pub fn continue_at_used_ring(queue: &mut Queue, memory: &GuestMemoryMmap) -> Result<(), VirtqueueError> {
     let position = queue.used_idx(memory, Ordering::Acquire)?;
     queue.set_next_avail(position.0);
     queue.set_next_used(position.0);
@@ -114,7 +114,8 @@ struct RoundProgress {
     left: u16,
     /// Deadline for starting a chain.
     end: Instant,
-    /// Time of the last interrupt, or the last time that no completed chain was unsignalled.
+    /// Time of the last interrupt, or the last time at which there was no unsignalled completed
+    /// chain.
     signalled: Instant,
     /// `true` if chains have completed since the last interrupt.
     unsignalled: bool,
@@ -127,7 +128,7 @@ fn serve_with_clock(
     wants: impl Fn() -> bool,
     mut serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
     mut now: impl FnMut() -> Instant,
-) -> Result<(), QueueError> {
+) -> Result<(), VirtqueueError> {
     let start = now();
     let mut progress = RoundProgress {
         left: active.queue.size(),
@@ -141,7 +142,8 @@ fn serve_with_clock(
             // The handler accepts no more chains for now and resumes the queue later.
             Ok(()) if !wants() => break Ok(()),
             Ok(()) if progress.left == 0 || now() >= progress.end => {
-                // A full counter is a pending notification too.
+                // The write fails only if the counter is full, in which case a notification is
+                // already pending.
                 let _ = active.kick.write(1);
                 break Ok(());
             }
@@ -159,7 +161,7 @@ fn serve_with_clock(
 }
 
 /// Interrupts the driver unless it suppresses notifications.
-fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), QueueError> {
+fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), VirtqueueError> {
     if active.queue.needs_notification(memory)? {
         active.interrupt.raise();
     }
@@ -174,7 +176,7 @@ fn serve_round(
     wants: &impl Fn() -> bool,
     serve: &mut impl FnMut(GuestDescriptorChain<'_>) -> u32,
     now: &mut impl FnMut() -> Instant,
-) -> Result<(), QueueError> {
+) -> Result<(), VirtqueueError> {
     let size = active.queue.size();
     while progress.left > 0
         && wants()
@@ -182,7 +184,7 @@ fn serve_round(
     {
         let head = chain.head_index();
         if head >= size {
-            return Err(QueueError::Head { head, size });
+            return Err(VirtqueueError::Head { head, size });
         }
         let written = serve(chain);
         active.queue.add_used(memory, head, written)?;
@@ -215,14 +217,14 @@ pub(crate) mod testing {
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::device::{Activation, DeviceInterrupt, FatalErrorCallback, VirtioDevice};
+    use crate::device::{DeviceActivation, DeviceInterrupt, FatalErrorCallback, VirtioDevice};
 
     /// Size of guest memory, in bytes. The queue is at the start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
     /// First address after the queue.
     pub(crate) const BUFFERS: u64 = 0x10_0000;
 
-    /// Number of chains that [`Driver::offer_hostile`] adds, and the address of the last one's
+    /// Number of chains that [`Driver::offer_hostile`] adds, and the address of the last chain's
     /// buffer.
     pub(crate) const HOSTILE: u16 = 14;
     pub(crate) const GOOD: u64 = BUFFERS + 0x4000;
@@ -255,18 +257,18 @@ pub(crate) mod testing {
         }
     }
 
-    /// Returns the [`Activation`] of a device whose driver has set up these queues.
+    /// Returns the [`DeviceActivation`] of a device whose driver has set up these queues.
     pub(crate) fn activation(
         memory: &GuestMemoryMmap,
         queues: Vec<Option<ActiveQueue>>,
-    ) -> (Activation, DriverView) {
+    ) -> (DeviceActivation, DriverView) {
         let seen = DriverView {
             changed: Arc::new(EventFd::new(0).unwrap()),
             needs_reset: Arc::default(),
         };
         let interrupt = DeviceInterrupt::new(Some(seen.changed.clone()));
         let generation = Arc::new(AtomicU8::new(0));
-        let activation = Activation {
+        let activation = DeviceActivation {
             memory: memory.clone(),
             features: 0,
             queues,
@@ -328,7 +330,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Writes consecutive descriptors, the first one at index `head`.
+        /// Writes consecutive descriptors, starting at index `head`.
         pub(crate) fn write(&self, head: u16, descriptors: &[Descriptor]) {
             for (at, descriptor) in (head..).zip(descriptors) {
                 let table = self.mock.desc_table();
@@ -379,10 +381,10 @@ pub(crate) mod testing {
             avail.idx().store(self.offered.to_le());
         }
 
-        /// Adds [`HOSTILE`] chains from head 0 on: malformed ones, followed by a valid one of 256
-        /// bytes at [`GOOD`]. `direction` is WRITE for device-writable buffers. The queue must have
-        /// at least 32 entries because the used ring of the mock begins halfway through the
-        /// available ring.
+        /// Adds [`HOSTILE`] chains starting at head 0. All chains are malformed except the last
+        /// one, which has 256 bytes at [`GOOD`]. `direction` is WRITE for device-writable buffers.
+        /// The queue must have at least 32 entries because the used ring of the mock begins halfway
+        /// through the available ring.
         pub(crate) fn offer_hostile(&mut self, direction: u16) {
             const NEXT: u16 = 1;
             const WRITE: u16 = 2;
@@ -427,7 +429,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Returns the used ring entries so far: head index and bytes written.
+        /// Returns the used ring entries as pairs of head index and bytes written.
         pub(crate) fn used(&self) -> Vec<(u32, u32)> {
             let used = self.mock.used();
             (0..usize::from(u16::from_le(used.idx().load())))
@@ -448,7 +450,8 @@ mod tests {
     use super::testing::{BUFFERS, Driver, memory};
     use super::*;
 
-    /// A completed flush is signalled without waiting for a long write that precedes it.
+    /// Chains that complete within the maximum interrupt delay share an interrupt, and slower
+    /// chains are signalled individually.
     #[test]
     fn fast_chains_are_coalesced_and_slow_ones_are_not() {
         for (step, interrupts) in [
@@ -492,7 +495,7 @@ mod tests {
         active: &mut ActiveQueue,
         memory: &GuestMemoryMmap,
         serve: impl FnMut(GuestDescriptorChain<'_>) -> u32,
-    ) -> Result<(), QueueError> {
+    ) -> Result<(), VirtqueueError> {
         let start = Instant::now();
         serve_with_clock(active, memory, || true, serve, || start)
     }
@@ -508,7 +511,7 @@ mod tests {
         assert_eq!(driver.active.kick.read().unwrap(), 1);
     }
 
-    /// Stopping the worker waits for the chain in progress only, not for the whole queue.
+    /// Stopping the worker waits only for the chain in progress, not for the whole queue.
     #[test]
     fn long_round_is_interrupted_and_continued() {
         let memory = memory();
@@ -537,11 +540,14 @@ mod tests {
         driver.offer_chain(0, &[Descriptor::new(BUFFERS, 8, 2, 0)]);
         driver.offer(4);
         let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
-        assert!(matches!(error, QueueError::Head { head: 4, size: 4 }), "{error}");
+        assert!(
+            matches!(error, VirtqueueError::Head { head: 4, size: 4 }),
+            "{error}"
+        );
         assert_eq!((driver.used(), driver.vector.read().unwrap()), (vec![(0, 8)], 1));
         // The available index exceeds the queue size.
         driver.mock.avail().idx().store(100u16.to_le());
         let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
-        assert!(matches!(error, QueueError::Rings(_)), "{error}");
+        assert!(matches!(error, VirtqueueError::Rings(_)), "{error}");
     }
 }

@@ -269,7 +269,8 @@ mod tests {
         assert_eq!((kicks.load(Ordering::Relaxed), kick.read().unwrap()), (3, 1));
     }
 
-    /// A guest would otherwise wait forever for a device without a thread.
+    /// A panic of the worker terminates the machine, because the guest would otherwise wait forever
+    /// for a device without a thread.
     #[test]
     fn worker_panic_terminates_machine() {
         struct Panics(Arc<EventFd>);

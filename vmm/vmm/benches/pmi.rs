@@ -1,6 +1,6 @@
-//! Cost of a PMI beyond the register accesses of its driver. Compares a guest whose counter
+//! Cost of a PMI in addition to the register accesses of its driver. Compares a guest whose counter
 //! overflows continuously with the same guest under a minimal VMM that answers each access with a
-//! constant and sends NMIs at the same rate. The two are interleaved.
+//! constant and sends NMIs at the same rate. The two variants are interleaved.
 //!
 //! The guest executes a countdown loop. Its NMI handler makes the accesses of Linux's driver (6.1)
 //! for one counter, with RDMSR instead of RDPMC. Times are CPU time, which excludes other
@@ -380,7 +380,7 @@ impl Case {
     fn ours(&self, kvm: &Kvm, image: Vec<u8>) -> Result<Measurement, Box<dyn Error>> {
         let began = cpu_time();
         let config = VmConfig::new(
-            // Leaks a few KiB per repetition until the process ends.
+            // Leaks a few KiB per repetition until the process exits.
             KernelSource::Builtin(image.leak()),
             RAM_BYTES,
             PmuConfig::new(self.model()?, BackingPolicy::Auto),
@@ -433,7 +433,7 @@ struct Work {
 }
 
 impl Work {
-    /// Calibrates the work by the cost of an interrupt and of a loop iteration on this host.
+    /// Calibrates the work from the cost of an interrupt and of a loop iteration on this host.
     fn of(kvm: &Kvm) -> Result<Self, Box<dyn Error>> {
         let case = &CASES[2];
         let tsc_khz = u64::from(VmFd::new(kvm)?.create_vcpu(0)?.get_tsc_khz()?);

@@ -1,6 +1,6 @@
 //! Time from opening the files of a snapshot until the VM is ready to run, for small and large
-//! memory, beside the time to build the same VM for a boot. Also prints the size of the state file.
-//! The variants are interleaved.
+//! memory, compared with the time to build the same VM for a boot. Also prints the size of the
+//! state file. The variants are interleaved.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -18,8 +18,8 @@ use vmm::kvm::host;
 use vmm::pmu::PmuConfig;
 use vmm::vcpu::kick;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
-use vmm::vm::save::Snapshot;
-use vmm::vm::{PendingKvmSetup, Vm, VmConfig, VmParts};
+use vmm::vm::save::VmSnapshot;
+use vmm::vm::{DeferredKvmSetup, Vm, VmConfig, VmParts};
 use vpmu::{BackingPolicy, PmuModel};
 
 /// Number of repetitions of each variant.
@@ -28,7 +28,8 @@ const SMALL: u64 = 64 << 20;
 const LARGE: u64 = 4 << 30;
 /// Maximum size of the state file with one vCPU, in KiB.
 const MAX_STATE_KIB: f64 = 80.0;
-/// Multiboot kernel `hlt; jmp` to the start, with its load address in the header.
+/// Multiboot kernel that executes `hlt` and jumps back to its start, with its load address in the
+/// header.
 const KERNEL: [u32; 9] = [
     0x1BAD_B002,
     0x1_0003,
@@ -49,7 +50,7 @@ fn config(memory_bytes: u64) -> VmConfig {
 
 fn parts<'a>(kvm: &'a Kvm, config: &'a VmConfig, probe: &'a HostProbe) -> VmParts<'a> {
     VmParts {
-        begun: PendingKvmSetup::now(),
+        begun: DeferredKvmSetup::now(),
         kvm,
         config,
         devices: Vec::new(),
@@ -61,9 +62,9 @@ fn parts<'a>(kvm: &'a Kvm, config: &'a VmConfig, probe: &'a HostProbe) -> VmPart
 /// Saves a running VM in `dir`.
 fn save(kvm: &Kvm, config: &VmConfig, probe: &HostProbe, dir: &Path) -> Result<(), Box<dyn Error>> {
     let vm = Vm::boot(parts(kvm, config, probe))?.start()?;
-    // The guest has halted.
+    // Gives the guest time to halt.
     std::thread::sleep(Duration::from_millis(50));
-    let mut snapshot = Snapshot::begin(vm.snapshots(), BTreeMap::new())?;
+    let mut snapshot = VmSnapshot::begin(vm.snapshots(), BTreeMap::new())?;
     while !snapshot.advance()? {
         std::thread::sleep(Duration::from_micros(50));
     }
@@ -79,7 +80,7 @@ fn save(kvm: &Kvm, config: &VmConfig, probe: &HostProbe, dir: &Path) -> Result<(
     Ok(())
 }
 
-/// Returns the milliseconds of loading the state alone, and of building the VM with it.
+/// Returns the time in milliseconds to load the state alone, and to build the VM with it.
 fn restore(
     kvm: &Kvm,
     config: &VmConfig,

@@ -12,7 +12,7 @@ use test_support::figures::{self, Figure, Target, median};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::execution;
-use vmm::kvm::stepping::Stepping;
+use vmm::kvm::stepping::SteppingSupport;
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
 use vmm::memory::GuestRam;
@@ -139,7 +139,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("steps: SKIPPED: no usable /dev/kvm here");
         return Ok(());
     };
-    let host: Stepping = execution::probe(&kvm)?.stepping;
+    let host: SteppingSupport = execution::probe(&kvm)?.stepping;
     if !host.kernel {
         println!("steps: SKIPPED: this KVM does not step");
         return Ok(());

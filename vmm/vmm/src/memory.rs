@@ -36,8 +36,8 @@ pub const HIGH_RAM_START: u64 = 0x10_0000;
 /// Granularity of guest memory sizes, in bytes.
 pub const RAM_GRANULE_BYTES: u64 = 4096;
 
-/// Error of allocating guest memory. Each message is one line that names the problem, the limit and
-/// the remedy.
+/// Error when allocating guest memory. Each message is one line that names the problem, the limit
+/// and the remedy.
 #[derive(Debug, Error)]
 pub enum MemoryError {
     /// The size is less than [`MIN_RAM_BYTES`].
@@ -77,7 +77,7 @@ pub enum MemoryError {
         /// Number of address bits of the processor.
         bits: u32,
     },
-    /// The host refused the mapping.
+    /// The host rejected the mapping.
     #[error("cannot map {} MiB of guest memory; free memory on the host or use a smaller --memory", size_bytes >> 20)]
     Map {
         /// Requested size in bytes.
@@ -108,7 +108,7 @@ pub enum MemoryError {
         size_bytes >> 20
     )]
     MoreThanAvailable {
-        /// Requested size in bytes.
+        /// The memory to be preallocated exceeds the available memory.
         size_bytes: u64,
         /// Available memory.
         limit: HostMemoryLimit,
@@ -116,7 +116,7 @@ pub enum MemoryError {
     /// The memory of a restored VM cannot be cleared.
     #[error("the memory of a VM that was restored from a snapshot cannot be cleared")]
     Restored,
-    /// KVM refused a memory slot.
+    /// KVM rejected a memory slot.
     #[error(transparent)]
     Register(#[from] MemorySlotError),
 }
@@ -156,16 +156,16 @@ impl GuestRam {
     /// Maps `size_bytes` of RAM. Pages are allocated when the guest touches them.
     ///
     /// # Errors
-    /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host refuses the
+    /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host rejects the
     /// mapping.
     pub fn new(size_bytes: u64) -> Result<Self, MemoryError> {
         Self::with_backing(size_bytes, MemoryBackingConfig::default())
     }
 
-    /// Maps `size_bytes` of RAM of this kind. [`Self::fill`] preallocates it if requested.
+    /// Maps `size_bytes` of RAM with this backing. [`Self::fill`] preallocates it if requested.
     ///
     /// # Errors
-    /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host refuses the
+    /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host rejects the
     /// mapping.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn with_backing(size_bytes: u64, kind: MemoryBackingConfig) -> Result<Self, MemoryError> {
@@ -212,11 +212,11 @@ impl GuestRam {
         })
     }
 
-    /// Replaces all RAM by a private mapping of the memory file of a snapshot, which must have as
-    /// many bytes. Pages are read when they are accessed, and the file is never written.
+    /// Replaces all RAM by a private mapping of the memory file of a snapshot, which must have the
+    /// same size. Pages are read when they are accessed, and the file is never written.
     ///
     /// # Errors
-    /// Returns [`MemoryError::Map`] if the host refuses the mapping.
+    /// Returns [`MemoryError::Map`] if the host rejects the mapping.
     pub fn map_snapshot(&mut self, file: &File) -> Result<(), MemoryError> {
         let size_bytes = self.size_bytes;
         backing::map_file(&self.mem, file).map_err(|source| MemoryError::Map { size_bytes, source })?;
@@ -224,11 +224,12 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Maps the ranges of diffs, the lowest first, over their base, which [`Self::map_snapshot`] has
-    /// mapped. A range is an offset in RAM and a length, in bytes, and is at the same offset in the file.
+    /// Maps the ranges of diffs, from the lowest to the highest, over their base, which must have
+    /// been mapped by [`Self::map_snapshot`]. A range is an offset in RAM and a length, in bytes.
+    /// The file has the contents at the same offset.
     ///
     /// # Errors
-    /// Returns [`MemoryError::Map`] if the host refuses a mapping or the file cannot be read.
+    /// Returns [`MemoryError::Map`] if the host rejects a mapping or the file cannot be read.
     pub fn map_changes<'a>(
         &mut self,
         layers: impl Iterator<Item = (&'a File, &'a [(u64, u64)])>,
@@ -237,7 +238,7 @@ impl GuestRam {
         backing::map_layers(&self.mem, layers).map_err(|source| MemoryError::Map { size_bytes, source })
     }
 
-    /// Preallocates all pages, if the memory kind requests it.
+    /// Preallocates all pages, if the backing requests it.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if the host has too little memory.
@@ -251,8 +252,8 @@ impl GuestRam {
     /// Zeroes all RAM, as after power-on. No other thread may access it.
     ///
     /// # Errors
-    /// Returns [`MemoryError::Map`] if a system call fails, and [`MemoryError::Restored`] for memory
-    /// of a snapshot, whose contents would come back.
+    /// Returns [`MemoryError::Map`] if a system call fails, and [`MemoryError::Restored`] for
+    /// memory of a snapshot, whose contents would reappear.
     pub fn clear(&self) -> Result<(), MemoryError> {
         if self.restored {
             return Err(MemoryError::Restored);
@@ -292,7 +293,7 @@ impl GuestRam {
     /// hole below 4 GiB.
     ///
     /// # Errors
-    /// Returns the error of the file, or an error if it is too short or the range is not RAM.
+    /// Returns an error if the file cannot be read or is too short, or if the range is not RAM.
     pub fn read_from(&self, offset: u64, mut file: &File, bytes: u64) -> io::Result<()> {
         file.rewind()?;
         let bytes = usize::try_from(bytes).map_err(io::Error::other)?;
@@ -357,13 +358,13 @@ impl GuestRam {
     /// Registers every mapping with a VM. The slots exist as long as the result lives.
     ///
     /// # Errors
-    /// Returns [`MemoryError::Register`] if KVM refuses a slot.
+    /// Returns [`MemoryError::Register`] if KVM rejects a slot.
     pub fn register(&self, vm: &Arc<VmFd>) -> Result<MemorySlots, MemoryError> {
         Ok(MemorySlots::new(vm.clone(), self.mem.clone())?)
     }
 }
 
-/// Returns the first address after the last RAM of a guest with `size_bytes`.
+/// Returns the end address of the RAM of a guest with `size_bytes`.
 fn ram_end(size_bytes: u64) -> u64 {
     if size_bytes <= MMIO_HOLE_START {
         size_bytes
@@ -443,7 +444,8 @@ mod tests {
         assert!(err.to_string().contains("more than this host has"), "{err}");
     }
 
-    /// The advice about the size of memory does not help with huge pages that are not reserved.
+    /// Missing huge pages are reported first, because the advice about the memory size does not
+    /// help if huge pages are not reserved.
     #[test]
     fn missing_huge_pages_are_reported_first() {
         let kind = MemoryBackingConfig {
@@ -501,7 +503,7 @@ mod tests {
 
     #[test]
     fn guest_above_the_hole_continues_at_four_gib() {
-        // The layout is pure arithmetic and independent of the host's memory.
+        // The layout is pure arithmetic, independent of the host's memory.
         assert_eq!(ram_end(MMIO_HOLE_START), MMIO_HOLE_START);
         assert_eq!(ram_end(MMIO_HOLE_START + 4096), MMIO_HOLE_END + 4096);
         let Ok(ram) = GuestRam::new(5 << 30) else {
@@ -519,8 +521,8 @@ mod tests {
 
     proptest::proptest! {
         /// For every size, the memory map contains each byte of the mapped RAM once, in order, with
-        /// the reserved area as the only other entry. An access is RAM exactly if vm-memory serves
-        /// it in one piece.
+        /// the reserved area as the only other entry. An access counts as RAM if and only if
+        /// vm-memory serves it in one piece.
         #[test]
         fn memory_map_matches_mappings(
             pages in (MIN_RAM_BYTES / 4096)..(MIN_RAM_BYTES / 4096 + 1000),

@@ -5,15 +5,15 @@ use std::str::FromStr;
 /// Maximum number of vCPUs of a guest.
 pub const MAX_CPUS: u8 = 64;
 
-/// Initial and maximum number of vCPUs: `--cpus N` or `--cpus N,max=M`. vCPU numbers are 0 to `max`
-/// - 1, and those from `present` on are initially absent.
+/// Initial and maximum number of vCPUs: `--cpus N` or `--cpus N,max=M`. vCPU numbers range from 0
+/// to `max - 1`, and vCPUs numbered `present` or higher are initially absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuNumbers {
     present: u8,
     max: u8,
 }
 
-/// Error of parsing or combining vCPU numbers.
+/// Error when parsing or combining vCPU numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuNumbersError {
     /// Zero vCPUs, too many vCPUs, or not a number.

@@ -14,12 +14,12 @@ use vpmu::{BackingPolicy, PmuModel};
 
 use crate::boot::KernelSource;
 use crate::control::server::ControlledVm;
-use crate::devices::Bus;
+use crate::devices::BoardBus;
 use crate::kvm::host;
 use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
 use crate::vcpu::kick;
 use crate::vm::restore::{RestoredMachine, RestoredMemory};
-use crate::vm::save::Snapshot;
+use crate::vm::save::VmSnapshot;
 use crate::vm::{RunningVm, Vm, VmConfig};
 
 /// Address of the guest code, which runs in 32-bit mode without paging.
@@ -74,9 +74,9 @@ pub(crate) fn queue_addresses(queue: u64) -> [u64; 3] {
     [0, 0x1000, 0x2000].map(|offset| 0x20_0000 + queue * 0x4000 + offset)
 }
 
-/// Starts the first device with `queues` queues as a driver does that accepts no feature of the device.
-/// The interrupt of the queues is `vector` of vCPU 0. Returns the base address of the BAR.
-pub(crate) fn start_device(bus: &Bus, vector: u8, queues: u64) -> u64 {
+/// Starts the first device with `queues` queues, like a driver that accepts no feature of the
+/// device. The interrupt of the queues is `vector` of vCPU 0. Returns the base address of the BAR.
+pub(crate) fn start_device(bus: &BoardBus, vector: u8, queues: u64) -> u64 {
     let pci = bus.pci().unwrap();
     let select = |register: u32| {
         pci.write_port(0xCF8, &(1 << 31 | 1 << 11 | register).to_le_bytes());
@@ -96,7 +96,7 @@ pub(crate) fn start_device(bus: &Bus, vector: u8, queues: u64) -> u64 {
         assert!(pci.write_memory(bar + offset, &value.to_le_bytes()[..bytes]));
     };
     configure(4, 6);
-    // The first capability is MSI-X. Its entry 1 is that of the queues.
+    // The first capability is MSI-X. Entry 1 of its table is used for the queues.
     configure(read(0x34) & 0xFC, 1 << 31);
     write(0x4010, 0xFEE0_0000, 8);
     write(0x4018, vector.into(), 8);
@@ -118,9 +118,9 @@ pub(crate) fn start_device(bus: &Bus, vector: u8, queues: u64) -> u64 {
     bar
 }
 
-/// Takes a snapshot of `vm`, which goes on.
+/// Takes a snapshot of `vm`, which continues to run.
 pub(crate) fn snapshot_of(vm: &RunningVm) -> RestoredMachine {
-    let mut snapshot = Snapshot::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+    let mut snapshot = VmSnapshot::begin(vm.snapshots(), BTreeMap::new()).unwrap();
     while !snapshot.advance().unwrap() {
         std::thread::sleep(Duration::from_micros(50));
     }

@@ -19,7 +19,7 @@ use crate::kvm::rotation_cost;
 
 /// Argument of `--mux`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MuxChoice {
+pub enum MuxPolicyChoice {
     /// The adaptive policy with an interval derived from the measured cost of a rotation.
     #[default]
     Auto,
@@ -27,7 +27,7 @@ pub enum MuxChoice {
     Fixed(MuxPolicy),
 }
 
-impl MuxChoice {
+impl MuxPolicyChoice {
     /// Returns the policy for this host, and the initial interval of the adaptive policy if it was
     /// measured. Without hardware counters nothing is measured.
     pub fn resolve_policy(self, kvm: &Kvm, probe: &HostProbe) -> (MuxPolicy, Option<Duration>) {
@@ -48,18 +48,18 @@ impl MuxChoice {
     }
 }
 
-/// Error of parsing [`MuxChoice`].
+/// Error when parsing [`MuxPolicyChoice`].
 #[derive(Debug, thiserror::Error)]
 #[error("must be auto, adaptive or rotate")]
-pub struct ParseMuxChoiceError;
+pub struct ParseMuxPolicyError;
 
-impl FromStr for MuxChoice {
-    type Err = ParseMuxChoiceError;
+impl FromStr for MuxPolicyChoice {
+    type Err = ParseMuxPolicyError;
 
-    fn from_str(text: &str) -> Result<Self, ParseMuxChoiceError> {
+    fn from_str(text: &str) -> Result<Self, ParseMuxPolicyError> {
         match text {
             "auto" => Ok(Self::Auto),
-            _ => text.parse().map(Self::Fixed).map_err(|_| ParseMuxChoiceError),
+            _ => text.parse().map(Self::Fixed).map_err(|_| ParseMuxPolicyError),
         }
     }
 }
@@ -70,10 +70,10 @@ const MIN_ROTATION_INTERVAL: Duration = Duration::from_micros(150);
 
 /// Tick interval while events are multiplexed or sampled by frequency.
 const TICK_INTERVAL: Duration = Duration::from_millis(4);
-/// Tick interval while events are sampled with a fixed period only, which may need unthrottling.
-/// Each tick wakes the main thread, which is costly for a VM that shares its CPU with many others.
+/// Tick interval while events are sampled only with a fixed period and may need unthrottling. Each
+/// tick wakes the main thread, which is costly for a VM that shares its CPU with many others.
 const UNTHROTTLE_INTERVAL: Duration = Duration::from_millis(32);
-/// Interval of checking whether ticks are needed.
+/// Interval between checks whether ticks are needed.
 const IDLE_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of further ticks at [`TICK_INTERVAL`] intervals after the last necessary one. An event
 /// that was throttled once is likely to be throttled again and then waits for a tick.
@@ -92,7 +92,7 @@ impl TickTimer {
     /// Creates an armed timer.
     ///
     /// # Errors
-    /// Returns the error of timerfd_create or timerfd_settime.
+    /// Returns an error if timerfd_create or timerfd_settime fails.
     pub fn new() -> io::Result<Self> {
         let os = |e: vmm_sys_util::errno::Error| io::Error::from_raw_os_error(e.errno());
         let mut timer = TimerFd::new().map_err(os)?;
@@ -166,7 +166,7 @@ impl RotationTimer {
     /// Creates a disarmed timer.
     ///
     /// # Errors
-    /// Returns the error of timerfd_create.
+    /// Returns an error if timerfd_create fails.
     pub fn new(policy: MuxPolicy) -> io::Result<Self> {
         let timer = TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
         Ok(Self {
@@ -215,8 +215,8 @@ mod tests {
     use perf_core::pmu::sim::SimPmu;
     use perf_core::time::ManualClock;
     use perf_core::{
-        ControlScope, CpuMode, Handle, OpenFlags, OpenTarget, PerfCoreConfig, Role, SampleRegs, Session,
-        VcpuContext,
+        ControlScope, CpuMode, EventHandle, OpenFlags, OpenTarget, PerfCoreConfig, SampleRegs, Session,
+        SessionRole, VcpuContext,
     };
 
     use super::*;
@@ -236,7 +236,7 @@ mod tests {
 
     struct ContendedCore {
         core: PerfCore,
-        handles: Vec<Handle>,
+        handles: Vec<EventHandle>,
         _kept: (Session, Arc<VcpuContext>),
     }
 
@@ -248,7 +248,7 @@ mod tests {
         });
         core.register(Arc::new(SimPmu::with_slots(2)));
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let open = |config| {
             let attr = Attr {
                 ty: EventType::SIM,
@@ -267,8 +267,8 @@ mod tests {
         }
     }
 
-    fn have_run(handles: &[Handle]) -> usize {
-        let ran = |h: &&Handle| h.read().unwrap().time_running_ns > 0;
+    fn have_run(handles: &[EventHandle]) -> usize {
+        let ran = |h: &&EventHandle| h.read().unwrap().time_running_ns > 0;
         handles.iter().filter(ran).count()
     }
 
@@ -287,8 +287,8 @@ mod tests {
         }
     }
 
-    /// Events opened while no ticks were needed are rotated at once, not after the idle interval of
-    /// 100 ms.
+    /// Events opened while no ticks were needed are rotated immediately, not after the idle
+    /// interval of 100 ms.
     #[test]
     fn tick_interval_shortens_when_events_multiplex() {
         let mut rig = contended(MuxPolicy::Rotate);
@@ -317,7 +317,7 @@ mod tests {
         });
         core.register(pmu.clone());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let attr = Attr::sampling(EventType::SIM, 1, 10);
         let target = OpenTarget::Vcpu(VcpuId(0));
         let flags = OpenFlags {
@@ -345,19 +345,19 @@ mod tests {
         assert_eq!(ticks.pace, IDLE_INTERVAL);
     }
 
-    /// After several missed ticks, the overflows count towards the elapsed time and not towards a
+    /// After several missed ticks, the overflows are attributed to the elapsed time and not to a
     /// single tick. Otherwise the period of a frequency event would become several times too long.
     #[test]
     fn missed_ticks_count_towards_elapsed_time() {
         let pmu = Arc::new(SimPmu::with_slots(1));
         let core = PerfCore::new(PerfCoreConfig {
-            // The clock stands still, so only ticks adjust the period.
+            // The clock does not advance, so only ticks adjust the period.
             clock: Arc::new(ManualClock::default()),
             ..PerfCoreConfig::default()
         });
         core.register(pmu.clone());
         let vcpu = core.add_vcpu(VcpuId(0), 1).unwrap();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let attr = Attr {
             freq: true,
             // One overflow per tick.

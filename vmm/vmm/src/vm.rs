@@ -1,4 +1,4 @@
-//! A virtual machine: created from a configuration and run until it ends.
+//! A virtual machine, which is created from a configuration and run until it stops.
 
 mod config;
 mod error;
@@ -20,7 +20,7 @@ use snapshot::state::SavedVcpuPmu;
 use virtio_devices::device::VirtioDevice;
 
 use crate::boot::{self, LoadedGuest};
-use crate::devices::Bus;
+use crate::devices::BoardBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::cpuid;
@@ -40,7 +40,7 @@ use crate::vcpu::saved::cpuid_leaf;
 pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
 use guest_patching::rdpmc::RdpmcMode;
-pub use pending_setup::PendingKvmSetup;
+pub use pending_setup::DeferredKvmSetup;
 use plan::{VcpuParts, VmPlan, needs_full_kvm};
 use restart::{RestartContext, Restarter};
 use restore::{NewMachine, RestoredMachine, format_name};
@@ -52,7 +52,7 @@ pub struct Vm {
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     start: StartState,
     cpus: VcpuNumbers,
-    bus: Arc<Bus>,
+    bus: Arc<BoardBus>,
     pmu: Arc<VmPmu>,
     control: Arc<RunControl>,
     loaded: LoadedGuest,
@@ -60,7 +60,7 @@ pub struct Vm {
     ram: GuestRam,
     again: Option<RestartContext>,
     snapshots: Arc<SnapshotSource>,
-    /// vCPUs of a restored VM that are present, with the parts of their states that the VMM keeps.
+    /// Present vCPUs of a restored VM, with the parts of their state that the VMM keeps.
     restored: Option<(VcpuSet, Vec<(u8, SavedVcpuPmu)>)>,
     free_breakpoints: usize,
 }
@@ -68,7 +68,7 @@ pub struct Vm {
 /// Inputs for building a VM.
 pub struct VmParts<'a> {
     /// KVM resources whose creation was started earlier.
-    pub begun: PendingKvmSetup,
+    pub begun: DeferredKvmSetup,
     /// KVM.
     pub kvm: &'a Kvm,
     /// Configuration of the VM.
@@ -95,7 +95,7 @@ impl Vm {
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
         Self::boot(VmParts {
-            begun: PendingKvmSetup::now(),
+            begun: DeferredKvmSetup::now(),
             kvm,
             config,
             devices,
@@ -113,9 +113,9 @@ impl Vm {
         Self::build(parts, None)
     }
 
-    /// Builds the machine and restores the guest from a snapshot or from another process. The guest's
-    /// kernel and the reset policy of the configuration are not used, and a reset by the guest ends the
-    /// VM.
+    /// Builds the machine and restores the guest from a snapshot or from another process. The
+    /// guest's kernel and the reset policy of the configuration are not used, and a reset by the
+    /// guest stops the VM.
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
@@ -257,11 +257,11 @@ impl Vm {
     }
 
     /// Returns the devices.
-    pub fn bus(&self) -> &Arc<Bus> {
+    pub fn bus(&self) -> &Arc<BoardBus> {
         &self.bus
     }
 
-    /// Returns the run state and end of the VM.
+    /// Returns the run state and stop reason of the VM.
     pub fn control(&self) -> &Arc<RunControl> {
         &self.control
     }
@@ -285,7 +285,8 @@ impl Vm {
     /// Starts the threads of the vCPUs that are present at the start.
     ///
     /// # Errors
-    /// Returns [`VmError::Vcpu`] if a thread cannot be started. All others are stopped again.
+    /// Returns [`VmError::Vcpu`] if a thread cannot be started. In this case, all other threads are
+    /// stopped.
     pub fn start(self) -> Result<RunningVm, VmError> {
         let symbols = Arc::new(ArcSwap::new(self.loaded.symbols.clone()));
         let restarter = self.again.map(|again| Restarter {
@@ -319,7 +320,7 @@ impl Vm {
                 {
                     pci.resume();
                 }
-                // No vCPU runs before all have their states.
+                // No vCPU runs before the states of all vCPUs are restored.
                 running.control.set_paused(true);
                 running.registry.start_set(present, saved, self.on_first_entry)?;
                 running.control.set_paused(self.start != StartState::Running);
@@ -335,18 +336,18 @@ enum StartState {
     Running,
     /// The vCPUs are paused.
     Paused,
-    /// The vCPUs are paused and the devices are stopped, because another process has the VM.
+    /// The vCPUs are paused and the devices are stopped, because another process still owns the VM.
     Held,
 }
 
-/// A VM whose vCPU threads run. Dropping it stops them.
+/// A VM whose vCPU threads are running. Dropping it stops them.
 pub struct RunningVm {
     restarter: Option<Restarter>,
     symbols: Arc<ArcSwap<PackedSymbols>>,
     registry: Arc<VcpuRegistry>,
     loaded: LoadedGuest,
     control: Arc<RunControl>,
-    bus: Arc<Bus>,
+    bus: Arc<BoardBus>,
     pmu: Arc<VmPmu>,
     _slots: MemorySlots,
     ram: GuestRam,
@@ -355,8 +356,8 @@ pub struct RunningVm {
 }
 
 impl RunningVm {
-    /// Starts the devices and the vCPUs of a VM that was started by [`Vm::start_held`], and that no
-    /// other process runs any more. With `paused`, the vCPUs stay paused.
+    /// Starts the devices and the vCPUs of a VM that was started after [`Vm::start_held`]. No other
+    /// process may be running the VM any more. If `paused` is set, the vCPUs stay paused.
     pub fn take_over(&self, paused: bool) {
         if let Some(pci) = self.bus.pci() {
             save::report_claims(pci.claim());
@@ -366,13 +367,13 @@ impl RunningVm {
         self.registry.kicker().kick();
     }
 
-    /// Returns the run state and end of the VM.
+    /// Returns the run state and stop reason of the VM.
     pub fn control(&self) -> &Arc<RunControl> {
         &self.control
     }
 
     /// Returns the devices.
-    pub fn bus(&self) -> &Arc<Bus> {
+    pub fn bus(&self) -> &Arc<BoardBus> {
         &self.bus
     }
 
@@ -431,7 +432,7 @@ impl RunningVm {
             self.control.stop(StopReason::Operator);
         }
         self.kicker().join();
-        // No vCPU uses the devices any more. Their threads finish pending requests and exit.
+        // No vCPU uses the devices any more. The device threads finish pending requests and exit.
         if let Some(pci) = self.bus.pci() {
             pci.reset();
         }

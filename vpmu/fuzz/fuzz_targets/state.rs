@@ -1,5 +1,5 @@
 //! Fuzzes the parser of a saved PMU state. Input must be rejected or result in a state that is
-//! saved as the same bytes; input of an older layout version must be saved in the current one.
+//! saved as the same bytes. Input of an older layout version must be saved in the current version.
 #![no_main]
 
 use vpmu::sim::SimEvents;

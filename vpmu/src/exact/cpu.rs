@@ -2,7 +2,7 @@
 
 /// Code size (default operation mode) of the current code segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CodeSize {
+pub enum CodeSegmentMode {
     /// CS.L = 0, CS.D = 0.
     Bits16,
     /// CS.L = 0, CS.D = 1.
@@ -11,7 +11,7 @@ pub enum CodeSize {
     Bits64,
 }
 
-impl CodeSize {
+impl CodeSegmentMode {
     pub(super) const fn bits(self) -> u32 {
         match self {
             Self::Bits16 => 16,
@@ -23,7 +23,7 @@ impl CodeSize {
 
 /// vCPU state that determines the control flow of the next instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CpuState {
+pub struct SteppedCpuState {
     /// Instruction pointer, relative to the code segment base.
     pub rip: u64,
     /// RFLAGS.
@@ -31,7 +31,7 @@ pub struct CpuState {
     /// Current privilege level.
     pub cpl: u8,
     /// Code size of the current code segment.
-    pub size: CodeSize,
+    pub size: CodeSegmentMode,
     /// RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
     pub gpr: [u64; 16],
     /// Segment bases of ES, CS, SS, DS, FS, GS.
@@ -39,7 +39,7 @@ pub struct CpuState {
 }
 
 /// Access to guest memory.
-pub trait GuestMemory {
+pub trait SteppedGuestMemory {
     /// Reads memory at a linear address through the guest's page tables with the permissions of the
     /// current code. Returns the number of contiguous bytes read from the start of `buffer`.
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize;
@@ -61,14 +61,14 @@ pub enum GateFormat {
 }
 
 /// Looks up the handler address of `vector` in the table at `base` with `limit`. Implements
-/// [`GuestMemory::gate`]. Returns `None` if the vector is outside the table, or the gate is not
-/// present or is a task gate. See Intel SDM vol. 3, "IDT Descriptors".
+/// [`SteppedGuestMemory::gate`]. Returns `None` if the vector is outside the table, or the gate is
+/// not present or is a task gate. See Intel SDM vol. 3, "IDT Descriptors".
 pub fn gate_in_table(
     format: GateFormat,
     base: u64,
     limit: u16,
     vector: u8,
-    memory: &mut dyn GuestMemory,
+    memory: &mut dyn SteppedGuestMemory,
 ) -> Option<u64> {
     let size = match format {
         GateFormat::Real => 4,
@@ -107,9 +107,9 @@ pub fn gate_in_table(
 /// Class of the next instruction, for a VMM that must prepare to single-step it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionClass {
-    /// Ordinary instruction: the step stops after it.
+    /// Ordinary instruction. The step stops after it.
     Plain,
-    /// Instruction with an interrupt shadow: the step may only stop after the following instruction
+    /// Instruction with an interrupt shadow. The step may stop only after the following instruction
     /// (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and SWAPGS if KVM emulates them).
     Shadow,
     /// SYSCALL or SYSENTER, which may clear the trap flag.

@@ -6,7 +6,7 @@ use iced_x86::{
 
 use perf_core::branch::BranchKind;
 
-use super::cpu::{CodeSize, CpuState, GuestMemory, InstructionClass};
+use super::cpu::{CodeSegmentMode, InstructionClass, SteppedCpuState, SteppedGuestMemory};
 
 /// Maximum instruction length, in bytes.
 const MAX_INSTRUCTION_BYTES: usize = 15;
@@ -26,7 +26,11 @@ pub(super) enum NextAddress {
     Unpredictable,
 }
 
-pub(super) fn decode(cpu: &CpuState, rip: u64, memory: &mut dyn GuestMemory) -> Option<Instruction> {
+pub(super) fn decode(
+    cpu: &SteppedCpuState,
+    rip: u64,
+    memory: &mut dyn SteppedGuestMemory,
+) -> Option<Instruction> {
     let mut bytes = [0; MAX_INSTRUCTION_BYTES];
     let read = memory
         .read(rip.wrapping_add(cpu.segment_bases[1]), &mut bytes)
@@ -75,7 +79,7 @@ pub(super) fn is_repeated(instruction: &Instruction) -> bool {
 }
 
 /// Returns the remaining count of a repeated string instruction.
-pub(super) fn element_count(instruction: &Instruction, cpu: &CpuState) -> u64 {
+pub(super) fn element_count(instruction: &Instruction, cpu: &SteppedCpuState) -> u64 {
     cpu.gpr[1] & address_mask(instruction)
 }
 
@@ -117,11 +121,12 @@ fn loop_counter(instruction: &Instruction) -> Register {
     }
 }
 
-/// Predicts the address of the next instruction if this one completes, starting from `cpu`.
+/// Predicts the address of the next instruction from the state `cpu`, assuming that `instruction`
+/// completes.
 pub(super) fn next_address(
     instruction: &Instruction,
-    cpu: &CpuState,
-    memory: &mut dyn GuestMemory,
+    cpu: &SteppedCpuState,
+    memory: &mut dyn SteppedGuestMemory,
 ) -> NextAddress {
     let next = instruction.next_ip();
     let known = |target: Option<u64>| {
@@ -174,7 +179,11 @@ pub(super) fn next_address(
 }
 
 /// Returns the target of an indirect branch.
-fn indirect_target(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u64> {
+fn indirect_target(
+    instruction: &Instruction,
+    cpu: &SteppedCpuState,
+    memory: &mut dyn SteppedGuestMemory,
+) -> Option<u64> {
     if instruction.op0_kind() == OpKind::Register {
         return register(cpu, instruction.op0_register());
     }
@@ -184,12 +193,12 @@ fn indirect_target(instruction: &Instruction, cpu: &CpuState, memory: &mut dyn G
 }
 
 /// Returns the return address on the stack for a return that pops `bytes`.
-fn return_address(cpu: &CpuState, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
+fn return_address(cpu: &SteppedCpuState, bytes: usize, memory: &mut dyn SteppedGuestMemory) -> Option<u64> {
     // Mixed 16-bit code and 32-bit stacks (or the reverse) only occur in rare compatibility code.
     let mask = match cpu.size {
-        CodeSize::Bits16 => 0xFFFF,
-        CodeSize::Bits32 => 0xFFFF_FFFF,
-        CodeSize::Bits64 => u64::MAX,
+        CodeSegmentMode::Bits16 => 0xFFFF,
+        CodeSegmentMode::Bits32 => 0xFFFF_FFFF,
+        CodeSegmentMode::Bits64 => u64::MAX,
     };
     read_number(
         cpu.segment_bases[2].wrapping_add(cpu.gpr[4] & mask),
@@ -198,14 +207,14 @@ fn return_address(cpu: &CpuState, bytes: usize, memory: &mut dyn GuestMemory) ->
     )
 }
 
-fn read_number(linear: u64, bytes: usize, memory: &mut dyn GuestMemory) -> Option<u64> {
+fn read_number(linear: u64, bytes: usize, memory: &mut dyn SteppedGuestMemory) -> Option<u64> {
     let mut buffer = [0; 8];
     let wanted = buffer.get_mut(..bytes)?;
     (memory.read(linear, wanted) == bytes).then(|| u64::from_le_bytes(buffer))
 }
 
 /// Returns the value of a general-purpose register or the base of a segment register.
-fn register(cpu: &CpuState, name: Register) -> Option<u64> {
+fn register(cpu: &SteppedCpuState, name: Register) -> Option<u64> {
     let full = name.full_register();
     if full.is_gpr64() {
         let value = cpu.gpr[full as usize - Register::RAX as usize];
@@ -227,7 +236,7 @@ fn register(cpu: &CpuState, name: Register) -> Option<u64> {
 }
 
 /// Returns whether a conditional branch is taken.
-fn is_taken(instruction: &Instruction, cpu: &CpuState) -> bool {
+fn is_taken(instruction: &Instruction, cpu: &SteppedCpuState) -> bool {
     let flag = |bit: u64| cpu.rflags & bit != 0;
     let count = cpu.gpr[1] & address_mask(instruction);
     match instruction.mnemonic() {
@@ -258,7 +267,7 @@ fn is_taken(instruction: &Instruction, cpu: &CpuState) -> bool {
     }
 }
 
-/// Returns the kind of a branch instruction.
+/// Returns the type of a branch instruction.
 pub(super) fn branch_kind(instruction: &Instruction) -> BranchKind {
     match instruction.mnemonic() {
         Mnemonic::Syscall | Mnemonic::Sysenter => return BranchKind::SystemCall,

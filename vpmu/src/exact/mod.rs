@@ -1,8 +1,8 @@
-//! Exact counting by single-stepping: determines what each step of a vCPU retired.
+//! Exact counting by single-stepping. Determines the instructions that each step of a vCPU retires.
 //!
 //! The VMM passes the vCPU state before and after each step to a [`StepMeter`]. The meter decodes
 //! the instruction, predicts its successor, and compares the prediction with the actual state to
-//! determine what retired. The counting rules are:
+//! determine the retired instructions. The counting rules are:
 //!
 //! - An instruction counts when it completes (Intel SDM vol. 3, "Instructions Retired": the last
 //!   micro-operation retires), at the privilege level at which it started. A faulting instruction
@@ -13,12 +13,12 @@
 //! - A repeated string instruction is one instruction for any number of iterations, including zero.
 //!   An interrupt between two iterations does not split it.
 //! - An instruction with an interrupt shadow (MOV SS, POP SS; fences and SWAPGS if KVM emulates
-//!   them) is stepped together with its successor, and with further successors if those have a
-//!   shadow too.
+//!   them) is stepped together with its successor, and with further successors if those also have a
+//!   shadow.
 //! - HLT counts when it halts. SYSCALL, SYSRET, SYSENTER, SYSEXIT and IRET count one each.
-//! - The WRMSR that enables counting counts, and the one that disables counting does not, because
-//!   the counts of a step are fed after the write took effect. The VMM only has to feed after
-//!   [`crate::Vpmu::reconcile`].
+//! - The WRMSR that enables counting is counted, and the WRMSR that disables counting is not,
+//!   because the counts of a step are fed after the write took effect. The VMM only has to feed
+//!   after [`crate::Vpmu::reconcile`].
 //! - A branch is any instruction that can set RIP to an address other than the next instruction:
 //!   conditional or unconditional, direct or indirect, near or far, calls, returns, software
 //!   interrupts, SYSCALL and similar instructions, and IRET. Taken branches on an Intel model are
@@ -31,11 +31,11 @@
 //!
 //! # Use
 //!
-//! Before each entry, after [`crate::Vpmu::reconcile`]: if
+//! Before each entry and after [`crate::Vpmu::reconcile`], if
 //! [`crate::PerfCoreEvents::needs_stepping`] returns `true`, enable single-stepping and, unless
 //! [`StepMeter::in_step`] returns `true`, call [`StepMeter::begin`]. Otherwise disable
 //! single-stepping and call [`StepMeter::abandon`]. On a debug exit, call [`StepMeter::end`] and
-//! [`StepOutcome::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction; handle them
+//! [`StepOutcome::feed`]. Other exits (I/O, MSR) occur in the middle of an instruction. Handle them
 //! and re-enter, and the step continues. The WRMSR that enables counting exits first, so its step
 //! begins after the write took effect, and the instruction counts when it completes.
 //!
@@ -57,7 +57,9 @@ use crate::events::ArchEvent;
 use crate::fed;
 use crate::model_name::Vendor;
 
-pub use cpu::{CodeSize, CpuState, GateFormat, GuestMemory, InstructionClass, gate_in_table};
+pub use cpu::{
+    CodeSegmentMode, GateFormat, InstructionClass, SteppedCpuState, SteppedGuestMemory, gate_in_table,
+};
 pub use run::{MAX_RUN_BYTES, MAX_RUN_INSTRUCTIONS, StraightRun};
 
 use flow::{
@@ -65,8 +67,8 @@ use flow::{
     software_interrupt,
 };
 
-/// Maximum number of consecutive shadow instructions in one step. The guest has executed as many,
-/// so decoding them costs no more than their emulation.
+/// Maximum number of consecutive shadow instructions in one step. The guest has executed the same
+/// number of instructions, so decoding them costs no more than their emulation.
 const MAX_SHADOWS: usize = 4096;
 
 /// Retired counts of one privilege level.
@@ -104,8 +106,8 @@ impl RetiredCounts {
         }
     }
 
-    /// Returns the remaining counts until the armed overflows of `counts` at privilege level `cpl`:
-    /// 0 if an overflow is already due, [`u32::MAX`] if no overflow is armed.
+    /// Returns the remaining counts until the armed overflows of `counts` at privilege level `cpl`.
+    /// Returns 0 if an overflow is already due and [`u32::MAX`] if no overflow is armed.
     pub fn remaining(counts: &FedCounts, cpl: u8) -> Self {
         let [
             instructions,
@@ -200,8 +202,8 @@ struct Accesses {
 
 #[derive(Clone, Copy, Debug)]
 struct PendingStep {
-    before: CpuState,
-    /// `None` if the instruction bytes could not be read.
+    before: SteppedCpuState,
+    /// Decoded instruction, or `None` if its bytes could not be read.
     instruction: Option<Instruction>,
     next_address: NextAddress,
     /// Set for a repeated string instruction that started before this step.
@@ -243,7 +245,7 @@ impl StepMeter {
         self.branches.iter_mut().flat_map(|branches| branches.drain(..))
     }
 
-    fn record_branch(&mut self, from: &CpuState, to: &CpuState, kind: BranchKind) {
+    fn record_branch(&mut self, from: &SteppedCpuState, to: &SteppedCpuState, kind: BranchKind) {
         if let Some(branches) = &mut self.branches {
             branches.push(BranchEntry {
                 from: from.rip,
@@ -283,7 +285,7 @@ impl StepMeter {
 
     /// Returns the address and privilege level of a repeated string instruction that has iterated and
     /// is unfinished at `cpu`, for a snapshot.
-    pub fn unfinished_at(&self, cpu: &CpuState) -> Option<(u64, u8)> {
+    pub fn unfinished_at(&self, cpu: &SteppedCpuState) -> Option<(u64, u8)> {
         let here = (cpu.rip, cpu.cpl);
         let iterated_in_step = self.pending.as_ref().is_some_and(|pending| {
             let before = &pending.before;
@@ -305,7 +307,7 @@ impl StepMeter {
     }
 
     /// Begins a step from the state `cpu`.
-    pub fn begin(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> InstructionClass {
+    pub fn begin(&mut self, cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> InstructionClass {
         let instruction = decode(cpu, cpu.rip, memory);
         let iterated = self.unfinished == Some((cpu.rip, cpu.cpl));
         let next_address = instruction
@@ -323,7 +325,7 @@ impl StepMeter {
     }
 
     /// Ends a step with the vCPU at `cpu`. Returns no counts if no step was in progress.
-    pub fn end(&mut self, cpu: &CpuState, memory: &mut dyn GuestMemory) -> StepOutcome {
+    pub fn end(&mut self, cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> StepOutcome {
         let mut step = StepOutcome::default();
         let Some(pending) = self.pending.take() else {
             return step;
@@ -335,7 +337,7 @@ impl StepMeter {
             return step;
         };
         if is_repeated(&instruction) && cpu.rip == before.rip && cpu.cpl == before.cpl {
-            // Iterations remain, or a fault returned here immediately.
+            // Iterations remain, or a fault returned to this instruction immediately.
             if element_count(&instruction, before) != element_count(&instruction, cpu) {
                 self.unfinished = Some((before.rip, before.cpl));
             }
@@ -348,7 +350,8 @@ impl StepMeter {
                 if self.retire_shadow(&pending, next, cpu.rip, memory, &mut step) {
                     return step;
                 }
-                // One of them may have faulted, or an event may have come before the stop.
+                // An instruction in the shadow may have faulted, or an event may have occurred
+                // before the stop.
                 let interrupted = interrupted_address(cpu, memory);
                 if let Some(at) = interrupted.filter(|at| *at != before.rip)
                     && self.retire_shadow(&pending, next, at, memory, &mut step)
@@ -383,8 +386,8 @@ impl StepMeter {
                 // The vCPU stopped before it executed anything.
             }
             None => {
-                // The instruction did not complete. If an iteration completed, the rest follows
-                // after the handler.
+                // The instruction did not complete. If an iteration completed, the remaining
+                // iterations follow after the handler.
                 if is_repeated(&instruction)
                     && element_count(&instruction, before) != element_count(&instruction, cpu)
                 {
@@ -400,7 +403,7 @@ impl StepMeter {
     fn retire(
         &mut self,
         instruction: &Instruction,
-        before: &CpuState,
+        before: &SteppedCpuState,
         taken: bool,
         iterated: bool,
         step: &mut StepOutcome,
@@ -441,14 +444,14 @@ impl StepMeter {
         accesses
     }
 
-    /// Decodes forward from an instruction with a shadow to `end`: its successor at `next`, and
-    /// further successors if those have a shadow too. Counts these instructions if they lead there.
+    /// Decodes the successor at `next` of an instruction with a shadow, and further successors if
+    /// those also have a shadow, up to `end`. Counts these instructions if they lead to `end`.
     fn retire_shadow(
         &mut self,
         pending: &PendingStep,
         next: u64,
         end: u64,
-        memory: &mut dyn GuestMemory,
+        memory: &mut dyn SteppedGuestMemory,
         step: &mut StepOutcome,
     ) -> bool {
         let Some(mut last) = pending.instruction else {
@@ -474,7 +477,10 @@ impl StepMeter {
                 NextAddress::To(target, taken) if target == end => {
                     self.retire(&successor, &at, taken, false, &mut passed);
                     if taken && is_branch(&successor) {
-                        let (from, to) = (CpuState { rip: next, ..at }, CpuState { rip: end, ..at });
+                        let (from, to) = (
+                            SteppedCpuState { rip: next, ..at },
+                            SteppedCpuState { rip: end, ..at },
+                        );
                         self.record_branch(&from, &to, branch_kind(&successor));
                     }
                     *step = passed;
@@ -495,8 +501,8 @@ impl StepMeter {
     fn resolve_unpredictable(
         &mut self,
         instruction: &Instruction,
-        cpu: &CpuState,
-        memory: &mut dyn GuestMemory,
+        cpu: &SteppedCpuState,
+        memory: &mut dyn SteppedGuestMemory,
         step: &mut StepOutcome,
     ) -> bool {
         if let Some(vector) = software_interrupt(instruction)
@@ -523,9 +529,9 @@ impl StepMeter {
     /// the first instruction of the handler.
     fn enter_handler(
         &mut self,
-        before: &CpuState,
-        cpu: &CpuState,
-        memory: &mut dyn GuestMemory,
+        before: &SteppedCpuState,
+        cpu: &SteppedCpuState,
+        memory: &mut dyn SteppedGuestMemory,
         step: &mut StepOutcome,
     ) {
         step.event = true;
@@ -557,10 +563,10 @@ impl StepMeter {
     }
 }
 
-/// Returns the address that a handler returns to if the vCPU is before or after the first
-/// instruction of a 64-bit handler (SDM vol. 3 §6.14.2, "64-Bit Mode Stack Frame").
-fn interrupted_address(cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u64> {
-    if cpu.size != CodeSize::Bits64 {
+/// Returns the return address of a handler if the vCPU is before or after the first instruction of
+/// a 64-bit handler (SDM vol. 3 §6.14.2, "64-Bit Mode Stack Frame").
+fn interrupted_address(cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> Option<u64> {
+    if cpu.size != CodeSegmentMode::Bits64 {
         return None;
     }
     let at_handler = (0..=255u8).find(|vector| memory.gate(*vector) == Some(cpu.rip));
@@ -578,16 +584,16 @@ fn interrupted_address(cpu: &CpuState, memory: &mut dyn GuestMemory) -> Option<u
     (read == address.len()).then(|| u64::from_le_bytes(address))
 }
 
-/// Returns the first instruction of a handler if the vCPU's current address follows its execution.
-/// The state at handler entry differed from the current state, but only RIP matters here.
+/// Returns the first instruction of a handler if its execution leads to the vCPU's current address.
+/// The state at handler entry differed from the current state, but only RIP matters for this check.
 fn first_of_handler(
     handler: u64,
-    cpu: &CpuState,
-    memory: &mut dyn GuestMemory,
-) -> Option<(Instruction, CpuState)> {
+    cpu: &SteppedCpuState,
+    memory: &mut dyn SteppedGuestMemory,
+) -> Option<(Instruction, SteppedCpuState)> {
     // An instruction is at most fifteen bytes long, and a handler may start with a direct jump.
     // Other handlers cannot lead to the current address.
-    let at = CpuState { rip: handler, ..*cpu };
+    let at = SteppedCpuState { rip: handler, ..*cpu };
     let first = decode(&at, handler, memory)?;
     let target = match first.flow_control() {
         FlowControl::UnconditionalBranch | FlowControl::Call => first.near_branch_target(),

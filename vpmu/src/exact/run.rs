@@ -1,15 +1,15 @@
 //! Straight-line runs: sequences of instructions without control flow, which a VMM can execute with
 //! a single stop at the end.
 //!
-//! The vCPU's position within a run determines which instructions have completed: each one before
-//! that position, exactly once. A run contains only instructions from an allowlist. Other
-//! instructions end the run: branches, instructions that change the privilege level or the flags
-//! that control stepping, instructions that cause exits, repeated instructions, and instructions
-//! that can raise exceptions other than #PF, #GP and #SS.
+//! The vCPU's position within a run determines the completed instructions, because each instruction
+//! before that position has completed exactly once. A run contains only instructions from an
+//! allowlist. Other instructions end the run: branches, instructions that change the privilege
+//! level or the flags that control stepping, instructions that cause exits, repeated instructions,
+//! and instructions that can raise exceptions other than #PF, #GP and #SS.
 
 use iced_x86::{CpuidFeature, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-use super::cpu::CodeSize;
+use super::cpu::CodeSegmentMode;
 use super::{RetiredCounts, StepMeter};
 
 /// Maximum number of instructions in a run.
@@ -22,7 +22,7 @@ pub const MAX_RUN_BYTES: usize = 256;
 struct RunPosition {
     /// Offset from the start of the run, in bytes.
     end: u16,
-    /// Number of loads and stores up to here.
+    /// Number of loads and stores up to this position.
     loads: u8,
     stores: u8,
 }
@@ -108,7 +108,7 @@ impl StepMeter {
     /// [`MAX_RUN_INSTRUCTIONS`] instructions and [`MAX_RUN_BYTES`] bytes.
     pub fn straight_run(&mut self, code: &[u8]) -> StraightRun {
         let code = &code[..code.len().min(MAX_RUN_BYTES)];
-        let mut decoder = Decoder::new(CodeSize::Bits64.bits(), code, DecoderOptions::NONE);
+        let mut decoder = Decoder::new(CodeSegmentMode::Bits64.bits(), code, DecoderOptions::NONE);
         let mut passed: Vec<RunPosition> = Vec::with_capacity(MAX_RUN_INSTRUCTIONS);
         let (mut loads, mut stores, mut uses_stack) = (0, 0, false);
         let mut looked_at = 0;

@@ -22,7 +22,7 @@ impl Memory {
     }
 }
 
-impl GuestMemory for Memory {
+impl SteppedGuestMemory for Memory {
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         for (start, bytes) in &self.0 {
             if let Some(rest) = linear.checked_sub(*start).and_then(|at| bytes.get(at as usize..)) {
@@ -44,12 +44,12 @@ impl GuestMemory for Memory {
     }
 }
 
-fn at(rip: u64, cpl: u8) -> CpuState {
-    CpuState {
+fn at(rip: u64, cpl: u8) -> SteppedCpuState {
+    SteppedCpuState {
         rip,
         rflags: 2,
         cpl,
-        size: CodeSize::Bits64,
+        size: CodeSegmentMode::Bits64,
         gpr: [0; 16],
         segment_bases: [0; 6],
     }
@@ -60,7 +60,7 @@ fn step(code: &[u8], to: u64) -> StepOutcome {
     step_from(&mut StepMeter::new(Vendor::Intel), code, at(CODE, 0), at(to, 0))
 }
 
-fn step_from(meter: &mut StepMeter, code: &[u8], from: CpuState, to: CpuState) -> StepOutcome {
+fn step_from(meter: &mut StepMeter, code: &[u8], from: SteppedCpuState, to: SteppedCpuState) -> StepOutcome {
     let mut memory = Memory::new(code);
     meter.begin(&from, &mut memory);
     assert!(meter.in_step());
@@ -190,7 +190,8 @@ fn shadow_instruction_is_stepped_with_successor() {
     );
 }
 
-/// Fences and SWAPGS have a shadow if KVM emulates them, and several in a row may share one stop.
+/// Fences and SWAPGS count with and without a shadow. They have a shadow if KVM emulates them, and
+/// several consecutive instructions may share one stop.
 #[test]
 fn fences_count_with_and_without_shadow() {
     for fence in [
@@ -214,8 +215,8 @@ fn fences_count_with_and_without_shadow() {
     assert!(step(&many, CODE + many.len() as u64).lost);
 }
 
-/// A long row may share one stop, which comes after the row, or in the handler of a fault or
-/// interrupt within the row.
+/// A long sequence of fences may share one stop, which is either after the sequence, or in the
+/// handler of a fault or interrupt within the sequence.
 #[test]
 fn long_row_of_fences_counts_up_to_stop_or_fault() {
     const STACK: u64 = 0x8000;
@@ -242,7 +243,7 @@ fn long_row_of_fences_counts_up_to_stop_or_fault() {
         assert!(step.event && !step.lost, "{frame:x?}");
         assert_eq!(step.kernel, kernel(completed), "{frame:x?}");
     }
-    // The handler's first instruction, a PUSH, has been executed too.
+    // The handler's first instruction, a PUSH, has also been executed.
     let mut memory = Memory::new(&row);
     let frame = [0, end - 2].into_iter().flat_map(u64::to_le_bytes).collect();
     memory.0.push((STACK, frame));
@@ -281,7 +282,7 @@ fn system_calls_count_at_calling_level() {
         (1, 1, 1)
     );
     assert_eq!(int.kernel, kernel(1), "and the handler's first instruction");
-    // INT n through a gate that CPL 3 may not use.
+    // INT n through a gate that CPL 3 is not permitted to use.
     let denied = user_step(Vendor::Intel, &[0xCD, 0x02], GP_HANDLER, 0);
     assert_eq!(denied, event(RetiredCounts::default()));
 }
@@ -303,7 +304,7 @@ fn iret_returns_to_stack_address_or_faults() {
 }
 
 /// CPL 0 with this RCX.
-fn count(rip: u64, rcx: u64) -> CpuState {
+fn count(rip: u64, rcx: u64) -> SteppedCpuState {
     let mut state = at(rip, 0);
     state.gpr[1] = rcx;
     state
@@ -339,7 +340,7 @@ fn repeated_instruction_counts_once_despite_interrupts() {
         kernel(1)
     );
     // The vCPU resumes with one iteration left, which leaves RIP at the instruction. The last step
-    // only finds RCX at 0.
+    // only detects that RCX is 0.
     assert_eq!(step(count(CODE, 1), count(CODE, 0)), StepOutcome::default());
     let end = step(count(CODE, 0), count(CODE + 2, 0));
     assert_eq!(
@@ -457,7 +458,7 @@ fn gates_are_read_in_each_format_of_the_table() {
 }
 
 /// Returns the branches of a step at CPL 0 from [`CODE`].
-fn branches_of(code: &[u8], from: CpuState, to: CpuState) -> Vec<(u64, u64, BranchKind)> {
+fn branches_of(code: &[u8], from: SteppedCpuState, to: SteppedCpuState) -> Vec<(u64, u64, BranchKind)> {
     let mut meter = StepMeter::new(Vendor::Intel);
     meter.set_branch_recording(true);
     step_from(&mut meter, code, from, to);
@@ -466,8 +467,8 @@ fn branches_of(code: &[u8], from: CpuState, to: CpuState) -> Vec<(u64, u64, Bran
     branches
 }
 
-/// Taken branches are recorded with their kind; a branch that is not taken and other instructions
-/// are not.
+/// Taken branches are recorded with their type. Other instructions, and branches that are not
+/// taken, are not recorded.
 #[test]
 fn taken_branches_are_recorded() {
     let kernel = |code: &[u8], to| branches_of(code, at(CODE, 0), at(to, 0));
@@ -486,8 +487,9 @@ fn taken_branches_are_recorded() {
     assert_eq!(called, [(CODE, SYSTEM_CALL, BranchKind::SystemCall)]);
 }
 
-/// An interrupt is a branch to its handler. If the stop is after the first instruction of the
-/// handler, a jump there is a branch of its own.
+/// An interrupt is recorded as a branch to its handler. If the vCPU stops after the first
+/// instruction of the handler and this instruction is a jump, the jump is recorded as a separate
+/// branch.
 #[test]
 fn interrupts_are_recorded_as_branches() {
     let fault = branches_of(RDMSR, at(CODE, 0), at(GP_HANDLER, 0));

@@ -1,11 +1,11 @@
 //! The branch records in the saved state.
 
 use super::reader::Reader;
-use super::{StateError, VERSION_WITH_BRANCHES};
+use super::{VERSION_WITH_BRANCHES, VpmuStateError};
 use crate::branches::{BranchControls, BranchRecords, BranchRegister};
 use crate::model::PmuModel;
 use crate::registers;
-use crate::vendor::{Registers, WriteEffect};
+use crate::vendor::{PmuRegisters, WriteEffect};
 use crate::vpmu::Vpmu;
 
 impl Vpmu {
@@ -25,15 +25,15 @@ impl Vpmu {
     }
 }
 
-/// Reads the branch records of a body of layout `version` and their control registers.
+/// Reads the branch records and their control registers from a body with layout `version`.
 pub(super) fn read_branches(
     reader: &mut Reader<'_>,
     model: &PmuModel,
     version: u16,
-    registers: &mut Registers,
-) -> Result<Option<Box<BranchRecords>>, StateError> {
+    registers: &mut PmuRegisters,
+) -> Result<Option<Box<BranchRecords>>, VpmuStateError> {
     if (version >= VERSION_WITH_BRANCHES) != model.has_branch_records() {
-        return Err(StateError::Impossible(
+        return Err(VpmuStateError::Impossible(
             "its layout version is not that of a model with these branch records",
         ));
     }
@@ -48,7 +48,7 @@ pub(super) fn read_branches(
         if value == initial || ops.write_branch_register(register, value) == WriteEffect::Store(value) {
             Ok(value)
         } else {
-            Err(StateError::Impossible("a branch record has reserved bits"))
+            Err(VpmuStateError::Impossible("a branch record has reserved bits"))
         }
     };
     registers.branches = BranchControls {

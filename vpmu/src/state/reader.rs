@@ -1,6 +1,6 @@
-//! Reading of the numbers in a saved state.
+//! Parsing of the integers in a saved state.
 
-use super::StateError;
+use super::VpmuStateError;
 
 /// Bounds-checked reader for integers.
 pub(super) struct Reader<'a> {
@@ -8,9 +8,9 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], StateError> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], VpmuStateError> {
         let Some((head, rest)) = self.rest.split_first_chunk::<N>() else {
-            return Err(StateError::Length {
+            return Err(VpmuStateError::Length {
                 have: self.rest.len(),
                 need: N,
             });
@@ -19,19 +19,19 @@ impl Reader<'_> {
         Ok(*head)
     }
 
-    pub(super) fn u8(&mut self) -> Result<u8, StateError> {
+    pub(super) fn u8(&mut self) -> Result<u8, VpmuStateError> {
         Ok(u8::from_le_bytes(self.take()?))
     }
 
-    pub(super) fn u16(&mut self) -> Result<u16, StateError> {
+    pub(super) fn u16(&mut self) -> Result<u16, VpmuStateError> {
         Ok(u16::from_le_bytes(self.take()?))
     }
 
-    pub(super) fn u32(&mut self) -> Result<u32, StateError> {
+    pub(super) fn u32(&mut self) -> Result<u32, VpmuStateError> {
         Ok(u32::from_le_bytes(self.take()?))
     }
 
-    pub(super) fn u64(&mut self) -> Result<u64, StateError> {
+    pub(super) fn u64(&mut self) -> Result<u64, VpmuStateError> {
         Ok(u64::from_le_bytes(self.take()?))
     }
 }

@@ -1,11 +1,11 @@
-//! Counters whose counts come from another backing after a restore.
+//! Counters that a different backing counts after a restore.
 
 use super::Vpmu;
-use crate::events::{Backing, GuestEvent};
+use crate::events::{CounterBacking, GuestEvent};
 use crate::index::{CounterIndex, counters_in};
 use crate::sources::EventSources;
 
-/// A counter that the guest has enabled, and whose backing changes.
+/// A guest-enabled counter whose backing changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackingChange {
     /// Counter number.
@@ -13,14 +13,15 @@ pub struct BackingChange {
     /// Event of the counter.
     pub event: GuestEvent,
     /// Preferred backing before.
-    pub before: Backing,
-    /// Preferred backing from now on, [`Backing::None`] if the event is not counted anymore.
-    pub after: Backing,
+    pub before: CounterBacking,
+    /// Preferred backing after the change, or [`CounterBacking::None`] if the event is no longer
+    /// counted.
+    pub after: CounterBacking,
 }
 
 impl Vpmu {
-    /// Returns the enabled counters that the sources `before` and `after` count by different
-    /// backings, as the filter allows.
+    /// Returns the enabled counters whose backings differ between the sources `before` and `after`,
+    /// taking the event filter into account.
     pub fn backing_changes<'a>(
         &'a self,
         before: &'a EventSources,
@@ -30,7 +31,7 @@ impl Vpmu {
             let request = self.request(counter).filter(|_| self.is_enabled(counter))?;
             let backing = |sources: &EventSources| {
                 let source = sources.of_request(&request).next();
-                source.map_or(Backing::None, |source| source.backing)
+                source.map_or(CounterBacking::None, |source| source.backing)
             };
             let change = BackingChange {
                 counter,

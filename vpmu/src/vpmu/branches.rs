@@ -19,8 +19,8 @@ pub struct BranchRequest {
 
 impl Vpmu {
     /// Returns the branches that must be collected before the due PMI is delivered. Returns `None`
-    /// if no PMI is due, its records are complete or being collected, or the guest has not enabled
-    /// the records or they are frozen.
+    /// if no PMI is due, if its records are complete or being collected, or if the guest's records
+    /// are disabled or frozen.
     #[inline]
     pub fn requested_branches(&self) -> Option<BranchRequest> {
         let branches = self.branches.as_ref()?;
@@ -64,8 +64,8 @@ impl Vpmu {
         }
     }
 
-    /// Adds a taken branch. Returns whether the records are full or the guest does not record
-    /// branches any longer.
+    /// Adds a taken branch. Returns whether the records are full or the guest no longer records
+    /// branches.
     pub fn add_branch(&mut self, branch: &BranchEntry) -> bool {
         let depth = self.registers.branches.records();
         let Some(branches) = &mut self.branches else {
@@ -83,7 +83,7 @@ impl Vpmu {
     }
 
     /// Completes the records of the due PMI, and freezes them if the guest has requested this. The
-    /// PMI can be delivered then.
+    /// PMI can then be delivered.
     pub fn complete_branches(&mut self) {
         if let Some(branches) = &mut self.branches
             && let BranchPhase::Collecting { began_ns } = branches.phase
@@ -104,7 +104,7 @@ impl Vpmu {
         }
     }
 
-    /// Discards the progress of the collection, because no PMI is due any longer.
+    /// Discards the progress of the collection, because a PMI is no longer due.
     pub(super) fn forget_branches(&mut self) {
         if let Some(branches) = &mut self.branches {
             branches.phase = BranchPhase::Idle;

@@ -32,8 +32,8 @@ impl Vpmu {
         self.lost.total_ns(|| events.now_ns())
     }
 
-    /// Adds the last `duration_ns` nanoseconds to the uncounted time, because it is unknown what
-    /// the vCPU retired in them.
+    /// Adds the last `duration_ns` nanoseconds to the uncounted time, because the number of events
+    /// that the vCPU retired in this time is unknown.
     pub fn lose_time(&mut self, duration_ns: u64, events: &mut dyn CounterEvents) {
         let now_ns = events.now_ns();
         self.lost.add_interval(now_ns.saturating_sub(duration_ns), now_ns);
@@ -44,7 +44,8 @@ impl Vpmu {
         self.lost.any_uncounted()
     }
 
-    /// Returns how often a counter lost its slot or failed to get one when it was enabled.
+    /// Returns the number of times that a counter lost its slot or failed to get one when it was
+    /// enabled.
     pub fn slot_losses(&self) -> u64 {
         self.lost.times()
     }

@@ -5,9 +5,9 @@
 //! the counters' events, without rescheduling and without changing any event's state.
 //!
 //! Stopping and starting a host event takes three or four system calls. A paused host event
-//! therefore keeps counting; its count is read when its counter stops and again when the counter
-//! restarts, and the difference is ignored. The host event is only re-armed if the guest wrote the
-//! counter meanwhile. Other events stop counting during a pause.
+//! therefore continues to count. Its count is read when its counter stops and again when the
+//! counter restarts, and the difference is ignored. The host event is only re-armed if the guest
+//! has written the counter in the meantime. Other events stop counting during a pause.
 //!
 //! A paused event occupies its slot, and its times continue to advance. A pause therefore ends, and
 //! the event is stopped, [`PASSES`] passes after the first current pause began, when the armed
@@ -26,8 +26,8 @@ const PASSES: u32 = 64;
 const MAX_EARLY_DIVISOR: u64 = 8;
 
 impl Vpmu {
-    /// Pauses and resumes, in one operation each, those of `counters` that need no other change.
-    /// Returns the remaining counters.
+    /// Pauses or resumes all counters in `counters` that need no other change, with one operation
+    /// for pausing and one for resuming. Returns the remaining counters.
     pub(super) fn pause_and_resume(&mut self, counters: u64, events: &mut dyn CounterEvents) -> u64 {
         let plain = counters & !self.stale & !self.lost.affected();
         let running = plain & self.running;

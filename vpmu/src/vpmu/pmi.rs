@@ -1,4 +1,4 @@
-//! Pending PMI: delivery conditions, limits of rate and share, and withdrawal after the guest has
+//! Pending PMI: delivery conditions, rate and share limits, and withdrawal after the guest has
 //! served the overflow.
 
 use super::Vpmu;
@@ -27,9 +27,9 @@ pub struct PmiCounts {
     pub delivered: u64,
     /// Number of PMIs delayed by the rate limit.
     pub throttled: u64,
-    /// Number of PMIs held back because PMI handlers had taken their share of the vCPU's time.
+    /// Number of PMIs delayed because PMI handlers had consumed their share of the vCPU's time.
     pub held: u64,
-    /// Total delay of the held PMIs that were delivered, in nanoseconds.
+    /// Total delay, in nanoseconds, of the delivered PMIs that had been delayed by the share limit.
     pub held_ns: u64,
     /// Number of PMIs withdrawn because the guest served their overflows before delivery.
     pub withdrawn: u64,
@@ -107,9 +107,10 @@ impl Vpmu {
     /// Returns whether the guest, outside the last PMI's handler, has stopped a counter that
     /// requested the due PMI.
     ///
-    /// Its driver does not expect the PMI later: a physical processor delivers it before the
-    /// counter stops. Linux may stop the same event again in the handler, and warns about that
-    /// (`x86_pmu_stop`). Freeze-on-PMI stops the counters without the guest.
+    /// The guest's driver does not expect the PMI after this, because a physical processor delivers
+    /// the PMI before the counter stops. Linux may stop the same event again in the handler, and
+    /// warns about that (`x86_pmu_stop`). Freeze-on-PMI stops the counters without an action of the
+    /// guest.
     fn guest_stopped_source(&self) -> bool {
         if self.pmi_share.is_running() || self.registers.freezes_counters() {
             return false;
@@ -123,14 +124,14 @@ impl Vpmu {
     /// Records that the due PMI cannot be delivered because LVTPC is masked or the local APIC is
     /// disabled. Returns whether the PMI is still due.
     ///
-    /// A local APIC does not latch interrupts behind a mask (SDM vol. 3, "Local Vector Table";
-    /// KVM's `kvm_apic_local_deliver` drops such an interrupt). An emulated overflow may however be
+    /// A local APIC does not latch masked interrupts (SDM vol. 3, "Local Vector Table"; KVM's
+    /// `kvm_apic_local_deliver` drops such an interrupt). However, an emulated overflow may be
     /// detected later than on a physical processor, and therefore after the guest has set the mask.
-    /// The overflow status resolves both cases: the PMI stays due while any counter that requested
-    /// it still shows its overflow, and is withdrawn once the guest has served all of them. A
-    /// counter is served when its bit of the global status is cleared or, on models without a
-    /// global status, when the counter is written, because handlers there examine the top bit of
-    /// the counter value. Stopping a counter does not serve it.
+    /// The overflow status resolves both cases. The PMI remains due while the overflow of any
+    /// counter that requested it is still set, and is withdrawn once the guest has served all of
+    /// these counters. A counter is served when its bit of the global status is cleared or, on
+    /// models without a global status, when the counter is written, because handlers there examine
+    /// the top bit of the counter value. Stopping a counter does not serve it.
     pub fn defer_pmi(&mut self) -> bool {
         self.pmi_deferred = self.pmi_due;
         self.withdraw_if_served();
@@ -140,7 +141,7 @@ impl Vpmu {
     /// Marks the overflows of these counters as served by the guest.
     pub(super) fn served(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         if self.pmi_deferred {
-            // Other counters may also have overflowed, and this does not serve them.
+            // Other counters may also have overflowed, and this write does not serve them.
             self.fold_all(events);
         }
         self.pmi_sources &= !counters;
@@ -156,14 +157,15 @@ impl Vpmu {
         self.pmi_share.is_uncertain(self.pmi_due, || events.now_ns())
     }
 
-    /// Records whether the guest still executes the handler of the last delivered PMI: the NMI is
-    /// not followed by an IRET yet, or the vector is requested or in service.
+    /// Records whether the guest still executes the handler of the last delivered PMI. `executes`
+    /// is `true` if the NMI has not been followed by an IRET yet, or if the vector is requested or
+    /// in service.
     pub fn observe_handler(&mut self, executes: bool, now_ns: u64) {
         self.pmi_share.observe(executes, now_ns);
     }
 
     /// Ends the measurement of the handler if it has served the counters that requested its PMI and
-    /// they are enabled again.
+    /// if these counters are enabled again.
     #[cold]
     pub(super) fn detect_handler_end(&mut self, events: &mut dyn CounterEvents) {
         let is_enabled = |counter| self.vendor.is_selected(&self.registers, counter);
@@ -176,8 +178,8 @@ impl Vpmu {
     }
 
     /// Withdraws a waiting PMI without remaining sources. A PMI that never had to wait is delivered
-    /// even if the guest has cleared the status meanwhile, because a physical processor would have
-    /// delivered it earlier.
+    /// even if the guest has cleared the status in the meantime, because a physical processor would
+    /// have delivered it earlier.
     fn withdraw_if_served(&mut self) {
         if self.pmi_deferred && self.pmi_sources == 0 {
             self.pmi_counts.withdrawn += 1;
@@ -203,7 +205,8 @@ impl Vpmu {
     }
 
     /// Restores the PMI that was due when the state was saved. Without known sources, every
-    /// possible counter is assumed to have requested it: a spurious PMI is better than a lost one.
+    /// possible counter is assumed to have requested the PMI, because a spurious PMI is better than
+    /// a lost PMI.
     pub(crate) fn restore_pmi(&mut self, pmi: Option<RestoredPmi>) {
         self.forget_pmi();
         let Some(pmi) = pmi else { return };
@@ -245,8 +248,8 @@ impl Vpmu {
         self.vendor.delivery_masks_lvtpc()
     }
 
-    /// Returns the number of counter overflows, with or without a PMI, in whichever way they were
-    /// found. Several may share one PMI.
+    /// Returns the number of counter overflows, with or without a PMI, regardless of how they were
+    /// detected. Several overflows may share one PMI.
     pub fn overflow_count(&self) -> u64 {
         self.overflows
     }

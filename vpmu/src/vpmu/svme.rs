@@ -2,7 +2,7 @@
 //!
 //! The register belongs to the processor and not to the PMU. The caller therefore sets its value
 //! when [`Vpmu::needs_svme`] requests it. Linux rewrites its selectors after it has changed SVME
-//! (`amd_pmu_enable_virt`, `amd_pmu_disable_virt`), so no write of EFER has to exit.
+//! (`amd_pmu_enable_virt`, `amd_pmu_disable_virt`), so writes to EFER do not have to exit.
 
 use super::Vpmu;
 use crate::index::counters_in;
@@ -10,7 +10,8 @@ use crate::vendor::selector;
 
 impl Vpmu {
     /// Returns whether [`Self::set_svme`] must be called before the next [`Self::reconcile`],
-    /// because the guest has enabled an AMD counter that counts the host or nested guests only.
+    /// because the guest has enabled an AMD counter that counts only the host or only nested
+    /// guests.
     #[inline]
     pub fn needs_svme(&self) -> bool {
         self.needs_svme

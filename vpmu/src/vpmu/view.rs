@@ -3,9 +3,9 @@
 use super::Vpmu;
 use crate::counter_events::{CounterEvents, CounterTimes};
 use crate::dialect::EventDialect;
-use crate::events::{Backing, EventRequest};
+use crate::events::{CounterBacking, EventRequest};
 use crate::index::{CounterIndex, MsrAddress, counters_in};
-use crate::vendor::Register;
+use crate::vendor::PmuRegister;
 
 /// State of one counter, for the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub struct CounterView {
     /// Set if the event filter allows the request.
     pub allowed: bool,
     /// Backing of the counter, or `None` if the counter has never been enabled.
-    pub backing: Option<Backing>,
+    pub backing: Option<CounterBacking>,
     /// Counter value that the guest would read.
     pub value: u64,
     /// Number of counts since the counter was programmed with its current event, regardless of
@@ -32,7 +32,7 @@ pub struct CounterView {
     pub counting: bool,
     /// Set if [`Self::backing`] is a fallback for a preferred backing without a slot.
     pub fallback: bool,
-    /// Uncounted time of the current event, in nanoseconds. Part of the time enabled.
+    /// Uncounted time of the current event, in nanoseconds. Included in the time enabled.
     pub uncounted_ns: u64,
     /// Number of overflows.
     pub overflows: u64,
@@ -49,19 +49,19 @@ impl Vpmu {
             return false;
         };
         match register {
-            Register::Selector(counter) => self.registers.selectors[counter.slot()] = value,
-            Register::Counter(counter) | Register::FullWidthCounter(counter) => {
+            PmuRegister::Selector(counter) => self.registers.selectors[counter.slot()] = value,
+            PmuRegister::Counter(counter) | PmuRegister::FullWidthCounter(counter) => {
                 self.counters[counter.slot()].value = value & self.model.width().mask();
             }
-            Register::FixedControl => self.registers.fixed_control = value,
-            Register::GlobalControl => self.registers.global_control = value,
-            Register::GlobalStatus => self.registers.global_status = value,
-            Register::DebugControl => self.registers.debug_control = value,
-            Register::GlobalStatusReset
-            | Register::GlobalStatusSet
-            | Register::GlobalInUse
-            | Register::Capabilities
-            | Register::Absent => {}
+            PmuRegister::FixedControl => self.registers.fixed_control = value,
+            PmuRegister::GlobalControl => self.registers.global_control = value,
+            PmuRegister::GlobalStatus => self.registers.global_status = value,
+            PmuRegister::DebugControl => self.registers.debug_control = value,
+            PmuRegister::GlobalStatusReset
+            | PmuRegister::GlobalStatusSet
+            | PmuRegister::GlobalInUse
+            | PmuRegister::Capabilities
+            | PmuRegister::Absent => {}
         }
         self.mark_all();
         true
@@ -115,9 +115,9 @@ impl Vpmu {
         Some(self.dialect.decode(request))
     }
 
-    /// Sets the processor signature in the guest's CPUID (CPUID.01H:EAX), by which event numbers
-    /// that differ between processor generations are decoded. The change applies at the next
-    /// [`Self::reconcile`].
+    /// Sets the processor signature in the guest's CPUID (CPUID.01H:EAX), which determines the
+    /// decoding of event numbers that differ between processor generations. The change applies at
+    /// the next [`Self::reconcile`].
     pub fn set_signature(&mut self, eax: u32) {
         let dialect = EventDialect::of_signature(self.model.vendor(), eax);
         if self.dialect != dialect {

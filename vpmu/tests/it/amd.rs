@@ -1,5 +1,5 @@
-//! Tests of rules for AMD registers (APM vol. 2 §13.2) that the reference model does not have.
-//! `reference_model.rs` tests all others.
+//! Tests of rules for AMD registers (APM vol. 2 §13.2) that the reference model does not implement.
+//! `reference_model.rs` tests all other rules.
 
 use vpmu::registers::*;
 use vpmu::*;
@@ -21,7 +21,8 @@ fn event_select_has_twelve_bits() {
     assert_eq!(request.event, GuestEvent::Paravirtual(ParavirtualEvent::VmExits));
 }
 
-/// APM vol. 2 §13.2.1, HG_ONLY. The first level executes no nested guest here.
+/// The host-only and guest-only bits depend on EFER.SVME (APM vol. 2 §13.2.1, HG_ONLY). The guest
+/// executes no nested guest in this test.
 #[test]
 fn host_only_and_guest_only_depend_on_svme() {
     const GUEST_ONLY: u64 = 1 << 40;
@@ -55,7 +56,8 @@ fn host_only_and_guest_only_depend_on_svme() {
                 assert!(!guest.vpmu.needs_svme());
                 run(&mut guest, if svme { with } else { without });
             }
-            // A change of the bits alone takes effect, and a counter that was stopped asks again.
+            // A change of only these bits takes effect, and a counter that was stopped requests
+            // EFER.SVME again.
             guest.write(selector, ENABLED | GUEST_ONLY);
             run(&mut guest, false);
             guest.vpmu.set_svme(true);
@@ -71,7 +73,7 @@ fn host_only_and_guest_only_depend_on_svme() {
     assert!(!Guest::of("intel", None).try_write(IA32_PERFEVTSEL0, GUEST_ONLY | ENABLED));
 }
 
-/// EFER is not part of the saved state, so the restored PMU asks for it.
+/// EFER is not part of the saved state, so the restored PMU requests EFER.SVME.
 #[test]
 fn restored_host_only_counter_requests_svme() {
     let mut guest = Guest::of("amd", None);

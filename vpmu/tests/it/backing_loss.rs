@@ -1,4 +1,4 @@
-//! Tests of counters that lose and regain their host slot while the guest counts: every gap is
+//! Tests of counters that lose and regain their host slot while the guest counts. Every gap must be
 //! reported.
 //!
 //! A simulation tick is one nanosecond of the vCPU's event time.
@@ -55,7 +55,7 @@ fn lost_counter_resumes_and_gap_is_accounted() {
     guest.run(5 * MS);
     assert_eq!((guest.uncounted_ns(), guest.vpmu.slot_losses()), (0, 0));
     guest.events.set_slots(Some(1));
-    // The loss is detected at an exit 3 ms later and accounted from its actual time.
+    // The loss is detected at an exit 3 ms later and backdated to its actual time.
     guest.run(3 * MS);
     assert_eq!(guest.uncounted_ns(), 3 * MS);
     guest.run_with_exits(97 * MS, MS);
@@ -81,8 +81,8 @@ fn lost_counter_resumes_and_gap_is_accounted() {
     assert_eq!(guest.vpmu.slot_losses(), 1);
 }
 
-/// An event that was refused starts from its own count when it gets a slot, regardless of the count
-/// of the previous event.
+/// An event that was rejected starts from its own count when it obtains a slot, regardless of the
+/// count of the previous event.
 #[test]
 fn counter_reprogrammed_without_slot_counts_from_zero() {
     let mut guest = counting();
@@ -114,7 +114,7 @@ fn retries_back_off_and_request_a_kick() {
     while ran_ns < 5_000 * MS {
         let wait_ns = guest.vpmu.retry_in_ns(&mut guest.events).unwrap();
         guest.events.calls = 0;
-        // An exit before the retry time does not retry.
+        // An exit before the retry time does not cause a retry.
         guest.run(wait_ns - 1);
         assert_eq!(guest.events.calls, 0);
         guest.run(1);
@@ -150,13 +150,13 @@ fn frequent_reprogramming_is_rate_limited() {
             tries += guest.events.enables - asked;
         }
         assert!((90..=101).contains(&tries), "{tries} tries in 100 ms");
-        // The whole time is reported as uncounted.
+        // The entire time is reported as uncounted.
         assert_eq!(
             guest.view(0).counted + guest.view(1).counted,
             if reprograms { MS } else { 2 * MS }
         );
         assert!(guest.uncounted_ns() >= 100 * MS, "{}", guest.uncounted_ns());
-        // The counter soon gets a slot again.
+        // The counter soon obtains a slot again.
         guest.events.set_slots(None);
         guest.run(MS);
         assert!(guest.view(0).counting);
@@ -180,14 +180,17 @@ fn cycles_fall_back_to_clock_and_return() {
         let view = guest.view(1);
         assert_eq!(
             (view.backing, view.fallback, view.counting),
-            (Some(Backing::Clock), true, true)
+            (Some(CounterBacking::Clock), true, true)
         );
         assert_eq!(guest.read(IA32_PMC0 + 1), before + 20 * MS);
         guest.events.set_slots(None);
         guest.run_with_exits(300 * MS, MS);
         ran += 300 * MS;
         let view = guest.view(1);
-        assert_eq!((view.backing, view.fallback), (Some(Backing::Hardware), false));
+        assert_eq!(
+            (view.backing, view.fallback),
+            (Some(CounterBacking::Hardware), false)
+        );
         assert_eq!(
             (view.value, view.counted, guest.uncounted_ns()),
             (ran, ran, 0),
@@ -217,8 +220,8 @@ fn sampling_period_continues_over_fallback() {
 fn unsupported_and_filtered_events_are_uncounted() {
     let mut guest = counting();
     guest.events.backing_of = |request| match request.event {
-        GuestEvent::Raw => Backing::None,
-        _ => Backing::Hardware,
+        GuestEvent::Raw => CounterBacking::None,
+        _ => CounterBacking::Hardware,
     };
     guest.write(IA32_PERFEVTSEL0, 0x43_01D1);
     guest.run(7 * MS);
@@ -333,7 +336,7 @@ impl PerfCoreGuest {
         self.guest.read(IA32_PMC0 + n)
     }
 
-    /// Runs the guest with an exit each millisecond. Hardware counts nanoseconds.
+    /// Runs the guest with an exit every millisecond. Hardware counts nanoseconds.
     fn run(&mut self, ms: u64) {
         for _ in 0..ms {
             self.guest_clock.guest_enter();
@@ -356,7 +359,7 @@ fn revoked_slot_is_reported_and_regained() {
     for n in 0..2 {
         let view = rig.guest.view(n);
         assert!(
-            !view.counting && view.enabled && view.backing == Some(Backing::Hardware),
+            !view.counting && view.enabled && view.backing == Some(CounterBacking::Hardware),
             "{view:?}"
         );
         assert_eq!(view.counted, 40 * MS);
@@ -372,14 +375,14 @@ fn revoked_slot_is_reported_and_regained() {
     assert!(!rig.core.has_unhandled_errors());
 }
 
-/// An operator event that takes all slots also takes those of the guest's running counters. After
-/// the events are closed, the guest counts again without any action.
+/// An operator event that occupies all slots also revokes those of the guest's running counters.
+/// After the events are closed, the guest counts again without any action.
 #[test]
 fn operator_event_revokes_and_returns_slots() {
     let mut rig = PerfCoreGuest::new(2, BackingPolicy::Hardware);
     rig.run(10);
     rig.core.set_share(SharePolicy::OperatorFirst);
-    let admin = rig.core.session(0, perf_core::Role::Admin);
+    let admin = rig.core.session(0, perf_core::SessionRole::Admin);
     let open = || {
         let target = perf_core::OpenTarget::Vcpu(VCPU);
         let attr = Attr::counting(EventType::HARDWARE, 4);
@@ -428,14 +431,14 @@ fn perf_core_cycles_fall_back_to_clock() {
     );
     assert_eq!(
         (instructions.backing, cycles.backing),
-        (Some(Backing::Hardware), Some(Backing::Clock))
+        (Some(CounterBacking::Hardware), Some(CounterBacking::Clock))
     );
     assert!(cycles.value >= 30 * MS, "never backwards");
     let before = rig.read(1);
     rig.pmu.take_slots(0);
     rig.run(300);
     let cycles = rig.guest.view(1);
-    assert!(!cycles.fallback && cycles.backing == Some(Backing::Hardware));
+    assert!(!cycles.fallback && cycles.backing == Some(CounterBacking::Hardware));
     assert!(cycles.value > before + 40 * MS);
 }
 
@@ -447,7 +450,7 @@ fn mediated_neighbour_leaves_cycles_to_clock() {
     let mut rig = PerfCoreGuest::beside(SimPmu::with_slots(2), BackingPolicy::Auto, mediated.clone());
     rig.run(50);
     let (instructions, cycles) = (rig.guest.view(0), rig.guest.view(1));
-    assert!(cycles.counting && cycles.fallback && cycles.backing == Some(Backing::Clock));
+    assert!(cycles.counting && cycles.fallback && cycles.backing == Some(CounterBacking::Clock));
     assert!(!instructions.counting && instructions.counted == 0);
     assert_eq!(instructions.uncounted_ns, 50 * MS);
     mediated.store(false, Ordering::Relaxed);
@@ -455,7 +458,7 @@ fn mediated_neighbour_leaves_cycles_to_clock() {
     for n in 0..2 {
         let view = rig.guest.view(n);
         assert!(
-            view.counting && view.backing == Some(Backing::Hardware),
+            view.counting && view.backing == Some(CounterBacking::Hardware),
             "{view:?}"
         );
     }

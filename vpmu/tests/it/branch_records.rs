@@ -39,7 +39,8 @@ fn jump(from: u64) -> BranchEntry {
     }
 }
 
-/// Addresses of the source, target and kind of record `n`.
+/// Returns the addresses of the source and target of record `n`, followed by that of the record's
+/// info register (Intel) or of LBR_SELECT (AMD).
 fn record(guest: &Guest, n: u32) -> [u32; 3] {
     match guest.vpmu.model().vendor() {
         Vendor::Intel => [IA32_LBR_FROM_IP0 + n, IA32_LBR_TO_IP0 + n, IA32_LBR_INFO0 + n],
@@ -112,7 +113,8 @@ fn reserved_bits_of_branch_records_fault_on_intel() {
     }
 }
 
-/// Linux checks each register by changing its low bits.
+/// Each register of the records keeps a written value, because Linux checks each register by
+/// changing its low bits.
 #[test]
 fn every_record_keeps_what_is_written() {
     for name in ["intel", "intel-v5", "amd-v2"] {
@@ -245,7 +247,7 @@ fn records_are_collected_and_frozen_before_the_pmi() {
             assert_eq!(guest.read(IA32_LBR_CTL), ALL_BRANCHES & !1);
         }
         guest.vpmu.pmi_delivered(1);
-        // A frozen stack is kept for the next PMI, too.
+        // A frozen branch stack is also kept for the next PMI.
         overflow(&mut guest);
         assert_eq!(guest.vpmu.requested_branches(), None, "{name}");
         guest.vpmu.pmi_delivered(2);
@@ -259,7 +261,7 @@ fn records_are_collected_and_frozen_before_the_pmi() {
     }
 }
 
-/// A PMI whose branches cannot be collected shows no records of an earlier PMI.
+/// A PMI whose branches cannot be collected exposes no records of an earlier PMI.
 #[test]
 fn interrupted_collection_leaves_no_old_records() {
     for name in ["intel-v4", "amd-v2"] {
@@ -359,10 +361,13 @@ fn branch_records_survive_save_and_restore() {
         there.vpmu.restore(&bytes, &mut there.events).unwrap();
         assert_eq!(there.vpmu.save(&mut there.events), bytes, "{name}");
         assert_eq!(sources(&mut there, 2), [0x1234, 0]);
-        // A PMU without branch records does not take the state.
+        // A PMU without branch records rejects the state.
         let refused = Guest::of(name, None).vpmu.restore_before_use(&bytes);
-        assert!(matches!(refused, Err(StateError::OtherModel { .. })), "{name}");
-        // Nor are register values taken that no guest could have written.
+        assert!(
+            matches!(refused, Err(VpmuStateError::OtherModel { .. })),
+            "{name}"
+        );
+        // Register values that no guest could have written are also rejected.
         let mut damaged = bytes.clone();
         let last = damaged.len() - 4 - 16 * 24 - 4 * 8;
         damaged[last + 4] = 0xFF;
@@ -370,7 +375,7 @@ fn branch_records_survive_save_and_restore() {
         let refused = there.vpmu.restore(&damaged, &mut there.events);
         assert_eq!(
             refused,
-            Err(StateError::Impossible("a branch record has reserved bits")),
+            Err(VpmuStateError::Impossible("a branch record has reserved bits")),
             "{name}"
         );
         assert_eq!(there.vpmu.save(&mut there.events), bytes, "unchanged");
@@ -380,7 +385,8 @@ fn branch_records_survive_save_and_restore() {
     }
 }
 
-/// Layout version 3, without branch records, remains the one of models without them.
+/// Models without branch records continue to use layout version 3, which contains no branch
+/// records.
 #[test]
 fn state_without_branch_records_keeps_its_layout() {
     let mut guest = Guest::of("amd-v2", None);
@@ -410,7 +416,7 @@ fn branches() -> impl Strategy<Value = Vec<BranchEntry>> {
 }
 
 proptest! {
-    /// The records are the selected branches up to the depth, newest first, whatever the filter.
+    /// The records are the selected branches up to the depth, newest first, for any filter.
     #[test]
     fn records_are_the_selected_branches(
         taken in branches(), filter in 0u64..0x80, levels in 0u64..4, depth in 0usize..3,
@@ -457,8 +463,8 @@ proptest! {
         }
     }
 
-    /// Any sequence of guest accesses and of calls of a VMM keeps the PMU consistent: no panic, and
-    /// its state can be restored.
+    /// Any sequence of guest accesses and VMM calls keeps the PMU consistent. No call panics, and
+    /// the state can be restored.
     #[test]
     fn any_accesses_leave_a_valid_state(
         steps in prop::collection::vec((0usize..14, any::<u64>(), 0u32..64), 0..60),

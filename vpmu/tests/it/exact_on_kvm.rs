@@ -2,8 +2,8 @@
 //! single step.
 //!
 //! The guests run at CPL 0 in real mode. Each guest enables counter 0, runs a block with a known
-//! instruction count, and disables the counter. Four instructions around the block are included:
-//! the enabling WRMSR and three MOV. The disabling WRMSR is not.
+//! instruction count, and disables the counter. Four instructions around the block are included,
+//! which are the enabling WRMSR and three MOV instructions. The disabling WRMSR is not included.
 
 #![expect(unsafe_code, reason = "guest memory")]
 
@@ -54,7 +54,7 @@ impl Memory {
     }
 }
 
-impl GuestMemory for Memory {
+impl SteppedGuestMemory for Memory {
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         let n = buffer.len().min(MEMORY_BYTES.saturating_sub(linear as usize));
         if n > 0 {
@@ -93,7 +93,7 @@ struct Machine {
 }
 
 impl Machine {
-    /// Returns `None` if KVM is missing or cannot trap MSRs.
+    /// Creates a guest that executes `block`. Returns `None` if KVM is missing or cannot trap MSRs.
     fn new(block: &[u8], selector: u32) -> Option<Self> {
         let vm = Kvm::new().ok()?.create_vm().ok()?;
         let mut cap = kvm_enable_cap {
@@ -182,14 +182,14 @@ impl Machine {
         })
     }
 
-    fn state(&self) -> CpuState {
+    fn state(&self) -> SteppedCpuState {
         let regs = self.vcpu.get_regs().unwrap();
         let sregs = self.vcpu.get_sregs().unwrap();
-        CpuState {
+        SteppedCpuState {
             rip: regs.rip,
             rflags: regs.rflags,
             cpl: 0,
-            size: CodeSize::Bits16,
+            size: CodeSegmentMode::Bits16,
             gpr: [
                 regs.rax, regs.rcx, regs.rdx, regs.rbx, regs.rsp, regs.rbp, regs.rsi, regs.rdi, regs.r8,
                 regs.r9, regs.r10, regs.r11, regs.r12, regs.r13, regs.r14, regs.r15,
@@ -330,7 +330,8 @@ fn mov_ss_shadow_hides_no_instruction() {
     );
 }
 
-/// A KVM that emulates CPL 0 stops after such a row only.
+/// A sequence of fences hides no instruction. If KVM emulates code at CPL 0, it stops only after
+/// the sequence.
 #[test]
 fn row_of_fences_hides_no_instruction() {
     for fence in [[0x0F, 0xAE, 0xE8], [0x0F, 0xAE, 0xF0], [0x0F, 0xAE, 0xF8]] {
@@ -347,8 +348,8 @@ fn faulting_instruction_does_not_count_but_handler_does() {
 
 #[test]
 fn nmi_adds_only_its_handler() {
-    // The block starts after three MOV of six bytes each and the WRMSR. The NMI is injected between
-    // the NOPs.
+    // The block starts after three MOV instructions of six bytes each and the WRMSR. The NMI is
+    // injected between the NOPs.
     let block_at = CODE + 3 * 6 + 2;
     expect(&[0x90; 10], Some(block_at + 4), INSTRUCTIONS, AROUND + 10 + 2);
 }

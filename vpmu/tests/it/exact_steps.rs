@@ -68,8 +68,8 @@ global_asm!(
     "prefetcht0 [rdx]",
     "ret",
     // Tests every condition after a comparison. Each jump targets the next instruction, so only the
-    // counts show whether it was taken. cmp 1, 2 sets CF, SF and PF (0xff has eight ones), and
-    // clears ZF and OF.
+    // counts show whether the jump was taken. cmp 1, 2 sets CF, SF and PF (0xff has eight ones),
+    // and clears ZF and OF.
     "exact_conditions: mov eax, 1",
     "cmp eax, 2",
     "jo 2f", // not taken
@@ -159,17 +159,17 @@ impl Child {
         self.wait()
     }
 
-    fn state(&self) -> CpuState {
+    fn state(&self) -> SteppedCpuState {
         // SAFETY: all zeros is a valid value of this plain structure.
         let mut regs: libc::user_regs_struct = unsafe { std::mem::zeroed() };
         // SAFETY: `regs` has the type that PTRACE_GETREGS fills, and the child is stopped.
         let result = unsafe { libc::ptrace(libc::PTRACE_GETREGS, self.pid, 0, &mut regs) };
         assert_eq!(result, 0, "reading registers failed");
-        CpuState {
+        SteppedCpuState {
             rip: regs.rip,
             rflags: regs.eflags,
             cpl: 3,
-            size: CodeSize::Bits64,
+            size: CodeSegmentMode::Bits64,
             gpr: [
                 regs.rax, regs.rcx, regs.rdx, regs.rbx, regs.rsp, regs.rbp, regs.rsi, regs.rdi, regs.r8,
                 regs.r9, regs.r10, regs.r11, regs.r12, regs.r13, regs.r14, regs.r15,
@@ -205,7 +205,7 @@ impl Child {
 
 struct Memory<'a>(&'a File);
 
-impl GuestMemory for Memory<'_> {
+impl SteppedGuestMemory for Memory<'_> {
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         self.0.read_at(buffer, linear).unwrap_or(0)
     }

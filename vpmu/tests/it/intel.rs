@@ -1,5 +1,6 @@
 //! Tests of rules for Intel registers (SDM vol. 3, "Architectural Performance Monitoring") that the
-//! reference model does not have or rarely reaches. `reference_model.rs` tests all others.
+//! reference model does not implement or rarely reaches. `reference_model.rs` tests all other
+//! rules.
 
 use vpmu::registers::*;
 use vpmu::*;
@@ -64,8 +65,8 @@ fn intel_reserved_bits_fault() {
     }
 }
 
-/// The host may report an overflow late. A control write by the guest in between takes effect after
-/// the freeze.
+/// The host may report an overflow late. A control write by the guest before the report takes
+/// effect after the freeze.
 #[test]
 fn late_freeze_does_not_undo_control_write() {
     let mut guest = Guest::of("intel", None);
@@ -239,12 +240,12 @@ fn emulated_instructions_count() {
         (103, 100)
     );
     // Backings that count these instructions themselves are not notified.
-    for backing in [Backing::Exact, Backing::Clock, Backing::None] {
+    for backing in [CounterBacking::Exact, CounterBacking::Clock, CounterBacking::None] {
         let mut guest = Guest::of("amd", None);
         guest.events.backing_of = match backing {
-            Backing::Exact => |_| Backing::Exact,
-            Backing::Clock => |_| Backing::Clock,
-            _ => |_| Backing::None,
+            CounterBacking::Exact => |_| CounterBacking::Exact,
+            CounterBacking::Clock => |_| CounterBacking::Clock,
+            _ => |_| CounterBacking::None,
         };
         guest.write(PERF_CTL0, 0x43_00C0);
         assert_eq!(guest.vpmu.needs_emulated_instructions(), (false, false));
@@ -293,7 +294,7 @@ fn emulated_instruction_can_overflow_counter() {
     assert_eq!(guest.read(IA32_PMC0), 0);
 }
 
-/// Far from an overflow the host event is re-armed occasionally, not on each exit.
+/// Far from an overflow, the host event is re-armed occasionally, but not on each exit.
 #[test]
 fn exits_far_from_overflow_do_not_rearm() {
     let mut guest = Guest::of("intel", None);
@@ -314,7 +315,8 @@ fn exits_far_from_overflow_do_not_rearm() {
     assert!(guest.vpmu.pmi_pending());
 }
 
-/// rr programs C4H/01H on a Skylake signature and C4H/11H on Ice Lake.
+/// Conditional branches are decoded by the signature. rr programs C4H/01H on a Skylake signature
+/// and C4H/11H on Ice Lake.
 #[test]
 fn conditional_branches_depend_on_signature() {
     const CONDITIONAL_01: u64 = 0x51_01C4;

@@ -22,7 +22,7 @@ struct SamplingEvent {
     left: i64,
     previous: u64,
     count: u64,
-    /// Sum of the counter's start values, from which the expected count is derived.
+    /// Largest difference between two successive readings.
     worst: u64,
 }
 
@@ -73,8 +73,8 @@ impl Linux {
         }
     }
 
-    /// Updates the count: last value, RDPMC, compare-and-exchange. If `behind` is set, a PMI may
-    /// occur after the RDPMC.
+    /// Updates the count by loading the last value, executing RDPMC, and performing a
+    /// compare-and-exchange. If `behind` is `true`, a PMI may occur after the RDPMC.
     fn update(&mut self, n: usize, behind: bool) -> u64 {
         // Linux throttles an event that interrupts it on every attempt.
         for attempt in 0.. {
@@ -156,8 +156,8 @@ proptest! {
     }
 }
 
-/// A PMI after the RDPMC makes the same code jump by 2^48: a short period restarts at its initial
-/// value, so the compare-and-exchange succeeds. The VMM's delivery order prevents this.
+/// A PMI after the RDPMC makes the count of the same code jump by 2^48. A short period restarts at
+/// its initial value, so the compare-and-exchange succeeds. The VMM's delivery order prevents this.
 #[test]
 fn linux_count_jumps_with_pmi_after_read() {
     let mut turns = vec![10; 1000];

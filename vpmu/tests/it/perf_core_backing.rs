@@ -132,14 +132,14 @@ fn fed_event_overflow_raises_one_pmi() {
 fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     let mut m = Machine::new(PmuModel::AMD, BackingPolicy::Auto);
     m.guest.write(PERF_CTL0, 0x43_0076);
-    // Other load on the host may take the CPU away for a whole run.
+    // Other load on the host may occupy the CPU for an entire run.
     let (start, mut counted) = (Instant::now(), 0);
     while counted < 5_000_000 {
         assert!(start.elapsed() < Duration::from_secs(600), "{counted}");
         m.run_for(Duration::from_millis(5));
         counted = m.guest.read(PERF_CTR0);
     }
-    // The clock runs at 1 GHz. Both clocks may differ slightly in speed.
+    // The clock runs at 1 GHz. The speeds of the two clocks may differ slightly.
     let most = u64::try_from(start.elapsed().as_nanos()).unwrap();
     assert!(counted <= most + most / 50, "{counted} of {most}");
     let start = Instant::now();
@@ -153,8 +153,8 @@ fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     m.guest.write(PERF_CTL0 + 2, 0x0143_0076);
     m.run_for(Duration::from_millis(5));
     assert_eq!(m.guest.read(PERF_CTR0 + 2), 0);
-    assert_eq!(m.guest.view(0).backing, Some(Backing::Clock));
-    assert_eq!(m.guest.view(1).backing, Some(Backing::None));
+    assert_eq!(m.guest.view(0).backing, Some(CounterBacking::Clock));
+    assert_eq!(m.guest.view(1).backing, Some(CounterBacking::None));
 }
 
 #[test]

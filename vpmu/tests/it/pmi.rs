@@ -1,5 +1,5 @@
-//! Tests of overflows and PMIs: none is lost, and none is spurious. `reference_model.rs` tests random
-//! sequences of overflows, deliveries and registers.
+//! Tests that no overflow or PMI is lost, and that none is spurious. `reference_model.rs` tests
+//! random sequences of overflows, deliveries and registers.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn sampling(period: u64) -> Guest {
 }
 
 /// Returns a guest with two sampling counters, as used by Linux, in the PMI handler of the first
-/// one: delivery has masked LVTPC.
+/// counter. Delivery of this PMI has masked LVTPC.
 fn guest_in_pmi_handler() -> Guest {
     let mut guest = Guest::of("intel", None);
     for n in 0..2 {
@@ -33,8 +33,8 @@ fn guest_in_pmi_handler() -> Guest {
     guest
 }
 
-/// Linux since Haswell unmasks LVTPC after it has served all overflows. A later NMI is reported as
-/// "unknown reason".
+/// An overflow that is served while LVTPC is masked raises no PMI. Linux since Haswell unmasks
+/// LVTPC after it has served all overflows, and reports a later NMI as "unknown reason".
 #[test]
 fn overflow_served_while_masked_raises_no_pmi() {
     let mut guest = guest_in_pmi_handler();
@@ -72,7 +72,7 @@ fn overflow_cleared_on_detection_raises_no_pmi() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// A PMI that the rate limit delays follows the same rule.
+/// A PMI that the rate limit delays is withdrawn when its overflow is served.
 #[test]
 fn throttled_pmi_is_withdrawn_when_served() {
     let mut guest = sampling(1);
@@ -125,7 +125,8 @@ fn moved(mut guest: Guest, model: &str) -> Guest {
     there
 }
 
-/// The first counter's status bit is from an earlier PMI: only the second must be served.
+/// The first counter's status bit is from an earlier PMI, so only the second counter must be
+/// served.
 #[test]
 fn restored_pmi_keeps_its_sources() {
     let mut guest = guest_in_pmi_handler();
@@ -284,7 +285,7 @@ fn counters_view_shows_programmed_events() {
     assert_eq!(first.counter.to_string(), "gp0");
     assert_eq!((first.value, first.overflows, first.pmi_requests), (15, 1, 1));
     assert_eq!(first.request.unwrap().event.to_string(), "cycles");
-    assert_eq!(first.backing, Some(Backing::Hardware));
+    assert_eq!(first.backing, Some(CounterBacking::Hardware));
     assert_eq!(first.times.time_running_ns, 25);
     assert_eq!(view[6].counter.to_string(), "fixed2");
     assert_eq!(

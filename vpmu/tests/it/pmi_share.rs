@@ -1,4 +1,5 @@
-//! Tests of the share of PMI handlers, on a guest whose clock is the tick of the simulated events.
+//! Tests of the share limit of PMI handlers, on a guest whose clock is the tick of the simulated
+//! events.
 
 use proptest::prelude::*;
 use vpmu::registers::*;
@@ -154,7 +155,7 @@ impl SampledGuest {
         self.guest.write(self.registers.counter, WIDTH - self.period);
     }
 
-    /// Checks that the handlers' counts are those of the whole run.
+    /// Checks that the counts that the handlers found equal those of the whole run.
     fn check_counts(&self) {
         let ran = match self.registers.global {
             None => self.inside + self.outside,
@@ -181,8 +182,8 @@ fn handlers_shorter_than_the_gap_are_never_held_back() {
     }
 }
 
-/// The handlers of a storm (period 1) and of periods below the handler's time take half of the
-/// time, and lose no count.
+/// Handlers of a PMI storm (period 1), and of periods shorter than the handler, take half of the
+/// time, and no count is lost.
 #[test]
 fn handlers_longer_than_the_period_take_the_share() {
     for model in MODELS {
@@ -225,7 +226,7 @@ fn frequency_control_transient_is_bounded() {
             sampled.sample();
             let now_ns = sampled.now_ns();
             let counted = sampled.period.max(1);
-            // Period for 1,000 samples a second at the rate since the last sample.
+            // Period for 1,000 samples per second at the rate since the last sample.
             sampled.period = (counted * 1_000_000 / (now_ns - last_ns)).max(1);
             last_ns = now_ns;
         }
@@ -233,7 +234,8 @@ fn frequency_control_transient_is_bounded() {
     }
 }
 
-/// A held overflow shows in the status register, and overflows of other counters join its PMI.
+/// An overflow whose PMI is delayed is visible in the status register, and overflows of other
+/// counters share this PMI.
 #[test]
 fn held_overflows_are_visible_and_share_one_pmi() {
     let mut sampled = SampledGuest::new(MODELS[0], half(), 10, 1_000);
@@ -260,8 +262,9 @@ fn held_overflows_are_visible_and_share_one_pmi() {
     assert_eq!((counts.delivered, counts.held, counts.held_ns), (2, 1, 990));
 }
 
-/// The driver of the guest stops its counters before it removes an event, and does not expect the
-/// PMI of an overflow afterwards.
+/// A delayed PMI is delivered immediately if the guest stops its counter outside the handler,
+/// because the guest's driver stops its counters before it removes an event, and does not expect
+/// the PMI of an overflow afterwards.
 #[test]
 fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
     for (model, registers) in MODELS {
@@ -282,7 +285,8 @@ fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
     }
 }
 
-/// The handler itself stops its counters and finds what has overflowed meanwhile.
+/// A stop of the counters by the handler itself does not release a delayed PMI, because the handler
+/// detects the overflows that have occurred in the meantime.
 #[test]
 fn stop_in_handler_releases_no_held_pmi() {
     let (model, registers) = MODELS[2];
@@ -297,8 +301,8 @@ fn stop_in_handler_releases_no_held_pmi() {
     assert_eq!(sampled.readiness_if(true), held);
 }
 
-/// A counter that overflows while the handler of another still runs waits for the end of that
-/// handler, which only the local APIC shows, and then for the gap.
+/// A counter that overflows while the handler of another counter is still running waits for the end
+/// of that handler, which only the local APIC shows, and then for the gap.
 #[test]
 fn overflow_in_handler_waits_for_its_return() {
     let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);
@@ -309,7 +313,7 @@ fn overflow_in_handler_waits_for_its_return() {
     assert_eq!(sampled.now_ns(), began_ns);
     // The handler has re-armed the first counter and still runs.
     sampled.guest.run(50);
-    // The registers alone show a handler of no duration.
+    // According to the registers alone, the handler has no duration.
     assert_eq!(sampled.readiness(), PmiReadiness::Now);
     let mut unserved = SampledGuest::new(MODELS[1], half(), 100, 0);
     unserved.guest.write(PERF_CTL0 + 2, INTERRUPTING);
@@ -348,7 +352,7 @@ fn handler_that_stops_its_counter_is_measured_to_its_end() {
     assert_eq!(sampled.readiness_if(false), held);
 }
 
-/// The remaining delay survives a migration to a host with another clock.
+/// The remaining delay is preserved by a migration to a host with a different clock.
 #[test]
 fn restored_pmi_stays_held_back() {
     for model in MODELS {

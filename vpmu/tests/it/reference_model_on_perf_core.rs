@@ -155,7 +155,7 @@ proptest! {
     }
 }
 
-/// A VMM may move the parts of a vCPU to its thread.
+/// The parts of a vCPU implement `Send`, so a VMM may move them to the vCPU's thread.
 #[test]
 fn vcpu_parts_are_send() {
     fn sendable<T: Send>() {}

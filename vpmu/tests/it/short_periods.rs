@@ -36,7 +36,8 @@ impl PerfCoreGuest {
         self.guest.overflowed(counters);
     }
 
-    /// Executes `branches` and returns whether a PMI is due. The host announces overflows itself.
+    /// Executes `branches` branches and returns whether a PMI is due. The host reports overflows
+    /// itself.
     fn branches(&mut self, branches: u64) -> bool {
         self.pmu.advance(VCPU, |_| branches);
         self.notice();
@@ -44,7 +45,8 @@ impl PerfCoreGuest {
     }
 }
 
-/// The PMI is raised when the shortest period that the host accepts has ended.
+/// The PMI is raised after the requested distance, or after the host's minimum period if that is
+/// longer.
 #[test]
 fn short_distance_overflows_within_the_minimum_period() {
     for minimum in MINIMUMS {
@@ -57,7 +59,8 @@ fn short_distance_overflows_within_the_minimum_period() {
     }
 }
 
-/// A rare event would reach the host's minimum much later, so a timer looks for its overflow.
+/// A rare event would reach the host's minimum period much later, so a timer polls for its
+/// overflow.
 #[test]
 fn short_distance_of_a_rare_event_is_polled() {
     for minimum in MINIMUMS {
@@ -75,7 +78,8 @@ fn short_distance_of_a_rare_event_is_polled() {
     }
 }
 
-/// rr starts with a period of 0xFFFFFFFF and then sets it to 1.
+/// The distance to the overflow can be shortened to 1 while the event counts, because rr starts
+/// with a period of 0xFFFFFFFF and then sets it to 1.
 #[test]
 fn distance_is_shortened_to_one_while_counting() {
     for minimum in MINIMUMS {

@@ -1,4 +1,4 @@
-//! CPU affinity and priority: the vCPU runs alone on a CPU, with precedence over other programs.
+//! CPU affinity and priority. The vCPU runs alone on a CPU, with precedence over other programs.
 
 use std::process::{Command, Stdio};
 
@@ -31,7 +31,7 @@ fn allowed_cpus() -> Option<Vec<u32>> {
     cpu_list(list)
 }
 
-/// Pins the vCPU to one CPU, and everything else to the others, if there are others.
+/// Pins the vCPU to one CPU and all other threads to the remaining CPUs, if there are any.
 pub(crate) fn pin(guest: &MeasuredGuest) {
     let (tid, own) = (guest.tid.to_string(), std::process::id().to_string());
     let cpus = allowed_cpus().unwrap_or_default();

@@ -11,7 +11,7 @@ pub(crate) struct Slowdown {
     pub(crate) median: f64,
     pub(crate) lower_quartile: f64,
     pub(crate) upper_quartile: f64,
-    /// Standard error of the median, assuming normally distributed rounds.
+    /// Standard error of the median, assuming normally distributed values.
     pub(crate) standard_error: f64,
 }
 
@@ -22,8 +22,8 @@ impl Slowdown {
             median,
             lower_quartile,
             upper_quartile,
-            // Quartiles of a normal distribution are 1.349 standard deviations apart; the standard
-            // error of the median is 1.253 times that of the mean.
+            // The quartiles of a normal distribution are 1.349 standard deviations apart. The
+            // standard error of the median is 1.253 times that of the mean.
             standard_error: 1.253 * (upper_quartile - lower_quartile) / 1.349 / (rounds.len() as f64).sqrt(),
         }
     }
@@ -53,7 +53,7 @@ impl Ratio {
             .iter()
             .map(|&(first, second)| match second > 0.0 {
                 true => first / second,
-                // The ratio is above or below every finite value.
+                // The ratio is treated as above or below every finite value.
                 false => f64::INFINITY.copysign(first - second),
             })
             .collect();
@@ -71,7 +71,7 @@ impl Ratio {
     }
 }
 
-/// Cost of one method: by the time in which the guest did not run, and by the work done.
+/// Cost of one method, measured by the time in which the guest did not run and by the work done.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub(crate) struct MethodCost {
     pub(crate) not_run: Slowdown,
@@ -82,7 +82,7 @@ pub(crate) struct MethodCost {
 mod tests {
     use super::*;
 
-    /// The ratio of noise to noise is not reported.
+    /// A ratio is not reported if the second slowdown is not significant.
     #[test]
     fn ratio_needs_a_clear_slowdown() {
         let clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
@@ -95,7 +95,7 @@ mod tests {
         assert_eq!(Ratio::of(&[]), None);
     }
 
-    /// The machine is twice as slow for every third pair. One pair in ten is an outlier or has a
+    /// For every third pair, the machine is half as fast. One pair in ten is an outlier or has a
     /// negative second value.
     #[test]
     fn ratio_is_insensitive_to_common_noise() {

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use comparisons::{Failure, Killed, context};
+use comparisons::{ComparisonError, Killed, context};
 
 /// Length of a window with or without sampling. The guest prints a line every 50 ms.
 pub(crate) const WINDOW: Duration = Duration::from_millis(320);
-/// Time after a switch before a window starts.
+/// Settling time after a switch, before a window starts.
 const SETTLES: Duration = Duration::from_millis(15);
 /// Minimum number of lines in a valid window.
 const FEWEST_LINES: usize = 3;
@@ -26,8 +26,8 @@ pub(crate) struct GuestPace {
 }
 
 impl GuestPace {
-    /// Parses a line of the guest: time in which it did not run, in parts per million, and number
-    /// of readings.
+    /// Parses a line of the guest: the time in which it did not run, in parts per million, and the
+    /// number of TSC readings.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace().map(|word| word.parse::<u32>().ok());
         let (lost, work) = (words.next()??, words.next()??);
@@ -46,8 +46,8 @@ impl GuestPace {
         })
     }
 
-    /// Returns the slowdown relative to `without`, in percent: by the time in which the guest did
-    /// not run, and by the work done.
+    /// Returns the slowdown relative to `without`, in percent, measured by the time in which the
+    /// guest did not run and by the work done.
     pub(crate) fn slowdown(self, without: Self) -> [f64; 2] {
         [without.run / self.run, without.work / self.work].map(|ratio| 100.0 * (ratio - 1.0))
     }
@@ -60,15 +60,15 @@ pub(crate) struct MeasuredGuest {
     pub(crate) runtime: tempfile::TempDir,
     /// Thread ID of the vCPU.
     pub(crate) tid: i32,
-    /// Reports of the guest since the list was last cleared.
+    /// Guest reports received since the list was last cleared.
     told: Arc<Mutex<Vec<GuestPace>>>,
-    /// Set when the console has ended.
+    /// Set to `true` when the console reaches end of file.
     console_ended: Arc<AtomicBool>,
 }
 
 impl MeasuredGuest {
     /// Starts the guest, and a thread that reads its console.
-    pub(crate) fn start(perfvisor: &Path) -> Result<Self, Failure> {
+    pub(crate) fn start(perfvisor: &Path) -> Result<Self, ComparisonError> {
         let runtime = tempfile::tempdir().map_err(context("cannot create a directory"))?;
         let name = "overhead".to_owned();
         let mut child = Command::new(perfvisor)
@@ -110,7 +110,7 @@ impl MeasuredGuest {
         Ok(guest)
     }
 
-    /// Returns a command of the program that finds this guest.
+    /// Returns a `perfvisor` command that finds this guest.
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.perfvisor);
         command.env("XDG_RUNTIME_DIR", self.runtime.path());
@@ -118,7 +118,7 @@ impl MeasuredGuest {
     }
 
     /// Returns the progress in the next window, after the effects of the last switch have passed.
-    pub(crate) fn paced(&self) -> Result<Option<GuestPace>, Failure> {
+    pub(crate) fn paced(&self) -> Result<Option<GuestPace>, ComparisonError> {
         if self.console_ended.load(Ordering::Relaxed) {
             return Err("the guest has exited".into());
         }
@@ -131,7 +131,7 @@ impl MeasuredGuest {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(WINDOW);
         let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        // The first line also covers time before the window.
+        // The first line also covers time before the start of the window.
         let inside = told.get(1..).filter(|inside| inside.len() >= FEWEST_LINES)?;
         GuestPace::mean(inside)
     }

@@ -4,19 +4,22 @@
 //! two readings, in which it did not run. Its vCPU, alone on a CPU, is sampled with one of these
 //! methods:
 //!
-//! - b: `perf record` on the vCPU's thread: samples of the kernel, without call chains
-//! - c: a signal per sample that makes `KVM_RUN` return, and nothing else: the lower bound for
-//!   sampling from user space
-//! - d: `perfvisor record --chain-every 1`: a call chain with every sample
-//! - e: `perfvisor record`: instruction pointers sampled by the kernel, with occasional call chains
+//! - b: `perf record` on the vCPU's thread, with samples taken by the kernel and without call
+//!   chains
+//! - c: one signal per sample that makes `KVM_RUN` return, and nothing else, which is the lower
+//!   bound for sampling from user space
+//! - d: `perfvisor record --chain-every 1`, with a call chain in every sample
+//! - e: `perfvisor record`, with instruction pointers sampled by the kernel and occasional call
+//!   chains
 //!
-//! The speed of a virtual machine on which this runs can change by a factor of two within a second.
-//! The main result is therefore the time in which the guest did not run, and methods alternate in
-//! short windows: each window with sampling is compared with the windows without sampling before
-//! and after it. The output has the median and the quartiles of these comparisons, and the same for
-//! the work done (TSC readings in equal times), which includes effects such as cold caches but
-//! depends on the machine's speed. The ratio of two slowdowns is the median ratio of neighbouring
-//! windows, and is printed only if the lower slowdown is significantly above zero.
+//! The speed of a virtual machine on which this program runs can change by a factor of two within a
+//! second. The main result is therefore the time in which the guest did not run, and the methods
+//! alternate in short windows. Each window with sampling is compared with the windows without
+//! sampling before and after it. The output contains the median and the quartiles of these
+//! comparisons, and the same values for the work done (TSC readings in equal times), which includes
+//! effects such as cold caches but depends on the machine's speed. The ratio of two slowdowns is
+//! the median ratio of neighbouring windows, and is printed only if the lower slowdown is
+//! significantly above zero.
 
 mod cpus;
 mod figures;
@@ -29,7 +32,7 @@ mod sampling_method;
 use std::process::ExitCode;
 
 use clap::Parser;
-use comparisons::{Failure, context, exit_code};
+use comparisons::{ComparisonError, context, exit_code};
 
 use crate::cpus::{pin, raise_priority};
 use crate::guest::{GuestPace, MeasuredGuest};
@@ -41,13 +44,13 @@ fn main() -> ExitCode {
     exit_code("overhead", measure(&Options::parse()))
 }
 
-fn measure(options: &Options) -> Result<bool, Failure> {
+fn measure(options: &Options) -> Result<bool, ComparisonError> {
     raise_priority();
     let guest = MeasuredGuest::start(&options.perfvisor)?;
     pin(&guest);
     let mut cycles = Vec::new();
     for round in 0..options.rounds {
-        // Each method takes each position in the order.
+        // Rotate the methods, so that each method takes each position in the order.
         let mut ways = options.ways.0.clone();
         let n = ways.len();
         ways.rotate_left(round as usize % n);

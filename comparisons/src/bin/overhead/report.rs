@@ -2,23 +2,23 @@
 
 use std::collections::BTreeMap;
 
-use comparisons::{Failure, write_json};
+use comparisons::{ComparisonError, write_json};
 
 use crate::figures::{MethodCost, Ratio, Slowdown};
 use crate::guest::WINDOW;
 use crate::options::Options;
 use crate::sampling_method::SamplingMethod;
 
-/// Targets: maximum ratios of d to c and of e to b.
+/// Target for the maximum ratio of d to c and of e to b.
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
 
-/// Slowdown in one round by letter of the method, in percent: by the time in which the guest did
-/// not run, and by the work done.
+/// Slowdown in one round by method letter, in percent, measured by the time in which the guest did
+/// not run and by the work done.
 pub(crate) type RoundSlowdowns = BTreeMap<char, [f64; 2]>;
 
 /// Prints the results and writes them to the requested file. Returns whether the targets are met.
-pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<bool, Failure> {
+pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<bool, ComparisonError> {
     println!(
         "Slowdown of a CPL3 loop sampled at {} Hz, {} ms with sampling against {} ms before and after; {} rounds of {} turns of each:\n",
         options.hz,
@@ -83,7 +83,7 @@ pub(crate) fn report(options: &Options, cycles: &[RoundSlowdowns]) -> Result<boo
         });
         write_json(path, &json)?;
     }
-    // Methods that were not measured do not fail.
+    // Ignore methods that were not measured.
     let met =
         |ratio: Option<Option<Ratio>>, most: f64| ratio.is_none_or(|r| r.is_some_and(|r| r.value <= most));
     Ok(met(d_to_c, MOST_D_TO_C) && met(e_to_b, MOST_E_TO_B))

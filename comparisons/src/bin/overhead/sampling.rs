@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use comparisons::{Failure, Killed, context};
+use comparisons::{ComparisonError, Killed, context};
 use perf_core::pmu::host::{GuestSampleRing, GuestSampler};
 
 use crate::guest::MeasuredGuest;
@@ -36,7 +36,11 @@ pub(crate) struct ControlledRecord {
 
 impl ActiveSampling {
     /// Prepares `way`, switched off.
-    pub(crate) fn prepare(way: SamplingMethod, guest: &MeasuredGuest, hz: u64) -> Result<Self, Failure> {
+    pub(crate) fn prepare(
+        way: SamplingMethod,
+        guest: &MeasuredGuest,
+        hz: u64,
+    ) -> Result<Self, ComparisonError> {
         let clock = || GuestSampler::clock(guest.tid, 1_000_000_000 / hz).map_err(context("perf event"));
         let hz = hz.to_string();
         match way {
@@ -54,7 +58,7 @@ impl ActiveSampling {
                 ]);
                 Self::process(perf, way, guest)
             }
-            // Reads the same event in the same way.
+            // Use the same event and read it in the same way.
             SamplingMethod::Perf => {
                 let sampler = clock()?;
                 let fd = sampler.as_fd().try_clone_to_owned().map_err(context(RING))?;
@@ -71,7 +75,7 @@ impl ActiveSampling {
             }
             SamplingMethod::Signal => {
                 let sampler = clock()?;
-                // Signal with which the VMM makes a vCPU check its run state.
+                // This signal makes the vCPU check its run state.
                 sampler
                     .also_signal(guest.tid, libc::SIGUSR1)
                     .map_err(context("signal of the perf event"))?;
@@ -88,8 +92,13 @@ impl ActiveSampling {
         }
     }
 
-    /// Starts `command`, the `record` command of perf or Perfvisor, which share these options.
-    fn process(mut command: Command, way: SamplingMethod, guest: &MeasuredGuest) -> Result<Self, Failure> {
+    /// Starts `command`, the `record` command of perf or of Perfvisor. Both support the options
+    /// that are added here.
+    fn process(
+        mut command: Command,
+        way: SamplingMethod,
+        guest: &MeasuredGuest,
+    ) -> Result<Self, ComparisonError> {
         let directory = guest.runtime.path();
         let file = |what: &str| directory.join(format!("{what}-{}", way.letter()));
         let (ctl, ack) = (file("ctl"), file("ack"));
@@ -135,13 +144,13 @@ impl ActiveSampling {
             answers,
             end,
         };
-        // Acknowledged when the program is ready.
+        // The acknowledgment arrives when the program is ready.
         record.say("ping")?;
         Ok(Self::Process(record))
     }
 
     /// Starts or stops sampling and waits for the acknowledgment.
-    pub(crate) fn switch(&mut self, on: bool) -> Result<(), Failure> {
+    pub(crate) fn switch(&mut self, on: bool) -> Result<(), ComparisonError> {
         match self {
             Self::Event(sampler) | Self::Drained(sampler, _) => sampler
                 .set_enabled(on)
@@ -151,7 +160,7 @@ impl ActiveSampling {
     }
 
     /// Terminates the sampling.
-    pub(crate) fn stop(self) -> Result<(), Failure> {
+    pub(crate) fn stop(self) -> Result<(), ComparisonError> {
         match self {
             Self::Event(_) => {}
             Self::Drained(_, stop) => stop.store(true, Ordering::Relaxed),
@@ -169,7 +178,7 @@ impl ActiveSampling {
 
 impl ControlledRecord {
     /// Sends a command and waits for the acknowledgment.
-    fn say(&mut self, word: &'static str) -> Result<(), Failure> {
+    fn say(&mut self, word: &'static str) -> Result<(), ComparisonError> {
         writeln!(self.ctl, "{word}").map_err(context("pipes"))?;
         let until = Instant::now() + PATIENCE;
         loop {

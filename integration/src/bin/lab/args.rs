@@ -9,9 +9,9 @@ use integration::lab::{LabOptions, invalid_path_reason};
 
 /// Boots the lab host, QEMU with Debian's kernel and a real KVM, on any machine.
 ///
-/// Without COMMAND, opens a shell in it. On a terminal, leave it with "exit", or end the lab with
-/// Ctrl-A x. With COMMAND, runs it there, shows its output as it comes, and ends with its exit
-/// status.
+/// Without COMMAND, opens a shell in the lab. On a terminal, leave the shell with "exit", or
+/// terminate the lab with Ctrl-A x. With COMMAND, runs it in the lab, forwards its output as it
+/// arrives, and exits with its status.
 #[derive(Debug, clap::Parser)]
 #[command(
     name = "lab",
@@ -24,13 +24,13 @@ pub struct LabRequest {
     /// Copies a file of up to 4096 MiB out of the lab after the command, failed or not (repeatable)
     #[arg(long = "get", value_name = "LABPATH=FILE", value_parser = pair)]
     pub gets: Vec<FileRequest>,
-    /// Makes a raw image /dev/vda in the lab, the next one /dev/vdb; writes are discarded
+    /// Provides a raw image as /dev/vda in the lab, the next one as /dev/vdb; writes are discarded
     #[arg(long = "disk", value_name = "FILE")]
     disks: Vec<PathBuf>,
-    /// Gives COMMAND a terminal, as the shell has one
+    /// Gives COMMAND a terminal, as the shell has
     #[arg(long, requires = "argv")]
     pub tty: bool,
-    /// Ends COMMAND after N minutes, with status 124
+    /// Terminates COMMAND after N minutes, with status 124
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = value_parser!(u16).range(1..=1440))]
     minutes: u16,
     /// Number of processors for guests
@@ -46,7 +46,7 @@ pub struct LabRequest {
     /// Leaves perf out of the lab
     #[arg(long)]
     no_perf: bool,
-    /// Builds what the lab needs and boots nothing
+    /// Builds everything that the lab needs without booting it
     #[arg(long)]
     pub build_only: bool,
     /// Program and arguments; a shell without them
@@ -239,7 +239,7 @@ mod tests {
                 "--get /tmp/x=/dev/null true",
                 "--get: /dev/null: not a regular file",
             ),
-            // The first equals sign ends the path in the lab.
+            // The path in the lab ends at the first equals sign.
             (
                 "--get x=b=/no/y true",
                 "--get: b=/no/y: its directory does not exist",

@@ -41,7 +41,7 @@ fn run(request: &LabRequest, mut options: LabOptions) -> ExitCode {
         return failure(&describe(&error));
     }
     let cancelled = Arc::new(AtomicBool::new(false));
-    let signals = match session::Signals::handle(Arc::clone(&cancelled)) {
+    let signals = match session::LabSignals::handle(Arc::clone(&cancelled)) {
         Ok(signals) => signals,
         Err(error) => return failure(&format!("cannot handle signals: {error}")),
     };
@@ -63,8 +63,8 @@ fn run(request: &LabRequest, mut options: LabOptions) -> ExitCode {
     }
 }
 
-/// Builds everything that a lab needs. The images are built in parallel, because the last part of
-/// the program build uses only one processor.
+/// Builds everything that a lab needs. The images are built in parallel with the programs, because
+/// the last part of the program build uses only one processor.
 fn build() -> Result<&'static Qemu, ArtefactError> {
     std::thread::scope(|scope| {
         let images = scope.spawn(|| artefacts::images().and_then(|_| artefacts::bare_metal_dir()));

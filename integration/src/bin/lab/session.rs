@@ -1,5 +1,5 @@
-//! A command or a shell in the lab: its streams, terminal and signals, and the files copied out
-//! afterwards.
+//! A command or a shell in the lab, with its streams, terminal and signals, and the files that are
+//! copied out afterwards.
 
 use std::fs::Permissions;
 use std::io::{self, IsTerminal, Read, Write, stderr, stdin, stdout};
@@ -13,11 +13,11 @@ use std::time::Duration;
 
 use integration::artefacts::describe;
 use integration::lab::{Lab, LabError, RemoteProcess};
-use integration::limit::Limit;
-use integration::process::{Command, OutputSink, ProcessError};
+use integration::limit::ProgressLimit;
+use integration::process::{HostCommand, OutputSink, ProcessError};
 use lab_agent::ordered::OutputStream;
 use lab_agent::terminal::{RawMode, window_size};
-use lab_agent::wire::{ProcessExit, StreamMode, WindowSize};
+use lab_agent::wire::{ProcessExit, StreamMode, TerminalSize};
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::args::{FileRequest, LabRequest, directory_of};
@@ -26,10 +26,10 @@ use crate::args::{FileRequest, LabRequest, directory_of};
 const TIMED_OUT: u8 = 124;
 /// Maximum size of a file that `--get` copies, in bytes.
 const MAX_GET_BYTES: u64 = 4 << 30;
-/// Time for a command to exit after Ctrl-C before it is killed.
+/// Time limit for a command to exit after Ctrl-C before it is killed.
 const END_PATIENCE: Duration = Duration::from_secs(10);
-/// Window size of a terminal of unknown size.
-const DEFAULT_SIZE: WindowSize = WindowSize {
+/// Window size used if the terminal's size is unknown.
+const DEFAULT_SIZE: TerminalSize = TerminalSize {
     rows: 24,
     columns: 80,
 };
@@ -58,14 +58,14 @@ enum SessionEvent {
 }
 
 /// Termination signals and SIGWINCH.
-pub struct Signals {
+pub struct LabSignals {
     events: Receiver<SessionEvent>,
     sender: Sender<SessionEvent>,
     received: Arc<OnceLock<Signal>>,
 }
 
-impl Signals {
-    /// Starts to handle the signals in this thread and the threads that it creates. The first
+impl LabSignals {
+    /// Starts to handle the signals in this thread and in the threads that it creates. The first
     /// termination signal sets `cancelled`.
     ///
     /// # Errors
@@ -113,7 +113,7 @@ impl Signals {
 }
 
 /// Runs the command or the shell, copies the files out, and returns the exit status.
-pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
+pub fn run(lab: Lab, request: &LabRequest, signals: LabSignals) -> ExitCode {
     let lab = Arc::new(lab);
     let is_shell = request.argv.is_empty();
     let is_terminal = stdin().is_terminal() && stdout().is_terminal();
@@ -122,7 +122,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
         eprintln!("{WELCOME}");
     }
     let status = match start(&lab, request, wants_terminal, signals) {
-        // Leaving an interactive shell is a success, regardless of its last command.
+        // Leaving an interactive shell counts as success, regardless of its last command.
         Ok(_) if is_shell && is_terminal => 0,
         Ok(status) => status,
         Err(CommandFailure { status, message }) => {
@@ -137,7 +137,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: Signals) -> ExitCode {
     ExitCode::from(if status == 0 && failed > 0 { 1 } else { status })
 }
 
-/// Reason why a command did not exit by itself.
+/// Reason a command did not exit by itself.
 struct CommandFailure {
     status: u8,
     message: String,
@@ -148,7 +148,7 @@ fn start(
     lab: &Arc<Lab>,
     request: &LabRequest,
     terminal: bool,
-    signals: Signals,
+    signals: LabSignals,
 ) -> Result<u8, CommandFailure> {
     let streams = if terminal {
         StreamMode::Terminal(window_size(stdout()).unwrap_or(DEFAULT_SIZE))
@@ -179,9 +179,9 @@ fn start(
     let (weak, kept) = (Arc::downgrade(lab), Arc::clone(&reaction));
     thread::spawn(move || react(&signals.events, &remote, &weak, &kept));
     let limit = if request.argv.is_empty() {
-        Limit::from(Duration::MAX)
+        ProgressLimit::from(Duration::MAX)
     } else {
-        Limit::from(request.time_limit())
+        ProgressLimit::from(request.time_limit())
     };
     let result = process.wait(limit);
     // Restore the terminal mode before printing messages.
@@ -195,13 +195,13 @@ fn start(
 }
 
 /// Returns the command of a request, or a shell.
-fn command(request: &LabRequest, terminal: bool) -> Command {
-    let mut command = Command {
+fn command(request: &LabRequest, terminal: bool) -> HostCommand {
+    let mut command = HostCommand {
         argv: request.argv.clone(),
         env: Vec::new(),
     };
     if request.argv.is_empty() {
-        command = Command::shell("cd; exec sh");
+        command = HostCommand::shell("cd; exec sh");
     }
     match std::env::var("TERM") {
         Ok(kind) if terminal => command.env("TERM", kind),
@@ -217,14 +217,14 @@ fn failure(error: &ProcessError) -> CommandFailure {
         _ => 1,
     };
     let message = match error {
-        // The output has already been shown.
+        // The output was shown as it arrived.
         ProcessError::TimedOut { command, overrun, .. } => format!("{command}: {overrun}"),
         _ => describe(error),
     };
     CommandFailure { status, message }
 }
 
-/// Converts the end of a command to an exit status, as a shell does.
+/// Converts the end of a command to an exit status in the same way as a shell.
 fn exit_status(ended: ProcessExit) -> u8 {
     let code = match (ended.code, ended.signal) {
         (Some(code), _) => code,
@@ -234,7 +234,7 @@ fn exit_status(ended: ProcessExit) -> u8 {
     u8::try_from(code).unwrap_or(1)
 }
 
-/// Returns the exit status of a program killed by a signal, as a shell does.
+/// Returns the exit status that a shell reports for a program killed by a signal.
 pub fn signal_status(signal: Signal) -> ExitCode {
     ExitCode::from(exit_status(ProcessExit {
         code: None,
@@ -242,7 +242,7 @@ pub fn signal_status(signal: Signal) -> ExitCode {
     }))
 }
 
-/// Writes output to the corresponding stream of this process.
+/// Creates a sink that writes output to the corresponding stream of this process.
 fn output_sink(events: Sender<SessionEvent>) -> OutputSink {
     let events = Mutex::new(events);
     let closed = AtomicBool::new(false);
@@ -267,8 +267,8 @@ fn write_all(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     out.flush()
 }
 
-/// Handles events until the lab ends. If an event ends the command, `reaction` receives the exit
-/// status for it.
+/// Handles events until the lab terminates. If an event terminates the command, the function stores
+/// the exit status for it in `reaction`.
 fn react(
     events: &Receiver<SessionEvent>,
     remote: &RemoteProcess,
@@ -361,14 +361,15 @@ fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<SessionEv
     }
 }
 
-/// Processes escapes typed on a raw terminal: Ctrl-A x ends the lab, and Ctrl-A a sends Ctrl-A.
+/// Filter for escape sequences typed on a raw terminal. Ctrl-A x terminates the lab, and Ctrl-A a
+/// sends Ctrl-A.
 #[derive(Default)]
 struct EscapeFilter {
     begun: bool,
 }
 
 impl EscapeFilter {
-    /// Returns the bytes for the command, or `None` to end the lab.
+    /// Returns the bytes for the command, or `None` to terminate the lab.
     fn filter(&mut self, typed: &[u8]) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
         for byte in typed {
@@ -377,7 +378,7 @@ impl EscapeFilter {
                 (false, byte) => bytes.push(byte),
                 (true, b'x' | b'X') => return None,
                 (true, b'a' | ESCAPE) => bytes.push(ESCAPE),
-                // Not an escape sequence: pass both bytes on.
+                // This is not an escape sequence, so pass both bytes on.
                 (true, byte) => bytes.extend([ESCAPE, byte]),
             }
         }
@@ -385,8 +386,8 @@ impl EscapeFilter {
     }
 }
 
-/// Copies a file out of the lab and prints one line on failure. Replaces an existing file only by a
-/// complete copy.
+/// Copies a file out of the lab and prints one line on failure. Replaces an existing file only when
+/// the copy is complete.
 fn copy_out(lab: &Lab, get: &FileRequest) -> bool {
     let report = |error: &dyn std::error::Error| {
         let file = get.file.display();

@@ -1,29 +1,31 @@
-//! The tools of profile-guided optimization on this machine, and what they print.
+//! The profile-guided optimization tools on this machine, and parsers for their output.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Minimum overlap of edge weights with BOLT's instrumentation in the lab. The goal of 95 % is not reached
-/// there (82 to 93 % measured): this value detects regressions and was chosen after the measurement.
-/// Samples are equally spaced in time there, which is the suspected cause.
+/// Minimum overlap of edge weights with BOLT's instrumentation in the lab. The lab does not reach
+/// the goal of 95 % (82 to 93 % measured). The value detects regressions and was chosen after the
+/// measurement. The suspected cause is that samples are equally spaced in time in the lab.
 pub const MIN_OVERLAP: f64 = 0.8;
-/// Minimum overlap of the distributions over the targets of each branch, which do not depend on where
-/// the samples are.
+/// Minimum overlap of the target distributions of the branches, which do not depend on the
+/// locations of the samples.
 pub const MIN_TARGET_OVERLAP: f64 = 0.95;
-/// Maximum time of a program compiled with AutoFDO, relative to the original one. Chosen after the
-/// measurement: clang 19 made bzip2 up to 2.2 % slower, for an unknown reason.
+/// Maximum run time of a program compiled with AutoFDO, relative to the original program. Chosen
+/// after the measurement: clang 19 made bzip2 up to 2.2 % slower, for an unknown reason.
 pub const MAX_AUTOFDO_RATIO: f64 = 1.03;
-/// Rows of `-dyno-stats` that are judged. The others are printed. Taken conditional branches of Lua
-/// differ by 13 to 17 %, more than the tolerance; each program is evaluated with its own profile.
+/// Rows of `-dyno-stats` that are evaluated. The other rows are only printed. Lua's taken
+/// conditional branches differ by 13 to 17 %, which exceeds the tolerance. Each program is
+/// evaluated with its own profile.
 pub const JUDGED_DYNO_STATS: [&str; 2] = ["taken branches", "executed instructions"];
 /// Maximum relative difference of these rows between the two optimized programs.
 pub const MAX_DYNO_DIFFERENCE: f64 = 0.1;
-/// Minimum overlap of edge weights of the guest's perf and the host, of which the guest records little.
+/// Minimum overlap of edge weights between the guest's perf and the host. The guest's recording is
+/// short.
 pub const MIN_GUEST_OVERLAP: f64 = 0.75;
 
-/// Compiler flags: symbols for AutoFDO, whose tools in Debian 12 read DWARF up to version 4, and the
-/// relocations that BOLT needs.
+/// Compiler flags that provide symbols for AutoFDO, whose tools in Debian 12 read DWARF up to
+/// version 4, and the relocations that BOLT requires.
 const FLAGS: [&str; 7] = [
     "-O2",
     "-gdwarf-4",
@@ -33,7 +35,7 @@ const FLAGS: [&str; 7] = [
     "-Wl,--emit-relocs",
     "-Wl,--build-id",
 ];
-/// Options of `llvm-bolt` that use a profile.
+/// Options of `llvm-bolt` for optimization with a profile.
 const OPTIMIZE: [&str; 5] = [
     "-reorder-blocks=ext-tsp",
     "-reorder-functions=cdsort",
@@ -48,14 +50,14 @@ const DYNO_STATS: [&str; 4] = [
     "executed unconditional branches",
     "executed instructions",
 ];
-/// Number of runs of each program in a comparison of times.
+/// Number of runs of each program in a run time comparison.
 const RUNS: usize = 11;
 
 /// A program built for BOLT.
 pub struct Program {
     pub name: &'static str,
     pub path: PathBuf,
-    /// Arguments of the compiler, without those that select a profile or the output.
+    /// Arguments of the compiler, except those that select a profile or the output.
     build: Vec<String>,
     /// Arguments of the measured workload.
     workload: Vec<&'static str>,
@@ -73,7 +75,8 @@ pub struct BoltProfile {
 }
 
 impl BoltProfile {
-    /// Reads the edges within functions and the calls. Returns are no edges of an instrumented program.
+    /// Reads the edges within functions and the calls. Ignores returns, because an instrumented
+    /// program reports no edges for them.
     fn read(path: PathBuf) -> Self {
         let mut edges = BTreeMap::new();
         for line in std::fs::read_to_string(&path).unwrap().lines() {
@@ -95,7 +98,8 @@ impl BoltProfile {
         Self { path, edges }
     }
 
-    /// Returns the sum over all edges of the smaller one of the edge's two shares.
+    /// Returns the overlap of two profiles: the sum, over all edges, of the smaller of the edge's
+    /// two shares.
     pub fn overlap(&self, other: &Self) -> f64 {
         let total = |profile: &Self| profile.edges.values().sum::<u64>() as f64;
         let (ours, theirs) = (total(self), total(other));
@@ -106,7 +110,7 @@ impl BoltProfile {
         shared.sum()
     }
 
-    /// Returns the weight of each source of an edge.
+    /// Returns the total weight of each edge source.
     fn sources(&self) -> BTreeMap<(&str, u64), f64> {
         let mut sources = BTreeMap::new();
         for ((from, offset, ..), count) in &self.edges {
@@ -115,8 +119,8 @@ impl BoltProfile {
         sources
     }
 
-    /// Returns the mean overlap of the distributions of targets, over the sources of both profiles and
-    /// weighted by `truth`.
+    /// Returns the mean overlap of the target distributions, over the sources that occur in both
+    /// profiles, weighted by `truth`.
     pub fn target_overlap(&self, truth: &Self) -> f64 {
         let (ours, theirs) = (self.sources(), truth.sources());
         let common = theirs.iter().filter(|(source, _)| ours.contains_key(*source));
@@ -139,7 +143,7 @@ pub struct PerfToBolt {
     pub mismatching: f64,
 }
 
-/// A profile from `perf2bolt`.
+/// Profile converted by `perf2bolt`.
 pub struct ConvertedProfile {
     pub summary: PerfToBolt,
     pub profile: BoltProfile,
@@ -152,7 +156,7 @@ pub struct OptimizedProgram {
     pub ratios: BTreeMap<&'static str, f64>,
 }
 
-/// Directory of LLVM's programs with BOLT and clang.
+/// Directory of the LLVM programs, including BOLT and clang.
 pub struct Toolbox {
     llvm: PathBuf,
 }
@@ -182,7 +186,7 @@ impl Toolbox {
         self.llvm.join(tool).to_str().unwrap().to_owned()
     }
 
-    /// Runs a program in `directory` that must succeed and returns both output streams.
+    /// Runs a program in `directory`, which must succeed, and returns both output streams.
     #[track_caller]
     pub fn run(&self, directory: &Path, program: &str, args: &[&str]) -> (String, String) {
         let mut command = Command::new(program);
@@ -209,7 +213,7 @@ impl Toolbox {
             "#define DEB_HOST_MULTIARCH \"x86_64-linux-gnu\"\n",
         )
         .unwrap();
-        // BOLT does not follow the table of labels that Lua prefers to a switch.
+        // BOLT cannot follow the label table that Lua prefers to a switch.
         let options = [
             "-I.",
             "-DLUA_USE_POSIX",
@@ -275,7 +279,7 @@ impl Toolbox {
         let summary = PerfToBolt {
             samples: after("PERF2BOLT: read", 0) as u64,
             branches: after("PERF2BOLT: read", 1) as u64,
-            // Without a share if there are no traces.
+            // The percentage is missing if there are no traces.
             mismatching: after(mismatch, 1),
         };
         ConvertedProfile {
@@ -334,9 +338,10 @@ impl Toolbox {
         }
     }
 
-    /// Rebuilds the program with clang from `llvm-profgen`'s profile, and returns the path of the result.
-    /// AutoFDO's own tools must name the hottest function in their profiles. They are not compiled from:
-    /// `create_llvm_prof` 0.19 writes damaged names of call targets.
+    /// Rebuilds the program with clang from `llvm-profgen`'s profile, and returns the path of the
+    /// result. The profiles of AutoFDO's own tools must contain the hottest function. They are not
+    /// used for compilation, because `create_llvm_prof` 0.19 writes corrupted names of call
+    /// targets.
     ///
     /// # Errors
     /// Returns a message that names a missing tool.
@@ -345,7 +350,7 @@ impl Toolbox {
         let binary = format!("--binary={name}");
         let profgen = self.llvm("llvm-profgen");
         for tool in [profgen.as_str(), "create_llvm_prof", "create_gcov"] {
-            // Not all of them end successfully with --help.
+            // Some of the tools fail with --help.
             let found = Command::new(tool).arg("--help").output();
             found.map_err(|_| format!("no {tool} (apt-get install autofdo llvm-19)"))?;
         }
@@ -375,8 +380,8 @@ impl Toolbox {
         Ok(directory.join(output))
     }
 
-    /// Returns the median user time of an optimized program, relative to the original one. The runs of
-    /// both are interleaved.
+    /// Returns the median user time of an optimized program, relative to the original program. The
+    /// runs of both programs are interleaved.
     pub fn time_ratio(&self, directory: &Path, program: &Program, optimized: &Path) -> f64 {
         let seconds = |path: &Path| -> f64 {
             let timed = "TIMEFORMAT=%U; time \"$@\" >/dev/null";
@@ -396,7 +401,7 @@ impl Toolbox {
 }
 
 impl Program {
-    /// Returns the name of a function that takes much of the program's time.
+    /// Returns the name of a function that takes a large share of the program's time.
     fn hot_function(&self) -> &'static str {
         match self.name {
             "lua" => "luaV_execute",
@@ -405,7 +410,7 @@ impl Program {
     }
 }
 
-/// Source files of the program bzip2; the others are of its tests and of bzip2recover.
+/// Source files of the program bzip2. The other files belong to its tests and to bzip2recover.
 const BZIP2: [&str; 8] = [
     "bzip2.c",
     "blocksort.c",
@@ -417,8 +422,8 @@ const BZIP2: [&str; 8] = [
     "bzlib.c",
 ];
 
-/// Unpacks the source packages into `directory` unless they are there. apt's configured sources serve
-/// programs only, so their addresses are used with lists of their own.
+/// Unpacks the source packages into `directory` unless they exist. apt's configured sources provide
+/// only binary packages, so their addresses are used with separate source lists.
 fn fetch_sources(directory: &Path) -> Result<(), String> {
     if directory.join(".sources").exists() {
         return Ok(());
@@ -445,8 +450,8 @@ fn fetch_sources(directory: &Path) -> Result<(), String> {
     Err(format!("no sources of bzip2 and Lua from deb.debian.org: {last}"))
 }
 
-/// Returns the C files that `keep` selects in a folder of the unpacked package whose directory starts
-/// with `package`, relative to `directory`.
+/// Returns the C files, relative to `directory`, that `keep` selects in a folder of the unpacked
+/// package whose directory name starts with `package`.
 fn sources(directory: &Path, package: &str, folder: &str, keep: impl Fn(&str) -> bool) -> Vec<String> {
     let names = |path: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(path)

@@ -1,5 +1,5 @@
-//! Loom model of child exits. Checks the actual code of [`super::Children`] with loom's mutex
-//! around it and loom's atomics in the children.
+//! Loom model of child exits. Checks the actual code of [`super::Children`], protected by loom's
+//! mutex, with loom's atomics in the children.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p perf-core --release --lib ::model::`.
 

@@ -36,7 +36,7 @@ fn play(queue: &mut MuxQueue, slots: usize, until_ns: u64, groups: usize) -> Vec
     on_ns
 }
 
-/// Equal groups get equal shares under rotation, within one interval (P8). For any number of
+/// Equal groups receive equal shares under rotation, within one interval (P8). For any number of
 /// groups, about a quarter of the slices of each group is read in the middle, if slices have a
 /// middle.
 #[test]
@@ -140,11 +140,11 @@ fn square(from: u64, to: u64, period: u64) -> f64 {
     2.0 * high as f64 / (to - from) as f64
 }
 
-/// The variable group gets a larger share, and each steady group at least half of a fair share.
+/// The variable group receives a larger share, and each steady group at least half of a fair share.
 #[test]
 fn adaptive_favors_variable_groups_without_starvation() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
-    // Longer than a rotation, so that it does not alias.
+    // Longer than a rotation, so that the pattern does not alias.
     let (visits, _) = live(&mut queue, 4_000, |key, from, to| {
         if key == 3 { square(from, to, 3_001) } else { 1.0 }
     });
@@ -154,7 +154,7 @@ fn adaptive_favors_variable_groups_without_starvation() {
     assert_eq!(queue.pace, IntervalIndex::default());
 }
 
-/// Intervals have the same length, except during a shift.
+/// The intervals have the same length except during a shift, which verifies calm groups.
 #[test]
 fn calm_groups_are_verified_by_shift() {
     let mut queue = queue(MuxPolicy::Adaptive, 4);
@@ -163,8 +163,8 @@ fn calm_groups_are_verified_by_shift() {
     assert_eq!((queue.pace, queue.suspects), (IntervalIndex::default(), 0));
 }
 
-/// All slices see the same phase of a pattern with the period of a rotation, so slices alone cannot
-/// reveal it.
+/// A pattern with the period of a rotation changes the interval. All slices see the same phase of
+/// this pattern, so slices alone cannot reveal it.
 #[test]
 fn aliasing_pattern_changes_interval() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
@@ -250,7 +250,7 @@ proptest! {
                     }
                 }
                 4 => {
-                    // Some groups are rejected, as too large or exclusive.
+                    // Some groups are rejected because they are too large or exclusive.
                     let mut room = 3;
                     queue.fill(|key| {
                         if usize::from(key) % 5 == 4 {

@@ -1,13 +1,14 @@
-//! The single timer of a vCPU that announces the overflows of all its clock events.
+//! The single timer of a vCPU, which announces the overflows of all its clock events.
 //!
-//! Each armed event has a deadline in guest time. Arming and disarming outside the guest, as in a
-//! guest's interrupt handler, only changes deadlines. The timer is updated to the earliest deadline
-//! right before guest entry, so it does not run while the VMM works, and several changes take one
-//! system call or none:
+//! Each armed event has a deadline in guest time. Arming and disarming outside the guest, for
+//! example on behalf of a guest's interrupt handler, only changes deadlines. The timer is updated
+//! to the earliest deadline immediately before guest entry. It therefore does not run while the VMM
+//! works, and several changes take at most one system call:
 //!
 //! - A timer that expires slightly before the earliest deadline is kept. A timer that was postponed
-//!   and has not expired since is kept too, however early it is: a guest that stops and starts its
-//!   counters continuously costs one call per expiry rather than one per start.
+//!   and has not expired since is also kept, regardless of how early it is. A guest that stops and
+//!   starts its counters continuously therefore costs one call per expiry rather than one per
+//!   start.
 //! - Stopping an event does not disarm the timer. It may expire once without effect.
 //! - Until it is re-armed, the timer repeats every [`REPEAT_NS`]. After an expiry it need not be
 //!   armed for a deadline farther away than that. The next overflow of a guest's counter is such a
@@ -29,8 +30,8 @@ const REPEAT_NS: u64 = 64_000_000;
 /// timer is early enough.
 const FAR_DEADLINE_NS: u64 = 2 * REPEAT_NS;
 
-/// Maximum earliness of a timer that is not re-armed, in nanoseconds. Equal to the minimum timer
-/// duration.
+/// Maximum time by which a timer may be early without being re-armed, in nanoseconds. Equal to the
+/// minimum timer duration.
 const EARLY_TOLERANCE_NS: u64 = MIN_TIMER_NS;
 
 /// Deadline of a disarmed event.
@@ -79,8 +80,8 @@ impl AlarmSchedule {
         self.deadlines.iter().copied().min().unwrap_or(NEVER)
     }
 
-    /// Prepares for a guest entry: returns the duration to arm the timer with, or `None` if it
-    /// stays as it is.
+    /// Prepares for a guest entry. Returns the duration to arm the timer with, or `None` if the
+    /// timer is left unchanged.
     fn update_at_entry(&mut self, now: ClockTimes) -> Option<u64> {
         let earliest = self.earliest();
         if earliest == NEVER {
@@ -111,8 +112,7 @@ impl AlarmSchedule {
         self.earliest() == NEVER
     }
 
-    /// Returns `true` if the first expiry is so long ago that a repetition has occurred or is
-    /// imminent.
+    /// Returns `true` if a repetition after the first expiry has occurred or is imminent.
     fn has_repeated(&self, wall_ns: u64) -> bool {
         self.has_expired(wall_ns) && !self.expired_recently(wall_ns)
     }
@@ -124,7 +124,7 @@ pub(super) struct Alarm {
     plan: AlarmSchedule,
     /// Timer, created when the first event is armed.
     timer: Option<Timer>,
-    /// Set once the vCPU's thread has ended or is about to.
+    /// Set once the vCPU's thread has ended or is about to end.
     ended: bool,
 }
 
@@ -151,7 +151,7 @@ impl Alarm {
         self.plan.free.push(place.0);
     }
 
-    /// Arms the event to overflow at `deadline_ns` of guest time or later. Must be followed by
+    /// Arms the event to overflow no earlier than `deadline_ns` of guest time. Must be followed by
     /// [`Alarm::update_at_entry`].
     pub(super) fn arm(&mut self, place: AlarmSlot, deadline_ns: u64) {
         self.put(place, deadline_ns.min(NEVER - 1));
@@ -167,7 +167,7 @@ impl Alarm {
         }
     }
 
-    /// Returns `true` if the timer has expired or is about to.
+    /// Returns `true` if the timer has expired or is about to expire.
     pub(super) fn has_expired(&self, wall_ns: u64) -> bool {
         self.plan.has_expired(wall_ns)
     }
@@ -189,7 +189,7 @@ impl Alarm {
         }
     }
 
-    /// Handles a signal of the thread: disarms a repeating timer that serves no event.
+    /// Handles a signal of the thread. Disarms a repeating timer that serves no event.
     pub(super) fn after_signal(&mut self) {
         if self.plan.has_no_deadline() && self.plan.has_repeated(wall_ns()) {
             self.stop();
@@ -214,7 +214,7 @@ impl Alarm {
         self.timer = None;
     }
 
-    /// Returns `true` if the timer was armed and not disarmed since.
+    /// Returns `true` if the timer was armed and has not been disarmed since.
     pub(super) fn is_set(&self) -> bool {
         self.plan.expiry_ns != 0
     }
@@ -272,14 +272,15 @@ mod tests {
             {
                 self.signalled = true;
                 self.rings += 1;
-                // The kernel's timer advances when its signal is taken, and skips the periods that
-                // have passed.
+                // The kernel's timer advances when its signal is delivered, and skips the periods
+                // that have elapsed.
                 let passed = (self.wall_ns - at) / REPEAT_NS + 1;
                 self.expires_ns = Some(at + passed * REPEAT_NS);
             }
         }
 
-        /// Runs the guest for `ns`, `stolen_ns` of which it does not get, or until a signal.
+        /// Runs the guest for `ns`, of which `stolen_ns` are stolen time, or until a signal
+        /// arrives.
         ///
         /// Checks that no deadline passes unnoticed: a signal is pending or follows within the
         /// minimum timer duration.
@@ -363,7 +364,7 @@ mod tests {
     }
 
     proptest! {
-        /// For any sequence of arming and disarming, and however little time the guest gets, it
+        /// For any sequence of arming and disarming, and for any amount of stolen time, the guest
         /// does not run past a deadline without a signal ([`SimulatedVcpu::run`]), and each
         /// overflow occurs.
         #[test]
@@ -389,8 +390,9 @@ mod tests {
         }
     }
 
-    /// A deadline may be nearer than the minimum timer duration: another event is armed right
-    /// before it, and the timer expired early because of time that the guest did not get.
+    /// A deadline nearer than the minimum timer duration is late by at most that duration. Such a
+    /// deadline occurs if another event is armed immediately before it, and the timer expired early
+    /// because of stolen time.
     #[test]
     fn deadline_below_minimum_timer_is_late_by_at_most_the_minimum() {
         let mut vcpu = SimulatedVcpu::with(2);
@@ -407,8 +409,8 @@ mod tests {
         assert!(vcpu.guest_ns <= 20_000 + MIN_TIMER_NS, "{}", vcpu.guest_ns);
     }
 
-    /// A guest interrupt: the counter continues with a distant overflow, and the handler stops,
-    /// writes and starts it, with exits in between.
+    /// A guest counter overflow arms the timer once, although the counter continues with a distant
+    /// overflow and the handler stops, writes and starts it, with exits in between.
     #[test]
     fn guest_counter_overflow_arms_timer_once() {
         let mut vcpu = SimulatedVcpu::with(1);
@@ -432,7 +434,7 @@ mod tests {
         assert_eq!(vcpu.sets, 100 + early);
     }
 
-    /// Four events with separate deadlines arm the timer and receive a signal once each.
+    /// Four events with different deadlines arm the timer and receive a signal once each.
     #[test]
     fn distinct_deadlines_expire_separately() {
         let mut vcpu = SimulatedVcpu::with(4);
@@ -447,7 +449,7 @@ mod tests {
     }
 
     /// A guest that stops and starts its counter continuously costs one call for the first start
-    /// and one that postpones the timer.
+    /// and one call that postpones the timer.
     #[test]
     fn repeated_starts_between_expirations_arm_timer_twice() {
         let mut vcpu = SimulatedVcpu::with(1);
@@ -464,7 +466,7 @@ mod tests {
     }
 
     /// After an overflow without re-arming, the timer is not armed for a distant deadline. Its next
-    /// repetition catches that deadline and arms the timer.
+    /// repetition detects that deadline and arms the timer.
     #[test]
     fn distant_deadline_is_armed_at_next_repetition() {
         let mut vcpu = SimulatedVcpu::with(1);
@@ -480,7 +482,7 @@ mod tests {
         assert_eq!((vcpu.sets, vcpu.rings), (2, 2));
     }
 
-    /// With no armed event the timer expires twice at most.
+    /// If no event is armed, the timer expires at most twice.
     #[test]
     fn unused_timer_is_disarmed_at_repetition() {
         let mut plan = AlarmSchedule {
@@ -502,7 +504,7 @@ mod tests {
         assert!(!plan.has_no_deadline());
     }
 
-    /// An expiry for one event is not mistaken for an early expiry of another, which would then
+    /// An expiry for one event is not mistaken for an early expiry for another, which would then
     /// wait longer.
     #[test]
     fn expiry_is_attributed_to_earliest_deadline() {

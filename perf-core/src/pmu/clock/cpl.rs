@@ -4,24 +4,25 @@
 //! slightly more than a thousand times per second while an event counts a single level. Each sample
 //! attributes the guest time since the previous sample to the sampled level. The result is an
 //! estimate: correct on average, off by up to one tick at each end, and inaccurate for a guest that
-//! runs in step with the ticks. It never decreases.
+//! runs in phase with the ticks. It never decreases.
 //!
 //! There are two sources, in order of increasing cost:
 //! - The host kernel's samples. A `cpu-clock` event that does not exclude the guest writes records
-//!   with headers that tell guest user from guest kernel time. This takes no exit from the guest,
-//!   and reading the ring takes no system call. A software-only KVM that interprets the guest's
-//!   kernel accounts such time as host kernel time; it is attributed to level 0 there.
-//! - Kicks. The signal of a timer takes the vCPU out of the guest, and its thread reports the
-//!   current level ([`super::VcpuClock::tick`]). The timer is one-shot and each report re-arms it,
-//!   so a slow VMM is not kicked again before the guest has made progress. Time without a started
-//!   event is not counted against the tick: a guest that stops and starts its events many times per
-//!   tick is sampled as often as one that leaves them on. After the last event stops, the timer may
+//!   with headers that distinguish guest user time from guest kernel time. This requires no guest
+//!   exit, and reading the ring takes no system call. A software-only KVM that interprets the
+//!   guest's kernel accounts for this time as host kernel time. In this case, host kernel time is
+//!   attributed to level 0.
+//! - Kicks. A timer signal forces the vCPU to exit the guest, and its thread reports the current
+//!   level ([`super::VcpuClock::tick`]). The timer is one-shot and each report re-arms it, so a
+//!   slow VMM is not kicked again before the guest has made progress. Time without a started event
+//!   is not counted against the tick: a guest that stops and starts its events many times per tick
+//!   is sampled as often as one that leaves them enabled. After the last event stops, the timer may
 //!   expire once more without effect.
 //!
 //! The samples of some hosts do not show the guest, show it only partially, or show it at the wrong
-//! level (an emulated AMD-V does). Therefore kicks are used first and the ring is only observed,
-//! until its samples show the guest for most of a period of guest time, at CPL3 where kicks found
-//! CPL3. Then one of the two sources is closed, for all vCPUs.
+//! level, as an emulated AMD-V does. Therefore kicks are used first and the ring is only observed,
+//! until its samples show the guest for most of a period of guest time, and at CPL3 if kicks found
+//! CPL3. Then one of the two sources is closed for all vCPUs.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -33,11 +34,12 @@ use crate::pmu::timer::Timer;
 
 use crate::pmu::host::fd::{PerfFd, PerfMap, new_attr};
 
-/// Thread time between level samples, in nanoseconds. Not a divisor of a millisecond, because the
-/// guest's own timers run at such periods.
+/// Thread time between level samples, in nanoseconds. Not a divisor of a millisecond, because guest
+/// timers run at such periods.
 pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 
-/// Ring size: 16 KiB of 8-byte records, two seconds of ticks between drains.
+/// Ring size, as the base-2 logarithm of the number of pages. 16 KiB of 8-byte records hold two
+/// seconds of ticks between drains.
 const RING_LOG2_PAGES: u32 = 2;
 
 /// Guest time after which the ring is evaluated, in ticks.
@@ -49,11 +51,12 @@ const EVALUATION_USER_KICKS: u64 = 8;
 /// Maximum delay of a kick while the guest makes no progress, in nanoseconds.
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
-/// Divisor of a wait that limits how early a kick may arrive because the events were stopped for
-/// part of it.
+/// Divisor of a wait. The quotient limits how early a kick may arrive if the events were stopped
+/// for part of the wait.
 const EARLY_DIVISOR: u64 = 16;
 
-/// State of the test whether the host kernel's samples show the guest. Shared by all vCPUs.
+/// State of the test that determines whether the host kernel's samples show the guest. Shared by
+/// all vCPUs.
 static SAMPLES: AtomicU8 = AtomicU8::new(UNPROVEN);
 const UNPROVEN: u8 = 0;
 const SHOW_GUEST: u8 = 1;
@@ -62,10 +65,10 @@ const BLIND: u8 = 2;
 /// The source of the guest's privilege level on this host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum LevelSource {
-    /// The host kernel's samples, which take no exit from the guest.
+    /// The host kernel's samples, which require no guest exit.
     KernelRing,
-    /// As `KernelRing`, with host kernel samples attributed to level 0 because this KVM interprets
-    /// the guest's kernel.
+    /// Same as `KernelRing`, but with host kernel samples attributed to level 0, because this KVM
+    /// interprets the guest's kernel.
     KernelRingInterpreted,
     /// Kicks of the vCPU.
     #[default]
@@ -82,7 +85,7 @@ impl LevelSource {
     }
 }
 
-/// A privilege level that an event counts on its own.
+/// A privilege level that an event counts exclusively.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PrivilegeLevel {
     User,
@@ -114,8 +117,8 @@ impl Kicks {
 
     /// Resumes the wait when an event starts again.
     ///
-    /// The timer stays armed when the last event stops, to save a system call. It is left alone if
-    /// it is about to expire at nearly the right time; otherwise it is armed for the remainder of
+    /// The timer stays armed when the last event stops, to save a system call. It is not changed if
+    /// it is about to expire at nearly the right time. Otherwise it is armed for the remainder of
     /// the wait.
     fn resume(&mut self) -> io::Result<()> {
         let left_ns = self.left_ns.max(MIN_TIMER_NS);
@@ -153,11 +156,11 @@ pub(crate) struct CplAttribution {
     signal: Option<i32>,
     ring: Option<(PerfFd, PerfMap)>,
     kicks: Option<Kicks>,
-    /// Number of started events that count one level.
+    /// Number of started events that count a single level.
     users: u32,
     user_ns: u64,
     kernel_ns: u64,
-    /// Guest time up to which everything is attributed or carried over, in nanoseconds, while
+    /// Guest time up to which all time is attributed or carried over, in nanoseconds, while
     /// `users > 0`.
     mark_ns: u64,
     /// Unattributed time of earlier spans, in nanoseconds.
@@ -166,8 +169,8 @@ pub(crate) struct CplAttribution {
     /// current one.
     watched_ns: u64,
     watched_from_ns: u64,
-    /// Number of guest samples in the observed ring, of those at CPL 3, and of kicks that found CPL
-    /// 3.
+    /// Number of guest samples in the observed ring, number of those at CPL3, and number of kicks
+    /// that found CPL3.
     seen_guest: u64,
     seen_user: u64,
     kicked_user: u64,
@@ -238,15 +241,15 @@ impl CplAttribution {
         self.users > 0 && self.kicks.as_ref().is_some_and(|kicks| kicks.timer.has_expired())
     }
 
-    /// Records the level at which the vCPU's thread found the guest after an exit; `None` if the
+    /// Records the level at which the vCPU's thread found the guest after an exit, or `None` if the
     /// guest was halted.
     pub(crate) fn tick(&mut self, cpl: Option<u8>, now_ns: u64) {
         if self.users == 0 {
             return;
         }
         let Some(kicks) = &mut self.kicks else { return };
-        // Every overflow signal leads here, and overflows of an event that counts one level occur
-        // at that level. Only expirations of the kick timer are unbiased samples.
+        // Every overflow signal leads to this call, and overflows of a single-level event occur at
+        // that level. Only expirations of the kick timer are unbiased samples.
         if !kicks.timer.has_expired() {
             return;
         }
@@ -256,8 +259,8 @@ impl CplAttribution {
                 crate::error_line(&e)
             );
         }
-        // A halted guest uses no time. Pending time was used before the halt, at a level that the
-        // next sample shows.
+        // A halted guest consumes no time. Pending time was consumed before the halt, and the next
+        // sample shows its level.
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
             self.kicked_user += user;
@@ -356,7 +359,7 @@ impl CplAttribution {
 
     /// Chooses between the ring and the kicks after the ring was observed for long enough.
     ///
-    /// An emulated host shows a biased part of the guest, so its ring is rejected; kicks cost more
+    /// An emulated host shows a biased part of the guest, so its ring is rejected. Kicks cost more
     /// but are correct. No choice is made while the guest has not run at CPL3.
     fn evaluate_ring(&mut self, now_ns: u64) {
         let watched_ns = self.watched_ns + now_ns.saturating_sub(self.watched_from_ns);
@@ -414,8 +417,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Only the caller can determine that KVM interprets the guest's kernel; the driver never
-    /// assumes it.
+    /// Only the caller can determine whether KVM interprets the guest's kernel. The driver never
+    /// assumes this.
     #[test]
     fn host_kernel_samples_count_as_guest_only_if_interpreted() {
         assert_ne!(CplAttribution::new(0).source, LevelSource::KernelRingInterpreted);
@@ -425,8 +428,8 @@ mod tests {
         assert!(!split.uses_kicks());
     }
 
-    /// Returns a split with a started event, for tests that report levels as if its timer had
-    /// expired.
+    /// Returns an attribution with a started event, for tests that report levels as if its timer
+    /// had expired.
     fn running() -> CplAttribution {
         let mut split = CplAttribution::new(0);
         split.source = LevelSource::Kicks;
@@ -460,8 +463,8 @@ mod tests {
     fn time_between_spans_is_not_attributed() {
         let mut split = running();
         see(&mut split, 3, 1_000);
-        // Stopped from 1,500 to 9,000, so the next sample covers only the 500 before and the 300
-        // after.
+        // The event is stopped from 1,500 to 9,000, so the next sample covers only the 500 before
+        // and the 300 after this span.
         split.stop(1_500);
         split.users = 1;
         split.mark_ns = 9_000;
@@ -486,7 +489,7 @@ mod tests {
         assert_eq!(is_ring_trustworthy(32, 0, 0, 32), None);
     }
 
-    /// Spans shorter than a tick are sampled too, because the remainder of a wait carries over to
+    /// Spans shorter than a tick are also sampled, because the remainder of a wait carries over to
     /// the next span.
     #[test]
     fn short_spans_do_not_postpone_kicks_indefinitely() {

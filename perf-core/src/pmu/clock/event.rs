@@ -16,11 +16,11 @@ const MAX_BACKOFF_NS: u64 = 10_000_000;
 /// useless.
 const MIN_LEVEL_REARM_NS: u64 = TICK_PERIOD_NS / 8;
 
-/// Divisor of a timer's duration that limits its extension for time that the guest is likely to
-/// miss.
+/// Divisor of a timer's duration. The quotient limits the extension for time that the guest is
+/// likely to lose.
 const SLACK_DIVISOR: u64 = 16;
 
-/// Time of a timer's duration that the guest does not get because the VMM works for it.
+/// Part of a timer's duration that the guest does not receive because the VMM works on its behalf.
 ///
 /// An early timer makes the vCPU exit twice for one overflow. The next timer is therefore extended
 /// by slightly more than the guest's recent shortfall. If this makes an overflow late, the extra
@@ -45,8 +45,8 @@ impl TimerSlack {
         }
     }
 
-    /// Records that a timer expired after the guest had run long enough, by `over_ns` more. An
-    /// excess above the margin is reduced gradually.
+    /// Records that a timer expired `over_ns` after the guest had run long enough. An excess above
+    /// the margin is reduced gradually.
     fn record_late_expiry(&mut self, over_ns: u64) {
         if over_ns > self.ns / 4 {
             self.ns -= self.ns.div_ceil(64);
@@ -149,13 +149,13 @@ impl ClockEvent {
     /// Returns the timer duration for the last `rest` counts after an early expiry.
     ///
     /// The timer also runs while the VMM works. A VMM that needs longer than the timer to re-enter
-    /// the guest would be interrupted before the guest makes progress, indefinitely. So after two
-    /// consecutive waits with almost no guest time, the next wait is twice as long as the last one.
-    /// The overflow is then late by at most that wait.
+    /// the guest would be interrupted indefinitely before the guest makes progress. Therefore,
+    /// after two consecutive waits with almost no guest time, the next wait is twice as long as the
+    /// last one. The overflow is then late by at most that wait.
     ///
-    /// A single such wait does not extend the next one. A vCPU thread that loses its CPU for longer
-    /// than a period sees it too, and doubling the wait would delay the overflow by a whole period.
-    /// The guest's driver drops a period that ends so late.
+    /// A single such wait does not extend the next one. It also occurs if the vCPU thread loses its
+    /// CPU for longer than a period, and doubling the wait would then delay the overflow by a whole
+    /// period. The guest's driver drops a period that ends so late.
     fn wait_for_rest(&mut self, now: u64, rest: u64) -> u64 {
         let had_ns = self.ns_for(now - self.set_at);
         let least_ns = match self.share {
@@ -260,7 +260,7 @@ impl PmuEvent for ClockEvent {
         self.rearm(now, overflow_in)
     }
 
-    /// The guest does not run between the two calls, so the count is unchanged.
+    /// Combines both calls. The guest does not run between them, so the count is unchanged.
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then_some(self.last_count)
     }
@@ -305,7 +305,7 @@ impl PmuEvent for ClockEvent {
             .place
             .is_some_and(|place| self.clock.alarm_expired_for(place))
         {
-            // The signal belongs to another event; the alarm has not yet expired for this one.
+            // The signal belongs to another event, and the alarm has not yet expired for this one.
             return 0;
         }
         if let Some(need_ns) = self.need_ns.take() {
@@ -393,7 +393,8 @@ mod tests {
         assert_eq!(early(&|_| 0), 0);
         assert_eq!(early(&|_| 700_000), 1);
         assert!((1..100).contains(&early(&|turn| 700_000 * (turn % 2))));
-        // The shortfall is too large to predict: nothing is added, and each expiry is early.
+        // The shortfall is too large to predict, so the timer is not extended and each expiry is
+        // early.
         assert_eq!(early(&|_| NEED_NS), 1000);
         // Earlier shortfalls are forgotten.
         assert!(early(&|turn| if turn < 100 { 700_000 } else { 0 }) < 10);
@@ -420,7 +421,7 @@ mod tests {
 
     /// Returns the delays of the overflows of a guest with a sampling period of `period_ns`, in
     /// guest time. In each interval the vCPU thread has its CPU for the first number of nanoseconds
-    /// and loses it for the second.
+    /// and loses it for the second number.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let mut event = event(CountedTime::All);
         let (mut wall_ns, mut guest_ns, mut late) = (0, 0, Vec::new());
@@ -456,7 +457,7 @@ mod tests {
 
     proptest! {
         /// A thread on a shared CPU makes no progress in a wait during which another thread runs.
-        /// No overflow is late because of this: the guest receives a sample for each period.
+        /// No overflow is late because of this, so the guest receives a sample for each period.
         #[test]
         fn overflows_are_on_time_on_shared_cpu(
             period_ns in 200_000u64..20_000_000,
@@ -469,7 +470,7 @@ mod tests {
         }
     }
 
-    /// The VMM needs longer than the timer to re-enter the guest: the waits grow until the guest
+    /// If the VMM needs longer than the timer to re-enter the guest, the waits grow until the guest
     /// makes progress.
     #[test]
     fn waits_grow_without_guest_progress() {

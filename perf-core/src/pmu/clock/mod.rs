@@ -94,8 +94,9 @@ impl ClockPmu {
 
     /// Registers `clock` as the clock of `vcpu`.
     ///
-    /// Events that are opened afterwards use it; a previous clock keeps its events. Overflows of
-    /// the clock send the signal of the driver with the event that is armed first.
+    /// Events that are opened afterwards use it, whereas existing events keep their previous clock.
+    /// The first event that is armed determines the driver whose signal is sent on overflows of the
+    /// clock.
     pub fn add_vcpu(&self, vcpu: VcpuId, clock: Arc<VcpuClock>) {
         if self.interprets_kernel {
             clock.cpl_attribution().kernel_is_interpreted();

@@ -2,7 +2,7 @@
 //!
 //! The clock advances with the CPU time of the vCPU's thread, but only between
 //! [`VcpuClock::guest_enter`] and [`VcpuClock::guest_exit`]. Time in the VMM's own code is outside
-//! this interval. Time in which the vCPU is halted or descheduled is inside it but takes no CPU
+//! this interval. Time in which the vCPU is halted or descheduled is inside it but consumes no CPU
 //! time. The remainder is guest time plus the kernel's work for the guest in `KVM_RUN`.
 //!
 //! # Writers and readers
@@ -20,7 +20,7 @@ use super::cpl::{CplAttribution, PrivilegeLevel};
 use crate::pmu::host::fd::current_tid;
 use crate::pmu::timer::{clock_ns, wall_ns};
 
-/// Maximum number of attempts of a reader before it returns the finished intervals only.
+/// Maximum number of attempts of a reader before it returns only the finished intervals.
 const READ_TRIES: usize = 64;
 
 /// Maximum length of an exit, in nanoseconds, after which the thread time at the next entry is
@@ -34,7 +34,7 @@ const MAX_SHORT_EXIT_NS: u64 = 100_000;
 
 /// The guest run time of one vCPU.
 ///
-/// Created once per vCPU with the id of its thread, and shared (`Arc`) between that thread, which
+/// Created once per vCPU with the ID of its thread, and shared (`Arc`) between that thread, which
 /// brackets `KVM_RUN`, and the [`super::ClockPmu`] with the events that read it.
 #[derive(Debug)]
 pub struct VcpuClock {
@@ -56,8 +56,8 @@ pub struct VcpuClock {
     /// by the vCPU's thread only.
     left_ns: AtomicU64,
     left_at_ns: AtomicU64,
-    /// As `base_*`, supplied by another thread for an interval that began while the clock had no
-    /// user.
+    /// Same as `base_*`, but supplied by another thread for an interval that began while the clock
+    /// had no user.
     late_ns: AtomicU64,
     late_epoch: AtomicU64,
     /// Serializes the threads that supply `late_*`.
@@ -108,7 +108,7 @@ impl VcpuClock {
         Self::new(current_tid(), tsc_khz)
     }
 
-    /// Returns the id of the thread with the CPU time that this clock follows.
+    /// Returns the ID of the thread whose CPU time this clock follows.
     #[must_use]
     pub fn tid(&self) -> i32 {
         self.tid
@@ -123,16 +123,16 @@ impl VcpuClock {
 
     /// Records that the vCPU's thread is about to call `KVM_RUN`.
     ///
-    /// Without a started clock event this is a load and a store on a cache line of the thread's own
-    /// and a load of a flag, with no system call and no fence.
+    /// Without a started clock event, the cost is a load and a store on a cache line that only this
+    /// thread uses, and a load of a flag, without a system call or a fence.
     #[inline]
     pub fn guest_enter(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed) | 1;
         self.epoch.store(epoch, Ordering::Relaxed);
-        // The other side (`add_user`) increments `users`, makes every thread of the process execute
-        // a barrier, and only then reads `epoch`. So either it sees this store, or the load below
-        // sees its user. The compiler must keep the two in order; that barrier makes the processor
-        // do so.
+        // `add_user` increments `users`, makes every thread of the process execute a barrier, and
+        // only then reads `epoch`. Therefore either it sees this store, or the load below sees its
+        // user. The compiler must keep the two accesses in order, and the barrier makes the
+        // processor do so.
         compiler_fence(Ordering::SeqCst);
         if self.users.load(Ordering::Relaxed) != 0 {
             self.enter_counted(epoch);
@@ -353,7 +353,7 @@ impl VcpuClock {
         self.alarm().disarm(place);
     }
 
-    /// Returns `true` if the alarm has expired for `place`, which has not yet overflowed.
+    /// Returns `true` if the alarm has expired for `place` and its event has not overflowed yet.
     pub(super) fn alarm_expired_for(&self, place: AlarmSlot) -> bool {
         let alarm = self.alarm();
         if !alarm.has_expired(wall_ns()) {
@@ -374,7 +374,7 @@ impl VcpuClock {
         self.alarm_is_set.store(alarm.is_set(), Ordering::Relaxed);
     }
 
-    /// Handles an overflow signal of the vCPU's thread: disarms the alarm if it has expired and no
+    /// Handles an overflow signal of the vCPU's thread. Disarms the alarm if it has expired and no
     /// event is armed.
     ///
     /// Must be called after each overflow signal. Otherwise the thread receives sixteen useless
@@ -388,7 +388,7 @@ impl VcpuClock {
         }
     }
 
-    /// Disarms the alarm while the vCPU does not run and no event is on.
+    /// Disarms the alarm while the vCPU does not run and no event is active.
     pub fn quiesce(&self) {
         if self.alarm_is_set.swap(false, Ordering::Relaxed) {
             self.alarm_is_stale.store(true, Ordering::Relaxed);
@@ -420,8 +420,8 @@ impl VcpuClock {
         self.wants_ticks.load(Ordering::Relaxed)
     }
 
-    /// Returns `true` if the timer for level samples has expired, so that [`VcpuClock::tick`] would
-    /// take a sample. Takes no system call.
+    /// Returns `true` if the timer for level samples has expired, in which case [`VcpuClock::tick`]
+    /// takes a sample. Takes no system call.
     #[inline]
     #[must_use]
     pub fn tick_is_due(&self) -> bool {
@@ -436,8 +436,8 @@ impl VcpuClock {
     /// was halted.
     ///
     /// Must be called after every overflow signal while [`VcpuClock::wants_ticks`] returns `true`.
-    /// Signals of other timers are ignored. Re-arming the timer takes one system call; without an
-    /// event that counts one level the call is cheap.
+    /// Signals of other timers are ignored. Re-arming the timer takes one system call. Without an
+    /// event that counts one level, the call is cheap.
     pub fn tick(&self, cpl: Option<u8>) {
         if self.wants_ticks() {
             let now = self.guest_ns();
@@ -449,7 +449,8 @@ impl VcpuClock {
 /// Makes every running thread of this process execute a full memory barrier (`membarrier(2)`).
 ///
 /// Kernels before 4.14 do not support it. A reader may then miss that the guest is running, and the
-/// clock starts to count at the next entry: late by one stay in the guest, but never wrong.
+/// clock starts to count at the next entry. The count is late by one stay in the guest, but never
+/// wrong.
 fn barrier_on_all_threads() {
     static REGISTER: Once = Once::new();
     const PRIVATE_EXPEDITED: libc::c_long = 1 << 3;

@@ -1,15 +1,16 @@
 //! Detection of the host's general-purpose and fixed-function counters, by testing which events can
 //! count together.
 //!
-//! The kernel does not report how many counters exist, which are fixed-function and which are in
-//! use. It reports only whether an event counts. A set of events is therefore tested in two ways.
-//! As one *group*, the kernel rejects it if the hardware can never hold it, regardless of other
-//! users. As separate *pinned* events, one of them enters the error state if no counter is free.
-//! The first test finds existing counters, the second free ones.
+//! The kernel does not report how many counters exist, which of them are fixed-function counters,
+//! or which are in use. It reports only whether an event counts. A set of events is therefore
+//! tested in two ways. If the events are opened as one *group*, the kernel rejects a group that the
+//! hardware can never hold, regardless of other users. If they are opened as separate *pinned*
+//! events, one of them enters the error state if no counter is free. The first test finds existing
+//! counters, and the second test finds free counters.
 //!
 //! An event that no fixed-function counter holds, such as branches, takes a general-purpose
-//! counter. A fixed-function counter is detected when its event still counts beside the maximum
-//! number of such events.
+//! counter. A fixed-function counter is detected if its event still counts in addition to the
+//! maximum number of such events.
 
 use perf_event_open_sys::bindings as b;
 use serde::{Deserialize, Serialize};
@@ -17,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::attr::{Attr, EventType};
 use crate::pmu::CounterMask;
 
-/// Maximum number of counters per thread; bounds the probing.
+/// Maximum number of counters per thread, which bounds the probing.
 const MAX_COUNTERS: usize = 32;
 
 /// Events of fixed-function counters (Intel SDM volume 3, "Fixed-Function Performance Counters"),
@@ -25,7 +26,7 @@ const MAX_COUNTERS: usize = 32;
 const FIXED: [(&str, u32, u64); 3] = [
     ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS, 0x00C0),
     ("cycles", b::PERF_COUNT_HW_CPU_CYCLES, 0x003C),
-    // Linux's own code for the third fixed-function counter.
+    // Code that Linux uses for the third fixed-function counter.
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES, 0x0300),
 ];
 
@@ -65,7 +66,7 @@ impl ProbeEvent {
 
 /// A PMU on which sets of events can be tested.
 pub(super) trait ProbePmu {
-    /// Returns `true` if all of `events` count at once as separate pinned events.
+    /// Returns `true` if all of `events` count simultaneously as separate pinned events.
     fn count_together(&mut self, events: &[ProbeEvent]) -> bool;
 
     /// Returns `true` if the hardware can hold all of `events` in one group, regardless of other
@@ -98,8 +99,8 @@ pub struct HostCounters {
 }
 
 impl HostCounters {
-    /// Detects the counters. `nmi_watchdog` is set if the NMI watchdog is on: it holds a counter of
-    /// each watched CPU, which may not include the CPU of this test.
+    /// Detects the counters. `nmi_watchdog` is set if the NMI watchdog is enabled. The watchdog
+    /// holds a counter of each watched CPU, which may not include the CPU of this test.
     pub(super) fn find(trial: &mut dyn ProbePmu, nmi_watchdog: bool) -> Self {
         let Some(general) = ProbeEvent::GENERAL
             .into_iter()
@@ -198,14 +199,14 @@ impl HostCounters {
         }
     }
 
-    /// Returns how many events like `attr` can be on at once.
+    /// Returns how many events with the attributes `attr` can be scheduled at the same time.
     #[must_use]
     pub fn at_once(&self, attr: &Attr) -> usize {
         self.constraint(attr).len()
     }
 
     /// Returns `true` if `general` arbitrary events and one event each of the generic events
-    /// `fixed` can be on at once.
+    /// `fixed` can be scheduled at the same time.
     #[must_use]
     pub fn hold(&self, general: usize, fixed: &[u64]) -> bool {
         // An event with a free fixed-function counter never takes a general-purpose counter.
@@ -221,7 +222,7 @@ impl HostCounters {
                 Some(usize::from(own.is_empty()))
             })
             .sum::<Option<usize>>()
-            // One of the events has no counter at all.
+            // One of the events fits no counter.
             .unwrap_or(usize::MAX);
         general.saturating_add(also) <= self.general
     }
@@ -231,7 +232,7 @@ impl HostCounters {
 fn max_accepted(mut go: impl FnMut(&[ProbeEvent]) -> bool, event: ProbeEvent) -> usize {
     let events = [event; MAX_COUNTERS];
     let (mut fits, mut fails) = (0, MAX_COUNTERS + 1);
-    // Small numbers are likely: doubles from 1, then bisects.
+    // Doubles from 1 and then bisects, because small numbers are likely.
     while fits + 1 < fails {
         let n = (2 * fits).max(1).min((fits + fails) / 2);
         if go(&events[..n]) {
@@ -262,7 +263,7 @@ mod tests {
             };
             let mut on: Vec<Box<dyn PmuEvent>> = Vec::new();
             events.iter().all(|event| {
-                // Raw events in these tests fit no fixed-function counter.
+                // Raw events in these tests do not fit any fixed-function counter.
                 let config = match event.ty {
                     EventType::RAW => SimHost::BRANCHES,
                     _ => event.config,
@@ -318,8 +319,8 @@ mod tests {
     fn intel_host_with_two_threads_a_core() {
         let found = check(SimHost::intel(4), false, (4, 4), &FIXED);
         assert_eq!(found.free(), 7);
-        // Cycles fit every general-purpose counter and their own; reference cycles fit their own
-        // only.
+        // Cycles fit every general-purpose counter and their fixed-function counter. Reference
+        // cycles fit only their fixed-function counter.
         assert_eq!(found.at_once(&hardware(SimHost::CYCLES)), 5);
         assert_eq!(found.at_once(&hardware(SimHost::REF_CYCLES)), 1);
         assert_eq!(found.at_once(&hardware(SimHost::BRANCHES)), 4);
@@ -335,7 +336,7 @@ mod tests {
         assert!(!found.hold(4, &[0, 1, 9]));
     }
 
-    /// The probe may run on a CPU that is not watched while another one is, so the watchdog's
+    /// The probe may run on a CPU that is not watched while another CPU is, so the watchdog's
     /// counter is treated as in use.
     #[test]
     fn watchdog_on_other_cpus_reserves_a_counter() {
@@ -348,8 +349,8 @@ mod tests {
         check(SimHost::intel(4).with_taken(2), false, (3, 4), &FIXED);
     }
 
-    /// Reference cycles cannot be counted if their counter is in use; they fit no general-purpose
-    /// counter.
+    /// Reference cycles cannot be counted if their counter is in use, because they fit no
+    /// general-purpose counter.
     #[test]
     fn ref_cycles_do_not_fall_back_to_general_counters() {
         let found = check(
@@ -394,8 +395,8 @@ mod tests {
         assert!(!found.hold(0, &[0]), "nothing counts cycles");
     }
 
-    /// Raw events equivalent to a fixed-function event may use that counter at any privilege level;
-    /// modified ones may not.
+    /// Raw events equivalent to a fixed-function event may use that counter at any privilege level.
+    /// Modified raw events may not.
     #[test]
     fn equivalent_raw_events_use_fixed_counters() {
         let found = find(SimHost::intel(4), false);
@@ -412,8 +413,8 @@ mod tests {
     }
 
     proptest! {
-        /// On any host, with any counters in use: events that the probe reports to fit do count
-        /// together, and no more than those.
+        /// On any host, with any counters in use, the events that the probe reports to fit count
+        /// together, and no additional event does.
         #[test]
         fn probed_capacity_is_exact(general in 0usize..9, fixed: bool, taken in 0u64..4096, watchdog: bool) {
             let mut host = if fixed { SimHost::intel(general) } else { SimHost::amd(general) };
@@ -428,7 +429,7 @@ mod tests {
             prop_assert_eq!(events.len(), found.free());
             prop_assert_eq!(found.mask().len(), found.free());
             let missing = there - host.taken.len() - found.free();
-            // Without a general-purpose counter nothing is tested.
+            // Without a general-purpose counter, nothing can be tested.
             prop_assert!(general == 0 || missing <= usize::from(watchdog && host.taken.is_empty()), "{:?}", found);
             for config in [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES, SimHost::BRANCHES] {
                 let n = found.at_once(&hardware(config));

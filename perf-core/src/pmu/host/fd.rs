@@ -35,11 +35,11 @@ pub(crate) struct TimedCount {
     pub(crate) count: u64,
     /// Time for which the event was enabled while its thread ran, in nanoseconds.
     pub(crate) enabled_ns: u64,
-    /// Part of the enabled time for which the event was on a counter, in nanoseconds.
+    /// Part of the enabled time for which the event held a counter, in nanoseconds.
     pub(crate) running_ns: u64,
 }
 
-/// Returns the calling thread's id, cached per thread.
+/// Returns the calling thread's ID, cached per thread.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the kernel gives an id of 32 bits"
@@ -238,7 +238,7 @@ impl PerfFd {
         }))
     }
 
-    /// Returns the kernel's id of the event.
+    /// Returns the kernel's ID of the event.
     pub(crate) fn id(&self) -> io::Result<u64> {
         let mut id = 0u64;
         // SAFETY: the ioctl writes eight bytes to `id`, which lives until the call returns.
@@ -347,7 +347,7 @@ impl Drop for PerfMap {
     }
 }
 
-/// Maximum number of payload words per record that are passed on; longer records are truncated.
+/// Maximum number of payload words that are passed on per record. Longer records are truncated.
 const MAX_PAYLOAD_WORDS: usize = 4;
 
 /// The type and `misc` fields of a record header.
@@ -380,7 +380,7 @@ impl PerfMap {
         unsafe { (*self.page()).__bindgen_anon_1.__bindgen_anon_1.cap_user_rdpmc() == 1 }
     }
 
-    /// Returns the event's counter index plus one if it is on a counter of the current CPU,
+    /// Returns the event's counter index plus one if it is active on a counter of the current CPU,
     /// otherwise 0.
     pub(crate) fn index(&self) -> u32 {
         self.field_u32(std::mem::offset_of!(perf_event_mmap_page, index))
@@ -389,9 +389,9 @@ impl PerfMap {
 
     /// Reads the count without a system call.
     ///
-    /// Returns `None` if the event is not on a counter, the host does not offer user-space reads,
-    /// or the page kept changing; the caller then reads the file descriptor. Valid only on the
-    /// event's own thread.
+    /// Returns `None` if the event holds no counter, the host does not offer user-space reads, or
+    /// the page kept changing. The caller then reads the file descriptor. Valid only on the event's
+    /// own thread.
     pub(crate) fn user_read(&self) -> Option<u64> {
         /// After this many lost races a system call is cheaper.
         const TRIES: usize = 16;
@@ -458,7 +458,7 @@ impl PerfMap {
             .load(Ordering::Relaxed)
     }
 
-    /// Returns the count and times at which the event was last scheduled out, or `None` if it is on
+    /// Returns the count and times at which the event was last scheduled out, or `None` if it holds
     /// a counter or the page kept changing.
     pub(crate) fn left(&self) -> Option<TimedCount> {
         const TRIES: usize = 16;

@@ -1,10 +1,11 @@
-//! Native groups of the host kernel: all members are scheduled together, by one system call on
+//! Native groups of the host kernel, whose members are scheduled together by one system call on
 //! their leader.
 //!
-//! A member stays enabled in the kernel and counts while its leader is on. A group therefore starts
-//! and stops at one moment and with a single interruption of the vCPU, independent of its size. The
-//! counts of all members are also read in one system call, through the first member that was opened
-//! for this: the kernel returns all counts in response to a read of any member.
+//! A member stays enabled in the kernel and counts while its leader is enabled. All members of a
+//! group therefore start and stop simultaneously, with a single interruption of the vCPU,
+//! regardless of the group's size. The counts of all members are also read in one system call,
+//! through the first member that was opened for this purpose, because the kernel returns all counts
+//! in response to a read of any member.
 //!
 //! A member that the kernel rejects in the group, because it belongs to another PMU or exceeds the
 //! available counters, is opened alone and is started and stopped separately.
@@ -56,7 +57,7 @@ pub(super) struct GroupMember {
     reads: bool,
     /// Set for a software event, which needs no counter.
     software: bool,
-    /// Set if the member must count while the leader is on.
+    /// Set if the member must count while the leader is enabled.
     wanted: AtomicBool,
     /// Set if the member is enabled in the kernel.
     enabled: AtomicBool,
@@ -155,7 +156,7 @@ impl KernelGroup {
         self.leader.disable()
     }
 
-    /// Starts `member` together with the leader, or immediately if the leader is on.
+    /// Starts `member` together with the leader, or immediately if the leader is enabled.
     pub(super) fn start_member(&self, member: &GroupMember) -> io::Result<()> {
         member.count.known.store(false, Ordering::Relaxed);
         if !member.enabled.load(Ordering::Relaxed) {
@@ -169,7 +170,7 @@ impl KernelGroup {
     /// Enables `member`.
     ///
     /// The kernel starts a software event immediately only if its leader is of the same type (a
-    /// clock, or not a clock). Beside any other running leader the event would count nothing until
+    /// clock, or not a clock). With any other running leader, the event would count nothing until
     /// the thread is next scheduled, and its times would not show this. Therefore the leader is
     /// disabled and enabled again around this call.
     pub(super) fn enable(&self, member: &GroupMember) -> io::Result<()> {
@@ -184,7 +185,7 @@ impl KernelGroup {
         enabled
     }
 
-    /// Stops `member`. Takes no system call if the leader is already off.
+    /// Stops `member`. Takes no system call if the leader is already disabled.
     pub(super) fn stop_member(&self, member: &GroupMember) -> io::Result<()> {
         member.wanted.store(false, Ordering::Relaxed);
         if self.on.load(Ordering::Relaxed) {
@@ -231,7 +232,7 @@ impl KernelGroup {
 }
 
 impl GroupMember {
-    /// Returns [`PerfFd::read_timed`] of the member's file descriptor.
+    /// Returns the result of [`PerfFd::read_timed`] for the member's file descriptor.
     pub(super) fn read_timed(&self) -> io::Result<Option<TimedCount>> {
         if !self.reads {
             return self.fd.read_timed();
@@ -251,15 +252,15 @@ impl GroupMember {
             }))
     }
 
-    /// Returns `true` if the ring receives a single count per overflow, that of this member.
+    /// Returns `true` if the ring receives only the count of this member at each overflow.
     pub(super) fn has_single_count_samples(&self) -> bool {
         !self.reads
     }
 
-    /// Reads the group: passes the id and count of each member to `each` and returns the times, or
+    /// Reads the group: passes the ID and count of each member to `each` and returns the times, or
     /// `None` in the error state.
     fn each(&self, mut each: impl FnMut(u64, u64)) -> io::Result<Option<(u64, u64)>> {
-        // The number of members, two times, and a count and an id for each member.
+        // Number of members, two times, and a count and an ID for each member.
         let mut words = [0u64; 3 + 2 * (MAX_MEMBERS + 1)];
         let read = self.fd.read_words(&mut words)?;
         let Some(([_, enabled_ns, running_ns], pairs)) = words[..read].split_first_chunk() else {

@@ -72,8 +72,8 @@ impl GuestSampler {
         Ok(Self { fd })
     }
 
-    /// Makes each sample also send `signal` to thread `tid`, which is more expensive; for
-    /// comparison.
+    /// Makes each sample also send `signal` to thread `tid`. This is more expensive and intended
+    /// for comparison.
     ///
     /// # Errors
     /// Returns the error of `fcntl(2)`.
@@ -103,7 +103,7 @@ pub enum SampleOrigin {
     GuestUser,
     /// The guest at another privilege level.
     GuestKernel,
-    /// The host kernel: KVM's own work, or guest time that this host does not mark.
+    /// The host kernel, either in KVM's own work or in guest time that this host does not mark.
     HostKernel,
     /// The VMM.
     HostUser,
@@ -221,7 +221,7 @@ mod tests {
     use super::*;
     use crate::pmu::host::fd::current_tid;
 
-    /// A thread without a guest is sampled as the host, with increasing times and the requested
+    /// A thread without a guest is sampled as host code, with increasing times and the requested
     /// period.
     #[test]
     fn clock_samples_report_their_origin() {

@@ -25,13 +25,13 @@ pub(super) struct LateOverflowPoll {
 }
 
 impl LateOverflowPoll {
-    /// Returns whether an overflow is polled for.
+    /// Returns whether polling for an overflow is active.
     #[inline]
     pub(super) fn is_on(&self) -> bool {
         self.on
     }
 
-    /// Starts polling: `signal` is sent to thread `tid` after the first interval.
+    /// Starts polling. `signal` is sent to thread `tid` after the first interval.
     pub(super) fn begin(&mut self, tid: i32, signal: i32) -> io::Result<()> {
         if self.timer.is_none() {
             self.timer = Some(Timer::open(tid, signal)?);
@@ -41,7 +41,7 @@ impl LateOverflowPoll {
         self.set()
     }
 
-    /// Continues polling after a signal, unless the signal was not that of the timer.
+    /// Continues polling after a signal, unless the signal came from another source than the timer.
     pub(super) fn continue_after_signal(&mut self) -> io::Result<()> {
         if !self.on || self.timer.as_ref().is_some_and(|timer| !timer.has_expired()) {
             return Ok(());
@@ -55,7 +55,7 @@ impl LateOverflowPoll {
         self.timer.as_mut().map_or(Ok(()), |timer| timer.set(interval_ns))
     }
 
-    /// Stops polling. Costs one check if no overflow is polled for.
+    /// Stops polling. Costs one check if polling is not active.
     #[inline]
     pub(super) fn end(&mut self) {
         if std::mem::take(&mut self.on)

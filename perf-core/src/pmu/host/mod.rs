@@ -2,8 +2,8 @@
 //! CPU.
 //!
 //! Two drivers share this code because their resources differ. [`HostPmu::hardware`] serves
-//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`]; its slots are the host
-//! counters available, general-purpose and fixed-function. [`HostPmu::software`] serves
+//! [`EventType::HARDWARE`], [`EventType::HW_CACHE`] and [`EventType::RAW`]. Its slots are the
+//! available host counters, both general-purpose and fixed-function. [`HostPmu::software`] serves
 //! [`EventType::SOFTWARE`] without a limit.
 //!
 //! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex
@@ -11,20 +11,20 @@
 //! logged. Events are opened once, and then enabled, disabled and given periods.
 //!
 //! # Filters
-//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`; the
+//! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`. The
 //! last two refer to the guest's privilege level if `exclude_host` is set. Software events (page
-//! faults, context switches, migrations) belong to the vCPU's thread on the host. They have no
-//! guest privilege level: `exclude_user` and `exclude_kernel` are rejected, `exclude_host` and
-//! `exclude_guest` have no effect.
+//! faults, context switches, migrations) belong to the vCPU's thread on the host and have no guest
+//! privilege level. For them, `exclude_user` and `exclude_kernel` are rejected, and `exclude_host`
+//! and `exclude_guest` have no effect.
 //!
 //! # Overflow
 //! The signal is sent to the vCPU's thread only. Its handler must be installed without
-//! `SA_RESTART`, so that it ends `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as `SIGUSR2`)
-//! is preferable to a real-time signal: further overflows during a pending signal are merged
-//! without loss, because [`PmuEvent::take_overflows`] checks the counts. Real-time signals are
-//! queued, and if the queue, which all processes of a user share, is full, the kernel sends `SIGIO`
-//! instead. Its default action ends the process (see [`ignore_sigio`]), and the overflow is not
-//! noticed until the next exit.
+//! `SA_RESTART`, so that it interrupts `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as
+//! `SIGUSR2`) is preferable to a real-time signal, because further overflows during a pending
+//! signal are coalesced without loss: [`PmuEvent::take_overflows`] checks the counts. Real-time
+//! signals are queued, and if the queue, which all processes of a user share, is full, the kernel
+//! sends `SIGIO` instead. The default action of `SIGIO` terminates the process (see
+//! [`ignore_sigio`]), and the overflow is not noticed until the next exit.
 
 mod counters;
 mod fault;
@@ -45,7 +45,7 @@ use std::sync::Arc;
 
 use crate::attr::{Attr, EventType};
 use crate::pmu::period_floor::PeriodFloor;
-use crate::pmu::{CounterMask, GroupHandle, Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget};
+use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuGroup, PmuTarget};
 
 use perf_event_open_sys::bindings::{PERF_RECORD_SAMPLE, PERF_SAMPLE_READ};
 
@@ -167,7 +167,7 @@ impl Pmu for HostPmu {
         &self,
         attr: &Attr,
         target: PmuTarget,
-        group: &GroupHandle,
+        group: &PmuGroup,
     ) -> Result<Box<dyn PmuEvent>, PmuError> {
         self.open_beside(attr, target, Arc::clone(group).downcast().ok())
     }
@@ -287,25 +287,25 @@ struct HostEvent {
     on: bool,
     /// Period that the kernel repeats; [`PARKED_PERIOD`] if the event must not overflow.
     kernel_period: u64,
-    /// A count at which one of these periods ends.
+    /// Count at which one of the kernel's periods ends.
     kernel_due: u64,
     /// Set once the temporary loss of the counter has been logged.
     loss_logged: bool,
     last_count: u64,
-    /// Set if the event was on since `last_count` was read.
+    /// Set if the event was active since `last_count` was read.
     stale: bool,
     armed_at: Option<u64>,
     /// Minimum period that the kernel accepts for the event.
     floor: PeriodFloor,
-    /// Search for an overflow that is nearer than this minimum.
+    /// Polling for an overflow that is nearer than the minimum period.
     late: LateOverflowPoll,
-    /// Last moment at which the event was known to be on a counter.
+    /// Last moment at which the event was known to hold a counter.
     good: LastOnCounter,
-    /// Earliest moment at which the kernel took the counter of the running event.
+    /// Earliest moment at which the kernel may have taken the counter away from the running event.
     lost_at_ns: Option<u64>,
 }
 
-/// A moment at which an event was on a counter.
+/// A moment at which an event held a counter.
 #[derive(Clone, Copy, Debug, Default)]
 struct LastOnCounter {
     /// Time of [`monotonic_ns`].
@@ -363,7 +363,7 @@ impl HostEvent {
         }
     }
 
-    /// Polls for the overflow at `at` if the kernel's minimum period ends after it.
+    /// Polls for the overflow at `at` if the kernel's minimum period ends later.
     fn poll_if_late(&mut self, count: u64, at: u64) {
         if self.floor.period_for(1) <= at.saturating_sub(count) {
             self.late.end();
@@ -379,7 +379,7 @@ impl HostEvent {
         }
     }
 
-    /// Keeps the kernel from overflowing. Free if the event is already parked.
+    /// Prevents the kernel event from overflowing. Costs nothing if the event is already parked.
     fn park(&mut self) {
         self.ringing.end();
         self.late.end();
@@ -447,8 +447,8 @@ impl HostEvent {
         }
     }
 
-    /// Returns the count of an event that is off in a group that is off. One system call reads the
-    /// whole group.
+    /// Returns the count of a disabled event in a disabled group. One system call reads the whole
+    /// group.
     fn count_with_group(&self) -> Option<u64> {
         if self.on {
             return None;
@@ -487,14 +487,14 @@ impl HostEvent {
         let mut at_ns = self.good.at_ns;
         if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
             self.last_count = self.last_count.max(self.base + left.count);
-            // Enabled time passes only while the thread is on a CPU, so this is the earliest
+            // Enabled time advances only while the thread is on a CPU, so this is the earliest
             // moment.
             at_ns = at_ns
                 .saturating_add(left.enabled_ns.saturating_sub(self.good.enabled_ns))
                 .min(monotonic_ns());
         }
         self.lost_at_ns = Some(at_ns);
-        // The count cannot change any more.
+        // The count can no longer change.
         self.stale = false;
     }
 }
@@ -544,11 +544,11 @@ impl PmuEvent for HostEvent {
         }
         self.on = false;
         self.armed_at = None;
-        // The preceding read has reported any loss so far.
+        // The preceding read has reported any loss up to this point.
         self.lost_at_ns = None;
     }
 
-    fn group(&mut self) -> Option<GroupHandle> {
+    fn group(&mut self) -> Option<PmuGroup> {
         if self.member.is_some() {
             return None;
         }
@@ -563,7 +563,7 @@ impl PmuEvent for HostEvent {
                 .ok()?;
             self.group = Some(Arc::new(made));
         }
-        self.group.clone().map(|group| group as GroupHandle)
+        self.group.clone().map(|group| group as PmuGroup)
     }
 
     fn leave_group(&mut self) {
@@ -627,7 +627,7 @@ impl PmuEvent for HostEvent {
                 self.last_count = self.last_count.max(count);
                 self.stale = self.on;
             }
-            // The caller learns of the loss from [`PmuEvent::lost_ns`].
+            // The caller detects the loss with [`PmuEvent::lost_ns`].
             Ok(None) => {}
             Err(e) => log::debug!("reading a host event failed: {}", crate::error_line(&e)),
         }

@@ -1,9 +1,9 @@
 //! Opening of host perf events, in the calling process or by another process on its behalf. Only
 //! this file calls `perf_event_open(2)`.
 //!
-//! A process that drops the right to call `perf_event_open(2)` first installs an [`EventOpener`]
-//! that requests each event from another process. Only the open goes through it: open events are
-//! read, armed and enabled through their file descriptors.
+//! A process that drops the privilege to call `perf_event_open(2)` first installs an
+//! [`EventOpener`] that requests each event from another process. Only the open uses the opener.
+//! Open events are read, armed and enabled through their file descriptors.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -31,16 +31,16 @@ struct FOwnerEx {
 /// The thread or CPU on which a host perf event counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HostTarget {
-    /// A thread by id (0 is the calling thread), on any CPU.
+    /// A thread, identified by its ID (0 is the calling thread), on any CPU.
     Thread(i32),
-    /// A CPU, with everything that runs on it.
+    /// A CPU, including all code that runs on it.
     Cpu(i32),
 }
 
 /// The signal that each overflow of an event sends, and the thread that receives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OverflowSignal {
-    /// Thread id of the receiver.
+    /// Thread ID of the receiver.
     pub tid: i32,
     /// Signal number.
     pub signal: i32,
@@ -49,13 +49,13 @@ pub struct OverflowSignal {
 /// A request to open one host perf event.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenRequest<'a> {
-    /// The bytes of `struct perf_event_attr`.
+    /// Bytes of `struct perf_event_attr`.
     pub attr: &'a [u8],
     /// The target of the event.
     pub counted: HostTarget,
-    /// The leader of the event's group; `None` for an event that leads its own.
+    /// The leader of the event's group, or `None` for an event that leads its own group.
     pub leader: Option<BorrowedFd<'a>>,
-    /// The overflow signal; `None` for an event that sends none.
+    /// The overflow signal, or `None` for an event that sends no signal.
     pub overflow: Option<OverflowSignal>,
 }
 
@@ -79,7 +79,7 @@ pub trait EventOpener: Debug + Send + Sync {
 pub struct SyscallOpener;
 
 impl EventOpener for SyscallOpener {
-    /// Makes system calls only, so a signal handler may call this.
+    /// Makes only system calls, so a signal handler may call this method.
     fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
         let event = perf_event_open(request)?;
         if let Some(overflow) = request.overflow {
@@ -125,7 +125,7 @@ fn perf_event_open(request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sets the thread and the number of the signal that overflows of `event` send.
+/// Sets the number of the signal that overflows of `event` send, and the thread that receives it.
 fn set_overflow_signal(event: BorrowedFd<'_>, overflow: OverflowSignal) -> io::Result<()> {
     let fd = event.as_raw_fd();
     let owner = FOwnerEx {

@@ -32,7 +32,7 @@ const GENERIC: [(&str, u32); 10] = [
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES),
 ];
 
-/// Events that any running code counts.
+/// Events that advance whenever code runs.
 const ALWAYS_COUNTED: [u32; 5] = [
     b::PERF_COUNT_HW_CPU_CYCLES,
     b::PERF_COUNT_HW_INSTRUCTIONS,
@@ -49,7 +49,7 @@ pub struct GenericEvent {
     /// `config` of the event.
     pub config: u64,
     /// `true` if the event opens and counts. A kernel that is itself a guest may open events that
-    /// its virtual PMU never counts; this is detected for events that any running code counts.
+    /// its virtual PMU never counts. This is detected for events that advance whenever code runs.
     pub opens: bool,
 }
 
@@ -66,10 +66,10 @@ pub struct HostProbe {
     pub hybrid: bool,
     /// Value of `/proc/sys/kernel/perf_event_paranoid`.
     pub paranoid: Option<i32>,
-    /// `true` if `/proc/sys/kernel/nmi_watchdog` is on.
+    /// `true` if `/proc/sys/kernel/nmi_watchdog` is enabled.
     pub nmi_watchdog: bool,
     /// `true` if the host reserves its PMU for mediated guests, so that events that count a guest
-    /// are currently refused.
+    /// are currently rejected.
     pub mediated: bool,
     /// `true` if user space can read counters with `rdpmc`.
     pub user_read: bool,
@@ -113,7 +113,8 @@ impl HostProbe {
                 opens: r.is_ok() && (!ALWAYS_COUNTED.contains(&config) || host.counts(config)),
             })
             .collect();
-        // The host's own events still open beside a mediated guest, but none that counts a guest.
+        // Host-only events can still be opened while a mediated guest runs, but events that count a
+        // guest cannot.
         let counters = match &hybrid {
             None if !mediated => HostCounters::find(host, nmi_watchdog),
             _ => HostCounters::default(),
@@ -146,7 +147,7 @@ impl HostProbe {
         }
     }
 
-    /// Returns the number of hardware events of any type that can be on at once.
+    /// Returns the number of hardware events of any type that can be scheduled at the same time.
     #[must_use]
     pub fn slots(&self) -> usize {
         self.counters.free()
@@ -190,10 +191,10 @@ pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
 /// Directory in which the kernel lists its PMUs.
 const DEVICES: &str = "/sys/bus/event_source/devices";
 
-/// Makes the process ignore `SIGIO` unless it already has a disposition for it.
+/// Makes the process ignore `SIGIO` unless it already has a disposition for this signal.
 ///
 /// The kernel sends `SIGIO` instead of an overflow's real-time signal if the queue of real-time
-/// signals is full. Its default action ends the process.
+/// signals is full. The default action of `SIGIO` terminates the process.
 ///
 /// # Errors
 /// Returns the error of `sigaction(2)`.
@@ -219,11 +220,12 @@ fn is_mediated(opened: &io::Result<()>) -> bool {
     matches!(opened, Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EBUSY)))
 }
 
-/// Returns `true` if the kernel looked for the event's PMU and found none (`ENOENT`).
+/// Returns `true` if the kernel searched for the event's PMU and found none (`ENOENT`).
 ///
-/// In this case it opens a software clock as well: it checks the rights before it looks for the PMU, and
-/// the attributes of [`open_clock`] require the same rights. The clock is not opened, because the first
-/// event of an idle host waits for an RCU grace period, 10 to 15 ms (Linux, `account_event`).
+/// In this case the kernel also permits a software clock, because it checks the caller's privileges
+/// before it searches for the PMU, and the attributes of [`open_clock`] require the same
+/// privileges. The clock is not opened, because the first event of an idle host waits for an RCU
+/// grace period, 10 to 15 ms (Linux, `account_event`).
 fn is_unknown(opened: &io::Result<()>) -> bool {
     matches!(opened, Err(e) if e.raw_os_error() == Some(libc::ENOENT))
 }
@@ -235,7 +237,7 @@ fn open_host(config: u32) -> io::Result<PerfFd> {
 }
 
 /// Returns `true` if `config` advances while this thread runs. The kernel is included if allowed,
-/// because a counter restricted to one privilege level may react slowly.
+/// because a counter restricted to one privilege level may advance with a delay.
 fn counts(config: u32) -> bool {
     let mut attr = host_attr(config);
     attr.set_exclude_kernel(0);
@@ -270,7 +272,7 @@ fn open_clock() -> io::Result<PerfFd> {
 trait ProbeEvents: ProbePmu {
     /// Opens a generic event that counts the guests of this thread, and closes it.
     fn open_guest(&mut self, config: u32) -> io::Result<()>;
-    /// Returns `true` if a generic event that counts only the host opens.
+    /// Returns `true` if a generic event that counts only the host can be opened.
     fn opens_on_host(&mut self, config: u32) -> bool;
     /// Returns `true` if the generic event advances.
     fn counts(&mut self, config: u32) -> bool;
@@ -339,12 +341,13 @@ impl ProbePmu for ThreadProbe {
 
 /// Returns `true` if user space can actually read a counter.
 ///
-/// The control page alone does not prove this: a kernel that is itself a guest may offer it
+/// The control page alone does not prove this, because a kernel that is itself a guest may offer it
 /// although the instruction faults or reads another value. Therefore a child process, which may
 /// crash, executes the instruction and compares the value with the kernel's counts before and
 /// after.
 fn is_rdpmc_usable() -> bool {
-    /// Number of comparisons. A wrong value may match by chance, but hardly this often.
+    /// Number of comparisons. A wrong value may match by chance, but is very unlikely to match this
+    /// often.
     const TRIES: usize = 64;
     let mut attr = host_attr(b::PERF_COUNT_HW_CPU_CYCLES);
     attr.set_pinned(1);
@@ -369,8 +372,8 @@ fn is_rdpmc_usable() -> bool {
 }
 
 /// Runs `attempt` in a forked child and returns `true` if it returned `true` there. `attempt` may
-/// only make system calls, because other threads' locks, including the allocator's, stay frozen in
-/// the child.
+/// only make system calls, because other threads' locks, including the allocator's, may remain
+/// locked in the child.
 fn succeeds_in_child(attempt: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child only makes system calls (see above) and exits with `_exit`, so it runs no
     // destructors or exit handlers of this process.
@@ -430,8 +433,8 @@ mod tests {
         assert!(probe.hardware_pmu || probe.generic.iter().all(|g| !g.opens));
     }
 
-    /// Host whose kernel refuses events that count guests with an errno, like Linux 7.0 beside a VM
-    /// with a mediated vPMU. Its own events open.
+    /// Host whose kernel rejects events that count guests, with the given errno, as Linux 7.0 does
+    /// while a VM with a mediated vPMU is running. Host-only events can still be opened.
     struct MediatedHost(i32);
 
     impl ProbePmu for MediatedHost {
@@ -458,7 +461,7 @@ mod tests {
         }
     }
 
-    /// The host's free counters do not help a guest, so `auto` must use the clock.
+    /// The host's free counters cannot count a guest, so `auto` must use the clock.
     #[test]
     fn host_with_mediated_neighbour_has_no_pmu_for_guests() {
         let probe = HostProbe::of_events(&mut MediatedHost(libc::EOPNOTSUPP), None, false);
@@ -472,7 +475,7 @@ mod tests {
         assert!(!other.mediated && other.slots() > 0, "{other:?}");
     }
 
-    /// The probe infers it from the answers for hardware events.
+    /// The probe derives the availability of a software clock from the results for hardware events.
     #[test]
     fn software_clock_is_reported_if_it_opens() {
         assert_eq!(HostProbe::run().software_clock, open_clock().is_ok());

@@ -14,10 +14,10 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use super::opener::HostTarget;
 
 /// Minimum period of `cpu-clock` and `task-clock`, in nanoseconds. Clock events that overflow on
-/// the same thread share it: with two, each has twice this minimum.
+/// the same thread share this limit. With two events, each has twice this minimum.
 pub const MIN_CLOCK_PERIOD_NS: u64 = 100_000;
 
-/// Number of armed clock events per thread or CPU.
+/// Number of armed clock events for each thread or CPU.
 #[derive(Debug, Default)]
 pub(super) struct ClockRates(Mutex<HashMap<HostTarget, Weak<AtomicU64>>>);
 
@@ -38,7 +38,7 @@ impl ClockRates {
     }
 }
 
-/// The armed state of a clock event. Empty for other events.
+/// The armed state of a clock event. Empty for other types of events.
 #[derive(Debug, Default)]
 pub(super) struct ClockRate {
     together: Option<Arc<AtomicU64>>,

@@ -1,8 +1,8 @@
-//! Context switches of a vCPU's thread on the host, as the host kernel records them: when the host
-//! preempts a vCPU, and when it waits.
+//! Context switches of a vCPU's thread, recorded by the host kernel when the host preempts a vCPU
+//! and when the vCPU waits.
 //!
-//! [`ThreadSwitches`] is opened in the VMM. Its file descriptor may be sent to another process, which
-//! maps the ring with [`ThreadSwitchRing`].
+//! [`ThreadSwitches`] is opened in the VMM. Its file descriptor may be sent to another process,
+//! which maps the ring with [`ThreadSwitchRing`].
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -43,15 +43,15 @@ impl AsFd for ThreadSwitches {
     }
 }
 
-/// Kinds of context switches of a thread.
+/// Type of a context switch of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadSwitchKind {
     /// The thread continues.
     In,
-    /// The thread waits, as for an interrupt of a halted guest.
+    /// The thread waits, for example for an interrupt while the guest is halted.
     Blocked,
-    /// The host runs something else, although the thread could continue: its time is stolen from
-    /// the guest.
+    /// The host runs another thread although this thread is runnable. The time is stolen from the
+    /// guest.
     Preempted,
 }
 
@@ -60,7 +60,7 @@ pub enum ThreadSwitchKind {
 pub struct ThreadSwitch {
     /// `CLOCK_MONOTONIC` time, in nanoseconds.
     pub time_ns: u64,
-    /// Kind of the switch.
+    /// Type of the context switch.
     pub kind: ThreadSwitchKind,
 }
 
@@ -93,7 +93,8 @@ mod tests {
     use crate::pmu::host::DrainStats;
     use crate::pmu::host::fd::current_tid;
 
-    /// Each sleep of a thread is a switch that blocks, followed by one that continues.
+    /// Each sleep of a thread is recorded as a switch that blocks, followed by a switch that
+    /// continues.
     #[test]
     fn sleeps_of_a_thread_are_switches_that_block() {
         const SLEEPS: usize = 5;

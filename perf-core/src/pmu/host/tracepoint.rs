@@ -12,9 +12,9 @@ use super::fd::{PerfFd, new_attr};
 
 /// A tracepoint on one thread.
 ///
-/// Each `PERF_RECORD_SAMPLE` contains the time (`CLOCK_MONOTONIC`, ns; 8 bytes), the length of the
-/// rest (4 bytes), and the tracepoint's fields as described by its `format` file. The first field,
-/// `common_type` (2 bytes), is the tracepoint's id.
+/// Each `PERF_RECORD_SAMPLE` contains the time (8 bytes, `CLOCK_MONOTONIC` in nanoseconds), the
+/// length of the rest (4 bytes), and the tracepoint's fields as described by its `format` file. The
+/// first field, `common_type` (2 bytes), is the tracepoint's ID.
 #[derive(Debug)]
 pub struct Tracepoint {
     fd: PerfFd,

@@ -1,9 +1,9 @@
-//! Fresh memory, whose pages each cause one page fault when touched.
+//! Fresh memory in which each page causes one page fault when touched.
 #![expect(unsafe_code, reason = "memory mappings")]
 
 const PAGE: usize = 4096;
 
-/// Untouched pages in small pages, unmapped on drop.
+/// A mapping of untouched small pages, unmapped on drop.
 pub struct FreshPages {
     start: *mut u8,
     pages: usize,

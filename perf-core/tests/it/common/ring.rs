@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-use perf_core::record::{EncodeRecord, Record, RecordFormat, RecordSink};
+use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat, RecordSink};
 use perf_core::ring::{RawRecord, Reservation, Ring, RingError, RingMode, RingReader};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
@@ -38,7 +38,7 @@ fn pattern(writer: u64, number: u64, n: u64) -> u64 {
     (writer << 48 ^ number << 16 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// The same record as a value, to be written together with others.
+/// A record like that of [`write`] as a value, to be written together with other records.
 #[derive(Clone, Copy, Debug)]
 pub struct NumberedRecord {
     words: usize,
@@ -90,7 +90,7 @@ pub enum CheckedRecord {
 
 /// Checks every byte of a record.
 pub fn check(raw: RawRecord<'_>) -> CheckedRecord {
-    if let Ok(Record::Lost(lost)) = Record::decode(raw, RecordFormat::default()) {
+    if let Ok(DecodedRecord::Lost(lost)) = DecodedRecord::decode(raw, RecordFormat::default()) {
         return CheckedRecord::Lost(lost.lost);
     }
     assert_eq!(raw.ty(), TAGGED);

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use perf_core::pmu::{PmuCapacity, PmuError, PmuTarget};
-use perf_core::record::{Record, RecordFormat, Sample};
+use perf_core::record::{DecodedRecord, RecordFormat, Sample};
 use perf_core::ring::{Ring, RingReader};
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
@@ -58,7 +58,7 @@ pub struct DriverState {
     pub package: Mutex<u64>,
     /// Age of the package count, in nanoseconds.
     pub package_age_ns: Mutex<u64>,
-    /// Set to refuse every start.
+    /// Set to make every start fail.
     pub refuse: Mutex<bool>,
     fault: DriverFault,
 }
@@ -75,7 +75,7 @@ impl DriverState {
         self.counters.lock().unwrap().clone()
     }
 
-    /// Runs the vCPU for `n` units of work: every event that is on counts `n` times its rate.
+    /// Runs the vCPU for `n` units of work. Every active event counts `n` times its rate.
     pub fn work(&self, vcpu: u32, n: u64) {
         self.work_where(n, |c| c.vcpu == vcpu);
     }
@@ -252,8 +252,8 @@ impl TestCore {
                 rate: |config| config,
             }));
         }
-        let admin = core.session(0, Role::Admin);
-        let guest = core.session(0, Role::Guest);
+        let admin = core.session(0, SessionRole::Admin);
+        let guest = core.session(0, SessionRole::Guest);
         Self {
             core,
             clock,
@@ -277,32 +277,32 @@ impl TestCore {
         session: &Session,
         attr: Attr,
         target: OpenTarget,
-        leader: Option<&Handle>,
-    ) -> Result<Handle, OpenError> {
+        leader: Option<&EventHandle>,
+    ) -> Result<EventHandle, OpenError> {
         self.core
             .open(session, attr, target, leader, OpenFlags::default())
     }
 
-    pub fn open(&self, attr: Attr, target: OpenTarget, leader: Option<&Handle>) -> Handle {
+    pub fn open(&self, attr: Attr, target: OpenTarget, leader: Option<&EventHandle>) -> EventHandle {
         self.try_open(&self.admin, attr, target, leader).unwrap()
     }
 
-    pub fn open_vcpu(&self, attr: Attr, leader: Option<&Handle>) -> Handle {
+    pub fn open_vcpu(&self, attr: Attr, leader: Option<&EventHandle>) -> EventHandle {
         self.open(attr, V0, leader)
     }
 
-    pub fn open_vm(&self, attr: Attr) -> Handle {
+    pub fn open_vm(&self, attr: Attr) -> EventHandle {
         self.open(attr, OpenTarget::Vm, None)
     }
 
     /// Opens an event on vCPU 0 whose overflows are reported with `cookie`.
-    pub fn open_reporting(&self, session: &Session, attr: Attr, cookie: u64) -> Handle {
+    pub fn open_reporting(&self, session: &Session, attr: Attr, cookie: u64) -> EventHandle {
         let flags = OpenFlags::with_cookie(cookie);
         self.core.open(session, attr, V0, None, flags).unwrap()
     }
 
     /// Opens an event on vCPU 0 that writes to the ring of `to` without joining its group.
-    pub fn open_redirected(&self, attr: Attr, to: &Handle) -> Result<Handle, OpenError> {
+    pub fn open_redirected(&self, attr: Attr, to: &EventHandle) -> Result<EventHandle, OpenError> {
         let flags = OpenFlags {
             output: true,
             no_group: true,
@@ -350,16 +350,16 @@ pub fn serve(v: &VcpuContext) -> Vec<OverflowReport> {
 }
 
 /// Returns the number of active events.
-pub fn active<'a>(events: impl IntoIterator<Item = &'a Handle>) -> usize {
+pub fn active<'a>(events: impl IntoIterator<Item = &'a EventHandle>) -> usize {
     let events = events.into_iter();
     events.filter(|e| e.state() == EventState::Active).count()
 }
 
 /// Passes the unread records of `reader` to `each`.
-pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(Record<'_>)) {
+pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMut(DecodedRecord<'_>)) {
     let format = RecordFormat::from(attr);
     while let Some(raw) = reader.next_record().unwrap() {
-        each(Record::decode(raw, format).unwrap());
+        each(DecodedRecord::decode(raw, format).unwrap());
     }
 }
 
@@ -367,7 +367,7 @@ pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMu
 pub fn map_samples<T>(ring: &Ring, attr: &Attr, mut each: impl FnMut(Sample<'_>) -> T) -> Vec<T> {
     let mut out = Vec::new();
     for_each_record(&mut RingReader::map(ring.memfd()).unwrap(), attr, |record| {
-        if let Record::Sample(sample) = record {
+        if let DecodedRecord::Sample(sample) = record {
             out.push(each(sample));
         }
     });

@@ -30,7 +30,8 @@ pub unsafe fn raise_on_signals(flag: *mut u8) {
     FLAG.with(|f| f.set(flag));
 }
 
-/// Counts `signal` per thread from now on. System calls that it interrupts are not restarted.
+/// Installs a handler that counts `signal` per thread. System calls that the signal interrupts are
+/// not restarted.
 pub fn catch(signal: i32) -> i32 {
     perf_core::pmu::host::ignore_sigio().unwrap();
     // SAFETY: a zeroed sigaction is valid; the handler only accesses a constant-initialized thread
@@ -43,8 +44,8 @@ pub fn catch(signal: i32) -> i32 {
     signal
 }
 
-/// Counts the signal that most tests use, a standard signal, whose delivery does not depend on
-/// other activity on the machine.
+/// Installs the counting handler for the signal that most tests use. This is a standard signal,
+/// whose delivery does not depend on other activity on the machine.
 pub fn catch_signals() -> i32 {
     catch(libc::SIGUSR2)
 }
@@ -74,7 +75,7 @@ pub fn burn(ns: u64) {
     }
 }
 
-/// Returns this thread's id.
+/// Returns this thread's ID.
 pub fn this_tid() -> i32 {
     // SAFETY: gettid cannot fail.
     unsafe { libc::syscall(libc::SYS_gettid) as i32 }

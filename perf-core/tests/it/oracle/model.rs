@@ -1,6 +1,7 @@
-//! The oracle's model: a flat list of parts, each an event in one context, and simple loops.
+//! The oracle's model: a flat list of parts, each of which is an event in one context, and simple
+//! loops over this list.
 //!
-//! The model predicts everything except which flexible groups of hardware events have the slots.
+//! The model predicts everything except which flexible groups of hardware events hold the slots.
 //! That assignment is observed and checked against the rules that users rely on (`judging.rs`).
 //! `counting.rs` models time, raised events and overflows.
 
@@ -16,7 +17,7 @@ use judging::SlotUsage;
 
 /// Index of the VM context.
 pub const VM: usize = 0;
-/// Id of the raised event that counts schedule-outs of vCPUs.
+/// ID of the raised event that counts how often vCPUs are scheduled out.
 pub const CONTEXT_SWITCHES: u64 = 7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Default)]
@@ -43,7 +44,7 @@ pub enum OracleKind {
 pub struct OracleSpec {
     pub kind: OracleKind,
     pub rate: u64,
-    /// Target vCPU; `None` for the VM.
+    /// Target vCPU, or `None` for the VM.
     pub vcpu: Option<u32>,
     pub guest: bool,
     pub pinned: bool,
@@ -78,7 +79,7 @@ pub struct Event {
     pub leader: u64,
     /// Set for an event that represents one part per vCPU.
     pub family: bool,
-    /// For a family: whether new parts are enabled.
+    /// For a family, `true` if new parts are enabled.
     pub enabled: bool,
     /// Current period, for new parts.
     period: u64,
@@ -92,7 +93,7 @@ pub struct Event {
 #[derive(Clone, Copy, Debug, Default)]
 struct PendingOverflows {
     times: u64,
-    /// Position of the last one, in counts since the event was opened.
+    /// Position of the last overflow, in counts since the event was opened.
     at: u64,
 }
 
@@ -109,9 +110,10 @@ pub struct OracleEventInContext {
     /// Time at which the group was queued.
     line: u64,
     on_since: u64,
-    /// Set if the driver refused.
+    /// Set if the driver rejected the group.
     refused: bool,
-    /// Set if the group, while queued, did not fit with the pinned groups: its position is unknown.
+    /// Set if the group, while queued, did not fit together with the pinned groups. Its position is
+    /// then unknown.
     excused: bool,
     // Fields for sampling. Positions are counts since the event was opened, unaffected by resets.
     position: u64,
@@ -121,7 +123,8 @@ pub struct OracleEventInContext {
     covered: u64,
     fresh: PendingOverflows,
     kept: PendingOverflows,
-    /// Set if the kept overflows occurred before the event was stopped; these get their own sample.
+    /// Set if the kept overflows occurred before the event was stopped. These overflows have their
+    /// own sample.
     apart: bool,
     throttled: bool,
     limit: u64,
@@ -140,7 +143,7 @@ pub struct OracleContext {
     ticks: u64,
     turned_ns: u64,
     clone_of: Option<u64>,
-    /// Set if a flexible group lost its slots to a pinned one. The remaining slots stay unused
+    /// Set if a flexible group lost its slots to a pinned group. The remaining slots stay unused
     /// until the next interval, because the first group that does not fit ends a pass.
     stalled: bool,
 }
@@ -151,7 +154,7 @@ pub struct OracleSetup {
     /// Number of slots reserved for VM-wide events.
     pub reserved: usize,
     pub tick_ns: u64,
-    /// Number of interrupts of one event per tick that do not throttle it.
+    /// Maximum number of interrupts of one event per tick without throttling.
     pub per_tick: u64,
     /// Set if one thread runs all vCPUs.
     pub one_thread: bool,
@@ -172,7 +175,7 @@ pub struct Model {
     stamp: u64,
     /// Number of additions to the set of VM-wide families.
     generation: u64,
-    /// Contexts that had an interval in this step.
+    /// Contexts in which an interval ended in this step.
     turned: Vec<usize>,
 }
 
@@ -226,7 +229,7 @@ impl Model {
         (0..self.parts.len()).find(|p| self.parts[*p].event == event && self.parts[*p].ctx == ctx)
     }
 
-    /// Returns the members of the group of `leader`, the leader first.
+    /// Returns the members of the group of `leader`, leader first.
     fn group(&self, leader: usize) -> Vec<usize> {
         let (name, ctx) = (self.parts[leader].event, self.parts[leader].ctx);
         let mut members: Vec<usize> = (0..self.parts.len())
@@ -338,7 +341,7 @@ impl Model {
         }
     }
 
-    /// Applies the part of scheduling in `ctx` that is fully determined: pinned groups have their
+    /// Applies the part of scheduling in `ctx` that is fully determined: pinned groups hold their
     /// slots or fail.
     fn pass(&mut self, ctx: usize) {
         if !self.contexts[ctx].inside {
@@ -418,7 +421,7 @@ impl Model {
             _ => false,
         };
         let none = self.at.is_empty() && !matches!(spec.kind, OracleKind::Raised(_));
-        // An event of the vCPUs at that time may have none left.
+        // An event that was opened on the existing vCPUs may have no parts left.
         let counts_anywhere = lead.spec.inherit || !self.parts_of(leader).is_empty();
         lead.leader == leader
             && same_place
@@ -543,7 +546,7 @@ impl Model {
         }
     }
 
-    /// Removes a part from its group; removing a leader stops the group.
+    /// Removes a part from its group. Removing a leader stops the group.
     fn part_leaves(&mut self, p: usize) {
         let leader = self.leader(p);
         if leader == p {
@@ -553,7 +556,7 @@ impl Model {
             let others = self.group(leader).into_iter().filter(|m| *m != p);
             let hw_left = others.clone().any(|m| self.spec(m).kind == OracleKind::Hw);
             if self.spec(p).kind == OracleKind::Hw && !hw_left {
-                // The last member that needed a slot: the others stop briefly.
+                // If this was the last member that needed a slot, the others stop briefly.
                 self.group_off(leader);
             }
         }
@@ -578,7 +581,7 @@ impl Model {
             let event = &m.events[&name];
             event.family && m.events[&event.leader].spec.inherit
         };
-        // Group by group, leaders first, as they were opened before their members.
+        // Group by group, with leaders first, because they were opened before their members.
         let mut names: Vec<u64> = self.events.keys().copied().collect();
         names.sort_by_key(|name| (self.events[name].leader, *name));
         for name in names {
@@ -735,7 +738,7 @@ impl Model {
         }
     }
 
-    /// Returns the parts that an enable or disable affects, and updates a family's own state.
+    /// Enables or disables all parts of an event, and updates a family's own state.
     pub fn set_enabled(&mut self, name: u64, on: bool) {
         self.events.get_mut(&name).expect("it is open").enabled = on;
         for p in self.parts_of(name) {

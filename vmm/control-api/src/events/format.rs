@@ -66,7 +66,7 @@ pub enum CountUnit {
     Nanoseconds,
 }
 
-/// The uncertainty of a number, in percent of it.
+/// Uncertainty of a number, in percent of the number.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CountUncertainty {
     /// No uncertainty, or none to display.

@@ -25,7 +25,7 @@ pub const MAX_EVENTS: usize = 256;
 /// Maximum length of a list, in bytes.
 pub const MAX_LIST: usize = 16 << 10;
 
-/// Reason why an event list is invalid.
+/// Error returned when an event list is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EventListError {
     /// The list is empty.
@@ -133,7 +133,7 @@ pub struct EventModifiers {
 }
 
 impl EventModifiers {
-    /// Returns whether user space is excluded: other levels are selected, but not this one.
+    /// Returns whether user space is excluded, which is the case if only other levels are selected.
     pub fn exclude_user(&self) -> bool {
         (self.kernel || self.hypervisor) && !self.user
     }
@@ -168,8 +168,8 @@ impl EventModifiers {
         Ok(())
     }
 
-    /// Adds a group's modifiers to those of one of its events. Pinned and exclusive apply to the
-    /// leader only.
+    /// Merges a group's modifiers into those of one of its events. Pinned and exclusive apply to
+    /// the leader only.
     fn merge(&mut self, group: &Self, leader: bool) {
         self.user |= group.user;
         self.kernel |= group.kernel;
@@ -209,8 +209,8 @@ pub struct EventGroup {
 }
 
 impl EventSpec {
-    /// Returns whether the event counts for the whole VM regardless of the vCPU, as KVM's
-    /// statistics of the VM do.
+    /// Returns whether the event counts for the whole VM rather than for a vCPU, as KVM's VM-wide
+    /// statistics do.
     pub fn is_of_vm(&self) -> bool {
         matches!(&self.kind, EventKind::Kvm(name) if name.starts_with("vm:"))
     }
@@ -330,8 +330,7 @@ fn event(text: &str) -> Result<EventSpec, EventListError> {
         modifiers.add(after.strip_prefix(':').unwrap_or(after), text)?;
         return with_terms(text, pmu, terms, modifiers);
     }
-    // `kvm:NAME` contains a colon itself, and `kvm:vm:NAME`, a statistic of the whole VM, contains
-    // two.
+    // `kvm:NAME` contains a colon, and `kvm:vm:NAME`, a statistic of the whole VM, contains two.
     let (prefix, rest) = text.strip_prefix("kvm:").map_or(("", text), |rest| ("kvm", rest));
     let own = match (prefix, rest.strip_prefix("vm:")) {
         ("kvm", Some(_)) => "vm:".len(),
@@ -407,8 +406,8 @@ struct EventTerms {
 }
 
 impl EventTerms {
-    /// Applies the term `key=number`; a flag without a value is 1. Returns the reason if the term
-    /// is invalid.
+    /// Applies the term `key=number`; a flag without a value is 1. Returns an error message if the
+    /// term is invalid.
     fn set(&mut self, pmu: &str, key: &str, number: u64) -> Result<(), &'static str> {
         match key {
             "period" if number > 0 => self.period = Some(number),
@@ -439,7 +438,7 @@ impl EventTerms {
         self.selected = true;
     }
 
-    /// Returns the event that the terms select together, or the reason if there is none.
+    /// Returns the event selected by the terms together, or an error message if there is none.
     fn kind(&mut self) -> Result<EventKind, &'static str> {
         match (self.named.take(), self.selected) {
             (Some(kind), false) => Ok(kind),

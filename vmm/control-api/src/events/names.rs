@@ -39,7 +39,7 @@ pub enum SoftwareEvent {
 /// Names of the PMUs in `pmu/…/`.
 pub(super) const PMUS: [&str; 4] = ["cpu", "software", "kvm", "pv"];
 
-/// Names of the generic hardware events. The first of several names of an event is the usual one.
+/// Names of the generic hardware events. If an event has several names, the usual one comes first.
 pub const HARDWARE: [(&str, HardwareEvent); 14] = [
     ("cycles", HardwareEvent::Cycles),
     ("cpu-cycles", HardwareEvent::Cycles),
@@ -57,8 +57,8 @@ pub const HARDWARE: [(&str, HardwareEvent); 14] = [
     ("ref-cycles", HardwareEvent::RefCycles),
 ];
 
-/// Names of the software events of a vCPU thread. The first of several names of an event is the
-/// usual one.
+/// Names of the software events of a vCPU thread. If an event has several names, the usual one
+/// comes first.
 pub const SOFTWARE: [(&str, SoftwareEvent); 15] = [
     ("cpu-clock", SoftwareEvent::CpuClock),
     ("task-clock", SoftwareEvent::TaskClock),

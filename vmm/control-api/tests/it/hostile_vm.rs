@@ -11,14 +11,14 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{Call, ClientRole, FailureKind, MAX_PROCESS_MEMORY, RequestLine, VmState};
+use control_api::protocol::{Call, ClientRole, MAX_PROCESS_MEMORY, RequestErrorKind, RequestLine, VmState};
 use control_api::request;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 /// The first reply of a VM with required fields only.
 const HELLO: &str = r#"{"protocol":1,"version":"1","name":"vm","pid":1,"vcpus":1,"pmu":"off","guest":"g","state":"running","parked":0,"uptime_ms":0,"role":"observer"}"#;
 
-/// Receives one request and returns its number.
+/// Receives one request and returns its ID.
 fn heard(stream: &UnixStream) -> u64 {
     let mut line = String::new();
     BufReader::with_capacity(1, stream).read_line(&mut line).unwrap();
@@ -40,13 +40,13 @@ fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
     Client::over(ours).unwrap()
 }
 
-/// Returns how the client interprets `reply` to `request`. `ID` in `reply` is replaced by the
-/// request's number.
+/// Returns the result of the client for `reply` to `request`. `ID` in `reply` is replaced by the
+/// request's ID.
 fn reply_to<R: request::Request>(request: R, reply: &str) -> Result<R::Reply, ClientError> {
     let reply = reply.to_owned();
     let mut client = client(move |stream| {
         let id = heard(stream);
-        // The client closes the connection while it receives a reply that is too long.
+        // The client closes the connection while receiving a reply that is too long.
         let reply = reply.replace("ID", &id.to_string());
         let _ = (&mut &*stream).write_all(format!("{reply}\n").as_bytes());
     });
@@ -73,7 +73,8 @@ fn client_accepts_missing_and_unknown_fields() {
     assert_eq!(newer.unwrap(), "vm");
 }
 
-/// Covers numbers out of range, strings instead of numbers, unknown states and duplicate keys.
+/// Numbers out of range, strings instead of numbers, unknown states and duplicate keys are
+/// rejected.
 #[test]
 fn client_rejects_invalid_fields() {
     let with = |from: &str, to: &str| format!(r#"{{"id":ID,"ok":{}}}"#, HELLO.replace(from, to));
@@ -118,7 +119,7 @@ fn client_rejects_deeply_nested_reply() {
     }
 }
 
-/// An error takes precedence over a result, even if it contains no request number.
+/// An error takes precedence over a result, even if the reply contains no request ID.
 #[test]
 fn error_takes_precedence_over_result() {
     for id in ["ID", "0"] {
@@ -127,7 +128,7 @@ fn error_takes_precedence_over_result() {
             Err(ClientError::Refused(why)) => {
                 assert_eq!(
                     (why.kind, why.message.as_str()),
-                    (FailureKind::Denied, "not yours")
+                    (RequestErrorKind::Denied, "not yours")
                 );
             }
             other => panic!("{other:?}"),
@@ -135,7 +136,7 @@ fn error_takes_precedence_over_result() {
     }
 }
 
-/// A long reply with counts, as from a VM with many events, is accepted.
+/// A long reply with counts, as a VM with many events sends, is accepted.
 #[test]
 fn long_reply_is_accepted() {
     let name = "n".repeat(8 << 20);
@@ -143,7 +144,8 @@ fn long_reply_is_accepted() {
     assert_eq!(reply.as_str().map(str::len), Some(name.len()));
 }
 
-/// The description of a VM is short; one of several megabytes is rejected while it is received.
+/// A VM description of several megabytes is rejected while it is received, because a description is
+/// short.
 #[test]
 fn long_vm_description_is_rejected() {
     let described = |length: usize| {
@@ -156,8 +158,8 @@ fn long_vm_description_is_rejected() {
     assert!(matches!(error, ClientError::Reply("too long")), "{error:?}");
 }
 
-/// A VM that dies before the handshake, during a reply or between two replies is reported as gone,
-/// also for later requests.
+/// A VM that dies before the handshake, during a reply or between two replies is reported as gone.
+/// This also applies to later requests.
 #[test]
 fn dead_vm_is_reported_as_gone() {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -178,8 +180,8 @@ fn dead_vm_is_reported_as_gone() {
     }
 }
 
-/// The client keeps a few unexpected descriptors and closes the others. It closes the kept ones
-/// when it requests a descriptor.
+/// The client keeps a few unexpected descriptors and closes all others. It closes the kept
+/// descriptors when it requests a descriptor.
 #[test]
 fn unexpected_descriptors_are_bounded() {
     const SENT: usize = 200;
@@ -194,7 +196,7 @@ fn unexpected_descriptors_are_bounded() {
         say(stream, &format!(r#"{{"id":{id},"ok":{HELLO}}}"#));
         heard(stream);
     });
-    // A socket end that is closed in all processes reads as end of file.
+    // A read from a socket whose peer is closed in all processes returns end of file.
     let open = || {
         let kept = ours.iter().filter(|end| {
             end.set_nonblocking(true).unwrap();
@@ -228,7 +230,8 @@ fn memory_is_read_up_to_its_limit() {
     assert_eq!(&memory[..5], b"first");
 }
 
-/// A descriptor that is not a regular file, and could be read for ever, is rejected immediately.
+/// A descriptor that is not a regular file, and could be read indefinitely, is rejected
+/// immediately.
 #[test]
 fn non_file_descriptor_is_rejected() {
     let (never, _writes) = UnixStream::pair().unwrap();

@@ -4,7 +4,8 @@
 //! version, unless the change only adds optional fields.
 
 use control_api::protocol::{
-    BranchStacks, Call, CodeInfo, Failure, FailureKind, PROTOCOL, ReplyLine, RequestLine, SamplingParams,
+    BranchStacks, Call, GuestCode, PROTOCOL, ReplyLine, RequestError, RequestErrorKind, RequestLine,
+    SamplingParams,
 };
 use control_api::rate_limit::TokenBucketLimit;
 use control_api::request::{self, Request};
@@ -27,7 +28,7 @@ fn asks(request: impl Into<Call>, fields: &str) {
     assert_eq!((understood.id, understood.call), (7, call));
 }
 
-/// Checks that the reply type parses `json` and serializes to the same.
+/// Checks that `json` round-trips through the reply type.
 #[track_caller]
 fn answers<R: Request>(json: &str)
 where
@@ -312,18 +313,18 @@ fn replies_match_version_1() {
 fn reply_is_result_or_failure() {
     same::<ReplyLine>(r#"{"id":7,"ok":{"generation":4}}"#);
     for (kind, name) in [
-        (FailureKind::Protocol, "protocol"),
-        (FailureKind::Rate, "rate"),
-        (FailureKind::Invalid, "invalid"),
-        (FailureKind::Denied, "denied"),
-        (FailureKind::Limit, "limit"),
-        (FailureKind::Unsupported, "unsupported"),
-        (FailureKind::Internal, "internal"),
+        (RequestErrorKind::Protocol, "protocol"),
+        (RequestErrorKind::Rate, "rate"),
+        (RequestErrorKind::Invalid, "invalid"),
+        (RequestErrorKind::Denied, "denied"),
+        (RequestErrorKind::Limit, "limit"),
+        (RequestErrorKind::Unsupported, "unsupported"),
+        (RequestErrorKind::Internal, "internal"),
     ] {
         let reply = ReplyLine {
             id: 7,
             ok: None,
-            error: Some(Failure {
+            error: Some(RequestError {
                 kind,
                 message: "why".into(),
             }),
@@ -334,7 +335,8 @@ fn reply_is_result_or_failure() {
     }
 }
 
-/// Calls added to version 1 later. A client that does not use them does not receive their replies.
+/// Calls that were added to version 1 later have stable messages. A client that does not use these
+/// calls does not receive their replies.
 #[test]
 fn vcpu_hotplug_messages_match_version_1() {
     asks(request::Vcpus { count: 3 }, r#""call":"vcpus","count":3"#);
@@ -349,14 +351,14 @@ fn vcpu_hotplug_messages_match_version_1() {
     };
     asks(code, r#""call":"code","cr3":4096,"address":16,"length":2"#);
     answers::<request::Code>(r#"{"address":16,"hex":"90c3"}"#);
-    let info = CodeInfo::new(16, &[0x90, 0xc3]);
+    let info = GuestCode::new(16, &[0x90, 0xc3]);
     assert_eq!(
         (info.hex.as_str(), info.bytes()),
         ("90c3", Some(vec![0x90, 0xc3]))
     );
     for hex in ["9", "9g", "é"] {
         let hex = hex.to_owned();
-        assert_eq!(CodeInfo { address: 0, hex }.bytes(), None);
+        assert_eq!(GuestCode { address: 0, hex }.bytes(), None);
     }
     answers::<request::VcpuPlug>(
         r#"{"present":[0,1],"max":4,"unnoticed":[1],"asked_for":[],"leaving":[],"refused":[{"vcpu":2,"status":130}]}"#,
@@ -367,7 +369,7 @@ fn vcpu_hotplug_messages_match_version_1() {
     answers::<request::Joined>(r#"[{"vcpu":1,"events":[]},{"vcpu":2,"events":[],"refused":"why"}]"#);
 }
 
-/// Replies of later additions, with all optional fields.
+/// Replies that were added later are accepted with all optional fields.
 #[test]
 fn optional_fields_are_accepted() {
     answers::<request::Status>(

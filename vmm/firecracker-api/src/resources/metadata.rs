@@ -4,23 +4,23 @@ use std::net::Ipv4Addr;
 
 use mmds::config::{self, DEFAULT_ADDRESS};
 
-use super::Resources;
-use crate::fault::Fault;
+use super::VmResources;
+use crate::fault::ApiFault;
 use crate::types::{MmdsConfig, MmdsVersion};
 
-impl Resources {
+impl VmResources {
     /// Sets the metadata service.
     ///
     /// # Errors
-    /// Returns a [`Fault`] if the list of network devices is empty or contains an unknown one, or the
-    /// address is not link-local.
-    pub fn set_mmds(&mut self, config: MmdsConfig) -> Result<(), Fault> {
+    /// Returns an [`ApiFault`] if the list of network devices is empty or contains an unknown
+    /// device, or if the address is not link-local.
+    pub fn set_mmds(&mut self, config: MmdsConfig) -> Result<(), ApiFault> {
         if config.network_interfaces.is_empty() {
-            return Err(Fault::bad("network_interfaces: must not be empty"));
+            return Err(ApiFault::bad("network_interfaces: must not be empty"));
         }
         let is_known = |id: &String| self.interfaces.iter().any(|known| known.iface_id == *id);
         if let Some(id) = config.network_interfaces.iter().find(|id| !is_known(id)) {
-            return Err(Fault::bad(format!("network_interfaces: no interface {id:?}")));
+            return Err(ApiFault::bad(format!("network_interfaces: no interface {id:?}")));
         }
         address(&config)?;
         self.mmds = Some(config);
@@ -32,14 +32,14 @@ impl Resources {
         self.mmds.as_ref()
     }
 
-    /// Returns whether the guest reaches the metadata service through network device `id`.
+    /// Returns whether the guest can reach the metadata service through the network device `id`.
     pub(super) fn reaches_mmds(&self, id: &str) -> bool {
         let mut ids = self.mmds.iter().flat_map(|config| &config.network_interfaces);
         ids.any(|known| known == id)
     }
 
-    /// Returns the option of `perfvisor run` for a metadata service whose document may have
-    /// `size_limit` bytes.
+    /// Returns the option of `perfvisor run` for a metadata service whose document may be at most
+    /// `size_limit` bytes long.
     pub fn mmds_option(&self, size_limit: usize) -> Option<String> {
         let config = self.mmds.as_ref()?;
         let config = config::MmdsConfig {
@@ -56,11 +56,11 @@ impl Resources {
     }
 }
 
-fn address(config: &MmdsConfig) -> Result<Ipv4Addr, Fault> {
+fn address(config: &MmdsConfig) -> Result<Ipv4Addr, ApiFault> {
     let Some(text) = &config.ipv4_address else {
         return Ok(DEFAULT_ADDRESS);
     };
     let address = text.parse().ok().map(config::check_address);
-    let bad = || Fault::bad("ipv4_address: must be link-local, from 169.254.1.0 to 169.254.254.255");
+    let bad = || ApiFault::bad("ipv4_address: must be link-local, from 169.254.1.0 to 169.254.254.255");
     address.and_then(Result::ok).ok_or_else(bad)
 }

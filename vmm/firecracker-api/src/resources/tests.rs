@@ -4,8 +4,8 @@ fn drive(json: &str) -> Drive {
     serde_json::from_str(json).unwrap()
 }
 
-fn with_kernel(boot_args: Option<&str>) -> Resources {
-    let mut all = Resources::default();
+fn with_kernel(boot_args: Option<&str>) -> VmResources {
+    let mut all = VmResources::default();
     let source = BootSource {
         kernel_image_path: "/k".into(),
         initrd_path: None,
@@ -67,11 +67,11 @@ fn root_partition_is_named_by_its_uuid() {
     );
 }
 
-/// Every field that is not offered is rejected by its name.
+/// Every unsupported field is rejected by name.
 #[test]
 fn unsupported_fields_are_named() {
     let base = r#""drive_id":"a","is_root_device":false"#;
-    let mut all = Resources::default();
+    let mut all = VmResources::default();
     for (field, body) in [
         (
             "io_engine",
@@ -110,16 +110,16 @@ fn unsupported_fields_are_named() {
     }
     for field in ["cpu-config", "memory-hotplug"] {
         let config = serde_json::from_str(&format!("{{\"{field}\":{{}}}}")).unwrap();
-        let fault = Resources::from_config(config).unwrap_err();
+        let fault = VmResources::from_config(config).unwrap_err();
         assert!(
             fault.message.starts_with(&format!("{field}: unsupported")),
             "{fault:?}"
         );
     }
-    assert_eq!(all, Resources::default());
+    assert_eq!(all, VmResources::default());
 }
 
-/// A limiter without a limit, which some clients always send, adds no option.
+/// A limiter without any limit, which some clients always send, adds no option.
 #[test]
 fn rate_limiters_become_options() {
     let mut all = with_kernel(None);
@@ -144,16 +144,16 @@ fn rate_limiters_become_options() {
         Some("tap=tap0,vhost=off,rx-bandwidth=1/2+0,rx-ops=3/4+0,tx-ops=18446744073709551615/1+0")
     );
     assert_eq!(option(&options, "rng-limits"), Some("bandwidth=7/8+0"));
-    let restored = Resources::from_config(all.to_saved_config())
+    let restored = VmResources::from_config(all.to_saved_config())
         .unwrap()
         .restore_options();
     assert!(restored.contains(&"--disk=/a,ro,bandwidth=1000/100+50".into()));
 }
 
-/// An update keeps the limit that it omits, and the root device is the first disk of the VM.
+/// An update does not change an omitted limit, and the root device is the first disk of the VM.
 #[test]
 fn limiter_updates_are_merged() {
-    let mut all = Resources::default();
+    let mut all = VmResources::default();
     for (id, root) in [("a", false), ("b", true)] {
         let body = format!(
             r#"{{"drive_id":"{id}","is_root_device":{root},"path_on_host":"/{id}",
@@ -185,7 +185,7 @@ fn limiter_updates_are_merged() {
 
 #[test]
 fn conflicting_devices_are_rejected() {
-    let mut all = Resources::default();
+    let mut all = VmResources::default();
     let root = |id: &str| {
         drive(&format!(
             r#"{{"drive_id":"{id}","is_root_device":true,"path_on_host":"/a"}}"#
@@ -227,7 +227,7 @@ fn exported_configuration_can_be_imported() {
     ))
     .unwrap();
     let text = serde_json::to_string(&all.to_config()).unwrap();
-    let again = Resources::from_config(serde_json::from_str(&text).unwrap()).unwrap();
+    let again = VmResources::from_config(serde_json::from_str(&text).unwrap()).unwrap();
     assert_eq!(again.run_options(), all.run_options());
     assert_eq!(again.to_config(), all.to_config());
 }
@@ -238,7 +238,7 @@ fn metadata_service_needs_interfaces_and_a_link_local_address() {
         r#"{"iface_id":"eth0","host_dev_name":"tap0"},{"iface_id":"eth1","host_dev_name":"tap1"}"#;
     let config = |mmds: &str| {
         let text = format!(r#"{{"network-interfaces":[{interface}],"mmds-config":{mmds}}}"#);
-        Resources::from_config(serde_json::from_str(&text).unwrap())
+        VmResources::from_config(serde_json::from_str(&text).unwrap())
     };
     for (mmds, said) in [
         (r#"{"network_interfaces":[]}"#, "network_interfaces: must not"),

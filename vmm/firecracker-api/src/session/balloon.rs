@@ -1,21 +1,21 @@
 //! The balloon of a running VM.
 //!
-//! The size and the interval of the statistics change after the start only, as in Firecracker.
-//! Statistics cannot be enabled or disabled then.
+//! The size and the statistics interval can change only after the start, as in Firecracker.
+//! Statistics cannot be enabled or disabled after the start.
 
-use super::{Session, VmBackend};
-use crate::fault::Fault;
+use super::{ApiSession, VmBackend};
+use crate::fault::ApiFault;
 use crate::http::Response;
 use crate::types::{Balloon, BalloonStatsUpdate, BalloonUpdate};
 
-impl<B: VmBackend> Session<B> {
+impl<B: VmBackend> ApiSession<B> {
     /// Returns the configuration of the balloon, with its current size and interval.
-    pub(super) fn get_balloon(&self) -> Result<Response, Fault> {
+    pub(super) fn get_balloon(&self) -> Result<Response, ApiFault> {
         self.balloon("GET /balloon").map(Response::json)
     }
 
     /// Changes the size of the balloon.
-    pub(super) fn update_balloon(&mut self, update: BalloonUpdate) -> Result<Response, Fault> {
+    pub(super) fn update_balloon(&mut self, update: BalloonUpdate) -> Result<Response, ApiFault> {
         self.require_start("PATCH /balloon")?;
         let balloon = Balloon {
             amount_mib: update.amount_mib,
@@ -23,33 +23,33 @@ impl<B: VmBackend> Session<B> {
         };
         self.backend
             .set_balloon_size(update.amount_mib)
-            .map_err(|e| Fault::bad(format!("amount_mib: {e}")))?;
+            .map_err(|e| ApiFault::bad(format!("amount_mib: {e}")))?;
         self.resources.replace_balloon(balloon);
         Ok(Response::no_content())
     }
 
     /// Returns the statistics of the balloon and of the guest's memory.
-    pub(super) fn get_balloon_stats(&mut self) -> Result<Response, Fault> {
+    pub(super) fn get_balloon_stats(&mut self) -> Result<Response, ApiFault> {
         const CALL: &str = "GET /balloon/statistics";
         self.require_start(CALL)?;
         if self.balloon(CALL)?.stats_polling_interval_s == 0 {
-            return Err(Fault::bad(format!(
+            return Err(ApiFault::bad(format!(
                 "{CALL}: statistics were not enabled before the start (stats_polling_interval_s)"
             )));
         }
         let stats = self.backend.balloon_stats();
-        let stats = stats.map_err(|e| Fault::bad(format!("{CALL}: {e}")))?;
+        let stats = stats.map_err(|e| ApiFault::bad(format!("{CALL}: {e}")))?;
         Ok(Response::json(&stats))
     }
 
     /// Changes the interval of the statistics.
-    pub(super) fn update_balloon_stats(&mut self, update: BalloonStatsUpdate) -> Result<Response, Fault> {
+    pub(super) fn update_balloon_stats(&mut self, update: BalloonStatsUpdate) -> Result<Response, ApiFault> {
         const CALL: &str = "PATCH /balloon/statistics";
         self.require_start(CALL)?;
         let seconds = update.stats_polling_interval_s;
         let balloon = self.balloon(CALL)?;
         if (seconds == 0) != (balloon.stats_polling_interval_s == 0) {
-            return Err(Fault::bad(
+            return Err(ApiFault::bad(
                 "stats_polling_interval_s: statistics cannot be enabled or disabled after the start",
             ));
         }
@@ -59,13 +59,13 @@ impl<B: VmBackend> Session<B> {
         };
         self.backend
             .set_balloon_interval(seconds)
-            .map_err(|e| Fault::bad(format!("stats_polling_interval_s: {e}")))?;
+            .map_err(|e| ApiFault::bad(format!("stats_polling_interval_s: {e}")))?;
         self.resources.replace_balloon(balloon);
         Ok(Response::no_content())
     }
 
-    fn balloon(&self, call: &str) -> Result<&Balloon, Fault> {
+    fn balloon(&self, call: &str) -> Result<&Balloon, ApiFault> {
         let balloon = self.resources.balloon();
-        balloon.ok_or_else(|| Fault::bad(format!("{call}: the VM has no balloon; PUT /balloon adds one")))
+        balloon.ok_or_else(|| ApiFault::bad(format!("{call}: the VM has no balloon; PUT /balloon adds one")))
     }
 }

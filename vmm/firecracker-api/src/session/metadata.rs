@@ -1,20 +1,21 @@
 //! The document of the metadata service, before and after the start.
 //!
-//! Once a VM with a metadata service runs, the VM has the document. Otherwise this process has it.
+//! Once a VM with a metadata service is running, the VM holds the document. Otherwise, this process
+//! holds it.
 
 use mmds::config::MAX_SIZE_LIMIT;
-use mmds::store::{StoreError, check_data};
+use mmds::store::{MetadataStoreError, check_data};
 use serde_json::Value;
 
-use super::{Session, VmBackend};
-use crate::fault::Fault;
+use super::{ApiSession, VmBackend};
+use crate::fault::ApiFault;
 use crate::http::Response;
-use crate::resources::Resources;
+use crate::resources::VmResources;
 use crate::types::InstanceState;
 
-impl<B: VmBackend> Session<B> {
+impl<B: VmBackend> ApiSession<B> {
     /// Returns the document.
-    pub(super) fn get_metadata(&mut self) -> Result<Response, Fault> {
+    pub(super) fn get_metadata(&mut self) -> Result<Response, ApiFault> {
         let data = if self.vm_has_metadata() {
             self.backend.metadata()?
         } else {
@@ -24,7 +25,7 @@ impl<B: VmBackend> Session<B> {
     }
 
     /// Replaces the document.
-    pub(super) fn put_metadata(&mut self, data: Value) -> Result<Response, Fault> {
+    pub(super) fn put_metadata(&mut self, data: Value) -> Result<Response, ApiFault> {
         if self.vm_has_metadata() {
             check_data(&data, self.metadata_limit).map_err(refusal)?;
             self.backend.put_metadata(data)?;
@@ -35,9 +36,10 @@ impl<B: VmBackend> Session<B> {
     }
 
     /// Applies a merge patch to the document.
-    pub(super) fn patch_metadata(&mut self, patch: Value) -> Result<Response, Fault> {
+    pub(super) fn patch_metadata(&mut self, patch: Value) -> Result<Response, ApiFault> {
         if self.vm_has_metadata() {
-            // The VM would close a connection with a request that it cannot read.
+            // Check the patch first, because the VM would close the connection if it could not
+            // parse the request.
             check_data(&patch, MAX_SIZE_LIMIT).map_err(refusal)?;
             self.backend.patch_metadata(patch)?;
         } else {
@@ -50,26 +52,26 @@ impl<B: VmBackend> Session<B> {
         self.state != InstanceState::NotStarted && self.resources.mmds().is_some()
     }
 
-    /// Returns the document for a VM that starts with `resources`.
-    pub(super) fn metadata_at_start(&self, resources: &Resources) -> Option<Value> {
+    /// Returns the document for a VM that is started with `resources`.
+    pub(super) fn metadata_at_start(&self, resources: &VmResources) -> Option<Value> {
         let is_needed = resources.mmds().is_some() && self.metadata.is_initialized();
         is_needed.then(|| self.metadata.get().clone())
     }
 
     /// Adds the option for the metadata service.
-    pub(super) fn with_mmds(&self, resources: &Resources, mut options: Vec<String>) -> Vec<String> {
+    pub(super) fn with_mmds(&self, resources: &VmResources, mut options: Vec<String>) -> Vec<String> {
         options.extend(resources.mmds_option(self.metadata_limit));
         options
     }
 }
 
-/// Returns the fault of a change that the store refused.
-fn refusal(error: StoreError) -> Fault {
+/// Returns the fault for a change that the store rejected.
+fn refusal(error: MetadataStoreError) -> ApiFault {
     let status = match error {
-        StoreError::TooLarge => 413,
+        MetadataStoreError::TooLarge => 413,
         _ => 400,
     };
-    Fault {
+    ApiFault {
         status,
         message: error.to_string(),
     }

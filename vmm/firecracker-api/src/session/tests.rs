@@ -3,12 +3,12 @@ use mmds::config::MAX_SIZE_LIMIT;
 use super::*;
 use crate::http::Method::{self, Get, Patch, Put};
 
-/// A backend that records calls and refuses what it is told to.
+/// Backend that records calls and fails as configured by the test.
 #[derive(Default)]
 struct TestBackend {
     calls: Vec<&'static str>,
     options: Vec<String>,
-    limited: Vec<LimiterChange>,
+    limited: Vec<RateLimiterChange>,
     refuses_start: bool,
     metadata: Option<Value>,
     saved: VmConfig,
@@ -36,18 +36,18 @@ impl VmBackend for TestBackend {
         Ok(())
     }
 
-    fn put_metadata(&mut self, data: Value) -> Result<(), Fault> {
+    fn put_metadata(&mut self, data: Value) -> Result<(), ApiFault> {
         self.calls.push("mmds_put");
         self.metadata = Some(data);
         Ok(())
     }
 
-    fn patch_metadata(&mut self, _: Value) -> Result<(), Fault> {
+    fn patch_metadata(&mut self, _: Value) -> Result<(), ApiFault> {
         self.calls.push("mmds_patch");
-        Err(Fault::bad("the VM does not respond"))
+        Err(ApiFault::bad("the VM does not respond"))
     }
 
-    fn metadata(&mut self) -> Result<Value, Fault> {
+    fn metadata(&mut self) -> Result<Value, ApiFault> {
         Ok(self.metadata.clone().unwrap_or_default())
     }
 
@@ -75,7 +75,7 @@ impl VmBackend for TestBackend {
         Err("the guest handles no power button".into())
     }
 
-    fn change_limiter(&mut self, change: &LimiterChange) -> Result<(), String> {
+    fn change_limiter(&mut self, change: &RateLimiterChange) -> Result<(), String> {
         if change.name == "disk1" {
             return Err("the VM does not respond".into());
         }
@@ -131,14 +131,14 @@ impl VmBackend for TestBackend {
     }
 }
 
-type TestSession = Session<TestBackend>;
+type TestSession = ApiSession<TestBackend>;
 
 fn session() -> TestSession {
-    Session::new(TestBackend::default(), "web".into(), "0.2.0".into())
+    ApiSession::new(TestBackend::default(), "web".into(), "0.2.0".into())
 }
 
 impl TestSession {
-    /// Sends a request. Returns status and body.
+    /// Sends a request. Returns the status and the body.
     fn send(&mut self, method: Method, path: &str, body: &str) -> (u16, String) {
         let response = self.answer(&Request {
             method,
@@ -263,7 +263,7 @@ fn failed_calls_change_nothing() {
     session.put(&[("/actions", START)]);
 }
 
-/// The limits of a running VM change together with the configuration, or not at all.
+/// A running VM's limits change together with the configuration, or not at all.
 #[test]
 fn limiters_of_a_running_vm_are_changed() {
     let mut session = session();
@@ -313,7 +313,8 @@ fn limiters_of_a_running_vm_are_changed() {
 const SAVE: &str = r#"{"snapshot_path":"/s","mem_file_path":"/m","snapshot_type":"Full"}"#;
 const LOAD: &str = r#"{"snapshot_path":"/s","mem_backend":{"backend_type":"File","backend_path":"/m"}}"#;
 
-/// A snapshot has the devices of the source, with other tap devices if the client names them.
+/// A snapshot contains the devices of the source, with other tap devices if the client specifies
+/// them.
 #[test]
 fn snapshot_is_created_while_paused_and_loaded_with_its_devices() {
     let mut source = session();
@@ -465,7 +466,7 @@ fn statistics_of_the_balloon_must_be_enabled_before_the_start() {
     session.patch(&[(path, &change(0))]);
 }
 
-/// A restored VM has the balloon of the snapshot, with the size it had then.
+/// A restored VM has the balloon of the snapshot, with the size at the time of the snapshot.
 #[test]
 fn balloon_survives_a_snapshot() {
     let mut source = session();
@@ -482,7 +483,7 @@ fn balloon_survives_a_snapshot() {
     let mut target = session();
     target.backend().saved = source.backend().saved.clone();
     target.put(&[("/snapshot/load", LOAD)]);
-    // The state file has the option.
+    // The state file contains the balloon, so no option is needed.
     assert!(
         !target
             .backend()
@@ -536,7 +537,7 @@ fn metadata_is_passed_to_the_vm_at_its_start() {
     session.put(&[("/mmds", "7")]);
     assert_eq!(session.send(Get, "/mmds", ""), (200, "7".into()));
     assert_eq!(session.send(Patch, "/mmds", "{}").0, 400);
-    // Messages that the VM could not read are not sent to it.
+    // Messages that the VM could not parse are not sent to it.
     let asked = session.backend().calls.len();
     let deep = format!("{}{}", "[".repeat(101), "]".repeat(101));
     let large = format!("\"{}\"", "x".repeat(MAX_SIZE_LIMIT));
@@ -556,7 +557,8 @@ fn metadata_is_passed_to_the_vm_at_its_start() {
     );
 }
 
-/// As in Firecracker, the host may use the store of a VM whose guest does not reach it.
+/// As in Firecracker, the host may use the metadata store of a VM whose guest cannot reach the
+/// service.
 #[test]
 fn metadata_without_a_service_stays_in_the_api() {
     let mut session = session();

@@ -1,4 +1,4 @@
-//! Integration tests of the API: one binary with a module per subject.
+//! Integration tests of the API, in one binary with a module per subject.
 
 mod openapi;
 mod server;

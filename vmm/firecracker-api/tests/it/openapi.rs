@@ -1,4 +1,4 @@
-//! Tests that the published OpenAPI description is that of the code.
+//! Tests that the published OpenAPI description matches the code.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Tests of connections: hostile and slow clients, and many of them.
+//! Tests of connections with hostile clients, slow clients, and many clients.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use firecracker_api::http::{Request, Response};
-use firecracker_api::server::{MAX_CONNECTIONS, Server};
+use firecracker_api::server::{ApiServer, MAX_CONNECTIONS};
 
 const MAX_BODY: usize = 1000;
 
-/// A server on a thread that answers every request with its path and the size of its body.
+/// Server on a separate thread that answers every request with its path and the size of its body.
 struct TestServer {
     path: PathBuf,
     _dir: tempfile::TempDir,
@@ -27,7 +27,7 @@ impl TestServer {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let listener = UnixListener::bind(&path).unwrap();
-        let mut server = Server::new(Some(listener), MAX_BODY).unwrap();
+        let mut server = ApiServer::new(Some(listener), MAX_BODY).unwrap();
         let (stop, most) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let (stopped, seen) = (stop.clone(), most.clone());
         let thread = std::thread::spawn(move || {
@@ -56,10 +56,10 @@ impl TestServer {
         UnixStream::connect(&self.path).unwrap()
     }
 
-    /// Sends bytes, and returns everything received until the end of the connection.
+    /// Sends bytes, and returns all data received until the connection is closed.
     fn exchange(&self, bytes: &[u8]) -> String {
         let mut stream = self.connect();
-        // The server may close a connection that it refuses before it has read everything.
+        // The server may close a rejected connection before it has read all data.
         let _ = stream.write_all(bytes);
         let mut text = Vec::new();
         let _ = stream.read_to_end(&mut text);
@@ -70,7 +70,7 @@ impl TestServer {
 impl Drop for TestServer {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
-        // A connection wakes the server.
+        // Wake the server with a connection.
         let _ = UnixStream::connect(&self.path);
         let ended = self.thread.take().unwrap().join();
         assert!(ended.is_ok() || std::thread::panicking(), "the server panicked");
@@ -125,7 +125,7 @@ fn client_that_expects_continue_gets_it() {
     assert!(text.ends_with("\"/x 2\""), "{text}");
 }
 
-/// Clients that send single bytes, or nothing, do not delay another one.
+/// Clients that send single bytes, or nothing, do not delay another client.
 #[test]
 fn slow_clients_delay_nobody() {
     let server = TestServer::start();
@@ -145,7 +145,8 @@ fn slow_clients_delay_nobody() {
     }
 }
 
-/// A thousand idle connections replace each other, and a client that sends a request is served.
+/// A thousand idle connections replace each other, and a client that sends a request receives its
+/// response.
 #[test]
 fn thousand_connections_are_bounded() {
     let server = TestServer::start();
@@ -158,7 +159,7 @@ fn thousand_connections_are_bounded() {
     assert!(server.most.load(Ordering::SeqCst) <= MAX_CONNECTIONS);
 }
 
-/// A client that does not read its responses holds one response only.
+/// A client that does not read its responses occupies the memory of only one response.
 #[test]
 fn client_that_never_reads_is_not_served_further() {
     let server = TestServer::start();
@@ -166,7 +167,7 @@ fn client_that_never_reads_is_not_served_further() {
     silent.set_nonblocking(true).unwrap();
     let requests = "GET /x HTTP/1.1\r\n\r\n".repeat(200);
     let mut sent = 0;
-    // The socket buffers of both directions fill, and the server stops reading.
+    // The socket buffers of both directions fill up, and the server stops reading.
     for _ in 0..5000 {
         match silent.write(requests.as_bytes()) {
             Ok(count) => sent += count,

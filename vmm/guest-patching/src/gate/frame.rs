@@ -1,7 +1,7 @@
 //! Exception frame of the guest's #GP handler, and the return to the code that faulted.
 
 use iced_x86::{Code, Decoder, DecoderOptions};
-use vpmu::exact::GuestMemory;
+use vpmu::exact::SteppedGuestMemory;
 
 use crate::finder::{MAX_INSTRUCTION_BYTES, RDPMC};
 use crate::linear_memory::LinearMemory;
@@ -69,8 +69,8 @@ impl FaultFrame {
         let readable = memory.read(linear, &mut code);
         let length = rdpmc_length(&code[..readable], &cs).or_else(|| replaced(memory.physical(linear)?))?;
         let behind = rip.wrapping_add(length.into());
-        // Resuming at a non-canonical address would end the VM, and a guest program must not be
-        // able to cause that.
+        // Resuming at a non-canonical address would terminate the VM, and a guest program must not
+        // be able to cause that.
         (cs.l == 0 || is_canonical(behind, &state.sregs)).then_some(Self {
             rip,
             length,
@@ -138,8 +138,8 @@ pub fn rdpmc_length(code: &[u8], cs: &Segment) -> Option<u8> {
     (instruction.code() == Code::Rdpmc).then_some(instruction.len() as u8)
 }
 
-/// Returns `true` if the address is canonical: the upper bits repeat the highest translated bit
-/// (SDM vol. 1 §3.3.7.1).
+/// Returns `true` if the address is canonical, that is, if its upper bits repeat the highest
+/// translated bit (SDM vol. 1 §3.3.7.1).
 pub(super) fn is_canonical(address: u64, sregs: &SystemRegisters) -> bool {
     let unused = if sregs.cr4 & CR4_LA57 != 0 {
         64 - 57
@@ -327,7 +327,7 @@ mod tests {
     }
 
     /// A return address must be canonical in the guest's paging mode, because resuming at another
-    /// address would end the VM.
+    /// address would terminate the VM.
     #[test]
     fn canonical_check_follows_paging_mode() {
         let mut sregs = SystemRegisters::default();

@@ -87,18 +87,19 @@ impl HandlerInstruction {
 /// the memory.
 const COMPARED_BYTES: usize = MAX_INSTRUCTION_BYTES + 1;
 /// Number of former trap addresses that are remembered. A kernel normally has one handler; if a
-/// guest relocates its handler more often, port writes from older traps are treated as its own.
+/// guest relocates its handler more often, port writes from older traps are treated as the guest's
+/// own.
 const MAX_FORMER_TRAPS: usize = 8;
-/// Maximum attempts of the atomic replacement when adjacent bytes change concurrently.
+/// Maximum number of attempts at the atomic replacement when adjacent bytes change concurrently.
 const MAX_EXCHANGE_ATTEMPTS: u32 = 64;
 
 /// Trap in the #GP handler of a VM. All vCPUs share it, because they share the code.
 #[derive(Debug, Default)]
 pub struct GpHandlerTrap {
     /// Guest linear address of the trap, or 0 if none is installed. Read on each port write that
-    /// may come from the trap, written once or twice per kernel.
+    /// the trap may have caused, and written once or twice per kernel.
     at: AtomicU64,
-    /// Previous addresses of the trap; [`TrapLocations`] has the details.
+    /// Previous addresses of the trap. See [`TrapLocations`] for details.
     left: [AtomicU64; MAX_FORMER_TRAPS],
     places: Mutex<TrapLocations>,
 }
@@ -125,17 +126,17 @@ struct TrapLocation {
 #[derive(Clone, Copy, Debug)]
 struct FormerTrap {
     head: HandlerInstruction,
-    /// The trap is still in memory. The bytes after it have changed, so the memory may no longer
-    /// contain code.
+    /// `true` if the trap is still in memory because the bytes after it have changed. The memory
+    /// may no longer contain code.
     stands: bool,
 }
 
 /// Trap to which a port write belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TrapState {
+pub enum HandlerTrapState {
     /// The installed trap at this address, or a former one that could not be removed.
     Installed(u64),
-    /// A removed trap: the original instruction at this address has been restored.
+    /// A removed trap. The original instruction at this address has been restored.
     Removed(u64),
 }
 
@@ -143,19 +144,19 @@ impl GpHandlerTrap {
     /// Returns the trap to which a port write with the vCPU at `rip` belongs. Some KVM versions
     /// have already advanced RIP past the OUT.
     #[inline]
-    pub(super) fn of(&self, rip: u64) -> Option<TrapState> {
+    pub(super) fn of(&self, rip: u64) -> Option<HandlerTrapState> {
         let is = |at: u64| at != 0 && (rip == at || rip == at.wrapping_add(TRAP.len() as u64));
         let at = self.at.load(Ordering::Acquire);
         if is(at) {
-            return Some(TrapState::Installed(at));
+            return Some(HandlerTrapState::Installed(at));
         }
         let mut left = self.left.iter().map(|left| left.load(Ordering::Acquire));
         let at = left.find(|left| is(*left))?;
         let stands = self.places().former(at).is_some_and(|former| former.stands);
         Some(if stands {
-            TrapState::Installed(at)
+            HandlerTrapState::Installed(at)
         } else {
-            TrapState::Removed(at)
+            HandlerTrapState::Removed(at)
         })
     }
 
@@ -194,7 +195,7 @@ impl GpHandlerTrap {
         gpa: GuestAddress,
         memory: &GuestMemoryMmap,
     ) -> bool {
-        // Other vCPUs may execute this code concurrently: each must see either the whole old
+        // Other vCPUs may execute this code concurrently. Each vCPU must see either the whole old
         // instruction or the whole trap.
         if usize::from(head.length) < TRAP.len() {
             return false;
@@ -237,8 +238,8 @@ impl GpHandlerTrap {
         self.remove_locked(&mut self.places(), memory);
     }
 
-    /// Removes the trap for a snapshot, whose memory must not contain code of the VMM. No vCPU may
-    /// run. Returns `false` if a trap stays in memory.
+    /// Removes the trap for a snapshot, because the memory of a snapshot must not contain VMM code.
+    /// No vCPU may be running. Returns `false` if a trap remains in memory.
     pub fn remove_for_snapshot(&self, memory: &GuestMemoryMmap) -> bool {
         let mut places = self.places();
         self.remove_locked(&mut places, memory);
@@ -247,7 +248,7 @@ impl GpHandlerTrap {
     }
 
     /// Removes the trap. If the bytes after the trap have changed, the memory may no longer contain
-    /// code, and the trap is left in place. If the memory still contains code, for example after
+    /// code, and the trap is left in place. If the memory still contains code, for example because
     /// the guest rewrote its handler after the first instruction, the trap continues to be
     /// emulated.
     fn remove_locked(&self, places: &mut TrapLocations, memory: &GuestMemoryMmap) {
@@ -259,7 +260,7 @@ impl GpHandlerTrap {
         } else {
             there.starts_with(&TRAP)
         };
-        // A vCPU may have executed the trap without having exited yet.
+        // A vCPU may have executed the trap but not yet exited.
         let slot = places.leave(FormerTrap {
             head: old.head,
             stands,

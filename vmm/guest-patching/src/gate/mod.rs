@@ -1,5 +1,5 @@
-//! Emulation of RDPMC instructions that were not patched at load time: in programs, in modules, and
-//! in generated code.
+//! Emulation of RDPMC instructions that were not patched at load time because they are in programs,
+//! modules or generated code.
 //!
 //! The processor raises #GP for RDPMC, and so does KVM when its vPMU is disabled. An exit is
 //! therefore installed at the first instruction of the guest's #GP handler: the trap-port write in
@@ -9,9 +9,9 @@
 //! continues.
 //!
 //! The interrupt descriptor table (IDT) gives the address of the handler. The IDT is checked when
-//! the guest writes PMU registers, which a guest does before it reads a counter. A change of the
-//! gate or of the handler code is detected at the next write. A relocated IDT (of another kernel)
-//! is detected by rechecks at the first, second, fourth, … write after a change, at the first write
+//! the guest writes PMU registers, as it does before it reads a counter. A change to the gate or to
+//! the handler code is detected at the next write. An IDT at a new address (of another kernel) is
+//! detected by rechecks at the first, second, fourth, … write after a change, at the first write
 //! that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024 writes.
 
 mod frame;
@@ -22,7 +22,7 @@ mod tests;
 use std::sync::Arc;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use vpmu::exact::GuestMemory;
+use vpmu::exact::SteppedGuestMemory;
 
 use crate::finder::{MAX_INSTRUCTION_BYTES, TRAP};
 use crate::linear_memory::LinearMemory;
@@ -30,7 +30,7 @@ use crate::registers::VcpuState;
 use frame::FaultFrame;
 pub use frame::{RFLAGS_TF, rdpmc_length};
 use handler_trap::HandlerInstruction;
-pub use handler_trap::{GpHandlerTrap, TrapState};
+pub use handler_trap::{GpHandlerTrap, HandlerTrapState};
 use kernel_images::packed::PackedSymbols;
 
 /// Vector of #GP (SDM vol. 3 §6.15).
@@ -157,7 +157,7 @@ impl GpHandlerGate {
 
     /// Returns the trap to which a port write with the vCPU at `rip` belongs.
     #[inline]
-    pub fn planted_at(&self, rip: u64) -> Option<TrapState> {
+    pub fn planted_at(&self, rip: u64) -> Option<HandlerTrapState> {
         self.planted.as_ref()?.of(rip)
     }
 
@@ -289,8 +289,8 @@ impl GpHandlerGate {
     }
 
     /// Emulates the handler instruction at `at` that the trap or breakpoint intercepted. If the
-    /// trap has been removed meanwhile, the guest executes the instruction itself. Returns `None`
-    /// if the guest's stack is not writable, so that the instruction cannot be emulated.
+    /// trap has been removed in the meantime, the guest executes the instruction itself. Returns
+    /// `None` if the guest's stack is not writable, so that the instruction cannot be emulated.
     pub fn enter_handler(&self, at: u64, state: &mut VcpuState) -> Option<()> {
         let head = match &self.planted {
             Some(planted) => planted.head(at),

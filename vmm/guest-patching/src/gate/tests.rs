@@ -113,7 +113,7 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
             assert_eq!(code, [0xf3, 0x0f, 0x1e, 0xfa, TRAP[0], TRAP[1], 0xca, 0xfc]);
         }
     }
-    let here = Some(TrapState::Installed(GATE + 4));
+    let here = Some(HandlerTrapState::Installed(GATE + 4));
     assert_eq!([GATE + 4, GATE + 6].map(|rip| gate.planted_at(rip)), [here, here]);
     assert_eq!(
         [GATE, GATE + 5, GATE + 7].map(|rip| gate.planted_at(rip)),
@@ -123,7 +123,7 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     at.regs.rflags = RFLAGS_AC | 2;
     gate.enter_handler(GATE + 4, &mut at).unwrap();
     assert_eq!((at.regs.rip, at.regs.rflags), (GATE + 7, 2));
-    // When another vCPU uses another handler, the code of the first handler is restored.
+    // If another vCPU uses a different handler, the code of the first handler is restored.
     memory
         .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
         .unwrap();
@@ -133,9 +133,12 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
         .unwrap();
     GpHandlerGate::new(Some(planted), memory.clone(), Arc::default()).look(&state);
     assert_eq!(memory.read_obj::<[u8; 8]>(GuestAddress(GATE)).unwrap(), clac);
-    assert_eq!(gate.planted_at(0x6000), Some(TrapState::Installed(0x6000)));
+    assert_eq!(gate.planted_at(0x6000), Some(HandlerTrapState::Installed(0x6000)));
     // A vCPU that executed the former trap returns to the restored instruction.
-    assert_eq!(gate.planted_at(GATE + 6), Some(TrapState::Removed(GATE + 4)));
+    assert_eq!(
+        gate.planted_at(GATE + 6),
+        Some(HandlerTrapState::Removed(GATE + 4))
+    );
     gate.enter_handler(GATE + 4, &mut at).unwrap();
     assert_eq!(at.regs.rip, GATE + 4);
     at.regs.rsp = STACK;
@@ -165,8 +168,8 @@ fn trap_does_not_replace_two_instructions() {
 
 const CLAC: [u8; 4] = [0x0f, 0x01, 0xca, 0xfc];
 
-/// A kexec kernel has the same addresses in other physical memory. The code of the previous kernel
-/// is restored unless it was overwritten.
+/// A kexec kernel is at the same linear addresses in different physical memory. The code of the
+/// previous kernel is restored unless it was overwritten.
 #[test]
 fn kexec_kernel_at_same_address_gets_trap() {
     for overwritten in [false, true] {
@@ -223,19 +226,19 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
     for at in places {
         move_handler(&memory, at);
         gate.look(&state);
-        assert_eq!(gate.planted_at(at), Some(TrapState::Installed(at)));
+        assert_eq!(gate.planted_at(at), Some(HandlerTrapState::Installed(at)));
     }
     for at in &places[..3] {
-        assert_eq!(gate.planted_at(at + 2), Some(TrapState::Removed(*at)));
+        assert_eq!(gate.planted_at(at + 2), Some(HandlerTrapState::Removed(*at)));
         let mut on_its_way = state;
         gate.enter_handler(*at, &mut on_its_way).unwrap();
         assert_eq!(on_its_way.regs.rip, *at);
     }
-    // The handler moves back to the first address, which then holds the trap again.
+    // The handler moves back to the first address, which then contains the trap again.
     move_handler(&memory, GATE);
     gate.look(&state);
-    assert_eq!(gate.planted_at(GATE), Some(TrapState::Installed(GATE)));
-    assert_eq!(gate.planted_at(0x6200), Some(TrapState::Removed(0x6200)));
+    assert_eq!(gate.planted_at(GATE), Some(HandlerTrapState::Installed(GATE)));
+    assert_eq!(gate.planted_at(0x6200), Some(HandlerTrapState::Removed(0x6200)));
 }
 
 /// The memory of a snapshot contains the guest's own handler, and a trap that cannot be removed is
@@ -252,9 +255,9 @@ fn no_code_of_ours_is_left_planted() {
     assert_ne!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), clac);
     assert!(planted.remove_for_snapshot(&memory));
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), clac);
-    // The source VM goes on: the trap is installed again.
+    // The source VM continues to run, so the trap is installed again.
     gate.look(&state);
-    assert_eq!(gate.planted_at(GATE), Some(TrapState::Installed(GATE)));
+    assert_eq!(gate.planted_at(GATE), Some(HandlerTrapState::Installed(GATE)));
     memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
     assert!(!planted.remove_for_snapshot(&memory), "it stays in memory");
 }
@@ -277,7 +280,7 @@ fn trap_left_in_memory_is_still_emulated() {
     let last = places.len() - 1;
     for at in &places[last - 3..last] {
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(*at)).unwrap(), TRAP);
-        assert_eq!(gate.planted_at(at + 2), Some(TrapState::Installed(*at)));
+        assert_eq!(gate.planted_at(at + 2), Some(HandlerTrapState::Installed(*at)));
         let mut there = state;
         there.regs.rflags = RFLAGS_AC | 2;
         gate.enter_handler(*at, &mut there).unwrap();
@@ -299,7 +302,10 @@ fn trap_is_installed_atomically_at_any_alignment() {
         move_handler(&memory, at);
         let whole = at % 8 != 7;
         assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
-        assert_eq!(gate.planted_at(at), whole.then_some(TrapState::Installed(at)));
+        assert_eq!(
+            gate.planted_at(at),
+            whole.then_some(HandlerTrapState::Installed(at))
+        );
         let code: [u8; 6] = memory.read_obj(GuestAddress(at - 1)).unwrap();
         let first = if whole { TRAP } else { [CLAC[0], CLAC[1]] };
         assert_eq!(
@@ -342,10 +348,10 @@ fn gate_and_handler_changes_are_detected() {
             memory.read_obj::<[u8; 3]>(GuestAddress(0x6000)).unwrap(),
             [0x6a, 13, 0x90]
         );
-        assert_eq!(gate.planted_at(0x6000), Some(TrapState::Removed(0x6000)));
+        assert_eq!(gate.planted_at(0x6000), Some(HandlerTrapState::Removed(0x6000)));
         state.sregs.cr4 = 0;
         gate.look(&state);
-        assert_eq!(gate.planted_at(0x6000), Some(TrapState::Installed(0x6000)));
+        assert_eq!(gate.planted_at(0x6000), Some(HandlerTrapState::Installed(0x6000)));
     }
 }
 
@@ -364,7 +370,7 @@ fn concurrent_trap_installation_keeps_original_code() {
                     let mut gate = GpHandlerGate::new(Some(planted.clone()), memory.clone(), Arc::default());
                     together.wait();
                     gate.look(&state);
-                    assert_eq!(gate.planted_at(GATE), Some(TrapState::Installed(GATE)));
+                    assert_eq!(gate.planted_at(GATE), Some(HandlerTrapState::Installed(GATE)));
                 });
             }
         });
@@ -487,7 +493,8 @@ fn module_resumes_after_rdpmc() {
     assert_eq!(state.sregs, segments);
 }
 
-/// Other faults run the handler: other instructions, a nonzero error code, or invalid segments.
+/// The handler runs for all other faults: other instructions, a nonzero error code, or invalid
+/// segments.
 #[test]
 fn other_faults_reach_the_handler() {
     let memory = memory();

@@ -14,7 +14,7 @@ fn entry(id: u32, body: &[u8]) -> Vec<u8> {
 }
 
 /// Maps `module` at `start`, with a bias of `bias`.
-fn mapped(start: u64, len: u64, bias: u64, module: Module) -> CodeMap {
+fn mapped(start: u64, len: u64, bias: u64, module: LoadedModule) -> CodeMap {
     CodeMap::new(vec![MappedCode {
         start,
         end: start + len,
@@ -58,7 +58,7 @@ fn tables(functions: &[(u64, u32, &[u8])]) -> UnwindTables {
 }
 
 fn code(tables: UnwindTables) -> CodeMap {
-    mapped(CODE, 0x10_0000, CODE, Module::of_tables(tables))
+    mapped(CODE, 0x10_0000, CODE, LoadedModule::of_tables(tables))
 }
 
 fn state(ip: u64, stack: &[u8]) -> UserThreadState<'_> {
@@ -85,8 +85,8 @@ fn unwind(code: &CodeMap, state: &UserThreadState<'_>) -> (Vec<u64>, UnwindResul
     (out, unwound)
 }
 
-/// A leaf function, a function that saves rbp and uses it as a general register, a function whose
-/// CFA is based on rbx, and the entry point, whose return address is undefined.
+/// A leaf function, a function that saves rbp and uses it as a general-purpose register, a function
+/// whose CFA is based on rbx, and the entry point, whose return address is undefined.
 const FUNCTIONS: &[(u64, u32, &[u8])] = &[
     (0x100, 0x20, &[]),
     // At +1: CFA = rsp+16, rbp at CFA-16; at +5 CFA = rsp+32.
@@ -106,13 +106,14 @@ fn check_unwinding_of_functions(code: &CodeMap) {
     assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, false));
 }
 
-/// The CFA of the third frame depends on rbx, which a walk along rbp cannot restore.
+/// Unwinding succeeds although the CFA of the third frame depends on rbx, which an rbp walk cannot
+/// restore.
 #[test]
 fn eh_frame_unwinds_stack_without_frame_pointers() {
     check_unwinding_of_functions(&code(tables(FUNCTIONS)));
 }
 
-/// `.debug_frame` of the program's file replaces `.eh_frame` if the process has no unwind tables in
+/// `.debug_frame` in the program's file replaces `.eh_frame` if the process has no unwind tables in
 /// memory.
 #[test]
 fn debug_frame_replaces_missing_eh_frame() {
@@ -124,7 +125,7 @@ fn debug_frame_replaces_missing_eh_frame() {
         body.extend(*instructions);
         section.extend(entry(0, &body));
     }
-    let module = Module::of_debug_frames(DebugFrames::parse(section.clone()).unwrap());
+    let module = LoadedModule::of_debug_frames(DebugFrames::parse(section.clone()).unwrap());
     check_unwinding_of_functions(&mapped(CODE, 0x10_0000, CODE, module));
     // A section truncated at any byte must not cause a panic.
     for len in 0..section.len() {
@@ -172,7 +173,8 @@ fn code_without_tables_is_unwound_by_frame_pointer() {
     assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, true));
 }
 
-/// Covers an endless loop and the expression that linkers generate for PLT stubs.
+/// Expressions are evaluated, including the one that linkers generate for PLT stubs, and an endless
+/// loop is aborted.
 #[test]
 fn cfi_expressions_are_evaluated_and_bounded() {
     // DW_CFA_def_cfa_expression, 3 bytes: DW_OP_skip -3.
@@ -234,11 +236,12 @@ proptest! {
     }
 }
 
-/// Corrupts the unwind tables of a C library at random and unwinds from addresses all over it.
+/// Unwinding from arbitrary addresses of a C library terminates if its unwind tables are randomly
+/// corrupted.
 #[test]
 fn corrupted_libc_tables_terminate() {
     let (base, _) = libc_of_process();
-    let module = Module::read(&mut process_memory(), base, true).unwrap();
+    let module = LoadedModule::read(&mut process_memory(), base, true).unwrap();
     let real = module.tables().unwrap();
     let mut seed = 0x9e37_79b9_7f4a_7c15u64;
     let mut random = move || {
@@ -260,7 +263,7 @@ fn corrupted_libc_tables_terminate() {
                 tables.frames[at] = random() as u8;
             }
         }
-        let code = mapped(base, 4 << 20, module.bias(base), Module::of_tables(tables));
+        let code = mapped(base, 4 << 20, module.bias(base), LoadedModule::of_tables(tables));
         for _ in 0..200 {
             out.clear();
             let state = state(base + random() % (2 << 20), &stack);
@@ -272,8 +275,8 @@ fn corrupted_libc_tables_terminate() {
     assert!(frames > 40 * 200, "some stacks go on: {frames}");
 }
 
-/// Regression test found by fuzzing: the number of rows was multiplied without a check. Release
-/// builds check overflow too, so the recorder panicked.
+/// Regression test for a bug found by fuzzing: the number of rows was multiplied without a check.
+/// Release builds also check for overflow, so the recorder panicked.
 #[test]
 fn eh_frame_index_rejects_excessive_row_count() {
     let mut tables = tables(FUNCTIONS);

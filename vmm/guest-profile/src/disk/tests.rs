@@ -1,10 +1,10 @@
-//! Tests with file systems made by `mke2fs`, intact and maliciously modified.
+//! Tests with file systems created by `mke2fs`, intact and maliciously modified.
 
 use std::path::Path;
 use std::process::Command;
 
 use super::*;
-use crate::modules::Module;
+use crate::modules::LoadedModule;
 use crate::programs::{GuestFiles, GuestSymbols};
 use kernel_images::build_id::BuildId;
 
@@ -28,8 +28,8 @@ fn file_system(files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     file_system_of(&[], files)
 }
 
-/// Creates a file system with additional options of `mke2fs`. If `files` contains no directory
-/// `etc`, a symbolic link of that name is created.
+/// Creates a file system with additional options for `mke2fs`. If `files` contains no directory
+/// `etc`, a symbolic link with that name is created.
 fn file_system_of(options: &[&str], files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     let program = ["/usr/sbin/mke2fs", "/sbin/mke2fs"]
         .into_iter()
@@ -106,7 +106,8 @@ fn disk_reads_files_and_follows_links() {
     }
 }
 
-/// Covers the whole disk, partitions of both table types, and invalid tables.
+/// File systems are found on the whole disk and on partitions of both table types, and invalid
+/// tables are ignored.
 #[test]
 fn disk_finds_file_systems_on_partitions() {
     let Some(system) = example() else { return };
@@ -160,7 +161,7 @@ fn disk_rejects_implausible_superblock_sizes() {
     }
 }
 
-/// For any corruption, a read returns and yields at most the requested number of bytes.
+/// For any corruption, a read terminates and returns at most the requested number of bytes.
 #[test]
 fn damaged_file_system_never_hangs_reader() {
     let Some(whole) = example() else { return };
@@ -174,7 +175,7 @@ fn damaged_file_system_never_hangs_reader() {
     for _ in 0..60 {
         let mut bytes = whole.clone();
         for _ in 0..1 + next() % 64 {
-            // Corrupt mostly the beginning, which holds metadata.
+            // Corrupt mostly the beginning, which contains metadata.
             let within = if next() % 4 == 0 { bytes.len() } else { 256 << 10 };
             let at = usize::try_from(next()).unwrap_or_default() % within;
             bytes[at] = next().to_le_bytes()[0];
@@ -227,7 +228,7 @@ fn disk_enforces_total_timeout() {
     assert!(matches!(disk.reload(), Err(DiskError::TimedOut)));
 }
 
-/// A concurrent write of the guest cannot change blocks that path resolution has already checked.
+/// A concurrent write by the guest cannot change blocks that path resolution has already checked.
 #[test]
 fn path_resolution_reads_each_sector_once() {
     struct Changing(Vec<u8>, std::sync::atomic::AtomicUsize);
@@ -284,8 +285,8 @@ fn failed_disk_reader_is_an_immediate_error() {
     ));
 }
 
-/// Reads what a profile needs from a library on the disk: symbols, unwind tables and build ID, and
-/// the perf map of a process.
+/// A library on the disk provides symbols, unwind tables and a build ID for a profile, and the perf
+/// map of a process can be read.
 #[test]
 fn library_on_disk_has_symbols_tables_and_build_id() {
     const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
@@ -310,12 +311,12 @@ fn library_on_disk_has_symbols_tables_and_build_id() {
     assert_eq!(mount.jit(7, 0x7f08), Some((0x7f00, 0x7f10, "made")));
     assert_eq!(mount.jit(8, 0x7f08), None);
     let read = mount.files().program("/lib/libc.so.6").unwrap();
-    let module = Module::of_file(&read, true).expect("a library of this processor");
+    let module = LoadedModule::of_file(&read, true).expect("a library of this processor");
     assert_eq!(
         module.function(malloc).map(|function| function.name),
         Some("malloc")
     );
     assert!(module.tables().is_some());
-    assert!(Module::of_file(&read[..4096], true).is_none_or(|part| part.tables().is_none()));
-    assert!(Module::of_file(b"", true).is_none());
+    assert!(LoadedModule::of_file(&read[..4096], true).is_none_or(|part| part.tables().is_none()));
+    assert!(LoadedModule::of_file(b"", true).is_none());
 }

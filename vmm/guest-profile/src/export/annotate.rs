@@ -1,8 +1,8 @@
-//! Shows the instructions of a function with their shares of its samples, in the format of `perf
-//! annotate --stdio`.
+//! Shows the instructions of a function with their shares of its samples, in the format of
+//! `perf annotate --stdio`.
 //!
 //! A profile contains only addresses. The code is read from another source and may differ from the
-//! code that ran; samples that match no instruction reveal the difference
+//! code that ran. Samples that match no instruction reveal such a difference
 //! ([`AnnotatedCode::astray`]).
 
 use std::collections::{BTreeMap, HashMap};
@@ -30,9 +30,10 @@ pub struct SampledFunction {
     pub kernel: bool,
     /// Start address in process `pid`.
     pub start: u64,
-    /// End address (exclusive) as far as known, at least the address after the last sample.
+    /// Address (exclusive) of the function's end if known, and at least the address after the last
+    /// sample.
     pub end: u64,
-    /// ID of a process that has the function mapped at these addresses.
+    /// ID of a process that maps the function at these addresses.
     pub pid: u32,
     /// CR3 of that process; 0 if no sample at these addresses has registers.
     pub cr3: u64,
@@ -66,12 +67,13 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
             offsets: BTreeMap::new(),
             period: 0,
         });
-        // Samples taken by the host kernel have no registers, so no address space to read the code
-        // from.
+        // Samples taken by the host kernel have no registers, and therefore no address space from
+        // which the code can be read.
         if function.cr3 == 0 && sample.cr3 != 0 && start == function.start {
             (function.pid, function.cr3) = (sample.pid, sample.cr3);
         }
-        // Another process may map the function elsewhere, but the offsets are the same.
+        // Another process may map the function at a different address, but the offsets are the
+        // same.
         let end = symbols.end(frame, sample.pid).unwrap_or(0).wrapping_sub(start);
         let length = (function.end - function.start).max(named.offset + 1);
         let length = if end <= MAX_CODE { length.max(end) } else { length };
@@ -213,7 +215,7 @@ mod tests {
     use super::super::{EventRate, NO_PID, ProfileMetadata, ProfileSample, SavedSymbol};
     use super::*;
 
-    /// push %rbp; mov %rsp,%rbp; jmp to itself; ret
+    /// push %rbp; mov %rsp,%rbp; jmp to itself; ret.
     const CODE: [u8; 7] = [0x55, 0x48, 0x89, 0xe5, 0xeb, 0xfe, 0xc3];
 
     fn profile(ips: &[u64]) -> Profile {

@@ -9,10 +9,10 @@
 //! | `PATH/ID/elf` | a program or library |
 //! | `.build-id/ID[..2]/ID[2..]` | a symbolic link to one of these directories |
 //!
-//! The guest chooses the paths of its programs. They are stored below `perfvisor/`, so that they
-//! cannot replace anything else, and `..` and links in them have no effect. The guest also chooses
-//! the build IDs, possibly those of another guest's program or of the host's kernel. An existing
-//! entry is therefore never replaced, and a conflict is reported as an error.
+//! The guest chooses the paths of its programs. The programs are stored below `perfvisor/`, so they
+//! cannot replace other files, and `..` and links in their paths have no effect. The guest also
+//! chooses the build IDs, possibly those of another guest's program or of the host's kernel. An
+//! existing entry is therefore never replaced, and a conflict is reported as an error.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -26,7 +26,7 @@ use kernel_images::symbols::KernelSymbols;
 
 /// Directory of the guests' programs, below the build-ID directory.
 const PROGRAMS: &str = "perfvisor";
-/// File names of a program and of a kernel's symbols in their directories.
+/// File name of a program, and of a kernel's symbols, in its directory.
 const ELF: &str = "elf";
 const KALLSYMS: &str = "kallsyms";
 
@@ -37,7 +37,7 @@ pub struct BuildIdDir {
 }
 
 impl BuildIdDir {
-    /// Uses the directory `root`, which need not exist yet.
+    /// Creates a handle for the directory `root`, which need not exist.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -56,8 +56,8 @@ impl BuildIdDir {
     /// Adds the symbols of a kernel, unless those of another boot of the same kernel are present.
     ///
     /// # Errors
-    /// Returns an error if the directory cannot be written or another file already has this build
-    /// ID.
+    /// Returns an error if the directory cannot be written or the build ID is already used by
+    /// another file.
     pub fn add_kallsyms(
         &self,
         id: BuildId,
@@ -83,12 +83,13 @@ impl BuildIdDir {
         }
     }
 
-    /// Adds a program of the guest, named `name` by the guest and supplied by `read`, unless it is
-    /// present. A build ID of one byte has no path in this layout, so such a program is skipped.
+    /// Adds a program of the guest with the guest's path `name` and the contents returned by
+    /// `read`, unless it is present. A build ID of one byte has no path in this layout, so such a
+    /// program is skipped.
     ///
     /// # Errors
-    /// Returns the error of `read`, or an error if the directory cannot be written or another file
-    /// already has this build ID.
+    /// Returns the error of `read`, or an error if the directory cannot be written or the build ID
+    /// is already used by another file.
     pub fn add_program(
         &self,
         id: BuildId,
@@ -122,7 +123,7 @@ impl BuildIdDir {
         self.link(id, &inside)
     }
 
-    /// Returns the file that the build ID refers to, if it is outside `inside`.
+    /// Returns the file to which the build ID refers, if it is outside `inside`.
     fn holder(&self, id: BuildId, inside: &Path) -> Option<PathBuf> {
         let (directory, link) = self.link_path(id);
         let old = fs::read_link(link).ok()?;
@@ -132,7 +133,7 @@ impl BuildIdDir {
         (old != target(inside)).then_some(found)
     }
 
-    /// Returns the directory of the symbolic link of a build ID, and the link itself.
+    /// Returns the directory of a build ID's symbolic link, and the link itself.
     fn link_path(&self, id: BuildId) -> (PathBuf, PathBuf) {
         let digits = id.to_string();
         let (first, rest) = digits.split_at(2);
@@ -167,7 +168,7 @@ impl BuildIdDir {
         })
     }
 
-    /// Creates the symbolic link by which `perf` finds `inside` through its build ID.
+    /// Creates the symbolic link with which `perf` finds `inside` by its build ID.
     fn link(&self, id: BuildId, inside: &Path) -> io::Result<()> {
         let (directory, link) = self.link_path(id);
         make_directories(&directory)?;
@@ -184,7 +185,7 @@ impl BuildIdDir {
     }
 }
 
-/// Creates `directory` and its missing parents with access for this user only, because the files
+/// Creates `directory` and its missing parents with access only for this user, because the files
 /// contain guest memory.
 fn make_directories(directory: &Path) -> io::Result<()> {
     fs::DirBuilder::new()
@@ -193,7 +194,7 @@ fn make_directories(directory: &Path) -> io::Result<()> {
         .create(directory)
 }
 
-/// Returns the target of the symbolic link of a build ID.
+/// Returns the target of a build ID's symbolic link.
 fn target(inside: &Path) -> PathBuf {
     Path::new("../..").join(inside)
 }
@@ -204,8 +205,8 @@ fn has(path: &Path, bytes: &[u8]) -> bool {
         && fs::read(path).is_ok_and(|there| there == bytes)
 }
 
-/// Returns the functions of a kernel as offsets from its start, which are the same for every boot.
-/// Modules are excluded, because their addresses vary.
+/// Returns the functions of a kernel with their offsets from its start, which are the same for
+/// every boot. Excludes modules, because their addresses vary.
 fn functions(symbols: &KernelSymbols) -> BTreeSet<(u64, &str)> {
     let at = |name| symbols.by_name(name).map(|symbol| symbol.address);
     let start = at("_text").or_else(|| at("_stext")).unwrap_or_default();
@@ -321,7 +322,8 @@ mod tests {
         assert_eq!(files, 2);
     }
 
-    /// Returns kallsyms text of a kernel loaded at `start`, with a module at another address.
+    /// Returns the kallsyms text of a kernel loaded at `start`, with a module at a different
+    /// address.
     fn kallsyms(start: u64, function: &str) -> String {
         let at = |offset: u64, name: &str| format!("{:x} T {name}\n", start + offset);
         let module = format!(
@@ -331,8 +333,8 @@ mod tests {
         [at(0, "_text"), at(0x40, function), at(0x100, "_etext"), module].concat()
     }
 
-    /// A guest may claim the build ID of another guest's kernel or program, or of the host's.
-    /// Existing entries keep their build ID.
+    /// A guest may claim the build ID of another guest's kernel or program, or of the host's
+    /// kernel. Existing entries are not replaced.
     #[test]
     fn existing_build_id_is_not_replaced() {
         let root = tempfile::tempdir().unwrap();
@@ -341,7 +343,7 @@ mod tests {
         let by_id = root.path().join(".build-id/ab").join("ab".repeat(19));
         let first = kallsyms(0xffff_ffff_8100_0000, "schedule");
         kernel(&first).unwrap();
-        // Add another boot of the same kernel, and a forgery.
+        // Add another boot of the same kernel, and then forged entries.
         kernel(&kallsyms(0xffff_ffff_9200_0000, "schedule")).unwrap();
         let refused = kernel(&kallsyms(0xffff_ffff_8100_0000, "secret")).unwrap_err();
         assert!(refused.to_string().contains("--buildid-dir"), "{refused}");
@@ -364,7 +366,7 @@ mod tests {
         assert_eq!(fs::read_to_string(by_id.join("elf")).unwrap(), "new");
     }
 
-    /// A guest chooses the paths of its programs.
+    /// A path chosen by the guest does not leave the build-ID directory.
     #[test]
     fn guest_paths_stay_inside_build_id_dir() {
         let root = tempfile::tempdir().unwrap();

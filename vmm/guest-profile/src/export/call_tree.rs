@@ -1,4 +1,4 @@
-//! Formats the call chains of a report's row as a tree, like `perf report --stdio --call-graph`.
+//! Formats the call chains of a report row as a tree, like `perf report --stdio --call-graph`.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -7,7 +7,7 @@ use std::rc::Rc;
 use super::symbolize::Symbolizer;
 use super::{ProfileSample, frames};
 
-/// Maximum depth of a tree: the default of perf. A recording's chains may be longer.
+/// Maximum depth of a tree, which is the default of perf. A recording may contain longer chains.
 const MAX_DEPTH: usize = 127;
 /// Indentation of a tree.
 const INDENT: &str = "            ";
@@ -22,17 +22,17 @@ pub enum CallOrder {
     Caller,
 }
 
-/// Options of call graphs.
+/// Options for call graphs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallGraphOptions {
     /// Direction of the graph.
     pub order: CallOrder,
-    /// Minimum share of a branch of the event's periods, in percent.
+    /// Minimum share of a branch in the event's periods, in percent.
     pub min_percent: f64,
 }
 
 impl CallGraphOptions {
-    /// Minimum share of a branch by default, as in perf.
+    /// Default minimum share of a branch, in percent, as in perf.
     pub const MIN_PERCENT: f64 = 0.5;
 }
 
@@ -119,7 +119,7 @@ impl CallTree {
     }
 }
 
-/// A tree without branches below the minimum share.
+/// Tree without the branches below the minimum share.
 struct ShownTree<'t> {
     tree: &'t CallTree,
     total: u64,
@@ -134,7 +134,7 @@ impl ShownTree<'_> {
         }
     }
 
-    /// Returns the shown children of a node, the largest first.
+    /// Returns the displayed children of a node, the largest first.
     fn children(&self, node: usize) -> Vec<usize> {
         let nodes = &self.tree.nodes;
         let mut shown = nodes[node].children.clone();
@@ -149,7 +149,7 @@ impl ShownTree<'_> {
     fn write_callers(&self, mut node: usize, prefix: &str, out: &mut String) {
         let nodes = &self.tree.nodes;
         let mut shown = self.children(node);
-        // An only child with all samples of its parent is no branch.
+        // A single child with all samples of its parent is not a branch.
         while let [only] = shown[..]
             && nodes[only].period == nodes[node].period
         {

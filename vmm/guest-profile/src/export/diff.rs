@@ -7,8 +7,8 @@ use super::Profile;
 use super::report::{ReportOptions, ReportTable, SortKey, columns, tables, widths};
 use super::symbolize::Symbolizer;
 
-/// One row of a comparison: shares of an event's periods, in percent; `None` if a profile has no
-/// sample.
+/// One row of a comparison, with shares of an event's periods, in percent. A share is `None` if the
+/// profile has no sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DiffRow {
     /// Share in the older profile, in percent.
@@ -26,7 +26,7 @@ impl DiffRow {
     }
 }
 
-/// The comparison of one event of two profiles.
+/// Comparison of one event in two profiles.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EventDiff {
     /// Name of the event.
@@ -37,7 +37,7 @@ pub struct EventDiff {
     pub rows: Vec<DiffRow>,
 }
 
-/// Compares tables of the same columns event by event. Returns the comparisons and the names of
+/// Compares tables with the same columns event by event. Returns the comparisons and the names of
 /// events that only one profile contains.
 fn compare(
     before: Vec<ReportTable>,
@@ -47,7 +47,7 @@ fn compare(
     let mut after: Vec<Option<ReportTable>> = after.into_iter().map(Some).collect();
     let (mut diffs, mut alone) = (Vec::new(), Vec::new());
     for old in before {
-        // Events of the same name are matched in order.
+        // Match events of the same name in order.
         let same = |table: &&mut Option<ReportTable>| table.as_ref().is_some_and(|t| t.event == old.event);
         let Some(new) = after.iter_mut().find(same).and_then(Option::take) else {
             alone.push(old.event);
@@ -80,14 +80,14 @@ fn compare(
     (diffs, alone)
 }
 
-/// Compares the events that both profiles contain. Also returns the names of the events that only
-/// one contains.
+/// Compares the events that both profiles contain. Also returns the names of events that only one
+/// profile contains.
 pub fn diffs(
     (old, old_symbols): (&Profile, &mut Symbolizer<'_>),
     (new, new_symbols): (&Profile, &mut Symbolizer<'_>),
     options: &ReportOptions,
 ) -> (Vec<EventDiff>, Vec<String>) {
-    // Do not filter yet: a row may be below the limit in one profile only.
+    // Do not filter yet, because a row may be below the limit in only one profile.
     let all = ReportOptions {
         min_percent: 0.0,
         ..options.clone()
@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Rows are sorted by absolute change, including rows that only one profile contains.
+    /// Rows are sorted by absolute change, including rows that occur in only one profile.
     #[test]
     fn diff_rows_are_sorted_by_change() {
         let before = vec![table("cycles", &[(60.0, "a"), (30.0, "b"), (10.0, "gone")])];
@@ -188,7 +188,8 @@ mod tests {
         assert_eq!(line("new"), ["0.50%", "+0.50%", "new"]);
     }
 
-    /// A limit hides rows that are below it in both profiles, not rows that fell below it.
+    /// A limit hides rows that are below it in both profiles, but not rows that are below it in
+    /// only one.
     #[test]
     fn diff_limit_applies_to_both_profiles() {
         let before = vec![table("cycles", &[(99.0, "a"), (1.0, "b")])];

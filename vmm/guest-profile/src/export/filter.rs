@@ -4,19 +4,19 @@
 use super::symbolize::{Symbolizer, task_label};
 use super::{Profile, ProfileSample, frames};
 
-/// Conditions on samples. An empty list matches every sample.
+/// Conditions for samples. An empty list matches every sample.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SampleFilter {
     /// Names of tasks.
     pub comms: Vec<String>,
-    /// Objects of the innermost frame: paths, or file names without their directories.
+    /// Objects of the innermost frame, as paths or as file names without directories.
     pub objects: Vec<String>,
     /// Functions of the innermost frame.
     pub symbols: Vec<String>,
 }
 
 impl SampleFilter {
-    /// Returns whether a sample fulfils all conditions.
+    /// Returns whether a sample satisfies all conditions.
     pub fn matches(
         &self,
         profile: &Profile,

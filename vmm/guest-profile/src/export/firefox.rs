@@ -12,15 +12,14 @@ use fxprof_processed_profile::{
 use super::symbolize::{Symbolizer, task_label};
 use super::{EventInfo, EventRate, Profile, ProfileSample, frames};
 
-/// Interval in the file for an event that is sampled by period: 1 ms.
+/// Interval stored in the file for an event that is sampled by period, 1 ms, in nanoseconds.
 const DEFAULT_INTERVAL_NS: u64 = 1_000_000;
 
-/// Writes the samples of one event. Each guest thread has a track of its own. The weights of the
-/// samples are proportional to their periods, but smaller, because the format has weights of 32
-/// bits.
+/// Writes the samples of one event. Each guest thread has a separate track. The weights of the
+/// samples are proportional to their periods, but smaller, because the format has 32-bit weights.
 ///
 /// # Errors
-/// Returns the error of `out`.
+/// Returns an error if `out` fails.
 pub fn write(
     profile: &Profile,
     event: &EventInfo,
@@ -48,8 +47,8 @@ pub fn write(
     Ok(serde_json::to_writer(out, &writer.firefox)?)
 }
 
-/// Returns the number of events that a weight of 1 stands for: the smallest period, as far as the
-/// sum of the weights fits into 31 bits.
+/// Returns the number of events that a weight of 1 represents. This is the smallest period, or a
+/// larger number if the sum of the weights would not fit into 31 bits.
 fn weight_unit(samples: &[ProfileSample<'_>]) -> u64 {
     let least = samples.iter().map(|s| s.period).filter(|p| *p > 0).min();
     let total = samples.iter().fold(0u64, |sum, s| sum.saturating_add(s.period));
@@ -75,7 +74,7 @@ impl<'p> FirefoxWriter<'p> {
         if !profile.meta.os_release.is_empty() {
             firefox.set_os_name(&profile.meta.os_release);
         }
-        // Without this, the program looks for symbols on its own.
+        // Otherwise, the program looks for symbols itself.
         firefox.set_symbolicated(true);
         let user = firefox.add_category("User", CategoryColor::Yellow);
         let kernel = firefox.add_category("Kernel", CategoryColor::LightRed);

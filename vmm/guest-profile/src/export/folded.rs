@@ -7,9 +7,9 @@ use std::io::{self, Write};
 use super::symbolize::{Symbolizer, task_label};
 use super::{Profile, frames};
 
-/// Reason why a flame graph could not be drawn.
+/// Error returned when a flame graph cannot be drawn.
 #[derive(Debug, thiserror::Error)]
-pub enum FlameError {
+pub enum FlameGraphError {
     /// The profile has no samples of the event.
     #[error("the profile has no samples to draw")]
     NoSamples,
@@ -19,7 +19,7 @@ pub enum FlameError {
 }
 
 /// Returns the stacks of all samples of `event_id` (`None` for all events), each with the sum of
-/// its periods. Kernel functions have the suffix `_[k]`, which selects their color.
+/// its periods. Kernel functions have the suffix `_[k]`, which determines their color.
 pub fn stacks(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
@@ -38,7 +38,7 @@ pub fn stacks(
             match (n.known, f.kernel) {
                 (true, true) => format!("{}_[k]", clean(&n.name)),
                 (true, false) => clean(&n.name),
-                // Unknown addresses would each get a frame of their own. Use the name of the object
+                // Each unknown address would have a separate frame, so use the name of the object
                 // instead.
                 (false, true) => "[guest.kernel]_[k]".to_owned(),
                 (false, false) => clean(n.object.rsplit('/').next().unwrap_or(&n.object)),
@@ -50,8 +50,7 @@ pub fn stacks(
     stacks
 }
 
-/// Removes the separators of the format and control characters from a name, which the guest
-/// chooses.
+/// Removes separators of the format and control characters from a name chosen by the guest.
 fn clean(name: &str) -> String {
     name.chars()
         .map(|c| {
@@ -73,57 +72,58 @@ pub fn write(stacks: &BTreeMap<String, u64>, mut out: impl Write) -> io::Result<
         .try_for_each(|(stack, n)| writeln!(out, "{stack} {n}"))
 }
 
-/// Draws a flame graph as SVG. Frames narrower than `min_percent` of its width are omitted.
+/// Draws a flame graph as SVG. Omits frames narrower than `min_percent` of its width.
 ///
 /// # Errors
-/// Returns [`FlameError::NoSamples`] without samples, and [`FlameError::Write`] if `out` fails.
+/// Returns [`FlameGraphError::NoSamples`] if there are no samples, and [`FlameGraphError::Write`]
+/// if `out` fails.
 pub fn flamegraph(
     stacks: &BTreeMap<String, u64>,
     title: &str,
     unit: &str,
     min_percent: f64,
     out: impl Write,
-) -> Result<(), FlameError> {
+) -> Result<(), FlameGraphError> {
     if stacks.values().all(|&n| n == 0) {
-        return Err(FlameError::NoSamples);
+        return Err(FlameGraphError::NoSamples);
     }
     let lines: Vec<String> = stacks.iter().map(|(stack, n)| format!("{stack} {n}")).collect();
     let mut options = graph_options(title, unit, min_percent);
     inferno::flamegraph::from_lines(&mut options, lines.iter().map(String::as_str), out)
-        .map_err(|e| FlameError::Write(io::Error::other(e)))
+        .map_err(|e| FlameGraphError::Write(io::Error::other(e)))
 }
 
-/// Draws a differential flame graph as SVG: the widths are those of `after`, and the colors show the
-/// change of each frame's share since `before`, red for an increase and blue for a decrease.
+/// Draws a differential flame graph as SVG. The widths are those of `after`, and the colors show
+/// the change of each frame's share since `before`: red for an increase, and blue for a decrease.
 ///
 /// # Errors
-/// Returns [`FlameError::NoSamples`] if one of the profiles has no samples, and
-/// [`FlameError::Write`] if `out` fails.
+/// Returns [`FlameGraphError::NoSamples`] if one of the profiles has no samples, and
+/// [`FlameGraphError::Write`] if `out` fails.
 pub fn differential(
     (before, after): (&BTreeMap<String, u64>, &BTreeMap<String, u64>),
     title: &str,
     unit: &str,
     min_percent: f64,
     out: impl Write,
-) -> Result<(), FlameError> {
+) -> Result<(), FlameGraphError> {
     if [before, after]
         .iter()
         .any(|stacks| stacks.values().all(|&n| n == 0))
     {
-        return Err(FlameError::NoSamples);
+        return Err(FlameGraphError::NoSamples);
     }
     let (mut old, mut new, mut lines) = (Vec::new(), Vec::new(), Vec::new());
-    write(before, &mut old).map_err(FlameError::Write)?;
-    write(after, &mut new).map_err(FlameError::Write)?;
+    write(before, &mut old).map_err(FlameGraphError::Write)?;
+    write(after, &mut new).map_err(FlameGraphError::Write)?;
     let compare = inferno::differential::Options {
-        // The recordings may have different lengths.
+        // The recordings may differ in length.
         normalize: true,
         strip_hex: false,
     };
-    inferno::differential::from_readers(compare, &*old, &*new, &mut lines).map_err(FlameError::Write)?;
+    inferno::differential::from_readers(compare, &*old, &*new, &mut lines).map_err(FlameGraphError::Write)?;
     let mut options = graph_options(title, unit, min_percent);
     inferno::flamegraph::from_reader(&mut options, &*lines, out)
-        .map_err(|e| FlameError::Write(io::Error::other(e)))
+        .map_err(|e| FlameGraphError::Write(io::Error::other(e)))
 }
 
 fn graph_options(title: &str, unit: &str, min_percent: f64) -> inferno::flamegraph::Options<'static> {
@@ -131,7 +131,7 @@ fn graph_options(title: &str, unit: &str, min_percent: f64) -> inferno::flamegra
     options.title = title.to_owned();
     options.count_name = unit.to_owned();
     options.min_width = min_percent;
-    // Color by kind of code. The palette recognizes the suffix of kernel functions.
+    // Color frames by the type of code. The palette recognizes the suffix of kernel functions.
     options.colors =
         inferno::flamegraph::color::Palette::Multi(inferno::flamegraph::color::MultiPalette::Java);
     options.hash = true;

@@ -46,7 +46,7 @@ use kernel_images::build_id::BuildId;
 /// A sampled event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventInfo {
-    /// Event name as the operator gave it, such as `cycles` or `cpu/event=0x3c/`.
+    /// Event name as specified by the operator, such as `cycles` or `cpu/event=0x3c/`.
     pub name: String,
     /// Value of `perf_event_attr.type`.
     pub type_: u32,
@@ -56,10 +56,10 @@ pub struct EventInfo {
     pub rate: EventRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
-    /// `true` if the samples have call chains. perf prints the instruction pointer of a sample with an
-    /// empty chain nowhere, so that perf2bolt fails to parse its output.
+    /// `true` if the samples have call chains. For a sample with an empty chain, perf does not
+    /// print the instruction pointer, and perf2bolt fails to parse this output.
     pub has_chains: bool,
-    /// Event ID that the samples refer to. Unique within a profile and not 0.
+    /// Event ID to which the samples refer. Unique within a profile and not 0.
     pub id: u64,
 }
 
@@ -88,12 +88,12 @@ pub enum ProfilePerspective {
 pub struct WallClock {
     /// Wall-clock time since 1970 (UTC), in nanoseconds.
     pub wall_ns: u64,
-    /// Clock of the samples at that moment, in nanoseconds.
+    /// Time on the clock of the samples at the same moment, in nanoseconds.
     pub clock_ns: u64,
 }
 
 impl WallClock {
-    /// Converts the time of a sample to nanoseconds since 1970.
+    /// Converts the time of a sample to wall-clock time, in nanoseconds since 1970.
     pub fn at(&self, time_ns: u64) -> u64 {
         self.wall_ns.wrapping_sub(self.clock_ns).wrapping_add(time_ns)
     }
@@ -112,16 +112,17 @@ pub struct ProfileMetadata {
     pub command: Vec<String>,
     /// Presentation of the guest in the file.
     pub form: ProfilePerspective,
-    /// Wall-clock time of the samples' clock, if known. The clock is then `CLOCK_MONOTONIC`.
+    /// Relation between wall-clock time and the samples' clock, if known. The clock is then
+    /// `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
-    /// `true` if the file has the context switches of the vCPUs' threads.
+    /// `true` if the file contains the context switches of the vCPU threads.
     pub thread_switches: bool,
 }
 
-/// Location of the guest kernel's text at run time.
+/// Run-time location of the guest kernel's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelMap {
-    /// Start address: that of `_stext` or `_text`.
+    /// Start address, which is that of `_stext` or `_text`.
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
@@ -166,7 +167,7 @@ pub struct FileMapping {
 }
 
 /// A sample. `chain` has the format of [`crate::unwind::walk`]: context markers and addresses,
-/// innermost first; empty if no call chain was taken.
+/// innermost first. It is empty if no call chain was recorded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProfileSample<'c> {
     /// Time of the sample, in nanoseconds.
@@ -187,27 +188,27 @@ pub struct ProfileSample<'c> {
     pub period: u64,
     /// ID of the event ([`EventInfo::id`]).
     pub event_id: u64,
-    /// Reason why unwinding of the call chain ended.
+    /// Reasons unwinding of the call chain ended.
     pub ends: UnwindStops,
     /// Call chain, innermost frame first.
     pub chain: &'c [u64],
     /// Branch stack, newest branch first.
-    pub branches: &'c [Branch],
+    pub branches: &'c [SampledBranch],
 }
 
-/// A taken branch, as `struct perf_branch_entry`.
+/// A taken branch in the format of `struct perf_branch_entry`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Branch {
+pub struct SampledBranch {
     /// Address of the branch instruction.
     pub from: u64,
-    /// Address after the branch.
+    /// Target address of the branch.
     pub to: u64,
-    /// Prediction, cycles and kind of the branch.
+    /// Prediction, cycles and type of the branch.
     pub flags: u64,
 }
 
-impl Branch {
-    /// Returns the name of the branch's kind, as printed by `perf script`, or `None` if it is not
+impl SampledBranch {
+    /// Returns the name of the branch type as printed by `perf script`, or `None` if it is not
     /// recorded.
     pub fn kind(&self) -> Option<&'static str> {
         const KINDS: [&str; 13] = [
@@ -266,7 +267,7 @@ pub struct Profile {
     pub symbols: Vec<SavedSymbol>,
     samples: Vec<StoredSample>,
     chains: Vec<u64>,
-    branches: Vec<Branch>,
+    branches: Vec<SampledBranch>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -338,8 +339,8 @@ impl Profile {
         self.events.iter().find(|e| e.id == id)
     }
 
-    /// Returns the name of a task at a given time: the latest name at or before it, otherwise the
-    /// first one.
+    /// Returns the name of a task at a given time, which is the latest name at or before this time,
+    /// or else the first name.
     pub fn comm(&self, tid: u32, time_ns: u64) -> Option<&str> {
         let names = || self.tasks.iter().filter(|t| t.tid == tid);
         let latest = names().filter(|t| t.time_ns <= time_ns).max_by_key(|t| t.time_ns);
@@ -357,21 +358,21 @@ pub struct ChainFrame {
     /// `true` for a kernel frame.
     pub kernel: bool,
     /// `true` if the address is a return address. `false` for the innermost frame and for the user
-    /// frame below a kernel entry, where it is the interrupted instruction or the one after a
-    /// system call.
+    /// frame below a kernel entry, where it is the address of the interrupted instruction or of the
+    /// instruction after a system call.
     pub caller: bool,
 }
 
 impl ChainFrame {
-    /// Returns an address within the instruction of the frame. For a return address this is the
-    /// byte before it, because the call may be the last instruction of its function.
+    /// Returns an address within the frame's instruction. For a return address, this is the
+    /// preceding byte, because the call may be the last instruction of its function.
     pub fn instruction(self) -> u64 {
         self.address.wrapping_sub(u64::from(self.caller))
     }
 }
 
-/// Returns the frames of a sample, innermost first: those of its call chain, or its instruction
-/// pointer alone.
+/// Returns the frames of a sample, innermost first: those of its call chain, or only its
+/// instruction pointer.
 pub fn frames<'s>(sample: &ProfileSample<'s>) -> impl Iterator<Item = ChainFrame> + 's {
     let mut kernel = sample.cpl != 3;
     let alone = sample.chain.is_empty().then_some(sample.ip);
@@ -382,7 +383,7 @@ pub fn frames<'s>(sample: &ProfileSample<'s>) -> impl Iterator<Item = ChainFrame
         .copied()
         .chain(alone)
         .filter_map(move |address| {
-            // PERF_CONTEXT_MAX: larger values are context markers, not addresses.
+            // Values from PERF_CONTEXT_MAX on are context markers, not addresses.
             if address >= (-4095i64).cast_unsigned() {
                 let was_kernel = kernel;
                 kernel = matches!(

@@ -1,11 +1,11 @@
 //! Writes `perf.data`, the file format of Linux's `perf`
 //! (`tools/perf/Documentation/perf.data-file-format.txt`).
 //!
-//! A file consists of a header, event IDs, attributes, records and feature sections. `perf` ignores
-//! what follows: a section with symbols ([`super::SavedSymbol`], gzipped JSON) and a footer with
-//! the offset of that section. Records use guest terms: pid and tid are the guest's, and the CPU is
-//! the vCPU. The CPU mode in a record's header and the name of the kernel depend on the
-//! [`ProfilePerspective`]:
+//! A file consists of a header, event IDs, attributes, records and feature sections. They are
+//! followed by data that `perf` ignores: a section with symbols ([`super::SavedSymbol`], gzipped
+//! JSON) and a footer with the offset of that section. Records describe the guest: pid and tid are
+//! the guest's, and the CPU is the vCPU. The CPU mode in a record's header and the name of the
+//! kernel depend on the [`ProfilePerspective`]:
 //!
 //! | form | CPU modes | kernel | readers |
 //! |---|---|---|---|
@@ -15,10 +15,10 @@
 //! A recording may end at any moment. The header is written first, and
 //! [`PerfDataWriter::checkpoint`] updates the length of the records in it, so that a truncated file
 //! is readable up to the last checkpoint, without the features. Event names are therefore also
-//! stored in records of their own.
+//! stored in separate records.
 //!
-//! CR3, the privilege level and the reason why unwinding ended have no sample field. The raw data
-//! of a sample holds them ([`FileSampleData`]).
+//! CR3, the privilege level and the reason unwinding ended have no sample field. They are stored in
+//! the raw data of a sample ([`FileSampleData`]).
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -39,13 +39,13 @@ use kernel_images::build_id::{self, BuildId};
 
 const MAGIC: &[u8; 8] = b"PERFILE2";
 const HEADER_SIZE: u64 = 104;
-/// PERF_ATTR_SIZE_VER7. In the attribute section, each attribute is followed by offset and size of
-/// its event IDs.
+/// PERF_ATTR_SIZE_VER7. In the attribute section, each attribute is followed by the offset and size
+/// of its event IDs.
 const ATTR_SIZE: u32 = 128;
 const ATTR_ENTRY_SIZE: u64 = ATTR_SIZE as u64 + 16;
 
-/// Last 8 bytes of a file with saved symbols, preceded by offset and length of the section (8 bytes
-/// each).
+/// Last 8 bytes of a file with saved symbols, preceded by the offset and length of the section (8
+/// bytes each).
 pub const FOOTER_MAGIC: &[u8; 8] = b"PVSYMS01";
 
 mod sample_type {
@@ -58,7 +58,7 @@ mod sample_type {
     pub const RAW: u64 = 1 << 10;
     pub const BRANCH_STACK: u64 = 1 << 11;
     pub const IDENTIFIER: u64 = 1 << 16;
-    /// Fields of every sample.
+    /// Fields that every sample contains.
     pub const COMMON: u64 = IP | TID | TIME | CPU | PERIOD | RAW | IDENTIFIER;
 }
 
@@ -94,7 +94,8 @@ const MISC_KERNEL: u16 = 1;
 const MISC_USER: u16 = 2;
 const MISC_GUEST_KERNEL: u16 = 4;
 const MISC_GUEST_USER: u16 = 5;
-/// The SWITCH record is of a thread that the host stops, and the thread could have continued.
+/// The SWITCH record is of a thread that is switched out. The next flag indicates that the thread
+/// was preempted.
 const MISC_SWITCH_OUT: u16 = 1 << 13;
 const MISC_SWITCH_OUT_PREEMPT: u16 = 1 << 14;
 /// The MMAP2 record contains a build ID instead of device and inode.
@@ -145,15 +146,15 @@ mod feature {
     pub const CLOCK_DATA: u32 = 29;
 }
 
-/// Maximum number of build IDs of programs.
+/// Maximum number of program build IDs.
 const MAX_IDS: usize = 1 << 14;
 /// Maximum length of any string, in bytes.
 const MAX_STRING: usize = 4096;
 /// Alignment of strings in feature sections.
 const NAME_ALIGN: usize = 64;
 
-/// Writes one file record by record. Records written before the last [`PerfDataWriter::checkpoint`]
-/// are readable.
+/// Writer of a file, record by record. Records written before the last
+/// [`PerfDataWriter::checkpoint`] are readable.
 pub struct PerfDataWriter<W: Write + Seek> {
     out: W,
     meta: ProfileMetadata,
@@ -162,7 +163,7 @@ pub struct PerfDataWriter<W: Write + Seek> {
     data_len: u64,
     times: Option<(u64, u64)>,
     samples: u64,
-    /// Number of bytes and of samples at the last checkpoint.
+    /// Number of bytes and number of samples at the last checkpoint.
     kept: (u64, u64),
     /// Threads for which a fork record was written.
     threads: HashSet<u32>,
@@ -177,7 +178,7 @@ impl PerfDataWriter<BufWriter<File>> {
     /// disk. Returns the number of samples in the file, which must also be open for reading.
     ///
     /// # Errors
-    /// Returns the error of reading, truncating or updating the file.
+    /// Returns an error if the file cannot be read, truncated or updated.
     pub fn truncate_to_records(self) -> io::Result<u64> {
         let events = self.events.len() as u64;
         let (bytes, mut samples) = self.kept;
@@ -189,7 +190,7 @@ impl PerfDataWriter<BufWriter<File>> {
             let mut head = [0; 8];
             file.read_exact_at(&mut head, end)?;
             let size = u64::from(u16::from_le_bytes([head[6], head[7]]));
-            // A hole in the file reads as zeros, which are not a record either.
+            // A hole in the file reads as zeros, which do not form a record either.
             if size < 8 || end + size > length {
                 break;
             }
@@ -247,8 +248,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     /// file ends here.
     ///
     /// # Errors
-    /// Returns the error of the write, for example on a full disk. The file then remains readable
-    /// up to the previous checkpoint.
+    /// Returns an error if the write fails, for example on a full disk. The file then remains
+    /// readable up to the previous checkpoint.
     pub fn checkpoint(&mut self) -> io::Result<()> {
         if self.kept.0 == self.data_len {
             return Ok(());
@@ -267,11 +268,11 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         self.out.flush()
     }
 
-    /// Writes the location of the guest kernel. Must precede the first sample, because `perf` needs
-    /// the map to look up addresses.
+    /// Writes the location of the guest kernel. Must be called before the first sample is written,
+    /// because `perf` needs the map to look up addresses.
     pub fn kernel(&mut self, k: &KernelMap) -> io::Result<()> {
         let form = self.meta.form;
-        // perf identifies guests by pid; `--guestkallsyms` applies to pid 0.
+        // perf identifies guests by pid, and `--guestkallsyms` applies to pid 0.
         let (name, pid) = match form {
             ProfilePerspective::InGuest => (KERNEL_NAME, KERNEL_PID),
             ProfilePerspective::AsHost => (GUEST_KERNEL_NAME, 0),
@@ -347,7 +348,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Records the build ID of a guest path for the build-ID list at the end of the file.
+    /// Adds the build ID of a file in the guest to the build-ID list at the end of the file.
     pub fn record_build_id(&mut self, path: &str, id: BuildId) {
         if !self.ids.contains_key(path) && self.ids.len() < MAX_IDS {
             self.ids.insert(path.to_owned(), id);
@@ -401,7 +402,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Writes a record of `count` samples of an event that were lost before this point.
+    /// Writes a record about `count` lost samples of an event before this point.
     pub fn lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
         self.record(record::LOST, self.meta.form.kernel_mode(), |b| {
             put64(b, event_id);
@@ -410,7 +411,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Writes a context switch of the thread of `vcpu` on the host.
+    /// Writes a host context switch of the thread of `vcpu`.
     pub fn thread_switch(&mut self, vcpu: u32, switch: ThreadSwitch) -> io::Result<()> {
         let misc = match switch.kind {
             ThreadSwitchKind::In => 0,
@@ -562,7 +563,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 }
 
-/// Returns `misc` and body of a build-ID record for the file `name`.
+/// Returns `misc` and the body of a build-ID record for the file `name`.
 fn build_id_record(mode: u16, name: &str, id: BuildId) -> (u16, Vec<u8>) {
     let mut body = KERNEL_PID.to_le_bytes().to_vec();
     body.extend_from_slice(id.as_bytes());
@@ -622,8 +623,9 @@ const MAX_CHAIN: usize = 4096;
 /// Maximum length of a branch stack.
 const MAX_BRANCHES: usize = 1024;
 
-/// Replaces guest markers with plain ones. perf up to 6.x drops the whole chain at a guest marker;
-/// if the CPU mode of the sample is a guest mode, the plain markers select the guest's maps.
+/// Replaces guest markers with ordinary ones. perf up to 6.x drops the whole chain at a guest
+/// marker. If the CPU mode of the sample is a guest mode, perf uses the guest's maps for ordinary
+/// markers.
 fn marker_for_perf(frame: u64) -> u64 {
     match frame {
         CONTEXT_GUEST_KERNEL => CONTEXT_KERNEL,
@@ -674,8 +676,8 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
     }
 }
 
-/// Appends the fields that `sample_id_all` requires after records other than samples, for our
-/// sample type.
+/// Appends the fields that `sample_id_all` requires after non-sample records, for the sample type
+/// of this file.
 fn put_sample_id(b: &mut Vec<u8>, pid: u32, tid: u32, time_ns: u64) {
     put32(b, pid);
     put32(b, tid);
@@ -697,14 +699,14 @@ fn cut(text: &str) -> &[u8] {
     &bytes[..bytes.len().min(MAX_STRING)]
 }
 
-/// Appends a string of a record: NUL-terminated and padded to 8 bytes.
+/// Appends a string to a record, NUL-terminated and padded to a multiple of 8 bytes.
 fn put_padded(b: &mut Vec<u8>, text: &str) {
     b.extend_from_slice(cut(text));
     b.push(0);
     b.resize(b.len().next_multiple_of(8), 0);
 }
 
-/// Encodes a string of a feature section: length and padded bytes.
+/// Encodes a string for a feature section, as length and padded bytes.
 #[expect(clippy::cast_possible_truncation, reason = "cut to MAX_STRING")]
 fn string(text: &str) -> Vec<u8> {
     let bytes = cut(text);

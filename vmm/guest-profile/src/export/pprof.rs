@@ -107,7 +107,7 @@ mod proto {
     }
 }
 
-/// The string table. Each string occurs once; the first one is empty.
+/// String table. Each string occurs once, and the first string is empty.
 struct StringTable {
     list: Vec<String>,
     index: HashMap<String, i64>,
@@ -126,7 +126,7 @@ impl StringTable {
     }
 }
 
-/// IDs of the locations, functions and mappings that are already in the profile.
+/// IDs of the locations, functions and mappings that have been added to the profile.
 #[derive(Default)]
 struct LocationTable {
     /// Location IDs by address, kernel flag and, for programs, process.
@@ -138,7 +138,7 @@ struct LocationTable {
 }
 
 impl LocationTable {
-    /// Returns the ID of a frame's location, which is added to the profile if necessary.
+    /// Returns the ID of a frame's location, and adds the location to the profile if necessary.
     fn location(
         &mut self,
         f: ChainFrame,
@@ -147,8 +147,8 @@ impl LocationTable {
         strings: &mut StringTable,
         p: &mut proto::Profile,
     ) -> u64 {
-        // pprof expects a caller's address within the call instruction, so that it belongs to one
-        // function only.
+        // pprof expects a caller's address within the call instruction, so that the address belongs
+        // to only one function.
         let address = f.instruction();
         let key = (address, f.kernel, if f.kernel { 0 } else { pid });
         if let Some(&id) = self.locations.get(&key) {

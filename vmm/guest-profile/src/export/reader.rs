@@ -1,4 +1,4 @@
-//! Reads `perf.data`. The file is untrusted: `linux-perf-data` parses it within limits that this
+//! Reads untrusted `perf.data` files. `linux-perf-data` parses a file within limits that this
 //! module enforces.
 
 use std::io::{Cursor, Read};
@@ -15,15 +15,15 @@ use super::perfdata::{
     ATTR_BRANCH_FILTER, FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID, UPDATES_NAME,
 };
 use super::{
-    Branch, EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata,
-    ProfilePerspective, ProfileSample, SavedSymbol, TaskName, WallClock,
+    EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
+    ProfileSample, SampledBranch, SavedSymbol, TaskName, WallClock,
 };
 use crate::sample::FileSampleData;
 use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStops};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
 
-/// Reason why a file could not be read as a profile.
+/// Error returned when a file cannot be read as a profile.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileReadError {
     /// The file cannot be read.
@@ -32,16 +32,17 @@ pub enum ProfileReadError {
     /// The path is a device, a pipe or a directory.
     #[error("is a {0}, not a file; use the perf.data file of perfvisor record")]
     NoFile(&'static str),
-    /// The file is empty: the recording ended before its first sample. Not treated as a failure.
+    /// The file is empty because the recording ended before its first sample. Not treated as a
+    /// failure.
     #[error("the file is empty")]
     Empty,
     /// The file exceeds [`MAX_FILE`].
     #[error("larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
-    /// The file has no records: the recording ended in its first second.
+    /// The file has no records because the recording ended in its first second.
     #[error("the recording has no data, because it was interrupted; record again")]
     Unfinished,
-    /// The samples carry counter values, which only `perf` itself can read.
+    /// The samples contain counter values, which only `perf` itself can read.
     #[error("unsupported: samples with counter values (PERF_SAMPLE_READ); use perf")]
     CounterValues,
     /// The file does not start with the magic number.
@@ -61,14 +62,14 @@ pub const MAX_FILE: u64 = 4 << 30;
 const MAX_SYMBOLS: u64 = 256 << 20;
 
 impl ProfileReadError {
-    /// Returns whether the command should print the message and exit with status 0, because the
-    /// file is merely empty.
+    /// Returns whether the file is merely empty, so that the command should print the message and
+    /// exit with status 0.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::Empty)
     }
 }
 
-/// Does not block on a pipe without a writer (`O_NONBLOCK`, open(2)).
+/// Flag that prevents blocking on a pipe without a writer (`O_NONBLOCK`, open(2)).
 const DO_NOT_WAIT: i32 = 0o4000;
 /// Device number of `/dev/null` (the kernel's Documentation/admin-guide/devices.txt).
 const NULL_DEVICE: u64 = 1 << 8 | 3;
@@ -81,7 +82,7 @@ pub fn read_file(path: &Path) -> Result<Profile, ProfileReadError> {
     let mut options = std::fs::OpenOptions::new();
     let file = options.read(true).custom_flags(DO_NOT_WAIT).open(path);
     let file = file.map_err(ProfileReadError::Io)?;
-    // Check the opened file; the path may refer to another one by now.
+    // Check the opened file, because the path may refer to another file by now.
     let meta = file.metadata().map_err(ProfileReadError::Io)?;
     let kind = meta.file_type();
     match () {
@@ -91,8 +92,8 @@ pub fn read_file(path: &Path) -> Result<Profile, ProfileReadError> {
         () if kind.is_fifo() => return Err(ProfileReadError::NoFile("pipe")),
         () => return Err(ProfileReadError::NoFile("device")),
     }
-    // Only recordings may take the memory of a large file, so check the magic number and the size
-    // first.
+    // Check the magic number and the size first, so that only recordings can take up the memory of
+    // a large file.
     let (mut file, mut bytes) = (file.take(MAX_FILE + 1), Vec::new());
     file.by_ref()
         .take(MAGIC.len() as u64)
@@ -110,8 +111,8 @@ pub fn read_file(path: &Path) -> Result<Profile, ProfileReadError> {
     read(&bytes)
 }
 
-/// Checks that the sections of the header lie within the file. The parser allocates memory by their
-/// sizes.
+/// Checks that the sections of the header lie within the file. The parser allocates memory
+/// according to their sizes.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "inside the file, which is in memory"
@@ -138,7 +139,7 @@ fn check_sections(bytes: &[u8]) -> Result<(), ProfileReadError> {
     if !inside(attrs, attrs_len) || !inside(data, data_len) || !(16..=4096).contains(&attr_size) {
         return Err(truncated());
     }
-    // Event IDs of each attribute.
+    // Check the event IDs of each attribute.
     for i in 0..attrs_len / attr_size {
         let at = attrs + i * attr_size + attr_size - 16;
         let at = usize::try_from(at).map_err(|_| truncated())?;
@@ -146,7 +147,7 @@ fn check_sections(bytes: &[u8]) -> Result<(), ProfileReadError> {
             return Err(truncated());
         }
     }
-    // The table after the data lists the section of each feature. In a file written by perf,
+    // The table after the data contains the section of each feature. In a file written by perf,
     // sections do not overlap.
     let mut total = 0u64;
     let mut slot = data + data_len;
@@ -165,14 +166,14 @@ fn check_sections(bytes: &[u8]) -> Result<(), ProfileReadError> {
         let sane = match bit {
             FEATURE_CMDLINE => half(section, 0).is_some_and(|n| u64::from(n) <= len / 4),
             FEATURE_EVENT_DESC => event_desc_is_sane(section).is_some(),
-            // Unknown features of other writers are accepted; their sections may have any layout.
+            // Accept unknown features of other writers, whose sections may have any layout.
             bit => bit < 128,
         };
         if !sane {
             return Err(truncated());
         }
     }
-    // The table of event names that predates EVENT_DESC is unsupported.
+    // The table of event names that preceded EVENT_DESC is unsupported.
     if field(64)? != 0 { Err(truncated()) } else { Ok(()) }
 }
 
@@ -185,7 +186,7 @@ fn half(bytes: &[u8], at: usize) -> Option<u32> {
     ))
 }
 
-/// Checks that the counts and lengths of an EVENT_DESC section fit into it.
+/// Checks that the counts and lengths in an EVENT_DESC section do not exceed the section.
 fn event_desc_is_sane(section: &[u8]) -> Option<()> {
     let (events, attr_size) = (half(section, 0)?, half(section, 4)? as usize);
     let mut at = 8usize;
@@ -259,7 +260,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
                 if record.parse_info.sample_format.contains(SampleFormat::READ) {
                     return Err(ProfileReadError::CounterValues);
                 }
-                // Skip a damaged record; the others are still valid.
+                // Skip a damaged record. The other records are still valid.
                 let filter = profile.events.get(attr_index).map_or(0, |e| e.branch_filter);
                 let branches = branches_of(&record, filter);
                 if chain_is_sane(&record)
@@ -295,8 +296,7 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
     Ok(profile)
 }
 
-/// Replaces control characters in names, which are untrusted, so that they cannot affect a
-/// terminal.
+/// Replaces control characters in untrusted names, so that they cannot affect a terminal.
 fn plain_names(profile: &mut Profile) {
     let meta = &mut profile.meta;
     let names = [&mut meta.hostname, &mut meta.os_release].into_iter();
@@ -316,7 +316,8 @@ fn plain_names(profile: &mut Profile) {
         .for_each(|name| *name = name.replace(char::is_control, "?"));
 }
 
-/// Returns whether the build ID of an MMAP2 record has a valid length. The parser panics on others.
+/// Returns whether the build ID of an MMAP2 record has a valid length. The parser panics on invalid
+/// lengths.
 fn build_id_is_sane(record: &RawEventRecord<'_>) -> bool {
     const AT: usize = 32;
     record.record_type != RecordType::MMAP2
@@ -341,7 +342,7 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     u64_at(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
 }
 
-/// Returns the size of the fields before the call chain of a sample without counter values.
+/// Returns the size of the fields before the call chain, for a sample without counter values.
 fn fixed_bytes(format: SampleFormat) -> usize {
     let before = SampleFormat::IDENTIFIER
         | SampleFormat::IP
@@ -355,10 +356,11 @@ fn fixed_bytes(format: SampleFormat) -> usize {
     8 * (format & before).bits().count_ones() as usize
 }
 
-/// Returns the branch stack of a record, which is empty for most records. Returns `None` if it does
-/// not fit into the record. The parser provides no branches.
-fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<Branch>> {
-    /// `PERF_SAMPLE_BRANCH_HW_INDEX`: a word precedes the branches.
+/// Returns the branch stack of a record, which is empty for most records. Returns `None` if the
+/// stack does not fit into the record. This function is needed because the parser does not provide
+/// branches.
+fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<SampledBranch>> {
+    /// `PERF_SAMPLE_BRANCH_HW_INDEX`, with which a word precedes the branches.
     const HARDWARE_INDEX: u64 = 1 << 17;
     let format = record.parse_info.sample_format;
     if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::BRANCH_STACK) {
@@ -378,7 +380,7 @@ fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<Branch>> 
     at += if filter & HARDWARE_INDEX == 0 { 8 } else { 16 };
     let words = data.get(at..at.checked_add(count.checked_mul(24)?)?)?;
     let branch = |n| {
-        Some(Branch {
+        Some(SampledBranch {
             from: u64_at(words, 24 * n)?,
             to: u64_at(words, 24 * n + 8)?,
             flags: u64_at(words, 24 * n + 16)?,
@@ -387,7 +389,7 @@ fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<Branch>> 
     (0..count).map(branch).collect()
 }
 
-/// Fields of an attribute as stored.
+/// Fields of an attribute as stored in the file.
 #[derive(Clone, Copy, Default)]
 struct RawAttr {
     type_: u32,
@@ -397,7 +399,7 @@ struct RawAttr {
     has_chains: bool,
 }
 
-/// Returns the stored fields of attribute `i`. The parser provides only their interpretation.
+/// Returns the stored fields of attribute `i`. The parser provides only an interpreted form.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "perf_event_attr.type is the lower half"
@@ -475,7 +477,7 @@ fn take_name(events: &mut [EventInfo], data: &[u8]) {
     }
 }
 
-/// Process IDs are signed in the format; -1 means unknown.
+/// Converts a process ID, which is signed in the format. -1 means unknown.
 fn pid(raw: i32) -> u32 {
     raw.cast_unsigned()
 }
@@ -485,7 +487,7 @@ fn add(
     record: &EventRecord<'_>,
     time: Option<u64>,
     event_id: u64,
-    branches: &[Branch],
+    branches: &[SampledBranch],
 ) {
     let time_ns = time.unwrap_or(0);
     match record {
@@ -564,7 +566,7 @@ fn add(
     }
 }
 
-/// Converts a context marker of a guest sample to the one that our unwinder writes.
+/// Converts a context marker of a guest sample to the marker that this crate's unwinder writes.
 fn marker_for_us(frame: u64) -> u64 {
     match frame {
         CONTEXT_KERNEL => CONTEXT_GUEST_KERNEL,
@@ -573,8 +575,8 @@ fn marker_for_us(frame: u64) -> u64 {
     }
 }
 
-/// Reads the symbols after the feature sections. Returns none if the section is missing or damaged,
-/// because it is optional.
+/// Reads the symbols after the feature sections. Returns an empty list if the section is missing or
+/// damaged, because it is optional.
 fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
     let packed = || {
         let footer = bytes.len().checked_sub(24)?;

@@ -24,7 +24,7 @@ pub enum SortKey {
 }
 
 impl SortKey {
-    /// Names that `--sort` accepts.
+    /// Names accepted by `--sort`.
     pub const NAMES: &'static str = "comm (or task), pid, vcpu (or cpu), dso, sym (or symbol)";
 
     /// Returns the key with this name.
@@ -64,7 +64,7 @@ pub enum ReportColumn {
 }
 
 impl ReportColumn {
-    /// Returns the column with this name: one of `overhead`, `sample`, `period` and the sort keys.
+    /// Returns the column with this name: `overhead`, `sample`, `period`, or one of the sort keys.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
             "overhead" => Self::Overhead,
@@ -83,7 +83,7 @@ impl ReportColumn {
         }
     }
 
-    /// Returns the minimum width of a column of numbers.
+    /// Returns the minimum width of a numeric column.
     fn number_width(self) -> Option<usize> {
         match self {
             Self::Overhead => Some(8),
@@ -94,16 +94,16 @@ impl ReportColumn {
     }
 }
 
-/// Options of a report.
+/// Options for a report.
 #[derive(Debug, Clone)]
 pub struct ReportOptions {
     /// Columns by which samples are grouped, in order.
     pub sort: Vec<SortKey>,
-    /// Columns to print, in order; `None` for share, number of samples and the sort keys.
+    /// Columns to print, in order; `None` for the share, the number of samples and the sort keys.
     pub columns: Option<Vec<ReportColumn>>,
     /// Minimum share of a row, in percent. Rows below it are omitted.
     pub min_percent: f64,
-    /// Samples to show. The shares remain those of all samples.
+    /// Filter for the displayed samples. The shares still refer to all samples.
     pub filter: SampleFilter,
     /// Call graph below each row, if any.
     pub call_graph: Option<CallGraphOptions>,
@@ -210,7 +210,7 @@ fn table(
     }
 }
 
-/// Returns the texts of the sort columns of a sample.
+/// Returns the texts of a sample's sort columns.
 fn keys(
     s: &ProfileSample<'_>,
     profile: &Profile,
@@ -224,14 +224,14 @@ fn keys(
         SortKey::Vcpu => format!("{:03}", s.vcpu),
         SortKey::Object => top.as_ref().map_or_else(String::new, |n| n.object.to_string()),
         SortKey::Symbol => top.as_ref().map_or_else(String::new, |n| {
-            // perf marks guest frames with g (kernel) and u (user space).
+            // perf marks guest frames with g (kernel) or u (user space).
             format!("[{}] {}", if n.kernel { 'g' } else { 'u' }, n.name)
         }),
     };
     options.sort.iter().map(key).collect()
 }
 
-/// Returns the call trees of the rows of one event.
+/// Returns the call trees for the rows of one event.
 fn call_trees(
     event: &EventInfo,
     profile: &Profile,
@@ -253,7 +253,7 @@ fn call_trees(
     trees
 }
 
-/// Abbreviates a number like perf: 1234 as `1K`.
+/// Abbreviates a number in the same way as perf, for example 12345 as `12K`.
 fn short(n: u64) -> String {
     match n {
         0..=9_999 => n.to_string(),
@@ -273,7 +273,7 @@ pub(super) fn widths<'r>(headings: &[&str], rows: impl Iterator<Item = &'r [Stri
     widths
 }
 
-/// Formats the texts in columns of these widths.
+/// Formats the texts in columns of the given widths.
 pub(super) fn columns(texts: &[&str], widths: &[usize]) -> String {
     let mut line = String::new();
     for (text, width) in texts.iter().zip(widths) {
@@ -298,7 +298,7 @@ fn cells(row: &ReportRow, options: &ReportOptions, shown: &[ReportColumn]) -> Ve
     shown.iter().map(cell).collect()
 }
 
-/// Formats a line of a table: two characters, and the cells in columns.
+/// Formats a table line: two leading characters, and the cells in columns.
 fn line(lead: &str, cells: &[String], shown: &[ReportColumn], widths: &[usize]) -> String {
     let mut line = lead.to_owned();
     for ((cell, column), width) in cells.iter().zip(shown).zip(widths) {

@@ -1,4 +1,5 @@
-//! Writes each sample as text in the format of `perf script`, for tools that parse it, or as JSON.
+//! Writes each sample as text in the format of `perf script`, for tools that parse this format, or
+//! as JSON.
 
 use std::io::{self, Write};
 
@@ -6,7 +7,7 @@ use serde::Serialize;
 
 use super::filter::SampleFilter;
 use super::symbolize::{NamedFrame, Symbolizer, task_label};
-use super::{Branch, ChainFrame, Profile, ProfileSample, frames};
+use super::{ChainFrame, Profile, ProfileSample, SampledBranch, frames};
 
 /// A field of a sample, with the names of `perf script --fields`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,7 +111,7 @@ pub struct ScriptOptions {
 /// Writes all samples with all fields in chronological order.
 ///
 /// # Errors
-/// Returns the error of `out`.
+/// Returns an error if `out` fails.
 pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -> io::Result<()> {
     write_with(profile, symbols, &ScriptOptions::default(), out)
 }
@@ -118,7 +119,7 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
 /// Writes samples in chronological order.
 ///
 /// # Errors
-/// Returns the error of `out`.
+/// Returns an error if `out` fails.
 pub fn write_with(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
@@ -187,7 +188,7 @@ fn write_head(
     Ok(())
 }
 
-/// Writes the call chain, or ends the line if no field of it is selected.
+/// Writes the call chain. If none of its fields is selected, only ends the line.
 fn write_frames(
     symbols: &mut Symbolizer<'_>,
     fields: &ScriptFields,
@@ -217,8 +218,8 @@ fn write_frames(
     Ok(())
 }
 
-/// Writes the branch stack in the format of `perf script`, on a line of its own. The fields after
-/// the addresses are: prediction, transaction, abort, cycles and kind.
+/// Writes the branch stack on a separate line, in the format of `perf script`. The addresses are
+/// followed by prediction, transaction, abort, cycles and type.
 fn write_branches(fields: &ScriptFields, s: &ProfileSample<'_>, out: &mut impl Write) -> io::Result<()> {
     if !fields.has(ScriptField::Brstack) || s.branches.is_empty() {
         return Ok(());
@@ -229,8 +230,8 @@ fn write_branches(fields: &ScriptFields, s: &ProfileSample<'_>, out: &mut impl W
     writeln!(out)
 }
 
-fn branch_text(branch: &Branch) -> String {
-    let Branch { from, to, flags } = branch;
+fn branch_text(branch: &SampledBranch) -> String {
+    let SampledBranch { from, to, flags } = branch;
     let prediction = match flags & 3 {
         0 => '-',
         2 => 'P',

@@ -58,10 +58,11 @@ impl SampledProfile {
     }
 }
 
-/// Writes a profile. Each task and event has a profile of its own in the file, named `task: event`.
+/// Writes a profile. Each combination of task and event is a separate profile in the file, named
+/// `task: event`.
 ///
 /// # Errors
-/// Returns the error of `out`.
+/// Returns an error if `out` fails.
 pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -> io::Result<()> {
     let mut shared = SharedFrames::default();
     let mut known: HashMap<(String, Rc<str>), usize> = HashMap::new();
@@ -96,7 +97,7 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
         of_task.end_value = of_task.end_value.saturating_add(s.period);
     }
     let mut profiles: Vec<SampledProfile> = profiles.into_values().collect();
-    // The program shows the first one.
+    // The program displays the first profile.
     profiles.sort_by_key(|p| std::cmp::Reverse(p.end_value));
     let file = SpeedscopeFile {
         schema: SCHEMA,

@@ -16,7 +16,7 @@ pub const USER_OBJECT: &str = "[guest user]";
 /// A frame with its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedFrame {
-    /// Function name; if unknown, the file name and offset, or the address in hexadecimal.
+    /// Function name. If unknown, the file name and offset, or the address in hexadecimal.
     pub name: String,
     /// Offset into the function; 0 if the function is unknown.
     pub offset: u64,
@@ -28,14 +28,14 @@ pub struct NamedFrame {
     pub kernel: bool,
 }
 
-/// What the guest's file of a mapping provides.
+/// Usability of the guest's file of a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileSymbols {
     /// The file is missing or unusable.
     Missing,
-    /// The file is not the build that the guest runs.
+    /// The file is a different build from the one that the guest runs.
     OtherBuild,
-    /// The file was read. It may have no symbols.
+    /// The file was read, but may contain no symbols.
     Usable,
 }
 
@@ -68,8 +68,8 @@ impl<'p> Symbolizer<'p> {
         }
     }
 
-    /// Resolves a frame of process `pid`. For a caller's frame, the call instruction just before
-    /// the return address is looked up.
+    /// Resolves a frame of process `pid`. For a caller's frame, looks up the call instruction just
+    /// before the return address.
     pub fn name(&mut self, frame: ChainFrame, pid: u32) -> Rc<NamedFrame> {
         let pid = if frame.kernel { NO_PID } else { pid };
         let lookup = frame.instruction();
@@ -113,8 +113,8 @@ impl<'p> Symbolizer<'p> {
         named
     }
 
-    /// Returns the end address of the function of a frame of process `pid`, if the source of its
-    /// name provides it.
+    /// Returns the end address of a frame's function in process `pid`, if the source of its name
+    /// provides it.
     pub fn end(&mut self, frame: ChainFrame, pid: u32) -> Option<u64> {
         let lookup = frame.instruction();
         if frame.kernel {
@@ -148,8 +148,8 @@ impl<'p> Symbolizer<'p> {
         self.mount.as_mut()?.jit(pid, address)
     }
 
-    /// Returns what the guest's file `path` provides. `running` is the build ID of the file that the
-    /// guest runs.
+    /// Reads the guest's file `path` and returns its usability. `running` is the build ID of the
+    /// file that the guest runs.
     pub fn file_symbols(&mut self, path: &str, running: Option<BuildId>) -> FileSymbols {
         let Some(mount) = &mut self.mount else {
             return FileSymbols::Missing;
@@ -173,8 +173,8 @@ impl<'p> Symbolizer<'p> {
         self.mount.as_ref().map_or(&[], |m| m.problems())
     }
 
-    /// Returns the object, the function and its address, and a substitute name if there is no
-    /// function.
+    /// Returns the object, the function and its address, and a substitute name if the function is
+    /// unknown.
     fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>, Option<String>) {
         let mapping = self
             .profile
@@ -210,8 +210,8 @@ impl<'p> Symbolizer<'p> {
     }
 }
 
-/// Returns whether a mapping has a file. Mappings without one have names in brackets or start with two
-/// slashes.
+/// Returns whether a mapping is backed by a file. Mappings without a file have names in brackets or
+/// names that start with two slashes.
 fn is_file(path: &str) -> bool {
     path.starts_with('/') && !path.starts_with("//")
 }
@@ -219,10 +219,10 @@ fn is_file(path: &str) -> bool {
 /// Adds a call chain to each sample that has none because its vCPU was not stopped.
 ///
 /// Chains are taken in turn from samples in the same function of the same process, so that the
-/// callers of a function have the shares that the samples with chains show. A sample in the kernel
-/// may take a chain of another process with the same name, and is then attributed to that process.
-/// A sample whose function has no chain remains unchanged. Truncated chains are used only if there
-/// is no other.
+/// shares of a function's callers match those in the samples with chains. A sample in the kernel
+/// may take a chain from another process with the same name, and is then attributed to that
+/// process. A sample whose function has no chain remains unchanged. Truncated chains are used only
+/// if there is no complete one.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
     let mut donors: HashMap<ChainKey, (Vec<super::ProfileSample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
@@ -256,7 +256,8 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
             *next += 1;
             (sample.pid, sample.tid, sample.cr3) = (donor.pid, donor.tid, donor.cr3);
             chain.extend_from_slice(donor.chain);
-            // The chain starts with a context marker. The sample keeps its own address.
+            // Replace the first address after the context marker, because the sample keeps its own
+            // address.
             if let Some(own) = chain.iter_mut().find(|f| **f < (-4095i64).cast_unsigned()) {
                 *own = sample.ip;
             }
@@ -269,7 +270,7 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
     full
 }
 
-/// The process or process name that a sample belongs to.
+/// Process or process name to which a sample belongs.
 #[derive(PartialEq, Eq, Hash)]
 enum SampleOwner {
     /// Process with this ID.
@@ -303,7 +304,8 @@ fn chain_keys(
     ]
 }
 
-/// Returns the name of a task, or a substitute from its thread ID or address space if unknown.
+/// Returns the name of a task. If unknown, returns a substitute that contains the thread ID or the
+/// address space.
 pub fn task_label(profile: &Profile, tid: u32, cr3: u64, time_ns: u64) -> String {
     match profile.comm(tid, time_ns) {
         Some(comm) => comm.to_owned(),

@@ -1,4 +1,4 @@
-//! The result of a kernel search, as needed for sampling and for the operator.
+//! Result of a kernel search, with the data needed for sampling and for the operator.
 
 use kernel_images::build_id::BuildId;
 use kernel_images::orc::OrcTable;
@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
-use crate::unwind::KernelUnwind;
+use crate::unwind::KernelUnwinder;
 
-/// The reader's message about a part that it could not read.
+/// The reader's message about a part of the kernel that it could not read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{0}")]
 pub struct UnreadPart(pub String);
@@ -21,7 +21,7 @@ pub struct FoundKernel {
     pub orc: Option<OrcTable>,
     /// Address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),
-    /// Layout of the kernel's task structures, or the reason why it is unknown.
+    /// Layout of the kernel's task structures, or the reason it is unknown.
     pub tasks: Result<TaskLayout, UnreadPart>,
     /// The kernel's own page tables; `None` if unknown.
     pub tables: Option<KernelTables>,
@@ -36,9 +36,9 @@ pub struct FoundKernel {
 }
 
 impl FoundKernel {
-    /// Returns the data that the unwinder needs.
-    pub fn unwind(&self) -> KernelUnwind<'_> {
-        KernelUnwind {
+    /// Returns the data that the unwinder requires.
+    pub fn unwind(&self) -> KernelUnwinder<'_> {
+        KernelUnwinder {
             orc: self.orc.as_ref(),
             slide: 0,
             entry_text: self.entry_text,

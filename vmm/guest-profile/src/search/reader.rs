@@ -1,4 +1,4 @@
-//! The process that parses a kernel's tables. It has no access to guest memory and requests each
+//! Process that parses a kernel's tables. It has no direct access to guest memory and requests each
 //! range that it reads.
 
 use std::cell::RefCell;
@@ -15,21 +15,21 @@ use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 use crate::{GuestPage, GuestPhys};
 
-/// Size of a memory request, in bytes. Larger than most reads, because neighboring memory is
-/// usually read next.
+/// Size of a memory request, in bytes. It exceeds the size of most reads, because neighboring
+/// memory is usually read next.
 const BLOCK: usize = 64 << 10;
 /// Maximum number of cached blocks.
 const MAX_BLOCKS: usize = 256;
 const PAGE: usize = 4096;
-/// Maximum size of the symbols' text, in bytes. Distribution kernels have 5 to 15 million.
+/// Maximum size of the symbol text, in bytes. Distribution kernels have 5 to 15 million.
 pub(super) const MAX_SYMBOL_BYTES: usize = 64 << 20;
 /// Maximum number of unwind table entries. Distribution kernels have half a million.
 pub(super) const MAX_ENTRIES: usize = 4 << 20;
 
-/// Serves one search request on `stream` and returns.
+/// Serves one search request on `stream`.
 ///
 /// # Errors
-/// Returns an error if the asker has closed the connection or sent an invalid request.
+/// Returns an error if the requester has closed the connection or sent an invalid request.
 pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     let (letter, length) = wire::head(&mut stream)?;
     let mut bytes = vec![0; length];
@@ -107,13 +107,13 @@ fn tell(
 /// changes by the guest may not be visible.
 pub(super) struct RemoteMemory<S> {
     stream: RefCell<S>,
-    /// Complete blocks by block number; `None` if a part of the block is not RAM.
+    /// Complete blocks by block number; `None` if part of the block is not RAM.
     blocks: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
-    /// Individual pages of blocks that are not completely RAM.
+    /// Individual pages of blocks that consist only partly of RAM.
     pages: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
 }
 
-/// A page of guest memory, copied from the asker.
+/// A page of guest memory, copied from the requester.
 pub(super) struct RemotePage {
     bytes: Rc<[u8]>,
     start: usize,
@@ -143,7 +143,7 @@ impl<S: Read + Write> RemoteMemory<S> {
     }
 
     /// Requests at most [`PIECE`] bytes of memory. Returns `false` if the range is not RAM or the
-    /// asker has exited.
+    /// requester has exited.
     fn borrow(&self, gpa: u64, into: &mut [u8]) -> bool {
         let mut asked = || -> io::Result<bool> {
             let stream = &mut *self.stream.borrow_mut();

@@ -1,4 +1,4 @@
-//! The process that holds guest memory. Serves the reader's memory requests and validates its
+//! Process that holds guest memory. It serves the reader's memory requests and validates its
 //! result, without parsing guest tables itself.
 
 use std::io::{self, ErrorKind, Read, Write};
@@ -11,19 +11,19 @@ use kernel_images::packed::PackedText;
 use super::found_kernel::{FoundKernel, UnreadPart};
 use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES};
 use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
-use crate::locate::KernelAnchors;
+use crate::locate::KernelReferenceSymbols;
 use crate::{GuestPhys, GuestRegs};
 
 /// Maximum number of memory ranges that one search may request. A kernel mapped with small pages
 /// takes 2,000.
 const MAX_RANGES: u32 = 1 << 18;
-/// Maximum number of bytes that one search may request. Exceeds the largest kernel read through two
-/// registers and two address spaces with scattered small pages.
+/// Maximum number of bytes that one search may request. It exceeds the size of the largest kernel
+/// that is read through two registers and two address spaces with scattered small pages.
 const MAX_SERVED_BYTES: u64 = 4 << 30;
-/// Maximum number of characters shown of a text from the reader.
+/// Maximum number of characters displayed of a text from the reader.
 const MAX_TEXT: usize = 400;
 
-/// Reason why no kernel was found.
+/// Error returned when no kernel was found.
 #[derive(Debug, thiserror::Error)]
 pub enum SearchError {
     /// The reader found no kernel or does not support it. Contains its message.
@@ -35,7 +35,7 @@ pub enum SearchError {
     /// The search timed out.
     #[error("the kernel reader process timed out")]
     Slow,
-    /// The reader exceeded the limit of the named resource.
+    /// The reader exceeded the limit for the named resource.
     #[error("the kernel reader process requested too many {0}")]
     TooMuch(&'static str),
     /// The reader sent an invalid message of the named type.
@@ -56,18 +56,18 @@ impl From<io::Error> for SearchError {
     }
 }
 
-/// Lets the reader at the other end of `stream` ([`super::serve`]) search for the kernel that
-/// `regs` and `anchors` point into, and serves its reads of `memory`. Returns at the latest one
-/// message after `until`, if `stream` has a timeout.
+/// Lets the reader at the other end of `stream` ([`super::serve`]) search for the kernel into which
+/// `regs` and `anchors` point, and serves its reads of `memory`. If `stream` has a timeout, the
+/// function returns no later than one message after `until`.
 ///
 /// # Errors
-/// Returns an [`SearchError`] if the reader finds no kernel, fails, times out, exceeds a limit or
+/// Returns a [`SearchError`] if the reader finds no kernel, fails, times out, exceeds a limit or
 /// sends an invalid message.
 pub fn ask<M: GuestPhys + ?Sized>(
     stream: &mut (impl Read + Write),
     memory: &M,
     regs: &GuestRegs,
-    anchors: &KernelAnchors,
+    anchors: &KernelReferenceSymbols,
     until: Instant,
 ) -> Result<FoundKernel, SearchError> {
     let question = SearchRequest {
@@ -95,7 +95,7 @@ pub fn ask<M: GuestPhys + ?Sized>(
     }
 }
 
-/// Serves memory requests and counts them against the limits.
+/// Server for memory requests, which counts them against the limits.
 #[derive(Default)]
 struct MemoryServer {
     ranges: u32,
@@ -162,7 +162,7 @@ impl ReceivedParts {
         }
     }
 
-    /// Checks the number of entries, and that no incomplete entry (`rest`) remains.
+    /// Checks the number of entries, and that no incomplete entry (`rest`) is left over.
     fn check_entries(&self, rest: &[u8]) -> Result<(), SearchError> {
         if self.offsets.len().max(self.entries.len()) > MAX_ENTRIES {
             return Err(SearchError::TooMuch("unwind tables"));
@@ -198,8 +198,8 @@ impl ReceivedParts {
     }
 }
 
-/// Makes untrusted text printable: at most [`MAX_TEXT`] characters, with `?` for bytes that are
-/// not printable ASCII.
+/// Makes untrusted text printable. The result has at most [`MAX_TEXT`] characters, with `?` for
+/// bytes that are not printable ASCII.
 fn printable(text: &[u8]) -> String {
     let shown = |byte: &u8| match byte {
         b' ' | b'!'..=b'~' => char::from(*byte),

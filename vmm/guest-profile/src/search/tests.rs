@@ -1,5 +1,5 @@
-//! Tests that memory served to the reader equals guest memory, and that a compromised reader can do
-//! no harm beyond its socket.
+//! Tests that memory served to the reader equals guest memory, and that a compromised reader can
+//! cause no harm beyond its socket.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES, RemoteMemory};
 use super::wire::{self, MemoryRequest, PIECE};
 use super::*;
-use crate::locate::KernelAnchors;
+use crate::locate::KernelReferenceSymbols;
 use crate::{GuestPage, GuestPhys, GuestRegs};
 
 /// A timeout that never expires in a test.
@@ -19,12 +19,12 @@ const LATER: Duration = Duration::from_secs(3600);
 /// Behavior of a test reader.
 type Reader = fn(&mut UnixStream);
 
-/// Returns RAM of two blocks and a page in which adjacent bytes differ.
+/// Returns RAM of two blocks and one page, in which adjacent bytes differ.
 fn ram() -> Vec<u8> {
     (0..(128 << 10) + 4096u32).map(|n| (n ^ n >> 8) as u8).collect()
 }
 
-/// Runs the asker against `reader` at the other end of the socket.
+/// Runs the requester with `reader` at the other end of the socket.
 fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, SearchError> {
     asked_until(ram, Instant::now() + LATER, reader)
 }
@@ -46,7 +46,7 @@ fn asked_until(
             &mut ours,
             ram,
             &GuestRegs::default(),
-            &KernelAnchors::default(),
+            &KernelReferenceSymbols::default(),
             until,
         );
         drop(ours);
@@ -54,7 +54,7 @@ fn asked_until(
     })
 }
 
-/// Any read through the reader returns the same as the memory itself, including holes.
+/// Any read through the reader returns the same data as the memory itself, including holes.
 #[test]
 fn remote_memory_equals_guest_memory() {
     let ram = ram();
@@ -87,13 +87,13 @@ fn remote_memory_equals_guest_memory() {
     assert!(matches!(found, Err(SearchError::Lost(_))), "{found:?}");
 }
 
-/// The test guest has no kernel, and the reader reports that.
+/// The test guest has no kernel, and the reader reports this.
 #[test]
 fn reader_reports_missing_kernel() {
     let ram = ram();
     let (mut ours, its) = UnixStream::pair().unwrap();
     let reader = std::thread::spawn(move || serve(its).unwrap());
-    let (regs, anchors) = (GuestRegs::default(), KernelAnchors::default());
+    let (regs, anchors) = (GuestRegs::default(), KernelReferenceSymbols::default());
     let found = ask(&mut ours, &ram[..], &regs, &anchors, Instant::now() + LATER);
     let why = found.unwrap_err().to_string();
     assert_eq!(why, "cannot read the guest's page tables");
@@ -171,7 +171,7 @@ fn invalid_search_result_is_rejected() {
         ("too many bytes of memory at once", |its| {
             wire::send(its, wire::READ, &wanted(0, PIECE as u32 + 1)).unwrap();
         }),
-        // The reader's message is shown, but bounded.
+        // The reader's message is displayed, but its length is bounded.
         ("a?b", |its| {
             let why = [&b"a\nb"[..], &[b'x'; 5000]].concat();
             wire::send(its, wire::FAILED, &why).unwrap();
@@ -199,7 +199,7 @@ fn reader_exceeding_limits_is_rejected() {
     assert!(endless(wire::ENTRIES, PIECE / 6 * 6).ends_with("too many unwind tables"));
     const { assert!(MAX_SYMBOL_BYTES <= 64 << 20 && MAX_ENTRIES * 10 <= 64 << 20) };
     let found = asked(&ram, |its| {
-        // The answer is omitted for memory of which only a few bytes exist.
+        // The reply contains no data if only a few bytes of the requested memory exist.
         while wire::send(its, wire::READ, &wanted(1 << 40, PIECE as u32)).is_ok() && wire::head(its).is_ok() {
         }
     });
@@ -215,7 +215,7 @@ fn reader_exceeding_limits_is_rejected() {
     assert!(matches!(found, Err(SearchError::Slow)), "{found:?}");
 }
 
-/// Member offsets are added without overflow checks, so implausible ones are rejected.
+/// Member offsets are added without overflow checks, so implausible offsets are rejected.
 #[test]
 fn implausible_member_offsets_are_rejected() {
     let layout = |pivot: u64, page: u64| {
@@ -245,7 +245,8 @@ fn implausible_member_offsets_are_rejected() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Sends messages of random types with random contents in random order.
+    /// The requester does not panic on messages of random types with random contents in random
+    /// order.
     #[test]
     fn arbitrary_reader_messages_never_panic(
         messages in prop::collection::vec((prop::sample::select(&b"RSOEFX?"[..]), prop::collection::vec(any::<u8>(), 0..40)), 0..12),

@@ -1,4 +1,4 @@
-//! Message format of a search: a letter, a length and the payload.
+//! Message format of a search, consisting of a letter, a length and the payload.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -6,16 +6,16 @@ use serde::{Deserialize, Serialize};
 
 use super::found_kernel::UnreadPart;
 use crate::GuestRegs;
-use crate::locate::KernelAnchors;
+use crate::locate::KernelReferenceSymbols;
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 
 /// Maximum payload of a message, in bytes.
 pub(super) const PIECE: usize = 1 << 20;
-/// Size of a message header, in bytes: the letter and the payload length.
+/// Size of a message header, which consists of the letter and the payload length, in bytes.
 const HEAD: usize = 5;
 
-/// To the reader: a [`SearchRequest`]. The first message.
+/// To the reader: a [`SearchRequest`], which is the first message.
 pub(super) const ASK: u8 = b'A';
 /// To the reader: the requested guest memory.
 pub(super) const MEMORY: u8 = b'M';
@@ -23,25 +23,25 @@ pub(super) const MEMORY: u8 = b'M';
 pub(super) const NO_MEMORY: u8 = b'N';
 /// From the reader: a memory request, [`MemoryRequest`].
 pub(super) const READ: u8 = b'R';
-/// From the reader: a part of the symbols' text.
+/// From the reader: a part of the symbol text.
 pub(super) const SYMBOLS: u8 = b'S';
 /// From the reader: a part of the unwind table offsets, 4 bytes each.
 pub(super) const OFFSETS: u8 = b'O';
 /// From the reader: a part of the unwind table entries.
 pub(super) const ENTRIES: u8 = b'E';
-/// From the reader: a [`KernelSummary`]. The last message.
+/// From the reader: a [`KernelSummary`], which is the last message.
 pub(super) const FOUND: u8 = b'F';
-/// From the reader: the reason why no kernel was found. The last message.
+/// From the reader: the reason no kernel was found, which is the last message.
 pub(super) const FAILED: u8 = b'X';
 
 /// A search request.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SearchRequest {
     pub(super) regs: GuestRegs,
-    pub(super) anchors: KernelAnchors,
+    pub(super) anchors: KernelReferenceSymbols,
 }
 
-/// Properties of a kernel besides symbols and unwind tables.
+/// Properties of a kernel in addition to symbols and unwind tables.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct KernelSummary {
     /// Start address of the unwind tables, if present.

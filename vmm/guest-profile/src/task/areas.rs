@@ -1,5 +1,5 @@
-//! Reads all mappings of any process, found by its ID, and memory that the process has mapped but
-//! not touched.
+//! Reads all mappings of a process selected by its ID, and memory that the process has mapped but
+//! not accessed.
 
 use super::{AreaLayout, MAX_AREAS, ProcessMapping, TaskLayout, TaskReader};
 use crate::paging::AddressSpace;
@@ -7,7 +7,7 @@ use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of guest processes searched for a process ID.
+/// Maximum number of guest processes that are searched for a process ID.
 const MAX_PROCESSES: u32 = 1 << 16;
 /// End of the user address space (exclusive).
 const USER_END: u64 = 1 << 56;
@@ -21,7 +21,7 @@ pub struct KernelTables {
 }
 
 impl KernelTables {
-    /// Finds the page tables of the kernel `image`, which runs `slide` bytes above its linked
+    /// Finds the page tables of the kernel `image`, which runs `slide` bytes above its link-time
     /// addresses on a vCPU with these registers. Returns `None` if the symbols do not contain their
     /// address.
     pub fn find<M: GuestPhys + ?Sized>(
@@ -86,8 +86,8 @@ impl GuestProcess {
         None
     }
 
-    /// Looks up the same process again. Returns `None` if it has exited or executed another
-    /// program.
+    /// Looks up the same process again. Returns `None` if the process has exited or executed
+    /// another program.
     pub fn again<M: GuestPhys + ?Sized>(
         self,
         layout: &TaskLayout,
@@ -119,8 +119,8 @@ impl GuestProcess {
 pub struct ExecutableMapping {
     /// The mapping itself.
     pub mapping: ProcessMapping,
-    /// Address at which the first byte of the file is mapped; `None` if it is not mapped or too far
-    /// below.
+    /// Address at which the first byte of the file is mapped; `None` if it is not mapped, or if its
+    /// mapping is too far below.
     pub base: Option<u64>,
 }
 
@@ -142,8 +142,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(GuestProcess { pid, mm, task, root })
     }
 
-    /// Calls `each` with the executable mappings of process memory `mm` in ascending order, until
-    /// it returns `false`. Returns `false` if the budget or another limit ended the iteration.
+    /// Calls `each` with the executable mappings of the process memory `mm` in ascending order
+    /// until `each` returns `false`. Returns `false` if the budget or another limit ended the
+    /// iteration.
     pub fn code(
         &mut self,
         mm: u64,
@@ -209,9 +210,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `bytes` from `address` in process memory `mm`, whose page tables this reader uses.
-    /// File pages that the process has not touched are read from the kernel's page cache. Pages in
-    /// neither read as zeros; `missing` is called with their offset and length.
+    /// Fills `bytes` from `address` in the process memory `mm`, whose page tables this reader uses.
+    /// File pages that the process has not accessed are read from the kernel's page cache. Pages
+    /// found in neither read as zeros, and `missing` is called with their offset and length.
     pub fn memory(
         &mut self,
         mm: u64,
@@ -239,8 +240,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `part`, which lies within one page. `mapping` caches the last mapping that was looked
-    /// up.
+    /// Fills `part`, which lies within one page. `mapping` caches the result of the last mapping
+    /// lookup.
     fn page_of(
         &mut self,
         mm: u64,

@@ -3,11 +3,11 @@
 //! Unwind tables and symbol tables of a program are mapped but rarely accessed by the program
 //! itself, so its page tables lack many of these pages. The kernel still has them in memory if it
 //! has read the file. The page cache is a tree indexed by page number (`include/linux/xarray.h`).
-//! An entry is a `struct page` or, for several pages together, a `struct folio`. Its index in the
+//! An entry is a `struct page` or, for several contiguous pages, a `struct folio`. Its index in the
 //! kernel's array of page structures determines the physical page.
 //!
-//! All of this data is under the guest's control: a wrong value leads to other bytes of the guest's
-//! own memory, or to none.
+//! The guest controls all of this data. A wrong value leads to other bytes of the guest's own
+//! memory, or to no data.
 
 use std::num::NonZeroU64;
 
@@ -24,11 +24,11 @@ pub(super) struct CacheLayout {
     node_shift: u64,
     #[serde(deserialize_with = "super::offset")]
     node_slots: u64,
-    /// Offset in `struct folio`, or in `struct page` of kernels without folios.
+    /// Offset in `struct folio`, or in `struct page` for kernels without folios.
     index: u64,
     page_struct_bytes: NonZeroU64,
-    /// Address of the variable that holds the address of the array; `None` for a kernel with a
-    /// fixed one.
+    /// Address of the variable that holds the address of the array; `None` for a kernel in which
+    /// the array has a fixed address.
     vmemmap_base: Option<u64>,
 }
 
@@ -36,17 +36,17 @@ pub(super) struct CacheLayout {
 const CHUNK_SHIFT: u32 = 6;
 /// Maximum number of tree levels. A file of 2^52 pages has nine.
 const MAX_LEVELS: u32 = 11;
-/// Smallest pointer. Smaller non-pointer entries refer to another slot of the same node.
+/// Minimum value of a pointer. Smaller non-pointer entries refer to another slot of the same node.
 const FIRST_POINTER: u64 = 4096;
-/// Maximum number of pages of a folio.
+/// Maximum number of pages in a folio.
 const MAX_FOLIO_PAGES: u64 = 1 << 18;
-/// Address of the array in a kernel with 4-level page tables and without memory-layout
+/// Address of the array in a kernel with 4-level page tables and without memory layout
 /// randomization.
 const FIXED_VMEMMAP: u64 = 0xffff_ea00_0000_0000;
 
 impl CacheLayout {
     /// Reads the layout from type information. `vmemmap_base` is the run-time address of the
-    /// variable of that name.
+    /// variable with that name.
     pub(super) fn new(btf: &Btf, vmemmap_base: Option<u64>) -> Option<Self> {
         Some(Self {
             mapping: btf.offset_of("file", "f_mapping")?,
@@ -61,8 +61,8 @@ impl CacheLayout {
         })
     }
 
-    /// A layout of small structures: `f_mapping` and `i_pages` are the second words, and the first
-    /// slot of a node is its third word.
+    /// Returns a layout of small structures: `f_mapping` and `i_pages` are the second words, and
+    /// the first slot of a node is its third word.
     #[cfg(test)]
     pub(super) fn fixed(vmemmap_base: u64) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl CacheLayout {
     }
 
     /// Returns the guest-physical address of page `index` of the `struct file` at `file`, or `None`
-    /// if the page is not cached. `word` reads kernel memory.
+    /// if the page is not cached. `word` reads a word of kernel memory.
     pub(super) fn page(
         &self,
         file: u64,
@@ -105,7 +105,7 @@ impl CacheLayout {
         let mut entry = root;
         for level in 0..MAX_LEVELS {
             if entry & 3 != 2 || entry < FIRST_POINTER {
-                // Bit 0 marks an entry that is not a pointer: a shadow entry of an evicted page.
+                // Bit 0 marks a non-pointer entry, such as a shadow entry of an evicted page.
                 let is_pointer = entry & 3 == 0 && entry >= FIRST_POINTER;
                 return is_pointer.then_some(entry);
             }
@@ -174,8 +174,8 @@ mod tests {
         assert_eq!(page(&memory, 0), Some(7 << 12));
     }
 
-    /// Covers two levels, a folio of four pages whose other slots refer to its first one, an
-    /// evicted page and a hole.
+    /// Lookups succeed in a tree with two levels, in which a folio of four pages has slots that
+    /// refer to its first slot, and return nothing for an evicted page and a hole.
     #[test]
     fn page_cache_lookup_walks_xarray() {
         let mut memory = memory(NODE + 2);
@@ -194,7 +194,7 @@ mod tests {
         assert_eq!(page(&memory, 64 * 64), None, "above the tree");
     }
 
-    /// A folio of 64 pages occupies a slot of an inner node.
+    /// A folio of 64 pages in a slot of an inner node is found.
     #[test]
     fn large_folio_is_found_in_inner_node() {
         let mut memory = memory(NODE + 2);

@@ -1,4 +1,4 @@
-//! Copies user registers and the top of the user stack, to be unwound in another process.
+//! Copies user registers and the top of the user stack for unwinding in another process.
 
 use super::CallChain;
 use super::parts::OtherRegs;
@@ -15,7 +15,7 @@ const READS: u32 = 64;
 const PT_REGS_LOW: [usize; 6] = [10, 5, 11, 12, 13, 14];
 const PT_REGS_HIGH: [usize; 8] = [9, 8, 7, 6, 3, 2, 1, 0];
 const PT_REGS_WORDS: usize = 15;
-/// Linux's selectors of user code and data segments.
+/// Segment selectors that Linux uses for user code and data.
 const USER64_CS: u64 = 0x33;
 const USER32_CS: u64 = 0x23;
 const USER_DS: u64 = 0x2b;
@@ -28,15 +28,15 @@ const R8: usize = 12;
 /// User registers of a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampledUserRegs {
-    /// Registers in the order of [`REGISTERS`]; 0 for unknown ones.
+    /// Registers in the order described at [`REGISTERS`]; 0 for unknown registers.
     pub registers: [u64; REGISTERS],
     /// `true` for 64-bit code.
     pub wide: bool,
 }
 
 impl SampledUserRegs {
-    /// Returns the user registers that `chain`, walked from `regs`, led to, or `None` if it has no
-    /// user part.
+    /// Returns the user registers at the kernel/user boundary of `chain`, which was unwound from
+    /// `regs`, or `None` if `chain` has no user part.
     pub fn of<M: GuestPhys + ?Sized>(mem: &M, regs: &GuestRegs, chain: &CallChain) -> Option<Self> {
         let user = chain.user?;
         let mut registers = [0; REGISTERS];
@@ -78,8 +78,8 @@ impl SampledUserRegs {
         Some(Self { registers, wide })
     }
 
-    /// Copies the user stack into `out`, from the stack pointer upwards, as far as it is mapped.
-    /// Returns the number of bytes, a multiple of the word size.
+    /// Copies the mapped part of the user stack into `out`, from the stack pointer upwards. Returns
+    /// the number of bytes, which is a multiple of the word size.
     pub fn stack<M: GuestPhys + ?Sized>(&self, mem: &M, regs: &GuestRegs, out: &mut [u8]) -> usize {
         const PAGE: u64 = 4096;
         let Ok(mut space) = AddressSpace::of(mem, regs) else {

@@ -1,7 +1,7 @@
 //! Finds the user registers of samples in the kernel's entry code, where no `pt_regs` is complete
 //! and ORC tables have no entries.
 //!
-//! The kernel never unwinds from these addresses itself. From outside it is possible, because the
+//! The kernel never unwinds from these addresses itself. It is possible from outside, because the
 //! user registers are in known locations of the CPU and the entry code (Linux
 //! `arch/x86/entry/entry_64.S`):
 //!
@@ -12,28 +12,28 @@
 //! | exit path, on the entry stack | the old stack, at rdi | the old stack, at rdi |
 //! | exit path, after the page-table switch | the copied frame; for SYSRET rcx | the entry stack |
 //!
-//! rbp is the user's at all of these. Results based on rcx are marked as guessed, because the
-//! location is inferred from address and registers only.
+//! At all of these locations, rbp contains the user's value. Results based on rcx are marked as
+//! guessed, because the location is inferred only from the address and the registers.
 
-use super::parts::{KernelUnwind, OtherRegs, RFLAGS_IF, UserRegs, plausible_user};
+use super::parts::{KernelUnwinder, OtherRegs, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::orc::OrcFrameKind;
 
-/// Offsets in the TSS (SDM vol. 3 §8.7): the end of the entry stack, and the word in which Linux
-/// saves the user's stack pointer.
+/// Offsets in the TSS (SDM vol. 3 §8.7) of the end of the entry stack, and of the word in which
+/// Linux saves the user's stack pointer.
 const TSS_SP0: u64 = 4;
 const TSS_SP2: u64 = 20;
-/// Maximum number of bytes on the entry stack: a frame of five words, and rdi.
+/// Maximum number of bytes on the entry stack, which holds a frame of five words and rdi.
 const MAX_ON_ENTRY_STACK: u64 = 48;
-/// Offset from the address in rdi on the exit path (the saved rdi) to the frame, in bytes.
+/// Offset from the saved rdi, whose address is in rdi on the exit path, to the frame, in bytes.
 const FRAME_FROM_RDI: u64 = 16;
 const FRAME_BYTES: u64 = 40;
-/// RFLAGS bit 1 is always set; bits above 21 are always clear.
+/// RFLAGS bit 1, which is always set, and number of RFLAGS bits. Bits above 21 are always clear.
 const RFLAGS_FIXED: u64 = 1 << 1;
 const RFLAGS_BITS: u32 = 22;
 
-/// User registers, and whether they are guessed.
+/// User registers, with a flag that indicates whether they are guessed.
 pub(super) struct EntryUserRegs {
     pub regs: UserRegs,
     pub guessed: bool,
@@ -41,7 +41,7 @@ pub(super) struct EntryUserRegs {
 
 /// Returns whether the interrupted instruction is in entry code for which neither tables nor a
 /// frame pointer provide a caller.
-pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool {
+pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> bool {
     let at = regs.rip.wrapping_sub(kernel.slide);
     if !(kernel.entry_text.0..kernel.entry_text.1).contains(&at) {
         return false;
@@ -50,7 +50,7 @@ pub(super) fn without_regs(kernel: &KernelUnwind<'_>, regs: &GuestRegs) -> bool 
         Some(orc) => orc
             .find(at)
             .is_none_or(|entry| matches!(entry.kind, OrcFrameKind::End | OrcFrameKind::Undefined)),
-        // A kernel frame or a `pt_regs` would be in the upper half.
+        // The address of a kernel frame or a `pt_regs` would be in the upper half.
         None => regs.rbp >> 63 == 0,
     }
 }
@@ -78,7 +78,7 @@ pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     {
         return Some(found);
     }
-    // SYSRET takes only the stack pointer from the entry stack, where it was pushed first.
+    // For SYSRET, only the stack pointer is on the entry stack, where it was pushed first.
     let sp = word(space, entry_stack.wrapping_sub(8), budget)?;
     regs_saved_by_syscall(space, regs, sp)
 }

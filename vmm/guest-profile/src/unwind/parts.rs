@@ -1,5 +1,5 @@
-//! Types shared by the kernel and the user walk: the output buffer, the end reasons and the user
-//! registers.
+//! Types shared by the kernel walk and the user walk: the output buffer, the end reasons and the
+//! user registers.
 
 use crate::GuestPhys;
 use crate::paging::{AddressSpace, TranslationFault};
@@ -11,9 +11,9 @@ pub(super) const USER32_CS: u64 = 0x23;
 pub(super) const USER_DS: u64 = 0x2b;
 pub(super) const RFLAGS_IF: u64 = 1 << 9;
 
-/// The kernel of a vCPU, as needed for unwinding.
+/// Data of a vCPU's kernel that is needed for unwinding.
 #[derive(Debug, Clone, Copy)]
-pub struct KernelUnwind<'k> {
+pub struct KernelUnwinder<'k> {
     /// Unwind tables with link-time addresses; `None` for a kernel with frame pointers.
     pub orc: Option<&'k OrcTable>,
     /// Run-time address minus link-time address, wrapping.
@@ -22,8 +22,8 @@ pub struct KernelUnwind<'k> {
     pub entry_text: (u64, u64),
 }
 
-impl<'k> KernelUnwind<'k> {
-    /// Uses the tables of an image that runs `slide` bytes above its linked addresses.
+impl<'k> KernelUnwinder<'k> {
+    /// Creates unwinding data from an image that runs `slide` bytes above its link-time addresses.
     pub fn new(image: &'k KernelImage, slide: u64) -> Self {
         Self {
             orc: image.orc(),
@@ -33,7 +33,7 @@ impl<'k> KernelUnwind<'k> {
     }
 }
 
-/// Reason why unwinding of one part of a call chain ended.
+/// Reason unwinding of one part of a call chain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnwindStop {
     /// The outermost frame was reached.
@@ -42,7 +42,7 @@ pub enum UnwindStop {
     Full,
     /// The maximum number of reads or the maximum time is exhausted.
     Spent,
-    /// A stack address is not mapped (swapped out, or a wrong frame pointer).
+    /// A stack address is not mapped, because it is swapped out or the frame pointer is wrong.
     Unmapped,
     /// No unwind table covers an address, and its frame pointer is invalid.
     NoTable,
@@ -63,7 +63,7 @@ impl UnwindStop {
         Self::Unsupported,
     ];
 
-    /// Returns the numeric code in a sample, starting from 1.
+    /// Returns the numeric code stored in a sample, starting from 1.
     #[expect(clippy::cast_possible_truncation, reason = "an index into a list of a few")]
     pub(super) fn code(end: Option<Self>) -> u8 {
         end.and_then(|end| Self::ALL.iter().position(|&e| e == end))
@@ -74,7 +74,7 @@ impl UnwindStop {
         Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
     }
 
-    /// Returns the name of the limit if a limit ended the walk.
+    /// Returns the name of the limit that ended the walk, if any.
     pub(super) fn bound(self) -> Option<&'static str> {
         match self {
             Self::Full => Some("depth"),
@@ -99,7 +99,7 @@ pub(super) struct UserRegs {
 /// Location of the user's other registers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OtherRegs {
-    /// The callee-saved registers are still, or again, in the vCPU.
+    /// The vCPU still, or again, contains the callee-saved registers.
     InVcpu,
     /// The registers are in the `pt_regs` at this address.
     At(u64),
@@ -107,7 +107,7 @@ pub(super) enum OtherRegs {
     Lost,
 }
 
-/// Collects the addresses of a call chain up to the capacity of the slice.
+/// Output buffer for the addresses of a call chain, limited by the capacity of the slice.
 pub(super) struct ChainBuffer<'o> {
     pub(super) slots: &'o mut [u64],
     pub(super) len: usize,

@@ -1,4 +1,4 @@
-//! Tests of call chains in small synthetic guests, valid and hostile ones.
+//! Tests of call chains in small synthetic guests, both valid and hostile.
 
 use super::context::SampledUserRegs;
 use super::parts::{USER_DS, USER64_CS};
@@ -63,7 +63,7 @@ fn user_frames(g: &mut TestGuest) {
 fn run(
     g: &TestGuest,
     regs: &GuestRegs,
-    kernel: Option<KernelUnwind<'_>>,
+    kernel: Option<KernelUnwinder<'_>>,
     slots: usize,
 ) -> (CallChain, Vec<u64>) {
     let mut out = vec![0xAA; slots];
@@ -77,7 +77,7 @@ fn run(
 }
 
 fn orc() -> OrcTable {
-    // f: sub 0x10 (cfa rsp+0x18); g: push rbp (cfa rsp+0x10, bp at cfa-0x10); entry: pt_regs; irq:
+    // f: sub 0x10 (cfa rsp+0x18). g: push rbp (cfa rsp+0x10, bp at cfa-0x10). entry: pt_regs. irq:
     // pt_regs.
     let (i, e) = sections(
         ORC_AT,
@@ -93,8 +93,8 @@ fn orc() -> OrcTable {
 }
 
 /// Unwinds a kernel that is not relocated by `table`.
-fn by_orc(table: &OrcTable) -> KernelUnwind<'_> {
-    KernelUnwind {
+fn by_orc(table: &OrcTable) -> KernelUnwinder<'_> {
+    KernelUnwinder {
         orc: Some(table),
         slide: 0,
         entry_text: (0, 0),
@@ -196,7 +196,7 @@ fn orc_unwinds_from_kernel_to_user_space() {
     let (chain, out) = run(
         &g,
         &r,
-        Some(KernelUnwind {
+        Some(KernelUnwinder {
             slide,
             ..by_orc(&table)
         }),
@@ -251,7 +251,7 @@ fn user_part_is_found_at_stack_top_without_tables() {
     assert_eq!(chain.kernel_end, Some(UnwindStop::NoTable));
     assert_eq!(out[2..4], [CONTEXT_GUEST_USER, UTEXT + 0x50]);
     assert!(chain.guessed);
-    // Without a user code selector, the words are not a user `pt_regs`.
+    // Without a user code segment selector, the words are not a user `pt_regs`.
     put_pt_regs(&mut g, top, UTEXT + 0x50, 0x10, USTACK + 0x80, USTACK + 0x100);
     assert_eq!(run(&g, &r, Some(by_orc(&table)), 16).0.user_frames, 0);
 }
@@ -268,7 +268,7 @@ fn frame_pointer_kernel_is_unwound() {
     let (chain, out) = run(
         &g,
         &r,
-        Some(KernelUnwind {
+        Some(KernelUnwinder {
             orc: None,
             ..by_orc(&orc())
         }),
@@ -287,14 +287,14 @@ fn frame_pointer_kernel_is_unwound() {
     assert_eq!(chain.kernel_end, Some(UnwindStop::Complete));
 }
 
-/// Address range of the entry code, which no table covers; its stack and the TSS are in the first
+/// Address range of the entry code, which no table covers. Its stack and the TSS are in the first
 /// page of the kernel stack.
 const ENTRY: (u64, u64) = (TEXT + 0x400, TEXT + 0x500);
 const TSS: u64 = KSTACK;
 const ENTRY_STACK: u64 = KSTACK + 0x1000;
 
-/// Unwinds a sample in the entry code with this stack pointer, registers as left by SYSCALL, and a
-/// TSS.
+/// Unwinds a sample in the entry code with the stack pointer `sp`, registers as left by SYSCALL,
+/// and a TSS.
 fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -> (CallChain, Vec<u64>) {
     let mut g = guest();
     user_frames(&mut g);
@@ -304,7 +304,7 @@ fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -
     (r.rcx, r.r11, r.tss_base) = (UTEXT + 0x50, 0x246, TSS);
     change(&mut g, &mut r);
     let table = orc();
-    let kernel = KernelUnwind {
+    let kernel = KernelUnwinder {
         orc: Some(&table),
         slide: 0,
         entry_text: ENTRY,
@@ -323,7 +323,7 @@ const FROM_ENTRY: [u64; 6] = [
 
 #[test]
 fn syscall_entry_and_exit_have_user_chain() {
-    // Covers the user stack, the task stack, and the entry stack after the page-table switch.
+    // Test the user stack, the task stack, and the entry stack after the page-table switch.
     for sp in [USTACK + 0x80, KSTACK + 0x3fd8, ENTRY_STACK - 8] {
         let (chain, out) = in_entry_code(sp, |g, _| kput(g, ENTRY_STACK - 8, USTACK + 0x80));
         assert_eq!(out, FROM_ENTRY, "{sp:#x}");
@@ -346,7 +346,7 @@ fn exit_path_has_user_chain_from_return_frame() {
         assert_eq!(out, FROM_ENTRY, "{used}");
         assert!(!chain.guessed);
     }
-    // The address of the old stack is lost or unmapped, and the copied frame is complete.
+    // The address of the old stack is lost or unmapped, but the copied frame is complete.
     let (chain, out) = in_entry_code(ENTRY_STACK - 40, |g, r| {
         frame(g, ENTRY_STACK - 40);
         (r.rdi, r.rcx, r.r11) = (USTACK, 0x1234, 0);
@@ -404,7 +404,7 @@ fn cyclic_or_descending_frames_end_walk() {
         (chain.user_end, chain.user_frames),
         (Some(UnwindStop::BadFrame), 2)
     );
-    // A kernel frame restores a lower stack pointer within the same stack.
+    // A hostile kernel frame restores a lower stack pointer within the same stack.
     let table = orc();
     let sp = KSTACK + 0x2000;
     put_pt_regs(&mut g, sp, TEXT + 0x210, 0x10, sp, 0);
@@ -480,7 +480,7 @@ proptest! {
         let mut r = regs(&g, cpl, ip, stack + rsp_off, stack + rbp_off);
         (r.tss_base, r.rcx, r.r11, r.rdi) = (KSTACK + tss_off, rip >> 17, u64::from(flags), KSTACK + tss_off);
         let table = orc();
-        let kernel = KernelUnwind { orc: use_orc.then_some(&table), slide: if wild { u64::from(slide) } else { 0 }, entry_text: (TEXT, TEXT + if in_entry { 0x1000 } else { 0 }) };
+        let kernel = KernelUnwinder { orc: use_orc.then_some(&table), slide: if wild { u64::from(slide) } else { 0 }, entry_text: (TEXT, TEXT + if in_entry { 0x1000 } else { 0 }) };
         let mut out = vec![0; slots];
         let limits = UnwindLimits { max_frames: 100, max_reads: reads, max_time: None };
         let chain = walk(&g.ram[..], &r, Some(kernel), &limits, &mut out);
@@ -490,8 +490,8 @@ proptest! {
     }
 }
 
-/// The registers are those of the vCPU in user mode, or those saved on kernel entry during a system
-/// call. The stack is copied up to the requested size or the end of the mapping.
+/// In user mode, the registers are those of the vCPU. During a system call, they are those saved on
+/// kernel entry. The stack is copied up to the requested size or the end of the mapping.
 #[test]
 fn user_context_copies_registers_and_stack() {
     let mut g = guest();

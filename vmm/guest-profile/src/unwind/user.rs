@@ -1,4 +1,4 @@
-//! Unwinds the user part of a call chain by frame pointers, with corrections where rbp is not the
+//! Unwinds the user part of a call chain with frame pointers, with corrections where rbp is not the
 //! frame pointer of the current function.
 
 use super::parts::{ChainBuffer, UnwindStop, UserRegs, end_of};
@@ -62,8 +62,8 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         if bp < 4096 {
             return UnwindStop::Complete;
         }
-        // Frames must strictly ascend; a frame that points down or to itself could cause an endless
-        // loop.
+        // Frames must be in strictly ascending order. A frame that points down or to itself could
+        // cause an endless loop.
         if bp < floor {
             return UnwindStop::BadFrame;
         }
@@ -86,7 +86,7 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         if let Err(end) = out.frame(ip) {
             return end;
         }
-        // `is_user_half` bounds bp far below the top, so this does not wrap.
+        // `is_user_half` limits bp to values far below the top, so this addition does not wrap.
         floor = bp + width;
         bp = next;
     }
@@ -94,15 +94,15 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
 
 enum FrameFix {
     None,
-    /// The return address is at this stack address if the condition of `Evidence` holds.
+    /// Return address at this stack address, if the condition of `Evidence` holds.
     ReturnAt(u64, Evidence),
-    /// The frame is at this stack address, but rbp does not point to it yet.
+    /// Frame at this stack address, to which rbp does not point yet.
     FrameAt(u64),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Evidence {
-    /// The interrupted instruction proves it.
+    /// The interrupted instruction is sufficient evidence.
     Instruction,
     /// A system-call stub, to be confirmed by a call instruction before the return address.
     SystemCall,
@@ -127,24 +127,24 @@ fn fix_first_frame<M: GuestPhys + ?Sized>(
             return FrameFix::ReturnAt(user.sp, Evidence::SystemCall);
         }
     }
-    // The end of a page may truncate the read; the correction is then skipped.
+    // The end of a page may truncate the read, in which case no correction is made.
     let Ok(code) = space.read_few(user.ip, budget) else {
         return FrameFix::None;
     };
     match code {
-        // endbr64 (usually followed by push rbp), push rbp, or ret: the return address is on top of
+        // endbr64 (usually followed by push rbp), push rbp, or ret. The return address is on top of
         // the stack.
         [0xF3, 0x0F, 0x1E, 0xFA, 0x55] | [0x55, ..] | [0xC3, ..] => {
             FrameFix::ReturnAt(user.sp, Evidence::Instruction)
         }
-        // mov rbp, rsp, in both encodings: the frame has been pushed, but rbp still belongs to the
+        // mov rbp, rsp, in both encodings. The frame has been pushed, but rbp still belongs to the
         // caller.
         [0x48, 0x89, 0xE5, ..] | [0x48, 0x8B, 0xEC, ..] => FrameFix::FrameAt(user.sp),
         _ => FrameFix::ReturnAt(user.sp, Evidence::Leaf),
     }
 }
 
-/// Maximum distance of an address from the start of a leaf function, in bytes.
+/// Maximum distance between the start of a leaf function and an address within it, in bytes.
 const LEAF_REACH: u64 = 16 << 10;
 
 /// Returns whether the instruction before return address `ret` calls a function that starts shortly

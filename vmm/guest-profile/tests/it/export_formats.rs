@@ -169,7 +169,7 @@ fn samples_without_chain_reuse_chains_of_same_function() {
     };
     p.push(&light(500, 0x40_0120, 3));
     p.push(&light(600, KERNEL + 0x180, 0));
-    // No chain with the callers of this function exists.
+    // No sample provides a chain for this function.
     p.push(&light(700, 0x40_0250, 3));
     let mut symbols = Symbolizer::new(&p, Some(kernel()), None);
     let full = complete_chains(&p, &mut symbols);
@@ -201,8 +201,8 @@ fn flame_graph_contains_all_functions() {
     assert!(folded::flamegraph(&BTreeMap::new(), "guest", "cycles", 0.01, Vec::new()).is_err());
 }
 
-/// A field of a protobuf message, decoded independently of the encoder under test: its number or
-/// bytes.
+/// A field of a protobuf message with its number or bytes, decoded independently of the encoder
+/// under test.
 enum Field<'b> {
     Number(u64),
     Bytes(&'b [u8]),
@@ -274,9 +274,9 @@ fn as_pprof(p: &Profile) -> Vec<u8> {
     raw
 }
 
-/// The first instruction of a function belongs to that function if it was interrupted, even below
+/// If it was interrupted, the first instruction of a function belongs to that function, even below
 /// kernel frames. As a return address, the same value belongs to the preceding function. pprof
-/// needs two different locations.
+/// requires two different locations.
 #[test]
 fn interrupted_first_instruction_differs_from_return_address() {
     let mut p = profile();
@@ -435,7 +435,7 @@ fn killed_recording_is_readable_up_to_checkpoint() {
     assert!(kept >= 1 && w.samples() == samples.len() as u64);
     let half = samples.last().unwrap();
     w.sample(half).unwrap();
-    // The last record is only partly on the disk.
+    // The last record has only partly been written to the disk.
     drop(w);
     let bytes = out.into_inner();
     let read = reader::read(&bytes[..bytes.len() - 5]).unwrap();

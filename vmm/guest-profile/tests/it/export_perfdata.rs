@@ -8,8 +8,8 @@ use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
-    Branch, EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
-    ProfileSample, SavedSymbol, TaskName, WallClock, perfdata, reader, script,
+    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
+    ProfileSample, SampledBranch, SavedSymbol, TaskName, WallClock, perfdata, reader, script,
 };
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
 use kernel_images::build_id::BuildId;
@@ -34,7 +34,7 @@ ffffffff97000000 B _end
 const KERNEL: u64 = 0xffff_ffff_9500_0000;
 const PROGRAM: u64 = 0x55ed_7673_6000;
 
-/// A profile with 60 samples in `hot`, 30 in `warm` and 10 in the kernel, on two vCPUs.
+/// Returns a profile with 60 samples in `hot`, 30 in `warm` and 10 in the kernel, on two vCPUs.
 fn profile() -> Profile {
     let mut p = Profile::new(
         ProfileMetadata {
@@ -44,7 +44,7 @@ fn profile() -> Profile {
             vcpus: 2,
             command: vec!["perfvisor".into(), "record".into()],
             form: ProfilePerspective::InGuest,
-            // 14 November 2023, a quarter past two, 10 s after the start of the host.
+            // 14 November 2023, 14:15, 10 s after the start of the host.
             clock: Some(WallClock {
                 wall_ns: 1_699_971_300_000_000_000,
                 clock_ns: 10_000_000_000,
@@ -129,7 +129,7 @@ fn profile() -> Profile {
     p
 }
 
-/// The same profile as seen by perf on the host, without build IDs.
+/// Returns the same profile as seen by perf on the host, without build IDs.
 fn as_host() -> Profile {
     let mut p = profile();
     p.meta.form = ProfilePerspective::AsHost;
@@ -142,8 +142,8 @@ fn bytes(p: &Profile) -> Vec<u8> {
     perfdata::write(Cursor::new(Vec::new()), p).unwrap().into_inner()
 }
 
-/// Runs perf on a file of `p` in a directory with our kallsyms, which are also in the build-ID
-/// directory. Returns `None` and prints a message if perf is not installed.
+/// Runs perf on a file of `p`, in a directory with the test's kallsyms, which are also in the
+/// build-ID directory. Returns `None` and prints a message if perf is not installed.
 fn perf(p: &Profile, args: &str) -> Option<String> {
     perf_on(p, &bytes(p), args)
 }
@@ -160,7 +160,7 @@ fn perf_on(p: &Profile, data: &[u8], args: &str) -> Option<String> {
     std::fs::write(dir.path().join("kallsyms"), KALLSYMS).unwrap();
     if let Some(id) = p.kernel.as_ref().and_then(|kernel| kernel.build_id) {
         let directory = BuildIdDir::new(dir.path().join(".debug"));
-        // Symbols of another boot: perf computes the offset from the reference symbol.
+        // Add symbols of another boot. perf computes the offset from the reference symbol.
         let elsewhere = KALLSYMS.replace("ffffffff9", "ffffffff8");
         directory
             .add_kallsyms(id, |out| out.write_all(elsewhere.as_bytes()))
@@ -188,7 +188,7 @@ fn perf_data_round_trips() {
     }
 }
 
-/// Names in a file are untrusted; control characters are removed before display.
+/// Names in a file are untrusted, so control characters are removed before display.
 #[test]
 fn perf_data_names_lose_control_characters() {
     let mut p = profile();
@@ -226,7 +226,8 @@ fn linux_perf_data_reads_all_records() {
     while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
         let record = match record {
             PerfFileRecord::EventRecord { record, .. } => record,
-            // Event name and kernel build ID, for a file that is truncated before its features.
+            // Event name and kernel build ID, which are also needed if the file is truncated before
+            // its features.
             PerfFileRecord::UserRecord(record) => {
                 assert!(
                     [
@@ -249,7 +250,7 @@ fn linux_perf_data_reads_all_records() {
             _ => others += 1,
         }
     }
-    // The other records: kernel, thread, thread name and mapping.
+    // The other records are kernel, thread, thread name and mapping.
     assert_eq!((samples, others), (100, 4));
     let ids = perf_file.build_ids().unwrap();
     assert_eq!(ids[&DsoKey::Kernel].build_id, [0xcd; 16]);
@@ -258,7 +259,7 @@ fn linux_perf_data_reads_all_records() {
     assert_eq!(perf_file.clock_data().unwrap().unwrap().clockid, 1);
 }
 
-/// The parser panics at a build ID that exceeds the maximum length.
+/// A build ID that exceeds the maximum length, for which the parser would panic, is skipped.
 #[test]
 fn invalid_build_id_length_is_skipped() {
     let mut bytes = bytes(&profile());
@@ -269,7 +270,7 @@ fn invalid_build_id_length_is_skipped() {
     assert!(read.mappings.is_empty() && read.len() == 100);
 }
 
-/// A plain `perf report` needs no option for the guest or its symbols.
+/// A plain `perf report` requires no option for the guest or its symbols.
 #[test]
 fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
     let args = "report -i perf.data --stdio --no-children -G";
@@ -281,14 +282,15 @@ fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
         line.contains("10.00%") && line.contains("three") && line.contains("[k] vfs_read"),
         "{line}"
     );
-    // The program has no file here, so its addresses are shown with its name.
+    // The program's file is not available, so its addresses are shown with its name.
     assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
     for caller in ["ksys_read", "do_syscall_64", "entry_SYSCALL_64_after_hwframe"] {
         assert!(text.contains(caller), "{caller}\n{text}");
     }
 }
 
-/// perf does not look up guest programs on the host, where the same path may be a different build.
+/// perf does not look up guest programs on the host, where the same path may contain a different
+/// build.
 #[test]
 fn host_program_does_not_symbolize_guest() {
     let mut p = profile();
@@ -317,7 +319,7 @@ fn perf_script_shows_wall_clock_time() {
     );
 }
 
-/// `perf script --show-switch-events` shows the context switches of vCPUs' threads between samples.
+/// `perf script --show-switch-events` shows the context switches of vCPU threads between samples.
 #[test]
 fn perf_script_shows_when_the_host_preempts_a_vcpu() {
     let mut p = profile();
@@ -451,7 +453,7 @@ fn branch_stacks_round_trip() {
         ..BranchEntry::default()
     };
     let [from, to, flags] = call.words(filter);
-    let branches = [Branch { from, to, flags }, Branch::default()];
+    let branches = [SampledBranch { from, to, flags }, SampledBranch::default()];
     let mut written = profile.clone();
     written.push(&ProfileSample {
         branches: &branches,
@@ -464,7 +466,7 @@ fn branch_stacks_round_trip() {
     assert_eq!(last.branches, branches);
     assert_eq!(last.branches[0].kind(), Some("CALL"));
     assert!(read.samples().next().unwrap().branches.is_empty());
-    // A count that exceeds the record is rejected with its sample only.
+    // A count that exceeds the record causes only its sample to be rejected.
     let mut damaged = file.clone();
     let at = damaged
         .windows(8)
@@ -474,8 +476,8 @@ fn branch_stacks_round_trip() {
     assert_eq!(reader::read(&damaged).unwrap().len(), read.len() - 1);
 }
 
-/// perf prints the instruction pointer of a sample and its branches in one line, as perf2bolt expects,
-/// only if the event has no call chains.
+/// perf prints the instruction pointer of a sample and its branches on one line, as perf2bolt
+/// expects, only if the event has no call chains.
 #[test]
 fn event_without_chains_has_no_chain_field() {
     let mut profile = profile();

@@ -53,7 +53,7 @@ fn report_prints_selected_columns_in_order() {
     assert!(text.contains("# Symbol"), "{text}");
 }
 
-/// A filter selects rows. Their shares remain those of all samples.
+/// A filter selects rows, and their shares still refer to all samples.
 #[test]
 fn report_filter_keeps_shares_of_all_samples() {
     let with = |filter| {
@@ -80,7 +80,7 @@ fn report_filter_keeps_shares_of_all_samples() {
         assert!(rows.len() == 1 && rows[0].starts_with("25.00%"), "{text}");
         assert!(text.contains("# Samples: 4"), "{text}");
     }
-    // The file name stands for the path.
+    // The file name matches the path.
     let text = with(SampleFilter {
         objects: names(&["three"]),
         ..SampleFilter::default()
@@ -105,7 +105,7 @@ fn report_tells_different_weights() {
     assert!(report(&profile, &ReportOptions::default()).contains(NOTE));
 }
 
-/// The callers of a function follow its row, and branches have their share of all samples.
+/// The callers of a function follow its row, and the shares of branches refer to all samples.
 #[test]
 fn report_prints_call_graph_in_both_directions() {
     let graph = |order, sort| {
@@ -134,7 +134,8 @@ fn report_prints_call_graph_in_both_directions() {
     assert!(caller.contains(branches), "{caller}");
 }
 
-/// A recording's chains may be longer than any real stack.
+/// The depth of the call graph is bounded, because a recording's chains may be longer than any real
+/// stack.
 #[test]
 fn call_graph_depth_is_bounded() {
     let mut long = profile();
@@ -253,8 +254,8 @@ fn firefox_profile_has_threads_and_samples() {
     }
 }
 
-/// Frames whose share grew are red, frames whose share shrank are blue, whatever the lengths of the
-/// recordings.
+/// Frames with an increased share are red, and frames with a decreased share are blue, regardless
+/// of the lengths of the recordings.
 #[test]
 fn differential_flame_graph_colours_changes_of_shares() {
     let stacks = |list: &[(&str, u64)]| -> BTreeMap<String, u64> {

@@ -2,17 +2,17 @@
 //!
 //! Create the fixture with `vmm/guest-profile/tests/fixtures/make-linux-fixture.py
 //! target/profile-fixture`, which boots the stock Debian cloud kernel with KASLR under QEMU's TCG.
-//! Without the fixture the tests are skipped; if `CI` is set and QEMU is installed, they fail
+//! Without the fixture, the tests are skipped. If `CI` is set and QEMU is installed, they fail
 //! instead.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use guest_profile::locate::{self, KernelAnchors};
+use guest_profile::locate::{self, KernelReferenceSymbols};
 use guest_profile::programs::GuestSymbols;
 use guest_profile::task::{TaskLayout, TaskReader};
 use guest_profile::unwind::{
-    CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, CallChain, KernelUnwind, UnwindLimits, UnwindStop, walk,
+    CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, CallChain, KernelUnwinder, UnwindLimits, UnwindStop, walk,
 };
 use guest_profile::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
@@ -21,7 +21,7 @@ use test_support::skip;
 
 struct MemoryFile(std::fs::File);
 
-/// A page of the memory file, by address.
+/// Page of the memory file, given by its address.
 struct FilePage<'f>(&'f std::fs::File, u64);
 
 impl GuestPhys for MemoryFile {
@@ -63,7 +63,7 @@ struct Guest {
     mem: MemoryFile,
     regs: GuestRegs,
     image: KernelImage,
-    anchors: KernelAnchors,
+    anchors: KernelReferenceSymbols,
     kallsyms: KernelSymbols,
     slide: u64,
     dir: PathBuf,
@@ -113,7 +113,7 @@ fn guest(which: &str) -> Option<Guest> {
         mem: MemoryFile(std::fs::File::open(dir.join(format!("{which}.mem"))).unwrap()),
         regs,
         image,
-        anchors: KernelAnchors { lstar, idt_base: 0 },
+        anchors: KernelReferenceSymbols { lstar, idt_base: 0 },
         kallsyms,
         slide,
         console: std::fs::read_to_string(dir.join("console")).unwrap(),
@@ -131,12 +131,12 @@ fn untimed() -> UnwindLimits {
 
 impl Guest {
     fn walk(&self, out: &mut [u64]) -> CallChain {
-        let kernel = KernelUnwind::new(&self.image, self.slide);
+        let kernel = KernelUnwinder::new(&self.image, self.slide);
         walk(&self.mem, &self.regs, Some(kernel), &untimed(), out)
     }
 
-    /// Resolves a chain to names: kernel addresses by the guest's kallsyms, user addresses by the
-    /// output of the program itself.
+    /// Resolves a chain to names. Kernel addresses are resolved with the guest's kallsyms, and user
+    /// addresses with the output of the program itself.
     fn names(&self, chain: &[u64]) -> Vec<String> {
         let functions: Vec<(u64, &str)> = self
             .console
@@ -175,7 +175,7 @@ fn stripped_image_symbols_match_running_kernel() {
         m.entry(s.name).or_default().push(s.address);
         m
     });
-    // kallsyms also lists symbols of modules, which are above the image.
+    // kallsyms also lists symbols of modules, which are located above the image.
     let image_end = g.kallsyms.by_name("_end").unwrap().address;
     let theirs: Vec<_> = g.kallsyms.iter().filter(|s| s.address < image_end).collect();
     assert!(
@@ -215,7 +215,7 @@ fn kernel_is_read_from_memory_without_image() {
     }
     assert_eq!(kernel.orc().unwrap().len(), g.image.orc().unwrap().len());
     let (mut a, mut b) = ([0; 128], [0; 128]);
-    let unwind = KernelUnwind::new(&kernel, 0);
+    let unwind = KernelUnwinder::new(&kernel, 0);
     let by_memory = walk(&g.mem, &g.regs, Some(unwind), &untimed(), &mut a);
     let by_image = g.walk(&mut b);
     assert_eq!((by_memory, a), (by_image, b));
@@ -256,14 +256,14 @@ fn real_chain_takes_far_fewer_reads_than_the_limit() {
     for which in ["user", "kernel"] {
         let Some(g) = guest(which) else { return };
         let ram = std::fs::read(g.dir.join(format!("{which}.mem"))).unwrap();
-        let kernel = KernelUnwind::new(&g.image, g.slide);
+        let kernel = KernelUnwinder::new(&g.image, g.slide);
         let mut out = [0; 128];
         let rounds = 1000;
         let start = std::time::Instant::now();
         let chains: Vec<CallChain> = (0..rounds)
             .map(|_| walk(&ram[..], &g.regs, Some(kernel), &untimed(), &mut out))
             .collect();
-        // For information only; the test does not depend on timing.
+        // Print the times for information only, because the test does not depend on timing.
         eprintln!("{which}: {:?} a chain, {:?}", start.elapsed() / rounds, chains[0]);
         assert!(
             chains[0].reads * 10 < UnwindLimits::default().max_reads,
@@ -327,7 +327,7 @@ fn task_mappings_match_proc_maps() {
             }
         }
         assert!(seen > 5);
-        // The build ID in memory equals that of the file.
+        // The build ID in memory equals the build ID of the file.
         let mut mount = GuestSymbols::new(&g.dir);
         let of_file = mount.build_id("/three").unwrap();
         let code = g

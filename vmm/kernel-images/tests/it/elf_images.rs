@@ -48,7 +48,7 @@ impl LittleEndianWriter {
     }
 }
 
-/// Symbol table entry: name, `st_info`, section index, address.
+/// Symbol table entry, which consists of name, `st_info`, section index and address.
 type Symbol = (&'static str, u8, u16, u64);
 
 const FUNC: u8 = 2;
@@ -167,8 +167,8 @@ fn vmlinux_is_parsed() {
     assert_eq!(address("file.c"), None, "it is no address");
 }
 
-/// A section header may claim code at any address. Only code that a segment loads there is executed
-/// by the guest and may be patched for RDPMC.
+/// A section header may claim that code is at any address. The guest executes only code that a
+/// segment loads there, and only this code may be patched for RDPMC.
 #[test]
 fn code_must_be_loaded_by_a_segment() {
     let data = vmlinux(&ImageShape {
@@ -210,7 +210,7 @@ fn damaged_section_headers_do_not_prevent_boot() {
     );
 }
 
-/// The error is one line that names the file and the damaged part.
+/// The error consists of one line that names the file and the damaged part.
 #[test]
 fn damaged_headers_are_rejected_by_name() {
     let whole = vmlinux(&ImageShape::default());
@@ -224,12 +224,12 @@ fn damaged_headers_are_rejected_by_name() {
     };
     assert!(with(4, &[9]).contains("class 9"), "ELFCLASS");
     assert!(with(5, &[2]).contains("endian"), "ELFDATA");
-    // e_phoff, e_phnum, p_offset, p_filesz larger than p_memsz.
+    // Damage e_phoff, e_phnum and p_offset, and make p_filesz larger than p_memsz.
     assert!(with(0x20, &u64::MAX.to_le_bytes()).contains("program header"));
     assert!(with(0x38, &500u16.to_le_bytes()).contains("program header"));
     assert!(with(64 + 8, &u64::MAX.to_le_bytes()).contains("segment 0"));
     assert!(with(64 + 32, &0x5000u64.to_le_bytes()).contains("segment 0"));
-    // PT_NOTE instead of PT_LOAD.
+    // Replace PT_LOAD with PT_NOTE.
     let mut nothing = whole.clone();
     nothing[64] = 4;
     assert!(matches!(
@@ -291,7 +291,7 @@ fn stripped_kernel_reports_missing_symbols() {
     );
 }
 
-/// A banner that is unterminated or not text is ignored.
+/// A banner that is unterminated or not valid text is ignored.
 #[test]
 fn banner_is_a_line_with_a_version() {
     assert_eq!(find_banner(b"Linux version %s (%s)\n"), None, "a format string");
@@ -356,7 +356,7 @@ proptest! {
         let _ = KernelImage::parse("x", &data);
     }
 
-    /// Random bytes after a valid start of an image.
+    /// Random bytes after a valid start of an image do not cause a panic.
     #[test]
     fn random_image_bytes_never_panic(class in 0u8..4, rest in prop::collection::vec(any::<u8>(), 0..300)) {
         let mut data = b"\x7FELF".to_vec();
@@ -367,7 +367,8 @@ proptest! {
     }
 }
 
-/// A program of an operating system has an interpreter. Where its segments lie would not help.
+/// A program that an operating system loads has an interpreter and is rejected, regardless of the
+/// locations of its segments.
 #[test]
 fn program_with_interpreter_is_no_kernel() {
     let error = elf::parse("cat", &std::fs::read("/bin/cat").unwrap()).map(|_| ());

@@ -1,4 +1,4 @@
-//! A TCP connection of the guest: requests, one after the other, and their responses.
+//! TCP connection of the guest, whose requests are answered sequentially.
 
 use std::time::{Duration, Instant};
 
@@ -17,15 +17,15 @@ const RECEIVE_BYTES: usize = 2 << 10;
 /// Size of a connection's transmit buffer, in bytes.
 const TRANSMIT_BYTES: usize = 8 << 10;
 
-/// A connection, or a socket that waits for one.
+/// A connection, or a socket that listens for a connection.
 pub(super) struct Connection {
     handle: SocketHandle,
-    /// Received bytes that belong to no answered request, at most [`MAX_REQUEST`].
+    /// Received bytes of requests that have not been answered, at most [`MAX_REQUEST`].
     request: Vec<u8>,
-    /// Length of `request` when it was last found incomplete, so that it is not parsed again before more
-    /// arrives.
+    /// Length of `request` when it was last found incomplete, so that it is not parsed again until
+    /// more bytes arrive.
     incomplete: usize,
-    /// The response of which `sent` bytes were passed to the socket. Empty if there is none.
+    /// Response of which `sent` bytes have been passed to the socket. Empty if there is none.
     response: Vec<u8>,
     sent: usize,
     /// `true` if the connection closes after the response.
@@ -52,12 +52,12 @@ impl Connection {
         self.handle
     }
 
-    /// Returns when the guest last sent or acknowledged a byte.
+    /// Returns the time at which the guest last sent or acknowledged a byte.
     pub(super) fn last_active(&self) -> Instant {
         self.last_active
     }
 
-    /// Returns when the connection is reset unless it becomes active.
+    /// Returns the time at which the connection is reset if it remains inactive.
     pub(super) fn deadline(&self, socket: &Socket<'_>) -> Option<Instant> {
         let is_connected = socket.is_open() && !socket.is_listening();
         is_connected.then(|| self.last_active + IDLE_TIME)
@@ -69,7 +69,7 @@ impl Connection {
             // The buffers of a long request or response are freed.
             (self.request, self.response) = (Vec::new(), Vec::new());
             (self.incomplete, self.sent, self.closes, self.last_active) = (0, 0, false, now);
-            // Fails for port 0 and for an open socket only.
+            // Fails only for port 0 and for an open socket.
             let _ = socket.listen(PORT);
         }
     }
@@ -83,7 +83,7 @@ impl Connection {
         if self.deadline(socket).is_some_and(|deadline| now >= deadline) {
             return socket.abort();
         }
-        // Each turn consumes bytes of the guest, which cannot send more meanwhile.
+        // Each iteration consumes bytes from the guest, which cannot send more in the meantime.
         while self.send(socket, now) && !self.closes && self.answer(socket, service, now) {}
         let is_done = self.response.is_empty();
         if is_done && (self.closes || !socket.may_recv() && socket.may_send()) {
@@ -91,7 +91,7 @@ impl Connection {
         }
     }
 
-    /// Passes the response to the socket. Returns whether nothing of it is left.
+    /// Passes the response to the socket. Returns `true` if none of it remains.
     fn send(&mut self, socket: &mut Socket<'_>, now: Instant) -> bool {
         let rest = self.response.get(self.sent..).unwrap_or_default();
         if !rest.is_empty() && socket.can_send() {
@@ -109,7 +109,8 @@ impl Connection {
         true
     }
 
-    /// Reads from the socket, and answers the next request. Returns `false` if it is incomplete.
+    /// Reads from the socket, and answers the next request. Returns `false` if the request is
+    /// incomplete.
     fn answer(&mut self, socket: &mut Socket<'_>, service: &MetadataService, now: Instant) -> bool {
         while socket.can_recv() && self.request.len() < MAX_REQUEST {
             let room = MAX_REQUEST - self.request.len();

@@ -1,4 +1,5 @@
-//! The network device of the stack: one received packet, and a bounded queue of frames to the guest.
+//! Network device of the stack, with one received packet and a bounded queue of frames to the
+//! guest.
 
 use std::collections::VecDeque;
 
@@ -8,9 +9,10 @@ use smoltcp::wire::{EthernetAddress, EthernetFrame, EthernetProtocol, EthernetRe
 
 use super::ETHERNET_BYTES;
 
-/// Maximum number of frames that wait for the guest.
+/// Maximum number of queued frames to the guest.
 const MAX_FRAMES: usize = 32;
-/// Maximum size of an IP packet to the guest, in bytes. The guest announces a smaller one for TCP.
+/// Maximum size of an IP packet to the guest, in bytes. The guest announces a smaller maximum for
+/// TCP.
 const MTU: usize = 1500;
 
 /// Frames between the stack and the guest.
@@ -61,8 +63,8 @@ impl FrameBuffer {
         self.frames.pop_front()
     }
 
-    /// Adds a frame to the guest with a payload of `length` bytes, which `fill` writes. The frame is
-    /// dropped if too many wait.
+    /// Adds a frame to the guest with a payload of `length` bytes, which `fill` writes. The frame
+    /// is dropped if the queue is full.
     pub(super) fn push<R>(
         &mut self,
         ethertype: EthernetProtocol,
@@ -112,7 +114,7 @@ impl phy::Device for FrameBuffer {
     }
 }
 
-/// A packet of the guest.
+/// A packet from the guest.
 pub(super) struct Received(Vec<u8>);
 
 impl phy::RxToken for Received {

@@ -1,4 +1,4 @@
-//! The stack against a second smoltcp, which stands for the guest's.
+//! Tests the stack against a second smoltcp instance, which acts as the guest's stack.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use crate::config::MmdsConfig;
 const GUEST: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 2);
 const GUEST_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 
-/// The guest: its stack, whose frames `transfer` exchanges with the service.
+/// Guest stack whose frames `transfer` exchanges with the service.
 struct Guest {
     device: Loopback,
     interface: Interface,
@@ -193,7 +193,7 @@ fn other_frames_are_not_wanted() {
     assert!(!guest.stack.wants(&frame));
 }
 
-/// A guest that fetches no frames does not make the stack keep more of them.
+/// The number of frames that the stack queues for a guest that fetches none is bounded.
 #[test]
 fn frames_to_the_guest_are_bounded() {
     let mut guest = Guest::new("version=v1");

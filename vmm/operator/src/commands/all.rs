@@ -10,7 +10,7 @@ use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
 
 /// Calls `each` for every VM, on one thread per VM. A failure is reported without affecting the
-/// other VMs, and makes the command fail.
+/// other VMs. The command then fails.
 ///
 /// # Errors
 /// Returns an error if there is no VM.

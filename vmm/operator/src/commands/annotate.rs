@@ -1,4 +1,4 @@
-//! `perfvisor annotate`: the instructions of a function with their shares of the samples.
+//! `perfvisor annotate`: shows the instructions of a function with their shares of the samples.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use super::{DONE, connect, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::ClientError;
 use control_api::nearest::did_you_mean;
-use control_api::protocol::{CodeInfo, KernelSymbolsReply};
+use control_api::protocol::{GuestCode, KernelSymbolsReply};
 use control_api::request;
 use guest_profile::export::annotate::{SampledFunction, annotate as lines_of, functions, render};
 use guest_profile::export::{ChainFrame, Profile};
@@ -45,8 +45,8 @@ pub struct AnnotateArgs {
     /// Read the code from this program or library, an ELF file.
     #[arg(long, value_name = "FILE")]
     pub program: Option<PathBuf>,
-    /// Sources of symbols, and of code: of the kernel from --vmlinux, of programs from --guestmount
-    /// or --guest-disk.
+    /// Sources of symbols and of code. Kernel code is read from --vmlinux, program code from
+    /// --guestmount or --guest-disk.
     #[command(flatten)]
     pub symbols: SymbolArgs,
 }
@@ -246,7 +246,7 @@ fn read_code_from_vm(
         let place = format!("--vm {name}");
         check_build_id(&place, info.build_id, recorded)?;
     }
-    let info: CodeInfo = client
+    let info: GuestCode = client
         .call(request::Code {
             cr3: function.cr3,
             address: function.start,

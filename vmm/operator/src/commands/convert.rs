@@ -1,4 +1,4 @@
-//! `perfvisor convert`: recordings in the formats of other viewers.
+//! `perfvisor convert`: converts recordings to the formats of other viewers.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::exit::ExitStatus;
 use guest_profile::export::symbolize::complete_chains;
 use guest_profile::export::{EventInfo, Profile, firefox, speedscope};
 
-/// The format of a viewer.
+/// File format of a viewer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ViewerFormat {
     /// For the Firefox Profiler (profiler.firefox.com).
@@ -38,10 +38,11 @@ pub struct ConvertArgs {
     /// Format of the output.
     #[arg(long, value_name = "FORMAT")]
     pub to: ViewerFormat,
-    /// The event; a Firefox profile has one [default: the first for firefox, all for speedscope]
+    /// Event to convert; a Firefox profile has one event [default: the first for firefox, all for
+    /// speedscope]
     #[arg(short, long, value_name = "EVENT")]
     pub event: Option<String>,
-    /// Where to write; - is standard output [default: profile.FORMAT.json]
+    /// Output file; - is standard output [default: profile.FORMAT.json]
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! Which of perf's generic events this host can count for a VM.
+//! Determines which of perf's generic events this host can count for a VM.
 
 use control_api::events::list::{EventKind, parse};
 use control_api::events::names::HardwareEvent;
@@ -16,7 +16,7 @@ impl CountableEvents {
         Self(HostProbe::run())
     }
 
-    /// Returns the text after the line of `event`, which may have aliases after `OR`.
+    /// Returns the text to append to the line of `event`, which may have aliases after `OR`.
     pub(super) fn mark(&self, event: &str) -> &'static str {
         let name = event.split(" OR ").next().unwrap_or(event);
         if self.counts(name) { "" } else { NOT_HERE }
@@ -38,7 +38,7 @@ impl CountableEvents {
                     || generic.any(|known| known.config == event as u64 && known.opens)
             }
             EventKind::Cache(config) => host::cache_event_opens(config),
-            // The VM counts the others.
+            // The VM itself counts all other events.
             _ => true,
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use clap::Args;
 use control_api::socket_dir;
 use guest_agent::entry::{EntryType, TreeEntry};
-use guest_agent::receive::{CopyProgress, ReceiveError, TreeReceiver};
+use guest_agent::receive::{ReceiveError, TreeCopyProgress, TreeReceiver};
 use guest_agent::request::AgentOperation;
 use guest_agent::send::{SendError, send_stream, send_tree};
 use guest_agent::wire::{Frame, FrameKind, write_frame};
@@ -23,12 +23,12 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// `perfvisor cp`.
 #[derive(Clone, Debug, Args)]
-pub struct CpArgs {
+pub struct CopyFilesArgs {
     /// Source: a file or a directory (copied recursively), on this host (PATH) or in a guest
     /// (NAME:PATH); - for standard input.
     #[arg(value_name = "SOURCE")]
     pub source: String,
-    /// Target: an existing directory, or the new name; - for standard output.
+    /// Target, which is an existing directory or the new name; - for standard output.
     #[arg(value_name = "TARGET")]
     pub target: String,
     /// Wait up to this time for a guest that is still booting.
@@ -41,7 +41,7 @@ pub struct CpArgs {
 
 /// Errors of `perfvisor cp`.
 #[derive(Debug, thiserror::Error)]
-pub enum CpError {
+pub enum CopyFilesError {
     #[error(transparent)]
     Guest(#[from] GuestError),
     #[error(
@@ -71,9 +71,11 @@ enum CopyEndpoint<'a> {
 }
 
 /// Parses a source or destination. `NAME:PATH` is in a guest; `./NAME:PATH` is a file of the host.
-fn side(text: &str) -> Result<CopyEndpoint<'_>, CpError> {
+fn side(text: &str) -> Result<CopyEndpoint<'_>, CopyFilesError> {
     match text.split_once(':') {
-        Some((name, "")) if socket_dir::check_name(name).is_ok() => Err(CpError::NoPath(text.to_owned())),
+        Some((name, "")) if socket_dir::check_name(name).is_ok() => {
+            Err(CopyFilesError::NoPath(text.to_owned()))
+        }
         Some((name, path)) if socket_dir::check_name(name).is_ok() => Ok(CopyEndpoint::Guest(name, path)),
         _ => Ok(CopyEndpoint::Here(Path::new(text))),
     }
@@ -82,8 +84,8 @@ fn side(text: &str) -> Result<CopyEndpoint<'_>, CpError> {
 /// Copies files.
 ///
 /// # Errors
-/// Returns [`CpError`] if a file cannot be copied.
-pub fn cp(args: &CpArgs) -> Result<ExitStatus, CpError> {
+/// Returns [`CopyFilesError`] if a file cannot be copied.
+pub fn cp(args: &CopyFilesArgs) -> Result<ExitStatus, CopyFilesError> {
     let way = |name: &str| AgentAddress {
         name: name.to_owned(),
         socket: args.socket.clone(),
@@ -92,7 +94,7 @@ pub fn cp(args: &CpArgs) -> Result<ExitStatus, CpError> {
     match (side(&args.source)?, side(&args.target)?) {
         (CopyEndpoint::Here(source), CopyEndpoint::Guest(name, target)) => put(&way(name), source, target),
         (CopyEndpoint::Guest(name, source), CopyEndpoint::Here(target)) => get(&way(name), source, target),
-        _ => Err(CpError::Sides),
+        _ => Err(CopyFilesError::Sides),
     }
 }
 
@@ -144,19 +146,20 @@ impl TransferMeter {
     }
 }
 
-fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, CpError> {
+fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, CopyFilesError> {
     let piped = source == Path::new("-");
     let name = if piped {
         String::new()
     } else {
-        // Resolves the real name of a directory given as `..` or similar.
+        // Resolve the real name of a directory given as `..` or similar.
         let full = source.canonicalize().map_err(|error| SendError::Source {
             path: source.to_owned(),
             source: error,
         })?;
         let named = source.file_name().or(full.file_name());
         let text = named.and_then(|name| name.to_str());
-        text.ok_or_else(|| CpError::NoName(source.to_owned()))?.to_owned()
+        text.ok_or_else(|| CopyFilesError::NoName(source.to_owned()))?
+            .to_owned()
     };
     let path = target.to_owned();
     let stream = way.request_job(AgentOperation::Put { path, name })?;
@@ -200,9 +203,9 @@ fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, Cp
     }
 }
 
-fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, CpError> {
+fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, CopyFilesError> {
     let piped = target == Path::new("-");
-    // Local errors are detected before the guest is contacted.
+    // Detect local errors before contacting the guest.
     let name = Path::new(source).file_name().and_then(|name| name.to_str());
     let mut receiver = if piped {
         None
@@ -224,9 +227,9 @@ fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, Cp
             None => print_file(&frame, source)?,
         };
         match progress {
-            CopyProgress::More => {}
-            CopyProgress::Skipped(what) => meter.skipped(&what),
-            CopyProgress::Done => {
+            TreeCopyProgress::More => {}
+            TreeCopyProgress::Skipped(what) => meter.skipped(&what),
+            TreeCopyProgress::Done => {
                 close(&stream);
                 return Ok(meter.end());
             }
@@ -234,30 +237,30 @@ fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, Cp
     }
 }
 
-/// Ends the stream, for which the agent waits.
+/// Shuts down the stream, for which the agent waits.
 fn close(stream: &UnixStream) {
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }
 
 /// Writes the contents of a file to standard output.
-fn print_file(frame: &Frame, source: &str) -> Result<CopyProgress, CpError> {
+fn print_file(frame: &Frame, source: &str) -> Result<TreeCopyProgress, CopyFilesError> {
     match frame.kind {
         FrameKind::TreeEntry => match TreeEntry::from_bytes(&frame.payload)
             .map_err(ReceiveError::from)?
             .what
         {
-            EntryType::File => Ok(CopyProgress::More),
-            _ => Err(CpError::NoFile(source.to_owned())),
+            EntryType::File => Ok(TreeCopyProgress::More),
+            _ => Err(CopyFilesError::NoFile(source.to_owned())),
         },
         FrameKind::Data => {
             written(io::stdout().write_all(&frame.payload))?;
-            Ok(CopyProgress::More)
+            Ok(TreeCopyProgress::More)
         }
-        FrameKind::FileEnd => Ok(CopyProgress::More),
-        FrameKind::Skipped => Ok(CopyProgress::Skipped(frame.text())),
+        FrameKind::FileEnd => Ok(TreeCopyProgress::More),
+        FrameKind::Skipped => Ok(TreeCopyProgress::Skipped(frame.text())),
         FrameKind::Done => {
             written(io::stdout().flush())?;
-            Ok(CopyProgress::Done)
+            Ok(TreeCopyProgress::Done)
         }
         _ => Err(ReceiveError::Order.into()),
     }
@@ -274,6 +277,6 @@ mod tests {
         for here in ["x", "./vm:/x", "/a:b", "-", ""] {
             assert_eq!(side(here).unwrap(), CopyEndpoint::Here(Path::new(here)));
         }
-        assert!(matches!(side("vm:"), Err(CpError::NoPath(_))));
+        assert!(matches!(side("vm:"), Err(CopyFilesError::NoPath(_))));
     }
 }

@@ -25,7 +25,7 @@ use perf_core::{SharePolicy, UnknownSharePolicy};
 use virtio_devices::balloon::config::parse_size_mib;
 use vpmu::filter::FilterError;
 
-/// Time limit for vCPUs to leave the guest and for a VM to end.
+/// Timeout for vCPUs to leave the guest and for a VM to terminate.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Polling interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -68,7 +68,7 @@ pub enum CtlAction {
         #[arg(long)]
         json: bool,
     },
-    /// Show the rate limits of the devices, and how often each has paused its device.
+    /// Show the rate limits of the devices, and how often each limit has paused its device.
     Limits {
         /// Print a JSON array.
         #[arg(long)]
@@ -83,40 +83,41 @@ pub enum CtlAction {
         #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_seconds)]
         wait: Duration,
     },
-    /// Show the balloon, or change its size. Requires a VM started with --balloon.
+    /// Show the balloon or change its size. Requires a VM started with --balloon.
     Balloon {
-        /// Size of the balloon: MiB, or a number with M, G or T. The guest gives as much memory back to
-        /// the host as it can.
+        /// Size of the balloon in MiB, or a number with M, G or T. The guest returns as much memory
+        /// to the host as it can.
         #[arg(value_name = "SIZE", allow_negative_numbers = true, value_parser = parse_size_mib)]
         size_mib: Option<u32>,
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
-    /// Save the VM to a new directory, from which `perfvisor run --restore DIR` continues it. The VM is
-    /// paused meanwhile and goes on afterwards.
+    /// Save the VM to a new directory, from which `perfvisor run --restore DIR` continues it. The
+    /// VM is paused while it is saved and then resumes.
     Snapshot {
         /// Directory of the snapshot, which must not exist.
         #[arg(value_name = "DIR")]
         dir: PathBuf,
         /// Write only the memory that differs from this snapshot of the same VM, which
-        /// `perfvisor run --restore DIR --restore-base BASE` needs as well. If BASE is a diff itself,
+        /// `perfvisor run --restore DIR --restore-base BASE` also needs. If BASE is a diff itself,
         /// repeat the option for each snapshot that it is based on, up to 16 diffs.
         #[arg(long, value_name = "BASE")]
         diff: Vec<PathBuf>,
-        /// End the VM when the snapshot is on disk.
+        /// Terminate the VM when the snapshot is on disk.
         #[arg(long)]
         stop: bool,
     },
-    /// Move the VM to another process, which `perfvisor run --incoming ADDRESS` has started on this host
-    /// or, with --stream, on any. If that fails, the VM goes on here.
+    /// Move the VM to another process, which `perfvisor run --incoming ADDRESS` has started on this
+    /// host or, with --stream, on any host. If that fails, the VM continues here.
     Migrate {
-        /// Address of the waiting process: unix:PATH, or fd:N for an inherited, connected socket, which
-        /// implies --stream.
+        /// Address of the waiting process: unix:PATH, or fd:N for an inherited, connected socket
+        /// (implies --stream).
         #[arg(value_name = "ADDRESS")]
         address: MigrationAddress,
-        /// Send the VM as bytes, to another host whose socket is forwarded (ssh -L). Memory is sent while
-        /// the guest runs, and what the guest has written meanwhile is sent again, in up to 30 rounds.
+        /// Send the VM as bytes, to another host whose socket is forwarded (ssh -L). Memory is sent
+        /// while the guest runs. Memory that the guest writes meanwhile is sent again, in up to 30
+        /// rounds.
         #[arg(long)]
         stream: bool,
         /// With --stream, pause the VM when a round takes at most this time, in milliseconds [default:
@@ -127,7 +128,7 @@ pub enum CtlAction {
         #[arg(long)]
         force: bool,
     },
-    /// Select who gets the host's counters if there are too few.
+    /// Select whether the guest or the operator gets the host's counters if there are too few.
     Share {
         /// Policy: guest-first, operator-first or strict.
         policy: String,
@@ -203,7 +204,7 @@ impl From<OutputError> for CtlError {
 /// # Errors
 /// Returns [`CtlError`] if the VM cannot perform the action.
 pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
-    // Invalid arguments are detected before the VM is contacted.
+    // Detect invalid arguments before contacting the VM.
     let (call, done) = match &args.action {
         CtlAction::Pause => (Call::Pause, "paused"),
         CtlAction::Resume => (Call::Resume, "running"),
@@ -290,7 +291,7 @@ pub fn ctl(args: &CtlArgs) -> Result<ExitStatus, CtlError> {
     Ok(DONE)
 }
 
-/// Returns the request that sets a sharing policy, and the message of its success.
+/// Returns the request that sets a sharing policy, and the message to print on success.
 fn share_call(policy: &str) -> Result<(Call, &'static str), CtlError> {
     let policy = policy.to_owned();
     let done = match policy.parse() {
@@ -315,7 +316,7 @@ fn print_json(value: &impl serde::Serialize) -> Result<ExitStatus, CtlError> {
 
 fn filter_text(path: &Path) -> Result<String, CtlError> {
     let mut text = String::new();
-    // The file is read once and with a limit, because it may be a pipe or endless.
+    // Read the file once and with a limit, because it may be a pipe or endless.
     input::open(path)
         .and_then(|file| file.take(MAX_FILTER + 1).read_to_string(&mut text))
         .map_err(OperatorCommandError::file(path))?;
@@ -432,12 +433,12 @@ fn balloon(client: &mut Client, size_mib: Option<u32>, json: bool) -> Result<(),
     Ok(())
 }
 
-/// Adds or removes vCPUs, and waits until the guest has responded.
+/// Adds or removes vCPUs and waits for the guest's response.
 fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError> {
     let start = Instant::now();
     let before: VcpuPlug = client.call(request::VcpuPlug)?;
     let mut plug: VcpuPlug = client.call(request::Vcpus { count })?;
-    // Vetoes by the guest count only for this request.
+    // Count only the guest's refusals of this request.
     let ours = plug.asked_for.clone();
     let came: Vec<u32> = plug
         .present

@@ -14,8 +14,8 @@ use guest_profile::export::report::ReportOptions;
 /// `perfvisor diff`.
 #[derive(Clone, Debug, Args)]
 pub struct DiffArgs {
-    /// Older and newer recording. With one FILE, the newer one [default: perf.data.old and
-    /// perf.data, as two runs of record leave them]
+    /// Older and newer recording. If only one FILE is given, it is the newer one [default:
+    /// perf.data.old and perf.data, as two runs of record leave them]
     #[arg(value_name = "FILE", num_args = 0..=2)]
     pub recordings: Vec<PathBuf>,
     /// Group by these columns: comm, pid, vcpu, dso, sym.

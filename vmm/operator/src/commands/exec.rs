@@ -31,11 +31,12 @@ const SIZE_POLL_NAPS: u32 = 10;
 /// Exit status of a process killed by SIGPIPE, as a shell reports it.
 const SIGPIPE_STATUS: u8 = 141;
 
-/// Number of stop signals that end this program regardless of the guest.
+/// Number of stop signals that terminate this program regardless of the guest.
 const FORCED_EXIT_SIGNALS: usize = 3;
 /// Time within which these stop signals must arrive.
 const FORCED_EXIT_WINDOW: Duration = Duration::from_secs(5);
-/// Time within which the agent must acknowledge a forwarded signal. Otherwise the guest hangs.
+/// Timeout for the agent to acknowledge a forwarded signal, after which the guest is considered
+/// hung.
 const SIGNAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 const EXIT_STATUS_HELP: &str = "\
@@ -75,15 +76,15 @@ pub struct ExecArgs {
     pub command: Vec<String>,
 }
 
-/// The error of parsing an environment variable.
+/// Error returned when an environment variable cannot be parsed.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 #[error("must be NAME=VALUE")]
-pub struct VariableError;
+pub struct EnvironmentVariableError;
 
-fn parse_variable(text: &str) -> Result<(String, String), VariableError> {
+fn parse_variable(text: &str) -> Result<(String, String), EnvironmentVariableError> {
     match text.split_once('=') {
         Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
-        _ => Err(VariableError),
+        _ => Err(EnvironmentVariableError),
     }
 }
 
@@ -117,7 +118,8 @@ impl Drop for RawModeGuard {
     }
 }
 
-/// Flow-control window: bytes that may be sent before the agent acknowledges some.
+/// Flow-control window, which limits the number of bytes sent without an acknowledgement by the
+/// agent.
 #[derive(Default)]
 struct FlowControlWindow {
     used: Mutex<u32>,
@@ -169,7 +171,7 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
         cwd: args.directory.clone(),
         terminal: args.terminal.then(size),
     }))?;
-    // Until the command runs, the signals end this program.
+    // Until the command runs, the signals terminate this program.
     let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let raw = if args.terminal {
         RawModeGuard::enter().map_err(ExecError::Terminal)?
@@ -185,7 +187,7 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
         writes: AtomicBool::new(false),
     });
     let window = Arc::new(FlowControlWindow::default());
-    // These threads end with the process.
+    // These threads run until the process exits.
     let (input_out, input_window) = (out.clone(), window.clone());
     let escape = raw.is_some().then(|| exit.clone());
     std::thread::spawn(move || forward_input(&input_out, &input_window, escape.as_deref()));
@@ -210,14 +212,15 @@ fn lost(way: &AgentAddress, error: io::Error) -> GuestError {
     GuestError::Wire { name, source }
 }
 
-/// Ends the program while the command runs: shuts the connection down, which wakes all threads.
+/// Handle that terminates the program while the command runs, by shutting down the connection,
+/// which wakes all threads.
 struct ConnectionShutdown {
     stream: UnixStream,
-    /// Message about the reason, once the program ends.
+    /// Message with the reason for the shutdown.
     reason: OnceLock<&'static str>,
     /// Number of frames received from the agent.
     frames: AtomicU64,
-    /// The output of a frame is being written, which waits for its reader.
+    /// `true` while the output of a frame is being written, which waits for its reader.
     writes: AtomicBool,
 }
 
@@ -228,13 +231,13 @@ impl ConnectionShutdown {
     }
 }
 
-/// Message if the user has left the command.
+/// Message printed if the user has left the command.
 const LEFT: &str = "left; the command in the guest gets SIGHUP";
-/// Message if the guest hangs.
+/// Message printed if the guest hangs.
 const HANGS: &str =
     "left: the guest does not answer the signal; the command gets SIGHUP once the guest runs again";
 
-/// Prints the output of the command until the command ends.
+/// Prints the output of the command until the command exits.
 fn serve(
     way: &AgentAddress,
     mut stream: &UnixStream,
@@ -275,8 +278,8 @@ fn serve(
         };
         exit.writes.store(false, Ordering::Relaxed);
         if written.is_err() {
-            // The reader of the output has closed the pipe. The agent ends the command when the
-            // connection closes.
+            // The reader of the output has closed the pipe. The agent terminates the command when
+            // the connection closes.
             return Ok(ExitStatus::Command(SIGPIPE_STATUS));
         }
     }
@@ -321,8 +324,8 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
     }
 }
 
-/// Forwards signals and terminal size changes to the command. Several signals in a short time end
-/// this program, as does one that the agent does not acknowledge.
+/// Forwards signals and terminal size changes to the command. Several signals in a short time
+/// terminate this program, as does a signal that the agent does not acknowledge.
 fn forward_signals(
     words: &Sender<(FrameKind, Vec<u8>)>,
     signals: &StopSignals,
@@ -331,7 +334,8 @@ fn forward_signals(
 ) {
     let mut last = size();
     let mut came: VecDeque<Instant> = VecDeque::new();
-    // Time of a forwarded signal, and the number of frames before it, until a frame arrives.
+    // Time of a forwarded signal and the number of frames received before it, until a further frame
+    // arrives.
     let mut waiting: Option<(Instant, u64)> = None;
     for nap in 0_u32.. {
         std::thread::sleep(NAP);
@@ -367,7 +371,7 @@ fn forward_signals(
     }
 }
 
-/// Returns the size of the terminal, or a default size without a terminal.
+/// Returns the size of the terminal, or a default size if there is no terminal.
 fn size() -> Terminal {
     let (columns, rows) = terminal::size().unwrap_or((80, 24));
     Terminal { rows, columns }
@@ -382,7 +386,7 @@ mod tests {
         assert_eq!(parse_variable("A=b=c"), Ok(("A".into(), "b=c".into())));
         assert_eq!(parse_variable("A="), Ok(("A".into(), String::new())));
         for bad in ["A", "=b", ""] {
-            assert_eq!(parse_variable(bad), Err(VariableError));
+            assert_eq!(parse_variable(bad), Err(EnvironmentVariableError));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `perfvisor flamegraph` and `pprof`, and what the commands for recordings share.
+//! `perfvisor flamegraph` and `pprof`, and the code shared by the commands for recordings.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -40,7 +40,7 @@ pub struct SymbolArgs {
     #[arg(long, visible_alias = "symfs", value_name = "DIR")]
     pub guestmount: Option<PathBuf>,
     /// Read symbols and unwind tables of programs from a disk of the guest, given as for run
-    /// --disk. The disk is only read, and may be in use.
+    /// --disk. The disk is only read and may be in use.
     #[arg(
         long = "guest-disk",
         value_name = "FILE[,format=qcow2]...",
@@ -92,8 +92,8 @@ pub struct PprofArgs {
     /// Write the profile to this file; - for standard output.
     #[arg(short, long, value_name = "FILE", default_value = "profile.pb.gz")]
     pub output: PathBuf,
-    /// Label samples with task, event, vcpu and pid, or fewer of these. Samples with equal stack
-    /// and labels are merged.
+    /// Label samples with task, event, vcpu and pid, or a subset of these. Samples with equal
+    /// stacks and labels are merged.
     #[arg(long, value_name = "LIST", default_value = "task,event,vcpu,pid", value_parser = parse_labels)]
     pub labels: ProfileLabels,
 }
@@ -154,7 +154,7 @@ pub enum FileError {
     Draw {
         path: PathBuf,
         #[source]
-        source: folded::FlameError,
+        source: folded::FlameGraphError,
     },
 }
 
@@ -168,11 +168,10 @@ impl FileError {
     }
 }
 
-/// Reads the profile of a recording. Returns `None`, and prints a message, if the recording is
-/// empty.
+/// Reads the profile of a recording. Prints a message and returns `None` if the recording is empty.
 ///
 /// # Errors
-/// Returns [`FileError::Recording`] if the file is no valid recording.
+/// Returns [`FileError::Recording`] if the file is not a valid recording.
 pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
     match reader::read_file(path) {
         Ok(profile) => Ok(Some(profile)),
@@ -191,7 +190,7 @@ pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
     }
 }
 
-/// Creates the symbolizer of a profile from the sources that the user chose.
+/// Creates the symbolizer of a profile from the sources selected by the user.
 ///
 /// # Errors
 /// Returns [`SymbolsError`] if a source is unusable.
@@ -229,7 +228,7 @@ pub(super) fn with_profile(
     Ok(DONE)
 }
 
-/// Opens the guest's file system, if the user named its location.
+/// Opens the guest's file system if the user specified its location.
 ///
 /// # Errors
 /// Returns [`SymbolsError`] if the directory or image is unusable.
@@ -237,7 +236,7 @@ pub(super) fn guest_mount(args: &SymbolArgs) -> Result<Option<GuestSymbols>, Sym
     Ok(guest_files(args)?.map(GuestSymbols::of))
 }
 
-/// Opens the guest's file system for reading programs, if the user named its location.
+/// Opens the guest's file system for reading programs, if the user specified its location.
 ///
 /// # Errors
 /// Returns [`SymbolsError`] if the directory or image is unusable.
@@ -257,7 +256,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
     }
 }
 
-/// A disk image of the host, read as the guest's disk.
+/// A disk image on the host, read as the guest's disk.
 struct HostDisk(DiskView);
 
 impl DiskBytes for HostDisk {
@@ -274,7 +273,7 @@ impl DiskBytes for HostDisk {
     }
 }
 
-/// Loads kernel symbols at run-time addresses from the file that the user named, if any.
+/// Loads kernel symbols at run-time addresses from the file specified by the user, if any.
 /// `reference` is a symbol of the running kernel and its address.
 ///
 /// # Errors
@@ -382,8 +381,8 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
     })
 }
 
-/// Reads the stacks of the older recording of a differential flame graph. Returns `None`, and prints
-/// a message, if the recording is empty.
+/// Reads the stacks of the older recording of a differential flame graph. Prints a message and
+/// returns `None` if the recording is empty.
 fn older_stacks(path: &Path, symbols: &SymbolArgs) -> Result<Option<BTreeMap<String, u64>>, FileError> {
     let Some(profile) = read_profile(path)? else {
         return Ok(None);
@@ -413,7 +412,8 @@ mod tests {
 
     use super::*;
 
-    /// Regression test: `pprof -o /dev/full` as root removed the device.
+    /// A failed command removes its output only if this is a regular file. Regression test:
+    /// `pprof -o /dev/full` as root removed the device.
     #[test]
     fn failed_output_is_removed_only_if_regular_file() {
         let dir = tempfile::tempdir().unwrap();
@@ -433,7 +433,7 @@ mod tests {
         assert_eq!(error_line(&of_stdout), "cannot write standard output: why");
     }
 
-    /// The qcow2 image is compressed and has an overlay, as in a VM.
+    /// Programs are read from a compressed qcow2 image with an overlay, as in a VM.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn guest_programs_are_read_from_open_qcow2_image() {
@@ -491,7 +491,8 @@ mod tests {
         }
     }
 
-    /// Regression test: reading an endless device exhausted the memory of the host.
+    /// The size of a symbol file is limited. Regression test: reading an endless device exhausted
+    /// the memory of the host.
     #[test]
     fn symbol_file_size_is_bounded() {
         let why = read(Path::new("/dev/zero"), 1 << 20).unwrap_err();

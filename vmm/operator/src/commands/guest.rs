@@ -13,7 +13,7 @@ use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 
 use super::{NAP, connect};
 
-/// Time limit for the guest kernel to accept a connection and for the agent to accept a request.
+/// Timeout for the guest kernel to accept a connection and for the agent to accept a request.
 const TIMEOUT: Duration = Duration::from_secs(40);
 
 /// Errors of a request to the guest's agent.
@@ -50,7 +50,7 @@ pub enum GuestError {
     TooLong,
 }
 
-/// A stream with a deadline for all reads together, so that a slow sender cannot delay the reader
+/// A stream with a single deadline for all reads, so that a slow sender cannot delay the reader
 /// indefinitely.
 struct DeadlineStream<'s> {
     stream: &'s UnixStream,
@@ -74,7 +74,7 @@ impl Read for DeadlineStream<'_> {
     }
 }
 
-/// The location of an agent.
+/// Address of the agent in a guest.
 #[derive(Clone, Debug)]
 pub struct AgentAddress {
     /// Name of the VM.
@@ -167,7 +167,7 @@ impl AgentAddress {
         }
     }
 
-    /// Reads the next frame, which must exist.
+    /// Reads the next frame. The end of the connection is an error.
     ///
     /// # Errors
     /// Returns an error if the connection ends.
@@ -179,7 +179,7 @@ impl AgentAddress {
         }
     }
 
-    /// Converts a refusal or an unexpected frame to an error.
+    /// Converts a rejection or an unexpected frame to an error.
     pub fn refused(&self, frame: &Frame) -> GuestError {
         let why = match frame.kind {
             FrameKind::Refused => frame.text(),
@@ -195,15 +195,15 @@ impl AgentAddress {
     }
 }
 
-/// Returns whether the VM existed at the attempt `before` and does not any more. It may still be about
-/// to start if it has not existed yet.
+/// Returns whether the VM existed at the attempt `before` but no longer exists. A VM that has not
+/// existed yet may still be about to start.
 fn has_ended(before: Option<&GuestError>, error: &GuestError) -> bool {
     let existed = matches!(before, Some(GuestError::NoAnswer(_) | GuestError::NoAgent(_)));
     existed && matches!(error, GuestError::Client(ClientError::NoSuchVm { .. }))
 }
 
 /// Selects which of the last two errors to report. The user's deadline may pass during the last
-/// attempt; a guest that has refused an earlier connection has booted and has its driver.
+/// attempt, but a guest that refused an earlier connection has booted and has its driver.
 fn last(before: Option<GuestError>, error: GuestError) -> GuestError {
     match (before, error) {
         (Some(refused @ GuestError::NoAgent(_)), GuestError::NoAnswer(_)) => refused,
@@ -268,7 +268,8 @@ mod tests {
         assert!(matches!(error, Err(GuestError::Socket { .. })), "{error:?}");
     }
 
-    /// Regression test: the wait for the agent of a VM that had ended lasted until its deadline.
+    /// The wait ends when the VM terminates. Regression test: the wait for the agent of a
+    /// terminated VM lasted until its deadline.
     #[test]
     fn ended_vm_is_not_waited_for() {
         let missing = || {
@@ -286,7 +287,7 @@ mod tests {
         ));
     }
 
-    /// The user's deadline also limits the wait for a silent guest kernel.
+    /// The user's deadline also limits the wait for an unresponsive guest kernel.
     #[test]
     fn user_deadline_bounds_wait_for_silent_guest() {
         let dir = tempfile::tempdir().unwrap();
@@ -317,8 +318,8 @@ mod tests {
         drips.join().unwrap();
     }
 
-    /// Regression test: a guest without an agent was reported as lacking the driver if the last
-    /// attempt began just before the deadline.
+    /// The refused connection is reported, not the timeout. Regression test: a guest without an
+    /// agent was reported as lacking the driver if the last attempt began just before the deadline.
     #[test]
     fn refused_connection_is_reported_at_deadline() {
         let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));

@@ -1,4 +1,4 @@
-//! `perfvisor ctl NAME limits`: the rate limiters of a VM's devices.
+//! `perfvisor ctl NAME limits`: shows the rate limiters of a VM's devices.
 
 use std::fmt::Write as _;
 

@@ -1,5 +1,5 @@
-//! `perfvisor list`: the events accepted by `stat`, `record` and `top`, like `perf list`. Vendor
-//! events are from the installed `perf`.
+//! `perfvisor list`: lists the events accepted by `stat`, `record` and `top`, like `perf list`.
+//! Vendor events are taken from the installed `perf`.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use super::countable::CountableEvents;
 use super::{DONE, OperatorCommandError, connect, print};
 use crate::exit::ExitStatus;
 use crate::vendor::cpu::CpuName;
-use crate::vendor::{self, EventSelector, PerfError, ProcessorEvents, VendorEvent};
+use crate::vendor::{self, EventSelector, PerfError, VendorEvent, VendorEventTable};
 use control_api::events::names;
 use control_api::nearest::did_you_mean;
 use control_api::protocol::OpenedEvent;
@@ -20,7 +20,7 @@ use perf_core::error_line;
 /// `perfvisor list`.
 #[derive(Clone, Debug, Args)]
 pub struct ListArgs {
-    /// Show only these kinds of events (hw, cache, sw, pv, kvm, vendor, raw), or events whose names
+    /// Show only these types of events (hw, cache, sw, pv, kvm, vendor, raw), or events whose names
     /// contain this text or match it as a pattern with * and ?, for example 'l1d*miss'.
     #[arg(value_name = "WHAT")]
     pub what: Vec<String>,
@@ -28,21 +28,21 @@ pub struct ListArgs {
     /// AuthenticAMD-25-1-0 [default: this host's]
     #[arg(long, value_name = "VENDOR-FAMILY-MODEL-STEPPING")]
     pub cpuid: Option<CpuName>,
-    /// Show only vendor events that can be counted on this VM. Each is tested.
+    /// Show only vendor events that can be counted on this VM. Each event is tested.
     #[arg(long, value_name = "NAME")]
     pub vm: Option<String>,
 }
 
-/// Event kind that is printed with code and description.
+/// Event type that is printed with code and description.
 const VENDOR: &str = "vendor";
-/// Line before the vendor's events on a host that cannot count them.
+/// Line printed before the vendor's events on a host that cannot count them.
 const NOT_COUNTED: &str = "  (this host has no PMU that counts the following)\n";
 /// Maximum length of a description, in characters.
 const MAX_DESCRIPTION_CHARS: usize = 100;
 /// Number of events that are opened on a VM at a time.
 const OPEN_BATCH: usize = 32;
 
-/// Event kinds: their argument words and the text printed after their names.
+/// Event types, with their argument words and the text printed after their names.
 const KINDS: [(&str, &str); 7] = [
     ("hw", "Hardware event"),
     ("cache", "Hardware cache event"),
@@ -97,7 +97,7 @@ pub fn list<E: Error>(
                 Vec::new()
             }),
             VENDOR => match vendor::events_of(&args.cpuid.clone().unwrap_or_else(CpuName::host)) {
-                Ok(ProcessorEvents { events, note }) => {
+                Ok(VendorEventTable { events, note }) => {
                     vendor_note = note;
                     names.extend(events.iter().map(|event| event.name.clone()));
                     let events: Vec<_> = events.into_iter().filter(|event| wanted(&event.name)).collect();
@@ -184,8 +184,9 @@ fn glob(pattern: &[u8], name: &[u8]) -> bool {
     pattern[p..].iter().all(|c| *c == b'*')
 }
 
-/// Formats the vendor events: name, code and description. Events that need more than a selector are
-/// only counted. With `vm`, only events that the VM can count are included.
+/// Formats the vendor events with name, code and description. Events that need more than a selector
+/// are not listed; only their number is shown. With `vm`, only events that the VM can count are
+/// included.
 fn format_vendor_events(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListError> {
     let mut plain = Vec::new();
     let mut others = Vec::new();
@@ -220,7 +221,7 @@ fn format_vendor_events(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<St
     Ok(out)
 }
 
-/// Returns the events that the VM can open. They are closed with the connection.
+/// Returns the events that the VM can open. Closing the connection closes the events.
 fn counted(
     events: Vec<(String, EventSelector, String)>,
     vm: &str,
@@ -270,7 +271,7 @@ fn truncate_description(text: &str) -> String {
     format!("{} …", &begin[..whole])
 }
 
-/// Returns the events of one kind, each with its aliases.
+/// Returns the events of one type, each with its aliases.
 fn events_of_kind(kind: &str) -> Vec<String> {
     match kind {
         "hw" => join_aliases(names::HARDWARE.map(|(name, event)| (name, event as u64))),

@@ -1,5 +1,5 @@
-//! Moves a VM to another process of this host, `perfvisor ctl NAME migrate unix:PATH`, or to another
-//! host ([`stream`]).
+//! Moves a VM to another process on this host (`perfvisor ctl NAME migrate unix:PATH`) or to
+//! another host ([`stream`]).
 
 mod stream;
 
@@ -16,13 +16,13 @@ use stream::{DowntimeLimit, SendFailure, SendVmError};
 
 use super::{one_line, ps};
 
-/// Time limit for a waiting process to accept the connection.
+/// Timeout for a waiting process to accept the connection.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time limit for the answer of a VM that may be the one that has moved.
+/// Timeout for the answer of a VM that may be the moved one.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error of moving a VM.
+/// Error returned when a VM cannot be moved.
 #[derive(Debug, thiserror::Error)]
 pub enum MigrateError {
     #[error(
@@ -59,9 +59,9 @@ pub enum MigrateError {
     NoAnswer(String),
 }
 
-/// Returns a connection to the VM of `left` in the process to which it has moved, or `None` if there
-/// is none. Only VMs of this user and of the user of the first process are asked: another user's
-/// could claim to be this one.
+/// Returns a connection to the VM of `left` in the destination process, or `None` if the VM is not
+/// found. Queries only VMs of this user and of the user of the source process, because another
+/// user's VM could claim to be this one.
 pub(super) fn find_moved(left: &Client) -> Option<Client> {
     let users = [Some(peer::own_uid()), left.peer_uid().ok()];
     let left = left.info();
@@ -75,10 +75,10 @@ pub(super) fn find_moved(left: &Client) -> Option<Client> {
     own.filter_map(connect).find(is_moved)
 }
 
-/// Default of the time during which a VM may be paused.
+/// Default limit on the time for which a VM may be paused.
 const DEFAULT_DOWNTIME: Duration = Duration::from_millis(300);
 
-/// How a VM is moved.
+/// Options of a migration.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MigrateOptions {
     pub(super) stream: bool,
@@ -86,11 +86,11 @@ pub(super) struct MigrateOptions {
     pub(super) force: bool,
 }
 
-/// Moves the VM of `client` to the process at `address`. Returns a message of success.
+/// Moves the VM of `client` to the process at `address`. Returns a success message.
 ///
 /// # Errors
-/// Returns a [`MigrateError`]; the VM goes on, except after [`MigrateError::NoAnswer`] and
-/// [`MigrateError::Undecided`], where that is unknown.
+/// Returns a [`MigrateError`]. The VM continues, except after [`MigrateError::NoAnswer`] and
+/// [`MigrateError::Undecided`], where this is unknown.
 pub(super) fn migrate(
     client: Client,
     address: &MigrationAddress,
@@ -125,7 +125,8 @@ pub(super) fn migrate(
     hand_over(client, &receiver).map_err(failed)?
 }
 
-/// Moves the VM of `client` to the process at the other end of `receiver`, which takes it over itself.
+/// Moves the VM of `client` to the process at the other end of `receiver`, which takes over the VM
+/// through the VM's connection.
 fn hand_over(client: Client, receiver: &UnixStream) -> io::Result<Result<String, MigrateError>> {
     let name = client.info().name.clone();
     let result = migration::offer(receiver, client.into_stream())?;

@@ -1,7 +1,7 @@
 //! Operator commands for running VMs and for recordings.
 //!
-//! Each command is a function of its arguments, a type `…Args` whose doc comments are the help
-//! texts. The commands print and log for a person; a program uses [`crate::session`] instead.
+//! Each command is a function that takes a type `…Args`, whose doc comments are the help texts. The
+//! commands print and log for a person; a program uses [`crate::session`] instead.
 
 mod all;
 pub mod annotate;
@@ -114,7 +114,7 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
 /// Polling interval for Ctrl-C.
 const NAP: Duration = Duration::from_millis(20);
 
-/// Reason why a wait ended.
+/// Reason a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitResult {
     /// The deadline passed.

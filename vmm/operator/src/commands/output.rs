@@ -21,7 +21,7 @@ pub enum OutputError {
 static READER_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// Returns whether the reader of standard output has closed the pipe. Commands that print
-/// indefinitely end in that case, as other programs do by SIGPIPE.
+/// indefinitely exit in that case, as other programs do on SIGPIPE.
 pub(crate) fn is_reader_closed() -> bool {
     READER_CLOSED.load(Ordering::Relaxed)
 }
@@ -58,7 +58,7 @@ pub(crate) fn create_private(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Replaces control characters by spaces, for one-line messages with untrusted values.
+/// Replaces control characters with spaces, for one-line messages with untrusted values.
 pub fn one_line(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_control() { ' ' } else { c })

@@ -14,7 +14,7 @@ use control_api::protocol::VmInfo;
 use control_api::socket_dir::{self, SocketDir, SocketDirs, SocketError};
 use perf_core::error_line;
 
-/// Time limit for a VM to describe itself.
+/// Timeout for a VM to describe itself.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// `perfvisor ps`.
@@ -46,7 +46,7 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, OperatorCommandError> {
         print(&lines.collect::<String>())?;
         return Ok(DONE);
     }
-    // VMs are queried concurrently, so that several unresponsive ones cost one time limit.
+    // VMs are queried concurrently, so that several unresponsive VMs cost only one timeout.
     let seen: Vec<_> = std::thread::scope(|scope| {
         let ask = |vm: &VmSocket| {
             Client::connect_at(&vm.path, vm.owner, TIMEOUT).map(|client| client.info().clone())
@@ -66,7 +66,7 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, OperatorCommandError> {
             Ok(info) => vms.push((found, Some(info))),
             Err(e) => {
                 log::warn!("{}: {}", found.name, error_line(&e));
-                // Any other VM has ended meanwhile or runs another version of Perfvisor.
+                // Any other VM has terminated in the meantime or runs another version of Perfvisor.
                 if e.is_silence() {
                     vms.push((found, None));
                 }
@@ -100,7 +100,7 @@ pub(crate) struct VmSocket {
     pub(crate) name: String,
     /// Path of the socket.
     pub(crate) path: PathBuf,
-    /// Owner of the directory; `None` if this user named the directory.
+    /// Owner of the directory; `None` if this user specified the directory.
     pub(crate) owner: Option<u32>,
 }
 
@@ -125,7 +125,7 @@ pub(crate) fn in_default_directory() -> Result<Vec<VmSocket>, ClientError> {
     Ok(found.collect())
 }
 
-/// Returns the sockets of all users. Prints which directories are unreadable or ignored.
+/// Returns the sockets of all users. Reports unreadable and ignored directories.
 pub(crate) fn everywhere() -> Vec<VmSocket> {
     let places = SocketDirs::everywhere();
     let list = |dirs: &[PathBuf]| {
@@ -169,7 +169,7 @@ fn found_in(places: Vec<SocketDir>, failed: impl Fn(SocketError)) -> Vec<VmSocke
     found
 }
 
-/// The JSON output for one VM: its description, or the fact that it does not respond.
+/// JSON output for one VM, with its description or the information that it does not respond.
 #[derive(serde::Serialize)]
 struct VmJson<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]

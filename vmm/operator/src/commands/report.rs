@@ -15,16 +15,16 @@ use guest_profile::export::script::{ScriptField, ScriptFields, ScriptFormat, Scr
 use guest_profile::export::symbolize::complete_chains;
 use guest_profile::export::{report as table, script as samples};
 
-/// Which samples to show.
+/// Filter of the samples to show.
 #[derive(Clone, Debug, Default, Args)]
 pub struct FilterArgs {
-    /// Only samples of these tasks.
+    /// Select samples of these tasks.
     #[arg(short, long, value_name = "LIST", value_delimiter = ',')]
     pub comms: Vec<String>,
-    /// Only samples in these objects: paths or file names.
+    /// Select samples in these objects, given as paths or file names.
     #[arg(short, long, value_name = "LIST", value_delimiter = ',')]
     pub dsos: Vec<String>,
-    /// Only samples in these functions.
+    /// Select samples in these functions.
     #[arg(short = 'S', long, value_name = "LIST", value_delimiter = ',')]
     pub symbols: Vec<String>,
 }
@@ -48,18 +48,20 @@ pub struct ReportArgs {
     /// Group by these columns: comm, pid, vcpu, dso, sym.
     #[arg(short, long, value_name = "KEYS", default_value = "comm,dso,sym", value_parser = parse_sort)]
     pub sort: SortKeys,
-    /// Columns to print: overhead, sample, period and those of --sort, which they replace.
+    /// Columns to print: overhead, sample, period and those of --sort. Replaces the columns of
+    /// --sort.
     #[arg(short = 'F', long, value_name = "LIST", value_parser = parse_columns)]
     pub fields: Option<ReportColumns>,
     /// Hide rows with less than this share, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "0", value_parser = parse_percent)]
     pub percent_limit: f64,
-    /// Print the call chains below each row: callee (from the function to its callers) or caller (from the
-    /// outermost caller), and the least share of a branch in percent, as in caller,2 [default: callee,0.5]
+    /// Print the call chains below each row: callee (from the function to its callers) or caller
+    /// (from the outermost caller), and the minimum share of a branch in percent, as in caller,2
+    /// [default: callee,0.5]
     #[arg(short = 'g', long, value_name = "ORDER[,PERCENT]", num_args = 0..=1, default_missing_value = "callee",
           value_parser = parse_call_graph)]
     pub call_graph: Option<CallGraphOptions>,
-    /// Which samples to show. The shares remain those of all samples.
+    /// Samples to show. The shares are still relative to all samples.
     #[command(flatten)]
     pub filter: FilterArgs,
 }
@@ -76,14 +78,14 @@ pub struct ScriptArgs {
     /// Print one JSON object per sample.
     #[arg(long)]
     pub json: bool,
-    /// Which samples to print.
+    /// Samples to print.
     #[command(flatten)]
     pub filter: FilterArgs,
 }
 
 /// Errors of parsing the options.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ReportValueError {
+pub enum ParseReportValueError {
     #[error("'{0}' is no column; known are overhead, sample, period, comm, pid, vcpu, dso and sym")]
     Column(String),
     #[error("'{0}' is no field; known are {known}", known = ScriptField::ALL.map(|(name, _)| name).join(", "))]
@@ -97,10 +99,10 @@ pub enum ReportValueError {
 pub struct ReportColumns(pub Vec<ReportColumn>);
 
 /// Parses the columns of a report, such as `overhead,sym`.
-fn parse_columns(text: &str) -> Result<ReportColumns, ReportValueError> {
+fn parse_columns(text: &str) -> Result<ReportColumns, ParseReportValueError> {
     let column = |name: &str| {
         let found = ReportColumn::from_name(name.trim());
-        found.ok_or_else(|| ReportValueError::Column(name.to_owned()))
+        found.ok_or_else(|| ParseReportValueError::Column(name.to_owned()))
     };
     text.split(',')
         .map(column)
@@ -109,18 +111,18 @@ fn parse_columns(text: &str) -> Result<ReportColumns, ReportValueError> {
 }
 
 /// Parses the fields of samples, such as `comm,ip,sym`.
-fn parse_fields(text: &str) -> Result<ScriptFields, ReportValueError> {
+fn parse_fields(text: &str) -> Result<ScriptFields, ParseReportValueError> {
     let field = |name: &str| {
         let found = ScriptField::from_name(name.trim());
-        found.ok_or_else(|| ReportValueError::Field(name.to_owned()))
+        found.ok_or_else(|| ParseReportValueError::Field(name.to_owned()))
     };
     let fields: Result<_, _> = text.split(',').map(field).collect();
     fields.map(ScriptFields::new)
 }
 
-/// Parses the options of a call graph, in any order as in perf. `graph` is perf's name of the only
-/// style.
-fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ReportValueError> {
+/// Parses the options of a call graph, in any order as in perf. `graph`, perf's name for the only
+/// supported style, has no effect.
+fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ParseReportValueError> {
     let mut options = CallGraphOptions::default();
     for word in text.split(',').map(str::trim) {
         match word {
@@ -128,7 +130,7 @@ fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ReportValueError> {
             "caller" => options.order = CallOrder::Caller,
             "graph" => {}
             share => {
-                options.min_percent = parse_percent(share).map_err(|_| ReportValueError::CallGraph)?;
+                options.min_percent = parse_percent(share).map_err(|_| ParseReportValueError::CallGraph)?;
             }
         }
     }
@@ -195,14 +197,17 @@ mod tests {
         let graph = |text| parse_call_graph(text).map(|graph| (graph.order, graph.min_percent));
         assert_eq!(graph("callee"), Ok((CallOrder::Callee, 0.5)));
         assert_eq!(graph("graph,2,caller"), Ok((CallOrder::Caller, 2.0)));
-        assert_eq!(graph("fractal"), Err(ReportValueError::CallGraph));
-        assert_eq!(graph("caller,101"), Err(ReportValueError::CallGraph));
+        assert_eq!(graph("fractal"), Err(ParseReportValueError::CallGraph));
+        assert_eq!(graph("caller,101"), Err(ParseReportValueError::CallGraph));
         let columns = parse_columns("overhead, sym").map(|columns| columns.0);
         let symbol = ReportColumn::Key(SortKey::Symbol);
         assert_eq!(columns, Ok(vec![ReportColumn::Overhead, symbol]));
-        assert_eq!(parse_columns("sym,x"), Err(ReportValueError::Column("x".into())));
+        assert_eq!(
+            parse_columns("sym,x"),
+            Err(ParseReportValueError::Column("x".into()))
+        );
         let fields = ScriptFields::new(vec![ScriptField::Ip, ScriptField::Sym]);
         assert_eq!(parse_fields("ip,sym"), Ok(fields));
-        assert_eq!(parse_fields(""), Err(ReportValueError::Field(String::new())));
+        assert_eq!(parse_fields(""), Err(ParseReportValueError::Field(String::new())));
     }
 }

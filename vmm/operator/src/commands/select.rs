@@ -10,21 +10,21 @@ use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 /// Prefix of a process ID in place of a VM's name. A name cannot contain a colon.
 const PID_PREFIX: &str = "pid:";
 
-/// Returns the VM's name that `--pid` stands for.
+/// Returns `pid:PID` if a process ID is given, and otherwise the VM's name.
 pub(super) fn name_or_pid(name: Option<&str>, pid: Option<u32>) -> Option<String> {
     let by_pid = pid.map(|pid| format!("{PID_PREFIX}{pid}"));
     by_pid.or_else(|| name.map(str::to_owned))
 }
 
-/// Returns the process ID in `name`, if it stands for one.
+/// Returns the process ID if `name` has the form `pid:PID`.
 pub(super) fn pid_of_name(name: &str) -> Option<u32> {
     name.strip_prefix(PID_PREFIX)?.parse().ok()
 }
 
-/// Connects to the VM that the process `pid` runs.
+/// Connects to the VM that runs in process `pid`.
 ///
 /// # Errors
-/// Returns [`ClientError::NoSuchVm`] if the process runs no VM that this user can reach.
+/// Returns [`ClientError::NoSuchVm`] if no VM that this user can reach runs in the process.
 pub(super) fn connect_by_pid(pid: u32) -> Result<Client, ClientError> {
     let found = reachable_vms();
     let client = found.iter().find_map(|vm| {
@@ -37,7 +37,7 @@ pub(super) fn connect_by_pid(pid: u32) -> Result<Client, ClientError> {
     })
 }
 
-/// Returns the VMs in this user's default directory, and those in the other directories.
+/// Returns the VMs in this user's default directory, followed by those in the other directories.
 fn reachable_vms() -> Vec<VmSocket> {
     let mut found = ps::in_default_directory().unwrap_or_default();
     for vm in ps::everywhere_quietly() {
@@ -48,7 +48,7 @@ fn reachable_vms() -> Vec<VmSocket> {
     found
 }
 
-/// A control group, as `--cgroup` names it.
+/// A control group, as given by `--cgroup`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ControlGroup(String);
 
@@ -72,12 +72,12 @@ impl ControlGroup {
         Ok(Self(format!("/{}", inside.trim_end_matches('/'))))
     }
 
-    /// Returns whether the process `pid` is in this group or in one below it.
+    /// Returns whether the process `pid` is in this group or in a descendant.
     pub(super) fn contains(&self, pid: u32) -> bool {
         fs::read_to_string(format!("/proc/{pid}/cgroup")).is_ok_and(|groups| self.is_in(&groups))
     }
 
-    /// Returns whether `/proc/PID/cgroup` lists this group or one below it (cgroups(7)).
+    /// Returns whether `/proc/PID/cgroup` lists this group or a descendant (cgroups(7)).
     fn is_in(&self, groups: &str) -> bool {
         groups.lines().any(|line| {
             // hierarchy-ID:controllers:path

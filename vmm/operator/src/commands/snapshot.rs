@@ -1,9 +1,10 @@
-//! Writes a snapshot of a running VM: `perfvisor ctl NAME snapshot DIR`, and two files for the API of
-//! Firecracker.
+//! Writes a snapshot of a running VM: `perfvisor ctl NAME snapshot DIR`, and two files for the API
+//! of Firecracker.
 //!
-//! The VM writes no file. It sends its memory and its state in memory files, and this command writes
-//! them to a temporary directory beside the final one, which it renames at the end. A snapshot that
-//! fails, for example because the disk is full, leaves no directory, and the VM goes on.
+//! The VM writes no file. It sends its memory and its state in memory files. This command writes
+//! them to a temporary directory next to the final one, and renames the directory at the end. A
+//! snapshot that fails, for example because the disk is full, leaves no directory, and the VM
+//! continues.
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -19,19 +20,19 @@ use serde_json::Value;
 use snapshot::diff::{DiffError, DiffWriter};
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::memory::CHUNK_BYTES;
-use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
+use snapshot::{MEMORY_FILE, STATE_FILE, SnapshotFormatError};
 use tempfile::NamedTempFile;
 
 use crate::snapshot_files::{self, OpenBaseError};
 
-/// Time limit for the vCPUs to leave the guest.
+/// Timeout for the vCPUs to leave the guest.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Polling interval. The VM is paused meanwhile.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Size of a page of memory that is not written if it consists of zeros.
+/// Size of a memory page, in bytes. A page of zeros is not written.
 const PAGE_BYTES: usize = 4096;
 
-/// Error of taking a snapshot.
+/// Error returned when a snapshot cannot be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotCommandError {
     #[error(transparent)]
@@ -63,7 +64,7 @@ pub enum SnapshotCommandError {
         source: DiffError,
     },
     #[error("the state of the VM")]
-    State(#[from] FormatError),
+    State(#[from] SnapshotFormatError),
     #[error("the vCPUs have not left the guest after {} s; the VM goes on", TIMEOUT.as_secs())]
     NotPaused,
     #[error("the VM sends a piece of memory that was not asked for")]
@@ -77,7 +78,7 @@ struct PartialDirectory {
 }
 
 impl PartialDirectory {
-    /// Creates a directory beside `dir` for its contents.
+    /// Creates a temporary directory next to `dir` for its contents.
     fn beside(dir: &Path) -> Result<Self, SnapshotCommandError> {
         let name = dir
             .file_name()
@@ -86,7 +87,7 @@ impl PartialDirectory {
         partial.push(name);
         partial.push(format!(".partial-{}", std::process::id()));
         let path = dir.with_file_name(partial);
-        // The memory of the guest is nobody else's business.
+        // Guest memory must not be accessible to other users.
         let made = DirBuilder::new().mode(0o700).create(&path);
         made.map_err(write_error(dir))?;
         Ok(Self {
@@ -102,7 +103,7 @@ impl PartialDirectory {
         options.open(self.path.join(name))
     }
 
-    /// Gives the directory its final name. An existing directory is not replaced unless it is empty.
+    /// Gives the directory its final name. Replaces an existing directory only if it is empty.
     fn rename(mut self, dir: &Path) -> io::Result<()> {
         File::open(&self.path)?.sync_all()?;
         fs::rename(&self.path, dir)?;
@@ -145,11 +146,11 @@ fn base_error(dir: &Path) -> impl Fn(DiffError) -> SnapshotCommandError {
     }
 }
 
-/// Size of a snapshot that was taken, for messages.
+/// Size of a completed snapshot, for messages.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SnapshotSize {
     memory_bytes: u64,
-    /// Bytes that differ from the base of a diff.
+    /// Number of bytes that differ from the base of a diff.
     changed_bytes: Option<u64>,
 }
 
@@ -162,13 +163,13 @@ impl fmt::Display for SnapshotSize {
     }
 }
 
-/// Takes a snapshot of the VM in the new directory `dir`, and returns its size. With `bases`, it contains
-/// only the memory that differs from the snapshot in the first directory; the others, in any order, are
-/// those that this one is based on. With `stop`, the VM ends when the
-/// snapshot is on disk.
+/// Takes a snapshot of the VM in the new directory `dir`, and returns its size. With `bases`, the
+/// snapshot contains only the memory that differs from the snapshot in the first directory. The
+/// other directories, in any order, contain the snapshots on which that one is based. With `stop`,
+/// the VM terminates when the snapshot is on disk.
 ///
 /// # Errors
-/// Returns a [`SnapshotCommandError`]; `dir` does not exist then, and the VM goes on.
+/// Returns a [`SnapshotCommandError`]. In this case `dir` does not exist, and the VM continues.
 pub(super) fn take(
     client: &mut Client,
     dir: &Path,
@@ -197,7 +198,7 @@ pub(super) fn take(
         (buffer, changed_bytes) = (state, Some(changed));
     }
     if !stop {
-        // The VM need not wait for the disk.
+        // Resume the VM before the data is on disk.
         client.call(request::SnapshotEnd { stop: false })?;
     }
     let state = partial.create(STATE_FILE).map_err(&failed)?;
@@ -216,17 +217,17 @@ pub(super) fn take(
     })
 }
 
-/// Takes a snapshot of the VM in the files `state` and `memory`, and replaces them if they exist. A
-/// paused VM stays paused. `change` returns the state file from that of the VM.
+/// Takes a snapshot of the VM in the files `state` and `memory`, replacing existing files. A paused
+/// VM stays paused. `change` converts the state file of the VM to the one that is written.
 ///
 /// # Errors
-/// Returns a [`SnapshotCommandError`], in which case existing files are unchanged unless the last step,
-/// the renaming of the new ones, has failed.
+/// Returns a [`SnapshotCommandError`]. In this case existing files are unchanged, unless the last
+/// step, the renaming of the new files, has failed.
 pub fn save(
     client: &mut Client,
     state: &Path,
     memory: &Path,
-    change: impl FnOnce(Vec<u8>) -> Result<Vec<u8>, FormatError>,
+    change: impl FnOnce(Vec<u8>) -> Result<Vec<u8>, SnapshotFormatError>,
 ) -> Result<(), SnapshotCommandError> {
     let of_state = write_file_error(state);
     let of_memory = write_file_error(memory);
@@ -257,7 +258,7 @@ fn parent(path: &Path) -> &Path {
     parent.unwrap_or(Path::new("."))
 }
 
-/// Creates a private file beside `path`, which is removed unless it is renamed.
+/// Creates a private file next to `path`, which is removed unless it is renamed.
 fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
     let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
     let mut prefix = std::ffi::OsString::from(".");
@@ -266,8 +267,8 @@ fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
     tempfile::Builder::new().prefix(&prefix).tempfile_in(parent(path))
 }
 
-/// Copies the memory of a VM by `write`, which gets each piece with its bytes, none if they are zeros,
-/// and returns the state of the VM.
+/// Copies the memory of a VM with `write`, which receives each piece with its bytes (none for
+/// zeros), and returns the state of the VM.
 fn copy(
     client: &mut Client,
     memory_bytes: u64,
@@ -283,7 +284,7 @@ fn copy(
     Ok(read_state(client)?)
 }
 
-/// Writes what differs from the base of `diff` in a piece of memory.
+/// Writes the parts of a piece of memory that differ from the base of `diff`.
 fn write_changes(
     diff: &mut DiffWriter,
     memory: &File,
@@ -315,8 +316,8 @@ fn write_changes(
     Ok(())
 }
 
-/// Reads the memory of a paused VM of `memory_bytes`. `take` gets each piece, with a file that contains
-/// its bytes unless they are zeros.
+/// Reads the memory of a paused VM, of size `memory_bytes`. `take` receives each piece, with a file
+/// that contains its bytes unless they are zeros.
 ///
 /// # Errors
 /// Returns a [`SnapshotCommandError`] if the VM sends anything else, and the errors of `take`.
@@ -337,10 +338,10 @@ pub fn copy_memory<E: From<SnapshotCommandError>>(
     Ok(())
 }
 
-/// Returns the state file of a paused VM, whose memory has been read.
+/// Returns the state file of a paused VM, after its memory has been read.
 ///
 /// # Errors
-/// Returns a [`ClientError`] if the VM does not send it.
+/// Returns a [`ClientError`] if the VM does not send the state.
 pub fn read_state(client: &mut Client) -> Result<Vec<u8>, ClientError> {
     let (info, data): (SnapshotState, File) = client.call_with_file(request::SnapshotState)?;
     let bytes = usize::try_from(info.bytes).unwrap_or(usize::MAX);
@@ -349,7 +350,7 @@ pub fn read_state(client: &mut Client) -> Result<Vec<u8>, ClientError> {
     Ok(state)
 }
 
-/// Returns the document of the VM's metadata service, or `None` without one.
+/// Returns the document of the VM's metadata service, or `None` if the VM has no such service.
 ///
 /// # Errors
 /// Returns a [`ClientError`] if the VM does not answer.
@@ -366,7 +367,7 @@ pub fn read_metadata(client: &mut Client) -> Result<Option<Value>, ClientError> 
 ///
 /// # Errors
 /// Returns [`SnapshotCommandError::NotPaused`] if a vCPU does not leave the guest, and a
-/// [`ClientError`] if the VM refuses.
+/// [`ClientError`] if the VM refuses the request.
 pub fn pause(client: &mut Client) -> Result<u64, SnapshotCommandError> {
     let until = Instant::now() + TIMEOUT;
     loop {
@@ -434,7 +435,7 @@ mod tests {
         assert!(file.metadata().unwrap().blocks() * 512 <= 8 * PAGE_BYTES as u64);
     }
 
-    /// A VM that is not trusted cannot make this command allocate or write without bound.
+    /// An untrusted VM cannot make this command allocate or write an unbounded amount of data.
     #[test]
     fn wrong_pieces_are_refused() {
         let memory = 32 << 20;

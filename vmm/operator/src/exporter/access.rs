@@ -6,9 +6,9 @@
 //! and only such clients are served on addresses other than loopback. On a Unix socket, the file
 //! permissions decide.
 //!
-//! A malicious web page can make a name of its own resolve to this host (DNS rebinding), but cannot
-//! choose the `Host` field. The field must therefore be an IP address, `localhost`, the host's
-//! name, or a name given by `--allow-host`.
+//! A malicious web page can make a name under its control resolve to this host (DNS rebinding), but
+//! cannot choose the `Host` field. The field must therefore be an IP address, `localhost`, the
+//! host's name, or a name given by `--allow-host`.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use control_api::peer;
 
-use super::http::{HostHeader, HttpRequest, Reply};
+use super::http::{HostHeader, HttpReply, HttpRequest};
 
 /// Tables of TCP sockets of this network namespace (proc(5)).
 const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
@@ -31,7 +31,7 @@ const MIN_TOKEN: usize = 16;
 
 /// Errors of the access rules.
 #[derive(Debug, thiserror::Error)]
-pub enum AccessError {
+pub enum AccessRuleError {
     #[error("user '{0}': not found in /etc/passwd; use the numeric user ID")]
     User(String),
     #[error("--token-file {}: cannot be read", .0.display())]
@@ -56,7 +56,7 @@ pub enum RequestOrigin {
     Unix,
 }
 
-/// The access rules: which clients are served.
+/// Access rules that determine the clients to serve.
 #[derive(Clone, Debug, Default)]
 pub struct AccessRules {
     users: Vec<u32>,
@@ -70,8 +70,12 @@ impl AccessRules {
     /// in `token_file`.
     ///
     /// # Errors
-    /// Returns [`AccessError`] if a user does not exist or the token file is unusable.
-    pub fn new(users: &[String], hosts: &[String], token_file: Option<&Path>) -> Result<Self, AccessError> {
+    /// Returns [`AccessRuleError`] if a user does not exist or the token file is unusable.
+    pub fn new(
+        users: &[String],
+        hosts: &[String],
+        token_file: Option<&Path>,
+    ) -> Result<Self, AccessRuleError> {
         let mut uids = vec![0, peer::own_uid()];
         for user in users {
             uids.push(uid_of(user)?);
@@ -94,14 +98,14 @@ impl AccessRules {
     /// Decides whether `request` is served.
     ///
     /// # Errors
-    /// Returns the reply that refuses the request.
-    pub fn check(&self, request: &HttpRequest, origin: RequestOrigin) -> Result<(), Reply> {
+    /// Returns the reply that rejects the request.
+    pub fn check(&self, request: &HttpRequest, origin: RequestOrigin) -> Result<(), HttpReply> {
         let RequestOrigin::Tcp { peer, local } = origin else {
             return Ok(());
         };
         if !self.knows_host(&request.host) {
             let why = "the Host field names another host; --allow-host serves it under that name";
-            return Err(Reply::refusal(421, why));
+            return Err(HttpReply::refusal(421, why));
         }
         if let Some(token) = &self.token {
             let sent = request.bearer.as_deref().unwrap_or_default();
@@ -114,14 +118,17 @@ impl AccessRules {
                 Ok(Some(uid)) if self.users.contains(&uid) => Ok(()),
                 Ok(Some(uid)) => {
                     let why = format!("user {uid} may not read here; --allow-user serves further users");
-                    Err(Reply::refusal(403, &why))
+                    Err(HttpReply::refusal(403, &why))
                 }
-                _ => Err(Reply::refusal(403, "the user of this connection is not known")),
+                _ => Err(HttpReply::refusal(
+                    403,
+                    "the user of this connection is not known",
+                )),
             };
         }
         match self.token {
             None => Ok(()),
-            Some(_) => Err(Reply::refusal(
+            Some(_) => Err(HttpReply::refusal(
                 401,
                 "needs the token of --token-file as a bearer token",
             )),
@@ -143,7 +150,7 @@ impl AccessRules {
     }
 }
 
-/// Returns whether `text` can follow a host name: nothing, or a colon and a port.
+/// Returns whether `text` can follow a host name, because it is empty or a colon and a port.
 fn is_port(text: &str) -> bool {
     text.is_empty()
         || text
@@ -163,8 +170,8 @@ fn is_same(sent: &[u8], token: &[u8]) -> bool {
 /// Returns the user ID of `user`, a number or a name in /etc/passwd.
 ///
 /// # Errors
-/// Returns [`AccessError::User`] if the user does not exist.
-pub fn uid_of(user: &str) -> Result<u32, AccessError> {
+/// Returns [`AccessRuleError::User`] if the user does not exist.
+pub fn uid_of(user: &str) -> Result<u32, AccessRuleError> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);
     }
@@ -173,21 +180,21 @@ pub fn uid_of(user: &str) -> Result<u32, AccessError> {
         let mut fields = line.split(':');
         (fields.next() == Some(user)).then(|| fields.nth(1)?.parse().ok())?
     });
-    uid.ok_or_else(|| AccessError::User(user.to_owned()))
+    uid.ok_or_else(|| AccessRuleError::User(user.to_owned()))
 }
 
-fn read_token(path: &Path) -> Result<String, AccessError> {
+fn read_token(path: &Path) -> Result<String, AccessRuleError> {
     let mut text = String::new();
     File::open(path)
         .and_then(|file| file.take(MAX_TOKEN + 2).read_to_string(&mut text))
-        .map_err(|e| AccessError::TokenFile(path.to_owned(), e))?;
+        .map_err(|e| AccessRuleError::TokenFile(path.to_owned(), e))?;
     let token = text.trim_end();
     let is_token = token.len() >= MIN_TOKEN
         && token.len() as u64 <= MAX_TOKEN
         && token.bytes().all(|b| b.is_ascii_graphic());
     is_token
         .then(|| token.to_owned())
-        .ok_or_else(|| AccessError::Token(path.to_owned()))
+        .ok_or_else(|| AccessRuleError::Token(path.to_owned()))
 }
 
 /// Returns the user who owns the socket at `address` connected to `other`, if this host has such a
@@ -250,7 +257,8 @@ fn parse_row(line: &str) -> Option<SocketRow> {
     })
 }
 
-/// Parses `0100007F:24F9`: words in the host's byte order, and a port.
+/// Parses an address such as `0100007F:24F9`, which consists of words in the host's byte order and
+/// a port.
 fn parse_address(text: &str) -> Option<SocketAddr> {
     let (address, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
@@ -327,7 +335,7 @@ mod tests {
         assert!(access.knows_host(&HostHeader::Absent) && !access.knows_host(&HostHeader::Invalid));
     }
 
-    /// The kernel's table shows the test's connection in both directions.
+    /// The owner of both ends of a connection is found in the kernel's table.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn connection_owner_is_found() {
@@ -409,7 +417,7 @@ mod tests {
         }
         assert!(matches!(
             read_token(&dir.path().join("none")),
-            Err(AccessError::TokenFile(..))
+            Err(AccessRuleError::TokenFile(..))
         ));
         assert_eq!(uid_of("1000").unwrap(), 1000);
         assert_eq!(uid_of("root").unwrap(), 0);

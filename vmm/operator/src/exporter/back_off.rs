@@ -2,8 +2,9 @@
 //!
 //! A VM that fails to answer is skipped for a time that doubles with each failure. A scrape that
 //! queries the VM again does not wait for it. After a VM has stalled, scrapes do not wait for other
-//! VMs of the same user either: a user who owns many sockets could otherwise stall every scrape
-//! with a different one. VMs of the exporter's own user and of root are exempt from this last rule.
+//! VMs of the same user either, because a user who owns many sockets could otherwise stall every
+//! scrape with a different one. VMs of the exporter's own user and of root are exempt from this
+//! last rule.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -72,7 +73,7 @@ struct UserBackOff {
     log: LogLimiter,
 }
 
-/// The back-off states of all users whose VMs are served.
+/// Back-off states of all users with VMs that are served.
 #[derive(Debug, Default)]
 pub struct UserBackOffs(Mutex<HashMap<u32, UserBackOff>>);
 
@@ -137,7 +138,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The back-off state that scrapes and the VM's thread share.
+/// Back-off state shared by scrapes and the VM's thread.
 pub type SharedVmBackOff = Arc<VmBackOff>;
 
 #[cfg(test)]
@@ -167,8 +168,8 @@ mod tests {
     #[test]
     fn stalling_user_is_not_waited_for() {
         let (users, begin) = (UserBackOffs::default(), Instant::now());
-        // One scrape every 15 s for an hour; in each, a different VM of the user stalls if the
-        // scrape waits for it.
+        // One scrape every 15 s for an hour. In each, a different VM of the user stalls if the
+        // scrape waits for the user's VMs.
         let scrapes = (0..240).map(|n| begin + Duration::from_secs(15 * n));
         let delayed = scrapes.filter(|now| {
             let waited = users.is_waited_for(1000, *now);

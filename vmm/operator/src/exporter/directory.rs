@@ -71,7 +71,7 @@ pub fn remove_left_behind(parent: &Path) {
 
 /// Removes the directory at `path` if this user owns it and no exporter holds its lock.
 fn remove_if_left_behind(path: &Path) -> io::Result<()> {
-    // Does not follow symbolic links.
+    // Do not follow symbolic links.
     let directory = File::options()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -100,7 +100,7 @@ mod tests {
         assert!(!path.exists());
     }
 
-    /// Removes the directory of a killed exporter, and keeps locked directories and other files.
+    /// The directory of a killed exporter is removed. Locked directories and other files are kept.
     #[test]
     fn only_stale_directories_are_removed() {
         let temp = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
-//! The subset of HTTP/1.1 that scrapes need: the head of a GET or HEAD request, and a reply that
-//! closes the connection (RFC 9112).
+//! The subset of HTTP/1.1 that scrapes need, which is the head of a GET or HEAD request and a reply
+//! that closes the connection (RFC 9112).
 //!
-//! The parser is httparse, which hyper uses too. Server libraries were rejected: tiny_http 0.12 has
-//! no timeout for silent clients, and hyper needs an asynchronous runtime.
+//! The parser is httparse, which hyper also uses. Server libraries were rejected because tiny_http
+//! 0.12 has no timeout for silent clients and hyper needs an asynchronous runtime.
 
 use std::sync::Arc;
 
@@ -57,11 +57,11 @@ impl HttpRequest {
 }
 
 /// Parses the head of a request. Returns `None` if the head is incomplete.
-pub fn parse(bytes: &[u8]) -> Option<Result<HttpRequest, Reply>> {
+pub fn parse(bytes: &[u8]) -> Option<Result<HttpRequest, HttpReply>> {
     let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
     let mut request = httparse::Request::new(&mut fields);
     let too_long = || {
-        Reply::refusal(
+        HttpReply::refusal(
             431,
             "the request's head is longer than 8 KiB or has more than 64 fields",
         )
@@ -70,13 +70,13 @@ pub fn parse(bytes: &[u8]) -> Option<Result<HttpRequest, Reply>> {
         Ok(httparse::Status::Complete(_)) => {}
         Ok(httparse::Status::Partial) if bytes.len() < MAX_HEAD => return None,
         Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders) => return Some(Err(too_long())),
-        Err(_) => return Some(Err(Reply::refusal(400, "this is no HTTP request"))),
+        Err(_) => return Some(Err(HttpReply::refusal(400, "this is no HTTP request"))),
     }
     let (Some(method), Some(target)) = (request.method, request.path) else {
-        return Some(Err(Reply::refusal(400, "this is no HTTP request")));
+        return Some(Err(HttpReply::refusal(400, "this is no HTTP request")));
     };
     if !matches!(method, "GET" | "HEAD") {
-        return Some(Err(Reply::refusal(405, "all that is here is read with GET")));
+        return Some(Err(HttpReply::refusal(405, "all that is here is read with GET")));
     }
     let (path, query) = target.split_once('?').unwrap_or((target, ""));
     let fields = || request.headers.iter();
@@ -114,7 +114,7 @@ fn is_host(text: &str) -> bool {
 
 /// A reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reply {
+pub struct HttpReply {
     /// Status code.
     pub status: u16,
     /// Media type of the body.
@@ -125,7 +125,7 @@ pub struct Reply {
     pub retry_after: Option<u32>,
 }
 
-impl Reply {
+impl HttpReply {
     /// Returns a reply with status 200.
     pub fn ok(kind: &'static str, body: impl Into<Arc<[u8]>>) -> Self {
         Self {
@@ -248,14 +248,14 @@ mod tests {
 
     #[test]
     fn replies_have_content_length() {
-        let head = |reply: &Reply| String::from_utf8(reply.head()).unwrap();
-        let ok = Reply::ok(TEXT, *b"ok\n");
+        let head = |reply: &HttpReply| String::from_utf8(reply.head()).unwrap();
+        let ok = HttpReply::ok(TEXT, *b"ok\n");
         assert!(head(&ok).starts_with("HTTP/1.1 200 OK\r\n") && head(&ok).ends_with("\r\n\r\n"));
         assert!(head(&ok).contains("Content-Length: 3\r\n") && *ok.body == *b"ok\n");
-        let busy = head(&Reply::refusal(503, "busy").with_retry_after(7));
+        let busy = head(&HttpReply::refusal(503, "busy").with_retry_after(7));
         assert!(busy.contains("503 Service Unavailable") && busy.contains("Retry-After: 7\r\n"));
-        assert!(head(&Reply::refusal(405, "no")).contains("Allow: GET"));
-        assert!(head(&Reply::refusal(401, "no")).contains("WWW-Authenticate: Bearer"));
+        assert!(head(&HttpReply::refusal(405, "no")).contains("Allow: GET"));
+        assert!(head(&HttpReply::refusal(401, "no")).contains("WWW-Authenticate: Bearer"));
     }
 
     proptest! {

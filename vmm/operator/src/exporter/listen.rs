@@ -14,9 +14,10 @@ use sandbox::paths;
 
 use super::access::RequestOrigin;
 
-/// Maximum length of a Unix socket path, in bytes (unix(7): `sun_path` has 108 with the NUL).
+/// Maximum length of a Unix socket path, in bytes. `sun_path` has 108 bytes, including the NUL
+/// (unix(7)).
 const MAX_PATH: usize = 107;
-/// Permissions of the Unix socket: owner and group.
+/// Permissions of the Unix socket, for owner and group.
 const SOCKET_MODE: u32 = 0o660;
 
 /// A listening address, as given by `--listen`.
@@ -259,7 +260,8 @@ mod tests {
         }
     }
 
-    /// Keeps a socket that has a listener, and any file that is not a socket.
+    /// A socket with a listener and any file that is not a socket are kept. A stale socket is
+    /// replaced.
     #[test]
     fn unix_socket_replaces_only_stale_socket() {
         let dir = tempfile::tempdir().unwrap();
@@ -278,7 +280,7 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"data");
     }
 
-    /// The deadline also ends the connection of a client that sends or reads slowly.
+    /// The deadline also terminates the connection of a client that sends or reads slowly.
     #[test]
     fn deadline_ends_slow_clients() {
         let (ours, _theirs) = UnixStream::pair().unwrap();

@@ -40,7 +40,7 @@ use sandbox::privileges;
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::vendor::{self, EventNameError};
-use access::{AccessError, AccessRules};
+use access::{AccessRuleError, AccessRules};
 use listen::{ExporterListener, ListenAddress};
 use server::Exporter;
 use vms::HostVms;
@@ -56,13 +56,14 @@ const END_TIME: Duration = Duration::from_secs(2);
 /// `perfvisor exporter`.
 #[derive(Clone, Debug, Args)]
 pub struct ExporterArgs {
-    /// Listen at this address: an IP address with a port (0: any free one), or unix:PATH, to which
-    /// the user and the group may connect. At a loopback address, only this user, root and
-    /// --allow-user are served; at any other address every client, unless --token-file is given.
+    /// Listen at this address, which is an IP address with a port (0 for any free port), or
+    /// unix:PATH, to which the user and the group may connect. At a loopback address, only this
+    /// user, root and --allow-user are served. At any other address, every client is served unless
+    /// --token-file is given.
     #[arg(long, value_name = "ADDR:PORT|unix:PATH", default_value = "127.0.0.1:9465")]
     pub listen: ListenAddress,
     /// Serve only VMs with an observer socket in this directory (perfvisor run --observers
-    /// DIR/NAME.look), of any user. They have metrics but no profiles.
+    /// DIR/NAME.look), of any user. These VMs have metrics but no profiles.
     #[arg(long, value_name = "DIR")]
     pub vms: Option<PathBuf>,
     /// Serve only VMs of these users, each a name or a numeric user ID [default: VMs of all users]
@@ -72,7 +73,7 @@ pub struct ExporterArgs {
     /// example prometheus. The exporter's own user and root are always served.
     #[arg(long, value_name = "USER", value_delimiter = ',')]
     pub allow_user: Vec<String>,
-    /// Accept these names in the Host field of requests over TCP, for example a name in the DNS. IP
+    /// Accept these names in the Host field of requests over TCP, for example a DNS name. IP
     /// addresses, localhost and the host's own name are always accepted.
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub allow_host: Vec<String>,
@@ -90,7 +91,7 @@ pub enum ExporterError {
     #[error("--events")]
     Events(#[from] EventNameError),
     #[error(transparent)]
-    AccessRules(#[from] AccessError),
+    AccessRules(#[from] AccessRuleError),
     #[error("--listen {address}: cannot listen{}", remedy(.source))]
     Listen {
         address: ListenAddress,

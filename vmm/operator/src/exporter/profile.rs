@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 use super::directory::ProfileDirectory;
-use super::http::{HttpRequest, Reply};
+use super::http::{HttpReply, HttpRequest};
 use super::listen::ClientStream;
 use super::vms::VmTarget;
 use crate::commands::one_line;
@@ -36,7 +36,7 @@ const DEFAULT_HZ: u64 = 99;
 /// list.
 const EVENT_CHARACTERS: &[u8] = b"_:/,=.{}-";
 const MAX_EVENT: usize = 200;
-/// Time limit for the production of a profile in addition to the recording time. Most of the time
+/// Time limit for the production of a profile, in addition to the recording time. Most of the time
 /// is spent on finding the guest's kernel.
 const MORE_TIME: Duration = Duration::from_secs(75);
 /// Memory limit of the processes, in bytes.
@@ -47,14 +47,14 @@ const MAX_FILE: u64 = 256 << 20;
 const MAX_PROFILE: u64 = 32 << 20;
 /// Maximum number of bytes read from standard error.
 const MAX_SAID: u64 = 4 << 10;
-/// Interval at which the end of the process and of the connection are polled.
+/// Interval at which the process and the connection are polled for their end.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Media type of a profile.
 const PPROF: &str = "application/octet-stream";
 
 /// Profiles in progress, and their statistics.
 #[derive(Debug, Default)]
-pub struct Profiles {
+pub struct ProfileScheduler {
     running: Mutex<HashSet<String>>,
     /// Number of completed profiles.
     pub made: AtomicU64,
@@ -62,7 +62,7 @@ pub struct Profiles {
     pub failed: AtomicU64,
 }
 
-/// The parameters of a profile request.
+/// Number of failed or rejected profiles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct ProfileRequest {
     seconds: u64,
@@ -71,14 +71,14 @@ struct ProfileRequest {
 }
 
 impl ProfileRequest {
-    fn of(request: &HttpRequest) -> Result<Self, Reply> {
+    fn of(request: &HttpRequest) -> Result<Self, HttpReply> {
         let number = |name: &str, default: u64, most: u64| match request.parameter(name) {
             None => Ok(default),
             Some(text) => match text.parse() {
                 Ok(n) if (1..=most).contains(&n) => Ok(n),
                 _ => {
                     let why = format!("{name} must be a whole number, 1 to {most}");
-                    Err(Reply::refusal(400, &why))
+                    Err(HttpReply::refusal(400, &why))
                 }
             },
         };
@@ -86,7 +86,7 @@ impl ProfileRequest {
         let allowed = |b: u8| b.is_ascii_alphanumeric() || EVENT_CHARACTERS.contains(&b);
         if !(1..=MAX_EVENT).contains(&event.len()) || !event.bytes().all(allowed) {
             let why = "event must be an event in perf's syntax, as in cycles:u";
-            return Err(Reply::refusal(400, why));
+            return Err(HttpReply::refusal(400, why));
         }
         Ok(Self {
             seconds: number("seconds", DEFAULT_SECONDS, MAX_SECONDS)?,
@@ -98,7 +98,7 @@ impl ProfileRequest {
 
 /// A reserved slot among the concurrent profiles, released on drop.
 struct ProfileSlot<'p> {
-    profiles: &'p Profiles,
+    profiles: &'p ProfileScheduler,
     label: String,
 }
 
@@ -113,8 +113,8 @@ impl Drop for ProfileSlot<'_> {
     }
 }
 
-impl Profiles {
-    fn place(&self, label: &str) -> Result<ProfileSlot<'_>, Reply> {
+impl ProfileScheduler {
+    fn place(&self, label: &str) -> Result<ProfileSlot<'_>, HttpReply> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let why = if running.contains(label) {
             "a profile of this VM is being made; one at a time".to_owned()
@@ -127,7 +127,7 @@ impl Profiles {
                 label: label.to_owned(),
             });
         };
-        Err(Reply::refusal(503, &why).with_retry_after(5))
+        Err(HttpReply::refusal(503, &why).with_retry_after(5))
     }
 
     /// Produces a profile of the VM at `target` for the client at `stream`. `stop` is set when the
@@ -138,7 +138,7 @@ impl Profiles {
         target: &VmTarget,
         stream: &ClientStream,
         stop: &AtomicBool,
-    ) -> Reply {
+    ) -> HttpReply {
         let made = ProfileRequest::of(request).and_then(|wanted| {
             let _place = self.place(&target.label)?;
             record(&wanted, target, stream, stop)
@@ -146,7 +146,7 @@ impl Profiles {
         let count = if made.is_ok() { &self.made } else { &self.failed };
         count.fetch_add(1, Ordering::Relaxed);
         match made {
-            Ok(profile) => Reply::ok(PPROF, profile),
+            Ok(profile) => HttpReply::ok(PPROF, profile),
             Err(refusal) => refusal,
         }
     }
@@ -157,9 +157,9 @@ fn record(
     target: &VmTarget,
     stream: &ClientStream,
     stop: &AtomicBool,
-) -> Result<Vec<u8>, Reply> {
+) -> Result<Vec<u8>, HttpReply> {
     let until = Instant::now() + Duration::from_secs(wanted.seconds) + MORE_TIME;
-    let failed = |e: std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
+    let failed = |e: std::io::Error| HttpReply::refusal(500, &format!("no profile can be made here: {e}"));
     let dir = ProfileDirectory::create(&std::env::temp_dir()).map_err(failed)?;
     let file = dir.path().join("perf.data");
     let mut command = own_command("record");
@@ -180,8 +180,8 @@ fn record(
 
 /// Returns a command that runs this program with another subcommand.
 ///
-/// The program is found even if its file was replaced. The child is killed when the calling thread
-/// ends, and thus also if the exporter is killed.
+/// The command works even if the file of the program was replaced. The child is killed when the
+/// calling thread exits, and therefore also when the exporter is killed.
 fn own_command(command: &str) -> Command {
     let mut program = Command::new(Path::new("/proc/self/exe"));
     program
@@ -203,15 +203,15 @@ impl Drop for ChildGuard {
     }
 }
 
-/// Runs `command` to its end and returns its output. Stops when the client disconnects, the
+/// Runs `command` until it exits and returns its output. Stops when the client disconnects, the
 /// deadline passes or the exporter exits.
 fn run(
     mut command: Command,
     stream: &ClientStream,
     stop: &AtomicBool,
     until: Instant,
-) -> Result<Vec<u8>, Reply> {
-    let failed = |e: &std::io::Error| Reply::refusal(500, &format!("no profile can be made here: {e}"));
+) -> Result<Vec<u8>, HttpReply> {
+    let failed = |e: &std::io::Error| HttpReply::refusal(500, &format!("no profile can be made here: {e}"));
     let mut running = ChildGuard(command.spawn().map_err(|e| failed(&e))?);
     limit(&running.0);
     let out = running.0.stdout.take().map(|out| read_all(out, MAX_PROFILE + 1));
@@ -221,13 +221,13 @@ fn run(
             break status;
         }
         if is_disconnected(stream) {
-            return Err(Reply::refusal(408, "the client has gone"));
+            return Err(HttpReply::refusal(408, "the client has gone"));
         }
         if stop.load(Ordering::Relaxed) {
-            return Err(Reply::refusal(503, "the exporter ends"));
+            return Err(HttpReply::refusal(503, "the exporter ends"));
         }
         if Instant::now() >= until {
-            return Err(Reply::refusal(504, "making the profile took too long"));
+            return Err(HttpReply::refusal(504, "making the profile took too long"));
         }
         thread::sleep(POLL_INTERVAL);
     };
@@ -245,11 +245,11 @@ fn run(
                     .trim_start_matches("error: ")
             )
         );
-        return Err(Reply::refusal(502, &why));
+        return Err(HttpReply::refusal(502, &why));
     }
     if out.len() as u64 > MAX_PROFILE {
         let why = format!("the profile is larger than {} MiB", MAX_PROFILE >> 20);
-        return Err(Reply::refusal(502, &why));
+        return Err(HttpReply::refusal(502, &why));
     }
     Ok(out)
 }
@@ -332,7 +332,7 @@ mod tests {
 
     #[test]
     fn concurrent_profiles_are_limited() {
-        let profiles = Profiles::default();
+        let profiles = ProfileScheduler::default();
         let mut places: Vec<_> = (0..MAX_PROFILES)
             .map(|n| profiles.place(&n.to_string()).ok().unwrap())
             .collect();
@@ -351,7 +351,7 @@ mod tests {
         command
     }
 
-    /// A process that fails, writes without limit or never ends makes the profile fail with a
+    /// A process that fails, writes without limit or never exits makes the profile fail with a
     /// reason.
     #[test]
     fn profile_process_failure_is_reported() {

@@ -2,8 +2,8 @@
 //!
 //! Each connection has its own thread and serves one request. The head of the request is limited to
 //! [`http::MAX_HEAD`] bytes and `HEAD_TIME`, the transmission of the reply to `REPLY_TIME`, and the
-//! number of connections to `MAX_CONNECTIONS`. At that number, a new connection replaces the oldest
-//! one that has not sent its request yet.
+//! number of connections to `MAX_CONNECTIONS`. When this number is reached, a new connection
+//! replaces the oldest connection whose request has not been received yet.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use super::access::AccessRules;
-use super::http::{self, HostHeader, HttpRequest, OPENMETRICS, Reply, TEXT};
+use super::http::{self, HostHeader, HttpReply, HttpRequest, OPENMETRICS, TEXT};
 use super::listen::ClientStream;
-use super::profile::Profiles;
-use super::snapshot::{self, MetricFamilies, MetricLabels, Snapshot};
+use super::profile::ProfileScheduler;
+use super::snapshot::{self, MetricFamilies, MetricLabels, MetricsSnapshot};
 use super::vms::{HostVms, VmTarget};
 
 /// Maximum number of concurrent connections.
@@ -35,11 +35,11 @@ const LINGER_BYTES: usize = 256 << 10;
 /// Maximum age of a cached scrape of all VMs.
 const MAX_SCRAPE_AGE: Duration = Duration::from_millis(500);
 
-/// The state that all connections share.
+/// State shared by all connections.
 pub struct Exporter {
     vms: HostVms,
     access: AccessRules,
-    profiles: Profiles,
+    profiles: ProfileScheduler,
     /// Address of the listening socket, for requests without a `Host` field.
     address: String,
     slots: Mutex<HttpConnectionSlots>,
@@ -87,7 +87,7 @@ impl Exporter {
         Self {
             vms,
             access,
-            profiles: Profiles::default(),
+            profiles: ProfileScheduler::default(),
             address,
             slots: Mutex::default(),
             text: Mutex::default(),
@@ -97,7 +97,7 @@ impl Exporter {
         }
     }
 
-    /// Requests the end of all connections.
+    /// Requests the termination of all connections.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }
@@ -111,11 +111,11 @@ impl Exporter {
             .len()
     }
 
-    /// Serves a connection on a new thread, or refuses the connection if the limit is reached.
+    /// Serves a connection on a new thread, or rejects the connection if the limit is reached.
     pub fn admit(self: &Arc<Self>, stream: ClientStream) {
         let Some(slot) = self.slot(&stream) else {
             self.refused.fetch_add(1, Ordering::Relaxed);
-            let busy = Reply::refusal(503, "too many connections").with_retry_after(1);
+            let busy = HttpReply::refusal(503, "too many connections").with_retry_after(1);
             // The short deadline suffices for a reply that fits into the socket buffer.
             let (mut stream, until) = (stream, Instant::now() + Duration::from_millis(1));
             let _ = stream.write_until(&[&busy.head(), &*busy.body].concat(), until);
@@ -180,45 +180,46 @@ impl Exporter {
         }
     }
 
-    fn answer(&self, request: &HttpRequest, stream: &ClientStream) -> Reply {
+    fn answer(&self, request: &HttpRequest, stream: &ClientStream) -> HttpReply {
         match request.path.as_str() {
             "/metrics" => self.metrics(request),
             "/debug/pprof/profile" => match self.one(request) {
                 // HEAD requests do not produce a profile.
                 Ok(target) if target.observed => {
                     let why = "the exporter looks on at this VM (--vms), and samples need its control socket: run an exporter of its user";
-                    Reply::refusal(403, why)
+                    HttpReply::refusal(403, why)
                 }
-                Ok(_) if request.head_only => Reply::ok(TEXT, []),
+                Ok(_) if request.head_only => HttpReply::ok(TEXT, []),
                 Ok(target) => self.profiles.make(request, &target, stream, &self.stop),
                 Err(refusal) => refusal,
             },
             "/sd" => self.discovery(request),
-            "/healthz" => Reply::ok(TEXT, *b"ok\n"),
-            _ => Reply::refusal(404, "there are /metrics, /debug/pprof/profile, /sd and /healthz"),
+            "/healthz" => HttpReply::ok(TEXT, *b"ok\n"),
+            _ => HttpReply::refusal(404, "there are /metrics, /debug/pprof/profile, /sd and /healthz"),
         }
     }
 
-    /// Returns the requested VM, or the only VM if the request names none.
-    fn one(&self, request: &HttpRequest) -> Result<VmTarget, Reply> {
+    /// Returns the requested VM, or the only VM if the request does not name a VM.
+    fn one(&self, request: &HttpRequest) -> Result<VmTarget, HttpReply> {
         let (targets, _) = self.vms.targets();
         match request.parameter("vm") {
             Some(label) => {
                 let found = targets.into_iter().find(|target| target.label == label);
-                found
-                    .ok_or_else(|| Reply::refusal(404, "no VM of that name has a socket that can be reached"))
+                found.ok_or_else(|| {
+                    HttpReply::refusal(404, "no VM of that name has a socket that can be reached")
+                })
             }
             None => match <[VmTarget; 1]>::try_from(targets) {
                 Ok([only]) => Ok(only),
-                Err(_) => Err(Reply::refusal(400, "name a VM: ?vm=NAME; /sd lists them")),
+                Err(_) => Err(HttpReply::refusal(400, "name a VM: ?vm=NAME; /sd lists them")),
             },
         }
     }
 
-    fn metrics(&self, request: &HttpRequest) -> Reply {
+    fn metrics(&self, request: &HttpRequest) -> HttpReply {
         if request.parameter("vm").is_some() {
             return match self.one(request) {
-                Ok(target) => Reply::ok(OPENMETRICS, self.encode_metrics(&[target], None).into_bytes()),
+                Ok(target) => HttpReply::ok(OPENMETRICS, self.encode_metrics(&[target], None).into_bytes()),
                 Err(refusal) => refusal,
             };
         }
@@ -236,7 +237,7 @@ impl Exporter {
             }
         };
         drop(text);
-        Reply::ok(OPENMETRICS, fresh)
+        HttpReply::ok(OPENMETRICS, fresh)
     }
 
     /// Returns the metrics of `targets`. For a scrape of all VMs, `closed` is the number of
@@ -245,7 +246,7 @@ impl Exporter {
         let asked = self.vms.ask(targets);
         let mut own = MetricFamilies::default();
         let of_vm = |label: &str| -> MetricLabels { vec![("vm", label.to_owned())] };
-        let up = |snapshot: &Option<Snapshot>| if snapshot.is_some() { 1.0 } else { 0.0 };
+        let up = |snapshot: &Option<MetricsSnapshot>| if snapshot.is_some() { 1.0 } else { 0.0 };
         own.gauges(
             "exporter_vm_up",
             "1 if the VM said what it counts, 0 if it did not respond in time.",
@@ -288,12 +289,12 @@ impl Exporter {
         }
         // The budget shares are held until the text is complete.
         let (snapshots, _held): (Vec<_>, Vec<_>) = asked.into_iter().map(|a| (a.snapshot, a.held)).unzip();
-        let snapshots: Vec<Snapshot> = snapshots.into_iter().flatten().collect();
+        let snapshots: Vec<MetricsSnapshot> = snapshots.into_iter().flatten().collect();
         snapshot::encode(&snapshots, own)
     }
 
     /// Returns the VMs in the format of Prometheus' HTTP service discovery.
-    fn discovery(&self, request: &HttpRequest) -> Reply {
+    fn discovery(&self, request: &HttpRequest) -> HttpReply {
         let here = match &request.host {
             HostHeader::Named(host) => host,
             HostHeader::Absent | HostHeader::Invalid => &self.address,
@@ -312,16 +313,16 @@ impl Exporter {
                 })
             })
             .collect();
-        Reply::ok(
+        HttpReply::ok(
             "application/json",
             serde_json::Value::from(list).to_string().into_bytes(),
         )
     }
 }
 
-/// Reads the head of a request. Returns the refusal of an invalid request, or `None` if the client
-/// has disconnected.
-fn head(stream: &mut ClientStream) -> Option<Result<HttpRequest, Reply>> {
+/// Reads the head of a request. Returns the error reply to an invalid request, or `None` if the
+/// client has disconnected.
+fn head(stream: &mut ClientStream) -> Option<Result<HttpRequest, HttpReply>> {
     let until = Instant::now() + HEAD_TIME;
     let (mut bytes, mut chunk) = (Vec::new(), [0; 2048]);
     loop {
@@ -329,7 +330,7 @@ fn head(stream: &mut ClientStream) -> Option<Result<HttpRequest, Reply>> {
             Ok(0) => return None,
             Ok(n) => bytes.extend_from_slice(&chunk[..n]),
             Err(e) if e.kind() == std::io::ErrorKind::TimedOut && !bytes.is_empty() => {
-                return Some(Err(Reply::refusal(408, "the request took too long to come")));
+                return Some(Err(HttpReply::refusal(408, "the request took too long to come")));
             }
             Err(_) => return None,
         }

@@ -19,9 +19,9 @@ pub type EventReadings = Vec<(OpenedEvent, EventReading)>;
 /// Steal time of each vCPU, in nanoseconds, for the vCPUs that report it.
 pub type StealTimes = Vec<(u32, u64)>;
 
-/// The metrics of one VM at one moment.
+/// Metrics of one VM at one moment.
 #[derive(Clone, Debug)]
-pub struct Snapshot {
+pub struct MetricsSnapshot {
     /// Value of the label `vm`.
     pub label: String,
     /// Description of the VM.
@@ -36,7 +36,7 @@ pub struct Snapshot {
     pub steal_ns: StealTimes,
 }
 
-/// Returns the event list to open for the metrics of `events`: these events and the steal time
+/// Returns the event list to open for the metrics of `events`, which is `events` and the steal time
 /// event.
 pub fn with_steal(events: &str) -> String {
     format!("{STEAL_EVENT},{events}")
@@ -54,8 +54,8 @@ pub fn remove_duplicates(opened: &mut Vec<OpenedEvent>) -> Vec<(String, String)>
 
 /// Groups the readings of the events opened for [`with_steal`].
 ///
-/// Returns the operator's events, with one series per vCPU or one for an event of the VM, and the
-/// steal time of each vCPU in nanoseconds.
+/// Returns the operator's events, with one series per vCPU or one per VM-wide event, and the steal
+/// time of each vCPU in nanoseconds.
 pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadings, StealTimes) {
     let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
     for event in opened {
@@ -86,7 +86,7 @@ pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadi
 
 /// Encodes snapshots of several VMs and the metric families `families` in the OpenMetrics text
 /// format. The labels of the snapshots must be unique.
-pub fn encode(snapshots: &[Snapshot], mut families: MetricFamilies) -> String {
+pub fn encode(snapshots: &[MetricsSnapshot], mut families: MetricFamilies) -> String {
     for snapshot in snapshots {
         families.vm = Some(snapshot.label.clone());
         snapshot.add_to(&mut families);
@@ -271,7 +271,7 @@ fn vcpu_label(vcpu: impl fmt::Display) -> (&'static str, String) {
     ("vcpu", vcpu.to_string())
 }
 
-impl Snapshot {
+impl MetricsSnapshot {
     fn add_to(&self, out: &mut MetricFamilies) {
         self.encode_vm(out);
         self.encode_balloon(out);
@@ -375,7 +375,7 @@ impl Snapshot {
         let mut pmis = Vec::new();
         for c in &self.vcpus {
             let i = c.vcpu;
-            // KVM's own vPMU delivers its PMIs itself, so their number is unknown.
+            // The number of PMIs is unknown if KVM's own vPMU delivers them.
             let view = self.views.iter().find(|view| view.vcpu == i);
             if view.is_some_and(|view| view.pmis.is_none()) {
                 continue;
@@ -556,7 +556,7 @@ mod tests {
     use control_api::balloon::{BalloonInfo, BalloonStatistics};
     use control_api::protocol::{GuestCounter, VmInfo, VmSettings};
 
-    fn snapshot() -> Snapshot {
+    fn snapshot() -> MetricsSnapshot {
         let counter = |counter: &str, event: Option<&str>, backing: Option<&str>| GuestCounter {
             counter: counter.into(),
             enabled: event.is_some(),
@@ -599,7 +599,7 @@ mod tests {
                 counter("fixed0", None, None),
             ],
         };
-        Snapshot {
+        MetricsSnapshot {
             label: "a".into(),
             vm: VmInfo {
                 version: "0".into(),
@@ -614,8 +614,8 @@ mod tests {
         }
     }
 
-    /// Counts are exported with enabled and running times. An unbacked counter has none, and the
-    /// guest-written value is not exported as a count.
+    /// Counts are exported with enabled and running times. An unbacked counter has no times, and
+    /// the guest-written value is not exported as a count.
     #[test]
     fn guest_counters_include_times() {
         let text = encode(&[snapshot()], MetricFamilies::default());
@@ -682,7 +682,7 @@ mod tests {
     /// OpenMetrics requires the series of a family to be contiguous.
     #[test]
     fn families_of_several_vms_are_contiguous() {
-        let other = Snapshot {
+        let other = MetricsSnapshot {
             label: "b".into(),
             ..snapshot()
         };

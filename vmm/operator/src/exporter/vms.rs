@@ -1,8 +1,8 @@
 //! Discovery and queries of the VMs on this host.
 //!
-//! Each VM has a thread that queries its metrics, so a stalled VM delays no other, and scrapes
-//! continue without it (`back_off`). Sizes are limited: each reply, the replies of all VMs of one
-//! user to a scrape, and the replies of all VMs.
+//! Each VM has a thread that queries its metrics, so that a stalled VM does not delay the others,
+//! and scrapes continue without it (`back_off`). Size limits apply to each reply, to the replies of
+//! all VMs of one user to a scrape, and to the replies of all VMs.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -11,16 +11,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use control_api::budget::{HeldBytes, ReplyBudget, ReplyLimits};
+use control_api::budget::{ReplyBudget, ReplyLimits, ReservedReplyBytes};
 use control_api::client::{Client, ClientError};
 use control_api::peer;
-use control_api::protocol::{GuestViews, OpenedEvent, SnapshotId};
+use control_api::protocol::{OpenedEvent, SnapshotId, VmGuestCounters};
 use control_api::request;
 use control_api::socket_dir::{self, SocketDirs, SocketError};
 use perf_core::error_line;
 
 use super::back_off::{SharedVmBackOff, UserBackOffs, shown};
-use super::snapshot::{self, Snapshot};
+use super::snapshot::{self, MetricsSnapshot};
 
 /// Maximum number of VMs.
 const MAX_VMS: usize = 1024;
@@ -30,12 +30,12 @@ const MAX_VMS_OF_USER: usize = 256;
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for all replies of a VM to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
-/// Time for which a scrape runs on for VMs that it does not wait for.
+/// Time for which a scrape stays open for VMs that it does not wait for.
 const GRACE: Duration = Duration::from_millis(500);
 /// Maximum size of a VM's reply, in bytes; sufficient for 256 vCPUs.
 const MAX_REPLY: usize = 2 << 20;
-/// Memory limits for held replies, in bytes: of all VMs, of VMs of the exporter's own user and
-/// root, of VMs of all other users, and of one other user.
+/// Memory limits for held replies, in bytes. The limits apply to all VMs, to VMs of the exporter's
+/// own user and root, to VMs of all other users, and to VMs of one other user.
 const MAX_REPLIES: usize = 76 << 20;
 const MAX_OWN_REPLIES: usize = 64 << 20;
 const MAX_FOREIGN_REPLIES: usize = 12 << 20;
@@ -56,8 +56,8 @@ const MAX_KINDS: usize = 64;
 /// A VM and its control socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmTarget {
-    /// Label of the VM: its name, followed by `@` and the user if the exporter runs as another
-    /// user.
+    /// Label of the VM, which is its name, followed by `@` and the user if the exporter runs as
+    /// another user.
     pub label: String,
     /// Path of the control socket.
     pub socket: PathBuf,
@@ -73,27 +73,27 @@ pub struct VmReply {
     /// Label of the VM.
     pub label: String,
     /// Metrics of the VM; `None` if the VM did not answer in time.
-    pub snapshot: Option<Snapshot>,
+    pub snapshot: Option<MetricsSnapshot>,
     /// Duration of the query.
     pub took: Duration,
     /// Share of the memory budgets that `snapshot` occupies.
-    pub held: Option<HeldBytes>,
+    pub held: Option<ReservedReplyBytes>,
 }
 
-/// A query of a scrape to the thread of a VM.
+/// A query sent by a scrape to the thread of a VM.
 struct ScrapeJob {
     until: Instant,
     tell: Sender<VmReply>,
 }
 
-/// The thread of a VM, which ends on drop.
+/// The thread of a VM, which exits on drop.
 struct ScrapeWorker {
     target: VmTarget,
     jobs: SyncSender<ScrapeJob>,
     standing: SharedVmBackOff,
 }
 
-/// The state that the threads of all VMs share.
+/// State shared by the threads of all VMs.
 struct ScrapeShared {
     /// Events counted for the metrics of each VM, in perf's syntax.
     events: String,
@@ -131,7 +131,7 @@ impl Budgets {
     }
 }
 
-/// Returns whether user `uid` is trusted: root, or the exporter's own user.
+/// Returns whether user `uid` is trusted, as root and the exporter's own user are.
 fn is_trusted(uid: u32) -> bool {
     uid == 0 || uid == peer::own_uid()
 }
@@ -144,12 +144,13 @@ pub struct HostVms {
     /// Users whose VMs are served; empty for all users.
     owners: Vec<u32>,
     workers: Mutex<BTreeMap<String, ScrapeWorker>>,
-    /// Directories that were already reported as unreadable or ignored.
+    /// Directories that have been reported as unreadable or ignored.
     told: Mutex<HashSet<PathBuf>>,
 }
 
 impl HostVms {
-    /// Creates the set of VMs: all VMs of the host, or those with an observer socket in `dir`.
+    /// Creates the set of VMs, which contains all VMs of the host or those with an observer socket
+    /// in `dir`.
     ///
     /// `events` are counted for each VM. Unless `owners` is empty, only VMs of these users are
     /// served.
@@ -253,7 +254,7 @@ impl HostVms {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
         let (tell, told) = channel();
-        // Whether the scrape waits for the VM, by label.
+        // By label, whether the scrape waits for the VM.
         let mut missing: BTreeMap<String, bool> = BTreeMap::new();
         let mut answered = Vec::new();
         for target in targets {
@@ -307,7 +308,7 @@ impl HostVms {
         Some(by_user && !worker.standing.has_failed())
     }
 
-    /// Ends the threads of VMs that no longer exist.
+    /// Terminates the threads of VMs that no longer exist.
     pub fn retain_workers(&self, targets: &[VmTarget]) {
         let labels: HashSet<&str> = targets.iter().map(|target| target.label.as_str()).collect();
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -315,7 +316,8 @@ impl HostVms {
     }
 }
 
-/// Returns the label of a VM: its name, followed by `@` and the user if the owner is another user.
+/// Returns the label of a VM, which is its name, followed by `@` and the user if the owner is
+/// another user.
 fn vm_label(name: String, owner: u32, own: u32) -> String {
     match owner == own {
         true => name,
@@ -379,7 +381,7 @@ fn work(target: &VmTarget, shared: &ScrapeShared, standing: &SharedVmBackOff, jo
                     shared.users.stalled(target.owner, now);
                 }
                 let line = shown(&error_line(&e));
-                // Logs a repeated error only once.
+                // Log a repeated error only once.
                 if line != last_error {
                     shared.users.warn(target.owner, &target.label, &line);
                     last_error = line;
@@ -402,7 +404,7 @@ struct Connection {
     client: Client,
     opened: Vec<OpenedEvent>,
     /// Share of the memory budgets that `opened` occupies.
-    _held: Option<HeldBytes>,
+    _held: Option<ReservedReplyBytes>,
 }
 
 impl Connection {
@@ -457,7 +459,7 @@ impl Connection {
         shared: &ScrapeShared,
         limits: &ReplyLimits,
         until: Instant,
-    ) -> Result<(Snapshot, Option<HeldBytes>), ClientError> {
+    ) -> Result<(MetricsSnapshot, Option<ReservedReplyBytes>), ClientError> {
         let there = match connection.take() {
             Some(there) => there,
             None => Self::open(target, shared, limits, until)?,
@@ -475,7 +477,7 @@ impl Connection {
             false => client.call(request::Read)?,
         };
         let (events, steal_ns) = snapshot::by_vcpu(opened, &readings);
-        let snapshot = sanitize(Snapshot {
+        let snapshot = sanitize(MetricsSnapshot {
             label: target.label.clone(),
             vm,
             vcpus,
@@ -492,7 +494,7 @@ fn views(client: &mut Client, until: Instant) -> Result<Vec<control_api::protoco
     let SnapshotId { generation } = client.call(request::GuestView)?;
     let mut pause = VIEW_LOOK;
     loop {
-        let seen: GuestViews = client.call(request::GuestViewResult { generation })?;
+        let seen: VmGuestCounters = client.call(request::GuestViewResult { generation })?;
         if seen.complete || Instant::now() + pause >= until {
             return Ok(seen.vcpus);
         }
@@ -503,7 +505,7 @@ fn views(client: &mut Client, until: Instant) -> Result<Vec<control_api::protoco
 
 /// Sanitizes the metrics of an untrusted VM: limits the number of series, removes duplicates and
 /// truncates values.
-fn sanitize(mut vm: Snapshot) -> Snapshot {
+fn sanitize(mut vm: MetricsSnapshot) -> MetricsSnapshot {
     let short = |text: &mut String| {
         if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= MAX_VALUE) {
             text.truncate(end);
@@ -560,7 +562,7 @@ mod tests {
 
     use super::*;
 
-    /// Duplicate, long and excess values are removed.
+    /// Duplicate, overlong and excess values are removed.
     #[test]
     fn vm_metrics_are_bounded() {
         let vm = VmInfo {
@@ -574,7 +576,7 @@ mod tests {
             kinds: (0..100).map(|kind| (kind.to_string(), 1)).collect(),
             ..VcpuCounts::default()
         };
-        let of = sanitize(Snapshot {
+        let of = sanitize(MetricsSnapshot {
             label: "a".into(),
             vm,
             vcpus: (0..600).map(vcpu).collect(),

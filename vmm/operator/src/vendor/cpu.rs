@@ -9,7 +9,7 @@ use std::str::FromStr;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuName(String);
 
-/// The error of parsing a [`CpuName`].
+/// Error returned when a [`CpuName`] cannot be parsed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "must be VENDOR-FAMILY-MODEL-STEPPING with a decimal family and hexadecimal model and \
@@ -18,8 +18,8 @@ pub struct CpuName(String);
 pub struct CpuNameError;
 
 impl CpuName {
-    /// Returns the name of the host's processor (Intel's manual, volume 2, CPUID, leaves 0 and 1;
-    /// AMD's, volume 3, appendix E).
+    /// Returns the name of the host's processor (Intel SDM, volume 2, CPUID, leaves 0 and 1; AMD
+    /// APM, volume 3, appendix E).
     pub fn host() -> Self {
         let (vendor, signature) = (read_host(0, 0), read_host(1, 0).eax);
         let vendor: String = [vendor.ebx, vendor.edx, vendor.ecx]
@@ -48,23 +48,25 @@ impl CpuName {
         self.0.starts_with("AuthenticAMD-") || self.0.starts_with("HygonGenuine-")
     }
 
-    /// Returns older processors whose events are mostly the same, the nearest first, for versions of
-    /// perf without a table of this processor. `mapfile.csv` in Linux's `tools/perf/pmu-events` has the
-    /// tables' processors.
+    /// Returns older processors with mostly the same events, the nearest first, for versions of
+    /// perf without a table for this processor. `mapfile.csv` in Linux's `tools/perf/pmu-events`
+    /// lists the processors of the tables.
     pub fn relatives(&self) -> Vec<Self> {
         // Model numbers in hexadecimal, as in perf's tables.
         const INTEL: &[(&[&str], &[&str])] = &[
-            // Emerald Rapids and Granite Rapids: Sapphire Rapids, Ice Lake servers.
+            // Emerald Rapids and Granite Rapids use the tables of Sapphire Rapids and Ice Lake
+            // servers.
             (&["CF", "AD", "AE"], &["8F", "6A"]),
             (&["8F"], &["6A"]),
-            // Raptor Lake and Meteor Lake: Alder Lake.
+            // Raptor Lake and Meteor Lake use the table of Alder Lake.
             (&["B7", "BA", "BF", "AA", "AC", "B5"], &["97"]),
-            // Arrow Lake, Lunar Lake and Panther Lake: the one before, Meteor Lake, Alder Lake.
+            // Arrow Lake, Lunar Lake and Panther Lake use the tables of the previous generation,
+            // Meteor Lake and Alder Lake.
             (&["C5", "C6"], &["AA", "97"]),
             (&["BD"], &["C6", "AA", "97"]),
             (&["CC", "D5"], &["BD", "C6", "AA", "97"]),
         ];
-        // Zen 5 and Zen 4: Zen 4 and Zen 3.
+        // Zen 5 and Zen 4 use the tables of Zen 4 and Zen 3.
         const ZEN_4: &str = "AuthenticAMD-25-11-1";
         const ZEN_3: &str = "AuthenticAMD-25-1-0";
         let parts: Vec<&str> = self.0.split('-').collect();
@@ -137,7 +139,7 @@ mod tests {
         );
     }
 
-    /// The order of Intel's tables and their models are those of `mapfile.csv` of Linux.
+    /// The order of Intel's tables and their models match `mapfile.csv` in Linux.
     #[test]
     fn relatives_are_of_older_tables() {
         const CLIENTS: &[&[&str]] = &[

@@ -19,7 +19,7 @@ use serde::Deserialize;
 const MAX_EVENTS: usize = 20_000;
 const MAX_NAME: usize = 128;
 const MAX_DESCRIPTION: usize = 4096;
-/// Names of the core PMU in different perf versions; on a hybrid processor, the PMU of the
+/// Names of the core PMU in different perf versions. On a hybrid processor, this is the PMU of the
 /// performance cores.
 const PMUS: [&str; 3] = ["cpu", "cpu_core", "default_core"];
 
@@ -36,9 +36,9 @@ pub struct EventSelector {
 /// A vendor event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VendorEvent {
-    /// Name of the event in lower case, as perf prints it.
+    /// Name of the event in lowercase, as printed by perf.
     pub name: String,
-    /// Description of the event by the vendor.
+    /// Vendor's description of the event.
     pub description: String,
     /// Selector of the event, or the term that a selector cannot express, such as an extra register
     /// or another PMU.
@@ -73,8 +73,8 @@ impl EventSelector {
         format!("r{bits:04x}")
     }
 
-    /// Parses an encoding such as `cpu/event=0x51,umask=0x1/`. Returns a term that the selector
-    /// cannot express as the error.
+    /// Parses an encoding such as `cpu/event=0x51,umask=0x1/`. If the selector cannot express a
+    /// term, returns this term as the error.
     fn of(encoding: &str) -> Result<Self, String> {
         let (pmu, terms) = encoding.split_once('/').unwrap_or((encoding, ""));
         if !PMUS.contains(&pmu) {
@@ -88,7 +88,7 @@ impl EventSelector {
                 None => value.parse().ok(),
             };
             match (key, number) {
-                // Sampling parameters of perf.
+                // Sampling parameters of perf have no selector bits.
                 ("period" | "freq" | "name", _) | (_, Some(0)) if key != "event" => {}
                 ("event", Some(event @ 0..=0xfff)) => (select.event, named) = (event, true),
                 ("umask", Some(umask @ 0..=0xff)) => select.umask = umask,
@@ -143,7 +143,7 @@ pub fn from_text(text: &str) -> Vec<VendorEvent> {
 /// Parses the output of `perf list --json pmu` into events sorted by name. Returns `None` if the
 /// output is not JSON.
 pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
-    /// The fields used of a JSON entry.
+    /// The fields of a JSON entry that are used.
     #[derive(Deserialize)]
     struct JsonEvent {
         #[serde(rename = "EventName")]
@@ -229,7 +229,8 @@ mod tests {
             .unwrap_or_else(|| panic!("no {name} in {events:?}"))
     }
 
-    /// Output of perf 6.1.187 for GenuineIntel-6-8E-9, reduced to a few events.
+    /// Events in the output of perf 6.1.187 for GenuineIntel-6-8E-9, reduced to a few events, are
+    /// parsed.
     #[test]
     fn intel_events_are_parsed() {
         let events = from_text(INTEL);
@@ -259,8 +260,8 @@ mod tests {
         assert!(events.is_sorted_by_key(|e| e.name.clone()));
     }
 
-    /// Output of perf 6.1.187 for AuthenticAMD-25-1-0, reduced to a few events. AMD event codes
-    /// have 12 bits.
+    /// AMD event codes have 12 bits. The input is the output of perf 6.1.187 for
+    /// AuthenticAMD-25-1-0, reduced to a few events.
     #[test]
     fn amd_event_codes_have_12_bits() {
         let events = from_text(AMD);
@@ -270,7 +271,7 @@ mod tests {
         assert_eq!(raw("all_tlbs_flushed"), Ok("rff78".into()));
     }
 
-    /// Output format of perf 6.3 and later.
+    /// The output format of perf 6.3 and later is parsed.
     #[test]
     fn json_output_is_parsed() {
         let json = br#"[

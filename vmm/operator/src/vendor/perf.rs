@@ -16,13 +16,14 @@ use super::parse::{VendorEvent, from_json, from_text};
 
 /// Time limit for perf, which takes about 20 ms.
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Maximum size of perf's standard output, in bytes. The largest table has a fifth of a mebibyte.
+/// Maximum size of perf's standard output, in bytes. The size of the largest table is a fifth of a
+/// mebibyte.
 const MAX_OUTPUT: usize = 16 << 20;
 /// Maximum number of bytes read from perf's standard error.
 const MAX_ERRORS: usize = 4096;
 /// Maximum size of one read, in bytes.
 const CHUNK: usize = 64 << 10;
-/// Interval at which the end of perf is polled.
+/// Polling interval for the exit of perf.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Errors of running perf.
@@ -51,30 +52,30 @@ pub enum PerfError {
 
 /// Events of a processor.
 #[derive(Debug)]
-pub struct ProcessorEvents {
+pub struct VendorEventTable {
     /// The events, sorted by name.
     pub events: Vec<VendorEvent>,
-    /// States that perf has no table of the processor, and that the events are those of an older one.
+    /// Note that perf has no table for the processor and that the events are those of an older one.
     pub note: Option<String>,
 }
 
-/// Returns the events of a processor. If perf has no table of it, returns the events of an older
-/// processor with mostly the same events.
+/// Returns the events of a processor. If perf has no table for the processor, returns the events of
+/// an older processor with mostly the same events.
 ///
 /// # Errors
-/// Returns [`PerfError`] if perf is missing, fails, or has no events of the processor.
-pub fn events_of(cpu: &CpuName) -> Result<ProcessorEvents, PerfError> {
+/// Returns [`PerfError`] if perf is missing, fails, or has no events for the processor.
+pub fn events_of(cpu: &CpuName) -> Result<VendorEventTable, PerfError> {
     of_nearest(cpu, table_of)
 }
 
-/// Asks for the events of the processor, and then of its relatives.
+/// Requests the events of the processor and, if there are none, those of its relatives.
 fn of_nearest(
     cpu: &CpuName,
     table_of: impl Fn(&CpuName) -> Result<Vec<VendorEvent>, PerfError>,
-) -> Result<ProcessorEvents, PerfError> {
+) -> Result<VendorEventTable, PerfError> {
     let missing = match table_of(cpu) {
         Err(error @ PerfError::NoTable(_)) => error,
-        result => return result.map(|events| ProcessorEvents { events, note: None }),
+        result => return result.map(|events| VendorEventTable { events, note: None }),
     };
     for relative in cpu.relatives() {
         match table_of(&relative) {
@@ -84,7 +85,7 @@ fn of_nearest(
                     "this perf has no events of {cpu} by name; those of the older {relative} are taken, \
                      and some may count something else"
                 );
-                return Ok(ProcessorEvents {
+                return Ok(VendorEventTable {
                     events,
                     note: Some(note),
                 });
@@ -95,7 +96,7 @@ fn of_nearest(
     Err(missing)
 }
 
-/// Returns the events of perf's table of the processor.
+/// Returns the events of perf's table for the processor.
 fn table_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
     // Hybrid processors have one PMU per core type.
     for pmu in ["cpu", "cpu_core"] {
@@ -114,7 +115,7 @@ fn show_pmu(dir: &Path, pmu: &str, cpu: &CpuName) -> io::Result<()> {
     let pmu = dir.join("bus/event_source/devices").join(pmu);
     let format = pmu.join("format");
     fs::create_dir_all(&format)?;
-    // PERF_TYPE_RAW, and the list of CPUs that some perf versions require.
+    // PERF_TYPE_RAW and the list of CPUs, which some perf versions require.
     fs::write(pmu.join("type"), "4\n")?;
     fs::write(pmu.join("cpus"), "0\n")?;
     let event = if cpu.is_amd() {
@@ -172,7 +173,7 @@ struct KillOnDrop(Child);
 
 impl Drop for KillOnDrop {
     fn drop(&mut self) {
-        // The process may have ended already.
+        // The process may have exited.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -219,8 +220,8 @@ fn run(
     })
 }
 
-/// The bounded output of a process. At the limit, the pipe is closed, and a further write ends the
-/// process.
+/// Bounded output of a process. At the limit, the pipe is closed, and a further write terminates
+/// the process.
 struct BoundedPipe<R> {
     /// `None` after the end of the output or at the limit.
     from: Option<R>,
@@ -256,7 +257,7 @@ impl<R: Read> BoundedPipe<R> {
     }
 }
 
-/// Reads both pipes to their ends without threads: a VM that is about to start must be
+/// Reads both pipes to their ends without threads, because a VM that is about to start must be
 /// single-threaded.
 fn read<A, B>(out: &mut BoundedPipe<A>, errors: &mut BoundedPipe<B>, until: Instant) -> Result<(), PerfError>
 where
@@ -349,7 +350,7 @@ mod tests {
         assert!(asked("head -c 100000 /dev/urandom", TIMEOUT).unwrap().is_empty());
     }
 
-    /// Zero time limit and a program that never ends, so that the result does not depend on timing.
+    /// An endless perf is killed. The time limit of zero makes the result independent of timing.
     #[test]
     fn endless_perf_is_killed() {
         let error = asked("exec sleep 1000000", Duration::ZERO).unwrap_err();
@@ -358,7 +359,7 @@ mod tests {
         assert!(matches!(error, PerfError::Large), "{error}");
     }
 
-    /// A processor that perf does not know has the events of its nearest relative.
+    /// A processor that is unknown to perf has the events of its nearest relative.
     #[test]
     fn unknown_processor_takes_table_of_relative() {
         let emerald_rapids: CpuName = "GenuineIntel-6-CF-2".parse().unwrap();

@@ -1,11 +1,11 @@
-//! Message for a `ctl` command whose action precedes the name of the VM.
+//! Error message for a `ctl` command with the action before the name of the VM.
 
 use std::ffi::OsString;
 
 use operator::commands::one_line;
 
-/// Returns the error message for `ctl status one`, where the action precedes the VM's name; `None`
-/// for any other error.
+/// Returns the error message for a command such as `ctl status one`, with the action before the
+/// VM's name, or `None` for any other error.
 pub(super) fn explain(command: &clap::Command, args: &[OsString]) -> Option<String> {
     let ctl = command.find_subcommand("ctl")?;
     let is_action = |word: &str| ctl.find_subcommand(word).is_some();
@@ -22,7 +22,7 @@ pub(super) fn explain(command: &clap::Command, args: &[OsString]) -> Option<Stri
         None => Some(format!(
             "the VM's name is missing, which comes first: perfvisor ctl NAME {action}; perfvisor ps lists the names"
         )),
-        // A VM may have the name of an action.
+        // The VM may have the name of an action.
         Some(name) if is_action(name) => None,
         Some(name) => {
             let rest: String = words.map(|word| format!(" {word}")).collect();

@@ -55,7 +55,7 @@ pub(super) fn condense_error(
         ErrorKind::UnknownArgument => {
             let letter = context(ContextKind::InvalidArg);
             let typed = whole_word(&letter, words).unwrap_or(letter);
-            // clap also suggests options that merely share an ending, as --vsock for --api-sock.
+            // clap also suggests options that only share an ending, such as --vsock for --api-sock.
             let meant = match error.get(ContextKind::SuggestedArg) {
                 Some(ContextValue::String(guess)) => did_you_mean(&typed, [guess.as_str()]),
                 _ => meant(ContextKind::SuggestedArg),
@@ -116,7 +116,8 @@ pub(super) fn condense_error(
     CliExit::Error(one_line(&line))
 }
 
-/// Returns a hint about the option for a stray positional argument of `command`.
+/// Returns a hint about the option that was probably meant by a stray positional argument of
+/// `command`.
 fn suggest_option(command: &str) -> &'static str {
     match command {
         "run" => "; a kernel is named by --kernel FILE, the VM by --name NAME",

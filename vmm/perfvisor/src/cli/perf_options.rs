@@ -14,7 +14,7 @@ type AcceptedOption = (
 );
 
 const OPTIONS: &[AcceptedOption] = &[
-    // All vCPUs are counted and sampled unless --vcpu selects some.
+    // All vCPUs are counted and sampled unless --vcpu selects some of them.
     (
         "perf-all-cpus",
         &["record", "stat", "top"],

@@ -28,15 +28,15 @@ const MACHINE_OPTIONS: [&str; 15] = [
     "rng",
 ];
 
-/// Option whose default depends on the host. A snapshot contains it only if the guest has branch
-/// records.
+/// Option with a host-dependent default. A snapshot contains this option only if the guest has
+/// branch records.
 const BRANCH_RECORDS: &str = "lbr";
 
-/// The machine's option that may differ from the snapshot's.
+/// The only machine option that may differ from the snapshot's.
 const BACKING: &str = "backing";
 
-/// Options that `--restore` excludes: the other [`MACHINE_OPTIONS`], those of a kernel to boot, and
-/// those of devices and settings that no snapshot has.
+/// Options that conflict with `--restore`: the other [`MACHINE_OPTIONS`], options of a kernel to
+/// boot, and options of devices and settings that a snapshot cannot contain.
 pub(super) const CONFLICTS: [&str; 25] = [
     "balloon",
     "boot_protocol",
@@ -65,7 +65,7 @@ pub(super) const CONFLICTS: [&str; 25] = [
     "share_dir",
 ];
 
-/// Error of the options in a snapshot.
+/// Error returned when the options in a snapshot are invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineOptionsError {
     /// An option does not belong to the machine.
@@ -79,7 +79,7 @@ pub enum MachineOptionsError {
     OwnPmu,
 }
 
-/// Keeps the values of the machine's options for a snapshot.
+/// Saves the values of the machine's options for a snapshot.
 pub(super) fn keep_machine_options(cli: &mut Cli, matches: &ArgMatches) {
     let (CliCommand::Run(run), Some((_, given))) = (&mut cli.command, matches.subcommand()) else {
         return;
@@ -95,24 +95,25 @@ pub(super) fn keep_machine_options(cli: &mut Cli, matches: &ArgMatches) {
     }
 }
 
-/// Returns the name of an option without dashes in front.
+/// Returns the name of an option without leading dashes.
 fn long_name(id: &str) -> String {
     id.replace('_', "-")
 }
 
 impl RunArgs {
-    /// Returns whether the machine is that of a snapshot or of a VM that moves to this process.
+    /// Returns whether the machine is determined by a snapshot or by a VM that moves to this
+    /// process.
     pub fn takes_saved_machine(&self) -> bool {
         self.restore.is_some() || self.incoming.is_some()
     }
 
-    /// Returns these arguments with the machine's options of a snapshot, except for a backing of their
-    /// own.
+    /// Returns these arguments with the machine's options of a snapshot. A backing in these
+    /// arguments takes precedence.
     ///
     /// # Errors
     /// Returns [`MachineOptionsError::Unknown`] for an option that does not belong to the machine,
-    /// [`MachineOptionsError::Invalid`] for an invalid value, and [`MachineOptionsError::OwnPmu`] for a
-    /// backing that needs another machine.
+    /// [`MachineOptionsError::Invalid`] for an invalid value, and [`MachineOptionsError::OwnPmu`]
+    /// for a backing that requires another machine.
     pub fn with_machine_options(
         &self,
         options: &BTreeMap<String, String>,
@@ -149,7 +150,7 @@ impl RunArgs {
             cpu_signature: parsed.cpu_signature,
             cpus: parsed.cpus,
             hide_uncounted: parsed.hide_uncounted,
-            // A snapshot without the option is of a guest without branch records.
+            // If the snapshot lacks the option, its guest has no branch records.
             lbr: Some(parsed.lbr.unwrap_or(false)),
             memory: parsed.memory,
             pmi_limit: parsed.pmi_limit,
@@ -221,7 +222,8 @@ mod tests {
         assert_eq!(restored.name.as_deref(), Some("x"));
     }
 
-    /// The default of `--lbr` depends on the host, and does not apply to a guest that was saved.
+    /// A restored guest has branch records if and only if its snapshot has them, independently of
+    /// the host's default for `--lbr`.
     #[test]
     fn branch_records_follow_the_snapshot() {
         for (given, has, expected) in [

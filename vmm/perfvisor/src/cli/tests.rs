@@ -95,11 +95,11 @@ fn valid_values_are_parsed() {
     ])
     .unwrap();
     assert_eq!(args.cmdline.as_deref(), Some("-a b=c"));
-    let adaptive = MuxChoice::Fixed(MuxPolicy::Adaptive);
+    let adaptive = MuxPolicyChoice::Fixed(MuxPolicy::Adaptive);
     assert_eq!((args.share, args.mux), (SharePolicy::Strict, adaptive));
-    assert_eq!(run(&[]).unwrap().mux, MuxChoice::Auto);
+    assert_eq!(run(&[]).unwrap().mux, MuxPolicyChoice::Auto);
     let rotate = run(&["--mux", "rotate"]).unwrap().mux;
-    assert_eq!(rotate, MuxChoice::Fixed(MuxPolicy::Rotate));
+    assert_eq!(rotate, MuxPolicyChoice::Fixed(MuxPolicy::Rotate));
     assert_eq!(
         (args.hide_uncounted, run(&[]).unwrap().hide_uncounted),
         (false, true)
@@ -210,7 +210,7 @@ fn missing_and_unknown_commands_print_one_line() {
     ));
 }
 
-/// An option that is no typing error gets no suggestion.
+/// An option that is not a typing error gets no suggestion.
 #[test]
 fn dissimilar_option_is_not_suggested() {
     let Err(CliExit::Error(line)) = parse(["perfvisor", "run", "--api-sock", "/tmp/x"]) else {
@@ -249,13 +249,13 @@ fn help_shows_examples() {
     }
 }
 
-/// The help shows defaults that are defined outside of the command line module.
+/// The help shows defaults that are defined outside the command line module.
 #[test]
 fn help_shows_defaults() {
     let Err(CliExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
         panic!("no help");
     };
-    // Line breaks must not matter.
+    // Ignore line breaks.
     let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
     let defaults = perf_core::PerfCoreConfig::default();
     for default in [

@@ -41,7 +41,7 @@ pub fn generate(args: &GenerateArgs, command: clap::Command) -> Result<ExitStatu
     Ok(DONE)
 }
 
-/// Examples of the manual pages and of `--help`, by command.
+/// Examples for the manual pages and `--help`, by command.
 pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
     (
         "perfvisor run",
@@ -199,12 +199,12 @@ const OPTION_VALUES: &[(&str, &[&str])] = &[
     ("on_reset", &["exit", "restart"]),
     ("hugepages", &["off", "transparent", "2M"]),
     ("boot_protocol", &["auto", "pvh"]),
-    // The first one is the default. Lists of keys are typed.
+    // The first value is the default. Users type lists of keys themselves.
     ("sort", &["comm,dso,sym", "comm", "pid", "vcpu", "dso", "sym"]),
 ];
 
-/// Sets what a shell offers for the value of `arg`: the known values, files, or nothing. Without a
-/// hint, shells offer file names for names of VMs and for numbers.
+/// Sets the values that a shell offers for `arg`, which are the known values, files, or nothing.
+/// Without a hint, shells offer file names for VM names and numbers.
 fn with_completion_hint(arg: clap::Arg) -> clap::Arg {
     let id = arg.get_id().as_str();
     let known = OPTION_VALUES.iter().find(|(name, _)| *name == id);
@@ -221,7 +221,7 @@ fn with_completion_hint(arg: clap::Arg) -> clap::Arg {
     }
 }
 
-/// Returns whether a value name stands for a path.
+/// Returns whether a value name denotes a path.
 fn is_path(value_name: &str) -> bool {
     [
         "FILE", "PATH", "DIR", "SOCKET", "COMMAND", "WHERE", "SOURCE", "TARGET",

@@ -1,21 +1,21 @@
 //! Names of the host's KVM statistics, for `perfvisor list`.
 
 use perf_core::pmu::kvm::{StatsError, StatsFile};
-use vmm::kvm::host::{self, HostError};
+use vmm::kvm::host::{self, KvmHostError};
 use vmm::kvm::stats_fd;
 
 /// Errors of listing KVM statistics.
 #[derive(Debug, thiserror::Error)]
 pub enum StatisticsError {
     #[error(transparent)]
-    Host(#[from] HostError),
+    Host(#[from] KvmHostError),
     #[error("KVM has no binary statistics (Linux 5.14)")]
     Kvm(#[from] std::io::Error),
     #[error(transparent)]
     Table(#[from] StatsError),
 }
 
-/// Returns the KVM statistics of this host that are usable as events: first those of a vCPU, then
+/// Returns the KVM statistics of this host that are usable as events, first those of a vCPU, then
 /// those of a VM.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! `perfvisor validate`: command line of the crate `validate`.
+//! `perfvisor validate`: the command line of the crate `validate`.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use operator::input;
 use operator::signals::StopSignals;
 use perf_core::error_line;
 use vmm::kvm::execution;
-use vmm::kvm::host::HostError;
+use vmm::kvm::host::KvmHostError;
 use vmm::kvm::vpmu_probe::{KvmPmuOffer, KvmVpmuModelError};
 use vmm::kvm::{cpuid, host};
 use vmm::pmu::backing::{self, BackingError};
@@ -91,7 +91,7 @@ pub enum ValidateError {
         source: io::Error,
     },
     #[error(transparent)]
-    Host(#[from] HostError),
+    Host(#[from] KvmHostError),
     #[error(transparent)]
     Backing(#[from] BackingError),
     #[error(transparent)]
@@ -126,7 +126,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
             source,
         })?;
     }
-    // A rejected KVM vPMU is reported before warnings about the other backings.
+    // Report a rejected KVM vPMU before warnings about the other backings.
     let own_pmu = match args.backing {
         ValidatedBacking::All => None,
         ValidatedBacking::Kvm => Some(own_pmu(args)?),
@@ -142,7 +142,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     };
     let mut text = ReportText::default();
     let mut printed = Ok(());
-    // Rows are printed as soon as they are measured, because a complete run takes minutes.
+    // Print rows as soon as they are measured, because a complete run takes minutes.
     let mut on_row = |row: &ValidationRow| {
         if !args.json && printed.is_ok() {
             printed = print(&text.row(row));
@@ -232,7 +232,7 @@ fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuOffer, ValidateError> {
     Ok(own)
 }
 
-/// Returns the Linux guest to run, or the reason why none runs.
+/// Returns the Linux guest to run, or the reason no Linux guest is run.
 fn linux_guest(
     args: &ValidateArgs,
     runs_linux: bool,
@@ -259,8 +259,8 @@ fn linux_guest(
     })
 }
 
-/// Returns the images of `make guest`, below the build directory of this program or below the
-/// current directory.
+/// Returns the images created by `make guest`, located below the build directory of this program or
+/// below the current directory.
 fn found_images() -> Option<LinuxFiles> {
     let program = std::env::current_exe().ok();
     let build = program.as_deref().and_then(Path::parent).and_then(Path::parent);

@@ -8,7 +8,8 @@ const NAMES: &str = "perfvisor ps --names 2>/dev/null";
 /// Identifier of the positional argument that names a VM.
 const VM_ARGUMENT: &str = "name";
 
-/// Makes the script of `shell` offer the names of running VMs, for shells whose scripts are known.
+/// Makes the completion script of `shell` offer the names of running VMs, for shells with known
+/// script formats.
 pub(super) fn with_vm_names(shell: Shell, script: &str, command: &Command) -> String {
     let commands: Vec<&str> = command
         .get_subcommands()
@@ -103,7 +104,7 @@ mod tests {
         assert!(fish.contains(&format!("using_subcommand stat\" -f -a \"({NAMES})\"")));
     }
 
-    /// Bash executes the script as it is, so an unknown form would be a syntax error.
+    /// Bash executes the script unchanged, so an unknown form would be a syntax error.
     #[test]
     fn bash_accepts_script() {
         let script = completions(Shell::Bash, Cli::command());

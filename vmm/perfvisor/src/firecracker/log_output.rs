@@ -1,5 +1,4 @@
-//! The destination of log messages, of this process and of the VM. It can change while the process
-//! runs.
+//! Destination of log messages of this process and the VM, which can change while the process runs.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -30,7 +29,7 @@ impl Write for LogOutput {
     }
 }
 
-/// Writes messages to the log. Messages that a named pipe cannot take are lost.
+/// Writes messages to the log. Messages that do not fit into a named pipe are lost.
 pub fn write_log(bytes: &[u8]) {
     let output = OUTPUT.lock().unwrap_or_else(PoisonError::into_inner);
     let _ = match output.as_ref() {
@@ -39,7 +38,7 @@ pub fn write_log(bytes: &[u8]) {
     };
 }
 
-/// Initializes logging to standard error, until [`set_file`] names a file.
+/// Initializes logging to standard error, until [`set_file`] selects a file.
 pub fn init_log() {
     env_logger::Builder::new()
         .filter_level(LevelFilter::Trace)
@@ -57,7 +56,7 @@ pub fn set_file(file: File) {
     *OUTPUT.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
 }
 
-/// Opens a file or a named pipe for messages or metrics. A file is created if it does not exist. A
+/// Opens a file or a named pipe for messages or metrics. Creates the file if it does not exist. A
 /// named pipe needs no reader, as in Firecracker.
 ///
 /// # Errors

@@ -1,8 +1,9 @@
-//! Snapshots for the API: the process that writes their files, and the configuration in their states.
+//! Snapshots for the API: the process that writes snapshot files, and the device configuration in
+//! the state files.
 //!
-//! The process of the API cannot open files once its VM runs. It therefore starts another one before,
-//! which copies memory and state of the VM through the control socket. Requests and replies are lines
-//! of JSON on its standard input and output.
+//! The API process cannot open files once its VM is running. Before that, it therefore starts
+//! another process, which copies memory and state of the VM through the control socket. Requests
+//! and replies are lines of JSON on the standard input and output of that process.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt as _;
@@ -18,9 +19,10 @@ use sandbox::privileges;
 use serde::{Deserialize, Serialize};
 use snapshot::format::{VERSION, optional_field, with_optional_field};
 use snapshot::state::SavedDevice;
-use snapshot::{FormatError, decode};
+use snapshot::{SnapshotFormatError, decode};
 
-/// Optional field of a state with the devices of the VM, as in the body of `GET /vm/config`.
+/// Optional field of a state with the devices of the VM, in the format of the body of
+/// `GET /vm/config`.
 const CONFIG_FIELD: &str = "_vm_config";
 /// Maximum size of a request or a reply, in bytes.
 const MAX_LINE: u64 = 1 << 20;
@@ -33,7 +35,7 @@ struct SaveRequest {
     config: VmConfig,
 }
 
-/// The reason for rejecting the state file of a snapshot.
+/// Error returned when the state file of a snapshot is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum StateFileError {
     /// The file cannot be read.
@@ -41,20 +43,20 @@ pub enum StateFileError {
     Read(#[source] io::Error),
     /// The file is not a valid state.
     #[error(transparent)]
-    Format(#[from] FormatError),
+    Format(#[from] SnapshotFormatError),
     /// The configuration of the devices is invalid.
     #[error("its field {CONFIG_FIELD} is invalid")]
     Config(#[source] serde_json::Error),
 }
 
-/// The process that writes snapshots of a VM. It ends when this value is dropped.
+/// The process that writes snapshots of a VM. The process exits when this value is dropped.
 pub struct SnapshotWriter {
     requests: ChildStdin,
     replies: BufReader<ChildStdout>,
 }
 
 impl SnapshotWriter {
-    /// Starts the process. The kernel ends it with this one.
+    /// Starts the process. The kernel terminates it when this process exits.
     pub fn start(program: &Path, socket: &Path) -> io::Result<Self> {
         let mut child = Command::new(program)
             .arg0("perfvisor")
@@ -93,7 +95,7 @@ fn write_line(to: &mut impl Write, value: &impl Serialize) -> io::Result<()> {
     to.flush()
 }
 
-/// Reads a line. Returns `None` at the end.
+/// Reads a line. Returns `None` at end of file.
 fn read_line<T: serde::de::DeserializeOwned>(from: &mut impl BufRead) -> io::Result<Option<T>> {
     let mut line = Vec::new();
     from.take(MAX_LINE).read_until(b'\n', &mut line)?;
@@ -103,7 +105,7 @@ fn read_line<T: serde::de::DeserializeOwned>(from: &mut impl BufRead) -> io::Res
     Ok(Some(serde_json::from_slice(&line)?))
 }
 
-/// `perfvisor save-snapshots`: writes snapshots until the process that started this one ends.
+/// `perfvisor save-snapshots`: writes snapshots until the parent process exits.
 ///
 /// # Errors
 /// Returns an error if a request is invalid or a reply cannot be sent.
@@ -120,19 +122,19 @@ pub fn save_snapshots(socket: &Path) -> io::Result<()> {
 
 fn save(socket: &Path, request: &SaveRequest) -> Result<(), SnapshotCommandError> {
     let mut client = Client::connect_at(socket, None, REPLY_TIMEOUT)?;
-    let config = serde_json::to_value(&request.config).map_err(FormatError::Body)?;
+    let config = serde_json::to_value(&request.config).map_err(SnapshotFormatError::Body)?;
     writer::save(&mut client, &request.state, &request.memory, |state| {
         with_optional_field(&state, CONFIG_FIELD, config)
     })
 }
 
-/// Returns the configuration in the state file at `path`. Network devices have the addresses that the
-/// guest knows.
+/// Returns the configuration in the state file at `path`. Network devices have the addresses known
+/// to the guest.
 pub fn read_config(path: &Path) -> Result<VmConfig, StateFileError> {
     let bytes = read_state(path).map_err(StateFileError::Read)?;
     let machine = decode(&bytes)?;
     let config = optional_field(&bytes, CONFIG_FIELD)?;
-    // The state may be one of `perfvisor ctl`.
+    // The state may have been written by `perfvisor ctl`.
     let config = config.map(serde_json::from_value).transpose();
     let mut config: VmConfig = config.map_err(StateFileError::Config)?.unwrap_or_default();
     for (n, interface) in config.network_interfaces.iter_mut().enumerate() {
@@ -150,7 +152,7 @@ fn mac(device: &SavedDevice) -> Option<String> {
     Some(bytes.join(":"))
 }
 
-/// Returns the version of the format that this program writes, in Firecracker's notation.
+/// Returns the format version written by this program, in Firecracker's notation.
 pub fn format_version() -> String {
     format!("v{VERSION}.0.0")
 }
@@ -158,7 +160,7 @@ pub fn format_version() -> String {
 /// Returns the format version of the state file at `path`.
 pub fn describe(path: &Path) -> Result<String, StateFileError> {
     match decode(&read_state(path).map_err(StateFileError::Read)?) {
-        Err(FormatError::Version(version)) => Ok(format!("v{version}.0.0")),
+        Err(SnapshotFormatError::Version(version)) => Ok(format!("v{version}.0.0")),
         decoded => decoded.map(|_| format_version()).map_err(Into::into),
     }
 }

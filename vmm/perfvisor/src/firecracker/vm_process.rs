@@ -1,6 +1,8 @@
-//! The VM of the API: a child process of `perfvisor run`, controlled through its control socket.
+//! The VM of the API, a child process `perfvisor run` that is controlled through its control
+//! socket.
 //!
-//! The kernel ends the child with this process (`--parent`), however this process ends.
+//! The kernel terminates the child with this process (`--parent`), regardless of how this process
+//! exits.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,12 +15,12 @@ use std::time::{Duration, SystemTime};
 
 use control_api::balloon::BalloonInfo;
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
-use control_api::protocol::{FailureKind, VmInfo, VmState};
+use control_api::protocol::{RequestErrorKind, VmInfo, VmState};
 use control_api::rate_limit::TokenBucketLimit;
 use control_api::request;
 use control_api::socket_dir;
-use firecracker_api::fault::Fault;
-use firecracker_api::resources::{LimiterChange, log_level};
+use firecracker_api::fault::ApiFault;
+use firecracker_api::resources::{RateLimiterChange, log_level};
 use firecracker_api::session::VmBackend;
 use firecracker_api::types::{BalloonStats, Logger, Metrics, TokenBucket, VmConfig};
 use log::LevelFilter;
@@ -32,15 +34,15 @@ use serde_json::Value;
 use super::log_output::{self, DEFAULT_LEVEL};
 use super::snapshots::{self, SnapshotWriter};
 
-/// Checks a command line. Returns its error message.
+/// Function that checks a command line and returns the error message.
 pub type CheckArguments = fn(Vec<OsString>) -> Result<(), String>;
 
-/// Interval at which a starting VM, or one whose vCPUs stop, is checked.
+/// Polling interval for a VM that is starting or whose vCPUs are stopping.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Size of one read of the VM's messages, in bytes.
 const MESSAGE_BYTES: usize = 4096;
 
-/// A VM that is configured, or runs.
+/// A VM that is being configured or running.
 pub struct VmProcess {
     program: PathBuf,
     check: CheckArguments,
@@ -52,25 +54,25 @@ pub struct VmProcess {
 
 /// Descriptors of the VM for the event loop.
 pub struct ChildDescriptors {
-    /// Readable once the VM has ended.
+    /// Process descriptor, readable once the VM has exited.
     pub process: OwnedFd,
     /// Standard error of the VM.
     pub messages: ChildStderr,
 }
 
-/// A VM that runs.
+/// A running VM.
 struct ChildVm {
     child: Child,
-    /// `None` while the event loop waits for them.
+    /// `None` while the event loop polls the descriptors.
     descriptors: Option<ChildDescriptors>,
     client: Client,
     snapshots: Option<SnapshotWriter>,
 }
 
 impl VmProcess {
-    /// Creates a VM that does not run yet. Without `id`, its name contains its process ID.
+    /// Creates a VM that is not running yet. Without `id`, its name contains its process ID.
     pub fn new(id: Option<String>, check: CheckArguments) -> Self {
-        // Without /proc, as in a chroot, the path by which this process was started.
+        // Without /proc, as in a chroot, use the path by which this process was started.
         let started = std::env::args_os().next().unwrap_or_default();
         Self {
             program: std::env::current_exe().unwrap_or_else(|_| started.into()),
@@ -87,7 +89,7 @@ impl VmProcess {
         self.child.as_mut()?.descriptors.take()
     }
 
-    /// Returns the descriptors taken by [`VmProcess::take_descriptors`].
+    /// Puts back the descriptors taken by [`VmProcess::take_descriptors`].
     pub fn put_descriptors(&mut self, descriptors: ChildDescriptors) {
         if let Some(vm) = &mut self.child {
             vm.descriptors = Some(descriptors);
@@ -102,14 +104,14 @@ impl VmProcess {
         }
     }
 
-    /// Ends the VM. Returns `false` if none runs or it does not answer.
+    /// Terminates the VM. Returns `false` if no VM is running or it does not answer.
     pub fn stop(&mut self) -> bool {
         let vm = self.child.as_mut();
         vm.is_some_and(|vm| vm.client.call(request::Stop).is_ok())
     }
 
-    /// Returns the exit status if the VM has ended: 0 after a power-off or a reset, otherwise that
-    /// of `perfvisor run`.
+    /// Returns the exit status if the VM has exited. The status is 0 after a power-off or a reset,
+    /// and otherwise that of `perfvisor run`.
     pub fn exit_status(&mut self) -> Option<ExitStatus> {
         self.relay_messages();
         let status = self.child.as_mut()?.child.try_wait().ok()??;
@@ -132,7 +134,7 @@ impl VmProcess {
         let parent = std::process::id().to_string();
         let mut arguments: Vec<OsString> = ["--parent", &parent, "run"].map(Into::into).into();
         arguments.extend(options.iter().map(Into::into));
-        // A stop signal to Firecracker ends the VM at once.
+        // A stop signal to Firecracker terminates the VM immediately.
         arguments.push("--stop-timeout=0".into());
         arguments.extend(self.id.as_ref().map(|id| format!("--name={id}").into()));
         arguments
@@ -141,7 +143,7 @@ impl VmProcess {
     /// Starts the process of the VM.
     fn spawn(&self, options: &[String]) -> io::Result<(Child, ChildDescriptors)> {
         let mut child = Command::new(&self.program)
-            // The name selects the command, and may be that of Firecracker.
+            // The name selects the command, and the file name may be Firecracker's.
             .arg0("perfvisor")
             .args(self.arguments(options))
             .env("RUST_LOG", self.level.as_str())
@@ -166,7 +168,7 @@ fn control_socket(name: &str) -> PathBuf {
 /// Waits until the VM's main loop answers, and returns a connection to its control socket.
 ///
 /// # Errors
-/// Returns the VM's error message if it ends before.
+/// Returns the VM's error message if the VM exits first.
 fn wait_for_vm(child: &mut Child, messages: &mut ChildStderr, name: &str) -> Result<Client, String> {
     let socket = control_socket(name);
     let mut said = Vec::new();
@@ -177,14 +179,14 @@ fn wait_for_vm(child: &mut Child, messages: &mut ChildStderr, name: &str) -> Res
             return Err(last_message(&said));
         }
         match Client::connect_at(&socket, None, REPLY_TIMEOUT) {
-            // Another VM may have the name, in which case this one ends.
+            // Another VM may have the name, in which case this VM exits.
             Ok(client) if client.info().pid == child.id() => return Ok(client),
             _ => std::thread::sleep(POLL_INTERVAL),
         }
     }
 }
 
-/// Copies available messages to the log and to `copy`, which keeps the last ones.
+/// Copies available messages to the log and to `copy`, which keeps the most recent ones.
 fn relay(messages: &mut ChildStderr, copy: &mut Vec<u8>) {
     let mut chunk = [0; MESSAGE_BYTES];
     while let Ok(count @ 1..) = messages.read(&mut chunk) {
@@ -258,18 +260,18 @@ impl VmBackend for VmProcess {
         Ok(())
     }
 
-    fn put_metadata(&mut self, data: Value) -> Result<(), Fault> {
-        let client = self.running().map_err(Fault::bad)?;
+    fn put_metadata(&mut self, data: Value) -> Result<(), ApiFault> {
+        let client = self.running().map_err(ApiFault::bad)?;
         client.call(request::MmdsPut { data }).map_err(|e| refusal(&e))
     }
 
-    fn patch_metadata(&mut self, data: Value) -> Result<(), Fault> {
-        let client = self.running().map_err(Fault::bad)?;
+    fn patch_metadata(&mut self, data: Value) -> Result<(), ApiFault> {
+        let client = self.running().map_err(ApiFault::bad)?;
         client.call(request::MmdsPatch { data }).map_err(|e| refusal(&e))
     }
 
-    fn metadata(&mut self) -> Result<Value, Fault> {
-        let client = self.running().map_err(Fault::bad)?;
+    fn metadata(&mut self) -> Result<Value, ApiFault> {
+        let client = self.running().map_err(ApiFault::bad)?;
         client.call(request::MmdsGet).map_err(|e| refusal(&e))
     }
 
@@ -296,7 +298,7 @@ impl VmBackend for VmProcess {
         pressed.map(|_| ()).map_err(|e| error_line(&e))
     }
 
-    fn change_limiter(&mut self, change: &LimiterChange) -> Result<(), String> {
+    fn change_limiter(&mut self, change: &RateLimiterChange) -> Result<(), String> {
         let limit = |bucket: TokenBucket| TokenBucketLimit {
             size: bucket.size,
             one_time_burst: bucket.one_time_burst.unwrap_or(0),
@@ -358,10 +360,10 @@ impl VmBackend for VmProcess {
     }
 }
 
-/// Returns the fault of a refused request.
-fn refusal(error: &ClientError) -> Fault {
-    let is_limit = matches!(error, ClientError::Refused(failure) if failure.kind == FailureKind::Limit);
-    Fault {
+/// Converts the error of a refused request to a fault.
+fn refusal(error: &ClientError) -> ApiFault {
+    let is_limit = matches!(error, ClientError::Refused(failure) if failure.kind == RequestErrorKind::Limit);
+    ApiFault {
         status: if is_limit { 413 } else { 400 },
         message: error_line(error),
     }

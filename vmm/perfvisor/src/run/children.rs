@@ -1,14 +1,14 @@
 //! Reaps child processes of a running VM that were killed.
 //!
-//! A running VM starts no processes. Its children are started before the guest: the supervisors of
-//! kernel readers and of virtiofsd. They exit only with the VM unless they are killed.
+//! A running VM starts no processes. The supervisors of kernel readers and of virtiofsd are started
+//! before the guest. They exit only with the VM unless they are killed.
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::error_line;
 use rustix::process::{WaitOptions, wait};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Reaps children on SIGCHLD, so that none remains a zombie until the VM ends.
+/// Reaps children on SIGCHLD, so that no child remains a zombie while the VM runs.
 pub struct ChildReaper {
     child_ended: EventFd,
 }
@@ -23,8 +23,8 @@ impl ChildReaper {
 impl MutEventSubscriber for ChildReaper {
     fn process(&mut self, _: Events, _: &mut EventOps) {
         let _ = self.child_ended.read();
-        // Signals coalesce, so several children may have ended. The owner of each child reports its
-        // exit status.
+        // Signals coalesce, so several children may have exited. The owner of each child reports
+        // its exit status.
         while let Ok(Some((pid, _))) = wait(WaitOptions::NOHANG) {
             log::debug!("child process {pid} has ended");
         }

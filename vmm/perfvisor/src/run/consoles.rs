@@ -9,7 +9,7 @@ use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::error_line;
 use virtio_devices::console as virtio;
 use virtio_devices::console::port::ConsolePort;
-use vmm::console::{Console, ConsoleError, ConsoleTarget, GuestInput, window_size};
+use vmm::console::{Console, ConsoleError, ConsoleInputSink, ConsoleTarget, window_size};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::cli::RunArgs;
@@ -44,7 +44,7 @@ pub struct Consoles {
 
 impl Consoles {
     /// Opens the consoles and creates the virtio console device. Prints the location of a console
-    /// whose path the kernel chose.
+    /// if the kernel chose its path.
     ///
     /// # Errors
     /// Returns [`ConsolesError`] if a console cannot be opened.
@@ -103,7 +103,7 @@ impl Consoles {
     /// Returns an error if the process has no free descriptor.
     pub fn subscribers(
         &self,
-        serial: Arc<dyn GuestInput>,
+        serial: Arc<dyn ConsoleInputSink>,
         resized: EventFd,
         quit: &EventFd,
     ) -> io::Result<Vec<Subscriber>> {
@@ -131,14 +131,14 @@ impl Consoles {
     }
 }
 
-/// Prints how to leave the guest if standard input is a terminal.
+/// Prints the keys that leave the guest, if standard input is a terminal.
 pub(super) fn print_keys() {
     if io::stdin().is_terminal() {
         say("perfvisor: Ctrl-A x terminates the VM; Ctrl-A h lists the keys\n");
     }
 }
 
-/// Prints the location of a console whose path the kernel chose.
+/// Prints the location of a console if the kernel chose its path.
 fn print_location(target: &ConsoleTarget, console: &Console, what: &str) {
     if *target == ConsoleTarget::Pty {
         say(&format!("perfvisor: the {what} is {}\n", console.place()));

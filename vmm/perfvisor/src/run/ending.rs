@@ -1,4 +1,4 @@
-//! The line that says why a VM ended, and the detection of a Linux panic on the serial console.
+//! Logs the reason for the end of a VM, and detects a Linux panic on the serial console.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ const PANIC: &str = "Kernel panic - not syncing: ";
 /// Maximum length of a console line that is searched, in bytes.
 const MAX_LINE: usize = 256;
 
-/// Console writer that remembers the last panic message of a Linux guest.
+/// Console writer that stores the last panic message of a Linux guest.
 pub(super) struct PanicDetector {
     console: Box<dyn Write + Send>,
     line: Vec<u8>,
@@ -75,8 +75,8 @@ impl PanicMessage {
     }
 }
 
-/// Logs why the VM ended, unless the guest or the operator ended it in the usual way or the cause
-/// is already logged.
+/// Logs why the VM ended, unless the guest or the operator stopped it in the usual way or the cause
+/// has been logged.
 pub(super) fn log_end(reason: Option<StopReason>, panic: &PanicMessage) {
     if let Some(line) = end_line(reason, &panic.text()) {
         log::warn!("{line}");

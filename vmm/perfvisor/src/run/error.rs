@@ -16,7 +16,7 @@ use crate::devices::DeviceError;
 use control_api::socket_dir::SocketError;
 use sandbox::privileges::PrivilegeError;
 use vmm::gdb::server::GdbError;
-use vmm::kvm::host::HostError;
+use vmm::kvm::host::KvmHostError;
 use vmm::kvm::vpmu_probe::KvmVpmuModelError;
 use vmm::pmu::backing::BackingError;
 use vmm::pmu::branches::BranchRecordsError;
@@ -41,7 +41,7 @@ pub enum RunError {
     #[error("{0} with --pmu off: the guest has no PMU; omit {0}, or choose a PMU")]
     WithoutPmu(&'static str),
     #[error(transparent)]
-    Host(#[from] HostError),
+    Host(#[from] KvmHostError),
     #[error(transparent)]
     Backing(#[from] BackingError),
     #[error(transparent)]
@@ -123,7 +123,7 @@ pub enum RunError {
     Loop(#[source] event_manager::Error),
 }
 impl RunError {
-    /// Returns a closure for `map_err` that marks errors before the creation of the VM.
+    /// Returns a closure for `map_err` that marks errors that occur before the VM is created.
     pub(super) fn start(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::Start(what, source)
     }

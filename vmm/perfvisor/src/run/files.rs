@@ -15,17 +15,17 @@ use super::RunError;
 use crate::cli::RunArgs;
 use crate::devices;
 
-/// Host files that any VM may read, none of which is secret: /proc for client states, vCPU run
-/// times and the process's own memory files, and the list of CPUs for the C library.
+/// Host files that any VM may read, none of which is secret. /proc provides client states, vCPU run
+/// times and the process's own memory files. The C library reads the list of CPUs.
 const HOST_FILES: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
 /// Mount point of procfs. A jail has its own instance.
 pub(super) const PROC: &str = "/proc";
 
-/// Denies files outside the set of [`restrict`] to threads that start from now on, if the kernel
-/// supports landlock.
+/// Denies access to files outside the set of [`restrict`] for threads that start from now on, if
+/// the kernel supports landlock.
 ///
 /// # Errors
-/// Returns [`FileAccessError`] if the kernel supports landlock but refuses the rules.
+/// Returns [`FileAccessError`] if the kernel supports landlock but rejects the rules.
 pub(super) fn begin(args: &RunArgs) -> Result<(), FileAccessError> {
     if !args.landlock {
         return Ok(());
@@ -41,20 +41,20 @@ pub(super) fn begin(args: &RunArgs) -> Result<(), FileAccessError> {
     Ok(())
 }
 
-/// Restricts this thread, and the threads that it starts, to the files that a running VM of `args`
-/// needs.
+/// Restricts this thread, and the threads that it starts, to the files that a running VM with
+/// `args` needs.
 ///
 /// # Errors
-/// Returns [`FileAccessError`] if the kernel refuses the rules.
+/// Returns [`FileAccessError`] if the kernel rejects the rules.
 pub(super) fn restrict(args: &RunArgs) -> Result<(), FileAccessError> {
     sandbox::only_files(&allowed_files(args))
 }
 
-/// Returns the files that a running VM of `args` needs.
+/// Returns the files that a running VM with `args` needs.
 pub(super) fn allowed_files(args: &RunArgs) -> AccessibleFiles {
     let mut read: Vec<PathBuf> = HOST_FILES.iter().map(PathBuf::from).collect();
     if args.on_reset == ResetPolicy::Restart {
-        // The rules are for the parent directories, because a file may be replaced before a
+        // The rules apply to the parent directories, because a file may be replaced before a
         // restart.
         let again = [&args.kernel, &args.initrd].into_iter().flatten();
         read.extend(again.flat_map(|path| parent_directories(path)));
@@ -68,8 +68,8 @@ pub(super) fn allowed_files(args: &RunArgs) -> AccessibleFiles {
     }
 }
 
-/// Instructs the socket broker to remove the sockets of VM `name`, including `control`, at the end,
-/// and to accept no further names. All sockets listen at this point.
+/// Instructs the socket broker to remove the sockets of VM `name`, including `control`, when the VM
+/// exits, and to accept no further names. All sockets are listening at this point.
 ///
 /// # Errors
 /// Returns [`RunError::Seal`] if the broker cannot be confined.
@@ -103,7 +103,7 @@ pub(super) fn register_sockets_for_removal(
     broker.seal().map_err(RunError::Seal)
 }
 
-/// Returns the user-chosen paths of sockets that are removed when the VM of `args` ends.
+/// Returns the user-chosen paths of sockets that are removed when the VM with `args` exits.
 pub(super) fn sockets(args: &RunArgs) -> impl Iterator<Item = &Path> {
     let consoles = [Some(&args.console), args.virtio_console.as_ref()];
     let consoles = consoles.into_iter().flatten().filter_map(|target| match target {

@@ -1,7 +1,7 @@
-//! Reduction of the memory footprint after the start.
+//! Reduction of the memory footprint after startup.
 #![expect(unsafe_code, reason = "sets malloc's parameters, unmaps pages of the program")]
 
-/// Size from which glibc maps an allocation separately and unmaps it when it is freed, in bytes.
+/// Minimum size of an allocation that glibc maps separately and unmaps when it is freed, in bytes.
 #[cfg(target_env = "gnu")]
 const OWN_MAPPING_BYTES: libc::c_int = 128 << 10;
 /// Maximum number of heap arenas. By default, glibc creates arenas per thread, and each retains
@@ -11,7 +11,7 @@ const MAX_ARENAS: libc::c_int = 2;
 
 /// Configures glibc to return freed memory to the host.
 ///
-/// The start reads and frees a kernel, an initrd and symbols. By default, glibc raises its mmap
+/// Startup reads and frees a kernel, an initrd and symbols. By default, glibc raises its mmap
 /// threshold when the first large buffer is freed, and retains such buffers in the heap for the
 /// lifetime of the VM.
 pub(super) fn configure_malloc() {
@@ -24,7 +24,7 @@ pub(super) fn configure_malloc() {
 }
 
 /// Drops the program's code and constants from the resident set, because most pages were needed
-/// only for the start. Pages used later are faulted in from the page cache.
+/// only for startup. Pages used later are faulted in from the page cache.
 pub(super) fn drop_startup_pages() {
     let (start, bytes) = text();
     // SAFETY: the range is a private file mapping of the program that is never written, so a
@@ -67,8 +67,8 @@ mod tests {
     /// Environment variable of the process in which the test runs alone.
     const ALONE: &str = "PERFVISOR_TEST_ALONE";
 
-    /// Drops all resident pages of the program; only the pages used afterwards become resident
-    /// again. Runs in a process of its own, because other tests use pages meanwhile.
+    /// After all resident pages of the program are dropped, only the pages in use become resident
+    /// again. Runs in a separate process, because other tests use pages at the same time.
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     #[test]
     fn startup_pages_are_dropped() {

@@ -1,16 +1,16 @@
-//! Takes a VM over from another process: `run --incoming unix:PATH`.
+//! Takes over a VM from another process: `run --incoming unix:PATH`.
 //!
-//! A process of another host sends the VM as bytes ([`stream`]). Within this host:
+//! A process on another host sends the VM as bytes ([`stream`]). Within this host:
 //!
-//! 1. [`Incoming::wait`], before this process has helpers and blocks signals, waits for the connection
-//!    to the VM.
-//! 2. [`Incoming::receive`] pauses the VM and copies its memory and state. The other process keeps all
-//!    that it has.
+//! 1. [`Incoming::wait`] waits for the connection to the VM, before this process has helpers and
+//!    blocks signals.
+//! 2. [`Incoming::receive`] pauses the VM and copies its memory and state. The source process keeps
+//!    all of its resources.
 //! 3. The machine is built, and its threads wait.
-//! 4. [`Arrival::take_over`] ends the VM in the other process, and starts it here.
+//! 4. [`Arrival::take_over`] terminates the VM in the source process, and starts it here.
 //!
 //! If this process fails or dies before the last step, the connection to the VM closes, and the VM
-//! goes on where it was.
+//! continues in the source process.
 
 mod stream;
 
@@ -21,11 +21,11 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
-use control_api::migration::{self, MigrationAddress, MigrationResult, MovedVm, Offer, VmOrigin};
+use control_api::migration::{self, MigratedVm, MigrationAddress, MigrationOffer, MigrationResult, VmOrigin};
 use control_api::peer;
 use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
-use control_api::socket_dir::{Socket, SocketError};
+use control_api::socket_dir::{ControlSocket, SocketError};
 use mmds::service::MetadataService;
 use operator::commands::snapshot::{self as source, SnapshotCommandError};
 use operator::signals::BlockedSignals;
@@ -34,9 +34,9 @@ use perf_core::pmu::host::HostProbe;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
-use snapshot::FormatError;
+use snapshot::SnapshotFormatError;
 use snapshot::state::SavedMachine;
-use snapshot::stream::StreamError;
+use snapshot::stream::MigrationStreamError;
 use stream::IncomingStream;
 use vmm::kvm::host::Kvm;
 use vmm::memory::{GuestRam, MemoryError};
@@ -48,17 +48,17 @@ use super::restore::{machine_args, saved_addresses};
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
 
-/// File permissions of the socket: its user only.
+/// File permissions of the socket, which only its user can access.
 const SOCKET_MODE: u32 = 0o600;
 /// Virtio device ID of disks.
 const VIRTIO_BLOCK: u32 = 2;
-/// Time limit for the end of a process whose connection has closed.
+/// Timeout for the exit of a process whose connection has closed.
 const END_TIMEOUT: Timespec = Timespec {
     tv_sec: 10,
     tv_nsec: 0,
 };
 
-/// Error of taking a VM over.
+/// Error returned when a VM cannot be taken over.
 #[derive(Debug, thiserror::Error)]
 pub enum IncomingError {
     #[error("--incoming")]
@@ -76,7 +76,7 @@ pub enum IncomingError {
         source: io::Error,
     },
     #[error("--incoming: the VM cannot be received")]
-    Stream(#[from] StreamError),
+    Stream(#[from] MigrationStreamError),
     #[error("--incoming: the source sends something else than a VM")]
     Unexpected,
     #[error("--incoming: the receiving process was ended by a signal")]
@@ -90,7 +90,7 @@ pub enum IncomingError {
     #[error("--incoming: the VM to be moved")]
     Snapshot(#[from] SnapshotCommandError),
     #[error("--incoming: the state of the VM")]
-    State(#[from] FormatError),
+    State(#[from] SnapshotFormatError),
     #[error("--incoming: the options of the VM")]
     Options(#[from] MachineOptionsError),
     #[error("--incoming")]
@@ -114,31 +114,31 @@ enum Reply {
     Stream(UnixStream),
 }
 
-/// The process that waits for the result of a migration, if there is one.
+/// The process that waits for the result of a migration, if any.
 #[derive(Default)]
 pub(super) struct Requester(Cell<Option<Reply>>);
 
 impl Requester {
-    /// Reports that the VM has not moved, unless it has.
+    /// Reports that the VM has not moved, unless it has moved.
     pub(super) fn report_failure(&self, why: &str) {
         let reported = match self.0.take() {
             None => Ok(()),
             Some(Reply::Line(stream)) => migration::answer(&stream, &MigrationResult::Failed(why.to_owned()))
-                .map_err(StreamError::from),
+                .map_err(MigrationStreamError::from),
             Some(Reply::Stream(mut stream)) => stream::refuse(&mut stream, why),
         };
         report_absence(reported);
     }
 
-    /// Reports that a VM of this host has moved.
-    fn report_move(&self, moved: MovedVm) {
+    /// Reports that a VM from this host has moved.
+    fn report_move(&self, moved: MigratedVm) {
         if let Some(Reply::Line(stream)) = self.0.take() {
             let answered = migration::answer(&stream, &MigrationResult::Moved(moved));
-            report_absence(answered.map_err(StreamError::from));
+            report_absence(answered.map_err(MigrationStreamError::from));
         }
     }
 
-    /// Returns whether the process that waits for a line has ended.
+    /// Returns whether the process that waits for a line has exited.
     fn has_ended(&self) -> bool {
         let Some(reply) = self.0.take() else {
             return false;
@@ -155,7 +155,7 @@ impl Requester {
     }
 }
 
-fn report_absence(reported: Result<(), StreamError>) {
+fn report_absence(reported: Result<(), MigrationStreamError>) {
     if let Err(e) = reported {
         log::warn!("nobody waits for the result of the migration: {}", error_line(&e));
     }
@@ -175,20 +175,20 @@ fn check_devices(args: &RunArgs, saved: &SavedMachine) -> Result<(), IncomingErr
     Ok(())
 }
 
-/// A VM that is to move here.
+/// A VM that is moving to this process.
 #[derive(Debug)]
 pub(super) enum Incoming {
-    /// Another process of this host runs it.
+    /// The VM runs in another process on this host.
     Local(Box<LocalVm>),
     /// The VM arrives as bytes.
     Stream(Box<IncomingStream>),
 }
 
-/// A VM that another process of this host runs.
+/// A VM that runs in another process on this host.
 #[derive(Debug)]
 pub(super) struct LocalVm {
     client: Client,
-    /// The other process, if this process can see it.
+    /// The source process, if it is visible to this process.
     process: Option<OwnedFd>,
 }
 
@@ -217,17 +217,17 @@ impl Incoming {
             address: address.clone(),
             source,
         };
-        let socket = Socket::bind_at(path, SOCKET_MODE)?;
+        let socket = ControlSocket::bind_at(path, SOCKET_MODE)?;
         socket.listener.set_nonblocking(false).map_err(failed)?;
         log::info!("waiting for a VM at {address}");
         loop {
             let (stream, _) = socket.listener.accept().map_err(failed)?;
             let offered = match migration::receive_offer(&stream) {
-                Ok(Offer::Connection(vm)) => {
+                Ok(MigrationOffer::Connection(vm)) => {
                     requester.0.set(Some(Reply::Line(stream)));
                     return Ok(Some(Self::Local(Box::new(LocalVm::new(vm)?))));
                 }
-                Ok(Offer::Stream) => IncomingStream::open(stream, 1, requester),
+                Ok(MigrationOffer::Stream) => IncomingStream::open(stream, 1, requester),
                 Err(e) => Err(e.into()),
             };
             match offered {
@@ -240,7 +240,7 @@ impl Incoming {
     /// Receives the VM. Returns `args` with the options of its machine.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`], in which case the VM goes on where it was.
+    /// Returns an [`IncomingError`]. In this case the VM continues in the source process.
     pub(super) fn receive(
         self,
         args: &RunArgs,
@@ -256,7 +256,7 @@ impl Incoming {
             disk.shared_lock = true;
         }
         check_devices(&restored, &machine.state)?;
-        // The default address follows from the name of the VM and of the tap device.
+        // The default address is derived from the names of the VM and the tap device.
         for (net, address) in restored.net.iter_mut().zip(saved_addresses(&machine.state)) {
             net.mac = net.mac.or(Some(address));
         }
@@ -311,16 +311,16 @@ impl LocalVm {
     }
 }
 
-/// A VM that has been received, and that the other process still has.
+/// A VM that has been received but is still owned by the source process.
 #[derive(Debug)]
 pub(super) enum Arrival {
-    /// The other process is on this host.
+    /// The source process is on this host.
     Local(Box<LocalArrival>),
     /// The VM arrived as bytes.
     Stream(Box<IncomingStream>),
 }
 
-/// A VM that has been received from another process of this host.
+/// A VM that has been received from another process on this host.
 #[derive(Debug)]
 pub(super) struct LocalArrival {
     client: Client,
@@ -341,7 +341,7 @@ impl Arrival {
         format!("moved from {name}")
     }
 
-    /// Returns the other process, if it is on this host.
+    /// Returns the source process, if it is on this host.
     pub(super) fn origin(&self) -> Option<VmOrigin> {
         match self {
             Self::Local(vm) => {
@@ -352,7 +352,7 @@ impl Arrival {
         }
     }
 
-    /// Gives the document of the VM's metadata service to the one of this process.
+    /// Copies the document of the VM's metadata service to `service`.
     pub(super) fn restore_metadata(&mut self, service: Option<&MetadataService>) {
         let document = match self {
             Self::Local(vm) => vm.metadata.take(),
@@ -369,11 +369,11 @@ impl Arrival {
         }
     }
 
-    /// Ends the VM in the other process, or waits until it does not run there, and starts it here as VM
-    /// `name`.
+    /// Terminates the VM in the source process, or waits until it no longer runs there, and starts
+    /// it here as VM `name`.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`], in which case the VM goes on where it was.
+    /// Returns an [`IncomingError`]. In this case the VM continues in the source process.
     pub(super) fn take_over(
         self,
         running: &RunningVm,
@@ -384,7 +384,7 @@ impl Arrival {
             Self::Local(vm) => vm.take_over(running, name, requester),
             Self::Stream(mut vm) => {
                 let stays_paused = vm.wait_for_run()?;
-                // From here on the VM runs here whatever happens.
+                // From this point on, the VM runs here in all cases.
                 requester.0.take();
                 running.take_over(stays_paused);
                 vm.report_run(name);
@@ -407,7 +407,8 @@ impl LocalArrival {
         }
         match self.client.call(request::SnapshotEnd { stop: true }) {
             Ok(()) => {}
-            // A process that has died cannot run the VM, whether it has read the request or not.
+            // A process that has died cannot run the VM, regardless of whether it has read the
+            // request.
             Err(e) if e.is_gone() && self.has_ended() => {}
             Err(e) => return Err(e.into()),
         }
@@ -418,7 +419,7 @@ impl LocalArrival {
             self.client.info().name,
             downtime.as_secs_f64() * 1e3
         );
-        requester.report_move(MovedVm {
+        requester.report_move(MigratedVm {
             name: name.to_owned(),
             pid: sandbox::host_pid(),
             downtime_ns: nanoseconds(downtime),
@@ -426,7 +427,7 @@ impl LocalArrival {
         Ok(())
     }
 
-    /// Returns whether the other process has ended, for which it gets some time.
+    /// Returns whether the source process has exited. Waits for a limited time.
     fn has_ended(&self) -> bool {
         self.process.as_ref().is_some_and(|process| {
             let mut fds = [PollFd::new(process, PollFlags::IN)];
@@ -445,7 +446,8 @@ mod tests {
 
     use super::*;
 
-    /// Ctrl-C in `ctl migrate` must cancel the migration.
+    /// A requester that exits is noticed, because Ctrl-C in `ctl migrate` must cancel the
+    /// migration.
     #[test]
     fn end_of_the_requester_is_noticed() {
         let (mut end, stream) = UnixStream::pair().unwrap();

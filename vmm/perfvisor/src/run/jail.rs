@@ -1,5 +1,5 @@
-//! `--jail`: joins a control group, changes the user, and enters new namespaces, that of process IDs
-//! first.
+//! `--jail`: joins a control group, changes the user, and enters new namespaces, starting with the
+//! PID namespace.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Joins the control group of the jail, if any.
 ///
-/// Called before any large allocation, so that all memory is accounted to the group, and with the
+/// Called before any large allocation, so that all memory is charged to the group, and with the
 /// rights of the user who starts the VM.
 ///
 /// # Errors
@@ -63,7 +63,7 @@ pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceManager, RunE
         give_up: privileges::drop_all_privileges,
         terminal: [Some(&args.console), args.virtio_console.as_ref()].contains(&Some(&ConsoleTarget::Tty)),
         kept: manager.socket(),
-        // The supervisor has no place to log an error.
+        // The supervisor cannot log an error.
         report: &|report| drop(manager.pass(report)),
     };
     match supervisor.start().map_err(RunError::PidNamespace)? {
@@ -97,8 +97,8 @@ pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>
     Ok(Some(jail))
 }
 
-/// Enters the namespaces once the probe threads are gone. The kernel refuses a user namespace
-/// (EINVAL) while exiting threads still belong to the process.
+/// Enters the namespaces once the probe threads have exited. The kernel refuses to create a user
+/// namespace (EINVAL) while exiting threads still belong to the process.
 fn separate_when_single_threaded() -> Result<Jail, JailError> {
     let until = Instant::now() + THREAD_EXIT_TIMEOUT;
     loop {
@@ -113,11 +113,11 @@ fn separate_when_single_threaded() -> Result<Jail, JailError> {
     }
 }
 
-/// Raises the descriptor limit to the hard limit or sets the limit of the jail. Returns the limit;
-/// `None` if unlimited.
+/// Raises the descriptor limit to the hard limit, or sets the limit of the jail. Returns the limit,
+/// or `None` if unlimited.
 ///
 /// # Errors
-/// Returns [`RunError::Limit`] if the kernel refuses the limit.
+/// Returns [`RunError::Limit`] if the kernel rejects the limit.
 pub(super) fn limit_descriptors(args: &RunArgs) -> Result<Option<u64>, RunError> {
     let Some(limit) = args.jail.as_ref().and_then(|jail| jail.descriptors) else {
         return Ok(privileges::raise_descriptor_limit());
@@ -126,11 +126,11 @@ pub(super) fn limit_descriptors(args: &RunArgs) -> Result<Option<u64>, RunError>
     Ok(Some(limit))
 }
 
-/// Sets the file size limit of the jail, if any. The guest's memory may be a file and has been
-/// allocated before.
+/// Sets the file size limit of the jail, if any. The guest's memory, which may be a file, has
+/// already been allocated.
 ///
 /// # Errors
-/// Returns [`RunError::Limit`] if the kernel refuses the limit.
+/// Returns [`RunError::Limit`] if the kernel rejects the limit.
 pub(super) fn limit_file_size(args: &RunArgs) -> Result<(), RunError> {
     let Some(limit) = args.jail.as_ref().and_then(|jail| jail.file_size) else {
         return Ok(());
@@ -147,7 +147,7 @@ fn set_limit(resource: Resource, word: &'static str, limit: u64) -> Result<(), R
     setrlimit(resource, both).map_err(|e| RunError::Limit(word, e.into()))
 }
 
-/// Restricts a jailed process to the files that a VM of `args` needs, and closes the inherited
+/// Restricts a jailed process to the files that a VM with `args` needs, and closes the inherited
 /// descriptors.
 ///
 /// # Errors

@@ -21,13 +21,13 @@ use vmm::boot::KernelSource;
 use vmm::kvm::cpuid;
 use vmm::kvm::execution;
 use vmm::kvm::host::Kvm;
-use vmm::kvm::stepping::Stepping;
+use vmm::kvm::stepping::SteppingSupport;
 use vmm::kvm::vpmu_probe::{self, KvmPmuOffer};
 use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::branches::{self, BranchRecordsError};
 use vmm::pmu::fit::{FittedModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
-use vmm::timers::MuxChoice;
+use vmm::timers::MuxPolicyChoice;
 use vmm::vm::restore::{announced_events, event_filter};
 use vmm::vm::{DebuggerConfig, VmConfig};
 
@@ -40,7 +40,7 @@ struct BackedPmu {
     model: PmuModel,
     has_pmu: bool,
     own: Option<KvmPmuOffer>,
-    stepping: Stepping,
+    stepping: SteppingSupport,
     backability: CountableEvents,
 }
 
@@ -219,11 +219,11 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
 }
 
 /// Returns the model with or without branch records, according to `--lbr`. A restored guest keeps
-/// those that it has.
+/// its branch records.
 fn with_branch_records(
     args: &RunArgs,
     model: PmuModel,
-    stepping: Stepping,
+    stepping: SteppingSupport,
 ) -> Result<PmuModel, BranchRecordsError> {
     let has_breakpoints = args.rdpmc == RdpmcMode::Hwbp;
     let with = if args.backing == BackingPolicy::Kvm {
@@ -250,7 +250,7 @@ fn with_branch_records(
             }
             Ok(with)
         }
-        // A tenant's code is decoded only if this is requested.
+        // A tenant's code is decoded only on request.
         None if args.profile == SecurityProfile::Tenant => Ok(model),
         None => Ok(if works.is_ok() && stepping.user {
             with
@@ -260,7 +260,7 @@ fn with_branch_records(
     }
 }
 
-/// Removes the events that `filter` denies from the announced features.
+/// Removes the events denied by `filter` from the announced features.
 fn announced(backed: BackedPmu, filter: &EventFilter) -> BackedPmu {
     let vendor = backed.model.vendor();
     if backed.has_pmu && vendor == Vendor::Amd {
@@ -276,7 +276,7 @@ fn announced(backed: BackedPmu, filter: &EventFilter) -> BackedPmu {
     }
 }
 
-/// Returns an option that has no meaning for a guest without a PMU.
+/// Returns an option that has no effect for a guest without a PMU.
 fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
     [
         ("--pmu-filter", args.pmu_filter.is_some()),
@@ -291,7 +291,7 @@ fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
     .find_map(|(option, given)| given.then_some(option))
 }
 
-/// Returns the probe result with `reserved` counters removed, which are kept for VM-wide events.
+/// Returns the probe result without `reserved` counters, which are reserved for VM-wide events.
 fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
     let mut probe = probe.clone();
     probe.counters.general = probe.counters.general.saturating_sub(reserved);
@@ -301,7 +301,7 @@ fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
 /// Returns the multiplexing policy, and the rotation interval if it differs from the tick.
 fn turns(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<(MuxPolicy, Option<Duration>), RunError> {
     match (args.mux, args.mux_turn) {
-        (MuxChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
+        (MuxPolicyChoice::Fixed(MuxPolicy::Rotate), Some(_)) => Err(RunError::TurnOfRotate),
         (_, Some(turn)) => Ok((MuxPolicy::Adaptive, Some(turn))),
         (choice, None) => Ok(choice.resolve_policy(kvm, probe)),
     }
@@ -339,7 +339,7 @@ fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu, fil
     .collect()
 }
 
-/// Returns the words that tell the built-in guest which of the events in its table `filter` denies.
+/// Returns the words that inform the built-in guest which events in its table `filter` denies.
 fn denied_event_words(vendor: Vendor, filter: &EventFilter) -> impl Iterator<Item = &'static str> {
     let general = |select, umask| EventSelection::General(EventSelect(select), UnitMask(umask));
     let (cycles, branches, paravirtual) = match vendor {
@@ -359,10 +359,11 @@ fn denied_event_words(vendor: Vendor, filter: &EventFilter) -> impl Iterator<Ite
     .filter_map(move |(word, selection)| (!filter.allows(selection)).then_some(word))
 }
 
-/// Returns the configuration of a machine that is restored from `saved`, or of a new one.
+/// Returns the configuration of a machine that is restored from `saved`, or of a new machine.
 ///
 /// # Errors
-/// Returns the errors of [`build_config`], and [`RunError::RestoredFilter`] for an invalid event filter.
+/// Returns the errors of [`build_config`], and [`RunError::RestoredFilter`] for an invalid event
+/// filter.
 pub(super) fn restored_config(
     args: &RunArgs,
     kvm: &Kvm,

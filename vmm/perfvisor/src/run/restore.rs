@@ -4,10 +4,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use operator::snapshot_files::{self, OpenBaseError, open_memory, read_state};
-use snapshot::diff::{self, BaseChain, BaseError, DiffError};
+use snapshot::diff::{self, BaseChain, BaseSnapshotError, DiffError};
 use snapshot::memory::{self, MemoryFileError};
 use snapshot::state::{SavedMachine, SavedMemory};
-use snapshot::{FormatError, MEMORY_FILE, STATE_FILE};
+use snapshot::{MEMORY_FILE, STATE_FILE, SnapshotFormatError};
 use virtio_devices::net::config::MacAddress;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 
@@ -20,7 +20,7 @@ const ENTROPY_DEVICE: &str = "rng0";
 /// Virtio device ID of network devices.
 const VIRTIO_NET: u32 = 1;
 
-/// Error of opening a snapshot.
+/// Error returned when a snapshot cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreFileError {
     #[error("--restore: {}", path.display())]
@@ -33,7 +33,7 @@ pub enum RestoreFileError {
     State {
         path: PathBuf,
         #[source]
-        source: FormatError,
+        source: SnapshotFormatError,
     },
     #[error("--restore: {}", path.display())]
     Memory {
@@ -44,7 +44,7 @@ pub enum RestoreFileError {
     #[error("--restore-base")]
     Base(#[from] OpenBaseError),
     #[error("--restore-base")]
-    DamagedBase(#[from] BaseError),
+    DamagedBase(#[from] BaseSnapshotError),
     #[error("--restore {}", path.display())]
     Diff {
         path: PathBuf,
@@ -63,12 +63,12 @@ pub enum RestoreFileError {
     },
 }
 
-/// Opens the snapshot that `args` name, and returns it with the arguments of its machine. Returns
-/// `None` without `--restore`.
+/// Opens the snapshot specified by `args`, and returns it with the arguments of its machine.
+/// Returns `None` without `--restore`.
 ///
 /// # Errors
-/// Returns [`RestoreFileError`] if a file cannot be read, is truncated, damaged or of another version,
-/// or has invalid options.
+/// Returns [`RestoreFileError`] if a file cannot be read, is truncated, damaged or of another
+/// version, or has invalid options.
 pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>, RestoreFileError> {
     let Some(dir) = &args.restore else {
         return Ok(None);
@@ -128,18 +128,18 @@ pub(super) fn machine_args(args: &RunArgs, state: &SavedMachine) -> Result<RunAr
 /// Returns the MAC address of each saved network device.
 pub(super) fn saved_addresses(state: &SavedMachine) -> impl Iterator<Item = MacAddress> {
     let devices = state.devices.iter().filter(|device| device.id == VIRTIO_NET);
-    // The identity of a network device begins with its address.
+    // The configuration of a network device begins with its MAC address.
     devices.filter_map(|device| device.config.0.first_chunk().copied().map(MacAddress::from))
 }
 
-/// Gives the network devices of a clone the MAC addresses of VM `vm`. Other VMs keep those of the
-/// snapshot, which must then be the ones of the command line.
+/// Assigns the MAC addresses of VM `vm` to the network devices of a clone. Other VMs keep the
+/// addresses of the snapshot, which must then match the command line.
 pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm: &str) -> RestoredMachine {
     if args.clone {
         let devices = saved.state.devices.iter_mut();
         let devices = devices.filter(|device| device.id == VIRTIO_NET);
         for (device, config) in devices.zip(&args.net) {
-            // The identity of a network device begins with its address.
+            // The configuration of a network device begins with its MAC address.
             if let Some(address) = device.config.0.first_chunk_mut() {
                 *address = mac(config, vm).bytes();
             }
@@ -148,7 +148,7 @@ pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm:
     saved
 }
 
-/// Opens the bases of the diff in `dir`, which the command line names. Returns `None` for a full
+/// Opens the bases of the diff in `dir`, as given on the command line. Returns `None` for a full
 /// snapshot.
 fn open_base(
     args: &RunArgs,

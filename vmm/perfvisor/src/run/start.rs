@@ -1,5 +1,5 @@
-//! The steps of a start before the machine is built: the helper processes, while this process has a
-//! single thread, and the probes of the host.
+//! The startup steps before the machine is built: starting the helper processes while this process
+//! has a single thread, and probing the host.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -15,7 +15,7 @@ use vmm::pmu::event_opener::VmEventOpener;
 use vmm::pmu::kernel_reader::KernelReader;
 use vmm::pmu::overflow_signal;
 use vmm::vcpu::kick;
-use vmm::vm::PendingKvmSetup;
+use vmm::vm::DeferredKvmSetup;
 use vmm::vm::restore::RestoredMachine;
 
 use super::incoming::{Incoming, Requester};
@@ -24,7 +24,8 @@ use crate::background::{self, DaemonStartup, ServiceManager};
 use crate::cli::RunArgs;
 use crate::inherited::{self, InheritedDescriptors};
 
-/// The helper processes of a VM, and what was opened before them with the rights of its user.
+/// The helper processes of a VM, and the resources that were opened before them with the rights of
+/// the VM's user.
 pub(super) struct Helpers {
     /// Connection to the starter of a daemon.
     pub(super) starting: Option<DaemonStartup>,
@@ -35,7 +36,7 @@ pub(super) struct Helpers {
     pub(super) incoming: Option<Incoming>,
     pub(super) broker: Arc<SocketBroker>,
     pub(super) manager: Arc<ServiceManager>,
-    /// Starts unprivileged processes that parse the guest's kernel for operators.
+    /// Starter of unprivileged processes that parse the guest's kernel for operators.
     pub(super) kernel_reader: Arc<KernelReader>,
     pub(super) opener: VmEventOpener,
     /// Limit of file descriptors; `None` if unlimited.
@@ -59,11 +60,11 @@ impl Helpers {
         jail::join_cgroup(args)?;
         jail::become_user(args)?;
         background::survive_job_control();
-        // Files of the snapshot are opened with the rights of the VM's user.
+        // Open the files of the snapshot with the rights of the VM's user.
         let snapshot = restore::open(args)?;
         let incoming = Incoming::wait(args, requester)?;
         footprint::configure_malloc();
-        // Started outside the jail's PID namespace, because it outlives the VM.
+        // Start the broker outside the jail's PID namespace, because it outlives the VM.
         let broker = SocketBroker::start(confinement(args), privileges::drop_all_privileges)
             .map_err(RunError::Broker)?;
         let manager = Arc::new(jail::enter_pid_namespace(args)?);
@@ -84,13 +85,13 @@ impl Helpers {
     }
 }
 
-/// The host as a VM finds it, and what has begun on it.
+/// Properties of the host for a VM, and operations that have been started on the host.
 pub(super) struct HostSetup {
     pub(super) kvm: Kvm,
     pub(super) probe: HostProbe,
-    /// Slow operations of KVM. A process can be jailed only while it has a single thread, so that a
-    /// jailed VM begins them later.
-    pub(super) begun: Option<PendingKvmSetup>,
+    /// Slow operations of KVM. A process can be jailed only while it has a single thread, so a
+    /// jailed VM starts these operations later.
+    pub(super) begun: Option<DeferredKvmSetup>,
     pub(super) stop_signals: BlockedSignals,
 }
 
@@ -104,14 +105,14 @@ impl HostSetup {
         opener: VmEventOpener,
         log_file: Option<&File>,
     ) -> Result<Self, RunError> {
-        // Signals are blocked before the first thread starts, so that all threads inherit the mask.
+        // Block signals before the first thread starts, so that all threads inherit the mask.
         let stop_signals = BlockedSignals::of_vm().map_err(RunError::start(STOP_SIGNALS))?;
         kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
         ignore_sigio().map_err(RunError::start("sigaction failed"))?;
         let kvm = host::open()?;
-        let begun = args.jail.is_none().then(PendingKvmSetup::now);
-        // The probe runs with the capabilities that are available for opening events later. With more,
-        // it would find more. Meanwhile the filters are compiled.
+        let begun = args.jail.is_none().then(DeferredKvmSetup::now);
+        // The probe runs with the capabilities that will be available for opening events later.
+        // With more capabilities, it would find more events. The filters are compiled concurrently.
         let (probe, sandbox) = privileges::with_perfmon_capability(HostProbe::run, || {
             begin_sandbox(args, opener.counting(), log_file)
         });
@@ -126,8 +127,8 @@ impl HostSetup {
     }
 }
 
-/// Installs the handlers that end the process with one line after a fault, a panic or a forbidden
-/// system call, and prepares the filters and rules that [`super::confine`] activates.
+/// Installs the handlers that terminate the process with one line after a fault, a panic or a
+/// forbidden system call, and prepares the filters and rules that [`super::confine`] activates.
 fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&File>) -> Result<(), RunError> {
     let will = TerminationActions {
         first: restore_terminal,
@@ -141,8 +142,9 @@ fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&Fi
     Ok(())
 }
 
-/// Installs a panic hook that logs one line and ends the VM. A panic in a thread with an orderly
-/// shutdown path ends the VM through that path, any other panic immediately.
+/// Installs a panic hook that logs one line and terminates the VM. A panic in a thread with an
+/// orderly shutdown path terminates the VM through that path, and any other panic terminates it
+/// immediately.
 fn install_panic_hook(will: TerminationActions) {
     std::panic::set_hook(Box::new(move |info| {
         let kind = sandbox::kind();

@@ -66,7 +66,7 @@ fn stat_counts_all_vms_at_once() {
     );
 }
 
-/// Each VM has its own file, an unresponsive VM is reported, and one signal ends all recordings.
+/// Each VM has its own file, an unresponsive VM is reported, and one signal stops all recordings.
 #[test]
 fn record_writes_a_file_for_each_vm() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[]), ("c", &[])]) else {

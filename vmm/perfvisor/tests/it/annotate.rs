@@ -101,7 +101,7 @@ fn recording_has_no_diff_to_itself() {
         !changes(&same).is_empty() && changes(&same).iter().all(|delta| *delta == 0.0),
         "{same}"
     );
-    // The guest's behaviour is constant, so the shares hardly differ.
+    // The guest's behaviour is constant, so the shares are almost equal.
     let two = vm.say(&["diff", old, new]);
     let sum: f64 = changes(&two).iter().sum();
     assert!(sum.abs() < 0.1, "shares add up to 100 % before and after: {two}");

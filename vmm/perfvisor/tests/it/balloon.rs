@@ -1,4 +1,4 @@
-//! `run --balloon` and `ctl balloon`, with guests that have no driver for it.
+//! `run --balloon` and `ctl balloon`, with guests that have no balloon driver.
 
 use std::process::{Command, Stdio};
 
@@ -15,7 +15,8 @@ fn balloon_json(vm: &VmProcess, name: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// The size changes while the VM runs, and is that of the command line at first. A snapshot keeps it.
+/// The initial size is that of the command line. The size can be changed while the VM runs, and a
+/// snapshot preserves it.
 #[test]
 fn balloon_is_shown_changed_and_restored() {
     let options = "--balloon=size=4,deflate-on-oom=on,stats=60,free-page-reporting=on";
@@ -53,7 +54,7 @@ fn balloon_is_shown_changed_and_restored() {
     assert_eq!(balloon_json(&restored, "two"), expected);
 }
 
-/// Statistics are enabled at the start only, and a VM without a balloon gets none.
+/// Enabling statistics after the start and changing the balloon of a VM without one are rejected.
 #[test]
 fn refused_changes_of_the_balloon_are_explained() {
     let Some(vm) = SpinningVm::start("plain", &["--balloon"]) else {

@@ -6,14 +6,14 @@ use tempfile::NamedTempFile;
 use crate::common::stepping::{Run, check_line, command, host_for_branches as host, kernel_file};
 use crate::common::vm::assert_contains;
 
-/// Runs the tests of the guest whose description starts with `only`.
+/// Runs the guest's tests with descriptions that start with `only`.
 fn run(kernel: &NamedTempFile, model: &str, only: &str, options: &str) -> Run {
     let line = format!("--pmu {model} --stats {options}");
     let words = format!("only={only}");
     crate::common::stepping::run(&mut command(&line, Some((kernel.path(), &words))))
 }
 
-/// PMIs find the branches of the interrupted code, with the vendor's registers and freezing.
+/// PMIs capture the branches of the interrupted code, with the vendor's registers and freezing.
 #[test]
 fn pmis_find_branches_of_the_guest() {
     if host().is_none() {
@@ -39,7 +39,7 @@ fn pmis_find_branches_of_the_guest() {
     }
 }
 
-/// Without branch records the guest sees none, and no step is taken.
+/// A guest without branch records sees none and is not single-stepped.
 #[test]
 fn guest_without_branch_records_is_not_stepped() {
     if host().is_none() {
@@ -80,7 +80,8 @@ fn branch_records_are_refused_where_they_cannot_work() {
     }
 }
 
-/// Where user code cannot be stepped, branch records are off unless requested, and a line says so.
+/// If user code cannot be single-stepped, branch records are off unless requested, and a message
+/// states this.
 #[test]
 fn default_follows_the_host() {
     let Some(host) = host() else { return };

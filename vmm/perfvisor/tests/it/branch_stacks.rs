@@ -1,4 +1,4 @@
-//! `perfvisor record -b` and `-j` with a guest that takes branches of known probability.
+//! `perfvisor record -b` and `-j` with a guest that takes branches with known probabilities.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -10,10 +10,10 @@ use test_support::skip;
 use crate::common::stepping::host_for_branches as host;
 use crate::common::vm::{PROGRAM, VmProcess, said, stdout_of};
 
-/// A branch: source and target.
+/// Source and target of a branch.
 type Edge = (u64, u64);
 
-/// VM whose guest takes branches of known probability.
+/// VM with a guest that takes branches with known probabilities.
 struct BranchingVm {
     process: VmProcess,
     /// Addresses of the branch instructions, by name.
@@ -48,7 +48,7 @@ impl BranchingVm {
         file.to_str().unwrap().to_owned()
     }
 
-    /// Records with these options. Returns the text of the command.
+    /// Records with these options. Returns the output of the command.
     fn record(&self, options: &[&str]) -> String {
         let file = self.file();
         let args = [&["record", "test", "-o", &file, "--call-graph", "none"], options].concat();
@@ -75,8 +75,8 @@ impl BranchingVm {
         text.lines().map(stack).collect()
     }
 
-    /// Returns the number of observations and of hits of `outcome` among the edges after those that
-    /// `after` selects.
+    /// Returns the number of edges that follow an edge selected by `after`, and the number of those
+    /// that match `outcome`.
     fn decisions(
         &self,
         stacks: &[Vec<Edge>],
@@ -106,14 +106,15 @@ fn assert_probability(name: &str, (n, hits): (f64, f64), p: f64) {
     );
 }
 
-/// Tolerance of a frequency in standard deviations. Eight frequencies with a tolerance of 3 sigma would
-/// fail by chance in one of forty runs. A recording of 9 s makes 4.5 sigma as strict as 3 sigma of 4 s.
+/// Tolerance of a frequency, in standard deviations. Eight frequencies with a tolerance of 3 sigma
+/// would fail by chance in one of forty runs. With a recording of 9 s, 4.5 sigma are as strict as 3
+/// sigma with 4 s.
 const SIGMAS: f64 = 4.5;
 
 const KERNEL: [&str; 4] = ["-j", "any,k,save_type", "-F", "500"];
 
-/// Every edge has its frequency: conditional branches, a rare path, recursion and indirect calls.
-/// No branch is missing between two branches of a stack.
+/// Every edge has the expected frequency, for conditional branches, a rare path, recursion and
+/// indirect calls. No branch is missing between two branches of a stack.
 #[test]
 fn edge_frequencies_match_branch_probabilities() {
     if host().is_none() {
@@ -153,14 +154,14 @@ fn edge_frequencies_match_branch_probabilities() {
             .count();
         check(&format!("target {n}"), (calls, to as f64), 0.25);
     }
-    // Each branch starts in the straight code after the previous target.
+    // Each branch starts in the straight-line code after the previous target.
     for pair in stacks.iter().flat_map(|stack| stack.windows(2)) {
         let straight = pair[1].0.wrapping_sub(pair[0].1);
         assert!(straight < 64, "{:x?} after {:x?}", pair[1], pair[0]);
     }
 }
 
-/// A filter selects branches by kind, and the depth bounds the stack.
+/// A filter selects branches by type, and the depth limits the stack.
 #[test]
 fn filter_and_depth_select_branches() {
     if host().is_none() {
@@ -179,7 +180,8 @@ fn filter_and_depth_select_branches() {
     );
 }
 
-/// The guest runs at full speed between the stacks, and the stacks keep to their limit.
+/// The guest runs at full speed between branch stacks, and the stacks stay within the overhead
+/// limit.
 #[test]
 fn overhead_limit_bounds_branch_stacks() {
     if host().is_none() {
@@ -196,7 +198,7 @@ fn overhead_limit_bounds_branch_stacks() {
     assert!(share.is_some_and(|share| share <= 3.0), "{text}");
 }
 
-/// Unsupported filters and hosts are refused in one line.
+/// Unsupported filters and hosts are reported with a one-line error.
 #[test]
 fn unsupported_branch_stacks_are_refused() {
     let Some(host) = host() else { return };

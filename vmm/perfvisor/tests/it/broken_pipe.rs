@@ -37,7 +37,7 @@ fn closed_pipe_is_no_failure() {
     }
 }
 
-/// Other write errors on standard output make the command fail.
+/// Write errors on standard output other than a closed pipe make the command fail.
 #[test]
 fn write_error_is_a_failure() {
     for arguments in [&["--help"][..], &["check"]] {
@@ -57,7 +57,8 @@ fn write_error_is_a_failure() {
     }
 }
 
-/// `perfvisor stat -I 50 | head -n 3`: an endless command ends successfully when its reader exits.
+/// An endless command, as in `perfvisor stat -I 50 | head -n 3`, exits successfully when its reader
+/// exits.
 #[test]
 fn endless_output_ends_with_its_reader() {
     let Some(vm) = SpinningVm::start("read", &[]) else {
@@ -76,7 +77,7 @@ fn endless_output_ends_with_its_reader() {
         command.stdin(Stdio::null());
         command.stdout(writer.try_clone().unwrap()).stderr(writer);
         let mut child = command.spawn().unwrap();
-        // Closes the command's copies of the pipe.
+        // Close the command's copies of the pipe.
         drop(command);
         let mut lines = BufReader::new(reader).lines();
         for _ in 0..3 {
@@ -84,7 +85,8 @@ fn endless_output_ends_with_its_reader() {
         }
         drop(lines);
         let code = child.wait().unwrap().code();
-        // `--all` finds the VMs of concurrent tests, too, and fails if one of them ends just then.
+        // `--all` also finds the VMs of concurrent tests, and fails if one of them exits at that
+        // time.
         let others_ended = arguments.contains(&"--all") && code == Some(1);
         assert!(code == Some(0) || others_ended, "{arguments:?}: {code:?}");
     }

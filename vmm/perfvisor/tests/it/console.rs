@@ -10,7 +10,7 @@ use crate::common::test_lock::{self, SharedLock};
 use crate::common::vm::{PROGRAM, eventually, has_kvm, ps_until_all_answer};
 use tempfile::TempDir;
 
-/// One of the last lines of a spinning guest.
+/// One of the last lines printed by a spinning guest.
 const SPINNING: &str = "spinning";
 
 struct ConsoleVm {
@@ -63,7 +63,7 @@ impl ConsoleVm {
         String::from_utf8(out.stdout).unwrap()
     }
 
-    /// Stops the VM, and returns what it wrote to standard output.
+    /// Stops the VM, and returns its standard output.
     fn stop(mut self) -> String {
         eventually("the VM can be controlled", || {
             self.say(&["ctl", "c", "stop"]).contains('c')

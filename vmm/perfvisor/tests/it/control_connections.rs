@@ -60,8 +60,8 @@ fn first_client_counts_every_vcpu() {
     assert_eq!(opened.unwrap().len(), 64);
 }
 
-/// A client above the connection limit receives an error, which the commands report. The client
-/// that was replaced without a greeting is notified.
+/// A client above the connection limit receives an error, which the commands report. A client that
+/// is replaced before sending a greeting is notified.
 #[test]
 fn client_above_connection_limit_is_refused() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -84,7 +84,7 @@ fn client_above_connection_limit_is_refused() {
     for says_hello in [false, true] {
         let mut stream = vm.raw();
         if says_hello {
-            // The connection may be closed already.
+            // The connection may be closed.
             let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
         }
         let told = line_of(stream);

@@ -27,11 +27,11 @@ fn misbehave(n: usize, stream: &mut UnixStream) {
     let _ = match n % 5 {
         // Sends nothing.
         0 => Ok(()),
-        // Stalls within a request.
+        // Client that stalls within a request.
         1 => stream.write_all(&HELLO[..20]),
-        // Sends a greeting and stalls.
+        // Client that sends a greeting and stalls.
         2 => stream.write_all(HELLO),
-        // Sends requests and does not read the replies.
+        // Client that sends requests and does not read the replies.
         3 => stream
             .write_all(HELLO)
             .and_then(|()| stream.write_all("{\"id\":2,\"call\":\"status\"}\n".repeat(500).as_bytes())),
@@ -68,7 +68,7 @@ fn thousand_clients_block_nobody_and_leak_nothing() {
                 })
             })
             .collect();
-        // Clients that count events and die meanwhile.
+        // Clients that count events and die at the same time.
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 let Ok(mut client) = Client::connect_in(&vm.sockets(), Some("test")) else {

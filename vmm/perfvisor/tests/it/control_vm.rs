@@ -11,7 +11,7 @@ use crate::common::vm::{SpinningVm, assert_contains, eventually, ps_until_all_an
 
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, FailureKind, HostRingInfo, OpenedEvent, PluggedVcpuEvents, RingInfo, SamplingParams,
+    EventReading, HostRingInfo, OpenedEvent, PluggedVcpuEvents, RequestErrorKind, RingInfo, SamplingParams,
     VcpuPlug, VmInfo, VmState,
 };
 use control_api::request;
@@ -68,7 +68,7 @@ fn operator_commands_control_vm() {
 }
 
 /// With a guest without CPU hot-plug support, an added vCPU runs, is counted from its start and is
-/// listed, and remains because the guest does not respond to its removal.
+/// listed. It remains because the guest does not respond to its removal.
 #[test]
 fn added_vcpus_stay_if_guest_does_not_respond() {
     let Some(mut vm) = TestVm::spinning_with_room(3, &[]) else {
@@ -89,7 +89,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     assert!(ps_until_all_answer(|| vm.say(&["ps"])).contains(" 1 of 3 "));
     assert_eq!(vm.vcpu_threads(), ["vcpu0"]);
 
-    // Opened in advance: one VM-wide event, and events with rings on each vCPU.
+    // Open one VM-wide event, and events with rings on each vCPU, in advance.
     let mut whole = vm.client();
     let open = |client: &mut Client, whole, sampling| -> Vec<OpenedEvent> {
         let opened = client.call(request::Open {
@@ -194,8 +194,8 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     vm.vm.stop("test");
 }
 
-/// vCPUs can be added up to the maximum at once, further ones are refused, and each contributes to
-/// a VM-wide event.
+/// vCPUs can be added simultaneously up to the maximum, further vCPUs are refused, and each vCPU
+/// contributes to a VM-wide event.
 #[test]
 fn vcpus_can_be_added_up_to_maximum() {
     let Some(mut vm) = TestVm::spinning_with_room(64, &[]) else {
@@ -249,7 +249,7 @@ fn vcpu_can_be_added_with_exact_backing() {
     vm.vm.stop("test");
 }
 
-/// Requests to the vCPUs of a paused VM are answered, and their events accumulate no time.
+/// Requests to the vCPUs of a paused VM are answered, and the VM's events accumulate no time.
 #[test]
 fn reading_paused_vm_keeps_events_off() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -330,7 +330,7 @@ fn vcpu_without_descriptors_is_not_added() {
     );
 }
 
-/// Invalid arguments produce one line that names them, and exit status 2.
+/// Invalid arguments produce one line that names the arguments, and exit status 2.
 #[test]
 fn invalid_operator_commands_print_one_line() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -367,7 +367,7 @@ fn invalid_operator_commands_print_one_line() {
     }
 }
 
-/// A client that opens events until the VM has no descriptor left receives an error and keeps its
+/// A client that opens events until the VM has no free descriptor receives an error and keeps its
 /// events. The VM continues, refuses further clients individually, and recovers when the client
 /// disconnects.
 #[test]
@@ -404,7 +404,7 @@ fn vm_survives_client_that_exhausts_descriptors() {
         let mut stream = vm.raw();
         let mut reply = Vec::new();
         let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
-        // End of file, or a reset because of unread data.
+        // The read ends with end of file, or with a reset because of unread data.
         let _ = stream.read_to_end(&mut reply);
         let reply = String::from_utf8_lossy(&reply);
         assert!(
@@ -476,13 +476,13 @@ fn hostile_client_affects_no_other_client() {
         let mut replies = String::new();
         let ended = BufReader::new(stream).read_to_string(&mut replies);
         let _ = sender.join().unwrap();
-        // A reset is as valid as an orderly end.
+        // A reset is as valid as an orderly shutdown.
         assert!(
             ended.is_err() || replies.contains(&format!("\"kind\":\"{kind}\"")),
             "{name}: {replies}"
         );
     }
-    // A client that sends requests and never reads.
+    // A client that sends requests but never reads.
     let mut deaf = vm.raw();
     deaf.write_all(hello.as_bytes()).unwrap();
     deaf.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
@@ -501,8 +501,8 @@ fn hostile_client_affects_no_other_client() {
     });
 }
 
-/// A client learns why it was disconnected, even if it reads only after the replies have filled the
-/// socket.
+/// A client receives the reason for its disconnection, even if it reads only after the replies have
+/// filled the socket.
 #[test]
 fn refusal_reaches_slow_reader() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -511,7 +511,7 @@ fn refusal_reaches_slow_reader() {
     // Exceeds the request rate limit at any speed of the VM.
     let flood = format!("{hello}{}", "{\"id\":2,\"call\":\"status\"}\n".repeat(20_000));
     stream.set_nonblocking(true).unwrap();
-    // Writes as much as the socket accepts while nobody reads.
+    // Write as much as the socket accepts while nobody reads.
     let _ = stream.write_all(flood.as_bytes());
     std::thread::sleep(Duration::from_millis(500));
     stream.set_nonblocking(false).unwrap();
@@ -528,7 +528,7 @@ fn refusal_reaches_slow_reader() {
     });
 }
 
-/// The events of a client end with its connection, and no other events do.
+/// When a client disconnects, its events are closed and no others are.
 #[test]
 fn client_events_end_with_connection() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -594,12 +594,12 @@ fn unavailable_processes_and_stacks_report_reason() {
         other => panic!("{other:?}"),
     };
     let (kind, why) = refused(client.call(request::ProcessCode { pid: 1 }).map(drop));
-    assert_eq!(kind, FailureKind::Unsupported);
+    assert_eq!(kind, RequestErrorKind::Unsupported);
     assert!(why.contains("kernel is not known"), "{why}");
     let (kind, _) = refused(client.process_memory(1, 0x1000, 4096).map(drop));
-    assert_eq!(kind, FailureKind::Unsupported);
+    assert_eq!(kind, RequestErrorKind::Unsupported);
     let (kind, why) = refused(client.process_memory(1, 0x1000, (1 << 20) + 1).map(drop));
-    assert_eq!(kind, FailureKind::Limit);
+    assert_eq!(kind, RequestErrorKind::Limit);
     assert!(why.contains("1048576"), "{why}");
     for stack_bytes in [12, (32 << 10) + 8] {
         let sampling = SamplingParams {
@@ -616,7 +616,7 @@ fn unavailable_processes_and_stacks_report_reason() {
             ..Default::default()
         };
         let (kind, why) = refused(client.call(open).map(drop));
-        assert_eq!(kind, FailureKind::Invalid);
+        assert_eq!(kind, RequestErrorKind::Invalid);
         assert_contains(&why, "32768");
         assert_contains(&why, &stack_bytes.to_string());
     }
@@ -678,7 +678,7 @@ fn stat_output_formats() {
     ]);
     assert!(only.starts_with("VCPU1,") && only.lines().count() == 1, "{only}");
 
-    // A late interval delays the next one.
+    // A late interval delays the next interval.
     eventually("several intervals pass in the time", || {
         let intervals = vm.say(&["stat", "test", "-d", "0.4", "-I", "100", "-j", "-e", "cycles"]);
         intervals.lines().count() >= 2
@@ -687,8 +687,8 @@ fn stat_output_formats() {
     assert!(mean.contains("(3 runs)") && mean.contains("( +-"), "{mean}");
 }
 
-/// A VM-wide event is the sum over its vCPUs, and a VM statistic is a single number even if
-/// per-vCPU values are requested.
+/// The value of a VM-wide event is the sum over its vCPUs, and a VM statistic is a single number
+/// even if per-vCPU values are requested.
 #[test]
 fn vm_wide_events_are_counted_once() {
     let Some(vm) = TestVm::spinning(2) else { return };

@@ -1,5 +1,5 @@
-//! The exact backing on this host's KVM: the bare-metal guest with hand-counted code, and
-//! repeatable runs.
+//! The exact backing on this host's KVM, tested with the bare-metal guest, which has hand-counted
+//! code, and with repeated runs.
 
 use crate::common::stepping::{check_line, command, host, kernel_file, run};
 use crate::common::vm::assert_contains;
@@ -24,8 +24,8 @@ fn hand_counted_code_is_counted_exactly() {
     }
 }
 
-/// On hosts with working hardware breakpoints, straight runs give the same counts as single steps:
-/// the same blocks pass and the same instructions retire, with fewer stops.
+/// On hosts with working hardware breakpoints, straight runs give the same counts as single steps.
+/// The same blocks pass and the same instructions retire, with fewer stops.
 #[test]
 fn straight_runs_match_single_steps() {
     let Some(host) = host() else { return };
@@ -55,13 +55,13 @@ fn straight_runs_match_single_steps() {
         assert_eq!(with.1 + with.3, without.1, "{model}: the same instructions");
         let has_runs = host.breakpoints && host.blocks_interrupts && !host.user;
         assert_eq!(with.2 > 0, has_runs, "{model}");
-        // Many blocks consist of branches only, or have two instructions between branches.
+        // Many blocks consist only of branches, or have two instructions between branches.
         assert!(!has_runs || 2 * (with.1 + with.2) < without.1, "{model}");
     }
 }
 
-/// The same blocks pass with the same number of steps in every run. Varying counts would be
-/// estimates.
+/// The same blocks pass with the same number of steps in every run. Varying counts would not be
+/// exact.
 #[test]
 fn exact_counts_are_repeatable() {
     let Some(host) = host() else { return };
@@ -79,7 +79,8 @@ fn exact_counts_are_repeatable() {
     }
 }
 
-/// On hosts that cannot single-step CPL 3, a line at the start says so instead of a count of zero.
+/// On hosts that cannot single-step CPL 3, a message at startup reports this, instead of a count of
+/// zero.
 #[test]
 fn host_without_user_stepping_is_reported() {
     let Some(host) = host() else { return };
@@ -97,7 +98,8 @@ fn host_without_user_stepping_is_reported() {
     assert_eq!(line.contains("CPL 3 is not counted"), !host.user, "{line}");
 }
 
-/// Hardware has four breakpoints: five RDPMC instructions are refused in one line with a remedy.
+/// x86 has four hardware breakpoints, so a guest with five RDPMC instructions is rejected with a
+/// one-line error that suggests a remedy.
 #[test]
 fn five_rdpmc_sites_exceed_breakpoints() {
     let Some(host) = host() else { return };
@@ -116,7 +118,7 @@ fn five_rdpmc_sites_exceed_breakpoints() {
 }
 
 /// Returns a guest that sets counter 0 to 42 and its event select to `selector`, reads the counter
-/// by RDPMC, and writes the value to the debug-exit port.
+/// with RDPMC, and writes the value to the debug-exit port.
 fn rdpmc_guest(selector: u32) -> Vec<u8> {
     let start = [
         &[0xB9, 0xC1, 0, 0, 0][..], // mov ecx, IA32_PMC0
@@ -144,8 +146,8 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
     kernels::elf32(kernels::EM_386, 0x10_0000, &[segment])
 }
 
-/// RDPMC by hardware breakpoint returns the same value as by trap, also in single-stepped code,
-/// where the instruction is counted like any other.
+/// RDPMC by hardware breakpoint returns the same value as by trap. This also applies to
+/// single-stepped code, in which the instruction is counted like any other.
 #[test]
 fn rdpmc_by_breakpoint_matches_trap() {
     let Some(host) = host() else { return };

@@ -1,4 +1,4 @@
-//! `perfvisor exec` with an unresponsive guest: the user can always leave.
+//! `perfvisor exec` with an unresponsive guest, which the user can always leave.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,7 +11,7 @@ use guest_agent::request::CommandExit;
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
 
 fn exec(socket: &Path, words: &[&str]) -> Child {
-    // Restores default signal actions, because nohup and background jobs of a shell ignore signals.
+    // Restore default signal actions, because nohup and background jobs of a shell ignore signals.
     Command::new("env")
         .args(["--default-signal=HUP,INT,TERM", PROGRAM])
         .args(["exec", "vm", "--socket"])
@@ -45,7 +45,7 @@ fn accept(listener: &UnixListener) -> UnixStream {
     stream
 }
 
-/// Before the command starts, a signal ends `perfvisor exec` itself.
+/// Before the command starts, a signal terminates `perfvisor exec` itself.
 #[test]
 fn exec_ends_on_signal_while_waiting() {
     let dir = tempfile::tempdir().unwrap();
@@ -57,7 +57,7 @@ fn exec_ends_on_signal_while_waiting() {
         ("-HUP", libc::SIGHUP),
     ] {
         let mut child = exec(&socket, &["--wait", "600"]);
-        // The request remains without an answer.
+        // The request is not answered.
         let (mut stream, _) = listener.accept().unwrap();
         stream.read_exact(&mut [0; 8]).unwrap();
         signal(&child, name);
@@ -75,7 +75,8 @@ fn signalled(listener: &UnixListener, socket: &Path) -> (UnixStream, Child) {
     (stream, child)
 }
 
-/// One signal ends `perfvisor exec` if the guest hangs, and not if only the command does not react.
+/// One signal terminates `perfvisor exec` if the guest hangs, but not if only the command does not
+/// react.
 #[test]
 fn one_signal_ends_exec_of_hanging_guest() {
     let dir = tempfile::tempdir().unwrap();
@@ -95,14 +96,14 @@ fn one_signal_ends_exec_of_hanging_guest() {
         said.contains("does not answer") && said.lines().count() == 1,
         "{said}"
     );
-    // The signal of this one is older.
+    // The signal of this program is older.
     assert_eq!(slow.try_wait().unwrap(), None);
     let exit = serde_json::to_vec(&CommandExit::Status(3)).unwrap();
     write_frame(&mut alive, FrameKind::Exit, &exit).unwrap();
     assert_eq!(slow.wait().unwrap().code(), Some(3));
 }
 
-/// Signals are forwarded to the command. If the guest does not react, the third signal ends
+/// Signals are forwarded to the command. If the guest does not react, the third signal terminates
 /// `perfvisor exec`.
 #[test]
 fn third_signal_ends_exec() {
@@ -115,7 +116,7 @@ fn third_signal_ends_exec() {
     let begun = read_frame(&mut stream).unwrap().unwrap();
     assert_eq!((begun.kind, begun.payload.len()), (FrameKind::Stdin, 0));
     let mut forwarded = 0;
-    // Three signals within five seconds end the program; the host may be slow.
+    // Three signals within five seconds terminate the program. The host may be slow.
     for _ in 0..100 {
         signal(&child, "-TERM");
         let Some(frame) = read_frame(&mut stream).unwrap() else {

@@ -20,7 +20,7 @@ fn count(of: &Value, list: &str, key: &str, name: &str) -> u64 {
 }
 
 /// Kicks are counted and timed during the observation, intervals add up to the total, and KVM's
-/// statistics are shown as well.
+/// statistics are also shown.
 #[test]
 fn exits_are_counted_and_timed_while_observed() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -74,7 +74,7 @@ fn exits_are_counted_and_timed_while_observed() {
 }
 
 /// Checks that KVM's exits have times if the user may trace and KVM's tracepoints work, or that a
-/// line explains their absence.
+/// message explains their absence.
 fn reports_kvm_exit_timing(text: &str) -> bool {
     text.contains("\n KVM's exits   ") != text.contains("KVM's exits are not timed: ")
 }

@@ -1,4 +1,4 @@
-//! The exporter with several real VMs, queried like Prometheus and Pyroscope do, with misbehaving
+//! The exporter with several real VMs, queried as by Prometheus and Pyroscope, with misbehaving
 //! clients and VMs.
 
 use std::fs::File;
@@ -94,7 +94,7 @@ fn profile_endpoint_serves_pprof() {
         .unwrap();
     let has = |text: &str| profile.windows(text.len()).any(|w| w == text.as_bytes());
     assert!(has("samples") && has("cycles") && has("task"), "{profile:?}");
-    // vCPU and process numbers would create one series each.
+    // vCPU and process IDs would create a separate series each.
     assert!(!has("vcpu") && !has("pid"));
 
     for (query, expected) in [
@@ -110,7 +110,7 @@ fn profile_endpoint_serves_pprof() {
         assert_eq!(body.iter().filter(|b| **b == b'\n').count(), 1, "one line");
     }
 
-    // Each VM is limited to one profile at a time; a disconnecting client releases the slot.
+    // Each VM is limited to one profile at a time. A client that disconnects releases the slot.
     let ask = || {
         let mut stream = host.connect();
         let head = b"GET /debug/pprof/profile?vm=a&seconds=100 HTTP/1.1\r\n\r\n";
@@ -120,7 +120,7 @@ fn profile_endpoint_serves_pprof() {
     };
     let mut first = ask();
     eventually("a second profile of the VM is refused", || {
-        // If the other request was first, this one was refused.
+        // If the other request arrived first, this one was refused.
         if first.peek(&mut [0]).is_ok() {
             first = ask();
         }
@@ -161,7 +161,8 @@ fn service_discovery_and_paths() {
     );
 }
 
-/// Clients that are silent, slow, send invalid requests or read nothing do not exclude others.
+/// Clients that are silent, slow, send invalid requests or read nothing do not exclude other
+/// clients.
 #[test]
 fn hostile_clients_do_not_exclude_others() {
     let Some(host) = Host::start(&[("a", &[])]) else {
@@ -219,7 +220,8 @@ fn hostile_clients_do_not_exclude_others() {
     });
 }
 
-/// Fake VM sockets that do not answer, send nonsense or endless data, or send slowly.
+/// Fake VM sockets that do not answer, send invalid or endless data, or send slowly affect only
+/// their own metrics.
 #[test]
 fn hostile_vms_affect_only_their_metrics() {
     let Some(host) = Host::start(&[("good", &[])]) else {
@@ -284,12 +286,12 @@ fn exporter_has_no_capabilities_and_exits_on_signal() {
     );
     let tasks = std::fs::read_dir(format!("/proc/{}/task", exporter.id())).unwrap();
     for task in tasks.flatten() {
-        // A connection thread may have ended by now.
+        // A connection thread may have exited.
         let Ok(status) = std::fs::read_to_string(task.path().join("status")) else {
             continue;
         };
         for set in ["CapPrm", "CapEff", "CapBnd", "CapAmb"] {
-            // Only root can reduce the bounding set, and other users need not.
+            // Only root can reduce the bounding set, and other users do not need to.
             let root = status.lines().any(|line| line.starts_with("Uid:\t0\t"));
             let none = status
                 .lines()

@@ -1,5 +1,5 @@
-//! The exporter against malicious users of its host: as clients, as owners of VM sockets, and with
-//! files left behind by a killed exporter.
+//! The exporter against malicious users of its host, acting as clients and as owners of VM sockets,
+//! and with files left behind by a killed exporter.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -118,7 +118,7 @@ fn as_nobody(command: &[&str]) -> Command {
     nobody
 }
 
-/// Returns what the user nobody can read at a path.
+/// Returns the content that the user nobody can read at a path.
 fn get_as_nobody(port: u16, path: &str) -> String {
     let script =
         format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'GET {path} HTTP/1.1\\r\\n\\r\\n' >&3; cat <&3");
@@ -148,7 +148,8 @@ fn other_user_needs_permission() {
     assert!(got.starts_with("HTTP/1.1 200 "), "{got}");
 }
 
-/// DNS rebinding: a page whose name resolves to this host sends that name.
+/// A foreign `Host` field is refused. In DNS rebinding, a page with a name that resolves to this
+/// host sends that name.
 #[test]
 fn foreign_host_field_is_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -205,17 +206,17 @@ fn token_admits_other_user() {
     assert!(line.contains("--token-file"), "{line}");
 }
 
-/// Environment variable with the directory and behaviour of the sockets that [`as_a_hostile_user`]
-/// offers.
+/// Environment variable with the directory and behaviour of the sockets offered by
+/// [`as_a_hostile_user`].
 const SOCKETS: &str = "EXPORTER_TEST_SOCKETS";
 
-/// A refusal of 17 MB.
+/// An error reply of 17 MB.
 static LONG_ANSWER: LazyLock<String> = LazyLock::new(|| {
     let words = "\\u001b[31m long ".repeat(1 << 20);
     format!("{{\"id\":1,\"error\":{{\"kind\":\"limit\",\"message\":\"{words}\"}}}}\n")
 });
 
-/// Offers 60 sockets with one kind of malicious behaviour.
+/// Offers 60 sockets with one type of malicious behaviour.
 #[test]
 #[ignore = "run by the tests below, as another user"]
 fn as_a_hostile_user() {
@@ -332,7 +333,7 @@ fn long_answers_do_not_fill_log_or_memory() {
     assert!(grown < 64 << 10, "{grown} KiB more");
 }
 
-/// Stalled sockets enter a back-off, during which scrapes do not wait for them.
+/// Stalled sockets enter a back-off period, during which scrapes do not wait for them.
 #[test]
 fn stalling_sockets_back_off() {
     if !can_be_nobody() {
@@ -384,7 +385,7 @@ fn descendants(pid: u32) -> Vec<u32> {
 }
 
 /// No other user can read the files of a profile in progress. If the exporter is killed, the
-/// recording process ends too, and the next exporter removes the files.
+/// recording process also exits, and the next exporter removes the files.
 #[test]
 fn killed_exporter_leaves_no_processes_and_files() {
     let Some(vm) = SpinningVm::start("profiled", &[]) else {

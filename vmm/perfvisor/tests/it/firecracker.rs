@@ -1,4 +1,4 @@
-//! `perfvisor firecracker`: life cycles of VMs through the API.
+//! `perfvisor firecracker`: life cycle of VMs controlled through the API.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -12,7 +12,7 @@ use crate::common::vm::{
     PROGRAM, StderrLines, assert_contains, children, eventually, has_kvm, said, stdout_of,
 };
 
-/// Sends a request to the API at `socket` as curl does. Returns the status and the body.
+/// Sends a request to the API at `socket`, like curl. Returns the status and the body.
 pub fn request(socket: &Path, method: &str, path: &str, body: &Value) -> (u16, Value) {
     let body = if body.is_null() {
         String::new()
@@ -105,7 +105,7 @@ impl ApiProcess {
         assert_eq!(status, 204, "{path}: {fault}");
     }
 
-    /// Sends a request that is refused, and returns the message.
+    /// Sends a request that must be refused, and returns the message.
     #[track_caller]
     fn refused(&self, method: &str, path: &str, body: Value) -> String {
         let (status, fault) = self.request(method, path, &body);
@@ -199,7 +199,7 @@ fn vm_is_configured_started_paused_resumed_and_stopped() {
     );
 }
 
-/// The guest continues in another process, with the devices of the source and without their being
+/// The guest continues in another process, with the devices of the source, which do not have to be
 /// configured again. The source stays paused.
 #[test]
 fn snapshot_is_loaded_by_another_process() {
@@ -263,7 +263,7 @@ fn snapshot_is_loaded_by_another_process() {
     assert_eq!(config["machine-config"]["vcpu_count"], 2);
     let status = stdout_of(&mut target.operator(&["ctl", "two", "status"]));
     assert!(status.contains("two: paused"), "{status}");
-    // The balloon has the size that it had at the snapshot.
+    // The balloon keeps its size from the time of the snapshot.
     assert!(status.contains("balloon 0 MiB, target 2 MiB"), "{status}");
     assert_eq!(target.get("/balloon")["amount_mib"], 2);
     let statistics = target.get("/balloon/statistics");
@@ -280,11 +280,11 @@ fn snapshot_is_loaded_by_another_process() {
         .next()
         .and_then(|count| count.parse::<f64>().ok());
     assert!(cycles.is_some_and(|cycles| cycles > 0.0), "{count}");
-    // The guest has not started again: at most the rest of its only line is here.
+    // The guest has not been started again, so the file contains at most the rest of its only line.
     let printed = std::fs::read_to_string(target.path("serial")).unwrap();
     assert!(!printed.contains("spinning"), "{printed}");
 
-    // A restored VM is saved and resumed at once.
+    // A restored VM is saved and resumed immediately.
     target.patch_vm("Paused");
     target.put(
         "/snapshot/create",
@@ -377,7 +377,7 @@ fn metadata_is_read_and_changed_by_the_host() {
     assert_eq!(api.get("/vm/config")["mmds-config"], Value::Null);
 }
 
-/// The VM ends with the process that serves the API, even if that is killed.
+/// The VM terminates with the process that serves the API, even if that process is killed.
 #[test]
 fn vm_ends_with_its_api_process() {
     let Some(mut api) = ApiProcess::start(&[]) else {
@@ -387,7 +387,7 @@ fn vm_ends_with_its_api_process() {
     api.start_vm();
     assert_eq!(api.get("/")["id"], "anonymous-instance");
     assert_eq!(api.get("/pmu")["model"], "auto");
-    // The VM, and the process that writes snapshots.
+    // The VM and the process that writes snapshots.
     let ids: Vec<u32> = children(api.child.id()).into_iter().map(|(id, _)| id).collect();
     assert_eq!(ids.len(), 2, "{ids:?}");
     api.child.kill().unwrap();
@@ -400,7 +400,7 @@ fn vm_ends_with_its_api_process() {
     });
 }
 
-/// Requests that are refused change nothing: the VM starts afterwards, and runs on.
+/// Refused requests change nothing. The VM starts afterwards and continues to run.
 #[test]
 fn refused_requests_leave_the_vm_unaffected() {
     let Some(api) = ApiProcess::start(&["--id", "web", "--http-api-max-payload-size", "1000"]) else {
@@ -474,7 +474,7 @@ fn hostile_clients_leave_the_running_vm_unaffected() {
     assert!(status.contains("running"), "{status}");
 }
 
-/// The contents of `--config-file` are those of `GET /vm/config`.
+/// `--config-file` accepts the contents of `GET /vm/config`.
 #[test]
 fn configuration_file_starts_the_vm() {
     let Some(api) = ApiProcess::start(&["--id", "first"]) else {

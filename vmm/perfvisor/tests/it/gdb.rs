@@ -1,5 +1,5 @@
-//! `run --gdb`: Debian's gdb debugs the built-in guest, and clients that are no debuggers do not
-//! harm the VM.
+//! `run --gdb`: Debian's gdb debugs the built-in guest, and clients that are not debuggers do not
+//! disturb the VM.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,7 +14,7 @@ use guest_images::bare_metal::BUILTIN;
 use tempfile::TempDir;
 use test_support::skip;
 
-/// A VM whose guest waits for a debugger.
+/// A VM with a guest that waits for a debugger.
 struct WaitingVm {
     child: Child,
     dir: TempDir,
@@ -52,7 +52,7 @@ impl WaitingVm {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // The mode is set last. A test connection would become the debugger.
+        // The mode is set last. A test connection would be treated as the debugger.
         eventually("the socket is there", || {
             fs::metadata(&socket).is_ok_and(|file| file.permissions().mode() & 0o777 == 0o600)
         });
@@ -86,7 +86,7 @@ impl Drop for WaitingVm {
     }
 }
 
-/// Prepares the guest's image and a script that attaches first.
+/// Prepares the guest's image and a script that first attaches to the guest.
 fn prepare(dir: &Path, socket: &Path, script: &str) -> (PathBuf, PathBuf) {
     let (image, commands) = (dir.join("guest.elf"), dir.join("script"));
     fs::write(&image, BUILTIN).unwrap();
@@ -121,8 +121,8 @@ fn value(said: &str, word: &str) -> u64 {
     u64::from_str_radix(text.trim().trim_start_matches("0x"), 16).unwrap()
 }
 
-/// Software breakpoints, steps, registers, memory and threads work, and after the debugger has
-/// detached, the guest continues unaffected.
+/// Software breakpoints, steps, registers, memory and threads work, and the guest continues
+/// unaffected after the debugger has detached.
 #[test]
 fn gdb_session_leaves_guest_unchanged() {
     let Some(vm) = WaitingVm::start() else { return };
@@ -181,7 +181,7 @@ detach
     assert!(vm.operator(&["ctl", "g", "status"]).contains("running"));
 }
 
-/// Ctrl-C stops a running guest, whose operator events stop counting. If the debugger kills the
+/// Ctrl-C stops a running guest, and its operator events stop counting. If the debugger kills the
 /// guest, the VM shuts down in order.
 #[test]
 fn gdb_interrupt_stops_guest_and_counters() {
@@ -230,7 +230,7 @@ fn gdb_interrupt_stops_guest_and_counters() {
     assert_eq!(vm.child.wait().unwrap().code(), Some(0), "{said}");
 }
 
-/// Hardware breakpoints and watchpoints, on hosts where they work.
+/// Hardware breakpoints and watchpoints work on hosts that support them.
 #[test]
 fn gdb_uses_hardware_breakpoints() {
     let Some(vm) = WaitingVm::start() else { return };
@@ -260,8 +260,8 @@ continue
     );
 }
 
-/// Each misbehaving client is disconnected while the guest runs on, and a debugger can connect
-/// afterwards.
+/// Each misbehaving client is disconnected while the guest continues to run, and a debugger can
+/// connect afterwards.
 #[test]
 fn invalid_gdb_clients_leave_guest_running() {
     let dir = tempfile::tempdir().unwrap();

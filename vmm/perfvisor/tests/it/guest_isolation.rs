@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 
-/// A PVH kernel after one leading byte; its code begins at [`CODE`].
+/// A PVH kernel after one leading byte. Its code begins at [`CODE`].
 const KERNEL: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 const CODE: usize = 0xb1;
 /// Code that writes the interrupt command register of the local APIC to send INIT to APIC ID 0,
@@ -37,8 +37,8 @@ fn init_to_first_vcpu_resets_machine() {
     assert_eq!(vm.said_count("internal error"), 0, "{:?}", vm.said());
 }
 
-/// Killed helper processes do not remain zombies: the supervisor of kernel readers and both
-/// brokers.
+/// Killed helper processes, which are the supervisor of kernel readers and both brokers, do not
+/// remain zombies.
 #[test]
 fn killed_child_is_reaped() {
     let Some(vm) = SpinningVm::start("reaper", &[]) else {
@@ -83,7 +83,7 @@ fn virtiofsd_writes_no_core_dump() {
     eventually("the back end has begun", || limits.exists());
     let text = fs::read_to_string(&limits).unwrap();
     let words: Vec<&str> = text.split_whitespace().collect();
-    // The soft and hard limits of "Max core file size". A limit of one byte also prevents the
+    // Check the soft and hard limits of "Max core file size". A limit of one byte also prevents the
     // kernel from using a pipe.
     assert!(
         ["0", "1"].contains(&words[4]) && words[4] == words[5] && words[6] == "bytes",

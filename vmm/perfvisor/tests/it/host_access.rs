@@ -1,5 +1,5 @@
 //! Access of a VM to its host: inherited descriptors, environment, symbolic links of other users,
-//! sockets of other VMs, and the amount of data it may write.
+//! sockets of other VMs, and the amount of data that it may write.
 
 use std::fs;
 use std::os::linux::net::SocketAddrExt;

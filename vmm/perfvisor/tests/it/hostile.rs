@@ -1,7 +1,7 @@
 //! Soak test with a malicious guest and malicious clients.
 //!
 //! The guest triggers PMIs at every event, accesses PMU registers at random, builds cyclic page
-//! tables and runs tight loops. Clients run commands of all kinds that are killed, and pause the
+//! tables and runs tight loops. Clients run all types of commands, which are killed, and pause the
 //! VM. The VM continues, and its memory, descriptors, threads and events return to their initial
 //! state.
 //!
@@ -27,7 +27,7 @@ const SHORT_S: u64 = 16;
 /// allocator.
 const GROWTH_KIB: u64 = 4096;
 
-/// Operator commands, each of which is killed at a random moment.
+/// Operator commands, each of which is killed at a random time.
 const COMMANDS: [&[&str]; 9] = [
     &[
         "stat",
@@ -63,7 +63,7 @@ const COMMANDS: [&[&str]; 9] = [
     &["ctl", "machine", "pause"],
 ];
 
-/// The resources that the VM's process holds.
+/// Resources held by the VM's process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct ResourceUse {
     rss_kib: u64,
@@ -155,7 +155,7 @@ fn run_killed_commands(vm: &ConsoleVm, for_how_long: Duration, random: &mut u64)
             .collect();
         std::thread::sleep(Duration::from_millis(20 + xorshift(random) % 300));
         for child in &mut children {
-            // The process may have ended already.
+            // The process may have exited.
             let _ = child.kill();
             child.wait().unwrap();
             count += 1;
@@ -218,8 +218,8 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
 /// Expected CPU share of a neighbour of a storming guest, in percent.
 const KEPT: f64 = 95.0;
 
-/// Occupies one CPU until the end is signalled. Returns the elapsed time, the run time and the wait
-/// time, in nanoseconds.
+/// Occupies one CPU until `end` is set. Returns the elapsed time, the run time and the wait time,
+/// in nanoseconds.
 fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
     let mut one = CpuSet::new();
     one.set(cpu);

@@ -1,5 +1,5 @@
-//! Unusable files on the command line. Each is rejected in one line with exit status 2, without
-//! waiting for a peer that may never appear.
+//! Unusable files on the command line. Each file is rejected with a one-line error and exit status
+//! 2, without waiting for a peer that may never appear.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, has_kvm};
 use test_support::skip::skipped;
 
-/// Creates a pipe in `dir` that no process has open.
+/// Creates a pipe in `dir` that is not open in any process.
 fn pipe(dir: &Path) -> PathBuf {
     let path = dir.join("pipe");
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
@@ -24,7 +24,7 @@ fn perfvisor(args: &[&str]) -> Command {
     command
 }
 
-/// Checks that the command was rejected in one line that contains `parts`.
+/// Checks that the command was rejected with a one-line error that contains `parts`.
 fn refused(args: &[&str], out: &Output, parts: &[&str]) {
     let said = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(2), "{args:?}: {said}");
@@ -34,7 +34,8 @@ fn refused(args: &[&str], out: &Output, parts: &[&str]) {
     );
 }
 
-/// Opening such a pipe would block until a writer or reader appears.
+/// Pipes without a peer are rejected, because opening such a pipe would block until a writer or
+/// reader appears.
 #[test]
 fn pipes_without_peer_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
@@ -76,8 +77,8 @@ fn pipes_without_peer_are_rejected() {
     }
 }
 
-/// Regression test: for an unwritable directory, the message was `perf.data: No such file or
-/// directory`.
+/// The error names the unwritable output. Regression test: for an unwritable directory, the message
+/// was `perf.data: No such file or directory`.
 #[test]
 fn unwritable_output_is_reported() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -99,12 +100,12 @@ fn unwritable_output_is_reported() {
     refused(&record, &vm.run(&record), &["cannot write", "-o"]);
 }
 
-/// The shell's `<(COMMAND)` is a pipe with a writer.
+/// Pipes with a writer are accepted, such as the shell's `<(COMMAND)`.
 #[test]
 fn pipes_with_writer_are_accepted() {
     let dir = tempfile::tempdir().unwrap();
     let path = pipe(dir.path());
-    // A descriptor for both ends, so that opening the pipe for writing does not block.
+    // Open both ends with one descriptor, so that opening the pipe for writing does not block.
     let both = File::options().read(true).write(true).open(&path).unwrap();
     let mut writer = File::options().write(true).open(&path).unwrap();
     let child = perfvisor(&["run", "--dump-config", "--config", path.to_str().unwrap()])
@@ -124,9 +125,9 @@ fn pipes_with_writer_are_accepted() {
     assert!(text.lines().any(|line| line == "memory = \"48M\""), "{text}");
 }
 
-/// Regression test: in a daemon with a shared directory, the supervisor of virtiofsd kept the
-/// standard error of the caller, so `$(perfvisor run --daemonize … 2>&1)` blocked until the end of
-/// the VM.
+/// A daemon with a shared directory releases the caller's streams. Regression test: the supervisor
+/// of virtiofsd kept the standard error of the caller, so `$(perfvisor run --daemonize … 2>&1)`
+/// blocked until the VM exited.
 #[test]
 fn daemon_with_shared_directory_releases_streams() {
     let places = [
@@ -156,7 +157,7 @@ fn daemon_with_shared_directory_releases_streams() {
         command.env("XDG_RUNTIME_DIR", dir.path()).output().unwrap()
     };
     for logs in [&["--log-file", log.to_str().unwrap()][..], &[]] {
-        // output() returns when no process has the pipes open.
+        // output() returns when the pipes are closed in all processes.
         let started = with(&[&["--daemonize", "--cmdline", "loop"], logs].concat());
         assert!(
             started.status.success() && started.stderr.is_empty(),
@@ -167,8 +168,8 @@ fn daemon_with_shared_directory_releases_streams() {
         assert!(status.starts_with("d: running, 1 vCPU\n"), "{status}");
         assert!(operator(&["ctl", "d", "stop"]).status.success());
     }
-    // In the foreground, messages of virtiofsd are printed like all others, except for those at the
-    // end of the VM.
+    // In the foreground, messages of virtiofsd are printed like all others, except for those
+    // printed when the VM exits.
     let ended = with(&["--cmdline", "spin=1"]);
     let said = String::from_utf8_lossy(&ended.stderr);
     assert!(said.lines().all(|line| line.starts_with("perfvisor: ")), "{said}");
@@ -177,8 +178,8 @@ fn daemon_with_shared_directory_releases_streams() {
     assert!(text.lines().all(|line| line.starts_with("perfvisor: ")), "{text}");
 }
 
-/// A VM waits for a silent pipe with its stop signals blocked, so the wait itself must poll for
-/// signals.
+/// A signal ends the wait of a VM for a silent pipe. The VM waits with its stop signals blocked, so
+/// the wait itself must poll for signals.
 #[test]
 fn wait_for_pipe_ends_on_signal() {
     if !has_kvm() {
@@ -210,7 +211,7 @@ fn wait_for_pipe_ends_on_signal() {
     drop(writer);
 }
 
-/// Regression test: the message about an unreadable filter file named the file twice.
+/// An unreadable filter file is named only once. Regression test: the message named the file twice.
 #[test]
 fn unusable_filter_is_named_once() {
     if !has_kvm() {

@@ -1,4 +1,4 @@
-//! A VM in a jail (`--jail`) runs, counts and can be operated like any other, and cannot see the
+//! A VM in a jail (`--jail`) runs, counts and can be operated like any other VM, and cannot see the
 //! host.
 
 use std::fs;
@@ -163,8 +163,8 @@ fn unprivileged_jail_has_user_and_pid_namespaces() {
     assert!(!nobody.dir().join("perfvisor/mine.sock").exists());
 }
 
-/// The broker keeps the capability outside the user namespace, and therefore the VM is outside a PID
-/// namespace, too.
+/// The broker keeps the capability outside the user namespace, so the VM is also outside a PID
+/// namespace.
 #[test]
 fn jailed_vm_of_user_with_perfmon_counts_without_pid_namespace() {
     let rights = &[
@@ -183,7 +183,7 @@ fn jailed_vm_of_user_with_perfmon_counts_without_pid_namespace() {
     vm.wait().unwrap();
 }
 
-/// After a reset, the kernel and the devices are accessible in the jail as another user.
+/// After a reset, the kernel and the devices in the jail are accessible to the VM's user.
 #[test]
 fn jailed_vm_restarts_in_place() {
     if !is_root() {
@@ -202,8 +202,9 @@ fn jailed_vm_restarts_in_place() {
     }
 }
 
-/// Sockets at user-chosen paths are removed with the VM if its user may remove them, regardless of
-/// the owners of the parent directories. The VM warns at its start about sockets that will remain.
+/// When the VM exits, sockets at user-chosen paths are removed if the VM's user may remove them,
+/// regardless of the owners of the parent directories. At startup, the VM warns about sockets that
+/// will remain.
 #[test]
 fn jailed_vm_removes_sockets_or_warns() {
     if !is_root() {
@@ -242,10 +243,11 @@ fn jailed_vm_removes_sockets_or_warns() {
     assert!(told.len() == 1 && told[0].contains("root-s/look"), "{told:?}");
 }
 
-/// A kernel that enters through PVH and halts. The file is a fuzz seed with one leading byte.
+/// A kernel that is entered through PVH and halts. The file is a fuzz seed with one leading byte.
 const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 
-/// The user of the VM replaces a file of the VM with a symbolic link to a file of root.
+/// A jailed VM does not read a file of root through a symbolic link with which its user replaces a
+/// file of the VM.
 #[test]
 fn jailed_vm_does_not_read_files_of_root_by_links() {
     if !is_root() || !has_kvm() {
@@ -277,7 +279,7 @@ fn jailed_vm_does_not_read_files_of_root_by_links() {
         (&["--kernel", kernel, "--disk", link], link),
         (&["--kernel", kernel, "--disk", &read_only], link),
         (&["--pmu-filter", link], link),
-        // The built-in guest ends, should the directory be accepted.
+        // If the directory is accepted, the built-in guest exits.
         (&["--cmdline", "quiet", "--share-dir", directory], directory),
     ] {
         let mut run = Command::new(PROGRAM);
@@ -323,7 +325,7 @@ impl Drop for ControlGroup {
     }
 }
 
-/// The error occurs before anything that the guest could access exists.
+/// The error is reported before anything exists that the guest could access.
 #[test]
 fn invalid_jail_is_rejected_in_one_line() {
     for (words, why) in [
@@ -342,7 +344,7 @@ fn invalid_jail_is_rejected_in_one_line() {
     }
 }
 
-/// The kernel accounts the whole VM to the group, although the VM's user may not join it.
+/// The kernel charges the whole VM to the group, although the VM's user may not join the group.
 #[test]
 fn jailed_vm_joins_control_group() {
     if !is_root() {
@@ -366,8 +368,8 @@ fn jailed_vm_joins_control_group() {
     vm.stop("grouped");
 }
 
-/// Missing directories, similar files, cgroup v1 groups and a group that the kernel lets no process
-/// join are rejected.
+/// Missing directories, similar files, cgroup v1 groups and groups that no process can join are
+/// rejected.
 #[test]
 fn invalid_control_group_is_rejected_in_one_line() {
     let refused = |dir: &Path, why: &str| {
@@ -391,7 +393,7 @@ fn invalid_control_group_is_rejected_in_one_line() {
     let Some(group) = ControlGroup::new("shares") else {
         return skipped("no cgroup v2 in which this user can make groups", false);
     };
-    // A sibling of a threaded group can only be a threaded group itself.
+    // A sibling of a threaded group must itself be a threaded group.
     let [threads, other] = ["threads", "other"].map(|name| group.0.join(name));
     for dir in [&threads, &other] {
         fs::create_dir(dir).unwrap();

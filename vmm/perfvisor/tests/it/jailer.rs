@@ -21,7 +21,8 @@ struct JailerTest {
 }
 
 impl JailerTest {
-    /// Returns `None` if this user cannot build a jail, or KVM is unavailable.
+    /// Creates the directories. Returns `None` if this user cannot build a jail, or KVM is
+    /// unavailable.
     fn new() -> Option<Self> {
         if !has_kvm() {
             return None;
@@ -67,7 +68,7 @@ impl JailerTest {
         command
     }
 
-    /// Starts a VM through the API in the jail, and counts its cycles from outside.
+    /// Starts a VM through the API in the jail, and counts its cycles from outside the jail.
     fn assert_runs_vm(&self) {
         let root = self.root();
         let api = root.join("run/api");
@@ -99,14 +100,14 @@ impl JailerTest {
     }
 }
 
-/// A control group, removed on drop with that of the VM.
+/// A control group, removed on drop together with the VM's group.
 struct TestGroup {
     name: String,
     path: PathBuf,
 }
 
 impl TestGroup {
-    /// Returns `None` if this user cannot create control groups.
+    /// Creates the group. Returns `None` if this user cannot create control groups.
     fn new() -> Option<Self> {
         let mounts = fs::read_to_string("/proc/mounts").unwrap();
         let mount = mounts.lines().find(|line| line.contains(" cgroup2 "));
@@ -175,7 +176,8 @@ fn jailed_program_runs_as_another_user_with_limits() {
     assert_eq!(wait(child), Some(10));
 }
 
-/// The program is process 1 of a PID namespace, in a session of its own, and its ID is in a file.
+/// The program is process 1 of a PID namespace, in its own session, and its process ID is written
+/// to a file.
 #[test]
 fn daemon_has_a_pid_namespace() {
     let Some(test) = JailerTest::new() else { return };

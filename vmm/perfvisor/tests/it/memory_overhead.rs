@@ -1,5 +1,5 @@
-//! Private memory of a VM's process beside the guest's memory, in the release build: an unoptimized
-//! program has larger stack frames.
+//! Private memory of a VM's process in addition to the guest's memory, measured with the release
+//! build, because an unoptimized program has larger stack frames.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,15 +7,16 @@ use std::process::Command;
 use crate::common::test_lock;
 use crate::common::vm::SpinningVm;
 
-/// Limit of the memory of a VM with one vCPU, and of each further vCPU, in KiB. The limit is well
+/// Limit on the memory of a VM with one vCPU, and of each further vCPU, in KiB. The limit is well
 /// above the measured values (docs/measurements.md), to allow for other builds, C libraries and
 /// kernels.
 const MOST_KIB: u64 = 8 << 10;
 const MOST_FOR_A_VCPU_KIB: u64 = 160;
-/// A mapping from this size on is guest memory, of which the test's VM has 32 MiB: KiB.
+/// Minimum size of a mapping that is treated as guest memory, in KiB. The test's VM has 32 MiB.
 const GUEST_MEMORY_KIB: u64 = 24 << 10;
 
-/// Pages of the VM's process that are no page of a file and not the guest's, KiB.
+/// Returns the amount of memory of the VM's process that belongs neither to files nor to the guest,
+/// in KiB.
 fn own_kib(vm: &SpinningVm) -> u64 {
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.child.id())).unwrap();
     let (mut size, mut own) = (0, 0);
@@ -46,14 +47,14 @@ fn vm_memory_overhead_is_bounded() {
         println!("SKIPPED: PERFVISOR_STATIC_DIR names no directory with a release build");
         return;
     };
-    // The memory that a VM takes depends on the order in which its threads start.
+    // The memory used by a VM depends on the order in which its threads start.
     let _lock = test_lock::exclusive();
-    // A VM's share of the heap depends on the order in which its threads begin: the least of three
-    // is what it needs.
+    // The heap usage of a VM depends on the order in which its threads start. The minimum of three
+    // runs is the memory that the VM needs.
     let least = |vcpus: &str| {
         let held = (0..3).map(|_| {
             let vm = SpinningVm::start_by(Command::new(&program), "test", &["--cpus", vcpus])?;
-            // The VM answers when all its threads run.
+            // The VM answers once all its threads are running.
             assert!(vm.operator(&["ps"]).status().unwrap().success());
             Some(own_kib(&vm))
         });

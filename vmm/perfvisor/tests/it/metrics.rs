@@ -25,7 +25,7 @@ fn scrape(host: &Host) -> Metrics {
     Metrics::parse(&host.metrics_with(&["scraped"]))
 }
 
-/// Strict parser of a scrape: counters, gauges and infos of OpenMetrics 1.0.
+/// Strict parser of a scrape with counters, gauges and infos of OpenMetrics 1.0.
 struct Metrics {
     kinds: BTreeMap<String, String>,
     /// Values by series name and labels.
@@ -183,8 +183,8 @@ fn every_guest_counter_has_series() {
     ));
 }
 
-/// `--events` accepts vendor event names, which the installed perf resolves; here, perf is a script
-/// with two events.
+/// `--events` accepts vendor event names, which the installed perf resolves. In this test, perf is
+/// a script with two events.
 #[test]
 fn vendor_event_names_are_resolved_by_perf() {
     let dir = tempfile::tempdir().unwrap();

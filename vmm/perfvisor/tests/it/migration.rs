@@ -1,5 +1,5 @@
-//! `ctl migrate` and `run --incoming`: a VM moves to another process, and exactly one process runs it
-//! whatever fails.
+//! `ctl migrate` and `run --incoming`: a VM moves to another process, and exactly one process runs
+//! it regardless of failures.
 
 mod stream;
 
@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use control_api::client::Client;
-use control_api::migration::Offer;
+use control_api::migration::MigrationOffer;
 use control_api::snapshot::SnapshotPiece;
 use control_api::{migration, request};
 
@@ -19,7 +19,7 @@ use crate::common::vm::{
     PROGRAM, SpinningVm, VmProcess, assert_contains, eventually, refusal, said, stdout_of,
 };
 
-/// A VM named `one`, the path of the socket of its receiver, and a disk image.
+/// A VM named `one`, the socket path of its receiver, and a disk image.
 struct Source {
     vm: SpinningVm,
     files: tempfile::TempDir,
@@ -51,7 +51,7 @@ impl Source {
         format!("unix:{}", self.path("in"))
     }
 
-    /// Starts the VM `two` that waits for a VM.
+    /// Starts the process `two`, which waits for a VM.
     fn receiver(&self, options: &[&str]) -> VmProcess {
         let address = self.address();
         let args = [&["--incoming", &address], options].concat();
@@ -60,7 +60,7 @@ impl Source {
         vm
     }
 
-    /// Starts the VM `two` in the socket directory of the source.
+    /// Starts the process `two` in the socket directory of the source.
     fn receiver_beside(&self) -> Killed {
         let receiver = Command::new(PROGRAM)
             .args(["run", "--name", "two", "--incoming", &self.address()])
@@ -75,7 +75,7 @@ impl Source {
         receiver.unwrap()
     }
 
-    /// Moves the VM to `receiver`, and returns the message of `ctl`.
+    /// Moves the VM to `receiver`. Returns the exit status and the message of `ctl`.
     fn migrate(&self) -> (Option<i32>, String) {
         said(&mut self.vm.operator(&["ctl", "one", "migrate", &self.address()]))
     }
@@ -114,8 +114,8 @@ fn interrupt(process: &Killed) {
     assert!(status.unwrap().success());
 }
 
-/// The guest runs and can be counted where it has moved, with its disk, and the source has ended. It can
-/// move again.
+/// The guest runs and can be counted in the destination process, with its disk, and the source
+/// process has exited. The VM can be moved again.
 #[test]
 fn guest_moves_with_its_disk() {
     let Some(mut source) = Source::start(&["--cpus", "2"]) else {
@@ -144,7 +144,8 @@ fn guest_moves_with_its_disk() {
     again.assert_counts_cycles("two");
 }
 
-/// `stat` prints intervals of both processes, says that the VM has moved, and adds the counts of both.
+/// `stat` prints intervals of both processes, reports that the VM has moved, and adds the counts of
+/// both processes.
 #[test]
 fn stat_follows_the_vm() {
     let Some(source) = Source::start(&[]) else { return };
@@ -178,7 +179,7 @@ fn stat_follows_the_vm() {
     let said = text_of(table.0.stderr.as_mut().unwrap());
     let moved = format!("one has moved to process {} as two; its last ", receiver.0.id());
     assert!(said.contains(&moved), "{said}");
-    // The gap, and the difference between the starts of the two commands, are short.
+    // The gap and the difference between the start times of the two commands are short.
     let (both_ns, short_ns) = (enabled_ns(&text, 3), before_ns.min(after_ns) / 2.0);
     assert!(
         both_ns > before_ns + after_ns - short_ns,
@@ -208,7 +209,7 @@ fn record_follows_the_vm() {
     let receiver = source.receiver_beside();
     assert_eq!(source.migrate().0, Some(0));
     wait_for(&format!("one has moved to process {} as two", receiver.0.id()));
-    // The clock of the samples.
+    // Current time of the clock that the samples use.
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let moved_at = now.tv_sec as f64 + now.tv_nsec as f64 / 1e9;
     let cpu_ms = |vm: &Source| -> f64 {
@@ -246,7 +247,8 @@ fn paused_vm_stays_paused() {
     assert!(receiver.state_of("two").starts_with("two: running, 1 vCPU\n"));
 }
 
-/// Both processes say in one line why a VM cannot move, and it goes on where it was.
+/// Both processes report in one line why a VM cannot move, and the VM continues in the source
+/// process.
 #[test]
 fn vm_that_cannot_move_goes_on() {
     let Some(source) = Source::start(&[]) else { return };
@@ -277,11 +279,11 @@ fn vm_that_cannot_move_goes_on() {
     source.assert_goes_on();
 }
 
-/// A tap device that is removed on drop.
+/// A tap device, removed on drop.
 struct Tap(String);
 
 impl Tap {
-    /// Creates a tap device, or prints why the test is skipped.
+    /// Creates a tap device. On failure, prints why the test is skipped.
     fn create(name: &str) -> Option<Self> {
         let name = format!("{name}{}", std::process::id());
         let created = Command::new("ip")
@@ -306,7 +308,7 @@ impl Drop for Tap {
     }
 }
 
-/// The document of the metadata service moves with the VM, within this host and as bytes.
+/// The document of the metadata service moves with the VM, both within this host and as bytes.
 #[test]
 fn metadata_moves_with_the_vm() {
     let taps = [Tap::create("pvm"), Tap::create("pvn")];
@@ -339,8 +341,8 @@ fn metadata_moves_with_the_vm() {
     assert_eq!(control(&three, "three").call(request::MmdsGet).unwrap(), data);
 }
 
-/// A receiver that disappears when it has everything but the VM's end leaves a running VM with its disk
-/// locked.
+/// If a receiver disappears when only the termination of the source VM is missing, the VM continues
+/// to run with its disk locked.
 #[test]
 fn receiver_that_disappears_leaves_a_running_vm() {
     let Some(source) = Source::start(&[]) else { return };
@@ -352,7 +354,7 @@ fn receiver_that_disappears_leaves_a_running_vm() {
         .spawn()
         .unwrap();
     let (stream, _) = listener.accept().unwrap();
-    let Offer::Connection(vm) = migration::receive_offer(&stream).unwrap() else {
+    let MigrationOffer::Connection(vm) = migration::receive_offer(&stream).unwrap() else {
         panic!("no connection");
     };
     let mut client = Client::over(vm).unwrap();
@@ -379,8 +381,8 @@ fn receiver_that_disappears_leaves_a_running_vm() {
     source.assert_goes_on();
 }
 
-/// A source that is killed when it has sent everything leaves the VM to the receiver, whether it has
-/// read the request that ends it or not.
+/// If a source is killed after it has sent everything, the VM runs in the receiver, regardless of
+/// whether the source has read the request to terminate it.
 #[test]
 fn source_that_dies_leaves_the_vm_to_the_receiver() {
     let Some(mut source) = Source::start(&[]) else {

@@ -1,4 +1,4 @@
-//! Observers of a VM (`--observers`) can count events and cannot change the VM.
+//! Observers of a VM (`--observers`) can count events but cannot change the VM.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -19,7 +19,7 @@ fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, St
     Some((vm, dir, path))
 }
 
-/// Returns the arguments of a command, the first word of `args`, at the socket `path`.
+/// Returns the arguments of the command `args[0]`, applied to the socket `path`.
 fn observer_args<'a>(path: &'a str, args: &[&'a str]) -> Vec<&'a str> {
     [&args[..1], &["--socket", path], &args[1..]].concat()
 }
@@ -70,7 +70,7 @@ fn observer_can_only_count() {
     assert_eq!(status, Some(0), "{text}");
 }
 
-/// The maximum number of observers leaves connections for operators.
+/// The maximum number of observers leaves connections available for operators.
 #[test]
 fn observers_do_not_exclude_operators() {
     let Some((vm, _dir, path)) = observed("crowded", "") else {
@@ -113,7 +113,8 @@ fn socket_mode_admits_other_observer() {
 }
 
 /// An exporter of an unprivileged user serves the VMs of another user through their observer
-/// sockets. Labels contain the owner's user ID, fake VMs are down, and profiles are refused.
+/// sockets. Labels contain the owner's user ID, fake VMs are reported as down, and profiles are
+/// refused.
 #[test]
 fn exporter_of_other_user_serves_observer_directory() {
     let able = Command::new("setpriv")
@@ -156,7 +157,7 @@ fn exporter_of_other_user_serves_observer_directory() {
     assert!(status == 403 && body.contains("--vms"), "{status} {body}");
 }
 
-/// An unreadable directory is reported at the start.
+/// An unreadable directory is reported in one line at startup.
 #[test]
 fn unreadable_directory_is_reported_in_one_line() {
     let none = ["exporter", "--listen", "127.0.0.1:0", "--vms", "/nowhere/at/all"];

@@ -1,5 +1,5 @@
-//! A panicking thread, a fatal signal, or an instruction that KVM cannot emulate ends the whole VM
-//! with one line, restores the terminal and leaves no vCPU running.
+//! A panicking thread, a fatal signal, or an instruction that KVM cannot emulate terminates the
+//! whole VM with a one-line message, restores the terminal and leaves no vCPU running.
 
 use std::process::{Command, Stdio};
 
@@ -7,7 +7,7 @@ use crate::common::console_vm::ConsoleVm;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, SpinningVm, assert_contains, eventually, has_kvm};
 
-/// Runs a VM in which a thread of this kind panics at its start. Returns the exit status and the
+/// Runs a VM in which a thread of this type panics when it starts. Returns the exit status and the
 /// messages.
 fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
     if !has_kvm() {
@@ -39,7 +39,7 @@ fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
     Some((out.status.code(), String::from_utf8(out.stderr).unwrap()))
 }
 
-/// Checks that the output consists of lines about that panic: one, or one per vCPU.
+/// Checks that the output consists of lines about the panic, either one in total or one per vCPU.
 #[track_caller]
 fn assert_panic_lines(said: &str, thread: &str, most: usize) {
     let lines: Vec<&str> = said.lines().collect();
@@ -75,8 +75,8 @@ fn vcpu_panic_ends_vm_in_one_line() {
     assert_panic_lines(&said, "vcpu", 2);
 }
 
-/// In contrast to a fault, a signal sent by another process does not recur when the handler
-/// returns.
+/// A fault signal sent by another process terminates the VM with one line, although it does not
+/// recur when the handler returns, unlike a fault.
 #[test]
 fn sent_fault_signal_ends_vm_in_one_line() {
     for signal in ["SEGV", "BUS", "ILL", "FPE"] {
@@ -99,7 +99,8 @@ fn sent_fault_signal_ends_vm_in_one_line() {
     }
 }
 
-/// KVM's emulator lacks some instructions. The message contains the instruction for bug reports.
+/// The error for an instruction that KVM's emulator lacks contains the instruction, for bug
+/// reports.
 #[test]
 fn emulation_failure_names_instruction() {
     let Some(mut vm) = ConsoleVm::start(&["--cmdline", "unemulated"]) else {

@@ -1,5 +1,5 @@
-//! A running VM while the host kernel refuses `perf_event_open(2)`, for each possible errno.
-//! Operator requests are refused in one line, guest counters lose their backing, and everything
+//! A running VM while the host kernel rejects `perf_event_open(2)`, for each possible errno.
+//! Operator requests are refused with one line, guest counters lose their backing, and everything
 //! recovers afterwards.
 
 use std::path::PathBuf;
@@ -44,12 +44,13 @@ impl FaultyVm {
         Some(Self { vm, file, _dir: dir })
     }
 
-    /// Selects the errno with which the call fails from now on, and optionally which calls succeed.
+    /// Selects the errno with which the call fails from now on, and optionally the calls that
+    /// succeed.
     fn fail_with(&self, what: &str) {
         std::fs::write(&self.file, what).unwrap();
     }
 
-    /// Returns how often the injection of this errno has begun.
+    /// Returns the number of times that the injection of this errno has been logged as started.
     fn failed(&self, error: i32) -> usize {
         let line = format!("fail with error {error}");
         self.vm
@@ -61,7 +62,7 @@ impl FaultyVm {
     }
 }
 
-/// Opens host events, with one descriptor each, or returns the reason of the refusal.
+/// Opens host events, with one descriptor each, or returns the reason they were refused.
 fn open(client: &mut Client) -> Result<u32, String> {
     let opened: Vec<OpenedEvent> = client
         .call(request::Open {
@@ -107,7 +108,8 @@ fn refused_operator_event_can_be_opened_later() {
     }
 }
 
-/// The kernel takes locks interruptibly, and a vCPU receives signals all the time.
+/// An interrupted open is retried, because the kernel takes locks interruptibly and a vCPU
+/// continuously receives signals.
 #[test]
 fn interrupted_open_is_retried() {
     let Some(refused) = FaultyVm::start(&[]) else {
@@ -123,7 +125,7 @@ fn interrupted_open_is_retried() {
     assert_eq!(refused.failed(libc::EINTR), 1);
 }
 
-/// The guest reprograms its counters repeatedly, so that their events fail at random moments.
+/// The guest reprograms its counters repeatedly, so that their events fail at random times.
 #[test]
 fn guest_survives_counters_without_backing() {
     if !cfg!(debug_assertions) {

@@ -1,5 +1,5 @@
-//! A jailed VM in its PID namespace, as seen from outside: the started process stands for the VM,
-//! and IDs that operators see are valid on the host.
+//! A jailed VM in its PID namespace, as seen from outside. The started process represents the VM,
+//! and IDs shown to operators are valid on the host.
 #![expect(unsafe_code, reason = "sends signals")]
 
 use std::fs::{self, File};
@@ -23,7 +23,8 @@ fn send(pid: u32, signal: libc::c_int) {
     assert_eq!(unsafe { libc::kill(pid.cast_signed(), signal) }, 0);
 }
 
-/// Returns the state of a process as in proc_pid_stat(5), or `None` if it does not exist.
+/// Returns the state of a process in the notation of proc_pid_stat(5), or `None` if the process
+/// does not exist.
 fn state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.chars().next()
@@ -33,8 +34,8 @@ fn is_gone(pid: u32) -> bool {
     state(pid).is_none_or(|state| state == 'Z')
 }
 
-/// Signals to the started process, to the VM's process, or to both, press the power button once. A
-/// second signal would end the VM with status 10.
+/// Signals to the started process, to the VM's process, or to both press the power button once. A
+/// second signal would terminate the VM with status 10.
 #[test]
 fn stop_signals_reach_jailed_vm_once() {
     if !is_root() {
@@ -58,7 +59,7 @@ fn stop_signals_reach_jailed_vm_once() {
     }
 }
 
-/// The exit status is that of a signal, of the guest, and of an error at the start.
+/// The exit status of a jailed VM is that of a signal, of the guest, or of an error at startup.
 #[test]
 fn jailed_vm_ends_with_status_of_its_process() {
     if !is_root() || !has_kvm() {
@@ -81,7 +82,8 @@ fn jailed_vm_ends_with_status_of_its_process() {
     }
 }
 
-/// However one of the two processes ends, the other ends too, and the sockets are removed.
+/// When one of the two processes exits for any reason, the other one also exits, and the sockets
+/// are removed.
 #[test]
 fn jailed_vm_and_supervisor_end_together() {
     if !is_root() {
@@ -112,7 +114,7 @@ fn jailed_vm_and_supervisor_end_together() {
     }
 }
 
-/// The supervisor keeps no right, file or connection of the VM.
+/// The supervisor keeps no privilege, file or connection of the VM.
 #[test]
 fn supervisor_is_confined() {
     if !is_root() {
@@ -143,8 +145,8 @@ fn supervisor_is_confined() {
     assert_eq!(kinds, ["anon_inode", "pipe", "pipe", "pipe", "socket"]);
 }
 
-/// The IDs in `ps` are those of the VM's process and threads on the host, and the default name has
-/// the ID of the started process.
+/// The IDs in `ps` are those of the VM's process and threads on the host, and the default name
+/// contains the ID of the started process.
 #[test]
 fn jailed_vm_has_host_ids_for_operators() {
     if !is_root() {
@@ -190,7 +192,7 @@ fn jailed_vm_without_name_is_named_after_started_process() {
     child.wait().unwrap();
 }
 
-/// Runs `perfvisor run` with `args` as a job in the foreground of a new session on a terminal.
+/// Runs `perfvisor run` with `args` as a foreground job of a new session on a terminal.
 fn job_on_terminal(runtime: &Path, args: &str) -> (std::process::Child, File) {
     let script = format!("{PROGRAM} run --memory 32M {args}; echo status=$?; read -r line; echo got=$line");
     shell_on_terminal(&script, runtime)
@@ -208,7 +210,7 @@ fn read_until(terminal: &mut File, part: &str) {
 }
 
 /// The VM's own process group is the terminal's foreground group while the VM runs, and the shell's
-/// again afterwards.
+/// process group is restored afterwards.
 #[test]
 fn jailed_vm_reads_terminal() {
     if !is_root() || !has_kvm() {
@@ -218,7 +220,7 @@ fn jailed_vm_reads_terminal() {
     let runtime = tempfile::tempdir().unwrap();
     let (mut shell, mut terminal) = job_on_terminal(runtime.path(), "--cmdline loop --jail");
     read_until(&mut terminal, "spinning");
-    // Ctrl-A x ends the VM.
+    // Ctrl-A x terminates the VM.
     terminal.write_all(b"\x01x").unwrap();
     read_until(&mut terminal, "status=0");
     terminal.write_all(b"word\n").unwrap();
@@ -226,14 +228,15 @@ fn jailed_vm_reads_terminal() {
     assert!(shell.wait().unwrap().success());
 }
 
-/// A job that stops and continues takes the VM along.
+/// A job that stops and continues also stops and continues the VM.
 #[test]
 fn jailed_vm_stops_and_continues_with_its_job() {
     if !is_root() || !has_kvm() {
         return;
     }
     let mut program = Command::new(PROGRAM);
-    // Otherwise the process group may be orphaned, in which the kernel ignores the signal.
+    // Otherwise the process group may be orphaned, and the kernel ignores the signal in orphaned
+    // groups.
     program.process_group(0);
     let Some(vm) = SpinningVm::start_by(program, "job", &["--jail"]) else {
         return;

@@ -1,17 +1,18 @@
-//! The share of PMI handlers, with a guest whose handler takes 500 µs and samples every 50 µs.
+//! The limit on the share of PMI handlers, tested with a guest whose handler takes 500 µs and
+//! samples every 50 µs.
 
 use crate::common::console_vm::ConsoleVm;
 
 /// Results of the guest.
 struct SlowHandler {
-    /// PMIs, and periods that elapsed before their PMI was handled.
+    /// Number of PMIs, and number of periods that elapsed before their PMI was handled.
     pmis: u64,
     late: u64,
     spurious: u64,
-    /// Elapsed periods by a second counter.
+    /// Number of elapsed periods according to a second counter.
     expected: u64,
     handler_percent: u64,
-    /// PMIs held back, and their delay in nanoseconds, as `--stats` reports them.
+    /// Number of delayed PMIs, and their total delay in nanoseconds, as reported by `--stats`.
     held: u64,
     held_ns: u64,
 }
@@ -56,22 +57,22 @@ fn slow_handlers_take_half_of_the_time() {
             "{pmu}: {} PMIs, handlers {} %, {} held back by {} ns in all",
             bounded.pmis, bounded.handler_percent, bounded.held, bounded.held_ns
         );
-        // Without the bound the guest makes no progress where exits are slow.
-        // Without global control the guest's handler ends after the write that restarts its counter.
+        // Without the limit, the guest makes no progress on hosts with slow exits. Without global
+        // control, the guest's handler ends after the write that restarts its counter.
         let limit = if pmu == "amd" { 99 } else { 55 };
         assert!(
             bounded.handler_percent <= limit,
             "{pmu}: {} %",
             bounded.handler_percent
         );
-        // A vCPU that the host preempts may not need to be held back.
+        // PMIs of a vCPU that the host preempts may not need to be delayed.
         assert!(bounded.held > 0, "{pmu}: {} PMIs", bounded.pmis);
         assert!(
             bounded.held_ns >= bounded.held * 100_000,
             "{pmu}: {}",
             bounded.held_ns
         );
-        // Held periods count as late. The two counters of a model without global control are
+        // Delayed periods count as late. On a model without global control, the two counters are
         // switched one after the other.
         let slack = bounded.expected / 20 + bounded.pmis + 2;
         assert!(

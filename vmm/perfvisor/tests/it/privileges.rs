@@ -65,7 +65,7 @@ fn service_process(pid: u32, comm: &str) -> u32 {
     }
 }
 
-/// The broker has only the capability to count and one socket, and ends with the VM.
+/// The broker has only the capability to count and one socket, and exits with the VM.
 #[test]
 fn perf_broker_has_one_capability_and_ends_with_vm() {
     let own = fs::read_to_string("/proc/self/status").unwrap();
@@ -145,7 +145,7 @@ fn killed_perf_broker_is_reported_once() {
 }
 
 /// The helper processes that start kernel readers and connect to sockets have no capability, no
-/// file and no access to the VM's descriptors. They end with the VM, even if the VM is killed.
+/// file and no access to the VM's descriptors. They exit with the VM, even if the VM is killed.
 #[test]
 fn reader_supervisor_has_no_privileges_and_ends_with_vm() {
     let cases: [(&str, &[&str], u64); 3] = [
@@ -177,8 +177,8 @@ fn reader_supervisor_has_no_privileges_and_ends_with_vm() {
     }
 }
 
-/// Checks that the helper process has no capability and no descriptor except for one socket and, in
-/// the socket broker, directories.
+/// Checks that the helper process has no capability and only one socket as a descriptor. The socket
+/// broker may also hold directories.
 fn has_no_rights(comm: &str, helper: u32, filters: u64) {
     let status = fs::read_to_string(format!("/proc/{helper}/status")).unwrap();
     for set in ["CapPrm", "CapEff", "CapInh", "CapAmb"] {
@@ -203,8 +203,8 @@ fn has_no_rights(comm: &str, helper: u32, filters: u64) {
     );
 }
 
-/// A kernel that enters through PVH and halts, so that `record` searches its symbols, in contrast
-/// to the built-in guest. The file is a fuzz seed with one leading byte.
+/// A kernel that is entered through PVH and halts. In contrast to the built-in guest, `record`
+/// searches its symbols. The file is a fuzz seed with one leading byte.
 const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 
 /// A running VM cannot restart the supervisor of its kernel readers. The VM continues, logs one
@@ -238,7 +238,7 @@ fn killed_reader_supervisor_is_reported_once() {
     assert_eq!(told(), 1, "{:?}", vm.said());
 }
 
-/// `--seccomp off` omits the filters and changes no thread.
+/// `--seccomp off` installs no filters and changes no thread.
 #[test]
 fn seccomp_off_installs_no_filters() {
     let Some(vm) = SpinningVm::start("unfiltered", &["--seccomp", "off"]) else {
@@ -255,8 +255,8 @@ fn denies_unprivileged_counting() -> bool {
     paranoid.trim().parse::<i32>().is_ok_and(|paranoid| paranoid > 1)
 }
 
-/// A user without rights starts the default guest, which counts by the clock, and `stat` counts the
-/// events that need no privilege.
+/// A user without privileges can start the default guest, which counts with the clock backing, and
+/// `stat` counts the events that need no privilege.
 #[test]
 fn vm_without_right_to_count_starts_with_what_is_allowed() {
     let rights = &["--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all"];
@@ -332,7 +332,7 @@ fn unprivileged_vm_protects_its_memory() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // The operator is root, who may use the socket as well as its owner.
+    // The operator is root, who may use the socket in addition to its owner.
     let operator = |args: &[&str]| {
         Command::new(PROGRAM)
             .args(args)
@@ -340,7 +340,7 @@ fn unprivileged_vm_protects_its_memory() {
             .output()
             .unwrap()
     };
-    // The socket exists before the guest runs and has something to count.
+    // The socket exists before the guest runs and produces counts.
     let counts = || {
         let out = operator(&["stat", "no-root", "-x,", "-e", "cycles", "-d", "0.2"]);
         let text = String::from_utf8_lossy(&out.stdout);

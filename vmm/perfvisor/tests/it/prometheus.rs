@@ -56,7 +56,8 @@ impl Drop for Prometheus {
     }
 }
 
-/// Like [`get`], with HTTP/1.0, where the end of the connection ends the reply.
+/// Sends a request like [`get`], but with HTTP/1.0, in which the end of the connection ends the
+/// reply.
 fn get_lax(mut stream: TcpStream, target: &str) -> (String, Vec<u8>) {
     use std::io::{Read, Write};
     write!(stream, "GET {target} HTTP/1.0\r\nHost: p\r\n\r\n").unwrap();
@@ -70,7 +71,7 @@ fn get_lax(mut stream: TcpStream, target: &str) -> (String, Vec<u8>) {
     (String::from_utf8_lossy(&bytes).into_owned(), body)
 }
 
-/// Prometheus scrapes 20 VMs at once, discovers the VMs over HTTP, and detects a stopped VM.
+/// Prometheus scrapes 20 VMs concurrently, discovers the VMs over HTTP, and detects a stopped VM.
 #[test]
 fn prometheus_scrapes_20_vms() {
     if !is_installed("prometheus", "--version") {
@@ -199,7 +200,7 @@ fn assert_dashboard(prometheus: &Prometheus, metrics: &str) {
     assert!(queries > 10);
 }
 
-/// Go's pprof reads a profile of the exporter, with the functions of the guest.
+/// Go's pprof reads a profile of the exporter that contains the functions of the guest.
 #[test]
 fn go_pprof_reads_exporter_profile() {
     if !is_installed("go", "version") {

@@ -18,7 +18,7 @@ fn samples(vm: &ConsoleVm, data: &Path) -> usize {
         .count()
 }
 
-/// A recorder that is killed leaves a readable file with its samples.
+/// A killed recorder leaves a readable file with its samples.
 #[test]
 fn killed_recorder_leaves_its_samples() {
     let Some(mut vm) = ConsoleVm::start(&BUSY) else {
@@ -40,7 +40,7 @@ fn killed_recorder_leaves_its_samples() {
     vm.stop("machine");
 }
 
-/// Samples are kept as soon as they are drained, also in the first second of a recording.
+/// Samples are kept as soon as they are drained, even in the first second of a recording.
 #[test]
 fn recorder_killed_in_first_second_leaves_samples() {
     let Some(mut vm) = ConsoleVm::start(&BUSY) else {
@@ -48,7 +48,7 @@ fn recorder_killed_in_first_second_leaves_samples() {
     };
     vm.line_with("boot");
     let data = vm.runtime.path().join("perf.data");
-    // On a busy host the first samples may be seen late, so there are several attempts.
+    // On a busy host, the first samples may be seen late, so there are several attempts.
     eventually("samples of less than half a second are kept", || {
         let _ = std::fs::remove_file(&data);
         let mut record = vm.command(&["record", "machine", "-q", "-c", "1000000", "-o"]);
@@ -65,8 +65,8 @@ fn recorder_killed_in_first_second_leaves_samples() {
     vm.stop("machine");
 }
 
-/// A full disk ends the recording with one line that names the file, status 1 and a readable file.
-/// The guest continues.
+/// A full disk ends the recording with a one-line message that names the file, status 1 and a
+/// readable file. The guest continues.
 #[test]
 fn full_disk_leaves_readable_recording() {
     let Some(mut vm) = ConsoleVm::start(&BUSY) else {

@@ -11,8 +11,8 @@ use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, reader, report};
 
 /// Functions that take 60, 30 and 10 % of the time have these shares and the correct call chains,
-/// and every output format can be produced. This holds whether the vCPU is stopped for every sample
-/// or for few of them.
+/// and every output format can be produced. This holds regardless of whether the vCPU is stopped
+/// for every sample or only for some samples.
 #[test]
 fn recording_attributes_time_to_functions_and_chains() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -21,7 +21,7 @@ fn recording_attributes_time_to_functions_and_chains() {
     }
 }
 
-/// A recording without a duration ends by itself when its file is large enough, and is complete.
+/// A recording without a duration ends when its file is large enough, and is complete.
 #[test]
 fn recording_ends_at_max_size() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -43,7 +43,7 @@ fn recording_ends_at_max_size() {
     assert!(!reader::read_file(&data).unwrap().is_empty());
 }
 
-/// `--switch-events` shows that another program takes the vCPU's processor.
+/// `--switch-events` shows that another program preempts the vCPU.
 #[test]
 fn recording_shows_preemptions_of_a_vcpu() {
     let Some(vm) = SpinningVm::start("test", &["--pin", "0=0"]) else {
@@ -107,8 +107,8 @@ fn profile_of_the_spinning_guest(vm: &TestVm, chain_every: u32) {
         // Three percentage points, or four standard errors for a small number of samples on a busy
         // host.
         let tolerance = f64::max(3.0, 400.0 * (p * (1.0 - p) / effective).sqrt());
-        // Shares of the program's time: on a busy host, the emulated guest kernel takes some time
-        // too.
+        // Use shares of the program's time, because the emulated guest kernel also takes some time
+        // on a busy host.
         let found = 100.0 * share(name) / program;
         assert!(
             (found - percent).abs() <= tolerance,
@@ -216,7 +216,7 @@ fn control_pipes_switch_recording() {
     );
     let profile: Profile = reader::read_file(&data).unwrap();
     let times: Vec<u64> = profile.samples().map(|sample| sample.time_ns).collect();
-    // The clock of the file began with the VM, so the test compares differences of sample times.
+    // The clock of the file started with the VM, so the test compares differences of sample times.
     let first = *times.iter().min().unwrap();
     let gap = on[1].0 - on[0].1;
     let mut sorted = times.clone();
@@ -243,7 +243,7 @@ fn control_pipes_switch_recording() {
     }
 }
 
-/// The recording of a VM that ends is complete.
+/// The recording of a VM is complete even if the VM terminates.
 #[test]
 fn recording_survives_end_of_vm() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
@@ -287,7 +287,7 @@ fn empty_and_damaged_recordings_differ() {
     }
 }
 
-/// Devices are endless, and a pipe without a writer never delivers data.
+/// Devices, which are endless, and pipes without a writer, which never deliver data, are rejected.
 #[test]
 fn devices_and_silent_pipes_are_rejected() {
     let dir = tempfile::tempdir().unwrap();

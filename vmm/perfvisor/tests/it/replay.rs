@@ -10,7 +10,7 @@ use vmm::kvm::execution;
 
 use crate::common::vm::{PROGRAM, SpinningVm, VmProcess, said, stdout_of};
 
-/// Takes a snapshot of a VM with a spinning guest, which ends.
+/// Takes a snapshot of a VM with a spinning guest. The VM then terminates.
 fn snapshot() -> Option<(SpinningVm, PathBuf)> {
     let mut vm = SpinningVm::start("one", &["--cpus", "2"])?;
     let dir = vm.runtime.path().join("saved");
@@ -28,10 +28,11 @@ fn replay(runtime: &Path, dir: &Path, options: &[&str]) -> Command {
     command
 }
 
-/// Number of rounds of [`counted_guest`], each with two instructions, of which one is a branch.
+/// Number of rounds of [`counted_guest`]. Each round has two instructions, one of which is a
+/// branch.
 const ROUNDS: u32 = 500;
 
-/// Returns a guest that writes a line, waits until the generation ID changes, as it does at each
+/// Returns a guest that writes a line, waits until the generation ID changes, which happens at each
 /// restore, executes [`ROUNDS`] and halts.
 fn counted_guest() -> Vec<u8> {
     const LOAD: u32 = 0x10_0000;
@@ -48,7 +49,7 @@ fn counted_guest() -> Vec<u8> {
     [kernels::multiboot_header(0x1_0003, Some(addresses)), code].concat()
 }
 
-/// Takes a snapshot of a VM with [`counted_guest`], which waits.
+/// Takes a snapshot of a VM with [`counted_guest`] while the guest waits.
 fn counted_snapshot(options: &[&str]) -> Option<(VmProcess, PathBuf)> {
     let files = tempfile::tempdir().unwrap();
     let kernel = files.path().join("kernel");
@@ -62,8 +63,8 @@ fn counted_snapshot(options: &[&str]) -> Option<(VmProcess, PathBuf)> {
     Some((vm, dir))
 }
 
-/// Returns the single-stepping capabilities of the host; `None` if it has none.
-fn stepping() -> Option<vmm::kvm::stepping::Stepping> {
+/// Returns the single-stepping capabilities of the host, or `None` if it has none.
+fn stepping() -> Option<vmm::kvm::stepping::SteppingSupport> {
     let kvm = vmm::kvm::host::open().ok()?;
     let host = execution::probe(&kvm).unwrap().stepping;
     if !host.kernel {
@@ -73,8 +74,8 @@ fn stepping() -> Option<vmm::kvm::stepping::Stepping> {
     Some(host)
 }
 
-/// Two passes of a window count the same instructions and branches, all the time: those of the guest's
-/// work, and the few before and after it.
+/// Two passes of a window count the same instructions and branches for the whole time. The counts
+/// include the guest's work, and the few instructions before and after it.
 #[test]
 fn exact_counts_of_a_window_are_equal_in_each_pass() {
     if stepping().is_none() {
@@ -108,9 +109,9 @@ fn exact_counts_of_a_window_are_equal_in_each_pass() {
     assert_eq!(pass(), first);
 }
 
-/// Counting begins while the guest runs in user mode, which a KVM that cannot step it runs freely: the
-/// guest gets no debug exception, and its kernel is counted. An operator who begins to count a running
-/// guest makes it step, too.
+/// Counting starts while the guest runs in user mode, which a KVM that cannot single-step user mode
+/// runs at full speed. The guest receives no debug exception, and its kernel is counted. If an
+/// operator starts counting a running guest, the guest is single-stepped, too.
 #[test]
 fn exact_counts_of_a_kernel_begin_in_user_code() {
     if stepping().is_none() {
@@ -135,11 +136,11 @@ fn exact_counts_of_a_kernel_begin_in_user_code() {
     };
     let stat = [&["stat", "one"], &options[..]].concat();
     counted(stdout_of(&mut vm.operator(&stat)));
-    // The guest goes on.
+    // The guest continues.
     vm.assert_counted_and_sampled("one", "cycles,task-clock");
 }
 
-/// What cannot be counted exactly is refused in one line, with the remedy.
+/// Windows that cannot be counted exactly are rejected in one line, with the remedy.
 #[test]
 fn inexact_windows_are_refused() {
     let Some(host) = stepping() else { return };
@@ -181,8 +182,8 @@ fn inexact_windows_are_refused() {
     }
 }
 
-/// Each event has one line with the mean of the runs and its spread, was counted all the time, and no
-/// VM remains.
+/// Each event has one line with the mean of the runs and its spread, and was counted all the time.
+/// No VM remains.
 #[test]
 fn replayed_events_are_counted_all_the_time() {
     let Some((vm, dir)) = snapshot() else { return };

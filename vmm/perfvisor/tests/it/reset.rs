@@ -1,11 +1,11 @@
-//! Guests that reset the machine: the VM ends, or restarts with a clean state.
+//! Guests that reset the machine. The VM then exits, or restarts with a clean state.
 
 use std::io::BufRead;
 
 use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::{assert_contains, eventually};
 
-/// Message of the guest for a machine in its initial state.
+/// Message of the guest on a machine in its initial state.
 const NEW: &str = "boot cpus=2 memory=0 selector=0 pm=0";
 
 fn booting(way: &str, args: &[&str]) -> Option<ConsoleVm> {
@@ -28,7 +28,7 @@ fn reset_without_restart_ends_vm() {
     }
 }
 
-/// After every kind of reset, the guest finds zeroed memory, PMU and devices, and both vCPUs. The
+/// After every type of reset, the guest finds zeroed memory, PMU and devices, and both vCPUs. The
 /// VM holds no more descriptors and threads after 50 resets than after 10.
 #[test]
 fn repeated_resets_leak_nothing() {
@@ -161,9 +161,8 @@ fn pause_survives_reset() {
     vm.stop("machine");
 }
 
-/// The kernel file is read again at each restart, from the same directory. A link that has been
-/// redirected elsewhere is not followed, unless the operator gives the VM access to all files of
-/// its user.
+/// The kernel file is read again from the same directory at each restart. A link that now points
+/// elsewhere is not followed, unless the operator gives the VM access to all files of its user.
 #[test]
 fn reset_reads_kernel_from_same_directory() {
     let dir = tempfile::tempdir().unwrap();

@@ -36,7 +36,8 @@ fn power_button_powers_off_guest() {
     }
 }
 
-/// A guest that has not enabled the button event ends immediately, and the operator is informed.
+/// A VM whose guest has not enabled the button event exits immediately, and the operator is
+/// informed.
 #[test]
 fn power_button_without_handler_ends_vm_immediately() {
     let Some(mut vm) = ConsoleVm::start(&["--cmdline", "loop"]) else {
@@ -57,7 +58,7 @@ fn power_button_without_handler_ends_vm_immediately() {
     });
 }
 
-/// A guest that ignores the enabled button ends at the time limit, or at a second signal.
+/// A VM whose guest ignores the enabled button exits at the time limit, or at a second signal.
 #[test]
 fn ignored_power_button_ends_vm_at_timeout() {
     let Some(mut vm) = ConsoleVm::start(&["--cmdline", "button deaf", "--stop-timeout", "0.2"]) else {
@@ -85,7 +86,7 @@ fn ignored_power_button_ends_vm_at_timeout() {
     }
 }
 
-/// `--daemonize` returns when the VM runs. Later messages are written to the log file.
+/// `--daemonize` returns when the VM is running. Later messages are written to the log file.
 #[test]
 fn daemonize_detaches_or_reports_failure() {
     if !has_kvm() {
@@ -118,7 +119,7 @@ fn daemonize_detaches_or_reports_failure() {
         "--log-file",
         log,
     ];
-    // output() returns when no process has the pipes open, so the daemon has closed them.
+    // output() returns when the pipes are closed in all processes, so the daemon has closed them.
     let (status, _, stderr) = perfvisor(&run);
     assert_eq!((status, stderr.as_str()), (Some(0), ""));
     let status = perfvisor(&["ctl", "d", "status"]).1;
@@ -196,7 +197,7 @@ fn background_vm_is_not_stopped_by_sigttou() {
         out.display()
     );
     let (mut shell, mut terminal) = shell_on_terminal(&script, dir.path());
-    // The terminal must be read, or its buffer fills.
+    // The terminal must be read, because otherwise its buffer fills.
     std::thread::spawn(move || std::io::copy(&mut terminal, &mut std::io::sink()));
     eventually("the VM has ended and was not stopped", || {
         shell.try_wait().unwrap().is_some()
@@ -257,8 +258,8 @@ fn invalid_pinning_and_memory_print_one_line() {
     }
 }
 
-/// A VM whose process is stopped is listed as not responding, in contrast to one that has ended,
-/// and continues normally. `ps` does not wait for it until the client timeout.
+/// A VM with a stopped process is listed as not responding, in contrast to a VM that has exited,
+/// and can be continued normally. `ps` does not wait for the VM until the client timeout.
 #[test]
 fn stopped_vm_is_listed_as_not_responding() {
     let Some(mut vm) = ConsoleVm::start(&["--cmdline", "loop"]) else {

@@ -9,7 +9,7 @@ use operator::session::{CountingSession, SamplingSession, connect_at};
 use crate::common::operator::TestVm;
 use crate::common::vm::eventually;
 
-/// Counts have the order of the event list, and grow while the guest runs.
+/// Counts are in the order of the event list, and grow while the guest runs.
 #[test]
 fn counting_session_reads_growing_counts() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -23,7 +23,7 @@ fn counting_session_reads_growing_counts() {
     });
 }
 
-/// The profile of a session has call chains with names in every output format.
+/// The profile of a session has symbolized call chains in every output format.
 #[test]
 fn sampling_session_profile_is_written_in_all_formats() {
     let Some(vm) = TestVm::spinning(2) else { return };

@@ -1,5 +1,5 @@
-//! `ctl snapshot` and `run --restore`: a guest continues, failures leave nothing behind, and the source
-//! VM goes on.
+//! `ctl snapshot` and `run --restore`: a guest continues, failures leave nothing behind, and the
+//! source VM continues.
 
 use std::fs;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
@@ -17,7 +17,7 @@ fn spinning(args: &[&str]) -> Option<SpinningVm> {
     SpinningVm::start("one", args)
 }
 
-/// Takes a snapshot in a directory of its own, and returns its path.
+/// Takes a snapshot in a new directory, and returns the path of the directory.
 fn take(vm: &SpinningVm, options: &[&str]) -> PathBuf {
     let dir = vm.runtime.path().join("saved");
     let args = [&["ctl", "one", "snapshot", dir.to_str().unwrap()], options].concat();
@@ -35,7 +35,7 @@ fn restore(dir: &Path, options: &[&str]) -> VmProcess {
     VmProcess::spawn(Command::new(PROGRAM), "two", &args, Stdio::null()).unwrap()
 }
 
-/// Runs `perfvisor run --restore` for a snapshot that must be refused, and returns the error line.
+/// Runs `perfvisor run --restore` for a snapshot that must be rejected, and returns the error line.
 fn refused(dir: &Path, options: &[&str]) -> String {
     let runtime = tempfile::tempdir().unwrap();
     let mut command = Command::new(PROGRAM);
@@ -50,8 +50,8 @@ fn refused(dir: &Path, options: &[&str]) -> String {
     text
 }
 
-/// The restored guest runs, can be counted and sampled, and the source goes on. The files are private,
-/// the state is small, and the memory file has holes.
+/// The restored guest runs and can be counted and sampled, and the source continues. The files are
+/// private, the state is small, and the memory file has holes.
 #[test]
 fn restored_guest_and_source_both_run() {
     let Some(vm) = spinning(&["--cpus", "2"]) else {
@@ -89,8 +89,8 @@ fn snapshot_can_end_the_vm() {
     restored.await_state("two: running, 1 vCPU\n");
 }
 
-/// A restored guest keeps its branch records, whatever the default is here, and a guest without them
-/// gets none.
+/// A restored guest keeps its branch records, regardless of this host's default, and a guest
+/// without branch records gets none.
 #[test]
 fn branch_records_follow_the_guest() {
     for (given, expected) in [("on", true), ("off", false)] {
@@ -110,7 +110,7 @@ fn branch_records_follow_the_guest() {
     }
 }
 
-/// A failed snapshot leaves no directory, and the VM goes on.
+/// A failed snapshot leaves no directory, and the VM continues.
 #[test]
 fn failed_snapshot_leaves_nothing_behind() {
     let Some(vm) = spinning(&[]) else { return };
@@ -127,7 +127,7 @@ fn failed_snapshot_leaves_nothing_behind() {
         "{line}"
     );
 
-    // A limit on the size of files stands for a full disk.
+    // A file size limit simulates a full disk.
     let full = vm.runtime.path().join("full");
     let mut shell = Command::new("/bin/sh");
     shell
@@ -148,8 +148,8 @@ fn failed_snapshot_leaves_nothing_behind() {
     assert!(vm.state_of("one").starts_with("one: running"));
 }
 
-/// A client that disappears in the middle of a snapshot leaves a running VM, and nobody else can take
-/// one or resume the VM meanwhile.
+/// A client that disappears in the middle of a snapshot leaves a running VM. While the snapshot is
+/// in progress, no other client can take a snapshot or resume the VM.
 #[test]
 fn killed_client_leaves_a_running_vm() {
     let Some(vm) = spinning(&[]) else { return };
@@ -176,7 +176,7 @@ fn killed_client_leaves_a_running_vm() {
     });
 }
 
-/// Files that are missing, cut, damaged or no snapshot are refused with one line.
+/// Files that are missing, truncated, damaged or not snapshots are rejected with one line.
 #[test]
 fn unusable_snapshots_are_refused() {
     let Some(vm) = spinning(&[]) else { return };
@@ -205,7 +205,7 @@ fn unusable_snapshots_are_refused() {
     assert!(refused(&dir, &[]).contains("it is not a regular file"));
 }
 
-/// The first restored VM locks the disk. A restore without the disk is refused too.
+/// The first restored VM locks the disk. A restore without the disk is also rejected.
 #[test]
 fn second_restore_with_the_same_disk_is_refused() {
     let files = tempfile::tempdir().unwrap();
@@ -226,7 +226,7 @@ fn second_restore_with_the_same_disk_is_refused() {
     assert!(runs());
 }
 
-/// Parts of a VM that a snapshot cannot include are refused by name, and the VM goes on.
+/// If a VM has parts that a snapshot cannot include, the error names them, and the VM continues.
 #[test]
 fn unsupported_parts_are_named() {
     let sockets = tempfile::tempdir().unwrap();
@@ -246,7 +246,7 @@ fn unsupported_parts_are_named() {
     assert!(vm.state_of("one").starts_with("one: running"));
 }
 
-/// A diff contains only pages that changed since its base, and is restored above the base.
+/// A diff contains only pages that changed since its base, and is restored on top of the base.
 #[test]
 fn diff_restores_above_its_base() {
     let Some(vm) = spinning(&[]) else { return };
@@ -275,7 +275,8 @@ fn diff_restores_above_its_base() {
     restore(&again, &["--restore-base", base_path, "--restore-verify"]);
 }
 
-/// A diff of a diff is restored above both, which are given in any order, and is the base of others.
+/// A diff of a diff is restored on top of both bases, which are given in any order, and can be the
+/// base of other diffs.
 #[test]
 fn diff_of_a_diff_restores_above_all_its_bases() {
     let Some(vm) = spinning(&[]) else { return };
@@ -324,8 +325,8 @@ fn diff_of_a_diff_restores_above_all_its_bases() {
     assert!(line.contains(&short), "{line}");
 }
 
-/// A base that is missing, damaged or another one is refused at the save and at the restore, and the
-/// source goes on.
+/// A missing, damaged or wrong base is rejected when a diff is saved and restored, and the source
+/// continues.
 #[test]
 fn unusable_bases_are_refused() {
     let Some(vm) = spinning(&[]) else { return };

@@ -15,8 +15,8 @@ use vmm::console::RawTerminal;
 
 const WAY_OUT: &str = "PERFVISOR_TEST_WAY_OUT";
 
-/// Runs the child until the terminal is in raw mode, sends `signal` if given, and waits for its
-/// end. Returns the settings before, during and after raw mode.
+/// Runs the child until the terminal is in raw mode, sends `signal` if given, and waits for the
+/// child to exit. Returns the settings before, during and after raw mode.
 fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Settings, ExitStatus) {
     let (master, slave) = pseudo_terminal();
     let before = settings(&slave);
@@ -32,8 +32,8 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
         .stdin(Stdio::from(File::from(slave.try_clone().unwrap())))
         .stdout(Stdio::piped())
         .stderr(Stdio::null());
-    // Restores default actions: SIGHUP is ignored under nohup, SIGINT and SIGQUIT in background
-    // jobs.
+    // Restore default actions. SIGHUP is ignored under nohup, and SIGINT and SIGQUIT are ignored in
+    // background jobs.
     let by_default = move || {
         if let Some(signal) = signal {
             // SAFETY: the signal number is one of the constants below, and the default action is no
@@ -74,7 +74,7 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
     (before, raw, settings(&slave), status)
 }
 
-/// The child's part of the test; passes immediately without the environment variable.
+/// The child's part of the test. Passes immediately without the environment variable.
 #[test]
 fn child_leaves_raw_mode() {
     let Ok(way) = std::env::var(WAY_OUT) else { return };

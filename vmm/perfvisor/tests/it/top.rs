@@ -1,4 +1,5 @@
-//! `perfvisor top` with a running guest, as text and on a terminal whose settings must be restored.
+//! `perfvisor top` with a running guest, as text and on a terminal. The terminal settings must be
+//! restored.
 #![expect(unsafe_code, reason = "sends signals")]
 
 use std::fs::File;
@@ -28,7 +29,7 @@ impl TestVm {
 }
 
 /// The text output contains the sampled functions and rows for each vCPU and counter, and errors
-/// are one line.
+/// consist of one line.
 #[test]
 fn text_screen_shows_all_views() {
     let Some(vm) = TestVm::spinning() else { return };
@@ -82,7 +83,7 @@ fn text_screen_shows_all_views() {
             .filter(|l| l.split_whitespace().next() == Some(first))
             .count()
     };
-    // One row in the table of vCPUs, the others in the table of guest counters.
+    // One row is in the table of vCPUs, and the others are in the table of guest counters.
     assert!(rows("0") > 1 && rows("0") == rows("1"), "{text}");
     for (args, word) in [
         (&["test", "--once", "-e", "kvm:exits"][..], "cannot sample"),
@@ -197,8 +198,8 @@ impl OnTerminal {
         self.keys.write_all(keys).unwrap();
     }
 
-    /// Waits for the end, checks that the terminal was restored, and returns the status and the
-    /// output.
+    /// Waits for `top` to exit, checks that the terminal was restored, and returns the status and
+    /// the output.
     fn ended(mut self) -> (ExitStatus, String) {
         let end = Instant::now() + Duration::from_secs(300);
         let status = loop {
@@ -227,8 +228,8 @@ impl OnTerminal {
     }
 }
 
-/// Runs `top` on a terminal until it has drawn the guest, ends it with `leave`, and checks that the
-/// terminal is restored.
+/// Runs `top` on a terminal until it has drawn the guest, terminates it with `leave`, and checks
+/// that the terminal is restored.
 fn leave_by(vm: &mut TestVm, leave: impl FnOnce(&mut TestVm, &Child, &mut File)) -> (ExitStatus, String) {
     let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
     top.shows(&["spin_hot"]);
@@ -256,7 +257,7 @@ fn every_exit_of_top_restores_terminal() {
     assert!(shown.contains("the VM has exited"));
 }
 
-/// The view goes on in the process to which the VM moves.
+/// The view continues in the process to which the VM moves.
 #[test]
 fn top_follows_a_vm_that_moves() {
     let Some(mut vm) = TestVm::spinning() else { return };
@@ -329,7 +330,7 @@ fn text_screen_shows_all_vms() {
 
     let mut live = OnTerminal::start(&mut top(&["top", "--all", "-d", "0.3"]));
     live.shows(&["3 of 3 VMs"]);
-    // Opens the functions of the second VM and searches them.
+    // Open the functions of the second VM and search them.
     live.types(b"\x1b[B\r");
     live.shows(&["spin_hot", "only VM b"]);
     live.types(b"/warm\r");
@@ -351,8 +352,8 @@ fn mouse_click_selects_view() {
     let Some(vm) = TestVm::spinning() else { return };
     let mut top = OnTerminal::start(&mut vm.top(&["test", "-d", "0.3"]));
     top.shows(&["spin_hot"]);
-    // Press and release of the first button at column 16 of line 2, the title of the second view
-    // (SGR encoding).
+    // Press and release the first button at column 16 of line 2, the title of the second view (SGR
+    // encoding).
     top.types(b"\x1b[<0;16;2M\x1b[<0;16;2m");
     top.shows(&["Hottest"]);
     top.types(b"q");

@@ -1,4 +1,5 @@
-//! Recordings in several files and formats, and VMs that are named by their process or control group.
+//! Recordings in several files and formats, and VMs that are selected by their process or control
+//! group.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -46,7 +47,8 @@ fn send(child: &Child, signal: &str) {
     );
 }
 
-/// SIGUSR2 completes the file and continues in a new one. Each file has the names of its samples.
+/// SIGUSR2 completes the file and continues in a new one. Each file contains the symbols of its
+/// samples.
 #[test]
 fn recording_continues_in_new_file_on_signal() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -72,8 +74,8 @@ fn recording_continues_in_new_file_on_signal() {
     }
 }
 
-/// With `--overwrite`, nothing is written before a signal, and each file has only the newest samples
-/// since the previous one.
+/// With `--overwrite`, nothing is written before a signal, and each file contains only the newest
+/// samples since the previous file.
 #[test]
 fn overwrite_recording_writes_newest_samples_on_signal() {
     const RING_BYTES: usize = 8 << 12;
@@ -140,7 +142,7 @@ fn recording_keeps_newest_files() {
     assert_eq!(completed(&vm).len(), 2);
 }
 
-/// The process and its control group stand for the VM.
+/// A VM can be selected by its process and by the control group of this process.
 #[test]
 fn process_and_cgroup_name_vm() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -164,7 +166,7 @@ fn process_and_cgroup_name_vm() {
     let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
     let group = groups.lines().next().and_then(|line| line.splitn(3, ':').nth(2));
     if let Some(group) = group.filter(|group| PathBuf::from(format!("/sys/fs/cgroup{group}")).is_dir()) {
-        // The VMs of other tests are in this group too, and may not answer.
+        // The VMs of other tests are also in this group, and may not answer.
         let out = vm.run(&["stat", "-j", "-e", "task-clock", "-d", "0.2", "-G", group]);
         let text = String::from_utf8_lossy(&out.stdout);
         assert!(text.lines().any(|line| value_of(line)["vm"] == "test"), "{out:?}");
@@ -175,7 +177,7 @@ fn process_and_cgroup_name_vm() {
     assert_eq!(vm.say(&["ps", "--names"]), "test\n");
 }
 
-/// Every output of a recording is produced by the program.
+/// The program can produce every output format of a recording.
 #[test]
 fn recording_is_shown_in_every_format() {
     let Some(vm) = TestVm::spinning(1) else { return };

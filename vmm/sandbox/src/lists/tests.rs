@@ -1,5 +1,5 @@
-//! Tests of the filter programs of each thread kind, which an interpreter runs as the kernel does.
-//! `tests/it/threads.rs` checks some of these calls on real threads.
+//! Tests of the filter programs of each thread kind, which an interpreter runs in the same way as
+//! the kernel. `tests/it/threads.rs` checks some of these calls on real threads.
 
 use std::collections::BTreeSet;
 
@@ -62,7 +62,8 @@ impl Filters {
         Self([filter::refuse(&refused(kind)).unwrap(), allow])
     }
 
-    /// The kernel applies the more restrictive of two actions.
+    /// Returns the result of both filters. The kernel applies the more restrictive of the two
+    /// actions.
     fn answer(&self, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
         let answers = self.0.iter().map(|program| run(program, arch, call, arguments));
         answers.min_by_key(|answer| answer.cast_signed()).unwrap()
@@ -129,8 +130,8 @@ proptest! {
     }
 }
 
-/// Calls through other ABIs are denied. The call numbers of 32-bit and x32 programs have different
-/// meanings.
+/// Calls through other ABIs are denied, because the call numbers of 32-bit and x32 programs have
+/// different meanings.
 #[test]
 fn foreign_abi_calls_are_denied() {
     const X32: u32 = 0x4000_0000;
@@ -147,8 +148,8 @@ fn foreign_abi_calls_are_denied() {
     }
 }
 
-/// No thread kind may make calls that affect other processes or increase privileges, with any
-/// arguments.
+/// No thread kind may make calls that affect other processes or increase privileges, regardless of
+/// the arguments.
 #[test]
 fn privilege_escalation_calls_are_denied() {
     #[rustfmt::skip]
@@ -161,11 +162,11 @@ fn privilege_escalation_calls_are_denied() {
         Sysno::setuid, Sysno::setgid, Sysno::setresuid, Sysno::setresgid, Sysno::setgroups, Sysno::unshare,
         Sysno::setns, Sysno::mount, Sysno::umount2, Sysno::pivot_root, Sysno::chroot, Sysno::open_tree,
         Sysno::move_mount, Sysno::fsopen, Sysno::mount_setattr,
-        // Creation, modification and look-up of files.
+        // Creation, modification and lookup of files.
         Sysno::creat, Sysno::openat2, Sysno::open_by_handle_at, Sysno::mknod, Sysno::mkdir, Sysno::link,
         Sysno::symlink, Sysno::rename, Sysno::renameat2, Sysno::chmod, Sysno::fchmod, Sysno::chown,
         Sysno::truncate, Sysno::setxattr, Sysno::utimensat,
-        // Sockets that others could connect to.
+        // Sockets to which other processes could connect.
         Sysno::bind, Sysno::listen,
         // Kernel subsystems with a history of vulnerabilities.
         Sysno::bpf, Sysno::userfaultfd, Sysno::io_uring_setup, Sysno::io_uring_enter, Sysno::keyctl,
@@ -188,8 +189,8 @@ fn privilege_escalation_calls_are_denied() {
     }
 }
 
-/// Thread kinds that may make a call with certain arguments, and the result for the others. The
-/// starter may make the calls of the threads that it starts.
+/// Only certain thread kinds may make a call with certain arguments, and other kinds receive the
+/// expected result. The starter may make the calls of the threads that it starts.
 #[test]
 fn argument_rules_apply_per_thread_kind() {
     use ThreadKind::{Balloon, Debugger, Device, Main, Socket, Starter, Vcpu};
@@ -289,14 +290,14 @@ fn argument_rules_apply_per_thread_kind() {
         for (what, call, arguments, may, others) in &rows {
             let right = if may.contains(&kind) { LET } else { *others };
             assert_eq!(filters.to(*call, arguments), right, "{kind}: {what}");
-            // The kernel truncates these arguments to 32 bits, and so does the filter.
+            // The kernel truncates these arguments to 32 bits, and the filter does the same.
             let high: Vec<u64> = arguments.iter().map(|word| word | 1 << 40).collect();
             assert_eq!(filters.to(*call, &high), right, "{kind}: {what}, with more bits");
         }
     }
 }
 
-/// Without a broker, threads may open events on themselves only.
+/// Without a broker, threads may open events only on themselves.
 #[test]
 fn without_broker_threads_open_own_events_only() {
     let open = |pid: u64, cpu: u64, flags: u64| vec![0, pid, cpu, u64::MAX, flags];
@@ -309,7 +310,7 @@ fn without_broker_threads_open_own_events_only() {
             if counts { LET } else { TRAP },
             "{kind}"
         );
-        // Another thread, any process, a CPU, a control group.
+        // Open events on another thread, any process, a CPU, and a control group.
         for arguments in [
             open(77, u64::MAX, 8),
             open(u64::MAX, u64::MAX, 8),
@@ -323,7 +324,7 @@ fn without_broker_threads_open_own_events_only() {
     }
 }
 
-/// The broker may open events of threads and send one signal, and do nothing else.
+/// The broker may open events on threads and send one signal, and may make no other calls.
 #[test]
 fn perf_broker_filter_allows_only_events() {
     const SIGNAL: u32 = 12;

@@ -1,8 +1,8 @@
 //! Allow-list of perf events: permitted fields of `struct perf_event_attr` and their permitted
 //! values.
 //!
-//! Every byte of the structure that is not listed here must be 0, so features of later kernels are
-//! denied until they are added here.
+//! Every byte of the structure that is not listed in this module must be 0, so features of later
+//! kernels are denied until they are added.
 
 /// Offsets of fields (`include/uapi/linux/perf_event.h`).
 mod at {
@@ -58,8 +58,8 @@ const FLAGS: u64 = DISABLED
     | EXCLUDE_HOST
     | EXCLUDE_GUEST
     | USE_CLOCKID;
-/// Flags of the dummy event, which records the context switches of the thread. Each record has a
-/// time, and does not name the other thread.
+/// Flags of the dummy event, which records the context switches of the thread. Each record contains
+/// a time and does not identify the other thread.
 const SAMPLE_ID_ALL: u64 = 1 << 18;
 const CONTEXT_SWITCH: u64 = 1 << 26;
 const SWITCH_FLAGS: u64 = SAMPLE_ID_ALL | CONTEXT_SWITCH;
@@ -76,7 +76,7 @@ pub(super) fn is_allowed(attr: &[u8]) -> bool {
     fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !fields.known_flags() == 0
 }
 
-/// The fields that may be non-zero.
+/// Fields that may be nonzero.
 struct AttrFields {
     kind: u32,
     config: u64,
@@ -87,7 +87,7 @@ struct AttrFields {
 }
 
 impl AttrFields {
-    /// Parses the fields. Returns `None` if any other field is non-zero.
+    /// Parses the fields. Returns `None` if any other field is nonzero.
     fn read(attr: &[u8]) -> Option<Self> {
         let word = |at: usize| {
             attr.get(at..)
@@ -156,8 +156,9 @@ impl AttrFields {
         }
     }
 
-    /// Samples of the host are permitted for the CPU clock only, because the kernel cannot separate
-    /// its guest samples from others before they are taken.
+    /// Returns whether the samples are permitted. Host samples are permitted only for the CPU
+    /// clock, because the kernel cannot distinguish its guest samples from others before they are
+    /// taken.
     fn samples_are_allowed(&self) -> bool {
         let known = SAMPLE_IP | SAMPLE_TIME | SAMPLE_READ | SAMPLE_PERIOD;
         let of_guest = self.flags & EXCLUDE_HOST != 0 && self.kind != SOFTWARE;
@@ -194,8 +195,8 @@ mod tests {
         attr
     }
 
-    /// Events that perf-core opens are permitted: counters with a mapped ring, group members, and
-    /// sampling events of the guest and the clock.
+    /// All events that perf-core opens are permitted: counters with a mapped ring, group members,
+    /// and sampling events of the guest and the clock.
     #[test]
     fn perf_core_events_are_allowed() {
         let sides = EXCLUDE_HOST | EXCLUDE_HV | EXCLUDE_USER;
@@ -227,7 +228,7 @@ mod tests {
 
     #[test]
     fn other_events_and_samples_are_denied() {
-        // Tracepoints, breakpoints, and a PMU with a dynamic type number (uprobe here).
+        // Tracepoints, breakpoints, and a PMU with a dynamic type number (here uprobe).
         for kind in [2, 5, 6, 9, 1 << 20] {
             assert!(!is_allowed(&attr(kind, 0)), "type {kind}");
         }
@@ -235,10 +236,10 @@ mod tests {
             assert!(!is_allowed(&attr(SOFTWARE, config)), "software {config}");
         }
         assert!(!is_allowed(&attr(HARDWARE, 10)));
-        // An event of the PMU of another core type, given in the upper half of the config.
+        // An event of another core type's PMU, which is selected by the upper half of the config.
         assert!(!is_allowed(&attr(HARDWARE, 8 << 32)));
         assert!(!is_allowed(&attr(HW_CACHE, 7)));
-        // Samples of host instructions by an event other than the clock.
+        // Samples of host instructions with an event other than the clock.
         let ip = with(attr(HARDWARE, 0), at::SAMPLE_TYPE, SAMPLE_IP);
         assert!(!is_allowed(&ip));
         assert!(!is_allowed(&with(attr(SOFTWARE, 2), at::SAMPLE_TYPE, SAMPLE_IP)));

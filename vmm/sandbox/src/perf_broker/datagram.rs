@@ -10,15 +10,15 @@ use std::time::Duration;
 #[repr(C, align(8))]
 struct Control([u8; 24]);
 
-/// Length of a control message with one descriptor. Space for a second one would let the sender
-/// pass two.
+/// Length of a control message with one descriptor. Space for a second descriptor would allow the
+/// sender to pass two.
 const CONTROL_BYTES: usize = size_of::<libc::cmsghdr>() + size_of::<RawFd>();
 
 /// Creates a pair of connected sockets (`SOCK_SEQPACKET`), the first of which has the receive
 /// timeout `patience`.
 ///
 /// # Errors
-/// Returns the error of `socketpair(2)` or `setsockopt(2)`.
+/// Returns an error if `socketpair(2)` or `setsockopt(2)` fails.
 pub(super) fn pair(patience: Duration) -> io::Result<(OwnedFd, OwnedFd)> {
     let mut ends = [-1; 2];
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
@@ -46,10 +46,10 @@ pub(super) fn pair(patience: Duration) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, its))
 }
 
-/// Sends one datagram with an optional descriptor. Restarted when interrupted by a signal.
+/// Sends one datagram with an optional descriptor. The call is restarted if a signal interrupts it.
 ///
 /// # Errors
-/// Returns the error of `sendmsg(2)`.
+/// Returns an error if `sendmsg(2)` fails.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], passed: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let mut part = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
@@ -87,11 +87,12 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], passed: Option<Borrowed
     }
 }
 
-/// Receives one datagram. Returns its length, 0 at the end of the connection, and the passed
-/// descriptor. A datagram longer than `buffer` is an error. Restarted when interrupted by a signal.
+/// Receives one datagram. Returns its length, which is 0 at the end of the connection, and the
+/// passed descriptor. A datagram longer than `buffer` is an error. The call is restarted if a
+/// signal interrupts it.
 ///
 /// # Errors
-/// Returns the error of `recvmsg(2)`.
+/// Returns an error if `recvmsg(2)` fails.
 pub(super) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut part = libc::iovec {
         iov_base: buffer.as_mut_ptr().cast(),

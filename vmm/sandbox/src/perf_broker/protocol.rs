@@ -1,4 +1,4 @@
-//! Messages between a VM and its perf event broker, one datagram each.
+//! Messages between a VM and its perf event broker, each of which is one datagram.
 
 /// Maximum size of an attribute structure, in bytes. Linux 6.18 has 144 bytes.
 pub(super) const MAX_ATTR_BYTES: usize = 256;
@@ -6,13 +6,13 @@ pub(super) const MAX_ATTR_BYTES: usize = 256;
 const HEADER_BYTES: usize = 16;
 /// Maximum size of a request, in bytes.
 pub(super) const MAX_REQUEST_BYTES: usize = HEADER_BYTES + MAX_ATTR_BYTES;
-/// Size of a reply, in bytes: an error number, 0 for success.
+/// Size of a reply, in bytes. A reply contains an error number, or 0 for success.
 pub(super) const REPLY_BYTES: usize = 4;
 
 const OPEN: u32 = 1;
 const SIGNAL: u32 = 2;
 
-/// A request of the VM. One descriptor may be passed with it: the group leader of a new event, or
+/// Request from the VM. One descriptor may be passed with it: the group leader of a new event, or
 /// the event whose signal is to be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PerfRequest<'a> {
@@ -20,12 +20,12 @@ pub(super) enum PerfRequest<'a> {
     Open {
         /// ID of the thread to count.
         tid: i32,
-        /// ID of the thread that receives overflow signals, 0 for no signal.
+        /// ID of the thread that receives overflow signals; 0 for no signal.
         receiver: i32,
         /// Bytes of `struct perf_event_attr`.
         attr: &'a [u8],
     },
-    /// Sets the receiver of an event's overflow signal.
+    /// Request to set the receiver of an event's overflow signal.
     Signal {
         /// ID of the receiving thread.
         receiver: i32,
@@ -33,8 +33,8 @@ pub(super) enum PerfRequest<'a> {
 }
 
 impl<'a> PerfRequest<'a> {
-    /// Encodes the request to `buffer` and returns its length, or `None` if the attribute structure
-    /// is too long.
+    /// Encodes the request into `buffer` and returns its length, or `None` if the attribute
+    /// structure is too long.
     pub(super) fn encode(self, buffer: &mut [u8; MAX_REQUEST_BYTES]) -> Option<usize> {
         let (kind, tid, receiver, attr) = match self {
             Self::Open { tid, receiver, attr } => (OPEN, tid, receiver, attr),

@@ -11,7 +11,7 @@ use super::protocol::{MAX_ATTR_BYTES, MAX_REQUEST_BYTES, PerfRequest};
 
 /// `PERF_FLAG_FD_CLOEXEC`.
 const CLOEXEC: libc::c_ulong = 8;
-/// `F_SETSIG`, `F_SETOWN_EX` and `F_OWNER_TID` of `fcntl(2)`.
+/// `F_SETSIG` and `F_SETOWN_EX` commands of `fcntl(2)`, and the type `F_OWNER_TID`.
 const F_SETSIG: libc::c_int = 10;
 const F_SETOWN_EX: libc::c_int = 15;
 const F_OWNER_TID: libc::c_int = 0;
@@ -37,8 +37,8 @@ pub(super) struct BrokerClient {
 const BURST: u32 = 5_000;
 const INTERVAL: Duration = Duration::from_micros(200);
 
-/// Delays requests that arrive faster than [`INTERVAL`], so that a guest that reprograms its
-/// counters continuously does not occupy a host CPU.
+/// Rate limiter that delays requests that arrive faster than [`INTERVAL`], so that a guest that
+/// reprograms its counters continuously does not occupy a host CPU.
 struct RateLimit {
     /// Time of the next request after a full burst.
     next: Instant,
@@ -125,8 +125,8 @@ impl BrokerClient {
         }
     }
 
-    /// Makes overflows of `event` send the signal to thread `receiver` of the VM. If the ID has
-    /// been reused by another process, the event sends no signal.
+    /// Makes overflows of `event` send the signal to thread `receiver` of the VM. If another
+    /// process has reused the ID, the event sends no signal.
     fn set_signal(self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), i32> {
         let fd = event.as_raw_fd();
         let set_owner = |pid| {
@@ -155,7 +155,8 @@ impl BrokerClient {
 
 /// Opens an event on one thread, never on a whole CPU.
 fn open(attr: &[u8], tid: i32, leader: Option<&OwnedFd>) -> Result<OwnedFd, i32> {
-    // Aligned and writable, because the kernel may write the size that it supports.
+    // The block must be aligned and writable, because the kernel may write the size that it
+    // supports.
     let mut block = [0u64; MAX_ATTR_BYTES / 8];
     let length = attr.len().min(MAX_ATTR_BYTES);
     // SAFETY: both ranges have `length` bytes and do not overlap, and any bytes are valid integers.

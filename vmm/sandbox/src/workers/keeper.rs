@@ -27,14 +27,14 @@ pub(super) const GIVE_UP: u8 = b'G';
 const KEEPER_NAME: &std::ffi::CStr = c"worker-keeper";
 const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
 
-/// Message of the keeper.
+/// Message from the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KeeperMessage {
     /// A worker has been started. Its socket is passed along.
     StartedWorker,
     /// The worker could not be started, with the error number.
     Failed(i32),
-    /// The worker has ended with this `wait(2)` status. `text` bytes of output follow.
+    /// The worker has exited with this `wait(2)` status. `text` bytes of output follow.
     WorkerExit { status: i32, text: u16 },
 }
 
@@ -53,7 +53,7 @@ impl KeeperMessage {
         bytes
     }
 
-    /// The keeper is trusted, because it never reads guest data.
+    /// Decodes a message from the keeper, which is trusted because it never reads guest data.
     pub(super) fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         let [letter, _, text @ .., a, b, c, d] = bytes;
         let (number, text) = (i32::from_le_bytes([a, b, c, d]), u16::from_le_bytes(text));
@@ -82,13 +82,13 @@ pub(super) struct KeeperConfig {
     pub(super) otherwise: Option<SeccompAction>,
     pub(super) landlock: bool,
     pub(super) limits: WorkerLimits,
-    /// Timeout of the VM for a worker's message.
+    /// Timeout of the VM for a message from a worker.
     pub(super) patience: Duration,
     pub(super) give_up: fn() -> bool,
     pub(super) work: fn(UnixStream, u32),
 }
 
-/// Starts the keeper, which communicates through `control`.
+/// Starts the keeper, which communicates over `control`.
 pub(super) fn start(control: UnixStream, job: KeeperConfig) -> io::Result<()> {
     let service = ServiceProcess {
         name: KEEPER_NAME,
@@ -110,10 +110,11 @@ struct OomScore {
 
 impl OomScore {
     const FILE: &str = "/proc/self/oom_score_adj";
-    /// Score of a process that is killed first.
+    /// Score of a process that the OOM killer selects first.
     const FIRST: &str = "1000";
 
-    /// Returns `None` if the value cannot be read or written.
+    /// Opens the score adjustment of this process. Returns `None` if the value cannot be read or
+    /// written.
     fn of_this_process() -> Option<Self> {
         let open = || File::options().read(true).write(true).open(Self::FILE);
         let opened = open().or_else(|_| {
@@ -134,7 +135,7 @@ impl OomScore {
     }
 
     /// Makes this process and its later children the first OOM victims, or restores the original
-    /// score. Neither requires a privilege.
+    /// score. Neither requires privileges.
     fn set(&self, first: bool) {
         let turn = if first { Self::FIRST } else { self.own.trim() };
         // If the write fails, the score is unchanged.
@@ -163,7 +164,7 @@ fn keep(mut control: UnixStream, turn: Option<&OomScore>, job: &KeeperConfig) ->
     Ok(())
 }
 
-/// Reads one message of the VM. Returns `None` after the VM has exited.
+/// Reads one message from the VM. Returns `None` after the VM has exited.
 fn read_message(control: &mut UnixStream) -> Option<u8> {
     let mut word = [0];
     control.read_exact(&mut word).ok()?;
@@ -188,7 +189,7 @@ fn begin(
     socket.set_read_timeout(Some(job.patience))?;
     socket.set_write_timeout(Some(job.patience))?;
     let (last_words, its_end) = io::pipe()?;
-    // The kernel kills workers before the VM on memory shortage, because they hold no persistent
+    // When memory is low, the kernel kills workers before the VM, because they hold no persistent
     // state.
     turn.inspect(|turn| turn.set(true));
     // SAFETY: this process has one thread.
@@ -215,7 +216,7 @@ fn begin(
     }
 }
 
-/// Reports a worker and its termination to the VM.
+/// Reports a worker's start and its termination to the VM.
 fn watch(control: &mut UnixStream, begun: StartedWorker) -> io::Result<()> {
     let StartedWorker {
         pid,
@@ -224,8 +225,8 @@ fn watch(control: &mut UnixStream, begun: StartedWorker) -> io::Result<()> {
     } = begun;
     let told = control.send_with_fd(&KeeperMessage::StartedWorker.to_bytes()[..], socket.as_raw_fd());
     drop(socket);
-    // The VM sees the end of the worker on its socket and then asks for the status, or asks to
-    // terminate the worker.
+    // The VM sees the end of the worker on its socket and then requests the status, or requests the
+    // termination of the worker.
     let gone = told.is_err() || read_message(control).is_none();
     // The kill has no effect on a worker that is already exiting.
     let mut status = 0;
@@ -253,7 +254,7 @@ static LAST_WORDS: OnceLock<String> = OnceLock::new();
 
 fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &KeeperConfig, number: u32) -> ! {
     exit_with_parent(WORKER_NAME);
-    // Captures messages of the runtime when it aborts, especially on memory exhaustion. SAFETY: the
+    // Capture the runtime's messages when it aborts, especially on memory exhaustion. SAFETY: the
     // call takes descriptors, and the replaced one is an unused copy from the keeper.
     unsafe { libc::dup2(last_words.as_raw_fd(), libc::STDERR_FILENO) };
     panic::set_hook(Box::new(|info| {
@@ -265,8 +266,8 @@ fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &KeeperConfig,
         let _ = write!(words, "{}", said.replace('\n', " "));
         let _ = LAST_WORDS.set(words);
     }));
-    // A panic drops the worker's socket before the process ends. The copy ensures that the VM sees
-    // the end of the connection only after the process has ended.
+    // A panic drops the worker's socket before the process exits. The copy ensures that the VM sees
+    // the end of the connection only after the process has exited.
     let Ok(held) = socket.try_clone() else {
         leave(service::UNFIT)
     };
@@ -291,7 +292,7 @@ fn confined(job: &KeeperConfig) -> Option<()> {
 }
 
 /// Applies the resource limits: no file writes, no new descriptors, no core dump. Returns whether
-/// all were set.
+/// all limits were set.
 fn apply_limits(limits: &WorkerLimits) -> bool {
     let limit = |resource, soft: u64, hard: u64| {
         let limit = libc::rlimit {

@@ -4,9 +4,9 @@ use std::fmt;
 
 /// Exit status of a worker that has panicked.
 pub(super) const PANICKED: i32 = 101;
-/// Maximum number of characters kept of a worker's output.
+/// Maximum number of characters of a worker's output that are kept.
 pub(super) const MOST_WORDS: usize = 300;
-/// Message of the standard library before it aborts on memory exhaustion.
+/// Message that the standard library prints before it aborts on memory exhaustion.
 const NO_MEMORY: &[u8] = b"memory allocation of ";
 
 /// Termination status of a worker.
@@ -72,7 +72,7 @@ impl fmt::Display for WorkerExit {
             Self::Done => f.write_str("it ended"),
             Self::Panicked(words) => write!(f, "it panicked {words}; please report this"),
             Self::Aborted(words) => write!(f, "it gave up: {words}; please report this"),
-            // The kernel kills workers first on memory shortage.
+            // When memory is low, the kernel kills workers first.
             Self::Signal(libc::SIGKILL) => {
                 f.write_str("it was ended by signal 9, by somebody or because the host has no memory left")
             }

@@ -12,8 +12,8 @@ use std::thread::Builder;
 use crate::common::memory_file::memory_file;
 use sandbox::{AccessibleFiles, ThreadKind};
 
-/// Runs `test` on a thread that can read below `read` and remove files below `remove`. Returns
-/// `false` if this host has no landlock.
+/// Runs `test` on a thread that can read files below `read` and remove files below `remove`.
+/// Returns `false` if this host has no landlock.
 fn with_files(read: &[&Path], remove: &[&Path], test: impl FnOnce() + Send + 'static) -> bool {
     static BEGUN: Once = Once::new();
     if !sandbox::has_landlock() {
@@ -94,8 +94,8 @@ fn memory_files_are_opened_again() {
 fn tcp_ports_are_denied() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
-    // Port rights require Linux 6.7. The landlock version shows whether they exist, not whether
-    // they are denied.
+    // Port rights require Linux 6.7. The landlock version indicates whether they exist, but not
+    // whether they are denied.
     const WITH_PORTS: i64 = 4;
     if version() < WITH_PORTS {
         return eprintln!("SKIP: this kernel's landlock knows no ports");

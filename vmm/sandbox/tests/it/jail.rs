@@ -1,5 +1,5 @@
-//! Tests of resources that are accessible in a jail. A privileged user can create namespaces for
-//! one thread, so each test uses a separate thread. Other users would need a single-threaded
+//! Tests of the resources that are accessible in a jail. A privileged user can create namespaces
+//! for one thread, so each test uses a separate thread. Other users would require a single-threaded
 //! process.
 
 use std::fs::{self, File};
@@ -39,9 +39,9 @@ fn mount(args: &[&str], path: &Path) {
     assert!(mounted.unwrap().success(), "{args:?} {}", path.display());
 }
 
-/// Makes a directory with `/proc` the root, like chroot(1).
+/// Makes a directory that contains `/proc` the root directory, like chroot(1).
 fn in_a_chroot(root: &Path, bound: bool) {
-    // The mount namespace then belongs to this thread only.
+    // The mount namespace then belongs only to this thread.
     unshare_mounts();
     if bound {
         mount(&["--bind", root.to_str().unwrap()], root);
@@ -117,7 +117,7 @@ fn jail_contains_named_files_only() {
         assert_eq!(fs::read_to_string(read.join("file")).unwrap(), "text");
         assert!(missing(File::open("/etc/passwd")));
         assert!(missing(File::open(&beside)));
-        // Neither parent directories nor new files lead out of the jail.
+        // Neither parent directories nor new files provide a path out of the jail.
         assert!(missing(File::open(read.join("../../../../../../etc/passwd"))));
         for at in [read.join("new"), PathBuf::from("/new")] {
             let made = File::create(&at).unwrap_err();

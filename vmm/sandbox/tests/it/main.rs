@@ -1,7 +1,7 @@
-//! Integration tests of the sandbox: one program with a module for each subject.
+//! Integration tests of the sandbox, in one program with a module for each subject.
 //!
 //! Landlock rules and namespaces are applied to a thread of the test. Seccomp filters and workers
-//! need a process, so these tests run this program again ([`test_support::child`]).
+//! require a process, so these tests run this program again ([`test_support::child`]).
 
 mod common;
 mod files;

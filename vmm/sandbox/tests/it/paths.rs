@@ -1,5 +1,5 @@
 //! Tests of files and sockets at paths that another user can influence. The process that changes
-//! its user and keeps root's capabilities is a child that runs this test program again.
+//! its user and keeps root's capabilities is a child process that runs this test program again.
 
 use std::fs::{self, Permissions};
 use std::io::Write;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
-use sandbox::paths::{self, Directory};
+use sandbox::paths::{self, PrivilegedDirectory};
 use sandbox::{PerfEventAccess, ProcessConfinement, SeccompMode, SocketBroker, TerminationActions};
 use test_support::child::child_command;
 
@@ -32,8 +32,8 @@ fn is_root() -> bool {
     own
 }
 
-/// Creates a directory of root that no other user can write, containing a directory of another
-/// user.
+/// Creates a directory of root to which no other user can write, with a directory of another user
+/// in it.
 fn directories() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let theirs = dir.path().join("theirs");
@@ -68,7 +68,7 @@ fn as_a_child() {
         eprintln!("refused: {e}");
         std::process::exit(3);
     }
-    // The capabilities are effective again.
+    // The file capabilities must be effective again after the operation.
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let set = |name: &str| {
         status
@@ -126,14 +126,14 @@ fn link_of_another_user_is_not_followed() {
     symlink(&secret, &link).unwrap();
     lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
 
-    // As that user with root's capabilities, and as root.
+    // Run as the other user with root's capabilities, and as root.
     let out = child("append", &link);
     assert!(refused(&out), "{}", String::from_utf8_lossy(&out.stderr));
     let line = paths::append(&link, 0o600).unwrap_err().to_string();
     assert!(line.contains("symbolic link of user 65534"), "{line}");
     assert_eq!(fs::read_to_string(&secret).unwrap(), "root's");
 
-    // A link in the middle of the path, below a directory that the user cannot access.
+    // Use a link in the middle of the path, below a directory that the user cannot access.
     fs::set_permissions(dir.path(), Permissions::from_mode(0o700)).unwrap();
     let inside = dir.path().join("closed");
     fs::create_dir(&inside).unwrap();
@@ -150,7 +150,8 @@ fn link_of_another_user_is_not_followed() {
     assert_eq!(fs::read_dir(&inside).unwrap().count(), 0);
 }
 
-/// A kernel or disk image that the user replaced with a link or a hard link to a file of root.
+/// A kernel or disk image that the user has replaced with a link or a hard link to a file of root
+/// is not opened. A guest reset opens the kernel and the initrd again.
 #[test]
 fn file_of_root_is_not_opened_for_another_user() {
     if !is_root() {
@@ -178,7 +179,8 @@ fn file_of_root_is_not_opened_for_another_user() {
             );
         }
     }
-    // A file that the user may read, also by a link, and a file that root named.
+    // A file that the user may read, also through a link, and a file that root specified, can be
+    // opened.
     let own = theirs.join("own");
     fs::write(&own, "theirs").unwrap();
     chown(&own, Some(NOBODY), Some(NOBODY)).unwrap();
@@ -195,12 +197,11 @@ fn file_of_root_is_not_opened_for_another_user() {
             );
         }
     }
-    // Root itself follows the links of other users, as without a jail.
+    // Root itself follows the links of other users, in the same way as without a jail.
     paths::open(&link, libc::O_RDONLY).unwrap();
 }
 
-/// A guest reset opens the kernel and the initrd again.
-/// A shared directory is found with the rights of the user who will read it.
+/// A shared directory is resolved with the access rights of the user who will read it.
 #[test]
 fn directory_of_root_is_not_resolved_for_another_user() {
     if !is_root() {
@@ -252,7 +253,8 @@ fn confined_thread_opens_files() {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// A socket of a back end that the user replaced with a link to a socket of root.
+/// A VM does not connect to a backend socket that the user has replaced with a link to a socket of
+/// root.
 #[test]
 fn socket_of_root_is_not_connected_for_another_user() {
     if !is_root() {
@@ -267,7 +269,8 @@ fn socket_of_root_is_not_connected_for_another_user() {
     lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
     let out = child("connect", &link);
     assert!(refused(&out), "{}", String::from_utf8_lossy(&out.stderr));
-    // A socket that root named, and one that everybody may connect to.
+    // Connections to a socket that root specified, and to a socket that everybody may access,
+    // succeed.
     for (mode, path) in [(0o600, &socket), (0o666, &link)] {
         fs::set_permissions(&socket, Permissions::from_mode(mode)).unwrap();
         let out = child("connect", path);
@@ -277,8 +280,8 @@ fn socket_of_root_is_not_connected_for_another_user() {
             String::from_utf8_lossy(&out.stderr)
         );
     }
-    // The same in a directory that the user cannot reach. The broker receives a descriptor of the
-    // directory, so the path must not be resolved with root's capabilities.
+    // Repeat the attempt in a directory that the user cannot access. The broker receives a
+    // descriptor of the directory, so the path must not be resolved with root's capabilities.
     let out = child("connect-by-broker", &link);
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     let private = dir.path().join("private");
@@ -308,7 +311,7 @@ fn links_of_root_are_followed() {
     let real = theirs.join("real");
     assert_eq!(fs::read_to_string(&real).unwrap(), "appended");
     assert_eq!(fs::metadata(&real).unwrap().uid(), NOBODY);
-    // Magic links of the kernel, such as the target of /dev/stderr.
+    // Magic links of the kernel, such as the target of /dev/stderr, are followed.
     let file = fs::File::create(dir.path().join("by-descriptor")).unwrap();
     let own = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
     paths::append(Path::new(&own), 0o600)
@@ -336,7 +339,7 @@ fn root_directory_is_usable_with_capabilities() {
         );
         assert_eq!(fs::metadata(&path).unwrap().uid(), NOBODY, "{what}");
     }
-    // A file that other users may have created there is rejected.
+    // A file that other users may have created in the directory is rejected.
     fs::set_permissions(dir.path(), Permissions::from_mode(0o770)).unwrap();
     assert!(refused(&child("append", &dir.path().join("new"))));
 }
@@ -354,7 +357,8 @@ fn user_directory_below_inaccessible_one_is_reached() {
     assert_eq!((meta.uid(), meta.mode() & 0o777), (NOBODY, 0o666));
 }
 
-/// The permissions are set at creation, so the file cannot be replaced in between.
+/// The permissions are set at creation, so the file cannot be replaced between its creation and a
+/// later change.
 #[test]
 fn socket_has_its_permissions_when_it_appears() {
     let dir = tempfile::tempdir().unwrap();
@@ -401,7 +405,7 @@ fn open_directory_survives_path_replacement() {
     let dir = tempfile::tempdir().unwrap();
     let (first, second) = (dir.path().join("first"), dir.path().join("second"));
     fs::create_dir(&first).unwrap();
-    let held = Directory::open(&first).unwrap();
+    let held = PrivilegedDirectory::open(&first).unwrap();
     fs::rename(&first, &second).unwrap();
     fs::create_dir(&first).unwrap();
     fs::write(held.path("file".as_ref()), "").unwrap();

@@ -1,5 +1,5 @@
 //! Tests of the perf event broker: the events that it opens for a VM, and the state after its exit.
-//! The process with the broker is a child that runs this test program again.
+//! The process with the broker is a child process that runs this test program again.
 #![expect(unsafe_code, reason = "perf_event_open(2), and reads of its descriptor")]
 
 use std::fs;
@@ -60,7 +60,8 @@ fn events_survive_broker_exit() {
     run_in_child("end");
 }
 
-/// Run with `cargo test -p sandbox --test it -- --ignored --nocapture event_open_time`.
+/// Prints the time to open an event. Run with `cargo test -p sandbox --test it -- --ignored
+/// --nocapture event_open_time`.
 #[test]
 #[ignore = "a measurement"]
 fn event_open_time_is_printed() {
@@ -116,11 +117,11 @@ fn requests_outside_vm_are_denied() {
             Some(libc::ESRCH),
             "{other}"
         );
-        // A signal receiver outside the VM.
+        // Use a signal receiver outside the VM.
         let opened = broker.open(&faults, tid, None, Some(other));
         assert_eq!(refusal(opened), Some(libc::ESRCH), "{other}");
     }
-    // Any process, and the broker itself.
+    // Open events on any process, and on the broker itself.
     for none in [-1, 0] {
         assert_eq!(
             refusal(broker.open(&faults, none, None, None)),
@@ -129,7 +130,7 @@ fn requests_outside_vm_are_denied() {
     }
     let uprobe = fs::read_to_string("/sys/bus/event_source/devices/uprobe/type");
     let uprobe = uprobe.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(9);
-    // A uprobe, whose reference counter is written in another process, a breakpoint, and a
+    // Open a uprobe, whose reference counter is written in another process, a breakpoint, and a
     // tracepoint.
     for kind in [uprobe, 5, 2] {
         assert_eq!(
@@ -138,14 +139,14 @@ fn requests_outside_vm_are_denied() {
             "{kind}"
         );
     }
-    // Samples of user registers and stack, and a signal for each sample (sigtrap).
+    // Request samples of user registers and stack, and a signal for each sample (sigtrap).
     let (mut stack, mut trap) = (attr(SOFTWARE, 0), attr(SOFTWARE, 0));
     stack[24..32].copy_from_slice(&(1u64 << 12 | 1 << 13).to_ne_bytes());
     trap[44] = 1 << 5;
     for bad in [stack, trap] {
         assert_eq!(refusal(broker.open(&bad, tid, None, None)), Some(libc::EPERM));
     }
-    // A group leader that is not an event.
+    // Use a group leader that is not an event.
     let file = fs::File::open("/dev/null").unwrap();
     let opened = broker.open(&faults, tid, Some(std::os::fd::AsFd::as_fd(&file)), None);
     assert_eq!(refusal(opened), Some(libc::EBADF));

@@ -1,5 +1,5 @@
-//! Tests of a PID namespace and its supervisor. This test program runs again as a child, which forks
-//! the supervisor, because a supervisor has a single thread.
+//! Tests of a PID namespace and its supervisor. This test program runs again as a child process,
+//! which forks the supervisor, because a supervisor must be single-threaded.
 #![expect(unsafe_code, reason = "signals and process IDs")]
 
 use std::io::{BufRead, BufReader, Lines};
@@ -27,7 +27,7 @@ fn as_a_child() {
         assert_eq!(unsafe { libc::waitpid(supervisor, &mut status, 0) }, supervisor);
         return println!("\nstatus {status}");
     }
-    // The process group of a shell job, of which the child is the parent in the same session.
+    // Create the process group of a shell job. The child process is its parent in the same session.
     // SAFETY: the call takes numbers.
     unsafe { libc::setpgid(0, 0) };
     let (reports, sink) = std::io::pipe().unwrap();
@@ -126,7 +126,7 @@ impl Supervised {
         assert_eq!(unsafe { libc::kill(to, signal) }, 0);
     }
 
-    /// Waits for the end of the supervisor.
+    /// Waits until the supervisor exits.
     fn wait(mut self) -> ExitStatus {
         let mut lines = self.lines.by_ref().map_while(Result::ok);
         let line = lines.find(|line| line.starts_with("status "));
@@ -150,7 +150,7 @@ fn supervisor_ends_like_first_process() {
     assert_eq!(supervised.wait().signal(), Some(libc::SIGKILL));
     let supervised = Supervised::start("fault").unwrap();
     assert_eq!(supervised.wait().signal(), Some(libc::SIGILL));
-    // Process 1 ignores the SIGABRT that it sends itself, and abort(3) then causes a fault.
+    // PID 1 ignores the SIGABRT that it sends to itself, and abort(3) then causes a fault.
     let supervised = Supervised::start("abort").unwrap();
     assert_eq!(supervised.wait().signal(), Some(libc::SIGSEGV));
 }

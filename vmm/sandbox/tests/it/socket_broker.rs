@@ -1,6 +1,6 @@
-//! Tests of the socket broker: threads that may not connect can reach the registered sockets and no
-//! others, and the VM's own sockets are removed however the VM ends. The process with the broker is
-//! a child that runs this test program again.
+//! Tests of the socket broker. Threads that may not connect can reach the registered sockets and no
+//! others, and the VM's own sockets are removed regardless of how the VM exits. The process with
+//! the broker is a child process that runs this test program again.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -19,7 +19,7 @@ use test_support::child::child_command;
 
 /// Environment variable with the directory of the sockets, for the child.
 const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";
-/// Printed by the child when its threads are confined.
+/// Line that the child prints when its threads are confined.
 const CONFINED: &str = "all threads are confined";
 /// Exit status of the child when a thread is denied a connection.
 const STATUS: u8 = 77;
@@ -88,7 +88,8 @@ fn connections(ports: &SocketDestination, exact: &SocketDestination) {
     };
     assert_eq!(greeted(ports.connect(7).unwrap()), *b"v7");
     assert_eq!(greeted(exact.connect(0).unwrap()), *b"be");
-    // No listener, a link to another user's socket, a regular file, and a name with a stale socket.
+    // These ports have no listener, a link to another user's socket, a regular file, and a stale
+    // socket.
     for port in [1, 2, 3, 4] {
         assert!(ports.connect(port).is_err(), "port {port}");
     }
@@ -175,7 +176,7 @@ fn socket_of_a_killed_vm_is_removed() {
     goes(&dir.path().join("own"));
 }
 
-/// Another VM may have taken over the path.
+/// The broker does not remove a socket if another VM may have taken over the path.
 #[test]
 fn replaced_socket_is_kept() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Tests of threads of each kind: permitted operations succeed and others terminate the process.
+//! Tests of threads of each kind. Permitted operations succeed, and others terminate the process.
 //! Each attempt runs in a child process that runs this test program again.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
@@ -17,7 +17,7 @@ use test_support::child::child_command;
 const TASK: &str = "SANDBOX_TEST_TASK";
 /// Exit status of a process that a filter has terminated.
 const STATUS: u8 = 77;
-/// Printed by a thread that has completed.
+/// Line that a thread prints when it has completed.
 const DONE: &str = "the thread is done";
 
 static RESTORED: AtomicBool = AtomicBool::new(false);
@@ -36,7 +36,7 @@ enum Attempt {
     Code,
     CountCpu,
     OtherProcess,
-    /// Calls that libraries attempt but do not need.
+    /// Calls that libraries attempt but do not require.
     Refused,
     /// Write-back of an image at the reset of a disk.
     Image,
@@ -94,7 +94,7 @@ impl Attempt {
     }
 }
 
-/// Memory, locks, time and a caught panic.
+/// Performs ordinary operations: memory, locks, time, and a caught panic.
 fn ordinary() {
     let big: Vec<u64> = (0..1 << 18).collect();
     assert_eq!(big.iter().sum::<u64>(), (1 << 17) * ((1 << 18) - 1));
@@ -116,12 +116,12 @@ fn image() {
     assert_eq!((&back, file.metadata().unwrap().len()), (b"data", 1 << 20));
 }
 
-/// Each refused call fails with an error and the thread continues.
+/// Checks that each denied call fails with an error and the thread continues.
 fn refused() {
     let kind = sandbox::kind().unwrap();
     let is_refused = |error: &std::io::Error| error.raw_os_error() == Some(libc::EPERM);
-    // The starter may create threads, as may the threads that it starts until they have their own
-    // filter. The main thread may open files.
+    // The starter may create threads, and so may the threads that it starts until they have their
+    // own filter. The main thread may open files.
     if kind != ThreadKind::Starter {
         let started = Builder::new().spawn(|| ());
         assert!(started.is_err_and(|e| is_refused(&e)), "{kind}: a thread");
@@ -138,7 +138,7 @@ fn refused() {
         limit == -1 && is_refused(&std::io::Error::last_os_error()),
         "{kind}: a limit"
     );
-    // The state of an open descriptor is available. SAFETY: standard error is open, and
+    // The status of an open descriptor is available. SAFETY: standard error is open, and
     // ManuallyDrop prevents its closing.
     let here = std::mem::ManuallyDrop::new(unsafe { std::fs::File::from_raw_fd(libc::STDERR_FILENO) });
     assert!(here.metadata().is_ok(), "{kind}");
@@ -188,7 +188,7 @@ fn as_a_child() {
         }
         println!("{DONE}");
     };
-    // Threads that exist before the main thread is confined, and threads started later.
+    // Cover threads that exist before the main thread is confined, and threads started later.
     let builder = Builder::new().name("tries".into());
     let thread = match kind {
         ThreadKind::Console | ThreadKind::Signals => builder.spawn(move || {
@@ -213,7 +213,7 @@ fn as_a_child() {
         }),
     };
     thread.unwrap().join().unwrap();
-    // The test harness's own threads would otherwise be terminated by their next calls.
+    // Otherwise, the next calls of the test harness's own threads would terminate them.
     std::process::exit(0);
 }
 
@@ -273,7 +273,8 @@ fn refused_calls_do_not_stop_threads() {
     }
 }
 
-/// The driver resets a disk on a vCPU thread, and the end of the VM resets it on the main thread.
+/// Resetting a disk writes its image back. The driver resets a disk on a vCPU thread, and the end
+/// of the VM resets it on the main thread.
 #[test]
 fn disk_reset_writes_image_back() {
     for kind in [ThreadKind::Main, ThreadKind::Vcpu, ThreadKind::Device] {
@@ -286,7 +287,7 @@ fn disk_reset_writes_image_back() {
     }
 }
 
-/// In log mode and without filters, no process is terminated.
+/// In log mode and without filters, violations do not terminate the process.
 #[test]
 fn log_and_off_modes_terminate_nothing() {
     for mode in [SeccompMode::Log, SeccompMode::Off] {

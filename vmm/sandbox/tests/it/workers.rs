@@ -1,5 +1,5 @@
 //! Tests of workers: forbidden calls, resource limits, reported termination, and the start of the
-//! next worker. The process with the workers is a child that runs this test program again.
+//! next worker. The process with the workers is a child process that runs this test program again.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
 use std::ffi::c_long;
@@ -17,7 +17,7 @@ use test_support::child::child_command;
 
 /// Environment variable with the task of the child.
 const TASK: &str = "WORKERS_TEST_TASK";
-/// Printed by a child that has completed its task.
+/// Line that a child prints when it has completed its task.
 const DONE: &str = "all of it is done";
 const LIMITS: WorkerLimits = WorkerLimits {
     memory_bytes: 256 << 20,
@@ -42,7 +42,7 @@ fn work(mut socket: UnixStream, number: u32) {
         },
         b'h' => {
             socket.write_all(&std::process::id().to_le_bytes()).unwrap();
-            // Blocks until the worker is terminated.
+            // This read blocks until the worker is terminated.
             let _ = socket.read(&mut letter);
         }
         b's' => {
@@ -139,7 +139,7 @@ const FORBIDDEN: [(&str, c_long, [c_long; 6]); 18] = [
     ("a request", libc::SYS_ioctl, [0; 6]),
 ];
 
-/// Memory, a hash table, and a caught panic, without files or new descriptors.
+/// Uses memory, a hash table, and a caught panic, without files or new descriptors.
 fn ordinary() {
     for _ in 0..3 {
         let big: Vec<u64> = (0..1 << 22).collect();
@@ -170,7 +170,7 @@ fn begun(workers: &WorkerKeeper, letter: u8) -> WorkerProcess<'_> {
 fn read_all(workers: &WorkerKeeper, letter: u8) -> (Vec<u8>, WorkerExit) {
     let mut worker = begun(workers, letter);
     let mut said = Vec::new();
-    // A socket closed with unread data reports an error.
+    // If a socket is closed with unread data, reading reports an error.
     let _ = worker.socket().read_to_end(&mut said);
     (said, worker.end().unwrap())
 }
@@ -204,7 +204,7 @@ fn every_end(mode: SeccompMode) {
         other => panic!("{other:?}"),
     }
     next_one_works(&workers, 1);
-    // The worker is killed, or receives the signal that the runtime uses on memory exhaustion.
+    // The worker is killed, or receives the signal that the runtime raises on memory exhaustion.
     for (option, signal) in [("-KILL", libc::SIGKILL), ("-ABRT", libc::SIGABRT)] {
         let mut worker = begun(&workers, b'h');
         let pid = pid_of(&mut worker);
@@ -261,7 +261,7 @@ fn forbidden() {
 fn shown() {
     let workers = workers(SeccompMode::On);
     let mut worker = begun(&workers, b'h');
-    // The test harness has printed an incomplete line.
+    // The test harness has printed an incomplete line, so start a new one.
     println!("\n{}", pid_of(&mut worker));
     std::io::stdout().flush().unwrap();
     loop {
@@ -312,15 +312,16 @@ fn forbidden_call_kills_worker_only() {
     does("forbidden");
 }
 
-/// Returns the parent of process `pid`.
+/// Returns the parent process ID of process `pid`.
 fn parent(pid: u32) -> u32 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("PPid:"));
     line.unwrap().trim().parse().unwrap()
 }
 
-/// Returns how many sockets and pipes process `pid` has open in addition to its standard streams,
-/// which must lead to pipes. No other descriptor may be open, except of the file `other`.
+/// Returns the numbers of sockets and pipes that process `pid` has open in addition to its standard
+/// streams, which must refer to pipes. No other descriptor may be open, except for the file
+/// `other`.
 fn sockets_and_pipes(pid: u32, other: Option<&str>) -> (usize, usize) {
     let mut found = (0, 0);
     for fd in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
@@ -361,7 +362,7 @@ fn worker_has_one_socket_and_exits_with_vm() {
     let worker: u32 = worker.expect("its number");
     let keeper = parent(worker);
     assert_eq!(parent(keeper), vm.id());
-    // The second socket descriptor of the worker is a copy of the first.
+    // The worker's second socket descriptor is a copy of the first.
     assert_eq!(sockets_and_pipes(worker, None), (2, 1));
     // The keeper closes its copy of the worker's socket after it has sent it to the VM.
     let oom_score = oom_score_path(keeper);
@@ -373,8 +374,8 @@ fn worker_has_one_socket_and_exits_with_vm() {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("\nSeccomp:\t2\n"), "{status}");
     }
-    // On memory shortage the kernel kills the worker first. The keeper has the same priority as the
-    // VM.
+    // When memory is low, the kernel kills the worker first. The keeper has the same priority as
+    // the VM.
     let own = fs::read_to_string(oom_score_path(vm.id())).unwrap();
     assert_eq!(fs::read_to_string(oom_score_path(worker)).unwrap(), "1000\n");
     assert_eq!(fs::read_to_string(oom_score).unwrap(), own);

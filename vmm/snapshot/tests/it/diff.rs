@@ -1,11 +1,11 @@
-//! Diffs: comparison with a base, ranges, and checksums of both files together.
+//! Tests of diffs: comparison with a base, ranges, and checksums of both files together.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use snapshot::diff::{
-    BaseChain, BaseError, BaseSnapshot, DiffError, DiffWriter, MAX_DIFFS, MAX_RUNS, check_runs,
+    BaseChain, BaseSnapshot, BaseSnapshotError, DiffError, DiffWriter, MAX_DIFFS, MAX_RUNS, check_runs,
 };
 use snapshot::memory::{CHUNK_BYTES, MemoryFileError, checksum};
 use snapshot::state::{SavedBase, SavedMachine, SavedMemory};
@@ -38,8 +38,8 @@ fn snapshot_of(name: &str, machine: &SavedMachine, file: File) -> BaseSnapshot {
     BaseSnapshot::new(Path::new(name), &encode(machine).unwrap(), file).unwrap()
 }
 
-/// Returns the base of a diff in a directory `diff`, which is the last of `given`.
-fn chain(given: Vec<BaseSnapshot>) -> Result<BaseChain, BaseError> {
+/// Returns the base chain of a diff at the path `diff`, whose direct base is the last of `given`.
+fn chain(given: Vec<BaseSnapshot>) -> Result<BaseChain, BaseSnapshotError> {
     let need = given.last().unwrap().state_crc();
     BaseChain::new(Path::new("diff"), need, given)
 }
@@ -71,7 +71,7 @@ fn diff_of(base: &[u8], memory: &[u8]) -> (SavedMachine, File, u64) {
     diff_above(base_of(base), memory)
 }
 
-/// A page that becomes zero is a change too. Ranges are merged over the end of a chunk.
+/// A page that becomes zero is included in the diff, and ranges are merged across chunk boundaries.
 #[test]
 fn changed_pages_are_in_the_diff() {
     let base: Vec<u8> = (0..BYTES).map(|n| (n / PAGE % 251 + 1) as u8).collect();
@@ -103,8 +103,8 @@ fn changed_pages_are_in_the_diff() {
     assert!(matches!(damaged, Err(MemoryFileError::Damaged { start: 0, .. })));
 }
 
-/// Zeros over a hole of the base are not read, and zeros over its data are a change. A hole where the
-/// base had data is damage.
+/// Zeros at a hole of the base are skipped without reading the base, zeros at data of the base are
+/// a change, and a hole where the base had data is reported as damage.
 #[test]
 fn holes_of_the_base_are_skipped() {
     let mut base = vec![0; 3 * CHUNK];
@@ -173,8 +173,8 @@ fn impossible_ranges_are_refused() {
     assert!(matches!(check_runs(&many, u64::MAX), Err(DiffError::Runs)));
 }
 
-/// Returns the reason of a refusal and the directory that it names.
-fn refused(chain: Result<BaseChain, BaseError>) -> (String, DiffError) {
+/// Returns the error of a rejected chain and the directory that it names.
+fn refused(chain: Result<BaseChain, BaseSnapshotError>) -> (String, DiffError) {
     let error = chain.unwrap_err();
     (error.path.to_str().unwrap().to_owned(), error.source)
 }
@@ -208,8 +208,8 @@ fn other_base_is_refused() {
     assert!(matches!(smaller, Err(DiffError::OtherMachine)));
 }
 
-/// Memory of a chain is that of the highest diff with the page. Its bases are found in any order, and a
-/// damaged one is named.
+/// Each page is read from the highest diff that contains it. Bases are found in any order, and an
+/// error names the damaged one.
 #[test]
 fn diff_of_a_diff_contains_what_differs_from_it() {
     let mut memory: Vec<u8> = (0..BYTES).map(|n| (n / PAGE % 251 + 1) as u8).collect();
@@ -221,7 +221,7 @@ fn diff_of_a_diff_contains_what_differs_from_it() {
     let lower = diff_above(chain(vec![open_full()]).unwrap(), &memory);
     let open_lower = || snapshot_of("lower", &lower.0, lower.1.try_clone().unwrap());
     memory[2 * PAGE] = 0xBB;
-    // The page is a hole of the full snapshot, and not of the memory that this diff is based on.
+    // The page is a hole in the full snapshot, but not in the memory on which this diff is based.
     memory[CHUNK + PAGE] = 0;
     let upper = diff_above(chain(vec![open_full(), open_lower()]).unwrap(), &memory);
     let saved = upper.0.memory.base.clone().unwrap();
@@ -240,7 +240,7 @@ fn diff_of_a_diff_contains_what_differs_from_it() {
     assert_eq!(layers, [2]);
     base.verify().unwrap();
     base.verify_diff(&upper.1, &saved, &upper.0.memory).unwrap();
-    // Covered by the upper diff.
+    // The upper diff covers this page.
     lower.1.write_all_at(&[1], 2 * page).unwrap();
     base.verify_diff(&upper.1, &saved, &upper.0.memory).unwrap();
     let damaged = base.verify().unwrap_err();
@@ -275,7 +275,7 @@ fn number_of_diffs_is_limited() {
     assert!(matches!(refused(given(MAX_DIFFS)), (_, DiffError::TooManyDiffs)));
 }
 
-/// A VM that is not trusted may send any pieces.
+/// An untrusted VM may send chunks in any order and of any size.
 #[test]
 fn memory_out_of_order_is_refused() {
     let memory = vec![1; BYTES];

@@ -1,16 +1,16 @@
-//! The state file: round trips, damage, unknown fields, and files of released versions.
+//! Tests of the state file: round trips, damage, unknown fields, and files of released versions.
 
 use proptest::prelude::*;
 use snapshot::format::{MAX_STATE_BYTES, frame, optional_field, with_optional_field};
 use snapshot::state::{SavedBase, SavedDevice, SavedMachine, SavedPmi, SavedQueue, SavedRdpmc, SavedVcpu};
-use snapshot::{Bytes, FormatError, decode, encode};
+use snapshot::{Base64Bytes, SnapshotFormatError, decode, encode};
 
 /// State of format version 1, written by the version that introduced it.
 const VERSION_1: &[u8] = include_bytes!("../golden/version-1.state");
 
 const VERSION_1_DIFF: &[u8] = include_bytes!("../golden/version-1-diff.state");
 
-/// Returns a machine in which every part has a value of its own.
+/// Returns a machine in which every part has a distinct value.
 fn machine() -> SavedMachine {
     let mut machine = SavedMachine {
         saved_by: "0.2.0".to_owned(),
@@ -24,10 +24,14 @@ fn machine() -> SavedMachine {
     machine.filter.events = vec![(0x3C, 0xFF, 0, false)];
     machine.kernel.format = "linux".to_owned();
     machine.vm.clock_ns = 1 << 60;
-    machine.vm.irqchips = vec![Bytes(vec![1, 2, 3]), Bytes(vec![]), Bytes(vec![0xFF; 520])];
+    machine.vm.irqchips = vec![
+        Base64Bytes(vec![1, 2, 3]),
+        Base64Bytes(vec![]),
+        Base64Bytes(vec![0xFF; 520]),
+    ];
     let mut vcpu = SavedVcpu {
         cpuid: vec![[0, 0, 0, 13, 1, 2, u32::MAX]],
-        regs: Bytes((0..144).collect()),
+        regs: Base64Bytes((0..144).collect()),
         msrs: vec![(0x10, u64::MAX), (0xC000_0080, 0x501)],
         ..SavedVcpu::default()
     };
@@ -63,8 +67,8 @@ fn state_round_trips() {
     assert_eq!(decode(&encode(&machine).unwrap()).unwrap(), machine);
 }
 
-/// Files of released versions stay readable. `UPDATE_GOLDEN=1` writes the file of a new version; those
-/// of released versions never change.
+/// Files of released versions remain readable. `UPDATE_GOLDEN=1` writes the file of a new version.
+/// Files of released versions never change.
 #[test]
 fn golden_file_of_version_1_is_read() {
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
@@ -74,7 +78,7 @@ fn golden_file_of_version_1_is_read() {
     assert_eq!(decode(VERSION_1).unwrap(), machine());
 }
 
-/// A diff of version 1.
+/// A diff of format version 1 remains readable.
 #[test]
 fn golden_diff_of_version_1_is_read() {
     let mut machine = machine();
@@ -99,7 +103,7 @@ fn every_damaged_byte_and_every_cut_is_found() {
         assert!(decode(&bytes[..at]).is_err(), "cut at {at}");
     }
     let longer = [&bytes[..], &[0]].concat();
-    assert!(matches!(decode(&longer), Err(FormatError::Length { .. })));
+    assert!(matches!(decode(&longer), Err(SnapshotFormatError::Length { .. })));
 }
 
 /// Returns the body of a state as JSON.
@@ -110,12 +114,13 @@ fn body(machine: &SavedMachine) -> serde_json::Value {
 fn decoded(body: &serde_json::Value) -> Result<SavedMachine, String> {
     let text = serde_json::to_vec(body).unwrap();
     decode(&frame(&text)).map_err(|e| match e {
-        FormatError::Body(e) => e.to_string(),
+        SnapshotFormatError::Body(e) => e.to_string(),
         other => other.to_string(),
     })
 }
 
-/// An older version cannot know whether it may ignore a new field.
+/// A state with an unknown mandatory field is rejected, because an older version cannot know
+/// whether it may ignore the field.
 #[test]
 fn unknown_mandatory_field_is_refused_by_name() {
     for path in [
@@ -150,16 +155,19 @@ fn missing_field_is_refused_by_name() {
 fn other_versions_and_sizes_are_refused() {
     let mut bytes = encode(&machine()).unwrap();
     bytes[4] = 9;
-    assert!(matches!(decode(&bytes), Err(FormatError::Version(9))));
-    assert!(matches!(decode(b""), Err(FormatError::Magic)));
-    assert!(matches!(decode(b"PVSS"), Err(FormatError::Length { .. })));
+    assert!(matches!(decode(&bytes), Err(SnapshotFormatError::Version(9))));
+    assert!(matches!(decode(b""), Err(SnapshotFormatError::Magic)));
+    assert!(matches!(decode(b"PVSS"), Err(SnapshotFormatError::Length { .. })));
     let mut large = machine();
-    large.board.cmos = Bytes(vec![0; MAX_STATE_BYTES]);
-    assert!(matches!(encode(&large), Err(FormatError::TooLarge)));
+    large.board.cmos = Base64Bytes(vec![0; MAX_STATE_BYTES]);
+    assert!(matches!(encode(&large), Err(SnapshotFormatError::TooLarge)));
     let huge = vec![b' '; MAX_STATE_BYTES];
-    assert!(matches!(decode(&frame(&huge)), Err(FormatError::TooLarge)));
+    assert!(matches!(
+        decode(&frame(&huge)),
+        Err(SnapshotFormatError::TooLarge)
+    ));
     let deep = [&b"["[..]; 10_000].concat();
-    assert!(matches!(decode(&frame(&deep)), Err(FormatError::Body(_))));
+    assert!(matches!(decode(&frame(&deep)), Err(SnapshotFormatError::Body(_))));
 }
 
 proptest! {
@@ -175,7 +183,7 @@ proptest! {
         pending: Option<u8>,
     ) {
         let mut machine = machine();
-        machine.vcpus[0].regs = Bytes(regs);
+        machine.vcpus[0].regs = Base64Bytes(regs);
         machine.vcpus[0].msrs = msrs;
         machine.vcpus[0].cpuid = cpuid;
         machine.devices[0].name = name;
@@ -194,7 +202,7 @@ proptest! {
     }
 }
 
-/// An optional field survives for programs that know it, and does not change the machine.
+/// An optional field is preserved for programs that know it and does not change the machine.
 #[test]
 fn optional_field_is_added_and_read() {
     let machine = machine();
@@ -207,6 +215,6 @@ fn optional_field_is_added_and_read() {
     let damaged = &with[..with.len() - 1];
     assert!(matches!(
         optional_field(damaged, "_devices"),
-        Err(FormatError::Length { .. })
+        Err(SnapshotFormatError::Length { .. })
     ));
 }

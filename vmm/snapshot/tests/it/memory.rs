@@ -1,4 +1,4 @@
-//! Checksums of the memory file.
+//! Tests of the checksums of the memory file.
 
 use std::os::unix::fs::FileExt as _;
 

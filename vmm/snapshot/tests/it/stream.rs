@@ -1,12 +1,12 @@
-//! The stream of a VM that moves to another host.
+//! Tests of the stream that moves a VM to another host.
 
 use std::io::Cursor;
 
 use proptest::prelude::*;
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::stream::{
-    MAX_PAGES_BYTES, Message, MessageReader, PREAMBLE, StreamArrival, StreamError, StreamHello,
-    read_preamble, send,
+    MAX_PAGES_BYTES, MessageReader, MigrationStreamError, PREAMBLE, StreamArrival, StreamHello,
+    StreamMessage, read_preamble, send,
 };
 
 const MEMORY: u64 = 16 << 20;
@@ -17,7 +17,7 @@ fn reader(bytes: &[u8]) -> MessageReader<Cursor<&[u8]>> {
     reader
 }
 
-fn sent(message: &Message<'_>) -> Vec<u8> {
+fn sent(message: &StreamMessage<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
     send(&mut bytes, message).unwrap();
     bytes
@@ -33,8 +33,8 @@ fn frame(kind: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn hello() -> Message<'static> {
-    Message::Hello(StreamHello {
+fn hello() -> StreamMessage<'static> {
+    StreamMessage::Hello(StreamHello {
         name: "web".to_owned(),
         pid: 7,
         boot_id: "a".to_owned(),
@@ -47,34 +47,34 @@ fn messages_survive_the_stream() {
     let page = [7; 4096];
     let messages = [
         hello(),
-        Message::Machine(b"machine"),
-        Message::Pages {
+        StreamMessage::Machine(b"machine"),
+        StreamMessage::Pages {
             offset: MEMORY - 4096,
             data: &page,
         },
-        Message::Zeros {
+        StreamMessage::Zeros {
             offset: 4096,
             bytes: 8192,
         },
-        Message::RoundEnd,
-        Message::State(b"state"),
-        Message::Run { paused: true },
-        Message::Run { paused: false },
-        Message::Accepted,
-        Message::Received,
-        Message::Ready,
-        Message::Running(StreamArrival {
+        StreamMessage::RoundEnd,
+        StreamMessage::State(b"state"),
+        StreamMessage::Run { paused: true },
+        StreamMessage::Run { paused: false },
+        StreamMessage::Accepted,
+        StreamMessage::Received,
+        StreamMessage::Ready,
+        StreamMessage::Running(StreamArrival {
             name: "b".to_owned(),
             pid: 9,
         }),
-        Message::Failed("no".to_owned()),
+        StreamMessage::Failed("no".to_owned()),
     ];
     let bytes: Vec<u8> = messages.iter().flat_map(sent).collect();
     let mut reader = reader(&bytes);
     for message in &messages {
         assert_eq!(&reader.receive().unwrap(), message);
     }
-    assert!(matches!(reader.receive(), Err(StreamError::Closed)));
+    assert!(matches!(reader.receive(), Err(MigrationStreamError::Closed)));
 }
 
 /// A hostile source can neither write outside guest memory nor make the receiver allocate more than a
@@ -85,7 +85,7 @@ fn impossible_frames_are_rejected() {
         let payload = [&offset.to_le_bytes()[..], &vec![1; bytes]].concat();
         matches!(
             reader(&frame(3, &payload)).receive(),
-            Err(StreamError::Range { .. })
+            Err(MigrationStreamError::Range { .. })
         )
     };
     assert!(!range(0, 4096));
@@ -122,37 +122,43 @@ fn impossible_frames_are_rejected() {
         (20, 4097),
     ];
     for (kind, length) in too_long {
-        // The payload is missing, so the length is checked before it is read.
+        // The payload is missing, so the length must be checked before the payload is read.
         let mut header = frame(kind, &[]);
         header[4..8].copy_from_slice(&u32::try_from(length).unwrap().to_le_bytes());
         let refused = reader(&header).receive().map(|_| ()).unwrap_err();
         assert!(
-            matches!(refused, StreamError::Length { .. }),
+            matches!(refused, MigrationStreamError::Length { .. }),
             "{kind} {length} {refused}"
         );
     }
     assert!(matches!(
         reader(&frame(8, &[])).receive(),
-        Err(StreamError::Kind(8))
+        Err(MigrationStreamError::Kind(8))
     ));
     assert!(matches!(
         reader(&frame(1, b"{}")).receive(),
-        Err(StreamError::Text(_))
+        Err(MigrationStreamError::Text(_))
     ));
-    // Memory before its size is known.
-    let pages = sent(&Message::Zeros {
+    // Memory must be rejected before its size is known.
+    let pages = sent(&StreamMessage::Zeros {
         offset: 0,
         bytes: 4096,
     });
     assert!(MessageReader::new(&pages[..]).receive().is_err());
-    assert!(send(&mut Vec::new(), &Message::State(&vec![0; MAX_STATE_BYTES + 1])).is_err());
+    assert!(
+        send(
+            &mut Vec::new(),
+            &StreamMessage::State(&vec![0; MAX_STATE_BYTES + 1])
+        )
+        .is_err()
+    );
 }
 
 #[test]
 fn long_reasons_are_cut() {
     let why = "ä".repeat(4096);
-    let bytes = sent(&Message::Failed(why.clone()));
-    let Message::Failed(received) = reader(&bytes).receive().unwrap() else {
+    let bytes = sent(&StreamMessage::Failed(why.clone()));
+    let StreamMessage::Failed(received) = reader(&bytes).receive().unwrap() else {
         panic!("another message");
     };
     assert!(why.starts_with(&received) && received.len() == 4096);
@@ -163,31 +169,31 @@ fn preamble_names_the_version() {
     read_preamble(&mut &PREAMBLE[..], 0).unwrap();
     read_preamble(&mut &PREAMBLE[1..], 1).unwrap();
     let other = read_preamble(&mut &b"PVMG\x02\0\0\0"[..], 0);
-    assert!(matches!(other, Err(StreamError::Version(2))));
+    assert!(matches!(other, Err(MigrationStreamError::Version(2))));
     let other = read_preamble(&mut &b"QEVM\0\0\0\x03"[..], 0);
-    assert!(matches!(other, Err(StreamError::Preamble)));
+    assert!(matches!(other, Err(MigrationStreamError::Preamble)));
     let short = read_preamble(&mut &b"PVM"[..], 0);
-    assert!(matches!(short, Err(StreamError::Closed)));
+    assert!(matches!(short, Err(MigrationStreamError::Closed)));
 }
 
 proptest! {
-    /// No damage of one bit is accepted as the same or another message.
+    /// A frame with one flipped bit is never accepted as the same or another message.
     #[test]
     fn damage_is_detected(at in 0usize..4116 * 8) {
         let page = [7; 4096];
-        let mut bytes = sent(&Message::Pages { offset: 8192, data: &page });
+        let mut bytes = sent(&StreamMessage::Pages { offset: 8192, data: &page });
         prop_assert_eq!(bytes.len() * 8, 4116 * 8);
         bytes[at / 8] ^= 1 << (at % 8);
         prop_assert!(reader(&bytes).receive().is_err());
     }
 
-    /// A stream that is cut gives the messages before the cut, and an error.
+    /// A truncated stream yields the messages before the cut, and then an error.
     #[test]
     fn cut_is_detected(keep in 0usize..5000) {
         let page = [7; 4096];
         let first = sent(&hello());
         let mut bytes = first.clone();
-        bytes.extend(sent(&Message::Pages { offset: 8192, data: &page }));
+        bytes.extend(sent(&StreamMessage::Pages { offset: 8192, data: &page }));
         let keep = keep.min(bytes.len());
         let mut reader = reader(&bytes[..keep]);
         prop_assert_eq!(reader.receive().is_ok(), keep >= first.len());
@@ -196,12 +202,12 @@ proptest! {
         }
     }
 
-    /// Whatever is sent, accepted ranges are in memory.
+    /// Accepted ranges lie within guest memory, whatever frames are sent.
     #[test]
     fn arbitrary_frames_do_not_panic(kind in 0u32..24, payload in prop::collection::vec(any::<u8>(), 0..9000)) {
         match reader(&frame(kind, &payload)).receive() {
-            Ok(Message::Pages { offset, data }) => prop_assert!(offset + data.len() as u64 <= MEMORY),
-            Ok(Message::Zeros { offset, bytes }) => prop_assert!(offset + bytes <= MEMORY),
+            Ok(StreamMessage::Pages { offset, data }) => prop_assert!(offset + data.len() as u64 <= MEMORY),
+            Ok(StreamMessage::Zeros { offset, bytes }) => prop_assert!(offset + bytes <= MEMORY),
             _ => {}
         }
     }

@@ -1,4 +1,4 @@
-//! Checks of the exact backing: every instruction is single-stepped and every count is known.
+//! Checks of the exact backing, which single-steps every instruction, so that every count is known.
 
 use vpmu::ArchEvent;
 
@@ -8,7 +8,7 @@ use crate::guest::{MeasurementJob, MeasuringGuest};
 use crate::judge::{Expectation, Tolerance};
 use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 
-/// Iterations of the loops, a few thousand steps.
+/// Number of loop iterations, which correspond to a few thousand steps.
 const ROUNDS: u64 = 1000;
 const EXACT: &str = "exact";
 const COUNTER: GuestCounterId = GuestCounterId::General(0);
@@ -25,14 +25,15 @@ impl Builtin<'_> {
         guest.end()
     }
 
-    /// Measures every event over loops of known length, and the code that is stepped at CPL 3.
+    /// Measures every event over loops of known length, and the code that is single-stepped at CPL
+    /// 3.
     fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {
                 continue;
             };
-            // Under the exact backing each instruction takes one cycle.
+            // Under the exact backing, each instruction takes one cycle.
             let counted_as = match event {
                 ArchEvent::CoreCycles | ArchEvent::RefCycles | ArchEvent::BusCycles => {
                     ArchEvent::Instructions

@@ -1,4 +1,4 @@
-//! Artificial measurements for tests of the judgement.
+//! Artificial measurements for tests of the verdicts.
 
 use control_api::protocol::{GuestCounter, VcpuView};
 

@@ -12,7 +12,7 @@ use vpmu::ArchEvent;
 
 use super::child::ChildError;
 use super::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, USR};
-use super::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked};
+use super::judge::{Expectation, MeasuredEvidence, Tolerance, Verdict, judge_unbacked};
 use super::report::{CheckKind, ReportRows, ValidationRow};
 use crate::host::StopCallback;
 use crate::host::{HostProperties, ValidateOptions};
@@ -60,8 +60,7 @@ impl Builtin<'_> {
         self.exact(rows)
     }
 
-    /// Runs the measurements with a time-dependent backing, and once those of the paravirtual
-    /// events.
+    /// Runs the measurements with a time-dependent backing. Measures the paravirtual events once.
     fn backed_by(&self, backing: &'static str, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         let mut guest = self.start(backing, "1")?;
         self.time_rows(&mut guest, backing, rows)?;
@@ -94,7 +93,7 @@ impl Builtin<'_> {
         log::info!("built-in guest, {cpus} CPUs, backing {backing}");
         let arguments = ["--pmu", &self.options.pmu, "--backing", backing, "--cpus", cpus];
         let mut guest = MeasuringGuest::start(&arguments, self.signals)?;
-        // Use the minimum, because other load on the host only increases the overhead.
+        // Use the minimum, because other load on the host can only increase the overhead.
         let mut overhead_ns = u64::MAX;
         for _ in 0..OVERHEAD_RUNS {
             let outcome = guest.measure(&MeasurementJob::new("nothing", 1), None)?;
@@ -105,7 +104,7 @@ impl Builtin<'_> {
         Ok(guest)
     }
 
-    /// Returns the amount of `work` that takes about `ms` of CPU time. The speed of each kind of
+    /// Returns the amount of `work` that takes about `ms` of CPU time. The speed of each type of
     /// work is measured once.
     fn amount(
         &self,
@@ -128,7 +127,7 @@ impl Builtin<'_> {
         Ok(whole(per_ms * least_ms.max(ms as f64)).max(1))
     }
 
-    /// Returns the CPU time of vCPU `cpu` in TSC ticks as accounted by the host kernel, less the
+    /// Returns the CPU time of vCPU `cpu` in TSC ticks according to the host kernel, minus the
     /// overhead of an empty measurement.
     fn cpu_ticks(&self, outcome: &Measurement, cpu: usize) -> u64 {
         let ns = outcome.facts.get(cpu).map_or(0, |facts| facts.cpu_ns);
@@ -149,10 +148,10 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
         let outcome = guest.measure(&MeasurementJob::new(work, n).at(cpl), None)?;
         let used_ns = outcome.facts.first().map_or(0, |facts| facts.cpu_ns);
         let passed = outcome.cpus.first().map_or(0, |cpu| cpu.tsc) as f64 * 1e3 / tsc_hz as f64;
-        // Use the minimum, because either time may include delays: the handshake with the host, or
-        // other load on the host.
+        // Use the minimum, because either time may include delays, such as the handshake with the
+        // host or other load on the host.
         let ms = passed.min(used_ns.saturating_sub(guest.overhead_ns) as f64 / 1e6);
-        // Work done in pieces has overhead around each piece.
+        // Work that is done in pieces has overhead around each piece.
         let enough_ms = if work == "spin" { 100.0 } else { 20.0 };
         if ms > enough_ms || n > 1 << 40 {
             return Ok(n as f64 / ms.max(1e-3));
@@ -188,13 +187,13 @@ fn evidence(
     cpu: usize,
     counter: GuestCounterId,
     expected: Option<Expectation>,
-) -> Evidence {
+) -> MeasuredEvidence {
     let seen = outcome.cpus.get(cpu);
     let guest = seen.and_then(|seen| match counter {
         GuestCounterId::General(n) => seen.c.get(n).copied(),
         GuestCounterId::Fixed(n) => seen.f.get(n).copied(),
     });
-    Evidence {
+    MeasuredEvidence {
         guest,
         host: outcome
             .host(cpu, &counter.name())
@@ -203,7 +202,7 @@ fn evidence(
     }
 }
 
-/// Judges counter 0 of CPU 0, with its running time.
+/// Judges counter 0 of CPU 0, including its running time.
 fn judged(
     row: ValidationRow,
     outcome: &Measurement,
@@ -229,7 +228,8 @@ fn unbacked(
     let outcome = guest.measure(job, None)?;
     let count = outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied();
     let backing = outcome.host(0, "gp0").and_then(|counter| counter.backing.clone());
-    // With KVM's own vPMU, KVM reports the value of a counter but not whether anything backs it.
+    // With KVM's own vPMU, KVM reports the value of a counter but not whether the counter is
+    // backed.
     let backing = backing.filter(|backing| backing != "kvm");
     let (verdict, reason) = judge_unbacked(count, backing.as_deref(), why);
     let shown = (verdict == Verdict::Fail).then_some(count).flatten();
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(known(ArchEvent::CoreCycles, "busy", 1000), None);
     }
 
-    /// The guest's and the host's count of the same counter must be equal and match the
+    /// The guest's and the host's counts of the same counter must be equal and match the
     /// expectation.
     #[test]
     fn guest_count_must_equal_host_count() {

@@ -1,5 +1,5 @@
-//! Checks of the paravirtual events: effects of the host on the vCPU, compared with what the guest
-//! provokes.
+//! Checks of the paravirtual events. The effects of the host on the vCPU are compared with the
+//! effects that the guest provokes.
 
 use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
@@ -17,16 +17,16 @@ const TIMES: u64 = 200;
 const HALTS: u64 = 20;
 /// CPU time of a busy loop, in ms.
 const BUSY_MS: u64 = 100;
-/// Tolerance of stolen time, in percent and ns. The kernel's accounts are read slightly before and
-/// after the measurement.
+/// Tolerance of stolen time, in percent and nanoseconds. The kernel's accounting data is read
+/// slightly before and after the measurement.
 const STEAL: Tolerance = Tolerance::PercentAnd(5.0, 3_000_000);
 
-/// CPU time of the loop during which one counter is not counted, in ms, and the tolerance of the
-/// reported time, in percent.
+/// CPU time of the loop during which one counter is not counted, in milliseconds, and the tolerance
+/// of the reported time, in percent.
 const UNCOUNTED_MS: u64 = 200;
 const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
-/// CMASK = 1. A paravirtual event has no cycles to compare with a threshold, so it is never backed
-/// with one.
+/// Event-select bit for CMASK = 1. A paravirtual event has no cycles to compare with a threshold,
+/// so it is never backed with a threshold.
 const THRESHOLD: u64 = 1 << 24;
 
 /// Returns the expected count of a paravirtual event over the work that provokes it.
@@ -41,10 +41,11 @@ fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (Expec
         IoExits | MmioExits | Halts => known(n, Tolerance::Exact),
         // KVM repeats an injection that was interrupted by an exit, and counts it again.
         IrqInjections | NmiInjections => known(n, Tolerance::Range(n, n + n / 20)),
-        // The write that stops the counter is an MSR exit too.
+        // The write that stops the counter is also an MSR exit.
         MsrExits => known(n + 1, Tolerance::Exact),
         HostPageFaults => kernel(facts.page_faults, Tolerance::PercentAnd(0.0, 2)),
-        // The account covers slightly more time than the counter, and waiting at both ends sleeps.
+        // The kernel's accounting covers slightly more time than the counter, and waiting at both
+        // ends sleeps.
         HostContextSwitches => kernel(
             facts.context_switches,
             Tolerance::Range(n, facts.context_switches),
@@ -54,7 +55,7 @@ fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (Expec
             kernel(moves, Tolerance::Range(moves.saturating_sub(3), moves))
         }
         StealNs => kernel(facts.wait_ns, STEAL),
-        // The only enabled counter is this one, which is counted, always by the VMM.
+        // This counter is the only enabled one, and the VMM always counts it.
         UncountedNs | BackingChanges => known(0, Tolerance::Exact),
     }
 }
@@ -142,7 +143,7 @@ fn one(
     job: &MeasurementJob,
     row: ValidationRow,
 ) -> Result<ValidationRow, ChildError> {
-    // The statistic itself, read through an operator event.
+    // Read the statistic itself through an operator event.
     let spec = format!("pv/{}/", event.name());
     let operator = OperatorEvents::counting(&spec);
     let outcome = guest.measure(job, Some(operator))?;
@@ -164,8 +165,8 @@ fn one(
     if row.guest == Some(0) && backing == Some("none") {
         return Ok(row.unsupported("this host's KVM keeps no such statistic"));
     }
-    // KVM neither injects nor counts interrupts that the processor delivers by itself (APICv,
-    // AVIC). KVM's own statistic distinguishes this from a broken counter.
+    // KVM neither injects nor counts interrupts that the processor delivers itself (APICv, AVIC).
+    // KVM's own statistic distinguishes this from a broken counter.
     if row.guest == Some(0) && statistic == Some(0) && expected.value > 0 && backing == Some("kvm-stat") {
         return Ok(row.unsupported("KVM's own statistic of it stood still meanwhile on this host"));
     }
@@ -194,19 +195,19 @@ mod tests {
             let right = |counted| allows(event, 200, facts, counted);
             assert_eq!([199, 200, 201].map(right), [false, true, false], "{event:?}");
         }
-        // The write that stops the counter is a write of an MSR too.
+        // The write that stops the counter is also an MSR write.
         assert_eq!(
             [200, 201, 202].map(|counted| allows(MsrExits, 200, facts, counted)),
             [false, true, false]
         );
-        // Other exits are added, and an injection that an exit interrupts is repeated.
+        // Other exits are added, and an injection that is interrupted by an exit is repeated.
         assert!(!allows(VmExits, 200, facts, 199) && allows(VmExits, 200, facts, 5000));
         assert!(!allows(IrqInjections, 200, facts, 199) && !allows(IrqInjections, 200, facts, 211));
         assert!(allows(NmiInjections, 200, facts, 210));
         assert!(allows(UncountedNs, 0, facts, 0) && !allows(UncountedNs, 0, facts, 1));
     }
 
-    /// Events that the host causes match the host kernel's accounts of the thread.
+    /// Events that the host causes match the host kernel's accounting data of the thread.
     #[test]
     fn host_caused_events_match_kernel_accounts() {
         use ParavirtualEvent::*;

@@ -1,5 +1,5 @@
-//! Checks of overflow interrupts in the guest and of the operator's samples: their number and their
-//! distribution.
+//! Checks of the number and distribution of overflow interrupts in the guest and of the operator's
+//! samples.
 
 use control_api::request;
 use vpmu::ArchEvent;
@@ -7,7 +7,7 @@ use vpmu::ArchEvent;
 use super::{BOTH, Builtin, CPU_TIME, selector};
 use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
-use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::judge::{Expectation, MeasuredEvidence, Tolerance, whole};
 use crate::measure::measure_rows;
 use crate::report::{CheckKind, ReportRows, ValidationRow};
 
@@ -16,13 +16,13 @@ const LENGTH_MS: u64 = 2500;
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
 /// much higher rate.
 const SAMPLES_PER_SECOND: u64 = 60;
-/// Tolerance of the number of samples: 5 % and the one at the end.
+/// Tolerance of the number of samples, which is 5 % plus one sample at the end.
 const NUMBER: Tolerance = Tolerance::PercentAnd(5.0, 1);
-/// The profiled functions and their share of the work, in percent.
+/// The profiled functions and their shares of the work, in percent.
 const SHARES: [(&str, u64); 3] = [("spin_hot", 60), ("spin_warm", 30), ("spin_cool", 10)];
 
-/// Returns the expected number of samples of a function with `percent` of the work out of `all`.
-/// The tolerance is five percentage points plus the statistical variation.
+/// Returns the expected number of samples of a function with `percent` of the work, from `all`
+/// samples. The tolerance is five percentage points plus the statistical variation.
 fn expected_samples(all: u64, percent: u64) -> (Expectation, &'static str) {
     let (all, share) = (all as f64, percent as f64 / 100.0);
     let slack = (0.05 * all).max(3.0 * (all * share * (1.0 - share)).sqrt());
@@ -119,7 +119,7 @@ impl Builtin<'_> {
             ]);
         }
         let number = Tolerance::PercentAnd(5.0, 2);
-        let seen = Evidence {
+        let seen = MeasuredEvidence {
             guest: counted.map(|counted| counted / period),
             host: Some(Expectation::new(saw.samples.len() as u64 + saw.lost, number)),
             expected: (backing == "clock").then_some(Expectation::new(ticks / period, number)),
@@ -152,9 +152,9 @@ fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> Validat
         return row;
     };
     let counted = cpu.c.get(1).copied().unwrap_or(0);
-    // Periods that elapsed before the handler ran have no PMI and are not added here; at sixty
-    // samples per second there are none.
-    let seen = Evidence {
+    // Periods that elapsed before the handler ran have no PMI and are not added here. At sixty
+    // samples per second, there are none.
+    let seen = MeasuredEvidence {
         guest: Some(cpu.pmis),
         host: outcome
             .overflows(0, "gp0")
@@ -164,7 +164,7 @@ fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> Validat
     row.judged(&seen, "a second counter's count over the period")
 }
 
-/// PMIs of the VM: all, those held back, and the delay of the latter, in nanoseconds.
+/// Total number of PMIs of the VM, number of delayed PMIs, and their total delay in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct PmiTotals {
     all: u64,
@@ -181,14 +181,14 @@ fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, ChildError> {
     }))
 }
 
-/// Reports the PMIs that were held back and their mean delay. A PMI is held back at most once and
-/// for at most one second.
+/// Reports the number of delayed PMIs and their mean delay. A PMI is delayed at most once and for
+/// at most one second.
 fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [ValidationRow; 2] {
     let held = after.held - before.held;
     let mean_us = (after.held_ns - before.held_ns) / held.max(1) / 1000;
     let row = |what: &str, seen, most, basis| {
         let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, what);
-        let evidence = Evidence::of_guest(Some(seen), Expectation::new(most, Tolerance::AtMost));
+        let evidence = MeasuredEvidence::of_guest(Some(seen), Expectation::new(most, Tolerance::AtMost));
         row.judged(&evidence, basis)
     };
     [
@@ -207,19 +207,21 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
     ]
 }
 
-/// An interrupt without an overflow causes an "unknown reason" NMI message in a Linux guest.
+/// Fails the row if there was an interrupt without an overflow, which would cause an "unknown
+/// reason" NMI message in a Linux guest.
 fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
-    let seen = Evidence::of_guest(Some(spurious), Expectation::new(0, Tolerance::Exact));
+    let seen = MeasuredEvidence::of_guest(Some(spurious), Expectation::new(0, Tolerance::Exact));
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
 }
 
-/// Judges the share of a function with `percent` of the work in `all` samples.
+/// Judges the share of samples in a function with `percent` of the work, given `hits` of `all`
+/// samples.
 pub(crate) fn share(row: ValidationRow, hits: u64, all: u64, percent: u64) -> ValidationRow {
     if all < 50 {
         return row.failed("too few samples to tell");
     }
     let (expected, basis) = expected_samples(all, percent);
-    let seen = Evidence::of_guest(Some(hits), expected);
+    let seen = MeasuredEvidence::of_guest(Some(hits), expected);
     row.judged(&seen, basis)
 }
 
@@ -275,7 +277,8 @@ mod tests {
         );
     }
 
-    /// The number of PMIs must match both the elapsed periods and the overflows that the host saw.
+    /// The number of PMIs must match both the number of elapsed periods and the number of overflows
+    /// seen by the host.
     #[test]
     fn pmi_count_must_match_periods_and_overflows() {
         let row = |pmis: u64, overflows: u64| {

@@ -7,7 +7,7 @@ use vpmu::ArchEvent;
 use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
 use crate::child::{ChildError, SHARE_POLICIES};
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
-use crate::judge::{Evidence, Expectation, Tolerance, whole};
+use crate::judge::{Expectation, MeasuredEvidence, Tolerance, whole};
 use crate::measure::measure_row;
 use crate::report::{CheckKind, ReportRows, ValidationRow};
 
@@ -17,8 +17,8 @@ const TURN_MS: u64 = 20;
 const LENGTH_MS: u64 = 800;
 /// Number of events beyond the number of counters.
 const EXTRA: usize = 3;
-/// Maximum tolerance of a multiplexed row, in percent of the expected count. With a larger one, nearly
-/// any count would pass.
+/// Maximum tolerance of a multiplexed row, in percent of the expected count. With a larger
+/// tolerance, almost any count would pass.
 const MAX_SLACK_PERCENT: u64 = 50;
 /// Total number of intervals.
 const TURNS: u64 = 14;
@@ -32,14 +32,14 @@ struct MultiplexedEvents {
     taken: usize,
     /// Total duration in nanoseconds.
     now_ns: u64,
-    /// Total count of all intervals. Any counter runs for its whole interval, so the sum equals the
-    /// count without multiplexing.
+    /// Total count of all intervals. Each counter runs for its whole interval, so the sum equals
+    /// the count without multiplexing.
     all: u64,
     /// Lowest and highest rate of an interval, in counts per nanosecond.
     rates: [f64; 2],
 }
 
-/// The event whose estimate is farthest from the true count in relation to its tolerance.
+/// The event whose estimate has the largest error in relation to its tolerance.
 #[derive(Debug, PartialEq)]
 struct WorstEstimate {
     estimate: u64,
@@ -100,8 +100,8 @@ impl MultiplexedEvents {
 }
 
 impl Builtin<'_> {
-    /// Multiplexes events in the guest as a kernel does: each event runs for a part of the time and
-    /// is scaled.
+    /// Multiplexes events in the guest as a kernel does. Each event runs for a part of the time,
+    /// and its count is scaled.
     pub(super) fn multiplexing_rows(
         &self,
         guest: &mut MeasuringGuest,
@@ -126,7 +126,7 @@ impl Builtin<'_> {
         let counters = usize::from(u8::try_from(guest.hello.gp.min(8)).unwrap_or(8));
         let mut turns = MultiplexedEvents::new(counters, counters + EXTRA);
         for turn in 0..TURNS {
-            // Alternate two kinds of work, otherwise all intervals would have equal counts.
+            // Alternate two types of work, because otherwise all intervals would have equal counts.
             let work = if turn % 2 == 0 { "busy" } else { "chase" };
             let mut job = MeasurementJob::new(work, n).at(3);
             for _ in 0..counters {
@@ -147,7 +147,7 @@ impl Builtin<'_> {
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
-        let seen = Evidence::of_guest(
+        let seen = MeasuredEvidence::of_guest(
             Some(worst.estimate),
             Expectation::new(turns.all, Tolerance::PercentAnd(0.0, worst.slack)),
         );
@@ -187,7 +187,7 @@ impl Builtin<'_> {
         let row = ValidationRow::new(CheckKind::Contention, "cycles", backing, name);
         let counters = u64::from(guest.hello.gp.min(8));
         // Use as many counters as the guest has, so that the operator's event does not fit on hosts
-        // with few.
+        // with few counters.
         let mut job = MeasurementJob::new("busy", n).at(3);
         for _ in 0..counters {
             job = job.counter(select | BOTH);
@@ -210,10 +210,10 @@ impl Builtin<'_> {
         let Some(reading) = saw.reading(0, 0) else {
             return Ok(row.failed("the operator's event was not opened"));
         };
-        let seen = Evidence {
+        let seen = MeasuredEvidence {
             guest: outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied(),
-            // The operator's event runs slightly longer: the guest waits at both ends, mostly
-            // halted.
+            // The operator's event runs slightly longer, because the guest waits at both ends,
+            // mostly halted.
             host: reading
                 .estimate
                 .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * percent))),
@@ -251,11 +251,11 @@ mod tests {
         worst.estimate.abs_diff(turns.all) <= worst.slack
     }
 
-    /// A tolerance of 80 % is no verdict.
+    /// A tolerance of 80 % leaves the row undecided.
     #[test]
     fn wide_tolerance_leaves_row_undecided() {
         let row = |slack| {
-            let seen = Evidence::of_guest(
+            let seen = MeasuredEvidence::of_guest(
                 Some(1100),
                 Expectation::new(1000, Tolerance::PercentAnd(0.0, slack)),
             );
@@ -278,7 +278,7 @@ mod tests {
         assert_eq!((worst.estimate, worst.slack), (14_000, 280));
     }
 
-    /// An interval that a slow host prolongs leaves the tolerance as it is if its rate is the same.
+    /// An interval that a slow host prolongs does not change the tolerance if its rate is the same.
     #[test]
     fn long_interval_of_the_same_rate_keeps_the_tolerance() {
         let mut turns = MultiplexedEvents::new(4, 7);
@@ -289,7 +289,7 @@ mod tests {
         assert_eq!(turns.worst(2.0).unwrap().slack, turns.all / 50);
     }
 
-    /// A counter that counts half of the events is detected although the others are right.
+    /// A counter that counts half of the events is detected even if the other counters are correct.
     #[test]
     fn half_counting_counter_is_detected() {
         let mut turns = MultiplexedEvents::new(4, 7);

@@ -15,12 +15,12 @@ use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 const LENGTH_MS: u64 = 200;
 /// Number of 20 ms halts of the idle guest.
 const HALTS: u64 = 15;
-/// Maximum share of the TSC for an idle guest's cycles, in percent. Wake-ups cause them.
+/// Maximum cycles of an idle guest, in percent of the TSC. Wake-ups cause these cycles.
 const IDLE_PERCENT: u64 = 10;
 /// Tolerance for one privilege level under the clock backing, in percent. The count is an estimate.
 const LEVEL_PERCENT: f64 = 5.0;
 
-/// Tolerance of known counts on hardware, in percent. Interrupts and faults add a little.
+/// Tolerance of known counts on hardware, in percent. Interrupts and faults add some counts.
 const KNOWN_PERCENT: f64 = 1.0;
 
 impl Builtin<'_> {
@@ -183,7 +183,7 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// A sleeping guest uses few cycles.
+    /// Measures the cycles of a sleeping guest, which must be few.
     fn idle(
         &self,
         guest: &mut MeasuringGuest,
@@ -199,7 +199,7 @@ impl Builtin<'_> {
         Ok(judged(row, &outcome, 0, counter, expected, basis))
     }
 
-    /// Measures `cycles:u` over work at one level, along with a counter for both levels.
+    /// Measures `cycles:u` over work at one level, together with a counter for both levels.
     fn level(
         &self,
         guest: &mut MeasuringGuest,
@@ -232,7 +232,7 @@ impl Builtin<'_> {
         let basis = "the level the work ran at, and a counter for both levels";
         let row = row.judged(&seen, basis);
         log::debug!("cycles:u {user}, cycles:k {kernel}, both {both}");
-        // The sum of both levels must match the total, whatever the split.
+        // The sum of both levels must match the total, regardless of the split.
         if (user + kernel).abs_diff(*both) > both / 100 {
             return Ok(row.failed("the two levels do not add up to the count of both"));
         }
@@ -273,9 +273,9 @@ impl Builtin<'_> {
 }
 
 /// Returns whether a counter with these encodings moves. KVM's own vPMU passes AMD's encodings to
-/// the host's PMU unchanged, whether perf has a name for the event or not: 120H/01H is none of
-/// perf's ref-cycles on AMD hosts, and counts on processors that have it (Zen 4 and later, or a
-/// virtual PMU of Perfvisor on a nested host). A counter that moves is judged by its count.
+/// the host's PMU unchanged, even if perf has no name for the event. 120H/01H is not perf's
+/// ref-cycles on AMD hosts, but counts on processors that support it (Zen 4 and later, or a virtual
+/// PMU of Perfvisor on a nested host). A counter that moves is judged by its count.
 fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, ChildError> {
     let outcome = guest.measure(&MeasurementJob::new("busy", 500).counter(select | BOTH), None)?;
     Ok(outcome

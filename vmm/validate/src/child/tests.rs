@@ -1,8 +1,10 @@
-//! Tests of misbehaving VMs, which shell scripts simulate.
+//! Tests with misbehaving VMs, which are simulated by shell scripts.
 
 use std::os::unix::net::UnixStream;
 
-use control_api::protocol::{Call, Failure, FailureKind, GuestCounter, ReplyLine, RequestLine, VmInfo};
+use control_api::protocol::{
+    Call, GuestCounter, ReplyLine, RequestError, RequestErrorKind, RequestLine, VmInfo,
+};
 use serde_json::{Value, json};
 
 use super::*;
@@ -25,10 +27,10 @@ fn scripted_until(script: &str, signals: &StopCallback) -> ChildVm {
 }
 
 impl ChildVm {
-    /// Starts a simulated VM with a control socket whose requests `answer` handles.
+    /// Starts a simulated VM with a control socket. `answer` handles the requests.
     pub(crate) fn answered(
         mut self,
-        mut answer: impl FnMut(Call) -> Result<Value, Failure> + Send + 'static,
+        mut answer: impl FnMut(Call) -> Result<Value, RequestError> + Send + 'static,
     ) -> Self {
         let (ours, theirs) = UnixStream::pair().unwrap();
         thread::spawn(move || {
@@ -54,8 +56,8 @@ impl ChildVm {
     }
 }
 
-/// Returns the reply to a counter view request: the values of the counters `gp0`, `gp1`... of each
-/// vCPU.
+/// Returns the reply to a counter view request, with the values of the counters `gp0`, `gp1`... of
+/// each vCPU.
 pub(crate) fn views(vcpus: &[Vec<u64>]) -> Value {
     let counter = |(n, value): (usize, &u64)| GuestCounter {
         counter: format!("gp{n}"),
@@ -72,24 +74,24 @@ pub(crate) fn views(vcpus: &[Vec<u64>]) -> Value {
         ..VcpuView::default()
     };
     let vcpus: Vec<VcpuView> = vcpus.iter().enumerate().map(view).collect();
-    serde_json::to_value(GuestViews {
+    serde_json::to_value(VmGuestCounters {
         complete: true,
         vcpus,
     })
     .unwrap()
 }
 
-/// Returns a refusal, as from a strict policy.
-pub(crate) fn refusal(message: &str) -> Failure {
-    Failure {
-        kind: FailureKind::Limit,
+/// Returns a refusal like that of a strict policy.
+pub(crate) fn refusal(message: &str) -> RequestError {
+    RequestError {
+        kind: RequestErrorKind::Limit,
         message: message.into(),
     }
 }
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// A line without end is split and does not exhaust memory.
+/// An endless line is split and does not exhaust memory.
 #[test]
 fn long_console_line_is_split() {
     let (sender, lines) = sync_channel(8);
@@ -109,7 +111,7 @@ fn reader_ends_when_receiver_is_dropped() {
     read_lines(std::io::repeat(b'\n'), &sender);
 }
 
-/// A limited number of the last messages is kept.
+/// Only a limited number of the last messages is kept.
 #[test]
 fn last_messages_are_kept() {
     let kept = Mutex::new(VecDeque::new());
@@ -150,11 +152,12 @@ fn each_vm_has_unique_name() {
     assert_ne!(told[0], told[1]);
 }
 
-/// The error of an early end shows the exit status, the last message and the last console lines.
+/// The error for an early exit of the VM shows the exit status, the last message and the last
+/// console lines.
 #[test]
 fn early_end_error_shows_reason() {
     let mut vm = scripted("echo booting; echo 'perfvisor: error: no /dev/kvm' >&2; exit 2");
-    // Another thread reads the messages; the pipe closes together with the console.
+    // Another thread reads the messages. The pipe closes together with the console.
     let error = vm.wait_for(LONG, "it was booted", |_| None::<()>).unwrap_err();
     let ChildError::Ended {
         status,
@@ -181,7 +184,7 @@ fn killed_vm_is_not_successful() {
     assert!(matches!(error, ChildError::Ended { status: -1, .. }), "{error}");
 }
 
-/// After "end", only exit status 0 is a success.
+/// After `end`, any exit status other than 0 is an error.
 #[test]
 fn nonzero_exit_status_is_error() {
     let ends = |status: u32| {
@@ -195,7 +198,7 @@ fn nonzero_exit_status_is_error() {
     assert!(matches!(error, ChildError::Ended { status: 3, .. }), "{error}");
 }
 
-/// A VM that does not end in time is an error and is killed.
+/// A VM that does not exit in time is killed and reported as an error.
 #[test]
 fn vm_is_killed_after_end_timeout() {
     let vm = scripted("read line; echo staying; exec sleep 600");
@@ -224,7 +227,7 @@ fn silent_guest_times_out() {
     assert_eq!(doing, "it was to say two");
 }
 
-/// Ctrl-C ends the wait, whether or not the same Ctrl-C has already ended the VM.
+/// Ctrl-C ends the wait, even if the same Ctrl-C has terminated the VM.
 #[test]
 fn interrupt_is_not_a_vm_error() {
     let stop: StopCallback = Arc::new(|| true);
@@ -236,7 +239,7 @@ fn interrupt_is_not_a_vm_error() {
     assert!(matches!(error, ChildError::Interrupted), "{error}");
 }
 
-/// Typing to a VM that has ended returns its end and not EPIPE.
+/// Typing to a VM that has exited returns the error for its exit and not EPIPE.
 #[test]
 fn typing_to_ended_vm_reports_end() {
     let mut vm = scripted("exit 4");
@@ -251,7 +254,7 @@ fn typing_to_ended_vm_reports_end() {
     assert!(matches!(error, ChildError::Ended { status: 4, .. }), "{error}");
 }
 
-/// The error shows only the last lines of a guest, shortened.
+/// The error shows only the last console lines of a guest, truncated.
 #[test]
 fn end_error_truncates_console_lines() {
     let mut vm = scripted("for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do printf \"$i%0999d\\n\" 0; done");
@@ -267,7 +270,8 @@ fn end_error_truncates_console_lines() {
     );
 }
 
-/// The accounts are those of the vCPU threads, simulated here by a script of that name.
+/// The accounting data is that of the vCPU threads, simulated here by a script whose process has
+/// the name of a vCPU thread.
 #[test]
 fn facts_are_of_vcpu_threads() {
     let mut vm = scripted("printf vcpu0 >/proc/$$/comm; echo named; exec <&-; while :; do :; done");
@@ -285,7 +289,7 @@ fn facts_are_of_vcpu_threads() {
     assert_eq!(grown.migrations.is_some(), before[0].migrations.is_some());
 }
 
-/// A thread that has exited has no accounts, rather than zeroes.
+/// A thread that has exited causes an error instead of zeros.
 #[test]
 fn thread_that_has_gone_has_no_facts() {
     let mut vm = scripted("exit 0");
@@ -318,7 +322,7 @@ fn views_are_complete_and_ordered() {
     assert_eq!(seen[0].pmis, Some(4), "one question and three for its result");
 }
 
-/// A refused or malformed view is an error and does not panic.
+/// A refused or malformed view is an error and does not cause a panic.
 #[test]
 fn refused_or_malformed_view_is_error() {
     let mut vm = scripted("exec sleep 600").answered(|_| Err(refusal("no")));

@@ -7,13 +7,13 @@ use serde_json::{Value, json};
 use super::*;
 use crate::child::tests::{refusal, scripted, views};
 
-/// Returns the greeting of a guest with `gp` general-purpose and no fixed counters, on an Intel
-/// PMU.
+/// Returns the greeting of a guest with `gp` general-purpose counters and no fixed counters, on an
+/// Intel PMU.
 pub(crate) fn hello(gp: u32) -> Value {
     json!({ "at": "hello", "cpus": 1, "amd": false, "gp": gp, "fixed": 0, "unavailable": 0 })
 }
 
-/// Returns one CPU's result with these general-purpose counters.
+/// Returns the result of one CPU with these values of the general-purpose counters.
 pub(crate) fn counted(counts: &[u64]) -> Value {
     json!({ "at": "result", "cpus": [{ "tsc": 3_000_000, "c": counts, "f": [] }] })
 }
@@ -48,7 +48,7 @@ fn viewed(script: &str, host: Vec<u64>) -> Result<MeasuringGuest, ChildError> {
     MeasuringGuest::wait_for_greeting(vm)
 }
 
-/// Starts the scripted guest in a VM whose host view of the counters is `host`.
+/// Starts the scripted guest in a VM in which the host's view of the counters is `host`.
 pub(crate) fn measuring(hello: &Value, results: &[(&str, Value)], host: Vec<u64>) -> MeasuringGuest {
     viewed(&script(hello, results), host).unwrap()
 }
@@ -86,7 +86,8 @@ fn greeting_is_found_after_boot_messages() {
     guest.end().unwrap();
 }
 
-/// A greeting with an invalid or too large number is ignored, and the end of the guest is reported.
+/// A greeting with an invalid number or a number that is too large is ignored, and the end of the
+/// guest is reported.
 #[test]
 fn malformed_greeting_is_ignored() {
     for wrong in [
@@ -126,7 +127,7 @@ fn measurement_contains_guest_and_host_counts() {
     guest.end().unwrap();
 }
 
-/// A result with another number of CPUs than requested is rejected.
+/// A result with a different number of CPUs than requested is rejected.
 #[test]
 fn result_with_wrong_cpu_count_is_rejected() {
     for cpus in [
@@ -172,7 +173,7 @@ fn other_lines_do_not_disturb_a_measurement() {
     assert_eq!(outcome.cpus[0].c, [9]);
 }
 
-/// Returns an event as in the reply to an open request.
+/// Returns an event in the format of the reply to an open request.
 pub(crate) fn opened(handle: Option<u32>, index: u32, vcpu: u32) -> OpenedEvent {
     OpenedEvent {
         handle,
@@ -238,7 +239,8 @@ fn operator_events_are_enabled_around_work() {
     assert_eq!(*calls.lock().unwrap(), order);
 }
 
-/// A refusal of the operator is kept, and the measurement continues without its events.
+/// If the operator is refused, the refusal is kept, and the measurement continues without the
+/// operator's events.
 #[test]
 fn operator_refusal_is_kept() {
     let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(|call| match call {

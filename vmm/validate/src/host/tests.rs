@@ -4,7 +4,7 @@ use perf_core::pmu::host::{GenericEvent, HostCounters};
 
 use super::*;
 
-/// Returns a host with the clock backing only. One tick of its guests' TSC takes one nanosecond.
+/// Returns a host with only the clock backing. One TSC tick of its guests takes one nanosecond.
 pub(crate) fn clock_host() -> HostProperties {
     HostProperties {
         kvm: KvmSummary {

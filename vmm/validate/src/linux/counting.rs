@@ -4,26 +4,27 @@ use super::{CommandResult, Count, Linux, LinuxGuest, counts, perf_stat, perf_sta
 use crate::builtin::on_host_pmu;
 use crate::child::{ChildError, SHARE_POLICIES};
 use crate::guest::OperatorEvents;
-use crate::judge::{Evidence, Expectation, Tolerance, Verdict, judge_unbacked, whole};
+use crate::judge::{Expectation, MeasuredEvidence, Tolerance, Verdict, judge_unbacked, whole};
 use crate::measure::{measure_row, measure_rows};
 use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
 use perf_core::SharePolicy;
 
-/// Maximum share of the TSC for an idle guest's cycles, in percent. Timer ticks cause them.
+/// Maximum cycles of an idle guest, in percent of the TSC. Timer ticks cause these cycles.
 const IDLE_PERCENT: u64 = 10;
 /// Tolerance for one privilege level under the clock backing, in percent of both levels.
 const LEVEL_PERCENT: f64 = 5.0;
-/// Tolerance of a scaled count, in percent. Perf reports no error of it.
+/// Tolerance of a scaled count, in percent. perf does not report the error of such a count.
 const SCALED_PERCENT: f64 = 5.0;
 /// Multiplexing interval, in ms.
 const TURN_MS: u64 = 250;
-/// Number of simultaneous events: more than any model here has counters for `cycles`.
+/// Number of simultaneous events, which exceeds the number of counters for `cycles` of any model
+/// used here.
 const TOO_MANY: usize = 9;
-/// Iterations of the program of known length.
+/// Number of iterations of the program of known length.
 const ROUNDS: u64 = 1000;
 const MORE_ROUNDS: u64 = 3000;
-/// Number of instructions at both ends of a process that stepping misses:
-/// docs/reference/accuracy.md.
+/// Number of instructions at both ends of a process that single-stepping misses
+/// (docs/reference/accuracy.md).
 const MISSED: u64 = 2;
 
 const GUEST_CPU_TIME: &str = "CPU time of the program, by the guest's kernel, times the TSC frequency";
@@ -84,8 +85,8 @@ impl Linux<'_> {
         Ok(())
     }
 
-    /// Compares a time-dependent event over a program: perf in the guest, the host's view of the
-    /// counter, and the program's CPU time.
+    /// Compares three values of a time-dependent event over a program: the count of perf in the
+    /// guest, the host's view of the counter, and the program's CPU time.
     fn ticks_of(
         &self,
         guest: &mut LinuxGuest,
@@ -114,7 +115,7 @@ impl Linux<'_> {
             let tolerance = Tolerance::Percent(self.percent());
             (Some(Expectation::new(value, tolerance)), GUEST_CPU_TIME)
         };
-        let seen = Evidence {
+        let seen = MeasuredEvidence {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0).or_else(own),
             expected,
@@ -130,7 +131,7 @@ impl Linux<'_> {
         let Some(gate) = &done.gate else {
             return Ok(row.failed(format!("perf did not run: status {}", done.status)));
         };
-        let seen = Evidence {
+        let seen = MeasuredEvidence {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0),
             expected: Some(Expectation::new(
@@ -142,8 +143,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    /// Measures events with a known count over a program. The clock backing cannot count them and
-    /// must not appear to.
+    /// Measures events with a known count over a program. The clock backing cannot count these
+    /// events and must not appear to count them.
     fn numbers(
         &self,
         guest: &mut LinuxGuest,
@@ -195,7 +196,7 @@ impl Linux<'_> {
                 });
                 continue;
             }
-            let seen = Evidence {
+            let seen = MeasuredEvidence {
                 guest: count.value,
                 host: done.gate.as_ref().and_then(|gate| gate.host_exactly(0)),
                 expected: known.map(|value| Expectation::new(value, Tolerance::Percent(self.percent()))),
@@ -233,7 +234,7 @@ impl Linux<'_> {
             let both = value("cycles").unwrap_or(0);
             let slack = whole(both as f64 * LEVEL_PERCENT / 100.0);
             for (event, expected) in [("cycles:u", both), ("cycles:k", 0)] {
-                let seen = Evidence::of_guest(
+                let seen = MeasuredEvidence::of_guest(
                     value(event),
                     Expectation::new(expected, Tolerance::PercentAnd(0.0, slack)),
                 );
@@ -273,7 +274,7 @@ impl Linux<'_> {
                     .operator
                     .as_ref()
                     .and_then(|saw| saw.reading(0, cpu)?.estimate);
-                let seen = Evidence {
+                let seen = MeasuredEvidence {
                     guest: count.and_then(|count| count.value),
                     host: gate.host_exactly(cpu as usize).or(operator
                         .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent())))),
@@ -323,8 +324,8 @@ impl Linux<'_> {
         if counted.len() != TOO_MANY {
             return Ok(row.failed(format!("perf printed {} counts", counted.len())));
         }
-        // The program's CPU time includes the exits of rotations, which are not guest time, so it
-        // is not used as a reference.
+        // The program's CPU time includes the exits of rotations, which are not guest time. It is
+        // therefore not used as a reference.
         let own = gate.operator.as_ref().and_then(|saw| saw.reading(0, 0)?.estimate);
         let Some(expected) = own else {
             return Ok(row.failed("the operator's event was not counted"));
@@ -335,7 +336,7 @@ impl Linux<'_> {
         if counted.iter().all(|count| count.running_percent > 99.0) {
             return Ok(row.failed("there were counters for all of them"));
         }
-        let seen = Evidence::of_guest(
+        let seen = MeasuredEvidence::of_guest(
             worst.and_then(|count| count.value),
             Expectation::new(expected, Tolerance::Percent(SCALED_PERCENT)),
         );
@@ -369,7 +370,7 @@ impl Linux<'_> {
         if own.is_none() && !(saw.opened.is_err() && policy == "strict") {
             return Ok(row.failed("the operator's event was not counted"));
         }
-        let seen = Evidence {
+        let seen = MeasuredEvidence {
             guest: count.and_then(|count| count.value),
             // The operator's event also covers the handshake and runs slightly longer.
             host: own.map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent()))),
@@ -388,15 +389,16 @@ impl Linux<'_> {
             Ok(counts(&text))
         };
         let (few, many) = (run(ROUNDS)?, run(MORE_ROUNDS)?);
-        // The comment at the top of known.S gives these numbers.
+        // The comment at the top of known.S documents these numbers.
         let digits = ROUNDS.to_string().len() as u64;
         for (event, whole, each) in [
             ("instructions:u", 2 * ROUNDS + 7 * digits + 8, 2),
             ("branches:u", ROUNDS + 2 * digits + 2, 1),
         ] {
             let value = |counts: &[Count]| of(counts, event).and_then(|count| count.value);
-            let seen =
-                |guest, value, tolerance| Evidence::of_guest(guest, Expectation::new(value, tolerance));
+            let seen = |guest, value, tolerance| {
+                MeasuredEvidence::of_guest(guest, Expectation::new(value, tolerance))
+            };
             let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, whole");
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);
             rows.push(with_share(

@@ -4,7 +4,7 @@ use super::{Linux, LinuxGuest};
 use crate::builtin::share;
 use crate::child::ChildError;
 use crate::guest::OperatorEvents;
-use crate::judge::{Evidence, Expectation, Tolerance};
+use crate::judge::{Expectation, MeasuredEvidence, Tolerance};
 use crate::measure::measure_rows;
 use crate::report::{CheckKind, ReportRows, ValidationRow};
 use control_api::protocol::VcpuView;
@@ -12,7 +12,7 @@ use control_api::protocol::VcpuView;
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
 /// much higher rate.
 const SAMPLES_PER_SECOND: u64 = 80;
-/// The functions of `three` and their share of its time, in percent.
+/// The functions of `three` and their shares of its time, in percent.
 const SHARES: [(&str, u64); 3] = [("heavy", 60), ("middle", 30), ("light", 10)];
 impl Linux<'_> {
     pub(super) fn sampling(
@@ -51,11 +51,11 @@ impl Linux<'_> {
         let overflows = overflows(&gate.after)
             .zip(overflows(&gate.before))
             .map(|(after, before)| after.saturating_sub(before));
-        // perf's own work before the program starts is sampled too.
+        // perf's own work before the program starts is also sampled.
         let tolerance = Tolerance::PercentAnd(5.0, 3);
         // The program's CPU time is unsuitable because it includes the exits of each interrupt.
         let cycles = gate.operator.as_ref().and_then(|saw| saw.reading(0, 0)?.estimate);
-        let seen = Evidence {
+        let seen = MeasuredEvidence {
             guest: Some(functions.iter().map(|(n, _)| n).sum()),
             host: overflows.map(|value| Expectation::new(value, tolerance)),
             expected: cycles.map(|cycles| Expectation::new(cycles / period, tolerance)),

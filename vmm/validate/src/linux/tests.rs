@@ -1,5 +1,5 @@
-//! Tests with scripted Linux guests: the values from perf, the guest kernel, the host and the
-//! operator.
+//! Tests with scripted Linux guests. The scripts provide the values from perf, the guest kernel,
+//! the host and the operator.
 
 use std::path::PathBuf;
 
@@ -18,11 +18,11 @@ use crate::report::ValidationRow;
 pub(super) struct ScriptedValues {
     /// Output of each command, by `case` pattern of the shell.
     pub prints: Vec<(&'static str, String)>,
-    /// CPU time of a program controlled by the gate in ns, from the guest kernel.
+    /// CPU time of a program controlled by the gate in nanoseconds, according to the guest kernel.
     pub cpu_ns: u64,
     /// Increase of the single counter of each vCPU at a gate, as seen by the host.
     pub moved: Vec<u64>,
-    /// Overflows of each counter at a gate, or `None` if the host does not report them.
+    /// Number of overflows of each counter at a gate, or `None` if the host does not report them.
     pub overflows: Option<u64>,
     /// Count of the operator's event on each vCPU, or `None` if the VM refuses it.
     pub operator: Option<Vec<u64>>,
@@ -97,7 +97,7 @@ impl ScriptedValues {
         LinuxGuest { vm }
     }
 
-    /// Returns the rows that `measure` adds on this host.
+    /// Returns the rows added by `measure` on this host.
     pub fn rows(
         &self,
         host: &HostProperties,
@@ -140,7 +140,7 @@ pub(super) fn perf_line(event: &str, value: u64) -> String {
     format!("{value},,{event},1000,100.00,,\n")
 }
 
-/// Runs one command in a guest whose shell executes this script, and returns the result.
+/// Runs one command in a guest with a shell that executes this script, and returns the result.
 fn run_script(script: &str) -> Result<CommandResult, ChildError> {
     let vm = scripted(&format!("read -r line; {script}; read -r line"));
     LinuxGuest { vm }.run("x", "command", None)
@@ -161,7 +161,7 @@ fn command_output_is_between_markers() {
     );
 }
 
-/// The kept output of a command is bounded.
+/// Only a limited amount of a command's output is kept.
 #[test]
 fn command_output_is_bounded() {
     let lines = MAX_OUTPUT_LINES + 500;
@@ -184,8 +184,8 @@ fn gate_end_before_begin_is_error() {
     );
 }
 
-/// At both ends of the gate the counters of guest and host are read, and the operator's events are
-/// enabled between them.
+/// At both ends of the gate, the counters of guest and host are read. The operator's events are
+/// enabled between the ends.
 #[test]
 fn gate_reads_guest_and_host_counters() {
     let told = ScriptedValues {
@@ -242,8 +242,8 @@ fn gate(before: &[u64], after: &[u64]) -> Gate {
     }
 }
 
-/// The host's count is that of the single counter that moved, relative to Linux's initial value.
-/// With two moved counters it is undefined.
+/// The host's count is that of the single counter that moved, relative to Linux's initial value. If
+/// two counters have moved, the count is undefined.
 #[test]
 fn host_count_is_of_single_moved_counter() {
     let moved = gate(&[5, LINUX_START], &[5, LINUX_START + 70]);

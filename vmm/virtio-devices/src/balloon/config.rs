@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use super::PAGES_PER_MIB;
 
-/// Maximum size of a balloon in MiB. The driver sees the number of pages, which has 32 bits.
+/// Maximum size of a balloon in MiB. The driver receives the size as a 32-bit number of pages.
 pub const MAX_SIZE_MIB: u32 = u32::MAX / PAGES_PER_MIB;
 
 /// Configuration of a balloon device.
@@ -12,23 +12,22 @@ pub const MAX_SIZE_MIB: u32 = u32::MAX / PAGES_PER_MIB;
 pub struct BalloonConfig {
     /// Initial target size in MiB.
     pub size_mib: u32,
-    /// `true` if the guest takes pages back from the balloon before it kills a process for lack of
-    /// memory.
+    /// `true` if the guest deflates the balloon before it kills a process for lack of memory.
     pub deflate_on_oom: bool,
     /// Interval between two updates of the guest's memory statistics in seconds, 0 for none.
     pub statistics_interval_s: u16,
-    /// `true` if the guest reports free pages, which are given back to the host.
+    /// `true` if the guest reports free pages, which are released to the host.
     pub free_page_reporting: bool,
 }
 
 impl BalloonConfig {
-    /// Returns whether the driver is offered statistics.
+    /// Returns whether statistics are offered to the driver.
     pub fn has_statistics(&self) -> bool {
         self.statistics_interval_s > 0
     }
 }
 
-/// The reason why a balloon configuration is invalid.
+/// Error returned when a balloon configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalloonConfigError {
     /// An option is unknown.
@@ -54,7 +53,7 @@ pub enum BalloonConfigError {
     Interval,
 }
 
-/// The reason why the size of a balloon is invalid.
+/// Error returned when the size of a balloon is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the size of a balloon must be between 0 and {MAX_SIZE_MIB} MiB, for example 256, 256M or 1G")]
 pub struct BalloonSizeError;

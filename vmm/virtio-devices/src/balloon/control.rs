@@ -1,4 +1,4 @@
-//! The balloon as its operators see it: target, actual size, and statistics.
+//! Operator interface of the balloon: target, actual size, and statistics.
 
 use std::io;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -18,7 +18,7 @@ const ACTUAL: usize = 4;
 /// Length of the state in a snapshot in bytes.
 const STATE_BYTES: usize = 10;
 
-/// The reason why a request of an operator is refused.
+/// Error returned when an operator's request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalloonRequestError {
     /// The balloon would be larger than the guest's memory.
@@ -31,7 +31,7 @@ pub enum BalloonRequestError {
         /// Size of the guest's memory in MiB.
         memory_mib: u64,
     },
-    /// The driver negotiates statistics when it starts.
+    /// Statistics cannot be enabled or disabled, because the driver negotiates them when it starts.
     #[error("statistics cannot be enabled or disabled after the start of the VM")]
     StatisticsStateChange,
 }
@@ -41,13 +41,13 @@ pub enum BalloonRequestError {
 pub struct BalloonState {
     /// Target size in pages of 4 KiB.
     pub target_pages: u32,
-    /// Actual size in pages of 4 KiB, as claimed by the driver.
+    /// Actual size in pages of 4 KiB, as reported by the driver.
     pub actual_pages: u32,
     /// Configuration, with the current target and interval.
     pub config: BalloonConfig,
-    /// Number of bytes given back to the host so far. A page counts each time.
+    /// Number of bytes released to the host so far. A page counts each time that it is released.
     pub released_bytes: u64,
-    /// Statistics of the guest; `None` if the driver has sent none.
+    /// Guest statistics, or `None` if the driver has sent none.
     pub statistics: Option<GuestMemoryStatistics>,
 }
 
@@ -62,7 +62,7 @@ pub struct BalloonControl {
     released_bytes: AtomicU64,
     statistics: Mutex<Option<GuestMemoryStatistics>>,
     change: Mutex<Option<ConfigChangeNotifier>>,
-    /// Notifies the device's thread of a new statistics interval.
+    /// Eventfd that notifies the device's thread of a new statistics interval.
     interval_event: EventFd,
 }
 
@@ -71,7 +71,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl BalloonControl {
-    /// Creates the state of a balloon in a guest with this memory.
+    /// Creates the state of a balloon in a guest with `memory_bytes` bytes of memory.
     ///
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.
@@ -105,7 +105,8 @@ impl BalloonControl {
         }
     }
 
-    /// Sets the target size and notifies the driver, which reaches it as far and as fast as it can.
+    /// Sets the target size and notifies the driver, which adjusts the balloon as far and as fast
+    /// as it can.
     ///
     /// # Errors
     /// Returns [`BalloonRequestError::Size`] if the size exceeds the guest's memory.
@@ -160,7 +161,7 @@ impl BalloonControl {
         self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Forgets what the driver has reported. A new driver has an empty balloon.
+    /// Discards the values that the driver has reported. A new driver has an empty balloon.
     pub(super) fn reset(&self) {
         self.actual_pages.store(0, Ordering::Release);
         *lock(&self.statistics) = None;
@@ -173,7 +174,8 @@ impl BalloonControl {
         (target | actual << 32).to_le_bytes()
     }
 
-    /// Handles a write of the driver, of any length at any offset. Only the actual size is writable.
+    /// Handles a configuration write by the driver, of any length at any offset. Only the actual
+    /// size is writable.
     pub(super) fn write_config(&self, offset: u64, data: &[u8]) {
         let mut config = self.config_bytes();
         for (at, byte) in data.iter().enumerate() {
@@ -196,7 +198,7 @@ impl BalloonControl {
         state
     }
 
-    /// Restores a saved state. Returns `false` if no balloon of this configuration can have it.
+    /// Restores a saved state. Returns `false` if the state is invalid for this configuration.
     pub(super) fn restore(&self, state: &[u8]) -> bool {
         let Ok([t0, t1, t2, t3, a0, a1, a2, a3, i0, i1]) = <[u8; STATE_BYTES]>::try_from(state) else {
             return false;

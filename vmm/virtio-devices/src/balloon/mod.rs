@@ -1,4 +1,4 @@
-//! Balloon device (virtio 1.2, 5.5): the guest gives memory back to the host.
+//! Balloon device (virtio 1.2, 5.5), with which a guest returns memory to the host.
 //!
 //! | module | contents |
 //! |---|---|
@@ -6,15 +6,16 @@
 //! | [`config`] | the option `--balloon` |
 //! | [`control`] | target, actual size and statistics, for operators |
 //! | [`pages`] | pages in descriptor chains |
-//! | [`release`] | giving pages back to the host |
+//! | [`release`] | release of pages to the host |
 //! | [`statistics`] | memory statistics of the guest |
 //!
-//! The driver inflates and deflates the balloon towards the target. Inflated pages are released to the
-//! host; deflated pages are allocated again when the guest accesses them, so the deflate queue only
-//! acknowledges.
+//! The driver inflates and deflates the balloon towards the target. Inflated pages are released to
+//! the host; deflated pages are allocated again when the guest accesses them, so the deflate queue
+//! only acknowledges.
 //!
-//! Queues of features that the driver does not accept have no index. The driver's queues are therefore
-//! inflate, deflate, and without gaps statistics and reporting, as in Linux, QEMU and Firecracker.
+//! Queues of features that the driver does not accept have no index. The driver's queues are
+//! therefore inflate and deflate, followed without gaps by statistics and reporting, as in Linux,
+//! QEMU and Firecracker.
 
 pub mod config;
 pub mod control;
@@ -36,9 +37,9 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::device::{
-    ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice, read_config_bytes,
+    ActivateError, ActiveQueue, ConfigChangeNotifier, DeviceActivation, VirtioDevice, read_config_bytes,
 };
-use crate::serve::{GuestDescriptorChain, QueueError, request_reset_if_broken, serve_queue};
+use crate::serve::{GuestDescriptorChain, VirtqueueError, request_reset_if_broken, serve_queue};
 use crate::worker::{DeviceWorker, watch_readable};
 use config::BalloonConfig;
 use control::BalloonControl;
@@ -67,13 +68,14 @@ const FIRST_UPDATE: Duration = Duration::from_millis(1);
 pub struct BalloonDevice {
     config: BalloonConfig,
     control: Arc<BalloonControl>,
-    /// Locked by the device's thread as long as it runs.
+    /// Page releaser, which the device's thread locks while it runs.
     releaser: Arc<Mutex<PageReleaser>>,
     worker: Option<DeviceWorker>,
 }
 
 impl BalloonDevice {
-    /// Creates a balloon in a guest with this memory. `origin` is that of the guest's RAM.
+    /// Creates a balloon in a guest with `memory_bytes` bytes of memory. `origin` is the origin of
+    /// the guest's RAM.
     ///
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.
@@ -86,7 +88,7 @@ impl BalloonDevice {
         })
     }
 
-    /// Returns the balloon as its operators see it.
+    /// Returns the operator interface of the balloon.
     pub fn control(&self) -> &Arc<BalloonControl> {
         &self.control
     }
@@ -129,7 +131,7 @@ impl VirtioDevice for BalloonDevice {
         None
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
         let host = |source| ActivateError::Host {
             what: "timerfd_create",
             source,
@@ -193,7 +195,7 @@ impl VirtioDevice for BalloonDevice {
 /// The statistics queue. The driver keeps one buffer in it and fills it again when it is returned.
 ///
 /// A buffer is read when it arrives, and stays in the queue until the next update is due. The
-/// position of the used ring is therefore always that of the device, as a snapshot requires.
+/// position of the used ring therefore always equals that of the device, as a snapshot requires.
 struct StatisticsQueue {
     active: ActiveQueue,
     timer: TimerFd,
@@ -207,8 +209,8 @@ impl StatisticsQueue {
         })
     }
 
-    /// Returns the statistics in the first buffer of the queue, which stays there.
-    fn read(&mut self, memory: &GuestMemoryMmap) -> Result<Option<GuestMemoryStatistics>, QueueError> {
+    /// Returns the statistics in the first buffer of the queue. The buffer remains in the queue.
+    fn read(&mut self, memory: &GuestMemoryMmap) -> Result<Option<GuestMemoryStatistics>, VirtqueueError> {
         let Some(chain) = self.active.queue.iter(memory)?.next() else {
             return Ok(None);
         };
@@ -218,14 +220,14 @@ impl StatisticsQueue {
     }
 
     /// Returns the first buffer to the driver, which fills it with new statistics.
-    fn update(&mut self, memory: &GuestMemoryMmap) -> Result<(), QueueError> {
+    fn update(&mut self, memory: &GuestMemoryMmap) -> Result<(), VirtqueueError> {
         let ActiveQueue { queue, interrupt, .. } = &mut self.active;
         let Some(chain) = queue.iter(memory)?.next() else {
             return Ok(());
         };
         let (head, size) = (chain.head_index(), queue.size());
         if head >= size {
-            return Err(QueueError::Head { head, size });
+            return Err(VirtqueueError::Head { head, size });
         }
         queue.add_used(memory, head, 0)?;
         // The next buffer must notify the device.
@@ -252,7 +254,7 @@ struct BalloonHandler {
 
 impl BalloonHandler {
     /// Serves all queues.
-    fn serve(&mut self) -> Result<(), QueueError> {
+    fn serve(&mut self) -> Result<(), VirtqueueError> {
         let memory = &self.memory;
         let mut releaser = self.releaser.lock().unwrap_or_else(PoisonError::into_inner);
         serve_queue(&mut self.inflate, memory, |chain: GuestDescriptorChain<'_>| {
@@ -275,8 +277,8 @@ impl BalloonHandler {
         Ok(())
     }
 
-    /// Handles the events other than notifications of queues.
-    fn serve_timer(&mut self, fd: i32) -> Result<(), QueueError> {
+    /// Handles events other than queue notifications.
+    fn serve_timer(&mut self, fd: i32) -> Result<(), VirtqueueError> {
         let Some(queue) = &mut self.statistics else {
             return Ok(());
         };

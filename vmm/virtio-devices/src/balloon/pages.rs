@@ -7,8 +7,8 @@ use crate::serve::GuestDescriptorChain;
 
 /// Size of a page of the balloon in bytes, on every architecture (virtio 1.2, 5.5.6).
 pub const PAGE_BYTES: u64 = 4096;
-/// Maximum number of page frame numbers taken from one chain. Further ones stay in use by the host.
-/// Linux sends at most 256, Windows 1024.
+/// Maximum number of page frame numbers taken from one chain. Further pages remain allocated on the
+/// host. Linux sends at most 256, Windows 1024.
 pub const MAX_CHAIN_PAGES: usize = 4096;
 /// Maximum number of buffers taken from one chain of the reporting queue. Linux sends at most 32.
 pub const MAX_CHAIN_BUFFERS: usize = 256;
@@ -27,8 +27,8 @@ pub struct PageRange {
 pub struct InflatedPages(Vec<u32>);
 
 impl InflatedPages {
-    /// Reads the page frame numbers in a chain and returns them as ascending ranges without overlaps.
-    /// Numbers may be repeated, in any order and outside guest RAM.
+    /// Reads the page frame numbers in a chain and returns them as ascending ranges without
+    /// overlaps. The numbers may be repeated, in any order, and outside guest RAM.
     pub fn read(
         &mut self,
         memory: &GuestMemoryMmap,

@@ -1,12 +1,12 @@
-//! Gives pages of guest memory back to the host.
+//! Releases pages of guest memory to the host.
 //!
 //! | memory | call |
 //! |---|---|
 //! | private anonymous | `madvise(MADV_DONTNEED)` |
 //! | shared with vhost-user back ends (memfd) | `madvise(MADV_REMOVE)`, which punches a hole in the file |
-//! | private mapping of a snapshot's memory file | anonymous memory replaces the pages |
+//! | private mapping of a snapshot's memory file | the pages are replaced with anonymous memory |
 //!
-//! In a private mapping of a file, `MADV_DONTNEED` would bring the file's contents back: the next
+//! In a private mapping of a file, `MADV_DONTNEED` would restore the file's contents. The next
 //! snapshot would contain them, and a later access would read them from disk.
 //!
 //! A released page reads as zeros and is allocated again when it is accessed. The guest can release
@@ -34,7 +34,7 @@ pub enum RamOrigin {
     Snapshot,
 }
 
-/// Gives pages of guest memory back to the host.
+/// Releaser of guest memory pages to the host.
 #[derive(Debug)]
 pub struct PageReleaser {
     origin: RamOrigin,
@@ -50,10 +50,10 @@ impl PageReleaser {
         }
     }
 
-    /// Releases the pages of a range that are RAM. Returns their number of bytes.
+    /// Releases the pages of a range that are RAM. Returns the number of bytes released.
     ///
     /// # Errors
-    /// Returns the error of the host's kernel. Part of the range may be released.
+    /// Returns the error of the host's kernel. Part of the range may have been released.
     pub fn release(&mut self, memory: &GuestMemoryMmap, range: PageRange) -> io::Result<u64> {
         let end = range.start.0.saturating_add(range.bytes);
         let mut released = 0;
@@ -68,7 +68,7 @@ impl PageReleaser {
         Ok(released)
     }
 
-    /// Releases the guest-physical addresses from `start` to `end`, which are in `region`.
+    /// Releases the guest-physical address range from `start` to `end`, which is in `region`.
     fn release_in(&mut self, region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
         if region.flags() & libc::MAP_SHARED != 0 {
             return advise(region, start, end, libc::MADV_REMOVE);
@@ -81,7 +81,8 @@ impl PageReleaser {
             self.replaced.insert(start, end);
             return Ok(());
         }
-        // Without room for more mappings, the file's contents come back. The page is free all the same.
+        // If no more mappings can be added, the file's contents reappear. The page is freed
+        // nevertheless.
         advise(region, start, end, libc::MADV_DONTNEED)
     }
 }
@@ -105,7 +106,7 @@ fn advise(region: &GuestRegionMmap, start: u64, end: u64, advice: libc::c_int) -
     }
 }
 
-/// Replaces a range of a private file mapping by anonymous memory.
+/// Replaces a range of a private file mapping with anonymous memory.
 fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
     let (address, len) = host_range(region, start, end);
     let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -115,18 +116,18 @@ fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
     if unsafe { libc::mmap(address, len, prot, flags, -1, 0) } == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // As for all guest memory. Without it the mapping would not merge with its neighbours either.
+    // All guest memory has this flag. Without it, the mapping would not merge with its neighbours.
     let _ = advise(region, start, end, libc::MADV_DONTDUMP);
     Ok(())
 }
 
-/// Ranges of a file mapping that anonymous memory has replaced.
+/// Ranges of a file mapping that have been replaced with anonymous memory.
 ///
-/// Each isolated range adds two mappings to the process. A hostile guest could otherwise release every
-/// second page until the process has no mappings left for its own memory.
+/// Each isolated range adds two mappings to the process. A hostile guest could otherwise release
+/// every second page until the process has no mappings left for its own memory.
 #[derive(Debug, Default)]
 struct ReplacedRanges {
-    /// Ends by start. The ranges do not touch.
+    /// Range ends, keyed by range start. No two ranges are adjacent.
     ranges: BTreeMap<u64, u64>,
     /// Upper bound of the mappings added. The kernel merges a new anonymous mapping with at least one
     /// anonymous neighbour, but not two neighbours with each other if both have been written.
@@ -139,7 +140,7 @@ impl ReplacedRanges {
         before.is_some_and(|(_, last)| *last >= end)
     }
 
-    /// Returns the starts of the ranges that overlap or touch this one.
+    /// Returns the starts of the ranges that overlap or are adjacent to this one.
     fn touching(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
         let below = self.ranges.range(..=end).rev();
         below

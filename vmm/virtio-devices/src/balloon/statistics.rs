@@ -1,11 +1,12 @@
-//! Memory statistics of the guest (virtio 1.2, 5.5.6.3). All values are unverified claims of the
-//! driver.
+//! Memory statistics of the guest (virtio 1.2, 5.5.6.3). All values are reported by the driver and
+//! not verified.
 
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use crate::serve::GuestDescriptorChain;
 
-/// Number of known statistics. Those from [`StatisticTag::OomKills`] on are newer than virtio 1.2.
+/// Number of known statistics. Statistics from [`StatisticTag::OomKills`] onwards are newer than
+/// virtio 1.2.
 const STATISTICS: usize = 16;
 /// Size of one statistic in bytes: a 16-bit tag and a 64-bit value, both little-endian and unaligned.
 const ENTRY_BYTES: usize = 10;
@@ -24,13 +25,13 @@ pub enum StatisticTag {
     MajorFaults,
     /// Number of minor page faults.
     MinorFaults,
-    /// Memory without any use, in bytes.
+    /// Unused memory, in bytes.
     FreeMemory,
-    /// All memory, in bytes.
+    /// Total memory, in bytes.
     TotalMemory,
     /// Estimate of the memory that is available without swapping, in bytes.
     AvailableMemory,
-    /// Memory of caches that can be dropped without input or output, in bytes.
+    /// Memory of caches that can be dropped without I/O, in bytes.
     DiskCaches,
     /// Number of successful huge page allocations.
     HugetlbAllocations,
@@ -42,11 +43,11 @@ pub enum StatisticTag {
     AllocationStalls,
     /// Memory scanned in the background, in bytes.
     AsyncScan,
-    /// Memory scanned by allocations, in bytes.
+    /// Memory scanned by direct reclaim, in bytes.
     DirectScan,
     /// Memory reclaimed in the background, in bytes.
     AsyncReclaim,
-    /// Memory reclaimed by allocations, in bytes.
+    /// Memory reclaimed by direct reclaim, in bytes.
     DirectReclaim,
 }
 
@@ -61,7 +62,7 @@ impl GuestMemoryStatistics {
     }
 
     /// Reads the statistics in a chain. Unknown tags are ignored, and the last value of a repeated
-    /// tag counts. Bytes outside guest RAM end the list.
+    /// tag is used. Bytes outside guest RAM end the list.
     pub fn read(memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> Self {
         let mut bytes = [0; MAX_BYTES];
         let mut filled = 0;

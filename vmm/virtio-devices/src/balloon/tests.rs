@@ -27,7 +27,7 @@ fn balloon(config: BalloonConfig) -> BalloonDevice {
     BalloonDevice::new(config, MEMORY_BYTES as u64, RamOrigin::Empty).unwrap()
 }
 
-/// Drivers of the inflate, deflate, statistics and reporting queues.
+/// Returns the drivers of the inflate, deflate, statistics and reporting queues.
 fn drivers(memory: &GuestMemoryMmap) -> [Driver<'_>; 4] {
     [0x1000, 0x4000, 0x7000, 0xA000].map(|start| Driver::at(memory, 64, start))
 }
@@ -93,8 +93,8 @@ fn inflated_pages_are_released_and_deflated_ones_acknowledged() {
     assert_eq!(balloon.control().state().released_bytes, 8 * PAGE_BYTES);
 }
 
-/// Page frame numbers outside RAM, repeated ones and too many release nothing else, and the next chain
-/// is served.
+/// Page frame numbers that are outside RAM, repeated or too numerous release no other pages, and
+/// the next chain is processed.
 #[test]
 fn hostile_page_numbers_are_ignored() {
     let memory = memory();
@@ -128,8 +128,8 @@ fn hostile_page_numbers_are_ignored() {
     );
 }
 
-/// The guest may release the pages of its own queues. The device stops or goes on, and works again
-/// after a reset.
+/// The guest may release the pages of its own queues. The device stops or continues, and works
+/// again after a reset.
 #[test]
 fn release_of_the_queues_does_not_break_the_device() {
     let memory = memory();
@@ -209,7 +209,8 @@ fn reported_pages_are_released_in_whole_pages() {
     assert_eq!(balloon.control().state().released_bytes, 3 * PAGE_BYTES);
 }
 
-/// Features that a driver does not accept have no queue, so reporting has index 2 without statistics.
+/// A feature that the driver does not accept has no queue, so reporting has index 2 if statistics
+/// are not accepted.
 #[test]
 fn queues_follow_the_accepted_features() {
     let memory = memory();
@@ -267,7 +268,7 @@ fn target_change_notifies_the_driver() {
     );
 }
 
-/// The driver writes the actual size only, in accesses of any width and at any offset.
+/// The driver can write only the actual size, in accesses of any width and at any offset.
 #[test]
 fn driver_writes_the_actual_size_only() {
     let mut balloon = balloon(config());
@@ -285,7 +286,8 @@ fn driver_writes_the_actual_size_only() {
     let mut data = [1; 12];
     balloon.read_config(4, &mut data);
     assert_eq!(data, [0xFF, 0xFF, 0x34, 0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
-    // A driver that starts has an empty balloon, one that was stopped for a snapshot keeps it.
+    // A driver that starts has an empty balloon. A driver that was stopped for a snapshot keeps its
+    // balloon.
     balloon.quiesce();
     assert_eq!(balloon.control().state().actual_pages, 0xFF34_FFFF);
     balloon.reset();
@@ -297,7 +299,7 @@ fn entry(tag: u16, value: u64) -> Vec<u8> {
 }
 
 /// A buffer is read when it arrives, and returned when an update is due. Unknown and incomplete
-/// statistics are ignored, and the last of repeated ones counts.
+/// statistics are ignored, and the last value of a repeated statistic is used.
 #[test]
 fn statistics_are_read_and_updated() {
     let memory = memory();

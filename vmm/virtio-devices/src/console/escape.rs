@@ -1,4 +1,4 @@
-//! Escape sequences by which a person at a terminal leaves a guest's console.
+//! Escape sequences with which a terminal user leaves a guest's console.
 
 /// Ctrl-A, the prefix of commands to the VMM.
 const ESCAPE: u8 = 0x01;
@@ -8,7 +8,7 @@ const ESCAPE: u8 = 0x01;
 pub enum KeyAction {
     /// Input for the guest.
     Guest(u8),
-    /// The key sequence Ctrl-A x, which ends the VM.
+    /// The key sequence Ctrl-A x, which terminates the VM.
     Quit,
     /// The key sequence Ctrl-A h, which lists the keys.
     Help,
@@ -16,8 +16,8 @@ pub enum KeyAction {
     Nothing,
 }
 
-/// Parser of escape sequences: Ctrl-A x ends the VM, Ctrl-A Ctrl-A sends one Ctrl-A, and Ctrl-A h
-/// lists the sequences.
+/// Parser of escape sequences: Ctrl-A x terminates the VM, Ctrl-A Ctrl-A sends one Ctrl-A, and
+/// Ctrl-A h lists the sequences.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EscapeParser {
     pending: bool,

@@ -24,10 +24,10 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::device::{ActivateError, Activation, ConfigChangeNotifier, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, ConfigChangeNotifier, DeviceActivation, VirtioDevice, read_config_bytes};
 use crate::serve::request_reset_if_broken;
 use crate::worker::{DeviceWorker, watch_readable};
-use port::{ConsolePort, WindowSize};
+use port::{ConsolePort, TerminalSize};
 use queues::ConsoleQueues;
 
 /// Feature bit: the configuration contains the window size (virtio 1.2, 5.3.3).
@@ -52,7 +52,7 @@ impl VirtioConsole {
     ///
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.
-    pub fn new(output: Box<dyn Write + Send>, size: Option<WindowSize>) -> io::Result<Self> {
+    pub fn new(output: Box<dyn Write + Send>, size: Option<TerminalSize>) -> io::Result<Self> {
         // A terminal with a size of zero does not report its size.
         let size = size.filter(|size| size.columns != 0 && size.rows != 0);
         Ok(Self {
@@ -90,12 +90,13 @@ impl VirtioDevice for VirtioConsole {
         read_config_bytes(&self.port.config(), offset, data);
     }
 
-    /// The window size may differ where a snapshot is restored, as after a resize.
+    /// Returns `None`, because the window size may differ when a snapshot is restored, as after a
+    /// resize.
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
         None
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
         let queues = <[_; 2]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?;
         let [Some(input), Some(output)] = queues else {

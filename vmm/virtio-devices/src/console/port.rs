@@ -16,7 +16,7 @@ pub const INPUT_BYTES: usize = 4096;
 
 /// Size of a terminal window, in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WindowSize {
+pub struct TerminalSize {
     /// Number of columns.
     pub columns: u16,
     /// Number of rows.
@@ -26,7 +26,7 @@ pub struct WindowSize {
 #[derive(Debug, Default)]
 struct PendingInput {
     bytes: VecDeque<u8>,
-    /// `true` if input was rejected because the buffer was full and the sender awaits a
+    /// `true` if input was rejected because the buffer was full, and the sender awaits a
     /// notification.
     refused: bool,
 }
@@ -36,7 +36,7 @@ struct PendingInput {
 #[derive(Debug)]
 pub struct ConsolePort {
     waiting: Mutex<PendingInput>,
-    /// Notifies the device's thread of new input.
+    /// Eventfd that notifies the device's thread of new input.
     input_event: EventFd,
     room: EventFd,
     /// Columns and rows in configuration layout (virtio 1.2, 5.3.4), 0 if unknown.
@@ -54,7 +54,7 @@ impl ConsolePort {
     ///
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.
-    pub fn new(size: Option<WindowSize>) -> io::Result<Self> {
+    pub fn new(size: Option<TerminalSize>) -> io::Result<Self> {
         Ok(Self {
             waiting: Mutex::default(),
             input_event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
@@ -86,7 +86,7 @@ impl ConsolePort {
     }
 
     /// Sets a new window size. Has no effect on a device created without a size.
-    pub fn resize(&self, size: WindowSize) {
+    pub fn resize(&self, size: TerminalSize) {
         let packed = packed(size);
         if self.size.load(Ordering::Acquire) != 0
             && self.size.swap(packed, Ordering::AcqRel) != packed
@@ -134,6 +134,6 @@ impl ConsolePort {
     }
 }
 
-fn packed(size: WindowSize) -> u32 {
+fn packed(size: TerminalSize) -> u32 {
     u32::from(size.columns) | u32::from(size.rows) << 16
 }

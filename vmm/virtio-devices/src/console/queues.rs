@@ -7,12 +7,12 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::port::ConsolePort;
 use crate::device::ActiveQueue;
-use crate::serve::{GuestDescriptorChain, QueueError, serve_queue, serve_queue_while};
+use crate::serve::{GuestDescriptorChain, VirtqueueError, serve_queue, serve_queue_while};
 
 /// Maximum number of output bytes taken from one chain. Further bytes are discarded. Linux sends at
 /// most one page.
 pub const MAX_OUTPUT_BYTES: usize = 64 << 10;
-/// Number of bytes copied at once.
+/// Number of bytes copied in one step.
 const CHUNK_BYTES: usize = 4096;
 
 /// The driver's two queues.
@@ -28,19 +28,27 @@ impl ConsoleQueues {
     /// Writes the driver's output to `sink`.
     ///
     /// # Errors
-    /// Returns a [`QueueError`] if the driver violates the virtqueue rules.
-    pub fn serve_output(&mut self, memory: &GuestMemoryMmap, sink: &mut dyn Write) -> Result<(), QueueError> {
+    /// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules.
+    pub fn serve_output(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        sink: &mut dyn Write,
+    ) -> Result<(), VirtqueueError> {
         serve_queue(&mut self.output, memory, |chain| {
             take(sink, memory, chain);
             0
         })
     }
 
-    /// Copies pending input to the driver's buffers, as far as they are available.
+    /// Copies pending input to the driver's available buffers.
     ///
     /// # Errors
-    /// Returns a [`QueueError`] if the driver violates the virtqueue rules.
-    pub fn serve_input(&mut self, memory: &GuestMemoryMmap, port: &ConsolePort) -> Result<(), QueueError> {
+    /// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules.
+    pub fn serve_input(
+        &mut self,
+        memory: &GuestMemoryMmap,
+        port: &ConsolePort,
+    ) -> Result<(), VirtqueueError> {
         serve_queue_while(
             &mut self.input,
             memory,

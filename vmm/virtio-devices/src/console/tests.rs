@@ -106,7 +106,7 @@ fn hostile_chains_do_not_block_output() {
     assert!(out.ends_with(&[b'g'; 256]));
 }
 
-/// Input that a hostile chain cannot hold is kept for the next chain.
+/// Input that does not fit into a hostile chain is kept for the next chain.
 #[test]
 fn hostile_chains_do_not_block_input() {
     let memory = memory();
@@ -162,7 +162,7 @@ fn input_uses_required_buffers_only() {
     assert_eq!(driver.used().last(), Some(&(3, 1)));
 }
 
-/// A buffer outside RAM uses up its chain but loses no input.
+/// A descriptor chain with a buffer outside RAM is consumed, but no input is lost.
 #[test]
 fn invalid_buffer_loses_no_input() {
     let memory = memory();
@@ -200,7 +200,7 @@ fn input_is_bounded_and_space_is_signalled_once() {
 #[test]
 fn window_size_is_reported_if_known() {
     let new = |size| VirtioConsole::new(Box::new(io::sink()), size).unwrap();
-    let size = |columns, rows| WindowSize { columns, rows };
+    let size = |columns, rows| TerminalSize { columns, rows };
     for unknown in [None, Some(size(0, 0)), Some(size(80, 0))] {
         let console = new(unknown);
         console.port().resize(size(80, 25));
@@ -226,7 +226,7 @@ fn window_size_is_reported_if_known() {
     assert_eq!(data, [132, 0, 50, 0, 0, 0, 0, 0]);
 }
 
-/// A driver that breaks either ring must reset the device.
+/// If a driver breaks either ring, the device requests a reset.
 #[test]
 fn broken_ring_requests_reset() {
     for breaks_output in [false, true] {
@@ -250,7 +250,7 @@ fn broken_ring_requests_reset() {
     }
 }
 
-/// The device thread serves both directions, also after a reset.
+/// The device thread serves both directions, before and after a reset.
 #[test]
 fn console_serves_both_directions_after_reset() {
     let memory = memory();
@@ -284,7 +284,7 @@ fn console_serves_both_directions_after_reset() {
 }
 
 proptest! {
-    /// With arbitrary rings and descriptors, each round ends and the output is bounded.
+    /// With arbitrary rings and descriptors, each round terminates and the output is bounded.
     #[test]
     fn arbitrary_rings_end_the_round(
         words in proptest::collection::vec(any::<u64>(), 64),

@@ -15,8 +15,8 @@ pub const MAX_BACKING: usize = 8;
 const WORDS: &str = "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]]\
     [,block-size=512|4096][,bandwidth=BYTES/MILLISECONDS[+BURST]][,ops=N/MILLISECONDS[+BURST]]";
 
-/// The format of a disk image. The format is never probed, because a guest can write the header of
-/// another format, which may name files of the host, to its raw disk.
+/// Format of a disk image. The format is never probed, because a guest can write to its raw disk
+/// the header of another format, which may refer to host files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DiskFormat {
     /// Raw image.
@@ -38,7 +38,7 @@ impl FromStr for DiskFormat {
     }
 }
 
-/// A backing file, which provides the data that the image above it does not contain.
+/// A backing file, which provides the data that the overlay image does not contain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingFile {
     /// Path of the image.
@@ -62,16 +62,16 @@ pub struct DiskConfig {
     pub serial: Option<String>,
     /// Logical block size in bytes, or `None` for that of the underlying device.
     pub block_bytes: Option<u32>,
-    /// Limits of the requests and of their data.
+    /// Rate limits for requests and data.
     pub limits: RateLimits,
-    /// Locks a writable image as if it were only read, until [`VirtioDevice::claim`]: another process
-    /// still has it for the same VM.
+    /// `true` if a writable image is locked as if it were read-only until [`VirtioDevice::claim`],
+    /// because another process still uses it for the same VM.
     ///
     /// [`VirtioDevice::claim`]: crate::device::VirtioDevice::claim
     pub shared_lock: bool,
 }
 
-/// The reason why a disk configuration is invalid.
+/// Error returned when a disk configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiskConfigError {
     /// The file name is missing.
@@ -274,7 +274,7 @@ mod tests {
         );
     }
 
-    /// Only an explicit option selects the qcow2 format.
+    /// The qcow2 format is selected only by an explicit option.
     #[test]
     fn image_format_defaults_to_raw() {
         let format = |text: &str| text.parse::<DiskConfig>().unwrap().format;

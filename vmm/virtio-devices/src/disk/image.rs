@@ -10,12 +10,12 @@ use vm_memory::GuestMemoryMmap;
 use super::config::{DiskConfig, DiskFormat};
 use super::open::{DiskOpenError, FileLock, LockedFile, SECTOR_BYTES, block_bytes, open_with_lock};
 use super::qcow2::{Qcow2, Qcow2Error, claims};
-use super::raw::{GuestSegment, RawImage};
+use super::raw::{GuestSegment, RawDiskImage};
 
 /// Default logical block size, in bytes.
 const SMALL_BLOCK: u32 = 512;
 
-/// The reason why an image cannot be used as a disk.
+/// Error returned when an image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum DiskImageError {
     /// The file cannot be opened.
@@ -62,7 +62,7 @@ pub struct DiskImage {
     sectors: u64,
     block_bytes: u32,
     read_only: bool,
-    /// Declared after the store so that it is dropped after it.
+    /// Lock of the image. Declared after the store so that the lock is dropped after the store.
     lock: FileLock,
     /// Number of flushes.
     #[cfg(test)]
@@ -72,13 +72,12 @@ pub struct DiskImage {
 /// Storage of the disk, specific to the format.
 #[derive(Debug)]
 enum ImageStore {
-    Raw(RawImage),
+    Raw(RawDiskImage),
     Qcow2(Box<Qcow2>),
 }
 
 impl DiskImage {
-    /// Opens and locks the image that `config` names, shared for reading or exclusively for
-    /// writing.
+    /// Opens and locks the image named in `config`, shared for reading or exclusively for writing.
     ///
     /// # Errors
     /// Returns a [`DiskImageError`], in which case the file is unchanged.
@@ -101,7 +100,7 @@ impl DiskImage {
                         if it is one"
                     );
                 }
-                (ImageStore::Raw(RawImage::new(file)), bytes)
+                (ImageStore::Raw(RawDiskImage::new(file)), bytes)
             }
             DiskFormat::Qcow2 => {
                 let qcow2 = Qcow2::open(path, (file, bytes), config.read_only, &config.backing)?;

@@ -44,10 +44,10 @@ use self::config::{DiskConfig, MAX_SERIAL};
 use self::image::{DiskImage, DiskImageError};
 use self::open::{FileLock, SECTOR_BYTES};
 use self::request::{
-    DiskBackend, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS, RequestFailure,
+    BlockRequestError, DiskBackend, MAX_RANGE_SECTORS, MAX_RANGES, MAX_SEGMENT_BYTES, MAX_SEGMENTS,
 };
 use crate::device::{
-    ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, VirtioDevice, read_config_bytes,
+    ActivateError, ActiveQueue, ConfigChangeNotifier, DeviceActivation, VirtioDevice, read_config_bytes,
 };
 use crate::rate_limiter::RateLimiter;
 use crate::serve::{request_reset_if_broken, serve_queue_while};
@@ -98,7 +98,7 @@ impl BlockDevice {
         })
     }
 
-    /// Limits the requests and their data.
+    /// Limits the rates of requests and data.
     #[must_use]
     pub fn with_limiter(mut self, limiter: RateLimiter) -> Self {
         self.limiter = Some(Arc::new(limiter));
@@ -181,7 +181,7 @@ impl VirtioDevice for BlockDevice {
             .collect()
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
         let [Some(queue)] = <[_; 1]>::try_from(activation.queues)
             .map_err(|_| ActivateError::Driver("another number of queues"))?
         else {
@@ -259,7 +259,7 @@ impl BlockHandler {
             if let Some(limiter) = limiter {
                 limiter.charge(request.transferred);
             }
-            if let Err(RequestFailure::Host(error)) = request.outcome {
+            if let Err(BlockRequestError::Host(error)) = request.outcome {
                 failed.get_or_insert(error);
             }
             request.written

@@ -13,7 +13,7 @@ use thiserror::Error;
 /// Unit of disk sizes and addresses, in bytes (virtio 1.2, 5.2.4).
 pub const SECTOR_BYTES: u64 = 512;
 
-/// The reason why a disk file cannot be opened.
+/// Error returned when a disk file cannot be opened.
 #[derive(Debug, Error)]
 pub enum DiskOpenError {
     /// The file cannot be opened.
@@ -77,8 +77,8 @@ fn open_remedy(path: &Path, source: &io::Error, read_only: bool) -> &'static str
     }
 }
 
-/// Returns a description of the processes that have the file at `path` open, as far as this user
-/// may list them.
+/// Returns a description of the processes that have the file at `path` open, as far as this user is
+/// permitted to list them.
 fn users(path: &Path) -> String {
     let Ok(wanted) = path.metadata() else {
         return "another program".into();
@@ -214,8 +214,8 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
     u32::try_from(bytes).map(Some).map_err(io::Error::other)
 }
 
-/// An open file description lock, which also excludes other descriptions of this process. Released
-/// when this value is dropped or the process ends.
+/// An open file description lock, which also excludes other open file descriptions of this process.
+/// The lock is released when this value is dropped or the process exits.
 ///
 /// Closing the file would not release the lock reliably: a child process that another thread is
 /// starting has a copy of the descriptor until it calls exec. An explicit unlock applies to all
@@ -236,7 +236,7 @@ impl FileLock {
         Ok(lock.try_set(kind)?.then_some(lock))
     }
 
-    /// Makes the lock shared, for the process that continues the VM.
+    /// Makes the lock shared, for the process that resumes the VM.
     ///
     /// # Errors
     /// Returns the error of fcntl(2).
@@ -274,7 +274,7 @@ impl FileLock {
 
 impl Drop for FileLock {
     fn drop(&mut self) {
-        // The unlock fails only without a lock, and closing the file suffices then.
+        // Unlocking fails only if there is no lock, in which case closing the file is sufficient.
         let _ = set(&self.file, libc::F_UNLCK);
     }
 }
@@ -296,7 +296,8 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// Models a child process between fork and exec.
+    /// The lock is released even if a copy of the descriptor exists, as in a child process between
+    /// fork and exec.
     #[test]
     fn descriptor_copy_does_not_keep_lock() {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -311,7 +312,7 @@ mod tests {
         drop(copy);
     }
 
-    /// A third process cannot write to the image at any time.
+    /// The image of a migrating VM is always locked, so a third process can never write to it.
     #[test]
     fn image_of_a_moving_vm_is_always_locked() {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -330,7 +331,7 @@ mod tests {
         assert!(third_is_refused());
         assert!(target.lock.claim().unwrap());
         assert!(third_is_refused());
-        // The source's process ends later.
+        // The source process exits later.
         drop(source);
         assert!(third_is_refused());
     }

@@ -11,7 +11,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// Maximum number of guest memory segments in one system call (`UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
-/// Number of zero bytes written at once if the file system cannot zero a range.
+/// Number of zero bytes per write if the file system cannot zero a range.
 const ZEROS_AT_ONCE: u64 = 65_536;
 
 /// A segment of guest memory: address and length in bytes.
@@ -19,11 +19,11 @@ pub type GuestSegment = (GuestAddress, usize);
 
 /// A raw image. Callers must check ranges against the size of the disk.
 #[derive(Debug)]
-pub struct RawImage {
+pub struct RawDiskImage {
     file: File,
 }
 
-impl RawImage {
+impl RawDiskImage {
     /// Creates a raw image from `file`.
     pub fn new(file: File) -> Self {
         Self { file }
@@ -44,7 +44,7 @@ impl RawImage {
     /// Writes segments of guest memory to the disk at byte offset `at`.
     ///
     /// # Errors
-    /// Returns the same errors as [`RawImage::read`].
+    /// Returns the same errors as [`RawDiskImage::read`].
     pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
         // SAFETY: as above.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {

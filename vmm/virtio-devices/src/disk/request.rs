@@ -21,15 +21,15 @@ use crate::serve::GuestDescriptorChain;
 pub const MAX_SEGMENTS: usize = 254;
 /// Maximum size of a segment in bytes, as reported to the driver.
 pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
-/// Maximum amount of data in a request, in bytes. Segments may overlap, so guest memory is no
-/// limit, and the disk's thread processes one request at a time.
+/// Maximum amount of data in a request, in bytes. Segments may overlap, so the size of guest memory
+/// is not a limit, and the disk's thread processes one request at a time.
 pub const MAX_REQUEST_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
 /// Maximum number of descriptors, including header and status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
 /// Maximum number of ranges in a discard or write-zeroes request. Ranges and their sectors are
 /// limited because zeros may have to be written explicitly.
 pub const MAX_RANGES: usize = 16;
-/// Maximum number of sectors in such a range (32 MiB).
+/// Maximum number of sectors in a discard or write-zeroes range (32 MiB).
 pub const MAX_RANGE_SECTORS: u32 = 65_536;
 
 const HEADER_BYTES: usize = 16;
@@ -37,10 +37,10 @@ const RANGE_BYTES: usize = 16;
 
 type RequestSegments = SmallVec<[GuestSegment; 16]>;
 
-/// The reason why a request failed.
+/// Reason for the failure of a request.
 #[derive(Debug)]
-pub enum RequestFailure {
-    /// The request is invalid, which is an error of the guest.
+pub enum BlockRequestError {
+    /// The guest sent an invalid request.
     Guest,
     /// The disk does not support the operation.
     Unsupported,
@@ -48,18 +48,19 @@ pub enum RequestFailure {
     Host(io::Error),
 }
 
-impl From<io::Error> for RequestFailure {
+impl From<io::Error> for BlockRequestError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::Unsupported => Self::Unsupported,
-            // Created here for segments outside RAM. Errors of the host have an OS error code.
+            // This module returns such an error for segments outside RAM. Errors of the host have
+            // an OS error code.
             io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => Self::Guest,
             _ => Self::Host(error),
         }
     }
 }
 
-/// A disk from the perspective of its requests.
+/// Disk on which requests are executed.
 #[derive(Debug)]
 pub struct DiskBackend {
     /// The disk image.
@@ -72,39 +73,40 @@ pub struct DiskBackend {
 
 /// A completed request.
 #[derive(Debug)]
-pub struct ServedRequest {
+pub struct CompletedRequest {
     /// Number of bytes written to guest memory.
     pub written: u32,
-    /// Number of bytes that were read, written or zeroed. If the image failed, that of the request.
+    /// Number of bytes that were read, written or zeroed. If the image failed, the number of bytes
+    /// requested.
     pub transferred: u64,
     /// The result.
-    pub outcome: Result<(), RequestFailure>,
+    pub outcome: Result<(), BlockRequestError>,
 }
 
 impl DiskBackend {
     /// Executes the request in `chain`.
-    pub fn serve(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> ServedRequest {
+    pub fn serve(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> CompletedRequest {
         let Some(mut request) = DiskRequest::parse(memory, chain) else {
             // The request has no status byte.
-            return ServedRequest {
+            return CompletedRequest {
                 written: 0,
                 transferred: 0,
-                outcome: Err(RequestFailure::Guest),
+                outcome: Err(BlockRequestError::Guest),
             };
         };
         let done = self.execute(memory, &mut request);
         let (status, data) = match &done {
             Ok(data) => (VIRTIO_BLK_S_OK, *data),
-            Err(RequestFailure::Unsupported) => (VIRTIO_BLK_S_UNSUPP, 0),
+            Err(BlockRequestError::Unsupported) => (VIRTIO_BLK_S_UNSUPP, 0),
             Err(_) => (VIRTIO_BLK_S_IOERR, 0),
         };
         let status = u8::try_from(status).unwrap_or(u8::MAX);
         let (written, outcome) = match memory.write_obj(status, request.status.0) {
             // The chain is shorter than 4 GiB, including the status.
             Ok(()) => (data.saturating_add(1), done.map(|_| ())),
-            Err(_) => (0, Err(RequestFailure::Guest)),
+            Err(_) => (0, Err(BlockRequestError::Guest)),
         };
-        ServedRequest {
+        CompletedRequest {
             written,
             transferred: request.transferred,
             outcome,
@@ -112,13 +114,13 @@ impl DiskBackend {
     }
 
     /// Executes the operation and returns the number of data bytes written to guest memory.
-    fn execute(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<u32, RequestFailure> {
+    fn execute(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<u32, BlockRequestError> {
         let writes = matches!(
             request.kind,
             VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES
         );
         if writes && self.image.read_only() {
-            return Err(RequestFailure::Guest);
+            return Err(BlockRequestError::Guest);
         }
         match request.kind {
             VIRTIO_BLK_T_IN => {
@@ -126,7 +128,7 @@ impl DiskBackend {
                 let at = self.place(request.sector, bytes)?;
                 request.transferred = bytes;
                 self.image.read(memory, &request.to_guest, at)?;
-                return u32::try_from(bytes).map_err(|_| RequestFailure::Guest);
+                return u32::try_from(bytes).map_err(|_| BlockRequestError::Guest);
             }
             VIRTIO_BLK_T_OUT => {
                 let bytes = bounded(&request.from_guest)?;
@@ -142,20 +144,22 @@ impl DiskBackend {
                 let mut rest = &self.serial[..];
                 for &(at, bytes) in &request.to_guest {
                     let (now, later) = rest.split_at(rest.len().min(bytes));
-                    memory.write_slice(now, at).map_err(|_| RequestFailure::Guest)?;
+                    memory
+                        .write_slice(now, at)
+                        .map_err(|_| BlockRequestError::Guest)?;
                     rest = later;
                 }
-                return u32::try_from(self.serial.len() - rest.len()).map_err(|_| RequestFailure::Guest);
+                return u32::try_from(self.serial.len() - rest.len()).map_err(|_| BlockRequestError::Guest);
             }
             VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => self.ranges(memory, request)?,
-            _ => return Err(RequestFailure::Unsupported),
+            _ => return Err(BlockRequestError::Unsupported),
         }
         Ok(0)
     }
 
     /// Returns the byte offset of `sector`, if the range of `bytes` bytes consists of whole blocks
     /// of the disk.
-    fn place(&self, sector: u64, bytes: u64) -> Result<u64, RequestFailure> {
+    fn place(&self, sector: u64, bytes: u64) -> Result<u64, BlockRequestError> {
         let end = sector.checked_add(bytes / SECTOR_BYTES);
         let block = u64::from(self.image.block_bytes());
         if bytes.is_multiple_of(block)
@@ -164,19 +168,19 @@ impl DiskBackend {
         {
             Ok(sector * SECTOR_BYTES)
         } else {
-            Err(RequestFailure::Guest)
+            Err(BlockRequestError::Guest)
         }
     }
 
     /// Executes a discard or write-zeroes request.
-    fn ranges(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<(), RequestFailure> {
-        let bytes = usize::try_from(length(&request.from_guest)).map_err(|_| RequestFailure::Guest)?;
+    fn ranges(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<(), BlockRequestError> {
+        let bytes = usize::try_from(length(&request.from_guest)).map_err(|_| BlockRequestError::Guest)?;
         if bytes == 0 || bytes % RANGE_BYTES != 0 || bytes > MAX_RANGES * RANGE_BYTES {
-            return Err(RequestFailure::Guest);
+            return Err(BlockRequestError::Guest);
         }
         for _ in 0..bytes / RANGE_BYTES {
             let range: [u8; RANGE_BYTES] =
-                take(memory, &mut request.from_guest).ok_or(RequestFailure::Guest)?;
+                take(memory, &mut request.from_guest).ok_or(BlockRequestError::Guest)?;
             let [a, b, c, d, e, f, g, h, count @ ..] = range;
             let sector = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
             let [a, b, c, d, flags @ ..] = count;
@@ -188,10 +192,10 @@ impl DiskBackend {
                 0
             };
             if flags & !known != 0 {
-                return Err(RequestFailure::Unsupported);
+                return Err(BlockRequestError::Unsupported);
             }
             if sectors > MAX_RANGE_SECTORS {
-                return Err(RequestFailure::Guest);
+                return Err(BlockRequestError::Guest);
             }
             let bytes = u64::from(sectors) * SECTOR_BYTES;
             let at = self.place(sector, bytes)?;
@@ -226,8 +230,8 @@ struct DiskRequest {
 }
 
 impl DiskRequest {
-    /// Returns `None` if the chain has no header or status, or too many segments. The split into
-    /// descriptors is arbitrary (2.7.4.2).
+    /// Parses the request in `chain`. Returns `None` if the chain has no header or status, or too
+    /// many segments. A request may be split into descriptors arbitrarily (2.7.4.2).
     fn parse(memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> Option<Self> {
         let (mut from_guest, mut to_guest) = (RequestSegments::new(), RequestSegments::new());
         for (n, descriptor) in chain.enumerate() {
@@ -262,10 +266,10 @@ impl DiskRequest {
 }
 
 /// Returns the total length of the segments if it is within the limit of a request.
-fn bounded(pieces: &RequestSegments) -> Result<u64, RequestFailure> {
+fn bounded(pieces: &RequestSegments) -> Result<u64, BlockRequestError> {
     Some(length(pieces))
         .filter(|bytes| *bytes <= MAX_REQUEST_BYTES)
-        .ok_or(RequestFailure::Guest)
+        .ok_or(BlockRequestError::Guest)
 }
 
 /// Returns the total length of the segments in bytes.

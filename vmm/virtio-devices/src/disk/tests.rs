@@ -12,9 +12,9 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::image::DiskImage;
-use super::request::{DiskBackend, MAX_REQUEST_BYTES, RequestFailure};
+use super::request::{BlockRequestError, DiskBackend, MAX_REQUEST_BYTES};
 use super::*;
-use crate::rate_limiter::LimitChange;
+use crate::rate_limiter::RateLimitUpdate;
 use crate::serve::serve_queue;
 use crate::serve::testing::{BUFFERS, Driver, MEMORY_BYTES, activate, memory};
 
@@ -24,7 +24,7 @@ const INDIRECT: u16 = 4;
 const HEADER: u64 = BUFFERS;
 const STATUS: u64 = BUFFERS + 0x100;
 const DATA: u64 = BUFFERS + 0x1000;
-/// Marks a status byte that the device has not written.
+/// Value of a status byte that the device has not written.
 const NO_STATUS: u8 = 0xEE;
 const OK: u8 = 0;
 const IOERR: u8 = 1;
@@ -49,7 +49,7 @@ impl DiskTest {
 
     /// Returns the status byte, the reported number of bytes written, and the outcome of a request
     /// whose chain is `descriptors`.
-    fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), RequestFailure>) {
+    fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), BlockRequestError>) {
         self.memory.write_obj(NO_STATUS, GuestAddress(STATUS)).unwrap();
         let mut driver = Driver::new(&self.memory, 256);
         driver.offer_chain(0, descriptors);
@@ -212,7 +212,7 @@ fn malformed_chain_fails_alone() {
     for chain in chains {
         let (status, written, outcome) = rig.raw(chain);
         assert_eq!((status, written), (NO_STATUS, 0), "{chain:?}");
-        assert!(matches!(outcome, Err(RequestFailure::Guest)));
+        assert!(matches!(outcome, Err(BlockRequestError::Guest)));
     }
     // The data is outside RAM, which the status reports.
     let data = Descriptor::new(MEMORY_BYTES as u64 - 256, 512, NEXT | WRITE, 2);
@@ -223,7 +223,7 @@ fn malformed_chain_fails_alone() {
 fn looped_and_nested_chains_terminate() {
     let rig = DiskTest::new(8, false);
     let header = rig.header(VIRTIO_BLK_T_IN, 0);
-    // A descriptor loop: the chain has as many descriptors as the queue has entries, and the status
+    // A descriptor loop. The chain has as many descriptors as the queue has entries, and the status
     // is the last byte.
     let round = Descriptor::new(DATA, 512, NEXT | WRITE, 1);
     assert_eq!(rig.raw(&[header, round]).1, 1);
@@ -273,8 +273,8 @@ fn indirect_request_is_served() {
     assert_eq!((status, written), (OK, 513));
 }
 
-/// Buffers may overlap, so that a chain describes a terabyte. The request is rejected before any
-/// data is transferred.
+/// Buffers may overlap, so a chain can describe a terabyte. The request is rejected before any data
+/// is transferred.
 #[test]
 fn request_size_is_bounded() {
     let rig = DiskTest::new(1 << 26, false);
@@ -291,7 +291,7 @@ fn request_size_is_bounded() {
         rig.memory.write_obj(7u8, GuestAddress(DATA)).unwrap();
         let (status, written, outcome) = rig.raw(&pieces(254, bytes));
         assert_eq!((status, written), (IOERR, 1));
-        assert!(matches!(outcome, Err(RequestFailure::Guest)), "{outcome:?}");
+        assert!(matches!(outcome, Err(BlockRequestError::Guest)), "{outcome:?}");
         let untouched: u8 = rig.memory.read_obj(GuestAddress(DATA)).unwrap();
         assert_eq!(untouched, 7);
     }
@@ -315,7 +315,7 @@ fn data_outside_ram_is_a_guest_error() {
         let (status, _, outcome) = rig.raw(&chain);
         assert_eq!(status, IOERR, "{at:#x}");
         assert!(
-            matches!(outcome, Err(RequestFailure::Guest)),
+            matches!(outcome, Err(BlockRequestError::Guest)),
             "{at:#x}: {outcome:?}"
         );
     }
@@ -362,7 +362,8 @@ fn disk_is_flushed_only_when_required() {
     }
 }
 
-/// Addresses are in sectors of 512 bytes regardless of the block size (5.2.6.4).
+/// Requests must cover whole blocks, although addresses are in sectors of 512 bytes regardless of
+/// the block size (5.2.6.4).
 #[test]
 fn requests_must_cover_whole_blocks() {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -491,8 +492,8 @@ fn limited(limits: &str) -> (BlockDevice, tempfile::NamedTempFile) {
     (block.with_limiter(RateLimiter::new(config.limits).unwrap()), file)
 }
 
-/// One kick suffices for all requests, of bytes as of operations, and the disk's thread sleeps
-/// between them.
+/// For limits on bytes and on operations, one kick is sufficient for all requests, and the disk's
+/// thread sleeps between them.
 #[test]
 fn throttled_requests_are_served_by_the_timer() {
     let memory = memory();
@@ -500,7 +501,7 @@ fn throttled_requests_are_served_by_the_timer() {
         let (mut block, _file) = limited(limits);
         let mut driver = Driver::new(&memory, 256);
         let _seen = activate(&mut block, &driver);
-        // The bucket has 10 tokens of a request, and gets 100 in a second.
+        // The bucket holds the tokens of 10 requests and is refilled at 100 requests per second.
         let took = read_sectors(&mut driver, &memory, 40);
         assert!(took >= Duration::from_millis(290), "{limits}: {took:?}");
         let throttled = block.rate_limiters()[0].1.throttled();
@@ -512,7 +513,8 @@ fn throttled_requests_are_served_by_the_timer() {
     }
 }
 
-/// A reset is no way to a new burst, and a stopped disk goes on where the limiter left it.
+/// A reset does not grant a new burst, and a stopped disk continues with the previous state of its
+/// limiter.
 #[test]
 fn limit_outlives_a_reset() {
     let memory = memory();
@@ -538,14 +540,14 @@ fn removed_limit_releases_waiting_requests() {
         while limiter.throttled() == 0 {
             std::thread::yield_now();
         }
-        limiter.change(LimitChange::Keep, LimitChange::Remove);
+        limiter.change(RateLimitUpdate::Keep, RateLimitUpdate::Remove);
     });
     read_sectors(&mut driver, &memory, 20);
     change.join().unwrap();
     block.reset();
 }
 
-/// The limiter's timer of a queue that the driver has broken does not keep the thread busy.
+/// After the driver has broken the queue, the limiter's timer does not keep the thread busy.
 #[test]
 fn broken_queue_ignores_the_timer() {
     let memory = memory();
@@ -564,7 +566,7 @@ fn broken_queue_ignores_the_timer() {
     block.reset();
 }
 
-/// Only data counts as bytes, and zeros that the host may have to write.
+/// Only data, and zeros that the host may have to write, count as transferred bytes.
 #[test]
 fn transferred_bytes_are_those_of_the_request() {
     let rig = DiskTest::new(128, false);
@@ -586,7 +588,7 @@ fn transferred_bytes_are_those_of_the_request() {
         (VIRTIO_BLK_T_OUT, 0, 0, 4096, 4096),
         (VIRTIO_BLK_T_FLUSH, 0, 0, 0, 0),
         (VIRTIO_BLK_T_GET_ID, WRITE, 0, 20, 0),
-        // Beyond the end of the disk, and longer than a request may be.
+        // Beyond the end of the disk, and longer than the maximum length of a request.
         (VIRTIO_BLK_T_OUT, 0, 128, 512, 0),
         (VIRTIO_BLK_T_OUT, 0, 0, u32::MAX, 0),
     ] {

@@ -1,6 +1,6 @@
 //! Read-only access to an image that a VM may be using, without a lock.
 //!
-//! Concurrent writes of the VM may or may not be visible, in any order, so readers must validate
+//! Concurrent writes by the VM may or may not be visible, in any order, so readers must validate
 //! the data.
 
 use std::cell::RefCell;
@@ -43,8 +43,8 @@ impl ViewStore {
 }
 
 impl DiskView {
-    /// Opens the image that `config` names. The backing files of a qcow2 image are never written
-    /// and are locked against writers while the view exists.
+    /// Opens the image named in `config`. The backing files of a qcow2 image are never written and
+    /// are locked against writers while the view exists.
     ///
     /// # Errors
     /// Returns a [`DiskImageError`] if the image or a backing file cannot be opened.
@@ -61,7 +61,7 @@ impl DiskView {
     /// to newly allocated clusters is visible only after this call.
     ///
     /// # Errors
-    /// Returns a [`DiskImageError`], in which case the previous state stays in use. An image that
+    /// Returns a [`DiskImageError`], in which case the previous state remains in use. An image that
     /// is being written may temporarily appear damaged.
     pub fn reload(&self) -> Result<(), DiskImageError> {
         if self.config.format == DiskFormat::Qcow2 {
@@ -79,8 +79,8 @@ impl DiskView {
     /// Reads `to.len()` bytes of the disk at byte offset `at`.
     ///
     /// # Errors
-    /// Returns the error of the host or of the image format, `UnexpectedEof` beyond the end of the
-    /// disk.
+    /// Returns the error of the host or of the image format, or `UnexpectedEof` beyond the end of
+    /// the disk.
     pub fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
         let inside = at
             .checked_add(to.len() as u64)

@@ -76,16 +76,16 @@ pub struct NetConfig {
     pub mac: Option<MacAddress>,
     /// Use of vhost-net.
     pub vhost: VhostMode,
-    /// Limits of the frames that the guest receives.
+    /// Rate limits for frames that the guest receives.
     pub rx: RateLimits,
-    /// Limits of the frames that the guest sends.
+    /// Rate limits for frames that the guest sends.
     pub tx: RateLimits,
     /// `true` if the guest reaches the metadata service through this device.
     pub metadata: bool,
 }
 
 impl NetConfig {
-    /// Returns whether there is a limit, which excludes vhost-net.
+    /// Returns whether there is a rate limit, in which case vhost-net cannot be used.
     pub fn is_limited(&self) -> bool {
         !(self.rx.is_unlimited() && self.tx.is_unlimited())
     }
@@ -103,7 +103,7 @@ pub enum VhostMode {
     Off,
 }
 
-/// The reason why a network device configuration is invalid.
+/// Error returned when a network device configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
     /// The tap device is missing.
@@ -199,8 +199,8 @@ impl FromStr for NetConfig {
     }
 }
 
-/// Validates a name like `dev_valid_name` in the kernel, and rejects the percent sign, which
-/// requests a new device with a name pattern.
+/// Validates a name in the same way as `dev_valid_name` in the kernel, and also rejects the percent
+/// sign, which requests a new device with a name pattern.
 fn checked_name(name: &str) -> Result<String, NetConfigError> {
     let bad = |c: char| c == '/' || c == ':' || c == '%' || c == '\0' || c.is_whitespace();
     if name.is_empty() || name.len() > MAX_NAME || name == "." || name == ".." || name.contains(bad) {

@@ -43,7 +43,7 @@ pub enum FrameQueueError {
     Head(u16),
 }
 
-/// The reason why a batch ended.
+/// Reason why a batch ended.
 #[derive(Debug)]
 pub enum BatchEnd {
     /// More frames may be available.
@@ -66,7 +66,8 @@ struct FrameChain {
 }
 
 /// Returns the next chain of `queue`, whose buffers must all be device-writable or all be
-/// device-readable, or `None` if the queue is empty. A malformed chain is returned with no bytes.
+/// device-readable, or `None` if the queue is empty. A malformed chain is returned with a length of
+/// zero.
 fn next_chain(
     queue: &mut Queue,
     memory: &GuestMemoryMmap,
@@ -120,14 +121,14 @@ fn admits(limiter: Option<&Arc<RateLimiter>>) -> bool {
     limiter.is_none_or(|limiter| limiter.admit())
 }
 
-/// Charges a frame of `bytes` bytes including its header, which does not count.
+/// Charges a frame. `bytes` includes the header, which is not charged.
 fn charge(limiter: Option<&Arc<RateLimiter>>, bytes: usize) {
     if let Some(limiter) = limiter {
         limiter.charge(bytes.saturating_sub(HEADER_BYTES) as u64);
     }
 }
 
-/// Transmit direction: moves frames from the guest to the tap device.
+/// Transmit direction, which moves frames from the guest to the tap device.
 pub struct FrameSender {
     queue: Queue,
     limiter: Option<Arc<RateLimiter>>,
@@ -195,12 +196,12 @@ impl FrameSender {
     }
 }
 
-/// Receive direction: moves frames from the tap device to the guest.
+/// Receive direction, which moves frames from the tap device to the guest.
 pub struct FrameReceiver {
     queue: Queue,
     /// `true` if a frame may span several buffers (VIRTIO_NET_F_MRG_RXBUF).
     mergeable: bool,
-    /// Buffers that the driver has added and no frame has used yet.
+    /// Buffers that the driver has added and that no frame has used yet.
     waiting: VecDeque<FrameChain>,
     waiting_bytes: usize,
     /// Frame that was read before enough buffers were available for it. Empty if there is none.
@@ -229,8 +230,8 @@ impl FrameReceiver {
         self
     }
 
-    /// Collects buffers until the longest frame fits, or one buffer without mergeable buffers.
-    /// Returns `false` if the driver has added too few.
+    /// Collects enough buffers for the longest frame, or one buffer if frames cannot span several
+    /// buffers. Returns `false` if the driver has added too few buffers.
     fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FrameQueueError> {
         let enough = if self.mergeable { MAX_FRAME_BYTES } else { 1 };
         // The queue size limits the loop, because a driver may add invalid buffers indefinitely.
@@ -335,14 +336,15 @@ impl FrameReceiver {
         Ok((pause, wants_interrupt(&self.queue, memory, before)?))
     }
 
-    /// Holds the next frame of the metadata service. Returns `false` if there is none.
+    /// Moves the next frame of the metadata service to `held`. Returns `false` if there is none.
     fn hold_metadata_frame(&mut self, metadata: Option<&mut MetadataPort>) -> bool {
         let Some(frame) = metadata.and_then(MetadataPort::next_frame) else {
             return false;
         };
         self.held = frame;
         if !self.mergeable {
-            // Later buffers cannot take the rest. The tap device truncates frames too.
+            // The remainder cannot be delivered in later buffers. The tap device also truncates
+            // frames.
             self.held.truncate(self.waiting_bytes);
         }
         true
@@ -599,7 +601,7 @@ mod tests {
         }
     }
 
-    /// A frame takes as many buffers of 1,500 bytes as it needs, and its header contains their
+    /// A frame spans as many buffers of 1,500 bytes as required, and its header contains their
     /// number.
     #[test]
     fn long_frame_spans_several_buffers() {

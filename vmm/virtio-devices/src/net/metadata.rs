@@ -1,7 +1,7 @@
 //! Frames between the guest and the metadata service, which bypass the tap device.
 //!
-//! The service's TCP/IP stack runs in the device's thread. A timer in the thread's epoll set, as that
-//! of a rate limiter, wakes it for retransmissions and for connections that are idle.
+//! The service's TCP/IP stack runs in the device's thread. As with a rate limiter, a timer in the
+//! thread's epoll set wakes the thread for retransmissions and idle connections.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -43,12 +43,12 @@ impl MetadataTimer {
     }
 }
 
-/// The device's port of the metadata service.
+/// Port of a network device to the metadata service.
 pub struct MetadataPort {
     stack: MetadataStack,
     timer: Arc<MetadataTimer>,
     is_armed: bool,
-    /// Frame for the guest that was fetched from the stack already, without its header.
+    /// Frame for the guest that has already been taken from the stack, without its header.
     next: Option<Vec<u8>>,
 }
 
@@ -63,8 +63,8 @@ impl MetadataPort {
         }
     }
 
-    /// Processes a frame of the guest if the service is its destination. `pieces` are the segments of
-    /// the frame and the header before it. Returns `false` for other frames.
+    /// Processes a frame from the guest if it is addressed to the service. `pieces` are the
+    /// segments of the frame and the header before it. Returns `false` for other frames.
     pub(super) fn take(&mut self, memory: &GuestMemoryMmap, pieces: &[(GuestAddress, u32)]) -> bool {
         let Some(prefix) = copy_frame(memory, pieces, HEADER_BYTES + FRAME_PREFIX_BYTES) else {
             return false;
@@ -72,7 +72,7 @@ impl MetadataPort {
         if !self.stack.wants(&prefix) {
             return false;
         }
-        // The guest may have changed the frame meanwhile, and the stack checks it again.
+        // The guest may have changed the frame in the meantime, so the stack checks it again.
         if let Some(frame) = copy_frame(memory, pieces, MAX_FRAME_BYTES) {
             self.stack.receive(&frame, Instant::now());
         }
@@ -101,7 +101,7 @@ impl MetadataPort {
 
     /// Arms the timer for the stack's next task.
     pub(super) fn arm_timer(&mut self) {
-        // A frame that waits for a buffer of the guest is delivered when there is one.
+        // A frame that waits for a guest buffer is delivered when the guest adds one.
         let delay = self.stack.poll_delay(Instant::now());
         let armed = match delay {
             Some(delay) => self.timer.timer().reset(delay.max(MIN_DELAY), None),
@@ -117,7 +117,7 @@ impl MetadataPort {
         }
     }
 
-    /// Handles an event of the timer, which the caller arms again.
+    /// Handles a timer event. The caller must arm the timer again.
     pub(super) fn handle_timer(&mut self) {
         if let Err(e) = self.timer.timer().clear() {
             guest_log!(Error, "timerfd_settime: {e}");
@@ -127,7 +127,7 @@ impl MetadataPort {
     }
 }
 
-/// The timer, for the epoll set of the device's thread.
+/// Provides the timer's descriptor for the epoll set of the device's thread.
 impl AsRawFd for MetadataPort {
     fn as_raw_fd(&self) -> RawFd {
         self.timer.fd

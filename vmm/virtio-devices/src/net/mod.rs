@@ -41,7 +41,7 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::device::{
-    ActivateError, Activation, ActiveQueue, DeviceInterrupt, VirtioDevice, read_config_bytes,
+    ActivateError, ActiveQueue, DeviceActivation, DeviceInterrupt, VirtioDevice, read_config_bytes,
 };
 use crate::rate_limiter::RateLimiter;
 use crate::worker::{DeviceWorker, watch_readable};
@@ -95,11 +95,12 @@ pub struct NetDevice {
     worker: Option<DeviceWorker>,
 }
 
-/// Access of the device's guest to the metadata service.
+/// Guest access to the metadata service through this device.
 #[derive(Clone, Debug)]
 struct MetadataAccess {
     service: Arc<MetadataService>,
-    /// Created with the device, because the thread that activates a device may not.
+    /// Created with the device, because the thread that activates the device may not be permitted
+    /// to create a timer.
     timer: Arc<MetadataTimer>,
 }
 
@@ -129,8 +130,8 @@ impl NetDevice {
         }
     }
 
-    /// Limits the frames that the guest receives (`rx`) and sends (`tx`). vhost-net ignores the
-    /// limits.
+    /// Limits the rates of frames that the guest receives (`rx`) and sends (`tx`). vhost-net
+    /// ignores the limits.
     #[must_use]
     pub fn with_limiters(mut self, rx: RateLimiter, tx: RateLimiter) -> Self {
         self.limiters = DirectionLimiters {
@@ -140,7 +141,8 @@ impl NetDevice {
         self
     }
 
-    /// Lets the guest reach the metadata service through this device. vhost-net bypasses the service.
+    /// Makes the metadata service available to the guest through this device. vhost-net bypasses
+    /// the service.
     ///
     /// # Errors
     /// Returns the error of `timerfd_create(2)`.
@@ -230,8 +232,8 @@ impl VirtioDevice for NetDevice {
         [&self.mac.bytes()[..], &self.mtu.to_le_bytes()].concat()
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let Activation {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
+        let DeviceActivation {
             memory,
             features,
             queues,
@@ -259,7 +261,7 @@ impl VirtioDevice for NetDevice {
             status: self.status.clone(),
             config_change,
         };
-        // vhost-net requires a tap device.
+        // vhost-net requires a tap device that has not been removed.
         let kernel = self.kernel.as_ref().filter(|_| link.is_up());
         let spawned = if let Some(kernel) = kernel {
             let watch = kernel
@@ -300,7 +302,8 @@ struct FrameHandler {
     sender: Direction<FrameSender>,
     limiters: DirectionLimiters,
     metadata: Option<MetadataPort>,
-    /// `true` while the tap device is in the epoll set. Removed while the driver has no buffers.
+    /// `true` while the tap device is in the epoll set. The tap device is removed from the set
+    /// while the driver has no buffers.
     watching: bool,
 }
 
@@ -320,7 +323,7 @@ impl<Q> Direction<Q> {
         }
     }
 
-    /// Completes a batch: raises the interrupt, or marks a broken queue as unusable.
+    /// Completes a batch by raising the interrupt or by marking a broken queue as unusable.
     fn end_batch(&mut self, link: &NetLink, result: Result<(BatchEnd, bool), FrameQueueError>) -> BatchEnd {
         match result {
             Ok((pause, wanted)) => {
@@ -371,7 +374,7 @@ impl FrameHandler {
         }
     }
 
-    /// Passes frames for the metadata service to it.
+    /// Passes frames that are addressed to the metadata service to that service.
     fn with_metadata(mut self, access: Option<&MetadataAccess>) -> Self {
         self.metadata = access.map(|access| MetadataPort::new(access.service.clone(), access.timer.clone()));
         self
@@ -561,12 +564,12 @@ mod tests {
         assert!(seen.needs_reset());
         assert_eq!(seen.changed.read().unwrap(), 1);
     }
-    /// Number of frames of a test. The socket pair holds as many.
+    /// Number of frames of a test, all of which fit into the socket pair.
     const FRAMES: u16 = 8;
     const FRAME_BYTES: u32 = 512;
 
-    /// Starts the thread of a device whose two limiters admit one frame each 20 ms. Returns the far
-    /// end of the tap device too.
+    /// Starts the thread of a device whose two limiters admit one frame every 20 ms. Also returns
+    /// the far end of the tap device.
     fn limited_device(
         memory: &GuestMemoryMmap,
         queues: [ActiveQueue; 2],
@@ -593,7 +596,7 @@ mod tests {
         (worker, limiters, far)
     }
 
-    /// Frames wait without a further kick or event of the tap device, and none is lost.
+    /// Throttled frames are transferred without a further kick or tap event, and no frame is lost.
     #[test]
     fn throttled_frames_are_transferred_by_the_timer() {
         let memory = memory();
@@ -613,7 +616,8 @@ mod tests {
             assert_eq!(far.recv(&mut [0; 2048]).unwrap(), FRAME_BYTES as usize);
         }
         receive.wait_until_used(FRAMES.into());
-        // 500 bytes of each frame count. The second frame waits for one token, the others for all.
+        // 500 bytes of each frame are charged. The second frame waits for one token, and each later
+        // frame waits for all of its tokens.
         let took = start.elapsed();
         assert!(
             took >= Duration::from_millis(20) * u32::from(FRAMES - 2),

@@ -1,4 +1,4 @@
-//! Host tap device: opens it, probes its features, and reads and writes frames directly from and to
+//! Opens a host tap device, probes its features, and reads and writes frames directly from and to
 //! guest memory.
 #![expect(unsafe_code, reason = "ioctl, readv and writev")]
 
@@ -36,7 +36,7 @@ bitflags::bitflags! {
     }
 }
 
-/// The reason why a tap device cannot be used.
+/// Error returned when a tap device cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
     /// The host does not support tap devices.
@@ -77,8 +77,8 @@ impl Tap {
     /// # Errors
     /// Returns a [`TapError`] whose message includes the remedy.
     pub fn open(name: &str) -> Result<Self, TapError> {
-        // TUNSETIFF would create a missing device if the user may, and that device would not be
-        // connected to anything.
+        // TUNSETIFF would create a missing device if the user has permission, and that device would
+        // not be connected to anything.
         interface_index(name).map_err(|e| TapError::NotYours(name.to_owned(), e))?;
         let file = OpenOptions::new()
             .read(true)
@@ -171,7 +171,7 @@ impl Tap {
     /// Reads one frame with its header. A frame longer than `into` is truncated.
     ///
     /// # Errors
-    /// Returns the error of `readv(2)`, `WouldBlock` if no frame is available.
+    /// Returns the error of `readv(2)`, which is `WouldBlock` if no frame is available.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_possible_wrap,

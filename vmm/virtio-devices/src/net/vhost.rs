@@ -30,7 +30,7 @@ const LINK_GROUP: u32 = 1;
 /// Features that vhost-net must support, because every tap device offers them to the driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_NET_F_MRG_RXBUF;
 
-/// The reason why vhost-net cannot be used.
+/// Error returned when vhost-net cannot be used.
 #[derive(Debug, Error)]
 pub enum VhostError {
     /// The vhost-net device cannot be opened.
@@ -181,7 +181,7 @@ impl VhostNetBackend {
                 has.store(true, Ordering::Relaxed);
             }
             // Notify vhost-net of buffers that the driver added earlier. The write fails only if
-            // the counter is full, which is a pending notification too.
+            // the counter is full, in which case a notification is already pending.
             let _ = active.kick.write(1);
         }
         Ok(watch)
@@ -241,7 +241,7 @@ impl EventMonitor {
         })
     }
 
-    /// Discards all netlink messages. Their contents do not matter. Uses `read(2)`, because the
+    /// Discards all netlink messages, whose contents are not needed. Uses `read(2)`, because the
     /// seccomp filter of device threads forbids receiving from sockets (crate `sandbox`).
     fn drain(&self) {
         let mut message = [0; 64];

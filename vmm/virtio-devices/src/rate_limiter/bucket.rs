@@ -1,22 +1,22 @@
-//! A token bucket whose clock is that of its caller.
+//! Token bucket that uses the caller's clock.
 
 use std::time::{Duration, Instant};
 
 use super::limits::BucketLimits;
 
 /// A token bucket. A request is admitted while the bucket contains a token, and its cost is charged
-/// afterwards. The part of the cost that exceeds the tokens becomes a debt, which later tokens repay,
-/// so that a request larger than the bucket is admitted too.
+/// afterwards. The part of the cost that exceeds the tokens becomes a debt, which later tokens
+/// repay. A request larger than the bucket is therefore also admitted.
 ///
 /// In any interval, the requests other than the last one cost at most the size of the bucket, the
 /// one-time burst, and the tokens that are added in the interval.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
     limits: BucketLimits,
-    /// Rest of the one-time burst. Spent before `tokens` and never refilled.
+    /// Remaining one-time burst, which is spent before `tokens` and never refilled.
     burst: u64,
     tokens: u64,
-    /// Tokens that are owed. 0 unless `burst` and `tokens` are 0.
+    /// Number of tokens owed. Zero unless `burst` and `tokens` are both 0.
     debt: u64,
     /// Fraction of the next token, in units of 1/`refill_ns` token.
     fraction: u64,
@@ -42,8 +42,8 @@ impl TokenBucket {
         self.limits
     }
 
-    /// Adds the tokens of the time since the last call. A clock that stands still or goes back adds
-    /// none.
+    /// Adds the tokens for the time since the last call. No tokens are added if the clock stands
+    /// still or goes backwards.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a remainder is below its u64 divisor"
@@ -66,7 +66,7 @@ impl TokenBucket {
         }
     }
 
-    /// Returns the time until the next request is admitted, zero if it is admitted now.
+    /// Returns the time until the next request is admitted, or zero if it is admitted now.
     pub fn wait(&mut self, now: Instant) -> Duration {
         self.refill(now);
         if self.burst > 0 || self.tokens > 0 {
@@ -122,7 +122,8 @@ mod tests {
         assert_eq!(bucket.wait(later), Duration::from_millis(100));
     }
 
-    /// A request of ten times the size is admitted, and the next one waits until it is paid.
+    /// A request of ten times the bucket size is admitted, and the next request waits until the
+    /// debt is repaid.
     #[test]
     fn request_larger_than_the_bucket_delays_the_next_one() {
         let (mut bucket, start) = bucket(100, 0, 1000);
@@ -141,7 +142,7 @@ mod tests {
         }
     }
 
-    /// The sustained rate is the configured one, whatever the interval of the refills.
+    /// The sustained rate equals the configured rate, regardless of the refill interval.
     #[test]
     fn fractions_of_tokens_are_kept() {
         let (mut bucket, start) = bucket(7, 0, 1000);
@@ -186,8 +187,8 @@ mod tests {
     }
 
     proptest! {
-        /// Between any two admitted requests, the requests except the last one cost at most the
-        /// size, the burst and the tokens of the time between them.
+        /// Between any two admitted requests, the requests except the last one cost at most the sum
+        /// of the size, the burst and the tokens added between the two requests.
         #[test]
         fn no_interval_exceeds_the_limit(
             size in any_size(),
@@ -218,7 +219,8 @@ mod tests {
                 for (end, cost) in &admitted[first..] {
                     let elapsed = end.duration_since(*begin).as_nanos();
                     let refilled = elapsed.saturating_mul(size.into()) / refill_ns;
-                    // One token may be complete that was begun before the interval.
+                    // A token that was partially refilled before the interval may be completed in
+                    // it.
                     let limit = u128::from(size) + u128::from(burst) + refilled.saturating_add(1);
                     prop_assert!(before <= limit, "{before} in {elapsed} ns, limit {limit}");
                     before += u128::from(*cost);

@@ -1,9 +1,9 @@
-//! Configuration of a rate limiter, as options of a device.
+//! Rate limiter configuration, as given in device options.
 
 use std::num::NonZeroU64;
 use std::str::FromStr;
 
-/// Nanoseconds of a millisecond.
+/// Number of nanoseconds in a millisecond.
 const NS_PER_MS: u64 = 1_000_000;
 
 /// Limits of a token bucket.
@@ -11,14 +11,15 @@ const NS_PER_MS: u64 = 1_000_000;
 pub struct BucketLimits {
     /// Capacity, in tokens.
     pub size: NonZeroU64,
-    /// Tokens in addition to `size` at the start, which are never refilled.
+    /// Number of initial tokens in addition to `size`. These tokens are never refilled.
     pub one_time_burst: u64,
     /// Time in which an empty bucket is filled, in milliseconds.
     pub refill_ms: NonZeroU64,
 }
 
 impl BucketLimits {
-    /// Returns the time in which an empty bucket is filled, in nanoseconds, at most 584 years.
+    /// Returns the time in which an empty bucket is filled, in nanoseconds. The time is at most 584
+    /// years.
     pub(super) fn refill_ns(self) -> u64 {
         self.refill_ms.get().saturating_mul(NS_PER_MS)
     }
@@ -54,16 +55,16 @@ fn parse_tokens(text: &str) -> Option<u64> {
     parse_number(text)
 }
 
-/// Limits of a rate limiter. `None` is no limit.
+/// Limits of a rate limiter. `None` means no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateLimits {
-    /// Limit of the transferred bytes.
+    /// Limit on transferred bytes.
     pub bandwidth: Option<BucketLimits>,
-    /// Limit of the operations: requests or frames.
+    /// Limit on operations, which are requests or frames.
     pub ops: Option<BucketLimits>,
 }
 
-/// The reason why the option of a rate limiter is invalid.
+/// Error returned when a rate limiter option is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LimitsError {
     /// The value is malformed, zero or out of range.
@@ -89,7 +90,7 @@ impl RateLimits {
     /// Sets the limit of bytes (`bandwidth=`) from the value of option `name`.
     ///
     /// # Errors
-    /// Returns a [`LimitsError`] if the value is invalid or the limit is set already.
+    /// Returns a [`LimitsError`] if the value is invalid or the limit is already set.
     pub fn set_bandwidth(&mut self, name: &'static str, value: &str) -> Result<(), LimitsError> {
         set(&mut self.bandwidth, name, value)
     }
@@ -97,7 +98,7 @@ impl RateLimits {
     /// Sets the limit of operations (`ops=`) from the value of option `name`.
     ///
     /// # Errors
-    /// Returns a [`LimitsError`] if the value is invalid or the limit is set already.
+    /// Returns a [`LimitsError`] if the value is invalid or the limit is already set.
     pub fn set_ops(&mut self, name: &'static str, value: &str) -> Result<(), LimitsError> {
         set(&mut self.ops, name, value)
     }

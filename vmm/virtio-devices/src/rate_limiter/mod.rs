@@ -6,8 +6,9 @@
 //! | [`limits`] | configuration: `bandwidth=`, `ops=` |
 //!
 //! A device asks its [`RateLimiter`] before each request ([`RateLimiter::admit`]) and charges the
-//! request afterwards ([`RateLimiter::charge`]). A device that is not admitted leaves its queue alone
-//! until the limiter's timer, which is in the epoll set of its thread, fires.
+//! request afterwards ([`RateLimiter::charge`]). If a request is not admitted, the device does not
+//! process its queue until the limiter's timer fires. The timer is in the epoll set of the device's
+//! thread.
 
 pub mod bucket;
 pub mod limits;
@@ -24,15 +25,15 @@ use vmm_sys_util::timerfd::TimerFd;
 use self::bucket::TokenBucket;
 use self::limits::{BucketLimits, RateLimits};
 
-/// Minimum time for which a device pauses. A limit of many small requests would otherwise wake the
-/// device's thread for each of them. A bucket holds the tokens of at least this time. One that is
-/// refilled each millisecond loses those of the timer's delay.
+/// Minimum duration of a device's pause. A limit that admits many small requests would otherwise
+/// wake the device's thread for each of them. A bucket holds at least the tokens of this duration.
+/// A bucket that is refilled every millisecond loses the tokens added during the timer's delay.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Change of one limit of a running device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LimitChange {
-    /// The limit and the state of its bucket stay.
+pub enum RateLimitUpdate {
+    /// The limit and the state of its bucket remain unchanged.
     #[default]
     Keep,
     /// No limit.
@@ -41,8 +42,9 @@ pub enum LimitChange {
     Replace(BucketLimits),
 }
 
-/// A rate limiter of bytes and operations, shared by a device, its thread and the control socket.
-/// The state of the buckets outlives a reset of the device, so that a guest gains nothing by one.
+/// Rate limiter for bytes and operations, shared by a device, its thread and the control socket.
+/// The state of the buckets survives a device reset, so that a guest cannot evade the limits with a
+/// reset.
 #[derive(Debug)]
 pub struct RateLimiter {
     /// `false` if there is no limit, so that an unlimited device needs no lock.
@@ -68,7 +70,7 @@ impl LimiterState {
         buckets.map(|bucket| bucket.wait(now)).max().unwrap_or_default()
     }
 
-    /// Arms the timer. Returns `false` if the host refuses it.
+    /// Arms the timer. Returns `false` if the host rejects the timer.
     fn arm(&mut self, wait: Duration, now: Instant) -> bool {
         match self.timer.reset(wait, None) {
             Ok(()) => {
@@ -109,8 +111,8 @@ impl RateLimiter {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the next request may be processed. Otherwise the timer is armed, and the
-    /// caller must ask again when it fires.
+    /// Returns whether the next request may be processed. If not, the timer is armed, and the
+    /// caller must call this function again when it fires.
     pub fn admit(&self) -> bool {
         !self.limited.load(Ordering::Acquire) || self.admit_at(Instant::now())
     }
@@ -155,15 +157,15 @@ impl RateLimiter {
         }
     }
 
-    /// Changes the limits. A device that has paused asks again at once.
-    pub fn change(&self, bandwidth: LimitChange, ops: LimitChange) {
+    /// Changes the limits. A device that has paused immediately checks the new limits.
+    pub fn change(&self, bandwidth: RateLimitUpdate, ops: RateLimitUpdate) {
         let now = Instant::now();
         let state = &mut *self.state();
         for (change, bucket) in [(bandwidth, &mut state.bandwidth), (ops, &mut state.ops)] {
             match change {
-                LimitChange::Keep => {}
-                LimitChange::Remove => *bucket = None,
-                LimitChange::Replace(limits) => *bucket = Some(TokenBucket::new(limits, now)),
+                RateLimitUpdate::Keep => {}
+                RateLimitUpdate::Remove => *bucket = None,
+                RateLimitUpdate::Replace(limits) => *bucket = Some(TokenBucket::new(limits, now)),
             }
         }
         let limited = state.bandwidth.is_some() || state.ops.is_some();
@@ -183,13 +185,13 @@ impl RateLimiter {
         }
     }
 
-    /// Returns how often the device has paused.
+    /// Returns the number of times that the device has paused.
     pub fn throttled(&self) -> u64 {
         self.throttled.load(Ordering::Relaxed)
     }
 }
 
-/// The timer, for the epoll set of the device's thread.
+/// Provides the timer's descriptor for the epoll set of the device's thread.
 impl AsRawFd for RateLimiter {
     fn as_raw_fd(&self) -> RawFd {
         self.timer_fd
@@ -240,7 +242,8 @@ mod tests {
         assert!(limiter.admit());
     }
 
-    /// A kick may be handled between the expiration and its event, and pause the queue again.
+    /// A stale timer event does not disarm the timer if a kick that was handled between the
+    /// expiration and its event has paused the queue again.
     #[test]
     fn stale_timer_event_does_not_disarm() {
         let limiter = limiter("bandwidth=1000000/1000");
@@ -264,14 +267,14 @@ mod tests {
             one_time_burst: 0,
             refill_ms: 1000.try_into().unwrap(),
         };
-        limiter.change(LimitChange::Replace(limits), LimitChange::Keep);
+        limiter.change(RateLimitUpdate::Replace(limits), RateLimitUpdate::Keep);
         assert!(fires(&limiter, Duration::from_secs(10)));
         limiter.handle_timer();
         assert!(limiter.admit());
         let now = limiter.limits();
         assert_eq!(now.bandwidth, Some(limits));
         assert_eq!(now.ops.map(|ops| ops.size.get()), Some(5));
-        limiter.change(LimitChange::Remove, LimitChange::Remove);
+        limiter.change(RateLimitUpdate::Remove, RateLimitUpdate::Remove);
         limiter.charge(u64::MAX);
         assert!(limiter.admit() && limiter.limits().is_unlimited());
     }

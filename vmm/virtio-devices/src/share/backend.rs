@@ -21,7 +21,7 @@ use super::keeper::{BackendKeeper, KeeperProgram};
 
 /// Number of queues: one for high-priority requests, one for other requests.
 pub(super) const QUEUES: usize = 2;
-/// Installation paths of virtiofsd in distributions: the separate program and the one in QEMU
+/// Installation paths of virtiofsd in distributions, as a separate program and as part of QEMU
 /// before 8.0.
 const PROGRAM_PATHS: [&str; 5] = [
     "/usr/libexec/virtiofsd",
@@ -38,9 +38,9 @@ const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 <
 const READ_ONLY: &str =
     "mount --bind \"$1\" \"$1\" && mount -o remount,bind,ro \"$1\" && shift && exec \"$@\"";
 
-/// The reason why the backend is unavailable.
+/// Reason why the backend is unavailable.
 #[derive(Debug, Error)]
-pub enum BackendError {
+pub enum VhostUserBackendError {
     /// virtiofsd is not installed.
     #[error(
         "virtiofsd is not installed; install Debian's package virtiofsd, or qemu-system-common before Debian 13"
@@ -87,13 +87,13 @@ impl Drop for OwnedBackend {
 }
 
 impl Backend {
-    /// Prepares the backend. For a directory, starts a virtiofsd that listens at `socket`, in a
-    /// directory of this user only, and that `keeper` keeps running.
+    /// Prepares the backend. For a directory, starts a virtiofsd that listens at `socket`, which is
+    /// in a directory that only this user can access. `keeper` keeps the virtiofsd running.
     pub(super) fn start(
         source: &ShareSource,
         socket: &Path,
         keeper: &KeeperProgram,
-    ) -> Result<Self, BackendError> {
+    ) -> Result<Self, VhostUserBackendError> {
         match source {
             ShareSource::Socket(path) => Ok(Self {
                 socket: path.clone(),
@@ -107,7 +107,7 @@ impl Backend {
             } => {
                 let sandbox = sandbox.map(VirtiofsdSandbox::word);
                 let command = command(path, *read_only, sandbox)?;
-                let host = |what| move |e| BackendError::Host(what, e);
+                let host = |what| move |e| VhostUserBackendError::Host(what, e);
                 paths::remove_socket(socket, None);
                 let listener =
                     paths::bind(socket, Some(0o600)).map_err(host("making a socket for virtiofsd"))?;
@@ -129,15 +129,15 @@ impl Backend {
 
     /// Makes later connections through `broker`, because the threads of a confined VM cannot
     /// connect.
-    pub(super) fn set_broker(&mut self, broker: &Arc<SocketBroker>) -> Result<(), BackendError> {
+    pub(super) fn set_broker(&mut self, broker: &Arc<SocketBroker>) -> Result<(), VhostUserBackendError> {
         let destination = broker.add(&self.socket);
         self.destination =
-            Some(destination.map_err(|e| BackendError::Host("naming its socket to the broker", e))?);
+            Some(destination.map_err(|e| VhostUserBackendError::Host("naming its socket to the broker", e))?);
         Ok(())
     }
 
     /// Connects to the backend.
-    pub(super) fn connect(&self) -> Result<BackendConnection, BackendError> {
+    pub(super) fn connect(&self) -> Result<BackendConnection, VhostUserBackendError> {
         let stream = match &self.destination {
             // The backend's answers are read synchronously, so the socket must be blocking.
             Some(destination) => destination
@@ -145,12 +145,12 @@ impl Backend {
                 .and_then(|stream| stream.set_nonblocking(false).map(|()| stream)),
             None => paths::connect(&self.socket),
         };
-        let stream = stream.map_err(|e| BackendError::Connect(self.socket.clone(), e))?;
+        let stream = stream.map_err(|e| VhostUserBackendError::Connect(self.socket.clone(), e))?;
         BackendConnection::negotiate(stream)
     }
 
-    /// Makes the initial connection and reports to the keeper that the backend is working.
-    pub(super) fn first(&self) -> Result<BackendConnection, BackendError> {
+    /// Establishes the initial connection and reports to the keeper that the backend is working.
+    pub(super) fn first(&self) -> Result<BackendConnection, VhostUserBackendError> {
         let first = self.connect()?;
         if let Some(own) = &self.own {
             own.keeper.serves();
@@ -159,18 +159,18 @@ impl Backend {
     }
 }
 
-/// A connection to a backend that has answered. virtiofsd ends with its connection.
+/// A connection to a backend that has answered. virtiofsd exits when its connection is closed.
 pub(super) struct BackendConnection {
     pub(super) frontend: Frontend,
     features: u64,
 }
 
 impl BackendConnection {
-    fn negotiate(stream: UnixStream) -> Result<Self, BackendError> {
+    fn negotiate(stream: UnixStream) -> Result<Self, VhostUserBackendError> {
         stream
             .set_read_timeout(Some(ANSWER_LIMIT))
             .and_then(|()| stream.set_write_timeout(Some(ANSWER_LIMIT)))
-            .map_err(|e| BackendError::Host("setsockopt", e))?;
+            .map_err(|e| VhostUserBackendError::Host("setsockopt", e))?;
         let mut frontend = Frontend::from_stream(stream, QUEUES as u64);
         let mut negotiate = || {
             let features = frontend.get_features()?;
@@ -181,38 +181,43 @@ impl BackendConnection {
             frontend.set_owner()?;
             Ok(features)
         };
-        let features = negotiate().map_err(BackendError::Protocol)?;
+        let features = negotiate().map_err(VhostUserBackendError::Protocol)?;
         if features & NEEDED != NEEDED {
-            return Err(BackendError::Features);
+            return Err(VhostUserBackendError::Features);
         }
         Ok(Self { frontend, features })
     }
 
-    /// Returns the driver's features that apply to the backend, with those of the protocol.
+    /// Returns the features, including those of the protocol, that the driver accepted and that
+    /// apply to the backend.
     pub(super) fn accepted(&self, features: u64) -> u64 {
         self.features & (features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits())
     }
 }
 
 /// Returns the features that the backend at the other end of `stream` offers. Each connection
-/// begins with this exchange, before any guest resource is handed over.
+/// begins with this exchange, before any guest resource is passed to the backend.
 ///
 /// # Errors
-/// Returns [`BackendError::Protocol`] if the backend violates the protocol or does not answer, and
-/// [`BackendError::Features`] if it lacks required features.
-pub fn negotiate(stream: UnixStream) -> Result<u64, BackendError> {
+/// Returns [`VhostUserBackendError::Protocol`] if the backend violates the protocol or does not
+/// answer, and [`VhostUserBackendError::Features`] if it lacks required features.
+pub fn negotiate(stream: UnixStream) -> Result<u64, VhostUserBackendError> {
     BackendConnection::negotiate(stream).map(|connection| connection.features)
 }
 
 /// Returns the command line of a virtiofsd that exports `path` to clients of the socket on its
 /// standard input.
-fn command(path: &Path, read_only: bool, sandbox: Option<&str>) -> Result<Vec<OsString>, BackendError> {
+fn command(
+    path: &Path,
+    read_only: bool,
+    sandbox: Option<&str>,
+) -> Result<Vec<OsString>, VhostUserBackendError> {
     let directory = sandbox::paths::resolve_directory(path);
-    let directory = directory.map_err(|e| BackendError::Directory(path.into(), e))?;
+    let directory = directory.map_err(|e| VhostUserBackendError::Directory(path.into(), e))?;
     let program = PROGRAM_PATHS
         .into_iter()
         .find(|place| Path::new(place).exists())
-        .ok_or(BackendError::NoProgram)?;
+        .ok_or(VhostUserBackendError::NoProgram)?;
     let itself = read_only && has_read_only(program);
     let mut command: Vec<OsString> = Vec::new();
     if read_only && !itself {
@@ -259,7 +264,7 @@ mod tests {
     }
 
     /// Returns the result of the handshake with a backend that sends `bytes`.
-    fn said(bytes: &[u8]) -> Result<u64, BackendError> {
+    fn said(bytes: &[u8]) -> Result<u64, VhostUserBackendError> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
         theirs.shutdown(Shutdown::Write).unwrap();
@@ -275,7 +280,7 @@ mod tests {
         assert_eq!(said(&both).unwrap(), NEEDED | PROTOCOL);
         assert!(matches!(
             said(&answer(1, NEEDED >> 1)),
-            Err(BackendError::Features)
+            Err(VhostUserBackendError::Features)
         ));
         // An answer to another request, a truncated one, and one without a second answer.
         for bytes in [
@@ -285,7 +290,7 @@ mod tests {
             b"",
         ] {
             assert!(
-                matches!(said(bytes), Err(BackendError::Protocol(_))),
+                matches!(said(bytes), Err(VhostUserBackendError::Protocol(_))),
                 "{bytes:x?}"
             );
         }

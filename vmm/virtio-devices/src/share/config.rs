@@ -50,7 +50,7 @@ pub struct ShareConfig {
     pub tag: Option<String>,
 }
 
-/// The reason why a shared directory configuration is invalid.
+/// Error returned when a shared directory configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShareConfigError {
     /// The directory or socket is missing.

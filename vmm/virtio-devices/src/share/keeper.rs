@@ -17,13 +17,13 @@ use diagnostics::guest_log;
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum and maximum delay between the exit of a backend and its restart.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
-/// Lifetime after which a backend's start counts as successful and the delay is reset.
+/// Uptime after which the start of a backend counts as successful and the delay is reset.
 const MIN_UPTIME: Duration = Duration::from_secs(60);
 /// Limits of the log output forwarded per backend: number of lines and length of a line in bytes. A
 /// guest may be able to cause unlimited output.
 const MAX_LINES: usize = 16;
 const MAX_LINE_BYTES: u64 = 1024;
-/// Message to the keeper: the backend has answered the VM.
+/// Message that tells the keeper that the backend has answered the VM.
 const SERVES: u8 = b'S';
 
 /// The supervisor program that keeps backends running.
@@ -39,7 +39,7 @@ pub struct KeeperProgram {
 #[derive(Debug)]
 pub(super) struct BackendKeeper {
     process: Child,
-    /// VM end of the socket. At most one byte is sent.
+    /// VM's end of the socket, on which at most one byte is sent.
     lifeline: Option<UnixStream>,
 }
 
@@ -68,8 +68,8 @@ impl BackendKeeper {
         })
     }
 
-    /// Reports that the backend has answered. Its output at the end of the VM is discarded from
-    /// then on.
+    /// Reports that the backend has answered. From then on, the keeper discards the output of the
+    /// backend at the end of the VM.
     pub(super) fn serves(&self) {
         if let Some(mut lifeline) = self.lifeline.as_ref() {
             // The write fails only if the keeper has ended.
@@ -196,8 +196,8 @@ fn forward_output(stderr: ChildStderr, says: &SyncSender<String>) {
 struct BackendLog {
     to: SyncSender<String>,
     from: Receiver<String>,
-    /// Output read at the previous check. Held until the next check, which detects whether the VM
-    /// has ended.
+    /// Output read at the previous check, kept until the next check detects whether the VM has
+    /// ended.
     held: Vec<String>,
 }
 
@@ -248,8 +248,8 @@ mod tests {
         }
     }
 
-    /// Returns the command line of a keeper process: this test program, restricted to the test that
-    /// calls `keep`.
+    /// Returns the command line of a keeper process, which is this test program restricted to the
+    /// test that calls `keep`.
     fn keeper() -> Vec<OsString> {
         let program = std::env::current_exe().unwrap().into_os_string();
         let words = [
@@ -349,7 +349,7 @@ mod tests {
         assert_eq!(lengths, [1024, 476]);
     }
 
-    /// A program that fails to start is retried, and the keeper still ends with the VM.
+    /// A program that fails to start is retried, and the keeper still exits when the VM ends.
     #[test]
     fn unstartable_backend_does_not_block_keeper() {
         let dir = tempfile::tempdir().unwrap();

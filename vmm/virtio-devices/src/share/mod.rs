@@ -22,13 +22,13 @@ use std::sync::Arc;
 use sandbox::{SocketBroker, ThreadKind};
 use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 
-use crate::device::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, DeviceActivation, VirtioDevice, read_config_bytes};
 use crate::worker::DeviceWorker;
-use backend::{Backend, BackendConnection, BackendError, QUEUES};
+use backend::{Backend, BackendConnection, QUEUES, VhostUserBackendError};
 use config::{MAX_TAG_BYTES, ShareSource};
 use session::BackendSession;
 
-/// Queue sizes, in entries. Requests have up to 1,020 pages.
+/// Queue sizes, in entries. A request has up to 1,020 pages.
 const QUEUE_SIZES: [u16; QUEUES] = [1024; QUEUES];
 
 /// A virtio-fs device that shares a host directory.
@@ -43,18 +43,18 @@ pub struct FsDevice {
 
 impl FsDevice {
     /// Creates a device `name` that the guest mounts by `tag` (at most [`MAX_TAG_BYTES`]). A
-    /// virtiofsd started for the device listens at `socket`, which is in a directory of this user
-    /// only, and `keeper` keeps it running.
+    /// virtiofsd started for the device listens at `socket`, which is in a directory that only this
+    /// user can access. `keeper` keeps the virtiofsd running.
     ///
     /// # Errors
-    /// Returns a [`BackendError`] if the backend cannot be started or connected to.
+    /// Returns a [`VhostUserBackendError`] if the backend cannot be started or connected to.
     pub fn new(
         name: String,
         tag: String,
         source: &ShareSource,
         socket: &Path,
         keeper: &keeper::KeeperProgram,
-    ) -> Result<Self, BackendError> {
+    ) -> Result<Self, VhostUserBackendError> {
         let backend = Backend::start(source, socket, keeper)?;
         let first = backend.first()?;
         Ok(Self {
@@ -69,8 +69,8 @@ impl FsDevice {
     /// Makes the device reconnect to later backends through `broker`.
     ///
     /// # Errors
-    /// Returns [`BackendError::Host`] if the broker does not accept the path.
-    pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, BackendError> {
+    /// Returns [`VhostUserBackendError::Host`] if the broker does not accept the path.
+    pub fn with_broker(mut self, broker: &Arc<SocketBroker>) -> Result<Self, VhostUserBackendError> {
         self.backend.set_broker(broker)?;
         Ok(self)
     }
@@ -103,7 +103,7 @@ impl VirtioDevice for FsDevice {
         read_config_bytes(&config, offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
         let fatal_error_callback = activation.fatal_error_callback.clone();
         let session = BackendSession::new(
             self.name.clone(),
@@ -124,8 +124,8 @@ impl VirtioDevice for FsDevice {
         Some("--share-dir (virtio-fs), whose files are open in another process")
     }
 
-    /// Stops the session. The backend ends with its connection, and the next activation makes a new
-    /// one.
+    /// Stops the session. The backend exits when its connection is closed, and the next activation
+    /// opens a new connection.
     fn reset(&mut self) {
         self.worker = None;
     }

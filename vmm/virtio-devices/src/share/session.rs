@@ -1,8 +1,8 @@
 //! Handover of a shared directory's queues to its backend while the driver is active.
 //!
-//! When the backend exits, requests of the guest wait and the session reconnects with increasing
-//! delays. A new backend continues the queues at the first unanswered request. The new backend has
-//! no information on files that the guest has open, so the guest must mount the directory again.
+//! When the backend exits, guest requests wait and the session reconnects with increasing delays. A
+//! new backend continues the queues at the first unanswered request. The new backend has no
+//! information on files that the guest has open, so the guest must mount the directory again.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -20,8 +20,8 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::backend::{Backend, BackendConnection, BackendError};
-use crate::device::{Activation, ActiveQueue};
+use super::backend::{Backend, BackendConnection, VhostUserBackendError};
+use crate::device::{ActiveQueue, DeviceActivation};
 
 /// Delay between the exit of a backend and the first reconnection attempt.
 const MIN_RETRY_DELAY: Duration = Duration::from_secs(1);
@@ -31,12 +31,12 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 /// A queue as handed over to the backend.
 struct BackendQueue {
     active: ActiveQueue,
-    /// Eventfd that the backend signals: the guest's vector, or an unconnected one if the guest has
-    /// configured none.
+    /// Eventfd that the backend signals. This is the guest's vector, or an unconnected eventfd if
+    /// the guest has configured none.
     call: Arc<EventFd>,
 }
 
-/// Hands over the queues to a backend, and to the next one after each exit.
+/// Session that hands over the queues to a backend, and to a new backend after each exit.
 pub(super) struct BackendSession {
     name: String,
     backend: Backend,
@@ -55,7 +55,7 @@ impl BackendSession {
         name: String,
         backend: Backend,
         connection: Option<BackendConnection>,
-        activation: Activation,
+        activation: DeviceActivation,
     ) -> io::Result<Self> {
         let ring = |active: ActiveQueue| {
             let call = match active.interrupt.eventfd() {
@@ -82,12 +82,13 @@ impl BackendSession {
     }
 
     /// Connects to a backend, hands over the queues and monitors the connection.
-    fn connect(&mut self, ops: &mut EventOps) -> Result<(), BackendError> {
+    fn connect(&mut self, ops: &mut EventOps) -> Result<(), VhostUserBackendError> {
         let connection = match self.connection.take() {
             Some(connection) => connection,
             None => self.backend.connect()?,
         };
-        self.hand_over(&connection).map_err(BackendError::Protocol)?;
+        self.hand_over(&connection)
+            .map_err(VhostUserBackendError::Protocol)?;
         let events = Events::new(&connection.frontend, EventSet::IN | EventSet::READ_HANG_UP);
         if let Err(e) = ops.add(events) {
             guest_log!(

@@ -1,5 +1,5 @@
-//! PCI bus with a host bridge and up to 31 functions: configuration access through I/O ports
-//! (mechanism 1 of PCI 3.0, 3.2.2.3.2) and routing of memory accesses to BARs.
+//! PCI bus with a host bridge and up to 31 functions. Handles configuration accesses through I/O
+//! ports (mechanism 1 of PCI 3.0, 3.2.2.3.2) and routes memory accesses to BARs.
 
 use std::io;
 use std::ops::Range;
@@ -21,7 +21,8 @@ use crate::worker;
 pub const CONFIG_PORT: u16 = 0xCF8;
 /// Number of configuration ports.
 pub const CONFIG_PORTS: u8 = 8;
-/// Maximum number of devices: the bus has 32 device numbers, and the host bridge takes one.
+/// Maximum number of devices. The bus has 32 device numbers, one of which belongs to the host
+/// bridge.
 pub const MAX_DEVICES: usize = 31;
 
 /// First port of the configuration data.
@@ -42,7 +43,7 @@ const BRIDGE: PciIdentity = PciIdentity {
     class: [0x06, 0x00, 0x00],
 };
 
-/// The reason why a bus could not be created.
+/// Error returned when a bus cannot be created.
 #[derive(Debug, Error)]
 pub enum BusError {
     /// The number of devices exceeds [`MAX_DEVICES`].
@@ -220,7 +221,8 @@ impl PciBus {
         }
     }
 
-    /// Lets the process to which the VM moves open the host's resources of the stopped devices.
+    /// Allows the destination process of a migration to open the host resources of the stopped
+    /// devices.
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -229,8 +231,8 @@ impl PciBus {
         places.try_for_each(|place| place.lock().device.share())
     }
 
-    /// Excludes other processes from the host's resources of the devices. Returns the names of the
-    /// devices whose resources another process uses.
+    /// Acquires exclusive access to the host resources of the devices. Returns the names of the
+    /// devices whose resources another process is using.
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -245,8 +247,8 @@ impl PciBus {
         Ok(used)
     }
 
-    /// Gives up the host's resources of the stopped devices, which do not start again in this process
-    /// before [`PciBus::claim`].
+    /// Releases the host resources of the stopped devices, which must not be started again in this
+    /// process before [`PciBus::claim`].
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -260,7 +262,7 @@ impl PciBus {
         self.places.iter().map(|place| place.lock().save()).collect()
     }
 
-    /// Restores the devices, which have not been used. [`PciBus::resume`] starts them.
+    /// Restores the devices, which must be unused. [`PciBus::resume`] starts them.
     ///
     /// # Errors
     /// Returns a [`RestoreDeviceError`] if a device differs from the saved one.
@@ -284,7 +286,7 @@ impl PciBus {
         }
     }
 
-    /// Returns the function and register offset that the address register and a data port select.
+    /// Returns the function and register offset selected by the address register and a data port.
     fn selected(&self, port: u16) -> Option<(ConfigTarget<'_>, usize)> {
         let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
         let address = self.address.load(Ordering::Relaxed);

@@ -1,7 +1,8 @@
 //! Registers of the common configuration of a virtio PCI device (virtio 1.2, 4.1.4.3).
 //!
-//! A write of any length is a sequence of whole-field writes in which bytes not covered keep their
-//! value. No order or width of accesses leaves a partially written register.
+//! A write of any length is handled as a sequence of whole-field writes, in which bytes that are
+//! not covered keep their values. No order or width of accesses leaves a partially written
+//! register.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -126,7 +127,7 @@ impl QueueRegisters {
             (self.used, USED_ALIGN, 6 + 8 * size),
         ];
         let usable = parts.iter().all(|&(at, align, bytes)| {
-            // The queue crate takes an available ring at address 0 for an unset one.
+            // The queue crate treats an available ring at address 0 as unset.
             at != 0
                 && at.is_multiple_of(align)
                 && at.checked_add(bytes as u64).is_some()

@@ -23,7 +23,7 @@ use super::machine::PciBackend;
 use super::msix::{self, MsixTable};
 use super::space::{self, PciConfigSpace, PciIdentity};
 use crate::device::{
-    ActivateError, Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, VirtioDevice,
+    ActivateError, ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceInterrupt, VirtioDevice,
 };
 use crate::serve::continue_at_used_ring;
 
@@ -81,7 +81,7 @@ pub(super) struct PciFunction {
     pub(super) active: Option<Vec<usize>>,
     /// Doorbells registered with the machine: address and queue index.
     doorbells: Vec<(u64, usize)>,
-    /// The device is stopped for a snapshot, or restored and not started yet.
+    /// `true` if the device is stopped for a snapshot, or restored but not yet started.
     pub(super) quiesced: bool,
     said: LoggedErrors,
 }
@@ -89,10 +89,10 @@ pub(super) struct PciFunction {
 /// Position from which the queues of a device start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QueueStart {
-    /// The beginning, because the driver has just set up the rings.
+    /// Beginning of the rings, which the driver has just set up.
     Zero,
-    /// The position of the used ring, because the device has used every chain before it and has
-    /// forgotten any chain that it took after it.
+    /// Position of the used ring. The device has used every chain before this position, and has
+    /// discarded any chain that it took after it.
     UsedRing,
 }
 
@@ -272,7 +272,7 @@ impl PciFunction {
         }
     }
 
-    pub(super) fn activation(&self, start: QueueStart) -> Result<Activation, ActivateError> {
+    pub(super) fn activation(&self, start: QueueStart) -> Result<DeviceActivation, ActivateError> {
         let queues = self
             .common
             .queues
@@ -295,7 +295,7 @@ impl PciFunction {
                     interrupt: DeviceInterrupt::new(self.msix.vector(registers.vector)),
                 }))
             });
-        Ok(Activation {
+        Ok(DeviceActivation {
             memory: self.memory.clone(),
             features: self.common.accepted(),
             queues: queues.collect::<Result<_, _>>()?,
@@ -385,7 +385,8 @@ fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (PciConfi
         body.extend_from_slice(rest);
         space.add_capability(CAP_VENDOR, &body)
     };
-    // A driver uses the first capability of a type, and the one added last is first in the list.
+    // A driver uses the first capability of a type, and the capability that was added last is first
+    // in the list.
     let access_at = cap(CFG_ACCESS, 0, 0, &[0; 4]);
     cap(CFG_NOTIFY, DOORBELLS, REGION_BYTES, &DOORBELL_BYTES.to_le_bytes());
     cap(CFG_DEVICE, DEVICE, REGION_BYTES, &[]);

@@ -15,15 +15,15 @@ pub struct MsiMessage {
     pub data: u32,
 }
 
-/// Attaches eventfds to the guest. Methods are called on vCPU threads, at most one at a time for
-/// each eventfd.
+/// Interface for attaching eventfds to the guest. Methods are called on vCPU threads, at most one
+/// at a time for each eventfd.
 pub trait PciBackend: Send + Sync {
-    /// Registers a doorbell: a guest write to `address`, of any length and value, signals `kick`
-    /// without an exit.
+    /// Registers a doorbell, so that a guest write to `address`, of any length and value, signals
+    /// `kick` without an exit.
     ///
     /// # Errors
-    /// Returns an error if the machine cannot register it, for example because `address` already
-    /// has a doorbell. Writes then cause exits.
+    /// Returns an error if the machine cannot register the doorbell, for example because `address`
+    /// already has a doorbell. Writes then cause exits.
     fn add_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()>;
 
     /// Removes a doorbell.

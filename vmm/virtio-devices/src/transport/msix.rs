@@ -158,8 +158,8 @@ impl MsixTable {
         saved.msix_pending = pending.into();
     }
 
-    /// Restores a saved table and connects its entries. Returns `false` if the table has another
-    /// number of entries.
+    /// Restores a saved table and reconnects its entries. Returns `false` if the number of entries
+    /// differs.
     pub(super) fn restore(&mut self, saved: &SavedDevice) -> bool {
         let pending = &saved.msix_pending.0;
         if saved.msix_table.0.len() != self.entries.len() * ENTRY_BYTES
@@ -210,8 +210,8 @@ impl MsixTable {
         let Some(message) = wanted else {
             return;
         };
-        // Deliver an interrupt that arrived in the meantime. Drain the eventfd first, otherwise KVM
-        // may send the message twice.
+        // Deliver an interrupt that arrived in the meantime. Drain the eventfd first, because KVM
+        // may otherwise send the message twice.
         let pending = entry.vector.read().is_ok();
         match self.machine.connect(line, message, &entry.vector) {
             Ok(()) => {

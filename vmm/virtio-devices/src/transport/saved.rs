@@ -2,12 +2,12 @@
 //!
 //! A snapshot stops the device's thread, which completes the chain in progress. A device returns
 //! chains in the order in which it takes them, so the index of the used ring in guest memory is its
-//! position. From there it continues on the source and where the snapshot is restored; a chain that
-//! it had taken and not returned is taken again.
+//! position. The device continues from this position, both on the source and in the restored VM. A
+//! chain that the device had taken but not returned is taken again.
 //!
-//! The driver may have added chains while nobody listened, and may wait for an interrupt whose
-//! condition (`VIRTIO_F_EVENT_IDX`) the device no longer knows. Each queue is therefore notified once
-//! in both directions.
+//! The driver may have added chains while the device was stopped, and may wait for an interrupt
+//! whose condition (`VIRTIO_F_EVENT_IDX`) the device no longer knows. Each queue is therefore
+//! notified once in both directions.
 
 use snapshot::state::SavedDevice;
 
@@ -18,18 +18,19 @@ use crate::device::{ActivateError, DeviceInterrupt};
 /// Reason why a device cannot be restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreDeviceError {
-    /// Another device has this place on the bus.
+    /// The bus has a different device at this device number.
     #[error("the snapshot has {saved} where this machine has {here}; give the devices in the same order")]
     OtherDevice {
         /// Name of the saved device.
         saved: String,
-        /// Name of the device of this machine.
+        /// Name of the device on this machine.
         here: String,
     },
-    /// The device has other properties, such as another size.
+    /// The properties of the device differ, such as its size.
     #[error("{0} is not the one of the snapshot: its size, serial number, address or access differs")]
     OtherIdentity(String),
-    /// A driver could not have written the registers, or the device cannot have the state.
+    /// A driver could not have written the register values, or the saved state is invalid for the
+    /// device.
     #[error("the saved registers of {0} are not ones that it can have")]
     Registers(String),
     /// The queues are unusable.
@@ -80,13 +81,13 @@ impl PciFunction {
     /// Restores the registers of an unused device. [`PciFunction::resume`] starts it.
     ///
     /// # Errors
-    /// Returns a [`RestoreDeviceError`] if the device is another one, or if its registers or queues
-    /// are impossible.
+    /// Returns a [`RestoreDeviceError`] if the device differs, or if its registers or queues are
+    /// invalid.
     pub(super) fn restore(&mut self, saved: &SavedDevice) -> Result<(), RestoreDeviceError> {
         let name = self.device.name().to_owned();
         if saved.id != self.device.id() || saved.name != name {
             return Err(RestoreDeviceError::OtherDevice {
-                // The name comes from the snapshot and goes into a message.
+                // The name comes from the snapshot and is included in a message.
                 saved: saved
                     .name
                     .chars()

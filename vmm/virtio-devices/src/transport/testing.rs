@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::machine::{MsiMessage, PciBackend};
-use crate::device::{ActivateError, Activation, FatalErrorCallback, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, DeviceActivation, FatalErrorCallback, VirtioDevice, read_config_bytes};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BackendCall {
@@ -70,7 +70,7 @@ impl PciBackend for MockPciBackend {
 /// Calls that a mock device received.
 #[derive(Debug, Default)]
 pub(super) struct DeviceCalls {
-    pub activation: Option<Activation>,
+    pub activation: Option<DeviceActivation>,
     pub activations: u32,
     pub resets: u32,
     pub refuses: bool,
@@ -132,7 +132,7 @@ impl VirtioDevice for MockDevice {
         self.config.clone()
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
         let mut seen = self.seen.lock().unwrap();
         if seen.refuses {
             return Err(ActivateError::Driver("anything"));

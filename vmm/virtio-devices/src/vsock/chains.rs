@@ -1,11 +1,11 @@
-//! Packets in descriptor chains. The split of a packet into descriptors is arbitrary (virtio 1.2,
-//! 2.7.4.2): Linux places header and data in one descriptor, in two, and from 6.17 on in more.
+//! Packets in descriptor chains. A packet may be split into descriptors arbitrarily (virtio 1.2,
+//! 2.7.4.2). Linux places header and data in one or two descriptors, and in more since 6.17.
 
 use smallvec::SmallVec;
 use virtio_queue::DescriptorChain;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
-use super::packet::{HEADER_BYTES, PacketHeader};
+use super::packet::{HEADER_BYTES, VsockPacketHeader};
 
 type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
@@ -39,13 +39,13 @@ pub enum PacketChainError {
 /// Consecutive segments of guest memory.
 struct GuestSegments {
     rest: SmallVec<[(GuestAddress, usize); 8]>,
-    /// Index of the first segment that is not used up.
+    /// Index of the first segment that has not been consumed completely.
     first: usize,
 }
 
 impl GuestSegments {
-    /// Returns the device-writable segments of a chain if `to_guest` is set, otherwise the
-    /// device-readable ones.
+    /// Returns the device-writable segments of a chain if `to_guest` is `true`, otherwise its
+    /// device-readable segments.
     fn of(chain: Chain<'_>, to_guest: bool) -> Self {
         let wanted = chain.filter(|descriptor| descriptor.is_write_only() == to_guest);
         let rest = wanted.map(|descriptor| (descriptor.addr(), descriptor.len() as usize));
@@ -94,8 +94,8 @@ impl GuestSegments {
     }
 }
 
-/// Reads a packet of the driver. Returns its header, and either the number of data bytes written to
-/// `buffer` or the reason why the data is invalid.
+/// Reads a packet from the driver. Returns its header, and either the number of data bytes written
+/// to `buffer` or the reason why the data is invalid.
 ///
 /// # Errors
 /// Returns a [`PacketChainError`] if the chain has no valid header.
@@ -103,14 +103,14 @@ pub fn take(
     memory: &GuestMemoryMmap,
     chain: Chain<'_>,
     buffer: &mut [u8],
-) -> Result<(PacketHeader, Result<usize, PacketChainError>), PacketChainError> {
+) -> Result<(VsockPacketHeader, Result<usize, PacketChainError>), PacketChainError> {
     let mut pieces = GuestSegments::of(chain, false);
     let mut header = [0; HEADER_BYTES];
     let have = pieces.read(memory, &mut header)?;
     if have < HEADER_BYTES {
         return Err(PacketChainError::NoHeader(have));
     }
-    let header = PacketHeader::from_bytes(header);
+    let header = VsockPacketHeader::from_bytes(header);
     let len = header.len;
     let most = buffer.len();
     let data = match usize::try_from(len).ok().and_then(|len| buffer.get_mut(..len)) {
@@ -153,7 +153,7 @@ impl PacketBuffer {
     pub fn put(
         mut self,
         memory: &GuestMemoryMmap,
-        header: &PacketHeader,
+        header: &VsockPacketHeader,
         data: &[u8],
     ) -> Result<usize, PacketChainError> {
         let header = self.0.write(memory, &header.to_bytes())?;

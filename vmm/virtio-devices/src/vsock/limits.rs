@@ -42,7 +42,7 @@ fn broken_ring_requests_reset() {
     device.reset();
 }
 
-/// If two VMs find the socket of a dead VM, exactly one takes its path.
+/// If two VMs find the socket of a terminated VM, exactly one of them takes its path.
 #[test]
 fn stale_socket_path_is_taken_by_one_vm() {
     let directory = tempfile::tempdir().unwrap();
@@ -82,7 +82,8 @@ fn locked_directory_is_reported() {
     assert!(matches!(error, VsockError::Locked(_)), "{error}");
 }
 
-/// Runs in a separate process because the file descriptor limit is per process.
+/// The device's thread does not spin if no file descriptors are free. The test runs in a separate
+/// process because the file descriptor limit is per process.
 #[test]
 fn descriptor_exhaustion_does_not_spin() {
     let test = "vsock::limits::without_descriptors";

@@ -46,7 +46,7 @@ use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes as _, GuestMemoryMmap};
 use vmm_sys_util::timerfd::TimerFd;
 
-use crate::device::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
+use crate::device::{ActivateError, ActiveQueue, DeviceActivation, VirtioDevice, read_config_bytes};
 use crate::serve::{log_driver_error, serve_queue_while};
 use crate::worker::DeviceWorker;
 
@@ -90,7 +90,7 @@ impl Default for VsockConfig {
     }
 }
 
-/// The reason why a vsock configuration is invalid.
+/// Error returned when a vsock configuration is invalid.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum VsockConfigError {
     /// An option is unknown.
@@ -135,7 +135,7 @@ impl FromStr for VsockConfig {
     }
 }
 
-/// The reason why a vsock device could not be created.
+/// Error returned when a vsock device cannot be created.
 #[derive(Debug, Error)]
 pub enum VsockError {
     /// The path exceeds the length limit of Unix sockets.
@@ -186,8 +186,8 @@ impl VsockDevice {
             path: path.to_owned(),
             source,
         };
-        // Two VMs may find the stale socket of a third. With the lock, one takes the path and the
-        // other finds it in use.
+        // Two VMs may find the stale socket of a third. With the lock, one VM takes the path and
+        // the other VM finds the path in use.
         let _lock = lock_directory(path)?;
         let listener = paths::bind(path, Some(0o600)).map_err(|e| match e.kind() {
             io::ErrorKind::AddrInUse => VsockError::Taken(path.to_owned()),
@@ -243,9 +243,9 @@ fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
     Err(VsockError::Locked(directory.to_owned()))
 }
 
-/// Tells the driver that all connections have ended and that the guest CID may differ (5.10.6.7). The
-/// event queue has no other use. A driver without a buffer in it learns of each connection when it uses
-/// it, by a reset.
+/// Notifies the driver that all connections have ended and that the guest CID may differ
+/// (5.10.6.7). The event queue has no other use. If the driver has no buffer in this queue, it is
+/// notified of the end of each connection by a reset when it uses the connection.
 fn send_transport_reset(events: &mut ActiveQueue, memory: &GuestMemoryMmap) {
     let event = TRANSPORT_RESET.to_le_bytes();
     let sent = Cell::new(0);
@@ -302,7 +302,7 @@ impl VirtioDevice for VsockDevice {
         read_config_bytes(&u64::from(self.cid).to_le_bytes(), offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+    fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
         let mut queues = activation.queues.into_iter();
         let (Some(Some(rx)), Some(Some(tx))) = (queues.next(), queues.next()) else {
             return Err(ActivateError::Driver(
@@ -340,7 +340,7 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn reset(&mut self) {
-        // Connections end with the thread.
+        // Connections end when the thread exits.
         self.worker = None;
     }
 }

@@ -1,4 +1,4 @@
-//! Multiplexing of connections: maps the connections of a guest to Unix sockets and schedules
+//! Multiplexing of connections. Maps the connections of a guest to Unix sockets and schedules
 //! packets for the guest.
 //!
 //! The muxer is independent of queues and the event loop. It accepts packets from the guest and
@@ -18,15 +18,15 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 use sandbox::SocketDestination;
 
 use super::connection::{ConnectionKey, VsockConnection};
-use super::packet::{HOST_CID, PacketHeader, STREAM, VsockOp};
+use super::packet::{HOST_CID, STREAM, VsockOp, VsockPacketHeader};
 
 /// Maximum number of simultaneous connections, including those whose host program has not yet sent
 /// a port.
 pub const MAX_CONNECTIONS: usize = 128;
-/// Maximum number of pending answers to the guest. Packets of the guest are not read while this
+/// Maximum number of pending answers to the guest. Packets from the guest are not read while this
 /// limit is reached.
 const MAX_REPLIES: usize = 256;
-/// Timeout for the port request of a host program.
+/// Timeout for a host program to send its port request.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Length of `CONNECT 4294967295` and a newline, in bytes.
 const MAX_CONNECT_LINE_BYTES: usize = 19;
@@ -106,8 +106,8 @@ pub struct ConnectionMuxer {
     /// Connections that may have a packet for the guest. Each existing connection appears at most
     /// once.
     ready: VecDeque<ConnectionKey>,
-    /// Reset packets in answer to packets without a connection.
-    replies: VecDeque<PacketHeader>,
+    /// Reset packets that answer packets without a connection.
+    replies: VecDeque<VsockPacketHeader>,
     watches: Vec<WatchChange>,
     next_token: u32,
     next_port: u32,
@@ -136,8 +136,8 @@ impl ConnectionMuxer {
         std::mem::take(&mut self.watches)
     }
 
-    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. `false` while too many
-    /// answers are pending for the guest.
+    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. Returns `false` while too
+    /// many answers are pending for the guest.
     pub fn can_accept_packets(&self) -> bool {
         self.replies.len() < MAX_REPLIES
     }
@@ -216,7 +216,7 @@ impl ConnectionMuxer {
     }
 
     /// Handles a packet from the guest with its data.
-    pub fn from_guest(&mut self, header: &PacketHeader, data: &[u8], now: Instant) {
+    pub fn from_guest(&mut self, header: &VsockPacketHeader, data: &[u8], now: Instant) {
         if header.src_cid != self.cid || header.dst_cid != HOST_CID {
             // The source or destination CID does not exist.
             return;
@@ -251,7 +251,7 @@ impl ConnectionMuxer {
     }
 
     /// Returns the next packet for the guest and writes its data to `buffer`.
-    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<PacketHeader> {
+    pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<VsockPacketHeader> {
         if let Some(reply) = self.replies.pop_front() {
             return Some(reply);
         }
@@ -268,7 +268,7 @@ impl ConnectionMuxer {
             let packet = entry.connection.next(buffer, now);
             self.settle(key);
             if let Some(packet) = packet {
-                return Some(PacketHeader {
+                return Some(VsockPacketHeader {
                     src_cid: HOST_CID,
                     dst_cid: self.cid,
                     kind: STREAM,
@@ -325,7 +325,7 @@ impl ConnectionMuxer {
         }
     }
 
-    fn refuse(&mut self, header: &PacketHeader) {
+    fn refuse(&mut self, header: &VsockPacketHeader) {
         if header.op != VsockOp::Reset as u16 {
             self.replies.push_back(header.reset());
         }
@@ -386,7 +386,7 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Connects to the program that listens on `port` of the host, without blocking.
+    /// Connects to the program that listens on host port `port`, without blocking.
     fn connect(&self, port: u32) -> io::Result<UnixStream> {
         if self.watched.len() >= MAX_CONNECTIONS {
             return Err(io::Error::other("too many connections"));
@@ -395,7 +395,7 @@ impl ConnectionMuxer {
     }
 }
 
-/// Returns the path of the Unix socket for `port` of the host.
+/// Returns the path of the Unix socket for host port `port`.
 pub fn port_path(path: &Path, port: u32) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(format!("_{port}"));
@@ -447,14 +447,14 @@ mod tests {
         let listener = UnixListener::bind(port_path(&path, 9)).unwrap();
         let mut muxer = ConnectionMuxer::new(CID, path, 16);
         for guest_port in 0..1000 {
-            let mut packet = PacketHeader {
+            let mut packet = VsockPacketHeader {
                 src_cid: CID,
                 dst_cid: HOST_CID,
                 src_port: guest_port,
                 dst_port: 9,
                 kind: STREAM,
                 op: VsockOp::Request as u16,
-                ..PacketHeader::default()
+                ..VsockPacketHeader::default()
             };
             muxer.from_guest(&packet, &[], Instant::now());
             let _program = listener.accept().unwrap();

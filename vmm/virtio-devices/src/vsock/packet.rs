@@ -10,9 +10,9 @@ pub const STREAM: u16 = 1;
 /// Maximum number of data bytes in a packet, the same as in Linux's driver.
 pub const MAX_DATA: usize = 64 << 10;
 
-/// Flag of [`VsockOp::Shutdown`]: the sender will receive no more data (5.10.6.5).
+/// Flag of [`VsockOp::Shutdown`] that states that the sender will receive no more data (5.10.6.5).
 pub const NO_RECEIVE: u32 = 1;
-/// Flag of [`VsockOp::Shutdown`]: the sender will send no more data.
+/// Flag of [`VsockOp::Shutdown`] that states that the sender will send no more data.
 pub const NO_SEND: u32 = 2;
 
 /// Operation of a packet (5.10.6).
@@ -56,7 +56,7 @@ impl VsockOp {
 
 /// A decoded packet header.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PacketHeader {
+pub struct VsockPacketHeader {
     /// Source CID.
     pub src_cid: u64,
     /// Destination CID.
@@ -98,7 +98,7 @@ struct RawHeader {
     fwd_cnt: U32,
 }
 
-impl PacketHeader {
+impl VsockPacketHeader {
     /// Decodes a header.
     pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Self {
         let raw: RawHeader = transmute!(bytes);
@@ -164,7 +164,7 @@ mod tests {
     /// Fields have the order and sizes of virtio 1.2, 5.10.6.
     #[test]
     fn header_layout_matches_specification() {
-        let header = PacketHeader {
+        let header = VsockPacketHeader {
             src_cid: 0x0807_0605_0403_0201,
             dst_cid: 0x100f_0e0d_0c0b_0a09,
             src_port: 0x1413_1211,
@@ -178,12 +178,12 @@ mod tests {
         };
         let bytes: [u8; HEADER_BYTES] = std::array::from_fn(|n| n as u8 + 1);
         assert_eq!(header.to_bytes(), bytes);
-        assert_eq!(PacketHeader::from_bytes(bytes), header);
+        assert_eq!(VsockPacketHeader::from_bytes(bytes), header);
     }
 
     #[test]
     fn reset_is_addressed_to_sender() {
-        let packet = PacketHeader {
+        let packet = VsockPacketHeader {
             src_cid: 3,
             dst_cid: 2,
             src_port: 7,
@@ -191,7 +191,7 @@ mod tests {
             len: 5,
             kind: 77,
             op: 5,
-            ..PacketHeader::default()
+            ..VsockPacketHeader::default()
         };
         let reset = packet.reset();
         assert_eq!(

@@ -1,5 +1,5 @@
-//! Event handler of the vsock device's thread: transfers packets between the driver's queues and
-//! the muxer.
+//! Event handler of the vsock device's thread, which transfers packets between the driver's queues
+//! and the muxer.
 
 use std::io;
 use std::os::unix::net::UnixListener;
@@ -16,9 +16,9 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::chains::{self, PacketBuffer};
 use super::muxer::{ConnectionMuxer, WatchChange};
-use super::packet::{MAX_DATA, PacketHeader};
+use super::packet::{MAX_DATA, VsockPacketHeader};
 use crate::device::{ActiveQueue, ConfigChangeNotifier};
-use crate::serve::{QueueError, log_driver_error};
+use crate::serve::{VirtqueueError, log_driver_error};
 
 /// Event loop tokens of this module. The muxer's tokens are above them.
 const RX: u32 = 0;
@@ -49,7 +49,7 @@ pub struct VsockQueues {
     /// `true` while the listener is monitored. Suspended for a time after the host ran out of file
     /// descriptors.
     listening: bool,
-    /// `true` after the lack of descriptors has been logged.
+    /// `true` after the descriptor shortage has been logged.
     told: bool,
     /// Buffer for packet data, so that data is copied from guest memory only once.
     buffer: Vec<u8>,
@@ -148,7 +148,7 @@ impl VsockQueues {
                 Ok((header, Err(error))) => {
                     self.log_once(&error);
                     // The stream has lost these bytes, so the connection is reset.
-                    let broken = PacketHeader {
+                    let broken = VsockPacketHeader {
                         op: NO_OPERATION,
                         len: 0,
                         ..header
@@ -236,7 +236,7 @@ impl VsockQueues {
     }
 
     /// Suspends the listener until the next tick because the host has no descriptor or memory for a
-    /// new connection. The event loop would otherwise report the same connection again without end.
+    /// new connection. The event loop would otherwise report the same connection indefinitely.
     fn wait_for_descriptors(&mut self, error: &io::Error, ops: &mut EventOps) {
         if !std::mem::replace(&mut self.told, true) {
             guest_log!(
@@ -297,7 +297,7 @@ enum NextChain<'m> {
     /// No chain is available, and notifications are enabled.
     None,
     /// The queue is broken. A retry would have the same result.
-    Broken(QueueError),
+    Broken(VirtqueueError),
 }
 
 fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> NextChain<'m> {
@@ -310,7 +310,7 @@ fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> NextChain<'
                     let head = chain.head_index();
                     // The used ring cannot hold such an entry.
                     if head >= size {
-                        return NextChain::Broken(QueueError::Head { head, size });
+                        return NextChain::Broken(VirtqueueError::Head { head, size });
                     }
                     return NextChain::Chain(chain);
                 }

@@ -11,7 +11,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::muxer::ConnectionMuxer;
-use super::packet::{HOST_CID, MAX_DATA, PacketHeader, STREAM, VsockOp};
+use super::packet::{HOST_CID, MAX_DATA, STREAM, VsockOp, VsockPacketHeader};
 use super::queues::{FIRST_TOKEN, VsockQueues};
 use super::*;
 use crate::serve::testing::{BUFFERS, Driver, activation, memory};
@@ -62,7 +62,7 @@ fn linked<const N: usize>(pieces: [(u64, u32); N], flags: u16) -> [Descriptor; N
 
 /// Writes a packet for an unused port to memory.
 fn put_packet(memory: &GuestMemoryMmap, len: u32) {
-    let header = PacketHeader {
+    let header = VsockPacketHeader {
         src_cid: CID,
         dst_cid: HOST_CID,
         src_port: 9,
@@ -70,7 +70,7 @@ fn put_packet(memory: &GuestMemoryMmap, len: u32) {
         len,
         kind: STREAM,
         op: VsockOp::Data as u16,
-        ..PacketHeader::default()
+        ..VsockPacketHeader::default()
     };
     memory
         .write_slice(&header.to_bytes(), GuestAddress(BUFFERS))
@@ -130,7 +130,7 @@ fn broken_chains_reset_connection() {
     }
 }
 
-/// The split of a packet into descriptors is arbitrary. Linux 6.17 and later use three for packets
+/// A packet may be split into descriptors arbitrarily. Linux 6.17 and later use three for packets
 /// larger than 32 KiB, and a header may span two.
 #[test]
 fn descriptor_layout_is_arbitrary() {
@@ -168,9 +168,9 @@ fn descriptor_layout_is_arbitrary() {
     );
     let room = PacketBuffer::of(rx.active.queue.iter(&memory).unwrap().next().unwrap()).unwrap();
     assert_eq!(room.data(), 106);
-    let header = PacketHeader {
+    let header = VsockPacketHeader {
         len: 106,
-        ..PacketHeader::default()
+        ..VsockPacketHeader::default()
     };
     assert_eq!(room.put(&memory, &header, &bytes[..106]).unwrap(), 150);
     let mut there = [0; 106];
@@ -213,7 +213,7 @@ fn stopped_device_removes_socket() {
     }
     drop(device);
     assert!(!path.exists());
-    // A stale socket of a killed VM is replaced, but another kind of file is not.
+    // A stale socket of a killed VM is replaced, but a file of another type is not.
     drop(UnixListener::bind(&path).unwrap());
     drop(VsockDevice::new(3, &path).unwrap());
     std::fs::write(&path, "mine").unwrap();
@@ -250,8 +250,8 @@ fn head_index_beyond_queue_breaks_it() {
     }
 }
 
-/// After a snapshot, the driver is told once that its connections have ended, whatever else it has
-/// offered. It may have offered nothing.
+/// After a snapshot, the driver is notified once that its connections have ended, regardless of the
+/// number of event buffers that it has offered, which may be zero.
 #[test]
 fn vsock_connections_are_reset_and_listeners_stay() {
     let directory = tempfile::tempdir().unwrap();
@@ -265,7 +265,7 @@ fn vsock_connections_are_reset_and_listeners_stay() {
             events.offer_chain(n, &[Descriptor::new(BUFFERS + 8 * u64::from(n), 8, WRITE, 0)]);
         }
         let queues = [&rx, &tx, &events].map(|queue| Some(queue.active()));
-        let activation = Activation {
+        let activation = DeviceActivation {
             resumed,
             ..activation(&memory, queues.into()).0
         };

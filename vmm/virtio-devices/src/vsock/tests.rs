@@ -11,7 +11,7 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::connection::BUFFER;
 use super::muxer::{ConnectionMuxer, MAX_CONNECTIONS, WatchChange, port_path};
-use super::packet::{HOST_CID, MAX_DATA, NO_RECEIVE, NO_SEND, PacketHeader, STREAM, VsockOp};
+use super::packet::{HOST_CID, MAX_DATA, NO_RECEIVE, NO_SEND, STREAM, VsockOp, VsockPacketHeader};
 use super::queues::{FIRST_TOKEN, VsockQueues};
 use super::*;
 use crate::serve::testing::{Driver, GOOD, HOSTILE, memory};
@@ -58,33 +58,33 @@ impl MuxerTest {
         theirs
     }
 
-    fn next(&mut self) -> Option<(PacketHeader, Vec<u8>)> {
+    fn next(&mut self) -> Option<(VsockPacketHeader, Vec<u8>)> {
         let mut buffer = vec![0; MAX_DATA];
         let header = self.muxer.next(&mut buffer, self.now)?;
         buffer.truncate(header.len as usize);
         Some((header, buffer))
     }
 
-    fn send(&mut self, packet: PacketHeader, data: &[u8]) {
+    fn send(&mut self, packet: VsockPacketHeader, data: &[u8]) {
         self.muxer.from_guest(&packet, data, self.now);
     }
 
     /// Sends a packet and expects a reset as the answer, which it returns.
-    fn send_and_expect_reset(&mut self, packet: PacketHeader) -> PacketHeader {
+    fn send_and_expect_reset(&mut self, packet: VsockPacketHeader) -> VsockPacketHeader {
         self.send(packet, &[]);
         self.expect(VsockOp::Reset)
     }
 
     /// Returns the next packet, which must have this operation.
     #[track_caller]
-    fn expect(&mut self, op: VsockOp) -> PacketHeader {
+    fn expect(&mut self, op: VsockOp) -> VsockPacketHeader {
         let (packet, _) = self.next().expect("a packet");
         assert_eq!(packet.op, op as u16);
         packet
     }
 
     /// Lets a host program write `line` and returns the resulting request to guest port 5.
-    fn requested(&mut self, line: &[u8]) -> (UnixStream, PacketHeader) {
+    fn requested(&mut self, line: &[u8]) -> (UnixStream, VsockPacketHeader) {
         let mut program = self.program();
         program.write_all(line).unwrap();
         self.events();
@@ -94,7 +94,7 @@ impl MuxerTest {
     }
 
     /// Connects a host program to guest port 5 and accepts the connection in the guest.
-    fn connected(&mut self) -> (UnixStream, PacketHeader) {
+    fn connected(&mut self) -> (UnixStream, VsockPacketHeader) {
         let (mut program, request) = self.requested(b"CONNECT 5\n");
         let guest = answer(&request);
         self.send(of(guest, VsockOp::Response), &[]);
@@ -105,21 +105,21 @@ impl MuxerTest {
 }
 
 /// Returns the header of the guest's answer to a packet.
-fn answer(packet: &PacketHeader) -> PacketHeader {
-    PacketHeader {
+fn answer(packet: &VsockPacketHeader) -> VsockPacketHeader {
+    VsockPacketHeader {
         src_cid: packet.dst_cid,
         dst_cid: packet.src_cid,
         src_port: packet.dst_port,
         dst_port: packet.src_port,
         kind: STREAM,
         buf_alloc: 1 << 20,
-        ..PacketHeader::default()
+        ..VsockPacketHeader::default()
     }
 }
 
 /// Returns the guest's request to connect to `dst_port` of the host.
-fn guest_request(dst_port: u32) -> PacketHeader {
-    PacketHeader {
+fn guest_request(dst_port: u32) -> VsockPacketHeader {
+    VsockPacketHeader {
         src_cid: CID,
         dst_cid: HOST_CID,
         src_port: 9,
@@ -127,12 +127,12 @@ fn guest_request(dst_port: u32) -> PacketHeader {
         kind: STREAM,
         op: VsockOp::Request as u16,
         buf_alloc: 4096,
-        ..PacketHeader::default()
+        ..VsockPacketHeader::default()
     }
 }
 
-fn of(packet: PacketHeader, op: VsockOp) -> PacketHeader {
-    PacketHeader {
+fn of(packet: VsockPacketHeader, op: VsockOp) -> VsockPacketHeader {
+    VsockPacketHeader {
         op: op as u16,
         ..packet
     }
@@ -256,7 +256,7 @@ fn guest_connects_to_program_or_is_reset() {
         (10, 77, STREAM, VsockOp::Data as u16),
         (10, 77, STREAM, 99),
     ] {
-        let packet = PacketHeader {
+        let packet = VsockPacketHeader {
             src_port,
             dst_port,
             kind,
@@ -266,7 +266,7 @@ fn guest_connects_to_program_or_is_reset() {
         assert_eq!(bench.send_and_expect_reset(packet).dst_port, src_port);
     }
     for (src_cid, dst_cid) in [(4, HOST_CID), (CID, 1)] {
-        let stranger = PacketHeader {
+        let stranger = VsockPacketHeader {
             src_cid,
             dst_cid,
             ..request
@@ -351,14 +351,14 @@ fn half_close_works_in_both_directions() {
     assert_eq!((packet.op, packet.flags), (VsockOp::Shutdown as u16, NO_SEND));
     bench.send(of(guest, VsockOp::Data), b"still");
     assert_eq!(read(&mut program), b"still");
-    let end = PacketHeader {
+    let end = VsockPacketHeader {
         flags: NO_SEND,
         ..of(guest, VsockOp::Shutdown)
     };
     bench.send(end, &[]);
     assert!(at_end(&mut program));
     // The guest closes the connection.
-    let close = PacketHeader {
+    let close = VsockPacketHeader {
         flags: NO_SEND | NO_RECEIVE,
         ..end
     };
@@ -373,7 +373,7 @@ fn incomplete_close_times_out() {
     program.shutdown(Shutdown::Write).unwrap();
     bench.events();
     bench.expect(VsockOp::Shutdown);
-    let end = PacketHeader {
+    let end = VsockPacketHeader {
         flags: NO_SEND,
         ..of(guest, VsockOp::Shutdown)
     };
@@ -415,13 +415,13 @@ fn packets_are_paused_while_replies_are_pending() {
     assert!(bench.next().is_some() && bench.muxer.can_accept_packets());
 }
 
-fn any_header() -> impl Strategy<Value = PacketHeader> {
+fn any_header() -> impl Strategy<Value = VsockPacketHeader> {
     let cid = prop_oneof![9 => Just(CID), 1 => any::<u64>()];
     let port = prop_oneof![9 => 0..4_u32, 6 => (1_u32 << 30)..(1 << 30) + 4, 1 => any::<u32>()];
     let op = prop_oneof![9 => 0..9_u16, 1 => any::<u16>()];
     let count = || prop_oneof![Just(0), Just(BUFFER), any::<u32>()];
     (cid, port.clone(), port, op, any::<u32>(), count(), count()).prop_map(
-        |(src_cid, src_port, dst_port, op, flags, buf_alloc, fwd_cnt)| PacketHeader {
+        |(src_cid, src_port, dst_port, op, flags, buf_alloc, fwd_cnt)| VsockPacketHeader {
             src_cid,
             dst_cid: HOST_CID,
             src_port,
@@ -438,7 +438,7 @@ fn any_header() -> impl Strategy<Value = PacketHeader> {
 
 #[derive(Debug, Clone)]
 enum MuxerStep {
-    Guest(PacketHeader, usize),
+    Guest(VsockPacketHeader, usize),
     Program(Vec<u8>),
     Close,
     Tick(u64),
@@ -460,7 +460,7 @@ fn any_step() -> impl Strategy<Value = MuxerStep> {
 }
 
 proptest! {
-    /// With arbitrary packets of guests and programs, the muxer stays within its limits, respects
+    /// With arbitrary packets from guests and programs, the muxer stays within its limits, respects
     /// the guest's credit, and becomes idle.
     #[test]
     fn arbitrary_packets_stay_within_limits(steps in proptest::collection::vec(any_step(), 1..80)) {
@@ -549,7 +549,7 @@ fn hostile_chains_do_not_block_packets() {
     assert_eq!(rx.used()[1].1, 0);
 }
 
-/// The socket of another VM that has replaced the device's own is not removed.
+/// The socket file of another VM is not removed if it has replaced the device's socket file.
 #[test]
 fn device_removes_own_socket_only() {
     let directory = tempfile::tempdir().unwrap();

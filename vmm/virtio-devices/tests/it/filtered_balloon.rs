@@ -1,5 +1,5 @@
-//! The balloon's thread under its seccomp filter, with memory of each kind. The VM is a child process
-//! that runs this test program again.
+//! Tests the balloon's thread under its seccomp filter with each type of guest memory. The VM is a
+//! child process that runs this test program again.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -10,18 +10,18 @@ use test_support::child::child_command;
 use virtio_devices::balloon::BalloonDevice;
 use virtio_devices::balloon::release::RamOrigin;
 use virtio_devices::device::{
-    Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
+    ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
 };
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Environment variable with the kind of memory, for the child.
+/// Environment variable that passes the memory type to the child.
 const KIND: &str = "BALLOON_TEST_MEMORY";
-/// Printed by the child when the device has done its work.
+/// Line that the child prints when the device has finished its work.
 const DONE: &str = "pages are released, statistics are updated";
 const MEMORY: usize = 1 << 20;
-/// Distance of the queues, and offsets of their rings.
+/// Distance between the queues, and offsets of their rings.
 const QUEUE_BYTES: u64 = 0x4000;
 const AVAIL: u64 = 0x1000;
 const USED: u64 = 0x2000;
@@ -79,7 +79,7 @@ fn as_a_child() {
 
     let queues = [0, 1, 2].map(queue);
     let kicks = queues.each_ref().map(|queue| queue.kick.clone());
-    let activation = Activation {
+    let activation = DeviceActivation {
         memory: memory.clone(),
         features: balloon.features(),
         queues: queues.map(Some).into(),
@@ -102,7 +102,7 @@ fn as_a_child() {
     // The test harness has printed an incomplete line.
     println!("\n{DONE}");
     std::io::stdout().flush().unwrap();
-    // The threads of the test harness would be terminated by their next calls.
+    // The threads of the test harness would be terminated by their next system calls.
     std::process::exit(0);
 }
 

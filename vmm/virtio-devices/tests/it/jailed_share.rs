@@ -1,7 +1,7 @@
-//! Reconnection of a confined VM (namespaces, own root, landlock, seccomp) to an external backend
-//! (`--share-dir socket=`) that exits. A new backend at the same path receives the queues at the
-//! position where the first one stopped. The VM is a child process that runs this test program
-//! again, and the test is the backend.
+//! Tests that a confined VM (namespaces, own root, landlock, seccomp) reconnects to an external
+//! backend (`--share-dir socket=`) that exits. A new backend at the same path receives the queues
+//! at the position where the first one stopped. The VM is a child process that runs this test
+//! program again, and the test acts as the backend.
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,7 +16,7 @@ use sandbox::{
 };
 use test_support::child::child_command;
 use virtio_devices::device::{
-    Activation, ActiveQueue, ConfigChangeNotifier, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
+    ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
 };
 use virtio_devices::share::FsDevice;
 use virtio_devices::share::config::ShareSource;
@@ -27,9 +27,9 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// Environment variable with the path of the backend's socket, for the child.
 const SOCKET: &str = "SHARE_TEST_SOCKET";
-/// Printed by the child when the device is active or the ring has been updated.
+/// Line that the child prints when the device is active or the ring has been updated.
 const READY: &str = "the device has it";
-/// Printed by a child that cannot create a jail.
+/// Line that a child prints if it cannot create a jail.
 const NO_JAIL: &str = "no jail here";
 const MEMORY: usize = 1 << 20;
 const QUEUE_BYTES: u64 = 0x1_0000;
@@ -116,7 +116,7 @@ fn as_a_child() {
     sandbox::only_files(&AccessibleFiles::default()).unwrap();
     sandbox::confine().unwrap();
 
-    let activation = Activation {
+    let activation = DeviceActivation {
         memory: memory.clone(),
         features: FEATURES,
         queues: vec![Some(queue(0)), Some(queue(1))],
@@ -214,7 +214,7 @@ fn restarted_backend_is_reached_from_jail() {
     assert_eq!(bases, Some([0, 0]), "at first all is before them");
 
     // Seven requests are answered. Then the backend exits and its socket is removed, and another
-    // one starts at the same path.
+    // backend starts at the same path.
     stdin.write_all(b"7\n").unwrap();
     assert!(lines.any(|line| line == READY));
     drop((first, listener));

@@ -1,4 +1,4 @@
-//! Integration tests of virtio devices: one program, with a module for each subject.
+//! Integration tests of virtio devices, in one program with a module for each subject.
 
 mod filtered_balloon;
 mod jailed_share;

@@ -1,5 +1,5 @@
-//! A disk in a snapshot: the saved queue and the image are of one moment, and the device writes
-//! nothing afterwards until it is resumed.
+//! Tests a disk in a snapshot. The saved queue and the image are consistent with each other, and
+//! the device writes nothing afterwards until it is resumed.
 
 use std::fs;
 use std::io;
@@ -32,7 +32,7 @@ const HEADERS: u64 = 0x1_3000;
 const STATUS: u64 = 0x1_4000;
 /// Address of the data of the first request.
 const DATA: u64 = 0x10_0000;
-/// Number of write requests. Each takes three descriptors of the queue.
+/// Number of write requests. Each request uses three descriptors of the queue.
 const REQUESTS: u16 = 64;
 const REQUEST_BYTES: u64 = 32 << 10;
 const QUEUE_SIZE: u16 = 256;
@@ -40,7 +40,7 @@ const QUEUE_SIZE: u16 = 256;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// A machine in which doorbells are exits, and whose interrupts nobody receives.
+/// Machine in which doorbells cause exits and interrupts are discarded.
 struct Machine;
 
 impl PciBackend for Machine {
@@ -186,8 +186,8 @@ fn assert_written(image: &Path, count: u16) {
     }
 }
 
-/// A request that the saved queue contains as completed is in the image, and no other one is. The
-/// restored device performs the rest.
+/// The image contains exactly the requests that the saved queue contains as completed. The restored
+/// device executes the others.
 #[test]
 fn a_snapshot_and_its_disk_are_of_one_moment() {
     let dir = tempfile::tempdir().unwrap();
@@ -219,14 +219,14 @@ fn a_snapshot_and_its_disk_are_of_one_moment() {
     }
 }
 
-/// Requests that wait for a limiter are saved as such. They are executed after the VM goes on, and in
-/// a restored VM with another limiter or with none.
+/// Requests that wait for a limiter are saved as pending. They are executed after the VM resumes,
+/// and in a restored VM with another limiter or with none.
 #[test]
 fn throttled_requests_are_executed_after_a_pause_and_a_restore() {
     const BEFORE: u16 = REQUESTS;
     let dir = tempfile::tempdir().unwrap();
     let image = image(dir.path());
-    // 32 KiB each 10 ms.
+    // 32 KiB every 10 ms.
     let guest = TestGuest::limited(&image, "bandwidth=327680/100,ops=10/1".parse().unwrap());
     guest.start_device();
     for number in 0..BEFORE {
@@ -256,7 +256,8 @@ fn throttled_requests_are_executed_after_a_pause_and_a_restore() {
     }
 }
 
-/// The restored VM may already write the image while the source ends.
+/// After a migration, the source does not write to the image, because the restored VM may already
+/// be writing to it while the source exits.
 #[test]
 fn the_source_writes_no_image_after_the_move() {
     let dir = tempfile::tempdir().unwrap();
@@ -266,7 +267,7 @@ fn the_source_writes_no_image_after_the_move() {
     guest.request(0);
     guest.bus.quiesce();
     let completed = guest.completed();
-    // Requests and notifications that come too late, and the end of the machine.
+    // Requests and notifications that arrive too late, and the shutdown of the machine.
     for number in 1..REQUESTS {
         guest.request(number);
     }

@@ -100,7 +100,7 @@ fn dsdt(cpus: VcpuNumbers, pci: bool) -> Vec<u8> {
 }
 
 /// Builds the PCI bus (PNP0A03): its number, its configuration ports and the MMIO window of its
-/// functions. There is no routing of interrupt pins, because no function has one.
+/// functions. Interrupt pins are not routed, because no function has one.
 fn pci_bus() -> Vec<u8> {
     let hid = Name::new("_HID".into(), &EISAName::new("PNP0A03"));
     let uid = Name::new("_UID".into(), &ZERO);
@@ -115,7 +115,7 @@ fn pci_bus() -> Vec<u8> {
     bytes_of(&Scope::new("_SB_".into(), vec![&pci0]))
 }
 
-/// Builds the FADT. Without an SMI command port, ACPI mode is always on.
+/// Builds the FADT. Without an SMI command port, ACPI mode is always enabled.
 #[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
 fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
     let io = |port: u16, bits: u8, size| GAS::new(GasSpace::SystemIo, bits, 0, size, u64::from(port));
@@ -255,8 +255,8 @@ mod tests {
                     let dsdt = find(u64::from(u32::from_le_bytes(table[40..44].try_into().unwrap())));
                     assert_eq!(&dsdt[..4], b"DSDT");
                     assert_eq!(sum(dsdt), 0);
-                    // Every processor has a device and every one but the first an _EJ0 method.
-                    // Without hot-plug there are neither.
+                    // Every processor has a device, and every processor except the first has an
+                    // _EJ0 method. Without hot-plug, there are neither.
                     let count = |what: &[u8]| dsdt.windows(what.len()).filter(|w| *w == what).count();
                     let devices = if numbers.can_change() {
                         usize::from(numbers.max())

@@ -1,11 +1,11 @@
-//! Errors of loading a guest: invalid files and sizes, and unsuitable hosts.
+//! Errors that occur when loading a guest: invalid files and sizes, and unsuitable hosts.
 
 use std::path::PathBuf;
 
 use crate::kvm::call::KvmIoctlError;
 use thiserror::Error;
 
-/// Error of loading a guest. Each message is one line that names the problem, the limit and the
+/// Error when loading a guest. Each message is one line that names the problem, the limit and the
 /// remedy.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -59,7 +59,7 @@ pub enum BootError {
     KernelFileTooLarge {
         /// Path of the file.
         path: PathBuf,
-        /// Size of the file in bytes.
+        /// Kernel type, with its article.
         size_bytes: u64,
         /// Maximum size in bytes.
         limit_bytes: u64,
@@ -88,7 +88,7 @@ pub enum BootError {
         /// End of usable guest RAM.
         limit_end: u64,
     },
-    /// A segment overlaps a reserved range, independent of the memory size.
+    /// A segment overlaps a reserved range, regardless of the memory size.
     #[error(
         "kernel {name}: segment {index} occupies {start:#x}..{end:#x}, which is not allowed for \
         {kind}; link it to load {room}"
@@ -178,7 +178,7 @@ pub enum BootError {
         /// Error of the memory access.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// KVM refused a vCPU's initial state.
+    /// KVM rejected a vCPU's initial state.
     #[error("KVM rejected the boot processor's {what}")]
     VcpuState {
         /// Name of the register set.
@@ -197,7 +197,7 @@ pub enum BootError {
 }
 
 impl BootError {
-    /// Returns the error of writing `what` at `address`.
+    /// Returns the error for a failed write of `what` at `address`.
     pub(super) fn memory(
         what: &'static str,
         address: u64,

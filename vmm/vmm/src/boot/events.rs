@@ -1,7 +1,7 @@
 //! Builds the ACPI device of the VM generation ID, and the event device that notifies the guest.
 //!
-//! A generic event device (ACPI 6.5, 5.6.9) reports events to the guest: its method receives the
-//! number of the interrupt. [`crate::devices::generation`] describes the generation ID, and
+//! A generic event device (ACPI 6.5, 5.6.9) reports events to the guest by passing the number of
+//! the interrupt to its method. [`crate::devices::generation`] describes the generation ID, and
 //! [`super::processors`] the hot-pluggable processors.
 //!
 //! ```text
@@ -19,7 +19,7 @@ use super::aml::bytes_of;
 use super::layout;
 use crate::devices::ports;
 
-/// Value of Notify (5.6.6): device-specific, "the generation ID has changed".
+/// Device-specific Notify value (5.6.6), "the generation ID has changed".
 const GENERATION_CHANGED: u8 = 0x80;
 
 /// Returns the devices, for the root scope. `hotplug` adds the interrupt of CPU hot-plug.

@@ -36,7 +36,7 @@ pub const RSDP: u64 = 0xE_0000;
 pub const ACPI_TABLES: u64 = 0xE_0040;
 /// End of the ACPI tables.
 pub const ACPI_END: u64 = 0xE_F000;
-/// VM generation ID, in a page of its own.
+/// VM generation ID, in a separate page.
 pub const GENERATION_ID: u64 = ACPI_END;
 /// MP floating pointer and configuration table, in the BIOS area defined by the MP specification.
 pub const MP_TABLE: u64 = 0xF_0000;

@@ -1,9 +1,9 @@
 //! Loads a guest kernel into memory and determines the boot processor's initial registers.
 //!
-//! The format is detected by content, not by file name. An x86-64 ELF `vmlinux` and a `bzImage`
-//! (whose payload is decompressed here) boot by the Linux 64-bit protocol, a multiboot v1 image by
-//! multiboot, and any other ELF image with a PVH entry point by PVH. Files are untrusted;
-//! [`BootError`] has a variant for each kind of invalid file.
+//! The format is detected from the content, not from the file name. An x86-64 ELF `vmlinux` and a
+//! `bzImage` (whose payload is decompressed here) use the Linux 64-bit protocol, a multiboot v1
+//! image uses multiboot, and any other ELF image with a PVH entry point uses PVH. Files are
+//! untrusted; [`BootError`] has a variant for each type of invalid file.
 
 mod acpi;
 mod aml;
@@ -30,17 +30,17 @@ use vm_memory::{Bytes, GuestAddress};
 pub use acpi::SCI_IRQ;
 pub use error::BootError;
 pub(crate) use regs::configure_bsp;
-pub use regs::{EntryState, configure_local_apic};
+pub use regs::{BootEntryState, configure_local_apic};
 
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
 use crate::numbers::VcpuNumbers;
-use guest_patching::finder::{CodeBits, RdpmcSite, TextRange, find};
+use guest_patching::finder::{InstructionBitness, RdpmcSite, TextRange, find};
 use guest_patching::{event_tables, rdpmc, topdown_events, user_rdpmc};
 use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
 use kernel_images::packed::PackedSymbols;
 use kernel_images::symbols::KernelSymbols;
-use kernel_images::{ImageDamage, KernelImageError, bzimage, kallsyms};
+use kernel_images::{ImageCorruption, KernelImageError, bzimage, kallsyms};
 
 /// Maximum size of a kernel file in bytes.
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
@@ -74,7 +74,7 @@ impl KernelSource {
     }
 }
 
-/// Boot protocol of a kernel.
+/// Boot protocol for a kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BootProtocol {
     /// Multiboot if the image has a multiboot header, PVH if it has a PVH entry point and is not
@@ -85,7 +85,7 @@ pub enum BootProtocol {
     Pvh,
 }
 
-/// Error of parsing a [`BootProtocol`].
+/// Error when parsing a [`BootProtocol`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be auto (as the kernel file requests) or pvh (the PVH entry point)")]
 pub struct ParseBootProtocolError;
@@ -109,16 +109,17 @@ pub struct BootRequest<'a> {
     pub kernel: &'a KernelSource,
     /// Requested boot protocol.
     pub protocol: BootProtocol,
-    /// Path of the initrd. A multiboot kernel gets the file as its module.
+    /// Path of the initrd. A multiboot kernel receives the file as its module.
     pub initrd: Option<&'a Path>,
     /// Command line, printable ASCII.
     pub cmdline: &'a str,
     /// Numbers of present and possible vCPUs.
     pub cpus: VcpuNumbers,
-    /// `true` if the machine has PCI functions. Linux always gets a PCI bus, because it logs errors
-    /// without one.
+    /// `true` if the machine has PCI functions. Linux is always given a PCI bus, because it logs
+    /// errors without one.
     pub pci: bool,
-    /// `true` to replace each RDPMC by an exit on [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
+    /// `true` to replace each RDPMC instruction with an exit on
+    /// [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub patch_rdpmc: bool,
 }
 
@@ -165,7 +166,7 @@ pub struct LoadedGuest {
     /// Format of the kernel image.
     pub kind: KernelFormat,
     /// Initial execution state of the boot processor.
-    pub entry: EntryState,
+    pub entry: BootEntryState,
     /// Guest-physical range of the kernel's segments.
     pub kernel: Range<u64>,
     /// Guest-physical range of the initrd.
@@ -176,14 +177,14 @@ pub struct LoadedGuest {
     pub text: Vec<TextRange>,
     /// Text symbols of the kernel, from its symbol table or from kallsyms. Empty if it has neither.
     pub symbols: Arc<PackedSymbols>,
-    /// RDPMC instructions of the kernel, replaced or not. With `patch_rdpmc` each of them is an
-    /// exit on [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
+    /// RDPMC instructions of the kernel, whether or not they are replaced. With `patch_rdpmc`, each
+    /// of them causes an exit on [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub rdpmc_sites: Vec<RdpmcSite>,
     /// Tables of perf's generic events in a Linux kernel file.
     pub event_tables: Vec<event_tables::EventTable>,
     /// Lists of top-down events in a Linux kernel file.
     pub topdown: Vec<topdown_events::TopdownList>,
-    /// Guest-physical address of the operand that permits RDPMC in programs, in a Linux kernel.
+    /// Guest-physical address of the operand that permits RDPMC in user mode, in a Linux kernel.
     pub user_rdpmc: Option<u64>,
 }
 
@@ -194,7 +195,7 @@ impl LoadedGuest {
         regs::configure_bsp(&self.entry, vcpu)
     }
 
-    /// Returns the guest-physical address of a text address.
+    /// Returns the guest-physical address of a virtual address in the kernel's text.
     pub fn phys_of(&self, virt: u64) -> Option<u64> {
         self.text.iter().find_map(|t| {
             let offset = virt.checked_sub(t.virt)?;
@@ -252,7 +253,7 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<LoadedGuest, Bo
         let header = bzimage::setup_header(&name, data)?;
         let (payload, compression) = bzimage::payload(&name, data, &header)?;
         if !elf::is_elf(&payload) {
-            return Err(KernelImageError::malformed(&name, ImageDamage::NoElfPayload).into());
+            return Err(KernelImageError::malformed(&name, ImageCorruption::NoElfPayload).into());
         }
         let image = elf::parse(&name, &payload)?;
         let kind = KernelFormat::BzImage { compression };
@@ -284,8 +285,8 @@ fn describe_content(data: &[u8]) -> &'static str {
     }
 }
 
-/// Returns whether the data begins with an MBR signature (also present in front of a GPT) or an
-/// ext4 file system.
+/// Returns whether the data begins with an MBR signature (which also precedes a GPT) or an ext4
+/// file system.
 fn is_disk(data: &[u8]) -> bool {
     let at = |offset: usize| data.get(offset..offset + 2);
     at(510) == Some(&[0x55, 0xAA]) || at(0x438) == Some(&[0x53, 0xEF])
@@ -375,7 +376,8 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     Ok(())
 }
 
-/// Copies segments into RAM between 1 MiB and 4 GiB, and with `low` also into conventional memory.
+/// Copies segments into RAM between 1 MiB and 4 GiB and, if `low` is set, also into conventional
+/// memory.
 fn load_segments(
     ram: &GuestRam,
     name: &str,
@@ -458,8 +460,8 @@ fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Resu
     Ok(start..start + size_bytes)
 }
 
-/// Writes the VM generation ID, which is not a part of the tables because it differs where a snapshot
-/// is restored.
+/// Writes the VM generation ID. The ID is not part of the tables, because it changes when a
+/// snapshot is restored.
 ///
 /// # Errors
 /// Returns [`BootError`] if guest memory cannot be written.
@@ -516,7 +518,7 @@ fn trap_rdpmc(
     code: &[CodeBytes<'_>],
     symbols: &KernelSymbols,
     orc_ips: &[u64],
-    bits: CodeBits,
+    bits: InstructionBitness,
 ) -> Result<Vec<RdpmcSite>, BootError> {
     let sites = find(code, symbols, orc_ips, bits);
     if request.patch_rdpmc {
@@ -575,7 +577,7 @@ fn load_elf(
     let entry = match pvh_entry {
         Some(eip) => {
             pvh::write_start_info(ram, request.cmdline, initrd.as_ref())?;
-            EntryState::Protected32 {
+            BootEntryState::Protected32 {
                 eip,
                 eax: 0,
                 ebx: layout::PVH_START_INFO as u32,
@@ -583,7 +585,7 @@ fn load_elf(
         }
         None => {
             linux::write_boot_params(ram, request.cmdline, initrd.as_ref(), bzimage)?;
-            EntryState::Long64 {
+            BootEntryState::Long64 {
                 rip: entry_point(name, image.entry, &image.segments)?,
                 rsi: layout::ZERO_PAGE,
                 cr3: layout::PML4,
@@ -607,7 +609,11 @@ fn load_elf(
         &image.code,
         &symbols,
         &image.orc_ips,
-        if linux { CodeBits::Only64 } else { CodeBits::Either },
+        if linux {
+            InstructionBitness::Only64
+        } else {
+            InstructionBitness::Either
+        },
     )?;
     let in_linux = linux.then_some(&image.segments[..]);
     Ok(LoadedGuest {
@@ -729,13 +735,13 @@ fn load_multiboot(
         &cmdline,
         initrd.as_ref().map(|r| (r, module_name.as_str())),
     )?;
-    let entry = EntryState::Protected32 {
+    let entry = BootEntryState::Protected32 {
         eip,
         eax: multiboot::ENTRY_MAGIC,
         ebx: places.info as u32,
     };
     regs::write_tables(ram, &entry)?;
-    let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], CodeBits::Either)?;
+    let rdpmc_sites = trap_rdpmc(ram, request, &code, &symbols, &[], InstructionBitness::Either)?;
     Ok(LoadedGuest {
         kind: KernelFormat::Multiboot,
         entry,

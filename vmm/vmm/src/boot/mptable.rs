@@ -58,8 +58,8 @@ pub(crate) fn table(cpus: VcpuNumbers) -> Vec<u8> {
         .concat(),
     );
     for irq in 0..16u8 {
-        // IRQ 2 is the cascade and has no input of its own. KVM's default routing connects every
-        // other IRQ, including the timer's IRQ 0, to the input of the same number.
+        // IRQ 2 is the cascade and has no input. KVM's default routing connects every other IRQ,
+        // including the timer's IRQ 0, to the input of the same number.
         if irq != 2 {
             push(&[IO_INTERRUPT, INT, 0, 0, 0, irq, IO_APIC_ID, irq]);
         }

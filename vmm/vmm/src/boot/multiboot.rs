@@ -9,7 +9,7 @@ use super::layout;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START, MemoryRangeType};
 use kernel_images::elf::LoadSegment;
 use kernel_images::le::u32_at;
-use kernel_images::{ImageDamage, KernelImageError};
+use kernel_images::{ImageCorruption, KernelImageError};
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
@@ -26,7 +26,7 @@ const FLAG_MEMORY: u32 = 1 << 1;
 const FLAG_VIDEO: u32 = 1 << 2;
 /// Multiboot header flag 16: the address fields are valid ("a.out kludge").
 const FLAG_ADDRESSES: u32 = 1 << 16;
-/// Multiboot header flags 0 to 15, which must be refused if unknown.
+/// Multiboot header flags 0 to 15. A kernel that sets an unsupported one must be rejected.
 const REQUIRED: u32 = 0xFFFF;
 
 /// Info flags (3.3): mem_*, cmdline, mods_*, mmap_*, boot_loader_name.
@@ -39,7 +39,7 @@ const INFO_BYTES: u64 = 120;
 
 /// Maximum command line length of a multiboot kernel, in bytes.
 pub(crate) const CMDLINE_MAX_BYTES: usize = 4095;
-/// Maximum length of the program name in front of the command line, in bytes.
+/// Maximum length of the program name before the command line, in bytes.
 const PROGRAM_NAME_MAX_BYTES: usize = 255;
 /// Maximum length of a module string, in bytes.
 const MODULE_STRING_MAX_BYTES: usize = 255;
@@ -48,7 +48,7 @@ const MODULE_LIST: u64 = 0x100;
 const MMAP: u64 = 0x200;
 const LOADER_NAME: u64 = 0x400;
 const MODULE_STRING: u64 = 0x500;
-/// Size of the information structure with its parts, and of the command line.
+/// Size of the information structure with its parts, and size of the command line, in bytes.
 const BOOT_INFO_BYTES: u64 = 0x1000;
 
 /// Guest-physical addresses of the boot information of a kernel.
@@ -80,7 +80,7 @@ pub(crate) fn places(name: &str, segments: &[LoadSegment<'_>]) -> Result<BootInf
     Ok(BootInfoAddresses { info, cmdline })
 }
 
-/// Returns the command line with the program name first, which kernels skip.
+/// Returns the command line, which begins with the program name, which kernels skip.
 pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     let Some(program) = program else {
         return words.to_owned();
@@ -98,8 +98,8 @@ pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     line
 }
 
-/// Returns whether a file is GRUB's core image, detected by the messages in its first sector. The
-/// rest of such a file has a multiboot header for other boot loaders.
+/// Returns whether a file is GRUB's core image, which is recognized by the messages in its first
+/// sector. The rest of such a file has a multiboot header for other boot loaders.
 pub(crate) fn is_grub_core(data: &[u8]) -> bool {
     let sector = &data[..data.len().min(512)];
     let has = |text: &[u8]| memchr::memmem::find(sector, text).is_some();
@@ -165,7 +165,8 @@ pub(crate) fn address_fields<'a>(
     };
     let (header_addr, load_addr, load_end, bss_end, entry) =
         (field(0)?, field(1)?, field(2)?, field(3)?, field(4)?);
-    let damaged = |field, place| KernelImageError::malformed(name, ImageDamage::Multiboot { field, place });
+    let damaged =
+        |field, place| KernelImageError::malformed(name, ImageCorruption::Multiboot { field, place });
     let before = header_addr
         .checked_sub(load_addr)
         .ok_or_else(|| damaged("load address", "after its header"))?;

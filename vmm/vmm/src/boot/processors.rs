@@ -28,7 +28,7 @@ use crate::numbers::VcpuNumbers;
 
 /// _STA: present, enabled, shown, working (6.3.7).
 const STA_PRESENT: u8 = 0xF;
-/// Values of Notify (5.6.6): device check and ejection request.
+/// Notify values (5.6.6): device check and ejection request.
 const DEVICE_CHECK: u8 = 1;
 const EJECT_REQUEST: u8 = 3;
 /// Timeout of Acquire that waits indefinitely (19.6.2).
@@ -52,7 +52,7 @@ pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
     bytes_of(&Scope::new("_SB_".into(), vec![&cpus]))
 }
 
-/// AML that is already encoded.
+/// Encoded AML.
 struct EncodedAml(Vec<u8>);
 
 impl Aml for EncodedAml {
@@ -176,7 +176,7 @@ fn processor(vcpu: u8) -> Vec<u8> {
     let stat = MethodCall::new("STAT".into(), vec![&vcpu]);
     let answer = Return::new(&stat);
     let sta = Method::new("_STA".into(), 0, true, vec![&answer]);
-    // The MADT entry of a present processor.
+    // MADT entry of a present processor.
     let entry = BufferData::new(bytes_of(&ProcessorLocalApic::new(
         vcpu,
         vcpu,

@@ -1,4 +1,4 @@
-//! The PVH boot protocol: EBX holds the address of `hvm_start_info`, which refers to the command
+//! The PVH boot protocol. EBX holds the address of `hvm_start_info`, which refers to the command
 //! line, the memory map, the initrd and the RSDP (Xen, docs/misc/pvh.pandoc and
 //! public/arch-x86/hvm/start_info.h).
 

@@ -10,7 +10,7 @@ use crate::memory::GuestRam;
 
 /// Initial execution state of the boot processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EntryState {
+pub enum BootEntryState {
     /// 64-bit mode with paging; the first 4 GiB are identity-mapped.
     Long64 {
         /// Guest-physical entry point below 4 GiB.
@@ -56,10 +56,10 @@ const CODE_32: u64 = 0x00CF_9B00_0000_FFFF;
 const DATA: u64 = 0x00CF_9300_0000_FFFF;
 const TASK: u64 = 0x0000_8B00_0000_0067;
 
-fn gdt(entry: &EntryState) -> [u64; 5] {
+fn gdt(entry: &BootEntryState) -> [u64; 5] {
     let code = match entry {
-        EntryState::Long64 { .. } => CODE_64,
-        EntryState::Protected32 { .. } => CODE_32,
+        BootEntryState::Long64 { .. } => CODE_64,
+        BootEntryState::Protected32 { .. } => CODE_32,
     };
     [0, 0, code, DATA, TASK]
 }
@@ -91,7 +91,7 @@ fn segment(descriptor: u64, selector: u16) -> kvm_segment {
 }
 
 /// Writes the descriptor table and, for 64-bit entry, the page tables.
-pub(crate) fn write_tables(ram: &GuestRam, entry: &EntryState) -> Result<(), BootError> {
+pub(crate) fn write_tables(ram: &GuestRam, entry: &BootEntryState) -> Result<(), BootError> {
     let put = |what: &'static str, address: u64, values: &[u64]| {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         ram.memory()
@@ -99,7 +99,7 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &EntryState) -> Result<(), Boo
             .map_err(|e| BootError::memory(what, address, e))
     };
     put("the descriptor table", layout::GDT, &gdt(entry))?;
-    if let EntryState::Long64 { .. } = entry {
+    if let BootEntryState::Long64 { .. } = entry {
         put("page tables", layout::PML4, &[layout::PDPT | PRESENT_WRITABLE])?;
         let directories: Vec<u64> = (0..4)
             .map(|i| (layout::PAGE_DIRECTORIES + i * 4096) | PRESENT_WRITABLE)
@@ -113,9 +113,10 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &EntryState) -> Result<(), Boo
     Ok(())
 }
 
-/// Sets general, segment, control and FPU registers of the boot processor. Set its CPUID before.
+/// Sets the general-purpose, segment, control and FPU registers of the boot processor. Its CPUID
+/// must be set first.
 #[expect(clippy::cast_possible_truncation, reason = "a table of a few entries")]
-pub(crate) fn configure_bsp(entry: &EntryState, vcpu: &VcpuFd) -> Result<(), BootError> {
+pub(crate) fn configure_bsp(entry: &BootEntryState, vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |what| move |source| BootError::VcpuState { what, source };
     let table = gdt(entry);
     let mut sregs = vcpu.get_sregs().map_err(refused("segment registers"))?;
@@ -138,7 +139,7 @@ pub(crate) fn configure_bsp(entry: &EntryState, vcpu: &VcpuFd) -> Result<(), Boo
         ..Default::default()
     };
     match *entry {
-        EntryState::Long64 { rip, rsi, cr3 } => {
+        BootEntryState::Long64 { rip, rsi, cr3 } => {
             sregs.cr0 = CR0_PE | CR0_ET | CR0_NE | CR0_PG;
             sregs.cr3 = cr3;
             sregs.cr4 = CR4_PAE;
@@ -148,7 +149,7 @@ pub(crate) fn configure_bsp(entry: &EntryState, vcpu: &VcpuFd) -> Result<(), Boo
             regs.rsp = layout::BOOT_STACK;
             regs.rbp = layout::BOOT_STACK;
         }
-        EntryState::Protected32 { eip, eax, ebx } => {
+        BootEntryState::Protected32 { eip, eax, ebx } => {
             sregs.cr0 = CR0_PE | CR0_ET;
             sregs.cr3 = 0;
             sregs.cr4 = 0;
@@ -211,7 +212,7 @@ mod tests {
     #[test]
     fn page_tables_identity_map_four_gib() {
         let ram = GuestRam::new(16 << 20).unwrap();
-        let entry = EntryState::Long64 {
+        let entry = BootEntryState::Long64 {
             rip: 0x10_0000,
             rsi: layout::ZERO_PAGE,
             cr3: layout::PML4,

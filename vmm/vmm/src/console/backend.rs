@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use event_manager::MutEventSubscriber;
 use sandbox::paths;
-use virtio_devices::console::port::WindowSize;
+use virtio_devices::console::port::TerminalSize;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::poll::wait_for_room;
 use super::pty::Pty;
 use super::stream::{Backlog, Listener, StreamConsole};
 use super::terminal;
-use super::{ConsoleInput, ConsoleOutput, ConsoleTarget, GuestInput};
+use super::{ConsoleInput, ConsoleInputSink, ConsoleOutput, ConsoleTarget};
 
-/// Error of opening a console.
+/// Error when opening a console.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsoleError {
     /// Starting the writer thread failed.
@@ -69,7 +69,8 @@ impl Console {
     /// Opens a console.
     ///
     /// # Errors
-    /// Returns a [`ConsoleError`] with a remedy in one line.
+    /// Returns a [`ConsoleError`] if the console cannot be opened. The message is one line and
+    /// contains a remedy.
     pub fn open(target: &ConsoleTarget) -> Result<Self, ConsoleError> {
         let mut place = target.to_string();
         let kind = match target {
@@ -133,7 +134,7 @@ impl Console {
     }
 
     /// Returns the size of the console's terminal window, if it has one.
-    pub fn window_size(&self) -> Option<WindowSize> {
+    pub fn window_size(&self) -> Option<TerminalSize> {
         self.is_terminal().then(terminal::window_size).flatten()
     }
 
@@ -141,7 +142,7 @@ impl Console {
     /// x on a terminal writes to `quit`.
     pub fn subscriber(
         &self,
-        guest: Arc<dyn GuestInput>,
+        guest: Arc<dyn ConsoleInputSink>,
         quit: EventFd,
     ) -> Option<Arc<Mutex<dyn MutEventSubscriber>>> {
         match &self.kind {
@@ -184,7 +185,7 @@ fn lock(stream: &Mutex<StreamConsole>) -> MutexGuard<'_, StreamConsole> {
     stream.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A file that output is appended to. While the disk is full, output is lost and the guest
+/// A file to which output is appended. While the disk is full, output is lost and the guest
 /// continues.
 struct LogFile {
     file: std::fs::File,
@@ -253,7 +254,7 @@ mod tests {
         assert_eq!(text, "one\n".repeat(40_000) + &"two\n".repeat(40_000));
     }
 
-    /// Writes to `/dev/full` fail as on a full disk.
+    /// A file console survives failed writes on a full disk, which `/dev/full` simulates.
     #[test]
     fn file_console_survives_full_disk() {
         let console = Console::open(&ConsoleTarget::File("/dev/full".into())).unwrap();

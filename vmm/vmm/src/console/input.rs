@@ -10,7 +10,7 @@ use virtio_devices::console::escape::{EscapeParser, KeyAction};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::standard::StandardStream;
-use super::{GuestInput, INPUT_BUFFER_BYTES};
+use super::{ConsoleInputSink, INPUT_BUFFER_BYTES};
 
 /// List of the key sequences, as Ctrl-A h prints it to a terminal in raw mode.
 const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A to the guest\r\n\
@@ -19,27 +19,27 @@ const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A 
 /// Standard input as an event-manager subscriber. Supports terminals, pipes, sockets and files.
 pub struct ConsoleInput {
     source: StandardStream,
-    guest: Arc<dyn GuestInput>,
+    guest: Arc<dyn ConsoleInputSink>,
     /// Written once when the operator types Ctrl-A x.
     quit: EventFd,
     escape: EscapeParser,
     waiting: VecDeque<u8>,
     /// The source is in the epoll set.
     watching: bool,
-    /// `true` for regular files, which epoll refuses and which are always readable.
+    /// `true` for regular files, which epoll rejects and which are always readable.
     always_ready: bool,
     ended: bool,
 }
 
 impl ConsoleInput {
     /// Creates a subscriber that passes standard input to `guest` and writes to `quit` on Ctrl-A x.
-    pub fn stdin(guest: Arc<dyn GuestInput>, quit: EventFd) -> Self {
+    pub fn stdin(guest: Arc<dyn ConsoleInputSink>, quit: EventFd) -> Self {
         Self::on(libc::STDIN_FILENO, guest, quit)
     }
 
-    /// Creates a subscriber for another descriptor, which must stay open. See
+    /// Creates a subscriber for a different descriptor, which must stay open. See
     /// [`ConsoleInput::stdin`].
-    pub fn on(fd: RawFd, guest: Arc<dyn GuestInput>, quit: EventFd) -> Self {
+    pub fn on(fd: RawFd, guest: Arc<dyn ConsoleInputSink>, quit: EventFd) -> Self {
         ConsoleInput {
             source: StandardStream::of(fd),
             guest,
@@ -67,7 +67,7 @@ impl ConsoleInput {
         if wanted {
             match ops.add(events) {
                 Ok(()) => self.watching = true,
-                // epoll refuses regular files and /dev/null with EPERM.
+                // epoll rejects regular files and /dev/null with EPERM.
                 Err(event_manager::Error::Epoll(e)) if e.errno() == libc::EPERM => self.always_ready = true,
                 Err(e) => {
                     log::warn!("cannot read the input of the guest console: {e}");
@@ -115,7 +115,7 @@ impl ConsoleInput {
         }
     }
 
-    /// Moves bytes to the guest and refills from a regular file until the guest accepts no more.
+    /// Passes bytes to the guest and refills from a regular file until the guest accepts no more.
     fn deliver(&mut self) {
         loop {
             while !self.waiting.is_empty() {
@@ -133,7 +133,8 @@ impl ConsoleInput {
     }
 }
 
-/// Prints the keys to standard error. A failure means that nobody reads there.
+/// Prints the keys to standard error. Ignores a failure, because it means that nobody reads the
+/// output.
 fn print_keys() {
     let _ = io::stderr().write_all(KEYS.as_bytes());
 }
@@ -168,17 +169,17 @@ mod tests {
     use event_manager::{EventManager, SubscriberOps};
 
     use super::*;
-    use crate::devices::Bus;
+    use crate::devices::BoardBus;
 
     struct ConsoleInputTest {
         manager: EventManager<ConsoleInput>,
-        bus: Bus,
+        bus: BoardBus,
         quit: EventFd,
         _source: OwnedFd,
     }
 
     fn rig(source: OwnedFd) -> ConsoleInputTest {
-        let bus = Bus::new(Box::new(io::sink()), 16 << 20, "1".parse().unwrap()).unwrap();
+        let bus = BoardBus::new(Box::new(io::sink()), 16 << 20, "1".parse().unwrap()).unwrap();
         let quit = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         let input = ConsoleInput::on(
             source.as_raw_fd(),

@@ -38,17 +38,17 @@ pub use terminal::{RawTerminal, restore_terminal, window_size};
 const INPUT_BUFFER_BYTES: usize = 4096;
 
 /// The input side of a console device.
-pub trait GuestInput: Send + Sync {
+pub trait ConsoleInputSink: Send + Sync {
     /// Passes as many of `bytes` to the guest as fit and returns their number. Never blocks.
     fn send(&self, bytes: &[u8]) -> usize;
 
-    /// Returns the eventfd that is written when there is space again after [`GuestInput::send`] did
-    /// not accept all bytes.
+    /// Returns the eventfd that is written when there is space again after
+    /// [`ConsoleInputSink::send`] did not accept all bytes.
     fn room(&self) -> &EventFd;
 }
 
 /// Input of the virtio console.
-impl GuestInput for ConsolePort {
+impl ConsoleInputSink for ConsolePort {
     fn send(&self, bytes: &[u8]) -> usize {
         ConsolePort::send(self, bytes)
     }

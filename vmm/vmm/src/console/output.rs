@@ -16,7 +16,7 @@ use super::standard::StandardStream;
 
 /// Size of the output buffer in bytes.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
-/// Time that a busy-waiting guest may block on a sink that accepts nothing.
+/// Maximum time that a busy-waiting guest blocks on a sink that accepts nothing.
 const IMPATIENT_WRITER_TIMEOUT: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
@@ -26,7 +26,7 @@ struct OutputState {
     writing: bool,
     /// Writers no longer block; output that does not fit is dropped.
     stopped: bool,
-    /// The last sender is dropped or standard output is closed, so the thread ends.
+    /// The last sender is dropped or standard output is closed, so the thread exits.
     closed: bool,
     dropped_bytes: u64,
     /// An impatient writer has timed out and the thread has taken no bytes since.
@@ -79,7 +79,7 @@ impl ConsoleOutput {
     }
 
     /// Returns a writer that blocks for at most 100 ms while the buffer is full. After a timeout it
-    /// drops what does not fit, and does not block again until the sink has accepted output.
+    /// drops output that does not fit, and does not block again until the sink has accepted output.
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
@@ -234,8 +234,8 @@ mod tests {
         drop(reader);
     }
 
-    /// A reader that reads nothing costs a busy-waiting guest one timeout, not one for each byte.
-    /// Buffered output still arrives when the reader resumes.
+    /// A reader that does not read costs a busy-waiting guest one timeout in total, not one per
+    /// byte. Buffered output is delivered when the reader resumes.
     #[test]
     fn impatient_writer_times_out_once_for_stalled_reader() {
         let (mut reader, writer) = io::pipe().unwrap();

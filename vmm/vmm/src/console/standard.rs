@@ -63,7 +63,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns a full pipe with nonblocking ends.
+    /// Returns both ends of a full pipe, in nonblocking mode.
     fn full_pipe() -> (File, OwnedFd) {
         let (read, write) = io::pipe().unwrap();
         let write = OwnedFd::from(write);
@@ -103,7 +103,7 @@ mod tests {
         assert!(all.ends_with(b"\0the end"));
     }
 
-    /// A wait ends at its time limit and when the reader closes the stream.
+    /// A wait returns at its time limit and when the reader closes the stream.
     #[test]
     fn poll_ends_at_timeout_and_hangup() {
         let (read, write) = full_pipe();

@@ -2,7 +2,7 @@
 //! any time.
 //!
 //! The guest never waits for a client. Its output is added to a backlog of [`BACKLOG_BYTES`], which
-//! the main loop writes to the client. A full backlog loses its oldest bytes. Without a client, the
+//! the main loop writes to the client. A full backlog drops its oldest bytes. Without a client, the
 //! backlog is kept for the next one.
 
 use std::collections::VecDeque;
@@ -20,7 +20,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::poll::wait_for_room;
 use super::pty::Pty;
-use super::{GuestInput, INPUT_BUFFER_BYTES};
+use super::{ConsoleInputSink, INPUT_BUFFER_BYTES};
 
 /// Size of the backlog for a slow client or the next client, in bytes.
 pub const BACKLOG_BYTES: usize = 64 * 1024;
@@ -156,7 +156,7 @@ pub struct StreamConsole {
     backlog: Arc<Backlog>,
     listener: Option<Listener>,
     peer: Option<ConsolePeer>,
-    guest: Option<Arc<dyn GuestInput>>,
+    guest: Option<Arc<dyn ConsoleInputSink>>,
     /// Output that is being written.
     chunk: VecDeque<u8>,
     /// Input that the guest has not accepted yet.
@@ -196,11 +196,12 @@ impl StreamConsole {
     }
 
     /// Sets the device that receives input.
-    pub(super) fn connect(&mut self, guest: Arc<dyn GuestInput>) {
+    pub(super) fn connect(&mut self, guest: Arc<dyn ConsoleInputSink>) {
         self.guest = Some(guest);
     }
 
-    /// Writes pending output until the client has all of it, accepts no more or disconnects.
+    /// Writes pending output until the client has received all of it, accepts no more or
+    /// disconnects.
     fn write_out(&mut self, most: usize) {
         for _ in 0..most {
             let Some(peer) = self.peer.as_mut().filter(|_| !self.gone) else {
@@ -408,7 +409,7 @@ mod tests {
         left: Mutex<usize>,
     }
 
-    impl GuestInput for Device {
+    impl ConsoleInputSink for Device {
         fn send(&self, bytes: &[u8]) -> usize {
             let mut left = self.left.lock().unwrap();
             let count = bytes.len().min(*left);
@@ -477,7 +478,7 @@ mod tests {
             }
         }
 
-        /// Returns what `client` has received when the main loop is idle.
+        /// Returns the bytes that `client` has received when the main loop is idle.
         fn read(&mut self, client: &mut impl Read) -> Vec<u8> {
             let mut all = Vec::new();
             loop {
@@ -541,7 +542,7 @@ mod tests {
             rig.manager.run_with_timeout(0).unwrap();
         }
         rig.settle();
-        // The client has the contents of its socket and continues with the newest output.
+        // The client receives the contents of its socket buffer, followed by the newest output.
         let got = rig.read(&mut client);
         let last: Vec<u8> = numbers(2_000_000).split_off(8_000_000 - BACKLOG_BYTES);
         assert!(got.len() < 8_000_000 && got.ends_with(&last));

@@ -13,7 +13,7 @@ pub enum ConsoleTarget {
     /// Standard output and input, with the keys that end the VM.
     #[default]
     Tty,
-    /// A file that output is appended to, without input.
+    /// A file to which output is appended, without input.
     File(PathBuf),
     /// A Unix socket that serves one client at a time.
     Socket(PathBuf),
@@ -23,10 +23,10 @@ pub enum ConsoleTarget {
     None,
 }
 
-/// Error of parsing a console target.
+/// Error when parsing a console target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConsoleTargetError {
-    /// The text has none of the accepted forms.
+    /// The string has none of the accepted forms.
     #[error("must be tty, file=PATH, socket=PATH, pty or none")]
     Shape,
     /// The path is empty.

@@ -6,7 +6,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Once, OnceLock};
 
-use virtio_devices::console::port::WindowSize;
+use virtio_devices::console::port::TerminalSize;
 
 /// Original terminal settings, set once in the lifetime of the process.
 static SAVED: OnceLock<libc::termios> = OnceLock::new();
@@ -23,8 +23,8 @@ const ENDING_SIGNALS: [libc::c_int; 5] = [
     libc::SIGTERM,
     libc::SIGABRT,
 ];
-/// Signals of a fault in this process. The Rust runtime handles some of them to report stack
-/// overflows and then repeats the fault, so their previous actions are saved and chained.
+/// Signals that a fault in this process raises. The Rust runtime handles some of them to report
+/// stack overflows and then repeats the fault, so their previous actions are saved and chained.
 const FAULT_SIGNALS: [libc::c_int; 4] = [libc::SIGILL, libc::SIGFPE, libc::SIGBUS, libc::SIGSEGV];
 /// Previous actions of [`FAULT_SIGNALS`].
 static PREVIOUS: [OnceLock<libc::sigaction>; FAULT_SIGNALS.len()] = [const { OnceLock::new() }; 4];
@@ -54,7 +54,7 @@ impl RawTerminal {
         let mut raw = saved;
         // SAFETY: cfmakeraw only changes the struct that it is given.
         unsafe { libc::cfmakeraw(&mut raw) };
-        // Keep output processing: messages of the VMM end lines without a carriage return.
+        // Keep output processing, because VMM messages end lines without a carriage return.
         raw.c_oflag = saved.c_oflag;
         RAW.store(true, Ordering::SeqCst);
         // SAFETY: `raw` is a valid termios.
@@ -68,13 +68,13 @@ impl RawTerminal {
 }
 
 /// Returns the window size of standard output, if it is a terminal.
-pub fn window_size() -> Option<WindowSize> {
+pub fn window_size() -> Option<TerminalSize> {
     // SAFETY: winsize is a plain C struct for which all zeroes is a valid value.
     let mut size: libc::winsize = unsafe { std::mem::zeroed() };
     // SAFETY: TIOCGWINSZ writes one winsize (ioctl_tty(2)); `size` is one, valid for the duration
     // of the call.
     let result = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &mut size) };
-    (result == 0).then_some(WindowSize {
+    (result == 0).then_some(TerminalSize {
         columns: size.ws_col,
         rows: size.ws_row,
     })

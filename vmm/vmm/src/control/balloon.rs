@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use control_api::balloon::{BalloonInfo, BalloonStatistics};
-use control_api::protocol::{Failure, FailureKind};
+use control_api::protocol::{RequestError, RequestErrorKind};
 use virtio_devices::balloon::control::{BalloonControl, BalloonRequestError};
 use virtio_devices::balloon::pages::PAGE_BYTES;
 use virtio_devices::balloon::statistics::{GuestMemoryStatistics, StatisticTag};
@@ -14,16 +14,16 @@ use super::session::fail;
 pub(super) fn change(
     balloon: Option<&Arc<BalloonControl>>,
     change: impl FnOnce(&BalloonControl) -> Result<(), BalloonRequestError>,
-) -> Result<BalloonInfo, Failure> {
+) -> Result<BalloonInfo, RequestError> {
     let Some(balloon) = balloon else {
         return fail(
-            FailureKind::Unsupported,
+            RequestErrorKind::Unsupported,
             "the VM has no balloon; start it with --balloon",
         );
     };
     match change(balloon) {
         Ok(()) => Ok(info(balloon)),
-        Err(e) => fail(FailureKind::Invalid, e.to_string()),
+        Err(e) => fail(RequestErrorKind::Invalid, e.to_string()),
     }
 }
 

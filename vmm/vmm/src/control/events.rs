@@ -43,7 +43,7 @@ pub(super) enum UnsupportedEventError {
     /// KVM has no statistic of this name.
     #[error("statistic '{0}' not found in this host's KVM")]
     NoStatistic(String),
-    /// The host has no source for the paravirtual event.
+    /// The host does not provide the paravirtual event.
     #[error("this host cannot count '{0}' for operators")]
     NoParavirtual(String),
 }
@@ -143,8 +143,8 @@ mod tests {
         operator_event(vm, &groups[0].events[0])
     }
 
-    /// An operator can count everything that the host supports, independent of the guest's PMU, and
-    /// receives the name of the backing.
+    /// An operator can count everything that the host supports, independently of the guest's PMU,
+    /// and receives the name of the backing.
     #[test]
     fn operator_events_without_pmu_use_clock_and_software() {
         let vm = pmu(None, false);

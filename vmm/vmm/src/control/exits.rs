@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::vcpu::exit_times::{ExitCount, ExitReason, ExitTable};
+use crate::vcpu::exit_times::{ExitCount, ExitTable, VcpuExitReason};
 use crate::vcpu::slot::VcpuSlot;
 use control_api::protocol::{ExitsOfReason, VcpuExits};
 
@@ -66,7 +66,7 @@ impl ExitWatch {
         let mut told = Vec::new();
         let each = taken.0.iter().zip(&self.before).zip(&mut self.longest_ns);
         for ((vcpu, _), ((now, before), longest)) in self.tables.iter().zip(each) {
-            let cells = now.iter().zip(before).zip(longest).zip(ExitReason::ALL);
+            let cells = now.iter().zip(before).zip(longest).zip(VcpuExitReason::ALL);
             let grown = cells.map(|(((now, before), longest), reason)| ExitsOfReason {
                 reason: reason.name().to_owned(),
                 count: now.count.wrapping_sub(before.count),
@@ -102,7 +102,7 @@ mod tests {
             .map(|vcpu| (vcpu, Arc::new(ExitTable::default())))
             .collect();
         let take = || ExitCountSnapshot::out_of_tables(tables.iter().map(|(_, table)| &**table));
-        let exit = |took_ns| tables[1].1.exit_for_tests(ExitReason::Wrmsr, took_ns);
+        let exit = |took_ns| tables[1].1.exit_for_tests(VcpuExitReason::Wrmsr, took_ns);
         let begin = || ExitWatch::of_tables(tables.clone(), &take());
         exit(1);
         let mut first = begin();

@@ -1,7 +1,7 @@
 //! Converts the guest's PMU, as the guest programmed it, for control clients.
 
 use control_api::protocol::{GuestCounter, VcpuView};
-use vpmu::{Backing, CounterView, EventRequest, GuestEvent};
+use vpmu::{CounterBacking, CounterView, EventRequest, GuestEvent};
 
 use crate::pmu::guest_view::VcpuPmuView;
 
@@ -41,12 +41,15 @@ fn guest_counter(view: &CounterView) -> GuestCounter {
     }
 }
 
-/// Converts a counter of KVM's own vPMU. Values that KVM does not report are absent: counts separate
+/// Converts a counter of KVM's own vPMU. Omits the values that KVM does not report: counts separate
 /// from the register values, times, and overflows.
 fn kvm_counter(view: &CounterView) -> GuestCounter {
     let counter = guest_counter(view);
     GuestCounter {
-        backing: counter.event.is_some().then(|| Backing::Kvm.name().to_owned()),
+        backing: counter
+            .event
+            .is_some()
+            .then(|| CounterBacking::Kvm.name().to_owned()),
         counted: None,
         enabled_ns: None,
         running_ns: None,
@@ -80,7 +83,7 @@ mod tests {
     use super::*;
     use crate::pmu::own;
 
-    /// The view of KVM's own vPMU contains KVM's values and no others.
+    /// The view of KVM's own vPMU contains only values from KVM.
     #[test]
     fn kvm_view_contains_only_kvm_values() {
         let mut registers = Vpmu::new(PmuModel::AMD);

@@ -3,10 +3,10 @@
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-use control_api::protocol::{Failure, FailureKind};
+use control_api::protocol::{RequestError, RequestErrorKind};
 use control_api::rate_limit::{RateLimiterInfo, TokenBucketLimit};
 use virtio_devices::rate_limiter::limits::BucketLimits;
-use virtio_devices::rate_limiter::{LimitChange, RateLimiter};
+use virtio_devices::rate_limiter::{RateLimitUpdate, RateLimiter};
 
 use super::session::fail;
 
@@ -38,7 +38,7 @@ pub(super) fn change(
     name: &str,
     bandwidth: Option<TokenBucketLimit>,
     ops: Option<TokenBucketLimit>,
-) -> Result<(), Failure> {
+) -> Result<(), RequestError> {
     let Some((_, limiter)) = limiters.iter().find(|(other, _)| other == name) else {
         let names: Vec<&str> = limiters.iter().map(|(name, _)| name.as_str()).collect();
         let names = if names.is_empty() {
@@ -48,7 +48,7 @@ pub(super) fn change(
         };
         let name: String = name.chars().filter(char::is_ascii_graphic).take(40).collect();
         return fail(
-            FailureKind::Invalid,
+            RequestErrorKind::Invalid,
             format!("no rate limiter '{name}'; the VM has: {names} (vhost-net has none)"),
         );
     };
@@ -56,17 +56,17 @@ pub(super) fn change(
     Ok(())
 }
 
-fn limit_change(limit: Option<TokenBucketLimit>) -> LimitChange {
+fn limit_change(limit: Option<TokenBucketLimit>) -> RateLimitUpdate {
     let Some(limit) = limit else {
-        return LimitChange::Keep;
+        return RateLimitUpdate::Keep;
     };
     match (NonZeroU64::new(limit.size), NonZeroU64::new(limit.refill_ms)) {
-        (Some(size), Some(refill_ms)) => LimitChange::Replace(BucketLimits {
+        (Some(size), Some(refill_ms)) => RateLimitUpdate::Replace(BucketLimits {
             size,
             one_time_burst: limit.one_time_burst,
             refill_ms,
         }),
-        _ => LimitChange::Remove,
+        _ => RateLimitUpdate::Remove,
     }
 }
 
@@ -98,7 +98,7 @@ mod tests {
             assert_eq!((info.bandwidth, info.ops), (limit(1, 1), None));
         }
         let refused = change(&limiters, "disk1", None, None).unwrap_err();
-        assert_eq!(refused.kind, FailureKind::Invalid);
+        assert_eq!(refused.kind, RequestErrorKind::Invalid);
         assert!(refused.message.contains("the VM has: disk0"), "{refused}");
     }
 }

@@ -1,12 +1,12 @@
-//! Control of a running VM by its operator, through JSON lines on a Unix socket and events of
-//! perf-core.
+//! Control interface of a running VM. The operator sends JSON lines over a Unix socket, and
+//! perf-core counts the events.
 //!
 //! | module | contents |
 //! |---|---|
 //! | `balloon` | state of the balloon |
 //! | `counts` | statistics of a vCPU's run loop |
 //! | [`server`] | the server in the VM's main loop: connections and their limits |
-//! | `events` | translation of an operator's event to one of perf-core |
+//! | `events` | translation of operator events to perf-core events |
 //! | `exits` | exit statistics of one connection |
 //! | `guest_view` | the guest's PMU, as the guest programmed it |
 //! | [`limits`] | rate limiters of the devices |
@@ -18,8 +18,8 @@
 //! The protocol and the client are in `control-api`.
 //!
 //! The VM does not trust clients. The directory mode and the peer credentials decide who may
-//! connect. Each request is limited in size and rate, unsent replies are bounded, and all resources
-//! of a connection are closed with it.
+//! connect. Requests are limited in size and rate, the amount of unsent replies is bounded, and
+//! closing a connection releases all its resources.
 
 mod balloon;
 mod counts;

@@ -6,7 +6,8 @@
 use std::time::Duration;
 
 use control_api::protocol::{
-    CodeMapping, Failure, FailureKind, MAX_PROCESS_CODE, MAX_PROCESS_MEMORY, ProcessCode, ProcessMemory,
+    CodeMapping, MAX_PROCESS_CODE, MAX_PROCESS_MEMORY, ProcessCode, ProcessMemory, RequestError,
+    RequestErrorKind,
 };
 use guest_profile::WalkBudget;
 use guest_profile::mappings;
@@ -34,9 +35,9 @@ impl GuestProcesses {
     /// Returns the executable mappings of process `pid`.
     ///
     /// # Errors
-    /// Returns a [`Failure`] if the process does not exist or the guest kernel's data structures
-    /// are unknown.
-    pub fn code(&mut self, probe: &GuestSamplingContext, pid: u32) -> Result<ProcessCode, Failure> {
+    /// Returns a [`RequestError`] if the process does not exist or the guest kernel's data
+    /// structures are unknown.
+    pub fn code(&mut self, probe: &GuestSamplingContext, pid: u32) -> Result<ProcessCode, RequestError> {
         self.with(probe, pid, |reader, process, budget| {
             let mut code = ProcessCode::default();
             let all = reader.code(process.mm, budget, |reader, found, budget| {
@@ -70,17 +71,18 @@ impl GuestProcesses {
     /// Reads `bytes` bytes of the memory of process `pid` at `address`.
     ///
     /// # Errors
-    /// Returns the errors of [`Self::code`], and a [`Failure`] if `bytes` exceeds the limit.
+    /// Returns a [`RequestError`] in the same cases as [`Self::code`], and if `bytes` exceeds the
+    /// limit.
     pub fn memory(
         &mut self,
         probe: &GuestSamplingContext,
         pid: u32,
         address: u64,
         bytes: u32,
-    ) -> Result<(ProcessMemory, Vec<u8>), Failure> {
+    ) -> Result<(ProcessMemory, Vec<u8>), RequestError> {
         if bytes > MAX_PROCESS_MEMORY {
             return fail(
-                FailureKind::Limit,
+                RequestErrorKind::Limit,
                 format!("at most {MAX_PROCESS_MEMORY} bytes at once, not {bytes}"),
             );
         }
@@ -104,14 +106,14 @@ impl GuestProcesses {
         probe: &GuestSamplingContext,
         pid: u32,
         then: impl FnOnce(&mut TaskReader<'_, '_, GuestMemoryMmap>, GuestProcess, &mut WalkBudget) -> T,
-    ) -> Result<T, Failure> {
+    ) -> Result<T, RequestError> {
         let kernel = probe.kernel().map(|kernel| (probe.memory(), kernel));
         let known = kernel
             .as_ref()
             .and_then(|(memory, kernel)| Some((*memory, kernel.tasks.as_ref().ok()?, kernel.tables?)));
         let Some((memory, layout, tables)) = known else {
             return fail(
-                FailureKind::Unsupported,
+                RequestErrorKind::Unsupported,
                 "the guest's kernel is not known, or does not tell where its processes are",
             );
         };
@@ -123,7 +125,10 @@ impl GuestProcesses {
             .or_else(|| GuestProcess::find(layout, memory, tables, pid, &mut budget));
         self.last = process;
         let Some(process) = process else {
-            return fail(FailureKind::Invalid, format!("the guest has no process {pid}"));
+            return fail(
+                RequestErrorKind::Invalid,
+                format!("the guest has no process {pid}"),
+            );
         };
         let mut reader = process.reader(layout, memory, tables);
         Ok(then(&mut reader, process, &mut budget))

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use perf_core::ring::Ring;
-use perf_core::{Handle, MapError, error_line};
+use perf_core::{EventHandle, MapError, error_line};
 
 use super::session::fail;
-use control_api::protocol::{Failure, FailureKind};
+use control_api::protocol::{RequestError, RequestErrorKind};
 
 /// Size and mode of a ring.
 #[derive(Clone, Copy, Debug)]
@@ -19,14 +19,14 @@ pub struct RingLayout {
 
 /// Attaches one ring to `first` and `others`, or to none of them if one attachment fails.
 pub(super) fn shared_ring(
-    first: &Handle,
-    others: &[&Handle],
+    first: &EventHandle,
+    others: &[&EventHandle],
     layout: RingLayout,
-) -> Result<Arc<Ring>, Failure> {
-    let ring = first.map(layout.pages as usize, !layout.overwrite).map_err(|e| Failure {
+) -> Result<Arc<Ring>, RequestError> {
+    let ring = first.map(layout.pages as usize, !layout.overwrite).map_err(|e| RequestError {
         kind: match e {
-            MapError::MemoryLimit { .. } => FailureKind::Limit,
-            _ => FailureKind::Internal,
+            MapError::MemoryLimit { .. } => RequestErrorKind::Limit,
+            _ => RequestErrorKind::Internal,
         },
         message: match &e {
             MapError::MemoryLimit { pages, limit } => format!(
@@ -44,7 +44,7 @@ pub(super) fn shared_ring(
                 }
             }
             first.unmap();
-            return fail(FailureKind::Internal, error_line(&e));
+            return fail(RequestErrorKind::Internal, error_line(&e));
         }
     }
     Ok(ring)
@@ -54,7 +54,7 @@ pub(super) fn shared_ring(
 mod tests {
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::{Attr, EventType, OpenFlags, OpenTarget, PerfCore, Role};
+    use perf_core::{Attr, EventType, OpenFlags, OpenTarget, PerfCore, SessionRole};
 
     use super::*;
 
@@ -66,7 +66,7 @@ mod tests {
             .build()
             .unwrap();
         let _context = core.add_vcpu(VcpuId(0), 1).unwrap();
-        let session = core.session(0, Role::Admin);
+        let session = core.session(0, SessionRole::Admin);
         let open = || {
             let attr = Attr::sampling(EventType::SIM, 1, 100);
             core.open(

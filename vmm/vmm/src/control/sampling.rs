@@ -1,7 +1,7 @@
 //! Sampling parameters of an operator's events.
 
 use control_api::events::list::EventSpec;
-use control_api::protocol::{BranchStacks, Failure, FailureKind, SamplingParams};
+use control_api::protocol::{BranchStacks, RequestError, RequestErrorKind, SamplingParams};
 use perf_core::attr::STACK_USER_MAX;
 use perf_core::branch::{BranchFilter, BranchSampling, MAX_BRANCH_DEPTH};
 use perf_core::{Attr, SampleType, error_line};
@@ -18,14 +18,15 @@ const SAMPLE: SampleType = SampleType::IP
     .union(SampleType::STREAM_ID)
     .union(SampleType::RAW);
 
-/// Checks the parameters against the limits of samples and the capabilities of the host.
+/// Checks the parameters against the sample limits and the capabilities of the host.
 ///
 /// # Errors
-/// Returns a [`Failure`] of kind [`FailureKind::Invalid`] or [`FailureKind::Unsupported`].
-pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Failure> {
+/// Returns a [`RequestError`] of kind [`RequestErrorKind::Invalid`] or
+/// [`RequestErrorKind::Unsupported`].
+pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), RequestError> {
     if sampling.stack_bytes > STACK_USER_MAX || !sampling.stack_bytes.is_multiple_of(8) {
         return fail(
-            FailureKind::Invalid,
+            RequestErrorKind::Invalid,
             format!(
                 "a sample has at most {STACK_USER_MAX} bytes of stack, a multiple of 8; not {}",
                 sampling.stack_bytes
@@ -38,25 +39,25 @@ pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Failure
     let filter = BranchFilter::from_bits(stacks.filter);
     let Some(filter) = filter.filter(|filter| filter.intersects(BranchFilter::KINDS)) else {
         return fail(
-            FailureKind::Invalid,
+            RequestErrorKind::Invalid,
             format!("unsupported branch filter {:#x}", stacks.filter),
         );
     };
     if !(1..=u32::from(MAX_BRANCH_DEPTH)).contains(&stacks.depth) {
         return fail(
-            FailureKind::Invalid,
+            RequestErrorKind::Invalid,
             format!("the depth of a branch stack must be between 1 and {MAX_BRANCH_DEPTH}"),
         );
     }
     if !(1..=1000).contains(&stacks.overhead_permille) {
         return fail(
-            FailureKind::Invalid,
+            RequestErrorKind::Invalid,
             "the overhead of branch stacks must be between 1 and 1000 thousandths",
         );
     }
     if sampling.chain_every > 1 {
         return fail(
-            FailureKind::Invalid,
+            RequestErrorKind::Invalid,
             "samples with branch stacks are taken by the VMM; chain_every must be 1",
         );
     }
@@ -65,11 +66,11 @@ pub(super) fn check(pmu: &VmPmu, sampling: SamplingParams) -> Result<(), Failure
         levels => levels,
     };
     pmu.check_branches(levels)
-        .or_else(|e| fail(FailureKind::Unsupported, error_line(&e)))
+        .or_else(|e| fail(RequestErrorKind::Unsupported, error_line(&e)))
 }
 
 /// Returns the branch stack parameters of an event. Without a privilege level in the filter, the
-/// stacks have the branches at the levels that the event counts.
+/// stacks contain branches at the levels that the event counts.
 fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
     let mut filter = BranchFilter::from_bits_truncate(stacks.filter);
     if !filter.intersects(BranchFilter::LEVELS) {
@@ -107,8 +108,7 @@ pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &Even
     }
 }
 
-/// Returns the period or frequency of an event that takes every `every`-th of the samples at
-/// `rate`.
+/// Returns the period or frequency at which an event takes one of every `every` samples of `rate`.
 pub(super) fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
     if attr.freq {
         (rate / u64::from(every)).max(1)

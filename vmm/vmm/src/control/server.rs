@@ -1,8 +1,8 @@
 //! The server of a VM's control socket, a subscriber of the main loop.
 //!
-//! The server never waits for a client. Sockets are nonblocking, a request has at most
-//! [`MAX_REQUEST`] bytes, a connection may make `REQUESTS_PER_SECOND` requests, and at most
-//! `MAX_UNSENT` bytes of unsent replies are kept. A client that exceeds a limit loses its
+//! The server never waits for a client. Sockets are nonblocking. A request may be at most
+//! [`MAX_REQUEST`] bytes long, a connection may make `REQUESTS_PER_SECOND` requests per second, and
+//! at most `MAX_UNSENT` bytes of unsent replies are kept. A client that exceeds a limit loses its
 //! connection and its events.
 
 mod answer;
@@ -21,7 +21,7 @@ use std::time::Instant;
 use arc_swap::ArcSwap;
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use perf_core::pmu::VcpuId;
-use perf_core::{Role, error_line};
+use perf_core::{SessionRole, error_line};
 use serde_json::Value;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EventFd};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -33,22 +33,22 @@ use super::guest_view::vcpu_view;
 use super::limits::NamedLimiters;
 use super::processes::GuestProcesses;
 use super::session::{EventSession, fail, role};
-use crate::devices::Bus;
+use crate::devices::BoardBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
-use crate::vm::migrate::Migration;
-use crate::vm::save::{Snapshot, SnapshotSource};
+use crate::vm::migrate::OutgoingMigration;
+use crate::vm::save::{SnapshotSource, VmSnapshot};
 use control_api::counts::VcpuCounts;
 use control_api::migration::VmOrigin;
 use control_api::peer;
 use control_api::protocol::{
-    Call, ClientRole, Failure, FailureKind, GuestViews, KernelSymbolsReply, MAX_REQUEST, PROTOCOL, ReplyLine,
-    RequestLine, VcpuPlug, VcpuRefusal, VmInfo, VmSettings, VmState,
+    Call, ClientRole, KernelSymbolsReply, MAX_REQUEST, PROTOCOL, ReplyLine, RequestError, RequestErrorKind,
+    RequestLine, VcpuPlug, VcpuRefusal, VmGuestCounters, VmInfo, VmSettings, VmState,
 };
-use control_api::socket_dir::Socket;
+use control_api::socket_dir::ControlSocket;
 use kernel_images::packed::PackedSymbols;
 use mmds::service::MetadataService;
 use refused::ConnectionRefusal;
@@ -66,10 +66,10 @@ const REQUESTS_OF_OBSERVERS: f64 = 200.0;
 const REQUEST_BURST: f64 = 200.0;
 /// Maximum number of unsent reply bytes per connection.
 const MAX_UNSENT: usize = 1 << 20;
-/// Maximum number of bytes read from a connection before the others are served.
+/// Maximum number of bytes read from one connection before other connections are served.
 const READ_CHUNK: usize = 16 << 10;
-/// Epoll data of the first listener. Further listeners have the numbers below, and connections have
-/// small numbers.
+/// Epoll data of the first listener. Further listeners use the next lower values, and connections
+/// use small ones.
 const LISTENER: u32 = u32::MAX;
 /// Maximum number of listeners.
 const LISTENERS: u32 = 2;
@@ -82,7 +82,7 @@ pub struct ControlledVm {
     pub pmu_name: String,
     /// Description of the guest that runs in the VM.
     pub guest: String,
-    /// The process that the VM has left for this one.
+    /// The process from which the VM has moved to this one, if any.
     pub moved_from: Option<VmOrigin>,
     /// Target of the first serial port's console.
     pub console: String,
@@ -90,14 +90,14 @@ pub struct ControlledVm {
     pub virtio_console: String,
     /// Start time of the VM.
     pub started: Instant,
-    /// Run state and end of the VM.
+    /// Run state and stop reason of the VM.
     pub control: Arc<RunControl>,
     /// The perf-core side of the VM.
     pub pmu: Arc<VmPmu>,
     /// Registry of the VM's vCPUs.
     pub registry: Arc<VcpuRegistry>,
     /// Devices of the VM.
-    pub bus: Arc<Bus>,
+    pub bus: Arc<BoardBus>,
     /// Rate limiters of the devices.
     pub limiters: NamedLimiters,
     /// Text symbols of the guest kernel that was loaded last.
@@ -114,7 +114,7 @@ pub struct ControlledVm {
     pub snapshots: Arc<SnapshotSource>,
     /// Options of the command line that determine the machine, for snapshots.
     pub options: BTreeMap<String, String>,
-    /// Number of requests for the guest's counters so far.
+    /// Number of requests for the guest's counters.
     pub looks: AtomicU64,
 }
 
@@ -176,7 +176,7 @@ impl ControlledVm {
 
     /// Returns the counter configurations of this generation, and whether every requested vCPU that
     /// is still present has replied.
-    pub fn views(&self, generation: u64) -> GuestViews {
+    pub fn views(&self, generation: u64) -> VmGuestCounters {
         let asked = || {
             self.registry
                 .taken()
@@ -186,7 +186,7 @@ impl ControlledVm {
             .filter_map(|slot| slot.request_queue().view(generation))
             .map(|view| vcpu_view(&view))
             .collect();
-        GuestViews {
+        VmGuestCounters {
             complete: vcpus.len() == asked().count(),
             vcpus,
         }
@@ -238,7 +238,7 @@ impl ControlledVm {
     }
 }
 
-/// Permissions of the clients of a control socket.
+/// Permissions of clients of a control socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SocketAccess {
     /// Full access, for root and the VM's user.
@@ -262,10 +262,10 @@ struct Connection {
     events: Option<EventSession>,
     /// Set by the first request for exits.
     exits: Option<ExitWatch>,
-    /// A snapshot that this client takes.
-    snapshot: Option<Snapshot>,
-    /// Observation of the memory of a VM that this client moves.
-    migration: Option<Migration>,
+    /// A snapshot that this client is taking.
+    snapshot: Option<VmSnapshot>,
+    /// Memory tracking of a VM that this client is moving.
+    migration: Option<OutgoingMigration>,
 }
 
 /// Result of serving a connection.
@@ -301,7 +301,7 @@ impl FdSource {
 /// The control socket server of a VM.
 pub struct ControlServer {
     vm: Arc<ControlledVm>,
-    sockets: Vec<(SocketAccess, Socket)>,
+    sockets: Vec<(SocketAccess, ControlSocket)>,
     connections: HashMap<u32, Connection>,
     next: u32,
     /// The listeners are removed from the loop, because the process has no free descriptors.
@@ -309,17 +309,18 @@ pub struct ControlServer {
     /// A reserve descriptor, closed to accept and refuse a connection when no other descriptor is
     /// free.
     spare: Option<EventFd>,
-    /// The symbol text with its description, cached after the first request because it is long. The
+    /// Symbol text with its description, cached after the first request because it is long. The
     /// flag is `true` if the symbols are those of the running kernel.
     symbols: Option<(bool, Arc<PackedSymbols>, KernelSymbolsReply, File)>,
     processes: GuestProcesses,
-    /// The pause of a VM that may run where it was to move.
-    undecided: Option<Snapshot>,
+    /// Snapshot that keeps the VM paused because the VM may be running at the destination of its
+    /// move.
+    undecided: Option<VmSnapshot>,
 }
 
 impl ControlServer {
     /// Creates a server for `vm`, with at most one socket per access class.
-    pub fn new(vm: Arc<ControlledVm>, sockets: Vec<(SocketAccess, Socket)>) -> Self {
+    pub fn new(vm: Arc<ControlledVm>, sockets: Vec<(SocketAccess, ControlSocket)>) -> Self {
         Self {
             vm,
             sockets,
@@ -362,8 +363,8 @@ impl ControlServer {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if is_out_of_descriptors(&e) && self.spare.take().is_some() => {
-                    // Closing the reserve descriptor makes room to accept the connection, which is
-                    // then closed at once.
+                    // Closing the reserve descriptor frees one for the connection, which is
+                    // accepted and then closed immediately.
                     let came = socket.listener.accept();
                     let why = ConnectionRefusal::NoDescriptor(e);
                     if let Ok((stream, _)) = &came {
@@ -372,8 +373,8 @@ impl ControlServer {
                     }
                     let came = came.map(drop);
                     self.spare = spare();
-                    // The kernel allocates the descriptor before it looks for a connection. There
-                    // was no connection.
+                    // The kernel allocates the descriptor before it looks for a connection. No
+                    // connection was pending.
                     if came.is_err() {
                         return;
                     }
@@ -391,7 +392,7 @@ impl ControlServer {
         }
     }
 
-    /// Accepts a connection into the server. Returns a refused connection with the reason.
+    /// Adds a connection to the server. Returns a refused connection with the reason.
     fn admit(
         &mut self,
         stream: UnixStream,
@@ -539,7 +540,7 @@ impl ControlServer {
         }
         if connection.incoming.len() >= MAX_REQUEST {
             let message = format!("a request is longer than {MAX_REQUEST} bytes");
-            connection.refuse(0, FailureKind::Protocol, message);
+            connection.refuse(0, RequestErrorKind::Protocol, message);
             return ConnectionFate::Ends;
         }
         ConnectionFate::Stays
@@ -548,27 +549,27 @@ impl ControlServer {
     fn request(&mut self, connection: &mut Connection, line: &[u8]) -> ConnectionFate {
         if !connection.take_request_token() {
             let message = format!("more than {} requests a second", connection.rate());
-            connection.refuse(0, FailureKind::Rate, message);
+            connection.refuse(0, RequestErrorKind::Rate, message);
             return ConnectionFate::Ends;
         }
         let request: RequestLine = match serde_json::from_slice(line) {
             Ok(request) => request,
             Err(e) => {
-                connection.refuse(0, FailureKind::Protocol, format!("no request: {e}"));
+                connection.refuse(0, RequestErrorKind::Protocol, format!("no request: {e}"));
                 return ConnectionFate::Ends;
             }
         };
         let first = matches!(request.call, Call::Hello { .. });
         if !connection.greeted && !first {
             let message = "the first request must be hello";
-            connection.refuse(request.id, FailureKind::Protocol, message.into());
+            connection.refuse(request.id, RequestErrorKind::Protocol, message.into());
             return ConnectionFate::Ends;
         }
         match self.answer(connection, request.call) {
             Ok(RequestOutcome::Value(value)) => connection.reply(request.id, value),
             Ok(RequestOutcome::WithFd(value, fd)) => connection.reply_with(request.id, value, &fd),
             Err(failure) => {
-                let fatal = failure.kind == FailureKind::Protocol;
+                let fatal = failure.kind == RequestErrorKind::Protocol;
                 let fate = connection.send(&ReplyLine {
                     id: request.id,
                     ok: None,
@@ -611,8 +612,8 @@ impl Connection {
     }
 
     /// Starts closing the connection and closes its events. Returns whether the connection must
-    /// stay open until the client has read the reason. A new client may replace it, like one
-    /// without a hello.
+    /// stay open until the client has read the reason. A new client may then replace the
+    /// connection, like a connection without a hello.
     fn start_closing(&mut self) -> bool {
         self.ending = true;
         self.events = None;
@@ -635,8 +636,8 @@ impl Connection {
     fn role(&self) -> ClientRole {
         match (self.access, role(self.uid)) {
             (SocketAccess::Observers, _) => ClientRole::Observer,
-            (SocketAccess::Operators, Role::Operator) => ClientRole::Operator,
-            (SocketAccess::Operators, Role::Admin | Role::Guest) => ClientRole::Admin,
+            (SocketAccess::Operators, SessionRole::Operator) => ClientRole::Operator,
+            (SocketAccess::Operators, SessionRole::Admin | SessionRole::Guest) => ClientRole::Admin,
         }
     }
 
@@ -653,15 +654,15 @@ impl Connection {
         true
     }
 
-    fn opened(&self) -> Result<&EventSession, Failure> {
+    fn opened(&self) -> Result<&EventSession, RequestError> {
         match &self.events {
             Some(events) => Ok(events),
-            None => fail(FailureKind::Invalid, "no event is open"),
+            None => fail(RequestErrorKind::Invalid, "no event is open"),
         }
     }
 
-    fn refuse(&mut self, id: u64, kind: FailureKind, message: String) {
-        let error = Some(Failure { kind, message });
+    fn refuse(&mut self, id: u64, kind: RequestErrorKind, message: String) {
+        let error = Some(RequestError { kind, message });
         // The connection closes in any case.
         let _ = self.send(&ReplyLine { id, ok: None, error });
     }
@@ -701,10 +702,10 @@ impl Connection {
         }
     }
 
-    /// Sends a reply with a file descriptor, which is attached to its first byte.
+    /// Sends a reply with a file descriptor attached to its first byte.
     fn reply_with(&mut self, id: u64, ok: Value, source: &FdSource) -> ConnectionFate {
         if !self.outgoing.is_empty() {
-            // A client that waits for a descriptor has read all previous replies.
+            // A client must have read all previous replies before it waits for a descriptor.
             return ConnectionFate::Ends;
         }
         let reply = ReplyLine {

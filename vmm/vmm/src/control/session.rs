@@ -7,7 +7,8 @@ use std::sync::Arc;
 use perf_core::pmu::{PmuError, VcpuId, host};
 use perf_core::ring::Ring;
 use perf_core::{
-    Attr, ControlScope, Handle, OpenError, OpenFlags, OpenTarget, Role, Session, VcpuReading, error_line,
+    Attr, ControlScope, EventHandle, OpenError, OpenFlags, OpenTarget, Session, SessionRole, VcpuReading,
+    error_line,
 };
 
 use super::events::{OperatorEvent, operator_event};
@@ -19,13 +20,13 @@ use crate::pmu::{HostSampling, HostSamplingError, VmPmu};
 use crate::vcpu::registry::{self, VcpuRegistry};
 use control_api::events::list::{self, EventGroup, EventSpec};
 use control_api::protocol::{
-    EventReading, Failure, FailureKind, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, OpenedEvent,
-    PluggedVcpuEvents, RingInfo, RingLoss, SamplingParams, VcpuPart,
+    EventReading, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, OpenedEvent, PluggedVcpuEvents, RequestError,
+    RequestErrorKind, RingInfo, RingLoss, SamplingParams, VcpuReadingPart,
 };
 
-/// Returns a [`Failure`] as an error.
-pub(super) fn fail<T>(kind: FailureKind, message: impl Into<String>) -> Result<T, Failure> {
-    Err(Failure {
+/// Returns a [`RequestError`] as an error.
+pub(super) fn fail<T>(kind: RequestErrorKind, message: impl Into<String>) -> Result<T, RequestError> {
+    Err(RequestError {
         kind,
         message: message.into(),
     })
@@ -48,7 +49,7 @@ pub struct EventSession {
     made: BTreeSet<u32>,
     /// `true` if the last request enabled the events.
     enabled: bool,
-    /// Events opened at hot-plug that the client has not been told of.
+    /// Events opened at hot-plug that have not been reported to the client yet.
     joined: Vec<PluggedVcpuEvents>,
 }
 
@@ -61,10 +62,10 @@ struct HotplugEvents {
 
 #[derive(Debug)]
 struct OpenEvent {
-    handle: Handle,
+    handle: EventHandle,
     /// `None` for an event of the whole VM.
     vcpu: Option<u32>,
-    /// The vCPU has been unplugged since.
+    /// The vCPU has since been unplugged.
     gone: bool,
     ring: Option<HostRing>,
 }
@@ -76,7 +77,7 @@ pub enum EventTargets<'v> {
     EveryVcpu,
     /// One event on each of the listed vCPUs.
     Listed(&'v [u32]),
-    /// The whole VM: one event per name, inherited by every vCPU that is plugged later.
+    /// The whole VM. Each name opens one event, which every vCPU that is plugged later inherits.
     WholeVm,
 }
 
@@ -84,7 +85,7 @@ pub enum EventTargets<'v> {
 #[derive(Debug)]
 struct HostRing {
     sampling: HostSampling,
-    /// Sampling rate without the host kernel: the period, or the frequency in Hz.
+    /// Sampling rate that applies without the host kernel: the period, or the frequency in Hz.
     rate: u64,
 }
 
@@ -98,22 +99,22 @@ enum HostRingUnavailable {
     Denied(#[from] OpenError),
 }
 
-/// A group mixes events of the whole VM with events of vCPUs.
+/// Error for a group that mixes events of the whole VM with events of vCPUs.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error(
     "kvm:vm:… counts for the whole VM and cannot be in a group with events of vCPUs; name it outside the braces"
 )]
 struct MixedGroupError;
 
-/// Reason why an event is not open: it is unsupported here, or it was refused.
+/// Reason why an event is not open.
 enum EventOpenError {
     Unsupported(String),
-    Refused(Failure),
+    Refused(RequestError),
 }
 
 impl EventSession {
     /// Creates a session for user `uid` with this role, on a VM with the vCPUs in `registry`.
-    pub fn new(pmu: Arc<VmPmu>, uid: u32, role: Role, registry: Arc<VcpuRegistry>) -> Self {
+    pub fn new(pmu: Arc<VmPmu>, uid: u32, role: SessionRole, registry: Arc<VcpuRegistry>) -> Self {
         Self {
             session: pmu.core().session(uid, role),
             events: Vec::new(),
@@ -131,17 +132,18 @@ impl EventSession {
     /// Opens a list of events on some or all vCPUs, disabled.
     ///
     /// # Errors
-    /// Returns a [`Failure`] if the list does not parse, a vCPU does not exist, a limit is reached,
-    /// or this user may not open an event. No event of the list stays open then. An event that
-    /// cannot be counted on this host is not an error; its entry gives the reason.
+    /// Returns a [`RequestError`] if the list cannot be parsed, a vCPU does not exist, a limit is
+    /// reached, or this user may not open an event. In this case, no event of the list remains
+    /// open. An event that cannot be counted on this host is not an error; its entry gives the
+    /// reason.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     pub fn open(
         &mut self,
         text: &str,
         on: EventTargets<'_>,
         sampling: Option<SamplingParams>,
-    ) -> Result<Vec<OpenedEvent>, Failure> {
-        let groups = list::parse(text).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
+    ) -> Result<Vec<OpenedEvent>, RequestError> {
+        let groups = list::parse(text).or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))?;
         let vcpus = match on {
             EventTargets::EveryVcpu => self.chosen(None)?,
             EventTargets::Listed(vcpus) => self.chosen(Some(vcpus))?,
@@ -155,7 +157,7 @@ impl EventSession {
         };
         if self.open_events() + more > MAX_EVENTS {
             return fail(
-                FailureKind::Limit,
+                RequestErrorKind::Limit,
                 format!("a connection may have {MAX_EVENTS} events; ask for fewer events or vCPUs"),
             );
         }
@@ -163,7 +165,10 @@ impl EventSession {
             sampling::check(&self.pmu, sampling)?;
         }
         if sampling.is_some() && vcpus.iter().any(|v| self.rings.contains_key(v)) {
-            return fail(FailureKind::Invalid, "open sampling events before their ring");
+            return fail(
+                RequestErrorKind::Invalid,
+                "open sampling events before their ring",
+            );
         }
         let before = self.events.len();
         let places: Vec<Option<u32>> = match on {
@@ -174,8 +179,8 @@ impl EventSession {
         for (nth, place) in places.into_iter().enumerate() {
             let mut index = 0;
             for group in &groups {
-                let whole = is_whole(group).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
-                // A VM-wide event is opened once, however many vCPUs are requested.
+                let whole = is_whole(group).or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))?;
+                // A VM-wide event is opened once, regardless of the number of requested vCPUs.
                 let place = if whole { None } else { place };
                 if whole && nth > 0 {
                     index += group.events.len() as u32;
@@ -201,9 +206,9 @@ impl EventSession {
         self.events.iter().map(weight).sum()
     }
 
-    /// Opens the events requested on each vCPU on a vCPU that has entered perf-core but is not
-    /// visible to the guest yet. Creates its ring, and enables the events if the others are
-    /// enabled.
+    /// Opens, on a vCPU that has entered perf-core but is not visible to the guest yet, the events
+    /// that were requested on each vCPU. Creates its ring, and enables the events if those of the
+    /// other vCPUs are enabled.
     pub fn open_on_new_vcpu(&mut self, vcpu: u32) {
         for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
             event.gone = true;
@@ -230,12 +235,12 @@ impl EventSession {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
-    fn follow(&mut self, vcpu: u32, opened: &mut Vec<OpenedEvent>) -> Result<(), Failure> {
+    fn follow(&mut self, vcpu: u32, opened: &mut Vec<OpenedEvent>) -> Result<(), RequestError> {
         let before = self.events.len();
         let hotplug_events = self.hotplug_events.clone();
         let samples = hotplug_events.iter().any(|f| f.sampling.is_some());
         if samples {
-            // The ring of a previous vCPU with this number. A reader has its own mapping.
+            // Removes the ring of a previous vCPU with this number. A reader keeps its own mapping.
             self.rings.remove(&vcpu);
             self.made.remove(&vcpu);
         }
@@ -248,7 +253,7 @@ impl EventSession {
                 }
                 if self.open_events() + group.events.len() > MAX_EVENTS {
                     return fail(
-                        FailureKind::Limit,
+                        RequestErrorKind::Limit,
                         format!("a connection may have {MAX_EVENTS} events"),
                     );
                 }
@@ -268,7 +273,7 @@ impl EventSession {
                 event
                     .handle
                     .enable(ControlScope::Event)
-                    .or_else(|e| fail(FailureKind::Internal, error_line(&e)))?;
+                    .or_else(|e| fail(RequestErrorKind::Internal, error_line(&e)))?;
                 if let Some(ring) = &event.ring
                     && let Err(e) = ring.sampling.sampler.set_enabled(true)
                 {
@@ -284,7 +289,7 @@ impl EventSession {
         std::mem::take(&mut self.joined)
     }
 
-    fn chosen(&self, vcpus: Option<&[u32]>) -> Result<Vec<u32>, Failure> {
+    fn chosen(&self, vcpus: Option<&[u32]>) -> Result<Vec<u32>, RequestError> {
         let mut chosen = match vcpus {
             None => self.registry.present().numbers().map(u32::from).collect(),
             Some(list) => list.to_vec(),
@@ -294,7 +299,7 @@ impl EventSession {
         let present = self.registry.present();
         if let Some(no) = chosen.iter().find(|v| !has(present, **v)) {
             return fail(
-                FailureKind::Invalid,
+                RequestErrorKind::Invalid,
                 format!("vCPU {no} not found: the VM has {}", registry::named(present)),
             );
         }
@@ -308,7 +313,7 @@ impl EventSession {
         sampling: Option<SamplingParams>,
         index: &mut u32,
         opened: &mut Vec<OpenedEvent>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RequestError> {
         let mut leader = None;
         for (i, spec) in group.events.iter().enumerate() {
             let result = if i > 0 && leader.is_none() {
@@ -384,7 +389,7 @@ impl EventSession {
             }
         }
         if leader.is_some() {
-            // The leader of a group determines whether the group is pinned and enabled.
+            // The group leader determines whether the group is pinned and enabled.
             event.attr.pinned = false;
             event.attr.exclusive = false;
         }
@@ -412,7 +417,7 @@ impl EventSession {
     }
 
     /// Makes the host kernel sample the event that `attr` describes, if the kernel supports this
-    /// and the user may.
+    /// and the user is permitted to do so.
     fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, HostRingUnavailable> {
         let sampling = self.pmu.host_sampling(vcpu, attr)?;
         if sampling.sees_host {
@@ -429,12 +434,12 @@ impl EventSession {
         })
     }
 
-    fn ring_of(&self, handle: u32) -> Result<(&OpenEvent, &HostRing), Failure> {
+    fn ring_of(&self, handle: u32) -> Result<(&OpenEvent, &HostRing), RequestError> {
         let event = usize::try_from(handle).ok().and_then(|at| self.events.get(at));
         match event.and_then(|event| Some((event, event.ring.as_ref()?))) {
             Some(found) => Ok(found),
             None => fail(
-                FailureKind::Invalid,
+                RequestErrorKind::Invalid,
                 format!("event {handle} has no ring of the host's kernel"),
             ),
         }
@@ -443,12 +448,12 @@ impl EventSession {
     /// Returns the host kernel's ring of the event `handle` with a duplicate of its descriptor.
     ///
     /// # Errors
-    /// Returns a [`Failure`] if the event does not exist, it has no such ring, or no descriptor is
-    /// free.
-    pub fn share_host_ring(&self, handle: u32) -> Result<(HostRingInfo, OwnedFd), Failure> {
+    /// Returns a [`RequestError`] if the event does not exist, it has no such ring, or no
+    /// descriptor is free.
+    pub fn share_host_ring(&self, handle: u32) -> Result<(HostRingInfo, OwnedFd), RequestError> {
         let (_, ring) = self.ring_of(handle)?;
-        let internal = |e: std::io::Error| Failure {
-            kind: FailureKind::Internal,
+        let internal = |e: std::io::Error| RequestError {
+            kind: RequestErrorKind::Internal,
             message: format!("the host kernel's ring: {e}"),
         };
         let fd = ring.sampling.sampler.as_fd().try_clone_to_owned();
@@ -463,10 +468,10 @@ impl EventSession {
     /// Returns a perf event that records the context switches of the thread of `vcpu`.
     ///
     /// # Errors
-    /// Returns a [`Failure`] if the vCPU is not running or the host refuses the event.
-    pub fn share_thread_switches(&self, vcpu: u32) -> Result<OwnedFd, Failure> {
-        let unsupported = |e: &dyn std::error::Error| Failure {
-            kind: FailureKind::Unsupported,
+    /// Returns a [`RequestError`] if the vCPU is not running or the host rejects the event.
+    pub fn share_thread_switches(&self, vcpu: u32) -> Result<OwnedFd, RequestError> {
+        let unsupported = |e: &dyn std::error::Error| RequestError {
+            kind: RequestErrorKind::Unsupported,
             message: format!("context switches of vCPU {vcpu}: {}", error_line(e)),
         };
         let switches = self
@@ -479,18 +484,18 @@ impl EventSession {
     /// Makes the VMM itself take every `every`-th sample of the event `handle`.
     ///
     /// # Errors
-    /// Returns a [`Failure`] if the event does not exist, it has no ring of the host kernel, or
-    /// `every` is 0.
-    pub fn sample_in_vmm(&self, handle: u32, every: u32) -> Result<(), Failure> {
+    /// Returns a [`RequestError`] if the event does not exist, it has no ring of the host kernel,
+    /// or `every` is 0.
+    pub fn sample_in_vmm(&self, handle: u32, every: u32) -> Result<(), RequestError> {
         let (event, ring) = self.ring_of(handle)?;
         if every == 0 {
-            return fail(FailureKind::Invalid, "chains on every 0th sample");
+            return fail(RequestErrorKind::Invalid, "chains on every 0th sample");
         }
         let rate = rate_for(event.handle.attr(), ring.rate, every);
         event
             .handle
             .set_period(rate)
-            .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))
+            .or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))
     }
 
     /// Enables or disables all events.
@@ -499,7 +504,7 @@ impl EventSession {
         if on {
             self.session.enable_all();
             if self.pmu.steps_for_operators() {
-                // The vCPUs begin to step at their next entry.
+                // The vCPUs begin single-stepping at their next VM entry.
                 self.registry.kicker().kick();
             }
         } else {
@@ -568,18 +573,21 @@ impl EventSession {
     /// Creates a ring for all sampling events of `vcpu`.
     ///
     /// # Errors
-    /// Returns a [`Failure`] if the size is too large or not a power of two, the vCPU has no
-    /// sampling event or already a ring, or the memory limit is reached.
-    pub fn ring(&mut self, vcpu: u32, layout: RingLayout) -> Result<(RingInfo, Arc<Ring>), Failure> {
+    /// Returns a [`RequestError`] if the size is too large or not a power of two, the vCPU has no
+    /// sampling event or already has a ring, or the memory limit is reached.
+    pub fn ring(&mut self, vcpu: u32, layout: RingLayout) -> Result<(RingInfo, Arc<Ring>), RequestError> {
         let pages = layout.pages;
         if pages == 0 || pages > MAX_RING_PAGES || !pages.is_power_of_two() {
             return fail(
-                FailureKind::Invalid,
+                RequestErrorKind::Invalid,
                 format!("a ring has 1 to {MAX_RING_PAGES} data pages, a power of two; not {pages}"),
             );
         }
         if self.rings.contains_key(&vcpu) && !self.made.remove(&vcpu) {
-            return fail(FailureKind::Invalid, format!("vCPU {vcpu} has a ring already"));
+            return fail(
+                RequestErrorKind::Invalid,
+                format!("vCPU {vcpu} has a ring already"),
+            );
         }
         let mut of_vcpu = self
             .events
@@ -588,7 +596,7 @@ impl EventSession {
             .map(|e| &e.handle);
         let Some(first) = of_vcpu.next() else {
             return fail(
-                FailureKind::Invalid,
+                RequestErrorKind::Invalid,
                 format!("no sampling event is open on vCPU {vcpu}"),
             );
         };
@@ -596,7 +604,7 @@ impl EventSession {
             // The ring was created at hot-plug.
             return Ok((self.ring_info(vcpu, first.attr()), ring.clone()));
         }
-        let others: Vec<&Handle> = of_vcpu.collect();
+        let others: Vec<&EventHandle> = of_vcpu.collect();
         let ring = shared_ring(first, &others, layout)?;
         let info = self.ring_info(vcpu, first.attr());
         self.rings.insert(vcpu, ring.clone());
@@ -625,8 +633,8 @@ fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
 }
 
 /// Returns the counts of one vCPU.
-fn part(of: &VcpuReading) -> VcpuPart {
-    VcpuPart {
+fn part(of: &VcpuReading) -> VcpuReadingPart {
+    VcpuReadingPart {
         vcpu: of.vcpu.0,
         value: of.reading.value,
         enabled_ns: of.reading.time_enabled_ns,
@@ -648,8 +656,12 @@ fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
 }
 
 /// Returns the role of user `uid`.
-pub(crate) fn role(uid: u32) -> Role {
-    if uid == 0 { Role::Admin } else { Role::Operator }
+pub(crate) fn role(uid: u32) -> SessionRole {
+    if uid == 0 {
+        SessionRole::Admin
+    } else {
+        SessionRole::Operator
+    }
 }
 
 fn not_opened(error: OpenError) -> EventOpenError {
@@ -663,23 +675,23 @@ fn not_opened(error: OpenError) -> EventOpenError {
         OpenError::HostKernelDenied
         | OpenError::VmWideDenied
         | OpenError::NotOwner
-        | OpenError::RawDenied => FailureKind::Denied,
+        | OpenError::RawDenied => RequestErrorKind::Denied,
         OpenError::FrequencyTooHigh { .. } => {
-            return EventOpenError::Refused(Failure {
-                kind: FailureKind::Limit,
+            return EventOpenError::Refused(RequestError {
+                kind: RequestErrorKind::Limit,
                 message: format!("{message}; ask for less, or start the VM with a higher --sample-limit"),
             });
         }
-        OpenError::GroupTooLarge { .. } | OpenError::Overcommitted { .. } => FailureKind::Limit,
-        OpenError::Driver(PmuError::Busy | PmuError::Mediated(_)) => FailureKind::Unsupported,
+        OpenError::GroupTooLarge { .. } | OpenError::Overcommitted { .. } => RequestErrorKind::Limit,
+        OpenError::Driver(PmuError::Busy | PmuError::Mediated(_)) => RequestErrorKind::Unsupported,
         OpenError::Driver(PmuError::Os { what, source })
             if matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) =>
         {
             let message = format!(
                 "{what}: {source}: close some events, or start the VM with a larger limit (ulimit -n)"
             );
-            return EventOpenError::Refused(Failure {
-                kind: FailureKind::Limit,
+            return EventOpenError::Refused(RequestError {
+                kind: RequestErrorKind::Limit,
                 message,
             });
         }
@@ -690,12 +702,12 @@ fn not_opened(error: OpenError) -> EventOpenError {
             return EventOpenError::Unsupported(backing::EVENT_DENIED.to_owned());
         }
         OpenError::Driver(PmuError::Os { what, source }) => {
-            return EventOpenError::Refused(Failure {
-                kind: FailureKind::Internal,
+            return EventOpenError::Refused(RequestError {
+                kind: RequestErrorKind::Internal,
                 message: format!("{what}: {source}"),
             });
         }
-        _ => FailureKind::Invalid,
+        _ => RequestErrorKind::Invalid,
     };
-    EventOpenError::Refused(Failure { kind, message })
+    EventOpenError::Refused(RequestError { kind, message })
 }

@@ -57,8 +57,8 @@ impl AcpiPm {
         self.update_sci_level();
     }
 
-    /// Presses the power button. Returns whether the guest's driver has enabled the event; if not,
-    /// the press has no effect.
+    /// Presses the power button. Returns whether the guest's driver has enabled the event. If it
+    /// has not, the press has no effect.
     pub fn press_power_button(&mut self) -> bool {
         if !self.is_power_button_enabled() {
             return false;
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     /// A press asserts the SCI until the guest clears the status bit. A guest that has not enabled
-    /// the event receives nothing, then or later.
+    /// the event never receives it.
     #[test]
     fn power_button_asserts_sci_until_acknowledged() {
         let level = Arc::new(AtomicBool::new(false));
@@ -162,7 +162,7 @@ mod tests {
 
     proptest::proptest! {
         /// The SCI level always equals status AND enable, only writing a one clears a status bit,
-        /// and only the soft-off sleep type ends the machine.
+        /// and only the soft-off sleep type powers off the machine.
         #[test]
         fn sci_level_follows_status_and_enable(
             steps in proptest::collection::vec((0u16..7, proptest::prelude::any::<u8>()), 0..60),

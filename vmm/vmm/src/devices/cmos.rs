@@ -41,7 +41,7 @@ struct Utc {
     second: u8,
 }
 
-/// Returns the civil date of seconds since 1970 (Howard Hinnant's days-to-civil algorithm).
+/// Converts seconds since 1970 to a civil date (Howard Hinnant's days-to-civil algorithm).
 #[expect(
     clippy::cast_possible_truncation,
     reason = "days, months and weekdays are below 256"
@@ -103,7 +103,7 @@ impl Cmos {
         board.cmos = self.memory.to_vec().into();
     }
 
-    /// Restores saved registers. Returns `false` if they are not those of a CMOS.
+    /// Restores saved registers. Returns `false` if the registers are not valid for a CMOS.
     pub fn restore(&mut self, board: &SavedBoard) -> bool {
         let Ok(memory) = <[u8; 128]>::try_from(board.cmos.0.as_slice()) else {
             return false;

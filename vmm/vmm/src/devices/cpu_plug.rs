@@ -113,8 +113,8 @@ pub struct CpuPlugState {
     pub unnoticed: VcpuSet,
     /// Processors with a pending ejection request.
     pub asked_for: VcpuSet,
-    /// Insertions and ejections that the guest refused since the last request: processor and _OST
-    /// status.
+    /// Insertions and ejections that the guest has rejected since the last request, as processor
+    /// and _OST status.
     pub refused: Vec<(u8, u32)>,
     /// Number of ejections without a request.
     pub unrequested_ejections: u64,
@@ -156,7 +156,7 @@ impl CpuPlug {
     /// Creates the device for `max` processors, of which the first `shown` are present.
     ///
     /// # Errors
-    /// Returns the error of `eventfd(2)`.
+    /// Returns an error if `eventfd(2)` fails.
     pub fn new(shown: u8, max: u8) -> io::Result<Self> {
         Ok(Self {
             registers: Mutex::new(Registers {
@@ -180,7 +180,7 @@ impl CpuPlug {
     }
 
     /// Returns the registers for a snapshot, or `None` if the guest has ejected a processor whose
-    /// thread has not ended yet.
+    /// thread is still running.
     pub fn save(&self) -> Option<SavedCpuPlug> {
         let registers = self.lock();
         registers.ejected.is_empty().then(|| SavedCpuPlug {
@@ -453,7 +453,7 @@ mod tests {
         );
     }
 
-    /// A refusal ends the request. Its status is reported until the next request.
+    /// A rejection by the guest ends the request. Its status is reported until the next request.
     #[test]
     fn cpu_plug_reports_refusal_by_guest() {
         let plug = CpuPlug::new(3, 4).unwrap();
@@ -462,7 +462,7 @@ mod tests {
         let state = plug.state();
         assert_eq!((state.asked_for, state.refused), (set(&[1]), vec![(2, 0x82)]));
         assert_eq!(state_of(&plug, 2), PRESENT);
-        // A refusal without a request has no effect.
+        // A rejection without a request has no effect.
         report(&plug, 0, EJECT_REQUEST, 0x82);
         report(&plug, 63, DEVICE_CHECK, 1);
         assert_eq!(plug.state().refused.len(), 1);
@@ -492,8 +492,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the guest writes, processor 0 stays present, absent processors stay absent, and
-        /// only present processors are ejected, each at most once.
+        /// Regardless of the guest's writes, processor 0 stays present, absent processors stay
+        /// absent, and only present processors are ejected, each at most once.
         #[test]
         fn guest_ejects_only_present_processors(
             writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)

@@ -112,8 +112,8 @@ mod tests {
     }
 
     proptest! {
-        /// Accesses of any width read an item as one byte string from the selection on, followed by
-        /// zeroes. The selector is write-only and the data port read-only.
+        /// Accesses of any width read an item as one byte string that starts at the selection and
+        /// is followed by zeroes. The selector is write-only and the data port read-only.
         #[test]
         fn fw_cfg_item_is_independent_of_access_width(
             key in prop_oneof![0u16..8, Just(MAX_CPUS), Just(FILE_DIRECTORY), any::<u16>()],
@@ -135,7 +135,7 @@ mod tests {
             let mut right = item(key);
             right.resize(read.len().max(right.len()), 0);
             prop_assert_eq!(&read[..], &right[..read.len()]);
-            // Selecting the item again restarts it.
+            // Selecting the item again resets the read position.
             device.write(FW_CFG_SELECT, &key.to_le_bytes());
             let mut first = [0];
             device.read(FW_CFG_DATA, &mut first);

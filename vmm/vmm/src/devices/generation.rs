@@ -1,8 +1,8 @@
-//! VM generation ID: 16 bytes in guest memory that change when a state of the guest may run a second
-//! time, which is at each restore of a snapshot (Microsoft, "Virtual Machine Generation ID"). Linux
+//! VM generation ID, 16 bytes in guest memory that change at each restore of a snapshot, because a
+//! guest state may then run a second time (Microsoft, "Virtual Machine Generation ID"). Linux
 //! reseeds its random number generator when it is notified.
 //!
-//! The ID lies at [`crate::boot::layout::GENERATION_ID`]. Resets of the guest keep it.
+//! The ID is at [`crate::boot::layout::GENERATION_ID`]. Guest resets do not change it.
 
 use std::io;
 
@@ -20,7 +20,7 @@ impl GenerationId {
     /// Creates a random ID.
     ///
     /// # Errors
-    /// Returns the error of `getrandom(2)` or of `eventfd(2)`.
+    /// Returns an error if `getrandom(2)` or `eventfd(2)` fails.
     pub fn new() -> io::Result<Self> {
         let mut id = [0; 16];
         // Reads of up to 256 bytes are complete: random(4).

@@ -1,7 +1,7 @@
 //! A keyboard controller without a keyboard, which answers probes and resets the machine.
 //!
-//! Every command with a response responds at once. A driver without a response would poll the
-//! status port ten thousand times, with one exit per poll.
+//! Every command that has a response responds immediately. A driver that receives no response would
+//! poll the status port ten thousand times, with one exit per poll.
 
 use snapshot::state::SavedBoard;
 
@@ -76,7 +76,7 @@ impl I8042 {
             READ_CONFIG => self.output = Some(self.config),
             SELF_TEST => self.output = Some(SELF_TEST_PASSED),
             TEST_KEYBOARD => self.output = Some(PORT_OK),
-            // There is no second port: its clock line is stuck.
+            // There is no second port, so the test reports a stuck clock line.
             TEST_AUX => self.output = Some(PORT_STUCK),
             READ_INPUT => self.output = Some(0),
             READ_OUTPUT => self.output = Some(OUTPUT_NOT_RESET | OUTPUT_A20),

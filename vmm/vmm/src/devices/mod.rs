@@ -2,7 +2,8 @@
 //!
 //! KVM emulates the interrupt controllers and the timer. All other devices use I/O ports, except
 //! the virtio devices, which are functions of a PCI bus with MMIO regions. Accesses of any width to
-//! any port or address are safe: without a device, reads return all ones and writes are ignored.
+//! any port or address are safe. Where no device exists, reads return all ones and writes are
+//! ignored.
 
 mod acpi_pm;
 mod cmos;
@@ -40,9 +41,9 @@ const CONTROL_A_RESET: u8 = 1 << 0;
 /// System control port A: address line 20 is enabled. Always set.
 const CONTROL_A_A20: u8 = 1 << 1;
 
-/// The port and MMIO buses, shared by all vCPU threads. Each device has its own lock, held for one
-/// access.
-pub struct Bus {
+/// The port and MMIO buses, shared by all vCPU threads. Each device has a separate lock, which is
+/// held for one access.
+pub struct BoardBus {
     ram_bytes: u64,
     cpus: VcpuNumbers,
     serial: Arc<SerialPort>,
@@ -72,11 +73,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Bus {
+impl BoardBus {
     /// Creates the devices. `console` receives the serial port's output. `ram_bytes` and `cpus` are
     /// reported to the guest.
     pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: VcpuNumbers) -> io::Result<Self> {
-        Ok(Bus {
+        Ok(BoardBus {
             ram_bytes,
             cpus,
             serial: Arc::new(SerialPort::new(console)?),
@@ -103,8 +104,8 @@ impl Bus {
         lock(&self.pm).connect_sci(sci);
     }
 
-    /// Presses the power button. Returns whether the guest's driver has enabled the event; if not,
-    /// the press has no effect.
+    /// Presses the power button. Returns whether the guest's driver has enabled the event. If it
+    /// has not, the press has no effect.
     pub fn press_power_button(&self) -> bool {
         lock(&self.pm).press_power_button()
     }
@@ -223,7 +224,7 @@ impl Bus {
         }
     }
 
-    /// Handles a string IN (`rep ins`): `data` holds several accesses of `width` bytes to one port.
+    /// Handles a string IN (`rep ins`). `data` holds several accesses of `width` bytes to one port.
     pub fn io_in_string(&self, port: u16, width: usize, data: &mut [u8]) {
         for access in data.chunks_mut(width.clamp(1, 4)) {
             self.io_in(port, access);
@@ -277,8 +278,8 @@ impl Bus {
             ports::I8042_DATA => lock(&self.i8042).read_data(),
             ports::I8042_COMMAND => lock(&self.i8042).read_status(),
             ports::SYSTEM_CONTROL_B => {
-                // Bit 4 toggles with memory refresh and bit 5 is timer 2's output. Loops that wait
-                // for either must end. KVM's PIT normally handles this port.
+                // Bit 4 toggles with memory refresh, and bit 5 is timer 2's output. Loops that wait
+                // for either bit must terminate. KVM's PIT normally handles this port.
                 let toggle = self.control_b_reads.fetch_add(1, Ordering::Relaxed) & 1;
                 0x20 | (toggle << 4)
             }
@@ -327,7 +328,7 @@ impl Bus {
             }
             ports::RESET_CONTROL => {
                 self.reset_control.store(value & !0x04, Ordering::Relaxed);
-                // Bit 2 is "reset CPU". The other bits select the kind of reset.
+                // Bit 2 is "reset CPU". The other bits select the reset type.
                 if value & 0x04 != 0 {
                     BusOutcome::Reset
                 } else {
@@ -353,11 +354,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn bus() -> Bus {
-        Bus::new(Box::new(io::sink()), 64 << 20, "3".parse().unwrap()).unwrap()
+    fn bus() -> BoardBus {
+        BoardBus::new(Box::new(io::sink()), 64 << 20, "3".parse().unwrap()).unwrap()
     }
 
-    fn inb(bus: &Bus, port: u16) -> u8 {
+    fn inb(bus: &BoardBus, port: u16) -> u8 {
         let mut b = [0];
         bus.io_in(port, &mut b);
         b[0]
@@ -405,7 +406,8 @@ mod tests {
         assert_eq!(b.io_out(0x60, &[0xDE]), BusOutcome::Reset);
     }
 
-    /// Code that enables address line 20 through port 0x92 waits until the bit reads as one.
+    /// A20 always reads as enabled, because code that enables address line 20 through port 0x92
+    /// waits until the bit reads as one.
     #[test]
     fn a20_is_enabled_and_control_a_keeps_other_bits() {
         let b = bus();
@@ -450,7 +452,7 @@ mod tests {
     #[test]
     fn cpu_plug_registers_exist_only_with_hotplug() {
         assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);
-        let b = Bus::new(Box::new(io::sink()), 64 << 20, "2,max=5".parse().unwrap()).unwrap();
+        let b = BoardBus::new(Box::new(io::sink()), 64 << 20, "2,max=5".parse().unwrap()).unwrap();
         for (vcpu, state) in [(0, 1), (1, 1), (2, 0), (5, 0)] {
             b.io_out(ports::CPU_PLUG, &[vcpu]);
             assert_eq!(inb(&b, ports::CPU_PLUG + 1), state, "{vcpu}");
@@ -465,7 +467,7 @@ mod tests {
     #[test]
     fn string_io_repeats_port_access() {
         let out = crate::console::testing::SharedBuffer::default();
-        let b = Bus::new(Box::new(out.clone()), 16 << 20, "1".parse().unwrap()).unwrap();
+        let b = BoardBus::new(Box::new(out.clone()), 16 << 20, "1".parse().unwrap()).unwrap();
         assert_eq!(b.io_out_string(0x3F8, 1, b"hello"), BusOutcome::Continue);
         assert_eq!(out.contents(), b"hello");
         b.io_out(0x510, &0u16.to_le_bytes());
@@ -493,7 +495,7 @@ mod tests {
                 (proptest::sample::select(vec![0xCD8u16, 0xCD9, 0xCDC, 0xCE0, 0xCE3, 0x60, 0x61, 0x64, 0x92, 0x70, 0x71, 0x3F8, 0x3F9, 0x3FA, 0x3FB, 0x3FC, 0x3FD, 0x3FE, 0x510, 0x511, 0x600, 0x602, 0x603, 0xCF9]),
                  1usize..5, any::<u32>(), any::<bool>()), 0..400)
         ) {
-            let b = Bus::new(Box::new(io::sink()), 64 << 20, "3,max=5".parse().unwrap()).unwrap();
+            let b = BoardBus::new(Box::new(io::sink()), 64 << 20, "3,max=5".parse().unwrap()).unwrap();
             for (port, width, value, write) in accesses {
                 let mut data = value.to_le_bytes()[..width.min(4)].to_vec();
                 if write { b.io_out(port, &data); } else { b.io_in(port, &mut data); }

@@ -1,4 +1,4 @@
-//! Results of device accesses for the machine.
+//! Effects of device accesses on the machine.
 
 /// Effect of a device write on the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,6 +9,7 @@ pub enum BusOutcome {
     Reset,
     /// The guest powered off.
     PowerOff,
-    /// The guest ended the VM through the debug-exit port, with the exit status of the process.
+    /// The guest terminated the VM through the debug-exit port, with this exit status for the
+    /// process.
     Exit(u8),
 }

@@ -22,7 +22,7 @@ pub const CMOS_DATA: u16 = 0x71;
 pub const CMOS_CENTURY: u8 = 0x32;
 /// Power-on self-test code, also used as a delay port.
 pub const POST: u16 = 0x80;
-/// Debug exit: a write ends the VM with status (value << 1) | 1.
+/// Debug-exit port. A write terminates the VM with status (value << 1) | 1.
 pub const DEBUG_EXIT: u16 = 0xF4;
 /// Ports of the debug-exit device.
 pub const DEBUG_EXIT_PORTS: RangeInclusive<u16> = DEBUG_EXIT..=DEBUG_EXIT + 3;

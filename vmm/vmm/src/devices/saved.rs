@@ -5,21 +5,21 @@ use std::sync::atomic::Ordering;
 use snapshot::state::{SavedBoard, SavedDevice};
 use virtio_devices::transport::saved::RestoreDeviceError;
 
-use super::{Bus, CONTROL_A_RESET, lock};
+use super::{BoardBus, CONTROL_A_RESET, lock};
 
 /// Bit of the reset control register that resets the processor, which never reads back.
 const RESET_CPU: u8 = 0x04;
 
-/// Error of restoring the devices.
+/// Error when restoring the devices.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreBoardError {
-    /// The state of a device is impossible.
+    /// The saved state of a device is invalid.
     #[error("the saved state of the {0} is not one that it can be in")]
     Impossible(&'static str),
-    /// A virtio device differs.
+    /// A virtio device differs from the saved one.
     #[error(transparent)]
     Device(#[from] RestoreDeviceError),
-    /// The saved machine has a PCI bus and this one has none, or the reverse.
+    /// The saved machine has a PCI bus and this one has none, or vice versa.
     #[error(
         "the snapshot has {saved} virtio devices, this machine has {here}; give the same --disk, --net, --rng and --virtio-console options"
     )]
@@ -31,9 +31,9 @@ pub enum RestoreBoardError {
     },
 }
 
-impl Bus {
+impl BoardBus {
     /// Returns the state of the devices of the board. No vCPU may run. Returns `None` if the guest
-    /// has ejected a vCPU that has not ended yet.
+    /// has ejected a vCPU whose thread is still running.
     pub fn save(&self) -> Option<SavedBoard> {
         let mut board = SavedBoard {
             serial: self.serial.save(),
@@ -58,7 +58,7 @@ impl Bus {
     /// already be restored, and no vCPU may run.
     ///
     /// # Errors
-    /// Returns a [`RestoreBoardError`] if the state is impossible, or if the virtio devices differ.
+    /// Returns a [`RestoreBoardError`] if the state is invalid, or if the virtio devices differ.
     pub fn restore(&self, board: &SavedBoard, devices: &[SavedDevice]) -> Result<(), RestoreBoardError> {
         let here = self.pci.as_ref().map_or(0, |pci| pci.device_count());
         if here != devices.len() {
@@ -102,17 +102,17 @@ mod tests {
     use crate::devices::cpu_plug::VcpuSet;
     use crate::devices::ports;
 
-    fn bus() -> Bus {
-        Bus::new(Box::new(io::sink()), 64 << 20, "2,max=4".parse().unwrap()).unwrap()
+    fn bus() -> BoardBus {
+        BoardBus::new(Box::new(io::sink()), 64 << 20, "2,max=4".parse().unwrap()).unwrap()
     }
 
-    fn inb(bus: &Bus, port: u16) -> u8 {
+    fn inb(bus: &BoardBus, port: u16) -> u8 {
         let mut byte = [0];
         bus.io_in(port, &mut byte);
         byte[0]
     }
 
-    /// Every device continues where it was, in the middle of a command too.
+    /// Every restored device continues from its saved state, even in the middle of a command.
     #[test]
     fn restored_board_continues_where_it_was() {
         let first = bus();

@@ -11,7 +11,7 @@ use vm_superio::{Serial, Trigger};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::lock;
-use crate::console::GuestInput;
+use crate::console::ConsoleInputSink;
 
 struct Irq(Arc<EventFd>);
 
@@ -90,8 +90,8 @@ impl SerialPort {
         }
     }
 
-    /// Restores the state of a snapshot and keeps the output. Returns `false` if it has more input
-    /// than the port can buffer.
+    /// Restores the state of a snapshot and keeps the output. Returns `false` if the state has more
+    /// input than the port can buffer.
     pub(super) fn restore(&self, saved: &SavedSerial) -> bool {
         let [low, high, ier, iir, lcr, lsr, mcr, msr, scratch] = saved.registers;
         let state = SerialState {
@@ -164,9 +164,9 @@ impl SerialPort {
     }
 }
 
-impl GuestInput for SerialPort {
-    /// Never blocks: a vCPU may hold the lock while it waits for a slow console, and the caller is
-    /// the thread that would end that wait.
+impl ConsoleInputSink for SerialPort {
+    /// Never blocks, because a vCPU may hold the lock while it waits for a slow console, and the
+    /// caller is the thread that would end that wait.
     fn send(&self, bytes: &[u8]) -> usize {
         let Some(mut uart) = self.try_lock() else { return 0 };
         let room = uart.fifo_capacity().min(bytes.len());

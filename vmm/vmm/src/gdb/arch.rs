@@ -4,8 +4,8 @@ use gdbstub::arch::{Arch, Registers};
 use gdbstub_arch::x86::X86_64_SSE;
 use gdbstub_arch::x86::reg::X86_64CoreRegs;
 
-/// [`X86_64_SSE`] with one difference: a packet with too few registers is an error of the packet
-/// and does not end the session.
+/// [`X86_64_SSE`], except that a packet with too few registers is rejected and does not end the
+/// session.
 pub enum GdbX86 {}
 
 impl Arch for GdbX86 {
@@ -24,7 +24,7 @@ impl Arch for GdbX86 {
 pub struct PacketRegisters {
     /// All registers.
     pub all: X86_64CoreRegs,
-    /// `true` if the packet was too short. `all` is invalid then.
+    /// `true` if the packet was too short. In this case, `all` is invalid.
     pub cut_short: bool,
 }
 

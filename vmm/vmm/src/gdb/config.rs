@@ -14,13 +14,13 @@ pub struct GdbConfig {
     pub wait: bool,
 }
 
-/// Error of parsing the argument of `--gdb`.
+/// Error when parsing the argument of `--gdb`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GdbConfigError {
     /// The path is empty.
     #[error("must be the path of a Unix socket, or PATH,wait")]
     Shape,
-    /// The text after the comma is not a known option.
+    /// The string after the comma is not a known option.
     #[error("only wait may follow the path: PATH,wait")]
     Word,
     /// The path is too long for a Unix socket.

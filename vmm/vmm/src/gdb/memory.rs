@@ -8,7 +8,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use crate::vcpu::debugger::{SoftwareBreakpoint, VcpuRegisters};
 
 const PAGE: u64 = 4096;
-/// Maximum number of guest memory reads per request. A packet has at most 4 KiB on two pages.
+/// Maximum number of guest memory reads per request. A packet covers at most 4 KiB on two pages.
 const MAX_READS: u32 = 256;
 /// Opcode of INT3.
 pub const INT3: u8 = 0xcc;
@@ -189,7 +189,7 @@ mod tests {
             assert_eq!(read(&memory, &registers, &[], hole, &mut data), 0);
             assert_eq!(insert_int3(&memory, &registers, hole), None);
         }
-        // Without paging, linear addresses are physical and end with memory.
+        // Without paging, linear addresses are physical addresses, valid up to the end of memory.
         let off = VcpuRegisters::default();
         assert_eq!(read(&memory, &off, &[], 0xf_fff8, &mut data), 8);
         let mut pae = registers;

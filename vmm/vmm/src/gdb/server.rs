@@ -24,12 +24,12 @@ use crate::vm::RunningVm;
 
 /// Timeout of a write to the client.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout of the thread for reporting the end of the VM to the client.
+/// Time limit for the thread to report the end of the VM to the client.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
 /// Size of one read in bytes.
 const READ_BYTES: usize = 4096;
 
-/// Error of starting the gdb server.
+/// Error when starting the gdb server.
 #[derive(Debug, thiserror::Error)]
 pub enum GdbError {
     /// Listening on the socket failed.
@@ -112,7 +112,7 @@ fn lock(current: &Current) -> MutexGuard<'_, Option<UnixStream>> {
     current.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Handle of the thread that serves debuggers. Dropping it ends the thread.
+/// Handle of the thread that serves debuggers. Dropping it stops the thread.
 #[derive(Debug)]
 pub struct GdbServer {
     end: EventFd,
@@ -263,7 +263,8 @@ impl GdbServerLoop {
                                 let end = MultiThreadStopReason::Exited(self.exit_code());
                                 running.report_stop(&mut self.machine, end)
                             }
-                            // The client has no pending request and sees the end of the connection.
+                            // The client has no pending request, and detects the end of the
+                            // connection.
                             _ => return Ok(DisconnectReason::Disconnect),
                         },
                     }
@@ -283,8 +284,8 @@ impl GdbServerLoop {
     }
 }
 
-/// Waits for `client`, `stops` or the end of the VM. The end has the lowest priority, so data that
-/// the client sent before it is processed.
+/// Waits for `client`, `stops` or the end of the VM. The end of the VM has the lowest priority, so
+/// data that the client sent before it is processed.
 fn wait(
     client: &impl AsRawFd,
     stops: Option<&EventFd>,

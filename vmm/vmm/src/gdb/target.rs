@@ -22,7 +22,7 @@ use super::arch::{GdbX86, PacketRegisters};
 use super::{memory, registers};
 use crate::vcpu::control::RunControl;
 use crate::vcpu::debugger::{
-    BreakpointAccess, DebugStop, Debugger, HardwareBreakpoint, ResumeAction, StopCause, VcpuRegisters,
+    BreakpointAccess, DebugStop, DebugStopCause, Debugger, HardwareBreakpoint, ResumeAction, VcpuRegisters,
     VcpuStopError,
 };
 use crate::vcpu::registry::VcpuRegistry;
@@ -141,12 +141,12 @@ impl GdbTarget {
         self.current = vcpu;
         let tid = tid(vcpu);
         Ok(match why {
-            StopCause::SoftwareBreakpoint => MultiThreadStopReason::SwBreak(tid),
-            StopCause::Step => MultiThreadStopReason::SignalWithThread {
+            DebugStopCause::SoftwareBreakpoint => MultiThreadStopReason::SwBreak(tid),
+            DebugStopCause::Step => MultiThreadStopReason::SignalWithThread {
                 tid,
                 signal: Signal::SIGTRAP,
             },
-            StopCause::HardwareBreakpoint(point) => {
+            DebugStopCause::HardwareBreakpoint(point) => {
                 let watch = |kind| MultiThreadStopReason::Watch {
                     tid,
                     kind,
@@ -253,7 +253,7 @@ impl MultiThreadBase for GdbTarget {
     }
 
     fn list_active_threads(&mut self, is_active: &mut dyn FnMut(Tid)) -> Result<(), VcpuStopError> {
-        // gdb selects the first thread of the list, so the vCPU that stopped last comes first.
+        // gdb selects the first thread of the list, so the vCPU that stopped last must be first.
         let present = self.present();
         let others = present.iter().filter(|vcpu| **vcpu != self.current);
         let current = present.iter().filter(|vcpu| **vcpu == self.current);
@@ -302,7 +302,7 @@ impl MultiThreadResume for GdbTarget {
         Ok(())
     }
 
-    // A signal has no meaning for a machine.
+    // Signals have no meaning for a machine.
     fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), VcpuStopError> {
         self.set_action(tid, ResumeAction::Run);
         Ok(())
@@ -385,7 +385,7 @@ fn execution(address: u64) -> Option<HardwareBreakpoint> {
     })
 }
 
-/// Returns a hardware breakpoint for data accesses. x86 has none for reads only.
+/// Returns a hardware breakpoint for data accesses. x86 has no breakpoints for reads only.
 fn data(address: u64, length: u64, kind: WatchKind) -> Option<HardwareBreakpoint> {
     let fits = matches!(length, 1 | 2 | 4 | 8) && address.is_multiple_of(length);
     let access = match kind {

@@ -177,7 +177,7 @@ fn guest_resumes_with_changed_registers() {
     assert_eq!(gdb.ask(&format!("G{changed}")), "OK");
     assert_eq!(gdb.ask("g"), changed);
     let before = gdb.rip();
-    // One vCPU steps and the other stays stopped.
+    // One vCPU is stepped and the other stays stopped.
     let said = gdb.ask("vCont;s:1");
     assert!(said.starts_with('T') || said.starts_with('S'), "{said}");
     assert_eq!(gdb.rip(), if before == CODE { JUMP } else { CODE });
@@ -214,8 +214,8 @@ fn hardware_breakpoints_stop_guest_and_are_limited() {
     }
 }
 
-/// Reads hide an INT3 in guest memory. It is removed on request, when the debugger detaches, and
-/// when its connection breaks. The guest continues each time.
+/// Reads hide an INT3 in guest memory. The INT3 is removed on request, when the debugger detaches,
+/// and when its connection breaks. The guest continues each time.
 #[test]
 fn detach_removes_breakpoints() {
     let Some(vm) = DebuggedVm::new() else { return };
@@ -247,7 +247,8 @@ fn detach_removes_breakpoints() {
     }
 }
 
-/// Ctrl-C stops a running guest. A kill command ends the VM like a stop by the operator.
+/// Ctrl-C stops a running guest. A kill command terminates the VM like a stop request from the
+/// operator.
 #[test]
 fn interrupt_stops_and_kill_ends_guest() {
     let Some(vm) = DebuggedVm::new() else { return };

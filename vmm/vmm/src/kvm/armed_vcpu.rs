@@ -26,7 +26,7 @@ thread_local! {
     static PAGE: Cell<*mut kvm_run> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// Makes the vCPU of this thread leave KVM_RUN, or return at once from the next KVM_RUN. Has no
+/// Makes the vCPU of this thread leave KVM_RUN, or return immediately from the next KVM_RUN. Has no
 /// effect if the thread runs no vCPU.
 ///
 /// Async-signal-safe: accesses one const-initialised thread-local without a destructor and one byte
@@ -98,7 +98,7 @@ impl InternalErrorExit {
 
 /// The result of one KVM_RUN call.
 #[derive(Debug)]
-pub struct Exit<'v> {
+pub struct RunResult<'v> {
     /// The exit reason, or the error of KVM_RUN.
     pub why: Result<VcpuExit<'v>, KvmIoctlError>,
     /// Size of one access in bytes at a port I/O exit. String instructions exit with several
@@ -106,11 +106,11 @@ pub struct Exit<'v> {
     pub io_width: usize,
 }
 
-/// A vCPU that signals to the current thread can kick out of KVM_RUN. If a thread creates several,
+/// A vCPU that a signal to the current thread kicks out of KVM_RUN. If a thread creates several,
 /// signals kick only the most recent one.
 ///
 /// [`Deref`] gives access to the calls that read and write KVM's state. There is no `DerefMut`,
-/// because replacing the descriptor would unmap the page that the signal handler writes to.
+/// because replacing the descriptor would unmap the page to which the signal handler writes.
 #[derive(Debug)]
 pub struct ArmedVcpu {
     // Fields are dropped in declaration order: `armed` clears the pointer before `fd` unmaps the
@@ -151,14 +151,14 @@ impl ArmedVcpu {
 
     /// Runs the vCPU until its next exit (KVM_RUN).
     #[inline]
-    pub fn run(&mut self) -> Exit<'_> {
+    pub fn run(&mut self) -> RunResult<'_> {
         let page = self.armed.0;
         let why = self.fd.raw_mut().run().map_err(KvmIoctlError::of("KVM_RUN"));
         // SAFETY: the mapping lives as long as `self.fd`, see `write_immediate_exit`. Every bit
         // pattern of the union is a valid `io`, which consists of integers. `why` borrows the data
         // of the exit and never this byte.
         let io_width = unsafe { (&raw const (*page).__bindgen_anon_1.io.size).read() };
-        Exit {
+        RunResult {
             why,
             io_width: io_width.into(),
         }
@@ -170,7 +170,7 @@ impl ArmedVcpu {
     /// remains set until [`ArmedVcpu::clear_exit_request`] clears it.
     ///
     /// # Errors
-    /// Returns the error of KVM_RUN. A guest cannot cause one.
+    /// Returns an error if KVM_RUN fails. A guest cannot cause such a failure.
     pub fn complete_exit(&mut self) -> Result<(), KvmIoctlError> {
         self.request_exit();
         match self.fd.raw_mut().run() {

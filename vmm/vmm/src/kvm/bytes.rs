@@ -7,18 +7,19 @@ use kvm_bindings::{
     Xsave, kvm_debugregs, kvm_fpu, kvm_irqchip, kvm_lapic_state, kvm_mp_state, kvm_pit_state2, kvm_regs,
     kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
-use snapshot::Bytes;
+use snapshot::Base64Bytes;
 use vmm_sys_util::fam::FamStruct as _;
 
 use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
-/// A structure of KVM's ABI that has a meaning as bytes.
+/// A structure of KVM's ABI that can be saved as bytes.
 ///
 /// # Safety
-/// The type consists of integers, and of arrays, structures and unions of integers, without implicit
-/// padding, so every bit pattern is valid. Values are fully initialized: they come from `Default`,
-/// which zeroes all bytes, or from [`from_bytes`], and KVM writes only initialized bytes.
+/// The type consists of integers, and of arrays, structures and unions of integers, without
+/// implicit padding, so every bit pattern is valid. Values are fully initialized: they come from
+/// `Default`, which zeroes all bytes, or from [`from_bytes`], and KVM writes only initialized
+/// bytes.
 pub(super) unsafe trait KvmStruct: Copy {}
 
 // SAFETY: see the definitions in include/uapi and arch/x86/include/uapi of Linux, which have explicit
@@ -44,14 +45,15 @@ unsafe impl KvmStruct for kvm_irqchip {}
 unsafe impl KvmStruct for kvm_pit_state2 {}
 
 /// Returns the bytes of a structure.
-pub(super) fn to_bytes<T: KvmStruct>(value: &T) -> Bytes {
+pub(super) fn to_bytes<T: KvmStruct>(value: &T) -> Base64Bytes {
     // SAFETY: the pointer and the length describe `value`, whose bytes are initialized (KvmStruct).
     let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) };
-    Bytes(bytes.to_vec())
+    Base64Bytes(bytes.to_vec())
 }
 
-/// Returns the structure with these bytes, or `None` if their number is not that of the structure.
-pub(super) fn from_bytes<T: KvmStruct>(bytes: &Bytes) -> Option<T> {
+/// Returns the structure with these bytes, or `None` if the number of bytes differs from the size
+/// of the structure.
+pub(super) fn from_bytes<T: KvmStruct>(bytes: &Base64Bytes) -> Option<T> {
     if bytes.0.len() != size_of::<T>() {
         return None;
     }
@@ -68,8 +70,8 @@ impl VcpuFd {
     /// Reads the extended state, whose size KVM has reported.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_GET_XSAVE or KVM_GET_XSAVE2.
-    pub(super) fn get_xsave(&self, size: usize) -> Result<Bytes, KvmIoctlError> {
+    /// Returns a [`KvmIoctlError`] if KVM_GET_XSAVE or KVM_GET_XSAVE2 fails.
+    pub(super) fn get_xsave(&self, size: usize) -> Result<Base64Bytes, KvmIoctlError> {
         const CALL: &str = "KVM_GET_XSAVE2";
         let mut xsave = empty_xsave(size).ok_or(KvmIoctlError::with_errno(CALL, libc::EINVAL))?;
         if size > size_of::<kvm_xsave>() {
@@ -82,13 +84,13 @@ impl VcpuFd {
             .raw()
             .get_xsave()
             .map_err(KvmIoctlError::of("KVM_GET_XSAVE"))?;
-        Ok(Bytes(
+        Ok(Base64Bytes(
             fixed.region.iter().flat_map(|word| word.to_le_bytes()).collect(),
         ))
     }
 
-    /// Writes the extended state. Returns `None` if it does not have `size` bytes.
-    pub(super) fn set_xsave(&self, bytes: &Bytes, size: usize) -> Option<Result<(), KvmIoctlError>> {
+    /// Writes the extended state. Returns `None` if `bytes` does not have a length of `size`.
+    pub(super) fn set_xsave(&self, bytes: &Base64Bytes, size: usize) -> Option<Result<(), KvmIoctlError>> {
         let xsave = xsave_from_bytes(bytes, size)?;
         // SAFETY: KVM reads `size` bytes, the size that it has reported for this VM, and the
         // allocation has as many.
@@ -97,15 +99,15 @@ impl VcpuFd {
     }
 }
 
-/// Returns the bytes of an extended state, the part behind 4 KiB included.
-pub(super) fn xsave_to_bytes(xsave: &Xsave) -> Bytes {
+/// Returns the bytes of an extended state, including the part after the first 4 KiB.
+pub(super) fn xsave_to_bytes(xsave: &Xsave) -> Base64Bytes {
     let fixed = xsave.as_fam_struct_ref().xsave.region;
     let words = fixed.iter().chain(xsave.as_slice());
-    Bytes(words.flat_map(|word| word.to_le_bytes()).collect())
+    Base64Bytes(words.flat_map(|word| word.to_le_bytes()).collect())
 }
 
-/// Returns the extended state with these bytes, or `None` if their number is not `size`.
-pub(super) fn xsave_from_bytes(bytes: &Bytes, size: usize) -> Option<Xsave> {
+/// Returns the extended state with these bytes, or `None` if the number of bytes is not `size`.
+pub(super) fn xsave_from_bytes(bytes: &Base64Bytes, size: usize) -> Option<Xsave> {
     if bytes.0.len() != size {
         return None;
     }
@@ -145,14 +147,15 @@ mod tests {
         let bytes = to_bytes(&regs);
         assert_eq!(from_bytes::<kvm_regs>(&bytes), Some(regs));
         assert!(from_bytes::<kvm_sregs>(&bytes).is_none(), "of another size");
-        assert!(from_bytes::<kvm_regs>(&Bytes(bytes.0[1..].to_vec())).is_none());
+        assert!(from_bytes::<kvm_regs>(&Base64Bytes(bytes.0[1..].to_vec())).is_none());
     }
 
-    /// AVX-512 and AMX need more than the 4 KiB of KVM_GET_XSAVE.
+    /// An extended state of more than 4 KiB is converted without loss. AVX-512 and AMX need more
+    /// than the 4 KiB of KVM_GET_XSAVE.
     #[test]
     fn wide_registers_survive() {
         for size in [4096, 11_008] {
-            let bytes = Bytes((0..size).map(|n| (n % 251) as u8).collect());
+            let bytes = Base64Bytes((0..size).map(|n| (n % 251) as u8).collect());
             let xsave = xsave_from_bytes(&bytes, size).unwrap();
             assert_eq!(xsave_to_bytes(&xsave), bytes);
             assert!(xsave_from_bytes(&bytes, size + 4).is_none());

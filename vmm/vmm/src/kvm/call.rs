@@ -36,7 +36,7 @@ impl KvmIoctlError {
     }
 }
 
-/// A log of the calls of a thread, in tests of their order.
+/// Log of the calls of a thread, for tests of the call order.
 #[cfg(test)]
 pub(crate) mod log {
     use std::cell::RefCell;

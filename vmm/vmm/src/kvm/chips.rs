@@ -68,7 +68,7 @@ impl IrqchipState {
     /// Restores the state. No vCPU may run meanwhile.
     ///
     /// # Errors
-    /// Returns a [`KvmIoctlError`] if KVM refuses the state of a chip.
+    /// Returns a [`KvmIoctlError`] if KVM rejects the state of a chip.
     pub fn restore(&self, vm: &VmFd) -> Result<(), KvmIoctlError> {
         let vm = vm.raw();
         vm.set_pit2(&self.pit)

@@ -1,9 +1,9 @@
 //! Builds the CPUID table of a vCPU from the leaves that KVM supports, the vCPU topology and the
 //! leaves of the PMU model.
 //!
-//! The order matters: first the values of the host, then vendor and family if the PMU model is of
-//! another vendor, then the topology. The PMU model is applied last and overrides every bit that
-//! enumerates a counter.
+//! The order matters: first the values of the host, then vendor and family if the vendor of the PMU
+//! model differs from the host's, then the topology. The PMU model is applied last and overrides
+//! every bit that enumerates a counter.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -13,7 +13,7 @@ use vpmu::{CountableEvents, CpuidRegs, HostPmuProperties, PmuModel, Vendor};
 
 use super::signature::CpuSignature;
 
-/// Error of building the guest's CPUID table.
+/// Error when building the guest's CPUID table.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuidError {
     /// KVM_GET_SUPPORTED_CPUID failed.
@@ -22,13 +22,13 @@ pub enum CpuidError {
     /// The table has more entries than KVM accepts.
     #[error("the guest's CPUID needs {0} entries, more than KVM accepts")]
     TooMany(usize),
-    /// `--nested` with a PMU of another vendor than the host CPU.
+    /// `--nested` with a PMU from a different vendor than the host CPU.
     #[error(
         "--nested: unsupported, because the guest's processor has a different vendor than the \
         host's; choose a --pmu of the host's vendor"
     )]
     NestedVendor,
-    /// `--cpu-signature host` with a PMU of another vendor than the host CPU.
+    /// `--cpu-signature host` with a PMU from a different vendor than the host CPU.
     #[error(
         "--cpu-signature host: the guest's processor has a different vendor than the host's; use a \
         signature of that vendor, for example 6/94/3, or a --pmu of the host's vendor"
@@ -42,12 +42,12 @@ pub enum CpuidError {
     NestedRefused,
 }
 
-/// Leaf 1 EAX of a guest with an Intel PMU on a host of another vendor: family 6 with a model
+/// Leaf 1 EAX of a guest with an Intel PMU on a host of a different vendor: family 6 with a model
 /// number that Intel has not used. Guests then use their architectural ("generic") code paths and
 /// no model-specific event tables or errata workarounds.
 const GENERIC_INTEL_SIGNATURE: u32 = 0x000f_06f0;
-/// Leaf 1 EAX of a guest with an AMD PMU on a host of another vendor: family 17h, model 31h, the
-/// first generation whose core counters need no errata workarounds in guests.
+/// Leaf 1 EAX of a guest with an AMD PMU on a host of a different vendor: family 17h, model 31h,
+/// the first generation whose core counters need no errata workarounds in guests.
 const GENERIC_AMD_SIGNATURE: u32 = 0x0083_0f10;
 
 /// CPUID.1:ECX.TSC_DEADLINE.
@@ -111,7 +111,8 @@ pub struct GuestCpuidConfig<'a> {
     pub tsc_deadline: bool,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// `true` to keep stolen time, which a guest that is stepped from its start does not see.
+    /// `true` to keep stolen time, which is hidden from a guest that is single-stepped from its
+    /// start.
     pub shows_steal_time: bool,
     /// Family, model and stepping that replace the default signature.
     pub signature: Option<CpuSignature>,
@@ -131,8 +132,8 @@ pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     }
 }
 
-/// Returns the CPUID leaves that this host's KVM supports. Asks KVM once: it executes CPUID for each
-/// leaf, which takes half a millisecond if the host is a guest itself.
+/// Returns the CPUID leaves that this host's KVM supports. Queries KVM only once, because KVM
+/// executes CPUID for each leaf, which takes half a millisecond if the host is itself a guest.
 ///
 /// # Errors
 /// Returns [`CpuidError::Supported`] if KVM_GET_SUPPORTED_CPUID fails.
@@ -209,9 +210,9 @@ fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Hides hypercall features. A guest executes the hypercall instruction of the vendor it detects,
-/// VMCALL or VMMCALL. On a processor of the other vendor, KVM rewrites the instruction in guest
-/// memory, and a kernel with write-protected code crashes.
+/// Hides hypercall features. A guest executes the hypercall instruction of the vendor that it
+/// detects, VMCALL or VMMCALL. If the processor is from the other vendor, KVM rewrites the
+/// instruction in guest memory, and a kernel with write-protected code crashes.
 fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
@@ -272,7 +273,7 @@ fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Returns `true` if the CPUID leaves of a saved vCPU show stolen time.
+/// Returns `true` if the CPUID leaves of a saved vCPU enumerate stolen time.
 pub(crate) fn shows_stolen_time(leaves: &[[u32; 7]]) -> bool {
     leaves
         .iter()
@@ -343,8 +344,8 @@ fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
 /// `None` if no valid ratio exists.
 ///
 /// The crystal frequency is as close to the local APIC timer frequency as the ratios permit. The
-/// rounding error goes to the crystal frequency: a timer error of a few ppm is harmless, a TSC
-/// error is not.
+/// rounding error is placed in the crystal frequency, because a timer error of a few ppm is
+/// harmless and a TSC error is not.
 fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
     let tsc = u64::from(tsc_khz);
     let timer = u64::from(APIC_TIMER_KHZ);
@@ -487,7 +488,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Nested virtualisation is shown only if the operator requested it.
+    /// Nested virtualisation is enumerated only if the operator requested it.
     #[test]
     fn nested_cpuid_requires_option() {
         let model = host_model();
@@ -519,8 +520,8 @@ mod tests {
         );
     }
 
-    /// A guest that detects the other vendor would execute a hypercall instruction that the host
-    /// lacks.
+    /// Hypercall features are hidden from a guest that detects the other vendor, because it would
+    /// execute a hypercall instruction that the host lacks.
     #[test]
     fn hypercall_features_require_host_vendor() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -535,7 +536,8 @@ mod tests {
         assert_eq!(features(&other_model()), !0x3_2884);
     }
 
-    /// Linux reads stolen time in a loop that never ends if every instruction is a separate entry.
+    /// Stolen time is hidden from a stepped guest, because Linux reads it in a loop that never ends
+    /// if every instruction is a separate entry.
     #[test]
     fn stepped_guest_has_no_steal_time() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -594,7 +596,8 @@ mod tests {
         }
     }
 
-    /// Guests select event tables and errata workarounds by the signature.
+    /// The guest's CPUID has the requested signature, by which guests select event tables and
+    /// errata workarounds.
     #[test]
     fn cpuid_has_requested_signature() {
         let (own, other) = (host_model(), other_model());
@@ -614,8 +617,8 @@ mod tests {
         assert!(matches!(error, CpuidError::SignatureVendor), "{error}");
     }
 
-    /// RDPMC emulation at the #GP handler reads the interrupt descriptor table and leaves the
-    /// handler by setting registers.
+    /// FRED and shadow stacks are hidden for RDPMC emulation at the #GP handler, which reads the
+    /// interrupt descriptor table and leaves the handler by setting registers.
     #[test]
     fn entering_handlers_hides_fred_and_shadow_stacks() {
         let leaf = |index, eax, ecx| kvm_cpuid_entry2 {

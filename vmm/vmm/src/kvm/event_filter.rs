@@ -1,8 +1,8 @@
 //! Translates the event filter for KVM's own vPMU (`KVM_SET_PMU_EVENT_FILTER`, KVM API 4.120).
 //!
 //! Both filters have the same semantics: an event is listed if an include entry matches and no
-//! exclude entry matches, and a bitmap alone decides for fixed counters. KVM accepts at most 300
-//! entries. Before Linux 6.3 all of them must be exact, so masked entries are expanded.
+//! exclude entry matches, and fixed counters are controlled by a bitmap alone. KVM accepts at most
+//! 300 entries. Before Linux 6.3 all of them must be exact, so masked entries are expanded.
 #![expect(unsafe_code, reason = "an ioctl that kvm-ioctls takes in another form")]
 
 use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
@@ -21,7 +21,7 @@ const MAX_EVENTS: usize = 300;
 /// Flag for masked entries (`linux/kvm.h`; missing in kvm-bindings).
 const KVM_PMU_EVENT_FLAG_MASKED_EVENTS: u32 = 1 << 0;
 
-/// Error of installing an event filter in KVM.
+/// Error when installing an event filter in KVM.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmEventFilterError {
     /// KVM does not support event filters.
@@ -43,7 +43,7 @@ pub enum KvmEventFilterError {
         /// `true` if masked entries were expanded to exact ones.
         written_out: bool,
     },
-    /// KVM refused the filter.
+    /// KVM rejected the filter.
     #[error("KVM_SET_PMU_EVENT_FILTER failed")]
     Kvm(#[source] KvmIoctlError),
 }
@@ -74,7 +74,7 @@ impl KvmEventFilter {
     /// # Errors
     /// Returns [`KvmEventFilterError::TooLong`] if the translation exceeds KVM's limit.
     pub fn new(filter: &EventFilter, vendor: Vendor, takes_masks: bool) -> Result<Self, KvmEventFilterError> {
-        // Event selects of Intel have eight bits. KVM refuses entries with more.
+        // Intel event selects have eight bits. KVM rejects entries with more.
         let highest = match vendor {
             Vendor::Intel => 0xFF,
             Vendor::Amd => 0xFFF,
@@ -122,7 +122,7 @@ impl KvmEventFilter {
     /// programmed.
     ///
     /// # Errors
-    /// Returns [`KvmEventFilterError::Kvm`] if KVM refuses the filter.
+    /// Returns [`KvmEventFilterError::Kvm`] if KVM rejects the filter.
     pub fn install(&self, vm: &VmFd) -> Result<(), KvmEventFilterError> {
         let structure = self.structure();
         // SAFETY: KVM reads a `kvm_pmu_event_filter` followed by the number of entries in its

@@ -8,11 +8,11 @@ use kvm_ioctls::{Cap, Kvm, VcpuExit};
 use perf_core::error_line;
 
 use super::cpuid;
-use super::host::{self, HostError, KvmFlavour, LEAVE};
-use super::stepping::{self, Stepping};
+use super::host::{self, KvmFlavour, KvmHostError, LEAVE};
+use super::stepping::{self, SteppingSupport};
 use super::tiny::TinyGuest;
 
-/// How this host's KVM runs guest code.
+/// Properties of guest code execution by this host's KVM.
 #[derive(Clone, Copy, Debug)]
 pub struct KvmExecution {
     /// `true` if KVM interprets the code of guest kernels.
@@ -21,15 +21,15 @@ pub struct KvmExecution {
     /// executes CPUID natively restores the processor's bits.
     pub shows_hidden_transactions: bool,
     /// Single-stepping features.
-    pub stepping: Stepping,
+    pub stepping: SteppingSupport,
 }
 
-/// Returns how KVM runs guest code. The result is cached, because destroying the VM of a probe waits
+/// Probes how KVM runs guest code. The result is cached, because destroying the VM of a probe waits
 /// for several RCU grace periods. Concurrent callers wait for the same probe.
 ///
 /// # Errors
-/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
-pub fn probe(kvm: &Kvm) -> Result<KvmExecution, HostError> {
+/// Returns [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
+pub fn probe(kvm: &Kvm) -> Result<KvmExecution, KvmHostError> {
     static FOUND: Mutex<Option<KvmExecution>> = Mutex::new(None);
     let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(execution) = *found {
@@ -40,7 +40,7 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, HostError> {
     let interprets_kernels = interprets_x87(&mut guest)?;
     let stepping = probe_stepping(kvm, &mut guest).unwrap_or_else(|e| {
         log::debug!("this KVM does not step guests: {}", error_line(&e));
-        Stepping::default()
+        SteppingSupport::default()
     });
     let execution = KvmExecution {
         interprets_kernels,
@@ -48,7 +48,8 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, HostError> {
         stepping,
     };
     *found = Some(execution);
-    // Other threads may wait for the result. KVM takes longer to remove the guest.
+    // Release the lock first: other threads may wait for the result, and KVM takes longer to remove
+    // the guest.
     drop(found);
     drop(guest);
     Ok(execution)
@@ -56,15 +57,15 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, HostError> {
 
 /// Returns whether KVM interprets CPL 0, by running `fld1` there. KVM's emulator lacks x87
 /// arithmetic, so an interpreted `fld1` ends in `KVM_EXIT_INTERNAL_ERROR`. With hardware
-/// virtualisation the next instruction follows.
-fn interprets_x87(guest: &mut TinyGuest) -> Result<bool, HostError> {
+/// virtualisation, the next instruction is reached.
+fn interprets_x87(guest: &mut TinyGuest) -> Result<bool, KvmHostError> {
     guest.load(0, &[0xd9, 0xe8, LEAVE[0], LEAVE[1]])?;
     Ok(!matches!(guest.vcpu.run()?, VcpuExit::IoOut(..)))
 }
 
-fn probe_stepping(kvm: &Kvm, guest: &mut TinyGuest) -> Result<Stepping, HostError> {
+fn probe_stepping(kvm: &Kvm, guest: &mut TinyGuest) -> Result<SteppingSupport, KvmHostError> {
     let kernel = stepping::probe_kernel(kvm, guest)?;
-    Ok(Stepping {
+    Ok(SteppingSupport {
         user: stepping::probe_user(guest)?,
         ..kernel
     })
@@ -97,8 +98,8 @@ pub struct KvmCapabilities {
 /// Probes KVM. Takes about one millisecond.
 ///
 /// # Errors
-/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
-pub fn facts(kvm: &Kvm) -> Result<KvmCapabilities, HostError> {
+/// Returns [`KvmHostError::Probe`] if KVM refuses a call that every VM needs.
+pub fn facts(kvm: &Kvm) -> Result<KvmCapabilities, KvmHostError> {
     let interprets_kernels = probe(kvm)?.interprets_kernels;
     Ok(KvmCapabilities {
         flavour: flavour(interprets_kernels),

@@ -19,9 +19,9 @@ pub(super) const LEAVE: [u8; 2] = [0xe6, 0x10];
 /// Number of pins that KVM reserves in its routing table for a user-space I/O APIC.
 const IOAPIC_PINS: u64 = 24;
 
-/// Error of opening or probing KVM.
+/// Error when opening or probing KVM.
 #[derive(Debug, thiserror::Error)]
-pub enum HostError {
+pub enum KvmHostError {
     /// /dev/kvm does not exist.
     #[error(
         "/dev/kvm: not found; load kvm_intel or kvm_amd, enable virtualisation in the firmware, or \
@@ -31,7 +31,7 @@ pub enum HostError {
     /// Opening /dev/kvm failed with EACCES.
     #[error("/dev/kvm: permission denied; join its group (usually `kvm`) or run as root")]
     Permission,
-    /// Opening /dev/kvm failed with another error.
+    /// Opening /dev/kvm failed with a different error.
     #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
     /// KVM has an unsupported API version.
@@ -40,16 +40,16 @@ pub enum HostError {
     /// A KVM call of a probe failed.
     #[error("probing KVM failed")]
     Probe(#[from] KvmIoctlError),
-    /// KVM refused the memory of the probe.
+    /// KVM rejected the memory of the probe.
     #[error("probing KVM failed")]
     Slot(#[from] MemorySlotError),
     /// Allocating the memory of the probe failed.
     #[error("cannot allocate memory to probe KVM")]
     Memory,
-    /// The host refused the perf event of a probe.
+    /// The host rejected the perf event of a probe.
     #[error("cannot open a perf event to measure the cost of a rotation")]
     Event(#[source] perf_core::pmu::PmuError),
-    /// The guest of a probe did not run to its end.
+    /// The guest of a probe did not run to completion.
     #[error("the guest that measures the cost of a rotation did not run")]
     Silent,
 }
@@ -79,24 +79,24 @@ impl fmt::Display for KvmFlavour {
 /// Opens /dev/kvm.
 ///
 /// # Errors
-/// Returns a [`HostError`] whose message names the remedy.
-pub fn open() -> Result<Kvm, HostError> {
+/// Returns a [`KvmHostError`] whose message names the remedy.
+pub fn open() -> Result<Kvm, KvmHostError> {
     let kvm = Kvm::new().map_err(|e| match e.errno() {
-        libc::ENOENT => HostError::NoKvm,
-        libc::EACCES | libc::EPERM => HostError::Permission,
-        errno => HostError::Open(io::Error::from_raw_os_error(errno)),
+        libc::ENOENT => KvmHostError::NoKvm,
+        libc::EACCES | libc::EPERM => KvmHostError::Permission,
+        errno => KvmHostError::Open(io::Error::from_raw_os_error(errno)),
     })?;
     match kvm.get_api_version() {
         12 => Ok(kvm),
-        version => Err(HostError::ApiVersion(version)),
+        version => Err(KvmHostError::ApiVersion(version)),
     }
 }
 
 /// Returns the default TSC frequency of a guest in Hz (KVM_GET_TSC_KHZ).
 ///
 /// # Errors
-/// Returns the error of KVM.
-pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
+/// Returns an error if the KVM call fails.
+pub fn tsc_hz(kvm: &Kvm) -> Result<u64, KvmHostError> {
     let khz = probe_vm(kvm)?.create_vcpu(0)?.get_tsc_khz()?;
     Ok(u64::from(khz) * 1000)
 }
@@ -108,12 +108,12 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, HostError> {
 /// disturbs every VM of the host. A halted vCPU with a local APIC does not return from `KVM_RUN`,
 /// so probe code ends with [`LEAVE`].
 ///
-/// KVM's own vPMU is off. Otherwise the VM could have a mediated vPMU, whose vCPUs KVM refuses with
-/// `EBUSY` beside another VM's hardware events or the NMI watchdog, and beside which the events of
-/// other VMs are refused.
+/// KVM's own vPMU is disabled. Otherwise the VM could have a mediated vPMU. KVM rejects vCPUs with
+/// a mediated vPMU with `EBUSY` while hardware events of another VM or the NMI watchdog exist.
+/// Conversely, events of other VMs are rejected while a VM with a mediated vPMU exists.
 ///
 /// # Errors
-/// Returns the error of KVM.
+/// Returns an error if a KVM call fails.
 pub(super) fn probe_vm(kvm: &Kvm) -> Result<VmFd, KvmIoctlError> {
     let vm = VmFd::new(kvm)?;
     if kvm.check_extension(Cap::SplitIrqchip) {
@@ -150,7 +150,7 @@ pub fn kvm_vpmu_can_be_disabled(kvm: &Kvm) -> bool {
 /// enumerate, and the MSR filter traps every PMU register.
 ///
 /// # Errors
-/// Returns the error of KVM.
+/// Returns an error if the KVM call fails.
 pub fn disable_kvm_vpmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, KvmIoctlError> {
     if !kvm_vpmu_can_be_disabled(kvm) {
         return Ok(false);
@@ -169,15 +169,15 @@ pub fn disable_kvm_vpmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, KvmIoctlError> {
 /// the counters of an idle vPMU; Linux 6.12 raises #GP.
 ///
 /// # Errors
-/// Returns [`HostError::Probe`] if KVM refuses a call that every VM needs.
-pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, HostError> {
+/// Returns [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
+pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, KvmHostError> {
     // RDPMC reads counter 0, because ECX is 0.
     reaches_next_instruction(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
 /// Runs an instruction in real mode without an interrupt vector table. Returns whether the next
 /// instruction is reached. A fault ends the probe.
-fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, HostError> {
+fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, KvmHostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;
     let vm = probe_vm(kvm)?;
@@ -185,10 +185,10 @@ fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool,
     // address.
     let _ = vm.raw().set_tss_address(0xfffb_d000);
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(ADDRESS), SIZE)])
-        .map_err(|_| HostError::Memory)?;
+        .map_err(|_| KvmHostError::Memory)?;
     memory
         .write_slice(&[first, second, LEAVE[0], LEAVE[1]], GuestAddress(ADDRESS))
-        .map_err(|_| HostError::Memory)?;
+        .map_err(|_| KvmHostError::Memory)?;
     let vm = Arc::new(vm);
     let _slots = MemorySlots::new(vm.clone(), memory)?;
     let mut vcpu = vm.create_vcpu(0)?;

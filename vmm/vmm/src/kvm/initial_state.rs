@@ -2,8 +2,8 @@
 //!
 //! KVM can neither delete nor reset a vCPU. The state of each hot-pluggable vCPU is therefore read
 //! once after creation and written before every hot-plug. The first hot-plug needs this too,
-//! because INIT, SIPI and NMI of the guest also reach vCPUs that no thread runs. The time stamp
-//! counter keeps running, as it does across an INIT.
+//! because an INIT, SIPI or NMI from the guest also reaches vCPUs that no thread runs. The time
+//! stamp counter keeps running, as it does across an INIT.
 
 use kvm_bindings::{
     Msrs, kvm_debugregs, kvm_fpu, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
@@ -18,7 +18,7 @@ use super::vcpu_fd::VcpuFd;
 /// of the local APIC stops the timer), the local APIC base (part of the special registers), and
 /// kvmclock's wall clock (state of the VM).
 const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
-/// MSRs of Hyper-V, some of which are state of the VM. No guest is offered them.
+/// Hyper-V MSRs, some of which are VM state. They are not exposed to guests.
 pub(super) const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
 /// Maximum number of MSRs in one KVM call (`KVM_MAX_MSR_ENTRIES`).
 pub(super) const MAX_MSRS_PER_CALL: usize = 256;
@@ -83,7 +83,7 @@ impl InitialVcpuState {
     /// Restores this state. No thread may run the vCPU.
     ///
     /// # Errors
-    /// Returns a [`KvmIoctlError`] if KVM refuses a part of the state.
+    /// Returns a [`KvmIoctlError`] if KVM rejects a part of the state.
     pub fn restore(&self, vcpu: &VcpuFd) -> Result<(), KvmIoctlError> {
         if let Some(nested) = &self.nested {
             vcpu.raw()

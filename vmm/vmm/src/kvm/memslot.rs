@@ -8,7 +8,7 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion}
 
 use super::vm_fd::VmFd;
 
-/// KVM refused a memory slot.
+/// KVM rejected a memory slot.
 #[derive(Debug, thiserror::Error)]
 #[error("KVM rejected memory slot {slot} at {guest_address:#x}")]
 pub struct MemorySlotError {
@@ -21,8 +21,8 @@ pub struct MemorySlotError {
     pub source: kvm_ioctls::Error,
 }
 
-/// The memory slots of a VM. Keeps the memory mapped while KVM uses it: dropping removes the slots
-/// from KVM before the memory is unmapped.
+/// The memory slots of a VM. Keeps the memory mapped while KVM uses it. Dropping this value removes
+/// the slots from KVM before the memory is unmapped.
 pub struct MemorySlots {
     vm: Arc<VmFd>,
     memory: GuestMemoryMmap,
@@ -34,7 +34,7 @@ impl MemorySlots {
     /// Registers each mapping of `memory` with a VM that has no slots yet, as slots 0 and up.
     ///
     /// # Errors
-    /// Returns a [`MemorySlotError`] if KVM refuses a slot. No slot remains registered.
+    /// Returns a [`MemorySlotError`] if KVM rejects a slot. No slot remains registered.
     pub fn new(vm: Arc<VmFd>, memory: GuestMemoryMmap) -> Result<Self, MemorySlotError> {
         let mut slots = Self {
             vm,

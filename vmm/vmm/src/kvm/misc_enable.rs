@@ -1,4 +1,4 @@
-//! Initialises the PMU bits of IA32_MISC_ENABLE, a register that KVM keeps.
+//! Initialises the PMU bits of IA32_MISC_ENABLE, a register whose value KVM stores.
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 
@@ -16,7 +16,7 @@ const NO_BRANCH_TRACE_NO_PEBS: u64 = 1 << 11 | 1 << 12;
 /// supports the register.
 ///
 /// # Errors
-/// Returns the error of KVM.
+/// Returns an error if the KVM call fails.
 pub fn announce_pmu(vcpu: &VcpuFd) -> Result<bool, KvmIoctlError> {
     let entry = kvm_msr_entry {
         index: IA32_MISC_ENABLE,

@@ -1,7 +1,7 @@
 //! Installs the MSR filter that makes every guest access to a PMU register exit to user space.
 //!
-//! With its own vPMU off, KVM *returns* 0 for reads of architectural PMU registers instead of
-//! failing them. A register missing from the filter would therefore give the guest a misleading
+//! While its own vPMU is disabled, KVM *returns* 0 for reads of architectural PMU registers instead
+//! of failing them. A register missing from the filter would therefore give the guest a misleading
 //! zero. The filter covers the registers of both vendors, regardless of the guest's model; the vPMU
 //! decides which accesses fault.
 
@@ -18,7 +18,7 @@ const MAX_RANGES: usize = 16;
 /// Maximum number of registers in a range. `KVM_MSR_FILTER_MAX_BITMAP_SIZE` is 0x600 bytes.
 const MAX_SPAN: u32 = 0x600 * 8;
 
-/// Error of installing the MSR filter.
+/// Error when installing the MSR filter.
 #[derive(Debug, thiserror::Error)]
 pub enum MsrFilterError {
     /// KVM cannot forward MSR accesses to user space.

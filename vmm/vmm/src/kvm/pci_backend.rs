@@ -94,8 +94,8 @@ fn gsi(line: u32) -> u32 {
 }
 
 /// Returns the complete GSI routing table, which KVM replaces as a whole. Interrupt controller
-/// inputs are as in KVM's default table: each input of a PIC is also an input of the I/O APIC, and
-/// the timer interrupt, 0, is its input 0 (`boot/acpi.rs` relies on this).
+/// inputs are routed as in KVM's default table: each input of a PIC is also an input of the I/O
+/// APIC, and the timer interrupt, 0, is its input 0 (`boot/acpi.rs` relies on this).
 fn routing(messages: &[Option<MsiMessage>]) -> io::Result<KvmIrqRouting> {
     let pics = (0..PIC_INPUTS).map(|input| {
         let chip = if input < INPUTS_OF_A_PIC {

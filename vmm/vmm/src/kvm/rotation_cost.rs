@@ -1,5 +1,5 @@
-//! Measures the cost of one rotation of multiplexed events: another thread reprograms the counters
-//! of a vCPU, and the host kernel interrupts the guest for it.
+//! Measures the cost of one rotation of multiplexed events, in which another thread reprograms the
+//! counters of a vCPU and the host kernel interrupts the guest.
 //!
 //! A guest of three instructions counts its iterations for a period without and a period with
 //! rotations of an event on its thread. The difference in iterations is the cost.
@@ -15,18 +15,18 @@ use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::host::HostError;
+use super::host::KvmHostError;
 use super::tiny::{DATA, TinyGuest};
 
 /// Maximum fraction of guest time for rotations, if the VMM chooses the multiplexing interval.
 const MAX_GUEST_TIME_FRACTION: f64 = 0.01;
-/// Minimum multiplexing interval that the VMM chooses. docs/measurements.md gives the reason.
+/// Minimum multiplexing interval that the VMM chooses. The reason is in docs/measurements.md.
 pub const MIN_MUX_INTERVAL: Duration = Duration::from_micros(584);
 /// Maximum multiplexing interval that the VMM chooses. With it, a guest still sees a rotation of
 /// eight events in less than one second.
 pub const MAX_MUX_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Length of a measuring period, and number of periods of each kind. The best period counts,
+/// Length of a measuring period, and number of periods of each type. The best period is used,
 /// because other load on the host can only increase the cost.
 const MEASURING_PERIOD: Duration = Duration::from_millis(2);
 const MEASURING_PERIODS: usize = 6;
@@ -84,10 +84,10 @@ impl RotationCost {
 /// Takes about 30 ms.
 ///
 /// # Errors
-/// - [`HostError::Probe`] if KVM refuses a call that every VM needs.
-/// - [`HostError::Event`] if the host refuses the event.
-/// - [`HostError::Silent`] if the guest does not start.
-pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, HostError> {
+/// - [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
+/// - [`KvmHostError::Event`] if the host rejects the event.
+/// - [`KvmHostError::Silent`] if the guest does not start.
+pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, KvmHostError> {
     let mut guest = TinyGuest::new(kvm, 3, &COUNT)?;
     let TinyGuest { vcpu, memory, .. } = &mut guest;
     let memory = &*memory;
@@ -95,7 +95,7 @@ pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, HostError> {
     thread::scope(|scope| {
         let runner = scope.spawn(|| {
             tid.store(VcpuClock::for_current_thread(1).tid(), Ordering::Release);
-            // Signals end KVM_RUN early. Any other error ends the guest.
+            // Signals interrupt KVM_RUN. Any other error ends the guest.
             while let Err(e) = vcpu.run().map(drop) {
                 if e.errno() != libc::EINTR && e.errno() != libc::EAGAIN {
                     break;
@@ -110,12 +110,16 @@ pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, HostError> {
     })
 }
 
-fn measure(memory: &GuestMemoryMmap, tid: &AtomicI32, perf: &HostProbe) -> Result<RotationCost, HostError> {
+fn measure(
+    memory: &GuestMemoryMmap,
+    tid: &AtomicI32,
+    perf: &HostProbe,
+) -> Result<RotationCost, KvmHostError> {
     let rounds = || memory.read_obj::<u64>(GuestAddress(DATA)).unwrap_or(0);
     let begun = Instant::now();
     while rounds() == 0 {
         if begun.elapsed() > START_TIMEOUT {
-            return Err(HostError::Silent);
+            return Err(KvmHostError::Silent);
         }
         thread::sleep(ROTATION_INTERVAL);
     }
@@ -150,7 +154,7 @@ fn during(rounds: &impl Fn() -> u64, mut turn: impl FnMut()) -> (f64, f64, f64) 
     (begun.elapsed().as_secs_f64(), (rounds() - first) as f64, turns)
 }
 
-fn event(tid: i32, perf: &HostProbe) -> Result<Box<dyn PmuEvent>, HostError> {
+fn event(tid: i32, perf: &HostProbe) -> Result<Box<dyn PmuEvent>, KvmHostError> {
     /// `PERF_COUNT_HW_CPU_CYCLES` and `PERF_COUNT_SW_CONTEXT_SWITCHES`.
     const CYCLES: u64 = 0;
     const SWITCHES: u64 = 3;
@@ -164,7 +168,7 @@ fn event(tid: i32, perf: &HostProbe) -> Result<Box<dyn PmuEvent>, HostError> {
     } else {
         HostPmu::software(None).open(&Attr::counting(EventType::SOFTWARE, SWITCHES), target)
     };
-    opened.map_err(HostError::Event)
+    opened.map_err(KvmHostError::Event)
 }
 
 #[cfg(test)]

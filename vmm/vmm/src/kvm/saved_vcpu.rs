@@ -2,18 +2,18 @@
 //!
 //! The order of the calls matters:
 //!
-//! - The multiprocessing state is read first and the events last, because reading the former may
-//!   accept a pending INIT or SIPI.
-//! - The special registers are written before the local APIC, because the APIC base selects the mode
-//!   that determines its register layout, and before the general registers.
+//! - The multiprocessing state is read first and the events last, because reading the
+//!   multiprocessing state may accept a pending INIT or SIPI.
+//! - The special registers are written before the local APIC, because the APIC base selects the
+//!   mode that determines its register layout, and before the general registers.
 //! - The general registers are written before the events, because KVM_SET_REGS discards a pending
 //!   exception.
-//! - The time stamp counter is the first MSR and the TSC deadline the last one. KVM drops a deadline
-//!   that is written before CPUID and LVTT announce the mode.
+//! - The time stamp counter is the first MSR and the TSC deadline the last one. KVM drops a
+//!   deadline that is written before CPUID and LVTT announce the mode.
 
 use kvm_bindings::kvm_msr_entry;
 use kvm_ioctls::{Cap, Kvm};
-use snapshot::Bytes;
+use snapshot::Base64Bytes;
 use snapshot::state::SavedVcpu;
 
 use super::bytes::{from_bytes, to_bytes};
@@ -28,10 +28,10 @@ const TSC: u32 = 0x10;
 const TSC_DEADLINE: u32 = 0x6e0;
 /// IA32_APIC_BASE, which is part of the special registers.
 const APIC_BASE: u32 = 0x1b;
-/// Former numbers of kvmclock's MSRs. KVM keeps one value for both numbers.
+/// Legacy numbers of kvmclock's MSRs. KVM keeps one value for the legacy and the current number.
 const OLD_KVMCLOCK: [u32; 2] = [0x11, 0x12];
 
-/// Parts of a vCPU's state that this host's KVM has.
+/// Parts of a vCPU's state that this host's KVM supports.
 #[derive(Clone, Debug)]
 pub struct VcpuStateLayout {
     /// MSRs of KVM_GET_MSR_INDEX_LIST that are saved.
@@ -41,13 +41,13 @@ pub struct VcpuStateLayout {
     has_xcrs: bool,
 }
 
-/// Error of restoring a vCPU.
+/// Error when restoring a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreVcpuError {
-    /// A structure has another size than on this host.
+    /// The size of a structure differs from its size on this host.
     #[error("{0} of vCPU {1} has a size that this host's KVM does not use")]
     Size(&'static str, u8),
-    /// KVM refused a structure.
+    /// KVM rejected a structure.
     #[error("vCPU {0} cannot be restored")]
     Kvm(u8, #[source] KvmIoctlError),
     /// An MSR is not in KVM's list.
@@ -58,7 +58,7 @@ pub enum RestoreVcpuError {
         /// Address of the MSR.
         index: u32,
     },
-    /// KVM refused the value of an MSR.
+    /// KVM rejected the value of an MSR.
     #[error("this host's KVM refuses value {value:#x} of MSR {index:#x} of vCPU {vcpu}")]
     Msr {
         /// Number of the vCPU.
@@ -87,7 +87,7 @@ impl VcpuStateLayout {
     /// Reads the layout from KVM.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_GET_MSR_INDEX_LIST.
+    /// Returns a [`KvmIoctlError`] if KVM_GET_MSR_INDEX_LIST fails.
     pub fn of(kvm: &Kvm, vm: &VmFd) -> Result<Self, KvmIoctlError> {
         let list = kvm
             .get_msr_index_list()
@@ -112,7 +112,7 @@ impl VcpuStateLayout {
         let mp_state = to_bytes(&vcpu.get_mp_state()?);
         let regs = to_bytes(&vcpu.get_regs()?);
         let sregs = to_bytes(&vcpu.get_sregs()?);
-        let (mut xsave, mut fpu) = (Bytes::default(), Bytes::default());
+        let (mut xsave, mut fpu) = (Base64Bytes::default(), Base64Bytes::default());
         if self.xsave_bytes > 0 {
             xsave = vcpu.get_xsave(self.xsave_bytes)?;
         } else {
@@ -121,7 +121,7 @@ impl VcpuStateLayout {
         let xcrs = if self.has_xcrs {
             to_bytes(&vcpu.get_xcrs()?)
         } else {
-            Bytes::default()
+            Base64Bytes::default()
         };
         Ok(SavedVcpu {
             id,
@@ -146,7 +146,8 @@ impl VcpuStateLayout {
     /// saved one.
     ///
     /// # Errors
-    /// Returns a [`RestoreVcpuError`]. The vCPU must not be run then.
+    /// Returns a [`RestoreVcpuError`] if the state cannot be restored. In this case, the vCPU must
+    /// not be run.
     pub fn restore(&self, saved: &SavedVcpu, vcpu: &VcpuFd) -> Result<(), RestoreVcpuError> {
         let id = saved.id;
         let size = |what| move || RestoreVcpuError::Size(what, id);
@@ -298,7 +299,8 @@ mod tests {
         assert_eq!((regs.rip, regs.r9), (0x1234, 0x5678));
     }
 
-    /// KVM_SET_REGS discards a pending exception.
+    /// A pending exception survives a restore, because KVM_SET_REGS, which discards it, is called
+    /// before KVM_SET_VCPU_EVENTS.
     #[test]
     fn set_regs_comes_before_set_events() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -313,7 +315,8 @@ mod tests {
         assert_eq!((again.exception.injected, again.exception.nr), (1, 6));
     }
 
-    /// Values are compared with those of a new vCPU, so the one that is refused is known.
+    /// Only values that differ from those of a new vCPU are written, so the error can name the MSR
+    /// whose value KVM rejects.
     #[test]
     fn msr_count_short_is_an_error_that_names_the_msr() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -338,7 +341,7 @@ mod tests {
         let Some((kvm, vm, first)) = vcpu() else { return };
         let layout = VcpuStateLayout::of(&kvm, &vm).unwrap();
         let saved = layout.save(0, &first).unwrap();
-        type Part = fn(&mut SavedVcpu) -> &mut Bytes;
+        type Part = fn(&mut SavedVcpu) -> &mut Base64Bytes;
         let parts: [(&str, Part); 6] = [
             ("kvm_regs", |saved| &mut saved.regs),
             ("kvm_sregs", |saved| &mut saved.sregs),
@@ -355,7 +358,8 @@ mod tests {
         }
     }
 
-    /// Here or elsewhere, KVM either sets the counter or runs on.
+    /// Restoring the time stamp counter either sets it or fails, because some KVMs ignore the write
+    /// and let the counter run on.
     #[test]
     fn a_tsc_that_cannot_be_set_is_detected() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -373,7 +377,7 @@ mod tests {
         }
     }
 
-    /// A vCPU that waits for INIT stays there.
+    /// A vCPU that waits for INIT is still waiting after a restore.
     #[test]
     fn mp_state_survives() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -387,7 +391,8 @@ mod tests {
         }
     }
 
-    /// Reading the multiprocessing state may accept an INIT or SIPI, which changes other state.
+    /// The multiprocessing state is read first and the events last, because reading the
+    /// multiprocessing state may accept an INIT or SIPI, which changes other state.
     #[test]
     fn mp_state_is_read_first_and_events_last() {
         let Some((kvm, vm, first)) = vcpu() else { return };
@@ -457,7 +462,7 @@ mod tests {
         assert_eq!(vcpu.set_msrs(&msrs_of(&[entry]).unwrap()).unwrap(), 1);
     }
 
-    /// Returns `true` if KVM has the TSC-deadline mode. Prints a message otherwise.
+    /// Returns `true` if KVM supports the TSC-deadline mode. Prints a message otherwise.
     fn has_deadlines(vm: &VmFd) -> bool {
         if !vm.has_tsc_deadline() {
             eprintln!("SKIP: this KVM has no TSC-deadline mode");

@@ -29,7 +29,7 @@ struct KvmSignalMask {
 /// Blocks exactly the signals in `blocked` while the vCPU's thread is in KVM_RUN.
 ///
 /// # Errors
-/// Returns the error of the ioctl.
+/// Returns an error if the ioctl fails.
 #[expect(clippy::cast_possible_truncation, reason = "eight")]
 pub fn set(vcpu: &VcpuFd, blocked: &libc::sigset_t) -> io::Result<()> {
     let mut mask = KvmSignalMask {
@@ -56,7 +56,7 @@ pub fn set(vcpu: &VcpuFd, blocked: &libc::sigset_t) -> io::Result<()> {
 /// Removes the mask. In KVM_RUN the thread's ordinary signal mask applies again.
 ///
 /// # Errors
-/// Returns the error of the ioctl.
+/// Returns an error if the ioctl fails.
 pub fn clear(vcpu: &VcpuFd) -> io::Result<()> {
     // SAFETY: with a null pointer the ioctl reads nothing and removes the mask.
     match unsafe { ioctl_with_ptr(vcpu, KVM_SET_SIGNAL_MASK(), ptr::null::<KvmSignalMask>()) } {
@@ -86,8 +86,8 @@ mod tests {
         );
     }
 
-    /// KVM accepts a mask, its replacement and its removal. Removing a mask that is not set is no
-    /// error.
+    /// KVM accepts a mask, its replacement and its removal. Removing a mask that is not set is not
+    /// an error.
     #[test]
     fn signal_mask_can_be_set_and_cleared() {
         let Ok(kvm) = crate::kvm::host::open() else {

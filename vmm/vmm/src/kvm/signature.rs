@@ -13,10 +13,10 @@ pub enum CpuSignature {
     Eax(u32),
 }
 
-/// Error of parsing a CPU signature.
+/// Error when parsing a CPU signature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CpuSignatureError {
-    /// The text has none of the accepted formats.
+    /// The string has none of the accepted formats.
     #[error(
         "must be host, FAMILY/MODEL/STEPPING (for example 6/94/3) or CPUID's EAX in \
          hexadecimal (for example 0x506e3)"
@@ -91,7 +91,7 @@ impl FromStr for CpuSignature {
     }
 }
 
-/// Parses a number without sign or blanks.
+/// Parses a number without sign or whitespace.
 fn digits(text: &str, radix: u32) -> Result<u32, CpuSignatureError> {
     if text.chars().all(|c| c.is_digit(radix)) {
         u32::from_str_radix(text, radix).map_err(|_| CpuSignatureError::Shape)

@@ -22,7 +22,7 @@ use super::host::probe_vm;
 /// of statistics is the same for all VMs of a host.
 ///
 /// # Errors
-/// Returns the error of a system call; `ENOTTY` on kernels before 5.14.
+/// Returns an error if a system call fails. On kernels before 5.14, this is `ENOTTY`.
 pub fn of_probe<T>(kvm: &Kvm, read: impl FnOnce(OwnedFd, OwnedFd) -> T) -> io::Result<T> {
     let failed = |e: KvmIoctlError| io::Error::from_raw_os_error(e.errno());
     let vm = probe_vm(kvm).map_err(failed)?;
@@ -35,7 +35,7 @@ pub fn of_probe<T>(kvm: &Kvm, read: impl FnOnce(OwnedFd, OwnedFd) -> T) -> io::R
 /// Returns a descriptor of the binary statistics of a VM or a vCPU, to be read with `pread(2)`.
 ///
 /// # Errors
-/// Returns the error of the ioctl; `ENOTTY` on kernels before 5.14.
+/// Returns an error if the ioctl fails. On kernels before 5.14, this is `ENOTTY`.
 pub fn stats_fd(fd: &impl AsRawFd) -> io::Result<OwnedFd> {
     // SAFETY: the ioctl takes no argument and only creates a descriptor. The reference keeps `fd`
     // open during the call.

@@ -12,10 +12,10 @@ use kvm_ioctls::{Kvm, VcpuExit};
 
 pub use guest_patching::hwbp::BREAKPOINTS;
 
-use super::host::{HostError, LEAVE};
+use super::host::{KvmHostError, LEAVE};
 use super::tiny::{CODE, TinyGuest};
 
-/// Control of a vCPU that stops after each instruction.
+/// Debug control that stops a vCPU after each instruction.
 const SINGLE_STEP: kvm_guest_debug = kvm_guest_debug {
     control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
     pad: 0,
@@ -24,7 +24,7 @@ const SINGLE_STEP: kvm_guest_debug = kvm_guest_debug {
 
 /// Single-stepping features of this host's KVM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Stepping {
+pub struct SteppingSupport {
     /// `true` if single-stepping works at CPL 0.
     pub kernel: bool,
     /// `true` if single-stepping works at CPL 3.
@@ -36,8 +36,8 @@ pub struct Stepping {
     pub blocks_interrupts: bool,
 }
 
-/// Probes the features at CPL 0 in `guest`, the others being unsupported.
-pub(super) fn probe_kernel(kvm: &Kvm, guest: &mut TinyGuest) -> Result<Stepping, HostError> {
+/// Probes the features at CPL 0 in `guest`. All other features are reported as unsupported.
+pub(super) fn probe_kernel(kvm: &Kvm, guest: &mut TinyGuest) -> Result<SteppingSupport, KvmHostError> {
     let breakpoint = {
         let mut debug = kvm_guest_debug {
             control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_HW_BP,
@@ -47,7 +47,7 @@ pub(super) fn probe_kernel(kvm: &Kvm, guest: &mut TinyGuest) -> Result<Stepping,
         debug.arch.debugreg[7] = 0x402;
         debug
     };
-    Ok(Stepping {
+    Ok(SteppingSupport {
         kernel: stops_after_first(guest, 0, &SINGLE_STEP)?,
         user: false,
         breakpoints: stops_after_first(guest, 0, &breakpoint)?,
@@ -56,7 +56,7 @@ pub(super) fn probe_kernel(kvm: &Kvm, guest: &mut TinyGuest) -> Result<Stepping,
 }
 
 /// Returns whether single-stepping works at CPL 3. If not, the guest shuts down.
-pub(super) fn probe_user(guest: &mut TinyGuest) -> Result<bool, HostError> {
+pub(super) fn probe_user(guest: &mut TinyGuest) -> Result<bool, KvmHostError> {
     stops_after_first(guest, 3, &SINGLE_STEP)
 }
 
@@ -68,8 +68,8 @@ pub fn blocks_interrupts(kvm: &Kvm) -> bool {
 
 /// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Returns whether the guest
 /// stops after the first instruction.
-fn stops_after_first(guest: &mut TinyGuest, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, HostError> {
-    // OUT at CPL 3 faults. Without an interrupt table the fault ends the guest.
+fn stops_after_first(guest: &mut TinyGuest, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, KvmHostError> {
+    // OUT at CPL 3 faults. Without an interrupt table, the fault shuts the guest down.
     guest.load(cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;
     let vcpu = &mut guest.vcpu;
     if vcpu.set_guest_debug(debug).is_err() {

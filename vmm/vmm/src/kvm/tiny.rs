@@ -6,7 +6,7 @@ use kvm_bindings::kvm_segment;
 use kvm_ioctls::Kvm;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::host::{HostError, probe_vm};
+use super::host::{KvmHostError, probe_vm};
 use super::memslot::MemorySlots;
 use super::vcpu_fd::VcpuFd;
 
@@ -15,7 +15,7 @@ const PDPT: u64 = 0x2000;
 const PD: u64 = 0x3000;
 /// Guest-physical address of the code.
 pub(crate) const CODE: u64 = 0x5000;
-/// Guest-physical address of a page for data of the code.
+/// Guest-physical address of a page for the code's data.
 pub(crate) const DATA: u64 = 0x9000;
 const SIZE: usize = 0x10000;
 /// Page table entry bits: present, writable, user.
@@ -32,27 +32,27 @@ pub(crate) struct TinyGuest {
 
 impl TinyGuest {
     /// Creates a guest that is ready to run `code` at `cpl`.
-    pub(crate) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, HostError> {
+    pub(crate) fn new(kvm: &Kvm, cpl: u8, code: &[u8]) -> Result<Self, KvmHostError> {
         let guest = Self::empty(kvm)?;
         guest.load(cpl, code)?;
         Ok(guest)
     }
 
     /// Creates a guest without code. Its CPUID table hides Intel TSX.
-    pub(crate) fn empty(kvm: &Kvm) -> Result<Self, HostError> {
-        let memory =
-            GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)]).map_err(|_| HostError::Memory)?;
+    pub(crate) fn empty(kvm: &Kvm) -> Result<Self, KvmHostError> {
+        let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), SIZE)])
+            .map_err(|_| KvmHostError::Memory)?;
         let tables = [(PML4, PDPT | TABLE), (PDPT, PD | TABLE), (PD, TABLE | LARGE)];
         for (at, entry) in tables {
             memory
                 .write_obj(entry, GuestAddress(at))
-                .map_err(|_| HostError::Memory)?;
+                .map_err(|_| KvmHostError::Memory)?;
         }
         let vm = Arc::new(probe_vm(kvm)?);
         let _ = vm.raw().set_tss_address(0xfffb_d000);
         let slots = MemorySlots::new(vm.clone(), memory.clone())?;
         let vcpu = vm.create_vcpu(0)?;
-        let mut supported = super::cpuid::supported(kvm).map_err(|_| HostError::Memory)?;
+        let mut supported = super::cpuid::supported(kvm).map_err(|_| KvmHostError::Memory)?;
         super::cpuid::hide_transactions(&mut supported);
         vcpu.set_cpuid2(&supported)?;
         Ok(Self {
@@ -62,11 +62,11 @@ impl TinyGuest {
         })
     }
 
-    /// Prepares the guest to run `code` at `cpl` next, also after it has shut down.
-    pub(crate) fn load(&self, cpl: u8, code: &[u8]) -> Result<(), HostError> {
+    /// Prepares the guest to run `code` at `cpl` next, even after it has shut down.
+    pub(crate) fn load(&self, cpl: u8, code: &[u8]) -> Result<(), KvmHostError> {
         self.memory
             .write_slice(code, GuestAddress(CODE))
-            .map_err(|_| HostError::Memory)?;
+            .map_err(|_| KvmHostError::Memory)?;
         let mut sregs = self.vcpu.get_sregs()?;
         let segment = |selector: u16, type_: u8, l: u8| kvm_segment {
             base: 0,

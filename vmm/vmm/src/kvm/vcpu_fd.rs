@@ -69,8 +69,8 @@ calls! {
     get_msrs(msrs: &mut Msrs) -> usize, "KVM_GET_MSRS";
     /// Writes MSRs up to the first unwritable one and returns the number written.
     set_msrs(msrs: &Msrs) -> usize, "KVM_SET_MSRS";
-    /// Reads up to `entries` leaves of the CPUID table that the guest sees. Some KVMs show other
-    /// values than KVM_SET_CPUID2 set.
+    /// Reads up to `entries` leaves of the CPUID table that the guest sees. On some KVMs, the
+    /// values differ from those that KVM_SET_CPUID2 set.
     get_cpuid2(entries: usize) -> CpuId, "KVM_GET_CPUID2";
     /// Sets the CPUID table of the vCPU.
     set_cpuid2(cpuid: &CpuId) -> (), "KVM_SET_CPUID2";

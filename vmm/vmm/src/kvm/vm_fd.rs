@@ -1,4 +1,4 @@
-//! The file descriptor of a VM: creates the VM and its vCPUs, and sets interrupts and VM
+//! The file descriptor of a VM. Creates the VM and its vCPUs, and sets interrupts and VM
 //! capabilities.
 
 use std::os::fd::{AsRawFd, RawFd};
@@ -21,7 +21,7 @@ impl VmFd {
     /// Creates a VM without devices, memory and vCPUs.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_CREATE_VM.
+    /// Returns a [`KvmIoctlError`] if KVM_CREATE_VM fails.
     pub fn new(kvm: &Kvm) -> Result<Self, KvmIoctlError> {
         kvm.create_vm()
             .map(Self)
@@ -32,7 +32,7 @@ impl VmFd {
     /// that the guest does not use (KVM API 4.41 and 4.42). Call this before creating vCPUs.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of the failed ioctl.
+    /// Returns a [`KvmIoctlError`] if a KVM call fails.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn add_chips(&self, identity_map: u64, tss: u64) -> Result<(), KvmIoctlError> {
         self.0
@@ -54,7 +54,7 @@ impl VmFd {
     /// Creates the in-kernel interrupt controllers only.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_CREATE_IRQCHIP.
+    /// Returns a [`KvmIoctlError`] if KVM_CREATE_IRQCHIP fails.
     pub fn add_irqchip(&self) -> Result<(), KvmIoctlError> {
         self.0
             .create_irq_chip()
@@ -64,7 +64,7 @@ impl VmFd {
     /// Creates vCPU `id`.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_CREATE_VCPU.
+    /// Returns a [`KvmIoctlError`] if KVM_CREATE_VCPU fails.
     pub fn create_vcpu(&self, id: u8) -> Result<VcpuFd, KvmIoctlError> {
         self.0
             .create_vcpu(id.into())
@@ -101,7 +101,8 @@ impl VmFd {
 
     /// Returns the size of a vCPU's extended state in bytes, or 0 if KVM cannot save it.
     pub(super) fn xsave_bytes(&self) -> usize {
-        // The capability is the size since Linux 5.17, and absent before.
+        // Since Linux 5.17, the value of the capability is the size. Before, the capability is
+        // absent.
         match usize::try_from(self.0.check_extension_int(Cap::Xsave2)) {
             Ok(bytes) if bytes > 0 => bytes,
             _ if self.0.check_extension(Cap::Xsave) => size_of::<kvm_xsave>(),
@@ -112,7 +113,7 @@ impl VmFd {
     /// Reads kvmclock in nanoseconds.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_GET_CLOCK.
+    /// Returns a [`KvmIoctlError`] if KVM_GET_CLOCK fails.
     pub fn clock_ns(&self) -> Result<u64, KvmIoctlError> {
         let clock = self.0.get_clock().map_err(KvmIoctlError::of("KVM_GET_CLOCK"))?;
         Ok(clock.clock)
@@ -121,7 +122,7 @@ impl VmFd {
     /// Sets kvmclock, which continues from `ns` nanoseconds.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_SET_CLOCK.
+    /// Returns a [`KvmIoctlError`] if KVM_SET_CLOCK fails.
     pub fn set_clock_ns(&self, ns: u64) -> Result<(), KvmIoctlError> {
         let clock = kvm_clock_data {
             clock: ns,
@@ -136,7 +137,7 @@ impl VmFd {
     /// interrupt.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_IRQFD.
+    /// Returns a [`KvmIoctlError`] if KVM_IRQFD fails.
     pub fn connect_line(&self, trigger: &EventFd, line: u32) -> Result<(), KvmIoctlError> {
         self.0
             .register_irqfd(trigger, line)
@@ -146,7 +147,7 @@ impl VmFd {
     /// Sets the level of input `line` of the interrupt controllers.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_IRQ_LINE.
+    /// Returns a [`KvmIoctlError`] if KVM_IRQ_LINE fails.
     pub fn set_line(&self, line: u32, level: bool) -> Result<(), KvmIoctlError> {
         self.0
             .set_irq_line(line, level)
@@ -157,7 +158,7 @@ impl VmFd {
     /// the destination does not exist or is disabled.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of KVM_SIGNAL_MSI.
+    /// Returns a [`KvmIoctlError`] if KVM_SIGNAL_MSI fails.
     pub fn signal_msi(&self, msi: kvm_msi) -> Result<bool, KvmIoctlError> {
         match self.0.signal_msi(msi) {
             // Number of local APICs that accepted the message.

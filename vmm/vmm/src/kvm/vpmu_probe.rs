@@ -61,7 +61,7 @@ pub enum KvmVpmuUnavailable {
 /// Reason why KVM's own vPMU cannot provide the requested model.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmVpmuModelError {
-    /// The requested model is of another vendor than the host CPU.
+    /// The requested model is from a different vendor than the host CPU.
     #[error(
         "--backing kvm: KVM's own vPMU is {host}'s on this host and cannot be --pmu {asked}; use \
         --pmu auto, or --backing auto, which supports both"
@@ -91,7 +91,7 @@ pub enum KvmVpmuModelError {
     Counters {
         /// Requested number of counters.
         asked: u32,
-        /// Kind of counter, `general-purpose` or `fixed`.
+        /// Counter type, `general-purpose` or `fixed`.
         kind: &'static str,
         /// Number of counters that KVM provides.
         offered: u32,
@@ -156,7 +156,7 @@ impl std::fmt::Display for KvmPmuOffer {
 /// Probes KVM's own vPMU.
 ///
 /// # Errors
-/// Returns the [`KvmVpmuUnavailable`] reason if the vPMU is unavailable.
+/// Returns a [`KvmVpmuUnavailable`] if the vPMU is unavailable.
 pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuOffer, KvmVpmuUnavailable> {
     if kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) <= 0 {
         return Err(match parameter("kvm", "enable_pmu") {
@@ -184,7 +184,7 @@ pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuOffer, KvmVpmuUnavaila
     })
 }
 
-/// Returns `true` if KVM gives VMs with its own vPMU a mediated one.
+/// Returns `true` if KVM's own vPMU is mediated.
 pub fn is_mediated() -> bool {
     ["kvm_intel", "kvm_amd", "kvm"]
         .iter()
@@ -204,8 +204,8 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Returns a CPUID reader for [`PmuModel::resolve`] that looks leaves up in a table. The index of
-/// an entry is significant only if the entry's flag says so.
+/// Returns a CPUID reader for [`PmuModel::resolve`] that looks up leaves in a table. The index of
+/// an entry is significant only if the entry's flag is set.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
         let found = entries.as_slice().iter().find(|e| {
@@ -226,8 +226,8 @@ fn in_cpuid(supported: &CpuId) -> Option<HostPmuProperties> {
 }
 
 impl KvmPmuOffer {
-    /// Resolves the requested PMU model. `host` selects what KVM provides, and `auto` the part of
-    /// it that `auto` also selects with other backings.
+    /// Resolves the requested PMU model. `host` selects everything that KVM provides, and `auto`
+    /// selects the part of it that `auto` also selects with other backings.
     ///
     /// # Errors
     /// Returns [`KvmVpmuModelError`] with the limit and a remedy in one line.
@@ -336,7 +336,7 @@ impl KvmPmuOffer {
 /// supports. Has no effect on AMD models.
 ///
 /// # Errors
-/// Returns the error of KVM.
+/// Returns an error if the KVM call fails.
 pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<(), KvmIoctlError> {
     if !matches!(model.generation(), PmuGeneration::Intel(2..)) {
         return Ok(());
@@ -350,7 +350,8 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<()
             .map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))
     };
     let mut supported = one(entry)?;
-    // KVM reports the register as a system-wide feature MSR. If it does not, it lacks the register.
+    // KVM reports the register as a system-wide feature MSR. A KVM that does not report it lacks
+    // the register.
     if kvm
         .get_msrs(&mut supported)
         .map_err(KvmIoctlError::of("KVM_GET_MSRS"))?
@@ -392,7 +393,7 @@ mod tests {
             .map(|model| model.to_string())
     }
 
-    /// A lookup returns the requested subleaf, independent of the order of table entries.
+    /// A lookup returns the requested subleaf, regardless of the order of table entries.
     #[test]
     fn cpuid_table_selects_requested_subleaf() {
         let entry = |index, flags, eax| kvm_bindings::kvm_cpuid_entry2 {

@@ -5,7 +5,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Smallest v1 limit that means "unlimited" (`PAGE_COUNTER_MAX` pages, less a page or more).
+/// Minimum v1 limit that means "unlimited". The kernel's value is `PAGE_COUNTER_MAX` pages, less a
+/// page or more.
 const NO_LIMIT: u64 = 1 << 62;
 /// Maximum depth of inspected control groups.
 const MAX_CGROUP_DEPTH: usize = 64;
@@ -29,7 +30,7 @@ impl std::fmt::Display for HostMemoryLimit {
     }
 }
 
-/// Memory limits of a process, and the memory that is left.
+/// Memory limits of a process, and the remaining memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemoryLimits {
     /// Lowest limit of any control group, swap included.
@@ -100,7 +101,8 @@ impl CgroupVersion {
         }
     }
 
-    /// Returns whether a mount is of this version and shows memory control groups.
+    /// Returns whether the mount is a cgroup file system of this version with the memory
+    /// controller.
     fn is(self, filesystem: &str, options: &str) -> bool {
         match self {
             Self::V1 => filesystem == "cgroup" && options.split(',').any(|option| option == "memory"),
@@ -118,8 +120,8 @@ struct CgroupMount {
     point: PathBuf,
 }
 
-/// Returns the mount that shows `group`, or else any mount of the hierarchy, because a container's
-/// group may have another name on the host.
+/// Returns the mount that contains `group`, or else any mount of the hierarchy, because a
+/// container's group may have a different name on the host.
 fn mount_of(mountinfo: &str, version: CgroupVersion, group: &Path) -> Option<CgroupMount> {
     // ID PARENT DEVICE ROOT POINT OPTIONS ... - FILESYSTEM SOURCE OPTIONS (proc_pid_mountinfo(5))
     let mounts = mountinfo.lines().filter_map(|line| {
@@ -210,7 +212,7 @@ impl HostMemoryLimits {
             .lines()
             .find_map(|line| line.strip_prefix(names.inactive)?.trim().parse().ok())
             .unwrap_or(0);
-        // The kernel reclaims page cache before it refuses an allocation.
+        // The kernel reclaims page cache before an allocation fails.
         let used = used.saturating_sub(inactive);
         least(&mut self.left, of_group(limit.saturating_sub(used)));
     }
@@ -226,7 +228,7 @@ fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Returns a value of `/proc/meminfo`, which is in KiB, in bytes.
+/// Returns a value of `/proc/meminfo`, converted from KiB to bytes.
 fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -246,7 +248,7 @@ mod tests {
         }
     }
 
-    /// Returns mountinfo lines of control groups: version, root group and mount point.
+    /// Returns mountinfo lines for cgroup mounts with these versions, root groups and mount points.
     fn mounts(all: &[(CgroupVersion, &str, &Path)]) -> String {
         let mut text = "22 1 0:21 / /proc rw,nosuid shared:12 - proc proc rw\n".to_owned();
         for (version, root, point) in all {
@@ -336,7 +338,8 @@ mod tests {
         }
     }
 
-    /// Hierarchies of v2 without and v1 with the memory controller, at different mount points.
+    /// A hierarchy is selected only if it has the memory controller. v2 lacks it here, v1 has it,
+    /// and their mount points differ.
     #[test]
     fn cgroup_hierarchy_with_memory_controller_is_selected() {
         let dir = tempfile::tempdir().unwrap();
@@ -358,7 +361,8 @@ mod tests {
         assert_eq!((left.bytes, left.group), (100_000_000, Some(memory.join("vms"))));
     }
 
-    /// One mount shows only the groups below one group, another shows other groups.
+    /// The mount that contains the group is selected if one mount contains only the groups below
+    /// one group and another mount contains other groups.
     #[test]
     fn cgroup_mount_showing_group_is_selected() {
         let dir = tempfile::tempdir().unwrap();
@@ -374,7 +378,7 @@ mod tests {
         ]);
         let left = limits_of(&both, "0::/vms/one\n", MEMINFO).left.unwrap();
         assert_eq!((left.bytes, left.group), (100 << 20, Some(ours.join("one"))));
-        // Within its own namespace the group has another name.
+        // The group has a different name within its own namespace.
         let named = mounts(&[(CgroupVersion::V2, "/vms", &ours.join("one"))]);
         let left = limits_of(&named, "0::/\n", MEMINFO).left.unwrap();
         assert_eq!(left.bytes, 100 << 20);

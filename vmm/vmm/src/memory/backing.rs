@@ -20,15 +20,15 @@ use vm_memory::{
 
 /// Page size of `--hugepages 2M` in bytes.
 pub const HUGE_PAGE_BYTES: u64 = HUGE as u64;
-/// The same size as a `usize`.
+/// [`HUGE_PAGE_BYTES`] as a `usize`.
 const HUGE: usize = 2 << 20;
 /// Maximum number of attempts to get an aligned mapping. The second attempt succeeds unless other
 /// threads map memory at the same time.
 const MAPPING_TRIES: usize = 8;
 /// Minimum length of a range of a diff that is mapped instead of copied, in bytes.
 const MIN_MAPPED_BYTES: u64 = 64 << 10;
-/// Maximum number of ranges of all diffs that are mapped; further ones are copied. Each adds two
-/// mappings to the process, of which the kernel allows 65,530 by default (`vm.max_map_count`).
+/// Maximum number of mapped ranges of all diffs; further ranges are copied. Each mapped range adds
+/// two mappings to the process, of which the kernel allows 65,530 by default (`vm.max_map_count`).
 const MAX_MAPPED_RUNS: usize = 8 << 10;
 /// sysfs file with the number of free huge pages.
 const FREE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
@@ -58,7 +58,7 @@ pub enum HugePages {
     Reserved,
 }
 
-/// Error of parsing [`HugePages`].
+/// Error when parsing [`HugePages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("must be off, transparent (if the kernel can allocate them) or 2M (reserved on the host)")]
 pub struct ParseHugePagesError;
@@ -76,7 +76,7 @@ impl FromStr for HugePages {
     }
 }
 
-/// Error of allocating guest memory in the requested way.
+/// Error when allocating guest memory in the requested way.
 #[derive(Debug, Error)]
 pub enum MemoryBackingError {
     /// Transparent huge pages are disabled on the host.
@@ -102,7 +102,7 @@ pub enum MemoryBackingError {
     /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
-    /// The mapping was refused.
+    /// The mapping was rejected.
     #[error("the mapping was refused")]
     Map(#[source] MmapRegionError),
     /// The mappings are not a valid collection of regions.
@@ -116,7 +116,7 @@ pub enum MemoryBackingError {
 /// Maps `ranges` of guest-physical memory without allocating pages.
 ///
 /// # Errors
-/// Returns a [`MemoryBackingError`] if the host refuses a mapping or an option.
+/// Returns a [`MemoryBackingError`] if the host rejects a mapping or an option.
 pub fn map(
     ranges: &[(GuestAddress, usize)],
     kind: MemoryBackingConfig,
@@ -154,10 +154,11 @@ pub fn map_file(memory: &GuestMemoryMmap, file: &File) -> Result<(), MemoryBacki
     Ok(())
 }
 
-/// Replaces ranges of `memory` by the contents of files, of which later ones replace earlier ones. A
-/// range is an offset from the first byte of the first region, which is also the one in the file, and a
-/// length. Long ranges are mapped. Short ones are copied, as are those beyond 8,192 of all files,
-/// because a process has a limited number of mappings. No other thread may access the memory.
+/// Replaces ranges of `memory` by the contents of files, of which later ones replace earlier ones.
+/// A range is an offset from the first byte of the first region, which is also the offset in the
+/// file, and a length. Long ranges are mapped. Short ranges are copied, and so are ranges beyond
+/// the first 8,192 mapped ranges of all files, because a process has a limited number of mappings.
+/// No other thread may access the memory.
 ///
 /// # Errors
 /// Returns [`MemoryBackingError::Os`] if mmap(2), madvise(2) or a read of a file fails.
@@ -378,8 +379,8 @@ impl Drop for Reserved {
     }
 }
 
-/// Creates a memfd of `len_bytes` with a sealed size. A back end that truncated it would make
-/// accesses of the VMM fail with SIGBUS.
+/// Creates a memfd of `len_bytes` with a sealed size. A back end that truncated the memfd would
+/// make VMM accesses fail with SIGBUS.
 fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
     const NAME: &CStr = c"perfvisor-guest-memory";
     let huge = if huge {
@@ -469,7 +470,8 @@ mod tests {
             .sum()
     }
 
-    /// Otherwise a chain of diffs would exceed `vm.max_map_count`, and the restore would fail.
+    /// The limit on mapped ranges applies to all layers together. Otherwise a chain of diffs would
+    /// exceed `vm.max_map_count`, and the restore would fail.
     #[test]
     fn layers_share_the_limit_of_mappings() {
         const LEN: u64 = MIN_MAPPED_BYTES;
@@ -549,7 +551,8 @@ mod tests {
         }
     }
 
-    /// No kernel aligns lengths that are not a multiple of the huge page size.
+    /// Memory is aligned to huge pages, even if its length is not a multiple of the huge page size,
+    /// which no kernel aligns.
     #[test]
     fn memory_is_aligned_to_huge_pages() {
         for shared in [false, true] {

@@ -1,10 +1,10 @@
-//! Finds the pages of guest memory that have been written since the last look, whoever wrote them: the
-//! guest, KVM, a device of the VMM or the kernel on its behalf.
+//! Finds the pages of guest memory that were written since the last scan by the guest, KVM, a
+//! device of the VMM, or the kernel on behalf of the VMM.
 //!
-//! The host's kernel write-protects pages and lifts the protection at the first write, without a message
-//! (`UFFD_FEATURE_WP_ASYNC` of userfaultfd(2) and `PAGEMAP_SCAN`, Linux 6.7). KVM's own log
-//! (`KVM_GET_DIRTY_LOG`) would miss the writes of the VMM. On older kernels, all pages are read and
-//! their hashes compared.
+//! The host's kernel write-protects pages and removes the protection at the first write, without a
+//! notification (`UFFD_FEATURE_WP_ASYNC` of userfaultfd(2) and `PAGEMAP_SCAN`, Linux 6.7). KVM's
+//! own log (`KVM_GET_DIRTY_LOG`) would miss the writes of the VMM. On older kernels, all pages are
+//! read and their hashes compared.
 #![expect(unsafe_code, reason = "userfaultfd(2) and ioctl(2)")]
 
 use std::fs::File;
@@ -23,14 +23,15 @@ use super::touched::{ENTRY_BYTES, EXISTS, PAGEMAP, TouchedPages};
 
 /// Size of a page in bytes.
 pub const PAGE_BYTES: u64 = 4096;
-/// Maximum number of ranges that one scan of a chunk finds: every other page.
+/// Maximum number of ranges that one scan of a chunk finds, which is reached if every other page is
+/// written.
 const MAX_REGIONS: usize = 256;
 
 /// Protocol version of userfaultfd (include/uapi/linux/userfaultfd.h).
 const UFFD_API: u64 = 0xAA;
-/// Faults of the kernel need no permission, because none is delivered.
+/// Flag that excludes kernel-mode faults, so no permission is needed. No fault is ever delivered.
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
-/// The kernel lifts a protection itself.
+/// Feature flag with which the kernel removes a write protection itself.
 const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 /// `UFFDIO_API`, `UFFDIO_REGISTER` and `UFFDIO_UNREGISTER`.
 const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
@@ -42,7 +43,7 @@ const REGISTER_MODE_WP: u64 = 1 << 1;
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
 /// Category of pages that are not write-protected.
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
-/// Protects the pages that are found, and fails if a page cannot be.
+/// Flags that protect the pages found, and that let the scan fail if a page cannot be protected.
 const SCAN_AND_PROTECT: u64 = 1 | 1 << 1;
 
 /// `struct uffdio_api`.
@@ -88,8 +89,8 @@ struct PageRegion {
     categories: u64,
 }
 
-/// The means to write-protect memory of this process and to find what was written. A confined process
-/// cannot open them.
+/// Kernel interfaces that write-protect memory of this process and find written pages. A confined
+/// process cannot open them.
 #[derive(Debug)]
 pub struct WriteProtector {
     userfaultfd: OwnedFd,
@@ -97,7 +98,8 @@ pub struct WriteProtector {
 }
 
 impl WriteProtector {
-    /// Opens them. Returns `None` if the kernel is older than Linux 6.7 or built without them.
+    /// Opens the interfaces. Returns `None` if the kernel is older than Linux 6.7 or was built
+    /// without them.
     #[must_use]
     pub fn open() -> Option<Self> {
         let pagemap = File::open(PAGEMAP).ok()?;
@@ -170,15 +172,15 @@ enum Method {
 /// Progress of a chunk of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ChunkState {
-    /// Not taken yet. Its pages are dirty unless nobody has touched the chunk.
+    /// Not taken yet. Its pages are dirty unless the chunk is untouched.
     New,
-    /// Taken, and its writes are observed.
+    /// Taken, and writes since then are tracked.
     Observed,
-    /// Taken, and writes may have been missed since.
+    /// Taken, and writes since then may have been missed.
     Unknown,
 }
 
-/// The pages of guest memory that were written since they were taken.
+/// Tracker of guest memory pages that were written since they were last taken.
 #[derive(Debug)]
 pub struct DirtyPages {
     ram: GuestRam,
@@ -197,7 +199,7 @@ pub struct DirtyRanges {
 }
 
 impl DirtyPages {
-    /// Begins to observe all of `ram`. `protector` must be the only one that observes it.
+    /// Starts tracking all of `ram`. No other protector may be tracking it.
     #[must_use]
     pub fn observe(ram: &GuestRam, protector: Option<&Arc<WriteProtector>>) -> Self {
         let chunks = usize::try_from(ram.size_bytes().div_ceil(CHUNK_BYTES)).unwrap_or(0);
@@ -223,11 +225,11 @@ impl DirtyPages {
         matches!(self.method, Method::Hashes { .. })
     }
 
-    /// Takes the dirty pages of the chunk at `offset`, which are clean until they are written again.
-    /// The caller reads them afterwards.
+    /// Returns the dirty pages of the chunk at `offset` and marks them as clean until they are
+    /// written again. The caller must read the pages afterwards.
     ///
     /// # Errors
-    /// Returns the error of reading guest memory.
+    /// Returns an error if guest memory cannot be read.
     pub fn take(&mut self, offset: u64) -> Result<DirtyRanges, GuestMemoryError> {
         let bytes = CHUNK_BYTES.min(self.ram.size_bytes().saturating_sub(offset));
         let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
@@ -246,7 +248,7 @@ impl DirtyPages {
                 let pagemap = &protector.pagemap;
                 let address = self.ram.memory().get_host_address(self.ram.address_of(offset))?;
                 if protect(pagemap, address as u64, &mut dirty).is_err() {
-                    // The balloon has mapped new memory in place of pages of a snapshot.
+                    // The balloon has replaced pages of a snapshot by new memory.
                     dirty.fill(true);
                     let taken = self.chunks.iter_mut().filter(|state| **state != ChunkState::New);
                     taken.for_each(|state| *state = ChunkState::Unknown);
@@ -300,9 +302,9 @@ fn ranges_of(dirty: &[bool], offset: u64) -> Vec<Range<u64>> {
     ranges
 }
 
-/// Marks and protects the written pages at `address`, and marks those that have no page table entry
-/// any more, because they were given back: not all kernels report them as written if the page table
-/// itself is gone.
+/// Marks and protects the written pages at `address`. Also marks pages that no longer have a page
+/// table entry because they were released, since not all kernels report them as written if the page
+/// table itself is gone.
 fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
     let mut entries = vec![0; dirty.len() * ENTRY_BYTES];
     let entry_bytes = ENTRY_BYTES as u64;
@@ -330,7 +332,8 @@ fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
     // outlive it. The protected range is guest memory, whose contents do not change.
     let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut args) };
     let found = usize::try_from(found).map_err(|_| io::Error::last_os_error())?;
-    // A chunk has no more ranges than the array. Otherwise the rest would be lost.
+    // The array can hold all ranges of a chunk. If the scan ended early, the rest counts as
+    // written, so no write is lost.
     let rest = PageRegion {
         start: args.walk_end,
         end: args.end,
@@ -393,8 +396,8 @@ mod tests {
         n * CHUNK..(n + 1) * CHUNK
     }
 
-    /// A write that is missed would be lost when the VM moves: those of the VMM, of the kernel for the
-    /// VMM, and the disappearance of pages that are given back.
+    /// Writes by the VMM, writes by the kernel on behalf of the VMM, and released pages are all in
+    /// the dirty set, because a missed change would be lost when the VM moves.
     #[test]
     fn writes_of_ours_are_in_the_dirty_set() {
         for protector in protectors() {
@@ -403,7 +406,7 @@ mod tests {
             memory.write_slice(&[1; 3 * 4096], GuestAddress(0x5000)).unwrap();
             let mut dirty = DirtyPages::observe(&ram, protector.as_ref());
             assert_eq!(dirty.reads_all(), protector.is_none());
-            // Nobody has touched the other chunks.
+            // The other chunks are untouched.
             assert_eq!(all(&mut dirty), [chunk(0)]);
             assert_eq!(all(&mut dirty), []);
             memory.write_obj(2u8, GuestAddress(0x6fff)).unwrap();
@@ -429,7 +432,7 @@ mod tests {
         }
     }
 
-    /// A cancelled move must leave memory as it was.
+    /// A cancelled move leaves memory unchanged, and the memory can be tracked again.
     #[test]
     fn memory_can_be_observed_again() {
         let Some(protector) = WriteProtector::open().map(Arc::new) else {
@@ -448,7 +451,8 @@ mod tests {
         assert!(TouchedPages::of(&ram).is_untouched(&ram, CHUNK, CHUNK));
     }
 
-    /// The balloon of a restored VM replaces pages of the memory file.
+    /// New mappings are in the dirty set, because the balloon of a restored VM replaces pages of
+    /// the memory file.
     #[test]
     fn new_mappings_are_in_the_dirty_set() {
         for protector in protectors() {
@@ -468,7 +472,8 @@ mod tests {
         }
     }
 
-    /// Pages that a restored VM has not read are in the memory file.
+    /// Memory of a restored VM is dirty at first, because pages that the VM has not read are in the
+    /// memory file.
     #[test]
     fn memory_of_a_snapshot_is_dirty_at_first() {
         for protector in protectors() {

@@ -1,4 +1,4 @@
-//! Finds guest memory that nobody has touched, without touching it.
+//! Finds untouched guest memory without touching it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -7,7 +7,7 @@ use vm_memory::GuestMemoryBackend as _;
 
 use super::GuestRam;
 
-/// Pages of this process (proc_pid_pagemap(5)).
+/// Page map of this process (proc_pid_pagemap(5)).
 pub(super) const PAGEMAP: &str = "/proc/self/pagemap";
 /// Size of a page in bytes.
 const PAGE_BYTES: u64 = 4096;
@@ -42,15 +42,15 @@ impl TouchedPages {
         }
     }
 
-    /// Returns whether pages that are not in the page table have no contents. A page of a file has the
-    /// contents of the file before it is touched.
+    /// Returns whether pages that are not in the page table have no contents. A page of a file has
+    /// the contents of the file before the page is touched.
     fn is_known(ram: &GuestRam) -> bool {
         !ram.restored && !ram.kind.shared
     }
 
     /// Returns whether all of the `bytes` bytes of `ram` at `offset` are known to be zeros because
-    /// nobody has touched them. The range must begin at a page and must not contain the hole below
-    /// 4 GiB.
+    /// nobody has touched them. The range must start at a page boundary and must not contain the
+    /// hole below 4 GiB.
     pub fn is_untouched(&mut self, ram: &GuestRam, offset: u64, bytes: u64) -> bool {
         let Some(pagemap) = &self.pagemap else {
             return false;
@@ -94,7 +94,8 @@ mod tests {
         assert!(!touched.is_untouched(&ram, 16 << 20, CHUNK));
     }
 
-    /// A page of the file that nobody has read is not in the page table.
+    /// Memory of a snapshot is never skipped, because a page of the file that nobody has read is
+    /// not in the page table.
     #[test]
     fn memory_of_a_snapshot_is_never_skipped() {
         let file = tempfile::tempfile().unwrap();

@@ -3,17 +3,17 @@
 
 use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
-use crate::kvm::stepping::Stepping;
+use crate::kvm::stepping::SteppingSupport;
 use crate::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuUnavailable};
 use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, PmiShare, Vendor};
 
-/// Reason why an event cannot be counted that the host's kernel denies to the user of the VM.
+/// Reason why an event cannot be counted if the host's kernel denies it to the user of the VM.
 pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; set kernel.perf_event_paranoid to 1 or less, \
     or start the VM with CAP_PERFMON";
 
-/// Error of a backing that this host does not support.
+/// Error for a backing that this host does not support.
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
     /// `--backing hardware` on a host without a usable PMU.
@@ -79,8 +79,9 @@ pub fn check_own(
 /// host.
 ///
 /// # Errors
-/// Returns [`BackingError::NoSteps`] or [`BackingError::NoBlocking`].
-pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
+/// Returns [`BackingError::NoSteps`] if KVM cannot single-step guests, and
+/// [`BackingError::NoBlocking`] if it cannot block interrupts during a step.
+pub fn check_stepping(host: SteppingSupport, cpus: u8) -> Result<(), BackingError> {
     if !host.kernel {
         return Err(BackingError::NoSteps);
     }
@@ -101,8 +102,8 @@ pub fn check_stepping(host: Stepping, cpus: u8) -> Result<(), BackingError> {
     Ok(())
 }
 
-/// Checks the requested backing against the capabilities of the host. The clock backing needs none:
-/// it reads the CPU time of the vCPU's thread and uses POSIX timers.
+/// Checks the requested backing against the capabilities of the host. The clock backing needs none,
+/// because it reads the CPU time of the vCPU's thread and uses POSIX timers.
 ///
 /// # Errors
 /// Returns [`BackingError::NoHardware`] with the reason and a remedy.
@@ -119,17 +120,16 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
-/// Returns the reason why `--backing auto` counts by the clock although the host has a PMU, or
-/// `None`.
+/// Returns the reason why `--backing auto` uses the clock although the host has a PMU, or `None`.
 pub fn clock_fallback(policy: BackingPolicy, probe: &HostProbe) -> Option<String> {
     let has_unusable_pmu = probe.hybrid || probe.mediated;
     let reason = probe.no_slots_because.as_ref().filter(|_| has_unusable_pmu)?;
     (policy == BackingPolicy::Auto).then(|| format!("cycles are counted by the clock: {reason}"))
 }
 
-/// Returns the effect of a VM with this policy on VMs with KVM's mediated vPMU, which this host
-/// offers if `mediated` is set, or `None` if there is none. Such a VM and host events that count
-/// guests exclude each other (`perf_create_mediated_pmu`, Linux 7.0).
+/// Returns the effect of a VM with this policy on VMs with KVM's mediated vPMU, or `None` if there
+/// is none. `mediated` states whether this host offers a mediated vPMU. VMs with a mediated vPMU
+/// and host events that count guests exclude each other (`perf_create_mediated_pmu`, Linux 7.0).
 pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: bool) -> Option<&'static str> {
     let opens_events = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
     (mediated && opens_events).then_some(
@@ -138,8 +138,8 @@ pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: boo
     )
 }
 
-/// Returns what a VM cannot count because the host denies perf events to its user, in one line with
-/// the remedy; `None` if the host allows them.
+/// Returns a one-line message that names the events that a VM cannot count because the host denies
+/// perf events to its user, and the remedy. Returns `None` if the host allows them.
 pub fn denied_events(probe: &HostProbe) -> Option<String> {
     if probe.software_clock {
         return None;
@@ -156,7 +156,7 @@ pub fn denied_events(probe: &HostProbe) -> Option<String> {
 }
 
 /// Returns a remedy for levels of `kernel.perf_event_paranoid` above 2, which kernels with Debian's
-/// patch support. Such a level permits counting only with `CAP_SYS_ADMIN`, which no process of a VM
+/// patch support. These levels permit counting only with `CAP_SYS_ADMIN`, which no process of a VM
 /// retains.
 fn paranoid_remedy(paranoid: Option<i32>) -> &'static str {
     match paranoid {
@@ -244,7 +244,8 @@ mod tests {
         }
     }
 
-    /// A host without a PMU still counts cycles, and rejects unsupported backings with the reason.
+    /// A host without a PMU still counts cycles with the clock, and rejects unsupported backings
+    /// with the reason.
     #[test]
     fn host_without_pmu_counts_only_by_clock() {
         let probe = no_pmu();
@@ -292,7 +293,7 @@ mod tests {
             );
         }
         assert!(of(Vendor::Amd).has(ArchEvent::BranchMisses));
-        // An Intel guest counts bus cycles by the clock; an AMD guest uses the host's event.
+        // An Intel guest counts bus cycles with the clock; an AMD guest uses the host's event.
         assert!(of(Vendor::Amd).has(ArchEvent::BusCycles) && of(Vendor::Intel).has(ArchEvent::BusCycles));
         let hardware = |host| backability(BackingPolicy::Hardware, &probe, Vendor::Intel, host);
         assert!(
@@ -301,8 +302,8 @@ mod tests {
         );
     }
 
-    /// Beside a VM with a mediated vPMU the host refuses events that count guests, so `auto` uses
-    /// the clock and every message names the other side and the remedy.
+    /// While a VM with a mediated vPMU exists, the host rejects events that count guests. `auto`
+    /// then uses the clock, and every message names the mediated vPMU and the remedy.
     #[test]
     fn mediated_neighbour_leaves_clock_and_report_remedy() {
         let probe = HostProbe {
@@ -322,7 +323,8 @@ mod tests {
         assert_eq!(clock_fallback(BackingPolicy::Auto, &no_pmu()), None);
     }
 
-    /// A VM that counts with the host's PMU prevents neighbours with a mediated vPMU, and says so.
+    /// A VM that counts with the host's PMU prevents the creation of VMs with a mediated vPMU, and
+    /// a message reports this.
     #[test]
     fn hardware_backing_reports_conflict_with_mediated_vms() {
         let with_pmu = HostProbe {
@@ -341,8 +343,8 @@ mod tests {
         assert_eq!(mediated_conflict(BackingPolicy::Clock, &with_pmu, true), None);
     }
 
-    /// A host that denies perf events still counts cycles by the clock, which needs none, and a
-    /// line names the remedy.
+    /// A host that denies perf events still counts cycles with the clock, which needs no perf
+    /// events, and a message names the remedy.
     #[test]
     fn denied_perf_events_leave_clock_and_report_remedy() {
         let probe = HostProbe {

@@ -4,7 +4,7 @@
 use perf_core::branch::{BranchEntry, BranchFilter, BranchSampling};
 use vpmu::{PmuGeneration, PmuModel, SteppedLevels};
 
-use crate::kvm::stepping::Stepping;
+use crate::kvm::stepping::SteppingSupport;
 
 /// Reason why a VM cannot record branch stacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,7 +22,7 @@ pub enum BranchStackError {
         "branch stacks: this host's KVM does not single-step user code; record the kernel's branches with -j any,k"
     )]
     KernelOnly,
-    /// Hardware breakpoints at RDPMC instructions.
+    /// Hardware breakpoints are used at RDPMC instructions.
     #[error("branch stacks: unsupported with --rdpmc hwbp, whose breakpoints the steps would miss")]
     Breakpoints,
 }
@@ -31,8 +31,8 @@ pub enum BranchStackError {
 ///
 /// # Errors
 /// Returns [`BranchStackError::NoSteps`], [`BranchStackError::NoBlocking`] or
-/// [`BranchStackError::KernelOnly`].
-pub fn check_host(host: Stepping, filter: BranchFilter) -> Result<(), BranchStackError> {
+/// [`BranchStackError::KernelOnly`] if KVM lacks the required feature.
+pub fn check_host(host: SteppingSupport, filter: BranchFilter) -> Result<(), BranchStackError> {
     if !host.kernel {
         return Err(BranchStackError::NoSteps);
     }
@@ -49,7 +49,7 @@ pub fn check_host(host: Stepping, filter: BranchFilter) -> Result<(), BranchStac
 /// Reason why a guest cannot have branch records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BranchRecordsError {
-    /// The PMU model has none.
+    /// The PMU model has no branch records.
     #[error(
         "--lbr on: {0} has no branch records; use --pmu intel-v2 or later or --pmu amd-v2, and another \
         --backing than kvm"
@@ -63,10 +63,10 @@ pub enum BranchRecordsError {
 /// Checks that a guest of `model` can have branch records, at least of its kernel.
 ///
 /// # Errors
-/// Returns [`BranchRecordsError`] with the reason.
+/// Returns a [`BranchRecordsError`] if it cannot.
 pub fn check_records(
     model: PmuModel,
-    host: Stepping,
+    host: SteppingSupport,
     has_rdpmc_breakpoints: bool,
 ) -> Result<(), BranchRecordsError> {
     if !model.has_branch_records() {
@@ -145,7 +145,7 @@ impl BranchCollector {
         self.branches.len() >= depth
     }
 
-    /// Ends collecting. Waiting samples get the branches so far.
+    /// Stops collecting. Waiting samples receive the branches collected so far.
     pub fn complete(&mut self) {
         match self.state {
             StackState::Collecting(_) => {}
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn host_without_user_steps_refuses_user_branches() {
-        let mut host = Stepping::default();
+        let mut host = SteppingSupport::default();
         let kernel = BranchFilter::KERNEL;
         assert_eq!(check_host(host, kernel), Err(BranchStackError::NoSteps));
         host.kernel = true;
@@ -210,9 +210,9 @@ mod tests {
 
     #[test]
     fn branch_records_require_model_and_steps() {
-        let steps = Stepping {
+        let steps = SteppingSupport {
             kernel: true,
-            ..Stepping::default()
+            ..SteppingSupport::default()
         };
         let with = PmuModel::INTEL.with_branch_records();
         assert_eq!(check_records(with, steps, false), Ok(()));
@@ -226,7 +226,7 @@ mod tests {
             ),
             (
                 with,
-                Stepping::default(),
+                SteppingSupport::default(),
                 false,
                 "--lbr on: branch stacks: this host's KVM does not single-step guests; use --lbr off",
             ),
@@ -244,7 +244,7 @@ mod tests {
     }
 
     /// A stack has the newest branch first and ends at its depth. A stack that is completed early
-    /// has the branches so far.
+    /// has the branches collected so far.
     #[test]
     fn stack_has_newest_branch_first() {
         let mut collector = BranchCollector::default();

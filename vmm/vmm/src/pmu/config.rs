@@ -7,7 +7,7 @@ use perf_core::mux::MuxPolicy;
 use perf_core::{PerfCoreConfig, SharePolicy};
 use vpmu::{BackingPolicy, EventFilter, PmiShare, PmuModel};
 
-use crate::kvm::stepping::Stepping;
+use crate::kvm::stepping::SteppingSupport;
 
 /// Configuration of the PMU of a VM.
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ pub struct PmuConfig {
     /// Maximum share of a vCPU's time for the guest's PMI handlers.
     pub pmi_share: PmiShare,
     /// Stepping capabilities of the host, for the exact backing and for branch stacks.
-    pub stepping: Stepping,
+    pub stepping: SteppingSupport,
     /// Instructions and branches of operators are counted by single-stepping. Requires
     /// [`BackingPolicy::Exact`].
     pub steps_for_operators: bool,
@@ -71,7 +71,7 @@ impl PmuConfig {
             hides_denied: false,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
             pmi_share: PmiShare::default(),
-            stepping: Stepping::default(),
+            stepping: SteppingSupport::default(),
             steps_for_operators: false,
             has_rdpmc_breakpoints: false,
             share: SharePolicy::default(),

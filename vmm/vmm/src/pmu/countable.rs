@@ -1,4 +1,5 @@
-//! Countability of perf's generic events for a guest, by the event numbers of the guest's kernel.
+//! Determines which of perf's generic events a guest can count, by the event numbers of the guest's
+//! kernel.
 
 use perf_core::pmu::host::{self, HostProbe};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use super::backing;
 use guest_patching::event_tables::KernelTableEvent;
 use guest_patching::uncounted::EventCountability;
 
-/// Generic events of a plain `perf stat`, for which a missing one is reported.
+/// Generic events of a plain `perf stat`. A missing one is reported.
 const PERF_STAT_EVENTS: [ArchEvent; 7] = [
     ArchEvent::CoreCycles,
     ArchEvent::RefCycles,
@@ -102,14 +103,16 @@ impl EventCountability for CountableKernelEvents {
         ways.any(|way| way.known || self.host_supports(event))
     }
 
-    /// Only a host PMU of the same vendor has them.
+    /// Returns whether top-down events can be counted, which requires a host PMU of the same
+    /// vendor.
     fn can_count_topdown(&self) -> bool {
         // UOPS_ISSUED.ANY, which the kernel lists as topdown-slots-issued.
         let issued = EventRequest::from_raw_config(self.vendor, 0x010E);
         self.filter.allows(issued.selection) && self.sources.of_request(&issued).next().is_some()
     }
 
-    /// AMD has no reference cycles before Zen 4.
+    /// Returns the events of `perf stat` that cannot be counted, without reference cycles on AMD,
+    /// which has none before Zen 4.
     fn missing(&self) -> Vec<&'static str> {
         let asked = PERF_STAT_EVENTS.into_iter();
         let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
@@ -177,8 +180,8 @@ mod tests {
         }
     }
 
-    /// With a host PMU, the host's kernel decides, also for events that it would accept as raw
-    /// numbers.
+    /// With a host PMU, an event is countable only if the host's kernel supports it, even if the
+    /// kernel would accept it as a raw number.
     #[test]
     fn hardware_event_requires_host_support() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("stalled-cycles-frontend", 7)]);
@@ -224,7 +227,8 @@ mod tests {
         }
     }
 
-    /// AMD's CPUID does not report individual events, so the kernel's tables must.
+    /// A filtered event is not countable in the guest kernel's tables, because AMD's CPUID does not
+    /// report individual events.
     #[test]
     fn filtered_event_is_not_countable() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("cache-misses", 3)]);

@@ -1,11 +1,11 @@
-//! Opening of the host's perf events for a VM.
+//! Opens the host's perf events for a VM.
 //!
 //! Threads of a VM have no capability for counting and may not call `perf_event_open(2)`. A
 //! separate process, the broker, opens events for them ([`sandbox::PerfBroker`]).
 //!
 //! If the user may count without a capability (`kernel.perf_event_paranoid` 1 or less), the kernel
 //! does not let another process of that user open events on a VM, because the VM is not dumpable.
-//! In that case each thread opens its own events. An event on another thread is opened by that
+//! In this case, each thread opens its own events. An event on another thread is opened by that
 //! thread (`remote_open.rs`).
 
 use std::io;
@@ -30,7 +30,7 @@ pub struct VmEventOpener {
     counting: PerfEventAccess,
     /// Signal that makes a thread handle a request of another thread.
     kick_signal: i32,
-    /// The end of the broker has been logged.
+    /// The termination of the broker has been logged.
     end_logged: AtomicBool,
 }
 
@@ -39,7 +39,7 @@ impl VmEventOpener {
     /// `remote_open::open_in_handler`. The calling thread must be the only thread of the process.
     ///
     /// # Errors
-    /// Returns the [`ServiceStartError`] if the broker cannot be started.
+    /// Returns a [`ServiceStartError`] if the broker cannot be started.
     pub fn start(
         confinement: ProcessConfinement,
         overflow_signal: i32,
@@ -52,9 +52,10 @@ impl VmEventOpener {
             kick_signal,
             end_logged: AtomicBool::new(false),
         };
-        // The broker keeps this capability, and the kernel then opens events on every process (Linux 5.10,
-        // which also introduced KVM's MSR filter). Asking takes 10 to 15 ms on a host without perf events:
-        // the first one waits for an RCU grace period.
+        // The broker keeps this capability, and the kernel then opens events on every process
+        // (Linux 5.10, which also introduced KVM's MSR filter). Asking the kernel takes 10 to 15 ms
+        // on a host without perf events, because opening the first event waits for an RCU grace
+        // period.
         if privileges::has_perfmon_capability() {
             return Ok(opener);
         }
@@ -90,7 +91,8 @@ impl VmEventOpener {
         }
     }
 
-    /// Converts a broker error to the error of the system call. Logs the end of the broker once.
+    /// Converts a broker error to the error of the system call. Logs the termination of the broker
+    /// once.
     fn refused(&self, error: PerfBrokerError) -> io::Error {
         match error {
             PerfBrokerError::Refused(source) => source,

@@ -1,8 +1,8 @@
-//! Fitting of the guest's counters to those of the host.
+//! Fits the guest's counters to those of the host.
 //!
-//! A guest may use all its counters at once, and a general-purpose counter for any event. A model
-//! with default counter numbers is reduced until the host has a counter for each of the guest's. If
-//! the user chose the numbers, competing counters are reported in one line.
+//! A guest may use all its counters simultaneously, and a general-purpose counter for any event. A
+//! model with a default number of counters is reduced until the host has a counter for each guest
+//! counter. If the user chose the number, competing counters are reported in one line.
 
 use perf_core::pmu::host::{HostCounters, HostProbe};
 use vpmu::{ArchEvent, BackingPolicy, PmuModel};
@@ -22,12 +22,12 @@ pub struct FittedModel {
     /// Model presented to the guest.
     pub model: PmuModel,
     /// One-line description of the guest counters that compete for host counters; `None` if the
-    /// host has a counter for each.
+    /// host has a counter for each guest counter.
     pub competition: Option<String>,
 }
 
-/// Fits `model` to the host. With `asked`, the user chose the counter numbers, which are not
-/// changed. `own` describes KVM's own vPMU, if used ([`BackingPolicy::Kvm`]).
+/// Fits `model` to the host. If `asked` is set, the user chose the number of counters, and it is
+/// not changed. `own` describes KVM's own vPMU, if used ([`BackingPolicy::Kvm`]).
 pub fn fit(
     model: PmuModel,
     asked: bool,
@@ -110,7 +110,7 @@ pub fn slots(counters: &HostCounters) -> String {
     format!("{} general and {fixed} fixed counters per vCPU", counters.general)
 }
 
-/// Describes the fixed counters of the host and marks those in use by others.
+/// Describes the fixed counters of the host and marks those that are in use by other events.
 pub fn fixed(counters: &HostCounters) -> String {
     if counters.fixed.is_empty() {
         return "none".to_owned();
@@ -181,7 +181,8 @@ mod tests {
         (fitted.model.general(), fitted.model.fixed())
     }
 
-    /// The default model has no counter that the host cannot back while all others count.
+    /// The default model has no counter that the host cannot back while all other counters are
+    /// active.
     #[test]
     fn default_model_fits_host_counters() {
         assert_eq!(default_on(PmuGeneration::Intel(2), &host(4, &INTEL)), (4, 3));
@@ -250,7 +251,8 @@ mod tests {
         assert_eq!((fitted.model, fitted.competition), (asked, None));
     }
 
-    /// KVM's emulated vPMU competes for host counters as Perfvisor does; a mediated one does not.
+    /// KVM's emulated vPMU competes for host counters in the same way as Perfvisor; a mediated one
+    /// does not.
     #[test]
     fn emulated_kvm_vpmu_competes_for_counters() {
         let own = |mediated| KvmPmuOffer {

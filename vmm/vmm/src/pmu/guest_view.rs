@@ -11,10 +11,10 @@ pub struct VcpuPmuView {
     pub pmis: Option<u64>,
     /// Time in which at least one enabled counter was not counted, in nanoseconds.
     pub uncounted_ns: Option<u64>,
-    /// Number of times a counter lost its slot on the host, or was enabled and found none.
+    /// Number of times a counter lost its slot on the host, or was enabled without finding one.
     pub places_lost: Option<u64>,
     /// Counters.
     pub counters: Vec<CounterView>,
-    /// KVM's own vPMU counts, so only the registers' values in `counters` are meaningful.
+    /// KVM's own vPMU is used, so only the register values in `counters` are meaningful.
     pub counted_by_kvm: bool,
 }

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use guest_profile::locate::KernelAnchors;
+use guest_profile::locate::KernelReferenceSymbols;
 use guest_profile::search::{self, FoundKernel, SearchError};
 use guest_profile::{GuestPhys, GuestRegs};
 use sandbox::{
@@ -31,13 +31,13 @@ pub struct KernelReader {
     workers: WorkerKeeper,
 }
 
-/// Error of reading a kernel.
+/// Error when reading a kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelReadError {
     /// The worker reported an error or sent an invalid response.
     #[error(transparent)]
     Ask(#[from] SearchError),
-    /// The worker ended without a response.
+    /// The worker exited without a response.
     #[error(
         "cannot read the guest's kernel: the reader process failed: {0}; the next request starts it again"
     )]
@@ -45,7 +45,7 @@ pub enum KernelReadError {
     /// No worker process could be started.
     #[error("cannot read the guest's kernel: cannot start the reader process")]
     NoWorker(#[source] io::Error),
-    /// The process that starts workers has ended. A running VM cannot start another one.
+    /// The process that starts workers has exited. A running VM cannot start another one.
     #[error(
         "the guest's kernel is no longer read: the process that starts its reader (worker-keeper) \
         was killed by a signal; samples of the guest's kernel have no symbols, tasks and stacks \
@@ -81,13 +81,13 @@ impl KernelReader {
     /// Reads from `memory` the kernel to which `regs` and `anchors` refer.
     ///
     /// # Errors
-    /// Returns [`KernelReadError`]. Except for [`KernelReadError::NoKeeper`], a later attempt may
-    /// succeed.
+    /// Returns a [`KernelReadError`] if the kernel cannot be read. Except after
+    /// [`KernelReadError::NoKeeper`], a later attempt may succeed.
     pub fn read<M: GuestPhys + ?Sized>(
         &self,
         memory: &M,
         regs: &GuestRegs,
-        anchors: &KernelAnchors,
+        anchors: &KernelReferenceSymbols,
     ) -> Result<FoundKernel, KernelReadError> {
         let mut worker = self.workers.begin()?;
         let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + TIMEOUT);

@@ -39,8 +39,8 @@ use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
 use vpmu::{
     BackingChange, BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources,
-    MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, RdpmcIndex, StateError,
-    SteppedLevels, Vendor, Vpmu,
+    MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, RdpmcIndex, SteppedLevels,
+    Vendor, Vpmu, VpmuStateError,
 };
 
 use crate::kvm::cpuid;
@@ -54,7 +54,7 @@ pub use operator::{HostSampling, HostSamplingError};
 pub use own::KvmVpmu;
 pub use regs::{ExitRegisters, GuestSamplingContext, KernelSearchProgress, SampleCache, VcpuSampleRegs};
 
-/// Error of setting up the PMU of a vCPU.
+/// Error when setting up the PMU of a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuSetupError {
     /// The perf core rejected the vCPU.
@@ -70,8 +70,8 @@ pub fn overflow_signal() -> libc::c_int {
     libc::SIGUSR2
 }
 
-/// PMU of a VM: the perf core, its drivers, and the configuration of the vCPU PMUs. Also exists for
-/// a VM without a guest PMU, for operators; the model is then off.
+/// PMU of a VM: the perf core, its drivers, and the configuration of the vCPU PMUs. A VM without a
+/// guest PMU also has one, with the model off, for operators.
 #[derive(Debug)]
 pub struct VmPmu {
     config: PmuConfig,
@@ -93,8 +93,8 @@ pub struct VmPmu {
 
 impl VmPmu {
     /// Sets up the perf core with the drivers that this host supports. `vm_stats` is the file of
-    /// KVM's VM statistics, if available; `interprets_kernel` states that KVM interprets the
-    /// guest's kernel; `guest` provides guest memory for samples.
+    /// KVM's VM statistics, if available. `interprets_kernel` is `true` if KVM interprets the
+    /// guest's kernel. `guest` provides guest memory for samples.
     pub fn new(
         config: PmuConfig,
         probe: &HostProbe,
@@ -185,7 +185,8 @@ impl VmPmu {
     /// filters events, and this has no effect.
     ///
     /// # Errors
-    /// Returns [`KvmEventFilterError`], with the previous filter unchanged.
+    /// Returns a [`KvmEventFilterError`] if KVM does not accept the filter. The previous filter
+    /// stays in effect.
     pub fn set_kvm_filter(&self, filter: &EventFilter) -> Result<(), KvmEventFilterError> {
         self.own.as_ref().map_or(Ok(()), |own| own.set_filter(filter))
     }
@@ -243,13 +244,13 @@ impl VmPmu {
         }
     }
 
-    /// Sets the event filter of vCPUs that are added later. Existing vCPUs receive the filter by a
-    /// request.
+    /// Sets the event filter of vCPUs that are added later. Existing vCPUs receive the filter
+    /// through a request.
     pub fn set_filter(&self, filter: Arc<EventFilter>) {
         self.filter.store(filter);
     }
 
-    /// Checks that samples can have stacks of the branches that `filter` selects.
+    /// Checks that samples can include stacks of the branches that `filter` selects.
     ///
     /// # Errors
     /// Returns [`BranchStackError`] with the reason.
@@ -285,8 +286,8 @@ impl VmPmu {
     }
 }
 
-/// Opens the KVM statistics behind `fd`. Logs a failure; the events backed by the statistics are
-/// then unsupported.
+/// Opens the KVM statistics of `fd`. Logs a failure, after which the events backed by the
+/// statistics are unsupported.
 fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
     StatsFile::new(fd)
         .inspect_err(|e| log::warn!("cannot use KVM's statistics of {whose}: {}", error_line(e)))
@@ -317,21 +318,21 @@ pub struct VcpuPmu {
     attached: Option<AttachedThread>,
     /// A register was written since the last reconcile.
     changed: bool,
-    /// Part of [`Vpmu::uncounted_ns`] already fed to the guest's event, in nanoseconds.
+    /// Part of [`Vpmu::uncounted_ns`] that has been added to the guest's event, in nanoseconds.
     fed_uncounted_ns: u64,
-    /// Changes of backings by a restore that have not been fed to the guest's event yet.
+    /// Number of backing changes by a restore that have not been added to the guest's event yet.
     unfed_changes: u64,
-    /// Time of the last known position of a vCPU that is stepped.
+    /// Time of the last known position of a single-stepped vCPU.
     step_began: Option<Instant>,
-    /// A count fed by the VMM has reached an armed overflow.
+    /// A count added by the VMM has reached an armed overflow.
     fed_overflow: bool,
-    /// State that samples keep for the next sample.
+    /// State that is kept between samples.
     samples: SampleCache,
 }
 
 impl VcpuPmu {
-    /// Attaches the vCPU to the calling thread, whose time and events are counted from now on, and
-    /// starts the vCPU's event time.
+    /// Attaches the vCPU to the calling thread and starts the vCPU's event time. From this call on,
+    /// the time and events of the thread are counted.
     ///
     /// # Errors
     /// Returns [`PmuSetupError::Os`] if schedstat cannot be opened, and [`PmuSetupError::Context`]
@@ -398,19 +399,19 @@ impl VcpuPmu {
     /// Restores the register file before the vCPU is attached to a thread.
     ///
     /// # Errors
-    /// Returns a [`StateError`] if the bytes are not a valid state of this PMU.
-    pub fn restore(&mut self, bytes: &[u8]) -> Result<(), StateError> {
+    /// Returns a [`VpmuStateError`] if the bytes are not a valid state of this PMU.
+    pub fn restore(&mut self, bytes: &[u8]) -> Result<(), VpmuStateError> {
         self.changed = true;
         if self.has_pmis() {
             self.vpmu.restore_before_use(bytes)?;
             self.unfed_changes = self.backing_changes().len() as u64;
         } else if !bytes.is_empty() {
-            return Err(StateError::Magic);
+            return Err(VpmuStateError::Magic);
         }
         Ok(())
     }
 
-    /// Returns the enabled counters that other backings counted when the guest was saved.
+    /// Returns the enabled counters that had a different backing when the guest was saved.
     pub fn backing_changes(&self) -> Vec<BackingChange> {
         let policy = self.vm.config.policy;
         let Some(before) = self.vm.config.saved_policy.filter(|saved| *saved != policy) else {
@@ -445,9 +446,9 @@ impl VcpuPmu {
         self.vm.fed.remove_vcpu(vcpu);
     }
 
-    /// Schedules out the vCPU's events, because the vCPU stops running guest code. Elapsed
-    /// overflows are then exactly known, even if their signals have not arrived. Must be followed
-    /// by [`VcpuPmu::service_overflows`].
+    /// Schedules out the vCPU's events, because the vCPU stops running guest code. All overflows up
+    /// to this point are then known exactly, even if their signals have not arrived. Must be
+    /// followed by [`VcpuPmu::service_overflows`].
     pub fn pause(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_out();
@@ -494,7 +495,7 @@ impl VcpuPmu {
 
     /// Handles WRMSR.
     pub fn write_msr(&mut self, msr: u32, value: u64) -> MsrWriteOutcome {
-        // Counts up to this point belong to the previous register values, so they are fed before
+        // Counts up to this point belong to the previous register values, so they are added before
         // the write.
         self.count_msr_exit();
         self.changed = true;
@@ -534,7 +535,8 @@ impl VcpuPmu {
     }
 
     /// Returns the privilege levels that must be stepped, as of the last reconcile. If there are
-    /// any, the vCPU's position is known now, and the next one is passed to [`VcpuPmu::feed_step`].
+    /// any, the vCPU's position is known at this point, and the next step is passed to
+    /// [`VcpuPmu::feed_step`].
     #[inline]
     pub fn stepped_levels(&mut self) -> SteppedLevels {
         let levels = self.exact_levels();
@@ -563,20 +565,20 @@ impl VcpuPmu {
         })
     }
 
-    /// Returns how much may be fed at CPL 0 before an overflow.
+    /// Returns the counts that can be added at CPL 0 before a counter overflows.
     pub fn room_at_cpl0(&self) -> RetiredCounts {
         let fed = self.attached.as_ref().map(|attached| &attached.fed);
         fed.map_or_else(RetiredCounts::default, |fed| RetiredCounts::remaining(fed, 0))
     }
 
-    /// Feeds the events of a step. A resulting overflow must be handled before the next
-    /// instruction; see [`VcpuPmu::take_fed_overflow`]. The time of a step with an unknown outcome
-    /// is uncounted.
+    /// Adds the events of a step to the counters. A resulting overflow must be handled before the
+    /// next instruction; see [`VcpuPmu::take_fed_overflow`]. The time of a step with an unknown
+    /// outcome is uncounted.
     pub fn feed_step(&mut self, step: &StepOutcome) {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
-            // A burst for a branch stack steps code that nothing counts.
+            // A burst for a branch stack steps code that no event counts.
             if step.lost && attached.events.needs_stepping() {
                 let lasted = began.map_or(Duration::ZERO, |began| began.elapsed());
                 let ns = u64::try_from(lasted.as_nanos()).unwrap_or(u64::MAX);
@@ -626,14 +628,14 @@ impl VcpuPmu {
         &mut self.samples.branches
     }
 
-    /// Completes the branch stack, so that the next overflow service writes the samples that wait
-    /// for it.
+    /// Completes the branch stack, so that the samples that wait for it are written when overflows
+    /// are next serviced.
     pub fn complete_branches(&mut self) {
         self.samples.branches.complete();
         self.fed_overflow = true;
     }
 
-    /// Sets the time that the vCPU was stepped for the next sample, in nanoseconds.
+    /// Sets the duration of single-stepping for the next sample, in nanoseconds.
     pub fn set_burst_time(&mut self, ns: u64) {
         self.samples.set_burst_time(ns);
     }
@@ -660,7 +662,7 @@ impl VcpuPmu {
         self.feed_uncounted();
     }
 
-    /// Feeds the stolen time since the last call, if a counter counts it.
+    /// Adds the stolen time since the last call to the counters, if a counter counts it.
     fn feed_steal(&mut self) {
         if let Some(attached) = self.attached.as_mut()
             && let Some(ns) = attached.steal.advance()
@@ -670,7 +672,8 @@ impl VcpuPmu {
         }
     }
 
-    /// Feeds the uncounted time since the last call. Costs two loads while every counter counts.
+    /// Adds the uncounted time since the last call to the counters. Costs two loads while every
+    /// counter counts.
     #[inline]
     fn feed_uncounted(&mut self) {
         if let Some(attached) = self.attached.as_mut() {
@@ -699,8 +702,8 @@ impl VcpuPmu {
     }
 
     /// Returns the time in which at least one enabled counter was not counted, in nanoseconds, and
-    /// the number of times that a counter lost its host counter or found none. Returns `None` if
-    /// the guest has no counters or uses KVM's own vPMU.
+    /// the number of times that a counter lost its host counter or did not find one. Returns `None`
+    /// if the guest has no counters or uses KVM's own vPMU.
     pub fn uncounted(&mut self) -> Option<(u64, u64)> {
         if !self.has_pmis() {
             return None;
@@ -710,7 +713,7 @@ impl VcpuPmu {
         Some((ns, self.vpmu.slot_losses()))
     }
 
-    /// Returns and clears whether overflows must be handled although no signal arrived.
+    /// Returns whether overflows must be handled although no signal arrived, and clears this state.
     #[inline]
     pub fn take_fed_overflow(&mut self) -> bool {
         std::mem::take(&mut self.fed_overflow)
@@ -757,8 +760,9 @@ impl VcpuPmu {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, ExitRegisters::default()).find_kernel();
     }
 
-    /// Returns whether a debugger in the guest single-steps the current task, with the registers at
-    /// the exit. The first call starts the search for the guest's kernel, unless another has.
+    /// Returns whether a debugger in the guest is single-stepping the current task, given the
+    /// registers at the exit. The first call starts the search for the guest's kernel, unless a
+    /// search has already been started.
     pub fn is_task_single_stepped(&mut self, fd: &VcpuFd, regs: &kvm_regs, sregs: &kvm_sregs) -> bool {
         if self.vm.probe.begin_first_search() {
             self.find_kernel(fd);

@@ -1,9 +1,9 @@
-//! Events of operators: sources that count them, and their sampling in the host's kernel.
+//! Events of operators: the sources that count them, and their sampling in the host's kernel.
 
 use perf_core::pmu::host::{GuestSampler, MIN_CLOCK_PERIOD_NS, ThreadSwitches};
 use perf_core::pmu::{PmuError, VcpuId};
 use perf_core::{Attr, EventType};
-use vpmu::{ArchEvent, Backing, EventSource, ParavirtualEvent};
+use vpmu::{ArchEvent, CounterBacking, EventSource, ParavirtualEvent};
 
 use super::VmPmu;
 
@@ -16,7 +16,7 @@ pub struct HostSampling {
     pub period: Option<u64>,
     /// Samples also include the host's kernel.
     pub sees_host: bool,
-    /// KVM interprets the guest's kernel, so samples do not show guest kernel code.
+    /// KVM interprets the guest's kernel, so samples contain no guest kernel code.
     pub interpreted: bool,
 }
 
@@ -55,7 +55,7 @@ impl VmPmu {
     }
 
     /// Samples the event `attr` in the host's kernel, on the thread of `vcpu`. The period of a
-    /// clock event may be increased, see [`HostSampling::period`].
+    /// clock event may be increased (see [`HostSampling::period`]).
     ///
     /// # Errors
     /// Returns [`HostSamplingError`] with the reason.
@@ -147,7 +147,7 @@ impl VmPmu {
             }
             // Other perf event numbers have a processor-specific meaning.
             None => self.hardware.map(|_| EventSource {
-                backing: Backing::Hardware,
+                backing: CounterBacking::Hardware,
                 ty: EventType::HARDWARE,
                 config: number,
                 known: false,
@@ -198,7 +198,8 @@ mod tests {
         assert!(never.sample_period > 0);
     }
 
-    /// Host samples state whether they show the guest's kernel, which only the VM can determine.
+    /// Host sampling reports whether samples contain guest kernel code, which only the VM can
+    /// determine.
     #[test]
     fn host_samples_report_interpreted_kernel() {
         for interprets in [false, true] {

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use vpmu::{
-    Backing, CounterEvents, CounterIndex, CounterTimes, CounterView, EnableOutcome, EventFilter, EventLoss,
-    EventRequest, MsrAddress, PmuModel, Vpmu,
+    CounterBacking, CounterEvents, CounterIndex, CounterTimes, CounterView, EnableOutcome, EventFilter,
+    EventLoss, EventRequest, MsrAddress, PmuModel, Vpmu,
 };
 
 use crate::kvm::call::KvmIoctlError;
@@ -56,7 +56,7 @@ impl KvmVpmu {
 /// vCPU thread.
 ///
 /// # Errors
-/// Returns the error of the KVM call, or `EIO` if KVM lacks a register of the model.
+/// Returns an error if the KVM call fails, and `EIO` if KVM lacks a register of the model.
 pub fn registers(fd: &VcpuFd, model: PmuModel, filter: Arc<EventFilter>) -> Result<Vpmu, KvmIoctlError> {
     let wanted = model.state_msrs();
     let entries: Vec<_> = wanted
@@ -88,7 +88,7 @@ fn mirror(
     vpmu
 }
 
-/// Returns the counters. Only the values of registers are meaningful.
+/// Returns the counters. Only register values are meaningful.
 pub fn view(mirror: &mut Vpmu) -> Vec<CounterView> {
     mirror.counters_view(&mut KvmCounterEvents)
 }
@@ -99,12 +99,12 @@ pub fn view(mirror: &mut Vpmu) -> Vec<CounterView> {
 pub struct KvmCounterEvents;
 
 impl CounterEvents for KvmCounterEvents {
-    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> Backing {
-        Backing::Kvm
+    fn program(&mut self, _: CounterIndex, _: Option<&EventRequest>) -> CounterBacking {
+        CounterBacking::Kvm
     }
 
     fn enable(&mut self, _: CounterIndex, _: Option<u64>) -> (EnableOutcome, u64) {
-        (EnableOutcome::Counting(Backing::Kvm), 0)
+        (EnableOutcome::Counting(CounterBacking::Kvm), 0)
     }
 
     fn disable(&mut self, _: CounterIndex) -> u64 {

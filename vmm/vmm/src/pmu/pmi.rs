@@ -1,4 +1,4 @@
-//! PMIs of a vCPU: when one is due, and what its delivery changes.
+//! PMIs of a vCPU: determines when a PMI is due, and records its delivery.
 
 use vpmu::{CounterEvents as _, PmiCounts, PmiReadiness};
 

@@ -1,4 +1,4 @@
-//! Guest registers, stacks and task of a sample, each read on first use and then cached.
+//! Guest registers, stacks and task of a sample. Each is read on first use and then cached.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +9,7 @@ use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
 use perf_core::branch::{BranchEntry, BranchSampling};
-use perf_core::record::{UserRegsAndStack, WordList};
+use perf_core::record::{CallChainWords, UserRegsAndStack};
 use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
 use sandbox::ThreadKind;
 use smallvec::SmallVec;
@@ -20,12 +20,12 @@ use super::branches::BranchCollector;
 use super::kernel_reader::{KernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
-use guest_profile::locate::KernelAnchors;
+use guest_profile::locate::KernelReferenceSymbols;
 use guest_profile::mappings::{self, MappingListeners, MappingReporter};
 use guest_profile::paging::{AddressSpace, has_five_levels};
 use guest_profile::sample::{RAW_BYTES, SampleData};
 use guest_profile::search::FoundKernel;
-use guest_profile::task::{Task, TaskReader};
+use guest_profile::task::{GuestTask, TaskReader};
 use guest_profile::unwind::context::SampledUserRegs;
 use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStops};
 use guest_profile::{GuestRegs, WalkBudget};
@@ -37,8 +37,8 @@ const IA32_LSTAR: u32 = 0xC000_0082;
 /// Minimum interval between two searches for the guest's kernel, because each search copies the
 /// kernel.
 const MIN_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum number of guest memory reads per code request: up to seventeen pages with five-level
-/// page tables.
+/// Maximum number of guest memory reads per code request, sufficient for seventeen pages with
+/// five-level page tables.
 const CODE_READS: u32 = 1024;
 /// Page size, in bytes.
 const PAGE: usize = 4096;
@@ -84,8 +84,8 @@ enum KernelSearch {
 }
 
 impl GuestSamplingContext {
-    /// Creates the probe of a guest whose kernel is unknown. Without a `reader` the kernel stays
-    /// unknown.
+    /// Creates the context of a guest whose kernel is unknown. Without a `reader`, the kernel
+    /// remains unknown.
     pub fn new(memory: GuestMemoryMmap, reader: Option<Arc<KernelReader>>) -> Self {
         Self {
             memory,
@@ -97,7 +97,7 @@ impl GuestSamplingContext {
         }
     }
 
-    /// Adds a reader of samples, to which information that is sent only once is sent again.
+    /// Registers a new reader of samples. Information that is sent only once is sent again for it.
     pub fn add_listener(&self) {
         self.listeners.add();
     }
@@ -142,7 +142,7 @@ impl GuestSamplingContext {
         self.kernel.load_full()
     }
 
-    /// Discards the kernel information, because another guest is started.
+    /// Discards the kernel information, because a different guest is started.
     pub fn forget(&self) {
         let mut search = self.search();
         if !matches!(*search, KernelSearch::Over(_)) {
@@ -151,8 +151,8 @@ impl GuestSamplingContext {
         self.kernel.store(None);
     }
 
-    /// Returns `true` if the kernel is unknown and no search has started yet, in which case the caller
-    /// must start it.
+    /// Returns `true` if the kernel is unknown and no search has started yet. The caller must then
+    /// start a search.
     pub fn begin_first_search(&self) -> bool {
         if self.kernel.load().is_some() {
             return false;
@@ -165,9 +165,8 @@ impl GuestSamplingContext {
         begin
     }
 
-    /// Returns `true` if a search for the kernel must start now, in which case the caller must
-    /// start it. Returns `false` if the kernel is known, a search is in progress, or the last
-    /// search failed very recently.
+    /// Returns `true` if the caller must start a search for the kernel now. Returns `false` if the
+    /// kernel is known, a search is in progress, or the last search failed very recently.
     pub fn begin_search(&self) -> bool {
         let mut search = self.search();
         let begin = match &*search {
@@ -195,7 +194,7 @@ impl GuestSamplingContext {
 
     /// Starts a thread that reads the running kernel from guest memory. Later samples use the
     /// result.
-    fn search_from(&self, regs: Option<(GuestRegs, KernelAnchors)>) {
+    fn search_from(&self, regs: Option<(GuestRegs, KernelReferenceSymbols)>) {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
         let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
@@ -287,9 +286,9 @@ pub struct SampleCache {
     held_ns: u32,
     /// Branch stack of the next sample.
     pub(super) branches: BranchCollector,
-    /// Time that the vCPU was stepped for the sample, in nanoseconds.
+    /// Duration of single-stepping for the sample, in nanoseconds.
     burst_ns: u32,
-    /// A sample was taken since the last call of `held`.
+    /// A sample was taken since the last call to `held`.
     taken: bool,
     /// Number of samples.
     samples: u32,
@@ -299,14 +298,14 @@ pub struct SampleCache {
 const MEASURE_INTERVAL: u32 = 4;
 
 impl SampleCache {
-    /// Starts handling overflows. Returns the current time if the cost is to be measured; not
-    /// always, because reading the clock has a cost itself.
+    /// Starts handling overflows. Returns the current time if the cost is to be measured. Only some
+    /// samples are measured, because reading the clock itself has a cost.
     #[inline]
     pub fn begin(&mut self) -> Option<Instant> {
         (self.samples < 64 || self.samples.is_multiple_of(MEASURE_INTERVAL)).then(Instant::now)
     }
 
-    /// Sets the time that the vCPU was stepped for the next sample.
+    /// Sets the duration of single-stepping for the next sample.
     pub fn set_burst_time(&mut self, ns: u64) {
         self.burst_ns = u32::try_from(ns).unwrap_or(u32::MAX);
     }
@@ -388,8 +387,8 @@ pub struct VcpuSampleRegs<'a> {
 }
 
 impl<'a> VcpuSampleRegs<'a> {
-    /// Creates the register source of a sample. `memory` belongs to the vCPU. Registers in `known`
-    /// are not read from KVM.
+    /// Creates the register source of a sample. `memory` belongs to the vCPU. Registers that are in
+    /// `known` are not read from KVM.
     #[inline]
     pub fn new(
         fd: &'a VcpuFd,
@@ -458,7 +457,7 @@ impl<'a> VcpuSampleRegs<'a> {
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
         let regs = self.regs_with_kernel_gs().map(|regs| {
-            let anchors = KernelAnchors {
+            let anchors = KernelReferenceSymbols {
                 lstar,
                 idt_base: regs.idt_base,
             };
@@ -484,7 +483,7 @@ impl<'a> VcpuSampleRegs<'a> {
 
     /// Returns the current task. Writes the mappings of its user frames after the head of the raw
     /// data, and their length to `told`.
-    fn task(&mut self, told: &mut usize) -> Option<Task> {
+    fn task(&mut self, told: &mut usize) -> Option<GuestTask> {
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
         kernel.as_ref()?.tasks.as_ref().ok()?;
         let base = self.per_cpu_base()?;
@@ -506,7 +505,7 @@ impl<'a> VcpuSampleRegs<'a> {
         Some(task)
     }
 
-    /// Returns the base of the kernel's data of this vCPU.
+    /// Returns the base address of the kernel's per-CPU data for this vCPU.
     fn per_cpu_base(&mut self) -> Option<u64> {
         let base = match self.memory.per_cpu_base {
             Some(base) => base,
@@ -516,8 +515,8 @@ impl<'a> VcpuSampleRegs<'a> {
         Some(base)
     }
 
-    /// Returns whether a debugger in the guest single-steps the current task; `false` if the kernel
-    /// does not tell.
+    /// Returns whether a debugger in the guest is single-stepping the current task, or `false` if
+    /// the kernel does not provide this information.
     pub fn is_single_stepped(&mut self) -> bool {
         let mut stepped = || {
             let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
@@ -601,7 +600,7 @@ impl SampleRegs for VcpuSampleRegs<'_> {
         let registers = if abi == 0 { &[][..] } else { &self.memory.user_regs };
         let user = UserRegsAndStack {
             abi,
-            registers: WordList::List(registers),
+            registers: CallChainWords::List(registers),
             stack: &self.memory.stack[..len],
         };
         (&self.memory.raw[..raw_len], user)
@@ -628,7 +627,7 @@ impl VcpuSampleRegs<'_> {
         let memory = &mut *self.memory;
         let asked = stack_bytes.min(STACK_USER_MAX) as usize;
         if memory.stack.len() < asked {
-            // Allocated once, at the first request.
+            // The buffer is allocated once, at the first request.
             memory.stack.resize(STACK_USER_MAX as usize, 0);
         }
         memory.user_regs = context.registers;
@@ -693,7 +692,7 @@ mod tests {
         assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
     }
 
-    /// Returns the reason of a failed search.
+    /// Returns the reason why a search failed.
     #[track_caller]
     fn failure(probe: &GuestSamplingContext) -> String {
         match probe.search_progress() {

@@ -1,6 +1,6 @@
-//! Opening of a perf event on another thread. The target thread opens the event in the handler of
-//! its kick signal. The signal may interrupt the thread anywhere, and `perf_event_open(2)` is a
-//! single system call that needs no locks of the VMM.
+//! Opens a perf event on another thread. The target thread opens the event in the handler of its
+//! kick signal. The signal may interrupt the thread anywhere, and `perf_event_open(2)` is a single
+//! system call that needs no locks of the VMM.
 #![expect(
     unsafe_code,
     reason = "system calls, and a signal handler that reads another thread's request"
@@ -17,8 +17,8 @@ use perf_core::pmu::host::{EventOpener, OpenRequest, SyscallOpener};
 
 /// Maximum time for a thread to open an event for another thread.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Interval between signals to the thread. Repeating detects a thread that has ended before it
-/// handled the request.
+/// Interval between signals to the thread. Repeated signals detect a thread that exits before it
+/// handles the request.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between checks for the result.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -58,7 +58,7 @@ impl RemoteOpen<'_> {
     /// Makes thread `tid` of this process open an event on itself, in its handler of `signal`.
     ///
     /// # Errors
-    /// Returns the error of `perf_event_open(2)`, `ESRCH` if the thread does not exist, or
+    /// Returns an error if `perf_event_open(2)` fails, `ESRCH` if the thread does not exist, or
     /// `TimedOut` if the thread does not run.
     pub(super) fn run(request: &OpenRequest<'_>, tid: i32, signal: i32) -> io::Result<OwnedFd> {
         let _turn = REQUEST_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,8 +66,8 @@ impl RemoteOpen<'_> {
             request,
             result: None,
         };
-        // The handler accesses the request only between the posted and done states, for whose end
-        // this function waits.
+        // The handler accesses the request only between the posted and done states, and this
+        // function waits for the done state.
         REQUEST.store((&raw mut remote).cast(), Ordering::Relaxed);
         STATE.store(state(tid, POSTED), Ordering::Release);
         if let Err(e) = signal_until_done(tid, signal) {

@@ -1,5 +1,6 @@
-//! Time that the vCPU thread was runnable and waited for a host CPU, fed to the guest's counters in
-//! increments. Operator events read the same time separately ([`perf_core::pmu::sched`]).
+//! Time for which the vCPU thread was runnable and waited for a host CPU, added to the guest's
+//! counters in increments. Operator events read the same time separately
+//! ([`perf_core::pmu::sched`]).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +25,7 @@ impl StealClock {
     /// advance.
     ///
     /// # Errors
-    /// Returns the error of opening an existing `schedstat` file.
+    /// Returns an error if an existing `schedstat` file cannot be opened.
     pub fn for_current_thread() -> io::Result<Self> {
         let time = match WaitTime::of_this_thread() {
             Ok(time) => Some(time),

@@ -4,13 +4,13 @@ use vpmu::{BackingPolicy, PmuModel};
 
 use super::*;
 
-/// Event select 0xFF with ENABLE, OS and USR.
+/// Returns the selector of `event`: event select 0xFF with ENABLE, OS and USR.
 fn selector(event: ParavirtualEvent) -> u64 {
     const SELECT: u64 = 0xff | 1 << 16 | 1 << 17 | 1 << 22;
     SELECT | u64::from(event.umask().0) << 8
 }
 
-/// Returns a vCPU PMU on this thread that can count only events fed by the VMM.
+/// Returns a vCPU PMU on this thread that can count only events that the VMM adds.
 fn pmu() -> VcpuPmu {
     pmu_with(BackingPolicy::Auto)
 }
@@ -73,8 +73,8 @@ fn pmu_register_accesses_count_as_msr_exits() {
     pmu.detach();
 }
 
-/// A guest with an uncountable event reads its uncounted time: at least the time between two of
-/// its reads, at most the time around them, and zero while the counter is disabled.
+/// A guest with an uncountable event reads its uncounted time, which is at least the time between
+/// two of its reads, at most the time around them, and zero while the counter is disabled.
 #[test]
 fn guest_reads_uncounted_time() {
     let mut pmu = pmu();
@@ -109,7 +109,7 @@ fn guest_reads_uncounted_time() {
 }
 
 /// The time of a step with an unknown outcome is uncounted if a counter needs steps, so that the
-/// guest can see that its numbers have a gap.
+/// guest can detect the gap in its counts.
 #[test]
 fn lost_step_is_uncounted_time() {
     const INSTRUCTIONS: u64 = 0xc0 | 1 << 16 | 1 << 17 | 1 << 22;

@@ -1,4 +1,4 @@
-//! Pinning of vCPU threads to host CPUs.
+//! Pins vCPU threads to host CPUs.
 #![expect(unsafe_code, reason = "sched_getaffinity(2), sched_setaffinity(2)")]
 
 use std::fmt;
@@ -13,12 +13,12 @@ const MAX_CPUS: usize = libc::CPU_SETSIZE as usize;
 
 /// Host CPUs to which vCPUs are pinned, parsed from a list such as `0=2,1=3`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Pinning(Vec<(u8, usize)>);
+pub struct VcpuPinning(Vec<(u8, usize)>);
 
-/// Error of parsing or applying a [`Pinning`].
+/// Error when parsing or applying a [`VcpuPinning`].
 #[derive(Debug, Error)]
-pub enum PinError {
-    /// The text is not a list of `VCPU=CPU`.
+pub enum VcpuPinningError {
+    /// The string is not a list of `VCPU=CPU`.
     #[error("must be a list of VCPU=CPU, for example 0=2,1=3")]
     Syntax,
     /// The same vCPU occurs twice.
@@ -47,18 +47,18 @@ pub enum PinError {
     Affinity(#[source] io::Error),
 }
 
-impl FromStr for Pinning {
-    type Err = PinError;
+impl FromStr for VcpuPinning {
+    type Err = VcpuPinningError;
 
-    fn from_str(text: &str) -> Result<Self, PinError> {
+    fn from_str(text: &str) -> Result<Self, VcpuPinningError> {
         let mut pins = Vec::new();
         for part in text.split(',') {
-            let (vcpu, cpu) = part.split_once('=').ok_or(PinError::Syntax)?;
+            let (vcpu, cpu) = part.split_once('=').ok_or(VcpuPinningError::Syntax)?;
             let (Ok(vcpu), Ok(cpu)) = (vcpu.parse(), cpu.parse()) else {
-                return Err(PinError::Syntax);
+                return Err(VcpuPinningError::Syntax);
             };
             if pins.iter().any(|&(other, _)| other == vcpu) {
-                return Err(PinError::DuplicateVcpu(vcpu));
+                return Err(VcpuPinningError::DuplicateVcpu(vcpu));
             }
             pins.push((vcpu, cpu));
         }
@@ -66,25 +66,25 @@ impl FromStr for Pinning {
     }
 }
 
-impl Pinning {
+impl VcpuPinning {
     /// Checks that this pinning is valid for a VM with up to `vcpus` vCPUs.
     ///
     /// # Errors
-    /// Returns [`PinError::NoVcpu`] or [`PinError::NotAllowed`] for the first invalid pin, and
-    /// [`PinError::Affinity`] if the CPUs of the host cannot be read.
-    pub fn check(&self, vcpus: u8) -> Result<(), PinError> {
+    /// Returns [`VcpuPinningError::NoVcpu`] or [`VcpuPinningError::NotAllowed`] for the first
+    /// invalid pin, and [`VcpuPinningError::Affinity`] if the CPUs of the host cannot be read.
+    pub fn check(&self, vcpus: u8) -> Result<(), VcpuPinningError> {
         if self.0.is_empty() {
             return Ok(());
         }
-        let allowed = allowed().map_err(PinError::Affinity)?;
+        let allowed = allowed().map_err(VcpuPinningError::Affinity)?;
         for &(vcpu, cpu) in &self.0 {
             if vcpu >= vcpus {
                 let last = vcpus.saturating_sub(1);
-                return Err(PinError::NoVcpu { vcpu, last });
+                return Err(VcpuPinningError::NoVcpu { vcpu, last });
             }
             if !allowed.contains(&cpu) {
                 let allowed = Ranges(&allowed).to_string();
-                return Err(PinError::NotAllowed { vcpu, cpu, allowed });
+                return Err(VcpuPinningError::NotAllowed { vcpu, cpu, allowed });
             }
         }
         Ok(())
@@ -117,8 +117,8 @@ fn allowed() -> io::Result<Vec<usize>> {
 /// Pins the calling thread to host CPU `cpu`.
 ///
 /// # Errors
-/// Returns the error of `sched_setaffinity(2)`, for instance if the CPU was taken offline after
-/// [`Pinning::check`].
+/// Returns an error if `sched_setaffinity(2)` fails, for instance because the CPU was taken offline
+/// after [`VcpuPinning::check`].
 pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     if cpu >= MAX_CPUS {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -161,17 +161,17 @@ mod tests {
 
     #[test]
     fn pinning_parses_and_rejects_invalid_lists() {
-        let pins: Pinning = "0=2,1=3".parse().unwrap();
+        let pins: VcpuPinning = "0=2,1=3".parse().unwrap();
         assert_eq!((pins.of(0), pins.of(1), pins.of(2)), (Some(2), Some(3), None));
         for wrong in ["", "0", "0=", "=1", "0=1,", "256=1", "a=b", "0=-1"] {
             assert!(
-                matches!(wrong.parse::<Pinning>(), Err(PinError::Syntax)),
+                matches!(wrong.parse::<VcpuPinning>(), Err(VcpuPinningError::Syntax)),
                 "{wrong}"
             );
         }
         assert!(matches!(
-            "1=0,1=1".parse::<Pinning>(),
-            Err(PinError::DuplicateVcpu(1))
+            "1=0,1=1".parse::<VcpuPinning>(),
+            Err(VcpuPinningError::DuplicateVcpu(1))
         ));
         assert_eq!(Ranges(&[0, 1, 2, 5, 7, 8]).to_string(), "0-2,5,7-8");
     }
@@ -180,11 +180,11 @@ mod tests {
     fn pins_to_missing_vcpus_or_cpus_are_rejected() {
         let here = allowed().unwrap();
         let first = here[0];
-        let pins: Pinning = format!("1={first}").parse().unwrap();
+        let pins: VcpuPinning = format!("1={first}").parse().unwrap();
         assert!(pins.check(2).is_ok());
         let line = pins.check(1).unwrap_err().to_string();
         assert!(line.contains("vCPU 1 not found"), "{line}");
-        let pins: Pinning = "0=100000".parse().unwrap();
+        let pins: VcpuPinning = "0=100000".parse().unwrap();
         let line = pins.check(1).unwrap_err().to_string();
         assert!(
             line.contains("CPU 100000") && line.contains("may run on"),

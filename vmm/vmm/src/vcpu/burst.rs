@@ -5,15 +5,15 @@
 //! written at the end of the burst, with the instruction pointer after the last branch. Between
 //! bursts the guest runs at full speed.
 //!
-//! After a burst, the next one is delayed so that bursts take no more than the requested share of the
-//! thread's CPU time. A sample that waits meanwhile represents all counts since the previous sample,
-//! so a lower rate of samples does not change their weights.
+//! After a burst, the next one is delayed so that bursts take no more than the requested share of
+//! the thread's CPU time. A sample that waits for a delayed burst represents all counts since the
+//! previous sample, so a lower sample rate does not change the weights of samples.
 //!
-//! A PMI of a guest that has enabled its branch records also starts a burst, and is delivered at the
-//! end of it. Interrupts are held back meanwhile. The time of such a burst counts as time of the PMI
-//! handler ([`vpmu::PmiShare`]), so a share of its own would only leave records empty. The burst ends
-//! early where the guest leaves the privilege levels that it records, or halts: a later PMI could
-//! reach another task.
+//! A PMI of a guest that has enabled its branch records also starts a burst, and is delivered at
+//! the end of it. Interrupts are deferred until then. The time of such a burst counts as time of
+//! the PMI handler ([`vpmu::PmiShare`]), so a separate share would only leave records empty. The
+//! burst ends early if the guest halts or leaves the privilege levels that it records, because a
+//! later PMI could reach another task.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ const MAX_STEPS_PER_BRANCH: u64 = 128;
 /// Maximum duration of a burst. Ends a burst whose vCPU has halted.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
-/// Receiver of the branches of a burst.
+/// Purpose of a burst, which determines the receiver of its branches.
 #[derive(Clone, Copy, Debug)]
 enum BurstPurpose {
     /// An operator's sample.
@@ -52,7 +52,7 @@ struct ActiveBurst {
     purpose: BurstPurpose,
     began: Instant,
     began_cpu_ns: u64,
-    /// Number of steps and runs of the stepper at the beginning and at the latest end of the burst.
+    /// Number of steps and runs of the stepper when the burst began and when it must end.
     first_step: u64,
     max_steps: u64,
 }
@@ -88,9 +88,9 @@ impl Bursts {
         self.active.is_some()
     }
 
-    /// Returns `true` if an overflow signal must be handled now. During a burst for the guest's branch
-    /// records it waits: the guest's clock stands still, so a timer that has fired early would be armed
-    /// for the same short rest again and again.
+    /// Returns `true` if an overflow signal must be handled now. During a burst for the guest's
+    /// branch records, the signal waits. The guest's clock does not advance in such a burst, so a
+    /// timer that fired early would repeatedly be armed for the same short remaining time.
     #[inline]
     pub(super) fn defer_signal(&mut self, signalled: bool) -> bool {
         let waits = std::mem::take(&mut self.signal_waits) || signalled;
@@ -105,7 +105,8 @@ impl Bursts {
         active.is_some_and(|burst| matches!(burst.purpose, BurstPurpose::Pmi(_)))
     }
 
-    /// Returns `true` if flags in guest memory may contain the trap flag of the idle stepper.
+    /// Returns `true` if RFLAGS values in guest memory may contain the trap flag of the idle
+    /// stepper.
     pub(super) fn has_strays(&self) -> bool {
         self.idle.as_ref().is_some_and(Stepper::has_strays)
     }
@@ -172,7 +173,7 @@ impl Running {
         Ok(())
     }
 
-    /// Ends the burst, if any. Waiting samples get the branches so far.
+    /// Ends the burst, if any. Waiting samples receive the branches collected so far.
     pub(super) fn end_burst(&mut self) {
         self.finish_burst();
         if let Some(pmu) = &mut self.pmu {
@@ -180,7 +181,7 @@ impl Running {
         }
     }
 
-    /// Ends the burst, if any. Its sample or PMI gets the branches so far.
+    /// Ends the burst, if any. Its sample or PMI receives the branches collected so far.
     fn finish_burst(&mut self) {
         let (Some(pmu), Some(burst)) = (&mut self.pmu, self.bursts.active.take()) else {
             return;
@@ -280,7 +281,7 @@ impl Running {
     }
 
     /// Starts the burst for the guest's branch records. Returns `false` if none is possible here.
-    /// The records are then empty.
+    /// In this case, the records are empty.
     fn begin_branch_records(&mut self, request: BranchRequest, timer: &KickTimer) -> Result<bool, StepError> {
         let can_step = self.can_step();
         let Some(pmu) = &mut self.pmu else {
@@ -354,8 +355,8 @@ impl Running {
 mod tests {
     use super::*;
 
-    /// A signal during a burst of another purpose is handled at once, and one that waits is handled
-    /// after the burst.
+    /// A signal during a burst for another purpose is handled immediately, and a deferred signal is
+    /// handled after the burst.
     #[test]
     fn signal_waits_for_end_of_branch_records() {
         let burst = |purpose| ActiveBurst {

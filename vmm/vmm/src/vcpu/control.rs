@@ -8,7 +8,7 @@ use super::debugger::{Debugger, RunStateControl};
 use crate::devices::cpu_plug::VcpuSet;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Reason why a VM ended.
+/// Reason why a VM has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
     /// The guest powered off.
@@ -48,7 +48,7 @@ pub enum ResetPolicy {
     Restart,
 }
 
-/// Error of parsing an [`ResetPolicy`].
+/// Error when parsing a [`ResetPolicy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be exit (the VM exits) or restart (the guest boots again)")]
 pub struct ParseResetPolicyError;
@@ -124,7 +124,7 @@ impl RunControl {
     /// Creates the run control of a VM in state [`RunState::Running`].
     ///
     /// # Errors
-    /// Returns the error of `eventfd(2)`.
+    /// Returns an error if `eventfd(2)` fails.
     pub fn new(on_reset: ResetPolicy) -> io::Result<Self> {
         Ok(Self {
             state: AtomicU8::new(RunState::Running as u8),
@@ -171,8 +171,8 @@ impl RunControl {
         }
     }
 
-    /// Handles an end requested by the guest: resets the machine if `reason` is a reset and
-    /// [`ResetPolicy::Restart`] is set, otherwise ends the VM.
+    /// Handles a stop or reset requested by the guest. Resets the machine if `reason` is a reset
+    /// and [`ResetPolicy::Restart`] is set, otherwise stops the VM.
     pub fn handle_guest_stop(&self, reason: StopReason) {
         if self.on_reset == ResetPolicy::Exit || !reason.is_reset() {
             return self.stop(reason);
@@ -278,7 +278,7 @@ impl RunControl {
         self.lock().reason
     }
 
-    /// Returns an eventfd that becomes readable when the VM has ended.
+    /// Returns an eventfd that becomes readable when the VM has stopped.
     pub fn stopped_event(&self) -> &EventFd {
         &self.stopped
     }
@@ -327,7 +327,7 @@ mod tests {
         assert_eq!(control.stopped_event().read().unwrap(), 2);
     }
 
-    /// A reset ends a VM unless it restarts on reset; any other reason always ends it.
+    /// A reset stops a VM unless it restarts on reset. Any other reason always stops it.
     #[test]
     fn only_reset_restarts_vm_if_enabled() {
         let exits = RunControl::new(ResetPolicy::Exit).unwrap();

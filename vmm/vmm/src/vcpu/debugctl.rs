@@ -69,7 +69,7 @@ impl DebugControl {
         self.kept = kept & self.processor;
     }
 
-    /// Returns the PMU's bits of a WRMSR value, or `None` if the write must raise #GP.
+    /// Returns the PMU's bits of a value written by WRMSR, or `None` if the write must raise #GP.
     pub fn pmu_part(&self, value: u64) -> Option<u64> {
         let takes = self.processor | self.dropped | self.pmu;
         (value & !takes == 0).then_some(value & self.pmu)
@@ -78,7 +78,7 @@ impl DebugControl {
     /// Forwards the processor's bits of `value` to KVM if they changed.
     ///
     /// # Errors
-    /// Returns the error of the KVM call. A guest cannot cause one.
+    /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
     pub fn write(&mut self, fd: &VcpuFd, value: u64) -> Result<(), KvmIoctlError> {
         let value = value & self.processor;
         if value == self.kept {
@@ -146,7 +146,8 @@ mod tests {
         assert_eq!(with(1 << 11, 0).pmu_part(1 << 15), Some(0));
     }
 
-    /// With branch records a PMI can freeze them. AMD processors ignore the bits of former pins.
+    /// A guest with branch records can enable their freezing at a PMI. AMD processors ignore the
+    /// bits of former pins.
     #[test]
     fn debugctl_accepts_freezing_of_branch_records() {
         let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).unwrap();

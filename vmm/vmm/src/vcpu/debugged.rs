@@ -1,11 +1,11 @@
-//! Debugger support of a vCPU: parks while held, publishes its registers, and stops at the
+//! Debugger support of a vCPU, which parks while held, publishes its registers, and stops at the
 //! debugger's breakpoints.
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 
 use super::control::StopReason;
-use super::debugger::{ChangedRegisters, DebugStop, Debugger, ResumeAction, StopCause, VcpuRegisters};
+use super::debugger::{ChangedRegisters, DebugStop, DebugStopCause, Debugger, ResumeAction, VcpuRegisters};
 use super::failure::VcpuFailure;
 use super::internal_error::InternalError;
 use super::running::{ExitAction, LoopAction, Running};
@@ -23,7 +23,7 @@ impl Running {
         self.attached().is_some()
     }
 
-    /// Returns `true` if a debugger that holds the machine lets this vCPU run.
+    /// Returns `true` if a debugger that holds the machine allows this vCPU to run.
     pub(super) fn may_run(&self) -> bool {
         self.control
             .debugger()
@@ -121,7 +121,7 @@ impl Running {
             .map_or(Ok(false), planted)
             .map_err(VcpuFailure::Debug)?
         {
-            self.stop_all(StopCause::SoftwareBreakpoint);
+            self.stop_all(DebugStopCause::SoftwareBreakpoint);
             return Ok(LoopAction::Repeat);
         }
         let error = InternalError::of(&mut self.fd).map_err(VcpuFailure::Debug)?;
@@ -136,7 +136,7 @@ impl Running {
         Err(VcpuFailure::Internal(error))
     }
 
-    fn stop_all(&self, why: StopCause) {
+    fn stop_all(&self, why: DebugStopCause) {
         if let Some(debugger) = self.control.debugger() {
             let vcpu = self.id;
             debugger.stopped(&*self.control, DebugStop { vcpu, why });

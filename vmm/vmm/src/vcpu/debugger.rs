@@ -7,7 +7,7 @@
 //! vCPU's own thread makes these KVM calls.
 //!
 //! A vCPU that hits a breakpoint or completes a step stops all others with `Debugger::stopped`.
-//! Only the first stop is reported: another vCPU that stops at the same time repeats its
+//! Only the first stop is reported. Another vCPU that stops at the same time repeats its
 //! instruction when it resumes, and stops again if its breakpoint is still set.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -24,7 +24,7 @@ use crate::kvm::stepping::BREAKPOINTS;
 const BREAKPOINT: u32 = 3;
 /// DR6.BS: a single step (SDM vol. 3 §19.2.3).
 const DR6_STEP: u64 = 1 << 14;
-/// Interval between checks for vCPUs that have ended while their registers are awaited.
+/// Interval between checks for vCPUs whose threads have ended while their registers are awaited.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Register state of a vCPU that a debugger can access.
@@ -85,7 +85,7 @@ pub struct SoftwareBreakpoint {
 
 /// Reason why a vCPU stopped the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StopCause {
+pub enum DebugStopCause {
     /// An INT3 of the debugger.
     SoftwareBreakpoint,
     /// A hardware breakpoint.
@@ -100,10 +100,10 @@ pub struct DebugStop {
     /// vCPU that stopped.
     pub vcpu: u8,
     /// Reason for the stop.
-    pub why: StopCause,
+    pub why: DebugStopCause,
 }
 
-/// Error of stopping the machine for a debugger.
+/// Error when stopping the machine for a debugger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuStopError {
     /// The VM has ended.
@@ -185,7 +185,7 @@ impl Debugger {
     /// states that KVM supports `KVM_GUESTDBG_BLOCKIRQ`.
     ///
     /// # Errors
-    /// Returns the error of `eventfd(2)`.
+    /// Returns an error if `eventfd(2)` fails.
     pub fn new(vcpus: u8, blocks_interrupts: bool) -> std::io::Result<Self> {
         let cell = |_| VcpuDebugState {
             go: AtomicU8::new(ResumeAction::Run as u8),
@@ -420,17 +420,19 @@ impl Debugger {
 
     /// Returns the debugger's reason for a debug exit, or `None` if the exit belongs to the guest.
     /// The debugger's hardware breakpoints occupy the debug registers from DR`first` on.
-    pub(super) fn why(&self, vcpu: u8, first: usize, stop: &kvm_debug_exit_arch) -> Option<StopCause> {
+    pub(super) fn why(&self, vcpu: u8, first: usize, stop: &kvm_debug_exit_arch) -> Option<DebugStopCause> {
         if stop.exception == BREAKPOINT {
-            return self.is_planted(stop.pc).then_some(StopCause::SoftwareBreakpoint);
+            return self
+                .is_planted(stop.pc)
+                .then_some(DebugStopCause::SoftwareBreakpoint);
         }
         let hit = |n: usize| stop.dr6 & 1 << n != 0;
         let points = lock(&self.points);
         let numbered = (first..BREAKPOINTS).zip(points.iter());
         if let Some((_, point)) = numbered.into_iter().find(|(n, _)| hit(*n)) {
-            return Some(StopCause::HardwareBreakpoint(*point));
+            return Some(DebugStopCause::HardwareBreakpoint(*point));
         }
-        (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == ResumeAction::Step).then_some(StopCause::Step)
+        (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == ResumeAction::Step).then_some(DebugStopCause::Step)
     }
 
     /// Stops the machine on behalf of a vCPU.
@@ -527,13 +529,13 @@ mod tests {
         });
         assert_eq!(
             debugger.why(0, 0, &stop(3, 0x20, 0)),
-            Some(StopCause::SoftwareBreakpoint)
+            Some(DebugStopCause::SoftwareBreakpoint)
         );
         assert_eq!(debugger.why(0, 0, &stop(3, 0x21, 0)), None);
-        // The first two debug registers hold breakpoints of another user.
+        // The first two debug registers contain breakpoints of another user.
         assert_eq!(
             debugger.why(0, 2, &stop(1, 0x10, 1 << 2)),
-            Some(StopCause::HardwareBreakpoint(point))
+            Some(DebugStopCause::HardwareBreakpoint(point))
         );
         assert_eq!(debugger.why(0, 2, &stop(1, 0x10, 1 << 0)), None);
         assert_eq!(
@@ -545,28 +547,28 @@ mod tests {
         debugger.release(&control, |_| ResumeAction::Step);
         assert_eq!(
             debugger.why(0, 0, &stop(1, 0x30, DR6_STEP)),
-            Some(StopCause::Step)
+            Some(DebugStopCause::Step)
         );
         // Only the first stop is reported.
         debugger.stopped(
             &control,
             DebugStop {
                 vcpu: 1,
-                why: StopCause::Step,
+                why: DebugStopCause::Step,
             },
         );
         debugger.stopped(
             &control,
             DebugStop {
                 vcpu: 0,
-                why: StopCause::SoftwareBreakpoint,
+                why: DebugStopCause::SoftwareBreakpoint,
             },
         );
         assert_eq!(
             debugger.take_stop(),
             Some(DebugStop {
                 vcpu: 1,
-                why: StopCause::Step
+                why: DebugStopCause::Step
             })
         );
         assert_eq!(debugger.take_stop(), None);

@@ -17,9 +17,9 @@ use super::rdpmc::RdpmcEmulator;
 use super::running::{ExitAction, ExitCompletion, LoopAction, Running};
 use super::stats::VcpuStats;
 use super::step::{self, Stepper};
-use crate::devices::{Bus, BusOutcome};
-use crate::kvm::armed_vcpu::Exit;
+use crate::devices::{BoardBus, BusOutcome};
 use crate::kvm::armed_vcpu::ReadMsrExit;
+use crate::kvm::armed_vcpu::RunResult;
 use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::armed_vcpu::WriteMsrExit;
 use crate::pmu::VcpuPmu;
@@ -34,14 +34,14 @@ const DR6_BREAKPOINTS: u64 = 0xf;
 /// BS: the exception is due to the trap flag.
 const DR6_SINGLE_STEP: u64 = 1 << 14;
 
-/// Borrowed parts of a vCPU that handle an exit. The file descriptor is excluded because it lends
-/// the exit data.
+/// Borrowed parts of a vCPU that handle an exit. The file descriptor is excluded, because the exit
+/// data is borrowed from it.
 struct ExitHandler<'v> {
     pmu: Option<&'v mut VcpuPmu>,
     debug_control: Option<&'v DebugControl>,
     rdpmc: Option<&'v mut RdpmcEmulator>,
     stepper: Option<&'v mut Stepper>,
-    bus: &'v Bus,
+    bus: &'v BoardBus,
     stats: &'v VcpuStats,
     completed: &'v mut ExitCompletion,
 }
@@ -149,7 +149,7 @@ impl Running {
         if let Some(pmu) = self.pmu.as_ref().filter(|_| !self.bursts.is_for_pmi()) {
             pmu.guest_enter();
         }
-        let Exit { why, io_width } = self.fd.run();
+        let RunResult { why, io_width } = self.fd.run();
         if let Some(pmu) = &self.pmu {
             pmu.guest_exit();
         }
@@ -235,7 +235,7 @@ impl Running {
             && let Some(step) = stepper.stopped(&mut self.fd, stop)?
         {
             pmu.feed_step(&step);
-            // The trap flag may also be the one of a debugger in the guest.
+            // The trap flag may also have been set by a debugger in the guest.
             if stop.dr6 & DR6_SINGLE_STEP != 0
                 && let Some(state) = stepper.stopped_in_user()
                 && pmu.is_task_single_stepped(&self.fd, &state.regs, &state.sregs)

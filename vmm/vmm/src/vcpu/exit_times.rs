@@ -18,11 +18,11 @@ macro_rules! reasons {
     ($($(#[$doc:meta])* $reason:ident: $name:literal,)+) => {
         /// Reason of an exit to user space.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum ExitReason {
+        pub enum VcpuExitReason {
             $($(#[$doc])* $reason,)+
         }
 
-        impl ExitReason {
+        impl VcpuExitReason {
             /// All exit reasons.
             pub const ALL: &'static [Self] = &[$(Self::$reason,)+];
 
@@ -37,19 +37,19 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Read of a PMU register.
+    /// Read from a PMU register.
     Rdmsr: "rdmsr",
-    /// Write of a PMU register.
+    /// Write to a PMU register.
     Wrmsr: "wrmsr",
     /// Write to the RDPMC trap port.
     Rdpmc: "rdpmc",
-    /// Read of a device port.
+    /// Read from a device port.
     PortRead: "port_read",
-    /// Write of a device port.
+    /// Write to a device port.
     PortWrite: "port_write",
-    /// Read of device memory.
+    /// Read from device memory.
     MmioRead: "mmio_read",
-    /// Write of device memory.
+    /// Write to device memory.
     MmioWrite: "mmio_write",
     /// Breakpoint or single step, for RDPMC, exact counting or a debugger.
     Debug: "debug",
@@ -65,7 +65,7 @@ reasons! {
     Other: "other",
 }
 
-impl ExitReason {
+impl VcpuExitReason {
     /// Returns the reason of an exit with this result. After a signal,
     /// [`kick::is_overflow_pending`] must reflect a pending overflow signal.
     fn of(why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) -> Self {
@@ -126,7 +126,7 @@ impl Default for ExitTable {
     fn default() -> Self {
         Self {
             watchers: AtomicU32::new(0),
-            cells: ExitReason::ALL.iter().map(|_| ExitCell::default()).collect(),
+            cells: VcpuExitReason::ALL.iter().map(|_| ExitCell::default()).collect(),
         }
     }
 }
@@ -148,8 +148,8 @@ impl ExitTable {
         self.watchers.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns the counts so far, in the order of [`ExitReason::ALL`]. The longest duration covers
-    /// only the time since the previous call.
+    /// Returns the current counts, in the order of [`VcpuExitReason::ALL`]. The longest duration
+    /// covers only the time since the previous call.
     pub fn take(&self) -> Vec<ExitCount> {
         let taken = |cell: &ExitCell| {
             // Timed exits are read first, so that each of them is included in the total read
@@ -165,11 +165,11 @@ impl ExitTable {
         self.cells.iter().map(taken).collect()
     }
 
-    fn left(&self, reason: ExitReason) {
+    fn left(&self, reason: VcpuExitReason) {
         add(&self.cells[reason as usize].count, 1, Ordering::Relaxed);
     }
 
-    fn served(&self, reason: ExitReason, took: Duration) {
+    fn served(&self, reason: VcpuExitReason, took: Duration) {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         let cell = &self.cells[reason as usize];
         add(&cell.time_ns, ns, Ordering::Relaxed);
@@ -183,7 +183,7 @@ impl ExitTable {
 #[cfg(test)]
 impl ExitTable {
     /// Records an exit of the given duration.
-    pub(crate) fn exit_for_tests(&self, reason: ExitReason, took_ns: u64) {
+    pub(crate) fn exit_for_tests(&self, reason: VcpuExitReason, took_ns: u64) {
         self.left(reason);
         self.served(reason, Duration::from_nanos(took_ns));
     }
@@ -198,7 +198,7 @@ fn add(number: &AtomicU64, n: u64, order: Ordering) {
 #[derive(Debug)]
 pub(super) struct ExitClock {
     table: Arc<ExitTable>,
-    open: Option<(ExitReason, Instant)>,
+    open: Option<(VcpuExitReason, Instant)>,
 }
 
 impl ExitClock {
@@ -212,7 +212,7 @@ impl ExitClock {
     pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) {
         if self.table.is_watched() {
             let now = Instant::now();
-            let reason = ExitReason::of(why, has_pmu);
+            let reason = VcpuExitReason::of(why, has_pmu);
             self.table.left(reason);
             self.open = Some((reason, now));
         }
@@ -238,7 +238,7 @@ mod tests {
 
     type Why<'a> = Result<VcpuExit<'a>, KvmIoctlError>;
 
-    fn count(table: &ExitTable, reason: ExitReason) -> ExitCount {
+    fn count(table: &ExitTable, reason: VcpuExitReason) -> ExitCount {
         table.take()[reason as usize]
     }
 
@@ -250,46 +250,49 @@ mod tests {
         let read: Why<'_> = Ok(VcpuExit::MmioRead(0, &mut []));
         clock.left(&read, true);
         clock.end_exit();
-        assert_eq!(count(&table, ExitReason::MmioRead), ExitCount::default());
+        assert_eq!(count(&table, VcpuExitReason::MmioRead), ExitCount::default());
         table.watch();
         clock.left(&read, true);
-        let open = count(&table, ExitReason::MmioRead);
+        let open = count(&table, VcpuExitReason::MmioRead);
         assert_eq!((open.count, open.timed), (1, 0));
         std::thread::sleep(Duration::from_millis(2));
         clock.end_exit();
-        let served = count(&table, ExitReason::MmioRead);
+        let served = count(&table, VcpuExitReason::MmioRead);
         assert_eq!((served.count, served.timed), (1, 1));
         assert!(served.time_ns >= 2_000_000 && served.longest_ns == served.time_ns);
         // The longest duration covers only the time since the previous `take`.
-        assert_eq!(count(&table, ExitReason::MmioRead).longest_ns, 0);
+        assert_eq!(count(&table, VcpuExitReason::MmioRead).longest_ns, 0);
         clock.left(&read, true);
         clock.forget();
         clock.end_exit();
-        let paused = count(&table, ExitReason::MmioRead);
+        let paused = count(&table, VcpuExitReason::MmioRead);
         assert_eq!((paused.count, paused.timed), (2, 1));
         table.unwatch();
         clock.left(&read, true);
-        assert_eq!(count(&table, ExitReason::MmioRead).count, 2);
+        assert_eq!(count(&table, VcpuExitReason::MmioRead).count, 2);
     }
 
     #[test]
     fn exit_reasons_are_distinguished() {
-        let of = |why: Why<'_>, has_pmu| ExitReason::of(&why, has_pmu);
-        assert_eq!(of(Ok(VcpuExit::IoOut(TRAP_PORT, &[0])), true), ExitReason::Rdpmc);
+        let of = |why: Why<'_>, has_pmu| VcpuExitReason::of(&why, has_pmu);
+        assert_eq!(
+            of(Ok(VcpuExit::IoOut(TRAP_PORT, &[0])), true),
+            VcpuExitReason::Rdpmc
+        );
         assert_eq!(
             of(Ok(VcpuExit::IoOut(TRAP_PORT, &[0])), false),
-            ExitReason::PortWrite
+            VcpuExitReason::PortWrite
         );
         assert_eq!(
             of(Ok(VcpuExit::IoOut(TRAP_PORT, &[0, 0])), true),
-            ExitReason::PortWrite
+            VcpuExitReason::PortWrite
         );
-        assert_eq!(of(Ok(VcpuExit::IoIn(1, &mut [])), true), ExitReason::PortRead);
-        assert_eq!(of(Ok(VcpuExit::Shutdown), true), ExitReason::Other);
+        assert_eq!(of(Ok(VcpuExit::IoIn(1, &mut [])), true), VcpuExitReason::PortRead);
+        assert_eq!(of(Ok(VcpuExit::Shutdown), true), VcpuExitReason::Other);
         let error = |number| Err(KvmIoctlError::with_errno("KVM_RUN", number));
-        assert_eq!(of(error(libc::EINTR), true), ExitReason::Kick);
-        assert_eq!(of(error(libc::EAGAIN), true), ExitReason::Other);
-        let names: std::collections::BTreeSet<_> = ExitReason::ALL.iter().map(|r| r.name()).collect();
-        assert_eq!(names.len(), ExitReason::ALL.len());
+        assert_eq!(of(error(libc::EINTR), true), VcpuExitReason::Kick);
+        assert_eq!(of(error(libc::EAGAIN), true), VcpuExitReason::Other);
+        let names: std::collections::BTreeSet<_> = VcpuExitReason::ALL.iter().map(|r| r.name()).collect();
+        assert_eq!(names.len(), VcpuExitReason::ALL.len());
     }
 }

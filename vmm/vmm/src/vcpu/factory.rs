@@ -1,5 +1,5 @@
-//! Construction of a runnable vCPU from a KVM vCPU. The KVM vCPU is created once with the VM; the
-//! rest is rebuilt each time the vCPU is added.
+//! Constructs a runnable vCPU from a KVM vCPU. The KVM vCPU is created once with the VM; the rest
+//! is rebuilt each time the vCPU is added.
 
 use std::fmt;
 use std::io;
@@ -12,7 +12,7 @@ use kernel_images::packed::PackedSymbols;
 use vm_memory::GuestMemoryMmap;
 use vpmu::{PmuModel, Vendor};
 
-use super::affinity::Pinning;
+use super::affinity::VcpuPinning;
 use super::control::RunControl;
 use super::debugctl::DebugControl;
 use super::failure::{RestartError, VcpuError};
@@ -23,8 +23,8 @@ use super::running::Vcpu;
 use super::slot::VcpuSlot;
 use super::step::Stepper;
 use crate::boot;
-use crate::devices::Bus;
-use crate::kvm::stepping::Stepping;
+use crate::devices::BoardBus;
+use crate::kvm::stepping::SteppingSupport;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::{VcpuPmu, VmPmu};
 
@@ -34,10 +34,10 @@ pub struct RdpmcConfig {
     pub linux: bool,
     /// Replaced RDPMC instructions.
     pub sites: Arc<RdpmcSites>,
-    /// Trap in the #GP handler for RDPMC elsewhere, shared by all vCPUs if planted in memory, with
-    /// the kernel's symbols.
+    /// Trap in the #GP handler for RDPMC that was not replaced, with the kernel's symbols. The trap
+    /// is shared by all vCPUs if it is planted in memory.
     pub gate: Option<(Option<Arc<GpHandlerTrap>>, Arc<PackedSymbols>)>,
-    /// Patches RDPMC in kernels that the guest starts itself.
+    /// Patcher of RDPMC in kernels that the guest itself starts.
     pub running: Option<Arc<RunningKernelPatcher>>,
 }
 
@@ -47,10 +47,10 @@ pub struct StepperConfig {
     /// CPU vendor of the guest model.
     pub vendor: Vendor,
     /// Stepping capabilities of the host.
-    pub host: Stepping,
+    pub host: SteppingSupport,
     /// The VM has only one vCPU and no CPU hot-plug.
     pub alone: bool,
-    /// Step every instruction, without straight runs.
+    /// Every instruction is stepped, without straight-line runs.
     pub without_runs: bool,
     /// KVM can copy registers at each exit.
     pub syncs_registers: bool,
@@ -78,7 +78,7 @@ pub struct VcpuFactory {
     /// KVM virtual machine.
     pub vm: Arc<VmFd>,
     /// Device bus.
-    pub bus: Arc<Bus>,
+    pub bus: Arc<BoardBus>,
     /// PMU of the VM.
     pub pmu: Arc<VmPmu>,
     /// Run state of the VM.
@@ -96,9 +96,9 @@ pub struct VcpuFactory {
     /// Single-stepping configuration for branch stacks; `None` if they are unavailable.
     pub bursts: Option<StepperConfig>,
     /// Pinning of vCPUs to host CPUs.
-    pub pins: Pinning,
+    pub pins: VcpuPinning,
     /// Entry state of the boot processor for the loaded kernel.
-    pub entry: boot::EntryState,
+    pub entry: boot::BootEntryState,
 }
 
 impl fmt::Debug for VcpuFactory {
@@ -121,7 +121,8 @@ impl VcpuFactory {
     /// kernel.
     ///
     /// # Errors
-    /// Returns [`RestartError::State`] or [`RestartError::Boot`].
+    /// Returns [`RestartError::State`] if the state cannot be restored, and [`RestartError::Boot`]
+    /// if vCPU 0 cannot be prepared.
     pub(super) fn restore(&self, kvm: &KvmVcpu) -> Result<(), RestartError> {
         kvm.restore()?;
         if kvm.id() == 0 {

@@ -9,15 +9,15 @@ use crate::boot::BootError;
 use crate::kvm::call::KvmIoctlError;
 use crate::pmu::PmuSetupError;
 
-/// Error of creating or starting a vCPU.
+/// Error when creating or starting a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum VcpuError {
     /// The vCPU thread could not be spawned.
     #[error("cannot start the thread of vCPU {0}")]
     Spawn(u8, #[source] io::Error),
-    /// The saved PMU state is not one of this PMU.
+    /// The saved PMU state does not belong to this PMU.
     #[error(transparent)]
-    Saved(#[from] vpmu::StateError),
+    Saved(#[from] vpmu::VpmuStateError),
     /// The LVTPC access could not be prepared.
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),
@@ -26,7 +26,7 @@ pub enum VcpuError {
     Os(&'static str, #[source] io::Error),
 }
 
-/// Error of initializing a vCPU on its thread.
+/// Error when initializing a vCPU on its thread.
 #[derive(Debug, thiserror::Error)]
 pub enum VcpuStartError {
     /// The vCPU could not be attached to the perf core.
@@ -37,7 +37,7 @@ pub enum VcpuStartError {
     Timer(#[source] io::Error),
 }
 
-/// Error of restarting a vCPU after a reset.
+/// Error when restarting a vCPU after a reset.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RestartError {
     #[error(transparent)]

@@ -33,7 +33,7 @@ impl InternalError {
     /// Describes the internal error of the last exit of `vcpu`.
     ///
     /// # Errors
-    /// Returns the error of the KVM call that reads registers.
+    /// Returns an error if a KVM call that reads registers fails.
     pub(super) fn of(vcpu: &mut ArmedVcpu) -> Result<Self, KvmIoctlError> {
         let sregs = vcpu.get_sregs()?;
         let bits = match (sregs.cs.l, sregs.cs.db) {

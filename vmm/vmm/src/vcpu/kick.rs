@@ -3,12 +3,13 @@
 //! Two signals are sent to a vCPU thread. The *kick* makes the thread check its run state (pause,
 //! stop, a pending PMI). The host kernel sends the *overflow* signal when a perf event of this vCPU
 //! overflows. Both handlers set `kvm_run.immediate_exit` of the vCPU that the thread runs
-//! ([`crate::kvm::armed_vcpu`]). The run loop clears that byte *before* it checks the conditions that
-//! the signals announce, so a signal after the check makes the next KVM_RUN return immediately.
+//! ([`crate::kvm::armed_vcpu`]). The run loop clears that byte *before* it checks the conditions
+//! that the signals announce, so a signal after the check makes the next KVM_RUN return
+//! immediately.
 //!
 //! Both are standard signals. Real-time signals are queued, and the queue is limited per user, so a
-//! kick could be lost when it is full. Pending standard signals coalesce. No information is lost,
-//! because the receiver checks the conditions and does not count signals.
+//! kick could be lost when the queue is full. Pending standard signals coalesce. No information is
+//! lost, because the receiver checks the conditions and does not count signals.
 //!
 //! Frequent overflow signals are blocked and fetched instead of handled, which costs less; see
 //! [`OverflowSignals`].
@@ -52,7 +53,7 @@ extern "C" fn on_overflow(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
 /// Installs both signal handlers for the process.
 ///
 /// # Errors
-/// Returns the error of `sigaction(2)`.
+/// Returns an error if `sigaction(2)` fails.
 pub fn install_handlers() -> io::Result<()> {
     for (signal, handler) in [
         (kick_signal(), on_kick as _),
@@ -76,7 +77,7 @@ impl KickTimer {
     /// Creates a disarmed timer for the current thread.
     ///
     /// # Errors
-    /// Returns the error of `timer_create(2)`.
+    /// Returns an error if `timer_create(2)` fails.
     pub fn for_current_thread() -> io::Result<Self> {
         // SAFETY: an all-zero `sigevent` is a valid value of that plain C struct.
         let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
@@ -99,10 +100,10 @@ impl KickTimer {
     /// slightly.
     const SLACK: Duration = Duration::from_micros(200);
 
-    /// Arms the timer to kick the thread after `delay`, or earlier if a kick is already due
-    /// earlier. After a kick, every requester rechecks its condition and requests the remaining
-    /// delay. Makes no system call if a kick is already due by that time plus a small tolerance. A
-    /// zero delay is rounded up to one nanosecond.
+    /// Arms the timer to kick the thread after `delay`. An earlier kick that is already due remains
+    /// due. After a kick, every requester rechecks its condition and requests the remaining delay.
+    /// Makes no system call if a kick is already due by that time plus a small tolerance. A zero
+    /// delay is rounded up to one nanosecond.
     pub fn kick_in(&self, delay: Duration) {
         let now = Instant::now();
         let soon = now + delay + Self::SLACK;
@@ -135,9 +136,9 @@ impl Drop for KickTimer {
     }
 }
 
-/// Maximum number of exits between two overflow signals at which the signals become held.
+/// Maximum number of exits between two overflow signals for which the signals switch to held mode.
 const MAX_EXITS_TO_HOLD: u32 = 8;
-/// Number of exits without an overflow signal after which the signals are handled again.
+/// Number of exits without an overflow signal after which the signals return to handled mode.
 const MAX_EXITS_WHILE_HELD: u32 = 32;
 
 /// Delivery mode of the overflow signals of one vCPU.
@@ -173,7 +174,7 @@ impl Default for OverflowSignals {
 }
 
 impl OverflowSignals {
-    /// Updates the state after KVM_RUN, which ended `by_signal` or otherwise. Afterwards
+    /// Updates the state after KVM_RUN. `by_signal` states whether a signal ended it. Afterwards
     /// [`take_overflow`] reflects every overflow signal that ended KVM_RUN. Makes at most one
     /// system call.
     pub fn after_exit(&mut self, by_signal: bool) {
@@ -308,7 +309,7 @@ mod tests {
         )
     }
 
-    /// The earliest of several requested kicks determines the expiry, independent of the order of
+    /// The earliest of several requested kicks determines the expiry, regardless of the order of
     /// the requests.
     #[test]
     fn later_kick_request_does_not_delay_earlier() {

@@ -8,12 +8,12 @@ use vmm_sys_util::signal::Killable;
 
 use super::kick;
 
-/// vCPU threads of a VM, which any thread may kick.
+/// vCPU threads of a VM, which any thread can kick.
 #[derive(Clone, Debug, Default)]
 pub struct Kicker(Arc<Mutex<Vec<VcpuThread>>>);
 
 impl Kicker {
-    /// Adds a thread. Replaces an ended thread of the same vCPU.
+    /// Adds a thread. Replaces the exited thread of the same vCPU, if any.
     pub fn add(&self, thread: VcpuThread) {
         let mut threads = self.threads();
         threads.retain(|other| other.id != thread.id);
@@ -25,7 +25,7 @@ impl Kicker {
         self.threads().iter().for_each(VcpuThread::kick);
     }
 
-    /// Joins all threads. They must already have been asked to stop.
+    /// Joins all threads, which must have been asked to stop.
     pub fn join(&self) {
         let threads = std::mem::take(&mut *self.threads());
         threads.into_iter().for_each(VcpuThread::join);
@@ -63,7 +63,7 @@ impl VcpuThread {
         }
     }
 
-    /// Joins the thread, kicking it until it has ended.
+    /// Kicks the thread until it exits, and joins it.
     pub fn join(self) {
         while !self.handle.is_finished() {
             self.kick();

@@ -74,7 +74,7 @@ impl KvmVcpu {
     /// Restores the initial state.
     ///
     /// # Errors
-    /// Returns the [`KvmIoctlError`] of the failed KVM call.
+    /// Returns a [`KvmIoctlError`] if a KVM call fails.
     pub fn restore(&self) -> Result<(), KvmIoctlError> {
         self.kept
             .first

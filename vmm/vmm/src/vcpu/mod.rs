@@ -2,8 +2,8 @@
 //!
 //! The order of the steps in the loop makes the counts correct:
 //!
-//! 1. Clear `immediate_exit`, then check what signals announced (see [`kick`]).
-//! 2. Account overflows, which may make a PMI due.
+//! 1. Clear `immediate_exit`, then check the conditions that signals announced (see [`kick`]).
+//! 2. Account for overflows, which may make a PMI due.
 //! 3. Reconcile: turn the guest's PMU register writes into perf-core calls.
 //! 4. Deliver a due PMI through LVTPC, and prepare a single step if a counter needs one.
 //! 5. Start the guest clock, call KVM_RUN, stop the guest clock.
@@ -122,7 +122,7 @@ impl Running {
         Ok(LoopExit::ThreadEnd)
     }
 
-    /// Schedules out the vCPU's events and handles the overflows that have occurred so far.
+    /// Schedules out the vCPU's events and handles the overflows up to this point.
     ///
     /// Does not wait for their signals. On a busy host a timer may be late, the timers stop
     /// together with the events, and the next entry may be far in the future or never occur. A
@@ -218,8 +218,8 @@ impl Running {
         self.serve(next)
     }
 
-    /// Parks until the pause ends or a debugger resumes this vCPU, and handles requests meanwhile.
-    /// The vCPU's events stay scheduled out, and their time does not advance.
+    /// Parks until the pause ends or a debugger resumes this vCPU, and handles requests while
+    /// parked. The vCPU's events stay scheduled out, and their time does not advance.
     fn pause(&mut self) -> Result<(), VcpuFailure> {
         self.stop_counting();
         self.exit_clock.forget();
@@ -351,7 +351,7 @@ impl Running {
         self.slot.stats().steps_lost.set(tally.lost);
         self.slot.stats().unstepped.set(tally.unstepped);
         if self.retire_burst_stepper() {
-            // A debugger may have breakpoints.
+            // Repeat the loop, because a debugger may have breakpoints.
             return Ok(EntryAction::Repeat);
         }
         let Some(pmu) = &mut self.pmu else {
@@ -476,9 +476,9 @@ mod tests {
 
     use perf_core::pmu::VcpuId;
     use perf_core::pmu::sim::SimPmu;
-    use perf_core::record::{Record, RecordFormat};
+    use perf_core::record::{DecodedRecord, RecordFormat};
     use perf_core::ring::RingReader;
-    use perf_core::{Attr, EventType, Handle, OpenFlags, OpenTarget, Role, SampleType, Session};
+    use perf_core::{Attr, EventHandle, EventType, OpenFlags, OpenTarget, SampleType, Session, SessionRole};
 
     use crate::testing;
     use crate::vm::RunningVm;
@@ -488,7 +488,7 @@ mod tests {
     struct SampledVm {
         vm: RunningVm,
         pmu: Arc<SimPmu>,
-        event: Handle,
+        event: EventHandle,
         reader: RingReader,
         _session: Session,
     }
@@ -511,7 +511,7 @@ mod tests {
             let core = vm.pmu().core();
             let pmu = Arc::new(SimPmu::with_slots(1));
             core.register(pmu.clone());
-            let session = core.session(0, Role::Admin);
+            let session = core.session(0, SessionRole::Admin);
             let target = OpenTarget::Vcpu(VcpuId(0));
             let event = core
                 .open(&session, sampling(), target, None, OpenFlags::default())
@@ -540,8 +540,8 @@ mod tests {
         fn periods(&mut self) -> Vec<u64> {
             let mut periods = Vec::new();
             while let Some(raw) = self.reader.next_record().unwrap() {
-                match Record::decode(raw, RecordFormat::from(&sampling())).unwrap() {
-                    Record::Sample(sample) => periods.push(sample.period),
+                match DecodedRecord::decode(raw, RecordFormat::from(&sampling())).unwrap() {
+                    DecodedRecord::Sample(sample) => periods.push(sample.period),
                     other => panic!("{other:?}"),
                 }
             }
@@ -549,7 +549,7 @@ mod tests {
         }
     }
 
-    /// Samples of a paused VM are complete: no elapsed period still waits for its signal.
+    /// Samples of a paused VM are complete. No elapsed period is still waiting for its signal.
     #[test]
     fn periods_before_a_pause_are_sampled_at_the_pause() {
         let Some(mut sampled) = SampledVm::start() else {
@@ -572,7 +572,7 @@ mod tests {
         assert_eq!(sampled.periods(), [PERIOD]);
     }
 
-    /// A recording of a VM that ends contains all samples.
+    /// A recording of a VM that stops contains all samples.
     #[test]
     fn periods_before_the_end_are_sampled_at_the_end() {
         let Some(mut sampled) = SampledVm::start() else {

@@ -57,7 +57,7 @@ pub enum PmiDelivery {
     Dropped,
 }
 
-/// Error of a KVM call that reads LVTPC or sends the PMI. A guest cannot cause one.
+/// Error when a KVM call that reads LVTPC or sends the PMI fails. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to deliver a PMI")]
 pub struct PmiError(#[from] KvmIoctlError);
@@ -66,7 +66,7 @@ pub struct PmiError(#[from] KvmIoctlError);
 ///
 /// On hardware the mask bit blocks further PMIs until the guest clears it, and a PMI is withdrawn
 /// if the guest clears the overflow status before that. Linux clears the mask at the end of its
-/// handler (from Haswell on) or at the beginning; the processor then holds a further NMI until the
+/// handler (from Haswell on) or at the beginning; the processor then blocks a further NMI until the
 /// IRET of the handler. In both cases the next PMI starts after the first handler has ended, a
 /// condition that KVM reports, so LVTPC is treated as masked until then.
 ///
@@ -138,7 +138,7 @@ impl Lvtpc {
         })
     }
 
-    /// Returns the PMI that the guest still handles, for a snapshot.
+    /// Returns the PMI that the guest is still handling, for a snapshot.
     pub(super) fn handled(&self) -> SavedPmi {
         match self.handled {
             None => SavedPmi::None,
@@ -147,7 +147,7 @@ impl Lvtpc {
         }
     }
 
-    /// Restores the PMI that the guest still handles.
+    /// Restores the PMI that the guest is still handling.
     pub(super) fn restore_handled(&mut self, saved: SavedPmi) {
         self.handled = match saved {
             SavedPmi::None => None,
@@ -196,8 +196,8 @@ impl Lvtpc {
         Ok((open.lvtpc & LVT_MASKED == 0).then_some(open))
     }
 
-    /// Returns whether the guest still handles the last PMI. Costs one KVM call, so callers should
-    /// only ask while another PMI is due.
+    /// Returns whether the guest is still handling the last PMI. Costs one KVM call, so callers
+    /// should only ask while another PMI is due.
     ///
     /// # Errors
     /// Returns [`PmiError`] if the KVM call fails.
@@ -358,7 +358,7 @@ mod tests {
         assert_eq!(recheck.waits(start + us(1050)), us(1951));
     }
 
-    /// The bit of a vector is read from the register that contains it.
+    /// The bit of a vector is read from the IRR or ISR register that contains it.
     #[test]
     fn vector_is_handled_while_in_irr_or_isr() {
         let kvm = crate::kvm::host::open().unwrap();
@@ -379,8 +379,8 @@ mod tests {
         assert!(nmi_is_handled(&vcpu).unwrap());
     }
 
-    /// While an NMI is handled, the local APIC registers are not read. This vCPU has no local APIC,
-    /// so reading them would fail.
+    /// While an NMI is being handled, the local APIC registers are not read. This vCPU has no local
+    /// APIC, so reading them would fail.
     #[test]
     fn pmi_after_nmi_takes_one_call_per_entry() {
         let kvm = crate::kvm::host::open().unwrap();

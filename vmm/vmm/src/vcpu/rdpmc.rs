@@ -24,7 +24,7 @@ pub(super) const MAX_REPEATED_READS: u32 = 16;
 const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 /// Maximum interval between checks of the guest kernel, reached after many checks without a change.
 const MAX_CHECK_INTERVAL: Duration = Duration::from_millis(64);
-/// Maximum number of PMU register writes between two checks, independent of time.
+/// Maximum number of PMU register writes between two checks, regardless of time.
 const MAX_WRITES: u32 = 1024;
 /// CR4.PCE: RDPMC permitted at CPL 3 (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
@@ -42,7 +42,7 @@ pub(super) struct EmulatedRdpmc {
 /// The most recent RDPMC of the guest.
 #[derive(Debug, Default)]
 pub(super) struct LastRdpmc {
-    /// Most recent RDPMC; `None` after the guest may have executed another instruction.
+    /// Most recent RDPMC; `None` if the guest may have executed another instruction since.
     pub(super) read: Option<EmulatedRdpmc>,
     /// Number of consecutive PMIs that caused the RDPMC to be executed again.
     pub(super) again: u32,
@@ -112,13 +112,13 @@ pub struct RdpmcEmulator {
     pub(super) sites: VcpuRdpmcSites,
     /// #GP handler interception for RDPMC that was not replaced.
     pub(super) gate: Option<GpHandlerGate>,
-    /// Patches RDPMC in kernels that the guest starts itself.
+    /// Patcher of RDPMC in kernels that the guest itself starts.
     pub(super) running: Option<Arc<RunningKernelPatcher>>,
     pub(super) looks: KernelCheckBackoff,
 }
 
 impl RdpmcEmulator {
-    /// Creates the RDPMC emulation of a vCPU that has not run yet. `linux` states that the kernel
+    /// Creates the RDPMC emulation of a vCPU that has not run yet. `linux` is `true` if the kernel
     /// is Linux, so addresses in the upper half belong to the kernel.
     pub fn new(memory: GuestMemoryMmap, linux: bool, sites: VcpuRdpmcSites) -> Self {
         Self {
@@ -139,7 +139,7 @@ impl RdpmcEmulator {
         self
     }
 
-    /// Replaces RDPMC in kernels that the guest starts itself.
+    /// Replaces RDPMC in kernels that the guest itself starts.
     #[must_use]
     pub fn with_running(mut self, running: Arc<RunningKernelPatcher>) -> Self {
         self.running = Some(running);
@@ -282,7 +282,7 @@ impl PendingNmi {
         (self.sent, self.in_a_row)
     }
 
-    /// Creates the state from that of a snapshot.
+    /// Restores the state from a snapshot.
     pub(super) fn restored(sent: bool, in_a_row: u32) -> Self {
         Self { sent, in_a_row }
     }
@@ -338,7 +338,8 @@ mod tests {
         n
     }
 
-    /// A profiled guest writes registers continuously without changing its kernel.
+    /// Checks of an unchanged kernel back off, because a profiled guest writes registers
+    /// continuously without changing its kernel.
     #[test]
     fn unchanged_kernel_check_backs_off() {
         let mut looks = KernelCheckBackoff::default();
@@ -396,7 +397,8 @@ mod tests {
         }
     }
 
-    /// While the guest makes no progress, the wait does not end with the next check.
+    /// After the repetition limit, an RDPMC is not executed again until the guest makes progress,
+    /// regardless of the number of checks.
     #[test]
     fn rdpmc_is_not_repeated_before_progress() {
         let mut last = LastRdpmc::default();

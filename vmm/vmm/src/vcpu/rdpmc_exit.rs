@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvm_bindings::{KVM_VCPUEVENT_VALID_NMI_PENDING, Msrs, kvm_msr_entry, kvm_regs};
 use perf_core::guest_log;
 use vpmu::MsrReadOutcome;
-use vpmu::exact::GuestMemory;
+use vpmu::exact::SteppedGuestMemory;
 
 use super::control::StopReason;
 use super::rdpmc::{CR4_PCE, EmulatedRdpmc, PrivilegeState};
@@ -15,7 +15,7 @@ use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::finder::{MAX_INSTRUCTION_BYTES, is_out};
-use guest_patching::gate::{HandlerCheck, HandlerStop, RFLAGS_TF, TrapState, rdpmc_length};
+use guest_patching::gate::{HandlerCheck, HandlerStop, HandlerTrapState, RFLAGS_TF, rdpmc_length};
 use guest_patching::linear_memory::LinearMemory;
 use guest_patching::registers as patching;
 use guest_patching::sites::RdpmcHit;
@@ -38,7 +38,7 @@ impl Running {
     /// handler; otherwise forwards the guest's own write to the bus.
     ///
     /// # Errors
-    /// Returns the error of the KVM call. A guest cannot cause one.
+    /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
     pub(super) fn trap_port(&mut self, byte: u8) -> Result<LoopAction, KvmIoctlError> {
         let regs = self.registers.general(&mut self.fd)?;
         let planted = self
@@ -46,12 +46,12 @@ impl Running {
             .as_ref()
             .and_then(|rdpmc| rdpmc.gate.as_ref()?.planted_at(regs.rip));
         match planted {
-            Some(TrapState::Installed(at)) => {
+            Some(HandlerTrapState::Installed(at)) => {
                 self.registers.forget();
                 self.fd.complete_exit()?;
                 return self.at_gate(at);
             }
-            Some(TrapState::Removed(at)) if !self.is_out(&[at, regs.rip])? => {
+            Some(HandlerTrapState::Removed(at)) if !self.is_out(&[at, regs.rip])? => {
                 self.fd.complete_exit()?;
                 self.go_to(at)?;
                 return Ok(LoopAction::Repeat);
@@ -249,7 +249,7 @@ impl Running {
             regs,
             sregs: self.fd.get_sregs()?,
         };
-        // The breakpoint is set at a linear address, which may meanwhile contain another
+        // The breakpoint is set at a linear address, which may meanwhile contain a different
         // instruction.
         let mut code = [0; MAX_INSTRUCTION_BYTES];
         let readable = LinearMemory::new(&rdpmc.memory, &state).read(regs.rip, &mut code);
@@ -308,10 +308,10 @@ impl Running {
 
     /// Returns `true` if the NMI of a PMI is still pending although the guest has reached an RDPMC.
     ///
-    /// KVM has then let the guest execute something first, for example the fault of this RDPMC or
-    /// the entry of an interrupt. The NMI would be delivered directly after the RDPMC, so the RDPMC
-    /// is executed again after the NMI; see [`Self::interrupt_before_read`]. This happens once per
-    /// NMI and up to a limit, so that the guest makes progress.
+    /// In this case, KVM has let the guest execute something first, for example the fault of this
+    /// RDPMC or the entry of an interrupt. The NMI would be delivered directly after the RDPMC, so
+    /// the RDPMC is executed again after the NMI; see [`Self::interrupt_before_read`]. This happens
+    /// once per NMI and up to a limit, so that the guest makes progress.
     fn is_nmi_pending(&mut self) -> Result<bool, KvmIoctlError> {
         let Some(in_a_row) = self.sent_nmi.take_unseen() else {
             return Ok(false);
@@ -344,13 +344,13 @@ impl Running {
             return Ok(None);
         };
         // During stepping, overflows are detected before the instruction. In an NMI handler, a
-        // further NMI is held until its end.
+        // further NMI is blocked until the handler ends.
         if self.stepper.is_some() || self.fd.get_vcpu_events()?.nmi.masked != 0 {
             return Ok(None);
         }
         let mut regs = self.fd.get_regs()?;
         if regs.rip != at && regs.rip != behind {
-            // The guest has progressed, but may still hold the value in a register.
+            // The guest has progressed, but the value may still be in one of its registers.
             return Ok((when.elapsed() < READ_SETTLE_TIME).then_some(READ_SETTLE_TIME));
         }
         if !self.last_read.may_repeat(in_a_row) {

@@ -36,7 +36,7 @@ pub(super) struct RegisterCache {
 
 impl RegisterCache {
     /// Creates the cache for a new thread of a vCPU and resets the synchronization settings of any
-    /// previous thread. With `general`, KVM copies the general-purpose registers.
+    /// previous thread. If `general` is set, KVM copies the general-purpose registers.
     pub(super) fn new(fd: &mut ArmedVcpu, general: bool) -> Self {
         fd.sync_at_exit(SyncReg::SystemRegister, false);
         fd.sync_at_exit(SyncReg::VcpuEvents, false);
@@ -86,8 +86,9 @@ impl RegisterCache {
         synced
     }
 
-    /// Returns `true` if segment and control registers should continue to be copied: the last
-    /// sample used them, and a signal caused the last exit. Other exits must not pay for the copy.
+    /// Returns `true` if segment and control registers should continue to be copied, because the
+    /// last sample used them and a signal caused the last exit. Other exits must not incur the cost
+    /// of the copy.
     #[inline]
     pub(super) fn needs_system_sync(&self) -> bool {
         self.comes == RegisterSet::All && self.for_signal
@@ -123,7 +124,7 @@ impl RegisterCache {
     /// Returns the state of NMIs, directly after an exit.
     ///
     /// # Errors
-    /// Returns the error of the KVM call.
+    /// Returns an error if the KVM call fails.
     pub(super) fn nmi_state(&self, fd: &mut ArmedVcpu) -> Result<NmiState, KvmIoctlError> {
         if self.events_fresh {
             return Ok(fd.sync_regs_mut().events.nmi);
@@ -134,7 +135,7 @@ impl RegisterCache {
     /// Returns the general-purpose registers, directly after an exit.
     ///
     /// # Errors
-    /// Returns the error of the KVM call.
+    /// Returns an error if the KVM call fails.
     pub(super) fn general(&self, fd: &mut ArmedVcpu) -> Result<kvm_regs, KvmIoctlError> {
         match self.fresh {
             RegisterSet::Nothing => fd.get_regs(),
@@ -146,7 +147,7 @@ impl RegisterCache {
     /// The next KVM_RUN loads them before it completes the exit.
     ///
     /// # Errors
-    /// Returns the error of the KVM call.
+    /// Returns an error if the KVM call fails.
     pub(super) fn set_general(&self, fd: &mut ArmedVcpu, regs: &kvm_regs) -> Result<(), KvmIoctlError> {
         match self.comes {
             RegisterSet::Nothing => fd.set_regs(regs),

@@ -1,10 +1,10 @@
 //! Registry of the vCPUs of a VM: starts added vCPUs and parks removed ones.
 //!
 //! Each possible vCPU number has a *slot*. A slot is either taken by a vCPU whose thread runs, or
-//! holds the parked KVM vCPU, because KVM cannot delete a vCPU. An added vCPU gets new VMM state:
-//! its thread, its PMU in the reset state, and its RDPMC emulation. The KVM vCPU is restored to its
-//! initial state (see `kvm::initial_state`). Run-loop statistics and the request queue belong to
-//! the slot.
+//! contains the parked KVM vCPU, because KVM cannot delete a vCPU. An added vCPU receives new VMM
+//! state: its thread, its PMU in the reset state, and its RDPMC emulation. The KVM vCPU is restored
+//! to its initial state (see `kvm::initial_state`). Run-loop statistics and the request queue
+//! belong to the slot.
 //!
 //! A vCPU is added in two steps: it is started and attached to the perf core, where it waits for
 //! INIT and SIPI; then it is announced to the guest. Events are therefore counted from its first
@@ -36,7 +36,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Minimum interval between two notifications of the guest about the same change.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Error of changing the number of vCPUs.
+/// Error when changing the number of vCPUs.
 #[derive(Debug, thiserror::Error)]
 pub enum VcpuRegistryError {
     /// The VM was started without CPU hot-plug.
@@ -71,11 +71,11 @@ pub enum VcpuRegistryError {
     Slow(u8),
 }
 
-/// Keeps the thread of an added vCPU outside the guest until it is dropped.
+/// Sender that keeps the thread of an added vCPU outside the guest until it is dropped.
 type VcpuHold = Sender<Infallible>;
 
-/// vCPUs that are attached to the perf core and run when this is dropped, so that events opened
-/// until then count them from their first entry.
+/// Added vCPUs that are attached to the perf core. They start to run when this value is dropped, so
+/// events opened before then count them from their first entry.
 #[derive(Debug, Default)]
 pub struct AddedVcpus {
     vcpus: VcpuSet,
@@ -93,7 +93,7 @@ impl AddedVcpus {
 #[derive(Debug)]
 pub struct VcpuRegistry {
     slots: Vec<Arc<VcpuSlot>>,
-    /// Factory of vCPUs, replaced by a reset.
+    /// Factory of vCPUs, replaced at a reset.
     makers: Arc<ArcSwap<VcpuFactory>>,
     kicker: Kicker,
     control: Arc<RunControl>,
@@ -174,11 +174,11 @@ impl VcpuRegistry {
     }
 
     /// Starts the threads of the first `vcpus` and waits until they are attached to the perf core,
-    /// so that clients served afterwards can count all of them. Calls `first_entry` directly before
-    /// the first guest instruction.
+    /// so that clients that connect later can count all of them. Calls `first_entry` directly
+    /// before the first guest instruction.
     ///
     /// # Errors
-    /// Returns [`VcpuRegistryError`] if a vCPU cannot be created. Threads that were already started
+    /// Returns [`VcpuRegistryError`] if a vCPU cannot be created. Threads that have been started
     /// continue to run.
     pub fn start(
         &self,
@@ -192,8 +192,9 @@ impl VcpuRegistry {
     /// without a saved state start in their initial state.
     ///
     /// # Errors
-    /// Returns the errors of [`VcpuRegistry::start`], and [`VcpuRegistryError::Make`] with
-    /// [`VcpuError::Saved`] if a saved state is not one of this VM.
+    /// Returns an error in the same cases as [`VcpuRegistry::start`], and
+    /// [`VcpuRegistryError::Make`] with [`VcpuError::Saved`] if a saved state does not belong to
+    /// this VM.
     pub fn start_set(
         &self,
         vcpus: VcpuSet,
@@ -219,7 +220,7 @@ impl VcpuRegistry {
             self.kicker.add(thread);
         }
         drop(begins);
-        // A vCPU that failed to start has ended the VM and dropped its sender.
+        // A vCPU that failed to start has stopped the VM and dropped its sender.
         if let Err(RecvTimeoutError::Timeout) = all_began.recv_timeout(START_TIMEOUT) {
             log::warn!("not all vCPUs started within {} s", START_TIMEOUT.as_secs());
         }
@@ -227,12 +228,13 @@ impl VcpuRegistry {
     }
 
     /// Starts to change the number of vCPUs to `count`. Missing vCPUs are created and returned; the
-    /// caller starts and announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest is asked to
-    /// eject those with the highest numbers. Previous eject requests that the guest has not honored
-    /// are withdrawn.
+    /// caller starts and announces them with [`VcpuRegistry::show`]. For surplus vCPUs, the guest
+    /// is asked to eject those with the highest numbers. Previous eject requests that the guest has
+    /// not honored are withdrawn.
     ///
     /// # Errors
-    /// Returns [`VcpuRegistryError`], with the number of vCPUs unchanged.
+    /// Returns a [`VcpuRegistryError`] if the change is impossible. In this case, the number of
+    /// vCPUs is unchanged.
     pub fn begin(&self, count: u32) -> Result<AddedVcpus, VcpuRegistryError> {
         let max = self.max();
         let Some(plug) = &self.plug else {
@@ -278,7 +280,7 @@ impl VcpuRegistry {
         Ok(added)
     }
 
-    /// Lets the added vCPUs run, and announces them to the guest.
+    /// Starts the added vCPUs and announces them to the guest.
     pub fn show(&self, added: AddedVcpus) {
         let vcpus = added.vcpus;
         drop(added);
@@ -313,7 +315,8 @@ impl VcpuRegistry {
     /// of the machine, and restarts the vCPUs.
     ///
     /// # Errors
-    /// Returns the error of `machine`, or [`VcpuRegistryError`] if a vCPU cannot be started.
+    /// Returns an error if `machine` fails, and a [`VcpuRegistryError`] if a vCPU cannot be
+    /// started.
     pub fn restart<E: From<VcpuRegistryError>>(
         &self,
         vcpus: u8,
@@ -324,7 +327,7 @@ impl VcpuRegistry {
         }
         let arrived = self.control.arrived();
         let staying = self.present();
-        // An ejected vCPU may still be in the guest. The end of its thread triggers another call.
+        // An ejected vCPU may still be in the guest. The exit of its thread triggers another call.
         let leaving = self.taken().any(|slot| slot.is_stop_requested());
         if leaving || !staying.without(arrived).is_empty() {
             self.kicker.kick();
@@ -374,7 +377,7 @@ impl VcpuRegistry {
     }
 
     /// Starts a vCPU's thread and waits until it is attached to the perf core. The vCPU runs when
-    /// the returned hold is dropped.
+    /// the returned [`VcpuHold`] is dropped.
     fn start_one(&self, vcpu: u8) -> Result<VcpuHold, VcpuRegistryError> {
         let slot = &self.slots[usize::from(vcpu)];
         slot.restore_parked()

@@ -15,13 +15,13 @@ use crate::pmu::guest_view::VcpuPmuView;
 pub struct VcpuRequests {
     /// Generation of a requested view of the guest's counters.
     pub view: Option<u64>,
-    /// Event filter to use from now on.
+    /// New event filter to apply.
     pub filter: Option<Arc<EventFilter>>,
-    /// Locate the guest's kernel with this vCPU's registers.
+    /// `true` to locate the guest's kernel with this vCPU's registers.
     pub find_kernel: bool,
-    /// Complete the last exit for a snapshot.
+    /// `true` to complete the last exit for a snapshot.
     pub settle: bool,
-    /// Save the state of the vCPU, which is paused and settled.
+    /// Layout of the state to save. The vCPU must be paused, with its last exit completed.
     pub save: Option<Arc<VcpuStateLayout>>,
 }
 
@@ -32,7 +32,7 @@ struct Inner {
     asked: Option<u64>,
     /// Generation and contents of the last view.
     seen: Option<(u64, VcpuPmuView)>,
-    /// The vCPU has settled since the last request to do so.
+    /// The vCPU has completed its last exit since the last request to do so.
     settled: bool,
     /// State saved since the last request.
     saved: Option<Result<SavedVcpu, SaveVcpuError>>,
@@ -95,17 +95,17 @@ impl VcpuRequestQueue {
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// Records that the vCPU has settled. Called on the vCPU thread.
+    /// Records that the vCPU has completed its last exit. Called on the vCPU thread.
     pub(super) fn answer_settled(&self) {
         self.lock().settled = true;
     }
 
-    /// Returns `true` if the vCPU has settled since the last request to do so.
+    /// Returns `true` if the vCPU has completed its last exit since the last request to do so.
     pub fn is_settled(&self) -> bool {
         self.lock().settled
     }
 
-    /// Asks the settled vCPU for its state.
+    /// Requests the state of the vCPU, which must have completed its last exit.
     pub fn request_save(&self, layout: Arc<VcpuStateLayout>) {
         self.lock().mail.save = Some(layout);
         self.waiting.store(true, Ordering::SeqCst);

@@ -45,7 +45,8 @@ impl RunControl {
 
     /// Notifies a pending reset that a vCPU thread has ended.
     pub(super) fn notify_thread_ended(&self) {
-        // Taking the lock ensures that a reset that begins later observes the ended thread.
+        // Taking the lock ensures that a reset that begins later observes that the thread has
+        // ended.
         let ends = self.lock();
         let resetting = self.state() == RunState::Resetting;
         drop(ends);

@@ -25,7 +25,7 @@ use super::saved::SavePhase;
 use super::slot::VcpuSlot;
 use super::step::Stepper;
 use super::step::debug::GuestDebug;
-use crate::devices::Bus;
+use crate::devices::BoardBus;
 use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
@@ -36,11 +36,11 @@ use crate::pmu::VcpuPmu;
 pub(super) enum LoopAction {
     /// Continue the loop.
     Repeat,
-    /// End the thread, because the VM has ended or the vCPU is removed.
+    /// End the thread, because the VM has stopped or the vCPU is removed.
     Leave,
     /// The guest has reset the machine.
     Reset,
-    /// End the VM, or restart it after a reset.
+    /// Stop the VM, or restart it after a reset.
     Stop(StopReason),
 }
 
@@ -68,7 +68,7 @@ pub(super) enum ExitAction {
     EmulationFailed,
     /// End the VM.
     Stop(StopReason),
-    /// End the VM because of a fatal error of the vCPU.
+    /// Stop the VM because of a fatal error of the vCPU.
     Fail(VcpuFailure),
 }
 
@@ -82,8 +82,8 @@ pub enum StartNotifier {
     Later {
         /// Receives the result of attaching.
         attached: SyncSender<Result<(), VcpuStartError>>,
-        /// Held until clients have opened their events on the vCPU. Nothing is received; the vCPU
-        /// runs when the sender is dropped.
+        /// Channel that blocks the vCPU until clients have opened their events on it. Nothing is
+        /// received; the vCPU runs when the sender is dropped.
         released: Receiver<Infallible>,
     },
 }
@@ -108,7 +108,7 @@ pub struct Vcpu {
     /// Remaining parts of the KVM vCPU, parked together with the file descriptor.
     pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
-    pub(super) bus: Arc<Bus>,
+    pub(super) bus: Arc<BoardBus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
     pub(super) slot: Arc<VcpuSlot>,
@@ -133,7 +133,7 @@ impl Vcpu {
         kvm: KvmVcpu,
         lvtpc: Lvtpc,
         vm: Arc<VmFd>,
-        bus: Arc<Bus>,
+        bus: Arc<BoardBus>,
         pmu: Option<VcpuPmu>,
         slot: Arc<VcpuSlot>,
         control: Arc<RunControl>,
@@ -181,7 +181,7 @@ impl Vcpu {
         self.bursts = Bursts::new(config, memory);
     }
 
-    /// Forwards the bits of a trapped IA32_DEBUGCTL that do not belong to the PMU to KVM.
+    /// Forwards to KVM the bits of a trapped IA32_DEBUGCTL that do not belong to the PMU.
     pub fn set_debug_control(&mut self, debug_control: DebugControl) {
         self.debug_control = Some(debug_control);
     }
@@ -207,7 +207,7 @@ pub(super) struct Running {
     pub(super) fd: ArmedVcpu,
     pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
-    pub(super) bus: Arc<Bus>,
+    pub(super) bus: Arc<BoardBus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
     /// Back-off for rechecking LVTPC while a PMI is masked.
@@ -231,7 +231,7 @@ pub(super) struct Running {
     pub(super) registers: RegisterCache,
     /// Effect of the exiting instruction on the guest's counters.
     pub(super) completed: ExitCompletion,
-    /// Progress in a snapshot.
+    /// Progress of saving this vCPU to a snapshot.
     pub(super) save_phase: SavePhase,
     /// The vCPU was restored from a snapshot and has not run since.
     pub(super) is_restored: bool,

@@ -1,18 +1,18 @@
 //! Saves a paused vCPU to a snapshot, and restores the state that the VMM keeps for it.
 //!
-//! The control server pauses the VM and asks each vCPU thread in two steps:
+//! The control server pauses the VM and sends two requests to each vCPU thread:
 //!
 //! 1. *Settle*: complete the last exit in KVM, which hides the pending half of an instruction, and
 //!    count its instruction. Afterwards no vCPU accesses a device.
-//! 2. *Save*, after the devices have stopped: read the state. Interrupts that the devices have raised
-//!    until then are in the local APIC.
+//! 2. *Save*, after the devices have stopped: read the state. All interrupts that the devices have
+//!    raised are then in the local APIC.
 
 use std::sync::Arc;
 
 use perf_core::error_line;
-use snapshot::Bytes;
+use snapshot::Base64Bytes;
 use snapshot::state::{SavedVcpu, SavedVcpuPmu};
-use vpmu::StateError;
+use vpmu::VpmuStateError;
 
 use super::control::RunState;
 use super::debugctl::DebugControl;
@@ -24,7 +24,7 @@ use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
 
-/// Progress of a vCPU in a snapshot.
+/// Progress of saving a vCPU to a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum SavePhase {
     /// No snapshot is being taken, or the vCPU has not noticed it.
@@ -36,10 +36,10 @@ pub(super) enum SavePhase {
     Settled,
 }
 
-/// Error of saving a vCPU.
+/// Error when saving a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveVcpuError {
-    /// The VM has been resumed meanwhile.
+    /// The VM has since been resumed.
     #[error("vCPU {0} is not paused")]
     NotPaused(u8),
     /// KVM cannot read a part of the state.
@@ -48,8 +48,8 @@ pub enum SaveVcpuError {
 }
 
 impl Running {
-    /// Completes the last exit for a snapshot. The step that it ends is counted after a register write
-    /// of its instruction takes effect, as without the snapshot.
+    /// Completes the last exit for a snapshot. The step that ends with this exit is counted after
+    /// the register write of its instruction takes effect, as without a snapshot.
     pub(super) fn complete_exit_for_snapshot(&mut self) -> Result<LoopAction, VcpuFailure> {
         if self.stepper.is_some() {
             self.settle_step()?;
@@ -60,7 +60,8 @@ impl Running {
         self.complete_open_exit()
     }
 
-    /// Counts the step that the last exit has completed. A run of instructions ends where the vCPU is.
+    /// Counts the step that the last exit has completed. A run of instructions ends at the current
+    /// position of the vCPU.
     pub(super) fn settle_step(&mut self) -> Result<(), VcpuFailure> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.settle(&self.fd)?
@@ -70,7 +71,7 @@ impl Running {
         Ok(())
     }
 
-    /// Counts the instruction of the completed exit, and reports that the vCPU is settled.
+    /// Counts the instruction of the completed exit, and reports that the vCPU can be saved.
     pub(super) fn finish_settling(&mut self) -> Result<(), VcpuFailure> {
         self.settle_step()?;
         if let Some(pmu) = &mut self.pmu {
@@ -98,8 +99,9 @@ impl Running {
         }
     }
 
-    /// Makes KVM fill in the `kvm_run` page of a restored vCPU, without executing guest code. A due PMI
-    /// is delivered before the first entry only if the state of the local APIC is known.
+    /// Makes KVM fill in the `kvm_run` page of a restored vCPU, without executing guest code. This
+    /// is needed because a due PMI is delivered before the first entry only if the state of the
+    /// local APIC is known.
     pub(super) fn read_run_page(&mut self) {
         if let Err(e) = self.fd.complete_exit() {
             // The first entry fails too, and reports the error.
@@ -131,7 +133,7 @@ impl Running {
         saved.cpuid = leaves.map(cpuid_leaf).collect();
         let (nmi_sent, nmi_repetitions) = self.sent_nmi.saved();
         saved.pmu = SavedVcpuPmu {
-            registers: Bytes(
+            registers: Base64Bytes(
                 self.pmu
                     .as_mut()
                     .map(crate::pmu::VcpuPmu::save)
@@ -150,7 +152,7 @@ impl Running {
     }
 }
 
-/// Returns a CPUID leaf as it is saved.
+/// Converts a CPUID leaf to its saved form.
 pub(crate) fn cpuid_leaf(leaf: &kvm_bindings::kvm_cpuid_entry2) -> [u32; 7] {
     [
         leaf.function,
@@ -167,8 +169,8 @@ impl Vcpu {
     /// Restores the virtual PMU and the VMM's own state of the vCPU.
     ///
     /// # Errors
-    /// Returns a [`StateError`] if the state is not one of this PMU.
-    pub fn restore(&mut self, saved: SavedVcpuPmu) -> Result<(), StateError> {
+    /// Returns a [`VpmuStateError`] if the state does not belong to this PMU.
+    pub fn restore(&mut self, saved: SavedVcpuPmu) -> Result<(), VpmuStateError> {
         if let Some(pmu) = &mut self.pmu {
             pmu.restore(&saved.registers.0)?;
         }

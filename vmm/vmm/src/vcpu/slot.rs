@@ -72,12 +72,12 @@ impl VcpuSlot {
         self.leave.load(Ordering::Relaxed)
     }
 
-    /// Records the thread's ID on the host at the start of a vCPU thread.
+    /// Records the host thread ID when a vCPU thread starts.
     pub(super) fn set_thread_id(&self, thread: u32) {
         self.thread.store(thread, Ordering::Relaxed);
     }
 
-    /// Returns the ID on the host of the current or last vCPU thread; 0 if none has started.
+    /// Returns the host thread ID of the current or last vCPU thread, or 0 if none has started.
     pub fn thread(&self) -> u32 {
         self.thread.load(Ordering::Relaxed)
     }

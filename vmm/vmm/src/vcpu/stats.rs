@@ -1,4 +1,4 @@
-//! Statistics of a vCPU: exits by kind, PMIs, and single steps.
+//! Statistics of a vCPU: exits by reason, PMIs, and single steps.
 
 use std::fmt::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,7 +40,8 @@ counters! {
     gp_intercepted: "#GP looked at for RDPMC",
     /// PMU accesses that raised #GP.
     gp_injected: "PMU accesses answered with #GP",
-    /// Overflows of guest counters, however they were found. Updated at signals and due PMIs.
+    /// Overflows of guest counters, regardless of how they were detected. Updated at signals and
+    /// due PMIs.
     overflows: "counter overflows",
     /// PMIs delivered as NMI.
     pmi_nmi: "PMIs delivered as NMI",
@@ -50,7 +51,7 @@ counters! {
     pmi_throttled: "PMIs held back by the rate limit",
     /// PMIs delayed because PMI handlers had taken their share of the vCPU's time.
     pmi_held: "PMIs held back for the guest's progress",
-    /// Delay of the held PMIs that were delivered.
+    /// Delay of PMIs that were delayed and then delivered, in nanoseconds.
     pmi_held_ns: "their delay in ns",
     /// PMIs withdrawn because the guest cleared the overflow status while they were pending.
     /// Updated at the next PMI.
@@ -83,9 +84,9 @@ counters! {
     unstepped: "stretches of user code not stepped",
     /// PMIs before which the guest's branch records were collected.
     branch_pmis: "PMIs with branch records",
-    /// Single steps and straight-line runs for these records.
+    /// Single steps and straight-line runs that collected branch records.
     branch_steps: "steps for branch records",
-    /// Time of these steps.
+    /// Time of the steps that collected branch records, in nanoseconds.
     branch_ns: "their time in ns",
     /// HLT exits to user space (none with the in-kernel local APIC).
     hlt: "halts that reached user space",

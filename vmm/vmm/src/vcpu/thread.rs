@@ -20,7 +20,8 @@ impl Vcpu {
     /// The result of attaching to the perf core is reported through `begins`.
     ///
     /// # Errors
-    /// Returns [`VcpuError::Spawn`] if the thread cannot be spawned. The KVM vCPU is then parked.
+    /// Returns [`VcpuError::Spawn`] if the thread cannot be spawned. In this case, the KVM vCPU is
+    /// parked.
     pub fn spawn(
         self,
         makers: Arc<ArcSwap<VcpuFactory>>,
@@ -47,7 +48,7 @@ impl Vcpu {
             let Some(vcpu) = take(&there) else { return };
             let vcpu = Running::new(vcpu);
             let (control, slot) = (vcpu.control.clone(), vcpu.slot.clone());
-            // A panic is a bug of the VMM. It must end the VM, so that the other vCPUs do not
+            // A panic is a bug of the VMM. It must stop the VM, so that the other vCPUs do not
             // continue without this one.
             let mut begins = Some(begins);
             let run = std::panic::AssertUnwindSafe(|| run(vcpu, &makers, &mut begins));

@@ -13,7 +13,7 @@ use crate::memory::MemoryBackingConfig;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::PmuConfig;
 use crate::pmu::kernel_reader::KernelReader;
-use crate::vcpu::affinity::Pinning;
+use crate::vcpu::affinity::VcpuPinning;
 use crate::vcpu::control::ResetPolicy;
 use guest_patching::rdpmc::RdpmcMode;
 
@@ -48,14 +48,14 @@ pub struct VmConfig {
     /// Debugger support, or `None` if no debugger may connect.
     pub debugger: Option<DebuggerConfig>,
     /// vCPUs pinned to host CPUs.
-    pub pins: Pinning,
+    pub pins: VcpuPinning,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
     /// Action on a reset of the machine by its guest.
     pub on_reset: ResetPolicy,
     /// Polling of halted vCPUs.
     pub halt_polling: HaltPolling,
-    /// `true` if the guest can end the VM through the debug-exit port.
+    /// `true` if the guest can terminate the VM through the debug-exit port.
     pub debug_exit: bool,
     /// Reader of the running guest kernel's data structures, for operators.
     pub kernel_reader: Option<Arc<KernelReader>>,
@@ -81,7 +81,7 @@ impl VmConfig {
             rdpmc: RdpmcMode::Off,
             hide_uncounted: false,
             debugger: None,
-            pins: Pinning::default(),
+            pins: VcpuPinning::default(),
             nested: false,
             on_reset: ResetPolicy::Exit,
             halt_polling: HaltPolling::default(),
@@ -109,7 +109,7 @@ pub enum HaltPolling {
 /// Maximum value of [`HaltPolling::AtMost`], in nanoseconds.
 const MAX_POLLING_NS: u32 = 1_000_000;
 
-/// Error of parsing [`HaltPolling`].
+/// Error when parsing [`HaltPolling`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be auto, host, or nanoseconds between 0 and {MAX_POLLING_NS}")]
 pub struct ParseHaltPollingError;

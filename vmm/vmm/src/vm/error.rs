@@ -1,4 +1,4 @@
-//! Errors of creating a virtual machine.
+//! Errors that occur when creating a virtual machine.
 
 use std::io;
 
@@ -9,19 +9,19 @@ use crate::boot::BootError;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::CpuidError;
 use crate::kvm::event_filter::KvmEventFilterError;
-use crate::kvm::host::HostError;
+use crate::kvm::host::KvmHostError;
 use crate::kvm::msr_filter::MsrFilterError;
 use crate::memory::MemoryError;
-use crate::vcpu::affinity::PinError;
+use crate::vcpu::affinity::VcpuPinningError;
 use crate::vcpu::registry::VcpuRegistryError;
 use guest_patching::hwbp::HardwareBreakpointError;
 
-/// Error of creating a VM.
+/// Error when creating a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
     /// KVM is missing or unusable.
     #[error(transparent)]
-    Host(#[from] HostError),
+    Host(#[from] KvmHostError),
     /// Guest memory cannot be allocated.
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -75,7 +75,7 @@ pub enum VmError {
     Pci(#[from] BusError),
     /// vCPUs cannot be pinned as configured.
     #[error(transparent)]
-    Pin(#[from] PinError),
+    Pin(#[from] VcpuPinningError),
     /// The VM cannot be restored from a snapshot.
     #[error("--restore")]
     Restore(#[from] RestoreError),

@@ -1,27 +1,28 @@
-//! Checks that a VM can be restored on this host, before it is paused where it runs.
+//! Checks that a VM can be restored on this host, before the source pauses it.
 
 use snapshot::state::SavedMachine;
 
 use super::config::VmConfig;
 use super::error::VmError;
-use super::pending_setup::PendingKvmSetup;
+use super::pending_setup::DeferredKvmSetup;
 use super::plan::VmPlan;
 use super::restore::{RestoreError, check_cpuid, is_same_tsc};
 use crate::kvm::cpuid;
 use crate::kvm::host::Kvm;
 
-/// Checks the PMU, the TSC frequency and the CPUID of a machine that `saved` describes, of which
-/// registers and memory are not needed. `config` is the one with which it will be restored.
+/// Checks the PMU, the TSC frequency and the CPUID of the machine that `saved` describes. Its
+/// registers and memory are not needed. `config` is the configuration with which the machine will
+/// be restored.
 ///
 /// # Errors
-/// Returns the [`RestoreError`] that the restore would return, and the errors of KVM.
+/// Returns the [`RestoreError`] that the restore would return, and an error if a KVM call fails.
 pub fn check_host(kvm: &Kvm, config: &VmConfig, saved: &SavedMachine) -> Result<(), VmError> {
     let plan = VmPlan::new(kvm, config)?;
-    let fd = plan.take_vm(kvm, &mut PendingKvmSetup::none())?;
+    let fd = plan.take_vm(kvm, &mut DeferredKvmSetup::none())?;
     let (supported, model) = plan.processor(kvm)?;
     let differs = |what, saved: &dyn ToString, here: &dyn ToString| RestoreError::Shape {
         what,
-        // The text goes into a message of one line.
+        // The string becomes part of a one-line message.
         saved: saved
             .to_string()
             .chars()
@@ -53,15 +54,15 @@ mod tests {
     use super::*;
     use crate::kvm::host;
     use crate::testing;
-    use crate::vm::migrate::Migration;
+    use crate::vm::migrate::OutgoingMigration;
 
-    /// The checks must neither refuse this host nor wait until the VM is paused.
+    /// This host is accepted and others are rejected, before the VM is paused.
     #[test]
     fn other_hosts_are_refused_before_the_pause() {
         let Some(vm) = testing::halted_vm() else { return };
         let kvm = host::open().unwrap();
         let config = testing::config(&[0xF4]);
-        let migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        let migration = OutgoingMigration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
         let machine = snapshot::decode(&migration.machine().unwrap()).unwrap();
         check_host(&kvm, &config, &machine).unwrap();
         let line = |change: &dyn Fn(&mut SavedMachine)| {

@@ -1,14 +1,16 @@
 //! Memory of a VM that moves to another host while its guest runs.
 //!
-//! The client drives a [`Migration`] as it does a [`Snapshot`](super::save::Snapshot):
+//! The client drives an [`OutgoingMigration`] in the same way as a
+//! [`VmSnapshot`](super::save::VmSnapshot):
 //!
-//! 1. [`Migration::begin`] begins to observe memory. [`Migration::machine`] describes the VM for the
-//!    checks of the destination.
-//! 2. [`Migration::read_memory`], repeated from offset 0 to the end, is one round: it returns the pages
-//!    that were written since the preceding round, and in the first round all.
+//! 1. [`OutgoingMigration::begin`] starts tracking memory. [`OutgoingMigration::machine`] describes
+//!    the VM for the checks of the destination.
+//! 2. [`OutgoingMigration::read_memory`], repeated from offset 0 to the end, performs one round. A
+//!    round returns the pages that were written since the preceding round. The first round returns
+//!    all pages.
 //! 3. When the client has paused the VM with a snapshot, one more round completes the memory.
 //!
-//! Dropping the migration ends the observation. The guest goes on as before.
+//! Dropping the migration ends the tracking. The guest continues to run as before.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,12 +23,12 @@ use vm_memory::Bytes as _;
 use super::save::{SnapshotError, SnapshotSource, saved_filter};
 use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 
-/// Number of bytes of memory from which on a piece ends. It has at most one chunk more.
+/// Number of bytes of memory at which a piece ends. A piece exceeds it by at most one chunk.
 const PIECE_BYTES: u64 = 2 << 20;
 /// Maximum number of ranges in a piece, except for those of the last chunk.
 const MAX_RANGES: usize = 1024;
-/// Maximum number of chunks that one [`Migration::read_memory`] examines, and number of bytes that it reads
-/// from which on it ends. Each call delays the main loop.
+/// Maximum number of chunks that one [`OutgoingMigration::read_memory`] examines, and number of
+/// bytes read at which the call ends. Each call delays the main loop.
 const MAX_CHUNKS: u32 = 256;
 const MAX_READ_BYTES: u64 = 16 << 20;
 /// A page of zeros.
@@ -37,7 +39,7 @@ static ZERO_PAGE: [u8; 4096] = [0; 4096];
 pub struct DirtyPiece {
     /// Ranges with contents: offset in RAM and length, in bytes.
     pub pages: Vec<(u64, u64)>,
-    /// Ranges that consist of zeros and may not have before.
+    /// Ranges that consist of zeros and may have had other contents before.
     pub zeros: Vec<(u64, u64)>,
     /// Contents of `pages`.
     pub data: Vec<u8>,
@@ -45,9 +47,9 @@ pub struct DirtyPiece {
     pub next: u64,
 }
 
-/// A VM that is about to move.
+/// Memory tracking of a VM that is about to move.
 #[derive(Debug)]
-pub struct Migration {
+pub struct OutgoingMigration {
     source: Arc<SnapshotSource>,
     options: BTreeMap<String, String>,
     dirty: DirtyPages,
@@ -57,8 +59,8 @@ pub struct Migration {
     is_last_round: bool,
 }
 
-impl Migration {
-    /// Begins to observe the memory of the VM. `options` are the options of the command line that
+impl OutgoingMigration {
+    /// Starts tracking the memory of the VM. `options` are the options of the command line that
     /// determine the machine.
     ///
     /// # Errors
@@ -83,7 +85,7 @@ impl Migration {
         })
     }
 
-    /// Returns a state file with the properties of the machine, and without its state.
+    /// Returns a state file with the properties of the machine, but without its state.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Format`] if it is too large.
@@ -131,8 +133,9 @@ impl Migration {
         self.source.ram.size_bytes()
     }
 
-    /// Returns the next piece of a round. `is_paused` tells whether the VM is paused by a snapshot whose
-    /// state is known. Pages that were written and consist of zeros as before may be omitted.
+    /// Returns the next piece of a round. `is_paused` states whether the VM is paused by a snapshot
+    /// whose state is known. Written pages that consisted of zeros before and still do may be
+    /// omitted.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless `offset` is 0 or the end of the preceding piece, and
@@ -189,8 +192,8 @@ impl DirtyPiece {
         self.data.len() as u64 >= PIECE_BYTES || self.pages.len() + self.zeros.len() >= MAX_RANGES
     }
 
-    /// Keeps the pages among the data from `start` on that are not zeros. The data belongs to `offset`.
-    /// With `needs_zeros`, the other pages are listed.
+    /// Keeps only the nonzero pages of the data that begins at `start` and belongs to `offset`. If
+    /// `needs_zeros` is set, the other pages are listed.
     fn keep_pages(&mut self, start: usize, offset: u64, needs_zeros: bool) {
         let mut kept = start;
         let mut at = start;
@@ -226,7 +229,7 @@ mod tests {
     use crate::memory::GuestRam;
     use crate::testing;
     use crate::vm::RunningVm;
-    use crate::vm::save::Snapshot;
+    use crate::vm::save::VmSnapshot;
 
     /// Guest code that increments the 32-bit numbers at 0x880000 and 0xa80000 forever.
     const COUNT: [u8; 14] = [
@@ -234,7 +237,7 @@ mod tests {
     ];
 
     /// Copies the pieces of a round to `copy`, and returns the number of bytes.
-    fn copy_round(migration: &mut Migration, copy: &GuestRam, is_paused: bool) -> u64 {
+    fn copy_round(migration: &mut OutgoingMigration, copy: &GuestRam, is_paused: bool) -> u64 {
         let (mut offset, mut sent) = (0, 0);
         while offset < migration.memory_bytes() {
             let piece = migration.read_memory(offset, is_paused).unwrap();
@@ -260,15 +263,16 @@ mod tests {
         bytes
     }
 
-    fn paused(vm: &RunningVm) -> Snapshot {
-        let mut snapshot = Snapshot::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+    fn paused(vm: &RunningVm) -> VmSnapshot {
+        let mut snapshot = VmSnapshot::begin(vm.snapshots(), BTreeMap::new()).unwrap();
         while !snapshot.advance().unwrap() {
             std::thread::sleep(std::time::Duration::from_micros(50));
         }
         snapshot
     }
 
-    /// The memory that arrives is that of the pause, even if the guest has written between the rounds.
+    /// The copied memory equals that of the paused VM, even if the guest has written between the
+    /// rounds.
     #[test]
     fn rounds_add_up_to_the_memory_of_the_paused_vm() {
         let Some(vm) = testing::vm(&COUNT, |_| ()) else {
@@ -276,7 +280,7 @@ mod tests {
         };
         let memory = vm.ram().memory();
         memory.write_slice(&[5; 8192], GuestAddress(0x50_0000)).unwrap();
-        let mut migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        let mut migration = OutgoingMigration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
         let copy = GuestRam::new(migration.memory_bytes()).unwrap();
         let all = copy_round(&mut migration, &copy, false);
         let counts = || [0x88_0000, 0xA8_0000].map(|at| memory.read_obj::<u32>(GuestAddress(at)).unwrap());
@@ -288,7 +292,7 @@ mod tests {
                 is_written()
             }));
             if round == 1 {
-                // A page becomes zeros.
+                // A page becomes zero.
                 memory.write_slice(&[0; 4096], GuestAddress(0x50_0000)).unwrap();
             }
             let sent = copy_round(&mut migration, &copy, false);
@@ -310,7 +314,7 @@ mod tests {
         }));
     }
 
-    /// Memory that was touched and consists of zeros is read, and not sent.
+    /// Touched memory that consists of zeros is read but not sent.
     #[test]
     fn piece_of_zeros_reads_a_limited_number_of_bytes() {
         let Some(vm) = testing::halted_vm() else { return };
@@ -320,7 +324,7 @@ mod tests {
             .memory()
             .write_slice(&zeros, GuestAddress(4 << 20))
             .unwrap();
-        let mut migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        let mut migration = OutgoingMigration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
         let mut offset = 0;
         while offset < bytes {
             let next = migration.read_memory(offset, false).unwrap().next;
@@ -335,7 +339,7 @@ mod tests {
     #[test]
     fn pieces_are_read_in_order() {
         let Some(vm) = testing::halted_vm() else { return };
-        let mut migration = Migration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
+        let mut migration = OutgoingMigration::begin(vm.snapshots(), BTreeMap::new()).unwrap();
         assert!(migration.read_memory(4096, false).is_err());
         let next = migration.read_memory(0, false).unwrap().next;
         assert!(migration.read_memory(next + CHUNK_BYTES, false).is_err());

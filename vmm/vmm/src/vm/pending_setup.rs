@@ -1,8 +1,8 @@
 //! Starts slow KVM operations in the background, before the machine is built.
 //!
-//! KVM spends most of the time waiting for RCU grace periods: for the interrupt controllers and the
-//! timer of a VM, and for the VM of the probe. Threads wait for these operations while the main
-//! thread loads and checks the guest.
+//! KVM spends most of the time waiting for RCU grace periods, both for the interrupt controllers
+//! and the timer of a VM and for the VM of the probe. Threads wait for these operations while the
+//! main thread loads and checks the guest.
 
 use std::io;
 use std::thread::{Builder, JoinHandle};
@@ -11,7 +11,7 @@ use super::error::VmError;
 use crate::boot::layout;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::execution;
-use crate::kvm::host::{self, HostError, Kvm};
+use crate::kvm::host::{self, Kvm, KvmHostError};
 use crate::kvm::vm_fd::VmFd;
 
 /// Stack size of the threads in bytes.
@@ -19,16 +19,16 @@ const STACK: usize = 256 << 10;
 
 /// Pending creation of a VM and pending probe of KVM. Dropping it joins the threads.
 #[derive(Debug)]
-pub struct PendingKvmSetup {
+pub struct DeferredKvmSetup {
     vm: Option<JoinHandle<Result<VmFd, MakeError>>>,
     probe: Option<JoinHandle<()>>,
 }
 
-/// Error of creating the VM.
+/// Error when creating the VM.
 #[derive(Debug, thiserror::Error)]
 enum MakeError {
     #[error(transparent)]
-    Host(#[from] HostError),
+    Host(#[from] KvmHostError),
     #[error(transparent)]
     Call(#[from] KvmIoctlError),
 }
@@ -42,11 +42,12 @@ impl From<MakeError> for VmError {
     }
 }
 
-impl PendingKvmSetup {
+impl DeferredKvmSetup {
     /// Starts the threads, which inherit the caller's signal mask.
     #[must_use]
     pub fn now() -> Self {
-        // A missing thread is not an error: the operation then runs where its result is needed.
+        // A missing thread is not an error. The operation is then performed where its result is
+        // needed.
         Self {
             vm: begin("maker", || make(&host::open()?)).ok(),
             probe: begin("probe", || {
@@ -72,7 +73,7 @@ impl PendingKvmSetup {
     }
 }
 
-impl Drop for PendingKvmSetup {
+impl Drop for DeferredKvmSetup {
     fn drop(&mut self) {
         if let Some(vm) = self.vm.take() {
             let _ = vm.join();
@@ -100,15 +101,15 @@ fn begin<T: Send + 'static>(
 mod tests {
     use super::*;
 
-    /// A caller that needs the probe's result while the probe runs waits for it. The VM is returned
-    /// once, with its interrupt controllers.
+    /// A caller that needs the result of a running probe waits for it. The VM is returned once,
+    /// with its interrupt controllers.
     #[test]
     fn concurrent_probe_shares_result() {
         let Ok(kvm) = host::open() else {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let mut begun = PendingKvmSetup::now();
+        let mut begun = DeferredKvmSetup::now();
         let vm = begun.take_vm(&kvm).unwrap();
         vm.create_vcpu(0).unwrap();
         let again = vm.add_irqchip().unwrap_err();

@@ -21,10 +21,10 @@ use vpmu::{BackingPolicy, HostPmuProperties, PmuGeneration, PmuModel};
 
 use super::config::VmConfig;
 use super::error::VmError;
-use super::pending_setup::PendingKvmSetup;
+use super::pending_setup::DeferredKvmSetup;
 use super::restore::is_same_tsc;
 use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
-use crate::devices::{Bus, ports};
+use crate::devices::{BoardBus, ports};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::{self, GuestCpuidConfig};
 use crate::kvm::execution;
@@ -46,8 +46,8 @@ use crate::vcpu::debugger::Debugger;
 use crate::vcpu::factory::{RdpmcConfig, StepperConfig, VcpuFactory};
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 
-/// Environment variable that makes the exact backing step every instruction instead of entering
-/// straight-line runs at once, to compare the two.
+/// Environment variable that makes the exact backing step every instruction instead of executing
+/// straight-line runs in one entry, to compare the two methods.
 const WITHOUT_RUNS: &str = "PERFVISOR_EXACT_WITHOUT_RUNS";
 
 /// Settings derived from a VM configuration.
@@ -55,9 +55,9 @@ pub(super) struct VmPlan<'a> {
     pub(super) config: &'a VmConfig,
     /// The guest has a PMU.
     pub(super) has_pmu: bool,
-    /// The VMM emulates the PMU registers and RDPMC. With KVM's own vPMU, KVM does.
+    /// The VMM emulates the PMU registers and RDPMC. With KVM's own vPMU, KVM emulates them.
     pub(super) traps: bool,
-    /// RDPMC is replaced in the kernel's text.
+    /// RDPMC instructions in the kernel's text are replaced.
     pub(super) replaces: bool,
     /// Counters are backed by single-stepping.
     pub(super) stepped: bool,
@@ -72,7 +72,7 @@ pub(super) struct VcpuParts<'a> {
     pub(super) loaded: &'a LoadedGuest,
     /// TSC frequency that a restored guest has measured or read, in kHz.
     pub(super) saved_tsc_khz: Option<u32>,
-    /// CPUID announces KVM's record of steal time.
+    /// CPUID enumerates KVM's steal time record.
     pub(super) shows_steal_time: bool,
 }
 
@@ -112,7 +112,7 @@ impl<'a> VmPlan<'a> {
         gate: bool,
         loaded: &LoadedGuest,
         ram: &GuestRam,
-        bus: &Arc<Bus>,
+        bus: &Arc<BoardBus>,
         pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
         uncounted: &Arc<UncountableEvents>,
@@ -206,8 +206,8 @@ impl<'a> VmPlan<'a> {
         }
     }
 
-    /// Checks that the guest's kernel can read its counters. Linux reads them by RDPMC at CPL 0 and
-    /// has no other way. KVM's RDPMC knows no counters once KVM's own vPMU is disabled.
+    /// Checks that the guest's kernel can read its counters. Linux reads them only with RDPMC at
+    /// CPL 0. KVM's RDPMC supports no counters once KVM's own vPMU is disabled.
     pub(super) fn check_rdpmc(&self, kind: &KernelFormat) -> Result<(), VmError> {
         let unserved = self.traps && self.config.rdpmc == RdpmcMode::Off;
         if unserved && needs_full_kvm(kind) {
@@ -216,12 +216,12 @@ impl<'a> VmPlan<'a> {
         Ok(())
     }
 
-    /// Returns the CPUID leaves that KVM supports for this VM, and the PMU model with the features of
-    /// the processor.
+    /// Returns the CPUID leaves that KVM supports for this VM, and the PMU model adjusted to the
+    /// features of the processor.
     pub(super) fn processor(&self, kvm: &Kvm) -> Result<(CpuId, PmuModel), VmError> {
         let mut supported = cpuid::supported(kvm)?;
         let execution = execution::probe(kvm)?;
-        // The PMU must have the selector bits that the guest's CPUID announces.
+        // The PMU must have the selector bits that the guest's CPUID enumerates.
         if execution.interprets_kernels && !execution.shows_hidden_transactions {
             cpuid::hide_transactions(&mut supported);
         }
@@ -232,7 +232,7 @@ impl<'a> VmPlan<'a> {
         Ok((supported, model))
     }
 
-    /// Returns the properties of the machine that must be equal where a snapshot is restored.
+    /// Returns the properties of the machine that must be identical when a snapshot is restored.
     pub(super) fn shape(&self, model: PmuModel, gate: bool, vcpus: &[KvmVcpu]) -> MachineShape {
         MachineShape {
             vcpus_at_start: self.config.cpus.present(),
@@ -248,8 +248,8 @@ impl<'a> VmPlan<'a> {
     pub(super) fn unsupported_in_snapshot(&self) -> Vec<&'static str> {
         let config = self.config;
         let options = [
-            // Flags in guest memory and system calls under way may contain the stepper's trap flag, if
-            // KVM does not emulate CPL 0.
+            // Flags in guest memory and system calls in progress may contain the stepper's trap
+            // flag, if KVM does not emulate CPL 0.
             ("--backing exact", self.stepped && config.pmu.stepping.user),
             ("--backing kvm", config.own_pmu.is_some()),
             ("--rdpmc hwbp", self.traps && config.rdpmc == RdpmcMode::Hwbp),
@@ -261,7 +261,7 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns the VM with its in-kernel devices.
-    pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut PendingKvmSetup) -> Result<Arc<VmFd>, VmError> {
+    pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut DeferredKvmSetup) -> Result<Arc<VmFd>, VmError> {
         let fd = Arc::new(begun.take_vm(kvm)?);
         if self.config.own_pmu.is_none() && !host::disable_kvm_vpmu(kvm, &fd)? {
             log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
@@ -309,8 +309,12 @@ impl<'a> VmPlan<'a> {
         Ok(Arc::new(pmu))
     }
 
-    pub(super) fn make_bus(&self, console: Box<dyn Write + Send>, fd: &Arc<VmFd>) -> Result<Bus, VmError> {
-        let bus = Bus::new(console, self.config.memory_bytes, self.config.cpus)
+    pub(super) fn make_bus(
+        &self,
+        console: Box<dyn Write + Send>,
+        fd: &Arc<VmFd>,
+    ) -> Result<BoardBus, VmError> {
+        let bus = BoardBus::new(console, self.config.memory_bytes, self.config.cpus)
             .map_err(|e| VmError::Os("making the devices", e))?;
         let bus = if self.config.debug_exit {
             bus
@@ -333,13 +337,13 @@ impl<'a> VmPlan<'a> {
 
     /// Adds a PCI bus with `devices`, if the guest's tables describe one.
     pub(super) fn add_pci(
-        bus: Bus,
+        bus: BoardBus,
         devices: Vec<Box<dyn VirtioDevice>>,
         told: bool,
         fd: &Arc<VmFd>,
         ram: &GuestRam,
         control: &Arc<RunControl>,
-    ) -> Result<Bus, VmError> {
+    ) -> Result<BoardBus, VmError> {
         if !told {
             return Ok(bus);
         }
@@ -352,8 +356,8 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns whether RDPMC that was not replaced is emulated at the guest's #GP handler. This
-    /// needs a free breakpoint, and a KVM whose RDPMC faults. For kernels other than Linux it must
-    /// be requested by the user.
+    /// requires a free breakpoint and a KVM on which RDPMC faults. For kernels other than Linux,
+    /// the user must request it.
     pub(super) fn has_gate(
         &self,
         kvm: &Kvm,
@@ -384,7 +388,7 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Logs that RDPMC in the programs of a Linux guest is not emulated, and whether the kernel
-    /// announces it.
+    /// advertises it.
     pub(super) fn log_user_rdpmc(&self, gate: bool, loaded: &LoadedGuest, withdrawn: bool) {
         if gate || !self.traps || !needs_full_kvm(&loaded.kind) {
             return;
@@ -514,7 +518,7 @@ impl<'a> VmPlan<'a> {
     }
 }
 
-/// Converts an error of KVM_CREATE_VCPU. KVM refuses the first vCPU of a VM with a mediated vPMU
+/// Converts an error of KVM_CREATE_VCPU. KVM rejects the first vCPU of a VM with a mediated vPMU
 /// while events count guests.
 fn vcpu_error(error: KvmIoctlError, own: Option<&KvmPmuOffer>) -> VmError {
     match own {
@@ -523,14 +527,14 @@ fn vcpu_error(error: KvmIoctlError, own: Option<&KvmPmuOffer>) -> VmError {
     }
 }
 
-/// Returns whether a kernel of this kind needs a KVM that runs CPL 0 natively. Linux does, because
-/// it uses instructions that KVM's emulator lacks.
+/// Returns whether a kernel of this format needs a KVM that runs CPL 0 natively. Linux does,
+/// because it uses instructions that KVM's emulator lacks.
 pub(super) fn needs_full_kvm(kind: &KernelFormat) -> bool {
     kind.is_linux()
 }
 
-/// Returns the binary statistics of a VM or vCPU. Kernels before 5.14 have none, and the events
-/// that they back are unsupported then.
+/// Returns the binary statistics of a VM or vCPU. Kernels before 5.14 have none, so the events that
+/// statistics back are unsupported there.
 pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::OwnedFd> {
     stats_fd(of)
         .inspect_err(|e| log::info!("KVM_GET_STATS_FD: {e}"))
@@ -554,7 +558,8 @@ mod tests {
     use super::*;
     use crate::testing;
 
-    /// Only a mediated vPMU needs the host's PMU whole. The error names all possible holders.
+    /// Only a mediated vPMU needs exclusive use of the host's PMU. The error names all possible
+    /// holders.
     #[test]
     fn busy_vcpu_of_mediated_vm_names_holders_of_pmu() {
         let line = |mediated, errno| {
@@ -582,8 +587,9 @@ mod tests {
         }
     }
 
-    /// Otherwise a vCPU that is in a nested guest at the cut would be restored without it. A guest
-    /// without `--nested` has no nested state, because KVM refuses EFER.SVME and CR4.VMXE then.
+    /// A VM with `--nested` is excluded from snapshots, because a vCPU in a nested guest would be
+    /// restored without its nested state. A guest without `--nested` has no nested state, because
+    /// KVM then rejects EFER.SVME and CR4.VMXE.
     #[test]
     fn snapshot_excludes_nested_state() {
         let mut config = testing::config(&[]);
@@ -592,7 +598,8 @@ mod tests {
         assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--nested"]);
     }
 
-    /// A stepper that sets the trap flag may leave it in guest memory; an emulating KVM needs none.
+    /// A stepper that sets the trap flag is excluded from snapshots, because it may leave the flag
+    /// in guest memory. A KVM that emulates CPL 0 needs no trap flag.
     #[test]
     fn snapshot_excludes_exact_backing_with_trap_flags() {
         let mut config = testing::config(&[]);
@@ -602,7 +609,8 @@ mod tests {
         assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--backing exact"]);
     }
 
-    /// A Linux kernel without RDPMC emulation crashes at its first counter read.
+    /// A Linux kernel without RDPMC emulation is rejected, because it crashes at its first counter
+    /// read.
     #[test]
     fn rdpmc_off_refuses_linux_with_emulated_pmu() {
         let mut config = testing::config(&[]);

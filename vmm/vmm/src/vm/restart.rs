@@ -1,6 +1,6 @@
-//! Restarts the machine after a reset by its guest: memory, devices and vCPUs return to their
+//! Restarts the machine after a reset by its guest. Memory, devices and vCPUs return to their
 //! initial state in the same process, with the same servers. Events and rings of operators are
-//! kept; the guest's counters are reset.
+//! kept, and the guest's counters are reset.
 //!
 //! KVM cannot reset a VM. The initial state of its parts is saved and written back (`IrqchipState`,
 //! `InitialVcpuState`), as for a vCPU that is plugged in again.
@@ -17,7 +17,7 @@ use super::config::VmConfig;
 use super::error::VmError;
 use super::plan::{VmPlan, needs_full_kvm};
 use crate::boot;
-use crate::devices::Bus;
+use crate::devices::BoardBus;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
@@ -48,7 +48,7 @@ pub(super) struct RestartContext {
 pub struct Restarter {
     pub(super) again: RestartContext,
     pub(super) ram: GuestRam,
-    pub(super) bus: Arc<Bus>,
+    pub(super) bus: Arc<BoardBus>,
     pub(super) pmu: Arc<VmPmu>,
     pub(super) control: Arc<RunControl>,
     pub(super) registry: Arc<VcpuRegistry>,
@@ -62,8 +62,8 @@ impl Restarter {
         self.control.reset_event()
     }
 
-    /// Performs the possible steps of a pending reset. If the machine cannot be rebuilt, the VM
-    /// ends and the reason is logged.
+    /// Performs the possible steps of a pending reset. If the machine cannot be rebuilt, the VM is
+    /// stopped and the reason is logged.
     pub fn serve(&mut self) {
         // The read fails if the eventfd is already clear.
         let _ = self.control.reset_event().read();
@@ -93,7 +93,7 @@ impl RestartContext {
     fn make(
         &self,
         ram: &GuestRam,
-        bus: &Arc<Bus>,
+        bus: &Arc<BoardBus>,
         pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
         symbols: &ArcSwap<PackedSymbols>,

@@ -1,5 +1,5 @@
-//! Restores a VM from a snapshot or from another process: checks that this machine is like the saved
-//! one, and writes its state before any thread of it runs.
+//! Restores a VM from a snapshot or from another process. Checks that this machine matches the
+//! saved one, and writes the saved state before any thread of the VM runs.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, Save
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::events::GuestEvent;
 use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
-use vpmu::{Backing, BackingChange, CountableEvents, CpuidRegs, EventFilter, StateError};
+use vpmu::{BackingChange, CountableEvents, CounterBacking, CpuidRegs, EventFilter, VpmuStateError};
 
 use super::config::VmConfig;
 use super::error::VmError;
-use crate::boot::{EntryState, KernelFormat, LoadedGuest};
-use crate::devices::Bus;
+use crate::boot::{BootEntryState, KernelFormat, LoadedGuest};
+use crate::devices::BoardBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::devices::saved::RestoreBoardError;
 use crate::kvm::call::KvmIoctlError;
@@ -31,21 +31,23 @@ use crate::pmu::VmPmu;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::saved::cpuid_leaf;
 
-/// MSR with the address of the steal time record, of which KVM changes the version at each entry
-/// (Linux, `Documentation/virt/kvm/x86/msr.rst`). A single-stepped guest would read it for ever.
+/// MSR with the address of the steal time record, whose version KVM changes at each entry (Linux,
+/// `Documentation/virt/kvm/x86/msr.rst`). A single-stepped guest would reread the record forever.
 const MSR_KVM_STEAL_TIME: u32 = 0x4b56_4d03;
-/// Maximum difference of the TSC frequency, in parts per million, as between two boots of a host.
+/// Maximum difference of the TSC frequency, in parts per million. It allows for the difference
+/// between two boots of a host.
 const MAX_TSC_DIFFERENCE_PPM: u64 = 250;
 
 /// Guest memory of a machine that is restored.
 #[derive(Debug)]
 pub enum RestoredMemory {
-    /// The memory file of a snapshot. It is mapped and never written. The VM is one of possibly many
-    /// with this memory, so it gets a generation ID of its own.
+    /// The memory file of a snapshot. It is mapped and never written. Several VMs may be restored
+    /// with this memory, so each receives its own generation ID.
     Snapshot(File),
-    /// The memory files of a diff and of the snapshots below it. All are mapped and never written.
+    /// The memory files of a diff and of the snapshots on which it is based. All are mapped and
+    /// never written.
     Diff {
-        /// The base with those that it is based on.
+        /// The base, with the snapshots on which it depends.
         base: Box<BaseChain>,
         /// Memory file of the diff.
         changes: File,
@@ -61,7 +63,7 @@ pub struct RestoredMachine {
     pub state: Box<SavedMachine>,
     /// Guest memory.
     pub memory: RestoredMemory,
-    /// Restore even if an enabled counter does not count anymore.
+    /// `true` to restore even if an enabled counter no longer counts.
     pub accepts_losses: bool,
 }
 
@@ -74,7 +76,7 @@ pub enum RestoreError {
     /// The ranges of a diff are invalid.
     #[error(transparent)]
     Diff(#[from] DiffError),
-    /// The state is impossible.
+    /// The state is invalid.
     #[error("the snapshot has {0} that no VM can have")]
     Impossible(&'static str),
     /// The event filter is invalid.
@@ -103,14 +105,14 @@ pub enum RestoreError {
     /// A vCPU cannot be restored.
     #[error(transparent)]
     Vcpu(#[from] RestoreVcpuError),
-    /// A counter of the guest would stand still.
+    /// A counter of the guest would no longer count.
     #[error(
         "the guest counts {0}, which this backing does not count; use another --backing, or accept it with --restore-loses"
     )]
     Loses(GuestEvent),
     /// The virtual PMU of a vCPU cannot be restored.
     #[error("the virtual PMU of vCPU {0} cannot be restored")]
-    Pmu(u8, #[source] StateError),
+    Pmu(u8, #[source] VpmuStateError),
     /// Trap flags in guest memory cannot be removed.
     #[error(
         "a recording of branches has left trap flags in the memory of the snapshot, and this host's KVM cannot \
@@ -120,13 +122,13 @@ pub enum RestoreError {
     /// The devices cannot be restored.
     #[error(transparent)]
     Board(#[from] RestoreBoardError),
-    /// KVM refused a part of the state.
+    /// KVM rejected a part of the state.
     #[error(transparent)]
     Kvm(#[from] KvmIoctlError),
 }
 
 impl RestoredMachine {
-    /// Returns `true` if the VM is the one that was saved, and not one of several with its memory.
+    /// Returns `true` if the VM is the saved VM itself, and not one of several VMs with its memory.
     pub(super) fn is_moved(&self) -> bool {
         matches!(self.memory, RestoredMemory::Moved(_))
     }
@@ -167,7 +169,7 @@ impl RestoredMachine {
         Ok((ram, loaded))
     }
 
-    /// Returns the present vCPUs with the parts of their states that the VMM keeps.
+    /// Returns the present vCPUs with the parts of their state that the VMM keeps.
     pub(super) fn into_vcpus(self) -> (VcpuSet, Vec<(u8, SavedVcpuPmu)>) {
         let state = *self.state;
         let vcpus: Vec<_> = state.vcpus.into_iter().map(|vcpu| (vcpu.id, vcpu.pmu)).collect();
@@ -176,8 +178,8 @@ impl RestoredMachine {
     }
 }
 
-/// Returns the events that the CPUID of a saved machine announces to the guest, which do not depend on
-/// who counts them here. `None` if CPUID announces none.
+/// Returns the events that the CPUID of a saved machine enumerates for the guest, regardless of the
+/// backing on this host. Returns `None` if CPUID enumerates none.
 #[must_use]
 pub fn announced_events(saved: &SavedMachine) -> Option<CountableEvents> {
     let leaves = &saved.vcpus.first()?.cpuid;
@@ -190,7 +192,7 @@ pub(super) struct NewMachine<'a> {
     pub(super) fd: &'a VmFd,
     pub(super) layout: &'a VcpuStateLayout,
     pub(super) vcpus: &'a [KvmVcpu],
-    pub(super) bus: &'a Bus,
+    pub(super) bus: &'a BoardBus,
     pub(super) pmu: &'a Arc<VmPmu>,
     pub(super) shape: &'a MachineShape,
     /// The vCPUs can be single-stepped.
@@ -200,7 +202,8 @@ pub(super) struct NewMachine<'a> {
 }
 
 impl NewMachine<'_> {
-    /// Writes the saved state to the machine. Nothing runs, so an error leaves no trace.
+    /// Writes the saved state to the machine. No thread of the VM is running, so an error has no
+    /// side effects.
     pub(super) fn restore(&self, machine: &RestoredMachine) -> Result<(), RestoreError> {
         let saved = &*machine.state;
         self.check_shape(&saved.shape)?;
@@ -248,7 +251,8 @@ impl NewMachine<'_> {
         if saved.pmu.stray_trap_flags && !self.can_step {
             return Err(RestoreError::TrapFlags);
         }
-        // The thread of the vCPU restores the registers again, where an error would come too late.
+        // The thread of the vCPU restores the registers again, but an error there would be too
+        // late.
         let mut pmu = self.pmu.vcpu(id, here.tsc_khz());
         pmu.restore(&saved.pmu.registers.0)
             .map_err(|e| RestoreError::Pmu(id, e))?;
@@ -303,7 +307,7 @@ impl NewMachine<'_> {
             None => Ok(()),
             Some((what, _, saved, here)) => Err(RestoreError::Shape {
                 what,
-                // The text comes from the snapshot and goes into a message of one line.
+                // The string comes from the snapshot and becomes part of a one-line message.
                 saved: saved.chars().filter(|c| !c.is_control()).take(80).collect(),
                 here,
             }),
@@ -311,7 +315,7 @@ impl NewMachine<'_> {
     }
 }
 
-/// Checks that the CPUID of a vCPU is the saved one.
+/// Checks that the CPUID of a vCPU equals the saved one.
 pub(super) fn check_cpuid(here: &CpuId, saved: &SavedVcpu) -> Result<(), RestoreError> {
     let leaves: Vec<[u32; 7]> = here.as_slice().iter().map(cpuid_leaf).collect();
     if let Some((leaf, _)) = leaves.iter().zip(&saved.cpuid).find(|(a, b)| a != b) {
@@ -326,16 +330,16 @@ pub(super) fn check_cpuid(here: &CpuId, saved: &SavedVcpu) -> Result<(), Restore
     Ok(())
 }
 
-/// Returns whether a guest cannot tell two TSC frequencies apart.
+/// Returns whether two TSC frequencies are indistinguishable for a guest.
 pub(super) fn is_same_tsc(a_khz: u32, b_khz: u32) -> bool {
     let difference = u64::from(a_khz.abs_diff(b_khz)) * 1_000_000;
     difference <= u64::from(a_khz.min(b_khz)) * MAX_TSC_DIFFERENCE_PPM
 }
 
-/// Logs which counters of vCPU `id` another backing counts from now on.
+/// Logs the counters of vCPU `id` whose backing has changed.
 ///
 /// # Errors
-/// Returns [`RestoreError::Loses`] for a counter that stands still, unless that is accepted.
+/// Returns [`RestoreError::Loses`] if a counter no longer counts, unless `accepts_losses` is set.
 fn report_changes(id: u8, changes: &[BackingChange], accepts_losses: bool) -> Result<(), RestoreError> {
     for change in changes {
         let BackingChange {
@@ -345,8 +349,8 @@ fn report_changes(id: u8, changes: &[BackingChange], accepts_losses: bool) -> Re
             after,
         } = change;
         match after {
-            Backing::None if !accepts_losses => return Err(RestoreError::Loses(*event)),
-            Backing::None => log::warn!("vcpu{id}: {counter} ({event}) is not counted anymore"),
+            CounterBacking::None if !accepts_losses => return Err(RestoreError::Loses(*event)),
+            CounterBacking::None => log::warn!("vcpu{id}: {counter} ({event}) is not counted anymore"),
             after => {
                 log::warn!("vcpu{id}: {counter} ({event}) was counted by {before}, and is now by {after}")
             }
@@ -370,7 +374,7 @@ fn loaded_guest(saved: &SavedKernel, pci: bool) -> Result<LoadedGuest, RestoreEr
     });
     Ok(LoadedGuest {
         kind,
-        entry: EntryState::Protected32 {
+        entry: BootEntryState::Protected32 {
             eip: 0,
             eax: 0,
             ebx: 0,
@@ -439,20 +443,20 @@ mod tests {
     use crate::boot::layout;
     use crate::kvm::{call, host};
     use crate::testing;
-    use crate::vm::{PendingKvmSetup, RunningVm, Vm, VmParts};
+    use crate::vm::{DeferredKvmSetup, RunningVm, Vm, VmParts};
 
     /// Guest code `hlt; jmp` to the start.
     const HALT: [u8; 3] = [0xF4, 0xEB, 0xFD];
 
-    /// Takes a snapshot of a VM with two vCPUs and restores it. Returns the names of KVM's calls after
-    /// the last vCPU got its CPUID, or `None` without KVM.
+    /// Takes a snapshot of a VM with two vCPUs and restores it. Returns the names of the KVM calls
+    /// after the CPUID of the last vCPU was set, or `None` without KVM.
     fn calls_of_restore() -> Option<Vec<&'static str>> {
         let source = testing::vm(&HALT, |_| ())?;
         let saved = testing::snapshot_of(&source);
         drop(source);
         let kvm = host::open().unwrap();
         let parts = VmParts {
-            begun: PendingKvmSetup::now(),
+            begun: DeferredKvmSetup::now(),
             kvm: &kvm,
             config: &testing::config(&HALT),
             devices: Vec::new(),
@@ -475,7 +479,7 @@ mod tests {
     fn restored_with(code: &[u8], devices: Vec<Box<dyn VirtioDevice>>, saved: RestoredMachine) -> RunningVm {
         let kvm = host::open().unwrap();
         let parts = VmParts {
-            begun: PendingKvmSetup::now(),
+            begun: DeferredKvmSetup::now(),
             kvm: &kvm,
             config: &testing::config(code),
             devices,
@@ -488,7 +492,7 @@ mod tests {
     /// Guest code that increments [`COUNTER`] forever.
     const COUNT: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x88, 0x00, 0xEB, 0xF8];
     const COUNTER: GuestAddress = GuestAddress(0x88_0000);
-    /// First page that is given to the balloon, and their number.
+    /// First page that is given to the balloon, and number of such pages.
     const INFLATED: u64 = 0x80_0000;
     const PAGES: u32 = 64;
 
@@ -524,7 +528,7 @@ mod tests {
             self.vm.ram().memory().read_obj(GuestAddress(address)).unwrap()
         }
 
-        /// The page that the guest is using can be released as well: it goes on with a new one.
+        /// Releases the page that the guest is using. The guest continues with a new page.
         fn release_used_page(&mut self) {
             const HIGH: u32 = 1 << 31;
             let memory = self.vm.ram().memory();
@@ -533,7 +537,8 @@ mod tests {
             while count() < HIGH {
                 memory.write_obj(HIGH, COUNTER).unwrap();
             }
-            // Otherwise the guest could read the value before, and write its successor after.
+            // Without the pause, the guest could read the value before the release and write its
+            // successor after it.
             let control = self.vm.control();
             control.set_paused(true);
             self.vm.registry().kicker().kick();
@@ -553,8 +558,8 @@ mod tests {
     }
 
     /// Pages that a guest has given back are zeros in a snapshot. In the restored VM, pages of the
-    /// memory file do not come back when they are given back, and target and size are those of the
-    /// source.
+    /// memory file do not reappear after they are given back, and the target and the actual size
+    /// equal those of the source.
     #[test]
     fn balloon_continues_in_restored_vm() {
         let balloon = |origin| BalloonDevice::new("size=4".parse().unwrap(), 32 << 20, origin).unwrap();
@@ -628,8 +633,8 @@ mod tests {
         vm.ram().memory().read_obj(address).unwrap()
     }
 
-    /// Each restored VM has a generation ID of its own, and its guest gets the interrupt of the event
-    /// device, here as vector 0x61 at I/O APIC input 10.
+    /// Each restored VM has its own generation ID, and its guest receives the interrupt of the
+    /// event device, here as vector 0x61 at I/O APIC input 10.
     #[test]
     fn clones_differ() {
         const VECTOR: usize = 0x61;
@@ -668,7 +673,7 @@ mod tests {
         }
     }
 
-    /// Returns the position of the first and of the last call of a name.
+    /// Returns the positions of the first and the last call with this name.
     fn positions(calls: &[&str], name: &str) -> (usize, usize) {
         let first = calls.iter().position(|call| *call == name);
         let last = calls.iter().rposition(|call| *call == name);

@@ -1,16 +1,17 @@
 //! Saves a running VM to a snapshot.
 //!
-//! The client drives a [`Snapshot`] with requests, so the main loop never waits for a vCPU and the VM
-//! writes no file: the client receives memory and state in memory files and writes them.
+//! The client drives a [`VmSnapshot`] with requests, so the main loop never waits for a vCPU. The
+//! VM writes no file. The client receives memory and state in memory files and writes them.
 //!
-//! 1. [`Snapshot::begin`] pauses the VM and asks the vCPUs to complete their last exits.
-//! 2. [`Snapshot::advance`], repeated: when all vCPUs have settled, it stops the devices and asks the
-//!    vCPUs for their states; when all have answered, it reads the chips and the devices.
-//! 3. [`Snapshot::read_memory`], repeated, returns the memory in order.
-//! 4. [`Snapshot::state`] returns the state file, with the checksums of the memory.
+//! 1. [`VmSnapshot::begin`] pauses the VM and asks the vCPUs to complete their last exits.
+//! 2. [`VmSnapshot::advance`] is called repeatedly. When all vCPUs have completed their last exits,
+//!    it stops the devices and requests the states of the vCPUs. When all states have arrived, it
+//!    reads the chips and the devices.
+//! 3. [`VmSnapshot::read_memory`], called repeatedly, returns the memory in order.
+//! 4. [`VmSnapshot::state`] returns the state file, with the checksums of the memory.
 //!
-//! Dropping the snapshot resumes the devices and the vCPUs, so a client that is killed leaves a
-//! running VM.
+//! Dropping the snapshot resumes the devices and the vCPUs, so the VM continues to run if a client
+//! is killed.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,13 +20,13 @@ use std::sync::Arc;
 
 use snapshot::memory::{CHUNK_BYTES, checksum};
 use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, SavedMemory};
-use snapshot::{FormatError, encode};
+use snapshot::{SnapshotFormatError, encode};
 use vm_memory::{Bytes as _, GuestMemoryError};
 use vpmu::EventFilter;
 use vpmu::filter::FilterAction;
 
-use super::migrate::Migration;
-use crate::devices::Bus;
+use super::migrate::OutgoingMigration;
+use crate::devices::BoardBus;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
@@ -38,10 +39,11 @@ use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::saved::SaveVcpuError;
 
-/// Maximum number of bytes that one [`Snapshot::read_memory`] examines. Each call delays the main
+/// Maximum number of bytes that one [`VmSnapshot::read_memory`] examines. Each call delays the main
 /// loop.
 const MAX_SCANNED_BYTES: u64 = 16 << 20;
-/// Number of bytes of untouched memory that take as long as one byte that is read, at least.
+/// Minimum number of bytes of untouched memory that take as long to examine as one byte that is
+/// read.
 const UNTOUCHED_FACTOR: u64 = 16;
 /// A page of zeros, which the memory file does not contain.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
@@ -76,12 +78,12 @@ pub enum SnapshotError {
     /// The locks of disk images cannot be changed.
     #[error("the locks of the disk images cannot be changed")]
     Devices(#[source] io::Error),
-    /// A VM that has moved cannot go on here.
+    /// A VM that has moved cannot continue here.
     #[error("the image of {0} is used by another process, where the VM may run; end it here with `ctl stop`")]
     InUse(String),
     /// The state cannot be encoded.
     #[error(transparent)]
-    Format(#[from] FormatError),
+    Format(#[from] SnapshotFormatError),
 }
 
 /// Parts of a VM that a snapshot reads.
@@ -89,7 +91,7 @@ pub struct SnapshotSource {
     pub(super) fd: Arc<VmFd>,
     pub(super) layout: Arc<VcpuStateLayout>,
     pub(super) ram: GuestRam,
-    pub(super) bus: Arc<Bus>,
+    pub(super) bus: Arc<BoardBus>,
     pub(super) pmu: Arc<VmPmu>,
     pub(super) registry: Arc<VcpuRegistry>,
     pub(super) control: Arc<RunControl>,
@@ -100,7 +102,7 @@ pub struct SnapshotSource {
     pub(super) unsupported: Vec<&'static str>,
     /// CPUID leaves of each possible vCPU: number of the vCPU, and the leaves as in a snapshot.
     pub(super) cpuid: Vec<(u8, Vec<[u32; 7]>)>,
-    /// Finds written memory; `None` if the host's kernel cannot.
+    /// Tracker of written memory; `None` if the host's kernel does not support it.
     pub(super) protector: Option<Arc<WriteProtector>>,
 }
 
@@ -113,9 +115,9 @@ impl std::fmt::Debug for SnapshotSource {
 /// Progress of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The vCPUs complete their last exits.
+    /// The vCPUs are completing their last exits.
     Settling,
-    /// The devices are stopped, and the vCPUs save their states.
+    /// The devices are stopped, and the vCPUs are saving their states.
     Saving,
     /// All states are known, and memory is being read.
     Ready,
@@ -132,12 +134,12 @@ pub struct MemoryPiece {
     pub next: u64,
 }
 
-/// A snapshot that is being taken. The VM is paused until it is dropped.
+/// A snapshot that is being taken. The VM stays paused until the snapshot is dropped.
 #[derive(Debug)]
-pub struct Snapshot {
+pub struct VmSnapshot {
     source: Arc<SnapshotSource>,
     was_paused: bool,
-    /// The devices' host resources are shared with the process to which the VM moves.
+    /// The host resources of the devices are shared with the destination process.
     shares_devices: bool,
     /// The VM may run elsewhere, so it stays paused when the snapshot is dropped.
     is_committed: bool,
@@ -150,14 +152,14 @@ pub struct Snapshot {
     zeros_crc: Option<u32>,
 }
 
-impl Snapshot {
+impl VmSnapshot {
     /// Pauses the VM for a snapshot. `options` are the options of the command line that determine
     /// the machine.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Unsupported`] with all parts that a snapshot cannot include, and
-    /// [`SnapshotError::Busy`] if the VM is ending, resetting, stopped by a debugger, or changes the
-    /// number of its vCPUs.
+    /// [`SnapshotError::Busy`] if the VM is ending, resetting, stopped by a debugger, or changing
+    /// the number of its vCPUs.
     pub fn begin(
         source: &Arc<SnapshotSource>,
         options: BTreeMap<String, String>,
@@ -208,8 +210,8 @@ impl Snapshot {
     /// Performs the possible steps, and returns `true` when the states of all parts are known.
     ///
     /// # Errors
-    /// Returns [`SnapshotError::Ended`] if the VM no longer waits, [`SnapshotError::Trap`] if code of
-    /// the VMM stays in guest memory, and the errors of reading the state.
+    /// Returns [`SnapshotError::Ended`] if the VM is no longer waiting, [`SnapshotError::Trap`] if
+    /// code of the VMM remains in guest memory, and an error if the state cannot be read.
     pub fn advance(&mut self) -> Result<bool, SnapshotError> {
         let source = self.source.clone();
         if source.control.state() != RunState::Paused {
@@ -317,12 +319,12 @@ impl Snapshot {
         }
     }
 
-    /// Lets the process to which the VM moves open the devices' host resources. They stay locked
-    /// against all others.
+    /// Allows the destination process to open the devices' host resources. They stay locked against
+    /// all other processes.
     ///
     /// # Errors
-    /// Returns [`SnapshotError::Order`] before the devices are stopped, and [`SnapshotError::Devices`]
-    /// if the host refuses.
+    /// Returns [`SnapshotError::Order`] before the devices are stopped, and
+    /// [`SnapshotError::Devices`] if the locks cannot be changed.
     pub fn share_devices(&mut self) -> Result<(), SnapshotError> {
         if self.phase != Phase::Ready {
             return Err(SnapshotError::Order);
@@ -332,12 +334,12 @@ impl Snapshot {
         pci.map_or(Ok(()), |pci| pci.share().map_err(SnapshotError::Devices))
     }
 
-    /// Gives up the devices' host resources, because the VM is about to run in another process. It stays
-    /// paused until [`Snapshot::take_back`], whatever happens.
+    /// Releases the devices' host resources, because the VM is about to run in another process. In
+    /// any case, the VM stays paused until [`VmSnapshot::take_back`].
     ///
     /// # Errors
-    /// Returns [`SnapshotError::Order`] unless the state is known, and [`SnapshotError::Devices`] if the
-    /// host refuses.
+    /// Returns [`SnapshotError::Order`] unless the state is known, and [`SnapshotError::Devices`]
+    /// if the locks cannot be changed.
     pub fn commit(&mut self) -> Result<(), SnapshotError> {
         if !self.is_ready() {
             return Err(SnapshotError::Order);
@@ -354,17 +356,17 @@ impl Snapshot {
         self.is_committed
     }
 
-    /// Makes the VM this process's again, because it does not run elsewhere.
+    /// Returns the VM to this process, because it does not run elsewhere.
     ///
     /// # Errors
     /// Returns [`SnapshotError::InUse`] if another process uses a disk image, and
-    /// [`SnapshotError::Devices`] if the host refuses.
+    /// [`SnapshotError::Devices`] if the locks cannot be changed.
     pub fn take_back(&mut self) -> Result<(), SnapshotError> {
         if self.is_committed {
             let claimed = self.source.bus.pci().map_or(Ok(Vec::new()), |pci| pci.claim());
             let used = claimed.map_err(SnapshotError::Devices)?;
             if !used.is_empty() {
-                // Locks of the other images must not be kept from the process that runs the VM.
+                // The locks of the other images must be available to the process that runs the VM.
                 self.release_devices();
                 return Err(SnapshotError::InUse(used.join(", ")));
             }
@@ -373,12 +375,11 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Gives up the devices' host resources for the process to which the VM has moved. The VM has
-    /// ended.
+    /// Releases the devices' host resources for the destination process. The VM has ended here.
     pub fn release_devices(&self) {
         let released = self.source.bus.pci().map_or(Ok(()), |pci| pci.release());
         if let Err(error) = released {
-            // The process ends soon, and its locks with it.
+            // The process exits soon, which releases its locks.
             log::warn!("a disk image stays locked until this process ends: {error}");
         }
     }
@@ -400,7 +401,7 @@ impl Snapshot {
     /// # Errors
     /// Returns [`SnapshotError::Order`] before all memory has been read since the pause, and
     /// [`SnapshotError::Format`] if the state is too large.
-    pub fn state_without_memory(&self, migration: &Migration) -> Result<Vec<u8>, SnapshotError> {
+    pub fn state_without_memory(&self, migration: &OutgoingMigration) -> Result<Vec<u8>, SnapshotError> {
         if !self.is_ready() || !migration.is_complete() {
             return Err(SnapshotError::Order);
         }
@@ -414,7 +415,7 @@ impl Snapshot {
     }
 }
 
-impl Drop for Snapshot {
+impl Drop for VmSnapshot {
     fn drop(&mut self) {
         let source = &self.source;
         if source.control.state() == RunState::Stopped || self.is_committed {
@@ -437,7 +438,7 @@ impl SnapshotSource {
     /// Checks that a snapshot can include all parts of the VM.
     ///
     /// # Errors
-    /// Returns [`SnapshotError::Unsupported`] with those that it cannot.
+    /// Returns [`SnapshotError::Unsupported`] with the parts that it cannot include.
     pub(super) fn check_supported(&self) -> Result<(), SnapshotError> {
         let mut unsupported = self.unsupported.clone();
         if let Some(pci) = self.bus.pci() {
@@ -468,7 +469,7 @@ impl SnapshotSource {
         }
     }
 
-    /// Returns what the VMM knows of the guest's kernel.
+    /// Returns the state that the VMM keeps about the guest's kernel.
     fn saved_kernel(&self) -> SavedKernel {
         let (format, range) = &self.kernel;
         let mut kernel = SavedKernel {
@@ -486,7 +487,7 @@ impl SnapshotSource {
     }
 }
 
-/// Logs which devices' host resources another process uses as well.
+/// Logs the devices whose host resources are also used by another process.
 pub(super) fn report_claims(claimed: io::Result<Vec<String>>) {
     match claimed {
         Ok(used) if used.is_empty() => {}
@@ -511,13 +512,14 @@ pub(super) fn saved_filter(filter: &EventFilter) -> SavedFilter {
 
 #[cfg(test)]
 mod tests {
-    use virtio_devices::device::{ActivateError, Activation, DeviceInterrupt, VirtioDevice};
+    use virtio_devices::device::{ActivateError, DeviceActivation, DeviceInterrupt, VirtioDevice};
 
     use super::*;
     use crate::memory::MMIO_HOLE_START;
     use crate::testing;
 
-    /// Otherwise a chunk would be read from the addresses of the interrupt controllers.
+    /// Chunks do not cross the hole below 4 GiB, because they would be read from the addresses of
+    /// the interrupt controllers.
     #[test]
     fn chunks_do_not_cross_the_hole_below_4_gib() {
         assert!(MMIO_HOLE_START.is_multiple_of(CHUNK_BYTES));
@@ -548,7 +550,7 @@ mod tests {
             data.fill(0);
         }
 
-        fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError> {
             let queue = activation.queues.into_iter().flatten().next();
             self.0 = queue.map(|queue| queue.interrupt).unwrap_or_default();
             Ok(())

@@ -10,7 +10,7 @@ use test_support::kernels::{
 };
 use test_support::skip;
 use vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
-use vmm::devices::{Bus, BusOutcome, ports};
+use vmm::devices::{BoardBus, BusOutcome, ports};
 use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
@@ -72,7 +72,7 @@ fn run_by(
     vm.add_chips(layout::KVM_IDENTITY_MAP, layout::KVM_TSS).unwrap();
     let _slots = ram.register(&vm).unwrap();
     let console = CapturedConsole::default();
-    let bus = Bus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
+    let bus = BoardBus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
     vm.connect_line(bus.serial_irq(), ports::COM1_IRQ).unwrap();
     let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
     vcpu.set_cpuid2(&cpuid::supported(&kvm).unwrap()).unwrap();
@@ -152,7 +152,8 @@ fn flat_multiboot_image_uses_address_fields() {
     assert_eq!(run.loaded.kernel, u64::from(load)..u64::from(load) + 0x8000);
 }
 
-/// The image occupies the conventional memory in which other kernels receive their boot data.
+/// A multiboot image below 1 MiB starts, although it occupies the conventional memory in which
+/// other kernels receive their boot data.
 #[test]
 fn multiboot_image_below_1_mib_starts() {
     let dir = tempfile::tempdir().unwrap();
@@ -212,8 +213,8 @@ fn vmlinux_and_bzimage_use_linux_boot_protocol() {
     }
 }
 
-/// 32-bit and 64-bit kernels. The PVH entry point differs from the ELF entry point, which reports
-/// another exit status.
+/// 32-bit and 64-bit kernels other than Linux start at the PVH entry point. The ELF entry point
+/// differs and reports a different exit status.
 #[test]
 fn other_kernel_starts_at_pvh_entry() {
     let dir = tempfile::tempdir().unwrap();
@@ -271,7 +272,7 @@ fn linux_uses_pvh_entry_only_on_request() {
                 return;
             };
             assert!(run.loaded.kind.is_linux(), "{}", run.loaded.kind);
-            let by_pvh = matches!(run.loaded.entry, boot::EntryState::Protected32 { .. });
+            let by_pvh = matches!(run.loaded.entry, boot::BootEntryState::Protected32 { .. });
             assert_eq!(by_pvh, protocol == BootProtocol::Pvh);
             assert_eq!(
                 (run.console.as_str(), run.outcome),

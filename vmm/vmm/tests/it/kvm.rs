@@ -415,7 +415,7 @@ fn rejected_msr_access_faults() {
     }
 }
 
-/// An empty list filters nothing, and both ends of a range are filtered.
+/// An empty list filters no MSRs, and a range includes both of its ends.
 #[test]
 fn msr_filter_range_is_inclusive() {
     let read = |msr: u32| {
@@ -464,7 +464,7 @@ fn msr_filter_rejects_too_many_ranges() {
     msr_filter::install(&vm, &far[..16]).unwrap();
 }
 
-/// A fault without a handler ends the guest by a shutdown or an emulation failure. KVM_RUN itself
+/// A fault without a handler ends the guest with a shutdown or an emulation failure. KVM_RUN itself
 /// does not fail.
 #[test]
 fn fault_without_handler_ends_guest() {

@@ -353,7 +353,7 @@ fn invalid_pvh_entry_is_rejected() {
     };
     let entry = |at: u32| kernels::note(b"Xen\0", 18, &at.to_le_bytes());
     let refused = |notes: &[u8]| line(attempt_by(BootProtocol::Pvh, &image(notes), None, "", 1).unwrap_err());
-    // No note, a note without an address, a note with another name, and a truncated note.
+    // No note, a note without an address, a note with a different name, and a truncated note.
     for notes in [
         vec![],
         kernels::note(b"Xen\0", 18, &[]),

@@ -16,7 +16,7 @@ use vmm::vcpu::kick::{OverflowSignals, install_handlers, kick_signal, take_overf
 
 const CODE: u64 = 0x1000;
 const COUNTER: u64 = 0x2000;
-/// `inc dword [0x2000]; jmp` back to it, endlessly, in real mode.
+/// Real-mode code: `inc dword [0x2000]` and a jump back to it, forever.
 const LOOP: [u8; 7] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9];
 
 /// A vCPU that counts the iterations of an endless loop, run by this thread.
@@ -94,7 +94,7 @@ impl LoopingVcpu {
         });
     }
 
-    /// Sends overflow signals at a high rate, so that they become held.
+    /// Sends overflow signals at a high rate, so that they switch to held mode.
     fn hold(&mut self) {
         for _ in 0..2 {
             raise(overflow_signal());

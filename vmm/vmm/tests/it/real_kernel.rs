@@ -1,4 +1,4 @@
-//! Tests with the unmodified kernel of a distribution: the kernel loads, its symbols are found
+//! Tests with the unmodified kernel of a distribution. The kernel loads, its symbols are found
 //! although it is stripped, and exactly the real RDPMC instructions among the byte pairs 0F 33 are
 //! replaced.
 //!
@@ -106,8 +106,8 @@ fn only_real_rdpmc_instructions_are_replaced() {
     assert!(loaded.rdpmc_sites.len() <= 8);
 }
 
-/// A distribution kernel has several lists of top-down events. They become empty,
-/// and the permission of RDPMC in programs is a constant in the kernel.
+/// In a distribution kernel, several lists of top-down events are found and can be emptied, and the
+/// value that permits RDPMC in user mode is found as a constant.
 #[test]
 fn topdown_events_and_rdpmc_permission_are_found() {
     let Some(path) = kernel() else { return };
@@ -181,7 +181,7 @@ fn unwind_tables_symbols_and_plain_decoding_agree() {
         })
         .collect();
     let places = |symbols: &KernelSymbols| -> Vec<u64> {
-        finder::find(&text, symbols, &[], finder::CodeBits::Only64)
+        finder::find(&text, symbols, &[], finder::InstructionBitness::Only64)
             .iter()
             .map(|s| s.virt)
             .collect()

@@ -1,5 +1,5 @@
-//! Snapshots of a running guest: the guest's output with and without the cut is equal, and so are its
-//! counts and PMIs.
+//! Tests of snapshots of a running guest. The guest's output, counts and PMIs are equal with and
+//! without the snapshot.
 
 mod backing;
 mod random_cuts;
@@ -26,8 +26,8 @@ use vmm::pmu::PmuConfig;
 use vmm::vcpu::control::{ResetPolicy, StopReason};
 use vmm::vcpu::kick;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
-use vmm::vm::save::{Snapshot, SnapshotError};
-use vmm::vm::{PendingKvmSetup, RunningVm, Vm, VmConfig, VmParts};
+use vmm::vm::save::{SnapshotError, VmSnapshot};
+use vmm::vm::{DeferredKvmSetup, RunningVm, Vm, VmConfig, VmParts};
 use vpmu::{BackingPolicy, PmuModel};
 
 /// Code of `snapshots/guest.s`.
@@ -36,7 +36,7 @@ const GUEST: &[u8] = include_bytes!("snapshots/guest.bin");
 const ROUNDS: u32 = 2000;
 /// Exit status of the guest: (0x10 << 1) | 1.
 const DONE: StopReason = StopReason::DebugExit(33);
-/// Number of snapshots of the guests with one kind of exit.
+/// Number of snapshots of the guests with one exit type.
 const STRING_SNAPSHOTS: usize = 8;
 /// Maximum duration of a guest.
 const MAX_DURATION: Duration = Duration::from_secs(60);
@@ -104,7 +104,7 @@ impl TestVm {
         kick::install_handlers().unwrap();
         let output = Output::default();
         let parts = VmParts {
-            begun: PendingKvmSetup::now(),
+            begun: DeferredKvmSetup::now(),
             kvm: &kvm,
             config,
             devices: Vec::new(),
@@ -121,7 +121,7 @@ impl TestVm {
         })
     }
 
-    /// Waits for the end of the guest, and returns its output.
+    /// Waits until the guest stops, and returns its output.
     fn finish(mut self) -> Vec<u8> {
         let start = Instant::now();
         while self.vm.control().reason().is_none() {
@@ -141,15 +141,15 @@ impl TestVm {
         bytes
     }
 
-    /// Takes a snapshot. Returns it with the length of the output at the cut, or `None` if the guest
-    /// has ended. The guest goes on.
+    /// Takes a snapshot. Returns it with the length of the output at the snapshot, or `None` if the
+    /// guest has ended. The guest continues to run.
     fn snapshot(&self) -> Option<(RestoredMachine, usize)> {
         self.snapshot_then(|_| ())
     }
 
-    /// Takes a snapshot, and calls `check` with the memory file before the guest goes on.
+    /// Takes a snapshot, and calls `check` with the memory file before the guest continues.
     fn snapshot_then(&self, check: impl FnOnce(&File)) -> Option<(RestoredMachine, usize)> {
-        let begun = Snapshot::begin(self.vm.snapshots(), Default::default());
+        let begun = VmSnapshot::begin(self.vm.snapshots(), Default::default());
         let mut snapshot = match begun {
             Ok(snapshot) => snapshot,
             Err(SnapshotError::Ended) => return None,
@@ -201,8 +201,8 @@ fn memory_file(machine: &RestoredMachine) -> &File {
     }
 }
 
-/// Returns the five results at the end of the output: both counters, the number of PMIs, the overflow
-/// status, and whether the PMI came after LVTPC was unmasked.
+/// Returns the five results at the end of the output: both counters, the number of PMIs, the
+/// overflow status, and whether the PMI arrived after LVTPC was unmasked.
 fn results(output: &[u8]) -> Vec<u32> {
     let words = output[output.len() - 20..].chunks(4);
     words
@@ -210,7 +210,8 @@ fn results(output: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// KVM performs a string instruction in parts, of which each may be open at the cut.
+/// An incomplete exit is completed in a loop before registers are read, because KVM performs a
+/// string instruction in parts, each of which may be incomplete at the snapshot.
 #[test]
 fn an_open_exit_is_completed_in_a_loop_before_registers_are_read() {
     // mov esi, 0x100020; mov ecx, 4096; mov dx, 0x3f8; rep outsb; mov al, 0x10; out 0xf4, al; hlt
@@ -223,7 +224,8 @@ fn an_open_exit_is_completed_in_a_loop_before_registers_are_read() {
     }
 }
 
-/// Counter 0 counts the exits at WRMSR, and its value is the guest's output.
+/// A WRMSR is not executed twice. Counter 0 counts the exits at WRMSR, and its value is the guest's
+/// output.
 #[test]
 fn a_wrmsr_is_not_done_twice() {
     let code = [
@@ -265,7 +267,8 @@ fn copy_of(saved: &RestoredMachine) -> RestoredMachine {
     }
 }
 
-/// Returns the guest's output without a cut, a snapshot, and one of the VM that was restored from it.
+/// Returns the guest's output without a snapshot, a snapshot, and a snapshot of the VM that was
+/// restored from it.
 fn two_cuts(config: &VmConfig) -> Option<(Vec<u8>, [Cut; 2])> {
     let expected = TestVm::start(config, None)?.finish();
     let cut = |saved: Option<&RestoredMachine>| {
@@ -285,8 +288,8 @@ fn two_cuts(config: &VmConfig) -> Option<(Vec<u8>, [Cut; 2])> {
     Some((expected, [(first, length), second]))
 }
 
-/// A snapshot of a restored VM is as good as that of the first one, and a snapshot can be restored
-/// several times.
+/// A snapshot of a restored VM is equivalent to one of the original VM, and a snapshot can be
+/// restored several times.
 #[test]
 fn restored_vm_can_be_saved_again() {
     let config = config(GUEST);
@@ -301,7 +304,7 @@ fn restored_vm_can_be_saved_again() {
 }
 
 /// Takes a snapshot of a guest that has written its first bytes. Returns it with the length of the
-/// output at the cut, or `None` without KVM.
+/// output at the snapshot, or `None` without KVM.
 fn cut_after_start(config: &VmConfig) -> Option<(RestoredMachine, usize)> {
     loop {
         let source = TestVm::start(config, None)?;
@@ -326,8 +329,8 @@ fn saved() -> Option<(VmConfig, RestoredMachine)> {
     Some((config, saved))
 }
 
-/// The last RDPMC that is patched, and the removal of the trap at the #GP handler, precede the first
-/// read of memory.
+/// Writes of the VMM are in the memory file. The last patch of an RDPMC and the removal of the trap
+/// at the #GP handler precede the first read of memory.
 #[test]
 fn writes_of_ours_are_in_the_memory_file() {
     let config = config(GUEST);
@@ -346,8 +349,9 @@ fn writes_of_ours_are_in_the_memory_file() {
     snapshot(&TestVm::start(&config, Some(saved)).unwrap());
 }
 
-/// Single-steps for branch stacks set the trap flag, which may remain in flags that the guest has
-/// saved in its memory. The guest that loads them after the restore has no handler of #DB.
+/// Single-stepping for branch stacks sets the trap flag, which may remain in flags that the guest
+/// has saved in its memory. A restore under another backing either removes it or fails, because the
+/// guest that loads these flags has no #DB handler.
 #[test]
 fn a_trap_flag_of_ours_does_not_reach_another_backing() {
     let code = [
@@ -379,8 +383,8 @@ fn a_trap_flag_of_ours_does_not_reach_another_backing() {
     }
 }
 
-/// The memory of a restored VM cannot be cleared, because the contents of the file would come back, so
-/// a reset by its guest ends it. The file stays as it was.
+/// The memory of a restored VM cannot be cleared, because the contents of the file would reappear,
+/// so a reset by its guest stops the VM. The file remains unchanged.
 #[test]
 fn a_reset_after_restore_ends_the_vm_and_leaves_the_file() {
     let code = [
@@ -422,8 +426,8 @@ fn a_reset_after_restore_ends_the_vm_and_leaves_the_file() {
     }
 }
 
-/// A machine that is unlike the saved one is refused with one line that names the difference, and no
-/// thread has run.
+/// A machine that differs from the saved one is rejected with a one-line error that names the
+/// difference, before any thread has run.
 #[test]
 fn other_machines_are_refused_by_name() {
     let Some((config, saved)) = saved() else { return };
@@ -446,7 +450,7 @@ fn other_machines_are_refused_by_name() {
     }
 }
 
-/// Checks that a changed snapshot is refused with one line that contains `words`.
+/// Checks that a changed snapshot is rejected with a one-line error that contains `words`.
 #[track_caller]
 fn assert_refused(
     config: &VmConfig,
@@ -469,8 +473,8 @@ fn assert_refused(
     assert!(!line.contains('\n'), "{line}");
 }
 
-/// A guest would see its time run at another speed. A faster one is refused too, because KVM reaches
-/// it by catching up.
+/// A different TSC frequency is rejected without TSC scaling, because the guest's time would run at
+/// a different speed. A higher frequency is rejected too, because KVM reaches it by catching up.
 #[test]
 fn a_slower_tsc_without_scaling_is_refused() {
     let Some((config, saved)) = saved() else { return };
@@ -487,7 +491,7 @@ fn a_file_cut_short_is_refused() {
     assert!(line.contains("33554431 bytes, expected 33554432"), "{line}");
 }
 
-/// Parts of a VM that a snapshot cannot include are named before the VM is paused.
+/// Parts of a VM that a snapshot cannot include are reported before the VM is paused.
 #[test]
 fn unsupported_options_are_refused_by_name() {
     type Change = fn(&mut VmConfig);
@@ -507,16 +511,17 @@ fn unsupported_options_are_refused_by_name() {
         let Some(built) = TestVm::build(&config, None) else {
             return;
         };
-        // A host without hardware breakpoints refuses the VM itself.
+        // A host without hardware breakpoints rejects the VM itself.
         let Ok(vm) = built else { continue };
-        let refused = Snapshot::begin(vm.vm.snapshots(), Default::default()).unwrap_err();
+        let refused = VmSnapshot::begin(vm.vm.snapshots(), Default::default()).unwrap_err();
         let line = error_line(&refused);
         assert!(line.contains(option), "{option}: {line}");
         assert_eq!(vm.vm.control().parked(), 0);
     }
 }
 
-/// A snapshot that is given up, as by a killed client, leaves a running VM; a paused VM stays paused.
+/// An abandoned snapshot, for example of a killed client, leaves a running VM running and a paused
+/// VM paused.
 #[test]
 fn given_up_snapshot_leaves_the_vm_as_it_was() {
     let config = config(GUEST);
@@ -529,7 +534,7 @@ fn given_up_snapshot_leaves_the_vm_as_it_was() {
         }
         assert!(source.vm.control().set_paused(paused));
         source.vm.kicker().kick();
-        let mut snapshot = Snapshot::begin(source.vm.snapshots(), Default::default()).unwrap();
+        let mut snapshot = VmSnapshot::begin(source.vm.snapshots(), Default::default()).unwrap();
         assert!(matches!(snapshot.read_memory(0), Err(SnapshotError::Order)));
         while !snapshot.advance().unwrap() {
             std::thread::sleep(Duration::from_micros(50));
@@ -543,8 +548,8 @@ fn given_up_snapshot_leaves_the_vm_as_it_was() {
     }
 }
 
-/// Returns the diff between the last snapshot of `bases` and the memory of a later full one. Each base is
-/// the diff of the one before it, and the first is a full snapshot.
+/// Returns the diff between the last snapshot of `bases` and the memory of a later full snapshot.
+/// The first base is a full snapshot, and each other base is a diff based on its predecessor.
 fn diff_of(bases: &[&RestoredMachine], later: &RestoredMachine) -> RestoredMachine {
     let open = || {
         let opened = bases.iter().map(|base| {
@@ -581,7 +586,8 @@ fn diff_of(bases: &[&RestoredMachine], later: &RestoredMachine) -> RestoredMachi
     }
 }
 
-/// The guest that is restored from a diff continues as from the full snapshot of the same moment.
+/// A guest that is restored from a diff continues in the same way as from the full snapshot of the
+/// same moment.
 #[test]
 fn diff_restores_to_equal_results() {
     let config = config(GUEST);
@@ -633,8 +639,8 @@ fn writes_of_ours_are_in_the_dirty_set() {
     assert_eq!([SHORT, LONG, last, ZEROED].map(byte), [7, 8, 8, 0]);
 }
 
-/// Memory above two diffs is that of the highest with the page: those of the first and of the second
-/// diff, mapped and copied, and those of the full snapshot.
+/// Each page of memory above two diffs comes from the highest snapshot that contains it: mapped and
+/// copied ranges of the first and of the second diff, and pages of the full snapshot.
 #[test]
 fn diff_of_a_diff_restores_the_memory_of_all() {
     const LONG: u64 = 0xA0_0000;

@@ -19,7 +19,7 @@ const UNLIMITED: RetiredCounts = RetiredCounts {
 
 struct Code<'c>(&'c [u8]);
 
-impl GuestMemory for Code<'_> {
+impl SteppedGuestMemory for Code<'_> {
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize {
         let rest = linear.checked_sub(CODE).and_then(|at| self.0.get(at as usize..));
         let rest = rest.unwrap_or_default();
@@ -33,12 +33,12 @@ impl GuestMemory for Code<'_> {
     }
 }
 
-fn at(offset: usize) -> CpuState {
-    CpuState {
+fn at(offset: usize) -> SteppedCpuState {
+    SteppedCpuState {
         rip: CODE + offset as u64,
         rflags: 2,
         cpl: 0,
-        size: CodeSize::Bits64,
+        size: CodeSegmentMode::Bits64,
         gpr: [0; 16],
         segment_bases: [0; 6],
     }

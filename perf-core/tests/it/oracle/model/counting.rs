@@ -10,7 +10,7 @@ pub enum RingRecord {
     },
     Throttle,
     Unthrottle,
-    /// One lost sample, for an overflow that was not handled when its vCPU was removed.
+    /// One lost sample, for an overflow that was not handled before its vCPU was removed.
     Lost,
     /// Last value and times of a child whose vCPU was removed.
     Read {
@@ -21,7 +21,7 @@ pub enum RingRecord {
 }
 
 impl Model {
-    /// Lets `ns` pass, in which thread `tid` does `ns` units of work.
+    /// Lets `ns` pass, during which thread `tid` performs `ns` units of work.
     pub fn run(&mut self, tid: i32, ns: u64) {
         self.now += ns;
         for p in 0..self.parts.len() {
@@ -41,7 +41,7 @@ impl Model {
         }
     }
 
-    /// Raises `n` events `id` on vCPU `vcpu`.
+    /// Raises event `id` `n` times on vCPU `vcpu`.
     pub fn raise(&mut self, vcpu: u32, id: u64, n: u64, with_regs: bool) -> OverflowCounts {
         let mut reports = OverflowCounts::default();
         let own = self.at[&vcpu];
@@ -220,7 +220,7 @@ impl OracleEventInContext {
         self.position = end;
     }
 
-    /// Moves new overflows to the kept ones.
+    /// Adds new overflows to the kept ones.
     pub(super) fn keep(&mut self) {
         let fresh = std::mem::take(&mut self.fresh);
         if fresh.times > 0 {

@@ -1,9 +1,9 @@
-//! Slot assignment: the model adopts the assignment that the core shows, and checks it.
+//! Slot assignment: the model adopts the assignment that it observes in the core, and checks it.
 
 use super::{EventState, Model};
 
 impl Model {
-    /// Ends a turn in all contexts.
+    /// Ends an interval in all contexts.
     pub fn rotate(&mut self) {
         for ctx in 1..self.contexts.len() {
             if self.contexts[ctx].inside && self.contexts[ctx].turned_ns < self.now {
@@ -80,7 +80,7 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the flexible groups that do not fit together with the groups that are always on.
+    /// Returns the flexible groups that do not fit together with the groups that are always active.
     fn hopeless(&self, ctx: usize) -> Vec<usize> {
         let mut always = SlotUsage::default();
         for leader in self.lines(ctx, 0..3) {
@@ -94,8 +94,8 @@ impl Model {
         flexible
     }
 
-    /// Checks the scheduling rules: running groups fit; no group waits that could run; no group is
-    /// overtaken; the group that ran longest is stopped at the end of an interval.
+    /// Checks the scheduling rules: running groups fit, no group waits that could run, no group is
+    /// overtaken, and the group that ran longest is stopped at the end of an interval.
     fn judge(&self, ctx: usize, had: &[(usize, u64)], came: &[(usize, (u64, bool))]) -> Result<(), String> {
         let name = |l: usize| self.parts[l].event;
         let hopeless = self.hopeless(ctx);
@@ -164,7 +164,7 @@ impl Model {
     }
 }
 
-/// The slots taken so far.
+/// The slots in use so far.
 #[derive(Clone, Default)]
 pub(super) struct SlotUsage {
     used: usize,

@@ -16,7 +16,7 @@ const MM: u64 = DIRECT + 0x1200;
 const FILE: u64 = DIRECT + 0x1300;
 const ADDRESS_SPACE: u64 = DIRECT + 0x1400;
 const AREAS: [u64; 3] = [DIRECT + 0x1500, DIRECT + 0x1600, DIRECT + 0x1700];
-/// The kernel's array of page structures, and the variable that holds its address.
+/// Array of the kernel's page structures, and variable that holds its address.
 const PAGES: u64 = DIRECT + 0x2000;
 const VMEMMAP: u64 = DIRECT + 0x1800;
 /// A page in the page tables of the process, and a page that is only in the page cache.
@@ -71,7 +71,7 @@ fn guest() -> (TestGuest, KernelTables) {
     put(AREAS[1], &[AREAS[2], CODE, CODE + 2 * PAGE, 1, VM_EXEC, FILE]);
     put(AREAS[2], &[0, CODE + 0x10_0000, CODE + 0x10_1000, 0, 3, 0]);
     put(FILE, &[0, ADDRESS_SPACE]);
-    // Page 2 of the file is alone in its tree. An entry at the root would be page 0.
+    // Only page 2 of the file is in its tree. An entry at the root would be page 0.
     let folio = PAGES + 64 * (CACHED / PAGE);
     let node = DIRECT + 0x3000;
     put(ADDRESS_SPACE, &[0, node + 2]);
@@ -87,7 +87,7 @@ fn guest() -> (TestGuest, KernelTables) {
     (g, tables)
 }
 
-/// A task is single-stepped if it is traced and has the flag of this kernel.
+/// A task is single-stepped if it is traced and has the single-step flag of this kernel.
 #[test]
 fn task_of_a_stepping_debugger_is_recognized() {
     let (mut g, tables) = guest();
@@ -162,8 +162,8 @@ fn process_is_found_by_pid_with_executable_mappings() {
     assert_eq!(found, [(CODE, CODE + 2 * PAGE, Some(CODE - PAGE))]);
 }
 
-/// A touched page is read through the page tables, the next page from the page cache, and the
-/// following one is missing.
+/// An accessed page is read through the page tables, the next page is read from the page cache, and
+/// the following page is missing.
 #[test]
 fn untouched_memory_is_read_from_page_cache() {
     let (g, tables) = guest();
@@ -198,7 +198,7 @@ fn exited_process_is_not_found_again() {
 }
 
 proptest! {
-    /// Lists point to arbitrary addresses, including themselves.
+    /// Reading terminates if lists point to arbitrary addresses, including themselves.
     #[test]
     fn hostile_task_lists_terminate(
         changes in prop::collection::vec(

@@ -1,7 +1,7 @@
-//! `perfvisor exits`: VM exits by reason, like `perf kvm stat live`.
+//! `perfvisor exits`: shows VM exits by reason, like `perf kvm stat live`.
 //!
 //! The output has three separate sources. The VM counts and times the exits to user space while
-//! this command runs. KVM's statistics count all exits, which include exits to user space, but have
+//! this command runs. KVM's statistics count all exits, including exits to user space, but contain
 //! no times. KVM's tracepoints time all exits, if the user has permission to trace.
 
 pub(super) mod sums;
@@ -26,7 +26,7 @@ use perf_core::error_line;
 use sums::{ExitMaxima, ExitReading, ExitTotals, KvmStatistic};
 use trace::{ExitTrace, TraceError};
 
-/// Interval of the readings that are kept in case the VM ends.
+/// Interval between the readings that are kept in case the VM terminates.
 const READ_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval at which the tracepoint rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
@@ -142,14 +142,14 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
     }
 }
 
-/// A VM whose exits are observed, in one process after the other if it moves.
+/// A VM whose exits are observed, across all processes to which it moves.
 struct ObservedVm {
     client: Client,
     watch: ExitObserver,
     trace: Result<ExitTrace, TraceError>,
-    /// Exits in the processes that the VM has left.
+    /// Exits in the processes from which the VM has moved.
     left: ExitTotals,
-    /// Exits in the present process.
+    /// Exits in the current process.
     present: ExitTotals,
     /// Sum of both.
     total: ExitTotals,
@@ -176,8 +176,8 @@ impl ObservedVm {
         })
     }
 
-    /// Reads the exits, or continues in the process to which the VM has moved. Returns `false` if the VM
-    /// has exited.
+    /// Reads the exits, or continues in the destination process if the VM has moved. Returns
+    /// `false` if the VM has exited.
     fn look(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
         match self.watch.look(&mut self.client) {
             Ok(mut seen) => {
@@ -191,7 +191,8 @@ impl ObservedVm {
         }
     }
 
-    /// Continues in the process to which the VM has moved. Returns `false` if it has not moved.
+    /// Continues in the destination process if the VM has moved. Returns `false` if it has not
+    /// moved.
     fn follow(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
         let Some(moved) = find_moved(&self.client) else {
             return Ok(false);
@@ -249,7 +250,7 @@ fn show(
 /// An observation of a VM's exits.
 pub(super) struct ExitObserver {
     statistics: Vec<OpenedEvent>,
-    /// Reason why KVM's statistics are unavailable.
+    /// Reason KVM's statistics are unavailable.
     no_statistics: Option<String>,
 }
 

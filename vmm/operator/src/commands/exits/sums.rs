@@ -35,7 +35,7 @@ pub(in super::super) struct ExitTotal {
     pub(in super::super) max_ns: u64,
 }
 
-/// The vCPU, or `None` for all vCPUs, and the name of a reason or statistic.
+/// Key of an exit count: the vCPU, or `None` for all vCPUs, and the name of a reason or statistic.
 pub(in super::super) type ExitKey = (Option<u32>, String);
 
 /// Timed exits by vCPU and reason.
@@ -55,8 +55,8 @@ fn add(sum: &mut TimedExits, other: &TimedExits) {
 /// A reading of a VM's exits.
 #[derive(Debug, Default)]
 pub(in super::super) struct ExitReading {
-    /// Exits to user space since the start of the observation. Maxima are since the previous
-    /// reading.
+    /// Exits to user space since the start of the observation. Maxima cover the time since the
+    /// previous reading.
     pub(in super::super) ours: Vec<VcpuExits>,
     /// KVM's statistics since the start of the observation.
     pub(in super::super) kvms: Vec<KvmStatistic>,
@@ -72,7 +72,7 @@ pub(in super::super) struct ExitMaxima {
     traced: BTreeMap<ExitKey, u64>,
 }
 
-/// Exits by vCPU and reason, or by reason alone after [`ExitTotals::summed`].
+/// Exits by vCPU and reason, or only by reason after [`ExitTotals::summed`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in super::super) struct ExitTotals {
     pub(in super::super) ours: TimedExits,
@@ -90,7 +90,7 @@ impl ExitTotals {
         self.kvms = kvms.map(|of| ((Some(of.vcpu), of.name), of.count)).collect();
     }
 
-    /// Returns the difference to `before`, with the maxima of the interval.
+    /// Returns the difference from `before`, with the maxima of the interval.
     pub(in super::super) fn difference_since(&self, before: &Self, longest: &ExitMaxima) -> Self {
         let kvms = self.kvms.iter().map(|(key, now)| {
             let before = before.kvms.get(key).copied().unwrap_or_default();
@@ -103,7 +103,7 @@ impl ExitTotals {
         }
     }
 
-    /// Returns the exits of this and of another process of the VM.
+    /// Returns the sum of these exits and those in another process of the VM.
     pub(super) fn plus(&self, other: &Self) -> Self {
         let mut sum = self.clone();
         for (key, count) in &other.kvms {
@@ -243,7 +243,8 @@ pub(super) mod tests {
         assert_eq!(ExitTotals::default().plus(&sum), sum);
     }
 
-    /// The maximum of an interval covers all of its readings; the total has the overall maximum.
+    /// The maximum of an interval covers all readings of the interval, and the total has the
+    /// overall maximum.
     #[test]
     fn interval_maxima_are_independent() {
         let (mut total, mut longest) = (ExitTotals::default(), ExitMaxima::default());

@@ -33,7 +33,7 @@ pub(super) fn text(exits: &ExitTotals, when: &str, length: Duration) -> String {
     );
     for ((vcpu, name), count) in kvms {
         let all = exits.kvms.get(&(*vcpu, ALL_EXITS.to_owned())).copied();
-        // The other statistics are no exit reasons.
+        // The other statistics are not exit reasons.
         let of_exits = match all {
             Some(all) if name.ends_with("_exits") => share(*count, all),
             _ => String::new(),
@@ -126,7 +126,7 @@ fn share(part: u64, of: u64) -> String {
     }
 }
 
-/// Formats a time in microseconds, if at least one exit was timed.
+/// Formats a time in microseconds if at least one exit was timed.
 fn timed(of: &ExitTotal, ns: Option<u64>) -> String {
     match ns {
         Some(ns) if of.timed > 0 => format!("{:.2}", ns as f64 / 1e3),

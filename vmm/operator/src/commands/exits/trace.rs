@@ -1,8 +1,9 @@
 //! KVM exits timed by the host tracepoints `kvm:kvm_exit` and `kvm:kvm_entry` on the vCPU threads,
 //! like `perf kvm stat`.
 //!
-//! An exit lasts until KVM enters the guest again, which includes the handling in user space. The
-//! names of the reasons are from the tracepoint's `format` file and thus match the running kernel.
+//! An exit lasts until KVM enters the guest again, including the handling in user space. The names
+//! of the reasons are read from the tracepoint's `format` file and therefore match the running
+//! kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -18,10 +19,10 @@ use rustix::io::Errno;
 
 /// Mount points of tracefs on current and older systems.
 const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
-/// Ring sizes to try per vCPU, in pages. The first holds about ten thousand exits; the second fits
-/// into the `perf_event_mlock_kb` limit of unprivileged users.
+/// Ring sizes to try for each vCPU, in pages. The first size holds about ten thousand exits, and
+/// the second fits into the `perf_event_mlock_kb` limit of unprivileged users.
 const PAGES: [usize; 2] = [512, 64];
-/// Maximum number of records read from a vCPU at a time.
+/// Maximum number of records read from a vCPU's ring at a time.
 const MAX_RECORDS: usize = 1 << 17;
 /// Maximum size of a `format` file, in bytes.
 const MAX_FORMAT_BYTES: usize = 256 << 10;
@@ -42,7 +43,7 @@ struct ExitTracepoints {
     entry: u64,
     /// Offset of the reason in a `kvm_exit` record.
     reason_at: usize,
-    /// Offset of the instruction set field: 1 for VT-x, 2 for AMD-V.
+    /// Offset of the instruction set field, which is 1 for VT-x and 2 for AMD-V.
     isa_at: usize,
     vmx: ReasonNames,
     svm: ReasonNames,
@@ -53,7 +54,7 @@ struct ExitTracepoints {
 struct ThreadExits {
     /// Statistics by instruction set and reason.
     exits: BTreeMap<(u32, u32), ExitsOfReason>,
-    /// Time and reason of the current exit, while the vCPU is outside the guest.
+    /// Time and reason of the current exit while the vCPU is outside the guest.
     outside: Option<(u64, (u32, u32))>,
     lost: u64,
 }
@@ -100,9 +101,9 @@ pub(super) struct ExitTrace {
     points: ExitTracepoints,
     pid: u32,
     vcpus: BTreeMap<i32, TracedVcpu>,
-    /// Thread IDs that were already examined.
+    /// Thread IDs that have been examined.
     known: BTreeSet<i32>,
-    /// Reason why a hot-plugged vCPU is not traced.
+    /// Reason a hot-plugged vCPU is not traced.
     failed: Option<TraceError>,
 }
 
@@ -168,7 +169,7 @@ impl ExitTrace {
         }
     }
 
-    /// Returns the exits since the start. Maxima are since the previous call.
+    /// Returns the exits since the start. Maxima cover the time since the previous call.
     pub(super) fn look(&mut self) -> Vec<VcpuExits> {
         if let Err(why) = self.find_vcpus() {
             self.failed.get_or_insert(why);
@@ -497,7 +498,7 @@ mod tests {
             (2, 2, 600, 500)
         );
         assert_eq!((of("npf").count, of("npf").timed), (1, 0));
-        // The maximum is since the previous call.
+        // The maximum covers the time since the previous call.
         assert_eq!(counted.look().iter().map(|of| of.max_ns).max(), Some(0));
     }
 

@@ -1,8 +1,8 @@
-//! Sends a VM as bytes: `perfvisor ctl NAME migrate --stream unix:PATH`, or with `fd:N`.
+//! Sends a VM as bytes, with `perfvisor ctl NAME migrate --stream unix:PATH` or with `fd:N`.
 //!
-//! This process is a client of the VM. It sends memory in rounds while the guest runs, pauses the VM when
-//! a round is short enough, and sends the last round and the state. docs/architecture.md explains which
-//! process has the VM when a message is lost.
+//! This process is a client of the VM. It sends memory in rounds while the guest runs. When a round
+//! is short enough, it pauses the VM and sends the last round and the state. docs/architecture.md
+//! explains which process has the VM when a message is lost.
 
 use std::io::{self, BufWriter, Write as _};
 use std::os::unix::fs::FileExt as _;
@@ -14,27 +14,27 @@ use control_api::migration::{MigrationPiece, MigrationStart, boot_id};
 use control_api::protocol::VmState;
 use control_api::request;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use snapshot::FormatError;
+use snapshot::SnapshotFormatError;
 use snapshot::format::{MAX_STATE_BYTES, with_optional_field};
 use snapshot::memory::CHUNK_BYTES;
 use snapshot::stream::{
-    self, METADATA_FIELD, Message, MessageReader, StreamArrival, StreamError, StreamHello,
+    self, METADATA_FIELD, MessageReader, MigrationStreamError, StreamArrival, StreamHello, StreamMessage,
 };
 
 use super::super::snapshot::{SnapshotCommandError, pause, read_metadata, read_state};
 
 /// Maximum number of rounds while the guest runs.
 const MAX_ROUNDS: u32 = 30;
-/// Time limit for each message of the other side, and for sending one.
+/// Timeout for receiving a message from the destination, and for sending one.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Minimum interval of requests for memory: a VM accepts 1000 requests a second.
+/// Minimum interval between requests for memory. A VM accepts 1000 requests per second.
 const REQUEST_INTERVAL: Duration = Duration::from_millis(1);
 /// Size of the buffer of the connection in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
-/// Maximum number of bytes of a piece that is accepted from a VM.
+/// Maximum accepted size of a piece from a VM, in bytes.
 const MAX_PIECE_BYTES: u64 = 2 * CHUNK_BYTES;
 
-/// Error of sending a VM.
+/// Error returned when a VM cannot be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendVmError {
     /// The VM cannot be read.
@@ -43,22 +43,22 @@ pub enum SendVmError {
     /// The VM cannot be paused or saved.
     #[error(transparent)]
     Snapshot(#[from] SnapshotCommandError),
-    /// The file of a reply cannot be read.
+    /// The file sent with a reply cannot be read.
     #[error("the VM's memory cannot be received")]
     Transfer(#[source] io::Error),
-    /// The VM sends something else than requested.
+    /// The VM sent a piece that was not requested.
     #[error("the VM sends other memory than requested; use the same version of Perfvisor as the VM")]
     WrongPiece,
     /// The VM's state is invalid.
     #[error("the state of the VM")]
-    State(#[source] FormatError),
+    State(#[source] SnapshotFormatError),
     /// The connection fails.
     #[error(transparent)]
-    Stream(#[from] StreamError),
-    /// The other side refuses the VM.
+    Stream(#[from] MigrationStreamError),
+    /// The destination refuses the VM.
     #[error("{0}")]
     Refused(String),
-    /// The other side sends another message than expected.
+    /// The destination sent an unexpected message.
     #[error("the other side sends an unexpected message")]
     Unexpected,
     /// The guest writes memory too fast.
@@ -70,7 +70,7 @@ pub enum SendVmError {
     NotConverging {
         /// Number of rounds.
         rounds: u32,
-        /// Duration of the last round.
+        /// The guest writes memory faster than it can be sent.
         round: Duration,
     },
 }
@@ -78,9 +78,9 @@ pub enum SendVmError {
 /// Outcome of a failed move.
 #[derive(Debug)]
 pub enum SendFailure {
-    /// The VM goes on where it was.
+    /// The VM continues in the source process.
     Stays(SendVmError),
-    /// The VM may run on the other side, and stays paused here.
+    /// The VM may be running at the destination and stays paused here.
     Undecided(SendVmError),
 }
 
@@ -90,7 +90,7 @@ impl<E: Into<SendVmError>> From<E> for SendFailure {
     }
 }
 
-/// When the VM is paused.
+/// Condition for pausing the VM.
 #[derive(Clone, Copy, Debug)]
 pub struct DowntimeLimit {
     /// Maximum duration of the last round.
@@ -102,9 +102,9 @@ pub struct DowntimeLimit {
 /// A VM that has been sent.
 #[derive(Debug)]
 pub struct SentVm {
-    /// The process in which it runs.
+    /// The process in which the VM runs.
     pub arrival: StreamArrival,
-    /// Number of rounds, including the one of the paused VM.
+    /// Number of rounds, including the round in which the VM was paused.
     pub rounds: u32,
     /// Number of bytes of memory that were sent.
     pub bytes: u64,
@@ -112,11 +112,11 @@ pub struct SentVm {
     pub duration: Duration,
     /// Time during which the VM was paused.
     pub downtime: Duration,
-    /// The VM runs there, and its process here has not answered the request to end.
+    /// Error of the request to terminate the source process. The VM runs at the destination.
     pub left_over: Option<ClientError>,
 }
 
-/// The connection to the other side.
+/// The connection to the destination.
 struct Destination<'s> {
     socket: &'s UnixStream,
     writer: BufWriter<&'s UnixStream>,
@@ -135,7 +135,7 @@ impl<'s> Destination<'s> {
     }
 
     /// Sends a message, which may stay in the buffer.
-    fn send(&mut self, message: &Message<'_>) -> Result<(), SendVmError> {
+    fn send(&mut self, message: &StreamMessage<'_>) -> Result<(), SendVmError> {
         stream::send(&mut self.writer, message).map_err(|e| self.reason(e))
     }
 
@@ -143,30 +143,31 @@ impl<'s> Destination<'s> {
         self.writer.flush().map_err(|e| self.reason(e.into()))
     }
 
-    /// Returns why the other side has closed the connection, if it says so.
-    fn reason(&mut self, error: StreamError) -> SendVmError {
+    /// Returns the reason sent by the destination before it closed the connection, or else `error`.
+    fn reason(&mut self, error: MigrationStreamError) -> SendVmError {
         match self.reader.receive() {
-            Ok(Message::Failed(why)) => SendVmError::Refused(why),
+            Ok(StreamMessage::Failed(why)) => SendVmError::Refused(why),
             _ => error.into(),
         }
     }
 
-    /// Sends what is in the buffer and waits for `expected`.
-    fn expect(&mut self, expected: &Message<'_>) -> Result<(), SendVmError> {
+    /// Flushes the buffer and waits for `expected`.
+    fn expect(&mut self, expected: &StreamMessage<'_>) -> Result<(), SendVmError> {
         self.flush()?;
         match self.reader.receive()? {
-            Message::Failed(why) => Err(SendVmError::Refused(why)),
+            StreamMessage::Failed(why) => Err(SendVmError::Refused(why)),
             other if other == *expected => Ok(()),
             _ => Err(SendVmError::Unexpected),
         }
     }
 
-    /// Fails if the other side has sent something or is gone, although it should wait.
+    /// Returns an error if the destination has sent a message or closed the connection although it
+    /// should wait.
     fn check_waits(&mut self) -> Result<(), SendVmError> {
         let mut fds = [PollFd::new(self.socket, PollFlags::IN)];
         if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
             return match self.reader.receive()? {
-                Message::Failed(why) => Err(SendVmError::Refused(why)),
+                StreamMessage::Failed(why) => Err(SendVmError::Refused(why)),
                 _ => Err(SendVmError::Unexpected),
             };
         }
@@ -177,8 +178,8 @@ impl<'s> Destination<'s> {
 /// Sends the VM of `client` over `socket`.
 ///
 /// # Errors
-/// Returns [`SendFailure::Stays`] if the VM goes on, and [`SendFailure::Undecided`] if nobody knows
-/// whether it runs on the other side.
+/// Returns [`SendFailure::Stays`] if the VM continues here, and [`SendFailure::Undecided`] if it is
+/// unknown whether it runs at the destination.
 pub fn send_vm(
     client: &mut Client,
     socket: &UnixStream,
@@ -197,8 +198,8 @@ pub fn send_vm(
     if let Some(document) = read_metadata(client)? {
         state = with_optional_field(&state, METADATA_FIELD, document).map_err(SendVmError::State)?;
     }
-    to.send(&Message::State(&state))?;
-    to.expect(&Message::Ready)?;
+    to.send(&StreamMessage::State(&state))?;
+    to.expect(&StreamMessage::Ready)?;
     to.check_waits()?;
     client.call(request::MigrationCommit)?;
     let arrival = match run(&mut to, paused) {
@@ -223,25 +224,25 @@ pub fn send_vm(
     })
 }
 
-/// Tells the other side to run the VM. The VM does not run there if the request cannot be sent, or if
-/// the other side says so.
+/// Requests the destination to run the VM. The VM does not run there if the request cannot be sent
+/// or if the destination reports a failure.
 fn run(to: &mut Destination<'_>, paused: bool) -> Result<StreamArrival, SendFailure> {
     to.flush()?;
-    // Not by the buffer, which would be written once more when it is dropped. After an error, the other
-    // side gets at most a part of the frame.
-    if let Err(e) = stream::send(&mut &*to.socket, &Message::Run { paused }) {
+    // Bypass the buffer, which would be written again on drop. After an error, the destination
+    // receives at most a part of the frame.
+    if let Err(e) = stream::send(&mut &*to.socket, &StreamMessage::Run { paused }) {
         return Err(to.reason(e).into());
     }
     match to.reader.receive() {
-        Ok(Message::Running(arrival)) => Ok(arrival),
-        Ok(Message::Failed(why)) => Err(SendFailure::Stays(SendVmError::Refused(why))),
+        Ok(StreamMessage::Running(arrival)) => Ok(arrival),
+        Ok(StreamMessage::Failed(why)) => Err(SendFailure::Stays(SendVmError::Refused(why))),
         Ok(_) => Err(SendFailure::Undecided(SendVmError::Unexpected)),
         Err(e) => Err(SendFailure::Undecided(e.into())),
     }
 }
 
-/// Begins to observe the VM's memory, and describes the VM to the other side. Returns the size of
-/// memory in bytes when the other side has accepted it.
+/// Starts tracking the VM's memory writes, and describes the VM to the destination. Returns the
+/// size of memory in bytes after the destination has accepted the description.
 fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendVmError> {
     let (start, file): (MigrationStart, _) = client.call_with_file(request::MigrationStart)?;
     let size = usize::try_from(start.bytes).unwrap_or(usize::MAX);
@@ -256,18 +257,18 @@ fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendV
         memory_bytes: start.memory_bytes,
     };
     let begun = to.writer.write_all(&stream::PREAMBLE);
-    begun.map_err(StreamError::from)?;
-    to.send(&Message::Hello(hello))?;
-    to.send(&Message::Machine(&machine))?;
-    to.expect(&Message::Accepted)?;
+    begun.map_err(MigrationStreamError::from)?;
+    to.send(&StreamMessage::Hello(hello))?;
+    to.send(&StreamMessage::Machine(&machine))?;
+    to.expect(&StreamMessage::Accepted)?;
     Ok(start.memory_bytes)
 }
 
-/// Sends rounds of memory while the guest runs, until one is short enough. Returns their number, and
-/// that of bytes.
+/// Sends rounds of memory while the guest runs, until one is short enough. Returns the number of
+/// rounds and the number of bytes.
 ///
-/// The pages that are written during a round are sent in the next one. If the rounds become shorter, the
-/// next one takes less time than the last one, which is therefore the estimate.
+/// Pages written during a round are sent in the next one. If the rounds become shorter, the next
+/// round takes less time than the last one, whose duration is therefore used as the estimate.
 fn send_rounds(
     client: &mut Client,
     to: &mut Destination<'_>,
@@ -294,8 +295,8 @@ fn send_rounds(
     Ok((0, sent))
 }
 
-/// Sends the memory that was written since the preceding round, and waits until the other side has it.
-/// Returns the number of bytes.
+/// Sends the memory written since the preceding round, and waits until the destination has received
+/// it. Returns the number of bytes.
 fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) -> Result<u64, SendVmError> {
     let (mut offset, mut sent) = (0, 0);
     let mut buffer = Vec::new();
@@ -310,11 +311,11 @@ fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) 
         let mut rest = &buffer[..];
         for &(offset, bytes) in &piece.pages {
             let (data, after) = rest.split_at(usize::try_from(bytes).unwrap_or(usize::MAX).min(rest.len()));
-            to.send(&Message::Pages { offset, data })?;
+            to.send(&StreamMessage::Pages { offset, data })?;
             rest = after;
         }
         for &(offset, bytes) in &piece.zeros {
-            to.send(&Message::Zeros { offset, bytes })?;
+            to.send(&StreamMessage::Zeros { offset, bytes })?;
         }
         to.check_waits()?;
         offset = piece.next;
@@ -323,12 +324,12 @@ fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) 
             std::thread::sleep(REQUEST_INTERVAL.saturating_sub(asked.elapsed()));
         }
     }
-    to.send(&Message::RoundEnd)?;
-    to.expect(&Message::Received)?;
+    to.send(&StreamMessage::RoundEnd)?;
+    to.expect(&StreamMessage::Received)?;
     Ok(sent)
 }
 
-/// Returns the number of bytes in the file of a piece, or `None` if the piece is impossible.
+/// Returns the number of bytes in the file of a piece, or `None` if the piece is invalid.
 fn check_piece(piece: &MigrationPiece, offset: u64, memory_bytes: u64) -> Option<u64> {
     let mut ranges = piece.pages.iter().chain(&piece.zeros);
     let fits = ranges.all(|(start, bytes)| {
@@ -347,7 +348,8 @@ fn check_piece(piece: &MigrationPiece, offset: u64, memory_bytes: u64) -> Option
 mod tests {
     use super::*;
 
-    /// A VM that is not trusted cannot make this command allocate without bound, or loop.
+    /// An untrusted VM cannot make this command allocate an unbounded amount of memory or loop
+    /// forever.
     #[test]
     fn impossible_pieces_are_refused() {
         const MEMORY: u64 = 32 << 20;
@@ -375,8 +377,8 @@ mod tests {
         assert_eq!(check(&[], &[(0, 4096)], 4 << 20), None);
     }
 
-    /// If the request to run the VM cannot have reached the other side, the VM goes on. Otherwise it
-    /// must not.
+    /// The source resumes the VM only if the run request cannot have reached the destination or the
+    /// destination rejects it.
     #[test]
     fn vm_goes_on_only_if_the_other_side_cannot_run_it() {
         let outcome = |answer: &dyn Fn(UnixStream)| {
@@ -385,29 +387,34 @@ mod tests {
             run(&mut Destination::new(&ours).unwrap(), false)
         };
         assert!(matches!(outcome(&drop), Err(SendFailure::Stays(_))));
-        let said = |message: Message<'static>| {
+        let said = |message: StreamMessage<'static>| {
             let (ours, mut theirs) = UnixStream::pair().unwrap();
             stream::send(&mut theirs, &message).unwrap();
             run(&mut Destination::new(&ours).unwrap(), true)
         };
-        let refused = said(Message::Failed("no".to_owned()));
+        let refused = said(StreamMessage::Failed("no".to_owned()));
         assert!(matches!(refused, Err(SendFailure::Stays(SendVmError::Refused(why))) if why == "no"));
         let arrival = StreamArrival {
             name: "a".to_owned(),
             pid: 7,
         };
-        assert!(said(Message::Running(arrival)).is_ok());
-        assert!(matches!(said(Message::Ready), Err(SendFailure::Undecided(_))));
-        // The request is received, and nothing is answered.
+        assert!(said(StreamMessage::Running(arrival)).is_ok());
+        assert!(matches!(
+            said(StreamMessage::Ready),
+            Err(SendFailure::Undecided(_))
+        ));
+        // The request is received but not answered.
         let (ours, theirs) = UnixStream::pair().unwrap();
         let other = std::thread::spawn(move || {
             let mut reader = MessageReader::new(&theirs);
-            assert_eq!(reader.receive().unwrap(), Message::Run { paused: true });
+            assert_eq!(reader.receive().unwrap(), StreamMessage::Run { paused: true });
         });
         let silent = run(&mut Destination::new(&ours).unwrap(), true);
         assert!(matches!(
             silent,
-            Err(SendFailure::Undecided(SendVmError::Stream(StreamError::Closed)))
+            Err(SendFailure::Undecided(SendVmError::Stream(
+                MigrationStreamError::Closed
+            )))
         ));
         other.join().unwrap();
     }

@@ -28,7 +28,7 @@ const DEFAULT_BRANCH_HZ: u64 = 100;
 /// Default frequency of samples that stop the vCPU, in Hz. At 65 µs each, they take about 0.3 % of
 /// its time.
 const DEFAULT_CHAINS_HZ: u64 = 50;
-/// Default ratio of all samples to those that stop the vCPU when sampling by period.
+/// Default number of samples per sample that stops the vCPU, when sampling by period.
 const DEFAULT_CHAIN_EVERY: u32 = 20;
 
 /// Default size of the user stack copy in a sample, in bytes, as in perf.
@@ -66,7 +66,7 @@ impl FromStr for CallGraph {
                 .parse()
                 .ok()
                 .filter(|size| (8..=STACK_USER_MAX).contains(size))
-                // Rounded up to a multiple of 8, as in perf.
+                // Round up to a multiple of 8, as in perf.
                 .map(|size: u32| Self::Dwarf(size.next_multiple_of(8)))
                 .ok_or(CallGraphError::Size),
             _ => Err(CallGraphError::Word),
@@ -99,7 +99,7 @@ pub struct RecordArgs {
     /// Set the sampling frequency per vCPU, in Hz [default: 1000; 100 with branch stacks]
     #[arg(short = 'F', long = "freq", value_name = "HZ", conflicts_with = "period", value_parser = integer_in_range(1..=(1u64 << 32) - 1))]
     pub frequency: Option<u64>,
-    /// Take call chains by frame pointers, as --call-graph fp. Needed with branch stacks only.
+    /// Unwind call chains by frame pointers, like --call-graph fp. Needed only with branch stacks.
     #[arg(short = 'g')]
     pub frame_pointers: bool,
     /// Select how call chains are unwound: fp (frame pointers in programs, unwind tables or frame
@@ -108,18 +108,18 @@ pub struct RecordArgs {
     /// stacks]
     #[arg(long, value_name = "HOW")]
     pub call_graph: Option<CallGraph>,
-    /// Take a call chain and the task with every Nth sample only. The host's kernel takes the
-    /// instruction pointer of other samples without stopping the vCPU; 1 stops the vCPU for each
-    /// sample [default: about 50 chains a second, fewer if they would stop the vCPU for more than
-    /// 0.5 % of its time; with -c every 20th sample]
+    /// Record the call chain and the task only with every Nth sample. For the other samples, the
+    /// host's kernel records the instruction pointer without stopping the vCPU; 1 stops the vCPU
+    /// for each sample [default: about 50 chains a second, fewer if they would stop the vCPU for
+    /// more than 0.5 % of its time; with -c every 20th sample]
     #[arg(long, value_name = "N", value_parser = integer_in_range(1..=1_000_000u32))]
     pub chain_every: Option<u32>,
-    /// Record the branches that the vCPU takes after each overflow, as -j any. The vCPU is single-stepped
-    /// until it has taken enough branches.
+    /// Record the branches that the vCPU takes after each overflow, like -j any. The vCPU is
+    /// single-stepped until it has taken enough branches.
     #[arg(short = 'b', long, conflicts_with_all = ["branch_filter", "chain_every"])]
     pub branch_any: bool,
-    /// Record the branches that these words select, as in any,u: any, any_call, any_ret, ind_call, ind_jmp,
-    /// call, cond; u and k for the levels; save_type for the kind of each branch.
+    /// Record the branches that these words select, as in any,u: any, any_call, any_ret, ind_call,
+    /// ind_jmp, call, cond; u and k for the privilege levels; save_type for the branch types.
     #[arg(short = 'j', long, value_name = "FILTER", conflicts_with = "chain_every")]
     pub branch_filter: Option<BranchFilterArg>,
     /// Maximum number of branches per sample, up to 64.
@@ -132,8 +132,8 @@ pub struct RecordArgs {
     /// Sources of symbols; the guest's memory by default.
     #[command(flatten)]
     pub symbols: SymbolArgs,
-    /// Write a file that shows the guest as a guest, for perf kvm, instead of one as perf would
-    /// record it in the guest.
+    /// Write a file for perf kvm, in which the guest appears as a guest, instead of a file like one
+    /// recorded by perf in the guest.
     #[arg(long)]
     pub as_host: bool,
     /// Store the guest kernel's symbols, and with --guestmount the guest's programs, in this
@@ -143,7 +143,7 @@ pub struct RecordArgs {
     /// Store nothing in the build-id directory.
     #[arg(short = 'N', long)]
     pub no_buildid_cache: bool,
-    /// Write the guest kernel's symbols to FILE, for perf's --kallsyms, or with --as-host for its
+    /// Write the guest kernel's symbols to FILE, for perf's option --kallsyms or, with --as-host,
     /// --guestkallsyms.
     #[arg(long, value_name = "FILE")]
     pub save_kallsyms: Option<PathBuf>,
@@ -160,25 +160,27 @@ pub struct RecordArgs {
     /// written.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub max_size: Option<u64>,
-    /// Continue in a new file on SIGUSR2 (signal), at a size (as in 100M) or after a time (as in 30s, 5m,
-    /// 2h); the completed file becomes FILE.MILLISECONDS, its end in milliseconds since 1970 [default:
-    /// signal]
+    /// Continue in a new file on SIGUSR2 (signal), at a size (as in 100M) or after a time (as in
+    /// 30s, 5m, 2h). The completed file is renamed to FILE.MILLISECONDS, with its end time in
+    /// milliseconds since 1970 [default: signal]
     #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "signal",
           conflicts_with_all = ["max_size", "all"])]
     pub switch_output: Option<SwitchTrigger>,
     /// Keep only the newest N completed files of --switch-output.
     #[arg(long, value_name = "N", requires = "switch_output", value_parser = integer_in_range(1..=1_000_000usize))]
     pub switch_max_files: Option<usize>,
-    /// Keep only the newest samples, in rings that overwrite the oldest ones, and write them when
-    /// --switch-output is due and at the end: a flight recorder. Every sample stops the vCPU; rings of
-    /// --mmap-pages hold at least half of their size.
+    /// Keep only the newest samples, as a flight recorder does. The rings overwrite the oldest
+    /// samples and are written when --switch-output is due and at the end. Every sample stops the
+    /// vCPU. Rings of --mmap-pages hold at least half of their size.
     #[arg(long, conflicts_with_all = ["chain_every", "max_size"])]
     pub overwrite: bool,
-    /// Record when the host stops and continues the vCPUs' threads, for perf script --show-switch-events:
-    /// time stolen from the guest, beside its samples.
+    /// Record when the host stops and continues the vCPUs' threads, for perf script
+    /// --show-switch-events, which then shows the time stolen from the guest in addition to its
+    /// samples.
     #[arg(long, conflicts_with = "overwrite")]
     pub switch_events: bool,
-    /// Start sampling after this time in milliseconds; -1: when --control enables it [default: 0]
+    /// Start sampling after this time, in milliseconds; with -1, when --control enables it
+    /// [default: 0]
     #[arg(short = 'D', long, value_name = "MS", allow_negative_numbers = true, default_value_t = 0, hide_default_value = true,
           value_parser = integer_in_range(-1..=(1i64 << 40) - 1))]
     pub delay: i64,
@@ -195,8 +197,8 @@ pub struct RecordArgs {
 }
 
 impl RecordArgs {
-    /// Returns the unwinding method. As in perf, branch stacks alone have no call chains: perf2bolt and
-    /// other readers of branch stacks expect none.
+    /// Returns the unwinding method. As in perf, branch stacks alone have no call chains, because
+    /// perf2bolt and other readers of branch stacks expect none.
     pub(super) fn call_graph(&self) -> CallGraph {
         self.call_graph.unwrap_or(match branch_stacks(self) {
             Some(_) if !self.frame_pointers => CallGraph::None,
@@ -218,7 +220,7 @@ impl RecordArgs {
     /// Checks that the trigger of `--switch-output` can occur with `--overwrite`.
     ///
     /// # Errors
-    /// Returns [`RecordError::OverwriteBySize`] if it is a size.
+    /// Returns [`RecordError::OverwriteBySize`] if the trigger is a size.
     pub(super) fn check_overwrite(&self) -> Result<(), RecordError> {
         match self.switch_output {
             Some(SwitchTrigger::Size(_)) if self.overwrite => Err(RecordError::OverwriteBySize),
@@ -266,7 +268,7 @@ impl RecordArgs {
             rate,
             frequency: self.period.is_none(),
             callchain: self.call_graph() != CallGraph::None,
-            // The host kernel's samples would need a ring of their own that is drained.
+            // The host kernel's samples would need a separate ring that is drained.
             chain_every: if self.overwrite {
                 1
             } else {
@@ -293,7 +295,8 @@ mod tests {
         record: RecordArgs,
     }
 
-    /// As in perf. perf2bolt cannot read branch stacks with call chains.
+    /// As in perf, branch stacks have call chains only on request, because perf2bolt cannot read
+    /// branch stacks with call chains.
     #[test]
     fn branch_stacks_have_call_chains_on_request_only() {
         for (words, chains) in [

@@ -22,9 +22,9 @@ const WORDS: [(&str, BranchFilter); 10] = [
     ("save_type", BranchFilter::TYPE_SAVE),
 ];
 
-/// Error of a branch filter.
+/// Error returned when a branch filter is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BranchFilterError {
+pub enum ParseBranchFilterError {
     /// Unsupported word.
     #[error(
         "'{0}' is unsupported; use any, any_call, any_ret, ind_call, ind_jmp, call, cond, u, k and save_type"
@@ -32,20 +32,22 @@ pub enum BranchFilterError {
     Word(String),
 }
 
-/// Branches that `-j` selects.
+/// Branches selected by `-j`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BranchFilterArg(pub(super) BranchFilter);
 
 impl FromStr for BranchFilterArg {
-    type Err = BranchFilterError;
+    type Err = ParseBranchFilterError;
 
-    fn from_str(text: &str) -> Result<Self, BranchFilterError> {
+    fn from_str(text: &str) -> Result<Self, ParseBranchFilterError> {
         let mut filter = BranchFilter::empty();
         for word in text.split(',') {
             let known = WORDS.iter().find(|(name, _)| *name == word);
-            filter |= known.ok_or_else(|| BranchFilterError::Word(word.to_owned()))?.1;
+            filter |= known
+                .ok_or_else(|| ParseBranchFilterError::Word(word.to_owned()))?
+                .1;
         }
-        // As in perf, levels alone select all kinds.
+        // As in perf, levels alone select all branch types.
         if !filter.intersects(BranchFilter::KINDS) {
             filter |= BranchFilter::ANY;
         }
@@ -53,31 +55,31 @@ impl FromStr for BranchFilterArg {
     }
 }
 
-/// Error of an overhead limit.
+/// Error returned when an overhead limit is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be a percentage between 0.1% and 100%")]
-pub struct OverheadError;
+pub struct ParseBranchOverheadError;
 
 /// Maximum overhead of branch stacks, in thousandths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BranchOverhead(u32);
 
 impl FromStr for BranchOverhead {
-    type Err = OverheadError;
+    type Err = ParseBranchOverheadError;
 
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         reason = "between 1 and 1000"
     )]
-    fn from_str(text: &str) -> Result<Self, OverheadError> {
+    fn from_str(text: &str) -> Result<Self, ParseBranchOverheadError> {
         let number = text.strip_suffix('%').unwrap_or(text);
-        let percent: f64 = number.parse().map_err(|_| OverheadError)?;
+        let percent: f64 = number.parse().map_err(|_| ParseBranchOverheadError)?;
         let permille = (percent * 10.0).round();
         if (1.0..=1000.0).contains(&permille) {
             Ok(Self(permille as u32))
         } else {
-            Err(OverheadError)
+            Err(ParseBranchOverheadError)
         }
     }
 }
@@ -100,7 +102,7 @@ pub(super) struct BranchTotals {
     branches: u64,
     /// Number of stacks with fewer branches than requested.
     truncated: u64,
-    /// Time that the vCPUs were stepped, in nanoseconds.
+    /// Time during which the vCPUs were single-stepped, in nanoseconds.
     stepped_ns: u64,
 }
 
@@ -158,7 +160,11 @@ mod tests {
             assert_eq!(text.parse(), Ok(BranchOverhead(permille)), "{text}");
         }
         for text in ["", "0%", "101%", "-1%", "nan", "x"] {
-            assert_eq!(text.parse::<BranchOverhead>(), Err(OverheadError), "{text}");
+            assert_eq!(
+                text.parse::<BranchOverhead>(),
+                Err(ParseBranchOverheadError),
+                "{text}"
+            );
         }
     }
 

@@ -1,8 +1,9 @@
-//! Executable mappings, exported symbols and unwind tables of guest programs during a recording,
-//! read from the guest's files if the user named their location and otherwise from guest memory.
+//! Executable mappings, exported symbols and unwind tables of guest programs during a recording.
+//! They are read from the guest's files if the user specified their location, and otherwise from
+//! guest memory.
 //!
-//! The data is requested when a sample needs it, and then cached. A separate connection with
-//! rate-limited requests is used. Processes that end before the request remain without symbols.
+//! The data is requested when a sample needs it, and then cached. The requests are rate-limited and
+//! use a separate connection. Processes that exit before the request remain without symbols.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,11 +11,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{CodeMapping, FailureKind, MAX_PROCESS_MEMORY};
+use control_api::protocol::{CodeMapping, MAX_PROCESS_MEMORY, RequestErrorKind};
 use control_api::request;
 use guest_profile::cfi::{CodeMap, MappedCode, REGISTERS, UnwindResult, Unwinder, UserThreadState};
 use guest_profile::export::{NO_PID, SavedSymbol};
-use guest_profile::modules::Module;
+use guest_profile::modules::LoadedModule;
 use guest_profile::programs::{GuestFiles, ProgramFile};
 use guest_profile::unwind::UnwindStop;
 use perf_core::error_line;
@@ -24,8 +25,8 @@ use perf_core::record::UserRegsAndStack;
 const MAX_PROCESSES: usize = 4096;
 /// Maximum size of cached symbols and tables, in bytes.
 const MAX_BYTES: usize = 1 << 30;
-/// Minimum interval between requests for the mappings of a process, made when a sample falls
-/// outside of the known ones.
+/// Minimum interval between requests for the mappings of a process, which are made when a sample
+/// falls outside the known mappings.
 const MIN_REMAP_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of such requests per process.
 const MAX_REMAPS: u32 = 64;
@@ -46,14 +47,14 @@ struct ProcessMappings {
 /// Cached information about the guest's programs.
 pub(super) struct ProgramCache {
     source: Option<PacedClient>,
-    /// Guest files, if the user named their location. They contain data that may not be resident in
-    /// memory.
+    /// Guest files, if the user specified their location. They contain data that may not be
+    /// resident in memory.
     files: Option<GuestFiles>,
     unwinds: bool,
     unwinder: Unwinder,
     processes: HashMap<u32, Option<ProcessMappings>>,
     /// Modules by build ID and path, shared between processes; `None` if unreadable.
-    modules: HashMap<(String, String), Option<Arc<Module>>>,
+    modules: HashMap<(String, String), Option<Arc<LoadedModule>>>,
     bytes_left: usize,
     pub(super) totals: UnwindTotals,
 }
@@ -118,8 +119,8 @@ impl PacedClient {
 }
 
 impl ProgramCache {
-    /// Creates the cache for the VM that `client`, a dedicated connection, is connected to.
-    /// `unwinds` enables unwind tables.
+    /// Creates the cache for the VM of `client`, a dedicated connection. `unwinds` enables unwind
+    /// tables.
     pub(super) fn new(client: Result<Client, ClientError>, files: Option<GuestFiles>, unwinds: bool) -> Self {
         let source = match client {
             Ok(client) => Some(PacedClient {
@@ -158,8 +159,8 @@ impl ProgramCache {
         find(&process.mappings, address)
     }
 
-    /// Returns the function of process `pid` that contains `address`. An exported function has its
-    /// name; another one has the name of its file with the offset of its start.
+    /// Returns the function of process `pid` that contains `address`. A function that is not
+    /// exported is named after its file and the offset of its start.
     pub(super) fn function(&mut self, pid: u32, address: u64) -> Option<FoundFunction> {
         if !self.load(pid, address) {
             return None;
@@ -252,8 +253,8 @@ impl ProgramCache {
             Ok(mappings) => mappings,
             Err(e) => {
                 match &e {
-                    ClientError::Refused(failure) if failure.kind == FailureKind::Invalid => {
-                        // The process has ended; existing mappings are kept.
+                    ClientError::Refused(failure) if failure.kind == RequestErrorKind::Invalid => {
+                        // The process has exited; existing mappings are kept.
                         self.processes.entry(pid).or_insert(None);
                     }
                     _ => {
@@ -304,7 +305,7 @@ impl ProgramCache {
         {
             return true;
         }
-        let mut read = || -> Option<Arc<Module>> {
+        let mut read = || -> Option<Arc<LoadedModule>> {
             if self.bytes_left == 0 {
                 return None;
             }
@@ -317,7 +318,7 @@ impl ProgramCache {
                 None => {
                     let (source, base) = (self.source.as_mut()?, mapping.base?);
                     let mut memory = |at, len| source.memory(pid, at, len);
-                    Module::read(&mut memory, base, self.unwinds)?
+                    LoadedModule::read(&mut memory, base, self.unwinds)?
                 }
             };
             self.bytes_left = self.bytes_left.saturating_sub(module.bytes());
@@ -337,8 +338,9 @@ impl ProgramCache {
     }
 }
 
-/// Reads the module from its file, unless its build ID is known to differ from that of the mapping.
-fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Option<Module> {
+/// Reads the module from its file, unless the file's build ID is known to differ from that of the
+/// mapping.
+fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Option<LoadedModule> {
     mapping.base?;
     if !mapping.path.starts_with('/') || mapping.path.starts_with("//") {
         return None;
@@ -359,7 +361,7 @@ fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Opti
             return None;
         }
     }
-    Module::of_file(&bytes, unwinds)
+    LoadedModule::of_file(&bytes, unwinds)
 }
 
 /// Searches mappings sorted by address.

@@ -17,7 +17,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::{GuestSampleRing, monotonic_ns};
-use perf_core::record::{Record, Sample as RingSample};
+use perf_core::record::{DecodedRecord, Sample as RingSample};
 
 use super::all::for_each_vm;
 use super::migrate::find_moved;
@@ -138,7 +138,7 @@ fn open_events(client: &mut Client, args: &RecordArgs) -> Result<Vec<OpenedEvent
     Ok(opened)
 }
 
-/// Takes samples until the recording ends. Returns `true` if the VM has ended.
+/// Takes samples until the recording ends. Returns `true` if the VM has terminated.
 fn sample(
     args: &RecordArgs,
     client: &mut Client,
@@ -152,7 +152,7 @@ fn sample(
     let progress = !args.quiet && !args.all && std::io::stderr().is_terminal();
     loop {
         let look = Instant::now() + DRAIN_INTERVAL;
-        // Waits until the rings are due.
+        // Wait until the rings are due to be drained.
         let over = loop {
             if clock.begins() {
                 gone |= set_sampling(client, request::Enable)?;
@@ -194,7 +194,8 @@ fn sample(
             }
         }
         full = args.max_size.is_some_and(|limit| recording.bytes() >= limit);
-        // The ring mappings outlive the VM, so its last samples are read after its end.
+        // The ring mappings outlive the VM, so its last samples can be read after it has
+        // terminated.
         let steered = match client.call(request::Joined) {
             Ok(joined) => {
                 for of_vcpu in &joined {
@@ -209,7 +210,8 @@ fn sample(
                 return Err(e.into());
             }
             streams.drain(recording)?;
-            // Whether sampling is enabled is known without commands only.
+            // Without control commands, it is known whether sampling is enabled. With them, it is
+            // not.
             gone = remote.is_some() || !streams.follow(client, args, recording)?;
             if gone {
                 break;
@@ -242,11 +244,11 @@ fn sample(
     Ok(gone)
 }
 
-/// The scheduled begin and end of a recording.
+/// Scheduled start and end of a recording.
 struct RecordingSchedule {
     start: Instant,
     end: Option<Instant>,
-    /// Scheduled begin; `None` once the recording has begun.
+    /// Scheduled start; `None` once the recording has started.
     begin: Option<Instant>,
 }
 
@@ -261,7 +263,7 @@ impl RecordingSchedule {
         }
     }
 
-    /// Returns `true` once, when the recording is to begin.
+    /// Returns `true` once, when the recording is due to start.
     fn begins(&mut self) -> bool {
         self.begin.take_if(|begin| Instant::now() >= *begin).is_some()
     }
@@ -270,7 +272,7 @@ impl RecordingSchedule {
         self.end.is_some_and(|end| Instant::now() >= end)
     }
 
-    /// Returns the next wake-up time, at most `look`.
+    /// Returns the next wake-up time, no later than `look`.
     fn next(&self, look: Instant, listens: bool) -> Instant {
         let listen = listens.then(|| Instant::now() + CONTROL_POLL_INTERVAL);
         [listen, self.begin, self.end]
@@ -280,7 +282,7 @@ impl RecordingSchedule {
     }
 }
 
-/// Enables or disables sampling. Returns `true` if the VM has ended.
+/// Enables or disables sampling. Returns `true` if the VM has terminated.
 fn set_sampling(client: &mut Client, request: impl Request<Reply = ()>) -> Result<bool, ClientError> {
     match client.call(request) {
         Err(e) if e.is_gone() => Ok(true),
@@ -317,7 +319,7 @@ struct SampledEvent {
     ring: GuestSampleRing,
     clock_offset_ns: u64,
     merge: SampleMerger,
-    /// Set once it has been logged that the host kernel cannot sample the guest.
+    /// Set once a message has been logged that the host kernel cannot sample the guest.
     said_blind: bool,
 }
 
@@ -327,11 +329,11 @@ struct SampleStreams {
     lanes: Vec<SampledEvent>,
     /// Context switches of the vCPUs' threads (`--switch-events`).
     switches: Vec<VcpuSwitches>,
-    /// Preemptions of vCPUs that are gone.
+    /// Preemptions of vCPUs that have been removed.
     stolen: StolenTime,
     /// Lane indices by stream ID.
     by_stream: HashMap<u64, usize>,
-    /// Statistics of the processes that the VM has left.
+    /// Statistics of the processes from which the VM has moved.
     left: Option<SampleTotals>,
 }
 
@@ -363,8 +365,8 @@ impl SampleStreams {
         Ok(streams)
     }
 
-    /// Adds a hot-plugged vCPU. Its events have counted since its first instruction, into a new
-    /// ring.
+    /// Adds a hot-plugged vCPU. Its events have been counting since its first instruction and write
+    /// to a new ring.
     fn join(
         &mut self,
         client: &mut Client,
@@ -396,7 +398,8 @@ impl SampleStreams {
         Ok(())
     }
 
-    /// Maps the rings of events. Returns the reason if the host kernel cannot sample some of them.
+    /// Maps the rings of events. Returns the reason if the host kernel cannot sample some of the
+    /// events.
     fn add(
         &mut self,
         client: &mut Client,
@@ -446,8 +449,9 @@ impl SampleStreams {
         Ok(why_not)
     }
 
-    /// Continues in the process to which the VM has moved. All rings of the process that has ended are
-    /// drained. The events there are disabled. Returns `false` if the VM has not moved.
+    /// Continues in the destination process if the VM has moved. Drains all rings of the source
+    /// process. The events in the destination process are disabled. Returns `false` if the VM has
+    /// not moved.
     fn follow(
         &mut self,
         client: &mut Client,
@@ -534,13 +538,13 @@ impl SampleStreams {
         let (by_stream, lanes) = (&self.by_stream, &mut self.lanes);
         self.rings[at].drain(log::Level::Warn, |_, record| {
             match record {
-                Some(Record::Sample(sample)) => {
+                Some(DecodedRecord::Sample(sample)) => {
                     let lane = by_stream.get(&sample.stream_id);
                     let merge = lane.map(|&at| &mut lanes[at].merge);
                     full(&sample, merge, recording)?;
                 }
-                Some(Record::Lost(lost)) => recording.add_losses(lost.lost)?,
-                Some(Record::Throttle(_)) => recording.add_throttled(1),
+                Some(DecodedRecord::Lost(lost)) => recording.add_losses(lost.lost)?,
+                Some(DecodedRecord::Throttle(_)) => recording.add_throttled(1),
                 Some(_) => {}
                 None => recording.add_damaged(),
             }
@@ -563,8 +567,8 @@ impl SampleStreams {
         Ok(())
     }
 
-    /// Adjusts the rate of VM samples to how well host kernel samples cover the guest. Fails if the
-    /// VM has ended.
+    /// Adjusts the rate of VM samples to the share of the guest that host kernel samples cover.
+    /// Fails if the VM has terminated.
     fn adjust_sampling(&mut self, client: &mut Client) -> Result<(), ClientError> {
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);

@@ -23,7 +23,7 @@ const MAX_PROGRAMS: usize = 1024;
 /// Maximum number of distinct addresses with symbols in the file.
 const MAX_ADDRESSES: usize = 1 << 20;
 
-/// Symbols of guest addresses, from the files that the user named and otherwise from the VM.
+/// Symbols of guest addresses, from the files specified by the user and otherwise from the VM.
 pub(super) struct RecordedSymbols {
     kernel: Option<KernelSymbols>,
     /// Build ID of the running kernel, if known.
@@ -37,7 +37,7 @@ pub(super) struct RecordedSymbols {
     addresses: HashSet<(Option<u32>, u64)>,
     /// Functions in guest memory by process ID and address.
     exported: BTreeMap<(u32, u64), SavedSymbol>,
-    /// Process IDs and start addresses of those that have no name.
+    /// Process IDs and start addresses of exported functions without a name.
     unnamed: BTreeSet<(u32, u64)>,
 }
 
@@ -90,8 +90,8 @@ impl RecordedSymbols {
         kernel_map(self.kernel.as_ref()?, self.build_id)
     }
 
-    /// Stores the kernel's symbols in `directory`, and copies the guest's programs there if the
-    /// user named their location, so that perf finds them. Adds the build IDs to `writer`.
+    /// Stores the kernel's symbols in `directory` for perf. Also copies the guest's programs there
+    /// if the user specified their location. Adds the build IDs to `writer`.
     pub(super) fn store_for_perf<W: io::Write + io::Seek>(
         &mut self,
         directory: Option<&BuildIdDir>,
@@ -244,7 +244,7 @@ fn program_of(files: &mut GuestFiles, path: &str, id: BuildId) -> io::Result<Vec
     Ok(bytes)
 }
 
-/// Returns whether a mapping is of a file. Other mappings have names in brackets or with two
+/// Returns whether a mapping is backed by a file. Other mappings have names in brackets or with two
 /// leading slashes.
 fn is_file(path: &str) -> bool {
     path.starts_with('/') && !path.starts_with("//")

@@ -26,8 +26,8 @@ use control_api::protocol::{BranchStacks, OpenedEvent, SamplingParams};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
-    Branch, EventInfo, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, ProfileSample,
-    SavedSymbol, TaskName, WallClock,
+    EventInfo, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, ProfileSample,
+    SampledBranch, SavedSymbol, TaskName, WallClock,
 };
 use guest_profile::merge::{LightSample, SampleTask, SampleTotals};
 use guest_profile::sample::SampleData;
@@ -44,7 +44,7 @@ const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 /// A recording in progress.
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
-    /// Metadata and events of the file, for its successor.
+    /// Metadata and events of the file, for the next file.
     head: (ProfileMetadata, Vec<EventInfo>),
     /// State of `--switch-output`.
     switch: Option<OutputSwitch>,
@@ -65,7 +65,7 @@ pub(super) struct Recording {
     chain: Vec<u64>,
     /// Parameters and statistics of branch stacks.
     branch_stacks: Option<BranchStacks>,
-    branches: Vec<Branch>,
+    branches: Vec<SampledBranch>,
     branch_totals: BranchTotals,
     last_ns: u64,
     /// Time of the last VM sample by stream ID.
@@ -250,7 +250,7 @@ impl Recording {
         let Some(stacks) = self.branch_stacks else { return };
         let mut words = sample.branches.iter();
         while let (Some(from), Some(to), Some(flags)) = (words.next(), words.next(), words.next()) {
-            self.branches.push(Branch { from, to, flags });
+            self.branches.push(SampledBranch { from, to, flags });
         }
         self.branch_totals.add(stacks, self.branches.len(), held_ns);
     }
@@ -347,8 +347,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Records the addresses of the chain for symbolization. A return address is looked up one byte
-    /// before.
+    /// Records the addresses of the chain for symbolization. For a return address, the byte before
+    /// it is looked up.
     fn note_chain(&mut self, mut kernel: bool, pid: u32) {
         let mut first = true;
         for at in 0..self.chain.len() {
@@ -366,7 +366,7 @@ impl Recording {
     }
 
     /// Records an address for symbolization. Symbols from guest memory are looked up immediately,
-    /// because the process may end.
+    /// because the process may exit.
     fn note(&mut self, pid: Option<u32>, address: u64) {
         if self.names.note(pid, address)
             && let Some(pid) = pid.filter(|_| !self.names.is_flat())
@@ -402,8 +402,8 @@ impl Recording {
     }
 
     /// Updates the file header if samples were written, so that they are kept if the recorder is
-    /// killed. Called after each drain: the update costs three system calls, and a later one would
-    /// lose the samples in between.
+    /// killed. Called after each drain, because the update costs only three system calls and a
+    /// later one would lose the samples in between.
     pub(super) fn keep(&mut self) -> Result<(), RecordError> {
         self.writer.checkpoint().map_err(RecordError::Write)
     }
@@ -475,7 +475,7 @@ impl Recording {
             source,
         })?;
         self.with_chain = 0;
-        // The VM reports a task and a mapping once.
+        // The VM reports each task and mapping only once.
         let time_ns = self.file_ns(self.last_ns);
         for (tid, (pid, comm)) in &self.tasks {
             let task = TaskName {

@@ -22,7 +22,7 @@ pub struct ControlPipes {
 
 /// Errors of parsing `--control`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PipesError {
+pub enum ControlPipesError {
     #[error("must be fifo:CTL or fifo:CTL,ACK, with the paths of two pipes (mkfifo)")]
     Shape,
     #[error("a path is empty")]
@@ -30,17 +30,17 @@ pub enum PipesError {
 }
 
 impl FromStr for ControlPipes {
-    type Err = PipesError;
+    type Err = ControlPipesError;
 
-    fn from_str(text: &str) -> Result<Self, PipesError> {
+    fn from_str(text: &str) -> Result<Self, ControlPipesError> {
         let paths = text.strip_prefix("fifo:").filter(|paths| !paths.is_empty());
-        let paths = paths.ok_or(PipesError::Shape)?;
+        let paths = paths.ok_or(ControlPipesError::Shape)?;
         let (ctl, ack) = match paths.split_once(',') {
             Some((ctl, ack)) => (ctl, Some(ack)),
             None => (paths, None),
         };
         if ctl.is_empty() || ack == Some("") {
-            return Err(PipesError::EmptyPath);
+            return Err(ControlPipesError::EmptyPath);
         }
         Ok(Self {
             ctl: ctl.into(),
@@ -90,7 +90,7 @@ impl RemoteControl {
     /// peer.
     ///
     /// # Errors
-    /// Returns [`RemoteError`] if a pipe cannot be opened or is no pipe.
+    /// Returns [`RemoteError`] if a pipe cannot be opened or is not a pipe.
     pub fn open(pipes: &ControlPipes) -> Result<Self, RemoteError> {
         let open = |path: &PathBuf| {
             let file = OpenOptions::new()

@@ -9,7 +9,7 @@ use super::args::RecordArgs;
 use crate::signals::StopSignals;
 use crate::values::parse_bytes;
 
-/// Minimum size of a file, in bytes: its header and a few samples.
+/// Minimum size of a file, in bytes, which leaves room for its header and a few samples.
 const MIN_SIZE: u64 = 16 << 10;
 
 /// The event after which a recording continues in a new file.
@@ -37,7 +37,7 @@ impl FromStr for SwitchTrigger {
         if text == "signal" {
             return Ok(Self::Signal);
         }
-        // As in perf, units of time are in lower case and those of sizes in upper case.
+        // As in perf, time units are lowercase and size units are uppercase.
         let seconds = match text.chars().last() {
             Some('s') => 1,
             Some('m') => 60,
@@ -78,8 +78,8 @@ impl OutputSwitch {
         })
     }
 
-    /// Returns whether the recording is to continue in a new file. `bytes` is the size of the current
-    /// one.
+    /// Returns whether the recording is to continue in a new file. `bytes` is the size of the
+    /// current file.
     pub(super) fn is_due(&self, bytes: u64, signals: &StopSignals) -> bool {
         match self.trigger {
             SwitchTrigger::Signal => signals.take_user_signal(),
@@ -88,8 +88,8 @@ impl OutputSwitch {
         }
     }
 
-    /// Returns the name of a completed file: that of the output with the time in milliseconds since
-    /// 1970.
+    /// Returns the name of a completed file, which is the output name followed by the time in
+    /// milliseconds since 1970.
     pub(super) fn name_of_completed(output: &Path) -> PathBuf {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let mut name = output.as_os_str().to_owned();
@@ -97,7 +97,7 @@ impl OutputSwitch {
         name.into()
     }
 
-    /// Notes that `completed` is complete, and removes the oldest files above the limit.
+    /// Records that `completed` is complete, and removes the oldest files above the limit.
     pub(super) fn add_completed(&mut self, completed: PathBuf) {
         self.since = Instant::now();
         self.completed.push_back(completed);

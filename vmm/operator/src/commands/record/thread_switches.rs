@@ -10,14 +10,15 @@ use perf_core::pmu::host::{DrainStats, ThreadSwitch, ThreadSwitchKind, ThreadSwi
 
 use super::super::OperatorCommandError;
 
-/// Size of a vCPU's ring: 4,096 switches of 32 bytes.
+/// Size of a vCPU's ring, as the binary logarithm of the number of pages. The ring holds 4,096
+/// switches of 32 bytes.
 const RING_LOG2_PAGES: u32 = 5;
 
 /// The context switches of one vCPU's thread.
 pub(super) struct VcpuSwitches {
     pub vcpu: u32,
     ring: ThreadSwitchRing,
-    /// Start of the preemption that has not ended, in nanoseconds of `CLOCK_MONOTONIC`.
+    /// Start of the current preemption, in nanoseconds of `CLOCK_MONOTONIC`.
     preempted_at_ns: Option<u64>,
     stolen: StolenTime,
 }
@@ -26,7 +27,7 @@ impl VcpuSwitches {
     /// Maps the ring of a vCPU.
     ///
     /// # Errors
-    /// Returns an error if the VM refuses it or it cannot be mapped.
+    /// Returns an error if the VM refuses the ring or the ring cannot be mapped.
     pub(super) fn open(client: &mut Client, vcpu: u32) -> Result<Self, OperatorCommandError> {
         let ((), fd): ((), File) = client.call_with_file(request::ThreadSwitches { vcpu })?;
         let ring = ThreadSwitchRing::map(fd.into(), RING_LOG2_PAGES)

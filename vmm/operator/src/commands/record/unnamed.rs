@@ -1,4 +1,4 @@
-//! Explains at the end of a recording which code has no names, and why.
+//! Reports the code without symbols at the end of a recording, with the reasons.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ const MAX_OBJECTS: usize = 20;
 /// Number of recorded addresses without a name, by object.
 pub(super) struct UnnamedCode<'p> {
     mapped: &'p Profile,
-    /// `true` if the user named the location of the guest's files.
+    /// `true` if the user specified the location of the guest's files.
     has_files: bool,
     addresses: BTreeMap<String, u64>,
 }

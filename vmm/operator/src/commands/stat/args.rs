@@ -12,9 +12,9 @@ use crate::values::{
 
 /// Value of [`StatArgs::backing`].
 pub(super) const EXACT: &str = "exact";
-/// Default events of exact counts.
+/// Default events for exact counts.
 const EXACT_EVENTS: &str = "instructions,branches";
-/// Default events of other counts.
+/// Default events for other counts.
 const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
 
 /// `perfvisor stat`.
@@ -57,12 +57,12 @@ pub struct StatArgs {
     /// Print JSON objects, for programs.
     #[arg(short, long)]
     pub json: bool,
-    /// Restore this snapshot and count the time after it, once for as many events as the counters
-    /// take, without multiplexing. Requires --duration.
+    /// Restore this snapshot and count from there, in as many passes as the counters need to count
+    /// all events without multiplexing. Requires --duration.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["name", "socket", "pid", "all", "cgroup", "interval", "guest_view"])]
     pub replay: Option<PathBuf>,
-    /// With --replay, count instructions and branches exactly, by single-stepping the guest from the
-    /// snapshot on: exact. The snapshot must be of one vCPU.
+    /// Set to exact, with --replay, to count instructions and branches exactly by single-stepping
+    /// the guest from the snapshot on. The snapshot must have one vCPU.
     #[arg(long, value_name = "BACKING", requires = "replay", conflicts_with_all = ["name", "socket", "pid", "all", "cgroup"], value_parser = [EXACT])]
     pub backing: Option<String>,
     /// Measure N times and print the mean with its standard error. Requires --duration. With

@@ -1,4 +1,4 @@
-//! The events of a measurement, which may continue in the process to which the VM moves.
+//! Events of a measurement, which continues if the VM moves to another process.
 
 use std::time::Instant;
 
@@ -13,22 +13,22 @@ use super::StatArgs;
 /// The events of a measurement with their readings.
 #[derive(Debug)]
 pub(super) struct CountedEvents {
-    /// Events of all processes of the VM, whose handles differ.
+    /// Events in all processes of the VM. Their handles are unique.
     opened: Vec<OpenedEvent>,
-    /// Final readings of the processes that the VM has left.
+    /// Final readings in the processes from which the VM has moved.
     left: Vec<EventReading>,
-    /// `left`, followed by the last readings of the present process.
+    /// `left`, followed by the last readings in the current process.
     readings: Vec<EventReading>,
-    /// Difference between the handles here and those of the present process.
+    /// Offset from the handles in the current process to the handles in `opened`.
     first_handle: u32,
     read_at: Instant,
 }
 
 impl CountedEvents {
-    /// Opens the events of `args`. They do not count yet.
+    /// Opens the events of `args` without enabling them.
     ///
     /// # Errors
-    /// Returns a [`ClientError`] if the VM refuses.
+    /// Returns a [`ClientError`] if the VM refuses the request.
     pub(super) fn open(client: &mut Client, args: &StatArgs) -> Result<Self, ClientError> {
         Ok(Self {
             opened: open(client, args)?,
@@ -70,10 +70,11 @@ impl CountedEvents {
         Ok(())
     }
 
-    /// Adds the events of hot-plugged vCPUs, which have counted since the vCPU's first instruction.
+    /// Adds the events of hot-plugged vCPUs, which have been counting since the vCPU's first
+    /// instruction.
     ///
     /// # Errors
-    /// Returns a [`ClientError`] if the VM refuses.
+    /// Returns a [`ClientError`] if the VM refuses the request.
     pub(super) fn join(&mut self, client: &mut Client) -> Result<(), ClientError> {
         let joined: Vec<PluggedVcpuEvents> = match client.call(request::Joined) {
             Err(e) if e.is_gone() => return Ok(()),
@@ -88,11 +89,11 @@ impl CountedEvents {
         Ok(())
     }
 
-    /// Continues in the process to which the VM has moved, whose counts are added to those of the
-    /// process that has ended. Returns `false` if the VM has not moved.
+    /// Continues in the destination process if the VM has moved. Counts there are added to those of
+    /// the source process. Returns `false` if the VM has not moved.
     ///
     /// # Errors
-    /// Returns an [`OperatorCommandError`] if the VM refuses the events there.
+    /// Returns an [`OperatorCommandError`] if the destination process refuses the events.
     pub(super) fn follow(
         &mut self,
         client: &mut Client,
@@ -119,7 +120,7 @@ impl CountedEvents {
         Ok(true)
     }
 
-    /// Adds events of the present process.
+    /// Adds events of the current process.
     fn extend(&mut self, events: Vec<OpenedEvent>) {
         let first_handle = self.first_handle;
         self.opened.extend(events.into_iter().map(|mut event| {

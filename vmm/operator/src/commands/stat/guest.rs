@@ -8,10 +8,10 @@ use crate::commands::{DONE, OperatorCommandError, OutputError, print};
 use crate::exit::ExitStatus;
 use control_api::client::Client;
 use control_api::events::format::thousands;
-use control_api::protocol::{GuestViews, SnapshotId, VcpuView};
+use control_api::protocol::{SnapshotId, VcpuView, VmGuestCounters};
 use control_api::request;
 
-/// Time limit for the vCPUs to report their counters.
+/// Timeout for the vCPUs to report their counters.
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Prints the guest's counters.
@@ -22,7 +22,7 @@ pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, O
         let call = request::GuestViewResult {
             generation: asked.generation,
         };
-        let views: GuestViews = client.call(call)?;
+        let views: VmGuestCounters = client.call(call)?;
         if views.complete || Instant::now() > until {
             break views;
         }
@@ -91,7 +91,7 @@ fn view_table(view: &VcpuView) -> String {
             (Some(enabled), Some(running)) => format!("{:.1}%", 100.0 * running as f64 / enabled as f64),
             _ => NOT_KNOWN.to_owned(),
         };
-        // The value of an unbacked counter is what the guest wrote and no count.
+        // The value of an unbacked counter is the value written by the guest, not a count.
         let value = if backing == "none" {
             "<not supported>".to_owned()
         } else {

@@ -35,7 +35,7 @@ pub(super) fn interval_lines(at: Duration, length: Duration, totals: &[Total], a
     out
 }
 
-/// Formats the metrics of an interval, preceded by headings in the first one.
+/// Formats the metrics of an interval, preceded by headings in the first interval.
 fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &StatArgs) -> String {
     let mut out = String::new();
     let time = format!("{}.{:09}", at.as_secs(), at.subsec_nanos());
@@ -65,7 +65,7 @@ fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &Sta
     out
 }
 
-/// Returns the vCPU label of a per-vCPU line; VM-wide events have a label of their own.
+/// Returns the vCPU label of a per-vCPU line. VM-wide events have a separate label.
 fn whose(total: &Total, args: &StatArgs) -> Option<String> {
     let whole = args.per_vcpu.then(|| "VM".to_owned());
     total.vcpu.map(|v| format!("VCPU{v}")).or(whole)
@@ -207,7 +207,8 @@ fn final_metrics(
     out
 }
 
-/// Formats the elapsed time, with its error over repeated runs in the significant digits.
+/// Formats the elapsed time. For repeated runs, adds the error and limits the number of decimals to
+/// the significant ones.
 fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
     match error_percent {
         None => format!("{seconds:>18.9} seconds time elapsed"),

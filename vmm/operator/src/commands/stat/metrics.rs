@@ -163,7 +163,7 @@ pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metr
     }
 }
 
-/// A row of `--metric-only`: the metrics of one vCPU or of all, with their headings.
+/// A row of `--metric-only`, with the metrics of one vCPU or of all vCPUs, and their headings.
 pub(super) struct MetricRow {
     pub(super) vcpu: Option<u32>,
     metrics: Vec<(String, Metric)>,
@@ -190,7 +190,7 @@ pub(super) fn rows(totals: &[Total], seconds: f64) -> Vec<MetricRow> {
     rows
 }
 
-/// Returns the width of a column: that of its heading or of a signed number.
+/// Returns the width of a column, which is sufficient for its heading and for a signed number.
 fn width(heading: &str) -> usize {
     heading.len().max(12)
 }
@@ -335,7 +335,7 @@ mod tests {
         assert_eq!(derived(&all[2], &all, 2.0).unwrap().unit, "insn per cycle");
     }
 
-    /// Rows omit rates, and a heading names the event unless perf's unit does.
+    /// Rows of metrics omit rates, and a heading names the event unless perf's unit names it.
     #[test]
     fn metric_row_matches_perf() {
         let rows = rows(&totals(), 2.0);

@@ -27,7 +27,7 @@ use lines::{final_table, interval_lines};
 pub use replay::ReplayError;
 use totals::{Total, totals};
 
-/// Interval of the readings that are kept in case the VM ends.
+/// Interval between the readings that are kept in case the VM terminates.
 const READ_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Errors of `perfvisor stat`.
@@ -197,7 +197,7 @@ fn measure_once(
         let now = Instant::now();
         let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
         if over {
-            // Stops all events before the first one is read.
+            // Stop all events before the first one is read.
             match client.call(request::Disable) {
                 Err(e) if !e.is_gone() => return Err(e.into()),
                 _ => {}

@@ -1,8 +1,8 @@
 //! `perfvisor stat --replay`: counts the same window of a snapshot several times.
 //!
 //! Each pass restores the snapshot and counts some of the events while the guest runs for the
-//! duration. A PMU has few counters, so the events of one pass are as many as are counted all the
-//! time; the others follow in further passes. Nothing is scaled, unlike with multiplexing.
+//! duration. A PMU has few counters, so a pass counts only as many events as can be counted all the
+//! time. Further passes count the remaining events. Unlike with multiplexing, no count is scaled.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _};
@@ -23,13 +23,13 @@ use super::totals::totals;
 use super::{OperatorCommandError, WaitResult, print, wait_until};
 use crate::signals::StopSignals;
 
-/// Interval at which a VM is asked whether it has started or stopped.
+/// Polling interval for the start and stop of a VM.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Most bytes of a VM's messages that are kept.
+/// Maximum number of bytes of a VM's messages that are kept.
 const MAX_MESSAGES: u64 = 64 << 10;
 
-/// Distance of the handles of two passes.
+/// Difference between the handles of two consecutive passes.
 const HANDLES_PER_PASS: u32 = 1 << 16;
 
 /// Errors of `perfvisor stat --replay`.
@@ -39,7 +39,7 @@ pub enum ReplayError {
     NoDuration,
     #[error("--replay")]
     Start(#[source] io::Error),
-    /// The VM of a pass has ended before it could be counted.
+    /// The VM of a pass has terminated before it could be counted.
     #[error("--replay: {0}")]
     Restore(String),
     #[error("the guest ended {} ms after the snapshot; choose a shorter --duration", .0.as_millis())]
@@ -110,9 +110,10 @@ pub(super) fn replay(args: &StatArgs, directory: &Path, signals: &StopSignals) -
 /// Share of the time in which each group was counted.
 type GroupShares = BTreeMap<usize, f64>;
 
-/// Measures `groups` in passes so that each is counted all the time in one of them, and returns the
-/// passes with the groups to take from them. `measure` returns a pass, and the shares of those groups
-/// that can be counted. A group that is incomplete even alone is taken as it is.
+/// Measures `groups` in passes so that each group is counted all the time in one of them. Returns
+/// the passes with the groups to take from each. `measure` returns a pass, and the shares of those
+/// groups that can be counted. A group that is incomplete even in a separate pass is taken as it
+/// is.
 fn cover<P, E>(
     groups: usize,
     mut measure: impl FnMut(&[usize]) -> Result<(P, GroupShares), E>,
@@ -141,8 +142,8 @@ fn cover<P, E>(
     Ok(passes)
 }
 
-/// Returns the number of groups for the next pass, after `incomplete` groups took turns on `slots` of
-/// the PMU. It is less than before, which bounds the number of passes.
+/// Returns the number of groups for the next pass, after `incomplete` groups were multiplexed on
+/// `slots` of the PMU. The number decreases with each such pass, which bounds the number of passes.
 fn groups_per_pass(slots: f64, incomplete: usize) -> usize {
     let most = incomplete.saturating_sub(1).max(1);
     (1..=most).rev().find(|&n| n as f64 <= slots).unwrap_or(1)
@@ -160,7 +161,7 @@ struct Replay<'a> {
     signals: &'a StopSignals,
 }
 
-/// Events of one pass and their final readings. Indices are those in the whole list.
+/// Events of one pass and their final readings. Indices refer to the whole list.
 struct Pass {
     opened: Vec<OpenedEvent>,
     readings: Vec<EventReading>,
@@ -207,7 +208,7 @@ impl Run {
 }
 
 impl Pass {
-    /// Returns for each group the least share of its time in which one of its events was counted.
+    /// Returns for each group the minimum share of time in which one of its events was counted.
     /// Events that cannot be counted have no share.
     fn shares(&self) -> GroupShares {
         let mut shares = GroupShares::new();
@@ -231,7 +232,7 @@ impl Pass {
 }
 
 impl Replay<'_> {
-    /// Restores the snapshot, and counts `now`, a part of `groups`, for the window.
+    /// Restores the snapshot and counts `now`, a subset of `groups`, for the window.
     fn pass(&self, groups: &[(&str, usize)], now: &[usize]) -> Result<Pass, ReplayError> {
         let is_exact = self.args.backing.is_some();
         let mut vm = RestoredVm::start(self.directory, is_exact)?;
@@ -277,7 +278,7 @@ impl Replay<'_> {
     }
 }
 
-/// Returns the position in the whole list, and the group, of each event of the groups `now`.
+/// Returns the position in the whole list and the group of each event in the groups `now`.
 fn positions(groups: &[(&str, usize)], now: &[usize]) -> Vec<(u32, usize)> {
     let mut before = 0u32;
     let mut positions = Vec::new();
@@ -299,11 +300,11 @@ struct RestoredVm {
 }
 
 impl RestoredVm {
-    /// Starts a VM, which is paused and has no console. It does not outlive the calling thread. If
+    /// Starts a paused VM without a console. The VM does not outlive the calling thread. If
     /// `is_exact` is set, it counts by single-stepping.
     fn start(directory: &Path, is_exact: bool) -> Result<Self, ReplayError> {
         let name = format!("replay-{}", std::process::id());
-        // The program is found even if its file was replaced.
+        // This path remains valid if the file of the program was replaced.
         let mut child = Command::new("/proc/self/exe")
             .arg(format!("--parent={}", std::process::id()))
             .args(["run", "--restore-paused", "--console=none", "--stop-timeout=0"])
@@ -344,7 +345,8 @@ impl RestoredVm {
         }
     }
 
-    /// Checks that the VM has one vCPU: with several, the order of their steps differs in each pass.
+    /// Checks that the VM has one vCPU, because the order in which several vCPUs are stepped
+    /// differs in each pass.
     fn check_is_steppable(&mut self) -> Result<(), ReplayError> {
         let info: VmInfo = self.client.call(request::Status)?;
         match info.vcpus {
@@ -353,7 +355,7 @@ impl RestoredVm {
         }
     }
 
-    /// Warns if the outcome of a step is not known.
+    /// Logs a warning if the outcome of a step is unknown.
     fn report_lost_steps(&mut self) -> Result<(), ReplayError> {
         let counts: Vec<VcpuCounts> = self.client.call(request::Counts)?;
         let lost: u64 = counts.iter().map(|vcpu| vcpu.steps_lost).sum();
@@ -363,7 +365,7 @@ impl RestoredVm {
         Ok(())
     }
 
-    /// Pauses the VM and waits until no vCPU runs. `start` is the time of its resumption.
+    /// Pauses the VM and waits until no vCPU runs. `start` is the time at which the VM was resumed.
     fn pause(&mut self, start: Instant) -> Result<(), ReplayError> {
         let mut info: Result<VmInfo, ClientError> = self.client.call(request::Pause);
         loop {
@@ -388,7 +390,7 @@ impl Drop for RestoredVm {
     }
 }
 
-/// Waits until the VM answers. Returns `None` if it has ended.
+/// Waits until the VM answers. Returns `None` if the VM has terminated.
 fn wait_for_vm(child: &mut Child, name: &str) -> Result<Option<Client>, ReplayError> {
     let socket = socket_dir::socket_path(&socket_dir::directory(), name);
     loop {
@@ -415,7 +417,8 @@ fn last_message(said: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Measures on a PMU with `slots` counters, which every third group does not need.
+    /// Simulates a measurement on a PMU with `slots` counters, which every third group does not
+    /// need.
     fn on_pmu(slots: usize, now: &[usize]) -> GroupShares {
         let counted = now.iter().filter(|group| **group % 3 != 0).count();
         let share = |group: &usize| match group % 3 {
@@ -440,7 +443,7 @@ mod tests {
             for (shares, complete) in &passes {
                 assert!(complete.iter().all(|group| shares[group] >= 1.0 || slots == 0));
             }
-            // One pass to learn the number of counters, and full ones.
+            // One pass determines the number of counters, and the remaining passes are full.
             let least = (groups - groups.div_ceil(3)).div_ceil(slots.max(1));
             assert!(measured <= 2 * least + 2, "{measured} passes, {least} at least");
         }

@@ -184,8 +184,8 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
     first.iter().enumerate().map(merged).collect()
 }
 
-/// Returns whether the name of an event, such as `pv/steal-ns/u`, says that it counts nanoseconds. It is
-/// not printed in milliseconds.
+/// Returns whether the name of an event, such as `pv/steal-ns/u`, states that it counts
+/// nanoseconds. Such a count is not printed in milliseconds.
 fn names_nanoseconds(name: &str) -> bool {
     name.contains("-ns/") || name.ends_with("-ns")
 }
@@ -218,7 +218,8 @@ mod tests {
         }
     }
 
-    /// Regression test: steal-ns was printed in msec.
+    /// Counts of events that state their unit are not converted. Regression test: steal-ns was
+    /// printed in msec.
     #[test]
     fn event_names_tell_their_unit() {
         for name in ["pv/steal-ns/", "pv/uncounted-ns/u", "steal-ns"] {
@@ -265,7 +266,7 @@ mod tests {
         assert!((sums[0].doubt.error().unwrap() - 1.5).abs() < 1e-9);
     }
 
-    /// If one part has no standard error, the sum has the bounds of the parts, or nothing if a
+    /// If one part has no standard error, the sum has the bounds of the parts, or no error if a
     /// bound is unknown.
     #[test]
     fn sum_without_known_error_has_none() {
@@ -310,7 +311,7 @@ mod tests {
         );
     }
 
-    /// A vCPU that leaves keeps its counts in the row when it is added again under its index.
+    /// A removed vCPU keeps its counts in its row when a vCPU with the same index is added again.
     #[test]
     fn hot_plugged_vcpu_has_one_row() {
         let events = [

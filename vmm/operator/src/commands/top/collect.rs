@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use perf_core::record::{Record, Sample};
+use perf_core::record::{DecodedRecord, Sample};
 
 use super::args::TopArgs;
 use super::names::{CodeLocation, LiveSymbols, MAX_LOCATIONS};
@@ -17,8 +17,8 @@ use crate::commands::{NAP, OperatorCommandError, one_line};
 use crate::sampling::{VcpuRing, check_sampling_support, sample_mappings, wait_for_kernel};
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, GuestViews, KernelState, OpenedEvent, PluggedVcpuEvents, RingLoss, SamplingParams,
-    SnapshotId, VcpuView, VmInfo,
+    EventReading, KernelState, OpenedEvent, PluggedVcpuEvents, RingLoss, SamplingParams, SnapshotId,
+    VcpuView, VmGuestCounters, VmInfo,
 };
 use control_api::request;
 use guest_profile::export::NO_PID;
@@ -34,12 +34,12 @@ const DECAY: f64 = 7.0 / 8.0;
 const MIN_WEIGHT: f64 = 1e-3;
 /// Maximum number of processes with names.
 const MAX_PROCESS_NAMES: usize = 1 << 14;
-/// Time limit for the VM to find the guest kernel before the first update.
+/// Timeout for the VM to find the guest kernel before the first update.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(10);
-/// Time limit for the vCPUs to report their guest counters.
+/// Timeout for the vCPUs to report their guest counters.
 const VIEW_PATIENCE: Duration = Duration::from_millis(500);
 
-/// A new state of the VM, or the end of the VM.
+/// New data of the VM, or the end of the VM.
 pub(super) enum CollectResult {
     Screen(Box<VmScreen>),
     Gone,
@@ -130,8 +130,8 @@ impl Collector {
         })
     }
 
-    /// Continues in the process to which the VM has moved, with the samples and symbols so far. Returns
-    /// `false` if it has not moved.
+    /// Continues in the destination process if the VM has moved, keeping the samples and symbols
+    /// collected so far. Returns `false` if the VM has not moved.
     pub(super) fn follow(&mut self, args: &TopArgs, stop: &AtomicBool) -> Result<bool, OperatorCommandError> {
         let Some(moved) = find_moved(&self.client) else {
             return Ok(false);
@@ -193,8 +193,8 @@ impl Collector {
         for ring in &mut rings {
             let drained = ring.drain(log::Level::Debug, |info, record| {
                 match record {
-                    Some(Record::Sample(sample)) => self.add(info.vcpu, &sample),
-                    Some(Record::Lost(lost)) => self.lost += lost.lost,
+                    Some(DecodedRecord::Sample(sample)) => self.add(info.vcpu, &sample),
+                    Some(DecodedRecord::Lost(lost)) => self.lost += lost.lost,
                     _ => {}
                 }
                 Ok::<(), Infallible>(())
@@ -266,7 +266,7 @@ impl Collector {
             let call = request::GuestViewResult {
                 generation: asked.generation,
             };
-            let views: GuestViews = self.client.call(call)?;
+            let views: VmGuestCounters = self.client.call(call)?;
             if views.complete || Instant::now() > until {
                 return Ok(views.vcpus);
             }

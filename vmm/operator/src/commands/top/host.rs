@@ -1,4 +1,4 @@
-//! The observed VMs. Each VM has a thread, so an unresponsive one delays no other.
+//! The observed VMs. Each VM has a thread, so that an unresponsive VM does not delay the others.
 
 use std::cell::RefCell;
 use std::panic::{self, AssertUnwindSafe};
@@ -17,7 +17,7 @@ use crate::commands::{OperatorCommandError, connect};
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
 
-/// Interval at which new VMs are searched.
+/// Interval between searches for new VMs.
 const DISCOVERY_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum number of observed VMs.
 const MAX_VMS: usize = 512;
@@ -33,7 +33,7 @@ enum WatchEvent {
 struct WatchedVm {
     vm: ListedVm,
     forget: Sender<()>,
-    /// Number of the current thread, to ignore messages of a former one.
+    /// Number of the current thread, used to ignore messages from former threads.
     number: u64,
     alive: bool,
 }
@@ -54,12 +54,12 @@ pub(super) struct ObservedVms {
 pub(super) enum DisplayUpdate {
     /// The displayed data has changed.
     Changed,
-    /// The only VM has ended.
+    /// The only VM has terminated.
     Ended,
 }
 
 impl ObservedVms {
-    /// Starts observing the VM that the user named, or all VMs.
+    /// Starts observing the VM specified by the user, or all VMs.
     ///
     /// # Errors
     /// Returns an error if there is no VM.
@@ -185,7 +185,7 @@ impl ObservedVms {
         Ok(Some(DisplayUpdate::Changed))
     }
 
-    /// Adds new VMs and removes those that have ended.
+    /// Adds new VMs and removes those that have terminated.
     pub(super) fn refresh_vms(&mut self) -> bool {
         if !self.args.all || self.looked.elapsed() < DISCOVERY_INTERVAL {
             return false;
@@ -252,7 +252,7 @@ pub(super) fn install_observer_panic_hook() {
     }));
 }
 
-/// Observes a VM periodically until it ends or the receiver of `tell` is dropped.
+/// Observes a VM periodically until it terminates or the receiver of `tell` is dropped.
 fn look(
     come: impl FnOnce() -> Result<Client, ClientError>,
     args: &TopArgs,
@@ -267,7 +267,7 @@ fn look(
             Ok(()) => collector.reset(),
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => match collector.take(Instant::now())? {
-                // With --all, the process to which it has moved is found as another VM.
+                // With --all, the destination process of a moved VM is found as another VM.
                 CollectResult::Gone if args.all || !collector.follow(args, stop)? => return Ok(()),
                 CollectResult::Gone => next = Instant::now() + args.delay,
                 CollectResult::Screen(seen) => {

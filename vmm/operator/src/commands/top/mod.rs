@@ -34,7 +34,7 @@ use crate::vendor;
 pub use args::TopArgs;
 use host::{DisplayUpdate, ObservedVms};
 use rows::ObservedState;
-use screen::Screen;
+use screen::TopScreen;
 use ui::{UiAction, UiState};
 
 /// Polling interval of the keyboard.
@@ -108,8 +108,8 @@ fn once(args: &TopArgs, host: &mut ObservedVms, signals: &StopSignals) -> Result
     Ok(status)
 }
 
-fn screen_of(args: &TopArgs, host: &ObservedVms) -> Screen {
-    Screen {
+fn screen_of(args: &TopArgs, host: &ObservedVms) -> TopScreen {
+    TopScreen {
         event: args.event.clone(),
         frequency_hz: args.frequency,
         all_vms: args.all,
@@ -117,7 +117,7 @@ fn screen_of(args: &TopArgs, host: &ObservedVms) -> Screen {
     }
 }
 
-/// Reason why the live view ends.
+/// Reason the live view ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ViewEnd {
     Asked,
@@ -175,7 +175,7 @@ fn watch(
         }
         let mut news = host.refresh_vms();
         let began = Instant::now();
-        // Handles all pending events within the time limit.
+        // Handle all pending events within the time limit.
         while let Some(came) = host.news(Duration::ZERO)? {
             match came {
                 DisplayUpdate::Ended => return Ok(ViewEnd::VmGone),

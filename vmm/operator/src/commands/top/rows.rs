@@ -11,20 +11,20 @@ pub struct ListedVm {
     pub seen: ObservedState,
 }
 
-/// The observed state of a VM.
+/// Observed state of a VM.
 #[derive(Clone, Debug)]
 pub enum ObservedState {
     /// No data yet.
     Waiting,
     /// Data of the last update.
     Shown(Box<VmScreen>),
-    /// The VM has ended.
+    /// The VM has terminated.
     Ended,
     /// The VM cannot be observed, for this reason.
     Failed(String),
 }
 
-/// The data of a VM at one moment.
+/// Data of a VM at one moment.
 #[derive(Clone, Debug)]
 pub struct VmScreen {
     /// Description of the VM.
@@ -46,7 +46,8 @@ pub struct VmScreen {
 /// A sampled function of a process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SymbolRow {
-    /// Decayed weight of its samples: the event count between samples, reduced with each update.
+    /// Decayed weight of the function's samples. The weight of a sample is the event count since
+    /// the previous sample. Each update reduces the weights.
     pub weight: f64,
     /// Number of samples since the function was added to the list.
     pub samples: u64,
@@ -82,7 +83,7 @@ pub struct ExitRow {
     pub what: String,
     /// Rate of exits per second.
     pub per_second: f64,
-    /// Ratio of the vCPUs' time spent on the exits; `None` for KVM's statistics.
+    /// Ratio of the vCPUs' time that is spent on the exits; `None` for KVM's statistics.
     pub time_share: Option<f64>,
     /// Mean duration in nanoseconds, if any exit was timed.
     pub mean_ns: Option<u64>,
@@ -90,7 +91,7 @@ pub struct ExitRow {
     pub longest_ns: Option<u64>,
 }
 
-/// A rate, or the reason why it is missing.
+/// A rate, or the reason it is missing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RateCell {
     /// The event is unsupported on this host.

@@ -19,7 +19,7 @@ use control_api::protocol::GuestCounter;
 /// Maximum number of symbols and processes in the text output.
 const TEXT_LINES: usize = 30;
 const KEYS: &str = "q quit  h keys  Tab view  s sort  r reverse  / search  Enter open  Esc back";
-/// All keys, for the key h.
+/// Help text for the key h, listing all keys.
 const HELP: &[&str] = &[
     "q, Ctrl-C           quit",
     "h, ?                these keys; any key closes them",
@@ -36,7 +36,7 @@ const HELP: &[&str] = &[
 
 /// The data displayed at one moment.
 #[derive(Clone, Debug)]
-pub struct Screen {
+pub struct TopScreen {
     /// Name of the sampled event.
     pub event: String,
     /// Sampling frequency per vCPU, in Hz.
@@ -51,7 +51,7 @@ const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TableColum
     TableColumn { title, width, kind }
 }
 
-/// The sums of a process.
+/// Sums of a process.
 #[derive(Default)]
 struct ProcessSum<'a> {
     weight: f64,
@@ -62,7 +62,7 @@ struct ProcessSum<'a> {
     hottest: Option<(&'a SymbolRow, f64)>,
 }
 
-impl Screen {
+impl TopScreen {
     /// Returns the selected VMs that have reported data.
     fn seen<'a>(&'a self, ui: &'a UiState) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
@@ -107,7 +107,7 @@ impl Screen {
         )
     }
 
-    /// Formats all views as text, one after the other.
+    /// Formats all views as text, one after another.
     pub fn text(&self) -> String {
         let mut out = self.headline();
         out.push('\n');
@@ -186,7 +186,7 @@ impl Screen {
         frame.render_widget(line, foot);
     }
 
-    /// Returns the footer: why the selected VM has no rows, or which rows are hidden.
+    /// Returns the footer, which states why the selected VM has no rows or which rows are hidden.
     fn foot(&self, ui: &UiState, found: usize) -> Option<String> {
         if ui.typing {
             return Some(format!(
@@ -411,7 +411,7 @@ impl Screen {
         let mut rows = Vec::new();
         for (label, vm) in self.seen(ui) {
             let mut exits: Vec<_> = vm.exits.iter().collect();
-            // Exits with the highest time first, untimed ones last.
+            // Exits with the highest time come first, and untimed exits come last.
             exits.sort_by(|a, b| {
                 let time = |row: &super::rows::ExitRow| row.time_share.unwrap_or(-1.0);
                 time(b)
@@ -473,7 +473,8 @@ impl Screen {
     }
 }
 
-/// Creates a row of sampled data: share of the total weight, number of samples, and further cells.
+/// Creates a row of sampled data, with the share of the total weight, the number of samples, and
+/// further cells.
 fn sample_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item = CellValue>) -> TableRow {
     let cells = [share_of(weight, all), count(samples)].into_iter().chain(more);
     TableRow::new(cells.collect())
@@ -556,7 +557,7 @@ fn state(c: &GuestCounter) -> &'static str {
 /// Formats the row of a guest counter.
 fn counter(vcpu: u32, c: &GuestCounter) -> Vec<CellValue> {
     let backing = c.backing.as_deref().unwrap_or("-");
-    // The value of an unbacked counter is what the guest wrote and no count.
+    // The value of an unbacked counter is the value written by the guest, not a count.
     let counted = match backing {
         "none" => CellValue::text("<not supported>"),
         "-" => CellValue::text("-"),

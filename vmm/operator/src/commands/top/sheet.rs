@@ -30,7 +30,7 @@ pub struct TableColumn {
     pub kind: ColumnKind,
 }
 
-/// A cell: its text, and its sort key if it is a number.
+/// A cell with its text, and its sort key if it is a number.
 #[derive(Clone, Debug)]
 pub struct CellValue {
     text: String,

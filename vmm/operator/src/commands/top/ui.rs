@@ -179,7 +179,7 @@ impl UiState {
         shown.cursor = shown.cursor.saturating_add_signed(by).min(last);
     }
 
-    /// Opens the selected row: the functions of a VM or a process.
+    /// Opens the selected row, which shows the functions of a VM or a process.
     fn enter(&mut self) {
         let Some(whose) = self.drawn.whose.get(self.shown().cursor).cloned() else {
             return;

@@ -1,6 +1,6 @@
-//! Receives a VM as bytes: from `perfvisor ctl NAME migrate --stream`, on this host or another.
+//! Receives a VM as bytes from `perfvisor ctl NAME migrate --stream`, on this host or another.
 //!
-//! The stream is untrusted: frames and ranges are bounded by [`snapshot::stream`], the state is checked
+//! The stream is untrusted. [`snapshot::stream`] limits frames and ranges, the state is checked
 //! like that of a snapshot, and nothing runs before all of it has been received.
 
 use std::io::{BufReader, Read as _};
@@ -16,8 +16,8 @@ use serde_json::Value;
 use snapshot::format::optional_field;
 use snapshot::state::SavedMachine;
 use snapshot::stream::{
-    self, MAX_ROUNDS, METADATA_FIELD, Message, MessageReader, StreamArrival, StreamError, StreamHello,
-    read_preamble,
+    self, MAX_ROUNDS, METADATA_FIELD, MessageReader, MigrationStreamError, StreamArrival, StreamHello,
+    StreamMessage, read_preamble,
 };
 use vmm::kvm::host::Kvm;
 use vmm::memory::GuestRam;
@@ -29,15 +29,15 @@ use super::super::restore::machine_args;
 use super::{Arrival, IncomingError, Reply, Requester, check_devices};
 use crate::cli::RunArgs;
 
-/// Time limit for each message of the source.
+/// Timeout for each message of the source.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit for the source to notice that the VM is refused.
+/// Time limit for the source to notice that the VM is rejected.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of bytes that are read and ignored after a refusal.
+/// Maximum number of bytes that are read and ignored after a rejection.
 const MAX_IGNORED_BYTES: u64 = 1 << 30;
-/// Size of the buffer of the connection in bytes.
+/// Size of the connection's buffer, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
-/// Number of frames after which the signals that end this process are checked.
+/// Number of frames between checks for stop signals.
 const SIGNAL_CHECK_FRAMES: u64 = 64;
 
 /// A VM that arrives as a stream.
@@ -49,12 +49,16 @@ pub(in crate::run) struct IncomingStream {
 }
 
 impl IncomingStream {
-    /// Reads the greeting of the source, of which `read` bytes have been read. From then on `requester`
-    /// reports failures to it.
+    /// Reads the greeting of the source, of which `read` bytes have been read. From then on,
+    /// `requester` reports failures to the source.
     ///
     /// # Errors
-    /// Returns a [`StreamError`] if something else is sent.
-    pub(super) fn open(stream: UnixStream, read: usize, requester: &Requester) -> Result<Self, StreamError> {
+    /// Returns a [`MigrationStreamError`] if anything else is sent.
+    pub(super) fn open(
+        stream: UnixStream,
+        read: usize,
+        requester: &Requester,
+    ) -> Result<Self, MigrationStreamError> {
         let refusal = stream.try_clone()?;
         stream.set_read_timeout(Some(MESSAGE_TIMEOUT))?;
         stream.set_write_timeout(Some(MESSAGE_TIMEOUT))?;
@@ -62,10 +66,10 @@ impl IncomingStream {
         read_preamble(&mut buffered, read)?;
         let mut reader = MessageReader::new(buffered);
         let mut hello = match reader.receive()? {
-            Message::Hello(hello) => hello,
-            _ => return Err(StreamError::Preamble),
+            StreamMessage::Hello(hello) => hello,
+            _ => return Err(MigrationStreamError::Preamble),
         };
-        // The name goes into messages of one line.
+        // The name is used in one-line messages.
         hello.name = one_line(&hello.name);
         requester.0.set(Some(Reply::Stream(refusal)));
         Ok(Self {
@@ -75,10 +79,10 @@ impl IncomingStream {
         })
     }
 
-    /// Receives the VM, whose memory is sent while it still runs.
+    /// Receives the VM. Its memory is sent while the VM is still running.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`], in which case the VM goes on where it was.
+    /// Returns an [`IncomingError`]. In this case the VM continues in the source process.
     pub(super) fn receive(
         mut self,
         args: &RunArgs,
@@ -97,7 +101,7 @@ impl IncomingStream {
         check_host(kvm, &config, &machine).map_err(IncomingError::Host)?;
         let ram = GuestRam::new(self.hello.memory_bytes)?;
         self.reader.set_memory_bytes(ram.size_bytes());
-        self.send(&Message::Accepted)?;
+        self.send(&StreamMessage::Accepted)?;
         let received_at = Instant::now();
         let (state, bytes) = self.receive_rounds(&ram, signals)?;
         log::info!(
@@ -120,12 +124,13 @@ impl IncomingStream {
 
     fn receive_machine(&mut self) -> Result<SavedMachine, IncomingError> {
         match self.reader.receive()? {
-            Message::Machine(state) => Ok(snapshot::decode(state)?),
+            StreamMessage::Machine(state) => Ok(snapshot::decode(state)?),
             _ => Err(IncomingError::Unexpected),
         }
     }
 
-    /// Receives memory until the state. Returns the state and the number of bytes of memory.
+    /// Receives memory until the state arrives. Returns the state and the number of bytes of
+    /// memory.
     fn receive_rounds(
         &mut self,
         ram: &GuestRam,
@@ -138,23 +143,23 @@ impl IncomingStream {
                 return Err(IncomingError::Stopped);
             }
             let bytes = match self.reader.receive()? {
-                Message::Pages { offset, data } => {
+                StreamMessage::Pages { offset, data } => {
                     write(offset, data)?;
                     data.len() as u64
                 }
-                Message::Zeros { offset, bytes } => {
+                StreamMessage::Zeros { offset, bytes } => {
                     write(offset, &vec![0; usize::try_from(bytes).unwrap_or(0)])?;
                     bytes
                 }
-                Message::RoundEnd => {
+                StreamMessage::RoundEnd => {
                     (rounds, in_round) = (rounds + 1, 0);
                     if rounds > MAX_ROUNDS {
                         return Err(IncomingError::Unexpected);
                     }
-                    self.send(&Message::Received)?;
+                    self.send(&StreamMessage::Received)?;
                     0
                 }
-                Message::State(state) => {
+                StreamMessage::State(state) => {
                     self.metadata = optional_field(state, METADATA_FIELD)?;
                     return Ok((snapshot::decode(state)?, all));
                 }
@@ -169,7 +174,7 @@ impl IncomingStream {
         Err(IncomingError::Unexpected)
     }
 
-    fn send(&mut self, message: &Message<'_>) -> Result<(), StreamError> {
+    fn send(&mut self, message: &StreamMessage<'_>) -> Result<(), MigrationStreamError> {
         stream::send(self.reader.stream().get_mut(), message)
     }
 
@@ -178,12 +183,12 @@ impl IncomingStream {
         self.metadata.take()
     }
 
-    /// Returns the name of the VM where it comes from.
+    /// Returns the name of the VM in the source process.
     pub(super) fn name(&self) -> &str {
         &self.hello.name
     }
 
-    /// Returns the other process, if it is on this host.
+    /// Returns the source process, if it is on this host.
     pub(super) fn origin(&self) -> Option<VmOrigin> {
         let own = boot_id();
         let is_own_host = !own.is_empty() && own == self.hello.boot_id;
@@ -193,15 +198,15 @@ impl IncomingStream {
         })
     }
 
-    /// Waits until the VM does not run in the other process any more. Returns whether it was paused
+    /// Waits until the VM no longer runs in the source process. Returns whether it was paused
     /// there.
     ///
     /// # Errors
-    /// Returns an [`IncomingError`], in which case the VM must not run here.
+    /// Returns an [`IncomingError`]. In this case the VM must not run here.
     pub(super) fn wait_for_run(&mut self) -> Result<bool, IncomingError> {
-        self.send(&Message::Ready)?;
+        self.send(&StreamMessage::Ready)?;
         match self.reader.receive()? {
-            Message::Run { paused } => Ok(paused),
+            StreamMessage::Run { paused } => Ok(paused),
             _ => Err(IncomingError::Unexpected),
         }
     }
@@ -212,7 +217,7 @@ impl IncomingStream {
             name: name.to_owned(),
             pid: sandbox::host_pid(),
         };
-        if let Err(e) = self.send(&Message::Running(arrival)) {
+        if let Err(e) = self.send(&StreamMessage::Running(arrival)) {
             log::warn!(
                 "the other side does not know that {} runs here, and keeps it paused: {}",
                 self.hello.name,
@@ -223,9 +228,9 @@ impl IncomingStream {
 }
 
 /// Reports over `stream` that the VM does not run here.
-pub(super) fn refuse(stream: &mut UnixStream, why: &str) -> Result<(), StreamError> {
-    stream::send(stream, &Message::Failed(why.to_owned()))?;
-    // A connection that is closed with unread data may lose the message.
+pub(super) fn refuse(stream: &mut UnixStream, why: &str) -> Result<(), MigrationStreamError> {
+    stream::send(stream, &StreamMessage::Failed(why.to_owned()))?;
+    // Closing a connection with unread data may lose the message.
     stream.shutdown(Shutdown::Write)?;
     stream.set_read_timeout(Some(REFUSAL_TIMEOUT))?;
     let until = Instant::now() + REFUSAL_TIMEOUT;

@@ -13,20 +13,20 @@ use super::vm::{PROGRAM, VmProcess};
 /// Time limit for a line of the guest; applies to failing tests only.
 const LINE_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A VM named `machine` whose console is connected to the test.
+/// A VM named `machine` with its console connected to the test.
 pub struct ConsoleVm {
     process: VmProcess,
     lines: Receiver<String>,
 }
 
 impl ConsoleVm {
-    /// Starts a VM with `args`, and waits until its control socket is ready or the VM has ended.
+    /// Starts a VM with `args`, and waits until its control socket is ready or the VM has exited.
     /// Returns `None` if KVM is unavailable.
     pub fn start(args: &[&str]) -> Option<Self> {
         Self::start_by(Command::new(PROGRAM), args)
     }
 
-    /// Like [`ConsoleVm::start`], with a variable in the VM's environment.
+    /// Starts a VM like [`ConsoleVm::start`], with a variable in the VM's environment.
     pub fn start_with(args: &[&str], variable: (&str, &Path)) -> Option<Self> {
         let mut program = Command::new(PROGRAM);
         program.env(variable.0, variable.1);
@@ -63,7 +63,8 @@ impl ConsoleVm {
         }
     }
 
-    /// Like [`ConsoleVm::line_with`], for lines that the guest writes from now on.
+    /// Returns a line like [`ConsoleVm::line_with`], but only one that the guest writes from now
+    /// on.
     #[track_caller]
     pub fn new_line_with(&self, part: &str) -> String {
         while self.lines.try_recv().is_ok() {}
@@ -93,7 +94,7 @@ impl ConsoleVm {
         (self.descriptors(), tasks.unwrap().count())
     }
 
-    /// Waits for the end of the VM and of its standard error. Returns the exit status.
+    /// Waits for the VM to exit and its standard error to close. Returns the exit status.
     pub fn status(&mut self) -> Option<i32> {
         self.process.wait()
     }

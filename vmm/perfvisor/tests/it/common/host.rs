@@ -36,7 +36,7 @@ impl Host {
         Some(host)
     }
 
-    /// Starts an exporter by `program`, without VMs.
+    /// Starts an exporter with `program`, without VMs.
     pub fn with_exporter(mut program: Command, args: &[&str]) -> Self {
         let lock = test_lock::shared();
         let runtime = tempfile::tempdir().unwrap();
@@ -144,7 +144,7 @@ impl Host {
         text
     }
 
-    /// Returns whether these VMs are up, without those that the metrics omit.
+    /// Returns for each VM in the metrics whether it is up.
     pub fn up(&self, text: &str) -> BTreeMap<String, bool> {
         let up = |line: &str| {
             let (name, value) = line

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 
 use test_support::skip::skipped;
 
-/// Returns `true` if the test runs as root. Otherwise skips it.
+/// Returns whether the test runs as root. Prints a message if the test is skipped.
 pub fn is_root() -> bool {
     let own = fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0);
     if !own {

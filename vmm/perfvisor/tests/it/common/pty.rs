@@ -69,7 +69,7 @@ pub fn set_window_size(terminal: &OwnedFd, rows: u16, columns: u16) {
 /// The terminal settings that raw mode changes: input, output, control and local flags.
 pub type Settings = (u32, u32, u32, u32);
 
-/// Returns the terminal's settings.
+/// Returns the settings of the terminal.
 pub fn settings(terminal: &OwnedFd) -> Settings {
     // SAFETY: termios is a plain C struct for which all zeroes is a valid value.
     let mut t: libc::termios = unsafe { std::mem::zeroed() };

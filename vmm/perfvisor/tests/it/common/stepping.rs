@@ -7,22 +7,22 @@ use std::process::Command;
 use tempfile::NamedTempFile;
 use test_support::skip;
 use vmm::kvm::execution;
-use vmm::kvm::stepping::Stepping;
+use vmm::kvm::stepping::SteppingSupport;
 
 use super::test_lock;
 use super::vm::PROGRAM;
 
 /// Returns the single-stepping features of the host; `None` if kernel code cannot be stepped.
-pub(crate) fn host() -> Option<Stepping> {
+pub(crate) fn host() -> Option<SteppingSupport> {
     host_that(|host| host.kernel)
 }
 
 /// Returns the single-stepping features of the host; `None` if it cannot step to branches.
-pub(crate) fn host_for_branches() -> Option<Stepping> {
+pub(crate) fn host_for_branches() -> Option<SteppingSupport> {
     host_that(|host| host.kernel && (!host.user || host.blocks_interrupts))
 }
 
-fn host_that(is_able: fn(&Stepping) -> bool) -> Option<Stepping> {
+fn host_that(is_able: fn(&SteppingSupport) -> bool) -> Option<SteppingSupport> {
     let Ok(kvm) = vmm::kvm::host::open() else {
         skip::skipped("no usable /dev/kvm here", false);
         return None;

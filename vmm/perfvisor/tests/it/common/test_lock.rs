@@ -12,7 +12,7 @@ struct Owners {
     /// One entry for each [`SharedLock`].
     shared: Vec<ThreadId>,
     exclusive: Option<ThreadId>,
-    /// Number of threads that wait for the exclusive lock.
+    /// Number of threads waiting for the exclusive lock.
     waiting: usize,
 }
 
@@ -36,7 +36,7 @@ pub struct SharedLock(ThreadId);
 pub struct ExclusiveLock(());
 
 /// Waits until no other test holds the lock exclusively or waits for exclusive access. Does not
-/// wait if this thread holds the lock already.
+/// wait if this thread already holds the lock.
 pub fn shared() -> SharedLock {
     let this = std::thread::current().id();
     let must_wait = |owners: &mut Owners| match owners.exclusive {
@@ -53,7 +53,7 @@ pub fn shared() -> SharedLock {
 /// Waits until no other test holds the lock.
 ///
 /// # Panics
-/// Panics if this thread holds the lock already.
+/// Panics if this thread already holds the lock.
 pub fn exclusive() -> ExclusiveLock {
     let this = std::thread::current().id();
     let mut owners = owners();

@@ -1,4 +1,4 @@
-//! Commands of an unprivileged user with access to /dev/kvm.
+//! Commands run by an unprivileged user with access to /dev/kvm.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, chown};

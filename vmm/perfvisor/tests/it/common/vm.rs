@@ -13,14 +13,14 @@ use super::test_lock::{self, SharedLock};
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_perfvisor");
 
 /// Copies the program to `path` for a user without access to the build directory. The copy is made
-/// by another process: otherwise a concurrently started child could hold the file open for writing,
-/// and its execution would fail with ETXTBSY.
+/// by another process, because a concurrently started child could otherwise hold the file open for
+/// writing, and executing it would fail with ETXTBSY.
 pub fn put_program(path: &Path) {
     let copied = Command::new("cp").args([Path::new(PROGRAM), path]).status();
     assert!(copied.is_ok_and(|copied| copied.success()), "{}", path.display());
 }
 
-/// Returns whether KVM is available. Prints why the test is skipped if not.
+/// Returns whether KVM is available. If not, prints why the test is skipped.
 #[track_caller]
 pub fn has_kvm() -> bool {
     let has = Path::new("/dev/kvm").exists();
@@ -39,7 +39,8 @@ pub fn stdout_of(command: &mut Command) -> String {
     String::from_utf8(out.stdout).unwrap()
 }
 
-/// Runs a command, and returns its exit status with the text of standard output and standard error.
+/// Runs a command, and returns its exit status and the combined text of standard output and
+/// standard error.
 pub fn said(command: &mut Command) -> (Option<i32>, String) {
     let out = command.stdin(Stdio::null()).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
@@ -63,7 +64,7 @@ pub fn assert_contains(text: &str, part: &str) {
     assert!(text.contains(part), "no {part:?} in {text}");
 }
 
-/// Returns the child processes of `pid`, zombies among them, with their names.
+/// Returns the child processes of `pid`, including zombies, with their names.
 pub fn children(pid: u32) -> Vec<(u32, String)> {
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -76,8 +77,8 @@ pub fn children(pid: u32) -> Vec<(u32, String)> {
     numbers.filter_map(child).collect()
 }
 
-/// Returns the ID of the process that runs the VM: process 1 of a PID namespace that the started
-/// process supervises, or the started process itself.
+/// Returns the ID of the process that runs the VM. This is process 1 of a PID namespace supervised
+/// by the started process, or the started process itself.
 pub fn vm_pid(started: u32) -> u32 {
     let first = |(pid, _): &(u32, String)| {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -97,7 +98,7 @@ pub struct StderrLines {
 }
 
 impl StderrLines {
-    /// Starts to collect the lines of `child`, whose standard error is a pipe.
+    /// Starts collecting the lines of `child`, whose standard error is a pipe.
     pub fn collect(child: &mut Child) -> Self {
         let lines = Arc::new(Mutex::new(Vec::new()));
         let (stderr, list) = (BufReader::new(child.stderr.take().unwrap()), lines.clone());
@@ -230,7 +231,7 @@ impl VmProcess {
         assert_eq!(self.wait(), Some(0), "{:?}", self.said());
     }
 
-    /// Waits for the end of the process and of its standard error. Returns the exit status.
+    /// Waits for the process to exit and its standard error to close. Returns the exit status.
     pub fn wait(&mut self) -> Option<i32> {
         let status = self.child.wait().unwrap();
         eventually("its last lines", || self.stderr.reader.is_finished());
@@ -245,23 +246,23 @@ impl Drop for VmProcess {
     }
 }
 
-/// A VM whose guest spins in three functions, which take 60, 30 and 10 % of its time.
+/// A VM with a guest that spins in three functions, which take 60, 30 and 10 % of its time.
 pub struct SpinningVm(VmProcess);
 
 impl SpinningVm {
-    /// Starts a VM, and waits until its guest spins. Returns `None` if KVM is unavailable.
+    /// Starts a VM, and waits until its guest is spinning. Returns `None` if KVM is unavailable.
     pub fn start(name: &str, args: &[&str]) -> Option<Self> {
         Self::start_by(Command::new(PROGRAM), name, args)
     }
 
-    /// Like [`SpinningVm::start`], with a variable in the VM's environment.
+    /// Starts a VM like [`SpinningVm::start`], with a variable in the VM's environment.
     pub fn start_with(name: &str, args: &[&str], variable: (&str, &Path)) -> Option<Self> {
         let mut program = Command::new(PROGRAM);
         program.env(variable.0, variable.1);
         Self::start_by(program, name, args)
     }
 
-    /// Like [`SpinningVm::start`], with a limit on the number of descriptors.
+    /// Starts a VM like [`SpinningVm::start`], with a limit on the number of descriptors.
     pub fn start_with_few_descriptors(name: &str, args: &[&str], descriptors: u32) -> Option<Self> {
         let mut shell = Command::new("/bin/sh");
         shell
@@ -296,8 +297,8 @@ impl SpinningVm {
         }
     }
 
-    /// Checks that an operator can count `events`, among them cycles and task-clock, and sample the
-    /// guest.
+    /// Checks that an operator can count `events`, which include cycles and task-clock, and sample
+    /// the guest.
     pub fn assert_counted_and_sampled(&self, name: &str, events: &str) {
         let text = self.observe_while_running(1.0, |seconds| {
             let args = ["stat", name, "-x,", "-e", events, "-d", seconds];
@@ -353,7 +354,7 @@ pub fn ps_until_all_answer(mut ps: impl FnMut() -> String) -> String {
     text
 }
 
-/// Returns the CPU time of a thread from its file of the scheduler's statistics.
+/// Returns the CPU time of a thread, read from its schedstat file.
 pub fn cpu_time(schedstat: &Path) -> Duration {
     let text = std::fs::read_to_string(schedstat).unwrap();
     Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())

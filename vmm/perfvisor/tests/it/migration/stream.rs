@@ -1,4 +1,4 @@
-//! A VM that moves as bytes: `ctl migrate --stream`, and `fd:N` at both ends.
+//! A VM that is sent as bytes, with `ctl migrate --stream` and with `fd:N` at both ends.
 
 use std::io::Write as _;
 use std::net::Shutdown;
@@ -7,13 +7,14 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use snapshot::stream::{Message, MessageReader, PREAMBLE, StreamHello, send};
+use snapshot::stream::{MessageReader, PREAMBLE, StreamHello, StreamMessage, send};
 
 use super::*;
 use crate::common::vm::{assert_contains, cpu_time, refusal};
 
-/// Guest code for the 1024 pages from 4 MiB on. Each pass increments the first word of each
-/// page, if it is the number of the preceding passes. Otherwise the guest ends the VM with status 85.
+/// Guest code that uses the 1024 pages starting at 4 MiB. Each pass increments the first word of
+/// each page if it equals the number of preceding passes. Otherwise the guest terminates the VM
+/// with status 85.
 const WRITER: [u8; 38] = [
     0xBB, 0x00, 0x00, 0x00, 0x00, // mov ebx, 0
     0xBF, 0x00, 0x00, 0x40, 0x00, // pass: mov edi, 0x400000
@@ -30,7 +31,7 @@ const WRITER: [u8; 38] = [
     0xF4, // hlt
 ];
 
-/// Returns a multiboot kernel with this code.
+/// Returns a multiboot kernel that contains `code`.
 fn kernel(code: &[u8]) -> Vec<u8> {
     let load = 0x10_0000u32;
     let (magic, flags) = (0x1BAD_B002u32, 0x1_0003u32);
@@ -40,7 +41,7 @@ fn kernel(code: &[u8]) -> Vec<u8> {
     header.chain(code.iter().copied()).collect()
 }
 
-/// A VM named `one` whose guest writes memory all the time.
+/// Starts a VM named `one` with a guest that continuously writes memory.
 fn writer(files: &tempfile::TempDir) -> Option<VmProcess> {
     let path = files.path().join("kernel");
     fs::write(&path, kernel(&WRITER)).unwrap();
@@ -58,8 +59,8 @@ fn waiting(name: &str, address: &str, stdin: Stdio) -> VmProcess {
     vm
 }
 
-/// The memory that arrives is that of the moment at which the guest was paused, although it writes
-/// 4 MiB all the time: a page of another moment ends the VM.
+/// The received memory is that of the moment at which the guest was paused, although the guest
+/// continuously writes 4 MiB. A page from another moment terminates the VM.
 #[test]
 fn memory_is_consistent_under_a_guest_that_writes_it() {
     let files = tempfile::tempdir().unwrap();
@@ -111,8 +112,8 @@ fn memory_is_consistent_under_a_guest_that_writes_it() {
     );
 }
 
-/// Receives rounds of memory at `listener`, each of which takes at least 10 ms, and refuses the VM when
-/// all have been sent. Returns the number of rounds.
+/// Receives rounds of memory at `listener`, each of which takes at least 10 ms, and refuses the VM
+/// after the last round. Returns the number of rounds.
 fn receive_slowly(listener: &UnixListener) -> u32 {
     let (stream, _) = listener.accept().unwrap();
     let mut preamble = [0; PREAMBLE.len()];
@@ -122,13 +123,13 @@ fn receive_slowly(listener: &UnixListener) -> u32 {
     let mut rounds = 0;
     loop {
         let answer = match reader.receive() {
-            Ok(Message::Machine(_)) => Message::Accepted,
-            Ok(Message::RoundEnd) => {
+            Ok(StreamMessage::Machine(_)) => StreamMessage::Accepted,
+            Ok(StreamMessage::RoundEnd) => {
                 std::thread::sleep(Duration::from_millis(10));
                 rounds += 1;
-                Message::Received
+                StreamMessage::Received
             }
-            Ok(Message::State(_)) => Message::Failed("it is too slow".to_owned()),
+            Ok(StreamMessage::State(_)) => StreamMessage::Failed("it is too slow".to_owned()),
             Ok(_) => continue,
             Err(_) => return rounds,
         };
@@ -136,8 +137,8 @@ fn receive_slowly(listener: &UnixListener) -> u32 {
     }
 }
 
-/// If no round is short enough, the VM goes on, with one clear line, unless the user accepts a longer
-/// pause.
+/// If no round is short enough, the VM continues and one message reports this, unless the user
+/// accepts a longer pause.
 #[test]
 fn guest_that_writes_too_fast_goes_on() {
     let files = tempfile::tempdir().unwrap();
@@ -159,11 +160,11 @@ fn guest_that_writes_too_fast_goes_on() {
     assert!(rounds == 30 && text.contains(why), "{rounds} {text}");
     let (rounds, text) = migrate(&["--force"]);
     let why = "one has not moved and goes on: it is too slow";
-    // One more round while the VM is paused.
+    // One more round is sent while the VM is paused.
     assert!(rounds == 31 && text.contains(why), "{rounds} {text}");
 }
 
-/// A service manager or ssh may pass the connection to both ends.
+/// Migration works over sockets that both ends inherit, for example from a service manager or ssh.
 #[test]
 fn vm_moves_over_inherited_sockets() {
     let files = tempfile::tempdir().unwrap();
@@ -189,7 +190,8 @@ fn vm_moves_over_inherited_sockets() {
     );
 }
 
-/// The connection is cut in the frame of this kind, the `occurrence`-th one, after `kept` bytes.
+/// Point at which the connection is cut, after `kept` bytes of the `occurrence`-th frame of this
+/// type.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     kind: u32,
@@ -198,7 +200,7 @@ struct Cut {
 }
 
 impl Cut {
-    /// No frame has this kind.
+    /// No frame has this type.
     const NEVER: Self = Self {
         kind: 0,
         occurrence: 1,
@@ -206,11 +208,11 @@ impl Cut {
     };
 }
 
-/// Kind of the frame by which the destination confirms a round.
+/// Type of the frame with which the destination confirms a round.
 const RECEIVED: u32 = 17;
 
-/// Forwards frames up to the cut, and then closes both connections. `before` is called with the kind of
-/// each frame before it is forwarded.
+/// Forwards frames up to the cut, and then closes both connections. Calls `before` with the type of
+/// each frame before forwarding it.
 fn forward(mut from: UnixStream, mut to: UnixStream, preamble: usize, cut: Cut, before: &dyn Fn(u32)) {
     let mut seen = 0;
     let copy = |from: &mut UnixStream, count: usize| -> Option<Vec<u8>> {
@@ -268,7 +270,8 @@ fn proxy(
 }
 
 impl Source {
-    /// Moves the VM through a connection that is cut. Returns the message of `ctl`.
+    /// Moves the VM through a connection that is cut. Returns the exit status and the message of
+    /// `ctl`.
     fn migrate_through(&self, cut: Cut) -> (Option<i32>, String) {
         let path = self.path("cut");
         let proxy = proxy(&path, &self.path("in"), cut, |_| ());
@@ -294,9 +297,9 @@ impl Source {
     }
 }
 
-/// Wherever the connection is cut, at most one process runs the VM, and the other one says so. Only if
-/// the cut hides whether the destination has the order to run the VM, the source is paused until the
-/// user decides.
+/// Wherever the connection is cut, at most one process runs the VM, and the other process reports
+/// that it does not. Only if the cut hides whether the destination has received the run request,
+/// the source stays paused until the user decides.
 #[test]
 fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     let Some(mut source) = Source::start(&[]) else {
@@ -327,7 +330,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
             assert_eq!((status, text.lines().count()), (Some(2), 1), "{cut:?} {text}");
             assert!(text.contains("one has not moved and goes on: "), "{cut:?} {text}");
             if kind == 1 {
-                // Nobody has introduced itself, so the receiver still waits.
+                // The source has not sent its greeting, so the receiver still waits.
                 assert!(receiver.child.try_wait().unwrap().is_none());
                 drop(receiver);
                 let _ = fs::remove_file(source.path("in"));
@@ -340,7 +343,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     }
     source.assert_goes_on();
 
-    // The order to run is lost.
+    // The run request is lost.
     for kept in [0, 12] {
         let mut receiver = source.receiver(&["--disk", &disk]);
         let (status, text) = source.migrate_through(Cut {
@@ -391,7 +394,8 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     assert!(receiver.state_of("two").starts_with("two: running"));
 }
 
-/// The reason of a refusal that the destination can see in advance comes before the pause.
+/// If the destination can detect in advance that it must refuse the VM, it reports the reason
+/// before the pause.
 #[test]
 fn destination_says_what_it_lacks() {
     let Some(source) = Source::start(&[]) else { return };
@@ -405,7 +409,7 @@ fn destination_says_what_it_lacks() {
     assert_eq!(receiver.said_count("received one"), 0);
     source.assert_runs();
 
-    // Errors that it finds while the VM is paused.
+    // Errors that the destination detects while the VM is paused.
     let mut receiver = source.receiver(&["--disk", "/no/such/image"]);
     let text = refusal(&mut source.vm.operator(&args));
     assert!(text.contains("/no/such/image"), "{text}");
@@ -420,7 +424,7 @@ fn destination_says_what_it_lacks() {
     assert!(line.0 == Some(2) && line.1.contains("add --stream"), "{}", line.1);
 }
 
-/// `ctl` that is killed while memory is sent leaves a running VM, and the receiver ends.
+/// If `ctl` is killed while memory is sent, the VM continues to run, and the receiver exits.
 #[test]
 fn killed_ctl_leaves_a_running_vm() {
     let Some(source) = Source::start(&[]) else { return };
@@ -438,9 +442,9 @@ fn killed_ctl_leaves_a_running_vm() {
     let mut reader = MessageReader::new(&stream);
     let mut preamble = [0; PREAMBLE.len()];
     (&stream).read_exact(&mut preamble).unwrap();
-    assert!(matches!(reader.receive().unwrap(), Message::Hello(_)));
-    assert!(matches!(reader.receive().unwrap(), Message::Machine(_)));
-    // Another client cannot move the VM meanwhile.
+    assert!(matches!(reader.receive().unwrap(), StreamMessage::Hello(_)));
+    assert!(matches!(reader.receive().unwrap(), StreamMessage::Machine(_)));
+    // Another client cannot move the VM at the same time.
     let (status, text) =
         said(
             &mut source
@@ -451,9 +455,9 @@ fn killed_ctl_leaves_a_running_vm() {
         status == Some(2) && text.contains("the VM is being moved already"),
         "{text}"
     );
-    send(&mut &stream, &Message::Accepted).unwrap();
+    send(&mut &stream, &StreamMessage::Accepted).unwrap();
     reader.set_memory_bytes(1 << 40);
-    assert!(matches!(reader.receive().unwrap(), Message::Pages { .. }));
+    assert!(matches!(reader.receive().unwrap(), StreamMessage::Pages { .. }));
     drop(ctl);
     source.assert_goes_on();
     drop((stream, listener));
@@ -463,7 +467,8 @@ fn killed_ctl_leaves_a_running_vm() {
     assert!(receiver.state_of("two").starts_with("two: running"));
 }
 
-/// A hostile source gets one line, and the receiver neither starts nor allocates anything.
+/// A hostile source receives a one-line error, and the receiver neither starts a VM nor allocates
+/// memory.
 #[test]
 fn hostile_stream_is_refused_in_one_line() {
     let files = tempfile::tempdir().unwrap();
@@ -490,15 +495,15 @@ fn hostile_stream_is_refused_in_one_line() {
         boot_id: String::new(),
         memory_bytes: 1 << 60,
     };
-    send(&mut stream, &Message::Hello(hello)).unwrap();
+    send(&mut stream, &StreamMessage::Hello(hello)).unwrap();
     let machine = snapshot::SavedMachine::default();
     send(
         &mut stream,
-        &Message::Machine(&snapshot::encode(&machine).unwrap()),
+        &StreamMessage::Machine(&snapshot::encode(&machine).unwrap()),
     )
     .unwrap();
     let mut reader = MessageReader::new(stream);
-    let Message::Failed(why) = reader.receive().unwrap() else {
+    let StreamMessage::Failed(why) = reader.receive().unwrap() else {
         panic!("it is accepted");
     };
     assert!(why.contains("the source sends something else than a VM"), "{why}");
@@ -506,7 +511,7 @@ fn hostile_stream_is_refused_in_one_line() {
     assert_eq!(receiver.said_count("perfvisor: error: "), 1);
 }
 
-/// On the same host, `stat` and `exits` continue in the process that received the VM.
+/// On the same host, `stat` and `exits` continue in the process that has received the VM.
 #[test]
 fn observers_follow_a_vm_that_moves_as_bytes() {
     let Some(source) = Source::start(&[]) else { return };
@@ -519,7 +524,7 @@ fn observers_follow_a_vm_that_moves_as_bytes() {
     };
     let (_stat, mut of_stat) = observe(&["stat", "one", "-e", "task-clock", "-I", "300"]);
     let (mut exits, mut of_exits) = observe(&["exits", "one", "--json", "--no-trace"]);
-    // Both must have connected to the VM before it moves.
+    // Both commands must connect to the VM before it moves.
     std::thread::sleep(Duration::from_secs(1));
     let receiver = source.receiver_beside();
     let args = ["ctl", "one", "migrate", "--stream", &source.address()];

@@ -17,8 +17,8 @@ fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
     )
 }
 
-/// Returns the rows for a guest whose count is `answer` for each event and kind of work at CPL 0,
-/// with `None` if no count is known. At CPL 3 the count is that of the loop alone.
+/// Returns the rows for a guest whose count is `answer` for each event and type of work at CPL 0,
+/// with `None` if no count is known. At CPL 3, the count is that of the loop alone.
 fn rows(host: &HostProperties, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<ValidationRow> {
     let mut results: Vec<(String, Value)> = Vec::new();
     let mut add = |pattern, count| results.push((pattern, counted(&[count])));
@@ -59,7 +59,8 @@ fn honest(_: ArchEvent, _: &str, known: Option<u64>) -> u64 {
     known.unwrap_or(0)
 }
 
-/// Correct counts pass each row. An event that stepping cannot count is reported as not supported.
+/// Correct counts pass in each row. An event that stepping cannot count is reported as not
+/// supported.
 #[test]
 fn correct_counts_pass() {
     let rows = rows(&clock_host(), honest);
@@ -104,7 +105,7 @@ fn count_off_by_one_fails_its_row() {
     }
 }
 
-/// An event that stepping cannot count but that moves is a failure.
+/// If a counter moves for an event that stepping cannot count, the row fails.
 #[test]
 fn unsupported_event_must_not_move_when_stepped() {
     let rows = rows(&clock_host(), |_, _, known| known.unwrap_or(1));

@@ -1,5 +1,5 @@
-//! Tests of rows from perf's counts in a Linux guest. Each row passes if all sources are right and
-//! fails if one is not.
+//! Tests of rows from perf's counts in a Linux guest. Each row passes if all sources are correct
+//! and fails if one is not.
 
 use super::*;
 use crate::host::HostProperties;
@@ -26,8 +26,8 @@ fn event_is_found_by_its_name() {
     assert_eq!(shown.running_percent, Some(50.0));
 }
 
-/// A program with one second of CPU time, for which the host saw `host` cycles and perf printed
-/// `perf`.
+/// Returns the values for a program with one second of CPU time, for which the host saw `host`
+/// cycles and perf printed `perf`.
 fn second(perf: u64, host: u64) -> ScriptedValues {
     let told = ScriptedValues {
         cpu_ns: 1_000_000_000,
@@ -72,7 +72,7 @@ fn cycles_by_the_clock_are_the_programs_time() {
     assert!(!apart.of_time, "no other measurement makes that right");
 }
 
-/// On hardware the processor's clock is not the TSC, so the reference is the host's own event on
+/// On hardware, the processor's clock is not the TSC, so the reference is the host's own event on
 /// the vCPU.
 #[test]
 fn cycles_on_hardware_are_the_hosts_own_count() {
@@ -94,7 +94,7 @@ fn verdicts(rows: &[ValidationRow]) -> Vec<Verdict> {
     rows.iter().map(|row| row.verdict).collect()
 }
 
-/// An event without a count or a line is a failure.
+/// An event without a count or without a line is a failure.
 #[test]
 fn event_without_a_count_fails() {
     for text in [
@@ -118,7 +118,7 @@ fn event_without_a_count_fails() {
     }
 }
 
-/// An idle guest may use at most a tenth of the ticks.
+/// The cycles of an idle guest may be at most a tenth of the TSC ticks.
 #[test]
 fn idle_guest_uses_hardly_any_cycles() {
     let row = |ticks| {
@@ -140,7 +140,7 @@ const NUMBERS: [&str; 5] = [
     "cache-misses",
 ];
 
-/// Returns the rows if perf prints these lines, in the order of `NUMBERS`.
+/// Returns the rows for the case that perf prints these lines, in the order of `NUMBERS`.
 fn numbers(host: &HostProperties, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<ValidationRow> {
     let mut told = ScriptedValues {
         moved: vec![moved],
@@ -159,7 +159,7 @@ fn numbers(host: &HostProperties, backing: &'static str, moved: u64, lines: [&st
     told.rows(host, |linux, guest, rows| linux.numbers(guest, backing, rows))
 }
 
-/// The clock backing counts no instructions. "Not supported" and 0 pass; any other count or a
+/// The clock backing counts no instructions. "Not supported" and 0 pass, and any other count or a
 /// missing line fails.
 #[test]
 fn clock_backing_must_not_count_instructions() {
@@ -225,7 +225,8 @@ fn numbers_on_hardware_are_those_of_the_loop() {
     assert!(!rows[0].of_time, "instructions do not depend on time");
 }
 
-/// A program at one level counts only there. The row reports whether the CPU had a tick.
+/// A program at one level counts only at that level. The row reports whether the CPU had a timer
+/// tick.
 #[test]
 fn level_filter_counts_only_its_level() {
     let rows = |user: u64, kernel: u64, nohz: &str| {
@@ -283,8 +284,8 @@ fn swapped_cpu_counts_fail() {
     }
 }
 
-/// The worst scaled count is judged. Too few lines, counters for all events, or a missing reference
-/// are failures.
+/// The worst scaled count is judged. Too few lines, enough counters for all events, or a missing
+/// reference are failures.
 #[test]
 fn worst_scaled_count_is_judged() {
     let scaled = |lines: String, operator: Option<u64>| {
@@ -331,7 +332,7 @@ fn worst_scaled_count_is_judged() {
     }
 }
 
-/// Only a strict policy may refuse the operator. Only the guest's count is judged then.
+/// Only a strict policy may refuse the operator. In that case, only the guest's count is judged.
 #[test]
 fn only_strict_may_refuse_the_operator() {
     let row = |operator: Option<u64>, policy: &str| {
@@ -353,7 +354,8 @@ fn only_strict_may_refuse_the_operator() {
     );
 }
 
-/// The difference of two runs must be exact. Stepping may miss two instructions around the loop.
+/// The difference between two runs must be exact. Single-stepping may miss two instructions around
+/// the loop.
 #[test]
 fn known_program_is_counted_to_the_last_instruction() {
     let rows = |few: [u64; 2], many: [u64; 2]| {

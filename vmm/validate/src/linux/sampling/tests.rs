@@ -47,7 +47,7 @@ fn matching_profile_passes() {
     }
 }
 
-/// A wrong distribution fails, and so do too few samples to judge one.
+/// A wrong distribution fails, as do too few samples to judge the distribution.
 #[test]
 fn deviating_profile_fails() {
     let skewed = rows([72, 144, 24], 240, Some(240));
@@ -67,8 +67,8 @@ fn deviating_profile_fails() {
     );
 }
 
-/// Lost and duplicate samples deviate from the operator's count or the overflows, and fail despite
-/// a right distribution, in most of three measurements.
+/// Lost and duplicate samples deviate from the operator's count or the overflows, and fail in most
+/// of three measurements even if the distribution is correct.
 #[test]
 fn lost_and_doubled_samples_are_found() {
     let number = |counted, overflows| {

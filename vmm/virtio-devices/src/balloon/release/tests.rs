@@ -24,7 +24,7 @@ fn memory(flags: libc::c_int, file: Option<&File>) -> GuestMemoryMmap {
     GuestMemoryMmap::from_regions(vec![region]).unwrap()
 }
 
-/// Returns a file in which each page is filled with its number, from 1 on.
+/// Returns a file in which each page is filled with its number, starting at 1.
 fn filled_file() -> File {
     let file = tempfile::tempfile().unwrap();
     for page in 0..PAGES {
@@ -45,7 +45,8 @@ fn first_byte(memory: &GuestMemoryMmap, page: u64) -> u8 {
     memory.read_obj(range(page, 1).start).unwrap()
 }
 
-/// Returns the private dirty memory of the guest's mappings in KiB: what the process itself occupies.
+/// Returns the private dirty memory of the guest's mappings in KiB, which is the memory that the
+/// process itself occupies.
 fn dirty_kib(memory: &GuestMemoryMmap) -> u64 {
     let start = memory.iter().next().unwrap().as_ptr() as u64;
     let end = start + PAGES * PAGE_BYTES;
@@ -95,7 +96,7 @@ fn released_anonymous_pages_are_free_and_read_as_zeros() {
     assert_eq!(first_byte(&memory, 8), 9, "the page can be used again");
 }
 
-/// Another process that maps the file gets zeros too, and the file has a hole.
+/// Another process that maps the file also reads zeros, and the file has a hole.
 #[test]
 fn released_shared_pages_are_holes_in_the_file() {
     use std::os::unix::fs::MetadataExt as _;
@@ -117,7 +118,8 @@ fn released_shared_pages_are_holes_in_the_file() {
     assert_eq!(first_byte(&memory, 32), 7);
 }
 
-/// `MADV_DONTNEED` alone would bring the contents of the memory file back.
+/// Released pages do not regain the contents of the memory file, which `MADV_DONTNEED` alone would
+/// restore.
 #[test]
 fn released_pages_of_a_snapshot_do_not_come_back() {
     let file = filled_file();
@@ -131,7 +133,7 @@ fn released_pages_of_a_snapshot_do_not_come_back() {
     assert_eq!(dirty_kib(&memory), 32);
     let bytes = [0, 7, 8, 31, 47, 48, 63].map(|page| first_byte(&memory, page));
     assert_eq!(bytes, [77, 77, 0, 0, 0, 49, 64]);
-    // A page that was used again is released again, and overlapping ranges are.
+    // A reused page and overlapping ranges can be released again.
     memory.write_slice(&[78; 4096], range(9, 1).start).unwrap();
     releaser.release(&memory, range(9, 1)).unwrap();
     releaser.release(&memory, range(4, 8)).unwrap();
@@ -142,7 +144,7 @@ fn released_pages_of_a_snapshot_do_not_come_back() {
     assert_eq!(byte, [9], "the file is unchanged");
 }
 
-/// Adjacent ranges are one mapping, also if they were used in between.
+/// Adjacent ranges are merged into one mapping.
 #[test]
 fn adjacent_ranges_of_a_snapshot_share_mappings() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));
@@ -155,8 +157,8 @@ fn adjacent_ranges_of_a_snapshot_share_mappings() {
     assert_eq!(releaser.replaced.mappings, 2);
 }
 
-/// A guest that releases every second page, uses these pages and then releases the others, makes as
-/// many mappings as it can. The count is never too low.
+/// A guest that releases every second page, uses these pages and then releases the others creates
+/// the maximum number of mappings. The count is never too low.
 #[test]
 fn count_of_mappings_is_an_upper_bound() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));
@@ -172,7 +174,8 @@ fn count_of_mappings_is_an_upper_bound() {
     (1..PAGES).step_by(2).for_each(&mut check);
 }
 
-/// Without room for mappings pages are released all the same, with the file's contents.
+/// If no more mappings can be added, pages are released nevertheless, and the file's contents
+/// reappear.
 #[test]
 fn mappings_of_a_snapshot_are_bounded() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));

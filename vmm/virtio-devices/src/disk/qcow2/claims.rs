@@ -2,7 +2,7 @@
 //!
 //! Images are untrusted. Headers that refer to other files, require unbounded memory or lead to
 //! unbounded table searches are rejected here, and unsupported features are reported with a remedy.
-//! Offsets are those of QEMU's docs/interop/qcow2.txt.
+//! Offsets are defined in QEMU's docs/interop/qcow2.txt.
 
 use std::fs::File;
 use std::io;
@@ -20,7 +20,7 @@ const V3_BYTES: usize = 104;
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 /// Maximum length of a backing file name, in bytes.
 const MAX_NAME: u32 = 1023;
-/// Maximum sizes of the L1 table and the refcount table, in bytes: QEMU's limits.
+/// Maximum sizes of the L1 table and the refcount table, in bytes, the same as in QEMU.
 const MAX_L1_BYTES: u64 = 32 << 20;
 const MAX_REFCOUNT_BYTES: u64 = 8 << 20;
 /// Offset bits of a table entry.
@@ -32,7 +32,7 @@ const DATA_FILE: u64 = 1 << 2;
 const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 
-/// The reason why an image is rejected.
+/// Error returned when an image is rejected.
 #[derive(Debug, Error)]
 pub enum Qcow2FormatError {
     /// The file is shorter than a header.
@@ -56,7 +56,7 @@ pub enum Qcow2FormatError {
     /// The image is encrypted.
     #[error("unsupported encryption; decrypt the image with qemu-img convert")]
     Encrypted,
-    /// The dirty bit is set: reference counts may be wrong.
+    /// The dirty bit is set, so reference counts may be wrong.
     #[error("the image was not closed properly (dirty); repair it with qemu-img check -r all")]
     Dirty,
     /// The corrupt bit is set.
@@ -268,7 +268,7 @@ fn check_features(bits: u64) -> Result<(), Qcow2FormatError> {
     }
 }
 
-/// Returns `None` if the image has no backing file.
+/// Returns the backing file name in the header, or `None` if the image has no backing file.
 fn backing_name(file: &File, at: u64, bytes: u32) -> Result<Option<String>, Qcow2FormatError> {
     if at == 0 {
         return Ok(None);

@@ -7,9 +7,9 @@
 //! | this module | opening an image with its backing files, reading and writing |
 //!
 //! Only the synchronous half of `imago` is used, because a disk's thread processes requests
-//! sequentially. `imago` never accesses guest memory, which can change at any time: data is copied
-//! through a private buffer. If an image causes a panic in `imago`, the disk fails but the VM
-//! continues.
+//! sequentially. `imago` never accesses guest memory, which can change at any time. Data is copied
+//! through a private buffer instead. If an image causes a panic in `imago`, the disk fails but the
+//! VM continues.
 
 pub mod claims;
 pub mod tables;
@@ -36,7 +36,7 @@ use super::raw::GuestSegment;
 /// Maximum amount of data in the buffer, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// The reason why a qcow2 image cannot be used as a disk.
+/// Error returned when a qcow2 image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum Qcow2Error {
     /// The header or the tables are invalid.
@@ -100,8 +100,8 @@ struct ReaderState {
 }
 
 impl Qcow2 {
-    /// Opens the image at `path`, whose file is `file` of `file_bytes` bytes, with the backing
-    /// files in `backing`, which are opened read-only and locked.
+    /// Opens the image at `path` with the backing files in `backing`, which are opened read-only
+    /// and locked. `file` is the open file of `file_bytes` bytes.
     ///
     /// # Errors
     /// Returns a [`Qcow2Error`] if the image is invalid or a backing file cannot be opened.
@@ -196,8 +196,8 @@ impl Qcow2 {
         self.with(|image, _| convert_error(image.flush()))
     }
 
-    /// Deallocates the whole clusters in the `bytes` bytes at byte offset `at`. They read as zeros
-    /// afterwards.
+    /// Deallocates the whole clusters in the `bytes` bytes at byte offset `at`. These clusters read
+    /// as zeros afterwards.
     ///
     /// # Errors
     /// Returns `Unsupported` if [`Qcow2::discard_bytes`] is `None`, otherwise the error of the
@@ -364,8 +364,8 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> io::Result<T>) -> Result<T, Qc
         .map_err(|error| Qcow2Error::Damaged(path.into(), error))
 }
 
-/// Converts an error of `imago`. Its `InvalidInput` refers to the image, never to the guest's
-/// request.
+/// Converts an error of `imago`. `InvalidInput` from `imago` refers to the image, never to the
+/// guest's request.
 fn convert_error<T>(done: io::Result<T>) -> io::Result<T> {
     done.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => io::Error::other(error),

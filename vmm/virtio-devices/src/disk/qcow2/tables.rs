@@ -1,10 +1,10 @@
-//! Consistency check of the clusters that an image's tables refer to: each is in the file, has a
-//! reference count, and is referenced only once.
+//! Consistency check of the clusters that an image's tables refer to. Each cluster must be in the
+//! file, have a reference count, and be referenced only once.
 //!
-//! `imago` trusts its tables. A used cluster without a reference count makes its search for a free
-//! cluster endless (0.2.6), and a cluster that holds both data and a table lets a guest write
-//! tables. The tables are therefore checked first, like `qemu-img check`, in bounded time and
-//! memory.
+//! `imago` trusts its tables. If a used cluster has no reference count, the search of `imago` for a
+//! free cluster never terminates (0.2.6), and a cluster that holds both data and a table lets a
+//! guest write tables. The tables are therefore checked first, like `qemu-img check`, in bounded
+//! time and memory.
 
 use std::fs::File;
 use std::ops::Range;
@@ -53,7 +53,7 @@ impl ClusterSet {
         })
     }
 
-    /// Adds a cluster. Returns `true` if it is in the file and was not in the set.
+    /// Adds a cluster. Returns `true` if the cluster is in the file and was not in the set.
     fn add(&mut self, cluster: u64) -> bool {
         let (word, bit) = Self::word(cluster);
         let Some(bits) = self.0.get_mut(word) else {

@@ -1,5 +1,5 @@
-//! Interoperability tests: images created by qemu-img are read and written here and checked by
-//! qemu-img.
+//! Interoperability tests with images that qemu-img creates, this module reads and writes, and
+//! qemu-img then checks.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -188,8 +188,8 @@ fn image_variants_interoperate_with_qemu() {
     }
 }
 
-/// Flushed data survives the kill of the VM, unflushed data may be lost. The image is consistent
-/// except for leaked clusters.
+/// Flushed data survives if the VM is killed, but unflushed data may be lost. The image is
+/// consistent except for leaked clusters.
 #[test]
 fn flushed_data_survives_kill() {
     let Some(dir) = directory() else { return };
@@ -371,7 +371,8 @@ fn unsupported_features_are_reported_with_remedy() {
     assert!(taken.contains("cannot open"), "{taken}");
 }
 
-/// Modified bytes in the header or in a table.
+/// An image with modified bytes in the header or in a table is rejected, and so is a truncated
+/// image.
 #[test]
 fn damaged_or_truncated_image_is_rejected() {
     let Some(dir) = directory() else { return };
@@ -434,9 +435,9 @@ fn damaged_or_truncated_image_is_rejected() {
     put64(196_608, 1 << 40, "entry 0 of the L1 table");
 }
 
-/// Inconsistencies that `imago` does not detect: clusters without a reference count (its search for
-/// a free cluster would not terminate), data that overlaps tables or other data, and data beyond
-/// the end of the file.
+/// Inconsistencies that `imago` does not detect are rejected: clusters without a reference count
+/// (its search for a free cluster would not terminate), data that overlaps tables or other data,
+/// and data beyond the end of the file.
 #[test]
 fn inconsistent_tables_are_rejected() {
     let Some(dir) = directory() else { return };
@@ -498,7 +499,7 @@ fn missing_reference_counts_are_repaired() {
     }
 }
 
-/// Consistent images are accepted: after writes, with snapshots, and with leaked clusters.
+/// Consistent images are accepted after writes, with snapshots, and with leaked clusters.
 #[test]
 fn consistent_tables_are_accepted() {
     let Some(dir) = directory() else { return };
@@ -528,7 +529,8 @@ fn consistent_tables_are_accepted() {
     }
 }
 
-/// Corrupt table entries detected at run time cause I/O errors only, and no other file is accessed.
+/// Corrupt table entries that are detected at run time cause only I/O errors, and no other file is
+/// accessed.
 #[test]
 fn corrupt_tables_fail_requests_only() {
     let Some(dir) = directory() else { return };

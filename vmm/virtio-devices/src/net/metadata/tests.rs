@@ -1,4 +1,4 @@
-//! A guest's TCP/IP stack reaches the service through the queues of a device.
+//! Tests that a guest's TCP/IP stack can reach the service through the queues of a device.
 
 use std::net::Ipv4Addr;
 use std::os::unix::net::UnixDatagram;
@@ -20,7 +20,7 @@ use crate::net::{DirectionLimiters, FrameHandler, MetadataAccess};
 use crate::serve::testing::{BUFFERS, Driver, activation, memory};
 use crate::worker::DeviceWorker;
 
-/// Number of buffers of each queue. Each is used once.
+/// Number of buffers of each queue. Each buffer is used once.
 const CHAINS: u16 = 32;
 /// Size of a queue. The used ring of the mock begins halfway through the available ring.
 const ENTRIES: u16 = 128;
@@ -28,7 +28,7 @@ const BUFFER_BYTES: u64 = 0x1000;
 const WRITE: u16 = 2;
 const SERVICE: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
 
-/// The guest: its driver and its stack.
+/// Driver and TCP/IP stack of the guest.
 struct Guest<'m> {
     memory: &'m GuestMemoryMmap,
     receive: Driver<'m>,
@@ -82,7 +82,7 @@ impl<'m> Guest<'m> {
         self.sent += 1;
     }
 
-    /// Takes the next frame that has arrived.
+    /// Takes the next frame that the guest has received.
     fn arrived(&mut self) -> Option<Vec<u8>> {
         let (head, length) = self.receive.used().get(self.received).copied()?;
         self.received += 1;
@@ -141,7 +141,8 @@ impl<'m> Guest<'m> {
     }
 }
 
-/// Starts the thread of a device with a metadata service. Returns the far end of its tap device too.
+/// Starts the thread of a device with a metadata service. Also returns the far end of its tap
+/// device.
 fn start(guest: &Guest<'_>) -> (DeviceWorker, UnixDatagram) {
     let service = MetadataService::new(MmdsConfig::default());
     service.put(serde_json::json!({"a": {"b": "c"}})).unwrap();
@@ -168,7 +169,8 @@ fn start(guest: &Guest<'_>) -> (DeviceWorker, UnixDatagram) {
     (worker, far)
 }
 
-/// The tap device has no frames, so that none of its events wakes the thread.
+/// The guest can read metadata although no tap event wakes the thread, and the tap device receives
+/// no metadata frame.
 #[test]
 fn guest_reads_metadata_and_the_tap_sees_no_frame_of_it() {
     let memory = memory();

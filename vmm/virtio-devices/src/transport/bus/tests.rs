@@ -260,7 +260,8 @@ fn failed_activation_sets_needs_reset() {
     assert_eq!(guest.read(0x5000, 1), 1);
 }
 
-/// A device that finds a broken queue sets DEVICE_NEEDS_RESET until it is reset.
+/// A device that detects a broken queue sets DEVICE_NEEDS_RESET, which remains set until the device
+/// is reset.
 #[test]
 fn failed_device_sets_needs_reset() {
     let guest = TestGuest::new(&[&[16]]);
@@ -406,7 +407,8 @@ fn no_device_activates_from_position_zero() {
     assert_eq!(again, saved);
 }
 
-/// The driver may have added chains while the device was stopped, and may wait for an interrupt.
+/// A queue with VIRTIO_F_EVENT_IDX is notified in both directions when its device resumes, because
+/// the driver may have added chains while the device was stopped, and may wait for an interrupt.
 #[test]
 fn an_event_idx_queue_is_not_left_unnotified() {
     let guest = running_guest();

@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use perf_core::{Role, SharePolicy, UnknownSharePolicy, error_line};
+use perf_core::{SessionRole, SharePolicy, UnknownSharePolicy, error_line};
 use serde::Serialize;
 use serde_json::Value;
 use vpmu::EventFilter;
@@ -20,59 +20,63 @@ use crate::vcpu::control::{RunState, StopReason};
 use crate::vcpu::registry::VcpuRegistryError;
 use control_api::peer;
 use control_api::protocol::{
-    Call, CodeInfo, Failure, FailureKind, KernelInfo, KernelState, KernelSymbolsReply, MAX_CODE, PROTOCOL,
-    SnapshotId, VcpuExits,
+    Call, GuestCode, KernelInfo, KernelState, KernelSymbolsReply, MAX_CODE, PROTOCOL, RequestError,
+    RequestErrorKind, SnapshotId, VcpuExits,
 };
 
 /// Requests for the connection's own events.
 impl Connection {
-    fn set_enabled(&mut self, on: bool) -> Result<RequestOutcome, Failure> {
+    fn set_enabled(&mut self, on: bool) -> Result<RequestOutcome, RequestError> {
         if let Some(events) = &mut self.events {
             events.set_enabled(on);
         }
         value(Value::Null)
     }
 
-    fn joined(&mut self) -> Result<RequestOutcome, Failure> {
+    fn joined(&mut self) -> Result<RequestOutcome, RequestError> {
         let joined = self.events.as_mut().map(EventSession::joined);
         value(joined.unwrap_or_default())
     }
 
-    fn read(&self) -> Result<RequestOutcome, Failure> {
+    fn read(&self) -> Result<RequestOutcome, RequestError> {
         let read = self.events.as_ref().map(EventSession::read);
         value(read.unwrap_or_default())
     }
 
-    fn ring_losses(&self) -> Result<RequestOutcome, Failure> {
+    fn ring_losses(&self) -> Result<RequestOutcome, RequestError> {
         let losses = self.events.as_ref().map(EventSession::losses);
         value(losses.unwrap_or_default())
     }
 
-    fn ring(&mut self, vcpu: u32, pages: u32, overwrite: bool) -> Result<RequestOutcome, Failure> {
+    fn ring(&mut self, vcpu: u32, pages: u32, overwrite: bool) -> Result<RequestOutcome, RequestError> {
         let Some(events) = &mut self.events else {
-            return fail(FailureKind::Invalid, "no event is open");
+            return fail(RequestErrorKind::Invalid, "no event is open");
         };
         let (info, ring) = events.ring(vcpu, RingLayout { pages, overwrite })?;
         Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::Ring(ring)))
     }
 
-    fn host_ring(&mut self, handle: u32) -> Result<RequestOutcome, Failure> {
+    fn host_ring(&mut self, handle: u32) -> Result<RequestOutcome, RequestError> {
         let (info, fd) = self.opened()?.share_host_ring(handle)?;
         Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::Event(fd)))
     }
 
-    fn thread_switches(&mut self, vcpu: u32) -> Result<RequestOutcome, Failure> {
+    fn thread_switches(&mut self, vcpu: u32) -> Result<RequestOutcome, RequestError> {
         let fd = self.opened()?.share_thread_switches(vcpu)?;
         Ok(RequestOutcome::WithFd(Value::Null, FdSource::Event(fd)))
     }
 }
 
 /// Returns the vCPUs on which an event is opened.
-fn event_targets(whole: bool, vcpus: Option<&[u32]>, sampling: bool) -> Result<EventTargets<'_>, Failure> {
+fn event_targets(
+    whole: bool,
+    vcpus: Option<&[u32]>,
+    sampling: bool,
+) -> Result<EventTargets<'_>, RequestError> {
     match (whole, vcpus) {
         (true, None) if !sampling => Ok(EventTargets::WholeVm),
         (true, _) => fail(
-            FailureKind::Invalid,
+            RequestErrorKind::Invalid,
             "an event for the whole VM goes with neither vCPUs nor sampling",
         ),
         (false, Some(these)) => Ok(EventTargets::Listed(these)),
@@ -85,7 +89,7 @@ impl ControlServer {
         &mut self,
         connection: &mut Connection,
         call: Call,
-    ) -> Result<RequestOutcome, Failure> {
+    ) -> Result<RequestOutcome, RequestError> {
         let vm = &self.vm;
         if connection.access == SocketAccess::Observers {
             may_observe(&call)?;
@@ -94,7 +98,7 @@ impl ControlServer {
             Call::Hello { protocol } => self.hello(connection, protocol),
             Call::Status => value(vm.info(connection.role())),
             Call::Pause | Call::Resume if self.is_being_saved(connection) => fail(
-                FailureKind::Invalid,
+                RequestErrorKind::Invalid,
                 "a snapshot of the VM is being taken; try again after its end",
             ),
             Call::Pause => self.pause(connection, true),
@@ -195,10 +199,10 @@ impl ControlServer {
         }
     }
 
-    fn hello(&self, connection: &mut Connection, protocol: u32) -> Result<RequestOutcome, Failure> {
+    fn hello(&self, connection: &mut Connection, protocol: u32) -> Result<RequestOutcome, RequestError> {
         if protocol != PROTOCOL {
             return fail(
-                FailureKind::Protocol,
+                RequestErrorKind::Protocol,
                 format!(
                     "the client speaks version {protocol} of the protocol, this VM version {PROTOCOL}; use the same Perfvisor"
                 ),
@@ -208,39 +212,42 @@ impl ControlServer {
         value(self.vm.info(connection.role()))
     }
 
-    fn pause(&self, connection: &Connection, paused: bool) -> Result<RequestOutcome, Failure> {
+    fn pause(&self, connection: &Connection, paused: bool) -> Result<RequestOutcome, RequestError> {
         if !self.vm.control.set_paused(paused) {
-            return fail(FailureKind::Invalid, "the VM has ended");
+            return fail(RequestErrorKind::Invalid, "the VM has ended");
         }
         self.vm.registry.kicker().kick();
         value(self.vm.info(connection.role()))
     }
 
-    fn process_memory(&mut self, pid: u32, address: u64, bytes: u32) -> Result<RequestOutcome, Failure> {
+    fn process_memory(&mut self, pid: u32, address: u64, bytes: u32) -> Result<RequestOutcome, RequestError> {
         let probe = self.vm.pmu.probe();
         let (info, memory) = self.processes.memory(probe, pid, address, bytes)?;
-        let file = peer::sealed_text("process", &memory).map_err(|e| Failure {
-            kind: FailureKind::Internal,
+        let file = peer::sealed_text("process", &memory).map_err(|e| RequestError {
+            kind: RequestErrorKind::Internal,
             message: format!("a process's memory: {e}"),
         })?;
         Ok(RequestOutcome::WithFd(to_value(info)?, FdSource::File(file)))
     }
 
-    fn powerdown(&self, connection: &Connection) -> Result<RequestOutcome, Failure> {
+    fn powerdown(&self, connection: &Connection) -> Result<RequestOutcome, RequestError> {
         let vm = &self.vm;
         if vm.control.state() != RunState::Running {
-            return fail(FailureKind::Invalid, "only a running VM hears its power button");
+            return fail(
+                RequestErrorKind::Invalid,
+                "only a running VM hears its power button",
+            );
         }
         if !vm.bus.press_power_button() {
             return fail(
-                FailureKind::Invalid,
+                RequestErrorKind::Invalid,
                 "the guest does not listen to the power button (Linux does with its module `button`); ctl stop ends the VM without it",
             );
         }
         value(vm.info(connection.role()))
     }
 
-    fn vcpus(&mut self, connection: &mut Connection, count: u32) -> Result<RequestOutcome, Failure> {
+    fn vcpus(&mut self, connection: &mut Connection, count: u32) -> Result<RequestOutcome, RequestError> {
         let added = self
             .vm
             .registry
@@ -257,7 +264,7 @@ impl ControlServer {
         value(self.vm.vcpu_plug())
     }
 
-    /// Returns the exits of all vCPUs since the connection's first such request.
+    /// Returns the exits of all vCPUs since the connection first requested exits.
     fn exits(&mut self, connection: &mut Connection) -> Vec<VcpuExits> {
         let slots = self.vm.registry.slots();
         let taken = ExitCountSnapshot::out_of(slots);
@@ -270,27 +277,28 @@ impl ControlServer {
         watch.exits_since_start(&taken)
     }
 
-    fn code(&self, cr3: u64, address: u64, length: u32) -> Result<RequestOutcome, Failure> {
+    fn code(&self, cr3: u64, address: u64, length: u32) -> Result<RequestOutcome, RequestError> {
         if !(1..=MAX_CODE).contains(&length) {
             return fail(
-                FailureKind::Invalid,
+                RequestErrorKind::Invalid,
                 format!("length must be 1 to {MAX_CODE} bytes"),
             );
         }
         let code = self.vm.pmu.probe().code(cr3, address, length);
         if code.is_empty() {
             let why = format!("the guest has no memory at {address:#x} in the address space of CR3 {cr3:#x}");
-            return fail(FailureKind::Invalid, why);
+            return fail(RequestErrorKind::Invalid, why);
         }
-        value(CodeInfo::new(address, &code))
+        value(GuestCode::new(address, &code))
     }
 
-    fn filter(&self, toml: &str) -> Result<RequestOutcome, Failure> {
+    fn filter(&self, toml: &str) -> Result<RequestOutcome, RequestError> {
         let pmu = self.guest_pmu()?;
-        let filter = EventFilter::from_toml(toml).or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
+        let filter =
+            EventFilter::from_toml(toml).or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))?;
         let filter = pmu.within_limits(filter);
         pmu.set_kvm_filter(&filter)
-            .or_else(|e| fail(FailureKind::Invalid, error_line(&e)))?;
+            .or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))?;
         let filter = Arc::new(filter);
         pmu.set_filter(filter.clone());
         for slot in self.vm.registry.taken() {
@@ -306,7 +314,7 @@ impl ControlServer {
         let (uid, role) = match connection.access {
             SocketAccess::Operators => (uid, role(uid)),
             // Observers open events with the identity and role of the VM's user.
-            SocketAccess::Observers => (peer::own_uid(), Role::Operator),
+            SocketAccess::Observers => (peer::own_uid(), SessionRole::Operator),
         };
         let new = || EventSession::new(vm.pmu.clone(), uid, role, vm.registry.clone());
         connection.events.get_or_insert_with(new)
@@ -314,7 +322,7 @@ impl ControlServer {
 
     /// Returns information about the guest kernel. Starts a search for the kernel if none has run
     /// yet.
-    fn kernel(&self) -> Result<RequestOutcome, Failure> {
+    fn kernel(&self) -> Result<RequestOutcome, RequestError> {
         let vm = &self.vm;
         let probe = vm.pmu.probe();
         if !vm.flat
@@ -328,22 +336,22 @@ impl ControlServer {
     }
 
     /// Returns the PMU of the VM.
-    fn guest_pmu(&self) -> Result<&VmPmu, Failure> {
+    fn guest_pmu(&self) -> Result<&VmPmu, RequestError> {
         if self.vm.pmu.is_for_guest() {
             return Ok(&self.vm.pmu);
         }
         fail(
-            FailureKind::Unsupported,
+            RequestErrorKind::Unsupported,
             "this VM's guest has no PMU; run it without --pmu off (stat, record and top count it from the host all the same)",
         )
     }
 
-    fn symbols(&mut self) -> Result<RequestOutcome, Failure> {
+    fn symbols(&mut self) -> Result<RequestOutcome, RequestError> {
         let kernel = self.vm.pmu.probe().kernel();
         let running = kernel.as_ref().filter(|kernel| kernel.symbol_count > 0);
         let loaded = self.vm.symbols.load_full();
-        let internal = |e: io::Error| Failure {
-            kind: FailureKind::Internal,
+        let internal = |e: io::Error| RequestError {
+            kind: RequestErrorKind::Internal,
             message: format!("symbols: {e}"),
         };
         let kept = self
@@ -391,7 +399,7 @@ fn kernel_info(progress: KernelSearchProgress) -> KernelInfo {
 
 /// Rejects requests that change the VM, take samples or read its memory. Sampling includes memory
 /// reads.
-fn may_observe(call: &Call) -> Result<(), Failure> {
+fn may_observe(call: &Call) -> Result<(), RequestError> {
     let why = match call {
         Call::Hello { .. }
         | Call::Status
@@ -443,32 +451,32 @@ fn may_observe(call: &Call) -> Result<(), Failure> {
         | Call::MmdsPatch { .. }
         | Call::Filter { .. } => "an observer changes nothing of a VM: use its control socket",
     };
-    fail(FailureKind::Denied, why)
+    fail(RequestErrorKind::Denied, why)
 }
 
 /// Returns the failure kind of a rejected vCPU count.
-fn kind_of(error: &VcpuRegistryError) -> FailureKind {
+fn kind_of(error: &VcpuRegistryError) -> RequestErrorKind {
     match error {
-        VcpuRegistryError::Fixed(_) => FailureKind::Unsupported,
+        VcpuRegistryError::Fixed(_) => RequestErrorKind::Unsupported,
         VcpuRegistryError::OutOfRange { .. }
         | VcpuRegistryError::NotRunning(_)
-        | VcpuRegistryError::Leaving(_) => FailureKind::Invalid,
-        VcpuRegistryError::Start(..) => FailureKind::Limit,
+        | VcpuRegistryError::Leaving(_) => RequestErrorKind::Invalid,
+        VcpuRegistryError::Start(..) => RequestErrorKind::Limit,
         VcpuRegistryError::State(..) | VcpuRegistryError::Make(..) | VcpuRegistryError::Slow(_) => {
-            FailureKind::Internal
+            RequestErrorKind::Internal
         }
     }
 }
 
-pub(super) fn to_value(of: impl Serialize) -> Result<Value, Failure> {
-    serde_json::to_value(of).or_else(|e| fail(FailureKind::Internal, error_line(&e)))
+pub(super) fn to_value(of: impl Serialize) -> Result<Value, RequestError> {
+    serde_json::to_value(of).or_else(|e| fail(RequestErrorKind::Internal, error_line(&e)))
 }
 
-pub(super) fn value(of: impl Serialize) -> Result<RequestOutcome, Failure> {
+pub(super) fn value(of: impl Serialize) -> Result<RequestOutcome, RequestError> {
     to_value(of).map(RequestOutcome::Value)
 }
 
-fn share_policy(name: &str) -> Result<SharePolicy, Failure> {
+fn share_policy(name: &str) -> Result<SharePolicy, RequestError> {
     name.parse()
-        .or_else(|why: UnknownSharePolicy| fail(FailureKind::Invalid, format!("share: {why}")))
+        .or_else(|why: UnknownSharePolicy| fail(RequestErrorKind::Invalid, format!("share: {why}")))
 }

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 
-use control_api::protocol::{Failure, FailureKind, ReplyLine};
+use control_api::protocol::{ReplyLine, RequestError, RequestErrorKind};
 use perf_core::error_line;
 
 /// Reason for refusing a connection.
@@ -21,7 +21,7 @@ pub(super) enum ConnectionRefusal {
     /// The process has no free descriptors.
     #[error("no file descriptor is left for a connection")]
     NoDescriptor(#[source] io::Error),
-    /// The connection was replaced by another one before its hello.
+    /// The connection was replaced by another one before it sent its hello.
     #[error("all {0} connections are in use, and this one sent no hello; it is replaced by another one")]
     MadeRoom(usize),
     /// A system call failed.
@@ -30,21 +30,21 @@ pub(super) enum ConnectionRefusal {
 }
 
 impl ConnectionRefusal {
-    fn kind(&self) -> FailureKind {
+    fn kind(&self) -> RequestErrorKind {
         match self {
-            Self::NotOwner(_) => FailureKind::Denied,
-            Self::Full(_) | Self::NoDescriptor(_) | Self::MadeRoom(_) => FailureKind::Limit,
-            Self::Failed(_) => FailureKind::Internal,
+            Self::NotOwner(_) => RequestErrorKind::Denied,
+            Self::Full(_) | Self::NoDescriptor(_) | Self::MadeRoom(_) => RequestErrorKind::Limit,
+            Self::Failed(_) => RequestErrorKind::Internal,
         }
     }
 
-    /// Sends the reason to the client before the connection closes. Never blocks: a message that
+    /// Sends the reason to the client before the connection is closed. Never blocks. A message that
     /// does not fit into the socket buffer is dropped.
     pub(super) fn send_to(&self, mut stream: &UnixStream) {
         let reply = ReplyLine {
             id: 0,
             ok: None,
-            error: Some(Failure {
+            error: Some(RequestError {
                 kind: self.kind(),
                 message: error_line(self),
             }),

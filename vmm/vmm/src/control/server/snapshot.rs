@@ -2,7 +2,7 @@
 
 use control_api::migration::{MigrationPiece, MigrationStart};
 use control_api::peer;
-use control_api::protocol::{Failure, FailureKind};
+use control_api::protocol::{RequestError, RequestErrorKind};
 use control_api::snapshot::{SnapshotPiece, SnapshotProgress, SnapshotState};
 use perf_core::error_line;
 use serde_json::Value;
@@ -11,17 +11,17 @@ use super::answer::{to_value, value};
 use super::{Connection, ControlServer, FdSource, RequestOutcome};
 use crate::control::session::fail;
 use crate::vcpu::control::StopReason;
-use crate::vm::migrate::Migration;
-use crate::vm::save::{Snapshot, SnapshotError};
+use crate::vm::migrate::OutgoingMigration;
+use crate::vm::save::{SnapshotError, VmSnapshot};
 
 impl ControlServer {
-    /// Returns `true` if a client takes a snapshot.
+    /// Returns `true` if a client is taking a snapshot.
     pub(super) fn is_being_saved(&self, connection: &Connection) -> bool {
         let others = self.connections.values();
         others.chain([connection]).any(|c| c.snapshot.is_some())
     }
 
-    /// Keeps the VM paused after the end of a connection over which it may have moved.
+    /// Keeps the VM paused after the end of a connection over which the VM may have moved.
     pub(super) fn keep_undecided(&mut self, connection: &mut Connection) {
         if let Some(snapshot) = connection.snapshot.take_if(|snapshot| snapshot.is_committed()) {
             log::warn!(
@@ -33,8 +33,9 @@ impl ControlServer {
         }
     }
 
-    /// Continues a VM that stayed paused because it may have moved, and does not run elsewhere.
-    pub(super) fn decide(&mut self) -> Result<(), Failure> {
+    /// Resumes a VM that stayed paused because it may have moved, after the operator has decided
+    /// that it is not running elsewhere.
+    pub(super) fn decide(&mut self) -> Result<(), RequestError> {
         if let Some(snapshot) = &mut self.undecided {
             snapshot.take_back().or_else(refused)?;
             self.undecided = None;
@@ -43,23 +44,23 @@ impl ControlServer {
     }
 
     /// Begins or continues the snapshot of this client.
-    pub(super) fn snapshot(&self, connection: &mut Connection) -> Result<RequestOutcome, Failure> {
+    pub(super) fn snapshot(&self, connection: &mut Connection) -> Result<RequestOutcome, RequestError> {
         let snapshot = match &mut connection.snapshot {
             Some(snapshot) => snapshot,
             None if self.undecided.is_some() => {
                 return fail(
-                    FailureKind::Invalid,
+                    RequestErrorKind::Invalid,
                     "the VM may have moved; decide with `ctl resume` or `ctl stop`",
                 );
             }
             None if self.connections.values().any(|c| c.snapshot.is_some()) => {
                 return fail(
-                    FailureKind::Limit,
+                    RequestErrorKind::Limit,
                     "another snapshot of the VM is being taken; try again after its end",
                 );
             }
             None => {
-                let begun = Snapshot::begin(&self.vm.snapshots, self.vm.options.clone());
+                let begun = VmSnapshot::begin(&self.vm.snapshots, self.vm.options.clone());
                 connection.snapshot.insert(begun.or_else(refused)?)
             }
         };
@@ -73,12 +74,12 @@ impl ControlServer {
         }
     }
 
-    /// Ends the snapshot of this client. The VM goes on, or ends.
+    /// Ends this client's snapshot. Stops the VM if `stop` is set, and resumes it otherwise.
     pub(super) fn end_snapshot(
         &self,
         connection: &mut Connection,
         stop: bool,
-    ) -> Result<RequestOutcome, Failure> {
+    ) -> Result<RequestOutcome, RequestError> {
         let Some(mut snapshot) = connection.snapshot.take() else {
             return refused(SnapshotError::Order);
         };
@@ -95,16 +96,19 @@ impl ControlServer {
         value(Value::Null)
     }
 
-    /// Begins to observe the memory of a VM that is to move.
-    pub(super) fn migration_start(&self, connection: &mut Connection) -> Result<RequestOutcome, Failure> {
+    /// Starts tracking the memory of a VM that is to be moved.
+    pub(super) fn migration_start(
+        &self,
+        connection: &mut Connection,
+    ) -> Result<RequestOutcome, RequestError> {
         let others = self.connections.values();
         if others.chain([&*connection]).any(|c| c.migration.is_some()) {
             return fail(
-                FailureKind::Limit,
+                RequestErrorKind::Limit,
                 "the VM is being moved already; try again after the end",
             );
         }
-        let begun = Migration::begin(&self.vm.snapshots, self.vm.options.clone());
+        let begun = OutgoingMigration::begin(&self.vm.snapshots, self.vm.options.clone());
         let migration = connection.migration.insert(begun.or_else(refused)?);
         let machine = migration.machine().or_else(refused)?;
         let info = MigrationStart {
@@ -117,7 +121,7 @@ impl ControlServer {
 
 impl Connection {
     /// Returns the next piece of guest memory.
-    pub(super) fn snapshot_memory(&mut self, offset: u64) -> Result<RequestOutcome, Failure> {
+    pub(super) fn snapshot_memory(&mut self, offset: u64) -> Result<RequestOutcome, RequestError> {
         let snapshot = self.snapshot.as_mut();
         let piece = snapshot.map_or(Err(SnapshotError::Order), |s| s.read_memory(offset));
         let piece = piece.or_else(refused)?;
@@ -129,9 +133,9 @@ impl Connection {
         with_file(to_value(info)?, "memory", &piece.data)
     }
 
-    /// Returns the next piece of memory of a VM that is to move.
-    pub(super) fn migration_memory(&mut self, offset: u64) -> Result<RequestOutcome, Failure> {
-        let is_paused = self.snapshot.as_ref().is_some_and(Snapshot::is_ready);
+    /// Returns the next piece of memory of a VM that is to be moved.
+    pub(super) fn migration_memory(&mut self, offset: u64) -> Result<RequestOutcome, RequestError> {
+        let is_paused = self.snapshot.as_ref().is_some_and(VmSnapshot::is_ready);
         let migration = self.migration.as_mut();
         let piece = migration.map_or(Err(SnapshotError::Order), |m| m.read_memory(offset, is_paused));
         let piece = piece.or_else(refused)?;
@@ -143,25 +147,28 @@ impl Connection {
         with_file(to_value(info)?, "memory", &piece.data)
     }
 
-    /// Leaves the VM to another process.
-    pub(super) fn commit_migration(&mut self) -> Result<RequestOutcome, Failure> {
-        let is_complete = self.migration.as_ref().is_some_and(Migration::is_complete);
+    /// Hands the VM over to another process.
+    pub(super) fn commit_migration(&mut self) -> Result<RequestOutcome, RequestError> {
+        let is_complete = self
+            .migration
+            .as_ref()
+            .is_some_and(OutgoingMigration::is_complete);
         let snapshot = self.snapshot.as_mut().filter(|_| is_complete);
-        let committed = snapshot.map_or(Err(SnapshotError::Order), Snapshot::commit);
+        let committed = snapshot.map_or(Err(SnapshotError::Order), VmSnapshot::commit);
         committed.or_else(refused)?;
         value(Value::Null)
     }
 
-    /// Lets the process that continues the VM open its disks.
-    pub(super) fn share_disks(&mut self) -> Result<RequestOutcome, Failure> {
+    /// Allows the process that continues the VM to open its disks.
+    pub(super) fn share_disks(&mut self) -> Result<RequestOutcome, RequestError> {
         let snapshot = self.snapshot.as_mut();
-        let shared = snapshot.map_or(Err(SnapshotError::Order), Snapshot::share_devices);
+        let shared = snapshot.map_or(Err(SnapshotError::Order), VmSnapshot::share_devices);
         shared.or_else(refused)?;
         value(Value::Null)
     }
 
     /// Returns the state of the VM.
-    pub(super) fn snapshot_state(&self) -> Result<RequestOutcome, Failure> {
+    pub(super) fn snapshot_state(&self) -> Result<RequestOutcome, RequestError> {
         let state = match (&self.snapshot, &self.migration) {
             (Some(snapshot), Some(migration)) => snapshot.state_without_memory(migration),
             (Some(snapshot), None) => snapshot.state(),
@@ -175,25 +182,25 @@ impl Connection {
     }
 }
 
-fn with_file(reply: Value, name: &str, bytes: &[u8]) -> Result<RequestOutcome, Failure> {
-    let file = peer::sealed_text(name, bytes).map_err(|e| Failure {
-        kind: FailureKind::Internal,
+fn with_file(reply: Value, name: &str, bytes: &[u8]) -> Result<RequestOutcome, RequestError> {
+    let file = peer::sealed_text(name, bytes).map_err(|e| RequestError {
+        kind: RequestErrorKind::Internal,
         message: format!("snapshot: {e}"),
     })?;
     Ok(RequestOutcome::WithFd(reply, FdSource::File(file)))
 }
 
-fn refused<T>(error: SnapshotError) -> Result<T, Failure> {
+fn refused<T>(error: SnapshotError) -> Result<T, RequestError> {
     let kind = match &error {
-        SnapshotError::Unsupported(_) | SnapshotError::Trap => FailureKind::Unsupported,
+        SnapshotError::Unsupported(_) | SnapshotError::Trap => RequestErrorKind::Unsupported,
         SnapshotError::Busy(_) | SnapshotError::Ended | SnapshotError::Order | SnapshotError::InUse(_) => {
-            FailureKind::Invalid
+            RequestErrorKind::Invalid
         }
         SnapshotError::Devices(_)
         | SnapshotError::Vcpu(_)
         | SnapshotError::Kvm(_)
         | SnapshotError::Memory(_)
-        | SnapshotError::Format(_) => FailureKind::Internal,
+        | SnapshotError::Format(_) => RequestErrorKind::Internal,
     };
     fail(kind, error_line(&error))
 }

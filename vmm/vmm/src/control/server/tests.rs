@@ -1,4 +1,4 @@
-//! Tests of the control server of a real VM. The test runs the main loop step by step, so the order
+//! Tests of the control server of a real VM. The tests run the main loop step by step, so the order
 //! of requests is deterministic and no clock is involved.
 
 use std::cell::RefCell;
@@ -26,7 +26,7 @@ impl ServedVm {
         let vm = testing::halted_vm()?;
         let control_target = testing::control_target(&vm);
         let dir = tempfile::tempdir().unwrap();
-        let socket = |name: &str| Socket::bind_at(&dir.path().join(name), 0o600).unwrap();
+        let socket = |name: &str| ControlSocket::bind_at(&dir.path().join(name), 0o600).unwrap();
         let sockets = vec![
             (SocketAccess::Operators, socket("operators")),
             (SocketAccess::Observers, socket("observers")),
@@ -98,7 +98,7 @@ impl ServedVm {
     }
 
     /// Sends one request without rate limit and returns its reply.
-    fn ask(&mut self, peer: &mut TestClient, call: &Call) -> Result<Value, Failure> {
+    fn ask(&mut self, peer: &mut TestClient, call: &Call) -> Result<Value, RequestError> {
         for connection in self.server().connections.values_mut() {
             connection.tokens = REQUEST_BURST;
         }
@@ -122,7 +122,7 @@ struct TestClient {
 }
 
 impl TestClient {
-    /// Returns the replies received so far.
+    /// Returns the replies received since the last call.
     fn replies(&mut self) -> Vec<ReplyLine> {
         let mut chunk = [0; 4096];
         while let Ok(n @ 1..) = self.stream.read(&mut chunk) {
@@ -142,7 +142,7 @@ impl TestClient {
     }
 }
 
-/// An invalid request is refused with the reason and ends the connection. Requests after it are not
+/// An invalid request is rejected with the reason and closes the connection. Later requests are not
 /// executed.
 #[test]
 fn invalid_request_closes_connection() {
@@ -170,7 +170,11 @@ fn invalid_request_closes_connection() {
             panic!("{text}: {replies:?}");
         };
         let failure = reply.error.as_ref().unwrap();
-        assert_eq!((reply.id, failure.kind), (0, FailureKind::Protocol), "{text}");
+        assert_eq!(
+            (reply.id, failure.kind),
+            (0, RequestErrorKind::Protocol),
+            "{text}"
+        );
         assert!(peer.is_closed(), "{text}");
         assert_eq!(served.server().connections.len(), 0, "{text}");
     }
@@ -181,7 +185,7 @@ fn invalid_request_closes_connection() {
     );
 }
 
-/// Requests before the hello are refused, and only this protocol version is accepted.
+/// Requests before the hello are rejected, and only this protocol version is accepted.
 #[test]
 fn first_request_must_be_hello_of_this_version() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -196,14 +200,15 @@ fn first_request_must_be_hello_of_this_version() {
     ] {
         let mut peer = served.connect(SocketAccess::Operators);
         let failure = served.ask(&mut peer, &call).unwrap_err();
-        assert_eq!(failure.kind, FailureKind::Protocol);
+        assert_eq!(failure.kind, RequestErrorKind::Protocol);
         assert!(failure.message.contains(said), "{call:?}: {failure}");
         assert!(peer.is_closed());
     }
     assert_eq!(served.vm.control().reason(), None);
 }
 
-/// A request may arrive in pieces. A request at the size limit without its end is refused.
+/// A request may arrive in fragments. A request that reaches the size limit without a terminator is
+/// rejected.
 #[test]
 fn fragmented_request_is_accepted_up_to_limit() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -221,7 +226,7 @@ fn fragmented_request_is_accepted_up_to_limit() {
     assert!(peer.is_closed());
 }
 
-/// The burst is bounded, and a client that exceeds its rate is disconnected while others are
+/// The burst is bounded, and a client that exceeds its rate is disconnected while other clients are
 /// served.
 #[test]
 fn client_above_request_rate_is_disconnected() {
@@ -247,14 +252,15 @@ fn client_above_request_rate_is_disconnected() {
     let failure = replies[0].error.as_ref().unwrap();
     assert_eq!(
         (failure.kind, failure.message.as_str()),
-        (FailureKind::Rate, "more than 1000 requests a second")
+        (RequestErrorKind::Rate, "more than 1000 requests a second")
     );
     assert!(peer.is_closed());
     served.ask(&mut other, &Call::Status).unwrap();
 }
 
 /// While a client does not read its replies, the server reads none of its requests, and its backlog
-/// does not grow. When the client reads, all replies arrive and the pending requests are answered.
+/// does not grow. When the client reads again, all replies arrive and the pending requests are
+/// answered.
 #[test]
 fn requests_wait_while_replies_are_unsent() {
     /// A number of requests within the burst limit.
@@ -291,7 +297,7 @@ fn requests_wait_while_replies_are_unsent() {
     }
 }
 
-/// Returns one request of each kind with arbitrary numbers.
+/// Returns one request of each type with arbitrary numbers.
 fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
     let sampling = SamplingParams {
         rate: b,
@@ -374,7 +380,7 @@ fn observer_may_only_count() {
     let mut denied = Vec::new();
     for call in &calls {
         if let Err(failure) = served.ask(&mut observer, call)
-            && failure.kind == FailureKind::Denied
+            && failure.kind == RequestErrorKind::Denied
         {
             let name = serde_json::to_value(call).unwrap()["call"]
                 .as_str()
@@ -413,10 +419,11 @@ fn observer_may_only_count() {
     );
 }
 
-/// An impossible request is refused with its failure kind, and the connection stays open.
+/// A request that cannot be fulfilled is rejected with its failure kind, and the connection stays
+/// open.
 #[test]
 fn refused_request_keeps_connection_open() {
-    use FailureKind::{Invalid, Unsupported};
+    use RequestErrorKind::{Invalid, Unsupported};
     let Some(mut served) = ServedVm::new() else { return };
     let mut peer = served.greeted(SocketAccess::Operators);
     let open = |events: &str, vcpus: Option<Vec<u32>>, whole| Call::Open {
@@ -519,7 +526,11 @@ fn failed_event_list_leaves_no_event_open() {
                 },
             )
             .unwrap_err();
-        assert_eq!(failure.kind, FailureKind::Invalid, "{pages} pages: {failure}");
+        assert_eq!(
+            failure.kind,
+            RequestErrorKind::Invalid,
+            "{pages} pages: {failure}"
+        );
     }
     let failure = served
         .ask(
@@ -531,7 +542,7 @@ fn failed_event_list_leaves_no_event_open() {
             },
         )
         .unwrap_err();
-    assert_eq!(failure.kind, FailureKind::Invalid, "{failure}");
+    assert_eq!(failure.kind, RequestErrorKind::Invalid, "{failure}");
     served
         .ask(
             &mut peer,
@@ -566,14 +577,14 @@ fn ended_vm_rejects_pause() {
         let failure = served.ask(&mut peer, &call).unwrap_err();
         assert_eq!(
             (failure.kind, failure.message.as_str()),
-            (FailureKind::Invalid, "the VM has ended")
+            (RequestErrorKind::Invalid, "the VM has ended")
         );
     }
 }
 
-/// A connection beyond the limit is told the reason and closed. Greeted clients stay, observers do
-/// not displace operators, and a closed connection frees its slot. Clients without a hello are
-/// replaced.
+/// A connection beyond the limit receives the reason and is closed. Clients that have sent a hello
+/// stay connected, observers do not displace operators, and a closed connection frees its slot.
+/// Clients without a hello are replaced.
 #[test]
 fn full_server_refuses_new_connections() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -586,7 +597,7 @@ fn full_server_refuses_new_connections() {
         (peer.is_closed(), failure.map(|failure| failure.kind))
     };
     let mut late = served.connect(SocketAccess::Observers);
-    assert_eq!(refused(&mut late), (true, Some(FailureKind::Limit)));
+    assert_eq!(refused(&mut late), (true, Some(RequestErrorKind::Limit)));
     let mut operator = served.greeted(SocketAccess::Operators);
     served.ask(&mut operator, &Call::Status).unwrap();
     drop(observers.pop());
@@ -594,14 +605,14 @@ fn full_server_refuses_new_connections() {
     let mut silent = served.connect(SocketAccess::Observers);
     assert!(silent.replies().is_empty(), "there is room for it");
     let mut next = served.greeted(SocketAccess::Observers);
-    assert_eq!(refused(&mut silent), (true, Some(FailureKind::Limit)));
+    assert_eq!(refused(&mut silent), (true, Some(RequestErrorKind::Limit)));
     for peer in observers.iter_mut().chain([&mut next, &mut operator]) {
         served.ask(peer, &Call::Status).unwrap();
     }
 }
 
-/// The server answers every request under its number, whatever the requests, and keeps serving
-/// other clients.
+/// The server answers any sequence of requests, each with its number, and continues to serve other
+/// clients.
 #[test]
 fn server_answers_any_request_sequence() {
     let Some(mut served) = ServedVm::new() else { return };

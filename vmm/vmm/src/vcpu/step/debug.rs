@@ -10,7 +10,7 @@ use crate::kvm::call::KvmIoctlError;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::kvm::vcpu_fd::VcpuFd;
 
-/// DR6.B0 to B3 (SDM vol. 3 §19.2.3), set anew by each #DB.
+/// DR6.B0 to B3 (SDM vol. 3 §19.2.3), overwritten by each #DB.
 const DR6_BREAKPOINTS: u64 = 0xf;
 /// DR6.BD (bit 13), BS (14) and BT (15), set by #DB and cleared by software.
 const DR6_CAUSES: u64 = 0b111 << 13;
@@ -30,7 +30,7 @@ fn dr6_after(dr6: u64, causes: u64) -> u64 {
 /// While user space intercepts debug exceptions, KVM does not update the guest's DR6.
 ///
 /// # Errors
-/// Returns the error of the KVM call. A guest cannot cause one.
+/// Returns an error if a KVM call fails. A guest cannot cause such a failure.
 pub fn inject_guest_exception(fd: &VcpuFd, stop: &kvm_debug_exit_arch) -> Result<(), KvmIoctlError> {
     let vector = if stop.exception == u32::from(BP) { BP } else { DB };
     if vector == DB {
@@ -64,7 +64,7 @@ fn condition(point: &HardwareBreakpoint) -> u64 {
 pub struct DebugRequest {
     /// Stop after one instruction.
     pub step: bool,
-    /// KVM stops after each instruction here, independent of the trap flag.
+    /// KVM stops after each instruction at this position, regardless of the trap flag.
     pub without_flag: bool,
     /// Block interrupts.
     pub block_interrupts: bool,
@@ -132,12 +132,13 @@ impl GuestDebug {
         self.sites.contains(&pc)
     }
 
-    /// Programs KVM like [`GuestDebug::apply`] for a vCPU with registers `regs` in code that KVM cannot
-    /// step, to stop in other code. KVM sets the trap flag only at the RIP of the call, so the call is
-    /// made at another one. Otherwise the guest would get a debug exception.
+    /// Programs KVM like [`GuestDebug::apply`] for a vCPU with registers `regs` in code that KVM
+    /// cannot step, so that the vCPU stops in other code. KVM sets the trap flag only at the RIP of
+    /// the call, so the call is made at a different RIP. Otherwise the guest would receive a debug
+    /// exception.
     ///
     /// # Errors
-    /// Returns the error of a KVM call. A guest cannot cause one.
+    /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
     pub fn apply_without_flag(
         &mut self,
         fd: &VcpuFd,
@@ -165,7 +166,7 @@ impl GuestDebug {
     /// flag to the current RIP.
     ///
     /// # Errors
-    /// Returns the error of the KVM call. A guest cannot cause one.
+    /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
     pub fn apply(&mut self, fd: &VcpuFd, want: DebugRequest) -> Result<(), KvmIoctlError> {
         let by_flag = want.step && !want.without_flag;
         if !by_flag && self.told && want == self.set {

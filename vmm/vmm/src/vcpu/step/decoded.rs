@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vpmu::exact::{GuestMemory, MAX_RUN_BYTES, StepMeter, StraightRun};
+use vpmu::exact::{MAX_RUN_BYTES, StepMeter, SteppedGuestMemory, StraightRun};
 
 /// Minimum number of instructions in a run. Shorter runs are stepped, because a step costs less
 /// than a breakpoint.
@@ -53,7 +53,7 @@ impl RunCache {
         &mut self,
         at: u64,
         meter: &mut StepMeter,
-        memory: &mut dyn GuestMemory,
+        memory: &mut dyn SteppedGuestMemory,
     ) -> Option<Arc<StraightRun>> {
         let place = self.place(at);
         let mut code = [0; MAX_RUN_BYTES];
@@ -73,7 +73,7 @@ impl RunCache {
         (run.len() >= MIN_RUN_LENGTH).then_some(run)
     }
 
-    /// Marks the first `count` instructions of `run`, which begins at `at`, as self-modifying code
+    /// Marks the first `count` instructions of `run`, which starts at `at`, as self-modifying code
     /// that must be stepped.
     pub(super) fn mark_self_modifying(&mut self, at: u64, run: &StraightRun, count: usize) {
         for n in 0..count {
@@ -84,7 +84,7 @@ impl RunCache {
 }
 
 /// Returns `true` if memory at `at` contains `code`, which is at most [`MAX_RUN_BYTES`] long.
-pub(super) fn is_at(code: &[u8], at: u64, memory: &mut dyn GuestMemory) -> bool {
+pub(super) fn is_at(code: &[u8], at: u64, memory: &mut dyn SteppedGuestMemory) -> bool {
     let mut there = [0; MAX_RUN_BYTES];
     let Some(there) = there.get_mut(..code.len()) else {
         return false;

@@ -3,7 +3,7 @@
 
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_VCPUEVENT_VALID_SHADOW, kvm_mp_state, kvm_vcpu_events};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
-use vpmu::exact::{GuestMemory, StepOutcome};
+use vpmu::exact::{StepOutcome, SteppedGuestMemory};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::state::VcpuState;
@@ -57,7 +57,7 @@ impl Stepper {
             return;
         }
         // The trap must lie within one page. A handler that already begins with an RDPMC trap needs
-        // no other one.
+        // no second trap.
         for &(at, _) in self.gates.watched.iter().filter(|(at, _)| at & 0xfff != 0xfff) {
             if let Some(gpa) = memory.physical(at).map(GuestAddress)
                 && let Ok(there) = self.memory.get_slice(gpa, TRAP.len())
@@ -200,7 +200,7 @@ mod tests {
         page
     }
 
-    /// Only the timer is delayed. While the timer is masked, another source of its vector is not
+    /// Only the timer is delayed. While the timer is masked, other sources of its vector are not
     /// delayed.
     #[test]
     fn timer_vector_is_recognized_unless_masked() {

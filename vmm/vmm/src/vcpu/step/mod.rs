@@ -1,8 +1,8 @@
 //! The exact backing: single-steps a vCPU while a counter requires it.
 //!
 //! The next instruction is decoded before an entry. When KVM reports the completed step, the events
-//! of the instruction are fed to the counters (see [`vpmu::exact`] for the rules). An exit for I/O
-//! or an MSR occurs in the middle of an instruction and does not end its step.
+//! of the instruction are added to the counters (see [`vpmu::exact`] for the rules). An exit for
+//! I/O or an MSR occurs in the middle of an instruction and does not end its step.
 //!
 //! A processor clears the trap flag when it enters a handler, and saves the flag where the guest
 //! can see it. Two modes handle this:
@@ -16,7 +16,7 @@
 //!   flags that the kernel entry saves and is restored on return. If counting is enabled inside the
 //!   kernel, no such flags exist, and the kernel is stepped until it returns.
 //!
-//! A KVM that emulates CPL 0 stops after each instruction there, independent of the trap flag, but
+//! A KVM that emulates CPL 0 stops after each instruction there, regardless of the trap flag, but
 //! cannot step CPL 3. If hardware breakpoints work, a straight-line run of instructions needs only
 //! one stop (`runs.rs`).
 
@@ -32,7 +32,7 @@ use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vpmu::SteppedLevels;
-use vpmu::exact::{CpuState, InstructionClass, RetiredCounts, StepOutcome};
+use vpmu::exact::{InstructionClass, RetiredCounts, StepOutcome, SteppedCpuState};
 
 use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
@@ -62,7 +62,7 @@ const MAX_WALKED_STEPS: u32 = 200_000;
 pub enum StepAction {
     /// Enter the guest.
     Enter,
-    /// An instruction was emulated. Account it and call [`Stepper::prepare`] again.
+    /// An instruction was emulated. Account for it and call [`Stepper::prepare`] again.
     Executed(StepOutcome),
 }
 
@@ -89,8 +89,8 @@ impl Stepper {
     }
 
     /// Prepares the next entry. Called directly before the entry, after reconciling the PMU
-    /// registers. `levels` are the privilege levels counted by steps; `room` returns how much may
-    /// retire at CPL 0 before a counter overflows.
+    /// registers. `levels` are the privilege levels counted by steps; `room` returns the counts
+    /// that may retire at CPL 0 before a counter overflows.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -364,7 +364,7 @@ impl Stepper {
     pub fn after_run(&mut self) {
         self.synced.after_run();
         for (at, code) in self.gates.planted.drain(..).rev() {
-            // The code is restored only if the guest has not overwritten it meanwhile.
+            // The code is restored only if the guest has not overwritten it.
             if let Ok(there) = self.memory.get_slice(at, TRAP.len())
                 && there.read_obj::<[u8; 2]>(0).is_ok_and(|code| code == TRAP)
             {
@@ -453,7 +453,7 @@ impl Stepper {
         let mut memory = LinearMemory::new(&self.memory, state);
         if let SteppingMode::Emulated(UserCodeState::Entered { at }) = self.mode {
             self.mode = SteppingMode::Emulated(UserCodeState::Away);
-            let out = CpuState {
+            let out = SteppedCpuState {
                 rip: at,
                 cpl: 3,
                 ..cpu
@@ -481,7 +481,7 @@ impl Stepper {
             // An event has interrupted the user code. The meter identifies the event by the current
             // RIP.
             self.meter
-                .begin(&CpuState { cpl: 3, ..cpu }, &mut UnreadableMemory);
+                .begin(&SteppedCpuState { cpl: 3, ..cpu }, &mut UnreadableMemory);
         }
         let from_user = self.began_in_user();
         let present = self.present.take();

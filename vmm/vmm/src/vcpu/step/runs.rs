@@ -12,7 +12,7 @@
 //! breakpoints work.
 
 use kvm_bindings::kvm_vcpu_events;
-use vpmu::exact::{CpuState, GuestMemory, RetiredCounts, StepOutcome};
+use vpmu::exact::{RetiredCounts, StepOutcome, SteppedCpuState, SteppedGuestMemory};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::decoded::{CurrentStraightRun, MIN_RUN_LENGTH, is_at};
@@ -36,7 +36,7 @@ fn is_quiet(events: &kvm_vcpu_events) -> bool {
 
 impl Stepper {
     /// Begins a run at `state`, between two steps. Returns `None` if no run can be counted there.
-    /// `room` returns how much may retire at CPL 0 before a counter overflows.
+    /// `room` returns the counts that may retire at CPL 0 before a counter overflows.
     pub(super) fn begin_run(
         &mut self,
         fd: &VcpuFd,
@@ -110,7 +110,7 @@ impl Stepper {
         forgotten
     }
 
-    /// Accounts the run that the vCPU has left at `state`.
+    /// Accounts for the run that the vCPU has left at `state`.
     pub(super) fn end_run(&mut self, under_way: &CurrentStraightRun, state: &VcpuState) -> StepOutcome {
         let CurrentStraightRun { at, run, count } = under_way;
         let cpu = state.cpu();
@@ -152,7 +152,8 @@ impl Stepper {
         };
         if in_handler {
             // The next instruction faulted: it began and retired nothing.
-            self.meter.begin(&CpuState { rip, ..cpu }, &mut UnreadableMemory);
+            self.meter
+                .begin(&SteppedCpuState { rip, ..cpu }, &mut UnreadableMemory);
             let fault = self.meter.end(&cpu, &mut memory);
             step.kernel.add(fault.kernel);
             (step.event, step.lost) = (fault.event, fault.lost);

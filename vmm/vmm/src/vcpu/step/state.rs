@@ -5,7 +5,7 @@ use guest_patching::registers::{
     self as patching, DescriptorTable, GeneralRegisters, Segment, SystemRegisters,
 };
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
-use vpmu::exact::{CodeSize, CpuState, GuestMemory};
+use vpmu::exact::{CodeSegmentMode, SteppedCpuState, SteppedGuestMemory};
 
 use crate::kvm::armed_vcpu::{ArmedVcpu, SyncReg};
 use crate::kvm::call::KvmIoctlError;
@@ -26,7 +26,7 @@ impl VcpuState {
     /// Reads the registers from KVM.
     ///
     /// # Errors
-    /// Returns the error of the KVM call.
+    /// Returns an error if the KVM call fails.
     pub fn read(fd: &VcpuFd) -> Result<Self, KvmIoctlError> {
         Ok(Self {
             regs: fd.get_regs()?,
@@ -45,19 +45,19 @@ impl VcpuState {
     }
 
     /// Returns the processor state that the step meter needs.
-    pub fn cpu(&self) -> CpuState {
+    pub fn cpu(&self) -> SteppedCpuState {
         let (regs, sregs) = (&self.regs, &self.sregs);
         let long = self.is_64bit();
-        // In 64-bit code these bases are treated as 0, independent of the descriptors.
+        // In 64-bit code these bases are treated as 0, regardless of the descriptors.
         let flat = |segment: &kvm_segment| if long { 0 } else { segment.base };
-        CpuState {
+        SteppedCpuState {
             rip: regs.rip,
             rflags: regs.rflags,
             cpl: self.cpl(),
             size: match (long, sregs.cs.db) {
-                (true, _) => CodeSize::Bits64,
-                (false, 0) => CodeSize::Bits16,
-                (false, _) => CodeSize::Bits32,
+                (true, _) => CodeSegmentMode::Bits64,
+                (false, 0) => CodeSegmentMode::Bits16,
+                (false, _) => CodeSegmentMode::Bits32,
             },
             gpr: [
                 regs.rax, regs.rcx, regs.rdx, regs.rbx, regs.rsp, regs.rbp, regs.rsi, regs.rdi, regs.r8,
@@ -237,7 +237,7 @@ impl SyncedRegisters {
 /// Unreadable memory, for an interval in which no instruction is known to have executed.
 pub struct UnreadableMemory;
 
-impl GuestMemory for UnreadableMemory {
+impl SteppedGuestMemory for UnreadableMemory {
     fn read(&mut self, _: u64, _: &mut [u8]) -> usize {
         0
     }
@@ -293,6 +293,6 @@ mod tests {
             sregs: kvm_sregs::default(),
         };
         assert!(!state.is_64bit());
-        assert_eq!(state.cpu().size, CodeSize::Bits16);
+        assert_eq!(state.cpu().size, CodeSegmentMode::Bits16);
     }
 }

@@ -2,14 +2,14 @@
 
 use perf_core::branch::BranchEntry;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
-use vpmu::exact::{CpuState, GuestMemory, InstructionClass, StepMeter};
+use vpmu::exact::{InstructionClass, StepMeter, SteppedCpuState, SteppedGuestMemory};
 use vpmu::{SteppedLevels, Vendor};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::decoded::{CurrentStraightRun, RunCache};
 use super::state::{SyncedRegisters, VcpuState};
 use crate::kvm::call::KvmIoctlError;
-use crate::kvm::stepping::Stepping;
+use crate::kvm::stepping::SteppingSupport;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::linear_memory::LinearMemory;
 
@@ -18,7 +18,7 @@ pub(super) const RFLAGS_TF: u64 = 1 << 8;
 pub(super) const RFLAGS_RF: u64 = 1 << 16;
 pub(super) const NMI: u8 = 2;
 
-/// Error of a KVM call during stepping. A guest cannot cause one.
+/// Error when a KVM call fails during stepping. A guest cannot cause one.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to single-step")]
 pub struct StepError(#[from] KvmIoctlError);
@@ -51,8 +51,8 @@ pub(super) enum RedecodeReason {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CurrentStep {
     /// Processor state at the beginning of the step.
-    pub(super) before: CpuState,
-    /// Kind of the instruction.
+    pub(super) before: SteppedCpuState,
+    /// Class of the instruction.
     pub(super) ahead: InstructionClass,
     /// Set if the guest's kernel runs before the instruction executes.
     pub(super) after_kernel: Option<RedecodeReason>,
@@ -157,7 +157,7 @@ pub struct Stepper {
     pub(super) fresh: Option<VcpuState>,
     /// Registers at the last stop, if it was after an instruction of user code.
     pub(super) stopped_in_user: Option<VcpuState>,
-    /// Step count before which the local APIC timer is delayed.
+    /// Step count until which the local APIC timer is delayed.
     pub(super) timer_waits: u64,
     /// Maskable interrupts are held back until the burst ends.
     pub(super) holds_interrupts: bool,
@@ -172,7 +172,7 @@ pub struct Stepper {
 impl Stepper {
     /// Creates a stepper for a vCPU model of `vendor`. `alone` states that the VM has no other
     /// vCPU.
-    pub fn new(vendor: Vendor, memory: GuestMemoryMmap, host: Stepping, alone: bool) -> Self {
+    pub fn new(vendor: Vendor, memory: GuestMemoryMmap, host: SteppingSupport, alone: bool) -> Self {
         Self {
             meter: StepMeter::new(vendor),
             memory,
@@ -233,7 +233,7 @@ impl Stepper {
         self.tally.steps + self.tally.runs
     }
 
-    /// Starts or stops recording taken branches. Interrupts are no longer held back.
+    /// Starts or stops recording taken branches. Afterwards, interrupts are no longer held back.
     pub fn set_branch_recording(&mut self, on: bool) {
         self.meter.set_branch_recording(on);
         self.holds_interrupts = false;
@@ -278,7 +278,7 @@ impl Stepper {
     }
 
     /// Returns the repeated string instruction that is unfinished at `cpu`, for a snapshot.
-    pub fn unfinished_repeat(&self, cpu: &CpuState) -> Option<(u64, u8)> {
+    pub fn unfinished_repeat(&self, cpu: &SteppedCpuState) -> Option<(u64, u8)> {
         self.meter.unfinished_at(cpu)
     }
 
@@ -310,7 +310,7 @@ impl Stepper {
         self.present.is_some_and(|step| step.before.cpl != 0)
     }
 
-    /// Returns the instruction kind of the current step.
+    /// Returns the instruction class of the current step.
     pub(super) fn ahead(&self) -> Option<InstructionClass> {
         self.present.map(|step| step.ahead)
     }

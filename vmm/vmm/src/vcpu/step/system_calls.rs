@@ -1,7 +1,7 @@
 //! Emulation of SYSCALL and SYSRET during stepping, so that the saved and loaded flags do not
 //! contain the stepper's trap flag.
 
-use vpmu::exact::{CpuState, StepMeter, StepOutcome};
+use vpmu::exact::{StepMeter, StepOutcome, SteppedCpuState};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::state::{UnreadableMemory, VcpuState};
@@ -19,7 +19,7 @@ const IA32_FMASK: u32 = 0xc000_0084;
 const SYSRET_FLAGS: u64 = 0x3c_7fd7;
 
 impl Stepper {
-    /// Emulates SYSRET to 64-bit code, because some processors do not stop after it: the loaded
+    /// Emulates SYSRET to 64-bit code, because some processors do not stop after it if the loaded
     /// flags lack the trap flag. Returns `false` if SYSRET would fault.
     pub(super) fn emulate_sysret(&self, fd: &VcpuFd, mut state: VcpuState) -> Result<bool, StepError> {
         let target = state.regs.rcx;
@@ -66,7 +66,7 @@ impl Stepper {
             return Ok(None);
         }
         let called = state.cpu();
-        let in_kernel = CpuState {
+        let in_kernel = SteppedCpuState {
             rip: 0,
             cpl: 0,
             ..called
@@ -111,17 +111,17 @@ impl Stepper {
     }
 }
 
-/// Accounts the return of user code from a SYSCALL or INT. The trap flag is restored with the
-/// flags, so the instruction after the call has also executed.
+/// Accounts for the return to user code from a SYSCALL or INT. The trap flag is restored with
+/// RFLAGS, so the instruction after the call has also executed.
 pub(super) fn end_system_call(
     meter: &mut StepMeter,
-    called: &CpuState,
-    cpu: &CpuState,
+    called: &SteppedCpuState,
+    cpu: &SteppedCpuState,
     memory: &mut LinearMemory<'_>,
 ) -> StepOutcome {
     let behind = meter.next_ip().unwrap_or(called.rip);
     let mut step = meter.end(
-        &CpuState {
+        &SteppedCpuState {
             rip: 0,
             cpl: 0,
             ..*cpu
@@ -129,7 +129,7 @@ pub(super) fn end_system_call(
         &mut UnreadableMemory,
     );
     if cpu.rip != behind {
-        let from = CpuState {
+        let from = SteppedCpuState {
             rip: behind,
             rflags: cpu.rflags,
             ..*called
@@ -189,7 +189,7 @@ mod tests {
     use super::*;
     use crate::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
     use crate::kvm::host::{self, Kvm};
-    use crate::kvm::stepping::Stepping;
+    use crate::kvm::stepping::SteppingSupport;
     use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
     /// Lowest linear address above guest memory, where an access exits to user space.
@@ -216,7 +216,12 @@ mod tests {
     }
 
     fn stepper(guest: &TinyGuest) -> Stepper {
-        Stepper::new(Vendor::Intel, guest.memory.clone(), Stepping::default(), true)
+        Stepper::new(
+            Vendor::Intel,
+            guest.memory.clone(),
+            SteppingSupport::default(),
+            true,
+        )
     }
 
     /// Returns the segment fields that code can observe.

@@ -1,5 +1,5 @@
 //! Tests of a stepper with a KVM vCPU of this host, without the run loop. A program retires exactly
-//! the events of its instructions, independent of the exits in between.
+//! the events of its instructions, regardless of the exits in between.
 
 use proptest::prelude::*;
 use vm_memory::GuestAddress;
@@ -206,7 +206,7 @@ impl SteppedVcpu {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Each instruction is counted once and by its kind, even if it exits to user space in the
+    /// Each instruction is counted once and in its class, even if it exits to user space in the
     /// middle, with and without straight-line runs.
     #[test]
     fn program_retires_events_of_its_instructions(
@@ -257,7 +257,7 @@ proptest! {
                 right.add(counts([1, 1, 1, 0, 0, 0]));
                 stepped.run(KERNEL, *end);
             } else {
-                // The stepper does not handle a breakpoint of another user, such as RDPMC.
+                // The stepper does not handle breakpoints of other users, such as RDPMC.
                 stepped.debug.set_sites(&[*end]);
                 prop_assert_eq!(stepped.prepare(NOTHING), StepAction::Enter);
                 loop {
@@ -295,7 +295,7 @@ fn guest_never_sees_stepper_trap_flag() {
     assert_eq!(saved, 2);
 }
 
-/// A string instruction counts as one instruction, independent of the number of exits during its
+/// A string instruction counts as one instruction, regardless of the number of exits during its
 /// execution.
 #[test]
 fn string_instruction_counts_once() {

@@ -1,13 +1,13 @@
-//! A guest counts on under another backing than that of its snapshot.
+//! Tests that a guest continues to count under a different backing from that of its snapshot.
 
 use vmm::kvm::execution;
 use vmm::vm::restore::announced_events;
 
 use super::*;
 
-/// Enables counter 0 for cycles and counter 1 for changes of backings. Writes the low 16 bits of
-/// counter 0 to the serial port 10,000 times, so that most of them follow a late snapshot, and counter 1
-/// once.
+/// Guest code that enables counter 0 for cycles and counter 1 for backing changes. It writes the
+/// low 16 bits of counter 0 to the serial port 10,000 times, so that most of these bytes follow a
+/// late snapshot, and writes counter 1 once.
 const CODE: [u8; 67] = [
     0x31, 0xD2, // xor edx, edx
     0xB9, 0x86, 0x01, 0x00, 0x00, // mov ecx, 0x186
@@ -31,7 +31,7 @@ const CODE: [u8; 67] = [
     0xEE, // out dx, al
     0xB0, 0x10, 0xE6, 0xF4, 0xF4, // mov al, 0x10; out 0xf4, al; hlt
 ];
-/// Instructions from one read of the counter to the next.
+/// Number of instructions between two reads of the counter.
 const INSTRUCTIONS: u16 = 8;
 
 fn with_policy(policy: BackingPolicy) -> VmConfig {
@@ -41,7 +41,7 @@ fn with_policy(policy: BackingPolicy) -> VmConfig {
     config
 }
 
-/// Takes a snapshot of the guest while it counts by the clock. Returns `None` without KVM.
+/// Takes a snapshot of the guest while it counts with the clock. Returns `None` without KVM.
 fn counting_by_clock() -> Option<(RestoredMachine, usize)> {
     let source = TestVm::start(&with_policy(BackingPolicy::Clock), None)?;
     while source.output.len() < 100 {
@@ -50,8 +50,8 @@ fn counting_by_clock() -> Option<(RestoredMachine, usize)> {
     source.snapshot()
 }
 
-/// Restores the guest, and returns the values of counter 0 after its first one, and that of counter 1.
-/// The restored guest begins at byte `cut` of the output.
+/// Restores the guest, and returns the values of counter 0 after the first one, and the value of
+/// counter 1. The output of the restored guest begins at byte `cut`.
 fn restored(config: &VmConfig, saved: RestoredMachine, cut: usize) -> (Vec<u16>, u8) {
     let output = TestVm::start(config, Some(saved)).unwrap().finish();
     let (changes, output) = output.split_last().unwrap();
@@ -89,8 +89,9 @@ fn restored_guest_counts_by_steps_exactly() {
     assert_eq!(changes, 1);
 }
 
-/// A guest that was stepped at the cut is stepped from its first instruction on, because KVM's debug
-/// state is not part of the snapshot. Under another backing it is not stepped.
+/// A guest that was stepped at the snapshot is stepped from its first instruction after the
+/// restore, because KVM's debug state is not part of the snapshot. Under a different backing, it is
+/// not stepped.
 #[test]
 fn guest_debug_state_is_applied_anew() {
     let Some(mut config) = stepped() else { return };

@@ -1,9 +1,9 @@
-//! Snapshots at random exits: the outputs of the source and of the restored VM, with their counts and
-//! PMIs, are equal to that of a VM without a cut.
+//! Tests of snapshots at random exits. The outputs of the source and of the restored VM, with their
+//! counts and PMIs, equal that of a VM without a snapshot.
 //!
-//! `make snapshots` takes a thousand of each guest. A failure names the seed of its snapshot;
-//! `PERFVISOR_SNAPSHOT_SEED` begins with it. The seed determines where the guest is interrupted, but
-//! not the exit that follows, because the host schedules the vCPU.
+//! `make snapshots` takes a thousand snapshots of each guest. A failure names the seed of its
+//! snapshot; set `PERFVISOR_SNAPSHOT_SEED` to begin with this seed. The seed determines where the
+//! guest is interrupted, but not the exit that follows, because the host schedules the vCPU.
 
 use std::hash::{BuildHasher as _, RandomState};
 
@@ -17,15 +17,16 @@ use super::*;
 const PACED: &[u8] = include_bytes!("paced.bin");
 /// Code of `stepped.s`.
 const STEPPED: &[u8] = include_bytes!("stepped.bin");
-/// Rounds of the paced guest that read a counter by RDPMC, each with one byte of output.
+/// Number of rounds of the paced guest that read a counter with RDPMC, each with one byte of
+/// output.
 const READS: usize = 12;
-/// Other rounds of the paced guest.
+/// Number of other rounds of the paced guest.
 const PACED_ROUNDS: u32 = 30;
 /// Address at which the paced guest stores 1 while it waits for a PMI that only the limit can delay.
 const WAITS: u64 = 0x1a_0008;
 /// Vector of the paced guest's PMI.
 const VECTOR: usize = 0x40;
-/// PMIs per second of the paced guest. The first 16 are not delayed.
+/// PMI limit of the paced guest, in PMIs per second. The first 16 are not delayed.
 const PMI_LIMIT: u32 = 150;
 /// Default number of snapshots of a test.
 const SNAPSHOTS: usize = 20;
@@ -54,18 +55,19 @@ fn snapshots_or(default: usize) -> usize {
     number_in("PERFVISOR_SNAPSHOTS").map_or(default, |number| usize::try_from(number).unwrap())
 }
 
-/// Numbers of snapshots with each state of the PMI.
+/// Number of snapshots in each state of the PMI.
 #[derive(Debug, Default)]
 struct MetStates {
-    /// A counter has overflowed, and the PMI is not delivered.
+    /// Snapshots in which a counter has overflowed and the PMI is not delivered.
     due: usize,
-    /// The PMI is due, and LVTPC is masked.
+    /// Snapshots in which the PMI is due and LVTPC is masked.
     masked: usize,
-    /// The PMI is due and delayed by the limit.
+    /// Snapshots in which the PMI is due and delayed by the limit.
     throttled: usize,
-    /// The PMI is due, and the guest has executed nothing since an emulated RDPMC.
+    /// Snapshots in which the PMI is due and the guest has executed nothing since an emulated
+    /// RDPMC.
     behind_rdpmc: usize,
-    /// The PMI is requested from the local APIC, or its handler runs.
+    /// Snapshots in which the PMI is requested from the local APIC or its handler runs.
     in_service: usize,
 }
 
@@ -98,14 +100,14 @@ fn is_pmi_due(registers: &[u8]) -> bool {
         .unwrap()
 }
 
-/// Returns `true` if the paced guest's vector is requested or in service, or an NMI is.
+/// Returns `true` if the paced guest's vector or an NMI is requested or in service.
 fn is_in_service(vcpu: &SavedVcpu) -> bool {
     let at = VECTOR / 32 * 16 + VECTOR % 32 / 8;
     let requested = vcpu.lapic.0[XAPIC_IRR + at] | vcpu.lapic.0[XAPIC_ISR + at];
     requested >> (VECTOR % 8) & 1 != 0 || vcpu.pmu.nmi_sent
 }
 
-/// Waits until the source has written `length` bytes or ended, and then for `delay`.
+/// Waits until the source has written `length` bytes or has stopped, and then for `delay`.
 fn run_until(source: &TestVm, length: usize, delay: Duration) {
     while source.output.len() < length && source.vm.control().reason().is_none() {
         std::hint::spin_loop();
@@ -117,8 +119,9 @@ fn run_until(source: &TestVm, length: usize, delay: Duration) {
 }
 
 /// Takes `number` snapshots, each of a new VM, and compares the outputs of the source and of the
-/// restored VM with that of a VM without a cut, which is returned. Each snapshot follows a random byte
-/// of one of `parts`, which are lengths of the beginning of the output. Returns `None` without KVM.
+/// restored VM with that of a VM without a snapshot, which is returned. Each snapshot follows a
+/// random byte of one of `parts`, which are lengths of the beginning of the output. Returns `None`
+/// without KVM.
 pub(super) fn cut_at_random(config: &VmConfig, number: usize, parts: &[usize]) -> Option<Vec<u8>> {
     let expected = TestVm::start(config, None)?.finish();
     let (start, mut met, mut taken) = (Instant::now(), MetStates::default(), 0);
@@ -163,8 +166,8 @@ fn output_and_counts_are_equal_with_and_without_the_cut() {
     assert_eq!((counted, pmis, status & 2, after), (4 * ROUNDS, 1, 0, 1));
 }
 
-/// A PMI that is due, masked, delayed by the limit or behind an RDPMC at the cut is delivered once, and
-/// before a read that shows its overflow.
+/// A PMI that is due, masked, delayed by the limit or pending after an RDPMC at the snapshot is
+/// delivered once, and before a read that shows its overflow.
 #[test]
 fn each_pmi_is_delivered_once_with_and_without_the_cut() {
     let mut config = config(PACED);
@@ -181,8 +184,8 @@ fn each_pmi_is_delivered_once_with_and_without_the_cut() {
     assert_eq!(results(&output), expected);
 }
 
-/// Each instruction is counted once by steps and by straight-line runs, and each PMI interrupts the same
-/// instruction, with and without the cut.
+/// Each instruction is counted once by steps and by straight-line runs, and each PMI interrupts the
+/// same instruction, with and without a snapshot.
 #[test]
 fn stepped_counts_are_exact_with_and_without_the_cut() {
     let mut config = config(STEPPED);

@@ -1,15 +1,15 @@
-//! Memory that is read in rounds while the guest runs.
+//! Tests of memory that is read in rounds while the guest runs.
 
 use vmm::memory::GuestRam;
-use vmm::vm::migrate::Migration;
+use vmm::vm::migrate::OutgoingMigration;
 
 use super::*;
 
 /// Number of moves of the test.
 const MOVES: usize = 8;
 
-/// Copies what the guest has written since the preceding round.
-fn copy_round(migration: &mut Migration, ram: &GuestRam, is_paused: bool) {
+/// Copies the memory that the guest has written since the preceding round.
+fn copy_round(migration: &mut OutgoingMigration, ram: &GuestRam, is_paused: bool) {
     let mut offset = 0;
     while offset < migration.memory_bytes() {
         let piece = migration.read_memory(offset, is_paused).unwrap();
@@ -27,15 +27,15 @@ fn copy_round(migration: &mut Migration, ram: &GuestRam, is_paused: bool) {
     }
 }
 
-/// Moves the VM when its output has this length. Returns it with the length at the move, or `None` if
-/// the guest has ended before.
+/// Moves the VM when its output has reached `length`. Returns the machine with the length at the
+/// move, or `None` if the guest has ended before.
 fn moved(source: &TestVm, length: usize) -> Option<(RestoredMachine, usize)> {
-    let mut migration = Migration::begin(source.vm.snapshots(), Default::default()).unwrap();
+    let mut migration = OutgoingMigration::begin(source.vm.snapshots(), Default::default()).unwrap();
     let ram = GuestRam::new(migration.memory_bytes()).unwrap();
     while source.output.len() < length && source.vm.control().reason().is_none() {
         copy_round(&mut migration, &ram, false);
     }
-    let mut snapshot = match Snapshot::begin(source.vm.snapshots(), Default::default()) {
+    let mut snapshot = match VmSnapshot::begin(source.vm.snapshots(), Default::default()) {
         Ok(snapshot) => snapshot,
         Err(SnapshotError::Ended) => return None,
         Err(e) => panic!("{}", error_line(&e)),

@@ -94,8 +94,8 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
     }
 }
 
-fn of(all_vms: bool, vms: Vec<ListedVm>) -> Screen {
-    Screen {
+fn of(all_vms: bool, vms: Vec<ListedVm>) -> TopScreen {
+    TopScreen {
         event: "cycles".into(),
         frequency_hz: 250,
         all_vms,
@@ -103,7 +103,7 @@ fn of(all_vms: bool, vms: Vec<ListedVm>) -> Screen {
     }
 }
 
-fn one() -> Screen {
+fn one() -> TopScreen {
     let symbols = vec![
         symbol(1.0, Some(9), "/bin/b", "cool", false),
         symbol(6.0, Some(7), "/bin/a", "hot", false),
@@ -112,7 +112,7 @@ fn one() -> Screen {
     of(false, vec![vm("box", symbols)])
 }
 
-fn two() -> Screen {
+fn two() -> TopScreen {
     let a = vm("a", vec![symbol(6.0, Some(7), "/bin/a", "hot", false)]);
     let b = vm(
         "b@7",
@@ -128,7 +128,7 @@ fn two() -> Screen {
     of(true, vec![a, b, failed])
 }
 
-fn drawn(screen: &Screen, ui: &mut UiState, width: u16, height: u16) -> Vec<String> {
+fn drawn(screen: &TopScreen, ui: &mut UiState, width: u16, height: u16) -> Vec<String> {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| screen.draw(frame, ui)).unwrap();
     let buffer = terminal.backend().buffer();
@@ -136,7 +136,7 @@ fn drawn(screen: &Screen, ui: &mut UiState, width: u16, height: u16) -> Vec<Stri
     (0..height).map(|y| line(y).trim_end().to_owned()).collect()
 }
 
-fn view(screen: &Screen, view: TopView) -> (UiState, String) {
+fn view(screen: &TopScreen, view: TopView) -> (UiState, String) {
     let mut ui = UiState::new(screen.all_vms);
     ui.view = view;
     let lines = drawn(screen, &mut ui, 140, 12).join("\n");
@@ -176,7 +176,7 @@ fn text_shows_all_views() {
     );
 }
 
-/// Shares relate to the total of all VMs, and a failed VM has one row with the reason.
+/// Shares are relative to the total of all VMs, and a failed VM has one row with the reason.
 #[test]
 fn all_vms_share_one_table() {
     let screen = two();
