@@ -22,7 +22,7 @@ use perf_event_open_sys::perf_event_open;
 
 use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::heartbeat;
-use lab_agent::ordered::{self, OrderedOutputWriter, OutputStream};
+use lab_agent::ordered::{self, OrderedOutputReceiver, OutputStream};
 use lab_agent::terminal;
 use lab_agent::wire::{Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, StartRequest, StreamMode};
 use lab_agent::wire::{read_frame, write_frame};
@@ -179,7 +179,7 @@ impl Input {
 /// Source of the output of a process.
 enum OutputSource {
     Pipes(ChildStdout, ChildStderr),
-    Ordered(OrderedOutputWriter),
+    Ordered(OrderedOutputReceiver),
     Terminal(File),
 }
 

@@ -31,14 +31,14 @@ pub enum OutputStream {
 const CAPACITY_BYTES: i32 = 4096;
 
 /// The read ends of both pipes.
-pub struct OrderedOutputWriter {
+pub struct OrderedOutputReceiver {
     stdout: PipeReader,
     stderr: PipeReader,
     epoll: Epoll,
 }
 
 /// Write ends of both pipes, which are passed to the process and closed in this process.
-pub struct OrderedOutputReader {
+pub struct OrderedOutputSender {
     /// Standard output of the process.
     pub stdout: PipeWriter,
     /// Standard error of the process.
@@ -49,7 +49,7 @@ pub struct OrderedOutputReader {
 ///
 /// # Errors
 /// Returns an error if no descriptors are left.
-pub fn pipes() -> io::Result<(OrderedOutputWriter, OrderedOutputReader)> {
+pub fn pipes() -> io::Result<(OrderedOutputReceiver, OrderedOutputSender)> {
     let (stdout, stdout_writer) = packet_pipe()?;
     let (stderr, stderr_writer) = packet_pipe()?;
     let epoll = Epoll::new()?;
@@ -59,19 +59,19 @@ pub fn pipes() -> io::Result<(OrderedOutputWriter, OrderedOutputReader)> {
         epoll.ctl(ControlOperation::Add, fd, event)?;
     }
     Ok((
-        OrderedOutputWriter {
+        OrderedOutputReceiver {
             stdout,
             stderr,
             epoll,
         },
-        OrderedOutputReader {
+        OrderedOutputSender {
             stdout: stdout_writer,
             stderr: stderr_writer,
         },
     ))
 }
 
-impl OrderedOutputWriter {
+impl OrderedOutputReceiver {
     /// Passes each packet to `sink` until both pipes are closed or `sink` fails.
     ///
     /// # Errors

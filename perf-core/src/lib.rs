@@ -30,7 +30,7 @@
 //! use std::sync::Arc;
 //!
 //! use perf_core::pmu::host::HostPmu;
-//! use perf_core::record::{RecordFormat, Record};
+//! use perf_core::record::{DecodedRecord, RecordFormat};
 //! use perf_core::ring::RingReader;
 //! use perf_core::*;
 //!
@@ -44,7 +44,7 @@
 //!     .build()?;
 //! let thread = core.add_thread(0)?;
 //! thread.sched_in();
-//! let operator = core.session(0, Role::Admin);
+//! let operator = core.session(0, SessionRole::Admin);
 //! let attr = Attr::sampling(EventType::SOFTWARE, TASK_CLOCK, 1_000_000)
 //!     .with_sample_type(SampleType::TIME | SampleType::PERIOD);
 //! let target = OpenTarget::Vcpu(thread.id());
@@ -67,7 +67,7 @@
 //! let format = RecordFormat::from(clock.attr());
 //! let mut stand_for_ns = 0;
 //! while let Some(raw) = ring.next_record()? {
-//!     if let Record::Sample(sample) = Record::decode(raw, format)? {
+//!     if let DecodedRecord::Sample(sample) = DecodedRecord::decode(raw, format)? {
 //!         stand_for_ns += sample.period;
 //!     }
 //! }
@@ -90,12 +90,12 @@
 //! let vcpu = core.add_vcpu(VcpuId(0), 4711 /* host thread that runs it */)?;
 //!
 //! // An operator counts cycles on all vCPUs, including those that are added later.
-//! let operator = core.session(0, Role::Admin);
+//! let operator = core.session(0, SessionRole::Admin);
 //! let attr = Attr::counting(EventType::HARDWARE, 0).with_inherit();
 //! let cycles = core.open(&operator, attr, OpenTarget::Vm, None, OpenFlags::default())?;
 //!
 //! // The guest programmed a counter: a pinned event on its vCPU that reports overflows under cookie 3.
-//! let guest = core.session(0, Role::Guest);
+//! let guest = core.session(0, SessionRole::Guest);
 //! let attr = Attr { pinned: true, exclude_host: true, ..Attr::sampling(EventType::HARDWARE, 1, 1 << 48) };
 //! let flags = OpenFlags::with_cookie(3);
 //! let counter = core.open(&guest, attr, OpenTarget::Vcpu(VcpuId(0)), None, flags)?;

@@ -147,7 +147,7 @@ impl EventHandle {
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let core = PerfCore::builder().driver(Arc::new(SimPmu::with_slots(4))).build()?;
     /// # core.add_vcpu(VcpuId(0), 1)?;
-    /// # let session = core.session(0, Role::Admin);
+    /// # let session = core.session(0, SessionRole::Admin);
     /// # let (target, flags) = (OpenTarget::Vcpu(VcpuId(0)), OpenFlags::default());
     /// let event = core.open(&session, Attr::sampling(EventType::SIM, 1, 100), target, None, flags)?;
     /// assert!(event.pause_output(true).is_err(), "it has no ring");

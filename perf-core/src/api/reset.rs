@@ -26,7 +26,7 @@ impl PerfCore {
     /// # let pmu = SimPmu::with_slots(4);
     /// # let core = PerfCore::builder().driver(Arc::new(pmu.clone())).build()?;
     /// # core.add_vcpu(VcpuId(0), 1)?.sched_in();
-    /// # let session = core.session(0, Role::Admin);
+    /// # let session = core.session(0, SessionRole::Admin);
     /// // Counts the next boot only, not the code that runs before it.
     /// let attr = Attr {
     ///     disabled: true,

@@ -137,7 +137,7 @@ impl PerfCore {
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let core = PerfCore::builder().driver(Arc::new(HostPmu::software(None))).build()?;
     /// let cpu = core.add_cpu(0)?;
-    /// let session = core.session(0, Role::Admin);
+    /// let session = core.session(0, SessionRole::Admin);
     /// // PERF_COUNT_SW_CONTEXT_SWITCHES
     /// let attr = Attr::counting(EventType::SOFTWARE, 3);
     /// match core.open(&session, attr, OpenTarget::Vcpu(cpu.id()), None, OpenFlags::default()) {

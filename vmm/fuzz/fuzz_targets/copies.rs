@@ -6,7 +6,7 @@
 
 use std::fs;
 
-use guest_agent::receive::{CopyProgress, TreeReceiver};
+use guest_agent::receive::{TreeCopyProgress, TreeReceiver};
 use guest_agent::wire::{MAX_PAYLOAD, read_frame};
 use libfuzzer_sys::fuzz_target;
 
@@ -21,8 +21,8 @@ fuzz_target!(|data: &[u8]| {
         assert!(frame.payload.len() <= MAX_PAYLOAD);
         let _ = (frame.number(), frame.text());
         match receiver.take(&frame) {
-            Ok(CopyProgress::More | CopyProgress::Skipped(_)) => {}
-            Ok(CopyProgress::Done) | Err(_) => break,
+            Ok(TreeCopyProgress::More | TreeCopyProgress::Skipped(_)) => {}
+            Ok(TreeCopyProgress::Done) | Err(_) => break,
         }
     }
     drop(receiver);

@@ -2,10 +2,10 @@
 //! the VM.
 #![no_main]
 
-use firecracker_api::fault::Fault;
-use firecracker_api::http::{Parsed, parse};
-use firecracker_api::resources::LimiterChange;
-use firecracker_api::session::{Session, VmBackend};
+use firecracker_api::fault::ApiFault;
+use firecracker_api::http::{HttpParseOutcome, parse};
+use firecracker_api::resources::RateLimiterChange;
+use firecracker_api::session::{ApiSession, VmBackend};
 use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
@@ -36,15 +36,15 @@ impl VmBackend for Accepting {
         self.check_options(options)
     }
 
-    fn put_metadata(&mut self, _: Value) -> Result<(), Fault> {
+    fn put_metadata(&mut self, _: Value) -> Result<(), ApiFault> {
         Ok(())
     }
 
-    fn patch_metadata(&mut self, _: Value) -> Result<(), Fault> {
+    fn patch_metadata(&mut self, _: Value) -> Result<(), ApiFault> {
         Ok(())
     }
 
-    fn metadata(&mut self) -> Result<Value, Fault> {
+    fn metadata(&mut self) -> Result<Value, ApiFault> {
         Ok(Value::Null)
     }
 
@@ -60,7 +60,7 @@ impl VmBackend for Accepting {
         Ok(())
     }
 
-    fn change_limiter(&mut self, _: &LimiterChange) -> Result<(), String> {
+    fn change_limiter(&mut self, _: &RateLimiterChange) -> Result<(), String> {
         Ok(())
     }
 
@@ -90,9 +90,9 @@ impl VmBackend for Accepting {
 }
 
 fuzz_target!(|data: &[u8]| {
-    let mut session = Session::new(Accepting, "fuzz".into(), "0".into());
+    let mut session = ApiSession::new(Accepting, "fuzz".into(), "0".into());
     let mut rest = data;
-    while let Parsed::Complete(request, taken) = parse(rest, 51_200) {
+    while let HttpParseOutcome::Complete(request, taken) = parse(rest, 51_200) {
         let response = session.answer(&request);
         assert!(matches!(response.status, 200 | 204 | 400));
         rest = &rest[taken..];

@@ -7,7 +7,7 @@
 #![no_main]
 
 use guest_profile::GuestRegs;
-use guest_profile::locate::{KernelAnchors, read_kernel};
+use guest_profile::locate::{KernelAnchorRegisters, read_kernel};
 use guest_profile::task::TaskLayout;
 use guest_profile::task::areas::KernelTables;
 use libfuzzer_sys::fuzz_target;
@@ -42,7 +42,7 @@ fuzz_target!(|data: &[u8]| {
         return;
     };
     let (ram, cr3, anchors) = if how & 1 == 0 {
-        let anchors = KernelAnchors {
+        let anchors = KernelAnchorRegisters {
             lstar: START + 0x40,
             idt_base: START,
         };
@@ -52,7 +52,7 @@ fuzz_target!(|data: &[u8]| {
             return;
         };
         let word = |n: usize| u64::from_le_bytes(words[8 * n..8 * n + 8].try_into().expect("eight bytes"));
-        let anchors = KernelAnchors {
+        let anchors = KernelAnchorRegisters {
             lstar: word(1),
             idt_base: word(2),
         };

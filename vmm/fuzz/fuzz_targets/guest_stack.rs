@@ -7,7 +7,7 @@
 use libfuzzer_sys::fuzz_target;
 use guest_profile::GuestRegs;
 use kernel_images::orc::OrcTable;
-use guest_profile::unwind::{KernelUnwind, UnwindLimits, walk};
+use guest_profile::unwind::{KernelUnwinder, UnwindLimits, walk};
 
 const REGISTERS: usize = 11;
 
@@ -64,7 +64,7 @@ fuzz_target!(|data: &[u8]| {
     };
     let mut out = [0; 80];
     ORC.with(|orc| {
-        let kernel = KernelUnwind {
+        let kernel = KernelUnwinder {
             orc: (flags & 8 == 0).then_some(orc),
             slide: word(10),
             entry_text: (0, if flags & 16 == 0 { 0 } else { u64::MAX }),

@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
 use guest_profile::GuestRegs;
-use guest_profile::locate::KernelAnchors;
+use guest_profile::locate::KernelAnchorRegisters;
 use guest_profile::search::ask;
 use libfuzzer_sys::fuzz_target;
 
@@ -61,7 +61,7 @@ fuzz_target!(|data: &[u8]| {
     let memory = vec![0x5A; MEMORY];
     let until = Instant::now() + Duration::from_secs(60);
     let regs = GuestRegs::default();
-    match ask(&mut reader, memory.as_slice(), &regs, &KernelAnchors::default(), until) {
+    match ask(&mut reader, memory.as_slice(), &regs, &KernelAnchorRegisters::default(), until) {
         Ok(kernel) => {
             let text = kernel.symbols.unpack();
             assert!(text.len() <= says.len());

@@ -8,7 +8,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use snapshot::stream::{Message, MessageReader, read_preamble, send};
+use snapshot::stream::{StreamMessage, MessageReader, read_preamble, send};
 
 const MEMORY: u64 = 32 << 20;
 
@@ -40,13 +40,13 @@ fuzz_target!(|data: &[u8]| {
     reader.set_memory_bytes(MEMORY);
     while let Ok(message) = reader.receive() {
         match &message {
-            Message::Pages { offset, data } => assert!(offset + data.len() as u64 <= MEMORY),
-            Message::Zeros { offset, bytes } => assert!(offset + bytes <= MEMORY),
-            Message::Machine(state) | Message::State(state) => {
+            StreamMessage::Pages { offset, data } => assert!(offset + data.len() as u64 <= MEMORY),
+            StreamMessage::Zeros { offset, bytes } => assert!(offset + bytes <= MEMORY),
+            StreamMessage::Machine(state) | StreamMessage::State(state) => {
                 let _ = snapshot::decode(state);
             }
             // Invalid UTF-8 is replaced, which may exceed the limit.
-            Message::Failed(_) => continue,
+            StreamMessage::Failed(_) => continue,
             _ => {}
         }
         let mut again = Vec::new();

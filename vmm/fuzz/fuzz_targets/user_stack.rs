@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use guest_profile::cfi::{CodeMap, MappedCode, REGISTERS, Unwinder, UserThreadState};
-use guest_profile::modules::Module;
+use guest_profile::modules::LoadedModule;
 use libfuzzer_sys::fuzz_target;
 
 const BASE: u64 = 0x5555_0000_0000;
@@ -29,7 +29,7 @@ fuzz_target!(|data: &[u8]| {
         part[..len].copy_from_slice(&there[..len]);
         Some(part)
     };
-    let Some(module) = Module::read(&mut memory, BASE, true) else {
+    let Some(module) = LoadedModule::read(&mut memory, BASE, true) else {
         return;
     };
     assert!(reads < 400 && bytes < 128 << 20);

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 /// The registers that point into the kernel; 0 for an unknown register.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
-pub struct KernelReferenceSymbols {
+pub struct KernelAnchorRegisters {
     /// IA32_LSTAR (MSR 0xC0000082).
     pub lstar: u64,
     /// Base of the IDT (`sregs.idt.base`).
@@ -73,7 +73,7 @@ pub fn place<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
     image: &KernelImage,
-    anchors: &KernelReferenceSymbols,
+    anchors: &KernelAnchorRegisters,
 ) -> Result<KernelLocation, LocateError> {
     let mut space = AddressSpace::of(mem, regs)?;
     let mut budget = WalkBudget::new(PLACE_READS, None);
@@ -143,7 +143,7 @@ fn idt_gate<M: GuestPhys + ?Sized>(
 pub fn read_kernel<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
-    anchors: &KernelReferenceSymbols,
+    anchors: &KernelAnchorRegisters,
 ) -> Result<KernelImage, LocateError> {
     let first = AddressSpace::of(mem, regs)?;
     let mut result = Err(LocateError::NoAnchor);

@@ -11,7 +11,7 @@ use kernel_images::packed::PackedText;
 use super::found_kernel::{FoundKernel, UnreadPart};
 use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES};
 use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
-use crate::locate::KernelReferenceSymbols;
+use crate::locate::KernelAnchorRegisters;
 use crate::{GuestPhys, GuestRegs};
 
 /// Maximum number of memory ranges that one search may request. A kernel mapped with small pages
@@ -67,7 +67,7 @@ pub fn ask<M: GuestPhys + ?Sized>(
     stream: &mut (impl Read + Write),
     memory: &M,
     regs: &GuestRegs,
-    anchors: &KernelReferenceSymbols,
+    anchors: &KernelAnchorRegisters,
     until: Instant,
 ) -> Result<FoundKernel, SearchError> {
     let question = SearchRequest {

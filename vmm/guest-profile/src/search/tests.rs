@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES, RemoteMemory};
 use super::wire::{self, MemoryRequest, PIECE};
 use super::*;
-use crate::locate::KernelReferenceSymbols;
+use crate::locate::KernelAnchorRegisters;
 use crate::{GuestPage, GuestPhys, GuestRegs};
 
 /// A timeout that never expires in a test.
@@ -46,7 +46,7 @@ fn asked_until(
             &mut ours,
             ram,
             &GuestRegs::default(),
-            &KernelReferenceSymbols::default(),
+            &KernelAnchorRegisters::default(),
             until,
         );
         drop(ours);
@@ -93,7 +93,7 @@ fn reader_reports_missing_kernel() {
     let ram = ram();
     let (mut ours, its) = UnixStream::pair().unwrap();
     let reader = std::thread::spawn(move || serve(its).unwrap());
-    let (regs, anchors) = (GuestRegs::default(), KernelReferenceSymbols::default());
+    let (regs, anchors) = (GuestRegs::default(), KernelAnchorRegisters::default());
     let found = ask(&mut ours, &ram[..], &regs, &anchors, Instant::now() + LATER);
     let why = found.unwrap_err().to_string();
     assert_eq!(why, "cannot read the guest's page tables");

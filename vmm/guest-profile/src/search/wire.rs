@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::found_kernel::UnreadPart;
 use crate::GuestRegs;
-use crate::locate::KernelReferenceSymbols;
+use crate::locate::KernelAnchorRegisters;
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 
@@ -38,7 +38,7 @@ pub(super) const FAILED: u8 = b'X';
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SearchRequest {
     pub(super) regs: GuestRegs,
-    pub(super) anchors: KernelReferenceSymbols,
+    pub(super) anchors: KernelAnchorRegisters,
 }
 
 /// Properties of a kernel in addition to symbols and unwind tables.

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use guest_profile::locate::{self, KernelReferenceSymbols};
+use guest_profile::locate::{self, KernelAnchorRegisters};
 use guest_profile::programs::GuestSymbols;
 use guest_profile::task::{TaskLayout, TaskReader};
 use guest_profile::unwind::{
@@ -63,7 +63,7 @@ struct Guest {
     mem: MemoryFile,
     regs: GuestRegs,
     image: KernelImage,
-    anchors: KernelReferenceSymbols,
+    anchors: KernelAnchorRegisters,
     kallsyms: KernelSymbols,
     slide: u64,
     dir: PathBuf,
@@ -113,7 +113,7 @@ fn guest(which: &str) -> Option<Guest> {
         mem: MemoryFile(std::fs::File::open(dir.join(format!("{which}.mem"))).unwrap()),
         regs,
         image,
-        anchors: KernelReferenceSymbols { lstar, idt_base: 0 },
+        anchors: KernelAnchorRegisters { lstar, idt_base: 0 },
         kallsyms,
         slide,
         console: std::fs::read_to_string(dir.join("console")).unwrap(),

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use guest_profile::locate::KernelReferenceSymbols;
+use guest_profile::locate::KernelAnchorRegisters;
 use guest_profile::search::{self, FoundKernel, SearchError};
 use guest_profile::{GuestPhys, GuestRegs};
 use sandbox::{
@@ -87,7 +87,7 @@ impl KernelReader {
         &self,
         memory: &M,
         regs: &GuestRegs,
-        anchors: &KernelReferenceSymbols,
+        anchors: &KernelAnchorRegisters,
     ) -> Result<FoundKernel, KernelReadError> {
         let mut worker = self.workers.begin()?;
         let found = search::ask(worker.socket(), memory, regs, anchors, Instant::now() + TIMEOUT);

@@ -20,7 +20,7 @@ use super::branches::BranchCollector;
 use super::kernel_reader::{KernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
-use guest_profile::locate::KernelReferenceSymbols;
+use guest_profile::locate::KernelAnchorRegisters;
 use guest_profile::mappings::{self, MappingListeners, MappingReporter};
 use guest_profile::paging::{AddressSpace, has_five_levels};
 use guest_profile::sample::{RAW_BYTES, SampleData};
@@ -194,7 +194,7 @@ impl GuestSamplingContext {
 
     /// Starts a thread that reads the running kernel from guest memory. Later samples use the
     /// result.
-    fn search_from(&self, regs: Option<(GuestRegs, KernelReferenceSymbols)>) {
+    fn search_from(&self, regs: Option<(GuestRegs, KernelAnchorRegisters)>) {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
         let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
@@ -457,7 +457,7 @@ impl<'a> VcpuSampleRegs<'a> {
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
         let regs = self.regs_with_kernel_gs().map(|regs| {
-            let anchors = KernelReferenceSymbols {
+            let anchors = KernelAnchorRegisters {
                 lstar,
                 idt_base: regs.idt_base,
             };

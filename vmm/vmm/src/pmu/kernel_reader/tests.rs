@@ -15,7 +15,7 @@ const LSTAR: u64 = START + 0x40;
 
 /// Returns guest memory with a small kernel at 4 MiB, mapped at [`START`], and registers that refer
 /// to it.
-fn guest() -> (GuestMemoryMmap, GuestRegs, KernelReferenceSymbols) {
+fn guest() -> (GuestMemoryMmap, GuestRegs, KernelAnchorRegisters) {
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
     let entries = [
         (0x1000 + 8 * 511, 0x2003u64),
@@ -42,7 +42,7 @@ fn guest() -> (GuestMemoryMmap, GuestRegs, KernelReferenceSymbols) {
         efer: 1 << 10 | 1 << 8,
         ..GuestRegs::default()
     };
-    let anchors = KernelReferenceSymbols {
+    let anchors = KernelAnchorRegisters {
         lstar: LSTAR,
         idt_base: 0,
     };
@@ -88,7 +88,7 @@ fn as_a_child() {
         finds();
     }
     // Memory without a kernel is not a failure of the worker.
-    let none = KernelReferenceSymbols::default();
+    let none = KernelAnchorRegisters::default();
     let failed = reader.read(&memory, &regs, &none).unwrap_err();
     assert!(
         matches!(failed, KernelReadError::Ask(SearchError::NotFound(_))),
