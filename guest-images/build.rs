@@ -1,14 +1,15 @@
 //! Builds the bare-metal guests of `bare-metal/` as ELF64 multiboot kernels in `OUT_DIR`. Each
-//! directory of [`guests::KERNELS`] is compiled with the host's C compiler and linker together with
-//! `bare-metal/lib`, or a prebuilt kernel is copied. The source of the kernels is the first of the
-//! following that applies:
+//! kernel of [`guests::KERNELS`] is either compiled from its directory and `bare-metal/lib` with
+//! the host's C compiler and linker, or copied from a directory of prebuilt kernels. The kernels
+//! come from the first of these sources that applies:
 //!
 //! 1. the directory that `GUEST_ELF_DIR` names;
 //! 2. compilation, if `GUEST_CC` or `GUEST_LD` names a tool;
-//! 3. `prebuilt/`, which `make source` adds to the source archive, if the sources are unchanged;
+//! 3. `prebuilt/`, which `make source` adds to the source archive, if the kernels' sources have not
+//!    changed since;
 //! 4. compilation.
 //!
-//! Each kernel is also stored compressed, for embedding in the program at less than half the size.
+//! Each kernel is also stored compressed, which reduces its size in the program to less than half.
 
 #[path = "build/guests.rs"]
 mod guests;

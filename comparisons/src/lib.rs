@@ -1,5 +1,5 @@
-//! Code shared by the comparison programs: the lab as their host, QEMU's command line, spreads, and
-//! the file of results.
+//! Code shared by the comparison programs: booting the lab on which they run, QEMU's command line,
+//! statistics, and the file of results.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,8 +45,9 @@ impl Drop for Killed {
     }
 }
 
-/// Takes `rounds` measurements of each way, by turns. `once` receives the round and the number of the
-/// way. Prints and returns the results by the ways' names.
+/// Measures each of `ways` once per round, for `rounds` rounds. `once` takes a measurement and
+/// receives the index of the round and the index in `ways`. Prints each result, and returns the
+/// results by way.
 ///
 /// # Errors
 /// Returns the first error of `once`.
@@ -66,8 +67,8 @@ pub fn by_turns<'w, T: std::fmt::Debug>(
     Ok(all)
 }
 
-/// Runs a VMM until its console contains `words`, calls `then`, and kills it. `then` receives the
-/// seconds until then.
+/// Runs a VMM until its console contains `words`, calls `then`, and kills the VMM. `then` receives
+/// the time from the start of the VMM to the output of `words`, in seconds.
 ///
 /// # Errors
 /// Returns the error of `then`, or an error if the VMM does not print the words.
@@ -90,7 +91,8 @@ pub fn until<T>(
 /// Boots the lab.
 ///
 /// # Errors
-/// Returns an error if the lab does not boot, or if tests run on this machine directly.
+/// Returns an error if the lab does not boot, or if `PERFVISOR_PLACE` or a usable KVM selects this
+/// machine instead of the lab.
 pub fn lab(options: &LabOptions) -> Result<TestHost, ComparisonError> {
     let place = TestHost::choose(options)?;
     if matches!(place, TestHost::Direct(_)) {
@@ -113,7 +115,7 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     spread(values)[1]
 }
 
-/// Formats a spread as `MEDIAN (LOWEST to HIGHEST)`.
+/// Formats minimum, median and maximum as `MEDIAN (LOWEST to HIGHEST)`.
 pub fn cell([least, median, most]: [f64; 3], digits: usize) -> String {
     format!("{median:.digits$} ({least:.digits$} to {most:.digits$})")
 }

@@ -1,10 +1,10 @@
 //! Rate-limited log lines that a guest can trigger.
 //!
-//! A guest can violate the same rule of a device indefinitely. [`guest_log!`](crate::guest_log!)
+//! A guest can trigger the same error of a device indefinitely. [`guest_log!`](crate::guest_log!)
 //! writes the first `BURST` lines immediately. Later lines are separated by a pause that starts at
-//! `FIRST_PAUSE` and doubles with each line, up to `LONGEST_PAUSE`. Each of them reports the number
-//! of suppressed lines. All call sites of the process share one limiter, so a guest gains nothing
-//! by alternating between devices.
+//! `FIRST_PAUSE` and doubles with each line, up to `LONGEST_PAUSE`. Each of these later lines
+//! reports the number of suppressed lines. All call sites of the process share one limiter, so a
+//! guest gains nothing by alternating between devices.
 
 use std::fmt::Arguments;
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +16,7 @@ pub use log::Level;
 const BURST: u32 = 20;
 /// Pause before the first line after a burst.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum pause between two lines, and minimum silence after which a new burst is allowed.
+/// Maximum pause between two lines. If no line is attempted for this long, a new burst is allowed.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
 
 /// A rate limiter for log lines that an untrusted party can trigger.
@@ -114,10 +114,10 @@ pub fn write(level: Level, target: &str, line: Arguments<'_>) {
     }
 }
 
-/// Writes a rate-limited log line that a guest can trigger, such as `guest_log!(Warn, "{name}: the
-/// queue is broken")`.
+/// Writes a rate-limited log line that a guest can trigger, such as
+/// `guest_log!(Warn, "{name}: the queue is broken")`.
 ///
-/// Lines of a disabled level do not count against the limit. See
+/// A line does not count against the limit if its log level is disabled. See
 /// [`guest_log`](mod@crate::guest_log) for the limit.
 #[macro_export]
 macro_rules! guest_log {
@@ -130,7 +130,8 @@ macro_rules! guest_log {
 mod tests {
     use super::*;
 
-    /// Returns the number of admitted lines if the caller attempts one line per millisecond.
+    /// Returns the number of lines that the limiter admits if one line per millisecond is attempted
+    /// for `seconds` seconds.
     fn lines(limiter: &mut LogLimiter, begin: Instant, seconds: u64) -> u64 {
         let ask = |ms| limiter.admit(begin + Duration::from_millis(ms));
         (0..seconds * 1000).filter_map(ask).count() as u64

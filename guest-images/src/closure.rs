@@ -1,7 +1,9 @@
-//! Finds the shared libraries that a program needs by reading ELF files and fetching packages.
+//! Finds the shared libraries that a program needs, by reading ELF files and fetching Debian
+//! packages.
 //!
-//! The host's `ldd` would resolve against the host's libraries. This module only searches unpacked
-//! packages, and fetches dependencies of already fetched packages when a library is missing.
+//! The host's `ldd` would find the host's libraries. This module only searches unpacked packages.
+//! If a library is missing, the module fetches the packages on which the already fetched packages
+//! depend.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
@@ -21,7 +23,7 @@ const LIBRARY_DIRS: [&str; 4] = [
     "lib64",
 ];
 
-/// Error returned when the libraries of a program cannot be completed.
+/// Error returned when not all libraries of a program can be found.
 #[derive(Debug, thiserror::Error)]
 pub enum ClosureError {
     /// Failure to get a package.
@@ -45,8 +47,9 @@ pub enum ClosureError {
     },
 }
 
-/// Unpacks the libraries that `program` (a path below `root`, from `package`) needs into `root`.
-/// Returns the path of the file that provides each library, by library name.
+/// Unpacks the libraries that `program` needs into `root`. `program` is a path below `root`, where
+/// `package` has been unpacked. Returns the path of the file that provides each library, by library
+/// name.
 pub fn complete(
     archive: &mut DebianArchive<'_>,
     package: &str,
@@ -83,9 +86,9 @@ pub fn complete(
     }
 }
 
-/// Selects the packages to fetch next: for each missing library, the open package with the most
-/// similar name (libdw.so.1 is in libdw1). Returns all open packages if no name is similar, as for
-/// zlib1g.
+/// Selects the packages to fetch next from `open`, the packages not fetched yet: for each missing
+/// library, the package with the most similar name (libdw.so.1 is in libdw1). Returns all of `open`
+/// if no name is similar, as for zlib1g.
 fn likely_packages(missing: &BTreeSet<String>, open: &[String]) -> BTreeSet<String> {
     let close: BTreeSet<String> = missing
         .iter()
@@ -127,8 +130,8 @@ fn name_similarity(soname: &str, package: &str) -> usize {
 
 type Resolved = (BTreeMap<String, PathBuf>, BTreeSet<String>);
 
-/// Resolves the direct and indirect libraries of `program` to the files below `root`, and lists the
-/// missing ones.
+/// Finds the direct and indirect libraries of `program` in the library directories below `root`.
+/// Returns the path of each library, and the names of the missing ones.
 fn resolve(root: &Path, program: &str) -> Result<Resolved, ClosureError> {
     let mut found = BTreeMap::new();
     let mut missing = BTreeSet::new();

@@ -56,7 +56,8 @@ impl<W: Write> CpioArchive<W> {
         self.entry(path, S_IFCHR | 0o600, (major, minor), &[])
     }
 
-    /// Writes the trailer and pads to 512 bytes, so that another archive may follow.
+    /// Writes the trailer and pads the archive to a multiple of 512 bytes, so that another archive
+    /// may follow.
     pub fn finish(mut self) -> io::Result<W> {
         self.next_inode = 0;
         self.entry("TRAILER!!!", 0, (0, 0), &[])?;

@@ -90,15 +90,15 @@ impl<'a> DebianArchive<'a> {
         })
     }
 
-    /// Creates an archive for the backports of the machine's Debian release, from the mirror
-    /// configured in apt, with apt's state in `lists`. An unreachable mirror is only detected by
-    /// the first query.
+    /// Creates an archive for the backports of the machine's Debian release. Uses the mirror
+    /// configured in apt, and stores apt's state in `lists`. An unreachable mirror is only detected
+    /// by the first query.
     pub fn backports(cache: &Path, lists: &Path, progress: &'a ProgressLog) -> Result<Self, DebError> {
         Self::suite(cache, lists, progress, |codename| format!("{codename}-backports"))
     }
 
-    /// Creates an archive for a Debian suite such as `trixie`, independent of the machine's
-    /// release, from the mirror configured in apt.
+    /// Creates an archive for a Debian suite such as `trixie`, which may differ from the machine's
+    /// release. Uses the mirror configured in apt.
     pub fn of_suite(
         cache: &Path,
         lists: &Path,
@@ -108,7 +108,8 @@ impl<'a> DebianArchive<'a> {
         Self::suite(cache, lists, progress, |_| suite.to_owned())
     }
 
-    /// Creates an archive for the suite whose name `name` derives from the machine's codename.
+    /// Creates an archive for a Debian suite. The function `name` receives the codename of the
+    /// machine's release and returns the name of the suite.
     fn suite(
         cache: &Path,
         lists: &Path,
@@ -341,8 +342,8 @@ impl<'a> DebianArchive<'a> {
     }
 }
 
-/// Returns the codename from an os-release file of Debian. Returns `None` for derivatives, whose
-/// backports differ.
+/// Returns the release codename from an os-release file of Debian. Returns `None` for Debian
+/// derivatives, to which Debian's backports do not apply.
 fn codename(os_release: &str) -> Option<&str> {
     let value = |key: &str| {
         os_release
@@ -353,8 +354,8 @@ fn codename(os_release: &str) -> Option<&str> {
     value("VERSION_CODENAME").filter(|name| value("ID") == Some("debian") && !name.is_empty())
 }
 
-/// Returns the address of a release's main component, from lines that contain codename, component
-/// and address.
+/// Returns the mirror address of a release's component `main`. Each line of `targets` contains a
+/// codename, a component and an address.
 fn mirror<'t>(targets: &'t str, codename: &str) -> Option<&'t str> {
     targets.lines().find_map(|line| {
         let mut words = line.split(' ');

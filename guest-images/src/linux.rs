@@ -107,7 +107,7 @@ pub enum GuestImageError {
     /// Package without a kernel image.
     #[error("package {0} holds no boot/vmlinuz-*: not a kernel image package")]
     NoKernel(String),
-    /// Archive without a kernel of the requested kind.
+    /// The archive offers no kernel of the requested type.
     #[error("package {0} not found in the configured apt sources; run `sudo apt-get update`")]
     NoneOffered(&'static str),
     /// Missing or failing C compiler.
@@ -246,7 +246,8 @@ impl GuestImages {
         }
     }
 
-    /// Returns whether a complete build with the current recipe exists.
+    /// Returns whether the images exist and were completely built with the current build
+    /// instructions.
     pub fn is_current(&self) -> bool {
         fs::read_to_string(self.stamp()).is_ok_and(|stamp| stamp == recipe())
             && [
@@ -407,8 +408,8 @@ fn build(
     write(&images.stamp(), recipe().as_bytes())
 }
 
-/// Returns the package of the requested kernel, and the archive that offers the package if it
-/// differs from `archive`.
+/// Returns the package of the requested kernel. Also returns the archive that offers the package,
+/// unless that is `archive`.
 fn choose_kernel<'p>(
     archive: &mut DebianArchive<'p>,
     base: &Path,
@@ -479,8 +480,8 @@ fn newest(names: Vec<String>) -> Option<String> {
         .max_by_key(|name| numbers(name))
 }
 
-/// Returns the backports archive and its newest kernel if the newest kernel is requested and the
-/// backports have a newer one than `offered`.
+/// Returns the backports archive and its newest kernel package if `choice` requests the newest
+/// kernel and this kernel is newer than `offered`. Returns `None` otherwise.
 fn newer_in_backports<'p>(
     base: &Path,
     choice: &KernelChoice,
@@ -615,9 +616,9 @@ fn guest_archive(
     })
 }
 
-/// Builds the archive of loadable modules, with a list of dependencies per module that ends with
-/// the module itself. The list is empty for a built-in module and absent if the kernel lacks the
-/// module.
+/// Builds the archive of loadable modules. For each module, the archive contains a list of the
+/// modules to load, which consists of its dependencies and then the module itself. The list is
+/// empty for a built-in module and absent if the kernel lacks the module.
 fn module_archive(module_dir: &Path) -> Result<Vec<u8>, GuestImageError> {
     let mut data = BTreeMap::new();
     let mut lists = Vec::new();
@@ -746,7 +747,7 @@ fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, GuestImageErro
     })
 }
 
-/// Builds an archive in memory, so that only file accesses can fail.
+/// Builds an archive in memory, so that errors can only come from reading the input files.
 pub(crate) fn archive_in_memory(
     fill: impl FnOnce(&mut cpio::CpioArchive<Vec<u8>>) -> io::Result<()>,
 ) -> Result<Vec<u8>, GuestImageError> {

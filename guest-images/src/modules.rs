@@ -104,7 +104,7 @@ impl ModuleCollection {
     }
 }
 
-/// Normalizes a module name. Module tools treat `kvm-amd` and `kvm_amd` as equal.
+/// Normalizes a module name, because module tools treat `kvm-amd` and `kvm_amd` as equal.
 fn normal(name: &str) -> String {
     name.replace('-', "_")
 }

@@ -1,10 +1,10 @@
 //! Selection of the QEMU for the lab, with workarounds for old versions.
 //!
-//! [`ensure`] selects the installed QEMU, the QEMU that the environment variable names, or the QEMU
-//! from Debian's backports, which is unpacked below the target directory and runs without
-//! installation. Older versions require workarounds (docs/guide/lab.md): a plugin that discards
-//! stale translations (`programs/stale-code.c`), and a CPU model without the incorrectly emulated
-//! instructions.
+//! [`ensure`] selects one of these: the installed QEMU; the QEMU that the environment variable
+//! `OVERRIDE` names; or the QEMU from Debian's backports, which is unpacked below the target
+//! directory and runs without installation. Older versions require workarounds (docs/guide/lab.md):
+//! a QEMU plugin that discards translations of modified code (`programs/stale-code.c`), and a CPU
+//! model without the instructions that these versions emulate incorrectly.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -24,19 +24,19 @@ const OVERRIDE: &str = "PERFVISOR_QEMU";
 /// Value of [`OVERRIDE`] that selects the QEMU of the release's backports.
 const BACKPORTS: &str = "backports";
 
-/// First version that translates only locked pages. In earlier versions, a vCPU could keep the
-/// translation of a breakpoint that Linux had set while patching itself, and hit this breakpoint
-/// forever.
+/// First version of QEMU that translates guest code only from locked pages. In earlier versions, a
+/// vCPU could keep the translation of a breakpoint that Linux had set temporarily while patching
+/// its own code, and hit this breakpoint forever.
 const TRANSLATES_LOCKED_PAGES: QemuVersion = QemuVersion(8, 1);
 
-/// First version whose CMPXCHG16B preserves all flags except ZF. In earlier versions, the other
-/// flags were taken from unrelated code, so Linux 6.12 and later, as host or guest, took a wrong
-/// branch afterwards and crashed.
+/// First version of QEMU whose CMPXCHG16B preserves all flags except ZF. In earlier versions, the
+/// other flags were those of an unrelated instruction, so Linux 6.12 and later, in the lab host or
+/// in a guest, took a wrong branch afterwards and crashed.
 const KNOWS_CMPXCHG16B: QemuVersion = QemuVersion(8, 0);
 
-/// First version known to emulate XSAVE in guests correctly. With 7.2, guest kernels warn about
-/// sizes in CPUID leaf 0DH that do not match their XCR0, and Linux 7.3 panics. Versions in between
-/// have not been tested.
+/// First version of QEMU known to emulate XSAVE in guests correctly. With version 7.2, guest
+/// kernels warn about sizes in CPUID leaf 0DH that do not match their XCR0, and Linux 7.3 panics.
+/// Versions between 7.2 and this one have not been tested.
 const KNOWS_XSAVE: QemuVersion = QemuVersion(10, 0);
 
 /// CPU options that hide XSAVE and dependent features.
@@ -45,7 +45,7 @@ const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma
 /// Features of the emulated processor that a lab and its guests require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum QemuNeeds {
-    /// No extended state. Any QEMU is sufficient.
+    /// No extended processor state (XSAVE). Any version of QEMU is sufficient.
     #[default]
     Nothing,
     /// XSAVE and AVX.
@@ -82,7 +82,7 @@ pub enum QemuError {
     Named(PathBuf),
     /// The backports provide no QEMU that runs on this machine.
     #[error("{OVERRIDE}={BACKPORTS}: QEMU not found")]
-    Fetch(#[from] FetchError),
+    Fetch(#[from] PackageFetchError),
     /// The plugin could not be built.
     #[error("cannot build QEMU's plugin")]
     Plugin(#[from] GuestImageError),
@@ -90,11 +90,11 @@ pub enum QemuError {
 
 /// Error returned when no QEMU could be fetched.
 #[derive(Debug, thiserror::Error)]
-pub enum FetchError {
-    /// Failure of the archive or its packages.
+pub enum PackageFetchError {
+    /// The archive cannot be used, or the packages cannot be fetched.
     #[error(transparent)]
     Deb(#[from] DebError),
-    /// Failure to access a file below the target directory.
+    /// A file below the target directory cannot be accessed.
     #[error("{path}")]
     Io {
         /// Path of the file.
@@ -162,17 +162,18 @@ impl Qemu {
         format!("{}.{}", self.version.0, self.version.1)
     }
 
-    /// Returns whether a vCPU may keep executing stale code after another vCPU has modified it. See
-    /// the module documentation.
+    /// Returns whether a vCPU of this QEMU may keep executing old code after another vCPU has
+    /// modified the code. See the module documentation.
     pub fn keeps_stale_code(&self) -> bool {
         self.version < TRANSLATES_LOCKED_PAGES && self.plugin.is_none()
     }
 }
 
-/// Returns the QEMU to use: the one that PERFVISOR_QEMU names or the installed one, with the plugin
-/// if the version needs and supports it. `PERFVISOR_QEMU=backports` selects the QEMU of the
-/// release's backports, which is fetched once into `target_dir`. The backports are also used if the
-/// selected QEMU lacks the features in `needs`.
+/// Returns the QEMU to use: the one that PERFVISOR_QEMU names, or else the installed one. If the
+/// version needs the plugin and supports plugins, the plugin is included.
+/// `PERFVISOR_QEMU=backports` selects the QEMU of the release's backports, which is fetched once
+/// into `target_dir`. The backports are also used if the selected QEMU lacks the features in
+/// `needs`.
 ///
 /// Concurrent calls from several processes are safe.
 ///
@@ -204,10 +205,10 @@ pub fn ensure(target_dir: &Path, needs: QemuNeeds, progress: &ProgressLog) -> Re
 }
 
 /// Returns the QEMU of the release's backports, unpacked below `base`, and fetches it if needed.
-fn of_backports(base: &Path, progress: &ProgressLog) -> Result<Qemu, FetchError> {
+fn of_backports(base: &Path, progress: &ProgressLog) -> Result<Qemu, PackageFetchError> {
     let io = |path: &Path| {
         let path = path.to_owned();
-        move |source| FetchError::Io { path, source }
+        move |source| PackageFetchError::Io { path, source }
     };
     let directory = base.join("qemu");
     fs::create_dir_all(&directory).map_err(io(&directory))?;
@@ -226,10 +227,15 @@ fn of_backports(base: &Path, progress: &ProgressLog) -> Result<Qemu, FetchError>
 }
 
 /// Fetches and unpacks QEMU. Creates `root` only after all packages have been unpacked.
-fn fetch(base: &Path, directory: &Path, root: &Path, progress: &ProgressLog) -> Result<(), FetchError> {
+fn fetch(
+    base: &Path,
+    directory: &Path,
+    root: &Path,
+    progress: &ProgressLog,
+) -> Result<(), PackageFetchError> {
     let io = |path: &Path| {
         let path = path.to_owned();
-        move |source| FetchError::Io { path, source }
+        move |source| PackageFetchError::Io { path, source }
     };
     let part = directory.join("root.part");
     if part.exists() {
@@ -246,9 +252,9 @@ fn fetch(base: &Path, directory: &Path, root: &Path, progress: &ProgressLog) -> 
 }
 
 /// Returns the QEMU that is unpacked in `root`, if it runs on this machine.
-fn unpacked(root: &Path) -> Result<Qemu, FetchError> {
+fn unpacked(root: &Path) -> Result<Qemu, PackageFetchError> {
     let program = root.join("usr/bin").join(PROGRAM);
-    let mut qemu = Qemu::probe(&program).ok_or(FetchError::DoesNotStart(program))?;
+    let mut qemu = Qemu::probe(&program).ok_or(PackageFetchError::DoesNotStart(program))?;
     qemu.data = ["usr/share/qemu", "usr/share/seabios"]
         .map(|name| root.join(name))
         .to_vec();
@@ -360,7 +366,10 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let bin = root.path().join("usr/bin");
         fs::create_dir_all(&bin).unwrap();
-        assert!(matches!(unpacked(root.path()), Err(FetchError::DoesNotStart(_))));
+        assert!(matches!(
+            unpacked(root.path()),
+            Err(PackageFetchError::DoesNotStart(_))
+        ));
         let program = bin.join(PROGRAM);
         fs::write(&program, "#!/bin/sh\necho QEMU emulator version 10.0.2\n").unwrap();
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();

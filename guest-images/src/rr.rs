@@ -12,7 +12,8 @@ use crate::linux::{
 };
 use crate::progress::ProgressLog;
 
-/// Programs of the archive and their packages. `gdb-minimal` lacks Python, which rr does not need.
+/// Programs in the archive, each given as its package and its path in the package. `gdb-minimal`
+/// lacks Python, which rr does not need.
 const PROGRAMS: [(&str, &str); 2] = [("rr", "usr/bin/rr"), ("gdb-minimal", "usr/bin/gdb")];
 
 /// Directories of files that rr needs: the files that it loads into the recorded processes, and the

@@ -15,8 +15,8 @@ use guest_images::rr;
 /// host's target are linked statically.
 const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Error returned when an artefact cannot be built. The message names the artefact, the cause and a
-/// remedy.
+/// Error returned when an artefact cannot be built. The message names the artefact, the cause and
+/// how to fix the problem.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 pub struct ArtefactError(String);
@@ -301,8 +301,8 @@ pub fn sdk_client() -> Result<PathBuf, ArtefactError> {
     Ok(target_dir().join(STATIC_TARGET).join("release/sdk-client"))
 }
 
-/// Returns the path of the program `name` that was built together with the running program, or
-/// `name` itself to use the search path.
+/// Returns the path of the program `name` in the directory of the running program. If there is no
+/// such file, returns `name`, so that the program is searched for in PATH.
 pub fn beside(name: &str) -> PathBuf {
     let built = std::env::current_exe().map(|exe| exe.with_file_name(name));
     built

@@ -13,7 +13,7 @@ pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_
 /// Shell prompt after login.
 pub const PROMPT: &str = "root@perfvisor-debian";
 
-/// A test host that contains the image.
+/// A test host on which copies of the Debian image are available as disks.
 pub struct DebianDownloader {
     /// Host on which the VMs run.
     pub place: TestHost,
@@ -26,7 +26,8 @@ pub struct DebianDownloader {
 }
 
 impl DebianDownloader {
-    /// Provides the image as `disks` disks. `options` apply if the host is a lab.
+    /// Provides `disks` independent copies of the image as disks. `options` apply if the test host
+    /// is a lab.
     ///
     /// # Errors
     /// Returns an error if the image has not been built or the host cannot be prepared.

@@ -28,8 +28,8 @@ pub fn tracked(place: &TestHost, command: &HostCommand) -> HostCommand {
         .args(command.argv.iter().cloned())
 }
 
-/// Measures the tracked VMM. Its guest has `guest_mib` MiB of memory; the mapping of about that
-/// size is excluded.
+/// Measures the VMM started by `tracked`. Guest memory is excluded by omitting the mapping whose
+/// size is about `guest_mib` MiB, the memory size of the guest.
 ///
 /// # Errors
 /// Returns an error if no tracked VMM is running.

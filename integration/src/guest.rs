@@ -17,7 +17,7 @@ use crate::process::{HostCommand, ProcessError, ProcessOutput, last_lines};
 use crate::report;
 use crate::test_host::{TestHost, TestHostError};
 
-/// Section with kernel messages that the guest's init prints after the script.
+/// Name of the output section with kernel messages, which the guest's init prints after the script.
 const KERNEL_LOG: &str = "kernel-log";
 
 /// Maximum length of the kernel command line on x86 (`COMMAND_LINE_SIZE`), minus a reserve for the
@@ -140,8 +140,8 @@ impl LinuxGuest {
         self
     }
 
-    /// Sets the shell script. `section NAME COMMAND...` marks output for [`GuestRun::section`], and
-    /// `send FILE` copies a file out of the guest.
+    /// Sets the shell script that the guest runs. In the script, `section NAME COMMAND...` marks
+    /// output for [`GuestRun::section`], and `send FILE` copies a file out of the guest.
     pub fn script(mut self, script: impl Into<String>) -> Self {
         self.script = ScriptSource::Text(script.into());
         self
@@ -163,8 +163,8 @@ impl LinuxGuest {
         self
     }
 
-    /// Unpacks another initrd before the guest's own. The guest's own files replace files of the
-    /// same name.
+    /// Unpacks `archive` before the guest's own initrd. Files of the guest's initrd replace files
+    /// of the same name.
     pub fn unpacked_over(mut self, archive: Vec<u8>) -> Self {
         self.below = archive;
         self
@@ -350,7 +350,7 @@ impl LinuxGuest {
 pub struct ScriptSection {
     /// Standard output and standard error of the command.
     pub text: String,
-    /// Exit status of the command; `None` if the guest ended first.
+    /// Exit status of the section's command; `None` if the guest ended before the command.
     pub status: Option<i32>,
 }
 
@@ -513,8 +513,8 @@ impl fmt::Display for GuestRun {
     }
 }
 
-/// Returns the panic messages of test programs in a section, because the last lines may not include
-/// them.
+/// Returns the panic messages of test programs in the output of a section. An error message that
+/// shows only the last lines may not include them.
 fn panics(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let mut found = String::new();

@@ -9,14 +9,15 @@ use std::time::Duration;
 use crate::lab::Lab;
 use crate::process::{HostCommand, last_lines};
 
-/// Timeout of `true` in a responsive lab.
+/// Time limit for running the command `true` in the lab. A lab that exceeds the limit is regarded
+/// as unresponsive.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Number of register snapshots, and the time between them.
+/// Number of snapshots of QEMU's instruction pointers, and the time between two snapshots.
 const SNAPSHOTS: u32 = 5;
 const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(300);
 
-/// Timeout of the diagnosis inside the lab.
+/// Time limit for the diagnostic commands inside the lab.
 const LOOK_LIMIT: Duration = Duration::from_secs(300);
 
 /// Shell commands that show the VMM's threads, the guest's PMU programming and the code that the
@@ -40,8 +41,8 @@ timeout 60 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && 
 rm -f /tmp/hang.data
 "#;
 
-/// Diagnoses a lab in which a process timed out. Takes up to six minutes, or a few seconds on an
-/// idle machine.
+/// Diagnoses a lab in which a process has timed out, and returns a description. Takes up to six
+/// minutes, or a few seconds on an idle machine.
 pub(crate) fn look(lab: &Lab) -> String {
     let mut told = String::new();
     if lab.answers(ANSWER_LIMIT) {

@@ -40,8 +40,8 @@ use link::{AgentLink, TransferBuffer};
 use logs::{LabLogs, QemuExit};
 pub use options::LabOptions;
 
-/// Maximum time from the start of QEMU to the agent's handshake. Measured: about 4 s on an idle
-/// machine, 45 s at nine times as much load as processors.
+/// Maximum time from the start of QEMU to the handshake of the lab's agent. Measured: about 4 s on
+/// an idle machine, and 45 s with nine times as many busy threads as processors.
 const BOOT_LIMIT: Duration = Duration::from_secs(900);
 
 /// A running lab host. Switched off on drop and when the process exits.
@@ -200,7 +200,8 @@ impl Lab {
         &self.kernel_release
     }
 
-    /// Returns the time from the start of the preparations to the agent's handshake.
+    /// Returns the time that booting the lab took, from the start of the preparations to the
+    /// agent's handshake.
     pub fn boot_time(&self) -> Duration {
         self.boot_time
     }
@@ -374,11 +375,11 @@ impl ProcessControl for RemoteProcess {
     }
 }
 
-/// Starts QEMU and reports its exit to `ending`. Setting `cancelled` kills QEMU until the sender of
-/// `is_up` is dropped.
+/// Starts QEMU and reports its exit to `ending`. Until the sender of `is_up` is dropped, QEMU is
+/// killed if `cancelled` is set.
 ///
-/// The parent-death signal is bound to the thread that starts QEMU, so that thread waits until QEMU
-/// exits.
+/// QEMU is killed when the thread that started it exits, because the parent-death signal refers to
+/// the thread. The thread therefore waits until QEMU exits.
 fn start_qemu(
     mut command: std::process::Command,
     ending: &Arc<QemuExit>,
@@ -473,7 +474,7 @@ fn command_line(
 
 /// Returns whether a known QEMU bug terminated the lab whose console is in `log`. Due to the bug,
 /// QEMU executes a cached translation of a breakpoint that the kernel has already removed. The
-/// plugin invalidates such translations too late for the current one.
+/// plugin discards such translations, but too late for the one that is being executed.
 fn is_emulator_bug(log: &Path) -> bool {
     let has = |file: &Path, what: &str| {
         fs::read(file).is_ok_and(|text| String::from_utf8_lossy(&text).contains(what))

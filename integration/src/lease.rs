@@ -13,13 +13,13 @@ use crate::process::HostCommand;
 use crate::report::HostUse;
 use crate::test_host::{KvmKind, LabHost, TestHost, TestHostError, probe_kvm};
 
-pub use crate::pool::TestHostSharing;
+pub use crate::pool::TestHostLeaseMode;
 
 static POOL: LazyLock<Result<Arc<Pool<LabHost>>, PoolError>> =
     LazyLock::new(|| Pool::of_this_machine().map(Arc::new));
 
-/// Labs that failed to boot, by their options. An attempt may take many minutes and is therefore
-/// not repeated.
+/// Errors of labs that failed to boot, by their options. A boot attempt may take many minutes, so a
+/// lab with the same options is not booted again.
 static FAILED: Mutex<BTreeMap<String, Arc<TestHostError>>> = Mutex::new(BTreeMap::new());
 
 /// Script that removes the remains of a test from a lab: VMs and servers that are about to exit,
@@ -47,7 +47,8 @@ pub enum LeaseError {
     /// The pool rejected the request.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The test host could not be prepared for this test or an earlier one.
+    /// The test host could not be prepared, for this test or for an earlier test with the same
+    /// options.
     #[error("{}", artefacts::describe(.0.as_ref()))]
     Prepare(Arc<TestHostError>),
 }
@@ -58,15 +59,16 @@ impl From<TestHostError> for LeaseError {
     }
 }
 
-/// An admission to the pool, which counts against its limit.
+/// A request admitted by the pool. It counts against the pool's limits until it is dropped.
 struct Admission {
     watch: HostUse,
     grant: PoolGrant<LabHost>,
 }
 
 impl Admission {
-    /// Waits for admission. Also returns a lab of the required kind if one is already booted.
-    fn new(access: TestHostSharing, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
+    /// Waits until the pool admits a request. Also returns a lab of the required type if one is
+    /// already booted.
+    fn new(access: TestHostLeaseMode, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
         let pool = POOL.as_ref().map_err(PoolError::clone)?;
         let watch = HostUse::begin();
         let (grant, warm) = pool.acquire(access, need)?;
@@ -85,7 +87,7 @@ impl LabHost {
             key: None,
             memory_mib: options.memory_mib.into(),
         };
-        let (admission, _) = Admission::new(TestHostSharing::Shared, Some(need))?;
+        let (admission, _) = Admission::new(TestHostLeaseMode::Shared, Some(need))?;
         let host = Self::boot_first(options)?;
         admission.watch.runs_in(&host.name());
         Ok(host.keep(Box::new(admission)))
@@ -95,12 +97,13 @@ impl LabHost {
 impl TestHost {
     /// Leases a test host for Linux guests. Other tests may run concurrently.
     ///
-    /// `PERFVISOR_PLACE` set to `direct` or `lab` overrides the choice of the host.
+    /// The environment variable `PERFVISOR_PLACE` (`direct` or `lab`) overrides the choice between
+    /// this machine and the lab.
     ///
     /// # Errors
     /// Returns an error if the host cannot be prepared or the calling thread holds a lease.
     pub fn shared() -> Result<TestHostLease, LeaseError> {
-        Self::lease(&LabOptions::default(), TestHostSharing::Shared)
+        Self::lease(&LabOptions::default(), TestHostLeaseMode::Shared)
     }
 
     /// Leases a test host for time measurements of Linux guests. No other test runs concurrently.
@@ -108,7 +111,7 @@ impl TestHost {
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
     pub fn alone() -> Result<TestHostLease, LeaseError> {
-        Self::lease(&LabOptions::default(), TestHostSharing::Exclusive)
+        Self::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive)
     }
 
     /// Leases a test host. If the host is a lab, it is booted with `options`. Tests with equal
@@ -116,7 +119,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn lease(options: &LabOptions, access: TestHostSharing) -> Result<TestHostLease, LeaseError> {
+    pub fn lease(options: &LabOptions, access: TestHostLeaseMode) -> Result<TestHostLease, LeaseError> {
         TestHostLease::new((!Self::is_direct()?).then_some(options), access)
     }
 
@@ -124,7 +127,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn lab(access: TestHostSharing) -> Result<TestHostLease, LeaseError> {
+    pub fn lab(access: TestHostLeaseMode) -> Result<TestHostLease, LeaseError> {
         TestHostLease::new(Some(&LabOptions::default()), access)
     }
 
@@ -133,7 +136,7 @@ impl TestHost {
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
-    pub fn for_bare_metal(access: TestHostSharing) -> Result<TestHostLease, LeaseError> {
+    pub fn for_bare_metal(access: TestHostLeaseMode) -> Result<TestHostLease, LeaseError> {
         let options = LabOptions::default();
         TestHostLease::new((probe_kvm() == KvmKind::None).then_some(&options), access)
     }
@@ -161,7 +164,7 @@ pub struct TestHostLease {
 
 impl TestHostLease {
     /// Leases a lab with the given options, or this machine if `lab` is `None`.
-    fn new(lab: Option<&LabOptions>, access: TestHostSharing) -> Result<Self, LeaseError> {
+    fn new(lab: Option<&LabOptions>, access: TestHostLeaseMode) -> Result<Self, LeaseError> {
         let need = lab.map(|options| LabNeed {
             key: Some(format!("{options:?}")),
             memory_mib: options.memory_mib.into(),
@@ -239,7 +242,7 @@ impl Drop for TestHostLease {
     }
 }
 
-/// Restores the initial state of a lab for the next test.
+/// Removes the remains of the last test from a lab, so that the next test can use it.
 fn clean(host: &LabHost) -> Result<(), String> {
     let lab = host.last();
     let output = lab

@@ -1,9 +1,10 @@
-//! Time limits that depend on progress. A process that makes progress has a long limit, and a
-//! process without progress a shorter one.
+//! Time limits that depend on progress. A process that makes progress has a long time limit, and a
+//! process that makes none has a shorter one.
 //!
-//! A fixed limit is too short on a slow machine, and wastes time on a hang on a fast one. Progress
-//! means output, or CPU time used by the process and its children. A vCPU that is single-stepped or
-//! spins uses CPU time, but a vCPU that waits for a lost interrupt does not.
+//! A fixed limit is too short on a slow machine, and on a fast machine it detects a hang too late.
+//! Progress means output, or CPU time used by the process and its children. The VMM of a vCPU that
+//! is single-stepped or spins uses CPU time, but the VMM of a vCPU that waits for a lost interrupt
+//! does not.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,9 +12,9 @@ use std::time::Duration;
 /// Time limits of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProgressLimit {
-    /// Maximum time without output and without CPU use.
+    /// Maximum time in which a process neither prints nor uses CPU time.
     pub still: Duration,
-    /// Maximum time without output, regardless of CPU use.
+    /// Maximum time in which a process prints nothing, even if it uses CPU time.
     pub silent: Duration,
     /// Maximum total run time.
     pub overall: Duration,
@@ -29,26 +30,27 @@ impl ProgressLimit {
         overall: Duration::from_secs(3600),
     };
 
-    /// Returns the limit that is exceeded after `since_start`, given the time since the last output
-    /// and the time since the last progress of any type.
+    /// Returns the limit that a process exceeds `since_start` after its start. `silent` is the time
+    /// since its last output, and `still` the time since its last output or CPU use.
     pub(crate) fn overrun(
         &self,
         since_start: Duration,
         silent: Duration,
         still: Duration,
-    ) -> Option<ExceededLimit> {
+    ) -> Option<ExceededProgressLimit> {
         if since_start >= self.overall {
-            Some(ExceededLimit::Overall(self.overall))
+            Some(ExceededProgressLimit::Overall(self.overall))
         } else if silent >= self.silent {
-            Some(ExceededLimit::Silent(self.silent))
+            Some(ExceededProgressLimit::Silent(self.silent))
         } else if still >= self.still {
-            Some(ExceededLimit::Still(self.still))
+            Some(ExceededProgressLimit::Still(self.still))
         } else {
             None
         }
     }
 
-    /// Returns the minimum time until any limit can be exceeded.
+    /// Returns the time after which the process exceeds the first of its limits if it makes no
+    /// progress. The arguments are those of `overrun`.
     pub(crate) fn left(&self, since_start: Duration, silent: Duration, still: Duration) -> Duration {
         (self.overall.saturating_sub(since_start))
             .min(self.silent.saturating_sub(silent))
@@ -56,7 +58,8 @@ impl ProgressLimit {
     }
 }
 
-/// Converts a total run time to limits, for short commands and for commands that must be stopped.
+/// Creates limits that only restrict the total run time, for short commands and for commands that
+/// must be stopped.
 impl From<Duration> for ProgressLimit {
     fn from(overall: Duration) -> Self {
         Self {
@@ -69,7 +72,7 @@ impl From<Duration> for ProgressLimit {
 
 /// The limit that was exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ExceededLimit {
+pub enum ExceededProgressLimit {
     /// [`ProgressLimit::still`] was exceeded.
     Still(Duration),
     /// [`ProgressLimit::silent`] was exceeded.
@@ -78,7 +81,7 @@ pub enum ExceededLimit {
     Overall(Duration),
 }
 
-impl fmt::Display for ExceededLimit {
+impl fmt::Display for ExceededProgressLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Still(bound) => write!(f, "hung: no output and no CPU time for {bound:?}"),
@@ -104,19 +107,19 @@ mod tests {
         assert_eq!(limit.left(s(299), s(59), s(9)), s(1));
         assert_eq!(
             limit.overrun(s(300), s(0), s(0)),
-            Some(ExceededLimit::Overall(s(300)))
+            Some(ExceededProgressLimit::Overall(s(300)))
         );
         assert_eq!(
             limit.overrun(s(100), s(60), s(0)),
-            Some(ExceededLimit::Silent(s(60)))
+            Some(ExceededProgressLimit::Silent(s(60)))
         );
         assert_eq!(
             limit.overrun(s(100), s(11), s(10)),
-            Some(ExceededLimit::Still(s(10)))
+            Some(ExceededProgressLimit::Still(s(10)))
         );
         assert_eq!(
             ProgressLimit::from(s(5)).overrun(s(5), s(0), s(0)),
-            Some(ExceededLimit::Overall(s(5)))
+            Some(ExceededProgressLimit::Overall(s(5)))
         );
     }
 }

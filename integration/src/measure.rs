@@ -1,7 +1,7 @@
 //! Time measurements on machines with other load, and reporting of skipped tests.
 //!
 //! Other load disturbs measurements that depend on time. Such measurements are therefore repeated a
-//! fixed number of times, independent of the results, and all of them are evaluated.
+//! fixed number of times, regardless of the results, and all repetitions are evaluated.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -17,13 +17,14 @@ pub const MEASUREMENTS: usize = 3;
 /// A measured time or rate: its name, value and tolerance.
 pub type Figure = (&'static str, f64, RangeInclusive<f64>);
 
-/// Takes [`MEASUREMENTS`] measurements and judges all of them: the median of each figure must be within
-/// its tolerance, and the spread no wider than it. Median and spread are printed and appended to
-/// `target/integration/measurements.txt`. `once` receives the number of the measurement, starting
-/// from 0, and returns the same figures each time.
+/// Takes [`MEASUREMENTS`] measurements and checks all of them. The median of each figure must be
+/// within the figure's tolerance, and the spread of its values must not be wider than the
+/// tolerance. Median and spread are printed and appended to `target/integration/measurements.txt`.
+/// `once` takes one measurement. It receives the number of the measurement, starting from 0, and
+/// returns the same figures each time.
 ///
 /// # Panics
-/// Panics with medians and spreads if one of them does not fit the tolerance.
+/// Panics with medians and spreads if a median or a spread does not fit its tolerance.
 #[track_caller]
 pub fn measured(name: &str, once: impl FnMut(usize) -> Vec<Figure>) {
     measured_into(log_file().as_deref(), name, once);
@@ -48,13 +49,13 @@ fn measured_into(file: Option<&Path>, name: &str, once: impl FnMut(usize) -> Vec
     assert!(off.is_empty(), "{}", off.join("; "));
 }
 
-/// Number of times a measurement with several parts is repeated. Other load can make parts of a
-/// measurement inconclusive, but rarely affects the same part each time.
+/// Number of times that a measurement with several parts is repeated. Other load can make a part
+/// inconclusive, but rarely the same part in every repetition.
 const MEASUREMENTS_OF_PARTS: usize = 5;
 
-/// Takes five measurements of several parts. `once` returns the name of each part and whether it
-/// was conclusive, and asserts itself that each part is correct. Returns the parts that were never
-/// conclusive.
+/// Takes five measurements that each consist of several parts. `once` takes one measurement and
+/// returns the name of each part and whether it was conclusive. `once` itself asserts that the
+/// results are correct. Returns the names of the parts that were conclusive in no measurement.
 pub fn measured_in_parts(mut once: impl FnMut() -> Vec<(String, bool)>) -> Vec<String> {
     let mut parts = BTreeMap::new();
     for (part, conclusive) in (0..MEASUREMENTS_OF_PARTS).flat_map(|_| once()) {
@@ -69,7 +70,8 @@ fn log_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("measurements.txt"))
 }
 
-/// Appends a line to the file, because printed output of a passing test is not shown.
+/// Appends `line` to the file of measurements, because the test harness does not show the output of
+/// a passing test.
 fn keep(file: Option<&Path>, line: &str) {
     let file = file.and_then(|path| OpenOptions::new().create(true).append(true).open(path).ok());
     if let Some(mut file) = file {
@@ -77,11 +79,12 @@ fn keep(file: Option<&Path>, line: &str) {
     }
 }
 
-/// Reports that a test is skipped, with the reason `why`. `able` is `true` if this machine could
-/// run the test with the missing prerequisite installed.
+/// Reports that a test is skipped for the reason `why`. `able` is `true` if this machine could run
+/// the test once the missing prerequisite is installed.
 ///
 /// # Panics
-/// Panics if `able` is `true` and `CI` is set, where tests must not be skipped.
+/// Panics if `able` is `true` and the environment variable `CI` is set, because tests must not be
+/// skipped in CI.
 #[track_caller]
 pub fn skipped(why: &str, able: bool) {
     let ci = std::env::var_os("CI").is_some_and(|value| !["", "0", "false"].iter().any(|no| value == *no));
@@ -93,7 +96,8 @@ pub fn skipped(why: &str, able: bool) {
 mod tests {
     use super::*;
 
-    /// The number of measurements does not depend on their results, and all are judged.
+    /// `measured` takes the same number of measurements regardless of their results, and checks all
+    /// of them.
     #[test]
     fn median_and_spread_must_fit_the_tolerance() {
         let directory = tempfile::tempdir().unwrap();

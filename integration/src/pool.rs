@@ -1,8 +1,9 @@
-//! Limits the number of labs of this process and assigns them to tests.
+//! Limits the number of labs that this process runs concurrently, and assigns them to tests.
 //!
-//! A [`Pool`] admits requests up to its limits of labs and memory. A [`PoolGrant`] is an admitted
-//! request, and dropping it frees its share. Shared labs remain in the pool between two grants,
-//! identified by their options.
+//! A [`Pool`] admits requests for a test host up to its limits for the number of labs and for
+//! memory. A [`PoolGrant`] is an admitted request; dropping it frees its part of these limits.
+//! After a grant ends, a shared lab remains in the pool for the next request with the same lab
+//! options.
 //!
 //! [`PoolState::next`] determines the order of admission. Requests whose lab is booted are admitted
 //! first, then requests that require switching off another lab, and finally exclusive requests, so
@@ -16,9 +17,9 @@ use std::thread::{self, ThreadId};
 const LIMIT_VARIABLE: &str = "PERFVISOR_LABS";
 /// Default maximum number of labs. A lab keeps about one processor busy.
 const DEFAULT_LIMIT: usize = 2;
-/// QEMU's memory in addition to the lab's, mostly translated code, in MiB.
+/// Memory that QEMU uses in addition to the lab's memory, mostly for translated code, in MiB.
 const OVERHEAD_MIB: u64 = 1024;
-/// Memory reserved for the rest of the machine, in MiB.
+/// Memory that labs must leave free for the rest of the machine, in MiB.
 const RESERVE_MIB: u64 = 1024;
 /// Maximum number of times that a waiting request may be overtaken.
 const MAX_PASSED: u32 = 64;
@@ -28,9 +29,9 @@ const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
 
-/// Mode in which a request shares the pool with other requests.
+/// Mode in which a request for a test host is served: concurrently with other requests, or alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TestHostSharing {
+pub enum TestHostLeaseMode {
     /// Runs concurrently with other requests, up to the pool's limit.
     Shared,
     /// Runs alone, for time measurements.
@@ -40,7 +41,8 @@ pub enum TestHostSharing {
 /// The lab that a request needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LabNeed {
-    /// Key shared by interchangeable labs; `None` for a lab that is not kept.
+    /// Key that is equal for interchangeable labs; `None` for a lab that is not returned to the
+    /// pool.
     pub(crate) key: Option<String>,
     /// Memory of the lab, in MiB.
     pub(crate) memory_mib: u64,
@@ -49,8 +51,8 @@ pub(crate) struct LabNeed {
 /// Error returned when a request is rejected.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum PoolError {
-    /// The thread already holds a grant. Two threads that each wait for a second grant could
-    /// deadlock.
+    /// The calling thread already holds a grant, and a second one is rejected. Two threads that
+    /// each wait for a second grant could deadlock.
     #[error("this thread already holds a lease; drop it before requesting another one")]
     AlreadyHeld,
     /// The environment variable is invalid.
@@ -63,7 +65,7 @@ pub enum PoolError {
 struct PoolRequest {
     ticket: u64,
     thread: ThreadId,
-    access: TestHostSharing,
+    access: TestHostLeaseMode,
     lab: Option<LabNeed>,
     /// Index of the test's module in [`LONGEST_FIRST`].
     rank: usize,
@@ -76,7 +78,7 @@ struct PoolRequest {
 struct RunningRequest {
     ticket: u64,
     thread: ThreadId,
-    access: TestHostSharing,
+    access: TestHostLeaseMode,
     lab_mib: Option<u64>,
 }
 
@@ -107,7 +109,7 @@ impl<L> PoolState<L> {
         if self
             .running
             .iter()
-            .any(|running| running.access == TestHostSharing::Exclusive)
+            .any(|running| running.access == TestHostLeaseMode::Exclusive)
         {
             return None;
         }
@@ -115,7 +117,7 @@ impl<L> PoolState<L> {
         if let Some(request) = overdue.min_by_key(|request| request.ticket) {
             return self.fits(request).then_some(request);
         }
-        let is_shared = |request: &&PoolRequest| request.access == TestHostSharing::Shared;
+        let is_shared = |request: &&PoolRequest| request.access == TestHostLeaseMode::Shared;
         let any_shared = self.waiting.iter().any(|request| is_shared(&request));
         self.waiting
             .iter()
@@ -131,10 +133,10 @@ impl<L> PoolState<L> {
         }
         let used: u64 = self.running.iter().filter_map(|running| running.lab_mib).sum();
         let has_memory = cost_mib(request.lab.as_ref()).is_none_or(|need| used + need <= self.memory_mib);
-        request.access == TestHostSharing::Shared && self.running.len() < self.limit && has_memory
+        request.access == TestHostLeaseMode::Shared && self.running.len() < self.limit && has_memory
     }
 
-    /// Returns the number of idle labs that must be switched off to admit a request.
+    /// Returns the number of idle labs that must be switched off before a request can be admitted.
     fn evictions(&self, request: &PoolRequest) -> usize {
         let Some(need) = cost_mib(request.lab.as_ref()) else {
             return 0;
@@ -160,14 +162,14 @@ impl<L> PoolState<L> {
         (0..idle.len()).find(fits).unwrap_or(idle.len())
     }
 
-    /// Returns the index of an idle lab that a request can use.
+    /// Returns the index of a booted, idle lab that a request can use.
     fn warm(&self, request: &PoolRequest) -> Option<usize> {
         let key = request.lab.as_ref()?.key.as_ref()?;
         self.idle.iter().position(|idle| idle.key == *key)
     }
 
-    /// Admits a request. Returns a booted lab for it, if there is one, and the labs that must be
-    /// switched off first.
+    /// Admits the request with number `ticket`. Returns a booted lab that the request can use, if
+    /// there is one, and the labs that must be switched off first.
     fn admit(&mut self, ticket: u64) -> (Option<L>, Vec<L>) {
         let Some(at) = self.waiting.iter().position(|request| request.ticket == ticket) else {
             return (None, Vec::new());
@@ -235,14 +237,14 @@ impl<L> Pool<L> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a request is admitted. A request without a lab (`None`) also counts against the
-    /// limit.
+    /// Waits until a request is admitted. A request that needs no lab (`None`) also counts against
+    /// the limit on the number of labs.
     ///
     /// # Errors
     /// Returns [`PoolError::AlreadyHeld`] if the calling thread holds a grant.
     pub(crate) fn acquire(
         self: &Arc<Self>,
-        access: TestHostSharing,
+        access: TestHostLeaseMode,
         lab: Option<LabNeed>,
     ) -> Result<(PoolGrant<L>, Option<L>), PoolError> {
         let thread = thread::current();
@@ -301,7 +303,8 @@ impl<L> Drop for PoolGrant<L> {
     }
 }
 
-/// Returns the index of a test's module in [`LONGEST_FIRST`], or the length of the list.
+/// Returns the index in [`LONGEST_FIRST`] of the module to which `test` belongs, or the length of
+/// the list if the module is not listed.
 fn rank(test: &str) -> usize {
     let module = test.split("::").next().unwrap_or_default();
     let known = LONGEST_FIRST.iter().position(|name| *name == module);
@@ -343,7 +346,7 @@ mod tests {
         }
     }
 
-    fn ask(state: &mut PoolState<u32>, test: &str, access: TestHostSharing, lab: Option<LabNeed>) -> u64 {
+    fn ask(state: &mut PoolState<u32>, test: &str, access: TestHostLeaseMode, lab: Option<LabNeed>) -> u64 {
         state.tickets += 1;
         state.waiting.push(PoolRequest {
             ticket: state.tickets,
@@ -372,9 +375,9 @@ mod tests {
     #[test]
     fn pool_admits_shared_requests_longest_first() {
         let mut state = state();
-        let quick = ask(&mut state, "vsock::x", TestHostSharing::Shared, need("a"));
-        let long = ask(&mut state, "nested::x", TestHostSharing::Shared, need("a"));
-        let last = ask(&mut state, "share::x", TestHostSharing::Shared, need("a"));
+        let quick = ask(&mut state, "vsock::x", TestHostLeaseMode::Shared, need("a"));
+        let long = ask(&mut state, "nested::x", TestHostLeaseMode::Shared, need("a"));
+        let last = ask(&mut state, "share::x", TestHostLeaseMode::Shared, need("a"));
         assert_eq!(next(&state), Some(long));
         state.admit(long);
         assert_eq!(next(&state), Some(quick));
@@ -388,43 +391,43 @@ mod tests {
     #[test]
     fn pool_runs_exclusive_requests_last_and_alone() {
         let mut state = state();
-        let alone = ask(&mut state, "a::x", TestHostSharing::Exclusive, None);
-        let shared = ask(&mut state, "b::x", TestHostSharing::Shared, need("a"));
+        let alone = ask(&mut state, "a::x", TestHostLeaseMode::Exclusive, None);
+        let shared = ask(&mut state, "b::x", TestHostLeaseMode::Shared, need("a"));
         assert_eq!(next(&state), Some(shared));
         state.admit(shared);
         assert_eq!(next(&state), None);
         end(&mut state, shared, None);
         assert_eq!(next(&state), Some(alone));
         state.admit(alone);
-        ask(&mut state, "c::x", TestHostSharing::Shared, None);
+        ask(&mut state, "c::x", TestHostLeaseMode::Shared, None);
         assert_eq!(next(&state), None);
     }
 
     #[test]
     fn pool_admits_overtaken_request_next() {
         let mut state = state();
-        let alone = ask(&mut state, "a::x", TestHostSharing::Exclusive, None);
+        let alone = ask(&mut state, "a::x", TestHostLeaseMode::Exclusive, None);
         for _ in 0..MAX_PASSED {
-            let shared = ask(&mut state, "b::x", TestHostSharing::Shared, None);
+            let shared = ask(&mut state, "b::x", TestHostLeaseMode::Shared, None);
             assert_eq!(next(&state), Some(shared));
             state.admit(shared);
             end(&mut state, shared, None);
         }
-        ask(&mut state, "b::x", TestHostSharing::Shared, None);
+        ask(&mut state, "b::x", TestHostLeaseMode::Shared, None);
         assert_eq!(next(&state), Some(alone));
     }
 
     #[test]
     fn pool_evicts_labs_only_at_limit() {
         let mut state = state();
-        let first = ask(&mut state, "a::x", TestHostSharing::Shared, need("a"));
+        let first = ask(&mut state, "a::x", TestHostLeaseMode::Shared, need("a"));
         state.admit(first);
         end(&mut state, first, Some(("a", 1)));
         // One more request fits.
-        let second = ask(&mut state, "b::x", TestHostSharing::Shared, need(""));
+        let second = ask(&mut state, "b::x", TestHostLeaseMode::Shared, need(""));
         assert_eq!(state.admit(second), (None, vec![]));
-        let third = ask(&mut state, "c::x", TestHostSharing::Shared, need("c"));
-        let fourth = ask(&mut state, "d::x", TestHostSharing::Shared, need("a"));
+        let third = ask(&mut state, "c::x", TestHostLeaseMode::Shared, need("c"));
+        let fourth = ask(&mut state, "d::x", TestHostLeaseMode::Shared, need("a"));
         assert_eq!(next(&state), Some(fourth), "its lab is booted");
         assert_eq!(state.admit(fourth), (Some(1), vec![]));
         end(&mut state, fourth, Some(("a", 1)));
@@ -435,18 +438,18 @@ mod tests {
     fn pool_memory_limit_allows_at_least_one_lab() {
         let mut state = state();
         state.memory_mib = 100;
-        let first = ask(&mut state, "a::x", TestHostSharing::Shared, need("a"));
+        let first = ask(&mut state, "a::x", TestHostLeaseMode::Shared, need("a"));
         assert_eq!(next(&state), Some(first));
         state.admit(first);
-        ask(&mut state, "b::x", TestHostSharing::Shared, need("a"));
+        ask(&mut state, "b::x", TestHostLeaseMode::Shared, need("a"));
         assert_eq!(next(&state), None);
         // A request for this machine takes no lab memory.
-        let here = ask(&mut state, "c::x", TestHostSharing::Shared, None);
+        let here = ask(&mut state, "c::x", TestHostLeaseMode::Shared, None);
         assert_eq!(next(&state), Some(here));
     }
 
-    /// With many threads, some of which panic, every request is admitted and exclusive requests run
-    /// alone.
+    /// The pool admits every request of many threads, even if some threads panic, and runs
+    /// exclusive requests alone.
     #[test]
     fn pool_admits_requests_of_many_threads() {
         let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));
@@ -455,8 +458,8 @@ mod tests {
             let (pool, running) = (Arc::clone(&pool), Arc::clone(&running));
             thread::spawn(move || {
                 let (access, most) = match n % 3 {
-                    0 => (TestHostSharing::Exclusive, 1),
-                    _ => (TestHostSharing::Shared, 2),
+                    0 => (TestHostLeaseMode::Exclusive, 1),
+                    _ => (TestHostLeaseMode::Shared, 2),
                 };
                 let lab = need(["a", "b", ""][n % 5 % 3]);
                 let (grant, warm) = pool.acquire(access, lab.clone()).unwrap();
@@ -482,12 +485,12 @@ mod tests {
     #[test]
     fn pool_rejects_second_grant_of_thread() {
         let pool = Arc::new(Pool::<u32>::new(2, u64::MAX));
-        let first = pool.acquire(TestHostSharing::Shared, None).unwrap();
+        let first = pool.acquire(TestHostLeaseMode::Shared, None).unwrap();
         assert!(matches!(
-            pool.acquire(TestHostSharing::Shared, None),
+            pool.acquire(TestHostLeaseMode::Shared, None),
             Err(PoolError::AlreadyHeld)
         ));
         drop(first);
-        assert!(pool.acquire(TestHostSharing::Exclusive, None).is_ok());
+        assert!(pool.acquire(TestHostLeaseMode::Exclusive, None).is_ok());
     }
 }

@@ -11,7 +11,7 @@ use lab_agent::cpu_time::{WATCH_PERIOD, cpu_ticks_of_group};
 use lab_agent::ordered::OutputStream;
 use lab_agent::wire::ProcessExit;
 
-use crate::limit::{ExceededLimit, ProgressLimit};
+use crate::limit::{ExceededProgressLimit, ProgressLimit};
 
 /// Error returned when a process could not be run to its end.
 #[derive(Debug, thiserror::Error)]
@@ -30,8 +30,9 @@ pub enum ProcessError {
         /// Command line of the process.
         command: String,
         /// Limit that was exceeded.
-        overrun: ExceededLimit,
-        /// Time since the last output. A long time suggests a hang, a short time slowness.
+        overrun: ExceededProgressLimit,
+        /// Time since the last output. A long time suggests that the process hangs, a short time
+        /// that it is slow.
         silent: Duration,
         /// Last lines of the output.
         tail: String,
@@ -141,8 +142,9 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).replace('\r', "")
 }
 
-/// Function that receives the output of a process as it arrives, instead of a buffer. If the
-/// function blocks, the process also blocks once the buffers in between are full.
+/// Function that receives the output of a process as it arrives. Without such a function, the
+/// output is stored in a buffer. If the function blocks, the process also blocks once the buffers
+/// between them are full.
 pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
 
 /// The output and state of a process, shared between its handle and the threads that receive its
@@ -160,7 +162,7 @@ struct ProcessState {
     stderr: Vec<u8>,
     /// Time of the last output.
     heard: Option<Instant>,
-    /// CPU time at the last check, and the time of its last change.
+    /// CPU time used until the last check, in clock ticks, and time at which it last increased.
     ticks: u64,
     worked: Option<Instant>,
     end: Option<OutputEnd>,
@@ -228,14 +230,14 @@ impl ProcessProgress {
         }
     }
 
-    /// Waits until `done` returns a value. Returns the first limit that is exceeded, counted from
-    /// `start`. Time without output before this call does not count.
+    /// Waits until `done` returns a value. Returns an error with the first limit that the process
+    /// exceeds. Time is counted from `start`, but the time without output only from this call.
     fn wait_until(
         &self,
         start: Instant,
         limit: ProgressLimit,
         mut done: impl FnMut(&ProcessState) -> bool,
-    ) -> Result<(), ExceededLimit> {
+    ) -> Result<(), ExceededProgressLimit> {
         let began = Instant::now();
         let mut state = self.lock();
         loop {
@@ -256,7 +258,7 @@ impl ProcessProgress {
         }
     }
 
-    /// Monitors the CPU time of a local process group until it exits.
+    /// Monitors the CPU time of the local process group `group` until the process exits.
     fn watch(&self, group: i32) {
         while self
             .wait_until(Instant::now(), WATCH_PERIOD.into(), |state| state.end.is_some())
@@ -391,8 +393,9 @@ impl HostProcess {
         }
     }
 
-    /// Waits until standard output contains `text`. The time `limit` starts with this call. Returns
-    /// `false` if the process exits or exceeds a limit without printing the text.
+    /// Waits until the standard output of the process contains `text`. The time for `limit` is
+    /// counted from this call. Returns `false` if the process exits or exceeds a limit without
+    /// printing the text.
     pub fn wait_for(&self, text: &str, limit: impl Into<ProgressLimit>) -> bool {
         self.wait_for_in(|state| &state.stdout, text, limit.into())
     }
@@ -442,10 +445,10 @@ impl HostProcess {
         text(&self.progress.lock().stdout)
     }
 
-    /// Writes to standard input.
+    /// Writes to the standard input of the process.
     ///
     /// # Errors
-    /// Returns an error if the process no longer reads it.
+    /// Returns an error if the process no longer reads its standard input.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), ProcessError> {
         self.send(bytes)
     }
@@ -470,7 +473,7 @@ impl HostProcess {
         })
     }
 
-    fn timed_out(&self, overrun: ExceededLimit, look: impl FnOnce() -> String) -> ProcessError {
+    fn timed_out(&self, overrun: ExceededProgressLimit, look: impl FnOnce() -> String) -> ProcessError {
         let (silent, mut tail) = {
             let state = self.progress.lock();
             let mut tail = last_lines(&text(&state.stdout), 30);
@@ -575,7 +578,8 @@ mod tests {
         assert!(*silent > Duration::ZERO, "{error}");
     }
 
-    /// A VM under load may print nothing for half an hour before it is requested to stop.
+    /// The time without output is counted from the call of `HostProcess::wait`. A VM under load may
+    /// print nothing for half an hour before the test requests it to stop.
     #[test]
     fn silence_before_wait_does_not_count() {
         let limit = ProgressLimit {
@@ -589,7 +593,8 @@ mod tests {
         assert!(process.wait(limit).unwrap().success());
     }
 
-    /// The `still` limit detects hangs without killing a process that works silently.
+    /// The `still` limit detects hangs, but does not kill a process that uses CPU time without
+    /// printing anything.
     #[test]
     fn silent_busy_process_is_not_killed() {
         let limit = ProgressLimit {
@@ -602,7 +607,7 @@ mod tests {
         let still = HostCommand::shell("sleep 1000");
         let [busy, still] = [busy, still].map(|command| HostProcess::start_here(&command).unwrap());
         let error = still.wait(limit).unwrap_err();
-        let bound = ExceededLimit::Still(limit.still);
+        let bound = ExceededProgressLimit::Still(limit.still);
         assert!(
             matches!(&error, ProcessError::TimedOut { overrun, .. } if *overrun == bound),
             "{error}"

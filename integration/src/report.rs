@@ -1,4 +1,4 @@
-//! Reports the progress of a process's tests, the time for which each test used a test host, and
+//! Reports which tests of this process are running, how long each test used a test host, and the
 //! totals.
 //!
 //! The test harness shows the output of a test only after the test has ended, and none for a
@@ -78,7 +78,7 @@ fn report() -> MutexGuard<'static, ProgressReport> {
 pub(crate) struct HostUse(u64);
 
 impl HostUse {
-    /// Starts tracking at the request of the calling thread's test.
+    /// Starts to record the test of the calling thread, which requests a test host.
     pub(crate) fn begin() -> Self {
         static ONCE: Once = Once::new();
         let thread = thread::current();
@@ -100,7 +100,7 @@ impl HostUse {
         Self(0)
     }
 
-    /// Records that the test has received its test host.
+    /// Records that the test has received the test host `place`.
     pub(crate) fn runs_in(&self, place: &str) {
         if let Some(activity) = report().activities.get_mut(&self.0) {
             activity.place = Some((place.to_owned(), activity.since.elapsed()));
@@ -193,8 +193,8 @@ fn times_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("times.tsv"))
 }
 
-/// Saves times and replaces earlier ones of the same tests. Failures are ignored, because the times
-/// are informational.
+/// Saves times in the file and replaces earlier times of the same tests. Errors are ignored,
+/// because the times are only informational.
 fn keep(times: &BTreeMap<String, TestTimes>) {
     let Some(file) = times_file() else { return };
     let mut all = read(&fs::read_to_string(&file).unwrap_or_default());

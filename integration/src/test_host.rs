@@ -108,12 +108,12 @@ impl Drop for ScratchDirectory {
     }
 }
 
-/// Lab that is replaced by a new one with the same options if it terminates. The current test fails
-/// in that case, and later tests use the replacement.
+/// Lab on which tests run. If it terminates, the current test fails, and a new lab with the same
+/// options replaces it for later tests.
 pub struct LabHost {
     options: LabOptions,
     lab: Mutex<Arc<Lab>>,
-    /// Value that is dropped after the lab has been switched off.
+    /// Value that is kept until the lab has been switched off, and then dropped.
     _guard: Option<Box<dyn Send + Sync>>,
 }
 
@@ -171,7 +171,7 @@ impl LabHost {
         }
     }
 
-    /// Returns the current lab, whether or not it is running.
+    /// Returns the latest lab, even if it has terminated.
     pub fn last(&self) -> Arc<Lab> {
         Arc::clone(&self.lab.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -298,7 +298,7 @@ impl TestHost {
             })
     }
 
-    /// Diagnoses a hung guest and the machine on which it runs.
+    /// Diagnoses a hung guest and the machine on which it runs, and returns a description.
     pub fn diagnose_hang(&self) -> String {
         match self {
             TestHost::Direct(_) => String::new(),

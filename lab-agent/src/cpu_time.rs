@@ -6,8 +6,8 @@ use std::time::Duration;
 /// Interval at which the CPU time of a running process group is read.
 pub const WATCH_PERIOD: Duration = Duration::from_secs(5);
 
-/// Returns the CPU time used by the processes of a group and their exited children, in clock ticks
-/// of the kernel. May decrease when a process exits.
+/// Returns the CPU time used by the processes of a process group and by their exited children, in
+/// clock ticks of the kernel. The value may decrease when a process exits.
 pub fn cpu_ticks_of_group(group: i32) -> u64 {
     let Ok(processes) = fs::read_dir("/proc") else {
         return 0;
@@ -25,7 +25,8 @@ pub fn cpu_ticks_of_group(group: i32) -> u64 {
         .sum()
 }
 
-/// Parses a line of `/proc/PID/stat` if the process belongs to `group`.
+/// Parses a line of `/proc/PID/stat` and returns the CPU time of the process in clock ticks.
+/// Returns `None` if the process does not belong to `group`.
 fn ticks(stat: &str, group: i32) -> Option<u64> {
     // The name, in parentheses, may contain any characters. It is followed by state, parent, group,
     // and other fields. User and system time are fields 14 and 15 of proc(5); those of exited

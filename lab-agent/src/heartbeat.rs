@@ -2,12 +2,14 @@
 //!
 //! QEMU occasionally loses an interrupt, because VMRUN sets a bit of the processor's pending
 //! interrupts without the lock under which QEMU's timers set their bits (`cpu->interrupt_request`
-//! in `helper_vmrun`, seen in 7.2). If a timer interrupt is lost in this way, the processor and its
-//! guest wait forever, until another interrupt makes both visible. This module therefore raises an
+//! in `helper_vmrun`, seen in 7.2). If a timer interrupt is lost in this way, the processor and the
+//! guest on it wait until the processor receives another interrupt, after which the lost one is
+//! handled as well. Without this module, that may never happen. The module therefore raises an
 //! interrupt periodically.
 //!
 //! The first processor never runs a guest and loses no interrupts. A thread on the first processor
-//! wakes a thread on each other processor, for which the kernel sends an interrupt.
+//! wakes a thread on each other processor, for which the kernel sends an interrupt to that
+//! processor.
 
 use std::io;
 use std::mem;
@@ -65,8 +67,9 @@ fn bind(processor: usize) -> io::Result<()> {
     }
 }
 
-/// Makes the kernel run the calling thread as soon as it is woken. An ordinary thread may have to
-/// wait for the kernel's next tick, which may be the lost interrupt.
+/// Gives the calling thread real-time priority, so that the kernel runs it as soon as it is woken.
+/// An ordinary thread may have to wait for the kernel's next timer tick, which may be the lost
+/// interrupt.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn before_others() -> io::Result<()> {
     // SAFETY: a sched_param is integers, for which zero is valid; the call reads it.

@@ -1,9 +1,10 @@
 //! Agent inside the lab host, which starts processes and transfers files for the test runner.
 //!
 //! Usage: `lab-agent PORT`, where PORT is the character device of a virtio serial port. The agent
-//! exits when the runner hangs up, and the lab's init then powers the machine off.
+//! exits when the runner closes the connection, and the lab's init then powers the machine off.
 //!
-//! `lab-agent heartbeat` keeps the lab's processors awake instead, until it is killed.
+//! `lab-agent heartbeat` does not serve a runner. It sends periodic interrupts to the lab's
+//! processors until it is killed.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -83,12 +84,14 @@ fn serve(path: &str) -> io::Result<()> {
 /// switches, migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
-/// Idle virtual machines with one vCPU each, and perf events, that exist as long as the lab runs.
+/// Virtual machines with one vCPU each, which never run, and perf events. They exist as long as the
+/// lab runs.
 ///
-/// The kernel patches its own code, including the scheduler, when the first VM, the first vCPU
-/// without an in-kernel local APIC or with a disabled one, or the first event is created, and when
-/// the last one is destroyed. QEMU before 8.1 may then discard all of its translations
-/// (docs/guide/lab.md). These objects prevent the patches after the start.
+/// The Linux kernel patches its own code, including the scheduler, whenever one of these events
+/// occurs: the first VM, the first vCPU without an in-kernel local APIC or with a disabled one, or
+/// the first perf event is created, or the last one is destroyed. QEMU before 8.1 may then discard
+/// all of its translations (docs/guide/lab.md). Since the objects of this type always exist, the
+/// kernel does not patch its code after the start.
 struct InUse {
     /// VMs whose vCPUs never run.
     _vms: Vec<(VmFd, VcpuFd)>,
@@ -96,7 +99,8 @@ struct InUse {
 }
 
 impl InUse {
-    /// Creates as many of the objects as possible. The lab usually works without them.
+    /// Creates as many of these objects as possible, and ignores errors, because the lab usually
+    /// works without them.
     fn keep() -> Self {
         let _events = SOFTWARE_EVENTS
             .filter_map(|config| software_event(config).ok())
@@ -147,13 +151,13 @@ fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     Ok((vm, vcpu))
 }
 
-/// A process to which the runner can still write or send signals.
+/// A running process, to which the runner can still write or send signals.
 struct Running {
     pid: i32,
     stdin: Option<Input>,
 }
 
-/// The destination of the runner's input for a process.
+/// The destination of data that the runner sends to the standard input of a process.
 enum Input {
     Pipe(ChildStdin),
     Terminal(File),
@@ -167,7 +171,8 @@ impl Input {
         }
     }
 
-    /// Closes the input. On a terminal this sends Ctrl-D at the start of a line.
+    /// Closes the input. If the process has a terminal, sends Ctrl-D, which the terminal treats as
+    /// end of file at the start of a line.
     fn close(self) {
         const END_OF_TRANSMISSION: &[u8] = &[4];
         if let Self::Terminal(mut terminal) = self {
@@ -314,7 +319,7 @@ fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     Ok((child, Input::Pipe(stdin), output))
 }
 
-/// Forwards the output of a process, then its exit status.
+/// Forwards the output of a process to the runner, and then its exit status.
 fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
     let (ended, watching) = mpsc::channel();
     let watch = {

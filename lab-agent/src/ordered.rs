@@ -1,14 +1,14 @@
-//! Two output pipes of one process, read in the order in which they were written.
+//! Two output pipes of one process, read in the order in which the process wrote to them.
 //!
 //! Two ordinary pipes do not preserve the order between them, because a process may have written to
 //! both several times before the reader runs. This module limits each pipe to a single packet
 //! (`O_DIRECT` and a capacity of one page, see pipe(7)), so that a second write to the same pipe
 //! waits until the first one is read. At any time, there is at most one packet in each pipe, and
-//! epoll(7) reports them, edge-triggered, in the order in which they became ready. One report
-//! corresponds to one packet.
+//! epoll(7) in edge-triggered mode reports the pipes in the order in which they became ready. One
+//! report corresponds to one packet.
 //!
 //! The order is exact for writes through the inherited descriptors. A program that reopens
-//! `/dev/stdout` writes in a different mode. In this case no data is lost, but two writes may
+//! `/dev/stdout` writes without packet mode. In this case no data is lost, but two writes may
 //! arrive as one.
 
 use std::io::{self, PipeReader, PipeWriter, Read};
@@ -72,7 +72,8 @@ pub fn pipes() -> io::Result<(OrderedOutputReceiver, OrderedOutputSender)> {
 }
 
 impl OrderedOutputReceiver {
-    /// Passes each packet to `sink` until both pipes are closed or `sink` fails.
+    /// Passes each packet to `sink`, in the order of the writes, until the process has closed both
+    /// pipes or `sink` fails.
     ///
     /// # Errors
     /// Returns an error if `sink` fails or a pipe cannot be read.
@@ -111,7 +112,8 @@ impl OrderedOutputReceiver {
     }
 }
 
-/// Reads one packet. Returns `None` if there is no packet, and `Some(0)` at the end of the stream.
+/// Reads one packet without waiting. Returns `None` if the pipe contains no packet, and `Some(0)`
+/// at the end of the stream.
 fn read_packet(pipe: &mut PipeReader, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match pipe.read(buffer) {
         Ok(length) => Ok(Some(length)),
@@ -134,7 +136,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the packets of a shell script. Consecutive packets of the same stream are joined.
+    /// Runs a shell script and returns the packets that it writes. Consecutive packets of the same
+    /// stream are joined.
     fn run(script: &str) -> Vec<(OutputStream, String)> {
         let (mut output, input) = pipes().unwrap();
         let mut child = Command::new("sh")
@@ -159,8 +162,8 @@ mod tests {
         seen
     }
 
-    /// The order is preserved although the shell writes each line with a separate system call,
-    /// faster than the reader reads.
+    /// The order between standard output and standard error is preserved although the shell writes
+    /// each line with a separate system call, faster than the reader reads.
     #[test]
     fn streams_keep_the_order_in_which_they_were_written() {
         let seen = run("for i in $(seq 500); do echo out $i; echo err $i >&2; done");
@@ -194,7 +197,8 @@ mod tests {
         assert_eq!(seen[2], (OutputStream::Stdout, "more\n".to_owned()));
     }
 
-    /// A program may close one stream early, write nothing, or reopen its own output.
+    /// Ordered output works if a program closes one stream early, writes nothing, or reopens its
+    /// own output.
     #[test]
     fn streams_end_one_by_one_and_can_be_opened_again() {
         assert_eq!(

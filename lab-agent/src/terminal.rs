@@ -1,4 +1,4 @@
-//! Terminals of the lab's users and of commands in the lab.
+//! Handling of terminals: that of the user of the lab, and those of commands in the lab.
 #![expect(unsafe_code, reason = "ioctl for the window size")]
 
 use std::fs::File;
@@ -12,14 +12,14 @@ use nix::sys::termios::{SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
 
 use crate::wire::TerminalSize;
 
-/// Raw mode of the terminal on standard input. Dropping it restores the former mode.
+/// Raw mode of the terminal on standard input. Dropping this value restores the former mode.
 pub struct RawMode {
     former: Termios,
 }
 
 impl RawMode {
-    /// Enables raw mode on the terminal: keys arrive one by one, and Ctrl-C is a byte. Returns
-    /// `None` if standard input is not a terminal.
+    /// Enables raw mode on the terminal: keys arrive one by one, and Ctrl-C arrives as a byte
+    /// instead of sending a signal. Returns `None` if standard input is not a terminal.
     ///
     /// # Errors
     /// Returns an error if the mode cannot be changed.
@@ -89,7 +89,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns the output of `script` on a terminal of size `size`.
+    /// Runs `script` on a terminal of size `size` and returns its output. `meanwhile` is called
+    /// with the master end of the terminal while the script runs.
     fn output(script: &str, size: TerminalSize, meanwhile: impl FnOnce(&File)) -> String {
         let mut command = Command::new("sh");
         command.args(["-c", script]);

@@ -1,13 +1,14 @@
 //! Protocol between the test runner and the lab's agent over the serial port.
 //!
-//! A frame consists of a type, the ID of its process or file transfer, a length, and that number of
-//! bytes. The side that starts a process or transfer chooses its ID.
+//! A frame consists of a type, the ID of the process or file transfer to which it belongs, the
+//! length of the payload, and the payload. The side that starts a process or transfer chooses its
+//! ID.
 
 use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
 
-/// Maximum payload of a frame, in bytes. Longer data is sent in pieces.
+/// Maximum payload of a frame, in bytes. Longer data is sent in several frames.
 pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
 
 /// Size of the header, which consists of type, ID and length, in bytes.
@@ -23,7 +24,8 @@ pub enum FrameKind {
     Start = 2,
     /// Runner: standard input of a process. An empty payload closes it.
     Stdin = 3,
-    /// Runner: send a signal to the process group. Payload: its number, 4 bytes little-endian.
+    /// Runner: send a signal to the process group of a process. Payload: the signal number, 4 bytes
+    /// little-endian.
     Signal = 4,
     /// Agent: standard output of a process.
     Stdout = 5,
@@ -35,15 +37,15 @@ pub enum FrameKind {
     Create = 8,
     /// Either: bytes of a file.
     Data = 9,
-    /// Either: the file is complete. The agent also sends this frame to acknowledge the last chunk
-    /// of a file created with `Create`.
+    /// Agent or runner: the transmitted file is complete. The agent also sends this frame to
+    /// acknowledge the last chunk of a file that it has created for a `Create` frame.
     Done = 10,
-    /// Runner: send a file. Payload: its path.
+    /// Runner: request for a file from the lab. Payload: the path of the file.
     Fetch = 11,
     /// Agent: the operation failed. Payload: the reason as text.
     Failed = 12,
-    /// Agent: CPU time that a process and its children have used so far, in clock ticks, 8 bytes
-    /// little-endian.
+    /// Agent: CPU time that a process and its children have used so far. Payload: clock ticks, 8
+    /// bytes little-endian.
     Used = 13,
     /// Runner: the terminal of a process has a new window size. Payload: [`TerminalSize`] as JSON.
     Resize = 14,
@@ -86,12 +88,12 @@ pub struct StartRequest {
 /// Connection of the standard streams of a process in the lab to the runner.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StreamMode {
-    /// Pipes of the usual size. The order between standard output and standard error is
-    /// approximate.
+    /// Two pipes of the usual size. The order in which standard output and standard error arrive at
+    /// the runner is approximate.
     #[default]
     Pipes,
-    /// Pipes that hold one write each. The order between standard output and standard error is
-    /// exact, and the process waits for the agent after each write.
+    /// Two pipes that hold one write each. Standard output and standard error arrive at the runner
+    /// in the exact order, and the process waits for the agent after each write.
     Ordered,
     /// A terminal with this window size. All output is standard output.
     Terminal(TerminalSize),

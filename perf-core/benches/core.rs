@@ -1,9 +1,9 @@
 //! Benchmarks of the core itself: a tick, a read, and scheduling a vCPU in and out.
 //!
-//! The driver does nothing, so the times are those of the core alone. Kernel reads are measured for
-//! comparison, as the cost of a conventional application. The figures are printed at the end with
-//! their targets. They are ratios where there is a peer, because ratios, unlike times, are
-//! comparable across machines.
+//! The driver does nothing, so the times are those of the core alone. Reads of a kernel event are
+//! also measured, because they are what a conventional application pays for. The figures are
+//! printed at the end with their targets. Where there is a measurement to compare with, the figure
+//! is a ratio, because ratios, unlike times, are comparable across machines.
 #![expect(unsafe_code, reason = "calls of the system")]
 
 mod nothing;
@@ -17,7 +17,7 @@ use nothing::NoopPmu;
 use perf_core::time::{Clock, ManualClock};
 use perf_core::*;
 use perf_event_open_sys::bindings::perf_event_attr;
-use test_support::figures::{self, Figure, Target as Goal};
+use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget as Goal};
 use test_support::steps;
 
 struct Setup {
@@ -176,7 +176,7 @@ fn switch(c: &mut Criterion) {
 /// Number of runs, of which the fastest is reported.
 const RUNS: usize = 15;
 
-/// Runs `work` once and returns the time per iteration, in nanoseconds.
+/// Runs `work` repeatedly as one measurement, and returns the time per iteration, in nanoseconds.
 fn once(work: &mut dyn FnMut()) -> f64 {
     let iterations = if figures::only_tried() { 10 } else { 20_000 };
     let start = Instant::now();
@@ -186,12 +186,12 @@ fn once(work: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(iterations)
 }
 
-/// Returns the minimum time per iteration over several runs of `work`, in nanoseconds.
+/// Returns the minimum time per iteration, in nanoseconds, over several measurements of `work`.
 fn best(mut work: impl FnMut()) -> f64 {
     (0..RUNS).map(|_| once(&mut work)).fold(f64::INFINITY, f64::min)
 }
 
-/// Multiplexed groups on four slots, and their ticks.
+/// A vCPU with groups that are multiplexed on four slots, and the clock that drives its ticks.
 struct Ticking {
     clock: Arc<ManualClock>,
     setup: Setup,
@@ -214,8 +214,8 @@ impl Ticking {
         self.setup.vcpu.tick();
     }
 
-    /// Checks that the measured work took place: four groups are active, and each of the first ten
-    /// groups has been active.
+    /// Checks that the ticks multiplexed the groups: four groups are active, and each of the first
+    /// ten groups has been active.
     fn check(&self) {
         assert_eq!(self.setup.vcpu.stats().active, 4);
         for event in self.events.iter().take(10) {
@@ -224,7 +224,7 @@ impl Ticking {
     }
 }
 
-/// Computes the figures. Each figure is measured together with its peer in the same run.
+/// Computes the figures. The two measurements that a figure compares are made in the same run.
 fn ratios(_: &mut Criterion) {
     if std::env::args().any(|a| a == "--list") {
         return;
@@ -282,46 +282,46 @@ fn ratios(_: &mut Criterion) {
     });
     let [[open, kernel_open], [off_on, kernel_off_on]] = open_and_enable();
     let figures = [
-        Figure::new(
+        BenchmarkFigure::new(
             "a tick's instructions with 10, 1,000 and 100,000 groups, most over least",
             spread,
             "% more",
             Goal::AtMost(10.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "a tick's time with 10, 1,000 and 100,000 groups, most over least",
             Some(most(&tick_ns) / least(&tick_ns)),
             "times",
             Goal::AtMost(4.0),
         ),
-        Figure::new("a tick with 10 groups", Some(tick_ns[0]), "ns", Goal::None),
-        Figure::new("a tick with 1,000 groups", Some(tick_ns[1]), "ns", Goal::None),
-        Figure::new("a tick with 100,000 groups", Some(tick_ns[2]), "ns", Goal::None),
-        Figure::new(
+        BenchmarkFigure::new("a tick with 10 groups", Some(tick_ns[0]), "ns", Goal::None),
+        BenchmarkFigure::new("a tick with 1,000 groups", Some(tick_ns[1]), "ns", Goal::None),
+        BenchmarkFigure::new("a tick with 100,000 groups", Some(tick_ns[2]), "ns", Goal::None),
+        BenchmarkFigure::new(
             "read of one event over read(2) of a kernel event",
             Some(one / kernel_one),
             "times",
             Goal::AtMost(1.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "read of a group of 8 over read(2) of a kernel group of 8",
             Some(group / kernel_group),
             "times",
             Goal::AtMost(1.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "an event opened and closed over perf_event_open(2) and close(2) of a kernel event",
             Some(open / kernel_open),
             "times",
             Goal::AtMost(2.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "an event disabled and enabled over the ioctl(2)s of a kernel event",
             Some(off_on / kernel_off_on),
             "times",
             Goal::AtMost(2.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "sched-out and sched-in of a context with 8 events",
             Some(switch),
             "ns",

@@ -1,6 +1,6 @@
-//! Benchmarks of multiplexing and of the clock driver: an interval with 10, 1,000 and 100,000
-//! groups on four slots, a slice and an estimate, a guest entry and exit of the clock with and
-//! without a user, and a clock reading.
+//! Benchmarks of multiplexing: the end of an interval with 10, 1,000 and 100,000 groups on four
+//! slots, adding a slice to an estimator, and computing an estimate. Benchmarks of the clock
+//! driver: a guest entry and exit with and without a started event, and a reading of the clock.
 
 use std::hint::black_box;
 use std::sync::Arc;

@@ -2,9 +2,9 @@
 //! without a concurrent writer, and reading it. Reading is compared with the crates perf-event2 and
 //! perf-event-open on the same bytes.
 //!
-//! Those crates only read kernel rings. Each of them is therefore given a kernel perf event with a
-//! ring of the same size, and the memfd of this crate's ring, which has the same layout, is then
-//! mapped over its mapping.
+//! Those two crates only read rings of the kernel. Each of them therefore opens a kernel perf event
+//! with a ring of the same size. The memfd of this crate's ring, which has the same layout, is then
+//! mapped over the crate's mapping of the kernel ring.
 //!
 //! All times are CPU times of the thread, so that other load on the machine does not distort them.
 #![expect(unsafe_code, reason = "calls of the system")]
@@ -21,7 +21,7 @@ use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterio
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat, Sample};
 use perf_core::ring::{PAGE_SIZE, Ring, RingMode, RingReader};
-use test_support::figures::{self, Figure, Target};
+use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget};
 
 /// Number of data pages: 256 KiB, small enough for the second-level cache of most machines.
 const DATA_PAGES: usize = 64;
@@ -119,7 +119,8 @@ fn perf_mappings() -> Vec<(usize, usize)> {
         .collect()
 }
 
-/// Maps this crate's ring over the kernel ring that `open` maps.
+/// Calls `open`, which maps a kernel ring, and replaces that mapping with a mapping of this crate's
+/// `ring`.
 fn over_the_kernels<T>(ring: &Ring, open: impl FnOnce() -> T) -> T {
     let before = perf_mappings();
     let reader = open();
@@ -277,7 +278,8 @@ fn bench_read(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Runs `write` while another thread keeps the ring empty, or in overwrite mode without a reader.
+/// Measures ring writes by one or several writers, in writable mode with a reader that empties the
+/// ring, and in overwrite mode without a reader.
 fn bench_write(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("ring write, 40-byte records");
     group.throughput(Throughput::Elements(1));
@@ -335,8 +337,9 @@ const TOGETHER: u64 = 16;
 
 /// Runs several writers concurrently. Each writes its share of the records, `together` at a time,
 /// either to its own ring or to a common ring. The time is that of the slowest writer. A sample in
-/// which a writer was descheduled is discarded, because meanwhile the other writers had the ring to
-/// themselves, or their records were rejected because of its open reservation.
+/// which a writer was descheduled is discarded: meanwhile the other writers had the ring to
+/// themselves, or the open reservation of the descheduled writer caused their records to be
+/// rejected.
 fn side_by_side(
     group: &mut BenchmarkGroup<'_, WallTime>,
     (name, writers, together): (&str, usize, u64),
@@ -412,56 +415,56 @@ fn ratios(_: &mut Criterion) {
     let ours = ["perf-core, one at a time", "perf-core, in a batch"];
     let peers = ["perf-event2", "perf-event-open"];
     let figures = [
-        Figure::new(
+        BenchmarkFigure::new(
             "ring write of a 40-byte record, one writer",
             one.map(|ns| 1000.0 / ns),
             "million/s",
-            Target::AtLeast(20.0),
+            BenchmarkTarget::AtLeast(20.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "two writers on one ring, records written together over those of one writer",
             over(one, median("two writers, one ring")),
             "times",
-            Target::Above(1.0),
+            BenchmarkTarget::Above(1.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "ring write of 16 records at a time, one writer",
             median("one writer, 16 at a time").map(|ns| 1000.0 / ns),
             "million/s",
-            Target::AtLeast(20.0),
+            BenchmarkTarget::AtLeast(20.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "two writers on one ring, 16 records at a time, over one writer with one at a time",
             over(one, median("two writers, one ring, 16 at a time")),
             "times",
-            Target::Above(1.0),
+            BenchmarkTarget::Above(1.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "two writers on one ring, 16 records at a time, over one writer with 16 at a time",
             over(
                 median("one writer, 16 at a time"),
                 median("two writers, one ring, 16 at a time"),
             ),
             "times",
-            Target::None,
+            BenchmarkTarget::None,
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "two writers on a ring each, records written together over those of one writer",
             over(one, median("two writers, a ring each")),
             "times",
-            Target::Above(1.0),
+            BenchmarkTarget::Above(1.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "ring read, bytes only, over the best peer's",
             over(best("bytes", &peers), best("bytes", &ours)),
             "times",
-            Target::AtLeast(2.0),
+            BenchmarkTarget::AtLeast(2.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "ring read, decoded, over the best peer's",
             over(best("decoded", &peers), median("decoded/perf-core")),
             "times",
-            Target::AtLeast(2.0),
+            BenchmarkTarget::AtLeast(2.0),
         ),
     ];
     let partial = figures.iter().any(|f| f.value.is_none());

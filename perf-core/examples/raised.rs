@@ -1,6 +1,6 @@
-//! Demonstrates events that a VMM raises. Counts and samples exits of vCPUs, raises an event in a
-//! signal handler during another event, supplies names and mappings for readers, and changes
-//! operator settings at run time. Requires nothing from the host.
+//! Demonstrates software events that a VMM raises. Counts and samples exits of vCPUs, raises an
+//! event in a signal handler that interrupts the handling of another event, supplies names and
+//! mappings for readers, and changes operator settings at run time. Requires nothing from the host.
 //!
 //! `cargo run -p perf-core --example raised`
 
@@ -27,7 +27,7 @@ impl SampleRegs for Exit {
     }
 }
 
-/// An exit interrupted by a signal whose handler raises an event.
+/// An exit whose handling is interrupted by a signal. The signal handler raises another event.
 struct InterruptedExit<'a> {
     exit: Exit,
     vcpu: &'a VcpuContext,

@@ -30,7 +30,8 @@ impl EventType {
     pub const KVM: Self = Self(0x101);
     /// Perfvisor extension: simulated counters, for tests only.
     pub const SIM: Self = Self(0x102);
-    /// Perfvisor extension: counts supplied by the VMM (exact backing, paravirtual events).
+    /// Perfvisor extension: counts supplied by the VMM, such as exact counts from single-stepping,
+    /// and paravirtual events.
     pub const FED: Self = Self(0x103);
     /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core serves
     /// them itself.
@@ -67,7 +68,8 @@ bitflags! {
         const RAW = 1 << 10;
         /// Branch stack, as described by [`Attr::branches`].
         const BRANCH_STACK = 1 << 11;
-        /// User registers at the time of the sample or of kernel entry, selected by [`REGS_USER`].
+        /// User-mode registers, selected by [`REGS_USER`]: at the time of the sample, or at kernel
+        /// entry if the sample is in the kernel.
         const REGS_USER = 1 << 12;
         /// Top [`Attr::sample_stack_user`] bytes of the user stack.
         const STACK_USER = 1 << 13;
@@ -315,7 +317,8 @@ impl Attr {
         self.ty == EventType::SOFTWARE && self.config <= 1
     }
 
-    /// Creates a sampling event that takes one sample every `period` counts.
+    /// Creates an enabled sampling event of type `ty` and selector `config` that takes one sample
+    /// every `period` counts.
     #[must_use]
     pub fn sampling(ty: EventType, config: u64, period: u64) -> Self {
         Self {

@@ -34,7 +34,7 @@ bitflags! {
 }
 
 impl BranchFilter {
-    /// Filters that select branches by type.
+    /// All bits that select branches by type.
     pub const KINDS: Self = Self::ANY
         .union(Self::ANY_CALL)
         .union(Self::ANY_RETURN)
@@ -42,11 +42,11 @@ impl BranchFilter {
         .union(Self::COND)
         .union(Self::IND_JUMP)
         .union(Self::CALL);
-    /// Filters that select branches by privilege level.
+    /// All bits that select branches by privilege level.
     pub const LEVELS: Self = Self::USER.union(Self::KERNEL);
 
-    /// Returns `true` if the stack contains `branch`. A branch between two privilege levels is
-    /// contained only if both levels are selected.
+    /// Returns `true` if `branch` belongs in a stack that is recorded with this filter. A branch
+    /// between two privilege levels belongs in it only if the filter selects both levels.
     #[must_use]
     pub fn contains_branch(self, branch: &BranchEntry) -> bool {
         use BranchKind as Kind;
@@ -146,7 +146,8 @@ impl BranchSampling {
         }
     }
 
-    /// Returns parameters that satisfy both requests. The stricter overhead limit applies.
+    /// Returns parameters for stacks that satisfy both `self` and `other`. The stricter overhead
+    /// limit applies.
     #[must_use]
     pub fn join(self, other: Self) -> Self {
         Self {
@@ -156,7 +157,7 @@ impl BranchSampling {
         }
     }
 
-    /// Returns `true` if a stack that was taken for this request also satisfies `other`.
+    /// Returns `true` if a stack that was recorded with these parameters also satisfies `other`.
     #[must_use]
     pub fn covers(self, other: Self) -> bool {
         self.filter.contains(other.filter) && self.depth >= other.depth

@@ -132,7 +132,7 @@ impl RunningVariance {
     }
 }
 
-/// Minimum number of steps, and of slices with two known halves, for a standard error.
+/// Minimum number of steps, and of slices that were read in the middle, for a standard error.
 const SLICES_MIN: u64 = 4;
 /// Maximum lag of the step autocorrelation, in slices.
 const LAGS: usize = 8;
@@ -155,20 +155,24 @@ const CALM: f64 = 1e-3;
 struct StepStatistics {
     n: u64,
     last_gap: f64,
-    /// Squares of steps and products of consecutive steps, both weighted with the gaps that they
-    /// span, and the sums of the weights.
+    /// `squares` and `products`: sums of the squares of steps, and of the products of consecutive
+    /// steps, both weighted with the gaps that the steps span. `gap_squares` and `gap_products`:
+    /// sums of the weights.
     squares: f64,
     products: f64,
     gap_squares: f64,
     gap_products: f64,
-    /// Unweighted statistics: sums of squares and of fourth powers, and the largest step.
+    /// Statistics of steps without weights. `second` and `fourth`: sums of squares and of fourth
+    /// powers. `largest`: largest step.
     second: f64,
     fourth: f64,
     largest: f64,
-    /// Most recent steps, and sums of products of each step with the step at each lag.
+    /// `last`: most recent steps. `lags`: for each lag, the sum of the products of each step with
+    /// the step that far before it.
     last: [f64; LAGS],
     lags: [f64; LAGS],
-    /// Sum of squared differences between the halves of slices, and the number of these slices.
+    /// `halves`: sum of the squared differences between the rates of the two halves of a slice.
+    /// `halved`: number of slices in this sum.
     halves: f64,
     halved: u64,
 }
@@ -177,14 +181,15 @@ struct StepStatistics {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Uncertainty {
     Unknown,
-    /// Variance from the gaps per squared period, and the random-walk and white-noise components of
-    /// the steps.
+    /// `between`: variance from the gaps, per squared period. `walk` and `fresh`: random-walk and
+    /// white-noise components of the steps.
     Variance {
         between: f64,
         walk: f64,
         fresh: f64,
     },
-    /// Same as `Variance`, but sufficient only for a bound.
+    /// Same values as in `Variance`, but of a rate with a long tail, for which only an error bound
+    /// is derived from them.
     LongTail {
         between: f64,
         walk: f64,
@@ -362,7 +367,8 @@ pub struct Estimator {
     last_step: f64,
     /// Length of the last slice.
     last_ns: u64,
-    /// Total length of the gaps between slices, and length of the gap before the first slice.
+    /// `gap_ns`: total length of the gaps between slices. `first_gap_ns`: length of the gap before
+    /// the first slice.
     gap_ns: u64,
     first_gap_ns: u64,
     /// Interpolated count of all gaps.

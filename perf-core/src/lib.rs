@@ -172,7 +172,7 @@ pub use crate::context::ContextStats;
 pub use crate::model::failure::{EventFailure, EventFailureCause};
 pub use crate::model::regs::{CALLCHAIN_MAX, SampleRegs, UnavailableRegs};
 pub use crate::model::software::{SoftwareEventId, SoftwareEventLevel};
-pub use crate::model::state::{EventState, TickWork};
+pub use crate::model::state::{EventState, PendingTickWork};
 pub use crate::notify::PollState;
 pub use crate::pmu::{Pmu, PmuEvent, VcpuId};
 pub use crate::record::CpuMode;

@@ -10,18 +10,19 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// The data that a lock protects, in the order in which the locks are acquired.
+/// Rank of a lock in the lock order. Each variant names the data that the lock protects. A thread
+/// acquires locks in the order of the variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum LockRank {
     /// Set of events and vCPUs, locked while either is added or removed.
     Topology,
-    /// Output ring of an event. The locks of an event and of the event whose ring it shares are
-    /// nested only under the topology lock.
+    /// Output ring of an event. A thread locks both an event's output and the output of the event
+    /// whose ring it shares only under the topology lock.
     Output,
     /// Children of a VM-wide event.
     Family,
-    /// Event context. Two of them are nested only to swap the contexts, under the topology lock and
-    /// in address order.
+    /// Event context. A thread locks two contexts only to swap them, under the topology lock and in
+    /// address order.
     Context,
     /// Registered drivers.
     Drivers,
@@ -44,7 +45,7 @@ pub(crate) struct Lock<T> {
 /// RAII guard of a [`Lock`].
 pub(crate) type LockGuard<'a, T> = Guard<MutexGuard<'a, T>>;
 
-/// A guard together with the record that this thread holds the lock.
+/// A mutex guard, together with a record of the lock for the check of the lock order.
 #[derive(Debug)]
 pub(crate) struct Guard<G> {
     guard: G,
@@ -120,7 +121,7 @@ mod checked {
         static HELD: [Cell<Option<(LockRank, usize)>>; MOST] = const { [const { Cell::new(None) }; MOST] };
     }
 
-    /// Record that this thread holds a lock.
+    /// Record that this thread holds a lock, for the check of the lock order.
     #[derive(Debug)]
     pub(crate) struct LockRecord(Option<(LockRank, usize)>);
 
@@ -175,7 +176,8 @@ mod checked {
 mod unchecked {
     use crate::lock::LockRank;
 
-    /// Empty record, because release builds do not check the lock order.
+    /// Placeholder for the record of a held lock. Empty, because release builds do not check the
+    /// lock order.
     #[derive(Debug)]
     pub(crate) struct LockRecord;
 

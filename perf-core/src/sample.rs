@@ -72,10 +72,11 @@ pub(crate) struct Sampling {
     pub throttled: bool,
     /// Number of overflows until the event disables itself, or 0 for no limit.
     pub limit: u64,
-    /// Clock time of the last overflow that was accounted for, and the count at which it was due.
+    /// `overflow_ns`: clock time of the last overflow that was accounted for. `overflow_at`: count
+    /// at which that overflow was due.
     overflow_ns: u64,
     overflow_at: u64,
-    /// Time running and count at the last measurement of the rate.
+    /// `measured_ns` and `measured_at`: time running and count at the last measurement of the rate.
     measured_ns: u64,
     measured_at: u64,
     /// `true` if an explicit overflow point was set. The event then overflows even if `period` is
@@ -102,7 +103,8 @@ impl Sampling {
         }
     }
 
-    /// Adopts the current period and frequency of the family, for a child that has not counted yet.
+    /// Adopts the current period and frequency of the parent event (`family`), for a child that has
+    /// not counted yet.
     pub fn inherit_rate(&mut self, family: SamplingRate) {
         self.freq = family.freq;
         if family.period != 0 {
@@ -129,19 +131,19 @@ impl Sampling {
         self.period != 0 || self.armed
     }
 
-    /// Returns the number of counts until overflow to arm the driver with when the event is
-    /// scheduled in.
+    /// Returns the number of counts until the next overflow, with which the driver is armed when
+    /// the event is scheduled in.
     pub fn overflow_in(&self) -> Option<u64> {
         (self.is_on() && !self.throttled).then_some(self.left.max(1))
     }
 
-    /// Resumes at driver count `raw` when the event is scheduled in.
+    /// Resumes the current sampling period at driver count `raw` when the event is scheduled in.
     pub fn arm_at(&mut self, raw: u64) {
         self.next_at = raw.wrapping_add(self.left.max(1));
     }
 
-    /// Stops at driver count `raw` when the event is scheduled out or its overflow is disarmed.
-    /// Elapsed periods become pending overflows.
+    /// Suspends the current sampling period at driver count `raw` when the event is scheduled out
+    /// or its overflow is disarmed. Elapsed periods become pending overflows.
     pub fn disarm_at(&mut self, raw: u64) {
         if !self.throttled {
             self.pending = self.pending.saturating_add(self.passed(raw));
@@ -218,7 +220,7 @@ impl Sampling {
     }
 
     /// Accounts for one interrupt. Returns `true` if the event must be throttled because it
-    /// exceeded the limit of one tick interval.
+    /// exceeded the number of interrupts that are allowed in one tick interval.
     ///
     /// The interval is measured with the clock, because the VMM may deliver ticks late or not at
     /// all.
@@ -236,8 +238,8 @@ impl Sampling {
         self.interrupts.saturating_mul(tick_hz) > sample_rate_hz
     }
 
-    /// Counts `times` overflows against the limit. Returns the number that the limit allowed and
-    /// whether the limit is now exhausted.
+    /// Counts `times` overflows against the event's overflow limit. Returns the number of overflows
+    /// that the limit allowed, and whether the limit is now exhausted.
     pub fn count_down(&mut self, times: u32) -> LimitCount {
         if self.limit == 0 {
             return LimitCount {
@@ -407,8 +409,8 @@ mod tests {
         Sampling::new(&Attr::sampling(EventType::SIM, 1, hz).with_freq())
     }
 
-    /// A tick reads only an event whose period no recent overflow has adjusted, because the read of
-    /// a host event interrupts its guest.
+    /// A tick reads only those events whose periods no recent overflow has adjusted, because the
+    /// read of a host event interrupts its guest.
     #[test]
     fn ticks_read_only_events_without_recent_overflow() {
         let tick_ns = 4_000_000;
@@ -428,8 +430,9 @@ mod tests {
         }
     }
 
-    /// An overflow that was due before the last measurement keeps the period. Such an overflow
-    /// occurs because a tick may read an event before its last overflow is serviced.
+    /// An overflow that was due before the last measurement of the rate does not change the period.
+    /// Such an overflow occurs because a tick may read an event before the event's last overflow is
+    /// serviced.
     #[test]
     fn overflow_before_last_measurement_keeps_period() {
         let mut event = at_frequency(10);

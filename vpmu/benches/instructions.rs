@@ -1,9 +1,9 @@
 //! Instruction counts of each hot path, compared with a committed baseline: `make bench-check`.
 //!
 //! Run time depends on the machine and its load, while instruction counts are almost constant. This
-//! benchmark therefore decides whether a change made a path more expensive, and fails if a count
-//! exceeds the baseline by more than 3 %. Host kernel work is excluded, because events are fed and
-//! time is set manually.
+//! benchmark therefore uses instruction counts to detect whether a change made a path more
+//! expensive, and fails if a count exceeds the baseline by more than 3 %. Work of the host kernel
+//! is excluded, because the benchmark supplies event counts and the time itself.
 //!
 //! Each result is the difference between two runs, which excludes the setup. A baseline is valid
 //! for one compiler version. With another compiler, or if ptrace is not permitted, the benchmark
@@ -47,7 +47,7 @@ const FEW: f64 = 4.0;
 /// Number of repetitions before counting, so that tables have grown and all code paths have been
 /// executed.
 const WARM_UP: u64 = 16;
-/// Number of repetitions in the shorter of the two runs.
+/// Number of repetitions in the shorter of the two runs whose difference is the result.
 const TIMES: u64 = 4;
 /// Number of repetitions for a profiler.
 const PROFILED: u64 = 20_000;
@@ -60,7 +60,8 @@ struct Baseline {
     instructions: BTreeMap<String, f64>,
 }
 
-/// Perf core with one vCPU, fed counts and a driver with several slots.
+/// Perf core with one vCPU, event counts that the benchmark supplies, and a mock driver with
+/// several slots.
 struct BenchMachine {
     core: PerfCore,
     session: Session,
@@ -115,7 +116,7 @@ fn instructions() -> usize {
     fed::exact(ArchEvent::Instructions).expect("they are fed")
 }
 
-/// vCPU with four running counters, as seen by VM exits.
+/// Guest with four running counters, whose register accesses are handled as at VM exits.
 struct BenchGuest {
     machine: BenchMachine,
     vpmu: Vpmu,
@@ -406,7 +407,7 @@ fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints both results and compares them.
+/// Prints the results of this run next to those of the baseline at `path`, and compares them.
 fn compare(now: &Baseline, path: &PathBuf) -> Result<ExitCode, String> {
     let name = path.display();
     let text = fs::read_to_string(path).map_err(|e| format!("{name}: {e}"))?;

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::time::Instant;
 
 use kvm_ioctls::{VcpuExit, VcpuFd};
-use test_support::figures::{self, Figure, Target, median};
+use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget, median};
 use tiny_vmm::{CODE, Pmu, machine, trap_msrs};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{MsrAddress, MsrReadOutcome, MsrWriteOutcome, PmuModel};
@@ -25,8 +25,8 @@ const ENABLE: u32 = 1 << 22;
 const TURNS: usize = 31;
 const EXITS: u32 = 2000;
 
-/// Access that the guest repeats: the register, the initial value to write, and the bits that
-/// change on each write. `None` for a read.
+/// MSR access that the guest repeats. `written` contains the initial value to write and the bits
+/// that change on each write, or is `None` for a read.
 struct Access {
     name: [&'static str; 2],
     msr: u32,
@@ -175,13 +175,18 @@ fn main() -> Result<(), Box<dyn Error>> {
     for access in &ACCESSES {
         let (ns, share) = access.measure(turns)?;
         let [of_exit, added] = access.name;
-        all.push(Figure::new(
+        all.push(BenchmarkFigure::new(
             of_exit,
             Some(100.0 * share),
             "%",
-            Target::AtMost(5.0),
+            BenchmarkTarget::AtMost(5.0),
         ));
-        all.push(Figure::new(added, Some(ns), "ns", Target::AtMost(300.0)));
+        all.push(BenchmarkFigure::new(
+            added,
+            Some(ns),
+            "ns",
+            BenchmarkTarget::AtMost(300.0),
+        ));
     }
     figures::report("msr-exits", &all, false, serde_json::Map::new());
     Ok(())

@@ -44,7 +44,7 @@ pub const LBR_SELECT: u32 = 0xC000_010E;
 pub const DBG_EXTN_CFG: u32 = 0xC000_010F;
 /// LBR_FROM and LBR_TO of record n (0xC0010300 + 2n and + 2n + 1).
 pub const LBR_FROM0: u32 = 0xC001_0300;
-/// Address of the last register of a branch record.
+/// Address of the last branch record register.
 const LBR_TO15: u32 = 0xC001_031F;
 /// IA32_DEBUGCTL, named DebugCtl.
 const DEBUG_CTL: u32 = 0x1D9;
@@ -97,7 +97,7 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
     0xC001_1030..=0xC001_103D,
 ];
 
-/// Returns the register of the branch records at `address`.
+/// Returns the branch record register or control register at `address`.
 #[expect(clippy::cast_possible_truncation, reason = "below LBR_RECORDS")]
 fn branch_register(address: u32) -> Option<BranchRegister> {
     match address {
@@ -133,7 +133,8 @@ fn suppressing_bit(kind: BranchKind) -> u32 {
     }
 }
 
-/// Returns the status bits, other than those of the counters, that software can set and clear.
+/// Returns those bits of the global status that software can set and clear, in addition to the
+/// counters' overflow bits.
 fn freeze_status(model: &PmuModel) -> u64 {
     if model.has_branch_records() {
         STATUS_LBR_FRZ | STATUS_CTR_FRZ
@@ -208,8 +209,9 @@ impl VendorOps for Amd {
         }
     }
 
-    /// Returns zero for all registers except the global control, which enables every counter, so
-    /// that software that only programs the selectors still counts.
+    /// Returns the register values at reset: zero, except for the global control register, which
+    /// enables every counter. Software that programs only the event selectors therefore still
+    /// counts.
     fn at_reset(&self, model: &PmuModel) -> PmuRegisters {
         PmuRegisters {
             selectors: [0; MAX_GENERAL],
@@ -237,8 +239,8 @@ impl VendorOps for Amd {
         counter.fixed_number().is_none() && registers.selectors[counter.slot()] & selector::INT != 0
     }
 
-    /// Returns the enabled counters. None is enabled while bit 59 of the status is set, which can
-    /// only be set on models with [`PmuModel::has_branch_records`].
+    /// Returns the counters that are globally enabled. None is enabled while bit 59 of the global
+    /// status is set, which can happen only on models with [`PmuModel::has_branch_records`].
     fn globally_enabled(&self, registers: &PmuRegisters) -> u64 {
         if registers.global_status & STATUS_CTR_FRZ != 0 {
             0
@@ -269,14 +271,14 @@ impl VendorOps for Amd {
         (request.user || request.kernel).then_some(request)
     }
 
-    /// Returns whether exactly one of the host-only and guest-only bits is set. Both together
-    /// select no restriction.
+    /// Returns whether the event selector `selector` has exactly one of its host-only and
+    /// guest-only bits set. If both are set, counting is not restricted.
     fn depends_on_svme(&self, selector: u64) -> bool {
         !matches!(selector & (GUEST_ONLY | HOST_ONLY), 0 | 0x300_0000_0000)
     }
 
-    /// Freezes the counters on a PMI. Models without branch records do not announce this in
-    /// CPUID.80000022H:EAX\[2\].
+    /// Freezes the counters on a PMI if the guest has requested this. Models without branch records
+    /// do not report this feature in CPUID.80000022H:EAX\[2\].
     fn freeze(&self, _: &PmuModel, registers: &mut PmuRegisters) -> bool {
         let freezes = registers.freezes_counters();
         if freezes {
@@ -352,8 +354,8 @@ impl VendorOps for Amd {
             && contain_branch(self.branch_levels(registers), branch)
     }
 
-    /// Returns the registers of a record. Predictions are unknown. A branch that was stepped is
-    /// valid and not speculative.
+    /// Returns the register values of the record for `branch`. Predictions are unknown. A branch
+    /// that the VMM recorded by single-stepping is valid and not speculative.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord {
         BranchRecord {
             from: branch.from & !MISPREDICTED,

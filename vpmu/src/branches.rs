@@ -1,9 +1,9 @@
 //! Branch records of a guest: architectural LBRs of Intel models and LBR version 2 of AMD models.
 //!
-//! The records are not written while the guest runs. When a PMI is due and the guest has enabled
-//! the records, the VMM single-steps the vCPU and adds the branches that the vCPU takes
+//! The records are not written while the guest runs normally. When a PMI is due and the guest has
+//! enabled the records, the VMM single-steps the vCPU and adds the branches that the vCPU takes
 //! ([`crate::Vpmu::requested_branches`]). Then the records are frozen, if the guest has requested
-//! this, and the PMI is delivered. Record 0 is the newest.
+//! this, and the PMI is delivered. Record 0 is the most recent branch.
 //!
 //! References: Intel SDM vol. 3, chapter "Last Branch Records", and vol. 4 for the addresses; AMD
 //! APM vol. 2, section "Last Branch Stack Registers".
@@ -31,7 +31,8 @@ pub enum BranchRegister {
 }
 
 impl BranchRegister {
-    /// Returns the number of the record that the register belongs to.
+    /// Returns the number of the branch record that the register belongs to, or `None` for a
+    /// control register.
     pub(crate) fn record(self) -> Option<u8> {
         match self {
             Self::From(n) | Self::To(n) | Self::Info(n) => Some(n),
@@ -54,7 +55,7 @@ pub struct BranchControls {
 }
 
 impl BranchControls {
-    /// Returns a control register, or `None` for a register of a record.
+    /// Returns the control register `register`, or `None` if `register` belongs to a branch record.
     pub(crate) fn register(&mut self, register: BranchRegister) -> Option<&mut u64> {
         match register {
             BranchRegister::Control => Some(&mut self.control),
@@ -127,7 +128,7 @@ impl BranchRecords {
         self.added = 0;
     }
 
-    /// Adds the newest of `depth` records.
+    /// Adds the most recent branch as record 0. The model has `depth` records.
     pub(crate) fn push(&mut self, record: BranchRecord, depth: usize) {
         if let Some(records) = self.records.get_mut(..depth)
             && !records.is_empty()

@@ -10,10 +10,10 @@ pub use perf_core::EventFailureCause as UnavailableReason;
 pub enum EnableOutcome {
     /// The preferred backing counts.
     Counting(CounterBacking),
-    /// The preferred backing is unavailable for the given reason, and another backing counts
-    /// instead.
+    /// The preferred backing (source of counts) is unavailable for the given reason, and another
+    /// backing counts instead.
     Fallback(CounterBacking, UnavailableReason),
-    /// No backing counts, for the given reason.
+    /// No backing (source of counts) counts, for the given reason.
     Refused(UnavailableReason),
 }
 
@@ -61,10 +61,11 @@ pub trait CounterEvents {
     /// their backing. Calls `each` with each counter and its count.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64));
 
-    /// Resumes paused counters. Calls `each` with each counter and its count. The return value
-    /// re-arms a stopped event as in [`Self::enable`]. An event that kept counting is still armed.
-    /// Returns the mask of counters whose events failed to resume. The caller must stop these
-    /// counters.
+    /// Resumes the paused counters in the mask `counters`. Calls `each` with each counter and its
+    /// count. For an event that was stopped, the value that `each` returns re-arms the overflow
+    /// notification, like `overflow_in` of [`Self::enable`]. An event that continued to count is
+    /// still armed. Returns the mask of counters whose events failed to resume. The caller must
+    /// stop these counters.
     fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
 
     /// Returns the count of the counter's current event. Does not decrease while the event stays
@@ -75,8 +76,8 @@ pub trait CounterEvents {
     /// Returns the current count, as [`Self::count`] does.
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64;
 
-    /// Returns whether an event may have lost its slot since the last call. Called on every entry,
-    /// so the implementation must be cheap.
+    /// Returns whether an event may have lost its slot (its hardware counter) since the last call.
+    /// Called on every entry, so the implementation must be cheap.
     fn may_have_lost(&mut self) -> bool;
 
     /// Returns the time and reason at which the counter's enabled event stopped counting, or `None`
@@ -86,7 +87,7 @@ pub trait CounterEvents {
     /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.
     fn now_ns(&mut self) -> u64;
 
-    /// Returns the times of the counter's current event, summed over all backings that counted for
-    /// it.
+    /// Returns the time enabled and time running of the counter's current event, each summed over
+    /// all backings that have counted for the event.
     fn times(&mut self, counter: CounterIndex) -> CounterTimes;
 }

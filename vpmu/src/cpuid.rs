@@ -197,7 +197,8 @@ mod tests {
         CpuidRegs { eax, ebx, ecx, edx }
     }
 
-    /// Returns leaf `number` of a model whose events cannot be counted.
+    /// Returns CPUID leaf `number` of `model`, adjusted from the host entry `from`, if no events
+    /// can be counted.
     fn uncounted(model: &PmuModel, number: u32, from: CpuidRegs) -> CpuidRegs {
         leaf(model, number, 0, CountableEvents::NONE, from)
     }

@@ -1,10 +1,10 @@
-//! Event numbers whose meaning depends on the processor generation that the guest sees.
+//! Event numbers whose meaning depends on the processor generation.
 //!
 //! Event C4H of Intel processors has unit masks for branch types, which have changed between
 //! generations. Software such as rr chooses the event number of conditional branches by family and
-//! model (CPUID.01H:EAX), so the number is decoded according to the signature in the guest's CPUID.
-//! Event 025H of AMD processors has a unit mask for the speculative lock map since Zen, which rr
-//! checks when it starts.
+//! model (CPUID.01H:EAX), so the vPMU decodes the number according to the processor signature in
+//! the guest's CPUID. Event 025H of AMD processors has, since Zen, a unit mask for the speculative
+//! lock map, which rr checks when it starts.
 
 use crate::events::{ArchEvent, EventRequest, EventSelect, EventSelection, GuestEvent, UnitMask};
 use crate::model_name::Vendor;
@@ -13,9 +13,10 @@ use crate::model_name::Vendor;
 const BR_INST_RETIRED: EventSelect = EventSelect(0xC4);
 /// BR_INST_RETIRED.COND since Ice Lake.
 const COND: UnitMask = UnitMask(0x11);
-/// BR_INST_RETIRED.CONDITIONAL from Nehalem to Cascade Lake. COND_TAKEN since Ice Lake.
+/// Unit mask of BR_INST_RETIRED.CONDITIONAL from Nehalem to Cascade Lake, and of COND_TAKEN since
+/// Ice Lake.
 const CONDITIONAL: UnitMask = UnitMask(0x01);
-/// BR_INST_RETIRED.JCC from Silvermont to Goldmont Plus and Tremont.
+/// Unit mask of BR_INST_RETIRED.JCC from Silvermont to Goldmont Plus and Tremont.
 const JCC: UnitMask = UnitMask(0x7E);
 
 /// Models of family 6 from Nehalem to Comet Lake, before Ice Lake.
@@ -38,9 +39,10 @@ const ATOM_MODELS: [u8; 14] = [
     0x37, 0x4A, 0x4D, 0x5A, 0x5D, 0x75, 0x4C, 0x5C, 0x5F, 0x7A, 0x86, 0x96, 0x9C, 0x65,
 ];
 
-/// Retired lock instructions on AMD processors (PPR, PMCx025).
+/// Event select of retired lock instructions on AMD processors (PPR, PMCx025).
 const RETIRED_LOCKS: EventSelect = EventSelect(0x25);
-/// PMCx025, SpecLockMapCommit. Families before Zen give the unit mask another meaning.
+/// Unit mask of PMCx025 for SpecLockMapCommit. On families before Zen, this unit mask has another
+/// meaning.
 const SPECULATIVE: UnitMask = UnitMask(0x08);
 /// First family of Zen.
 const ZEN_FAMILY: u32 = 0x17;
@@ -48,7 +50,7 @@ const ZEN_FAMILY: u32 = 0x17;
 /// Meaning of the event numbers that differ between processor generations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum EventDialect {
-    /// Numbers with one meaning on all processors.
+    /// Only the event numbers that have the same meaning on all processors.
     #[default]
     Common,
     /// Intel Core before Ice Lake: C4H/01H counts conditional branches.
@@ -60,7 +62,8 @@ pub(crate) enum EventDialect {
 }
 
 impl EventDialect {
-    /// Returns the dialect for a guest of `vendor` with this CPUID.01H:EAX.
+    /// Returns the meaning of event numbers (dialect) for a guest of `vendor` whose CPUID.01H:EAX
+    /// is `eax`.
     pub(crate) fn of_signature(vendor: Vendor, eax: u32) -> Self {
         let base_family = eax >> 8 & 0xF;
         let family = match base_family {
@@ -88,7 +91,8 @@ impl EventDialect {
         }
     }
 
-    /// Returns `request` with the event that its number selects on this generation.
+    /// Returns `request` with its event set to the one that its event number selects on this
+    /// processor generation.
     #[inline]
     pub(crate) fn decode(self, request: EventRequest) -> EventRequest {
         let (number, event) = match self {
@@ -115,7 +119,7 @@ impl EventDialect {
 mod tests {
     use super::*;
 
-    /// The event numbers that rr programs are decoded by family and model.
+    /// The event numbers that rr programs are decoded according to the guest's family and model.
     #[test]
     fn events_of_rr_are_decoded_by_signature() {
         let conditional = GuestEvent::Architectural(ArchEvent::ConditionalBranches);

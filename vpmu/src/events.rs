@@ -1,7 +1,8 @@
-//! Guest events: decoding of event selectors and the backing types that can count them.
+//! Guest events: decoding of event selectors, and the backings (sources of counts) that can count
+//! them.
 //!
 //! A guest selects an event by number (event select and unit mask, or a fixed counter).
-//! [`GuestEvent`] is the decoded event, from which the backing is chosen.
+//! [`GuestEvent`] is the decoded event, for which a backing is then chosen.
 
 use std::fmt;
 use std::str::FromStr;
@@ -137,9 +138,11 @@ pub enum ParavirtualEvent {
     /// Steal time, in nanoseconds, which is the time in which the vCPU was runnable but waited for
     /// a host CPU.
     StealNs = 11,
-    /// Uncounted time, in nanoseconds, of at least one counter that the guest has enabled.
+    /// Time, in nanoseconds, in which at least one counter that the guest has enabled was not
+    /// counted.
     UncountedNs = 12,
-    /// Backing changes by a restore, of counters that the guest has enabled.
+    /// Number of times that a restore of the VM changed the backing (source of counts) of a counter
+    /// that the guest has enabled.
     BackingChanges = 13,
 }
 
@@ -291,7 +294,8 @@ pub struct EventRequest {
     pub user: bool,
     /// Count at CPL 0.
     pub kernel: bool,
-    /// Edge detect: count rising edges of the condition instead of cycles.
+    /// Edge detect: counts how often the condition becomes true instead of the cycles in which it
+    /// is true.
     pub edge: bool,
     /// Invert the comparison with `cmask`.
     pub invert: bool,
@@ -408,8 +412,8 @@ pub const fn decode_fixed(n: u32) -> GuestEvent {
     }
 }
 
-/// Set of architectural events that the chosen backing can count on this host. The VMM determines
-/// the set and reports it in the guest's CPUID.
+/// Set of the architectural events that the backings (sources of counts) of a VM can count on this
+/// host. The VMM determines the set and reports it in the guest's CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CountableEvents(u16);
 
@@ -457,8 +461,8 @@ impl FromIterator<ArchEvent> for CountableEvents {
     }
 }
 
-/// Value of `--backing`, which selects the backings that may count for guest counters. Paravirtual
-/// events are available with every policy.
+/// Value of `--backing`, which selects the backings (sources of counts) that may count for guest
+/// counters. Paravirtual events are available with every policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum BackingPolicy {
     /// Host PMU if available, otherwise the clock.
@@ -497,7 +501,7 @@ impl FromStr for BackingPolicy {
 #[error("unknown backing \"{0}\"; must be auto, hardware, clock, exact, kvm or none")]
 pub struct UnknownBackingPolicy(String);
 
-/// Mechanism that provides the count of a counter.
+/// Backing of a counter: the mechanism that provides its count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CounterBacking {
     /// Host hardware event.
@@ -518,8 +522,8 @@ pub enum CounterBacking {
 
 impl CounterBacking {
     /// Returns whether events of this backing keep counting while their counter is paused. Stopping
-    /// and restarting such an event costs system calls, and the event counts nothing during a
-    /// pause.
+    /// and restarting such an event would cost system calls, so its counts during a pause are
+    /// ignored instead. Events of other backings stop during a pause.
     #[inline]
     pub const fn counts_through_pauses(self) -> bool {
         matches!(self, Self::Hardware)

@@ -1,8 +1,8 @@
-//! Selector numbers of the counts that the VMM feeds to [`perf_core::pmu::fed::FedCounts`].
+//! Selector numbers of the counts that the VMM adds to [`perf_core::pmu::fed::FedCounts`].
 
 use crate::events::{ArchEvent, ParavirtualEvent};
 
-/// Number of selectors for the fed counts of one vCPU.
+/// Number of selectors for the counts that the VMM supplies for one vCPU.
 pub const SELECTORS: usize = EXACT.len() + ParavirtualEvent::ALL.len();
 
 /// Architectural events of the exact backing, in selector order.

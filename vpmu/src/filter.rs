@@ -1,8 +1,9 @@
 //! Event filter, which selects the events that a guest may count.
 //!
-//! A filter is an allowlist or a denylist of event selects and unit masks, with masked entries and
-//! exclusions. A separate bitmap controls the fixed counters. A denied event does not fault, and
-//! its counter keeps its value. `docs/reference/event-filter.md` describes the file format.
+//! A filter is an allowlist or a denylist of event selects and unit masks. An entry may match
+//! several unit masks by a bit mask, or exclude events that other entries list. A separate bitmap
+//! controls the fixed counters. Selecting a denied event does not fault, and the counter keeps its
+//! value. `docs/reference/event-filter.md` describes the file format.
 
 use std::path::Path;
 
@@ -40,13 +41,13 @@ pub struct FilterEntrySpec {
     /// Exact unit mask, 0 to 0xFF.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask: Option<u64>,
-    /// Bits of the unit mask to compare.
+    /// Bits of an event's unit mask that are compared with `umask_match`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask_mask: Option<u64>,
-    /// Expected value of the compared bits.
+    /// Value that the bits selected by `umask_mask` must have.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask_match: Option<u64>,
-    /// Excludes events that other entries list.
+    /// `true` if the entry excludes matching events that other entries list.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub exclude: bool,
 }
@@ -124,11 +125,11 @@ pub enum FilterError {
 pub struct FilterEntry {
     /// Event select, 12 bits.
     pub select: u16,
-    /// Bits of the unit mask to compare.
+    /// Bits of an event's unit mask that are compared with `matches`.
     pub mask: u8,
-    /// Expected value of the compared bits.
+    /// Value that the bits selected by `mask` must have.
     pub matches: u8,
-    /// Excludes events that other entries list.
+    /// `true` if the entry excludes matching events that other entries list.
     pub exclude: bool,
 }
 
@@ -255,8 +256,8 @@ impl EventFilter {
         Self::from_open_result(path, std::fs::File::open(path))
     }
 
-    /// Reads a filter from the result of opening `path`. For callers that must not block when
-    /// opening a pipe, as [`std::fs::File::open`] does.
+    /// Reads a filter from `opened`, the result of opening `path`. For callers that must not block
+    /// when opening a pipe, as [`std::fs::File::open`] would.
     ///
     /// # Errors
     /// Returns a [`FilterError`] if the file could not be opened, cannot be read, or its text is
@@ -318,7 +319,7 @@ impl EventFilter {
         general.chain(fixed).filter_map(counted).collect()
     }
 
-    /// Returns the action for listed events.
+    /// Returns whether listed events are allowed or denied.
     pub fn action(&self) -> FilterAction {
         self.action
     }

@@ -46,9 +46,9 @@ pub const IA32_PERF_GLOBAL_INUSE: u32 = 0x392;
 /// n.
 pub const IA32_A_PMC0: u32 = 0x4C1;
 
-/// MSR_LASTBRANCH_TOS (0x1C9) of processors with model-specific LBRs. Exists on models with branch
-/// records, because Linux does not use branch records if it cannot write this register on a
-/// processor of such a model.
+/// MSR_LASTBRANCH_TOS (0x1C9) of processors with model-specific LBRs. It exists on all models with
+/// branch records: if the guest's CPUID shows a processor that has model-specific LBRs, Linux does
+/// not use branch records unless it can write this register.
 pub const MSR_LASTBRANCH_TOS: u32 = 0x1C9;
 /// IA32_LBR_n_INFO (0x1200..=0x121F). Requires CPUID.(07H,0):EDX\[19\] and IA32_LBR_DEPTH > n, as
 /// do the other registers of records.
@@ -66,7 +66,7 @@ pub const IA32_LBR_TO_IP0: u32 = 0x1600;
 const LBR_DEPTHS: [u64; 3] = [8, 16, 32];
 /// IA32_LBR_CTL.LBREn.
 const LBR_ENABLE: u64 = 1 << 0;
-/// IA32_LBR_CTL.OS and USR: branches at CPL 0, and at CPL 1 to 3.
+/// IA32_LBR_CTL.OS and USR: record branches at CPL 0, and at CPL 1 to 3.
 const LBR_OS: u64 = 1 << 1;
 const LBR_USR: u64 = 1 << 2;
 /// IA32_LBR_CTL bits that do not fault when set: LBREn, OS, USR and the branch filter bits. The
@@ -109,14 +109,14 @@ const FIXED_PMI: u64 = 0b1000;
 /// IA32_FIXED_CTR_CTRL field: writable bits. Bit 2 is the deprecated AnyThread.
 const FIXED_WRITABLE: u64 = FIXED_OS | FIXED_USR | FIXED_PMI;
 
-/// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include enclave execution. Only software
-/// can set this bit here.
+/// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include enclave execution. In this vPMU,
+/// only software can set this bit.
 const STATUS_ASCI: u64 = 1 << 60;
-/// IA32_PERF_GLOBAL_STATUS.Ovf_Uncore (version 3): an uncore counter overflowed. Only software can
-/// set this bit here (version 4).
+/// IA32_PERF_GLOBAL_STATUS.Ovf_Uncore (version 3): an uncore counter overflowed. In this vPMU, only
+/// software can set this bit (version 4).
 const STATUS_OVF_UNCORE: u64 = 1 << 61;
-/// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store buffer overflowed. Only software can set this
-/// bit here (version 4).
+/// IA32_PERF_GLOBAL_STATUS.OvfBuf: the debug store buffer overflowed. In this vPMU, only software
+/// can set this bit (version 4).
 const STATUS_OVF_BUF: u64 = 1 << 62;
 /// IA32_PERF_GLOBAL_STATUS.CondChgd. Never set, not even by software.
 const STATUS_COND_CHGD: u64 = 1 << 63;
@@ -171,8 +171,8 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
 #[derive(Debug)]
 pub(crate) struct Intel;
 
-/// Returns the general-purpose counter at `address` in the bank that starts at `base`, if the model
-/// has this counter.
+/// Returns the general-purpose counter to which the register at `address` belongs, if the model has
+/// this counter. `base` is the address of this type of register for counter 0.
 fn in_bank(model: &PmuModel, address: u32, base: u32) -> Option<CounterIndex> {
     CounterIndex::general(address.checked_sub(base)?).filter(|&c| model.has(c))
 }
@@ -189,9 +189,9 @@ fn fixed_control_mask(model: &PmuModel) -> u64 {
         .fold(0, |mask, n| mask | FIXED_WRITABLE << (n * FIXED_FIELD_BITS))
 }
 
-/// Returns the status bits, other than those of the counters, that IA32_PERF_GLOBAL_STATUS_RESET
-/// can clear (SDM vol. 4, 390H). Trace_ToPA_PMI (55) is excluded because no model has processor
-/// trace.
+/// Returns those bits of the global status that IA32_PERF_GLOBAL_STATUS_RESET can clear, in
+/// addition to the counters' overflow bits (SDM vol. 4, 390H). Trace_ToPA_PMI (55) is not included,
+/// because no model has processor trace.
 fn clearable_status(version: u8) -> u64 {
     let mut bits = STATUS_OVF_BUF | STATUS_COND_CHGD;
     if version >= 3 {
@@ -203,8 +203,8 @@ fn clearable_status(version: u8) -> u64 {
     bits
 }
 
-/// Returns the status bits, other than those of the counters, that IA32_PERF_GLOBAL_STATUS_SET can
-/// set (SDM vol. 4, 391H).
+/// Returns those bits of the global status that IA32_PERF_GLOBAL_STATUS_SET can set, in addition to
+/// the counters' overflow bits (SDM vol. 4, 391H).
 fn settable_status(version: u8) -> u64 {
     if version >= 4 {
         STATUS_LBR_FRZ | STATUS_CTR_FRZ | STATUS_ASCI | STATUS_OVF_UNCORE | STATUS_OVF_BUF
@@ -223,7 +223,8 @@ fn selector_mask(model: &PmuModel, counter: CounterIndex) -> u64 {
     !SELECTOR_RESERVED | transactions
 }
 
-/// Returns the effect of storing `value` if all its bits are in `allowed`, and a fault otherwise.
+/// Returns the effect of a register write: `value` is stored if all its bits are in `allowed`,
+/// otherwise the write faults.
 fn checked(value: u64, allowed: u64) -> WriteEffect {
     if value & !allowed == 0 {
         WriteEffect::Store(value)
@@ -232,7 +233,7 @@ fn checked(value: u64, allowed: u64) -> WriteEffect {
     }
 }
 
-/// Returns the register of the branch records at `address`.
+/// Returns the branch record register or control register at `address`.
 #[expect(clippy::cast_possible_truncation, reason = "below MAX_BRANCH_RECORDS")]
 fn branch_register(address: u32) -> Option<BranchRegister> {
     let record = |base: u32| {
@@ -250,8 +251,8 @@ fn branch_register(address: u32) -> Option<BranchRegister> {
     }
 }
 
-/// Returns the effect of a write to a register of the branch records. Addresses must be canonical
-/// for linear addresses of 57 bits.
+/// Returns the effect of a write to a branch record register or control register. Recorded
+/// addresses must be canonical for 57-bit linear addresses.
 fn write_branch_register(register: BranchRegister, value: u64) -> WriteEffect {
     match register {
         BranchRegister::Control => checked(value, LBR_WRITABLE),
@@ -347,9 +348,9 @@ impl VendorOps for Intel {
         }
     }
 
-    /// Returns zero for all registers except IA32_PERF_GLOBAL_CTRL, which enables every
-    /// general-purpose counter (SDM vol. 3, table "IA-32 and Intel 64 Processor States Following
-    /// Power-up, Reset, or INIT").
+    /// Returns the register values at reset: zero, except for IA32_PERF_GLOBAL_CTRL, which enables
+    /// every general-purpose counter (SDM vol. 3, table "IA-32 and Intel 64 Processor States
+    /// Following Power-up, Reset, or INIT").
     fn at_reset(&self, model: &PmuModel) -> PmuRegisters {
         let global_control = if model.intel_version() >= 2 {
             (1 << model.general()) - 1
@@ -533,8 +534,8 @@ impl VendorOps for Intel {
         registers.branches.control >> bit & 1 != 0 && contain_branch(self.branch_levels(registers), branch)
     }
 
-    /// Returns the registers of a record. Predictions, cycles and transactions are not announced in
-    /// CPUID.1CH:ECX and are therefore 0.
+    /// Returns the register values of the record for `branch`. Predictions, cycles and transactions
+    /// are 0, because CPUID.1CH:ECX does not report them as supported.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord {
         let (_, kind) = branch_kind(branch.kind);
         BranchRecord {

@@ -89,7 +89,7 @@ pub use share::{PmiShare, PmiShareError};
 pub use sources::{EventSource, EventSources};
 pub use state::{VpmuStateError, fix_checksum};
 pub use vpmu::{
-    BackingChange, BranchRequest, CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts, PmiReadiness,
-    Vpmu,
+    BranchRequest, CounterBackingChange, CounterView, Cpl, MsrReadOutcome, MsrWriteOutcome, PmiCounts,
+    PmiReadiness, Vpmu,
 };
 pub use width::{CounterAdvance, CounterWidth};

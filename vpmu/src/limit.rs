@@ -8,7 +8,7 @@ pub const DEFAULT_PMI_LIMIT: u32 = 50_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
 
-/// Leaky bucket over a monotonic clock, in nanoseconds.
+/// Leaky bucket whose level is kept as a time on a monotonic clock, in nanoseconds.
 #[derive(Clone, Debug)]
 pub(crate) struct RateLimit {
     /// Cost of one event, in nanoseconds.

@@ -1,10 +1,11 @@
 //! Retries of uncounted counters, and accounting of uncounted time.
 //!
-//! A counter is *uncounted* while the guest has it enabled and no event counts for it, because no
-//! host counter is free, the host revoked the counter or rejects the event, the event filter denies
-//! the event, or no backing on this host supports it. Temporary failures are retried after
-//! [`FIRST_WAIT_NS`] with exponential back-off. Reprogramming or restarting the counter resets the
-//! back-off, but a refused counter is never retried before [`FIRST_WAIT_NS`] has passed.
+//! A counter is *uncounted* while the guest has it enabled and no event counts for it. The reason
+//! may be that no host counter is free, that the host revoked the host counter or rejects the
+//! event, that the event filter denies the event, or that no backing (source of counts) on this
+//! host supports it. Temporary failures are retried after [`FIRST_WAIT_NS`] with exponential
+//! back-off. Reprogramming or restarting the counter resets the back-off, but a counter whose event
+//! the host rejected is never retried before [`FIRST_WAIT_NS`] has passed.
 
 use crate::counter_events::UnavailableReason;
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
@@ -19,15 +20,15 @@ const LOG_EVERY_NS: u64 = 1_000_000_000;
 /// Uncounted state of one counter.
 #[derive(Clone, Copy, Debug, Default)]
 struct UncountedState {
-    /// Time up to which uncounted time has been accounted for, in nanoseconds.
+    /// Time up to which `uncounted_ns` is complete, in nanoseconds.
     since_ns: u64,
     /// Uncounted time since the current event was programmed, in nanoseconds.
     uncounted_ns: u64,
     /// Time of the next retry and the delay that preceded it, in nanoseconds.
     next_ns: u64,
     wait_ns: u64,
-    /// Time of the host's last refusal, independent of the programmed event, in nanoseconds. `None`
-    /// while the counter is counted.
+    /// Time at which the host last rejected any event of this counter, in nanoseconds. `None` if
+    /// the host has rejected none since it last counted for the counter.
     refused_ns: Option<u64>,
     /// Set if the loss has been logged or suppressed by the log rate limit.
     logged: bool,
@@ -38,7 +39,8 @@ struct UncountedState {
 pub(crate) struct UncountedCounters {
     /// Mask of uncounted counters.
     uncounted: u64,
-    /// Mask of counters whose fallback backing is counting.
+    /// Mask of counters for which a fallback backing (a source of counts other than the preferred
+    /// one) is counting.
     fallback: u64,
     /// Mask of uncounted and fallback counters that wait for a retry.
     retrying: u64,
@@ -129,7 +131,8 @@ impl UncountedCounters {
         true
     }
 
-    /// Marks the counter as counted or disabled. Returns whether the counter was uncounted.
+    /// Marks the counter as no longer uncounted, because it is counted again or disabled. Returns
+    /// whether it was uncounted.
     pub fn end(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) -> bool {
         let mask = counter.mask();
         self.retrying &= !mask;
@@ -168,13 +171,15 @@ impl UncountedCounters {
         self.retrying |= counter.mask();
     }
 
-    /// Records that the host refused the counter and schedules a retry as [`Self::retry`] does.
+    /// Records that the host rejected the counter's event, and schedules a retry as [`Self::retry`]
+    /// does.
     pub fn refused(&mut self, counter: CounterIndex, now_ns: u64) {
         self.entries[counter.slot()].refused_ns = Some(now_ns);
         self.retry(counter, now_ns);
     }
 
-    /// Records that the host counts for the counter.
+    /// Records that the host counts for the counter, so that an earlier rejection no longer delays
+    /// it.
     pub fn clear_refusal(&mut self, counter: CounterIndex) {
         self.entries[counter.slot()].refused_ns = None;
     }
@@ -197,8 +202,8 @@ impl UncountedCounters {
     }
 
     /// Adds the interval from `since_ns` to `now_ns`, in which the count of an enabled counter is
-    /// unknown, except for the part that has already been accounted for. The total grows by at
-    /// least 1 ns.
+    /// unknown, to the total uncounted time. Parts that are already included are not added again,
+    /// but the total grows by at least 1 ns if no counter is uncounted.
     pub fn add_interval(&mut self, since_ns: u64, now_ns: u64) {
         self.account(now_ns);
         if self.uncounted == 0 {
@@ -212,7 +217,7 @@ impl UncountedCounters {
         }
     }
 
-    /// Accounts uncounted time up to `now_ns`.
+    /// Adds the uncounted time up to `now_ns` to the counters and to the total.
     fn account(&mut self, now_ns: u64) {
         for counter in counters_in(self.uncounted) {
             let entry = &mut self.entries[counter.slot()];
@@ -296,7 +301,8 @@ impl UncountedCounters {
     }
 }
 
-/// Returns the remedy for the operator, or an empty string.
+/// Returns what the operator can do about `lack`, the reason why a counter is uncounted, or an
+/// empty string.
 fn remedy(lack: UnavailableReason) -> &'static str {
     match lack {
         UnavailableReason::NoSlot => {
@@ -333,7 +339,8 @@ mod tests {
         CounterIndex::from_bit(n).unwrap()
     }
 
-    /// Intervals with an unknown count are added to the total once.
+    /// The parts of overlapping intervals with an unknown count are added to the total uncounted
+    /// time only once.
     #[test]
     fn interval_with_unknown_count_is_added_once() {
         let mut lost = UncountedCounters::default();
@@ -350,7 +357,7 @@ mod tests {
         assert_eq!(lost.total_ns(|| 500), 181);
     }
 
-    /// Overlapping uncounted intervals of two counters are added to the total once.
+    /// Time in which two counters are uncounted is added to the total uncounted time only once.
     #[test]
     fn time_with_any_counter_uncounted_is_counted_once() {
         let mut lost = UncountedCounters::default();
@@ -415,7 +422,7 @@ mod tests {
         assert_eq!(logged(2, LOG_EVERY_NS + 5, false), (Some(LOG_EVERY_NS + 5), 0));
     }
 
-    /// The message for a refusal includes a remedy.
+    /// The message about a counter whose event the host rejects suggests a fix.
     #[test]
     fn refusal_message_includes_remedy() {
         for (lack, word) in [
@@ -434,8 +441,8 @@ mod tests {
     }
 
     proptest! {
-        /// The total equals that of a reference that counts each nanosecond with at least one
-        /// uncounted counter.
+        /// The total uncounted time equals the number of nanoseconds in which at least one counter
+        /// is uncounted, counted one by one.
         #[test]
         fn total_is_the_union(steps in prop::collection::vec((0u32..4, any::<bool>(), 0u64..50), 0..60)) {
             let mut lost = UncountedCounters::default();

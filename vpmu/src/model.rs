@@ -600,7 +600,8 @@ mod tests {
         );
     }
 
-    /// Models are reduced step by step, and each step is valid for the generation.
+    /// A model is reduced step by step until it is acceptable, and each step is valid for its
+    /// generation.
     #[test]
     fn lowered_finds_largest_acceptable_model() {
         let numbers = |m: PmuModel| (m.generation(), m.general(), m.fixed_bitmap());

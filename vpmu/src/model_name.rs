@@ -34,7 +34,8 @@ impl fmt::Display for Vendor {
 /// PMU generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PmuGeneration {
-    /// No PMU. Only registers that read as 0 on every processor of the vendor remain.
+    /// No PMU. The only PMU registers are those that every processor of the vendor has, which read
+    /// as 0.
     Off(Vendor),
     /// Intel architectural performance monitoring, version 1 to 5.
     Intel(u8),

@@ -1,11 +1,11 @@
 //! [`PerfCoreEvents`]: counter events implemented with perf-core events, one per counter.
 //!
-//! [`EventSources::choose`] selects the drivers for a request. An event is opened as pinned and
-//! stopped when a counter is first enabled for a request. Events are then kept, so enabling,
-//! disabling and re-arming a counter do not open events. Each enable tries the best candidate first
-//! and falls back to the next candidate if no slot is available. A counter also keeps its most
-//! recent events, because guests that multiplex events over few counters rotate through a small
-//! set.
+//! [`EventSources::choose`] returns the candidates for a request: drivers and event numbers, best
+//! first. When a counter is first enabled for a request, an event is opened as pinned and stopped.
+//! The event is then kept, so enabling, disabling and re-arming the counter do not open events.
+//! Each time the counter is enabled, the best candidate is tried first, and the next one if no slot
+//! is available. A counter also keeps the events that it used most recently, because guests that
+//! multiplex events over few counters rotate through a small set.
 
 use perf_core::pmu::{PmuError, VcpuId};
 use std::sync::Arc;
@@ -35,12 +35,12 @@ struct BackingCandidate {
     handle: Option<EventHandle>,
 }
 
-/// Reason why a candidate does not count.
+/// Reason why a candidate (a driver and event number for a request) does not count.
 #[derive(Debug)]
 enum CandidateFailure {
     /// Temporary failure.
     Temporary(UnavailableReason),
-    /// Permanent failure: the event cannot be counted in this form.
+    /// Permanent failure: the driver cannot count the event.
     Permanent(OpenError),
 }
 
@@ -57,7 +57,8 @@ impl CandidateFailure {
     }
 }
 
-/// Candidates for a request in order of preference, without those that failed permanently.
+/// A request, and the drivers that can count it (candidates) in order of preference. Candidates
+/// that failed permanently are not included.
 #[derive(Debug)]
 struct ProgrammedEvent {
     request: EventRequest,
@@ -101,7 +102,7 @@ impl ProgrammedEvent {
 #[derive(Debug, Default)]
 struct CounterSlot {
     current: Option<Box<ProgrammedEvent>>,
-    /// Stopped events, most recently used first.
+    /// Stopped events that are kept for reuse, most recently used first.
     parked: [Option<Box<ProgrammedEvent>>; PARKED],
     /// Set once a failure of this counter's event has been logged.
     warned: bool,
@@ -112,8 +113,8 @@ impl CounterSlot {
         self.current.as_ref()?.candidate()
     }
 
-    /// Parks the current event and drops the least recently used parked event if all slots are
-    /// full.
+    /// Moves the current event to the stopped events that are kept for reuse (parked). If there are
+    /// already [`PARKED`] of them, the least recently used one is dropped.
     fn park(&mut self) {
         if let Some(open) = self.current.take() {
             self.parked.rotate_right(1);
@@ -121,7 +122,7 @@ impl CounterSlot {
         }
     }
 
-    /// Removes and returns the parked event for `request`.
+    /// Removes and returns the stopped event that is kept for `request`, if any.
     fn unpark(&mut self, request: &EventRequest) -> Option<Box<ProgrammedEvent>> {
         let at = self
             .parked
@@ -165,7 +166,8 @@ pub struct PerfCoreEvents {
     unseen: bool,
     sources: EventSources,
     slots: [CounterSlot; MAX_COUNTERS],
-    /// Masks of the enabled exact-backed counters that count at CPL 1 to 3 and at CPL 0.
+    /// Masks of the enabled counters that count by single-stepping (exact backing): those that
+    /// count at CPL 1 to 3, and those that count at CPL 0.
     stepping_user: u64,
     stepping_kernel: u64,
 }
@@ -224,16 +226,17 @@ impl PerfCoreEvents {
         self.slots[counter.slot()].current.as_ref()?.handle()
     }
 
-    /// Acknowledges a failure that this thread observed while it enabled an event, so that no kick
-    /// is needed. The next entry checks for other events that failed at the same time.
+    /// Acknowledges a failure that this thread observed when it enabled an event, so that the
+    /// thread need not be kicked to notice it. Other events that failed at the same time are
+    /// detected at the next entry.
     fn acknowledge_failure(&mut self) {
         if let Some(context) = &self.context {
             self.unseen |= context.take_errors();
         }
     }
 
-    /// Returns the candidates for `request`. Opens the best candidate that does not fail
-    /// permanently and drops the candidates that do.
+    /// Returns the candidates (drivers and event numbers) for `request`. Opens the best candidate
+    /// that does not fail permanently, and drops better candidates that do.
     fn open(&mut self, counter: CounterIndex, request: &EventRequest) -> ProgrammedEvent {
         let mut candidates = [None, None];
         for (candidate, (backing, attr)) in candidates.iter_mut().zip(self.sources.choose(request)) {

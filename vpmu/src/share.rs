@@ -75,11 +75,13 @@ pub(crate) enum HandlerPhase {
     Running,
 }
 
-/// Saved form of the measurement. All times are relative to the time of saving.
+/// Saved state of the measurement of the last PMI handler. All times are relative to the time of
+/// saving.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SavedHandler {
     pub(crate) phase: HandlerPhase,
-    /// Masks of the counters that requested the PMI, and of those that have not been served since.
+    /// Masks of the counters that requested the PMI, and of those whose overflow the guest has not
+    /// served since.
     pub(crate) sources: u64,
     pub(crate) unserved: u64,
     /// Time since the PMI was delivered, in nanoseconds.
@@ -89,7 +91,7 @@ pub(crate) struct SavedHandler {
 }
 
 impl SavedHandler {
-    /// Returns whether this value is a possible result of [`ShareLimit::save`].
+    /// Returns whether [`ShareLimit::save`] could have returned this value.
     pub(crate) fn is_possible(&self) -> bool {
         let is_active = self.phase == HandlerPhase::Running || self.remaining_ns > 0;
         self.remaining_ns <= MAX_GAP_NS && (is_active || *self == Self::default())
@@ -102,7 +104,8 @@ impl SavedHandler {
 pub(crate) struct ShareLimit {
     share: PmiShare,
     phase: HandlerPhase,
-    /// Masks of the counters that requested the PMI, and of those that have not been served since.
+    /// Masks of the counters that requested the PMI, and of those whose overflow the guest has not
+    /// served since.
     sources: u64,
     unserved: u64,
     /// Time at which the PMI was delivered. Differences wrap, because a restored time may precede
@@ -134,14 +137,14 @@ impl ShareLimit {
         self.share = share;
     }
 
-    /// Returns whether register writes are still part of the handler's measurement.
+    /// Returns whether register writes by the guest still belong to the measured handler.
     #[inline]
     pub(crate) fn is_running(&self) -> bool {
         self.phase == HandlerPhase::Running
     }
 
-    /// Returns whether the caller must determine whether the handler has returned. `is_due` is
-    /// `true` if another PMI is due.
+    /// Returns whether the caller must find out whether the guest's handler has returned, because
+    /// this affects a PMI. `is_due` is `true` if another PMI is due.
     #[inline]
     pub(crate) fn is_uncertain(&self, is_due: bool, now_ns: impl FnOnce() -> u64) -> bool {
         match self.phase {
@@ -151,7 +154,8 @@ impl ShareLimit {
         }
     }
 
-    /// Starts the measurement of a handler for the counters `sources`.
+    /// Starts the measurement of a handler when a PMI that the counters in the mask `sources`
+    /// requested is delivered.
     #[inline]
     pub(crate) fn begin(&mut self, sources: u64, now_ns: u64) {
         if self.share.is_unlimited() {
@@ -184,7 +188,7 @@ impl ShareLimit {
         self.extend(now_ns);
     }
 
-    /// Records whether the guest still executes the handler.
+    /// Records whether the guest is still executing the handler (`executes`) at `now_ns`.
     pub(crate) fn observe(&mut self, executes: bool, now_ns: u64) {
         if executes {
             self.extend(now_ns);
@@ -193,7 +197,8 @@ impl ShareLimit {
         }
     }
 
-    /// Extends the measured handler to `now_ns` and updates the earliest time of the next PMI.
+    /// Extends the measured duration of the handler to `now_ns`, and updates the earliest time of
+    /// the next PMI accordingly.
     fn extend(&mut self, now_ns: u64) {
         let gap_ns = self.share.gap_ns(now_ns.wrapping_sub(self.began_ns));
         self.next_ns = now_ns.saturating_add(gap_ns);

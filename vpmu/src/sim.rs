@@ -9,13 +9,14 @@ use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 struct SimEvent {
     request: Option<EventRequest>,
     count: u64,
-    /// Counts remaining until the armed overflow.
+    /// Number of counts until the armed overflow, or `None` if no overflow is armed.
     armed: Option<u64>,
     /// Tick at which the event lost its slot.
     lost: Option<u64>,
     /// Number of ticks in which the event was enabled.
     ran: u64,
-    /// Set if the clock backing provides counts and ticks, which counts while no slot is available.
+    /// Set if the clock backing provides the event's counts and ticks. The clock also counts while
+    /// no slot is available.
     on_clock: bool,
     clock_count: u64,
 }
@@ -39,8 +40,8 @@ pub struct SimEvents {
     now: u64,
     /// Set if a loss has not been reported yet.
     unseen: bool,
-    /// Number of free slots for hardware events, or `None` if unlimited. The highest counters lose
-    /// their slots first.
+    /// Number of slots for hardware events, or `None` for no limit. The counters with the highest
+    /// numbers lose their slots first.
     slots: Option<usize>,
     /// Failure cause reported for events without a slot.
     pub lack: UnavailableReason,
@@ -73,8 +74,8 @@ impl Default for SimEvents {
 }
 
 impl SimEvents {
-    /// Runs the guest for up to `ticks` and stops after the first tick with an armed overflow.
-    /// Returns the number of ticks run.
+    /// Runs the guest for up to `ticks` ticks, but only until an armed overflow occurs. Returns the
+    /// number of ticks run.
     pub fn run(&mut self, ticks: u64) -> u64 {
         let passed = counters_in(self.running)
             .filter_map(|counter| self.events[counter.slot()].armed)
@@ -113,8 +114,8 @@ impl SimEvents {
         }
     }
 
-    /// Sets the number of hardware slots; `None` means unlimited. Excess events lose their slots
-    /// immediately.
+    /// Sets the number of slots for hardware events; `None` means no limit. Running events for
+    /// which there is no slot lose theirs immediately.
     pub fn set_slots(&mut self, slots: Option<usize>) {
         self.slots = slots;
         let on: Vec<CounterIndex> = counters_in(self.running)
@@ -132,7 +133,7 @@ impl SimEvents {
         self.is_running(counter) && self.events[counter.slot()].on_clock
     }
 
-    /// Takes the counters whose armed overflow occurred and has not been taken yet.
+    /// Returns the counters whose armed overflow has occurred since the last call.
     pub fn take_notified(&mut self) -> impl Iterator<Item = CounterIndex> + use<> {
         counters_in(std::mem::take(&mut self.notified))
     }

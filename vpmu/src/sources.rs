@@ -1,10 +1,10 @@
-//! [`EventSources`]: the table of backings for each event, used for guest requests, operator events and
-//! the availability bits of the guest's CPUID.
+//! [`EventSources`]: the table of backings (sources of counts) for each event, used for guest requests, operator events and the availability bits of the guest's CPUID.
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
-//! driver and the exact backing. Only `EventSources::candidates` reads this table. The callers then
-//! apply their own rules. Guest requests may have a counter mask or edge detect, operator events
-//! ignore the guest's policy, and CPUID reports only events that are known to count.
+//! driver and the exact backing. Only `EventSources::candidates` reads this table. Each caller of
+//! that method then applies its own rules. Guest requests may have a counter mask or edge detect,
+//! operator events ignore the guest's policy, and CPUID reports only events that are known to
+//! count.
 
 use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
@@ -67,7 +67,7 @@ impl ArchEvent {
     }
 }
 
-/// Driver and event number that can count an event.
+/// A driver and its event number, with which an event can be counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventSource {
     /// Backing of the event.
@@ -88,7 +88,7 @@ type EventSourceCandidates = [Option<EventSource>; 2];
 #[derive(Clone, Debug)]
 pub struct EventSources {
     policy: BackingPolicy,
-    /// Set if the single-stepper cannot step CPL 3.
+    /// Set if single-stepping is limited to CPL 0, because the single-stepper cannot step CPL 3.
     kernel_only: bool,
     /// Vendor of the host PMU, or `None` if no usable host PMU exists.
     hardware: Option<Vendor>,
@@ -96,14 +96,14 @@ pub struct EventSources {
     opens: CountableEvents,
     /// Meaning of the host's event numbers, if known.
     dialect: Option<EventDialect>,
-    /// KVM statistic number of each paravirtual event, indexed by unit mask order.
+    /// KVM statistic number of each paravirtual event, in the order of the unit masks.
     statistics: [Option<u64>; ParavirtualEvent::ALL.len()],
 }
 
 impl EventSources {
-    /// Creates the sources that `policy` allows on a host with a PMU of vendor `hardware`, which
-    /// supports all generic events. `statistic` returns the KVM statistic number of a paravirtual
-    /// event in the kvm driver.
+    /// Creates the sources that `policy` allows on a host with a PMU of vendor `hardware`. The host
+    /// PMU is assumed to support all generic events. `statistic` returns the number of the KVM
+    /// statistic that the kvm driver uses for a paravirtual event.
     pub fn new(
         policy: BackingPolicy,
         hardware: Option<Vendor>,
@@ -161,8 +161,8 @@ impl EventSources {
         }
     }
 
-    /// Returns the candidates for an event of a model of `vendor` under `policy`, best first. `raw`
-    /// is the raw event number on processors of that vendor.
+    /// Returns the sources that can count an event of a model of `vendor` under `policy`, best
+    /// first. `raw` is the raw event number on processors of that vendor.
     fn candidates(
         &self,
         policy: BackingPolicy,
@@ -393,7 +393,8 @@ mod tests {
             .collect()
     }
 
-    /// Returns the sources of the automatic policy.
+    /// Returns the sources that the automatic policy chooses for `request` on a host with the PMU
+    /// `hardware`: backing, PMU type and event number of each.
     fn auto(hardware: impl Into<Option<Vendor>>, request: &EventRequest) -> Vec<(CounterBacking, u32, u64)> {
         chosen(BackingPolicy::Auto, hardware.into(), request)
     }
@@ -471,7 +472,7 @@ mod tests {
         assert_eq!(sources.for_operator(event), auto.for_operator(event), "{case}");
     }
 
-    /// Each event number identifies one event.
+    /// Each generic event number of the host kernel belongs to only one architectural event.
     #[test]
     fn generic_event_numbers_are_unique() {
         let mut numbers: Vec<u64> = ArchEvent::ALL
@@ -482,8 +483,8 @@ mod tests {
         assert_eq!(numbers, [0, 1, 2, 3, 4, 5, 6, 9]);
     }
 
-    /// Events that the host kernel cannot open are not attempted, and the clock counts those that
-    /// it supports.
+    /// No attempt is made to open events that the host kernel cannot open. The clock counts those
+    /// of them that it supports.
     #[test]
     fn unsupported_host_events_fall_back_to_clock() {
         let cycles_only = CountableEvents::NONE.with(ArchEvent::CoreCycles);
@@ -519,7 +520,8 @@ mod tests {
         }
     }
 
-    /// The guest's steal time is fed in steps, while an operator reads the host counter.
+    /// For a guest counter, steal time is added in steps by the VMM, while an operator's event
+    /// reads the host counter.
     #[test]
     fn operator_steal_time_comes_from_host() {
         let sources = EventSources::new(BackingPolicy::None, None, |_| Some(7));
@@ -567,8 +569,9 @@ mod tests {
         assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
     }
 
-    /// On a host of the same vendor, bus cycles use the host's clock, which is not the TSC clock.
-    /// All other backings use the TSC clock.
+    /// On a host of the guest's vendor, bus cycles count at the frequency of the host's clock for
+    /// this event, which is not the TSC frequency. All other backings count them at the TSC
+    /// frequency.
     #[test]
     fn bus_cycles_never_mix_clocks() {
         let bus = request(Vendor::Intel, 0x3C, 1);
@@ -580,7 +583,8 @@ mod tests {
         assert_eq!(chosen(BackingPolicy::Hardware, Some(Vendor::Amd), &bus), []);
     }
 
-    /// Linux's generic cache events refer to the second-level cache on AMD.
+    /// Cache events of an Intel guest are not counted on an AMD host, because Linux's generic cache
+    /// events refer to the second-level cache there.
     #[test]
     fn cache_events_require_same_vendor() {
         for umask in [0x4F, 0x41] {
@@ -592,8 +596,8 @@ mod tests {
         assert_eq!(auto(Vendor::Amd, &misses), [hardware(EventType::HARDWARE, 5)]);
     }
 
-    /// Conditional branches of a guest with the signature of another generation are counted with
-    /// the host's own event number.
+    /// Conditional branches of a guest are counted with the event number of the host's processor,
+    /// even if the guest's CPUID signature is that of another generation.
     #[test]
     fn conditional_branches_use_the_hosts_number() {
         let conditional = |umask| EventRequest {
@@ -618,8 +622,8 @@ mod tests {
         }
     }
 
-    /// rr's check of the speculative lock map is counted by a Zen host's own event, and remains 0
-    /// with the exact backing. Other hosts have no such event.
+    /// The event with which rr checks the speculative lock map is counted by a Zen host's own
+    /// event. With the exact backing, its count remains 0. Other hosts have no such event.
     #[test]
     fn speculative_locks_require_zen_or_exact_backing() {
         let locks = EventRequest {

@@ -1,16 +1,17 @@
-//! Serialization of the PMU state, for restoring in another process or on another host.
+//! Serialization of the PMU state, for restoring it in another process or on another host.
 //!
 //! All numbers are little-endian. The layout consists of the magic `PVPM`, a vendor byte (1 Intel,
 //! 2 AMD), the layout version of that vendor (u16), the length of the body (u32), the body, and the
 //! CRC-32 of all preceding bytes (u32). The body contains the model, the registers, and the
-//! counters, each preceded by its number so that a later version can add counters. The backing of
-//! each counter is not saved, because the registers determine the events, and the destination host
-//! chooses the backings.
+//! counters, each preceded by its number so that a later version can add counters. The backing
+//! (source of counts) of each counter is not saved, because the registers determine the events, and
+//! the destination host chooses the backings.
 //!
-//! Layout version 1 lacks the counters that requested a due PMI and whether delivery was deferred.
-//! [`Vpmu::restore`] then assumes that every possible counter requested the PMI. Versions 1 and 2
-//! lack the measurement of the PMI handler, which is then discarded. Both are still read. Version 4
-//! ends with the branch records and is written only for models that have them.
+//! Layout version 1 lacks two facts about a due PMI: which counters requested it, and whether its
+//! delivery was deferred. [`Vpmu::restore`] then assumes that every possible counter requested the
+//! PMI. Versions 1 and 2 lack the measurement of the guest's PMI handler, so a restore of them
+//! discards the current measurement. Both versions can still be read. Version 4 ends with the
+//! branch records and is written only for models that have them.
 
 mod branches;
 mod reader;
@@ -33,15 +34,16 @@ const MAGIC: [u8; 4] = *b"PVPM";
 const HEADER_BYTES: usize = 4 + 1 + 2 + 4;
 const CRC_BYTES: usize = 4;
 
-/// Bit of the model's first byte that is set if the model has branch records.
+/// Bit that is set in the first byte of the saved model if the model has branch records.
 const KIND_WITH_BRANCHES: u8 = 0x80;
 
-/// Values of the body's PMI byte. Version 1 has no deferred PMI.
+/// Values of the byte in the body that describes the due PMI. In version 1, no PMI is marked as
+/// deferred.
 const PMI_NONE: u8 = 0;
 const PMI_DUE: u8 = 1;
 const PMI_DEFERRED: u8 = 2;
 
-/// Values of the body's handler byte.
+/// Values of the byte in the body that describes the progress of the guest's PMI handler.
 const HANDLER_RETURNED: u8 = 0;
 const HANDLER_REARMED: u8 = 1;
 const HANDLER_RUNNING: u8 = 2;
@@ -107,10 +109,11 @@ pub enum VpmuStateError {
 }
 
 impl Vpmu {
-    /// Serializes the state. Folds running counters. The PMU continues to run.
+    /// Serializes the state. Running counters are first brought up to date (folded). The PMU
+    /// continues to run.
     ///
     /// The event filter, the PMI rate limit and the share of PMI handlers are configuration and not
-    /// state. Set them again after [`Self::restore`].
+    /// part of the state. Set them again after [`Self::restore`].
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a PMU has at most 19 counters, and a body of a few hundred bytes"
@@ -241,7 +244,7 @@ impl Vpmu {
     }
 }
 
-/// Events of a PMU that has not been attached to a thread.
+/// Counter events of a PMU for which no thread counts yet. They count nothing.
 struct NoEvents;
 
 impl CounterEvents for NoEvents {
@@ -466,9 +469,9 @@ const fn vendor_byte(vendor: Vendor) -> u8 {
     }
 }
 
-/// Serializes the model, one byte per field: generation (Intel with and without transactions, and
-/// models with and without branch records, are distinct), version, number of general-purpose
-/// counters, fixed counter bitmap, width.
+/// Serializes the model, one byte per field: generation, version, number of general-purpose
+/// counters, fixed counter bitmap, width. The generation byte also distinguishes Intel models with
+/// and without transactions, and models with and without branch records.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "at most 15 counters of at most 63 bits"
@@ -617,7 +620,7 @@ mod tests {
         }
     }
 
-    /// A state can be restored before a thread counts for the PMU.
+    /// A saved state can be restored into a PMU before a thread counts for it.
     #[test]
     fn state_is_restored_before_events_exist() {
         let (mut vpmu, mut events) = busy();
@@ -650,7 +653,8 @@ mod tests {
         assert_eq!(vpmu.save(&mut events), bytes);
     }
 
-    /// Recomputes the length and checksum, so that the tests reach the subsequent checks.
+    /// Recomputes the checksum of a modified state, so that it passes the checksum check and
+    /// reaches the later ones.
     fn reframe(mut bytes: Vec<u8>) -> Vec<u8> {
         fix_checksum(&mut bytes);
         bytes
@@ -708,7 +712,8 @@ mod tests {
         }
     }
 
-    /// Changes the version and length of a state whose body was changed.
+    /// Sets the version of a saved state whose body was changed to match `version`, and corrects
+    /// its length and checksum.
     fn as_version(version: u8, mut bytes: Vec<u8>) -> Vec<u8> {
         let body = u32::try_from(bytes.len() - HEADER_BYTES - CRC_BYTES).unwrap();
         bytes[5] = version;

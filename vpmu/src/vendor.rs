@@ -43,7 +43,8 @@ pub enum PmuRegister {
     Absent,
 }
 
-/// Values of the PMU registers other than the counters. These values do not depend on time.
+/// Values of the PMU registers other than the counters. Unlike the counters, they do not change as
+/// time passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PmuRegisters {
     /// Event selectors of the general-purpose counters.
@@ -73,7 +74,8 @@ impl PmuRegisters {
 /// Effect of a write to a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteEffect {
-    /// Stores this value, or applies it in the case of the set and reset registers.
+    /// This value is stored. For a write to the set or reset register, it is instead applied to the
+    /// global status.
     Store(u64),
     /// Ignores the write.
     Dropped,
@@ -95,7 +97,8 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the register values after reset.
     fn at_reset(&self, model: &PmuModel) -> PmuRegisters;
 
-    /// Returns whether the counter's own control enables it. Ignores the global control.
+    /// Returns whether the counter's own control register enables it, regardless of the global
+    /// control.
     fn is_selected(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool;
 
     /// Returns whether an overflow of the counter requests an interrupt.
@@ -134,10 +137,11 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the value of IA32_PERF_CAPABILITIES.
     fn capabilities(&self, model: &PmuModel) -> u64;
 
-    /// Returns the register of the branch records at an MSR address, or `None` if an access faults.
+    /// Returns the branch record register or control register at an MSR address, or `None` if an
+    /// access to the address faults.
     fn branch_register(&self, model: &PmuModel, msr: MsrAddress) -> Option<BranchRegister>;
 
-    /// Returns the effect of writing `value` to a register of the branch records.
+    /// Returns the effect of writing `value` to a branch record register or control register.
     fn write_branch_register(&self, register: BranchRegister, value: u64) -> WriteEffect;
 
     /// Returns whether the branch records are enabled and not frozen.
@@ -146,18 +150,19 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the privilege levels whose branches are recorded.
     fn branch_levels(&self, registers: &PmuRegisters) -> SteppedLevels;
 
-    /// Returns whether the filter selects the branch. A branch between two privilege levels is
-    /// selected only if both levels are selected.
+    /// Returns whether the guest's branch filter selects the branch. A branch between two privilege
+    /// levels is selected only if both levels are selected.
     fn selects_branch(&self, registers: &PmuRegisters, branch: &BranchEntry) -> bool;
 
-    /// Returns the registers of a branch's record.
+    /// Returns the register values of the record for `branch`.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord;
 
     /// Freezes the branch records if the registers request this at a PMI.
     fn freeze_branches(&self, model: &PmuModel, registers: &mut PmuRegisters);
 }
 
-/// Returns whether `levels` contain both ends of a branch.
+/// Returns whether `levels` contain the privilege levels of both the source and the target of a
+/// branch.
 pub(crate) fn contain_branch(levels: SteppedLevels, branch: &BranchEntry) -> bool {
     let contains = |user| if user { levels.user } else { levels.kernel };
     contains(branch.from_user) && contains(branch.to_user)

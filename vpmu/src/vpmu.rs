@@ -1,11 +1,12 @@
 //! [`Vpmu`]: the PMU of one vCPU with its registers, counters and pending PMI.
 //!
 //! A guest write changes registers and marks the affected counters. [`Vpmu::reconcile`] applies the
-//! marks to the counting events just before the guest runs again. Each counter stores `value`, its
-//! value at the time when its event's count was `base`. While the event is running, the counter's
-//! value is `value` plus the counts since `base`. *Folding* updates this pair and detects overflows
-//! arithmetically. Each overflow is therefore accounted for exactly once, regardless of whether a
-//! read, a write or the host's notification occurs first.
+//! changes to the events that count for the marked counters, just before the guest runs again. For
+//! each counter, `value` is the counter's value at the time when the count of its event was `base`.
+//! While the event is running, the counter's current value is therefore `value` plus the event's
+//! counts since `base`. *Folding* updates this pair and detects overflows arithmetically. Each
+//! overflow is therefore accounted for exactly once, regardless of whether a read, a write or the
+//! host's notification occurs first.
 
 mod backing_change;
 mod branches;
@@ -30,7 +31,7 @@ use crate::registers;
 use crate::share::{PmiShare, ShareLimit};
 use crate::vendor::{PmuRegister, PmuRegisters, VendorOps, WriteEffect, selector};
 
-pub use backing_change::BackingChange;
+pub use backing_change::CounterBackingChange;
 pub use branches::BranchRequest;
 pub(crate) use pmi::{DuePmi, RestoredPmi};
 pub use pmi::{PmiCounts, PmiReadiness};
@@ -59,9 +60,10 @@ pub enum MsrWriteOutcome {
 pub struct Cpl(pub u8);
 
 /// Divisor of the tolerated PMI delay. Each instruction reported by
-/// [`Vpmu::count_emulated_instruction`] delays an armed overflow by one count. Re-arming the host
-/// event costs system calls, so the delay is tolerated up to this fraction of the armed period,
-/// which is within the normal PMI skid.
+/// [`Vpmu::count_emulated_instruction`] advances the counter but not the host event, so the armed
+/// overflow occurs one count later than it should. Re-arming the host event costs system calls. The
+/// delay is therefore tolerated up to this fraction of the armed period, which is within the normal
+/// PMI skid.
 const MAX_DELAY_DIVISOR: u64 = 256;
 
 /// Event that a counter must count after reconciliation.
@@ -85,11 +87,12 @@ pub(crate) struct Counter {
     counted: u64,
     /// Programmed request and the backing that counts for it.
     programmed: Option<(EventRequest, CounterBacking)>,
-    /// Counts until overflow when the host event was last armed, and instructions since then that
-    /// retired outside guest mode.
+    /// Number of counts until overflow for which the host event was last armed, and number of
+    /// instructions since then that retired outside guest mode.
     armed: u64,
     outside: u64,
-    /// Counts of the event during pauses since it was last armed.
+    /// Number of counts during pauses, which do not belong to the counter's value, since the event
+    /// was last armed.
     left_out: u64,
     pub(crate) overflows: u64,
     pub(crate) pmi_requests: u64,
@@ -114,15 +117,15 @@ impl Counter {
     }
 }
 
-/// Returns whether the event counts instructions, but misses instructions that the hypervisor
-/// completes for the guest. The exact backing decodes these instructions as well.
+/// Returns whether the event counts instructions but does not count those that the hypervisor
+/// completes for the guest. The exact backing counts these instructions, because it decodes them.
 fn misses_emulated((request, backing): (EventRequest, CounterBacking)) -> bool {
     backing == CounterBacking::Hardware
         && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
         && !request.is_modified()
 }
 
-/// Mask of paused counters and the number of passes until the pause ends.
+/// Mask of paused counters, and the number of reconcile passes until the pause ends.
 #[derive(Clone, Copy, Debug, Default)]
 struct PausedCounters {
     counters: u64,
@@ -142,7 +145,8 @@ pub struct Vpmu {
     pub(crate) branches: Option<Box<BranchRecords>>,
     /// Mask of counters whose event may no longer match the registers.
     dirty: u64,
-    /// Mask of counters whose own control or filter changed since their event was programmed.
+    /// Mask of counters whose own control register or event filter changed after their event was
+    /// programmed.
     stale: u64,
     /// Set if the effect of an enabled selector depends on EFER.SVME, which may have changed.
     needs_svme: bool,
@@ -151,11 +155,12 @@ pub struct Vpmu {
     fresh: u64,
     /// Mask of counters whose event is counting.
     running: u64,
-    /// Counters that the guest has stopped but whose event is paused instead of stopped.
+    /// Counters that the guest has stopped, but whose events are only paused and keep their slots.
     paused: PausedCounters,
-    /// Counters that are enabled and either uncounted or counted by a fallback.
+    /// Accounting of counters that the guest has enabled and that are either uncounted or counted
+    /// by a fallback backing.
     lost: UncountedCounters,
-    /// Mask of running counters whose armed overflow is outdated.
+    /// Mask of running counters whose event is armed for an overflow that is no longer right.
     rearm: u64,
     /// Mask of running instruction counters whose event misses instructions that exit to the
     /// hypervisor.
@@ -163,12 +168,13 @@ pub struct Vpmu {
     /// Number of overflows of all counters.
     overflows: u64,
     pmi_due: bool,
-    /// Mask of counters that requested the due PMI and have not been served since.
+    /// Mask of counters that requested the due PMI and whose overflows the guest has not served
+    /// since.
     pmi_sources: u64,
-    /// Set if the due PMI could not be delivered. The PMI then stays due only while a counter
-    /// that requested it remains unserved.
+    /// Set if an attempt to deliver the due PMI failed. The PMI then stays due only as long as the
+    /// overflow of a counter that requested it has not been served.
     pmi_deferred: bool,
-    /// Set if the due PMI has been counted as throttled.
+    /// Set if the statistics already count the due PMI as throttled.
     pmi_throttled: bool,
     /// Time at which the share limit of PMI handlers started to delay the due PMI, in nanoseconds.
     pmi_held_since_ns: Option<u64>,
@@ -176,14 +182,14 @@ pub struct Vpmu {
     pub(crate) pmi_share: ShareLimit,
     pmi_counts: PmiCounts,
     throttle_logged_ns: Option<u64>,
-    /// Events for which a missing backing was logged: bit n for architectural event n, the top bit
-    /// for all others.
+    /// Mask of events for which the log already states that no backing can count them: bit n for
+    /// architectural event n, the top bit for all others.
     warned: u32,
 }
 
 impl Vpmu {
-    /// Creates a PMU in its reset state, without an event filter, with [`DEFAULT_PMI_LIMIT`] and
-    /// without a limit on the share of PMI handlers.
+    /// Creates a PMU in its reset state. It allows all events, limits PMIs to
+    /// [`DEFAULT_PMI_LIMIT`], and does not limit the share of PMI handlers.
     pub fn new(model: PmuModel) -> Self {
         let vendor = registers::of(model.vendor());
         Self {
@@ -217,8 +223,8 @@ impl Vpmu {
         }
     }
 
-    /// Copies the set of logged warnings from the PMU before a machine reset, so that a guest
-    /// cannot flood the log by resetting itself.
+    /// Copies from `before`, the PMU before a machine reset, the set of warnings that have been
+    /// logged, so that a guest cannot flood the log by resetting itself.
     pub fn inherit_warnings(&mut self, before: &Self) {
         self.warned = before.warned;
         self.throttle_logged_ns = before.throttle_logged_ns;
@@ -365,8 +371,8 @@ impl Vpmu {
         MsrWriteOutcome::Done
     }
 
-    /// Handles RDPMC with ECX = `index` at privilege level `cpl`. `cr4_pce` is CR4.PCE, which must
-    /// be set outside CPL 0 (Intel SDM vol. 2 and AMD APM vol. 3, RDPMC).
+    /// Handles RDPMC with ECX = `index` at privilege level `cpl`. `cr4_pce` is CR4.PCE, without
+    /// which RDPMC faults outside CPL 0 (Intel SDM vol. 2 and AMD APM vol. 3, RDPMC).
     pub fn rdpmc(
         &mut self,
         index: RdpmcIndex,
@@ -415,9 +421,10 @@ impl Vpmu {
         self.count_pass(events);
     }
 
-    /// Handles an overflow notification from the host for `counter`. Returns whether the counter
-    /// has overflowed. Returns `false` if the notification is early (the event is then re-armed for
-    /// the remainder) or late (the overflow has already been accounted for).
+    /// Handles an overflow notification from the host for `counter`. Returns whether this call
+    /// detected an overflow of the counter. Returns `false` if the notification is early, in which
+    /// case the event is re-armed for the remaining counts, or late, in which case the overflow was
+    /// already accounted for.
     pub fn overflowed(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> bool {
         let before = self.counters[counter.slot()].overflows;
         self.fold(counter, events);
@@ -430,7 +437,8 @@ impl Vpmu {
     }
 
     /// Returns whether any running counter must be notified of instructions that complete outside
-    /// guest mode, and whether such a counter depends on the privilege level.
+    /// guest mode, and whether any such counter counts at only one privilege level, so that the
+    /// level of these instructions matters.
     #[inline]
     pub fn needs_emulated_instructions(&self) -> (bool, bool) {
         if self.misses_emulated == 0 {
@@ -497,9 +505,9 @@ impl Vpmu {
         self.pmi_share.reset();
     }
 
-    /// Folds all counters and releases their events, because the vCPU is about to move to another
-    /// thread or to pause for a long time. Counting continues at the next [`Self::reconcile`],
-    /// possibly with other events.
+    /// Brings all counters up to date (folds them) and releases their events, because the vCPU is
+    /// about to move to another thread or to pause for a long time. Counting continues at the next
+    /// [`Self::reconcile`], possibly with other events.
     pub fn detach(&mut self, events: &mut dyn CounterEvents) {
         self.fold_all(events);
         self.release(events);
@@ -523,18 +531,19 @@ impl Vpmu {
         self.rearm = 0;
     }
 
-    /// Marks all counters for the next reconcile.
+    /// Marks all counters, so that the next reconcile programs their events again if necessary.
     pub(crate) fn mark_all(&mut self) {
         self.mark_stale(self.model.counters_mask());
     }
 
-    /// Marks counters whose event may have changed for the next reconcile.
+    /// Marks the counters in `counters` for the next reconcile, because their events may have to be
+    /// programmed differently.
     fn mark_stale(&mut self, counters: u64) {
         self.dirty |= counters;
         self.stale |= counters;
     }
 
-    /// Marks counters for the next reconcile, including their armed overflow.
+    /// Marks the counters in `counters` for the next reconcile, which also re-arms their overflows.
     fn changed(&mut self, counters: u64) {
         self.dirty |= counters;
         self.rearm |= counters & (self.running | self.paused.counters);
@@ -569,8 +578,9 @@ impl Vpmu {
         }
     }
 
-    /// Folds a counter that is about to be set to `value`. If the counter is running and interrupts
-    /// on overflow, the same operation re-arms its event for the new value.
+    /// Brings a counter up to date (folds it) before the guest sets it to `value`. If the counter
+    /// is running and interrupts on overflow, its event is re-armed for `value` in the same
+    /// operation.
     fn fold_for(&mut self, counter: CounterIndex, value: u64, events: &mut dyn CounterEvents) {
         let running = self.running & counter.mask() != 0;
         if !running || !self.vendor.interrupts(&self.registers, counter) {
@@ -583,7 +593,7 @@ impl Vpmu {
         self.fold_to(counter, count);
     }
 
-    /// Folds a counter and stops its event.
+    /// Stops a counter's event and brings the counter up to date (folds it).
     fn stop(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         let count = events.disable(counter);
         self.fold_to(counter, count);
@@ -592,7 +602,8 @@ impl Vpmu {
         self.rearm &= !counter.mask();
     }
 
-    /// Updates the counter's value for an event count of `count`.
+    /// Updates the counter's value to the event count `count`, and accounts for an overflow, if
+    /// any.
     #[inline]
     fn fold_to(&mut self, counter: CounterIndex, count: u64) {
         let held = &mut self.counters[counter.slot()];
@@ -646,8 +657,8 @@ impl Vpmu {
         }
     }
 
-    /// Reconciles one counter's event with the registers. `retry` is set if the counter's retry is
-    /// due.
+    /// Makes one counter's event match the registers. `retry` is `true` if the counter was
+    /// uncounted or counted by a fallback and its retry is due.
     fn reconcile_counter(&mut self, counter: CounterIndex, retry: bool, events: &mut dyn CounterEvents) {
         let mask = counter.mask();
         let slot = counter.slot();

@@ -25,8 +25,9 @@ pub fn select_of(amd: bool, selector: u64) -> u64 {
     }
 }
 
-/// Predicate that returns whether no backing can count for a selector of a general-purpose counter
-/// (with `true` for AMD) or for a fixed counter.
+/// Predicate that returns whether no backing (source of counts) can count for a counter. Its
+/// parameters are `true` for AMD, the selector value of a general-purpose counter or `None`, and
+/// the number of a fixed counter.
 pub type UncountablePredicate = fn(bool, Option<u64>, u32) -> bool;
 
 /// Event select that no backing can count in these tests.

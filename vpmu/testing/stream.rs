@@ -53,7 +53,8 @@ pub struct CheckedPmu<H> {
     events: H,
     reference: ReferencePmu,
     filter: Arc<EventFilter>,
-    /// Set while notifications are delayed, so that the PMU may lag behind the reference.
+    /// Set while the host's overflow notifications are delayed, so that the PMU may lag behind the
+    /// reference.
     late: bool,
     now_ns: u64,
     addresses: Vec<u32>,
@@ -63,24 +64,24 @@ pub struct CheckedPmu<H> {
 
 /// Counting events that a test can advance.
 pub trait TestEvents {
-    /// Type of the events as the PMU sees them.
+    /// Type of the events that is passed to the PMU.
     type Events: CounterEvents;
 
     /// Creates the events of a guest PMU of `vendor`.
     fn new(vendor: Vendor) -> Self;
 
-    /// Returns the events as the PMU sees them.
+    /// Returns the events in the form that is passed to the PMU.
     fn events(&mut self) -> &mut Self::Events;
 
     /// Returns whether no backing can count for this selector of a general-purpose counter or this
     /// fixed counter.
     fn uncountable(amd: bool, selector: Option<u64>, fixed: u32) -> bool;
 
-    /// Runs the guest for up to `ticks` and stops after the first tick with an armed overflow.
-    /// Returns the number of ticks run.
+    /// Runs the guest for up to `ticks` ticks, but only until an armed overflow occurs. Returns the
+    /// number of ticks run.
     fn run(&mut self, ticks: u64) -> u64;
 
-    /// Takes the counters whose armed overflow occurred and has not been taken yet.
+    /// Returns the counters whose armed overflow has occurred since the last call.
     fn take_notified(&mut self) -> Vec<CounterIndex>;
 }
 
@@ -116,7 +117,7 @@ impl TestEvents for SimEvents {
 }
 
 impl<H: TestEvents> CheckedPmu<H> {
-    /// Creates a pair with a model that the first bytes select.
+    /// Creates a PMU and its reference. The first bytes select the model.
     pub fn new(bytes: &mut ByteSource<'_>) -> Self {
         let kind = match bytes.below(16) {
             0 => ReferenceKind::IntelOff,
@@ -184,8 +185,8 @@ impl<H: TestEvents> CheckedPmu<H> {
         }
     }
 
-    /// Returns a register value, mostly one that a driver would write, so that counters run,
-    /// overflow and freeze.
+    /// Returns a value to be written to register `msr`. Most values are ones that a driver would
+    /// write, so that counters run, overflow and freeze.
     fn value(&self, msr: u32, bytes: &mut ByteSource<'_>) -> u64 {
         let highest = (1u64 << self.reference.width) - 1;
         let all = ((1 << self.reference.gp) - 1) | (((1u64 << self.reference.fixed) - 1) << 32);

@@ -80,7 +80,8 @@ fn register_access_does_not_allocate() {
     }
 }
 
-/// Sampling does not allocate at any level down to the driver once a guest's events are open.
+/// Once a guest's events are open, sampling does not allocate memory in any layer from the PMU down
+/// to the driver.
 #[test]
 fn sampling_on_perf_core_does_not_allocate() {
     let vcpu = VcpuId(0);

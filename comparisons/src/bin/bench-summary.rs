@@ -1,10 +1,11 @@
-//! Collects the results of criterion in one JSON file, to compare runs.
+//! Collects the results of criterion in one JSON file, so that two runs can be compared.
 //!
 //! Usage: `bench-summary CRITERION_DIR OUTPUT`. Each entry has the benchmark's name, the median and
 //! its 95 % confidence interval, in nanoseconds per iteration. Times cannot be compared across
-//! machines, but ratios can, so ratios in `*-ratios.json` files are included. For each group in
-//! which entries that begin with `perf-core` have peers, the output also contains the ratio of the
-//! best peer to each of these entries. Ratios are also printed.
+//! machines, but ratios can, so ratios in `*-ratios.json` files are included. If a benchmark group
+//! contains both entries whose name begins with `perf-core` and entries of other implementations,
+//! the output also contains, for each `perf-core` entry, the time of the fastest other entry
+//! divided by the time of the `perf-core` entry. Ratios are also printed.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -57,7 +58,8 @@ fn summarise(criterion: &Path, output: &Path) -> io::Result<usize> {
     Ok(count)
 }
 
-/// Returns, by group, the ratio of the best peer's time to that of `perf-core`.
+/// Returns, for each `perf-core` entry, the time of the fastest other entry in the same benchmark
+/// group divided by the time of the `perf-core` entry.
 fn peers(results: &[Value]) -> Map<String, Value> {
     let mut ratios = Map::new();
     let named = |entry: &Value| {
@@ -83,7 +85,8 @@ fn peers(results: &[Value]) -> Map<String, Value> {
     ratios
 }
 
-/// Finds each `new/estimates.json` together with its `benchmark.json`.
+/// Collects the results of each `new/estimates.json` below `directory`, with the name from the
+/// `benchmark.json` next to it.
 fn collect(directory: &Path, results: &mut Vec<Value>) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();

@@ -28,8 +28,8 @@ const LIMIT: ProgressLimit = ProgressLimit {
 };
 const GUEST_MIB: u64 = 768;
 const MAC: &str = "02:00:00:00:00:01";
-/// Link-local IPv6 address of the guest, derived from its MAC address and with the lab's tap device
-/// as scope, and address of the lab.
+/// Link-local IPv6 addresses: that of the guest, derived from its MAC address and with the lab's
+/// tap device as scope, and that of the lab.
 const GUEST: &str = "fe80::ff:fe00:1%pvtap0";
 const LAB: &str = "fe80::ff:fe00:fe";
 /// Script that prepares the lab: network, KVM statistics, and the programs of the image.
@@ -40,8 +40,8 @@ const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
     (chroot /debian iperf3 -s >/dev/null 2>&1 &) && truncate -s 256M /tmp/data.img && \
     dd if=/dev/zero of=/tmp/data.img bs=1M count=256 conv=notrunc 2>/dev/null";
 
-/// Guest script. Prints a line `NAME VALUE I/OS` for each load. For network loads, `I/OS` is the
-/// number of megabytes.
+/// Guest script. Prints a line `NAME VALUE I/OS` for each load, where `I/OS` is the number of I/O
+/// operations, or the number of megabytes for network loads.
 const MEASURE: &str = r#"
 disk() {
 	echo "begin $1"
@@ -198,7 +198,7 @@ fn compare(asked: &Options) -> Result<bool, ComparisonError> {
     Ok(true)
 }
 
-/// Returns the command of the same machine under QEMU.
+/// Returns the command that runs the same machine under QEMU.
 fn qemu_command(debian: &DebianDownloader, disk: usize) -> HostCommand {
     let drive = |name: &str, file: &str| format!("file={file},format=raw,if=none,id={name}");
     qemu("pc", GUEST_MIB, &debian.kernel, &debian.initrd, CMDLINE)
@@ -225,7 +225,7 @@ fn qemu_command(debian: &DebianDownloader, disk: usize) -> HostCommand {
         .args(["-device", "virtio-rng-pci"])
 }
 
-/// Returns the measurements of a VM that has reached its login prompt.
+/// Measures all loads in a VM that has reached its login prompt.
 fn loads(place: &TestHost, login: f64) -> Result<Figures, ComparisonError> {
     let mut figures = Figures::from([("login".to_owned(), login)]);
     // Measure the VMM's memory in use, after the guest has responded over ssh.
@@ -272,8 +272,8 @@ fn loads(place: &TestHost, login: f64) -> Result<Figures, ComparisonError> {
     Ok(figures)
 }
 
-/// Returns a Markdown table of medians, minima and maxima. "Better" compares the first VMM with
-/// QEMU.
+/// Returns a Markdown table of medians, minima and maxima. Its column "Better" compares the first
+/// VMM with QEMU.
 fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
     let mut out = format!(
         "| | {} | better |\n|---|{}---|\n",

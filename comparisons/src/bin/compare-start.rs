@@ -36,12 +36,12 @@ struct Options {
 /// Results of one start.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 struct Start {
-    /// Time from exec to the first output line of init, in seconds, according to this machine's
-    /// clock.
+    /// Time from the start of the VMM (exec) to the first output line of the guest's init, in
+    /// seconds, according to this machine's clock.
     init_s: f64,
-    /// Resident memory in addition to guest memory, in KiB.
+    /// Resident memory of the VMM in addition to guest memory, in KiB.
     rss_kib: u64,
-    /// Part of this memory that is anonymous, in KiB.
+    /// Anonymous part of the VMM's resident memory, excluding guest memory, in KiB.
     anonymous_kib: u64,
 }
 
@@ -111,7 +111,7 @@ fn of_qemu(perfvisor: &HostCommand, machine: &str) -> Result<HostCommand, Compar
     Ok(qemu(machine, GUEST_MIB.into(), kernel, initrd, value("--cmdline")?).args(["-smp", "1"]))
 }
 
-/// Runs one VM until its init runs.
+/// Starts one VM and measures it when the guest's init runs.
 fn turn(place: &TestHost, command: &HostCommand) -> Result<Start, ComparisonError> {
     until(place, command, INIT, ProgressLimit::GENEROUS, |init_s| {
         let held = footprint(place, GUEST_MIB.into())?;

@@ -20,14 +20,14 @@ use integration::limit::ProgressLimit;
 use integration::test_host::TestHost;
 use serde_json::{Value, json};
 
-/// Limits for a loaded machine, on which an exit of the nested guest can take more than half a
-/// millisecond.
+/// Limits for a loaded machine, on which a single VM exit of the nested guest can take more than
+/// half a millisecond.
 const LIMIT: ProgressLimit = ProgressLimit {
     silent: Duration::from_secs(3000),
     overall: Duration::from_secs(4 * 3600),
     ..ProgressLimit::GENEROUS
 };
-/// Assumed cost of an exit on hardware, for the projection, in microseconds.
+/// Assumed cost of a VM exit on hardware, in microseconds, for the projection of the results.
 const EXIT_US: f64 = 1.5;
 /// Number of counters of the guest's PMU, which limits the number of events that can be sampled
 /// simultaneously.
@@ -40,8 +40,8 @@ const TURN_MS: f64 = 250.0;
 const KERNEL_TURN_MS: f64 = 4.0;
 /// Values of `--backing` that are compared.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
-/// Script of the inner guest. The script announces each phase and then sleeps, so that the host can
-/// read KVM's statistics before the phase begins. All phases do the same work.
+/// Script of the inner guest. The script announces each phase and then sleeps before the phase
+/// begins, so that the outer guest can read KVM's statistics. All phases do the same work.
 const INNER: &str = r#"
 phase() {
 	echo "@@phase $1 pmi=$(awk '/PMI:/ {print $2}' /proc/interrupts) ctxt=$(awk '/^ctxt/ {print $2}' /proc/stat)"
@@ -157,26 +157,28 @@ fn compare(options: &Options) -> Result<bool, ComparisonError> {
 /// Results of one round with one backing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
-    /// Exits per PMI with one event and with ten multiplexed events, minus the exits of the same
-    /// events with a period that is never reached, scaled to the same time. NaN if not measurable;
-    /// the same applies to the next two fields.
+    /// VM exits per PMI, with one event and with ten multiplexed events. The exits of a reference
+    /// phase, in which the period of the same events is never reached, are subtracted after scaling
+    /// them to the same duration. NaN if not measurable; this also applies to `exits_per_turn` and
+    /// `exits_per_switch`.
     exits_per_pmi: [f64; 2],
-    /// Exits per multiplexing interval of ten events.
+    /// VM exits per multiplexing interval, with ten events.
     exits_per_turn: f64,
     exits_per_switch: f64,
     /// Relative increase of CPU time with one event and with ten, compared with the same work
     /// without events.
     slowdown: [f64; 2],
-    /// Number of PMIs with one event and with ten.
+    /// Number of PMIs with one event and with ten multiplexed events.
     pmis: [f64; 2],
-    /// Relative error of `cycles:u`, compared with CPU time times the TSC frequency.
+    /// Relative error of the `cycles:u` count. The reference is CPU time multiplied by the TSC
+    /// frequency.
     count_error: f64,
-    /// Relative errors of ten multiplexed events: that of the event farthest from the mean, and
-    /// that of the mean.
+    /// Relative errors of the counts of ten multiplexed events: the error of the event farthest
+    /// from their mean, and the error of the mean.
     mux_error: [f64; 2],
 }
 
-/// Counts at the start of a phase.
+/// Counts read at the start of a phase.
 #[derive(Debug, Clone, Copy, Default)]
 struct Mark {
     pmis: f64,
@@ -185,8 +187,8 @@ struct Mark {
     up_seconds: f64,
 }
 
-/// Returns `value` if it is a valid cost. Returns NaN if it is not positive, because the variation
-/// of the rest of the guest then exceeds the measured cost.
+/// Returns `value` if it is positive and finite, otherwise NaN. If a cost is not positive, it is
+/// smaller than the variation of the guest's other activity, so the measurement is meaningless.
 fn cost(value: f64) -> f64 {
     if value.is_finite() && value > 0.0 {
         value
@@ -201,8 +203,8 @@ fn field(line: &str, key: &str) -> Option<f64> {
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
 }
 
-/// Parses the inner guest's lines, which end with KVM's statistics. Returns `None` if one is
-/// missing.
+/// Parses the output of the inner guest, in which KVM's statistics are the last lines. Returns
+/// `None` if a line is missing.
 fn figures(text: &str) -> Option<Figures> {
     let mut marks: Vec<(&str, Mark)> = Vec::new();
     let mut seconds: BTreeMap<&str, f64> = BTreeMap::new();
@@ -272,7 +274,7 @@ fn figures(text: &str) -> Option<Figures> {
     all.pmis.iter().all(|n| *n >= 1.0).then_some(all)
 }
 
-/// Table row: label, value, unit, and projection to the cost of an exit on hardware.
+/// Table row: label, value, unit, and the function that projects the value to VM exits on hardware.
 type Measure = (
     &'static str,
     fn(&Figures) -> f64,
@@ -348,13 +350,13 @@ fn shown(value: f64, unit: &str) -> String {
     }
 }
 
-/// Formats the projected time of this number of exits on hardware.
+/// Formats the projected time that `exits` VM exits take on hardware.
 fn at_price(exits: f64) -> String {
     shown(exits * EXIT_US, " µs")
 }
 
-/// Formats the projected slowdown of `events` sampled at [`HZ`] and multiplexed with the kernel's
-/// interval.
+/// Formats the projected slowdown of a guest in which `events` events are sampled at [`HZ`] and
+/// multiplexed at the kernel's default interval.
 fn slowed(exits_per_pmi: f64, events: f64, exits_per_turn: f64) -> String {
     let a_second = exits_per_pmi * events * HZ + exits_per_turn * 1e3 / KERNEL_TURN_MS;
     shown(a_second * EXIT_US / 1e6 * 100.0, " %")
@@ -477,8 +479,8 @@ mod tests {
                 @@result tsc_mhz 1000.0 exits=1 up=1\n"
     }
 
-    /// Exits are the difference between a phase and its reference phase, and each value is divided
-    /// by the count of its own phase.
+    /// The VM exits of a phase are counted relative to its reference phase, and each value is
+    /// divided by the count (such as PMIs) of its own phase.
     #[test]
     fn figures_are_differences_of_phases() {
         let f = figures(&text()).unwrap();
@@ -500,8 +502,8 @@ mod tests {
         );
     }
 
-    /// Exits of the reference phase are scaled to the duration of the measured phase. Negative
-    /// results count as not measurable.
+    /// The exits of the reference phase are scaled to the duration of the phase that they are
+    /// subtracted from. A negative difference counts as not measurable.
     #[test]
     fn phases_without_the_measured_are_scaled_to_the_time_of_those_with_it() {
         let longer = text().replace("exits=200 up=10", "exits=200 up=-10");
@@ -515,7 +517,7 @@ mod tests {
         assert!(shown.contains("record of 1 event | - | - |"), "{shown}");
     }
 
-    /// A figure that was not measured is `None`, not zero.
+    /// `figures` returns `None`, not zeros, if a line is missing from the output.
     #[test]
     fn missing_line_gives_no_figures() {
         for word in [

@@ -1,11 +1,13 @@
 //! Measures the cost of a guest on a host with several VMs, each with four active counters, while
-//! the operator scrapes and records all VMs. A scrape takes place once a second.
+//! an operator runs `perfvisor exporter` and `perfvisor record --all`. The exporter is scraped once
+//! a second.
 //!
 //! Every guest does the same work. The cost is the CPU time of the VM's threads during the work,
-//! divided by the guest's own CPU time according to its counters, whose clock excludes the work of
-//! the VMM. The result therefore depends neither on the time spent waiting for a processor nor on
-//! its speed. Each number of VMs is measured with and without an operator. The measurement without
-//! an operator shows the cost of the host and of the VM itself.
+//! divided by the guest's own CPU time. The guest's counters measure the latter with a clock that
+//! excludes the work of the VMM. The result therefore depends neither on the time spent waiting for
+//! a processor nor on the speed of the processor. Each number of VMs is measured with and without
+//! an operator. The measurement without an operator shows the cost of the host and of the VM
+//! itself.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -21,11 +23,11 @@ use comparisons::{ComparisonError, Killed, exit_code, median, write_json};
 use integration::artefacts::beside;
 use serde_json::json;
 
-/// Maximum cost per guest with the largest number of VMs, relative to the smallest number (target
-/// of the project).
+/// Maximum ratio of the cost per guest with the largest number of VMs to the cost with the smallest
+/// number (target of the project).
 const MOST_MORE: f64 = 1.10;
-/// Four events of an AMD model at CPL 3: cycles derived from the vCPU's clock, which require no
-/// host PMU.
+/// Counter setup of the bare-metal guest: four times the AMD event cycles at CPL 3. The count is
+/// derived from the vCPU's clock, so no host PMU is required.
 const COUNTERS: &str = "c=0x10076 c=0x10076 c=0x10076 c=0x10076";
 
 /// Measures the cost of a guest, alone and with others, with four active counters, an exporter and
@@ -56,12 +58,13 @@ struct Options {
 struct Turn {
     /// Median CPU time of a VM's process for the work, in seconds.
     guest_s: f64,
-    /// Median ratio of the VM's CPU time to the guest's own CPU time.
+    /// Median ratio of the VM's CPU time to the guest's own CPU time, as counted by the guest.
     over_own: f64,
-    /// CPU time per second in excess of the guest's own CPU time, as a fraction of one CPU.
-    beyond: f64,
-    /// CPU time of the exporter and of the recorder per VM and per second, as a fraction of one
+    /// Excess of the VM's CPU time over the guest's own CPU time, per second, as a fraction of one
     /// CPU.
+    beyond: f64,
+    /// CPU time of the exporter and CPU time of the recorder, per VM and per second, as a fraction
+    /// of one CPU.
     exporter: f64,
     recorder: f64,
     scrapes: u64,
@@ -213,8 +216,9 @@ fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Kille
     Ok(Killed(command.stdout(Stdio::null()).spawn()?))
 }
 
-/// Returns the median ratio of VM to guest CPU time, and the excess CPU time per VM as a fraction
-/// of one CPU over `passed` seconds.
+/// Returns the median ratio of VM to guest CPU time, and the median excess of VM over guest CPU
+/// time, as a fraction of one CPU. `passed` is the elapsed time in seconds, multiplied by the
+/// number of VMs.
 fn over_and_beyond(
     guests: &mut [Talker],
     guest_s: &[f64],
@@ -235,7 +239,8 @@ fn over_and_beyond(
     Ok((median(over_own), median(beyond)))
 }
 
-/// Measures `vms` VMs without an operator. Returns the median ratio of VM to guest CPU time.
+/// Measures `vms` VMs that are neither scraped nor recorded. Returns the median ratio of VM to
+/// guest CPU time.
 fn turn_unobserved(options: &Options, vms: usize, place: &Path) -> Result<f64, ComparisonError> {
     let (guests, tsc_hz) = guests(options, vms, place)?;
     let began = Instant::now();

@@ -1,6 +1,6 @@
-//! Boots the bare-metal guests in QEMU without KVM. QEMU uses the multiboot address fields instead
-//! of the ELF headers and has no PMU. The tests are skipped if QEMU is not installed, which is a
-//! failure if `CI` is set.
+//! Boots the bare-metal guests in QEMU without KVM. Unlike Perfvisor, QEMU uses the multiboot
+//! address fields instead of the ELF headers and has no PMU. The tests are skipped if QEMU is not
+//! installed, which is a failure if `CI` is set.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -97,7 +97,8 @@ fn spin_runs_on_every_cpu_at_cpl3_and_ends() {
     assert_eq!(run.status, Some(0), "{}", run.output);
 }
 
-/// An invalid duration must not make the guest run forever.
+/// The guest `selftest` rejects invalid values of `spin=`, because an invalid duration, such as 0,
+/// must not make it run forever.
 #[test]
 fn spin_with_zero_duration_is_rejected() {
     for time in ["abc", "", "0", "10s", "99999999999999999999"] {
@@ -113,9 +114,9 @@ fn spin_with_zero_duration_is_rejected() {
     }
 }
 
-/// QEMU implements AMD's core counter registers without reporting them in CPUID, so the test kernel
-/// must report failures. This shows that its assertions can fail and that a failure affects the
-/// exit status.
+/// The test kernel `vpmu` reports failures under QEMU, which implements AMD's core counter
+/// registers without reporting them in CPUID. This shows that the kernel's assertions can fail and
+/// that a failure affects the exit status.
 #[test]
 fn vpmu_test_kernel_fails_under_qemu() {
     let Some(run) = run("vpmu", "", 1) else { return };

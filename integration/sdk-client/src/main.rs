@@ -117,8 +117,8 @@ impl Arguments {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Waits until the console output of VM `id` satisfies `holds`. The caller of this program
-    /// limits the time.
+    /// Waits without a timeout until the console output of VM `id` satisfies `holds`. The caller of
+    /// this program must limit the time.
     fn wait(&self, id: &str, holds: impl Fn(&str) -> bool) {
         while !holds(&self.console(id)) {
             sleep(INTERVAL);

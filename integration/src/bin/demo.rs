@@ -65,7 +65,7 @@ fn show(pmu: &str) -> Result<bool, TestHostError> {
     Ok(good)
 }
 
-/// Compares the guest's numbers with their expected values.
+/// Returns whether the guest's counts and samples are as expected.
 fn verdict(run: &GuestRun) -> bool {
     let text = |name: &str| run.console.sections.get(name).map_or("", |s| s.text.as_str());
     let stat = parse_stat(text("stat"));
@@ -120,7 +120,7 @@ fn quoted(argv: &[String]) -> String {
     words.join(" ")
 }
 
-/// Prints a console line by line, without machine-readable markers.
+/// Prints a guest's console line by line and omits lines that are meant for a program.
 #[derive(Default)]
 struct ConsolePrinter {
     rest: Vec<u8>,

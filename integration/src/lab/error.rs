@@ -11,8 +11,8 @@ pub(super) const SETPRIV: &str = "setpriv";
 /// Error returned when the lab is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// The program that starts QEMU, and terminates it together with this process, cannot be
-    /// executed. QEMU itself has been checked before.
+    /// setpriv, which starts QEMU and terminates it together with this process, cannot be executed.
+    /// The presence of QEMU has been checked before.
     #[error("cannot start {SETPRIV}; install the package util-linux")]
     Start(#[source] io::Error),
     /// A file for the lab could not be built.
@@ -30,7 +30,7 @@ pub enum LabError {
     /// The lab did not boot.
     #[error("the lab host did not start: {reason}; its console is in {log} and ends with:\n{tail}")]
     Boot {
-        /// The event that did not occur.
+        /// The event that was expected but did not occur.
         reason: String,
         /// Path of the console log.
         log: PathBuf,

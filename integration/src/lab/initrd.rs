@@ -51,11 +51,12 @@ pub(super) fn write_initrd(
     archive.finish()?.flush()
 }
 
-/// Directories of the lab that init mounts over, which hides files of the initrd.
+/// Directories of the lab on which init mounts other file systems. Files of the initrd in these
+/// directories would be hidden.
 const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
 
-/// Returns the reason a file cannot be stored at `place` in addition to `others`, or `None` if it
-/// can.
+/// Returns the reason why the lab's initrd cannot contain a file at the path `place` in addition to
+/// files at the paths `others`. Returns `None` if it can.
 pub fn invalid_path_reason<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
     let path = place.trim_start_matches('/');
     let mut names = path.split('/');

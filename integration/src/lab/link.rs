@@ -19,7 +19,7 @@ use lab_agent::wire::{Frame, FrameKind, ProcessExit, read_frame, write_frame};
 /// Timeout of one file transfer.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(900);
 
-/// The connection to the agent, with all requests that wait for an answer.
+/// The connection to the agent in the lab, with all requests that wait for a response.
 pub(super) struct AgentLink {
     stream: Mutex<UnixStream>,
     next_id: AtomicU32,
@@ -41,7 +41,7 @@ struct Transfer {
 }
 
 impl Transfer {
-    /// Appends a chunk of the file. Chunks after a failure are dropped.
+    /// Appends a chunk of the file. After a failure, further chunks are dropped.
     fn take(&mut self, piece: &[u8]) {
         if self.result.is_none()
             && let Err(refusal) = self.data.extend(piece)
@@ -59,9 +59,9 @@ pub(super) enum TransferBuffer {
     File {
         /// The file, written at its current position.
         file: File,
-        /// Number of bytes that may still be written.
+        /// Number of bytes that may still be written to the file.
         left: u64,
-        /// Size limit for the error message.
+        /// Maximum file size, in bytes, which an error message reports.
         limit: u64,
     },
 }
@@ -82,7 +82,7 @@ impl TransferBuffer {
     }
 }
 
-/// Reason the agent rejected a request, or the lab ended.
+/// Reason why the agent rejected a request, or why the connection to the lab ended.
 #[derive(Clone, Debug)]
 pub(super) struct Refusal(pub(super) String);
 
@@ -101,10 +101,10 @@ impl AgentLink {
         self.waiting().gone.is_some()
     }
 
-    /// Delivers frames of process `id` to `progress`.
+    /// Delivers the agent's frames about process `id` to `progress`.
     ///
     /// # Errors
-    /// Returns the reason the connection has ended.
+    /// Returns the reason if the connection has ended.
     pub(super) fn report_to(&self, id: u32, progress: &Arc<ProcessProgress>) -> Result<(), Refusal> {
         let mut waiting = self.waiting();
         if let Some(reason) = &waiting.gone {

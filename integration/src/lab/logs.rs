@@ -1,4 +1,4 @@
-//! The exit of a lab and the logs that it leaves.
+//! The exit of the QEMU that runs a lab, and the lab's logs, for diagnosis.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use crate::process::last_lines;
 
-/// Exit of QEMU, for which another thread waits.
+/// The exit of QEMU. A separate thread waits for it and stores the result here.
 #[derive(Default)]
 pub(super) struct QemuExit {
     pub(super) how: Mutex<Option<String>>,
     pub(super) changed: Condvar,
-    /// `true` if QEMU is no longer needed and must be killed.
+    /// `true` if the lab is no longer needed, so that QEMU must be killed.
     pub(super) abandoned: AtomicBool,
 }
 
@@ -55,7 +55,8 @@ impl LabLogs {
         tail
     }
 
-    /// Describes the end of a lab whose connection was closed because of `reason`.
+    /// Describes why a lab ended. `reason` is the reason for which the connection to its agent was
+    /// closed.
     pub(super) fn describe_end(&self, reason: &str) -> String {
         let how = self
             .ending

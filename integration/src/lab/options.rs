@@ -10,14 +10,14 @@ use guest_images::qemu::QemuNeeds;
 /// The configuration of a lab.
 #[derive(Debug, Clone)]
 pub struct LabOptions {
-    /// Number of virtual processors for guests, each a thread of QEMU. One more processor is
-    /// reserved for the lab itself.
+    /// Number of virtual processors that run guests. QEMU uses a thread for each. The lab has one
+    /// more processor, which is reserved for the lab itself.
     pub cpus: u32,
     /// Memory of the lab in MiB. The lab's files also occupy this memory.
     pub memory_mib: u32,
-    /// `true` to install perf in the lab itself. Guests always contain perf.
+    /// `true` to install perf in the lab itself. Guests in the lab always contain perf.
     pub perf: bool,
-    /// Kernel of the lab itself. Its guests use the default kernel.
+    /// Kernel of the lab itself. Guests in the lab use the default kernel.
     pub kernel: KernelChoice,
     /// Additional files, each with its path in the lab and its local path. Permissions are copied.
     pub files: Vec<(String, PathBuf)>,

@@ -2,8 +2,9 @@
 
 /// Returns the TSC frequency reported by the kernel, in Hz.
 ///
-/// "tsc: Detected 2899.999 MHz processor" is the value from CPUID or a paravirtual clock; a later
-/// calibration against another timer refines it.
+/// The function parses the message "tsc: Detected 2899.999 MHz processor". This value comes from
+/// CPUID or a paravirtual clock, and the kernel refines it later by a calibration against another
+/// timer.
 pub fn tsc_hz(dmesg: &str) -> Option<f64> {
     let mhz = |line: &str, before: &str| -> Option<f64> {
         line.split_once(before)?.1.split_whitespace().next()?.parse().ok()
@@ -50,7 +51,8 @@ const COMPLAINTS: [&str; 19] = [
     "arch/x86/events/",
 ];
 
-/// Known problems: the exact text or code location, and the reason.
+/// Messages about known problems, which are accepted: the exact text or code location, and the
+/// reason.
 const KNOWN: [(&str, &str); 3] = [
     (
         "Speculative Return Stack Overflow: WARNING: See https://",
@@ -78,7 +80,7 @@ pub enum KernelLogError {
     /// The first message is missing.
     #[error("kernel messages are missing at the start: {0:?}")]
     Beginning(String),
-    /// There are too few messages, or the number of messages is missing.
+    /// The log contains too few messages, or does not state their number.
     #[error("incomplete kernel log: {0:?} messages")]
     Few(String),
     /// The kernel reported problems.

@@ -3,7 +3,7 @@
 /// A line of the table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportLine {
-    /// Share of the period, in percent.
+    /// Share of the sampled periods, in percent.
     pub percent: f64,
     /// Task name.
     pub command: String,
@@ -22,7 +22,7 @@ pub struct PerfReport {
     pub samples: f64,
     /// Event count according to the header, "Event count (approx.)".
     pub event_count: f64,
-    /// Number of samples lost by the kernel.
+    /// Number of samples lost by the kernel, according to the header.
     pub lost: u64,
     /// Lines of the table in printed order.
     pub lines: Vec<ReportLine>,

@@ -5,7 +5,7 @@
 pub struct StatCount {
     /// Event name as printed by perf, such as `cycles` or `cycles:u`.
     pub event: String,
-    /// CPU number with `-A`, printed as `CPU0`.
+    /// CPU number, which `perf stat -A` prints as `CPU0`.
     pub cpu: Option<u32>,
     /// Value of the counter; `None` for `<not supported>` and `<not counted>`.
     pub value: Option<f64>,
@@ -173,14 +173,15 @@ pub enum StatDetailError {
     /// A required event is missing.
     #[error("perf stat -d does not show {0}")]
     Missing(String),
-    /// There are fewer hardware events than a plain `perf stat -d` lists on any vendor.
+    /// The output lists fewer hardware events than a plain `perf stat -d` on a processor of any
+    /// vendor.
     #[error("perf stat -d shows only {0} hardware events")]
     Few(usize),
 }
 
-/// Checks the output of `perf stat -x, -d` in a guest: each hardware event must have a nonzero
-/// count or be `<not supported>`; events in `counted` must have a count. Returns the number of
-/// hardware events.
+/// Checks the output of `perf stat -x, -d` in a guest. Each hardware event must have a nonzero
+/// count or be `<not supported>`, and each event in `counted` must have a nonzero count. Returns
+/// the number of hardware events.
 ///
 /// # Errors
 /// Returns a [`StatDetailError`] for the first invalid line or a missing event.

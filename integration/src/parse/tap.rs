@@ -49,7 +49,7 @@ pub fn parse_tap(text: &str) -> TapReport {
     tap
 }
 
-/// Returns "reset values" for "3 - reset values".
+/// Returns the description in a TAP test line, for example "reset values" for "3 - reset values".
 fn description(test: &str) -> String {
     test.trim_start_matches(|c: char| c.is_ascii_digit())
         .trim_start_matches([' ', '-'])

@@ -1,4 +1,4 @@
-//! Execution of an ignored test of this program in a child process.
+//! Runs a test that is marked as ignored in a child process of this test program.
 
 use std::ffi::OsStr;
 use std::process::Command;

@@ -1,11 +1,11 @@
-//! Results with targets, printed at the end of a benchmark and written with criterion's results as
-//! `target/criterion/NAME-ratios.json`.
+//! Benchmark results with target values, printed at the end of a benchmark and written as
+//! `target/criterion/NAME-ratios.json`, next to criterion's results.
 
 use std::fs;
 
 /// The target of a figure.
 #[derive(Clone, Copy)]
-pub enum Target {
+pub enum BenchmarkTarget {
     AtLeast(f64),
     AtMost(f64),
     /// Greater than the value.
@@ -15,15 +15,15 @@ pub enum Target {
 }
 
 /// A benchmark result; `None` if it was not measured, for example when only some benchmarks run.
-pub struct Figure {
+pub struct BenchmarkFigure {
     pub name: &'static str,
     pub value: Option<f64>,
     pub unit: &'static str,
-    pub target: Target,
+    pub target: BenchmarkTarget,
 }
 
-impl Figure {
-    pub fn new(name: &'static str, value: Option<f64>, unit: &'static str, target: Target) -> Self {
+impl BenchmarkFigure {
+    pub fn new(name: &'static str, value: Option<f64>, unit: &'static str, target: BenchmarkTarget) -> Self {
         Self {
             name,
             value,
@@ -35,15 +35,16 @@ impl Figure {
     fn judge(&self) -> (String, Option<bool>) {
         let met = |ok: fn(&f64, &f64) -> bool, limit| self.value.map(|v| ok(&v, &limit));
         match self.target {
-            Target::AtLeast(limit) => (format!("at least {limit}"), met(f64::ge, limit)),
-            Target::AtMost(limit) => (format!("at most {limit}"), met(f64::le, limit)),
-            Target::Above(limit) => (format!("above {limit}"), met(f64::gt, limit)),
-            Target::None => ("none".into(), None),
+            BenchmarkTarget::AtLeast(limit) => (format!("at least {limit}"), met(f64::ge, limit)),
+            BenchmarkTarget::AtMost(limit) => (format!("at most {limit}"), met(f64::le, limit)),
+            BenchmarkTarget::Above(limit) => (format!("above {limit}"), met(f64::gt, limit)),
+            BenchmarkTarget::None => ("none".into(), None),
         }
     }
 }
 
-/// Returns `true` if benchmarks are only tested or listed, so that measurements are meaningless.
+/// Returns `true` if cargo only tests or lists the benchmarks, so that measured times are
+/// meaningless.
 pub fn only_tried() -> bool {
     std::env::args().any(|a| a == "--test" || a == "--list")
 }
@@ -54,11 +55,11 @@ pub fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Prints the figures. Unless the run was partial, also writes them to `NAME-ratios.json`, together
-/// with the entries of `more`.
+/// Prints the figures. Unless only some benchmarks were run, also writes the figures and the
+/// entries of `more` to `NAME-ratios.json`.
 pub fn report(
     name: &str,
-    figures: &[Figure],
+    figures: &[BenchmarkFigure],
     partial: bool,
     mut more: serde_json::Map<String, serde_json::Value>,
 ) {

@@ -4,19 +4,20 @@
 
 use std::io;
 
-/// Returns the number of user-space instructions of `work`, run once in a forked child.
+/// Returns the number of user-space instructions that `work` executes, when run once in a forked
+/// child.
 ///
-/// `work` must not allocate or take a lock that another thread may hold, because the child has no
-/// other threads. Returns `None` if processes may not be traced.
+/// `work` must not allocate or take a lock that another thread may hold, because that thread does
+/// not exist in the child. Returns `None` if this process may not trace its child.
 pub fn instructions(work: impl FnOnce()) -> Option<u64> {
     trace(|| (), |_| work(), step)
 }
 
-/// Returns the numbers of the system calls of `work`, run once in a forked child after `setup`,
-/// which may make any system calls. Signal returns are not included, because they belong to the
-/// signal handler.
+/// Returns the numbers of the system calls that `work` makes, when run once in a forked child after
+/// `setup`. System calls of `setup` are not included. Returns from signal handlers (`rt_sigreturn`)
+/// are not included either, because they belong to the handler.
 ///
-/// Returns `None` if processes may not be traced.
+/// Returns `None` if this process may not trace its child.
 pub fn system_calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Option<Vec<u64>> {
     trace(setup, work, calls)
 }
@@ -72,8 +73,8 @@ fn step(child: i32) -> io::Result<u64> {
     }
 }
 
-/// Returns the system calls between the child's first and second stop, excluding those that cause
-/// the stops.
+/// Returns the numbers of the child's system calls between its first and its second stop, excluding
+/// the calls with which the child stops itself.
 fn calls(child: i32) -> io::Result<Vec<u64>> {
     wait(child, libc::SIGSTOP)?;
     // SAFETY: the option is passed by value.

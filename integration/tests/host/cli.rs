@@ -51,7 +51,8 @@ fn values_out_of_range_name_the_value_and_the_range() {
     refused(&[], &["run"]);
 }
 
-/// The message for a common mistake names the value and the correct form of the command.
+/// For common mistakes on the command line, the error message names the invalid value and the
+/// correct form of the command.
 #[test]
 fn cli_mistakes_are_reported_with_remedy() {
     refused(&["recrod"], &["'recrod'", "did you mean 'record'?"]);
@@ -83,8 +84,8 @@ fn cli_mistakes_are_reported_with_remedy() {
     refused(&["diff", "/no/such/file", "/no/other"], &["/no/such/file"]);
 }
 
-/// KVM's own vPMU handles RDPMC and delivers PMIs itself, so options for these functions are
-/// rejected. If KVM has no vPMU, the message reports that and names an alternative.
+/// With KVM's own vPMU, which handles RDPMC and delivers PMIs itself, options for these two
+/// functions are rejected. If KVM has no vPMU, the message reports that and names an alternative.
 #[test]
 fn kvm_vpmu_is_rejected_if_missing_or_incompatible() {
     refused(

@@ -1,6 +1,6 @@
-//! Tests that the tests named in vpmu/tests/inventory.md (behavior of the virtual PMU) and
-//! integration/tests/faults.md (faults around a VM) exist, and that each register of
-//! docs/reference/vpmu.md has a row.
+//! Tests that documentation and tests agree: the tests named in vpmu/tests/inventory.md (behavior
+//! of the virtual PMU) and integration/tests/faults.md (faults around a VM) exist, and
+//! vpmu/tests/inventory.md has a row for each register of docs/reference/vpmu.md.
 
 use std::collections::BTreeSet;
 use std::fs;

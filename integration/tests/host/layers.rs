@@ -1,5 +1,5 @@
-//! Tests of the layers. The graph of crates in docs/architecture.md is current, and the top-level
-//! modules of a crate do not import each other in a cycle.
+//! Tests the layers of the source code: the graph of crates in docs/architecture.md is up to date,
+//! and the top-level modules of a crate do not import each other in a cycle.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -21,8 +21,8 @@ const USERS: &[(&str, &[&str])] = &[
     ("linux-perf-data", &["guest-profile"]),
 ];
 
-/// Layers of perf-core, lowest first. A layer may import lower layers and modules outside the
-/// layers.
+/// Layers of perf-core, lowest first. A layer may import lower layers, and modules that belong to
+/// no layer.
 const PERF_CORE_LAYERS: &[&str] = &["model", "schedule", "context", "service", "api"];
 
 /// Returns the source folders and normal dependencies of the product's crates, by name.
@@ -44,8 +44,8 @@ fn packages() -> BTreeMap<String, (PathBuf, BTreeSet<String>)> {
     packages
 }
 
-/// The documented graph contains every dependency between crates, so that the direction of a new
-/// one is reviewed.
+/// The graph in docs/architecture.md contains every dependency between crates, so that a new
+/// dependency is noticed and its direction is reviewed.
 #[test]
 fn crate_graph_is_current() {
     let script = workspace().join("integration/crate-graph.sh");
@@ -141,7 +141,8 @@ fn layers_of_perf_core_import_lower_layers_only() {
     }
 }
 
-/// vCPU threads do not use the operators' wire format. The module `control` translates it.
+/// The modules of the vCPU threads do not import the types of the control protocol. Only the module
+/// `control` converts between these types and the VMM's own.
 #[test]
 fn vcpu_threads_do_not_import_wire_types() {
     read_modules(&packages()["vmm"].0, None, &mut |module, code| {

@@ -64,9 +64,9 @@ fn packages() -> Vec<(String, String, String)> {
         .collect()
 }
 
-/// Returns whether allowed licences satisfy an SPDX expression. Each term of AND must have an
-/// allowed alternative. Parentheses are ignored, which rejects some valid combinations but permits
-/// no invalid one.
+/// Returns whether the allowed licences satisfy an SPDX expression. At least one alternative of
+/// each AND term must be allowed. Parentheses are ignored, which rejects some valid combinations
+/// but accepts no invalid one.
 fn permitted(expression: &str, allowed: &BTreeSet<String>) -> bool {
     // `/` is the deprecated form of OR.
     let expression = expression.replace('/', " OR ").replace(['(', ')'], "");

@@ -124,8 +124,8 @@ fn documentation_links_resolve() {
     assert_eq!(wrong, Vec::<String>::new(), "broken links");
 }
 
-/// Pages that sources mention by path, and files that the walks in docs/architecture.md mention,
-/// exist.
+/// Pages whose path a source file mentions exist, and so do the files that the walks through the
+/// code in docs/architecture.md mention.
 #[test]
 fn paths_named_in_sources_and_walks_exist() {
     let root = workspace();

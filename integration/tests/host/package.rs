@@ -1,5 +1,5 @@
-//! Tests the Debian package and the archive in the same way as `make package-check`, but with the
-//! lab's static program, which `make build` builds in the same way.
+//! Tests the Debian package and the archive in the same way as `make package-check`. The packaged
+//! program is the static program built for the lab, which `make build` builds in the same way.
 
 use std::process::Command;
 
@@ -51,15 +51,17 @@ fn package_and_archive_install_standalone_program() {
     }
 }
 
-/// The package declares no library dependencies, so a dynamically linked program is rejected.
+/// The packaging rejects a dynamically linked program, because the package declares no library
+/// dependencies.
 #[test]
 fn package_rejects_dynamic_program() {
     let (done, said) = make(&["deb", "BINARY=/bin/cat"]);
     assert!(!done && said.contains("make build"), "{said}");
 }
 
-/// Regression test: `make deb` took the binary from a path to which no build writes. CI did not
-/// detect this, because it sets `BINARY=`.
+/// Regression test: the package contains the program that the build has produced. `make deb` took
+/// the program from a path to which no build writes. CI did not detect this, because it sets
+/// `BINARY=`.
 #[test]
 fn package_contains_built_binary() {
     for target in ["deb", "tarball"] {

@@ -1,6 +1,7 @@
-//! Tests the built-in guests on this machine's KVM, whatever its type, and in the lab.
+//! Tests the built-in guests on this machine's KVM, with or without hardware virtualization, and in
+//! the lab.
 
-use integration::lease::{TestHostLease, TestHostSharing};
+use integration::lease::{TestHostLease, TestHostLeaseMode};
 use integration::limit::ProgressLimit;
 use integration::measure::{measured_in_parts, skipped};
 use integration::parse::parse_tap;
@@ -14,7 +15,7 @@ const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 /// Leases this machine if it has any KVM. Guests run one at a time, because they compare counts
 /// with the clock.
 fn here() -> TestHostLease {
-    TestHost::for_bare_metal(TestHostSharing::Exclusive).unwrap_or_else(|error| panic!("{error}"))
+    TestHost::for_bare_metal(TestHostLeaseMode::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Runs `perfvisor run` with these arguments.
@@ -135,8 +136,8 @@ fn vpmu_test_kernel_passes_here() {
     the_vpmu_test_kernel_passes(&here());
 }
 
-/// The lab provides the real kvm_amd. If this machine has hardware virtualization, its own KVM is
-/// sufficient.
+/// The built-in guest passes with the real kvm_amd that the lab provides. If this machine has
+/// hardware virtualization, its own KVM is used instead.
 #[test]
 fn builtin_guest_passes_on_hardware_kvm() {
     if probe_kvm() == KvmKind::Hardware {
@@ -168,12 +169,13 @@ const MOST_CALLS: usize = 1500;
 /// Maximum number of VMs created: one to probe KVM, and one for the guest. Creating a VM waits for
 /// all processors several times.
 const MOST_VMS: usize = 2;
-/// Minimum size of a large mapping, in bytes. The size exceeds any thread stack, but not the
-/// program's code and constants.
+/// Minimum size in bytes from which a memory mapping counts as large. The value exceeds any thread
+/// stack, but not the program's code and constants.
 const LARGE: u64 = 4 << 20;
 
-/// The start-up makes a limited number of system calls and does not sleep. The test counts
-/// operations, because the start-up time depends on the machine (docs/measurements.md).
+/// Until the first guest instruction, the VMM makes a limited number of system calls and does not
+/// sleep. The test counts operations, because the start-up time depends on the machine
+/// (docs/measurements.md).
 #[test]
 fn startup_makes_few_system_calls_and_no_sleep() {
     let place = here();

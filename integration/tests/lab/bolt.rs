@@ -1,5 +1,6 @@
-//! Optimizes two programs from branch stacks: `perf2bolt`, `llvm-bolt` and the AutoFDO tools read a
-//! recording of a Linux guest, and its edge weights match those of BOLT's own instrumentation.
+//! Optimizes two programs with the branch stacks in a recording of a Linux guest. `perf2bolt`,
+//! `llvm-bolt` and the AutoFDO tools read the recording, and its edge weights match those measured
+//! by BOLT's own instrumentation.
 //!
 //! The programs are Debian's bzip2 and Lua, built from their source packages. A test that needs a
 //! missing tool is skipped.
@@ -11,7 +12,7 @@ use std::path::Path;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::lease::TestHostSharing;
+use integration::lease::TestHostLeaseMode;
 use integration::measure::{measured, skipped};
 use integration::test_host::TestHost;
 
@@ -45,7 +46,7 @@ fn seconds() -> u64 {
 /// Runs the programs in a guest. Saves the host's recording as `host.data` and the guest's own
 /// recording of Lua as `guest.data` in `directory`.
 fn record(directory: &Path, programs: &[Program]) -> GuestRun {
-    let place = TestHost::lease(&LabOptions::default(), TestHostSharing::Exclusive)
+    let place = TestHost::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive)
         .unwrap_or_else(|error| panic!("{error}"));
     let mut guest = LinuxGuest::new(NAME, "intel")
         .script(SCRIPT)
@@ -88,8 +89,8 @@ fn record(directory: &Path, programs: &[Program]) -> GuestRun {
     run
 }
 
-/// Checks that perf assigns every stack to the line of its instruction pointer, names the program's
-/// functions, and annotates them.
+/// Checks that perf reads the recording: every branch stack is printed on the line of its sample's
+/// instruction pointer, and perf names the program's functions and annotates them.
 fn perf_reads_it(tools: &Toolbox, directory: &Path) {
     let perf = |args: &[&str]| tools.run(directory, "perf", args).0;
     let script = perf(&["script", "-i", "host.data", "-F", "ip,brstack"]);
@@ -110,8 +111,9 @@ fn perf_reads_it(tools: &Toolbox, directory: &Path) {
     assert!(text.contains("Disassembly of section .text"), "{text:.1000}");
 }
 
-/// Compares the profile of one program with that of its instrumentation, and the two optimized
-/// programs with each other and with the original program.
+/// Compares a program's profile from the recording with the profile from BOLT's instrumentation.
+/// Also compares the programs optimized with these two profiles, with each other and with the
+/// original program.
 fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltProfile {
     let converted = tools.perf_to_bolt(directory, "host.data", program);
     let PerfToBolt {

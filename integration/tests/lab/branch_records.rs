@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::lease::TestHostSharing;
+use integration::lease::TestHostLeaseMode;
 use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, loaded, perfvisor};
@@ -52,17 +52,18 @@ fn shares(stacks: &[Vec<Edge>]) -> Shares {
     shares
 }
 
-/// Returns half the sum of the absolute differences, which is 0 for equal shares and 1 for disjoint
-/// ones.
+/// Returns the distance between two distributions of branches: half the sum of the absolute
+/// differences of the shares. The distance is 0 for equal shares, and 1 if the distributions have
+/// no branch in common.
 fn distance(a: &Shares, b: &Shares) -> f64 {
     let keys = a.keys().chain(b.keys().filter(|key| !a.contains_key(key)));
     let share = |of: &Shares, key| of.get(key).copied().unwrap_or_default();
     keys.map(|key| (share(a, key) - share(b, key)).abs()).sum::<f64>() / 2.0
 }
 
-/// Checks that each branch starts in the straight-line code after the target of the previous
-/// branch. Branches that are not taken may be in between. The distance is at most 128 steps of up
-/// to 15 bytes.
+/// Checks that the branches of each stack are consecutive: each branch is in the straight-line code
+/// that starts at the target of the previous branch. Branches that are not taken may be in between.
+/// A branch is accepted up to 128 instructions of up to 15 bytes after that target.
 #[track_caller]
 fn are_consecutive(stacks: &[Vec<Edge>]) {
     const MAX_STRAIGHT_BYTES: u64 = 128 * 15;
@@ -77,9 +78,9 @@ fn are_consecutive(stacks: &[Vec<Edge>]) {
     }
 }
 
-/// Checks the targets of the program's call through a pointer, which is the most frequent source
-/// with several targets. Each of its four targets has probability 1/4. A return of the C library
-/// may have more targets, but is rare.
+/// Checks the targets of the program's call through a function pointer, which the test identifies
+/// as the most frequent source with several targets. Each of its four targets must have probability
+/// 1/4. A return in the C library may have more targets, but is rare.
 #[track_caller]
 fn indirect_calls_have_four_targets(stacks: &[Vec<Edge>]) {
     let mut targets = BTreeMap::<u64, BTreeMap<u64, f64>>::new();
@@ -123,7 +124,7 @@ struct BranchRecordTest {
 impl BranchRecordTest {
     fn run(&self) {
         let name = format!("records-{}", self.pmu);
-        let place = TestHost::lease(&LabOptions::default(), TestHostSharing::Exclusive)
+        let place = TestHost::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive)
             .unwrap_or_else(|error| panic!("{error}"));
         // The program's addresses are the same in all runs.
         let guest = LinuxGuest::new(&name, self.pmu)
@@ -141,7 +142,7 @@ impl BranchRecordTest {
         self.check(&run, &host);
     }
 
-    /// Records the same program from the host.
+    /// Records the same program from the host, and returns its branch stacks.
     fn host_stacks(&self, place: &TestHost, name: &str) -> Vec<Vec<Edge>> {
         let ours = perfvisor(place);
         let data = place.scratch("host.data");

@@ -1,7 +1,7 @@
 //! Tests the messages for invalid input and unusable hosts that require modifying the host. The
 //! other messages are tested in `integration/tests/host/cli.rs`.
 
-use integration::lease::TestHostSharing;
+use integration::lease::TestHostLeaseMode;
 use integration::limit::ProgressLimit;
 use integration::process::HostCommand;
 use integration::test_host::TestHost;
@@ -10,10 +10,11 @@ use crate::refusal::check_refusal;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// The test breaks the lab deliberately, and repairs it for later tests.
+/// `perfvisor` reports how to fix a host that it cannot use. The test breaks the lab deliberately
+/// in several ways, and repairs it for later tests.
 #[test]
 fn unusable_hosts_are_reported_with_remedy() {
-    let place = TestHost::lab(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::lab(TestHostLeaseMode::Shared).unwrap_or_else(|error| panic!("{error}"));
     let run = |line: &str| {
         place
             .run(&HostCommand::shell(line), LIMIT)

@@ -2,7 +2,7 @@
 //! ahead and back.
 
 use integration::lab::LabOptions;
-use integration::lease::TestHostSharing;
+use integration::lease::TestHostLeaseMode;
 use integration::measure::skipped;
 use integration::process::HostCommand;
 use integration::test_host::TestHost;
@@ -26,7 +26,7 @@ fn clock_changes_affect_no_count_and_no_wait() {
         skipped("the clock of this machine is not ours to set", false);
         return;
     }
-    let place = TestHost::lease(&LabOptions::default(), TestHostSharing::Exclusive);
+    let place = TestHost::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive);
     let place = place.unwrap_or_else(|error| panic!("{error}"));
     let vm = HostCommand::new(place.perfvisor().unwrap())
         .args([

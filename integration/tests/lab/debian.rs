@@ -52,8 +52,8 @@ fn printed(place: &TestHost, command: &HostCommand) -> Result<String, String> {
     ))
 }
 
-/// Boots the image with PMU model `pmu` on disk number `disk`, and checks it with a user's
-/// commands.
+/// Boots the image with PMU model `pmu` from disk number `disk`, and runs commands of a typical
+/// user in it.
 fn boots(debian: &DebianDownloader, pmu: &str, disk: usize) -> Result<String, String> {
     let place = &debian.place;
     let perfvisor = place.perfvisor().map_err(|error| error.to_string())?;
@@ -129,15 +129,15 @@ fn debian_image_boots_with_every_pmu_model() {
     assert!(failures.is_empty(), "{failures}");
 }
 
-/// Host side of the network, in a network namespace that exists as long as this process. A second
-/// image contains the client.
+/// Command that sets up the host side of the network, in a network namespace that exists as long as
+/// this process. The ssh client is a program of a second copy of the image.
 const NAMESPACE: &str =
     "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 up && echo namespace-$$ && exec sleep 86399";
 const CHROOT: &str = "mkdir -p /debian && mount -o ro /dev/vdb /debian && mount -t proc proc /debian/proc && \
                       mount --bind /dev /debian/dev && mount -t tmpfs tmp /debian/tmp";
 
-/// ssh, `exec` and `cp` work in both directions. The guest uses the link-local address derived from
-/// its Ethernet address, so nothing is configured.
+/// ssh, `perfvisor exec` and `perfvisor cp` work in both directions. The guest is reached at the
+/// link-local address derived from its Ethernet address, so nothing is configured.
 #[test]
 #[ignore = "minutes: make debian-test"]
 fn debian_image_is_reachable_by_ssh_and_vsock() {

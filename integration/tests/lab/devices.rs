@@ -43,8 +43,9 @@ fn shell(place: &TestHost, line: &str) -> String {
     output.stdout_text()
 }
 
-/// With two disks, two network devices and entropy over three boots, earlier data remains on the
-/// disk, and Perfvisor holds no more descriptors and threads than after the first boot.
+/// Disks and network devices keep working over three boots of one VM with two disks, two network
+/// devices and entropy. Earlier data remains on the disk, and Perfvisor has no more open
+/// descriptors and threads than after the first boot.
 #[test]
 fn disks_and_networks_survive_reboots() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -124,7 +125,7 @@ fn make_counted_disk(place: &TestHost) -> Result<String, TestHostError> {
     Ok(disk)
 }
 
-/// Returns the counts of all repetitions.
+/// Returns the counts of `event` in all repetitions of `COUNTED`.
 fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     run.section("disk");
     run.expect_success();
@@ -138,7 +139,8 @@ fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     counts
 }
 
-/// The part of the single-stepped shared guest.
+/// This module's part of `shared_guests::STEPPED`, the single-stepped guest shared by several test
+/// modules.
 pub const STEPPED: GuestPart = GuestPart {
     tests: &["devices::stepped_guest_with_disk_counts_exactly"],
     prepare: || {},
@@ -151,7 +153,8 @@ pub const STEPPED: GuestPart = GuestPart {
     },
 };
 
-/// Counts remain exact although disk interrupts occur between single steps.
+/// Counts of a single-stepped guest remain exact although disk interrupts occur between single
+/// steps.
 #[test]
 fn stepped_guest_with_disk_counts_exactly() {
     let counts = counts_with_a_disk(shared_guests::STEPPED.run(), "branches:u");
@@ -199,8 +202,9 @@ echo "the last line" >&3
 read word </dev/ttyS0
 "#;
 
-/// A user at the other end of a pseudo-terminal types a line and reads a line. When nobody reads
-/// any longer, the guest is not blocked, and the newest output is kept for the next reader.
+/// A user at the other end of a pseudo-terminal sends a line to the guest and reads a line from it.
+/// When nobody reads any longer, the guest is not blocked, and the most recent output is kept for
+/// the next reader.
 #[test]
 fn virtio_console_does_not_block_without_reader() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

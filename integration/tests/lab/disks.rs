@@ -103,7 +103,8 @@ fn status(run: &GuestRun, name: &str) -> Option<i32> {
     run.console.sections.get(name).and_then(|section| section.status)
 }
 
-/// The guests run one after the other with different virtual PMUs, which must not affect the disks.
+/// Data that a guest has flushed is on the disk after the VM is killed. The guests run one after
+/// the other with different virtual PMUs, which must not affect the disks.
 #[test]
 fn flushed_data_survives_killed_vm() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -206,7 +207,8 @@ fn qcow2_disk(place: &TestHost) -> Option<(String, String, TempDir)> {
     ))
 }
 
-/// Checks the image at `path` with qemu-img. Accepts leaked clusters, because the VM was killed.
+/// Checks the integrity of the image at `path` with qemu-img. Accepts leaked clusters, because the
+/// VM was killed.
 fn whole(place: &TestHost, path: &str, dir: &Path) {
     std::fs::write(dir.join("top"), place.get(path).unwrap()).unwrap();
     let check = std::process::Command::new("qemu-img")

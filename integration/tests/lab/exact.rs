@@ -5,7 +5,7 @@
 //! machine cannot single-step CPL 3. `make exact` also tests all models in the lab.
 
 use integration::guest::{GuestRun, LinuxGuest};
-use integration::lease::TestHostSharing;
+use integration::lease::TestHostLeaseMode;
 use integration::limit::ProgressLimit;
 use integration::parse::{TapReport, judge_detail, parse_stat_csv, parse_tap};
 use integration::process::HostCommand;
@@ -19,8 +19,8 @@ const MODELS: [&str; 8] = [
     "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",
 ];
 
-/// Runs `exact.elf` and checks that its tests ran, because the guest prints an empty plan and exits
-/// successfully if exact counting is unavailable.
+/// Runs the bare-metal guest `exact.elf` and checks that its tests ran. This check is needed
+/// because the guest prints an empty plan and exits successfully if exact counting is unavailable.
 fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> TapReport {
     let kernel = place
         .bare_metal_guest("exact")
@@ -67,7 +67,7 @@ fn words_here() -> &'static str {
 
 #[test]
 fn hand_counted_code_is_exact_here_on_every_model() {
-    let place = TestHost::for_bare_metal(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place = TestHost::for_bare_metal(TestHostLeaseMode::Shared).unwrap_or_else(|error| panic!("{error}"));
     for model in MODELS {
         let tap = hand_counted_code(&place, model, 1, words_here());
         assert!(tap.passed.len() >= 15, "{model}: {tap:?}");
@@ -91,8 +91,9 @@ fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
     }
 }
 
-/// With several vCPUs, hardware breakpoints watch the interrupt gates instead, and do not trigger
-/// on every KVM. Straight-line code at CPL 0 is still counted exactly.
+/// With several vCPUs, straight-line code at CPL 0 is still counted exactly. In this case hardware
+/// breakpoints at the interrupt gates detect interrupts, but on some KVMs they do not trigger, so
+/// only this code is tested.
 #[test]
 fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -105,7 +106,8 @@ fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
 const RUNS: usize = 5;
 
 /// Number of system calls in each run. An interrupt or page fault adds 3,300 instructions, and any
-/// run may include one. The last run makes enough calls for a few of them to be negligible.
+/// run may include one. The last run makes so many calls that the instructions of a few interrupts
+/// or page faults are negligible.
 const CALLS: [u32; 3] = [20, 20, 260];
 
 /// Returns a Linux guest that is single-stepped while its perf counts.
@@ -119,7 +121,8 @@ pub fn stepped(name: &str, pmu: &str) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-/// First part of the shared guest, which runs programs before any device driver is loaded.
+/// First part of the shared guest `shared_guests::STEPPED`, which runs programs before any device
+/// driver is loaded.
 pub const USER_MODE: GuestPart = GuestPart {
     tests: &[
         "exact::user_mode_counts_of_a_linux_guest_are_exact",
@@ -140,8 +143,8 @@ pub const USER_MODE: GuestPart = GuestPart {
     },
 };
 
-/// Last part of the shared guest. It replaces the console from which `gate` reads its lines by a
-/// file, so the end of the script is not printed.
+/// Last part of the shared guest `shared_guests::STEPPED`. It mounts a file over the console, from
+/// which the program `gate` reads its lines, so the end of the script is not printed.
 pub const KERNEL_MODE: GuestPart = GuestPart {
     tests: &["exact::kernel_counts_of_a_linux_guest_grow_with_its_system_calls"],
     prepare: || {},
@@ -166,12 +169,12 @@ fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
     events.map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
 }
 
-/// User-mode counts of a static program are the same in each run, and counts of a program whose
-/// instructions are all known equal the known values.
+/// User-mode counts of a static program are the same in each run. For a program whose instructions
+/// are all known, the counts equal the known values.
 #[test]
 fn user_mode_counts_of_a_linux_guest_are_exact() {
-    /// Counts of `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8 instructions, N + 2D
-    /// + 2 branches.
+    /// Expected counts of the command `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8
+    /// instructions and N + 2D + 2 branches, where N is the argument and D its number of digits.
     const KNOWN: [f64; 2] = [2036.0, 1010.0];
     let run = shared_guests::STEPPED.run();
     let counts = |section: &str| two_counts(run, section, ["instructions:u", "branches:u"]);
@@ -183,8 +186,8 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
     run.expect_success();
 }
 
-/// `perf stat` without options shows exact and time-based counts, and reports the other events as
-/// not supported.
+/// `perf stat` without options in a guest shows only numbers that were counted, exactly or as time,
+/// and reports the other events as not supported.
 #[test]
 fn perf_stat_shows_no_uncounted_numbers() {
     let run = shared_guests::STEPPED.run();
@@ -227,8 +230,9 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     run.expect_success();
 }
 
-/// On an Intel model, CPUID lists the supported architectural events. The other events are in the
-/// kernel's tables.
+/// `perf stat` in a guest with an Intel PMU model shows no number that was not counted. CPUID lists
+/// the architectural events that the model supports. The kernel's own tables contain further
+/// events.
 #[test]
 #[ignore = "another boot under single steps, minutes: make exact"]
 fn perf_stat_in_intel_guest_shows_no_uncounted_numbers() {

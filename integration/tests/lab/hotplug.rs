@@ -22,13 +22,13 @@ const ROUNDS: u32 = 2;
 /// in the guest.
 const PERIOD: u64 = 20_000_000;
 
-/// Maximum difference between two sums that is caused by rounding for each event in each lifetime
-/// of a vCPU.
+/// Maximum difference between the cycles of the whole VM and the sum over its vCPUs. The difference
+/// is caused by rounding, once per event and per lifetime of a vCPU.
 const ROUNDED: f64 = 8.0;
 
 /// Guest script. Linux leaves a new CPU offline until the administrator or a udev rule brings it
-/// online, which the function `onliner` does. The script starts to measure when the host has
-/// plugged in the vCPUs, which signals that the host has started to observe.
+/// online; in the script, the function `onliner` does so. The script starts to measure as soon as
+/// the vCPUs appear. The host plugs them in after it has started to count and record.
 const SCRIPT: &str = r#"
 onliner() {
     while true; do
@@ -108,8 +108,9 @@ fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), f64> {
     lines.lines().map(count).collect()
 }
 
-/// Counts samples by vCPU in the first lines of samples from `perfvisor script`: `comm pid [vcpu]
-/// time: period event:`.
+/// Parses the first line of each sample in the output of `perfvisor script`:
+/// `comm pid [vcpu] time: period event:`. Returns the number of samples and the sum of their
+/// periods by vCPU.
 fn samples(script: &str) -> BTreeMap<u64, (u64, u64)> {
     let mut by_vcpu: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
     for line in script.lines() {
@@ -220,14 +221,15 @@ fn change_vcpus(place: &TestHost, command: &HostCommand) -> (String, String) {
     run(place, command)
 }
 
-/// Returns the duration reported by `perfvisor -v ctl`.
+/// Returns the line in which `perfvisor -v ctl` reports after what time the guest answered.
 fn answered(stderr: &str) -> &str {
     let line = stderr.lines().find(|line| line.contains("answered after"));
     line.unwrap_or_else(|| panic!("{stderr}"))
 }
 
-/// Checks that the count of the whole VM is exactly the sum over all vCPUs, including unplugged
-/// ones, because all events were started and stopped while no vCPU was running.
+/// Checks that the count of the whole VM equals the sum over all vCPUs, including unplugged ones,
+/// because all events were started and stopped while no vCPU was running. VM exits must be equal.
+/// Cycles may differ by rounding, and CPU time by 0.1 %, because each event reads it separately.
 fn the_host_counts_the_whole(whole: &str, each: &str) {
     let (whole, each) = (counts(whole), counts(each));
     for event in ["cycles", "kvm:exits", "task-clock"] {
@@ -246,9 +248,9 @@ fn the_host_counts_the_whole(whole: &str, each: &str) {
     }
 }
 
-/// Checks that the samples of each vCPU represent its count, except for the unfinished period,
-/// which occurs once for vCPU 0 and once per unplug for the others. An elapsed period is sampled
-/// even if its timer is late.
+/// Checks that the periods of each vCPU's samples add up to the vCPU's count, except for an
+/// unfinished period, which is not sampled. An unfinished period occurs once for vCPU 0, and once
+/// per unplug for the other vCPUs. An elapsed period is sampled even if its timer is late.
 fn the_recording_is_whole(each: &str, script: &str) {
     let (each, samples) = (counts(each), samples(script));
     for (vcpu, lives) in [(0, 1), (1, ROUNDS), (2, ROUNDS)] {
@@ -266,8 +268,9 @@ fn the_recording_is_whole(each: &str, script: &str) {
     }
 }
 
-/// Checks that the guest's counts on its second and third CPU, in both rounds, do not exceed the
-/// host's counts, which also include work outside the measured seconds.
+/// Checks that the guest's counts on its second and third CPU do not exceed the host's counts of
+/// these vCPUs in both rounds together. The host's counts also include work outside the measured
+/// seconds.
 fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
     let host = counts(each);
     for vcpu in 1..3u32 {

@@ -22,11 +22,11 @@ const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 /// Sampling period of `perf record -c`. In the lab, a sample costs a guest at least a millisecond.
 const PERIOD: f64 = 50_000_000.0;
 
-/// Relative tolerance between counts and clock, and between samples and counts.
+/// Relative tolerance of a comparison of counts with the clock, and of samples with counts.
 const TOLERANCE: f64 = 0.10;
 
-/// Range of the ratio of cycles to CPU time while sampling. Sampling uses CPU time of the program,
-/// but no cycles.
+/// Range of the ratio of cycles to CPU time while perf samples a program. Sampling is charged to
+/// the program's CPU time, but adds no cycles.
 const WHILE_SAMPLED: std::ops::Range<f64> = 0.8..1.1;
 
 /// Combination of kernel, image, number of vCPUs, and PMU model.

@@ -13,11 +13,12 @@ const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 /// Numbers of the kernels.
 const STAGES: [u32; 5] = [1, 2, 3, 4, 5];
 
-/// Script of all five kernels. The first kernel loads the second one at a different address, the
-/// second loads the third at its own address, and the third loads the fourth at a given address.
-/// The fourth kernel panics. The fifth kernel, loaded for this purpose with one CPU, runs in
-/// reserved memory (kdump). Each kernel reads its number from the command line. The initrd is
-/// packed from the files of the first one, including this script.
+/// Script that each of the five kernels runs. Each kernel starts the next one. The first kernel
+/// loads the second one at a different address, the second loads the third at its own address, and
+/// the third loads the fourth at a given address. The fourth kernel loads the fifth one, which has
+/// one CPU and runs in reserved memory (kdump), and then panics. Each kernel reads its number from
+/// the command line. Each initrd is packed from the files of the running one, including this
+/// script.
 const SCRIPT: &str = r#"
 stage() {
 	for word in $(cat /proc/cmdline); do

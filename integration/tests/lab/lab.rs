@@ -4,14 +4,15 @@ use std::time::Duration;
 
 use integration::guest::LinuxGuest;
 use integration::lab::{Lab, LabOptions};
-use integration::lease::{LeaseError, TestHostSharing};
+use integration::lease::{LeaseError, TestHostLeaseMode};
 use integration::limit::ProgressLimit;
 use integration::process::{HostCommand, ProcessError};
 use integration::test_host::{LabHost, TestHost};
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Booting dominates the time, so all checks share a single boot.
+/// All checks of the lab host itself: it has a KVM, and its agent is reliable. They share a single
+/// boot, because booting dominates the time.
 #[test]
 fn lab_has_kvm_and_reliable_agent() {
     let options = LabOptions {
@@ -155,7 +156,7 @@ fn lab_has_kvm_and_reliable_agent() {
 #[test]
 fn leased_lab_is_cleaned() {
     for round in 0..2 {
-        let place = TestHost::lab(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
+        let place = TestHost::lab(TestHostLeaseMode::Shared).unwrap_or_else(|error| panic!("{error}"));
         let shell = |line: &str| {
             let output = place.run(&HostCommand::shell(line), LIMIT).unwrap();
             assert!(output.success(), "{line}: {}", output.stderr_text());
@@ -166,7 +167,7 @@ fn leased_lab_is_cleaned() {
         shell("touch /tmp/left; mkdir -p /run/perfvisor; tunctl -t pvleft >/dev/null");
         // A second lease in the same thread could deadlock.
         assert!(matches!(
-            TestHost::lab(TestHostSharing::Shared),
+            TestHost::lab(TestHostLeaseMode::Shared),
             Err(LeaseError::Pool(_))
         ));
     }

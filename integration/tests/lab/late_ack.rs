@@ -1,6 +1,7 @@
-//! Tests PMIs with Linux's late acknowledgment. On models since Haswell, the PMI handler unmasks
-//! LVTPC at its end, after it has handled all overflows so far. A PMI that is kept pending while
-//! LVTPC is masked would then become an unknown NMI.
+//! Tests PMIs with Linux's late acknowledgment. On Intel models since Haswell, Linux's PMI handler
+//! unmasks LVTPC at its end, after it has handled all overflows so far. If the virtual APIC kept a
+//! PMI pending while LVTPC is masked, that PMI would be delivered after its overflow has been
+//! handled, and Linux would report an unknown NMI.
 
 use std::time::Duration;
 
@@ -8,8 +9,9 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::ProgressLimit;
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
-/// Script in which two events overflow at different rates during `$WORK`, in addition to the
-/// watchdog's event. On the clock backing, both events count the same, so their periods differ.
+/// Script in which two events overflow at different rates while `$WORK` runs, in addition to the
+/// event of the NMI watchdog. On the clock backing, which derives counts from the vCPU's clock,
+/// both events count the same, so their periods differ.
 const SCRIPT: &str = r#"
 section cpu grep -E -m 3 "^(cpu family|model|stepping)" /proc/cpuinfo
 section flags sh -c 'grep -o -w -m 1 x2apic /proc/cpuinfo || echo none'
@@ -19,21 +21,21 @@ section record sh -c 'perf record -q -o /tmp/perf.data -e cycles/period=40000000
 section nmis grep -E "NMI|PMI" /proc/interrupts
 "#;
 
-/// Script of a test in perf's own test suite: values derived from CPUID, including the TSC
-/// frequency (`#system_tsc_freq`).
+/// Script that runs a test of perf's own test suite. The test evaluates values derived from CPUID,
+/// including the TSC frequency (`#system_tsc_freq`).
 const FREQUENCY: &str = r#"
 section expressions perf test "Simple expression parser"
 "#;
 
-/// Script that shows the interrupts of the PIT, the clock event device, and Linux's message if it
-/// does not trust the APIC timer.
+/// Script that shows the number of PIT interrupts, the name of the clock event device, and the
+/// message that Linux prints if it does not trust the APIC timer.
 const TIMER: &str = r#"
 section timer sh -c 'grep -E "^ *0:" /proc/interrupts; cat /sys/devices/system/clockevents/clockevent0/current_device'
 section distrust sh -c 'dmesg | grep "APIC timer disabled due to verification failure" || echo none'
 "#;
 
-/// Script that lists the top-down events, which Linux defines for these models and which no CPUID
-/// bit hides.
+/// Script that lists the top-down events. Linux defines these events for the tested models, and no
+/// CPUID bit hides them.
 const TOPDOWN: &str =
     "section topdown sh -c 'ls /sys/bus/event_source/devices/cpu/events | grep topdown || echo none'\n";
 
@@ -148,7 +150,8 @@ fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
     );
 }
 
-/// Rare errors only occur with many PMIs. Run with `make late-ack SECONDS=600`, in guest time.
+/// Rare errors, which only occur with many PMIs, do not cause an unknown NMI either. Run with
+/// `make late-ack SECONDS=600`, in guest time.
 #[test]
 #[ignore = "minutes; make late-ack"]
 fn late_ack_soak_causes_no_unknown_nmi() {

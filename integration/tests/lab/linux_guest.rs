@@ -12,13 +12,14 @@ use integration::measure::{Figure, MEASUREMENTS, measured};
 use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::test_host::TestHost;
 
-/// Sampling period of `perf record -c`, which yields about forty samples per second on the clock
-/// backing. In the lab, a sample costs a guest at least a millisecond of CPU time, but no cycles
-/// (docs/reference/accuracy.md). With half the period, the difference exceeded 10 %.
+/// Sampling period of `perf record -c`. On the clock backing, which derives counts from the vCPU's
+/// clock, it yields about forty samples per second. In the lab, a sample costs a guest at least a
+/// millisecond of CPU time, but no cycles (docs/reference/accuracy.md). With half the period, the
+/// difference between cycles and CPU time exceeded 10 %.
 const PERIOD: f64 = 50_000_000.0;
 
 const CYCLES_TO_TSC: &str = "cycles / (time x TSC)";
-/// Cycles of a busy CPU, in relation to the TSC.
+/// Accepted ratio of the cycles of a busy CPU to its TSC.
 const BUSY: RangeInclusive<f64> = 0.80..=1.10;
 
 /// Limits of one guest, which takes about half a minute in the lab on an idle machine.
@@ -49,7 +50,8 @@ section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && c
 section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
-/// Runs of one type of guest, created on demand and shared by the tests.
+/// Runs of one type of guest, one per measurement. A run is started when a test first needs it, and
+/// shared by the tests.
 type RunCache = [OnceLock<Result<GuestRun, String>>; MEASUREMENTS];
 
 /// A PMU model whose tests share the runs of two types of guests.
@@ -126,8 +128,8 @@ impl ModelTests {
         Vec::new()
     }
 
-    /// Checks that cycles follow the TSC. `section` is the output of perf stat, which `parse`
-    /// reads.
+    /// Checks that cycles follow the TSC. `section` is the name of the section with the output of
+    /// perf stat, which `parse` reads.
     fn cycles_follow_the_tsc(
         &self,
         run: &GuestRun,
@@ -264,8 +266,8 @@ fn field(run: &GuestRun, text: &str, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// Returns whether a sample in `from`, or in an interrupt of `from`, has `to` among its callers.
-/// Each sample is a paragraph.
+/// Returns whether a sample in the function `from`, or in an interrupt that arrived in `from`, has
+/// the function `to` among its callers. In `script`, each sample is a paragraph.
 fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
     script.split("\n\n").any(|sample| {
         let mut symbols = sample.lines().filter_map(|line| {

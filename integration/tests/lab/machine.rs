@@ -1,6 +1,7 @@
-//! Tests the machine under an unmodified Debian kernel. The guest reboots within the same VM, with
-//! a working PMU and all vCPUs, while an operator counts. The power button is visible as a key. In
-//! a jail, the VM has its disk and its vsock device, can reboot, and runs as another user.
+//! Tests the machine under an unmodified Debian kernel. The guest reboots within the same VM
+//! process, with a working PMU and all vCPUs, while an operator counts from the host. The power
+//! button is visible to the guest as a key. A VM in a jail has its disk and its vsock device, can
+//! reboot, and runs as another user.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
@@ -122,7 +123,8 @@ section memory grep MemTotal /proc/meminfo
 section stat perf stat -x, -e cycles spin 0.2
 "#;
 
-/// Both entry points boot the same kernel, and only the boot loader type differs.
+/// Linux boots by its PVH entry point. The PVH and the 64-bit entry point boot the same kernel;
+/// only the boot loader type that it reports differs.
 #[test]
 fn linux_boots_by_pvh_entry() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -164,9 +166,9 @@ section stat perf stat -a -x, -e cycles spin 0.2
 /// User ID of the VM.
 const USER: u32 = 1500;
 
-/// The jail contains only the given files, the sockets, the disk and the counters, which is
-/// sufficient for reading the kernel and the initrd again. The lab's root is an initramfs, from
-/// which pivot_root is not possible.
+/// A jailed Linux guest has its disk and its sockets, and can reboot. The jail contains only the
+/// given files, the sockets, the disk and the counters, which is sufficient to read the kernel and
+/// the initrd again. The root of the lab is an initramfs, from which pivot_root is not possible.
 #[test]
 fn jailed_linux_has_disk_sockets_and_reboots() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

@@ -19,7 +19,8 @@ section detail perf stat -x, -d sleep 1
 section reference perf stat -x, -e ref-cycles,bus-cycles spin 0.3
 "#;
 
-/// The part of the shared guest. It runs first, because it checks the kernel's first messages.
+/// This module's part of `shared_guests::AMD`, a guest shared by several test modules. The part
+/// runs first, because it checks the kernel's first messages.
 pub const AMD: GuestPart = GuestPart {
     tests: &["models::amd_core"],
     prepare: || {},
@@ -34,8 +35,8 @@ struct ExpectedPmu {
     counters: Option<&'static str>,
     /// Text in the message about the driver.
     driver: &'static str,
-    /// Value of "... version:", which is the architectural PMU version on Intel. On AMD, it is 2
-    /// for PerfMonV2 and 0 otherwise.
+    /// Value that the kernel prints after "... version:", which is the architectural PMU version on
+    /// Intel. On AMD, it is 2 for PerfMonV2 and 0 otherwise.
     version: u32,
     general: u32,
     fixed: u32,

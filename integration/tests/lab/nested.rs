@@ -1,6 +1,7 @@
-//! Tests the hardware backing without a host PMU. Inside our Linux guest, the virtual PMU is the
-//! hardware PMU. The guest runs perf-core's driver tests, and then a second Perfvisor, whose nested
-//! guest is backed by events of the first guest's kernel.
+//! Tests the hardware backing, which counts with perf events of the host, on a machine without a
+//! host PMU. Inside our Linux guest, the virtual PMU takes the role of the hardware PMU. The guest
+//! runs perf-core's driver tests, and then a second Perfvisor, whose nested guest is backed by
+//! events of the first guest's kernel.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,8 +21,8 @@ use crate::shared_guests::{self, GuestPart};
 /// Limits for a machine with other load. An idle machine takes 30 to 60 s.
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Tests of perf-core that run in guests, given as a test program and the common prefix of the test
-/// names.
+/// Tests of perf-core that run in guests, selected by their test program and by the common prefix
+/// of the test names.
 pub struct GuestTests {
     name: &'static str,
     pub program: &'static str,
@@ -71,8 +72,8 @@ fn driver_programs() -> &'static BTreeMap<&'static str, Vec<u8>> {
     })
 }
 
-/// Shell function that runs each test of a program whose name contains the second argument, in a
-/// separate process.
+/// Shell function `each PROGRAM PREFIX`, which runs each test of PROGRAM whose name contains PREFIX
+/// in a separate process.
 const EACH: &str = r#"
 export PERFVISOR_EXPECT_PMU=guest RUST_BACKTRACE=1
 each() {
@@ -84,8 +85,8 @@ each() {
 }
 "#;
 
-/// Returns the script for a guest whose kernel disallows RDPMC in user space, so the driver does
-/// not use it.
+/// Returns a script for a guest in which the kernel disallows RDPMC in user space. The script runs
+/// the test which checks that the driver then does not use RDPMC.
 fn user_reads_refused() -> String {
     let GuestTests { program, prefix, .. } = HARDWARE;
     format!(
@@ -121,7 +122,7 @@ fn results(text: &str) -> Vec<(&str, &str)> {
     found
 }
 
-/// Adds the driver's tests to a guest and returns the script that runs them.
+/// Adds the test programs of perf-core's driver to a guest and returns the script that runs them.
 fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, String), TestHostError> {
     // If the host's KVM handles the guest's RDPMC itself, the kernel offers RDPMC to programs, but
     // RDPMC returns wrong values.
@@ -147,7 +148,7 @@ fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, 
     Ok((guest, script))
 }
 
-/// The part of the shared guest.
+/// This module's part of `shared_guests::AMD`, a guest shared by several test modules.
 pub const AMD: GuestPart = GuestPart {
     tests: &["nested::driver_tests_pass_in_an_amd_guest"],
     prepare: || _ = driver_programs(),
@@ -190,8 +191,8 @@ fn driver_tests_pass_in_an_amd_guest() {
     the_driver_tests_have_passed("amd", shared_guests::AMD.run());
 }
 
-/// Tests of the vPMU's test kernel that run in a nested guest, with each counter backed by an event
-/// of the L1 kernel.
+/// Tests of the vPMU's test kernel that run in a nested guest, where each counter is backed by a
+/// perf event of the kernel of the first-level guest (L1).
 const SECOND_LEVEL_TESTS: [&str; 5] = [
     "counting:-cycles",
     "counting:-a-counter-without-EN",
@@ -200,8 +201,8 @@ const SECOND_LEVEL_TESTS: [&str; 5] = [
     "rdpmc:-an-index",
 ];
 
-/// Tests that run in a nested guest with KVM's own vPMU, which is also backed by events of the L1
-/// kernel.
+/// Tests that run in a nested guest with KVM's own vPMU, which is also backed by perf events of the
+/// kernel of the first-level guest (L1).
 const OWN_VPMU_TESTS: [&str; 3] = [
     "counting:-cycles",
     "overflow:-the-counter-goes-on",
@@ -211,8 +212,9 @@ const OWN_VPMU_TESTS: [&str; 3] = [
 /// Script that loads the KVM modules.
 const MODULES: &str = "section modules sh -c 'while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order; ls /dev/kvm'\n";
 
-/// Script that runs the built-in guest five times and kills it after counting, because its overflow
-/// interrupts take longer than their periods in this setup (docs/guide/guests.md).
+/// Script that runs the built-in guest five times. The script kills the guest after it has counted,
+/// because its overflow interrupts take longer than their periods in this setup
+/// (docs/guide/guests.md).
 const COUNTS: &str = r#"
 for n in 1 2 3 4 5; do
 	perfvisor run --pmu amd --backing hardware --memory 32M --cmdline 'selftest lines' </dev/null >/tmp/count$n &
@@ -227,7 +229,8 @@ for n in 1 2 3 4 5; do
 done
 "#;
 
-/// Returns a script that shows the machine as detected by Perfvisor and runs guests.
+/// Returns the script of the first-level guest that shows the properties of the machine detected by
+/// Perfvisor and runs the bare-metal nested guests.
 fn bare_metal_part() -> String {
     let mut script = format!(
         "section check perfvisor check\n\
@@ -258,16 +261,17 @@ fn bare_metal_part() -> String {
     script
 }
 
-/// Returns a value from the result lines of the built-in guest.
+/// Returns the value of `key` in a result line of the built-in guest.
 fn figure(run: &GuestRun, line: &str, key: &str) -> f64 {
     line.split_whitespace()
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
         .unwrap_or_else(|| panic!("no {key} in {line:?}\n{run}"))
 }
 
-/// Script that runs the guest of `perfvisor validate` as a nested guest on the L1 PMU. The first
-/// run is undisturbed. In the second run, perf takes all counters with pinned per-CPU events, which
-/// the kernel schedules before any task event.
+/// Script that runs the guest of `perfvisor validate` as a nested guest whose counters are backed
+/// by the PMU of the first-level guest (L1). The first measurement is undisturbed. During the
+/// second one, perf occupies all counters of L1 with pinned per-CPU events, which the L1 kernel
+/// schedules before any task event.
 const TAKEN: &str = r#"
 # If the VM is gone, the script goes on and says why.
 trap '' PIPE
@@ -323,11 +327,12 @@ section ended echo $?
 section told cat /tmp/err
 "#;
 
-/// While a nested guest counts, the kernel of its host takes all counters away and returns them.
-/// The guest is informed: its missing cycles correspond to the time reported by uncounted-ns.
+/// While a nested guest counts, the kernel of its host temporarily takes all counters away from it.
+/// The guest can detect this: the cycles that it misses correspond to the time that the event
+/// uncounted-ns reports.
 #[test]
 fn nested_guest_sees_uncounted_time() {
-    /// Relative tolerance of the reported time.
+    /// Relative tolerance of the time reported by uncounted-ns.
     const OFF: f64 = 0.05;
     let Some(run) = second_levels() else { return };
     let parsed = |section: &str| -> serde_json::Value {
@@ -422,7 +427,7 @@ fn linux(model: &str) -> String {
     )
 }
 
-/// Script and options of a Linux guest with KVM's own vPMU that uses its disk while perf counts.
+/// Script and options for a Linux guest that uses its disk while perf counts with KVM's own vPMU.
 const DISK: &str = "drivers\n\
      section detail perf stat -x, -d sleep 1\n\
      section stat perf stat -x, -e cycles sh -c 'head -c 1048576 /dev/vda >/tmp/first; dd if=/tmp/first of=/dev/vda bs=64k seek=16 conv=fsync 2>/dev/null'\n\
@@ -435,9 +440,9 @@ const LINUX_WITH_DISK: &str = "seq 1 400000 | head -c 1048576 >/tmp/first; cp /t
      section disk-err cat /tmp/disk-err\n\
      section disk-kept sh -c 'cat /tmp/first /tmp/first | cmp - /tmp/inner.img'\n";
 
-/// KVM's own vPMU works together with a disk. KVM's vPMU does not use Perfvisor's filter, and the
-/// data path is the same as with Perfvisor's vPMU: the image contains the data that the guest read
-/// and wrote back, and its cycles were counted.
+/// A guest with KVM's own vPMU can use disks. KVM's vPMU does not use Perfvisor's event filter, but
+/// the data path of the disk is the same as with Perfvisor's vPMU. Afterwards, the image contains
+/// the data that the guest read and wrote back, and the guest's cycles were counted.
 #[test]
 fn guest_with_kvm_vpmu_uses_disks() {
     let Some(run) = second_levels() else { return };
@@ -456,8 +461,8 @@ fn guest_with_kvm_vpmu_uses_disks() {
     detail_is_counted("KVM's own vPMU", &inner, run);
 }
 
-/// In a nested Linux guest, `perf stat` without options reports events that the host's PMU lacks as
-/// not supported.
+/// In a nested Linux guest, `perf stat` without options reports the events that the host's PMU
+/// lacks as not supported, instead of showing a number.
 #[test]
 fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
     let Some(run) = second_levels() else { return };
@@ -507,8 +512,8 @@ fn runs_elsewhere() -> bool {
     is_direct
 }
 
-/// Returns a Linux guest that can run nested guests with the same Perfvisor. The lab's initrd
-/// provides KVM's modules for this kernel.
+/// Returns a Linux guest that can run nested guests with the same Perfvisor binary. The modules of
+/// KVM for the guest's kernel come from the lab's initrd.
 fn second_level(name: &str) -> LinuxGuest {
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let binaries = artefacts::binaries().unwrap_or_else(|error| panic!("{error}"));
@@ -520,8 +525,8 @@ fn second_level(name: &str) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-/// Returns the run of the guest for all nested tests, which boots once and runs the nested guests
-/// one after the other.
+/// Returns the run of the guest that all nested tests share. The guest boots once and runs the
+/// nested guests one after the other. Returns `None` if the tests cannot run here.
 fn second_levels() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
     if runs_elsewhere() {

@@ -8,14 +8,14 @@ use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
-/// Prefix of perfvisor's message about the backend that moves frames.
+/// Prefix of the message in which perfvisor names the backend that moves network frames.
 const MOVED_BY: &str = "back end: ";
 
 /// Command that creates the file to transfer, served from `/tmp/www`. The file consists of 16 MiB
 /// of distinct lines, so that reordering is detected.
 const FILE: &str = "mkdir -p /tmp/www && seq 1 9999999 | head -c 16777216 >/tmp/www/file";
 
-/// Command for the host side, which sets up a tap device with its own address and MTU, and a
+/// Command that sets up the host side: a tap device with its own address and MTU, and a file
 /// server.
 const HOST: &str = "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 mtu 1400 up && \
                     ip addr add 10.99.0.1/24 dev pvtap0 && httpd -p 10.99.0.1:5001 -h /tmp/www";
@@ -80,13 +80,15 @@ fn mean_length(counts: &str) -> u64 {
     counts[0] / counts[1]
 }
 
-/// A thread of Perfvisor moves the frames, and the guest survives removal of the tap device.
+/// With the backend in which a thread of Perfvisor moves the frames, the network works, and the
+/// guest survives removal of the tap device.
 #[test]
 fn linux_network_over_tap_survives_tap_removal() {
     talks("off", "a thread of Perfvisor's, as asked");
 }
 
-/// The kernel of the host (the lab) moves the frames, which is the default of `--net` in the lab.
+/// With vhost-net, where the kernel of the host (the lab) moves the frames, the network works, and
+/// the guest survives removal of the tap device. vhost-net is the default of `--net` in the lab.
 #[test]
 fn linux_network_over_vhost_survives_tap_removal() {
     talks("auto", "vhost-net");

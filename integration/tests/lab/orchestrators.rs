@@ -37,7 +37,8 @@ section ping-again ping -c 2 10.97.0.1
 section stat-2 perf stat -x, -e cycles spin 0.3
 "#;
 
-/// Sections that the guest prints before and after the snapshot.
+/// Sections that the guest prints before the snapshot, and sections that it prints after the
+/// snapshot is loaded.
 const BEFORE: [&str; 4] = ["ping", "address", "drives", "stat-1"];
 const AFTER: [&str; 3] = ["block", "ping-again", "stat-2"];
 
@@ -120,8 +121,8 @@ fn rust_sdk_drives_a_linux_guest() {
     }
 }
 
-/// Script of a guest that requests a token from the metadata service, and then values, also while
-/// the tap device carries frames.
+/// Script of a guest that requests a token from the metadata service and then reads values with it.
+/// The guest also reads values while the tap device carries other frames.
 const METADATA_SCRIPT: &str = r#"
 drivers
 ip link set eth0 up && ip addr add 10.96.0.2/24 dev eth0

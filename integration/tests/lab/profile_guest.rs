@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use integration::artefacts;
 use integration::guest::LinuxGuest;
 use integration::lab::LabOptions;
-use integration::lease::{TestHostLease, TestHostSharing};
+use integration::lease::{TestHostLease, TestHostLeaseMode};
 use integration::measure::skipped;
 use integration::parse::parse_stat_csv;
 use integration::process::{HostCommand, HostProcess};
@@ -18,19 +18,20 @@ use crate::common::{LIMIT, loaded, perfvisor, run};
 /// Listen address of the exporter.
 const METRICS: &str = "127.0.0.1:19464";
 
-/// Script with a program whose three functions take 60, 30 and 10 % of its time, and with system
-/// calls.
+/// Script that runs a program whose three functions take 60, 30 and 10 % of its time, and a program
+/// that makes system calls.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000; done"
 "#;
 
-/// Leases a test host with perf for measurements of overhead and time shares.
+/// Leases a test host with perf, without concurrent tests, because the tests measure overhead and
+/// shares of time.
 fn place() -> TestHostLease {
     let options = LabOptions {
         perf: true,
         ..LabOptions::default()
     };
-    TestHost::lease(&options, TestHostSharing::Exclusive).unwrap_or_else(|error| panic!("{error}"))
+    TestHost::lease(&options, TestHostLeaseMode::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Parses a report into shares in percent by symbol, which is the last column.
@@ -213,10 +214,10 @@ fn host_profile_shows_guest_kernel_and_program() {
     keep(&place, &data, "profiled.data");
 }
 
-/// Returns whether a folded stack belongs to the program's own system calls, including kernel entry
-/// and exit. Such a stack is below libc's `syscall`, or contains no function of the program. Other
-/// calls (exec, exit, printf's write) come from libc, which has no frame pointers, and are not all
-/// below main.
+/// Returns whether a folded stack belongs to a system call that the test program itself makes. Such
+/// a stack contains libc's `syscall`, or, at kernel entry and exit, no function of the program.
+/// Other system calls (exec, exit, printf's write) are not meant: they come from libc, which has no
+/// frame pointers, so their stacks do not always lead to main.
 fn is_own_system_call(stack: &str) -> bool {
     let Some(frames) = stack.strip_prefix("syscalls;") else {
         return false;
@@ -298,7 +299,7 @@ fn metrics_are_sensible(place: &TestHost) {
     );
 }
 
-/// Saves a file for manual inspection.
+/// Copies a file from the test host to the log directory, for manual inspection.
 fn keep(place: &TestHost, from: &str, name: &str) {
     let path = artefacts::log_dir().unwrap().join(name);
     std::fs::write(&path, place.get(from).unwrap()).unwrap();
@@ -310,8 +311,9 @@ fn shell(line: String) -> HostCommand {
     HostCommand::shell(format!("PATH=$PATH:/usr/bin; {line}"))
 }
 
-/// Checks that Debian's perf without guest options, and linux-perf-data, can read the recording and
-/// match its contents. Returns `false` if perf is not installed.
+/// Checks that Debian's perf without guest options, and the crate linux-perf-data, can read the
+/// recording, and that what they read matches the contents of the recording. Returns `false` if
+/// perf is not installed.
 fn perf_reads_it(place: &TestHost, data: &str, for_perf: &str) -> bool {
     let bytes = place.get(data).unwrap();
     let PerfFileReader {
@@ -361,8 +363,9 @@ fn perf_reads_it(place: &TestHost, data: &str, for_perf: &str) -> bool {
     true
 }
 
-/// Checks that locally installed tools can read the recording together with the guest's program:
-/// `perf annotate`, which needs objdump, and samply, which is rarely installed.
+/// Checks that tools installed on this machine can read the recording together with the guest's
+/// program. The tools are `perf annotate`, which needs objdump, and samply, which is rarely
+/// installed.
 fn tools_here_read_it(data: &[u8], program: &[u8]) {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
@@ -407,8 +410,8 @@ fn tools_here_read_it(data: &[u8], program: &[u8]) {
     samply_reads_it(&path, &said_by);
 }
 
-/// Checks that samply imports the guest's tasks as threads with stacks, and the program with its
-/// build ID, from which it resolves names.
+/// Checks that samply imports the guest's tasks as threads with stacks. Also checks that samply
+/// finds the guest's program by its build ID and resolves names with it.
 fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]) -> Option<String>) {
     let (file, profile) = (path("guest.data"), path("profile.json"));
     let import = ["import", &file, "--save-only", "-o", &profile];
@@ -527,8 +530,9 @@ fn samples_and_sum(section: &str) -> (usize, u64) {
     periods.fold((0, 0), |(n, sum), period| (n + 1, sum + period))
 }
 
-/// The guest and the host count and record the same vCPU at the same time. No count is off by more
-/// than 1 %, the guest receives its samples, and the host's recording represents its count.
+/// The guest and the host can count and record the same vCPU at the same time. No count is off by
+/// more than 1 %, the guest receives its samples, and the periods of the host's samples add up to
+/// the host's count.
 #[test]
 fn guest_and_host_profile_same_vcpu() {
     let place = place();

@@ -1,6 +1,7 @@
 //! Tests profiling of unmodified programs from the host. A Debian program with shared libraries and
-//! without frame pointers is unwound with tables in guest memory and symbolized with exported
-//! symbols, without access to the guest's files. A Go program has no unwind tables in memory.
+//! without frame pointers is unwound with the unwind tables in guest memory and symbolized with its
+//! exported symbols, without access to the guest's files. A Go program has no unwind tables in
+//! memory, so other methods are tested with it.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
@@ -10,8 +11,8 @@ use integration::test_host::TestHost;
 
 use crate::common::{loaded, perfvisor, run};
 
-/// Script that compresses perf in an endless loop, in threads of the library and in the program's
-/// own thread, which is always within an exported function.
+/// Script that compresses the perf binary in an endless loop: in threads created by the compression
+/// library, and in the program's own thread, which is always within an exported function.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; feed() { while true; do cat /usr/bin/perf; done; }; \
     feed | /usr/bin/xz -T1 -6 >/dev/null & feed | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
@@ -110,8 +111,8 @@ fn stock_program_without_frame_pointers_is_unwound() {
     assert!(named > 0, "{folded}");
 }
 
-/// Program that sorts strings in an endless loop in goroutines, on stacks that Go's runtime
-/// allocates and moves.
+/// Source of a Go program that sorts strings in goroutines in an endless loop. The goroutines have
+/// stacks that Go's runtime allocates and moves.
 const GO: &str = r#"package main
 
 import ("fmt"; "os"; "sort"; "strings")
@@ -162,9 +163,9 @@ fn go_program() -> Option<Vec<u8>> {
     }
 }
 
-/// A Go program is unwound to `main.main` by each method: with `.debug_frame`, which only the
-/// program's file contains; without the file, with Go's frame pointers, to which `dwarf` falls back
-/// at addresses without a table; and with `fp`.
+/// A Go program is unwound to `main.main` by each of three methods: with `.debug_frame`, which only
+/// the program's file contains; without the file, with `dwarf`, which follows Go's frame pointers
+/// at addresses that no unwind table covers; and with `fp`.
 #[test]
 fn go_program_is_unwound_to_main() {
     let Some(program) = go_program() else {

@@ -1,8 +1,8 @@
 //! Tests that rr records and replays programs in a Linux guest whose conditional branches are
-//! counted by single-stepping. The replay is deterministic on a host without a PMU.
+//! counted by single-stepping. Replay works even on a host without a PMU.
 //!
-//! rr compares its counts at each event of a recording, so a replay fails if a single branch is
-//! counted differently.
+//! During a replay, rr compares its counts with the recording at each event, so a replay fails if a
+//! single branch is counted differently.
 
 use std::fs;
 
@@ -14,9 +14,9 @@ use integration::test_host::TestHost;
 
 use crate::exact::stepped;
 
-/// Script that records and replays a static program, a program with threads and a dynamically
-/// linked Debian program, and steps a replay backwards in gdb. Section `uptime` contains the
-/// guest's uptime after each step.
+/// Script that records and replays three programs: a static program, a program with threads, and a
+/// dynamically linked Debian program. The script then steps a replay backwards in gdb. Section
+/// `uptime` contains the guest's uptime after each step.
 const SCRIPT: &str = r#"
 export _RR_TRACE_DIR=/tmp/rr LANG=C.UTF-8
 sysctl -w kernel.yama.ptrace_scope=0 >/dev/null
@@ -65,8 +65,8 @@ fn run_rr(name: &str, pmu: &str, arguments: &[&str]) -> GuestRun {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Checks the status of every step, and that gdb returned to its starting position, and from the
-/// end of the program to the last iteration of the loop.
+/// Checks the exit status of every step. Also checks that gdb, stepping backwards, returned to its
+/// starting position, and from the end of the program to the last iteration of the loop.
 fn check(run: &GuestRun) {
     eprintln!("uptime after each step:\n{}{run}", run.section("uptime"));
     assert_eq!(run.section("failed").trim(), "", "{run}");
@@ -93,15 +93,16 @@ fn rr_replays_in_amd_guest() {
     check(&run_rr("rr-amd", "amd", &[]));
 }
 
-/// rr selects the event for conditional branches by the CPU signature. Before Ice Lake, the event
-/// is 0xC4 with umask 0x01.
+/// rr replays on a model before Ice Lake, where the event for conditional branches is 0xC4 with
+/// umask 0x01. rr selects the event by the CPU signature.
 #[test]
 #[ignore = "minutes of single steps: make rr"]
 fn rr_replays_in_skylake_guest() {
     check(&run_rr("rr-skylake", "intel", &["--cpu-signature", "6/85/4"]));
 }
 
-/// Since Ice Lake, the event for conditional branches is 0xC4 with umask 0x11.
+/// rr replays on a model since Ice Lake, where the event for conditional branches is 0xC4 with
+/// umask 0x11.
 #[test]
 #[ignore = "minutes of single steps: make rr"]
 fn rr_replays_in_ice_lake_guest() {

@@ -1,5 +1,6 @@
-//! Tests sharing a host directory with a Linux guest (virtio-fs). Each side reads files that the
-//! other wrote, a read-only share remains unchanged, and a backend that exits can be replaced.
+//! Tests sharing a host directory with a Linux guest (virtio-fs). Host and guest read files that
+//! the other one wrote, a read-only shared directory remains unchanged, and a backend process that
+//! exits can be replaced.
 //!
 //! virtiofsd and its libraries are copied from this machine to the lab.
 
@@ -22,7 +23,7 @@ const PLACES: [&str; 2] = ["/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd"];
 const HOST: &str = "mkdir -p /tmp/build/sub /tmp/other && echo from the host >/tmp/build/sub/hello && \
      head -c 3000000 /dev/urandom >/tmp/build/blob && echo stays >/tmp/other/file && sha256sum /tmp/build/blob";
 
-/// Guest script. The second part starts after the backend has been killed.
+/// Guest script. Its second part starts after the backend process (virtiofsd) has been killed.
 const SCRIPT: &str = r#"
 drivers
 mkdir -p /mnt/build /mnt/other
@@ -38,7 +39,8 @@ until [ -e /mnt/other/died ]; do sleep 0.2; done
 section again sh -c 'umount /mnt/build; until mount -t virtiofs build /mnt/build; do sleep 0.5; done; cat /mnt/build/sub/hello'
 "#;
 
-/// Returns `program` and the files that it needs, each with its own path.
+/// Returns `program` and the libraries that it needs as files for the lab, each at the same path as
+/// on this machine.
 fn with_libraries(program: &str) -> Vec<(String, PathBuf)> {
     let ldd = std::process::Command::new("ldd").arg(program).output().unwrap();
     let text = String::from_utf8(ldd.stdout).unwrap();

@@ -1,9 +1,9 @@
-//! Linux guests shared by the tests of several modules. A single boot runs the scripts of all
-//! modules.
+//! Linux guests that the tests of several modules share. A guest boots once and runs the scripts of
+//! all modules.
 //!
-//! A test adds a [`GuestPart`] to the guest with the required configuration and checks its own
-//! sections. Only parts of selected tests run, so the tests of a single module take no longer than
-//! with a separate guest.
+//! Each group of tests adds a [`GuestPart`] to the guest with the required configuration, and
+//! checks its own sections of the guest's output. Only the parts of selected tests run, so the
+//! tests of a single module take no longer than with a separate guest.
 
 use std::error::Error;
 use std::sync::OnceLock;
@@ -14,16 +14,17 @@ use integration::test_host::TestHost;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
 
-/// Adds files and options to a guest and returns the script of the part.
+/// Function that adds a part's files and options to a guest and returns the script of the part.
 type AddPart = fn(&TestHost, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
 
 /// The part of a shared guest that belongs to one group of tests.
 pub struct GuestPart {
-    /// Names of the tests in this program.
+    /// Names of the tests that need this part. The part runs only if at least one of them is
+    /// selected.
     pub tests: &'static [&'static str],
-    /// Function that performs slow preparations without a test host.
+    /// Function that makes slow preparations for the part before a test host is leased.
     pub prepare: fn(),
-    /// Function that adds files and arguments to the guest and returns the script.
+    /// Function that adds files and options to the guest and returns the script of the part.
     pub add: AddPart,
 }
 
@@ -40,7 +41,7 @@ pub static AMD: SharedGuest = SharedGuest::new(
     &[&models::AMD, &nested::AMD, &user_rdpmc::ANSWERED],
 );
 
-/// A guest with the configuration of [`AMD`], single-stepped.
+/// A guest with one vCPU and PMU model `amd`, as in [`AMD`], that is single-stepped.
 pub static STEPPED: SharedGuest = SharedGuest::new(
     || exact::stepped("exact-linux", "amd"),
     &[&exact::USER_MODE, &devices::STEPPED, &exact::KERNEL_MODE],
@@ -55,7 +56,8 @@ impl SharedGuest {
         }
     }
 
-    /// Returns the guest's run with the parts of all selected tests.
+    /// Returns the run of the shared guest, which executes the parts of all selected tests. Boots
+    /// the guest on the first call.
     #[track_caller]
     pub fn run(&self) -> &GuestRun {
         let run = self
@@ -93,7 +95,7 @@ pub fn is_selected(test: &str) -> bool {
     selects(std::env::args().skip(1), test)
 }
 
-/// Returns whether the command line of the harness selects a test.
+/// Returns whether the test harness selects `test` if its command line is `arguments`.
 fn selects(mut arguments: impl Iterator<Item = String>, test: &str) -> bool {
     const WITH_VALUE: [&str; 6] = [
         "--test-threads",

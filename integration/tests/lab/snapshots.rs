@@ -1,6 +1,6 @@
-//! Tests snapshots of a Linux guest. After the restore, `perf stat` and `perf record` in the guest
-//! continue with the same rates. The guest's clock does not advance between save and restore, and
-//! its kernel reports no problem.
+//! Tests snapshots of a Linux guest. After the restore, `perf stat` and `perf record`, which were
+//! running in the guest, continue with the same rates. The guest's clock does not advance between
+//! save and restore, and its kernel reports no problem.
 
 use std::time::Duration;
 
@@ -11,14 +11,16 @@ use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, perfvisor, run};
 
-/// Time between save and restore. If it were part of the guest's time, an interval of `perf stat`
-/// would contain it, and the interval's cycle rate would be below [`MIN_RATE`].
+/// Time between save and restore. If the guest's clock included this time, an interval of
+/// `perf stat` would contain it, and the cycle rate of that interval would be below [`MIN_RATE`].
 const DOWNTIME: Duration = Duration::from_secs(60);
-/// Minimum cycle rate in an interval, relative to the median.
+/// Minimum cycle rate in an interval of `perf stat`, relative to the median of all intervals.
 const MIN_RATE: f64 = 0.3;
-/// Duration of the last round of a stream (`--downtime`), in milliseconds. Emulated hosts are slow.
+/// Allowed downtime of a migration by stream (`--downtime`), which is the duration of its last
+/// round, in milliseconds. The value is large because emulated hosts are slow.
 const STREAM_DOWNTIME_MS: &str = "60000";
-/// Minimum number of intervals before and after the cut.
+/// Minimum number of `perf stat` intervals before and after the cut, the point at which the guest
+/// is saved and restored or moved.
 const MIN_INTERVALS: usize = 2;
 
 /// Script of a guest that samples itself and uses its disk from before the first interval until
@@ -67,7 +69,8 @@ const COMPLAINTS: [&str; 8] = [
 ];
 
 /// Script of a guest that writes disk blocks and reads each of them back, bypassing its page cache,
-/// before and after the cut. Requests are queued at the cut.
+/// before and after the cut (the point at which the guest is saved and restored). Disk requests are
+/// queued at the cut.
 const DISK_SCRIPT: &str = r#"
 drivers
 one() {
@@ -143,8 +146,8 @@ fn joined(before: ProcessOutput, after: ProcessOutput) -> ProcessOutput {
     }
 }
 
-/// Saves and stops the guest, and restores it. If `twice` is `true`, first takes a snapshot after
-/// which the source continues.
+/// Saves and stops the guest, and restores it after `DOWNTIME`. If `twice` is `true`, an earlier
+/// snapshot is taken first, after which the guest continues to run.
 fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: bool) -> GuestRun {
     let running = place.start(&guest.command(place).unwrap()).unwrap();
     assert!(
@@ -178,7 +181,8 @@ fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: boo
     run_of_guest.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Moves the guest to another process with the options `migrate` for `ctl migrate`.
+/// Moves the running guest to another VM process on the same host. `migrate` contains the
+/// additional options for `ctl migrate`.
 fn moved(place: &TestHost, guest: &LinuxGuest, options: &[&str], migrate: &[&str]) -> GuestRun {
     let source = place.start(&guest.command(place).unwrap()).unwrap();
     let has_marker = source.wait_for("marker-cut", LIMIT);
@@ -208,8 +212,8 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Returns the number of complete intervals shortly before the cut, and the guest's uptime, in
-/// seconds.
+/// Returns the number of complete `perf stat` intervals shortly before the cut, and the guest's
+/// uptime at that time, in seconds.
 fn at_cut(run: &GuestRun) -> (usize, f64) {
     let mut words = run.section("at-cut").split_whitespace();
     let number = words.next().and_then(|word| word.parse().ok());
@@ -217,7 +221,8 @@ fn at_cut(run: &GuestRun) -> (usize, f64) {
     number.zip(uptime).unwrap_or_else(|| panic!("{run}"))
 }
 
-/// Checks that counts and the guest's time continue across the cut without a discontinuity.
+/// Checks that counts and the guest's time continue without a jump across the cut, the point at
+/// which the guest is saved and restored.
 fn counts_continue(run: &GuestRun) {
     let at_cut = at_cut(run).0;
     let all = intervals(run.section("intervals"));
@@ -257,8 +262,8 @@ fn counts_continue(run: &GuestRun) {
     }
 }
 
-/// Checks that the sample periods before the cut, and those after the cut, add up to the counted
-/// cycles. Linux lowers the sampling rate while its handler is slow, which increases the periods.
+/// Checks that the periods of the samples add up to the counted cycles, separately before and after
+/// the cut. Linux lowers the sampling rate while its handler is slow, which increases the periods.
 fn sampling_continues(run: &GuestRun) {
     let numbers = |line: &str| {
         let words = line.split_whitespace();
@@ -282,8 +287,9 @@ fn sampling_continues(run: &GuestRun) {
     }
 }
 
-/// Both programs count and sample before and after the cut. The median cycle rate after the cut is
-/// 0.6 to 1.6 times the rate before, and Linux reports no problem.
+/// `perf stat` and `perf record` count and sample before and after the guest is saved and restored.
+/// The median cycle rate afterwards is 0.6 to 1.6 times the rate before, and Linux reports no
+/// problem.
 #[test]
 fn perf_in_linux_continues_after_restore() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -292,7 +298,8 @@ fn perf_in_linux_continues_after_restore() {
     perf_continues(&cut_in_two(&place, &guest, &["--disk", &disk], false));
 }
 
-/// The guest continues as after a restore, with the disk that the source process had open.
+/// A guest that moves to another process continues in the same way as after a restore, with the
+/// disk that the source process had open.
 #[test]
 fn perf_in_linux_continues_in_another_process() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -301,9 +308,9 @@ fn perf_in_linux_continues_in_another_process() {
     perf_continues(&moved(&place, &guest, &["--disk", &disk], &[]));
 }
 
-/// The guest continues as after a restore, with memory that was sent as bytes while the guest wrote
-/// to it. The lab's kernel may be too old to detect written pages, in which case a round reads all
-/// memory.
+/// A guest that migrates by a stream continues in the same way as after a restore. Its memory is
+/// sent as bytes while the guest writes to it. The lab's kernel may be too old to detect written
+/// pages, in which case each round reads all memory.
 #[test]
 fn perf_in_linux_continues_after_a_stream() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -342,7 +349,8 @@ fn empty_disk(place: &TestHost, name: &str, size: &str) -> String {
     disk
 }
 
-/// Requests that are queued at the cut are executed once, and their interrupts are not lost.
+/// Disk requests that are queued when the guest is saved are executed once, and their interrupts
+/// are not lost.
 #[test]
 fn disk_of_linux_continues_after_restore() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

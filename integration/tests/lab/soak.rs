@@ -18,11 +18,11 @@ const LIMIT: ProgressLimit = ProgressLimit {
     ..ProgressLimit::GENEROUS
 };
 const GUEST_MIB: u64 = 1024;
-/// Number of rounds in which the VMM still allocates buffers and tables, for the first load of each
-/// type.
+/// Number of initial rounds in which the memory of the VMM may grow, because the first load of each
+/// type makes it allocate buffers and tables.
 const WARM_UP_ROUNDS: usize = 3;
-/// Maximum growth after the warm-up, in KiB. A leak of 1 KiB per request would amount to hundreds
-/// of MiB; the allocator itself grows in a few steps of hundreds of KiB.
+/// Maximum growth of the VMM's memory after the warm-up, in KiB. A leak of 1 KiB per request would
+/// amount to hundreds of MiB; the allocator itself grows in a few steps of hundreds of KiB.
 const GROWTH_KIB: u64 = 1024;
 
 /// Script that generates load for the given number of seconds.

@@ -1,6 +1,7 @@
 //! Tests RDPMC outside the kernel's text: in programs, and in code generated at run time. Perfvisor
-//! emulates RDPMC if KVM lets it fault. If KVM handles RDPMC itself with counters that do not
-//! count, as on AMD-V with Linux 6.1, the VMM reports this with -v, and so does `check`.
+//! emulates RDPMC if KVM lets the instruction fault. On some hosts, such as AMD-V with Linux 6.1,
+//! KVM handles RDPMC itself and returns counters that do not count. The VMM reports this with -v,
+//! and so does `check`.
 
 use std::sync::OnceLock;
 
@@ -8,7 +9,7 @@ use guest_images::linux::KernelChoice;
 use integration::artefacts;
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::lab::LabOptions;
-use integration::lease::{TestHostLease, TestHostSharing};
+use integration::lease::{TestHostLease, TestHostLeaseMode};
 use integration::limit::ProgressLimit;
 use integration::measure::skipped;
 use integration::parse::parse_tap;
@@ -24,8 +25,9 @@ const RDPMC_FAULTS: &str = "/kvm/Ok/rdpmc_faults";
 /// Path of the newest kernel in the lab, as a guest file.
 const NEWEST: &str = "guest/newest-vmlinux";
 
-/// Leases a lab with the newest kernel, whose KVM lets RDPMC fault, or this machine if its KVM has
-/// hardware virtualization. Returns `None` if Debian's archive provides no kernel newer than 6.1.
+/// Leases a lab that runs the newest kernel, whose KVM lets RDPMC fault. If this machine's KVM has
+/// hardware virtualization, leases this machine instead. Returns `None` if Debian's archive
+/// provides no kernel newer than 6.1.
 fn newest() -> Option<TestHostLease> {
     let kernel = KernelChoice::Newest;
     let images = artefacts::images_of(&kernel).unwrap_or_else(|error| panic!("{error}"));
@@ -34,7 +36,8 @@ fn newest() -> Option<TestHostLease> {
         files: vec![(NEWEST.to_owned(), images.vmlinux)],
         ..LabOptions::default()
     };
-    let place = TestHost::lease(&options, TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"));
+    let place =
+        TestHost::lease(&options, TestHostLeaseMode::Shared).unwrap_or_else(|error| panic!("{error}"));
     if place.describe().contains("Linux 6.1.") && !says(&place, RDPMC_FAULTS) {
         // An unreachable archive cannot be distinguished from a release without a newer kernel.
         skipped(&format!("no newer kernel, {}", place.describe()), false);
@@ -44,15 +47,15 @@ fn newest() -> Option<TestHostLease> {
 }
 
 fn here() -> TestHostLease {
-    TestHost::for_bare_metal(TestHostSharing::Shared).unwrap_or_else(|error| panic!("{error}"))
+    TestHost::for_bare_metal(TestHostLeaseMode::Shared).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn says(place: &TestHost, pointer: &str) -> bool {
     place.check(pointer).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Tests interception through an exit in the guest's #GP handler, and through a breakpoint in the
-/// handler if breakpoints work.
+/// Tests both ways to intercept RDPMC in code generated at run time: an exit in the guest's #GP
+/// handler, and, where breakpoints work, a breakpoint in the handler.
 fn code_made_at_run_time_reads_counters(place: &TestHost) {
     assert!(says(place, RDPMC_FAULTS), "{}", place.describe());
     let breakpoints = says(place, "/stepping/breakpoints");
@@ -93,9 +96,9 @@ fn code_made_at_run_time_reads_counters(place: &TestHost) {
     }
 }
 
-/// In a guest other than Linux, code is not patched at run time unless the user requests it,
-/// because Perfvisor must not modify the #GP handler. Instructions in the guest's file are still
-/// emulated.
+/// In a guest other than Linux, RDPMC in code generated at run time is not intercepted unless the
+/// user requests it, because Perfvisor must not modify the guest's #GP handler. RDPMC instructions
+/// in the guest's file are still emulated.
 fn code_made_at_run_time_is_left_alone_by_default(place: &TestHost) {
     let kernel = place
         .bare_metal_guest("rdpmc")
@@ -194,8 +197,8 @@ fn the_program_reads_its_counters(pmu: &str, run: &GuestRun) {
     run.expect_success();
 }
 
-/// A Perfvisor in the guest detects that programs can read counters with RDPMC, and its host driver
-/// uses RDPMC.
+/// A Perfvisor that runs in the guest detects that programs can read counters with RDPMC, and the
+/// driver with which it counts host events uses RDPMC.
 #[test]
 fn host_driver_reads_counters_in_a_guest() {
     let Some(run) = intel_guest() else { return };
@@ -203,8 +206,9 @@ fn host_driver_reads_counters_in_a_guest() {
     run.expect_success();
 }
 
-/// Returns the run of the Intel guest with those of the two tests above that are selected, or
-/// `None` under the same conditions as [`newest`].
+/// Returns the run of the Intel guest that `linux_programs_read_counters_by_rdpmc` and
+/// `host_driver_reads_counters_in_a_guest` share. The guest only executes the parts of the selected
+/// tests. Returns `None` under the same conditions as [`newest`].
 fn intel_guest() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Option<Result<GuestRun, String>>> = OnceLock::new();
     let run = RUN.get_or_init(|| {
@@ -242,7 +246,7 @@ fn intel_guest() -> Option<&'static GuestRun> {
     Some(run.as_ref().unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// The part of the shared guest.
+/// This module's part of the guest `shared_guests::AMD`, which several test modules share.
 pub const ANSWERED: GuestPart = GuestPart {
     tests: &["user_rdpmc::vmm_warns_about_non_counting_user_rdpmc"],
     prepare: || {},
@@ -257,7 +261,8 @@ pub const ANSWERED: GuestPart = GuestPart {
     },
 };
 
-/// The VMM warns about misleading counts, and the kernel does not set `cap_user_rdpmc`.
+/// If KVM handles RDPMC itself, the VMM warns that programs read counters that do not count, and
+/// the guest's kernel does not set `cap_user_rdpmc`.
 #[test]
 fn vmm_warns_about_non_counting_user_rdpmc() {
     let run = shared_guests::AMD.run();

@@ -1,7 +1,7 @@
 //! Tests `perfvisor validate`. All checks pass on this machine's KVM, and with a Linux guest on a
-//! KVM with hardware virtualization. The command can detect errors.
+//! KVM with hardware virtualization. The command fails if a measurement is outside its tolerance.
 
-use integration::lease::{TestHostLease, TestHostSharing};
+use integration::lease::{TestHostLease, TestHostLeaseMode};
 use integration::limit::ProgressLimit;
 use integration::measure::skipped;
 use integration::process::{HostCommand, ProcessOutput};
@@ -24,7 +24,7 @@ fn validate(place: &TestHost, arguments: &[&str]) -> ProcessOutput {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn here(access: TestHostSharing) -> TestHostLease {
+fn here(access: TestHostLeaseMode) -> TestHostLease {
     TestHost::for_bare_metal(access).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -43,7 +43,7 @@ fn find<'a>(report: &'a Value, wanted: &'a [(&str, &str)]) -> impl Iterator<Item
         .filter(|row| wanted.iter().all(|(key, value)| row[*key] == *value))
 }
 
-/// Checks that at least one row matches `wanted` and that all matching rows passed.
+/// Checks that at least one row of the report matches `wanted`, and that all matching rows passed.
 #[track_caller]
 fn passed(report: &Value, wanted: &[(&str, &str)]) {
     let found: Vec<&Value> = find(report, wanted).collect();
@@ -114,7 +114,7 @@ fn the_built_in_rows_are_right(report: &Value) {
 
 fn validate_passes_here(pmu: &str) {
     let output = validate(
-        &here(TestHostSharing::Exclusive),
+        &here(TestHostLeaseMode::Exclusive),
         &["--no-linux", "--json", "--pmu", pmu],
     );
     let report = report(&output);
@@ -147,12 +147,12 @@ fn amd_validation_passes_on_this_host() {
     validate_passes_here("amd");
 }
 
-/// No clock is accurate to 0.00001 %, so the command must report failures in the rows and in its
-/// exit status.
+/// `perfvisor validate` fails if the tolerance is 0.00001 %, which no clock meets. The command must
+/// report failures in the rows and in its exit status.
 #[test]
 fn validate_fails_outside_tolerance() {
     let arguments = ["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"];
-    let output = validate(&here(TestHostSharing::Shared), &arguments);
+    let output = validate(&here(TestHostLeaseMode::Shared), &arguments);
     let text = output.stdout_text();
     assert_eq!(output.code(), Some(1), "{text}");
     assert!(text.contains("off the expectation"), "{text}");
@@ -181,7 +181,7 @@ fn bad_input_is_one_line() {
         ),
         (&["--kernel", "k", "--initrd", "i", "--no-linux"], "--no-linux"),
     ] {
-        let output = validate(&here(TestHostSharing::Shared), arguments);
+        let output = validate(&here(TestHostLeaseMode::Shared), arguments);
         let stderr = output.stderr_text();
         assert_eq!(output.code(), Some(2), "{arguments:?}: {stderr}");
         assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
@@ -189,7 +189,8 @@ fn bad_input_is_one_line() {
     }
 }
 
-/// A host that cannot run Linux guests is reported before anything starts.
+/// `perfvisor validate` with a Linux guest reports a host that cannot run Linux guests before it
+/// starts anything.
 #[test]
 fn validate_rejects_linux_on_software_kvm() {
     if probe_kvm() != KvmKind::SoftwareOnly {
@@ -198,7 +199,7 @@ fn validate_rejects_linux_on_software_kvm() {
     let file = std::env::current_exe().unwrap();
     let file = file.to_string_lossy();
     let output = validate(
-        &here(TestHostSharing::Shared),
+        &here(TestHostLeaseMode::Shared),
         &["--kernel", &file, "--initrd", &file],
     );
     assert_eq!(output.code(), Some(2));

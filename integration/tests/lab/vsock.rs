@@ -37,7 +37,8 @@ impl VsockTest<'_> {
         self.run(&[&["exec", "--wait", "60", "vsock-test", "--"], command].concat())
     }
 
-    /// Runs a command that must succeed and returns its output.
+    /// Runs a command in the guest with `perfvisor exec`. The command must succeed. Returns its
+    /// output.
     #[track_caller]
     fn output_of(&self, command: &[&str]) -> String {
         let output = self.exec(command);
@@ -50,8 +51,8 @@ impl VsockTest<'_> {
         output.stdout_text()
     }
 
-    /// Checks that the command fails with a single line that contains `why`, and with exit status
-    /// `status`.
+    /// Checks that the `perfvisor` command `words` fails with exit status `status` and a single
+    /// line that contains `why`.
     #[track_caller]
     fn refused(&self, words: &[&str], status: i32, why: &str) {
         let output = self.run(words);

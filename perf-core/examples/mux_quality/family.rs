@@ -1,6 +1,6 @@
-//! A family of random traces, each drawn from its own seed. The policy was tuned on seeds 0 to 119
-//! and the standard error on seeds 0 to 19; the seeds of [`HOLD_OUT`] were drawn after both were
-//! complete.
+//! A family of random traces, each drawn from its own seed. The adaptive policy was tuned on seeds
+//! 0 to 119, and the estimator's standard error on seeds 0 to 19. The seeds of [`HOLD_OUT`] were
+//! drawn after both were complete.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
@@ -16,11 +16,11 @@ pub const HOLD_OUT: Range<u64> = 5_000_000..5_000_120;
 pub const PACE: f64 = 0.146;
 /// Name of the trace kind that [`in_step`] creates.
 pub const IN_STEP: &str = "in-step";
-/// Name of the trace kind that [`of_kind`] constructs against plain rotation.
+/// Name of the trace kind that [`of_kind`] creates to be adversarial for plain rotation.
 pub const IN_STEP_ROTATE: &str = "in-step-rotate";
-/// All trace kinds that [`of_kind`] creates. They comprise the kinds of [`trace`], rhythms that are
-/// adversarial for one of the policies, and three held-out kinds that were not used to choose a
-/// policy or an estimator.
+/// All trace kinds that [`of_kind`] creates: the kinds of [`trace`], rhythms that are adversarial
+/// for one of the two multiplexing policies, and three held-out kinds that were not used to choose
+/// a policy or an estimator.
 pub const ALL_KINDS: [&str; 15] = [
     "steady",
     "bursts",

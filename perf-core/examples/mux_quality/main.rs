@@ -14,7 +14,7 @@ use measure::{Comparison, ErrorBars, all_bars, bars, mean_error, run_core, runs,
 use perf_core::mux::MuxPolicy;
 use traces::{EVENTS, SEEDS, SLOTS, TICK_NS, Trace};
 
-/// Number of seeds per trace of the family.
+/// Number of seeds with which each trace of the random family is measured.
 const FAMILY_SEEDS: usize = 8;
 /// Number of traces of each kind that are run through a core.
 const CORE_TRACES: usize = 40;
@@ -83,7 +83,7 @@ fn fixed() {
     );
 }
 
-/// Sums over the traces of one kind.
+/// Sums of the results of all traces of one kind.
 #[derive(Default)]
 struct KindTotals {
     traces: u32,

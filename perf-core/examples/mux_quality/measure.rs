@@ -1,5 +1,5 @@
-//! Simulation of a multiplexing policy on a trace, as in a context with few slots, and comparison
-//! of its estimates with the true counts.
+//! Simulation of a multiplexing policy on a trace, with fewer slots than events, and comparison of
+//! the resulting estimates with the true counts.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use super::traces::{SEEDS, TICK_NS, Trace};
 pub struct Run {
     /// Mean over the events of |estimate - truth| / truth, with linear scaling.
     pub linear_error: f64,
-    /// Mean relative error with the interpolating estimator.
+    /// Mean over the events of |estimate - truth| / truth, with the interpolating estimator.
     pub error: f64,
     /// Error bars of the estimates.
     pub bars: ErrorBars,
@@ -30,11 +30,12 @@ pub struct Run {
 pub struct ErrorBars {
     /// Number of estimates.
     pub events: f64,
-    /// Number of estimates with a standard error, and number of those whose error is at most two
-    /// standard errors.
+    /// `known`: number of estimates with a standard error. `covered`: number of these estimates
+    /// whose error is at most two standard errors.
     pub known: f64,
     pub covered: f64,
-    /// Number of estimates with only a bound, and number of those whose error is within the bound.
+    /// `bounded`: number of estimates with an error bound but no standard error. `held`: number of
+    /// these estimates whose error is within the bound.
     pub bounded: f64,
     pub held: f64,
     /// Sums over the estimates with a standard error: squared standard errors and squared errors,
@@ -96,8 +97,8 @@ struct Event {
     estimator: Estimator,
 }
 
-/// Measures `policy` with intervals of `turn_ns` on `trace`. The interval timer fires on a grid of
-/// `grid_ns`.
+/// Measures `policy` with intervals of `turn_ns` on `trace`. The interval timer fires only at
+/// multiples of `grid_ns`.
 pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u64) -> Run {
     let mut rng = Rng::with_seed(seed);
     let n = trace.events.len();
@@ -203,8 +204,9 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     result
 }
 
-/// Performs the same run through a [`PerfCore`] with a simulated PMU. Returns the estimates of the
-/// events' handles in the order of the trace, and the number of group starts.
+/// Performs the measurement of [`run`] with a [`PerfCore`] and a simulated PMU. Returns the
+/// estimate from each event's handle, in the order of the trace's events, and the number of group
+/// starts.
 pub fn run_core(trace: &Trace, policy: MuxPolicy, turn_ns: u64, seed: u64) -> (Vec<CoreEstimate>, u64) {
     let mut rng = Rng::with_seed(seed);
     let n = trace.events.len();
@@ -317,8 +319,8 @@ pub fn all_bars(runs: &[Run]) -> ErrorBars {
     all
 }
 
-/// A comparison of the adaptive policy and the interpolating estimator with rotation and linear
-/// scaling.
+/// A comparison of the adaptive policy with the interpolating estimator against rotation with
+/// linear scaling.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     pub rotate: Vec<Run>,
@@ -328,7 +330,8 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Compares both on `trace`. The adaptive policy's timer fires on a grid of `grid_ns`.
+    /// Compares both policies on `trace`. The adaptive policy's timer fires only at multiples of
+    /// `grid_ns`.
     pub fn new(trace: &Trace, grid_ns: u64, seeds: usize) -> Self {
         let rotate = runs(trace, MuxPolicy::Rotate, TICK_NS, 1, seeds);
         let adaptive = runs(trace, MuxPolicy::Adaptive, TICK_NS, grid_ns, seeds);
@@ -345,22 +348,23 @@ impl Comparison {
         }
     }
 
-    /// Returns the amount by which the adaptive policy is worse, beyond the expected noise of two
-    /// standard deviations of the difference over the seeds.
+    /// Returns the amount by which the mean error of the adaptive policy exceeds that of rotation,
+    /// beyond the expected noise. The noise is two standard deviations of the difference over the
+    /// seeds.
     pub fn excess(&self) -> f64 {
         let noise = 2.0 * self.base.deviation.hypot(self.ours.deviation);
         (self.ours.mean - self.base.mean - noise).max(0.0)
     }
 }
 
-/// Mean and standard deviation over seeds.
+/// Mean and standard deviation of a figure over the runs with different seeds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Summary {
     pub mean: f64,
     pub deviation: f64,
 }
 
-/// Summarizes one figure of several runs.
+/// Summarizes the values of `figure` over several runs.
 pub fn summarise(runs: &[Run], figure: impl Fn(&Run) -> f64) -> Summary {
     let n = runs.len() as f64;
     let mean = runs.iter().map(&figure).sum::<f64>() / n;

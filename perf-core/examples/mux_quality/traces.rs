@@ -17,8 +17,8 @@ pub const EVENTS: usize = 8;
 pub const SLOTS: usize = 2;
 /// Rotation interval of the reference policy, in nanoseconds.
 pub const TICK_NS: u64 = 4 * MS;
-/// Seeds of the measurements of each trace. They vary the start of the trace relative to the tick,
-/// the order of the events, and the random choices of the policy.
+/// Seeds with which each trace is measured. A seed varies the start of the trace relative to the
+/// tick, the order of the events, and the random choices of the policy.
 pub const SEEDS: [u64; 16] = [
     0x9e37, 0x79b9, 0x7f4a, 0x7c15, 0xf39c, 0xc060, 0x5ced, 0xc834, 0x1082, 0x276b, 0xf3a2, 0x7251, 0xf86c,
     0x6a11, 0xd0c1, 0x8e95,
@@ -96,7 +96,7 @@ fn formula(name: &'static str, rate: impl Fn(usize, f64) -> f64) -> Trace {
     }
 }
 
-/// Creates a trace of random events: `rates(e, rng)` returns the rate of each step.
+/// Creates a trace of random events. `rates(e, rng)` returns the rates of event `e`, one per step.
 fn drawn(name: &'static str, seed: u64, rates: impl Fn(usize, &mut Rng) -> Vec<f64>) -> Trace {
     Trace {
         name: name.to_owned(),
@@ -176,7 +176,7 @@ fn near_rotation() -> Trace {
     formula("near-rotation", |e, t| square(t + e as f64 * 3.0, 32.05, 0.25))
 }
 
-/// A sine with a period of exactly twice the rotation.
+/// A sine with a period of exactly twice a whole rotation of the reference policy.
 fn two_rotations() -> Trace {
     formula("two-rotations", |e, t| {
         1.0 + 0.9 * (std::f64::consts::TAU * (t + e as f64 * 7.0) / 64.0).sin()

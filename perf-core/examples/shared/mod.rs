@@ -32,7 +32,8 @@ pub fn tid() -> i32 {
         .unwrap_or(0)
 }
 
-/// Registers of this thread. A VMM reads a vCPU's registers from KVM; these only report user mode.
+/// Registers of this thread, which always report user mode. A VMM would read the vCPU's registers
+/// from KVM instead.
 pub struct UserModeRegs;
 
 impl SampleRegs for UserModeRegs {

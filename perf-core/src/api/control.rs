@@ -16,10 +16,12 @@ pub enum ControlScope {
     Group,
 }
 
-/// Error text for families and for overflow points that [`is_armable`] rejects.
+/// Error text for a request to arm a family (a VM-wide event and its children), or to arm an event
+/// at an overflow point that [`is_armable`] rejects.
 pub(super) const NOT_ARMABLE: &str = "armed for at least 1 and below 2^63 counts, and not on a family";
 
-/// Returns `true` if an event can be armed to overflow after `overflow_in` counts.
+/// Returns `true` if `overflow_in` is a valid number of counts after which to overflow: at least 1
+/// and below 2^63.
 pub(super) const fn is_armable(overflow_in: u64) -> bool {
     overflow_in != 0 && overflow_in >> 63 == 0
 }
@@ -84,7 +86,7 @@ impl EventHandle {
     /// # Errors
     ///
     /// Returns [`ControlError::Closed`] if the event is closed, and [`ControlError::Invalid`] for
-    /// families.
+    /// families (VM-wide events with children).
     pub fn stop(&self) -> Result<u64, ControlError> {
         if self.is_family() {
             return Err(ControlError::Invalid("a family is stopped by disabling it"));
@@ -201,9 +203,9 @@ impl EventHandle {
     ///
     /// # Errors
     ///
-    /// Returns [`ControlError::Invalid`] for 0 and for families, [`ControlError::Driver`] if the
-    /// driver rejects the request (the previous overflow point then remains armed), and
-    /// [`ControlError::Closed`] if the event is closed.
+    /// Returns [`ControlError::Invalid`] for 0 and for families (VM-wide events with children),
+    /// [`ControlError::Driver`] if the driver rejects the request (the previous overflow point then
+    /// remains armed), and [`ControlError::Closed`] if the event is closed.
     #[inline]
     pub fn arm(&self, overflow_in: u64) -> Result<u64, ControlError> {
         if !is_armable(overflow_in) || self.is_family() {

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 use crate::context::ContextStats;
-use crate::model::state::TickWork;
+use crate::model::state::PendingTickWork;
 use crate::pmu::{Pmu, VcpuId};
 use crate::schedule::SharePolicy;
 use crate::service::core::{Driver, PerfCore, VcpuContext};
@@ -71,13 +71,13 @@ impl PerfCore {
     /// VMM may disarm its timer and check again after each call that opens or enables an event.
     #[must_use]
     pub fn needs_tick(&self) -> bool {
-        self.tick_need() != TickWork::None
+        self.tick_need() != PendingTickWork::None
     }
 
     /// Returns the work that [`PerfCore::tick`] has to do, for timers that expire less often when
     /// there is little work.
     #[must_use]
-    pub fn tick_need(&self) -> TickWork {
+    pub fn tick_need(&self) -> PendingTickWork {
         // Each lock is released before the next one is acquired.
         let vm = self.inner.vm.lock().tick_need();
         let vcpus = self.inner.vcpus.load();

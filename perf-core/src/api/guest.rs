@@ -21,7 +21,7 @@ pub struct GuestMapping<'a> {
 }
 
 impl PerfCore {
-    /// Writes an MMAP record for `mapping` to the rings of interested events.
+    /// Writes an MMAP record for `mapping` to the rings of the events that request MMAP records.
     pub fn mmap_record(&self, mapping: &GuestMapping<'_>) {
         let core = &self.inner;
         if !core.wanted.mmap() {

@@ -66,8 +66,8 @@ impl HandleInner {
         self.core.opened.remove(self.event.shared.id);
     }
 
-    /// Closes the event like [`HandleInner::close`], for a failed open that already holds the
-    /// topology lock.
+    /// Closes the event like [`HandleInner::close`], but without acquiring the topology lock,
+    /// because the failed open that calls this method already holds it.
     pub fn undo_open(&self) {
         self.closed.store(true, Ordering::Release);
         self.release();
@@ -87,8 +87,9 @@ impl EventHandle {
         &self.inner.event.shared.attr
     }
 
-    /// Returns the state of the event, or [`EventState::Off`] after it was closed. An enabled
-    /// family is inactive itself, although its children may be active.
+    /// Returns the state of the event, or [`EventState::Off`] after it was closed. The state of an
+    /// enabled family (a VM-wide event with children) is inactive, although its children may be
+    /// active.
     #[must_use]
     pub fn state(&self) -> EventState {
         let event = &self.inner.event;

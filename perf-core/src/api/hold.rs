@@ -10,13 +10,15 @@ use crate::model::keys::EventKey;
 use crate::model::state::EventState;
 use crate::service::error::ControlError;
 
-/// Error text for events of other contexts.
+/// Error text for events that belong to another context, and for families (VM-wide events with
+/// children).
 const FOREIGN_EVENT: &str = "events of one vCPU, none of them a family";
 
-/// A locked event context. Calls for events of the same vCPU need no further locking.
+/// A locked event context. Calls through this guard for events of that context need no further
+/// locking.
 ///
-/// The same thread must not make any other call for these events while this guard is alive, because
-/// such a call would deadlock.
+/// While this guard is alive, the same thread must not call methods of these events' handles,
+/// because such a call would deadlock.
 pub struct LockedContext<'h> {
     cell: &'h ContextCell,
     context: LockGuard<'h, Context>,

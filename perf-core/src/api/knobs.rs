@@ -20,7 +20,7 @@ pub enum Tunable {
     Overcommit,
 }
 
-/// An invalid value of a knob (`EINVAL`).
+/// An invalid value for a [`Tunable`] (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid value {text:?}: must be {expected}")]
 pub struct TunableError {

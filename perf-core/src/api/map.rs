@@ -93,8 +93,9 @@ impl EventHandle {
         Ok(ring)
     }
 
-    /// Reverts one [`EventHandle::map`]. The last call detaches the ring, and readers that still
-    /// reference it receive no further records. Returns `false` if there was no mapping to revert.
+    /// Reverts one call of [`EventHandle::map`]. Reverting the last outstanding call detaches the
+    /// ring, and readers that still reference the ring receive no further records. Returns `false`
+    /// if there was no mapping to revert.
     pub fn unmap(&self) -> bool {
         let event = &self.inner.event;
         let _topology = self.inner.core.topology();
@@ -117,9 +118,9 @@ impl EventHandle {
     /// ring.
     ///
     /// Redirections cannot be chained: the target must not be redirected, and no other event may
-    /// write to this event's ring. An event with its own ring cannot be redirected. Events that
-    /// write to the ring of a closed target continue to do so, and count as redirected until they
-    /// are redirected elsewhere.
+    /// write to this event's ring. An event with its own ring cannot be redirected. If `target` is
+    /// closed, the events that write to its ring continue to do so, and count as redirected until
+    /// they are redirected elsewhere.
     ///
     /// # Errors
     ///
@@ -170,8 +171,8 @@ impl EventHandle {
         Ok(())
     }
 
-    /// Returns the number of lost records of the event and its children (`PERF_FORMAT_LOST`),
-    /// because the ring was full or paused. No call resets this number.
+    /// Returns the number of records of the event and its children that were lost because the ring
+    /// was full or paused (`PERF_FORMAT_LOST`). No call resets this number.
     #[must_use]
     pub fn lost_records(&self) -> u64 {
         self.inner.event.shared.lost.load(Ordering::Relaxed)
@@ -183,8 +184,8 @@ impl EventHandle {
     }
 
     /// Returns and clears the poll state. Call this method when [`EventHandle::poll_fd`] becomes
-    /// readable. Returns [`PollState::HUP`] if the event has no ring to write to or reached its
-    /// limit and was disabled.
+    /// readable. Returns [`PollState::HUP`] if the event has no ring to write to, or if it reached
+    /// its overflow limit and was disabled.
     #[must_use]
     pub fn poll(&self) -> PollState {
         let mut poll = self.inner.event.shared.notify.take();

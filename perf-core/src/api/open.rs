@@ -30,11 +30,13 @@ pub enum OpenTarget {
 /// Flags of [`PerfCore::open`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OpenFlags {
-    /// Uses the given handle for output only and does not join its group.
+    /// Uses the `group` argument of [`PerfCore::open`] only as the output target; the event does
+    /// not join that group.
     pub no_group: bool,
     /// Number under which overflows are reported to the VMM ([`crate::OverflowReport::cookie`]).
     pub cookie: Option<u64>,
-    /// Writes records to the ring of the given handle, like [`EventHandle::set_output`].
+    /// Writes records to the ring of the event given as the `group` argument of [`PerfCore::open`],
+    /// like [`EventHandle::set_output`].
     pub output: bool,
 }
 
@@ -76,9 +78,10 @@ impl OpenFlags {
 impl PerfCore {
     /// Opens an event for `session`.
     ///
-    /// With `group`, the event joins the group of that handle, which must be a leader in the same
-    /// context. The event starts counting immediately unless [`Attr::disabled`] is set. An event
-    /// that cannot be scheduled yet is not an error (see [`crate::EventState`]).
+    /// If `group` is given, the event joins the group led by the event of that handle, which must
+    /// be a leader in the same context. The event starts counting immediately unless
+    /// [`Attr::disabled`] is set. An event that cannot be scheduled yet is not an error (see
+    /// [`crate::EventState`]).
     ///
     /// # Errors
     ///

@@ -58,8 +58,9 @@ mod tests {
     use crate::service::config::{PerfCoreConfig, SessionRole};
     use crate::service::core::PerfCore;
 
-    /// A signal handler that finds the VM context locked defers its event. The next vCPU that
-    /// services overflows reports it, because the VM context has no thread of its own.
+    /// A signal handler that raises an event for the VM context while that context is locked defers
+    /// the event. The next vCPU that services overflows accounts for it, because the VM context has
+    /// no thread of its own.
     #[test]
     fn vcpu_services_deferred_vm_events() {
         let core = PerfCore::new(PerfCoreConfig::default());
@@ -89,8 +90,8 @@ mod tests {
         assert_eq!(halts.read().unwrap().value, 10);
     }
 
-    /// Overflow servicing does not search raised events, because drivers do not report their
-    /// overflows.
+    /// Servicing overflows does not examine the software events that the VMM raises, because no
+    /// driver reports overflows of these events.
     #[test]
     fn raised_events_are_not_searched_for_driver_overflows() {
         let core = PerfCore::new(PerfCoreConfig::default());
@@ -112,8 +113,9 @@ mod tests {
         assert_eq!(armed(), 1);
     }
 
-    /// An inherited event counts once, regardless of its number of children. Closing it clears its
-    /// gate and its driver event.
+    /// An inherited event increments the number of open events for its software event ID once,
+    /// regardless of its number of children. Closing the event clears this number and closes its
+    /// driver events.
     #[test]
     fn closed_event_clears_gate_and_driver() {
         let core = PerfCore::new(PerfCoreConfig::default());

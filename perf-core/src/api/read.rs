@@ -22,17 +22,19 @@ use crate::time::TimeTotals;
 pub struct Reading {
     /// Event count, summed over all children.
     pub value: u64,
-    /// Time enabled while the contexts were scheduled in, in nanoseconds, summed over all children.
+    /// Time for which the event was enabled while its context was scheduled in, in nanoseconds,
+    /// summed over all children.
     pub time_enabled_ns: u64,
-    /// Time running, in nanoseconds, summed over all children.
+    /// Time for which the event was counting, in nanoseconds, summed over all children.
     pub time_running_ns: u64,
     /// ID of the event.
     pub id: u64,
 }
 
 impl Reading {
-    /// Returns the count scaled from the time running to the time enabled, or `None` if the event
-    /// never ran. In this case it was not counted and no number may be displayed.
+    /// Returns the count multiplied by the time enabled and divided by the time running. Returns
+    /// `None` if the event never ran, in which case it was not counted and no number may be
+    /// displayed.
     #[must_use]
     pub fn estimate(&self) -> Option<u64> {
         linear(self.value, self.time_enabled_ns, self.time_running_ns)
@@ -73,7 +75,8 @@ pub struct VcpuReading {
 pub type GroupReading = SmallVec<[Reading; 8]>;
 
 impl EventRef {
-    /// Returns the totals of the event itself, of exited children and of live children.
+    /// Returns the sum of the totals of the event itself, of its exited children and of its live
+    /// children.
     fn totals(&self) -> Option<Totals> {
         let family = self.family();
         let output;
@@ -96,8 +99,9 @@ impl EventRef {
 
 impl EventHandle {
     /// Reads the event. On the vCPU's own thread, the cost is one context lock, one driver read and
-    /// some arithmetic. For a family, all vCPUs are read. An event in the error state returns its
-    /// last value. Use [`EventHandle::state`] or [`EventHandle::read_bytes`] to detect this state.
+    /// some arithmetic. For a family (a VM-wide event with children), all vCPUs are read. An event
+    /// in the error state returns its last value. Use [`EventHandle::state`] or
+    /// [`EventHandle::read_bytes`] to detect this state.
     ///
     /// # Errors
     ///
@@ -108,9 +112,9 @@ impl EventHandle {
     }
 
     /// Estimates the count over the whole time enabled, with a standard error, from the rates in
-    /// the time slices in which the event ran. For a family, returns the sum over its vCPUs.
-    /// Returns `None` if the event was not counted, or if a family was enabled but not counted on
-    /// some vCPU.
+    /// the time slices in which the event ran. For a family (a VM-wide event with children),
+    /// returns the sum over its vCPUs. Returns `None` if the event was not counted, or if a family
+    /// was enabled but not counted on some vCPU.
     ///
     /// # Errors
     ///
@@ -197,8 +201,9 @@ impl EventHandle {
         Ok(count)
     }
 
-    /// Returns the age of a package count in nanoseconds (see [`crate::PmuEvent::count_age_ns`]),
-    /// or `None` for events that count directly and always return a current value.
+    /// Returns the age of the last value of a package count, in nanoseconds (see
+    /// [`crate::PmuEvent::count_age_ns`]), or `None` for an event that counts directly and always
+    /// returns a current value.
     ///
     /// # Errors
     ///

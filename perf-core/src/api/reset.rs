@@ -6,7 +6,7 @@ use crate::service::core::{PerfCore, VcpuContext};
 
 impl VcpuContext {
     /// Handles a reset of this vCPU. Enables, once, the events with [`crate::Attr::enable_on_exec`]
-    /// that are off or in the error state. Applies to group leaders and other group members. Use
+    /// that are off or in the error state, whether they are group leaders or siblings. Use
     /// [`PerfCore::vm_reset`] for a reset of the whole machine.
     pub fn exec(&self) {
         exec(&self.cell.load());

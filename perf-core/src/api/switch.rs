@@ -1,10 +1,10 @@
 //! Switching of a host thread between vCPUs without reprogramming the PMU.
 //!
-//! A VMM may run several vCPUs on one host thread, and their events count that thread. If both
-//! vCPUs have the same inherited events and no others, switching only swaps the two contexts:
-//! running events continue and count for the other vCPU. The totals of the families do not change.
-//! Events with [`crate::Attr::inherit_stat`] also swap their counts and times, which therefore stay
-//! with their vCPU.
+//! A VMM may run several vCPUs on one host thread. The driver events of both vCPUs then count that
+//! thread. If both vCPUs have the same inherited events and no others, switching only swaps the two
+//! contexts: running events continue and count for the other vCPU. The totals of the families
+//! (VM-wide events with their children) do not change. Events with [`crate::Attr::inherit_stat`]
+//! also swap their counts and times, which therefore stay with their vCPU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,7 +15,8 @@ use crate::model::keys::EventKey;
 use crate::model::software::SoftwareEventId;
 use crate::service::core::VcpuContext;
 
-/// A guard that prevents a context swap while it is alive. See [`VcpuContext::pin`].
+/// A guard that prevents a vCPU's context from being swapped with another while it is alive. See
+/// [`VcpuContext::pin`].
 #[derive(Debug)]
 pub struct ContextPin {
     cell: Arc<ContextCell>,
@@ -85,7 +86,8 @@ impl VcpuContext {
         true
     }
 
-    /// Prevents a swap of this vCPU's context while the returned guard is alive.
+    /// Prevents this vCPU's context from being swapped with another while the returned guard is
+    /// alive.
     #[must_use]
     pub fn pin(&self) -> ContextPin {
         loop {

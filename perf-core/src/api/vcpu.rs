@@ -79,9 +79,9 @@ impl VcpuContext {
     }
 
     /// Returns the number of times that an event of this vCPU entered the error state. The number
-    /// stays with the vCPU when contexts are swapped. The VMM compares it at each VM entry to
-    /// detect that a guest counter has lost its slot ([`VcpuContext::take_errors`]). Costs one
-    /// load.
+    /// stays with the vCPU when contexts are swapped. The VMM compares it with the previous value
+    /// at each VM entry to detect that a guest counter has lost its slot
+    /// ([`VcpuContext::take_errors`]). Costs one load.
     #[must_use]
     pub fn errors(&self) -> u64 {
         self.errors.load(Ordering::Acquire)

@@ -23,8 +23,8 @@ impl PerfCore {
         self.add_vcpu_recorded_as(vcpu, tid, tid.cast_unsigned())
     }
 
-    /// Adds a vCPU like [`PerfCore::add_vcpu`], with `record_tid` as the ID of its thread in
-    /// records. A thread in a PID namespace has a different ID outside the namespace, where the
+    /// Adds a vCPU like [`PerfCore::add_vcpu`], but records contain `record_tid` as the ID of its
+    /// thread. A thread in a PID namespace has a different ID outside the namespace, where the
     /// readers run.
     ///
     /// # Errors
@@ -166,8 +166,8 @@ impl PerfCore {
         Ok(context)
     }
 
-    /// Removes a vCPU. All its events are scheduled out, inherited events fold into their parents,
-    /// and handles of events opened on the vCPU keep the last value.
+    /// Removes a vCPU. All its events are scheduled out. The counts of inherited events are added
+    /// to their parents, and the handles of events opened on the vCPU keep the last value.
     ///
     /// Elapsed periods without a sample are reported as lost, with one LOST record per event. To
     /// sample them instead, call [`VcpuContext::sched_out`] and [`VcpuContext::service_overflows`]
@@ -280,8 +280,8 @@ mod tests {
         assert_eq!((s.event.lost_records(), s.vcpu.stats().lost_samples), (1, 1));
     }
 
-    /// A full ring has no room for a LOST record. The number of lost samples is carried over to the
-    /// next LOST record, and each lost sample is counted once.
+    /// A full ring has no room for a LOST record. The number of lost samples is then carried over
+    /// to the next LOST record, so that each lost sample is counted once.
     #[test]
     fn lost_sample_counts_once_in_full_ring() {
         let mut s = sampled();

@@ -18,7 +18,7 @@ const VM: u64 = u64::MAX;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ContextOwner {
     Vm,
-    /// A vCPU, and its thread's ID in records.
+    /// A vCPU: its number, the ID of its host thread, and the ID of this thread in records.
     Vcpu(VcpuId, i32, u32),
     /// A host thread that need not run a vCPU.
     Thread(VcpuId, i32),
@@ -46,7 +46,7 @@ pub(crate) struct ContextCell {
     /// Number of events in the context that count software events raised by the VMM. Readable
     /// without the lock.
     pub raised_events: AtomicUsize,
-    /// Events that were raised while the lock was held.
+    /// Events that were raised while the lock of the context was held.
     pub deferred: DeferredEvents,
 }
 
@@ -108,7 +108,8 @@ impl ContextCell {
         self.inner.try_lock()
     }
 
-    /// Updates the number of raised events. Call this method after events were added or removed.
+    /// Updates [`ContextCell::raised_events`] from `context`. Call this method after events were
+    /// added or removed.
     pub fn publish_raised(&self, context: &Context) {
         let n = context.raised.iter().map(Vec::len).sum();
         self.raised_events.store(n, Ordering::Relaxed);

@@ -19,7 +19,7 @@ impl Context {
         });
     }
 
-    /// Removes an event from a list, if present. The last entry takes its position.
+    /// Removes an event from a list, if present. The last event of the list moves to its position.
     pub fn remove_from_list(&mut self, list: EventList, key: EventKey) {
         let Some(at) = self.events[key].places.of(list).take() else {
             return;

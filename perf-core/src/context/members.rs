@@ -118,7 +118,8 @@ impl Context {
         event
     }
 
-    /// Removes an event from the list of its raised events. The last entry takes its position.
+    /// Removes an event from the list of events that count the same raised software event. The last
+    /// event of the list moves to its position.
     fn remove_raised(&mut self, key: EventKey) {
         let event = &self.events[key];
         let raised = &mut self.raised[raised_id(event)];

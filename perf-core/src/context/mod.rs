@@ -90,7 +90,7 @@ pub(crate) struct Context {
     pub to_serve: Arc<AtomicBool>,
     /// Events that count software events raised by the VMM, by ID.
     pub raised: [Vec<EventKey>; IDS],
-    /// Buffer for the readings of the largest group, for samples.
+    /// Buffer for the readings that samples contain, large enough for the largest group.
     pub entries: Vec<ReadEntry>,
     /// Buffer for the branch stack of a sample.
     pub branch_words: Vec<u64>,
@@ -194,7 +194,7 @@ impl Context {
         count
     }
 
-    /// Reverts [`Context::pause`] for an event that is still active. After an error the event is no
+    /// Reverts [`Context::pause`] for an event that is still active. If this fails, the event is no
     /// longer active.
     pub fn go_on(
         &mut self,
@@ -296,7 +296,8 @@ impl Context {
         }
     }
 
-    /// Updates the slot requirements of a group. Without a pool no member needs a slot.
+    /// Updates the slot requirements of a group. A group without a slot pool has no member that
+    /// needs a slot.
     #[inline]
     fn update_wants(&mut self, group: GroupKey) {
         if self.groups[group].pool.is_some() {

@@ -13,7 +13,8 @@ use crate::model::regs::{RegsRequest, SampledRegs};
 use crate::model::state::{EventState, Owner};
 use crate::notify::PollState;
 use crate::record::{
-    CallChainWords, EncodeRecord, LostRecord, RecordFormat, Sample, SampleId, ThrottleRecord, WriteOutcome,
+    CallChainWords, EncodeRecord, LostRecord, RecordFormat, RecordWriteOutcome, Sample, SampleId,
+    ThrottleRecord,
 };
 use crate::sample::{OverflowReport, TickTime};
 
@@ -28,8 +29,8 @@ type DuePeriods = SmallVec<[u64; 16]>;
 /// Progress of the search for overflowed events, and the events found.
 #[derive(Debug)]
 pub(crate) struct OverflowSearch {
-    /// Keys of overflowed events in service order. A key whose event was removed or replaced has no
-    /// pending overflows.
+    /// Keys of overflowed events in the order in which they are serviced. If an event was removed
+    /// meanwhile, its key refers to no event or to a new one, which has no pending overflows.
     keys: SmallVec<[EventKey; BATCH]>,
     /// Keys of events whose samples wait for their branch stacks.
     postponed: SmallVec<[EventKey; BATCH]>,
@@ -60,7 +61,7 @@ pub(crate) struct ServicePass<'a> {
     pub by: SampleId,
     pub tick_hz: u64,
     pub sample_rate_hz: u64,
-    /// Registers of the vCPU. No sample is taken without them.
+    /// Registers of the vCPU, or `None` if they are unknown, in which case no sample is taken.
     pub seen: Option<SampledRegs<'a>>,
     pub batch: &'a mut ReportBatch,
 }
@@ -182,9 +183,10 @@ impl Context {
     }
 
     /// Accounts for `times` overflows of a software event raised by the VMM, one at a time, until
-    /// throttling or the event limit ends the burst. Samples of the remaining overflows are lost,
-    /// as for a throttled counter, and the next sample covers their counts. An event with a cookie
-    /// still reports them, as far as its limit allows.
+    /// the event is throttled or reaches its overflow limit. Samples of the remaining overflows are
+    /// lost, as for a throttled counter, and the next sample covers their counts. If the event has
+    /// a cookie, the remaining overflows are still reported to the VMM, as far as the event's limit
+    /// allows.
     pub(super) fn raised_overflow(&mut self, pass: &mut ServicePass<'_>, key: EventKey, times: u64) {
         let event = &self.events[key];
         let (done, ended) = if pass.seen.is_none() || event.sampling.throttled {
@@ -215,7 +217,7 @@ impl Context {
     }
 
     /// Writes the samples of `times` overflows of a raised event. Returns the number of overflows
-    /// that were accounted for, and whether the event limit was reached.
+    /// that were accounted for, and `true` if the event reached its overflow limit.
     fn raised_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, times: u64) -> (u32, bool) {
         // The loop may change the period.
         let apart = self.events[key].sampling.period;
@@ -258,7 +260,7 @@ impl Context {
                 sample_id: event.sample_id(by),
             };
             let written =
-                WriteOutcome::from(lost.write(RecordFormat::from(&event.shared.attr), &output.ring));
+                RecordWriteOutcome::from(lost.write(RecordFormat::from(&event.shared.attr), &output.ring));
             event.top().lost.fetch_add(1, Ordering::Relaxed);
             log::debug!(
                 "event {} owes a sample for {times} periods of a vCPU that is gone: {written:?}",
@@ -276,8 +278,9 @@ impl Context {
         }
     }
 
-    /// Accounts for one interrupt and writes its records. The sample may be added to `due` to be
-    /// written together with others. Returns `true` if the event must be throttled now.
+    /// Accounts for one interrupt and writes its records. The sample may be added to `due`, to be
+    /// written later together with other samples. Returns `true` if the event must be throttled
+    /// now.
     fn one_overflow(
         &mut self,
         pass: &ServicePass<'_>,
@@ -462,8 +465,9 @@ impl Context {
         }
     }
 
-    /// Adjusts the period of an active frequency-based event, unless an overflow has adjusted it
-    /// within the target interval and `min_ns`. Returns `true` if the event would stall.
+    /// Adjusts the period of an active frequency-based event if the event has run for the target
+    /// interval, and for at least `min_ns`, without an adjustment. Returns `true` if the current
+    /// period is so long that the event would stall.
     ///
     /// Costs one driver read. For a host event on another thread, the read interrupts the guest.
     fn adjust_period(&mut self, key: EventKey, time: u64, min_ns: u64) -> bool {

@@ -10,7 +10,7 @@ use crate::model::failure::EventFailureCause;
 use crate::model::keys::{EventKey, GroupKey, PoolId};
 use crate::model::lists::EventList;
 use crate::model::slices::Slices;
-use crate::model::state::{EventState, Owner, TickWork};
+use crate::model::state::{EventState, Owner, PendingTickWork};
 use crate::mux::MuxPolicy;
 use crate::pmu::PmuError;
 use crate::schedule::{ClassQueue, SharePolicy, SlotPool, plan};
@@ -96,7 +96,7 @@ impl Context {
         self.clock.stop(now_ns);
     }
 
-    /// Rotates the slots to the next groups, if any group waits.
+    /// Gives slots to the next waiting groups, if any group waits.
     pub fn rotate(&mut self, now_ns: u64) {
         if !self.clock.is_active() {
             return;
@@ -140,21 +140,21 @@ impl Context {
     /// Returns the work that a periodic tick has to do for this context. Events sampled by an
     /// operator may be throttled, which requires a tick to unthrottle them. Guest counters are
     /// armed for one overflow at a time and are never throttled.
-    pub fn tick_need(&self) -> TickWork {
+    pub fn tick_need(&self) -> PendingTickWork {
         if !self.clock.is_active() {
-            return TickWork::None;
+            return PendingTickWork::None;
         }
         let waits = self.pools.iter().any(SlotPool::is_contended) || !self.refused.is_empty();
         let has = |list| !self.lists.of(list).is_empty();
         if waits || has(EventList::Throttled) || has(EventList::Frequency) {
-            return TickWork::Work;
+            return PendingTickWork::Work;
         }
         let armed = [EventList::Armed, EventList::ArmedRaised].map(|list| self.lists.of(list));
         let mut armed = armed.into_iter().flatten().map(|k| &self.events[*k]);
         if armed.any(|event| event.sampling.period != 0 && event.shared.owner != Owner::Guest) {
-            TickWork::Watch
+            PendingTickWork::Watch
         } else {
-            TickWork::None
+            PendingTickWork::None
         }
     }
 
@@ -248,7 +248,7 @@ impl Context {
         }
     }
 
-    /// Reads an active group about halfway through its time slice.
+    /// Reads the members of an active group about halfway through its time slice.
     fn read_mid_slice(&mut self, group: GroupKey, now_ns: u64) {
         let time = self.clock.advance(now_ns);
         let leader = self.events[self.groups[group].leader()].state;

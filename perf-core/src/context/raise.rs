@@ -7,16 +7,18 @@ use crate::model::software::{DeferredEvents, SoftwareEventId};
 use crate::model::state::EventState;
 use crate::record::CpuMode;
 
-/// Maximum number of events raised by one call, a quarter of the range of signed distances between
-/// counts.
+/// Maximum number of events that one call can raise. Limited to a quarter of the range of signed
+/// distances between counts.
 const RAISED_MAX: u64 = 1 << 61;
 
 impl Event {
-    /// Returns `true` if an event that the VMM raises is counted in the current state.
+    /// Returns `true` if this event, in its current state, counts a raised event that occurs in CPU
+    /// mode `mode`.
     ///
     /// Events that are off or in the error state do not count. An inactive event counts only while
-    /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, unless its
-    /// leader is off or in the error state. Its group need not have held slots.
+    /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, and only if
+    /// its leader is neither off nor in the error state. It then counts even if its group held no
+    /// slots before.
     fn takes(&self, leader: EventState, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             EventState::Active => true,
@@ -90,8 +92,8 @@ impl Context {
         }
     }
 
-    /// Counts events that were raised while the lock was held. They are not sampled, because the
-    /// registers at that time are no longer available.
+    /// Counts the events that were raised while the context lock was held. They are not sampled,
+    /// because the registers at the time of the events are no longer available.
     pub fn take_deferred(&mut self, deferred: &DeferredEvents) {
         deferred.take(|id, n| {
             let active = self.clock.is_active();

@@ -120,8 +120,8 @@ fn in_phases(rng: &mut fastrand::Rng) -> Vec<f64> {
     (0..UNITS).map(|_| draw()).collect()
 }
 
-/// The standard error matches the deviation of the estimates for white noise, for a random walk,
-/// and for noise between rare jumps.
+/// The estimated standard error matches the actual deviation of estimates from the true count, for
+/// white noise, for a random walk, and for noise between rare jumps.
 #[test]
 fn standard_error_matches_error_deviation() {
     for (name, (covered, ratio)) in [
@@ -134,8 +134,8 @@ fn standard_error_matches_error_deviation() {
     }
 }
 
-/// A linear trend has a small uncertainty that comes only from its ends. The same rates in random
-/// order have a large one.
+/// An event whose rate is a linear trend has a small uncertainty, which comes only from the ends of
+/// the measured time. The same rates in random order have a large uncertainty.
 #[test]
 fn linear_trend_has_small_error() {
     let doubt = |order: &[u64]| {
@@ -195,7 +195,7 @@ fn no_mid_slice_read_gives_no_standard_error() {
     assert_eq!((estimate.standard_error, estimate.bound), (None, None));
 }
 
-/// A single jump bounds the error of an estimate but does not determine its standard error.
+/// If the rate has a single large jump, the estimate has an error bound but no standard error.
 #[test]
 fn few_dominant_slices_give_only_a_bound() {
     let estimator = rotated(|ms| if ms < 3_000 { 10_000 } else { 100 }, 200);
@@ -205,8 +205,8 @@ fn few_dominant_slices_give_only_a_bound() {
     assert!(estimate.value.abs_diff(truth) as f64 <= estimate.bound.unwrap());
 }
 
-/// The weights give the variance from the gaps exactly for the three reference rates, and within a
-/// quarter for rates between them.
+/// The results of `weights` yield the variance from the gaps exactly for the three reference rates,
+/// and within a quarter for rates between them.
 #[test]
 fn weights_predict_gap_variance() {
     for on in [0.1, 0.25, 0.5] {
@@ -334,7 +334,7 @@ proptest! {
         prop_assert!((estimate.value as f64 / truth - 1.0).abs() < 1e-6);
     }
 
-    /// Overlapping or unordered slices from the caller are accepted without harm.
+    /// Slices that the caller reports out of order, or that overlap, do not corrupt the estimate.
     #[test]
     fn overlapping_slices_are_clipped(slices in prop::collection::vec((0u64..1_000, 0u64..1_000, 0u64..1_000), 0..50)) {
         let mut estimator = Estimator::new();

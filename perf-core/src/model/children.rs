@@ -5,8 +5,9 @@
 //! always the opened event.
 //!
 //! The exit of a child is the critical case. Its totals are folded into the parent and it is
-//! unlinked in one critical section under the family lock, and all readers sum under the same lock.
-//! Each count is therefore either in the fold or in the list, and never in both or neither.
+//! removed from the list of live children in one critical section under the family lock, and all
+//! readers sum under the same lock. Each count is therefore either in the folded totals of the
+//! parent or in a listed child, and never in both or neither.
 
 #[cfg(all(test, loom))]
 mod model;
@@ -17,7 +18,8 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::{ExitedTotals, Totals};
 use crate::pmu::VcpuId;
 
-/// A family member whose totals contribute to the family.
+/// A member of a family (a VM-wide event and its children) whose totals contribute to the totals of
+/// the family.
 pub(crate) trait FamilyMember {
     /// Returns the current totals, or the final totals of a member that has stopped.
     fn totals(&self) -> Totals;
@@ -37,8 +39,8 @@ pub(crate) struct Children<M> {
     live: Vec<M>,
     /// Estimates of exited children.
     estimates: EstimateSum,
-    /// Sums of exited children per vCPU, in order of vCPU number. There is at most one entry per
-    /// vCPU, regardless of how often it was added and removed.
+    /// Totals and estimates of exited children, summed for each vCPU, in order of vCPU number.
+    /// There is at most one entry per vCPU, regardless of how often it was added and removed.
     gone: Vec<(VcpuId, Totals, EstimateSum)>,
 }
 

@@ -16,7 +16,7 @@ use crate::model::times::EventTimes;
 use crate::model::totals::ExitedTotals;
 use crate::notify::PollNotifier;
 use crate::pmu::{CounterMask, PmuError, PmuEvent};
-use crate::record::{EncodeRecord, RecordFormat, SampleId, WriteOutcome};
+use crate::record::{EncodeRecord, RecordFormat, RecordWriteOutcome, SampleId};
 use crate::sample::Sampling;
 
 /// Shared part of an event, referenced by its handle, its children and its context. Immutable or
@@ -27,7 +27,8 @@ pub(crate) struct EventShared {
     /// Attributes that the event was opened with. [`Sampling`] contains the current period.
     pub attr: Attr,
     pub owner: Owner,
-    /// Cookie for [`crate::OverflowReport`] reports of events that back a VMM object.
+    /// Cookie under which the event's overflows are reported to the VMM
+    /// ([`crate::OverflowReport`]), or `None` for no reports.
     pub cookie: Option<u64>,
     /// `true` if the event has a child per vCPU.
     pub is_family: bool,
@@ -75,7 +76,8 @@ pub(crate) enum Source {
     Driver(Box<dyn PmuEvent>),
     /// Count of a software event raised by the VMM, kept by the core itself.
     Raised(u64),
-    /// No source, because the event represents its children in the vCPU contexts.
+    /// No source of its own: the event is the parent of a family, and its children in the vCPU
+    /// contexts count.
     Family,
 }
 
@@ -98,7 +100,7 @@ pub(crate) struct Event {
     pub enable_on_exec: bool,
     /// Ring that receives the records of the event, if any.
     pub output: Option<Arc<Output>>,
-    /// Counts per time slice of a multiplexed event.
+    /// Counts in the time slices of a multiplexed event.
     pub slices: Option<Slices>,
     /// Driver count at the last reset.
     base: u64,
@@ -112,7 +114,8 @@ pub(crate) struct Event {
     settled: bool,
     /// Position of the event in the lists of its context.
     pub places: ListPositions,
-    /// Position of a raised event in the list of its ID.
+    /// Position of an event that the VMM raises in the context's list of events with the same
+    /// software event ID.
     pub raised_at: usize,
 }
 
@@ -197,13 +200,14 @@ impl Event {
         self.raw().wrapping_sub(self.base)
     }
 
-    /// Returns `true` if the driver has detected that the host took its counter away.
+    /// Returns `true` if the driver has detected that the host took the event's counter away.
     pub fn is_lost(&self) -> bool {
         self.state == EventState::Active
             && matches!(&self.source, Source::Driver(driver) if driver.lost_ns().is_some())
     }
 
-    /// Returns the age of a package count in nanoseconds, or `None` for ordinary events.
+    /// Returns the age of the last value of a package count in nanoseconds, or `None` for ordinary
+    /// events.
     pub fn count_age_ns(&mut self) -> Option<u64> {
         match &mut self.source {
             Source::Driver(driver) => driver.count().map(|_| driver.count_age_ns()),
@@ -216,8 +220,8 @@ impl Event {
         self.base = self.raw().wrapping_sub(value);
     }
 
-    /// Starts the event. Requires that `raw` is the final count of the last run, which
-    /// [`Event::stop`] ensures for events that overflow.
+    /// Starts the event. Requires that `raw` is the count at which the event was last stopped,
+    /// which [`Event::stop`] ensures for events that overflow.
     pub fn start(&mut self, time: u64) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         if let Source::Driver(driver) = &mut self.source {
@@ -264,8 +268,9 @@ impl Event {
         self.state = EventState::Inactive;
     }
 
-    /// Restarts the driver event of an active event with the overflow point of its sampling state.
-    /// After an error the driver event is stopped and the event is only nominally active.
+    /// Restarts the driver event of an active event, armed with the overflow point of the event's
+    /// sampling state. After an error the driver event is stopped, although the state of the event
+    /// is still active.
     pub fn restart(&mut self) -> Result<(), PmuError> {
         let overflow_in = self.sampling.overflow_in();
         let Source::Driver(driver) = &mut self.source else {
@@ -307,8 +312,8 @@ impl Event {
         Ok(())
     }
 
-    /// Records that the event was scheduled in at context time `time`. Returns `true` if the count
-    /// of its previous slice is now known.
+    /// Records that the event was scheduled in at context time `time`. Returns `true` if this ends
+    /// its previous time slice, whose count is then known.
     pub fn record_sched_in(&mut self, leader: EventState, time: u64) -> bool {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         let count = self.raw_at_start().wrapping_sub(self.base);
@@ -317,8 +322,8 @@ impl Event {
             .is_some_and(|slices| slices.on(enabled_ns, count))
     }
 
-    /// Records that the event is scheduled out at context time `time`. Its count need not be known
-    /// yet.
+    /// Records that the event is scheduled out at context time `time`. The count at that time may
+    /// be read later.
     pub fn record_sched_out(&mut self, leader: EventState, time: u64) {
         let enabled_ns = self.times.at(self.state, leader, time).enabled_ns;
         if let Some(slices) = &mut self.slices {
@@ -338,8 +343,9 @@ impl Event {
         }
     }
 
-    /// Reads an event that was scheduled out for another event, once per time slice. Returns `true`
-    /// if the count of its last slice is now known.
+    /// Ends the time slice of a scheduled-out event whose slot was given to another event. Reads
+    /// the count, once per time slice. Returns `true` if this call ended a slice, whose count is
+    /// then known.
     pub fn end_slice(&mut self) -> bool {
         if self.slices.is_none() || self.state == EventState::Active {
             return false;
@@ -398,13 +404,14 @@ impl Event {
     }
 
     /// Accounts for the result of writing records of this event.
-    pub fn count_lost(&self, written: WriteOutcome) {
+    pub fn count_lost(&self, written: RecordWriteOutcome) {
         if written.lost > 0 {
             self.top().lost.fetch_add(written.lost, Ordering::Relaxed);
         }
     }
 
-    /// Returns the trailer of a record that `by` writes for this event.
+    /// Returns `by` (the vCPU and time of a record) completed with the IDs of this event, as the
+    /// trailer of a record.
     pub fn sample_id(&self, by: SampleId) -> SampleId {
         SampleId {
             id: self.top().id,

@@ -11,7 +11,7 @@ pub(crate) enum EventList {
     Throttled,
     /// Events with a period that follows a frequency.
     Frequency,
-    /// Events raised by the VMM that overflow.
+    /// Events that count software events raised by the VMM, and that overflow.
     ArmedRaised,
 }
 

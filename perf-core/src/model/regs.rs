@@ -41,7 +41,8 @@ pub trait SampleRegs {
     }
 }
 
-/// Registers of an unknown instruction pointer in the guest's kernel, for a VMM that takes no samples.
+/// Registers that report an unknown instruction pointer in the guest's kernel, for a VMM that takes
+/// no samples.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UnavailableRegs;
 

@@ -22,8 +22,8 @@ pub(crate) struct Slices {
 }
 
 impl Slices {
-    /// Schedules the event in at time enabled `enabled_ns` with count `count`. Returns `true` if a
-    /// slice was closed.
+    /// Records that the event is scheduled in at time enabled `enabled_ns`, with count `count`.
+    /// Returns `true` if this closes the previous slice.
     pub fn on(&mut self, enabled_ns: u64, count: u64) -> bool {
         if let Some((from_ns, at)) = self.open {
             if self.off_ns == enabled_ns {
@@ -34,8 +34,8 @@ impl Slices {
         self.open.replace((enabled_ns, count)).is_some()
     }
 
-    /// Ends the slice of an event that another event replaced, with count `count`. Returns `true`
-    /// if a slice was closed.
+    /// Ends the slice of an event whose slot was given to another event, at count `count`. Returns
+    /// `true` if there was a slice to close.
     pub fn end(&mut self, count: u64) -> bool {
         let Some((from_ns, at)) = self.open.take() else {
             return false;
@@ -57,7 +57,8 @@ impl Slices {
         }
     }
 
-    /// Schedules the event out, possibly only for a pause. Its count is read later.
+    /// Records that the event is scheduled out at time enabled `enabled_ns`, possibly only because
+    /// its vCPU pauses. The count is read later.
     pub fn off(&mut self, enabled_ns: u64) {
         self.off_ns = enabled_ns;
     }
@@ -123,8 +124,8 @@ pub(crate) struct EstimateSum {
 }
 
 impl EstimateSum {
-    /// Converts the result of one event: its estimate, or its exact totals if there is no estimate
-    /// and the event was always active.
+    /// Converts the result of one event: its estimate or, if there is no estimate and the event was
+    /// always active, its exact totals.
     pub fn of(totals: Totals, estimate: Option<Estimate>) -> Self {
         let running = totals.times.running_ns;
         match estimate {
@@ -174,7 +175,8 @@ impl EstimateSum {
         self.missing |= other.missing;
     }
 
-    /// Returns the sum, or `None` if no event was counted or an enabled event was not counted.
+    /// Returns the sum. Returns `None` if none of the events was counted, or if one of them was
+    /// enabled but never active.
     pub fn get(&self) -> Option<Estimate> {
         (self.counted && !self.missing).then(|| Estimate {
             value: self.value,

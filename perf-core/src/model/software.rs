@@ -164,7 +164,8 @@ impl Drop for LevelGuard {
 }
 
 /// Number of open events per software event ID, and number of open events that request SWITCH
-/// records. An unused event therefore costs one load.
+/// records. Because of these numbers, raising an event that no open event counts costs only one
+/// load.
 #[derive(Debug, Default)]
 pub(crate) struct OpenEventCounts {
     counts: [AtomicU32; IDS],

@@ -18,7 +18,7 @@ pub enum EventState {
 
 /// Work that [`crate::PerfCore::tick`] has to do, in increasing order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum TickWork {
+pub enum PendingTickWork {
     /// No work.
     #[default]
     None,
@@ -33,7 +33,7 @@ pub enum TickWork {
 /// Owner of an event, which determines its priority for slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Owner {
-    /// Guest, for an event that backs a counter programmed by the guest.
+    /// The guest: the event implements a counter that the guest has programmed.
     Guest,
     /// Operator, for the whole VM.
     OperatorVm,

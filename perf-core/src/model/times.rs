@@ -90,7 +90,8 @@ impl EventTimes {
         self.stopped_stamp = time;
     }
 
-    /// Schedules the event in. The time since it was scheduled out does not count as running time.
+    /// Schedules the event in. The time since the event was scheduled out does not count as running
+    /// time.
     pub fn go_on(&mut self, time: u64) {
         self.running_stamp = self
             .running_stamp
@@ -119,14 +120,14 @@ impl EventTimes {
         }
     }
 
-    /// Copies the computed times to the totals. Call this method before `state` or `leader` drops
-    /// below inactive.
+    /// Copies the computed times to the accumulated totals. Call this method before `state` or
+    /// `leader` changes to a state below inactive (off or error).
     pub fn settle(&mut self, state: EventState, leader: EventState, time: u64) {
         self.total = self.at(state, leader, time);
     }
 
-    /// Sets the accumulated times in any state. Changes totals and timestamps together, because
-    /// otherwise the next computation would overwrite the totals.
+    /// Sets the accumulated times, in any state of the event. Changes totals and timestamps
+    /// together, because otherwise the next computation would overwrite the totals.
     pub fn set(&mut self, times: TimeTotals, time: u64) {
         self.total = times;
         self.enable(time);

@@ -6,7 +6,7 @@ use super::GroupKey;
 /// End of a list.
 const NIL: u32 = u32::MAX;
 
-/// Returns the 32-bit form of a key that links use.
+/// Returns the 32-bit form of `key`, in which links store keys.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the queue takes in keys of 32 bits only"
@@ -15,7 +15,7 @@ fn short(key: GroupKey) -> u32 {
     usize::from(key) as u32
 }
 
-/// Returns the key, or `None` at the end of the list.
+/// Returns the key that a link stores, or `None` at the end of the list.
 fn key(short: u32) -> Option<GroupKey> {
     (short != NIL).then(|| (short as usize).into())
 }
@@ -31,8 +31,8 @@ impl ListLink {
     pub(super) const NONE: Self = Self { prev: NIL, next: NIL };
 }
 
-/// A list whose links are stored in its entries. The `link` argument of its methods selects the
-/// link.
+/// A list whose links are stored in its entries. An entry may contain links of several lists, and
+/// the `link` argument of each method selects the link of this list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupList {
     head: u32,

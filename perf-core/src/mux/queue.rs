@@ -39,16 +39,17 @@ const STEADY: f32 = 1e-3;
 /// Maximum mean square step of a calm group (rates within 25 %). The rate of such a group either
 /// varies little or aliases with the intervals.
 const CALM: f32 = 0.06;
-/// Factor of the detection threshold. A shift reveals a pattern if the squared step exceeds this
-/// multiple of the mean square step plus [`SHIFT_THRESHOLD_MIN`], which is a tenth of the rate
-/// squared.
+/// Factor of the mean square step in the detection threshold. A shift reveals a pattern if the
+/// squared step across the shift exceeds this factor times the mean square step, plus
+/// [`SHIFT_THRESHOLD_MIN`] (the square of a tenth of the rate).
 const SHIFT_THRESHOLD: f64 = 8.0;
 const SHIFT_THRESHOLD_MIN: f64 = 0.01;
-/// Number of consecutive shifts that must reveal a pattern in the same group to confirm it, unless
-/// they reveal it in most groups.
+/// Number of consecutive shifts that must reveal a pattern in the same group to confirm the
+/// pattern. A single shift that reveals a pattern in most groups also confirms it.
 const CONFIRMING_SHIFTS: u8 = 2;
-/// Number of rotations before the first shift. Each later wait is longer by the factor
-/// [`NEXT_SHIFT`], because a shift slightly reduces the precision of regular intervals.
+/// Number of rotations before the first shift. The number of rotations before each later shift
+/// grows by the factor [`NEXT_SHIFT`], because a shift slightly reduces the precision of regular
+/// intervals.
 const FIRST_SHIFT: RotationCount = RotationCount(8);
 const NEXT_SHIFT: u64 = 4;
 
@@ -68,7 +69,7 @@ impl IntervalIndex {
     }
 }
 
-/// Index of the period between two changes of the interval.
+/// Index of a period during which the multiplexing interval does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct IntervalEra(u32);
 
@@ -88,7 +89,7 @@ impl RotationCount {
     const NONE: Self = Self(0);
     const ONE: Self = Self(1);
 
-    /// Returns the number of intervals in these rotations with `groups` groups.
+    /// Returns the number of intervals in this number of rotations, if there are `groups` groups.
     fn turns(self, groups: usize) -> IntervalCount {
         IntervalCount(self.0.saturating_mul(groups as u64))
     }
@@ -127,11 +128,12 @@ enum QueueState {
 /// Confidence that a group has no pattern that aliases with the current interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Confidence {
-    /// Not enough data, or a rate that varies too much to hide a pattern.
+    /// Confidence not yet determined: there is not enough data, or the rate varies too much to hide
+    /// a pattern.
     Open,
-    /// Calm, but not yet verified by a shift.
+    /// Nearly constant rate, not yet verified by a phase shift.
     Suspect,
-    /// Calm before and after a shift.
+    /// Nearly constant rate before and after a phase shift.
     Cleared,
 }
 
@@ -214,18 +216,20 @@ pub struct MuxQueue {
     phase: Phase,
     /// Number of intervals left in the phase.
     left: IntervalCount,
-    /// Number of rotations before the next shift, which takes place only if there are suspects.
+    /// Number of rotations before the next phase shift, which takes place only if there are groups
+    /// with [`Confidence::Suspect`].
     run: RotationCount,
-    /// Number of groups with [`Confidence::Suspect`] in this era.
+    /// Number of groups with [`Confidence::Suspect`] since the interval was last changed.
     suspects: usize,
-    /// Results of this shift: number of suspects checked, number with a pattern, and whether a
-    /// pattern was confirmed by consecutive shifts.
+    /// Results of the current phase shift. `checked`: number of suspect groups checked. `revealed`:
+    /// number of these groups with a pattern. `pattern_confirmed`: `true` if consecutive shifts
+    /// confirmed a pattern.
     checked: usize,
     revealed: usize,
     pattern_confirmed: bool,
     /// Pseudo-random state that selects groups to read in the middle of a slice.
     draw: u32,
-    /// Number of intervals so far, and the number at the last call of
+    /// `turns`: number of intervals so far. `aliased_at`: value of `turns` at the last call of
     /// [`MuxQueue::record_aliasing`].
     turns: IntervalCount,
     aliased_at: Option<IntervalCount>,
@@ -359,7 +363,8 @@ impl MuxQueue {
         }
     }
 
-    /// Records a step between two regular slices.
+    /// Records the rate change `step` of group `key` between two slices of regular length and
+    /// phase.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a step of a rate is a rough number"
@@ -376,8 +381,9 @@ impl MuxQueue {
         }
     }
 
-    /// Evaluates the step across a shift. A pattern that aliases with the intervals shows a
-    /// different phase after the shift, whereas other rates hardly change.
+    /// Evaluates the rate change `step` of group `key` across a phase shift. If a pattern aliases
+    /// with the intervals, the slices after the shift see a different phase of it. Other rates
+    /// hardly change.
     fn shifted(&mut self, key: GroupKey, step: f64) {
         let entry = &mut self.entries[usize::from(key)];
         if entry.trust != Confidence::Suspect {
@@ -489,8 +495,9 @@ impl MuxQueue {
     /// Selects the next phase.
     ///
     /// Regular intervals are the most precise, unless a periodic guest pattern aliases with them.
-    /// All slices then see the same phase of the pattern and the group appears calm. Calm groups
-    /// are therefore verified by a phase shift.
+    /// All slices of a group then see the same phase of the pattern, and the rate of the group
+    /// appears nearly constant (the group is calm). Calm groups are therefore verified by a phase
+    /// shift.
     fn next_phase(&mut self) {
         let groups = self.len();
         self.left = RotationCount::ONE.turns(groups);

@@ -39,12 +39,14 @@ impl CountedLevels {
     }
 }
 
-/// Totals of one selector, and the next overflow point for each choice of levels.
+/// Totals of one selector, and the next overflow point for each combination of privilege levels
+/// that events count.
 #[derive(Debug)]
 struct SelectorTotals {
     user: AtomicU64,
     kernel: AtomicU64,
-    /// Next overflow point, in counts at this choice of levels; [`NEVER`] if no event is armed.
+    /// Next overflow point of the events that count user mode, kernel mode, or both, in counts at
+    /// those levels; [`NEVER`] if no such event is armed.
     next_user: AtomicU64,
     next_kernel: AtomicU64,
     next_both: AtomicU64,
@@ -77,7 +79,7 @@ impl SelectorTotals {
         }
     }
 
-    /// Changes the numbers of started events by one event of `levels`.
+    /// Applies `change` to the number of started events of each privilege level in `levels`.
     fn change_started(&self, levels: CountedLevels, change: fn(&AtomicU32) -> u32) {
         if matches!(levels, CountedLevels::User | CountedLevels::Both) {
             change(&self.started_user);
@@ -97,8 +99,8 @@ impl SelectorTotals {
     }
 }
 
-/// An event's choice of levels and its overflow point, from which the nearest overflow point is
-/// recomputed when another event is disarmed.
+/// The overflow point of one event, with the event's selector and counted levels. The nearest
+/// overflow point of a selector is recomputed from these values when an event is disarmed.
 #[derive(Clone, Copy, Debug)]
 struct OverflowPoint {
     selector: usize,
@@ -107,7 +109,7 @@ struct OverflowPoint {
     at: u64,
 }
 
-/// All open events, armed or not. Arming and disarming do not allocate.
+/// Overflow points of all open events, whether armed or not. Arming and disarming do not allocate.
 #[derive(Debug, Default)]
 struct OverflowPoints {
     list: Vec<OverflowPoint>,
@@ -186,8 +188,8 @@ impl FedCounts {
             .map_or(0, |cell| cell.total(CountedLevels::Both))
     }
 
-    /// Returns whether a started event counts one of the first `selectors` selectors in user mode, and
-    /// whether one does so in kernel mode.
+    /// Returns two flags for the first `selectors` selectors: `true` if a started event counts one
+    /// of them in user mode, and `true` if a started event counts one of them in kernel mode.
     #[must_use]
     pub fn counted_levels(&self, selectors: usize) -> (bool, bool) {
         let cells = || self.cells.iter().take(selectors);
@@ -431,8 +433,8 @@ mod tests {
         pmu.open(&attr, TARGET).unwrap()
     }
 
-    /// The counted levels are those of started events, so the VMM produces a count, for example by
-    /// single-stepping, only while an event needs it.
+    /// `counted_levels` reports only levels that started events count, so the VMM produces a count,
+    /// for example by single-stepping, only while an event needs it.
     #[test]
     fn counted_levels_are_those_of_started_events() {
         let (counts, pmu) = setup(2);

@@ -139,8 +139,9 @@ pub trait Pmu: Send + Sync + Debug {
     /// Returns a [`PmuError`] if this driver cannot count the event.
     fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError>;
 
-    /// Opens an event that will be active only together with the event that returned `group` from
-    /// [`PmuEvent::group`], which may belong to another driver.
+    /// Opens an event that will be active only together with another event, the group leader.
+    /// `group` is the handle that [`PmuEvent::group`] of the leader returned. The leader may belong
+    /// to another driver.
     ///
     /// A driver with native groups on the host saves system calls and starts all members at the
     /// same time. The default implementation calls [`Pmu::open`].
@@ -193,7 +194,8 @@ pub trait PmuEvent: Send {
     /// Never decreases or resets. On the vCPU's own thread this takes at most one system call.
     fn read(&mut self) -> u64;
 
-    /// Checks whether a started event still has its counter on the host, for [`PmuEvent::lost_ns`].
+    /// Checks whether a started event still has its counter on the host. [`PmuEvent::lost_ns`]
+    /// returns the result.
     ///
     /// Takes at most one system call, and none in drivers with counters that cannot be taken away.
     fn check_counter(&mut self) {}
@@ -202,8 +204,9 @@ pub trait PmuEvent: Send {
     /// `None` while the event counts.
     ///
     /// The result reflects the last call of [`PmuEvent::check_counter`] or [`PmuEvent::read`]. If
-    /// the exact moment is unknown, this is the longest possible time. The count does not advance
-    /// after the loss until the event is stopped and started again. Takes no system call.
+    /// the exact moment of the loss is unknown, the result is the longest time that may have passed
+    /// since then. The count does not advance after the loss until the event is stopped and started
+    /// again. Takes no system call.
     fn lost_ns(&self) -> Option<u64> {
         None
     }
@@ -239,10 +242,11 @@ pub trait PmuEvent: Send {
         (self.take_overflows() > 0).then(|| self.read())
     }
 
-    /// Arms a started event to overflow `overflow_in` counts after `count`, the value that the
-    /// driver just returned.
+    /// Arms a started event to overflow `overflow_in` counts after `count`, which is the count that
+    /// the driver just returned.
     ///
-    /// If the host re-arms periodically, the driver does nothing while the distance stays the same.
+    /// If the host re-arms the event periodically by itself, the driver does nothing while
+    /// `overflow_in` stays the same.
     ///
     /// # Errors
     /// Returns the same errors as [`PmuEvent::arm`].
@@ -264,8 +268,8 @@ pub trait PmuEvent: Send {
     ///
     /// A driver that cannot access the package counter from every thread updates the total when a
     /// vCPU of the package is scheduled, and returns that value until the next update. The core
-    /// returns the total unmodified. The total grows in steps, never decreases, and may lag by this
-    /// time.
+    /// returns the total unmodified. The total grows in steps, never decreases, and may lag behind
+    /// the package counter by the returned age.
     fn count_age_ns(&mut self) -> u64 {
         0
     }

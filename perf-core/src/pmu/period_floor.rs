@@ -33,7 +33,8 @@ impl PeriodFloor {
     /// this period.
     ///
     /// # Errors
-    /// Returns the error of `set`, if it is not `EINVAL` or if no longer minimum is known.
+    /// Returns the error of `set` if it is not `EINVAL`, or if all known minimum periods have been
+    /// tried.
     pub(super) fn set(&mut self, asked: u64, mut set: impl FnMut(u64) -> io::Result<()>) -> io::Result<u64> {
         let mut period = self.period_for(asked);
         loop {

@@ -71,8 +71,8 @@ pub struct WaitTime {
 }
 
 impl WaitTime {
-    /// Creates a reader for thread `tid`, and shares the file of a thread that has called
-    /// [`WaitTime::of_this_thread`].
+    /// Creates a reader for thread `tid`. Uses the file that the thread has opened itself with
+    /// [`WaitTime::of_this_thread`], if any.
     ///
     /// # Errors
     /// Returns the error of opening `schedstat`, which is "not found" if the host does not account

@@ -33,7 +33,8 @@ pub struct SimConfig {
     pub slots: Option<usize>,
     /// Mask of allowed slots by `config`. A `config` without an entry fits all slots.
     pub allowed_slots: BTreeMap<u64, u64>,
-    /// Time since the loss of a slot, as reported by an event, in nanoseconds.
+    /// Time since the loss of its slot that an event reports, in nanoseconds
+    /// ([`PmuEvent::lost_ns`]).
     pub late_ns: u64,
     /// Mask of slots for events without an entry in `allowed_slots`; `None` for all slots.
     pub general: Option<u64>,
@@ -60,14 +61,15 @@ struct SimCounter {
     on: bool,
     slot: Option<usize>,
     count: u64,
-    /// Count at which the simulated hardware announces the overflow.
+    /// Count at which the simulated hardware announces the overflow. It is after `wanted_at` if the
+    /// requested period is below the minimum.
     armed_at: Option<u64>,
-    /// Count at which the event was armed to overflow.
+    /// Count at which the core requested the overflow.
     wanted_at: u64,
     floor: PeriodFloor,
     overflows: u32,
-    /// Set if the slot was lost while the event was active. `true` after the core has noticed the
-    /// loss.
+    /// `Some` if the slot was lost while the event was active: `Some(true)` after the core has
+    /// noticed the loss, `Some(false)` before.
     lost: Option<bool>,
 }
 
@@ -185,8 +187,9 @@ impl SimPmu {
         }
     }
 
-    /// Lets the polling timers of `vcpu` expire. Events that have reached the requested count
-    /// before the minimum period has ended report their overflow.
+    /// Lets the timers of `vcpu` that poll for late overflows expire. An event reports its overflow
+    /// if it has reached the requested count, although the simulated hardware, which rejects
+    /// shorter periods than the minimum, would announce it later.
     pub fn poll_late_overflows(&self, vcpu: VcpuId) {
         let mut state = self.shared.lock();
         for counter in state.counters.values_mut() {
@@ -597,8 +600,8 @@ mod tests {
         assert_eq!(pmu.open_events(), 0);
     }
 
-    /// P40: all events read the same package count, which is independent of the counts of the event
-    /// itself.
+    /// P40: all events of a package count read the same value, which is independent of the counts
+    /// of the single events.
     #[test]
     fn p40_a_package_count_is_shared() {
         let pmu = SimPmu::new(SimConfig {
@@ -631,8 +634,9 @@ mod tests {
     }
 
     proptest! {
-        /// P23 for drivers: with a period P, re-armed for the remaining counts, there are
-        /// floor(total / P) overflows, and the distance to the next one never exceeds P.
+        /// P23 for drivers: an event that is armed with period P, and re-armed for the remaining
+        /// counts after each read, overflows floor(total / P) times, and the distance to its next
+        /// overflow never exceeds P.
         #[test]
         fn p23_overflows_are_total_over_period(period in 1u64..100, steps in prop::collection::vec(0u64..100, 0..200)) {
             let pmu = SimPmu::default();

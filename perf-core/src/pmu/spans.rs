@@ -1,7 +1,8 @@
 //! Counts derived from a source that advances regardless of whether the event is active. An event
-//! counts only the gain of the source while the event is active.
+//! counts only the increase of the source while the event is active.
 
-/// The spans of time in which an event was active, and the gain of its source in these spans.
+/// The spans of time in which an event was active, and the increase of its source during these
+/// spans.
 #[derive(Debug, Default)]
 pub(super) struct Spans {
     /// Value of the source at the start of the current span.
@@ -27,8 +28,8 @@ impl Spans {
         self.start = None;
     }
 
-    /// Returns the gain of all spans so far. The count does not advance if the source cannot be
-    /// read.
+    /// Returns the increase of the source during all spans so far. The count does not advance if
+    /// the source cannot be read.
     pub fn count(&mut self, source: impl FnOnce() -> Option<u64>) -> u64 {
         if let Some(start) = self.start
             && let Some(now) = source()

@@ -13,8 +13,8 @@ const FIELDS: SampleType = SampleType::TID
     .union(SampleType::CPU)
     .union(SampleType::IDENTIFIER);
 
-/// The trailer of a record that is not a sample, with the task that the record refers to and its
-/// time. Present if the event has `sample_id_all`.
+/// The trailer of a record that is not a sample: the task that the record refers to, the time of
+/// the record, and IDs. Present if the event has `sample_id_all`.
 ///
 /// Contains the fields that the event's samples have. Other fields are 0 when decoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,7 +28,8 @@ pub struct SampleId {
     /// ID of the opened event, written to both the ID and the IDENTIFIER field of a trailer that
     /// has both.
     pub id: u64,
-    /// ID of the event itself, which differs for inherited events.
+    /// ID of the event that the record belongs to. For a child of an inherited event, this is the
+    /// ID of the child, whereas `id` is that of its parent.
     pub stream_id: u64,
     /// CPU number (the vCPU); `u32::MAX` for a record without a vCPU.
     pub cpu: u32,

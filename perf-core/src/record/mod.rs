@@ -40,9 +40,10 @@ impl RecordType {
     pub const COMM: Self = Self(3);
     /// `PERF_RECORD_EXIT`: a vCPU exited.
     pub const EXIT: Self = Self(4);
-    /// `PERF_RECORD_THROTTLE`: an event sampled too fast and was stopped.
+    /// `PERF_RECORD_THROTTLE`: an event overflowed too frequently, and its overflows are
+    /// suppressed.
     pub const THROTTLE: Self = Self(5);
-    /// `PERF_RECORD_UNTHROTTLE`: a throttled event was restarted.
+    /// `PERF_RECORD_UNTHROTTLE`: the overflows of a throttled event are no longer suppressed.
     pub const UNTHROTTLE: Self = Self(6);
     /// `PERF_RECORD_FORK`: a vCPU was added.
     pub const FORK: Self = Self(7);
@@ -240,13 +241,13 @@ pub trait EncodeRecord {
     /// If there is not enough space for all records, each is written separately, so no more records
     /// are lost than with separate writes.
     #[inline]
-    fn write_all<I>(records: I, format: RecordFormat, ring: &Ring) -> WriteOutcome
+    fn write_all<I>(records: I, format: RecordFormat, ring: &Ring) -> RecordWriteOutcome
     where
         Self: Sized,
         I: IntoIterator<Item = Self>,
         I::IntoIter: Clone,
     {
-        let mut written = WriteOutcome::default();
+        let mut written = RecordWriteOutcome::default();
         let mut rest = records.into_iter();
         loop {
             let (mut sizes, mut n, mut bytes) = (rest.clone(), 0, 0);
@@ -282,7 +283,7 @@ pub trait EncodeRecord {
                 }
             } else {
                 for record in rest.by_ref().take(usize::try_from(n).unwrap_or(usize::MAX)) {
-                    let one = WriteOutcome::from(record.write(format, ring));
+                    let one = RecordWriteOutcome::from(record.write(format, ring));
                     written.written += one.written;
                     written.lost += one.lost;
                     written.unfit += one.unfit;
@@ -294,7 +295,7 @@ pub trait EncodeRecord {
 
 /// The outcome of writing several records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WriteOutcome {
+pub struct RecordWriteOutcome {
     /// Number of records in the ring.
     pub written: u64,
     /// Number of records that did not fit. The ring has counted them and will report them.
@@ -303,7 +304,7 @@ pub struct WriteOutcome {
     pub unfit: u64,
 }
 
-impl From<Result<(), RingError>> for WriteOutcome {
+impl From<Result<(), RingError>> for RecordWriteOutcome {
     /// Converts the result of writing one record to an outcome.
     #[inline]
     fn from(result: Result<(), RingError>) -> Self {
@@ -328,7 +329,7 @@ pub enum DecodedRecord<'a> {
     Comm(CommRecord<'a>),
     /// Exit of a vCPU.
     Exit(TaskRecord),
-    /// Stop of an event that sampled too fast.
+    /// Throttling of an event that overflowed too frequently.
     Throttle(ThrottleRecord),
     /// Restart of a throttled event.
     Unthrottle(ThrottleRecord),

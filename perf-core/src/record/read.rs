@@ -92,13 +92,15 @@ pub struct ReadValues<'a> {
     pub entries: ReadEntries<'a>,
 }
 
-/// Returns the size of one entry, in bytes: 8 + 8·id + 8·lost.
+/// Returns the size of one entry, in bytes: 8 for the value, and 8 each for the ID and the lost
+/// count if `format` has them.
 fn entry_size(format: ReadFormat) -> usize {
     8 + 8 * (format & (ReadFormat::ID | ReadFormat::LOST)).bits().count_ones() as usize
 }
 
-/// Returns the size of the values of `members` events in `format`, in bytes: 8·enabled + 8·running
-/// + 8·group + entry·members.
+/// Returns the size of the values of `members` events in `format`, in bytes: 8 each for the time
+/// enabled, the time running and (with `GROUP`) the number of members if `format` has them, and the
+/// size of one entry for each member. Without `GROUP` there is a single entry.
 pub(crate) fn read_size_of(format: ReadFormat, members: usize) -> usize {
     let (members, group) = if format.contains(ReadFormat::GROUP) {
         (members, 8)

@@ -76,7 +76,8 @@ pub struct Sample<'a> {
     /// ID of the opened event, written to both the ID and the IDENTIFIER field of a sample that has
     /// both.
     pub id: u64,
-    /// ID of the event itself, which differs for inherited events.
+    /// ID of the event that took the sample. For a child of an inherited event, this is the ID of
+    /// the child, whereas `id` is that of its parent.
     pub stream_id: u64,
     /// CPU number.
     pub cpu: u32,

@@ -67,7 +67,8 @@ impl LostRecord {
 /// `PERF_RECORD_THROTTLE` or `PERF_RECORD_UNTHROTTLE`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThrottleRecord {
-    /// `true` for THROTTLE (stopped), `false` for UNTHROTTLE (restarted).
+    /// `true` for THROTTLE (overflows suppressed), `false` for UNTHROTTLE (overflows allowed
+    /// again).
     pub throttled: bool,
     /// Time in nanoseconds.
     pub time_ns: u64,

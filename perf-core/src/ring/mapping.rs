@@ -76,8 +76,9 @@ pub(super) fn reopened(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Returns `true` if the file is open or mapped other than through `fd`, which must be an unshared
-/// result of [`reopened`]. The kernel grants a write lease only to the sole user of a file.
+/// Returns `true` if the file is open or mapped other than through `fd`. Requires that `fd` is the
+/// result of [`reopened`] and was not duplicated. The kernel grants a write lease only to the sole
+/// user of a file.
 pub(super) fn is_open_elsewhere(fd: BorrowedFd<'_>) -> Result<bool> {
     let lease = |kind: libc::c_int| {
         // SAFETY: F_SETLEASE takes the lease type by value.
@@ -244,8 +245,9 @@ mod tests {
 
     const F_GETSIG: libc::c_int = 11;
 
-    /// A client may open the memory during the check for other users. This must not terminate the
-    /// process, which may have no SIGIO handler.
+    /// A client may open the ring's memory while the process checks whether the memory has other
+    /// users. The resulting lease signal must not terminate the process, which may have no SIGIO
+    /// handler.
     #[test]
     fn client_open_during_lease_check_is_harmless() {
         let memory = sealed_memfd(PAGE_SIZE).unwrap();

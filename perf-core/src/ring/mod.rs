@@ -55,7 +55,7 @@ use protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
 pub use mapping::PAGE_SIZE;
 pub use page::{ControlPageBusy, ControlPageField, ControlPageWriter};
-pub use reader::{RawRecord, RecordBatch, RingReadError, RingReader};
+pub use reader::{RawRecord, RingReadError, RingReader, RingRecordBatch};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
 
@@ -314,8 +314,8 @@ impl Ring {
         self.record_max
     }
 
-    /// Returns the number of pages of the ring including the control page, which is charged to a
-    /// memory budget.
+    /// Returns the number of pages of the ring, including the control page. This number is charged
+    /// to a memory budget.
     pub fn pages(&self) -> usize {
         1 + self.data_size() / PAGE_SIZE
     }
@@ -325,8 +325,8 @@ impl Ring {
         self.protocol.pending_lost()
     }
 
-    /// Returns a position up to which records are published. May lag behind while several writers
-    /// publish.
+    /// Returns a position up to which records are published. While several writers publish, the
+    /// result may lag behind the latest published position.
     pub fn published(&self) -> u64 {
         self.protocol.published()
     }
@@ -360,9 +360,10 @@ impl Ring {
     /// Returns the eventfd that becomes readable when the reader must be notified. Its count is a
     /// [`PollState`].
     ///
-    /// The eventfd must stay nonblocking. The flag belongs to the open file, so a receiving process
-    /// can clear it and block the writer. Send the eventfd only to a client that may delay the VM
-    /// anyway, and relay notifications to others.
+    /// The eventfd must stay nonblocking. The nonblocking flag belongs to the open file, so a
+    /// process that receives the eventfd can clear the flag and thereby block the writer. Send the
+    /// eventfd only to a client that may delay the VM anyway, and relay notifications to all other
+    /// clients.
     pub fn wakeup_fd(&self) -> BorrowedFd<'_> {
         self.wake.fd()
     }
@@ -468,8 +469,8 @@ impl Ring {
     /// Reserves `bytes` for several records, `samples` of which are samples.
     ///
     /// The records are reserved and published together, so two threads that write to the same ring
-    /// contend only once for all of them. The reservation as a whole nests, and delays the
-    /// publication of later records, as with [`begin`](Self::begin).
+    /// contend only once for all of them. As with [`begin`](Self::begin), reservations must nest,
+    /// and records that are begun later are not published while the reservation exists.
     ///
     /// # Errors
     ///
@@ -513,8 +514,9 @@ impl Ring {
         (self.data_size() / 8).min(RECORD_SIZE_MAX)
     }
 
-    /// Reserves `size` bytes, preceded by a LOST record if losses are pending, and returns their
-    /// position. A failure counts `records` losses.
+    /// Reserves `size` bytes for `records` records, preceded by a LOST record if losses are
+    /// pending, and returns their position. If the reservation fails, counts `records` further
+    /// losses.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -575,8 +577,8 @@ impl Ring {
         }
     }
 
-    /// Counts the losses of a failed reservation: the losses that were taken for a LOST record that
-    /// is not written, and the new losses.
+    /// Counts `lost` losses after a failed reservation. These are the new losses and those that
+    /// were taken for a LOST record that is not written.
     #[cold]
     fn count_refused(&self, lost: u64) -> RingError {
         if lost != 0 {
@@ -596,7 +598,8 @@ impl Ring {
 #[derive(Debug)]
 pub struct Reservation<'a> {
     ring: &'a Ring,
-    /// Claim that is ended on drop, or `None` in a batch, which ends its own claim for all records.
+    /// Reserved range that this reservation completes when dropped. `None` for a record of a batch,
+    /// because the batch completes one range for all its records.
     claim: Option<Claim>,
     at: *mut u8,
     left: usize,
@@ -665,8 +668,8 @@ impl Drop for Reservation<'_> {
 /// Reserved space for several records, which are begun one after the other and published when the
 /// batch is dropped.
 ///
-/// Unused space becomes one record of zeros (type 0, which readers skip), so the reservation should
-/// match the records.
+/// Unused space becomes one record of zeros (type 0, which readers skip), so the reserved size
+/// should match the total size of the records.
 #[must_use = "dropping a run ends it"]
 #[derive(Debug)]
 pub struct BatchReservation<'a> {

@@ -19,7 +19,8 @@ struct Ring {
     protocol: Protocol<AtomicU64>,
     head: AtomicU64,
     tail: AtomicU64,
-    /// Data area. loom fails the model if one thread reads a unit while another may write it.
+    /// Data area. loom fails the model if one thread reads a unit while another thread may write
+    /// the unit.
     data: Vec<UnsafeCell<u64>>,
     /// Head at the latest notification.
     notified: AtomicU64,
@@ -64,12 +65,13 @@ impl Ring {
         claim
     }
 
-    /// Fills the claim: the first unit holds the record's length in units, all others its tag.
+    /// Fills a claim with one record: the first unit holds the record's length in units, and all
+    /// others hold `tag`.
     fn fill(&self, claim: &Claim, tag: u64) {
         self.fill_part(claim.start, (claim.end - claim.start) / 8, tag);
     }
 
-    /// Fills a record of `units` at `start`, in a claim that holds several records.
+    /// Fills a record of `units` units at `start`, in a claim that holds several records.
     fn fill_part(&self, start: u64, units: u64, tag: u64) {
         let first = start / 8;
         for unit in first..first + units {

@@ -38,8 +38,8 @@ pub(super) struct ControlPage {
     time_mask: AtomicU64,
     reserved: [AtomicU64; 116 - PARTS],
     /// Extension of the kernel's layout, in its reserved words: for each part of an overwrite ring,
-    /// the first position in it at which a record begins. Entries that no record updated during the
-    /// last lap are outdated.
+    /// the first position in it at which a record begins. An entry is outdated if no record has
+    /// updated it during the writers' last pass through the ring.
     record_starts: [AtomicU64; PARTS],
     pub(super) data_head: AtomicU64,
     pub(super) data_tail: AtomicU64,
@@ -90,8 +90,8 @@ impl ControlPage {
         self.data_head.store(start, Release);
     }
 
-    /// Records that a record will begin at position `end`, where the one at `start` ends, in a ring
-    /// of `size` bytes.
+    /// Records that the record at position `start` ends at position `end`, so that the next record
+    /// will begin there, in a ring of `size` bytes.
     #[inline(never)]
     pub(super) fn note_record(&self, start: u64, end: u64, size: u64) {
         let part = |position: u64| position / (size / PARTS as u64);

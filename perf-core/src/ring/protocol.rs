@@ -95,13 +95,14 @@ pub(super) struct CacheAligned<T>(pub(super) T);
 /// Words that every record writes twice.
 struct HotWords<W> {
     state: W,
-    /// Boundary of the old generation, written by the writer that closes it while still a member.
+    /// Boundary of the old generation. The writer that closes the generation writes it while still
+    /// a member.
     boundary: W,
     /// `data_head` as last published. Equals the head while there is no writer.
     published: W,
-    /// `data_tail` as last read from the control page. Read again only when its free space is
-    /// exhausted, because each publication moves the line of `data_head` and `data_tail` between
-    /// processors.
+    /// `data_tail` as last read from the control page. Read again only when the free space computed
+    /// from this value is exhausted, because each publication moves the cache line of `data_head`
+    /// and `data_tail` between processors.
     tail: W,
 }
 
@@ -117,7 +118,8 @@ struct ColdWords<W> {
     last_crossing: W,
 }
 
-/// Words written by samples if wakeups are counted, and by records that must wake the reader.
+/// Words that are written by samples if wakeups are counted by samples, and by records that must
+/// wake the reader.
 struct WakeWords<W> {
     samples: W,
     /// Highest end position of a record that must wake the reader, or 0 if there is none.
@@ -136,8 +138,8 @@ pub(super) struct RingGeometry {
 impl RingGeometry {
     /// Returns the maximum number of reserved but unpublished bytes.
     ///
-    /// In overwrite mode a reader may trust the rest of the area, because no writer is ahead of the
-    /// published head by more than this.
+    /// Writers are never ahead of the published head by more than this number of bytes. In
+    /// overwrite mode, a reader may therefore trust the rest of the data area.
     pub(super) fn in_flight_max(self) -> u64 {
         if self.overwrite { self.size / 4 } else { self.size }
     }
@@ -540,10 +542,11 @@ mod tests {
         }
     }
 
-    /// With one writer in flight, others begin and end. Once an eighth of the area is unpublished,
-    /// an ending writer closes their generation, so that the first writer publishes their records
-    /// when it ends even though another has begun. Below that threshold the only remaining writer
-    /// publishes, which is cheaper.
+    /// While a first writer is in flight, other writers begin and end. Once an eighth of the data
+    /// area is unpublished, an ending writer closes the generation of these writers. The first
+    /// writer then publishes their records when it ends, even though another writer has begun
+    /// meanwhile. Below that threshold, records are published only when a single writer remains,
+    /// which is cheaper.
     #[test]
     fn generation_is_closed_when_an_eighth_of_the_ring_is_unpublished() {
         for (len, published) in [(SIZE / 8 - 64 - 8, 96), (SIZE / 8 - 64, 96 + SIZE / 8)] {
@@ -673,9 +676,10 @@ mod tests {
         assert_eq!(ring.published(), 128);
     }
 
-    /// The last writer of an old generation has published everything, and another joins before the
-    /// decrement. The writer then finds the boundary of its generation behind the published
-    /// position.
+    /// The last writer of an old generation has published everything, and another writer joins
+    /// before the last writer decrements the writer count. The last writer then finds that the
+    /// boundary of its generation is behind the published position, and does not publish the
+    /// boundary.
     #[test]
     fn p29_outdated_boundary_is_not_published() {
         for others in [0, 64] {
@@ -702,8 +706,9 @@ mod tests {
         }
     }
 
-    /// A failed reservation is based on a consistent view of a single moment, not on an old
-    /// published position combined with a newer head.
+    /// A reservation fails only if the ring was full at a single moment. Space that is freed
+    /// between the loads of the published position and of the head is found, because the two values
+    /// must be consistent.
     #[test]
     fn space_freed_between_two_loads_is_found() {
         let ring = stepped_ring(true);

@@ -347,7 +347,7 @@ impl RingReader {
         Ok(Some(RawRecord { bytes }))
     }
 
-    /// Returns all available records, to be held together.
+    /// Returns all available records, which can all be borrowed at the same time.
     ///
     /// An overwrite ring yields no records, because they can only be trusted one at a time (see
     /// [`next_record`](Self::next_record)). Space is released by the next call of any method, so a
@@ -355,9 +355,9 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns the errors of [`next_record`](Self::next_record) for the head. A corrupt record ends
-    /// the batch, and the next call reports it.
-    pub fn batch(&mut self) -> Result<RecordBatch<'_>, RingReadError> {
+    /// Returns the errors of [`next_record`](Self::next_record) that concern the head. A corrupt
+    /// record ends the batch, and the next call reports it.
+    pub fn batch(&mut self) -> Result<RingRecordBatch<'_>, RingReadError> {
         self.release();
         if self.tail == self.head {
             self.refill()?;
@@ -365,7 +365,7 @@ impl RingReader {
             // The last batch ended early; `next_record` reports the reason.
             self.size_at(self.tail)?;
         }
-        Ok(RecordBatch { reader: self })
+        Ok(RingRecordBatch { reader: self })
     }
 
     /// Checks for new records, and releases the space of the old ones if there are none.
@@ -526,11 +526,11 @@ impl Drop for RingReader {
 }
 
 /// The records that were available when the batch was taken; see [`RingReader::batch`].
-pub struct RecordBatch<'a> {
+pub struct RingRecordBatch<'a> {
     reader: &'a mut RingReader,
 }
 
-impl<'a> Iterator for RecordBatch<'a> {
+impl<'a> Iterator for RingRecordBatch<'a> {
     type Item = RawRecord<'a>;
 
     #[inline]

@@ -175,8 +175,8 @@ fn largest_record_fits_an_empty_ring_after_a_loss_too() {
     }
 }
 
-/// A LOST record has the trailer of the next writer that succeeds, of up to six words, which
-/// reduces the maximum record size.
+/// A LOST record ends with the trailer of the next writer that succeeds. The trailer has up to six
+/// words and reduces the maximum record size.
 #[test]
 fn lost_record_has_trailer_of_next_successful_writer() {
     for words in 0..=7 {
@@ -309,7 +309,8 @@ fn batches_of_invalid_size_are_rejected() {
     }
 }
 
-/// Returns the error of a reservation, as its name and limit or size.
+/// Returns the error of a failed reservation, as the name of the error and the limit or size that
+/// it contains.
 fn refused<T>(result: Result<T, RingError>) -> (&'static str, usize) {
     match result {
         Err(RingError::TooLarge { limit, .. }) => ("too large", limit),

@@ -149,7 +149,7 @@ impl CounterAssignments {
         self.events.push(event);
     }
 
-    /// Removes all but the first `len` events and restores the counters of those.
+    /// Removes all but the first `len` events, and returns these events to the counters `seats`.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn restore(&mut self, len: usize, seats: &[u8]) {
         self.events.truncate(len);
@@ -207,8 +207,8 @@ impl CounterAssignments {
         Err(self.conflict(reached))
     }
 
-    /// Moves the events of an augmenting path that ends at the free counter `end`. Returns the
-    /// counter that becomes free.
+    /// Moves each event of an augmenting path, which ends at the free counter `end`, to the next
+    /// counter of the path. Returns the counter that thereby becomes free.
     fn shift(&mut self, fits: CounterMask, from: &[u8; CounterMask::MAX_COUNTERS], end: u8) -> u8 {
         let mut to = end;
         self.free = self.free.without(CounterMask::one(end.into()));
@@ -317,9 +317,9 @@ mod tests {
     }
 
     proptest! {
-        /// A group is accepted exactly if brute force finds an assignment together with the
-        /// previously accepted groups. Each event has its own suitable counter, a rejected group
-        /// moves no event, and reported conflicts are real.
+        /// A group is accepted if and only if an exhaustive search finds an assignment for it and
+        /// the previously accepted groups. Each event has its own suitable counter, a rejected
+        /// group moves no event, and reported conflicts are real.
         #[test]
         fn groups_are_assigned_exactly_if_possible(
             counters in 0u64..128,

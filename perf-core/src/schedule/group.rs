@@ -23,7 +23,8 @@ pub(crate) struct Group {
     pub exclusive: bool,
     /// `true` if the group is active.
     pub on: bool,
-    /// `true` if the group is parked outside its queue.
+    /// `true` if the group is parked, that is, kept outside its queue because it cannot become
+    /// active together with the active pinned groups.
     pub parked: bool,
     /// `true` if the driver rejected the group and a tick will retry it.
     pub refused: bool,
@@ -63,7 +64,7 @@ impl Group {
 /// order of the classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum GroupClass {
-    /// Pinned events that back guest counters.
+    /// Pinned events that implement counters programmed by the guest.
     Guest,
     /// Pinned VM-wide events of an operator.
     PinnedVm,

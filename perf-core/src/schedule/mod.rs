@@ -63,8 +63,8 @@ impl std::fmt::Display for SharePolicy {
 }
 
 impl SharePolicy {
-    /// Returns the classes in order of precedence, with the flexible classes in the order of
-    /// `flexible`.
+    /// Returns the classes in order of precedence under this policy. Among the flexible classes,
+    /// the order is that of `flexible`.
     fn order(self, flexible: [GroupClass; GroupClass::FLEXIBLE]) -> [GroupClass; GroupClass::COUNT] {
         use GroupClass::{Guest, PinnedVcpu, PinnedVm};
         let [first, second] = flexible;
@@ -88,13 +88,14 @@ pub(crate) struct SlotPool {
     pub used: usize,
     pinned: [GroupQueue; GroupClass::PINNED],
     flexible: [MuxQueue; GroupClass::FLEXIBLE],
-    /// Groups that cannot become active together with the active pinned groups. Parked outside the
-    /// queue, where they would block the groups after them indefinitely.
+    /// Groups that cannot become active together with the active pinned groups. They are parked
+    /// outside the queue, where they would block the groups behind them indefinitely.
     pub parked: Vec<GroupKey>,
     /// Capacity left for the flexible queues at the last plan.
     left: RemainingCapacity,
-    /// Service of the VM-wide flexible groups minus that of the vCPU's flexible groups, in
-    /// intervals of an average group of the class. The class with less service is planned first.
+    /// Service received by the VM-wide flexible groups minus service received by the vCPU's
+    /// flexible groups. The unit is one interval of activity of an average group of the class. The
+    /// class that has received less service is planned first.
     vm_lead: f64,
     /// Active groups, in the order of the last plan.
     pub on: SmallVec<[GroupKey; 16]>,
@@ -164,9 +165,9 @@ impl SlotPool {
         }
     }
 
-    /// Accounts for the interval that ends. Each class is credited with the share of its groups
-    /// that were active. A class that waits for reasons other than the competing class gains at
-    /// most one interval.
+    /// Accounts for the multiplexing interval that ends. Each flexible class is credited with the
+    /// share of its groups that were active. The difference between the classes is limited to one
+    /// interval, because a class may also wait for reasons other than the competing class.
     fn account_service(&mut self) {
         let [vm, vcpu] = self.flexible.each_ref().map(MuxQueue::active_share);
         self.vm_lead = match (vm, vcpu) {
@@ -243,7 +244,7 @@ impl IndexMut<PoolId> for SlotPools {
 
 /// A queue of pinned or flexible groups.
 pub(crate) enum ClassQueue<'a> {
-    /// A queue in the order of enabling.
+    /// A queue of pinned groups, in the order in which they were enabled.
     Pinned(&'a mut GroupQueue),
     /// Multiplexed queue.
     Flexible(&'a mut MuxQueue),

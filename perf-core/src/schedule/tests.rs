@@ -1,4 +1,4 @@
-//! Comparison of plans with brute force.
+//! Comparison of plans with the results of an exhaustive search.
 
 use proptest::prelude::*;
 
@@ -171,9 +171,9 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Brute force confirms that all groups of a plan fit together, that no failed pinned group
-    /// would have fit together with the groups before it, that the first waiting flexible group
-    /// does not fit, and that each event has its own suitable counter.
+    /// An exhaustive search confirms that all groups of a plan fit together, that no failed pinned
+    /// group would have fit together with the groups before it, that the first waiting flexible
+    /// group does not fit, and that each event has its own suitable counter.
     #[test]
     fn plans_match_brute_force(asked in asked()) {
         let mut world = World::new(asked);
@@ -238,9 +238,9 @@ proptest! {
         }
     }
 
-    /// After a group switch, a group that remains active moves only if the new groups cannot be
-    /// assigned otherwise, or if they now have precedence. A group whose slice ends and that is
-    /// scheduled again immediately does not remain active.
+    /// When groups are switched, a group that remains active changes its counters only if the new
+    /// groups cannot be assigned otherwise, or if the new groups now have precedence. A group whose
+    /// slice ends and that is scheduled again immediately does not count as remaining active.
     #[test]
     fn active_groups_keep_their_counters(asked in asked()) {
         let mut world = World::new(asked);
@@ -318,8 +318,8 @@ fn parked_groups_return_when_reservation_shrinks() {
     assert!(world.plan().on.is_empty());
 }
 
-/// Parked groups are reconsidered only when a relevant part of the remaining capacity changes,
-/// because there may be many parked groups.
+/// Parked groups are reconsidered only when a part of the remaining capacity changes that may let
+/// them fit, because there may be many parked groups.
 #[test]
 fn capacity_change_is_detected() {
     let mut world = world(0b1111, 1, vec![]);

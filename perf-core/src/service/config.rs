@@ -19,9 +19,9 @@ pub struct PerfCoreConfig {
     pub share: SharePolicy,
     /// Policy for multiplexing events that wait for slots.
     pub mux: MuxPolicy,
-    /// Initial multiplexing interval under [`MuxPolicy::Adaptive`], in nanoseconds of its clock.
-    /// The interval may grow. `None` selects 0.146 of a tick. The cost of a rotation differs
-    /// between hosts by a factor of 20.
+    /// Initial multiplexing interval under [`MuxPolicy::Adaptive`], in nanoseconds of `clock`. The
+    /// interval may grow. `None` selects 0.146 of a tick. The cost of a rotation differs between
+    /// hosts by a factor of 20.
     pub turn_ns: Option<u64>,
     /// Frequency of the VMM timer, in ticks per second. Throttling is based on ticks.
     pub tick_hz: u64,
@@ -30,9 +30,11 @@ pub struct PerfCoreConfig {
     pub paranoid: i32,
     /// Maximum overflows per second of an event, and maximum sampling frequency.
     pub sample_rate_hz: u64,
-    /// Ring memory of an operator that does not count as locked memory, in KiB per host CPU.
+    /// Amount of ring memory per operator that does not count towards the locked memory limit, in
+    /// KiB per host CPU.
     pub mlock_kb: u64,
-    /// The locked memory limit of an operator, in KiB, for ring memory in excess of `mlock_kb`.
+    /// Locked memory limit of an operator, in KiB. Ring memory in excess of `mlock_kb` counts
+    /// towards this limit.
     pub memlock_kb: u64,
     /// Number of online host CPUs, by which `mlock_kb` is multiplied.
     pub host_cpus: usize,
@@ -201,8 +203,8 @@ pub enum SessionRole {
     Operator,
     /// Administrator without restrictions.
     Admin,
-    /// The VMM on behalf of its guest. Has admin permissions. Its pinned events back guest counters
-    /// and are never throttled.
+    /// The VMM on behalf of its guest. Has admin permissions. Its pinned events implement the
+    /// guest's counters and are never throttled.
     Guest,
 }
 

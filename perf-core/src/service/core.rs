@@ -39,7 +39,7 @@ pub(crate) struct CoreInner {
     /// lock order: topology, family, context.
     topology: Lock<Topology>,
     pub opened: OpenEvents,
-    /// Software event IDs that are counted.
+    /// Numbers of open events for each software event ID.
     pub gates: Arc<OpenEventCounts>,
     /// Requested side-band record types.
     pub wanted: RecordDemand,
@@ -70,8 +70,8 @@ pub(crate) struct HardwareNeeds {
 }
 
 impl HardwareNeeds {
-    /// Returns the requirements of an event with `attr`, or `None` for a driver of the software
-    /// class.
+    /// Returns the requirements of an event with `attr` on driver `pmu`, or `None` for a software
+    /// driver, whose events need no slot.
     pub fn of(driver: usize, pmu: &dyn Pmu, capacity: PmuCapacity, attr: &Attr) -> Option<Self> {
         match capacity {
             PmuCapacity::Unlimited => None,
@@ -171,8 +171,9 @@ impl CoreInner {
         Some((at, Arc::clone(&drivers[at].pmu), drivers[at].capacity))
     }
 
-    /// Returns the record trailer with the vCPU of `origin` and the time. For a host CPU, the
-    /// running thread is unknown.
+    /// Returns the trailer of a record that originates from context `origin` at time `time_ns`. For
+    /// the context of a host CPU, the trailer does not identify a thread, because the running
+    /// thread is unknown.
     pub fn record_origin(&self, origin: &ContextCell, time_ns: u64) -> SampleId {
         let (pid, tid, cpu) = match (origin.cpu(), origin.vcpu()) {
             (Some(cpu), _) => (u32::MAX, u32::MAX, cpu),
@@ -199,8 +200,9 @@ impl CoreInner {
         context.rotate(now_ns);
     }
 
-    /// Returns the source of the counts of `attr` in `cell`, as a member of the group of `leader`,
-    /// and the hardware requirements if the driver is a hardware driver.
+    /// Creates the source of the counts of an event with `attr` in `cell`. If the source is a
+    /// driver event, it is opened in the group of `leader`. Also returns the hardware requirements
+    /// if the driver is a hardware driver.
     pub fn source(
         &self,
         attr: &Attr,

@@ -90,7 +90,7 @@ pub enum OpenError {
     /// Group that needs more slots than the PMU has for its events.
     #[error("{needed} events of the group need counters of a kind of which the PMU has {slots}")]
     GroupTooLarge {
-        /// Number of events that compete for these slots.
+        /// Number of the group's events that compete for these slots.
         needed: usize,
         /// Number of suitable slots.
         slots: usize,
@@ -119,7 +119,7 @@ pub enum OpenError {
     /// Software event that the VMM does not raise.
     #[error("unknown software event {0}")]
     NoSuchSoftwareEvent(u64),
-    /// Redirection to the given handle failed.
+    /// Redirection of the output to the ring of the given event failed.
     #[error("cannot redirect the output")]
     Output(#[source] ControlError),
     /// Event type without a driver.

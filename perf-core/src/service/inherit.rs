@@ -66,7 +66,8 @@ impl CoreInner {
         Ok(())
     }
 
-    /// Creates a child of `parent` in `cell` in the current state of the parent, and links it.
+    /// Creates a child of `parent` in `cell`, in the current state of the parent, and adds it to
+    /// the parent's list of children.
     pub fn inherit(
         &self,
         parent_key: EventKey,
@@ -123,7 +124,8 @@ impl CoreInner {
         Ok(key)
     }
 
-    /// Reverts a failed hot-add by unlinking the children without folding their counts.
+    /// Reverts a failed hot-add. Removes the children in `cell` from their parents without adding
+    /// their counts to those of the parents.
     pub fn abandon(&self, cell: &Arc<ContextCell>) {
         for (key, parent) in self.children_in(cell) {
             let links = self.opened.get(parent.id);

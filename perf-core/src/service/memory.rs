@@ -62,8 +62,8 @@ impl RingMemory {
         })
     }
 
-    /// Charges `pages` to `uid`. The refund goes to the same user, regardless of which user unmaps
-    /// the ring.
+    /// Charges `pages` to `uid`. When the memory is released, the same user receives the refund,
+    /// regardless of which user unmaps the ring.
     pub fn charge(
         self: &Arc<Self>,
         uid: u32,

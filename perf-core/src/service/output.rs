@@ -32,8 +32,8 @@ impl EventRef {
         self.output_state().own.clone()
     }
 
-    /// Records the redirection of a new event that has written to the ring of `target` since it was
-    /// opened.
+    /// Records that this event is redirected to the ring of `target`, for a new event that was
+    /// opened with that ring as its output.
     pub fn record_redirect(&self, target: &Self) {
         self.output_state().redirect = Some(target.clone());
         target.output_state().sources.push(self.clone());
@@ -72,7 +72,7 @@ impl EventRef {
         }
     }
 
-    /// Removes `source` from the events that write to this event's ring.
+    /// Removes `source` from the list of events that write to this event's ring.
     fn remove_source(&self, source: &Self) {
         let _ring = {
             let mut state = self.output_state();

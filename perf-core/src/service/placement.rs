@@ -20,15 +20,16 @@ use crate::service::open_events::EventRef;
 pub(crate) struct Placement {
     pub cell: Arc<ContextCell>,
     pub source: Source,
-    /// The hardware requirements, for events of a hardware driver.
+    /// The hardware requirements of the new event, if its driver is a hardware driver.
     pub hardware: Option<HardwareNeeds>,
     pub owner: Owner,
 }
 
 impl CoreInner {
-    /// Determines the source of the counts. A VM-wide event becomes a family if its driver counts
-    /// per vCPU. If the driver counts for the whole package, it remains a single event regardless
-    /// of `inherit`, because its count would otherwise be multiplied.
+    /// Determines the context and the source of the counts of a new event. A VM-wide event becomes
+    /// a family (a parent with one child per vCPU) if its driver counts per vCPU. If the driver
+    /// counts for the whole package, the event remains a single event regardless of `inherit`,
+    /// because its count would otherwise be multiplied.
     pub fn place(
         &self,
         attr: &Attr,
@@ -172,8 +173,9 @@ impl CoreInner {
         self.limits.share() == SharePolicy::Strict || !self.limits.overcommit.load(Ordering::Relaxed)
     }
 
-    /// Checks that a slot exists for one more hardware event: always within its group, and under
-    /// strict sharing together with all other events.
+    /// Checks that a slot exists for one more hardware event. The event must always fit together
+    /// with the other members of its group, and under strict sharing also together with all other
+    /// events.
     pub fn check_slots(
         &self,
         cell: &ContextCell,

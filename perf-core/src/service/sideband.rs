@@ -1,6 +1,7 @@
-//! Side-band records: VM events other than samples. FORK and EXIT records report added and removed
-//! vCPUs, COMM records their names, SWITCH records when they are scheduled in and out, MMAP records
-//! guest memory mappings, and READ records the final values of inherited events.
+//! Side-band records: VM events other than samples. FORK and EXIT records report that a vCPU was
+//! added or removed. COMM records contain the name of a vCPU. SWITCH records report that a vCPU was
+//! scheduled in or out. MMAP records describe guest memory mappings, and READ records contain the
+//! final values of inherited events.
 //!
 //! The records are written to enabled events that request them, in the VM context and among the
 //! events opened on the affected vCPU. Children do not write them, because the ring of their parent
@@ -79,8 +80,9 @@ impl CoreInner {
         self.write_all(cell, by, record, |attr| attr.comm);
     }
 
-    /// Writes a SWITCH record for `vcpu` with context `cell`, unless the vCPU was removed, because
-    /// its EXIT record, written under the same locks, must be the last one.
+    /// Writes a SWITCH record for `vcpu` with context `cell`. Writes nothing after the vCPU was
+    /// removed, because its EXIT record, which is written under the same locks, must be its last
+    /// record.
     pub fn switch_record(&self, vcpu: &VcpuContext, cell: &ContextCell, out: bool) {
         let by = self.record_origin(cell, cell.now_ns());
         let record = |sample_id| SwitchRecord { out, sample_id };

@@ -50,7 +50,8 @@ struct SampledThread {
 }
 
 impl SampledThread {
-    /// Samples this thread with an event whose samples have periods.
+    /// Starts to sample this thread with an event that has attributes `attr` and whose samples
+    /// contain their periods.
     fn new(attr: Attr) -> Self {
         let core = PerfCore::new(PerfCoreConfig::default());
         core.register(Arc::new(HostPmu::software(Some(catch_signals()))));
@@ -115,7 +116,8 @@ fn page_faults_count_while_started_only() {
     assert!(ev.read() >= counted + 100);
 }
 
-/// `arm(n)` means n further counts from now, also for a running event that is already armed.
+/// `arm(n)` arms an event to overflow after n further counts from now, even if the event is running
+/// and already armed.
 #[test]
 fn new_period_takes_effect_immediately() {
     let signal = catch_signals();
@@ -385,8 +387,9 @@ fn clock_with_a_short_period_leaves_its_thread_time() {
     }
 }
 
-/// Returns the periods of the samples of `attr` while this thread uses 5 ms, and checks that they
-/// add up to the count but for the last period, of `period_ns`.
+/// Returns the periods of the samples that an event with `attr` takes while this thread uses 5 ms
+/// of CPU time. Checks that the periods add up to the count, except for the last, unfinished period
+/// of `period_ns`.
 fn clock_samples(attr: Attr, period_ns: u64) -> Vec<u64> {
     let thread = SampledThread::new(attr);
     while thread.event.read().unwrap().value < 5_000_000 {
@@ -406,7 +409,8 @@ fn clock_samples(attr: Attr, period_ns: u64) -> Vec<u64> {
     periods
 }
 
-/// If the kernel uses a longer period than requested, each sample has the actual number of counts.
+/// If the kernel uses a longer period than requested, the period of each sample is the actual
+/// number of counts.
 #[test]
 fn short_clock_samples_account_for_all_counts() {
     let attr = Attr {

@@ -261,8 +261,8 @@ fn hardware_events_count_while_started_only() {
     assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
 }
 
-/// Returns how many cycles events can be active simultaneously, on the general-purpose counters and
-/// a fixed-function counter.
+/// Returns how many events that count cycles can be active simultaneously, on the general-purpose
+/// counters and a fixed-function counter.
 fn slots(probe: &HostProbe) -> usize {
     probe.counters.at_once(&cycles())
 }
@@ -302,8 +302,9 @@ fn event_beyond_slots_is_refused_until_one_is_free() {
     panic!("64 events are on at once");
 }
 
-/// Events of fixed-function counters take no general-purpose counters. Even if those are full of
-/// events that fit no other counter, each fixed-function event is active, for any order of starts.
+/// Events of fixed-function counters take no general-purpose counters. Even if all general-purpose
+/// counters hold events that fit no other counter, each fixed-function event is active, for any
+/// order of starts.
 #[test]
 fn fixed_function_events_leave_general_counters_free() {
     let Some(probe) = pmu() else { return };
@@ -400,9 +401,9 @@ fn exclusive_group_has_the_pmu_alone_and_shares_its_time() {
     }
 }
 
-/// The count advances at the counter's rate for any changes of the period and any overflow between
-/// reads. A kernel that updates an event from a malfunctioning counter would be off by half the
-/// counter's range or all of it.
+/// The count advances at the rate of the counter, whatever changes of the period and whatever
+/// overflows occur between reads. If the kernel updated an event from a malfunctioning counter, the
+/// count would be off by half the counter's range or all of it.
 #[test]
 fn count_never_jumps_when_its_period_changes() {
     const JUMP: u64 = 1 << 46;
@@ -449,7 +450,8 @@ fn count_never_jumps_when_its_period_changes() {
     }
 }
 
-/// Checks that `passed` periods were reported: all those due at `counted`, and none after `later`.
+/// Checks that `passed` periods of length `period` were reported: all those that had elapsed at
+/// count `counted`, and none that had not elapsed at count `later`.
 fn agree(passed: u64, counted: u64, later: u64, period: u64) {
     let expected = counted / period..=later / period;
     eprintln!("period {period}: {passed} reported, count / period = {expected:?}");

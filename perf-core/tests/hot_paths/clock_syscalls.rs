@@ -13,7 +13,7 @@ use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thr
 use crate::{calls, must};
 
 const SET: u64 = libc::SYS_timer_settime as u64;
-/// Time within which a timer that expires sixteen times per second has expired again.
+/// Time after which a timer that expires sixteen times per second has expired again.
 const SECOND_RING: Duration = Duration::from_millis(125);
 
 /// The calling thread as a vCPU with one event.
@@ -172,9 +172,10 @@ fn unused_timer_is_disarmed_at_second_expiry() {
     assert_eq!(calls, [SET, SET]);
 }
 
-/// An event that counts one level is stopped and started with at most one system call. The timer
-/// for level samples keeps running while the event is stopped. It is re-armed if the event was
-/// stopped for a long time, which may happen here on a busy machine.
+/// An event that counts a single privilege level is stopped and started with at most one system
+/// call. The timer that requests samples of the privilege level keeps running while the event is
+/// stopped. It is re-armed if the event was stopped for a long time, which may happen here on a
+/// busy machine.
 #[test]
 fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     let mut attr = clock_attr(GUEST_NS);

@@ -54,7 +54,7 @@ impl GroupFixture {
         }
     }
 
-    /// Adds one member; the first is the leader.
+    /// Adds one event to the group. The first event becomes the leader.
     fn join(&mut self) {
         self.join_as(Attr::counting(EventType::SOFTWARE, PAGE_FAULTS));
     }
@@ -99,8 +99,8 @@ impl GroupFixture {
     }
 }
 
-/// One multiplexing turn disables one member and thereby the group, reads all counts, and enables
-/// the group again.
+/// One multiplexing turn of a group takes three system calls: one disables a member and thereby the
+/// whole group, one reads all counts, and one enables the group again.
 #[test]
 fn turn_takes_one_disable_one_read_and_one_enable() {
     for members in [2, 4, 12] {
@@ -135,7 +135,7 @@ fn vcpu_sched_out_and_in_take_one_call_each() {
     assert_eq!(calls, [libc::SYS_ioctl as u64, libc::SYS_ioctl as u64]);
 }
 
-/// All members have equal counts after any common history.
+/// All members of a group have equal counts after the group was disabled and enabled repeatedly.
 #[test]
 fn group_members_have_equal_counts() {
     let mut scene = GroupFixture::new(5);

@@ -96,8 +96,8 @@ fn overflow_with_the_same_period_makes_no_system_call() {
     assert!(calls.is_empty(), "{calls:?}");
 }
 
-/// An overflow check makes no system call, even without an overflow after a kick for another
-/// reason.
+/// An overflow check makes no system call, even if the vCPU was kicked for another reason and no
+/// overflow occurred.
 #[test]
 fn overflow_check_makes_no_system_call() {
     let calls = calls(

@@ -7,8 +7,9 @@ use test_support::steps;
 
 use crate::common::test_core::*;
 
-/// Checks that the number of instructions of an operation, as returned by `of` for a number of
-/// objects, grows by at most `factor` from `few` to `many` objects.
+/// Checks that the number of instructions of an operation grows by at most `factor` when the number
+/// of objects grows from `few` to `many`. `of` returns the number of instructions for a given
+/// number of objects.
 fn grows_at_most(factor: u64, (few, many): (u32, u32), of: impl Fn(u32) -> Option<u64>) {
     let (Some(with_few), Some(with_many)) = (of(few), of(many)) else {
         return skip::skipped("processes may not be traced here", false);

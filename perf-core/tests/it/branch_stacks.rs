@@ -1,4 +1,4 @@
-//! Samples with branch stacks wait until the VMM knows the branches.
+//! A sample with a branch stack waits until the VMM knows the branches.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use perf_core::*;
 
 use crate::common::test_core::*;
 
-/// Registers of a VMM that knows these branches, or none yet.
+/// vCPU registers whose branch stack is either a given list of branches or not known yet.
 struct BranchRegs {
     known: Option<Vec<BranchEntry>>,
     requests: Vec<BranchSampling>,
@@ -87,7 +87,8 @@ fn sample_waits_for_its_branches() {
     assert_eq!(samples(&ring), [(30, vec![1, 0x101, 0])]);
 }
 
-/// A sample that waits when its event is scheduled out, for example during a pause, is not lost.
+/// A sample that still waits for its branches when its event is scheduled out, for example during a
+/// pause, is not lost.
 #[test]
 fn waiting_sample_outlives_schedule_out() {
     let m = TestCore::new(4);

@@ -237,8 +237,9 @@ fn readings_are_monotonic_during_guest_entries_and_exits() {
     vcpu.join().unwrap();
 }
 
-/// An overflow's signal arrives at the vCPU's thread. `take_overflows` does not report the overflow
-/// before its count is reached, although the VMM's own time makes the timer expire early each time.
+/// The signal of an overflow arrives at the vCPU's thread. `take_overflows` does not report the
+/// overflow before the event has reached the overflow point, although time in the VMM makes the
+/// timer expire early each time.
 #[test]
 fn overflow_is_reported_at_its_count_and_not_before() {
     let signal = catch_signals();
@@ -317,7 +318,7 @@ fn events_with_different_deadlines_share_the_timer() {
     assert_eq!(events[0].take_overflows(), 0);
 }
 
-/// Another thread arms an event while the guest runs, and sets the timer itself.
+/// If another thread arms an event while the guest runs, that thread sets the timer itself.
 #[test]
 fn another_thread_arms_while_the_guest_runs() {
     let (vcpu, clock, pmu) = vcpu_thread(Some(catch_signals()), |clock, send| {
@@ -355,7 +356,7 @@ fn removed_vcpu_has_timer_disarmed() {
     run_until_signal(&again, quiet);
 }
 
-/// Neither an event without a re-arm nor a stopped event causes signals.
+/// Neither an overflowed event that was not re-armed nor a stopped event causes signals.
 #[test]
 fn no_signals_without_an_armed_event() {
     let signal = catch_signals();
@@ -381,7 +382,7 @@ fn no_signals_without_an_armed_event() {
     assert_eq!(ev.take_overflows(), 0);
 }
 
-/// A VMM that needs longer to re-enter the guest than the time left until the overflow is not
+/// If a VMM needs longer to re-enter the guest than the time left until the overflow, it is not
 /// interrupted indefinitely without guest progress.
 #[test]
 fn slow_vmm_reaches_overflow() {

@@ -39,8 +39,8 @@ fn equivalent_contexts_are_exchanged_without_touching_the_pmu() {
     assert_eq!((a.id(), b.id()), (VcpuId(0), VcpuId(1)), "vCPUs keep their names");
 }
 
-/// The estimate of a multiplexed event uses the slices of its vCPU, regardless of the context in
-/// which the event was at the time.
+/// The estimate of a multiplexed event uses the time slices of the vCPU to which the event belongs,
+/// even if contexts were exchanged between vCPUs meanwhile.
 #[test]
 fn exchanges_keep_estimates() {
     let m = TestCore::new(1);
@@ -87,8 +87,8 @@ fn switches(ring: &mut RingReader, attr: &Attr) -> Vec<(u32, bool, u64)> {
     switches
 }
 
-/// Calls without effect write no record. Switches by exchange and by scheduling write the same
-/// records.
+/// Calls that neither schedule a vCPU in nor out write no SWITCH record. A switch between vCPUs
+/// writes the same records, whether it exchanges contexts or schedules events out and in.
 #[test]
 fn switch_records_bracket_time_scheduled_in() {
     for exchanged in [true, false] {

@@ -23,8 +23,8 @@ fn refuse(m: &TestCore, refuse: bool) {
     }
 }
 
-/// Disabling and re-enabling overflows is a stop and a start. If the start fails, the event does
-/// not count.
+/// To suppress the overflows of an event, or to allow them again, the core stops and restarts its
+/// driver event. If the restart fails, the event does not count and is not reported as active.
 #[test]
 fn event_is_off_if_restart_fails_around_throttling() {
     use EventState::{Active, Error, Inactive};

@@ -1,5 +1,5 @@
-//! Runs the examples of behavior that no product uses. Each example asserts its claims, and runs
-//! here in the same way as manually.
+//! Runs those examples whose behavior no product uses. Each example asserts its claims, and runs
+//! here in the same way as with `cargo run`.
 #![allow(clippy::duplicate_mod, reason = "each example has what they share")]
 
 #[path = "../../examples/exchange.rs"]

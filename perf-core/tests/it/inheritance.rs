@@ -38,7 +38,7 @@ fn reset_family_keeps_times_of_exited_children() {
     assert_eq!((estimate.value, estimate.exact), (0, true));
 }
 
-/// A vCPU that is added again shares the entry of its predecessor.
+/// A vCPU that is added again under the same number shares one entry with its removed predecessor.
 #[test]
 fn readings_by_vcpu_are_merged_and_ordered() {
     let m = TestCore::new(4);
@@ -242,8 +242,8 @@ fn p14_concurrent_readers_see_a_monotonic_sum() {
     assert_eq!(e.read().unwrap().value, 3 * 100 * 10);
 }
 
-/// A family that has not run on one of the vCPUs has no estimate, because the sum would be too low
-/// without that vCPU.
+/// A family (a VM-wide event with children) that has not run on one of the vCPUs has no estimate,
+/// because the sum would be too low without that vCPU.
 #[test]
 fn family_waiting_on_one_vcpu_has_no_estimate() {
     let m = TestCore::new(1);

@@ -1,5 +1,5 @@
-//! Checks of the inventory in tests/inventory.md: it covers every number, and every test that it
-//! names exists.
+//! Checks of the inventory of behaviors in tests/inventory.md: no behavior number is missing, and
+//! every test that it names exists.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,7 +18,8 @@ fn read(dir: &Path, text: &mut String, files: &mut BTreeSet<String>) {
     }
 }
 
-/// Adds the numbers of a number column, including ranges such as `3–5` and `T11–T18`.
+/// Adds the behavior numbers in the number column of the inventory to `all`, including ranges such
+/// as `3–5` and `T11–T18`.
 fn numbers(column: &str, all: &mut BTreeSet<(char, u32)>) {
     for part in column.split(',').map(str::trim) {
         let kind = part.chars().next().filter(|c| "TP".contains(*c)).unwrap_or('#');

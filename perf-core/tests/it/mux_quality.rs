@@ -32,7 +32,8 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], measure: impl Fn(&T) -> R + Sync) 
     })
 }
 
-/// Returns the fixed traces with their comparisons with a precise timer. Several tests use them.
+/// Returns the fixed traces, each with its comparison of the policies, which is measured with a
+/// precise timer. Several tests use them.
 fn fixed_traces() -> &'static [(Trace, Comparison)] {
     static FIXED: OnceLock<Vec<(Trace, Comparison)>> = OnceLock::new();
     FIXED.get_or_init(|| {
@@ -68,8 +69,8 @@ fn third_of_the_error_and_never_worse() {
     check(fixed.map(|(trace, c)| (trace.name.as_str(), c)), 0.0);
 }
 
-/// The accuracy guarantee also holds for a timer that fires on whole milliseconds only. Rounding
-/// makes intervals irregular, which costs up to half a percent of a count.
+/// The accuracy guarantee also holds for a timer that fires only on whole milliseconds. Rounding to
+/// milliseconds makes intervals irregular, which costs up to half a percent of a count.
 #[test]
 fn coarse_timer_is_enough() {
     let coarse = in_parallel(fixed_traces(), |(trace, precise)| {
@@ -80,8 +81,8 @@ fn coarse_timer_is_enough() {
     check(names.zip(&coarse), 0.005);
 }
 
-/// The accuracy guarantee also holds on random traces. A rhythm that rotation happens to sample
-/// evenly may be slightly worse.
+/// The accuracy guarantee also holds on random traces. The estimates of a rhythm that plain
+/// rotation happens to sample evenly may be slightly worse than under plain rotation.
 #[test]
 fn third_of_the_error_on_random_traces() {
     let random: Vec<_> = family::HOLD_OUT
@@ -184,8 +185,8 @@ fn long_tails_have_bounds_that_hold() {
     }
 }
 
-/// Rhythms in the fixed traces also have no error bar or a correct one. The traces include a rhythm
-/// that plain rotation misjudges by more than half.
+/// Estimates of the fixed traces with a rhythm have either no error bar or a correct one. These
+/// traces include a rhythm that plain rotation misjudges by more than half.
 #[test]
 fn rhythm_hidden_from_rotation_has_no_error_bar() {
     for (trace, c) in fixed_traces() {
@@ -205,9 +206,10 @@ fn rhythm_hidden_from_rotation_has_no_error_bar() {
     }
 }
 
-/// Each event is more frequent for a moment in each rotation. Some events are active at that
-/// moment, always in the same part of their slices. The others never are, and their slices look
-/// constant. The variation in the first events makes all errors unknown.
+/// A rhythm that one event reveals makes the errors of all events unknown. All events have a brief
+/// peak in each rotation. Some events are active during the peak, always in the same part of their
+/// slices, and the variation within these slices reveals the rhythm. The other events are never
+/// active during the peak, so their slices look constant.
 #[test]
 fn rhythm_detected_by_one_event_makes_other_errors_unknown() {
     let steps = TICK_NS * 4 / traces::STEP_NS;
@@ -226,8 +228,8 @@ fn rhythm_detected_by_one_event_makes_other_errors_unknown() {
 }
 
 /// Estimates of a core are as accurate as those of the queue and the estimator alone, because the
-/// policy receives a slice when it ends. A rotation later, the policy's test for constant rates
-/// would have advanced.
+/// core reports each slice to the policy as soon as the slice ends. If the core reported the slice
+/// one rotation later, the policy's test for constant rates would already have advanced.
 #[test]
 fn core_estimates_match_estimator_accuracy() {
     let (mut alone, mut through) = (0.0, 0.0);

@@ -696,9 +696,9 @@ fn any_history_matches_model() {
     assert!(judged.is_ok(), "{}", judged.unwrap_err());
 }
 
-/// The oracle detects a faulty driver and shrinks the history to a readable one. The histories are
-/// fixed, because the result of shrinking depends on the starting point and no search is intended
-/// here.
+/// The oracle detects a faulty driver and shrinks the history that reveals the fault to a readable
+/// one. The histories are fixed, because the result of shrinking depends on the starting point, and
+/// this test does not search for new faults.
 #[test]
 fn oracle_detects_driver_faults() {
     for fault in [DriverFault::LosesCount, DriverFault::DropsOverflows] {

@@ -216,9 +216,9 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     assert_eq!(m.core.ring_pages(0), 0);
 }
 
-/// An event that writes to the ring of a closed event continues to do so and stays redirected. No
-/// other event can be redirected to it, because its records would be lost, and it cannot have its
-/// own ring.
+/// An event that writes to the ring of a closed event continues to do so and stays redirected.
+/// While it is redirected, no other event can be redirected to it, because the records of that
+/// other event would be lost, and it cannot map its own ring.
 #[test]
 fn p36_event_keeps_writing_to_ring_of_closed_event() {
     let m = TestCore::new(4);
@@ -329,8 +329,9 @@ proptest! {
     }
 }
 
-/// With a limit of 8 pages, a second ring of 5 pages is rejected while the first is in use by this
-/// process, by a client's copy of the file descriptor, or by a mapping that outlives it.
+/// With a limit of 8 pages, a second ring of 5 pages is rejected while the first ring is in use by
+/// this process, by a client's copy of its file descriptor, or by a mapping that outlives that file
+/// descriptor.
 #[test]
 fn ring_memory_is_charged_until_last_user_releases_it() {
     let m = TestCore::with(4, |c| {
@@ -391,7 +392,7 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
     assert_eq!(counter().offset, 0);
 }
 
-/// Samples of which every `n`th wakes the reader.
+/// Returns the attributes of a sampling event of which every `n`th sample wakes the reader.
 fn waking_after(n: u32) -> Attr {
     Attr {
         wakeup: attr::Wakeup::Events(n),
@@ -421,8 +422,8 @@ fn is_readable(fd: &OwnedFd) -> bool {
     epoll.wait(0, &mut [EpollEvent::default()]).unwrap() > 0
 }
 
-/// The file descriptor to poll is that of the ring, or that of the event if it has no ring. The
-/// caller's copy stays valid after the event and the ring are closed.
+/// The file descriptor that is returned for polling is that of the ring, or that of the event if it
+/// has no ring. The caller's copy stays valid after the event and the ring are closed.
 #[test]
 fn poll_descriptor_belongs_to_caller() {
     let m = TestCore::new(4);
@@ -444,8 +445,9 @@ fn poll_descriptor_belongs_to_caller() {
     assert!(is_readable(&of_ring) && !is_readable(&own));
 }
 
-/// An event at its limit writes no more records. If other events write to the ring, more records
-/// may follow.
+/// An event that has reached its overflow limit writes no more records, so its own ring reports a
+/// hang-up. The ring of another event to which it is redirected reports none, because that event
+/// may write more records.
 #[test]
 fn event_at_limit_hangs_up_only_its_own_ring() {
     let m = TestCore::new(4);

@@ -75,7 +75,8 @@ impl Clock for HookedClock {
     }
 }
 
-/// If a vCPU is removed while an event is raised on it, EXIT is its last record in a VM-wide ring.
+/// If a vCPU is removed while an event is raised on it, the EXIT record is the last record of that
+/// vCPU in a VM-wide ring.
 #[test]
 fn no_sample_of_a_vcpu_follows_its_exit() {
     let clock = Arc::new(HookedClock::default());

@@ -6,7 +6,8 @@ use proptest::prelude::*;
 use crate::common::test_core::*;
 
 proptest! {
-    /// P20 and P21: a read returns exactly the size of its format, or nothing.
+    /// P20 and P21: a read writes exactly as many bytes as the event's read format requires, or
+    /// none.
     #[test]
     fn p20_p21_a_reading_has_the_size_of_its_format(bits in 0u64..16, siblings in 0usize..4, short in 0usize..9) {
         let m = TestCore::new(8);

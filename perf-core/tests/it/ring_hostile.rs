@@ -35,7 +35,7 @@ const ODD: &str = "the size of the record is not a multiple of 8";
 const BEYOND: &str = "the record ends beyond the head";
 const HEAD: &str = "the head is behind the tail or beyond the ring";
 
-/// Writes a record of 16 bytes and a second record that claims `size` bytes, with a head that makes
+/// Writes a record of 16 bytes and a second record whose header claims `size` bytes. The head makes
 /// `there` bytes available for the second record.
 fn one_good_one_bad(size: u64, there: u64) -> (Ring, File) {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
@@ -151,8 +151,9 @@ fn ring_without_data_has_no_head() {
     assert_eq!(corrupt(reader.next_record().expect_err("nowhere")), (0, HEAD));
 }
 
-/// A reader that maps an overwrite ring late can read from its start for as long as an early reader
-/// can continue from there.
+/// A reader that maps an overwrite ring only after many writes begins at the first record of the
+/// ring in the same cases in which a reader that existed from the start can continue without an
+/// overrun.
 #[test]
 fn late_and_early_overwrite_readers_trust_equal_ranges() {
     let mut early_least = None;

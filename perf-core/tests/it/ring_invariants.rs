@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use perf_core::attr::Wakeup;
-use perf_core::record::{EncodeRecord, LostRecord, RecordFormat, WriteOutcome};
+use perf_core::record::{EncodeRecord, LostRecord, RecordFormat, RecordWriteOutcome};
 use perf_core::ring::{PAGE_SIZE, Reservation, Ring, RingError, RingMode, RingReader};
 use proptest::prelude::*;
 
@@ -147,12 +147,12 @@ proptest! {
     ) {
         let rings = [(); 2].map(|()| Arc::new(Ring::new(1, RingMode::Writable).expect("a ring")));
         let mut readers = rings.each_ref().map(|ring| RingReader::of(Arc::clone(ring)));
-        let (mut number, mut seen) = (0, WriteOutcome::default());
+        let (mut number, mut seen) = (0, RecordWriteOutcome::default());
         for (sizes, reads) in steps {
             let records: Vec<_> = sizes.into_iter().zip(number..).map(|(words, n)| NumberedRecord::new(words, 1, n)).collect();
             number += records.len() as u64;
             let written = NumberedRecord::write_all(records.iter().copied(), RecordFormat::default(), &rings[0]);
-            let mut apart = WriteOutcome::default();
+            let mut apart = RecordWriteOutcome::default();
             for record in records {
                 match record.write(RecordFormat::default(), &rings[1]) {
                     Ok(()) => apart.written += 1,
@@ -214,7 +214,7 @@ proptest! {
         for some in together {
             let before = samples / u64::from(n);
             let written = NumberedRecord::write_all((0..some).map(|number| NumberedRecord::new(3, 1, number)), RecordFormat::default(), &ring);
-            prop_assert_eq!(written, WriteOutcome { written: some, ..WriteOutcome::default() });
+            prop_assert_eq!(written, RecordWriteOutcome { written: some, ..RecordWriteOutcome::default() });
             samples += some;
             prop_assert_eq!(ring.take_poll().readable, samples / u64::from(n) != before);
         }

@@ -19,7 +19,8 @@ fn sampling(ty: EventType, config: u64, period: u64) -> Attr {
     Attr::sampling(ty, config, period).with_sample_type(regs_sample_type())
 }
 
-/// Slow registers. `during` runs while they are read, and reads are counted.
+/// Registers that are slow to read. `during` runs while they are read, and the number of reads is
+/// counted.
 struct SlowRegs<'a> {
     during: &'a mut dyn FnMut(),
     looks: [u32; 4],
@@ -123,8 +124,8 @@ fn context_lock_is_free_during_stack_unwinding() {
     }
 }
 
-/// If several events overflow at the same moment, each has a sample, the stack is unwound once, and
-/// unrequested registers are not read.
+/// If several events overflow at the same moment, each event has a sample, but the stack is unwound
+/// only once. Registers that no sample requests are not read.
 #[test]
 fn registers_are_read_once_per_moment_and_on_request_only() {
     let m = TestCore::new(8);
@@ -152,8 +153,9 @@ fn registers_are_read_once_per_moment_and_on_request_only() {
     assert_eq!((seen, regs.looks), (1, [0; 4]));
 }
 
-/// Changes to an event while its registers are read take effect: a closed event has no sample, a
-/// disabled event has the sample of earlier counts, and no sample follows EXIT.
+/// Changes to an event that are made while registers are read for its sample take effect: a closed
+/// event has no sample, a disabled event has a sample of the counts before it was disabled, and no
+/// sample follows EXIT.
 #[test]
 fn event_changes_during_register_reads_take_effect() {
     for what in ["close", "disable", "remove"] {

@@ -18,7 +18,9 @@ fn overflows(v: &VcpuContext) -> u32 {
     serve(v).iter().map(|o| o.times).sum()
 }
 
-/// Returns the number of overflows in a second of steps of `step_ns`, with one count per nanosecond.
+/// Runs the vCPU for one second, in steps of `step_ns` and with one count per nanosecond, and
+/// returns the number of overflows. Overflows are serviced after each step, and a tick follows
+/// after every `steps_per_tick` steps.
 fn overflows_per_second(m: &TestCore, v: &VcpuContext, step_ns: u64, steps_per_tick: u64) -> u32 {
     let mut times = 0;
     for step in 1..=1_000_000_000 / step_ns {
@@ -124,8 +126,9 @@ fn p27_refresh_gives_that_many_overflows_then_off_and_hup() {
     assert_eq!(inherited.refresh(1).unwrap_err().errno(), libc::EINVAL);
 }
 
-/// Overflows before a stop count against the event's limit and exhaust it. Later overflows would
-/// exceed the limit.
+/// Overflows that occurred before an event was scheduled out and in again, but are handled only
+/// afterwards, count against the event's limit. Here they exhaust the limit, and later overflows,
+/// which would exceed it, are not reported.
 #[test]
 fn p27_a_limit_is_exact_when_the_event_went_off_and_on_meanwhile() {
     let m = TestCore::new(1);
@@ -191,8 +194,8 @@ fn p38_no_overflow_reported_without_active_event() {
     );
 }
 
-/// With a frequency below the tick rate, several ticks form one window. Otherwise each tick without
-/// an overflow would shorten the period.
+/// At a frequency below the tick rate, the overflows of several ticks are counted together.
+/// Otherwise each tick without an overflow would shorten the period.
 #[test]
 fn frequency_below_tick_rate_converges_to_period() {
     let m = TestCore::with(4, |c| c.tick_hz = 100);
@@ -208,8 +211,8 @@ fn frequency_below_tick_rate_converges_to_period() {
     }
 }
 
-/// Returns the overflows of an event that samples at `hz`, as the steps at which they are serviced.
-/// `work` runs one step, which is a tenth of a tick of 4 ms.
+/// Opens an event that samples at `hz`, runs `steps` steps, and returns the numbers of those steps
+/// in which the event overflowed. `work` runs one step, which is a tenth of a tick of 4 ms.
 fn overflow_steps(m: &TestCore, hz: u64, steps: u64, work: impl Fn(u64)) -> Vec<u64> {
     let v = m.vcpu(0);
     let e = m.open_vcpu(sim(hz).with_freq(), None);
@@ -268,8 +271,8 @@ fn low_frequency_survives_bursts() {
     }
 }
 
-/// If a guest becomes a thousand times slower, its current period would take minutes. The period is
-/// therefore shortened before it ends.
+/// If a guest becomes a thousand times slower, the current period of an event would take minutes.
+/// The event's period is therefore shortened before it has elapsed.
 #[test]
 fn excessive_period_is_shortened_early() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
@@ -311,8 +314,8 @@ fn frequency_converges_with_late_overflow_notification() {
     assert!((8_000..=12_000).contains(&n), "{n} overflows in a second");
 }
 
-/// Throttling limits the number of samples per tick time. If the VMM performs no ticks, old
-/// interrupts must not count indefinitely.
+/// Throttling limits the number of samples per tick interval. If the VMM performs no ticks,
+/// interrupts of earlier intervals must not count indefinitely.
 #[test]
 fn p26_rare_overflows_are_not_throttled_where_no_ticks_come() {
     let m = TestCore::with(4, |c| (c.sample_rate_hz, c.tick_hz) = (100, 10));
@@ -338,22 +341,28 @@ fn p26_a_fixed_period_needs_ticks_and_a_guests_counter_does_not() {
     assert!(!m.core.needs_tick());
     let operators = m.open_vcpu(sim(5), None);
     operators.map(1, true).unwrap();
-    assert_eq!((m.core.needs_tick(), m.core.tick_need()), (true, TickWork::Watch));
+    assert_eq!(
+        (m.core.needs_tick(), m.core.tick_need()),
+        (true, PendingTickWork::Watch)
+    );
     for _ in 0..30 {
         m.run(0, 5);
         serve(&v);
     }
-    assert_eq!((v.stats().throttles, m.core.tick_need()), (1, TickWork::Work));
+    assert_eq!(
+        (v.stats().throttles, m.core.tick_need()),
+        (1, PendingTickWork::Work)
+    );
     m.core.tick();
-    assert_eq!(m.core.tick_need(), TickWork::Watch);
+    assert_eq!(m.core.tick_need(), PendingTickWork::Watch);
     operators.disable(ControlScope::Event).unwrap();
     assert!(!m.core.needs_tick());
     let _follows = m.open_vcpu(sim(100).with_freq(), None);
-    assert_eq!(m.core.tick_need(), TickWork::Work);
+    assert_eq!(m.core.tick_need(), PendingTickWork::Work);
 }
 
-/// A tick without a handled overflow starts a new period, so that an excessive period does not
-/// stall the event. Pending overflows must survive this.
+/// A tick without a handled overflow starts a new period, so that an excessively long period does
+/// not stall the event. Overflows that are already pending are not lost when this happens.
 #[test]
 fn tick_keeps_pending_overflow() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
@@ -364,7 +373,8 @@ fn tick_keeps_pending_overflow() {
     assert_eq!(overflows(&v), 1000);
 }
 
-/// Registers whose reading raises an event at the thread's own level.
+/// Registers that raise a software event, at the level of normal thread execution, when they are
+/// read.
 struct RaisingRegs<'a>(&'a VcpuContext, Option<bool>);
 
 impl SampleRegs for RaisingRegs<'_> {
@@ -384,8 +394,9 @@ impl SampleRegs for RaisingRegs<'_> {
     }
 }
 
-/// Overflows are handled at the thread's level. Events that are raised while registers are read are
-/// dropped as documented, without waiting for the lock that the handler holds.
+/// Overflows are handled at the level of normal thread execution. Events that are raised at this
+/// level while registers are read are dropped as documented, without waiting for the lock that the
+/// handler holds.
 #[test]
 fn p24_event_raised_by_register_read_during_handling_does_not_deadlock() {
     let m = TestCore::new(4);

@@ -95,7 +95,8 @@ fn guest_counters_take_precedence_unless_operator_first() {
     }
 }
 
-/// Strict sharing applies to new events only.
+/// After a change to strict sharing, open events stay open and only new events that do not fit are
+/// rejected.
 #[test]
 fn strict_sharing_rejects_events_that_do_not_fit() {
     let m = TestCore::new(2);
@@ -316,8 +317,8 @@ proptest! {
     }
 }
 
-/// On a ramp, the rate increases continuously, so the mean of the slices differs from the overall
-/// mean.
+/// The estimate of an event whose rate increases continuously follows the rate, although the mean
+/// rate in the event's time slices differs from the overall mean.
 #[test]
 fn estimate_follows_rate_and_reports_exactness() {
     let m = TestCore::new(1);

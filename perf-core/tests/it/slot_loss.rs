@@ -65,7 +65,7 @@ impl SlotLossFixture {
     }
 }
 
-/// Without reads, a tick detects the loss.
+/// If a pinned event is not read, a tick detects that the event has lost its slot.
 #[test]
 fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enabled() {
     let rig = SlotLossFixture::slots(2);
@@ -154,7 +154,8 @@ fn flexible_event_waits_for_its_slot_to_come_back() {
     assert_eq!(reading.time_running_ns, 2000 + WHILE_NS);
 }
 
-/// Each check takes a system call, and ticks in quick succession skip it.
+/// A check for a lost slot takes a system call for each event, so ticks in quick succession skip
+/// it. A read also detects the loss.
 #[test]
 fn lost_slot_is_detected_by_reads_and_periodic_ticks() {
     let rig = SlotLossFixture::slots(1);

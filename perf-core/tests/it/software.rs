@@ -8,7 +8,7 @@ fn exits() -> Attr {
     vmm(SoftwareEventId::Exits)
 }
 
-/// Exits, of which every `period`th overflows.
+/// Returns the attributes of an event that counts VM exits and overflows at every `period`th exit.
 fn every(period: u64) -> Attr {
     Attr {
         sample_period: period,
@@ -16,7 +16,7 @@ fn every(period: u64) -> Attr {
     }
 }
 
-/// Registers whose evaluation raises a halt at `level`.
+/// Registers that raise a `Halts` event at `level` when they are read.
 struct NestedRaise<'a> {
     v: &'a VcpuContext,
     level: SoftwareEventLevel,
@@ -61,8 +61,8 @@ fn only_matching_events_count() {
     assert_eq!(counts, [5, 2, 5, 0, 0]);
 }
 
-/// An event raised while its thread handles an earlier one is dropped and reported as dropped.
-/// Without a counting event there is nothing to drop.
+/// If an event is raised while its thread handles an earlier one, it is dropped, and the call
+/// reports this. If no open event counts it, nothing is dropped and the call reports success.
 #[test]
 fn event_without_counter_is_not_dropped() {
     let m = TestCore::new(1);
@@ -79,8 +79,8 @@ fn event_without_counter_is_not_dropped() {
     assert_eq!(halts.read().unwrap().value, 0);
 }
 
-/// A limit disables a raised event after exactly the requested number of reports, with and without
-/// registers, in one burst or several.
+/// An overflow limit disables a raised event after exactly the requested number of reports, with
+/// and without registers, and whether the overflows occur in one burst or in several.
 #[test]
 fn refresh_limits_raised_event_with_cookie() {
     for (bursts, with_regs) in [(10, false), (10, true), (1, false), (1, true)] {
@@ -101,8 +101,8 @@ fn refresh_limits_raised_event_with_cookie() {
     }
 }
 
-/// The largest burst is counted and overflows, and takes no longer than a small one, because the
-/// counter of a guest has no samples to separate.
+/// The largest burst of raised events on a guest's counter is counted in full and overflows. It
+/// takes no longer than a small burst, because a guest's counter has no samples to separate.
 #[test]
 fn largest_burst_of_guest_counter_overflows_once() {
     let m = TestCore::new(1);
@@ -166,8 +166,8 @@ fn unknown_event_is_refused() {
     }
 }
 
-/// An event raised inside its own level is dropped, an event of another level is not, and all
-/// levels are free again afterwards.
+/// If the handling of a raised event raises another event, that event is dropped if it has the same
+/// level and delivered if it has a different one. All levels are free again afterwards.
 #[test]
 fn p24_an_event_inside_its_own_level_is_dropped_and_others_nest() {
     use SoftwareEventLevel::{Deferred, Nmi, Signal, Thread};

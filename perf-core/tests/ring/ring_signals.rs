@@ -11,7 +11,8 @@ use crate::common::ring::{CheckedRecord, TAGGED, check, drain, write};
 
 static RING: OnceLock<Arc<Ring>> = OnceLock::new();
 static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
-/// Record numbers per nesting level. Level 0 is the thread.
+/// Next record number for each nesting level. Level 0 is the thread itself, and the higher levels
+/// are the signal handlers.
 static NUMBERS: [AtomicU64; 3] = [const { AtomicU64::new(1) }; 3];
 
 fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
@@ -33,8 +34,8 @@ fn fill(mut record: Reservation<'_>, level: usize, number: u64, in_between: impl
     record.put_u64(((level as u64) << 48 ^ number << 16 ^ 3).wrapping_mul(0x9e37_79b9_7f4a_7c15));
 }
 
-/// Writes two records in one reservation, interrupted in the first, between them and after the
-/// second.
+/// Writes two records in one reservation. Signals interrupt the writing of each record, and each
+/// record is followed by another signal.
 fn attempt_together(ring: &Ring) {
     let Ok(mut run) = ring.begin_batch(64, 2) else {
         return;

@@ -1,5 +1,5 @@
-//! Prints the JSON Schema of the control protocol, the contents of
-//! `docs/reference/control-schema.json`.
+//! Prints the JSON Schema of the control protocol, which `docs/reference/control-schema.json`
+//! contains.
 
 fn main() {
     println!("{:#}", control_api::schema());

@@ -1,5 +1,5 @@
-//! The balloon of a VM: [`BalloonInfo`], in [`crate::protocol::VmSettings`] and as the reply to
-//! [`crate::request::Balloon`].
+//! State and statistics of a VM's memory balloon. [`BalloonInfo`] is part of
+//! [`crate::protocol::VmSettings`] and the reply to [`crate::request::Balloon`].
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub struct BalloonInfo {
     /// Requested size, in bytes.
     pub target_bytes: u64,
-    /// Size that the guest's driver reports, in bytes.
+    /// Current size of the balloon, as reported by the guest's driver, in bytes.
     pub actual_bytes: u64,
     /// Memory returned to the host since the VM started, in bytes. A page is counted each time it
     /// is returned.

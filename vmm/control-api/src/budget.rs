@@ -4,28 +4,29 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Limits of a connection to a potentially hostile VM.
+/// Limits on the replies of a potentially hostile VM on one connection.
 #[derive(Clone, Debug)]
 pub struct ReplyLimits {
     /// Maximum time for one reply.
     pub timeout: Duration,
-    /// Maximum length of a reply, in bytes. Short replies have a lower limit.
+    /// Maximum length of a reply, in bytes. Replies that are always short, such as confirmations,
+    /// have a lower limit.
     pub max_bytes: usize,
     /// Budget shared by several connections.
     pub budget: Arc<ReplyBudget>,
 }
 
-/// Limit on the total number of reply bytes held by several connections.
+/// Limit on the total number of reply bytes that several connections hold in memory.
 #[derive(Debug)]
 pub struct ReplyBudget {
     max_bytes: usize,
     used: AtomicUsize,
-    /// Enclosing budget, which is charged too.
+    /// Enclosing budget. Bytes taken from this budget are also taken from the enclosing one.
     parent: Option<Arc<ReplyBudget>>,
 }
 
 impl ReplyBudget {
-    /// Creates a budget of `max_bytes`, which is also charged to `parent`.
+    /// Creates a budget of `max_bytes`. Bytes taken from it are also taken from `parent`.
     pub fn new(max_bytes: usize, parent: Option<Arc<ReplyBudget>>) -> Self {
         Self {
             max_bytes,
@@ -34,7 +35,7 @@ impl ReplyBudget {
         }
     }
 
-    /// Returns the number of bytes in use.
+    /// Returns the number of bytes taken from this budget.
     pub fn used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }
@@ -60,7 +61,7 @@ impl ReplyBudget {
     }
 }
 
-/// Share of a [`ReplyBudget`], returned to the budget on drop.
+/// Reply bytes taken from a [`ReplyBudget`], given back on drop.
 #[derive(Debug)]
 pub struct ReservedReplyBytes {
     budget: Arc<ReplyBudget>,
@@ -75,12 +76,12 @@ impl ReservedReplyBytes {
         }
     }
 
-    /// Returns an empty share of the same budget.
+    /// Returns a reservation of 0 bytes from the same budget.
     pub(crate) fn same_budget(&self) -> Self {
         Self::none_of(&self.budget)
     }
 
-    /// Takes `bytes` more bytes. Returns `false` if the budget is exhausted.
+    /// Takes `bytes` more bytes from the budget. Returns `false` if the budget is exhausted.
     pub(crate) fn grow(&mut self, bytes: usize) -> bool {
         let taken = self.budget.take(bytes);
         if taken {
@@ -89,7 +90,7 @@ impl ReservedReplyBytes {
         taken
     }
 
-    /// Returns the number of bytes held.
+    /// Returns the number of bytes taken from the budget.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

@@ -30,14 +30,15 @@ const SILENCE_CHECK: Duration = Duration::from_millis(500);
 /// [`ReplyLimits`] rejects a reply with a lower average, because `{}` may expand to a structure of
 /// hundreds of bytes.
 const MIN_OBJECT_BYTES: usize = 32;
-/// Number of objects and arrays that any reply may contain.
+/// Number of objects and arrays that a reply of any length may contain, in addition to one per
+/// [`MIN_OBJECT_BYTES`].
 const FREE_OBJECTS: usize = 64;
 /// Maximum number of received descriptors that are kept.
 const MAX_FILES: usize = 8;
-/// Size of the receive buffer on the stack, in bytes. An exporter has a thread, and thus a stack, per
-/// VM.
+/// Size of the receive buffer on the stack, in bytes. The buffer is small because a metrics
+/// exporter has one thread, and thus one stack, per VM.
 const RECEIVE_BYTES: usize = 4096;
-/// Maximum accepted size of the symbols, in bytes.
+/// Maximum accepted size of the guest kernel's symbols, in bytes.
 const MAX_SYMBOLS: u64 = 512 << 20;
 
 /// Error returned when a request to a VM fails.
@@ -54,7 +55,7 @@ pub enum ClientError {
         /// Names of the existing VMs.
         others: Vec<String>,
     },
-    /// No name was given, and there is no VM or more than one.
+    /// No name was given, and there is not exactly one VM to choose.
     #[error("{}", which(.0))]
     Which(Vec<String>),
     /// No VM listens on the given socket.
@@ -120,7 +121,7 @@ pub struct Client {
     info: VmInfo,
 }
 
-/// A connection, before and after the handshake.
+/// A connection to a control socket, used both before and after the handshake.
 #[derive(Debug)]
 struct Connection {
     stream: UnixStream,
@@ -133,7 +134,7 @@ struct Connection {
     deadline: Option<Instant>,
     /// Maximum length of a reply, in bytes.
     max_reply: usize,
-    /// Memory held for replies, if limited.
+    /// Bytes taken from the reply budget, if the connection has one.
     held: Option<ReservedReplyBytes>,
 }
 
@@ -161,7 +162,7 @@ impl Client {
     }
 
     /// Connects to the VM that listens on the socket `path`, with the reply timeout `patience`. If
-    /// `owner` is given, the socket must belong to that user.
+    /// `owner` is given, the listening process must belong to that user.
     ///
     /// # Errors
     /// Returns a [`ClientError`] if the connection or the handshake fails.
@@ -187,7 +188,7 @@ impl Client {
         line.greet()
     }
 
-    /// Connects like [`Client::connect`], with the sockets in `dir`.
+    /// Connects like [`Client::connect`], but only to a socket in the directory `dir`.
     ///
     /// # Errors
     /// Returns the same errors as [`Client::connect`].
@@ -253,15 +254,16 @@ impl Client {
         self.line.deadline = Some(deadline);
     }
 
-    /// Takes the share of the budget used by the replies since the previous call. Keep the share
-    /// for as long as data from these replies is in use. Returns `None` without [`ReplyLimits`].
+    /// Returns the part of the reply budget that the replies since the previous call have used. The
+    /// caller must keep it for as long as it uses data from these replies. Returns `None` without
+    /// [`ReplyLimits`].
     pub fn take_held(&mut self) -> Option<ReservedReplyBytes> {
         let held = self.line.held.as_mut()?;
         let none = held.same_budget();
         Some(std::mem::replace(held, none))
     }
 
-    /// Returns the user ID of the VM's process when it began to listen.
+    /// Returns the user ID that the VM's process had when it began to listen on the socket.
     ///
     /// # Errors
     /// Returns the error of `getsockopt(2)`.
@@ -314,7 +316,7 @@ impl Client {
         Ok((info, text))
     }
 
-    /// Reads memory of a guest process. Also returns the missing ranges.
+    /// Reads memory of a guest process. Also returns the ranges that are not in guest memory.
     ///
     /// # Errors
     /// Returns the same errors as [`Client::call`].
@@ -332,7 +334,8 @@ impl Client {
     }
 }
 
-/// Connects to the socket `path`. If `owner` is given, the socket must belong to that user.
+/// Connects to the socket `path`. If `owner` is given, the listening process must belong to that
+/// user.
 fn stream_at(path: &Path, owner: Option<u32>) -> Result<UnixStream, ClientError> {
     match socket_dir::connect_at(path, owner) {
         Ok(stream) => Ok(stream),
@@ -345,7 +348,7 @@ fn stream_at(path: &Path, owner: Option<u32>) -> Result<UnixStream, ClientError>
     }
 }
 
-/// Returns whether the number of objects and arrays in `reply` is plausible for its length.
+/// Returns whether `reply` is long enough for the number of objects and arrays that it contains.
 fn is_dense(reply: &[u8]) -> bool {
     let opened = memchr::memchr2_iter(b'{', b'[', reply).count();
     opened <= FREE_OBJECTS + reply.len() / MIN_OBJECT_BYTES
@@ -512,14 +515,15 @@ mod tests {
         line
     }
 
-    /// Receives one request and returns its number.
+    /// Receives one request from `stream` and returns its ID.
     fn heard(stream: &UnixStream) -> u64 {
         let mut line = String::new();
         BufReader::with_capacity(1, stream).read_line(&mut line).unwrap();
         serde_json::from_str::<RequestLine>(&line).unwrap().id
     }
 
-    /// Creates a client of a VM that answers the handshake and then runs `vm`.
+    /// Creates a client that is connected to a simulated VM. The VM answers the handshake and then
+    /// runs `vm`.
     fn client(vm: impl FnOnce(UnixStream) + Send + 'static) -> Client {
         let (ours, theirs) = UnixStream::pair().unwrap();
         thread::spawn(move || {
@@ -530,8 +534,8 @@ mod tests {
         Client::over(ours).unwrap()
     }
 
-    /// Returns the client's error for `reply`, sent in response to the first request after the
-    /// handshake, which has ID 2.
+    /// Returns the client's error if a VM sends `reply` in response to the first request after the
+    /// handshake. This request has ID 2.
     fn made_of(reply: &'static [u8]) -> ClientError {
         let mut client = client(|stream| {
             heard(&stream);
@@ -681,8 +685,8 @@ mod tests {
         ));
     }
 
-    /// The request fails after the timeout and not earlier, with a message stating that the VM
-    /// exists.
+    /// A request to a VM that does not reply fails after the timeout and not earlier. The error
+    /// message states that the VM exists.
     #[test]
     fn silent_vm_times_out() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -696,7 +700,7 @@ mod tests {
         assert!(error.to_string().contains("does not respond"), "{error}");
     }
 
-    /// A VM that trickles bytes does not extend the timeout.
+    /// A VM that sends its reply slowly, piece by piece, does not extend the timeout.
     #[test]
     fn trickling_vm_times_out() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();

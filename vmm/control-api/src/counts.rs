@@ -1,5 +1,5 @@
-//! Counters of a VM's run loops since the VM started. No other request provides this part of the
-//! VM's metrics.
+//! Counters of a VM's vCPU run loops since the VM started. These counters are the part of the VM's
+//! metrics that no other request provides.
 
 use std::collections::BTreeMap;
 
@@ -22,20 +22,20 @@ pub struct VcpuCounts {
     pub pmi_nmi: u64,
     /// Number of PMIs delivered as an interrupt vector.
     pub pmi_vector: u64,
-    /// Number of PMIs for which the delivery mode in the guest's LVTPC does not deliver an
-    /// interrupt.
+    /// Number of PMIs that raised no interrupt because of the delivery mode in the guest's LVTPC.
     pub pmi_none: u64,
     /// Number of PMIs delayed by the rate limit.
     pub pmi_throttled: u64,
-    /// Number of PMIs delayed because PMI handlers had used their share of the vCPU's time.
+    /// Number of PMIs delayed because the guest's PMI handlers had used up the share of the vCPU's
+    /// time that they are allowed.
     pub pmi_held: u64,
-    /// Total delay of the delayed PMIs that were delivered, in nanoseconds.
+    /// Total delay of all delayed PMIs that were eventually delivered, in nanoseconds.
     pub pmi_held_ns: u64,
     /// Number of VM entries at which a due PMI had to wait because the guest had masked LVTPC.
     pub pmi_masked_waits: u64,
     /// Number of PMIs withdrawn because the guest had cleared their cause before delivery.
     pub pmi_withdrawn: u64,
-    /// Number of instructions single-stepped for the exact backing.
+    /// Number of instructions that were single-stepped to count events exactly (exact backing).
     pub steps: u64,
     /// Number of single steps with an unknown outcome.
     pub steps_lost: u64,
@@ -54,9 +54,9 @@ pub struct ContextCounts {
     pub events: u64,
     /// Number of open events that are counting.
     pub active: u64,
-    /// Number of groups waiting for a counter of the host's PMU.
+    /// Number of event groups waiting for a counter of the host's PMU.
     pub waiting_groups: u64,
-    /// Number of samples written for operators.
+    /// Number of samples written to the rings of operators.
     pub samples: u64,
     /// Number of samples lost because their ring was full.
     pub lost_samples: u64,

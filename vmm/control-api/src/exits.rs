@@ -26,6 +26,7 @@ pub struct ExitsOfReason {
     pub timed: u64,
     /// Total time of the timed exits, in nanoseconds.
     pub time_ns: u64,
-    /// Maximum time of one exit since the previous call of this connection, in nanoseconds.
+    /// Maximum time of one exit since the previous request for exits on this connection, in
+    /// nanoseconds.
     pub max_ns: u64,
 }

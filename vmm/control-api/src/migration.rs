@@ -1,13 +1,14 @@
 //! Migration of a VM to another process, on this host or over a stream.
 //!
 //! `perfvisor ctl NAME migrate unix:PATH` connects to the VM and to the socket PATH, on which
-//! `perfvisor run --incoming unix:PATH` waits, and sends the VM's connection over this socket. The
-//! waiting process thereby becomes the VM's client: it takes a snapshot over that connection and
-//! terminates the VM after building its own. If either process dies before that, the VM's
-//! connection closes and the VM continues. The answer is one line with a [`MigrationResult`].
+//! `perfvisor run --incoming unix:PATH` waits. It then passes the connection to the VM over this
+//! socket to the waiting process. The waiting process thereby becomes the VM's client: it takes a
+//! snapshot over that connection and terminates the VM after building its own. If either of these
+//! two processes dies before that, the connection to the VM closes and the VM continues. The
+//! waiting process answers `ctl` with one line that contains a [`MigrationResult`].
 //!
-//! With `--stream` or an inherited socket, `ctl` instead sends the VM as bytes and remains its
-//! client (crate `snapshot`, module `stream`).
+//! With `--stream` or an inherited socket, `ctl` instead sends the memory and state of the VM as
+//! bytes and remains its client (crate `snapshot`, module `stream`).
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
@@ -34,13 +35,15 @@ use crate::peer;
 const UNIX: &str = "unix:";
 /// Address prefix of an inherited descriptor.
 const FD: &str = "fd:";
-/// First byte of a VM stream, which another crate defines.
+/// First byte of a VM that is sent as a byte stream. Another crate defines the format of the
+/// stream.
 const STREAM: u8 = b'P';
-/// Protocol version, sent in the byte that accompanies the connection to the VM.
+/// Version of the migration protocol, sent in the byte that accompanies the descriptor of the
+/// connection to the VM.
 const VERSION: u8 = 1;
-/// Timeout for receiving the byte that accompanies the connection.
+/// Timeout for receiving the byte that accompanies the descriptor of the connection to the VM.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum length of an answer in bytes.
+/// Maximum length of the answer of the destination process, in bytes.
 const MAX_ANSWER: u64 = 64 << 10;
 
 /// Address of a process that waits for an incoming VM.
@@ -94,15 +97,15 @@ pub struct MigrationStart {
     pub bytes: u64,
 }
 
-/// A piece of a migration round. The file sent with the reply contains the contents of `pages`, one
-/// range after another.
+/// A piece of a migration round, which transfers the memory written since the preceding round. The
+/// file sent with the reply contains the contents of `pages`, one range after another.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MigrationPiece {
     /// Ranges of pages with contents: offset in memory and length, in bytes.
     pub pages: Vec<(u64, u64)>,
     /// Ranges of pages that now contain only zeros.
     pub zeros: Vec<(u64, u64)>,
-    /// Offset of the next piece; the size of memory at the end of the round.
+    /// Offset of the next piece, or the size of memory after the last piece of the round.
     pub next: u64,
 }
 
@@ -129,7 +132,7 @@ pub struct MigratedVm {
 
 /// Source process of a VM that has moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct VmOrigin {
+pub struct MigrationSource {
     /// Name of the VM in the source process.
     pub name: String,
     /// ID of the source process.
@@ -167,7 +170,7 @@ pub fn offer(mut stream: &UnixStream, vm: UnixStream) -> io::Result<Option<Migra
 pub enum MigrationOffer {
     /// The connection to the VM, which runs on this host.
     Connection(UnixStream),
-    /// The VM is sent as a byte stream. The first byte has been read.
+    /// The VM is sent as a byte stream. The first byte of the stream has already been read.
     Stream,
 }
 
@@ -175,7 +178,7 @@ pub enum MigrationOffer {
 ///
 /// # Errors
 /// Returns any socket error, [`io::ErrorKind::PermissionDenied`] if the peer is another user, and
-/// [`io::ErrorKind::InvalidData`] if something else is sent.
+/// [`io::ErrorKind::InvalidData`] if the received data is not an offer.
 pub fn receive_offer(stream: &UnixStream) -> io::Result<MigrationOffer> {
     let uid = peer::peer_uid(stream)?;
     if uid != 0 && uid != peer::own_uid() {

@@ -8,7 +8,8 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
     // A longer word is not a typing error, and the comparison takes time proportional to the
     // product of the lengths.
     const LONGEST: usize = 64;
-    /// Minimum length of a prefix. Shorter prefixes are ambiguous.
+    /// Minimum number of letters of a word that [`nearest`] accepts as a prefix of a known word.
+    /// Shorter prefixes are ambiguous.
     const SHORTEST: usize = 3;
     if word.len() > LONGEST {
         return None;

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// State of vCPU hot-plug.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct VcpuPlug {
+pub struct VcpuPlugStatus {
     /// Present vCPUs.
     pub present: Vec<u32>,
     /// Maximum number of vCPUs.

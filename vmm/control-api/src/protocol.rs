@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::balloon::BalloonInfo;
 pub use crate::exits::{ExitsOfReason, VcpuExits};
-use crate::migration::VmOrigin;
-pub use crate::plug::{VcpuPlug, VcpuRefusal};
+use crate::migration::MigrationSource;
+pub use crate::plug::{VcpuPlugStatus, VcpuRefusal};
 
 /// Protocol version, sent in the client's first request.
 pub const PROTOCOL: u32 = 1;
@@ -17,7 +17,7 @@ pub const MAX_REQUEST: usize = 64 << 10;
 pub const MAX_EVENTS: usize = 1024;
 /// Maximum number of code bytes per reply.
 pub const MAX_CODE: u32 = 64 << 10;
-/// Maximum number of data pages of a ring.
+/// Maximum number of data pages in a ring of samples.
 pub const MAX_RING_PAGES: u32 = 4096;
 /// Maximum number of bytes of process memory per reply.
 pub const MAX_PROCESS_MEMORY: u32 = 1 << 20;
@@ -45,7 +45,8 @@ pub enum Call {
     },
     /// Requests the state of the VM. Reply: [`VmInfo`].
     Status,
-    /// Pauses all vCPUs. [`VmInfo::parked`] is the number of parked vCPUs.
+    /// Pauses all vCPUs. In the reply, [`VmInfo::parked`] is the number of vCPUs that have already
+    /// stopped running the guest.
     Pause,
     /// Resumes all vCPUs.
     Resume,
@@ -54,31 +55,33 @@ pub enum Call {
     /// Presses the ACPI power button. Refused if the guest does not handle the button. A guest may
     /// ignore the button.
     Powerdown,
-    /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
-    /// to eject those with the highest numbers. Reply: [`VcpuPlug`]; poll the progress with
-    /// [`Call::VcpuPlug`].
+    /// Starts to change the number of vCPUs to `count`. Missing vCPUs are plugged in. If there are
+    /// too many, the guest is asked to eject the vCPUs with the highest numbers. Reply:
+    /// [`VcpuPlugStatus`]; poll the progress with [`Call::VcpuPlug`].
     Vcpus {
         /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,
     },
-    /// Requests the progress of vCPU hot-plug. Reply: [`VcpuPlug`].
+    /// Requests the progress of vCPU hot-plug. Reply: [`VcpuPlugStatus`].
     VcpuPlug,
     /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
-    /// [`VcpuPlug`].
+    /// [`VcpuPlugStatus`].
     VcpusWithdraw,
-    /// Sets the target size of the balloon, which the guest's driver adjusts as far and as fast as
-    /// it can. Reply: [`BalloonInfo`].
+    /// Sets the target size of the balloon. The guest's driver changes the actual size as far and
+    /// as fast as it can. Reply: [`BalloonInfo`].
     Balloon {
         /// Size in MiB.
         size_mib: u32,
     },
-    /// Sets the interval of the guest's memory statistics; the first update follows immediately.
-    /// Statistics cannot be enabled or disabled. Reply: [`BalloonInfo`].
+    /// Sets the interval at which the guest's driver sends memory statistics; the first update
+    /// follows immediately. This request cannot enable or disable the statistics. Reply:
+    /// [`BalloonInfo`].
     BalloonStatistics {
         /// Interval in seconds.
         interval_s: u16,
     },
-    /// Sets the policy that shares the host's counters: guest-first, operator-first or strict.
+    /// Sets the policy by which the guest and the operators share the host's counters: guest-first,
+    /// operator-first or strict.
     Share {
         /// Name of the policy.
         policy: String,
@@ -121,9 +124,9 @@ pub enum Call {
         /// vCPUs to open the events on; all if omitted.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         vcpus: Option<Vec<u32>>,
-        /// Opens one event per name instead of one per name and vCPU. The event counts on all
-        /// present vCPUs and on those plugged in later, from their first instruction. Cannot be
-        /// combined with `vcpus` or `sampling`.
+        /// Opens one event per name for the whole VM, instead of one per name and vCPU. The event
+        /// counts on all present vCPUs and on those plugged in later, from their first instruction.
+        /// Cannot be combined with `vcpus` or `sampling`.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         whole: bool,
         /// Sampling parameters; counting only if omitted.
@@ -134,16 +137,17 @@ pub enum Call {
     Enable,
     /// Disables all events of this connection.
     Disable,
-    /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
-    /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
-    /// a list of [`PluggedVcpuEvents`].
+    /// Lists the events that were opened on the vCPUs plugged in since the previous call. Each
+    /// event list that was opened without `vcpus` is also opened on every vCPU that is plugged in
+    /// later. The new events are enabled if the other events of the connection are. Reply: a list
+    /// of [`PluggedVcpuEvents`].
     Joined,
     /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read,
     /// Closes all events of this connection.
     Close,
-    /// Creates a ring for all sampling events of one vCPU. Reply: [`RingInfo`] and the memfd of the
-    /// ring.
+    /// Creates a ring buffer for the samples of all sampling events of one vCPU. Reply:
+    /// [`SampleRingInfo`] and the memfd of the ring.
     Ring {
         /// The vCPU.
         vcpu: u32,
@@ -167,16 +171,16 @@ pub enum Call {
         /// vCPU number.
         vcpu: u32,
     },
-    /// Sets how often an event with a host-kernel ring takes a full sample itself, with registers
-    /// and call chain.
+    /// Sets how often the VMM takes a full sample, with registers and call chain, of an event that
+    /// the host's kernel also samples into its own ring.
     Chains {
         /// The event.
         handle: u32,
-        /// Number of samples per full sample; 1 for every sample.
+        /// Number of samples per full sample; 1 makes every sample a full one.
         every: u32,
     },
-    /// Requests the number of records that were lost because a ring was full and that the ring does
-    /// not report yet. Reply: a list of [`RingLoss`].
+    /// Requests the number of records that were lost because a ring was full, and whose loss no
+    /// record in the ring reports yet. Reply: a list of [`RingLoss`].
     RingLosses,
     /// Requests the statistics of each vCPU's run loop since the start of the VM, including
     /// unplugged vCPUs. Reply: a list of [`crate::counts::VcpuCounts`].
@@ -210,8 +214,8 @@ pub enum Call {
         /// Generation of the snapshot.
         generation: u64,
     },
-    /// Pauses the VM for a snapshot, or continues a snapshot. Reply:
-    /// [`crate::snapshot::SnapshotProgress`]; repeat the call until it is ready.
+    /// Pauses the VM for a snapshot, or continues a snapshot that a previous call started. Reply:
+    /// [`crate::snapshot::SnapshotProgress`]; repeat the call until the snapshot is ready.
     Snapshot,
     /// Reads guest memory sequentially, starting at offset 0. Reply:
     /// [`crate::snapshot::SnapshotPiece`], and a memfd with the bytes.
@@ -219,11 +223,12 @@ pub enum Call {
         /// End of the previous piece.
         offset: u64,
     },
-    /// Requests the state of the VM, after its memory. Reply: [`crate::snapshot::SnapshotState`],
-    /// and a memfd with the state.
+    /// Requests the state of the VM, once its memory has been read. Reply:
+    /// [`crate::snapshot::SnapshotState`], and a memfd with the state.
     SnapshotState,
-    /// Lets the process that continues the VM open the VM's disk images. The VM keeps them locked
-    /// against all other processes, and takes its own locks again if it resumes. Reply: null.
+    /// Allows the process that will continue the VM to open the VM's disk images. This VM keeps the
+    /// images locked against all other processes, and takes its own locks again if it resumes.
+    /// Reply: null.
     SnapshotShareDisks,
     /// Ends a snapshot. The VM then resumes or terminates.
     SnapshotEnd {
@@ -241,11 +246,13 @@ pub enum Call {
         /// 0, or the end of the previous piece.
         offset: u64,
     },
-    /// Releases the disk images. From now on, the VM resumes only on `snapshot_end` or `resume`,
-    /// and not when the connection closes, because it may run elsewhere. Reply: null.
+    /// Releases the disk images. From now on, this VM resumes only on `snapshot_end` or `resume`,
+    /// and not when the connection closes, because the VM may already run in another process.
+    /// Reply: null.
     MigrationCommit,
-    /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
-    /// connection, which starts counting and timing them. Reply: a list of [`VcpuExits`].
+    /// Requests the exits of the vCPUs to user space, by reason. The first such call of a
+    /// connection starts counting and timing the exits; each call returns the exits since that
+    /// first call. Reply: a list of [`VcpuExits`].
     Exits,
     /// Reads code from guest memory through the page tables at CR3. Reply: [`GuestCode`].
     Code {
@@ -267,9 +274,9 @@ pub struct SamplingParams {
     pub frequency: bool,
     /// `true` to sample the guest's call chain.
     pub callchain: bool,
-    /// Number of samples per full sample. For the others, the vCPU is not stopped and the host's
-    /// kernel samples the instruction pointer, if possible ([`OpenedEvent::ring`]). 1 (the default)
-    /// makes every sample a full one.
+    /// Number of samples per full sample, for which the VMM stops the vCPU. For all other samples,
+    /// the vCPU is not stopped and the host's kernel samples only the instruction pointer, if
+    /// possible ([`OpenedEvent::ring`]). 1 (the default) makes every sample a full one.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub chain_every: u32,
     /// Number of bytes of the user stack to sample, together with the user registers, for unwinding
@@ -281,15 +288,17 @@ pub struct SamplingParams {
     pub branches: Option<BranchStacks>,
 }
 
-/// Branch stacks of samples. The vCPU is single-stepped after an overflow until it has taken enough
-/// branches.
+/// Branch stacks of samples. After an overflow, the vCPU is single-stepped until it has taken
+/// enough branches to fill the stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct BranchStacks {
-    /// Branches of a stack, as in `perf_event_attr.branch_sample_type`.
+    /// Types of branches to record in a stack, in the format of
+    /// `perf_event_attr.branch_sample_type`.
     pub filter: u64,
     /// Maximum number of branches in a stack, from 1 to 64.
     pub depth: u32,
-    /// Maximum share of a vCPU's run time that the steps may take, in thousandths from 1 to 1000.
+    /// Maximum share of a vCPU's run time that the single-stepping may take, in thousandths from 1
+    /// to 1000.
     pub overhead_permille: u32,
 }
 
@@ -405,7 +414,7 @@ pub struct VmInfo {
     pub threads: Vec<u32>,
     /// State of the VM.
     pub state: VmState,
-    /// Number of vCPUs that are parked because of a pause.
+    /// Number of vCPUs that have stopped running the guest because of a pause.
     pub parked: u32,
     /// Time since the start of the VM, in milliseconds.
     pub uptime_ms: u64,
@@ -416,13 +425,13 @@ pub struct VmInfo {
     pub settings: Option<VmSettings>,
     /// Source process, if the VM has moved to this process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub moved_from: Option<VmOrigin>,
+    pub moved_from: Option<MigrationSource>,
 }
 
 /// Settings of a VM that decide what its guest can count.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VmSettings {
-    /// Backing of the guest's counters, in the syntax of `run --backing`.
+    /// Mechanism that counts for the guest's counters (backing), in the syntax of `run --backing`.
     pub backing: String,
     /// Sharing policy, in the syntax of `run --share`.
     pub share: String,
@@ -442,7 +451,7 @@ pub enum VmState {
     /// The vCPUs run.
     #[default]
     Running,
-    /// The vCPUs are parked or about to be parked.
+    /// The VM is paused. Its vCPUs have stopped running the guest or are about to stop.
     Paused,
     /// The VM is terminating.
     Stopped,
@@ -500,20 +509,20 @@ pub struct OpenedEvent {
     /// vCPU of the event; `None` for the whole VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vcpu: Option<u32>,
-    /// Backing of the event: hardware, clock, software, kvm or vmm.
+    /// Mechanism that counts the event (backing): hardware, clock, software, kvm or vmm.
     pub backing: String,
     /// `true` if the count is in nanoseconds.
     pub nanoseconds: bool,
     /// `true` if the count is an estimate even without multiplexing.
     pub estimate: bool,
-    /// ID in the samples of the event.
+    /// ID that identifies the event in its samples.
     pub id: u64,
     /// `perf_event_attr.type`.
     pub kind: u32,
     /// `perf_event_attr.config`.
     pub config: u64,
-    /// `true` if the host's kernel also samples the event ([`Call::HostRing`]). The event itself
-    /// then takes only every [`SamplingParams::chain_every`]-th sample.
+    /// `true` if the host's kernel also samples the event ([`Call::HostRing`]). The VMM then takes
+    /// only every [`SamplingParams::chain_every`]-th sample of the event.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ring: bool,
     /// Reason the host's kernel does not sample the event, if this was requested.
@@ -539,7 +548,8 @@ pub struct EventReading {
     /// Approximate bound of the error of `estimate`; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bound: Option<f64>,
-    /// `true` if the event is in the error state, because it is pinned but has no slot.
+    /// `true` if the event is in the error state, because it is pinned but could not be scheduled
+    /// on a counter.
     pub failed: bool,
     /// `true` if the vCPU was unplugged; the reading is the final one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -570,9 +580,9 @@ pub struct VcpuReadingPart {
     pub bound: Option<f64>,
 }
 
-/// A ring. The reply carries its memfd.
+/// Description of a ring of samples. The reply carries the memfd of the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct RingInfo {
+pub struct SampleRingInfo {
     /// The vCPU.
     pub vcpu: u32,
     /// `sample_type` of its samples.
@@ -587,13 +597,13 @@ pub struct RingInfo {
 /// descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct HostRingInfo {
-    /// Number of events per sample; `None` to use the period in the sample.
+    /// Fixed sampling period in events; `None` if each sample in the ring contains its own period.
     pub period: Option<u64>,
     /// Offset to subtract from the time of the samples (`CLOCK_MONOTONIC`) to get the clock of the
     /// VM's own samples, in nanoseconds.
     pub clock_offset_ns: u64,
-    /// `true` if KVM emulates the guest's kernel. The ring then attributes its time to the host's
-    /// kernel.
+    /// `true` if KVM emulates the guest's kernel. The ring then attributes the guest kernel's time
+    /// to the host's kernel.
     pub interpreted: bool,
 }
 
@@ -614,7 +624,7 @@ pub enum KernelState {
     Unknown,
     /// The search is running.
     Looking,
-    /// Samples have kernel call chains and tasks.
+    /// The kernel was found. Samples now contain kernel call chains and tasks.
     Found,
     /// No kernel was found.
     NotFound,
@@ -714,8 +724,8 @@ pub struct VcpuView {
     /// KVM's own vPMU counts.
     #[serde(default)]
     pub uncounted_ns: Option<u64>,
-    /// Number of times a counter lost its slot on the host, or was enabled without getting one;
-    /// `None` if KVM's own vPMU counts.
+    /// Number of times a guest counter lost its counter on the host, or was enabled without getting
+    /// one; `None` if KVM's own vPMU counts.
     #[serde(default)]
     pub places_lost: Option<u64>,
     /// Counters of the vCPU.
@@ -727,12 +737,13 @@ pub struct VcpuView {
 pub struct GuestCode {
     /// Start address.
     pub address: u64,
-    /// Bytes up to the first gap (at least one byte), as two hexadecimal digits each.
+    /// Bytes from `address` up to the first gap in memory (at least one byte), as two hexadecimal
+    /// digits each.
     pub hex: String,
 }
 
 impl GuestCode {
-    /// Creates the reply from these bytes.
+    /// Creates the reply for the code `bytes` at `address`.
     pub fn new(address: u64, bytes: &[u8]) -> Self {
         use std::fmt::Write as _;
         let mut hex = String::with_capacity(2 * bytes.len());
@@ -743,7 +754,7 @@ impl GuestCode {
         Self { address, hex }
     }
 
-    /// Decodes the bytes. Returns `None` if the digits are invalid.
+    /// Decodes the code bytes from `hex`. Returns `None` if the digits are invalid.
     pub fn bytes(&self) -> Option<Vec<u8>> {
         let pairs = self.hex.as_bytes().chunks(2);
         let byte = |pair: &[u8]| match pair {
@@ -768,11 +779,12 @@ pub struct GuestCounter {
     pub event: Option<String>,
     /// `true` if the filter allows the event.
     pub allowed: bool,
-    /// Backing of the counter; `None` if it has never been enabled.
+    /// Mechanism that counts for this counter (backing); `None` if the counter has never been
+    /// enabled.
     pub backing: Option<String>,
     /// Value that the guest would read.
     pub value: u64,
-    /// Count of the current event, unaffected by values that the guest writes. This and the
+    /// Count of the current event, unaffected by the guest's writes to the counter. This and the
     /// following fields are `None` if KVM's own vPMU counts.
     #[serde(default)]
     pub counted: Option<u64>,
@@ -787,8 +799,8 @@ pub struct GuestCounter {
     /// `true` if the counter is counting.
     #[serde(default)]
     pub counting: Option<bool>,
-    /// `true` if the counter uses a substitute backing because the preferred one has no slot on the
-    /// host.
+    /// `true` if the counter uses a substitute mechanism (backing), because no counter of the host
+    /// is available for the preferred one.
     #[serde(default)]
     pub fallback: bool,
     /// Time for which the current event was enabled but not counting, in nanoseconds.

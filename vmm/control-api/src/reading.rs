@@ -17,10 +17,11 @@ impl EventReading {
     /// Returns the change since `before`, or since the event was opened. Returns `None` if the
     /// event was not counted in this interval.
     ///
-    /// The count of a scaled interval is the growth of the estimate. Scaling by the interval's own
-    /// share of time would be wrong, because the adaptive policy runs an event less while its rate
-    /// is steady. The intervals therefore add up to the total estimate, except for intervals in
-    /// which the event ran all the time, which are exact.
+    /// If the event did not run all the time during the interval, its count is the growth of the
+    /// estimate. Scaling by the interval's own share of running time would be wrong, because the
+    /// adaptive policy runs an event less while its rate is steady. The counts of the intervals
+    /// therefore add up to the total estimate, except for intervals in which the event ran all the
+    /// time, whose counts are exact.
     pub fn since(&self, before: Option<&Self>) -> Option<EventReadingDelta> {
         if self.failed {
             return None;
@@ -33,7 +34,7 @@ impl EventReading {
         growth(of(self), before.map(of))
     }
 
-    /// Returns the reading of a single vCPU.
+    /// Returns the part of the reading that belongs to vCPU `vcpu`, or `None` if there is none.
     pub fn on(&self, vcpu: u32) -> Option<Self> {
         let part = self.vcpus.iter().find(|part| part.vcpu == vcpu)?;
         Some(Self {
@@ -51,7 +52,8 @@ impl EventReading {
     }
 }
 
-/// Computes the change from tuples of value, time enabled, time running and estimate.
+/// Computes the change between two readings, each given as value, time enabled, time running and
+/// estimate.
 fn growth(
     now: (u64, u64, u64, Option<u64>),
     before: Option<(u64, u64, u64, Option<u64>)>,

@@ -1,7 +1,7 @@
 //! Typed requests, each with its reply type.
 //!
-//! [`crate::protocol::Call`] is the serialized form. To add a request, add a variant there, a line
-//! here, and one in `tests/it/protocol_1.rs`.
+//! [`crate::protocol::Call`] is the serialized form of all requests. To add a request, add a
+//! variant to that enum, a line to this module, and a line to `tests/it/protocol_1.rs`.
 
 use perf_core::SharePolicy;
 use schemars::{Schema, SchemaGenerator};
@@ -11,8 +11,8 @@ use crate::balloon::BalloonInfo;
 use crate::counts::VcpuCounts;
 use crate::migration::{self, MigrationPiece};
 use crate::protocol::{
-    self, Call, EventReading, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent, RingInfo, RingLoss,
-    SamplingParams, SnapshotId, VmGuestCounters, VmInfo,
+    self, Call, EventReading, HostRingInfo, KernelInfo, KernelSymbolsReply, OpenedEvent, RingLoss,
+    SampleRingInfo, SamplingParams, SnapshotId, VmGuestCounters, VmInfo,
 };
 use crate::rate_limit::{RateLimiterInfo, TokenBucketLimit};
 use crate::snapshot::{self, SnapshotPiece, SnapshotProgress};
@@ -83,7 +83,8 @@ requests! {
     } => VmInfo;
     /// Requests the state of the VM. Reply: [`VmInfo`].
     Status => VmInfo;
-    /// Pauses all vCPUs. [`VmInfo::parked`] is the number of parked vCPUs.
+    /// Pauses all vCPUs. In the reply, [`VmInfo::parked`] is the number of vCPUs that have already
+    /// stopped running the guest.
     Pause => VmInfo;
     /// Resumes all vCPUs.
     Resume => VmInfo;
@@ -91,25 +92,26 @@ requests! {
     Stop => VmInfo;
     /// Presses the ACPI power button. Refused if the guest does not handle the button.
     Powerdown => VmInfo;
-    /// Starts to change the number of vCPUs: missing vCPUs are plugged in, and the guest is asked
-    /// to eject those with the highest numbers. Reply: [`protocol::VcpuPlug`]; poll the progress
-    /// with [`VcpuPlug`].
+    /// Starts to change the number of vCPUs to `count`. Missing vCPUs are plugged in. If there are
+    /// too many, the guest is asked to eject the vCPUs with the highest numbers. Reply:
+    /// [`protocol::VcpuPlugStatus`]; poll the progress with [`VcpuPlugStatus`].
     Vcpus {
         /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,
-    } => protocol::VcpuPlug;
-    /// Requests the progress of vCPU hot-plug. Reply: [`protocol::VcpuPlug`].
-    VcpuPlug => protocol::VcpuPlug;
+    } => protocol::VcpuPlugStatus;
+    /// Requests the progress of vCPU hot-plug. Reply: [`protocol::VcpuPlugStatus`].
+    VcpuPlug => protocol::VcpuPlugStatus;
     /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
-    /// [`protocol::VcpuPlug`].
-    VcpusWithdraw => protocol::VcpuPlug;
-    /// Sets the target size of the balloon, which the guest's driver adjusts as far and as fast as
-    /// it can. Reply: [`BalloonInfo`].
+    /// [`protocol::VcpuPlugStatus`].
+    VcpusWithdraw => protocol::VcpuPlugStatus;
+    /// Sets the target size of the balloon. The guest's driver changes the actual size as far and
+    /// as fast as it can. Reply: [`BalloonInfo`].
     Balloon {
         /// Size in MiB.
         size_mib: u32,
     } => BalloonInfo;
-    /// Sets the interval of the guest's memory statistics. Reply: [`BalloonInfo`].
+    /// Sets the interval at which the guest's driver sends memory statistics. Reply:
+    /// [`BalloonInfo`].
     BalloonStatistics {
         /// Interval in seconds.
         interval_s: u16,
@@ -149,9 +151,9 @@ requests! {
         events: String,
         /// vCPUs to count on; all if omitted.
         vcpus: Option<Vec<u32>>,
-        /// Opens one event per name instead of one per name and vCPU. The event counts on all
-        /// present vCPUs and on those plugged in later, from their first instruction. Cannot be
-        /// combined with `vcpus` or `sampling`.
+        /// Opens one event per name for the whole VM, instead of one per name and vCPU. The event
+        /// counts on all present vCPUs and on those plugged in later, from their first instruction.
+        /// Cannot be combined with `vcpus` or `sampling`.
         whole: bool,
         /// Sampling parameters; counting only if omitted.
         sampling: Option<SamplingParams>,
@@ -160,16 +162,17 @@ requests! {
     Enable => ();
     /// Disables all events of this connection.
     Disable => ();
-    /// Lists the events that were opened on vCPUs plugged in since the previous call, for event
-    /// lists opened without `vcpus`. The events are enabled if those of the connection are. Reply:
-    /// a list of [`protocol::PluggedVcpuEvents`].
+    /// Lists the events that were opened on the vCPUs plugged in since the previous call. Each
+    /// event list that was opened without `vcpus` is also opened on every vCPU that is plugged in
+    /// later. The new events are enabled if the other events of the connection are. Reply: a list
+    /// of [`protocol::PluggedVcpuEvents`].
     Joined => Vec<protocol::PluggedVcpuEvents>;
     /// Reads all events of this connection. Reply: a list of [`EventReading`].
     Read => Vec<EventReading>;
     /// Closes all events of this connection.
     Close => ();
-    /// Creates a ring for all sampling events of one vCPU. Reply: [`RingInfo`] and the memfd of the
-    /// ring.
+    /// Creates a ring buffer for the samples of all sampling events of one vCPU. Reply:
+    /// [`SampleRingInfo`] and the memfd of the ring.
     Ring {
         /// vCPU number.
         vcpu: u32,
@@ -177,7 +180,7 @@ requests! {
         pages: u32,
         /// `true` if new records overwrite the oldest ones.
         overwrite: bool,
-    } => RingInfo;
+    } => SampleRingInfo;
     /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]). The ring
     /// contains instruction pointers of the guest that were sampled without an exit. Reply:
     /// [`HostRingInfo`] and the perf event's descriptor, which the client maps.
@@ -191,16 +194,16 @@ requests! {
         /// vCPU number.
         vcpu: u32,
     } => ();
-    /// Sets how often an event with a host-kernel ring takes a full sample itself, with registers
-    /// and call chain.
+    /// Sets how often the VMM takes a full sample, with registers and call chain, of an event that
+    /// the host's kernel also samples into its own ring.
     Chains {
         /// Handle of the event.
         handle: u32,
-        /// Number of samples per full sample; 1 for every sample.
+        /// Number of samples per full sample; 1 makes every sample a full one.
         every: u32,
     } => ();
-    /// Requests the number of records that were lost because a ring was full and that the ring does
-    /// not report yet. Reply: a list of [`RingLoss`].
+    /// Requests the number of records that were lost because a ring was full, and whose loss no
+    /// record in the ring reports yet. Reply: a list of [`RingLoss`].
     RingLosses => Vec<RingLoss>;
     /// Requests the statistics of each vCPU's run loop since the start of the VM, including
     /// unplugged vCPUs. Reply: a list of [`VcpuCounts`].
@@ -233,8 +236,8 @@ requests! {
         /// Generation of the snapshot.
         generation: u64,
     } => VmGuestCounters;
-    /// Pauses the VM for a snapshot, or continues a snapshot. Reply: [`SnapshotProgress`]; repeat
-    /// the call until it is ready.
+    /// Pauses the VM for a snapshot, or continues a snapshot that a previous call started. Reply:
+    /// [`SnapshotProgress`]; repeat the call until the snapshot is ready.
     Snapshot => SnapshotProgress;
     /// Reads guest memory sequentially, starting at offset 0. Reply: [`SnapshotPiece`] and a memfd
     /// with the bytes.
@@ -242,10 +245,11 @@ requests! {
         /// End of the previous piece.
         offset: u64,
     } => SnapshotPiece;
-    /// Returns the state of the VM, after its memory. Reply: [`snapshot::SnapshotState`] and a
-    /// memfd with the state.
+    /// Returns the state of the VM, once its memory has been read. Reply:
+    /// [`snapshot::SnapshotState`] and a memfd with the state.
     SnapshotState => snapshot::SnapshotState;
-    /// Lets the process that continues the VM open the VM's disk images, which stay locked.
+    /// Allows the process that will continue the VM to open the VM's disk images, which stay locked
+    /// against all other processes.
     SnapshotShareDisks => ();
     /// Ends a snapshot. The VM then resumes or terminates.
     SnapshotEnd {
@@ -261,9 +265,10 @@ requests! {
         /// 0, or the end of the previous piece.
         offset: u64,
     } => MigrationPiece;
-    /// Releases the disk images. The VM does not resume when the connection closes.
+    /// Releases the disk images. After this call, the VM does not resume when the connection
+    /// closes.
     MigrationCommit => ();
-    /// Requests the exits of the vCPUs to user space by reason, since the first such call of this
+    /// Requests the exits of the vCPUs to user space, by reason, since the first such call of this
     /// connection. Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;
     /// Reads code from guest memory through the page tables at CR3. Reply: [`protocol::GuestCode`].

@@ -24,7 +24,7 @@ pub struct SnapshotPiece {
     pub offset: u64,
     /// Number of bytes in the file sent with the reply; 0 if the piece consists of zeros.
     pub bytes: u64,
-    /// Offset of the next piece; the size of memory at the end.
+    /// Offset of the next piece, or the size of memory after the last piece.
     pub next: u64,
 }
 

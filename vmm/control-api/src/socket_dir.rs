@@ -16,8 +16,8 @@ use crate::peer;
 pub const MAX_NAME: usize = 64;
 /// Suffix of a socket's file name.
 const SUFFIX: &str = ".sock";
-/// Maximum time to wait for space in a listener's backlog. A stopped VM does not accept
-/// connections.
+/// Maximum time to wait for space in a listener's backlog. The backlog of a stopped VM can stay
+/// full, because the VM does not accept connections.
 const BACKLOG_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Error returned when a control socket is unavailable.
@@ -66,7 +66,9 @@ fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError 
     move |source| SocketError::Os { what, path, source }
 }
 
-/// Returns the source of the directory name and a remedy, as part of an error message.
+/// Returns the end of an error message about the missing directory `parent`. If the environment
+/// variable `XDG_RUNTIME_DIR` names this directory, the text says so and how to fix it; otherwise,
+/// it is empty.
 fn named(parent: &Path) -> &'static str {
     if std::env::var_os("XDG_RUNTIME_DIR").is_some_and(|dir| Path::new(&dir) == parent) {
         ": XDG_RUNTIME_DIR names it; make it, or unset the variable"
@@ -458,7 +460,8 @@ impl ControlSocket {
     }
 }
 
-/// Links `from` to `to`. Errors refer to `path`.
+/// Creates `to` as a hard link to `from`. Replaces the socket of a dead VM at `to`. Error messages
+/// name `path` or the VM `name`.
 fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), SocketError> {
     for _ in 0..2 {
         match fs::hard_link(from, to) {
@@ -590,7 +593,8 @@ mod tests {
         );
     }
 
-    /// VMs started by root run as different users, all with root's environment.
+    /// A VM skips the socket directory in root's environment if another user owns it. VMs started
+    /// by root run as different users, all with root's environment.
     #[test]
     fn dropped_privileges_skip_foreign_socket_directory() {
         let runtime = tempfile::tempdir().unwrap();
@@ -605,8 +609,8 @@ mod tests {
         }
     }
 
-    /// Anybody can create a directory or a link in /tmp. Both the creator and the search for VMs
-    /// skip it and use the next directory.
+    /// A directory or link in /tmp that another user created is skipped, both when a VM creates its
+    /// socket directory and when VMs are searched. The next directory is used instead.
     #[test]
     fn foreign_socket_directory_is_skipped() {
         let tmp = tempfile::tempdir().unwrap();
@@ -635,8 +639,9 @@ mod tests {
         ));
     }
 
-    /// In a shared directory, the owner of the file identifies the VM, not its name. Links and
-    /// other non-sockets are skipped, and no user can fill the list.
+    /// In a shared directory, a VM is identified by the owner of its socket file, not by the name
+    /// of the file. Links and other files that are not sockets are skipped, and no user can fill
+    /// the list.
     #[test]
     fn observer_sockets_are_distinguished_by_owner() {
         let temp = tempfile::tempdir().unwrap();
@@ -706,8 +711,8 @@ mod tests {
         assert!(!dead.exists());
     }
 
-    /// A socket directory is rejected if its listener is another user. Otherwise, a user could link
-    /// to root's socket and make root stop the wrong VM.
+    /// A connection is rejected if the listener is not the owner of the socket directory.
+    /// Otherwise, a user could create a link to root's socket and make root stop the wrong VM.
     #[test]
     fn listener_must_own_socket_directory() {
         let temp = tempfile::tempdir().unwrap();
@@ -740,8 +745,8 @@ mod tests {
         }
     }
 
-    /// The socket of a running VM keeps its name; the socket of a dead one is replaced and not
-    /// listed.
+    /// The name of a running VM cannot be taken by another VM. The socket of a dead VM is replaced
+    /// and not listed.
     #[test]
     fn live_socket_keeps_its_name() {
         let temp = tempfile::tempdir().unwrap();

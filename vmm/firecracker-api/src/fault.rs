@@ -2,17 +2,17 @@
 
 use crate::types::FaultBody;
 
-/// An API call that failed, with the status and the message of its response.
+/// An API call that failed, given by the status and the message of the error response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiFault {
     /// Status code.
     pub status: u16,
-    /// Field or object and the reason, in one line.
+    /// Error message in one line, which consists of the invalid field or object and the reason.
     pub message: String,
 }
 
 impl ApiFault {
-    /// Returns a fault with status 400.
+    /// Returns the error for an invalid request, with status 400.
     pub fn bad(message: impl Into<String>) -> Self {
         Self {
             status: 400,
@@ -20,7 +20,7 @@ impl ApiFault {
         }
     }
 
-    /// Returns the fault for a field or object that Perfvisor does not support.
+    /// Returns the error for a field or object that Perfvisor does not support.
     pub fn unsupported(object: &str, reason: &str) -> Self {
         Self::bad(format!("{object}: unsupported: {reason}"))
     }

@@ -52,16 +52,16 @@ pub struct Request {
 /// Result of parsing the bytes that a connection has received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HttpParseOutcome {
-    /// The request is incomplete. `true` if the client waits for an interim response before it
-    /// sends the body.
+    /// The request is incomplete. The value is `true` if the client waits for an interim response
+    /// (`100 Continue`) before it sends the body.
     Incomplete(bool),
-    /// A request, and the number of bytes that it occupies.
+    /// A request, and the number of bytes that it occupies at the start of the received bytes.
     Complete(Request, usize),
-    /// The bytes are not an acceptable request. The connection must be closed after the response.
+    /// The bytes are not a valid request. The connection must be closed after the error response.
     Rejected(ApiFault),
 }
 
-/// Header fields that determine the body and the connection.
+/// Header fields that determine the length of the body and whether the connection stays open.
 struct BodyFields {
     length: usize,
     keep_alive: bool,
@@ -159,7 +159,7 @@ fn body_fields(head: &httparse::Request<'_, '_>, max_body: usize) -> Result<Body
     })
 }
 
-/// Interim response for a client that waits before it sends the body.
+/// Interim response for a client that waits for permission before it sends the body.
 pub const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// A response.

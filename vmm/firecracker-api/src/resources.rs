@@ -15,9 +15,11 @@ use crate::types::{
 
 /// Maximum number of vCPUs, as in the specification.
 const MAX_VCPUS: u8 = 32;
-/// Kernel command-line parameter that would hide the devices, which are functions of a PCI bus.
+/// Kernel command-line parameter that is removed from the client's command line. Linux would not
+/// find its devices with it, because they are functions of a PCI bus.
 const PCI_OFF: &str = "pci=off";
-/// Kernel command line that `perfvisor run` uses for Linux, to which the root device is added.
+/// Kernel command line that `perfvisor run` uses for Linux by default. It is used here if a root
+/// device must be added to the default command line.
 const DEFAULT_BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
 /// The configuration of a VM.
@@ -40,14 +42,15 @@ pub struct VmResources {
 /// Change to a rate limiter of the running VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimiterChange {
-    /// Name of the limiter in the VM.
+    /// Name by which the running VM knows the limiter.
     pub name: String,
     /// New limits. An omitted limit is unchanged, and a limit that restricts nothing is removed.
     pub limiter: RateLimiter,
 }
 
 impl RateLimiterChange {
-    /// Applies an update to the configured limiter. Returns `None` if there is no update.
+    /// Applies an update to the configured limiter, and returns the same change for the running VM.
+    /// Returns `None` if `update` is `None`.
     fn apply(name: String, update: Option<RateLimiter>, limiter: &mut Option<RateLimiter>) -> Option<Self> {
         let update = update?;
         let old = limiter.unwrap_or_default();
@@ -273,8 +276,8 @@ impl VmResources {
     /// Adds a network device, or replaces the one with the same identifier.
     ///
     /// # Errors
-    /// Returns an [`ApiFault`] if a field is invalid or unsupported, or another device uses the same
-    /// MAC address or tap device.
+    /// Returns an [`ApiFault`] if a field is invalid or unsupported, or another device uses the
+    /// same MAC address or tap device.
     pub fn set_interface(&mut self, interface: NetworkInterface) -> Result<(), ApiFault> {
         if interface.mtu.is_some() {
             return Err(ApiFault::unsupported("mtu", "the device offers no MTU"));
@@ -330,7 +333,7 @@ impl VmResources {
         self.entropy = Some(entropy);
     }
 
-    /// Changes the rate limiter of a drive. Returns the change with the limiter's name in the
+    /// Changes the rate limiter of a drive in the configuration. Returns the same change for the
     /// running VM.
     ///
     /// # Errors
@@ -356,8 +359,8 @@ impl VmResources {
         ))
     }
 
-    /// Changes the rate limiters of a network device. Returns the changes with the limiters' names
-    /// in the running VM.
+    /// Changes the rate limiters of a network device in the configuration. Returns the same changes
+    /// for the running VM.
     ///
     /// # Errors
     /// Returns an [`ApiFault`] if the device does not exist.
@@ -466,7 +469,8 @@ impl VmResources {
         Ok(())
     }
 
-    /// Returns the files that must exist before the start, with the names of their fields.
+    /// Returns the paths of the files that must exist before the VM starts, each with the name of
+    /// the field that contains it.
     pub fn files(&self) -> Vec<(&'static str, &str)> {
         let boot = self.boot_source.as_ref();
         let kernel = boot.map(|boot| ("kernel_image_path", boot.kernel_image_path.as_str()));
@@ -493,8 +497,8 @@ impl VmResources {
         Ok(options)
     }
 
-    /// Returns the options of `perfvisor run` that do not depend on a kernel, for validation of a
-    /// partial configuration.
+    /// Returns the options of `perfvisor run` for the machine and its devices, without those for
+    /// the kernel. They are used to validate a configuration that may still lack a boot source.
     pub fn device_options(&self) -> Vec<String> {
         let machine = &self.machine;
         let huge_pages = match machine.huge_pages {
@@ -530,7 +534,8 @@ impl VmResources {
         options
     }
 
-    /// Returns the options for the drives, the network devices, the serial output and vsock.
+    /// Returns the options of `perfvisor run` for the drives, the network devices, the serial
+    /// output and vsock.
     fn host_options(&self) -> Vec<String> {
         let mut options: Vec<String> = self.drives_in_order().filter_map(drive_option).collect();
         for interface in &self.interfaces {
@@ -613,7 +618,7 @@ impl VmResources {
         Self::from_config(saved)
     }
 
-    /// Returns the part of the configuration that a snapshot contains.
+    /// Returns the part of the configuration that is stored in a snapshot.
     pub fn to_saved_config(&self) -> VmConfig {
         VmConfig {
             boot_source: None,
@@ -624,7 +629,8 @@ impl VmResources {
         }
     }
 
-    /// Returns the drives, starting with the root device, which the kernel names `/dev/vda`.
+    /// Returns the drives in the order in which the VM contains them: the root device is first, so
+    /// that the kernel names it `/dev/vda`.
     fn drives_in_order(&self) -> impl Iterator<Item = &Drive> {
         let root = self.drives.iter().filter(|drive| drive.is_root_device);
         root.chain(self.drives.iter().filter(|drive| !drive.is_root_device))
@@ -742,7 +748,7 @@ pub fn log_level(level: &str) -> Result<log::LevelFilter, ApiFault> {
     })
 }
 
-/// Rejects a string that cannot be a program argument.
+/// Rejects a string that cannot be a program argument because it contains a NUL character.
 fn check_text(field: &str, text: Option<&str>) -> Result<(), ApiFault> {
     match text {
         Some(text) if text.contains('\0') => Err(ApiFault::bad(format!("{field}: contains a NUL character"))),

@@ -1,9 +1,10 @@
 //! Connections on a Unix socket.
 //!
-//! One thread serves all connections and answers one request at a time. A connection holds at most
-//! one request and one response. If [`MAX_CONNECTIONS`] are open, a new connection replaces the one
-//! that has been inactive for the longest time. A request must be complete within [`REQUEST_TIME`]
-//! after its first byte, and the client must read the response within the same time.
+//! One thread serves all connections and answers one request at a time. Each connection buffers at
+//! most one request and one response. If [`MAX_CONNECTIONS`] are open, a new connection replaces
+//! the one that has been inactive for the longest time. A request must be complete within
+//! [`REQUEST_TIME`] after its first byte, and the client must read the response within the same
+//! time.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -17,7 +18,8 @@ use crate::http::{self, CONTINUE, HttpParseOutcome, MAX_HEAD, Request, Response}
 
 /// Maximum number of open connections.
 pub const MAX_CONNECTIONS: usize = 32;
-/// Time limit for a request from its first byte, and for the transmission of its response.
+/// Maximum time from the first byte of a request until the request is complete, and maximum time
+/// until the client has read the response.
 pub const REQUEST_TIME: Duration = Duration::from_secs(10);
 /// Maximum number of connections accepted between two polls.
 const ACCEPT_BATCH: usize = 16;
@@ -33,7 +35,8 @@ pub struct ApiServer {
     listener: Option<UnixListener>,
     connections: Vec<Connection>,
     max_body: usize,
-    /// Time before which no connection is accepted, because the process lacks a resource.
+    /// Time until which no new connections are accepted, after `accept(2)` failed because the
+    /// process lacks a resource.
     accept_after: Option<Instant>,
 }
 
@@ -45,7 +48,7 @@ struct Connection {
     /// Bytes of the response that have not been sent.
     unsent: Vec<u8>,
     last_active: Instant,
-    /// End of the time limit of the current request or response.
+    /// Time at which the current request or response is aborted; `None` if there is none.
     deadline: Option<Instant>,
     /// `true` if the connection is closed once its response has been sent.
     closes: bool,
@@ -76,8 +79,9 @@ impl ApiServer {
         self.connections.len()
     }
 
-    /// Waits for a request, a connection or one of the descriptors in `others`, answers the
-    /// complete requests with `answer`, and returns which of `others` are readable.
+    /// Waits until a request or a connection arrives, or one of the descriptors in `others` becomes
+    /// readable. Answers all complete requests with `answer`, and returns which of `others` are
+    /// readable.
     ///
     /// # Errors
     /// Returns an error if `poll(2)` fails.
@@ -138,7 +142,8 @@ impl ApiServer {
         Ok((connections.to_vec(), others.to_vec()))
     }
 
-    /// Accepts waiting connections. At the limit, new connections replace inactive ones.
+    /// Accepts waiting connections. If the maximum number of connections is open, a new connection
+    /// replaces the one that has been inactive for the longest time.
     fn accept(&mut self, now: Instant) {
         let Some(listener) = &self.listener else { return };
         if self.accept_after.is_some_and(|after| now < after) {

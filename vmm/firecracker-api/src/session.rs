@@ -1,7 +1,7 @@
-//! The states of a VM, and the responses to calls.
+//! The states of a VM, and the responses to API calls.
 //!
-//! Calls that configure the VM are valid only before the start, and calls that change its state
-//! only after the start. A call that fails changes nothing.
+//! Calls that configure the VM are valid only before the VM starts, and calls that change its
+//! running state only after that. A call that fails changes nothing.
 
 mod balloon;
 mod metadata;
@@ -21,7 +21,8 @@ use crate::types::{
     VmConfig,
 };
 
-/// Operations of the program that a session requires. Errors are one-line messages.
+/// Operations that an API session requires from the program, such as starting the VM. Errors are
+/// one-line messages.
 pub trait VmBackend {
     /// Checks that `perfvisor run` accepts `options`.
     ///
@@ -96,7 +97,7 @@ pub trait VmBackend {
     /// Returns a message if the VM rejects the request.
     fn change_limiter(&mut self, change: &RateLimiterChange) -> Result<(), String>;
 
-    /// Saves the paused VM to the files `state` and `memory`. The state contains `config`.
+    /// Saves the paused VM to the files `state` and `memory`. `config` is stored in the state file.
     ///
     /// # Errors
     /// Returns a message if the files cannot be written.
@@ -114,7 +115,7 @@ pub trait VmBackend {
     /// Returns a message if the VM rejects the request.
     fn set_balloon_size(&mut self, amount_mib: u32) -> Result<(), String>;
 
-    /// Sets the interval of the running VM's memory statistics, in seconds.
+    /// Sets the interval at which the running VM updates its memory statistics, in seconds.
     ///
     /// # Errors
     /// Returns a message if the VM rejects the request.
@@ -141,7 +142,8 @@ pub struct ApiSession<B> {
     version: String,
     state: InstanceState,
     resources: VmResources,
-    /// Document of the metadata service while no VM holds it.
+    /// Document of the metadata service, as long as no running VM with a metadata service contains
+    /// it.
     metadata: MetadataStore,
     metadata_limit: usize,
 }
@@ -188,7 +190,7 @@ impl<B: VmBackend> ApiSession<B> {
         })
     }
 
-    /// Replaces the configuration, as given by `--config-file`.
+    /// Replaces the whole configuration with `config`, as read from `--config-file`.
     ///
     /// # Errors
     /// Returns an [`ApiFault`] if the configuration is invalid or incomplete.
@@ -208,10 +210,10 @@ impl<B: VmBackend> ApiSession<B> {
         self.accept(resources).map(|_| ())
     }
 
-    /// Executes a call.
+    /// Executes an API call.
     ///
     /// # Errors
-    /// Returns an [`ApiFault`] if the call is invalid in this state, or fails.
+    /// Returns an [`ApiFault`] if the call is invalid in the current state of the VM, or fails.
     pub fn call(&mut self, call: ApiCall) -> Result<Response, ApiFault> {
         match call {
             ApiCall::GetInstance => Ok(Response::json(&self.instance())),
@@ -251,8 +253,8 @@ impl<B: VmBackend> ApiSession<B> {
     /// Starts the VM.
     ///
     /// # Errors
-    /// Returns an [`ApiFault`] if the VM is already running, the configuration is incomplete, or the
-    /// VM fails to start.
+    /// Returns an [`ApiFault`] if the VM is already running, the configuration is incomplete, or
+    /// the VM fails to start.
     pub fn start(&mut self) -> Result<(), ApiFault> {
         self.require_configuration("InstanceStart")?;
         let options = self.with_mmds(&self.resources, self.resources.run_options()?);
@@ -309,7 +311,8 @@ impl<B: VmBackend> ApiSession<B> {
         self.accept(changed)
     }
 
-    /// Replaces the configuration with `changed` if its files exist and `perfvisor run` accepts it.
+    /// Replaces the configuration with `changed` if the files that it names exist and
+    /// `perfvisor run` accepts its options.
     fn accept(&mut self, changed: VmResources) -> Result<Response, ApiFault> {
         let known = self.resources.files();
         for (field, path) in changed.files() {
@@ -359,7 +362,8 @@ impl<B: VmBackend> ApiSession<B> {
         Ok(Response::no_content())
     }
 
-    /// Applies the changes to the VM and replaces its configuration with `changed`.
+    /// Applies changes of rate limiters to the running VM, and then replaces the configuration with
+    /// `changed`.
     fn change_limiters(
         &mut self,
         changed: VmResources,

@@ -91,7 +91,7 @@ pub struct MachineConfigUpdate {
     pub mem_size_mib: Option<u32>,
     /// Simultaneous multithreading. Unsupported.
     pub smt: Option<bool>,
-    /// Type of pages that back guest memory.
+    /// Dirty page tracking. Unsupported.
     pub track_dirty_pages: Option<bool>,
     /// Type of pages that back guest memory.
     pub huge_pages: Option<HugePages>,
@@ -160,7 +160,8 @@ pub struct Drive {
 /// Cache mode of a block device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum CacheType {
-    /// Firecracker does not offer flush requests to the guest.
+    /// Mode in which Firecracker offers no flush requests to the guest. Perfvisor honors them in
+    /// both modes.
     #[default]
     Unsafe,
     /// Flush requests write data to stable storage.
@@ -281,7 +282,7 @@ pub struct EntropyDevice {
     pub rate_limiter: Option<RateLimiter>,
 }
 
-/// The balloon's configuration before the start, and its current values after the start.
+/// The balloon's configuration before the VM starts, and its current values after that.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Balloon {
@@ -317,8 +318,8 @@ pub struct BalloonStatsUpdate {
     pub stats_polling_interval_s: u16,
 }
 
-/// Body of `GET /balloon/statistics`. The guest's driver reports the actual size and all optional
-/// fields.
+/// Body of `GET /balloon/statistics`. The guest's driver reports the actual size and the values of
+/// all optional fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct BalloonStats {
     /// Target size, in pages of 4 KiB.
@@ -420,8 +421,8 @@ pub struct Metrics {
     pub metrics_path: String,
 }
 
-/// The guest's PMU. This is a Perfvisor extension, and the values are those of the options of
-/// `perfvisor run`.
+/// The guest's PMU. This object is a Perfvisor extension of the API. The fields take the same
+/// values as the corresponding options of `perfvisor run`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Pmu {
@@ -457,7 +458,8 @@ pub enum ActionType {
     InstanceStart,
     /// Writes the metrics.
     FlushMetrics,
-    /// Requests a shutdown of the guest.
+    /// Requests a shutdown of the guest. Perfvisor presses the power button instead of
+    /// Ctrl-Alt-Del.
     SendCtrlAltDel,
 }
 
@@ -510,7 +512,7 @@ pub struct SnapshotLoadParams {
     /// File with the guest's memory (deprecated form of `mem_backend`).
     #[serde(default)]
     pub mem_file_path: Option<String>,
-    /// Source of the guest's memory. Either this or `mem_file_path` is required.
+    /// Source of the guest's memory. Either this field or `mem_file_path` is required.
     #[serde(default)]
     pub mem_backend: Option<MemoryBackend>,
     /// Resume the VM.
@@ -522,13 +524,13 @@ pub struct SnapshotLoadParams {
     /// Dirty page tracking. Unsupported.
     #[serde(default)]
     pub track_dirty_pages: bool,
-    /// Dirty page tracking (deprecated name). Unsupported.
+    /// Deprecated name of the field that enables dirty page tracking. Unsupported.
     #[serde(default)]
     pub enable_diff_snapshots: bool,
     /// `true` to advance the guest's clock by the time since the snapshot. Unsupported.
     #[serde(default)]
     pub clock_realtime: bool,
-    /// Socket that replaces the vsock device's socket in the snapshot.
+    /// Socket that the restored vsock device uses instead of the one in the snapshot.
     #[serde(default)]
     pub vsock_override: Option<VsockOverride>,
     /// Type of pages that back guest memory. Only `None` is supported.
@@ -563,7 +565,7 @@ pub enum MemoryBackendType {
     Uffd,
 }
 
-/// Tap device for a network device in the snapshot.
+/// Assigns another tap device to a network device in the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkOverride {

@@ -1,5 +1,6 @@
-//! Fuzzes the balloon's queues with a hostile guest. Each chain must complete, ranges must be whole
-//! pages within bounds, and only RAM may be released.
+//! Fuzzes the balloon's queues with a hostile guest. Processing of each descriptor chain must
+//! terminate, page ranges in requests must be whole pages within bounds, and only RAM may be
+//! released.
 //!
 //! Input: guest memory from address 0, with descriptors at 0x100 and the available ring at 0x1100.
 //! Bits 1 and 2 of the first byte select the queue.

@@ -6,7 +6,7 @@
 
 use std::fs;
 
-use guest_agent::receive::{TreeCopyProgress, TreeReceiver};
+use guest_agent::receive::{FileTreeCopyProgress, FileTreeReceiver};
 use guest_agent::wire::{MAX_PAYLOAD, read_frame};
 use libfuzzer_sys::fuzz_target;
 
@@ -15,14 +15,14 @@ fuzz_target!(|data: &[u8]| {
     let named = outside.join("named");
     fs::create_dir_all(&named).expect("a directory in the temporary directory");
     fs::write(outside.join("mine"), b"as it was").expect("a file there");
-    let mut receiver = TreeReceiver::new(&named, Some("copy")).expect("a directory");
+    let mut receiver = FileTreeReceiver::new(&named, Some("copy")).expect("a directory");
     let mut coming = data;
     while let Ok(Some(frame)) = read_frame(&mut coming) {
         assert!(frame.payload.len() <= MAX_PAYLOAD);
         let _ = (frame.number(), frame.text());
         match receiver.take(&frame) {
-            Ok(TreeCopyProgress::More | TreeCopyProgress::Skipped(_)) => {}
-            Ok(TreeCopyProgress::Done) | Err(_) => break,
+            Ok(FileTreeCopyProgress::More | FileTreeCopyProgress::Skipped(_)) => {}
+            Ok(FileTreeCopyProgress::Done) | Err(_) => break,
         }
     }
     drop(receiver);

@@ -1,5 +1,5 @@
-//! Fuzzes disk requests from a hostile guest. Only the disk and guest memory may be accessed, and
-//! each request must complete.
+//! Fuzzes disk requests from a hostile guest. The device may access only the disk and guest memory,
+//! and must complete each request.
 //!
 //! Input: guest memory from address 0, with descriptors at 0x100 and the available ring at 0x1100.
 #![no_main]

@@ -1,7 +1,7 @@
 //! Fuzzes the reader of a guest's disk (`--guest-disk`) with arbitrary partitions, file systems and
-//! qcow2 images. Memory use must be bounded, and each answer must arrive in time.
+//! qcow2 images. Memory use must be bounded, and each read must finish in time.
 //!
-//! `make fuzz` runs this target with its own memory limit. Panics in the crates that parse file
+//! `make fuzz` runs this target with a separate memory limit. Panics in the crates that parse file
 //! systems and images stop the reader and are not reported as failures.
 //!
 //! Input: one byte (bit 0: qcow2 instead of raw; bits 1 to 3: number of MiB of zeros appended to
@@ -17,7 +17,7 @@ use libfuzzer_sys::fuzz_target;
 use virtio_devices::disk::config::{DiskConfig, DiskFormat};
 use virtio_devices::disk::view::DiskView;
 
-/// Maximum number of bytes requested from a file.
+/// Maximum file size that the target requests from the reader, in bytes.
 const MOST: u64 = 16 << 20;
 const FILES: [&str; 4] = ["/etc/hostname", "/usr/bin/prog", "/link", "/loop"];
 

@@ -1,9 +1,10 @@
 //! Fuzzes the analysis of a hostile guest's kernel memory as performed by `record`: page tables,
 //! symbols, types, unwind tables.
 //!
-//! Input: one byte. If this byte is odd, it is followed by the register values for tables and
-//! anchors (4 words) and by RAM from address 0. Otherwise, it is followed by the kernel, which the
-//! target's page tables map at its usual address.
+//! Input: one byte. If this byte is odd, it is followed by 4 words with register values (base of
+//! the page tables, and addresses that point into the kernel) and by RAM from address 0. Otherwise,
+//! it is followed by the contents of the kernel, which the target maps at the kernel's usual
+//! address with page tables of its own.
 #![no_main]
 
 use guest_profile::GuestRegs;
@@ -15,7 +16,8 @@ use libfuzzer_sys::fuzz_target;
 const PAGE: usize = 4096;
 /// Virtual address of the kernel.
 const START: u64 = 0xffff_ffff_8100_0000;
-/// Size of the page tables, in bytes: three levels that lead to one table of pages.
+/// Size of the page tables that the target builds, in bytes: one table on each of three levels, and
+/// one table whose entries map the pages.
 const TABLES: usize = 4 * PAGE;
 
 /// Builds RAM with page tables that map up to 512 pages of `kernel` at [`START`].

@@ -17,12 +17,12 @@ const PAGE: usize = 4096;
 const TABLES: usize = 4 * PAGE;
 const OFFSETS: usize = 32;
 const HEAD: usize = 2 * OFFSETS + 32;
-/// Maximum number of guest memory reads per reply, as in the VM.
+/// Maximum number of guest memory reads for one reply, which is the same limit that the VM applies.
 const READS: u32 = 1 << 17;
 const MOST_PAGES: usize = 64;
 
-/// Builds RAM in which every page of both halves of the address space maps a page of `memory`,
-/// except every 16th.
+/// Builds RAM whose page tables map both halves of the address space to pages of `memory`. Every
+/// 16th page is unmapped.
 fn mapped_everywhere(memory: &[u8]) -> Vec<u8> {
     let memory = &memory[..memory.len().min(MOST_PAGES * PAGE)];
     let pages = memory.len().div_ceil(PAGE).max(1);

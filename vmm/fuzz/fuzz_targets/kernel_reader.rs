@@ -1,5 +1,6 @@
-//! Fuzzes the messages that a compromised kernel reader process sends to the VM: requests for
-//! memory ranges, symbols, unwind tables, a summary.
+//! Fuzzes the messages that a compromised kernel reader sends to the VM. The kernel reader is the
+//! unprivileged process that searches guest memory for the kernel. Its messages are requests for
+//! memory ranges, symbols, unwind tables, and a summary.
 //!
 //! Input: one byte. If this byte is odd, the rest is the raw message stream. Otherwise, the rest is
 //! a sequence of messages, each with one byte (type), two bytes (length), and the payload.

@@ -1,5 +1,6 @@
-//! Fuzzes the metadata service with frames from a hostile guest. Each frame and each timer must be
-//! processed in bounded time, and the frames for the guest must remain bounded.
+//! Fuzzes the metadata service with frames from a hostile guest. Each frame and each expired timer
+//! must be processed in bounded time, and the number of frames queued for the guest must remain
+//! bounded.
 //!
 //! Input: one byte of options, followed by frames. Two bytes precede each frame: its length, and
 //! the time since the previous frame. The target sets the frame type, the addresses of an IPv4
@@ -15,7 +16,7 @@ use mmds::config::MmdsConfig;
 use mmds::service::MetadataService;
 use mmds::stack::MetadataStack;
 
-/// Returns a frame with `payload` after its header.
+/// Returns an Ethernet frame that contains `payload` after its header.
 fn frame(payload: &[u8], is_ip: bool) -> Vec<u8> {
     let mut frame = vec![2; 12];
     frame.extend(if is_ip { [8, 0] } else { [8, 6] });
@@ -34,8 +35,8 @@ fn frame(payload: &[u8], is_ip: bool) -> Vec<u8> {
 /// Offset of the TCP header in a frame.
 const TCP: usize = 34;
 
-/// Returns the sequence and acknowledgement numbers that continue the connection to which a frame
-/// for the guest belongs.
+/// Returns the sequence and acknowledgment numbers with which the guest continues the TCP
+/// connection after it has received `frame`.
 fn next_numbers(frame: &[u8]) -> Option<[[u8; 4]; 2]> {
     let number = |at: usize| Some(u32::from_be_bytes(frame.get(at..at + 4)?.try_into().ok()?));
     let (sequence, acknowledged) = (number(TCP + 4)?, number(TCP + 8)?);

@@ -1,8 +1,9 @@
-//! Fuzzes the network device queues with a hostile guest and host frames of any length. Only guest
-//! memory and the tap device may be accessed, and each round must complete.
+//! Fuzzes the network device queues with a hostile guest and host frames of any length. The device
+//! may access only guest memory and the tap device, and each pass over the queues must terminate.
 //!
 //! Input: one byte of options, followed by chunks of guest memory, which are written sequentially
-//! from 0x1000. The receive queue's tables begin there, and the transmit queue's tables at 0x2000.
+//! from 0x1000. The tables of the receive queue begin at 0x1000, and those of the transmit queue at
+//! 0x2000.
 #![no_main]
 
 use std::os::fd::OwnedFd;

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Arc;
 
 use libfuzzer_sys::fuzz_target;
-use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
+use virtio_devices::device::{DeviceFailureCallback, VirtioDevice};
 use virtio_devices::rng::EntropyDevice;
 use virtio_devices::transport::bus::{CONFIG_PORT, PciBus};
 use virtio_devices::transport::machine::{PciBackend, MsiMessage};
@@ -17,7 +17,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 const WINDOW: std::ops::Range<u32> = 0xE000_0000..0xF000_0000;
 
-/// A machine whose operations succeed without any effect.
+/// Implementation of the machine's operations that succeed without any effect.
 struct NoOpPciBackend;
 
 impl PciBackend for NoOpPciBackend {
@@ -37,8 +37,8 @@ impl PciBackend for NoOpPciBackend {
         Ok(())
     }
 
-    fn fatal_error_callback(&self) -> FatalErrorCallback {
-        FatalErrorCallback::default()
+    fn fatal_error_callback(&self) -> DeviceFailureCallback {
+        DeviceFailureCallback::default()
     }
 }
 

@@ -13,7 +13,8 @@ use virtio_devices::share::backend::negotiate;
 
 /// VERSION_1, EVENT_IDX, INDIRECT_DESC.
 const NEEDED: u64 = 1 << 32 | 1 << 29 | 1 << 28;
-/// Maximum input length, which exceeds both answers and fits into a socket buffer.
+/// Maximum input length. It exceeds the length of the two responses that the handshake expects, and
+/// fits into a socket buffer.
 const MOST_BYTES: usize = 4096;
 
 fuzz_target!(|data: &[u8]| {

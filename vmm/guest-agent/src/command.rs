@@ -51,13 +51,13 @@ impl ProcessGroup {
     }
 }
 
-/// Agent ends of a command's streams.
+/// The agent's ends of the pipes or of the terminal that a command uses.
 struct CommandStreams {
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
-    /// `true` if a terminal is used for input and output. On a terminal, end of file is a
-    /// character.
+    /// `true` if a terminal is used for input and output. On a terminal, the agent writes a control
+    /// character to indicate end of file.
     terminal: bool,
 }
 
@@ -223,8 +223,8 @@ fn nonblocking(fd: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the command and reports its exit. Disables signals before the process is reaped,
-/// because its process ID may be reused afterwards.
+/// Waits for the command and returns its exit. Prevents further signals to the command before its
+/// process is reaped, because the process ID may be reused afterwards.
 fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter) -> CommandExit {
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(nix::errno::Errno::EINTR) {
     }

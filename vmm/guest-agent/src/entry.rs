@@ -26,7 +26,7 @@ pub enum EntryType {
 
 /// Header of one entry of a copied tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TreeEntry {
+pub struct FileTreeEntry {
     /// Path below the root of the tree, empty for the root itself.
     pub path: PathBuf,
     /// Type of the entry.
@@ -39,7 +39,7 @@ pub struct TreeEntry {
 
 /// Reason a received entry is invalid.
 #[derive(Debug, thiserror::Error)]
-pub enum TreeEntryError {
+pub enum FileTreeEntryError {
     /// The entry is too short or has an unknown type.
     #[error("protocol error: the peer sent an invalid tree entry")]
     Malformed,
@@ -48,7 +48,7 @@ pub enum TreeEntryError {
     Outside(PathBuf),
 }
 
-impl TreeEntry {
+impl FileTreeEntry {
     /// Returns the modification time.
     pub fn modified(&self) -> SystemTime {
         let (seconds, nanoseconds) = self.modified;
@@ -82,10 +82,10 @@ impl TreeEntry {
     /// Decodes an untrusted frame payload.
     ///
     /// # Errors
-    /// Returns [`TreeEntryError::Malformed`] or [`TreeEntryError::Outside`] if the entry is
+    /// Returns [`FileTreeEntryError::Malformed`] or [`FileTreeEntryError::Outside`] if the entry is
     /// invalid.
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, TreeEntryError> {
-        let bad = || TreeEntryError::Malformed;
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, FileTreeEntryError> {
+        let bad = || FileTreeEntryError::Malformed;
         let (what, rest) = bytes.split_first().ok_or_else(bad)?;
         let (mode, rest) = rest.split_first_chunk().ok_or_else(bad)?;
         let (seconds, rest) = rest.split_first_chunk().ok_or_else(bad)?;
@@ -106,7 +106,7 @@ impl TreeEntry {
         };
         let path = PathBuf::from(OsString::from_vec(path.to_vec()));
         if !stays_below(&path) {
-            return Err(TreeEntryError::Outside(path));
+            return Err(FileTreeEntryError::Outside(path));
         }
         Ok(Self {
             path,
@@ -129,8 +129,8 @@ mod tests {
 
     use super::*;
 
-    fn entry(path: &str, what: EntryType) -> TreeEntry {
-        TreeEntry {
+    fn entry(path: &str, what: EntryType) -> FileTreeEntry {
+        FileTreeEntry {
             path: path.into(),
             what,
             mode: 0o640,
@@ -146,7 +146,10 @@ mod tests {
             entry("a", EntryType::DirectoryEnd),
             entry("l", EntryType::Link("../../anywhere".into())),
         ] {
-            assert_eq!(TreeEntry::from_bytes(&entry.to_bytes().unwrap()).unwrap(), entry);
+            assert_eq!(
+                FileTreeEntry::from_bytes(&entry.to_bytes().unwrap()).unwrap(),
+                entry
+            );
         }
         assert!(entry(&"x".repeat(5000), EntryType::File).to_bytes().is_none());
     }
@@ -156,7 +159,10 @@ mod tests {
         for path in ["/etc/passwd", "..", "a/../../b", "../x", "a/\0"] {
             let bytes = entry(path, EntryType::File).to_bytes().unwrap();
             assert!(
-                matches!(TreeEntry::from_bytes(&bytes), Err(TreeEntryError::Outside(_))),
+                matches!(
+                    FileTreeEntry::from_bytes(&bytes),
+                    Err(FileTreeEntryError::Outside(_))
+                ),
                 "{path}"
             );
         }
@@ -166,13 +172,13 @@ mod tests {
     fn set_id_bits_are_not_copied() {
         let mut bytes = entry("a", EntryType::File).to_bytes().unwrap();
         bytes[1..5].copy_from_slice(&0o104_755_u32.to_le_bytes());
-        assert_eq!(TreeEntry::from_bytes(&bytes).unwrap().mode, 0o755);
+        assert_eq!(FileTreeEntry::from_bytes(&bytes).unwrap().mode, 0o755);
     }
 
     proptest! {
         #[test]
         fn arbitrary_entry_bytes_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            if let Ok(entry) = TreeEntry::from_bytes(&bytes) {
+            if let Ok(entry) = FileTreeEntry::from_bytes(&bytes) {
                 prop_assert!(stays_below(&entry.path));
                 let _ = entry.modified();
             }

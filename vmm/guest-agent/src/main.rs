@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use ends::{HOST_TIMEOUT, close, line, refuse};
 use guest_agent::PORT;
-use guest_agent::receive::{TreeCopyProgress, TreeReceiver};
+use guest_agent::receive::{FileTreeCopyProgress, FileTreeReceiver};
 use guest_agent::request::{AgentOperation, AgentRequest, VERSION};
 use guest_agent::send::{SendError, send_tree};
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
@@ -104,7 +104,8 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// A connection slot. Released on drop, even if the thread panics.
+/// One of the limited number of concurrent connections. The slot is released on drop, even if the
+/// thread of the connection panics.
 struct ConnectionSlot(Arc<AtomicUsize>);
 
 impl Drop for ConnectionSlot {
@@ -159,7 +160,7 @@ fn handle_connection(stream: UnixStream) -> io::Result<()> {
 /// Receives a tree.
 fn put(stream: &UnixStream, path: &Path, name: &str) {
     let mut ours = stream;
-    let mut receiver = match TreeReceiver::new(path, Some(name)) {
+    let mut receiver = match FileTreeReceiver::new(path, Some(name)) {
         Ok(receiver) => receiver,
         Err(error) => return refuse(stream, &line(&error)),
     };
@@ -171,8 +172,8 @@ fn put(stream: &UnixStream, path: &Path, name: &str) {
             return;
         };
         match receiver.take(&frame) {
-            Ok(TreeCopyProgress::More | TreeCopyProgress::Skipped(_)) => {}
-            Ok(TreeCopyProgress::Done) => {
+            Ok(FileTreeCopyProgress::More | FileTreeCopyProgress::Skipped(_)) => {}
+            Ok(FileTreeCopyProgress::Done) => {
                 let _ = write_frame(&mut ours, FrameKind::Done, &[]);
                 return;
             }

@@ -20,7 +20,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 
-use crate::entry::{EntryType, TreeEntry, TreeEntryError};
+use crate::entry::{EntryType, FileTreeEntry, FileTreeEntryError};
 use crate::wire::{Frame, FrameKind};
 
 /// Error returned when a tree cannot be received.
@@ -40,7 +40,7 @@ pub enum ReceiveError {
     NoName(PathBuf),
     /// The sender sent an invalid entry.
     #[error(transparent)]
-    TreeEntry(#[from] TreeEntryError),
+    TreeEntry(#[from] FileTreeEntryError),
     /// The sender sent frames in an invalid order.
     #[error("protocol error: the peer sent an unexpected frame")]
     Order,
@@ -51,7 +51,7 @@ pub enum ReceiveError {
 
 /// State of a copy after one frame.
 #[derive(Debug, PartialEq, Eq)]
-pub enum TreeCopyProgress {
+pub enum FileTreeCopyProgress {
     /// The tree is incomplete.
     More,
     /// The sender skipped an entry. Contains the path of the entry and the reason.
@@ -72,17 +72,18 @@ const PERMISSIONS: u32 = 0o777;
 
 /// The receiving end of a copy.
 #[derive(Debug)]
-pub struct TreeReceiver {
+pub struct FileTreeReceiver {
     parent: OwnedFd,
     directory: PathBuf,
     name: OsString,
-    file: Option<(CreatedEntry, TreeEntry)>,
-    /// Stack of the directories that are being received.
+    file: Option<(CreatedEntry, FileTreeEntry)>,
+    /// Stack of the directories that are being received. Each has the value `true` if the receiver
+    /// created it.
     directories: Vec<(PathBuf, bool)>,
     begun: bool,
 }
 
-impl TreeReceiver {
+impl FileTreeReceiver {
     /// Creates a receiver for a tree at `path`. If `path` is a directory, the tree is created in it
     /// with the name `name`.
     ///
@@ -126,10 +127,10 @@ impl TreeReceiver {
     /// # Errors
     /// Returns a [`ReceiveError`] if the frame is invalid or an entry cannot be created. Entries
     /// that were created before remain.
-    pub fn take(&mut self, frame: &Frame) -> Result<TreeCopyProgress, ReceiveError> {
+    pub fn take(&mut self, frame: &Frame) -> Result<FileTreeCopyProgress, ReceiveError> {
         match (frame.kind, &mut self.file) {
             (FrameKind::TreeEntry, None) => {
-                let entry = TreeEntry::from_bytes(&frame.payload)?;
+                let entry = FileTreeEntry::from_bytes(&frame.payload)?;
                 // The root must be the first entry.
                 if self.begun == entry.path.as_os_str().is_empty() && entry.what != EntryType::DirectoryEnd {
                     return Err(ReceiveError::Order);
@@ -152,12 +153,12 @@ impl TreeReceiver {
                     Self::finish(&made, &entry).map_err(|source| self.target(&entry.path, source))?;
                 }
             }
-            (FrameKind::Skipped, _) => return Ok(TreeCopyProgress::Skipped(frame.text())),
-            (FrameKind::Done, None) if self.begun => return Ok(TreeCopyProgress::Done),
+            (FrameKind::Skipped, _) => return Ok(FileTreeCopyProgress::Skipped(frame.text())),
+            (FrameKind::Done, None) if self.begun => return Ok(FileTreeCopyProgress::Done),
             (FrameKind::Refused, _) => return Err(ReceiveError::Refused(frame.text())),
             _ => return Err(ReceiveError::Order),
         }
-        Ok(TreeCopyProgress::More)
+        Ok(FileTreeCopyProgress::More)
     }
 
     fn target(&self, path: &Path, source: io::Error) -> ReceiveError {
@@ -167,7 +168,8 @@ impl TreeReceiver {
         }
     }
 
-    /// Returns the path of an entry below the target directory.
+    /// Returns the path of an entry relative to the parent of the tree, which is the name of the
+    /// tree followed by `path`.
     fn below(&self, path: &Path) -> PathBuf {
         if path.as_os_str().is_empty() {
             self.name.clone().into()
@@ -176,7 +178,7 @@ impl TreeReceiver {
         }
     }
 
-    fn make(&mut self, entry: TreeEntry) -> Result<(), ReceiveError> {
+    fn make(&mut self, entry: FileTreeEntry) -> Result<(), ReceiveError> {
         let path = self.below(&entry.path);
         let made = match &entry.what {
             EntryType::Directory => self
@@ -263,9 +265,9 @@ impl TreeReceiver {
         }
     }
 
-    /// Sets the permissions and the modification time last, because writing changes the time and
-    /// may require the initial permissions.
-    fn finish(made: &CreatedEntry, entry: &TreeEntry) -> io::Result<()> {
+    /// Sets the permissions and the modification time of a completed entry. This must be the last
+    /// step, because writing the contents changes the time and may require the initial permissions.
+    fn finish(made: &CreatedEntry, entry: &FileTreeEntry) -> io::Result<()> {
         let CreatedEntry { file, new } = made;
         if *new {
             let granted = file.metadata()?.permissions().mode() & PERMISSIONS;
@@ -295,20 +297,20 @@ mod tests {
     }
 
     fn receive(frames: &[Frame], target: &Path, name: &str) -> Result<Vec<String>, ReceiveError> {
-        let mut receiver = TreeReceiver::new(target, Some(name))?;
+        let mut receiver = FileTreeReceiver::new(target, Some(name))?;
         let mut skipped = Vec::new();
         for frame in frames {
             match receiver.take(frame)? {
-                TreeCopyProgress::Skipped(what) => skipped.push(what),
-                TreeCopyProgress::Done => return Ok(skipped),
-                TreeCopyProgress::More => {}
+                FileTreeCopyProgress::Skipped(what) => skipped.push(what),
+                FileTreeCopyProgress::Done => return Ok(skipped),
+                FileTreeCopyProgress::More => {}
             }
         }
         panic!("it does not end")
     }
 
     fn entry(path: &str, what: EntryType) -> Frame {
-        let entry = TreeEntry {
+        let entry = FileTreeEntry {
             path: path.into(),
             what,
             mode: 0o755,
@@ -366,7 +368,7 @@ mod tests {
             0o666 & !fs::metadata(temp.path().join("probe")).unwrap().mode()
         };
         let open = |path: &str, what| {
-            let entry = TreeEntry {
+            let entry = FileTreeEntry {
                 path: path.into(),
                 what,
                 mode: 0o6777,

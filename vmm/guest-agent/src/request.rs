@@ -8,7 +8,8 @@ pub const VERSION: u32 = 1;
 /// Payload of the host's first frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentRequest {
-    /// [`VERSION`] of the host. The agent rejects other versions and reports its own.
+    /// Protocol [`VERSION`] that the host uses. The agent rejects other versions and reports its
+    /// own.
     pub version: u32,
     /// The operation to perform.
     pub job: AgentOperation,

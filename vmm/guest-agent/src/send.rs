@@ -5,7 +5,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::entry::{EntryType, TreeEntry};
+use crate::entry::{EntryType, FileTreeEntry};
 use crate::wire::{FrameKind, MAX_PAYLOAD};
 
 /// Maximum depth of nested directories. Deeper directories are skipped.
@@ -69,7 +69,7 @@ pub fn send_stream(
     modified: (u64, u32),
     out: AgentFrameSink<'_>,
 ) -> Result<(), SendError> {
-    let entry = TreeEntry {
+    let entry = FileTreeEntry {
         path: PathBuf::new(),
         what: EntryType::File,
         mode,
@@ -99,8 +99,8 @@ fn open(path: &Path, follow: bool) -> io::Result<File> {
     }
 }
 
-fn entry(path: PathBuf, what: EntryType, meta: &Metadata) -> TreeEntry {
-    TreeEntry {
+fn entry(path: PathBuf, what: EntryType, meta: &Metadata) -> FileTreeEntry {
+    FileTreeEntry {
         path,
         what,
         mode: meta.mode() & 0o777,
@@ -114,7 +114,7 @@ fn entry(path: PathBuf, what: EntryType, meta: &Metadata) -> TreeEntry {
 
 /// A directory that is being sent.
 struct OpenDirectory {
-    entry: TreeEntry,
+    entry: FileTreeEntry,
     list: ReadDir,
 }
 
@@ -185,7 +185,7 @@ fn child(
     }
 }
 
-fn send_entry(entry: &TreeEntry, out: AgentFrameSink<'_>) -> Result<(), SendError> {
+fn send_entry(entry: &FileTreeEntry, out: AgentFrameSink<'_>) -> Result<(), SendError> {
     match entry.to_bytes() {
         Some(bytes) => out(FrameKind::TreeEntry, &bytes).map_err(SendError::Connection),
         None => skipped(&entry.path, &io::Error::other("its path is too long"), out),
@@ -194,7 +194,7 @@ fn send_entry(entry: &TreeEntry, out: AgentFrameSink<'_>) -> Result<(), SendErro
 
 fn send_file(
     mut file: File,
-    entry: &TreeEntry,
+    entry: &FileTreeEntry,
     here: &Path,
     out: AgentFrameSink<'_>,
 ) -> Result<(), SendError> {

@@ -4,8 +4,8 @@
 /// Signals that background processes of a shell and processes under nohup(1) ignore.
 const IGNORED: [libc::c_int; 3] = [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP];
 
-/// Resets these signals to their default actions. Commands would inherit ignored signals, and
-/// Ctrl-C would not terminate them.
+/// Resets the signals in `IGNORED` to their default actions. Otherwise, commands that the agent
+/// starts would inherit ignored signals, and Ctrl-C would not terminate them.
 pub fn reset_ignored() {
     for signal in IGNORED {
         // SAFETY: SIG_DFL installs no handler, so no code of this program can run in signal
@@ -23,13 +23,14 @@ mod tests {
 
     use super::*;
 
-    /// Environment variable with the signal to raise, for the process that [`terminating_signal`]
-    /// starts.
+    /// Environment variable that contains the signal to raise, for the child process that
+    /// [`terminating_signal`] starts.
     const SIGNAL: &str = "PERFVISOR_TEST_SIGNAL";
-    /// Environment variable that makes this process call [`reset_ignored`] first.
+    /// Environment variable that makes the child process call [`reset_ignored`] first.
     const USUAL: &str = "PERFVISOR_TEST_USUAL";
 
-    /// Body of the child process. Does nothing in a normal test run.
+    /// Body of the child process that [`terminating_signal`] starts. Does nothing in a normal test
+    /// run.
     #[test]
     fn child_process_entry() {
         let Ok(signal) = std::env::var(SIGNAL) else { return };

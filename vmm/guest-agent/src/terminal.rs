@@ -14,8 +14,8 @@ use nix::pty::{Winsize, grantpt, posix_openpt, unlockpt};
 
 use crate::request::Terminal;
 
-/// Sets a new controlling terminal for `command` and its three standard streams, and returns the
-/// master end.
+/// Makes a new terminal the controlling terminal of `command` and connects the three standard
+/// streams of the command to it. Returns the master end of the terminal.
 ///
 /// # Errors
 /// Returns an error if no terminal is available.

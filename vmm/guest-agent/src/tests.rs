@@ -36,7 +36,8 @@ fn exec(argv: &[&str], terminal: Option<Terminal>) -> AgentOperation {
     })
 }
 
-/// Received payloads by frame type, and the last frame of the command.
+/// Frames that a test received from the agent: the payloads by frame type, and the last frame of
+/// the command.
 struct Outcome {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
@@ -154,8 +155,8 @@ fn disconnect_terminates_command() {
     agent.join().unwrap();
 }
 
-/// A command that is writing when its host disconnects has time to exit cleanly, so that a
-/// recording is complete.
+/// A command that is writing when its host disconnects has time to exit cleanly, for example to
+/// complete a recording.
 #[test]
 fn writing_command_exits_cleanly_on_disconnect() {
     let dir = tempfile::tempdir().unwrap();
@@ -270,10 +271,10 @@ fn trees_are_copied_both_ways() {
         },
     );
     assert_eq!(read_frame(&mut host).unwrap().unwrap().kind, FrameKind::Accepted);
-    let mut receiver = TreeReceiver::new(&path("back"), None).unwrap();
+    let mut receiver = FileTreeReceiver::new(&path("back"), None).unwrap();
     loop {
         let frame = read_frame(&mut host).unwrap().unwrap();
-        if receiver.take(&frame).unwrap() == TreeCopyProgress::Done {
+        if receiver.take(&frame).unwrap() == FileTreeCopyProgress::Done {
             break;
         }
     }

@@ -37,7 +37,7 @@ pub enum FrameKind {
     Resize = 9,
     /// Agent: the command has exited, a [`crate::request::CommandExit`] as JSON.
     Exit = 10,
-    /// Sender: the next entry of a tree, a [`crate::entry::TreeEntry`].
+    /// Sender: the next entry of a tree, a [`crate::entry::FileTreeEntry`].
     TreeEntry = 11,
     /// Sender: contents of the current file.
     Data = 12,

@@ -1,12 +1,12 @@
 //! Hides uncountable events in the tables in which a Linux kernel keeps the encodings of perf's
 //! generic events.
 //!
-//! perf asks the kernel for `instructions` or `L1-dcache-loads`. The kernel looks the encoding up
-//! in a table for the processor's vendor and generation, and returns ENOENT for an entry of 0.
-//! CPUID can mark seven events as unavailable to an Intel guest and none to an AMD guest, and does
-//! not describe cache events. Events that cannot be counted are therefore removed from the tables
-//! before the guest starts, so that perf in the guest prints `<not supported>` instead of a
-//! misleading 0.
+//! If perf requests a generic event such as `instructions` or `L1-dcache-loads`, the kernel looks
+//! up its encoding in a table for the processor's vendor and generation, and returns ENOENT if the
+//! table entry is 0. CPUID can mark seven events as unavailable to an Intel guest and none to an
+//! AMD guest, and does not describe cache events. Events that cannot be counted are therefore
+//! removed from the tables before the guest starts, so that perf in the guest prints
+//! `<not supported>` instead of a misleading 0.
 //!
 //! The tables are found by their contents, because the kernel's symbol table may lack data symbols.
 //! A table is accepted only if every entry is a plausible encoding. Any other table is left
@@ -25,20 +25,22 @@ use kernel_images::elf::LoadSegment;
 const HARDWARE_EVENTS: usize = 10;
 /// Number of cache events: caches × operations × results (`PERF_COUNT_HW_CACHE_*`).
 const CACHE_EVENTS: usize = 7 * 3 * 2;
-/// Entry of an invalid combination, such as a write to the instruction cache. The kernel returns
-/// EINVAL.
+/// Table entry of an invalid combination of cache, operation and result, such as a write to the
+/// instruction cache. The kernel returns EINVAL for such an event.
 const INVALID: u64 = u64::MAX;
-/// Entry of an event that the processor cannot count. The kernel returns ENOENT.
+/// Table entry of an event that the processor cannot count. The kernel returns ENOENT for such an
+/// event.
 const ABSENT: u64 = 0;
-/// Bits that may be set in an entry. AMD event selects extend to bit 35 and Intel event selects to
-/// bit 31.
+/// Bits that may be set in a table entry. AMD event selects extend to bit 35 and Intel event
+/// selects to bit 31.
 const CONFIG_BITS: u64 = 0xF_FFFF_FFFF;
 /// Indices of cache table entries that are invalid on every processor: writes to the instruction
 /// cache, writes and prefetches of the instruction TLB and of the branch unit.
 const INVALID_INDICES: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
-/// Index of the four invalid entries before the branch unit's reads.
+/// Index of the first of the four invalid cache table entries that precede the entries for branch
+/// unit reads.
 const ITLB_INDEX: usize = 26;
-/// Index of the branch unit's reads, which count branches.
+/// Index of the first cache table entry for branch unit reads, which count branches.
 const BRANCHES_INDEX: usize = 30;
 /// Linux's pseudo-encoding of reference cycles in Intel's table. General-purpose counters cannot
 /// count this event.
@@ -96,7 +98,7 @@ enum EventTableKind {
     Cache,
 }
 
-/// An event table found in a kernel image.
+/// An event table that was found in a kernel image or in the memory of a running kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventTable {
     vendor: Vendor,
@@ -175,9 +177,9 @@ pub fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
     tables
 }
 
-/// Finds the event tables in the memory of a running kernel. `bytes` begin at the page-aligned
-/// address `start`, and `physical` translates addresses. A table must be contiguous in physical
-/// memory.
+/// Finds the event tables in the memory of a running kernel. `bytes` are the contents of that
+/// memory from the page-aligned address `start`, and `physical` translates addresses. A table must
+/// be contiguous in physical memory.
 pub fn find_in_memory(
     start: u64,
     bytes: &[u8],
@@ -250,8 +252,8 @@ fn table(
 
 /// Removes the events that `can_count` rejects from the tables of `vendor` in guest memory.
 ///
-/// A table that overlaps another table, or whose memory differs from the file, is left unchanged
-/// and reported in the log.
+/// A table that overlaps another table, or whose contents in guest memory differ from the kernel
+/// file, is left unchanged and reported in the log.
 pub fn hide(
     memory: &GuestMemoryMmap,
     tables: &[EventTable],
@@ -287,7 +289,8 @@ pub fn hide(
     done
 }
 
-/// Returns whether `table` overlaps no other table and its memory matches the file.
+/// Returns whether `table` overlaps no other table and its contents in guest memory match the
+/// kernel file.
 fn is_unchanged_in_memory(memory: &GuestMemoryMmap, tables: &[EventTable], table: &EventTable) -> bool {
     let shared = tables
         .iter()
@@ -430,8 +433,8 @@ mod tests {
         assert_eq!(there, expected);
     }
 
-    /// The event tables of a running kernel are found through its page tables. A table that is not
-    /// contiguous in physical memory is ignored.
+    /// The event tables of a running kernel are found through its page tables. An event table that
+    /// is not contiguous in physical memory is ignored.
     #[test]
     fn tables_of_running_kernel_are_found_by_page_tables() {
         const START: u64 = 0xFFFF_FFFF_8100_0000;
@@ -500,8 +503,8 @@ mod tests {
         assert_eq!(find(&[segment(&whole[8..])]), []);
     }
 
-    /// A table that differs from the file or overlaps another is skipped, and the other tables are
-    /// still processed.
+    /// An event table that overlaps another one, or whose contents in guest memory differ from the
+    /// kernel file, is skipped. The other tables are still processed.
     #[test]
     fn overlapping_or_modified_tables_are_unchanged() {
         let data = kernel();

@@ -7,10 +7,10 @@
 //!    of the stack layout. Decoding from the nearest boundary before the pair is conclusive: the
 //!    pair is an instruction only if decoding reaches it.
 //! 2. Symbol addresses, used in the same way.
-//! 3. Without either, decoding from many start addresses before the pair. x86 decoding synchronizes
-//!    within a few instructions, so nearly all starts must reach the pair. In addition, the
-//!    surrounding code must be plausible: ECX is set before the pair, and EAX or EDX is used after
-//!    it.
+//! 3. Without boundaries and symbols, decoding from many start addresses before the pair. x86
+//!    decoding synchronizes within a few instructions, so nearly all starts must reach the pair. In
+//!    addition, the surrounding code must be plausible: ECX is set before the pair, and EAX or EDX
+//!    is used after it.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess,
@@ -76,15 +76,16 @@ pub struct RdpmcSite {
     /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
     /// code.
     pub lead: u8,
-    /// `true` if the adjacent bytes may be a port write by the guest itself.
+    /// `true` if the bytes before or after the instruction may be a port write of the guest's own,
+    /// which would cause the same exit.
     pub next_to_port_write: bool,
     /// Symbol that contains the instruction, and the offset into it.
     pub symbol: Option<(String, u64)>,
 }
 
 impl RdpmcSite {
-    /// Returns the guest-physical address of the two opcode bytes that are replaced, which are the
-    /// last bytes of the instruction.
+    /// Returns the guest-physical address of the two opcode bytes, which are the last bytes of the
+    /// instruction and are replaced by the trap.
     pub fn opcode(&self) -> u64 {
         self.phys + u64::from(self.length) - RDPMC.len() as u64
     }
@@ -98,25 +99,29 @@ impl RdpmcSite {
     }
 }
 
-/// Maximum distance from a boundary to the pair, in bytes.
+/// Maximum distance from a known instruction boundary to the byte pair 0F 33, in bytes.
 const MAX_ANCHOR_DISTANCE: u64 = 16 * 1024;
-/// Maximum distance of a sweep start before the pair, in bytes.
+/// Maximum distance in bytes between a start address of a decoding sweep and the byte pair 0F 33
+/// after it.
 const SWEEP_FAR: usize = 160;
-/// Minimum distance of a sweep start before the pair, in bytes, so that each start can synchronize.
+/// Minimum distance in bytes between a start address of a decoding sweep and the byte pair 0F 33
+/// after it, so that decoding can synchronize.
 const SWEEP_NEAR: usize = 48;
-/// Minimum percentage of usable starts that must reach the pair.
+/// Minimum percentage of the usable start addresses of a sweep from which decoding must reach the
+/// byte pair.
 const SWEEP_AGREE_PERCENT: usize = 90;
 /// Minimum number of usable starts.
 const SWEEP_MIN_STARTS: usize = 16;
-/// Number of instructions examined on each side of the pair.
+/// Number of instructions examined before and after the byte pair 0F 33.
 const NEIGHBOURS: usize = 10;
-/// Number of instructions after the pair that must decode.
+/// Number of instructions after the byte pair 0F 33 that must decode.
 const MUST_DECODE_AFTER: usize = 4;
 
 /// Result of evaluating one piece of evidence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// The pair ends an RDPMC instruction that starts at this offset, at the pair or at a prefix.
+    /// The byte pair 0F 33 ends an RDPMC instruction that starts at this offset: at the pair
+    /// itself, or at a prefix before it.
     Instruction(usize),
     NotInstruction,
     /// Unknown, because decoding from the boundary reached invalid bytes.
@@ -186,8 +191,8 @@ pub fn is_out(code: &[u8], mode: u32) -> bool {
     }
 }
 
-/// Returns whether the bytes before an instruction, or the next instruction, may be a port write
-/// that causes the same exit as the patched RDPMC.
+/// Returns whether the bytes before or after an instruction may be a port write of the guest's own,
+/// which would cause the same exit as the trap that replaces an RDPMC.
 fn next_to_port_write(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
     let (before, behind) = (&bytes[..start], &bytes[start + length..]);
     let ends_in_out = match *before {
@@ -274,8 +279,8 @@ fn from_boundary(text: &CodeBytes<'_>, start: usize, offset: usize, mode: u32) -
     Verdict::NotInstruction
 }
 
-/// Returns the start of the instruction if nearly all sweep starts before `offset` reach it and the
-/// surrounding code is plausible.
+/// Returns the offset of the instruction that ends at the byte pair at `offset`, if decoding from
+/// nearly all start addresses before the pair reaches it and the surrounding code is plausible.
 fn by_sweep(text: &CodeBytes<'_>, offset: usize, mode: u32) -> Option<usize> {
     let far = offset.saturating_sub(SWEEP_FAR);
     let near = offset.saturating_sub(SWEEP_NEAR);
@@ -446,7 +451,8 @@ mod tests {
         );
     }
 
-    /// An instruction starts at its first prefix, regardless of the type of evidence.
+    /// An RDPMC instruction starts at its first prefix, regardless of the evidence by which it is
+    /// found.
     #[test]
     fn rdpmc_includes_its_prefixes() {
         for prefixes in [
@@ -505,7 +511,8 @@ mod tests {
         );
     }
 
-    /// An exit next to a port write by the guest itself may have been caused by either instruction.
+    /// A port write of the guest's own next to an RDPMC is detected, because either instruction may
+    /// have caused an exit there.
     #[test]
     fn adjacent_port_writes_are_detected() {
         for (before, behind, expected) in [
@@ -578,8 +585,8 @@ mod tests {
         assert_eq!(found, [function + 2]);
     }
 
-    /// INC ECX followed by RDPMC in 32-bit code is a single instruction in 64-bit code. The last
-    /// two bytes are replaced.
+    /// The bytes of INC ECX followed by RDPMC in 32-bit code are a single instruction with a REX
+    /// prefix in 64-bit code. In both cases, only the last two bytes are replaced.
     #[test]
     fn rex_prefix_is_an_instruction_in_32_bit_code() {
         // inc ecx (41) is a REX prefix in 64-bit code.

@@ -1,5 +1,5 @@
 //! Emulation of RDPMC with hardware breakpoints. The guest's code remains unmodified, but only four
-//! sites per processor are supported.
+//! RDPMC instructions are supported, because a processor has four breakpoints.
 //!
 //! A breakpoint on an instruction stops the vCPU before the instruction executes. The exit handler
 //! then emulates RDPMC and advances RIP past it. Breakpoints are set at linear addresses, so the
@@ -69,7 +69,8 @@ mod tests {
             .collect()
     }
 
-    /// Four sites are supported; a fifth is rejected with the number of sites and a remedy.
+    /// `--rdpmc hwbp` supports a kernel with four RDPMC instructions. A fifth is rejected with a
+    /// message that gives their number and suggests a fix.
     #[test]
     fn hwbp_rejects_more_sites_than_breakpoints() {
         assert_eq!(addresses(&sites(4), true).unwrap()[3], 0xffff_ffff_8100_0030);
@@ -80,7 +81,8 @@ mod tests {
         );
     }
 
-    /// A host whose KVM ignores breakpoints is rejected, because each RDPMC would fault.
+    /// `--rdpmc hwbp` is rejected on a host whose KVM ignores breakpoints in guests, because each
+    /// RDPMC would fault.
     #[test]
     fn hwbp_rejects_host_without_breakpoints() {
         assert_eq!(addresses(&sites(1), false), Err(HardwareBreakpointError::NotHere));

@@ -7,15 +7,16 @@ use vpmu::exact::{GateFormat, SteppedGuestMemory, gate_in_table};
 
 use crate::registers::{DescriptorTable, VcpuState};
 
-/// Maximum number of guest memory reads per check. Sufficient for all 256 gates and their first
-/// instructions, each with a five-level page walk.
+/// Maximum number of guest memory reads per check of the #GP handler. Sufficient for all 256 IDT
+/// gates and their first instructions, each with a five-level page walk.
 const MAX_READS: u32 = 8192;
 const PAGE: u64 = 4096;
 const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;
 const EFER_LMA: u64 = 1 << 10;
 
-/// Registers that determine the meaning of linear addresses, and the interrupt descriptor table.
+/// Registers that determine the translation of linear addresses, and the register of the interrupt
+/// descriptor table.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct AddressRegisters {
@@ -118,8 +119,8 @@ impl<'m> LinearMemory<'m> {
         }
     }
 
-    /// Clears bits of one byte, to hide the stepper's trap flag from the guest. Returns `false` if
-    /// the address is not accessible.
+    /// Clears `bits` of one byte. Used to hide from the guest the trap flag that the VMM sets for
+    /// single-stepping. Returns `false` if the address is not accessible.
     pub fn clear_bits(&mut self, linear: u64, bits: u8) -> bool {
         let Some(gpa) = self.physical(linear).map(GuestAddress) else {
             return false;

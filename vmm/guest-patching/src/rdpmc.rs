@@ -1,11 +1,11 @@
 //! Replacement of RDPMC instructions in guest kernels with traps.
 //!
-//! KVM has no exit for RDPMC. With KVM's vPMU disabled, RDPMC raises #GP in the guest. Each RDPMC
-//! (0F 33) of the guest kernel is therefore replaced before the guest starts by `out 0x33, al` (E6
-//! 33), which writes to a port without a device. The exit handler reads ECX and writes EDX:EAX as
-//! RDPMC would. Prefixes are preserved, because they have no effect on either instruction. A port
-//! write is treated as RDPMC only at such a site ([`crate::sites`]); any other write goes to the
-//! bus.
+//! KVM has no exit for RDPMC. If KVM's vPMU is disabled, RDPMC raises #GP in the guest. Before the
+//! guest starts, each RDPMC (0F 33) of its kernel is therefore replaced by `out 0x33, al` (E6 33),
+//! which writes to a port without a device. The exit handler reads ECX and writes EDX:EAX as RDPMC
+//! would. Prefixes are preserved, because they have no effect on either instruction. A port write
+//! is treated as RDPMC only at the address of a replaced RDPMC ([`crate::sites`]). Any other write
+//! goes to the device at the port.
 //!
 //! The byte pair 0F 33 also occurs inside other instructions. The text of a Debian cloud kernel
 //! contains it 37 times, but only once as an instruction. Replacing such a pair would corrupt the
@@ -25,12 +25,12 @@ pub enum RdpmcMode {
     /// Same as [`RdpmcMode::Trap`] for Linux. In other guests, only RDPMC found in the kernel file
     /// is replaced.
     Auto,
-    /// Replace RDPMC with a trap where it is found, and emulate it at the guest's #GP handler
-    /// elsewhere.
+    /// Replace RDPMC with a trap in the guest's kernels, and emulate any other RDPMC at the guest's
+    /// #GP handler.
     Trap,
-    /// Do not emulate RDPMC. KVM's behavior applies.
+    /// Do not emulate RDPMC, which then behaves as KVM implements it.
     Off,
-    /// Use hardware breakpoints, for at most four sites.
+    /// Use hardware breakpoints, for at most four RDPMC instructions.
     Hwbp,
 }
 

@@ -1,5 +1,5 @@
-//! vCPU registers that the patches read and change. The vCPU loop converts them from and to KVM's
-//! structures.
+//! vCPU registers that the emulation and patching of RDPMC read and change. The vCPU loop converts
+//! them from and to KVM's structures.
 
 /// EFER.LMA: long mode is active (SDM vol. 3 §2.2.1).
 const EFER_LMA: u64 = 1 << 10;
@@ -58,7 +58,7 @@ pub struct SystemRegisters {
     pub idt: DescriptorTable,
 }
 
-/// Registers of a vCPU between two entries.
+/// Registers of a vCPU while it is stopped between two VM entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VcpuState {
     /// General-purpose registers.

@@ -1,10 +1,11 @@
-//! Patching of kernels that a guest starts itself by kexec or kdump. RDPMC is replaced, and
-//! uncountable events are removed from the kernel's tables, in guest memory.
+//! Patching of kernels that a guest starts itself by kexec or kdump. In guest memory, RDPMC is
+//! replaced, and uncountable events are removed from the kernel's tables.
 //!
-//! LSTAR points into the running kernel. Another kernel is running if LSTAR refers to different
-//! physical memory than at the last check, or if a location where RDPMC was replaced has changed,
-//! because a new kernel may start at the same address. A running kernel contains its symbols and
-//! unwind tables, so the same information is available as for a kernel that is loaded from a file.
+//! The LSTAR register contains the address of the running kernel's SYSCALL entry point. Another
+//! kernel is running if this address refers to different physical memory than at the last check, or
+//! if a location where RDPMC was replaced has changed, because a new kernel may start at the same
+//! address. A running kernel contains its symbols and unwind tables, so the same information is
+//! available as for a kernel that is loaded from a file.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -25,18 +26,18 @@ use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 use kernel_images::{kallsyms, orc};
 
-/// Minimum interval between two searches, because each search copies the kernel.
+/// Minimum interval between two searches for RDPMC, because each search copies the kernel.
 const MIN_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of log lines about searches per VM.
 const MAX_LOG_LINES: u32 = 64;
 /// Maximum number of byte pairs 0F 33 in a kernel's text that are examined. Debian's kernels have a
 /// few dozen; a malicious guest might supply many more.
 const MAX_PAIRS: usize = 1024;
-/// Maximum number of searches for a kernel at the address of the previous kernel. The first search
-/// may occur before the kernel is completely loaded.
+/// Maximum number of searches of guest memory for a new kernel at the address of the previous
+/// kernel. The first search may occur before the kernel is completely loaded.
 const MAX_TRIES: u32 = 8;
-/// Function of Linux whose RDPMC identifies a kernel that was already patched. Its code does not
-/// change while the kernel runs.
+/// Linux function whose RDPMC shows whether a patched kernel is still running. The function's code
+/// does not change while the kernel runs.
 const READ_PMC: &str = "native_read_pmc";
 /// Maximum number of guest memory reads for translating one address.
 const TRANSLATE_READS: u32 = 16;
@@ -56,7 +57,8 @@ pub struct RunningKernelPatcher {
     /// `true` if an unpatched RDPMC raises #GP and is emulated at the #GP handler.
     emulated_anyway: bool,
     uncounted: Arc<UncountableEvents>,
-    /// LSTAR at the last search, with its physical address in `lstar_gpa`; 0 for the loaded kernel.
+    /// LSTAR at the last search, or 0 while the guest runs the kernel that the VMM loaded.
+    /// `lstar_gpa` is the physical address.
     lstar: AtomicU64,
     lstar_gpa: AtomicU64,
     /// Guest-physical address of a replaced RDPMC of the running kernel; 0 if unknown.
@@ -68,11 +70,12 @@ pub struct RunningKernelPatcher {
 struct SearchProgress {
     last: Option<Instant>,
     said: u32,
-    /// Number of unsuccessful searches for a kernel at the address of the previous kernel.
+    /// Number of unsuccessful searches of guest memory for a new kernel at the address of the
+    /// previous kernel.
     tries: u32,
 }
 
-/// Reason why a kernel was not searched.
+/// Reason why a kernel was not searched for RDPMC.
 #[derive(Debug, thiserror::Error)]
 enum PatchSearchError {
     #[error(transparent)]
@@ -128,8 +131,8 @@ impl KernelCopy {
 }
 
 impl RunningKernelPatcher {
-    /// Creates the patcher of a VM whose first kernel has the text `loaded` with RDPMC already
-    /// replaced at `patched`. `sites` are the replaced sites of the VM.
+    /// Creates the patcher of a VM whose first kernel has the text ranges `loaded`, in which RDPMC
+    /// is already replaced at `patched`. `sites` are all replaced RDPMC instructions of the VM.
     pub fn new(
         memory: GuestMemoryMmap,
         sites: Arc<RdpmcSites>,
@@ -168,8 +171,8 @@ impl RunningKernelPatcher {
         saved.witness = self.replaced.load(Ordering::Relaxed);
     }
 
-    /// Restores the kernel that the guest runs. The text of the loaded kernel must be the same as
-    /// in the snapshot.
+    /// Restores the information about the kernel that the guest is running. The text of the loaded
+    /// kernel must be the same as in the snapshot.
     pub fn restore(&self, saved: &SavedKernel) {
         let SavedRunningKernel { lstar, lstar_gpa } = saved.restarted.unwrap_or_default();
         self.lstar_gpa.store(lstar_gpa, Ordering::Relaxed);
@@ -231,7 +234,7 @@ impl RunningKernelPatcher {
         }
     }
 
-    /// Returns `true` if the known RDPMC is still replaced.
+    /// Returns `true` if the trap is still in place at the known address of a replaced RDPMC.
     fn is_unchanged(&self) -> bool {
         match self.replaced.load(Ordering::Relaxed) {
             0 => true,
@@ -299,7 +302,7 @@ impl RunningKernelPatcher {
         }
     }
 
-    /// Finds and replaces RDPMC in the kernel `bytes`, which begin at `start`.
+    /// Finds and replaces RDPMC in a kernel whose memory contents from address `start` are `bytes`.
     fn patch(
         &self,
         regs: &GuestRegs,
@@ -411,7 +414,7 @@ mod tests {
     /// A function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
     const READS: u64 = START + 0x40;
     const CODE: [u8; 5] = [0x31, 0xc9, 0x0f, 0x33, 0xc3];
-    /// A function with the same two bytes in a constant: `mov eax, 330FH; ret`.
+    /// A function with the two bytes of RDPMC in a constant: `mov eax, 330FH; ret`.
     const LOOKS_ALIKE: u64 = START + 0x80;
     const OTHER_CODE: [u8; 6] = [0xb8, 0x0f, 0x33, 0, 0, 0xc3];
     /// SYSCALL entry point.
@@ -551,8 +554,8 @@ mod tests {
 
     const REPLACED: [u8; 5] = [0x31, 0xc9, TRAP[0], TRAP[1], 0xc3];
 
-    /// The loader patches the first kernel. A kernel that the guest starts later has only its RDPMC
-    /// replaced, in memory.
+    /// In a kernel that the guest starts later, RDPMC is replaced in guest memory, and nothing else
+    /// is. The first kernel is not modified, because the loader patches it.
     #[test]
     fn started_kernel_has_rdpmc_replaced() {
         let guest = Guest::new();
@@ -613,7 +616,8 @@ mod tests {
         assert_eq!((there(FIRST), guest.code(FIRST)), (LEFT, CODE));
     }
 
-    /// Both bytes are written atomically while the other bytes of the word may change.
+    /// The two bytes of RDPMC are replaced in one atomic write, even if the other bytes of the word
+    /// change at the same time.
     #[test]
     fn replace_changes_only_two_bytes_of_word() {
         let guest = Guest::new();
@@ -638,8 +642,8 @@ mod tests {
         );
     }
 
-    /// RDPMC at any alignment is replaced without writing any other byte. Its second byte, which
-    /// may be in another word or page, belongs to both instructions.
+    /// RDPMC at any alignment is replaced by writing only its first byte. The second byte, which
+    /// may be in another word or page, is the same in RDPMC and in the trap.
     #[test]
     fn rdpmc_is_replaced_by_one_byte_at_any_alignment() {
         let guest = Guest::new();
@@ -701,8 +705,8 @@ mod tests {
         }
     }
 
-    /// A kernel at the address of the loaded kernel is also detected. Memory that never becomes a
-    /// kernel is searched a bounded number of times.
+    /// A new kernel at the address of the kernel that the VMM loaded is also detected. Memory in
+    /// which no kernel appears is searched a bounded number of times.
     #[test]
     fn kernel_at_loaded_address_is_detected() {
         let mut guest = Guest::new();
@@ -741,8 +745,8 @@ mod tests {
         assert_eq!(searches, MAX_TRIES as usize + 1);
     }
 
-    /// At most one kernel is searched per second, even if the guest changes kernels continuously.
-    /// Other kernels are searched later.
+    /// At most one kernel is searched per second, even if the guest changes kernels continuously. A
+    /// kernel that was not searched at once is searched later.
     #[test]
     fn kernel_searches_are_rate_limited() {
         let guest = Guest::new();
@@ -759,8 +763,8 @@ mod tests {
         assert_eq!(guest.code(FIRST), REPLACED);
     }
 
-    /// A kernel without symbols, or with text full of possible RDPMC bytes, is left unchanged and
-    /// is not searched repeatedly.
+    /// A kernel without symbols, or with too many byte pairs 0F 33 in its text, is left unchanged
+    /// and is not searched repeatedly.
     #[test]
     fn unsearchable_kernel_is_not_modified() {
         let guest = Guest::new();

@@ -1,8 +1,10 @@
-//! Locations of replaced RDPMC instructions. A port write is treated as RDPMC only at such a site.
+//! Locations of RDPMC instructions that a trap has replaced (sites). A port write is treated as
+//! RDPMC only at such a location.
 //!
-//! The RIP at a port-write exit is at the instruction, or after it if KVM has already emulated the
-//! instruction. A site in a Linux kernel is identified by its linear address, because programs
-//! cannot use that half of the address space. Any other site is identified by its physical address.
+//! At the exit of a port write, RIP is at the instruction, or after it if KVM has already emulated
+//! the instruction. A site in a Linux kernel is identified by its linear address, because programs
+//! cannot use the upper half of the address space. Any other site is identified by its physical
+//! address.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +28,7 @@ struct ReplacedRdpmc {
     next_to_port_write: bool,
 }
 
-/// Replaced RDPMC to which a port write belongs.
+/// Replaced RDPMC that caused a port write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RdpmcHit {
     /// Address of the instruction, derived from the RIP of the exit.
@@ -164,8 +166,8 @@ impl VcpuRdpmcSites {
         self.list().is_empty()
     }
 
-    /// Returns the site in a Linux kernel to which a port write with the vCPU at `rip` belongs,
-    /// identified by its linear address.
+    /// Returns the site in a Linux kernel that caused a port write with the vCPU at `rip`. The site
+    /// is identified by its linear address.
     pub fn in_kernel_half(&mut self, rip: u64) -> Option<RdpmcHit> {
         if rip & UPPER_HALF == 0 {
             return None;
@@ -175,8 +177,9 @@ impl VcpuRdpmcSites {
             .find_map(|site| site.hit(rip, rip.wrapping_sub(site.virt)))
     }
 
-    /// Returns the site to which a port write at `rip` belongs, at any linear address. `long`
-    /// selects 64-bit code. `physical` translates an offset before RIP to a guest-physical address.
+    /// Returns the site that caused a port write with the vCPU at `rip`, at any linear address.
+    /// `long` is `true` if the vCPU is executing 64-bit code. `physical` returns the guest-physical
+    /// address of the byte that is the given number of bytes before RIP.
     pub fn in_memory(
         &mut self,
         rip: u64,
@@ -212,7 +215,8 @@ impl VcpuRdpmcSites {
 }
 
 impl ReplacedRdpmc {
-    /// Returns the physical address and length of the instruction.
+    /// Returns the physical address and length of the instruction. In 64-bit code (`long`), the
+    /// instruction includes prefixes that are separate instructions in 32-bit code.
     fn place(&self, long: bool) -> (u64, u8) {
         if long {
             (self.phys - u64::from(self.lead), self.length + self.lead)
@@ -221,8 +225,8 @@ impl ReplacedRdpmc {
         }
     }
 
-    /// Returns the site if the vCPU is at its beginning or end; `past` is the offset from the
-    /// beginning.
+    /// Returns this site if `past`, the distance of `rip` from the start of the instruction, is 0
+    /// or the length of the instruction.
     fn hit(&self, rip: u64, past: u64) -> Option<RdpmcHit> {
         let length = u64::from(self.length);
         (past == 0 || past == length).then(|| RdpmcHit {
@@ -250,7 +254,8 @@ mod tests {
 
     const VIRT: u64 = 0xffff_ffff_8100_0100;
 
-    /// Only the address of the site or of the next instruction matches.
+    /// A port write is attributed to a replaced RDPMC only if RIP is at the RDPMC or at the next
+    /// instruction.
     #[test]
     fn site_matches_only_its_own_address() {
         let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[site(VIRT, 0x100_0100, 3)]));
@@ -265,7 +270,8 @@ mod tests {
         assert_eq!(none.in_memory(VIRT, true, Some), None);
     }
 
-    /// In the lower half, a site is identified by its physical memory.
+    /// A replaced RDPMC in the lower half of the address space is identified by its physical
+    /// address.
     #[test]
     fn lower_half_site_is_matched_by_physical_address() {
         let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[site(0x40_0100, 0x40_0100, 2)]));

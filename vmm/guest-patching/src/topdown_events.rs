@@ -1,14 +1,14 @@
 //! Hides the events of the top-down method that a Linux kernel lists for Intel processors before
 //! Ice Lake (`topdown-slots-issued` and others).
 //!
-//! The kernel lists them by family and model, and no CPUID bit or register removes them. Each list
-//! is an array of pointers to sysfs attributes that ends with a null pointer (`hsw_events_attrs`
-//! and others in Linux, arch/x86/events/intel/core.c). A null pointer in the first element makes
-//! the list empty, like that of a processor without such events.
+//! The kernel selects these lists by processor family and model, and no CPUID bit or register
+//! removes them. Each list is an array of pointers to sysfs attributes that ends with a null
+//! pointer (`hsw_events_attrs` and others in Linux, arch/x86/events/intel/core.c). Writing a null
+//! pointer to the first element makes the list empty, like that of a processor without such events.
 //!
 //! The lists are found by the names of their attributes, because the kernel's symbols need not
-//! include its data. A list is accepted only if its attributes have names of the top-down method
-//! from the first such name to the end.
+//! include its data. A list is accepted only if all attributes from the first one with a top-down
+//! name to the end have top-down names.
 
 use memchr::memmem;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -17,12 +17,12 @@ use kernel_images::elf::LoadSegment;
 
 /// Common prefix of the names.
 const PREFIX: &[u8] = b"topdown-";
-/// Top-down event without the common prefix, which is in some lists.
+/// Name of a top-down event that is in some lists and lacks the common prefix.
 const SLOTS: &[u8] = b"slots";
 /// Maximum length of an attribute's name, in bytes.
 const MAX_NAME_BYTES: usize = 64;
-/// Maximum number of names, of attributes and of list elements, each. Linux 6.1 has 16, 39 and 46,
-/// respectively.
+/// Maximum number of names found, of attributes found, and of list elements found (one limit for
+/// each). Linux 6.1 has 16, 39 and 46, respectively.
 const MAX_FOUND: usize = 1024;
 /// Size of a pointer, in bytes.
 const POINTER_BYTES: u64 = 8;
@@ -56,8 +56,8 @@ pub fn find(segments: &[LoadSegment<'_>]) -> Vec<TopdownList> {
     lists
 }
 
-/// Empties the lists in guest memory. Returns the number of lists. A list that differs from the
-/// file is left unchanged.
+/// Empties the lists in guest memory and returns the number of lists emptied. A list whose first
+/// element in guest memory differs from the kernel file is left unchanged.
 pub fn hide(memory: &GuestMemoryMmap, lists: &[TopdownList]) -> usize {
     let is_hidden = |list: &&TopdownList| {
         let at = GuestAddress(list.phys);
@@ -86,8 +86,8 @@ impl<'a> Image<'a> {
         Some(u64::from_le_bytes(*rest.first_chunk()?))
     }
 
-    /// Returns the sorted addresses of pointers to `targets`, which are sorted, in the data
-    /// segments.
+    /// Returns the sorted addresses in the data segments at which there are pointers to `targets`.
+    /// `targets` must be sorted.
     fn pointers_to(&self, targets: &[u64]) -> Vec<u64> {
         let (Some(&first), Some(&last)) = (targets.first(), targets.last()) else {
             return Vec::new();
@@ -160,7 +160,7 @@ mod tests {
     const DATA: u64 = 0xFFFF_FFFF_8280_0000;
     const DATA_GPA: u64 = 0x20_0000;
 
-    /// Names at offsets of 32 bytes, in a segment with code.
+    /// Names of attributes, which the test image contains 32 bytes apart in a segment with code.
     const NAMES: [&str; 5] = [
         "mem-loads",
         "topdown-slots-issued",

@@ -10,7 +10,7 @@ use vpmu::Vendor;
 use crate::event_tables::{self, EventTable, HiddenTableEvents, KernelTableEvent};
 use crate::topdown_events::{self, TopdownList};
 
-/// Countability of the events in the tables of a guest's kernels, on this host and for this guest.
+/// Determines which events in a guest kernel's tables can be counted on this host for this guest.
 pub trait EventCountability: Debug + Send + Sync {
     /// Returns `true` if `event` can be counted. `config` is its encoding in the kernel's table.
     fn can_count(&self, event: KernelTableEvent, config: u64) -> bool;
@@ -42,7 +42,7 @@ impl UncountableEvents {
         }
     }
 
-    /// Removes uncountable events from `tables`, if enabled.
+    /// Removes uncountable events from `tables`, if hiding is enabled.
     pub fn hide(&self, memory: &GuestMemoryMmap, tables: &[EventTable]) -> Vec<HiddenTableEvents> {
         if !self.hides {
             return Vec::new();
@@ -61,8 +61,8 @@ impl UncountableEvents {
         }
     }
 
-    /// Removes uncountable events from a running kernel whose memory `bytes` begins at `start`.
-    /// `physical` translates linear addresses.
+    /// Removes uncountable events from the tables of a running kernel. `bytes` are the contents of
+    /// the kernel's memory from address `start`, and `physical` translates linear addresses.
     pub fn hide_running(
         &self,
         memory: &GuestMemoryMmap,

@@ -1,26 +1,26 @@
 //! Finds the instruction with which a Linux kernel permits RDPMC in programs by default.
 //!
-//! The kernel sets `x86_pmu.attr_rdpmc` to 1 when its PMU driver starts (`init_hw_perf_events`),
-//! and then announces `cap_user_rdpmc` in the control pages of perf events. The file `rdpmc` of the
-//! PMU in sysfs shows the variable, so the code that reads the file (`get_attr_rdpmc`) contains the
-//! address of the variable.
+//! When the kernel's PMU driver starts (`init_hw_perf_events`), it sets `x86_pmu.attr_rdpmc` to 1.
+//! The kernel then announces `cap_user_rdpmc` in the control pages of perf events. The PMU's sysfs
+//! file `rdpmc` shows this variable, so the kernel function that handles reads of the file
+//! (`get_attr_rdpmc`) contains the address of the variable.
 
 use iced_x86::{Code, Decoder, DecoderOptions, Instruction, OpKind};
 
 use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 
-/// Function that shows the variable in sysfs.
+/// Kernel function that shows the variable `attr_rdpmc` in sysfs.
 const SHOW: &str = "get_attr_rdpmc";
 /// Function that starts the PMU driver.
 const START: &str = "init_hw_perf_events";
 /// Maximum size of a function that is searched, in bytes.
 const MAX_FUNCTION_BYTES: usize = 16 << 10;
-/// Size of the immediate operand, in bytes.
+/// Size of the immediate operand that permits RDPMC, in bytes.
 const IMMEDIATE_BYTES: usize = 4;
 
-/// Returns the guest-physical address of the 32-bit operand 1 that permits RDPMC, or `None` if the
-/// operand is not found or not unique.
+/// Returns the guest-physical address of the 32-bit immediate operand 1 that the kernel writes to
+/// `attr_rdpmc` to permit RDPMC, or `None` if the operand is not found or not unique.
 pub fn find(code: &[CodeBytes<'_>], symbols: &KernelSymbols) -> Option<u64> {
     let mut shown = function(code, symbols, SHOW)?.filter_map(|(_, instruction)| loaded(&instruction));
     let variable = shown.next()?;
@@ -82,7 +82,8 @@ mod tests {
         [0xC7, 0x05].into_iter().chain(operands).collect()
     }
 
-    /// Returns code with both functions. The second function contains the instructions `start`.
+    /// Returns code with both kernel functions, `get_attr_rdpmc` and `init_hw_perf_events`. The
+    /// second one contains the instructions `start`.
     fn code(start: &[Vec<u8>]) -> Vec<u8> {
         // mov ecx, [VARIABLE]; ret
         let mut code = vec![0x8B, 0x0D];

@@ -3,14 +3,14 @@
 //! The unwinder uses `.eh_frame`, which nearly all programs map into memory, or `.debug_frame` from
 //! the program's file. Neither requires frame pointers.
 //!
-//! The input consists of a copy of the top of the stack, taken with the sample, and tables read
-//! from the memory of the process ([`crate::modules`]). No vCPU waits while a stack is unwound.
-//! `gimli` parses the tables, and this module computes the registers of each caller.
+//! The input consists of a copy of the top of the stack, taken with the sample, and of unwind
+//! tables read from the memory of the process ([`crate::modules`]). No vCPU waits while a stack is
+//! unwound. `gimli` parses the tables, and this module computes the registers of each caller.
 //!
 //! A call chain is complete only if unwinding reaches an outermost frame. The return address of
 //! such a frame is 0 or marked as undefined, which is how C libraries mark `_start` and thread
 //! entry points. If no table covers an address (for example in JIT code), the unwinder follows the
-//! frame pointer if it points into the copy, and marks the chain as guessed.
+//! frame pointer if it points into the copy of the stack, and marks the chain as guessed.
 //!
 //! **A hostile guest controls tables and stacks.** Each frame must have a higher address than the
 //! previous one, an expression executes at most `MAX_OPERATIONS` operations, an unwind entry is at
@@ -53,8 +53,8 @@ pub struct MappedCode {
     pub start: u64,
     /// Exclusive end address of the mapping.
     pub end: u64,
-    /// Load bias (run-time address minus link-time address, wrapping) and the mapped module; `None`
-    /// until the module is read.
+    /// Load bias (run-time address minus link-time address, wrapping) and the module that is
+    /// mapped; `None` until the module has been read.
     pub code: Option<(u64, Arc<LoadedModule>)>,
 }
 
@@ -91,11 +91,12 @@ pub struct UserThreadState<'s> {
     /// unknown register.
     pub registers: [Option<u64>; REGISTERS],
     /// `true` if the instruction pointer is the address of the interrupted instruction, `false` if
-    /// it is a return address.
+    /// it is the return address of a call.
     pub exact_ip: bool,
     /// Copy of the stack, from the stack pointer upwards.
     pub stack: &'s [u8],
-    /// `true` if the stack continues beyond the copy, which was truncated at the requested size.
+    /// `true` if the stack is larger than the requested size, so that the copy lacks its upper
+    /// part.
     pub cut: bool,
 }
 
@@ -132,7 +133,7 @@ pub struct UnwindResult {
 /// A frame whose caller is to be computed.
 #[derive(Clone, Copy)]
 struct FrameLookup<'s> {
-    /// Link-time address to look up in the unwind tables.
+    /// Link-time address that is looked up in the unwind tables.
     probe: u64,
     /// Load bias, which is the run-time address minus the link-time address.
     bias: u64,
@@ -182,7 +183,7 @@ impl Unwinder {
         UnwindResult { end, guessed }
     }
 
-    /// Returns the caller's frame, or `None` if `frame` is the outermost one.
+    /// Returns the frame of the caller of `frame`, or `None` if `frame` is the outermost one.
     fn caller_of(
         &mut self,
         code: &CodeMap,
@@ -260,7 +261,7 @@ impl Unwinder {
         self.by_entry(&section, &bases, if_covering(&entry, at.probe)?, at)
     }
 
-    /// Computes the caller's frame from the given unwind entry.
+    /// Computes the caller's frame from the given unwind entry (FDE).
     fn by_entry<'t, S: UnwindSection<Slice<'t>>>(
         &mut self,
         frames: &S,
@@ -347,7 +348,7 @@ fn address(cfa: u64, offset: i64) -> Result<u64, UnwindStop> {
     cfa.checked_add_signed(offset).ok_or(UnwindStop::BadFrame)
 }
 
-/// Returns the unwind entry that covers the link-time address `probe`.
+/// Returns the unwind entry (FDE) that covers the link-time address `probe`.
 fn entry<'t>(
     tables: &'t UnwindTables,
     frames: &EhFrame<Slice<'t>>,
@@ -371,7 +372,8 @@ fn entry<'t>(
     Some(entry)
 }
 
-/// Returns the entry if it covers the link-time address `probe` and does not exceed [`MAX_ENTRY`].
+/// Returns `entry` if it covers the link-time address `probe` and is at most [`MAX_ENTRY`] bytes
+/// long.
 fn if_covering<'e, 't>(
     entry: &'e FrameDescriptionEntry<Slice<'t>>,
     probe: u64,

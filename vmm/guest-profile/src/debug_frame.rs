@@ -1,8 +1,8 @@
 //! Reads `.debug_frame`, the unwind tables of programs that have no `.eh_frame` in memory, such as
 //! Go programs and programs built with `-fno-asynchronous-unwind-tables -g`.
 //!
-//! The section is not loaded, so it is read from the file. The section has no index, so
-//! [`DebugFrames`] builds one.
+//! The section is not loaded into memory when the program runs, so it is read from the program's
+//! file. The section has no index, so [`DebugFrames`] builds one.
 //!
 //! **A hostile guest controls the file.** The compressed and decompressed size of the section and
 //! the number of its entries are bounded.
@@ -16,12 +16,13 @@ use gimli::{
 use kernel_images::le::u32_at;
 use object::{CompressionFormat, Object, ObjectSection};
 
-/// Maximum size of the section, in bytes. In-memory tables have the same limit.
+/// Maximum size of the section, in bytes. Unwind tables that are read from memory have the same
+/// limit.
 const MAX_SECTION: u64 = 24 << 20;
 /// Maximum number of functions in one file.
 const MAX_FUNCTIONS: usize = 1 << 19;
-/// Maximum length of a CIE and of all parsed CIE bytes. The limit is needed because each FDE causes
-/// its CIE to be parsed again.
+/// Maximum length of one CIE, and maximum total length of the CIEs that are parsed, in bytes. The
+/// limit on the total is needed because each FDE causes its CIE to be parsed again.
 const MAX_COMMON: u64 = 64 << 10;
 const MAX_COMMON_READ: u64 = 256 << 20;
 /// Size of an address, in bytes.

@@ -37,7 +37,7 @@ fn cpp(name: &str) -> Option<String> {
         .map(|()| out.0)
 }
 
-/// A string of at most [`MAX_NAME`] bytes. Writing more returns an error.
+/// A string of at most [`MAX_NAME`] bytes. Writing beyond this limit returns an error.
 #[derive(Default)]
 struct BoundedString(String);
 
@@ -67,8 +67,9 @@ mod tests {
         assert_eq!(readable("a\x1b[2Jb"), "a?[2Jb");
     }
 
-    /// A mangled name that would expand exponentially is kept. Each component repeats the previous
-    /// one twice, so the full name would contain 2^60 times `a`.
+    /// `readable` returns a mangled name unchanged if demangling would expand it exponentially.
+    /// Each component of the name repeats the previous one twice, so the full name would contain
+    /// 2^60 times `a`.
     #[test]
     fn exponential_mangled_name_is_kept() {
         let mut name = "_Z1fI1aE".to_owned();

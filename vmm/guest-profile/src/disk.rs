@@ -6,12 +6,13 @@
 //! CPU time or memory. Therefore:
 //!
 //! - a separate thread reads the disk, and a request that takes longer than [`REQUEST_TIMEOUT`]
-//!   fails; after such a failure, or after five minutes for all requests together, further requests
-//!   fail immediately
+//!   fails; after such a failure, or when all requests together have taken five minutes, further
+//!   requests fail immediately
 //! - the number of bytes read to open a file system or to read a file is bounded
 //! - this module follows symbolic links itself, because the crate allocates as much memory for the
 //!   target of a link as the inode claims
-//! - the size in the superblock must not exceed the disk, because it determines the size of tables
+//! - the file system size in the superblock must not exceed the size of the disk, because it
+//!   determines the size of tables
 //! - the caller sets the maximum size of a file
 //!
 //! A running guest continues to write. Recent writes may be in the journal, which is also read, or
@@ -34,8 +35,8 @@ pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout for all requests to one disk together. Without this limit, a guest could delay every
 /// request by almost [`REQUEST_TIMEOUT`].
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
-/// Maximum number of bytes read to open a file system. They contain group descriptors and journal
-/// entries that have not been checkpointed.
+/// Maximum number of bytes read to open a file system. These bytes contain group descriptors, and
+/// journal entries that have not been checkpointed.
 const MAX_OPEN_BYTES: u64 = 256 << 20;
 /// Maximum number of metadata bytes read for one file.
 const MAX_METADATA_BYTES: u64 = 64 << 20;
@@ -43,8 +44,8 @@ const MAX_METADATA_BYTES: u64 = 64 << 20;
 const MAX_PARTITIONS: u32 = 128;
 /// Maximum number of block groups, which corresponds to 128 TiB.
 const MAX_GROUPS: u64 = 1 << 20;
-/// Maximum number of symbolic links followed for one path, and maximum path length, as in Linux
-/// (path_resolution(7)).
+/// Maximum number of symbolic links followed for one path, and maximum length of a path. Both are
+/// the limits of Linux (path_resolution(7)).
 const MAX_LINKS: u32 = 40;
 const LONGEST_PATH: usize = 4096;
 /// Maximum number of path components resolved, including those of symbolic links.
@@ -66,7 +67,7 @@ pub trait DiskBytes {
     /// Fills `to` with the bytes at offset `at`.
     ///
     /// # Errors
-    /// Returns the error of the host, or an error of the image format.
+    /// Returns an I/O error of the host, or an error in the format of the disk image.
     fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()>;
 
     /// Refreshes cached metadata, so that later writes of the guest are visible to [`Self::read`].
@@ -91,7 +92,7 @@ pub enum DiskError {
     /// The file exceeds the maximum size.
     #[error("larger than {} MiB", .0 >> 20)]
     TooLarge(u64),
-    /// This request or an earlier one timed out.
+    /// This request or an earlier one exceeded its time limit, or all requests together did.
     #[error(
         "reading the disk took longer than {} s, or {} s in total; the disk is no longer read",
         REQUEST_TIMEOUT.as_secs(),
@@ -117,9 +118,10 @@ enum DiskRequest {
 pub struct GuestDisk {
     ask: SyncSender<DiskRequest>,
     answers: Receiver<Result<Vec<u8>, DiskError>>,
-    /// Total time spent waiting for answers.
+    /// Total time that requests have waited for the reader thread.
     waited: Duration,
-    /// `true` if further requests are rejected.
+    /// `true` after a timeout or a panic of the reader thread. All further requests are then
+    /// rejected.
     over: bool,
 }
 
@@ -221,8 +223,9 @@ struct ReadBudget(Rc<RefCell<ReadState>>);
 #[derive(Default)]
 struct ReadState {
     left: u64,
-    /// First contents read of each sector, if repeated reads must return the same data. Otherwise,
-    /// a concurrent write by the guest could invalidate checks that have already been made.
+    /// Contents of each sector at its first read, if repeated reads must return the same data;
+    /// otherwise `None`. If they could return different data, a concurrent write by the guest could
+    /// invalidate checks that have already been made.
     kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,
 }
 
@@ -243,8 +246,8 @@ impl ReadBudget {
         Ok(())
     }
 
-    /// Replaces sectors in `bytes`, read at offset `at`, with their cached contents. Path lookups
-    /// read whole file system blocks, so all sectors are complete.
+    /// Replaces the sectors in `bytes`, which were read at offset `at`, with the contents of their
+    /// first read. Path lookups read whole file system blocks, so all sectors are complete.
     fn apply_cached_sectors(&self, at: u64, bytes: &mut [u8]) {
         let Some(kept) = &mut self.0.borrow_mut().kept else {
             return;

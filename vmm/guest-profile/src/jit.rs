@@ -13,8 +13,8 @@ const MOST_FUNCTIONS: usize = 1 << 20;
 /// The JIT-compiled functions of one process.
 #[derive(Debug, Default)]
 pub struct JitMap {
-    /// Functions sorted by start address. If several functions have the same address, the latest
-    /// one comes first, because JIT compilers reuse code memory.
+    /// Functions sorted by start address. If several functions have the same start address, the
+    /// function listed last comes first, because JIT compilers reuse code memory.
     functions: Vec<(u64, u64, String)>,
 }
 
@@ -24,7 +24,7 @@ impl JitMap {
         format!("/tmp/perf-{pid}.map")
     }
 
-    /// Parses a perf map until the functions occupy `most` bytes of memory. Skips malformed lines,
+    /// Parses a perf map, until the functions occupy `most` bytes of memory. Skips malformed lines,
     /// including an incomplete last line.
     pub fn parse(bytes: &[u8], most: u64) -> Self {
         let complete = bytes

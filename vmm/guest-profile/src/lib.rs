@@ -73,4 +73,4 @@ pub mod task;
 pub(crate) mod testing;
 pub mod unwind;
 
-pub use memory::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
+pub use memory::{GuestPhys, GuestRegs, MappedGuestPage, WalkBudget};

@@ -1,9 +1,11 @@
-//! Locates the kernel that runs in a guest: its slide, or its complete image if none was given.
+//! Locates the kernel that runs in a guest. If the user has given an image of the kernel, only the
+//! slide is determined; otherwise, the complete image is read from guest memory.
 //!
 //! Two registers point into a running 64-bit Linux kernel: IA32_LSTAR (MSR 0xC0000082), which holds
 //! the system-call entry point, and the IDT base, where the first gate points to the divide-error
-//! handler. The slide is the difference between such an address and the image's symbol. It is
-//! verified by comparing the kernel's version string in guest memory with that of the image.
+//! handler. The slide is the difference between such an address and the address of the
+//! corresponding symbol in the image. It is verified by comparing the kernel's version string in
+//! guest memory with that of the image.
 
 use super::paging::{AddressSpace, TranslationFault, UnsupportedPaging};
 use super::{GuestPhys, GuestRegs, WalkBudget};
@@ -11,7 +13,7 @@ use kernel_images::image::KernelImage;
 use kernel_images::kallsyms::KallsymsError;
 use serde::{Deserialize, Serialize};
 
-/// The registers that point into the kernel; 0 for an unknown register.
+/// The values of the registers that point into the kernel; 0 for an unknown register.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct KernelAnchorRegisters {
     /// IA32_LSTAR (MSR 0xC0000082).
@@ -23,7 +25,7 @@ pub struct KernelAnchorRegisters {
 /// The location of a running kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelLocation {
-    /// Run-time address minus the address in the image, wrapping.
+    /// Run-time address of any kernel symbol minus its address in the image, wrapping.
     pub slide: u64,
     /// `true` if the version string in guest memory matches the image. `false` if the image has no
     /// version string or no symbol for it, in which case the slide is derived only from the
@@ -51,17 +53,18 @@ pub enum LocateError {
     Kallsyms(#[from] KallsymsError),
 }
 
-/// Start of the top 2 GiB, into which kernels are loaded. KASLR moves them by multiples of 2 MiB
-/// within 1 GiB.
+/// Start of the top 2 GiB of the address space, into which kernels are loaded. KASLR moves a kernel
+/// by a multiple of 2 MiB within 1 GiB.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 const SLIDE_ALIGN: u64 = 2 << 20;
 const MAX_SLIDE: u64 = 1 << 30;
-/// Maximum number of memory reads to locate a kernel. The kernel is not located for each sample.
+/// Maximum number of memory reads to locate a kernel. A large number is acceptable, because the
+/// kernel is not located for each sample.
 const PLACE_READS: u32 = 4096;
 /// Maximum number of bytes of a kernel that are read from memory.
 const MAX_KERNEL: u64 = 128 << 20;
-/// Maximum length of a hole in a kernel, in bytes. The kernel frees its init sections, which leaves
-/// holes. A longer hole marks the end.
+/// Maximum length of a hole in the memory of a kernel, in bytes. Holes remain where the kernel has
+/// freed its init sections. A longer hole is regarded as the end of the kernel.
 const MAX_GAP: u64 = 32 << 20;
 
 fn plausible(slide: u64) -> bool {
@@ -124,7 +127,8 @@ pub fn place<M: GuestPhys + ?Sized>(
     }
 }
 
-/// Returns the handler address in gate 0 of the IDT (Intel SDM vol. 3, "64-Bit Mode IDT").
+/// Returns the address of the handler in gate 0 (divide error) of the IDT (Intel SDM vol. 3,
+/// "64-Bit Mode IDT").
 fn idt_gate<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     idt_base: u64,
@@ -164,8 +168,8 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
     result
 }
 
-/// Copies the kernel memory around `anchor`. Returns the start address and the bytes, with holes as
-/// zeros. The copy is slow.
+/// Copies the kernel memory around the address `anchor`. Returns the start address and the bytes,
+/// in which holes are zeros. The copy is slow.
 ///
 /// # Errors
 /// Returns [`LocateError::Mode`] if the paging mode of the vCPU is unsupported.
@@ -178,8 +182,8 @@ pub fn memory_around<M: GuestPhys + ?Sized>(
     Ok(mapped_around(&mut space, anchor))
 }
 
-/// Copies the mapped range that contains `anchor`, with holes of up to [`MAX_GAP`] bytes as zeros.
-/// The copy ends with the last mapped page.
+/// Copies the mapped range that contains the address `anchor`. Holes of up to [`MAX_GAP`] bytes are
+/// filled with zeros. The copy ends with the last mapped page.
 fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;
     let mut budget = WalkBudget::new(u32::MAX, None);
@@ -233,8 +237,8 @@ mod tests {
     use super::*;
     use crate::testing::TestGuest;
 
-    /// Holes inside a kernel read as zeros, and the hole after its end takes no memory. Previously,
-    /// 32 MiB of trailing zeros were searched for kernel tables.
+    /// Holes inside a kernel read as zeros, and the hole after its end is not copied. In an earlier
+    /// version, 32 MiB of trailing zeros were copied and searched for kernel tables.
     #[test]
     fn kernel_memory_has_holes_and_ends_at_last_page() {
         let mut guest = TestGuest::new(64 << 12, false);

@@ -1,9 +1,10 @@
-//! Reports the file mappings of guest programs once, with the first samples that need them.
+//! Reports each file mapping of a guest program once, with the first samples that need it.
 //!
-//! User addresses of a sample belong to mappings of the task. Looking up a mapping walks data
-//! structures of the guest kernel, which is too expensive for every sample, so each vCPU remembers
-//! the mappings that it has reported recently. Mappings are reported again after a while, because
-//! programs remap addresses, records may be lost, and a recording may start at any time.
+//! A user address in a sample can only be resolved with the file mapping that contains it. Looking
+//! up a mapping walks data structures of the guest kernel, which is too expensive for every sample,
+//! so each vCPU remembers the mappings that it has reported recently. Mappings are reported again
+//! after a while, because programs remap addresses, records may be lost, and a recording may start
+//! at any time.
 //!
 //! The build IDs of the files follow the mappings, in entries of length 0. Readers that do not
 //! support build IDs stop at these entries.
@@ -43,14 +44,14 @@ struct MappingHeader {
     zero: [u8; 6],
 }
 
-/// Size of the header, in bytes.
+/// Size of `MappingHeader`, in bytes.
 const HEAD: usize = size_of::<MappingHeader>();
 const _: () = assert!(HEAD == 32);
 /// Maximum size of the mappings of one sample, in bytes.
 pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_BYTES.next_multiple_of(8));
 
-/// Generation counter that is incremented when a client starts to listen, so that all mappings are
-/// reported again.
+/// Counter that is incremented when a client starts to listen for samples. All mappings are then
+/// reported again, because the new client does not know them.
 #[derive(Debug, Default)]
 pub struct MappingListeners(AtomicU64);
 
@@ -78,8 +79,9 @@ pub struct ReportedMapping<'a> {
     pub path: &'a str,
 }
 
-/// Address space, given by process ID and address of the memory descriptor. The descriptor changes
-/// on exec and may be reused by another process.
+/// Address space, identified by the process ID and the address of the process's memory descriptor
+/// (`mm_struct`). A process gets a new descriptor on exec, and another process may reuse the old
+/// one.
 pub type AddressSpaceId = (u32, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -99,7 +101,8 @@ pub struct MappingReporter {
 }
 
 impl MappingReporter {
-    /// Creates an empty set and allocates all memory that it will need.
+    /// Creates a reporter that has reported no mappings, and allocates all memory that it will
+    /// need.
     pub fn new() -> Self {
         Self {
             told: Vec::with_capacity(REMEMBERED),
@@ -108,8 +111,8 @@ impl MappingReporter {
         }
     }
 
-    /// Writes to `out` the mappings of process `whose` that contain `addresses`, except those
-    /// reported recently. Returns the number of bytes written. Does not allocate.
+    /// Writes to `out` the mappings of process `whose` that contain `addresses`, except those that
+    /// this vCPU has reported recently. Returns the number of bytes written. Does not allocate.
     pub fn report<M: GuestPhys + ?Sized>(
         &mut self,
         reader: &mut TaskReader<'_, '_, M>,
@@ -198,9 +201,9 @@ impl MappingReporter {
 const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
-/// Returns the name of a mapping in the process memory `mm`. The name is the path of its file,
-/// written to `buf` (at most [`MAX_PATH`] bytes), or the name that perf uses for memory without a
-/// file. Returns `None` if the budget is exhausted.
+/// Returns the name of a mapping in the process memory `mm` (the address of a memory descriptor).
+/// The name is the path of the mapped file, written to `buf` (at most [`MAX_PATH`] bytes), or the
+/// name that perf uses for memory without a file. Returns `None` if the budget is exhausted.
 pub fn name_of<'b, M: GuestPhys + ?Sized>(
     reader: &mut TaskReader<'_, '_, M>,
     mm: u64,

@@ -1,4 +1,5 @@
-//! Input of the memory walks: guest memory, the registers of one vCPU, and the budget of a walk.
+//! Input of the functions that walk guest memory: guest memory, the registers of one vCPU, and a
+//! budget that limits a walk.
 
 use std::time::{Duration, Instant};
 
@@ -11,11 +12,12 @@ use vm_memory::{
 /// Read access to guest-physical memory. Implementations do not allocate or touch devices.
 pub trait GuestPhys {
     /// A page of guest memory.
-    type Page<'a>: GuestPage
+    type Page<'a>: MappedGuestPage
     where
         Self: 'a;
 
-    /// Returns the 4-KiB page that contains `gpa`, limited to the end of RAM.
+    /// Returns the 4-KiB page that contains `gpa`, or its part up to the end of RAM. Returns `None`
+    /// if `gpa` is outside RAM.
     fn page(&self, gpa: u64) -> Option<Self::Page<'_>>;
 
     /// Fills `buf` from the guest-physical address `gpa`. Returns `false` if any byte is outside
@@ -46,7 +48,7 @@ pub trait GuestPhys {
 }
 
 /// A page of guest memory that can be read repeatedly without another lookup.
-pub trait GuestPage {
+pub trait MappedGuestPage {
     /// Fills `buf` from `offset`. Returns `false` if the range exceeds the page or RAM, in which
     /// case the contents of `buf` are unspecified.
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool;
@@ -93,7 +95,7 @@ impl GuestPhys for GuestMemoryMmap {
     }
 }
 
-impl GuestPage for VolatileSlice<'_> {
+impl MappedGuestPage for VolatileSlice<'_> {
     #[inline]
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
         self.read_slice(buf, offset).is_ok()
@@ -117,7 +119,7 @@ impl GuestPhys for [u8] {
     }
 }
 
-impl GuestPage for &[u8] {
+impl MappedGuestPage for &[u8] {
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
         let bytes = self.get(offset..).and_then(|rest| rest.get(..buf.len()));
         if let Some(bytes) = bytes {
@@ -142,7 +144,7 @@ pub struct GuestRegs {
     pub r10: u64,
     pub r11: u64,
     pub r13: u64,
-    /// RAX. This and the following registers are needed to unwind user programs with their unwind
+    /// RAX. RAX and the following registers are needed to unwind user programs with their unwind
     /// tables.
     pub rax: u64,
     pub rbx: u64,
@@ -161,7 +163,7 @@ pub struct GuestRegs {
     pub cpl: u8,
     /// CS.L: `true` for a 64-bit code segment.
     pub code64: bool,
-    /// GS base of the current code.
+    /// GS base that is active in the interrupted code.
     pub gs_base: u64,
     /// IA32_KERNEL_GS_BASE (MSR 0xC0000102), the inactive GS base; 0 if unknown.
     pub kernel_gs_base: u64,
@@ -173,9 +175,9 @@ pub struct GuestRegs {
 }
 
 impl GuestRegs {
-    /// Returns the base of the kernel's per-CPU data, which is the GS base in the upper half of the
-    /// address space. Returns `None` if there is none (before the kernel sets it up, or if
-    /// `kernel_gs_base` is unknown at CPL 3).
+    /// Returns the base of the kernel's per-CPU data. This is the GS base that lies in the upper
+    /// half of the address space. Returns `None` if neither GS base does, either because the kernel
+    /// has not set it up yet, or because `kernel_gs_base` is unknown at CPL 3.
     ///
     /// The base of a vCPU does not change once its kernel is running, so callers may cache it.
     pub fn kernel_per_cpu_base(&self) -> Option<u64> {
@@ -189,14 +191,14 @@ impl GuestRegs {
     }
 }
 
-/// Limits of a walk: the number of memory reads, and optionally the time. All walks of one sample
-/// share one budget.
+/// Limits of a walk through guest memory: the number of memory reads, and optionally the time. All
+/// walks of one sample share one budget.
 ///
-/// The clock is read every few memory reads, starting with the first such check, and each interval
-/// is charged with at most a quarter of the time limit. Short walks, the common case, never read
-/// the clock. A thread that is preempted once is therefore not charged for the full time. A guest
-/// that makes reads slow (for example by pages that the host must fault in) exhausts the budget
-/// after four such intervals.
+/// Every few memory reads, the clock is read, and the time since the previous clock read is charged
+/// to the budget, but at most a quarter of the time limit. The first clock read charges nothing.
+/// Short walks, the common case, never read the clock. A thread that is preempted once is therefore
+/// not charged for the whole interruption. A guest that makes reads slow (for example by pages that
+/// the host must fault in) exhausts the budget after four slow intervals.
 #[derive(Debug, Clone)]
 pub struct WalkBudget {
     reads_left: u32,
@@ -213,7 +215,7 @@ struct TimeLeft {
 }
 
 impl TimeLeft {
-    /// Charges the time since the previous check. Returns `false` if no time is left.
+    /// Charges the time since the previous clock read. Returns `false` if no time is left.
     fn look(&mut self, now: Instant) -> bool {
         if let Some(last) = self.last_look.replace(now) {
             let passed = now.saturating_duration_since(last).min(self.at_most);
@@ -266,7 +268,7 @@ impl WalkBudget {
         self.reads_used
     }
 
-    /// Returns whether a read has been denied.
+    /// Returns whether the budget has denied a memory read.
     pub fn is_spent(&self) -> bool {
         self.expired
     }
@@ -276,8 +278,8 @@ impl WalkBudget {
 mod tests {
     use super::*;
 
-    /// Reads agree with vm-memory for RAM of two regions, the second of which has one and a half
-    /// pages.
+    /// Reads across pages and up to the end of RAM return the same data as vm-memory. The RAM
+    /// consists of two regions, the second of which has one and a half pages.
     #[test]
     fn guest_memory_reads_cross_pages_and_stop_at_end_of_ram() {
         let memory =
@@ -305,8 +307,8 @@ mod tests {
         }
     }
 
-    /// A thread that is preempted once still receives its call chain, but repeated slow reads
-    /// exhaust the budget.
+    /// A vCPU thread that is preempted once during a walk still obtains the call chain, but
+    /// repeated slow reads exhaust the budget.
     #[test]
     fn single_preemption_does_not_exhaust_budget() {
         const TIME: Duration = Duration::from_micros(500);

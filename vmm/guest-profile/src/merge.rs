@@ -8,67 +8,72 @@
 //!   many samples as if all of them were full.
 //! - The VM counts the event that it samples, so the periods of the full samples add up to the
 //!   event's count. The weight of a full sample is the part of its period that the preceding light
-//!   samples do not represent: its own share, KVM's work for the guest, and lost light samples. The
-//!   weights therefore also add up to the count.
+//!   samples do not represent: the period of the light sample that it replaces, KVM's work for the
+//!   guest, and lost light samples. The weights of light and full samples therefore also add up to
+//!   the count.
 //! - A light sample has no task. It is assigned the task of the full sample of the same vCPU that
-//!   is nearest in time. A user address is never assigned to a kernel thread but to the nearest
-//!   sample of a user task.
+//!   is nearest in time. A light sample at a user address is never assigned to a kernel thread, but
+//!   to the user task whose full sample is nearest.
 //! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is requested
-//!   to take every sample, and only full ones are used until the guest is visible again. The same
-//!   applies if KVM's own work is so large that a few full samples would represent most of the
-//!   count.
+//!   to make every sample a full one, and only these are used until the guest is visible in light
+//!   samples again. The same applies if KVM's own work is so large that a few full samples would
+//!   represent most of the count.
 //! - Unless the user sets the ratio of full samples, the ratio decreases if full samples stop the
-//!   vCPU for long.
+//!   vCPU for too long.
 
 use std::collections::VecDeque;
 
 use perf_core::pmu::host::{GuestSample, SampleOrigin};
 
-/// Number of light samples between two decisions.
+/// Number of light samples between two decisions about the mode (light or full samples).
 const WINDOW: u64 = 40;
-/// Number of light samples between two decisions about KVM's own work. Large enough that a true
-/// share of 10 % is not measured as 20 %.
+/// Number of light samples between two decisions about the share of KVM's own work. The number is
+/// so large that a true share of 10 % is not measured as 20 %.
 const WORK_WINDOW: u64 = 10 * WINDOW;
-/// Number of full samples before a return to light samples is considered.
+/// Number of full samples that are evaluated before a return to light samples is considered.
 const FULL_WINDOW: u32 = 100;
-/// Share of unseen time above which all samples are full. Below this share, on hosts where KVM
-/// emulates the guest's kernel, the few full samples in that kernel represent all unseen time. The
-/// amount of unseen time is known, and its distribution is accurate to one or two percentage points
-/// after several seconds.
+/// Share of unseen time above which all samples are full. Unseen time is the time in which light
+/// samples show the host's kernel instead of the guest. Below this limit, on hosts where KVM
+/// emulates the guest's kernel, the few full samples in the guest's kernel represent all unseen
+/// time. The amount of unseen time is known, and its distribution over functions is accurate to one
+/// or two percentage points after several seconds.
 const UNSEEN_LIMIT: f64 = 0.20;
-/// Share of full samples in the guest's kernel, or of KVM's own work, below which light samples are
-/// sufficient again.
+/// Limit for the return from full to light samples: the share of full samples in the guest's
+/// kernel, or of KVM's own work, must be lower.
 const KERNEL_LIMIT: f64 = 0.15;
-/// Margin by which the unseen share must exceed an earlier share that turned out not to be guest
-/// code.
+/// Margin by which the share of unseen time must exceed an earlier share that turned out not to be
+/// guest code, before all samples are full again.
 const MARGIN: f64 = 0.05;
-/// Maximum time that a light sample waits for the next full sample, in nanoseconds.
+/// Maximum time that a light sample waits for the next full sample, whose task it may be assigned,
+/// in nanoseconds.
 const MAX_WAIT_NS: u64 = 500_000_000;
-/// Maximum share of time for which full samples may stop a vCPU, in light mode and in full mode.
+/// Maximum share of time for which full samples may stop a vCPU: in light mode (mostly light
+/// samples), and in full mode (only full samples).
 const MAX_STOPPED_SHARE: f64 = 0.005;
 const MAX_STOPPED_SHARE_FULL: f64 = 0.03;
-/// Number of full samples whose median determines the cost of a full sample.
+/// Number of full samples over which the median cost of a full sample is computed. The cost is the
+/// time for which the vCPU is stopped.
 const COSTS: usize = 15;
-/// Maximum number of pending light samples.
+/// Maximum number of light samples that wait for the next full sample.
 const MAX_PENDING: usize = 1 << 16;
 
 /// A sample of the guest taken by the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LightSample {
-    /// Time on the clock of the VM's own samples, in nanoseconds.
+    /// Time of the sample, in nanoseconds on the clock that the VM's own samples use.
     pub time_ns: u64,
     /// Instruction pointer.
     pub ip: u64,
-    /// `true` if the host's kernel reports privilege level 3.
+    /// `true` if the guest ran at privilege level 3, according to the host's kernel.
     pub user: bool,
     /// Number of events that the sample represents.
     pub period: u64,
 }
 
-/// Task to which a full sample belongs.
+/// Guest task that a full sample found running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampleTask {
-    /// Time of the sample, in nanoseconds.
+    /// Time of the full sample, in nanoseconds.
     pub time_ns: u64,
     /// Guest process ID.
     pub pid: u32,
@@ -87,9 +92,11 @@ pub struct SampleTotals {
     pub light: u64,
     /// Number of full samples in the profile.
     pub full: u64,
-    /// Number of full samples taken because the light samples did not show the guest.
+    /// Number of full samples that were taken in place of light samples, because the light samples
+    /// did not show the guest.
     pub instead: u64,
-    /// Number of light samples in the host's kernel or the VMM, which do not show guest code.
+    /// Number of light samples that hit the host's kernel or the VMM, and therefore do not show
+    /// guest code.
     pub host: u64,
 }
 
@@ -107,14 +114,17 @@ enum MergeMode {
 pub struct HostRingParams {
     /// Number of events per light sample; `None` to use the period stored in the sample.
     pub period: Option<u64>,
-    /// Offset to subtract from the time of a light sample, in nanoseconds.
+    /// Offset to subtract from the time of a light sample to obtain a time on the clock of the full
+    /// samples, in nanoseconds.
     pub clock_offset_ns: u64,
-    /// `true` if KVM emulates the guest's kernel on this host.
+    /// `true` if KVM emulates the guest's kernel on this host, so that light samples cannot show
+    /// it.
     pub interpreted: bool,
-    /// Number of sample periods per full sample.
+    /// Number of sample periods per full sample in light mode, or the minimum of this number if it
+    /// is adapted.
     pub chain_every: u32,
-    /// Time between two light samples of a running vCPU, in nanoseconds, if expensive full samples
-    /// may be taken less often. `None` for a fixed ratio.
+    /// Time between two light samples of a running vCPU, in nanoseconds. If given, full samples are
+    /// taken less often when they are expensive. `None` for a fixed ratio of full samples.
     pub adapt_to_ns: Option<u64>,
 }
 
@@ -123,18 +133,18 @@ pub struct HostRingParams {
 pub struct SampleMerger {
     terms: HostRingParams,
     mode: MergeMode,
-    /// Number of sample periods per full sample, according to the last decision.
+    /// Number of sample periods per full sample that resulted from the last decision.
     every: u32,
     /// Times for which the last full samples stopped the vCPU, in nanoseconds.
     costs: VecDeque<u32>,
-    /// Start of the current mode, on the clock of the samples.
+    /// Time at which the current mode (light or full) started, on the clock of the samples.
     since_ns: u64,
     pending: VecDeque<LightSample>,
     whose: VecDeque<SampleTask>,
-    /// Latest user-task sample before the first entry of `whose`.
+    /// Last full sample of a user task that precedes the first entry of `whose`.
     program: Option<SampleTask>,
-    /// Number of events in unseen time, which are assigned to the next full sample in the guest's
-    /// kernel. Used only if KVM emulates that kernel.
+    /// Number of events for which light samples showed the host's kernel. These events are assigned
+    /// to the next full sample in the guest's kernel. Used only if KVM emulates that kernel.
     unseen: u64,
     /// Number of events that the VM has counted and that no sample represents yet. Negative if
     /// samples represent more events than have been counted.
@@ -143,15 +153,16 @@ pub struct SampleMerger {
     covered_until_ns: u64,
     /// `true` until the first full sample after the switch to full mode.
     first: bool,
-    /// Sample counts since the last decision.
+    /// Sample counts since the last decision: light samples of the guest, light samples of the
+    /// host, full samples, and full samples in the guest's kernel.
     guest: u64,
     host: u64,
     full: u32,
     full_kernel: u32,
-    /// `true` once a light sample has shown the guest.
+    /// `true` once a light sample has shown the guest since the start.
     ever_seen: bool,
-    /// Unseen share above which full mode starts, and the share that caused the last switch to full
-    /// mode.
+    /// Share of unseen time above which full mode starts, and the share that caused the last switch
+    /// to full mode.
     limit: f64,
     share: f64,
     totals: SampleTotals,
@@ -174,7 +185,7 @@ impl SampleMerger {
         self.totals
     }
 
-    /// Returns whether the host's ring has never shown the guest.
+    /// Returns whether no light sample in the host's ring has ever shown the guest.
     pub fn is_blind(&self) -> bool {
         !self.terms.interpreted && !self.ever_seen && self.mode == MergeMode::Full
     }
@@ -187,8 +198,8 @@ impl SampleMerger {
         }
     }
 
-    /// Adds a light sample. All light samples of a drain must be added before the full samples of
-    /// the same time.
+    /// Adds a light sample. When the rings are drained, all light samples must be added before the
+    /// full samples of the same time.
     pub fn light(&mut self, sample: GuestSample) {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
@@ -224,8 +235,8 @@ impl SampleMerger {
         }
     }
 
-    /// Adds a full sample at privilege level `cpl` with a period of `period` events. Returns its
-    /// weight in the profile.
+    /// Adds a full sample that found the task `whose` at privilege level `cpl`. The sample's period
+    /// is `period` events. Returns the weight of the sample in the profile.
     pub fn full(&mut self, whose: SampleTask, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
@@ -278,7 +289,8 @@ impl SampleMerger {
         weight
     }
 
-    /// Subtracts the light samples up to `time_ns` from `uncovered`.
+    /// Subtracts the periods of the light samples up to `time_ns` from `uncovered`, because these
+    /// samples represent their events.
     fn cover_until(&mut self, time_ns: u64) {
         let from = self
             .pending
@@ -302,7 +314,8 @@ impl SampleMerger {
         self.pending.remove(nearest?)
     }
 
-    /// Emits the light samples whose task is known by now, together with that task.
+    /// Passes to `emit` the light samples for which no nearer full sample can follow. Each is
+    /// passed with the task assigned to it, or with `None` if no task is known.
     pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(LightSample, Option<SampleTask>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
         let due = newest_ns.max(now_ns.saturating_sub(MAX_WAIT_NS));
@@ -365,8 +378,8 @@ impl SampleMerger {
         }
     }
 
-    /// Returns the number of periods per full sample that keeps the vCPU's stopped time within the
-    /// limit.
+    /// Returns the number of sample periods per full sample at which full samples stop the vCPU for
+    /// at most the permitted share of time.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -389,8 +402,8 @@ impl SampleMerger {
         (every.ceil() as u32).clamp(least, least.max(2000))
     }
 
-    /// Decides the rate of full samples. Returns the new number of periods per full sample, or
-    /// `None` if unchanged.
+    /// Decides the mode (light or full samples) and the rate of full samples. Returns the new
+    /// number of sample periods per full sample, or `None` if it does not change.
     pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
         let to = match self.mode {
             MergeMode::LightSample => self
@@ -421,8 +434,8 @@ impl SampleMerger {
         Some(every)
     }
 
-    /// Returns whether the light samples show too little of the guest, or `None` if there are too
-    /// few samples for a decision.
+    /// Returns whether the light samples show so little of the guest that full mode is needed.
+    /// Returns `None` if there are too few samples for a decision.
     fn shows_too_little(&mut self) -> Option<bool> {
         let seen = self.guest + self.host;
         if seen < WINDOW {
@@ -485,7 +498,8 @@ mod tests {
         }
     }
 
-    /// Of the host's kernel if `host`, else of the guest.
+    /// Returns the origin of a light sample: the host's kernel if `host` is `true`, otherwise the
+    /// guest.
     fn origin(host: bool) -> SampleOrigin {
         if host {
             SampleOrigin::HostKernel
@@ -529,8 +543,8 @@ mod tests {
         assert_eq!(settled(&mut m, 150 + MAX_WAIT_NS), [(150, Some(3))]);
     }
 
-    /// The nearest full samples belong to a kernel thread, but user addresses are assigned to a
-    /// user task.
+    /// A light sample at a user address is assigned to a user task, even if the full samples that
+    /// are nearest in time belong to a kernel thread.
     #[test]
     fn user_address_is_not_assigned_to_kernel_thread() {
         let thread = |time_ns| SampleTask {
@@ -567,7 +581,8 @@ mod tests {
         assert_eq!(settled(&mut m, u64::MAX), [(10, None)]);
     }
 
-    /// On a host that never shows the guest, every sample is full and keeps its own period.
+    /// If the light samples never show the guest, every sample is a full one and represents its own
+    /// period.
     #[test]
     fn blind_ring_switches_to_full_mode() {
         let mut m = merge(false);
@@ -592,7 +607,8 @@ mod tests {
         assert_eq!(m.decide(1000), None);
     }
 
-    /// If KVM's work dominates, all samples are full until its share decreases.
+    /// If KVM's own work takes most of the time, all samples are full ones until its share
+    /// decreases.
     #[test]
     fn dominant_kvm_work_switches_to_full_mode() {
         let mut m = merge(false);
@@ -646,7 +662,8 @@ mod tests {
         assert_eq!(m.decide(2), None);
     }
 
-    /// If KVM emulates the guest's kernel, unseen time belongs to that kernel.
+    /// If KVM emulates the guest's kernel, light samples of the host's kernel count as time in the
+    /// guest's kernel, and the next full sample in that kernel represents them.
     #[test]
     fn unseen_time_is_assigned_to_next_kernel_sample() {
         let mut m = merge(true);
@@ -666,8 +683,8 @@ mod tests {
         assert_eq!(m.decide(3000), Some(20), "only programs run");
     }
 
-    /// With one full sample per 20 periods and light samples for the rest, all samples have the
-    /// same weight.
+    /// If every 20th period ends with a full sample, the others end with light samples, and no
+    /// sample is lost, all samples have the same weight.
     #[test]
     fn samples_have_equal_weight_without_loss() {
         let mut m = merge(false);
@@ -680,8 +697,9 @@ mod tests {
     }
 
     proptest! {
-        /// The weights add up to the VM's count regardless of lost samples, host-kernel samples and
-        /// the order in which rings are drained.
+        /// The weights of all samples add up to the VM's count of the event, regardless of lost
+        /// samples, of samples in the host's kernel, and of the order in which the rings are
+        /// drained.
         #[test]
         fn sample_weights_add_up_to_count(seen in prop::collection::vec(prop::bool::weighted(0.6), 400..2000), drain in 1usize..100) {
             let mut m = merge(false);
@@ -702,8 +720,8 @@ mod tests {
             prop_assert!(weights.abs_diff(count) <= 20 * PERIOD, "{weights} of {count}");
         }
 
-        /// For any input, every light guest sample is emitted once or replaced by a full sample, in
-        /// order.
+        /// For any input, every light sample of the guest is either emitted once, in the order of
+        /// time, or replaced by a full sample.
         #[test]
         fn light_samples_are_emitted_or_replaced_once(steps in prop::collection::vec((0u64..2000, 0u8..6), 0..300)) {
             let mut m = merge(false);

@@ -14,11 +14,11 @@ use crate::debug_frame::DebugFrames;
 use crate::demangle::{self, readable};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// Callback that reads the given number of bytes of process memory from an address, with zeros for
-/// unmapped parts. Returns `None` if nothing is mapped at the address.
+/// Callback that reads process memory. It receives an address and a number of bytes, and returns
+/// the bytes, with zeros for unmapped parts. Returns `None` if nothing is mapped at the address.
 pub type ReadProcessMemory<'r> = dyn FnMut(u64, u64) -> Option<Vec<u8>> + 'r;
 
-/// Number of bytes at the start of a file that are searched for program headers.
+/// Number of bytes at the start of a file in which the program headers must lie.
 const MAX_HEADERS: u64 = 4096;
 const MAX_PROGRAM_HEADERS: usize = 64;
 /// Maximum size of a dynamic section, in bytes. The size corresponds to a thousand entries.
@@ -109,7 +109,8 @@ impl ModuleLayout {
         load.address.checked_add(load.file_len)
     }
 
-    /// Returns `len` bytes of the file at the link-time address `address`, padded with zeros.
+    /// Returns `len` bytes from the contents `bytes` of the file, starting at the byte that is
+    /// loaded at the link-time address `address`. Missing bytes are zeros.
     fn in_file(&self, bytes: &[u8], address: u64, len: u64) -> Option<Vec<u8>> {
         let loaded = self.loads.iter().find_map(|load| {
             let at = address
@@ -130,8 +131,9 @@ impl ModuleLayout {
         Some(found)
     }
 
-    /// Converts a pointer in the dynamic section to a link-time address. The dynamic linker of some
-    /// C libraries relocates these pointers in memory.
+    /// Converts a pointer in the dynamic section to a link-time address. The dynamic linkers of
+    /// some C libraries add the load bias to these pointers in memory, and the function undoes
+    /// this.
     fn linked(&self, pointer: u64, bias: u64) -> Option<u64> {
         [pointer, pointer.wrapping_sub(bias)]
             .into_iter()
@@ -205,8 +207,8 @@ impl LoadedModule {
         })
     }
 
-    /// Reads a module from the contents of its file. The file includes pages that no process has
-    /// accessed and `.debug_frame`, which is never loaded.
+    /// Reads a module from the contents of its file. Unlike process memory, the file also contains
+    /// pages that no process has accessed, and `.debug_frame`, which is never loaded.
     pub fn of_file(bytes: &[u8], unwinds: bool) -> Option<Self> {
         let beginning = &bytes[..bytes.len().min(usize::try_from(MAX_HEADERS).ok()?)];
         let layout = ModuleLayout::parse(beginning)?;
@@ -255,9 +257,9 @@ impl LoadedModule {
         })
     }
 
-    /// Returns the link-time start and end (exclusive) of the unnamed function that contains the
-    /// link-time address `address`, according to the index of the unwind tables. Code without
-    /// unwind tables is attributed to the preceding function.
+    /// Returns the link-time start and end (exclusive) of a function without a name that contains
+    /// the link-time address `address`. The bounds come from the index of the unwind tables. Code
+    /// without unwind tables is attributed to the preceding function.
     pub fn unnamed_function(&self, address: u64) -> Option<(u64, u64)> {
         let after = self.starts.partition_point(|start| *start <= address);
         let start = *self.starts.get(after.checked_sub(1)?)?;
@@ -338,8 +340,8 @@ impl Dynamic {
         found
     }
 
-    /// Returns the number of symbols. The dynamic section does not contain this number, but both
-    /// types of hash table do.
+    /// Returns the number of symbols. The dynamic section does not contain this number, so it is
+    /// derived from the hash table, of either type.
     fn count(&self, read: &mut ReadProcessMemory<'_>, bias: u64) -> Option<u64> {
         if let Some(at) = self.gnu_hash {
             return gnu_count(read, at.wrapping_add(bias));
@@ -350,8 +352,9 @@ impl Dynamic {
     }
 }
 
-/// Returns the number of symbols according to the GNU hash table at the run-time address `at`,
-/// which is one more than the last index of the chain that starts at the highest symbol.
+/// Returns the number of symbols according to the GNU hash table at the run-time address `at`. The
+/// chain that starts at the highest symbol index contains the last symbol, so the number is the
+/// last index of this chain plus one.
 fn gnu_count(read: &mut ReadProcessMemory<'_>, at: u64) -> Option<u64> {
     const HEAD: u64 = 16;
     const CHUNK: u64 = 4096;
@@ -424,7 +427,8 @@ fn functions(
     Some(functions)
 }
 
-/// Returns a sort key that places the preferred name of a function first.
+/// Returns a key by which the names of one function are sorted, so that the preferred name comes
+/// first.
 fn rank(name: &str) -> (usize, usize) {
     (name.bytes().take_while(|&b| b == b'_').count(), name.len())
 }
@@ -457,8 +461,9 @@ fn index(read: &mut ReadProcessMemory<'_>, layout: &ModuleLayout, bias: u64) -> 
     Some((index, index_at))
 }
 
-/// Returns the sorted start addresses in the index. Returns an empty list if a part of the index is
-/// not mapped and reads as zeros, because functions would be missing.
+/// Returns the sorted start addresses of the functions in the index. Returns an empty list if a
+/// part of the index is not mapped and therefore reads as zeros, because functions would be missing
+/// from the list.
 fn function_starts(index: &[u8], index_at: u64) -> Vec<u64> {
     let bases = gimli::BaseAddresses::default().set_eh_frame_hdr(index_at);
     let header = gimli::EhFrameHdr::new(index, gimli::LittleEndian).parse(&bases, 8);
@@ -522,8 +527,8 @@ pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Returns the ID of a process with a dynamic C library, which this static program lacks. The
-    /// process exits together with this process.
+    /// Starts a process with a dynamically linked C library, which this static test program lacks,
+    /// and returns its ID. The process exits together with this one.
     fn dynamic_process() -> u32 {
         static PROCESS: OnceLock<Child> = OnceLock::new();
         let process = PROCESS.get_or_init(|| {
@@ -538,7 +543,7 @@ pub(crate) mod tests {
         process.id()
     }
 
-    /// Returns a reader of the memory of a process with a dynamic C library.
+    /// Returns a function that reads the memory of the process started by `dynamic_process`.
     pub(crate) fn process_memory() -> impl FnMut(u64, u64) -> Option<Vec<u8>> {
         let memory = std::fs::File::open(format!("/proc/{}/mem", dynamic_process())).unwrap();
         move |at, len| {
@@ -560,7 +565,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Returns the address and the path of the C library in the process with a dynamic C library.
+    /// Returns the address and the path of the C library in the process started by
+    /// `dynamic_process`.
     pub(crate) fn libc_of_process() -> (u64, String) {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", dynamic_process())).unwrap();
         let line = maps.lines().find(|line| line.contains("libc.so")).unwrap();
@@ -590,8 +596,9 @@ pub(crate) mod tests {
         assert!(tables.index.len() > 10_000 && tables.frames.len() > 50_000);
     }
 
-    /// All addresses of an unnamed function yield the same start and end, and the index contains
-    /// the same start for an exported function as its symbol.
+    /// For a function without a name, all of its addresses yield the same start and end. For an
+    /// exported function, the index of the unwind tables contains the same start address as the
+    /// symbol.
     #[test]
     fn unnamed_functions_have_the_extent_of_their_unwind_entry() {
         let (base, path) = libc_of_process();
@@ -628,8 +635,8 @@ pub(crate) mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 
-        /// If the headers, dynamic section and tables of the C library are corrupted, reads stay
-        /// within the limits.
+        /// If the headers, the dynamic section and the tables of a C library are randomly
+        /// corrupted, the reads that the parser requests stay within the limits.
         #[test]
         fn hostile_module_reads_stay_bounded(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>(), 0u8..4), 1..12),

@@ -2,13 +2,14 @@
 //!
 //! Supports the 4-level and 5-level (CR4.LA57) tables of long mode (Intel SDM vol. 3 ch. "Paging",
 //! AMD APM vol. 2 ch. 5). 32-bit and PAE paging are unsupported. A walk makes at most five reads
-//! regardless of the tables, so cycles are harmless. Each read is charged to the caller's
-//! [`WalkBudget`].
+//! regardless of the tables, so tables that refer to each other in a cycle are harmless. Each read
+//! is charged to the caller's [`WalkBudget`].
 //!
-//! The walk acts as a debugger and not as the CPU, so access rights are not checked. The present
-//! bit, the page-size bit, and reserved bits that change the meaning of an entry are checked.
+//! The walk reads memory like a debugger, not like the CPU, so access rights are not checked. The
+//! walk only checks the bits that determine a translation: the present bit, the page-size bit, and
+//! reserved bits that change the meaning of an entry.
 
-use super::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
+use super::{GuestPhys, GuestRegs, MappedGuestPage, WalkBudget};
 
 const PRESENT: u64 = 1 << 0;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
@@ -40,9 +41,10 @@ pub enum UnsupportedPaging {
 pub enum TranslationFault {
     /// The address is not canonical.
     NonCanonical,
-    /// An entry is not present. The level is 5 (PML5) or 4 (PML4) down to 1 (page table).
+    /// A page-table entry is not present. The value is its level: 5 (PML5) or 4 (PML4) down to 1
+    /// (page table).
     NotPresent(u8),
-    /// An entry at this level has a reserved bit set.
+    /// A page-table entry has a reserved bit set. The value is its level.
     Reserved(u8),
     /// A page table, or the page itself, is outside RAM.
     OutsideMemory,
@@ -71,16 +73,17 @@ struct CachedPage<P> {
     ram: Option<P>,
 }
 
-/// Number of slots of the translation cache. A call chain accesses the kernel stack, the user stack
-/// and little else.
+/// Number of slots of the translation cache. Few are sufficient, because unwinding a call chain
+/// accesses the kernel stack, the user stack and little else.
 const CACHE_SLOTS: usize = 8;
 
-/// Last-level table of the previous walk, which also maps neighboring pages. It corresponds to a
-/// paging-structure cache of the CPU (SDM vol. 3 §5.10.3).
+/// Last-level page table that the previous walk used. Neighboring pages are usually in the same
+/// table, so the next walk can skip the other levels. It corresponds to a paging-structure cache of
+/// the CPU (SDM vol. 3 §5.10.3).
 #[derive(Clone, Copy)]
 struct LastTable {
-    /// Address prefix that the table covers, and number of bits by which an address is shifted to
-    /// obtain it.
+    /// Prefix that all addresses covered by the table share, and the number of bits by which an
+    /// address is shifted right to obtain its prefix.
     prefix: u64,
     prefix_shift: u32,
     level: u8,
@@ -140,9 +143,9 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         }
     }
 
-    /// Returns the kernel's counterpart of a user address space. With page-table isolation, Linux
-    /// stores the kernel's root table in the page before the user's root table, at the address with
-    /// bit 12 clear.
+    /// Returns the kernel's address space that belongs to a user address space. With page-table
+    /// isolation, a process has two root tables on consecutive pages. Linux stores the kernel's
+    /// table on the first of them, at the address with bit 12 clear.
     pub fn kernel_sibling(&self) -> Self {
         Self::with_root(self.phys, self.root & !PAGE, self.levels == 5)
     }
@@ -152,7 +155,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         self.phys
     }
 
-    /// Returns whether `gva` is canonical for the depth of the tables.
+    /// Returns whether `gva` is canonical for the number of page-table levels in use.
     pub fn is_canonical(&self, gva: u64) -> bool {
         let unused = 64 - self.address_bits();
         ((gva << unused).cast_signed() >> unused).cast_unsigned() == gva
@@ -172,8 +175,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         12 + 9 * u32::from(self.levels)
     }
 
-    /// Translates `gva`. Reuses the last-level table of the previous walk if possible, otherwise
-    /// walks all levels.
+    /// Translates `gva`. If the last-level table of the previous walk covers `gva`, only this table
+    /// is read; otherwise, all levels are walked.
     pub fn translate(
         &mut self,
         gva: u64,
@@ -501,8 +504,8 @@ mod tests {
         );
     }
 
-    /// `read_pair` and `read_few` agree with single reads within a page, across pages, before a
-    /// hole and at the end of RAM.
+    /// `read_pair` and `read_few` return the same data as single reads: within a page, across
+    /// pages, before an unmapped page, and at the end of RAM.
     #[test]
     fn pairs_and_few_bytes_agree_with_single_reads() {
         let mut g = TestGuest::new((1 << 16) + 20, false);

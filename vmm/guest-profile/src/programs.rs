@@ -32,7 +32,8 @@ pub enum GuestFileError {
     /// The file cannot be read.
     #[error("cannot read {path}")]
     Read {
-        /// Path of the file below the guest mount.
+        /// Path of the file on the host, below the directory in which the guest's files are
+        /// mounted.
         path: PathBuf,
         /// Error of the host.
         #[source]
@@ -41,7 +42,8 @@ pub enum GuestFileError {
     /// The file exceeds the maximum size.
     #[error("{path} is larger than {} MiB", .most >> 20)]
     TooLarge {
-        /// Path of the file below the guest mount.
+        /// Path of the file on the host, below the directory in which the guest's files are
+        /// mounted.
         path: PathBuf,
         /// Maximum size, in bytes.
         most: u64,
@@ -55,7 +57,7 @@ pub enum GuestFileError {
         #[source]
         source: DiskError,
     },
-    /// Symbols of other files have exhausted the memory limit.
+    /// The memory limit is exhausted by the symbols of other files.
     #[error("{path} is not read: symbols exceed {} MiB", MAX_TOTAL_MEMORY >> 20)]
     MemoryLimit {
         /// Path of the file in the guest.
@@ -73,11 +75,13 @@ pub enum GuestFileError {
 }
 
 const MAX_FILE: u64 = 1 << 30;
-/// Maximum memory for the functions of one file, in bytes. All symbols may have the same long name.
+/// Maximum memory for the functions of one file, in bytes. A limit on the file size is not
+/// sufficient, because all symbols may have the same long name.
 const MAX_FILE_MEMORY: u64 = 512 << 20;
 /// Maximum memory for the functions of all files of a guest, in bytes.
 const MAX_TOTAL_MEMORY: u64 = 2 << 30;
-/// Maximum number of lookups of a path whose directories are renamed concurrently.
+/// Maximum number of attempts to look up a path, which must be repeated if the guest renames
+/// directories concurrently.
 const MAX_LOOKUPS: u32 = 16;
 
 struct UserFunction {
@@ -89,7 +93,7 @@ struct UserFunction {
 /// The functions of one user program or library.
 pub struct ProgramSymbols {
     functions: Vec<UserFunction>,
-    /// File offset, size and address of the loadable segments.
+    /// Loadable segments, each with its file offset, its size and its link-time address.
     segments: Vec<(u64, u64, u64)>,
     build_id: Option<BuildId>,
     lines: Option<addr2line::Context<gimli::EndianArcSlice<gimli::RunTimeEndian>>>,
@@ -97,8 +101,8 @@ pub struct ProgramSymbols {
     bytes: u64,
 }
 
-/// Returns functions from an iterator until they occupy `most` bytes. The guest controls their
-/// number and names.
+/// Collects functions from an iterator until they occupy `most` bytes of memory. A limit is needed
+/// because the guest controls their number and names.
 fn bounded<F>(
     functions: impl Iterator<Item = F>,
     most: u64,
@@ -113,8 +117,8 @@ fn bounded<F>(
 }
 
 impl ProgramSymbols {
-    /// Parses an ELF file with its symbol tables, including the dynamic one, and its line table if
-    /// present.
+    /// Parses an ELF file: its symbol tables, including the dynamic one, and its line table if it
+    /// has one.
     pub fn parse(data: &[u8]) -> Result<Self, object::Error> {
         let file = object::File::parse(data)?;
         let found = file
@@ -306,8 +310,8 @@ impl GuestSymbols {
         self.objects.get(guest_path)?.as_ref()
     }
 
-    /// Returns the parsed file, unless its build ID differs from `running`, the build ID of the
-    /// file that the guest runs.
+    /// Returns the parsed file `guest_path`. Returns `None` if its build ID differs from `running`,
+    /// the build ID of the file that the guest runs.
     pub fn object_of(&mut self, guest_path: &str, running: Option<BuildId>) -> Option<&ProgramSymbols> {
         let object = self.object(guest_path)?;
         let other = running
@@ -394,14 +398,15 @@ impl<'d> ProgramFile<'d> {
         Some(symbol.address())
     }
 
-    /// Returns up to `length` bytes at file offset `offset`.
+    /// Returns the bytes at file offset `offset`, at most `length` of them.
     pub fn at_offset(&self, offset: u64, length: usize) -> Option<&'d [u8]> {
         let from = self.data.get(usize::try_from(offset).ok()?..)?;
         let bytes = &from[..length.min(from.len())];
         (!bytes.is_empty()).then_some(bytes)
     }
 
-    /// Returns up to `length` bytes that are loaded at a link-time address.
+    /// Returns the bytes that are loaded at the link-time address `address`, at most `length` of
+    /// them.
     pub fn at_address(&self, address: u64, length: usize) -> Option<&'d [u8]> {
         let place = |start: u64, size: u64, (offset, in_file): (u64, u64)| {
             let at = address.checked_sub(start).filter(|at| *at < size.min(in_file))?;
@@ -420,9 +425,10 @@ impl<'d> ProgramFile<'d> {
     }
 }
 
-/// Opens the regular file `guest_path` of the guest whose `/` is `root`. The kernel resolves links
-/// and `..` as if `root` were the root directory (`RESOLVE_IN_ROOT`, openat2(2)), so no path leaves
-/// `root`, even if the guest modifies its files concurrently.
+/// Opens the regular file `guest_path` of the guest. `root` is the host directory that corresponds
+/// to the guest's `/`. The kernel resolves links and `..` as if `root` were the root directory
+/// (`RESOLVE_IN_ROOT`, openat2(2)), so no path leads outside `root`, even if the guest modifies its
+/// files concurrently.
 ///
 /// Other file types are not opened, because opening a device may have side effects, and opening a
 /// FIFO may block.
@@ -445,7 +451,7 @@ fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))
 }
 
-/// Resolves the path to an `O_PATH` descriptor, without opening the file.
+/// Resolves the path to an `O_PATH` descriptor, which refers to the file without opening it.
 fn resolve_path(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let look = || {
@@ -518,8 +524,8 @@ mod tests {
         }
     }
 
-    /// No file outside the mount is read if a guest concurrently replaces a directory by a symbolic
-    /// link that points outside.
+    /// If a guest concurrently replaces a directory by a symbolic link that points outside the
+    /// mount, no file outside the mount is read.
     #[test]
     fn concurrent_rename_cannot_leave_mount() {
         let dir = tempfile::tempdir().unwrap();
@@ -567,7 +573,8 @@ mod tests {
         });
     }
 
-    /// Devices are not opened, because opening a device can have side effects.
+    /// A device in place of a guest file is not opened, because opening a device can have side
+    /// effects.
     #[test]
     fn guest_mount_does_not_open_devices() {
         let dir = tempfile::tempdir().unwrap();
@@ -608,7 +615,8 @@ mod tests {
         );
     }
 
-    /// The memory for all files is bounded, regardless of the number of processes and programs.
+    /// The memory for the symbols of all files is bounded, regardless of the number of processes
+    /// and programs in the guest.
     #[test]
     fn guest_symbol_memory_is_bounded() {
         let dir = tempfile::tempdir().unwrap();

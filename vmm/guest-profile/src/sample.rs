@@ -1,16 +1,16 @@
-//! Raw data of a sample, which contains guest state that a perf event cannot express.
+//! Raw data of a sample, which contains guest state for which perf events have no field.
 //!
 //! The vCPU thread writes [`RingSampleHeader`] to a ring, from which a client reads it
-//! (docs/reference/control.md documents the layout, which is part of the control protocol).
-//! [`FileSampleData`] is the part that a `perf.data` file stores. Only this module reads and writes
-//! both. Fields are little-endian and unaligned.
+//! (docs/reference/control.md documents the layout, which is part of the control protocol). A
+//! `perf.data` file stores only a part of this data, [`FileSampleData`]. Only this module reads and
+//! writes these two structures. Their fields are little-endian and unaligned.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::mappings::{self, ReportedMapping};
 use crate::task::COMM_LEN;
-use crate::unwind::UnwindStops;
+use crate::unwind::UnwindStopCounts;
 use kernel_images::build_id::BuildId;
 
 /// Header of the raw data in a ring. Mappings ([`mappings`]) may follow.
@@ -21,7 +21,7 @@ pub struct RingSampleHeader {
     cpl: u8,
     /// Combination of [`TASK_KNOWN`] and [`KERNEL_THREAD`].
     flags: u8,
-    /// Encoded by [`UnwindStops::to_bytes`].
+    /// Encoded by [`UnwindStopCounts::to_bytes`].
     ends: [u8; 2],
     pid: U32,
     tid: U32,
@@ -35,8 +35,8 @@ const TASK_KNOWN: u8 = 1;
 /// Flag: the task is a kernel thread.
 const KERNEL_THREAD: u8 = 2;
 
-/// Size of a sample's raw data before its mappings, in bytes. Together with the length word, the
-/// size is a multiple of 8.
+/// Size of a sample's raw data before its mappings, in bytes. Together with the preceding length
+/// word, the size is a multiple of 8.
 pub const RAW_BYTES: usize = size_of::<RingSampleHeader>();
 const _: () = assert!(RAW_BYTES == 44);
 
@@ -47,7 +47,7 @@ pub struct FileSampleData {
     magic: [u8; 4],
     cr3: U64,
     cpl: u8,
-    /// Encoded by [`UnwindStops::to_bytes`].
+    /// Encoded by [`UnwindStopCounts::to_bytes`].
     ends: [u8; 2],
     zero: [u8; 5],
 }
@@ -57,7 +57,7 @@ const FILE_MAGIC: [u8; 4] = *b"PVS1";
 
 impl FileSampleData {
     /// Creates the raw data of a sample.
-    pub fn new(cr3: u64, cpl: u8, ends: UnwindStops) -> Self {
+    pub fn new(cr3: u64, cpl: u8, ends: UnwindStopCounts) -> Self {
         Self {
             magic: FILE_MAGIC,
             cr3: cr3.into(),
@@ -67,11 +67,17 @@ impl FileSampleData {
         }
     }
 
-    /// Returns the CR3, the privilege level and the end reasons of the call chain, or `None` if the
-    /// raw data has a different format.
-    pub fn read(raw: &[u8]) -> Option<(u64, u8, UnwindStops)> {
+    /// Returns the CR3, the privilege level and the reasons why unwinding of the call chain ended.
+    /// Returns `None` if the raw data has a different format.
+    pub fn read(raw: &[u8]) -> Option<(u64, u8, UnwindStopCounts)> {
         let (file, _) = Self::ref_from_prefix(raw).ok()?;
-        (file.magic == FILE_MAGIC).then(|| (file.cr3.get(), file.cpl & 3, UnwindStops::from_bytes(file.ends)))
+        (file.magic == FILE_MAGIC).then(|| {
+            (
+                file.cr3.get(),
+                file.cpl & 3,
+                UnwindStopCounts::from_bytes(file.ends),
+            )
+        })
     }
 }
 
@@ -82,8 +88,8 @@ pub struct SampleData {
     pub cr3: u64,
     /// Privilege level, 0 to 3.
     pub cpl: u8,
-    /// Reasons unwinding of the call chain ended.
-    pub ends: UnwindStops,
+    /// Reasons why unwinding of the call chain ended.
+    pub ends: UnwindStopCounts,
     /// Process ID, thread ID and name of the guest's task; `None` if it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
     /// Time for which the vCPU was stopped for the previous sample, in nanoseconds; 0 if not
@@ -123,7 +129,7 @@ impl SampleData {
         Some(Self {
             cr3: head.cr3.get(),
             cpl: head.cpl & 3,
-            ends: UnwindStops::from_bytes(head.ends),
+            ends: UnwindStopCounts::from_bytes(head.ends),
             task: known.then_some((head.pid.get(), head.tid.get(), head.comm)),
             held_ns: head.held_ns.get(),
             kernel_thread: known && head.flags & KERNEL_THREAD != 0,
@@ -152,13 +158,13 @@ mod tests {
         let raw = SampleData {
             cr3: 0x1122_3344_5566_7788,
             cpl: 3,
-            ends: UnwindStops::default(),
+            ends: UnwindStopCounts::default(),
             task: Some((7, 9, *b"name............")),
             held_ns: 0x0102_0304,
             kernel_thread: true,
         };
         let mut golden = vec![0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 3, 3];
-        golden.extend(UnwindStops::default().to_bytes());
+        golden.extend(UnwindStopCounts::default().to_bytes());
         golden.extend([7, 0, 0, 0, 9, 0, 0, 0]);
         golden.extend(b"name............");
         golden.extend([4, 3, 2, 1, 0, 0, 0, 0]);
@@ -167,7 +173,7 @@ mod tests {
 
     #[test]
     fn file_raw_data_round_trips() {
-        let ends = UnwindStops {
+        let ends = UnwindStopCounts {
             kernel: Some(unwind::UnwindStop::Complete),
             user: None,
             guessed: true,
@@ -188,7 +194,7 @@ mod tests {
             let raw = SampleData {
                 cr3: 0x1234_5678_9abc_def0,
                 cpl: 3,
-                ends: UnwindStops {
+                ends: UnwindStopCounts {
                     kernel: Some(unwind::UnwindStop::Complete),
                     user: Some(unwind::UnwindStop::Spent),
                     guessed: true,

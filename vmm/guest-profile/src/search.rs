@@ -1,5 +1,5 @@
-//! Searches for a running kernel in two processes. The requester holds guest memory. The reader,
-//! which is sandboxed and expendable, parses tables that the guest controls.
+//! Searches for a running kernel with two processes. The requester holds guest memory. The reader
+//! parses tables that the guest controls; it is sandboxed and may crash without consequences.
 //!
 //! | file | contents |
 //! |---|---|
@@ -8,7 +8,7 @@
 //! | `requester` | the process that holds guest memory: serves reads and validates the result |
 //! | `found_kernel` | a kernel that was found |
 //!
-//! Both processes run the same program, so the messages have no version. The reader is still
+//! Both processes run the same program, so the messages need no version. The reader is still
 //! treated as hostile, because a guest may have compromised it.
 
 mod found_kernel;

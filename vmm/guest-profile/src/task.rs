@@ -1,10 +1,11 @@
 //! Reads the current task of a vCPU and its mappings from the guest kernel's data structures.
 //!
-//! The kernel's type information (BTF) provides the offsets. The only assumptions about kernel
-//! versions are the known layouts. The current task is in `current_task` or `pcpu_hot`, and
-//! mappings are in a maple tree (since Linux 6.1) or in a list. All data may be inconsistent,
-//! because the guest is running, or malicious. Results are unverified claims of the guest, suitable
-//! for display and for decisions that affect only this guest.
+//! The kernel's type information (BTF) provides the offsets of structure members. Beyond that, the
+//! module only assumes that the kernel uses one of the known layouts: the current task is in
+//! `current_task` or `pcpu_hot`, and mappings are in a maple tree (since Linux 6.1) or in a list.
+//! All data may be inconsistent, because the guest is running, or malicious. Results are unverified
+//! claims of the guest. They are suitable for display and for decisions that affect only this
+//! guest.
 
 pub mod areas;
 mod cache;
@@ -75,7 +76,7 @@ fn single_step_bit(release: &str) -> Option<u32> {
     }
 }
 
-/// Locations with which all tasks are found.
+/// Symbols and offsets with which all tasks of the guest are found.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ListLayout {
     /// Address of the first task.
@@ -131,8 +132,8 @@ struct FilesLayout {
     mount_point: u64,
 }
 
-/// Deserializes a member offset from another process and checks its bound, because offsets are
-/// later added without overflow checks.
+/// Deserializes a member offset that was received from another process and checks that it is below
+/// `MAX_OFFSET`, because offsets are later added without overflow checks.
 fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     let offset = u64::deserialize(from)?;
     if offset > MAX_OFFSET {
@@ -153,7 +154,8 @@ pub enum LayoutError {
 }
 
 impl TaskLayout {
-    /// Reads the layout from an image that runs `slide` bytes above its link-time addresses.
+    /// Reads the layout from the kernel image. The kernel runs `slide` bytes above the image's
+    /// link-time addresses.
     pub fn new(image: &KernelImage, slide: u64) -> Result<Self, LayoutError> {
         let btf = image.btf().ok_or(LayoutError::NoBtf)?;
         let member = |path: &'static str| {
@@ -201,7 +203,7 @@ impl TaskLayout {
         })
     }
 
-    /// Returns whether mappings can be looked up, in addition to tasks.
+    /// Returns whether the layout is sufficient to look up mappings, in addition to tasks.
     pub fn has_maps(&self) -> bool {
         self.maps.is_some()
     }
@@ -322,24 +324,26 @@ pub struct ProcessMapping {
     pub file: u64,
 }
 
-/// Maximum numbers of list entries, tree levels, path components and mounts that are followed. The
-/// limits are needed because the guest controls these structures.
+/// Maximum numbers of items that are followed: list entries, tree levels, path components and
+/// mounts. The limits are needed because the guest controls these structures.
 const MAX_AREAS: u32 = 1024;
 const MAX_TREE_DEPTH: u32 = 12;
 const MAX_COMPONENTS: u32 = 64;
 const MAX_MOUNTS: u32 = 16;
 const VM_EXEC: u64 = 4;
-/// Numbers of slots of the two maple-tree node types (`include/linux/maple_tree.h`, 64-bit).
+/// Numbers of slots in a node of a maple tree, for the two node types
+/// (`include/linux/maple_tree.h`, 64-bit).
 const RANGE_SLOTS: u64 = 16;
-/// Maximum number of mappings between a file's code and its first page, of program headers in a
-/// file, and of bytes in a note segment that is searched for the build ID.
+/// Limits of the search for a file's build ID: the number of mappings between the code and the
+/// first page of the file, the number of program headers, and the number of bytes of a note
+/// segment.
 const MAX_PARTS: u32 = 4;
 const MAX_PROGRAM_HEADERS: u16 = 32;
 const MAX_NOTES: usize = 512;
 const ARANGE_SLOTS: u64 = 10;
 
-/// Reader for tasks of one vCPU's kernel. Create a new reader for each sample, because the address
-/// space that it refers to may change.
+/// Reader for tasks in the guest kernel of one vCPU. Create a new reader for each sample, because
+/// the reader uses the vCPU's address space at the time of its creation.
 pub struct TaskReader<'l, 'm, M: GuestPhys + ?Sized> {
     layout: &'l TaskLayout,
     space: AddressSpace<'m, M>,
@@ -393,13 +397,15 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(stepped && self.kernel_u32(task.wrapping_add(step.ptrace), budget)? != 0)
     }
 
-    /// Returns the address of the vDSO in the process memory `mm`.
+    /// Returns the address of the vDSO in the process memory `mm` (the address of a memory
+    /// descriptor).
     pub fn vdso(&mut self, mm: u64, budget: &mut WalkBudget) -> Option<u64> {
         let at = self.layout.maps.as_ref()?.vdso?;
         self.kernel_u64(mm.wrapping_add(at), budget)
     }
 
-    /// Returns the mapping in the process memory `mm` that contains `address`.
+    /// Returns the mapping that contains `address` in the process memory `mm` (the address of a
+    /// memory descriptor).
     pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let area = match maps.areas {
@@ -439,9 +445,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Looks up `address` in a maple tree. Returns the area that contains it, if any, and the last
-    /// address with the same result. Bits 3 to 6 of an encoded node pointer contain the node type,
-    /// and bit 1 of the root indicates whether the root is a node.
+    /// Looks up `address` in a maple tree. Returns the mapping that contains it, if any, and the
+    /// last address for which the result is the same. Bits 3 to 6 of an encoded node pointer
+    /// contain the node type, and bit 1 of the root indicates whether the root is a node.
     fn maple_lookup(
         &mut self,
         areas: &AreaLayout,
@@ -581,7 +587,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Returns the mapping of the same file's first page, which is below `mapping`.
+    /// Returns the mapping of the first page of the file that `mapping` maps. This mapping has a
+    /// lower address.
     fn first_part(
         &mut self,
         mm: u64,

@@ -6,16 +6,18 @@
 //!   the chain is marked as guessed.
 //! - **Kernel by frame pointers** is used for kernels built with frame pointers.
 //! - **User by frame pointers** is correct for code built with frame pointers. In the first
-//!   instructions of a function and at its `ret`, the frame pointer is not the function's own. The
-//!   interrupted instruction identifies these cases (exact). Two more cases are only probable and
-//!   are marked as guessed. System-call stubs of C libraries, which have no frame, use the return
-//!   address at `rsp` if a call instruction precedes it. Leaf functions, which have no frame even
-//!   if compiled with frame pointers, use this return address if the preceding call targets an
-//!   address just below the interrupted one that does not begin with `push rbp`.
-//! - **From kernel to user**, the walk uses the `pt_regs` that kernel unwinding reaches. If kernel
-//!   unwinding does not reach it, the walk uses the `pt_regs` at the top of the kernel stack after
-//!   a plausibility check, and marks the chain as guessed. In the entry code, where no `pt_regs` is
-//!   complete, it uses the registers saved by SYSCALL and the entry code (see `entry`).
+//!   instructions of a function and at its `ret`, the frame pointer is that of the caller; the walk
+//!   recognizes this by the interrupted instruction, which is exact. Two more cases are only
+//!   probable, and the chain is then marked as guessed. First, system-call stubs of C libraries
+//!   have no frame. The walk uses the return address at `rsp` if a call instruction precedes that
+//!   address. Second, leaf functions have no frame even if compiled with frame pointers. The walk
+//!   uses the return address at `rsp` if the call before it targets an address just below the
+//!   interrupted one, and the code at that target does not begin with `push rbp`.
+//! - **From kernel to user**, the walk takes the user registers from the `pt_regs` (registers saved
+//!   on kernel entry) that kernel unwinding reaches. If kernel unwinding reaches none, the walk
+//!   uses the `pt_regs` at the top of the kernel stack after a plausibility check, and marks the
+//!   chain as guessed. In the entry code, where no `pt_regs` is complete, it uses the registers
+//!   saved by SYSCALL and the entry code (see `entry`).
 //!
 //! A walk is bounded by the output slice, by [`UnwindLimits`], and by the rule that stack addresses
 //! must ascend.
@@ -51,8 +53,8 @@ mod pt_regs {
 
 /// Size of a kernel stack, in bytes. Kernel stacks are 16 KiB and aligned to their size.
 const THREAD_SIZE: u64 = 16 << 10;
-/// Maximum number of stacks in a kernel chain (NMI, #DB, #MC, #DF, #VC, IRQ, soft IRQ, entry,
-/// task).
+/// Maximum number of stacks that one kernel call chain may cross (NMI, #DB, #MC, #DF, #VC, IRQ,
+/// soft IRQ, entry, task).
 const MAX_STACK_SWITCHES: u32 = 9;
 
 /// The limits of one call chain.
@@ -67,7 +69,8 @@ pub struct UnwindLimits {
 }
 
 impl Default for UnwindLimits {
-    /// Returns perf's default depth, and four times the number of reads that such a chain requires.
+    /// Returns limits with perf's default depth, and with four times the number of memory reads
+    /// that a chain of this depth requires.
     fn default() -> Self {
         Self {
             max_frames: 127,
@@ -77,18 +80,19 @@ impl Default for UnwindLimits {
     }
 }
 
-/// Reasons the parts of a call chain ended, as stored in a sample.
+/// Reasons why unwinding of the kernel part and of the user part of a call chain ended, as stored
+/// in a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct UnwindStops {
+pub struct UnwindStopCounts {
     /// Reason the kernel part ended; `None` if there is no kernel part.
     pub kernel: Option<UnwindStop>,
     /// Reason the user part ended; `None` if there is no user part.
     pub user: Option<UnwindStop>,
-    /// `true` if at least one frame is probable but not certain.
+    /// `true` if at least one frame of the chain is guessed, which means probable but not certain.
     pub guessed: bool,
 }
 
-impl UnwindStops {
+impl UnwindStopCounts {
     /// Encodes the value in two bytes.
     pub fn to_bytes(self) -> [u8; 2] {
         [
@@ -106,7 +110,8 @@ impl UnwindStops {
         }
     }
 
-    /// Returns the name of the limit that truncated the chain, if any.
+    /// Returns the name of the limit that truncated the chain, or `None` if the chain is complete
+    /// or ended for another reason.
     pub fn cut_short(self) -> Option<&'static str> {
         let bound = |end: Option<UnwindStop>| end.and_then(UnwindStop::bound);
         bound(self.user).or(bound(self.kernel))
@@ -116,7 +121,7 @@ impl UnwindStops {
 /// The result of a walk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CallChain {
-    /// Number of filled slice entries, including context markers.
+    /// Number of entries of the output slice that are filled, including context markers.
     pub len: usize,
     /// Number of kernel frames.
     pub kernel_frames: usize,
@@ -126,18 +131,19 @@ pub struct CallChain {
     pub kernel_end: Option<UnwindStop>,
     /// Reason the user part ended; `None` if there is no user part.
     pub user_end: Option<UnwindStop>,
-    /// `true` if at least one frame is probable but not certain.
+    /// `true` if at least one frame of the chain is guessed, which means probable but not certain.
     pub guessed: bool,
     /// Number of guest memory reads.
     pub reads: u32,
-    /// User registers at the sample or at the kernel entry.
+    /// User registers from which the user part is unwound. They are taken at the sample, or at the
+    /// entry into the kernel; `None` if unknown.
     user: Option<UserRegs>,
 }
 
 impl CallChain {
     /// Returns the reasons the parts of the chain ended.
-    pub fn ends(&self) -> UnwindStops {
-        UnwindStops {
+    pub fn ends(&self) -> UnwindStopCounts {
+        UnwindStopCounts {
             kernel: self.kernel_end,
             user: self.user_end,
             guessed: self.guessed,
@@ -145,10 +151,11 @@ impl CallChain {
     }
 }
 
-/// Unwinds the stacks of a stopped vCPU into `out`.
+/// Unwinds the kernel and user stacks of a stopped vCPU into `out`.
 ///
-/// The chain starts with the interrupted address. If `kernel` is `None`, a kernel sample has only
-/// this frame, and the user part is still unwound if its registers are found. Does not allocate.
+/// The chain starts with the interrupted address. If `kernel` is `None`, the kernel part of a
+/// sample consists only of this address, and the user part is still unwound if the user registers
+/// are found. Does not allocate.
 pub fn walk<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -195,8 +202,8 @@ pub fn walk<M: GuestPhys + ?Sized>(
     chain
 }
 
-/// Fills the chain if page tables cannot be used. The chain then consists of only the interrupted
-/// address.
+/// Builds the call chain if the guest's page tables cannot be used. The chain then consists only of
+/// the interrupted address.
 fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut ChainBuffer<'_>) {
     match user {
         None => {
@@ -263,12 +270,13 @@ struct WalkState {
     ip: u64,
     sp: u64,
     bp: u64,
-    /// Registers that are known only at the first frame and just above a `pt_regs`.
+    /// Registers whose values are known only at the first frame, and at a frame whose registers
+    /// were restored from a `pt_regs`.
     dx: Option<u64>,
     di: Option<u64>,
     r10: Option<u64>,
     r13: Option<u64>,
-    /// `true` if the address is that of the interrupted instruction, `false` if it is a return
+    /// `true` if `ip` is the address of the interrupted instruction, `false` if it is a return
     /// address.
     exact_ip: bool,
 }
@@ -348,8 +356,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    /// Appends the frame of the current state. Its stack pointer must be above that of the previous
-    /// frame, unless the frame is on another stack.
+    /// Appends the frame of the current state to the chain. The frame's stack pointer must be above
+    /// that of the previous frame, unless the frame is on another stack.
     #[inline]
     fn take_frame(&mut self, before: u64, switches: &mut u32) -> Result<(), UnwindStop> {
         let WalkState { sp, ip, .. } = self.state;
@@ -405,8 +413,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(WalkStep::Frame)
     }
 
-    /// Continues from the `pt_regs` at `at`. If `bp` is given, only the last five words are valid.
-    /// Returns [`WalkStep::Boundary`] if the registers are those of user mode.
+    /// Continues from the `pt_regs` (saved registers) at the address `at`. If `bp` is given, only
+    /// the last five words of the `pt_regs` are valid, and `bp` is the frame pointer. Returns
+    /// [`WalkStep::Boundary`] if the saved registers are those of user mode.
     fn take_regs(&mut self, at: u64, bp: Option<u64>) -> Result<WalkStep, UnwindStop> {
         let hardware = at.wrapping_add(pt_regs::IP);
         let ip = self.word(hardware)?;
@@ -448,8 +457,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(WalkStep::Frame)
     }
 
-    /// Guesses the caller of an address without a table entry (a module or generated code). The
-    /// frame pointer must point into this stack, and its frame must contain a kernel address.
+    /// Guesses the caller of an address for which there is no table entry (in a module or in
+    /// generated code). The frame pointer must point into the current stack, and the frame to which
+    /// it points must contain a kernel address.
     fn guess_by_frame_pointer(&mut self) -> Result<WalkStep, UnwindStop> {
         let WalkState { sp, bp, .. } = self.state;
         if bp < sp || bp - sp > THREAD_SIZE || bp % 8 != 0 {
@@ -470,8 +480,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(WalkStep::Frame)
     }
 
-    /// Unwinds kernels built with frame pointers. On exception entry, the kernel sets rbp to the
-    /// address of the `pt_regs` with bit 0 set. On system-call entry, it sets rbp to 0.
+    /// Unwinds the stack of a kernel built with frame pointers. On exception entry, such a kernel
+    /// sets rbp to the address of the `pt_regs` with bit 0 set. On system-call entry, it sets rbp
+    /// to 0.
     fn by_frame_pointers(&mut self) -> UnwindStop {
         let mut switches = 0;
         loop {
@@ -496,9 +507,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    /// Takes the user registers from the top of the task's kernel stack if the walk did not reach
-    /// them. Does nothing after a complete walk with ORC tables, which ended where no user
-    /// registers exist.
+    /// Takes the user registers from the `pt_regs` at the top of the task's kernel stack if the
+    /// walk did not reach them. Does nothing if a walk with ORC tables was complete and found no
+    /// user registers, because then there are none.
     fn user_from_stack_top(&mut self, end: UnwindStop, frame_pointers: bool) {
         if matches!(end, UnwindStop::Spent | UnwindStop::Full)
             || (end == UnwindStop::Complete && !frame_pointers)

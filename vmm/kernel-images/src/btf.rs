@@ -1,4 +1,5 @@
-//! BTF, the kernel's compact type information, with the offsets of structure members.
+//! BTF, the compact type information of the kernel, from which the offsets of structure members are
+//! read.
 //!
 //! This reader supports the subset of `Documentation/bpf/btf.rst` that is needed for member
 //! offsets: type records, struct and union members (including those of anonymous members), and the
@@ -21,7 +22,7 @@ pub enum BtfError {
     /// Unknown type record kind, so the length of the record is also unknown.
     #[error("unknown BTF type kind {0}")]
     Kind(u32),
-    /// Struct names that exceed the memory limit, as in a malicious table.
+    /// The names of all structs exceed the memory limit, which happens only in a malicious table.
     #[error("the names of structs exceed {MAX_NAMES_BYTES} bytes")]
     Names,
 }
@@ -63,7 +64,7 @@ const MAX_DEPTH: u32 = 8;
 pub struct Btf {
     types: Vec<u8>,
     strings: Vec<u8>,
-    /// Offset of each type in `types`, by type ID. ID 0 is `void` and has no record.
+    /// Offset in `types` of the record of each type, by type ID. ID 0 is `void` and has no record.
     at: Vec<u32>,
     /// Structs and unions by name.
     composites: HashMap<Box<[u8]>, u32>,
@@ -132,10 +133,10 @@ impl Btf {
         Ok(btf)
     }
 
-    /// Returns the byte offset of a member, which may be given as a path ("f_path.dentry"). Members
-    /// of anonymous structs and unions belong to the enclosing type. Returns `None` if the member
-    /// does not exist, is a bit field that is not byte-aligned, or is not found within `MAX_STEPS`
-    /// members per path component.
+    /// Returns the byte offset of a member in the struct or union `composite`. The member may be
+    /// given as a path ("f_path.dentry"). Members of anonymous structs and unions belong to the
+    /// enclosing type. Returns `None` if the member does not exist, if it is a bit field that is
+    /// not byte-aligned, or if it is not found within `MAX_STEPS` members per path component.
     pub fn offset_of(&self, composite: &str, path: &str) -> Option<u64> {
         let mut id = *self.composites.get(composite.as_bytes())?;
         let mut bits = 0u64;
@@ -172,8 +173,8 @@ impl Btf {
         None
     }
 
-    /// Returns the bit offset and the type of a member of composite `id`, after resolving typedefs
-    /// and qualifiers.
+    /// Returns the bit offset of a member in the struct or union with type ID `id`, and the type of
+    /// the member after resolving typedefs and qualifiers.
     fn member(&self, id: u32, name: &[u8], depth: u32, steps: &mut u32) -> Option<(u64, u32)> {
         let depth = depth.checked_sub(1)?;
         let r = self.get(id)?;
@@ -299,8 +300,8 @@ mod tests {
         words.chain(strings.iter().copied()).collect()
     }
 
-    /// Eight levels of anonymous members, each with the maximum number of members of the next
-    /// level, exhaust the step limit.
+    /// The lookup of a member gives up at the step limit if anonymous members are nested in eight
+    /// levels and each level has the maximum number of members.
     #[test]
     fn btf_lookup_is_bounded_for_nested_anonymous_members() {
         const MEMBERS: u32 = 0xffff;
@@ -323,7 +324,8 @@ mod tests {
         assert_eq!(btf.offset_of("bomb", "none"), None);
     }
 
-    /// Unterminated names, and names that are suffixes of one long name, use little memory.
+    /// The table of struct names uses little memory if names are unterminated, or if many names are
+    /// suffixes of one long name.
     #[test]
     fn btf_bounds_memory_for_names() {
         let structs = |at: &dyn Fn(u32) -> u32, count: u32| -> Vec<u32> {

@@ -20,7 +20,7 @@ const XZ_MEMORY_KIB: u32 = 192 << 10;
 const LZ4_LEGACY_BLOCK_BYTES: usize = 8 << 20;
 const LZ4_LEGACY_MAGIC: [u8; 4] = [0x02, 0x21, 0x4C, 0x18];
 
-/// Offset of the setup header in the file and in boot_params.
+/// Offset of the setup header, both in a bzImage file and in the `boot_params` structure.
 pub const SETUP_HEADER_OFFSET: usize = 0x1F1;
 
 /// Fields of a bzImage's setup header that the loader uses.
@@ -235,9 +235,9 @@ fn bounded(
     Ok(out)
 }
 
-/// Unpacks the legacy lz4 format, which consists of a magic number and blocks of (compressed size,
-/// bytes). Each block except the last unpacks to 8 MiB. The stream ends with the unpacked size,
-/// which the kernel build appends.
+/// Unpacks the legacy lz4 format, which consists of a magic number and a sequence of blocks. Each
+/// block consists of its compressed size and the compressed bytes. Each block except the last
+/// unpacks to 8 MiB. The stream ends with the unpacked size, which the kernel build appends.
 fn lz4_legacy(name: &str, payload: &[u8], claimed: u64) -> Result<Vec<u8>, KernelImageError> {
     let method = "lz4";
     if claimed > MAX_UNPACKED_BYTES {
@@ -358,7 +358,8 @@ mod tests {
         }
     }
 
-    /// Checksums cover every byte, so a damaged payload that still unpacks has the same contents.
+    /// A damaged xz payload is either rejected or unpacks to the original contents, because
+    /// checksums cover every byte.
     #[test]
     fn damaged_xz_payload_fails_or_unpacks_unchanged() {
         let plain = sample();

@@ -1,4 +1,5 @@
-//! Parser for ELF images: segments, sections, symbols and unwind anchors.
+//! Parser for ELF images: segments, sections, symbols, and the instruction addresses in the unwind
+//! table.
 //!
 //! The file is untrusted. Every offset is checked, either by the `object` crate or here. A damaged
 //! section or symbol table only makes the symbols unavailable and does not prevent booting.
@@ -47,7 +48,8 @@ pub struct LoadSegment<'a> {
 }
 
 impl LoadSegment<'_> {
-    /// Returns the guest-physical address of a virtual address within the segment's file contents.
+    /// Returns the guest-physical address of the link-time address `virt`. Returns `None` if the
+    /// part of the segment that the file contains does not include the address.
     fn phys_of(&self, virt: u64) -> Option<u64> {
         let offset = virt.checked_sub(self.virt)?;
         (offset < self.data.len() as u64).then(|| self.phys.wrapping_add(offset))
@@ -388,7 +390,8 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     Ok(tables)
 }
 
-/// Adds information from the section headers to a loadable image.
+/// Adds the information that comes from the section headers to an image that was parsed from its
+/// program headers.
 fn add_tables<'a>(image: &mut ElfImage<'a>, tables: ElfTables<'a>) {
     for section in tables
         .sections

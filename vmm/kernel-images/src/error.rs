@@ -135,7 +135,7 @@ pub enum ImageCorruption {
     Multiboot {
         /// Name of the field.
         field: &'static str,
-        /// Invalid location to which the field refers.
+        /// The invalid location, to which the address field refers.
         place: &'static str,
     },
 }
@@ -146,10 +146,10 @@ pub enum Lz4BlockError {
     /// Block size beyond the end of the payload.
     #[error("a block of {0} bytes exceeds the payload")]
     PastEnd(usize),
-    /// Unpacked data larger than the claimed size.
+    /// The blocks unpack to more bytes than the claimed size.
     #[error("larger than the {0} bytes that its header declares")]
     Larger(u64),
-    /// Unpacked data smaller than the claimed size.
+    /// The blocks unpack to fewer bytes than the claimed size.
     #[error("{found} bytes, but its header declares {claimed}")]
     Smaller {
         /// Unpacked size, in bytes.

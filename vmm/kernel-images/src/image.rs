@@ -103,8 +103,9 @@ impl KernelImage {
         })
     }
 
-    /// Reads the tables from a running kernel's memory. `bytes` is the memory mapped from `start`,
-    /// with holes as zeros. All addresses are run-time addresses, for use with a slide of 0.
+    /// Reads the tables of a running kernel from its memory. `bytes` is the memory from the address
+    /// `start`, in which unmapped parts are zeros. All addresses in the result are run-time
+    /// addresses, so callers must use a slide of 0.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn from_memory(start: u64, bytes: &[u8]) -> Result<Self, KallsymsError> {
         let symbols = kallsyms::find(bytes)?;
@@ -181,7 +182,7 @@ impl KernelImage {
         self.build_id
     }
 
-    /// Returns the address range of `.text`.
+    /// Returns the address range of the kernel's `.text` section.
     pub fn text(&self) -> std::ops::Range<u64> {
         self.text.clone()
     }
@@ -192,7 +193,7 @@ impl KernelImage {
         self.entry_text.clone()
     }
 
-    /// Returns one line for the operator for each missing part.
+    /// Returns one message for each part that the image lacks, to be shown to the operator.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }

@@ -1,20 +1,21 @@
 //! Search for the kallsyms table in a kernel image or in the memory of a running kernel.
 //!
-//! `scripts/kallsyms` compresses symbol names with a table of 256 tokens and places several arrays
-//! into `.rodata`. In a stripped image, these arrays have no symbols, so they are found by their
-//! structure:
+//! During the kernel build, `scripts/kallsyms` compresses symbol names with a table of 256 tokens
+//! and places several arrays into `.rodata`. In a stripped image, these arrays have no symbols, so
+//! they are found by their structure:
 //!
 //! 1. Token table: 256 NUL-terminated strings that include the single characters `0` to `9` in
-//!    order, followed by the token index of 256 16-bit offsets, all of which must match the
-//!    strings.
-//! 2. Symbol names: the number of symbols, the names (`length, tokens…` each), and one marker per
-//!    256 names. A candidate is accepted if all names can be parsed and all markers match.
-//! 3. Addresses: 64-bit addresses, or 32-bit offsets with a base. They precede the symbol count up
-//!    to 6.3, and follow the token index since 6.4. Either negative offsets count down from the
-//!    base and other offsets are absolute (`KALLSYMS_ABSOLUTE_PERCPU`), or all offsets count up.
+//!    order, followed by the token index, which consists of 256 16-bit offsets. All offsets must
+//!    match the strings.
+//! 2. Symbol names: the number of symbols, the names (each as `length, tokens…`), and one marker
+//!    per 256 names. A candidate is accepted if all names can be parsed and all markers match.
+//! 3. Addresses: 64-bit addresses, or 32-bit offsets with a base. In Linux up to 6.3 they precede
+//!    the number of symbols; since 6.4 they follow the token index. In one encoding
+//!    (`KALLSYMS_ABSOLUTE_PERCPU`), negative offsets count down from the base and other offsets are
+//!    absolute. In the other encoding, all offsets count up from the base.
 //!
-//! The search tries all widths that have changed over time (32- or 64-bit counts and markers,
-//! two-byte lengths since 6.1).
+//! The search tries all field widths that kernel versions have used (32- or 64-bit counts and
+//! markers, two-byte lengths since 6.1).
 
 use crate::le::{u32_at, u64_at};
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
@@ -35,13 +36,13 @@ pub enum KallsymsError {
 
 /// Accepted range for the number of symbols.
 const SYMBOLS: std::ops::RangeInclusive<u64> = 256..=4_000_000;
-/// Maximum distance of the names before the token table, in bytes.
+/// Maximum distance from the start of the names to the token table that follows them, in bytes.
 const NAMES_REACH: usize = 32 << 20;
-/// Maximum number of token tables to examine. Memory may contain copies of the table and similar
-/// data.
+/// Maximum number of candidates for the token table that are examined. Several may exist, because
+/// memory may contain copies of the table and similar data.
 const MAX_CANDIDATES: usize = 16;
-/// Maximum number of candidates that are parsed completely. Each candidate costs a pass over all
-/// names.
+/// Maximum number of candidates for the names that are parsed completely. Parsing one costs a pass
+/// over all names.
 const MAX_VALIDATIONS: u32 = 64;
 /// Maximum length of an expanded name, in bytes.
 const MAX_NAME: usize = 1024;
@@ -109,7 +110,8 @@ struct NameTable {
     big: bool,
 }
 
-/// Returns the offset of the next name and the range of this name's tokens.
+/// Returns the offset of the name after the one at offset `at`, and the range of the tokens of the
+/// name at `at`.
 fn name_at(data: &[u8], at: usize, big: bool) -> Option<(usize, std::ops::Range<usize>)> {
     let first = usize::from(*data.get(at)?);
     let (len, from) = if big && first & 0x80 != 0 {
@@ -130,14 +132,14 @@ fn expand<'b>(tokens: &TokenTable<'_>, packed: &[u8], buf: &'b mut [u8; MAX_NAME
     Some(&buf[..len])
 }
 
-/// Returns whether `text` is a type letter followed by a name.
+/// Returns whether the expanded name `text` consists of a type letter followed by a symbol name.
 fn is_symbol(text: &[u8]) -> bool {
     text.len() >= 2
         && (text[0].is_ascii_alphabetic() || matches!(text[0], b'?' | b'-'))
         && text[1..].iter().all(u8::is_ascii_graphic)
 }
 
-/// Number of names to check before a candidate is parsed completely.
+/// Number of names that are checked before a candidate for the names is parsed completely.
 const PROBED_NAMES: usize = 64;
 
 impl NameTable {
@@ -218,7 +220,8 @@ impl NameTable {
     }
 }
 
-/// Decodes the addresses, trying the possible locations in order of likelihood.
+/// Decodes the addresses of the symbols. Tries the possible locations of the addresses, the most
+/// likely one first.
 fn addresses(tokens: &TokenTable<'_>, names: &NameTable) -> Option<Vec<u64>> {
     let data = tokens.data;
     let n = names.count;
@@ -278,8 +281,9 @@ fn is_plausible(list: &[u64]) -> bool {
     list.iter().filter(|&&a| a >= UPPER_HALF).count() * 2 > list.len()
 }
 
-/// Finds and decodes the tables in `data`, which contains `.rodata`, a whole image, or a kernel's
-/// memory in virtual address order. Offsets in `data` must be congruent to addresses modulo 8.
+/// Finds and decodes the kallsyms tables in `data`, which contains `.rodata`, a whole image, or a
+/// kernel's memory in virtual address order. An offset in `data` and the address of the same byte
+/// must be congruent modulo 8.
 pub fn find(data: &[u8]) -> Result<KernelSymbols, KallsymsError> {
     const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
     let mut worst = KallsymsError::NoTokens;
@@ -326,20 +330,20 @@ mod tests {
     enum Layout {
         /// 64-bit addresses, counts and markers.
         V4_5,
-        /// Offsets before the names, absolute per-CPU symbols.
+        /// Linux 4.20 layout: offsets precede the names, and per-CPU symbols are absolute.
         V4_20,
-        /// Like `V4_20`, with a permutation between markers and tokens.
+        /// Linux 6.2 layout: like `V4_20`, with a permutation table between markers and tokens.
         V6_2,
         /// Offsets after the tokens.
         V6_4,
-        /// Offsets after the tokens, all counting up.
+        /// Linux 6.15 layout: offsets follow the tokens, and all of them count up.
         V6_15,
     }
 
     const BASE: u64 = 0xffff_ffff_8100_0000;
 
-    /// Builds tables in the layout of the kernel build, with one two-letter token and
-    /// single-character tokens otherwise.
+    /// Builds kallsyms tables in a layout of the kernel build. The token table has one token of two
+    /// letters; all other tokens are single characters.
     fn build(layout: Layout, symbols: &[(u64, String)]) -> Vec<u8> {
         let n = symbols.len();
         let mut tokens = Vec::new();

@@ -1,5 +1,5 @@
-//! Readers for kernel images, shared by the loader, which reads a file, and the profiler, which
-//! reads guest memory.
+//! Readers for kernel images, shared by the loader, which reads a kernel from a file, and the
+//! profiler, which reads a kernel from guest memory.
 //!
 //! | module | contents |
 //! |---|---|
@@ -17,8 +17,8 @@
 //! Use [`elf::parse`] to load a kernel, and [`image::KernelImage`] to inspect one.
 //!
 //! **Untrusted input.** Files and guest memory may contain arbitrary bytes. Every offset is
-//! checked, the size of every table is limited, and the number of attempts of every search is
-//! limited. No input causes a panic; the fuzz target `kernel_tables` tests this.
+//! checked, the size of every table is limited, and every search gives up after a limited number of
+//! attempts. No input causes a panic; the fuzz target `kernel_tables` tests this.
 //!
 //! **Dependencies.** This crate depends on decoders (ELF, compression, instructions) and on no
 //! other Perfvisor crate. It does not access KVM, guest memory or sockets.

@@ -27,9 +27,9 @@ pub enum OrcRegister {
     Sp,
     R10,
     R13,
-    /// Value in memory at rbp + offset.
+    /// The base is the value in memory at rbp + offset.
     BpIndirect,
-    /// Value in memory at rsp, to which the offset is added.
+    /// The base is the value in memory at rsp, to which the offset is added.
     SpIndirect,
 }
 
@@ -51,12 +51,12 @@ impl OrcRegister {
     }
 }
 
-/// Contents of the top of a frame.
+/// Type of data at the top of a stack frame, from which unwinding continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrcFrameKind {
-    /// Unknown contents. The code at this address cannot be unwound.
+    /// The contents are unknown. The code at this address cannot be unwound.
     Undefined,
-    /// End of the stack (outermost frame).
+    /// There is no caller: this frame is the outermost one of the stack.
     End,
     /// A return address.
     Call,
@@ -71,18 +71,18 @@ pub enum OrcFrameKind {
 pub struct OrcEntry {
     /// Offset from the register in `sp_reg` to the previous stack pointer.
     pub sp_offset: i16,
-    /// Offset from the base in `bp_reg` to the saved frame pointer.
+    /// Offset from the register in `bp_reg` to the location of the saved frame pointer.
     pub bp_offset: i16,
-    /// Base of the previous stack pointer.
+    /// Register from which the previous stack pointer is computed.
     pub sp_reg: OrcRegister,
-    /// Base of the saved frame pointer: `PrevSp`, `Bp`, or `Undefined` if the frame pointer is
-    /// still in its register.
+    /// Register from which the location of the saved frame pointer is computed: `PrevSp` or `Bp`.
+    /// `Undefined` if the frame pointer has not been saved and is still in rbp.
     pub bp_reg: OrcRegister,
-    /// Contents of the top of the frame.
+    /// Type of data at the top of the frame.
     pub kind: OrcFrameKind,
 }
 
-/// Layout of the entries' flag bits.
+/// Layout of the flag bits in the entries, which depends on the kernel version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrcFormat {
     /// Linux 4.14 to 6.2.
@@ -107,10 +107,10 @@ pub enum OrcError {
     /// Empty tables.
     #[error("the ORC tables are empty")]
     Empty,
-    /// Address range larger than 4 GiB, which no kernel has.
+    /// The addresses span more than 4 GiB, which is the case in no kernel.
     #[error("the ORC tables cover more than 4 GiB")]
     Span,
-    /// Offsets received from another process that do not ascend from 0.
+    /// The offsets, which were received from another process, do not ascend from 0.
     #[error("the ORC tables are not sorted")]
     Order,
 }
@@ -118,11 +118,12 @@ pub enum OrcError {
 const IP_SIZE: usize = 4;
 /// Size of an entry, in bytes.
 pub const ENTRY_SIZE: usize = 6;
-/// Binary logarithm of the block size. One block index slot covers 256 bytes of text, as in the
-/// kernel.
+/// Binary logarithm of the block size. Each slot of the block index covers a block of 256 bytes of
+/// text, as in the kernel.
 const BLOCK_SHIFT: u32 = 8;
-/// Maximum number of block index slots per entry. Real kernels have more entries than blocks. The
-/// limit prevents a table with a few entries scattered over 4 GiB from allocating 64 MiB.
+/// Maximum size of the block index, in slots per table entry. Real kernels have more entries than
+/// blocks. The limit prevents a table with a few entries scattered over 4 GiB from allocating 64
+/// MiB for the index.
 const BLOCKS_PER_ENTRY: u64 = 4;
 
 /// Returns the sorted addresses of an `.orc_unwind_ip` section at `virt`. Each entry is the signed
@@ -134,7 +135,8 @@ pub fn addresses(virt: u64, data: &[u8]) -> Vec<u64> {
     ips
 }
 
-/// Iterates over the addresses of an `.orc_unwind_ip` section at `virt` in section order.
+/// Returns an iterator over the addresses of an `.orc_unwind_ip` section at `virt`, in the order of
+/// the section.
 fn slots(virt: u64, data: &[u8]) -> impl Iterator<Item = u64> {
     let (distances, _) = data.as_chunks::<IP_SIZE>();
     distances.iter().enumerate().map(move |(i, distance)| {
@@ -151,15 +153,16 @@ pub struct OrcTable {
     /// Offsets from `base`, in ascending order.
     offsets: Vec<u32>,
     raw: Vec<[u8; ENTRY_SIZE]>,
-    /// First slot of `offsets` at or after the start of each text block.
+    /// For each block of text, the index of the first element of `offsets` at or after the start of
+    /// the block.
     blocks: Vec<u32>,
     /// Binary logarithm of the size of a block, which covers `2^block_shift` bytes of text.
     block_shift: u32,
 }
 
 impl OrcTable {
-    /// Parses the contents of both sections. `ip_section_address` is the link-time address of
-    /// `.orc_unwind_ip`.
+    /// Parses the contents of the sections `.orc_unwind_ip` and `.orc_unwind`. `ip_section_address`
+    /// is the link-time address of `.orc_unwind_ip`.
     #[expect(clippy::cast_possible_truncation, reason = "the span was checked to fit")]
     pub fn parse(ip_section: &[u8], ip_section_address: u64, entries: &[u8]) -> Result<Self, OrcError> {
         let n = ip_section.len() / IP_SIZE;
@@ -217,8 +220,8 @@ impl OrcTable {
         }
     }
 
-    /// Builds a table. The number of entries must equal the number of offsets, which must ascend
-    /// from 0.
+    /// Builds a table from offsets and entries. Their numbers must be equal, and the offsets must
+    /// ascend from 0.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "there are fewer entries than 2^32"
@@ -249,7 +252,8 @@ impl OrcTable {
         }
     }
 
-    /// Returns the address of the first entry.
+    /// Returns the link-time address to which the first entry applies, from which all offsets are
+    /// counted.
     pub fn base(&self) -> u64 {
         self.base
     }
@@ -364,7 +368,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Builds both sections from (address, sp_offset, bp_offset, flags) rows.
+    /// Builds the two ORC sections from rows of (address, sp_offset, bp_offset, flags).
     fn sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
         let (mut ips, mut entries) = (Vec::new(), Vec::new());
         for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {
@@ -421,7 +425,8 @@ mod tests {
         }
     }
 
-    /// A valid table from another process is rebuilt, and invalid tables are rejected.
+    /// A valid table that was received from another process is rebuilt from its parts, and invalid
+    /// parts are rejected.
     #[test]
     fn orc_table_is_rebuilt_from_parts() {
         let rows = [

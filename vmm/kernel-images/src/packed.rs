@@ -189,8 +189,8 @@ mod tests {
         assert!(PackedText::default().unpack().is_empty());
     }
 
-    /// Packing reduces the memory for as many symbols as in a distribution kernel, with similar
-    /// names.
+    /// Packing reduces the memory for symbols. The test uses as many symbols, with similar names,
+    /// as a distribution kernel has.
     #[test]
     fn packed_symbols_need_a_third_of_the_memory() {
         let words = ["sched", "alloc", "ext4", "tcp", "virtio", "page", "lock", "iter"];

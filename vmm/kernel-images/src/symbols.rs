@@ -1,4 +1,4 @@
-//! Kernel symbol table, independent of its source.
+//! Symbol table of a kernel, in a form that does not depend on where the symbols come from.
 
 #[derive(Debug, Clone, Copy)]
 struct SymbolEntry {
@@ -20,8 +20,8 @@ pub struct KernelSymbols {
 /// Kernel symbol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSymbol<'s> {
-    /// Address as in the symbol's source, which is a link-time address, or a run-time address for a
-    /// guest's `/proc/kallsyms`.
+    /// Address of the symbol as given by its source. Depending on the source, this is a link-time
+    /// address, or a run-time address as in a guest's `/proc/kallsyms`.
     pub address: u64,
     /// Type letter as printed by `nm`.
     pub kind: u8,
@@ -44,8 +44,8 @@ const MAX_NAME: usize = 1024;
 pub const MAX_SYMBOLS: usize = 4_000_000;
 /// Maximum total size of names, in bytes. Distribution kernels have 5,000,000 to 10,000,000.
 const MAX_NAMES_BYTES: usize = 128 << 20;
-/// Maximum number of symbols that are searched for a text symbol before an address, and for an
-/// alias that contains the address.
+/// Maximum number of neighboring symbols that are searched: for a text symbol before an address,
+/// and for an alias whose size includes the address.
 const NEIGHBOURS: usize = 64;
 
 /// Builder that accepts symbols in any order.
@@ -113,7 +113,7 @@ impl SymbolsBuilder {
 /// Error returned for an unusable symbol text file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsTextError {
-    /// A line is not of the form "address type name".
+    /// No line has the form "address type name".
     #[error("no line has the form \"address type name\"")]
     NoSymbols,
     /// All addresses are zero because the reader lacked the permission to see them.
@@ -153,8 +153,8 @@ impl KernelSymbols {
         (symbol.address >= UPPER_HALF).then_some((symbol, offset))
     }
 
-    /// Resolves an address like [`Self::resolve`], including addresses in the lower half, for
-    /// guests with a single address space.
+    /// Resolves an address like [`Self::resolve`], but also accepts addresses in the lower half of
+    /// the address space, for guests that use a single address space.
     pub fn resolve_flat(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
         let after = self.entries.partition_point(|e| e.address <= address);
         let at = self.entries.get(after.checked_sub(1)?)?.address;
@@ -182,7 +182,8 @@ impl KernelSymbols {
             .map(|e| (self.symbol(e), offset))
     }
 
-    /// Returns the address of the last text symbol at or before `address`, within the search limit.
+    /// Returns the address of the last text symbol at or before `address`. Only a limited number of
+    /// preceding symbols is searched.
     pub fn text_before(&self, address: u64) -> Option<u64> {
         let after = self.entries.partition_point(|e| e.address <= address);
         let nearest = self.entries[..after].iter().rev().take(NEIGHBOURS);
@@ -333,8 +334,8 @@ ffffffffc0001000 t in_module	[nf]
         builder.finish().unwrap()
     }
 
-    /// Addresses of multiboot kernels and of the built-in guest are resolved. These kernels are
-    /// linked at low addresses and have symbol sizes.
+    /// Addresses of multiboot kernels and of the built-in guest are resolved to the symbol that
+    /// contains them. These kernels are linked at low addresses, and their symbols have sizes.
     #[test]
     fn address_resolves_to_containing_symbol() {
         let s = sized(&[

@@ -61,7 +61,7 @@ pub enum MmdsConfigError {
     /// The address is not a usable link-local address.
     #[error("address must be link-local, from 169.254.1.0 to 169.254.254.255")]
     Address,
-    /// The switch is neither on nor off.
+    /// The value of `imds-compat=` is neither on nor off.
     #[error("imds-compat must be on or off")]
     ImdsCompat,
     /// The size limit is out of range.

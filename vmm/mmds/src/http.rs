@@ -10,7 +10,7 @@ const TTL_FIELD: &str = "X-metadata-token-ttl-seconds";
 const TTL_FIELDS: [&str; 2] = [TTL_FIELD, "X-aws-ec2-metadata-token-ttl-seconds"];
 /// Names of the header field with a token.
 const TOKEN_FIELDS: [&str; 2] = ["X-metadata-token", "X-aws-ec2-metadata-token"];
-/// Header field of proxies, which must not request tokens.
+/// Header field that proxies add. A request with this field must not obtain a token.
 const FORWARDED_FIELD: &str = "X-Forwarded-For";
 
 /// A guest request. The body, if any, is ignored.
@@ -39,7 +39,7 @@ pub struct MetadataResponse {
     pub status: u16,
     /// `true` if the body is JSON, otherwise it is text.
     pub is_json: bool,
-    /// Lifetime of the token in the body, in seconds.
+    /// Lifetime in seconds of the token in the body, if the body is a token.
     pub ttl_s: Option<u32>,
     /// The body.
     pub body: String,
@@ -96,7 +96,7 @@ pub enum ParsedRequest {
     Incomplete,
     /// A request, and the number of bytes that it occupies.
     Complete(MetadataRequest, usize),
-    /// The bytes are not an acceptable request. The connection closes after the response.
+    /// The bytes are not a valid request. The connection closes after this response.
     Rejected(MetadataResponse),
 }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::config::{MmdsConfig, MmdsVersion};
 use crate::http::{MetadataRequest, MetadataResponse};
 use crate::store::{MetadataStore, MetadataStoreError, ValueFormat};
-use crate::token::{MmdsTokenError, TokenTable};
+use crate::token::{MmdsTokenError, MmdsTokenTable};
 
 /// Path at which the guest requests tokens.
 const TOKEN_PATH: &str = "/latest/api/token";
@@ -24,7 +24,7 @@ pub struct MetadataService {
 #[derive(Debug)]
 struct ServiceState {
     store: MetadataStore,
-    tokens: TokenTable,
+    tokens: MmdsTokenTable,
 }
 
 impl MetadataService {
@@ -32,7 +32,7 @@ impl MetadataService {
     pub fn new(config: MmdsConfig) -> Self {
         let state = ServiceState {
             store: MetadataStore::new(config.size_limit),
-            tokens: TokenTable::default(),
+            tokens: MmdsTokenTable::default(),
         };
         Self {
             config,

@@ -2,8 +2,8 @@
 //!
 //! smoltcp provides IPv4 and TCP. This module answers ARP requests and sends responses to the MAC
 //! address of the guest's latest frame, so that no neighbour table is needed. The checksums of
-//! received frames are ignored, because a guest leaves them to the device, and a TCP segment may be
-//! as large as a frame allows.
+//! received frames are ignored, because guests leave them to the network device to compute
+//! (checksum offload), and a TCP segment may be as large as a frame allows.
 
 mod connection;
 mod device;
@@ -154,7 +154,8 @@ impl MetadataStack {
         self.frames.pop()
     }
 
-    /// Returns the time until the next [`MetadataStack::poll`], or `None` if only a frame requires one.
+    /// Returns the time after which [`MetadataStack::poll`] must be called, or `None` if no call is
+    /// needed before the next frame arrives.
     pub fn poll_delay(&mut self, now: Instant) -> Option<Duration> {
         let time = self.stack_time(now);
         // The guest must fetch frames first.

@@ -32,8 +32,8 @@ pub enum MetadataStoreError {
 pub enum ValueFormat {
     /// JSON.
     Json,
-    /// Text. A string is returned unchanged, and an object as its keys, one per line, with a slash
-    /// after the key of an object.
+    /// Text. For a string, the string itself. For an object, its keys, one per line, with a slash
+    /// after each key whose value is an object.
     Imds,
 }
 
@@ -75,11 +75,12 @@ impl MetadataStore {
         Ok(())
     }
 
-    /// Applies a merge patch (RFC 7396) to the document. A patch that fails changes nothing.
+    /// Applies a merge patch (RFC 7396) to the document. If an error is returned, the document is
+    /// unchanged.
     ///
     /// # Errors
     /// Returns [`MetadataStoreError::NotInitialized`] if there is no document, and the errors of
-    /// [`MetadataStore::put`] for the result.
+    /// [`MetadataStore::put`] if the patched document is not valid.
     pub fn patch(&mut self, patch: Value) -> Result<(), MetadataStoreError> {
         let mut patched = self.data.clone().ok_or(MetadataStoreError::NotInitialized)?;
         merge(&mut patched, patch);
@@ -146,7 +147,8 @@ fn keys(object: &Map<String, Value>) -> String {
     object.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Applies a merge patch. The parser has bounded the depth of `patch`.
+/// Applies the merge patch `patch` to `target`. The depth of `patch` is bounded, because its parser
+/// limits the depth.
 fn merge(target: &mut Value, patch: Value) {
     let Value::Object(patch) = patch else {
         *target = patch;
@@ -179,7 +181,7 @@ mod tests {
         target
     }
 
-    /// The examples of RFC 7396, appendix A.
+    /// Merge patches produce the results given in the examples of RFC 7396, appendix A.
     #[test]
     fn merge_patch_follows_rfc_7396() {
         for (target, patch, result) in [

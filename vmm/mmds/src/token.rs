@@ -39,11 +39,11 @@ struct SessionToken {
 
 /// The valid tokens of a VM.
 #[derive(Clone, Debug, Default)]
-pub struct TokenTable {
+pub struct MmdsTokenTable {
     tokens: VecDeque<SessionToken>,
 }
 
-impl TokenTable {
+impl MmdsTokenTable {
     /// Issues a token that is valid for `ttl_s` seconds from `now`.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn token_is_valid_until_it_expires() {
-        let mut table = TokenTable::default();
+        let mut table = MmdsTokenTable::default();
         let now = Instant::now();
         let token = table.issue(2, now).unwrap();
         let other = table.issue(MAX_TTL_S, now).unwrap();
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn table_is_bounded_and_forgets_expired_tokens() {
-        let mut table = TokenTable::default();
+        let mut table = MmdsTokenTable::default();
         let now = Instant::now();
         let first = table.issue(100, now).unwrap();
         for _ in 0..MAX_TOKENS {

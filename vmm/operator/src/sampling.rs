@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
-use control_api::protocol::{KernelInfo, KernelState, OpenedEvent, RingInfo, SamplingParams};
+use control_api::protocol::{KernelInfo, KernelState, OpenedEvent, SampleRingInfo, SamplingParams};
 use control_api::request;
 use guest_profile::export::{EventInfo, EventRate, FileMapping};
 use guest_profile::sample::SampleData;
@@ -81,12 +81,12 @@ pub(crate) fn wait_for_kernel<E: From<ClientError>>(
 pub(crate) struct VcpuRing {
     reader: RingReader,
     /// Description by the VM.
-    pub(crate) info: RingInfo,
+    pub(crate) info: SampleRingInfo,
     overwrite: bool,
 }
 
 impl VcpuRing {
-    /// Opens the rings of the vCPUs that `opened` samples.
+    /// Opens the rings of the vCPUs on which the events `opened` are sampled.
     pub(crate) fn open_all(
         client: &mut Client,
         opened: &[OpenedEvent],
@@ -100,7 +100,7 @@ impl VcpuRing {
                 pages,
                 overwrite,
             };
-            let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
+            let (info, memfd): (SampleRingInfo, File) = client.call_with_file(call)?;
             let reader =
                 RingReader::map(memfd.as_fd()).map_err(|source| SessionError::Ring { vcpu, source })?;
             Ok(Self {
@@ -112,12 +112,13 @@ impl VcpuRing {
         rings.collect()
     }
 
-    /// Passes the new records to `take`, and `None` for a damaged one, which is logged. A damaged ring is
-    /// logged with `level` and not read further.
+    /// Passes each new record to `take`, or `None` for a damaged record, which is logged. If the
+    /// ring itself is damaged, logs this with `level`, passes `None` and does not read the ring
+    /// further.
     pub(crate) fn drain<E>(
         &mut self,
         level: log::Level,
-        mut take: impl FnMut(&RingInfo, Option<DecodedRecord<'_>>) -> Result<(), E>,
+        mut take: impl FnMut(&SampleRingInfo, Option<DecodedRecord<'_>>) -> Result<(), E>,
     ) -> Result<(), E> {
         let Self {
             reader,
@@ -149,17 +150,19 @@ impl VcpuRing {
     }
 }
 
-/// IDs of the events of a profile. Those of the first vCPU stand for those of all.
+/// IDs of the events of a profile. The ID of an event on the first vCPU is used for this event on
+/// all vCPUs.
 #[derive(Default)]
 pub(crate) struct EventIds {
-    /// By stream ID, which differs between vCPUs.
+    /// ID of each event in the profile, by stream ID, which differs between vCPUs.
     by_stream: HashMap<u64, u64>,
-    /// By position in the event list.
+    /// ID of each event in the profile, by position in the event list.
     listed: HashMap<u32, u64>,
 }
 
 impl EventIds {
-    /// Adds opened events. Returns those that are the first of their position in the list.
+    /// Adds opened events. Returns the events that are the first to be added with their position in
+    /// the event list.
     pub(crate) fn add<'o>(&mut self, opened: &'o [OpenedEvent]) -> Vec<&'o OpenedEvent> {
         let mut first = Vec::new();
         for o in opened {
@@ -194,7 +197,8 @@ pub(crate) fn event_info(opened: &OpenedEvent, sampling: &SamplingParams) -> Eve
     }
 }
 
-/// Returns the mappings of process `pid` that came with a sample, as of `time_ns`.
+/// Returns the mappings of process `pid` that a sample contains in its data `raw`. They are valid
+/// from `time_ns` on.
 pub(crate) fn sample_mappings(raw: &[u8], pid: u32, time_ns: u64) -> impl Iterator<Item = FileMapping> {
     SampleData::mappings(raw).map(move |mapping| FileMapping {
         time_ns,

@@ -262,7 +262,7 @@ impl SamplingSession {
         self.rings = rings;
     }
 
-    /// Adds a sample and the names and mappings received with it.
+    /// Adds a sample to the profile, and the names and mappings received with the sample.
     fn push(&mut self, sample: &RingSample<'_>, clock_offset_ns: u64) {
         let raw = SampleData::decode(sample.raw).unwrap_or_default();
         let time_ns = sample.time_ns.saturating_add(clock_offset_ns);

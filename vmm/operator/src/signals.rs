@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
 
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use sandbox::privileges;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
@@ -25,8 +25,8 @@ const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHU
 /// Set when the waiting thread has received a stop signal.
 static STOP_SIGNAL_RECEIVED: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether a stop signal has arrived since the signals were blocked. For code that has no
-/// [`StopSignals`]. Unblocked signals terminate the process.
+/// Returns whether a stop signal has arrived since the signals were blocked. This function is for
+/// code that has no [`StopSignals`]. If the signals are not blocked, they terminate the process.
 pub fn is_end_requested() -> bool {
     if STOP_SIGNAL_RECEIVED.load(Ordering::SeqCst) {
         return true;
@@ -41,14 +41,15 @@ pub fn is_end_requested() -> bool {
     }
 }
 
-/// Numbers of stop signals received directly and through the supervisor. A service manager and a
-/// terminal send a signal to both processes, and the VM then receives it twice.
+/// Numbers of stop signals that the VM's process received directly and through its supervisor. A
+/// service manager or a terminal sends a signal to both processes, so that the VM receives it
+/// twice.
 #[derive(Default)]
 struct StopSignalCounts([[u64; 2]; STOP_SIGNALS.len()]);
 
 impl StopSignalCounts {
-    /// Records a signal. Returns `false` if it is the copy of a signal that has arrived through the
-    /// other path.
+    /// Records a signal that arrived directly or, if `forwarded` is set, through the supervisor.
+    /// Returns `false` if the same signal has already arrived through the other path.
     fn is_new(&mut self, signal: libc::c_int, forwarded: bool) -> bool {
         let at = STOP_SIGNALS.iter().position(|other| *other == signal);
         let Some(counts) = at.and_then(|at| self.0.get_mut(at)) else {
@@ -131,7 +132,7 @@ impl BlockedSignals {
         let (tell, store, tell_size) = (came.try_clone()?, last.clone(), resized.try_clone()?);
         thread::Builder::new().name("signals".into()).spawn(move || {
             privileges::drop_thread_capabilities();
-            sandbox::enter(ThreadKind::Signals);
+            sandbox::enter(SandboxedThreadKind::Signals);
             let mut received = StopSignalCounts::default();
             loop {
                 // SAFETY: a zeroed siginfo_t is valid.
@@ -212,7 +213,8 @@ impl StopSignals {
         self.child_ended.try_clone()
     }
 
-    /// Makes the first signal visible to several threads.
+    /// Keeps the descriptor readable after the first signal, so that several threads can see this
+    /// signal.
     #[must_use]
     pub fn visible_to_all_threads(self) -> Self {
         Self { stays: true, ..self }

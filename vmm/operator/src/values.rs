@@ -15,7 +15,8 @@ const MAX_INTERVAL_MS: u64 = 86_400_000;
 /// Exclusive upper bound of vCPU indices in a list.
 const MAX_VCPU: u32 = 1024;
 
-/// Errors of option values. The caller prefixes the message with the option and the value.
+/// Error returned when an option value is invalid. The caller prefixes the message with the option
+/// and the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseValueError {
     #[error("must be a number of bytes, or a number followed by K, M, G or T, for example 512M")]

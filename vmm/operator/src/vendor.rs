@@ -21,7 +21,7 @@ use cpu::CpuName;
 pub use parse::{EventSelector, VendorEvent};
 pub use perf::{PerfError, VendorEventTable, events_of};
 
-/// Errors of resolving vendor event names.
+/// Error returned when vendor event names cannot be resolved.
 #[derive(Debug, thiserror::Error)]
 pub enum EventNameError {
     #[error(transparent)]
@@ -109,8 +109,8 @@ fn with_tables(
     Ok(out)
 }
 
-/// Returns the event names of a list without modifiers, each with its byte offset. Events in perf's
-/// slash syntax have no name.
+/// Returns the event names in the list `events` without their modifiers, each with its byte offset
+/// in the list. Events in perf's slash syntax have no name.
 fn names(events: &str) -> impl Iterator<Item = (usize, &str)> {
     let (mut slashed, mut from, mut found) = (false, 0, Vec::new());
     for (at, c) in events.char_indices().chain([(events.len(), ',')]) {
@@ -131,8 +131,8 @@ fn names(events: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Returns whether a name is not a built-in event but resembles a vendor event. Other unknown names
-/// are typing errors, and their error message must not depend on perf.
+/// Returns whether a name resembles a vendor event and is not a built-in event. Any other unknown
+/// name is a typing error, whose message must not depend on perf.
 fn may_be_vendor_event(name: &str) -> bool {
     resembles_vendor_event(name) && list::parse(name).is_err()
 }
@@ -160,7 +160,8 @@ mod tests {
         Ok((parse::from_text(text), cpu()))
     }
 
-    /// The parser of event lists accepts the selector, the name with modifiers, and the modifiers.
+    /// A vendor event is replaced by its selector, and keeps its modifiers and, as a term, its
+    /// name. The parser of event lists accepts the result.
     #[test]
     fn vendor_event_resolves_to_selector_and_keeps_name() {
         let out = with_tables("cycles,{L1D.REPLACEMENT:uk, task-clock}:D,cpu/event=1/", tables).unwrap();

@@ -17,7 +17,8 @@ use sandbox::SupervisorLink;
 /// Byte that the daemon writes to its parent when the VM is running.
 const VM_RUNNING: u8 = b'R';
 
-/// Error of starting the daemon, with the failed operation and the operating system's error.
+/// Error returned when the daemon cannot be started: the failed operation and the operating
+/// system's error.
 #[derive(Debug, thiserror::Error)]
 #[error("--daemonize: {0} failed")]
 pub struct DaemonError(&'static str, #[source] io::Error);
@@ -74,7 +75,8 @@ pub fn daemonize() -> Result<DaemonStartup, DaemonError> {
     }
 }
 
-/// Waits until the VM is running or the child exits, and returns the exit status of the parent.
+/// Waits until the VM is running or the child exits, and returns the status with which the parent
+/// must exit.
 fn wait_for_child(child: libc::pid_t, mut hear: PipeReader) -> i32 {
     let mut word = [0];
     if matches!(hear.read(&mut word), Ok(1)) && word[0] == VM_RUNNING {
@@ -122,7 +124,8 @@ impl DaemonStartup {
 /// Environment variable with the address of the service manager's socket (sd_notify(3)).
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
-/// Reports of a VM to its supervisor, which passes them to the service manager.
+/// Bytes with which a VM reports its state to its supervisor, which forwards them to the service
+/// manager.
 const VM_READY: u8 = b'R';
 const VM_STOPPING: u8 = b'S';
 

@@ -38,7 +38,7 @@ struct HostReport {
     own_pmu: Result<KvmPmuOffer, CheckError>,
     /// `true` if KVM's own vPMUs are mediated (`enable_mediated_pmu`).
     mediated_vpmus: bool,
-    /// Single-stepping capabilities for the exact backing.
+    /// Capabilities of this host's KVM to single-step guests, which the exact backing requires.
     stepping: Option<SteppingSupport>,
     /// Availability of vhost-net, or the reason it is unavailable.
     #[serde(serialize_with = "serialize_result")]
@@ -50,7 +50,8 @@ struct HostReport {
     pmu_auto: String,
     /// Description of the PMU model given by `--pmu`.
     pmu_asked: Option<String>,
-    /// One-line summary of the competition of the model's counters for the host's counters.
+    /// One-line summary of how the counters of the guest's PMU model compete for the host's
+    /// counters.
     pmu_competition: Option<String>,
     /// PMU model that `--pmu auto` selects with `--backing kvm`; `None` if KVM has no vPMU.
     own_pmu_auto: Option<String>,
@@ -58,14 +59,14 @@ struct HostReport {
     /// provide it.
     #[serde(serialize_with = "serialize_optional_result")]
     own_pmu_asked: Option<Result<String, KvmVpmuModelError>>,
-    /// One-line summary of the competition of the counters of KVM's vPMU for the host's counters.
+    /// One-line summary of how the counters of KVM's vPMU compete for the host's counters.
     own_pmu_competition: Option<String>,
     /// Cost of one multiplexing rotation for a guest; `None` without hardware counters.
     #[serde(serialize_with = "serialize_optional_result")]
     turns: Option<Result<RotationCost, KvmHostError>>,
     /// Default operator limits of `perfvisor run`.
     limits: DefaultLimits,
-    /// Backing of each guest event under `--backing auto`.
+    /// Mechanism that counts each guest event (backing) under `--backing auto`.
     events: Vec<EventBacking>,
 }
 
@@ -94,7 +95,7 @@ impl DefaultLimits {
     }
 }
 
-/// The backing of one guest event.
+/// The mechanism that counts one guest event (backing).
 #[derive(Debug, Serialize)]
 struct EventBacking {
     event: &'static str,
@@ -362,7 +363,8 @@ impl HostReport {
     }
 }
 
-/// Describes the VMs that use KVM's mediated vPMU, which excludes host events that count guests.
+/// Describes whether VMs that use KVM's mediated vPMU exist or can be created. Such a VM and host
+/// events that count guests exclude each other.
 fn mediated_vpmus(perf: &HostProbe, offered: bool) -> &'static str {
     match (perf.mediated, offered) {
         (true, _) => MEDIATED_NEIGHBOUR,
@@ -418,7 +420,8 @@ fn yes(value: bool) -> &'static str {
     if value { "yes" } else { "no" }
 }
 
-/// Returns the backing of each event under `--backing auto` on a host of this vendor.
+/// Returns the mechanism that counts each event (backing) under `--backing auto` on a host with a
+/// processor of `vendor`.
 fn event_backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
     let (other, refused) = match vendor {
         Vendor::Intel => (
@@ -473,7 +476,8 @@ mod tests {
 
     use super::*;
 
-    /// The report names the cause of the conflict, or its consequence, and the remedy.
+    /// For mediated vPMUs, the report names the cause of the conflict with host events, or its
+    /// consequence, and the remedy.
     #[test]
     fn mediated_vpmus_are_explained() {
         let with = |mediated| HostProbe {
@@ -485,8 +489,8 @@ mod tests {
         assert_eq!(mediated_vpmus(&with(false), false), "none");
     }
 
-    /// On a host that counts cache events, a note names the vendor whose models do not support
-    /// them.
+    /// On a host that counts cache events, a note names the vendor whose PMU models do not support
+    /// these events.
     #[test]
     fn refused_cache_events_of_another_vendor_are_mentioned() {
         let opens = |name: &str| GenericEvent {

@@ -681,7 +681,7 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     Ok(cli)
 }
 
-/// Returns whether the error is about one of these options or about a conflict with one.
+/// Returns whether `error` is about one of `options` or about a conflict with one of them.
 fn mentions_any_option(error: &clap::Error, options: &[String]) -> bool {
     if matches!(
         error.kind(),

@@ -109,7 +109,7 @@ fn run_of(command: &Command) -> &Command {
     command.find_subcommand("run").unwrap_or(command)
 }
 
-/// Returns the options that can be keys.
+/// Returns the options of `run` that can be keys of the configuration file.
 fn options(run: &Command) -> impl Iterator<Item = &Arg> {
     run.get_arguments().filter(|option| {
         !option.is_hide_set()

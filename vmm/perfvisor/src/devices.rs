@@ -208,7 +208,7 @@ fn check(args: &RunArgs, vm: &str) -> Result<(), DeviceError> {
     Ok(())
 }
 
-/// Returns the first duplicate as the error.
+/// Checks that no value occurs twice. Returns the first duplicate as the error.
 fn check_unique<T: Hash + Eq + Clone>(all: impl Iterator<Item = T>) -> Result<(), T> {
     let mut seen = HashSet::new();
     all.into_iter().try_for_each(|one| {
@@ -335,7 +335,8 @@ mod tests {
         check(&args, "vm").map_err(|e| error_line(&e))
     }
 
-    /// The check precedes any access. The files and taps of this test do not exist.
+    /// Duplicate identities are rejected before any device is opened. The files and taps of this
+    /// test do not exist.
     #[test]
     fn duplicate_device_identities_are_rejected() {
         for (words, said) in [

@@ -28,7 +28,7 @@ use operator::signals::StopSignals;
 use sandbox::{ApiProcessConfinementError, paths};
 use serde::de::DeserializeOwned;
 
-use vm_process::{CheckArguments, VmProcess};
+use vm_process::{CheckCommandLine, VmProcess};
 
 pub use log_output::init_log;
 use snapshots::StateFileError;
@@ -194,7 +194,7 @@ fn parse_metadata_limit(text: &str) -> Result<usize, String> {
 /// # Errors
 /// Returns [`FirecrackerError`] if an option is invalid or unsupported, or the VM of
 /// `--config-file` does not start.
-pub fn firecracker(args: &FirecrackerArgs, check: CheckArguments) -> Result<ExitStatus, FirecrackerError> {
+pub fn firecracker(args: &FirecrackerArgs, check: CheckCommandLine) -> Result<ExitStatus, FirecrackerError> {
     if let Some(text) = information(args)? {
         print(&text).map_err(|e| FirecrackerError::Refused(perf_core::error_line(&e)))?;
         return Ok(ExitStatus::PoweredOff);
@@ -250,7 +250,10 @@ fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
 }
 
 /// Creates the session, and applies the options for log messages and metrics.
-fn session(args: &FirecrackerArgs, check: CheckArguments) -> Result<ApiSession<VmProcess>, FirecrackerError> {
+fn session(
+    args: &FirecrackerArgs,
+    check: CheckCommandLine,
+) -> Result<ApiSession<VmProcess>, FirecrackerError> {
     let backend = VmProcess::new(args.id.clone(), check);
     let id = args.id.clone().unwrap_or_else(|| DEFAULT_ID.into());
     let limit = args.mmds_size_limit;

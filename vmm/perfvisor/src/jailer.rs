@@ -91,7 +91,7 @@ pub enum LimitedResource {
 /// Errors of `perfvisor jailer`. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum JailerError {
-    /// An option of Firecracker's jailer that Perfvisor does not support.
+    /// Version 1 of control groups, which is not supported with `--cgroup`.
     #[error("--cgroup-version 1: unsupported with --cgroup; use 2")]
     CgroupVersion,
     /// The name of the program does not contain `firecracker`.

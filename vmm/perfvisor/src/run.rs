@@ -29,7 +29,7 @@ pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use incoming::Requester;
 use perf_core::pmu::host::HostProbe;
-use sandbox::{ProcessConfinement, SocketBroker, ThreadKind};
+use sandbox::{ProcessConfinement, SandboxedThreadKind, SocketBroker};
 use start::{Helpers, HostSetup};
 use virtio_devices::device::VirtioDevice;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -52,8 +52,8 @@ use vmm::console::RawTerminal;
 use vmm::control::server::{ControlServer, ControlledVm, SocketAccess};
 use vmm::gdb::server::{GdbServer, GdbSocket};
 use vmm::pmu::{PmuConfig, VmPmu};
-use vmm::timers::{RotationTimer, TickTimer};
-use vmm::vcpu::control::{ResetPolicy, RunControl, StopReason};
+use vmm::timers::{RotationTimer, SchedulingTickTimer};
+use vmm::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::stats;
 use vmm::vm::restart::Restarter;
@@ -111,7 +111,8 @@ impl StartTime {
 /// Runs a guest until it stops. `log_file` receives log messages in addition to standard error.
 ///
 /// # Errors
-/// Returns [`RunError`] if the VM cannot start or fails. The exit status is then that of bad input.
+/// Returns [`RunError`] if the VM cannot start or fails. The program then exits with the status for
+/// bad input.
 pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<ExitStatus, RunError> {
     let requester = Requester::default();
     let ended = run_for(args, start, log_file, &requester);
@@ -121,7 +122,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     ended
 }
 
-/// Runs a guest. `requester` receives the result of a migration.
+/// Runs a guest. If the VM is moved to this process, `requester` is the process that receives the
+/// result of the migration.
 fn run_for(
     args: &RunArgs,
     start: StartTime,
@@ -270,7 +272,7 @@ fn confinement(args: &RunArgs) -> ProcessConfinement {
     }
 }
 
-/// A guard that terminates the socket broker on drop.
+/// A guard that terminates the process of the socket broker on drop.
 struct FinishBroker(Arc<SocketBroker>);
 
 impl Drop for FinishBroker {
@@ -342,7 +344,8 @@ impl ServerSockets {
     }
 }
 
-/// Checks that the files that a restart loads are readable without the initial capabilities.
+/// Checks that the files that a restart of the guest loads are readable without the capabilities
+/// that this process had at its start.
 fn check_restart_files<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
     for path in files {
         input::can_be_read(path).map_err(|e| RunError::ReadAgain(path.clone(), e))?;
@@ -476,13 +479,13 @@ fn report_stats(running: &RunningVm, at_start: u8) {
 
 fn exit_status(control: &RunControl) -> ExitStatus {
     match control.reason() {
-        Some(StopReason::PowerOff | StopReason::Operator) => ExitStatus::PoweredOff,
-        Some(StopReason::DebugExit(status)) => ExitStatus::Guest(status),
-        Some(StopReason::Reset) => ExitStatus::Reset,
-        Some(StopReason::NotRestarted) => ExitStatus::BadInput,
-        Some(StopReason::TripleFault) => ExitStatus::TripleFault,
-        Some(StopReason::Signal(_)) => ExitStatus::Terminated,
-        Some(StopReason::Failed) | None => ExitStatus::Internal,
+        Some(VmStopReason::PowerOff | VmStopReason::Operator) => ExitStatus::PoweredOff,
+        Some(VmStopReason::DebugExit(status)) => ExitStatus::Guest(status),
+        Some(VmStopReason::Reset) => ExitStatus::Reset,
+        Some(VmStopReason::NotRestarted) => ExitStatus::BadInput,
+        Some(VmStopReason::TripleFault) => ExitStatus::TripleFault,
+        Some(VmStopReason::Signal(_)) => ExitStatus::Terminated,
+        Some(VmStopReason::Failed) | None => ExitStatus::Internal,
     }
 }
 
@@ -507,7 +510,7 @@ fn serve(
         pmu: running.pmu().clone(),
         quit,
         stopping,
-        ticks: TickTimer::new().map_err(io_error)?,
+        ticks: SchedulingTickTimer::new().map_err(io_error)?,
         turns: RotationTimer::new(running.pmu().mux()).map_err(io_error)?,
         registry: running.registry().clone(),
         restarter,
@@ -516,7 +519,7 @@ fn serve(
     for server in servers {
         manager.add_subscriber(server);
     }
-    sandbox::fault_point(ThreadKind::Main);
+    sandbox::fault_point(SandboxedThreadKind::Main);
     while running.control().reason().is_none() {
         manager.run()?;
         housekeeping
@@ -533,13 +536,13 @@ fn io_error(e: io::Error) -> event_manager::Error {
     ))
 }
 
-/// Signals and timers outside the vCPU threads that stop or pace the VM.
+/// Signals and timers that the main thread handles and that stop or pace the VM.
 struct Housekeeping {
     control: Arc<RunControl>,
     pmu: Arc<VmPmu>,
     quit: EventFd,
     stopping: StopHandler,
-    ticks: TickTimer,
+    ticks: SchedulingTickTimer,
     turns: RotationTimer,
     registry: Arc<VcpuRegistry>,
     /// `None` if a guest reset stops the VM.
@@ -547,7 +550,8 @@ struct Housekeeping {
 }
 
 impl Housekeeping {
-    /// Called after any loop event, because operators may have opened perf events.
+    /// Shortens the intervals of the tick and of the rotation to those that the open events
+    /// require. Called after any loop event, because operators may have opened perf events.
     fn shorten_interval(&mut self) {
         self.ticks.shorten_interval(self.pmu.core());
         self.turns.follow(self.pmu.core());
@@ -575,7 +579,7 @@ impl MutEventSubscriber for Housekeeping {
         let fd = events.fd();
         if fd == self.quit.as_raw_fd() {
             let _ = self.quit.read();
-            self.control.stop(StopReason::Operator);
+            self.control.stop(VmStopReason::Operator);
         } else if self.stopping.serve(fd) {
         } else if fd == self.ticks.as_raw_fd() {
             self.ticks.handle_expiration(self.pmu.core());
@@ -604,7 +608,7 @@ impl MutEventSubscriber for Housekeeping {
         for fd in self.fds() {
             if let Err(e) = ops.add(Events::new_raw(fd, EventSet::IN)) {
                 log::error!("event loop: {}", error_line(&e));
-                self.control.stop(StopReason::Failed);
+                self.control.stop(VmStopReason::Failed);
             }
         }
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmm::devices::BoardBus;
-use vmm::vcpu::control::{RunControl, RunState, StopReason};
+use vmm::vcpu::control::{RunControl, RunState, VmStopReason};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::background::ServiceManager;
@@ -20,7 +20,7 @@ pub struct StopHandler {
     signals: StopSignals,
     timer: TimerFd,
     timeout: Duration,
-    /// Signal that pressed the power button.
+    /// Stop signal in response to which the power button was pressed, if any.
     pressed: Option<i32>,
     control: Arc<RunControl>,
     bus: Arc<BoardBus>,
@@ -71,7 +71,7 @@ impl StopHandler {
                     the VM is terminated",
                     self.timeout.as_secs_f64()
                 );
-                self.control.stop(StopReason::Signal(signal));
+                self.control.stop(VmStopReason::Signal(signal));
             }
         } else {
             return false;
@@ -83,7 +83,7 @@ impl StopHandler {
         let asks = signal == libc::SIGTERM && self.pressed.is_none() && !self.timeout.is_zero();
         let running = self.control.state() == RunState::Running;
         if !(asks && running && self.bus.press_power_button()) {
-            return self.control.stop(StopReason::Signal(signal));
+            return self.control.stop(VmStopReason::Signal(signal));
         }
         self.pressed = Some(signal);
         log::info!(
@@ -92,7 +92,7 @@ impl StopHandler {
         );
         if let Err(e) = self.timer.reset(self.timeout, None) {
             log::error!("timerfd_settime: {e}");
-            self.control.stop(StopReason::Signal(signal));
+            self.control.stop(VmStopReason::Signal(signal));
         }
     }
 }

@@ -109,7 +109,8 @@ impl FromStr for ObserverSocketArg {
     }
 }
 
-/// Errors of option values. The caller prefixes the message with the option and the value.
+/// Error returned when an option value is invalid. The caller prefixes the message with the option
+/// and the value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseValueError {
     #[error(transparent)]
@@ -242,7 +243,7 @@ pub fn parse_tolerance(text: &str) -> Result<f64, ParseValueError> {
 
 /// The backings to validate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ValidatedBacking {
+pub enum BackingSelection {
     /// All backings of Perfvisor that this host supports.
     All,
     /// KVM's own vPMU.
@@ -250,10 +251,10 @@ pub enum ValidatedBacking {
 }
 
 /// Parses the backing to validate.
-pub fn parse_validated(text: &str) -> Result<ValidatedBacking, ParseValueError> {
+pub fn parse_validated(text: &str) -> Result<BackingSelection, ParseValueError> {
     match text {
-        "all" => Ok(ValidatedBacking::All),
-        "kvm" => Ok(ValidatedBacking::Kvm),
+        "all" => Ok(BackingSelection::All),
+        "kvm" => Ok(BackingSelection::Kvm),
         _ => Err(ParseValueError::ValidatedBacking),
     }
 }

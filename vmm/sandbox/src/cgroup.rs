@@ -1,4 +1,4 @@
-//! Membership in an existing control group with its resource limits
+//! Adds the process to an existing control group, whose resource limits then apply
 //! (`Documentation/admin-guide/cgroup-v2.rst`).
 
 use std::fs::{self, File};
@@ -37,7 +37,7 @@ pub enum CgroupError {
     Refused {
         /// Path of the control group.
         path: PathBuf,
-        /// Suggested remedy with a leading colon, or an empty string.
+        /// Suggested fix, preceded by a colon, or an empty string.
         hint: &'static str,
         /// Error returned by the kernel.
         #[source]
@@ -46,8 +46,8 @@ pub enum CgroupError {
 }
 
 /// Creates the control group `path`, relative to the cgroup file system at `mount`, and writes
-/// `settings`, which are file names and their values. Enables the controllers of the settings in
-/// the parent groups.
+/// `settings`, which are file names and their values. In the parent groups, enables the controllers
+/// that these settings need.
 ///
 /// # Errors
 /// Returns [`CgroupError::Configure`] if the kernel rejects a group, a controller or a value.
@@ -83,8 +83,8 @@ pub fn create_cgroup(
     Ok(group)
 }
 
-/// Moves the process with all its threads into the control group at `dir`. Later allocations and
-/// child processes are accounted in this group.
+/// Moves the process with all its threads into the control group at `dir`. Memory allocated later,
+/// and processes started later, are accounted to this group.
 ///
 /// # Errors
 /// Returns a [`CgroupError`] on failure, in which case the process remains in its control group.

@@ -1,4 +1,4 @@
-//! A jail in a separate directory, in the same form in which Firecracker's jailer builds it for the
+//! A jail in a separate directory, with the same layout that Firecracker's jailer creates for the
 //! program that it starts.
 //!
 //! [`enter`] makes a directory the root of the process and creates the devices that a VM requires.
@@ -32,12 +32,13 @@ const DEVICES: [(&str, u32, u32); 4] = [
     ("dev/null", 1, 3),
     ("dev/urandom", 1, 9),
 ];
-/// Directories that are owned by the user.
+/// Directories that the user of the jailed process owns.
 const DIRECTORIES: [&str; 2] = ["dev/net", "run"];
 /// File systems to mount, each with its type, mount point and options.
 const FILE_SYSTEMS: [(&str, &str, &str); 2] = [("proc", "proc", "hidepid=2"), ("sysfs", "sys", "")];
 
-/// Error returned when a jail cannot be entered, with the operation and its object.
+/// Error returned when a jail cannot be entered. It contains the failed operation and the file or
+/// other object to which the operation was applied.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {operation} {}", path.display())]
 pub struct ChrootJailError {
@@ -68,8 +69,8 @@ pub fn join_network(namespace: &File, path: &Path) -> Result<(), ChrootJailError
         .map_err(failed("join the network namespace", path))
 }
 
-/// Makes `root` the root directory in a new mount namespace, and makes the user the owner of the
-/// root directory and its devices.
+/// Makes `root` the root directory in a new mount namespace. User `uid` and group `gid` become the
+/// owners of the root directory and its devices.
 ///
 /// # Errors
 /// Returns a [`ChrootJailError`] on failure, in which case the process must exit.
@@ -124,7 +125,8 @@ fn create_device(path: &str, number: u64) -> Result<(), ChrootJailError> {
         .map_err(failed("create the device", path))
 }
 
-/// Leaves the session and the terminal, and replaces the standard streams with `null`.
+/// Detaches the process from its session and terminal, and replaces the standard streams with
+/// `null`.
 ///
 /// # Errors
 /// Returns a [`ChrootJailError`] if the process leads a process group.
@@ -136,7 +138,7 @@ pub fn detach(null: &File) -> Result<(), ChrootJailError> {
         .map_err(failed("replace the standard streams with", "/dev/null"))
 }
 
-/// Makes the next child process PID 1 of a new PID namespace.
+/// Creates a PID namespace. The next child process becomes PID 1 in it.
 ///
 /// # Errors
 /// Returns a [`ChrootJailError`] if the kernel denies the operation.
@@ -144,8 +146,9 @@ pub fn separate_process_ids() -> Result<(), ChrootJailError> {
     unshare(libc::CLONE_NEWPID).map_err(failed("create a PID namespace for", "--new-pid-ns"))
 }
 
-/// Changes the user, and drops all capabilities except `CAP_PERFMON`. The next program uses this
-/// capability to count events on a host that denies this to its users, and drops it afterwards.
+/// Changes the user, and drops all capabilities except `CAP_PERFMON`. The program that is executed
+/// next needs this capability to count events on a host that denies this to ordinary users, and
+/// drops it after use.
 ///
 /// # Errors
 /// Returns a [`ChrootJailError`] on failure, in which case the process must exit.

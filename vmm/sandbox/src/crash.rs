@@ -1,14 +1,15 @@
-//! Handling of fault signals: logs one line and terminates the process.
+//! Handling of fault signals (such as SIGSEGV): logs one line and terminates the process.
 //!
-//! The handlers of the Rust runtime interpret such a signal as a stack overflow, or as a fault that
-//! recurs when they return. A signal sent by a process does not recur and would be lost.
+//! The default handlers of the Rust runtime are not sufficient. They either report a stack
+//! overflow, or return and rely on the fault occurring again. A signal that another process has
+//! sent does not occur again and would be lost.
 #![expect(unsafe_code, reason = "a signal handler, and system calls in it")]
 
 use std::io;
 use std::mem::zeroed;
 use std::ptr;
 
-use crate::violation::{self, SignalSafeLine, TerminationActions, end, own_name};
+use crate::violation::{self, SeccompTerminationActions, SignalSafeLine, end, own_name};
 
 /// Fault signals and their names.
 const FAULTS: [(libc::c_int, &str); 4] = [
@@ -18,13 +19,13 @@ const FAULTS: [(libc::c_int, &str); 4] = [
     (libc::SIGFPE, "SIGFPE"),
 ];
 
-/// Installs handlers for fault signals. A signal sent by a process terminates this process as
-/// specified by `will`. A real fault terminates it with the signal. In both cases, the handler
-/// first logs one line.
+/// Installs handlers for fault signals. The handler first logs one line. If a process has sent the
+/// signal, the handler terminates this process as specified by `will`. If the signal is caused by a
+/// real fault, it terminates this process with that signal.
 ///
 /// # Errors
 /// Returns an error if `sigaction(2)` fails.
-pub fn watch_faults(will: TerminationActions) -> io::Result<()> {
+pub fn watch_faults(will: SeccompTerminationActions) -> io::Result<()> {
     violation::set_termination_actions(will);
     for (signal, _) in FAULTS {
         // SAFETY: a zeroed sigaction is valid. The handler has the signature that SA_SIGINFO

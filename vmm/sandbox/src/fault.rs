@@ -1,13 +1,14 @@
 //! Fault injection for tests, not compiled into release builds.
 
-use crate::kind::ThreadKind;
+use crate::kind::SandboxedThreadKind;
 
-/// Environment variable with the kind of thread that panics at its start.
+/// Environment variable that contains the kind of thread that must panic when it starts.
 #[cfg(debug_assertions)]
 const PANICS: &str = "PERFVISOR_TEST_PANICS";
 
-/// Environment variable with the faults that successive workers trigger at their start, separated
-/// by commas: `panic`, `memory`, `time`, `call`, or any other word for no fault.
+/// Environment variable with the faults that workers trigger when they start: one word per worker,
+/// in the order of their start, separated by commas. The words are `panic`, `memory`, `time`,
+/// `call`, or any other word for no fault.
 #[cfg(debug_assertions)]
 const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 
@@ -42,7 +43,7 @@ fn inject(word: &str) {
 }
 
 /// Panics if a test has configured this for threads of `kind`. Has no effect in a release build.
-pub fn fault_point(kind: ThreadKind) {
+pub fn fault_point(kind: SandboxedThreadKind) {
     #[cfg(debug_assertions)]
     if std::env::var(PANICS).is_ok_and(|wanted| wanted == kind.name()) {
         std::panic::panic_any("a test wants it");

@@ -1,9 +1,9 @@
-//! Restriction of file access of a running VM with landlock(7).
+//! Restriction of a running VM's access to files, with landlock(7).
 //!
-//! Open descriptors are unaffected. Access to a path outside the permitted ones fails with `EACCES`
-//! for every user, and TCP sockets are also denied. A seccomp filter cannot provide this because
-//! paths are passed by pointer. Since Linux 6.12, the same rules also prevent signals to other
-//! processes and connections to their abstract Unix sockets.
+//! Open descriptors are unaffected. Access to a path that is not permitted fails with `EACCES` for
+//! every user, and TCP sockets are also denied. A seccomp filter cannot provide this because system
+//! calls receive paths by pointer. Since Linux 6.12, the same rules also prevent the VM from
+//! sending signals to other processes and from connecting to their abstract Unix sockets.
 #![expect(
     unsafe_code,
     reason = "two system calls of a thread that may have no descriptor left"
@@ -19,7 +19,7 @@ use landlock::{
     RulesetCreated, RulesetCreatedAttr, RulesetError, Scope,
 };
 
-use crate::kind::ThreadKind;
+use crate::kind::SandboxedThreadKind;
 
 /// Newest landlock version whose access rights this module uses (Linux 6.15). Older kernels apply
 /// the subset that they support.
@@ -45,8 +45,8 @@ pub enum FileAccessError {
     Thread(#[source] io::Error),
 }
 
-/// Ruleset that denies access to all files, for threads that do not open files. Unset if file
-/// access is not restricted.
+/// Ruleset that denies access to all files. It is applied to threads that open no files. Unset if
+/// file access is not restricted.
 static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
 
 /// Returns whether the kernel supports landlock and it is enabled.
@@ -56,9 +56,9 @@ pub fn has_landlock() -> bool {
     no_files(scopes()).is_ok_and(|rules| Option::<OwnedFd>::from(rules).is_some())
 }
 
-/// Prepares the ruleset for threads that do not open files, which [`crate::enter`] applies from
-/// then on. Call this once while the process is single-threaded, if the kernel has landlock
-/// ([`has_landlock`]).
+/// Prepares the ruleset that denies access to all files. From then on, [`crate::enter`] applies it
+/// to threads that open no files. Call this once while the process is single-threaded, if the
+/// kernel has landlock ([`has_landlock`]).
 ///
 /// # Errors
 /// Returns a [`FileAccessError`] if the ruleset cannot be created.
@@ -93,12 +93,12 @@ pub fn only_files(files: &AccessibleFiles) -> Result<(), FileAccessError> {
     Ok(())
 }
 
-/// Applies the ruleset that denies access to all files to a thread of `kind`, unless this kind of
-/// thread opens or removes files.
-pub(crate) fn enter(kind: ThreadKind) -> Result<(), FileAccessError> {
+/// Denies access to all files to a thread of `kind`, unless threads of this kind open or remove
+/// files. Has no effect if file access is not restricted.
+pub(crate) fn enter(kind: SandboxedThreadKind) -> Result<(), FileAccessError> {
     if matches!(
         kind,
-        ThreadKind::Main | ThreadKind::Starter | ThreadKind::Debugger
+        SandboxedThreadKind::Main | SandboxedThreadKind::Starter | SandboxedThreadKind::Debugger
     ) {
         return Ok(());
     }
@@ -120,7 +120,8 @@ pub(crate) fn enter(kind: ThreadKind) -> Result<(), FileAccessError> {
 }
 
 /// Denies file access to the calling thread, if the kernel has landlock. If `signals` is `true`,
-/// events that the thread opens may signal processes outside.
+/// perf events that the thread opens may still send signals to processes without these
+/// restrictions, such as the VM.
 pub(crate) fn nothing(signals: bool) -> Result<(), FileAccessError> {
     let scopes = if signals {
         Scope::AbstractUnixSocket.into()
@@ -131,8 +132,8 @@ pub(crate) fn nothing(signals: bool) -> Result<(), FileAccessError> {
     Ok(())
 }
 
-/// Restricts the calling thread to the removal of files in `directories`, if the kernel has
-/// landlock.
+/// Denies the calling thread all file access except the removal of files in `directories`, if the
+/// kernel has landlock.
 pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<(), FileAccessError> {
     let mut rules = no_files(scopes())?;
     for directory in directories {
@@ -142,9 +143,10 @@ pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<
     Ok(())
 }
 
-/// Returns the scopes to restrict (Linux 6.12), which are abstract Unix sockets and signals to
-/// other processes. Each thread has its own rules, and kernels without the fix for this erratum
-/// prevent signals between threads of one process. On those kernels, signals are not restricted.
+/// Returns the landlock scopes to restrict (since Linux 6.12): connections to abstract Unix
+/// sockets, and signals to other processes. Each thread has its own rules. Kernels without the fix
+/// for an erratum then also prevent signals between threads of one process. On those kernels,
+/// signals are not restricted.
 fn scopes() -> BitFlags<Scope> {
     if Erratum::current().contains(Erratum::ScopedSignalHandling) {
         Scope::from_all(KNOWN)

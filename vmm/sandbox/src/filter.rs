@@ -47,8 +47,9 @@ fn rules(list: &[AllowedSyscall]) -> Result<BTreeMap<i64, Vec<SeccompRule>>, Bac
     Ok(rules)
 }
 
-/// Compiles a program that makes `clone3(2)` fail, so that the C library falls back to `clone(2)`.
-/// A filter can check the flags of `clone(2)`, but `clone3(2)` takes them by pointer.
+/// Compiles a program that makes `clone3(2)` fail, so that the C library uses `clone(2)` instead. A
+/// filter can check the flags of `clone(2)`, which are passed in a register, but `clone3(2)` takes
+/// them by pointer.
 pub(crate) fn without_clone3() -> Result<BpfProgram, BackendError> {
     let rules = BTreeMap::from([(i64::from(Sysno::clone3.id()), Vec::new())]);
     let missing = SeccompAction::Errno(libc::ENOSYS.unsigned_abs());

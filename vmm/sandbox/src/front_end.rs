@@ -1,8 +1,8 @@
-//! Confinement of the process that serves Firecracker's API.
+//! Confinement of the process that serves Firecracker's API (the front end).
 //!
-//! This process configures and starts a VM, which is a separate process. Once the VM is running,
-//! the front end requires only its open sockets. It has no landlock rules, because their scope
-//! would prevent the kernel from terminating the VM together with the front end
+//! The front end configures and starts a VM, which is a separate process. Once the VM is running,
+//! the front end requires only its open sockets. It has no landlock rules. Their restriction of
+//! signals would prevent the kernel from terminating the VM together with the front end
 //! (`PR_SET_PDEATHSIG`).
 
 use seccompiler::{SeccompAction, apply_filter_all_threads};

@@ -3,9 +3,9 @@
 //!
 //! A process that may create namespaces (`CAP_SYS_ADMIN`) keeps its user. Other processes get a
 //! user namespace (user_namespaces(7)) that maps only their own user, and in which capabilities
-//! have no effect on the host. A PID namespace, and the user namespace that it may require, are
-//! created earlier ([`crate::Supervisor`]). With or without a PID namespace, `/proc` shows no other
-//! process.
+//! have no effect on the host. A PID namespace, and the user namespace that may be required to
+//! create it, are created earlier by [`crate::PidNamespaceSupervisor`]. With or without a PID
+//! namespace, `/proc` shows no other process.
 //!
 //! Call [`become_user`] at process start, [`separate`] after all host resources are open and before
 //! any thread is started, and [`Jail::close`] before the guest runs.
@@ -37,7 +37,7 @@ const ROOT_OPTIONS: &CStr = c"mode=0755,size=1m";
 const PROC_SELF: &str = "/proc/self";
 /// Link in the host's `/proc` to the directory of the calling thread.
 const PROC_THREAD_SELF: &str = "/proc/thread-self";
-/// `AT_RECURSIVE`, which applies a call to a mount and all mounts below it.
+/// `AT_RECURSIVE`: the call applies to a mount and to all mounts below it.
 const RECURSIVE: libc::c_int = 0x8000;
 
 /// Error returned when a jail cannot be created.
@@ -134,14 +134,14 @@ pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
 #[derive(Debug)]
 #[must_use]
 pub struct Jail {
-    /// `true` if a user namespace was created (see [`Jail::has_user_namespace`]).
+    /// `true` if the jail includes a user namespace (see [`Jail::has_user_namespace`]).
     of_a_user: bool,
 }
 
-/// Moves the process into new mount, network, IPC and UTS namespaces. The process is also moved
-/// into a new user namespace if it lacks the privileges to create the others and has none from
-/// [`crate::Supervisor`]. Open sockets and devices are unaffected. The process must be
-/// single-threaded.
+/// Moves the process into new mount, network, IPC and UTS namespaces. The process first moves into
+/// a new user namespace if it lacks the privileges to create these namespaces, unless
+/// [`crate::PidNamespaceSupervisor`] has already created a user namespace for it. Open sockets and
+/// devices are unaffected. The process must be single-threaded.
 ///
 /// # Errors
 /// Returns a [`JailError`] on failure, in which case some of the namespaces may have been created.
@@ -174,18 +174,19 @@ pub fn separate() -> Result<Jail, JailError> {
 }
 
 impl Jail {
-    /// Returns whether a user namespace was created. If so, the kernel permits only the perf events
-    /// that a user without capabilities may open.
+    /// Returns whether the process is in a user namespace of its own. If so, the kernel permits it
+    /// only the perf events that a user without capabilities may open.
     #[must_use]
     pub fn has_user_namespace(&self) -> bool {
         self.of_a_user
     }
 
-    /// Replaces the root directory of the process with one that contains `inside` and the process's
-    /// own part of `/proc`, with its IDs outside a PID namespace. Paths are unchanged. The new root
-    /// has no executable files, device files or effective set-user-ID bits, and no path leads back
-    /// to the host's files. In a user namespace, this thread also drops all its capabilities,
-    /// because they apply only to that namespace but look like host capabilities.
+    /// Replaces the root directory of the process with one that contains only `inside` and the
+    /// process's own part of `/proc`, in which it finds its IDs outside a PID namespace. Files keep
+    /// their paths. The new root has no executable files, device files or effective set-user-ID
+    /// bits, and no path leads back to the host's files. If the process has its own user namespace,
+    /// this thread also drops all its capabilities, because they apply only to that namespace but
+    /// look like capabilities on the host.
     ///
     /// # Errors
     /// Returns a [`JailError`] on failure, in which case the root directory is either the host's or
@@ -263,8 +264,9 @@ impl DetachedMount {
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
 
-    /// Creates a copy of the link [`PROC_THREAD_SELF`] itself. Only the host's `/proc` contains the
-    /// thread IDs outside a PID namespace.
+    /// Creates a mount that contains only the link [`PROC_THREAD_SELF`]. The link is taken from the
+    /// host's `/proc`, because only there does it contain the IDs that the thread has outside a PID
+    /// namespace.
     fn of_own_thread_link() -> Result<Self, JailError> {
         let path = Path::new(PROC_THREAD_SELF);
         let link = Self::of(path, libc::AT_SYMLINK_NOFOLLOW);
@@ -282,7 +284,7 @@ impl DetachedMount {
         })
     }
 
-    /// Attaches the mount at its original path in the new root.
+    /// Attaches the mount in the new root, at the path that it had on the host.
     fn attach(&self, path: &Path) -> Result<(), JailError> {
         let place = path_in_new_root(path);
         let is_dir = self.0.metadata().is_ok_and(|meta| meta.is_dir());
@@ -332,10 +334,10 @@ fn new_root() -> Result<(), JailError> {
     checked(mounted.into()).map_err(step("cannot mount a tmpfs at", BUILT_AT))
 }
 
-/// Makes the mount at [`BUILT_AT`] the root of the process and detaches the old one by calling
-/// pivot_root(2) with "." for both paths. The root of an initramfs cannot be detached. In this
-/// case, the new root is mounted over it as in switch_root(8), after which no path leads to the old
-/// root.
+/// Makes the mount at [`BUILT_AT`] the root of the process and detaches the old root, by calling
+/// pivot_root(2) with "." for both paths. If the old root is an initramfs, it cannot be detached.
+/// In this case, the new root is mounted over it as in switch_root(8), after which no path leads to
+/// the old root.
 fn enter_new_root() -> Result<(), JailError> {
     let failed = |what| step(what, BUILT_AT);
     std::env::set_current_dir(BUILT_AT).map_err(failed("cannot enter"))?;
@@ -366,7 +368,8 @@ fn enter_new_root() -> Result<(), JailError> {
     }
 }
 
-/// Adds attributes to a mount, recursively if the mount is given by a descriptor.
+/// Adds attributes to a mount. If the mount is given by a descriptor, also adds them to all mounts
+/// below it.
 fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
     let of_descriptor = libc::AT_EMPTY_PATH | RECURSIVE;
     let flags = if path.is_empty() { of_descriptor } else { 0 };
@@ -390,7 +393,7 @@ fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
     checked(set)
 }
 
-/// Returns the location of `path` while the new root is assembled.
+/// Returns the path at which `path` is found while the new root is assembled at `BUILT_AT`.
 fn path_in_new_root(path: &Path) -> PathBuf {
     let below = path.strip_prefix("/").unwrap_or(path);
     Path::new(BUILT_AT).join(below)

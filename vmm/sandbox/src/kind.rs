@@ -4,8 +4,8 @@ use std::fmt;
 
 /// Purpose of a thread, which determines its permitted system calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ThreadKind {
-    /// Main loop and servers for operator connections.
+pub enum SandboxedThreadKind {
+    /// Thread of the main loop, and threads that serve connections of operators.
     Main,
     /// vCPU thread.
     Vcpu,
@@ -15,7 +15,7 @@ pub enum ThreadKind {
     Socket,
     /// Thread for the balloon, which returns guest memory to the host.
     Balloon,
-    /// Profiler thread, which extracts symbols from the guest's kernel memory.
+    /// Thread of the profiler, which obtains symbols from the kernel memory of the guest.
     Profiler,
     /// gdb server.
     Debugger,
@@ -30,15 +30,17 @@ pub enum ThreadKind {
 /// The process or thread that opens a VM's perf events.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PerfEventAccess {
-    /// The broker, which has the required capability. Threads of the VM cannot open events.
+    /// A separate process, the broker, which has the required capability. Threads of the VM cannot
+    /// open events.
     #[default]
     Broker,
-    /// Each thread opens events on itself, if the user may do so without a capability. The kernel
-    /// does not allow other processes of the user to open events on a process that is not dumpable.
+    /// Each thread opens events on itself, if the VM's user may do so without a capability. A
+    /// separate process of the same user could not open them, because the kernel does not allow
+    /// this for a process that is not dumpable.
     OwnThread,
 }
 
-impl ThreadKind {
+impl SandboxedThreadKind {
     /// All thread kinds.
     pub const ALL: [Self; 10] = [
         Self::Main,
@@ -71,7 +73,7 @@ impl ThreadKind {
     }
 }
 
-impl fmt::Display for ThreadKind {
+impl fmt::Display for SandboxedThreadKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }

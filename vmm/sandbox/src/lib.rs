@@ -58,15 +58,15 @@ pub use fault::{fault_point, worker_fault};
 pub use files::{AccessibleFiles, FileAccessError, begin_files, has_landlock, only_files};
 pub use front_end::{ApiProcessConfinementError, confine_front_end};
 pub use jail::{Jail, JailContents, JailError, become_user, separate};
-pub use kind::{PerfEventAccess, ThreadKind};
+pub use kind::{PerfEventAccess, SandboxedThreadKind};
 pub use perf_broker::{PerfBroker, PerfBrokerError};
 pub use pid_namespace::{
-    PidNamespaceError, Supervisor, SupervisorLink, host_pid, host_tid, is_forwarded, starter_pid,
+    PidNamespaceError, PidNamespaceSupervisor, SupervisorLink, host_pid, host_tid, is_forwarded, starter_pid,
 };
 pub use socket_broker::{SocketBroker, SocketDestination};
 pub use start::{SandboxError, SeccompMode, begin, confine, enter, spawn, spawn_prepared};
 pub use table::{SystemCallOutcome, markdown as filter_table, outcome};
-pub use violation::{TerminationActions, end_now, kind};
+pub use violation::{SeccompTerminationActions, end_now, kind};
 pub use workers::{
     ProcessConfinement, ServiceStartError, WorkerExit, WorkerKeeper, WorkerLimits, WorkerProcess,
     WorkerStartError,

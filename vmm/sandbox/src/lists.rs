@@ -1,13 +1,14 @@
 //! System call allow-lists of each thread kind.
 //!
 //! The lists are derived from traces of all tests (`strace -f`, and `--seccomp log` in the lab) and
-//! from reading the code. A call that is not listed terminates the VM unless it is in [`refused`].
-//! docs/threat-model.md gives the reason for each entry.
+//! from reading the code. A call that is on neither the allow-list nor the list [`refused`]
+//! terminates the VM; a call on the latter fails with an error. docs/threat-model.md gives the
+//! reason for each entry.
 
 use rustix::fs::OFlags;
 use syscalls::Sysno;
 
-use crate::kind::{PerfEventAccess, ThreadKind};
+use crate::kind::{PerfEventAccess, SandboxedThreadKind};
 use crate::rules::{AllowedSyscall, ArgumentCheck, any, ioctls, one_of, only};
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
@@ -27,38 +28,42 @@ pub(crate) const SOCKET_TYPE: libc::c_int = libc::SOCK_STREAM | libc::SOCK_CLOEX
 const NEW_NAMESPACES: u64 = 0x7e02_0080;
 /// `CLONE_THREAD` of `clone(2)`.
 const THREAD: u64 = 0x1_0000;
-/// Returns the `open(2)` flags that must be clear for read-only access.
+/// Returns the flags of `open(2)` that must not be set if a file is opened for reading only.
 fn non_read_flags() -> u64 {
     let reading = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY | libc::O_DIRECTORY;
     u64::from(!reading.unsigned_abs())
 }
 
-/// Returns the allow-list of threads of `kind`. `pid` is the ID of this process.
-pub(crate) fn of(kind: ThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
+/// Returns the allow-list for threads of `kind`. `pid` is the ID of this process, and `counting`
+/// determines who opens perf events.
+pub(crate) fn of(kind: SandboxedThreadKind, pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     let mut list = common(pid);
-    let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
+    let counts = matches!(
+        kind,
+        SandboxedThreadKind::Main | SandboxedThreadKind::Vcpu | SandboxedThreadKind::Starter
+    );
     if counts && counting == PerfEventAccess::OwnThread {
         list.extend(own_perf_events());
     }
     list.extend(match kind {
-        ThreadKind::Main => main(),
-        ThreadKind::Vcpu => vcpu(),
-        ThreadKind::Device => device(),
-        ThreadKind::Socket => socket(),
-        ThreadKind::Balloon => balloon(),
-        ThreadKind::Debugger => debugger(),
-        ThreadKind::Profiler => profiler(),
-        ThreadKind::Console => Vec::new(),
-        ThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
+        SandboxedThreadKind::Main => main(),
+        SandboxedThreadKind::Vcpu => vcpu(),
+        SandboxedThreadKind::Device => device(),
+        SandboxedThreadKind::Socket => socket(),
+        SandboxedThreadKind::Balloon => balloon(),
+        SandboxedThreadKind::Debugger => debugger(),
+        SandboxedThreadKind::Profiler => profiler(),
+        SandboxedThreadKind::Console => Vec::new(),
+        SandboxedThreadKind::Signals => any(&[Sysno::rt_sigtimedwait]),
         // A new thread initially runs with the starter's filter.
-        ThreadKind::Starter => starter(pid, counting),
+        SandboxedThreadKind::Starter => starter(pid, counting),
     });
     list
 }
 
-/// Returns the calls that fail with an error in threads of `kind`. Libraries attempt these calls
-/// but work without them.
-pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
+/// Returns the calls that fail with an error in threads of `kind` instead of terminating the VM.
+/// Libraries attempt these calls but work without them.
+pub(crate) fn refused(kind: SandboxedThreadKind) -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
     // File status by path. The standard library falls back to descriptors.
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
@@ -71,7 +76,7 @@ pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
         Sysno::prlimit64,
         &[ArgumentCheck::Is(0, 0), ArgumentCheck::Is(2, 0)],
     ));
-    if kind != ThreadKind::Starter {
+    if kind != SandboxedThreadKind::Starter {
         // The starter creates all threads. An attempt by another thread fails with an error.
         list.extend(only(
             Sysno::clone,
@@ -79,7 +84,7 @@ pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
         ));
         list.extend(any(&[Sysno::clone3]));
     }
-    if !matches!(kind, ThreadKind::Main | ThreadKind::Starter) {
+    if !matches!(kind, SandboxedThreadKind::Main | SandboxedThreadKind::Starter) {
         // glibc's malloc reads /proc/sys/vm/overcommit_memory before it returns heap memory to the
         // system. If this fails, it returns less memory.
         let others = non_read_flags();
@@ -89,7 +94,8 @@ pub(crate) fn refused(kind: ThreadKind) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls made to report a fault: location of the program and access checks.
+/// Returns the calls that are made to report a fault: finding the path of the program, and checking
+/// access to it.
 fn fault_reporting() -> Vec<AllowedSyscall> {
     any(&[
         Sysno::readlink,
@@ -172,7 +178,8 @@ fn all_but(bits: libc::c_int) -> u64 {
 }
 
 /// Returns the calls for the memory of the C library's allocator and of thread stacks. This memory
-/// is never file-backed or executable, and is mapped at a fixed address only without access rights.
+/// is never file-backed or executable. Memory may be mapped at a fixed address only if it has no
+/// access rights.
 fn memory() -> Vec<AllowedSyscall> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -190,9 +197,9 @@ fn memory() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls for shared mappings of existing descriptors: perf event rings, memory files
-/// and KVM's structures. A ring in a memory file is mapped twice in succession into a reserved
-/// address range.
+/// Returns the calls that map existing descriptors as shared memory: perf event rings, memory files
+/// and KVM's structures. A ring in a memory file is mapped twice, at consecutive addresses in a
+/// reserved range.
 fn shared_memory() -> Vec<AllowedSyscall> {
     let prot = all_but(libc::PROT_READ | libc::PROT_WRITE);
     let shared = ArgumentCheck::Bits(
@@ -204,8 +211,8 @@ fn shared_memory() -> Vec<AllowedSyscall> {
 }
 
 /// Returns the `futex(2)` operations of the C library and Rust's standard library, private or
-/// shared, on either clock. Operations with a kernel-side owner (`FUTEX_LOCK_PI`) and requeue
-/// operations are excluded.
+/// shared, on either clock. Operations on locks with a kernel-side owner (`FUTEX_LOCK_PI`) and
+/// requeue operations are excluded.
 fn locks() -> Vec<AllowedSyscall> {
     let options = libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME;
     let operations = [libc::FUTEX_WAIT, libc::FUTEX_WAKE, libc::FUTEX_WAIT_BITSET];
@@ -222,9 +229,10 @@ fn locks() -> Vec<AllowedSyscall> {
     }]
 }
 
-/// Returns the calls for fault and termination signals, whose handlers reset themselves before the
-/// signal terminates the process, and for abort(3). Other handlers, including the one for seccomp
-/// violations, cannot be changed after the VM has started.
+/// Returns the calls with which fault signals, termination signals and abort(3) end the process.
+/// Their handlers reset themselves to the default action before the signal terminates the process.
+/// No other handler, in particular the one for seccomp violations, can be changed after the VM has
+/// started.
 fn ending_signals() -> Vec<AllowedSyscall> {
     let signals = [
         libc::SIGABRT,
@@ -366,8 +374,8 @@ fn vcpu() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls for the setup of vhost-net, which starts on a vCPU thread when the driver
-/// activates the device and continues on the device's thread.
+/// Returns the calls for the setup of vhost-net. The setup starts on a vCPU thread when the guest's
+/// driver activates the device, and continues on the device's thread.
 fn vhost() -> Vec<AllowedSyscall> {
     let mut list = ioctls(
         0xaf,
@@ -391,8 +399,8 @@ fn vhost() -> Vec<AllowedSyscall> {
 }
 
 /// Returns the calls for access to disk images. They are required by the disk's thread, and by
-/// threads that reset a disk and write back cached data: a vCPU thread when the driver resets the
-/// disk, and the main thread at reset or shutdown of the machine.
+/// threads that write back cached data when they reset a disk. These are a vCPU thread when the
+/// guest's driver resets the disk, and the main thread when the machine is reset or shut down.
 fn images() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::pread64,
@@ -427,8 +435,8 @@ fn socket() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls with which the balloon releases pages of guest memory: holes in a memory file,
-/// and anonymous memory that replaces pages of a snapshot.
+/// Returns the calls with which the balloon releases pages of guest memory: by punching holes in a
+/// memory file, or by mapping anonymous memory over pages of a snapshot.
 fn balloon() -> Vec<AllowedSyscall> {
     let mut list = event_loop();
     let advice = [libc::MADV_REMOVE, libc::MADV_DONTDUMP];
@@ -445,8 +453,8 @@ fn balloon() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls of the profiler, which communicates with the process that reads the guest's
-/// kernel. It receives the socket of this process from the keeper.
+/// Returns the calls of the profiler thread, which communicates with the process that reads the
+/// guest's kernel. The profiler receives the socket of that process from the worker keeper.
 fn profiler() -> Vec<AllowedSyscall> {
     any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
 }
@@ -534,13 +542,17 @@ fn main() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the allow-list of the starter. It contains the calls of all threads that it starts,
-/// which inherit its filter, and the calls with which they confine themselves.
+/// Returns the allow-list of the starter thread. It contains the calls of all threads that the
+/// starter creates, because they inherit its filter, and the calls with which these threads confine
+/// themselves.
 fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     let mut list = Vec::new();
     // The vCPU list comes first because of KVM_RUN.
-    for kind in [ThreadKind::Vcpu].into_iter().chain(ThreadKind::ALL) {
-        if kind != ThreadKind::Starter {
+    for kind in [SandboxedThreadKind::Vcpu]
+        .into_iter()
+        .chain(SandboxedThreadKind::ALL)
+    {
+        if kind != SandboxedThreadKind::Starter {
             list.extend(of(kind, pid, counting));
         }
     }
@@ -570,15 +582,15 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the allow-list of a process that handles guest-controlled bytes: memory, its socket, and
-/// exit. `pid` is the ID of that process.
+/// Returns the allow-list of a worker, a process that handles guest-controlled bytes: memory, its
+/// socket, and exit. `pid` is the ID of that process.
 pub(crate) fn of_worker(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
     list
 }
 
-/// Returns the same allow-list for any process ID.
+/// Returns the part of a worker's allow-list that does not depend on its process ID.
 fn of_any_worker() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::read,
@@ -609,7 +621,8 @@ fn of_any_worker() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls that fail with an error in workers and their keeper.
+/// Returns the calls that fail with an error in workers and in their keeper, instead of terminating
+/// the process.
 pub(crate) fn refused_to_workers() -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
     // As in other threads, glibc's malloc opens this file.
@@ -619,8 +632,9 @@ pub(crate) fn refused_to_workers() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the allow-list of the keeper, which starts, limits and terminates workers, and waits for
-/// them. Its workers inherit the filter, so the list includes their calls.
+/// Returns the allow-list of the keeper, the process that starts, limits and terminates workers,
+/// and waits for them. The list includes the calls of the workers, because they inherit the
+/// keeper's filter.
 pub(crate) fn of_keeper() -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(only(
@@ -686,8 +700,8 @@ pub(crate) fn of_socket_broker() -> Vec<AllowedSyscall> {
 }
 
 /// Returns the allow-list of the process that serves Firecracker's API
-/// ([`crate::confine_front_end`]) once its VM is running: existing connections, new ones from its
-/// listener, and termination of the VM. `own` is the ID of the process.
+/// ([`crate::confine_front_end`]) once its VM is running. The process uses existing connections,
+/// accepts new ones from its listener, and terminates the VM. `own` is the ID of the process.
 pub(crate) fn of_front_end(own: u32) -> Vec<AllowedSyscall> {
     let mut list = common(own);
     list.extend(connections());
@@ -696,9 +710,9 @@ pub(crate) fn of_front_end(own: u32) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the allow-list of the supervisor of a VM in a PID namespace ([`crate::Supervisor`]),
-/// which receives signals and reports, signals the VM, and exits with the VM's status. `vm` and
-/// `own` are the process IDs of the VM and of the supervisor.
+/// Returns the allow-list of the supervisor of a VM in a PID namespace
+/// ([`crate::PidNamespaceSupervisor`]), which receives signals and reports, signals the VM, and
+/// exits with the VM's status. `vm` and `own` are the process IDs of the VM and of the supervisor.
 pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::read,
@@ -725,8 +739,8 @@ pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
 }
 
 /// Returns the allow-list of the perf event broker, which receives a request, opens an event on a
-/// thread, sets its signal, and passes the descriptor. `vm` is the process ID of the VM, and
-/// `signal` the only signal that events send.
+/// thread, sets the signal of the event, and passes back the descriptor. `vm` is the process ID of
+/// the VM, and `signal` the only signal that events send.
 pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
     let (cloexec, any_process, any_cpu) = (8, u32::MAX, u32::MAX);
     let mut list = any(&[

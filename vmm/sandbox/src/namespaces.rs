@@ -23,8 +23,8 @@ pub(crate) fn unshare(what: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Creates a user namespace that maps the process's own user and group to themselves, and also
-/// creates the namespaces `wanted`.
+/// Creates a user namespace that maps the process's own user and group to themselves. Also creates
+/// the namespaces that the `unshare(2)` flags `wanted` select.
 pub(crate) fn own_users(wanted: libc::c_int) -> Result<(), UserNamespaceError> {
     // SAFETY: these calls take no arguments and cannot fail.
     let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };

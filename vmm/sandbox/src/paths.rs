@@ -1,12 +1,14 @@
-//! Access to files and sockets at paths that a user with different privileges can influence.
+//! Access to files and sockets at paths that a user with other privileges can influence.
 //!
-//! A VM that changes its user (`--jail uid=N`) keeps root's capabilities until all resources are
-//! open, and a VM of root may be configured to log into a directory of another user.
-//! [`PrivilegedDirectory`] resolves the directory of a path without following symbolic links of
-//! other users, and keeps it open so that later operations apply to the same directory.
+//! Two kinds of processes have privileges that such a user lacks: a VM that changes its user
+//! (`--jail uid=N`) keeps root's capabilities until all resources are open, and a VM of root may be
+//! configured to log into a directory of another user. [`PrivilegedDirectory`] resolves the
+//! directory of a path without following symbolic links of other users. It keeps the directory open
+//! so that later operations apply to the same directory.
 //! [`PrivilegedDirectory::without_file_capabilities`] performs an operation with the file
-//! capabilities only if no other user can influence the result. [`bind`], [`append`], [`open`] and
-//! [`connect`] are based on it. No function changes permissions by path.
+//! capabilities (those that override file permission checks) only if no other user can influence
+//! the result. [`bind`], [`append`], [`open`] and [`connect`] are based on it. No function changes
+//! permissions by path.
 #![expect(unsafe_code, reason = "socket(2), bind(2) and listen(2)")]
 
 use std::collections::VecDeque;
@@ -44,12 +46,13 @@ const FILE_CAPABILITIES: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::CHOWN);
 
-/// Guard that restores the effective capabilities of this thread.
+/// Guard that restores the effective capabilities of this thread on drop.
 struct LoweredCapabilities(CapabilitySets);
 
 impl LoweredCapabilities {
-    /// Removes the file capabilities from the effective set. Returns `None` if the process runs as
-    /// root, which owns its files anyway, or has none of these capabilities.
+    /// Removes the file capabilities from the effective set of this thread. Returns `None` if there
+    /// is nothing to remove: the process runs as root, which owns its files anyway, or it has none
+    /// of these capabilities.
     fn now() -> io::Result<Option<Self>> {
         let has = capabilities(None)?;
         if geteuid().is_root() || !has.effective.intersects(FILE_CAPABILITIES) {
@@ -75,15 +78,15 @@ impl Drop for LoweredCapabilities {
 #[derive(Debug)]
 pub struct PrivilegedDirectory {
     fd: OwnedFd,
-    /// `true` if only root, or this process if it runs as root, can influence the identity and
-    /// contents of this directory.
+    /// `true` if only root can change which directory this is and what it contains. If this process
+    /// runs as root, this process also counts as root.
     trusted: bool,
-    /// `true` if the path resolves to this directory for this process, and no other user can change
-    /// this.
+    /// `true` if this process reaches this directory by its path, and no other user can change to
+    /// which directory the path leads.
     reached_by_path: bool,
 }
 
-/// Owners in addition to root whose symbolic links are followed.
+/// Users whose symbolic links are followed, in addition to root.
 #[derive(Clone, Copy, PartialEq)]
 enum TrustedLinks {
     OfThisUser,
@@ -98,7 +101,8 @@ struct PathWalk {
     followed: usize,
     /// `true` if root controls every component so far.
     of_root: bool,
-    /// `true` if a user other than root and this process's user can change a component.
+    /// `true` if a user other than root and this process's user can change one of the components so
+    /// far.
     exposed: bool,
 }
 
@@ -118,7 +122,7 @@ impl PathWalk {
         Ok(walk)
     }
 
-    /// Inserts the components of `path` before the remaining ones.
+    /// Puts the components of `path` in front of the components that remain to be resolved.
     fn push(&mut self, path: &Path) -> io::Result<()> {
         let mut steps: VecDeque<OsString> = VecDeque::new();
         for step in path.components() {
@@ -154,8 +158,8 @@ impl PathWalk {
         }
     }
 
-    /// Records which users can change the contents of a directory on the path. In a sticky
-    /// directory, users cannot replace files of other users.
+    /// Records which users can change the contents of a directory on the path. In a directory with
+    /// the sticky bit, users cannot replace files of other users.
     fn record_writers(&mut self, meta: &Stat) {
         let sticky = meta.st_mode & 0o1000 != 0;
         let open = meta.st_mode & WRITABLE_BY_OTHERS != 0 && !sticky;
@@ -214,14 +218,14 @@ impl PathWalk {
     }
 }
 
-/// Returns whether the owner of a link or directory is root or, unless `links` accepts only root,
-/// this user.
+/// Returns whether the owner of a link or directory is trusted: root or, unless `links` accepts
+/// only root, the user of this process.
 fn is_own(owner: u32, links: TrustedLinks) -> bool {
     owner == root() || (links == TrustedLinks::OfThisUser && owner == geteuid().as_raw())
 }
 
-/// Returns the user ID of root as seen by this process, which is the owner of /proc. A user
-/// namespace without a mapping for root shows another ID.
+/// Returns the user ID that root has from the point of view of this process. This is the owner of
+/// /proc. A user namespace without a mapping for root shows an ID other than 0.
 fn root() -> u32 {
     statat(CWD, "/proc", AtFlags::empty()).map_or(0, |meta| meta.st_uid)
 }
@@ -255,8 +259,8 @@ impl PrivilegedDirectory {
         Self::reach(path, |walk| walk.run(0)).map(|(directory, _)| directory)
     }
 
-    /// Resolves `path` including symbolic links at its end. Returns the parent directory and the
-    /// name of the file, or a directory without a name for `/` and `.`.
+    /// Resolves `path`, including symbolic links at its end. Returns the parent directory and the
+    /// name of the file. For `/` and `.`, returns the directory itself and no name.
     fn of_target(path: &Path) -> io::Result<(Self, Option<OsString>)> {
         Self::reach(path, |walk| {
             walk.run(1)?;
@@ -273,8 +277,8 @@ impl PrivilegedDirectory {
         })
     }
 
-    /// Returns the flags for opening a file in this directory with `flags` and without following a
-    /// symbolic link. Magic links in /proc are followed.
+    /// Adds to `flags` the flag that prevents following a symbolic link when a file in this
+    /// directory is opened. In /proc, the flag is not added, so its magic links are followed.
     fn final_flags(&self, flags: OFlags) -> OFlags {
         if is_proc(&self.fd) {
             flags
@@ -320,7 +324,8 @@ impl PrivilegedDirectory {
         self.fd.as_fd()
     }
 
-    /// Calls `what` without the file capabilities, unless only root can influence this directory.
+    /// Calls `what`. While it runs, this thread lacks the file capabilities, unless only root can
+    /// influence this directory.
     ///
     /// # Errors
     /// Returns an error if `capset(2)` fails.
@@ -333,10 +338,11 @@ impl PrivilegedDirectory {
         Ok(what())
     }
 
-    /// Creates a listening socket at `name`. The file has the permissions `mode` from its creation,
-    /// or those that the umask permits if `mode` is `None`. A socket without a listener is
-    /// replaced, but other files are not. `path` is the address that tools such as `ss` display. It
-    /// is used if no other user can change the file to which it resolves.
+    /// Creates a listening socket named `name` in this directory. The file has the permissions
+    /// `mode` from its creation, or those that the umask permits if `mode` is `None`. If `name` is
+    /// a socket without a listener, it is replaced; other files are not replaced. `path` is the
+    /// path of the socket, which tools such as `ss` display as its address. It is used as the
+    /// address only if no other user can change to which file it leads.
     ///
     /// # Errors
     /// Returns an error if `bind(2)` fails.
@@ -352,8 +358,8 @@ impl PrivilegedDirectory {
         })?
     }
 
-    /// Returns whether the file is a socket without a listener, left behind by a process that has
-    /// exited. Returns `false` for other files.
+    /// Returns whether the file `name` is a socket without a listener, as left behind by a process
+    /// that has exited. Returns `false` for other files.
     fn is_dead_socket(&self, name: &OsStr) -> bool {
         let meta = statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW);
         meta.is_ok_and(|meta| FileType::from_raw_mode(meta.st_mode) == FileType::Socket)
@@ -442,9 +448,9 @@ pub(crate) fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::sockl
 
 /// Opens the existing file or directory at `path` with the `open(2)` flags `flags`.
 ///
-/// A process that has changed its user and still has file capabilities uses them only if no user
-/// except root can influence which file `path` refers to. Such a process follows only symbolic
-/// links of root and of its own user. In other processes, the call is equivalent to `open(2)`.
+/// If a process has changed its user and still has file capabilities, it uses them only if no user
+/// except root can influence to which file `path` leads, and it follows only symbolic links of root
+/// and of its own user. In other processes, the call is equivalent to `open(2)`.
 ///
 /// # Errors
 /// Returns an error if `open(2)` fails or a symbolic link belongs to another user.
@@ -467,9 +473,10 @@ pub fn open(path: &Path, flags: libc::c_int) -> io::Result<File> {
     Ok(File::from(file))
 }
 
-/// Returns the path of the directory at `path` after symbolic links have been resolved. This user
-/// must be able to list the directory. A process that has changed its user and still has file
-/// capabilities does not use them, and follows only symbolic links of root and of its own user.
+/// Resolves the symbolic links in `path` and returns the path of the directory to which it leads.
+/// The user of this process must be able to list the directory. A process that has changed its user
+/// and still has file capabilities does not use them, and follows only symbolic links of root and
+/// of its own user.
 ///
 /// # Errors
 /// Returns an error if `open(2)` fails or a symbolic link belongs to another user.
@@ -512,7 +519,7 @@ pub(crate) fn resolve_socket(path: &Path) -> io::Result<(PrivilegedDirectory, Os
 }
 
 /// Returns whether this process has changed its user and still has file capabilities. A confined
-/// process has none, and its filters do not allow `capget(2)`.
+/// process is known to have none; its filters do not allow `capget(2)`, so the call is not made.
 fn keeps_file_capabilities() -> io::Result<bool> {
     Ok(!start::is_confined() && LoweredCapabilities::now()?.is_some())
 }
@@ -549,8 +556,9 @@ pub fn append(path: &Path, mode: u32) -> io::Result<File> {
     Ok(File::from(file))
 }
 
-/// Removes the file of a socket if its identity is still `identity`. Has no effect after
-/// [`crate::confine`], because the socket broker then removes the files ([`crate::SocketBroker`]).
+/// Removes the socket file at `path` if its identity is still `identity`, so that it is not a file
+/// that has replaced the socket. Has no effect after [`crate::confine`], because the socket broker
+/// then removes the files ([`crate::SocketBroker`]).
 pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
     if start::is_confined() {
         return;

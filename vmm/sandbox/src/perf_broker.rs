@@ -6,12 +6,12 @@
 //! | `attr` | allow-list of events |
 //! | `protocol`, `datagram` | messages between VM and broker |
 //!
-//! `perf_event_open(2)` with `CAP_PERFMON` can observe every process of the host, and a seccomp
-//! filter cannot check its attributes, which are passed by pointer. No thread of a VM may therefore
-//! call it. The VM sends the attributes, the thread ID and the group leader to the broker. The
-//! broker opens only events of permitted types on threads of that VM, and passes the descriptor
-//! back. All other operations use the descriptor without the broker. Open events are unaffected
-//! when the broker exits.
+//! With `CAP_PERFMON`, `perf_event_open(2)` can observe every process of the host, and a seccomp
+//! filter cannot check the attributes of the event, which are passed by pointer. No thread of a VM
+//! may therefore call it. Instead, the VM sends the attributes, the thread ID and the group leader
+//! to the broker. The broker opens only events of permitted types on threads of that VM, and passes
+//! the descriptor back. For all other operations, the VM uses the descriptor without the broker.
+//! Open events are unaffected when the broker exits.
 
 mod attr;
 mod datagram;
@@ -26,7 +26,7 @@ use std::time::Duration;
 use crate::service::ServiceProcess;
 use crate::start::SandboxError;
 use crate::workers::{ProcessConfinement, ServiceStartError};
-use crate::{ThreadKind, filter, lists};
+use crate::{SandboxedThreadKind, filter, lists};
 use protocol::{MAX_REQUEST_BYTES, PerfRequest, REPLY_BYTES};
 use server::BrokerClient;
 
@@ -57,8 +57,8 @@ pub struct PerfBroker {
 
 impl PerfBroker {
     /// Forks the broker from the calling process, which must be single-threaded. `signal` is the
-    /// only signal that its events can send. `give_up` drops all privileges of the broker except
-    /// the right to open events.
+    /// only signal that events opened by the broker can send. The broker calls `give_up` to drop
+    /// all of its privileges except the right to open events.
     ///
     /// # Errors
     /// Returns a [`ServiceStartError`] if the process cannot be started or its filter cannot be
@@ -79,7 +79,7 @@ impl PerfBroker {
             .otherwise()
             .map(|otherwise| filter::compile(&list, otherwise))
             .transpose()
-            .map_err(|e| SandboxError::Compile(ThreadKind::Starter, e))?;
+            .map_err(|e| SandboxError::Compile(SandboxedThreadKind::Starter, e))?;
         let service = ServiceProcess {
             name: NAME,
             filters: filters.as_slice(),
@@ -109,8 +109,8 @@ impl PerfBroker {
         self.signal
     }
 
-    /// Opens an event on thread `tid` of this process, in the group of `leader` if given. Overflows
-    /// send the broker's signal to thread `receiver`.
+    /// Opens an event on thread `tid` of this process, in the group of `leader` if given. When the
+    /// event overflows, the kernel sends the broker's signal to thread `receiver`.
     ///
     /// # Errors
     /// Returns [`PerfBrokerError::Refused`] with `EPERM` if the event is not permitted, `ESRCH` if

@@ -1,18 +1,19 @@
 //! PID namespace of a VM, and the supervisor process outside it.
 //!
-//! [`Supervisor::start`] forks. The child continues as PID 1 of a new PID namespace and runs the
-//! VM. Neither the child nor any process that it starts can see or signal a process outside. The
-//! parent becomes the supervisor, which is the process known to the VM's starter. The supervisor
-//! forwards stop signals to the VM, handles its reports, and exits with its status. If either of
-//! the two processes exits, the other one exits too. The VM has its own process group, because a
-//! process can signal all members of its group, even outside its namespace (`kill(2)` with 0). If
-//! the VM reads the terminal, the supervisor makes that group the terminal's foreground group.
+//! [`PidNamespaceSupervisor::start`] forks. The child continues as PID 1 of a new PID namespace and
+//! runs the VM. Neither the child nor any process that it starts can see or signal a process
+//! outside the namespace. The parent becomes the supervisor. To the process that started the VM,
+//! the supervisor is the VM's process. It forwards stop signals to the VM, handles the VM's
+//! reports, and exits with the VM's status. If either of the two processes exits, the other one
+//! exits too. The VM has its own process group, because a process can signal all members of its
+//! group, even outside its namespace (`kill(2)` with 0). If the VM reads the terminal, the
+//! supervisor makes the VM's process group the foreground group of the terminal.
 //!
-//! For a user who may not create a PID namespace, a user namespace is created with it
-//! ([`crate::separate`]).
+//! If the user may not create a PID namespace, a user namespace is created as well, in which the
+//! user may ([`crate::separate`]).
 //!
-//! IDs inside the namespace are meaningless to operators. [`host_pid`] and [`host_tid`] return the
-//! IDs that are valid outside.
+//! Process IDs inside the namespace are meaningless to operators. [`host_pid`] and [`host_tid`]
+//! return the IDs that are valid outside.
 #![expect(unsafe_code, reason = "fork(2), signals and what a process does after a fork")]
 
 use std::cell::Cell;
@@ -34,7 +35,7 @@ use seccompiler::{BpfProgram, apply_filter};
 use crate::namespaces::{UserNamespaceError, own_users, unshare};
 use crate::service::{UNFIT, keep_only_descriptors, leave, trim_heap};
 use crate::start::SandboxError;
-use crate::{ProcessConfinement, ThreadKind, files, filter, lists};
+use crate::{ProcessConfinement, SandboxedThreadKind, files, filter, lists};
 
 /// Process name, as displayed by `ps`.
 const NAME: &CStr = c"vm-supervisor";
@@ -43,13 +44,14 @@ const FORWARDED: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 /// Other signals that the supervisor handles, for the exit of a child and the job control of a
 /// shell.
 const HANDLED: [libc::c_int; 3] = [libc::SIGCHLD, libc::SIGTSTP, libc::SIGCONT];
-/// Signals without effect on a running VM whose default action would terminate or stop the
-/// supervisor.
+/// Signals that the supervisor ignores. They have no effect on a running VM, but their default
+/// action would terminate or stop the supervisor.
 const IGNORED: [libc::c_int; 4] = [libc::SIGUSR1, libc::SIGUSR2, libc::SIGIO, libc::SIGTTOU];
 /// `SI_QUEUE` of `sigaction(2)`, which indicates that the signal was sent with
 /// `rt_sigqueueinfo(2)`.
 const SI_QUEUE: libc::c_int = -1;
-/// Message from the VM to the supervisor: from now on, the VM exits with the supervisor.
+/// Message with which the VM tells the supervisor that from now on the VM exits when the supervisor
+/// exits.
 const BOUND: u8 = b'B';
 
 /// Error returned when a VM cannot run in a PID namespace.
@@ -81,10 +83,10 @@ struct HostIds {
     of_a_user: bool,
 }
 
-/// IDs outside the namespace, which are set in a process of a PID namespace.
+/// IDs of this process outside its PID namespace. Unset if the process is not in such a namespace.
 static HOST_IDS: OnceLock<HostIds> = OnceLock::new();
 
-/// Returns whether this process has a PID namespace with its own user namespace.
+/// Returns whether a user namespace was created together with the PID namespace of this process.
 pub(crate) fn has_user_namespace() -> bool {
     HOST_IDS.get().is_some_and(|ids| ids.of_a_user)
 }
@@ -131,12 +133,12 @@ pub fn is_forwarded(info: &libc::siginfo_t) -> bool {
     info.si_code == SI_QUEUE
 }
 
-/// The VM's connection to its supervisor.
+/// The connection of a VM to its supervisor.
 #[derive(Debug)]
 pub struct SupervisorLink(UnixStream);
 
 impl SupervisorLink {
-    /// Sends a report to the supervisor, which passes it to [`Supervisor::report`].
+    /// Sends a report to the supervisor, which passes it to [`PidNamespaceSupervisor::report`].
     ///
     /// # Errors
     /// Returns an error if `write(2)` fails.
@@ -146,7 +148,7 @@ impl SupervisorLink {
 }
 
 /// Configuration of the supervisor.
-pub struct Supervisor<'a> {
+pub struct PidNamespaceSupervisor<'a> {
     /// Restrictions of the supervisor.
     pub confinement: ProcessConfinement,
     /// Function that drops all privileges of the supervisor. Returns whether it succeeded.
@@ -155,20 +157,21 @@ pub struct Supervisor<'a> {
     pub terminal: bool,
     /// Descriptor that `report` uses.
     pub kept: Option<BorrowedFd<'a>>,
-    /// Handler for a report from the VM. It may only write to `kept`.
+    /// Handler that the supervisor calls for a report from the VM. The handler may only write to
+    /// the descriptor `kept`.
     pub report: &'a dyn Fn(u8),
 }
 
-impl Supervisor<'_> {
-    /// Creates a PID namespace and returns in its first process, which leaves the stop signals
-    /// blocked. The calling process becomes the supervisor and does not return. It must be
+impl PidNamespaceSupervisor<'_> {
+    /// Creates a PID namespace and returns in its first process, in which the stop signals are
+    /// still blocked. The calling process becomes the supervisor and does not return. It must be
     /// single-threaded and already have the VM's user.
     ///
     /// Without `CAP_SYS_ADMIN`, both processes move to a user namespace that maps only this user.
     /// The only capability that they keep in it is `CAP_SYS_ADMIN`, with which the VM can create
-    /// the jail's other namespaces. Returns `None` in the calling process if this user may not
-    /// create a user namespace, or has `CAP_PERFMON`, which has no effect on events from a user
-    /// namespace.
+    /// the other namespaces of its jail. Returns `None` in the calling process, without a new
+    /// process, in two cases: if this user may not create a user namespace, or if the process has
+    /// `CAP_PERFMON`, which has no effect on perf events inside a user namespace.
     ///
     /// # Errors
     /// Returns [`PidNamespaceError::Namespace`] if the kernel has no PID namespace for this
@@ -272,10 +275,11 @@ impl Supervisor<'_> {
             .otherwise()
             .map(|otherwise| filter::compile(&list, otherwise))
             .transpose()
-            .map_err(|e| SandboxError::Compile(ThreadKind::Starter, e))
+            .map_err(|e| SandboxError::Compile(SandboxedThreadKind::Starter, e))
     }
 
-    /// Handles the reports that have arrived. Returns whether further reports can follow.
+    /// Handles the reports from the VM that have arrived. Returns whether further reports can
+    /// follow.
     fn pass_reports(&self, link: &UnixStream) -> bool {
         let mut reports = [0; 16];
         loop {
@@ -318,7 +322,7 @@ fn enter_namespaces() -> Result<Option<bool>, PidNamespaceError> {
     }
 }
 
-/// Makes this process exit with its supervisor, and waits until the supervisor is confined.
+/// Makes this process exit when its supervisor exits, and waits until the supervisor is confined.
 fn bind_to_supervisor(
     mut link: UnixStream,
     supervisor: u32,
@@ -396,7 +400,7 @@ fn next_signal(signals: &OwnedFd) -> Option<libc::c_int> {
     (usize::try_from(count) == Ok(size)).then_some(info.ssi_signo.cast_signed())
 }
 
-/// Waits for a signal or a report.
+/// Waits until a signal or a report from the VM arrives.
 fn wait_readable(signals: &OwnedFd, link: Option<&UnixStream>) -> io::Result<()> {
     // poll(2) ignores a negative descriptor.
     let mut fds = [signals.as_raw_fd(), link.map_or(-1, AsRawFd::as_raw_fd)].map(|fd| libc::pollfd {
@@ -446,7 +450,7 @@ fn send(pid: libc::pid_t, signal: libc::c_int) {
     unsafe { libc::kill(pid, signal) };
 }
 
-/// Stops the VM and this process, as the default action of SIGTSTP would do, until SIGCONT.
+/// Stops the VM and this process until SIGCONT arrives, as the default action of SIGTSTP would do.
 fn stop_with(vm: libc::pid_t) {
     send(vm, libc::SIGSTOP);
     send(own_pid(), libc::SIGTSTP);
@@ -472,12 +476,14 @@ impl Terminal {
         controls.then_some(Self { fd, job })
     }
 
-    /// Makes the VM's process group the foreground group if the job is in the foreground.
+    /// Makes the VM's process group the foreground group of the terminal, if the shell job is in
+    /// the foreground.
     fn hand_over(&self, vm: libc::pid_t) {
         self.change(self.job, vm);
     }
 
-    /// Makes the job the foreground group if the VM's process group is the foreground group.
+    /// Makes the shell job the foreground group of the terminal again, if the VM's process group is
+    /// in the foreground.
     fn take_back(&self, vm: libc::pid_t) {
         self.change(vm, self.job);
     }

@@ -1,9 +1,9 @@
 //! Drops the privileges of the process before its guest runs. The process keeps its open
-//! descriptors and no capability. The perf event broker keeps only `CAP_PERFMON`.
+//! descriptors and no capability. Only the perf event broker keeps `CAP_PERFMON`.
 //!
-//! Capabilities are per thread (capabilities(7)). The main thread drops its own before it starts
-//! the threads of vCPUs, devices and servers, which inherit the rest. Threads that already exist
-//! call [`drop_thread_capabilities`] themselves.
+//! Capabilities belong to a thread (capabilities(7)). The main thread drops its capabilities before
+//! it starts the threads of vCPUs, devices and servers, which inherit the reduced set. Threads that
+//! already exist call [`drop_thread_capabilities`] themselves.
 
 use std::fs;
 use std::io;
@@ -19,7 +19,7 @@ use rustix::thread::{
 
 /// File with the number of the kernel's last capability (capabilities(7), since Linux 3.2).
 const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
-/// Assumed last capability if the file is missing, which is that of Linux 5.9.
+/// Last capability that is assumed to exist if the file is missing: that of Linux 5.9.
 const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trailing_zeros();
 
 /// Link that identifies the user namespace of this process (namespaces(7)).
@@ -34,9 +34,9 @@ pub struct PrivilegeError(&'static str, #[source] io::Error);
 
 /// Drops all capabilities of this thread and of the threads that it starts later. Executed programs
 /// cannot gain privileges (`no_new_privs`). Other processes of the user can neither read the memory
-/// of this process, which includes the guest's, nor attach a debugger (`PR_SET_DUMPABLE`). If
-/// `CAP_IPC_LOCK` exempted ring memory from `RLIMIT_MEMLOCK`, the limit is raised so that ring
-/// memory remains exempt.
+/// of this process, which includes the guest's memory, nor attach a debugger (`PR_SET_DUMPABLE`).
+/// If ring memory was exempt from `RLIMIT_MEMLOCK` because of `CAP_IPC_LOCK`, the limit is raised
+/// so that ring memory can still be locked.
 ///
 /// # Errors
 /// Returns a [`PrivilegeError`] if a system call fails.
@@ -62,9 +62,10 @@ pub fn drop_privileges() -> Result<(), PrivilegeError> {
 
 /// Disables core dumps of this process and its child processes.
 ///
-/// The limit is one byte. A core file requires at least one page, so none is written. With a limit
-/// of one byte, the kernel also skips a piped `core_pattern`, which it would run with a limit of 0
-/// (Linux, `fs/coredump.c`). The limit persists across `execve(2)`. A failure is logged.
+/// The limit is set to one byte. A core file requires at least one page, so none is written. With a
+/// limit of one byte, the kernel does not start a program given by a piped `core_pattern` either,
+/// which it would do with a limit of 0 (Linux, `fs/coredump.c`). The limit persists across
+/// `execve(2)`. A failure is logged.
 pub fn forbid_core_dumps() {
     // Raising a hard limit of 0 would require a capability.
     let bytes = getrlimit(Resource::Core).maximum.map_or(1, |most| most.min(1));
@@ -88,14 +89,14 @@ pub fn drop_thread_capabilities() {
     }
 }
 
-/// Drops all privileges of this single-threaded process, which must not open perf events. Returns
-/// whether this succeeded.
+/// Drops all privileges of this process, which must be single-threaded and must not need to open
+/// perf events. Returns whether this succeeded.
 pub fn drop_all_privileges() -> bool {
     drop_privileges_except(CapabilitySet::empty())
 }
 
-/// Drops all privileges like [`drop_all_privileges`], but keeps `CAP_PERFMON` if the process has
-/// it, for a process that opens perf events.
+/// Drops all privileges of this process, which opens perf events, like [`drop_all_privileges`].
+/// Keeps only `CAP_PERFMON`, if the process has it.
 pub fn drop_privileges_except_perfmon() -> bool {
     drop_privileges_except(CapabilitySet::PERFMON)
 }
@@ -114,9 +115,10 @@ pub fn has_perfmon_capability() -> bool {
     has && fs::read_link(USER_NAMESPACE).is_ok_and(|link| link.as_os_str() == INITIAL_USER_NAMESPACE)
 }
 
-/// Runs `run` in a thread with no capability except `CAP_PERFMON`, which corresponds to the
-/// privileges of the process that opens events for a running VM, and runs `meanwhile` in the
-/// current thread. If the thread cannot drop its capabilities, runs both in the current thread.
+/// Runs `run` in a new thread that has no capability except `CAP_PERFMON`, and runs `meanwhile` in
+/// the current thread. The new thread has the same privileges as the process that opens events for
+/// a running VM. If the thread cannot drop its capabilities, runs both functions in the current
+/// thread.
 pub fn with_perfmon_capability<T: Send, U>(
     run: impl Fn() -> T + Sync,
     meanwhile: impl FnOnce() -> U,
@@ -129,8 +131,9 @@ pub fn with_perfmon_capability<T: Send, U>(
     (limited.unwrap_or_else(run), result)
 }
 
-/// Runs `run` while this single-threaded process is not dumpable, as while a guest is running, so
-/// that other processes of its user cannot access it.
+/// Runs `run` while this process, which must be single-threaded, is not dumpable. Other processes
+/// of its user then cannot access it. A VM's process is in the same state while its guest is
+/// running.
 pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
     let before = dumpable_behavior();
     let hidden = set_dumpable_behavior(DumpableBehavior::NotDumpable);
@@ -141,7 +144,7 @@ pub fn while_not_dumpable<T>(run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Returns the result of `is_denied` in a thread of this process without capabilities, or `true` if
+/// Calls `is_denied` in a new thread without capabilities and returns its result. Returns `true` if
 /// the thread panics.
 pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -> bool {
     std::thread::scope(|scope| {
@@ -150,8 +153,8 @@ pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -
     })
 }
 
-/// Keeps the capabilities in `set` that this thread has, for the thread itself and the threads that
-/// it starts.
+/// Drops all capabilities of this thread except those in `set`. The thread, and the threads that it
+/// starts, keep a capability in `set` only if this thread has it.
 fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     let has = capabilities(None)?;
     if has.effective.contains(CapabilitySet::SETPCAP) {

@@ -2,18 +2,18 @@
 
 use syscalls::Sysno;
 
-/// Condition on one argument, counted from 0. Filters only see register values and cannot
-/// dereference pointers.
+/// Condition on one argument of a system call. Arguments are counted from 0. Filters only see
+/// register values and cannot dereference pointers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ArgumentCheck {
     /// The low 32 bits are equal to the value.
     Is(u8, u32),
     /// The low 32 bits differ from the value.
     Not(u8, u32),
-    /// None of these bits is set. Applies to the low 32 bits.
+    /// None of the bits in the mask is set. Only the low 32 bits of the argument are checked.
     Without(u8, u64),
-    /// Exactly the bits in the second mask are set among those in the first. Applies to the low 32
-    /// bits.
+    /// Of the bits in the first mask, exactly those in the second mask are set. Only the low 32
+    /// bits of the argument are checked.
     Bits(u8, u64, u64),
 }
 
@@ -54,8 +54,8 @@ pub(crate) fn one_of(call: Sysno, argument: u8, values: &[u32]) -> Vec<AllowedSy
     }]
 }
 
-/// Permits `ioctl(2)` with these requests, given by type and number (ioctl(2), `_IOC`). Only the
-/// kernel checks the direction and the size.
+/// Permits `ioctl(2)` with requests of type `kind` and the given numbers (ioctl(2), `_IOC`). The
+/// filter ignores the direction and the size in a request, which the kernel checks.
 pub(crate) fn ioctls(kind: u8, numbers: &[u8]) -> Vec<AllowedSyscall> {
     let request = |number: &u8| {
         vec![ArgumentCheck::Bits(

@@ -1,6 +1,6 @@
-//! Service processes of a VM that exit with it. Each is forked while the VM's process is
-//! single-threaded and confines itself immediately to one socket, one filter and the privileges
-//! that its task requires.
+//! Service processes of a VM, which exit with the VM. Each is forked while the VM's process is
+//! single-threaded, and immediately confines itself to one socket, one seccomp filter and the
+//! privileges that its task requires.
 #![expect(unsafe_code, reason = "fork(2), and what a process does behind it")]
 
 use std::ffi::CStr;
@@ -25,15 +25,17 @@ pub(crate) struct ServiceProcess<'a> {
     pub(crate) filters: &'a [BpfProgram],
     /// `true` to apply landlock rules that allow no file.
     pub(crate) landlock: bool,
-    /// `true` if landlock must not restrict the signals of events that the process opens.
+    /// `true` if landlock must not restrict the signals that perf events opened by this process
+    /// send.
     pub(crate) signals: bool,
     /// Function that drops the process's privileges. Returns whether it succeeded.
     pub(crate) give_up: fn() -> bool,
 }
 
 impl ServiceProcess<'_> {
-    /// Forks the process, which keeps `socket` as its only descriptor, calls `prepare`, confines
-    /// itself, and exits when `serve` returns. The calling thread must be the only one.
+    /// Forks the service process. It closes all descriptors except `socket`, calls `prepare`,
+    /// confines itself, calls `serve`, and exits when `serve` returns. The calling thread must be
+    /// the only one of its process.
     ///
     /// # Errors
     /// Returns an error if `fork(2)` fails.
@@ -81,15 +83,15 @@ impl ServiceProcess<'_> {
     }
 }
 
-/// Terminates this process without running destructors or exit handlers, which belong to its
-/// parent.
+/// Terminates this process without running destructors or exit handlers, because these belong to
+/// the parent from which it was forked.
 pub(crate) fn leave(status: i32) -> ! {
     // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(status) }
 }
 
-/// Returns free heap memory inherited from the parent to the host, because this process is mostly
-/// idle.
+/// Returns free heap memory, which was inherited from the parent, to the host. This process is
+/// mostly idle and does not need it.
 pub(crate) fn trim_heap() {
     // SAFETY: the call takes a number.
     #[cfg(target_env = "gnu")]
@@ -107,7 +109,7 @@ pub(crate) fn exit_with_parent(name: &CStr) {
     }
 }
 
-/// Closes all descriptors except `kept`. Standard streams are redirected to a pipe without a
+/// Closes all descriptors except `kept`. Redirects the standard streams to a pipe that has no
 /// reader.
 pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
     // SAFETY: the call takes a descriptor and numbers.
@@ -121,9 +123,9 @@ pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
-/// Closes all descriptors except `kept`, which must not be standard streams. Standard streams are
-/// redirected to a pipe without a reader. Neither the owners of the closed descriptors nor their
-/// destructors may be used in this process, which [`leave`] terminates.
+/// Closes all descriptors except `kept`, which must not be standard streams. Redirects the standard
+/// streams to a pipe that has no reader. Values that own a closed descriptor must neither be used
+/// nor dropped in this process afterwards, so the process must end with [`leave`].
 pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
     let (_, nowhere) = io::pipe()?;
     // SAFETY: the calls take descriptors and numbers.

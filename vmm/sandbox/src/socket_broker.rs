@@ -4,13 +4,13 @@
 //! No thread of a running VM may create a socket, connect, or remove a file, because seccomp
 //! filters cannot check paths, and landlock does not restrict connections. A compromised thread
 //! could otherwise reach the control sockets of other VMs. [`SocketBroker::start`] therefore forks
-//! a process before any guest data is loaded. The VM registers destinations during start-up until
-//! it calls [`SocketBroker::seal`]. From then on, the broker accepts fixed-size requests with two
-//! numbers: the destination and its port. The broker reads no paths and no guest data after the
-//! seal.
+//! a process before any guest data is loaded. During start-up, the VM registers the destinations to
+//! which it will connect, until it calls [`SocketBroker::seal`]. From then on, the broker accepts
+//! only fixed-size requests with two numbers: the destination and its port. The broker reads no
+//! paths and no guest data after the seal.
 //!
-//! The broker briefly outlives the VM, regardless of how the VM exits. Closing the VM's socket
-//! notifies the broker.
+//! The broker outlives the VM for a short time, regardless of how the VM exits, because the closing
+//! of the VM's socket tells the broker that the VM has exited.
 #![expect(
     unsafe_code,
     reason = "fork(2), socket(2), connect(2) and what a process does after a fork"
@@ -35,7 +35,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::paths::{self, PrivilegedDirectory};
 use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
 use crate::start::{SandboxError, SeccompMode};
-use crate::{ProcessConfinement, ServiceStartError, ThreadKind, files, filter, lists};
+use crate::{ProcessConfinement, SandboxedThreadKind, ServiceStartError, files, filter, lists};
 
 /// Process name, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"socket-broker";
@@ -48,11 +48,13 @@ const MAX_NAME: usize = 107;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum BrokerOperation {
-    /// Registers a destination with exactly this name. The directory is passed as a descriptor.
+    /// Registers a destination: the socket with exactly this name. The directory of the socket is
+    /// passed as a descriptor.
     AddExact = b'E',
-    /// Registers destinations with this name followed by an underscore and a port.
+    /// Registers a set of destinations: the sockets whose name consists of this name, an underscore
+    /// and a port.
     AddNumbered = b'N',
-    /// Registers a socket of the VM for removal.
+    /// Registers a socket that the VM has created, to be removed when the VM exits.
     RemoveAtEnd = b'R',
     /// Ends the registration.
     Seal = b'S',
@@ -74,7 +76,7 @@ impl BrokerOperation {
     }
 }
 
-/// A message from the VM. A name is allowed only before the seal.
+/// A message from the VM. After `SocketBroker::seal`, messages may no longer contain a name.
 struct BrokerRequest {
     operation: BrokerOperation,
     destination: u16,
@@ -97,7 +99,7 @@ impl BrokerRequest {
         bytes
     }
 
-    /// Returns `None` for a malformed message.
+    /// Decodes a message. Returns `None` if it is malformed.
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let name = bytes[8..].get(..bytes[1].into())?;
         Some(Self {
@@ -126,8 +128,9 @@ pub struct SocketDestination {
 }
 
 impl SocketDestination {
-    /// Connects to the socket of `port`, which is ignored for a single socket. The returned socket
-    /// is non-blocking. A symbolic link at the socket's path is rejected.
+    /// Connects to this destination. For a set of sockets, `port` selects the socket; for a single
+    /// socket, it is ignored. The returned socket is non-blocking. A symbolic link at the socket's
+    /// path is rejected.
     ///
     /// # Errors
     /// Returns an error if `connect(2)` fails, or [`ErrorKind::NotConnected`] if the broker has
@@ -146,7 +149,7 @@ impl SocketDestination {
 
 impl SocketBroker {
     /// Forks the broker from this process, which must have no thread other than the calling one.
-    /// `give_up` drops the broker's privileges.
+    /// The broker calls `give_up` to drop its privileges.
     ///
     /// # Errors
     /// Returns a [`ServiceStartError`] if the process cannot be started or its filters cannot be
@@ -161,7 +164,7 @@ impl SocketBroker {
             .and_then(|()| ours.set_write_timeout(Some(ANSWER_LIMIT)))
             .map_err(os("setsockopt"))?;
         let filters = filters(confinement.seccomp)
-            .map_err(|e| ServiceStartError::Sandbox(SandboxError::Compile(ThreadKind::Socket, e)))?;
+            .map_err(|e| ServiceStartError::Sandbox(SandboxError::Compile(SandboxedThreadKind::Socket, e)))?;
         // SAFETY: no other thread exists, as the documentation requires, so all memory of the child
         // is consistent and no lock is held by another thread.
         match unsafe { libc::fork() } {
@@ -188,7 +191,8 @@ impl SocketBroker {
         self.name(BrokerOperation::AddExact, paths::resolve_socket(path)?)
     }
 
-    /// Registers the sockets at `path` followed by an underscore and a port.
+    /// Registers a set of sockets as a destination: those whose path consists of `path`, an
+    /// underscore and a port.
     ///
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`].
@@ -196,8 +200,8 @@ impl SocketBroker {
         self.name(BrokerOperation::AddNumbered, PrivilegedDirectory::of(path)?)
     }
 
-    /// Registers the socket at `path` for removal when the VM exits, provided that it is still the
-    /// same file.
+    /// Registers the socket at `path` for removal when the VM exits. The broker removes it only if
+    /// it is still the same file.
     ///
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`], and [`ErrorKind::PermissionDenied`] if the
@@ -286,7 +290,8 @@ impl Drop for SocketBroker {
     }
 }
 
-/// Sends a request. Returns the number in the answer, negative for an error, and the passed socket.
+/// Sends a request to the broker. Returns the number in the response, which is negative for an
+/// error, and the socket that the broker has passed, if any.
 fn exchange(
     stream: &mut UnixStream,
     request: &BrokerRequest,
@@ -339,14 +344,15 @@ fn filters(mode: SeccompMode) -> Result<Vec<BpfProgram>, seccompiler::BackendErr
     }
 }
 
-/// A file name in a directory.
+/// A socket, given by its directory and its file name.
 struct NamedSocket {
     directory: OwnedFd,
     name: OsString,
 }
 
 impl NamedSocket {
-    /// Opens the file by path only and checks that it is a socket.
+    /// Opens the socket file with a descriptor that only refers to its path, and checks that the
+    /// file is a socket.
     fn open_socket_path(&self, name: &OsStr) -> io::Result<OwnedFd> {
         let file = openat(&self.directory, name, lists::PATH_ONLY, Mode::empty())?;
         match FileType::from_raw_mode(fstat(&file)?.st_mode) {
@@ -364,9 +370,11 @@ impl NamedSocket {
 /// Sockets that the VM has registered.
 #[derive(Default)]
 struct RegisteredSockets {
-    /// Destinations, with `true` if the port is part of the name.
+    /// Registered destinations, each with `true` if the name is completed by an underscore and a
+    /// port.
     destinations: Vec<(NamedSocket, bool)>,
-    /// Sockets to remove, with their device and inode numbers.
+    /// The VM's own sockets, which are removed when it exits, each with its device and inode
+    /// number.
     own: Vec<(NamedSocket, (u64, u64))>,
 }
 

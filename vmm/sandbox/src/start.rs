@@ -10,8 +10,8 @@ use std::thread::{Builder, JoinHandle};
 
 use seccompiler::{BpfProgram, SeccompAction, apply_filter};
 
-use crate::kind::{PerfEventAccess, ThreadKind};
-use crate::violation::{self, SignalSafeLine, TerminationActions};
+use crate::kind::{PerfEventAccess, SandboxedThreadKind};
+use crate::violation::{self, SeccompTerminationActions, SignalSafeLine};
 use crate::{files, filter, lists};
 
 /// Stack size of the starter thread, in bytes.
@@ -66,12 +66,12 @@ pub enum SandboxError {
         --seccomp off"
     )]
     NoFilters,
-    /// A list could not be compiled.
+    /// A system call list could not be compiled to a filter.
     #[error("the filter of {0} threads")]
-    Compile(ThreadKind, #[source] seccompiler::BackendError),
+    Compile(SandboxedThreadKind, #[source] seccompiler::BackendError),
     /// The kernel rejected a filter.
     #[error("the kernel rejected the filter of {0} threads")]
-    Apply(ThreadKind, #[source] seccompiler::Error),
+    Apply(SandboxedThreadKind, #[source] seccompiler::Error),
     /// The SIGSYS handler could not be installed.
     #[error("sigaction(SIGSYS) failed")]
     Signal(#[source] io::Error),
@@ -91,14 +91,15 @@ struct ThreadRequest {
 
 /// Filters of one thread kind.
 struct KindFilters {
-    /// Filter that makes calls fail with an error; `None` in a mode that executes all calls.
+    /// Filter that makes certain calls fail with an error; `None` in a mode in which all calls are
+    /// executed.
     refuse: Option<BpfProgram>,
-    /// Filter with the allow-list, which includes the calls that fail with an error.
+    /// Filter with the allow-list. It also allows the calls that the filter `refuse` makes fail.
     allow: BpfProgram,
 }
 
 struct Sandbox {
-    /// Filters in the order of [`ThreadKind::ALL`].
+    /// Filters in the order of [`SandboxedThreadKind::ALL`].
     programs: Vec<KindFilters>,
     without_clone3: BpfProgram,
     /// Channel to the starter thread, set once it exists.
@@ -108,7 +109,7 @@ struct Sandbox {
 /// Sandbox of this process, which is unset if there are no filters.
 static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 
-/// Compiles the filters. Later calls of [`enter`] and [`confine`] apply them, and a violation
+/// Compiles the filters. [`enter`] and [`confine`] apply them later. A violation of a filter
 /// terminates the process as specified by `will`. `counting` determines which threads may open perf
 /// events. Call this once, before the first thread enters the sandbox.
 ///
@@ -118,7 +119,7 @@ static SANDBOX: OnceLock<Sandbox> = OnceLock::new();
 pub fn begin(
     mode: SeccompMode,
     counting: PerfEventAccess,
-    will: TerminationActions,
+    will: SeccompTerminationActions,
 ) -> Result<(), SandboxError> {
     let otherwise = match mode {
         SeccompMode::Off => return Ok(()),
@@ -146,12 +147,12 @@ pub fn begin(
             })
             .map_err(|e| SandboxError::Compile(kind, e))
     };
-    let programs = ThreadKind::ALL
+    let programs = SandboxedThreadKind::ALL
         .into_iter()
         .map(program)
         .collect::<Result<_, _>>()?;
     let without_clone3 =
-        filter::without_clone3().map_err(|e| SandboxError::Compile(ThreadKind::Starter, e))?;
+        filter::without_clone3().map_err(|e| SandboxError::Compile(SandboxedThreadKind::Starter, e))?;
     let _ = SANDBOX.set(Sandbox {
         programs,
         without_clone3,
@@ -161,9 +162,9 @@ pub fn begin(
 }
 
 impl Sandbox {
-    fn apply(&self, kind: ThreadKind) -> Result<(), SandboxError> {
+    fn apply(&self, kind: SandboxedThreadKind) -> Result<(), SandboxError> {
         violation::set_thread_kind(kind);
-        let program = ThreadKind::ALL.into_iter().zip(&self.programs);
+        let program = SandboxedThreadKind::ALL.into_iter().zip(&self.programs);
         program
             .filter(|(of, _)| *of == kind)
             .try_for_each(|(_, program)| {
@@ -180,7 +181,7 @@ impl Sandbox {
 /// Applies the filter of `kind` to the calling thread, if the process has a sandbox. Terminates the
 /// process if the thread cannot be confined, because the thread must not run with excess
 /// privileges.
-pub fn enter(kind: ThreadKind) {
+pub fn enter(kind: SandboxedThreadKind) {
     violation::set_thread_kind(kind);
     // Apply landlock rules first, because the filter does not allow the required calls.
     if let Err(e) = files::enter(kind) {
@@ -210,8 +211,9 @@ fn not_confined(e: &dyn std::error::Error) {
     violation::end(&line);
 }
 
-/// Applies the main thread's filter to the calling thread and creates the starter, which starts all
-/// later threads. Existing threads are unaffected and call [`enter`] themselves.
+/// Applies the main thread's filter to the calling thread and creates the starter thread, which
+/// creates all later threads. Other existing threads are unaffected and must call [`enter`]
+/// themselves.
 ///
 /// # Errors
 /// Returns a [`SandboxError`] on failure, in which case the calling thread may be partially
@@ -220,14 +222,15 @@ pub fn confine() -> Result<(), SandboxError> {
     let Some(sandbox) = SANDBOX.get() else {
         return Ok(());
     };
-    apply_filter(&sandbox.without_clone3).map_err(|e| SandboxError::Apply(ThreadKind::Starter, e))?;
-    sandbox.apply(ThreadKind::Starter)?;
+    apply_filter(&sandbox.without_clone3)
+        .map_err(|e| SandboxError::Apply(SandboxedThreadKind::Starter, e))?;
+    sandbox.apply(SandboxedThreadKind::Starter)?;
     let (ask, asked) = channel::<ThreadRequest>();
     Builder::new()
         .name("starter".into())
         .stack_size(STARTER_STACK_BYTES)
         .spawn(move || {
-            violation::set_thread_kind(ThreadKind::Starter);
+            violation::set_thread_kind(SandboxedThreadKind::Starter);
             for ThreadRequest { builder, run, reply } in asked {
                 // The requester may have given up, but the thread runs anyway.
                 let _ = reply.send(builder.spawn(run));
@@ -235,7 +238,7 @@ pub fn confine() -> Result<(), SandboxError> {
         })
         .map_err(SandboxError::Starter)?;
     let _ = sandbox.starter.set(Mutex::new(ask));
-    sandbox.apply(ThreadKind::Main)
+    sandbox.apply(SandboxedThreadKind::Main)
 }
 
 /// Starts a thread with the filter of `kind`.
@@ -243,27 +246,27 @@ pub fn confine() -> Result<(), SandboxError> {
 /// # Errors
 /// Returns the same errors as [`Builder::spawn`].
 pub fn spawn(
-    kind: ThreadKind,
+    kind: SandboxedThreadKind,
     builder: Builder,
     run: impl FnOnce() + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
     spawn_prepared(kind, builder, || (), run)
 }
 
-/// Starts a thread like [`spawn`] that calls `prepare` before its own filter is applied. `prepare`
-/// may make the calls of any thread kind.
+/// Starts a thread like [`spawn`]. The new thread calls `prepare` before the filter of `kind` is
+/// applied, so `prepare` may make the calls of any thread kind.
 ///
 /// # Errors
 /// Returns the same errors as [`Builder::spawn`].
 pub fn spawn_prepared(
-    kind: ThreadKind,
+    kind: SandboxedThreadKind,
     builder: Builder,
     prepare: impl FnOnce() + Send + 'static,
     run: impl FnOnce() + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
     let run = move || {
         // The thread still has the filter inherited from the starter.
-        violation::set_thread_kind(ThreadKind::Starter);
+        violation::set_thread_kind(SandboxedThreadKind::Starter);
         prepare();
         enter(kind);
         run();

@@ -1,12 +1,12 @@
 //! System call filters of each thread kind as data, for the documentation and for tests that
-//! compare the filters of a running VM.
+//! compare this data with the filters of a running VM.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use syscalls::Sysno;
 
-use crate::kind::{PerfEventAccess, ThreadKind};
+use crate::kind::{PerfEventAccess, SandboxedThreadKind};
 use crate::lists;
 use crate::rules::{AllowedSyscall, ArgumentCheck};
 
@@ -26,7 +26,7 @@ pub enum SystemCallOutcome {
 /// Returns the result of system call `call` by a thread of `kind` in process `pid`.
 #[must_use]
 pub fn outcome(
-    kind: ThreadKind,
+    kind: SandboxedThreadKind,
     counting: PerfEventAccess,
     pid: u32,
     call: i64,
@@ -66,7 +66,7 @@ impl ArgumentCheck {
         }
     }
 
-    /// Returns the condition as text. Arguments are counted from 1.
+    /// Returns the condition as text for the documentation, in which arguments are counted from 1.
     fn words(self) -> String {
         let number = |value: u64| match value {
             OWN => "own process".to_owned(),
@@ -86,10 +86,11 @@ impl ArgumentCheck {
 /// Placeholder for the VM's process ID.
 const OWN: u64 = 0x7fff_fffe;
 
-/// Results of a call with one form of arguments, in the order of [`ThreadKind::ALL`].
-type CallOutcomes = [Option<SystemCallOutcome>; ThreadKind::ALL.len()];
+/// Results of a call with one form of arguments, in the order of [`SandboxedThreadKind::ALL`].
+type CallOutcomes = [Option<SystemCallOutcome>; SandboxedThreadKind::ALL.len()];
 
-/// Formats the filters of all kinds as a Markdown table. A call without an entry terminates the VM.
+/// Formats the filters of all thread kinds as a Markdown table. A call that the table does not
+/// contain terminates the VM.
 #[must_use]
 pub fn markdown(counting: PerfEventAccess) -> String {
     let mut text = String::from("| system calls | arguments | threads |\n|---|---|---|\n");
@@ -105,7 +106,8 @@ pub fn markdown(counting: PerfEventAccess) -> String {
     text
 }
 
-/// Lists the thread kinds that may make a call, and those for which it fails.
+/// Lists the thread kinds that may make a call, and the thread kinds in which it fails with an
+/// error.
 fn threads(outcomes: &CallOutcomes) -> String {
     let labels = [
         (SystemCallOutcome::Allowed, ""),
@@ -113,11 +115,11 @@ fn threads(outcomes: &CallOutcomes) -> String {
         (SystemCallOutcome::Missing, "`ENOSYS`: "),
     ];
     let lists = labels.into_iter().filter_map(|(outcome, label)| {
-        let (with, without): (Vec<_>, Vec<_>) = ThreadKind::ALL
+        let (with, without): (Vec<_>, Vec<_>) = SandboxedThreadKind::ALL
             .into_iter()
             .zip(outcomes)
             .partition(|(_, other)| **other == Some(outcome));
-        let names = |kinds: &[(ThreadKind, _)]| {
+        let names = |kinds: &[(SandboxedThreadKind, _)]| {
             let names: Vec<&str> = kinds.iter().map(|(kind, _)| kind.name()).collect();
             names.join(", ")
         };
@@ -131,7 +133,8 @@ fn threads(outcomes: &CallOutcomes) -> String {
     lists.collect::<Vec<_>>().join("; ")
 }
 
-/// Groups calls with the same arguments and results, and ioctl requests of the same type.
+/// Groups the calls that have the same arguments and outcomes. Of an `ioctl(2)`, requests of the
+/// same type form one group.
 fn grouped(counting: PerfEventAccess) -> BTreeMap<(String, CallOutcomes), Vec<String>> {
     let mut requests: BTreeMap<(u64, CallOutcomes), Vec<u64>> = BTreeMap::new();
     let mut rows: BTreeMap<(String, CallOutcomes), Vec<String>> = BTreeMap::new();
@@ -156,7 +159,7 @@ fn grouped(counting: PerfEventAccess) -> BTreeMap<(String, CallOutcomes), Vec<St
     rows
 }
 
-/// The form of the arguments in a rule.
+/// The form of the arguments in a rule, by which rules are grouped.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum ArgumentForm {
     /// An `ioctl(2)` request, by type and number.
@@ -186,7 +189,7 @@ impl ArgumentForm {
 fn answers(counting: PerfEventAccess) -> BTreeMap<(String, ArgumentForm), CallOutcomes> {
     let mut answers: BTreeMap<(String, ArgumentForm), CallOutcomes> = BTreeMap::new();
     let own = u32::try_from(OWN).unwrap_or(0);
-    for (at, kind) in ThreadKind::ALL.into_iter().enumerate() {
+    for (at, kind) in SandboxedThreadKind::ALL.into_iter().enumerate() {
         let allowed = lists::of(kind, own, counting);
         // A call that is permitted with any arguments needs only one row.
         let any: Vec<Sysno> = allowed
@@ -253,12 +256,12 @@ mod tests {
         let of = |kind, call: Sysno, arguments| {
             outcome(kind, PerfEventAccess::Broker, 7, i64::from(call.id()), arguments)
         };
-        let vcpu = ThreadKind::Vcpu;
+        let vcpu = SandboxedThreadKind::Vcpu;
         assert_eq!(of(vcpu, Sysno::read, [0; 6]), SystemCallOutcome::Allowed);
         assert_eq!(of(vcpu, Sysno::execve, [0; 6]), SystemCallOutcome::Ends);
         assert_eq!(of(vcpu, Sysno::clone3, [0; 6]), SystemCallOutcome::Refused);
         assert_eq!(
-            of(ThreadKind::Starter, Sysno::clone3, [0; 6]),
+            of(SandboxedThreadKind::Starter, Sysno::clone3, [0; 6]),
             SystemCallOutcome::Missing
         );
         assert_eq!(

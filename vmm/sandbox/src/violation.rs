@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use syscalls::Sysno;
 
-use crate::kind::ThreadKind;
+use crate::kind::SandboxedThreadKind;
 
 /// `SYS_SECCOMP` of `sigaction(2)`: the signal was sent by a seccomp filter.
 const SYS_SECCOMP: libc::c_int = 1;
@@ -26,47 +26,47 @@ struct SigSys {
     arch: libc::c_uint,
 }
 
-/// Actions at immediate process termination, when destructors do not run.
+/// Actions when the process is terminated immediately, so that destructors do not run.
 #[derive(Clone, Copy, Debug)]
-pub struct TerminationActions {
-    /// Callback that runs in a signal handler before the line is written and may restore the
-    /// terminal.
+pub struct SeccompTerminationActions {
+    /// Callback that runs before the log line is written and may restore the terminal. It may run
+    /// in a signal handler.
     pub first: fn(),
-    /// Descriptor to which the line is written in addition to standard error.
+    /// Descriptor to which the log line is written in addition to standard error.
     pub log: Option<libc::c_int>,
     /// Exit status of the process.
     pub status: u8,
 }
 
-static WILL: OnceLock<TerminationActions> = OnceLock::new();
+static WILL: OnceLock<SeccompTerminationActions> = OnceLock::new();
 
-thread_local!(static KIND: Cell<Option<ThreadKind>> = const { Cell::new(None) });
+thread_local!(static KIND: Cell<Option<SandboxedThreadKind>> = const { Cell::new(None) });
 
 /// Records the kind of the calling thread.
-pub(crate) fn set_thread_kind(kind: ThreadKind) {
+pub(crate) fn set_thread_kind(kind: SandboxedThreadKind) {
     KIND.with(|own| own.set(Some(kind)));
 }
 
 /// Returns the kind of the calling thread, or `None` if it has not been set.
 #[must_use]
-pub fn kind() -> Option<ThreadKind> {
+pub fn kind() -> Option<SandboxedThreadKind> {
     KIND.with(Cell::get)
 }
 
 /// Terminates the process as specified by `will`, without running destructors or exit handlers.
-pub fn end_now(will: TerminationActions) -> ! {
+pub fn end_now(will: SeccompTerminationActions) -> ! {
     (will.first)();
     // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(will.status.into()) }
 }
 
 /// Sets the termination actions of the process. Only the first call has an effect.
-pub(crate) fn set_termination_actions(will: TerminationActions) {
+pub(crate) fn set_termination_actions(will: SeccompTerminationActions) {
     let _ = WILL.set(will);
 }
 
 /// Installs the SIGSYS handler, which terminates the process as specified by `will`.
-pub(crate) fn watch(will: TerminationActions) -> io::Result<()> {
+pub(crate) fn watch(will: SeccompTerminationActions) -> io::Result<()> {
     set_termination_actions(will);
     // SAFETY: a zeroed sigaction is valid. The handler has the signature that SA_SIGINFO requires
     // and is async-signal-safe.
@@ -81,14 +81,15 @@ pub(crate) fn watch(will: TerminationActions) -> io::Result<()> {
     Ok(())
 }
 
-/// Logs a line and terminates the process without running destructors or exit handlers.
+/// Logs `line` and terminates the process with the configured status, without running destructors
+/// or exit handlers.
 pub(crate) fn end(line: &SignalSafeLine) -> ! {
     log_line(line);
     // SAFETY: _exit does not return and is async-signal-safe.
     unsafe { libc::_exit(WILL.get().map_or(libc::EXIT_FAILURE, |will| will.status.into())) }
 }
 
-/// Restores the terminal and writes a line to standard error and the log. Async-signal-safe.
+/// Restores the terminal and writes `line` to standard error and to the log. Async-signal-safe.
 pub(crate) fn log_line(line: &SignalSafeLine) {
     let will = WILL.get();
     if let Some(will) = will {
@@ -151,7 +152,8 @@ pub(crate) fn own_name(buffer: &mut [u8; 16]) -> &str {
     std::str::from_utf8(&buffer[..length]).unwrap_or("?")
 }
 
-/// A line of text in a fixed buffer, because the interrupted thread may hold the allocator's lock.
+/// A line of text in a fixed buffer. No memory is allocated, because the thread that a signal
+/// interrupted may hold the allocator's lock.
 pub(crate) struct SignalSafeLine {
     bytes: [u8; 400],
     length: usize,

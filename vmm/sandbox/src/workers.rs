@@ -1,15 +1,15 @@
-//! Processes for guest-controlled data without which the VM can continue (workers). Each worker
-//! performs one task and exits. Its seccomp filter and its memory and CPU time limits are strict,
-//! and its only descriptor is one socket.
+//! Processes that handle guest-controlled data (workers). The VM can continue without the results
+//! of a worker. Each worker performs one task and exits. Its seccomp filter and its limits on
+//! memory and CPU time are strict, and its only descriptor is one socket.
 //!
 //! | file | contents |
 //! |---|---|
 //! | `keeper` | the process that starts workers one at a time and reports how each exited |
 //! | `worker_exit` | termination status of a worker |
 //!
-//! A running VM may not start processes. The keeper is therefore forked earlier, with the
-//! privileges that the VM has at that time, and drops them immediately. The keeper never reads
-//! guest data.
+//! A running VM may not start processes. The keeper, which starts the workers, is therefore forked
+//! before the VM is confined, with the privileges that the VM has at that time, and drops them
+//! immediately. The keeper never reads guest data.
 
 pub(crate) mod keeper;
 mod worker_exit;
@@ -28,7 +28,7 @@ use keeper::{BEGIN, GIVE_UP, KeeperConfig, KeeperMessage};
 pub use worker_exit::WorkerExit;
 
 use crate::start::{SandboxError, SeccompMode};
-use crate::{ThreadKind, filter, lists};
+use crate::{SandboxedThreadKind, filter, lists};
 
 /// Timeout for an answer from the keeper and for a message from a worker.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -38,13 +38,14 @@ const PATIENCE: Duration = Duration::from_secs(180);
 pub struct ProcessConfinement {
     /// Seccomp mode.
     pub seccomp: SeccompMode,
-    /// `true` if landlock denies access to all files, on kernels that support it.
+    /// `true` if landlock denies the process access to all files. Has no effect on kernels without
+    /// landlock.
     pub landlock: bool,
 }
 
 impl ProcessConfinement {
-    /// Returns the action for a call that is not on the list of a process, or `None` if there is no
-    /// filter.
+    /// Returns the seccomp action for a call that is not on the list of a process, or `None` if the
+    /// process has no filter.
     pub(crate) fn otherwise(self) -> Option<SeccompAction> {
         match self.seccomp {
             SeccompMode::Off => None,
@@ -87,8 +88,8 @@ pub struct WorkerKeeper {
 
 impl WorkerKeeper {
     /// Forks the keeper from this process, which must have no thread other than the calling one.
-    /// `give_up` drops its privileges. Each worker calls `work` with its socket and its number,
-    /// counted from 0.
+    /// The keeper calls `give_up` to drop its privileges. Each worker calls `work` with its socket
+    /// and its number, counted from 0.
     ///
     /// # Errors
     /// Returns a [`ServiceStartError`] if the keeper cannot be started or its filters cannot be
@@ -105,7 +106,7 @@ impl WorkerKeeper {
         let otherwise = confinement.otherwise();
         let filters = filters(otherwise.as_ref());
         let job = KeeperConfig {
-            filters: filters.map_err(|e| SandboxError::Compile(ThreadKind::Profiler, e))?,
+            filters: filters.map_err(|e| SandboxError::Compile(SandboxedThreadKind::Profiler, e))?,
             otherwise,
             landlock: confinement.landlock,
             limits,
@@ -119,8 +120,8 @@ impl WorkerKeeper {
         })
     }
 
-    /// Starts a worker. Only one worker exists at a time, so further callers block until the
-    /// current worker is dropped.
+    /// Starts a worker. Only one worker exists at a time: if there is one, the call blocks until
+    /// its `WorkerProcess` is dropped.
     ///
     /// # Errors
     /// Returns a [`WorkerStartError`] if the keeper is unavailable or cannot start a worker.
@@ -138,7 +139,8 @@ impl WorkerKeeper {
     }
 }
 
-/// Receives the socket of a new worker, or the keeper's error if no worker was started.
+/// Receives the keeper's response to the request for a worker: the socket of the new worker, or the
+/// keeper's error if no worker was started.
 ///
 /// # Errors
 /// Returns an error if the keeper does not answer.
@@ -164,9 +166,9 @@ fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
     }
 }
 
-/// Performs an exchange with the keeper. After a timeout, the connection is closed, which stops the
-/// keeper, because a late answer would be mistaken for the answer to another request. Every thread
-/// may close a socket.
+/// Performs an exchange with the keeper. After a timeout, closes the connection, because a late
+/// response would be mistaken for the response to another request. This also makes the keeper exit.
+/// The filters of every thread permit closing a socket.
 fn with_keeper<T>(
     control: &mut Option<UnixStream>,
     ask: impl FnOnce(&mut UnixStream) -> io::Result<T>,
@@ -229,8 +231,8 @@ impl WorkerProcess<'_> {
     }
 }
 
-/// Compiles the keeper's filters, which apply the action `otherwise` to calls that are not on the
-/// list.
+/// Compiles the filters of the keeper. The action `otherwise` applies to calls that are not on the
+/// keeper's list.
 fn filters(otherwise: Option<&SeccompAction>) -> Result<Vec<BpfProgram>, BackendError> {
     let mut filters = Vec::new();
     if let Some(SeccompAction::KillProcess) = otherwise {

@@ -5,7 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Bytes of a structure that another component defines.
+/// Bytes of a structure whose layout another component defines.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Base64Bytes(pub Vec<u8>);
 

@@ -21,14 +21,15 @@ use crate::format::{SnapshotFormatError, decode, encode};
 use crate::memory::{self, CHUNK_BYTES, MemoryFileError, checksum};
 use crate::state::{SavedBase, SavedMachine, SavedMemory};
 
-/// Maximum number of diffs above a full snapshot. A restore reads each of them and keeps its files
-/// open.
+/// Maximum number of diffs on top of a full snapshot. A restore reads all of them and keeps their
+/// files open.
 pub const MAX_DIFFS: usize = 16;
 /// Maximum number of ranges in a diff.
 pub const MAX_RUNS: usize = 1 << 18;
-/// Minimum number of ranges at which whole chunks are written, so that [`MAX_RUNS`] is not reached.
+/// Number of ranges from which on [`DiffWriter`] stores a changed chunk as a whole instead of only
+/// its changed pages, so that [`MAX_RUNS`] is not reached.
 const MANY_RUNS: usize = MAX_RUNS / 2;
-/// Granularity of the comparison, in bytes.
+/// Granularity at which memory is compared with the base, in bytes.
 const PAGE_BYTES: usize = 4096;
 
 /// Reason for rejecting a base or a diff.
@@ -37,10 +38,10 @@ pub enum DiffError {
     /// The base of a diff is missing.
     #[error("it is a diff, and its base, of checksum {0:08x}, is not given; name its directory as well")]
     MissingBase(u32),
-    /// A given snapshot is not one of the bases.
+    /// A snapshot passed as a base is not one on which the diff depends.
     #[error("no diff that is given is based on it; omit it")]
     Unneeded,
-    /// There are too many diffs, including the one that is based on them.
+    /// The chain has too many diffs, counting the diff that is based on the given ones.
     #[error(
         "there would be more than {MAX_DIFFS} diffs one above the other; name an earlier snapshot, or take \
          a full one"
@@ -60,7 +61,7 @@ pub enum DiffError {
     /// The ranges are unsorted, empty, not of whole pages, too many, or beyond the end of memory.
     #[error("the diff has ranges of memory that no diff can have")]
     Runs,
-    /// Memory is not passed in order and in whole chunks.
+    /// The caller of [`DiffWriter`] did not pass guest memory in order and in whole chunks.
     #[error("the VM sends memory in another order than expected")]
     Order,
     /// The base's memory file is unusable.
@@ -100,7 +101,8 @@ pub struct BaseSnapshot {
 }
 
 impl BaseSnapshot {
-    /// Opens a base from its state file and its memory file. Errors contain `path`.
+    /// Opens a base from the contents of its state file and from its memory file. Errors contain
+    /// `path`.
     ///
     /// # Errors
     /// Returns [`DiffError::State`] or [`DiffError::Memory`] if a file is unusable, and
@@ -127,7 +129,8 @@ impl BaseSnapshot {
         self.state_crc
     }
 
-    /// Returns the memory ranges that a diff contains itself. Empty for a full snapshot.
+    /// Returns the memory ranges that this snapshot itself contains if it is a diff. Empty for a
+    /// full snapshot.
     fn runs(&self) -> &[(u64, u64)] {
         self.machine.memory.base.as_ref().map_or(&[], |diff| &diff.runs)
     }
@@ -137,14 +140,15 @@ impl BaseSnapshot {
 #[derive(Debug)]
 pub struct BaseChain {
     full: BaseSnapshot,
-    /// Diffs in order. The first is based on the full snapshot, and each other one on its
+    /// The diffs in order. The first is based on the full snapshot, and each other one on its
     /// predecessor.
     diffs: Vec<BaseSnapshot>,
 }
 
 impl BaseChain {
-    /// Finds the base with checksum `need` and the snapshots on which it depends in `given`, which
-    /// may be in any order. Errors contain `diff`, the path of the snapshot that is based on them.
+    /// Finds the base with checksum `need`, and the snapshots on which that base depends, in
+    /// `given`, which may be in any order. Errors contain `diff`, the path of the snapshot that is
+    /// based on them.
     ///
     /// # Errors
     /// Returns [`DiffError::MissingBase`], [`DiffError::OtherBase`] or [`DiffError::Unneeded`] if
@@ -226,8 +230,9 @@ impl BaseChain {
         Ok(())
     }
 
-    /// Verifies the checksums of a diff above this base, which must have been verified. `file` is
-    /// the memory file of the diff and is used in the ranges of `diff`.
+    /// Verifies the checksums `memory` of a diff on top of this base. The base must already be
+    /// verified. `file` is the memory file of the diff, and only the ranges in `diff` are read from
+    /// it.
     ///
     /// # Errors
     /// Returns [`MemoryFileError`] if a file cannot be read or a chunk does not match.
@@ -242,8 +247,8 @@ impl BaseChain {
         verify_above(below, memory, &self.full.memory, &layers)
     }
 
-    /// Returns whether a whole range is a hole in the full snapshot and overlaps no range of a
-    /// diff.
+    /// Returns whether the whole of `range` is a hole in the memory file of the full snapshot and
+    /// overlaps no range of a diff.
     fn is_hole(&self, range: Range<u64>) -> bool {
         // ENXIO: the file has no more data after this offset.
         let is_hole = match seek(&self.full.memory, SeekFrom::Data(range.start)) {
@@ -289,8 +294,9 @@ impl DiffWriter {
         })
     }
 
-    /// Compares the chunk at `offset`, which consists of zeros, without reading the base. Returns
-    /// `false` without advancing to the next chunk unless the base has a hole there.
+    /// Compares the chunk at `offset`, which the caller knows to be zeros, without reading the
+    /// base. If the base has a hole there, the chunk is unchanged: advances to the next chunk and
+    /// returns `true`. Otherwise does not advance and returns `false`.
     ///
     /// # Errors
     /// Returns an error in the same cases as [`DiffWriter::compare`].
@@ -309,7 +315,7 @@ impl DiffWriter {
         Ok(is_hole)
     }
 
-    /// Verifies the checksum of the base's chunk at `offset`.
+    /// Checks that `crc` is the checksum that the base has stored for its chunk at `offset`.
     fn check_crc(&self, offset: u64, len: u64, crc: u32) -> Result<(), DiffError> {
         let chunk = usize::try_from(offset / CHUNK_BYTES).unwrap_or(usize::MAX);
         if self.base.top().machine.memory.crcs.get(chunk) == Some(&crc) {
@@ -412,8 +418,9 @@ pub fn check_runs(base: &SavedBase, memory_bytes: u64) -> Result<(), DiffError> 
         .ok_or(DiffError::Runs)
 }
 
-/// Verifies the checksums of the chunks that overlap a range of the last of `layers` or whose
-/// checksum differs from that in the verified memory `below`.
+/// Verifies the checksums `memory` of the last of `layers`, a diff, on top of the already verified
+/// memory `below`. Only chunks that may differ from `below` are read: those that overlap a range of
+/// the diff and those whose checksums differ.
 fn verify_above(
     below: &SavedMemory,
     memory: &SavedMemory,
@@ -427,7 +434,7 @@ fn verify_above(
     memory::verify_by(memory, is_verified, |buffer, at| read(full, layers, buffer, at))
 }
 
-/// Returns the ranges of a diff that begin before the end of `range` and end after its start.
+/// Returns the ranges in `runs`, the ranges of a diff, that overlap `range`.
 fn within<'a>(runs: &'a [(u64, u64)], range: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + 'a {
     let Range { start: from, end } = *range;
     let first = runs.partition_point(|(start, len)| start + len <= from);
@@ -441,8 +448,8 @@ fn overlaps(runs: &[(u64, u64)], range: &Range<u64>) -> bool {
     within(runs, range).next().is_some()
 }
 
-/// Reads memory at offset `at`. The contents come from the highest layer with a range there, and
-/// otherwise from `full`.
+/// Reads guest memory at offset `at` into `buffer`. The contents come from the highest layer with a
+/// range there, and otherwise from `full`.
 fn read(full: &File, layers: &[(&File, &[(u64, u64)])], buffer: &mut [u8], at: u64) -> io::Result<()> {
     full.read_exact_at(buffer, at)?;
     let end = at + buffer.len() as u64;

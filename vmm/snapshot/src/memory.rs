@@ -80,8 +80,9 @@ pub fn verify(file: &File, memory: &SavedMemory) -> Result<(), MemoryFileError> 
     verify_by(memory, |_, _| false, |buffer, at| file.read_exact_at(buffer, at))
 }
 
-/// Verifies the checksums of memory, which `read` reads at an offset. Skips chunks for which
-/// `is_verified`, given the chunk number and the range in memory, returns `true`.
+/// Verifies the checksums in `memory` against the contents that `read` returns for an offset. Skips
+/// chunks for which `is_verified` returns `true`; its arguments are the chunk number and the
+/// chunk's range in memory.
 pub(crate) fn verify_by(
     memory: &SavedMemory,
     is_verified: impl Fn(usize, &Range<u64>) -> bool,

@@ -12,8 +12,8 @@ use crate::Base64Bytes;
 pub struct SavedMachine {
     /// Version of Perfvisor that saved the machine, for messages.
     pub saved_by: String,
-    /// Options of `perfvisor run` that determine the machine, as names without dashes and values.
-    /// None of them is a path.
+    /// Options of `perfvisor run` that determine the machine: the value of each option by its name
+    /// without dashes. No option is a path.
     pub options: BTreeMap<String, String>,
     /// Properties of the machine other than its devices.
     pub shape: MachineShape,
@@ -109,15 +109,17 @@ pub struct SavedText {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedRdpmcSite {
-    /// Linear address of the first byte.
+    /// Linear address of the first byte of the instruction.
     pub virt: u64,
-    /// Guest-physical address of the first byte.
+    /// Guest-physical address of the first byte of the instruction.
     pub phys: u64,
     /// Length in bytes.
     pub length: u8,
-    /// Number of leading bytes that are separate instructions in 32-bit code.
+    /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
+    /// code.
     pub lead: u8,
-    /// The adjacent bytes may be a port write by the guest itself.
+    /// A port write of the guest's own code, which causes the same exit as the replaced RDPMC, may
+    /// be directly before or after this instruction.
     pub next_to_port_write: bool,
 }
 
@@ -133,7 +135,7 @@ pub struct SavedVm {
     pub clock_ns: u64,
 }
 
-/// A saved vCPU. Registers are the bytes of KVM's structures.
+/// A saved vCPU. Registers are stored as the bytes of KVM's structures.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedVcpu {
@@ -159,7 +161,7 @@ pub struct SavedVcpu {
     pub lapic: Base64Bytes,
     /// `struct kvm_vcpu_events`.
     pub events: Base64Bytes,
-    /// MSRs of KVM's list: index and value.
+    /// MSRs from KVM's list of MSRs (KVM_GET_MSR_INDEX_LIST): index and value.
     pub msrs: Vec<(u32, u64)>,
     /// State of the virtual PMU, and other VMM state of the vCPU.
     pub pmu: SavedVcpuPmu,
@@ -179,13 +181,14 @@ pub struct SavedVcpuPmu {
     pub last_rdpmc: Option<SavedRdpmc>,
     /// An NMI was sent for a PMI since the last emulated RDPMC.
     pub nmi_sent: bool,
-    /// Number of consecutive NMIs for which an RDPMC was executed again.
+    /// Number of consecutive PMIs, sent as NMIs, for which the guest was made to execute an RDPMC
+    /// again.
     pub nmi_repetitions: u32,
     /// RFLAGS values in guest memory may contain the trap flag that the single-stepper set.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stray_trap_flags: bool,
-    /// Address and privilege level of a repeated string instruction that the exact backing has seen
-    /// iterate but not complete.
+    /// Address and privilege level of a string instruction with a repeat prefix. The exact backing,
+    /// which single-steps the guest, has seen it iterate but not complete.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unfinished_repeat: Option<(u64, u8)>,
 }
@@ -299,7 +302,8 @@ pub struct SavedDevice {
     pub config_space: Base64Bytes,
     /// Accepted feature bits.
     pub accepted: u64,
-    /// Selectors of the device and driver features.
+    /// Values of the virtio registers that select the visible part of the device features and of
+    /// the driver features.
     pub feature_selects: [u32; 2],
     /// Interrupt vector of configuration changes.
     pub config_vector: u16,

@@ -22,8 +22,8 @@ use crate::memory::CHUNK_BYTES;
 
 /// First bytes of a stream: magic, version of this protocol, and two zeros.
 pub const PREAMBLE: [u8; 8] = *b"PVMG\x01\0\0\0";
-/// Optional field of the state file in [`StreamMessage::State`]: the document of the metadata
-/// service.
+/// Name of the optional field of the state file in [`StreamMessage::State`] that contains the
+/// document of the metadata service.
 pub const METADATA_FIELD: &str = "_metadata";
 /// Maximum number of rounds in which memory is sent.
 pub const MAX_ROUNDS: u32 = 64;
@@ -76,7 +76,7 @@ pub enum StreamMessage<'a> {
         /// Contents.
         data: &'a [u8],
     },
-    /// Pages that consist of zeros and previously did not, from the source.
+    /// Message from the source: pages that now consist of zeros and previously did not.
     Zeros {
         /// Offset in guest memory.
         offset: u64,
@@ -88,7 +88,8 @@ pub enum StreamMessage<'a> {
     RoundEnd,
     /// State of the paused VM, from the source, after the last round.
     State(&'a [u8]),
-    /// Message from the source: the VM no longer runs there.
+    /// Message from the source: the VM no longer runs on the source host, and the destination may
+    /// run it.
     Run {
         /// The vCPUs were paused by an operator.
         paused: bool,
@@ -99,9 +100,9 @@ pub enum StreamMessage<'a> {
     Received,
     /// Message from the destination: the machine is built and ready to run.
     Ready,
-    /// Message from the destination: the VM is running there.
+    /// Message from the destination: the VM is running on the destination host.
     Running(StreamArrival),
-    /// Message from the destination: the VM is not running there and never will.
+    /// Message from the destination: the VM is not running on the destination host and never will.
     Failed(String),
 }
 
@@ -178,8 +179,8 @@ mod kind {
     pub(super) const FAILED: u32 = 20;
 }
 
-/// Returns whether a payload of a frame of this type may have this length, or `None` for an unknown
-/// type.
+/// Returns whether the payload of a frame of type `frame` may have `length` bytes, or `None` for an
+/// unknown type.
 fn is_valid_length(frame: u32, length: usize) -> Option<bool> {
     let max_pages = usize::try_from(MAX_PAGES_BYTES).unwrap_or(0) + OFFSET_BYTES;
     Some(match frame {

@@ -36,7 +36,7 @@ const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Timeout for the VM to exit after its guest has ended.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Sharing policies, each of which a guest is measured under.
+/// Sharing policies. Each guest is measured under all of them.
 pub(crate) const SHARE_POLICIES: [SharePolicy; 3] = [
     SharePolicy::GuestFirst,
     SharePolicy::OperatorFirst,

@@ -19,7 +19,9 @@ use serde::Deserialize;
 use super::child::{ChildError, ChildVm};
 use super::procfs::ThreadFacts;
 use crate::host::StopCallback;
-use control_api::protocol::{EventReading, OpenedEvent, RequestError, RingInfo, SamplingParams, VcpuView};
+use control_api::protocol::{
+    EventReading, OpenedEvent, RequestError, SampleRingInfo, SamplingParams, VcpuView,
+};
 use control_api::request;
 
 /// Timeout for the guest to start.
@@ -56,7 +58,7 @@ pub struct MeasurementJob {
     pub work: &'static str,
     /// Amount of work.
     pub n: u64,
-    /// Privilege level, for types of work that support both levels.
+    /// Privilege level at which the work is done, for types of work that support both levels.
     pub cpl: u32,
     /// Event selectors of the counters, starting with counter 0, without their enable bit.
     pub selectors: Vec<u64>,
@@ -120,13 +122,14 @@ pub struct CpuResult {
     /// Number of PMIs with an overflow.
     #[serde(default)]
     pub pmis: u64,
-    /// Number of periods that elapsed without a PMI of their own.
-    #[serde(default)]
-    pub late: u64,
     /// Number of periods that elapsed without a separate PMI.
     #[serde(default)]
+    pub late: u64,
+    /// Number of PMIs without an overflow.
+    #[serde(default)]
     pub spurious: u64,
-    /// Distribution of the PMIs over the three functions, followed by all other code.
+    /// Number of PMIs in each of the three profiled functions, followed by the number in all other
+    /// code.
     #[serde(default)]
     pub struck: Vec<u64>,
 }
@@ -234,7 +237,7 @@ pub struct MeasuringGuest {
     pub vm: ChildVm,
     /// Properties that the guest reported at startup.
     pub hello: GuestHello,
-    /// Amount of work per millisecond, by type of work and privilege level.
+    /// Amount of work that the guest does per millisecond, by type of work and privilege level.
     pub pace: HashMap<(&'static str, u32), f64>,
     /// CPU time of an empty measurement in nanoseconds, or 0 if not measured yet.
     pub overhead_ns: u64,
@@ -344,7 +347,7 @@ fn parse(line: &str) -> Option<GuestReply> {
 /// The operator's open events.
 pub(super) struct OpenOperatorEvents {
     opened: Result<Vec<OpenedEvent>, RequestError>,
-    ring: Option<(RingReader, RingInfo)>,
+    ring: Option<(RingReader, SampleRingInfo)>,
 }
 
 impl OpenOperatorEvents {
@@ -381,7 +384,7 @@ impl OpenOperatorEvents {
                 pages: RING_PAGES,
                 overwrite: false,
             };
-            let (info, memfd): (RingInfo, File) = client.call_with_file(call)?;
+            let (info, memfd): (SampleRingInfo, File) = client.call_with_file(call)?;
             let reader = RingReader::map(memfd.as_fd()).map_err(ChildError::Ring)?;
             ring = Some((reader, info));
         }

@@ -52,15 +52,16 @@ pub struct HostProperties {
     pub kvm: KvmSummary,
     /// Description of the guests' PMU on this host.
     pub guest_pmu: String,
-    /// Description of the slots of the host's PMU.
+    /// Number of general-purpose and fixed counters of the host that are available per vCPU
+    /// (slots).
     pub slots: String,
     /// Properties of perf events.
     pub probe: HostProbe,
-    /// Reason the hardware backing is unavailable.
+    /// Reason the host's PMU cannot count for guests (hardware backing).
     pub no_hardware: Option<String>,
-    /// Reason the clock backing is unavailable.
+    /// Reason the clock cannot be used to estimate counts for guests (clock backing).
     pub no_clock: Option<String>,
-    /// Reason the exact backing is unavailable.
+    /// Reason guests cannot be single-stepped to count for them (exact backing).
     pub no_exact: Option<String>,
     /// TSC frequency of a guest in Hz, as reported by KVM.
     pub tsc_hz: u64,

@@ -137,8 +137,8 @@ pub fn judge(seen: &MeasuredEvidence) -> (Verdict, Option<String>) {
     (Verdict::Pass, None)
 }
 
-/// Judges a counter that is reported as unbacked. The counter must not have moved, and the host
-/// must report no backing. `enumerated` is `true` if the guest's CPUID enumerates the event.
+/// Judges the counter of an event that this host cannot count because of `why`. The counter must
+/// not have moved, and the host must report that it has no backing.
 pub fn judge_unbacked(
     guest: Option<u64>,
     host_backing: Option<&str>,
@@ -188,7 +188,7 @@ mod tests {
         }
     }
 
-    /// A count that is off by one is detected.
+    /// If the tolerance is exact, a count that is off by one fails.
     #[test]
     fn exact_count_off_by_one_fails() {
         let ok = evidence(2010, 2010, 2010, Tolerance::Exact);

@@ -1,8 +1,9 @@
 //! Measurements with perf in an unmodified Linux guest.
 //!
 //! The guest runs the script `validate` of its initrd, which reads commands from the console.
-//! Programs are started through a *gate*, which holds them at both ends so that the host can read
-//! the same counters, while perf counts exactly the program (`perf stat --control`).
+//! Programs are started through a *gate*, which stops each program at its start and at its end. The
+//! host then reads the same counters, while perf counts exactly the program
+//! (`perf stat --control`).
 
 mod counting;
 mod sampling;
@@ -164,8 +165,8 @@ impl Linux<'_> {
 }
 
 impl LinuxGuest {
-    /// Runs a shell command. If the command has a gate, the operator's events are enabled and
-    /// disabled at its ends.
+    /// Runs a shell command. If the command has a gate, the operator's events are enabled at the
+    /// start of the gated program and disabled at its end.
     fn run(
         &mut self,
         name: &str,
@@ -228,8 +229,8 @@ impl LinuxGuest {
 }
 
 impl Gate {
-    /// Returns the host's count of the counter that moved on vCPU `cpu`, relative to Linux's
-    /// initial value. Returns `None` unless exactly one counter moved.
+    /// Returns by how much the counter that changed on vCPU `cpu` exceeds Linux's initial value in
+    /// the host's view. Returns `None` unless exactly one counter changed.
     fn host(&self, cpu: usize) -> Option<u64> {
         let after = &self.after.get(cpu)?.counters;
         let before = &self.before.get(cpu)?.counters;

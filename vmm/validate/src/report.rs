@@ -19,7 +19,7 @@ pub struct ValidationRow {
     pub check: CheckKind,
     /// Name of the event.
     pub event: String,
-    /// Backing of the event: hardware, clock, exact or paravirtual.
+    /// Mechanism that counts the event (backing): hardware, clock, exact or paravirtual.
     pub backing: &'static str,
     /// Work that the guest did.
     pub workload: String,
@@ -105,7 +105,8 @@ impl ValidationRow {
         }
     }
 
-    /// Judges `seen` and stores it. `basis` describes the origin of the expected count.
+    /// Judges the evidence `seen` and stores it in the row. `basis` describes the origin of the
+    /// expected count.
     #[must_use]
     pub fn judged(mut self, seen: &MeasuredEvidence, basis: &'static str) -> Self {
         (self.verdict, self.reason) = judge(seen);

@@ -68,9 +68,9 @@ pub struct ConfigChangeNotifier {
 }
 
 impl ConfigChangeNotifier {
-    /// Creates a notifier that increments `generation` on each change and sets `broken` for
-    /// DEVICE_NEEDS_RESET. The driver reads the generation before and after each configuration
-    /// read.
+    /// Creates a notifier that increments the configuration generation `generation` on each change
+    /// and sets `broken` to report DEVICE_NEEDS_RESET. To detect a concurrent change, the driver
+    /// reads the generation before and after it reads the configuration.
     pub fn new(generation: Arc<AtomicU8>, broken: Arc<AtomicBool>, interrupt: DeviceInterrupt) -> Self {
         Self {
             generation,
@@ -97,9 +97,9 @@ impl ConfigChangeNotifier {
 /// A callback that terminates the machine if a device thread ends unexpectedly. The guest would
 /// otherwise wait forever for the device.
 #[derive(Clone, Default)]
-pub struct FatalErrorCallback(Option<Arc<dyn Fn() + Send + Sync>>);
+pub struct DeviceFailureCallback(Option<Arc<dyn Fn() + Send + Sync>>);
 
-impl FatalErrorCallback {
+impl DeviceFailureCallback {
     /// Creates the callback. Device threads call `end`, which must not wait for them.
     pub fn new(end: Arc<dyn Fn() + Send + Sync>) -> Self {
         Self(Some(end))
@@ -113,7 +113,7 @@ impl FatalErrorCallback {
     }
 }
 
-impl fmt::Debug for FatalErrorCallback {
+impl fmt::Debug for DeviceFailureCallback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("LastResort").finish_non_exhaustive()
     }
@@ -140,13 +140,13 @@ pub struct DeviceActivation {
     /// One element per entry of [`VirtioDevice::queue_max_sizes`], `None` for a queue that the
     /// driver left disabled.
     pub queues: Vec<Option<ActiveQueue>>,
-    /// `true` if the driver was using the device before, and a snapshot has reset it in the
-    /// meantime.
+    /// `true` if the device was stopped for a snapshot and now continues with a driver that was
+    /// already using it.
     pub resumed: bool,
     /// Notifier for configuration changes.
     pub config_change: ConfigChangeNotifier,
     /// Callback for [`crate::worker::DeviceWorker::spawn`].
-    pub fatal_error_callback: FatalErrorCallback,
+    pub fatal_error_callback: DeviceFailureCallback,
 }
 
 /// A virtio device. The transport calls all methods with the device's lock held.
@@ -195,8 +195,8 @@ pub trait VirtioDevice: Send {
         Ok(())
     }
 
-    /// Reacquires exclusive access to the host resources of this device before it starts. Returns
-    /// `false` if another process is using them.
+    /// Reacquires exclusive access to the host resources of this device. Must be called before the
+    /// device starts. Returns `false` if another process is using the resources.
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -213,13 +213,13 @@ pub trait VirtioDevice: Send {
         Ok(())
     }
 
-    /// Returns the name of this device for the error message of a refused snapshot, or `None` if a
+    /// Returns the name of this device for the error message of a rejected snapshot, or `None` if a
     /// snapshot may include the device.
     ///
-    /// For a snapshot, the transport quiesces the device and activates it again with queue
-    /// positions equal to those of the used rings. A device may be included if it returns chains in
-    /// the order in which it takes them, and has no state that a driver depends on other than its
-    /// queues and [`VirtioDevice::save_state`].
+    /// For a snapshot, the transport quiesces the device. It then activates the device again, with
+    /// each queue at the position of its used ring. A device may be included in a snapshot if it
+    /// returns chains in the order in which it takes them, and if the driver depends on no state of
+    /// the device other than its queues and [`VirtioDevice::save_state`].
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
         Some("a device of this kind")
     }

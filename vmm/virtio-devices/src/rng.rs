@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestMemoryMmap};
 
@@ -99,7 +99,12 @@ impl VirtioDevice for EntropyDevice {
             broken: false,
         };
         let callback = activation.fatal_error_callback;
-        self.worker = Some(DeviceWorker::spawn(ThreadKind::Device, "rng0", server, callback)?);
+        self.worker = Some(DeviceWorker::spawn(
+            SandboxedThreadKind::Device,
+            "rng0",
+            server,
+            callback,
+        )?);
         Ok(())
     }
 
@@ -194,7 +199,8 @@ mod tests {
         rng.reset();
     }
 
-    /// A device that was stopped for a snapshot continues with the chains that it has not used.
+    /// An entropy device that was stopped for a snapshot continues with the first chain that it has
+    /// not returned as used.
     #[test]
     fn stopped_device_continues_at_the_used_ring() {
         let memory = memory();

@@ -37,8 +37,8 @@ pub fn log_driver_error(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }
 
-/// Logs the error of a round, if any, and requests a device reset from the driver. Returns whether
-/// the queue is broken.
+/// If `served`, the result of processing a queue, is an error, logs it and requests a device reset
+/// from the driver. Returns whether the queue is broken.
 pub(crate) fn request_reset_if_broken(
     device: &str,
     served: Result<(), VirtqueueError>,
@@ -51,26 +51,27 @@ pub(crate) fn request_reset_if_broken(
     served.is_err()
 }
 
-/// Maximum time during which one round may start new chains. A chain in progress is always
-/// finished.
+/// Maximum time during which one pass over a queue may start processing chains. A chain in progress
+/// is always completed.
 const MAX_ROUND: Duration = Duration::from_millis(50);
 
-/// Maximum time between the completion of a chain and the driver's interrupt while further chains
-/// are processed. An interrupt for each chain would cost more than the chain itself if a chain
-/// takes a few microseconds. Slow chains are signalled individually.
+/// Maximum time between the completion of a chain and the interrupt for it while further chains are
+/// processed. If a chain takes a few microseconds, an interrupt for each chain would cost more than
+/// the chain itself. A chain that takes longer than this time causes an interrupt of its own.
 const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 
 /// Processes the available chains of a queue. `serve` handles one chain and returns the number of
-/// bytes that it wrote. The driver is interrupted at the end and at least every
+/// bytes that it wrote. The driver is interrupted at the end of the call and at least every
 /// `MAX_INTERRUPT_DELAY`, unless it suppresses notifications.
 ///
 /// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver keeps
-/// adding chains. In that case the queue's kick eventfd is signalled again, so that the caller's
-/// event loop can check its other descriptors, including the stop event, before it continues.
+/// adding chains. If chains may remain, the queue's kick eventfd is signalled again. The caller's
+/// event loop can thus check its other descriptors, including the stop event, before it continues
+/// with the queue.
 ///
 /// # Errors
-/// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules. The chains processed
-/// before the error have been signalled.
+/// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules. The driver has been
+/// notified of the chains processed before the error.
 pub fn serve_queue(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -95,9 +96,10 @@ pub fn serve_queue_while(
     serve_with_clock(active, memory, wants, serve, Instant::now)
 }
 
-/// Sets the position of a queue to that of its used ring. A device that returns chains in the order
-/// in which it takes them continues there after its thread has ended. Every chain before the
-/// position has been used, and any later chain that the thread had taken is taken again.
+/// Sets the position of a queue to that of its used ring, so that a device continues there after
+/// its thread has ended. The device must return chains in the order in which it takes them. Every
+/// chain before the position has been used, and any later chain that the thread had already taken
+/// is taken again.
 ///
 /// # Errors
 /// Returns [`VirtqueueError::Rings`] if the used ring cannot be read.
@@ -114,8 +116,8 @@ struct RoundProgress {
     left: u16,
     /// Deadline for starting a chain.
     end: Instant,
-    /// Time of the last interrupt, or the last time at which there was no unsignalled completed
-    /// chain.
+    /// Time of the last interrupt, or a later time at which the driver had been interrupted for
+    /// every completed chain.
     signalled: Instant,
     /// `true` if chains have completed since the last interrupt.
     unsignalled: bool,
@@ -217,7 +219,7 @@ pub(crate) mod testing {
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
-    use crate::device::{DeviceActivation, DeviceInterrupt, FatalErrorCallback, VirtioDevice};
+    use crate::device::{DeviceActivation, DeviceFailureCallback, DeviceInterrupt, VirtioDevice};
 
     /// Size of guest memory, in bytes. The queue is at the start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
@@ -257,7 +259,8 @@ pub(crate) mod testing {
         }
     }
 
-    /// Returns the [`DeviceActivation`] of a device whose driver has set up these queues.
+    /// Returns the [`DeviceActivation`] of a device whose driver has set up `queues`, and the
+    /// driver's view of the device.
     pub(crate) fn activation(
         memory: &GuestMemoryMmap,
         queues: Vec<Option<ActiveQueue>>,
@@ -274,7 +277,7 @@ pub(crate) mod testing {
             queues,
             resumed: false,
             config_change: ConfigChangeNotifier::new(generation, seen.needs_reset.clone(), interrupt),
-            fatal_error_callback: FatalErrorCallback::default(),
+            fatal_error_callback: DeviceFailureCallback::default(),
         };
         (activation, seen)
     }
@@ -511,7 +514,8 @@ mod tests {
         assert_eq!(driver.active.kick.read().unwrap(), 1);
     }
 
-    /// Stopping the worker waits only for the chain in progress, not for the whole queue.
+    /// Stopping a device's worker waits only for the chain in progress, because one call processes
+    /// the queue for a limited time and leaves the other chains to the next call.
     #[test]
     fn long_round_is_interrupted_and_continued() {
         let memory = memory();

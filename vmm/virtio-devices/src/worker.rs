@@ -10,11 +10,11 @@ use diagnostics::{error_line, guest_log};
 use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::device::{ActivateError, FatalErrorCallback};
+use crate::device::{ActivateError, DeviceFailureCallback};
 
 /// A thread that serves a device's queues until the worker is stopped or dropped.
 #[derive(Debug)]
@@ -61,7 +61,8 @@ impl MutEventSubscriber for StopEvent {
     }
 }
 
-/// Event subscriber of the worker thread: the stop event or the device handler.
+/// Event subscriber of the worker thread: handles the stop event or passes events to the device
+/// handler.
 enum WorkerSubscriber<H> {
     StopEvent(StopEvent),
     Device(H),
@@ -92,10 +93,10 @@ impl DeviceWorker {
     /// # Errors
     /// Returns [`ActivateError::Host`] if the host has run out of file descriptors or threads.
     pub fn spawn(
-        kind: ThreadKind,
+        kind: SandboxedThreadKind,
         name: &str,
         handler: impl MutEventSubscriber + Send + 'static,
-        fatal_error_callback: FatalErrorCallback,
+        fatal_error_callback: DeviceFailureCallback,
     ) -> Result<Self, ActivateError> {
         let host = |source| ActivateError::Host {
             what: "starting a thread",
@@ -216,10 +217,10 @@ mod tests {
             sched_setaffinity(Pid::from_raw(0), &one).unwrap();
             let (sender, receiver) = std::sync::mpsc::channel();
             let _worker = DeviceWorker::spawn(
-                ThreadKind::Device,
+                SandboxedThreadKind::Device,
                 "looks",
                 Looks(sender),
-                FatalErrorCallback::default(),
+                DeviceFailureCallback::default(),
             )
             .unwrap();
             receiver.recv().unwrap()
@@ -250,14 +251,14 @@ mod tests {
         let done = EventFd::new(0).unwrap();
         let kicks = Arc::new(AtomicU64::new(0));
         let mut worker = DeviceWorker::spawn(
-            ThreadKind::Device,
+            SandboxedThreadKind::Device,
             "counts",
             Counts {
                 kick: kick.clone(),
                 done: done.try_clone().unwrap(),
                 kicks: kicks.clone(),
             },
-            FatalErrorCallback::default(),
+            DeviceFailureCallback::default(),
         )
         .unwrap();
         kick.write(3).unwrap();
@@ -286,9 +287,9 @@ mod tests {
         for panics in [false, true] {
             let (sender, receiver) = std::sync::mpsc::channel();
             let end = move || sender.send(()).unwrap();
-            let fatal_error_callback = FatalErrorCallback::new(Arc::new(end));
+            let fatal_error_callback = DeviceFailureCallback::new(Arc::new(end));
             let mut worker = DeviceWorker::spawn(
-                ThreadKind::Device,
+                SandboxedThreadKind::Device,
                 "panics",
                 Panics(kick.clone()),
                 fatal_error_callback,

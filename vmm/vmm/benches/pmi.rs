@@ -1,6 +1,7 @@
-//! Cost of a PMI in addition to the register accesses of its driver. Compares a guest whose counter
-//! overflows continuously with the same guest under a minimal VMM that answers each access with a
-//! constant and sends NMIs at the same rate. The two variants are interleaved.
+//! Benchmark: cost of a PMI beyond the register accesses of the guest's PMU driver. Compares a
+//! guest whose counter overflows continuously with the same guest under a minimal VMM that answers
+//! each register access with a constant and sends NMIs at the same rate. The two variants are
+//! interleaved.
 //!
 //! The guest executes a countdown loop. Its NMI handler makes the accesses of Linux's driver (6.1)
 //! for one counter, with RDMSR instead of RDPMC. Times are CPU time, which excludes other
@@ -15,7 +16,7 @@ use std::time::Duration;
 
 use kvm_bindings::kvm_segment;
 use perf_core::pmu::host::HostProbe;
-use test_support::figures::{self, Figure, Target, median};
+use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget, median};
 use vm_memory::{Bytes, GuestAddress};
 use vmm::boot::KernelSource;
 use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
@@ -24,7 +25,7 @@ use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, msr_filter};
 use vmm::memory::GuestRam;
 use vmm::pmu::PmuConfig;
-use vmm::vcpu::control::StopReason;
+use vmm::vcpu::control::VmStopReason;
 use vmm::vcpu::kick::{self, KickTimer};
 use vmm::vm::{Vm, VmConfig};
 use vpmu::registers::{
@@ -35,8 +36,8 @@ use vpmu::{BackingPolicy, PmuGeneration, PmuModel};
 
 /// Number of repetitions of each variant.
 const TURNS: usize = 21;
-/// Minimum CPU time of the uninterrupted work of one repetition, and minimum number of interrupts
-/// in it.
+/// Minimum CPU time that the guest's work takes in one repetition without interrupts, and minimum
+/// number of interrupts in one repetition.
 const WORK: Duration = Duration::from_millis(100);
 const INTERRUPTS: u32 = 100;
 /// Minimum interval between interrupts; increased to 1.5 times the cost of one interrupt if that is
@@ -107,7 +108,7 @@ struct Case {
     selector: (u32, u32),
     counter: u32,
     global: Option<u32>,
-    /// Accesses of the interrupt handler before and after the counter is rewritten.
+    /// Accesses of the interrupt handler before it rewrites the counter, and after.
     handler: (&'static [Access], &'static [Access]),
 }
 
@@ -302,8 +303,8 @@ impl Case {
         Ok(PmuModel::new(self.generation, None, None)?)
     }
 
-    /// Runs the guest under a VMM that answers accesses with constants and sends an NMI after each
-    /// `period`, if any.
+    /// Runs the guest under the minimal VMM, which answers register accesses with constants and, if
+    /// there is a `period`, sends an NMI after each.
     fn constant(
         &self,
         kvm: &Kvm,
@@ -392,7 +393,7 @@ impl Case {
         }
         vm.stop_and_join();
         let reason = vm.control().reason();
-        if !matches!(reason, Some(StopReason::DebugExit(_))) {
+        if !matches!(reason, Some(VmStopReason::DebugExit(_))) {
             return Err(format!("the guest ended by {reason:?}").into());
         }
         let registry = vm.registry().clone();
@@ -406,8 +407,8 @@ impl Case {
         })
     }
 
-    /// Returns the CPU time in nanoseconds and the exits per interrupt, under the constant VMM and
-    /// under Perfvisor.
+    /// Returns two pairs, for the minimal VMM and for Perfvisor: CPU time per interrupt in
+    /// nanoseconds, and exits per interrupt.
     fn turn(&self, kvm: &Kvm, work: &Work) -> Result<[(f64, f64); 2], Box<dyn Error>> {
         let image = |interrupts| self.image(work.rounds, work.period_cycles, interrupts);
         let of_one = |with: Measurement, without: Measurement| {
@@ -517,18 +518,18 @@ fn main() -> Result<(), Box<dyn Error>> {
             ours / 1e3
         );
         let [ratio, of_exits] = case.name;
-        all.push(Figure::new(
+        all.push(BenchmarkFigure::new(
             ratio,
             Some(median(ratios)),
             "times",
-            Target::AtMost(1.3),
+            BenchmarkTarget::AtMost(1.3),
         ));
         let exits = median(exits) - case.accesses() as f64 - 1.0;
-        all.push(Figure::new(
+        all.push(BenchmarkFigure::new(
             of_exits,
             Some(exits),
             "beyond its accesses and a kick",
-            Target::None,
+            BenchmarkTarget::None,
         ));
     }
     figures::report("pmi", &all, false, serde_json::Map::new());

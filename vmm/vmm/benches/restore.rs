@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use kvm_ioctls::Kvm;
 use perf_core::pmu::host::HostProbe;
-use test_support::figures::{self, Figure, Target, median};
+use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget, median};
 use vmm::boot::KernelSource;
 use vmm::kvm::host;
 use vmm::pmu::PmuConfig;
@@ -80,7 +80,8 @@ fn save(kvm: &Kvm, config: &VmConfig, probe: &HostProbe, dir: &Path) -> Result<(
     Ok(())
 }
 
-/// Returns the time in milliseconds to load the state alone, and to build the VM with it.
+/// Returns two times in milliseconds since the start: until the state is loaded, and until the VM
+/// is built from it.
 fn restore(
     kvm: &Kvm,
     config: &VmConfig,
@@ -149,32 +150,47 @@ fn main() -> Result<(), Box<dyn Error>> {
     let ([boot_small, boot_large], [small, large]) = (booted.map(median), restored.map(median));
     let kib = |n: usize, name| fs::metadata(dirs[n].path().join(name)).map(|file| file.len() as f64 / 1024.0);
     let state_kib = kib(0, "state")?.max(kib(1, "state")?);
-    let figure = |name, value, unit, target| Figure::new(name, Some(value), unit, target);
+    let figure = |name, value, unit, target| BenchmarkFigure::new(name, Some(value), unit, target);
     let all = [
         figure(
             "state file, 1 vCPU",
             state_kib,
             "KiB",
-            Target::AtMost(MAX_STATE_KIB),
+            BenchmarkTarget::AtMost(MAX_STATE_KIB),
         ),
-        figure("read and decode the state, 64 MiB", decoded, "ms", Target::None),
-        figure("restore, 64 MiB, median", small, "ms", Target::None),
-        figure("restore, 64 MiB, minimum", least[0], "ms", Target::None),
-        figure("restore, 4 GiB, median", large, "ms", Target::None),
-        figure("restore, 4 GiB, minimum", least[1], "ms", Target::None),
-        figure("build for a boot, 64 MiB, median", boot_small, "ms", Target::None),
-        figure("build for a boot, 4 GiB, median", boot_large, "ms", Target::None),
+        figure(
+            "read and decode the state, 64 MiB",
+            decoded,
+            "ms",
+            BenchmarkTarget::None,
+        ),
+        figure("restore, 64 MiB, median", small, "ms", BenchmarkTarget::None),
+        figure("restore, 64 MiB, minimum", least[0], "ms", BenchmarkTarget::None),
+        figure("restore, 4 GiB, median", large, "ms", BenchmarkTarget::None),
+        figure("restore, 4 GiB, minimum", least[1], "ms", BenchmarkTarget::None),
+        figure(
+            "build for a boot, 64 MiB, median",
+            boot_small,
+            "ms",
+            BenchmarkTarget::None,
+        ),
+        figure(
+            "build for a boot, 4 GiB, median",
+            boot_large,
+            "ms",
+            BenchmarkTarget::None,
+        ),
         figure(
             "restore minus build, 64 MiB",
             small - boot_small,
             "ms",
-            Target::AtMost(5.0),
+            BenchmarkTarget::AtMost(5.0),
         ),
         figure(
             "restore minus build, 4 GiB",
             large - boot_large,
             "ms",
-            Target::AtMost(5.0),
+            BenchmarkTarget::AtMost(5.0),
         ),
     ];
     figures::report("restore", &all, false, serde_json::Map::new());

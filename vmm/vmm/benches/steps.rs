@@ -1,6 +1,7 @@
-//! Cost that the exact backing adds to a single step. Compares a loop of KVM_RUN with single steps
-//! and no decoding, the stepper, and the stepper with straight-line runs. The variants are
-//! interleaved on one vCPU.
+//! Benchmark: cost that the exact backing, which counts by single-stepping the guest, adds to a
+//! single step. Compares a plain loop of KVM_RUN that single-steps without decoding, the stepper,
+//! and the stepper when it runs straight-line code without stops. The variants are interleaved on
+//! one vCPU.
 //!
 //! The guest is an endless loop of ten instructions and a branch in 64-bit mode at CPL 0.
 use std::error::Error;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug, kvm_segment};
-use test_support::figures::{self, Figure, Target, median};
+use test_support::figures::{self, BenchmarkFigure, BenchmarkTarget, median};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::execution;
@@ -17,7 +18,7 @@ use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
 use vmm::memory::GuestRam;
 use vmm::vcpu::step::debug::GuestDebug;
-use vmm::vcpu::step::{StepAction, Stepper};
+use vmm::vcpu::step::{Stepper, VcpuStepAction};
 use vpmu::exact::RetiredCounts;
 use vpmu::{SteppedLevels, Vendor};
 
@@ -27,8 +28,8 @@ const TURNS: usize = 301;
 const INSTRUCTIONS: u64 = 220;
 const TABLES: u64 = 0x1000;
 const CODE: u64 = 0x5000;
-/// mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [0x9000], eax; mov eax, [0x9000]; xor eax, edx;
-/// push rax; pop rax; nop; dec ecx; jmp to the first.
+/// Guest code: mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [0x9000], eax; mov eax, [0x9000];
+/// xor eax, edx; push rax; pop rax; nop; dec ecx; jmp to the first instruction.
 const LOOP: [u8; 33] = [
     0xb8, 1, 0, 0, 0, 0x01, 0xc8, 0x8d, 0x50, 0x05, 0x89, 0x04, 0x25, 0, 0x90, 0, 0, 0x8b, 0x04, 0x25, 0,
     0x90, 0, 0, 0x31, 0xd0, 0x50, 0x58, 0x90, 0xff, 0xc9, 0xeb, 0xdf,
@@ -43,8 +44,8 @@ enum Variant {
     Stepper(Stepper),
 }
 
-/// Executes at least [`INSTRUCTIONS`] instructions. Returns the nanoseconds and the number of
-/// entries per instruction.
+/// Executes at least [`INSTRUCTIONS`] guest instructions. Returns two values per instruction:
+/// nanoseconds, and number of VM entries.
 fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>> {
     let levels = SteppedLevels {
         user: false,
@@ -75,7 +76,7 @@ fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>
             let mut debug = GuestDebug::default();
             while retired < INSTRUCTIONS {
                 stepper.settle(vcpu)?;
-                if stepper.prepare(vcpu, &mut debug, levels, &room)? != StepAction::Enter {
+                if stepper.prepare(vcpu, &mut debug, levels, &room)? != VcpuStepAction::Enter {
                     return Err("an instruction was executed here".into());
                 }
                 let why = vcpu.run().why?;
@@ -177,23 +178,23 @@ fn main() -> Result<(), Box<dyn Error>> {
         "  an instruction: {bare:.0} ns stepped with nothing decoded, {stepped:.0} by the stepper, {run:.0} in runs"
     );
     let all = [
-        Figure::new(
+        BenchmarkFigure::new(
             "a step beside one with nothing decoded",
             Some(stepped / bare),
             "times",
-            Target::AtMost(1.2),
+            BenchmarkTarget::AtMost(1.2),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "entries for each instruction of a loop of eleven, in runs",
             Some(entries),
             "",
-            Target::AtMost(1.0 / 3.0),
+            BenchmarkTarget::AtMost(1.0 / 3.0),
         ),
-        Figure::new(
+        BenchmarkFigure::new(
             "an instruction in runs beside a step with nothing decoded",
             Some(run / bare),
             "times",
-            Target::None,
+            BenchmarkTarget::None,
         ),
     ];
     figures::report("steps", &all, false, serde_json::Map::new());

@@ -25,9 +25,9 @@ use crate::kvm::vm_fd::VmFd;
 
 /// Minimum size of guest RAM in bytes.
 pub const MIN_RAM_BYTES: u64 = 16 << 20;
-/// First guest-physical address that is never RAM below 4 GiB (3.25 GiB).
+/// Start of the hole in RAM below 4 GiB, at 3.25 GiB: from here to 4 GiB, no address is RAM.
 pub const MMIO_HOLE_START: u64 = 0xD000_0000;
-/// First guest-physical address after the hole.
+/// End of the hole that starts at [`MMIO_HOLE_START`], exclusive.
 pub const MMIO_HOLE_END: u64 = 1 << 32;
 /// Start of the extended BIOS data area, where the guest's conventional memory ends.
 pub const EBDA_START: u64 = 0x9_FC00;
@@ -72,7 +72,7 @@ pub enum MemoryError {
     BeyondAddressBits {
         /// Requested size in bytes.
         size_bytes: u64,
-        /// Number of address bits that the layout needs.
+        /// Number of address bits that the guest's memory layout needs.
         bits_needed: u32,
         /// Number of address bits of the processor.
         bits: u32,
@@ -101,14 +101,14 @@ pub enum MemoryError {
         /// The limit of the control group, swap included.
         limit: HostMemoryLimit,
     },
-    /// The memory is to be preallocated and exceeds what is available.
+    /// Preallocation is requested, but the guest memory exceeds the memory that is available.
     #[error(
         "--prealloc: guest memory of {} MiB exceeds the available memory ({limit}); free memory, \
         use a smaller --memory, or omit --prealloc",
         size_bytes >> 20
     )]
     MoreThanAvailable {
-        /// The memory to be preallocated exceeds the available memory.
+        /// Size of the guest memory to be preallocated, in bytes.
         size_bytes: u64,
         /// Available memory.
         limit: HostMemoryLimit,
@@ -148,7 +148,7 @@ pub struct GuestRam {
     mem: GuestMemoryMmap,
     size_bytes: u64,
     kind: MemoryBackingConfig,
-    /// Private mapping of the memory file of a snapshot.
+    /// `true` if the RAM is a private mapping of the memory file of a snapshot.
     restored: bool,
 }
 
@@ -162,7 +162,8 @@ impl GuestRam {
         Self::with_backing(size_bytes, MemoryBackingConfig::default())
     }
 
-    /// Maps `size_bytes` of RAM with this backing. [`Self::fill`] preallocates it if requested.
+    /// Maps `size_bytes` of RAM from the type of host memory that `kind` selects. [`Self::fill`]
+    /// preallocates it if requested.
     ///
     /// # Errors
     /// Returns a [`MemoryError`] if the size is invalid, exceeds a limit, or the host rejects the
@@ -224,9 +225,10 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Maps the ranges of diffs, from the lowest to the highest, over their base, which must have
-    /// been mapped by [`Self::map_snapshot`]. A range is an offset in RAM and a length, in bytes.
-    /// The file has the contents at the same offset.
+    /// Maps the contents of diffs, from the lowest to the highest, over their base, which must have
+    /// been mapped by [`Self::map_snapshot`]. Each diff is given by its memory file and its ranges.
+    /// A range is an offset in RAM and a length, in bytes; the file has the contents at the same
+    /// offset.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if the host rejects a mapping or the file cannot be read.
@@ -238,7 +240,7 @@ impl GuestRam {
         backing::map_layers(&self.mem, layers).map_err(|source| MemoryError::Map { size_bytes, source })
     }
 
-    /// Preallocates all pages, if the backing requests it.
+    /// Preallocates all pages, if the memory was created with preallocation.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if the host has too little memory.
@@ -249,7 +251,7 @@ impl GuestRam {
         })
     }
 
-    /// Zeroes all RAM, as after power-on. No other thread may access it.
+    /// Zeroes all RAM, as after power-on. No other thread may access the RAM meanwhile.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if a system call fails, and [`MemoryError::Restored`] for
@@ -274,7 +276,7 @@ impl GuestRam {
         self.size_bytes
     }
 
-    /// Returns the first address after the RAM below the hole.
+    /// Returns the first address after the RAM below the MMIO hole.
     pub fn low_end(&self) -> u64 {
         self.size_bytes.min(MMIO_HOLE_START)
     }
@@ -355,7 +357,8 @@ impl GuestRam {
         map
     }
 
-    /// Registers every mapping with a VM. The slots exist as long as the result lives.
+    /// Registers every mapping with a VM as a memory slot. The slots are removed when the returned
+    /// value is dropped.
     ///
     /// # Errors
     /// Returns [`MemoryError::Register`] if KVM rejects a slot.

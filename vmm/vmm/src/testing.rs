@@ -36,14 +36,14 @@ fn kernel(code: &[u8]) -> Vec<u8> {
     header.chain(code.iter().copied()).collect()
 }
 
-/// Starts a VM of two vCPUs with an Intel PMU on the clock backing and a guest that halts forever.
-/// Prints a message and returns `None` without KVM.
+/// Starts a VM of two vCPUs with a guest that halts forever. Its Intel PMU counts by CPU time
+/// (clock backing). Prints a message and returns `None` without KVM.
 pub(crate) fn halted_vm() -> Option<RunningVm> {
     // Guest code `hlt; jmp` to the start.
     vm(&[0xF4, 0xEB, 0xFD], |_| ())
 }
 
-/// Starts a VM with this guest code. `change` adjusts its configuration.
+/// Starts a VM with `code` as its guest. `change` adjusts the configuration.
 pub(crate) fn vm(code: &[u8], change: impl FnOnce(&mut VmConfig)) -> Option<RunningVm> {
     vm_with_devices(code, Vec::new(), change)
 }
@@ -192,8 +192,8 @@ pub(crate) fn control_target(vm: &RunningVm) -> ControlledVm {
     control_target
 }
 
-/// Returns the PMU of a VM on a host that opens these generic events, or that has no PMU if
-/// `None`.
+/// Returns the PMU of a VM on a host that can open the generic events in `opens`. If `opens` is
+/// `None`, the host has no PMU.
 pub(crate) fn pmu(opens: Option<&[&str]>, interprets_kernel: bool) -> VmPmu {
     let mut probe = HostProbe::run();
     probe.hardware_pmu = opens.is_some();

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
-use perf_core::{PerfCore, TickWork, error_line};
+use perf_core::{PendingTickWork, PerfCore, error_line};
 use vmm_sys_util::timerfd::TimerFd;
 
 use crate::kvm::host::Kvm;
@@ -75,20 +75,20 @@ const TICK_INTERVAL: Duration = Duration::from_millis(4);
 const UNTHROTTLE_INTERVAL: Duration = Duration::from_millis(32);
 /// Interval between checks whether ticks are needed.
 const IDLE_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of further ticks at [`TICK_INTERVAL`] intervals after the last necessary one. An event
+/// Number of further ticks at [`TICK_INTERVAL`] after the last tick that an event needed. An event
 /// that was throttled once is likely to be throttled again and then waits for a tick.
 const EXTRA_TICKS: u32 = 250;
 
 /// A timer that fires every 4 ms while perf-core needs ticks, and less often otherwise.
 #[derive(Debug)]
-pub struct TickTimer {
+pub struct SchedulingTickTimer {
     timer: TimerFd,
     pace: Duration,
-    /// Number of remaining ticks at [`TICK_INTERVAL`] intervals without need.
+    /// Number of ticks at [`TICK_INTERVAL`] that still follow although no event needs them.
     extra_ticks: u32,
 }
 
-impl TickTimer {
+impl SchedulingTickTimer {
     /// Creates an armed timer.
     ///
     /// # Errors
@@ -113,9 +113,9 @@ impl TickTimer {
         core.tick_after(expirations);
         let need = core.tick_need();
         self.extra_ticks = match before.max(need) {
-            TickWork::Work => EXTRA_TICKS,
-            TickWork::Watch => self.extra_ticks.saturating_sub(1),
-            TickWork::None => 0,
+            PendingTickWork::Work => EXTRA_TICKS,
+            PendingTickWork::Watch => self.extra_ticks.saturating_sub(1),
+            PendingTickWork::None => 0,
         };
         self.keep(self.pace_for(need));
     }
@@ -129,12 +129,12 @@ impl TickTimer {
         }
     }
 
-    fn pace_for(&self, need: TickWork) -> Duration {
+    fn pace_for(&self, need: PendingTickWork) -> Duration {
         match need {
-            TickWork::Work => TICK_INTERVAL,
-            TickWork::Watch if self.extra_ticks > 0 => TICK_INTERVAL,
-            TickWork::Watch => UNTHROTTLE_INTERVAL,
-            TickWork::None => IDLE_INTERVAL,
+            PendingTickWork::Work => TICK_INTERVAL,
+            PendingTickWork::Watch if self.extra_ticks > 0 => TICK_INTERVAL,
+            PendingTickWork::Watch => UNTHROTTLE_INTERVAL,
+            PendingTickWork::None => IDLE_INTERVAL,
         }
     }
 
@@ -148,7 +148,7 @@ impl TickTimer {
     }
 }
 
-impl AsRawFd for TickTimer {
+impl AsRawFd for SchedulingTickTimer {
     fn as_raw_fd(&self) -> RawFd {
         self.timer.as_raw_fd()
     }
@@ -221,7 +221,7 @@ mod tests {
 
     use super::*;
 
-    /// Register source of a vCPU without registers.
+    /// Stand-in for the registers of a vCPU: always guest kernel mode at address 0.
     struct NoVcpuRegisters;
 
     impl SampleRegs for NoVcpuRegisters {
@@ -272,7 +272,7 @@ mod tests {
         handles.iter().filter(ran).count()
     }
 
-    /// The test runs no ticks, so only the rotation timer can rotate events.
+    /// [`RotationTimer`] rotates events. The test runs no ticks, so nothing else can rotate them.
     #[test]
     fn rotation_timer_rotates_events() {
         let ContendedCore { core, handles, _kept } = contended(MuxPolicy::Adaptive);
@@ -287,14 +287,14 @@ mod tests {
         }
     }
 
-    /// Events opened while no ticks were needed are rotated immediately, not after the idle
-    /// interval of 100 ms.
+    /// Events that are opened while no ticks were needed are rotated immediately, not after the
+    /// idle interval of 100 ms.
     #[test]
     fn tick_interval_shortens_when_events_multiplex() {
         let mut rig = contended(MuxPolicy::Rotate);
         let more = rig.handles.split_off(2);
         more.iter().for_each(|h| h.disable(ControlScope::Event).unwrap());
-        let mut ticks = TickTimer::new().unwrap();
+        let mut ticks = SchedulingTickTimer::new().unwrap();
         ticks.handle_expiration(&rig.core);
         ticks.shorten_interval(&rig.core);
         assert_eq!(ticks.pace, IDLE_INTERVAL, "two events on two slots need no ticks");
@@ -326,15 +326,18 @@ mod tests {
         };
         let recorded = core.open(&session, attr, target, None, flags).unwrap();
         vcpu.sched_in();
-        let mut ticks = TickTimer::new().unwrap();
+        let mut ticks = SchedulingTickTimer::new().unwrap();
         ticks.handle_expiration(&core);
         assert_eq!(ticks.pace, UNTHROTTLE_INTERVAL);
-        while core.tick_need() != TickWork::Work {
+        while core.tick_need() != PendingTickWork::Work {
             pmu.advance(VcpuId(0), |_| 10);
             vcpu.service_overflows(&mut NoVcpuRegisters, &mut |_| ());
         }
         ticks.handle_expiration(&core);
-        assert_eq!((ticks.pace, core.tick_need()), (TICK_INTERVAL, TickWork::Watch));
+        assert_eq!(
+            (ticks.pace, core.tick_need()),
+            (TICK_INTERVAL, PendingTickWork::Watch)
+        );
         for _ in 0..EXTRA_TICKS {
             assert_eq!(ticks.pace, TICK_INTERVAL);
             ticks.handle_expiration(&core);
@@ -376,7 +379,7 @@ mod tests {
             vcpu.service_overflows(&mut NoVcpuRegisters, &mut |overflowed| times += overflowed.times);
             times
         };
-        let mut ticks = TickTimer::new().unwrap();
+        let mut ticks = SchedulingTickTimer::new().unwrap();
         // The first period is 1. Each adjustment moves it by an eighth of the distance to the
         // number of overflows per tick.
         assert_eq!(overflows_in(8_000), 8_000);

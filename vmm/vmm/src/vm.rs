@@ -32,7 +32,7 @@ use crate::memory::GuestRam;
 use crate::memory::dirty::WriteProtector;
 use crate::numbers::VcpuNumbers;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
+use crate::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
 use crate::vcpu::kicker::Kicker;
 use crate::vcpu::kvm_vcpu::KvmVcpu;
 use crate::vcpu::registry::VcpuRegistry;
@@ -67,7 +67,7 @@ pub struct Vm {
 
 /// Inputs for building a VM.
 pub struct VmParts<'a> {
-    /// KVM resources whose creation was started earlier.
+    /// KVM resources whose creation was started before the VM is built.
     pub begun: DeferredKvmSetup,
     /// KVM.
     pub kvm: &'a Kvm,
@@ -104,8 +104,8 @@ impl Vm {
         })
     }
 
-    /// [`Vm::new`] with KVM resources whose creation was started earlier. Joins the threads that
-    /// create them.
+    /// Does the same as [`Vm::new`], with KVM resources whose creation was started earlier. Joins
+    /// the threads that create them.
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
@@ -377,7 +377,7 @@ impl RunningVm {
         &self.bus
     }
 
-    /// Returns the perf-core side of the VM, for operators and for the guest's PMU.
+    /// Returns the PMU of the VM with its perf core, which serves operators and the guest.
     pub fn pmu(&self) -> &Arc<VmPmu> {
         &self.pmu
     }
@@ -429,7 +429,7 @@ impl RunningVm {
             return;
         }
         if self.control.reason().is_none() {
-            self.control.stop(StopReason::Operator);
+            self.control.stop(VmStopReason::Operator);
         }
         self.kicker().join();
         // No vCPU uses the devices any more. The device threads finish pending requests and exit.

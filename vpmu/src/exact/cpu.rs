@@ -44,8 +44,8 @@ pub trait SteppedGuestMemory {
     /// current code. Returns the number of contiguous bytes read from the start of `buffer`.
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize;
 
-    /// Returns the handler address of `vector` from the interrupt descriptor table (RIP, relative
-    /// to the gate's code segment), or `None` if the vector has no gate.
+    /// Returns the address of the handler of `vector` according to the interrupt descriptor table,
+    /// as a RIP relative to the handler's code segment. Returns `None` if the vector has no gate.
     fn gate(&mut self, vector: u8) -> Option<u64>;
 }
 
@@ -104,17 +104,17 @@ pub fn gate_in_table(
     present.then_some(high | low)
 }
 
-/// Class of the next instruction, for a VMM that must prepare to single-step it.
+/// Class of the next instruction, by which a VMM decides how to single-step it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionClass {
-    /// Ordinary instruction. The step stops after it.
+    /// Ordinary instruction. A single step stops after it.
     Plain,
     /// Instruction with an interrupt shadow. The step may stop only after the following instruction
     /// (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and SWAPGS if KVM emulates them).
     Shadow,
     /// SYSCALL or SYSENTER, which may clear the trap flag.
     SystemCall,
-    /// Software interrupt through the gate of this vector, which clears the trap flag.
+    /// Software interrupt, whose delivery through the gate of this vector clears the trap flag.
     Interrupt(u8),
     /// Interrupt return, which loads the flags.
     InterruptReturn,

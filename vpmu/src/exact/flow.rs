@@ -20,7 +20,7 @@ const OF: u64 = 1 << 11;
 /// Address of the next instruction, as far as it can be predicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NextAddress {
-    /// Known address, with `true` for a taken branch.
+    /// Known address. The flag is `true` if the instruction is a branch that is taken.
     To(u64, bool),
     /// Unpredictable address.
     Unpredictable,
@@ -78,7 +78,7 @@ pub(super) fn is_repeated(instruction: &Instruction) -> bool {
     instruction.is_string_instruction() && (instruction.has_rep_prefix() || instruction.has_repne_prefix())
 }
 
-/// Returns the remaining count of a repeated string instruction.
+/// Returns the number of remaining iterations of a repeated string instruction.
 pub(super) fn element_count(instruction: &Instruction, cpu: &SteppedCpuState) -> u64 {
     cpu.gpr[1] & address_mask(instruction)
 }
@@ -235,7 +235,7 @@ fn register(cpu: &SteppedCpuState, name: Register) -> Option<u64> {
     }
 }
 
-/// Returns whether a conditional branch is taken.
+/// Returns whether a conditional branch is taken with the flags and registers in `cpu`.
 fn is_taken(instruction: &Instruction, cpu: &SteppedCpuState) -> bool {
     let flag = |bit: u64| cpu.rflags & bit != 0;
     let count = cpu.gpr[1] & address_mask(instruction);

@@ -1,8 +1,8 @@
-//! Exact counting by single-stepping. Determines the instructions that each step of a vCPU retires.
+//! Exact counting by single-stepping: determines which instructions each step of a vCPU retires.
 //!
 //! The VMM passes the vCPU state before and after each step to a [`StepMeter`]. The meter decodes
-//! the instruction, predicts its successor, and compares the prediction with the actual state to
-//! determine the retired instructions. The counting rules are:
+//! the instruction, predicts the address of the next instruction, and compares the prediction with
+//! the actual state to determine the retired instructions. The counting rules are:
 //!
 //! - An instruction counts when it completes (Intel SDM vol. 3, "Instructions Retired": the last
 //!   micro-operation retires), at the privilege level at which it started. A faulting instruction
@@ -17,14 +17,14 @@
 //!   shadow.
 //! - HLT counts when it halts. SYSCALL, SYSRET, SYSENTER, SYSEXIT and IRET count one each.
 //! - The WRMSR that enables counting is counted, and the WRMSR that disables counting is not,
-//!   because the counts of a step are fed after the write took effect. The VMM only has to feed
-//!   after [`crate::Vpmu::reconcile`].
-//! - A branch is any instruction that can set RIP to an address other than the next instruction:
-//!   conditional or unconditional, direct or indirect, near or far, calls, returns, software
-//!   interrupts, SYSCALL and similar instructions, and IRET. Taken branches on an Intel model are
-//!   taken near branches (BR_INST_RETIRED.NEAR_TAKEN). On an AMD model, far branches are included,
-//!   and interrupts and exceptions count as branches and as taken branches (PPR, PMCx0C2 and
-//!   PMCx0C4: "all types of architectural control flow changes").
+//!   because the counts of a step are added after the write took effect. The VMM only has to add
+//!   them ([`StepOutcome::feed`]) after [`crate::Vpmu::reconcile`].
+//! - A branch is any instruction that can set RIP to an address other than that of the next
+//!   instruction in memory: conditional or unconditional, direct or indirect, near or far, calls,
+//!   returns, software interrupts, SYSCALL and similar instructions, and IRET. Taken branches on an
+//!   Intel model are taken near branches (BR_INST_RETIRED.NEAR_TAKEN). On an AMD model, far
+//!   branches are included, and interrupts and exceptions count as branches and as taken branches
+//!   (PPR, PMCx0C2 and PMCx0C4: "all types of architectural control flow changes").
 //! - Loads and stores are *instructions* that read or write memory at least once, including the
 //!   stack and excluding address computation (LEA), prefetches and multi-byte NOPs. A repeated
 //!   string instruction with zero iterations is neither a load nor a store.
@@ -40,10 +40,11 @@
 //! begins after the write took effect, and the instruction counts when it completes.
 //!
 //! The processor clears the trap flag when it enters a handler or the kernel, and exposes the flag
-//! to a guest that saves its flags. [`StepMeter::begin`] reports such an instruction, so that the
-//! VMM can set a breakpoint where the step would otherwise be lost. If the vCPU stops at or after
-//! the first instruction of a handler, the meter recognizes the handler from the guest's interrupt
-//! descriptor table. A later stop is reported as [`StepOutcome::lost`].
+//! to a guest that saves its flags. [`StepMeter::begin`] reports an instruction that causes this,
+//! so that the VMM can set a breakpoint where the step would otherwise be lost. If the vCPU stops
+//! before or after the first instruction of a handler, the meter recognizes the handler from the
+//! guest's interrupt descriptor table. If the vCPU stops later in a handler, this is reported as
+//! [`StepOutcome::lost`].
 
 mod cpu;
 mod flow;
@@ -67,11 +68,11 @@ use flow::{
     software_interrupt,
 };
 
-/// Maximum number of consecutive shadow instructions in one step. The guest has executed the same
-/// number of instructions, so decoding them costs no more than their emulation.
+/// Maximum number of consecutive instructions with an interrupt shadow in one step. The guest has
+/// executed the same number of instructions, so decoding them costs no more than their emulation.
 const MAX_SHADOWS: usize = 4096;
 
-/// Retired counts of one privilege level.
+/// Numbers of retired instructions, branches, loads and stores at one privilege level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RetiredCounts {
     /// Instructions retired.
@@ -106,8 +107,9 @@ impl RetiredCounts {
         }
     }
 
-    /// Returns the remaining counts until the armed overflows of `counts` at privilege level `cpl`.
-    /// Returns 0 if an overflow is already due and [`u32::MAX`] if no overflow is armed.
+    /// Returns, for each event, the number of further counts until the overflow armed in `counts`
+    /// at privilege level `cpl`. The number is 0 if the overflow is already due and [`u32::MAX`] if
+    /// no overflow is armed.
     pub fn remaining(counts: &FedCounts, cpl: u8) -> Self {
         let [
             instructions,
@@ -164,8 +166,8 @@ pub struct StepOutcome {
 }
 
 impl StepOutcome {
-    /// Adds the retired counts to the vCPU's fed counts. Returns whether an armed overflow has
-    /// occurred.
+    /// Adds the retired counts to `counts`, from which the vCPU's events count. Returns whether an
+    /// armed overflow has occurred.
     pub fn feed(&self, counts: &FedCounts) -> bool {
         let mut overflow = false;
         for (level, cpl) in [(&self.user, 3), (&self.kernel, 0)] {
@@ -206,7 +208,7 @@ struct PendingStep {
     /// Decoded instruction, or `None` if its bytes could not be read.
     instruction: Option<Instruction>,
     next_address: NextAddress,
-    /// Set for a repeated string instruction that started before this step.
+    /// Set for a repeated string instruction that had already iterated before this step.
     iterated: bool,
 }
 
@@ -283,8 +285,8 @@ impl StepMeter {
         self.pending = None;
     }
 
-    /// Returns the address and privilege level of a repeated string instruction that has iterated and
-    /// is unfinished at `cpu`, for a snapshot.
+    /// Returns the address and privilege level of a repeated string instruction that has iterated
+    /// but not completed when the vCPU is in the state `cpu`. Used for a snapshot.
     pub fn unfinished_at(&self, cpu: &SteppedCpuState) -> Option<(u64, u8)> {
         let here = (cpu.rip, cpu.cpl);
         let iterated_in_step = self.pending.as_ref().is_some_and(|pending| {
@@ -444,8 +446,9 @@ impl StepMeter {
         accesses
     }
 
-    /// Decodes the successor at `next` of an instruction with a shadow, and further successors if
-    /// those also have a shadow, up to `end`. Counts these instructions if they lead to `end`.
+    /// Decodes the instruction at `next`, which follows an instruction with an interrupt shadow,
+    /// and further instructions as long as each has a shadow, until `end` is reached. If `end` is
+    /// reached, counts the instructions and returns `true`.
     fn retire_shadow(
         &mut self,
         pending: &PendingStep,
@@ -495,9 +498,10 @@ impl StepMeter {
         false
     }
 
-    /// Handles a step over an instruction with an unpredictable target. The instruction did not
-    /// complete if the vCPU is in the handler of an exception that the instruction can raise. Also
-    /// counts the handler's first instruction if the handler executed it.
+    /// Handles a step over an instruction whose target could not be predicted, and returns whether
+    /// the instruction completed. It did not complete if the vCPU is in the handler of an exception
+    /// that the instruction can raise. For a software interrupt, also counts the handler's first
+    /// instruction if the vCPU has executed it.
     fn resolve_unpredictable(
         &mut self,
         instruction: &Instruction,
@@ -525,8 +529,9 @@ impl StepMeter {
             })
     }
 
-    /// Handles an interrupt, NMI or exception that diverted the vCPU. The vCPU is before or after
-    /// the first instruction of the handler.
+    /// Handles a step in which an interrupt, NMI or exception diverted the vCPU to a handler. If
+    /// the vCPU is neither before nor after the first instruction of a handler, the step is marked
+    /// as lost.
     fn enter_handler(
         &mut self,
         before: &SteppedCpuState,
@@ -563,8 +568,8 @@ impl StepMeter {
     }
 }
 
-/// Returns the return address of a handler if the vCPU is before or after the first instruction of
-/// a 64-bit handler (SDM vol. 3 §6.14.2, "64-Bit Mode Stack Frame").
+/// Returns the address to which a handler will return, if the vCPU is before or after the first
+/// instruction of a 64-bit handler (SDM vol. 3 §6.14.2, "64-Bit Mode Stack Frame").
 fn interrupted_address(cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> Option<u64> {
     if cpu.size != CodeSegmentMode::Bits64 {
         return None;

@@ -14,10 +14,10 @@ use super::{RetiredCounts, StepMeter};
 
 /// Maximum number of instructions in a run.
 pub const MAX_RUN_INSTRUCTIONS: usize = 64;
-/// Number of code bytes that are sufficient to analyze a run.
+/// Maximum number of code bytes that are examined for a run.
 pub const MAX_RUN_BYTES: usize = 256;
 
-/// State after an instruction of a run.
+/// Position after an instruction of a run, and the memory accesses up to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RunPosition {
     /// Offset from the start of the run, in bytes.
@@ -58,7 +58,8 @@ impl StraightRun {
         self.uses_stack
     }
 
-    /// Returns the number of leading instructions whose counts do not exceed `remaining`.
+    /// Returns how many instructions from the start of the run the vCPU can retire without
+    /// exceeding any count in `remaining`.
     pub fn within(&self, remaining: &RetiredCounts) -> usize {
         let fits = |passed: &RunPosition| {
             u32::from(passed.loads) <= remaining.loads && u32::from(passed.stores) <= remaining.stores

@@ -1,4 +1,5 @@
-//! Tests of steps that ptrace cannot produce: faults, interrupts, shadows and privilege changes.
+//! Tests of the step meter with steps that ptrace cannot produce: faults, interrupts, shadows and
+//! privilege changes.
 
 use super::*;
 
@@ -55,7 +56,8 @@ fn at(rip: u64, cpl: u8) -> SteppedCpuState {
     }
 }
 
-/// Steps `code` at CPL 0 and stops at `to`.
+/// Returns the result of a step that executes `code` at CPL 0 from [`CODE`] and stops at address
+/// `to`.
 fn step(code: &[u8], to: u64) -> StepOutcome {
     step_from(&mut StepMeter::new(Vendor::Intel), code, at(CODE, 0), at(to, 0))
 }
@@ -76,12 +78,14 @@ fn kernel(instructions: u32) -> RetiredCounts {
     }
 }
 
-/// Steps `code` from [`CODE`] at CPL 3 to `to` at CPL `cpl`.
+/// Returns the result of a step that executes `code` at CPL 3 from [`CODE`] and stops at address
+/// `to` with CPL `cpl`.
 fn user_step(vendor: Vendor, code: &[u8], to: u64, cpl: u8) -> StepOutcome {
     step_from(&mut StepMeter::new(vendor), code, at(CODE, 3), at(to, cpl))
 }
 
-/// A step that retires `kernel` and ends with an event.
+/// Returns the result of a step that retires `kernel` and in which an interrupt, NMI or exception
+/// is delivered.
 fn event(kernel: RetiredCounts) -> StepOutcome {
     StepOutcome {
         kernel,
@@ -98,7 +102,7 @@ fn in_user_mode(user: RetiredCounts) -> StepOutcome {
     }
 }
 
-/// A step that ends at an unexplained place.
+/// Returns the result of a step that stops at an unexpected address.
 fn lost() -> StepOutcome {
     StepOutcome {
         event: true,
@@ -190,8 +194,8 @@ fn shadow_instruction_is_stepped_with_successor() {
     );
 }
 
-/// Fences and SWAPGS count with and without a shadow. They have a shadow if KVM emulates them, and
-/// several consecutive instructions may share one stop.
+/// Fences and SWAPGS count once each, whether or not they have an interrupt shadow. They have a
+/// shadow if KVM emulates them, and then several consecutive ones may be executed in one step.
 #[test]
 fn fences_count_with_and_without_shadow() {
     for fence in [
@@ -215,8 +219,8 @@ fn fences_count_with_and_without_shadow() {
     assert!(step(&many, CODE + many.len() as u64).lost);
 }
 
-/// A long sequence of fences may share one stop, which is either after the sequence, or in the
-/// handler of a fault or interrupt within the sequence.
+/// The step meter counts a long sequence of fences that one step executes. The step stops either
+/// after the sequence, or in the handler of a fault or interrupt within it.
 #[test]
 fn long_row_of_fences_counts_up_to_stop_or_fault() {
     const STACK: u64 = 0x8000;
@@ -310,7 +314,8 @@ fn count(rip: u64, rcx: u64) -> SteppedCpuState {
     state
 }
 
-/// Another meter continues with an instruction that has iterated, whether its step has ended or not.
+/// After a snapshot, a new step meter continues with a repeated string instruction that has
+/// iterated, whether or not the old meter had ended its step.
 #[test]
 fn unfinished_repeated_instruction_continues_in_another_meter() {
     let whole = count(CODE, 3);
@@ -457,7 +462,8 @@ fn gates_are_read_in_each_format_of_the_table() {
     assert_eq!(find(GateFormat::Protected, task, 15, 1), None);
 }
 
-/// Returns the branches of a step at CPL 0 from [`CODE`].
+/// Returns the branches recorded in a step over `code` at [`CODE`] that changes the vCPU state from
+/// `from` to `to`.
 fn branches_of(code: &[u8], from: SteppedCpuState, to: SteppedCpuState) -> Vec<(u64, u64, BranchKind)> {
     let mut meter = StepMeter::new(Vendor::Intel);
     meter.set_branch_recording(true);

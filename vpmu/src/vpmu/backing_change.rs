@@ -1,13 +1,13 @@
-//! Counters that a different backing counts after a restore.
+//! Counters for which a different backing (source of counts) counts after a restore.
 
 use super::Vpmu;
 use crate::events::{CounterBacking, GuestEvent};
 use crate::index::{CounterIndex, counters_in};
 use crate::sources::EventSources;
 
-/// A guest-enabled counter whose backing changes.
+/// A guest-enabled counter for which a restore changes the backing (source of counts).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BackingChange {
+pub struct CounterBackingChange {
     /// Counter number.
     pub counter: CounterIndex,
     /// Event of the counter.
@@ -20,20 +20,20 @@ pub struct BackingChange {
 }
 
 impl Vpmu {
-    /// Returns the enabled counters whose backings differ between the sources `before` and `after`,
-    /// taking the event filter into account.
+    /// Returns the enabled counters for which the sources `after` provide another backing than the
+    /// sources `before`. The event filter is taken into account.
     pub fn backing_changes<'a>(
         &'a self,
         before: &'a EventSources,
         after: &'a EventSources,
-    ) -> impl Iterator<Item = BackingChange> + 'a {
+    ) -> impl Iterator<Item = CounterBackingChange> + 'a {
         counters_in(self.model.counters_mask()).filter_map(|counter| {
             let request = self.request(counter).filter(|_| self.is_enabled(counter))?;
             let backing = |sources: &EventSources| {
                 let source = sources.of_request(&request).next();
                 source.map_or(CounterBacking::None, |source| source.backing)
             };
-            let change = BackingChange {
+            let change = CounterBackingChange {
                 counter,
                 event: request.event,
                 before: backing(before),

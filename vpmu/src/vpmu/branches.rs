@@ -18,9 +18,9 @@ pub struct BranchRequest {
 }
 
 impl Vpmu {
-    /// Returns the branches that must be collected before the due PMI is delivered. Returns `None`
-    /// if no PMI is due, if its records are complete or being collected, or if the guest's records
-    /// are disabled or frozen.
+    /// Returns which branches must be collected before the due PMI is delivered. Returns `None` if
+    /// no PMI is due, if the branches for it have been collected or are being collected, or if the
+    /// guest's branch records are disabled or frozen.
     #[inline]
     pub fn requested_branches(&self) -> Option<BranchRequest> {
         let branches = self.branches.as_ref()?;
@@ -55,8 +55,8 @@ impl Vpmu {
         }
     }
 
-    /// Clears the records and starts to collect branches for the due PMI at `now_ns`, on the clock
-    /// of [`Vpmu::pmi_ready`].
+    /// Clears the branch records and starts to collect branches for the due PMI. `now_ns` is the
+    /// current time on the clock that [`Vpmu::pmi_ready`] uses.
     pub fn begin_branches(&mut self, now_ns: u64) {
         if let Some(branches) = &mut self.branches {
             branches.clear();
@@ -64,8 +64,8 @@ impl Vpmu {
         }
     }
 
-    /// Adds a taken branch. Returns whether the records are full or the guest no longer records
-    /// branches.
+    /// Adds a taken branch to the records. Returns `true` if the collection can end, because the
+    /// records are full or the guest no longer records branches.
     pub fn add_branch(&mut self, branch: &BranchEntry) -> bool {
         let depth = self.registers.branches.records();
         let Some(branches) = &mut self.branches else {
@@ -95,8 +95,8 @@ impl Vpmu {
         }
     }
 
-    /// Returns the time at which the collection for the PMI that is being delivered at `now_ns`
-    /// started.
+    /// Returns the time at which the collection of branches started for the PMI that is being
+    /// delivered at `now_ns`, or `now_ns` if there was no collection.
     pub(super) fn pmi_began_ns(&self, now_ns: u64) -> u64 {
         match self.branches.as_ref().map(|branches| branches.phase) {
             Some(BranchPhase::Collecting { began_ns } | BranchPhase::Complete { began_ns }) => began_ns,
@@ -111,8 +111,8 @@ impl Vpmu {
         }
     }
 
-    /// Returns the register at an MSR address that belongs to no other part of the PMU, or `None` if
-    /// an access faults.
+    /// Returns the branch record register or control register at an MSR address, or `None` if an
+    /// access to the address faults. All other PMU registers have been handled before.
     fn branch_register(&self, msr: MsrAddress) -> Option<BranchRegister> {
         let register = self.vendor.branch_register(&self.model, msr)?;
         let depth = self.registers.branches.records();
@@ -120,7 +120,8 @@ impl Vpmu {
         exists.then_some(register)
     }
 
-    /// Handles a guest RDMSR of an address that belongs to no other part of the PMU.
+    /// Handles a guest RDMSR of an address that is not that of any other PMU register, and
+    /// therefore may be that of a branch record register.
     #[cold]
     pub(super) fn read_branch_register(&mut self, msr: MsrAddress) -> MsrReadOutcome {
         let stored = self
@@ -129,8 +130,9 @@ impl Vpmu {
         stored.map_or(MsrReadOutcome::InjectGp, |value| MsrReadOutcome::Value(*value))
     }
 
-    /// Handles a guest WRMSR to an address that belongs to no other part of the PMU. A write to the
-    /// depth clears the records (SDM vol. 4, 14CFH).
+    /// Handles a guest WRMSR to an address that is not that of any other PMU register, and
+    /// therefore may be that of a branch record register. A write to the depth register clears the
+    /// records (SDM vol. 4, 14CFH).
     #[cold]
     pub(super) fn write_branch_register(&mut self, msr: MsrAddress, value: u64) -> MsrWriteOutcome {
         let Some(register) = self.branch_register(msr) else {

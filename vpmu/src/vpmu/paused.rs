@@ -1,33 +1,35 @@
 //! Paused counters: counters that the guest has stopped but whose event temporarily keeps its slot.
 //!
-//! Guest drivers stop all counters before they access some of them and restart them a few exits
-//! later, on each interrupt and on each switch between tasks with events. Such a stop only *pauses*
-//! the counters' events, without rescheduling and without changing any event's state.
+//! On each interrupt and on each switch between tasks with events, guest drivers stop all counters,
+//! access some of them, and restart them a few exits later. Such a stop only *pauses* the counters'
+//! events, without rescheduling and without changing any event's state.
 //!
 //! Stopping and starting a host event takes three or four system calls. A paused host event
 //! therefore continues to count. Its count is read when its counter stops and again when the
 //! counter restarts, and the difference is ignored. The host event is only re-armed if the guest
-//! has written the counter in the meantime. Other events stop counting during a pause.
+//! has written the counter in the meantime. Events of other backings stop counting during a pause.
 //!
-//! A paused event occupies its slot, and its times continue to advance. A pause therefore ends, and
-//! the event is stopped, [`PASSES`] passes after the first current pause began, when the armed
-//! overflow occurs, when the counter is reprogrammed, or when another counter needs a slot.
+//! A paused event occupies its slot, and its time enabled and time running continue to advance. A
+//! pause must therefore end. It ends, and the event is stopped, [`PASSES`] reconcile passes after
+//! the first of the current pauses began, when the armed overflow occurs, when the counter is
+//! reprogrammed, or when another counter needs a slot.
 
 use super::Vpmu;
 use crate::counter_events::CounterEvents;
 use crate::index::{CounterIndex, counters_in};
 
-/// Number of passes after which a pause ends. Linux causes about ten exits per task switch with
-/// four events, and two more for each additional event.
+/// Number of reconcile passes after which a pause ends. Linux causes about ten exits per task
+/// switch with four events, and two more for each additional event.
 const PASSES: u32 = 64;
-/// Divisor of the tolerated early overflow. Counts during a pause make the armed overflow early,
-/// which costs a kick. Re-arming costs a system call, so early overflows are tolerated up to this
+/// Divisor of the tolerated error by which an overflow notification may be early. A host event also
+/// counts during a pause, so its armed overflow occurs too early and kicks the vCPU unnecessarily.
+/// Re-arming the event costs a system call. Early overflows are therefore tolerated up to this
 /// fraction of the armed period.
 const MAX_EARLY_DIVISOR: u64 = 8;
 
 impl Vpmu {
-    /// Pauses or resumes all counters in `counters` that need no other change, with one operation
-    /// for pausing and one for resuming. Returns the remaining counters.
+    /// Pauses or resumes those counters in `counters` that need no other change, all pauses in one
+    /// operation and all resumptions in another. Returns the remaining counters.
     pub(super) fn pause_and_resume(&mut self, counters: u64, events: &mut dyn CounterEvents) -> u64 {
         let plain = counters & !self.stale & !self.lost.affected();
         let running = plain & self.running;
@@ -53,8 +55,8 @@ impl Vpmu {
             .fold(0, |mask, counter| mask | counter.mask())
     }
 
-    /// Folds and pauses running counters whose event has not changed, because the guest is likely
-    /// to restart them soon.
+    /// Pauses the running counters in `counters` and brings them up to date (folds them). Their
+    /// events must be unchanged. The guest is likely to restart these counters soon.
     pub(super) fn pause(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.running &= !counters;
         self.misses_emulated &= !counters;
@@ -101,8 +103,9 @@ impl Vpmu {
         }
     }
 
-    /// Handles the resumption of a counter whose event count is `count`. Returns the period for
-    /// arming the event if it was stopped.
+    /// Updates a counter that resumes with an event count of `count`, and ignores the counts during
+    /// the pause. If the event was stopped for the pause and the counter interrupts on overflow,
+    /// returns the number of counts for which to arm the event.
     fn on_resume(&mut self, counter: CounterIndex, count: u64) -> Option<u64> {
         let mask = counter.mask();
         let interrupts = self.vendor.interrupts(&self.registers, counter);

@@ -1,5 +1,5 @@
-//! Pending PMI: delivery conditions, rate and share limits, and withdrawal after the guest has
-//! served the overflow.
+//! Pending PMI: when it may be delivered, the limits on its rate and on the share of PMI handlers,
+//! and its withdrawal after the guest has served the overflows that requested it.
 
 use super::Vpmu;
 use crate::counter_events::CounterEvents;
@@ -38,7 +38,7 @@ pub struct PmiCounts {
 /// A due PMI in the saved state.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DuePmi {
-    /// Mask of counters that requested the PMI and have not been served since.
+    /// Mask of counters that requested the PMI and whose overflows the guest has not served since.
     pub(crate) sources: u64,
     /// Set if the PMI could not be delivered.
     pub(crate) deferred: bool,
@@ -49,7 +49,7 @@ pub(crate) struct DuePmi {
 pub(crate) enum RestoredPmi {
     /// Complete description.
     Known(DuePmi),
-    /// PMI of layout version 1, which lacks the sources.
+    /// PMI from layout version 1, which does not contain the counters that requested it.
     UnknownSources,
 }
 
@@ -151,21 +151,21 @@ impl Vpmu {
 
     /// Returns whether the caller must call [`Self::observe_handler`] before [`Self::pmi_ready`],
     /// because the registers do not show whether the handler of the last PMI has returned. Must be
-    /// called before every guest entry if a share is set.
+    /// called before every guest entry if the share of PMI handlers is limited.
     #[inline]
     pub fn needs_handler_state(&self, events: &mut dyn CounterEvents) -> bool {
         self.pmi_share.is_uncertain(self.pmi_due, || events.now_ns())
     }
 
     /// Records whether the guest still executes the handler of the last delivered PMI. `executes`
-    /// is `true` if the NMI has not been followed by an IRET yet, or if the vector is requested or
-    /// in service.
+    /// must be `true` if the PMI was an NMI that has not been followed by an IRET yet, or if its
+    /// interrupt vector is requested or in service in the local APIC.
     pub fn observe_handler(&mut self, executes: bool, now_ns: u64) {
         self.pmi_share.observe(executes, now_ns);
     }
 
-    /// Ends the measurement of the handler if it has served the counters that requested its PMI and
-    /// if these counters are enabled again.
+    /// Ends the measurement of the PMI handler if the handler has served all counters that
+    /// requested the PMI and these counters are enabled again.
     #[cold]
     pub(super) fn detect_handler_end(&mut self, events: &mut dyn CounterEvents) {
         let is_enabled = |counter| self.vendor.is_selected(&self.registers, counter);
@@ -177,9 +177,9 @@ impl Vpmu {
         }
     }
 
-    /// Withdraws a waiting PMI without remaining sources. A PMI that never had to wait is delivered
-    /// even if the guest has cleared the status in the meantime, because a physical processor would
-    /// have delivered it earlier.
+    /// Withdraws a PMI that had to wait for delivery if the guest has served all counters that
+    /// requested it. A PMI that never had to wait is delivered even if the guest has cleared the
+    /// status in the meantime, because a physical processor would have delivered it earlier.
     fn withdraw_if_served(&mut self) {
         if self.pmi_deferred && self.pmi_sources == 0 {
             self.pmi_counts.withdrawn += 1;
@@ -204,9 +204,9 @@ impl Vpmu {
         })
     }
 
-    /// Restores the PMI that was due when the state was saved. Without known sources, every
-    /// possible counter is assumed to have requested the PMI, because a spurious PMI is better than
-    /// a lost PMI.
+    /// Restores the PMI that was due when the state was saved. If the counters that requested it
+    /// are unknown, every counter that could have requested it is assumed to have done so, because
+    /// a spurious PMI is better than a lost PMI.
     pub(crate) fn restore_pmi(&mut self, pmi: Option<RestoredPmi>) {
         self.forget_pmi();
         let Some(pmi) = pmi else { return };

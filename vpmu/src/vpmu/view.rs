@@ -12,7 +12,7 @@ use crate::vendor::PmuRegister;
 pub struct CounterView {
     /// Counter number.
     pub counter: CounterIndex,
-    /// Set if the guest has enabled the counter in its own control and globally.
+    /// Set if the guest has enabled the counter in the counter's own control register and globally.
     pub enabled: bool,
     /// Event request that the guest programmed, or `None` if its control selects no privilege
     /// level.
@@ -30,9 +30,11 @@ pub struct CounterView {
     pub times: CounterTimes,
     /// Set if the counter is currently counted.
     pub counting: bool,
-    /// Set if [`Self::backing`] is a fallback for a preferred backing without a slot.
+    /// Set if [`Self::backing`] is a fallback, because no slot was available for the preferred
+    /// backing.
     pub fallback: bool,
-    /// Uncounted time of the current event, in nanoseconds. Included in the time enabled.
+    /// Time in which the current event was uncounted, in nanoseconds. It is part of the time
+    /// enabled.
     pub uncounted_ns: u64,
     /// Number of overflows.
     pub overflows: u64,
@@ -41,9 +43,10 @@ pub struct CounterView {
 }
 
 impl Vpmu {
-    /// Sets a register to its value in another PMU of the same model, without the side effects of a
-    /// guest write. Used to show or save the state of a PMU that is emulated elsewhere; see
-    /// [`PmuModel::state_msrs`](crate::PmuModel::state_msrs). Returns whether the model has this register.
+    /// Sets a register to the value that it has in another PMU of the same model, without the side
+    /// effects of a guest write. Used to show or save the state of a PMU that is emulated
+    /// elsewhere; see [`PmuModel::state_msrs`](crate::PmuModel::state_msrs). Returns whether the
+    /// model has this register.
     pub fn load_register(&mut self, msr: MsrAddress, value: u64) -> bool {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return false;
@@ -101,7 +104,8 @@ impl Vpmu {
             .collect()
     }
 
-    /// Returns whether the guest has enabled the counter in its own control and globally.
+    /// Returns whether the guest has enabled the counter in the counter's own control register and
+    /// globally.
     #[inline]
     pub(super) fn is_enabled(&self, counter: CounterIndex) -> bool {
         self.vendor.globally_enabled(&self.registers) & counter.mask() != 0

@@ -73,7 +73,8 @@ fn host_only_and_guest_only_depend_on_svme() {
     assert!(!Guest::of("intel", None).try_write(IA32_PERFEVTSEL0, GUEST_ONLY | ENABLED));
 }
 
-/// EFER is not part of the saved state, so the restored PMU requests EFER.SVME.
+/// After a restore, a PMU with an enabled host-only counter requests EFER.SVME, because EFER is not
+/// part of the saved state.
 #[test]
 fn restored_host_only_counter_requests_svme() {
     let mut guest = Guest::of("amd", None);

@@ -1,5 +1,5 @@
-//! Tests of counters that lose and regain their host slot while the guest counts. Every gap must be
-//! reported.
+//! Tests of counters that lose and regain their slots on the host while the guest counts. All
+//! uncounted time must be reported.
 //!
 //! A simulation tick is one nanosecond of the vCPU's event time.
 
@@ -19,7 +19,7 @@ use vpmu::*;
 use crate::common::Guest;
 
 const MS: u64 = 1_000_000;
-/// Selectors for cycles and instructions at all privilege levels, enabled.
+/// Event selectors for cycles and for instructions at all privilege levels, enabled.
 const CYCLES: u64 = 0x43_003C;
 const INSTRUCTIONS: u64 = 0x43_00C0;
 const COUNTERS: u64 = 3;
@@ -81,8 +81,8 @@ fn lost_counter_resumes_and_gap_is_accounted() {
     assert_eq!(guest.vpmu.slot_losses(), 1);
 }
 
-/// An event that was rejected starts from its own count when it obtains a slot, regardless of the
-/// count of the previous event.
+/// If a counter is reprogrammed while no slot is available, the count of its new event starts from
+/// zero when the event obtains a slot, regardless of the count of the previous event.
 #[test]
 fn counter_reprogrammed_without_slot_counts_from_zero() {
     let mut guest = counting();
@@ -102,7 +102,8 @@ fn counter_reprogrammed_without_slot_counts_from_zero() {
     assert_eq!(after.counted, after.times.time_running_ns);
 }
 
-/// Retry times depend only on the clock. A vCPU that does not exit is kicked for each retry.
+/// The times at which an uncounted counter is retried depend only on the clock. A vCPU that does
+/// not exit must be kicked for each retry.
 #[test]
 fn retries_back_off_and_request_a_kick() {
     let mut guest = counting();
@@ -246,7 +247,8 @@ fn unsupported_and_filtered_events_are_uncounted() {
     assert_eq!(guest.uncounted_ns(), 9 * MS);
 }
 
-/// Driver of the hardware PMU types with simulated slots. A VM with a mediated vPMU may hold the PMU.
+/// Driver of the PMU types for hardware events, with simulated slots. It rejects events while a VM
+/// with a mediated vPMU uses the PMU.
 #[derive(Debug)]
 struct Hardware {
     pmu: SimPmu,
@@ -277,7 +279,8 @@ impl Pmu for Hardware {
 
 const VCPU: VcpuId = VcpuId(0);
 
-/// PMU of a vCPU on perf-core, with a host PMU whose slots can be revoked.
+/// PMU of a vCPU whose events are perf-core events, on a simulated host PMU whose slots can be
+/// revoked.
 pub struct PerfCoreGuest {
     core: PerfCore,
     clock: Arc<ManualClock>,
@@ -297,7 +300,8 @@ impl PerfCoreGuest {
         Self::beside(pmu, policy, Arc::default())
     }
 
-    /// Creates the guest on a host where a VM with a mediated vPMU exists while `mediated` is set.
+    /// Creates a guest like [`Self::on`], on a host where another VM with a mediated vPMU exists
+    /// while `mediated` is `true`.
     fn beside(pmu: SimPmu, policy: BackingPolicy, mediated: Arc<AtomicBool>) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = PerfCore::new(PerfCoreConfig {
@@ -336,7 +340,8 @@ impl PerfCoreGuest {
         self.guest.read(IA32_PMC0 + n)
     }
 
-    /// Runs the guest with an exit every millisecond. Hardware counts nanoseconds.
+    /// Runs the guest for `ms` milliseconds, with an exit every millisecond. Each hardware event
+    /// counts once per nanosecond.
     fn run(&mut self, ms: u64) {
         for _ in 0..ms {
             self.guest_clock.guest_enter();
@@ -375,8 +380,9 @@ fn revoked_slot_is_reported_and_regained() {
     assert!(!rig.core.has_unhandled_errors());
 }
 
-/// An operator event that occupies all slots also revokes those of the guest's running counters.
-/// After the events are closed, the guest counts again without any action.
+/// Operator events that occupy all slots of the host PMU also take the slots of the guest's running
+/// counters. After the operator events are closed, the guest counts again without any action of its
+/// own.
 #[test]
 fn operator_event_revokes_and_returns_slots() {
     let mut rig = PerfCoreGuest::new(2, BackingPolicy::Hardware);
@@ -442,8 +448,8 @@ fn perf_core_cycles_fall_back_to_clock() {
     assert!(cycles.value > before + 40 * MS);
 }
 
-/// While a VM with a mediated vPMU exists, the clock counts cycles and other events are known to be
-/// uncounted. Afterwards the host's PMU counts again without any action.
+/// While another VM with a mediated vPMU exists, the clock counts cycles, and other events are
+/// reported as uncounted. Afterwards, the host's PMU counts again without any action of the guest.
 #[test]
 fn mediated_neighbour_leaves_cycles_to_clock() {
     let mediated = Arc::new(AtomicBool::new(true));

@@ -39,8 +39,8 @@ fn jump(from: u64) -> BranchEntry {
     }
 }
 
-/// Returns the addresses of the source and target of record `n`, followed by that of the record's
-/// info register (Intel) or of LBR_SELECT (AMD).
+/// Returns the addresses of the registers with the source and the target of record `n`, followed by
+/// the address of the record's info register (Intel) or of LBR_SELECT (AMD).
 fn record(guest: &Guest, n: u32) -> [u32; 3] {
     match guest.vpmu.model().vendor() {
         Vendor::Intel => [IA32_LBR_FROM_IP0 + n, IA32_LBR_TO_IP0 + n, IA32_LBR_INFO0 + n],
@@ -113,8 +113,8 @@ fn reserved_bits_of_branch_records_fault_on_intel() {
     }
 }
 
-/// Each register of the records keeps a written value, because Linux checks each register by
-/// changing its low bits.
+/// Each source and target register of a branch record keeps a value that the guest writes, because
+/// Linux checks each register by changing its low bits.
 #[test]
 fn every_record_keeps_what_is_written() {
     for name in ["intel", "intel-v5", "amd-v2"] {
@@ -261,7 +261,7 @@ fn records_are_collected_and_frozen_before_the_pmi() {
     }
 }
 
-/// A PMI whose branches cannot be collected exposes no records of an earlier PMI.
+/// If the branches for a PMI cannot be collected, the guest does not see records of an earlier PMI.
 #[test]
 fn interrupted_collection_leaves_no_old_records() {
     for name in ["intel-v4", "amd-v2"] {
@@ -308,7 +308,7 @@ fn amd_counters_freeze_on_pmi_with_branch_records() {
     assert_eq!(guest.read(PERF_CTR0), frozen + 5);
 }
 
-/// The time in which branches are collected is part of the PMI handler's time.
+/// The time in which the VMM collects branches is measured as part of the PMI handler's time.
 #[test]
 fn collection_counts_as_time_of_the_handler() {
     let mut guest = guest("intel");
@@ -416,7 +416,8 @@ fn branches() -> impl Strategy<Value = Vec<BranchEntry>> {
 }
 
 proptest! {
-    /// The records are the selected branches up to the depth, newest first, for any filter.
+    /// For any branch filter, the records contain the branches that the filter selects, most recent
+    /// first, up to the number of records.
     #[test]
     fn records_are_the_selected_branches(
         taken in branches(), filter in 0u64..0x80, levels in 0u64..4, depth in 0usize..3,

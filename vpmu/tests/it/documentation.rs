@@ -10,8 +10,8 @@ fn docs(file: &str) -> PathBuf {
         .join(file)
 }
 
-/// The event files match the code. After a change of the events, regenerate the files with
-/// `UPDATE_DOCS=1 cargo test -p vpmu --test it documentation::`.
+/// The event files in the documentation match the code. After changing the events, regenerate the
+/// files with `UPDATE_DOCS=1 cargo test -p vpmu --test it documentation::`.
 #[test]
 fn perf_event_files_are_up_to_date() {
     for (vendor, name) in [(Vendor::Intel, "intel"), (Vendor::Amd, "amd")] {

@@ -1,9 +1,10 @@
 //! Tests of exact counts on the host's KVM with a minimal VMM loop, from the guest's WRMSR to the
 //! single step.
 //!
-//! The guests run at CPL 0 in real mode. Each guest enables counter 0, runs a block with a known
-//! instruction count, and disables the counter. Four instructions around the block are included,
-//! which are the enabling WRMSR and three MOV instructions. The disabling WRMSR is not included.
+//! The guests run at CPL 0 in real mode. Each guest enables counter 0, runs a block of code with a
+//! known instruction count, and disables the counter. The count includes four instructions around
+//! the block: the enabling WRMSR and three MOV instructions. It does not include the disabling
+//! WRMSR.
 
 #![expect(unsafe_code, reason = "guest memory")]
 
@@ -205,8 +206,8 @@ impl Machine {
         }
     }
 
-    /// Enables or disables single-stepping. Handlers start with the trap flag clear, so each
-    /// handler has a breakpoint, except the one at the current address.
+    /// Enables or disables single-stepping of the vCPU, which is at `rip`. Handlers start with the
+    /// trap flag clear, so a breakpoint is set on each handler except one at `rip`.
     fn set_stepping(&self, on: bool, rip: u64) {
         let mut debug = kvm_guest_debug::default();
         if on {
@@ -279,7 +280,7 @@ const STORES: u32 = 0x43_82D0;
 /// Number of instructions around a block that are counted.
 const AROUND: u64 = 4;
 
-/// Checks the count of a block in five runs.
+/// Checks in five runs that counter 0 counts `expected` for `block`.
 fn expect(block: &[u8], nmi_at: Option<u64>, selector: u32, expected: u64) {
     for round in 0..5 {
         let Some(machine) = Machine::new(block, selector) else {
@@ -293,7 +294,7 @@ fn expect(block: &[u8], nmi_at: Option<u64>, selector: u32, expected: u64) {
     }
 }
 
-/// mov cx, 50; dec cx; jnz back.
+/// Machine code of a loop: mov cx, 50; dec cx; jnz back.
 const LOOP: &[u8] = &[0xB9, 50, 0, 0x49, 0x75, 0xFD];
 
 #[test]
@@ -330,8 +331,8 @@ fn mov_ss_shadow_hides_no_instruction() {
     );
 }
 
-/// A sequence of fences hides no instruction. If KVM emulates code at CPL 0, it stops only after
-/// the sequence.
+/// A sequence of fences hides no instruction from the exact count. If KVM emulates code at CPL 0, a
+/// single step stops only after the sequence.
 #[test]
 fn row_of_fences_hides_no_instruction() {
     for fence in [[0x0F, 0xAE, 0xE8], [0x0F, 0xAE, 0xF0], [0x0F, 0xAE, 0xF8]] {

@@ -178,7 +178,8 @@ impl Child {
         }
     }
 
-    /// Single-steps a function from its first instruction to its return.
+    /// Single-steps `function` from its first instruction to its return, and returns the retired
+    /// counts.
     fn measure(&self, function: u64, vendor: Vendor) -> RetiredCounts {
         let mut memory = Memory(&self.memory);
         while self.state().rip != function {
@@ -281,7 +282,7 @@ fn exact_counts_are_reproducible() {
     }
 }
 
-/// The meter explains every step of a real program, from start-up to exit.
+/// In a run of a real program from start-up to exit, the step meter accounts for every step.
 #[test]
 fn every_step_of_a_program_is_explained() {
     let child = Child::start(|| {

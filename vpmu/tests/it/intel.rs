@@ -65,8 +65,8 @@ fn intel_reserved_bits_fault() {
     }
 }
 
-/// The host may report an overflow late. A control write by the guest before the report takes
-/// effect after the freeze.
+/// If the host reports an overflow late, a write to the global control that the guest made before
+/// the report is not undone. The write takes effect after the freeze.
 #[test]
 fn late_freeze_does_not_undo_control_write() {
     let mut guest = Guest::of("intel", None);
@@ -134,8 +134,8 @@ fn unimplemented_registers_trap_and_fault() {
     }
 }
 
-/// SDM vol. 3, "Intel TSX and Performance Monitoring": every selector has IN_TX and only that of
-/// counter 2 has IN_TXCP, both only if the processor supports transactions.
+/// Event selectors have the bits IN_TX (every selector) and IN_TXCP (only that of counter 2) only
+/// if the processor supports transactions (SDM vol. 3, "Intel TSX and Performance Monitoring").
 #[test]
 fn transaction_bits_require_transactions() {
     for (model, in_tx) in [
@@ -173,8 +173,8 @@ fn transaction_bits_require_transactions() {
     assert_eq!(PmuModel::AMD.with_transactions(), PmuModel::AMD);
 }
 
-/// Fixed counter 2 counts at the TSC frequency, while 3CH/01H uses a model-specific clock. KVM also
-/// distinguishes them.
+/// Event 3CH/01H is not the event of fixed counter 2: fixed counter 2 counts at the TSC frequency,
+/// while 3CH/01H uses a model-specific clock. KVM also distinguishes them.
 #[test]
 fn event_3c_01_differs_from_fixed_counter_2() {
     let mut guest = Guest::of("intel", None);
@@ -199,7 +199,8 @@ fn event_3c_01_differs_from_fixed_counter_2() {
     assert_eq!(leaf.ebx, 1 << 2);
 }
 
-/// CPUID can only report the event of fixed counter 3 as unavailable by omitting the counter.
+/// A model omits fixed counter 3 if its event cannot be counted, because CPUID has no other way to
+/// report this event as unavailable.
 #[test]
 fn fixed_counter_3_requires_countable_slots() {
     let four = *Guest::of("intel-v5", Some("8+4")).vpmu.model();
@@ -217,7 +218,8 @@ fn fixed_counter_3_requires_countable_slots() {
 }
 
 /// OUT, RDMSR and similar instructions exit before they retire. Instruction counters must include
-/// them, except at the other privilege level. Branch counters must not.
+/// them if they count at the privilege level of the instruction. Branch counters must not include
+/// them.
 #[test]
 fn emulated_instructions_count() {
     let mut guest = Guest::of("intel", None);
@@ -254,8 +256,8 @@ fn emulated_instructions_count() {
     }
 }
 
-/// The enabling WRMSR retires after counting has started, and the disabling WRMSR after counting
-/// has stopped.
+/// The WRMSR that enables a counter is counted, because it retires after counting has started. The
+/// WRMSR that disables the counter is not, because it retires after counting has stopped.
 #[test]
 fn only_enabling_wrmsr_counts() {
     let mut guest = Guest::of("intel", None);
@@ -270,8 +272,8 @@ fn only_enabling_wrmsr_counts() {
     assert_eq!(guest.read(IA32_PMC0), 11);
 }
 
-/// An instruction that exits can overflow the counter, and also shortens the armed period of the
-/// host event.
+/// An instruction that exits can make its counter overflow. It also shortens the period for which
+/// the host event is armed.
 #[test]
 fn emulated_instruction_can_overflow_counter() {
     let mut guest = Guest::of("intel", None);
@@ -315,8 +317,8 @@ fn exits_far_from_overflow_do_not_rearm() {
     assert!(guest.vpmu.pmi_pending());
 }
 
-/// Conditional branches are decoded by the signature. rr programs C4H/01H on a Skylake signature
-/// and C4H/11H on Ice Lake.
+/// The event number of conditional branches is decoded according to the guest's processor
+/// signature. rr programs C4H/01H on a Skylake signature and C4H/11H on Ice Lake.
 #[test]
 fn conditional_branches_depend_on_signature() {
     const CONDITIONAL_01: u64 = 0x51_01C4;

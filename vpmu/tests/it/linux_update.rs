@@ -29,7 +29,7 @@ struct SamplingEvent {
 struct Linux {
     guest: Guest,
     events: [SamplingEvent; 2],
-    /// Number of ticks that the guest runs at each point.
+    /// Numbers of ticks for which the guest runs between instructions of the driver, used in turn.
     turns: Vec<u64>,
     turn: usize,
     ran: u64,
@@ -73,8 +73,9 @@ impl Linux {
         }
     }
 
-    /// Updates the count by loading the last value, executing RDPMC, and performing a
-    /// compare-and-exchange. If `behind` is `true`, a PMI may occur after the RDPMC.
+    /// Updates the count of event `n`: loads the last value, executes RDPMC, and replaces the last
+    /// value by compare-and-exchange. The VMM may deliver a PMI after the RDPMC if `behind` is
+    /// `true`, otherwise before it.
     fn update(&mut self, n: usize, behind: bool) -> u64 {
         // Linux throttles an event that interrupts it on every attempt.
         for attempt in 0.. {
@@ -142,9 +143,9 @@ impl Linux {
 }
 
 proptest! {
-    /// If no PMI occurs between an RDPMC and the use of its value, no count jumps, neither with
-    /// periods that expire before the restart completes nor with two counters that overflow in each
-    /// other's handler.
+    /// If no PMI is delivered between an RDPMC and the use of its value, Linux's count does not
+    /// jump. This also holds for periods that expire before the restart completes, and for two
+    /// counters that overflow in each other's handler.
     #[test]
     fn linux_count_is_stable_with_pmi_before_read(
         periods in [2i64..2_000, 2i64..2_000],
@@ -156,8 +157,9 @@ proptest! {
     }
 }
 
-/// A PMI after the RDPMC makes the count of the same code jump by 2^48. A short period restarts at
-/// its initial value, so the compare-and-exchange succeeds. The VMM's delivery order prevents this.
+/// If a PMI is delivered between the RDPMC and the use of its value, Linux's count jumps by 2^48. A
+/// short period restarts at its initial value, so the compare-and-exchange succeeds. The VMM's
+/// delivery order prevents this.
 #[test]
 fn linux_count_jumps_with_pmi_after_read() {
     let mut turns = vec![10; 1000];

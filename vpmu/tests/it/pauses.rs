@@ -1,5 +1,5 @@
-//! Tests of a guest that stops its counters for a few exits. Their events keep counting, the guest
-//! observes no difference, and the host receives few requests.
+//! Tests of a guest that stops its counters for a few exits. The events of these counters keep
+//! counting, the guest observes no difference, and the host receives few requests.
 
 use vpmu::registers::*;
 use vpmu::*;
@@ -84,7 +84,8 @@ fn selector_enable_bit_pauses_counter() {
     assert_eq!(guest.events.enables, enables + 1);
 }
 
-/// Repeated pauses of other counters do not extend the pause of a stopped counter.
+/// The event of a stopped counter is stopped and frees its slot even if other counters are paused
+/// repeatedly in the meantime.
 #[test]
 fn stopped_counter_frees_slot_despite_other_pauses() {
     let mut guest = four_counters();

@@ -1,5 +1,5 @@
-//! Tests of the register file on perf-core events: fed counts, the thread clock and host software
-//! events.
+//! Tests of the register file with perf-core events: counts that the VMM supplies, the thread clock
+//! and host software events.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -285,8 +285,8 @@ fn accesses() -> impl Strategy<Value = Vec<CounterAccess>> {
 }
 
 proptest! {
-    /// The guest observes no difference between events that stop for a pause (fed) and events that
-    /// keep counting (host).
+    /// The guest observes no difference between events that stop during a pause (counts supplied by
+    /// the VMM) and events that keep counting (host events).
     #[test]
     fn pausing_backings_are_indistinguishable(accesses in accesses(), freeze in any::<bool>()) {
         let mut fed = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);

@@ -98,7 +98,8 @@ fn throttled_pmi_is_withdrawn_when_served() {
     assert_eq!(guest.vpmu.pmi_ready(until), PmiReadiness::Now);
 }
 
-/// Serving one counter must not hide an undetected overflow of another.
+/// A deferred PMI stays due if the guest serves one counter while another one has an overflow that
+/// has not been detected yet.
 #[test]
 fn deferred_pmi_is_kept_for_undetected_overflow() {
     let mut guest = Guest::of("amd", None);
@@ -125,8 +126,8 @@ fn moved(mut guest: Guest, model: &str) -> Guest {
     there
 }
 
-/// The first counter's status bit is from an earlier PMI, so only the second counter must be
-/// served.
+/// A restored PMI keeps the counters that requested it. The status bit of the first counter is from
+/// an earlier PMI, so the guest must serve only the second counter.
 #[test]
 fn restored_pmi_keeps_its_sources() {
     let mut guest = guest_in_pmi_handler();
@@ -160,7 +161,8 @@ fn restored_pmi_stays_deferred() {
     }
 }
 
-/// Clearing the interrupt bit does not serve a counter.
+/// A restored PMI stays due after the guest has cleared the interrupt bit of its counter, because
+/// this does not serve the counter.
 #[test]
 fn restored_pmi_survives_cleared_interrupt_bit() {
     for (model, selector, counter) in [

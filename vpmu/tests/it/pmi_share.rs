@@ -1,5 +1,5 @@
-//! Tests of the share limit of PMI handlers, on a guest whose clock is the tick of the simulated
-//! events.
+//! Tests of the limit on the share of PMI handlers. A nanosecond of the guest's clock is a tick of
+//! the simulated events.
 
 use proptest::prelude::*;
 use vpmu::registers::*;
@@ -15,7 +15,8 @@ const WIDTH: u64 = 1 << 48;
 struct Registers {
     selector: u32,
     counter: u32,
-    /// Global control, status, and register that clears the status.
+    /// Addresses of the global control register, the global status register, and the register that
+    /// clears the status.
     global: Option<[u32; 3]>,
 }
 
@@ -60,14 +61,14 @@ fn half() -> PmiShare {
 struct SampledGuest {
     guest: Guest,
     registers: Registers,
-    /// Period that the next handler programs, and the one programmed now.
+    /// Period that the next handler programs, and period that is programmed at present.
     period: u64,
     programmed: u64,
     handler_ns: u64,
     /// Time in handlers and outside, in nanoseconds.
     inside: u64,
     outside: u64,
-    /// Sum of the counts that the handlers found.
+    /// Sum of the counts that the handlers have read.
     counted: u64,
     handlers: u64,
 }
@@ -101,7 +102,8 @@ impl SampledGuest {
         self.guest.vpmu.pmi_ready(now_ns)
     }
 
-    /// Returns the readiness of a guest that still executes the handler, or has returned from it.
+    /// Returns whether a PMI may be delivered. `executes` is `true` if the guest still executes the
+    /// handler, and `false` if it has returned from it.
     fn readiness_if(&mut self, executes: bool) -> PmiReadiness {
         let now_ns = self.now_ns();
         if self.guest.vpmu.needs_handler_state(&mut self.guest.events) {
@@ -155,7 +157,7 @@ impl SampledGuest {
         self.guest.write(self.registers.counter, WIDTH - self.period);
     }
 
-    /// Checks that the counts that the handlers found equal those of the whole run.
+    /// Checks that the sum of the counts that the handlers have read is the count of the whole run.
     fn check_counts(&self) {
         let ran = match self.registers.global {
             None => self.inside + self.outside,
@@ -182,8 +184,8 @@ fn handlers_shorter_than_the_gap_are_never_held_back() {
     }
 }
 
-/// Handlers of a PMI storm (period 1), and of periods shorter than the handler, take half of the
-/// time, and no count is lost.
+/// If a handler takes longer than the period (which is 1 in a PMI storm), handlers take half of the
+/// time, as configured, and no count is lost.
 #[test]
 fn handlers_longer_than_the_period_take_the_share() {
     for model in MODELS {
@@ -215,8 +217,8 @@ fn unlimited_share_holds_nothing_back() {
     }
 }
 
-/// Linux starts an event with a frequency at period 1 and adapts the period to the interval between
-/// two samples.
+/// PMI handlers stay within their share while Linux adapts the period of a new event: Linux starts
+/// an event with a frequency at period 1 and adapts the period to the interval between two samples.
 #[test]
 fn frequency_control_transient_is_bounded() {
     for model in MODELS {
@@ -262,9 +264,9 @@ fn held_overflows_are_visible_and_share_one_pmi() {
     assert_eq!((counts.delivered, counts.held, counts.held_ns), (2, 1, 990));
 }
 
-/// A delayed PMI is delivered immediately if the guest stops its counter outside the handler,
-/// because the guest's driver stops its counters before it removes an event, and does not expect
-/// the PMI of an overflow afterwards.
+/// A PMI delayed by the share limit is delivered immediately if the guest stops the counter outside
+/// the handler. The guest's driver stops its counters before it removes an event, and does not
+/// expect the PMI of an overflow afterwards.
 #[test]
 fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
     for (model, registers) in MODELS {
@@ -285,8 +287,8 @@ fn held_pmi_is_delivered_before_its_counter_stays_stopped() {
     }
 }
 
-/// A stop of the counters by the handler itself does not release a delayed PMI, because the handler
-/// detects the overflows that have occurred in the meantime.
+/// A PMI delayed by the share limit stays delayed if the handler itself stops the counters, because
+/// the handler detects the overflows that have occurred in the meantime.
 #[test]
 fn stop_in_handler_releases_no_held_pmi() {
     let (model, registers) = MODELS[2];
@@ -301,8 +303,9 @@ fn stop_in_handler_releases_no_held_pmi() {
     assert_eq!(sampled.readiness_if(true), held);
 }
 
-/// A counter that overflows while the handler of another counter is still running waits for the end
-/// of that handler, which only the local APIC shows, and then for the gap.
+/// If a counter overflows while the handler of another counter is still running, its PMI is delayed
+/// until that handler has returned, which only the local APIC shows, and then for the required time
+/// outside handlers.
 #[test]
 fn overflow_in_handler_waits_for_its_return() {
     let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);
@@ -334,8 +337,8 @@ fn overflow_in_handler_waits_for_its_return() {
     assert_eq!(unserved.readiness_if(false), PmiReadiness::Now);
 }
 
-/// A driver without global control may stop its counter first. Its handler is measured until it
-/// restarts the counter.
+/// A driver without global control may stop its counter first. The time of its handler is measured
+/// until it restarts the counter.
 #[test]
 fn handler_that_stops_its_counter_is_measured_to_its_end() {
     let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);
@@ -352,7 +355,7 @@ fn handler_that_stops_its_counter_is_measured_to_its_end() {
     assert_eq!(sampled.readiness_if(false), held);
 }
 
-/// The remaining delay is preserved by a migration to a host with a different clock.
+/// The remaining delay of a PMI is preserved by a migration to a host with a different clock.
 #[test]
 fn restored_pmi_stays_held_back() {
     for model in MODELS {
@@ -379,7 +382,8 @@ fn restored_pmi_stays_held_back() {
 }
 
 proptest! {
-    /// Handlers take at most their share of the time, and each count is found exactly once.
+    /// For any sequence of handlers, PMI handlers take at most their share of the time, and each
+    /// count is read exactly once.
     #[test]
     fn share_holds_for_any_handlers(
         model in 0usize..3,

@@ -1,5 +1,5 @@
-//! Runs the streams of `reference_model.rs` on perf-core with its events and overflow reports. Only
-//! the driver is simulated and ticks on request.
+//! Runs the operation streams of `reference_model.rs` with perf-core's events and overflow reports.
+//! Only the driver is simulated. It advances on request.
 
 use std::sync::{Arc, Mutex, Weak};
 

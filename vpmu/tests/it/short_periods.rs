@@ -1,5 +1,5 @@
-//! Tests of overflow distances below the minimum period of the host, as on Intel processors, where
-//! Linux rejects periods below 2, 32 or 128 for some events.
+//! Tests of counters that are set closer to their overflow than the minimum period of the host
+//! allows, as on Intel processors, where Linux rejects periods below 2, 32 or 128 for some events.
 
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::sim::{SimConfig, SimPmu};
@@ -14,7 +14,8 @@ const VCPU: VcpuId = VcpuId(0);
 const BRANCHES: u64 = 0x53_00C4;
 const MINIMUMS: [u64; 4] = [1, 2, 32, 128];
 
-/// Returns a guest that samples branches, on a host with this minimum period.
+/// Returns a guest that samples branches, with `distance` counts until the first overflow, on a
+/// host with the minimum period `min_period`.
 fn sampling(min_period: u64, distance: u64) -> PerfCoreGuest {
     let pmu = SimPmu::new(SimConfig {
         slots: Some(4),
@@ -36,8 +37,8 @@ impl PerfCoreGuest {
         self.guest.overflowed(counters);
     }
 
-    /// Executes `branches` branches and returns whether a PMI is due. The host reports overflows
-    /// itself.
+    /// Executes `branches` branches and returns whether a PMI is due. Overflows are detected only
+    /// by the host's reports.
     fn branches(&mut self, branches: u64) -> bool {
         self.pmu.advance(VCPU, |_| branches);
         self.notice();
@@ -45,8 +46,8 @@ impl PerfCoreGuest {
     }
 }
 
-/// The PMI is raised after the requested distance, or after the host's minimum period if that is
-/// longer.
+/// The PMI is raised after the requested number of counts, or after the host's minimum period if
+/// that is longer.
 #[test]
 fn short_distance_overflows_within_the_minimum_period() {
     for minimum in MINIMUMS {
@@ -59,8 +60,8 @@ fn short_distance_overflows_within_the_minimum_period() {
     }
 }
 
-/// A rare event would reach the host's minimum period much later, so a timer polls for its
-/// overflow.
+/// If a guest samples a rare event with a period below the host's minimum, a timer polls for the
+/// overflow, because the event would reach the minimum period much later.
 #[test]
 fn short_distance_of_a_rare_event_is_polled() {
     for minimum in MINIMUMS {
@@ -78,8 +79,8 @@ fn short_distance_of_a_rare_event_is_polled() {
     }
 }
 
-/// The distance to the overflow can be shortened to 1 while the event counts, because rr starts
-/// with a period of 0xFFFFFFFF and then sets it to 1.
+/// The number of counts until the overflow can be reduced to 1 while the event counts, because rr
+/// starts with a period of 0xFFFFFFFF and then sets it to 1.
 #[test]
 fn distance_is_shortened_to_one_while_counting() {
     for minimum in MINIMUMS {

@@ -28,7 +28,8 @@ impl Slowdown {
         }
     }
 
-    /// Returns whether the median is more than two standard errors above zero.
+    /// Returns whether the slowdown is significant: its median is more than two standard errors
+    /// above zero.
     fn is_clear(self) -> bool {
         self.median > 2.0 * self.standard_error
     }
@@ -42,8 +43,9 @@ pub(crate) struct Ratio {
 }
 
 impl Ratio {
-    /// Returns the median ratio of the pairs. Noise that affects both values of a pair cancels.
-    /// Returns `None` if the second slowdown is not significantly above zero.
+    /// Returns the median ratio of the first to the second slowdown of each pair. Noise that
+    /// affects both slowdowns of a pair cancels. Returns `None` if the second slowdown is not
+    /// significantly above zero.
     pub(crate) fn of(pairs: &[(f64, f64)]) -> Option<Self> {
         let mut seconds: Vec<f64> = pairs.iter().map(|&(_, second)| second).collect();
         if pairs.is_empty() || !Slowdown::of(&mut seconds).is_clear() {
@@ -71,7 +73,8 @@ impl Ratio {
     }
 }
 
-/// Cost of one method, measured by the time in which the guest did not run and by the work done.
+/// Slowdown of the guest by one sampling method, measured in two ways: by the time in which the
+/// guest did not run, and by the work done.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub(crate) struct MethodCost {
     pub(crate) not_run: Slowdown,
@@ -82,7 +85,8 @@ pub(crate) struct MethodCost {
 mod tests {
     use super::*;
 
-    /// A ratio is not reported if the second slowdown is not significant.
+    /// `Ratio::of` returns `None` if the second slowdown, the divisor, is not significantly above
+    /// zero.
     #[test]
     fn ratio_needs_a_clear_slowdown() {
         let clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
@@ -95,8 +99,8 @@ mod tests {
         assert_eq!(Ratio::of(&[]), None);
     }
 
-    /// For every third pair, the machine is half as fast. One pair in ten is an outlier or has a
-    /// negative second value.
+    /// `Ratio::of` is accurate although the machine is half as fast for every third pair, and one
+    /// pair in ten is an outlier or has a negative second slowdown.
     #[test]
     fn ratio_is_insensitive_to_common_noise() {
         let pairs: Vec<(f64, f64)> = (0..90)

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use comparisons::{ComparisonError, Killed, context};
 
-/// Length of a window with or without sampling. The guest prints a line every 50 ms.
+/// Length of a measurement window, with or without sampling. The guest prints a line every 50 ms.
 pub(crate) const WINDOW: Duration = Duration::from_millis(320);
-/// Settling time after a switch, before a window starts.
+/// Settling time after sampling is switched on or off, before a measurement window starts.
 const SETTLES: Duration = Duration::from_millis(15);
-/// Minimum number of lines in a valid window.
+/// Minimum number of guest output lines in a valid measurement window.
 const FEWEST_LINES: usize = 3;
 
 /// Progress of the guest according to its own output.
@@ -21,13 +21,13 @@ const FEWEST_LINES: usize = 3;
 pub(crate) struct GuestPace {
     /// Share of the time in which the guest ran.
     run: f64,
-    /// Readings of the TSC per millisecond.
+    /// Work done by the guest: readings of the TSC per millisecond.
     work: f64,
 }
 
 impl GuestPace {
-    /// Parses a line of the guest: the time in which it did not run, in parts per million, and the
-    /// number of TSC readings.
+    /// Parses an output line of the guest, which contains the time in which the guest did not run,
+    /// in parts per million, and the number of TSC readings.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace().map(|word| word.parse::<u32>().ok());
         let (lost, work) = (words.next()??, words.next()??);
@@ -46,8 +46,8 @@ impl GuestPace {
         })
     }
 
-    /// Returns the slowdown relative to `without`, in percent, measured by the time in which the
-    /// guest did not run and by the work done.
+    /// Returns the slowdown relative to `without`, the progress without sampling, in percent: first
+    /// measured by the time in which the guest did not run, then by the work done.
     pub(crate) fn slowdown(self, without: Self) -> [f64; 2] {
         [without.run / self.run, without.work / self.work].map(|ratio| 100.0 * (ratio - 1.0))
     }
@@ -110,14 +110,15 @@ impl MeasuredGuest {
         Ok(guest)
     }
 
-    /// Returns a `perfvisor` command that finds this guest.
+    /// Returns a `perfvisor` command with the environment in which it finds this guest's VM.
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.perfvisor);
         command.env("XDG_RUNTIME_DIR", self.runtime.path());
         command
     }
 
-    /// Returns the progress in the next window, after the effects of the last switch have passed.
+    /// Returns the guest's progress in the next window, which starts once the effects of switching
+    /// sampling on or off have passed.
     pub(crate) fn paced(&self) -> Result<Option<GuestPace>, ComparisonError> {
         if self.console_ended.load(Ordering::Relaxed) {
             return Err("the guest has exited".into());
@@ -126,7 +127,8 @@ impl MeasuredGuest {
         Ok(self.pace())
     }
 
-    /// Returns the progress in a window that begins now, or `None` if there were too few reports.
+    /// Returns the guest's progress in a window that begins now, or `None` if the guest printed too
+    /// few lines in it.
     fn pace(&self) -> Option<GuestPace> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(WINDOW);

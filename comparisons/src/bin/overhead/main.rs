@@ -1,8 +1,8 @@
 //! Compares the cost of sampling methods for a guest.
 //!
-//! The guest reads its TSC at CPL 3 in a loop and reports how much of its time lies in gaps between
-//! two readings, in which it did not run. Its vCPU, alone on a CPU, is sampled with one of these
-//! methods:
+//! The guest reads its TSC at CPL 3 in a loop. A long gap between two readings means that the guest
+//! did not run, and the guest reports the share of its time in such gaps. Its vCPU, alone on a CPU,
+//! is sampled with one of these methods:
 //!
 //! - b: `perf record` on the vCPU's thread, with samples taken by the kernel and without call
 //!   chains
@@ -16,10 +16,10 @@
 //! second. The main result is therefore the time in which the guest did not run, and the methods
 //! alternate in short windows. Each window with sampling is compared with the windows without
 //! sampling before and after it. The output contains the median and the quartiles of these
-//! comparisons, and the same values for the work done (TSC readings in equal times), which includes
-//! effects such as cold caches but depends on the machine's speed. The ratio of two slowdowns is
-//! the median ratio of neighbouring windows, and is printed only if the lower slowdown is
-//! significantly above zero.
+//! comparisons. The output also contains the same values for the work done (TSC readings in equal
+//! times), which includes effects such as cold caches but depends on the machine's speed. The ratio
+//! of two methods' slowdowns is the median of the ratios of neighboring windows, and is printed
+//! only if the lower slowdown is significantly above zero.
 
 mod cpus;
 mod figures;

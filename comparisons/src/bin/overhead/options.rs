@@ -19,7 +19,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", default_value_t = 24,
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,
-    /// Set the number of windows per method in a round
+    /// Set the number of measurement windows per sampling method in a round
     #[arg(long, value_name = "N", default_value_t = 4,
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) cycles: u32,

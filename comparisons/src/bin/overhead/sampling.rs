@@ -9,28 +9,29 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use comparisons::{ComparisonError, Killed, context};
-use perf_core::pmu::host::{GuestSampleRing, GuestSampler};
+use perf_core::pmu::host::{GuestSampleRing, GuestSamplingEvent};
 
 use crate::guest::MeasuredGuest;
 use crate::sampling_method::SamplingMethod;
 
 const RING: &str = "ring of the perf event";
-/// Time limit for a program to start or to execute a command.
+/// Time limit for a recording program to start or to execute a control command.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A prepared sampling method, which can be switched on and off.
 pub(crate) enum ActiveSampling {
-    Event(GuestSampler),
-    Drained(GuestSampler, Arc<AtomicBool>),
+    Event(GuestSamplingEvent),
+    Drained(GuestSamplingEvent, Arc<AtomicBool>),
     Process(ControlledRecord),
 }
 
-/// A `record` process that is controlled through a pipe.
+/// A `record` process of perf or of Perfvisor that is controlled through a pipe.
 pub(crate) struct ControlledRecord {
     child: Killed,
     ctl: File,
     answers: mpsc::Receiver<()>,
-    /// Write end of the acknowledgment pipe, to end the thread that reads from it.
+    /// Write end of the acknowledgment pipe. Writing to it ends the thread that reads the
+    /// acknowledgments.
     end: File,
 }
 
@@ -41,7 +42,8 @@ impl ActiveSampling {
         guest: &MeasuredGuest,
         hz: u64,
     ) -> Result<Self, ComparisonError> {
-        let clock = || GuestSampler::clock(guest.tid, 1_000_000_000 / hz).map_err(context("perf event"));
+        let clock =
+            || GuestSamplingEvent::clock(guest.tid, 1_000_000_000 / hz).map_err(context("perf event"));
         let hz = hz.to_string();
         match way {
             SamplingMethod::Perf if has_perf() => {
@@ -149,7 +151,7 @@ impl ActiveSampling {
         Ok(Self::Process(record))
     }
 
-    /// Starts or stops sampling and waits for the acknowledgment.
+    /// Starts or stops sampling and waits until the sampling program acknowledges the change.
     pub(crate) fn switch(&mut self, on: bool) -> Result<(), ComparisonError> {
         match self {
             Self::Event(sampler) | Self::Drained(sampler, _) => sampler
@@ -177,7 +179,7 @@ impl ActiveSampling {
 }
 
 impl ControlledRecord {
-    /// Sends a command and waits for the acknowledgment.
+    /// Sends a control command to the `record` process and waits for its acknowledgment.
     fn say(&mut self, word: &'static str) -> Result<(), ComparisonError> {
         writeln!(self.ctl, "{word}").map_err(context("pipes"))?;
         let until = Instant::now() + PATIENCE;

@@ -25,7 +25,7 @@ impl SamplingMethod {
     }
 }
 
-/// The methods of a round, without duplicates.
+/// The sampling methods measured in each round, without duplicates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SamplingMethods(pub(crate) Vec<SamplingMethod>);
 

@@ -20,14 +20,14 @@ use integration::lab::{LabOptions, invalid_path_reason};
 pub struct LabRequest {
     /// Puts FILE into the lab before the command (repeatable)
     #[arg(long = "file", value_name = "LABPATH=FILE", value_parser = pair)]
-    files: Vec<FileRequest>,
+    files: Vec<LabFileArgument>,
     /// Copies a file of up to 4096 MiB out of the lab after the command, failed or not (repeatable)
     #[arg(long = "get", value_name = "LABPATH=FILE", value_parser = pair)]
-    pub gets: Vec<FileRequest>,
+    pub gets: Vec<LabFileArgument>,
     /// Provides a raw image as /dev/vda in the lab, the next one as /dev/vdb; writes are discarded
     #[arg(long = "disk", value_name = "FILE")]
     disks: Vec<PathBuf>,
-    /// Gives COMMAND a terminal, as the shell has
+    /// Gives COMMAND a terminal, as for the interactive shell
     #[arg(long, requires = "argv")]
     pub tty: bool,
     /// Terminates COMMAND after N minutes, with status 124
@@ -49,14 +49,14 @@ pub struct LabRequest {
     /// Builds everything that the lab needs without booting it
     #[arg(long)]
     pub build_only: bool,
-    /// Program and arguments; a shell without them
+    /// Program to run and its arguments; without them, a shell is opened
     #[arg(value_name = "COMMAND", trailing_var_arg = true)]
     pub argv: Vec<String>,
 }
 
 /// A file to copy into or out of the lab.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FileRequest {
+pub struct LabFileArgument {
     /// Path of the file in the lab.
     pub lab_path: String,
     /// Path of the local file.
@@ -120,7 +120,7 @@ impl LabRequest {
                 path: disk.clone(),
             });
         }
-        for FileRequest { lab_path, file } in &self.files {
+        for LabFileArgument { lab_path, file } in &self.files {
             if !file.is_file() {
                 return Err(UsageError::NoFile {
                     option: "--file",
@@ -140,7 +140,7 @@ impl LabRequest {
         if self.gets.len() > MAX_GETS {
             return Err(UsageError::TooManyGets);
         }
-        for (n, FileRequest { file, .. }) in self.gets.iter().enumerate() {
+        for (n, LabFileArgument { file, .. }) in self.gets.iter().enumerate() {
             let reason = if file.exists() && !file.is_file() {
                 "not a regular file"
             } else if !directory_of(file).is_dir() {
@@ -158,12 +158,12 @@ impl LabRequest {
 }
 
 /// Splits LABPATH=FILE at the first equals sign.
-fn pair(value: &str) -> Result<FileRequest, &'static str> {
+fn pair(value: &str) -> Result<LabFileArgument, &'static str> {
     let (lab_path, file) = value.split_once('=').ok_or("expected LABPATH=FILE")?;
     if lab_path.is_empty() || file.is_empty() {
         return Err("expected LABPATH=FILE");
     }
-    Ok(FileRequest {
+    Ok(LabFileArgument {
         lab_path: lab_path.to_owned(),
         file: file.into(),
     })
@@ -216,7 +216,7 @@ mod tests {
             here("old").display()
         );
         let (request, options) = parse(&line).unwrap();
-        let get = |lab_path: &str, file: &str| FileRequest {
+        let get = |lab_path: &str, file: &str| LabFileArgument {
             lab_path: lab_path.to_owned(),
             file: here(file),
         };

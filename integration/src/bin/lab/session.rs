@@ -20,7 +20,7 @@ use lab_agent::terminal::{RawMode, window_size};
 use lab_agent::wire::{ProcessExit, StreamMode, TerminalSize};
 use nix::sys::signal::{SigSet, Signal};
 
-use crate::args::{FileRequest, LabRequest, directory_of};
+use crate::args::{LabFileArgument, LabRequest, directory_of};
 
 /// Exit status of a command that timed out, as in timeout(1).
 const TIMED_OUT: u8 = 124;
@@ -51,7 +51,7 @@ enum SessionEvent {
     Stop(Signal),
     /// The window size has changed.
     Resized,
-    /// The reader of our standard output or standard error has closed it.
+    /// The reader of this process's standard output or standard error has closed it.
     OutputClosed,
     /// The user typed Ctrl-A x.
     Escaped,
@@ -137,7 +137,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: LabSignals) -> ExitCode {
     ExitCode::from(if status == 0 && failed > 0 { 1 } else { status })
 }
 
-/// Reason a command did not exit by itself.
+/// Reason why the command was terminated before it exited by itself, or could not be run.
 struct CommandFailure {
     status: u8,
     message: String,
@@ -224,7 +224,8 @@ fn failure(error: &ProcessError) -> CommandFailure {
     CommandFailure { status, message }
 }
 
-/// Converts the end of a command to an exit status in the same way as a shell.
+/// Converts the exit status or signal with which a command ended to an exit status, in the same way
+/// as a shell.
 fn exit_status(ended: ProcessExit) -> u8 {
     let code = match (ended.code, ended.signal) {
         (Some(code), _) => code,
@@ -267,8 +268,8 @@ fn write_all(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     out.flush()
 }
 
-/// Handles events until the lab terminates. If an event terminates the command, the function stores
-/// the exit status for it in `reaction`.
+/// Handles events until the lab terminates. If an event requires terminating the command, the
+/// function stores the exit status to report for it in `reaction`.
 fn react(
     events: &Receiver<SessionEvent>,
     remote: &RemoteProcess,
@@ -330,7 +331,8 @@ fn react(
     }
 }
 
-/// Forwards our standard input to the command until end of file or an escape on a raw terminal.
+/// Forwards this process's standard input to the command until end of file. If the terminal is in
+/// raw mode, an escape sequence also ends the forwarding.
 fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<SessionEvent>) {
     let mut buffer = [0; 4096];
     let mut escape = EscapeFilter::default();
@@ -388,7 +390,7 @@ impl EscapeFilter {
 
 /// Copies a file out of the lab and prints one line on failure. Replaces an existing file only when
 /// the copy is complete.
-fn copy_out(lab: &Lab, get: &FileRequest) -> bool {
+fn copy_out(lab: &Lab, get: &LabFileArgument) -> bool {
     let report = |error: &dyn std::error::Error| {
         let file = get.file.display();
         eprintln!("lab: error: --get {}={file}: {}", get.lab_path, describe(error));

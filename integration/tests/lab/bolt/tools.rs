@@ -4,24 +4,26 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Minimum overlap of edge weights with BOLT's instrumentation in the lab. The lab does not reach
-/// the goal of 95 % (82 to 93 % measured). The value detects regressions and was chosen after the
-/// measurement. The suspected cause is that samples are equally spaced in time in the lab.
+/// Minimum overlap in the lab between the edge weights of the recording and those of BOLT's
+/// instrumentation. The lab does not reach the goal of 95 % (82 to 93 % measured). The value was
+/// chosen after the measurement, to detect regressions. The suspected cause is that samples are
+/// equally spaced in time in the lab.
 pub const MIN_OVERLAP: f64 = 0.8;
-/// Minimum overlap of the target distributions of the branches, which do not depend on the
-/// locations of the samples.
+/// Minimum overlap of the distributions of branch targets between the recording and BOLT's
+/// instrumentation. These distributions do not depend on where the samples were taken.
 pub const MIN_TARGET_OVERLAP: f64 = 0.95;
 /// Maximum run time of a program compiled with AutoFDO, relative to the original program. Chosen
 /// after the measurement: clang 19 made bzip2 up to 2.2 % slower, for an unknown reason.
 pub const MAX_AUTOFDO_RATIO: f64 = 1.03;
-/// Rows of `-dyno-stats` that are evaluated. The other rows are only printed. Lua's taken
-/// conditional branches differ by 13 to 17 %, which exceeds the tolerance. Each program is
-/// evaluated with its own profile.
+/// Rows of `-dyno-stats` that the test evaluates. The other rows are only printed. The row for
+/// taken conditional branches is not evaluated, because it differs by 13 to 17 % for Lua, which
+/// exceeds the tolerance. Each program is evaluated with its own profile.
 pub const JUDGED_DYNO_STATS: [&str; 2] = ["taken branches", "executed instructions"];
-/// Maximum relative difference of these rows between the two optimized programs.
+/// Maximum relative difference of the rows in `JUDGED_DYNO_STATS` between the program optimized
+/// with the recording and the program optimized with BOLT's instrumentation.
 pub const MAX_DYNO_DIFFERENCE: f64 = 0.1;
-/// Minimum overlap of edge weights between the guest's perf and the host. The guest's recording is
-/// short.
+/// Minimum overlap between the edge weights recorded by perf in the guest and those recorded by the
+/// host. The value is low because the guest's recording is short.
 pub const MIN_GUEST_OVERLAP: f64 = 0.75;
 
 /// Compiler flags that provide symbols for AutoFDO, whose tools in Debian 12 read DWARF up to
@@ -43,7 +45,8 @@ const OPTIMIZE: [&str; 5] = [
     "-split-all-cold",
     "-dyno-stats",
 ];
-/// Rows of `-dyno-stats` that depend on the layout, relative to the original program.
+/// Rows of `-dyno-stats` that depend on the code layout. The values are relative to the original
+/// program.
 const DYNO_STATS: [&str; 4] = [
     "taken branches",
     "taken conditional branches",
@@ -75,8 +78,8 @@ pub struct BoltProfile {
 }
 
 impl BoltProfile {
-    /// Reads the edges within functions and the calls. Ignores returns, because an instrumented
-    /// program reports no edges for them.
+    /// Reads a profile and keeps the edges within functions and the calls. Ignores returns, because
+    /// an instrumented program reports no edges for them.
     fn read(path: PathBuf) -> Self {
         let mut edges = BTreeMap::new();
         for line in std::fs::read_to_string(&path).unwrap().lines() {
@@ -98,8 +101,8 @@ impl BoltProfile {
         Self { path, edges }
     }
 
-    /// Returns the overlap of two profiles: the sum, over all edges, of the smaller of the edge's
-    /// two shares.
+    /// Returns the overlap of two profiles. Each profile gives an edge a share of its total weight;
+    /// the overlap is the sum of the smaller of the two shares over all edges.
     pub fn overlap(&self, other: &Self) -> f64 {
         let total = |profile: &Self| profile.edges.values().sum::<u64>() as f64;
         let (ours, theirs) = (total(self), total(other));
@@ -119,8 +122,9 @@ impl BoltProfile {
         sources
     }
 
-    /// Returns the mean overlap of the target distributions, over the sources that occur in both
-    /// profiles, weighted by `truth`.
+    /// Returns how well the branch targets in this profile match `truth`. For each source in both
+    /// profiles, the overlap of the distributions of its targets is computed. The result is the
+    /// mean of these overlaps, weighted by the sources' weights in `truth`.
     pub fn target_overlap(&self, truth: &Self) -> f64 {
         let (ours, theirs) = (self.sources(), truth.sources());
         let common = theirs.iter().filter(|(source, _)| ours.contains_key(*source));
@@ -139,7 +143,8 @@ impl BoltProfile {
 pub struct PerfToBolt {
     pub samples: u64,
     pub branches: u64,
-    /// Share of traces that contradict the program's code, in percent.
+    /// Share of traces (the code between two consecutive branches of a stack) that contradict the
+    /// program's code, in percent.
     pub mismatching: f64,
 }
 
@@ -152,7 +157,8 @@ pub struct ConvertedProfile {
 /// A program optimized by BOLT.
 pub struct OptimizedProgram {
     pub path: PathBuf,
-    /// Values of [`DYNO_STATS`] relative to the original program, by name.
+    /// Values of the rows [`DYNO_STATS`] for this program relative to the original program, by
+    /// name.
     pub ratios: BTreeMap<&'static str, f64>,
 }
 
@@ -422,8 +428,9 @@ const BZIP2: [&str; 8] = [
     "bzlib.c",
 ];
 
-/// Unpacks the source packages into `directory` unless they exist. apt's configured sources provide
-/// only binary packages, so their addresses are used with separate source lists.
+/// Unpacks the source packages into `directory` unless they have already been unpacked. apt's
+/// configured sources provide only binary packages. The addresses of these sources are therefore
+/// used with separate lists of source packages.
 fn fetch_sources(directory: &Path) -> Result<(), String> {
     if directory.join(".sources").exists() {
         return Ok(());

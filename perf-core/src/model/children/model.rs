@@ -65,7 +65,8 @@ fn sum(family: &Family) -> u64 {
     totals.count
 }
 
-/// Counts, stops and exits on behalf of a vCPU.
+/// Counts `work` on behalf of a vCPU, and then folds the child into its parent, as when the vCPU
+/// exits.
 fn work_and_exit(family: &Family, child: &Child, work: u64) {
     for _ in 0..work {
         child.count.fetch_add(1, Relaxed);

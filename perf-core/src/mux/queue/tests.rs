@@ -100,9 +100,9 @@ fn p8_rotation_is_fair_within_one_interval() {
     }
 }
 
-/// Runs `turns` intervals on two slots and reports rate changes to the queue, with `rate(key, from,
-/// to)` as the mean rate of a group over a slice. Returns the number of slices per group, and all
-/// interval lengths.
+/// Runs `turns` intervals on two slots and reports rate changes to the queue. `rate(key, from, to)`
+/// returns the mean rate of group `key` over a slice. Returns the number of slices per group, and
+/// the set of interval lengths.
 fn live(
     queue: &mut MuxQueue,
     turns: usize,
@@ -140,7 +140,8 @@ fn square(from: u64, to: u64, period: u64) -> f64 {
     2.0 * high as f64 / (to - from) as f64
 }
 
-/// The variable group receives a larger share, and each steady group at least half of a fair share.
+/// Under the adaptive policy, the one group with a varying rate receives a larger share, and each
+/// steady group at least half of a fair share.
 #[test]
 fn adaptive_favors_variable_groups_without_starvation() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
@@ -154,7 +155,8 @@ fn adaptive_favors_variable_groups_without_starvation() {
     assert_eq!(queue.pace, IntervalIndex::default());
 }
 
-/// The intervals have the same length except during a shift, which verifies calm groups.
+/// The intervals have the same length except during a phase shift, which verifies groups with
+/// nearly constant rates.
 #[test]
 fn calm_groups_are_verified_by_shift() {
     let mut queue = queue(MuxPolicy::Adaptive, 4);
@@ -163,8 +165,8 @@ fn calm_groups_are_verified_by_shift() {
     assert_eq!((queue.pace, queue.suspects), (IntervalIndex::default(), 0));
 }
 
-/// A pattern with the period of a rotation changes the interval. All slices see the same phase of
-/// this pattern, so slices alone cannot reveal it.
+/// The queue selects another interval if a guest pattern has the period of a rotation. All slices
+/// of a group then see the same phase of the pattern, so the slices alone cannot reveal it.
 #[test]
 fn aliasing_pattern_changes_interval() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);
@@ -175,8 +177,8 @@ fn aliasing_pattern_changes_interval() {
     assert_eq!(queue.pace, IntervalIndex::default().next());
 }
 
-/// Groups with varying rates are not shifted, because a shift would cost precision and no pattern
-/// can hide in them.
+/// The phase of the intervals is not shifted for groups with varying rates, because a shift would
+/// cost precision and no pattern can hide in such rates.
 #[test]
 fn variable_groups_are_not_shifted() {
     let mut queue = queue(MuxPolicy::Adaptive, 8);

@@ -37,7 +37,7 @@ const EARLY_TOLERANCE_NS: u64 = MIN_TIMER_NS;
 /// Deadline of a disarmed event.
 const NEVER: u64 = u64::MAX;
 
-/// The current time on both clocks, in nanoseconds.
+/// The current time on the monotonic clock and on the guest clock, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ClockTimes {
     pub wall_ns: u64,
@@ -48,7 +48,7 @@ pub(super) struct ClockTimes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AlarmSlot(usize);
 
-/// The deadlines and the timer setting.
+/// The overflow deadlines of the events, and the state of the timer.
 #[derive(Debug, Default)]
 struct AlarmSchedule {
     /// Deadlines in guest time, by index; [`NEVER`] if disarmed.
@@ -61,7 +61,7 @@ struct AlarmSchedule {
     expiry_ns: u64,
     /// Deadline for which the timer is armed.
     armed_for_ns: u64,
-    /// Set if the timer was postponed since its last expiry.
+    /// Set if the timer was re-armed for a later time since its last expiry.
     is_postponed: bool,
 }
 
@@ -172,7 +172,8 @@ impl Alarm {
         self.plan.has_expired(wall_ns)
     }
 
-    /// Returns `true` if the last expiry was for `place` and not for an earlier deadline.
+    /// Returns `true` if the timer was last armed for the deadline of the event at index `place`,
+    /// or for a later one, rather than for an earlier deadline of another event.
     pub(super) fn expired_for(&self, place: AlarmSlot) -> bool {
         self.plan
             .deadlines
@@ -189,7 +190,8 @@ impl Alarm {
         }
     }
 
-    /// Handles a signal of the thread. Disarms a repeating timer that serves no event.
+    /// Handles a signal that the thread has received. Disarms the timer if it repeats although no
+    /// event is armed.
     pub(super) fn after_signal(&mut self) {
         if self.plan.has_no_deadline() && self.plan.has_repeated(wall_ns()) {
             self.stop();
@@ -390,9 +392,9 @@ mod tests {
         }
     }
 
-    /// A deadline nearer than the minimum timer duration is late by at most that duration. Such a
-    /// deadline occurs if another event is armed immediately before it, and the timer expired early
-    /// because of stolen time.
+    /// An overflow whose deadline is nearer than the minimum timer duration is late by at most that
+    /// duration. This occurs if another event is armed immediately before the deadline, after the
+    /// timer expired early because of stolen time.
     #[test]
     fn deadline_below_minimum_timer_is_late_by_at_most_the_minimum() {
         let mut vcpu = SimulatedVcpu::with(2);
@@ -409,8 +411,9 @@ mod tests {
         assert!(vcpu.guest_ns <= 20_000 + MIN_TIMER_NS, "{}", vcpu.guest_ns);
     }
 
-    /// A guest counter overflow arms the timer once, although the counter continues with a distant
-    /// overflow and the handler stops, writes and starts it, with exits in between.
+    /// An overflow of a guest counter arms the timer only once, although the counter then counts on
+    /// towards a distant overflow, and the guest's interrupt handler stops, writes and starts the
+    /// counter with vCPU exits in between.
     #[test]
     fn guest_counter_overflow_arms_timer_once() {
         let mut vcpu = SimulatedVcpu::with(1);
@@ -434,7 +437,8 @@ mod tests {
         assert_eq!(vcpu.sets, 100 + early);
     }
 
-    /// Four events with different deadlines arm the timer and receive a signal once each.
+    /// If four events have different deadlines, the timer is armed and sends a signal once for each
+    /// of them.
     #[test]
     fn distinct_deadlines_expire_separately() {
         let mut vcpu = SimulatedVcpu::with(4);
@@ -504,8 +508,9 @@ mod tests {
         assert!(!plan.has_no_deadline());
     }
 
-    /// An expiry for one event is not mistaken for an early expiry for another, which would then
-    /// wait longer.
+    /// An expiry of the timer is attributed only to the event with the earliest deadline.
+    /// Otherwise, an event with a later deadline would treat it as its own early expiry and extend
+    /// its next timer.
     #[test]
     fn expiry_is_attributed_to_earliest_deadline() {
         let mut alarm = Alarm::default();

@@ -14,15 +14,16 @@
 //!   attributed to level 0.
 //! - Kicks. A timer signal forces the vCPU to exit the guest, and its thread reports the current
 //!   level ([`super::VcpuClock::tick`]). The timer is one-shot and each report re-arms it, so a
-//!   slow VMM is not kicked again before the guest has made progress. Time without a started event
-//!   is not counted against the tick: a guest that stops and starts its events many times per tick
-//!   is sampled as often as one that leaves them enabled. After the last event stops, the timer may
-//!   expire once more without effect.
+//!   slow VMM is not kicked again before the guest has made progress. Time in which no event is
+//!   started does not count towards the tick: a guest that stops and starts its events many times
+//!   per tick is sampled as often as one that leaves them enabled. After the last event stops, the
+//!   timer may expire once more without effect.
 //!
-//! The samples of some hosts do not show the guest, show it only partially, or show it at the wrong
-//! level, as an emulated AMD-V does. Therefore kicks are used first and the ring is only observed,
-//! until its samples show the guest for most of a period of guest time, and at CPL3 if kicks found
-//! CPL3. Then one of the two sources is closed for all vCPUs.
+//! On some hosts, the host kernel's samples do not show the guest, show it only part of the time,
+//! or show it at the wrong level, as with an emulated AMD-V. Therefore the vCPUs first use kicks
+//! and only observe the ring of samples. After a period of guest time, the ring is used if its
+//! samples show the guest for most of that period, and show it at CPL3 if kicks found it at CPL3.
+//! Otherwise the kicks remain in use. The source that is not used is then closed for all vCPUs.
 
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -51,8 +52,8 @@ const EVALUATION_USER_KICKS: u64 = 8;
 /// Maximum delay of a kick while the guest makes no progress, in nanoseconds.
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
-/// Divisor of a wait. The quotient limits how early a kick may arrive if the events were stopped
-/// for part of the wait.
+/// Divisor of a kick's wait. The quotient limits how early a kick may arrive if no event was
+/// started for part of the wait.
 const EARLY_DIVISOR: u64 = 16;
 
 /// State of the test that determines whether the host kernel's samples show the guest. Shared by
@@ -98,9 +99,10 @@ struct Kicks {
     timer: Timer,
     /// Duration that the timer was last armed with, in nanoseconds.
     wait_ns: u64,
-    /// Guest time when the timer was armed for a full wait, in nanoseconds.
+    /// Guest time at which the timer was last armed for a full wait, in nanoseconds.
     set_at_ns: u64,
-    /// Remainder of the wait when the last event stopped, in nanoseconds.
+    /// Remainder of the timer's wait at the time when the last started event stopped, in
+    /// nanoseconds.
     left_ns: u64,
 }
 
@@ -165,12 +167,12 @@ pub(crate) struct CplAttribution {
     mark_ns: u64,
     /// Unattributed time of earlier spans, in nanoseconds.
     carry_ns: u64,
-    /// Guest time of the finished spans in which the ring was observed, and the start of the
-    /// current one.
+    /// `watched_ns`: guest time of the finished spans in which the ring was observed.
+    /// `watched_from_ns`: start of the current such span.
     watched_ns: u64,
     watched_from_ns: u64,
-    /// Number of guest samples in the observed ring, number of those at CPL3, and number of kicks
-    /// that found CPL3.
+    /// `seen_guest`: number of guest samples in the observed ring. `seen_user`: number of those at
+    /// CPL3. `kicked_user`: number of kicks that found the guest at CPL3.
     seen_guest: u64,
     seen_user: u64,
     kicked_user: u64,
@@ -191,7 +193,7 @@ impl CplAttribution {
         self.source = LevelSource::KernelRingInterpreted;
     }
 
-    /// Starts an event that counts one level, at guest time `now_ns`.
+    /// Starts an event that counts a single privilege level, at guest time `now_ns`.
     pub(crate) fn start(&mut self, signal: Option<i32>, now_ns: u64) -> io::Result<()> {
         if self.users == 0 {
             self.signal = signal;
@@ -203,7 +205,7 @@ impl CplAttribution {
         Ok(())
     }
 
-    /// Stops an event that counts one level.
+    /// Stops an event that counts a single privilege level.
     pub(crate) fn stop(&mut self, now_ns: u64) {
         self.drain_ring(now_ns);
         self.users = self.users.saturating_sub(1);
@@ -241,8 +243,8 @@ impl CplAttribution {
         self.users > 0 && self.kicks.as_ref().is_some_and(|kicks| kicks.timer.has_expired())
     }
 
-    /// Records the level at which the vCPU's thread found the guest after an exit, or `None` if the
-    /// guest was halted.
+    /// Records the privilege level at which the vCPU's thread found the guest after an exit, or
+    /// `None` if the guest was halted.
     pub(crate) fn tick(&mut self, cpl: Option<u8>, now_ns: u64) {
         if self.users == 0 {
             return;
@@ -390,9 +392,9 @@ impl CplAttribution {
     }
 }
 
-/// Returns whether a ring with `seen_guest` guest samples in `expected` ticks, `seen_user` of them
-/// at CPL3, is trustworthy, given that `kicked_user` kicks found CPL3. Returns `None` if it is too
-/// early to decide.
+/// Returns `Some(true)` if the ring of host samples is trustworthy, `Some(false)` if it is not, and
+/// `None` if it is too early to decide. In `expected` ticks, the ring received `seen_guest` guest
+/// samples, `seen_user` of them at CPL3, and `kicked_user` kicks found the guest at CPL3.
 fn is_ring_trustworthy(seen_guest: u64, seen_user: u64, kicked_user: u64, expected: u64) -> Option<bool> {
     if seen_guest * 4 < expected * 3 {
         Some(false)
@@ -417,8 +419,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Only the caller can determine whether KVM interprets the guest's kernel. The driver never
-    /// assumes this.
+    /// Host kernel samples are attributed to the guest only if the caller has determined that KVM
+    /// interprets the guest's kernel. The driver cannot determine this and never assumes it.
     #[test]
     fn host_kernel_samples_count_as_guest_only_if_interpreted() {
         assert_ne!(CplAttribution::new(0).source, LevelSource::KernelRingInterpreted);
@@ -428,8 +430,8 @@ mod tests {
         assert!(!split.uses_kicks());
     }
 
-    /// Returns an attribution with a started event, for tests that report levels as if its timer
-    /// had expired.
+    /// Returns an attribution with one started event, for tests that report levels as if the kick
+    /// timer had expired.
     fn running() -> CplAttribution {
         let mut split = CplAttribution::new(0);
         split.source = LevelSource::Kicks;
@@ -489,8 +491,8 @@ mod tests {
         assert_eq!(is_ring_trustworthy(32, 0, 0, 32), None);
     }
 
-    /// Spans shorter than a tick are also sampled, because the remainder of a wait carries over to
-    /// the next span.
+    /// Spans shorter than a tick in which an event is started are also sampled, because the
+    /// remainder of the wait for a kick carries over to the next such span.
     #[test]
     fn short_spans_do_not_postpone_kicks_indefinitely() {
         let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();
@@ -508,8 +510,8 @@ mod tests {
         assert_eq!(kicks.left_ns, left_ns);
     }
 
-    /// Kicks of a guest without progress become less frequent, and return to the usual rate when
-    /// the guest runs.
+    /// Kicks of a guest that makes no progress become less frequent, and return to the usual rate
+    /// when the guest runs again.
     #[test]
     fn kicks_back_off_without_guest_progress() {
         let mut kicks = Kicks::open(crate::pmu::host::fd::current_tid(), Some(libc::SIGCONT)).unwrap();

@@ -8,7 +8,8 @@ use super::vcpu::VcpuClock;
 use crate::pmu::clock::MIN_TIMER_NS;
 use crate::pmu::{PmuError, PmuEvent};
 
-/// Maximum duration that a timer is extended to for a slow VMM, in nanoseconds.
+/// Maximum duration of a timer that was lengthened because the VMM is slow to re-enter the guest,
+/// in nanoseconds.
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
 /// Minimum duration for re-arming the timer of an event that counts one level, in nanoseconds. The
@@ -36,8 +37,8 @@ impl TimerSlack {
         need_ns.saturating_add(self.ns.min(need_ns / SLACK_DIVISOR))
     }
 
-    /// Records that a timer set for `need_ns` expired when the guest still had `rest_ns` to run. A
-    /// shortfall larger than the maximum extension is unpredictable and is ignored.
+    /// Records that a timer set for `need_ns` expired when the guest still had to run for
+    /// `rest_ns`. A shortfall larger than the maximum extension is unpredictable and is ignored.
     fn record_early_expiry(&mut self, need_ns: u64, rest_ns: u64) {
         let short_ns = (self.timer_duration(need_ns) - need_ns).saturating_add(rest_ns);
         if short_ns <= need_ns / SLACK_DIVISOR {
@@ -79,8 +80,8 @@ pub(super) struct ClockEvent {
     span_start_ns: Option<u64>,
     /// Time of all finished spans, in nanoseconds.
     spans_ns: u64,
-    /// Last returned count, and the time from which it was computed. Both are constant while the
-    /// vCPU is outside the guest.
+    /// `last_count`: last returned count. `last_ns`: time from which that count was computed. Both
+    /// are constant while the vCPU is outside the guest.
     last_count: u64,
     last_ns: u64,
     /// Count at which an overflow is due.
@@ -89,7 +90,7 @@ pub(super) struct ClockEvent {
     set_at: u64,
     /// Duration for which the alarm was last armed, in nanoseconds.
     wait_ns: u64,
-    /// Guest time from arming to the overflow, in nanoseconds, until the timer expires.
+    /// Guest time from arming to the overflow, in nanoseconds; `None` once the timer has expired.
     need_ns: Option<u64>,
     /// Set if the guest made no progress during the last wait.
     stalled: bool,
@@ -260,7 +261,8 @@ impl PmuEvent for ClockEvent {
         self.rearm(now, overflow_in)
     }
 
-    /// Combines both calls. The guest does not run between them, so the count is unchanged.
+    /// Combines [`PmuEvent::take_overflows`] and [`PmuEvent::read`]. The guest does not run between
+    /// them, so the count is unchanged.
     fn overflowed(&mut self) -> Option<u64> {
         (self.take_overflows() > 0).then_some(self.last_count)
     }
@@ -368,8 +370,9 @@ mod tests {
         }
     }
 
-    /// If the VMM occasionally works for a guest, the timer expires early a few times rather than
-    /// every time, and its duration never grows much.
+    /// If the guest now and then receives less of a timer's duration than usual, the next timer is
+    /// extended. The timer therefore expires early a few times rather than every time, and its
+    /// duration never grows much.
     #[test]
     fn timer_is_extended_by_recent_shortfall() {
         const NEED_NS: u64 = 28_000_000;
@@ -400,7 +403,8 @@ mod tests {
         assert!(early(&|turn| if turn < 100 { 700_000 } else { 0 }) < 10);
     }
 
-    /// The count does not change between two level samples, so an earlier expiry would be useless.
+    /// The count of an event for a single privilege level does not change between two level
+    /// samples, so expiry of its timer before the next sample would be useless.
     #[test]
     fn single_level_event_is_not_rearmed_before_next_sample() {
         let mut one = event(CountedTime::One(PrivilegeLevel::User));
@@ -420,8 +424,8 @@ mod tests {
     }
 
     /// Returns the delays of the overflows of a guest with a sampling period of `period_ns`, in
-    /// guest time. In each interval the vCPU thread has its CPU for the first number of nanoseconds
-    /// and loses it for the second number.
+    /// guest time. Each element of `turns` describes one interval: the vCPU thread has its CPU for
+    /// the first number of nanoseconds, and then loses it for the second number.
     fn lateness(period_ns: u64, turns: &[(u64, u64)]) -> Vec<u64> {
         let mut event = event(CountedTime::All);
         let (mut wall_ns, mut guest_ns, mut late) = (0, 0, Vec::new());
@@ -456,8 +460,9 @@ mod tests {
     }
 
     proptest! {
-        /// A thread on a shared CPU makes no progress in a wait during which another thread runs.
-        /// No overflow is late because of this, so the guest receives a sample for each period.
+        /// On a shared CPU, the guest may make no progress during a timer's wait, because another
+        /// thread runs. No overflow is late for this reason, so the guest receives a sample for
+        /// each period.
         #[test]
         fn overflows_are_on_time_on_shared_cpu(
             period_ns in 200_000u64..20_000_000,

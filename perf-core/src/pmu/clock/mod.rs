@@ -11,9 +11,9 @@
 //! never counted, so `exclude_guest` is rejected and `exclude_host` has no effect.
 //!
 //! # One privilege level
-//! An event with `exclude_user` or `exclude_kernel` counts an estimate
-//! ([`ClockPmu::is_estimate`]) from the host kernel's samples of the guest, or from kicks of the vCPU
-//! where there are none. An event with both counts nothing.
+//! An event with `exclude_user` or `exclude_kernel` counts an estimate ([`ClockPmu::is_estimate`]).
+//! The estimate is based on the host kernel's samples of the guest or, on hosts without such
+//! samples, on kicks of the vCPU. An event with both flags counts nothing.
 //!
 //! # Overflow
 //! One timer per vCPU is armed for the earliest overflow when the guest is entered (see

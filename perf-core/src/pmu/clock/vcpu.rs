@@ -23,13 +23,14 @@ use crate::pmu::timer::{clock_ns, wall_ns};
 /// Maximum number of attempts of a reader before it returns only the finished intervals.
 const READ_TRIES: usize = 64;
 
-/// Maximum length of an exit, in nanoseconds, after which the thread time at the next entry is
-/// computed from the thread time at the exit and the elapsed monotonic time. Reading the thread
-/// time is a system call, and two of them per exit would be too many.
+/// Maximum length of an exit without a second reading of the thread time, in nanoseconds. After
+/// such a short exit, the thread time at the next entry is computed as the thread time at the exit
+/// plus the elapsed monotonic time. Reading the thread time is a system call, and two of them per
+/// exit would be too many.
 ///
-/// If another task uses the thread's CPU during such an exit, its time is accounted to the VMM. A
-/// count is therefore never too high because of this, and too low by less than this value per exit.
-/// A sample with a call chain is taken within this time, on emulated hosts too.
+/// If another task uses the thread's CPU during such an exit, that task's time is accounted to the
+/// VMM. A count is therefore never too high because of this, and too low by less than this value
+/// per exit. A sample with a call chain is taken within this time, on emulated hosts too.
 const MAX_SHORT_EXIT_NS: u64 = 100_000;
 
 /// The guest run time of one vCPU.
@@ -52,12 +53,12 @@ pub struct VcpuClock {
     /// Thread time at the start of the interval `base_epoch`, in nanoseconds.
     base_ns: AtomicU64,
     base_epoch: AtomicU64,
-    /// Thread time at the last counted exit, and the monotonic time right after it was read. Used
-    /// by the vCPU's thread only.
+    /// `left_ns`: thread time at the last counted exit. `left_at_ns`: monotonic time right after
+    /// the thread time was read. Used by the vCPU's thread only.
     left_ns: AtomicU64,
     left_at_ns: AtomicU64,
-    /// Same as `base_*`, but supplied by another thread for an interval that began while the clock
-    /// had no user.
+    /// Same as `base_*`, but supplied by another thread, for an interval that began while no
+    /// started event used the clock.
     late_ns: AtomicU64,
     late_epoch: AtomicU64,
     /// Serializes the threads that supply `late_*`.
@@ -65,7 +66,7 @@ pub struct VcpuClock {
     /// Attribution of guest time to privilege levels. Used only while an event counts a single
     /// level.
     cpl: Mutex<CplAttribution>,
-    /// Set if the vCPU thread must report its privilege level after kicks.
+    /// Set if the vCPU thread must report the guest's privilege level after kicks.
     wants_ticks: AtomicBool,
     /// Timer that announces the overflows of all events.
     alarm: Mutex<Alarm>,
@@ -141,8 +142,9 @@ impl VcpuClock {
 
     /// Records that the vCPU's thread has returned from `KVM_RUN`.
     ///
-    /// Costs as much as [`VcpuClock::guest_enter`]. With a started clock event it takes one system
-    /// call, and another one at the next entry if that is more than 100 µs later.
+    /// Without a started clock event, costs as much as [`VcpuClock::guest_enter`]. With a started
+    /// clock event, takes one system call, and the next [`VcpuClock::guest_enter`] takes another
+    /// one if it is called more than 100 µs later.
     #[inline]
     pub fn guest_exit(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed);
@@ -217,9 +219,9 @@ impl VcpuClock {
 
     /// Returns the guest time so far, in nanoseconds, from any thread.
     ///
-    /// The clock advances only while it has a user, so only differences between two readings within
-    /// one span of the same event are meaningful. Takes one system call while the guest runs, and
-    /// none otherwise.
+    /// The clock advances only while a started event uses it, so only differences between two
+    /// readings within one span of the same event are meaningful. Takes one system call while the
+    /// guest runs, and none otherwise.
     pub(crate) fn guest_ns(&self) -> u64 {
         for _ in 0..READ_TRIES {
             let seq = self.seq.load(Ordering::Acquire);
@@ -330,8 +332,8 @@ impl VcpuClock {
 
     /// Arms the alarm for the time when the guest has run for `wait_ns` from now.
     ///
-    /// On the vCPU's own thread, which is outside the guest, the timer is set at the next guest
-    /// entry. Another thread sets it immediately.
+    /// If the vCPU's own thread calls this method, it is outside the guest, and the timer is set at
+    /// the next guest entry. Any other thread sets the timer immediately.
     pub(super) fn arm_alarm(&self, place: AlarmSlot, wait_ns: u64) -> std::io::Result<()> {
         let guest_ns = self.guest_ns();
         let mut alarm = self.alarm();
@@ -448,9 +450,9 @@ impl VcpuClock {
 
 /// Makes every running thread of this process execute a full memory barrier (`membarrier(2)`).
 ///
-/// Kernels before 4.14 do not support it. A reader may then miss that the guest is running, and the
-/// clock starts to count at the next entry. The count is late by one stay in the guest, but never
-/// wrong.
+/// Kernels before 4.14 do not support this call. A reader may then miss that the guest is running,
+/// so that the clock starts to count only at the next guest entry. The count then lacks the rest of
+/// one stay in the guest, but is never wrong.
 fn barrier_on_all_threads() {
     static REGISTER: Once = Once::new();
     const PRIVATE_EXPEDITED: libc::c_long = 1 << 3;

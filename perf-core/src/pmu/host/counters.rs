@@ -205,8 +205,8 @@ impl HostCounters {
         self.constraint(attr).len()
     }
 
-    /// Returns `true` if `general` arbitrary events and one event each of the generic events
-    /// `fixed` can be scheduled at the same time.
+    /// Returns `true` if `general` events that fit any counter, and one event each of the generic
+    /// events `fixed`, can be scheduled at the same time.
     #[must_use]
     pub fn hold(&self, general: usize, fixed: &[u64]) -> bool {
         // An event with a free fixed-function counter never takes a general-purpose counter.
@@ -336,8 +336,8 @@ mod tests {
         assert!(!found.hold(4, &[0, 1, 9]));
     }
 
-    /// The probe may run on a CPU that is not watched while another CPU is, so the watchdog's
-    /// counter is treated as in use.
+    /// If the watchdog does not watch the CPU on which the probe runs, it may still hold a counter
+    /// on another CPU. One counter is therefore treated as in use.
     #[test]
     fn watchdog_on_other_cpus_reserves_a_counter() {
         check(SimHost::intel(4), true, (4, 4), &WATCHED);
@@ -395,8 +395,9 @@ mod tests {
         assert!(!found.hold(0, &[0]), "nothing counts cycles");
     }
 
-    /// Raw events equivalent to a fixed-function event may use that counter at any privilege level.
-    /// Modified raw events may not.
+    /// A raw event that is equivalent to a fixed-function event may use the fixed-function counter,
+    /// whichever privilege levels it counts. A raw event with another unit mask, edge detection,
+    /// inversion or a counter mask may not.
     #[test]
     fn equivalent_raw_events_use_fixed_counters() {
         let found = find(SimHost::intel(4), false);

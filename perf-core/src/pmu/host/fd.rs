@@ -18,8 +18,8 @@ use sys::bindings::{perf_event_attr, perf_event_header, perf_event_mmap_page};
 use super::fault;
 use super::opener::{self, HostTarget, OpenRequest, OverflowSignal};
 
-/// Maximum number of attempts to open an event when signals interrupt the open. A faster signal
-/// rate counts as a failure, and the event is retried later.
+/// Maximum number of attempts to open an event when signals interrupt the open. If signals also
+/// interrupt the last attempt, the open fails, and the event is opened later.
 const MAX_OPEN_ATTEMPTS: u32 = 64;
 /// A period so long that it never elapses (36 years of nanoseconds). An event with this period is
 /// *parked*: it stays open in the kernel at no cost until an ioctl sets a real period.
@@ -221,7 +221,7 @@ impl PerfFd {
     }
 
     /// Reads the count and the kernel's times of an event opened with [`READ_TIMES`]. Returns
-    /// `None` as [`PerfFd::read_count`] does.
+    /// `None` if the event is in the error state, as [`PerfFd::read_count`] does.
     pub(crate) fn read_timed(&self) -> io::Result<Option<TimedCount>> {
         let mut words = [0u64; 3];
         let len = size_of_val(&words);
@@ -489,7 +489,8 @@ impl PerfMap {
         self.data_len > 0
     }
 
-    /// Passes every unread record to `each` and frees its space. Reads at most one ring's length.
+    /// Passes every unread record to `each` and frees its space. Reads at most as many bytes as the
+    /// ring can hold.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(RecordHead)) {
         self.drain_words(|head, _| each(head));
     }

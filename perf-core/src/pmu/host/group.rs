@@ -4,8 +4,8 @@
 //! A member stays enabled in the kernel and counts while its leader is enabled. All members of a
 //! group therefore start and stop simultaneously, with a single interruption of the vCPU,
 //! regardless of the group's size. The counts of all members are also read in one system call,
-//! through the first member that was opened for this purpose, because the kernel returns all counts
-//! in response to a read of any member.
+//! because the kernel returns all counts in response to a read of any member. The read uses the
+//! first member that was opened with the read format `READ_GROUP`.
 //!
 //! A member that the kernel rejects in the group, because it belongs to another PMU or exceeds the
 //! available counters, is opened alone and is started and stopped separately.
@@ -43,7 +43,7 @@ pub(super) struct KernelGroup {
     leader_id: u64,
     /// Set while the leader is enabled.
     on: AtomicBool,
-    /// Count of the leader, if it was read with the group since it was last disabled.
+    /// Count of the leader, if the group was read after the leader was last disabled.
     count: CachedCount,
     members: Mutex<SmallVec<[Arc<GroupMember>; 4]>>,
 }
@@ -194,14 +194,14 @@ impl KernelGroup {
         Ok(())
     }
 
-    /// Reads the leader's count of a disabled group. One system call reads the counts of all
-    /// members.
+    /// Returns the leader's count while the group is disabled. One system call reads the counts of
+    /// all members.
     pub(super) fn read_leader(&self) -> Option<u64> {
         self.read_all();
         self.count.get()
     }
 
-    /// Reads the count of `member` of a disabled group.
+    /// Returns the count of `member` while the group is disabled.
     pub(super) fn read_member(&self, member: &GroupMember) -> Option<u64> {
         if member.count.get().is_none() {
             self.read_all();
@@ -257,8 +257,8 @@ impl GroupMember {
         !self.reads
     }
 
-    /// Reads the group: passes the ID and count of each member to `each` and returns the times, or
-    /// `None` in the error state.
+    /// Reads the group. Passes the ID and count of each member to `each`, and returns the group's
+    /// time enabled and time running, or `None` if the group is in the error state.
     fn each(&self, mut each: impl FnMut(u64, u64)) -> io::Result<Option<(u64, u64)>> {
         // Number of members, two times, and a count and an ID for each member.
         let mut words = [0u64; 3 + 2 * (MAX_MEMBERS + 1)];

@@ -4,16 +4,16 @@
 //! pointer and privilege level into its ring. This costs an interrupt, a fraction of an exit to
 //! user space. The kernel cannot record the guest's stack, address space and task.
 //!
-//! [`GuestSampler`] is opened in the VMM. Its file descriptor may be sent to another process, which
-//! maps the ring with [`GuestSampleRing`] and reads it without involving the VMM.
+//! [`GuestSamplingEvent`] is opened in the VMM. Its file descriptor may be sent to another process,
+//! which maps the ring with [`GuestSampleRing`] and reads it without involving the VMM.
 //!
 //! # Limitations
-//! - A clock samples the thread in every mode, so the ring includes samples in the host kernel and
-//!   in the VMM, which are marked as such. A hardware event that excludes the host has no such
-//!   samples.
-//! - Some KVMs interpret parts of the guest, or run on a host that does not mark guest samples.
-//!   Such time is indistinguishable from host kernel time, so readers have to compare; see
-//!   [`SampleOrigin`].
+//! - A clock event samples the thread in every mode, so the ring includes samples in the host
+//!   kernel and in the VMM, which are marked as such. A hardware event that excludes the host has
+//!   no such samples.
+//! - Some KVMs interpret parts of the guest, or run on a host that does not mark guest samples. The
+//!   samples alone do not distinguish such guest time from host kernel time, so readers have to
+//!   compare them with another measurement; see [`SampleOrigin`].
 
 use std::io;
 use std::marker::PhantomData;
@@ -29,11 +29,11 @@ use crate::pmu::PmuError;
 
 /// A host perf event that samples a vCPU's thread and its guest.
 #[derive(Debug)]
-pub struct GuestSampler {
+pub struct GuestSamplingEvent {
     fd: PerfFd,
 }
 
-impl GuestSampler {
+impl GuestSamplingEvent {
     /// Opens a stopped clock event that samples thread `tid` once per `period_ns` of CPU time, or
     /// per [`MIN_CLOCK_PERIOD_NS`] if that is longer.
     ///
@@ -90,7 +90,7 @@ impl GuestSampler {
     }
 }
 
-impl AsFd for GuestSampler {
+impl AsFd for GuestSamplingEvent {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -122,7 +122,7 @@ pub struct GuestSample {
     pub period: u64,
 }
 
-/// The mapped ring of a [`GuestSampler`].
+/// The mapped ring of a [`GuestSamplingEvent`].
 pub type GuestSampleRing = HostRing<GuestSample>;
 
 impl HostRecord for GuestSample {
@@ -152,7 +152,7 @@ pub trait HostRecord: Sized {
     fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self>;
 }
 
-/// Records of other types in a drained ring.
+/// Counts derived from the records of other types that were found while a ring was drained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DrainStats {
     /// Number of lost records.
@@ -190,8 +190,8 @@ impl<R: HostRecord> HostRing<R> {
         self.fd.set_enabled(on)
     }
 
-    /// Passes each unread record of type `R` to `each`, oldest first, and returns counts of others.
-    /// Reads at most one ring's length.
+    /// Passes each unread record of type `R` to `each`, oldest first, and returns counts derived
+    /// from the records of other types. Reads at most as many bytes as the ring can hold.
     pub fn drain(&mut self, mut each: impl FnMut(R)) -> DrainStats {
         let mut drained = DrainStats::default();
         self.map.drain_words(|head, words| match (head.type_, words) {
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn clock_samples_report_their_origin() {
         const PERIOD_NS: u64 = 500_000;
-        let sampler = match GuestSampler::clock(current_tid(), PERIOD_NS) {
+        let sampler = match GuestSamplingEvent::clock(current_tid(), PERIOD_NS) {
             Ok(sampler) => sampler,
             Err(e) => return eprintln!("SKIP: no clock events here: {e}"),
         };
@@ -262,7 +262,7 @@ mod tests {
     fn guest_sampler_rejects_non_hardware_events() {
         let attr = Attr::sampling(EventType::SOFTWARE, 0, 1000);
         assert!(matches!(
-            GuestSampler::hardware(0, &attr),
+            GuestSamplingEvent::hardware(0, &attr),
             Err(PmuError::NoSuchEvent)
         ));
     }

@@ -6,12 +6,12 @@ use std::path::Path;
 /// PMUs of Linux's hybrid x86 processors, one per core type.
 const KINDS: [&str; 3] = ["cpu_core", "cpu_atom", "cpu_lowpower"];
 
-/// Returns a one-line explanation, with a remedy, of why the hardware PMUs under `devices` are not
-/// used, or `None` if one PMU covers all cores.
+/// Returns a one-line explanation of why the hardware PMUs under `devices` are not used, and of
+/// what the user can do, or `None` if one PMU covers all cores.
 ///
 /// A perf event counts on one type of core only. A vCPU's thread migrates between core types, and
-/// its counts would silently miss the time on the others. Therefore hardware events are not used on
-/// such hosts.
+/// its counts would silently miss the time on the other types. Therefore hardware events are not
+/// used on such hosts.
 pub(super) fn refusal(devices: &Path) -> Option<String> {
     // The kernel lists the online CPUs of each core type.
     let kinds: Vec<String> = KINDS

@@ -1,8 +1,9 @@
 //! Polling for overflows that the host can only announce late.
 //!
-//! An overflow distance below the minimum period of the host (see [`PeriodFloor`]) is armed with
-//! the minimum. A frequent event exceeds it within the skid of an ordinary overflow. For a rare
-//! event, a timer makes the vCPU exit and compares the count.
+//! If the distance to an overflow is below the minimum period of the host (see [`PeriodFloor`]),
+//! the event is armed with the minimum period instead. A frequent event reaches the end of this
+//! longer period within the skid of an ordinary overflow. For a rare event, a timer makes the vCPU
+//! exit, and the driver compares the event's count with the overflow point.
 //!
 //! [`PeriodFloor`]: crate::pmu::period_floor::PeriodFloor
 
@@ -15,7 +16,7 @@ const FIRST_INTERVAL_NS: u64 = 100_000;
 /// Maximum polling interval, in nanoseconds.
 const MAX_INTERVAL_NS: u64 = 10_000_000;
 
-/// Polls for the overflow of one event.
+/// State of the polling for the overflow of one event.
 #[derive(Debug, Default)]
 pub(super) struct LateOverflowPoll {
     /// Created on first use.
@@ -25,7 +26,7 @@ pub(super) struct LateOverflowPoll {
 }
 
 impl LateOverflowPoll {
-    /// Returns whether polling for an overflow is active.
+    /// Returns `true` if polling for an overflow is active.
     #[inline]
     pub(super) fn is_on(&self) -> bool {
         self.on
@@ -41,7 +42,8 @@ impl LateOverflowPoll {
         self.set()
     }
 
-    /// Continues polling after a signal, unless the signal came from another source than the timer.
+    /// Continues polling after a signal. Has no effect if the polling timer has not expired,
+    /// because the signal then came from another source.
     pub(super) fn continue_after_signal(&mut self) -> io::Result<()> {
         if !self.on || self.timer.as_ref().is_some_and(|timer| !timer.has_expired()) {
             return Ok(());

@@ -7,8 +7,9 @@
 //! [`EventType::SOFTWARE`] without a limit.
 //!
 //! Events are opened pinned and never exceed the number of slots, so the kernel does not multiplex
-//! them. If the kernel does so nevertheless, its times of the event reveal this and a message is
-//! logged. Events are opened once, and then enabled, disabled and given periods.
+//! them. If the kernel does so nevertheless, the time enabled and the time running that it reports
+//! for the event differ, and a message is logged. Events are opened once, and then enabled,
+//! disabled and given periods.
 //!
 //! # Filters
 //! Hardware events obey `exclude_host`, `exclude_guest`, `exclude_user` and `exclude_kernel`. The
@@ -20,11 +21,12 @@
 //! # Overflow
 //! The signal is sent to the vCPU's thread only. Its handler must be installed without
 //! `SA_RESTART`, so that it interrupts `KVM_RUN`. A standard signal (below `SIGRTMIN`, such as
-//! `SIGUSR2`) is preferable to a real-time signal, because further overflows during a pending
-//! signal are coalesced without loss: [`PmuEvent::take_overflows`] checks the counts. Real-time
-//! signals are queued, and if the queue, which all processes of a user share, is full, the kernel
-//! sends `SIGIO` instead. The default action of `SIGIO` terminates the process (see
-//! [`ignore_sigio`]), and the overflow is not noticed until the next exit.
+//! `SIGUSR2`) is preferable to a real-time signal. While a standard signal is pending, the signals
+//! of further overflows are coalesced with it. No overflow is lost, because
+//! [`PmuEvent::take_overflows`] checks the counts. Real-time signals are queued, and if the queue,
+//! which all processes of a user share, is full, the kernel sends `SIGIO` instead. The default
+//! action of `SIGIO` terminates the process (see [`ignore_sigio`]). If `SIGIO` is ignored, the
+//! overflow is not noticed until the next exit.
 
 mod counters;
 mod fault;
@@ -54,7 +56,7 @@ pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, TimedCount, current_tid, new_attr};
 use group::KernelGroup;
 pub use guest_ring::{
-    DrainStats, GuestSample, GuestSampleRing, GuestSampler, HostRecord, HostRing, SampleOrigin,
+    DrainStats, GuestSample, GuestSampleRing, GuestSamplingEvent, HostRecord, HostRing, SampleOrigin,
 };
 use late::LateOverflowPoll;
 use open_params::{GroupMembership, OpenParams, missing_cpu_error};
@@ -73,7 +75,7 @@ enum HostEventClass {
     Software,
 }
 
-/// Host kernel perf events of one class.
+/// A driver for either the hardware events or the software events of the host kernel.
 #[derive(Debug)]
 pub struct HostPmu {
     class: HostEventClass,
@@ -279,7 +281,8 @@ struct HostEvent {
     /// Set if user-space reads were tested and are correct. The control page's capability bit alone
     /// does not prove this.
     user_read: bool,
-    /// Accounting of clock events, which overflow by a kernel timer.
+    /// Armed state of a clock event, for the limit on the rate of overflows, each of which is an
+    /// expiry of a kernel timer.
     ringing: ClockRate,
     /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor
     /// a clock.
@@ -295,7 +298,7 @@ struct HostEvent {
     /// Set if the event was active since `last_count` was read.
     stale: bool,
     armed_at: Option<u64>,
-    /// Minimum period that the kernel accepts for the event.
+    /// Minimum period that the kernel accepts for the event, as far as it is known.
     floor: PeriodFloor,
     /// Polling for an overflow that is nearer than the minimum period.
     late: LateOverflowPoll,
@@ -316,8 +319,8 @@ struct LastOnCounter {
 
 impl HostEvent {
     /// Makes the kernel end a period `period` counts after the current count `count`, and repeat
-    /// that period. Does nothing if the kernel is already set to do so. The period of a clock, or
-    /// one below the kernel's minimum, may have to be longer.
+    /// that period. Does nothing if the kernel is already set to do so. The period that is set may
+    /// be longer than `period`, for a clock event and if `period` is below the kernel's minimum.
     fn set_period(&mut self, count: u64, period: u64) -> Result<(), PmuError> {
         let asked = count.saturating_add(period);
         let period = self.floor.period_for(self.ringing.period_for(period));
@@ -391,8 +394,9 @@ impl HostEvent {
         }
     }
 
-    /// Returns the most recent count in the ring, if there is a ring. The ring holds one count per
-    /// overflow.
+    /// Returns `Some` with the count at the most recent overflow, or `None` if the event has no
+    /// ring of single counts. The kernel writes one count per overflow into the ring; the inner
+    /// `None` means that there was no overflow.
     fn overflow_in_ring(&mut self) -> Option<Option<u64>> {
         if self
             .member
@@ -447,8 +451,8 @@ impl HostEvent {
         }
     }
 
-    /// Returns the count of a disabled event in a disabled group. One system call reads the whole
-    /// group.
+    /// Returns the count of this event from a read of its group, if both are disabled. One system
+    /// call reads the whole group.
     fn count_with_group(&self) -> Option<u64> {
         if self.on {
             return None;

@@ -25,7 +25,7 @@ pub(super) struct OpenParams {
     pub(super) user_read: bool,
 }
 
-/// Membership in a group with another leader.
+/// Membership of an event in a kernel group that another event leads.
 #[derive(Debug)]
 pub(super) struct GroupMembership {
     pub(super) group: Arc<KernelGroup>,
@@ -71,8 +71,8 @@ impl OpenParams {
         Ok((Arc::new(fd), map))
     }
 
-    /// Opens the event in `group`, unless the kernel rejects it there or it would count
-    /// differently. `counts` is set for an event that does not sample.
+    /// Opens the event in `group`. Returns `None` if the kernel rejects it there or if it would
+    /// count differently there. `counts` is set for an event that does not sample.
     pub(super) fn join(
         &self,
         group: Arc<KernelGroup>,

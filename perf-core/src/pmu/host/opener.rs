@@ -151,7 +151,7 @@ fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-/// The opener of this process, unless it is [`SyscallOpener`].
+/// The installed opener of this process. If none is installed, [`SyscallOpener`] is used.
 static OPENER: OnceLock<Box<dyn EventOpener>> = OnceLock::new();
 
 /// Sets the opener of all host perf events that this process opens from now on.
@@ -161,7 +161,7 @@ pub fn set_event_opener(opener: impl EventOpener + 'static) -> bool {
     OPENER.set(Box::new(opener)).is_ok()
 }
 
-/// Returns the opener of this process.
+/// Returns the opener that this process uses: the installed one, or [`SyscallOpener`].
 pub(super) fn current() -> &'static dyn EventOpener {
     OPENER.get().map_or(&SyscallOpener, |opener| &**opener)
 }

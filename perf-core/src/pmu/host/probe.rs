@@ -461,7 +461,8 @@ mod tests {
         }
     }
 
-    /// The host's free counters cannot count a guest, so `auto` must use the clock.
+    /// While a VM with a mediated vPMU is running, the host's free counters cannot count a guest,
+    /// so automatic driver selection (`auto`) must use the clock.
     #[test]
     fn host_with_mediated_neighbour_has_no_pmu_for_guests() {
         let probe = HostProbe::of_events(&mut MediatedHost(libc::EOPNOTSUPP), None, false);
@@ -475,7 +476,8 @@ mod tests {
         assert!(!other.mediated && other.slots() > 0, "{other:?}");
     }
 
-    /// The probe derives the availability of a software clock from the results for hardware events.
+    /// The probe derives the availability of a software clock from the results for hardware events,
+    /// and agrees with an attempt to open one.
     #[test]
     fn software_clock_is_reported_if_it_opens() {
         assert_eq!(HostProbe::run().software_clock, open_clock().is_ok());

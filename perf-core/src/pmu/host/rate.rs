@@ -4,8 +4,8 @@
 //! If an interrupt and its signal take as long as that, as on a virtual machine with trapped
 //! timers, the CPU does nothing else: the sampled thread makes no progress and cannot even be
 //! killed. The overflow rate of all clock events of a thread or CPU together is therefore limited.
-//! An overflow that is due earlier is noticed when the timer expires, and its sample represents all
-//! counts up to then.
+//! If the limit makes the timer expire after an overflow was due, the overflow is noticed at the
+//! expiry, and its sample represents all counts up to then.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +22,7 @@ pub const MIN_CLOCK_PERIOD_NS: u64 = 100_000;
 pub(super) struct ClockRates(Mutex<HashMap<HostTarget, Weak<AtomicU64>>>);
 
 impl ClockRates {
-    /// Registers a clock event of `counted`, which is not armed yet.
+    /// Registers a clock event that counts on `counted` and is not armed yet.
     pub(super) fn register(&self, counted: HostTarget) -> ClockRate {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let together = all.get(&counted).and_then(Weak::upgrade).unwrap_or_else(|| {
@@ -64,7 +64,8 @@ impl ClockRate {
         }
     }
 
-    /// Returns the period to program for a requested period of `asked`.
+    /// Returns the period that is programmed if the period `asked` is requested: at least the
+    /// minimum for the number of armed clock events on the same thread or CPU.
     pub(super) fn period_for(&self, asked: u64) -> u64 {
         let Some(together) = &self.together else {
             return asked;

@@ -1,4 +1,4 @@
-//! A deterministic driver and a small machine that drives it.
+//! A deterministic driver, and a core with a manual clock that uses it.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -11,7 +11,8 @@ use perf_core::*;
 /// One event of the driver.
 #[derive(Debug, Default)]
 pub struct Counter {
-    /// vCPU for which the event was opened (`u32::MAX` for the VM), and its thread.
+    /// `vcpu`: vCPU for which the event was opened, or `u32::MAX` for the VM. `tid`: thread of that
+    /// vCPU.
     pub vcpu: u32,
     tid: i32,
     pub config: u64,
@@ -116,8 +117,9 @@ impl DriverState {
     }
 }
 
-/// A driver with `slots` counters per vCPU, or of software events if 0. `config` 0 does not exist,
-/// and [`PACKAGE`] is a package count. It counts vCPUs, not VMs.
+/// A driver with `slots` counters per vCPU or, if `slots` is 0, a software driver. No event has
+/// `config` 0, and [`PACKAGE`] is a package count. Apart from package counts, the driver counts per
+/// vCPU and not for the whole VM.
 #[derive(Debug)]
 pub struct TestPmu {
     pub world: Arc<DriverState>,
@@ -363,7 +365,7 @@ pub fn for_each_record(reader: &mut RingReader, attr: &Attr, mut each: impl FnMu
     }
 }
 
-/// Returns what `each` makes of the unread samples of `ring`.
+/// Calls `each` for the unread samples of `ring` and returns its results.
 pub fn map_samples<T>(ring: &Ring, attr: &Attr, mut each: impl FnMut(Sample<'_>) -> T) -> Vec<T> {
     let mut out = Vec::new();
     for_each_record(&mut RingReader::map(ring.memfd()).unwrap(), attr, |record| {

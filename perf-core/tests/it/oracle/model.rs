@@ -112,8 +112,8 @@ pub struct OracleEventInContext {
     on_since: u64,
     /// Set if the driver rejected the group.
     refused: bool,
-    /// Set if the group, while queued, did not fit together with the pinned groups. Its position is
-    /// then unknown.
+    /// Set if the group, while queued, did not fit together with the pinned groups. Its position in
+    /// the queue is then unknown.
     excused: bool,
     // Fields for sampling. Positions are counts since the event was opened, unaffected by resets.
     position: u64,
@@ -123,8 +123,8 @@ pub struct OracleEventInContext {
     covered: u64,
     fresh: PendingOverflows,
     kept: PendingOverflows,
-    /// Set if the kept overflows occurred before the event was stopped. These overflows have their
-    /// own sample.
+    /// Set if the overflows in `kept` occurred before the event was stopped. These overflows then
+    /// have their own sample.
     apart: bool,
     throttled: bool,
     limit: u64,
@@ -156,7 +156,7 @@ pub struct OracleSetup {
     pub tick_ns: u64,
     /// Maximum number of interrupts of one event per tick without throttling.
     pub per_tick: u64,
-    /// Set if one thread runs all vCPUs.
+    /// Set if one host thread runs all vCPUs.
     pub one_thread: bool,
 }
 
@@ -218,7 +218,7 @@ impl Model {
             .collect()
     }
 
-    /// Returns the leader of the group of `p`.
+    /// Returns the leader of the group to which part `p` belongs.
     pub fn leader(&self, p: usize) -> usize {
         let leader = self.events[&self.parts[p].event].leader;
         self.part(leader, self.parts[p].ctx)
@@ -660,7 +660,8 @@ impl Model {
         reports
     }
 
-    /// Switches contexts. Returns `true` if they are exchanged instead of stopped and started.
+    /// Switches from vCPU `from` to vCPU `to`. Returns `true` if their contexts are exchanged
+    /// rather than events stopped and started.
     pub fn switch(&mut self, from: u32, to: u32) -> bool {
         let _ = self.raise(from, CONTEXT_SWITCHES, 1, false);
         let (a, b) = (self.at[&from], self.at[&to]);

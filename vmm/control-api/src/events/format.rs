@@ -9,7 +9,7 @@ pub enum CountResult {
     NotCounted,
     /// The event was counted.
     Value {
-        /// Count, scaled if `running < enabled`.
+        /// Count, scaled to the enabled time if `running_ns < enabled_ns`.
         count: u64,
         /// Time enabled, in nanoseconds.
         enabled_ns: u64,
@@ -92,8 +92,9 @@ impl CountUncertainty {
 /// Formats one line of a table with perf's indentation: value, unit, event, comment after `#`,
 /// uncertainty, and share of time running.
 ///
-/// `doubt` is shown as `( +-  x.xx% )` (of repeated runs, or of a scaled count), `( within  x.xx%
-/// )` or `( +- unknown )`. The share is shown only if the event did not run all the time.
+/// `doubt` is shown as `( +-  x.xx% )` if it is a standard error (of repeated runs or of a scaled
+/// count), as `( within  x.xx% )` if it is a bound, or as `( +- unknown )`. The share of time
+/// running is shown only if the event did not run all the time.
 pub fn stat_line(
     event: &str,
     counted: &CountResult,
@@ -153,7 +154,7 @@ pub struct StatFields {
     pub unit: &'static str,
     /// Time running, in nanoseconds.
     pub running_ns: u64,
-    /// Share of the enabled time, in percent.
+    /// Share of the enabled time during which the event was running, in percent.
     pub share: f64,
 }
 
@@ -224,8 +225,9 @@ pub fn csv_line(
     fields.join(separator)
 }
 
-/// Returns the mean of repeated runs and its standard error in percent of the mean (Welford's
-/// method). The error is `None` for fewer than two runs or a mean of 0.
+/// Returns the mean of `values`, the results of repeated runs, and the standard error of the mean
+/// in percent of the mean (Welford's method). The error is `None` for fewer than two runs or a mean
+/// of 0.
 pub fn mean_and_error(values: &[f64]) -> (f64, Option<f64>) {
     let (mut mean, mut m2) = (0.0, 0.0);
     for (i, v) in values.iter().enumerate() {
@@ -252,7 +254,7 @@ mod tests {
 
     const FULL: CountResult = counted(1_234_567_890, 1000, 1000);
 
-    /// Formats a line of a number of events.
+    /// Calls [`stat_line`] with the unit [`CountUnit::Count`].
     fn line(event: &str, counted: CountResult, note: Option<&str>, doubt: CountUncertainty) -> String {
         stat_line(event, &counted, CountUnit::Count, note, doubt)
     }

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! Events count a guest, so `:G` is the default, and `:u` and `:k` select guest user and guest
-//! kernel. `:H` requests the host's share; the caller accepts or rejects it.
+//! kernel. `:H` requests the part of an event that occurs in the host; the caller of [`parse`]
+//! accepts or rejects this modifier.
 
 use std::fmt;
 
@@ -44,7 +45,7 @@ pub enum EventListError {
     /// A group has no events.
     #[error("an empty group in the event list")]
     EmptyGroup,
-    /// Two commas in a row, or a comma at either end.
+    /// The list contains two commas in a row, or a comma at its start or end.
     #[error("an event is missing next to a comma in the event list")]
     MissingEvent,
     /// The event name is unknown.
@@ -133,7 +134,8 @@ pub struct EventModifiers {
 }
 
 impl EventModifiers {
-    /// Returns whether user space is excluded, which is the case if only other levels are selected.
+    /// Returns whether user space is excluded. This is the case if the modifiers select only other
+    /// privilege levels.
     pub fn exclude_user(&self) -> bool {
         (self.kernel || self.hypervisor) && !self.user
     }
@@ -168,8 +170,8 @@ impl EventModifiers {
         Ok(())
     }
 
-    /// Merges a group's modifiers into those of one of its events. Pinned and exclusive apply to
-    /// the leader only.
+    /// Merges the modifiers of a group into `self`, the modifiers of one of its events. The group's
+    /// pinned and exclusive modifiers apply to the leader only.
     fn merge(&mut self, group: &Self, leader: bool) {
         self.user |= group.user;
         self.kernel |= group.kernel;
@@ -187,7 +189,7 @@ impl EventModifiers {
 /// An event of a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventSpec {
-    /// Text written by the operator, or the name set by a `name=` term.
+    /// Text of the event in the list, or the name set by a `name=` term.
     pub name: String,
     /// Quantity to count.
     pub kind: EventKind,
@@ -396,7 +398,7 @@ struct EventTerms {
     name: Option<String>,
     /// Event given by name.
     named: Option<EventKind>,
-    /// `true` if a term has set a field of the selector.
+    /// `true` if a term has set a field of the event-select register.
     selected: bool,
     config: u64,
     config1: u64,
@@ -406,8 +408,8 @@ struct EventTerms {
 }
 
 impl EventTerms {
-    /// Applies the term `key=number`; a flag without a value is 1. Returns an error message if the
-    /// term is invalid.
+    /// Applies the term `key=number`, where `number` is 1 for a flag without a value. Returns an
+    /// error message if the term is invalid.
     fn set(&mut self, pmu: &str, key: &str, number: u64) -> Result<(), &'static str> {
         match key {
             "period" if number > 0 => self.period = Some(number),

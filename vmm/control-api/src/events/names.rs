@@ -36,7 +36,7 @@ pub enum SoftwareEvent {
     CgroupSwitches = 11,
 }
 
-/// Names of the PMUs in `pmu/…/`.
+/// Names of the PMUs that `pmu/…/` accepts.
 pub(super) const PMUS: [&str; 4] = ["cpu", "software", "kvm", "pv"];
 
 /// Names of the generic hardware events. If an event has several names, the usual one comes first.
@@ -133,7 +133,8 @@ pub(super) fn paravirtual(name: &str) -> Option<&'static str> {
     PARAVIRTUAL.into_iter().find(|n| *n == name)
 }
 
-/// Parses a cache event such as `L1-dcache-load-misses` into cache, operation and result.
+/// Parses the name of a cache event, such as `L1-dcache-load-misses`, which consists of cache,
+/// operation and result.
 pub(super) fn cache(name: &str) -> Option<u64> {
     let (cache, rest) = CACHES
         .iter()
@@ -154,7 +155,8 @@ pub fn caches() -> Vec<String> {
         .collect()
 }
 
-/// Returns a hint for an unknown event name: the most similar name, otherwise the known events.
+/// Returns a hint for an unknown event name: the most similar name or, if there is none, the known
+/// events.
 pub(super) fn known(name: &str) -> String {
     let name = name.split([':', '/']).next().unwrap_or(name);
     let caches = caches();

@@ -13,9 +13,9 @@ fn reading(value: u64, enabled_ns: u64, running_ns: u64, estimate: Option<u64>) 
     }
 }
 
-/// The interval of an event that ran half of the time uses the growth of the estimate, not the
-/// share of time, because the event may have been off in the busier half. The intervals add up to
-/// the total.
+/// For an event that ran half of the time, the count of an interval is the growth of the estimate.
+/// It is not computed from the interval's share of time running, because the event may have been
+/// off in the busier half. The counts of the intervals add up to the total.
 #[test]
 fn intervals_are_the_growth_of_the_estimate() {
     let readings = [

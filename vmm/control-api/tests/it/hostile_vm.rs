@@ -15,7 +15,7 @@ use control_api::protocol::{Call, ClientRole, MAX_PROCESS_MEMORY, RequestErrorKi
 use control_api::request;
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-/// The first reply of a VM with required fields only.
+/// Handshake reply of a VM, with only the required fields.
 const HELLO: &str = r#"{"protocol":1,"version":"1","name":"vm","pid":1,"vcpus":1,"pmu":"off","guest":"g","state":"running","parked":0,"uptime_ms":0,"role":"observer"}"#;
 
 /// Receives one request and returns its ID.
@@ -40,8 +40,8 @@ fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
     Client::over(ours).unwrap()
 }
 
-/// Returns the result of the client for `reply` to `request`. `ID` in `reply` is replaced by the
-/// request's ID.
+/// Returns the client's result if the VM answers `request` with `reply`. `ID` in `reply` is
+/// replaced by the request's ID.
 fn reply_to<R: request::Request>(request: R, reply: &str) -> Result<R::Reply, ClientError> {
     let reply = reply.to_owned();
     let mut client = client(move |stream| {
@@ -57,7 +57,8 @@ fn status(reply: &str) -> Result<String, ClientError> {
     reply_to(request::Status, reply).map(|info| info.name)
 }
 
-/// An older VM omits new fields, and a newer one adds fields that the client ignores.
+/// The client accepts replies from an older VM, which lack new fields, and from a newer VM, whose
+/// additional fields it ignores.
 #[test]
 fn client_accepts_missing_and_unknown_fields() {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -73,8 +74,8 @@ fn client_accepts_missing_and_unknown_fields() {
     assert_eq!(newer.unwrap(), "vm");
 }
 
-/// Numbers out of range, strings instead of numbers, unknown states and duplicate keys are
-/// rejected.
+/// The client rejects replies with numbers out of range, strings instead of numbers, unknown states
+/// or duplicate keys.
 #[test]
 fn client_rejects_invalid_fields() {
     let with = |from: &str, to: &str| format!(r#"{{"id":ID,"ok":{}}}"#, HELLO.replace(from, to));
@@ -158,8 +159,8 @@ fn long_vm_description_is_rejected() {
     assert!(matches!(error, ClientError::Reply("too long")), "{error:?}");
 }
 
-/// A VM that dies before the handshake, during a reply or between two replies is reported as gone.
-/// This also applies to later requests.
+/// The client reports a VM as gone if the VM dies before the handshake, during a reply or between
+/// two replies. It also does so for later requests.
 #[test]
 fn dead_vm_is_reported_as_gone() {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -212,7 +213,8 @@ fn unexpected_descriptors_are_bounded() {
     assert_eq!(open(), 0, "those of another reply");
 }
 
-/// At most the requested number of bytes is read from an endless file, starting at its beginning.
+/// If the VM sends an endless file as process memory, the client reads at most the requested number
+/// of bytes, starting at the beginning of the file.
 #[test]
 fn memory_is_read_up_to_its_limit() {
     let mut client = client(|stream| {

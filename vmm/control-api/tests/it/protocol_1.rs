@@ -14,7 +14,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Checks that request 7 serializes to an object with `fields` after the ID and is parsed from it.
+/// Checks that `request` with ID 7 serializes to an object with `fields` after the ID, and that
+/// parsing this object returns the request.
 #[track_caller]
 fn asks(request: impl Into<Call>, fields: &str) {
     let call = request.into();

@@ -67,7 +67,7 @@ fn root_partition_is_named_by_its_uuid() {
     );
 }
 
-/// Every unsupported field is rejected by name.
+/// A request with an unsupported field is rejected, and the message names the field.
 #[test]
 fn unsupported_fields_are_named() {
     let base = r#""drive_id":"a","is_root_device":false"#;
@@ -150,7 +150,8 @@ fn rate_limiters_become_options() {
     assert!(restored.contains(&"--disk=/a,ro,bandwidth=1000/100+50".into()));
 }
 
-/// An update does not change an omitted limit, and the root device is the first disk of the VM.
+/// A limit that an update of a rate limiter omits is unchanged. The root device is the first disk
+/// of the VM, so its limiter has the name of the first disk.
 #[test]
 fn limiter_updates_are_merged() {
     let mut all = VmResources::default();

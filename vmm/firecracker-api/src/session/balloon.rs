@@ -1,7 +1,7 @@
-//! The balloon of a running VM.
+//! API calls for the balloon.
 //!
-//! The size and the statistics interval can change only after the start, as in Firecracker.
-//! Statistics cannot be enabled or disabled after the start.
+//! As in Firecracker, the size and the interval of the statistics can change only after the VM
+//! starts. Statistics cannot be enabled or disabled after that.
 
 use super::{ApiSession, VmBackend};
 use crate::fault::ApiFault;

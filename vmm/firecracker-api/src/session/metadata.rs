@@ -1,7 +1,7 @@
-//! The document of the metadata service, before and after the start.
+//! API calls for the document of the metadata service, before and after the VM starts.
 //!
 //! Once a VM with a metadata service is running, the VM holds the document. Otherwise, this process
-//! holds it.
+//! (the API server) holds it.
 
 use mmds::config::MAX_SIZE_LIMIT;
 use mmds::store::{MetadataStoreError, check_data};
@@ -52,20 +52,23 @@ impl<B: VmBackend> ApiSession<B> {
         self.state != InstanceState::NotStarted && self.resources.mmds().is_some()
     }
 
-    /// Returns the document for a VM that is started with `resources`.
+    /// Returns the document that a VM receives when it is started with `resources`. Returns `None`
+    /// if the VM has no metadata service or no document has been set.
     pub(super) fn metadata_at_start(&self, resources: &VmResources) -> Option<Value> {
         let is_needed = resources.mmds().is_some() && self.metadata.is_initialized();
         is_needed.then(|| self.metadata.get().clone())
     }
 
-    /// Adds the option for the metadata service.
+    /// Appends the option for the metadata service, if `resources` contains one, to options of
+    /// `perfvisor run`.
     pub(super) fn with_mmds(&self, resources: &VmResources, mut options: Vec<String>) -> Vec<String> {
         options.extend(resources.mmds_option(self.metadata_limit));
         options
     }
 }
 
-/// Returns the fault for a change that the store rejected.
+/// Converts an error of the metadata store, which rejected a change of the document, to the error
+/// of the API call.
 fn refusal(error: MetadataStoreError) -> ApiFault {
     let status = match error {
         MetadataStoreError::TooLarge => 413,

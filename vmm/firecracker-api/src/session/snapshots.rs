@@ -30,7 +30,8 @@ impl<B: VmBackend> ApiSession<B> {
         Ok(Response::no_content())
     }
 
-    /// Restores a VM, which is paused unless it is resumed immediately.
+    /// Restores a VM from a snapshot. The VM remains paused unless the client requests that it be
+    /// resumed.
     pub(super) fn load_snapshot(&mut self, params: &SnapshotLoadParams) -> Result<Response, ApiFault> {
         self.require_configuration("snapshot/load")?;
         let memory = memory_path(params)?;
@@ -59,7 +60,7 @@ impl<B: VmBackend> ApiSession<B> {
     }
 }
 
-/// Checks all fields and returns the path of the memory file.
+/// Checks all fields of the request and returns the path of the memory file.
 fn memory_path(params: &SnapshotLoadParams) -> Result<&str, ApiFault> {
     let tracking = "snapshots are always full";
     let unsupported = [

@@ -263,7 +263,8 @@ fn failed_calls_change_nothing() {
     session.put(&[("/actions", START)]);
 }
 
-/// A running VM's limits change together with the configuration, or not at all.
+/// If a change of rate limiters succeeds, the limits of the running VM and the configuration change
+/// together. If it fails, neither changes.
 #[test]
 fn limiters_of_a_running_vm_are_changed() {
     let mut session = session();
@@ -313,8 +314,8 @@ fn limiters_of_a_running_vm_are_changed() {
 const SAVE: &str = r#"{"snapshot_path":"/s","mem_file_path":"/m","snapshot_type":"Full"}"#;
 const LOAD: &str = r#"{"snapshot_path":"/s","mem_backend":{"backend_type":"File","backend_path":"/m"}}"#;
 
-/// A snapshot contains the devices of the source, with other tap devices if the client specifies
-/// them.
+/// A restored VM has the devices of the VM that was saved, but uses other tap devices if the client
+/// specifies them.
 #[test]
 fn snapshot_is_created_while_paused_and_loaded_with_its_devices() {
     let mut source = session();
@@ -449,7 +450,7 @@ fn balloon_is_configured_and_changed() {
     session.refuse(Patch, "/balloon/hinting/start", "{}", "unsupported");
 }
 
-/// A VM whose statistics were disabled at the start never has any.
+/// If the balloon's statistics are disabled when the VM starts, they are never available.
 #[test]
 fn statistics_of_the_balloon_must_be_enabled_before_the_start() {
     let mut session = session();
@@ -466,7 +467,7 @@ fn statistics_of_the_balloon_must_be_enabled_before_the_start() {
     session.patch(&[(path, &change(0))]);
 }
 
-/// A restored VM has the balloon of the snapshot, with the size at the time of the snapshot.
+/// A restored VM has the balloon that the saved VM had, with its size at the time of the snapshot.
 #[test]
 fn balloon_survives_a_snapshot() {
     let mut source = session();
@@ -557,8 +558,8 @@ fn metadata_is_passed_to_the_vm_at_its_start() {
     );
 }
 
-/// As in Firecracker, the host may use the metadata store of a VM whose guest cannot reach the
-/// service.
+/// As in Firecracker, API clients may set and read metadata even if the VM's guest cannot reach the
+/// metadata service. The document then stays in the API process.
 #[test]
 fn metadata_without_a_service_stays_in_the_api() {
     let mut session = session();

@@ -1,4 +1,4 @@
-//! Tests of connections with hostile clients, slow clients, and many clients.
+//! Tests of the API server's connections with hostile clients, slow clients, and many clients.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -17,7 +17,7 @@ struct TestServer {
     path: PathBuf,
     _dir: tempfile::TempDir,
     stop: Arc<AtomicBool>,
-    /// Maximum number of open connections so far.
+    /// Highest number of connections that were open at the same time so far.
     most: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }
@@ -145,8 +145,8 @@ fn slow_clients_delay_nobody() {
     }
 }
 
-/// A thousand idle connections replace each other, and a client that sends a request receives its
-/// response.
+/// If a thousand idle connections are opened, new ones replace old ones, so the number of open
+/// connections is bounded. A client that sends a request still receives its response.
 #[test]
 fn thousand_connections_are_bounded() {
     let server = TestServer::start();
@@ -159,7 +159,7 @@ fn thousand_connections_are_bounded() {
     assert!(server.most.load(Ordering::SeqCst) <= MAX_CONNECTIONS);
 }
 
-/// A client that does not read its responses occupies the memory of only one response.
+/// A client that does not read its responses makes the server buffer only one response.
 #[test]
 fn client_that_never_reads_is_not_served_further() {
     let server = TestServer::start();

@@ -11,8 +11,8 @@ use crate::registers::{Segment, SystemRegisters, VcpuState};
 const RFLAGS_ONE: u64 = 1 << 1;
 /// RFLAGS.TF: trap flag, raises #DB after each instruction (SDM vol. 3 §2.3).
 pub const RFLAGS_TF: u64 = 1 << 8;
-/// RFLAGS bits that are preserved on return to 64-bit code: all defined bits except RF and VM (SDM
-/// vol. 3 §2.3).
+/// RFLAGS bits that are restored from the frame on return to 64-bit code: all defined bits except
+/// RF and VM (SDM vol. 3 §2.3).
 const RFLAGS_RETURNED: u64 = 0x3c_7fd5;
 /// CR4.LA57: 57-bit linear addresses (SDM vol. 3 §2.5).
 pub(super) const CR4_LA57: u64 = 1 << 12;
@@ -32,10 +32,12 @@ pub(super) struct FaultFrame {
 }
 
 impl FaultFrame {
-    /// Reads the frame of a #GP raised by RDPMC, with the vCPU at the first instruction of the
-    /// handler. Returns `None` if another instruction faulted or the segments in the frame are
-    /// invalid. `replaced` returns the length of the replaced RDPMC at a physical address; a
-    /// replaced RDPMC faults where port writes are not permitted.
+    /// Reads the exception frame of a #GP raised by RDPMC. The vCPU must be at the first
+    /// instruction of the #GP handler. Returns `None` if another instruction faulted or the
+    /// segments in the frame are invalid.
+    ///
+    /// `replaced` returns the length of the RDPMC that a trap has replaced at a physical address.
+    /// The trap itself raises #GP in code that is not permitted to write to ports.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a selector is the lower half of what was pushed"
@@ -95,7 +97,8 @@ impl FaultFrame {
         }
     }
 
-    /// Returns `true` if the faulting code single-steps, so that #DB must follow the RDPMC.
+    /// Returns `true` if the faulting code is single-stepped with RFLAGS.TF, so that #DB must
+    /// follow the RDPMC.
     pub fn traps(&self) -> bool {
         self.rflags & RFLAGS_TF != 0
     }
@@ -326,8 +329,8 @@ mod tests {
         assert!(found.is_none());
     }
 
-    /// A return address must be canonical in the guest's paging mode, because resuming at another
-    /// address would terminate the VM.
+    /// A return address must be canonical in the guest's paging mode, because resuming at a
+    /// noncanonical address would terminate the VM.
     #[test]
     fn canonical_check_follows_paging_mode() {
         let mut sregs = SystemRegisters::default();

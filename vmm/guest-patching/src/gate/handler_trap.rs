@@ -83,14 +83,15 @@ impl HandlerInstruction {
     }
 }
 
-/// Number of code bytes compared to verify that a trap is still in code. The guest may have reused
-/// the memory.
+/// Number of bytes that are compared with the installed trap and the code after it, to verify that
+/// the memory still contains this code. The guest may have reused the memory.
 const COMPARED_BYTES: usize = MAX_INSTRUCTION_BYTES + 1;
-/// Number of former trap addresses that are remembered. A kernel normally has one handler; if a
-/// guest relocates its handler more often, port writes from older traps are treated as the guest's
-/// own.
+/// Number of former trap addresses that are remembered. A kernel normally has one handler. If a
+/// guest relocates its handler more often, port writes by older traps are treated as port writes of
+/// the guest itself.
 const MAX_FORMER_TRAPS: usize = 8;
-/// Maximum number of attempts at the atomic replacement when adjacent bytes change concurrently.
+/// Maximum number of attempts to replace the code bytes atomically while adjacent bytes are
+/// changing.
 const MAX_EXCHANGE_ATTEMPTS: u32 = 64;
 
 /// Trap in the #GP handler of a VM. All vCPUs share it, because they share the code.
@@ -126,12 +127,12 @@ struct TrapLocation {
 #[derive(Clone, Copy, Debug)]
 struct FormerTrap {
     head: HandlerInstruction,
-    /// `true` if the trap is still in memory because the bytes after it have changed. The memory
-    /// may no longer contain code.
+    /// `true` if the trap could not be removed, because the bytes after it had changed and the
+    /// memory may no longer contain code.
     stands: bool,
 }
 
-/// Trap to which a port write belongs.
+/// Trap that caused a port write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandlerTrapState {
     /// The installed trap at this address, or a former one that could not be removed.
@@ -141,8 +142,8 @@ pub enum HandlerTrapState {
 }
 
 impl GpHandlerTrap {
-    /// Returns the trap to which a port write with the vCPU at `rip` belongs. Some KVM versions
-    /// have already advanced RIP past the OUT.
+    /// Returns the trap that caused a port write with the vCPU at `rip`, which some KVM versions
+    /// have already advanced past the OUT instruction.
     #[inline]
     pub(super) fn of(&self, rip: u64) -> Option<HandlerTrapState> {
         let is = |at: u64| at != 0 && (rip == at || rip == at.wrapping_add(TRAP.len() as u64));
@@ -186,8 +187,9 @@ impl GpHandlerTrap {
             .then_some(there.head)
     }
 
-    /// Installs the trap at `gpa` in place of `head`, whose bytes begin `code`, and removes the
-    /// previous trap. Returns `false` if the trap cannot be installed there.
+    /// Installs the trap at `gpa` in place of the handler instruction `head`, which is at the start
+    /// of `code`, and removes the previous trap. Returns `false` if the trap cannot be installed at
+    /// `gpa`.
     pub(super) fn plant(
         &self,
         head: HandlerInstruction,
@@ -247,10 +249,10 @@ impl GpHandlerTrap {
         former.filter(|former| former.stands).count() == 0
     }
 
-    /// Removes the trap. If the bytes after the trap have changed, the memory may no longer contain
-    /// code, and the trap is left in place. If the memory still contains code, for example because
-    /// the guest rewrote its handler after the first instruction, the trap continues to be
-    /// emulated.
+    /// Removes the trap unless the bytes after it have changed. In that case the memory may no
+    /// longer contain code, and the trap is left in place. If the memory does still contain code,
+    /// for example because the guest rewrote its handler after the first instruction, the trap
+    /// continues to be emulated.
     fn remove_locked(&self, places: &mut TrapLocations, memory: &GuestMemoryMmap) {
         let Some(old) = places.here.take() else { return };
         let mut there = [0; COMPARED_BYTES];

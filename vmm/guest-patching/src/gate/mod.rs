@@ -1,18 +1,19 @@
-//! Emulation of RDPMC instructions that were not patched at load time because they are in programs,
-//! modules or generated code.
+//! Emulation of RDPMC instructions that were not patched when the kernel was loaded, because they
+//! are in programs, modules or generated code.
 //!
-//! The processor raises #GP for RDPMC, and so does KVM when its vPMU is disabled. An exit is
-//! therefore installed at the first instruction of the guest's #GP handler: the trap-port write in
-//! place of that instruction, or a breakpoint with `--rdpmc hwbp`. If the faulting instruction is
-//! an RDPMC that the guest may execute, the guest resumes after it with the count and never
-//! observes the fault. For any other fault, the replaced instruction is emulated and the handler
-//! continues.
+//! The processor raises #GP for RDPMC, and so does KVM if its vPMU is disabled. The VMM therefore
+//! intercepts the first instruction of the guest's #GP handler: it replaces the instruction with a
+//! write to the trap port, or sets a breakpoint on it with `--rdpmc hwbp`. If the faulting
+//! instruction is an RDPMC that the guest may execute, the guest resumes after it with the count
+//! and never observes the fault. For any other fault, the replaced instruction is emulated and the
+//! handler continues.
 //!
 //! The interrupt descriptor table (IDT) gives the address of the handler. The IDT is checked when
-//! the guest writes PMU registers, as it does before it reads a counter. A change to the gate or to
-//! the handler code is detected at the next write. An IDT at a new address (of another kernel) is
-//! detected by rechecks at the first, second, fourth, … write after a change, at the first write
-//! that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024 writes.
+//! the guest writes PMU registers, as it does before it reads a counter. A change to the IDT's #GP
+//! gate or to the handler code is detected at the next write. An IDT at a new address (of another
+//! kernel) is detected by rechecks at the first, second, fourth, … write after a change, at the
+//! first write that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024
+//! writes.
 
 mod frame;
 mod handler_trap;
@@ -45,9 +46,9 @@ const CR4_CET: u64 = 1 << 23;
 /// CR4.FRED: events bypass the IDT (Intel FRED specification §3.1).
 const CR4_FRED: u64 = 1 << 32;
 
-/// Result of a stop at the #GP handler.
+/// Reason why a vCPU stopped at the #GP handler.
 #[derive(Clone, Copy, Debug)]
-pub enum HandlerStop {
+pub enum HandlerStopReason {
     /// An RDPMC faulted; complete it with [`FaultedRdpmc::give`].
     Rdpmc(FaultedRdpmc),
     /// Another fault occurred; the handler must run.
@@ -80,14 +81,15 @@ impl FaultedRdpmc {
         (self.frame.rip, self.frame.behind())
     }
 
-    /// Returns `true` if the code single-steps, so that #DB must follow the RDPMC.
+    /// Returns `true` if the faulting code is single-stepped with RFLAGS.TF, so that #DB must
+    /// follow the RDPMC.
     pub fn traps(&self) -> bool {
         self.frame.traps()
     }
 }
 
-/// IDT gate and handler code found by the last check, with their physical addresses. Comparing them
-/// needs no KVM call.
+/// The IDT's #GP gate and the handler code at the last check, with their physical addresses. Later
+/// checks compare guest memory with this copy and need no KVM call.
 #[derive(Clone, Copy, Debug)]
 struct HandlerSnapshot {
     entry: (GuestAddress, u128),
@@ -155,7 +157,7 @@ impl GpHandlerGate {
         self.seen.is_some_and(|seen| !seen.is_there(&self.memory))
     }
 
-    /// Returns the trap to which a port write with the vCPU at `rip` belongs.
+    /// Returns the trap that caused a port write with the vCPU at `rip`.
     #[inline]
     pub fn planted_at(&self, rip: u64) -> Option<HandlerTrapState> {
         self.planted.as_ref()?.of(rip)
@@ -274,17 +276,17 @@ impl GpHandlerGate {
             .then_some((head, true))
     }
 
-    /// Determines why a vCPU stopped at the #GP handler. `replaced` returns the length of the
-    /// replaced RDPMC at a physical address.
+    /// Determines why a vCPU stopped at the #GP handler. `replaced` returns the length of the RDPMC
+    /// that a trap has replaced at a physical address.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    pub fn stopped(&self, state: &VcpuState, replaced: impl FnOnce(u64) -> Option<u8>) -> HandlerStop {
+    pub fn stopped(&self, state: &VcpuState, replaced: impl FnOnce(u64) -> Option<u8>) -> HandlerStopReason {
         match FaultFrame::of_rdpmc(state, &mut LinearMemory::new(&self.memory, state), replaced) {
-            Some(frame) => HandlerStop::Rdpmc(FaultedRdpmc {
+            Some(frame) => HandlerStopReason::Rdpmc(FaultedRdpmc {
                 frame,
                 index: state.regs.rcx as u32,
                 cpl: frame.cpl(),
             }),
-            None => HandlerStop::Handler,
+            None => HandlerStopReason::Handler,
         }
     }
 

@@ -49,7 +49,7 @@ fn kernel(memory: &GuestMemoryMmap) -> VcpuState {
     state
 }
 
-/// Enters the #GP handler for a fault at `cs:rip`.
+/// Changes `state` to that of a vCPU that enters the #GP handler after a fault at `cs:rip`.
 fn fault(memory: &GuestMemoryMmap, state: &mut VcpuState, cs: u16, ss: u16, rip: u64) {
     let frame = [0, rip, cs.into(), 0xffc3_0246, 0x7ff0, ss.into()];
     state.regs.rsp = STACK;
@@ -61,8 +61,8 @@ fn fault(memory: &GuestMemoryMmap, state: &mut VcpuState, cs: u16, ss: u16, rip:
     }
 }
 
-/// Linux handlers begin with ENDBR64 (if built with indirect branch tracking), then CLAC or its
-/// padding, then CLD.
+/// The first instructions of Linux's #GP handler are decoded: ENDBR64 (if built with indirect
+/// branch tracking), CLAC or the padding in its place, and CLD.
 #[test]
 fn handler_prologues_are_decoded() {
     let of =
@@ -95,8 +95,8 @@ fn handler_prologues_are_decoded() {
     }
 }
 
-/// The trap replaces exactly one instruction, is recognized when found again, and is never
-/// installed twice.
+/// The trap replaces exactly one instruction of the #GP handler, is recognized when found again,
+/// and is never installed on top of itself.
 #[test]
 fn trap_is_reinstalled_after_code_is_rewritten() {
     let memory = memory();
@@ -147,8 +147,8 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     assert_eq!(memory.read_obj::<u64>(GuestAddress(STACK - 8)).unwrap(), 13);
 }
 
-/// A sequence that other vCPUs may be executing is not replaced. A breakpoint does not replace
-/// code.
+/// A trap does not replace two instructions, because other vCPUs may be executing them. A
+/// breakpoint does not replace code.
 #[test]
 fn trap_does_not_replace_two_instructions() {
     let memory = memory();
@@ -168,8 +168,9 @@ fn trap_does_not_replace_two_instructions() {
 
 const CLAC: [u8; 4] = [0x0f, 0x01, 0xca, 0xfc];
 
-/// A kexec kernel is at the same linear addresses in different physical memory. The code of the
-/// previous kernel is restored unless it was overwritten.
+/// The #GP handler of a kexec kernel, at the same linear address in different physical memory, is
+/// replaced by a trap. The handler code of the previous kernel is restored unless the guest
+/// overwrote it.
 #[test]
 fn kexec_kernel_at_same_address_gets_trap() {
     for overwritten in [false, true] {
@@ -215,8 +216,8 @@ fn move_handler(memory: &GuestMemoryMmap, at: u64) {
         .unwrap();
 }
 
-/// A vCPU that has executed a removed trap returns to the restored instruction, even after the
-/// handler has moved several times.
+/// A vCPU that has executed a trap that is then removed returns to the restored instruction, even
+/// if the handler has moved several times.
 #[test]
 fn vcpu_at_removed_trap_resumes_original_instruction() {
     let memory = memory();
@@ -241,7 +242,7 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
     assert_eq!(gate.planted_at(0x6200), Some(HandlerTrapState::Removed(0x6200)));
 }
 
-/// The memory of a snapshot contains the guest's own handler, and a trap that cannot be removed is
+/// A snapshot contains the original #GP handler without the trap. A trap that cannot be removed is
 /// reported.
 #[test]
 fn no_code_of_ours_is_left_planted() {
@@ -262,9 +263,9 @@ fn no_code_of_ours_is_left_planted() {
     assert!(!planted.remove_for_snapshot(&memory), "it stays in memory");
 }
 
-/// A trap that could not be removed, because the code after it has changed, is still emulated, so
-/// the guest never resumes in the middle of an instruction. The number of remembered traps is
-/// bounded.
+/// A trap in the #GP handler that could not be removed, because the code after it has changed, is
+/// still emulated, so that the guest never resumes in the middle of an instruction. The number of
+/// remembered traps is bounded.
 #[test]
 fn trap_left_in_memory_is_still_emulated() {
     let memory = memory();
@@ -290,8 +291,8 @@ fn trap_left_in_memory_is_still_emulated() {
     assert!(known.count() < 12, "places are forgotten");
 }
 
-/// Two bytes are replaced atomically within an aligned 8-byte word. A handler that crosses a word
-/// boundary is not modified.
+/// The two bytes of the trap are replaced atomically within an aligned 8-byte word. A handler whose
+/// first instruction crosses a word boundary is not modified.
 #[test]
 fn trap_is_installed_atomically_at_any_alignment() {
     for at in 0x6000..0x6010u64 {
@@ -319,8 +320,8 @@ fn trap_is_installed_atomically_at_any_alignment() {
     }
 }
 
-/// A changed gate or rewritten handler code is detected at the next check. Kernels with FRED or
-/// shadow stacks are not intercepted.
+/// A change to the #GP gate or to the handler code is detected at the next check. Kernels with FRED
+/// or shadow stacks are not intercepted.
 #[test]
 fn gate_and_handler_changes_are_detected() {
     let memory = memory();
@@ -355,7 +356,8 @@ fn gate_and_handler_changes_are_detected() {
     }
 }
 
-/// vCPUs that install the trap concurrently save the guest's code, not each other's trap.
+/// vCPUs that install the trap concurrently save the guest's original code. None saves the trap of
+/// another vCPU as the original code.
 #[test]
 fn concurrent_trap_installation_keeps_original_code() {
     for _ in 0..200 {
@@ -397,13 +399,13 @@ fn rdpmc_prefixes_are_part_of_instruction() {
         memory.write_slice(code, GuestAddress(USER_CODE)).unwrap();
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         let behind = match gate.stopped(&state, |_| None) {
-            HandlerStop::Rdpmc(answer) => {
+            HandlerStopReason::Rdpmc(answer) => {
                 assert_eq!(answer.place().0, USER_CODE);
                 answer.give(7, &mut state);
                 assert_eq!((state.regs.rip, state.regs.rax), (answer.place().1, 7));
                 Some(state.regs.rip - USER_CODE)
             }
-            HandlerStop::Handler => None,
+            HandlerStopReason::Handler => None,
         };
         assert_eq!(behind, length, "{code:x?}");
     }
@@ -418,7 +420,7 @@ fn trap_flag_in_frame_is_detected() {
         let mut state = kernel(&memory);
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         memory.write_obj(rflags, GuestAddress(STACK + 24)).unwrap();
-        let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+        let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
             panic!("not seen")
         };
         assert_eq!(answer.traps(), traps);
@@ -427,7 +429,8 @@ fn trap_flag_in_frame_is_detected() {
     }
 }
 
-/// A program receives the count and resumes with its own segments, flags and stack.
+/// After an emulated RDPMC, a program resumes with the count and with its own segments, flags and
+/// stack.
 #[test]
 fn program_resumes_after_rdpmc() {
     let memory = memory();
@@ -436,7 +439,7 @@ fn program_resumes_after_rdpmc() {
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     state.regs.rcx = 0x1_4000_0001;
-    let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!((answer.index, answer.cpl), (0x4000_0001, 3));
@@ -453,7 +456,8 @@ fn program_resumes_after_rdpmc() {
     assert_eq!((state.sregs.ss.limit, state.sregs.ss.db), (u32::MAX, 1));
 }
 
-/// Repeating an RDPMC restores the program's segments, flags, stack and general registers.
+/// If an RDPMC is to be executed again, the program's segments, flags, stack and general registers
+/// are restored.
 #[test]
 fn program_repeats_rdpmc() {
     let memory = memory();
@@ -462,7 +466,7 @@ fn program_repeats_rdpmc() {
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     (state.regs.rax, state.regs.rcx, state.regs.rdx) = (11, 1, 22);
-    let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     answer.execute_again(&mut state);
@@ -483,7 +487,7 @@ fn module_resumes_after_rdpmc() {
     let gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, KERNEL_CS, 0, USER_CODE);
-    let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!(answer.cpl, 0);
@@ -493,14 +497,14 @@ fn module_resumes_after_rdpmc() {
     assert_eq!(state.sregs, segments);
 }
 
-/// The handler runs for all other faults: other instructions, a nonzero error code, or invalid
-/// segments.
+/// The guest's #GP handler runs for all faults other than RDPMC: other instructions, a nonzero
+/// error code, or invalid segments.
 #[test]
 fn other_faults_reach_the_handler() {
     let memory = memory();
     let mut state = kernel(&memory);
     let gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
-    let handler = |state: &VcpuState| matches!(gate.stopped(state, |_| None), HandlerStop::Handler);
+    let handler = |state: &VcpuState| matches!(gate.stopped(state, |_| None), HandlerStopReason::Handler);
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     assert!(handler(&state), "no RDPMC");
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
@@ -541,7 +545,8 @@ fn other_faults_reach_the_handler() {
 }
 
 proptest! {
-    /// Arbitrary memory and registers cause no panic, and only RDPMC is emulated.
+    /// Arbitrary memory and registers at a stop at the #GP handler cause no panic, and no
+    /// instruction other than RDPMC is emulated.
     #[test]
     fn hostile_frames_never_panic(
         bytes in proptest::collection::vec(any::<u8>(), 64),
@@ -563,7 +568,7 @@ proptest! {
             (state.sregs.idt.base, state.sregs.idt.limit) = (if base == GDT { IDT } else { base }, limit | 0xff);
             let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
             gate.look(&state);
-            if let HandlerStop::Rdpmc(answer) = gate.stopped(&state, |_| None) {
+            if let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) {
                 let behind = answer.frame.cs.base.wrapping_add(answer.place().1) & 0xffff_ffff;
                 prop_assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(behind - 2)).unwrap(), RDPMC);
             }

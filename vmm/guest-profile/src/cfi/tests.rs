@@ -85,8 +85,9 @@ fn unwind(code: &CodeMap, state: &UserThreadState<'_>) -> (Vec<u64>, UnwindResul
     (out, unwound)
 }
 
-/// A leaf function, a function that saves rbp and uses it as a general-purpose register, a function
-/// whose CFA is based on rbx, and the entry point, whose return address is undefined.
+/// Four functions: a leaf function, a function that saves rbp and uses it as a general-purpose
+/// register, a function whose CFA is based on rbx, and the entry point, whose return address is
+/// undefined.
 const FUNCTIONS: &[(u64, u32, &[u8])] = &[
     (0x100, 0x20, &[]),
     // At +1: CFA = rsp+16, rbp at CFA-16; at +5 CFA = rsp+32.
@@ -106,8 +107,8 @@ fn check_unwinding_of_functions(code: &CodeMap) {
     assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, false));
 }
 
-/// Unwinding succeeds although the CFA of the third frame depends on rbx, which an rbp walk cannot
-/// restore.
+/// A stack is unwound completely although the CFA of the third frame depends on rbx, which
+/// following rbp alone cannot restore.
 #[test]
 fn eh_frame_unwinds_stack_without_frame_pointers() {
     check_unwinding_of_functions(&code(tables(FUNCTIONS)));
@@ -135,7 +136,8 @@ fn debug_frame_replaces_missing_eh_frame() {
     }
 }
 
-/// A truncated copy, an unmapped stack and descending frames all yield an incomplete chain.
+/// Unwinding yields an incomplete chain if the copy of the stack is truncated, if the stack is
+/// unmapped, or if a caller's frame is below the previous one.
 #[test]
 fn truncated_stack_is_incomplete() {
     let code = code(tables(FUNCTIONS));
@@ -173,8 +175,8 @@ fn code_without_tables_is_unwound_by_frame_pointer() {
     assert_eq!((unwound.end, unwound.guessed), (UnwindStop::Complete, true));
 }
 
-/// Expressions are evaluated, including the one that linkers generate for PLT stubs, and an endless
-/// loop is aborted.
+/// DWARF expressions in unwind tables are evaluated, including the one that linkers generate for
+/// PLT stubs, and an expression with an endless loop is aborted.
 #[test]
 fn cfi_expressions_are_evaluated_and_bounded() {
     // DW_CFA_def_cfa_expression, 3 bytes: DW_OP_skip -3.
@@ -275,8 +277,9 @@ fn corrupted_libc_tables_terminate() {
     assert!(frames > 40 * 200, "some stacks go on: {frames}");
 }
 
-/// Regression test for a bug found by fuzzing: the number of rows was multiplied without a check.
-/// Release builds also check for overflow, so the recorder panicked.
+/// Regression test for a bug found by fuzzing: the number of rows in the index of `.eh_frame` was
+/// multiplied without an overflow check. Release builds also check for overflow, so the recorder
+/// panicked.
 #[test]
 fn eh_frame_index_rejects_excessive_row_count() {
     let mut tables = tables(FUNCTIONS);

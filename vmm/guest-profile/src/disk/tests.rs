@@ -29,7 +29,7 @@ fn file_system(files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
 }
 
 /// Creates a file system with additional options for `mke2fs`. If `files` contains no directory
-/// `etc`, a symbolic link with that name is created.
+/// `etc`, a symbolic link named `etc` is created.
 fn file_system_of(options: &[&str], files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     let program = ["/usr/sbin/mke2fs", "/sbin/mke2fs"]
         .into_iter()
@@ -161,7 +161,8 @@ fn disk_rejects_implausible_superblock_sizes() {
     }
 }
 
-/// For any corruption, a read terminates and returns at most the requested number of bytes.
+/// For any corruption of a file system, a read terminates and returns at most the requested number
+/// of bytes.
 #[test]
 fn damaged_file_system_never_hangs_reader() {
     let Some(whole) = example() else { return };
@@ -189,8 +190,9 @@ fn damaged_file_system_never_hangs_reader() {
     }
 }
 
-/// The inode of a link determines the buffer size for its target. Neither path resolution nor the
-/// search for a root directory follows a link with an implausible size.
+/// The inode of a symbolic link determines the size of the buffer for the link's target. A link
+/// with an implausible size is followed neither by path resolution nor by the search for the root
+/// directory, so no large buffer is allocated.
 #[test]
 fn disk_bounds_memory_for_link_target() {
     let Some(mut bytes) = file_system_of(&["-O", "^metadata_csum"], &[("file", b"here")]) else {
@@ -213,7 +215,8 @@ fn disk_bounds_memory_for_link_target() {
     assert_eq!(disk.read("/file", 100).unwrap(), b"here");
 }
 
-/// A guest whose files each take almost the full timeout cannot delay a command for hours.
+/// A guest in whose file system each read takes almost the full timeout cannot delay a command for
+/// hours.
 #[test]
 fn disk_enforces_total_timeout() {
     let Some(bytes) = example() else { return };
@@ -228,7 +231,8 @@ fn disk_enforces_total_timeout() {
     assert!(matches!(disk.reload(), Err(DiskError::TimedOut)));
 }
 
-/// A concurrent write by the guest cannot change blocks that path resolution has already checked.
+/// Path resolution reads each sector only once, so a concurrent write by the guest cannot change
+/// blocks that have already been checked.
 #[test]
 fn path_resolution_reads_each_sector_once() {
     struct Changing(Vec<u8>, std::sync::atomic::AtomicUsize);

@@ -2,8 +2,8 @@
 //! `perf annotate --stdio`.
 //!
 //! A profile contains only addresses. The code is read from another source and may differ from the
-//! code that ran. Samples that match no instruction reveal such a difference
-//! ([`AnnotatedCode::astray`]).
+//! code that ran. If there are samples whose address is not the start of an instruction
+//! ([`AnnotatedCode::astray`]), the code differs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -30,12 +30,13 @@ pub struct SampledFunction {
     pub kernel: bool,
     /// Start address in process `pid`.
     pub start: u64,
-    /// Address (exclusive) of the function's end if known, and at least the address after the last
+    /// Exclusive end address of the function if it is known, and in any case beyond the last
     /// sample.
     pub end: u64,
     /// ID of a process that maps the function at these addresses.
     pub pid: u32,
-    /// CR3 of that process; 0 if no sample at these addresses has registers.
+    /// CR3 of that process, with which the code can be read; 0 if no sample of the function at this
+    /// start address has registers.
     pub cr3: u64,
     /// Number of samples and sum of their periods, by offset into the function.
     pub offsets: BTreeMap<u64, (u64, u64)>,
@@ -89,8 +90,8 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
 }
 
 impl SampledFunction {
-    /// Returns the number of code bytes to read. The last instruction may extend past the last
-    /// sample.
+    /// Returns the number of code bytes to read. It includes the whole instruction at the last
+    /// sample, which may extend beyond the end of the function as far as it is known.
     pub fn length(&self) -> u64 {
         let last = self.offsets.keys().next_back().map_or(0, |last| last + LONGEST);
         (self.end - self.start).max(last).min(MAX_CODE)
@@ -109,7 +110,7 @@ pub struct AnnotatedLine {
     pub address: u64,
     /// Number of samples at this instruction.
     pub samples: u64,
-    /// Sum of the periods of these samples.
+    /// Sum of the periods of the samples at this instruction.
     pub period: u64,
     /// Instruction in AT&T syntax.
     pub text: String,
@@ -120,7 +121,8 @@ pub struct AnnotatedLine {
 pub struct AnnotatedCode {
     /// Instructions in ascending order of address.
     pub lines: Vec<AnnotatedLine>,
-    /// Number of samples that match no instruction, because different code ran.
+    /// Number of samples whose address is not the start of an instruction, because the code that
+    /// ran was different.
     pub astray: u64,
 }
 
@@ -173,7 +175,7 @@ pub fn annotate(
     }
 }
 
-/// Returns whether the line is a NOP without samples.
+/// Returns whether the line may be padding: a NOP without samples.
 fn is_padding(line: &AnnotatedLine) -> bool {
     let fills = ["nop", "int3", "xchg %ax,%ax", "data16", "cs nop"];
     line.samples == 0 && fills.iter().any(|fill| line.text.starts_with(fill))
@@ -304,7 +306,8 @@ mod tests {
         assert_eq!(lines(&[0x1004, 0x1007]), 5);
     }
 
-    /// Samples inside an instruction show that different code ran, and are reported.
+    /// Samples at addresses inside an instruction are reported, because they show that the code
+    /// that ran was different.
     #[test]
     fn annotate_reports_samples_inside_instructions() {
         let function = only(&profile(&[0x1002, 0x1004]));

@@ -1,7 +1,7 @@
 //! Writes the directory in which `perf` looks up symbols by build ID, `~/.debug` by default.
 //!
-//! `perf record` stores the files of its samples there, so that `perf report` finds symbols later
-//! without an option. Layout (`tools/perf/util/build-id.c`):
+//! `perf record` stores the files to which its samples refer there, so that `perf report` finds
+//! symbols later without an option. Layout (`tools/perf/util/build-id.c`):
 //!
 //! | path | contents |
 //! |---|---|
@@ -11,7 +11,7 @@
 //!
 //! The guest chooses the paths of its programs. The programs are stored below `perfvisor/`, so they
 //! cannot replace other files, and `..` and links in their paths have no effect. The guest also
-//! chooses the build IDs, possibly those of another guest's program or of the host's kernel. An
+//! chooses the build IDs, and may use those of another guest's program or of the host's kernel. An
 //! existing entry is therefore never replaced, and a conflict is reported as an error.
 
 use std::collections::BTreeSet;
@@ -53,7 +53,8 @@ impl BuildIdDir {
         Some(Self::new(Path::new(&home).join(".debug")))
     }
 
-    /// Adds the symbols of a kernel, unless those of another boot of the same kernel are present.
+    /// Adds the symbols of a kernel, unless symbols of the same kernel, even from another boot, are
+    /// already present.
     ///
     /// # Errors
     /// Returns an error if the directory cannot be written or the build ID is already used by
@@ -83,9 +84,9 @@ impl BuildIdDir {
         }
     }
 
-    /// Adds a program of the guest with the guest's path `name` and the contents returned by
-    /// `read`, unless it is present. A build ID of one byte has no path in this layout, so such a
-    /// program is skipped.
+    /// Adds a program of the guest, unless it is already present. `name` is its path in the guest,
+    /// and `read` returns its contents. A program whose build ID has one byte is skipped, because
+    /// the layout has no path for such an ID.
     ///
     /// # Errors
     /// Returns the error of `read`, or an error if the directory cannot be written or the build ID
@@ -123,7 +124,8 @@ impl BuildIdDir {
         self.link(id, &inside)
     }
 
-    /// Returns the file to which the build ID refers, if it is outside `inside`.
+    /// Returns the file to which the link of the build ID leads, if the link refers to a directory
+    /// other than `inside`.
     fn holder(&self, id: BuildId, inside: &Path) -> Option<PathBuf> {
         let (directory, link) = self.link_path(id);
         let old = fs::read_link(link).ok()?;
@@ -133,7 +135,8 @@ impl BuildIdDir {
         (old != target(inside)).then_some(found)
     }
 
-    /// Returns the directory of a build ID's symbolic link, and the link itself.
+    /// Returns the directory that contains the symbolic link of a build ID, and the path of the
+    /// link.
     fn link_path(&self, id: BuildId) -> (PathBuf, PathBuf) {
         let digits = id.to_string();
         let (first, rest) = digits.split_at(2);
@@ -194,7 +197,7 @@ fn make_directories(directory: &Path) -> io::Result<()> {
         .create(directory)
 }
 
-/// Returns the target of a build ID's symbolic link.
+/// Returns the target of the symbolic link of a build ID. The target is relative to the link.
 fn target(inside: &Path) -> PathBuf {
     Path::new("../..").join(inside)
 }

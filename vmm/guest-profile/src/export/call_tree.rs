@@ -119,7 +119,7 @@ impl CallTree {
     }
 }
 
-/// Tree without the branches below the minimum share.
+/// Call tree without the branches whose share is below the minimum.
 struct ShownTree<'t> {
     tree: &'t CallTree,
     total: u64,

@@ -8,7 +8,7 @@ use super::report::{ReportOptions, ReportTable, SortKey, columns, tables, widths
 use super::symbolize::Symbolizer;
 
 /// One row of a comparison, with shares of an event's periods, in percent. A share is `None` if the
-/// profile has no sample.
+/// profile has no sample for this row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DiffRow {
     /// Share in the older profile, in percent.
@@ -37,8 +37,8 @@ pub struct EventDiff {
     pub rows: Vec<DiffRow>,
 }
 
-/// Compares tables with the same columns event by event. Returns the comparisons and the names of
-/// events that only one profile contains.
+/// Compares the tables of two profiles, which have the same columns, for each event. Returns the
+/// comparisons, and the names of events that only one profile contains.
 fn compare(
     before: Vec<ReportTable>,
     after: Vec<ReportTable>,

@@ -12,7 +12,8 @@ use fxprof_processed_profile::{
 use super::symbolize::{Symbolizer, task_label};
 use super::{EventInfo, EventRate, Profile, ProfileSample, frames};
 
-/// Interval stored in the file for an event that is sampled by period, 1 ms, in nanoseconds.
+/// Sampling interval stored in the file for an event that is sampled with a fixed period and
+/// therefore has no interval: 1 ms, in nanoseconds.
 const DEFAULT_INTERVAL_NS: u64 = 1_000_000;
 
 /// Writes the samples of one event. Each guest thread has a separate track. The weights of the

@@ -50,7 +50,8 @@ pub fn stacks(
     stacks
 }
 
-/// Removes separators of the format and control characters from a name chosen by the guest.
+/// Removes characters that separate fields of the format, and control characters, from a name
+/// chosen by the guest.
 fn clean(name: &str) -> String {
     name.chars()
         .map(|c| {

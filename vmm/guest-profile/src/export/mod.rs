@@ -40,7 +40,7 @@ pub mod symbolize;
 
 use serde::{Deserialize, Serialize};
 
-use crate::unwind::UnwindStops;
+use crate::unwind::UnwindStopCounts;
 use kernel_images::build_id::BuildId;
 
 /// A sampled event.
@@ -56,8 +56,9 @@ pub struct EventInfo {
     pub rate: EventRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
-    /// `true` if the samples have call chains. For a sample with an empty chain, perf does not
-    /// print the instruction pointer, and perf2bolt fails to parse this output.
+    /// `true` if the samples have call chains. If the event has them but the chain of a sample is
+    /// empty, perf prints no instruction pointer for the sample, and perf2bolt fails to parse this
+    /// output.
     pub has_chains: bool,
     /// Event ID to which the samples refer. Unique within a profile and not 0.
     pub id: u64,
@@ -83,12 +84,13 @@ pub enum ProfilePerspective {
     AsHost,
 }
 
-/// Relation between wall-clock time and the clock of the samples (`CLOCK_MONOTONIC` of the host).
+/// The same moment on two clocks: the wall clock and the clock of the samples (`CLOCK_MONOTONIC` of
+/// the host). Used to convert the times of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WallClock {
-    /// Wall-clock time since 1970 (UTC), in nanoseconds.
+    /// Wall-clock time, in nanoseconds since 1970 (UTC).
     pub wall_ns: u64,
-    /// Time on the clock of the samples at the same moment, in nanoseconds.
+    /// Time on the clock of the samples that corresponds to `wall_ns`, in nanoseconds.
     pub clock_ns: u64,
 }
 
@@ -112,14 +114,14 @@ pub struct ProfileMetadata {
     pub command: Vec<String>,
     /// Presentation of the guest in the file.
     pub form: ProfilePerspective,
-    /// Relation between wall-clock time and the samples' clock, if known. The clock is then
-    /// `CLOCK_MONOTONIC`.
+    /// Conversion from the samples' clock to wall-clock time, if known. In this case the samples'
+    /// clock is `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
     /// `true` if the file contains the context switches of the vCPU threads.
     pub thread_switches: bool,
 }
 
-/// Run-time location of the guest kernel's text.
+/// Run-time location of the guest kernel's code (text).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelMap {
     /// Start address, which is that of `_stext` or `_text`.
@@ -134,10 +136,10 @@ pub struct KernelMap {
     pub build_id: Option<BuildId>,
 }
 
-/// The name of a guest task from a given time on.
+/// The name of a guest task, valid from a given time on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TaskName {
-    /// Time of the first sample with this name, in nanoseconds of the samples' clock.
+    /// Time of the first sample with this name, in nanoseconds on the samples' clock.
     pub time_ns: u64,
     /// Guest process ID.
     pub pid: u32,
@@ -150,7 +152,7 @@ pub struct TaskName {
 /// A file mapping of a guest process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileMapping {
-    /// Time of the first sample with this mapping, in nanoseconds of the samples' clock.
+    /// Time of the first sample with this mapping, in nanoseconds on the samples' clock.
     pub time_ns: u64,
     /// Guest process ID.
     pub pid: u32,
@@ -188,8 +190,8 @@ pub struct ProfileSample<'c> {
     pub period: u64,
     /// ID of the event ([`EventInfo::id`]).
     pub event_id: u64,
-    /// Reasons unwinding of the call chain ended.
-    pub ends: UnwindStops,
+    /// Reasons why unwinding of the call chain ended.
+    pub ends: UnwindStopCounts,
     /// Call chain, innermost frame first.
     pub chain: &'c [u64],
     /// Branch stack, newest branch first.
@@ -234,8 +236,8 @@ impl SampledBranch {
 /// Process or thread ID of an unknown task, shown as -1 by `perf`.
 pub const NO_PID: u32 = u32::MAX;
 
-/// A symbol resolved at recording time and saved in the file, for use without access to the guest
-/// or its kernel.
+/// A symbol that was resolved at recording time and saved in the file, so that it can be used
+/// without access to the guest or its kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSymbol {
     /// Start address of the symbol.
@@ -339,8 +341,8 @@ impl Profile {
         self.events.iter().find(|e| e.id == id)
     }
 
-    /// Returns the name of a task at a given time, which is the latest name at or before this time,
-    /// or else the first name.
+    /// Returns the name of a task at a given time. This is the last name recorded at or before this
+    /// time, or the first name if there is none.
     pub fn comm(&self, tid: u32, time_ns: u64) -> Option<&str> {
         let names = || self.tasks.iter().filter(|t| t.tid == tid);
         let latest = names().filter(|t| t.time_ns <= time_ns).max_by_key(|t| t.time_ns);
@@ -357,15 +359,16 @@ pub struct ChainFrame {
     pub address: u64,
     /// `true` for a kernel frame.
     pub kernel: bool,
-    /// `true` if the address is a return address. `false` for the innermost frame and for the user
-    /// frame below a kernel entry, where it is the address of the interrupted instruction or of the
-    /// instruction after a system call.
+    /// `true` if the address is a return address. `false` for the innermost frame, and for the user
+    /// frame that entered the kernel, where the address is that of the interrupted instruction or
+    /// of the instruction after a system call.
     pub caller: bool,
 }
 
 impl ChainFrame {
-    /// Returns an address within the frame's instruction. For a return address, this is the
-    /// preceding byte, because the call may be the last instruction of its function.
+    /// Returns an address within the instruction to which the frame belongs. If the frame's address
+    /// is a return address, this is the byte before it. The return address itself may belong to the
+    /// next function, because the call may be the last instruction of its function.
     pub fn instruction(self) -> u64 {
         self.address.wrapping_sub(u64::from(self.caller))
     }

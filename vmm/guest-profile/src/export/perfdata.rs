@@ -12,13 +12,13 @@
 //! | [`ProfilePerspective::InGuest`] | KERNEL, USER | `[kernel.kallsyms]` | any reader of `perf.data` |
 //! | [`ProfilePerspective::AsHost`] | GUEST_KERNEL, GUEST_USER | `[guest.kernel.kallsyms]` | `perf kvm --host --guest … report`, `perf script` |
 //!
-//! A recording may end at any moment. The header is written first, and
-//! [`PerfDataWriter::checkpoint`] updates the length of the records in it, so that a truncated file
-//! is readable up to the last checkpoint, without the features. Event names are therefore also
+//! A recording may end at any moment. The header is therefore written first, and
+//! [`PerfDataWriter::checkpoint`] updates the length of the records in it. A truncated file is
+//! readable up to the last checkpoint, but lacks the features. Event names are therefore also
 //! stored in separate records.
 //!
-//! CR3, the privilege level and the reason unwinding ended have no sample field. They are stored in
-//! the raw data of a sample ([`FileSampleData`]).
+//! CR3, the privilege level and the reason why unwinding ended have no sample field. They are
+//! stored in the raw data of a sample ([`FileSampleData`]).
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -94,13 +94,12 @@ const MISC_KERNEL: u16 = 1;
 const MISC_USER: u16 = 2;
 const MISC_GUEST_KERNEL: u16 = 4;
 const MISC_GUEST_USER: u16 = 5;
-/// The SWITCH record is of a thread that is switched out. The next flag indicates that the thread
-/// was preempted.
+/// Flags of a SWITCH record: the thread was switched out, and the thread was preempted.
 const MISC_SWITCH_OUT: u16 = 1 << 13;
 const MISC_SWITCH_OUT_PREEMPT: u16 = 1 << 14;
-/// The MMAP2 record contains a build ID instead of device and inode.
+/// Flag of an MMAP2 record: it contains a build ID instead of device and inode.
 pub(super) const MISC_MMAP_BUILD_ID: u16 = 1 << 14;
-/// The build ID is stored with its length.
+/// Flag of a build-ID record: it also contains the length of the build ID.
 const MISC_BUILD_ID_SIZE: u16 = 1 << 15;
 
 impl ProfilePerspective {
@@ -125,7 +124,7 @@ pub(super) const KERNEL_NAME: &str = "[kernel.kallsyms]";
 pub(super) const GUEST_KERNEL_NAME: &str = "[guest.kernel.kallsyms]";
 /// Process ID that `perf` uses for the kernel.
 const KERNEL_PID: u32 = u32::MAX;
-/// `CLOCK_MONOTONIC`, and the offset of the clock ID in an attribute.
+/// Number of the clock `CLOCK_MONOTONIC`, and offset of the clock ID in an attribute.
 const MONOTONIC: u32 = 1;
 const ATTR_CLOCKID: usize = 92;
 /// Offset of `branch_sample_type` in an attribute.
@@ -146,15 +145,15 @@ mod feature {
     pub const CLOCK_DATA: u32 = 29;
 }
 
-/// Maximum number of program build IDs.
+/// Maximum number of build IDs of programs in one file.
 const MAX_IDS: usize = 1 << 14;
 /// Maximum length of any string, in bytes.
 const MAX_STRING: usize = 4096;
 /// Alignment of strings in feature sections.
 const NAME_ALIGN: usize = 64;
 
-/// Writer of a file, record by record. Records written before the last
-/// [`PerfDataWriter::checkpoint`] are readable.
+/// Writer of a file, record by record. If the file is truncated, the records written before the
+/// last [`PerfDataWriter::checkpoint`] are readable.
 pub struct PerfDataWriter<W: Write + Seek> {
     out: W,
     meta: ProfileMetadata,
@@ -165,7 +164,7 @@ pub struct PerfDataWriter<W: Write + Seek> {
     samples: u64,
     /// Number of bytes and number of samples at the last checkpoint.
     kept: (u64, u64),
-    /// Threads for which a fork record was written.
+    /// Threads for which a fork record has been written to the file.
     threads: HashSet<u32>,
     kernel_id: Option<BuildId>,
     /// Build IDs of programs and libraries, by path.
@@ -244,8 +243,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         Ok(writer)
     }
 
-    /// Writes the current length of the records into the header, so that they are readable if the
-    /// file ends here.
+    /// Writes the current length of the records into the header, so that these records are readable
+    /// even if nothing more is written to the file.
     ///
     /// # Errors
     /// Returns an error if the write fails, for example on a full disk. The file then remains
@@ -269,7 +268,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 
     /// Writes the location of the guest kernel. Must be called before the first sample is written,
-    /// because `perf` needs the map to look up addresses.
+    /// because `perf` needs the location to look up addresses.
     pub fn kernel(&mut self, k: &KernelMap) -> io::Result<()> {
         let form = self.meta.form;
         // perf identifies guests by pid, and `--guestkallsyms` applies to pid 0.
@@ -402,7 +401,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Writes a record about `count` lost samples of an event before this point.
+    /// Writes a record which states that `count` samples of an event were lost before this point.
     pub fn lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
         self.record(record::LOST, self.meta.form.kernel_mode(), |b| {
             put64(b, event_id);
@@ -573,7 +572,7 @@ fn build_id_record(mode: u16, name: &str, id: BuildId) -> (u16, Vec<u8>) {
     (mode | MISC_BUILD_ID_SIZE, body)
 }
 
-/// Appends a build ID in place of device, inode and generation.
+/// Appends a build ID to a record, in the place of the fields device, inode and generation.
 fn put_build_id(b: &mut Vec<u8>, id: BuildId) {
     let bytes = id.as_bytes();
     put32(b, id.length().into());
@@ -623,9 +622,9 @@ const MAX_CHAIN: usize = 4096;
 /// Maximum length of a branch stack.
 const MAX_BRANCHES: usize = 1024;
 
-/// Replaces guest markers with ordinary ones. perf up to 6.x drops the whole chain at a guest
-/// marker. If the CPU mode of the sample is a guest mode, perf uses the guest's maps for ordinary
-/// markers.
+/// Replaces the context markers of guest frames in a call chain with the ordinary ones, because
+/// perf up to 6.x drops the whole chain at a guest marker. For ordinary markers, perf uses the
+/// guest's maps if the CPU mode of the sample is a guest mode.
 fn marker_for_perf(frame: u64) -> u64 {
     match frame {
         CONTEXT_GUEST_KERNEL => CONTEXT_KERNEL,
@@ -676,8 +675,8 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
     }
 }
 
-/// Appends the fields that `sample_id_all` requires after non-sample records, for the sample type
-/// of this file.
+/// Appends the fields that the attribute flag `sample_id_all` requires at the end of records other
+/// than samples. The fields match the sample type of this file.
 fn put_sample_id(b: &mut Vec<u8>, pid: u32, tid: u32, time_ns: u64) {
     put32(b, pid);
     put32(b, tid);

@@ -129,16 +129,18 @@ impl StringTable {
 /// IDs of the locations, functions and mappings that have been added to the profile.
 #[derive(Default)]
 struct LocationTable {
-    /// Location IDs by address, kernel flag and, for programs, process.
+    /// Location IDs. The key consists of the address, a flag for kernel addresses and, for
+    /// addresses of programs, the process ID.
     locations: HashMap<(u64, bool, u32), u64>,
-    /// Function IDs by file and name.
+    /// Function IDs. The key consists of the name of the file and the name of the function.
     functions: HashMap<(String, String), u64>,
     /// Mapping IDs by file.
     mappings: HashMap<String, u64>,
 }
 
 impl LocationTable {
-    /// Returns the ID of a frame's location, and adds the location to the profile if necessary.
+    /// Returns the ID of the location of a frame. If the profile does not contain the location yet,
+    /// adds it.
     fn location(
         &mut self,
         f: ChainFrame,

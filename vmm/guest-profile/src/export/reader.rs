@@ -1,5 +1,5 @@
-//! Reads untrusted `perf.data` files. `linux-perf-data` parses a file within limits that this
-//! module enforces.
+//! Reads untrusted `perf.data` files. `linux-perf-data` parses a file, after this module has
+//! checked that sizes and counts in the file are within limits.
 
 use std::io::{Cursor, Read};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -19,7 +19,7 @@ use super::{
     ProfileSample, SampledBranch, SavedSymbol, TaskName, WallClock,
 };
 use crate::sample::FileSampleData;
-use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStops};
+use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStopCounts};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
 
@@ -39,7 +39,7 @@ pub enum ProfileReadError {
     /// The file exceeds [`MAX_FILE`].
     #[error("larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
-    /// The file has no records because the recording ended in its first second.
+    /// The file has no records because the recording was interrupted in its first second.
     #[error("the recording has no data, because it was interrupted; record again")]
     Unfinished,
     /// The samples contain counter values, which only `perf` itself can read.
@@ -62,14 +62,14 @@ pub const MAX_FILE: u64 = 4 << 30;
 const MAX_SYMBOLS: u64 = 256 << 20;
 
 impl ProfileReadError {
-    /// Returns whether the file is merely empty, so that the command should print the message and
-    /// exit with status 0.
+    /// Returns whether the only problem is that the file is empty. A command should then print the
+    /// message and exit with status 0.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::Empty)
     }
 }
 
-/// Flag that prevents blocking on a pipe without a writer (`O_NONBLOCK`, open(2)).
+/// `open(2)` flag `O_NONBLOCK`, with which opening a pipe that has no writer does not block.
 const DO_NOT_WAIT: i32 = 0o4000;
 /// Device number of `/dev/null` (the kernel's Documentation/admin-guide/devices.txt).
 const NULL_DEVICE: u64 = 1 << 8 | 3;
@@ -111,8 +111,8 @@ pub fn read_file(path: &Path) -> Result<Profile, ProfileReadError> {
     read(&bytes)
 }
 
-/// Checks that the sections of the header lie within the file. The parser allocates memory
-/// according to their sizes.
+/// Checks that the sections of the header lie within the file. This check is needed because the
+/// parser allocates as much memory as the header claims.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "inside the file, which is in memory"
@@ -316,8 +316,8 @@ fn plain_names(profile: &mut Profile) {
         .for_each(|name| *name = name.replace(char::is_control, "?"));
 }
 
-/// Returns whether the build ID of an MMAP2 record has a valid length. The parser panics on invalid
-/// lengths.
+/// Returns whether the build ID of an MMAP2 record has a valid length. This check is needed because
+/// the parser panics on invalid lengths.
 fn build_id_is_sane(record: &RawEventRecord<'_>) -> bool {
     const AT: usize = 32;
     record.record_type != RecordType::MMAP2
@@ -328,8 +328,8 @@ fn build_id_is_sane(record: &RawEventRecord<'_>) -> bool {
             .is_some_and(|len| usize::from(len.as_slice()[0]) <= build_id::MAX_BYTES)
 }
 
-/// Returns whether the call chain of a sample fits into its record. The parser multiplies the
-/// length before checking it.
+/// Returns whether the call chain of a sample fits into its record. This check is needed because
+/// the parser multiplies the length of the chain before it checks it.
 fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     let format = record.parse_info.sample_format;
     if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::CALLCHAIN) {
@@ -342,7 +342,8 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     u64_at(&length.as_slice(), 0).is_some_and(|n| n <= record.data.len() as u64 / 8)
 }
 
-/// Returns the size of the fields before the call chain, for a sample without counter values.
+/// Returns the size of the sample fields before the call chain, in bytes. The samples must not
+/// contain counter values.
 fn fixed_bytes(format: SampleFormat) -> usize {
     let before = SampleFormat::IDENTIFIER
         | SampleFormat::IP
@@ -360,7 +361,7 @@ fn fixed_bytes(format: SampleFormat) -> usize {
 /// stack does not fit into the record. This function is needed because the parser does not provide
 /// branches.
 fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<SampledBranch>> {
-    /// `PERF_SAMPLE_BRANCH_HW_INDEX`, with which a word precedes the branches.
+    /// `PERF_SAMPLE_BRANCH_HW_INDEX`. If it is set, an additional word precedes the branches.
     const HARDWARE_INDEX: u64 = 1 << 17;
     let format = record.parse_info.sample_format;
     if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::BRANCH_STACK) {
@@ -399,7 +400,8 @@ struct RawAttr {
     has_chains: bool,
 }
 
-/// Returns the stored fields of attribute `i`. The parser provides only an interpreted form.
+/// Returns the fields of attribute `i` as stored in the file. This function is needed because the
+/// parser only provides the attribute in an interpreted form.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "perf_event_attr.type is the lower half"
@@ -425,7 +427,8 @@ fn raw_attr(bytes: &[u8], i: usize) -> RawAttr {
     at().unwrap_or_default()
 }
 
-/// Returns the first event ID of attribute `i`. The parser omits it for files without features.
+/// Returns the first event ID of attribute `i`. This function is needed because the parser provides
+/// no IDs for files without feature sections.
 fn first_id(bytes: &[u8], i: usize) -> Option<u64> {
     let (size, attrs) = (u64_at(bytes, 16)?, u64_at(bytes, 24)?);
     let end = size.checked_mul(i as u64 + 1)?.checked_add(attrs)?;
@@ -465,7 +468,8 @@ fn event_info(
     }
 }
 
-/// Sets the name of an event from an EVENT_UPDATE record: type, ID and name.
+/// Sets the name of an event from an EVENT_UPDATE record, which consists of type, event ID and
+/// name.
 fn take_name(events: &mut [EventInfo], data: &[u8]) {
     if u64_at(data, 0) != Some(UPDATES_NAME) {
         return;
@@ -500,7 +504,7 @@ fn add(
                 profile.meta.form = ProfilePerspective::AsHost;
             }
             let ours = s.raw.and_then(|raw| FileSampleData::read(&raw.as_slice()));
-            let unknown = (0, if user { 3 } else { 0 }, UnwindStops::default());
+            let unknown = (0, if user { 3 } else { 0 }, UnwindStopCounts::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
             profile.push(&ProfileSample {
                 time_ns: s.timestamp.unwrap_or(time_ns),
@@ -566,7 +570,8 @@ fn add(
     }
 }
 
-/// Converts a context marker of a guest sample to the marker that this crate's unwinder writes.
+/// Converts a context marker in the call chain of a guest sample to the guest marker that this
+/// crate's unwinder writes.
 fn marker_for_us(frame: u64) -> u64 {
     match frame {
         CONTEXT_KERNEL => CONTEXT_GUEST_KERNEL,
@@ -575,8 +580,8 @@ fn marker_for_us(frame: u64) -> u64 {
     }
 }
 
-/// Reads the symbols after the feature sections. Returns an empty list if the section is missing or
-/// damaged, because it is optional.
+/// Reads the saved symbols, which follow the feature sections. Returns an empty list if their
+/// section is missing or damaged, because it is optional.
 fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
     let packed = || {
         let footer = bytes.len().checked_sub(24)?;

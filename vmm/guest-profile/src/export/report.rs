@@ -149,9 +149,9 @@ pub struct ReportRow {
 pub struct ReportTable {
     /// Name of the event.
     pub event: String,
-    /// Number of samples of the event, including those of omitted rows.
+    /// Number of samples of the event, including those whose rows are omitted.
     pub samples: u64,
-    /// Sum of the periods of these samples.
+    /// Sum of the periods of all samples of the event.
     pub period: u64,
     /// `true` if the samples have different periods.
     pub weighted: bool,
@@ -210,7 +210,7 @@ fn table(
     }
 }
 
-/// Returns the texts of a sample's sort columns.
+/// Returns the values of a sample in the sort columns, as text.
 fn keys(
     s: &ProfileSample<'_>,
     profile: &Profile,
@@ -262,7 +262,7 @@ fn short(n: u64) -> String {
     }
 }
 
-/// Returns the width of each column, including its heading.
+/// Returns the width of each column, which is that of its widest cell or its heading.
 pub(super) fn widths<'r>(headings: &[&str], rows: impl Iterator<Item = &'r [String]>) -> Vec<usize> {
     let mut widths: Vec<usize> = headings.iter().map(|heading| heading.len()).collect();
     for keys in rows {

@@ -153,7 +153,7 @@ fn event_name(profile: &Profile, sample: &ProfileSample<'_>) -> String {
     event.map_or_else(|| "unknown".to_owned(), |e| e.name.clone())
 }
 
-/// Writes the fields before the call chain.
+/// Writes the fields of a sample that precede its call chain.
 fn write_head(
     profile: &Profile,
     fields: &ScriptFields,
@@ -188,7 +188,8 @@ fn write_head(
     Ok(())
 }
 
-/// Writes the call chain. If none of its fields is selected, only ends the line.
+/// Writes the call chain of a sample. If no field of the call chain is selected, only ends the
+/// line.
 fn write_frames(
     symbols: &mut Symbolizer<'_>,
     fields: &ScriptFields,
@@ -277,7 +278,7 @@ struct SampleJson {
     period: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     event: Option<String>,
-    /// Limit that truncated the call chain.
+    /// Name of the limit that truncated the call chain; `None` if the chain is complete.
     #[serde(skip_serializing_if = "Option::is_none")]
     cut_short: Option<&'static str>,
     /// Call chain, innermost frame first.

@@ -42,7 +42,7 @@ struct SampledProfile {
     unit: &'static str,
     start_value: u64,
     end_value: u64,
-    /// Frame indices of each sample, outermost first.
+    /// Indices of the frames of each sample, the outermost frame first.
     samples: Vec<Vec<usize>>,
     weights: Vec<u64>,
 }

@@ -10,37 +10,39 @@ use kernel_images::symbols::KernelSymbols;
 
 /// Object name of the kernel in tables.
 pub const KERNEL_OBJECT: &str = "[guest.kernel]";
-/// Object name of unknown user addresses.
+/// Object name in tables for user addresses of unknown files.
 pub const USER_OBJECT: &str = "[guest user]";
 
 /// A frame with its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedFrame {
-    /// Function name. If unknown, the file name and offset, or the address in hexadecimal.
+    /// Function name. If the function is unknown, the file name and the offset in the file, or the
+    /// address in hexadecimal.
     pub name: String,
     /// Offset into the function; 0 if the function is unknown.
     pub offset: u64,
     /// `true` if `name` is the name of a symbol.
     pub known: bool,
-    /// File that contains the address, [`KERNEL_OBJECT`] or [`USER_OBJECT`].
+    /// File that contains the address. If there is no file or it is unknown, [`KERNEL_OBJECT`] or
+    /// [`USER_OBJECT`].
     pub object: Rc<str>,
     /// `true` for a kernel frame.
     pub kernel: bool,
 }
 
-/// Usability of the guest's file of a mapping.
+/// Usability of the guest's file behind a mapping for resolving addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileSymbols {
     /// The file is missing or unusable.
     Missing,
-    /// The file is a different build from the one that the guest runs.
+    /// The file comes from a different build than the one that the guest runs.
     OtherBuild,
     /// The file was read, but may contain no symbols.
     Usable,
 }
 
-/// Resolves addresses with the best available source: given symbols, then the guest's files, then
-/// symbols saved in the profile.
+/// Resolves addresses with the best available source: the kernel symbols given by the user, then
+/// the guest's files, then the symbols saved in the profile.
 pub struct Symbolizer<'p> {
     profile: &'p Profile,
     kernel: Option<KernelSymbols>,
@@ -68,8 +70,8 @@ impl<'p> Symbolizer<'p> {
         }
     }
 
-    /// Resolves a frame of process `pid`. For a caller's frame, looks up the call instruction just
-    /// before the return address.
+    /// Resolves a frame of process `pid`. If the address of the frame is a return address, the
+    /// function that contains the preceding call instruction is looked up.
     pub fn name(&mut self, frame: ChainFrame, pid: u32) -> Rc<NamedFrame> {
         let pid = if frame.kernel { NO_PID } else { pid };
         let lookup = frame.instruction();
@@ -113,8 +115,8 @@ impl<'p> Symbolizer<'p> {
         named
     }
 
-    /// Returns the end address of a frame's function in process `pid`, if the source of its name
-    /// provides it.
+    /// Returns the end address of the function to which a frame of process `pid` belongs, if the
+    /// source of the function's name provides it.
     pub fn end(&mut self, frame: ChainFrame, pid: u32) -> Option<u64> {
         let lookup = frame.instruction();
         if frame.kernel {
@@ -168,13 +170,13 @@ impl<'p> Symbolizer<'p> {
         self.mount
     }
 
-    /// Returns one message for each guest file that could not be used.
+    /// Returns one message for each guest file that could not be used so far.
     pub fn problems(&self) -> &[String] {
         self.mount.as_ref().map_or(&[], |m| m.problems())
     }
 
-    /// Returns the object, the function and its address, and a substitute name if the function is
-    /// unknown.
+    /// Returns three values for a user address: the object, the name of the function and its start
+    /// address if known, and otherwise a substitute for the name.
     fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>, Option<String>) {
         let mapping = self
             .profile
@@ -216,13 +218,13 @@ fn is_file(path: &str) -> bool {
     path.starts_with('/') && !path.starts_with("//")
 }
 
-/// Adds a call chain to each sample that has none because its vCPU was not stopped.
+/// Adds a call chain to each sample that has none because its vCPU was not stopped for the sample.
 ///
-/// Chains are taken in turn from samples in the same function of the same process, so that the
-/// shares of a function's callers match those in the samples with chains. A sample in the kernel
-/// may take a chain from another process with the same name, and is then attributed to that
-/// process. A sample whose function has no chain remains unchanged. Truncated chains are used only
-/// if there is no complete one.
+/// The chain is copied from another sample in the same function of the same process. If there are
+/// several such samples, they are used in turn, so that the shares of the function's callers match
+/// those in the samples with chains. A sample in the kernel may take a chain from another process
+/// with the same name, and is then attributed to that process. A sample remains unchanged if no
+/// sample in its function has a chain. Truncated chains are used only if there is no complete one.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
     let mut donors: HashMap<ChainKey, (Vec<super::ProfileSample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
@@ -270,7 +272,7 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
     full
 }
 
-/// Process or process name to which a sample belongs.
+/// Process to which a sample belongs, given by its ID or by its name.
 #[derive(PartialEq, Eq, Hash)]
 enum SampleOwner {
     /// Process with this ID.
@@ -279,11 +281,11 @@ enum SampleOwner {
     NamedFrame(String),
 }
 
-/// Lookup key for call chains: event, task, object and function.
+/// Key under which call chains are stored: event, process, object and function.
 type ChainKey = (u64, SampleOwner, Rc<str>, Option<String>);
 
-/// Returns the lookup keys of a sample: one for its process and, in the kernel, one for any process
-/// of the same name.
+/// Returns the keys under which chains for a sample are stored: one for its process and, for a
+/// sample in the kernel, one for any process with the same name.
 fn chain_keys(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,
@@ -304,8 +306,8 @@ fn chain_keys(
     ]
 }
 
-/// Returns the name of a task. If unknown, returns a substitute that contains the thread ID or the
-/// address space.
+/// Returns the name of a task. If the name is unknown, returns a substitute that contains the
+/// thread ID or identifies the address space.
 pub fn task_label(profile: &Profile, tid: u32, cr3: u64, time_ns: u64) -> String {
     match profile.comm(tid, time_ns) {
         Some(comm) => comm.to_owned(),

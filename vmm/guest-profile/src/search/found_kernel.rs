@@ -9,7 +9,7 @@ use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 use crate::unwind::KernelUnwinder;
 
-/// The reader's message about a part of the kernel that it could not read.
+/// The reader's message that explains why it could not read a part of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{0}")]
 pub struct UnreadPart(pub String);
@@ -23,7 +23,7 @@ pub struct FoundKernel {
     pub entry_text: (u64, u64),
     /// Layout of the kernel's task structures, or the reason it is unknown.
     pub tasks: Result<TaskLayout, UnreadPart>,
-    /// The kernel's own page tables; `None` if unknown.
+    /// The kernel's own page tables; `None` if their address is unknown.
     pub tables: Option<KernelTables>,
     /// Symbols in the format of `/proc/kallsyms`.
     pub symbols: PackedText,
@@ -36,7 +36,7 @@ pub struct FoundKernel {
 }
 
 impl FoundKernel {
-    /// Returns the data that the unwinder requires.
+    /// Returns the data of this kernel that unwinding its stacks requires.
     pub fn unwind(&self) -> KernelUnwinder<'_> {
         KernelUnwinder {
             orc: self.orc.as_ref(),

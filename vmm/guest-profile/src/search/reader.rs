@@ -13,10 +13,10 @@ use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate;
 use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
-use crate::{GuestPage, GuestPhys};
+use crate::{GuestPhys, MappedGuestPage};
 
-/// Size of a memory request, in bytes. It exceeds the size of most reads, because neighboring
-/// memory is usually read next.
+/// Size of the block that a memory request covers, in bytes. A block is larger than most reads,
+/// because neighboring memory is usually read next.
 const BLOCK: usize = 64 << 10;
 /// Maximum number of cached blocks.
 const MAX_BLOCKS: usize = 256;
@@ -103,13 +103,13 @@ fn tell(
     wire::send(stream, wire::FOUND, &serde_json::to_vec(&summary)?)
 }
 
-/// Guest memory of another process, requested block by block. Blocks are cached, so concurrent
-/// changes by the guest may not be visible.
+/// Guest memory that another process (the requester) holds and that is requested from it block by
+/// block. Blocks are cached, so later changes by the guest may not be visible.
 pub(super) struct RemoteMemory<S> {
     stream: RefCell<S>,
-    /// Complete blocks by block number; `None` if part of the block is not RAM.
+    /// Blocks by block number, if the whole block is RAM; `None` if a part of the block is not RAM.
     blocks: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
-    /// Individual pages of blocks that consist only partly of RAM.
+    /// Pages by page number, for blocks of which only a part is RAM; `None` if the page is not RAM.
     pages: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
 }
 
@@ -119,7 +119,7 @@ pub(super) struct RemotePage {
     start: usize,
 }
 
-impl GuestPage for RemotePage {
+impl MappedGuestPage for RemotePage {
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
         let inside = offset.checked_add(buf.len()).is_some_and(|end| end <= PAGE);
         let from = self.bytes.get(self.start..).and_then(|page| page.get(offset..));
@@ -142,8 +142,8 @@ impl<S: Read + Write> RemoteMemory<S> {
         }
     }
 
-    /// Requests at most [`PIECE`] bytes of memory. Returns `false` if the range is not RAM or the
-    /// requester has exited.
+    /// Requests at most [`PIECE`] bytes of guest memory from the requester. Returns `false` if the
+    /// range is not RAM or the requester has exited.
     fn borrow(&self, gpa: u64, into: &mut [u8]) -> bool {
         let mut asked = || -> io::Result<bool> {
             let stream = &mut *self.stream.borrow_mut();

@@ -14,19 +14,21 @@ use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate::KernelAnchorRegisters;
 use crate::{GuestPhys, GuestRegs};
 
-/// Maximum number of memory ranges that one search may request. A kernel mapped with small pages
-/// takes 2,000.
+/// Maximum number of memory ranges that the reader may request in one search. A search for a kernel
+/// mapped with small pages takes 2,000.
 const MAX_RANGES: u32 = 1 << 18;
-/// Maximum number of bytes that one search may request. It exceeds the size of the largest kernel
-/// that is read through two registers and two address spaces with scattered small pages.
+/// Maximum number of bytes that the reader may request in one search. The limit is larger than
+/// needed in the worst case: the largest kernel, mapped with scattered small pages, is read four
+/// times, for two registers in two address spaces.
 const MAX_SERVED_BYTES: u64 = 4 << 30;
-/// Maximum number of characters displayed of a text from the reader.
+/// Maximum number of characters of a text from the reader that are shown to the user.
 const MAX_TEXT: usize = 400;
 
 /// Error returned when no kernel was found.
 #[derive(Debug, thiserror::Error)]
 pub enum SearchError {
-    /// The reader found no kernel or does not support it. Contains its message.
+    /// The reader found no kernel, or a kernel that it does not support. Contains the reader's
+    /// message.
     #[error("{0}")]
     NotFound(String),
     /// The reader has exited or cannot be reached.
@@ -56,9 +58,10 @@ impl From<io::Error> for SearchError {
     }
 }
 
-/// Lets the reader at the other end of `stream` ([`super::serve`]) search for the kernel into which
-/// `regs` and `anchors` point, and serves its reads of `memory`. If `stream` has a timeout, the
-/// function returns no later than one message after `until`.
+/// Asks the reader at the other end of `stream` ([`super::serve`]) to search for the kernel into
+/// which `regs` and `anchors` point, and serves the reader's requests for `memory`. If `stream` has
+/// a timeout, the function returns at the latest when the first message after `until` has been
+/// received or timed out.
 ///
 /// # Errors
 /// Returns a [`SearchError`] if the reader finds no kernel, fails, times out, exceeds a limit or
@@ -95,7 +98,7 @@ pub fn ask<M: GuestPhys + ?Sized>(
     }
 }
 
-/// Server for memory requests, which counts them against the limits.
+/// Serves memory requests of the reader and counts them against the limits of the search.
 #[derive(Default)]
 struct MemoryServer {
     ranges: u32,
@@ -162,7 +165,8 @@ impl ReceivedParts {
         }
     }
 
-    /// Checks the number of entries, and that no incomplete entry (`rest`) is left over.
+    /// Checks that the number of unwind table entries is within its limit, and that no incomplete
+    /// entry (`rest`) is left over.
     fn check_entries(&self, rest: &[u8]) -> Result<(), SearchError> {
         if self.offsets.len().max(self.entries.len()) > MAX_ENTRIES {
             return Err(SearchError::TooMuch("unwind tables"));

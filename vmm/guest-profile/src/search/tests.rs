@@ -1,5 +1,5 @@
-//! Tests that memory served to the reader equals guest memory, and that a compromised reader can
-//! cause no harm beyond its socket.
+//! Tests that the reader receives the actual contents of guest memory, and that a compromised
+//! reader cannot do any harm with the messages that it sends.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -11,7 +11,7 @@ use super::reader::{MAX_ENTRIES, MAX_SYMBOL_BYTES, RemoteMemory};
 use super::wire::{self, MemoryRequest, PIECE};
 use super::*;
 use crate::locate::KernelAnchorRegisters;
-use crate::{GuestPage, GuestPhys, GuestRegs};
+use crate::{GuestPhys, GuestRegs, MappedGuestPage};
 
 /// A timeout that never expires in a test.
 const LATER: Duration = Duration::from_secs(3600);
@@ -54,7 +54,8 @@ fn asked_until(
     })
 }
 
-/// Any read through the reader returns the same data as the memory itself, including holes.
+/// Any read of the memory that the reader has requested returns the same data as the guest memory
+/// itself, including holes.
 #[test]
 fn remote_memory_equals_guest_memory() {
     let ram = ram();
@@ -87,7 +88,7 @@ fn remote_memory_equals_guest_memory() {
     assert!(matches!(found, Err(SearchError::Lost(_))), "{found:?}");
 }
 
-/// The test guest has no kernel, and the reader reports this.
+/// If the guest has no kernel, the reader reports this.
 #[test]
 fn reader_reports_missing_kernel() {
     let ram = ram();
@@ -183,7 +184,7 @@ fn invalid_search_result_is_rejected() {
     }
 }
 
-/// The requester's memory stays bounded regardless of the reader's messages.
+/// Whatever messages the reader sends, the requester uses a bounded amount of memory.
 #[test]
 fn reader_exceeding_limits_is_rejected() {
     let ram = ram();
@@ -215,7 +216,8 @@ fn reader_exceeding_limits_is_rejected() {
     assert!(matches!(found, Err(SearchError::Slow)), "{found:?}");
 }
 
-/// Member offsets are added without overflow checks, so implausible offsets are rejected.
+/// Implausible member offsets sent by the reader are rejected, because offsets are later added
+/// without overflow checks.
 #[test]
 fn implausible_member_offsets_are_rejected() {
     let layout = |pivot: u64, page: u64| {

@@ -1,4 +1,4 @@
-//! Message format of a search, consisting of a letter, a length and the payload.
+//! Format of the messages of a search. A message consists of a letter, a length and the payload.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -41,10 +41,10 @@ pub(super) struct SearchRequest {
     pub(super) anchors: KernelAnchorRegisters,
 }
 
-/// Properties of a kernel in addition to symbols and unwind tables.
+/// Properties of the kernel that was found, except its symbols and unwind tables.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct KernelSummary {
-    /// Start address of the unwind tables, if present.
+    /// Start address of the unwind tables; `None` if the kernel has none.
     pub(super) orc_base: Option<u64>,
     pub(super) entry_text: (u64, u64),
     pub(super) tasks: Result<TaskLayout, UnreadPart>,

@@ -1,4 +1,4 @@
-//! Reads all mappings of a process selected by its ID, and memory that the process has mapped but
+//! Reads all mappings of the process with a given ID, and memory that the process has mapped but
 //! not accessed.
 
 use super::{AreaLayout, MAX_AREAS, ProcessMapping, TaskLayout, TaskReader};
@@ -13,7 +13,7 @@ const MAX_PROCESSES: u32 = 1 << 16;
 const USER_END: u64 = 1 << 56;
 const PAGE: u64 = 4096;
 
-/// The kernel's own page tables, which exist as long as the kernel runs, unlike those of a process.
+/// The kernel's own page tables. Unlike those of a process, they exist as long as the kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelTables {
     root: u64,
@@ -21,9 +21,9 @@ pub struct KernelTables {
 }
 
 impl KernelTables {
-    /// Finds the page tables of the kernel `image`, which runs `slide` bytes above its link-time
-    /// addresses on a vCPU with these registers. Returns `None` if the symbols do not contain their
-    /// address.
+    /// Finds the page tables of the kernel `image`. The kernel runs `slide` bytes above its
+    /// link-time addresses, on a vCPU with the registers `regs`. Returns `None` if the image has no
+    /// symbol for the tables.
     pub fn find<M: GuestPhys + ?Sized>(
         mem: &M,
         regs: &GuestRegs,
@@ -86,8 +86,8 @@ impl GuestProcess {
         None
     }
 
-    /// Looks up the same process again. Returns `None` if the process has exited or executed
-    /// another program.
+    /// Looks up the same process again, to check that it still exists. Returns `None` if the
+    /// process has exited or executed another program.
     pub fn again<M: GuestPhys + ?Sized>(
         self,
         layout: &TaskLayout,
@@ -119,8 +119,8 @@ impl GuestProcess {
 pub struct ExecutableMapping {
     /// The mapping itself.
     pub mapping: ProcessMapping,
-    /// Address at which the first byte of the file is mapped; `None` if it is not mapped, or if its
-    /// mapping is too far below.
+    /// Address at which the first byte of the file is mapped. `None` if this byte is not mapped, or
+    /// if too many other mappings of the file are between it and this mapping.
     pub base: Option<u64>,
 }
 
@@ -142,9 +142,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(GuestProcess { pid, mm, task, root })
     }
 
-    /// Calls `each` with the executable mappings of the process memory `mm` in ascending order
+    /// Calls `each` with the executable mappings of the process memory `mm` in ascending order,
     /// until `each` returns `false`. Returns `false` if the budget or another limit ended the
-    /// iteration.
+    /// iteration early.
     pub fn code(
         &mut self,
         mm: u64,
@@ -172,8 +172,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         false
     }
 
-    /// Returns the mapping that contains `address`, if any, and the last address with the same
-    /// result.
+    /// Returns the mapping that contains `address`, if any, and the last address for which the
+    /// result is the same.
     fn area_from(
         &mut self,
         mm: u64,
@@ -212,7 +212,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
 
     /// Fills `bytes` from `address` in the process memory `mm`, whose page tables this reader uses.
     /// File pages that the process has not accessed are read from the kernel's page cache. Pages
-    /// found in neither read as zeros, and `missing` is called with their offset and length.
+    /// that neither the page tables nor the page cache contain read as zeros, and `missing` is
+    /// called with their offset and length.
     pub fn memory(
         &mut self,
         mm: u64,
@@ -240,8 +241,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `part`, which lies within one page. `mapping` caches the result of the last mapping
-    /// lookup.
+    /// Fills `part`, which lies within one page of the process. `mapping` caches the result of the
+    /// previous lookup of a mapping.
     fn page_of(
         &mut self,
         mm: u64,

@@ -14,34 +14,36 @@ use std::num::NonZeroU64;
 use kernel_images::btf::Btf;
 use serde::{Deserialize, Serialize};
 
-/// Member offsets, in bytes, and the location of the array of page structures.
+/// Offsets of the members that a page cache lookup needs, in bytes, and the location of the
+/// kernel's array of page structures.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CacheLayout {
     /// Offset in `struct file`.
     mapping: u64,
-    /// Offset in `struct address_space` of the root of the tree.
+    /// Offset in `struct address_space` (one per file) of the root of the page cache tree.
     root: u64,
     node_shift: u64,
     #[serde(deserialize_with = "super::offset")]
     node_slots: u64,
-    /// Offset in `struct folio`, or in `struct page` for kernels without folios.
+    /// Offset of the page index in `struct folio`, or in `struct page` for kernels without folios.
     index: u64,
     page_struct_bytes: NonZeroU64,
-    /// Address of the variable that holds the address of the array; `None` for a kernel in which
-    /// the array has a fixed address.
+    /// Address of the kernel variable that holds the address of the array of page structures;
+    /// `None` for a kernel in which the array has a fixed address.
     vmemmap_base: Option<u64>,
 }
 
-/// Binary logarithm of the number of slots of a node.
+/// Binary logarithm of the number of slots of a tree node.
 const CHUNK_SHIFT: u32 = 6;
 /// Maximum number of tree levels. A file of 2^52 pages has nine.
 const MAX_LEVELS: u32 = 11;
-/// Minimum value of a pointer. Smaller non-pointer entries refer to another slot of the same node.
+/// Minimum value of an entry that points to a node or to a page structure. A smaller internal entry
+/// (low bits 10) refers to another slot of the same node.
 const FIRST_POINTER: u64 = 4096;
 /// Maximum number of pages in a folio.
 const MAX_FOLIO_PAGES: u64 = 1 << 18;
-/// Address of the array in a kernel with 4-level page tables and without memory layout
-/// randomization.
+/// Address of the array of page structures in a kernel with 4-level page tables and without memory
+/// layout randomization.
 const FIXED_VMEMMAP: u64 = 0xffff_ea00_0000_0000;
 
 impl CacheLayout {
@@ -61,8 +63,8 @@ impl CacheLayout {
         })
     }
 
-    /// Returns a layout of small structures: `f_mapping` and `i_pages` are the second words, and
-    /// the first slot of a node is its third word.
+    /// Returns a layout of small synthetic structures for tests: `f_mapping` and `i_pages` are the
+    /// second words, and the first slot of a node is its third word.
     #[cfg(test)]
     pub(super) fn fixed(vmemmap_base: u64) -> Self {
         Self {
@@ -76,8 +78,9 @@ impl CacheLayout {
         }
     }
 
-    /// Returns the guest-physical address of page `index` of the `struct file` at `file`, or `None`
-    /// if the page is not cached. `word` reads a word of kernel memory.
+    /// Returns the guest-physical address of the page with index `index` of an open file. `file` is
+    /// the address of its `struct file`, and `word` reads a word of kernel memory. Returns `None`
+    /// if the page is not in the page cache.
     pub(super) fn page(
         &self,
         file: u64,
@@ -100,7 +103,7 @@ impl CacheLayout {
             .flatten()
     }
 
-    /// Returns the entry for `index`, if it is a pointer.
+    /// Returns the tree entry for the page index `index`, if it is a pointer.
     fn lookup(&self, root: u64, index: u64, word: &mut impl FnMut(u64) -> Option<u64>) -> Option<u64> {
         let mut entry = root;
         for level in 0..MAX_LEVELS {
@@ -151,7 +154,8 @@ mod tests {
         }
     }
 
-    /// Returns kernel memory that contains a file with the tree `root`.
+    /// Returns kernel memory that contains a file with the page cache tree whose root entry is
+    /// `root`.
     fn memory(root: u64) -> HashMap<u64, u64> {
         HashMap::from([(FILE + 0x18, MAPPING), (MAPPING + 0x10, root), (VMEMMAP, PAGES)])
     }
@@ -174,8 +178,8 @@ mod tests {
         assert_eq!(page(&memory, 0), Some(7 << 12));
     }
 
-    /// Lookups succeed in a tree with two levels, in which a folio of four pages has slots that
-    /// refer to its first slot, and return nothing for an evicted page and a hole.
+    /// Lookups in a tree with two levels find pages of a folio of four pages, whose other slots
+    /// refer to its first slot. Lookups of an evicted page and of a hole find nothing.
     #[test]
     fn page_cache_lookup_walks_xarray() {
         let mut memory = memory(NODE + 2);
@@ -194,7 +198,7 @@ mod tests {
         assert_eq!(page(&memory, 64 * 64), None, "above the tree");
     }
 
-    /// A folio of 64 pages in a slot of an inner node is found.
+    /// A folio of 64 pages is found although it occupies a slot of an inner node, not of a leaf.
     #[test]
     fn large_folio_is_found_in_inner_node() {
         let mut memory = memory(NODE + 2);

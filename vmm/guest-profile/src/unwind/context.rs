@@ -1,4 +1,5 @@
-//! Copies user registers and the top of the user stack for unwinding in another process.
+//! Copies the user registers and the top of the user stack of a sample, so that another process can
+//! unwind the user part.
 
 use super::CallChain;
 use super::parts::OtherRegs;
@@ -9,7 +10,8 @@ use crate::{GuestPhys, GuestRegs, WalkBudget};
 /// record --call-graph dwarf` requests: ax, bx, cx, dx, si, di, bp, sp, ip, flags, cs, ss, r8 to
 /// r15.
 pub const REGISTERS: usize = 20;
-/// Maximum number of guest memory reads per context.
+/// Maximum number of guest memory reads to find the user registers and copy the stack of one
+/// sample.
 const READS: u32 = 64;
 /// Word indices in `struct pt_regs` of ax, bx, cx, dx, si, di, and of r8 to r15.
 const PT_REGS_LOW: [usize; 6] = [10, 5, 11, 12, 13, 14];
@@ -35,8 +37,8 @@ pub struct SampledUserRegs {
 }
 
 impl SampledUserRegs {
-    /// Returns the user registers at the kernel/user boundary of `chain`, which was unwound from
-    /// `regs`, or `None` if `chain` has no user part.
+    /// Returns the user registers with which the user part of `chain` begins. `chain` was unwound
+    /// from the vCPU registers `regs`. Returns `None` if `chain` has no user part.
     pub fn of<M: GuestPhys + ?Sized>(mem: &M, regs: &GuestRegs, chain: &CallChain) -> Option<Self> {
         let user = chain.user?;
         let mut registers = [0; REGISTERS];

@@ -1,8 +1,8 @@
 //! Finds the user registers of samples in the kernel's entry code, where no `pt_regs` is complete
 //! and ORC tables have no entries.
 //!
-//! The kernel never unwinds from these addresses itself. It is possible from outside, because the
-//! user registers are in known locations of the CPU and the entry code (Linux
+//! The kernel itself never unwinds from these addresses. Unwinding is nevertheless possible from
+//! outside, because the entry code keeps the user registers in known locations (Linux
 //! `arch/x86/entry/entry_64.S`):
 //!
 //! | location | ip | stack pointer |
@@ -13,20 +13,23 @@
 //! | exit path, after the page-table switch | the copied frame; for SYSRET rcx | the entry stack |
 //!
 //! At all of these locations, rbp contains the user's value. Results based on rcx are marked as
-//! guessed, because the location is inferred only from the address and the registers.
+//! guessed, because the state of the entry code is inferred only from the instruction address and
+//! the registers.
 
 use super::parts::{KernelUnwinder, OtherRegs, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::orc::OrcFrameKind;
 
-/// Offsets in the TSS (SDM vol. 3 §8.7) of the end of the entry stack, and of the word in which
-/// Linux saves the user's stack pointer.
+/// Offsets in the TSS (SDM vol. 3 §8.7): of the field that contains the end of the entry stack, and
+/// of the field in which Linux saves the user's stack pointer.
 const TSS_SP0: u64 = 4;
 const TSS_SP2: u64 = 20;
-/// Maximum number of bytes on the entry stack, which holds a frame of five words and rdi.
+/// Maximum number of bytes in use on the entry stack, which holds an interrupt frame of five words
+/// and rdi.
 const MAX_ON_ENTRY_STACK: u64 = 48;
-/// Offset from the saved rdi, whose address is in rdi on the exit path, to the frame, in bytes.
+/// On the exit path, rdi points to the saved rdi on the old stack. Offset from there to the
+/// interrupt frame, and size of the frame, in bytes.
 const FRAME_FROM_RDI: u64 = 16;
 const FRAME_BYTES: u64 = 40;
 /// RFLAGS bit 1, which is always set, and number of RFLAGS bits. Bits above 21 are always clear.
@@ -39,8 +42,8 @@ pub(super) struct EntryUserRegs {
     pub guessed: bool,
 }
 
-/// Returns whether the interrupted instruction is in entry code for which neither tables nor a
-/// frame pointer provide a caller.
+/// Returns whether the interrupted instruction is in entry code at which neither unwind tables nor
+/// a frame pointer lead to a caller.
 pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> bool {
     let at = regs.rip.wrapping_sub(kernel.slide);
     if !(kernel.entry_text.0..kernel.entry_text.1).contains(&at) {
@@ -55,7 +58,8 @@ pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> boo
     }
 }
 
-/// Returns the user's registers at such an instruction.
+/// Returns the user's registers if the interrupted instruction is one for which `without_regs`
+/// returns `true`.
 pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
@@ -109,7 +113,8 @@ fn frame<M: GuestPhys + ?Sized>(
     Some(EntryUserRegs { regs, guessed: false })
 }
 
-/// Takes the registers from rcx and r11, if r11 is a plausible RFLAGS value of user mode.
+/// Returns the user's registers that SYSCALL saved in rcx (ip) and r11 (flags), if r11 is a
+/// plausible RFLAGS value of user mode.
 fn regs_saved_by_syscall<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     regs: &GuestRegs,

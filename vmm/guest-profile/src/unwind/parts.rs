@@ -1,5 +1,5 @@
-//! Types shared by the kernel walk and the user walk: the output buffer, the end reasons and the
-//! user registers.
+//! Types that the kernel walk and the user walk share: the output buffer, the reasons why unwinding
+//! ends, and the user registers.
 
 use crate::GuestPhys;
 use crate::paging::{AddressSpace, TranslationFault};
@@ -23,7 +23,8 @@ pub struct KernelUnwinder<'k> {
 }
 
 impl<'k> KernelUnwinder<'k> {
-    /// Creates unwinding data from an image that runs `slide` bytes above its link-time addresses.
+    /// Creates unwinding data from a kernel image. The kernel runs `slide` bytes above the image's
+    /// link-time addresses.
     pub fn new(image: &'k KernelImage, slide: u64) -> Self {
         Self {
             orc: image.orc(),
@@ -33,7 +34,7 @@ impl<'k> KernelUnwinder<'k> {
     }
 }
 
-/// Reason unwinding of one part of a call chain ended.
+/// Reason why unwinding of the kernel part or the user part of a call chain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnwindStop {
     /// The outermost frame was reached.
@@ -42,7 +43,8 @@ pub enum UnwindStop {
     Full,
     /// The maximum number of reads or the maximum time is exhausted.
     Spent,
-    /// A stack address is not mapped, because it is swapped out or the frame pointer is wrong.
+    /// An address on the stack is not mapped, because its page is swapped out or the frame pointer
+    /// is wrong.
     Unmapped,
     /// No unwind table covers an address, and its frame pointer is invalid.
     NoTable,
@@ -84,22 +86,24 @@ impl UnwindStop {
     }
 }
 
-/// User registers from which unwinding continues.
+/// User registers with which unwinding of the user part begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UserRegs {
     pub(super) ip: u64,
     pub(super) sp: u64,
     pub(super) bp: u64,
     pub(super) wide: bool,
-    /// `true` for an interrupted instruction, `false` for a system call.
+    /// `true` if `ip` is known to be the address of the interrupted instruction, `false` if it may
+    /// be the return address of a system call.
     pub(super) exact_ip: bool,
     pub(super) others: OtherRegs,
 }
 
-/// Location of the user's other registers.
+/// Location of the user registers that `UserRegs` does not contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OtherRegs {
-    /// The vCPU still, or again, contains the callee-saved registers.
+    /// The vCPU contains the user's callee-saved registers, because the kernel has not changed them
+    /// yet or has already restored them.
     InVcpu,
     /// The registers are in the `pt_regs` at this address.
     At(u64),
@@ -143,8 +147,8 @@ pub(super) fn end_of(hole: TranslationFault) -> UnwindStop {
     }
 }
 
-/// Reads user registers from the five words that an interrupt or exception pushes. Returns `None`
-/// if they are implausible.
+/// Reads user registers from an interrupt frame, which consists of the five words that the CPU
+/// pushes for an interrupt or exception. Returns `None` if they are implausible.
 pub(super) fn plausible_user<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     [ip, cs, flags, sp, ss]: [u64; 5],

@@ -49,7 +49,8 @@ fn uput(g: &mut TestGuest, gva: u64, v: u64) {
     g.put(gva - USTACK + 0x8000, v);
 }
 
-/// Writes two user frames above a leaf with rbp at `USTACK + 0x100`.
+/// Writes two user frames to the stack, which are the callers of a leaf function whose rbp is
+/// `USTACK + 0x100`.
 fn user_frames(g: &mut TestGuest) {
     uput(g, USTACK + 0x100, USTACK + 0x200);
     uput(g, USTACK + 0x108, UTEXT + 0x111);
@@ -92,7 +93,8 @@ fn orc() -> OrcTable {
     OrcTable::parse(&i, ORC_AT, &e).unwrap()
 }
 
-/// Unwinds a kernel that is not relocated by `table`.
+/// Returns data for unwinding a kernel that runs at its link-time addresses, with the ORC tables
+/// `table`.
 fn by_orc(table: &OrcTable) -> KernelUnwinder<'_> {
     KernelUnwinder {
         orc: Some(table),
@@ -101,7 +103,7 @@ fn by_orc(table: &OrcTable) -> KernelUnwinder<'_> {
     }
 }
 
-/// The registers of the leaf below [`user_frames`].
+/// Returns the registers of the leaf function whose callers are the frames of [`user_frames`].
 fn user_regs(g: &TestGuest) -> GuestRegs {
     regs(g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100)
 }
@@ -287,14 +289,14 @@ fn frame_pointer_kernel_is_unwound() {
     assert_eq!(chain.kernel_end, Some(UnwindStop::Complete));
 }
 
-/// Address range of the entry code, which no table covers. Its stack and the TSS are in the first
-/// page of the kernel stack.
+/// Address range of the kernel's entry code, which no unwind table covers. The tests place its
+/// stack and the TSS in the first page of the kernel stack.
 const ENTRY: (u64, u64) = (TEXT + 0x400, TEXT + 0x500);
 const TSS: u64 = KSTACK;
 const ENTRY_STACK: u64 = KSTACK + 0x1000;
 
-/// Unwinds a sample in the entry code with the stack pointer `sp`, registers as left by SYSCALL,
-/// and a TSS.
+/// Unwinds a sample in the kernel's entry code. The vCPU has the stack pointer `sp`, the registers
+/// that SYSCALL leaves, and a TSS; `change` modifies this state beforehand.
 fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -> (CallChain, Vec<u64>) {
     let mut g = guest();
     user_frames(&mut g);
@@ -379,19 +381,22 @@ fn chain_end_reasons_round_trip() {
     let ends = || UnwindStop::ALL.into_iter().map(Some).chain([None]);
     for (kernel, user) in ends().flat_map(|k| ends().map(move |u| (k, u))) {
         for guessed in [false, true] {
-            let ends = UnwindStops {
+            let ends = UnwindStopCounts {
                 kernel,
                 user,
                 guessed,
             };
-            assert_eq!(UnwindStops::from_bytes(ends.to_bytes()), ends);
+            assert_eq!(UnwindStopCounts::from_bytes(ends.to_bytes()), ends);
             let cut = [kernel, user]
                 .iter()
                 .any(|e| matches!(e, Some(UnwindStop::Full | UnwindStop::Spent)));
             assert_eq!(ends.cut_short().is_some(), cut);
         }
     }
-    assert_eq!(UnwindStops::from_bytes([0xFF, 0xFE]), UnwindStops::default());
+    assert_eq!(
+        UnwindStopCounts::from_bytes([0xFF, 0xFE]),
+        UnwindStopCounts::default()
+    );
 }
 
 #[test]
@@ -490,8 +495,8 @@ proptest! {
     }
 }
 
-/// In user mode, the registers are those of the vCPU. During a system call, they are those saved on
-/// kernel entry. The stack is copied up to the requested size or the end of the mapping.
+/// The copied user registers are those of the vCPU in user mode, and those saved on kernel entry
+/// during a system call. The stack is copied up to the requested size or the end of its mapping.
 #[test]
 fn user_context_copies_registers_and_stack() {
     let mut g = guest();

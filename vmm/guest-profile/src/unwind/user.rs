@@ -1,11 +1,11 @@
-//! Unwinds the user part of a call chain with frame pointers, with corrections where rbp is not the
-//! frame pointer of the current function.
+//! Unwinds the user part of a call chain with frame pointers. Where rbp is not the frame pointer of
+//! the current function, the first step is corrected.
 
 use super::parts::{ChainBuffer, UnwindStop, UserRegs, end_of};
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, WalkBudget};
 
-/// Appends the user frames from `user` outwards.
+/// Appends the user frames to the chain, from the innermost one (`user`) outwards.
 pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: UserRegs,
@@ -94,19 +94,23 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
 
 enum FrameFix {
     None,
-    /// Return address at this stack address, if the condition of `Evidence` holds.
+    /// No frame exists: the return address is at this stack address, if the condition of `Evidence`
+    /// holds.
     ReturnAt(u64, Evidence),
-    /// Frame at this stack address, to which rbp does not point yet.
+    /// The frame of the current function is at this stack address, but rbp does not point to it
+    /// yet.
     FrameAt(u64),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Evidence {
-    /// The interrupted instruction is sufficient evidence.
+    /// The interrupted instruction alone proves where the return address is.
     Instruction,
-    /// A system-call stub, to be confirmed by a call instruction before the return address.
+    /// The code looks like a system-call stub. To confirm this, a call instruction must precede the
+    /// return address.
     SystemCall,
-    /// Possibly a leaf function, to be confirmed by a call that targets this function.
+    /// The code may be a leaf function. To confirm this, the call before the return address must
+    /// target this function.
     Leaf,
 }
 
@@ -144,7 +148,7 @@ fn fix_first_frame<M: GuestPhys + ?Sized>(
     }
 }
 
-/// Maximum distance between the start of a leaf function and an address within it, in bytes.
+/// Maximum distance in bytes from the start of a leaf function to an interrupted address in it.
 const LEAF_REACH: u64 = 16 << 10;
 
 /// Returns whether the instruction before return address `ret` calls a function that starts shortly

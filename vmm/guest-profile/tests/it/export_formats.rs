@@ -8,7 +8,7 @@ use guest_profile::export::{
     EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol,
     TaskName, folded, perfdata, pprof, reader, script,
 };
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopCounts};
 use kernel_images::symbols::KernelSymbols;
 use proptest::prelude::*;
 
@@ -88,7 +88,7 @@ pub(super) fn profile() -> Profile {
     p
 }
 
-/// A sample in `hot` without a call chain.
+/// Returns a sample in the function `hot` without a call chain.
 pub(super) fn sample() -> ProfileSample<'static> {
     ProfileSample {
         pid: 42,
@@ -121,7 +121,8 @@ fn stacks_fold_by_task_with_the_outermost_first() {
     assert!(String::from_utf8(text).unwrap().starts_with("a:b;main;hot 20\n"));
 }
 
-/// A truncated chain is assigned to another sample only if no complete chain exists.
+/// A sample without a call chain takes a truncated chain of another sample only if there is no
+/// complete one.
 #[test]
 fn truncated_chains_are_not_reused() {
     let mut p = profile();
@@ -131,20 +132,20 @@ fn truncated_chains_are_not_reused() {
         chain,
         ..sample()
     };
-    let spent = UnwindStops {
+    let spent = UnwindStopCounts {
         user: Some(UnwindStop::Spent),
-        ..UnwindStops::default()
+        ..UnwindStopCounts::default()
     };
     let cut = [CONTEXT_GUEST_USER, 0x40_0110, 0x40_0150];
     (0..6).for_each(|i| p.push(&sample(500 + i, spent, &cut)));
-    (0..9).for_each(|i| p.push(&sample(600 + i, UnwindStops::default(), &[])));
+    (0..9).for_each(|i| p.push(&sample(600 + i, UnwindStopCounts::default(), &[])));
     let full = complete_chains(&p, &mut Symbolizer::new(&p, Some(kernel()), None));
     let added: Vec<_> = full.samples().filter(|s| s.time_ns >= 600).collect();
     assert_eq!(added.len(), 9);
     assert!(added.iter().all(|s| s.chain.len() == 3 && s.chain != cut));
     let mut only = Profile::new(p.meta.clone(), p.events.clone());
     only.push(&sample(1, spent, &cut));
-    only.push(&sample(2, UnwindStops::default(), &[]));
+    only.push(&sample(2, UnwindStopCounts::default(), &[]));
     let full = complete_chains(&only, &mut Symbolizer::new(&only, None, None));
     assert!(full.samples().all(|s| s.chain == cut));
     let mut text = Vec::new();
@@ -157,7 +158,7 @@ fn truncated_chains_are_not_reused() {
     );
 }
 
-/// Samples without a call chain take the chains of samples in the same function in turn.
+/// Samples without a call chain take the chains of other samples in the same function, in turn.
 #[test]
 fn samples_without_chain_reuse_chains_of_same_function() {
     let mut p = profile();
@@ -201,8 +202,8 @@ fn flame_graph_contains_all_functions() {
     assert!(folded::flamegraph(&BTreeMap::new(), "guest", "cycles", 0.01, Vec::new()).is_err());
 }
 
-/// A field of a protobuf message with its number or bytes, decoded independently of the encoder
-/// under test.
+/// A field of a protobuf message: its number, or its bytes. The decoder is independent of the
+/// encoder under test.
 enum Field<'b> {
     Number(u64),
     Bytes(&'b [u8]),
@@ -274,9 +275,10 @@ fn as_pprof(p: &Profile) -> Vec<u8> {
     raw
 }
 
-/// If it was interrupted, the first instruction of a function belongs to that function, even below
-/// kernel frames. As a return address, the same value belongs to the preceding function. pprof
-/// requires two different locations.
+/// The address of the first instruction of a function belongs to that function if the function was
+/// interrupted there, even below kernel frames. If the same address is a return address, it belongs
+/// to the preceding function, which ends with the call. In pprof, the two cases need different
+/// locations.
 #[test]
 fn interrupted_first_instruction_differs_from_return_address() {
     let mut p = profile();

@@ -11,7 +11,7 @@ use guest_profile::export::{
     EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
     ProfileSample, SampledBranch, SavedSymbol, TaskName, WallClock, perfdata, reader, script,
 };
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopCounts};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use linux_perf_data::linux_perf_event_reader::{CpuMode, EventRecord};
@@ -34,7 +34,8 @@ ffffffff97000000 B _end
 const KERNEL: u64 = 0xffff_ffff_9500_0000;
 const PROGRAM: u64 = 0x55ed_7673_6000;
 
-/// Returns a profile with 60 samples in `hot`, 30 in `warm` and 10 in the kernel, on two vCPUs.
+/// Returns a profile on two vCPUs with 60 samples in the function `hot`, 30 in the function `warm`
+/// and 10 in the kernel.
 fn profile() -> Profile {
     let mut p = Profile::new(
         ProfileMetadata {
@@ -114,7 +115,7 @@ fn profile() -> Profile {
             period: 1000,
             event_id: 7,
             branches: &[],
-            ends: UnwindStops {
+            ends: UnwindStopCounts {
                 kernel: kernel.then_some(UnwindStop::Complete),
                 user: Some(if i == 3 {
                     UnwindStop::Spent
@@ -129,7 +130,8 @@ fn profile() -> Profile {
     p
 }
 
-/// Returns the same profile as seen by perf on the host, without build IDs.
+/// Returns the profile of `profile` in the form that perf would record on the host, without build
+/// IDs.
 fn as_host() -> Profile {
     let mut p = profile();
     p.meta.form = ProfilePerspective::AsHost;
@@ -142,13 +144,14 @@ fn bytes(p: &Profile) -> Vec<u8> {
     perfdata::write(Cursor::new(Vec::new()), p).unwrap().into_inner()
 }
 
-/// Runs perf on a file of `p`, in a directory with the test's kallsyms, which are also in the
-/// build-ID directory. Returns `None` and prints a message if perf is not installed.
+/// Runs perf on a file of the profile `p`, in a directory that contains the test's kallsyms. They
+/// are also in the build-ID directory. Returns `None` and prints a message if perf is not
+/// installed.
 fn perf(p: &Profile, args: &str) -> Option<String> {
     perf_on(p, &bytes(p), args)
 }
 
-/// Runs [`perf`] on a file with the contents `data`, a recording of `p`.
+/// Runs perf like [`perf`], but on a file with the contents `data`, which is a recording of `p`.
 fn perf_on(p: &Profile, data: &[u8], args: &str) -> Option<String> {
     if Command::new("perf").arg("--version").output().is_err() {
         // `make setup` does not install perf.
@@ -188,7 +191,8 @@ fn perf_data_round_trips() {
     }
 }
 
-/// Names in a file are untrusted, so control characters are removed before display.
+/// Control characters in the names that a `perf.data` file contains are removed before display,
+/// because the file is untrusted.
 #[test]
 fn perf_data_names_lose_control_characters() {
     let mut p = profile();
@@ -270,7 +274,8 @@ fn invalid_build_id_length_is_skipped() {
     assert!(read.mappings.is_empty() && read.len() == 100);
 }
 
-/// A plain `perf report` requires no option for the guest or its symbols.
+/// A plain `perf report` shows kernel functions, tasks and callers of a guest's recording. It
+/// requires no option for the guest or its symbols.
 #[test]
 fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
     let args = "report -i perf.data --stdio --no-children -G";
@@ -289,8 +294,8 @@ fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
     }
 }
 
-/// perf does not look up guest programs on the host, where the same path may contain a different
-/// build.
+/// perf does not resolve addresses of guest programs with files of the host, where the same path
+/// may contain a different build.
 #[test]
 fn host_program_does_not_symbolize_guest() {
     let mut p = profile();
@@ -302,7 +307,8 @@ fn host_program_does_not_symbolize_guest() {
     assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
 }
 
-/// The file contains the wall-clock time, so that reports can be compared with other logs.
+/// `perf script` shows wall-clock times, which the file contains, so that reports can be compared
+/// with other logs.
 #[test]
 fn perf_script_shows_wall_clock_time() {
     let args = "script -i perf.data -F tod,comm --ns";
@@ -440,7 +446,8 @@ fn our_script_is_in_order_and_names_every_frame() {
     assert!(!text.contains("[unknown]"));
 }
 
-/// Branch stacks survive writing and reading, in an event that has them.
+/// If an event has branch stacks, the branch stacks of its samples are the same after writing and
+/// reading the file.
 #[test]
 fn branch_stacks_round_trip() {
     let mut profile = profile();
@@ -476,8 +483,8 @@ fn branch_stacks_round_trip() {
     assert_eq!(reader::read(&damaged).unwrap().len(), read.len() - 1);
 }
 
-/// perf prints the instruction pointer of a sample and its branches on one line, as perf2bolt
-/// expects, only if the event has no call chains.
+/// A file for an event without call chains has no call-chain field. perf prints the instruction
+/// pointer of a sample and its branches on one line, as perf2bolt expects, only in this case.
 #[test]
 fn event_without_chains_has_no_chain_field() {
     let mut profile = profile();

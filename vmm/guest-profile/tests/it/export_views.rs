@@ -53,7 +53,7 @@ fn report_prints_selected_columns_in_order() {
     assert!(text.contains("# Symbol"), "{text}");
 }
 
-/// A filter selects rows, and their shares still refer to all samples.
+/// A filter selects the rows of a report. The shares of these rows still refer to all samples.
 #[test]
 fn report_filter_keeps_shares_of_all_samples() {
     let with = |filter| {
@@ -105,7 +105,8 @@ fn report_tells_different_weights() {
     assert!(report(&profile, &ReportOptions::default()).contains(NOTE));
 }
 
-/// The callers of a function follow its row, and the shares of branches refer to all samples.
+/// A report prints the callers of a function below its row, and the shares of their branches refer
+/// to all samples.
 #[test]
 fn report_prints_call_graph_in_both_directions() {
     let graph = |order, sort| {
@@ -134,8 +135,8 @@ fn report_prints_call_graph_in_both_directions() {
     assert!(caller.contains(branches), "{caller}");
 }
 
-/// The depth of the call graph is bounded, because a recording's chains may be longer than any real
-/// stack.
+/// The depth of the printed call graph is bounded, because the chains in a recording may be longer
+/// than any real stack.
 #[test]
 fn call_graph_depth_is_bounded() {
     let mut long = profile();
@@ -254,8 +255,8 @@ fn firefox_profile_has_threads_and_samples() {
     }
 }
 
-/// Frames with an increased share are red, and frames with a decreased share are blue, regardless
-/// of the lengths of the recordings.
+/// In a differential flame graph, frames whose share has increased are red, and frames whose share
+/// has decreased are blue, even if the two recordings have different lengths.
 #[test]
 fn differential_flame_graph_colours_changes_of_shares() {
     let stacks = |list: &[(&str, u64)]| -> BTreeMap<String, u64> {

@@ -14,14 +14,14 @@ use guest_profile::task::{TaskLayout, TaskReader};
 use guest_profile::unwind::{
     CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, CallChain, KernelUnwinder, UnwindLimits, UnwindStop, walk,
 };
-use guest_profile::{GuestPage, GuestPhys, GuestRegs, WalkBudget};
+use guest_profile::{GuestPhys, GuestRegs, MappedGuestPage, WalkBudget};
 use kernel_images::image::KernelImage;
 use kernel_images::symbols::KernelSymbols;
 use test_support::skip;
 
 struct MemoryFile(std::fs::File);
 
-/// Page of the memory file, given by its address.
+/// A page of the memory file, given by its guest-physical address.
 struct FilePage<'f>(&'f std::fs::File, u64);
 
 impl GuestPhys for MemoryFile {
@@ -32,7 +32,7 @@ impl GuestPhys for MemoryFile {
     }
 }
 
-impl GuestPage for FilePage<'_> {
+impl MappedGuestPage for FilePage<'_> {
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool {
         std::os::unix::fs::FileExt::read_exact_at(self.0, buf, self.1 + offset as u64).is_ok()
     }
@@ -121,7 +121,7 @@ fn guest(which: &str) -> Option<Guest> {
     })
 }
 
-/// Limits that do not depend on the speed of the host.
+/// Returns limits without a time limit, so that results do not depend on the speed of the host.
 fn untimed() -> UnwindLimits {
     UnwindLimits {
         max_time: None,
@@ -135,8 +135,8 @@ impl Guest {
         walk(&self.mem, &self.regs, Some(kernel), &untimed(), out)
     }
 
-    /// Resolves a chain to names. Kernel addresses are resolved with the guest's kallsyms, and user
-    /// addresses with the output of the program itself.
+    /// Resolves the addresses of a call chain to names. Kernel addresses are resolved with the
+    /// guest's kallsyms, and user addresses with the addresses that the program itself printed.
     fn names(&self, chain: &[u64]) -> Vec<String> {
         let functions: Vec<(u64, &str)> = self
             .console

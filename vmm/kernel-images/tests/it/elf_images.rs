@@ -140,7 +140,7 @@ fn parsed(data: &[u8]) -> ElfImage<'_> {
     elf::parse("vmlinux", data).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Segments, code and symbols are read correctly.
+/// The parser reads the segments, code and symbols of a valid vmlinux correctly.
 #[test]
 fn vmlinux_is_parsed() {
     let data = vmlinux(&ImageShape::default());
@@ -167,8 +167,9 @@ fn vmlinux_is_parsed() {
     assert_eq!(address("file.c"), None, "it is no address");
 }
 
-/// A section header may claim that code is at any address. The guest executes only code that a
-/// segment loads there, and only this code may be patched for RDPMC.
+/// Only code that a segment loads is reported as code. A section header may claim that code is at
+/// any address, but the guest executes only code that a segment loads there, and only such code may
+/// be patched for RDPMC.
 #[test]
 fn code_must_be_loaded_by_a_segment() {
     let data = vmlinux(&ImageShape {
@@ -210,7 +211,7 @@ fn damaged_section_headers_do_not_prevent_boot() {
     );
 }
 
-/// The error consists of one line that names the file and the damaged part.
+/// If a header is damaged, the error consists of one line that names the file and the damaged part.
 #[test]
 fn damaged_headers_are_rejected_by_name() {
     let whole = vmlinux(&ImageShape::default());
@@ -269,8 +270,8 @@ fn kernel_version_comes_from_banner_symbol() {
     assert!(!notes.contains("kernel symbols"), "{notes}");
 }
 
-/// In a stripped image without kallsyms, the version is found by searching for the banner, and
-/// missing parts are reported.
+/// For a stripped image without kallsyms, the version is found by searching for the kernel banner,
+/// and the missing parts are reported.
 #[test]
 fn stripped_kernel_reports_missing_symbols() {
     let image = KernelImage::parse(
@@ -291,7 +292,7 @@ fn stripped_kernel_reports_missing_symbols() {
     );
 }
 
-/// A banner that is unterminated or not valid text is ignored.
+/// A kernel banner that is unterminated or not valid text is ignored.
 #[test]
 fn banner_is_a_line_with_a_version() {
     assert_eq!(find_banner(b"Linux version %s (%s)\n"), None, "a format string");
@@ -367,8 +368,8 @@ proptest! {
     }
 }
 
-/// A program that an operating system loads has an interpreter and is rejected, regardless of the
-/// locations of its segments.
+/// An ELF program that needs an interpreter is rejected as a kernel, regardless of the locations of
+/// its segments. Only an operating system loads such a program.
 #[test]
 fn program_with_interpreter_is_no_kernel() {
     let error = elf::parse("cat", &std::fs::read("/bin/cat").unwrap()).map(|_| ());

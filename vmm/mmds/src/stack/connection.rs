@@ -63,7 +63,7 @@ impl Connection {
         is_connected.then(|| self.last_active + IDLE_TIME)
     }
 
-    /// Waits for a connection if there is none.
+    /// Makes the socket listen for a connection if it has none.
     pub(super) fn listen(&mut self, socket: &mut Socket<'_>, now: Instant) {
         if !socket.is_open() {
             // The buffers of a long request or response are freed.
@@ -74,7 +74,7 @@ impl Connection {
         }
     }
 
-    /// Receives and answers requests, as far as possible without waiting.
+    /// Receives and answers requests until the socket would block.
     pub(super) fn serve(&mut self, socket: &mut Socket<'_>, service: &MetadataService, now: Instant) {
         if socket.is_listening() {
             self.last_active = now;

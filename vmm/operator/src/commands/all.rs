@@ -9,8 +9,8 @@ use crate::exit::ExitStatus;
 use control_api::client::{Client, ClientError, REPLY_TIMEOUT};
 use perf_core::error_line;
 
-/// Calls `each` for every VM, on one thread per VM. A failure is reported without affecting the
-/// other VMs. The command then fails.
+/// Calls `each` for every VM, on one thread per VM. A failure for one VM is reported and does not
+/// affect the other VMs, but makes the command fail.
 ///
 /// # Errors
 /// Returns an error if there is no VM.

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::files::{FileError, SymbolArgs, guest_files, read, read_profile, symbolizer, warn_missing_data};
+use super::files::{
+    RecordingFileError, SymbolArgs, guest_files, read, read_profile, symbolizer, warn_missing_data,
+};
 use super::{DONE, connect, one_line, print};
 use crate::exit::ExitStatus;
 use control_api::client::ClientError;
@@ -55,7 +57,7 @@ pub struct AnnotateArgs {
 #[derive(Debug, thiserror::Error)]
 pub enum AnnotateError {
     #[error(transparent)]
-    File(#[from] FileError),
+    File(#[from] RecordingFileError),
     #[error("--event '{0}': the recording has {1}")]
     NoEvent(String, String),
     #[error("no samples in '{0}'{1}; perfvisor report lists functions with samples")]
@@ -121,7 +123,7 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
         let asked = args.event.clone().unwrap_or_default();
         return Err(AnnotateError::NoEvent(asked, names.join(", ")));
     };
-    let mut symbols = symbolizer(&profile, &args.symbols).map_err(FileError::from)?;
+    let mut symbols = symbolizer(&profile, &args.symbols).map_err(RecordingFileError::from)?;
     let found = functions(&profile, &mut symbols, event);
     let asked = args.symbol.as_ref().or(args.of_symbol.as_ref());
     let chosen = match asked {
@@ -160,7 +162,7 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
             samples,
         });
     }
-    print(&render(&event.name, function, &annotated, &code.source)).map_err(FileError::from)?;
+    print(&render(&event.name, function, &annotated, &code.source)).map_err(RecordingFileError::from)?;
     warn_missing_data(&profile, &symbols);
     Ok(DONE)
 }
@@ -195,7 +197,7 @@ fn read_code(
         return read_code_from_file(path, profile, function, recorded);
     }
     if let Some(mapping) = mapping
-        && let Some(mut files) = guest_files(&args.symbols).map_err(FileError::from)?
+        && let Some(mut files) = guest_files(&args.symbols).map_err(RecordingFileError::from)?
     {
         let data = files.program(&mapping.path)?;
         let path = Path::new(&mapping.path);
@@ -274,15 +276,15 @@ fn check_build_id(place: &str, found: Option<String>, recorded: BuildId) -> Resu
     }
 }
 
-/// Reads the code from an ELF file, by file offset if the program is mapped, and otherwise by
-/// address.
+/// Reads the code of a function from an ELF file: by file offset if the mapping of the program is
+/// known, and otherwise by address.
 fn read_code_from_file(
     path: &Path,
     profile: &Profile,
     function: &SampledFunction,
     recorded: Option<BuildId>,
 ) -> Result<FunctionCode, AnnotateError> {
-    let data = read(path, MAX_PROGRAM).map_err(FileError::from)?;
+    let data = read(path, MAX_PROGRAM).map_err(RecordingFileError::from)?;
     from_bytes(&data, path, profile, function, recorded)
 }
 

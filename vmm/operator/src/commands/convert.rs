@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::files::{FileArgs, FileError, with_profile, write_to};
+use super::files::{RecordingFileArgs, RecordingFileError, with_profile, write_to};
 use crate::exit::ExitStatus;
 use guest_profile::export::symbolize::complete_chains;
 use guest_profile::export::{EventInfo, Profile, firefox, speedscope};
@@ -34,7 +34,7 @@ impl ViewerFormat {
 pub struct ConvertArgs {
     /// Which file.
     #[command(flatten)]
-    pub file: FileArgs,
+    pub file: RecordingFileArgs,
     /// Format of the output.
     #[arg(long, value_name = "FORMAT")]
     pub to: ViewerFormat,
@@ -51,7 +51,7 @@ pub struct ConvertArgs {
 #[derive(Debug, thiserror::Error)]
 pub enum ConvertError {
     #[error(transparent)]
-    File(#[from] FileError),
+    File(#[from] RecordingFileError),
     #[error("--event {event}: the recording has {recorded}")]
     NoEvent { event: String, recorded: String },
 }
@@ -81,13 +81,13 @@ pub fn convert(args: &ConvertArgs) -> Result<ExitStatus, ConvertError> {
                 ViewerFormat::Firefox => firefox::write(&complete, event, symbols, out),
                 ViewerFormat::Speedscope => speedscope::write(&complete, symbols, out),
             };
-            result.map_err(FileError::write(&output))
+            result.map_err(RecordingFileError::write(&output))
         })
     })?;
     missing.map_or(Ok(status), Err)
 }
 
-/// Returns the event with this name, or the first one.
+/// Returns the event of `profile` with the given name or, without a name, the first event.
 fn chosen_event<'p>(profile: &'p Profile, name: Option<&str>) -> Result<&'p EventInfo, ConvertError> {
     let mut events = profile.events.iter();
     let found = events.find(|event| name.is_none_or(|name| event.name == name));

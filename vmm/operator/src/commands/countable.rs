@@ -4,7 +4,7 @@ use control_api::events::list::{EventKind, parse};
 use control_api::events::names::HardwareEvent;
 use perf_core::pmu::host::{self, HostProbe};
 
-/// Text after an event that this host cannot count.
+/// Text printed after the name of an event that this host cannot count.
 const NOT_HERE: &str = " (not on this host)";
 
 /// The generic events that this host can count for a VM.
@@ -16,7 +16,8 @@ impl CountableEvents {
         Self(HostProbe::run())
     }
 
-    /// Returns the text to append to the line of `event`, which may have aliases after `OR`.
+    /// Returns the note to append to the line of `event` if this host cannot count it, and
+    /// otherwise an empty string. `event` may have aliases after `OR`.
     pub(super) fn mark(&self, event: &str) -> &'static str {
         let name = event.split(" OR ").next().unwrap_or(event);
         if self.counts(name) { "" } else { NOT_HERE }

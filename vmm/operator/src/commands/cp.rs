@@ -7,13 +7,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use control_api::socket_dir;
-use guest_agent::entry::{EntryType, TreeEntry};
-use guest_agent::receive::{ReceiveError, TreeCopyProgress, TreeReceiver};
+use guest_agent::entry::{EntryType, FileTreeEntry};
+use guest_agent::receive::{FileTreeCopyProgress, FileTreeReceiver, ReceiveError};
 use guest_agent::request::AgentOperation;
 use guest_agent::send::{SendError, send_stream, send_tree};
 use guest_agent::wire::{Frame, FrameKind, write_frame};
 
-use super::guest::{AgentAddress, GuestError};
+use super::guest::{AgentAddress, GuestAgentError};
 use super::{DONE, OutputError, say, written};
 use crate::exit::ExitStatus;
 use crate::values::parse_seconds;
@@ -43,7 +43,7 @@ pub struct CopyFilesArgs {
 #[derive(Debug, thiserror::Error)]
 pub enum CopyFilesError {
     #[error(transparent)]
-    Guest(#[from] GuestError),
+    Guest(#[from] GuestAgentError),
     #[error(
         "either SOURCE or TARGET must be NAME:PATH, a path in a guest, and the other a path on \
          this host"
@@ -210,7 +210,7 @@ fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, Co
     let mut receiver = if piped {
         None
     } else {
-        Some(TreeReceiver::new(target, name)?)
+        Some(FileTreeReceiver::new(target, name)?)
     };
     let stream = way.request_job(AgentOperation::Get {
         path: source.to_owned(),
@@ -227,9 +227,9 @@ fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, Co
             None => print_file(&frame, source)?,
         };
         match progress {
-            TreeCopyProgress::More => {}
-            TreeCopyProgress::Skipped(what) => meter.skipped(&what),
-            TreeCopyProgress::Done => {
+            FileTreeCopyProgress::More => {}
+            FileTreeCopyProgress::Skipped(what) => meter.skipped(&what),
+            FileTreeCopyProgress::Done => {
                 close(&stream);
                 return Ok(meter.end());
             }
@@ -237,30 +237,30 @@ fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, Co
     }
 }
 
-/// Shuts down the stream, for which the agent waits.
+/// Shuts down the stream to the agent, which waits for this.
 fn close(stream: &UnixStream) {
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }
 
 /// Writes the contents of a file to standard output.
-fn print_file(frame: &Frame, source: &str) -> Result<TreeCopyProgress, CopyFilesError> {
+fn print_file(frame: &Frame, source: &str) -> Result<FileTreeCopyProgress, CopyFilesError> {
     match frame.kind {
-        FrameKind::TreeEntry => match TreeEntry::from_bytes(&frame.payload)
+        FrameKind::TreeEntry => match FileTreeEntry::from_bytes(&frame.payload)
             .map_err(ReceiveError::from)?
             .what
         {
-            EntryType::File => Ok(TreeCopyProgress::More),
+            EntryType::File => Ok(FileTreeCopyProgress::More),
             _ => Err(CopyFilesError::NoFile(source.to_owned())),
         },
         FrameKind::Data => {
             written(io::stdout().write_all(&frame.payload))?;
-            Ok(TreeCopyProgress::More)
+            Ok(FileTreeCopyProgress::More)
         }
-        FrameKind::FileEnd => Ok(TreeCopyProgress::More),
-        FrameKind::Skipped => Ok(TreeCopyProgress::Skipped(frame.text())),
+        FrameKind::FileEnd => Ok(FileTreeCopyProgress::More),
+        FrameKind::Skipped => Ok(FileTreeCopyProgress::Skipped(frame.text())),
         FrameKind::Done => {
             written(io::stdout().flush())?;
-            Ok(TreeCopyProgress::Done)
+            Ok(FileTreeCopyProgress::Done)
         }
         _ => Err(ReceiveError::Order.into()),
     }

@@ -18,14 +18,14 @@ use crate::values::{integer_in_range, parse_downtime, parse_seconds};
 use control_api::balloon::BalloonInfo;
 use control_api::client::{Client, ClientError};
 use control_api::migration::MigrationAddress;
-use control_api::protocol::{Call, VcpuPlug, VmInfo, VmSettings, VmState};
+use control_api::protocol::{Call, VcpuPlugStatus, VmInfo, VmSettings, VmState};
 use control_api::request;
 use diagnostics::vcpu_names;
 use perf_core::{SharePolicy, UnknownSharePolicy};
 use virtio_devices::balloon::config::parse_size_mib;
 use vpmu::filter::FilterError;
 
-/// Timeout for vCPUs to leave the guest and for a VM to terminate.
+/// Timeout for vCPUs to stop running the guest and for a VM to terminate.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Polling interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -330,7 +330,7 @@ fn filter_text(path: &Path) -> Result<String, CtlError> {
     Ok(text)
 }
 
-/// Pauses the VM and waits until all vCPUs are parked.
+/// Pauses the VM and waits until no vCPU runs the guest.
 fn pause(client: &mut Client) -> Result<(), CtlError> {
     let until = Instant::now() + TIMEOUT;
     let mut info: VmInfo = client.call(request::Pause)?;
@@ -414,7 +414,7 @@ fn balloon_text(balloon: &BalloonInfo) -> String {
     text
 }
 
-/// Changes the size of the balloon if one is given, and prints its state.
+/// Changes the size of the balloon if `size_mib` is given, and prints the state of the balloon.
 fn balloon(client: &mut Client, size_mib: Option<u32>, json: bool) -> Result<(), CtlError> {
     let balloon: BalloonInfo = match size_mib {
         Some(size_mib) => client.call(request::Balloon { size_mib })?,
@@ -436,8 +436,8 @@ fn balloon(client: &mut Client, size_mib: Option<u32>, json: bool) -> Result<(),
 /// Adds or removes vCPUs and waits for the guest's response.
 fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError> {
     let start = Instant::now();
-    let before: VcpuPlug = client.call(request::VcpuPlug)?;
-    let mut plug: VcpuPlug = client.call(request::Vcpus { count })?;
+    let before: VcpuPlugStatus = client.call(request::VcpuPlug)?;
+    let mut plug: VcpuPlugStatus = client.call(request::Vcpus { count })?;
     // Count only the guest's refusals of this request.
     let ours = plug.asked_for.clone();
     let came: Vec<u32> = plug
@@ -449,7 +449,7 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
     loop {
         let refused = plug.refused.iter().find(|refusal| ours.contains(&refusal.vcpu));
         if let Some(refusal) = refused {
-            let _: VcpuPlug = client.call(request::VcpusWithdraw)?;
+            let _: VcpuPlugStatus = client.call(request::VcpusWithdraw)?;
             return Err(CtlError::Kept {
                 vcpu: refusal.vcpu,
                 status: refusal.status,
@@ -470,7 +470,7 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
         }
         if start.elapsed() > wait {
             if !plug.asked_for.is_empty() {
-                let plug: VcpuPlug = client.call(request::VcpusWithdraw)?;
+                let plug: VcpuPlugStatus = client.call(request::VcpusWithdraw)?;
                 let stay: Vec<u32> = ours
                     .iter()
                     .copied()

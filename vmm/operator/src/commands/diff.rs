@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use super::files::{FileError, SymbolArgs, read_profile, symbolizer, warn_missing_data};
+use super::files::{RecordingFileError, SymbolArgs, read_profile, symbolizer, warn_missing_data};
 use super::{DONE, print};
 use crate::exit::ExitStatus;
 use crate::values::{SortKeys, parse_percent, parse_sort};
@@ -44,8 +44,8 @@ impl DiffArgs {
 /// Compares the recordings.
 ///
 /// # Errors
-/// Returns [`FileError`] if a recording cannot be read.
-pub fn diff(args: &DiffArgs) -> Result<ExitStatus, FileError> {
+/// Returns [`RecordingFileError`] if a recording cannot be read.
+pub fn diff(args: &DiffArgs) -> Result<ExitStatus, RecordingFileError> {
     let (old, new) = args.paths();
     let (Some(old), Some(new)) = (read_profile(old)?, read_profile(new)?) else {
         return Ok(DONE);

@@ -18,7 +18,7 @@ use perf_core::error_line;
 use ratatui::crossterm::terminal;
 use virtio_devices::console::escape::{EscapeParser, KeyAction};
 
-use super::guest::{AgentAddress, GuestError};
+use super::guest::{AgentAddress, GuestAgentError};
 use super::{NAP, OperatorCommandError, say};
 use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
@@ -33,7 +33,7 @@ const SIGPIPE_STATUS: u8 = 141;
 
 /// Number of stop signals that terminate this program regardless of the guest.
 const FORCED_EXIT_SIGNALS: usize = 3;
-/// Time within which these stop signals must arrive.
+/// Time within which [`FORCED_EXIT_SIGNALS`] stop signals must arrive to terminate this program.
 const FORCED_EXIT_WINDOW: Duration = Duration::from_secs(5);
 /// Timeout for the agent to acknowledge a forwarded signal, after which the guest is considered
 /// hung.
@@ -94,7 +94,7 @@ pub enum ExecError {
     #[error(transparent)]
     Command(#[from] OperatorCommandError),
     #[error(transparent)]
-    Guest(#[from] GuestError),
+    Guest(#[from] GuestAgentError),
     #[error("cannot set the terminal to raw mode")]
     Terminal(#[source] io::Error),
 }
@@ -207,20 +207,21 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
     status
 }
 
-fn lost(way: &AgentAddress, error: io::Error) -> GuestError {
+fn lost(way: &AgentAddress, error: io::Error) -> GuestAgentError {
     let (name, source) = (way.name.clone(), error.into());
-    GuestError::Wire { name, source }
+    GuestAgentError::Wire { name, source }
 }
 
-/// Handle that terminates the program while the command runs, by shutting down the connection,
-/// which wakes all threads.
+/// Handle that ends this program while the command in the guest still runs. It shuts down the
+/// connection to the agent, which wakes all threads.
 struct ConnectionShutdown {
     stream: UnixStream,
     /// Message with the reason for the shutdown.
     reason: OnceLock<&'static str>,
     /// Number of frames received from the agent.
     frames: AtomicU64,
-    /// `true` while the output of a frame is being written, which waits for its reader.
+    /// `true` while the output of a frame is being written. The write may block until the reader of
+    /// the output continues.
     writes: AtomicBool,
 }
 

@@ -51,7 +51,7 @@ pub struct SymbolArgs {
 
 /// Recording, and sources of symbols.
 #[derive(Clone, Debug, Args)]
-pub struct FileArgs {
+pub struct RecordingFileArgs {
     /// Read this recording.
     #[arg(short, long, value_name = "FILE", default_value = "perf.data")]
     pub input: PathBuf,
@@ -65,7 +65,7 @@ pub struct FileArgs {
 pub struct FlamegraphArgs {
     /// Recording.
     #[command(flatten)]
-    pub file: FileArgs,
+    pub file: RecordingFileArgs,
     /// Write the graph to this file; - for standard output.
     #[arg(short, long, value_name = "FILE", default_value = "flamegraph.svg")]
     pub output: PathBuf,
@@ -88,7 +88,7 @@ pub struct FlamegraphArgs {
 pub struct PprofArgs {
     /// Recording.
     #[command(flatten)]
-    pub file: FileArgs,
+    pub file: RecordingFileArgs,
     /// Write the profile to this file; - for standard output.
     #[arg(short, long, value_name = "FILE", default_value = "profile.pb.gz")]
     pub output: PathBuf,
@@ -98,7 +98,7 @@ pub struct PprofArgs {
     pub labels: ProfileLabels,
 }
 
-/// Errors of loading symbols from files.
+/// Error returned when symbols cannot be loaded from files.
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolsError {
     #[error("--guestmount {}: not a directory", .0.display())]
@@ -131,9 +131,9 @@ pub enum SymbolsError {
     Stripped(PathBuf),
 }
 
-/// Errors of reading or converting a recording.
+/// Error returned when a recording cannot be read or converted.
 #[derive(Debug, thiserror::Error)]
-pub enum FileError {
+pub enum RecordingFileError {
     #[error("{}", path.display())]
     Recording {
         path: PathBuf,
@@ -158,7 +158,7 @@ pub enum FileError {
     },
 }
 
-impl FileError {
+impl RecordingFileError {
     /// Returns a closure for `map_err` that adds `path` to a write error.
     pub(super) fn write(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Write {
@@ -171,8 +171,8 @@ impl FileError {
 /// Reads the profile of a recording. Prints a message and returns `None` if the recording is empty.
 ///
 /// # Errors
-/// Returns [`FileError::Recording`] if the file is not a valid recording.
-pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
+/// Returns [`RecordingFileError::Recording`] if the file is not a valid recording.
+pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, RecordingFileError> {
     match reader::read_file(path) {
         Ok(profile) => Ok(Some(profile)),
         Err(e) if e.is_empty() => {
@@ -183,7 +183,7 @@ pub(super) fn read_profile(path: &Path) -> Result<Option<Profile>, FileError> {
             ));
             Ok(None)
         }
-        Err(source) => Err(FileError::Recording {
+        Err(source) => Err(RecordingFileError::Recording {
             path: path.to_owned(),
             source,
         }),
@@ -216,9 +216,9 @@ pub(super) fn warn_missing_data(profile: &Profile, symbols: &Symbolizer<'_>) {
 
 /// Reads the recording and calls `show` with its profile.
 pub(super) fn with_profile(
-    args: &FileArgs,
-    show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), FileError>,
-) -> Result<ExitStatus, FileError> {
+    args: &RecordingFileArgs,
+    show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), RecordingFileError>,
+) -> Result<ExitStatus, RecordingFileError> {
     let Some(profile) = read_profile(&args.input)? else {
         return Ok(DONE);
     };
@@ -273,8 +273,8 @@ impl DiskBytes for HostDisk {
     }
 }
 
-/// Loads kernel symbols at run-time addresses from the file specified by the user, if any.
-/// `reference` is a symbol of the running kernel and its address.
+/// Loads kernel symbols from the file specified by the user, if any, and converts them to run-time
+/// addresses. `reference` is a symbol of the running kernel and its address.
 ///
 /// # Errors
 /// Returns [`SymbolsError`] if the file is unusable.
@@ -328,16 +328,16 @@ fn output_name(output: &Path) -> String {
 /// Writes to standard output, or to a file that is removed on failure.
 pub(super) fn write_to(
     output: &Path,
-    write: impl FnOnce(&mut dyn Write) -> Result<(), FileError>,
-) -> Result<(), FileError> {
+    write: impl FnOnce(&mut dyn Write) -> Result<(), RecordingFileError>,
+) -> Result<(), RecordingFileError> {
     if output == Path::new("-") {
         let mut out = BufWriter::new(io::stdout().lock());
         write(&mut out)?;
         return Ok(written(out.flush())?);
     }
-    let file = File::create(output).map_err(FileError::write(output))?;
+    let file = File::create(output).map_err(RecordingFileError::write(output))?;
     let mut out = BufWriter::new(file);
-    let result = write(&mut out).and_then(|()| out.flush().map_err(FileError::write(output)));
+    let result = write(&mut out).and_then(|()| out.flush().map_err(RecordingFileError::write(output)));
     // Removes an incomplete regular file, but never a device or a symbolic link.
     if result.is_err() && std::fs::symlink_metadata(output).is_ok_and(|meta| meta.is_file()) {
         let _ = std::fs::remove_file(output);
@@ -348,8 +348,8 @@ pub(super) fn write_to(
 /// Writes a flame graph or folded stacks.
 ///
 /// # Errors
-/// Returns [`FileError`] if the recording cannot be read or the output cannot be written.
-pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
+/// Returns [`RecordingFileError`] if the recording cannot be read or the output cannot be written.
+pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, RecordingFileError> {
     with_profile(&args.file, |profile, symbols| {
         let stacks = folded::stacks(&complete_chains(profile, symbols), symbols, None);
         if args.folded {
@@ -373,7 +373,7 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
                 }
                 None => folded::flamegraph(&stacks, &args.title, unit, args.min_width, out),
             };
-            drawn.map_err(|source| FileError::Draw {
+            drawn.map_err(|source| RecordingFileError::Draw {
                 path: args.output.clone(),
                 source,
             })
@@ -383,7 +383,10 @@ pub fn flamegraph(args: &FlamegraphArgs) -> Result<ExitStatus, FileError> {
 
 /// Reads the stacks of the older recording of a differential flame graph. Prints a message and
 /// returns `None` if the recording is empty.
-fn older_stacks(path: &Path, symbols: &SymbolArgs) -> Result<Option<BTreeMap<String, u64>>, FileError> {
+fn older_stacks(
+    path: &Path,
+    symbols: &SymbolArgs,
+) -> Result<Option<BTreeMap<String, u64>>, RecordingFileError> {
     let Some(profile) = read_profile(path)? else {
         return Ok(None);
     };
@@ -396,12 +399,12 @@ fn older_stacks(path: &Path, symbols: &SymbolArgs) -> Result<Option<BTreeMap<Str
 /// Writes a pprof profile.
 ///
 /// # Errors
-/// Returns [`FileError`] if the recording cannot be read or the output cannot be written.
-pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, FileError> {
+/// Returns [`RecordingFileError`] if the recording cannot be read or the output cannot be written.
+pub fn pprof(args: &PprofArgs) -> Result<ExitStatus, RecordingFileError> {
     with_profile(&args.file, |profile, symbols| {
         write_to(&args.output, |out| {
             pprof::write(&complete_chains(profile, symbols), symbols, &args.labels.0, out)
-                .map_err(FileError::write(&args.output))
+                .map_err(RecordingFileError::write(&args.output))
         })
     })
 }
@@ -419,17 +422,21 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (file, link) = (dir.path().join("file"), dir.path().join("full"));
         std::os::unix::fs::symlink("/dev/full", &link).unwrap();
-        let fail = |_: &mut dyn Write| Err(FileError::write(Path::new("there"))(io::Error::other("why")));
+        let fail = |_: &mut dyn Write| {
+            Err(RecordingFileError::write(Path::new("there"))(io::Error::other(
+                "why",
+            )))
+        };
         assert_eq!(
             error_line(&write_to(&file, fail).unwrap_err()),
             "cannot write there: why"
         );
         assert!(!file.exists());
-        let write = |out: &mut dyn Write| out.write_all(b"x").map_err(FileError::write(&link));
+        let write = |out: &mut dyn Write| out.write_all(b"x").map_err(RecordingFileError::write(&link));
         let why = error_line(&write_to(&link, write).unwrap_err());
         assert!(why.contains("No space left"), "{why}");
         assert!(link.is_symlink());
-        let of_stdout = FileError::write(Path::new("-"))(io::Error::other("why"));
+        let of_stdout = RecordingFileError::write(Path::new("-"))(io::Error::other("why"));
         assert_eq!(error_line(&of_stdout), "cannot write standard output: why");
     }
 

@@ -16,9 +16,9 @@ use super::{NAP, connect};
 /// Timeout for the guest kernel to accept a connection and for the agent to accept a request.
 const TIMEOUT: Duration = Duration::from_secs(40);
 
-/// Errors of a request to the guest's agent.
+/// Error returned when a request to the guest's agent fails.
 #[derive(Debug, thiserror::Error)]
-pub enum GuestError {
+pub enum GuestAgentError {
     #[error(transparent)]
     Client(#[from] ClientError),
     #[error("VM '{0}': vsock socket not found; start the VM with --vsock, or name the socket with --socket")]
@@ -89,8 +89,8 @@ impl AgentAddress {
     /// Connects to the agent and requests `job`. Returns after the agent has accepted the request.
     ///
     /// # Errors
-    /// Returns [`GuestError`] if the agent is unreachable or refuses the request.
-    pub fn request_job(&self, job: AgentOperation) -> Result<UnixStream, GuestError> {
+    /// Returns [`GuestAgentError`] if the agent is unreachable or refuses the request.
+    pub fn request_job(&self, job: AgentOperation) -> Result<UnixStream, GuestAgentError> {
         let until = self.wait.map(|wait| Instant::now() + wait);
         let mut before = None;
         let stream = loop {
@@ -98,7 +98,7 @@ impl AgentAddress {
             match (self.connect(until), until) {
                 (Ok(stream), _) => break stream,
                 (Err(error), Some(_)) if has_ended(before.as_ref(), &error) => {
-                    return Err(GuestError::Ended(self.name.clone()));
+                    return Err(GuestAgentError::Ended(self.name.clone()));
                 }
                 (Err(error), Some(until)) if Instant::now() < until => {
                     before = Some(error);
@@ -108,9 +108,10 @@ impl AgentAddress {
             }
         };
         let version = VERSION;
-        let request = serde_json::to_vec(&AgentRequest { version, job }).map_err(|_| GuestError::TooLong)?;
+        let request =
+            serde_json::to_vec(&AgentRequest { version, job }).map_err(|_| GuestAgentError::TooLong)?;
         write_frame(&mut &stream, FrameKind::Request, &request).map_err(|error| match error.kind() {
-            io::ErrorKind::InvalidInput => GuestError::TooLong,
+            io::ErrorKind::InvalidInput => GuestAgentError::TooLong,
             _ => self.wire(error.into()),
         })?;
         match self.next(&mut DeadlineStream::patience(&stream))? {
@@ -127,7 +128,7 @@ impl AgentAddress {
     }
 
     /// Connects to the agent within the shorter of `until` and the default time limit.
-    fn connect(&self, until: Option<Instant>) -> Result<UnixStream, GuestError> {
+    fn connect(&self, until: Option<Instant>) -> Result<UnixStream, GuestAgentError> {
         let path = match &self.socket {
             Some(path) => path.clone(),
             None => {
@@ -142,8 +143,8 @@ impl AgentAddress {
         });
         let stream = match connected {
             Ok(stream) => stream,
-            Err(_) if self.socket.is_none() => return Err(GuestError::NoVsock(self.name.clone())),
-            Err(source) => return Err(GuestError::Socket { path, source }),
+            Err(_) if self.socket.is_none() => return Err(GuestAgentError::NoVsock(self.name.clone())),
+            Err(source) => return Err(GuestAgentError::Socket { path, source }),
         };
         let mut reader = DeadlineStream::patience(&stream);
         reader.end = until.map_or(reader.end, |until| until.min(reader.end));
@@ -155,15 +156,15 @@ impl AgentAddress {
                 Ok(1) if line.len() < 64 => line.extend(byte),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(GuestError::NoAnswer(self.name.clone()));
+                    return Err(GuestAgentError::NoAnswer(self.name.clone()));
                 }
-                _ => return Err(GuestError::NoAgent(self.name.clone())),
+                _ => return Err(GuestAgentError::NoAgent(self.name.clone())),
             }
         }
         if line.starts_with(b"OK ") {
             Ok(stream)
         } else {
-            Err(GuestError::NoAgent(self.name.clone()))
+            Err(GuestAgentError::NoAgent(self.name.clone()))
         }
     }
 
@@ -171,7 +172,7 @@ impl AgentAddress {
     ///
     /// # Errors
     /// Returns an error if the connection ends.
-    pub fn next(&self, stream: &mut impl Read) -> Result<Frame, GuestError> {
+    pub fn next(&self, stream: &mut impl Read) -> Result<Frame, GuestAgentError> {
         match read_frame(stream) {
             Ok(Some(frame)) => Ok(frame),
             Ok(None) => Err(self.wire(io::Error::from(io::ErrorKind::UnexpectedEof).into())),
@@ -180,33 +181,36 @@ impl AgentAddress {
     }
 
     /// Converts a rejection or an unexpected frame to an error.
-    pub fn refused(&self, frame: &Frame) -> GuestError {
+    pub fn refused(&self, frame: &Frame) -> GuestAgentError {
         let why = match frame.kind {
             FrameKind::Refused => frame.text(),
             kind => format!("its agent sent an unexpected frame ({kind:?})"),
         };
         let name = self.name.clone();
-        GuestError::Refused { name, why }
+        GuestAgentError::Refused { name, why }
     }
 
-    fn wire(&self, source: WireError) -> GuestError {
+    fn wire(&self, source: WireError) -> GuestAgentError {
         let name = self.name.clone();
-        GuestError::Wire { name, source }
+        GuestAgentError::Wire { name, source }
     }
 }
 
 /// Returns whether the VM existed at the attempt `before` but no longer exists. A VM that has not
 /// existed yet may still be about to start.
-fn has_ended(before: Option<&GuestError>, error: &GuestError) -> bool {
-    let existed = matches!(before, Some(GuestError::NoAnswer(_) | GuestError::NoAgent(_)));
-    existed && matches!(error, GuestError::Client(ClientError::NoSuchVm { .. }))
+fn has_ended(before: Option<&GuestAgentError>, error: &GuestAgentError) -> bool {
+    let existed = matches!(
+        before,
+        Some(GuestAgentError::NoAnswer(_) | GuestAgentError::NoAgent(_))
+    );
+    existed && matches!(error, GuestAgentError::Client(ClientError::NoSuchVm { .. }))
 }
 
 /// Selects which of the last two errors to report. The user's deadline may pass during the last
 /// attempt, but a guest that refused an earlier connection has booted and has its driver.
-fn last(before: Option<GuestError>, error: GuestError) -> GuestError {
+fn last(before: Option<GuestAgentError>, error: GuestAgentError) -> GuestAgentError {
     match (before, error) {
-        (Some(refused @ GuestError::NoAgent(_)), GuestError::NoAnswer(_)) => refused,
+        (Some(refused @ GuestAgentError::NoAgent(_)), GuestAgentError::NoAnswer(_)) => refused,
         (_, error) => error,
     }
 }
@@ -252,7 +256,7 @@ mod tests {
         write_frame(&mut stream, FrameKind::Accepted, &[]).unwrap();
     }
 
-    /// Neither the guest nor the VM needs to exist when the wait begins.
+    /// The wait for an agent may begin before its guest, or even its VM, exists.
     #[test]
     fn wait_may_precede_vm_start() {
         let dir = tempfile::tempdir().unwrap();
@@ -265,7 +269,7 @@ mod tests {
         way(&socket, Duration::from_secs(600)).request_job(job()).unwrap();
         agent.join().unwrap();
         let error = way(&dir.path().join("none"), Duration::from_millis(100)).request_job(job());
-        assert!(matches!(error, Err(GuestError::Socket { .. })), "{error:?}");
+        assert!(matches!(error, Err(GuestAgentError::Socket { .. })), "{error:?}");
     }
 
     /// The wait ends when the VM terminates. Regression test: the wait for the agent of a
@@ -273,17 +277,20 @@ mod tests {
     #[test]
     fn ended_vm_is_not_waited_for() {
         let missing = || {
-            GuestError::Client(ClientError::NoSuchVm {
+            GuestAgentError::Client(ClientError::NoSuchVm {
                 name: "g".into(),
                 others: Vec::new(),
             })
         };
-        assert!(has_ended(Some(&GuestError::NoAnswer("g".into())), &missing()));
+        assert!(has_ended(
+            Some(&GuestAgentError::NoAnswer("g".into())),
+            &missing()
+        ));
         assert!(!has_ended(None, &missing()));
         assert!(!has_ended(Some(&missing()), &missing()));
         assert!(!has_ended(
-            Some(&GuestError::NoAgent("g".into())),
-            &GuestError::NoAnswer("g".into())
+            Some(&GuestAgentError::NoAgent("g".into())),
+            &GuestAgentError::NoAnswer("g".into())
         ));
     }
 
@@ -295,7 +302,7 @@ mod tests {
         let listener = UnixListener::bind(&socket).unwrap();
         let began = Instant::now();
         let error = way(&socket, Duration::from_millis(300)).request_job(job());
-        assert!(matches!(error, Err(GuestError::NoAnswer(_))), "{error:?}");
+        assert!(matches!(error, Err(GuestAgentError::NoAnswer(_))), "{error:?}");
         assert!(began.elapsed() < TIMEOUT, "{:?}", began.elapsed());
         drop(listener);
     }
@@ -322,13 +329,19 @@ mod tests {
     /// agent was reported as lacking the driver if the last attempt began just before the deadline.
     #[test]
     fn refused_connection_is_reported_at_deadline() {
-        let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));
-        assert!(matches!(last(Some(refused), silent), GuestError::NoAgent(_)));
-        let (refused, silent) = (GuestError::NoAgent("g".into()), GuestError::NoAnswer("g".into()));
-        assert!(matches!(last(None, silent), GuestError::NoAnswer(_)));
+        let (refused, silent) = (
+            GuestAgentError::NoAgent("g".into()),
+            GuestAgentError::NoAnswer("g".into()),
+        );
+        assert!(matches!(last(Some(refused), silent), GuestAgentError::NoAgent(_)));
+        let (refused, silent) = (
+            GuestAgentError::NoAgent("g".into()),
+            GuestAgentError::NoAnswer("g".into()),
+        );
+        assert!(matches!(last(None, silent), GuestAgentError::NoAnswer(_)));
         assert!(matches!(
-            last(Some(GuestError::NoAnswer("g".into())), refused),
-            GuestError::NoAgent(_)
+            last(Some(GuestAgentError::NoAnswer("g".into())), refused),
+            GuestAgentError::NoAgent(_)
         ));
     }
 }

@@ -16,10 +16,10 @@ use stream::{DowntimeLimit, SendFailure, SendVmError};
 
 use super::{one_line, ps};
 
-/// Timeout for a waiting process to accept the connection.
+/// Timeout for the destination process to accept the connection.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Timeout for the answer of a VM that may be the moved one.
+/// Timeout for the answer of a VM that is queried in search of a VM that has moved.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Error returned when a VM cannot be moved.
@@ -59,9 +59,9 @@ pub enum MigrateError {
     NoAnswer(String),
 }
 
-/// Returns a connection to the VM of `left` in the destination process, or `None` if the VM is not
-/// found. Queries only VMs of this user and of the user of the source process, because another
-/// user's VM could claim to be this one.
+/// Returns a new connection to the VM of `left`, in the process to which it has moved, or `None` if
+/// the VM is not found. Queries only VMs of this user and of the user of the source process,
+/// because another user's VM could claim to be the VM that has moved.
 pub(super) fn find_moved(left: &Client) -> Option<Client> {
     let users = [Some(peer::own_uid()), left.peer_uid().ok()];
     let left = left.info();
@@ -125,8 +125,8 @@ pub(super) fn migrate(
     hand_over(client, &receiver).map_err(failed)?
 }
 
-/// Moves the VM of `client` to the process at the other end of `receiver`, which takes over the VM
-/// through the VM's connection.
+/// Moves the VM of `client` to the process at the other end of `receiver`: passes the connection of
+/// `client` to this process, which takes over the VM through it.
 fn hand_over(client: Client, receiver: &UnixStream) -> io::Result<Result<String, MigrateError>> {
     let name = client.info().name.clone();
     let result = migration::offer(receiver, client.into_stream())?;

@@ -99,8 +99,8 @@ impl OperatorCommandError {
     }
 }
 
-/// Connects to the VM at `socket`, otherwise to the VM with the given name or process ID (`pid:PID`),
-/// otherwise to the only VM.
+/// Connects to the VM whose control socket is `socket`. Without a socket, connects to the VM with
+/// the given name or process ID (`pid:PID`) or, if there is no name either, to the only VM.
 fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientError> {
     match socket {
         Some(path) => Client::connect_at(path, None, REPLY_TIMEOUT),

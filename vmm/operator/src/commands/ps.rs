@@ -184,7 +184,7 @@ struct VmJson<'a> {
     socket: Option<&'a PathBuf>,
 }
 
-/// Formats the table. `all` adds users and sockets.
+/// Formats the table of VMs. `all` adds columns for the user and the socket.
 fn table(vms: &[(VmSocket, Option<VmInfo>)], all: bool) -> String {
     let mut rows = vec![
         [

@@ -4,7 +4,7 @@ use std::io::{self, BufWriter, Write};
 
 use clap::Args;
 
-use super::files::{FileArgs, FileError, with_profile};
+use super::files::{RecordingFileArgs, RecordingFileError, with_profile};
 use super::output::{print, written};
 use crate::exit::ExitStatus;
 use crate::values::{SortKeys, parse_percent, parse_sort};
@@ -44,7 +44,7 @@ impl FilterArgs {
 pub struct ReportArgs {
     /// Which file.
     #[command(flatten)]
-    pub file: FileArgs,
+    pub file: RecordingFileArgs,
     /// Group by these columns: comm, pid, vcpu, dso, sym.
     #[arg(short, long, value_name = "KEYS", default_value = "comm,dso,sym", value_parser = parse_sort)]
     pub sort: SortKeys,
@@ -71,7 +71,7 @@ pub struct ReportArgs {
 pub struct ScriptArgs {
     /// Which file.
     #[command(flatten)]
-    pub file: FileArgs,
+    pub file: RecordingFileArgs,
     /// Fields to print: comm, pid, tid, cpu, time, period, event, ip, sym, symoff, dso [default: all]
     #[arg(short = 'F', long, value_name = "LIST", value_parser = parse_fields)]
     pub fields: Option<ScriptFields>,
@@ -140,8 +140,8 @@ fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ParseReportValueErro
 /// Prints a report of the samples.
 ///
 /// # Errors
-/// Returns [`FileError`] if the recording or the symbols cannot be read.
-pub fn report(args: &ReportArgs) -> Result<ExitStatus, FileError> {
+/// Returns [`RecordingFileError`] if the recording or the symbols cannot be read.
+pub fn report(args: &ReportArgs) -> Result<ExitStatus, RecordingFileError> {
     let mut options = ReportOptions {
         sort: args.sort.0.clone(),
         columns: args.fields.as_ref().map(|columns| columns.0.clone()),
@@ -168,8 +168,8 @@ pub fn report(args: &ReportArgs) -> Result<ExitStatus, FileError> {
 /// Prints every sample.
 ///
 /// # Errors
-/// Returns [`FileError`] if the recording cannot be read.
-pub fn script(args: &ScriptArgs) -> Result<ExitStatus, FileError> {
+/// Returns [`RecordingFileError`] if the recording cannot be read.
+pub fn script(args: &ScriptArgs) -> Result<ExitStatus, RecordingFileError> {
     let options = ScriptOptions {
         fields: args.fields.clone().unwrap_or_default(),
         format: if args.json {

@@ -37,7 +37,8 @@ pub(super) fn connect_by_pid(pid: u32) -> Result<Client, ClientError> {
     })
 }
 
-/// Returns the VMs in this user's default directory, followed by those in the other directories.
+/// Returns the VMs with a socket in this user's default directory, followed by the VMs in all other
+/// socket directories.
 fn reachable_vms() -> Vec<VmSocket> {
     let mut found = ps::in_default_directory().unwrap_or_default();
     for vm in ps::everywhere_quietly() {

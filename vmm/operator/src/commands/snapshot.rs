@@ -25,9 +25,10 @@ use tempfile::NamedTempFile;
 
 use crate::snapshot_files::{self, OpenBaseError};
 
-/// Timeout for the vCPUs to leave the guest.
+/// Timeout for the vCPUs to stop running the guest.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Polling interval. The VM is paused meanwhile.
+/// Interval between two requests whether the VM is ready for its snapshot. The VM is paused
+/// meanwhile.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Size of a memory page, in bytes. A page of zeros is not written.
 const PAGE_BYTES: usize = 4096;
@@ -78,7 +79,7 @@ struct PartialDirectory {
 }
 
 impl PartialDirectory {
-    /// Creates a temporary directory next to `dir` for its contents.
+    /// Creates a temporary directory next to `dir`, which is renamed to `dir` when it is complete.
     fn beside(dir: &Path) -> Result<Self, SnapshotCommandError> {
         let name = dir
             .file_name()
@@ -267,8 +268,8 @@ fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
     tempfile::Builder::new().prefix(&prefix).tempfile_in(parent(path))
 }
 
-/// Copies the memory of a VM with `write`, which receives each piece with its bytes (none for
-/// zeros), and returns the state of the VM.
+/// Copies the memory of a VM, and returns the state of the VM. `write` is called for each piece of
+/// memory with the bytes of the piece (none for zeros).
 fn copy(
     client: &mut Client,
     memory_bytes: u64,
@@ -320,7 +321,7 @@ fn write_changes(
 /// that contains its bytes unless they are zeros.
 ///
 /// # Errors
-/// Returns a [`SnapshotCommandError`] if the VM sends anything else, and the errors of `take`.
+/// Returns a [`SnapshotCommandError`] if the VM sends an invalid piece, and the errors of `take`.
 pub fn copy_memory<E: From<SnapshotCommandError>>(
     client: &mut Client,
     memory_bytes: u64,
@@ -338,7 +339,7 @@ pub fn copy_memory<E: From<SnapshotCommandError>>(
     Ok(())
 }
 
-/// Returns the state file of a paused VM, after its memory has been read.
+/// Returns the state file of a paused VM. The caller must have read the VM's memory before.
 ///
 /// # Errors
 /// Returns a [`ClientError`] if the VM does not send the state.
@@ -366,7 +367,7 @@ pub fn read_metadata(client: &mut Client) -> Result<Option<Value>, ClientError> 
 /// Pauses the VM, waits until its state is known, and returns the size of guest memory in bytes.
 ///
 /// # Errors
-/// Returns [`SnapshotCommandError::NotPaused`] if a vCPU does not leave the guest, and a
+/// Returns [`SnapshotCommandError::NotPaused`] if a vCPU does not stop running the guest, and a
 /// [`ClientError`] if the VM refuses the request.
 pub fn pause(client: &mut Client) -> Result<u64, SnapshotCommandError> {
     let until = Instant::now() + TIMEOUT;
@@ -435,7 +436,8 @@ mod tests {
         assert!(file.metadata().unwrap().blocks() * 512 <= 8 * PAGE_BYTES as u64);
     }
 
-    /// An untrusted VM cannot make this command allocate or write an unbounded amount of data.
+    /// Invalid pieces of memory from an untrusted VM are rejected. They cannot make this command
+    /// allocate or write an unbounded amount of data.
     #[test]
     fn wrong_pieces_are_refused() {
         let memory = 32 << 20;

@@ -365,7 +365,8 @@ mod tests {
         }
     }
 
-    /// Sockets without a process appear as root's and must be ignored.
+    /// Sockets that belong to no process appear as root's in the kernel's table and must be
+    /// ignored.
     #[test]
     fn unowned_sockets_are_ignored() {
         let row = |state: &str, inode: u32| {

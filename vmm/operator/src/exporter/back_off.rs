@@ -1,10 +1,10 @@
 //! Back-off for VMs that fail to answer scrapes.
 //!
-//! A VM that fails to answer is skipped for a time that doubles with each failure. A scrape that
-//! queries the VM again does not wait for it. After a VM has stalled, scrapes do not wait for other
-//! VMs of the same user either, because a user who owns many sockets could otherwise stall every
-//! scrape with a different one. VMs of the exporter's own user and of root are exempt from this
-//! last rule.
+//! A VM that fails to answer is skipped for a time that doubles with each failure. The next scrape
+//! after this time queries the VM again, but does not wait for the answer. After a VM has stalled,
+//! scrapes do not wait for other VMs of the same user either, because a user who owns many sockets
+//! could otherwise stall every scrape with a different one. VMs of the exporter's own user and of
+//! root are exempt from this last rule.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ use perf_core::guest_log::LogLimiter;
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Minimum and maximum time for which scrapes do not wait for the VMs of a user after a stall.
 const USER_BACK_OFF: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
-/// Maximum number of users on record.
+/// Maximum number of users whose back-off state is stored.
 const MAX_USERS: usize = 4096;
 /// Maximum length of a log message about a VM, in characters.
 const MAX_LINE: usize = 200;
@@ -42,9 +42,9 @@ impl BackOff {
 
 /// The back-off state of one VM.
 #[derive(Debug, Default)]
-pub struct VmBackOff(Mutex<BackOff>);
+pub struct ScrapeBackOff(Mutex<BackOff>);
 
-impl VmBackOff {
+impl ScrapeBackOff {
     /// Returns whether the VM may be queried at `now`.
     pub fn is_due(&self, now: Instant) -> bool {
         lock(&self.0).is_over(now)
@@ -139,7 +139,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Back-off state shared by scrapes and the VM's thread.
-pub type SharedVmBackOff = Arc<VmBackOff>;
+pub type SharedVmBackOff = Arc<ScrapeBackOff>;
 
 #[cfg(test)]
 mod tests {
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn failing_vm_backs_off_until_it_answers() {
-        let (vm, now) = (VmBackOff::default(), Instant::now());
+        let (vm, now) = (ScrapeBackOff::default(), Instant::now());
         assert!(vm.is_due(now) && !vm.has_failed());
         for seconds in [1, 2, 4, 8, 16, 32, 60, 60] {
             vm.failed(now);

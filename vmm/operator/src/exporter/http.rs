@@ -259,7 +259,8 @@ mod tests {
     }
 
     proptest! {
-        /// The parser reaches a decision for any input of maximum size.
+        /// For any input of maximum size, the parser returns a request or an error instead of
+        /// waiting for more input.
         #[test]
         fn parser_decides_at_size_limit(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {
             prop_assert!(parse(&bytes).is_some());

@@ -108,14 +108,14 @@ impl ExporterListener {
     ///
     /// # Errors
     /// Returns the error of `accept(2)`.
-    pub fn accept(&self) -> io::Result<ClientStream> {
+    pub fn accept(&self) -> io::Result<HttpClientStream> {
         let stream = match self {
-            Self::Tcp(listener) => ClientStream::Tcp(listener.accept()?.0),
-            Self::Unix(listener, _) => ClientStream::Unix(listener.accept()?.0),
+            Self::Tcp(listener) => HttpClientStream::Tcp(listener.accept()?.0),
+            Self::Unix(listener, _) => HttpClientStream::Unix(listener.accept()?.0),
         };
         match &stream {
-            ClientStream::Tcp(stream) => stream.set_nonblocking(false)?,
-            ClientStream::Unix(stream) => stream.set_nonblocking(false)?,
+            HttpClientStream::Tcp(stream) => stream.set_nonblocking(false)?,
+            HttpClientStream::Unix(stream) => stream.set_nonblocking(false)?,
         }
         Ok(stream)
     }
@@ -140,14 +140,14 @@ impl Drop for ExporterListener {
 
 /// A client connection.
 #[derive(Debug)]
-pub enum ClientStream {
+pub enum HttpClientStream {
     /// TCP connection.
     Tcp(TcpStream),
     /// Unix socket connection.
     Unix(UnixStream),
 }
 
-impl ClientStream {
+impl HttpClientStream {
     /// Returns the origin of the connection.
     ///
     /// # Errors
@@ -231,7 +231,7 @@ fn time_left(until: Instant) -> io::Result<Duration> {
     }
 }
 
-impl AsFd for ClientStream {
+impl AsFd for HttpClientStream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(stream) => stream.as_fd(),
@@ -284,7 +284,7 @@ mod tests {
     #[test]
     fn deadline_ends_slow_clients() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let mut stream = ClientStream::Unix(ours);
+        let mut stream = HttpClientStream::Unix(ours);
         let soon = || Instant::now() + Duration::from_millis(50);
         let late = stream.read_until(&mut [0], soon()).unwrap_err();
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);

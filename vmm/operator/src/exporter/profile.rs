@@ -18,7 +18,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 use super::directory::ProfileDirectory;
 use super::http::{HttpReply, HttpRequest};
-use super::listen::ClientStream;
+use super::listen::HttpClientStream;
 use super::vms::VmTarget;
 use crate::commands::one_line;
 
@@ -45,7 +45,7 @@ const MAX_MEMORY: u64 = 4 << 30;
 const MAX_FILE: u64 = 256 << 20;
 /// Maximum size of a profile, in bytes.
 const MAX_PROFILE: u64 = 32 << 20;
-/// Maximum number of bytes read from standard error.
+/// Maximum number of bytes read from the standard error of a process.
 const MAX_SAID: u64 = 4 << 10;
 /// Interval at which the process and the connection are polled for their end.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -62,7 +62,7 @@ pub struct ProfileScheduler {
     pub failed: AtomicU64,
 }
 
-/// Number of failed or rejected profiles.
+/// Parameters of a requested profile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct ProfileRequest {
     seconds: u64,
@@ -136,7 +136,7 @@ impl ProfileScheduler {
         &self,
         request: &HttpRequest,
         target: &VmTarget,
-        stream: &ClientStream,
+        stream: &HttpClientStream,
         stop: &AtomicBool,
     ) -> HttpReply {
         let made = ProfileRequest::of(request).and_then(|wanted| {
@@ -155,7 +155,7 @@ impl ProfileScheduler {
 fn record(
     wanted: &ProfileRequest,
     target: &VmTarget,
-    stream: &ClientStream,
+    stream: &HttpClientStream,
     stop: &AtomicBool,
 ) -> Result<Vec<u8>, HttpReply> {
     let until = Instant::now() + Duration::from_secs(wanted.seconds) + MORE_TIME;
@@ -207,7 +207,7 @@ impl Drop for ChildGuard {
 /// deadline passes or the exporter exits.
 fn run(
     mut command: Command,
-    stream: &ClientStream,
+    stream: &HttpClientStream,
     stop: &AtomicBool,
     until: Instant,
 ) -> Result<Vec<u8>, HttpReply> {
@@ -279,7 +279,7 @@ fn limit(child: &Child) {
 }
 
 /// Returns whether the client has closed the connection.
-fn is_disconnected(stream: &ClientStream) -> bool {
+fn is_disconnected(stream: &HttpClientStream) -> bool {
     let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
     match poll(&mut polled, Some(&rustix::event::Timespec::default())) {
         Ok(_) => polled[0]
@@ -356,7 +356,7 @@ mod tests {
     #[test]
     fn profile_process_failure_is_reported() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let (stream, stop) = (ClientStream::Unix(ours), AtomicBool::new(false));
+        let (stream, stop) = (HttpClientStream::Unix(ours), AtomicBool::new(false));
         let far = Instant::now() + Duration::from_secs(600);
         let of = |script: &str, until| {
             run(shell(script), &stream, &stop, until).map_err(|r| (r.status, r.body.to_vec()))

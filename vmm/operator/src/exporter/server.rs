@@ -16,7 +16,7 @@ use serde_json::json;
 
 use super::access::AccessRules;
 use super::http::{self, HostHeader, HttpReply, HttpRequest, OPENMETRICS, TEXT};
-use super::listen::ClientStream;
+use super::listen::HttpClientStream;
 use super::profile::ProfileScheduler;
 use super::snapshot::{self, MetricFamilies, MetricLabels, MetricsSnapshot};
 use super::vms::{HostVms, VmTarget};
@@ -56,8 +56,9 @@ pub struct Exporter {
 #[derive(Default)]
 struct HttpConnectionSlots {
     next: u64,
-    /// Connections by age; `None` after the request has been received.
-    taken: BTreeMap<u64, Option<ClientStream>>,
+    /// Open connections in order of their arrival. The value is `None` once the request of the
+    /// connection has been received.
+    taken: BTreeMap<u64, Option<HttpClientStream>>,
 }
 
 /// The slot of one connection, released on drop.
@@ -112,7 +113,7 @@ impl Exporter {
     }
 
     /// Serves a connection on a new thread, or rejects the connection if the limit is reached.
-    pub fn admit(self: &Arc<Self>, stream: ClientStream) {
+    pub fn admit(self: &Arc<Self>, stream: HttpClientStream) {
         let Some(slot) = self.slot(&stream) else {
             self.refused.fetch_add(1, Ordering::Relaxed);
             let busy = HttpReply::refusal(503, "too many connections").with_retry_after(1);
@@ -130,7 +131,7 @@ impl Exporter {
         }
     }
 
-    fn slot(self: &Arc<Self>, stream: &ClientStream) -> Option<HttpConnectionSlot> {
+    fn slot(self: &Arc<Self>, stream: &HttpClientStream) -> Option<HttpConnectionSlot> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         if slots.taken.len() >= MAX_CONNECTIONS {
             let (id, oldest) = slots.taken.iter().find_map(|(id, s)| Some((*id, s.as_ref()?)))?;
@@ -146,7 +147,7 @@ impl Exporter {
         })
     }
 
-    fn serve(&self, mut stream: ClientStream, slot: &HttpConnectionSlot) {
+    fn serve(&self, mut stream: HttpClientStream, slot: &HttpConnectionSlot) {
         let origin = stream.origin();
         let (Some(parsed), Ok(origin)) = (head(&mut stream), origin) else {
             self.refused.fetch_add(1, Ordering::Relaxed);
@@ -180,7 +181,7 @@ impl Exporter {
         }
     }
 
-    fn answer(&self, request: &HttpRequest, stream: &ClientStream) -> HttpReply {
+    fn answer(&self, request: &HttpRequest, stream: &HttpClientStream) -> HttpReply {
         match request.path.as_str() {
             "/metrics" => self.metrics(request),
             "/debug/pprof/profile" => match self.one(request) {
@@ -322,7 +323,7 @@ impl Exporter {
 
 /// Reads the head of a request. Returns the error reply to an invalid request, or `None` if the
 /// client has disconnected.
-fn head(stream: &mut ClientStream) -> Option<Result<HttpRequest, HttpReply>> {
+fn head(stream: &mut HttpClientStream) -> Option<Result<HttpRequest, HttpReply>> {
     let until = Instant::now() + HEAD_TIME;
     let (mut bytes, mut chunk) = (Vec::new(), [0; 2048]);
     loop {

@@ -614,8 +614,9 @@ mod tests {
         }
     }
 
-    /// Counts are exported with enabled and running times. An unbacked counter has no times, and
-    /// the guest-written value is not exported as a count.
+    /// Counts are exported with enabled and running times. A guest counter that nothing counts
+    /// (without a backing) has no times, and the value that the guest has written to it is not
+    /// exported as a count.
     #[test]
     fn guest_counters_include_times() {
         let text = encode(&[snapshot()], MetricFamilies::default());
@@ -645,7 +646,7 @@ mod tests {
         assert!(text.ends_with("# EOF\n"));
     }
 
-    /// Statistics that the driver does not send have no series.
+    /// Balloon statistics that the guest's driver does not send have no series in the metrics.
     #[test]
     fn balloon_and_guest_memory_are_exported() {
         let mut with_balloon = snapshot();

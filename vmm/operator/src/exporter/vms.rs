@@ -30,12 +30,12 @@ const MAX_VMS_OF_USER: usize = 256;
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for all replies of a VM to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
-/// Time for which a scrape stays open for VMs that it does not wait for.
+/// Time for which a scrape also accepts the answers of VMs that it does not wait for.
 const GRACE: Duration = Duration::from_millis(500);
 /// Maximum size of a VM's reply, in bytes; sufficient for 256 vCPUs.
 const MAX_REPLY: usize = 2 << 20;
-/// Memory limits for held replies, in bytes. The limits apply to all VMs, to VMs of the exporter's
-/// own user and root, to VMs of all other users, and to VMs of one other user.
+/// Memory limits for the replies that are kept at the same time, in bytes: of all VMs, of VMs of
+/// the exporter's own user and root, of VMs of all other users, and of VMs of one other user.
 const MAX_REPLIES: usize = 76 << 20;
 const MAX_OWN_REPLIES: usize = 64 << 20;
 const MAX_FOREIGN_REPLIES: usize = 12 << 20;
@@ -69,7 +69,7 @@ pub struct VmTarget {
 
 /// The result of querying a VM.
 #[derive(Debug)]
-pub struct VmReply {
+pub struct VmScrapeResult {
     /// Label of the VM.
     pub label: String,
     /// Metrics of the VM; `None` if the VM did not answer in time.
@@ -83,7 +83,7 @@ pub struct VmReply {
 /// A query sent by a scrape to the thread of a VM.
 struct ScrapeJob {
     until: Instant,
-    tell: Sender<VmReply>,
+    tell: Sender<VmScrapeResult>,
 }
 
 /// The thread of a VM, which exits on drop.
@@ -250,7 +250,7 @@ impl HostVms {
 
     /// Queries all `targets` concurrently. The result has no snapshot for a VM that does not answer
     /// within [`SCRAPE_TIME`] or is in back-off.
-    pub fn ask(&self, targets: &[VmTarget]) -> Vec<VmReply> {
+    pub fn ask(&self, targets: &[VmTarget]) -> Vec<VmScrapeResult> {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
         let (tell, told) = channel();
@@ -261,7 +261,7 @@ impl HostVms {
             let tell = tell.clone();
             match self.send_job(target, began, ScrapeJob { until, tell }) {
                 Some(waited_for) => _ = missing.insert(target.label.clone(), waited_for),
-                None => answered.push(VmReply::nothing(&target.label, Duration::ZERO)),
+                None => answered.push(VmScrapeResult::nothing(&target.label, Duration::ZERO)),
             }
         }
         drop(tell);
@@ -277,7 +277,7 @@ impl HostVms {
             answered.push(asked);
         }
         let took = began.elapsed();
-        answered.extend(missing.keys().map(|label| VmReply::nothing(label, took)));
+        answered.extend(missing.keys().map(|label| VmScrapeResult::nothing(label, took)));
         answered.sort_by(|a, b| a.label.cmp(&b.label));
         answered
     }
@@ -325,7 +325,7 @@ fn vm_label(name: String, owner: u32, own: u32) -> String {
     }
 }
 
-impl VmReply {
+impl VmScrapeResult {
     fn nothing(label: &str, took: Duration) -> Self {
         Self {
             label: label.to_owned(),
@@ -390,7 +390,7 @@ fn work(target: &VmTarget, shared: &ScrapeShared, standing: &SharedVmBackOff, jo
             }
         };
         // The scrape may have timed out.
-        let _ = job.tell.send(VmReply {
+        let _ = job.tell.send(VmScrapeResult {
             label: target.label.clone(),
             snapshot,
             took: began.elapsed(),
@@ -452,7 +452,8 @@ impl Connection {
         })
     }
 
-    /// Reads the metrics of the VM over an existing or new connection, and accounts for their size.
+    /// Reads the metrics of the VM over `connection`, which is opened if necessary. Returns them
+    /// with the part of the memory budgets that they occupy.
     fn snapshot(
         connection: &mut Option<Self>,
         target: &VmTarget,
@@ -562,7 +563,7 @@ mod tests {
 
     use super::*;
 
-    /// Duplicate, overlong and excess values are removed.
+    /// Duplicate, overlong and excess values are removed from the metrics of a VM.
     #[test]
     fn vm_metrics_are_bounded() {
         let vm = VmInfo {

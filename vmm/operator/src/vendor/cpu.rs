@@ -43,7 +43,7 @@ impl CpuName {
         Self(format!("{vendor}-{family}-{model:X}-{:X}", signature & 0xf))
     }
 
-    /// Returns whether event codes have 12 bits.
+    /// Returns whether this is an AMD processor, whose event codes have 12 bits.
     pub fn is_amd(&self) -> bool {
         self.0.starts_with("AuthenticAMD-") || self.0.starts_with("HygonGenuine-")
     }
@@ -139,7 +139,8 @@ mod tests {
         );
     }
 
-    /// The order of Intel's tables and their models match `mapfile.csv` in Linux.
+    /// The relatives of a processor are only in older tables than its own. The order of Intel's
+    /// tables and their models match `mapfile.csv` in Linux.
     #[test]
     fn relatives_are_of_older_tables() {
         const CLIENTS: &[&[&str]] = &[

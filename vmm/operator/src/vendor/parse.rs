@@ -40,8 +40,8 @@ pub struct VendorEvent {
     pub name: String,
     /// Vendor's description of the event.
     pub description: String,
-    /// Selector of the event, or the term that a selector cannot express, such as an extra register
-    /// or another PMU.
+    /// Selector of the event or, if no selector can express the event, the term that prevents this,
+    /// such as an extra register or another PMU.
     pub select: Result<EventSelector, String>,
 }
 

@@ -55,7 +55,8 @@ pub enum PerfError {
 pub struct VendorEventTable {
     /// The events, sorted by name.
     pub events: Vec<VendorEvent>,
-    /// Note that perf has no table for the processor and that the events are those of an older one.
+    /// Note for the user that perf has no table for the processor, and that the events are those of
+    /// an older processor.
     pub note: Option<String>,
 }
 
@@ -68,7 +69,8 @@ pub fn events_of(cpu: &CpuName) -> Result<VendorEventTable, PerfError> {
     of_nearest(cpu, table_of)
 }
 
-/// Requests the events of the processor and, if there are none, those of its relatives.
+/// Requests the events of the processor and, if there are none, those of the older processors
+/// returned by [`CpuName::relatives`].
 fn of_nearest(
     cpu: &CpuName,
     table_of: impl Fn(&CpuName) -> Result<Vec<VendorEvent>, PerfError>,
@@ -110,7 +112,7 @@ fn table_of(cpu: &CpuName) -> Result<Vec<VendorEvent>, PerfError> {
     Err(PerfError::NoTable(cpu.clone()))
 }
 
-/// Creates a fake `/sys/bus/event_source` entry of the processor's PMU.
+/// Creates a fake `/sys/bus/event_source` entry for the PMU of processor `cpu` in `dir`.
 fn show_pmu(dir: &Path, pmu: &str, cpu: &CpuName) -> io::Result<()> {
     let pmu = dir.join("bus/event_source/devices").join(pmu);
     let format = pmu.join("format");
@@ -223,7 +225,7 @@ fn run(
 /// Bounded output of a process. At the limit, the pipe is closed, and a further write terminates
 /// the process.
 struct BoundedPipe<R> {
-    /// `None` after the end of the output or at the limit.
+    /// The pipe; `None` after the end of the output or when the limit has been reached.
     from: Option<R>,
     bytes: Vec<u8>,
     limit: usize,
@@ -350,7 +352,8 @@ mod tests {
         assert!(asked("head -c 100000 /dev/urandom", TIMEOUT).unwrap().is_empty());
     }
 
-    /// An endless perf is killed. The time limit of zero makes the result independent of timing.
+    /// A perf process that does not end is killed. The time limit of zero makes the result
+    /// independent of timing.
     #[test]
     fn endless_perf_is_killed() {
         let error = asked("exec sleep 1000000", Duration::ZERO).unwrap_err();

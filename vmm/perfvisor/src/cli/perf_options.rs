@@ -43,7 +43,7 @@ fn arg(&(id, _, short, long): &AcceptedOption) -> Arg {
     long.into_iter().fold(arg, |arg, long| arg.long(long))
 }
 
-/// Adds the accepted options to the commands.
+/// Adds the accepted perf options to the subcommands of `command`.
 pub(super) fn add_accepted_options(command: Command) -> Command {
     command.mut_subcommands(|of| {
         let options = OPTIONS

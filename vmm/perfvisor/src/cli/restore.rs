@@ -32,11 +32,11 @@ const MACHINE_OPTIONS: [&str; 15] = [
 /// branch records.
 const BRANCH_RECORDS: &str = "lbr";
 
-/// The only machine option that may differ from the snapshot's.
+/// Name of the only machine option whose value may differ from that in the snapshot.
 const BACKING: &str = "backing";
 
-/// Options that conflict with `--restore`: the other [`MACHINE_OPTIONS`], options of a kernel to
-/// boot, and options of devices and settings that a snapshot cannot contain.
+/// Options that conflict with `--restore`: all [`MACHINE_OPTIONS`] except the backing, options of a
+/// kernel to boot, and options of devices and settings that a snapshot cannot contain.
 pub(super) const CONFLICTS: [&str; 25] = [
     "balloon",
     "boot_protocol",
@@ -258,7 +258,7 @@ mod tests {
         assert!(run("--restore-loses").is_err());
     }
 
-    /// A snapshot cannot name files or change how the VM is operated.
+    /// The options in a snapshot cannot name files or change how the VM is operated.
     #[test]
     fn snapshot_cannot_set_other_options() {
         let args = run("--restore d").unwrap();

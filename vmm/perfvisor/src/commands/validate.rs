@@ -8,7 +8,7 @@ use clap::Args;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, BackingPolicy, HostPmuProperties, ModelError, PmuGeneration, PmuModel, PmuModelName};
 
-use crate::values::{ValidatedBacking, parse_tolerance, parse_validated};
+use crate::values::{BackingSelection, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
 use ::validate::report::{ReportText, ValidationRow};
 use ::validate::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
@@ -53,7 +53,7 @@ pub struct ValidateArgs {
     /// Select the backings to validate: all (all that this host has, except KVM's own vPMU) or kvm
     /// (KVM's own vPMU).
     #[arg(long, value_name = "BACKING", default_value = "all", value_parser = parse_validated)]
-    pub backing: ValidatedBacking,
+    pub backing: BackingSelection,
     /// Set the tolerance for counts of time, in percent.
     #[arg(long, value_name = "PERCENT", default_value = "2", value_parser = parse_tolerance)]
     pub tolerance: f64,
@@ -128,8 +128,8 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     }
     // Report a rejected KVM vPMU before warnings about the other backings.
     let own_pmu = match args.backing {
-        ValidatedBacking::All => None,
-        ValidatedBacking::Kvm => Some(own_pmu(args)?),
+        BackingSelection::All => None,
+        BackingSelection::Kvm => Some(own_pmu(args)?),
     };
     let (host, runs_linux) = probe_host(&args.pmu, own_pmu.as_ref())?;
     let (linux, linux_skipped) = linux_guest(args, runs_linux)?;
@@ -167,7 +167,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     })
 }
 
-/// Probes the host, and returns whether it can run Linux guests.
+/// Returns the properties of the host, and whether it can run Linux guests.
 fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, bool), ValidateError> {
     let kvm = host::open()?;
     let facts = execution::facts(&kvm)?;
@@ -200,7 +200,7 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, b
     Ok((host, facts.runs_linux))
 }
 
-/// Returns the guest's PMU on this host.
+/// Returns the description of the PMU that guests have on this host.
 fn guest_pmu(pmu: &str, own: Option<&KvmPmuOffer>, probe: &HostProbe) -> Option<String> {
     let name = pmu.parse::<PmuModelName>().ok()?;
     let model = match own {

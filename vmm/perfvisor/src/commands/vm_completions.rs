@@ -24,7 +24,8 @@ pub(super) fn with_vm_names(shell: Shell, script: &str, command: &Command) -> St
     }
 }
 
-/// Adds the names to the words of the commands and to the values of `--vm`.
+/// Makes the bash script complete the names of VMs, both as arguments of `commands` and as values
+/// of `--vm`.
 fn in_bash(script: &str, commands: &[&str]) -> String {
     let (mut out, mut takes_vm, mut after_option) = (String::new(), false, false);
     for line in script.lines() {
@@ -51,7 +52,8 @@ fn in_bash(script: &str, commands: &[&str]) -> String {
     out
 }
 
-/// Sets the action of the arguments that name a VM.
+/// Makes the zsh script complete the names of VMs, by setting the action of the arguments that name
+/// a VM.
 fn in_zsh(script: &str) -> String {
     let action = format!(":($({NAMES}))' \\");
     let mut out = String::new();
@@ -65,7 +67,7 @@ fn in_zsh(script: &str) -> String {
     out
 }
 
-/// Appends a rule for each command.
+/// Makes the fish script complete the names of VMs, by appending a rule for each of `commands`.
 fn in_fish(script: &str, commands: &[&str]) -> String {
     let mut out = script.to_owned();
     for command in commands {
@@ -104,7 +106,7 @@ mod tests {
         assert!(fish.contains(&format!("using_subcommand stat\" -f -a \"({NAMES})\"")));
     }
 
-    /// Bash executes the script unchanged, so an unknown form would be a syntax error.
+    /// Bash parses the modified completion script without a syntax error.
     #[test]
     fn bash_accepts_script() {
         let script = completions(Shell::Bash, Cli::command());

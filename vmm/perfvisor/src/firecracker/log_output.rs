@@ -13,7 +13,8 @@ use sandbox::paths;
 /// The log file; `None` for standard error.
 static OUTPUT: Mutex<Option<File>> = Mutex::new(None);
 
-/// Level of messages without `--level` and `PUT /logger`, as in the specification.
+/// Level of messages without `--level` and `PUT /logger`, as in the specification of Firecracker's
+/// API.
 pub const DEFAULT_LEVEL: LevelFilter = LevelFilter::Info;
 
 struct LogOutput;

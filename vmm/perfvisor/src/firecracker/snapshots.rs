@@ -128,8 +128,8 @@ fn save(socket: &Path, request: &SaveRequest) -> Result<(), SnapshotCommandError
     })
 }
 
-/// Returns the configuration in the state file at `path`. Network devices have the addresses known
-/// to the guest.
+/// Returns the configuration in the state file at `path`. Its network devices have the MAC
+/// addresses that the guest knows.
 pub fn read_config(path: &Path) -> Result<VmConfig, StateFileError> {
     let bytes = read_state(path).map_err(StateFileError::Read)?;
     let machine = decode(&bytes)?;

@@ -35,7 +35,7 @@ use super::log_output::{self, DEFAULT_LEVEL};
 use super::snapshots::{self, SnapshotWriter};
 
 /// Function that checks a command line and returns the error message.
-pub type CheckArguments = fn(Vec<OsString>) -> Result<(), String>;
+pub type CheckCommandLine = fn(Vec<OsString>) -> Result<(), String>;
 
 /// Polling interval for a VM that is starting or whose vCPUs are stopping.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -45,14 +45,14 @@ const MESSAGE_BYTES: usize = 4096;
 /// A VM that is being configured or running.
 pub struct VmProcess {
     program: PathBuf,
-    check: CheckArguments,
+    check: CheckCommandLine,
     id: Option<String>,
     level: LevelFilter,
     metrics: Option<File>,
     child: Option<ChildVm>,
 }
 
-/// Descriptors of the VM for the event loop.
+/// Descriptors of the VM's process that the event loop polls.
 pub struct ChildDescriptors {
     /// Process descriptor, readable once the VM has exited.
     pub process: OwnedFd,
@@ -70,8 +70,9 @@ struct ChildVm {
 }
 
 impl VmProcess {
-    /// Creates a VM that is not running yet. Without `id`, its name contains its process ID.
-    pub fn new(id: Option<String>, check: CheckArguments) -> Self {
+    /// Creates a VM that is not running yet. Without `id`, the name of the VM contains its process
+    /// ID.
+    pub fn new(id: Option<String>, check: CheckCommandLine) -> Self {
         // Without /proc, as in a chroot, use the path by which this process was started.
         let started = std::env::args_os().next().unwrap_or_default();
         Self {
@@ -84,7 +85,8 @@ impl VmProcess {
         }
     }
 
-    /// Takes the descriptors of a running VM, so that they can be polled while it is used.
+    /// Takes the descriptors of a running VM, so that the caller can poll them while it uses this
+    /// value.
     pub fn take_descriptors(&mut self) -> Option<ChildDescriptors> {
         self.child.as_mut()?.descriptors.take()
     }
@@ -198,7 +200,7 @@ fn relay(messages: &mut ChildStderr, copy: &mut Vec<u8>) {
     }
 }
 
-/// Returns the last line without the name of the program.
+/// Returns the last line of the VM's messages without the name of the program.
 fn last_message(said: &[u8]) -> String {
     let text = String::from_utf8_lossy(said);
     let line = text.lines().rfind(|line| !line.trim().is_empty());
@@ -360,7 +362,7 @@ impl VmBackend for VmProcess {
     }
 }
 
-/// Converts the error of a refused request to a fault.
+/// Converts the error of a request that the VM refused to an error of the API.
 fn refusal(error: &ClientError) -> ApiFault {
     let is_limit = matches!(error, ClientError::Refused(failure) if failure.kind == RequestErrorKind::Limit);
     ApiFault {
@@ -369,7 +371,7 @@ fn refusal(error: &ClientError) -> ApiFault {
     }
 }
 
-/// Converts the state of the balloon.
+/// Converts the state of the balloon to Firecracker's balloon statistics.
 fn stats_of(balloon: &BalloonInfo) -> BalloonStats {
     let in_units_of = |bytes: u64, shift: u32| u32::try_from(bytes >> shift).unwrap_or(u32::MAX);
     let of = balloon.statistics.unwrap_or_default();

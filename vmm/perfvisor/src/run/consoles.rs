@@ -119,7 +119,7 @@ impl Consoles {
         Ok(all)
     }
 
-    /// Ends all current and future waits for console space.
+    /// Ends all current and future waits for space in the output of the consoles.
     pub fn stop(&self) {
         self.all().for_each(Console::stop);
     }

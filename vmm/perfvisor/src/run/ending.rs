@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use vmm::vcpu::control::StopReason;
+use vmm::vcpu::control::VmStopReason;
 
 /// Start of the line that Linux prints when it panics.
 const PANIC: &str = "Kernel panic - not syncing: ";
@@ -77,21 +77,21 @@ impl PanicMessage {
 
 /// Logs why the VM ended, unless the guest or the operator stopped it in the usual way or the cause
 /// has been logged.
-pub(super) fn log_end(reason: Option<StopReason>, panic: &PanicMessage) {
+pub(super) fn log_end(reason: Option<VmStopReason>, panic: &PanicMessage) {
     if let Some(line) = end_line(reason, &panic.text()) {
         log::warn!("{line}");
     }
 }
 
-fn end_line(reason: Option<StopReason>, panic: &str) -> Option<String> {
+fn end_line(reason: Option<VmStopReason>, panic: &str) -> Option<String> {
     match reason? {
-        StopReason::Reset if panic.is_empty() => Some(
+        VmStopReason::Reset if panic.is_empty() => Some(
             "the VM ended: the guest reset the machine; use --on-reset restart to boot it again".to_owned(),
         ),
-        StopReason::Reset => Some(format!(
+        VmStopReason::Reset => Some(format!(
             "the VM ended: the guest's kernel panicked ({panic}) and reset the machine"
         )),
-        StopReason::Signal(signal) => {
+        VmStopReason::Signal(signal) => {
             let name = match signal {
                 libc::SIGTERM => "SIGTERM".to_owned(),
                 libc::SIGINT => "SIGINT".to_owned(),
@@ -106,8 +106,8 @@ fn end_line(reason: Option<StopReason>, panic: &str) -> Option<String> {
             })
         }
         // The vCPU or the restart has logged the cause.
-        StopReason::TripleFault | StopReason::Failed | StopReason::NotRestarted => None,
-        StopReason::PowerOff | StopReason::DebugExit(_) | StopReason::Operator => None,
+        VmStopReason::TripleFault | VmStopReason::Failed | VmStopReason::NotRestarted => None,
+        VmStopReason::PowerOff | VmStopReason::DebugExit(_) | VmStopReason::Operator => None,
     }
 }
 
@@ -147,14 +147,14 @@ mod tests {
     #[test]
     fn end_line_names_the_cause_of_an_unusual_end() {
         let line = |reason, panic| end_line(Some(reason), panic).unwrap_or_default();
-        assert!(line(StopReason::Reset, "").contains("the guest reset the machine"));
-        assert!(line(StopReason::Reset, "Oops").contains("panicked (Oops)"));
+        assert!(line(VmStopReason::Reset, "").contains("the guest reset the machine"));
+        assert!(line(VmStopReason::Reset, "Oops").contains("panicked (Oops)"));
         assert_eq!(
-            line(StopReason::Signal(libc::SIGTERM), ""),
+            line(VmStopReason::Signal(libc::SIGTERM), ""),
             "the VM ended: SIGTERM"
         );
-        assert!(line(StopReason::Signal(libc::SIGINT), "Oops").contains("panicked (Oops)"));
-        assert_eq!(line(StopReason::PowerOff, "Oops"), "");
-        assert_eq!(line(StopReason::Operator, ""), "");
+        assert!(line(VmStopReason::Signal(libc::SIGINT), "Oops").contains("panicked (Oops)"));
+        assert_eq!(line(VmStopReason::PowerOff, "Oops"), "");
+        assert_eq!(line(VmStopReason::Operator, ""), "");
     }
 }

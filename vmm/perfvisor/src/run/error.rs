@@ -123,7 +123,8 @@ pub enum RunError {
     Loop(#[source] event_manager::Error),
 }
 impl RunError {
-    /// Returns a closure for `map_err` that marks errors that occur before the VM is created.
+    /// Returns a closure for `map_err` that wraps an error of a step before the VM is created.
+    /// `what` describes the step.
     pub(super) fn start(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::Start(what, source)
     }

@@ -21,7 +21,9 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use control_api::client::{Client, ClientError};
-use control_api::migration::{self, MigratedVm, MigrationAddress, MigrationOffer, MigrationResult, VmOrigin};
+use control_api::migration::{
+    self, MigratedVm, MigrationAddress, MigrationOffer, MigrationResult, MigrationSource,
+};
 use control_api::peer;
 use control_api::protocol::{VmInfo, VmState};
 use control_api::request;
@@ -105,12 +107,12 @@ pub enum IncomingError {
     Cancelled,
 }
 
-/// A process that waits for the result of a migration.
+/// Connection to the process that waits for the result of a migration.
 #[derive(Debug)]
 enum Reply {
-    /// The process waits for a line.
+    /// The process waits for an answer of one line.
     Line(UnixStream),
-    /// The process has sent the VM as bytes.
+    /// The process has sent the VM as a byte stream, and waits for a message of that stream.
     Stream(UnixStream),
 }
 
@@ -119,7 +121,8 @@ enum Reply {
 pub(super) struct Requester(Cell<Option<Reply>>);
 
 impl Requester {
-    /// Reports that the VM has not moved, unless it has moved.
+    /// Reports to the waiting process that the VM has not moved, unless a result has already been
+    /// reported.
     pub(super) fn report_failure(&self, why: &str) {
         let reported = match self.0.take() {
             None => Ok(()),
@@ -130,7 +133,7 @@ impl Requester {
         report_absence(reported);
     }
 
-    /// Reports that a VM from this host has moved.
+    /// Reports to the waiting process that a VM from this host has moved.
     fn report_move(&self, moved: MigratedVm) {
         if let Some(Reply::Line(stream)) = self.0.take() {
             let answered = migration::answer(&stream, &MigrationResult::Moved(moved));
@@ -342,11 +345,11 @@ impl Arrival {
     }
 
     /// Returns the source process, if it is on this host.
-    pub(super) fn origin(&self) -> Option<VmOrigin> {
+    pub(super) fn origin(&self) -> Option<MigrationSource> {
         match self {
             Self::Local(vm) => {
                 let VmInfo { name, pid, .. } = vm.client.info().clone();
-                Some(VmOrigin { name, pid })
+                Some(MigrationSource { name, pid })
             }
             Self::Stream(vm) => vm.origin(),
         }
@@ -446,8 +449,8 @@ mod tests {
 
     use super::*;
 
-    /// A requester that exits is noticed, because Ctrl-C in `ctl migrate` must cancel the
-    /// migration.
+    /// The exit of the process that requested the migration is noticed, because Ctrl-C in
+    /// `ctl migrate` must cancel the migration.
     #[test]
     fn end_of_the_requester_is_noticed() {
         let (mut end, stream) = UnixStream::pair().unwrap();

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use perf_core::pmu::host::counting_is_denied;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use sandbox::privileges;
-use sandbox::{Jail, JailContents, JailError, Supervisor};
+use sandbox::{Jail, JailContents, JailError, PidNamespaceSupervisor};
 use vmm::console::ConsoleTarget;
 use vmm::vm::VmConfig;
 
@@ -58,7 +58,7 @@ pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceManager, RunE
     if args.jail.is_none() {
         return Ok(manager);
     }
-    let supervisor = Supervisor {
+    let supervisor = PidNamespaceSupervisor {
         confinement: super::confinement(args),
         give_up: privileges::drop_all_privileges,
         terminal: [Some(&args.console), args.virtio_console.as_ref()].contains(&Some(&ConsoleTarget::Tty)),

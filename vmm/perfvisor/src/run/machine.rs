@@ -35,7 +35,7 @@ use vmm::vm::{DebuggerConfig, VmConfig};
 /// legacy hardware.
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
-/// The guest's PMU and its backing on this host.
+/// The guest's PMU, and the mechanism that counts for it on this host (backing).
 struct BackedPmu {
     model: PmuModel,
     has_pmu: bool,
@@ -44,7 +44,8 @@ struct BackedPmu {
     backability: CountableEvents,
 }
 
-/// Returns the machine configuration. Logs reductions and surprising choices.
+/// Returns the machine configuration for `args` on this host. Logs which requested features are
+/// reduced, and choices that the user may not expect.
 ///
 /// # Errors
 /// Returns [`RunError`] if an option is unsupported on this host.
@@ -260,7 +261,7 @@ fn with_branch_records(
     }
 }
 
-/// Removes the events denied by `filter` from the announced features.
+/// Removes the events that `filter` denies from the PMU features that are announced to the guest.
 fn announced(backed: BackedPmu, filter: &EventFilter) -> BackedPmu {
     let vendor = backed.model.vendor();
     if backed.has_pmu && vendor == Vendor::Amd {
@@ -339,7 +340,8 @@ fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu, fil
     .collect()
 }
 
-/// Returns the words that inform the built-in guest which events in its table `filter` denies.
+/// Returns the command line words that tell the built-in guest which events of its table `filter`
+/// denies.
 fn denied_event_words(vendor: Vendor, filter: &EventFilter) -> impl Iterator<Item = &'static str> {
     let general = |select, umask| EventSelection::General(EventSelect(select), UnitMask(umask));
     let (cycles, branches, paravirtual) = match vendor {

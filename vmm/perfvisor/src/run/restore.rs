@@ -132,8 +132,8 @@ pub(super) fn saved_addresses(state: &SavedMachine) -> impl Iterator<Item = MacA
     devices.filter_map(|device| device.config.0.first_chunk().copied().map(MacAddress::from))
 }
 
-/// Assigns the MAC addresses of VM `vm` to the network devices of a clone. Other VMs keep the
-/// addresses of the snapshot, which must then match the command line.
+/// Assigns the MAC addresses of VM `vm` to the network devices of a clone. For a VM that is not a
+/// clone, keeps the addresses of the snapshot, which must then match the command line.
 pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm: &str) -> RestoredMachine {
     if args.clone {
         let devices = saved.state.devices.iter_mut();
@@ -184,7 +184,8 @@ mod tests {
     use super::*;
     use crate::cli::{self, CliCommand};
 
-    /// Returns the configuration of a saved disk and of two network devices after a restore.
+    /// Restores a saved disk and two saved network devices as VM `vm` with `options`, and returns
+    /// the configurations of these devices.
     fn configs(options: &str, vm: &str) -> Vec<Vec<u8>> {
         let words = ["perfvisor", "run", "--restore", "d", "--net", "tap=a"];
         let words = words.into_iter().chain(options.split_whitespace());

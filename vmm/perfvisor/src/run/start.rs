@@ -8,7 +8,7 @@ use std::sync::Arc;
 use operator::exit::ExitStatus;
 use operator::signals::BlockedSignals;
 use perf_core::pmu::host::{HostProbe, ignore_sigio};
-use sandbox::{PerfEventAccess, SocketBroker, TerminationActions, ThreadKind, privileges};
+use sandbox::{PerfEventAccess, SandboxedThreadKind, SeccompTerminationActions, SocketBroker, privileges};
 use vmm::console::restore_terminal;
 use vmm::kvm::host::{self, Kvm};
 use vmm::pmu::event_opener::VmEventOpener;
@@ -27,7 +27,7 @@ use crate::inherited::{self, InheritedDescriptors};
 /// The helper processes of a VM, and the resources that were opened before them with the rights of
 /// the VM's user.
 pub(super) struct Helpers {
-    /// Connection to the starter of a daemon.
+    /// Startup state of a daemon, with its connection to the process that started it.
     pub(super) starting: Option<DaemonStartup>,
     pub(super) inherited: InheritedDescriptors,
     /// Snapshot to restore, with the options of its guest.
@@ -44,8 +44,8 @@ pub(super) struct Helpers {
 }
 
 impl Helpers {
-    /// Starts the helpers. The process must have no other thread, no signal handlers and no descriptors
-    /// of its own.
+    /// Starts the helper processes. Must be called before this process starts a thread, installs a
+    /// signal handler or opens a descriptor.
     ///
     /// # Errors
     /// Returns [`RunError`] if an option cannot be satisfied or a process cannot be started.
@@ -85,7 +85,8 @@ impl Helpers {
     }
 }
 
-/// Properties of the host for a VM, and operations that have been started on the host.
+/// Properties of the host that a VM needs, and setup operations that are already running on the
+/// host.
 pub(super) struct HostSetup {
     pub(super) kvm: Kvm,
     pub(super) probe: HostProbe,
@@ -96,7 +97,8 @@ pub(super) struct HostSetup {
 }
 
 impl HostSetup {
-    /// Probes the host, prepares the sandbox and installs the opener of perf events.
+    /// Probes the host, prepares the sandbox, and installs `opener`, through which this process
+    /// opens perf events.
     ///
     /// # Errors
     /// Returns [`RunError`] if KVM or a system call is not available.
@@ -130,7 +132,7 @@ impl HostSetup {
 /// Installs the handlers that terminate the process with one line after a fault, a panic or a
 /// forbidden system call, and prepares the filters and rules that [`super::confine`] activates.
 fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&File>) -> Result<(), RunError> {
-    let will = TerminationActions {
+    let will = SeccompTerminationActions {
         first: restore_terminal,
         log: log_file.map(AsRawFd::as_raw_fd),
         status: ExitStatus::Internal.code(),
@@ -145,24 +147,24 @@ fn begin_sandbox(args: &RunArgs, counting: PerfEventAccess, log_file: Option<&Fi
 /// Installs a panic hook that logs one line and terminates the VM. A panic in a thread with an
 /// orderly shutdown path terminates the VM through that path, and any other panic terminates it
 /// immediately.
-fn install_panic_hook(will: TerminationActions) {
+fn install_panic_hook(will: SeccompTerminationActions) {
     std::panic::set_hook(Box::new(move |info| {
         let kind = sandbox::kind();
         if matches!(
             kind,
-            Some(ThreadKind::Device | ThreadKind::Socket | ThreadKind::Balloon)
+            Some(SandboxedThreadKind::Device | SandboxedThreadKind::Socket | SandboxedThreadKind::Balloon)
         ) {
             // The device reports the panic.
             return;
         }
         let place = info.location().map(ToString::to_string).unwrap_or_default();
         let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
-        if kind == Some(ThreadKind::Profiler) {
+        if kind == Some(SandboxedThreadKind::Profiler) {
             // The operator who waits for the result receives an error.
             log::error!("the search for the guest's kernel panicked at {place}: {said}; please report this");
             return;
         }
-        if kind != Some(ThreadKind::Vcpu) {
+        if kind != Some(SandboxedThreadKind::Vcpu) {
             restore_terminal();
         }
         let thread = std::thread::current();
@@ -170,7 +172,7 @@ fn install_panic_hook(will: TerminationActions) {
             "the thread {} panicked at {place}, which terminates the VM: {said}; please report this",
             thread.name().unwrap_or("main")
         );
-        if kind != Some(ThreadKind::Vcpu) {
+        if kind != Some(SandboxedThreadKind::Vcpu) {
             sandbox::end_now(will);
         }
     }));

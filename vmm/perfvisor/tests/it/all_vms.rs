@@ -19,7 +19,8 @@ fn text(out: &Output) -> String {
     String::from_utf8_lossy(&[&out.stdout[..], &out.stderr[..]].concat()).into_owned()
 }
 
-/// Machine-readable lines contain the VM's label, and the text output has one table per VM.
+/// With several VMs, the machine-readable lines of `stat` contain the label of the VM, and its text
+/// output has one table per VM.
 #[test]
 fn stat_counts_all_vms_at_once() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[])]) else {
@@ -66,7 +67,8 @@ fn stat_counts_all_vms_at_once() {
     );
 }
 
-/// Each VM has its own file, an unresponsive VM is reported, and one signal stops all recordings.
+/// `record` writes a separate file for each VM and reports an unresponsive VM. One signal stops all
+/// recordings.
 #[test]
 fn record_writes_a_file_for_each_vm() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[]), ("c", &[])]) else {

@@ -6,7 +6,7 @@ use std::process::Output;
 use crate::common::operator::TestVm;
 use crate::common::vm::assert_contains;
 
-/// Records the spinning VM and returns the path of the file.
+/// Records the VM, whose guest spins, and returns the path of the file.
 fn recorded(vm: &TestVm, name: &str) -> PathBuf {
     let file = vm.vm.runtime.path().join(name);
     let path = file.to_str().unwrap();
@@ -26,8 +26,8 @@ fn refused(out: &Output, words: &[&str]) {
     }
 }
 
-/// The output names the source of the code, and code that differs from the recorded build is
-/// rejected.
+/// The output of `annotate` names the source of the code. Code that differs from the recorded build
+/// is rejected.
 #[test]
 fn function_is_annotated_from_guest_memory() {
     let Some(vm) = TestVm::spinning(1) else { return };
@@ -74,7 +74,8 @@ fn function_is_annotated_from_guest_memory() {
     );
 }
 
-/// A recording equals itself, and the shares of each recording add up to 100 %.
+/// `diff` shows no difference between a recording and itself, and the shares of each recording add
+/// up to 100 %.
 #[test]
 fn recording_has_no_diff_to_itself() {
     let Some(vm) = TestVm::spinning(1) else { return };

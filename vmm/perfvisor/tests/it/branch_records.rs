@@ -6,14 +6,15 @@ use tempfile::NamedTempFile;
 use crate::common::stepping::{Run, check_line, command, host_for_branches as host, kernel_file};
 use crate::common::vm::assert_contains;
 
-/// Runs the guest's tests with descriptions that start with `only`.
+/// Runs those tests of the bare-metal guest whose descriptions start with `only`.
 fn run(kernel: &NamedTempFile, model: &str, only: &str, options: &str) -> Run {
     let line = format!("--pmu {model} --stats {options}");
     let words = format!("only={only}");
     crate::common::stepping::run(&mut command(&line, Some((kernel.path(), &words))))
 }
 
-/// PMIs capture the branches of the interrupted code, with the vendor's registers and freezing.
+/// At a PMI, the guest finds the branches of the interrupted code in its branch records, with the
+/// registers and the freezing of each vendor.
 #[test]
 fn pmis_find_branches_of_the_guest() {
     if host().is_none() {

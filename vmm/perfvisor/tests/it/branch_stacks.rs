@@ -75,8 +75,8 @@ impl BranchingVm {
         text.lines().map(stack).collect()
     }
 
-    /// Returns the number of edges that follow an edge selected by `after`, and the number of those
-    /// that match `outcome`.
+    /// Returns the number of edges that follow an edge selected by `after` in a stack, and how many
+    /// of them match `outcome`.
     fn decisions(
         &self,
         stacks: &[Vec<Edge>],
@@ -113,8 +113,9 @@ const SIGMAS: f64 = 4.5;
 
 const KERNEL: [&str; 4] = ["-j", "any,k,save_type", "-F", "500"];
 
-/// Every edge has the expected frequency, for conditional branches, a rare path, recursion and
-/// indirect calls. No branch is missing between two branches of a stack.
+/// In recorded branch stacks, every branch edge has the expected frequency, for conditional
+/// branches, a rare path, recursion and indirect calls. No branch is missing between two branches
+/// of a stack.
 #[test]
 fn edge_frequencies_match_branch_probabilities() {
     if host().is_none() {

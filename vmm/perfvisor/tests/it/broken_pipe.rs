@@ -37,7 +37,7 @@ fn closed_pipe_is_no_failure() {
     }
 }
 
-/// Write errors on standard output other than a closed pipe make the command fail.
+/// A write error on standard output makes the command fail, unless the reader has closed the pipe.
 #[test]
 fn write_error_is_a_failure() {
     for arguments in [&["--help"][..], &["check"]] {

@@ -164,7 +164,8 @@ fn invalid_console_is_rejected_in_one_line() {
     }
 }
 
-/// Two consoles cannot share one location, and errors of both console options have the same form.
+/// The serial port and the virtio console cannot share one location, and errors of both console
+/// options have the same form.
 #[test]
 fn virtio_console_needs_its_own_location() {
     let dir = tempfile::tempdir().unwrap();

@@ -15,7 +15,7 @@ use control_api::request;
 const ROOM: usize = 32;
 
 /// A client that connects before the VM is complete can count all vCPUs with its first request,
-/// even if their threads have not started.
+/// even if the threads of the vCPUs have not started.
 #[test]
 fn first_client_counts_every_vcpu() {
     if !has_kvm() {
@@ -61,7 +61,7 @@ fn first_client_counts_every_vcpu() {
 }
 
 /// A client above the connection limit receives an error, which the commands report. A client that
-/// is replaced before sending a greeting is notified.
+/// has sent no greeting is disconnected in favor of a new one, and receives an error, too.
 #[test]
 fn client_above_connection_limit_is_refused() {
     let Some(vm) = TestVm::spinning(1) else { return };

@@ -11,12 +11,12 @@ use crate::common::vm::{SpinningVm, assert_contains, eventually, ps_until_all_an
 
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{
-    EventReading, HostRingInfo, OpenedEvent, PluggedVcpuEvents, RequestErrorKind, RingInfo, SamplingParams,
-    VcpuPlug, VmInfo, VmState,
+    EventReading, HostRingInfo, OpenedEvent, PluggedVcpuEvents, RequestErrorKind, SampleRingInfo,
+    SamplingParams, VcpuPlugStatus, VmInfo, VmState,
 };
 use control_api::request;
 
-/// Tests ps, pause, resume, share, filter, guest view and stop.
+/// The commands ps, pause, resume, share, filter, guest view and stop work with a running VM.
 #[test]
 fn operator_commands_control_vm() {
     let Some(mut vm) = TestVm::spinning(2) else { return };
@@ -116,7 +116,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
         })
         .unwrap();
     assert_eq!(opened.len(), 1);
-    let (ring, _): (RingInfo, std::fs::File) = each
+    let (ring, _): (SampleRingInfo, std::fs::File) = each
         .call_with_file(request::Ring {
             vcpu: 0,
             pages: 8,
@@ -155,7 +155,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
             .all(|j| j.refused.is_none() && j.events[0].handle.is_some())
     );
     assert_eq!(each.call(request::Joined).unwrap(), []);
-    let (info, memfd): (RingInfo, std::fs::File) = each
+    let (info, memfd): (SampleRingInfo, std::fs::File) = each
         .call_with_file(request::Ring {
             vcpu: 2,
             pages: 8,
@@ -187,7 +187,7 @@ fn added_vcpus_stay_if_guest_does_not_respond() {
     );
     assert_eq!(said.lines().count(), 1, "{said}");
     assert_eq!(vm.vcpu_threads().len(), 3);
-    let plug: VcpuPlug = each.call(request::VcpuPlug).unwrap();
+    let plug: VcpuPlugStatus = each.call(request::VcpuPlug).unwrap();
     assert_eq!((plug.present, plug.asked_for), (vec![0, 1, 2], vec![]));
     assert_eq!(vm.say(&["ctl", "test", "vcpus", "3"]), "test: running, 3 vCPUs\n");
 
@@ -286,7 +286,8 @@ fn reading_paused_vm_keeps_events_off() {
     });
 }
 
-/// A vCPU that cannot join the perf core is not added and leaves no resources.
+/// A vCPU for which the VM has too few descriptors, so that it cannot join the perf core, is not
+/// added and leaves no resources.
 #[test]
 fn vcpu_without_descriptors_is_not_added() {
     let Some(vm) = SpinningVm::start_with_few_descriptors("test", &["--cpus", "1,max=3"], 64) else {
@@ -528,7 +529,7 @@ fn refusal_reaches_slow_reader() {
     });
 }
 
-/// When a client disconnects, its events are closed and no others are.
+/// When a client disconnects, its events are closed, and the events of other clients stay open.
 #[test]
 fn client_events_end_with_connection() {
     let Some(vm) = TestVm::spinning(2) else { return };
@@ -555,7 +556,7 @@ fn client_events_end_with_connection() {
             .unwrap();
         assert_eq!(opened.len(), 6);
         for vcpu in 0..vm.vcpus {
-            let (_, _memfd): (RingInfo, _) = dies
+            let (_, _memfd): (SampleRingInfo, _) = dies
                 .call_with_file(request::Ring {
                     vcpu,
                     pages: 16,

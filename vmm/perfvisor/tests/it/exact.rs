@@ -6,7 +6,8 @@ use crate::common::vm::assert_contains;
 use guest_images::bare_metal::{EXACT_TESTS, VPMU_TESTS};
 use test_support::kernels;
 
-/// Hand-counted blocks are counted exactly on models of both vendors, without a lost step.
+/// Blocks of code with events counted by hand are counted exactly on PMU models of both vendors,
+/// without a lost step.
 #[test]
 fn hand_counted_code_is_counted_exactly() {
     let Some(host) = host() else { return };
@@ -24,8 +25,9 @@ fn hand_counted_code_is_counted_exactly() {
     }
 }
 
-/// On hosts with working hardware breakpoints, straight runs give the same counts as single steps.
-/// The same blocks pass and the same instructions retire, with fewer stops.
+/// On hosts with working hardware breakpoints, the exact backing can run several instructions up to
+/// a breakpoint (a straight run) instead of single-stepping each. Straight runs give the same
+/// counts as single steps: the same blocks pass and the same instructions retire, with fewer stops.
 #[test]
 fn straight_runs_match_single_steps() {
     let Some(host) = host() else { return };
@@ -60,8 +62,8 @@ fn straight_runs_match_single_steps() {
     }
 }
 
-/// The same blocks pass with the same number of steps in every run. Varying counts would not be
-/// exact.
+/// Every run of the guest's tests passes for the same blocks and takes the same number of steps.
+/// Varying counts would not be exact.
 #[test]
 fn exact_counts_are_repeatable() {
     let Some(host) = host() else { return };
@@ -146,8 +148,8 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
     kernels::elf32(kernels::EM_386, 0x10_0000, &[segment])
 }
 
-/// RDPMC by hardware breakpoint returns the same value as by trap. This also applies to
-/// single-stepped code, in which the instruction is counted like any other.
+/// An RDPMC that a hardware breakpoint intercepts returns the same value as an RDPMC that traps.
+/// This also applies to single-stepped code, in which the instruction is counted like any other.
 #[test]
 fn rdpmc_by_breakpoint_matches_trap() {
     let Some(host) = host() else { return };

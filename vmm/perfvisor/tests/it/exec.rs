@@ -32,7 +32,7 @@ fn signal(child: &Child, name: &str) {
     assert!(sent.unwrap().success());
 }
 
-/// Acts as an agent up to the start of the command.
+/// Accepts a connection, and acts as the agent of a guest up to the start of the command.
 fn accept(listener: &UnixListener) -> UnixStream {
     let (mut stream, _) = listener.accept().unwrap();
     let mut byte = [0];
@@ -45,7 +45,7 @@ fn accept(listener: &UnixListener) -> UnixStream {
     stream
 }
 
-/// Before the command starts, a signal terminates `perfvisor exec` itself.
+/// If a signal arrives before the command has started, it terminates `perfvisor exec` itself.
 #[test]
 fn exec_ends_on_signal_while_waiting() {
     let dir = tempfile::tempdir().unwrap();

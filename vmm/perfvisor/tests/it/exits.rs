@@ -19,8 +19,8 @@ fn count(of: &Value, list: &str, key: &str, name: &str) -> u64 {
     named.map(|one| one["count"].as_u64().unwrap()).sum()
 }
 
-/// Kicks are counted and timed during the observation, intervals add up to the total, and KVM's
-/// statistics are also shown.
+/// Exits caused by kicks of the vCPUs are counted and timed during the observation, intervals add
+/// up to the total, and KVM's statistics are also shown.
 #[test]
 fn exits_are_counted_and_timed_while_observed() {
     let Some(vm) = TestVm::spinning(2) else { return };

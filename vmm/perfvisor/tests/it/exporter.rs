@@ -11,8 +11,8 @@ use std::time::Duration;
 use crate::common::host::{Host, get, reply};
 use crate::common::vm::{PROGRAM, eventually};
 
-/// A scrape contains all VMs, with contiguous families. A VM that stops, dies, appears or
-/// disappears does not affect the others.
+/// A scrape contains all VMs, with the series of each metric family next to each other. A VM that
+/// stops, dies, appears or disappears does not affect the others.
 #[test]
 fn scrape_contains_all_vms_despite_failures() {
     let Some(mut host) = Host::start(&[("a", &["--cpus", "2"]), ("b", &[]), ("off", &["--pmu", "off"])])

@@ -118,7 +118,8 @@ fn as_nobody(command: &[&str]) -> Command {
     nobody
 }
 
-/// Returns the content that the user nobody can read at a path.
+/// Returns the exporter's reply to a request for `path` at `port` from a process of the user
+/// nobody.
 fn get_as_nobody(port: u16, path: &str) -> String {
     let script =
         format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'GET {path} HTTP/1.1\\r\\n\\r\\n' >&3; cat <&3");
@@ -171,7 +172,8 @@ fn foreign_host_field_is_refused() {
     assert_eq!(exporter.get("/metrics", twice).0, 421);
 }
 
-/// A token admits other users, and a file without a token is rejected.
+/// A client of another user that sends the token is served, and a token file that contains no token
+/// is rejected.
 #[test]
 fn token_admits_other_user() {
     if !can_be_nobody() {

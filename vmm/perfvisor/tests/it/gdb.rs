@@ -181,8 +181,8 @@ detach
     assert!(vm.operator(&["ctl", "g", "status"]).contains("running"));
 }
 
-/// Ctrl-C stops a running guest, and its operator events stop counting. If the debugger kills the
-/// guest, the VM shuts down in order.
+/// Ctrl-C in gdb stops a running guest, and the operators' events on the guest stop counting. If
+/// the debugger kills the guest, the VM shuts down in order.
 #[test]
 fn gdb_interrupt_stops_guest_and_counters() {
     let Some(mut vm) = WaitingVm::start() else { return };

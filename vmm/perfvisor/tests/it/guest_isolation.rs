@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::{PROGRAM, SpinningVm, children, eventually};
 
-/// A PVH kernel after one leading byte. Its code begins at [`CODE`].
+/// Fuzz seed that consists of one byte and a PVH kernel, whose code begins at [`CODE`].
 const KERNEL: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 const CODE: usize = 0xb1;
 /// Code that writes the interrupt command register of the local APIC to send INIT to APIC ID 0,
@@ -21,7 +21,8 @@ const SENDS_INIT: [u8; 23] = [
     0xf4, 0xeb, 0xfd, // hlt; jmp
 ];
 
-/// The first vCPU starts at the reset vector, where the firmware of a PC would reset the machine.
+/// An INIT to the first vCPU resets the machine. The vCPU starts at the reset vector, where the
+/// firmware of a PC would reset the machine.
 #[test]
 fn init_to_first_vcpu_resets_machine() {
     let dir = tempfile::tempdir().unwrap();
@@ -37,8 +38,8 @@ fn init_to_first_vcpu_resets_machine() {
     assert_eq!(vm.said_count("internal error"), 0, "{:?}", vm.said());
 }
 
-/// Killed helper processes, which are the supervisor of kernel readers and both brokers, do not
-/// remain zombies.
+/// Killed helper processes do not remain zombies. These are the supervisor of kernel readers, the
+/// perf event broker and the socket broker.
 #[test]
 fn killed_child_is_reaped() {
     let Some(vm) = SpinningVm::start("reaper", &[]) else {

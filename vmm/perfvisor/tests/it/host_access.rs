@@ -63,7 +63,7 @@ fn jailed_vm_closes_inherited_descriptors() {
     }
 }
 
-/// Child processes do not inherit the descriptor.
+/// Child processes of the VM do not inherit the descriptor that the VM has inherited.
 #[test]
 fn inherited_descriptor_is_close_on_exec() {
     let Some(vm) = vm_with_inherited_state(&[]) else {
@@ -93,8 +93,8 @@ fn environment_is_cleared_in_all_processes() {
     }
 }
 
-/// An abstract socket belongs to the host's network namespace, so a VM must connect before it
-/// enters the jail.
+/// A jailed VM notifies a service manager that listens on an abstract socket. Such a socket belongs
+/// to the host's network namespace, so the VM must connect before it enters the jail.
 #[test]
 fn jailed_vm_notifies_abstract_socket() {
     if !is_root() {

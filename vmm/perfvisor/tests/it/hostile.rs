@@ -23,8 +23,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 const SECONDS: &str = "PERFVISOR_HOSTILE_SECONDS";
 /// Default duration, in seconds.
 const SHORT_S: u64 = 16;
-/// Permitted growth of the VMM's memory after the first quarter, in KiB, for steps of its
-/// allocator.
+/// Permitted growth of the VMM's memory after the first quarter, in KiB. It allows for allocators,
+/// which enlarge the heap in steps.
 const GROWTH_KIB: u64 = 4096;
 
 /// Operator commands, each of which is killed at a random time.
@@ -94,7 +94,8 @@ impl ResourceUse {
         }
     }
 
-    /// Returns the maximum of several readings, spaced by one phase of the guest.
+    /// Returns the maximum of `looks` readings of process `pid`, taken at intervals of one phase of
+    /// the guest.
     fn most_of(pid: u32, looks: u32) -> Self {
         let mut most = Self::of(pid);
         for _ in 1..looks {
@@ -215,7 +216,8 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
     }
 }
 
-/// Expected CPU share of a neighbour of a storming guest, in percent.
+/// Expected CPU share of a process (neighbour) on the same host as a guest that causes an interrupt
+/// storm, in percent.
 const KEPT: f64 = 95.0;
 
 /// Occupies one CPU until `end` is set. Returns the elapsed time, the run time and the wait time,

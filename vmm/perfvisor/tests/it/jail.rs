@@ -163,7 +163,8 @@ fn unprivileged_jail_has_user_and_pid_namespaces() {
     assert!(!nobody.dir().join("perfvisor/mine.sock").exists());
 }
 
-/// The broker keeps the capability outside the user namespace, so the VM is also outside a PID
+/// In a jail without a PID namespace, the VM of a user with CAP_PERFMON counts. The perf event
+/// broker keeps the capability outside the user namespace, so the VM is also outside a PID
 /// namespace.
 #[test]
 fn jailed_vm_of_user_with_perfmon_counts_without_pid_namespace() {
@@ -325,7 +326,7 @@ impl Drop for ControlGroup {
     }
 }
 
-/// The error is reported before anything exists that the guest could access.
+/// An invalid `--jail` option is reported before anything exists that the guest could access.
 #[test]
 fn invalid_jail_is_rejected_in_one_line() {
     for (words, why) in [
@@ -344,7 +345,8 @@ fn invalid_jail_is_rejected_in_one_line() {
     }
 }
 
-/// The kernel charges the whole VM to the group, although the VM's user may not join the group.
+/// The kernel charges the whole VM to the control group of its jail, although the VM's user may not
+/// join the group.
 #[test]
 fn jailed_vm_joins_control_group() {
     if !is_root() {
@@ -369,7 +371,7 @@ fn jailed_vm_joins_control_group() {
 }
 
 /// Missing directories, similar files, cgroup v1 groups and groups that no process can join are
-/// rejected.
+/// rejected as the control group of a jail.
 #[test]
 fn invalid_control_group_is_rejected_in_one_line() {
     let refused = |dir: &Path, why: &str| {

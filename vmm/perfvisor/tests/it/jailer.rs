@@ -176,8 +176,8 @@ fn jailed_program_runs_as_another_user_with_limits() {
     assert_eq!(wait(child), Some(10));
 }
 
-/// The program is process 1 of a PID namespace, in its own session, and its process ID is written
-/// to a file.
+/// With `--daemonize` and `--new-pid-ns`, the jailed program is process 1 of a PID namespace, in
+/// its own session, and its process ID is written to a file.
 #[test]
 fn daemon_has_a_pid_namespace() {
     let Some(test) = JailerTest::new() else { return };

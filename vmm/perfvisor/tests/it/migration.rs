@@ -75,7 +75,8 @@ impl Source {
         receiver.unwrap()
     }
 
-    /// Moves the VM to `receiver`. Returns the exit status and the message of `ctl`.
+    /// Moves the VM to the socket of the receiver. Returns the exit status and the message of
+    /// `ctl`.
     fn migrate(&self) -> (Option<i32>, String) {
         said(&mut self.vm.operator(&["ctl", "one", "migrate", &self.address()]))
     }
@@ -114,8 +115,8 @@ fn interrupt(process: &Killed) {
     assert!(status.unwrap().success());
 }
 
-/// The guest runs and can be counted in the destination process, with its disk, and the source
-/// process has exited. The VM can be moved again.
+/// After a VM with a disk has moved, its guest runs and can be counted in the destination process,
+/// with its disk, and the source process has exited. The VM can be moved again.
 #[test]
 fn guest_moves_with_its_disk() {
     let Some(mut source) = Source::start(&["--cpus", "2"]) else {
@@ -144,8 +145,8 @@ fn guest_moves_with_its_disk() {
     again.assert_counts_cycles("two");
 }
 
-/// `stat` prints intervals of both processes, reports that the VM has moved, and adds the counts of
-/// both processes.
+/// If the VM moves, `stat` prints intervals of both processes, reports that the VM has moved, and
+/// adds the counts of both processes.
 #[test]
 fn stat_follows_the_vm() {
     let Some(source) = Source::start(&[]) else { return };
@@ -187,7 +188,7 @@ fn stat_follows_the_vm() {
     );
 }
 
-/// A recording contains samples of both processes.
+/// A recording of a VM that moves contains samples of both of its processes.
 #[test]
 fn record_follows_the_vm() {
     let Some(source) = Source::start(&[]) else { return };
@@ -341,8 +342,8 @@ fn metadata_moves_with_the_vm() {
     assert_eq!(control(&three, "three").call(request::MmdsGet).unwrap(), data);
 }
 
-/// If a receiver disappears when only the termination of the source VM is missing, the VM continues
-/// to run with its disk locked.
+/// If a receiver disappears when only the termination of the VM in the source process is missing,
+/// this VM continues to run with its disk locked.
 #[test]
 fn receiver_that_disappears_leaves_a_running_vm() {
     let Some(source) = Source::start(&[]) else { return };

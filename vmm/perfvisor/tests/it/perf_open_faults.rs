@@ -50,7 +50,7 @@ impl FaultyVm {
         std::fs::write(&self.file, what).unwrap();
     }
 
-    /// Returns the number of times that the injection of this errno has been logged as started.
+    /// Returns how often the VM has logged that the injection of errors with this errno begins.
     fn failed(&self, error: i32) -> usize {
         let line = format!("fail with error {error}");
         self.vm
@@ -108,8 +108,8 @@ fn refused_operator_event_can_be_opened_later() {
     }
 }
 
-/// An interrupted open is retried, because the kernel takes locks interruptibly and a vCPU
-/// continuously receives signals.
+/// A `perf_event_open(2)` that a signal interrupts is retried, because the kernel takes locks
+/// interruptibly and a vCPU continuously receives signals.
 #[test]
 fn interrupted_open_is_retried() {
     let Some(refused) = FaultyVm::start(&[]) else {
@@ -125,7 +125,8 @@ fn interrupted_open_is_retried() {
     assert_eq!(refused.failed(libc::EINTR), 1);
 }
 
-/// The guest reprograms its counters repeatedly, so that their events fail at random times.
+/// The guest continues to run if its counters lose their backing. It reprograms its counters
+/// repeatedly, so that opening their events fails at random times.
 #[test]
 fn guest_survives_counters_without_backing() {
     if !cfg!(debug_assertions) {

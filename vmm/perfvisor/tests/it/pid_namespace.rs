@@ -59,7 +59,8 @@ fn stop_signals_reach_jailed_vm_once() {
     }
 }
 
-/// The exit status of a jailed VM is that of a signal, of the guest, or of an error at startup.
+/// The started process of a jailed VM exits with the status of the VM, after a signal, an exit of
+/// the guest, or an error at startup.
 #[test]
 fn jailed_vm_ends_with_status_of_its_process() {
     if !is_root() || !has_kvm() {
@@ -82,8 +83,8 @@ fn jailed_vm_ends_with_status_of_its_process() {
     }
 }
 
-/// When one of the two processes exits for any reason, the other one also exits, and the sockets
-/// are removed.
+/// When the process of a jailed VM or its supervisor exits for any reason, the other process also
+/// exits, and the sockets are removed.
 #[test]
 fn jailed_vm_and_supervisor_end_together() {
     if !is_root() {
@@ -145,7 +146,7 @@ fn supervisor_is_confined() {
     assert_eq!(kinds, ["anon_inode", "pipe", "pipe", "pipe", "socket"]);
 }
 
-/// The IDs in `ps` are those of the VM's process and threads on the host, and the default name
+/// `ps` shows the IDs that the VM's process and threads have on the host, and the default name
 /// contains the ID of the started process.
 #[test]
 fn jailed_vm_has_host_ids_for_operators() {
@@ -250,7 +251,7 @@ fn jailed_vm_stops_and_continues_with_its_job() {
     });
 }
 
-/// A VM in the background (`--daemonize`) is supervised by the daemon.
+/// A VM in the background (`--daemonize`) is supervised by the daemon, and stops on a signal to it.
 #[test]
 fn jailed_daemon_stops_by_signal() {
     if !is_root() || !has_kvm() {

@@ -1,11 +1,12 @@
-//! The limit on the share of PMI handlers, tested with a guest whose handler takes 500 µs and
-//! samples every 50 µs.
+//! The limit on the share of a vCPU's time that PMI handlers may take, tested with a guest whose
+//! handler takes 500 µs and samples every 50 µs.
 
 use crate::common::console_vm::ConsoleVm;
 
 /// Results of the guest.
 struct SlowHandler {
-    /// Number of PMIs, and number of periods that elapsed before their PMI was handled.
+    /// Number of PMIs, and number of periods that elapsed while an earlier PMI was still to be
+    /// handled.
     pmis: u64,
     late: u64,
     spurious: u64,

@@ -65,7 +65,8 @@ fn service_process(pid: u32, comm: &str) -> u32 {
     }
 }
 
-/// The broker has only the capability to count and one socket, and exits with the VM.
+/// The perf event broker has only the capability to count events and one socket, and exits with the
+/// VM.
 #[test]
 fn perf_broker_has_one_capability_and_ends_with_vm() {
     let own = fs::read_to_string("/proc/self/status").unwrap();
@@ -104,7 +105,8 @@ fn perf_broker_has_one_capability_and_ends_with_vm() {
     }
 }
 
-/// A VM whose broker is killed keeps its open counters, logs one line and refuses new counters.
+/// A VM whose perf event broker is killed keeps its open counters, logs one line and refuses new
+/// counters.
 #[test]
 fn killed_perf_broker_is_reported_once() {
     let Some(vm) = SpinningVm::start("brokerless", &[]) else {

@@ -40,7 +40,8 @@ fn killed_recorder_leaves_its_samples() {
     vm.stop("machine");
 }
 
-/// Samples are kept as soon as they are drained, even in the first second of a recording.
+/// Samples are kept as soon as the recorder has read them from the rings, even in the first second
+/// of a recording.
 #[test]
 fn recorder_killed_in_first_second_leaves_samples() {
     let Some(mut vm) = ConsoleVm::start(&BUSY) else {

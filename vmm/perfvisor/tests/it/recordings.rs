@@ -348,7 +348,8 @@ fn large_files_are_rejected_before_reading() {
     }
 }
 
-/// An unreadable guest disk is reported before the first sample, and a disk in use is accepted.
+/// An unreadable guest disk is reported before the first sample is taken. A disk that is in use is
+/// accepted.
 #[test]
 fn unreadable_guest_disk_is_reported_in_one_line() {
     let Some(vm) = TestVm::spinning(1) else { return };

@@ -33,7 +33,7 @@ fn replay(runtime: &Path, dir: &Path, options: &[&str]) -> Command {
 const ROUNDS: u32 = 500;
 
 /// Returns a guest that writes a line, waits until the generation ID changes, which happens at each
-/// restore, executes [`ROUNDS`] and halts.
+/// restore, executes [`ROUNDS`] rounds and halts.
 fn counted_guest() -> Vec<u8> {
     const LOAD: u32 = 0x10_0000;
     let mut code = vec![0xBE]; // mov esi, GENERATION_ID
@@ -74,8 +74,8 @@ fn stepping() -> Option<vmm::kvm::stepping::SteppingSupport> {
     Some(host)
 }
 
-/// Two passes of a window count the same instructions and branches for the whole time. The counts
-/// include the guest's work, and the few instructions before and after it.
+/// Two passes over the same window count the same numbers of instructions and branches, without
+/// multiplexing. The counts include the guest's work, and the few instructions before and after it.
 #[test]
 fn exact_counts_of_a_window_are_equal_in_each_pass() {
     if stepping().is_none() {
@@ -183,7 +183,7 @@ fn inexact_windows_are_refused() {
 }
 
 /// Each event has one line with the mean of the runs and its spread, and was counted all the time.
-/// No VM remains.
+/// No VM remains after the measurement.
 #[test]
 fn replayed_events_are_counted_all_the_time() {
     let Some((vm, dir)) = snapshot() else { return };

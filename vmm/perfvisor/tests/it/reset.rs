@@ -28,8 +28,8 @@ fn reset_without_restart_ends_vm() {
     }
 }
 
-/// After every type of reset, the guest finds zeroed memory, PMU and devices, and both vCPUs. The
-/// VM holds no more descriptors and threads after 50 resets than after 10.
+/// After every type of reset, the guest finds zeroed memory, PMU and devices, and both vCPUs. After
+/// 50 resets, the VM holds no more descriptors and threads than after 10.
 #[test]
 fn repeated_resets_leak_nothing() {
     for (pmu, way) in [
@@ -63,7 +63,7 @@ fn repeated_resets_leak_nothing() {
     }
 }
 
-/// The operator's events and samples continue across resets on the same vCPUs.
+/// The operator's events continue to count and sample across resets, on the same vCPUs.
 #[test]
 fn operator_events_survive_reset() {
     let Some(mut vm) = booting("cf9 key", &["--on-reset", "restart"]) else {

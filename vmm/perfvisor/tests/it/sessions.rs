@@ -9,7 +9,8 @@ use operator::session::{CountingSession, SamplingSession, connect_at};
 use crate::common::operator::TestVm;
 use crate::common::vm::eventually;
 
-/// Counts are in the order of the event list, and grow while the guest runs.
+/// The counts of a counting session are in the order of the event list, and grow while the guest
+/// runs.
 #[test]
 fn counting_session_reads_growing_counts() {
     let Some(vm) = TestVm::spinning(1) else { return };

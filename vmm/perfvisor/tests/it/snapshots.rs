@@ -205,7 +205,8 @@ fn unusable_snapshots_are_refused() {
     assert!(refused(&dir, &[]).contains("it is not a regular file"));
 }
 
-/// The first restored VM locks the disk. A restore without the disk is also rejected.
+/// Only one restored VM can use a disk, because it locks the disk. A restore without the disk is
+/// also rejected.
 #[test]
 fn second_restore_with_the_same_disk_is_refused() {
     let files = tempfile::tempdir().unwrap();

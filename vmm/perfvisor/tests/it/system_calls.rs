@@ -14,7 +14,7 @@ use std::process::{Child, Command, Stdio};
 
 use crate::common::unprivileged::UnprivilegedUser;
 use crate::common::vm::{SpinningVm, eventually, vm_pid};
-use sandbox::{PerfEventAccess, SystemCallOutcome, ThreadKind};
+use sandbox::{PerfEventAccess, SandboxedThreadKind, SystemCallOutcome};
 use test_support::skip::skipped;
 
 /// Marker of the generated table in the documentation.
@@ -86,7 +86,8 @@ impl StoppedThread {
     }
 
     /// Injects the system call `call` into the thread. Returns the result, or `None` if a filter
-    /// would kill the VM. Suppresses the signal, so that the VM continues.
+    /// would kill the VM. Suppresses the signal with which the filter would do so, so that the VM
+    /// continues.
     fn inject(&self, call: i64, arguments: [u64; 6]) -> Option<i64> {
         let [rdi, rsi, rdx, r10, r8, r9] = arguments;
         let wanted = libc::user_regs_struct {
@@ -146,15 +147,15 @@ fn syscall_instruction(pid: u32) -> u64 {
 }
 
 /// Returns the kind of a thread, determined by its name, or `None` for a kernel thread.
-fn kind_of(pid: u32, tid: i32, name: &str) -> Option<ThreadKind> {
+fn kind_of(pid: u32, tid: i32, name: &str) -> Option<SandboxedThreadKind> {
     Some(match name {
-        _ if tid.unsigned_abs() == pid => ThreadKind::Main,
-        _ if name.starts_with("vcpu") => ThreadKind::Vcpu,
+        _ if tid.unsigned_abs() == pid => SandboxedThreadKind::Main,
+        _ if name.starts_with("vcpu") => SandboxedThreadKind::Vcpu,
         _ if name.starts_with("kvm-") => return None,
-        "signals" => ThreadKind::Signals,
-        "console" => ThreadKind::Console,
-        "starter" => ThreadKind::Starter,
-        "gdb" => ThreadKind::Debugger,
+        "signals" => SandboxedThreadKind::Signals,
+        "console" => SandboxedThreadKind::Console,
+        "starter" => SandboxedThreadKind::Starter,
+        "gdb" => SandboxedThreadKind::Debugger,
         other => panic!("a thread of no kind: {other}"),
     })
 }
@@ -301,7 +302,7 @@ fn calls(own: u64, victim: u64) -> Vec<Call> {
     ]
 }
 
-fn threads(pid: u32) -> Vec<(i32, ThreadKind)> {
+fn threads(pid: u32) -> Vec<(i32, SandboxedThreadKind)> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |task: std::io::Result<fs::DirEntry>| {
         let path = task.unwrap().path();
@@ -321,7 +322,7 @@ fn pid_inside(pid: u32) -> u32 {
 }
 
 /// Injects every call into every thread of the VM `pid`, and compares the results with the table.
-fn assert_calls_match_table(pid: u32, counting: PerfEventAccess, kinds: &[ThreadKind]) {
+fn assert_calls_match_table(pid: u32, counting: PerfEventAccess, kinds: &[SandboxedThreadKind]) {
     let victim = Victim::start();
     let instruction = syscall_instruction(pid);
     let own = pid_inside(pid);
@@ -355,12 +356,12 @@ fn assert_calls_match_table(pid: u32, counting: PerfEventAccess, kinds: &[Thread
 }
 
 /// Thread kinds that each VM has.
-const EACH: [ThreadKind; 5] = [
-    ThreadKind::Main,
-    ThreadKind::Vcpu,
-    ThreadKind::Signals,
-    ThreadKind::Console,
-    ThreadKind::Starter,
+const EACH: [SandboxedThreadKind; 5] = [
+    SandboxedThreadKind::Main,
+    SandboxedThreadKind::Vcpu,
+    SandboxedThreadKind::Signals,
+    SandboxedThreadKind::Console,
+    SandboxedThreadKind::Starter,
 ];
 
 fn may_trace() -> bool {
@@ -392,7 +393,7 @@ fn root_vm_calls_match_filter_table() {
         let debugged = at == 0;
         let has_debugger = threads(vm.pid())
             .iter()
-            .any(|(_, kind)| *kind == ThreadKind::Debugger);
+            .any(|(_, kind)| *kind == SandboxedThreadKind::Debugger);
         assert_eq!(has_debugger, debugged);
         // The VM continues, so the calls had no effect.
         let stopped = vm.operator(&["ctl", "inject", "stop"]).output().unwrap();
@@ -481,7 +482,7 @@ fn jailed_thread_reaches_no_process_of_its_user() {
     let threads = threads(pid);
     let (tid, _) = threads
         .iter()
-        .find(|(_, kind)| *kind == ThreadKind::Vcpu)
+        .find(|(_, kind)| *kind == SandboxedThreadKind::Vcpu)
         .unwrap();
     let thread = StoppedThread::stop(*tid, instruction);
     let missing = Some(-i64::from(libc::ESRCH));
@@ -506,8 +507,8 @@ fn jailed_thread_reaches_no_process_of_its_user() {
     assert_eq!(thread.inject(libc::SYS_getppid, [0; 6]), Some(0));
 }
 
-/// The signal that the other tests suppress terminates the VM with a message that names the thread
-/// and the call.
+/// An attempt to count a process outside the VM terminates the VM: the filter's signal, which the
+/// other tests suppress, results in a message that names the thread and the call.
 #[test]
 fn counting_outside_process_ends_vm() {
     if !may_trace() {
@@ -521,7 +522,7 @@ fn counting_outside_process_ends_vm() {
     let instruction = syscall_instruction(pid);
     let (tid, _) = *threads(pid)
         .iter()
-        .find(|(_, kind)| *kind == ThreadKind::Vcpu)
+        .find(|(_, kind)| *kind == SandboxedThreadKind::Vcpu)
         .unwrap();
     let thread = StoppedThread::stop(tid, instruction);
     let mut registers = thread.registers;

@@ -257,7 +257,7 @@ fn every_exit_of_top_restores_terminal() {
     assert!(shown.contains("the VM has exited"));
 }
 
-/// The view continues in the process to which the VM moves.
+/// If the VM moves, the view of `top` continues in the process to which the VM has moved.
 #[test]
 fn top_follows_a_vm_that_moves() {
     let Some(mut vm) = TestVm::spinning() else { return };

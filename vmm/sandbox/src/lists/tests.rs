@@ -51,19 +51,19 @@ fn run(program: &BpfProgram, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
 struct Filters([BpfProgram; 2]);
 
 impl Filters {
-    fn of(kind: ThreadKind) -> Self {
+    fn of(kind: SandboxedThreadKind) -> Self {
         Self::with(kind, PerfEventAccess::Broker)
     }
 
-    fn with(kind: ThreadKind, counting: PerfEventAccess) -> Self {
+    fn with(kind: SandboxedThreadKind, counting: PerfEventAccess) -> Self {
         let mut list = super::of(kind, PID, counting);
         list.extend(refused(kind));
         let allow = filter::compile(&list, SeccompAction::Trap).unwrap();
         Self([filter::refuse(&refused(kind)).unwrap(), allow])
     }
 
-    /// Returns the result of both filters. The kernel applies the more restrictive of the two
-    /// actions.
+    /// Returns the result of the two filters of a thread for a call. As in the kernel, this is the
+    /// more restrictive of their two actions.
     fn answer(&self, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
         let answers = self.0.iter().map(|program| run(program, arch, call, arguments));
         answers.min_by_key(|answer| answer.cast_signed()).unwrap()
@@ -76,7 +76,8 @@ impl Filters {
     }
 }
 
-/// Evaluates a list directly, without compilation.
+/// Returns whether `list` allows a call. The list is evaluated directly, without compilation to a
+/// filter program.
 fn is_on(list: &[AllowedSyscall], call: u32, arguments: [u64; 6]) -> bool {
     let holds = |check: &ArgumentCheck| {
         let of = |at: u8| arguments[usize::from(at)] & 0xffff_ffff;
@@ -97,11 +98,12 @@ fn is_on(list: &[AllowedSyscall], call: u32, arguments: [u64; 6]) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// The programs implement the lists for every call with any arguments. Conditions of one entry
-    /// do not restrict another entry of the same call, and no call is allowed that no entry allows.
+    /// The compiled programs decide like the lists for every call with any arguments. If a call has
+    /// several entries, the conditions of one entry do not restrict another entry. A call that no
+    /// entry allows is not allowed.
     #[test]
     fn programs_implement_lists(
-        kind in prop::sample::select(&ThreadKind::ALL[..]),
+        kind in prop::sample::select(&SandboxedThreadKind::ALL[..]),
         words in prop::collection::vec(
             prop_oneof![
                 Just(0u64),
@@ -135,7 +137,7 @@ proptest! {
 #[test]
 fn foreign_abi_calls_are_denied() {
     const X32: u32 = 0x4000_0000;
-    for kind in ThreadKind::ALL {
+    for kind in SandboxedThreadKind::ALL {
         let filters = Filters::of(kind);
         for call in 0..500 {
             assert_eq!(filters.answer(I386, call, [0; 6]), KILL, "{kind}: {call} of i386");
@@ -175,7 +177,7 @@ fn privilege_escalation_calls_are_denied() {
         Sysno::modify_ldt, Sysno::personality, Sysno::shmget, Sysno::msgget, Sysno::semget, Sysno::vmsplice,
         Sysno::splice, Sysno::fanotify_init, Sysno::inotify_init1, Sysno::clock_settime, Sysno::settimeofday,
     ];
-    for kind in ThreadKind::ALL {
+    for kind in SandboxedThreadKind::ALL {
         let filters = Filters::of(kind);
         for call in none {
             for word in [0, 1, u64::from(PID), u64::MAX] {
@@ -189,12 +191,12 @@ fn privilege_escalation_calls_are_denied() {
     }
 }
 
-/// Only certain thread kinds may make a call with certain arguments, and other kinds receive the
-/// expected result. The starter may make the calls of the threads that it starts.
+/// A call with certain arguments is allowed only in certain thread kinds. In other kinds, it has
+/// the result that the table states. The starter may make the calls of all threads that it starts.
 #[test]
 fn argument_rules_apply_per_thread_kind() {
-    use ThreadKind::{Balloon, Debugger, Device, Main, Socket, Starter, Vcpu};
-    let all = &ThreadKind::ALL[..];
+    use SandboxedThreadKind::{Balloon, Debugger, Device, Main, Socket, Starter, Vcpu};
+    let all = &SandboxedThreadKind::ALL[..];
     let kvm = |nr: u64| vec![3, 0xae00 | nr];
     let tty = |nr: u64| vec![0, 0x5400 | nr];
     let opened = |flags: libc::c_int| vec![0, 0, u64::from(flags.unsigned_abs())];
@@ -202,8 +204,9 @@ fn argument_rules_apply_per_thread_kind() {
     let filter = u64::from(libc::SECCOMP_SET_MODE_FILTER);
     let thread = THREAD | 0xf00;
     let other = u64::from(PID) + 1;
-    /// Purpose, call, arguments, permitted kinds, and the action for other kinds.
-    type Row<'a> = (&'a str, Sysno, Vec<u64>, &'a [ThreadKind], u32);
+    /// Table row: purpose, call, arguments, thread kinds in which the call is allowed, and the
+    /// action in other kinds.
+    type Row<'a> = (&'a str, Sysno, Vec<u64>, &'a [SandboxedThreadKind], u32);
     #[rustfmt::skip]
     let rows: Vec<Row<'_>> = vec![
         ("runs a guest", Sysno::ioctl, kvm(0x80), &[Vcpu, Starter], TRAP),
@@ -285,7 +288,7 @@ fn argument_rules_apply_per_thread_kind() {
         ("a lock, or its end", Sysno::fcntl, vec![0, 37], all, TRAP),
         ("waits for a lock", Sysno::fcntl, vec![0, 38], &[], TRAP),
     ];
-    for kind in ThreadKind::ALL {
+    for kind in SandboxedThreadKind::ALL {
         let filters = Filters::of(kind);
         for (what, call, arguments, may, others) in &rows {
             let right = if may.contains(&kind) { LET } else { *others };
@@ -297,13 +300,16 @@ fn argument_rules_apply_per_thread_kind() {
     }
 }
 
-/// Without a broker, threads may open events only on themselves.
+/// Without a perf event broker, threads may open perf events only on themselves.
 #[test]
 fn without_broker_threads_open_own_events_only() {
     let open = |pid: u64, cpu: u64, flags: u64| vec![0, pid, cpu, u64::MAX, flags];
-    for kind in ThreadKind::ALL {
+    for kind in SandboxedThreadKind::ALL {
         let filters = Filters::with(kind, PerfEventAccess::OwnThread);
-        let counts = matches!(kind, ThreadKind::Main | ThreadKind::Vcpu | ThreadKind::Starter);
+        let counts = matches!(
+            kind,
+            SandboxedThreadKind::Main | SandboxedThreadKind::Vcpu | SandboxedThreadKind::Starter
+        );
         let answer = |arguments: Vec<u64>| filters.to(Sysno::perf_event_open, &arguments);
         assert_eq!(
             answer(open(0, u64::MAX, 8)),
@@ -366,14 +372,14 @@ fn perf_broker_filter_allows_only_events() {
     }
 }
 
-/// The log mode logs exactly the calls that would otherwise terminate the VM, and thread kind names
-/// are unique.
+/// Log mode logs exactly the calls that would terminate the VM in the mode `on`. The names of
+/// thread kinds are unique.
 #[test]
 fn log_mode_allows_and_logs_what_on_mode_kills() {
     const LOG: u32 = 0x7ffc_0000;
-    let names: BTreeSet<&str> = ThreadKind::ALL.iter().map(|kind| kind.name()).collect();
-    assert_eq!(names.len(), ThreadKind::ALL.len());
-    for kind in ThreadKind::ALL {
+    let names: BTreeSet<&str> = SandboxedThreadKind::ALL.iter().map(|kind| kind.name()).collect();
+    assert_eq!(names.len(), SandboxedThreadKind::ALL.len());
+    for kind in SandboxedThreadKind::ALL {
         let list = super::of(kind, PID, PerfEventAccess::Broker);
         let ends = filter::compile(&list, SeccompAction::Trap).unwrap();
         let logs = filter::compile(&list, SeccompAction::Log).unwrap();

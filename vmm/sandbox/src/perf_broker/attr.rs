@@ -1,8 +1,8 @@
-//! Allow-list of perf events: permitted fields of `struct perf_event_attr` and their permitted
-//! values.
+//! Allow-list of perf events: the fields of `struct perf_event_attr` that a VM may set, and their
+//! permitted values.
 //!
-//! Every byte of the structure that is not listed in this module must be 0, so features of later
-//! kernels are denied until they are added.
+//! Every byte of the structure that belongs to no field in this module must be 0. Features of later
+//! kernels are therefore denied until they are added here.
 
 /// Offsets of fields (`include/uapi/linux/perf_event.h`).
 mod at {
@@ -58,8 +58,9 @@ const FLAGS: u64 = DISABLED
     | EXCLUDE_HOST
     | EXCLUDE_GUEST
     | USE_CLOCKID;
-/// Flags of the dummy event, which records the context switches of the thread. Each record contains
-/// a time and does not identify the other thread.
+/// Flags of the dummy event, which counts nothing but records the context switches of the thread.
+/// Each record contains a time and does not identify the thread to or from which the kernel
+/// switched.
 const SAMPLE_ID_ALL: u64 = 1 << 18;
 const CONTEXT_SWITCH: u64 = 1 << 26;
 const SWITCH_FLAGS: u64 = SAMPLE_ID_ALL | CONTEXT_SWITCH;
@@ -87,7 +88,8 @@ struct AttrFields {
 }
 
 impl AttrFields {
-    /// Parses the fields. Returns `None` if any other field is nonzero.
+    /// Parses the permitted fields of a `struct perf_event_attr`. Returns `None` if a byte outside
+    /// these fields is nonzero.
     fn read(attr: &[u8]) -> Option<Self> {
         let word = |at: usize| {
             attr.get(at..)
@@ -156,9 +158,9 @@ impl AttrFields {
         }
     }
 
-    /// Returns whether the samples are permitted. Host samples are permitted only for the CPU
-    /// clock, because the kernel cannot distinguish its guest samples from others before they are
-    /// taken.
+    /// Returns whether the samples that the event takes are permitted. Samples with an instruction
+    /// pointer must be limited to the guest. The CPU clock is the only exception, because the
+    /// kernel cannot tell whether a sample of this event is a guest sample before it is taken.
     fn samples_are_allowed(&self) -> bool {
         let known = SAMPLE_IP | SAMPLE_TIME | SAMPLE_READ | SAMPLE_PERIOD;
         let of_guest = self.flags & EXCLUDE_HOST != 0 && self.kind != SOFTWARE;
@@ -195,8 +197,8 @@ mod tests {
         attr
     }
 
-    /// All events that perf-core opens are permitted: counters with a mapped ring, group members,
-    /// and sampling events of the guest and the clock.
+    /// The allow-list permits all events that perf-core opens: counters with a mapped ring, group
+    /// members, and sampling events of the guest and the clock.
     #[test]
     fn perf_core_events_are_allowed() {
         let sides = EXCLUDE_HOST | EXCLUDE_HV | EXCLUDE_USER;

@@ -10,12 +10,12 @@ use std::time::Duration;
 #[repr(C, align(8))]
 struct Control([u8; 24]);
 
-/// Length of a control message with one descriptor. Space for a second descriptor would allow the
-/// sender to pass two.
+/// Length of a control message with exactly one descriptor. If the buffer had space for a second
+/// one, the sender could pass two.
 const CONTROL_BYTES: usize = size_of::<libc::cmsghdr>() + size_of::<RawFd>();
 
-/// Creates a pair of connected sockets (`SOCK_SEQPACKET`), the first of which has the receive
-/// timeout `patience`.
+/// Creates a pair of connected sockets (`SOCK_SEQPACKET`). Receiving from the first one fails after
+/// the timeout `patience`.
 ///
 /// # Errors
 /// Returns an error if `socketpair(2)` or `setsockopt(2)` fails.

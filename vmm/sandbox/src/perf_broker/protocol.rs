@@ -12,20 +12,20 @@ pub(super) const REPLY_BYTES: usize = 4;
 const OPEN: u32 = 1;
 const SIGNAL: u32 = 2;
 
-/// Request from the VM. One descriptor may be passed with it: the group leader of a new event, or
-/// the event whose signal is to be set.
+/// Request from the VM to the broker. One descriptor may be passed with it: the group leader of a
+/// new event, or the event whose overflow signal is to be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PerfRequest<'a> {
     /// Opens an event.
     Open {
-        /// ID of the thread to count.
+        /// ID of the thread on which the event is opened.
         tid: i32,
         /// ID of the thread that receives overflow signals; 0 for no signal.
         receiver: i32,
         /// Bytes of `struct perf_event_attr`.
         attr: &'a [u8],
     },
-    /// Request to set the receiver of an event's overflow signal.
+    /// Request to set the thread that receives the overflow signal of an event.
     Signal {
         /// ID of the receiving thread.
         receiver: i32,

@@ -1,4 +1,5 @@
-//! Broker process for perf events, with one socket, one thread and the right to open perf events.
+//! Broker process for perf events. It consists of a single thread with one socket and the right to
+//! open perf events.
 #![expect(unsafe_code, reason = "system calls")]
 
 use std::io;
@@ -28,19 +29,22 @@ struct FOwnerEx {
 pub(super) struct BrokerClient {
     /// Process ID of the VM.
     pub(super) pid: libc::pid_t,
-    /// The only signal that events may send.
+    /// The only signal that events opened for the VM may send.
     pub(super) signal: libc::c_int,
 }
 
-/// Burst size and rate per second of the request limit. A guest that runs perf with multiplexing
-/// needs a few hundred requests per vCPU.
+/// Limits on requests: the number of requests that may arrive at once, and the interval between
+/// requests at the sustained rate. A guest that runs perf with multiplexing needs a few hundred
+/// requests per vCPU.
 const BURST: u32 = 5_000;
 const INTERVAL: Duration = Duration::from_micros(200);
 
-/// Rate limiter that delays requests that arrive faster than [`INTERVAL`], so that a guest that
-/// reprograms its counters continuously does not occupy a host CPU.
+/// Rate limiter that delays requests if they arrive faster than one per [`INTERVAL`] for longer
+/// than a burst. A guest that reprograms its counters continuously therefore does not occupy a host
+/// CPU.
 struct RateLimit {
-    /// Time of the next request after a full burst.
+    /// Time at which the requests so far would be complete at one request per `INTERVAL`. A request
+    /// is delayed if this time is more than a burst ahead.
     next: Instant,
 }
 
@@ -125,8 +129,8 @@ impl BrokerClient {
         }
     }
 
-    /// Makes overflows of `event` send the signal to thread `receiver` of the VM. If another
-    /// process has reused the ID, the event sends no signal.
+    /// Makes the kernel send the signal to thread `receiver` of the VM when `event` overflows. If
+    /// another process has reused the thread ID, the event sends no signal.
     fn set_signal(self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), i32> {
         let fd = event.as_raw_fd();
         let set_owner = |pid| {

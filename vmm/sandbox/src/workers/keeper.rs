@@ -30,11 +30,12 @@ const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
 /// Message from the keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KeeperMessage {
-    /// A worker has been started. Its socket is passed along.
+    /// A worker has been started. The VM's end of the worker's socket is passed with the message.
     StartedWorker,
     /// The worker could not be started, with the error number.
     Failed(i32),
-    /// The worker has exited with this `wait(2)` status. `text` bytes of output follow.
+    /// The worker has exited with this `wait(2)` status. The message is followed by `text` bytes of
+    /// the worker's output.
     WorkerExit { status: i32, text: u16 },
 }
 
@@ -68,7 +69,7 @@ impl KeeperMessage {
 /// Resource limits of a worker.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerLimits {
-    /// Address space, including the program itself, in bytes.
+    /// Maximum size of the address space, including the program itself, in bytes.
     pub memory_bytes: u64,
     /// CPU time, in seconds.
     pub cpu_seconds: u64,
@@ -78,11 +79,12 @@ pub struct WorkerLimits {
 pub(super) struct KeeperConfig {
     /// Seccomp filters of the keeper.
     pub(super) filters: Vec<BpfProgram>,
-    /// Action for a worker's call that is not on its list, or `None` without a filter.
+    /// Seccomp action for a call that is not on the worker's list, or `None` if workers have no
+    /// filter.
     pub(super) otherwise: Option<SeccompAction>,
     pub(super) landlock: bool,
     pub(super) limits: WorkerLimits,
-    /// Timeout of the VM for a message from a worker.
+    /// Timeout after which the VM stops waiting for a message from a worker.
     pub(super) patience: Duration,
     pub(super) give_up: fn() -> bool,
     pub(super) work: fn(UnixStream, u32),
@@ -134,8 +136,8 @@ impl OomScore {
         Some(Self { file, own })
     }
 
-    /// Makes this process and its later children the first OOM victims, or restores the original
-    /// score. Neither requires privileges.
+    /// If `first` is `true`, makes this process and its later children the first ones that the OOM
+    /// killer selects. Otherwise, restores the original score. Neither requires privileges.
     fn set(&self, first: bool) {
         let turn = if first { Self::FIRST } else { self.own.trim() };
         // If the write fails, the score is unchanged.
@@ -143,7 +145,7 @@ impl OomScore {
     }
 }
 
-/// Starts workers on request until the VM exits.
+/// Starts workers on request of the VM, until the VM exits. `turn` controls the OOM score.
 fn keep(mut control: UnixStream, turn: Option<&OomScore>, job: &KeeperConfig) -> io::Result<()> {
     let mut number = 0;
     while let Some(word) = read_message(&mut control) {
@@ -174,7 +176,7 @@ fn read_message(control: &mut UnixStream) -> Option<u8> {
 /// A running worker.
 struct StartedWorker {
     pid: libc::pid_t,
-    /// Pipe with the worker's standard error.
+    /// Pipe that receives the worker's standard error, from which its last output is read.
     last_words: PipeReader,
     socket: UnixStream,
 }
@@ -216,7 +218,7 @@ fn begin(
     }
 }
 
-/// Reports a worker's start and its termination to the VM.
+/// Reports the start of a worker to the VM, waits until it exits, and reports how it exited.
 fn watch(control: &mut UnixStream, begun: StartedWorker) -> io::Result<()> {
     let StartedWorker {
         pid,
@@ -249,7 +251,7 @@ fn watch(control: &mut UnixStream, begun: StartedWorker) -> io::Result<()> {
     control.write_all(&words[..text.into()])
 }
 
-/// Location and message of a panic.
+/// Location and message of a panic in this worker, to be written to its output.
 static LAST_WORDS: OnceLock<String> = OnceLock::new();
 
 fn be_worker(socket: UnixStream, mut last_words: PipeWriter, job: &KeeperConfig, number: u32) -> ! {
@@ -291,8 +293,8 @@ fn confined(job: &KeeperConfig) -> Option<()> {
     apply_filter(&filter::compile(&list, otherwise).ok()?).ok()
 }
 
-/// Applies the resource limits: no file writes, no new descriptors, no core dump. Returns whether
-/// all limits were set.
+/// Applies the resource limits to this worker, which can then write no files, open no new
+/// descriptors and write no core dump. Returns whether all limits were set.
 fn apply_limits(limits: &WorkerLimits) -> bool {
     let limit = |resource, soft: u64, hard: u64| {
         let limit = libc::rlimit {

@@ -31,7 +31,7 @@ pub enum WorkerExit {
 }
 
 impl WorkerExit {
-    /// Derives the termination status from a `wait(2)` status and the worker's output.
+    /// Determines how a worker terminated from its `wait(2)` status and its output.
     pub(super) fn of(status: i32, words: &[u8]) -> Self {
         if libc::WIFSIGNALED(status) {
             return match libc::WTERMSIG(status) {

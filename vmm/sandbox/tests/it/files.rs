@@ -10,7 +10,7 @@ use std::sync::Once;
 use std::thread::Builder;
 
 use crate::common::memory_file::memory_file;
-use sandbox::{AccessibleFiles, ThreadKind};
+use sandbox::{AccessibleFiles, SandboxedThreadKind};
 
 /// Runs `test` on a thread that can read files below `read` and remove files below `remove`.
 /// Returns `false` if this host has no landlock.
@@ -76,7 +76,8 @@ fn files_are_removed_in_permitted_directories() {
     });
 }
 
-/// Rings and operator texts are memory files that are reopened through /proc.
+/// With restricted file access, memory files can still be reopened through /proc. Rings and texts
+/// sent by operators are such files.
 #[test]
 fn memory_files_are_opened_again() {
     with_files(&[], &[], || {
@@ -112,21 +113,23 @@ fn restricted_kinds_cannot_open_permitted_paths() {
     let file = dir.path().join("file");
     fs::write(&file, "text").unwrap();
     with_files(&[dir.path()], &[], move || {
-        for kind in ThreadKind::ALL {
+        for kind in SandboxedThreadKind::ALL {
             let (file, (tell, told)) = (file.clone(), std::sync::mpsc::channel());
             let run = move || tell.send(File::open(&file).map(drop)).unwrap();
             let thread = sandbox::spawn(kind, Builder::new(), run).unwrap();
             let opened = told.recv().unwrap();
             thread.join().unwrap();
             match kind {
-                ThreadKind::Main | ThreadKind::Starter | ThreadKind::Debugger => opened.unwrap(),
+                SandboxedThreadKind::Main | SandboxedThreadKind::Starter | SandboxedThreadKind::Debugger => {
+                    opened.unwrap()
+                }
                 _ => assert!(refused(opened), "{kind}"),
             }
         }
     });
 }
 
-/// Returns the landlock version of the kernel, less than 1 without landlock.
+/// Returns the landlock version of the kernel. The value is less than 1 if landlock is unavailable.
 #[expect(unsafe_code, reason = "landlock_create_ruleset has no wrapper here")]
 fn version() -> i64 {
     const LANDLOCK_CREATE_RULESET_VERSION: u32 = 1;

@@ -1,6 +1,6 @@
 //! Tests of the resources that are accessible in a jail. A privileged user can create namespaces
-//! for one thread, so each test uses a separate thread. Other users would require a single-threaded
-//! process.
+//! for a single thread, so each test uses a separate thread. For other users, the process would
+//! have to be single-threaded.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -39,7 +39,8 @@ fn mount(args: &[&str], path: &Path) {
     assert!(mounted.unwrap().success(), "{args:?} {}", path.display());
 }
 
-/// Makes a directory that contains `/proc` the root directory, like chroot(1).
+/// Mounts `/proc` below `root` and makes `root` the root directory of this thread, like chroot(1).
+/// If `bound` is `true`, `root` becomes a mount point first.
 fn in_a_chroot(root: &Path, bound: bool) {
     // The mount namespace then belongs only to this thread.
     unshare_mounts();
@@ -60,7 +61,8 @@ fn unshare_mounts() {
     mount(&["--make-rprivate"], Path::new("/"));
 }
 
-/// The case of an initramfs root, which cannot be detached, is tested in the lab
+/// A jail cannot be created if the root directory is not a mount point, as after chroot. The case
+/// of an initramfs root, which cannot be detached, is tested in the lab
 /// (`integration/tests/lab/machine.rs`).
 #[test]
 fn chroot_must_be_a_mount() {

@@ -1,5 +1,6 @@
-//! Tests of files and sockets at paths that another user can influence. The process that changes
-//! its user and keeps root's capabilities is a child process that runs this test program again.
+//! Tests of files and sockets at paths that another user can influence. The process under test,
+//! which changes its user and keeps root's capabilities, is a child process that runs this test
+//! program again.
 
 use std::fs::{self, Permissions};
 use std::io::Write;
@@ -10,12 +11,13 @@ use std::process::Output;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use sandbox::paths::{self, PrivilegedDirectory};
-use sandbox::{PerfEventAccess, ProcessConfinement, SeccompMode, SocketBroker, TerminationActions};
+use sandbox::{PerfEventAccess, ProcessConfinement, SeccompMode, SeccompTerminationActions, SocketBroker};
 use test_support::child::child_command;
 
 /// User ID of the child.
 const NOBODY: u32 = 65534;
-/// Environment variable with the task and the path of the child.
+/// Environment variable that contains the task of the child process and the path on which it
+/// operates.
 const TASK: &str = "PATHS_TEST_TASK";
 /// No capability.
 const NONE: CapabilitySets = CapabilitySets {
@@ -32,8 +34,8 @@ fn is_root() -> bool {
     own
 }
 
-/// Creates a directory of root to which no other user can write, with a directory of another user
-/// in it.
+/// Creates a directory of root to which no other user can write, and in it a directory of another
+/// user.
 fn directories() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let theirs = dir.path().join("theirs");
@@ -81,7 +83,7 @@ fn as_a_child() {
 
 /// Confines the calling thread like the main thread of a VM.
 fn confine() {
-    let will = TerminationActions {
+    let will = SeccompTerminationActions {
         first: || {},
         log: None,
         status: 77,
@@ -90,7 +92,7 @@ fn confine() {
     sandbox::confine().unwrap();
 }
 
-/// Connects to the socket at `path` by a broker without capabilities.
+/// Connects to the socket at `path` through a socket broker without capabilities.
 fn connect_by_broker(path: &Path) -> std::io::Result<()> {
     let confinement = ProcessConfinement {
         seccomp: SeccompMode::On,
@@ -150,8 +152,9 @@ fn link_of_another_user_is_not_followed() {
     assert_eq!(fs::read_dir(&inside).unwrap().count(), 0);
 }
 
-/// A kernel or disk image that the user has replaced with a link or a hard link to a file of root
-/// is not opened. A guest reset opens the kernel and the initrd again.
+/// If the user has replaced a kernel or disk image with a symbolic or hard link to a file of root,
+/// the VM does not open it. This is necessary because a guest reset opens the kernel and the initrd
+/// again.
 #[test]
 fn file_of_root_is_not_opened_for_another_user() {
     if !is_root() {
@@ -201,7 +204,8 @@ fn file_of_root_is_not_opened_for_another_user() {
     paths::open(&link, libc::O_RDONLY).unwrap();
 }
 
-/// A shared directory is resolved with the access rights of the user who will read it.
+/// A shared directory is resolved with the access rights of the user who will read it, so a
+/// directory of root that this user cannot access is rejected.
 #[test]
 fn directory_of_root_is_not_resolved_for_another_user() {
     if !is_root() {
@@ -321,7 +325,8 @@ fn links_of_root_are_followed() {
     assert_eq!(file.metadata().unwrap().len(), 1);
 }
 
-/// A directory of root that the user cannot access may be used for a socket.
+/// A VM may create a socket in a directory of root that its user cannot access, as long as it still
+/// has file capabilities.
 #[test]
 fn root_directory_is_usable_with_capabilities() {
     if !is_root() {
@@ -357,8 +362,8 @@ fn user_directory_below_inaccessible_one_is_reached() {
     assert_eq!((meta.uid(), meta.mode() & 0o777), (NOBODY, 0o666));
 }
 
-/// The permissions are set at creation, so the file cannot be replaced between its creation and a
-/// later change.
+/// A socket file has its permissions from its creation. If they were set later, the file could be
+/// replaced in between.
 #[test]
 fn socket_has_its_permissions_when_it_appears() {
     let dir = tempfile::tempdir().unwrap();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use sandbox::{PerfBroker, PerfBrokerError, ProcessConfinement, SeccompMode};
 use test_support::child::child_command;
 
-/// A process outside the VM that an attack would target.
+/// A process outside the VM, as the target of an attack. The broker must not open events on it.
 struct Victim(Child);
 
 impl Victim {
@@ -60,8 +60,8 @@ fn events_survive_broker_exit() {
     run_in_child("end");
 }
 
-/// Prints the time to open an event. Run with `cargo test -p sandbox --test it -- --ignored
-/// --nocapture event_open_time`.
+/// Prints the time that the broker takes to open an event. Run with `cargo test -p sandbox --test
+/// it -- --ignored --nocapture event_open_time`.
 #[test]
 #[ignore = "a measurement"]
 fn event_open_time_is_printed() {

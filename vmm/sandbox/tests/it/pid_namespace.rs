@@ -1,5 +1,5 @@
-//! Tests of a PID namespace and its supervisor. This test program runs again as a child process,
-//! which forks the supervisor, because a supervisor must be single-threaded.
+//! Tests of a PID namespace and its supervisor. The process that becomes the supervisor must be
+//! single-threaded, so it is a child process that runs this test program again.
 #![expect(unsafe_code, reason = "signals and process IDs")]
 
 use std::io::{BufRead, BufReader, Lines};
@@ -7,12 +7,12 @@ use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdout, ExitStatus, Stdio};
 
-use sandbox::{ProcessConfinement, SeccompMode, Supervisor};
+use sandbox::{PidNamespaceSupervisor, ProcessConfinement, SeccompMode};
 use test_support::child::child_command;
 
 /// Environment variable with the task of the process in the namespace.
 const TASK: &str = "PID_NAMESPACE_TEST_TASK";
-/// Exit status of a process that cannot create the namespace.
+/// Exit status of the child process if this user may not create the namespace.
 const NOT_PERMITTED: i32 = 99;
 
 #[test]
@@ -31,7 +31,7 @@ fn as_a_child() {
     // SAFETY: the call takes numbers.
     unsafe { libc::setpgid(0, 0) };
     let (reports, sink) = std::io::pipe().unwrap();
-    let supervisor = Supervisor {
+    let supervisor = PidNamespaceSupervisor {
         confinement: ProcessConfinement {
             seccomp: SeccompMode::On,
             landlock: sandbox::has_landlock(),
@@ -71,7 +71,7 @@ fn as_a_child() {
     }
 }
 
-/// Waits for a forwarded signal and returns its number.
+/// Waits for a stop signal that the supervisor forwards, and returns its number.
 fn next_stop_signal() -> i32 {
     // SAFETY: zeroed sets and siginfo structures are valid, and all pointers refer to live locals.
     unsafe {
@@ -86,7 +86,7 @@ fn next_stop_signal() -> i32 {
     }
 }
 
-/// A supervisor, and the first process of its namespace.
+/// A supervisor process, and the first process of the PID namespace that it supervises.
 struct Supervised {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -201,7 +201,8 @@ fn first_process_ends_with_supervisor() {
     });
 }
 
-/// A shell job stops and continues as a whole.
+/// If the shell stops or continues the job, the supervisor and the first process of the PID
+/// namespace stop or continue together.
 #[test]
 fn first_process_stops_and_continues_with_supervisor() {
     let Some(supervised) = Supervised::start("park") else {

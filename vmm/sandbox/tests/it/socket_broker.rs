@@ -1,6 +1,6 @@
-//! Tests of the socket broker. Threads that may not connect can reach the registered sockets and no
-//! others, and the VM's own sockets are removed regardless of how the VM exits. The process with
-//! the broker is a child process that runs this test program again.
+//! Tests of the socket broker. Threads that may not connect themselves can reach the registered
+//! sockets and no others, and the VM's own sockets are removed regardless of how the VM exits. The
+//! process with the broker is a child process that runs this test program again.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,16 +12,16 @@ use std::sync::Arc;
 use std::thread::Builder;
 
 use sandbox::{
-    AccessibleFiles, PerfEventAccess, ProcessConfinement, SeccompMode, SocketBroker, SocketDestination,
-    TerminationActions, ThreadKind,
+    AccessibleFiles, PerfEventAccess, ProcessConfinement, SandboxedThreadKind, SeccompMode,
+    SeccompTerminationActions, SocketBroker, SocketDestination,
 };
 use test_support::child::child_command;
 
-/// Environment variable with the directory of the sockets, for the child.
+/// Environment variable that passes the directory of the sockets to the child process.
 const DIRECTORY: &str = "BROKER_TEST_DIRECTORY";
 /// Line that the child prints when its threads are confined.
 const CONFINED: &str = "all threads are confined";
-/// Exit status of the child when a thread is denied a connection.
+/// Exit status of the child process when a filter terminates it because a thread tried to connect.
 const STATUS: u8 = 77;
 
 fn start_broker(directory: &Path) -> (Arc<SocketBroker>, SocketDestination, SocketDestination) {
@@ -46,7 +46,7 @@ fn as_a_child() {
     broker.seal().unwrap();
     let late = broker.add(&directory.join("back-end"));
     assert!(late.is_err(), "no name is taken after the seal");
-    let will = TerminationActions {
+    let will = SeccompTerminationActions {
         first: || {},
         log: None,
         status: STATUS,
@@ -67,7 +67,7 @@ fn as_a_child() {
         "direct" => drop(UnixStream::connect(path)),
         _ => {}
     };
-    let thread = sandbox::spawn(ThreadKind::Socket, Builder::new(), job);
+    let thread = sandbox::spawn(SandboxedThreadKind::Socket, Builder::new(), job);
     thread.unwrap().join().unwrap();
     broker.finish();
     assert!(exact_socket_is_removed(&broker), "a broker that has ended");
@@ -95,7 +95,8 @@ fn connections(ports: &SocketDestination, exact: &SocketDestination) {
     }
 }
 
-/// Creates sockets that greet each client, and a file that is not a socket.
+/// Creates sockets in `directory` that send a greeting to each client, and a file that is not a
+/// socket.
 fn sockets(directory: &Path) {
     for (name, greeting) in [("v_7", b"v7"), ("back-end", b"be"), ("docker", b"no")] {
         let listener = UnixListener::bind(directory.join(name)).unwrap();
@@ -176,7 +177,8 @@ fn socket_of_a_killed_vm_is_removed() {
     goes(&dir.path().join("own"));
 }
 
-/// The broker does not remove a socket if another VM may have taken over the path.
+/// When the VM exits, the broker does not remove a socket that has been replaced, because it may
+/// belong to another VM.
 #[test]
 fn replaced_socket_is_kept() {
     let dir = tempfile::tempdir().unwrap();
@@ -190,8 +192,8 @@ fn replaced_socket_is_kept() {
     assert!(own.exists());
 }
 
-/// The broker ignores signals that a service manager sends to the whole group, so its VM can still
-/// connect.
+/// The broker ignores the termination signals that a service manager sends to all processes of a
+/// group. The VM can therefore still connect until it exits.
 #[test]
 fn broker_survives_termination_signals() {
     if Command::new("ps").output().is_err() {

@@ -1,5 +1,5 @@
-//! Tests of threads of each kind. Permitted operations succeed, and others terminate the process.
-//! Each attempt runs in a child process that runs this test program again.
+//! Tests of the filters in threads of each kind. Permitted operations succeed, and others terminate
+//! the process. Each attempt runs in a child process that runs this test program again.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
 use std::fs::File;
@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Builder;
 
-use sandbox::{PerfEventAccess, SeccompMode, TerminationActions, ThreadKind};
+use sandbox::{PerfEventAccess, SandboxedThreadKind, SeccompMode, SeccompTerminationActions};
 use test_support::child::child_command;
 
 /// Environment variable with the mode, thread kind and attempt of the child.
@@ -36,13 +36,13 @@ enum Attempt {
     Code,
     CountCpu,
     OtherProcess,
-    /// Calls that libraries attempt but do not require.
+    /// Calls that libraries attempt but do not require, and that fail with an error.
     Refused,
-    /// Write-back of an image at the reset of a disk.
+    /// Writing cached data of an image back when its disk is reset.
     Image,
 }
 
-/// Image opened before the filters are applied.
+/// Disk image that is opened before the filters are applied.
 static IMAGE: OnceLock<File> = OnceLock::new();
 
 impl Attempt {
@@ -116,17 +116,18 @@ fn image() {
     assert_eq!((&back, file.metadata().unwrap().len()), (b"data", 1 << 20));
 }
 
-/// Checks that each denied call fails with an error and the thread continues.
+/// Makes each call that must fail with an error, and checks that it fails and that the thread
+/// continues.
 fn refused() {
     let kind = sandbox::kind().unwrap();
     let is_refused = |error: &std::io::Error| error.raw_os_error() == Some(libc::EPERM);
     // The starter may create threads, and so may the threads that it starts until they have their
     // own filter. The main thread may open files.
-    if kind != ThreadKind::Starter {
+    if kind != SandboxedThreadKind::Starter {
         let started = Builder::new().spawn(|| ());
         assert!(started.is_err_and(|e| is_refused(&e)), "{kind}: a thread");
     }
-    if !matches!(kind, ThreadKind::Main | ThreadKind::Starter) {
+    if !matches!(kind, SandboxedThreadKind::Main | SandboxedThreadKind::Starter) {
         let opened = std::fs::File::open("/proc/sys/vm/overcommit_memory");
         assert!(opened.is_err_and(|e| is_refused(&e)), "{kind}: a file");
     }
@@ -147,7 +148,9 @@ fn refused() {
 fn start_another() {
     let (send, receive) = std::sync::mpsc::channel();
     let builder = Builder::new().name("another".into());
-    let other = sandbox::spawn(ThreadKind::Profiler, builder, move || send.send(7).unwrap());
+    let other = sandbox::spawn(SandboxedThreadKind::Profiler, builder, move || {
+        send.send(7).unwrap()
+    });
     assert_eq!(receive.recv(), Ok(7));
     other.unwrap().join().unwrap();
 }
@@ -160,7 +163,7 @@ fn as_a_child() {
     let mut next = || words.next().unwrap();
     let mode: SeccompMode = next().parse().unwrap();
     let kind = next();
-    let kind = ThreadKind::ALL
+    let kind = SandboxedThreadKind::ALL
         .into_iter()
         .find(|known| known.name() == kind)
         .unwrap();
@@ -173,7 +176,7 @@ fn as_a_child() {
         .into_iter()
         .find(|known| format!("{known:?}") == name)
         .unwrap();
-    let will = TerminationActions {
+    let will = SeccompTerminationActions {
         first: || RESTORED.store(true, Ordering::Relaxed),
         log: Some(libc::STDOUT_FILENO),
         status: STATUS,
@@ -183,7 +186,9 @@ fn as_a_child() {
     let done = move || {
         tried.run();
         // Threads of these kinds are confined before the starter exists and start no threads.
-        if tried == Attempt::Ordinary && !matches!(kind, ThreadKind::Console | ThreadKind::Signals) {
+        if tried == Attempt::Ordinary
+            && !matches!(kind, SandboxedThreadKind::Console | SandboxedThreadKind::Signals)
+        {
             start_another();
         }
         println!("{DONE}");
@@ -191,19 +196,19 @@ fn as_a_child() {
     // Cover threads that exist before the main thread is confined, and threads started later.
     let builder = Builder::new().name("tries".into());
     let thread = match kind {
-        ThreadKind::Console | ThreadKind::Signals => builder.spawn(move || {
+        SandboxedThreadKind::Console | SandboxedThreadKind::Signals => builder.spawn(move || {
             sandbox::enter(kind);
             done();
         }),
-        ThreadKind::Main => builder.spawn(move || {
+        SandboxedThreadKind::Main => builder.spawn(move || {
             sandbox::confine().unwrap();
             done();
         }),
         // The starter's filter applies to new threads until they have their own.
-        ThreadKind::Starter => builder.spawn(move || {
+        SandboxedThreadKind::Starter => builder.spawn(move || {
             sandbox::confine().unwrap();
             let builder = Builder::new().name("tries".into());
-            let started = sandbox::spawn_prepared(ThreadKind::Device, builder, done, || ());
+            let started = sandbox::spawn_prepared(SandboxedThreadKind::Device, builder, done, || ());
             started.unwrap().join().unwrap();
         }),
         _ => builder.spawn(move || {
@@ -217,7 +222,7 @@ fn as_a_child() {
     std::process::exit(0);
 }
 
-fn child(mode: SeccompMode, kind: ThreadKind, tried: Attempt) -> Output {
+fn child(mode: SeccompMode, kind: SandboxedThreadKind, tried: Attempt) -> Output {
     child_command(module_path!(), TASK, format!("{mode} {kind} {tried:?}"))
         .output()
         .unwrap()
@@ -225,7 +230,7 @@ fn child(mode: SeccompMode, kind: ThreadKind, tried: Attempt) -> Output {
 
 #[test]
 fn forbidden_call_terminates_process_with_message() {
-    for kind in ThreadKind::ALL {
+    for kind in SandboxedThreadKind::ALL {
         for (tried, call) in Attempt::FORBIDDEN {
             let out = child(SeccompMode::On, kind, tried);
             let said = String::from_utf8_lossy(&out.stderr);
@@ -248,7 +253,7 @@ fn forbidden_call_terminates_process_with_message() {
 #[test]
 fn ordinary_calls_are_allowed_for_all_kinds() {
     for mode in [SeccompMode::On, SeccompMode::Log, SeccompMode::Off] {
-        for kind in ThreadKind::ALL {
+        for kind in SandboxedThreadKind::ALL {
             let out = child(mode, kind, Attempt::Ordinary);
             let (said, err) = (
                 String::from_utf8_lossy(&out.stdout),
@@ -262,7 +267,7 @@ fn ordinary_calls_are_allowed_for_all_kinds() {
 
 #[test]
 fn refused_calls_do_not_stop_threads() {
-    for kind in ThreadKind::ALL {
+    for kind in SandboxedThreadKind::ALL {
         let out = child(SeccompMode::On, kind, Attempt::Refused);
         let err = String::from_utf8_lossy(&out.stderr);
         assert!(
@@ -273,11 +278,15 @@ fn refused_calls_do_not_stop_threads() {
     }
 }
 
-/// Resetting a disk writes its image back. The driver resets a disk on a vCPU thread, and the end
-/// of the VM resets it on the main thread.
+/// The threads that reset a disk may write its cached data back to the image: a vCPU thread when
+/// the guest's driver resets the disk, and the main thread when the VM ends.
 #[test]
 fn disk_reset_writes_image_back() {
-    for kind in [ThreadKind::Main, ThreadKind::Vcpu, ThreadKind::Device] {
+    for kind in [
+        SandboxedThreadKind::Main,
+        SandboxedThreadKind::Vcpu,
+        SandboxedThreadKind::Device,
+    ] {
         let out = child(SeccompMode::On, kind, Attempt::Image);
         let err = String::from_utf8_lossy(&out.stderr);
         assert!(
@@ -287,7 +296,7 @@ fn disk_reset_writes_image_back() {
     }
 }
 
-/// In log mode and without filters, violations do not terminate the process.
+/// In log mode and without filters, a forbidden system call does not terminate the process.
 #[test]
 fn log_and_off_modes_terminate_nothing() {
     for mode in [SeccompMode::Log, SeccompMode::Off] {
@@ -295,7 +304,7 @@ fn log_and_off_modes_terminate_nothing() {
             .iter()
             .filter(|(tried, _)| *tried != Attempt::Fork)
         {
-            let out = child(mode, ThreadKind::Vcpu, *tried);
+            let out = child(mode, SandboxedThreadKind::Vcpu, *tried);
             let said = String::from_utf8_lossy(&out.stdout);
             assert!(said.contains(DONE), "{mode} {tried:?}: {said}");
         }

@@ -1,5 +1,6 @@
-//! Tests of workers: forbidden calls, resource limits, reported termination, and the start of the
-//! next worker. The process with the workers is a child process that runs this test program again.
+//! Tests of workers: forbidden calls, resource limits, the reported termination status, and the
+//! start of the next worker. The process with the keeper and the workers is a child process that
+//! runs this test program again.
 #![expect(unsafe_code, reason = "system calls that the filters are to stop")]
 
 use std::ffi::c_long;
@@ -24,7 +25,7 @@ const LIMITS: WorkerLimits = WorkerLimits {
     cpu_seconds: 1,
 };
 
-/// Body of a worker, selected by one letter from its socket.
+/// Body of a worker. It reads one letter from its socket, which selects what it does.
 fn work(mut socket: UnixStream, number: u32) {
     let mut letter = [0];
     socket.read_exact(&mut letter).unwrap();
@@ -139,7 +140,8 @@ const FORBIDDEN: [(&str, c_long, [c_long; 6]); 18] = [
     ("a request", libc::SYS_ioctl, [0; 6]),
 ];
 
-/// Uses memory, a hash table, and a caught panic, without files or new descriptors.
+/// Performs operations that every worker may perform: it uses memory, a hash table, and a caught
+/// panic, without files or new descriptors.
 fn ordinary() {
     for _ in 0..3 {
         let big: Vec<u64> = (0..1 << 22).collect();
@@ -166,7 +168,7 @@ fn begun(workers: &WorkerKeeper, letter: u8) -> WorkerProcess<'_> {
     worker
 }
 
-/// Returns all output of a worker and its termination status.
+/// Starts a worker with the given letter. Returns all of its output and its termination status.
 fn read_all(workers: &WorkerKeeper, letter: u8) -> (Vec<u8>, WorkerExit) {
     let mut worker = begun(workers, letter);
     let mut said = Vec::new();
@@ -257,7 +259,8 @@ fn forbidden() {
     assert_eq!(read_all(&workers, b'n').1, WorkerExit::Done);
 }
 
-/// Prints the process IDs of a waiting worker and its keeper for the test.
+/// Prints the process IDs of a waiting worker and of its keeper, so that the test can examine these
+/// processes.
 fn shown() {
     let workers = workers(SeccompMode::On);
     let mut worker = begun(&workers, b'h');
@@ -294,8 +297,8 @@ fn does(task: &str) {
     assert!(status.success() && said.contains(DONE), "{said}{err}");
 }
 
-/// Memory exhaustion, CPU time limit, panic, kill and termination are each reported, and the next
-/// worker starts.
+/// A worker that exhausts its memory, exceeds its CPU time limit, panics, is killed, or exits is
+/// reported as such, and the next worker starts.
 #[test]
 fn worker_exit_is_reported_and_next_worker_starts() {
     does("ends");

@@ -13,7 +13,7 @@ use snapshot::{decode, encode};
 
 const CHUNK: usize = 2 << 20;
 const PAGE: usize = 4096;
-/// Two whole chunks and one page.
+/// Size of guest memory in these tests: two whole chunks and one page.
 const BYTES: usize = 2 * CHUNK + PAGE;
 
 /// Returns the state of a machine with this memory.
@@ -103,8 +103,9 @@ fn changed_pages_are_in_the_diff() {
     assert!(matches!(damaged, Err(MemoryFileError::Damaged { start: 0, .. })));
 }
 
-/// Zeros at a hole of the base are skipped without reading the base, zeros at data of the base are
-/// a change, and a hole where the base had data is reported as damage.
+/// A chunk of zeros is skipped without reading the base if the base has a hole there, and is a
+/// change if the base has data there. A hole in the base's memory file where the base had data is
+/// reported as damage.
 #[test]
 fn holes_of_the_base_are_skipped() {
     let mut base = vec![0; 3 * CHUNK];
@@ -173,7 +174,7 @@ fn impossible_ranges_are_refused() {
     assert!(matches!(check_runs(&many, u64::MAX), Err(DiffError::Runs)));
 }
 
-/// Returns the error of a rejected chain and the directory that it names.
+/// Returns the error with which a base chain was rejected, and the directory that the error names.
 fn refused(chain: Result<BaseChain, BaseSnapshotError>) -> (String, DiffError) {
     let error = chain.unwrap_err();
     (error.path.to_str().unwrap().to_owned(), error.source)
@@ -208,8 +209,8 @@ fn other_base_is_refused() {
     assert!(matches!(smaller, Err(DiffError::OtherMachine)));
 }
 
-/// Each page is read from the highest diff that contains it. Bases are found in any order, and an
-/// error names the damaged one.
+/// Each page is read from the highest diff that contains it. The bases of a diff are found in any
+/// order, and an error names the damaged base.
 #[test]
 fn diff_of_a_diff_contains_what_differs_from_it() {
     let mut memory: Vec<u8> = (0..BYTES).map(|n| (n / PAGE % 251 + 1) as u8).collect();
@@ -275,7 +276,8 @@ fn number_of_diffs_is_limited() {
     assert!(matches!(refused(given(MAX_DIFFS)), (_, DiffError::TooManyDiffs)));
 }
 
-/// An untrusted VM may send chunks in any order and of any size.
+/// [`DiffWriter`] rejects chunks in the wrong order or of the wrong size, because an untrusted VM
+/// may send any.
 #[test]
 fn memory_out_of_order_is_refused() {
     let memory = vec![1; BYTES];

@@ -5,7 +5,7 @@ use snapshot::format::{MAX_STATE_BYTES, frame, optional_field, with_optional_fie
 use snapshot::state::{SavedBase, SavedDevice, SavedMachine, SavedPmi, SavedQueue, SavedRdpmc, SavedVcpu};
 use snapshot::{Base64Bytes, SnapshotFormatError, decode, encode};
 
-/// State of format version 1, written by the version that introduced it.
+/// State file of format version 1, written by the version of Perfvisor that introduced this format.
 const VERSION_1: &[u8] = include_bytes!("../golden/version-1.state");
 
 const VERSION_1_DIFF: &[u8] = include_bytes!("../golden/version-1-diff.state");
@@ -202,7 +202,8 @@ proptest! {
     }
 }
 
-/// An optional field is preserved for programs that know it and does not change the machine.
+/// A program that knows an optional field of a state file can read it. For all others, the field
+/// does not change the machine.
 #[test]
 fn optional_field_is_added_and_read() {
     let machine = machine();

@@ -77,8 +77,8 @@ fn messages_survive_the_stream() {
     assert!(matches!(reader.receive(), Err(MigrationStreamError::Closed)));
 }
 
-/// A hostile source can neither write outside guest memory nor make the receiver allocate more than a
-/// state file.
+/// A hostile source can neither write outside guest memory nor make the receiver allocate more than
+/// the size of a state file.
 #[test]
 fn impossible_frames_are_rejected() {
     let range = |offset: u64, bytes: usize| {

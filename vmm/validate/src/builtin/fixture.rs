@@ -25,8 +25,8 @@ fn view(counters: Vec<GuestCounter>) -> VcpuView {
     }
 }
 
-/// Returns a measurement on one CPU whose general-purpose counters have these values for both guest
-/// and host.
+/// Returns a measurement on one CPU in which the general-purpose counters have the values `counts`,
+/// both in the guest and in the host's view.
 pub(super) fn outcome(counts: &[u64]) -> Measurement {
     let names = (0..counts.len()).map(|n| format!("gp{n}"));
     let after = names.zip(counts).map(|(name, count)| counter(&name, *count));

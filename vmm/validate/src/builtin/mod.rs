@@ -18,13 +18,15 @@ use crate::host::StopCallback;
 use crate::host::{HostProperties, ValidateOptions};
 use crate::judge::whole;
 
-/// Minimum ratio of a measurement to the overhead of an empty measurement.
+/// Minimum ratio of the CPU time of a measurement to the overhead, which is the CPU time of an
+/// empty measurement.
 const OVERHEADS: f64 = 300.0;
 /// Number of empty measurements.
 const OVERHEAD_RUNS: u32 = 5;
 /// Both privilege levels.
 const BOTH: u64 = USR | OS;
-/// Number of counted instructions around the work; see `counted` in the guest.
+/// Number of instructions around the work that are also counted; see the function `counted` in the
+/// guest.
 const AROUND: u64 = 5;
 
 /// Parameters of the measurements with the built-in guest.
@@ -60,7 +62,8 @@ impl Builtin<'_> {
         self.exact(rows)
     }
 
-    /// Runs the measurements with a time-dependent backing. Measures the paravirtual events once.
+    /// Runs the measurements with `backing`, whose counts depend on time. The paravirtual events
+    /// are measured with only one of the backings.
     fn backed_by(&self, backing: &'static str, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         let mut guest = self.start(backing, "1")?;
         self.time_rows(&mut guest, backing, rows)?;
@@ -160,7 +163,7 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
     }
 }
 
-/// Basis of an expectation in TSC ticks.
+/// Description of the origin of an expected count in TSC ticks, for the report.
 const CPU_TIME: &str = "CPU time of the vCPU's thread, as the host's kernel accounts it, less that of a measurement of nothing, times the TSC frequency";
 
 /// A guest counter.
@@ -171,7 +174,7 @@ enum GuestCounterId {
 }
 
 impl GuestCounterId {
-    /// Returns the name in the host's view of the counters.
+    /// Returns the name of the counter in the host's view of the counters.
     fn name(self) -> String {
         match self {
             Self::General(n) => format!("gp{n}"),
@@ -180,8 +183,8 @@ impl GuestCounterId {
     }
 }
 
-/// Returns the evidence for a counter of guest CPU `cpu`. The host's view of the same stopped
-/// counter must be equal.
+/// Returns the evidence for the count of a counter of guest CPU `cpu`. The counter is stopped, so
+/// the host's view of it must equal the guest's count.
 fn evidence(
     outcome: &Measurement,
     cpu: usize,
@@ -202,7 +205,7 @@ fn evidence(
     }
 }
 
-/// Judges counter 0 of CPU 0, including its running time.
+/// Judges the count of `counter` of guest CPU `cpu`, and adds the time for which it ran to the row.
 fn judged(
     row: ValidationRow,
     outcome: &Measurement,
@@ -218,7 +221,7 @@ fn judged(
     }
 }
 
-/// Measures an event that is not backed on this host. Its counter must not move.
+/// Measures an event that this host cannot count. The event's counter must not change.
 fn unbacked(
     guest: &mut MeasuringGuest,
     row: ValidationRow,
@@ -303,7 +306,7 @@ mod tests {
     use vpmu::Vendor;
     use vpmu::events::{EventSelect, GuestEvent, UnitMask, decode};
 
-    /// The selectors have the encodings of the virtual PMU's events.
+    /// The selectors equal the encodings of the same events in the virtual PMU.
     #[test]
     fn selectors_mean_their_events() {
         for event in ArchEvent::ALL {
@@ -364,7 +367,7 @@ mod tests {
         }
     }
 
-    /// Overflows before the measurement are not counted.
+    /// Overflows that occurred before a measurement are not part of its result.
     #[test]
     fn earlier_overflows_are_not_counted() {
         let mut seen = outcome(&[1]);

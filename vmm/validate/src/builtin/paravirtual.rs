@@ -1,5 +1,5 @@
-//! Checks of the paravirtual events. The effects of the host on the vCPU are compared with the
-//! effects that the guest provokes.
+//! Checks of the paravirtual events, which count effects of the host on the vCPU. The counts are
+//! compared with the effects that the guest provokes.
 
 use vpmu::events::paravirtual_select;
 use vpmu::{ParavirtualEvent, Vendor};
@@ -21,12 +21,12 @@ const BUSY_MS: u64 = 100;
 /// slightly before and after the measurement.
 const STEAL: Tolerance = Tolerance::PercentAnd(5.0, 3_000_000);
 
-/// CPU time of the loop during which one counter is not counted, in milliseconds, and the tolerance
+/// CPU time of the loop during which one counter does not count, in milliseconds, and the tolerance
 /// of the reported time, in percent.
 const UNCOUNTED_MS: u64 = 200;
 const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
 /// Event-select bit for CMASK = 1. A paravirtual event has no cycles to compare with a threshold,
-/// so it is never backed with a threshold.
+/// so a counter with a threshold does not count it.
 const THRESHOLD: u64 = 1 << 24;
 
 /// Returns the expected count of a paravirtual event over the work that provokes it.
@@ -106,8 +106,8 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// Measures the uncounted time of another enabled counter, which must equal the duration of the
-    /// loop.
+    /// Measures the time for which another enabled counter is not counting, as a paravirtual event
+    /// reports it. This time must equal the duration of the loop.
     fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
         let event = ParavirtualEvent::UncountedNs.name();
@@ -238,7 +238,7 @@ mod tests {
         );
     }
 
-    /// The guest performs work that causes each event.
+    /// For each paravirtual event, the guest performs work that causes the event.
     #[test]
     fn each_event_has_its_work() {
         for event in ParavirtualEvent::ALL {

@@ -207,8 +207,8 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
     ]
 }
 
-/// Fails the row if there was an interrupt without an overflow, which would cause an "unknown
-/// reason" NMI message in a Linux guest.
+/// Marks the row as failed if the guest received an interrupt without an overflow, which would
+/// cause an "unknown reason" NMI message in a Linux guest.
 fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
     let seen = MeasuredEvidence::of_guest(Some(spurious), Expectation::new(0, Tolerance::Exact));
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
@@ -277,8 +277,8 @@ mod tests {
         );
     }
 
-    /// The number of PMIs must match both the number of elapsed periods and the number of overflows
-    /// seen by the host.
+    /// The number of PMIs in the guest must match both the number of elapsed periods and the number
+    /// of overflows that the host has seen.
     #[test]
     fn pmi_count_must_match_periods_and_overflows() {
         let row = |pmis: u64, overflows: u64| {

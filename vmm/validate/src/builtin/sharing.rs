@@ -77,7 +77,7 @@ impl MultiplexedEvents {
         self.rates = [self.rates[0].min(rate), self.rates[1].max(rate)];
     }
 
-    /// Returns the worst event, or `None` if no event ran in two intervals.
+    /// Returns the event with the worst estimate, or `None` if no event ran in two intervals.
     fn worst(&self, tolerance_percent: f64) -> Option<WorstEstimate> {
         let events = self.estimators.iter().zip(&self.running_ns);
         let told = events.filter_map(|(estimator, running_ns)| {
@@ -156,7 +156,8 @@ impl Builtin<'_> {
         Ok(undecided_if_wide(row, worst.slack, turns.all))
     }
 
-    /// Counts the same vCPU as an operator, under each policy.
+    /// Counts events of the guest's vCPU as an operator while the guest counts, under each sharing
+    /// policy.
     pub(super) fn contention_rows(
         &self,
         guest: &mut MeasuringGuest,
@@ -289,7 +290,8 @@ mod tests {
         assert_eq!(turns.worst(2.0).unwrap().slack, turns.all / 50);
     }
 
-    /// A counter that counts half of the events is detected even if the other counters are correct.
+    /// If one counter counts only half of the events, this is detected even if the other counters
+    /// are correct.
     #[test]
     fn half_counting_counter_is_detected() {
         let mut turns = MultiplexedEvents::new(4, 7);
@@ -303,8 +305,9 @@ mod tests {
     }
 
     proptest! {
-        /// For any lengths and counts there is a worst event, whose running time does not exceed the
-        /// total duration, and whose estimate lies within the tolerance from the uncounted part.
+        /// For any interval lengths and counts, there is an event with the worst estimate. Its
+        /// running time does not exceed the total duration, and its estimate is within the
+        /// tolerance that follows from the part of the time in which the event was not counted.
         #[test]
         fn estimates_are_within_their_slack(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
             let mut taken = MultiplexedEvents::new(4, 7);

@@ -79,7 +79,8 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// Returns the expected count of `event` over this work, and its basis.
+    /// Returns the expected count of `event` over this work, and a description of its origin
+    /// (basis).
     fn expectation(
         &self,
         backing: &str,
@@ -199,7 +200,8 @@ impl Builtin<'_> {
         Ok(judged(row, &outcome, 0, counter, expected, basis))
     }
 
-    /// Measures `cycles:u` over work at one level, together with a counter for both levels.
+    /// Measures `cycles:u` over work at one privilege level, together with a counter for both
+    /// levels.
     fn level(
         &self,
         guest: &mut MeasuringGuest,
@@ -272,10 +274,10 @@ impl Builtin<'_> {
     }
 }
 
-/// Returns whether a counter with these encodings moves. KVM's own vPMU passes AMD's encodings to
-/// the host's PMU unchanged, even if perf has no name for the event. 120H/01H is not perf's
-/// ref-cycles on AMD hosts, but counts on processors that support it (Zen 4 and later, or a virtual
-/// PMU of Perfvisor on a nested host). A counter that moves is judged by its count.
+/// Returns whether a counter with the selector `select` counts anything. KVM's own vPMU passes
+/// AMD's encodings to the host's PMU unchanged, even if perf has no name for the event. 120H/01H is
+/// not perf's ref-cycles on AMD hosts, but counts on processors that support it (Zen 4 and later,
+/// or a virtual PMU of Perfvisor on a nested host). If the counter counts, its count is judged.
 fn moves(guest: &mut MeasuringGuest, select: u64) -> Result<bool, ChildError> {
     let outcome = guest.measure(&MeasurementJob::new("busy", 500).counter(select | BOTH), None)?;
     Ok(outcome

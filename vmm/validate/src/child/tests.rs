@@ -81,7 +81,7 @@ pub(crate) fn views(vcpus: &[Vec<u64>]) -> Value {
     .unwrap()
 }
 
-/// Returns a refusal like that of a strict policy.
+/// Returns an error like that with which a VM refuses a request under the strict sharing policy.
 pub(crate) fn refusal(message: &str) -> RequestError {
     RequestError {
         kind: RequestErrorKind::Limit,
@@ -103,7 +103,7 @@ fn long_console_line_is_split() {
     assert_eq!(lengths, [MAX_LINE as usize, MAX_LINE as usize, 3, 4]);
 }
 
-/// The reader ends when its receiver is dropped.
+/// The thread that reads a VM's console ends when the receiver of the lines is dropped.
 #[test]
 fn reader_ends_when_receiver_is_dropped() {
     let (sender, lines) = sync_channel(8);
@@ -111,7 +111,7 @@ fn reader_ends_when_receiver_is_dropped() {
     read_lines(std::io::repeat(b'\n'), &sender);
 }
 
-/// Only a limited number of the last messages is kept.
+/// Only a limited number of the last messages of a VM is kept.
 #[test]
 fn last_messages_are_kept() {
     let kept = Mutex::new(VecDeque::new());
@@ -122,7 +122,8 @@ fn last_messages_are_kept() {
     assert_eq!(kept.front().map(String::as_str), Some("message 7"));
 }
 
-/// The error shows the VM's last message without the program name, and the guest's last lines.
+/// The error for a VM that has ended shows the VM's last message without the program name, and the
+/// guest's last lines.
 #[test]
 fn end_error_shows_last_messages_and_lines() {
     let ended = ChildError::Ended {
@@ -184,7 +185,7 @@ fn killed_vm_is_not_successful() {
     assert!(matches!(error, ChildError::Ended { status: -1, .. }), "{error}");
 }
 
-/// After `end`, any exit status other than 0 is an error.
+/// [`ChildVm::end`] returns an error for any exit status of the VM other than 0.
 #[test]
 fn nonzero_exit_status_is_error() {
     let ends = |status: u32| {
@@ -299,7 +300,8 @@ fn thread_that_has_gone_has_no_facts() {
     assert!(matches!(error, ChildError::Io("reading /proc", _)), "{error}");
 }
 
-/// A view is requested once and polled until it is complete. vCPUs are returned in numeric order.
+/// The host's view of the counters is requested once and polled until it is complete. vCPUs are
+/// returned in numeric order.
 #[test]
 fn views_are_complete_and_ordered() {
     let mut asked = Vec::new();

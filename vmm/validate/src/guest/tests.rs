@@ -105,7 +105,8 @@ fn malformed_greeting_is_ignored() {
     }
 }
 
-/// A measurement contains the guest's counts and the host's view of the counters before and after.
+/// A measurement contains the guest's counts, and the host's view of the counters before and after
+/// the work.
 #[test]
 fn measurement_contains_guest_and_host_counts() {
     let mut guest = measuring(

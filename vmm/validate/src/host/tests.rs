@@ -35,7 +35,7 @@ pub(crate) fn clock_host() -> HostProperties {
     }
 }
 
-/// Returns the same host with a PMU that supports these generic events of perf.
+/// Returns a host like [`clock_host`], with a PMU that supports the generic perf events `generic`.
 pub(crate) fn hardware_host(generic: &[&str]) -> HostProperties {
     let event = |name: &&str| GenericEvent {
         name: (*name).into(),

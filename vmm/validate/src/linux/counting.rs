@@ -11,19 +11,20 @@ use perf_core::SharePolicy;
 
 /// Maximum cycles of an idle guest, in percent of the TSC. Timer ticks cause these cycles.
 const IDLE_PERCENT: u64 = 10;
-/// Tolerance for one privilege level under the clock backing, in percent of both levels.
+/// Tolerance for one privilege level under the clock backing, in percent of the count at both
+/// levels.
 const LEVEL_PERCENT: f64 = 5.0;
 /// Tolerance of a scaled count, in percent. perf does not report the error of such a count.
 const SCALED_PERCENT: f64 = 5.0;
 /// Multiplexing interval, in ms.
 const TURN_MS: u64 = 250;
-/// Number of simultaneous events, which exceeds the number of counters for `cycles` of any model
-/// used here.
+/// Number of simultaneous events. It exceeds the number of counters that can count `cycles` on any
+/// model used here.
 const TOO_MANY: usize = 9;
 /// Number of iterations of the program of known length.
 const ROUNDS: u64 = 1000;
 const MORE_ROUNDS: u64 = 3000;
-/// Number of instructions at both ends of a process that single-stepping misses
+/// Number of instructions at the start and the end of a process that single-stepping does not count
 /// (docs/reference/accuracy.md).
 const MISSED: u64 = 2;
 
@@ -206,9 +207,9 @@ impl Linux<'_> {
         Ok(())
     }
 
-    /// Measures `cycles:u` and `cycles:k` over a program that stays at one level, on a CPU without
-    /// a timer tick while one task runs. On hosts with slow exits, ticks alone take several
-    /// percent.
+    /// Measures `cycles:u` and `cycles:k` over a program that stays at one privilege level, on a
+    /// CPU that has no timer tick while one task runs. On hosts with slow exits, timer ticks alone
+    /// take several percent.
     pub(super) fn levels(
         &self,
         guest: &mut LinuxGuest,

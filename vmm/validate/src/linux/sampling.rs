@@ -12,7 +12,7 @@ use control_api::protocol::VcpuView;
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
 /// much higher rate.
 const SAMPLES_PER_SECOND: u64 = 80;
-/// The functions of `three` and their shares of its time, in percent.
+/// The functions of the guest program `three`, and their shares of its time, in percent.
 const SHARES: [(&str, u64); 3] = [("heavy", 60), ("middle", 30), ("light", 10)];
 impl Linux<'_> {
     pub(super) fn sampling(

@@ -220,7 +220,8 @@ fn fields_of_perf_stat_are_read() {
     );
 }
 
-/// Returns a gate with these counter values before and after.
+/// Returns the measurements at a gate with the counter values `before` at its start and `after` at
+/// its end.
 fn gate(before: &[u64], after: &[u64]) -> Gate {
     let views = |values: &[u64]| {
         let counter = |(n, value): (usize, &u64)| control_api::protocol::GuestCounter {
@@ -242,8 +243,8 @@ fn gate(before: &[u64], after: &[u64]) -> Gate {
     }
 }
 
-/// The host's count is that of the single counter that moved, relative to Linux's initial value. If
-/// two counters have moved, the count is undefined.
+/// The host's count is that of the only counter that changed, relative to Linux's initial value. If
+/// two counters have changed, there is no count.
 #[test]
 fn host_count_is_of_single_moved_counter() {
     let moved = gate(&[5, LINUX_START], &[5, LINUX_START + 70]);

@@ -39,7 +39,7 @@ pub enum BalloonConfigError {
     /// An option is repeated.
     #[error("{0}= must be given once")]
     Repeated(&'static str),
-    /// The value of a switch is invalid.
+    /// The value of an on/off option is invalid.
     #[error("{0} must be on or off")]
     Switch(&'static str),
     /// The size is invalid.

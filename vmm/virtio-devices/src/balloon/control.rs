@@ -13,7 +13,7 @@ use crate::device::ConfigChangeNotifier;
 
 /// Length of the device configuration in bytes: target and actual size in pages (virtio 1.2, 5.5.4).
 pub(super) const CONFIG_BYTES: usize = 8;
-/// Offset of the actual size, which the driver writes.
+/// Offset of the actual size in the device configuration. The driver writes this field.
 const ACTUAL: usize = 4;
 /// Length of the state in a snapshot in bytes.
 const STATE_BYTES: usize = 10;

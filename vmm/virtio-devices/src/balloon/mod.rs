@@ -10,12 +10,12 @@
 //! | [`statistics`] | memory statistics of the guest |
 //!
 //! The driver inflates and deflates the balloon towards the target. Inflated pages are released to
-//! the host; deflated pages are allocated again when the guest accesses them, so the deflate queue
-//! only acknowledges.
+//! the host. Deflated pages are allocated again when the guest accesses them, so the device only
+//! acknowledges the entries of the deflate queue.
 //!
-//! Queues of features that the driver does not accept have no index. The driver's queues are
-//! therefore inflate and deflate, followed without gaps by statistics and reporting, as in Linux,
-//! QEMU and Firecracker.
+//! The queue of a feature that the driver does not accept has no index. Queues 0 and 1 are
+//! therefore inflate and deflate, and the statistics and reporting queues follow without gaps, as
+//! in Linux, QEMU and Firecracker.
 
 pub mod config;
 pub mod control;
@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::GuestMemoryMmap;
@@ -68,14 +68,14 @@ const FIRST_UPDATE: Duration = Duration::from_millis(1);
 pub struct BalloonDevice {
     config: BalloonConfig,
     control: Arc<BalloonControl>,
-    /// Page releaser, which the device's thread locks while it runs.
+    /// Page releaser, shared with the device's thread, which locks it while it processes a queue.
     releaser: Arc<Mutex<PageReleaser>>,
     worker: Option<DeviceWorker>,
 }
 
 impl BalloonDevice {
-    /// Creates a balloon in a guest with `memory_bytes` bytes of memory. `origin` is the origin of
-    /// the guest's RAM.
+    /// Creates a balloon in a guest with `memory_bytes` bytes of memory. `origin` states whether
+    /// this memory is new or a private mapping of a snapshot's memory file.
     ///
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.
@@ -165,7 +165,7 @@ impl VirtioDevice for BalloonDevice {
         self.control.set_config_notifier(Some(activation.config_change));
         let callback = activation.fatal_error_callback;
         self.worker = Some(DeviceWorker::spawn(
-            ThreadKind::Balloon,
+            SandboxedThreadKind::Balloon,
             DEVICE_NAME,
             handler,
             callback,
@@ -192,10 +192,12 @@ impl VirtioDevice for BalloonDevice {
     }
 }
 
-/// The statistics queue. The driver keeps one buffer in it and fills it again when it is returned.
+/// The statistics queue. The driver keeps one buffer in the queue, and fills and adds it again each
+/// time the device returns it.
 ///
-/// A buffer is read when it arrives, and stays in the queue until the next update is due. The
-/// position of the used ring therefore always equals that of the device, as a snapshot requires.
+/// The device reads the buffer when it arrives, and returns it only when the next update is due.
+/// The device's position in the available ring therefore always equals the position of the used
+/// ring, as a snapshot requires.
 struct StatisticsQueue {
     active: ActiveQueue,
     timer: TimerFd,
@@ -277,7 +279,7 @@ impl BalloonHandler {
         Ok(())
     }
 
-    /// Handles events other than queue notifications.
+    /// Handles events of the statistics timer and of a change of the statistics interval.
     fn serve_timer(&mut self, fd: i32) -> Result<(), VirtqueueError> {
         let Some(queue) = &mut self.statistics else {
             return Ok(());
@@ -292,7 +294,7 @@ impl BalloonHandler {
         Ok(())
     }
 
-    /// Arms the timer of the statistics.
+    /// Arms the timer that requests statistics: after `first`, then at the configured interval.
     fn arm(&mut self, first: Duration) {
         let interval = Duration::from_secs(self.control.interval_s().into());
         if let Some(queue) = &mut self.statistics

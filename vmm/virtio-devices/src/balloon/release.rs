@@ -21,8 +21,9 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
 
 use super::pages::PageRange;
 
-/// Maximum number of mappings that replacements in a snapshot's memory add to the process. The kernel
-/// allows 65,530 mappings per process by default (`vm.max_map_count`).
+/// Maximum number of mappings that are added to the process when pages of a snapshot's memory file
+/// are replaced with anonymous memory. The kernel allows 65,530 mappings per process by default
+/// (`vm.max_map_count`).
 const MAX_MAPPINGS: usize = 16 << 10;
 
 /// Origin of the guest's RAM.
@@ -50,7 +51,7 @@ impl PageReleaser {
         }
     }
 
-    /// Releases the pages of a range that are RAM. Returns the number of bytes released.
+    /// Releases those pages of `range` that are RAM. Returns the number of bytes released.
     ///
     /// # Errors
     /// Returns the error of the host's kernel. Part of the range may have been released.
@@ -123,14 +124,15 @@ fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
 
 /// Ranges of a file mapping that have been replaced with anonymous memory.
 ///
-/// Each isolated range adds two mappings to the process. A hostile guest could otherwise release
-/// every second page until the process has no mappings left for its own memory.
+/// Each isolated range adds two mappings to the process. If the number were not limited, a hostile
+/// guest could release every second page until the process had no mappings left for its own memory.
 #[derive(Debug, Default)]
 struct ReplacedRanges {
     /// Range ends, keyed by range start. No two ranges are adjacent.
     ranges: BTreeMap<u64, u64>,
-    /// Upper bound of the mappings added. The kernel merges a new anonymous mapping with at least one
-    /// anonymous neighbour, but not two neighbours with each other if both have been written.
+    /// Upper bound of the number of mappings added. The kernel merges a new anonymous mapping with
+    /// at least one anonymous neighbour. If both neighbours have been written, it does not merge
+    /// them with each other.
     mappings: usize,
 }
 
@@ -140,7 +142,8 @@ impl ReplacedRanges {
         before.is_some_and(|(_, last)| *last >= end)
     }
 
-    /// Returns the starts of the ranges that overlap or are adjacent to this one.
+    /// Returns the starts of the stored ranges that overlap or adjoin the range from `start` to
+    /// `end`.
     fn touching(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
         let below = self.ranges.range(..=end).rev();
         below

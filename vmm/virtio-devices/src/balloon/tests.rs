@@ -27,7 +27,7 @@ fn balloon(config: BalloonConfig) -> BalloonDevice {
     BalloonDevice::new(config, MEMORY_BYTES as u64, RamOrigin::Empty).unwrap()
 }
 
-/// Returns the drivers of the inflate, deflate, statistics and reporting queues.
+/// Returns the driver's ends of the inflate, deflate, statistics and reporting queues.
 fn drivers(memory: &GuestMemoryMmap) -> [Driver<'_>; 4] {
     [0x1000, 0x4000, 0x7000, 0xA000].map(|start| Driver::at(memory, 64, start))
 }
@@ -44,7 +44,8 @@ fn activate(balloon: &mut BalloonDevice, memory: &GuestMemoryMmap, drivers: &[Dr
     view
 }
 
-/// Offers page frame numbers in a chain with head `head`, and waits until it is used.
+/// Offers the page frame numbers `pfns` in a chain that starts at descriptor `head`, and waits
+/// until the device returns the chain.
 #[track_caller]
 fn send_pages(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, head: u16, pfns: &[u32]) {
     let bytes: Vec<u8> = pfns.iter().flat_map(|pfn| pfn.to_le_bytes()).collect();
@@ -93,8 +94,8 @@ fn inflated_pages_are_released_and_deflated_ones_acknowledged() {
     assert_eq!(balloon.control().state().released_bytes, 8 * PAGE_BYTES);
 }
 
-/// Page frame numbers that are outside RAM, repeated or too numerous release no other pages, and
-/// the next chain is processed.
+/// Page frame numbers that are outside RAM or repeated, or that exceed the limit per chain, do not
+/// cause other pages to be released, and the next chain is processed.
 #[test]
 fn hostile_page_numbers_are_ignored() {
     let memory = memory();
@@ -209,8 +210,8 @@ fn reported_pages_are_released_in_whole_pages() {
     assert_eq!(balloon.control().state().released_bytes, 3 * PAGE_BYTES);
 }
 
-/// A feature that the driver does not accept has no queue, so reporting has index 2 if statistics
-/// are not accepted.
+/// A feature that the driver does not accept has no queue, so the reporting queue has index 2 if
+/// statistics are not accepted.
 #[test]
 fn queues_follow_the_accepted_features() {
     let memory = memory();
@@ -298,8 +299,8 @@ fn entry(tag: u16, value: u64) -> Vec<u8> {
     [&tag.to_le_bytes()[..], &value.to_le_bytes()[..]].concat()
 }
 
-/// A buffer is read when it arrives, and returned when an update is due. Unknown and incomplete
-/// statistics are ignored, and the last value of a repeated statistic is used.
+/// The statistics buffer is read when it arrives, and returned when an update is due. Unknown and
+/// incomplete statistics are ignored, and the last value of a repeated statistic is used.
 #[test]
 fn statistics_are_read_and_updated() {
     let memory = memory();
@@ -355,8 +356,8 @@ fn statistics_cannot_be_switched_on_or_off() {
     assert_eq!(without.control().set_statistics_interval(0), Ok(()));
 }
 
-/// Target, actual size and interval survive a snapshot. The statistics buffer that the device had not
-/// returned is read again.
+/// Target size, actual size and statistics interval of a balloon survive a snapshot. The statistics
+/// buffer that the device had not returned is read again.
 #[test]
 fn restored_balloon_continues() {
     let memory = memory();

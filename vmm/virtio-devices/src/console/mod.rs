@@ -7,8 +7,9 @@
 //! | [`port`] | input for the guest, and the window size |
 //! | [`queues`] | the driver's two queues |
 //!
-//! Linux spins with a lock held until the device has consumed its output, so writes to the output
-//! sink must not block for long. The machine's console defines how unread output is handled.
+//! Linux holds a lock and spins until the device has consumed its output, so writes to the output
+//! sink must not block for long. The sink, which the machine provides, determines what happens to
+//! output that no client reads.
 
 pub mod escape;
 pub mod port;
@@ -19,7 +20,7 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
@@ -90,8 +91,8 @@ impl VirtioDevice for VirtioConsole {
         read_config_bytes(&self.port.config(), offset, data);
     }
 
-    /// Returns `None`, because the window size may differ when a snapshot is restored, as after a
-    /// resize.
+    /// Returns `None`, that is, a snapshot may include the device. The window size may differ when
+    /// the snapshot is restored, which the guest sees as a resize.
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
         None
     }
@@ -112,7 +113,12 @@ impl VirtioDevice for VirtioConsole {
         };
         self.port.set_config_notifier(Some(activation.config_change));
         let callback = activation.fatal_error_callback;
-        self.worker = Some(DeviceWorker::spawn(ThreadKind::Device, "hvc0", server, callback)?);
+        self.worker = Some(DeviceWorker::spawn(
+            SandboxedThreadKind::Device,
+            "hvc0",
+            server,
+            callback,
+        )?);
         Ok(())
     }
 

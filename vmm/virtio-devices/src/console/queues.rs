@@ -1,4 +1,5 @@
-//! The receive and transmit queues of the console driver, which may be malformed.
+//! The receive and transmit queues, whose contents come from the guest's console driver and may be
+//! malformed.
 
 use std::io::Write;
 

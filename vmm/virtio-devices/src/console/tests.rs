@@ -106,7 +106,8 @@ fn hostile_chains_do_not_block_output() {
     assert!(out.ends_with(&[b'g'; 256]));
 }
 
-/// Input that does not fit into a hostile chain is kept for the next chain.
+/// Console input that does not fit into a hostile chain in the receive queue is kept for the next
+/// chain.
 #[test]
 fn hostile_chains_do_not_block_input() {
     let memory = memory();
@@ -250,7 +251,7 @@ fn broken_ring_requests_reset() {
     }
 }
 
-/// The device thread serves both directions, before and after a reset.
+/// The console device's thread transfers input and output, both before and after a reset.
 #[test]
 fn console_serves_both_directions_after_reset() {
     let memory = memory();

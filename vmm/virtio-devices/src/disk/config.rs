@@ -15,8 +15,9 @@ pub const MAX_BACKING: usize = 8;
 const WORDS: &str = "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]]\
     [,block-size=512|4096][,bandwidth=BYTES/MILLISECONDS[+BURST]][,ops=N/MILLISECONDS[+BURST]]";
 
-/// Format of a disk image. The format is never probed, because a guest can write to its raw disk
-/// the header of another format, which may refer to host files.
+/// Format of a disk image. The format is always configured and never detected from the contents: a
+/// guest could write the header of another format to its raw disk, and such a header may refer to
+/// host files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DiskFormat {
     /// Raw image.
@@ -54,18 +55,20 @@ pub struct DiskConfig {
     pub path: PathBuf,
     /// The format of the image.
     pub format: DiskFormat,
-    /// Chain of backing files, nearest first. File names in an image's header are never opened.
+    /// Chain of backing files. The first one is the backing file of the image itself. The file
+    /// names that an image's header contains are never opened.
     pub backing: Vec<BackingFile>,
     /// `true` if the guest cannot write the disk.
     pub read_only: bool,
     /// Serial number reported to the guest.
     pub serial: Option<String>,
-    /// Logical block size in bytes, or `None` for that of the underlying device.
+    /// Logical block size in bytes, or `None` to use the block size of the underlying device.
     pub block_bytes: Option<u32>,
     /// Rate limits for requests and data.
     pub limits: RateLimits,
-    /// `true` if a writable image is locked as if it were read-only until [`VirtioDevice::claim`],
-    /// because another process still uses it for the same VM.
+    /// `true` if even a writable image is locked shared, as for reading, until
+    /// [`VirtioDevice::claim`] is called, because another process still uses the image for the same
+    /// VM.
     ///
     /// [`VirtioDevice::claim`]: crate::device::VirtioDevice::claim
     pub shared_lock: bool,
@@ -127,7 +130,7 @@ impl DiskConfig {
         }
     }
 
-    /// Checks that each image with a backing file is a qcow2 image.
+    /// Checks that each image for which a backing file is configured is a qcow2 image.
     fn check_backing(&self) -> Result<(), DiskConfigError> {
         let mut format = self.format;
         for backing in &self.backing {

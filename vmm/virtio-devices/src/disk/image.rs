@@ -62,7 +62,8 @@ pub struct DiskImage {
     sectors: u64,
     block_bytes: u32,
     read_only: bool,
-    /// Lock of the image. Declared after the store so that the lock is dropped after the store.
+    /// Lock of the image. Declared after `store` because fields are dropped in this order: the lock
+    /// must be released after the file is no longer used.
     lock: FileLock,
     /// Number of flushes.
     #[cfg(test)]

@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX,
     VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
@@ -56,9 +56,10 @@ use crate::worker::{DeviceWorker, watch_readable};
 /// Queue size, in entries. One request with the maximum number of segments fits without indirect
 /// descriptors.
 const QUEUE_SIZE: u16 = 256;
-/// Size of the configuration (5.2.4) in bytes, without the fields of unsupported features.
+/// Size in bytes of the device configuration (5.2.4), up to the fields of features that the device
+/// does not support.
 const CONFIG_BYTES: usize = 60;
-/// Minimum interval between failure messages of a disk.
+/// Minimum interval between two messages about failed requests of the same disk.
 const MIN_MESSAGE_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A virtio block device.
@@ -73,7 +74,7 @@ pub struct BlockDevice {
     said: LastFailureMessage,
 }
 
-/// Time of the last failure message, kept across device resets.
+/// Time of the last message about a failed request, kept across device resets.
 type LastFailureMessage = Arc<Mutex<Option<Instant>>>;
 
 impl BlockDevice {
@@ -203,7 +204,7 @@ impl VirtioDevice for BlockDevice {
         };
         let callback = activation.fatal_error_callback;
         self.worker = Some(DeviceWorker::spawn(
-            ThreadKind::Device,
+            SandboxedThreadKind::Device,
             &self.name,
             server,
             callback,
@@ -274,7 +275,8 @@ impl BlockHandler {
     }
 }
 
-/// Returns whether the minimum interval between messages has elapsed, and restarts it if so.
+/// Returns whether a message is due, that is, whether the minimum interval since the last one has
+/// elapsed. If so, the interval starts again.
 fn is_due(said: &Mutex<Option<Instant>>) -> bool {
     let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
     let due = said.is_none_or(|said| said.elapsed() >= MIN_MESSAGE_INTERVAL);

@@ -214,12 +214,13 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
     u32::try_from(bytes).map(Some).map_err(io::Error::other)
 }
 
-/// An open file description lock, which also excludes other open file descriptions of this process.
-/// The lock is released when this value is dropped or the process exits.
+/// Lock of a file that belongs to an open file description (`F_OFD_SETLK`), so that it also
+/// conflicts with other opens of the file in this process. The lock is released when this value is
+/// dropped or the process exits.
 ///
-/// Closing the file would not release the lock reliably: a child process that another thread is
-/// starting has a copy of the descriptor until it calls exec. An explicit unlock applies to all
-/// copies.
+/// Closing the file would not release the lock reliably, because a child process that another
+/// thread is starting has a copy of the descriptor until it calls exec. An explicit unlock is
+/// effective despite such copies.
 #[derive(Debug)]
 pub struct FileLock {
     /// Second descriptor of the same open file description.
@@ -236,7 +237,7 @@ impl FileLock {
         Ok(lock.try_set(kind)?.then_some(lock))
     }
 
-    /// Makes the lock shared, for the process that resumes the VM.
+    /// Makes the lock shared, so that the process that will resume the VM can also lock the file.
     ///
     /// # Errors
     /// Returns the error of fcntl(2).
@@ -253,7 +254,7 @@ impl FileLock {
         self.try_set(libc::F_WRLCK)
     }
 
-    /// Releases the lock before the file is closed. The file must not be used before
+    /// Releases the lock although the file stays open. The file must not be used again before
     /// [`FileLock::claim`].
     ///
     /// # Errors

@@ -21,13 +21,14 @@ use crate::serve::GuestDescriptorChain;
 pub const MAX_SEGMENTS: usize = 254;
 /// Maximum size of a segment in bytes, as reported to the driver.
 pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
-/// Maximum amount of data in a request, in bytes. Segments may overlap, so the size of guest memory
-/// is not a limit, and the disk's thread processes one request at a time.
+/// Maximum amount of data in a request, in bytes. Without this limit, a long request would block
+/// the disk's thread, which processes one request at a time. The size of guest memory does not
+/// limit a request, because segments may overlap.
 pub const MAX_REQUEST_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
 /// Maximum number of descriptors, including header and status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
-/// Maximum number of ranges in a discard or write-zeroes request. Ranges and their sectors are
-/// limited because zeros may have to be written explicitly.
+/// Maximum number of ranges in a discard or write-zeroes request. The number of ranges and their
+/// sizes are limited because the VMM may have to write the zeros explicitly.
 pub const MAX_RANGES: usize = 16;
 /// Maximum number of sectors in a discard or write-zeroes range (32 MiB).
 pub const MAX_RANGE_SECTORS: u32 = 65_536;
@@ -77,7 +78,7 @@ pub struct CompletedRequest {
     /// Number of bytes written to guest memory.
     pub written: u32,
     /// Number of bytes that were read, written or zeroed. If the image failed, the number of bytes
-    /// requested.
+    /// that the guest requested.
     pub transferred: u64,
     /// The result.
     pub outcome: Result<(), BlockRequestError>,
@@ -157,8 +158,8 @@ impl DiskBackend {
         Ok(0)
     }
 
-    /// Returns the byte offset of `sector`, if the range of `bytes` bytes consists of whole blocks
-    /// of the disk.
+    /// Returns the byte offset of `sector` on the disk. Returns an error unless the `bytes` bytes
+    /// from there are whole blocks within the disk.
     fn place(&self, sector: u64, bytes: u64) -> Result<u64, BlockRequestError> {
         let end = sector.checked_add(bytes / SECTOR_BYTES);
         let block = u64::from(self.image.block_bytes());

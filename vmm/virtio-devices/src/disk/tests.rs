@@ -273,8 +273,8 @@ fn indirect_request_is_served() {
     assert_eq!((status, written), (OK, 513));
 }
 
-/// Buffers may overlap, so a chain can describe a terabyte. The request is rejected before any data
-/// is transferred.
+/// A disk request whose data exceeds the limit is rejected before any data is transferred. Buffers
+/// may overlap, so a chain can describe a terabyte.
 #[test]
 fn request_size_is_bounded() {
     let rig = DiskTest::new(1 << 26, false);
@@ -297,7 +297,8 @@ fn request_size_is_bounded() {
     }
 }
 
-/// Data outside RAM is a guest error and is not reported to the operator.
+/// A disk request with a data buffer outside RAM fails as an error of the guest and is not reported
+/// to the operator.
 #[test]
 fn data_outside_ram_is_a_guest_error() {
     let rig = DiskTest::new(8, false);
@@ -321,7 +322,7 @@ fn data_outside_ram_is_a_guest_error() {
     }
 }
 
-/// Device resets by the guest do not increase the rate of failure messages.
+/// A guest cannot increase the rate of messages about failed disk requests by resetting the device.
 #[test]
 fn host_failure_messages_are_rate_limited() {
     let said = LastFailureMessage::default();
@@ -331,8 +332,8 @@ fn host_failure_messages_are_rate_limited() {
     assert!(is_due(&said));
 }
 
-/// Flushed data is on the disk before the flush completes. For a driver without flush support, this
-/// applies to every write. Other requests do not wait for the disk.
+/// A flush request, and every write if the driver does not support flush requests, completes only
+/// after the data is on the disk. Other requests do not wait for the disk.
 #[test]
 fn disk_is_flushed_only_when_required() {
     for write_through in [false, true] {
@@ -421,7 +422,8 @@ fn disk_works_after_broken_ring_and_reset() {
     }
 }
 
-/// Requests without a notification are not processed, and the device can be stopped.
+/// Disk requests of which the driver has not notified the device are not processed, and the device
+/// can be stopped.
 #[test]
 fn device_without_kicks_can_be_stopped() {
     let memory = memory();
@@ -434,8 +436,8 @@ fn device_without_kicks_can_be_stopped() {
     assert!(!seen.needs_reset());
 }
 
-/// Continuous notifications coalesce. The thread processes pending requests once and stops when
-/// requested, even if the queue is broken.
+/// If a driver notifies the disk continuously, the notifications are coalesced. The thread
+/// processes pending requests once and stops when requested, even if the queue is broken.
 #[test]
 fn continuous_kicks_do_not_block_stop() {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -467,7 +469,8 @@ fn continuous_kicks_do_not_block_stop() {
     }
 }
 
-/// Offers `count` reads of one sector each, and waits until they are used.
+/// Offers `count` read requests of one sector each, waits until the device has completed them, and
+/// returns the elapsed time.
 fn read_sectors(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, count: usize) -> Duration {
     let start = Instant::now();
     let first = driver.used().len();
@@ -492,8 +495,8 @@ fn limited(limits: &str) -> (BlockDevice, tempfile::NamedTempFile) {
     (block.with_limiter(RateLimiter::new(config.limits).unwrap()), file)
 }
 
-/// For limits on bytes and on operations, one kick is sufficient for all requests, and the disk's
-/// thread sleeps between them.
+/// With a limit on bytes or on operations, a single driver notification is sufficient for all disk
+/// requests, and the disk's thread sleeps while requests are throttled.
 #[test]
 fn throttled_requests_are_served_by_the_timer() {
     let memory = memory();
@@ -513,8 +516,8 @@ fn throttled_requests_are_served_by_the_timer() {
     }
 }
 
-/// A reset does not grant a new burst, and a stopped disk continues with the previous state of its
-/// limiter.
+/// A device reset does not grant the guest a new burst: a disk that was stopped continues with the
+/// previous state of its rate limiter.
 #[test]
 fn limit_outlives_a_reset() {
     let memory = memory();
@@ -566,7 +569,8 @@ fn broken_queue_ignores_the_timer() {
     block.reset();
 }
 
-/// Only data, and zeros that the host may have to write, count as transferred bytes.
+/// The transferred bytes of a disk request are its data, and the zeros that the host may have to
+/// write. Headers and rejected data are not counted.
 #[test]
 fn transferred_bytes_are_those_of_the_request() {
     let rig = DiskTest::new(128, false);

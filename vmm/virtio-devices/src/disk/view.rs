@@ -100,7 +100,8 @@ mod tests {
     use super::*;
     use crate::disk::image::DiskImage;
 
-    /// Reads succeed while a VM holds the lock, and fail beyond the end.
+    /// Reads through a disk view succeed while a VM holds the image's lock, and fail beyond the end
+    /// of the disk.
     #[test]
     fn image_in_use_can_be_viewed() {
         let temp = tempfile::tempdir().unwrap();

@@ -91,7 +91,7 @@ impl NetConfig {
     }
 }
 
-/// Use of the host kernel's vhost-net for the transfer of frames.
+/// Whether the host kernel's vhost-net transfers the frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum VhostMode {
     /// Use vhost-net if it is available.
@@ -199,8 +199,8 @@ impl FromStr for NetConfig {
     }
 }
 
-/// Validates a name in the same way as `dev_valid_name` in the kernel, and also rejects the percent
-/// sign, which requests a new device with a name pattern.
+/// Validates a network device name in the same way as `dev_valid_name` in the kernel. Also rejects
+/// the percent sign, with which the kernel would create a new device and choose its number.
 fn checked_name(name: &str) -> Result<String, NetConfigError> {
     let bad = |c: char| c == '/' || c == ':' || c == '%' || c == '\0' || c.is_whitespace();
     if name.is_empty() || name.len() > MAX_NAME || name == "." || name == ".." || name.contains(bad) {

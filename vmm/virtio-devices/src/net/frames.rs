@@ -1,5 +1,5 @@
-//! Frame transfer between a tap device and the guest's two queues, with one system call per frame
-//! that accesses guest memory directly.
+//! Frame transfer between a tap device and the guest's two queues. Each frame takes one system
+//! call, which reads or writes guest memory directly.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,7 +19,8 @@ use crate::rate_limiter::RateLimiter;
 
 /// Maximum number of segments in a chain. Linux uses at most 19.
 const MAX_PIECES: usize = 64;
-/// Maximum number of frames per batch, after which the thread serves the other direction.
+/// Maximum number of frames that are transferred in one direction before the thread serves the
+/// other direction.
 const MAX_BATCH: usize = 64;
 /// Offset of the number of buffers in the header (virtio 1.2, 5.1.6).
 const NUM_BUFFERS_OFFSET: usize = 10;
@@ -48,7 +49,8 @@ pub enum FrameQueueError {
 pub enum BatchEnd {
     /// More frames may be available.
     More,
-    /// The tap device has no more frames, or the driver has sent all of its frames.
+    /// In the receive direction, the tap device has no more frames. In the transmit direction, the
+    /// driver has no more frames to send.
     Idle,
     /// The driver has no buffer for the next frame.
     NoBuffer,
@@ -116,12 +118,12 @@ fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Resu
     Ok(now.wrapping_sub(event).wrapping_sub(1) < now.wrapping_sub(before))
 }
 
-/// Returns whether the next frame may be transferred.
+/// Returns whether `limiter` allows the transfer of the next frame.
 fn admits(limiter: Option<&Arc<RateLimiter>>) -> bool {
     limiter.is_none_or(|limiter| limiter.admit())
 }
 
-/// Charges a frame. `bytes` includes the header, which is not charged.
+/// Charges a frame of `bytes` bytes, less its header, to the rate limiter.
 fn charge(limiter: Option<&Arc<RateLimiter>>, bytes: usize) {
     if let Some(limiter) = limiter {
         limiter.charge(bytes.saturating_sub(HEADER_BYTES) as u64);
@@ -147,9 +149,10 @@ impl FrameSender {
         self
     }
 
-    /// Sends the available frames and returns whether the driver wants an interrupt. Frames for the
-    /// metadata service go to `metadata`. A frame is dropped if it is malformed, if the tap device
-    /// rejects it, or if there is no tap device.
+    /// Sends the frames in the queue until a limit is reached, and returns why it stopped and
+    /// whether the driver wants an interrupt. Frames for the metadata service go to `metadata`. A
+    /// frame is dropped if it is malformed, if the tap device rejects it, or if there is no tap
+    /// device.
     ///
     /// # Errors
     /// Returns a [`FrameQueueError`] if the queue is unusable.
@@ -204,7 +207,8 @@ pub struct FrameReceiver {
     /// Buffers that the driver has added and that no frame has used yet.
     waiting: VecDeque<FrameChain>,
     waiting_bytes: usize,
-    /// Frame that was read before enough buffers were available for it. Empty if there is none.
+    /// Frame that was taken from its source but is not yet in the driver's buffers. Empty if there
+    /// is none.
     held: Vec<u8>,
     limiter: Option<Arc<RateLimiter>>,
 }
@@ -230,8 +234,9 @@ impl FrameReceiver {
         self
     }
 
-    /// Collects enough buffers for the longest frame, or one buffer if frames cannot span several
-    /// buffers. Returns `false` if the driver has added too few buffers.
+    /// Takes buffers from the queue until they can hold the longest possible frame, or only one
+    /// buffer if a frame cannot span several buffers. Returns `false` if the driver has not added
+    /// enough buffers.
     fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FrameQueueError> {
         let enough = if self.mergeable { MAX_FRAME_BYTES } else { 1 };
         // The queue size limits the loop, because a driver may add invalid buffers indefinitely.
@@ -260,8 +265,8 @@ impl FrameReceiver {
         Ok(false)
     }
 
-    /// Delivers the available frames, those of `metadata` before those of the tap device, and returns
-    /// whether the driver wants an interrupt.
+    /// Delivers the available frames to the guest, those of `metadata` before those of the tap
+    /// device. Returns why it stopped and whether the driver wants an interrupt.
     ///
     /// # Errors
     /// Returns a [`FrameQueueError`] if the queue is unusable.
@@ -350,7 +355,8 @@ impl FrameReceiver {
         true
     }
 
-    /// Copies the held frame to the first buffers, which are large enough for it.
+    /// Copies the frame in `held` to the first waiting buffers, which are large enough for it, and
+    /// returns them to the driver.
     fn return_held_frame(&mut self, memory: &GuestMemoryMmap) -> Result<(), FrameQueueError> {
         let mut rest = &self.held[..];
         for (address, length) in self.waiting.iter().flat_map(|chain| &chain.pieces) {
@@ -363,8 +369,9 @@ impl FrameReceiver {
         self.return_frame(memory, count)
     }
 
-    /// Returns the first buffers, which contain a frame of `count` bytes, to the driver. The used
-    /// index is updated once, because the driver must see all buffers of a frame at the same time.
+    /// Returns the first waiting buffers, which contain a frame of `count` bytes, to the driver.
+    /// The used index is updated once, after all entries are written, because the driver must see
+    /// all buffers of a frame at the same time.
     fn return_frame(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FrameQueueError> {
         charge(self.limiter.as_ref(), count);
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
@@ -501,7 +508,8 @@ mod tests {
         assert!(!rig.send(&mut sender).1);
     }
 
-    /// With mergeable buffers, frames are delivered to buffers smaller than the longest frame.
+    /// With mergeable buffers, a frame that needs more buffers than the driver has added is
+    /// delivered when the driver adds them. Each buffer may be smaller than the longest frame.
     #[test]
     fn long_frame_waits_for_buffers() {
         const BUFFER: u64 = 1536;
@@ -627,7 +635,8 @@ mod tests {
         assert_eq!(got[12..], frame(4000)[12..]);
     }
 
-    /// Header and frame are in separate segments, as in Linux without mergeable buffers.
+    /// Without mergeable buffers, a received frame uses one chain. As in Linux, header and frame
+    /// are in separate segments.
     #[test]
     fn unmerged_frame_uses_one_chain() {
         let memory = memory();

@@ -1,7 +1,7 @@
 //! Frames between the guest and the metadata service, which bypass the tap device.
 //!
-//! The service's TCP/IP stack runs in the device's thread. As with a rate limiter, a timer in the
-//! thread's epoll set wakes the thread for retransmissions and idle connections.
+//! The service's TCP/IP stack runs in the device's thread. A timer in the thread's epoll set wakes
+//! the thread for retransmissions and for connections that become idle.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -99,7 +99,7 @@ impl MetadataPort {
         }
     }
 
-    /// Arms the timer for the stack's next task.
+    /// Arms the timer for the time at which the TCP/IP stack must run next.
     pub(super) fn arm_timer(&mut self) {
         // A frame that waits for a guest buffer is delivered when the guest adds one.
         let delay = self.stack.poll_delay(Instant::now());

@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use diagnostics::{error_line, guest_log};
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use mmds::service::MetadataService;
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net::{
     VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4,
@@ -99,8 +99,8 @@ pub struct NetDevice {
 #[derive(Clone, Debug)]
 struct MetadataAccess {
     service: Arc<MetadataService>,
-    /// Created with the device, because the thread that activates the device may not be permitted
-    /// to create a timer.
+    /// Timer of the metadata port. Created together with the device, because the thread that
+    /// activates the device may not be permitted to create a timer.
     timer: Arc<MetadataTimer>,
 }
 
@@ -153,9 +153,10 @@ impl NetDevice {
     }
 }
 
-/// Returns the device's feature bits for a host kernel on which `known` accepts an offload. Each
-/// offload is probed together with its prerequisites only (`set_offload` in drivers/net/tun.c),
-/// because the kernel rejects a set with an unknown offload as a whole.
+/// Returns the device's feature bits. `known` returns whether the host kernel accepts a set of
+/// offloads. Each offload is probed together with only its prerequisites (`set_offload` in
+/// drivers/net/tun.c), because the kernel rejects a whole set if it does not know one of the
+/// offloads.
 fn offered(known: impl Fn(TapOffloads) -> bool) -> u64 {
     let guest = OFFLOADS
         .iter()
@@ -272,13 +273,23 @@ impl VirtioDevice for NetDevice {
                 })?;
             let tap = Some(self.tap.clone());
             let handler = VhostHandler { watch, tap, link };
-            DeviceWorker::spawn(ThreadKind::Device, &self.name, handler, fatal_error_callback)
+            DeviceWorker::spawn(
+                SandboxedThreadKind::Device,
+                &self.name,
+                handler,
+                fatal_error_callback,
+            )
         } else {
             let merges = features & (1 << VIRTIO_NET_F_MRG_RXBUF) != 0;
             let tap = link.is_up().then(|| self.tap.clone());
             let handler = FrameHandler::new(memory, tap, link, [receive, transmit], merges, &self.limiters);
             let handler = handler.with_metadata(self.metadata.as_ref());
-            DeviceWorker::spawn(ThreadKind::Device, &self.name, handler, fatal_error_callback)
+            DeviceWorker::spawn(
+                SandboxedThreadKind::Device,
+                &self.name,
+                handler,
+                fatal_error_callback,
+            )
         };
         self.worker = Some(spawned.inspect_err(|_| self.reset())?);
         Ok(())
@@ -307,7 +318,7 @@ struct FrameHandler {
     watching: bool,
 }
 
-/// One direction, `None` after the driver has broken its queue.
+/// One direction of frame transfer. `queue` is `None` after the driver has broken the queue.
 struct Direction<Q> {
     queue: Option<Q>,
     kick: Arc<EventFd>,
@@ -323,7 +334,8 @@ impl<Q> Direction<Q> {
         }
     }
 
-    /// Completes a batch by raising the interrupt or by marking a broken queue as unusable.
+    /// Completes a batch: raises the interrupt if the driver wants it, or, if the driver has broken
+    /// the queue, stops using the queue and requests a device reset. Returns why the batch ended.
     fn end_batch(&mut self, link: &NetLink, result: Result<(BatchEnd, bool), FrameQueueError>) -> BatchEnd {
         match result {
             Ok((pause, wanted)) => {
@@ -564,12 +576,13 @@ mod tests {
         assert!(seen.needs_reset());
         assert_eq!(seen.changed.read().unwrap(), 1);
     }
-    /// Number of frames of a test, all of which fit into the socket pair.
+    /// Number of frames in a test. All of them fit into the socket pair that replaces the tap
+    /// device.
     const FRAMES: u16 = 8;
     const FRAME_BYTES: u32 = 512;
 
-    /// Starts the thread of a device whose two limiters admit one frame every 20 ms. Also returns
-    /// the far end of the tap device.
+    /// Starts the thread of a network device whose receive and transmit limiters each admit one
+    /// frame every 20 ms. Also returns the far end of the socket pair that replaces the tap device.
     fn limited_device(
         memory: &GuestMemoryMmap,
         queues: [ActiveQueue; 2],
@@ -592,7 +605,7 @@ mod tests {
         };
         let handler = FrameHandler::new(memory.clone(), tap, link, queues, false, &limiters);
         let callback = activation.fatal_error_callback;
-        let worker = DeviceWorker::spawn(ThreadKind::Device, "net7", handler, callback).unwrap();
+        let worker = DeviceWorker::spawn(SandboxedThreadKind::Device, "net7", handler, callback).unwrap();
         (worker, limiters, far)
     }
 

@@ -20,7 +20,8 @@ pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + 14 + 4 + 65_536;
 pub const MAX_PIECES: usize = 1024;
 
 bitflags::bitflags! {
-    /// Set of offloads that the tap device may leave to the guest (`TUN_F_*`).
+    /// Set of offloads (`TUN_F_*`): work such as checksums or segmentation that the tap device may
+    /// leave to the guest.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct TapOffloads: c_uint {
         /// Partial checksum offload.

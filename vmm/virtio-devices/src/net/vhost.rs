@@ -52,9 +52,9 @@ pub struct VhostNetBackend {
     device: Device<GuestMemoryAtomic<GuestMemoryMmap>>,
     memory: GuestMemoryAtomic<GuestMemoryMmap>,
     features: u64,
-    /// Eventfd that replaces an interrupt that the guest has not configured.
+    /// Eventfd that vhost-net signals if the guest has configured no interrupt for a queue.
     unused_call: EventFd,
-    /// `true` for each queue that the kernel currently serves.
+    /// For each of the two queues, `true` while the kernel serves it.
     has: [AtomicBool; 2],
     /// Netlink socket that receives network device changes. Created early, because the driver
     /// starts the device on a vCPU thread, which may not create sockets.
@@ -223,8 +223,8 @@ fn open_link_socket() -> io::Result<OwnedFd> {
     Ok(changes)
 }
 
-/// Descriptors that the device's thread monitors: removal of the tap device and queues broken by
-/// the driver.
+/// Descriptors with which the device's thread detects that the tap device has been removed or that
+/// the driver has broken a queue.
 pub struct EventMonitor {
     /// Netlink socket that receives changes of all network devices.
     changes: OwnedFd,

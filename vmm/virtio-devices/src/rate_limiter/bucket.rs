@@ -1,18 +1,19 @@
-//! Token bucket that uses the caller's clock.
+//! Token bucket. The caller passes the current time to each method.
 
 use std::time::{Duration, Instant};
 
-use super::limits::BucketLimits;
+use super::limits::TokenBucketLimits;
 
 /// A token bucket. A request is admitted while the bucket contains a token, and its cost is charged
-/// afterwards. The part of the cost that exceeds the tokens becomes a debt, which later tokens
-/// repay. A request larger than the bucket is therefore also admitted.
+/// afterwards. If the cost exceeds the tokens in the bucket, the rest becomes a debt, and tokens
+/// added later repay the debt first. A request that costs more than the size of the bucket is
+/// therefore also admitted.
 ///
-/// In any interval, the requests other than the last one cost at most the size of the bucket, the
-/// one-time burst, and the tokens that are added in the interval.
+/// In any interval, the total cost of all requests except the last one is at most the size of the
+/// bucket, plus the one-time burst, plus the tokens that are added in the interval.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
-    limits: BucketLimits,
+    limits: TokenBucketLimits,
     /// Remaining one-time burst, which is spent before `tokens` and never refilled.
     burst: u64,
     tokens: u64,
@@ -26,7 +27,7 @@ pub struct TokenBucket {
 
 impl TokenBucket {
     /// Creates a full bucket.
-    pub fn new(limits: BucketLimits, now: Instant) -> Self {
+    pub fn new(limits: TokenBucketLimits, now: Instant) -> Self {
         Self {
             limits,
             burst: limits.one_time_burst,
@@ -38,7 +39,7 @@ impl TokenBucket {
     }
 
     /// Returns the limits of the bucket.
-    pub fn limits(&self) -> BucketLimits {
+    pub fn limits(&self) -> TokenBucketLimits {
         self.limits
     }
 
@@ -104,7 +105,7 @@ mod tests {
 
     fn bucket(size: u64, burst: u64, refill_ms: u64) -> (TokenBucket, Instant) {
         let now = Instant::now();
-        let limits = BucketLimits {
+        let limits = TokenBucketLimits {
             size: NonZeroU64::new(size).unwrap(),
             one_time_burst: burst,
             refill_ms: NonZeroU64::new(refill_ms).unwrap(),
@@ -142,7 +143,8 @@ mod tests {
         }
     }
 
-    /// The sustained rate equals the configured rate, regardless of the refill interval.
+    /// A token bucket loses no fractions of tokens: the sustained rate equals the configured rate,
+    /// regardless of the refill interval.
     #[test]
     fn fractions_of_tokens_are_kept() {
         let (mut bucket, start) = bucket(7, 0, 1000);
@@ -181,14 +183,16 @@ mod tests {
         prop_oneof![0..10_u64, 0..1_000_000_u64, any::<u64>(), Just(u64::MAX)]
     }
 
-    /// Intervals of at most four years, so that the products of the test fit into 128 bits.
+    /// Generates intervals between requests, in nanoseconds. An interval is at most four years, so
+    /// that the products in the test fit into 128 bits.
     fn any_pause_ns() -> impl Strategy<Value = u64> {
         prop_oneof![Just(0), 0..1_000_u64, 0..10_000_000_000_u64, 0..u64::MAX / 128]
     }
 
     proptest! {
-        /// Between any two admitted requests, the requests except the last one cost at most the sum
-        /// of the size, the burst and the tokens added between the two requests.
+        /// Between any two admitted requests, the total cost of the requests except the last one is
+        /// at most the bucket size, plus the one-time burst, plus the tokens added between the two
+        /// requests.
         #[test]
         fn no_interval_exceeds_the_limit(
             size in any_size(),

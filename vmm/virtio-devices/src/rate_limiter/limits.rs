@@ -8,7 +8,7 @@ const NS_PER_MS: u64 = 1_000_000;
 
 /// Limits of a token bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BucketLimits {
+pub struct TokenBucketLimits {
     /// Capacity, in tokens.
     pub size: NonZeroU64,
     /// Number of initial tokens in addition to `size`. These tokens are never refilled.
@@ -17,7 +17,7 @@ pub struct BucketLimits {
     pub refill_ms: NonZeroU64,
 }
 
-impl BucketLimits {
+impl TokenBucketLimits {
     /// Returns the time in which an empty bucket is filled, in nanoseconds. The time is at most 584
     /// years.
     pub(super) fn refill_ns(self) -> u64 {
@@ -59,9 +59,9 @@ fn parse_tokens(text: &str) -> Option<u64> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateLimits {
     /// Limit on transferred bytes.
-    pub bandwidth: Option<BucketLimits>,
+    pub bandwidth: Option<TokenBucketLimits>,
     /// Limit on operations, which are requests or frames.
-    pub ops: Option<BucketLimits>,
+    pub ops: Option<TokenBucketLimits>,
 }
 
 /// Error returned when a rate limiter option is invalid.
@@ -121,8 +121,8 @@ impl FromStr for RateLimits {
     }
 }
 
-fn set(limit: &mut Option<BucketLimits>, name: &'static str, value: &str) -> Result<(), LimitsError> {
-    let limits = BucketLimits::parse(value).ok_or_else(|| LimitsError::Value(name, value.to_owned()))?;
+fn set(limit: &mut Option<TokenBucketLimits>, name: &'static str, value: &str) -> Result<(), LimitsError> {
+    let limits = TokenBucketLimits::parse(value).ok_or_else(|| LimitsError::Value(name, value.to_owned()))?;
     match limit.replace(limits) {
         None => Ok(()),
         Some(_) => Err(LimitsError::Twice(name)),
@@ -135,8 +135,9 @@ mod tests {
 
     #[test]
     fn limits_are_parsed() {
-        let of =
-            |text| BucketLimits::parse(text).map(|of| (of.size.get(), of.refill_ms.get(), of.one_time_burst));
+        let of = |text| {
+            TokenBucketLimits::parse(text).map(|of| (of.size.get(), of.refill_ms.get(), of.one_time_burst))
+        };
         assert_eq!(of("1000/100"), Some((1000, 100, 0)));
         assert_eq!(of("10M/1000+1G"), Some((10 << 20, 1000, 1 << 30)));
         assert_eq!(of("4K/1+0"), Some((4096, 1, 0)));

@@ -23,11 +23,12 @@ use diagnostics::guest_log;
 use vmm_sys_util::timerfd::TimerFd;
 
 use self::bucket::TokenBucket;
-use self::limits::{BucketLimits, RateLimits};
+use self::limits::{RateLimits, TokenBucketLimits};
 
-/// Minimum duration of a device's pause. A limit that admits many small requests would otherwise
-/// wake the device's thread for each of them. A bucket holds at least the tokens of this duration.
-/// A bucket that is refilled every millisecond loses the tokens added during the timer's delay.
+/// Minimum time for which a device pauses when a limit is reached. With a limit that admits many
+/// small requests, the device's thread would otherwise wake for each of them. A bucket holds at
+/// least the tokens that are added in this time. A bucket that becomes full within a millisecond
+/// loses the tokens that would be added while the timer is late.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Change of one limit of a running device.
@@ -39,7 +40,7 @@ pub enum RateLimitUpdate {
     /// No limit.
     Remove,
     /// A new limit with a full bucket.
-    Replace(BucketLimits),
+    Replace(TokenBucketLimits),
 }
 
 /// Rate limiter for bytes and operations, shared by a device, its thread and the control socket.
@@ -47,7 +48,7 @@ pub enum RateLimitUpdate {
 /// reset.
 #[derive(Debug)]
 pub struct RateLimiter {
-    /// `false` if there is no limit, so that an unlimited device needs no lock.
+    /// `true` if there is a limit. If `false`, no lock is taken for a request.
     limited: AtomicBool,
     throttled: AtomicU64,
     timer_fd: RawFd,
@@ -93,7 +94,7 @@ impl RateLimiter {
     pub fn new(limits: RateLimits) -> io::Result<Self> {
         let timer = TimerFd::new().map_err(|e| io::Error::from_raw_os_error(e.errno()))?;
         let now = Instant::now();
-        let bucket = |limits: Option<BucketLimits>| limits.map(|limits| TokenBucket::new(limits, now));
+        let bucket = |limits: Option<TokenBucketLimits>| limits.map(|limits| TokenBucket::new(limits, now));
         Ok(Self {
             limited: AtomicBool::new(!limits.is_unlimited()),
             throttled: AtomicU64::new(0),
@@ -157,7 +158,8 @@ impl RateLimiter {
         }
     }
 
-    /// Changes the limits. A device that has paused immediately checks the new limits.
+    /// Changes the limits. A device that has paused because of the old limits checks the new limits
+    /// immediately.
     pub fn change(&self, bandwidth: RateLimitUpdate, ops: RateLimitUpdate) {
         let now = Instant::now();
         let state = &mut *self.state();
@@ -242,8 +244,8 @@ mod tests {
         assert!(limiter.admit());
     }
 
-    /// A stale timer event does not disarm the timer if a kick that was handled between the
-    /// expiration and its event has paused the queue again.
+    /// A stale timer event does not disarm the timer. The event is stale if a driver notification,
+    /// handled after the timer fired but before the timer's event, has armed the timer again.
     #[test]
     fn stale_timer_event_does_not_disarm() {
         let limiter = limiter("bandwidth=1000000/1000");
@@ -262,7 +264,7 @@ mod tests {
         let limiter = limiter("bandwidth=1/86400000,ops=5/1000");
         limiter.charge(1_000_000);
         assert!(!limiter.admit());
-        let limits = BucketLimits {
+        let limits = TokenBucketLimits {
             size: 10.try_into().unwrap(),
             one_time_burst: 0,
             refill_ms: 1000.try_into().unwrap(),

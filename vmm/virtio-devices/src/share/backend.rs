@@ -32,9 +32,10 @@ const PROGRAM_PATHS: [&str; 5] = [
 ];
 /// Timeout for an answer of the backend.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Features that the transport offers to every driver and each backend must therefore support.
+/// Features that every backend must support, because the transport offers them to every driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
-/// Shell command that makes directory `$1` read-only for the command that follows.
+/// Shell command that makes directory `$1` read-only and then runs the command given by the other
+/// arguments.
 const READ_ONLY: &str =
     "mount --bind \"$1\" \"$1\" && mount -o remount,bind,ro \"$1\" && shift && exec \"$@\"";
 
@@ -63,11 +64,12 @@ pub enum VhostUserBackendError {
     Features,
 }
 
-/// Socket of a backend, and the keeper of a virtiofsd started by the VMM.
+/// Socket of a backend and, if the VMM started the backend, the supervisor of its virtiofsd.
 #[derive(Clone, Debug)]
 pub(super) struct Backend {
     socket: PathBuf,
-    /// Broker destination, or `None` if this process connects directly.
+    /// Destination by which the socket broker, a helper process, connects to the socket. `None` if
+    /// this process connects directly.
     destination: Option<SocketDestination>,
     /// The keeper and the socket of a virtiofsd started by the VMM.
     own: Option<Arc<OwnedBackend>>,
@@ -87,8 +89,9 @@ impl Drop for OwnedBackend {
 }
 
 impl Backend {
-    /// Prepares the backend. For a directory, starts a virtiofsd that listens at `socket`, which is
-    /// in a directory that only this user can access. `keeper` keeps the virtiofsd running.
+    /// Prepares the backend. For a directory, starts a virtiofsd that listens at `socket`, which
+    /// must be in a directory that only this user can access. The supervisor program `keeper` keeps
+    /// virtiofsd running.
     pub(super) fn start(
         source: &ShareSource,
         socket: &Path,
@@ -127,8 +130,8 @@ impl Backend {
         }
     }
 
-    /// Makes later connections through `broker`, because the threads of a confined VM cannot
-    /// connect.
+    /// Makes this process use `broker` for later connections to the backend, because the threads of
+    /// a confined VM cannot connect.
     pub(super) fn set_broker(&mut self, broker: &Arc<SocketBroker>) -> Result<(), VhostUserBackendError> {
         let destination = broker.add(&self.socket);
         self.destination =
@@ -149,7 +152,8 @@ impl Backend {
         BackendConnection::negotiate(stream)
     }
 
-    /// Establishes the initial connection and reports to the keeper that the backend is working.
+    /// Establishes the initial connection and reports to the supervisor (keeper) that the backend
+    /// is working.
     pub(super) fn first(&self) -> Result<BackendConnection, VhostUserBackendError> {
         let first = self.connect()?;
         if let Some(own) = &self.own {
@@ -159,7 +163,8 @@ impl Backend {
     }
 }
 
-/// A connection to a backend that has answered. virtiofsd exits when its connection is closed.
+/// A connection to a backend that has completed the handshake. virtiofsd exits when its connection
+/// is closed.
 pub(super) struct BackendConnection {
     pub(super) frontend: Frontend,
     features: u64,
@@ -188,15 +193,16 @@ impl BackendConnection {
         Ok(Self { frontend, features })
     }
 
-    /// Returns the features, including those of the protocol, that the driver accepted and that
-    /// apply to the backend.
+    /// Returns the features to enable in the backend: those that the driver accepted in `features`
+    /// and the backend offers, and the vhost-user protocol features.
     pub(super) fn accepted(&self, features: u64) -> u64 {
         self.features & (features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits())
     }
 }
 
-/// Returns the features that the backend at the other end of `stream` offers. Each connection
-/// begins with this exchange, before any guest resource is passed to the backend.
+/// Performs the feature negotiation with the backend at the other end of `stream`, and returns the
+/// features that the backend offers. Each connection begins in this way, before any guest resource
+/// is passed to the backend.
 ///
 /// # Errors
 /// Returns [`VhostUserBackendError::Protocol`] if the backend violates the protocol or does not
@@ -205,8 +211,8 @@ pub fn negotiate(stream: UnixStream) -> Result<u64, VhostUserBackendError> {
     BackendConnection::negotiate(stream).map(|connection| connection.features)
 }
 
-/// Returns the command line of a virtiofsd that exports `path` to clients of the socket on its
-/// standard input.
+/// Returns the command line of a virtiofsd that exports the directory `path` and accepts clients on
+/// the listening socket that is its standard input.
 fn command(
     path: &Path,
     read_only: bool,
@@ -256,7 +262,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns an answer to request `number` with a 64-bit payload.
+    /// Returns a backend's answer to vhost-user request `number` with the 64-bit payload `value`.
     fn answer(number: u32, value: u64) -> Vec<u8> {
         // Version 1 and the reply flag.
         let header = [number, 0x5, 8].map(u32::to_le_bytes).concat();
@@ -297,7 +303,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every handshake either fails or results in a backend with all required features.
+        /// With arbitrary bytes from the backend, feature negotiation either fails or results in a
+        /// backend with all required features.
         #[test]
         fn arbitrary_handshakes_are_validated(
             number in prop_oneof![Just(1), any::<u32>()],

@@ -9,7 +9,7 @@ pub const MAX_TAG_BYTES: usize = 36;
 /// Backend of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShareSource {
-    /// A virtiofsd process started for this device.
+    /// A directory, exported by a virtiofsd process that the VMM starts for this device.
     Directory {
         /// Shared directory of the host.
         path: PathBuf,

@@ -1,5 +1,5 @@
-//! Supervisor process that keeps the backend of a shared directory running. The process starts
-//! before the VM drops its privileges, because a confined VM could not restart virtiofsd.
+//! Supervisor process (keeper) that keeps the backend of a shared directory running. The VM starts
+//! it before dropping its own privileges, because a confined VM could not restart virtiofsd.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use diagnostics::guest_log;
 
-/// Interval between checks of the backend and the VM.
+/// Interval at which the keeper checks whether the backend and the VM are still running.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum and maximum delay between the exit of a backend and its restart.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
@@ -23,10 +23,10 @@ const MIN_UPTIME: Duration = Duration::from_secs(60);
 /// guest may be able to cause unlimited output.
 const MAX_LINES: usize = 16;
 const MAX_LINE_BYTES: u64 = 1024;
-/// Message that tells the keeper that the backend has answered the VM.
+/// Message from the VM to the keeper that the backend has answered.
 const SERVES: u8 = b'S';
 
-/// The supervisor program that keeps backends running.
+/// The program that runs as the keeper, that is, as the supervisor of backends.
 #[derive(Debug)]
 pub struct KeeperProgram {
     /// Command line of a program that calls [`keep`].
@@ -39,12 +39,14 @@ pub struct KeeperProgram {
 #[derive(Debug)]
 pub(super) struct BackendKeeper {
     process: Child,
-    /// VM's end of the socket, on which at most one byte is sent.
+    /// VM's end of the socket to the keeper, which exits when this end is closed. At most one byte
+    /// is sent.
     lifeline: Option<UnixStream>,
 }
 
 impl BackendKeeper {
-    /// Starts `keeper`, which runs `command` with `listener` as its standard input.
+    /// Starts the keeper process `keeper`, which runs `command` with the listening socket
+    /// `listener` as its standard input.
     pub(super) fn start(
         keeper: &KeeperProgram,
         command: &[OsString],
@@ -68,8 +70,8 @@ impl BackendKeeper {
         })
     }
 
-    /// Reports that the backend has answered. From then on, the keeper discards the output of the
-    /// backend at the end of the VM.
+    /// Reports to the keeper that the backend has answered. From then on, the keeper discards
+    /// output that the backend produces when the VM ends.
     pub(super) fn serves(&self) {
         if let Some(mut lifeline) = self.lifeline.as_ref() {
             // The write fails only if the keeper has ended.
@@ -85,9 +87,9 @@ impl Drop for BackendKeeper {
     }
 }
 
-/// Runs `command` with this process's standard input and restarts it whenever it exits, until the
-/// peer of the socket on standard output is closed. Lines that `command` writes to standard error
-/// are logged as warnings.
+/// Runs `command` with this process's standard input and restarts it whenever it exits. Returns
+/// when the other end of the socket on standard output is closed, that is, when the VM ends. Lines
+/// that `command` writes to standard error are logged as warnings.
 ///
 /// # Errors
 /// Returns an error if standard output is not a socket.
@@ -196,8 +198,8 @@ fn forward_output(stderr: ChildStderr, says: &SyncSender<String>) {
 struct BackendLog {
     to: SyncSender<String>,
     from: Receiver<String>,
-    /// Output read at the previous check, kept until the next check detects whether the VM has
-    /// ended.
+    /// Output that was read at the previous check. It is logged at the next check unless the VM has
+    /// ended by then.
     held: Vec<String>,
 }
 
@@ -278,7 +280,8 @@ mod tests {
         std::fs::read_to_string(file).map_or(0, |text| text.lines().count())
     }
 
-    /// A backend that exits is restarted with the same socket, and no backend survives the VM.
+    /// The keeper restarts a backend that exits, with the same socket, and no backend survives the
+    /// VM.
     #[test]
     fn exited_backend_is_restarted_until_vm_ends() {
         let dir = tempfile::tempdir().unwrap();
@@ -323,7 +326,7 @@ mod tests {
         assert_eq!(lines(&log), 2);
     }
 
-    /// Output is forwarded line by line, up to the limits.
+    /// The keeper forwards a backend's output to the log line by line, up to the limits.
     #[test]
     fn backend_output_is_limited() {
         let (to, from) = sync_channel(1);
@@ -349,7 +352,7 @@ mod tests {
         assert_eq!(lengths, [1024, 476]);
     }
 
-    /// A program that fails to start is retried, and the keeper still exits when the VM ends.
+    /// The keeper retries a backend program that fails to start, and still exits when the VM ends.
     #[test]
     fn unstartable_backend_does_not_block_keeper() {
         let dir = tempfile::tempdir().unwrap();

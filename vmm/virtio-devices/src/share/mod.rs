@@ -19,7 +19,7 @@ mod session;
 use std::path::Path;
 use std::sync::Arc;
 
-use sandbox::{SocketBroker, ThreadKind};
+use sandbox::{SandboxedThreadKind, SocketBroker};
 use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 
 use crate::device::{ActivateError, DeviceActivation, VirtioDevice, read_config_bytes};
@@ -42,9 +42,10 @@ pub struct FsDevice {
 }
 
 impl FsDevice {
-    /// Creates a device `name` that the guest mounts by `tag` (at most [`MAX_TAG_BYTES`]). A
-    /// virtiofsd started for the device listens at `socket`, which is in a directory that only this
-    /// user can access. `keeper` keeps the virtiofsd running.
+    /// Creates a device `name`, whose file system the guest mounts by `tag` (at most
+    /// [`MAX_TAG_BYTES`]). A virtiofsd that is started for the device listens at `socket`, which
+    /// must be in a directory that only this user can access. The supervisor program `keeper` keeps
+    /// virtiofsd running.
     ///
     /// # Errors
     /// Returns a [`VhostUserBackendError`] if the backend cannot be started or connected to.
@@ -66,7 +67,7 @@ impl FsDevice {
         })
     }
 
-    /// Makes the device reconnect to later backends through `broker`.
+    /// Makes the device use `broker` for later connections to a backend.
     ///
     /// # Errors
     /// Returns [`VhostUserBackendError::Host`] if the broker does not accept the path.
@@ -115,7 +116,12 @@ impl VirtioDevice for FsDevice {
             what: "what a shared directory's thread needs",
             source,
         })?;
-        let worker = DeviceWorker::spawn(ThreadKind::Socket, &self.name, session, fatal_error_callback)?;
+        let worker = DeviceWorker::spawn(
+            SandboxedThreadKind::Socket,
+            &self.name,
+            session,
+            fatal_error_callback,
+        )?;
         self.worker = Some(worker);
         Ok(())
     }

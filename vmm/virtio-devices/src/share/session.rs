@@ -31,8 +31,8 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 /// A queue as handed over to the backend.
 struct BackendQueue {
     active: ActiveQueue,
-    /// Eventfd that the backend signals. This is the guest's vector, or an unconnected eventfd if
-    /// the guest has configured none.
+    /// Eventfd that the backend signals to interrupt the driver: the one of the queue's MSI-X
+    /// vector, or an eventfd without effect if the guest has configured no vector.
     call: Arc<EventFd>,
 }
 

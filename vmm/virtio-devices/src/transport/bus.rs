@@ -1,5 +1,6 @@
-//! PCI bus with a host bridge and up to 31 functions. Handles configuration accesses through I/O
-//! ports (mechanism 1 of PCI 3.0, 3.2.2.3.2) and routes memory accesses to BARs.
+//! PCI bus with a host bridge and up to 31 other devices, each with a single PCI function. Handles
+//! configuration accesses through I/O ports (mechanism 1 of PCI 3.0, 3.2.2.3.2) and routes memory
+//! accesses to BARs.
 
 use std::io;
 use std::ops::Range;
@@ -17,7 +18,7 @@ use super::space::{PciConfigSpace, PciIdentity};
 use crate::device::VirtioDevice;
 use crate::worker;
 
-/// First configuration port. The address ports precede the data ports.
+/// First of the configuration ports, which are the address ports followed by the data ports.
 pub const CONFIG_PORT: u16 = 0xCF8;
 /// Number of configuration ports.
 pub const CONFIG_PORTS: u8 = 8;
@@ -27,7 +28,7 @@ pub const MAX_DEVICES: usize = 31;
 
 /// First port of the configuration data.
 const DATA_PORT: u16 = 0xCFC;
-/// Enable bit of the address register. Without it, the data ports are unclaimed.
+/// Enable bit of the address register. While it is clear, no device responds at the data ports.
 const ADDRESS_ENABLE: u32 = 1 << 31;
 /// Writable bits of the address register.
 const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
@@ -68,10 +69,11 @@ pub enum BusError {
     },
 }
 
-/// One device number on the bus.
+/// A device number on the bus, and the PCI function there.
 struct PciSlot {
     function: Mutex<PciFunction>,
-    /// Base address of the decoded memory as of the last configuration access, or [`NO_BASE`].
+    /// Base address of the memory that the function decoded after the last configuration access, or
+    /// [`NO_BASE`].
     base: AtomicU64,
 }
 
@@ -80,8 +82,8 @@ impl PciSlot {
         self.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Updates the cached base address. Must be called with the lock held after any change of the
-    /// configuration.
+    /// Updates the cached base address. Must be called after any change of the configuration,
+    /// before the function's lock is released.
     fn update_base(&self, function: &PciFunction) {
         self.base
             .store(function.decodes().unwrap_or(NO_BASE), Ordering::Release);
@@ -286,7 +288,8 @@ impl PciBus {
         }
     }
 
-    /// Returns the function and register offset selected by the address register and a data port.
+    /// Returns the function and the offset in its configuration space that an access to data port
+    /// `port` reaches, according to the address register.
     fn selected(&self, port: u16) -> Option<(ConfigTarget<'_>, usize)> {
         let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
         let address = self.address.load(Ordering::Relaxed);

@@ -1,8 +1,8 @@
 //! Registers of the common configuration of a virtio PCI device (virtio 1.2, 4.1.4.3).
 //!
-//! A write of any length is handled as a sequence of whole-field writes, in which bytes that are
-//! not covered keep their values. No order or width of accesses leaves a partially written
-//! register.
+//! A write of any length is handled as a sequence of writes of whole fields. Bytes of a field that
+//! the write does not cover keep their values. Whatever the order and width of accesses, no
+//! register is left partially written.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -117,8 +117,8 @@ impl QueueRegisters {
         }
     }
 
-    /// Returns the queue if all of its parts are in guest RAM. The check avoids a log line of the
-    /// queue crate for each invalid part.
+    /// Returns the queue if all of its parts are in guest RAM. Checking this first avoids a log
+    /// line that the queue crate would write for each invalid part.
     pub(super) fn queue(&self, memory: &GuestMemoryMmap, event_idx: bool) -> Option<Queue> {
         let size = usize::from(self.size);
         let parts = [
@@ -183,8 +183,8 @@ impl CommonConfig {
         }
     }
 
-    /// Restores the power-on values of all registers except the generation, which a driver may be
-    /// comparing. The device's thread must have ended.
+    /// Restores the power-on values of all registers except the configuration generation, because a
+    /// driver may be comparing two values of it. The device's thread must have ended.
     pub(super) fn reset(&mut self) {
         self.broken.store(false, Ordering::Release);
         self.accepted = 0;
@@ -366,7 +366,8 @@ impl CommonConfig {
         RegisterEffect::None
     }
 
-    /// Updates the accepted features. They are writable until the driver sets FEATURES_OK.
+    /// Writes the 32 feature bits `value` that the driver accepts. The accepted features can be
+    /// changed until the driver sets FEATURES_OK.
     fn accept(&mut self, value: u32) {
         if self.status & FEATURES_OK != 0 {
             return;
@@ -379,8 +380,8 @@ impl CommonConfig {
         self.accepted = (self.accepted & keep) | u64::from(value) << shift;
     }
 
-    /// Returns `vector`, or `NO_VECTOR` if it does not exist, which reports the failure to the
-    /// driver (4.1.5.1.2).
+    /// Returns `vector` if the device has this interrupt vector, otherwise `NO_VECTOR`, which the
+    /// driver reads back as a failure (4.1.5.1.2).
     fn valid_vector(&self, vector: u16) -> u16 {
         if usize::from(vector) < self.vectors {
             vector
@@ -389,7 +390,8 @@ impl CommonConfig {
         }
     }
 
-    /// Returns whether DRIVER_OK has been set. Later register changes would not reach the device.
+    /// Returns whether the driver has set DRIVER_OK. Queue registers must not change afterwards,
+    /// because the device would not notice.
     pub(super) fn is_active(&self) -> bool {
         self.status & DRIVER_OK != 0
     }
@@ -427,8 +429,8 @@ impl CommonConfig {
         }
     }
 
-    /// Advances the device status or resets the device (3.1.1). Bits set out of order are ignored,
-    /// and the driver detects this by reading the status back.
+    /// Handles a driver write to the device status: sets status bits or resets the device (3.1.1).
+    /// Bits set out of order are ignored, which the driver detects when it reads the status back.
     fn write_status(&mut self, value: u8) -> RegisterEffect {
         if value == 0 {
             return RegisterEffect::Reset;

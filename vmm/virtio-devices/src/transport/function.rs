@@ -39,8 +39,8 @@ const REGION_BYTES: u32 = 0x1000;
 /// Distance between two doorbells, in bytes.
 const DOORBELL_BYTES: u32 = 4;
 
-/// Maximum number of queues of a device. With one additional interrupt, their MSI-X table fills its
-/// region.
+/// Maximum number of queues of a device. One interrupt for each of them and one for configuration
+/// changes fill the MSI-X table's region of the BAR.
 pub(super) const MAX_QUEUES: usize = 255;
 
 /// PCI vendor ID of virtio devices. Device IDs start at 0x1040 (4.1.2).
@@ -79,7 +79,8 @@ pub(super) struct PciFunction {
     home: u32,
     /// Indices of the active queues, or `None` if the device is not active.
     pub(super) active: Option<Vec<usize>>,
-    /// Doorbells registered with the machine: address and queue index.
+    /// Queue notification registers (doorbells) that are registered with the machine: address and
+    /// queue index.
     doorbells: Vec<(u64, usize)>,
     /// `true` if the device is stopped for a snapshot, or restored but not yet started.
     pub(super) quiesced: bool,
@@ -91,12 +92,13 @@ pub(super) struct PciFunction {
 pub(super) enum QueueStart {
     /// Beginning of the rings, which the driver has just set up.
     Zero,
-    /// Position of the used ring. The device has used every chain before this position, and has
-    /// discarded any chain that it took after it.
+    /// Position of the used ring. The device has used every chain before this position. Chains that
+    /// it took but did not use before it was stopped come after the position and are taken again.
     UsedRing,
 }
 
-/// Messages already logged for this function. The guest can trigger them repeatedly.
+/// Flags for messages that have already been logged for this function, because the guest can
+/// trigger them repeatedly.
 #[derive(Debug, Default)]
 struct LoggedErrors {
     doorbell: bool,
@@ -168,8 +170,9 @@ impl PciFunction {
         self.update_doorbells();
     }
 
-    /// Returns the BAR range that a configuration access of `len` bytes reaches through the PCI
-    /// configuration access capability (4.1.4.9).
+    /// Returns the offset and length in the BAR that are accessed through the PCI configuration
+    /// access capability (4.1.4.9) by a configuration access of `len` bytes at offset `at`, or
+    /// `None` if the access is not to its data window.
     fn window(&self, at: usize, len: usize) -> Option<(u64, usize)> {
         let cap = self.access_at;
         let length = usize::try_from(self.space.u32(cap + ACCESS_LENGTH)).ok()?;

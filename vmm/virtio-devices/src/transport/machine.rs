@@ -1,10 +1,11 @@
-//! The interface of the transport to the machine: doorbells and message-signalled interrupts.
+//! The interface between the transport and the machine: doorbells (queue notification registers)
+//! and message-signalled interrupts.
 
 use std::io;
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::device::FatalErrorCallback;
+use crate::device::DeviceFailureCallback;
 
 /// A message-signalled interrupt: a write of `data` to `address`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,15 +16,15 @@ pub struct MsiMessage {
     pub data: u32,
 }
 
-/// Interface for attaching eventfds to the guest. Methods are called on vCPU threads, at most one
-/// at a time for each eventfd.
+/// Interface through which the transport attaches eventfds to the guest. Its methods are called on
+/// vCPU threads. For each eventfd, there is at most one call at a time.
 pub trait PciBackend: Send + Sync {
-    /// Registers a doorbell, so that a guest write to `address`, of any length and value, signals
-    /// `kick` without an exit.
+    /// Registers a doorbell (a queue notification register): a guest write to `address`, of any
+    /// length and value, then signals `kick` without an exit to the VMM.
     ///
     /// # Errors
     /// Returns an error if the machine cannot register the doorbell, for example because `address`
-    /// already has a doorbell. Writes then cause exits.
+    /// already has a doorbell. Guest writes to `address` then cause exits.
     fn add_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()>;
 
     /// Removes a doorbell.
@@ -32,19 +33,20 @@ pub trait PciBackend: Send + Sync {
     /// Returns an error if the doorbell does not exist.
     fn remove_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()>;
 
-    /// Routes signals of `vector` to `message`. `line` is the bus-wide number of the vector and is
-    /// unique.
+    /// Makes each signal of the eventfd `vector` send the interrupt `message` to the guest. `line`
+    /// is the number of the interrupt, which is unique on the bus.
     ///
     /// # Errors
     /// Returns an error if the machine cannot create the route, in which case no message is sent.
     fn connect(&self, line: u32, message: MsiMessage, vector: &EventFd) -> io::Result<()>;
 
-    /// Removes the route of `vector`. Later signals stay pending in the eventfd.
+    /// Disconnects the eventfd `vector` from its message. Later signals stay pending in the
+    /// eventfd.
     ///
     /// # Errors
     /// Returns an error if `vector` is not connected.
     fn disconnect(&self, line: u32, vector: &EventFd) -> io::Result<()>;
 
     /// Returns the callback that terminates the machine if a device thread ends unexpectedly.
-    fn fatal_error_callback(&self) -> FatalErrorCallback;
+    fn fatal_error_callback(&self) -> DeviceFailureCallback;
 }

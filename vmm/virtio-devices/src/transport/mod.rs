@@ -11,10 +11,10 @@
 //! | [`saved`] | a function in a snapshot |
 //! | `space` | a type 0 configuration space |
 //!
-//! This code runs on vCPU threads and handles register exits only. The data path causes no exits:
-//! KVM signals the device's eventfd for notifications, and the device signals KVM's irqfd for
-//! interrupts. Each function has its own lock, held for one access. The device's thread never takes
-//! that lock.
+//! This code runs on vCPU threads and handles only exits caused by register accesses. The data path
+//! causes no exits: KVM signals the device's eventfd for notifications, and the device signals
+//! KVM's irqfd for interrupts. Each function has a lock, which a vCPU thread holds for one access
+//! and which the device's thread never takes.
 //!
 //! The guest is untrusted. Accesses of any width at any offset are safe, and register writes in the
 //! wrong order are ignored. An unusable configuration, such as queues outside RAM, results in

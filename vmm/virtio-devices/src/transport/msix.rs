@@ -1,8 +1,9 @@
 //! MSI-X table of a PCI function (PCI 3.0, 6.8.2).
 //!
-//! Each entry has an eventfd that the device signals. While the entry is unmasked, the machine owns
-//! the eventfd as an irqfd and no VMM thread is involved. While the entry is masked, the eventfd
-//! holds the pending interrupt, and reads of the Pending Bit Array query it.
+//! Each table entry has an eventfd that the device signals. While the entry is unmasked, the
+//! eventfd is attached to KVM as an irqfd, and no VMM thread is involved in an interrupt. While the
+//! entry is masked, the eventfd is not attached and holds the pending interrupt, and reads of the
+//! Pending Bit Array query the eventfd.
 
 use std::io;
 use std::sync::Arc;
@@ -130,7 +131,8 @@ impl MsixTable {
         }
     }
 
-    /// Handles a guest read of the Pending Bit Array, which reports the pending masked entries.
+    /// Handles a guest read of the Pending Bit Array, in which the bit of each masked entry with a
+    /// pending interrupt is set.
     pub(super) fn read_pending(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             let first = (at + i).saturating_mul(8);
@@ -235,8 +237,8 @@ impl Drop for MsixTable {
     }
 }
 
-/// Returns whether a masked entry has a pending interrupt. The machine owns the eventfd of a
-/// connected entry, so such an entry is never pending.
+/// Returns whether `entry` is masked and has a pending interrupt. The eventfd of an entry that is
+/// connected is attached to KVM, so such an entry is never pending.
 fn is_pending(entry: &MsixEntry) -> bool {
     // Restore the count. Concurrent signals of the device add to it.
     entry.connected.is_none()

@@ -1,13 +1,14 @@
 //! A virtio device in a snapshot.
 //!
-//! A snapshot stops the device's thread, which completes the chain in progress. A device returns
-//! chains in the order in which it takes them, so the index of the used ring in guest memory is its
-//! position. The device continues from this position, both on the source and in the restored VM. A
-//! chain that the device had taken but not returned is taken again.
+//! For a snapshot, the device's thread is stopped after it has completed the chain in progress. A
+//! device returns chains in the order in which it takes them, so the index of the used ring in
+//! guest memory is the device's position. The device continues from this position, both in the
+//! source VM and in the restored VM. A chain that the device had taken but not returned is taken
+//! again.
 //!
-//! The driver may have added chains while the device was stopped, and may wait for an interrupt
-//! whose condition (`VIRTIO_F_EVENT_IDX`) the device no longer knows. Each queue is therefore
-//! notified once in both directions.
+//! The driver may have added chains while the device was stopped. It may also be waiting for an
+//! interrupt whose condition (`VIRTIO_F_EVENT_IDX`) the device no longer knows. The device and the
+//! driver are therefore notified once for each queue.
 
 use snapshot::state::SavedDevice;
 

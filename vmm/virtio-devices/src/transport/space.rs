@@ -64,7 +64,8 @@ impl PciConfigSpace {
         self.bytes[at..at + value.len()].copy_from_slice(value);
     }
 
-    /// Makes the bits of `mask` guest-writable, starting at offset `at`.
+    /// Makes the bits that are set in `mask` guest-writable. The first byte of `mask` applies to
+    /// offset `at`.
     pub(super) fn set_writable(&mut self, at: usize, mask: &[u8]) {
         self.writable[at..at + mask.len()].copy_from_slice(mask);
     }

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::machine::{MsiMessage, PciBackend};
-use crate::device::{ActivateError, DeviceActivation, FatalErrorCallback, VirtioDevice, read_config_bytes};
+use crate::device::{
+    ActivateError, DeviceActivation, DeviceFailureCallback, VirtioDevice, read_config_bytes,
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BackendCall {
@@ -21,7 +23,7 @@ pub(super) enum BackendCall {
 pub(super) struct MockPciBackend {
     calls: Mutex<Vec<BackendCall>>,
     refuses: AtomicBool,
-    /// `true` after a device has triggered [`FatalErrorCallback`].
+    /// `true` after a device has triggered [`DeviceFailureCallback`].
     pub ended: Arc<AtomicBool>,
 }
 
@@ -61,9 +63,9 @@ impl PciBackend for MockPciBackend {
         self.add(BackendCall::Disconnect(line))
     }
 
-    fn fatal_error_callback(&self) -> FatalErrorCallback {
+    fn fatal_error_callback(&self) -> DeviceFailureCallback {
         let ended = self.ended.clone();
-        FatalErrorCallback::new(Arc::new(move || ended.store(true, Ordering::Relaxed)))
+        DeviceFailureCallback::new(Arc::new(move || ended.store(true, Ordering::Relaxed)))
     }
 }
 

@@ -18,7 +18,7 @@ pub enum PacketChainError {
     /// A buffer is outside guest RAM.
     #[error("a packet that is not in memory")]
     Memory(#[from] GuestMemoryError),
-    /// The header's length exceeds the data in the chain.
+    /// The length in the packet header exceeds the amount of data in the chain.
     #[error("a packet declares {len} bytes of data but has {have}")]
     Short {
         /// Length in the header, in bytes.
@@ -26,7 +26,7 @@ pub enum PacketChainError {
         /// Available data, in bytes.
         have: usize,
     },
-    /// The header's length exceeds the maximum packet size.
+    /// The length in the packet header exceeds the maximum packet size.
     #[error("a packet declares {len} bytes of data; must be at most {most}")]
     Long {
         /// Length in the header, in bytes.
@@ -61,8 +61,9 @@ impl GuestSegments {
         left.fold(0, |all, (_, bytes)| all.saturating_add(*bytes))
     }
 
-    /// Advances by up to `most` bytes. `part` receives the address of each contiguous range and its
-    /// range within the transfer. Returns the number of bytes.
+    /// Advances over the next bytes of the segments, at most `most`. Calls `part` for each
+    /// contiguous range of guest memory, with its address and with its range within these bytes.
+    /// Returns the number of bytes.
     fn advance(
         &mut self,
         most: usize,
@@ -125,9 +126,9 @@ pub fn take(
 }
 
 /// Buffer space in a chain for one packet to the driver.
-pub struct PacketBuffer(GuestSegments);
+pub struct VsockPacketBuffer(GuestSegments);
 
-impl PacketBuffer {
+impl VsockPacketBuffer {
     /// Returns the buffer space of a device-writable chain.
     ///
     /// # Errors

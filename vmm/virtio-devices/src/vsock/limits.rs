@@ -42,7 +42,8 @@ fn broken_ring_requests_reset() {
     device.reset();
 }
 
-/// If two VMs find the socket of a terminated VM, exactly one of them takes its path.
+/// If two VMs start with the same vsock path, at which a terminated VM has left its socket, exactly
+/// one of them takes the path.
 #[test]
 fn stale_socket_path_is_taken_by_one_vm() {
     let directory = tempfile::tempdir().unwrap();

@@ -40,7 +40,7 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use sandbox::paths::{self, FileIdentity};
-use sandbox::{SocketBroker, SocketDestination, ThreadKind};
+use sandbox::{SandboxedThreadKind, SocketBroker, SocketDestination};
 use thiserror::Error;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes as _, GuestMemoryMmap};
@@ -164,10 +164,11 @@ pub struct VsockDevice {
     cid: u32,
     path: PathBuf,
     listener: Arc<UnixListener>,
-    /// Identity of the socket file, because another process may have replaced it before it is
-    /// removed.
+    /// Identity of the device's socket file. It is checked before the file is removed, because
+    /// another process may have replaced the file.
     file: FileIdentity,
-    /// Broker destination of the host ports' sockets, if a broker connects to them.
+    /// Destination by which the socket broker, a helper process, connects to the sockets of host
+    /// ports. `None` if this process connects to them directly.
     ports: Option<SocketDestination>,
     worker: Option<DeviceWorker>,
 }
@@ -205,7 +206,7 @@ impl VsockDevice {
         })
     }
 
-    /// Makes the device connect to the sockets of host ports through `broker`.
+    /// Makes the device use `broker` to connect to the sockets of host ports.
     ///
     /// # Errors
     /// Returns [`VsockError::Host`] if the broker does not accept the path.
@@ -243,9 +244,9 @@ fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
     Err(VsockError::Locked(directory.to_owned()))
 }
 
-/// Notifies the driver that all connections have ended and that the guest CID may differ
-/// (5.10.6.7). The event queue has no other use. If the driver has no buffer in this queue, it is
-/// notified of the end of each connection by a reset when it uses the connection.
+/// Notifies the driver through the event queue that all connections have ended and that the guest
+/// CID may differ (5.10.6.7). The event queue has no other use. If the driver has added no buffer
+/// to it, the driver instead receives a reset for each connection when it next uses the connection.
 fn send_transport_reset(events: &mut ActiveQueue, memory: &GuestMemoryMmap) {
     let event = TRANSPORT_RESET.to_le_bytes();
     let sent = Cell::new(0);
@@ -327,7 +328,7 @@ impl VirtioDevice for VsockDevice {
         let queues = queues.with_config_notifier(activation.config_change);
         let callback = activation.fatal_error_callback;
         self.worker = Some(DeviceWorker::spawn(
-            ThreadKind::Socket,
+            SandboxedThreadKind::Socket,
             "vsock",
             queues,
             callback,

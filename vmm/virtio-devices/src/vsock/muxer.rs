@@ -1,9 +1,9 @@
-//! Multiplexing of connections. Maps the connections of a guest to Unix sockets and schedules
-//! packets for the guest.
+//! Multiplexing of connections. Maps the connections of a guest to Unix sockets and determines the
+//! order of packets to the guest.
 //!
 //! The muxer is independent of queues and the event loop. It accepts packets from the guest and
-//! events of Unix sockets, and produces packets for the guest. [`WatchChange`] values describe the
-//! changes to make to the event loop.
+//! events of Unix sockets, and produces packets for the guest. [`WatchChange`] values describe
+//! which descriptors the event loop must add or remove.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
@@ -23,18 +23,19 @@ use super::packet::{HOST_CID, STREAM, VsockOp, VsockPacketHeader};
 /// Maximum number of simultaneous connections, including those whose host program has not yet sent
 /// a port.
 pub const MAX_CONNECTIONS: usize = 128;
-/// Maximum number of pending answers to the guest. Packets from the guest are not read while this
-/// limit is reached.
+/// Maximum number of reset packets that are queued for the guest. While this limit is reached, no
+/// packets are read from the guest.
 const MAX_REPLIES: usize = 256;
 /// Timeout for a host program to send its port request.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Length of `CONNECT 4294967295` and a newline, in bytes.
 const MAX_CONNECT_LINE_BYTES: usize = 19;
-/// First port for the host end of connections initiated by the host, above the ports that programs
-/// listen on.
+/// Lowest host port that is assigned to connections initiated by the host. It is above the ports on
+/// which host programs listen.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// A change of the descriptors that the event loop monitors, identified by the muxer's tokens.
+/// A change of the descriptors that the event loop monitors. Each descriptor is identified by a
+/// token that the muxer assigns.
 #[derive(Debug)]
 pub enum WatchChange {
     /// Monitors this descriptor, edge-triggered, for input, output and hang-up.
@@ -51,14 +52,14 @@ struct Handshake {
     deadline: Instant,
 }
 
-/// Socket that a token refers to.
+/// Socket that an event loop token identifies.
 #[derive(Debug)]
 enum TokenTarget {
     Handshake(Handshake),
     VsockConnection(ConnectionKey),
 }
 
-/// A connection with its token and queue membership.
+/// A connection with its event loop token, and whether it is in the queue `ready`.
 #[derive(Debug)]
 struct MuxedConnection {
     connection: VsockConnection,
@@ -71,7 +72,7 @@ struct MuxedConnection {
 pub enum HostDialer {
     /// This process connects to the path followed by an underscore and the port.
     Direct(PathBuf),
-    /// The socket broker connects, because the threads of a confined VM cannot.
+    /// The socket broker, a helper process, connects, because the threads of a confined VM cannot.
     Broker(SocketDestination),
 }
 
@@ -106,7 +107,7 @@ pub struct ConnectionMuxer {
     /// Connections that may have a packet for the guest. Each existing connection appears at most
     /// once.
     ready: VecDeque<ConnectionKey>,
-    /// Reset packets that answer packets without a connection.
+    /// Reset packets that answer guest packets for which there is no connection.
     replies: VecDeque<VsockPacketHeader>,
     watches: Vec<WatchChange>,
     next_token: u32,
@@ -115,7 +116,7 @@ pub struct ConnectionMuxer {
 
 impl ConnectionMuxer {
     /// Creates a muxer for the guest with address `cid`. `dialer` connects the guest to host ports.
-    /// All tokens are at least `first_token`.
+    /// The muxer assigns event loop tokens from `first_token` on.
     pub fn new(cid: u64, dialer: impl Into<HostDialer>, first_token: u32) -> Self {
         Self {
             cid,
@@ -137,7 +138,7 @@ impl ConnectionMuxer {
     }
 
     /// Returns whether [`ConnectionMuxer::from_guest`] may be called. Returns `false` while too
-    /// many answers are pending for the guest.
+    /// many reset packets are queued for the guest.
     pub fn can_accept_packets(&self) -> bool {
         self.replies.len() < MAX_REPLIES
     }
@@ -198,7 +199,8 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Drops a connection whose socket cannot be monitored.
+    /// Drops the connection identified by `token`, because the event loop cannot monitor its
+    /// socket.
     pub fn lost(&mut self, token: u32) {
         match self.watched.get(&token) {
             Some(TokenTarget::VsockConnection(key)) => {
@@ -305,7 +307,8 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Schedules or removes a connection after any operation on it.
+    /// Updates the muxer after an operation on the connection `key`: removes the connection if it
+    /// is over, or adds it to `ready` if it has a packet.
     fn settle(&mut self, key: ConnectionKey) {
         let Some(entry) = self.connections.get_mut(&key) else {
             return;
@@ -342,7 +345,8 @@ impl ConnectionMuxer {
         self.connections.insert(key, entry);
     }
 
-    /// Completes a handshake, with a port or with a failure.
+    /// Completes the handshake with a host program: creates the connection to `port`, or drops the
+    /// socket if `port` is `None`.
     fn finish_handshake(&mut self, token: u32, port: Option<u32>, now: Instant) {
         let Some(TokenTarget::Handshake(handshake)) = self.watched.remove(&token) else {
             return;

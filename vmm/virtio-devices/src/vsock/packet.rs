@@ -161,7 +161,7 @@ mod tests {
         }
     }
 
-    /// Fields have the order and sizes of virtio 1.2, 5.10.6.
+    /// The fields of an encoded header have the order and sizes of virtio 1.2, 5.10.6.
     #[test]
     fn header_layout_matches_specification() {
         let header = VsockPacketHeader {

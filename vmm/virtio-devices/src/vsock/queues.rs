@@ -14,7 +14,7 @@ use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::timerfd::TimerFd;
 
-use super::chains::{self, PacketBuffer};
+use super::chains::{self, VsockPacketBuffer};
 use super::muxer::{ConnectionMuxer, WatchChange};
 use super::packet::{MAX_DATA, VsockPacketHeader};
 use crate::device::{ActiveQueue, ConfigChangeNotifier};
@@ -30,7 +30,7 @@ pub const FIRST_TOKEN: u32 = 16;
 
 /// Interval between timeout checks.
 const TICK: Duration = Duration::from_secs(1);
-/// Maximum number of packets per direction before other events are handled.
+/// Maximum number of packets that are transferred before other events are handled.
 const BUDGET: usize = 512;
 /// Invalid operation number (virtio 1.2, 5.10.6).
 const NO_OPERATION: u16 = 0;
@@ -46,8 +46,8 @@ pub struct VsockQueues {
     muxer: ConnectionMuxer,
     timer: TimerFd,
     ticking: bool,
-    /// `true` while the listener is monitored. Suspended for a time after the host ran out of file
-    /// descriptors.
+    /// `true` while the event loop monitors the listening socket. `false` for a time after the host
+    /// ran out of file descriptors.
     listening: bool,
     /// `true` after the descriptor shortage has been logged.
     told: bool,
@@ -102,7 +102,8 @@ impl VsockQueues {
         self.broken
     }
 
-    /// Transfers packets in both directions until none are left or the budget is exhausted.
+    /// Transfers packets in both directions until none are left or `BUDGET` packets have been
+    /// transferred.
     pub fn pump(&mut self, now: Instant) {
         if self.broken {
             return;
@@ -129,7 +130,8 @@ impl VsockQueues {
         }
     }
 
-    /// Handles packets from the guest. Returns `true` if a buffer was used.
+    /// Handles packets from the guest, as far as `budget` allows. Returns `true` if a buffer was
+    /// returned to the driver.
     fn take(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.can_accept_packets() {
@@ -166,7 +168,8 @@ impl VsockQueues {
         used
     }
 
-    /// Delivers packets to the guest. Returns `true` if a buffer was used.
+    /// Delivers packets to the guest, as far as `budget` allows. Returns `true` if a buffer was
+    /// returned to the driver.
     fn deliver_packets(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.has_packets() {
@@ -179,7 +182,7 @@ impl VsockQueues {
                 }
             };
             let head = chain.head_index();
-            let written = match PacketBuffer::of(chain) {
+            let written = match VsockPacketBuffer::of(chain) {
                 Ok(room) => {
                     let most = room.data().min(MAX_DATA);
                     let Some(header) = self.muxer.next(&mut self.buffer[..most], now) else {
@@ -255,7 +258,8 @@ impl VsockQueues {
         Ok(())
     }
 
-    /// Applies the muxer's changes to the event loop, and schedules a tick if a timeout is pending.
+    /// Applies the muxer's changes to the set of descriptors that the event loop monitors, and
+    /// schedules a tick if a timeout is pending.
     fn watch(&mut self, ops: &mut EventOps) {
         // Failures add further changes, each of which removes a connection.
         loop {

@@ -22,7 +22,7 @@ const WRITE: u16 = 2;
 /// Address of the buffer for the device's answer.
 const ANSWER: u64 = BUFFERS + 0x1000;
 
-/// A device that is processed without a thread, and its driver.
+/// A vsock device that the test runs without a thread, and its driver.
 struct RingTest<'m> {
     queues: VsockQueues,
     rx: Driver<'m>,
@@ -134,7 +134,7 @@ fn broken_chains_reset_connection() {
 /// larger than 32 KiB, and a header may span two.
 #[test]
 fn descriptor_layout_is_arbitrary() {
-    use super::chains::{PacketBuffer, take};
+    use super::chains::{VsockPacketBuffer, take};
     const DATA: u64 = BUFFERS + 0x1000;
     let memory = memory();
     let len = 40_000_u32;
@@ -166,7 +166,7 @@ fn descriptor_layout_is_arbitrary() {
         0,
         &linked([(DATA, 50), (DATA + 0x1000, 0), (DATA + 0x2000, 100)], WRITE),
     );
-    let room = PacketBuffer::of(rx.active.queue.iter(&memory).unwrap().next().unwrap()).unwrap();
+    let room = VsockPacketBuffer::of(rx.active.queue.iter(&memory).unwrap().next().unwrap()).unwrap();
     assert_eq!(room.data(), 106);
     let header = VsockPacketHeader {
         len: 106,
@@ -222,14 +222,15 @@ fn stopped_device_removes_socket() {
     assert!(matches!(VsockDevice::new(3, &long), Err(VsockError::TooLong(_))));
 }
 
-/// Checks that the device's thread serves host programs.
+/// Checks that the vsock device's thread is running: it disconnects a host program that sends an
+/// invalid request.
 pub(super) fn assert_invalid_request_is_disconnected(path: &Path) {
     let mut program = UnixStream::connect(path).unwrap();
     program.write_all(b"nonsense\n").unwrap();
     assert_eq!(program.read(&mut [0]).unwrap_or(0), 0);
 }
 
-/// A head index outside the queue marks the queue as broken before anything is added to the used
+/// A head index outside the vsock queue marks the queue as broken. Nothing is added to the used
 /// ring, which could not hold the entry.
 #[test]
 fn head_index_beyond_queue_breaks_it() {
@@ -250,8 +251,8 @@ fn head_index_beyond_queue_breaks_it() {
     }
 }
 
-/// After a snapshot, the driver is notified once that its connections have ended, regardless of the
-/// number of event buffers that it has offered, which may be zero.
+/// After a snapshot, the driver is notified once that its vsock connections have ended, even if it
+/// has added several event buffers. It may also have added none.
 #[test]
 fn vsock_connections_are_reset_and_listeners_stay() {
     let directory = tempfile::tempdir().unwrap();

@@ -83,7 +83,8 @@ impl MuxerTest {
         packet
     }
 
-    /// Lets a host program write `line` and returns the resulting request to guest port 5.
+    /// Connects a host program that writes `line`, and returns its socket and the resulting
+    /// connection request to guest port 5.
     fn requested(&mut self, line: &[u8]) -> (UnixStream, VsockPacketHeader) {
         let mut program = self.program();
         program.write_all(line).unwrap();
@@ -214,7 +215,8 @@ fn silent_program_times_out() {
     assert!(!bench.muxer.has_deadlines());
 }
 
-/// The program sees the timeout even while the guest takes no packets.
+/// If the guest does not answer a connection request, the host program's connection is closed after
+/// the timeout, even while the guest receives no packets.
 #[test]
 fn unanswered_request_times_out() {
     let mut bench = MuxerTest::new();

@@ -5,12 +5,12 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sandbox::{PerfEventAccess, SeccompMode, TerminationActions};
+use sandbox::{PerfEventAccess, SeccompMode, SeccompTerminationActions};
 use test_support::child::child_command;
 use virtio_devices::balloon::BalloonDevice;
 use virtio_devices::balloon::release::RamOrigin;
 use virtio_devices::device::{
-    ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
+    ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceFailureCallback, DeviceInterrupt, VirtioDevice,
 };
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
@@ -25,7 +25,7 @@ const MEMORY: usize = 1 << 20;
 const QUEUE_BYTES: u64 = 0x4000;
 const AVAIL: u64 = 0x1000;
 const USED: u64 = 0x2000;
-/// Page frame numbers of the chain, and the page that is released.
+/// Address of the page frame numbers in the chain, and address of the page that is released.
 const PFNS: u64 = 0x4_0000;
 const PAGE: u64 = 0x8_0000;
 
@@ -59,7 +59,7 @@ fn offer(memory: &GuestMemoryMmap, number: u64, kick: &EventFd, bytes: u64) {
 #[ignore = "a child of the test below"]
 fn as_a_child() {
     let kind = std::env::var(KIND).unwrap();
-    let will = TerminationActions {
+    let will = SeccompTerminationActions {
         first: || {},
         log: None,
         status: 8,
@@ -85,7 +85,7 @@ fn as_a_child() {
         queues: queues.map(Some).into(),
         resumed: false,
         config_change: ConfigChangeNotifier::default(),
-        fatal_error_callback: FatalErrorCallback::default(),
+        fatal_error_callback: DeviceFailureCallback::default(),
     };
     balloon.activate(activation).unwrap();
     memory.write_slice(&[7; 4096], GuestAddress(PAGE)).unwrap();

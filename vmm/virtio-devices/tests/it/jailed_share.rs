@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sandbox::{
-    AccessibleFiles, JailContents, JailError, PerfEventAccess, ProcessConfinement, SeccompMode, SocketBroker,
-    TerminationActions,
+    AccessibleFiles, JailContents, JailError, PerfEventAccess, ProcessConfinement, SeccompMode,
+    SeccompTerminationActions, SocketBroker,
 };
 use test_support::child::child_command;
 use virtio_devices::device::{
-    ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceInterrupt, FatalErrorCallback, VirtioDevice,
+    ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceFailureCallback, DeviceInterrupt, VirtioDevice,
 };
 use virtio_devices::share::FsDevice;
 use virtio_devices::share::config::ShareSource;
@@ -27,7 +27,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// Environment variable with the path of the backend's socket, for the child.
 const SOCKET: &str = "SHARE_TEST_SOCKET";
-/// Line that the child prints when the device is active or the ring has been updated.
+/// Line that the child prints when the device is active, and each time it has updated the used
+/// ring.
 const READY: &str = "the device has it";
 /// Line that a child prints if it cannot create a jail.
 const NO_JAIL: &str = "no jail here";
@@ -75,7 +76,7 @@ fn as_a_child() {
         landlock: sandbox::has_landlock(),
     };
     let broker = SocketBroker::start(confinement, || true).unwrap();
-    let will = TerminationActions {
+    let will = SeccompTerminationActions {
         first: || {},
         log: None,
         status: 8,
@@ -122,7 +123,7 @@ fn as_a_child() {
         queues: vec![Some(queue(0)), Some(queue(1))],
         resumed: false,
         config_change: ConfigChangeNotifier::default(),
-        fatal_error_callback: FatalErrorCallback::default(),
+        fatal_error_callback: DeviceFailureCallback::default(),
     };
     share.activate(activation).unwrap();
     say(READY);

@@ -1,5 +1,5 @@
 //! Tests a disk in a snapshot. The saved queue and the image are consistent with each other, and
-//! the device writes nothing afterwards until it is resumed.
+//! the device writes nothing to the image after the snapshot until it is resumed.
 
 use std::fs;
 use std::io;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use snapshot::state::SavedDevice;
-use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
+use virtio_devices::device::{DeviceFailureCallback, VirtioDevice};
 use virtio_devices::disk::BlockDevice;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::rate_limiter::RateLimiter;
@@ -40,7 +40,8 @@ const QUEUE_SIZE: u16 = 256;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// Machine in which doorbells cause exits and interrupts are discarded.
+/// Machine that registers no doorbells, so that queue notifications cause exits, and discards
+/// interrupts.
 struct Machine;
 
 impl PciBackend for Machine {
@@ -60,8 +61,8 @@ impl PciBackend for Machine {
         Ok(())
     }
 
-    fn fatal_error_callback(&self) -> FatalErrorCallback {
-        FatalErrorCallback::default()
+    fn fatal_error_callback(&self) -> DeviceFailureCallback {
+        DeviceFailureCallback::default()
     }
 }
 
@@ -101,7 +102,7 @@ impl TestGuest {
         assert!(self.bus.write_memory(BAR + offset, value));
     }
 
-    /// Starts the device as a driver does.
+    /// Negotiates features, sets up the queue and starts the device, as a driver does.
     fn start_device(&self) {
         self.bus
             .write_port(0xCF8, &(1u32 << 31 | 1 << 11 | 4).to_le_bytes());
@@ -123,7 +124,8 @@ impl TestGuest {
         self.memory.write_obj(value, GuestAddress(at)).unwrap();
     }
 
-    /// Adds a request that fills 32 KiB of the disk with its number, and notifies the device.
+    /// Adds a request that fills the 32 KiB of the disk that belong to `number` with a byte derived
+    /// from it, and notifies the device.
     fn request(&self, number: u16) {
         let n = u64::from(number);
         let header = HEADERS + n * 16;
@@ -186,8 +188,8 @@ fn assert_written(image: &Path, count: u16) {
     }
 }
 
-/// The image contains exactly the requests that the saved queue contains as completed. The restored
-/// device executes the others.
+/// After a snapshot, the disk image contains exactly those requests that the saved queue shows as
+/// completed. The restored device executes the others.
 #[test]
 fn a_snapshot_and_its_disk_are_of_one_moment() {
     let dir = tempfile::tempdir().unwrap();

@@ -102,7 +102,8 @@ pub enum BootError {
         start: u64,
         /// Guest-physical end address of the segment, exclusive.
         end: u64,
-        /// Kind of kernel, with its article.
+        /// Kind of kernel with its article, for the message: `a multiboot kernel` or
+        /// `a Linux kernel`.
         kind: &'static str,
         /// Description of the ranges where the kernel may load.
         room: String,

@@ -22,7 +22,8 @@ use crate::devices::ports;
 /// Device-specific Notify value (5.6.6), "the generation ID has changed".
 const GENERATION_CHANGED: u8 = 0x80;
 
-/// Returns the devices, for the root scope. `hotplug` adds the interrupt of CPU hot-plug.
+/// Returns the AML of both devices, to be placed in the root scope. `hotplug` adds the interrupt of
+/// CPU hot-plug.
 pub(super) fn devices(hotplug: bool) -> Vec<u8> {
     let hid = Name::new("_HID".into(), &"PRFV0001");
     // The name of the specification is longer than an ACPI ID may be; Hyper-V offers both.

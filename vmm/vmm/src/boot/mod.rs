@@ -77,8 +77,8 @@ impl KernelSource {
 /// Boot protocol for a kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BootProtocol {
-    /// Multiboot if the image has a multiboot header, PVH if it has a PVH entry point and is not
-    /// Linux, otherwise the Linux protocol.
+    /// Multiboot is used if the image has a multiboot header, PVH if it has a PVH entry point and
+    /// is not Linux, and otherwise the Linux protocol.
     #[default]
     Auto,
     /// PVH, also for Linux.
@@ -113,7 +113,7 @@ pub struct BootRequest<'a> {
     pub initrd: Option<&'a Path>,
     /// Command line, printable ASCII.
     pub cmdline: &'a str,
-    /// Numbers of present and possible vCPUs.
+    /// Initial and maximum number of vCPUs.
     pub cpus: VcpuNumbers,
     /// `true` if the machine has PCI functions. Linux is always given a PCI bus, because it logs
     /// errors without one.
@@ -135,7 +135,7 @@ pub enum KernelFormat {
     },
     /// A multiboot v1 image.
     Multiboot,
-    /// An ELF image with a PVH entry point that is not Linux.
+    /// An ELF image that has a PVH entry point and is not Linux.
     Pvh,
 }
 
@@ -184,7 +184,8 @@ pub struct LoadedGuest {
     pub event_tables: Vec<event_tables::EventTable>,
     /// Lists of top-down events in a Linux kernel file.
     pub topdown: Vec<topdown_events::TopdownList>,
-    /// Guest-physical address of the operand that permits RDPMC in user mode, in a Linux kernel.
+    /// Guest-physical address of the operand, in the code of a Linux kernel, that sets the default
+    /// permission of RDPMC in user mode.
     pub user_rdpmc: Option<u64>,
 }
 
@@ -646,7 +647,7 @@ fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
     })
 }
 
-/// Returns the code in a segment that the multiboot address fields describe. Uses the ELF headers
+/// Returns the code in `segment`, which the multiboot address fields describe. Uses the ELF headers
 /// of the same file if they cover the segment, otherwise treats the whole segment as code.
 fn code_of_segment<'a>(segment: &LoadSegment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<CodeBytes<'a>> {
     let same_bytes = |code: &CodeBytes<'a>| {

@@ -17,7 +17,7 @@ const HEADER_MAGIC: u32 = 0x1BAD_B002;
 pub(crate) const ENTRY_MAGIC: u32 = 0x2BAD_B002;
 /// Size of the file area that contains the header: the first 8 KiB.
 const SEARCH_BYTES: usize = 8192;
-/// Multiboot header flag 0: modules must be page aligned. Modules are always aligned here.
+/// Multiboot header flag 0: modules must be page aligned. The VMM always aligns them.
 const FLAG_ALIGN: u32 = 1 << 0;
 /// Multiboot header flag 1: memory information is required. The VMM always provides it.
 const FLAG_MEMORY: u32 = 1 << 1;
@@ -43,12 +43,13 @@ pub(crate) const CMDLINE_MAX_BYTES: usize = 4095;
 const PROGRAM_NAME_MAX_BYTES: usize = 255;
 /// Maximum length of a module string, in bytes.
 const MODULE_STRING_MAX_BYTES: usize = 255;
-/// Offsets of the parts after the information structure.
+/// Offsets, from the start of the information structure, of the parts that follow it.
 const MODULE_LIST: u64 = 0x100;
 const MMAP: u64 = 0x200;
 const LOADER_NAME: u64 = 0x400;
 const MODULE_STRING: u64 = 0x500;
-/// Size of the information structure with its parts, and size of the command line, in bytes.
+/// Size in bytes of the memory for the information structure and the parts that follow it, and of
+/// the memory for the command line.
 const BOOT_INFO_BYTES: u64 = 0x1000;
 
 /// Guest-physical addresses of the boot information of a kernel.
@@ -80,7 +81,7 @@ pub(crate) fn places(name: &str, segments: &[LoadSegment<'_>]) -> Result<BootInf
     Ok(BootInfoAddresses { info, cmdline })
 }
 
-/// Returns the command line, which begins with the program name, which kernels skip.
+/// Returns the command line: the program name, which kernels skip, followed by `words`.
 pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     let Some(program) = program else {
         return words.to_owned();
@@ -116,7 +117,7 @@ pub(crate) struct MultibootHeader {
 }
 
 impl MultibootHeader {
-    /// Returns whether the address fields replace the ELF headers.
+    /// Returns whether the header has valid address fields, which replace the ELF headers.
     pub fn has_addresses(&self) -> bool {
         self.flags & FLAG_ADDRESSES != 0
     }

@@ -40,7 +40,7 @@ fn device_name(vcpu: u8) -> String {
     format!("C{vcpu:03X}")
 }
 
-/// Returns the processor container, for the root scope.
+/// Returns the AML of the processor container, to be placed in the root scope.
 pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
     let mut container = registers();
     container.extend(methods(cpus));

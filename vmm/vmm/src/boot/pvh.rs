@@ -18,9 +18,9 @@ use crate::memory::GuestRam;
 const MAGIC: u32 = 0x336E_C578;
 /// First version of start_info with a memory map.
 const VERSION: u32 = 1;
-/// Offset of the module list in the page.
+/// Offset of the module list in the page of start_info.
 const MODULES: u64 = 0x100;
-/// Offset of the memory map in the page.
+/// Offset of the memory map in the page of start_info.
 const MEMORY_MAP: u64 = 0x200;
 
 /// Writes start_info and the structures that it refers to, in the page of Linux's boot_params,

@@ -162,8 +162,8 @@ impl Console {
         }
     }
 
-    /// Waits up to `limit` until all output is written. Returns the number of bytes lost to a
-    /// connected reader.
+    /// Waits up to `limit` until all output is written. Returns the number of bytes that a
+    /// connected reader did not receive.
     pub fn finish(&self, limit: Duration) -> u64 {
         match &self.kind {
             Kind::Terminal(output) | Kind::File(output) => output.finish(limit),

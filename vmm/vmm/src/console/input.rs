@@ -24,7 +24,7 @@ pub struct ConsoleInput {
     quit: EventFd,
     escape: EscapeParser,
     waiting: VecDeque<u8>,
-    /// The source is in the epoll set.
+    /// The input source is in the epoll set.
     watching: bool,
     /// `true` for regular files, which epoll rejects and which are always readable.
     always_ready: bool,
@@ -37,7 +37,7 @@ impl ConsoleInput {
         Self::on(libc::STDIN_FILENO, guest, quit)
     }
 
-    /// Creates a subscriber for a different descriptor, which must stay open. See
+    /// Creates a subscriber that reads `fd` instead of standard input. `fd` must stay open. See
     /// [`ConsoleInput::stdin`].
     pub fn on(fd: RawFd, guest: Arc<dyn ConsoleInputSink>, quit: EventFd) -> Self {
         ConsoleInput {
@@ -56,8 +56,8 @@ impl ConsoleInput {
         self.source.as_raw_fd()
     }
 
-    /// Watches the source only while there is buffer space. A level-triggered event without a
-    /// reader would make the loop spin.
+    /// Watches the input source only while there is buffer space. Otherwise, input that is not read
+    /// would keep its level-triggered event active and the main loop busy.
     fn watch(&mut self, ops: &mut EventOps) {
         let wanted = !self.ended && !self.always_ready && self.waiting.len() < INPUT_BUFFER_BYTES;
         if wanted == self.watching {

@@ -10,13 +10,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use sandbox::{ThreadKind, privileges};
+use sandbox::{SandboxedThreadKind, privileges};
 
 use super::standard::StandardStream;
 
 /// Size of the output buffer in bytes.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
-/// Maximum time that a busy-waiting guest blocks on a sink that accepts nothing.
+/// Maximum time that output to a sink that accepts nothing blocks a guest that busy-waits.
 const IMPATIENT_WRITER_TIMEOUT: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
@@ -26,7 +26,7 @@ struct OutputState {
     writing: bool,
     /// Writers no longer block; output that does not fit is dropped.
     stopped: bool,
-    /// The last sender is dropped or standard output is closed, so the thread exits.
+    /// [`ConsoleOutput::finish`] has ended its wait, or the sink has failed, so the thread exits.
     closed: bool,
     dropped_bytes: u64,
     /// An impatient writer has timed out and the thread has taken no bytes since.
@@ -36,7 +36,7 @@ struct OutputState {
 #[derive(Default)]
 struct Output {
     state: Mutex<OutputState>,
-    /// Signals bytes to the thread and free space to the vCPUs.
+    /// Signals the thread that there are bytes to write, and the vCPUs that there is free space.
     changed: Condvar,
 }
 
@@ -64,7 +64,7 @@ impl ConsoleOutput {
         let theirs = Arc::clone(&shared);
         thread::Builder::new().name("console".into()).spawn(move || {
             privileges::drop_thread_capabilities();
-            sandbox::enter(ThreadKind::Console);
+            sandbox::enter(SandboxedThreadKind::Console);
             write_loop(&theirs, &mut sink);
         })?;
         Ok(ConsoleOutput { shared })

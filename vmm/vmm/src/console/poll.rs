@@ -17,8 +17,8 @@ pub(super) fn wait_for_room(fd: RawFd, limit: Option<Duration>) {
     unsafe { libc::poll(&mut poll, 1, timeout) };
 }
 
-/// Waits until at least one of `fds` is readable or broken, and returns for each descriptor whether
-/// it is. Negative descriptors are ignored.
+/// Waits until at least one of `fds` is readable or broken. Returns for each descriptor whether it
+/// is readable or broken. Negative descriptors are ignored.
 pub(crate) fn wait_readable<const N: usize>(fds: [RawFd; N]) -> io::Result<[bool; N]> {
     let mut polls = fds.map(|fd| libc::pollfd {
         fd,

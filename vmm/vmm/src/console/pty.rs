@@ -115,7 +115,8 @@ mod tests {
         assert_eq!(full.kind(), ErrorKind::WouldBlock);
     }
 
-    /// The terminal outlives each user, and child processes do not inherit its descriptors.
+    /// A pseudo-terminal outlives each program that opens it, and child processes do not inherit
+    /// its descriptors.
     #[test]
     fn pty_survives_users_and_is_close_on_exec() {
         let mut pty = Pty::open().unwrap();

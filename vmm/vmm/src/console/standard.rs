@@ -75,7 +75,7 @@ mod tests {
         (OwnedFd::from(read).into(), write)
     }
 
-    /// Dropping the file must not close a stream that the parent process shares.
+    /// Dropping a [`StandardStream`] must not close a stream that the parent process shares.
     #[test]
     fn standard_stream_drop_keeps_descriptor_open() {
         let (mut read, write) = io::pipe().unwrap();
@@ -103,7 +103,7 @@ mod tests {
         assert!(all.ends_with(b"\0the end"));
     }
 
-    /// A wait returns at its time limit and when the reader closes the stream.
+    /// A wait for space returns at its time limit, and when the reader closes the stream.
     #[test]
     fn poll_ends_at_timeout_and_hangup() {
         let (read, write) = full_pipe();

@@ -151,7 +151,7 @@ impl ConsolePeer {
     }
 }
 
-/// A console for clients on the main loop.
+/// A console for clients, which the main loop serves.
 pub struct StreamConsole {
     backlog: Arc<Backlog>,
     listener: Option<Listener>,
@@ -284,8 +284,8 @@ impl StreamConsole {
         }
     }
 
-    /// Returns the descriptor to watch: the client's, or the listener's without a client. The next
-    /// client waits until this one disconnects.
+    /// Returns the descriptor to watch: the client's, or the listener's if no client is connected.
+    /// The next client waits until the connected one disconnects.
     fn wanted(&self) -> Option<(RawFd, EventSet)> {
         match (&self.peer, &self.listener) {
             (Some(peer), _) if !self.gone => {

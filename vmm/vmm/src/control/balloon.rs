@@ -10,7 +10,7 @@ use virtio_devices::balloon::statistics::{GuestMemoryStatistics, StatisticTag};
 
 use super::session::fail;
 
-/// Changes the balloon, and returns its state.
+/// Applies `change` to the balloon of the VM, and returns the balloon's new state.
 pub(super) fn change(
     balloon: Option<&Arc<BalloonControl>>,
     change: impl FnOnce(&BalloonControl) -> Result<(), BalloonRequestError>,

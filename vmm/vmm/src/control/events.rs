@@ -16,7 +16,7 @@ pub(super) struct OperatorEvent {
     pub(super) backing: &'static str,
     /// Counts are in nanoseconds.
     pub(super) nanoseconds: bool,
-    /// Counts are estimates even without multiplexing.
+    /// Counts of this event are estimates, even without multiplexing.
     pub(super) estimate: bool,
 }
 
@@ -29,7 +29,8 @@ pub(super) enum UnsupportedEventError {
     /// Modifiers `p` and `P`.
     #[error("precise sampling of a guest is unsupported")]
     Precise,
-    /// The exact backing counts the event at CPL 0 only.
+    /// On this host, the exact backing can count the event at CPL 0 only, because KVM cannot
+    /// single-step user code.
     #[error(
         "this host's KVM cannot single-step user code, so only the guest's kernel can be counted exactly: use '{0}:k'"
     )]
@@ -37,7 +38,7 @@ pub(super) enum UnsupportedEventError {
     /// The event requires a hardware PMU, which this host lacks.
     #[error("this host has no hardware PMU")]
     NoPmu,
-    /// The host's PMU does not support the event, and no other backing counts it.
+    /// The host's PMU does not support the event, and the VMM has no other source that counts it.
     #[error("this host's PMU does not support '{0}'")]
     NotOnHost(String),
     /// KVM has no statistic of this name.
@@ -144,7 +145,7 @@ mod tests {
     }
 
     /// An operator can count everything that the host supports, independently of the guest's PMU,
-    /// and receives the name of the backing.
+    /// and is told which source ("backing") counts the event.
     #[test]
     fn operator_events_without_pmu_use_clock_and_software() {
         let vm = pmu(None, false);
@@ -198,7 +199,7 @@ mod tests {
         );
     }
 
-    /// An event of the guest never counts the host.
+    /// An operator's event that counts guest code never counts host code.
     #[test]
     fn modifiers_select_levels_and_exclude_host() {
         let vm = pmu(None, false);

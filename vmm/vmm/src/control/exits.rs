@@ -11,8 +11,8 @@ use control_api::protocol::{ExitsOfReason, VcpuExits};
 pub(super) struct ExitCountSnapshot(Vec<Vec<ExitCount>>);
 
 impl ExitCountSnapshot {
-    /// Takes the exit counts of all vCPUs. Pass the result to every watch
-    /// ([`ExitWatch::record_longest`]), because taking resets the longest exits in the tables.
+    /// Takes the exit counts of all vCPUs. This resets the longest exits in the tables, so the
+    /// result must be passed to every watch ([`ExitWatch::record_longest`]).
     pub(super) fn out_of(slots: &[Arc<VcpuSlot>]) -> Self {
         Self::out_of_tables(slots.iter().map(|slot| &**slot.exits()))
     }

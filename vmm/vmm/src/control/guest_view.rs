@@ -5,7 +5,7 @@ use vpmu::{CounterBacking, CounterView, EventRequest, GuestEvent};
 
 use crate::pmu::guest_view::VcpuPmuView;
 
-/// Returns the view of one vCPU.
+/// Converts the view of one vCPU.
 pub(super) fn vcpu_view(view: &VcpuPmuView) -> VcpuView {
     let convert = if view.counted_by_kvm {
         kvm_counter
@@ -41,8 +41,8 @@ fn guest_counter(view: &CounterView) -> GuestCounter {
     }
 }
 
-/// Converts a counter of KVM's own vPMU. Omits the values that KVM does not report: counts separate
-/// from the register values, times, and overflows.
+/// Converts a counter of KVM's own vPMU. Omits the values that KVM does not report: times,
+/// overflows, and counts that are separate from the register values.
 fn kvm_counter(view: &CounterView) -> GuestCounter {
     let counter = guest_counter(view);
     GuestCounter {
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
     use crate::pmu::own;
 
-    /// The view of KVM's own vPMU contains only values from KVM.
+    /// The view of a counter of KVM's own vPMU contains only values that KVM reports.
     #[test]
     fn kvm_view_contains_only_kvm_values() {
         let mut registers = Vpmu::new(PmuModel::AMD);

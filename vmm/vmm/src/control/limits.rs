@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use control_api::protocol::{RequestError, RequestErrorKind};
 use control_api::rate_limit::{RateLimiterInfo, TokenBucketLimit};
-use virtio_devices::rate_limiter::limits::BucketLimits;
+use virtio_devices::rate_limiter::limits::TokenBucketLimits;
 use virtio_devices::rate_limiter::{RateLimitUpdate, RateLimiter};
 
 use super::session::fail;
@@ -15,7 +15,7 @@ pub type NamedLimiters = Vec<(String, Arc<RateLimiter>)>;
 
 /// Describes all limiters.
 pub(super) fn describe(limiters: &NamedLimiters) -> Vec<RateLimiterInfo> {
-    let limit = |limits: BucketLimits| TokenBucketLimit {
+    let limit = |limits: TokenBucketLimits| TokenBucketLimit {
         size: limits.size.get(),
         one_time_burst: limits.one_time_burst,
         refill_ms: limits.refill_ms.get(),
@@ -32,7 +32,7 @@ pub(super) fn describe(limiters: &NamedLimiters) -> Vec<RateLimiterInfo> {
     infos.collect()
 }
 
-/// Changes the limits of limiter `name`.
+/// Changes the limits of the rate limiter `name`.
 pub(super) fn change(
     limiters: &NamedLimiters,
     name: &str,
@@ -61,7 +61,7 @@ fn limit_change(limit: Option<TokenBucketLimit>) -> RateLimitUpdate {
         return RateLimitUpdate::Keep;
     };
     match (NonZeroU64::new(limit.size), NonZeroU64::new(limit.refill_ms)) {
-        (Some(size), Some(refill_ms)) => RateLimitUpdate::Replace(BucketLimits {
+        (Some(size), Some(refill_ms)) => RateLimitUpdate::Replace(TokenBucketLimits {
             size,
             one_time_burst: limit.one_time_burst,
             refill_ms,

@@ -19,7 +19,7 @@ pub(super) fn service(metadata: &Option<Arc<MetadataService>>) -> Result<&Metada
     }
 }
 
-/// Returns the failure for a rejected change.
+/// Converts the error of a rejected metadata change to the error for the client.
 pub(super) fn refusal(error: MetadataStoreError) -> RequestError {
     RequestError {
         kind: match error {

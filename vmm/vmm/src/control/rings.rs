@@ -58,7 +58,8 @@ mod tests {
 
     use super::*;
 
-    /// If one event cannot share a ring, the ring is removed from all and can be requested again.
+    /// If one event cannot share a ring, the ring is detached from all events and can be requested
+    /// again.
     #[test]
     fn failed_shared_ring_is_detached() {
         let core = PerfCore::builder()

@@ -85,7 +85,8 @@ fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
     }
 }
 
-/// Applies the operator's sampling rate unless the event has its own.
+/// Sets the sampling parameters of `attr`. The sampling rate is that of the event specification
+/// `spec` if it has one, and the operator's otherwise.
 pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventSpec) {
     let (rate, frequency) = match (spec.period, spec.frequency_hz) {
         (Some(period), _) => (period, false),
@@ -108,7 +109,8 @@ pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &Even
     }
 }
 
-/// Returns the period or frequency at which an event takes one of every `every` samples of `rate`.
+/// Returns the period or frequency with which an event takes only one of every `every` samples that
+/// it would take with `rate`.
 pub(super) fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
     if attr.freq {
         (rate / u64::from(every)).max(1)

@@ -42,11 +42,11 @@ use crate::vcpu::slot::VcpuSlot;
 use crate::vm::migrate::OutgoingMigration;
 use crate::vm::save::{SnapshotSource, VmSnapshot};
 use control_api::counts::VcpuCounts;
-use control_api::migration::VmOrigin;
+use control_api::migration::MigrationSource;
 use control_api::peer;
 use control_api::protocol::{
     Call, ClientRole, KernelSymbolsReply, MAX_REQUEST, PROTOCOL, ReplyLine, RequestError, RequestErrorKind,
-    RequestLine, VcpuPlug, VcpuRefusal, VmGuestCounters, VmInfo, VmSettings, VmState,
+    RequestLine, VcpuPlugStatus, VcpuRefusal, VmGuestCounters, VmInfo, VmSettings, VmState,
 };
 use control_api::socket_dir::ControlSocket;
 use kernel_images::packed::PackedSymbols;
@@ -62,7 +62,7 @@ const MAX_OBSERVERS: usize = 8;
 const REQUESTS_PER_SECOND: f64 = 1000.0;
 /// Sustained request rate of an observer connection. Each request may force vCPU exits.
 const REQUESTS_OF_OBSERVERS: f64 = 200.0;
-/// Maximum number of requests in a burst.
+/// Maximum number of requests that a connection may send in one burst above its sustained rate.
 const REQUEST_BURST: f64 = 200.0;
 /// Maximum number of unsent reply bytes per connection.
 const MAX_UNSENT: usize = 1 << 20;
@@ -83,8 +83,8 @@ pub struct ControlledVm {
     /// Description of the guest that runs in the VM.
     pub guest: String,
     /// The process from which the VM has moved to this one, if any.
-    pub moved_from: Option<VmOrigin>,
-    /// Target of the first serial port's console.
+    pub moved_from: Option<MigrationSource>,
+    /// Target of the first serial port's console, in the syntax of the command line.
     pub console: String,
     /// Target of the virtio console. Empty if the VM has none.
     pub virtio_console: String,
@@ -92,7 +92,7 @@ pub struct ControlledVm {
     pub started: Instant,
     /// Run state and stop reason of the VM.
     pub control: Arc<RunControl>,
-    /// The perf-core side of the VM.
+    /// The PMU of the VM, with the perf core that counts the events of clients.
     pub pmu: Arc<VmPmu>,
     /// Registry of the VM's vCPUs.
     pub registry: Arc<VcpuRegistry>,
@@ -114,7 +114,7 @@ pub struct ControlledVm {
     pub snapshots: Arc<SnapshotSource>,
     /// Options of the command line that determine the machine, for snapshots.
     pub options: BTreeMap<String, String>,
-    /// Number of requests for the guest's counters.
+    /// Number of requests by clients to view the guest's counters.
     pub looks: AtomicU64,
 }
 
@@ -157,14 +157,14 @@ impl ControlledVm {
         }
     }
 
-    /// Makes the vCPUs process their pending requests.
+    /// Kicks the vCPUs, so that they process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
         self.registry.kicker().kick();
     }
 
-    /// Requests the guest's counter configuration from every vCPU. Returns the generation number
-    /// for [`Self::views`].
+    /// Requests the counter configuration of the guest from every vCPU. Returns a generation
+    /// number, to be passed to [`Self::views`] to fetch the replies.
     pub fn request_views(&self) -> u64 {
         let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
         for slot in self.registry.taken() {
@@ -174,8 +174,8 @@ impl ControlledVm {
         generation
     }
 
-    /// Returns the counter configurations of this generation, and whether every requested vCPU that
-    /// is still present has replied.
+    /// Returns the counter configurations that the vCPUs sent for the request with this generation
+    /// number, and whether all requested vCPUs that are still present have replied.
     pub fn views(&self, generation: u64) -> VmGuestCounters {
         let asked = || {
             self.registry
@@ -206,11 +206,11 @@ impl ControlledVm {
     }
 
     /// Returns the hot-plug state of the vCPUs.
-    fn vcpu_plug(&self) -> VcpuPlug {
+    fn vcpu_plug(&self) -> VcpuPlugStatus {
         let list = |vcpus: VcpuSet| vcpus.numbers().map(u32::from).collect();
         let present = self.registry.present();
         let state = self.registry.plug_state().unwrap_or_default();
-        VcpuPlug {
+        VcpuPlugStatus {
             present: list(present),
             max: self.registry.max().into(),
             unnoticed: list(state.unnoticed),
@@ -260,7 +260,7 @@ struct Connection {
     tokens: f64,
     refilled: Instant,
     events: Option<EventSession>,
-    /// Set by the first request for exits.
+    /// Exits since this client's first request for exits; `None` before it.
     exits: Option<ExitWatch>,
     /// A snapshot that this client is taking.
     snapshot: Option<VmSnapshot>,
@@ -306,15 +306,15 @@ pub struct ControlServer {
     next: u32,
     /// The listeners are removed from the loop, because the process has no free descriptors.
     listeners_removed: bool,
-    /// A reserve descriptor, closed to accept and refuse a connection when no other descriptor is
-    /// free.
+    /// A reserve descriptor. When no other descriptor is free, it is closed, so that a waiting
+    /// connection can be accepted and refused.
     spare: Option<EventFd>,
     /// Symbol text with its description, cached after the first request because it is long. The
     /// flag is `true` if the symbols are those of the running kernel.
     symbols: Option<(bool, Arc<PackedSymbols>, KernelSymbolsReply, File)>,
     processes: GuestProcesses,
-    /// Snapshot that keeps the VM paused because the VM may be running at the destination of its
-    /// move.
+    /// Snapshot of a VM that was being moved. It keeps the VM paused, because the VM may already be
+    /// running at the destination.
     undecided: Option<VmSnapshot>,
 }
 
@@ -334,7 +334,7 @@ impl ControlServer {
         }
     }
 
-    /// Returns the listeners with their epoll data.
+    /// Returns the listeners with their epoll data values.
     fn listeners(&self) -> impl Iterator<Item = (u32, &UnixListener)> {
         let numbers = (0..LISTENERS).map(|n| LISTENER - n);
         numbers.zip(self.sockets.iter().map(|(_, socket)| &socket.listener))
@@ -392,7 +392,8 @@ impl ControlServer {
         }
     }
 
-    /// Adds a connection to the server. Returns a refused connection with the reason.
+    /// Adds a connection to the server. If the connection is refused, returns its stream with the
+    /// reason.
     fn admit(
         &mut self,
         stream: UnixStream,
@@ -611,9 +612,10 @@ impl Connection {
         }
     }
 
-    /// Starts closing the connection and closes its events. Returns whether the connection must
-    /// stay open until the client has read the reason. A new client may then replace the
-    /// connection, like a connection without a hello.
+    /// Closes the events of the connection and starts to close the connection itself. Returns
+    /// whether the connection must stay open until the client has read the unsent replies, among
+    /// them the reason. While it stays open, a new client may take its slot, as with a connection
+    /// without a hello.
     fn start_closing(&mut self) -> bool {
         self.ending = true;
         self.events = None;
@@ -641,7 +643,8 @@ impl Connection {
         }
     }
 
-    /// Consumes one request of the rate limit. Returns `false` if none is left.
+    /// Takes one request from the connection's rate limit. Returns `false` if the limit is
+    /// exhausted.
     fn take_request_token(&mut self) -> bool {
         let now = Instant::now();
         let passed = now.duration_since(self.refilled).as_secs_f64();
@@ -702,7 +705,8 @@ impl Connection {
         }
     }
 
-    /// Sends a reply with a file descriptor attached to its first byte.
+    /// Sends a reply with the file descriptor of `source`, which is attached to the first byte of
+    /// the reply.
     fn reply_with(&mut self, id: u64, ok: Value, source: &FdSource) -> ConnectionFate {
         if !self.outgoing.is_empty() {
             // A client must have read all previous replies before it waits for a descriptor.

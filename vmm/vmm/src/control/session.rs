@@ -21,7 +21,7 @@ use crate::vcpu::registry::{self, VcpuRegistry};
 use control_api::events::list::{self, EventGroup, EventSpec};
 use control_api::protocol::{
     EventReading, HostRingInfo, MAX_EVENTS, MAX_RING_PAGES, OpenedEvent, PluggedVcpuEvents, RequestError,
-    RequestErrorKind, RingInfo, RingLoss, SamplingParams, VcpuReadingPart,
+    RequestErrorKind, RingLoss, SampleRingInfo, SamplingParams, VcpuReadingPart,
 };
 
 /// Returns a [`RequestError`] as an error.
@@ -41,13 +41,13 @@ pub struct EventSession {
     session: Session,
     pmu: Arc<VmPmu>,
     registry: Arc<VcpuRegistry>,
-    /// Events that are also opened on vCPUs that are plugged later.
+    /// Requested events that are also to be opened on vCPUs that are plugged later.
     hotplug_events: Vec<HotplugEvents>,
-    /// Layout of the rings. Set with the first ring.
+    /// Layout of the rings of all vCPUs. Set when the first ring is created.
     ring_layout: Option<RingLayout>,
-    /// vCPUs whose ring was created at hot-plug and not fetched yet.
+    /// vCPUs whose ring was created at hot-plug and which the client has not fetched yet.
     made: BTreeSet<u32>,
-    /// `true` if the last request enabled the events.
+    /// `true` if the client's last enable or disable request enabled the events.
     enabled: bool,
     /// Events opened at hot-plug that have not been reported to the client yet.
     joined: Vec<PluggedVcpuEvents>,
@@ -63,7 +63,7 @@ struct HotplugEvents {
 #[derive(Debug)]
 struct OpenEvent {
     handle: EventHandle,
-    /// `None` for an event of the whole VM.
+    /// vCPU on which the event is open; `None` for an event of the whole VM.
     vcpu: Option<u32>,
     /// The vCPU has since been unplugged.
     gone: bool,
@@ -77,7 +77,8 @@ pub enum EventTargets<'v> {
     EveryVcpu,
     /// One event on each of the listed vCPUs.
     Listed(&'v [u32]),
-    /// The whole VM. Each name opens one event, which every vCPU that is plugged later inherits.
+    /// The whole VM. Each name in the list opens one event, which also counts on every vCPU that is
+    /// plugged later.
     WholeVm,
 }
 
@@ -85,7 +86,8 @@ pub enum EventTargets<'v> {
 #[derive(Debug)]
 struct HostRing {
     sampling: HostSampling,
-    /// Sampling rate that applies without the host kernel: the period, or the frequency in Hz.
+    /// Sampling rate to use when the host kernel does not sample the event: the period, or the
+    /// frequency in Hz.
     rate: u64,
 }
 
@@ -106,14 +108,14 @@ enum HostRingUnavailable {
 )]
 struct MixedGroupError;
 
-/// Reason why an event is not open.
+/// Reason why an event of a list was not opened.
 enum EventOpenError {
     Unsupported(String),
     Refused(RequestError),
 }
 
 impl EventSession {
-    /// Creates a session for user `uid` with this role, on a VM with the vCPUs in `registry`.
+    /// Creates a session for user `uid` with role `role`, on a VM with the vCPUs in `registry`.
     pub fn new(pmu: Arc<VmPmu>, uid: u32, role: SessionRole, registry: Arc<VcpuRegistry>) -> Self {
         Self {
             session: pmu.core().session(uid, role),
@@ -206,9 +208,9 @@ impl EventSession {
         self.events.iter().map(weight).sum()
     }
 
-    /// Opens, on a vCPU that has entered perf-core but is not visible to the guest yet, the events
-    /// that were requested on each vCPU. Creates its ring, and enables the events if those of the
-    /// other vCPUs are enabled.
+    /// Opens the events that were requested on every vCPU also on `vcpu`, which has entered
+    /// perf-core but is not visible to the guest yet. Creates the vCPU's ring, and enables the
+    /// events if those of the other vCPUs are enabled.
     pub fn open_on_new_vcpu(&mut self, vcpu: u32) {
         for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
             event.gone = true;
@@ -445,7 +447,8 @@ impl EventSession {
         }
     }
 
-    /// Returns the host kernel's ring of the event `handle` with a duplicate of its descriptor.
+    /// Returns a description of the ring in which the host kernel samples the event `handle`, and a
+    /// duplicate of the ring's descriptor.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the event does not exist, it has no such ring, or no
@@ -481,7 +484,8 @@ impl EventSession {
         switches.as_fd().try_clone_to_owned().map_err(|e| unsupported(&e))
     }
 
-    /// Makes the VMM itself take every `every`-th sample of the event `handle`.
+    /// Makes the VMM, instead of the host kernel, sample the event `handle`. The VMM takes one of
+    /// every `every` samples.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the event does not exist, it has no ring of the host kernel,
@@ -540,7 +544,7 @@ impl EventSession {
         self.events.iter().enumerate().filter_map(read).collect()
     }
 
-    /// Returns the numbers of lost records that are not reported in the rings yet.
+    /// Returns the numbers of lost records that the rings themselves do not report yet.
     pub fn losses(&self) -> Vec<RingLoss> {
         let loss = |(vcpu, ring): (&u32, &Arc<Ring>)| RingLoss {
             vcpu: *vcpu,
@@ -575,7 +579,11 @@ impl EventSession {
     /// # Errors
     /// Returns a [`RequestError`] if the size is too large or not a power of two, the vCPU has no
     /// sampling event or already has a ring, or the memory limit is reached.
-    pub fn ring(&mut self, vcpu: u32, layout: RingLayout) -> Result<(RingInfo, Arc<Ring>), RequestError> {
+    pub fn ring(
+        &mut self,
+        vcpu: u32,
+        layout: RingLayout,
+    ) -> Result<(SampleRingInfo, Arc<Ring>), RequestError> {
         let pages = layout.pages;
         if pages == 0 || pages > MAX_RING_PAGES || !pages.is_power_of_two() {
             return fail(
@@ -613,16 +621,16 @@ impl EventSession {
         Ok((info, ring))
     }
 
-    fn ring_info(&self, vcpu: u32, attr: &Attr) -> RingInfo {
-        RingInfo {
+    fn ring_info(&self, vcpu: u32, attr: &Attr) -> SampleRingInfo {
+        SampleRingInfo {
             vcpu,
             sample_type: attr.sample_type.bits(),
             clock_offset_ns: Some(self.clock_offset_ns()),
         }
     }
 
-    /// Returns the difference between the host's `CLOCK_MONOTONIC` and the sample time, in
-    /// nanoseconds.
+    /// Returns the difference between the host's `CLOCK_MONOTONIC` and the clock of the sample
+    /// times, in nanoseconds.
     fn clock_offset_ns(&self) -> u64 {
         host::monotonic_ns().saturating_sub(self.pmu.core().now_ns())
     }
@@ -632,7 +640,7 @@ fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
     u8::try_from(vcpu).is_ok_and(|vcpu| vcpus.has(vcpu))
 }
 
-/// Returns the counts of one vCPU.
+/// Converts the counts of one vCPU for the client.
 fn part(of: &VcpuReading) -> VcpuReadingPart {
     VcpuReadingPart {
         vcpu: of.vcpu.0,
@@ -645,7 +653,7 @@ fn part(of: &VcpuReading) -> VcpuReadingPart {
     }
 }
 
-/// Returns whether the events of a group count for the whole VM.
+/// Returns whether the events of a group count for the whole VM instead of for single vCPUs.
 fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
     let mut whole = group.events.iter().map(EventSpec::is_of_vm);
     let first = whole.next().unwrap_or(false);

@@ -57,8 +57,8 @@ impl AcpiPm {
         self.update_sci_level();
     }
 
-    /// Presses the power button. Returns whether the guest's driver has enabled the event. If it
-    /// has not, the press has no effect.
+    /// Presses the power button. Returns whether the guest's driver has enabled the power button
+    /// event. If it has not, the press has no effect.
     pub fn press_power_button(&mut self) -> bool {
         if !self.is_power_button_enabled() {
             return false;
@@ -80,7 +80,7 @@ impl AcpiPm {
         }
     }
 
-    /// Reads the byte at `offset` from the event block.
+    /// Reads the byte at `offset` from the start of the event block.
     pub fn read_byte(&self, offset: u16) -> u8 {
         let word = match offset / 2 {
             0 => self.status,
@@ -90,7 +90,7 @@ impl AcpiPm {
         word.to_le_bytes()[usize::from(offset & 1)]
     }
 
-    /// Writes the byte at `offset` from the event block.
+    /// Writes the byte at `offset` from the start of the event block.
     pub fn write_byte(&mut self, offset: u16, value: u8) -> BusOutcome {
         let merge = |word: u16| {
             let mut bytes = word.to_le_bytes();
@@ -131,8 +131,8 @@ mod tests {
 
     use super::*;
 
-    /// A press asserts the SCI until the guest clears the status bit. A guest that has not enabled
-    /// the event never receives it.
+    /// A press of the power button asserts the SCI until the guest clears the status bit. A guest
+    /// that has not enabled the event never receives it.
     #[test]
     fn power_button_asserts_sci_until_acknowledged() {
         let level = Arc::new(AtomicBool::new(false));
@@ -161,8 +161,9 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// The SCI level always equals status AND enable, only writing a one clears a status bit,
-        /// and only the soft-off sleep type powers off the machine.
+        /// The SCI level always equals the bits that are set in both the status and the enable
+        /// register. Only writing a one clears a status bit, and only the soft-off sleep type
+        /// powers off the machine.
         #[test]
         fn sci_level_follows_status_and_enable(
             steps in proptest::collection::vec((0u16..7, proptest::prelude::any::<u8>()), 0..60),

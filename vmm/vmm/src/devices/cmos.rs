@@ -17,7 +17,7 @@ const REG_A: u8 = 0x0A;
 const REG_B: u8 = 0x0B;
 const REG_C: u8 = 0x0C;
 const REG_D: u8 = 0x0D;
-/// Unit of the 16-bit size registers.
+/// Unit of the 16-bit registers that report the memory size.
 const KIB: u64 = 1 << 10;
 const UNIT_64_KIB: u64 = 64 << 10;
 
@@ -207,8 +207,8 @@ mod tests {
         assert_eq!(c.read_at(0x5D, 0), 1);
     }
 
-    /// Guest writes change memory only: they cannot move the clock, hide the battery, or leave an
-    /// interrupt or update pending forever.
+    /// Guest writes change the CMOS memory only: they cannot move the clock, hide the battery, or
+    /// leave an interrupt or update pending forever.
     #[test]
     fn cmos_writes_do_not_change_clock() {
         for value in [0u8, 0x55, 0xAA, 0xFF] {
@@ -235,7 +235,8 @@ mod tests {
         }
     }
 
-    /// Bit 7 of the index disables NMI on a PC.
+    /// Bit 7 of a value written to the CMOS index port disables NMI on a PC and does not select a
+    /// register.
     #[test]
     fn cmos_index_ignores_bit_7() {
         let mut c = Cmos::new(64 << 20, 2);

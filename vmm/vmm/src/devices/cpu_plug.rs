@@ -8,10 +8,10 @@
 //! | +4 | 32 | 0 | the event that _OST reports on |
 //! | +8 | 32 | 0 | the status that _OST reports; completes the report |
 //!
-//! The guest is untrusted, and the device state consists of a few bitmaps. A number without a
-//! processor selects none, reads as absent and ignores writes. Ejecting processor 0 or an absent
-//! processor has no effect and is counted. A guest may eject a processor without a request, but
-//! cannot insert one again.
+//! The guest is untrusted, and the device state consists of a few bitmaps. Writing a number without
+//! a processor to the selector selects no processor; the status register then reads as absent and
+//! ignores writes. Ejecting processor 0 or an absent processor has no effect and is counted. A
+//! guest may eject a processor without a request, but cannot insert one again.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -45,7 +45,7 @@ const STATUS: u16 = 8;
 pub struct VcpuSet(u64);
 
 impl VcpuSet {
-    /// Returns the set of vCPUs below `end`, at most 64.
+    /// Returns the set of the vCPUs 0 to `end - 1`, at most 64.
     pub fn below(end: u8) -> Self {
         Self(1u64.checked_shl(end.into()).map_or(u64::MAX, |bit| bit - 1))
     }
@@ -113,10 +113,10 @@ pub struct CpuPlugState {
     pub unnoticed: VcpuSet,
     /// Processors with a pending ejection request.
     pub asked_for: VcpuSet,
-    /// Insertions and ejections that the guest has rejected since the last request, as processor
-    /// and _OST status.
+    /// Insertions and ejections that the guest has rejected since the last request: processor
+    /// number and _OST status.
     pub refused: Vec<(u8, u32)>,
-    /// Number of ejections without a request.
+    /// Number of ejections by the guest that the VMM had not requested.
     pub unrequested_ejections: u64,
     /// Number of ignored ejections, of processor 0 or of an absent processor.
     pub ignored_ejections: u64,
@@ -129,7 +129,7 @@ struct Registers {
     shown: VcpuSet,
     /// Processors whose inserted bit is set.
     come: VcpuSet,
-    /// Processors whose ejection-requested bit is set.
+    /// Processors whose bit for a requested ejection is set.
     called: VcpuSet,
     /// Ejection requests without an answer.
     asked_for: VcpuSet,
@@ -143,8 +143,8 @@ struct Registers {
     ignored_ejections: u64,
 }
 
-/// The CPU hot-plug device, shared by the vCPU threads and the main loop. Its lock is held for one
-/// access.
+/// The CPU hot-plug device, shared by the vCPU threads and the main loop. Its lock is held only for
+/// the duration of one access.
 #[derive(Debug)]
 pub struct CpuPlug {
     registers: Mutex<Registers>,
@@ -251,8 +251,8 @@ impl CpuPlug {
         }
     }
 
-    /// Repeats the interrupt if changes are unacknowledged, because an edge before the guest's
-    /// driver is loaded is lost.
+    /// Repeats the interrupt if the guest has not acknowledged all changes. The interrupt is
+    /// edge-triggered, so one that arrives before the guest's driver is loaded is lost.
     pub fn repeat_interrupt(&self) {
         let registers = self.lock();
         let pending = !registers.come.with(registers.called).is_empty();
@@ -282,7 +282,7 @@ impl CpuPlug {
         }
     }
 
-    /// Reads the byte at `offset` from the first port.
+    /// Reads the byte at `offset` from the first port of the device.
     pub fn read_byte(&self, offset: u16) -> u8 {
         let registers = self.lock();
         match offset {
@@ -292,7 +292,7 @@ impl CpuPlug {
         }
     }
 
-    /// Writes the byte at `offset` from the first port.
+    /// Writes the byte at `offset` from the first port of the device.
     pub fn write_byte(&self, offset: u16, value: u8) {
         let mut registers = self.lock();
         match offset {
@@ -453,7 +453,8 @@ mod tests {
         );
     }
 
-    /// A rejection by the guest ends the request. Its status is reported until the next request.
+    /// A rejection by the guest ends the ejection request. Its status is reported until the next
+    /// request.
     #[test]
     fn cpu_plug_reports_refusal_by_guest() {
         let plug = CpuPlug::new(3, 4).unwrap();
@@ -474,7 +475,8 @@ mod tests {
         assert_eq!(plug.state().refused, vec![(3, 1)]);
     }
 
-    /// A withdrawn request is no longer visible. An ejection by the guest is still accepted.
+    /// The guest no longer sees an ejection request that was withdrawn. It may still eject the
+    /// processor.
     #[test]
     fn cpu_plug_withdraws_ejection_request() {
         let plug = CpuPlug::new(2, 3).unwrap();

@@ -99,7 +99,7 @@ mod tests {
         FwCfg::new(0x1_1234_6000, "3,max=5".parse().unwrap())
     }
 
-    /// Reads an item from its beginning.
+    /// Reads a fw_cfg item from its beginning.
     fn item(key: u16) -> Vec<u8> {
         match key {
             SIGNATURE => b"QEMU".to_vec(),
@@ -143,7 +143,7 @@ mod tests {
         }
     }
 
-    /// A one-byte write to the selector selects a low key.
+    /// A one-byte write to the fw_cfg selector port selects an item with a low key.
     #[test]
     fn fw_cfg_selector_accepts_byte_write() {
         let mut device = device();

@@ -9,7 +9,7 @@ use std::io;
 use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Generation ID of this VM, and its interrupt.
+/// The generation ID of this VM, and the interrupt that announces a new one.
 #[derive(Debug)]
 pub struct GenerationId {
     id: [u8; 16],

@@ -1,4 +1,5 @@
-//! A keyboard controller without a keyboard, which answers probes and resets the machine.
+//! A keyboard controller without a keyboard, which answers the guest's probes and can reset the
+//! machine.
 //!
 //! Every command that has a response responds immediately. A driver that receives no response would
 //! poll the status port ten thousand times, with one exit per poll.
@@ -23,14 +24,15 @@ const WRITE_OUTPUT: u8 = 0xD1;
 const AUX_LOOP: u8 = 0xD3;
 const WRITE_AUX: u8 = 0xD4;
 const PULSE_RESET: u8 = 0xFE;
-/// Output port bits. Bit 0 holds the processor in reset while clear. Bit 1 is A20.
+/// Bits of the controller's output port. Bit 0 holds the processor in reset while clear. Bit 1 is
+/// A20.
 const OUTPUT_NOT_RESET: u8 = 1 << 0;
 const OUTPUT_A20: u8 = 1 << 1;
 /// Responses.
 const SELF_TEST_PASSED: u8 = 0x55;
 const PORT_OK: u8 = 0x00;
 const PORT_STUCK: u8 = 0x01;
-/// "Resend", the response of a port without a device.
+/// "Resend", the response of a keyboard or mouse port without a device.
 const RESEND: u8 = 0xFE;
 
 /// The keyboard controller.
@@ -117,8 +119,9 @@ mod tests {
         assert_eq!(c.read_data(), 0x47);
     }
 
-    /// A command with a data byte consumes exactly one. A byte that no command expects goes to a
-    /// port without a device, which responds with resend. Another command cancels the expectation.
+    /// A command that takes a data byte consumes exactly one. A data byte that no command expects
+    /// goes to a keyboard port without a device, which responds with "resend". Another command
+    /// cancels a command that still expects its byte.
     #[test]
     fn i8042_command_consumes_one_data_byte() {
         let mut c = I8042::default();
@@ -143,8 +146,8 @@ mod tests {
         assert_eq!(c.read_data(), OUTPUT_NOT_RESET | OUTPUT_A20);
     }
 
-    /// Only an output port write that clears the reset bit and the pulse command reset the machine.
-    /// The same byte elsewhere does not.
+    /// Only two commands reset the machine: a write to the output port that clears the reset bit,
+    /// and the pulse command. The same byte written elsewhere does not.
     #[test]
     fn i8042_resets_only_through_output_port() {
         for low in [0x00, 0x02, 0xDE, 0xFE] {

@@ -42,7 +42,7 @@ const CONTROL_A_RESET: u8 = 1 << 0;
 const CONTROL_A_A20: u8 = 1 << 1;
 
 /// The port and MMIO buses, shared by all vCPU threads. Each device has a separate lock, which is
-/// held for one access.
+/// held only for the duration of one access.
 pub struct BoardBus {
     ram_bytes: u64,
     cpus: VcpuNumbers,
@@ -104,8 +104,8 @@ impl BoardBus {
         lock(&self.pm).connect_sci(sci);
     }
 
-    /// Presses the power button. Returns whether the guest's driver has enabled the event. If it
-    /// has not, the press has no effect.
+    /// Presses the power button. Returns whether the guest's driver has enabled the power button
+    /// event. If it has not, the press has no effect.
     pub fn press_power_button(&self) -> bool {
         lock(&self.pm).press_power_button()
     }
@@ -447,8 +447,8 @@ mod tests {
         assert_eq!(read(0x7777, 2), [0, 0]);
     }
 
-    /// Without CPU hot-plug the registers are absent. With it, fw_cfg reports the present and
-    /// maximum number of processors.
+    /// Without CPU hot-plug, the hot-plug registers are absent. With it, fw_cfg reports the present
+    /// and maximum number of processors.
     #[test]
     fn cpu_plug_registers_exist_only_with_hotplug() {
         assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);

@@ -50,7 +50,7 @@ pub const CPU_PLUG_LEN: u16 = 12;
 pub const CPU_PLUG_IRQ: u32 = 5;
 /// Interrupt line of a new VM generation ID.
 pub const GENERATION_IRQ: u32 = 10;
-/// PCI configuration address. Reads as all ones without a PCI bus.
+/// PCI configuration address port. Reads as all ones if the machine has no PCI bus.
 pub const PCI_ADDRESS: u16 = 0xCF8;
 /// Reset control register.
 pub const RESET_CONTROL: u16 = 0xCF9;

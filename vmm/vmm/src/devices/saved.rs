@@ -1,4 +1,4 @@
-//! Saves the devices of the board to a snapshot and restores them.
+//! Saves the devices of [`BoardBus`](super::BoardBus) to a snapshot and restores them.
 
 use std::sync::atomic::Ordering;
 
@@ -7,7 +7,7 @@ use virtio_devices::transport::saved::RestoreDeviceError;
 
 use super::{BoardBus, CONTROL_A_RESET, lock};
 
-/// Bit of the reset control register that resets the processor, which never reads back.
+/// Bit of the reset control register that resets the processor and always reads as zero.
 const RESET_CPU: u8 = 0x04;
 
 /// Error when restoring the devices.
@@ -112,7 +112,8 @@ mod tests {
         byte[0]
     }
 
-    /// Every restored device continues from its saved state, even in the middle of a command.
+    /// Every restored device continues from its saved state, even if the VM was saved in the middle
+    /// of a device command.
     #[test]
     fn restored_board_continues_where_it_was() {
         let first = bus();

@@ -43,7 +43,7 @@ pub struct SerialPort {
     uart: Mutex<Uart>,
     irq: Arc<EventFd>,
     input_room: Arc<EventFd>,
-    /// `true` while input waits for the port's lock to be released.
+    /// `true` while input for the guest waits until the port's lock is released.
     input_is_waiting: AtomicBool,
 }
 
@@ -137,7 +137,7 @@ impl SerialPort {
         })
     }
 
-    /// Wakes input that found the port locked. Call this after releasing the lock.
+    /// Wakes the input side if it found the port locked. Call this after releasing the lock.
     fn wake_waiting_input(&self) {
         if self.input_is_waiting.swap(false, Ordering::SeqCst) {
             let _ = self.input_room.write(1);
@@ -165,8 +165,8 @@ impl SerialPort {
 }
 
 impl ConsoleInputSink for SerialPort {
-    /// Never blocks, because a vCPU may hold the lock while it waits for a slow console, and the
-    /// caller is the thread that would end that wait.
+    /// Never blocks, because a vCPU may hold the port's lock while it waits for a slow console, and
+    /// the thread that calls this method is the one that would end that wait.
     fn send(&self, bytes: &[u8]) -> usize {
         let Some(mut uart) = self.try_lock() else { return 0 };
         let room = uart.fifo_capacity().min(bytes.len());

@@ -4,8 +4,8 @@ use gdbstub::arch::{Arch, Registers};
 use gdbstub_arch::x86::X86_64_SSE;
 use gdbstub_arch::x86::reg::X86_64CoreRegs;
 
-/// [`X86_64_SSE`], except that a packet with too few registers is rejected and does not end the
-/// session.
+/// The gdbstub architecture [`X86_64_SSE`], except that a packet with too few registers is rejected
+/// and does not end the session.
 pub enum GdbX86 {}
 
 impl Arch for GdbX86 {

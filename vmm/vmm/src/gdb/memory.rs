@@ -8,7 +8,8 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use crate::vcpu::debugger::{SoftwareBreakpoint, VcpuRegisters};
 
 const PAGE: u64 = 4096;
-/// Maximum number of guest memory reads per request. A packet covers at most 4 KiB on two pages.
+/// Maximum number of guest memory reads per request. A packet of the debugger covers at most 4 KiB,
+/// on two pages.
 const MAX_READS: u32 = 256;
 /// Opcode of INT3.
 pub const INT3: u8 = 0xcc;
@@ -34,8 +35,8 @@ pub fn physical(memory: &GuestMemoryMmap, registers: &VcpuRegisters, address: u6
     }
 }
 
-/// Splits `length` bytes at `address` into parts within one page, each with its linear and physical
-/// address. Ends at the first unmapped page.
+/// Splits the `length` bytes at `address` into parts that each lie in one page, and returns each
+/// part with its linear and physical address. Ends at the first unmapped page.
 fn pieces<'m>(
     memory: &'m GuestMemoryMmap,
     registers: &'m VcpuRegisters,
@@ -81,8 +82,8 @@ pub fn read(
     done
 }
 
-/// Writes memory at `address`. Returns `false` at the first address without memory; bytes before it
-/// are written.
+/// Writes memory at `address`. Returns `false` at the first address without memory; bytes before
+/// that address are written.
 pub fn write(
     memory: &GuestMemoryMmap,
     registers: &VcpuRegisters,
@@ -106,7 +107,7 @@ pub fn write(
     done == data.len()
 }
 
-/// Inserts an INT3 at a linear address. Returns `None` if there is no memory.
+/// Inserts an INT3 at a linear address. Returns `None` if there is no memory at this address.
 pub fn insert_int3(
     memory: &GuestMemoryMmap,
     registers: &VcpuRegisters,
@@ -139,7 +140,8 @@ mod tests {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap()
     }
 
-    /// Long mode, with virtual page 0x40_0000 at 0x5000 and the next at 0x3000.
+    /// Fills page tables and returns registers for long mode, with virtual page 0x40_0000 at
+    /// physical 0x5000 and the next page at 0x3000.
     fn paged(memory: &GuestMemoryMmap) -> VcpuRegisters {
         let entries = [
             (0x1_0000, 0x1_1007u64),

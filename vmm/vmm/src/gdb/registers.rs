@@ -113,7 +113,7 @@ pub fn from_gdb(gdb: &X86_64CoreRegs, registers: &mut VcpuRegisters) -> bool {
     true
 }
 
-/// Returns an x87 pointer with its lower 48 bits set by gdb.
+/// Returns the x87 pointer `old` with its lower 48 bits replaced by those that gdb has set.
 fn joined(old: u64, segment: u32, offset: u32) -> u64 {
     old & !0xffff_ffff_ffff | u64::from(segment & 0xffff) << 32 | u64::from(offset)
 }

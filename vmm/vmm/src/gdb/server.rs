@@ -12,13 +12,13 @@ use gdbstub::conn::Connection;
 use gdbstub::stub::state_machine::GdbStubStateMachine;
 use gdbstub::stub::{DisconnectReason, GdbStub, MultiThreadStopReason};
 use perf_core::error_line;
-use sandbox::{ThreadKind, privileges};
+use sandbox::{SandboxedThreadKind, privileges};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::target::GdbTarget;
 use crate::console::poll::wait_readable;
 use crate::console::stream::Listener;
-use crate::vcpu::control::{RunControl, StopReason};
+use crate::vcpu::control::{RunControl, VmStopReason};
 use crate::vcpu::debugger::{Debugger, VcpuStopError};
 use crate::vm::RunningVm;
 
@@ -95,8 +95,9 @@ impl GdbSocket {
         };
         let builder = thread::Builder::new().name("gdb".into());
         let keep = privileges::drop_thread_capabilities;
-        let thread = sandbox::spawn_prepared(ThreadKind::Debugger, builder, keep, move || loop_.run())
-            .map_err(GdbError::Thread)?;
+        let thread =
+            sandbox::spawn_prepared(SandboxedThreadKind::Debugger, builder, keep, move || loop_.run())
+                .map_err(GdbError::Thread)?;
         Ok(GdbServer {
             end,
             client,
@@ -138,7 +139,7 @@ impl Drop for GdbServer {
     }
 }
 
-/// Error that ends a debugging session.
+/// Error that ends the session with a debugger.
 #[derive(Debug, thiserror::Error)]
 enum SessionError {
     #[error("the socket failed")]
@@ -152,7 +153,7 @@ enum SessionError {
 /// Reason why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WakeReason {
-    /// The client has sent data or disconnected.
+    /// The client has sent data or disconnected, so its connection is readable.
     Client,
     /// A vCPU has stopped the machine.
     Stop,
@@ -176,7 +177,7 @@ impl GdbServerLoop {
                 Ok(DisconnectReason::Kill) => {
                     log::info!("gdb: the debugger terminated the VM");
                     self.machine.detach();
-                    self.control.stop(StopReason::Operator);
+                    self.control.stop(VmStopReason::Operator);
                 }
                 Ok(reason) => log::info!("gdb: the debugger disconnected ({reason:?})"),
                 Err(error) => log::warn!("gdb: the debugger was disconnected: {}", error_line(&error)),
@@ -274,18 +275,18 @@ impl GdbServerLoop {
         }
     }
 
-    /// Returns the exit status for gdb.
+    /// Returns the exit status of the VM to report to gdb.
     fn exit_code(&self) -> u8 {
         match self.control.reason() {
-            Some(StopReason::PowerOff | StopReason::Operator) => 0,
-            Some(StopReason::DebugExit(status)) => status,
+            Some(VmStopReason::PowerOff | VmStopReason::Operator) => 0,
+            Some(VmStopReason::DebugExit(status)) => status,
             _ => 1,
         }
     }
 }
 
 /// Waits for `client`, `stops` or the end of the VM. The end of the VM has the lowest priority, so
-/// data that the client sent before it is processed.
+/// that data that the client sent earlier is still processed.
 fn wait(
     client: &impl AsRawFd,
     stops: Option<&EventFd>,
@@ -303,7 +304,7 @@ fn wait(
     })
 }
 
-/// The stub's connection to a client, which sends each packet in one write.
+/// The gdb stub's connection to a client. It sends each packet in one write.
 struct Client {
     stream: UnixStream,
     out: Vec<u8>,

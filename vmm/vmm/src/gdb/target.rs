@@ -42,11 +42,11 @@ pub struct GdbTarget {
     memory: GuestMemoryMmap,
     /// Number of hardware breakpoints available to the debugger.
     max_hardware_points: usize,
-    /// The vCPU that stopped last. Breakpoints are inserted through its page tables.
+    /// Number of the vCPU that stopped last. Breakpoints are inserted through its page tables.
     current: u8,
-    /// Actions of the next resumption, by vCPU.
+    /// What each vCPU does when the debugger next resumes the machine.
     actions: Vec<(u8, ResumeAction)>,
-    /// vCPUs without an action stay stopped.
+    /// At the next resumption, vCPUs without an action stay stopped.
     locked: bool,
 }
 
@@ -89,7 +89,7 @@ impl GdbTarget {
         self.debugger()?.registers(vcpu)
     }
 
-    /// Returns the registers of a stopped vCPU, or the error for gdb.
+    /// Returns the registers of a stopped vCPU, or the error to report to gdb.
     fn registers_of(&self, tid: Tid) -> TargetResult<VcpuRegisters, Self> {
         vcpu(tid)
             .and_then(|vcpu| self.registers(vcpu))
@@ -124,8 +124,8 @@ impl GdbTarget {
         Ok(())
     }
 
-    /// Returns the stop reason for gdb, after a vCPU has stopped the machine or the debugger has
-    /// sent Ctrl-C.
+    /// Returns the stop reason to report to gdb, after a vCPU has stopped the machine or the
+    /// debugger has sent Ctrl-C.
     ///
     /// # Errors
     /// Returns a [`VcpuStopError`] if the vCPUs do not stop.
@@ -376,7 +376,7 @@ impl SwBreakpoint for GdbTarget {
     }
 }
 
-/// Returns a hardware breakpoint for an instruction.
+/// Returns a hardware breakpoint that stops at the instruction at `address`.
 fn execution(address: u64) -> Option<HardwareBreakpoint> {
     Some(HardwareBreakpoint {
         address,
@@ -385,7 +385,8 @@ fn execution(address: u64) -> Option<HardwareBreakpoint> {
     })
 }
 
-/// Returns a hardware breakpoint for data accesses. x86 has no breakpoints for reads only.
+/// Returns a hardware breakpoint that stops at data accesses of type `kind`. x86 has no breakpoints
+/// for reads only.
 fn data(address: u64, length: u64, kind: WatchKind) -> Option<HardwareBreakpoint> {
     let fits = matches!(length, 1 | 2 | 4 | 8) && address.is_multiple_of(length);
     let access = match kind {

@@ -10,10 +10,10 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::server::{GdbServer, GdbSocket};
 use crate::testing::{self, CODE};
-use crate::vcpu::control::{RunState, StopReason};
+use crate::vcpu::control::{RunState, VmStopReason};
 use crate::vm::{DebuggerConfig, RunningVm};
 
-/// Guest code `inc dword [0x200000]; jmp` to the start.
+/// Guest code `inc dword [0x200000]; jmp`; the jump leads back to the `inc`.
 const COUNTS: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x20, 0x00, 0xEB, 0xF8];
 /// Address of the guest's counter.
 const COUNTER: u64 = 0x20_0000;
@@ -126,8 +126,8 @@ impl Gdb {
     }
 }
 
-/// A debugger finds the guest stopped in its code, with both vCPUs as threads. An invalid request
-/// returns an error and the session continues.
+/// A debugger that connects finds the guest stopped in its code, with both vCPUs as threads. An
+/// invalid request returns an error and the session continues.
 #[test]
 fn attach_stops_guest_and_lists_vcpus() {
     let Some(vm) = DebuggedVm::new() else { return };
@@ -265,7 +265,7 @@ fn interrupt_stops_and_kill_ends_guest() {
     while vm.vm.control().reason().is_none() {
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!(vm.vm.control().reason(), Some(StopReason::Operator));
+    assert_eq!(vm.vm.control().reason(), Some(VmStopReason::Operator));
 }
 
 /// After arbitrary packets and a disconnect, the guest continues with unmodified code, and the next

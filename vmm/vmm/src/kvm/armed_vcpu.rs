@@ -26,8 +26,8 @@ thread_local! {
     static PAGE: Cell<*mut kvm_run> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// Makes the vCPU of this thread leave KVM_RUN, or return immediately from the next KVM_RUN. Has no
-/// effect if the thread runs no vCPU.
+/// Makes the vCPU that this thread runs leave KVM_RUN, or return immediately from the next KVM_RUN.
+/// Has no effect if the thread runs no vCPU.
 ///
 /// Async-signal-safe: accesses one const-initialised thread-local without a destructor and one byte
 /// of shared memory.
@@ -47,7 +47,7 @@ fn write_immediate_exit(page: *mut kvm_run, value: u8) {
     unsafe { (&raw mut (*page).immediate_exit).write_volatile(value) };
 }
 
-/// Keeps `PAGE` set during its lifetime.
+/// On drop, clears [`PAGE`] if it still points to this page.
 #[derive(Debug)]
 struct ImmediateExitGuard(*mut kvm_run);
 
@@ -101,13 +101,13 @@ impl InternalErrorExit {
 pub struct RunResult<'v> {
     /// The exit reason, or the error of KVM_RUN.
     pub why: Result<VcpuExit<'v>, KvmIoctlError>,
-    /// Size of one access in bytes at a port I/O exit. String instructions exit with several
+    /// At a port I/O exit, the size of one access in bytes. String instructions exit with several
     /// accesses in one buffer.
     pub io_width: usize,
 }
 
-/// A vCPU that a signal to the current thread kicks out of KVM_RUN. If a thread creates several,
-/// signals kick only the most recent one.
+/// A vCPU that a signal to the current thread kicks out of KVM_RUN. If a thread creates several
+/// such vCPUs, signals kick only the most recent one.
 ///
 /// [`Deref`] gives access to the calls that read and write KVM's state. There is no `DerefMut`,
 /// because replacing the descriptor would unmap the page to which the signal handler writes.
@@ -120,7 +120,7 @@ pub struct ArmedVcpu {
 }
 
 impl ArmedVcpu {
-    /// Arms the current thread for `fd`.
+    /// Takes the vCPU `fd`, and makes signals to the current thread kick it.
     pub fn new(mut fd: VcpuFd) -> Self {
         let page: *mut kvm_run = fd.raw_mut().get_kvm_run();
         PAGE.set(page);
@@ -128,15 +128,15 @@ impl ArmedVcpu {
         Self { armed, fd }
     }
 
-    /// Disarms the thread and returns the descriptor. Later signals do not affect the vCPU.
+    /// Undoes [`ArmedVcpu::new`] and returns the descriptor. Later signals do not affect the vCPU.
     pub fn disarm(self) -> VcpuFd {
         let Self { armed, fd } = self;
         drop(armed);
         fd
     }
 
-    /// Clears the exit request. Call this before checking the state that a signal may have
-    /// announced.
+    /// Clears the request to leave KVM_RUN. Call this before checking the state whose change a
+    /// signal may have announced.
     #[inline]
     pub fn clear_exit_request(&mut self) {
         write_immediate_exit(self.armed.0, 0);
@@ -164,7 +164,8 @@ impl ArmedVcpu {
         }
     }
 
-    /// Completes the pending I/O of the last exit, a port write, without entering the guest.
+    /// Completes the pending I/O of the last exit, which must be a port write, without entering the
+    /// guest.
     ///
     /// KVM advances RIP past the OUT at the next entry, unless RIP has changed. The exit request
     /// remains set until [`ArmedVcpu::clear_exit_request`] clears it.
@@ -186,7 +187,7 @@ impl ArmedVcpu {
         self.fd.raw_mut().get_kvm_run().apic_base
     }
 
-    /// Overrides IA32_APIC_BASE of the last exit.
+    /// Overrides the value of IA32_APIC_BASE that KVM reported at the last exit.
     #[cfg(test)]
     pub fn set_apic_base(&mut self, apic_base: u64) {
         self.fd.raw_mut().get_kvm_run().apic_base = apic_base;

@@ -10,7 +10,7 @@ pub struct KvmIoctlError {
 }
 
 impl KvmIoctlError {
-    /// Returns a closure for `map_err` that adds the name of the failed call.
+    /// Returns a closure for `map_err` that adds the name of the failed `call` to the error.
     #[inline]
     pub(super) fn of(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         #[cfg(test)]
@@ -50,7 +50,7 @@ pub(crate) mod log {
         CALLS.set(Some(Vec::new()));
     }
 
-    /// Ends the log, and returns the names of the calls since its start.
+    /// Ends the log, and returns the names of the calls made since it was started.
     pub(crate) fn finish() -> Vec<&'static str> {
         CALLS.take().unwrap_or_default()
     }

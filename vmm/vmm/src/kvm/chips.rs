@@ -21,7 +21,7 @@ pub struct IrqchipState {
 }
 
 impl IrqchipState {
-    /// Reads the current state of the chips of `vm`.
+    /// Reads the current state of the interrupt controllers and the timer of `vm`.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM cannot read a chip.
@@ -45,7 +45,7 @@ impl IrqchipState {
         })
     }
 
-    /// Returns the state for a snapshot, with kvmclock.
+    /// Returns the state for a snapshot, together with the value `clock_ns` of kvmclock.
     pub fn to_saved(&self, clock_ns: u64) -> SavedVm {
         SavedVm {
             irqchips: self.irq.iter().map(to_bytes).collect(),
@@ -54,7 +54,8 @@ impl IrqchipState {
         }
     }
 
-    /// Returns the state in a snapshot, or `None` if it is not that of three chips and a timer.
+    /// Returns the state in a snapshot, or `None` if it does not consist of three interrupt
+    /// controllers and a timer.
     pub fn from_saved(saved: &SavedVm) -> Option<Self> {
         let irq: Vec<kvm_irqchip> = saved.irqchips.iter().map(from_bytes).collect::<Option<_>>()?;
         let ids: Vec<u32> = irq.iter().map(|chip| chip.chip_id).collect();

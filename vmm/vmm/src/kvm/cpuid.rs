@@ -22,13 +22,14 @@ pub enum CpuidError {
     /// The table has more entries than KVM accepts.
     #[error("the guest's CPUID needs {0} entries, more than KVM accepts")]
     TooMany(usize),
-    /// `--nested` with a PMU from a different vendor than the host CPU.
+    /// `--nested` was given for a guest whose PMU is from a different vendor than the host CPU.
     #[error(
         "--nested: unsupported, because the guest's processor has a different vendor than the \
         host's; choose a --pmu of the host's vendor"
     )]
     NestedVendor,
-    /// `--cpu-signature host` with a PMU from a different vendor than the host CPU.
+    /// `--cpu-signature host` was given for a guest whose PMU is from a different vendor than the
+    /// host CPU.
     #[error(
         "--cpu-signature host: the guest's processor has a different vendor than the host's; use a \
         signature of that vendor, for example 6/94/3, or a --pmu of the host's vendor"
@@ -68,8 +69,8 @@ const KVM_FEATURES_LEAF: u32 = 0x4000_0001;
 /// a halted vCPU (7), sending IPIs (11), yielding to a vCPU (13), mapping ranges of guest memory
 /// (16), control of migration (17). See Linux, Documentation/virt/kvm/x86/cpuid.rst.
 const HYPERCALL_FEATURES: u32 = 1 << 2 | 1 << 7 | 1 << 11 | 1 << 13 | 1 << 16 | 1 << 17;
-/// Bit of [`KVM_FEATURES_LEAF`] for stolen time (5). KVM updates the record in guest memory at each
-/// entry after an exit to user space.
+/// Bit of [`KVM_FEATURES_LEAF`] for stolen time (5). KVM updates the steal time record in guest
+/// memory at each entry after an exit to user space.
 const STEAL_TIME: u32 = 1 << 5;
 /// CPUID leaf of the time stamp counter and core crystal clock: EBX/EAX is the ratio of the two,
 /// ECX the crystal frequency in Hz (Intel SDM vol. 2, CPUID).
@@ -101,7 +102,7 @@ const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 pub struct GuestCpuidConfig<'a> {
     /// The PMU model. May be the model without a PMU.
     pub pmu: &'a PmuModel,
-    /// The events that the host can back for the PMU model.
+    /// The architectural events that the host can count for the PMU model.
     pub backability: CountableEvents,
     /// Number of vCPUs.
     pub cpus: u8,
@@ -111,8 +112,8 @@ pub struct GuestCpuidConfig<'a> {
     pub tsc_deadline: bool,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// `true` to keep stolen time, which is hidden from a guest that is single-stepped from its
-    /// start.
+    /// `true` to let the guest see stolen time. It is hidden from a guest that is single-stepped
+    /// from its start.
     pub shows_steal_time: bool,
     /// Family, model and stepping that replace the default signature.
     pub signature: Option<CpuSignature>,
@@ -121,7 +122,8 @@ pub struct GuestCpuidConfig<'a> {
     pub enters_handlers: bool,
 }
 
-/// Executes CPUID on the current processor. Suitable as the reader of [`PmuModel::resolve`].
+/// Executes CPUID on the current processor. Can be passed to [`PmuModel::resolve`] as its CPUID
+/// reader.
 pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     let r = std::arch::x86_64::__cpuid_count(leaf, subleaf);
     CpuidRegs {
@@ -211,7 +213,7 @@ fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
 }
 
 /// Hides hypercall features. A guest executes the hypercall instruction of the vendor that it
-/// detects, VMCALL or VMMCALL. If the processor is from the other vendor, KVM rewrites the
+/// detects, VMCALL or VMMCALL. If the host's processor is from a different vendor, KVM rewrites the
 /// instruction in guest memory, and a kernel with write-protected code crashes.
 fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
@@ -231,8 +233,9 @@ fn hide_bus_lock_detection(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Hides FRED and shadow stacks. With FRED, the interrupt descriptor table does not locate
-/// handlers. With shadow stacks, setting registers to leave a handler would keep its frame on the
+/// Hides FRED and shadow stacks, which conflict with the VMM's handling of guest exception
+/// handlers. With FRED, the interrupt descriptor table does not locate the handlers. With shadow
+/// stacks, the VMM cannot leave a handler by setting registers, because its frame would stay on the
 /// shadow stack.
 fn hide_fred_and_shadow_stacks(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
@@ -244,7 +247,7 @@ fn hide_fred_and_shadow_stacks(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Returns whether the CPUID leaves that KVM supports include Intel TSX.
+/// Returns whether `supported`, the CPUID leaves that KVM supports, include Intel TSX.
 pub fn has_transactions(supported: &CpuId) -> bool {
     supported
         .as_slice()
@@ -262,9 +265,9 @@ pub fn hide_transactions(supported: &mut CpuId) {
     }
 }
 
-/// Hides stolen time. A guest rereads the record until its version is unchanged, and KVM may update
-/// the version at each entry. A single-stepped guest enters for every instruction and would loop
-/// forever.
+/// Hides stolen time. A guest rereads the steal time record until the record's version is
+/// unchanged, and KVM may update the version at each VM entry. A single-stepped guest enters for
+/// every instruction and would loop forever.
 fn hide_stolen_time(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
         if entry.function == KVM_FEATURES_LEAF {
@@ -409,7 +412,8 @@ fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpuidConfig<'_>, id: u
     }
 }
 
-/// Applies the PMU model to every leaf and adds the PMU leaves that the host lacks.
+/// Applies the PMU model to every CPUID leaf that describes a PMU, and adds the PMU leaves that the
+/// host lacks.
 fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &PmuModel, backability: CountableEvents) {
     for &leaf in model.required_leaves() {
         if !entries.iter().any(|e| e.function == leaf) {
@@ -520,8 +524,8 @@ mod tests {
         );
     }
 
-    /// Hypercall features are hidden from a guest that detects the other vendor, because it would
-    /// execute a hypercall instruction that the host lacks.
+    /// Hypercall features are hidden from a guest that detects a different vendor than the host's,
+    /// because it would execute a hypercall instruction that the host lacks.
     #[test]
     fn hypercall_features_require_host_vendor() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -536,8 +540,8 @@ mod tests {
         assert_eq!(features(&other_model()), !0x3_2884);
     }
 
-    /// Stolen time is hidden from a stepped guest, because Linux reads it in a loop that never ends
-    /// if every instruction is a separate entry.
+    /// Stolen time is hidden from a single-stepped guest, because Linux reads it in a loop that
+    /// never ends if every instruction is a separate VM entry.
     #[test]
     fn stepped_guest_has_no_steal_time() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {
@@ -554,8 +558,8 @@ mod tests {
         assert_eq!(for_vcpu(&all, stepped, 0).unwrap().as_slice()[0].eax, !(1 << 5));
     }
 
-    /// Checks the frequencies that Linux and perf derive from the two leaves, including Linux's
-    /// 32-bit product.
+    /// Checks the frequencies that Linux and perf derive from the leaves 15H and 16H, including the
+    /// product that Linux computes in 32 bits.
     #[test]
     fn intel_cpuid_reports_tsc_frequency() {
         for tsc_khz in [
@@ -644,8 +648,8 @@ mod tests {
         }
     }
 
-    /// KVM accepts the IA32_DEBUGCTL bit only on an Intel host. Linux sets it if CPUID reports the
-    /// feature.
+    /// Bus lock detection is hidden on an AMD host. Linux sets the IA32_DEBUGCTL bit of the feature
+    /// if CPUID reports it, and KVM accepts the bit only on an Intel host.
     #[test]
     fn bus_lock_detection_requires_intel_host() {
         let all = CpuId::from_entries(&[kvm_cpuid_entry2 {

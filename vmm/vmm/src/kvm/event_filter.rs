@@ -1,8 +1,10 @@
-//! Translates the event filter for KVM's own vPMU (`KVM_SET_PMU_EVENT_FILTER`, KVM API 4.120).
+//! Translates the VM's event filter to the format of KVM's own vPMU (`KVM_SET_PMU_EVENT_FILTER`,
+//! KVM API 4.120).
 //!
-//! Both filters have the same semantics: an event is listed if an include entry matches and no
-//! exclude entry matches, and fixed counters are controlled by a bitmap alone. KVM accepts at most
-//! 300 entries. Before Linux 6.3 all of them must be exact, so masked entries are expanded.
+//! The VM's filter and KVM's have the same semantics: an event is listed if an include entry
+//! matches and no exclude entry matches, and fixed counters are controlled by a bitmap alone. KVM
+//! accepts at most 300 entries. Before Linux 6.3 each of them must name an exact event, so an entry
+//! with a mask is expanded to one entry per event.
 #![expect(unsafe_code, reason = "an ioctl that kvm-ioctls takes in another form")]
 
 use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
@@ -15,7 +17,8 @@ use vpmu::{EventFilter, Vendor};
 use super::call::KvmIoctlError;
 use super::vm_fd::VmFd;
 
-/// `KVM_PMU_EVENT_FILTER_MAX_EVENTS`, which the kernel's user-space headers do not export.
+/// Maximum number of filter entries that KVM accepts (`KVM_PMU_EVENT_FILTER_MAX_EVENTS`). The
+/// kernel's user-space headers do not export this constant.
 const MAX_EVENTS: usize = 300;
 
 /// Flag for masked entries (`linux/kvm.h`; missing in kvm-bindings).
@@ -40,7 +43,7 @@ pub enum KvmEventFilterError {
     TooLong {
         /// Number of entries of the translated filter.
         entries: usize,
-        /// `true` if masked entries were expanded to exact ones.
+        /// `true` if each entry with a mask was expanded to exact entries.
         written_out: bool,
     },
     /// KVM rejected the filter.
@@ -57,13 +60,14 @@ pub struct KvmEventFilter {
     events: Vec<u64>,
 }
 
-/// Encodes an event select and unit mask as in a selector register.
+/// Encodes an event select and a unit mask in the layout of an event select register.
 fn exact(select: u16, umask: u8) -> u64 {
     u64::from(select) & 0xFF | (u64::from(select) & 0xF00) << 24 | u64::from(umask) << 8
 }
 
-/// Encodes a masked entry (`KVM_PMU_ENCODE_MASKED_ENTRY`): event select and unit mask match as in
-/// [`exact`], unit mask mask in bits 63:56, exclude flag in bit 55.
+/// Encodes an entry with a mask (`KVM_PMU_ENCODE_MASKED_ENTRY`). The event select and the unit mask
+/// to match are encoded as in [`exact`], the mask that is applied to an event's unit mask is in
+/// bits 63:56, and the exclude flag is in bit 55.
 fn masked(select: u16, mask: u8, matches: u8, exclude: bool) -> u64 {
     exact(select, matches) | u64::from(mask) << 56 | u64::from(exclude) << 55
 }
@@ -224,7 +228,7 @@ mod tests {
         }
     }
 
-    /// Evaluates a filter like the kernel (`is_gp_event_allowed` with its callees, and
+    /// Evaluates a filter as the kernel does (`is_gp_event_allowed` with its callees, and
     /// `is_fixed_event_allowed`).
     fn kvm_allows(filter: &KvmEventFilter, selection: EventSelection) -> bool {
         let listed = match selection {
@@ -265,7 +269,8 @@ mod tests {
     }
 
     proptest! {
-        /// The kernel and the vPMU allow the same events.
+        /// The translated filter in the kernel and the original one in the vPMU allow the same
+        /// events.
         #[test]
         fn translated_filter_allows_same_events(
             events in prop::collection::vec(entry(), 0..6),

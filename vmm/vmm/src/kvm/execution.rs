@@ -1,4 +1,4 @@
-//! Probes how this host's KVM runs guest code, in one VM, and its capabilities.
+//! Probes, in one VM, how this host's KVM runs guest code and which capabilities it has.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -17,8 +17,8 @@ use super::tiny::TinyGuest;
 pub struct KvmExecution {
     /// `true` if KVM interprets the code of guest kernels.
     pub interprets_kernels: bool,
-    /// `true` if guests see Intel TSX in CPUID although their table hides it. A KVM whose user code
-    /// executes CPUID natively restores the processor's bits.
+    /// `true` if guests see Intel TSX in CPUID although their CPUID table hides it. This happens if
+    /// KVM lets guest user code execute CPUID natively, which returns the bits of the processor.
     pub shows_hidden_transactions: bool,
     /// Single-stepping features.
     pub stepping: SteppingSupport,
@@ -55,8 +55,8 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, KvmHostError> {
     Ok(execution)
 }
 
-/// Returns whether KVM interprets CPL 0, by running `fld1` there. KVM's emulator lacks x87
-/// arithmetic, so an interpreted `fld1` ends in `KVM_EXIT_INTERNAL_ERROR`. With hardware
+/// Returns whether KVM interprets code at CPL 0, determined by running `fld1` there. KVM's emulator
+/// lacks x87 arithmetic, so an interpreted `fld1` ends in `KVM_EXIT_INTERNAL_ERROR`. With hardware
 /// virtualisation, the next instruction is reached.
 fn interprets_x87(guest: &mut TinyGuest) -> Result<bool, KvmHostError> {
     guest.load(0, &[0xd9, 0xe8, LEAVE[0], LEAVE[1]])?;

@@ -31,7 +31,7 @@ pub enum KvmHostError {
     /// Opening /dev/kvm failed with EACCES.
     #[error("/dev/kvm: permission denied; join its group (usually `kvm`) or run as root")]
     Permission,
-    /// Opening /dev/kvm failed with a different error.
+    /// Opening /dev/kvm failed with an error other than those above.
     #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
     /// KVM has an unsupported API version.
@@ -46,7 +46,7 @@ pub enum KvmHostError {
     /// Allocating the memory of the probe failed.
     #[error("cannot allocate memory to probe KVM")]
     Memory,
-    /// The host rejected the perf event of a probe.
+    /// The host rejected the perf event that a probe needs.
     #[error("cannot open a perf event to measure the cost of a rotation")]
     Event(#[source] perf_core::pmu::PmuError),
     /// The guest of a probe did not run to completion.
@@ -175,8 +175,9 @@ pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, KvmHostError> {
     reaches_next_instruction(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
-/// Runs an instruction in real mode without an interrupt vector table. Returns whether the next
-/// instruction is reached. A fault ends the probe.
+/// Runs the two-byte instruction at the start of a guest in real mode, without an interrupt vector
+/// table. Returns whether the next instruction is reached. If the instruction faults, the guest
+/// ends and the result is `false`.
 fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, KvmHostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;

@@ -112,7 +112,7 @@ pub(super) fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmIoctlError> 
     Msrs::from_entries(entries).map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))
 }
 
-/// Reads the MSRs of `indices` that belong to the initial state, and skips unreadable ones.
+/// Reads those MSRs of `indices` that belong to the initial state, and skips unreadable ones.
 fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, KvmIoctlError> {
     let wanted = |index: &u32| !NOT_OF_A_VCPU.contains(index) && !HYPER_V.contains(index);
     read_entries(vcpu, indices.iter().copied().filter(wanted))

@@ -109,8 +109,9 @@ mod tests {
         })
     }
 
-    /// KVM never keeps the address of unmapped memory, in any drop order, and accepts new memory at
-    /// the same guest address afterwards.
+    /// KVM never keeps the address of unmapped memory, regardless of the order in which the VM, its
+    /// memory and its slots are dropped. Afterwards it accepts new memory at the same guest
+    /// address.
     #[test]
     fn memory_outlives_its_slots() {
         let Ok(kvm) = crate::kvm::host::open() else {

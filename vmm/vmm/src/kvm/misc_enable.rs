@@ -1,4 +1,5 @@
-//! Initialises the PMU bits of IA32_MISC_ENABLE, a register whose value KVM stores.
+//! Initialises the bits of IA32_MISC_ENABLE that describe the PMU. KVM only stores the value of
+//! this register.
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 

@@ -1,9 +1,9 @@
 //! Installs the MSR filter that makes every guest access to a PMU register exit to user space.
 //!
-//! While its own vPMU is disabled, KVM *returns* 0 for reads of architectural PMU registers instead
-//! of failing them. A register missing from the filter would therefore give the guest a misleading
-//! zero. The filter covers the registers of both vendors, regardless of the guest's model; the vPMU
-//! decides which accesses fault.
+//! While KVM's own vPMU is disabled, KVM *returns* 0 for reads of architectural PMU registers
+//! instead of failing them. A register missing from the filter would therefore give the guest a
+//! misleading zero. The filter covers the registers of both vendors, regardless of the guest's PMU
+//! model; Perfvisor's vPMU decides which accesses fault.
 
 use std::ops::RangeInclusive;
 
@@ -72,7 +72,7 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
     Ok(set.map_err(KvmIoctlError::of("KVM_X86_SET_MSR_FILTER"))?)
 }
 
-/// Adjacent ranges merged into one filter range with a bit for each register.
+/// A range of KVM's filter, merged from adjacent requested ranges, with a bit for each register.
 #[derive(Debug, PartialEq, Eq)]
 struct FilterRange {
     base: u32,
@@ -82,7 +82,7 @@ struct FilterRange {
     allowed: Vec<u8>,
 }
 
-/// Covers `ranges` with as few spans as the bitmap size permits.
+/// Covers `ranges` with as few filter ranges as the maximum bitmap size permits.
 fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<FilterRange> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| !r.is_empty()).collect();
     sorted.sort_by_key(|r| *r.start());
@@ -113,7 +113,8 @@ fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<FilterRange> {
 mod tests {
     use super::*;
 
-    /// The spans trap exactly the requested registers, and both vendors' PMUs fit KVM's limit.
+    /// The filter ranges trap exactly the requested registers, and the PMU registers of both
+    /// vendors together need no more ranges than KVM accepts.
     #[test]
     fn filter_ranges_trap_exactly_requested_msrs() {
         let ranges = vpmu::PmuModel::INTEL.trapped_msrs();

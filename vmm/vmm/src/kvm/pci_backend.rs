@@ -9,7 +9,7 @@ use kvm_bindings::{
     kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_irq_routing_msi__bindgen_ty_1,
 };
 use kvm_ioctls::{IoEventAddress, NoDatamatch};
-use virtio_devices::device::FatalErrorCallback;
+use virtio_devices::device::DeviceFailureCallback;
 use virtio_devices::transport::machine::{MsiMessage, PciBackend};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -24,15 +24,15 @@ const INPUTS_OF_A_PIC: u32 = 8;
 /// KVM back end for the functions of one VM's PCI bus.
 pub struct KvmPciBackend {
     vm: Arc<VmFd>,
-    /// The MSI message last routed for each line.
+    /// The MSI message that was last routed for each interrupt line of the bus.
     messages: Mutex<Vec<Option<MsiMessage>>>,
-    fatal_error_callback: FatalErrorCallback,
+    fatal_error_callback: DeviceFailureCallback,
 }
 
 impl KvmPciBackend {
     /// Creates the back end for a VM with in-kernel interrupt controllers. `fatal_error_callback`
     /// terminates the VM on a fatal error.
-    pub fn new(vm: Arc<VmFd>, fatal_error_callback: FatalErrorCallback) -> Self {
+    pub fn new(vm: Arc<VmFd>, fatal_error_callback: DeviceFailureCallback) -> Self {
         Self {
             vm,
             messages: Mutex::default(),
@@ -83,7 +83,7 @@ impl PciBackend for KvmPciBackend {
         Ok(self.vm.raw().unregister_irqfd(vector, gsi(line))?)
     }
 
-    fn fatal_error_callback(&self) -> FatalErrorCallback {
+    fn fatal_error_callback(&self) -> DeviceFailureCallback {
         self.fatal_error_callback.clone()
     }
 }
@@ -153,7 +153,7 @@ mod tests {
         };
         let vm = Arc::new(VmFd::new(&kvm).unwrap());
         vm.add_irqchip().unwrap();
-        Some(KvmPciBackend::new(vm, FatalErrorCallback::default()))
+        Some(KvmPciBackend::new(vm, DeviceFailureCallback::default()))
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Converts KVM's register structures to the registers that guest memory walks need.
+//! Converts KVM's register structures to [`GuestRegs`], the registers that are needed to walk guest
+//! memory.
 
 use guest_profile::GuestRegs;
 use kvm_bindings::{kvm_regs, kvm_sregs};

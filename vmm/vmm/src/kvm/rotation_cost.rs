@@ -26,23 +26,23 @@ pub const MIN_MUX_INTERVAL: Duration = Duration::from_micros(584);
 /// eight events in less than one second.
 pub const MAX_MUX_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Length of a measuring period, and number of periods of each type. The best period is used,
-/// because other load on the host can only increase the cost.
+/// Length of a measuring period, and number of periods with and without rotations. Of each type,
+/// the best period is used, because other load on the host can only increase the cost.
 const MEASURING_PERIOD: Duration = Duration::from_millis(2);
 const MEASURING_PERIODS: usize = 6;
-/// Interval between two rotations of a measuring period.
+/// Interval between two rotations in a measuring period.
 const ROTATION_INTERVAL: Duration = Duration::from_micros(30);
 /// Timeout for the guest to start.
 const START_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Guest code: `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` to the first; `hlt`, which faults
-/// at CPL 3 and ends the guest.
+/// Guest code: `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` back to the `inc`; `hlt`, which
+/// faults at CPL 3 and ends the guest.
 const COUNT: [u8; 19] = [
     0x48, 0xff, 0x04, 0x25, 0x00, 0x90, 0x00, 0x00, 0x80, 0x3c, 0x25, 0x00, 0x91, 0x00, 0x00, 0x00, 0x74,
     0xee, 0xf4,
 ];
 
-/// Cost of one rotation of one event to the guest.
+/// Cost of one rotation of one event, in time that the guest loses.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct RotationCost {
     /// Lost guest time per rotation, in microseconds.
@@ -62,7 +62,7 @@ impl RotationCost {
         least.clamp(MIN_MUX_INTERVAL, MAX_MUX_INTERVAL)
     }
 
-    /// Describes the interval that `--mux auto` selects.
+    /// Describes in words the multiplexing interval that `--mux auto` selects.
     pub fn in_words(self) -> String {
         let turn = self.turn();
         format!(

@@ -68,7 +68,7 @@ pub enum RestoreVcpuError {
         /// Value of the MSR.
         value: u64,
     },
-    /// The time stamp counter would run backwards.
+    /// The time stamp counter of the restored vCPU would run backwards.
     #[error(
         "the time stamp counter of vCPU {vcpu} would run backwards from {saved} to {here}: this host's KVM does not set it, and \
          the host has been restarted since the snapshot"
@@ -143,7 +143,7 @@ impl VcpuStateLayout {
     }
 
     /// Restores a vCPU that is configured and has not run. Its CPUID must already be that of the
-    /// saved one.
+    /// saved vCPU.
     ///
     /// # Errors
     /// Returns a [`RestoreVcpuError`] if the state cannot be restored. In this case, the vCPU must
@@ -258,7 +258,7 @@ mod tests {
         Some((kvm, vm, vcpu))
     }
 
-    /// Returns a saved state with values that a new vCPU does not have.
+    /// Returns a saved state in which values differ from those of a new vCPU.
     fn changed(layout: &VcpuStateLayout, vcpu: &VcpuFd) -> SavedVcpu {
         let mut regs = vcpu.get_regs().unwrap();
         (regs.rip, regs.r9) = (0x1234, 0x5678);
@@ -425,7 +425,8 @@ mod tests {
         assert!(restored.nmi.pending + restored.nmi.injected > 0);
     }
 
-    /// Announces the TSC-deadline mode to a vCPU with this host's CPUID.
+    /// Sets the CPUID of the vCPU to what this host's KVM supports, with the TSC-deadline mode
+    /// enumerated.
     fn announce_deadlines(kvm: &Kvm, vcpu: &VcpuFd) {
         let mut cpuid = kvm
             .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
@@ -492,8 +493,9 @@ mod tests {
         assert_eq!(deadline(&second), later);
     }
 
-    /// A timer that fires while no thread runs the vCPU is either still armed, so KVM fires it again,
-    /// or its interrupt is requested in the local APIC.
+    /// The saved state accounts for a timer that fires while no thread runs the vCPU: either the
+    /// timer is still armed, so KVM fires it again after the restore, or its interrupt is requested
+    /// in the local APIC.
     #[test]
     fn a_timer_that_fired_while_paused_still_rings() {
         let Some((kvm, vm, first)) = vcpu() else { return };

@@ -74,7 +74,8 @@ mod tests {
     use super::*;
     use crate::kvm::vm_fd::VmFd;
 
-    /// The kernel reads `len` and then `len` bytes directly after it.
+    /// In [`KvmSignalMask`], the signal set directly follows its length `len`, because the kernel
+    /// reads `len` and then `len` bytes directly after it.
     #[test]
     fn signal_set_follows_its_length() {
         assert_eq!(offset_of!(KvmSignalMask, set), 4);

@@ -44,7 +44,7 @@ pub enum KvmVpmuUnavailable {
         "KVM's own vPMU needs a host PMU, and {0} (kvm.enable_pmu is N); use --backing auto, which counts without one"
     )]
     NoHostPmu(String),
-    /// The vPMU is disabled by a module parameter of KVM.
+    /// KVM's own vPMU is disabled by a module parameter of KVM.
     #[error(
         "KVM's own vPMU is disabled on this host (kvm.enable_pmu is N); load the module kvm with \
         enable_pmu=1, or use --backing auto"
@@ -72,7 +72,7 @@ pub enum KvmVpmuModelError {
         /// Vendor of the host CPU.
         host: Vendor,
     },
-    /// The requested generation is later than KVM's.
+    /// The requested PMU generation is later than that of KVM's own vPMU.
     #[error(
         "--backing kvm: --pmu {asked} is unsupported by KVM's own vPMU, which is at most {offered} \
         on this host; use --pmu {offered} or --pmu auto"
@@ -126,7 +126,7 @@ pub struct KvmPmuOffer {
     /// The PMU that KVM's CPUID leaves enumerate.
     #[serde(serialize_with = "in_words")]
     pub pmu: HostPmuProperties,
-    /// Architectural events that the vPMU counts (Intel only).
+    /// Architectural events that KVM's own vPMU counts (Intel only).
     #[serde(skip)]
     pub events: CountableEvents,
 }
@@ -226,8 +226,9 @@ fn in_cpuid(supported: &CpuId) -> Option<HostPmuProperties> {
 }
 
 impl KvmPmuOffer {
-    /// Resolves the requested PMU model. `host` selects everything that KVM provides, and `auto`
-    /// selects the part of it that `auto` also selects with other backings.
+    /// Resolves the requested PMU model for a guest that uses KVM's own vPMU. `--pmu host` selects
+    /// everything that KVM provides. `--pmu auto` selects only as much of it as `auto` would select
+    /// if Perfvisor emulated the PMU.
     ///
     /// # Errors
     /// Returns [`KvmVpmuModelError`] with the limit and a remedy in one line.
@@ -487,7 +488,8 @@ mod tests {
         assert!(asked(&intel, "off", None, None).is_ok());
     }
 
-    /// KVM's CPUID entries have an index only for leaves with several subleaves.
+    /// The properties of KVM's own vPMU are read correctly from KVM's CPUID entries, in which only
+    /// leaves with several subleaves have an index.
     #[test]
     fn kvm_vpmu_is_read_from_supported_cpuid() {
         let leaf = |function, eax, ebx, ecx, edx| kvm_bindings::kvm_cpuid_entry2 {

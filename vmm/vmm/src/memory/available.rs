@@ -5,8 +5,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Minimum v1 limit that means "unlimited". The kernel's value is `PAGE_COUNTER_MAX` pages, less a
-/// page or more.
+/// Lowest value of a cgroup v1 limit that means "unlimited". The kernel's value is
+/// `PAGE_COUNTER_MAX` pages, less a page or more.
 const NO_LIMIT: u64 = 1 << 62;
 /// Maximum depth of inspected control groups.
 const MAX_CGROUP_DEPTH: usize = 64;
@@ -33,9 +33,10 @@ impl std::fmt::Display for HostMemoryLimit {
 /// Memory limits of a process, and the remaining memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemoryLimits {
-    /// Lowest limit of any control group, swap included.
+    /// Lowest memory limit, including swap, of any control group of the process.
     pub most: Option<HostMemoryLimit>,
-    /// Smallest amount of memory left on the host or in any control group.
+    /// Smallest amount of memory that is still available on the host or in any control group of the
+    /// process.
     pub left: Option<HostMemoryLimit>,
 }
 
@@ -289,7 +290,8 @@ mod tests {
         );
     }
 
-    /// The lowest limit of all levels applies, and page cache counts as available.
+    /// The lowest limit of all levels of the control group hierarchy applies, and page cache counts
+    /// as available.
     #[test]
     fn lowest_cgroup_limit_applies() {
         let dir = tempfile::tempdir().unwrap();
@@ -338,8 +340,8 @@ mod tests {
         }
     }
 
-    /// A hierarchy is selected only if it has the memory controller. v2 lacks it here, v1 has it,
-    /// and their mount points differ.
+    /// A hierarchy of control groups is selected only if it has the memory controller. In this
+    /// test, v2 lacks it, v1 has it, and their mount points differ.
     #[test]
     fn cgroup_hierarchy_with_memory_controller_is_selected() {
         let dir = tempfile::tempdir().unwrap();
@@ -361,8 +363,8 @@ mod tests {
         assert_eq!((left.bytes, left.group), (100_000_000, Some(memory.join("vms"))));
     }
 
-    /// The mount that contains the group is selected if one mount contains only the groups below
-    /// one group and another mount contains other groups.
+    /// If one mount shows only the groups below one group and another mount shows other groups, the
+    /// mount that contains the process's group is selected.
     #[test]
     fn cgroup_mount_showing_group_is_selected() {
         let dir = tempfile::tempdir().unwrap();

@@ -25,7 +25,8 @@ const HUGE: usize = 2 << 20;
 /// Maximum number of attempts to get an aligned mapping. The second attempt succeeds unless other
 /// threads map memory at the same time.
 const MAPPING_TRIES: usize = 8;
-/// Minimum length of a range of a diff that is mapped instead of copied, in bytes.
+/// Minimum length of a range of a diff, in bytes, to be mapped into guest memory. Shorter ranges
+/// are copied.
 const MIN_MAPPED_BYTES: u64 = 64 << 10;
 /// Maximum number of mapped ranges of all diffs; further ranges are copied. Each mapped range adds
 /// two mappings to the process, of which the kernel allows 65,530 by default (`vm.max_map_count`).
@@ -175,7 +176,8 @@ pub fn map_layers<'a>(
     Ok(())
 }
 
-/// Replaces one range of [`map_layers`], and counts it in `mapped` if it is mapped.
+/// Replaces one range as described at [`map_layers`]. If the range is mapped and not copied,
+/// increments `mapped`.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn map_or_copy(
     memory: &GuestMemoryMmap,
@@ -281,7 +283,8 @@ fn check(ranges: &[(GuestAddress, usize)], huge_pages: HugePages) -> Result<(), 
     }
 }
 
-/// Returns the selected policy, the word in brackets.
+/// Returns the selected policy for transparent huge pages: the word in brackets in `says`, the
+/// contents of the sysfs file.
 fn transparent(says: &str) -> Option<&str> {
     Some(says.split_once('[')?.1.split_once(']')?.0)
 }
@@ -328,10 +331,10 @@ fn map_anywhere(len: usize, kind: MemoryBackingConfig) -> Result<MmapRegion, Mem
     })
 }
 
-/// Creates a mapping that starts at a multiple of the huge page size, like the guest's addresses.
+/// Creates a mapping that starts at a multiple of the huge page size, as the guest's addresses do.
 /// Only then can KVM map a huge page of the host as a huge page of the guest. Kernels before Linux
-/// 6.7 do not align mappings, and later ones only some lengths. An unaligned mapping also works and
-/// is the fallback.
+/// 6.7 do not align mappings, and later ones align only mappings of some lengths. An unaligned
+/// mapping also works and is the fallback.
 fn at_a_boundary(
     map: impl Fn() -> Result<MmapRegion, MemoryBackingError>,
 ) -> Result<MmapRegion, MemoryBackingError> {
@@ -470,8 +473,8 @@ mod tests {
             .sum()
     }
 
-    /// The limit on mapped ranges applies to all layers together. Otherwise a chain of diffs would
-    /// exceed `vm.max_map_count`, and the restore would fail.
+    /// The limit on mapped ranges applies to the files of all diffs together. Otherwise a chain of
+    /// diffs would exceed `vm.max_map_count`, and the restore would fail.
     #[test]
     fn layers_share_the_limit_of_mappings() {
         const LEN: u64 = MIN_MAPPED_BYTES;
@@ -551,8 +554,8 @@ mod tests {
         }
     }
 
-    /// Memory is aligned to huge pages, even if its length is not a multiple of the huge page size,
-    /// which no kernel aligns.
+    /// Guest memory is aligned to huge pages in the VMM, even if its length is not a multiple of
+    /// the huge page size. No kernel aligns mappings of such a length by itself.
     #[test]
     fn memory_is_aligned_to_huge_pages() {
         for shared in [false, true] {
@@ -572,7 +575,7 @@ mod tests {
         }
     }
 
-    /// Another process can map the memory and cannot truncate it.
+    /// Another process can map shared guest memory and cannot truncate it.
     #[test]
     fn shared_memory_uses_sealed_memfd() {
         let kind = MemoryBackingConfig {

@@ -29,7 +29,8 @@ const MAX_REGIONS: usize = 256;
 
 /// Protocol version of userfaultfd (include/uapi/linux/userfaultfd.h).
 const UFFD_API: u64 = 0xAA;
-/// Flag that excludes kernel-mode faults, so no permission is needed. No fault is ever delivered.
+/// Flag of userfaultfd(2) that excludes faults in kernel mode, so no permission is needed. No fault
+/// is ever delivered.
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
 /// Feature flag with which the kernel removes a write protection itself.
 const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
@@ -41,9 +42,9 @@ const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_AA01;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 /// `PAGEMAP_SCAN` (include/uapi/linux/fs.h).
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
-/// Category of pages that are not write-protected.
+/// Page category of `PAGEMAP_SCAN`: pages that are not write-protected, because they were written.
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
-/// Flags that protect the pages found, and that let the scan fail if a page cannot be protected.
+/// Flags of `PAGEMAP_SCAN`: protect the pages found, and fail if a page cannot be protected.
 const SCAN_AND_PROTECT: u64 = 1 | 1 << 1;
 
 /// `struct uffdio_api`.
@@ -172,15 +173,17 @@ enum Method {
 /// Progress of a chunk of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ChunkState {
-    /// Not taken yet. Its pages are dirty unless the chunk is untouched.
+    /// [`DirtyPages::take`] has not returned the chunk yet. Its pages are dirty unless the chunk is
+    /// untouched.
     New,
-    /// Taken, and writes since then are tracked.
+    /// [`DirtyPages::take`] has returned the chunk, and writes since then are tracked.
     Observed,
-    /// Taken, and writes since then may have been missed.
+    /// [`DirtyPages::take`] has returned the chunk, and writes since then may have been missed.
     Unknown,
 }
 
-/// Tracker of guest memory pages that were written since they were last taken.
+/// Tracker of guest memory pages that were written since the last [`DirtyPages::take`] of their
+/// chunk.
 #[derive(Debug)]
 pub struct DirtyPages {
     ram: GuestRam,
@@ -194,12 +197,12 @@ pub struct DirtyPages {
 pub struct DirtyRanges {
     /// Offsets in RAM, in ascending order.
     pub ranges: Vec<Range<u64>>,
-    /// The chunk was taken for the first time.
+    /// `true` if [`DirtyPages::take`] was called for this chunk for the first time.
     pub is_first: bool,
 }
 
 impl DirtyPages {
-    /// Starts tracking all of `ram`. No other protector may be tracking it.
+    /// Starts tracking all of `ram`. No other [`WriteProtector`] may be tracking it.
     #[must_use]
     pub fn observe(ram: &GuestRam, protector: Option<&Arc<WriteProtector>>) -> Self {
         let chunks = usize::try_from(ram.size_bytes().div_ceil(CHUNK_BYTES)).unwrap_or(0);
@@ -219,7 +222,8 @@ impl DirtyPages {
         }
     }
 
-    /// Returns whether all memory is read in each round.
+    /// Returns whether each round reads all memory to find written pages, because the kernel cannot
+    /// report them.
     #[must_use]
     pub fn reads_all(&self) -> bool {
         matches!(self.method, Method::Hashes { .. })
@@ -347,7 +351,8 @@ fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
     Ok(())
 }
 
-/// Updates the hashes of pages, and marks those that have changed.
+/// Updates the hashes `known` of the pages in `data`, and marks the pages whose hash has changed in
+/// `dirty`.
 fn compare(keys: &RandomState, data: &[u8], known: &mut [u64], dirty: &mut [bool]) {
     let pages = data.chunks(usize::try_from(PAGE_BYTES).unwrap_or(1));
     for ((page, known), is_dirty) in pages.zip(known).zip(dirty) {
@@ -432,7 +437,7 @@ mod tests {
         }
     }
 
-    /// A cancelled move leaves memory unchanged, and the memory can be tracked again.
+    /// A cancelled move of the VM leaves memory unchanged, and the memory can be tracked again.
     #[test]
     fn memory_can_be_observed_again() {
         let Some(protector) = WriteProtector::open().map(Arc::new) else {
@@ -472,8 +477,8 @@ mod tests {
         }
     }
 
-    /// Memory of a restored VM is dirty at first, because pages that the VM has not read are in the
-    /// memory file.
+    /// All memory of a restored VM is dirty at first, because pages that the VM has not read are
+    /// only in the memory file.
     #[test]
     fn memory_of_a_snapshot_is_dirty_at_first() {
         for protector in protectors() {

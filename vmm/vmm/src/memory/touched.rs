@@ -34,7 +34,7 @@ impl TouchedPages {
         }
     }
 
-    /// Uses the page table of `ram` in an open file of this process.
+    /// Uses `pagemap`, an open page map of this process, as the page table of `ram`.
     pub(super) fn in_file(ram: &GuestRam, pagemap: File) -> Self {
         Self {
             pagemap: Self::is_known(ram).then_some(pagemap),

@@ -1,5 +1,5 @@
-//! Backings that this host supports and the events that they can count. The choice is made once per
-//! VM.
+//! The backings (sources of the guest's counts) that this host supports, and the events that they
+//! can count. The backing is chosen once per VM.
 
 use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
@@ -13,7 +13,7 @@ use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualE
 pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; set kernel.perf_event_paranoid to 1 or less, \
     or start the VM with CAP_PERFMON";
 
-/// Error for a backing that this host does not support.
+/// Error for a backing (source of the guest's counts) that this host does not support.
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
     /// `--backing hardware` on a host without a usable PMU.
@@ -25,7 +25,7 @@ pub enum BackingError {
          --backing auto"
     )]
     NoSteps,
-    /// KVM cannot block interrupts during a step.
+    /// KVM cannot block interrupts during a single step.
     #[error(
         "--backing exact: unsupported, because this host's KVM cannot block interrupts during a \
         step; use Linux 5.14 or later"
@@ -75,8 +75,8 @@ pub fn check_own(
     Ok(own)
 }
 
-/// Checks that the exact backing works for a VM with `cpus` vCPUs, and logs its limitations on this
-/// host.
+/// Checks that the exact backing, which counts by single-stepping, works for a VM with `cpus`
+/// vCPUs. Logs its limitations on this host.
 ///
 /// # Errors
 /// Returns [`BackingError::NoSteps`] if KVM cannot single-step guests, and
@@ -102,8 +102,9 @@ pub fn check_stepping(host: SteppingSupport, cpus: u8) -> Result<(), BackingErro
     Ok(())
 }
 
-/// Checks the requested backing against the capabilities of the host. The clock backing needs none,
-/// because it reads the CPU time of the vCPU's thread and uses POSIX timers.
+/// Checks the requested backing (source of the guest's counts) against the capabilities of the
+/// host. The clock backing needs none, because it reads the CPU time of the vCPU's thread and uses
+/// POSIX timers.
 ///
 /// # Errors
 /// Returns [`BackingError::NoHardware`] with the reason and a remedy.
@@ -120,16 +121,18 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
-/// Returns the reason why `--backing auto` uses the clock although the host has a PMU, or `None`.
+/// Returns the reason why `--backing auto` counts with the clock although the host has a PMU, or
+/// `None` if there is no such reason.
 pub fn clock_fallback(policy: BackingPolicy, probe: &HostProbe) -> Option<String> {
     let has_unusable_pmu = probe.hybrid || probe.mediated;
     let reason = probe.no_slots_because.as_ref().filter(|_| has_unusable_pmu)?;
     (policy == BackingPolicy::Auto).then(|| format!("cycles are counted by the clock: {reason}"))
 }
 
-/// Returns the effect of a VM with this policy on VMs with KVM's mediated vPMU, or `None` if there
-/// is none. `mediated` states whether this host offers a mediated vPMU. VMs with a mediated vPMU
-/// and host events that count guests exclude each other (`perf_create_mediated_pmu`, Linux 7.0).
+/// Returns a description of how a VM with this policy conflicts with VMs that use KVM's mediated
+/// vPMU, or `None` if it does not. `mediated` states whether this host offers a mediated vPMU. VMs
+/// with a mediated vPMU and host events that count guests exclude each other
+/// (`perf_create_mediated_pmu`, Linux 7.0).
 pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: bool) -> Option<&'static str> {
     let opens_events = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
     (mediated && opens_events).then_some(
@@ -183,8 +186,8 @@ pub fn sources(
     )
 }
 
-/// Returns the count sources from the vendor of the host's usable PMU, if any, and the generic
-/// events that the host opens.
+/// Determines the count sources under `policy`, given the vendor `hardware` of the host's usable
+/// PMU, if any, and the generic events `opens` that the host can open.
 pub(super) fn sources_of(
     policy: BackingPolicy,
     hardware: Option<Vendor>,
@@ -302,8 +305,9 @@ mod tests {
         );
     }
 
-    /// While a VM with a mediated vPMU exists, the host rejects events that count guests. `auto`
-    /// then uses the clock, and every message names the mediated vPMU and the remedy.
+    /// While a VM with a mediated vPMU exists, the host rejects events that count guests.
+    /// `--backing auto` then uses the clock, and every message names the mediated vPMU and the
+    /// remedy.
     #[test]
     fn mediated_neighbour_leaves_clock_and_report_remedy() {
         let probe = HostProbe {

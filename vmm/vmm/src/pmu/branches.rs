@@ -12,7 +12,7 @@ pub enum BranchStackError {
     /// KVM cannot single-step guests.
     #[error("branch stacks: this host's KVM does not single-step guests")]
     NoSteps,
-    /// KVM cannot block interrupts during a step.
+    /// KVM cannot block interrupts during a single step.
     #[error(
         "branch stacks: this host's KVM cannot block interrupts during a step (Linux 5.14 and later can)"
     )]
@@ -81,10 +81,10 @@ pub fn check_records(
 /// State of the branch stack of a vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum StackState {
-    /// No sample waits for a stack.
+    /// No sample waits for a branch stack.
     #[default]
     Idle,
-    /// A sample waits for a stack.
+    /// A sample waits for a branch stack, whose collection has not begun.
     Requested(BranchSampling),
     /// Branches are being collected.
     Collecting(BranchSampling),
@@ -101,8 +101,8 @@ pub struct BranchCollector {
 }
 
 impl BranchCollector {
-    /// Appends the branches to `out`, newest first. Returns `false` and requests a stack if there is
-    /// none.
+    /// Appends the collected branches to `out`, newest first. If no complete stack exists, returns
+    /// `false` and requests one.
     pub fn take(&mut self, request: BranchSampling, out: &mut Vec<BranchEntry>) -> bool {
         match &mut self.state {
             StackState::Complete => {
@@ -155,7 +155,7 @@ impl BranchCollector {
         self.state = StackState::Complete;
     }
 
-    /// Discards a complete stack, after its samples were written.
+    /// Discards the complete stack after the samples that waited for it were written.
     #[inline]
     pub fn written(&mut self) {
         if self.state == StackState::Complete {
@@ -163,7 +163,7 @@ impl BranchCollector {
         }
     }
 
-    /// Returns the privilege levels that must be stepped.
+    /// Returns the privilege levels that must be single-stepped to collect the stack.
     #[inline]
     pub fn levels(&self) -> SteppedLevels {
         match self.state {

@@ -16,7 +16,7 @@ pub struct PmuConfig {
     pub model: PmuModel,
     /// Backing of the guest's counters.
     pub policy: BackingPolicy,
-    /// Backing under which a restored guest was saved.
+    /// Backing (source of the counts) that the guest used when it was saved, if it is restored.
     pub saved_policy: Option<BackingPolicy>,
     /// Events that may be counted.
     pub filter: Arc<EventFilter>,
@@ -32,12 +32,12 @@ pub struct PmuConfig {
     pub pmi_share: PmiShare,
     /// Stepping capabilities of the host, for the exact backing and for branch stacks.
     pub stepping: SteppingSupport,
-    /// Instructions and branches of operators are counted by single-stepping. Requires
+    /// The instruction and branch events of operators are counted by single-stepping. Requires
     /// [`BackingPolicy::Exact`].
     pub steps_for_operators: bool,
     /// RDPMC is emulated with hardware breakpoints.
     pub has_rdpmc_breakpoints: bool,
-    /// Priority of the guest and operators for host counters.
+    /// Who has priority for the host's counters, the guest or operators.
     pub share: SharePolicy,
     /// Multiplexing policy of events that share counters.
     pub mux: MuxPolicy,

@@ -1,5 +1,5 @@
-//! Determines which of perf's generic events a guest can count, by the event numbers of the guest's
-//! kernel.
+//! Determines which of perf's generic events a guest can count, given the event numbers that the
+//! guest's kernel uses for them.
 
 use perf_core::pmu::host::{self, HostProbe};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const REFERENCE_COUNTER: u8 = 1 << REFERENCE;
 /// Number of the fixed counter for reference cycles.
 const REFERENCE: u8 = 2;
 
-/// Events that one policy can count on one host for one model.
+/// Events that can be counted for one PMU model, under one backing policy, on one host.
 #[derive(Debug)]
 pub struct CountableKernelEvents {
     vendor: Vendor,
@@ -111,8 +111,8 @@ impl EventCountability for CountableKernelEvents {
         self.filter.allows(issued.selection) && self.sources.of_request(&issued).next().is_some()
     }
 
-    /// Returns the events of `perf stat` that cannot be counted, without reference cycles on AMD,
-    /// which has none before Zen 4.
+    /// Returns the events of `perf stat` that cannot be counted. On AMD, reference cycles are not
+    /// included, because processors before Zen 4 have no such event.
     fn missing(&self) -> Vec<&'static str> {
         let asked = PERF_STAT_EVENTS.into_iter();
         let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
@@ -227,8 +227,8 @@ mod tests {
         }
     }
 
-    /// A filtered event is not countable in the guest kernel's tables, because AMD's CPUID does not
-    /// report individual events.
+    /// An event that the filter denies is treated as uncountable in the tables of the guest's
+    /// kernel. This matters on AMD, whose CPUID does not report individual events.
     #[test]
     fn filtered_event_is_not_countable() {
         let some = probe(&[("cycles", 0), ("instructions", 1), ("cache-misses", 3)]);
@@ -247,8 +247,8 @@ mod tests {
         }
     }
 
-    /// Without the third fixed counter, no counter supports Linux's event number for reference
-    /// cycles.
+    /// A PMU model without fixed counter 2, the third one, cannot count Linux's event number for
+    /// reference cycles.
     #[test]
     fn reference_cycles_require_fixed_counter() {
         let none = probe(&[]);
@@ -272,10 +272,10 @@ mod tests {
         }
     }
 
-    /// Condition under which an event remains in the table.
+    /// Condition under which an event remains in the event table of the guest's kernel.
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Requirement {
-        /// The event has its own clock, so any backing suffices.
+        /// The VMM can count the event with a clock, so any backing suffices.
         Clock,
         /// Every instruction is observed.
         Steps,
@@ -283,12 +283,12 @@ mod tests {
         Host,
         /// CPUID reports the availability.
         Cpuid,
-        /// The event needs fixed counter 2.
+        /// The event needs fixed counter 2, for reference cycles.
         Reference,
     }
 
     /// For each model and backing, on a host without a PMU and on one with cycles and instructions,
-    /// an event remains in the table if and only if it can be counted.
+    /// an event remains in the guest kernel's table if and only if it can be counted.
     #[test]
     fn model_tables_keep_countable_events() {
         use Requirement::{Clock, Cpuid, Host, Reference, Steps};

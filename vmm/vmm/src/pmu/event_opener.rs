@@ -23,7 +23,8 @@ use sandbox::{
 
 use super::remote_open::{RemoteOpen, current_tid};
 
-/// Opener of the perf events of a VM.
+/// Opens the host's perf events for a VM: through the broker, a separate process, or on the threads
+/// of the VM.
 #[derive(Debug)]
 pub struct VmEventOpener {
     broker: PerfBroker,
@@ -76,7 +77,7 @@ impl VmEventOpener {
         self.counting
     }
 
-    /// Installs this opener for all perf events of the process.
+    /// Makes the process open all its perf events with this opener.
     pub fn install(self) {
         set_event_opener(self);
     }

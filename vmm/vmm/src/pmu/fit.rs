@@ -9,7 +9,7 @@ use vpmu::{ArchEvent, BackingPolicy, PmuModel};
 
 use crate::kvm::vpmu_probe::KvmPmuOffer;
 
-/// Generic events of Intel's fixed counters, indexed by counter number.
+/// Generic events that Intel's fixed counters count, indexed by counter number.
 const FIXED: [ArchEvent; 3] = [
     ArchEvent::Instructions,
     ArchEvent::CoreCycles,
@@ -26,8 +26,8 @@ pub struct FittedModel {
     pub competition: Option<String>,
 }
 
-/// Fits `model` to the host. If `asked` is set, the user chose the number of counters, and it is
-/// not changed. `own` describes KVM's own vPMU, if used ([`BackingPolicy::Kvm`]).
+/// Fits `model` to the host. If `asked` is set, the user chose the number of counters, which is
+/// then not changed. `own` describes KVM's own vPMU if the guest uses it ([`BackingPolicy::Kvm`]).
 pub fn fit(
     model: PmuModel,
     asked: bool,
@@ -251,8 +251,8 @@ mod tests {
         assert_eq!((fitted.model, fitted.competition), (asked, None));
     }
 
-    /// KVM's emulated vPMU competes for host counters in the same way as Perfvisor; a mediated one
-    /// does not.
+    /// KVM's emulated vPMU competes with other events for host counters in the same way as
+    /// Perfvisor's; a mediated vPMU does not.
     #[test]
     fn emulated_kvm_vpmu_competes_for_counters() {
         let own = |mediated| KvmPmuOffer {

@@ -9,9 +9,10 @@ pub struct VcpuPmuView {
     pub vcpu: u32,
     /// Number of PMIs delivered.
     pub pmis: Option<u64>,
-    /// Time in which at least one enabled counter was not counted, in nanoseconds.
+    /// Time in nanoseconds in which at least one enabled counter of the guest did not count.
     pub uncounted_ns: Option<u64>,
-    /// Number of times a counter lost its slot on the host, or was enabled without finding one.
+    /// Number of times that a guest counter lost its host counter, or was enabled without finding a
+    /// free one.
     pub places_lost: Option<u64>,
     /// Counters.
     pub counters: Vec<CounterView>,

@@ -78,7 +78,7 @@ impl KernelReader {
         Ok(Self { workers })
     }
 
-    /// Reads from `memory` the kernel to which `regs` and `anchors` refer.
+    /// Reads the guest's kernel from `memory`. `regs` and `anchors` show where it is.
     ///
     /// # Errors
     /// Returns a [`KernelReadError`] if the kernel cannot be read. Except after
@@ -99,7 +99,7 @@ impl KernelReader {
     }
 }
 
-/// Serves one search in the worker process.
+/// Serves one search for a guest kernel in the worker process.
 fn work(socket: UnixStream, number: u32) {
     sandbox::worker_fault(number);
     // An error means that the VM has closed the socket, so there is no receiver for a report.

@@ -38,9 +38,9 @@ use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
 use vpmu::{
-    BackingChange, BackingPolicy, CountableEvents, CounterIndex, CounterView, Cpl, EventFilter, EventSources,
-    MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, RdpmcIndex, SteppedLevels,
-    Vendor, Vpmu, VpmuStateError,
+    BackingPolicy, CountableEvents, CounterBackingChange, CounterIndex, CounterView, Cpl, EventFilter,
+    EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, RdpmcIndex,
+    SteppedLevels, Vendor, Vpmu, VpmuStateError,
 };
 
 use crate::kvm::cpuid;
@@ -83,7 +83,7 @@ pub struct VmPmu {
     kvm: Arc<KvmPmu>,
     /// Vendor of the host's PMU, if usable.
     hardware: Option<Vendor>,
-    /// Generic events that the host's kernel opens.
+    /// Generic events that the host's kernel can open.
     opens: CountableEvents,
     /// Guest memory and kernel information for samples.
     probe: GuestSamplingContext,
@@ -294,14 +294,15 @@ fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
         .ok()
 }
 
-/// Parts of a vCPU's PMU that belong to the thread running it.
+/// Parts of a vCPU's PMU that belong to the thread that runs the vCPU.
 #[derive(Debug)]
 struct AttachedThread {
     context: Arc<VcpuContext>,
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
     fed: Arc<FedCounts>,
-    /// Time that this thread waits for a host CPU, read only while a counter counts it.
+    /// Time for which this thread waits for a host CPU. It is read only while a guest counter
+    /// counts it.
     steal: StealClock,
 }
 
@@ -316,15 +317,18 @@ pub struct VcpuPmu {
     /// Events that the guest may count.
     filter: Arc<EventFilter>,
     attached: Option<AttachedThread>,
-    /// A register was written since the last reconcile.
+    /// A PMU register was written since the last [`VcpuPmu::reconcile`].
     changed: bool,
-    /// Part of [`Vpmu::uncounted_ns`] that has been added to the guest's event, in nanoseconds.
+    /// Part of [`Vpmu::uncounted_ns`], in nanoseconds, that has already been added to the guest's
+    /// paravirtual event for uncounted time.
     fed_uncounted_ns: u64,
-    /// Number of backing changes by a restore that have not been added to the guest's event yet.
+    /// Number of counters whose backing has changed at a restore and that have not been added to
+    /// the guest's paravirtual event for such changes yet.
     unfed_changes: u64,
-    /// Time of the last known position of a single-stepped vCPU.
+    /// Time at which the position of a single-stepped vCPU was last known.
     step_began: Option<Instant>,
-    /// A count added by the VMM has reached an armed overflow.
+    /// Overflows must be handled although no signal arrived, for example because a count that the
+    /// VMM added has reached an armed overflow.
     fed_overflow: bool,
     /// State that is kept between samples.
     samples: SampleCache,
@@ -411,8 +415,9 @@ impl VcpuPmu {
         Ok(())
     }
 
-    /// Returns the enabled counters that had a different backing when the guest was saved.
-    pub fn backing_changes(&self) -> Vec<BackingChange> {
+    /// Returns the enabled counters whose backing (source of the counts) was different when the
+    /// guest was saved.
+    pub fn backing_changes(&self) -> Vec<CounterBackingChange> {
         let policy = self.vm.config.policy;
         let Some(before) = self.vm.config.saved_policy.filter(|saved| *saved != policy) else {
             return Vec::new();
@@ -439,7 +444,8 @@ impl VcpuPmu {
         }
     }
 
-    /// Removes the vCPU from the clock and fed drivers.
+    /// Removes the vCPU from the perf-core drivers for clock events and for counts that the VMM
+    /// adds.
     fn forget(&self) {
         let vcpu = VcpuId(u32::from(self.id));
         self.vm.clock.remove_vcpu(vcpu);
@@ -517,8 +523,9 @@ impl VcpuPmu {
         }
     }
 
-    /// Counts an exiting instruction that completes at the next entry. Must be called after
-    /// [`VcpuPmu::reconcile`]. `cpl` is evaluated only if a counter filters by privilege level.
+    /// Counts an instruction that has caused an exit and completes at the next entry. Must be
+    /// called after [`VcpuPmu::reconcile`]. `cpl` is evaluated only if a counter filters by
+    /// privilege level.
     #[inline]
     pub fn count_emulated_instruction(&mut self, cpl: impl FnOnce() -> u8) {
         let (wanted, level) = self.vpmu.needs_emulated_instructions();
@@ -534,9 +541,9 @@ impl VcpuPmu {
         self.vpmu.reconcile(&mut attached.events);
     }
 
-    /// Returns the privilege levels that must be stepped, as of the last reconcile. If there are
-    /// any, the vCPU's position is known at this point, and the next step is passed to
-    /// [`VcpuPmu::feed_step`].
+    /// Returns the privilege levels that must be single-stepped, as of the last
+    /// [`VcpuPmu::reconcile`]. If there are any, the vCPU's position is known at this point, and
+    /// the next step is passed to [`VcpuPmu::feed_step`].
     #[inline]
     pub fn stepped_levels(&mut self) -> SteppedLevels {
         let levels = self.exact_levels();
@@ -550,7 +557,7 @@ impl VcpuPmu {
         levels
     }
 
-    /// Returns the privilege levels that the exact backing steps.
+    /// Returns the privilege levels that must be single-stepped for the exact backing.
     #[inline]
     pub fn exact_levels(&self) -> SteppedLevels {
         let attached = self.attached.as_ref();
@@ -571,9 +578,9 @@ impl VcpuPmu {
         fed.map_or_else(RetiredCounts::default, |fed| RetiredCounts::remaining(fed, 0))
     }
 
-    /// Adds the events of a step to the counters. A resulting overflow must be handled before the
-    /// next instruction; see [`VcpuPmu::take_fed_overflow`]. The time of a step with an unknown
-    /// outcome is uncounted.
+    /// Adds the events of a single step to the counters. A resulting overflow must be handled
+    /// before the next instruction; see [`VcpuPmu::take_fed_overflow`]. If the outcome of the step
+    /// is unknown, its time counts as uncounted.
     pub fn feed_step(&mut self, step: &StepOutcome) {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
@@ -662,7 +669,8 @@ impl VcpuPmu {
         self.feed_uncounted();
     }
 
-    /// Adds the stolen time since the last call to the counters, if a counter counts it.
+    /// Adds the time for which the thread has waited for a host CPU since the last call ("stolen
+    /// time") to the counters that count it. Has no effect if there is none.
     fn feed_steal(&mut self) {
         if let Some(attached) = self.attached.as_mut()
             && let Some(ns) = attached.steal.advance()
@@ -672,8 +680,8 @@ impl VcpuPmu {
         }
     }
 
-    /// Adds the uncounted time since the last call to the counters. Costs two loads while every
-    /// counter counts.
+    /// Adds the uncounted time since the last call to the counters that count it. Costs two loads
+    /// while every enabled counter counts.
     #[inline]
     fn feed_uncounted(&mut self) {
         if let Some(attached) = self.attached.as_mut() {

@@ -1,6 +1,6 @@
 //! Events of operators: the sources that count them, and their sampling in the host's kernel.
 
-use perf_core::pmu::host::{GuestSampler, MIN_CLOCK_PERIOD_NS, ThreadSwitches};
+use perf_core::pmu::host::{GuestSamplingEvent, MIN_CLOCK_PERIOD_NS, ThreadSwitches};
 use perf_core::pmu::{PmuError, VcpuId};
 use perf_core::{Attr, EventType};
 use vpmu::{ArchEvent, CounterBacking, EventSource, ParavirtualEvent};
@@ -11,7 +11,7 @@ use super::VmPmu;
 #[derive(Debug)]
 pub struct HostSampling {
     /// Stopped host event.
-    pub sampler: GuestSampler,
+    pub sampler: GuestSamplingEvent,
     /// Sampling period in events; `None` if each sample carries its period.
     pub period: Option<u64>,
     /// Samples also include the host's kernel.
@@ -26,7 +26,7 @@ pub enum HostSamplingError {
     /// The vCPU has no thread yet.
     #[error("vCPU {0} is not running yet")]
     NotRunning(u32),
-    /// The host's clock cannot distinguish guest privilege levels.
+    /// The host's clock cannot distinguish the privilege levels of the guest.
     #[error("the vCPU's clock cannot distinguish privilege levels")]
     OneLevel,
     /// The host has no usable hardware PMU.
@@ -76,7 +76,7 @@ impl VmPmu {
             let period_ns = u128::from(period) * 1_000_000 / khz;
             let period_ns = u64::try_from(period_ns).unwrap_or(u64::MAX);
             return Ok(HostSampling {
-                sampler: GuestSampler::clock(clock.tid(), period_ns)?,
+                sampler: GuestSamplingEvent::clock(clock.tid(), period_ns)?,
                 period: Some(period),
                 sees_host: true,
                 interpreted: self.clock.interprets_kernel(),
@@ -87,7 +87,7 @@ impl VmPmu {
                 return Err(HostSamplingError::NoPmu);
             }
             return Ok(HostSampling {
-                sampler: GuestSampler::hardware(clock.tid(), attr)?,
+                sampler: GuestSamplingEvent::hardware(clock.tid(), attr)?,
                 period: None,
                 sees_host: !attr.exclude_host,
                 interpreted: false,
@@ -198,8 +198,8 @@ mod tests {
         assert!(never.sample_period > 0);
     }
 
-    /// Host sampling reports whether samples contain guest kernel code, which only the VM can
-    /// determine.
+    /// Host sampling states whether KVM interprets the guest's kernel. Only the VM can determine
+    /// this, and samples then contain no guest kernel code.
     #[test]
     fn host_samples_report_interpreted_kernel() {
         for interprets in [false, true] {

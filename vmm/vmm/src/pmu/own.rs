@@ -88,7 +88,8 @@ fn mirror(
     vpmu
 }
 
-/// Returns the counters. Only register values are meaningful.
+/// Returns the counters of `mirror`, whose registers were read from KVM. Only register values are
+/// meaningful.
 pub fn view(mirror: &mut Vpmu) -> Vec<CounterView> {
     mirror.counters_view(&mut KvmCounterEvents)
 }

@@ -67,7 +67,8 @@ impl VcpuPmu {
         self.vpmu.pmi_delivered(now_ns);
     }
 
-    /// Returns the nanoseconds from now until `time_ns` on the clock of [`VcpuPmu::pmi_ready`].
+    /// Returns the nanoseconds from now until `time_ns`, a time on the vCPU's event clock, which
+    /// [`VcpuPmu::pmi_ready`] uses.
     pub fn nanoseconds_until(&mut self, time_ns: u64) -> u64 {
         time_ns.saturating_sub(self.now_ns())
     }

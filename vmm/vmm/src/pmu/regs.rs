@@ -11,7 +11,7 @@ use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
 use perf_core::branch::{BranchEntry, BranchSampling};
 use perf_core::record::{CallChainWords, UserRegsAndStack};
 use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use smallvec::SmallVec;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::IntoBytes;
@@ -27,7 +27,7 @@ use guest_profile::sample::{RAW_BYTES, SampleData};
 use guest_profile::search::FoundKernel;
 use guest_profile::task::{GuestTask, TaskReader};
 use guest_profile::unwind::context::SampledUserRegs;
-use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStops};
+use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStopCounts};
 use guest_profile::{GuestRegs, WalkBudget};
 
 /// IA32_KERNEL_GS_BASE: GS base that SWAPGS exchanges (SDM vol. 4).
@@ -97,7 +97,8 @@ impl GuestSamplingContext {
         }
     }
 
-    /// Registers a new reader of samples. Information that is sent only once is sent again for it.
+    /// Registers a new reader of samples. Information that is normally sent only once is sent again
+    /// for this reader.
     pub fn add_listener(&self) {
         self.listeners.add();
     }
@@ -165,8 +166,8 @@ impl GuestSamplingContext {
         begin
     }
 
-    /// Returns `true` if the caller must start a search for the kernel now. Returns `false` if the
-    /// kernel is known, a search is in progress, or the last search failed very recently.
+    /// Returns `true` if the caller must start a search for the guest's kernel now. Returns `false`
+    /// if the kernel is known, a search is in progress, or the last search failed very recently.
     pub fn begin_search(&self) -> bool {
         let mut search = self.search();
         let begin = match &*search {
@@ -180,7 +181,7 @@ impl GuestSamplingContext {
         begin
     }
 
-    /// Returns the progress of the search.
+    /// Returns the progress of the search for the guest's kernel.
     pub fn search_progress(&self) -> KernelSearchProgress {
         match &*self.search() {
             KernelSearch::NotYet => KernelSearchProgress::NotStarted,
@@ -197,9 +198,9 @@ impl GuestSamplingContext {
     fn search_from(&self, regs: Option<(GuestRegs, KernelAnchorRegisters)>) {
         let probe = self.clone();
         let builder = std::thread::Builder::new().name("find-kernel".into());
-        let spawned = sandbox::spawn(ThreadKind::Profiler, builder, move || {
+        let spawned = sandbox::spawn(SandboxedThreadKind::Profiler, builder, move || {
             probe.look(|memory| {
-                sandbox::fault_point(ThreadKind::Profiler);
+                sandbox::fault_point(SandboxedThreadKind::Profiler);
                 let (regs, anchors) = regs.as_ref().ok_or(KernelSearchError::NoRegisters)?;
                 let reader = probe.reader.as_ref().ok_or(KernelSearchError::NoReader)?;
                 Ok(reader.read(memory, regs, anchors)?)
@@ -280,21 +281,23 @@ pub struct SampleCache {
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
     /// Buffer for the user stack; empty until first requested.
     stack: Vec<u8>,
-    /// User registers that belong to the stack.
+    /// User registers of the same sample as the user stack in `stack`.
     user_regs: [u64; REGS_USER_LEN],
-    /// Duration of the vCPU interruption for the last sample, in nanoseconds; 0 if not measured.
+    /// Time for which taking the last sample interrupted the vCPU, in nanoseconds; 0 if not
+    /// measured.
     held_ns: u32,
     /// Branch stack of the next sample.
     pub(super) branches: BranchCollector,
-    /// Duration of single-stepping for the sample, in nanoseconds.
+    /// Duration of single-stepping for the branch stack of the sample, in nanoseconds.
     burst_ns: u32,
-    /// A sample was taken since the last call to `held`.
+    /// A sample was taken since the last call of [`SampleCache::held`].
     taken: bool,
     /// Number of samples.
     samples: u32,
 }
 
-/// Interval, in samples, at which the cost of a sample is measured after the first 64.
+/// After the first 64 samples, the cost of every sample whose number is a multiple of this is
+/// measured.
 const MEASURE_INTERVAL: u32 = 4;
 
 impl SampleCache {
@@ -364,7 +367,7 @@ impl ExitRegisters {
     }
 }
 
-/// Registers of a vCPU outside guest mode, read on its own thread.
+/// Registers of a vCPU that is outside guest mode, read on the vCPU's thread.
 #[derive(Debug)]
 pub struct VcpuSampleRegs<'a> {
     fd: &'a VcpuFd,
@@ -372,23 +375,24 @@ pub struct VcpuSampleRegs<'a> {
     memory: &'a mut SampleCache,
     /// Registers read so far.
     known: ExitRegisters,
-    /// The guest's kernel, after first use.
+    /// The guest's kernel; `None` before its first use.
     kernel: Option<Guard<Option<Arc<FoundKernel>>>>,
     /// Segment and control registers were read.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
-    ends: UnwindStops,
+    ends: UnwindStopCounts,
     /// Result of the stack walk.
     chain: Option<CallChain>,
-    /// Length of the copied stack, ABI of the registers, and the requested stack length.
+    /// Length of the copied user stack, ABI of the user registers, and the stack length that was
+    /// requested.
     user: Option<(usize, u64, u32)>,
     /// Length of the raw data, once assembled.
     raw_len: Option<usize>,
 }
 
 impl<'a> VcpuSampleRegs<'a> {
-    /// Creates the register source of a sample. `memory` belongs to the vCPU. Registers that are in
-    /// `known` are not read from KVM.
+    /// Creates the register source of a sample. `memory` is the vCPU's state between samples.
+    /// Registers that are in `known` are not read from KVM.
     #[inline]
     pub fn new(
         fd: &'a VcpuFd,
@@ -404,7 +408,7 @@ impl<'a> VcpuSampleRegs<'a> {
             kernel: None,
             used_system: false,
             user_frames: SmallVec::new(),
-            ends: UnwindStops::default(),
+            ends: UnwindStopCounts::default(),
             chain: None,
             user: None,
             raw_len: None,
@@ -453,7 +457,8 @@ impl<'a> VcpuSampleRegs<'a> {
         Some(&self.known.regs)
     }
 
-    /// Starts the search for the guest's kernel at the current registers.
+    /// Starts the search for the guest's kernel, which begins at the addresses in the current
+    /// registers.
     pub fn find_kernel(&mut self) {
         let lstar = self.msr(IA32_LSTAR);
         let regs = self.regs_with_kernel_gs().map(|regs| {
@@ -692,7 +697,7 @@ mod tests {
         assert!(probe.code(u64::MAX, 0x40_0000, 64).is_empty());
     }
 
-    /// Returns the reason why a search failed.
+    /// Returns the reason why the search for the guest's kernel failed.
     #[track_caller]
     fn failure(probe: &GuestSamplingContext) -> String {
         match probe.search_progress() {
@@ -739,7 +744,7 @@ mod tests {
         told(&probe);
     }
 
-    /// The cost is recorded only for measured samples.
+    /// The cost of a sample is recorded only for the samples that are selected for measurement.
     #[test]
     fn sample_cost_is_measured_periodically() {
         let mut memory = SampleCache::default();

@@ -1,6 +1,6 @@
-//! Opens a perf event on another thread. The target thread opens the event in the handler of its
-//! kick signal. The signal may interrupt the thread anywhere, and `perf_event_open(2)` is a single
-//! system call that needs no locks of the VMM.
+//! Opens a perf event on another thread: the target thread itself opens the event, in the handler
+//! of its kick signal. The signal may interrupt the thread anywhere, and `perf_event_open(2)` is a
+//! single system call that needs no locks of the VMM.
 #![expect(
     unsafe_code,
     reason = "system calls, and a signal handler that reads another thread's request"
@@ -20,13 +20,13 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between signals to the thread. Repeated signals detect a thread that exits before it
 /// handles the request.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
-/// Interval between checks for the result.
+/// Interval between checks of whether the target thread has handled the request.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// State without a request.
 const IDLE: u64 = 0;
-/// Phases in the lowest bits of the state: posted, being handled, and done. The other bits contain
-/// the thread ID, so that no thread handles another thread's request.
+/// Phases of a request, in the lowest bits of the state word: posted, being handled, and done. The
+/// other bits contain the ID of the target thread, so that no other thread handles the request.
 const POSTED: u64 = 1;
 const TAKEN: u64 = 2;
 const DONE: u64 = 3;
@@ -37,7 +37,7 @@ fn state(tid: i32, phase: u64) -> u64 {
 
 /// State of the only request.
 static STATE: AtomicU64 = AtomicU64::new(IDLE);
-/// The request, valid while the state is posted or taken.
+/// The request, valid while its phase in [`STATE`] is posted or being handled.
 static REQUEST: AtomicPtr<RemoteOpen<'static>> = AtomicPtr::new(ptr::null_mut());
 /// Serializes requests.
 static REQUEST_LOCK: Mutex<()> = Mutex::new(());
@@ -55,7 +55,8 @@ pub(super) struct RemoteOpen<'a> {
 }
 
 impl RemoteOpen<'_> {
-    /// Makes thread `tid` of this process open an event on itself, in its handler of `signal`.
+    /// Makes thread `tid` of this process open the event of `request` on itself, in its handler of
+    /// `signal`.
     ///
     /// # Errors
     /// Returns an error if `perf_event_open(2)` fails, `ESRCH` if the thread does not exist, or

@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::sched::WaitTime;
 
-/// The unavailability of the time has been logged.
+/// A message has been logged that the host does not provide the time.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// Run-queue wait time of the thread that created the clock, read in increments.
 #[derive(Debug)]
 pub struct StealClock {
-    /// Source of the time; `None` if the host does not provide it.
+    /// Source of the wait time; `None` if the host does not provide it.
     time: Option<WaitTime>,
     /// Wait time at the last read, in nanoseconds; `None` while the clock is off.
     last_ns: Option<u64>,
@@ -67,8 +67,8 @@ impl StealClock {
 mod tests {
     use super::*;
 
-    /// The clock starts at zero when it is turned on and never decreases; while off, nothing is
-    /// read.
+    /// [`StealClock`] starts at zero when it is turned on and never decreases. While it is off, the
+    /// host's time is not read.
     #[test]
     fn waiting_time_counts_only_while_on() {
         let mut clock = StealClock::for_current_thread().unwrap();

@@ -73,8 +73,9 @@ fn pmu_register_accesses_count_as_msr_exits() {
     pmu.detach();
 }
 
-/// A guest with an uncountable event reads its uncounted time, which is at least the time between
-/// two of its reads, at most the time around them, and zero while the counter is disabled.
+/// A guest with an event that the host cannot count reads its uncounted time. This time is at least
+/// the time between the guest's two register accesses, at most the time from before the first to
+/// after the second, and does not increase while the counter is disabled.
 #[test]
 fn guest_reads_uncounted_time() {
     let mut pmu = pmu();
@@ -108,8 +109,8 @@ fn guest_reads_uncounted_time() {
     pmu.detach();
 }
 
-/// The time of a step with an unknown outcome is uncounted if a counter needs steps, so that the
-/// guest can detect the gap in its counts.
+/// The time of a single step with an unknown outcome is uncounted if a counter is counted by single
+/// steps, so that the guest can detect the gap in its counts.
 #[test]
 fn lost_step_is_uncounted_time() {
     const INSTRUCTIONS: u64 = 0xc0 | 1 << 16 | 1 << 17 | 1 << 22;
@@ -140,7 +141,8 @@ fn lost_step_is_uncounted_time() {
     pmu.detach();
 }
 
-/// An overflow that a read finds before its signal is counted as well.
+/// An overflow that is found when the guest reads the counter, without a signal, is counted as
+/// well.
 #[test]
 fn overflow_found_by_read_is_counted() {
     let mut pmu = pmu();

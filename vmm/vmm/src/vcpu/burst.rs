@@ -28,18 +28,18 @@ use super::running::Running;
 use super::step::{StepError, Stepper};
 use crate::pmu::branches;
 
-/// Maximum number of steps and straight-line runs of a burst, for each requested branch.
+/// Maximum number of single steps and straight-line runs in a burst, for each requested branch.
 const MAX_STEPS_PER_BRANCH: u64 = 128;
-/// Maximum duration of a burst. Ends a burst whose vCPU has halted.
+/// Maximum duration of a burst of single steps. Ends a burst whose vCPU has halted.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
-/// Purpose of a burst, which determines the receiver of its branches.
+/// Purpose of a burst of single steps, which determines who receives the branches that it records.
 #[derive(Clone, Copy, Debug)]
 enum BurstPurpose {
     /// An operator's sample.
     Sample {
-        /// Maximum share of the CPU time, in thousandths; `None` if the exact backing steps these
-        /// levels anyway.
+        /// Maximum share of the thread's CPU time for bursts, in thousandths; `None` if the exact
+        /// backing single-steps these privilege levels anyway.
         overhead_permille: Option<u16>,
     },
     /// The guest's branch records, before a PMI. Contains the privilege levels that are recorded.
@@ -52,7 +52,8 @@ struct ActiveBurst {
     purpose: BurstPurpose,
     began: Instant,
     began_cpu_ns: u64,
-    /// Number of steps and runs of the stepper when the burst began and when it must end.
+    /// Number of single steps and straight-line runs of the stepper at the beginning of the burst,
+    /// and the number at which the burst must end.
     first_step: u64,
     max_steps: u64,
 }
@@ -65,11 +66,11 @@ pub(super) struct Bursts {
     active: Option<ActiveBurst>,
     /// Stepper between two bursts, kept for its decoded code.
     idle: Option<Stepper>,
-    /// The vCPU's stepper was installed for bursts.
+    /// The vCPU's stepper was installed only for bursts, not for the exact backing.
     owns_stepper: bool,
     /// An overflow signal waits for the end of the burst.
     signal_waits: bool,
-    /// CPU time of the thread before which no burst may start, in nanoseconds.
+    /// CPU time of the thread before which no burst of single steps may start, in nanoseconds.
     not_before_cpu_ns: u64,
 }
 
@@ -88,9 +89,10 @@ impl Bursts {
         self.active.is_some()
     }
 
-    /// Returns `true` if an overflow signal must be handled now. During a burst for the guest's
-    /// branch records, the signal waits. The guest's clock does not advance in such a burst, so a
-    /// timer that fired early would repeatedly be armed for the same short remaining time.
+    /// Returns `true` if an overflow signal must be handled now. `signalled` states whether one has
+    /// arrived. During a burst for the guest's branch records, the signal waits. The guest's clock
+    /// does not advance in such a burst, so a timer that fired early would repeatedly be armed for
+    /// the same short remaining time.
     #[inline]
     pub(super) fn defer_signal(&mut self, signalled: bool) -> bool {
         let waits = std::mem::take(&mut self.signal_waits) || signalled;
@@ -105,8 +107,8 @@ impl Bursts {
         active.is_some_and(|burst| matches!(burst.purpose, BurstPurpose::Pmi(_)))
     }
 
-    /// Returns `true` if RFLAGS values in guest memory may contain the trap flag of the idle
-    /// stepper.
+    /// Returns `true` if RFLAGS values that the guest has saved in its memory may contain the trap
+    /// flag of the idle stepper.
     pub(super) fn has_strays(&self) -> bool {
         self.idle.as_ref().is_some_and(Stepper::has_strays)
     }
@@ -119,7 +121,7 @@ impl Bursts {
         Some(stepper)
     }
 
-    /// Returns a stepper for a burst.
+    /// Returns a stepper for a burst of single steps.
     fn stepper(&mut self) -> Option<Stepper> {
         let (config, memory) = self.config.as_ref()?;
         let idle = self.idle.take();
@@ -127,15 +129,16 @@ impl Bursts {
     }
 }
 
-/// Returns the CPU time that must pass after a burst, so that bursts take `permille` of the CPU time.
+/// Returns the CPU time that must pass after a burst of `cost_ns`, so that bursts take `permille`
+/// thousandths of the CPU time.
 fn pause_after(cost_ns: u64, permille: u16) -> u64 {
     let permille = u64::from(permille).clamp(1, 1000);
     cost_ns.saturating_mul(1000 - permille) / permille
 }
 
 impl Running {
-    /// Collects the branches of the last step and ends the burst at its limits. Called before
-    /// overflows are handled.
+    /// Collects the branches of the last step, and ends the burst if one of its limits is reached.
+    /// Called before overflows are handled.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -280,8 +283,8 @@ impl Running {
         self.begin_branch_records(request, timer)
     }
 
-    /// Starts the burst for the guest's branch records. Returns `false` if none is possible here.
-    /// In this case, the records are empty.
+    /// Starts the burst for the guest's branch records. Returns `false` if no burst is possible in
+    /// the vCPU's current state. In this case, the records are empty.
     fn begin_branch_records(&mut self, request: BranchRequest, timer: &KickTimer) -> Result<bool, StepError> {
         let can_step = self.can_step();
         let Some(pmu) = &mut self.pmu else {
@@ -304,12 +307,12 @@ impl Running {
         Ok(false)
     }
 
-    /// Returns `true` if a burst may step this vCPU.
+    /// Returns `true` if this vCPU may be single-stepped for a burst.
     fn can_step(&self) -> bool {
         !self.is_debugger_attached() && (self.stepper.is_some() || self.bursts.config.is_some())
     }
 
-    /// Starts a burst of up to `depth` branches.
+    /// Starts a burst of single steps that records up to `depth` branches.
     fn start_stepping(&mut self, purpose: BurstPurpose, depth: u16, timer: &KickTimer) {
         if self.stepper.is_none() {
             // The stepper changes registers between two entries, which synchronized registers would
@@ -334,8 +337,8 @@ impl Running {
         timer.kick_in(MAX_BURST);
     }
 
-    /// Removes the stepper of the last burst after stepping was disabled, unless a flag that it set
-    /// may still be in guest memory. Returns `true` if it was removed.
+    /// Removes the stepper of the last burst after stepping was disabled, unless a trap flag that
+    /// the stepper set may still be in guest memory. Returns `true` if it was removed.
     pub(super) fn retire_burst_stepper(&mut self) -> bool {
         if !self.bursts.owns_stepper || self.bursts.active.is_some() {
             return false;
@@ -355,8 +358,9 @@ impl Running {
 mod tests {
     use super::*;
 
-    /// A signal during a burst for another purpose is handled immediately, and a deferred signal is
-    /// handled after the burst.
+    /// Overflow signals wait only during a burst for the guest's branch records: a signal during a
+    /// burst for another purpose is handled immediately, and a signal that has waited is handled
+    /// after the burst.
     #[test]
     fn signal_waits_for_end_of_branch_records() {
         let burst = |purpose| ActiveBurst {

@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// Reason why a VM has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StopReason {
+pub enum VmStopReason {
     /// The guest powered off.
     PowerOff,
     /// The guest requested a reset (keyboard controller, port CF9H, ACPI reset register).
@@ -30,11 +30,11 @@ pub enum StopReason {
     NotRestarted,
 }
 
-impl StopReason {
-    /// Returns `true` if the VM restarts after this reason under [`ResetPolicy::Restart`]. A
-    /// processor shutdown counts, because it resets a PC.
+impl VmStopReason {
+    /// Returns `true` if the VM restarts after this reason under [`ResetPolicy::Restart`]. The
+    /// shutdown of a processor is such a reason, because it resets a PC.
     fn is_reset(self) -> bool {
-        matches!(self, StopReason::Reset | StopReason::TripleFault)
+        matches!(self, VmStopReason::Reset | VmStopReason::TripleFault)
     }
 }
 
@@ -92,16 +92,16 @@ pub struct RunControl {
     ends: Mutex<RunControlState>,
     changed: Condvar,
     stopped: EventFd,
-    /// Signals the main loop to advance a reset.
+    /// Signals the main loop to perform the next step of a reset.
     reset: EventFd,
     /// Debugger interface; `None` if debugging is disabled.
     debugger: Option<Debugger>,
 }
 
-/// Run-control state protected by the lock.
+/// Part of the run control that its lock protects.
 #[derive(Debug, Default)]
 pub(super) struct RunControlState {
-    reason: Option<StopReason>,
+    reason: Option<VmStopReason>,
     /// An operator requested a pause.
     paused: bool,
     /// A debugger stopped the VM.
@@ -112,7 +112,7 @@ pub(super) struct RunControlState {
 /// Progress of the vCPUs through a reset; see `reset_barrier.rs`.
 #[derive(Debug, Default)]
 pub(super) struct ResetBarrier {
-    /// vCPUs that wait outside the guest.
+    /// vCPUs that have exited the guest and wait for the reset.
     pub(super) arrived: VcpuSet,
     /// vCPUs that take part in the restart and are not restored yet.
     pub(super) missing: VcpuSet,
@@ -160,7 +160,7 @@ impl RunControl {
     }
 
     /// Stops the VM. Only the first reason is recorded; later calls have no effect.
-    pub fn stop(&self, reason: StopReason) {
+    pub fn stop(&self, reason: VmStopReason) {
         let mut ends = self.lock();
         ends.reason.get_or_insert(reason);
         self.set(RunState::Stopped);
@@ -173,7 +173,7 @@ impl RunControl {
 
     /// Handles a stop or reset requested by the guest. Resets the machine if `reason` is a reset
     /// and [`ResetPolicy::Restart`] is set, otherwise stops the VM.
-    pub fn handle_guest_stop(&self, reason: StopReason) {
+    pub fn handle_guest_stop(&self, reason: VmStopReason) {
         if self.on_reset == ResetPolicy::Exit || !reason.is_reset() {
             return self.stop(reason);
         }
@@ -187,14 +187,15 @@ impl RunControl {
         self.signal_reset();
     }
 
-    /// Wakes the main loop to advance a reset.
+    /// Wakes the main loop, so that it performs the next step of a reset.
     pub(super) fn signal_reset(&self) {
         if let Err(e) = self.reset.write(1) {
             log::error!("cannot announce a reset: {e}");
         }
     }
 
-    /// Returns an eventfd that becomes readable when the main loop must advance a reset.
+    /// Returns an eventfd that becomes readable when the main loop must perform the next step of a
+    /// reset.
     pub fn reset_event(&self) -> &EventFd {
         &self.reset
     }
@@ -224,8 +225,8 @@ impl RunControl {
         self.lock().paused
     }
 
-    /// Sets the state to paused, held or running. An operator's pause has priority over a
-    /// debugger's stop.
+    /// Sets the run state to paused, held for a debugger, or running. An operator's pause has
+    /// priority over a debugger's stop.
     pub(super) fn apply_requested_state(&self, ends: &RunControlState) {
         self.set(if ends.paused {
             RunState::Paused
@@ -250,8 +251,9 @@ impl RunControl {
         self.changed.notify_all();
     }
 
-    /// Blocks a vCPU thread while the VM is paused or held and `mail` returns `false`. After
-    /// posting a request, the sender must call [`RunControl::wake_parked`].
+    /// Blocks a vCPU thread while the VM is paused, or held by a debugger, and `mail` returns
+    /// `false` because there is no request for the thread. After posting a request, the sender must
+    /// call [`RunControl::wake_parked`].
     pub fn wait_until_not_paused(&self, mail: impl Fn() -> bool) {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
@@ -261,20 +263,21 @@ impl RunControl {
         self.parked.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Wakes parked vCPU threads so that they check for requests.
+    /// Wakes the vCPU threads that are blocked while the VM is paused or held ("parked"), so that
+    /// they check for requests.
     pub fn wake_parked(&self) {
         // Taking the lock ensures that no thread is between its check and its wait.
         drop(self.lock());
         self.changed.notify_all();
     }
 
-    /// Returns the number of vCPU threads parked by a pause.
+    /// Returns the number of vCPU threads that are blocked by a pause.
     pub fn parked(&self) -> usize {
         self.parked.load(Ordering::SeqCst)
     }
 
     /// Returns the stop reason, or `None` while the VM is running.
-    pub fn reason(&self) -> Option<StopReason> {
+    pub fn reason(&self) -> Option<VmStopReason> {
         self.lock().reason
     }
 
@@ -319,32 +322,33 @@ mod tests {
     fn first_stop_reason_wins_and_is_final() {
         let control = RunControl::new(ResetPolicy::Exit).unwrap();
         assert!(control.set_paused(true));
-        control.stop(StopReason::Reset);
-        control.stop(StopReason::PowerOff);
-        assert_eq!(control.reason(), Some(StopReason::Reset));
+        control.stop(VmStopReason::Reset);
+        control.stop(VmStopReason::PowerOff);
+        assert_eq!(control.reason(), Some(VmStopReason::Reset));
         assert!(!control.set_paused(false));
         assert_eq!(control.state(), RunState::Stopped);
         assert_eq!(control.stopped_event().read().unwrap(), 2);
     }
 
-    /// A reset stops a VM unless it restarts on reset. Any other reason always stops it.
+    /// A reset by the guest stops the VM unless [`ResetPolicy::Restart`] is set. Any other reason
+    /// always stops it.
     #[test]
     fn only_reset_restarts_vm_if_enabled() {
         let exits = RunControl::new(ResetPolicy::Exit).unwrap();
-        exits.handle_guest_stop(StopReason::Reset);
-        assert_eq!(exits.reason(), Some(StopReason::Reset));
+        exits.handle_guest_stop(VmStopReason::Reset);
+        assert_eq!(exits.reason(), Some(VmStopReason::Reset));
         let restarts = RunControl::new(ResetPolicy::Restart).unwrap();
-        restarts.handle_guest_stop(StopReason::TripleFault);
+        restarts.handle_guest_stop(VmStopReason::TripleFault);
         assert_eq!((restarts.reason(), restarts.state()), (None, RunState::Resetting));
         assert!(restarts.set_paused(true));
         assert_eq!(restarts.state(), RunState::Resetting, "the pause comes after it");
-        restarts.handle_guest_stop(StopReason::PowerOff);
-        assert_eq!(restarts.reason(), Some(StopReason::PowerOff));
-        restarts.handle_guest_stop(StopReason::Reset);
+        restarts.handle_guest_stop(VmStopReason::PowerOff);
+        assert_eq!(restarts.reason(), Some(VmStopReason::PowerOff));
+        restarts.handle_guest_stop(VmStopReason::Reset);
         assert_eq!(restarts.state(), RunState::Stopped);
     }
 
-    /// A request wakes a parked thread without ending the pause.
+    /// A request wakes a vCPU thread that is blocked by a pause, without ending the pause.
     #[test]
     fn request_wakes_parked_thread() {
         use std::sync::atomic::AtomicBool;
@@ -379,10 +383,10 @@ mod tests {
         control.set_held(true);
         control.set_paused(false);
         assert_eq!(control.state(), RunState::Held);
-        control.handle_guest_stop(StopReason::Reset);
+        control.handle_guest_stop(VmStopReason::Reset);
         control.set_held(false);
         assert_eq!(control.state(), RunState::Resetting);
-        control.stop(StopReason::Operator);
+        control.stop(VmStopReason::Operator);
         control.set_held(true);
         assert_eq!(control.state(), RunState::Stopped);
     }
@@ -398,7 +402,7 @@ mod tests {
         while control.parked() == 0 {
             std::thread::yield_now();
         }
-        control.stop(StopReason::Operator);
+        control.stop(VmStopReason::Operator);
         waiter.join().unwrap();
         assert_eq!(control.parked(), 0);
     }

@@ -10,8 +10,8 @@ use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{PmuModel, Vendor};
 
 /// IA32_DEBUGCTL.LBR (bit 0): enables model-specific branch records, on AMD the record of the last
-/// branch. Every processor accepts the bit. Guests have neither, so the bit is dropped. Forwarding
-/// it to KVM would start the branch records of the host.
+/// branch. Every processor accepts the bit. Guests have neither kind of record, so the bit is
+/// dropped. Forwarding it to KVM would start the branch records of the host.
 const LBR: u64 = 1 << 0;
 /// DebugCtl bits 5:2 of AMD processors: control of pins that do not exist. KVM drops them, too.
 const AMD_PINS: u64 = 0b1111 << 2;
@@ -59,12 +59,12 @@ impl DebugControl {
         })
     }
 
-    /// Returns the value for RDMSR, without the PMU's bits.
+    /// Returns the bits of IA32_DEBUGCTL that RDMSR returns, except for those of the PMU.
     pub fn read(&self) -> u64 {
         self.kept
     }
 
-    /// Restores the bits that KVM retains, whose MSR is restored separately.
+    /// Restores the record of the bits that KVM retains. The MSR itself is restored separately.
     pub fn restore(&mut self, kept: u64) {
         self.kept = kept & self.processor;
     }
@@ -130,7 +130,8 @@ mod tests {
         DebugControl::new(&CpuId::from_entries(&[leaf]).unwrap(), model).unwrap()
     }
 
-    /// A write to a bit that CPUID does not enumerate raises #GP, as on a processor without it.
+    /// A write to a bit of IA32_DEBUGCTL that CPUID does not enumerate raises #GP, as on a
+    /// processor without the feature.
     #[test]
     fn debugctl_accepts_only_bits_in_cpuid() {
         let plain = with(0, 0);

@@ -1,10 +1,10 @@
-//! Debugger support of a vCPU, which parks while held, publishes its registers, and stops at the
-//! debugger's breakpoints.
+//! Debugger support of a vCPU: the vCPU waits outside the guest while the debugger stops the
+//! machine, publishes its registers, and stops at the debugger's breakpoints.
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 
-use super::control::StopReason;
+use super::control::VmStopReason;
 use super::debugger::{ChangedRegisters, DebugStop, DebugStopCause, Debugger, ResumeAction, VcpuRegisters};
 use super::failure::VcpuFailure;
 use super::internal_error::InternalError;
@@ -23,7 +23,7 @@ impl Running {
         self.attached().is_some()
     }
 
-    /// Returns `true` if a debugger that holds the machine allows this vCPU to run.
+    /// Returns `true` if the debugger, which has stopped the machine, allows this vCPU to run.
     pub(super) fn may_run(&self) -> bool {
         self.control
             .debugger()
@@ -50,7 +50,7 @@ impl Running {
         self.serve(next)
     }
 
-    /// Publishes the registers to the debugger that requested them.
+    /// Publishes the vCPU's registers to the debugger that requested them.
     pub(super) fn publish_registers(&mut self) -> Result<(), VcpuFailure> {
         self.apply_debugger_registers()?;
         let registers = VcpuRegisters {
@@ -96,7 +96,8 @@ impl Running {
         }
     }
 
-    /// Stops the machine and returns `true` if the debug exit belongs to the debugger.
+    /// Determines whether the debug exit `stop` belongs to the debugger. If so, stops the machine
+    /// and returns `true`.
     pub(super) fn stop_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
         let first = self.debug.sites();
         let why = |debugger: &Debugger| debugger.why(self.id, first, stop);
@@ -131,7 +132,7 @@ impl Running {
                 "vcpu{}: the guest sent it an INIT; without firmware at the reset vector, this resets the machine",
                 self.id
             );
-            return Ok(LoopAction::Stop(StopReason::Reset));
+            return Ok(LoopAction::Stop(VmStopReason::Reset));
         }
         Err(VcpuFailure::Internal(error))
     }

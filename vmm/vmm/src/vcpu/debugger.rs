@@ -119,7 +119,7 @@ pub trait RunStateControl {
     /// Stops the machine for a debugger, or resumes it.
     fn set_held(&self, held: bool);
 
-    /// Wakes parked vCPUs so that they check for requests.
+    /// Wakes vCPU threads that wait outside the guest ("parked"), so that they check for requests.
     fn wake_parked(&self);
 
     /// Returns `true` if the VM has ended.
@@ -136,7 +136,7 @@ struct VcpuDebugState {
     view: Mutex<RegisterExchange>,
 }
 
-/// Register state exchanged between the debugger and a held vCPU.
+/// Register state exchanged between the debugger and a vCPU that it has stopped.
 #[derive(Debug, Default)]
 struct RegisterExchange {
     /// Register state that the vCPU published, including the debugger's changes.
@@ -161,7 +161,7 @@ pub(super) enum ChangedRegisters {
 #[derive(Debug)]
 pub struct Debugger {
     cells: Vec<VcpuDebugState>,
-    /// KVM blocks interrupts during a step.
+    /// KVM can block interrupts during a single step.
     blocks_interrupts: bool,
     attached: AtomicBool,
     /// Incremented on each change of `points` or `attached`.
@@ -268,7 +268,7 @@ impl Debugger {
         switch.wake_parked();
     }
 
-    /// Waits until all held vCPUs that `present` lists have published their registers.
+    /// Waits until the stopped vCPUs that `present` lists have all published their registers.
     ///
     /// # Errors
     /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does
@@ -310,12 +310,13 @@ impl Debugger {
         }
     }
 
-    /// Returns the published registers of a vCPU, or `None` if the vCPU is not held.
+    /// Returns the published registers of a vCPU, or `None` if the debugger has not stopped the
+    /// vCPU.
     pub fn registers(&self, vcpu: u8) -> Option<VcpuRegisters> {
         lock(&self.cell(vcpu)?.view).shown
     }
 
-    /// Changes the registers of a vCPU. Returns `false` if the vCPU is not held.
+    /// Changes the registers of a vCPU. Returns `false` if the debugger has not stopped the vCPU.
     pub fn set_registers(&self, vcpu: u8, registers: &VcpuRegisters) -> bool {
         let Some(cell) = self.cell(vcpu) else { return false };
         let mut view = lock(&cell.view);
@@ -370,7 +371,7 @@ impl Debugger {
         self.attached.load(Ordering::Relaxed)
     }
 
-    /// Returns the action of a vCPU.
+    /// Returns what a vCPU is to do now that the debugger resumes the machine.
     pub(super) fn go(&self, vcpu: u8) -> ResumeAction {
         match self.cell(vcpu).map(|cell| cell.go.load(Ordering::SeqCst)) {
             Some(1) => ResumeAction::Step,
@@ -395,7 +396,8 @@ impl Debugger {
         self.shown.notify_all();
     }
 
-    /// Takes the debugger's register changes, to be applied before the vCPU resumes.
+    /// Takes the debugger's changes to the registers of a vCPU, which must be applied before the
+    /// vCPU resumes.
     pub(super) fn take_changes(&self, vcpu: u8) -> Option<(VcpuRegisters, ChangedRegisters)> {
         lock(&self.cell(vcpu)?.view).changes.take()
     }
@@ -406,7 +408,7 @@ impl Debugger {
         (version != known).then(|| (version, lock(&self.points).clone()))
     }
 
-    /// Returns `true` if KVM blocks interrupts during a step.
+    /// Returns `true` if KVM can block interrupts during a single step.
     pub(super) fn blocks_interrupts(&self) -> bool {
         self.blocks_interrupts
     }
@@ -435,7 +437,8 @@ impl Debugger {
         (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == ResumeAction::Step).then_some(DebugStopCause::Step)
     }
 
-    /// Stops the machine on behalf of a vCPU.
+    /// Records `stop` as the reason if none is recorded yet, and stops all vCPUs for the debugger.
+    /// Called by the vCPU that caused the stop.
     pub(super) fn stopped(&self, switch: &dyn RunStateControl, stop: DebugStop) {
         lock(&self.stop).get_or_insert(stop);
         self.hold(switch);
@@ -463,8 +466,8 @@ mod tests {
         registers
     }
 
-    /// Register changes of a vCPU that remains stopped are kept while others run, and applied
-    /// exactly once.
+    /// Register changes of a vCPU that remains stopped while other vCPUs run are kept, and are
+    /// applied exactly once.
     #[test]
     fn register_changes_are_applied_on_resume() {
         let control = machine();

@@ -9,7 +9,7 @@ use perf_core::{error_line, guest_log};
 use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent};
 
-use super::control::StopReason;
+use super::control::VmStopReason;
 use super::debugctl::DebugControl;
 use super::failure::VcpuFailure;
 use super::kick;
@@ -31,7 +31,7 @@ const CR0_PE: u64 = 1 << 0;
 const BREAKPOINT: u32 = 3;
 /// DR6.B0 to B3: breakpoint conditions that were met (SDM vol. 3 §19.2.3).
 const DR6_BREAKPOINTS: u64 = 0xf;
-/// BS: the exception is due to the trap flag.
+/// DR6.BS: the debug exception is due to the trap flag.
 const DR6_SINGLE_STEP: u64 = 1 << 14;
 
 /// Borrowed parts of a vCPU that handle an exit. The file descriptor is excluded, because the exit
@@ -142,7 +142,7 @@ impl ExitHandler<'_> {
 }
 
 impl Running {
-    /// Performs steps 5 and 6 of the run loop: KVM_RUN and the exit.
+    /// Performs steps 5 and 6 of the run loop: calls KVM_RUN and handles the exit.
     pub(super) fn enter(&mut self) -> ExitAction {
         self.exit_clock.end_exit();
         // Steps for the guest's branch records take the VMM's time, not the guest's.
@@ -195,7 +195,7 @@ impl Running {
             }
             Ok(VcpuExit::Shutdown) => {
                 self.report_triple_fault();
-                ExitAction::Stop(StopReason::TripleFault)
+                ExitAction::Stop(VmStopReason::TripleFault)
             }
             Ok(VcpuExit::InternalError) => ExitAction::EmulationFailed,
             Ok(VcpuExit::SystemEvent(kind, _)) => ExitAction::Stop(system_event(kind)),
@@ -249,7 +249,7 @@ impl Running {
         Ok(LoopAction::Repeat)
     }
 
-    /// Forwards the bits of an IA32_DEBUGCTL write that do not belong to the PMU.
+    /// Forwards to KVM the bits of an IA32_DEBUGCTL write that do not belong to the PMU.
     pub(super) fn debug_control_exit(&mut self, value: u64) -> Result<LoopAction, VcpuFailure> {
         if let Some(control) = &mut self.debug_control {
             control
@@ -270,7 +270,7 @@ impl Running {
         stop_of(self.bus.io_out(TRAP_PORT, &[byte])).map_or(LoopAction::Repeat, LoopAction::Stop)
     }
 
-    /// Logs a triple fault of the guest and the last known register state.
+    /// Logs a triple fault of the guest and the register state that was known last.
     fn report_triple_fault(&self) {
         if !self.slot.should_log_triple_fault() {
             return;
@@ -308,19 +308,19 @@ impl Running {
 }
 
 /// Returns the stop reason that a device write causes, or `None` if the VM continues.
-fn stop_of(outcome: BusOutcome) -> Option<StopReason> {
+fn stop_of(outcome: BusOutcome) -> Option<VmStopReason> {
     match outcome {
         BusOutcome::Continue => None,
-        BusOutcome::Reset => Some(StopReason::Reset),
-        BusOutcome::PowerOff => Some(StopReason::PowerOff),
-        BusOutcome::Exit(status) => Some(StopReason::DebugExit(status)),
+        BusOutcome::Reset => Some(VmStopReason::Reset),
+        BusOutcome::PowerOff => Some(VmStopReason::PowerOff),
+        BusOutcome::Exit(status) => Some(VmStopReason::DebugExit(status)),
     }
 }
 
-fn system_event(kind: u32) -> StopReason {
+fn system_event(kind: u32) -> VmStopReason {
     match kind {
-        kvm_bindings::KVM_SYSTEM_EVENT_SHUTDOWN => StopReason::PowerOff,
-        kvm_bindings::KVM_SYSTEM_EVENT_RESET => StopReason::Reset,
-        _ => StopReason::Failed,
+        kvm_bindings::KVM_SYSTEM_EVENT_SHUTDOWN => VmStopReason::PowerOff,
+        kvm_bindings::KVM_SYSTEM_EVENT_RESET => VmStopReason::Reset,
+        _ => VmStopReason::Failed,
     }
 }

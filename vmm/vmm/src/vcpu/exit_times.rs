@@ -66,8 +66,8 @@ reasons! {
 }
 
 impl VcpuExitReason {
-    /// Returns the reason of an exit with this result. After a signal,
-    /// [`kick::is_overflow_pending`] must reflect a pending overflow signal.
+    /// Returns the reason of an exit, given the result `why` of KVM_RUN. If a signal ended KVM_RUN,
+    /// [`kick::is_overflow_pending`] must already reflect whether it was an overflow signal.
     fn of(why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) -> Self {
         let signal = || {
             if kick::is_overflow_pending() {
@@ -189,7 +189,7 @@ impl ExitTable {
     }
 }
 
-/// Adds to a single-writer counter without a locked instruction.
+/// Adds `n` to a counter that only one thread writes, without a locked instruction.
 fn add(number: &AtomicU64, n: u64, order: Ordering) {
     number.store(number.load(Ordering::Relaxed).wrapping_add(n), order);
 }
@@ -218,7 +218,7 @@ impl ExitClock {
         }
     }
 
-    /// Records the next call of KVM_RUN, which ends the exit.
+    /// Ends the current exit and records it, because KVM_RUN is about to be called.
     #[inline]
     pub(super) fn end_exit(&mut self) {
         if let Some((reason, since)) = self.open.take() {
@@ -226,7 +226,8 @@ impl ExitClock {
         }
     }
 
-    /// Discards the exit in progress, because the vCPU waits for something else.
+    /// Discards the exit in progress without recording it, because the vCPU now waits for something
+    /// other than its handling.
     pub(super) fn forget(&mut self) {
         self.open = None;
     }

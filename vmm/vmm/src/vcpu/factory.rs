@@ -34,8 +34,8 @@ pub struct RdpmcConfig {
     pub linux: bool,
     /// Replaced RDPMC instructions.
     pub sites: Arc<RdpmcSites>,
-    /// Trap in the #GP handler for RDPMC that was not replaced, with the kernel's symbols. The trap
-    /// is shared by all vCPUs if it is planted in memory.
+    /// Trap in the guest's #GP handler, which emulates RDPMC instructions that were not replaced,
+    /// with the kernel's symbols. If the trap is written to guest memory, all vCPUs share it.
     pub gate: Option<(Option<Arc<GpHandlerTrap>>, Arc<PackedSymbols>)>,
     /// Patcher of RDPMC in kernels that the guest itself starts.
     pub running: Option<Arc<RunningKernelPatcher>>,
@@ -48,9 +48,9 @@ pub struct StepperConfig {
     pub vendor: Vendor,
     /// Stepping capabilities of the host.
     pub host: SteppingSupport,
-    /// The VM has only one vCPU and no CPU hot-plug.
+    /// The VM has only one vCPU, and none can be added by CPU hot-plug.
     pub alone: bool,
-    /// Every instruction is stepped, without straight-line runs.
+    /// Every instruction is single-stepped. Straight-line runs of instructions are not used.
     pub without_runs: bool,
     /// KVM can copy registers at each exit.
     pub syncs_registers: bool,

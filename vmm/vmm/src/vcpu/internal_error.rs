@@ -21,7 +21,7 @@ const CR0_PE: u64 = 1 << 0;
 pub(super) struct InternalError {
     exit: InternalErrorExit,
     rip: u64,
-    /// Code size: 16, 32 or 64 bits.
+    /// Size of the code segment's instructions: 16, 32 or 64 bits.
     bits: u32,
     cpl: u8,
     /// Linear address of the instruction, including the CS base.

@@ -100,10 +100,10 @@ impl KickTimer {
     /// slightly.
     const SLACK: Duration = Duration::from_micros(200);
 
-    /// Arms the timer to kick the thread after `delay`. An earlier kick that is already due remains
-    /// due. After a kick, every requester rechecks its condition and requests the remaining delay.
-    /// Makes no system call if a kick is already due by that time plus a small tolerance. A zero
-    /// delay is rounded up to one nanosecond.
+    /// Arms the timer to kick the thread after `delay`. If an earlier kick is already armed, it
+    /// stays. After a kick, every requester rechecks its condition and requests its remaining
+    /// delay. Makes no system call if a kick is already armed for that time plus a small tolerance,
+    /// or for earlier. A zero delay is rounded up to one nanosecond.
     pub fn kick_in(&self, delay: Duration) {
         let now = Instant::now();
         let soon = now + delay + Self::SLACK;
@@ -136,9 +136,10 @@ impl Drop for KickTimer {
     }
 }
 
-/// Maximum number of exits between two overflow signals for which the signals switch to held mode.
+/// Overflow signals that arrive with at most this number of exits between them are switched to held
+/// mode.
 const MAX_EXITS_TO_HOLD: u32 = 8;
-/// Number of exits without an overflow signal after which the signals return to handled mode.
+/// Number of exits without an overflow signal after which overflow signals return to handled mode.
 const MAX_EXITS_WHILE_HELD: u32 = 32;
 
 /// Delivery mode of the overflow signals of one vCPU.
@@ -157,7 +158,7 @@ const MAX_EXITS_WHILE_HELD: u32 = 32;
 #[derive(Debug)]
 pub struct OverflowSignals {
     held: bool,
-    /// Switching the mode failed, so the mode no longer changes.
+    /// Switching the delivery mode failed, so the mode no longer changes.
     stays: bool,
     /// Number of exits since the last overflow signal.
     exits: u32,
@@ -223,7 +224,7 @@ impl OverflowSignals {
     }
 }
 
-/// Blocks the overflow signal in this thread except during KVM_RUN.
+/// Switches to held mode: blocks the overflow signal in this thread except during KVM_RUN.
 fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
     let overflow = only_overflow()?;
     let mut before = overflow;
@@ -245,8 +246,8 @@ fn handle_signals(vcpu: &VcpuFd) -> io::Result<()> {
     check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })
 }
 
-/// Fetches a held overflow signal and sets the flag that its handler would set. Makes one system
-/// call.
+/// Fetches a pending overflow signal that is blocked in held mode, and sets the flag that its
+/// handler would set. Makes one system call.
 fn fetch() {
     let Ok(overflow) = only_overflow() else { return };
     let at_once = libc::timespec {

@@ -31,8 +31,8 @@ impl KvmVcpuParts {
 }
 
 impl KvmVcpu {
-    /// Creates vCPU `id` with the given CPUID. `first` is its current state if the vCPU may be
-    /// removed and added again.
+    /// Creates vCPU `id` with the given CPUID. `first` is the vCPU's current state, to be restored
+    /// if the vCPU is removed and added again; `None` if this is not possible.
     pub fn new(id: u8, fd: VcpuFd, tsc_khz: u32, cpuid: CpuId, first: Option<InitialVcpuState>) -> Self {
         let kept = KvmVcpuParts {
             id,
@@ -71,7 +71,7 @@ impl KvmVcpu {
         self.kept.id
     }
 
-    /// Restores the initial state.
+    /// Restores the initial state of the vCPU.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if a KVM call fails.

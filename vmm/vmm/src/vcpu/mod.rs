@@ -42,14 +42,14 @@ use std::time::{Duration, Instant};
 use vpmu::PmiReadiness;
 
 use crate::pmu::guest_view::VcpuPmuView;
-use control::{RunState, StopReason};
+use control::{RunState, VmStopReason};
 use factory::VcpuFactory;
 use failure::{RestartError, VcpuFailure, VcpuStartError};
 use pmi::PmiDelivery;
 use reset_barrier::ResetWait;
 use running::{LoopAction, Running, StartNotifier};
 use saved::SavePhase;
-use step::StepAction;
+use step::VcpuStepAction;
 
 /// EFER.SVME: the guest has enabled AMD-V.
 const EFER_SVME: u64 = 1 << 12;
@@ -107,7 +107,7 @@ impl Running {
                 Ok(LoopAction::Stop(reason)) => self.control.handle_guest_stop(reason),
                 Err(failure) => {
                     self.report(&failure);
-                    self.control.stop(StopReason::Failed);
+                    self.control.stop(VmStopReason::Failed);
                     break;
                 }
             }
@@ -124,9 +124,9 @@ impl Running {
 
     /// Schedules out the vCPU's events and handles the overflows up to this point.
     ///
-    /// Does not wait for their signals. On a busy host a timer may be late, the timers stop
-    /// together with the events, and the next entry may be far in the future or never occur. A
-    /// recording would then lack the last periods, and a guest would not receive its PMI.
+    /// Does not wait for the signals of these overflows. On a busy host a timer may be late, the
+    /// timers stop together with the events, and the next entry may be far in the future or never
+    /// occur. A recording would then lack the last periods, and a guest would not receive its PMI.
     fn stop_counting(&mut self) {
         self.end_burst();
         let Some(pmu) = &mut self.pmu else { return };
@@ -138,8 +138,8 @@ impl Running {
         self.slot.stats().overflows.set(pmu.overflow_count());
     }
 
-    /// Waits outside the guest, with its counters closed, until the machine is reset. Returns
-    /// `false` if the reset was cancelled.
+    /// Waits outside the guest, with the guest's counters closed, until the machine is reset.
+    /// Returns `false` if the reset was cancelled.
     fn wait_for_restart(&mut self) -> bool {
         self.settle();
         if let Some(pmu) = &mut self.pmu {
@@ -166,7 +166,7 @@ impl Running {
     }
 
     /// Rebuilds the vCPU in its initial state, on the same thread and still attached to the perf
-    /// core. Waits for the other vCPUs.
+    /// core. Then waits until the other vCPUs are rebuilt, too.
     fn rebuild(mut self, factory: &VcpuFactory) -> Result<Self, RestartError> {
         let (pmu, slot, control) = (self.pmu.take(), self.slot.clone(), self.control.clone());
         let kvm = self.into_kvm();
@@ -218,8 +218,8 @@ impl Running {
         self.serve(next)
     }
 
-    /// Parks until the pause ends or a debugger resumes this vCPU, and handles requests while
-    /// parked. The vCPU's events stay scheduled out, and their time does not advance.
+    /// Blocks the vCPU thread until the pause ends or a debugger resumes this vCPU, and handles
+    /// requests meanwhile. The vCPU's events stay scheduled out, and their time does not advance.
     fn pause(&mut self) -> Result<(), VcpuFailure> {
         self.stop_counting();
         self.exit_clock.forget();
@@ -318,7 +318,8 @@ impl Running {
         }
     }
 
-    /// Performs steps 2 to 4 of the run loop.
+    /// Performs steps 2 to 4 of the run loop: accounts for overflows, applies PMU register writes,
+    /// delivers a due PMI and prepares a single step.
     fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<EntryAction, VcpuFailure> {
         if self.pmu.is_none() {
             return self.prepare_entry();
@@ -358,8 +359,8 @@ impl Running {
             return Ok(EntryAction::Enter);
         };
         match prepared {
-            StepAction::Enter => Ok(EntryAction::Enter),
-            StepAction::Executed(step) => {
+            VcpuStepAction::Enter => Ok(EntryAction::Enter),
+            VcpuStepAction::Executed(step) => {
                 pmu.feed_step(&step);
                 Ok(EntryAction::Repeat)
             }
@@ -526,7 +527,7 @@ mod tests {
             })
         }
 
-        /// Pauses the VM and returns when its vCPUs are parked.
+        /// Pauses the VM and returns when its vCPU threads are blocked.
         fn pause(&self) {
             let control = self.vm.control();
             assert!(control.set_paused(true));
@@ -536,7 +537,8 @@ mod tests {
             }
         }
 
-        /// Returns the periods of the samples since the last call. Panics if records were lost.
+        /// Returns the periods of the samples taken since the last call. Panics if records were
+        /// lost.
         fn periods(&mut self) -> Vec<u64> {
             let mut periods = Vec::new();
             while let Some(raw) = self.reader.next_record().unwrap() {

@@ -87,7 +87,7 @@ fn nmi_is_handled(vcpu: &VcpuFd) -> Result<bool, PmiError> {
     Ok(events.nmi.pending | events.nmi.injected | events.nmi.masked != 0)
 }
 
-/// Returns `true` if this vector is requested or in service.
+/// Returns `true` if the interrupt `vector` is requested or in service in the local APIC.
 fn vector_is_handled(vector: u8, page: &kvm_lapic_state) -> bool {
     let at = usize::from(vector / 32) * 16;
     let both = register(page, XAPIC_IRR + at) | register(page, XAPIC_ISR + at);
@@ -107,8 +107,8 @@ pub struct UnmaskedLvtpc {
 pub struct Lvtpc {
     /// vCPU number, which is also the x2APIC ID.
     vcpu_id: u8,
-    /// The processor sets the mask bit on delivery: `true` for Intel (SDM vol. 3 §11.5.1, Local
-    /// Vector Table), `false` for AMD.
+    /// The processor sets the mask bit of LVTPC on delivery: `true` for Intel (SDM vol. 3 §11.5.1,
+    /// Local Vector Table), `false` for AMD.
     mask_on_delivery: bool,
     /// PMI still handled by the guest. Used only in xAPIC mode if delivery masks LVTPC.
     handled: Option<PmiInService>,
@@ -156,8 +156,8 @@ impl Lvtpc {
         };
     }
 
-    /// Reads LVTPC. Returns `None` if LVTPC is masked, a previous PMI is still handled, or the
-    /// local APIC is globally disabled. Must be called on the vCPU thread after a KVM_RUN.
+    /// Reads LVTPC. Returns `None` if LVTPC is masked, the guest is still handling a previous PMI,
+    /// or the local APIC is globally disabled. Must be called on the vCPU thread after a KVM_RUN.
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
@@ -209,8 +209,8 @@ impl Lvtpc {
         }
     }
 
-    /// Delivers one PMI in the delivery mode of LVTPC. The guest must not have run since `open` was
-    /// read.
+    /// Delivers one PMI in the delivery mode of LVTPC. The guest must not have run since
+    /// [`Lvtpc::look`] returned `open`.
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
@@ -265,8 +265,8 @@ impl Lvtpc {
 }
 
 /// Sends a fixed interrupt to the local APIC with this physical ID. KVM has no call that targets
-/// only the vCPU's own local APIC, so if the guest assigned the same ID twice, both receive the
-/// interrupt.
+/// only the local APIC of this vCPU. If the guest has assigned the same ID to two of them, both
+/// receive the interrupt.
 fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<PmiDelivery, PmiError> {
     let msi = kvm_msi {
         address_lo: MSI_ADDRESS | u32::from(apic_id) << 12,
@@ -293,18 +293,18 @@ fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
 /// is short at first, when the end of a handler is likely, and doubles while the mask persists.
 #[derive(Debug, Default)]
 pub struct LvtpcBackoff {
-    /// Time of the next check, and the interval before it.
+    /// Time of the next check, and the interval that ends with it.
     set: Option<(Instant, Duration)>,
 }
 
 impl LvtpcBackoff {
-    /// Interval after the first entry with a waiting PMI.
+    /// Interval from the first entry with a waiting PMI to the first check.
     const MIN_INTERVAL: Duration = Duration::from_millis(1);
     /// Maximum interval between two checks.
     const MAX_INTERVAL: Duration = Duration::from_millis(64);
 
-    /// Returns the delay until the next check, at an entry with a waiting PMI. Must be called at
-    /// every entry, because the timer is shared and may have fired for another requester.
+    /// Returns the delay until LVTPC must be checked again. Must be called at every entry with a
+    /// waiting PMI, because the timer is shared and may have fired for another requester.
     pub fn waits(&mut self, now: Instant) -> Duration {
         let interval = match self.set {
             Some((until, _)) if now < until => return until - now,
@@ -344,7 +344,7 @@ mod tests {
         );
     }
 
-    /// Exits for other reasons do not postpone the next check.
+    /// Exits for other reasons do not postpone the next check of LVTPC.
     #[test]
     fn exit_does_not_postpone_lvtpc_check() {
         let mut recheck = LvtpcBackoff::default();

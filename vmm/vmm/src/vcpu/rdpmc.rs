@@ -1,5 +1,6 @@
-//! RDPMC emulation state of one vCPU: replaced instructions, the #GP gate, kernels started by the
-//! guest, and the ordering of reads and NMIs. `rdpmc_exit.rs` handles the exits.
+//! RDPMC emulation state of one vCPU: replaced instructions, the interception of the guest's #GP
+//! handler, kernels started by the guest, and the ordering of reads and NMIs. `rdpmc_exit.rs`
+//! handles the exits.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,15 +17,17 @@ use guest_patching::linear_memory::LinearMemory;
 use guest_patching::running::RunningKernelPatcher;
 use guest_patching::sites::{RdpmcHit, VcpuRdpmcSites};
 
-/// Maximum number of consecutive PMIs for which an RDPMC is executed again. The limit guarantees
-/// progress of a guest whose counters overflow continuously.
+/// Maximum number of consecutive PMIs after each of which the guest executes the same RDPMC again.
+/// The limit guarantees progress of a guest whose counters overflow continuously.
 pub(super) const MAX_REPEATED_READS: u32 = 16;
-/// Minimum interval between checks of the guest kernel during PMU register writes, used after a
-/// kernel change. A check takes three KVM calls.
+/// Minimum interval between checks of whether the guest's kernel has changed, used after a change.
+/// The checks are made at PMU register writes and take three KVM calls each.
 const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(1);
-/// Maximum interval between checks of the guest kernel, reached after many checks without a change.
+/// Maximum interval between checks of whether the guest's kernel has changed, reached after many
+/// checks without a change.
 const MAX_CHECK_INTERVAL: Duration = Duration::from_millis(64);
-/// Maximum number of PMU register writes between two checks, regardless of time.
+/// Maximum number of PMU register writes between two checks of the guest's kernel, regardless of
+/// time.
 const MAX_WRITES: u32 = 1024;
 /// CR4.PCE: RDPMC permitted at CPL 3 (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
@@ -44,9 +47,9 @@ pub(super) struct EmulatedRdpmc {
 pub(super) struct LastRdpmc {
     /// Most recent RDPMC; `None` if the guest may have executed another instruction since.
     pub(super) read: Option<EmulatedRdpmc>,
-    /// Number of consecutive PMIs that caused the RDPMC to be executed again.
+    /// Number of consecutive PMIs after each of which the guest had to execute the RDPMC again.
     pub(super) again: u32,
-    /// The next RDPMC is a repetition of this one.
+    /// The guest's next RDPMC is this one, executed again after a PMI.
     redone: bool,
 }
 
@@ -63,8 +66,9 @@ impl LastRdpmc {
         });
     }
 
-    /// Returns `true` if the RDPMC may be executed again after a PMI, because the guest has not
-    /// progressed. Otherwise the guest progresses first and the PMI is delivered before its next
+    /// Returns `true` if the PMI may be delivered before the RDPMC, which the guest then executes
+    /// again. This requires fewer than [`MAX_REPEATED_READS`] such PMIs in a row; `in_a_row` is
+    /// their number. Otherwise the guest progresses first, and the PMI is delivered before its next
     /// RDPMC.
     pub(super) fn may_repeat(&mut self, in_a_row: u32) -> bool {
         self.redone = in_a_row < MAX_REPEATED_READS;
@@ -110,7 +114,8 @@ pub struct RdpmcEmulator {
     linux: bool,
     /// RDPMC instructions replaced by traps or breakpoints.
     pub(super) sites: VcpuRdpmcSites,
-    /// #GP handler interception for RDPMC that was not replaced.
+    /// Interception of the guest's #GP handler, with which RDPMC instructions that were not
+    /// replaced are emulated.
     pub(super) gate: Option<GpHandlerGate>,
     /// Patcher of RDPMC in kernels that the guest itself starts.
     pub(super) running: Option<Arc<RunningKernelPatcher>>,
@@ -146,7 +151,7 @@ impl RdpmcEmulator {
         self
     }
 
-    /// Returns the replaced RDPMC to which a port write belongs, and its privilege level.
+    /// Returns the replaced RDPMC instruction that caused a port write, and its privilege level.
     pub(super) fn site_at(
         &mut self,
         regs: &kvm_regs,
@@ -185,7 +190,8 @@ impl RdpmcEmulator {
         self.looks.due |= self.gate.is_some();
     }
 
-    /// Records a PMU register write, which precedes the reading of a counter.
+    /// Records a PMU register write, which may make a check of the guest's kernel due. A driver
+    /// writes a register before it reads a counter.
     #[inline]
     pub(super) fn wrote(&mut self) {
         if self.gate.is_some() || self.running.is_some() {
@@ -219,9 +225,9 @@ impl PrivilegeState {
 pub(super) struct KernelCheckBackoff {
     /// Number of PMU register writes since the kernel last changed.
     writes: u32,
-    /// Number of PMU register writes since the last check.
+    /// Number of PMU register writes since the last check of the guest's kernel.
     unseen: u32,
-    /// Time of the last check, and the minimum interval until the next one.
+    /// Time of the last check of the guest's kernel, and the minimum interval until the next one.
     last: Option<(Instant, Duration)>,
     pub(super) due: bool,
 }
@@ -263,39 +269,40 @@ impl KernelCheckBackoff {
 /// NMI that was sent for a PMI and may still be pending.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PendingNmi {
-    /// An NMI was sent since the last check.
+    /// An NMI was sent, and no check has been made since whether it is still pending.
     sent: bool,
-    /// Number of consecutive NMIs for which an RDPMC was executed again.
+    /// Number of consecutive NMIs after each of which the guest had to execute an RDPMC again.
     in_a_row: u32,
 }
 
 impl PendingNmi {
-    /// Records a sent NMI. Returns `true` if the guest has executed an RDPMC since the previous
-    /// one.
+    /// Records a sent NMI. Returns `true` if the guest has executed an RDPMC since the previous NMI
+    /// was sent.
     pub(super) fn now(&mut self) -> bool {
         !std::mem::replace(&mut self.sent, true)
     }
 
-    /// Returns the state for a snapshot: whether an NMI was sent, and the number of consecutive NMIs
-    /// for which an RDPMC was executed again.
+    /// Returns the state for a snapshot: whether an NMI was sent, and the number of consecutive
+    /// NMIs after each of which the guest had to execute an RDPMC again.
     pub(super) fn saved(self) -> (bool, u32) {
         (self.sent, self.in_a_row)
     }
 
-    /// Restores the state from a snapshot.
+    /// Restores the state that [`Self::saved`] has returned for a snapshot.
     pub(super) fn restored(sent: bool, in_a_row: u32) -> Self {
         Self { sent, in_a_row }
     }
 
-    /// Returns the number of consecutive NMIs for which an RDPMC was executed again, or `None` if
-    /// no check for a pending NMI is needed. Each NMI is checked once, up to a limit.
+    /// Returns the number of consecutive NMIs after each of which an RDPMC had to be executed
+    /// again, or `None` if it need not be checked whether an NMI is pending. Called at an RDPMC.
+    /// Each NMI is checked once, up to a limit.
     pub(super) fn take_unseen(&mut self) -> Option<u32> {
         let Self { sent, in_a_row } = std::mem::take(self);
         (sent && in_a_row < MAX_REPEATED_READS).then_some(in_a_row)
     }
 
-    /// Records that the NMI is still pending, so the RDPMC is executed again after it, following
-    /// `before` repetitions.
+    /// Records that the NMI is still pending, so that the guest executes the RDPMC again after it.
+    /// `before` is the number of such repetitions before this one.
     pub(super) fn record_repetition(&mut self, before: u32) {
         self.in_a_row = before + 1;
     }
@@ -338,8 +345,8 @@ mod tests {
         n
     }
 
-    /// Checks of an unchanged kernel back off, because a profiled guest writes registers
-    /// continuously without changing its kernel.
+    /// Checks of a kernel that does not change become less frequent, because a profiled guest
+    /// writes PMU registers continuously without changing its kernel.
     #[test]
     fn unchanged_kernel_check_backs_off() {
         let mut looks = KernelCheckBackoff::default();
@@ -352,7 +359,7 @@ mod tests {
         assert!((150..165).contains(&many), "{many} in 10 s");
     }
 
-    /// A relocated IDT is found even at a very high rate of writes.
+    /// A relocated IDT is found even if the guest writes PMU registers at a very high rate.
     #[test]
     fn kernel_is_checked_after_max_writes() {
         let mut looks = KernelCheckBackoff::default();
@@ -382,7 +389,8 @@ mod tests {
         assert!(looks.due, "the first write");
     }
 
-    /// PMIs that are separated by completed reads are not consecutive.
+    /// PMIs with a completed RDPMC between them do not count as consecutive, so each of them may
+    /// cause an RDPMC to be executed again.
     #[test]
     fn separated_pmis_each_repeat_rdpmc() {
         let mut last = LastRdpmc::default();
@@ -397,8 +405,8 @@ mod tests {
         }
     }
 
-    /// After the repetition limit, an RDPMC is not executed again until the guest makes progress,
-    /// regardless of the number of checks.
+    /// When the limit of repetitions is reached, [`LastRdpmc::may_repeat`] returns `false`, however
+    /// often it is called, until the guest progresses.
     #[test]
     fn rdpmc_is_not_repeated_before_progress() {
         let mut last = LastRdpmc::default();
@@ -413,7 +421,8 @@ mod tests {
         assert!(last.may_repeat(in_a_row));
     }
 
-    /// Each NMI is checked once, and a guest with a continuous stream of NMIs makes progress.
+    /// Whether an NMI is pending is checked once per NMI, and a guest with a continuous stream of
+    /// NMIs makes progress.
     #[test]
     fn pending_nmi_is_checked_once() {
         let mut nmi = PendingNmi::default();

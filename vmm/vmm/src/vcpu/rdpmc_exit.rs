@@ -8,14 +8,14 @@ use perf_core::guest_log;
 use vpmu::MsrReadOutcome;
 use vpmu::exact::SteppedGuestMemory;
 
-use super::control::StopReason;
+use super::control::VmStopReason;
 use super::rdpmc::{CR4_PCE, EmulatedRdpmc, PrivilegeState};
 use super::running::{ExitCompletion, LoopAction, Running};
 use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::finder::{MAX_INSTRUCTION_BYTES, is_out};
-use guest_patching::gate::{HandlerCheck, HandlerStop, HandlerTrapState, RFLAGS_TF, rdpmc_length};
+use guest_patching::gate::{HandlerCheck, HandlerStopReason, HandlerTrapState, RFLAGS_TF, rdpmc_length};
 use guest_patching::linear_memory::LinearMemory;
 use guest_patching::registers as patching;
 use guest_patching::sites::RdpmcHit;
@@ -77,7 +77,8 @@ impl Running {
         Ok(self.forward_port_write(byte))
     }
 
-    /// Returns `true` if the guest itself has an OUT instruction at one of these addresses.
+    /// Returns `true` if the guest's own code has an OUT instruction at one of the addresses
+    /// `rips`.
     fn is_out(&self, rips: &[u64]) -> Result<bool, KvmIoctlError> {
         let Some(rdpmc) = &self.rdpmc else {
             return Ok(false);
@@ -91,8 +92,8 @@ impl Running {
         }))
     }
 
-    /// Returns `true` if a port write with the vCPU at `rip` belongs to the instruction at `hit`
-    /// and not to an adjacent one. Completes the exit in KVM.
+    /// Returns `true` if a port write with the vCPU at `rip` was caused by the RDPMC at `hit` and
+    /// not by an adjacent instruction. Completes the exit in KVM.
     fn is_of(&mut self, hit: RdpmcHit, rip: u64) -> Result<bool, KvmIoctlError> {
         self.registers.forget();
         self.fd.complete_exit()?;
@@ -183,7 +184,7 @@ impl Running {
         self.registers.forget();
         let mut state = VcpuState::read(&self.fd)?;
         let mut patched = patching::VcpuState::from(&state);
-        if let HandlerStop::Rdpmc(read) = gate.stopped(&patched, |gpa| rdpmc.sites.length_at(gpa)) {
+        if let HandlerStopReason::Rdpmc(read) = gate.stopped(&patched, |gpa| rdpmc.sites.length_at(gpa)) {
             if is_nmi_pending {
                 read.execute_again(&mut patched);
                 state.update(&patched);
@@ -214,7 +215,7 @@ impl Running {
                 self.id,
                 state.regs.rsp
             );
-            return Ok(LoopAction::Stop(StopReason::TripleFault));
+            return Ok(LoopAction::Stop(VmStopReason::TripleFault));
         }
         state.update(&patched);
         self.fd.set_regs(&state.regs)?;
@@ -229,7 +230,7 @@ impl Running {
         self.fd.set_regs(&state.regs)
     }
 
-    /// Emulates the RDPMC at which a hardware breakpoint stopped.
+    /// Emulates the RDPMC at which a hardware breakpoint stopped the vCPU.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     pub(super) fn handle_rdpmc_breakpoint(&mut self) -> Result<LoopAction, KvmIoctlError> {
         let regs = self.fd.get_regs()?;

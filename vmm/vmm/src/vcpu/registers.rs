@@ -19,7 +19,7 @@ enum RegisterSet {
     All,
 }
 
-/// Registers that were synchronized at the last exit.
+/// Registers that KVM copied to user space at the last exit.
 #[derive(Debug, Default)]
 pub(super) struct RegisterCache {
     /// Register sets that KVM copies at each exit.
@@ -121,7 +121,7 @@ impl RegisterCache {
         }
     }
 
-    /// Returns the state of NMIs, directly after an exit.
+    /// Returns the state of NMIs. Must be called directly after an exit.
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.
@@ -132,7 +132,7 @@ impl RegisterCache {
         Ok(fd.get_vcpu_events()?.nmi)
     }
 
-    /// Returns the general-purpose registers, directly after an exit.
+    /// Returns the general-purpose registers. Must be called directly after an exit.
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.
@@ -143,8 +143,8 @@ impl RegisterCache {
         }
     }
 
-    /// Sets the general-purpose registers, directly after an exit that KVM has not completed yet.
-    /// The next KVM_RUN loads them before it completes the exit.
+    /// Sets the general-purpose registers. Must be called directly after an exit that KVM has not
+    /// completed yet. The next KVM_RUN loads the registers before it completes the exit.
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.

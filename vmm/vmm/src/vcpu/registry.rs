@@ -33,7 +33,8 @@ use crate::kvm::call::KvmIoctlError;
 
 /// Maximum time for a vCPU thread to open its events.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
-/// Minimum interval between two notifications of the guest about the same change.
+/// Minimum interval between two notifications of the guest about the same change in the number of
+/// vCPUs.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Error when changing the number of vCPUs.
@@ -71,7 +72,7 @@ pub enum VcpuRegistryError {
     Slow(u8),
 }
 
-/// Sender that keeps the thread of an added vCPU outside the guest until it is dropped.
+/// Keeps the thread of an added vCPU outside the guest until this sender is dropped.
 type VcpuHold = Sender<Infallible>;
 
 /// Added vCPUs that are attached to the perf core. They start to run when this value is dropped, so
@@ -365,7 +366,7 @@ impl VcpuRegistry {
         self.kicker.kick();
     }
 
-    /// Creates a vCPU from the KVM vCPU parked in `slot`.
+    /// Creates a runnable vCPU from the KVM vCPU that `slot` stores while no thread runs it.
     fn make(&self, slot: &Arc<VcpuSlot>) -> Result<Vcpu, VcpuRegistryError> {
         let Some(parked) = slot.unpark() else {
             return Err(VcpuRegistryError::Leaving(slot.id()));

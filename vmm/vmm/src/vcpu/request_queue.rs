@@ -13,24 +13,26 @@ use crate::pmu::guest_view::VcpuPmuView;
 /// Pending requests to a vCPU thread.
 #[derive(Debug, Default)]
 pub struct VcpuRequests {
-    /// Generation of a requested view of the guest's counters.
+    /// Generation number of the view of the guest's counters that is requested, if any.
     pub view: Option<u64>,
     /// New event filter to apply.
     pub filter: Option<Arc<EventFilter>>,
     /// `true` to locate the guest's kernel with this vCPU's registers.
     pub find_kernel: bool,
-    /// `true` to complete the last exit for a snapshot.
+    /// `true` if the vCPU is to complete its last exit for a snapshot.
     pub settle: bool,
-    /// Layout of the state to save. The vCPU must be paused, with its last exit completed.
+    /// Layout of the vCPU state to save, if a snapshot requests the state. The vCPU must be paused,
+    /// with its last exit completed.
     pub save: Option<Arc<VcpuStateLayout>>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
     mail: VcpuRequests,
-    /// Generation of the last requested view.
+    /// Generation number of the last requested view of the guest's counters.
     asked: Option<u64>,
-    /// Generation and contents of the last view.
+    /// Generation number and contents of the last view of the guest's counters that the vCPU
+    /// stored.
     seen: Option<(u64, VcpuPmuView)>,
     /// The vCPU has completed its last exit since the last request to do so.
     settled: bool,
@@ -38,8 +40,8 @@ struct Inner {
     saved: Option<Result<SavedVcpu, SaveVcpuError>>,
 }
 
-/// Request queue of one vCPU. After posting a request, the sender must kick the vCPU and wake it if
-/// it is parked.
+/// Request queue of one vCPU. After posting a request, the sender must kick the vCPU, and wake its
+/// thread if it is blocked by a pause.
 #[derive(Debug, Default)]
 pub struct VcpuRequestQueue {
     waiting: AtomicBool,
@@ -60,12 +62,13 @@ impl VcpuRequestQueue {
         std::mem::take(&mut inner.mail)
     }
 
-    /// Stores the view that was requested. Called on the vCPU thread.
+    /// Stores the view of the guest's counters that was requested with this `generation` number.
+    /// Called on the vCPU thread.
     pub fn answer(&self, generation: u64, view: VcpuPmuView) {
         self.lock().seen = Some((generation, view));
     }
 
-    /// Requests a view of the guest's counters.
+    /// Requests a view of the guest's counters and gives the request the number `generation`.
     pub fn request_view(&self, generation: u64) {
         let mut inner = self.lock();
         inner.mail.view = Some(generation);
@@ -126,13 +129,13 @@ impl VcpuRequestQueue {
         self.lock().saved.take()
     }
 
-    /// Returns `true` if view `generation` was requested from this vCPU. A vCPU that was added
-    /// later returns `false`.
+    /// Returns `true` if the view with number `generation` was requested from this vCPU. For a vCPU
+    /// that was added after the request, returns `false`.
     pub fn is_view_requested(&self, generation: u64) -> bool {
         self.lock().asked.is_some_and(|asked| asked >= generation)
     }
 
-    /// Returns view `generation` or a later one.
+    /// Returns the stored view of the guest's counters if its number is `generation` or higher.
     pub fn view(&self, generation: u64) -> Option<VcpuPmuView> {
         let inner = self.lock();
         let (seen, view) = inner.seen.as_ref()?;
@@ -148,7 +151,8 @@ impl VcpuRequestQueue {
 mod tests {
     use super::*;
 
-    /// A request is never answered with an older view.
+    /// A request for a view of the guest's counters is never answered with a view from before the
+    /// request.
     #[test]
     fn view_is_not_older_than_request() {
         let request_queue = VcpuRequestQueue::default();

@@ -96,7 +96,7 @@ impl RunControl {
     }
 }
 
-/// Result of waiting for the restart.
+/// Result of a vCPU's wait for the reset of the machine.
 #[derive(Debug)]
 pub(super) enum ResetWait {
     /// The vCPU must be rebuilt.

@@ -11,7 +11,7 @@ use kvm_bindings::kvm_debug_exit_arch;
 use vm_memory::GuestMemoryMmap;
 
 use super::burst::Bursts;
-use super::control::{RunControl, StopReason};
+use super::control::{RunControl, VmStopReason};
 use super::debugctl::DebugControl;
 use super::exit_times::ExitClock;
 use super::factory::StepperConfig;
@@ -36,16 +36,16 @@ use crate::pmu::VcpuPmu;
 pub(super) enum LoopAction {
     /// Continue the loop.
     Repeat,
-    /// End the thread, because the VM has stopped or the vCPU is removed.
+    /// End the vCPU thread, because the VM has stopped or the vCPU is removed.
     Leave,
     /// The guest has reset the machine.
     Reset,
     /// Stop the VM, or restart it after a reset.
-    Stop(StopReason),
+    Stop(VmStopReason),
 }
 
-/// Completion of an exiting instruction that finishes at the next entry without having retired in
-/// guest mode.
+/// How to count the instruction that caused an exit and that completes at the next entry, without
+/// having retired in guest mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ExitCompletion {
     #[default]
@@ -67,7 +67,7 @@ pub(super) enum ExitAction {
     /// Handle an instruction that KVM's emulator does not support.
     EmulationFailed,
     /// End the VM.
-    Stop(StopReason),
+    Stop(VmStopReason),
     /// Stop the VM because of a fatal error of the vCPU.
     Fail(VcpuFailure),
 }
@@ -105,7 +105,8 @@ impl StartNotifier {
 /// A configured vCPU that has not run yet.
 pub struct Vcpu {
     pub(super) fd: VcpuFd,
-    /// Remaining parts of the KVM vCPU, parked together with the file descriptor.
+    /// Properties of the KVM vCPU other than its file descriptor. When the thread ends, both are
+    /// stored in the slot.
     pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
     pub(super) bus: Arc<BoardBus>,
@@ -128,7 +129,8 @@ pub struct Vcpu {
 }
 
 impl Vcpu {
-    /// Creates a vCPU that is ready to enter the guest. Without `pmu` the vCPU is not counted.
+    /// Creates a vCPU that is ready to enter the guest. Without `pmu`, no events are counted on the
+    /// vCPU.
     pub fn new(
         kvm: KvmVcpu,
         lvtpc: Lvtpc,
@@ -229,7 +231,7 @@ pub(super) struct Running {
     pub(super) last_read: LastRdpmc,
     pub(super) sent_nmi: PendingNmi,
     pub(super) registers: RegisterCache,
-    /// Effect of the exiting instruction on the guest's counters.
+    /// Whether and how the instruction that caused the last exit is counted.
     pub(super) completed: ExitCompletion,
     /// Progress of saving this vCPU to a snapshot.
     pub(super) save_phase: SavePhase,

@@ -48,8 +48,9 @@ pub enum SaveVcpuError {
 }
 
 impl Running {
-    /// Completes the last exit for a snapshot. The step that ends with this exit is counted after
-    /// the register write of its instruction takes effect, as without a snapshot.
+    /// Completes the last exit for a snapshot. If the exit also ends a single step, the step is
+    /// counted after the register write of its instruction takes effect, as it is without a
+    /// snapshot.
     pub(super) fn complete_exit_for_snapshot(&mut self) -> Result<LoopAction, VcpuFailure> {
         if self.stepper.is_some() {
             self.settle_step()?;
@@ -60,8 +61,8 @@ impl Running {
         self.complete_open_exit()
     }
 
-    /// Counts the step that the last exit has completed. A run of instructions ends at the current
-    /// position of the vCPU.
+    /// Counts the single step that the last exit has completed. If the vCPU executes a
+    /// straight-line run, the run ends at the vCPU's current position.
     pub(super) fn settle_step(&mut self) -> Result<(), VcpuFailure> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.settle(&self.fd)?

@@ -88,7 +88,8 @@ impl VcpuSlot {
         self.shutdowns.fetch_add(1, Ordering::Relaxed) < MAX_LOGGED_TRIPLE_FAULTS
     }
 
-    /// Parks the KVM vCPU and frees the slot, at the end of the vCPU thread.
+    /// Stores the KVM vCPU in this slot and marks the slot as free. Called at the end of the vCPU
+    /// thread.
     pub(super) fn park(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
         self.taken.store(false, Ordering::Release);
@@ -109,7 +110,8 @@ impl VcpuSlot {
         self.leave.store(true, Ordering::SeqCst);
     }
 
-    /// Takes the parked KVM vCPU to start it. Discards requests that were sent to the removed vCPU.
+    /// Takes the stored KVM vCPU out of this slot, so that it can be started. Discards requests
+    /// that were sent to the vCPU that was removed.
     pub(super) fn unpark(&self) -> Option<KvmVcpu> {
         let parked = self.lock().take()?;
         let _ = self.request_queue.take();
@@ -117,12 +119,12 @@ impl VcpuSlot {
         Some(parked)
     }
 
-    /// Parks a KVM vCPU that could not be started.
+    /// Stores a KVM vCPU in this slot again, because it could not be started.
     pub(super) fn park_again(&self, vcpu: KvmVcpu) {
         *self.lock() = Some(vcpu);
     }
 
-    /// Restores the initial state of the parked KVM vCPU.
+    /// Restores the initial state of the KVM vCPU that is stored in this slot.
     pub(super) fn restore_parked(&self) -> Result<(), KvmIoctlError> {
         self.lock().as_ref().map_or(Ok(()), KvmVcpu::restore)
     }

@@ -58,7 +58,7 @@ counters! {
     pmi_withdrawn: "PMIs withdrawn while they waited",
     /// PMIs discarded because of an unusable LVTPC delivery mode.
     pmi_dropped: "PMIs with no usable LVTPC mode",
-    /// Entries with a due PMI while LVTPC was masked.
+    /// VM entries with a due PMI that could not be delivered because LVTPC was masked.
     pmi_masked_waits: "entries with a PMI waiting for LVTPC",
     /// Overflow signals that interrupted the guest.
     overflow_signals: "overflow signals",
@@ -78,7 +78,7 @@ counters! {
     runs: "straight runs",
     /// Instructions retired in straight-line runs.
     instructions_in_runs: "instructions in straight runs",
-    /// Steps and runs with unknown outcome, for which nothing was counted.
+    /// Single steps and straight-line runs with unknown outcome, for which nothing was counted.
     steps_lost: "single steps that lost track",
     /// Sections of user code that could not be stepped.
     unstepped: "stretches of user code not stepped",
@@ -96,7 +96,7 @@ counters! {
 #[derive(Debug, Default)]
 pub struct SingleWriterStatistic {
     count: AtomicU64,
-    /// Value when the vCPU thread started.
+    /// Value of the statistic when the vCPU thread started.
     before: AtomicU64,
 }
 
@@ -170,7 +170,8 @@ impl fmt::Display for VcpuStats {
 mod tests {
     use super::*;
 
-    /// A statistic set from a PMU that is rebuilt with each vCPU thread never decreases.
+    /// A statistic whose value comes from the PMU never decreases, although the PMU is rebuilt with
+    /// each vCPU thread.
     #[test]
     fn statistics_accumulate_over_vcpu_threads() {
         let stats = VcpuStats::default();

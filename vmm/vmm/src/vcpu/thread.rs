@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use arc_swap::ArcSwap;
 use perf_core::error_line;
 use perf_core::pmu::sched::WaitTime;
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 
-use super::control::StopReason;
+use super::control::VmStopReason;
 use super::factory::VcpuFactory;
 use super::failure::{VcpuError, VcpuStartError};
 use super::kicker::VcpuThread;
@@ -15,13 +15,14 @@ use super::running::{Running, StartNotifier, Vcpu};
 use super::{LoopExit, affinity};
 
 impl Vcpu {
-    /// Starts the thread of this vCPU, named `vcpuN`. When the thread ends, it parks the KVM vCPU
-    /// in its slot. After a reset of the machine, the vCPU is rebuilt from the current `makers`.
-    /// The result of attaching to the perf core is reported through `begins`.
+    /// Starts the thread of this vCPU, named `vcpuN`. When the thread ends, it stores the KVM vCPU
+    /// in the vCPU's slot. After a reset of the machine, the thread rebuilds the vCPU with the
+    /// current factory in `makers`. The result of attaching to the perf core is reported through
+    /// `begins`.
     ///
     /// # Errors
     /// Returns [`VcpuError::Spawn`] if the thread cannot be spawned. In this case, the KVM vCPU is
-    /// parked.
+    /// stored in the slot.
     pub fn spawn(
         self,
         makers: Arc<ArcSwap<VcpuFactory>>,
@@ -44,7 +45,7 @@ impl Vcpu {
             prepared.set_thread_id(sandbox::host_tid());
         };
         let builder = std::thread::Builder::new().name(format!("vcpu{id}"));
-        let spawned = sandbox::spawn_prepared(ThreadKind::Vcpu, builder, prepare, move || {
+        let spawned = sandbox::spawn_prepared(SandboxedThreadKind::Vcpu, builder, prepare, move || {
             let Some(vcpu) = take(&there) else { return };
             let vcpu = Running::new(vcpu);
             let (control, slot) = (vcpu.control.clone(), vcpu.slot.clone());
@@ -53,7 +54,7 @@ impl Vcpu {
             let mut begins = Some(begins);
             let run = std::panic::AssertUnwindSafe(|| run(vcpu, &makers, &mut begins));
             let Ok((vcpu, ran)) = std::panic::catch_unwind(run) else {
-                control.stop(StopReason::Failed);
+                control.stop(VmStopReason::Failed);
                 return;
             };
             if let Some(vcpu) = vcpu {
@@ -66,7 +67,7 @@ impl Vcpu {
                 (Err(why), Some(StartNotifier::Later { attached, .. })) => drop(attached.send(Err(why))),
                 (Err(why), Some(StartNotifier::WithVm(_)) | None) => {
                     log::error!("vcpu{id}: {}", error_line(&why));
-                    control.stop(StopReason::Failed);
+                    control.stop(VmStopReason::Failed);
                 }
             }
         });
@@ -89,7 +90,7 @@ fn run(
     makers: &ArcSwap<VcpuFactory>,
     begins: &mut Option<StartNotifier>,
 ) -> (Option<Running>, Result<(), VcpuStartError>) {
-    sandbox::fault_point(ThreadKind::Vcpu);
+    sandbox::fault_point(SandboxedThreadKind::Vcpu);
     loop {
         match vcpu.run(begins) {
             Ok(LoopExit::MachineReset) => {}
@@ -101,7 +102,7 @@ fn run(
             Ok(fresh) => fresh,
             Err(why) => {
                 log::error!("vcpu{id}: cannot restart: {}", error_line(&why));
-                control.stop(StopReason::Failed);
+                control.stop(VmStopReason::Failed);
                 return (None, Ok(()));
             }
         };

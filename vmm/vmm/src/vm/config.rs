@@ -36,7 +36,7 @@ pub struct VmConfig {
     pub memory_kind: MemoryBackingConfig,
     /// Configuration of the PMU.
     pub pmu: PmuConfig,
-    /// Events that the PMU's backing can count.
+    /// Events that can be counted with the PMU's backing (source of the counts).
     pub backability: CountableEvents,
     /// KVM's own vPMU, if the guest uses it.
     pub own_pmu: Option<KvmPmuOffer>,
@@ -64,8 +64,8 @@ pub struct VmConfig {
 }
 
 impl VmConfig {
-    /// Creates a configuration with one vCPU, the clock backing and a debug-exit port, in which
-    /// RDPMC is not replaced.
+    /// Creates a configuration with one vCPU, a debug-exit port and the clock backing, which counts
+    /// by CPU time. RDPMC is not replaced.
     pub fn new(kernel: KernelSource, memory_bytes: u64, pmu: PmuConfig) -> Self {
         Self {
             kernel,
@@ -153,7 +153,8 @@ pub struct DebuggerConfig {
 mod tests {
     use super::*;
 
-    /// The clock backing counts polling as guest cycles, so polling is off there unless requested.
+    /// With the clock backing, which counts polling as guest cycles, polling is off unless the user
+    /// requests it.
     #[test]
     fn halt_polling_is_off_with_clock_backing() {
         for (text, policy, told) in [

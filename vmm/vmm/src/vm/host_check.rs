@@ -56,7 +56,8 @@ mod tests {
     use crate::testing;
     use crate::vm::migrate::OutgoingMigration;
 
-    /// This host is accepted and others are rejected, before the VM is paused.
+    /// A saved VM is accepted on a host with the same properties and rejected on one with others,
+    /// before the VM is paused.
     #[test]
     fn other_hosts_are_refused_before_the_pause() {
         let Some(vm) = testing::halted_vm() else { return };

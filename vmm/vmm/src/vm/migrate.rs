@@ -23,12 +23,12 @@ use vm_memory::Bytes as _;
 use super::save::{SnapshotError, SnapshotSource, saved_filter};
 use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 
-/// Number of bytes of memory at which a piece ends. A piece exceeds it by at most one chunk.
+/// Size in bytes at which a [`DirtyPiece`] is complete. A piece exceeds it by at most one chunk.
 const PIECE_BYTES: u64 = 2 << 20;
-/// Maximum number of ranges in a piece, except for those of the last chunk.
+/// Number of ranges at which a [`DirtyPiece`] is complete. Ranges of the last chunk may exceed it.
 const MAX_RANGES: usize = 1024;
 /// Maximum number of chunks that one [`OutgoingMigration::read_memory`] examines, and number of
-/// bytes read at which the call ends. Each call delays the main loop.
+/// bytes after whose reading the call ends. Each call delays the main loop.
 const MAX_CHUNKS: u32 = 256;
 const MAX_READ_BYTES: u64 = 16 << 20;
 /// A page of zeros.
@@ -43,7 +43,7 @@ pub struct DirtyPiece {
     pub zeros: Vec<(u64, u64)>,
     /// Contents of `pages`.
     pub data: Vec<u8>,
-    /// Offset of the next piece; the size of RAM at the end of the round.
+    /// Offset in RAM at which the next piece begins; the size of RAM at the end of the round.
     pub next: u64,
 }
 
@@ -134,8 +134,8 @@ impl OutgoingMigration {
     }
 
     /// Returns the next piece of a round. `is_paused` states whether the VM is paused by a snapshot
-    /// whose state is known. Written pages that consisted of zeros before and still do may be
-    /// omitted.
+    /// that already has the states of vCPUs and devices. A page that was written, but consisted of
+    /// zeros before and still does, may be omitted.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless `offset` is 0 or the end of the preceding piece, and
@@ -192,8 +192,9 @@ impl DirtyPiece {
         self.data.len() as u64 >= PIECE_BYTES || self.pages.len() + self.zeros.len() >= MAX_RANGES
     }
 
-    /// Keeps only the nonzero pages of the data that begins at `start` and belongs to `offset`. If
-    /// `needs_zeros` is set, the other pages are listed.
+    /// Removes the zero pages from the end of `data`, from index `start` on, and records the
+    /// offsets in RAM of the remaining pages in `pages`. The page at `start` is at `offset` in RAM.
+    /// If `needs_zeros` is set, also records the offsets of the zero pages in `zeros`.
     fn keep_pages(&mut self, start: usize, offset: u64, needs_zeros: bool) {
         let mut kept = start;
         let mut at = start;
@@ -213,7 +214,8 @@ impl DirtyPiece {
     }
 }
 
-/// Adds the page at `offset` to ranges of at most a chunk.
+/// Adds the page at `offset` to `ranges`: extends the last range if it is adjacent and smaller than
+/// a chunk, and otherwise adds a range.
 fn extend(ranges: &mut Vec<(u64, u64)>, offset: u64) {
     match ranges.last_mut() {
         Some((start, bytes)) if *start + *bytes == offset && *bytes < CHUNK_BYTES => *bytes += PAGE_BYTES,
@@ -314,7 +316,8 @@ mod tests {
         }));
     }
 
-    /// Touched memory that consists of zeros is read but not sent.
+    /// The number of bytes that a piece reads is limited even if touched memory consists of zeros,
+    /// which are read but not sent.
     #[test]
     fn piece_of_zeros_reads_a_limited_number_of_bytes() {
         let Some(vm) = testing::halted_vm() else { return };

@@ -13,7 +13,7 @@ use perf_core::branch::BranchFilter;
 use perf_core::error_line;
 use perf_core::pmu::host::HostProbe;
 use snapshot::state::MachineShape;
-use virtio_devices::device::{FatalErrorCallback, VirtioDevice};
+use virtio_devices::device::{DeviceFailureCallback, VirtioDevice};
 use virtio_devices::transport::bus::PciBus;
 use virtio_devices::transport::machine::PciBackend;
 use vm_memory::{Bytes, GuestAddress};
@@ -41,7 +41,7 @@ use crate::kvm::vpmu_probe::{self, KvmPmuOffer};
 use crate::memory::GuestRam;
 use crate::pmu::countable::CountableKernelEvents;
 use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
-use crate::vcpu::control::{ResetPolicy, RunControl, StopReason};
+use crate::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
 use crate::vcpu::debugger::Debugger;
 use crate::vcpu::factory::{RdpmcConfig, StepperConfig, VcpuFactory};
 use crate::vcpu::kvm_vcpu::KvmVcpu;
@@ -349,7 +349,7 @@ impl<'a> VmPlan<'a> {
         }
         let control = control.clone();
         let fatal_error_callback =
-            FatalErrorCallback::new(Arc::new(move || control.stop(StopReason::Failed)));
+            DeviceFailureCallback::new(Arc::new(move || control.stop(VmStopReason::Failed)));
         let machine: Arc<dyn PciBackend> = Arc::new(KvmPciBackend::new(fd.clone(), fatal_error_callback));
         let pci = PciBus::new(devices, ram.memory(), layout::PCI_WINDOW, &machine)?;
         Ok(bus.with_pci(pci))
@@ -471,7 +471,7 @@ impl<'a> VmPlan<'a> {
         Ok(KvmVcpu::new(id, vcpu, tsc_khz, table, first))
     }
 
-    /// Returns the events to hide from the guest's kernels.
+    /// Returns the events to hide from the guest's kernels, because they cannot be counted.
     pub(super) fn uncounted(&self, probe: &HostProbe) -> UncountableEvents {
         let VmConfig { pmu, backability, .. } = self.config;
         let hides = self.config.hide_uncounted;
@@ -541,7 +541,8 @@ pub(super) fn statistics(of: &impl std::os::fd::AsRawFd) -> Option<std::os::fd::
         .ok()
 }
 
-/// Limits halt polling in KVM, which would otherwise count as guest cycles.
+/// Limits how long KVM polls for a halted vCPU. The time of polling would otherwise count as guest
+/// cycles.
 fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
     if let Err(e) = vm.limit_halt_polling(limit_ns) {
         log::info!(
@@ -558,8 +559,8 @@ mod tests {
     use super::*;
     use crate::testing;
 
-    /// Only a mediated vPMU needs exclusive use of the host's PMU. The error names all possible
-    /// holders.
+    /// Only a mediated vPMU needs exclusive use of the host's PMU. If the PMU is in use, the error
+    /// names everything that may hold it.
     #[test]
     fn busy_vcpu_of_mediated_vm_names_holders_of_pmu() {
         let line = |mediated, errno| {
@@ -598,8 +599,8 @@ mod tests {
         assert_eq!(VmPlan::of(&config).unsupported_in_snapshot(), ["--nested"]);
     }
 
-    /// A stepper that sets the trap flag is excluded from snapshots, because it may leave the flag
-    /// in guest memory. A KVM that emulates CPL 0 needs no trap flag.
+    /// A VM whose stepper sets the trap flag is excluded from snapshots, because the stepper may
+    /// leave the flag in guest memory. A KVM that emulates CPL 0 needs no trap flag.
     #[test]
     fn snapshot_excludes_exact_backing_with_trap_flags() {
         let mut config = testing::config(&[]);

@@ -22,7 +22,7 @@ use crate::kvm::chips::IrqchipState;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
 use crate::pmu::VmPmu;
-use crate::vcpu::control::{RunControl, StopReason};
+use crate::vcpu::control::{RunControl, VmStopReason};
 use crate::vcpu::factory::VcpuFactory;
 use crate::vcpu::registry::VcpuRegistry;
 use guest_patching::uncounted::UncountableEvents;
@@ -35,7 +35,7 @@ pub(super) struct RestartContext {
     pub config: VmConfig,
     pub uncounted: Arc<UncountableEvents>,
     pub model: PmuModel,
-    /// RDPMC that was not replaced may be emulated at the guest's #GP handler.
+    /// RDPMC instructions that were not replaced may be emulated at the guest's #GP handler.
     pub gate: bool,
     /// The kernel needs a KVM that can run Linux.
     pub needs_full_kvm: bool,
@@ -62,8 +62,8 @@ impl Restarter {
         self.control.reset_event()
     }
 
-    /// Performs the possible steps of a pending reset. If the machine cannot be rebuilt, the VM is
-    /// stopped and the reason is logged.
+    /// Performs the steps of a pending reset that are possible now. If the machine cannot be
+    /// rebuilt, the VM is stopped and the reason is logged.
     pub fn serve(&mut self) {
         // The read fails if the eventfd is already clear.
         let _ = self.control.reset_event().read();
@@ -83,7 +83,7 @@ impl Restarter {
         });
         if let Err(e) = made {
             log::error!("cannot restart the VM: {}", error_line(&e));
-            self.control.stop(StopReason::NotRestarted);
+            self.control.stop(VmStopReason::NotRestarted);
         }
     }
 }

@@ -14,7 +14,7 @@ use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, Save
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::events::GuestEvent;
 use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
-use vpmu::{BackingChange, CountableEvents, CounterBacking, CpuidRegs, EventFilter, VpmuStateError};
+use vpmu::{CountableEvents, CounterBacking, CounterBackingChange, CpuidRegs, EventFilter, VpmuStateError};
 
 use super::config::VmConfig;
 use super::error::VmError;
@@ -52,7 +52,7 @@ pub enum RestoredMemory {
         /// Memory file of the diff.
         changes: File,
     },
-    /// The memory of a VM that has moved to this process and does not run elsewhere.
+    /// The memory of a VM that has moved to this process and does not run in another one.
     Moved(GuestRam),
 }
 
@@ -82,7 +82,7 @@ pub enum RestoreError {
     /// The event filter is invalid.
     #[error("the event filter of the snapshot cannot be used")]
     Filter(#[from] FilterError),
-    /// A property of the machine differs.
+    /// A property of the machine differs from that of the saved machine.
     #[error("the snapshot has {what} {saved}, this machine {here}")]
     Shape {
         /// Property.
@@ -113,7 +113,7 @@ pub enum RestoreError {
     /// The virtual PMU of a vCPU cannot be restored.
     #[error("the virtual PMU of vCPU {0} cannot be restored")]
     Pmu(u8, #[source] VpmuStateError),
-    /// Trap flags in guest memory cannot be removed.
+    /// Trap flags that single-stepping has left in guest memory cannot be removed on this host.
     #[error(
         "a recording of branches has left trap flags in the memory of the snapshot, and this host's KVM cannot \
          single-step guests to remove them"
@@ -128,7 +128,8 @@ pub enum RestoreError {
 }
 
 impl RestoredMachine {
-    /// Returns `true` if the VM is the saved VM itself, and not one of several VMs with its memory.
+    /// Returns `true` if the restored VM is the saved VM itself, which has moved here, and not one
+    /// of several VMs with the same memory.
     pub(super) fn is_moved(&self) -> bool {
         matches!(self.memory, RestoredMemory::Moved(_))
     }
@@ -336,13 +337,17 @@ pub(super) fn is_same_tsc(a_khz: u32, b_khz: u32) -> bool {
     difference <= u64::from(a_khz.min(b_khz)) * MAX_TSC_DIFFERENCE_PPM
 }
 
-/// Logs the counters of vCPU `id` whose backing has changed.
+/// Logs the counters of vCPU `id` whose backing (source of the counts) has changed at the restore.
 ///
 /// # Errors
 /// Returns [`RestoreError::Loses`] if a counter no longer counts, unless `accepts_losses` is set.
-fn report_changes(id: u8, changes: &[BackingChange], accepts_losses: bool) -> Result<(), RestoreError> {
+fn report_changes(
+    id: u8,
+    changes: &[CounterBackingChange],
+    accepts_losses: bool,
+) -> Result<(), RestoreError> {
     for change in changes {
-        let BackingChange {
+        let CounterBackingChange {
             counter,
             event,
             before,
@@ -470,12 +475,12 @@ mod tests {
         Some(calls.split_off(cpuid.unwrap()))
     }
 
-    /// Restores a VM with this code.
+    /// Restores a VM whose guest executes `code`.
     fn restored(code: &[u8], saved: RestoredMachine) -> RunningVm {
         restored_with(code, Vec::new(), saved)
     }
 
-    /// Restores a VM with this code and these devices.
+    /// Restores a VM whose guest executes `code`, with these devices.
     fn restored_with(code: &[u8], devices: Vec<Box<dyn VirtioDevice>>, saved: RestoredMachine) -> RunningVm {
         let kvm = host::open().unwrap();
         let parts = VmParts {
@@ -557,9 +562,9 @@ mod tests {
         }
     }
 
-    /// Pages that a guest has given back are zeros in a snapshot. In the restored VM, pages of the
-    /// memory file do not reappear after they are given back, and the target and the actual size
-    /// equal those of the source.
+    /// Pages that a guest has given to the balloon are zeros in a snapshot. In the restored VM, a
+    /// page that is given to the balloon is not filled from the memory file afterwards, and the
+    /// balloon's target and actual size equal those of the source.
     #[test]
     fn balloon_continues_in_restored_vm() {
         let balloon = |origin| BalloonDevice::new("size=4".parse().unwrap(), 32 << 20, origin).unwrap();

@@ -42,8 +42,8 @@ use crate::vcpu::saved::SaveVcpuError;
 /// Maximum number of bytes that one [`VmSnapshot::read_memory`] examines. Each call delays the main
 /// loop.
 const MAX_SCANNED_BYTES: u64 = 16 << 20;
-/// Minimum number of bytes of untouched memory that take as long to examine as one byte that is
-/// read.
+/// Number of bytes of untouched memory that take at most as long to examine as one byte that must
+/// be read.
 const UNTOUCHED_FACTOR: u64 = 16;
 /// A page of zeros, which the memory file does not contain.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
@@ -60,7 +60,7 @@ pub enum SnapshotError {
     /// The VM has ended, or its guest has reset it.
     #[error("the VM has ended or was reset during the snapshot")]
     Ended,
-    /// A step was requested before the preceding one was complete.
+    /// A step of the snapshot was requested before the preceding step was complete.
     #[error("the snapshot is not ready for this step")]
     Order,
     /// A vCPU cannot be saved.
@@ -78,7 +78,8 @@ pub enum SnapshotError {
     /// The locks of disk images cannot be changed.
     #[error("the locks of the disk images cannot be changed")]
     Devices(#[source] io::Error),
-    /// A VM that has moved cannot continue here.
+    /// A VM that has moved cannot continue in this process, because another process uses its disk
+    /// images.
     #[error("the image of {0} is used by another process, where the VM may run; end it here with `ctl stop`")]
     InUse(String),
     /// The state cannot be encoded.
@@ -128,9 +129,9 @@ enum Phase {
 pub struct MemoryPiece {
     /// Offset of the piece in RAM, in bytes.
     pub offset: u64,
-    /// Contents, or no bytes if the piece consists of zeros.
+    /// Contents of the piece. Empty if the piece consists of zeros.
     pub data: Vec<u8>,
-    /// Offset of the next piece; the size of RAM at the end.
+    /// Offset in RAM of the next piece; the size of RAM at the end.
     pub next: u64,
 }
 
@@ -141,7 +142,7 @@ pub struct VmSnapshot {
     was_paused: bool,
     /// The host resources of the devices are shared with the destination process.
     shares_devices: bool,
-    /// The VM may run elsewhere, so it stays paused when the snapshot is dropped.
+    /// The VM may run in another process, so it stays paused here when the snapshot is dropped.
     is_committed: bool,
     phase: Phase,
     machine: Box<SavedMachine>,
@@ -207,10 +208,11 @@ impl VmSnapshot {
         })
     }
 
-    /// Performs the possible steps, and returns `true` when the states of all parts are known.
+    /// Performs the steps of the snapshot that are possible now, and returns `true` when the states
+    /// of vCPUs and devices are known.
     ///
     /// # Errors
-    /// Returns [`SnapshotError::Ended`] if the VM is no longer waiting, [`SnapshotError::Trap`] if
+    /// Returns [`SnapshotError::Ended`] if the VM is no longer paused, [`SnapshotError::Trap`] if
     /// code of the VMM remains in guest memory, and an error if the state cannot be read.
     pub fn advance(&mut self) -> Result<bool, SnapshotError> {
         let source = self.source.clone();
@@ -241,7 +243,7 @@ impl VmSnapshot {
         Ok(self.phase == Phase::Ready)
     }
 
-    /// Reads the states of all parts except memory.
+    /// Reads the states of all parts of the VM except memory.
     fn collect(&mut self) -> Result<(), SnapshotError> {
         let source = &self.source;
         for slot in source.registry.taken() {
@@ -264,7 +266,8 @@ impl VmSnapshot {
         self.machine.memory.bytes
     }
 
-    /// Returns the next piece of guest memory, which begins at `offset`. Pieces of zeros are combined.
+    /// Returns the next piece of guest memory, which begins at `offset`. Successive chunks of zeros
+    /// form one piece.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] unless `offset` is the end of the previous piece, and
@@ -319,11 +322,11 @@ impl VmSnapshot {
         }
     }
 
-    /// Allows the destination process to open the devices' host resources. They stay locked against
-    /// all other processes.
+    /// Allows the destination process to open the devices' host resources. These stay locked
+    /// against all other processes.
     ///
     /// # Errors
-    /// Returns [`SnapshotError::Order`] before the devices are stopped, and
+    /// Returns [`SnapshotError::Order`] unless the states of vCPUs and devices are known, and
     /// [`SnapshotError::Devices`] if the locks cannot be changed.
     pub fn share_devices(&mut self) -> Result<(), SnapshotError> {
         if self.phase != Phase::Ready {
@@ -334,12 +337,12 @@ impl VmSnapshot {
         pci.map_or(Ok(()), |pci| pci.share().map_err(SnapshotError::Devices))
     }
 
-    /// Releases the devices' host resources, because the VM is about to run in another process. In
-    /// any case, the VM stays paused until [`VmSnapshot::take_back`].
+    /// Releases the devices' host resources, because the VM is about to run in another process.
+    /// Whether or not the release succeeds, the VM stays paused until [`VmSnapshot::take_back`].
     ///
     /// # Errors
-    /// Returns [`SnapshotError::Order`] unless the state is known, and [`SnapshotError::Devices`]
-    /// if the locks cannot be changed.
+    /// Returns [`SnapshotError::Order`] unless the states of vCPUs and devices are known, and
+    /// [`SnapshotError::Devices`] if the locks cannot be changed.
     pub fn commit(&mut self) -> Result<(), SnapshotError> {
         if !self.is_ready() {
             return Err(SnapshotError::Order);
@@ -350,13 +353,14 @@ impl VmSnapshot {
         pci.map_or(Ok(()), |pci| pci.release().map_err(SnapshotError::Devices))
     }
 
-    /// Returns whether the VM may run elsewhere.
+    /// Returns whether the VM may run in another process, because [`VmSnapshot::commit`] was
+    /// called.
     #[must_use]
     pub fn is_committed(&self) -> bool {
         self.is_committed
     }
 
-    /// Returns the VM to this process, because it does not run elsewhere.
+    /// Returns the VM to this process, because it does not run in another process.
     ///
     /// # Errors
     /// Returns [`SnapshotError::InUse`] if another process uses a disk image, and
@@ -375,7 +379,8 @@ impl VmSnapshot {
         Ok(())
     }
 
-    /// Releases the devices' host resources for the destination process. The VM has ended here.
+    /// Releases the devices' host resources for the destination process. The VM has ended in this
+    /// process.
     pub fn release_devices(&self) {
         let released = self.source.bus.pci().map_or(Ok(()), |pci| pci.release());
         if let Err(error) = released {
@@ -384,7 +389,7 @@ impl VmSnapshot {
         }
     }
 
-    /// Returns the state file.
+    /// Returns the state file of the snapshot.
     ///
     /// # Errors
     /// Returns [`SnapshotError::Order`] before all memory has been read, and
@@ -408,7 +413,7 @@ impl VmSnapshot {
         Ok(encode(&self.machine)?)
     }
 
-    /// Returns whether the states of all parts are known.
+    /// Returns whether the states of all parts of the VM except memory are known.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.phase == Phase::Ready
@@ -450,7 +455,7 @@ impl SnapshotSource {
         Err(SnapshotError::Unsupported(unsupported.join(", ")))
     }
 
-    /// Makes the vCPUs process their pending requests.
+    /// Kicks the vCPUs, so that they process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
         self.registry.kicker().kick();
@@ -565,8 +570,8 @@ mod tests {
         }
     }
 
-    /// The interrupt that a device raises while it is stopped is in the saved local APIC, whose vCPU
-    /// has its interrupts disabled.
+    /// If a device raises an interrupt while it is being stopped, the interrupt is in the saved
+    /// local APIC. The vCPU of this test has its interrupts disabled.
     #[test]
     fn interrupts_of_devices_are_saved() {
         const VECTOR: u8 = 0x61;

@@ -35,7 +35,7 @@ struct BootResult {
     loaded: LoadedGuest,
     outcome: BusOutcome,
     console: String,
-    /// Value of ECX at each RDPMC trap.
+    /// Values of ECX at the exits of replaced RDPMC instructions.
     traps: Vec<u64>,
 }
 
@@ -213,8 +213,8 @@ fn vmlinux_and_bzimage_use_linux_boot_protocol() {
     }
 }
 
-/// 32-bit and 64-bit kernels other than Linux start at the PVH entry point. The ELF entry point
-/// differs and reports a different exit status.
+/// 32-bit and 64-bit kernels other than Linux start at the PVH entry point. In these kernels, the
+/// ELF entry point is a different one, which reports a different exit status.
 #[test]
 fn other_kernel_starts_at_pvh_entry() {
     let dir = tempfile::tempdir().unwrap();

@@ -54,8 +54,8 @@ struct Guest {
     vm: Arc<VmFd>,
     ram: GuestRam,
     _slots: MemorySlots,
-    /// Value returned for reads of ports, unmapped memory and filtered MSRs. `None` makes a
-    /// filtered MSR access fault.
+    /// Value that the VMM returns for reads of ports, unmapped memory and filtered MSRs. `None`
+    /// makes an access to a filtered MSR fault.
     answer: Option<u64>,
 }
 
@@ -223,7 +223,7 @@ fn string_port_write_is_split_by_width() {
     assert_eq!(written, text);
 }
 
-/// A port read changes exactly the bytes that it reads.
+/// A port read changes only as many bytes of the destination register as it reads.
 #[test]
 fn port_read_changes_only_its_bytes() {
     let code = [
@@ -285,7 +285,8 @@ fn access_beyond_ram_is_mmio() {
     );
 }
 
-/// Clearing memory is visible to the guest, which keeps using the same host memory.
+/// When the host clears guest memory, the guest reads zeros, although it keeps using the same host
+/// memory.
 #[test]
 fn cleared_memory_is_zero_for_guest() {
     let code = [
@@ -356,8 +357,8 @@ fn completing_an_exit_stops_between_two_instructions() {
     assert_eq!(guest.all(), [GuestAction::Out(0x11, 1, vec![41])]);
 }
 
-/// An access to a filtered MSR exits with its index and value, and the guest reads the host's
-/// answer. KVM handles adjacent MSRs.
+/// An access to a filtered MSR exits with the MSR's index and value, and the guest reads the value
+/// that the host returns. KVM handles adjacent MSRs.
 #[test]
 fn filtered_msr_exits_to_host() {
     let code = [

@@ -1,4 +1,5 @@
-//! Overflow signals end KVM_RUN exactly once and without loss, both handled and held.
+//! Tests that overflow signals end KVM_RUN exactly once and without loss in both delivery modes:
+//! handled by a signal handler, and held, which means blocked except during KVM_RUN.
 #![expect(unsafe_code, reason = "signals to a thread")]
 
 use std::sync::Arc;
@@ -113,7 +114,8 @@ fn raise(signal: i32) {
     assert_eq!(unsafe { libc::raise(signal) }, 0);
 }
 
-/// A signal between the check and the entry is not lost: the guest executes nothing.
+/// A signal that arrives between the check for signals and KVM_RUN is not lost: KVM_RUN returns
+/// before the guest executes anything.
 #[test]
 fn handled_signal_after_check_ends_kvm_run() {
     let Some(mut guest) = LoopingVcpu::new() else {
@@ -144,7 +146,8 @@ fn held_signal_ends_kvm_run_once() {
     }
 }
 
-/// A kick ends KVM_RUN while overflow signals are held, and is not mistaken for an overflow.
+/// A kick ends KVM_RUN while overflow signals are in held mode, and is not mistaken for an
+/// overflow.
 #[test]
 fn kick_ends_kvm_run_while_overflow_is_held() {
     let Some(mut guest) = LoopingVcpu::new() else {
@@ -158,7 +161,8 @@ fn kick_ends_kvm_run_while_overflow_is_held() {
     assert!(!guest.look());
 }
 
-/// A signal that is pending at the switch to handled mode is neither lost nor delayed.
+/// An overflow signal that is pending when the mode changes from held to handled is neither lost
+/// nor delayed.
 #[test]
 fn overflow_signals_return_to_handled_mode() {
     let Some(mut guest) = LoopingVcpu::new() else {

@@ -23,7 +23,7 @@ use vm_memory::{Bytes as _, GuestAddress};
 use vmm::boot::KernelSource;
 use vmm::kvm::host;
 use vmm::pmu::PmuConfig;
-use vmm::vcpu::control::{ResetPolicy, StopReason};
+use vmm::vcpu::control::{ResetPolicy, VmStopReason};
 use vmm::vcpu::kick;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use vmm::vm::save::{SnapshotError, VmSnapshot};
@@ -32,11 +32,11 @@ use vpmu::{BackingPolicy, PmuModel};
 
 /// Code of `snapshots/guest.s`.
 const GUEST: &[u8] = include_bytes!("snapshots/guest.bin");
-/// Number of rounds of the guest.
+/// Number of iterations of the guest's main loop.
 const ROUNDS: u32 = 2000;
 /// Exit status of the guest: (0x10 << 1) | 1.
-const DONE: StopReason = StopReason::DebugExit(33);
-/// Number of snapshots of the guests with one exit type.
+const DONE: VmStopReason = VmStopReason::DebugExit(33);
+/// Number of snapshots of each guest that causes only one type of exit.
 const STRING_SNAPSHOTS: usize = 8;
 /// Maximum duration of a guest.
 const MAX_DURATION: Duration = Duration::from_secs(60);
@@ -141,8 +141,8 @@ impl TestVm {
         bytes
     }
 
-    /// Takes a snapshot. Returns it with the length of the output at the snapshot, or `None` if the
-    /// guest has ended. The guest continues to run.
+    /// Takes a snapshot. Returns it with the number of bytes that the guest had written by then, or
+    /// `None` if the guest has ended. The guest continues to run.
     fn snapshot(&self) -> Option<(RestoredMachine, usize)> {
         self.snapshot_then(|_| ())
     }
@@ -210,8 +210,8 @@ fn results(output: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// An incomplete exit is completed in a loop before registers are read, because KVM performs a
-/// string instruction in parts, each of which may be incomplete at the snapshot.
+/// The VMM completes an incomplete exit in a loop before it reads the registers for a snapshot. KVM
+/// performs a string instruction in parts, and each part may be incomplete.
 #[test]
 fn an_open_exit_is_completed_in_a_loop_before_registers_are_read() {
     // mov esi, 0x100020; mov ecx, 4096; mov dx, 0x3f8; rep outsb; mov al, 0x10; out 0xf4, al; hlt
@@ -224,8 +224,8 @@ fn an_open_exit_is_completed_in_a_loop_before_registers_are_read() {
     }
 }
 
-/// A WRMSR is not executed twice. Counter 0 counts the exits at WRMSR, and its value is the guest's
-/// output.
+/// A WRMSR is not executed twice if a snapshot is taken at its exit. Counter 0 counts the exits at
+/// MSR accesses, and the guest writes its value as output.
 #[test]
 fn a_wrmsr_is_not_done_twice() {
     let code = [
@@ -255,7 +255,8 @@ fn a_wrmsr_is_not_done_twice() {
     }
 }
 
-/// A snapshot, and the length of the output that precedes it since the start or the restore.
+/// A snapshot, and the number of bytes that the guest had written by then, since its start or its
+/// restore.
 type Cut = (RestoredMachine, usize);
 
 /// Returns a second restorable copy of a snapshot.
@@ -267,8 +268,8 @@ fn copy_of(saved: &RestoredMachine) -> RestoredMachine {
     }
 }
 
-/// Returns the guest's output without a snapshot, a snapshot, and a snapshot of the VM that was
-/// restored from it.
+/// Returns three values: the guest's output without a snapshot, a snapshot, and a snapshot of the
+/// VM that was restored from the first snapshot.
 fn two_cuts(config: &VmConfig) -> Option<(Vec<u8>, [Cut; 2])> {
     let expected = TestVm::start(config, None)?.finish();
     let cut = |saved: Option<&RestoredMachine>| {
@@ -303,8 +304,8 @@ fn restored_vm_can_be_saved_again() {
     assert!([&expected[..cut], &rest].concat() == expected);
 }
 
-/// Takes a snapshot of a guest that has written its first bytes. Returns it with the length of the
-/// output at the snapshot, or `None` without KVM.
+/// Takes a snapshot of a guest that has written its first bytes. Returns it with the number of
+/// bytes that the guest had written by then, or `None` without KVM.
 fn cut_after_start(config: &VmConfig) -> Option<(RestoredMachine, usize)> {
     loop {
         let source = TestVm::start(config, None)?;
@@ -329,8 +330,9 @@ fn saved() -> Option<(VmConfig, RestoredMachine)> {
     Some((config, saved))
 }
 
-/// Writes of the VMM are in the memory file. The last patch of an RDPMC and the removal of the trap
-/// at the #GP handler precede the first read of memory.
+/// The VMM's own writes to guest memory are in the memory file. The VMM makes the last ones, a
+/// patch of an RDPMC and the removal of the trap at the #GP handler, before the snapshot first
+/// reads memory.
 #[test]
 fn writes_of_ours_are_in_the_memory_file() {
     let config = config(GUEST);
@@ -349,9 +351,10 @@ fn writes_of_ours_are_in_the_memory_file() {
     snapshot(&TestVm::start(&config, Some(saved)).unwrap());
 }
 
-/// Single-stepping for branch stacks sets the trap flag, which may remain in flags that the guest
-/// has saved in its memory. A restore under another backing either removes it or fails, because the
-/// guest that loads these flags has no #DB handler.
+/// A trap flag that the VMM has set does not reach the guest after a restore. Single-stepping for
+/// branch stacks sets the flag, and it may remain in flags that the guest has saved in its memory.
+/// A restore with another source of the counts (`--backing`) either removes it or fails, because
+/// the guest that loads these flags has no #DB handler.
 #[test]
 fn a_trap_flag_of_ours_does_not_reach_another_backing() {
     let code = [
@@ -418,8 +421,8 @@ fn a_reset_after_restore_ends_the_vm_and_leaves_the_file() {
         }
         restored.vm.stop_and_join();
         let expected = match on_reset {
-            ResetPolicy::Exit => StopReason::Reset,
-            ResetPolicy::Restart => StopReason::NotRestarted,
+            ResetPolicy::Exit => VmStopReason::Reset,
+            ResetPolicy::Restart => VmStopReason::NotRestarted,
         };
         assert_eq!(restored.vm.control().reason(), Some(expected));
         assert!(contents(&file) == before);
@@ -450,7 +453,8 @@ fn other_machines_are_refused_by_name() {
     }
 }
 
-/// Checks that a changed snapshot is rejected with a one-line error that contains `words`.
+/// Checks that restoring a modified snapshot is rejected with a one-line error that contains
+/// `words`.
 #[track_caller]
 fn assert_refused(
     config: &VmConfig,
@@ -586,8 +590,8 @@ fn diff_of(bases: &[&RestoredMachine], later: &RestoredMachine) -> RestoredMachi
     }
 }
 
-/// A guest that is restored from a diff continues in the same way as from the full snapshot of the
-/// same moment.
+/// A guest that is restored from a diff continues in the same way as one restored from a full
+/// snapshot that was taken at the same time.
 #[test]
 fn diff_restores_to_equal_results() {
     let config = config(GUEST);
@@ -639,8 +643,9 @@ fn writes_of_ours_are_in_the_dirty_set() {
     assert_eq!([SHORT, LONG, last, ZEROED].map(byte), [7, 8, 8, 0]);
 }
 
-/// Each page of memory above two diffs comes from the highest snapshot that contains it: mapped and
-/// copied ranges of the first and of the second diff, and pages of the full snapshot.
+/// When a VM is restored from a diff that is based on another diff, each page of memory comes from
+/// the highest snapshot that contains it. Covers mapped and copied ranges of both diffs, and pages
+/// of the full snapshot.
 #[test]
 fn diff_of_a_diff_restores_the_memory_of_all() {
     const LONG: u64 = 0xA0_0000;

@@ -83,8 +83,9 @@ const STRAIGHT: [&[u8]; 16] = [
     &[0x48, 0xf7, 0x22],                         // mul qword [rdx]
 ];
 
-/// Instructions that end a run: branches, exits, shadows, other faults, and changes of the stepping
-/// flags.
+/// Machine code of instructions that end a straight-line run: branches, instructions that exit or
+/// have an interrupt shadow, instructions that can raise other faults, and changes of the flags
+/// that control stepping.
 const ENDS: [&[u8]; 36] = [
     &[0xeb, 0],                // jmp
     &[0x74, 0],                // jz

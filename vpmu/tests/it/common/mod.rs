@@ -4,13 +4,14 @@ use perf_core::{UnavailableRegs, VcpuContext};
 use vpmu::sim::SimEvents;
 use vpmu::*;
 
-/// A guest on simulated events by default.
+/// A guest with a PMU and its counter events, which are simulated by default.
 pub struct Guest<E = SimEvents> {
     pub vpmu: Vpmu,
     pub events: E,
 }
 
-/// Services the overflows of a vCPU on perf-core and returns their counters.
+/// Handles the overflows of the perf-core events of a vCPU, and returns the counters that
+/// overflowed.
 pub fn overflowed_counters(context: &VcpuContext) -> Vec<CounterIndex> {
     let mut counters = Vec::new();
     context.service_overflows(&mut UnavailableRegs, &mut |report| {

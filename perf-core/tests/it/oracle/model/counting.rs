@@ -148,7 +148,7 @@ impl Model {
         }
     }
 
-    /// Produces one sample for `times` overflows, the last of them at `at`.
+    /// Produces one sample for `times` overflows of part `p`, the last of them at position `at`.
     fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> OverflowOutcome {
         let tick = self.contexts[self.parts[p].ctx].ticks;
         let (now, setup, guest) = (self.now, self.setup, self.spec(p).guest);
@@ -220,7 +220,7 @@ impl OracleEventInContext {
         self.position = end;
     }
 
-    /// Adds new overflows to the kept ones.
+    /// Moves the overflows in `fresh` to those in `kept`.
     pub(super) fn keep(&mut self) {
         let fresh = std::mem::take(&mut self.fresh);
         if fresh.times > 0 {

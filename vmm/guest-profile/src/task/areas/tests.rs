@@ -1,4 +1,5 @@
-//! Tests with the processes of a small synthetic guest.
+//! Tests with the processes of a small synthetic guest, whose kernel data structures the test
+//! writes.
 
 use super::super::{ListLayout, MapsLayout, SingleStepLayout, VM_EXEC, single_step_bit};
 use super::*;
@@ -6,7 +7,7 @@ use crate::task::cache::CacheLayout;
 use crate::testing::TestGuest;
 use proptest::prelude::*;
 
-/// Start of the direct map, which contains the kernel's data.
+/// Start of the kernel's direct map of guest memory, in which the test places the kernel's data.
 const DIRECT: u64 = 0xffff_8880_0000_0000;
 const RAM: usize = 0x4_0000;
 const CODE: u64 = 0x5555_0000_0000;
@@ -16,10 +17,12 @@ const MM: u64 = DIRECT + 0x1200;
 const FILE: u64 = DIRECT + 0x1300;
 const ADDRESS_SPACE: u64 = DIRECT + 0x1400;
 const AREAS: [u64; 3] = [DIRECT + 0x1500, DIRECT + 0x1600, DIRECT + 0x1700];
-/// Array of the kernel's page structures, and variable that holds its address.
+/// Address of the kernel's array of page structures (`struct page`), and address of the variable
+/// that holds this address.
 const PAGES: u64 = DIRECT + 0x2000;
 const VMEMMAP: u64 = DIRECT + 0x1800;
-/// A page in the page tables of the process, and a page that is only in the page cache.
+/// Guest-physical addresses of a page that the page tables of the process contain, and of a page
+/// that only the page cache contains.
 const MAPPED: u64 = 0x8000;
 const CACHED: u64 = 0x9000;
 const PID: u32 = 77;
@@ -87,7 +90,8 @@ fn guest() -> (TestGuest, KernelTables) {
     (g, tables)
 }
 
-/// A task is single-stepped if it is traced and has the single-step flag of this kernel.
+/// A task is recognized as single-stepped if it is traced and has the single-step flag of the
+/// guest's kernel version.
 #[test]
 fn task_of_a_stepping_debugger_is_recognized() {
     let (mut g, tables) = guest();
@@ -162,8 +166,9 @@ fn process_is_found_by_pid_with_executable_mappings() {
     assert_eq!(found, [(CODE, CODE + 2 * PAGE, Some(CODE - PAGE))]);
 }
 
-/// An accessed page is read through the page tables, the next page is read from the page cache, and
-/// the following page is missing.
+/// Memory of a process is read page by page: a page that the process has accessed through its page
+/// tables, the next page from the page cache, and the following page, which neither contains, as
+/// missing.
 #[test]
 fn untouched_memory_is_read_from_page_cache() {
     let (g, tables) = guest();
@@ -198,7 +203,8 @@ fn exited_process_is_not_found_again() {
 }
 
 proptest! {
-    /// Reading terminates if lists point to arbitrary addresses, including themselves.
+    /// Reading tasks and mappings terminates if their lists point to arbitrary addresses, including
+    /// to themselves.
     #[test]
     fn hostile_task_lists_terminate(
         changes in prop::collection::vec(

@@ -26,7 +26,7 @@ use perf_core::error_line;
 use sums::{ExitMaxima, ExitReading, ExitTotals, KvmStatistic};
 use trace::{ExitTrace, TraceError};
 
-/// Interval between the readings that are kept in case the VM terminates.
+/// Interval between readings of the exits. The last reading is displayed if the VM terminates.
 const READ_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval at which the tracepoint rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
@@ -147,7 +147,7 @@ struct ObservedVm {
     client: Client,
     watch: ExitObserver,
     trace: Result<ExitTrace, TraceError>,
-    /// Exits in the processes from which the VM has moved.
+    /// Exits in the VM's former processes, from which it has moved.
     left: ExitTotals,
     /// Exits in the current process.
     present: ExitTotals,
@@ -176,8 +176,8 @@ impl ObservedVm {
         })
     }
 
-    /// Reads the exits, or continues in the destination process if the VM has moved. Returns
-    /// `false` if the VM has exited.
+    /// Reads the exits or, if the VM has moved, continues the observation in the destination
+    /// process. Returns `false` if the VM has exited.
     fn look(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
         match self.watch.look(&mut self.client) {
             Ok(mut seen) => {
@@ -191,8 +191,8 @@ impl ObservedVm {
         }
     }
 
-    /// Continues in the destination process if the VM has moved. Returns `false` if it has not
-    /// moved.
+    /// Continues the observation in the destination process if the VM has moved. Returns `false` if
+    /// it has not moved.
     fn follow(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
         let Some(moved) = find_moved(&self.client) else {
             return Ok(false);
@@ -255,7 +255,7 @@ pub(super) struct ExitObserver {
 }
 
 impl ExitObserver {
-    /// Opens KVM's statistics and starts the VM's own exit statistics.
+    /// Opens KVM's statistics as events and starts the VM's own exit statistics.
     ///
     /// # Errors
     /// Returns an error if the VM does not answer.
@@ -293,8 +293,8 @@ impl ExitObserver {
         self.with(&readings, client)
     }
 
-    /// Returns the exits since the start of the observation, with the given readings of the
-    /// connection's events.
+    /// Returns the exits since the start of the observation. `readings` are the current readings of
+    /// all events of the connection, from which KVM's statistics are taken.
     ///
     /// # Errors
     /// Returns an error if the VM does not answer.

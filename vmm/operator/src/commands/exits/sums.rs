@@ -41,7 +41,7 @@ pub(in super::super) type ExitKey = (Option<u32>, String);
 /// Timed exits by vCPU and reason.
 pub(in super::super) type TimedExits = BTreeMap<ExitKey, ExitTotal>;
 
-/// Adds the exits of another process to `sum`.
+/// Adds the exits `other`, from another process of the same VM, to `sum`.
 fn add(sum: &mut TimedExits, other: &TimedExits) {
     for (key, exits) in other {
         let sum = sum.entry(key.clone()).or_default();
@@ -55,13 +55,13 @@ fn add(sum: &mut TimedExits, other: &TimedExits) {
 /// A reading of a VM's exits.
 #[derive(Debug, Default)]
 pub(in super::super) struct ExitReading {
-    /// Exits to user space since the start of the observation. Maxima cover the time since the
-    /// previous reading.
+    /// Exits to user space since the start of the observation. Only the maximum times cover a
+    /// shorter period, the time since the previous reading.
     pub(in super::super) ours: Vec<VcpuExits>,
     /// KVM's statistics since the start of the observation.
     pub(in super::super) kvms: Vec<KvmStatistic>,
-    /// Exits timed by KVM's tracepoints, with the same periods as `ours`; empty without
-    /// tracepoints.
+    /// Exits timed by KVM's tracepoints. Their counts and maximum times cover the same periods as
+    /// those of `ours`. Empty without tracepoints.
     pub(in super::super) traced: Vec<VcpuExits>,
 }
 
@@ -82,7 +82,8 @@ pub(in super::super) struct ExitTotals {
 }
 
 impl ExitTotals {
-    /// Updates the totals from a reading, and raises the interval's maxima in `longest`.
+    /// Updates the totals from the reading `seen`, and raises the maxima of the current interval in
+    /// `longest` to those of the reading.
     pub(in super::super) fn update_from(&mut self, seen: ExitReading, longest: &mut ExitMaxima) {
         now(&mut self.ours, seen.ours, &mut longest.ours);
         now(&mut self.traced, seen.traced, &mut longest.traced);
@@ -90,7 +91,7 @@ impl ExitTotals {
         self.kvms = kvms.map(|of| ((Some(of.vcpu), of.name), of.count)).collect();
     }
 
-    /// Returns the difference from `before`, with the maxima of the interval.
+    /// Returns the exits since the totals `before`. `longest` contains the maxima of this interval.
     pub(in super::super) fn difference_since(&self, before: &Self, longest: &ExitMaxima) -> Self {
         let kvms = self.kvms.iter().map(|(key, now)| {
             let before = before.kvms.get(key).copied().unwrap_or_default();
@@ -103,7 +104,7 @@ impl ExitTotals {
         }
     }
 
-    /// Returns the sum of these exits and those in another process of the VM.
+    /// Returns the sum of these exits and the exits `other` in another process of the VM.
     pub(super) fn plus(&self, other: &Self) -> Self {
         let mut sum = self.clone();
         for (key, count) in &other.kvms {
@@ -128,7 +129,7 @@ impl ExitTotals {
         }
     }
 
-    /// Returns the number of exits without a time.
+    /// Returns the number of exits to user space that were not timed.
     pub(super) fn untimed(&self) -> u64 {
         self.ours
             .values()

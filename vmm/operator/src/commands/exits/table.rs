@@ -8,10 +8,11 @@ use serde_json::{Map, Value, json};
 use super::sums::{ExitTotal, ExitTotals, TimedExits};
 use control_api::events::format::thousands;
 
-/// KVM statistic of all exits, which includes the other statistics.
+/// Name of the KVM statistic that counts all exits, including those that the other statistics
+/// count.
 const ALL_EXITS: &str = "exits";
 
-/// Formats all tables for the period `when`.
+/// Formats all tables. `when` names the period that they cover, and `length` is its duration.
 pub(super) fn text(exits: &ExitTotals, when: &str, length: Duration) -> String {
     let mut out = format!("\n {when}\n\n");
     timed_table(&mut out, "exits to Perfvisor", &exits.ours, length);
@@ -105,7 +106,7 @@ fn timed_table(out: &mut String, title: &str, exits: &TimedExits, length: Durati
     );
 }
 
-/// Sorts by vCPU and then by descending time, as perf does.
+/// Returns the exits sorted by vCPU and then by descending time, as perf does.
 fn sorted(exits: &TimedExits) -> Vec<(Option<u32>, &str, &ExitTotal)> {
     let mut list: Vec<_> = exits
         .iter()
@@ -126,7 +127,8 @@ fn share(part: u64, of: u64) -> String {
     }
 }
 
-/// Formats a time in microseconds if at least one exit was timed.
+/// Formats the time `ns` of the exits `of` in microseconds, if at least one of these exits was
+/// timed.
 fn timed(of: &ExitTotal, ns: Option<u64>) -> String {
     match ns {
         Some(ns) if of.timed > 0 => format!("{:.2}", ns as f64 / 1e3),
@@ -152,7 +154,7 @@ fn describe_reason(reason: &str) -> &str {
     }
 }
 
-/// Formats one JSON object per line.
+/// Formats the exits as JSON, with one object per line.
 pub(super) fn json(exits: &ExitTotals, total: bool, at: Duration, length: Duration) -> String {
     let kvms = exits.kvms.iter().map(|((vcpu, name), count)| {
         let mut object = Map::new();
@@ -196,7 +198,7 @@ mod tests {
     use super::super::sums::tests::{ours, seen};
     use super::*;
 
-    /// Rows are sorted by time, and the mean covers the timed exits only.
+    /// Rows of the table are sorted by time, and the mean time covers the timed exits only.
     #[test]
     fn table_shows_shares_means_and_maxima() {
         let mut exits = ExitTotals::default();

@@ -43,7 +43,8 @@ struct ExitTracepoints {
     entry: u64,
     /// Offset of the reason in a `kvm_exit` record.
     reason_at: usize,
-    /// Offset of the instruction set field, which is 1 for VT-x and 2 for AMD-V.
+    /// Offset of the field of a `kvm_exit` record that specifies the virtualization instruction
+    /// set: 1 for VT-x and 2 for AMD-V.
     isa_at: usize,
     vmx: ReasonNames,
     svm: ReasonNames,
@@ -52,9 +53,10 @@ struct ExitTracepoints {
 /// The exits of one vCPU thread.
 #[derive(Debug, Default)]
 struct ThreadExits {
-    /// Statistics by instruction set and reason.
+    /// Exit statistics by virtualization instruction set (VT-x or AMD-V) and exit reason.
     exits: BTreeMap<(u32, u32), ExitsOfReason>,
-    /// Time and reason of the current exit while the vCPU is outside the guest.
+    /// Start time, instruction set and reason of the exit that is being handled; `None` while the
+    /// vCPU runs the guest.
     outside: Option<(u64, (u32, u32))>,
     lost: u64,
 }
@@ -63,7 +65,7 @@ struct TracedVcpu {
     number: u32,
     ring: RingReader,
     counted: ThreadExits,
-    /// Event that writes to the same ring while it is open.
+    /// Open event of the tracepoint `kvm_entry`, which writes to the same ring as `kvm_exit`.
     _entry: Tracepoint,
     _exit: Tracepoint,
 }
@@ -101,7 +103,7 @@ pub(super) struct ExitTrace {
     points: ExitTracepoints,
     pid: u32,
     vcpus: BTreeMap<i32, TracedVcpu>,
-    /// Thread IDs that have been examined.
+    /// IDs of the VM's threads that have already been examined.
     known: BTreeSet<i32>,
     /// Reason a hot-plugged vCPU is not traced.
     failed: Option<TraceError>,
@@ -155,7 +157,7 @@ impl ExitTrace {
         Ok(())
     }
 
-    /// Drains the rings before they overflow.
+    /// Reads the rings, so that they do not overflow.
     pub(super) fn drain(&mut self) {
         for vcpu in self.vcpus.values_mut() {
             for _ in 0..MAX_RECORDS {
@@ -333,7 +335,8 @@ impl ExitTracepoints {
         Self::parse(exit, entry, &read("kvm_exit/format")?).ok_or(TraceError::Format)
     }
 
-    /// Parses the tracepoint IDs and the `format` file of `kvm_exit`.
+    /// Creates the description from the IDs of the tracepoints, `exit` and `entry`, and the
+    /// `format` file of `kvm_exit`.
     fn parse(exit: u64, entry: u64, format: &str) -> Option<Self> {
         let format = format.get(..format.len().min(MAX_FORMAT_BYTES))?;
         let mut names = format
@@ -376,7 +379,7 @@ fn offset_of(format: &str, name: &str) -> Option<usize> {
     (parts.next()? == "size:4").then_some(at)
 }
 
-/// Parses the pairs `{ NUMBER, "NAME" }` of one table.
+/// Parses the pairs `{ NUMBER, "NAME" }` of one table of exit reasons.
 fn parse_names(table: &str) -> ReasonNames {
     let pair = |text: &str| {
         let (number, rest) = text.split_once(',')?;
@@ -392,7 +395,8 @@ fn parse_names(table: &str) -> ReasonNames {
         .collect()
 }
 
-/// Parses a sum left by macro expansion, such as `(0x040 + 14)` or `-1`.
+/// Parses a number such as `-1`, or a sum such as `(0x040 + 14)`, as macro expansion leaves them in
+/// the table.
 fn parse_number(text: &str) -> Option<u32> {
     let text = text.replace(['(', ')', ' '], "");
     if let Some(below) = text.strip_prefix('-') {
@@ -421,7 +425,7 @@ fn denied(error: io::Error) -> TraceError {
 mod tests {
     use super::*;
 
-    /// Format of Linux 6.1 with most reasons removed.
+    /// `format` file of `kvm_exit` in Linux 6.1, with most exit reasons removed.
     const FORMAT: &str = concat!(
         "name: kvm_exit\nID: 1234\nformat:\n",
         "\tfield:unsigned short common_type;\toffset:0;\tsize:2;\tsigned:0;\n",

@@ -70,7 +70,7 @@ pub enum SendVmError {
     NotConverging {
         /// Number of rounds.
         rounds: u32,
-        /// The guest writes memory faster than it can be sent.
+        /// Duration of the last round.
         round: Duration,
     },
 }
@@ -224,8 +224,8 @@ pub fn send_vm(
     })
 }
 
-/// Requests the destination to run the VM. The VM does not run there if the request cannot be sent
-/// or if the destination reports a failure.
+/// Requests the destination to run the VM. If the request cannot be sent, or the destination
+/// reports a failure, the VM does not run at the destination.
 fn run(to: &mut Destination<'_>, paused: bool) -> Result<StreamArrival, SendFailure> {
     to.flush()?;
     // Bypass the buffer, which would be written again on drop. After an error, the destination
@@ -267,8 +267,9 @@ fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendV
 /// Sends rounds of memory while the guest runs, until one is short enough. Returns the number of
 /// rounds and the number of bytes.
 ///
-/// Pages written during a round are sent in the next one. If the rounds become shorter, the next
-/// round takes less time than the last one, whose duration is therefore used as the estimate.
+/// Pages written during a round are sent in the next one. The duration of the last round is the
+/// estimate for the next one. If the rounds become shorter, the next round takes less time than
+/// this estimate.
 fn send_rounds(
     client: &mut Client,
     to: &mut Destination<'_>,
@@ -348,8 +349,8 @@ fn check_piece(piece: &MigrationPiece, offset: u64, memory_bytes: u64) -> Option
 mod tests {
     use super::*;
 
-    /// An untrusted VM cannot make this command allocate an unbounded amount of memory or loop
-    /// forever.
+    /// Invalid pieces of memory from an untrusted VM are rejected. They cannot make this command
+    /// allocate an unbounded amount of memory or loop forever.
     #[test]
     fn impossible_pieces_are_refused() {
         const MEMORY: u64 = 32 << 20;

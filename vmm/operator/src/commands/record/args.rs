@@ -14,7 +14,7 @@ use super::super::files::SymbolArgs;
 use super::branches::{BranchFilterArg, BranchOverhead, branch_stacks};
 use super::error::RecordError;
 use super::remote::ControlPipes;
-use super::switch::SwitchTrigger;
+use super::switch::OutputSwitchTrigger;
 use crate::values::{VcpuList, integer_in_range, parse_bytes, parse_output, parse_seconds, parse_vcpus};
 use control_api::protocol::SamplingParams;
 use guest_profile::export::build_id_dir::BuildIdDir;
@@ -45,7 +45,7 @@ pub enum CallGraph {
     Dwarf(u32),
 }
 
-/// Errors of parsing a call graph mode.
+/// Error returned when a call graph mode cannot be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallGraphError {
     #[error("must be fp, dwarf, dwarf,SIZE or none")]
@@ -165,7 +165,7 @@ pub struct RecordArgs {
     /// milliseconds since 1970 [default: signal]
     #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "signal",
           conflicts_with_all = ["max_size", "all"])]
-    pub switch_output: Option<SwitchTrigger>,
+    pub switch_output: Option<OutputSwitchTrigger>,
     /// Keep only the newest N completed files of --switch-output.
     #[arg(long, value_name = "N", requires = "switch_output", value_parser = integer_in_range(1..=1_000_000usize))]
     pub switch_max_files: Option<usize>,
@@ -223,7 +223,7 @@ impl RecordArgs {
     /// Returns [`RecordError::OverwriteBySize`] if the trigger is a size.
     pub(super) fn check_overwrite(&self) -> Result<(), RecordError> {
         match self.switch_output {
-            Some(SwitchTrigger::Size(_)) if self.overwrite => Err(RecordError::OverwriteBySize),
+            Some(OutputSwitchTrigger::Size(_)) if self.overwrite => Err(RecordError::OverwriteBySize),
             _ => Ok(()),
         }
     }

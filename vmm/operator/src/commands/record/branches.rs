@@ -107,7 +107,8 @@ pub(super) struct BranchTotals {
 }
 
 impl BranchTotals {
-    /// Adds a sample with `branches` branches. `held_ns` belongs to the previous sample.
+    /// Adds a sample with `branches` branches to the statistics. `held_ns` is the time for which
+    /// the vCPU was stopped for the sample before this one, in nanoseconds.
     pub(super) fn add(&mut self, stacks: BranchStacks, branches: usize, held_ns: u32) {
         self.stacks += 1;
         self.branches += branches as u64;

@@ -28,9 +28,10 @@ const MAX_BYTES: usize = 1 << 30;
 /// Minimum interval between requests for the mappings of a process, which are made when a sample
 /// falls outside the known mappings.
 const MIN_REMAP_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum number of such requests per process.
+/// Maximum number of requests for the mappings of one process.
 const MAX_REMAPS: u32 = 64;
-/// Minimum mean interval between requests, and maximum burst ahead of that rate.
+/// Minimum mean interval between requests to the VM, and the maximum time by which a burst of
+/// requests may be ahead of this rate.
 const REQUEST_INTERVAL: Duration = Duration::from_micros(1500);
 const MAX_REQUEST_BURST: Duration = Duration::from_millis(200);
 /// Maximum number of frames in a user stack.
@@ -66,7 +67,8 @@ pub(super) struct UnwindTotals {
     pub(super) stacks: u64,
     /// Number of stacks unwound to the outermost frame.
     pub(super) complete: u64,
-    /// Number of stacks truncated by the size of the copy.
+    /// Number of stacks that were not unwound completely because of the limited size of the stack
+    /// copy.
     pub(super) cut: u64,
 }
 
@@ -119,8 +121,8 @@ impl PacedClient {
 }
 
 impl ProgramCache {
-    /// Creates the cache for the VM of `client`, a dedicated connection. `unwinds` enables unwind
-    /// tables.
+    /// Creates the cache of a VM's programs. `client` is a connection to the VM that nothing else
+    /// uses. `unwinds` enables unwind tables.
     pub(super) fn new(client: Result<Client, ClientError>, files: Option<GuestFiles>, unwinds: bool) -> Self {
         let source = match client {
             Ok(client) => Some(PacedClient {

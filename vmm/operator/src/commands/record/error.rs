@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use control_api::client::ClientError;
 
 use super::super::OperatorCommandError;
-use super::remote::RemoteError;
+use super::remote::RecordingControlError;
 
 /// Errors of `perfvisor record`.
 #[derive(Debug, thiserror::Error)]
@@ -14,7 +14,7 @@ pub enum RecordError {
     #[error(transparent)]
     Command(#[from] OperatorCommandError),
     #[error(transparent)]
-    Remote(#[from] RemoteError),
+    Remote(#[from] RecordingControlError),
     #[error("--delay -1 requires --control; use --control, or a delay in milliseconds")]
     NeverBegins,
     #[error(

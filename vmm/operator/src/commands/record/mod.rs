@@ -38,8 +38,8 @@ use guest_profile::sample::SampleData;
 use names::RecordedSymbols;
 use perf_core::error_line;
 use recording::Recording;
-use remote::{ControlCommand, RemoteControl};
-use switch::SwitchTrigger;
+use remote::{ControlCommand, RecordingControl};
+use switch::OutputSwitchTrigger;
 use thread_switches::{StolenTime, VcpuSwitches};
 
 /// Interval at which the rings are drained.
@@ -61,14 +61,14 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         events: vendor::resolve_vendor_events(&args.events).map_err(OperatorCommandError::from)?,
         ..args.clone()
     };
-    let remote = args.control.as_ref().map(RemoteControl::open).transpose()?;
+    let remote = args.control.as_ref().map(RecordingControl::open).transpose()?;
     if args.delay < 0 && remote.is_none() {
         return Err(RecordError::NeverBegins);
     }
     args.check_ring_size()?;
     args.check_overwrite()?;
     let signals = match args.switch_output {
-        Some(SwitchTrigger::Signal) => StopSignals::block_with_user_signal(),
+        Some(OutputSwitchTrigger::Signal) => StopSignals::block_with_user_signal(),
         _ => StopSignals::block(),
     };
     let signals = signals.map_err(OperatorCommandError::Signals)?;
@@ -94,7 +94,7 @@ fn record_one(
     args: &RecordArgs,
     mut client: Client,
     signals: &StopSignals,
-    mut remote: Option<RemoteControl>,
+    mut remote: Option<RecordingControl>,
 ) -> Result<ExitStatus, RecordError> {
     let sampling = args.sampling();
     let opened = open_events(&mut client, args)?;
@@ -143,7 +143,7 @@ fn sample(
     args: &RecordArgs,
     client: &mut Client,
     signals: &StopSignals,
-    mut remote: Option<&mut RemoteControl>,
+    mut remote: Option<&mut RecordingControl>,
     streams: &mut SampleStreams,
     recording: &mut Recording,
 ) -> Result<bool, RecordError> {
@@ -272,7 +272,8 @@ impl RecordingSchedule {
         self.end.is_some_and(|end| Instant::now() >= end)
     }
 
-    /// Returns the next wake-up time, no later than `look`.
+    /// Returns the time at which the recording must wake up next: at `look`, or earlier for its
+    /// scheduled start or end. If `listens` is set, it also wakes up to poll the control pipe.
     fn next(&self, look: Instant, listens: bool) -> Instant {
         let listen = listens.then(|| Instant::now() + CONTROL_POLL_INTERVAL);
         [listen, self.begin, self.end]
@@ -292,7 +293,7 @@ fn set_sampling(client: &mut Client, request: impl Request<Reply = ()>) -> Resul
 
 /// Executes the commands from the control pipe. Returns `true` if the recording is to end.
 fn run_control_commands(
-    remote: &mut RemoteControl,
+    remote: &mut RecordingControl,
     client: &mut Client,
     gone: &mut bool,
 ) -> Result<bool, ClientError> {
@@ -333,7 +334,7 @@ struct SampleStreams {
     stolen: StolenTime,
     /// Lane indices by stream ID.
     by_stream: HashMap<u64, usize>,
-    /// Statistics of the processes from which the VM has moved.
+    /// Sample statistics of the VM's former processes, from which it has moved.
     left: Option<SampleTotals>,
 }
 
@@ -449,9 +450,9 @@ impl SampleStreams {
         Ok(why_not)
     }
 
-    /// Continues in the destination process if the VM has moved. Drains all rings of the source
-    /// process. The events in the destination process are disabled. Returns `false` if the VM has
-    /// not moved.
+    /// Continues the recording in the destination process if the VM has moved. Drains all rings of
+    /// the source process. The events in the destination process are disabled. Returns `false` if
+    /// the VM has not moved.
     fn follow(
         &mut self,
         client: &mut Client,
@@ -518,7 +519,8 @@ impl SampleStreams {
         Ok(())
     }
 
-    /// Removes the context switches of some vCPUs and keeps their preemptions.
+    /// Stops reading the context switches of the vCPUs for which `gone` returns `true`, and keeps
+    /// the statistics of their preemptions.
     fn drop_switches(&mut self, gone: impl Fn(u32) -> bool) {
         for of_vcpu in self.switches.extract_if(.., |of_vcpu| gone(of_vcpu.vcpu)) {
             self.stolen.merge(of_vcpu.stolen());
@@ -552,7 +554,8 @@ impl SampleStreams {
         })
     }
 
-    /// Writes the host kernel samples that are final at `now_ns` of the host's monotonic clock.
+    /// Writes the host kernel samples whose task is known at `now_ns`, the current time of the
+    /// host's monotonic clock.
     fn settle(&mut self, now_ns: u64, recording: &mut Recording) -> Result<(), RecordError> {
         for lane in &mut self.lanes {
             let mut written = Ok(());
@@ -567,8 +570,8 @@ impl SampleStreams {
         Ok(())
     }
 
-    /// Adjusts the rate of VM samples to the share of the guest that host kernel samples cover.
-    /// Fails if the VM has terminated.
+    /// Adjusts how often the VM itself takes a sample, depending on how much of the guest the host
+    /// kernel samples show. Fails if the VM has terminated.
     fn adjust_sampling(&mut self, client: &mut Client) -> Result<(), ClientError> {
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);
@@ -600,7 +603,7 @@ impl SampleStreams {
     }
 }
 
-/// Writes a sample of the VM.
+/// Writes a sample that the VM has taken.
 fn full(
     sample: &RingSample<'_>,
     merge: Option<&mut SampleMerger>,

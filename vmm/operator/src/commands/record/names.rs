@@ -18,7 +18,7 @@ use guest_profile::programs::{GuestFiles, GuestSymbols, ProgramFile};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
-/// Maximum number of program files copied for perf.
+/// Maximum number of program files that are copied to perf's build ID directory.
 const MAX_PROGRAMS: usize = 1024;
 /// Maximum number of distinct addresses with symbols in the file.
 const MAX_ADDRESSES: usize = 1 << 20;
@@ -75,8 +75,8 @@ impl RecordedSymbols {
 
     /// Returns whether `address` is in user space.
     ///
-    /// `user` is the privilege level that the host kernel reported. It can be stale on emulated
-    /// AMD-V; for a known kernel, the address decides.
+    /// `user` is `true` if the host kernel reported the user privilege level. This level can be
+    /// stale on emulated AMD-V, so for a known kernel, the address decides.
     pub(super) fn is_user(&self, address: u64, user: bool) -> bool {
         if self.flat || self.kernel.is_none() {
             user

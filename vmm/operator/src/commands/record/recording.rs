@@ -31,7 +31,7 @@ use guest_profile::export::{
 };
 use guest_profile::merge::{LightSample, SampleTask, SampleTotals};
 use guest_profile::sample::SampleData;
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStops};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopCounts};
 use kernel_images::build_id::BuildId;
 
 /// Maximum number of distinct tasks.
@@ -44,7 +44,7 @@ const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 /// A recording in progress.
 pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
-    /// Metadata and events of the file, for the next file.
+    /// Metadata and events of the current file, which the next file repeats.
     head: (ProfileMetadata, Vec<EventInfo>),
     /// State of `--switch-output`.
     switch: Option<OutputSwitch>,
@@ -160,7 +160,7 @@ impl Recording {
         self.ids.add(opened);
     }
 
-    /// Sets the difference between the clock of the file and that of further samples.
+    /// Sets the offset from the clock of the following samples to the clock of the file.
     pub(super) fn set_clock_offset(&mut self, offset_ns: u64) {
         self.clock_offset_ns = offset_ns;
     }
@@ -174,7 +174,7 @@ impl Recording {
         self.ids.of_stream(stream_id).unwrap_or(self.first_id)
     }
 
-    /// Writes a sample of the VM with weight `period`.
+    /// Writes a sample that the VM has taken, with weight `period`.
     pub(super) fn full(
         &mut self,
         sample: &RingSample<'_>,
@@ -285,7 +285,7 @@ impl Recording {
                 cr3,
                 period: light.period,
                 event_id,
-                ends: UnwindStops::default(),
+                ends: UnwindStopCounts::default(),
                 branches: &[],
                 chain: &[],
             })
@@ -309,7 +309,7 @@ impl Recording {
         sample: &RingSample<'_>,
         pid: u32,
         since_ns: u64,
-        ends: &mut UnwindStops,
+        ends: &mut UnwindStopCounts,
     ) -> Result<(), RecordError> {
         let program = self.chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
         let (Some(asked), Some(marker)) = (self.stack_bytes, program) else {
@@ -402,8 +402,8 @@ impl Recording {
     }
 
     /// Updates the file header if samples were written, so that they are kept if the recorder is
-    /// killed. Called after each drain, because the update costs only three system calls and a
-    /// later one would lose the samples in between.
+    /// killed. Called after each drain: the update costs only three system calls, and the samples
+    /// written since the last update would be lost.
     pub(super) fn keep(&mut self) -> Result<(), RecordError> {
         self.writer.checkpoint().map_err(RecordError::Write)
     }
@@ -436,7 +436,8 @@ impl Recording {
         ));
     }
 
-    /// Makes the names of the current file available to perf, and returns its symbols.
+    /// Stores the symbols and programs of the current file where perf finds them. Returns the
+    /// symbols of the addresses in this file.
     fn symbols_of_file(&mut self, args: &RecordArgs) -> Vec<SavedSymbol> {
         if !args.as_host
             && let Err(e) = self

@@ -64,7 +64,7 @@ pub enum ControlCommand {
 
 /// Errors of opening the pipes.
 #[derive(Debug, thiserror::Error)]
-pub enum RemoteError {
+pub enum RecordingControlError {
     #[error("--control: {}", path.display())]
     Open {
         path: PathBuf,
@@ -77,7 +77,7 @@ pub enum RemoteError {
 
 /// The open pipes.
 #[derive(Debug)]
-pub struct RemoteControl {
+pub struct RecordingControl {
     ctl: File,
     ack: Option<File>,
     line: Vec<u8>,
@@ -85,27 +85,27 @@ pub struct RemoteControl {
     skips: bool,
 }
 
-impl RemoteControl {
+impl RecordingControl {
     /// Opens both pipes for reading and writing, so that neither the open nor a read waits for a
     /// peer.
     ///
     /// # Errors
-    /// Returns [`RemoteError`] if a pipe cannot be opened or is not a pipe.
-    pub fn open(pipes: &ControlPipes) -> Result<Self, RemoteError> {
+    /// Returns [`RecordingControlError`] if a pipe cannot be opened or is not a pipe.
+    pub fn open(pipes: &ControlPipes) -> Result<Self, RecordingControlError> {
         let open = |path: &PathBuf| {
             let file = OpenOptions::new()
                 .read(true)
                 .write(true)
                 .custom_flags(libc::O_NONBLOCK)
                 .open(path)
-                .map_err(|source| RemoteError::Open {
+                .map_err(|source| RecordingControlError::Open {
                     path: path.clone(),
                     source,
                 })?;
             let is_pipe = file.metadata().is_ok_and(|m| m.file_type().is_fifo());
             is_pipe
                 .then_some(file)
-                .ok_or_else(|| RemoteError::NoPipe(path.clone()))
+                .ok_or_else(|| RecordingControlError::NoPipe(path.clone()))
         };
         Ok(Self {
             ctl: open(&pipes.ctl)?,
@@ -190,7 +190,8 @@ mod tests {
         }
     }
 
-    /// Commands may arrive split or combined; unknown and overlong lines are skipped.
+    /// One read from the control pipe may return a part of a command or several commands. Unknown
+    /// and overlong lines are skipped.
     #[test]
     fn commands_are_separated_by_newlines() {
         let directory = tempfile::tempdir().unwrap();
@@ -198,7 +199,7 @@ mod tests {
         let pipes: ControlPipes = format!("fifo:{},{}", ctl.display(), ack.display())
             .parse()
             .unwrap();
-        let mut remote = RemoteControl::open(&pipes).unwrap();
+        let mut remote = RecordingControl::open(&pipes).unwrap();
         let mut writer = OpenOptions::new().write(true).open(&ctl).unwrap();
         assert_eq!(remote.words(), []);
         writer.write_all(b"enable\ndisa").unwrap();
@@ -220,14 +221,14 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let pipes: ControlPipes = format!("fifo:{}", file.path().display()).parse().unwrap();
         assert!(
-            RemoteControl::open(&pipes)
+            RecordingControl::open(&pipes)
                 .unwrap_err()
                 .to_string()
                 .contains("mkfifo")
         );
         let pipes: ControlPipes = "fifo:/nowhere/x".parse().unwrap();
         assert!(
-            RemoteControl::open(&pipes)
+            RecordingControl::open(&pipes)
                 .unwrap_err()
                 .to_string()
                 .contains("/nowhere/x")

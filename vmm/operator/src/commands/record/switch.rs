@@ -14,7 +14,7 @@ const MIN_SIZE: u64 = 16 << 10;
 
 /// The event after which a recording continues in a new file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SwitchTrigger {
+pub enum OutputSwitchTrigger {
     /// SIGUSR2.
     Signal,
     /// The file has this size, in bytes.
@@ -25,15 +25,15 @@ pub enum SwitchTrigger {
 
 /// Errors of parsing `--switch-output`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SwitchTriggerError {
+pub enum OutputSwitchTriggerError {
     #[error("must be signal, a size as in 100M (at least {}K) or a time as in 30s, 5m, 2h or 1d", MIN_SIZE >> 10)]
     Form,
 }
 
-impl FromStr for SwitchTrigger {
-    type Err = SwitchTriggerError;
+impl FromStr for OutputSwitchTrigger {
+    type Err = OutputSwitchTriggerError;
 
-    fn from_str(text: &str) -> Result<Self, SwitchTriggerError> {
+    fn from_str(text: &str) -> Result<Self, OutputSwitchTriggerError> {
         if text == "signal" {
             return Ok(Self::Signal);
         }
@@ -48,18 +48,18 @@ impl FromStr for SwitchTrigger {
                     .strip_suffix('B')
                     .map_or_else(|| parse_bytes(text), parse_bytes);
                 let bytes = bytes.ok().filter(|bytes| *bytes >= MIN_SIZE);
-                return bytes.map(Self::Size).ok_or(SwitchTriggerError::Form);
+                return bytes.map(Self::Size).ok_or(OutputSwitchTriggerError::Form);
             }
         };
         let number = text[..text.len() - 1].parse::<u32>().ok().filter(|n| *n > 0);
         let time = number.map(|n| Duration::from_secs(u64::from(n) * seconds));
-        time.map(Self::Time).ok_or(SwitchTriggerError::Form)
+        time.map(Self::Time).ok_or(OutputSwitchTriggerError::Form)
     }
 }
 
 /// The state of `--switch-output`.
 pub(super) struct OutputSwitch {
-    trigger: SwitchTrigger,
+    trigger: OutputSwitchTrigger,
     /// Start of the current file.
     since: Instant,
     /// Names of the completed files, the oldest first.
@@ -82,9 +82,9 @@ impl OutputSwitch {
     /// current file.
     pub(super) fn is_due(&self, bytes: u64, signals: &StopSignals) -> bool {
         match self.trigger {
-            SwitchTrigger::Signal => signals.take_user_signal(),
-            SwitchTrigger::Size(limit) => bytes >= limit,
-            SwitchTrigger::Time(limit) => self.since.elapsed() >= limit,
+            OutputSwitchTrigger::Signal => signals.take_user_signal(),
+            OutputSwitchTrigger::Size(limit) => bytes >= limit,
+            OutputSwitchTrigger::Time(limit) => self.since.elapsed() >= limit,
         }
     }
 
@@ -118,18 +118,18 @@ mod tests {
     #[test]
     fn triggers_are_parsed_like_perf() {
         for (text, trigger) in [
-            ("signal", SwitchTrigger::Signal),
-            ("100M", SwitchTrigger::Size(100 << 20)),
-            ("16384B", SwitchTrigger::Size(16 << 10)),
-            ("30s", SwitchTrigger::Time(Duration::from_secs(30))),
-            ("5m", SwitchTrigger::Time(Duration::from_secs(300))),
-            ("1d", SwitchTrigger::Time(Duration::from_secs(86_400))),
+            ("signal", OutputSwitchTrigger::Signal),
+            ("100M", OutputSwitchTrigger::Size(100 << 20)),
+            ("16384B", OutputSwitchTrigger::Size(16 << 10)),
+            ("30s", OutputSwitchTrigger::Time(Duration::from_secs(30))),
+            ("5m", OutputSwitchTrigger::Time(Duration::from_secs(300))),
+            ("1d", OutputSwitchTrigger::Time(Duration::from_secs(86_400))),
         ] {
             assert_eq!(text.parse(), Ok(trigger), "{text}");
         }
         for bad in ["", "0s", "s", "-1s", "15K", "x", "1.5s", "99999999999d", "é"] {
-            let parsed = bad.parse::<SwitchTrigger>();
-            assert_eq!(parsed, Err(SwitchTriggerError::Form), "{bad}");
+            let parsed = bad.parse::<OutputSwitchTrigger>();
+            assert_eq!(parsed, Err(OutputSwitchTriggerError::Form), "{bad}");
         }
     }
 
@@ -137,7 +137,7 @@ mod tests {
     fn oldest_files_above_limit_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let mut switch = OutputSwitch {
-            trigger: SwitchTrigger::Signal,
+            trigger: OutputSwitchTrigger::Signal,
             since: Instant::now(),
             completed: VecDeque::new(),
             max_files: Some(2),

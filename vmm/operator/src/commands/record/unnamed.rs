@@ -6,7 +6,7 @@ use super::super::one_line;
 use guest_profile::export::Profile;
 use guest_profile::export::symbolize::{FileSymbols, Symbolizer};
 
-/// Maximum number of objects in the log.
+/// Maximum number of objects (programs and libraries) listed in the log.
 const MAX_OBJECTS: usize = 20;
 
 /// Number of recorded addresses without a name, by object.

@@ -1,4 +1,4 @@
-//! Events of a measurement, which continues if the VM moves to another process.
+//! Events of a measurement. The measurement continues if the VM moves to another process.
 
 use std::time::Instant;
 
@@ -13,13 +13,15 @@ use super::StatArgs;
 /// The events of a measurement with their readings.
 #[derive(Debug)]
 pub(super) struct CountedEvents {
-    /// Events in all processes of the VM. Their handles are unique.
+    /// Events opened in the current and in all former processes of the VM. Their handles are unique
+    /// across these processes.
     opened: Vec<OpenedEvent>,
-    /// Final readings in the processes from which the VM has moved.
+    /// Final readings in the VM's former processes, from which it has moved.
     left: Vec<EventReading>,
     /// `left`, followed by the last readings in the current process.
     readings: Vec<EventReading>,
-    /// Offset from the handles in the current process to the handles in `opened`.
+    /// Number that is added to the handle of an event in the current process to get its handle in
+    /// `opened`.
     first_handle: u32,
     read_at: Instant,
 }
@@ -89,8 +91,9 @@ impl CountedEvents {
         Ok(())
     }
 
-    /// Continues in the destination process if the VM has moved. Counts there are added to those of
-    /// the source process. Returns `false` if the VM has not moved.
+    /// Continues the measurement in the destination process if the VM has moved. The counts in the
+    /// destination process are added to those in the source process. Returns `false` if the VM has
+    /// not moved.
     ///
     /// # Errors
     /// Returns an [`OperatorCommandError`] if the destination process refuses the events.

@@ -65,7 +65,8 @@ fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &Sta
     out
 }
 
-/// Returns the vCPU label of a per-vCPU line. VM-wide events have a separate label.
+/// Returns the label of a line for one vCPU. With `--per-vcpu`, an event of the whole VM has the
+/// label `VM`.
 fn whose(total: &Total, args: &StatArgs) -> Option<String> {
     let whole = args.per_vcpu.then(|| "VM".to_owned());
     total.vcpu.map(|v| format!("VCPU{v}")).or(whole)
@@ -223,7 +224,8 @@ fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
     }
 }
 
-/// Returns the comment after `#`: the metric as in perf, or the backing if it is not the PMU.
+/// Returns the comment that follows `#` in a line: the metric that perf would print, or the
+/// mechanism that counted the event (backing) if that is not the PMU.
 fn note(total: &Total, all: &[Total], seconds: f64) -> Option<String> {
     if !matches!(total.counted, CountResult::Value { .. }) {
         return None;
@@ -292,7 +294,7 @@ pub(super) mod tests {
         assert!(plain(&clock, note(&clock, &all, 0.24).as_deref()).contains("TSC frequency"));
     }
 
-    /// Only the first interval has headings.
+    /// Headings of the metrics are printed before the first interval only.
     #[test]
     fn metric_intervals_print_headings_once() {
         use clap::Parser;

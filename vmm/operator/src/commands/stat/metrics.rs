@@ -38,7 +38,8 @@ pub(super) struct Metric {
 }
 
 impl Metric {
-    /// Returns the heading of the metric without its event; `None` for rates, which perf omits from
+    /// Returns the heading of the metric in a row of metrics, which is its unit, preceded by
+    /// `event` if the unit does not name the event. Returns `None` for rates, which perf omits from
     /// rows of metrics.
     fn heading(&self, event: &str) -> Option<String> {
         match self.unit.as_str() {
@@ -105,7 +106,8 @@ impl MetricOperand {
     }
 }
 
-/// Returns the metric that perf derives for `total`, if both counts exist.
+/// Returns the metric that perf derives for `total`, if the two counts from which it is derived
+/// exist.
 pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metric> {
     let (name, modifiers) = split_modifiers(&total.name);
     let own = MetricOperand::of(total)?;
@@ -325,7 +327,8 @@ mod tests {
         );
     }
 
-    /// Counts with different modifiers are not combined, such as user instructions with all cycles.
+    /// Counts of events with different modifiers are not combined to a metric, such as user
+    /// instructions with all cycles.
     #[test]
     fn metrics_require_equal_modifiers() {
         let mut all = totals();

@@ -27,7 +27,7 @@ use lines::{final_table, interval_lines};
 pub use replay::ReplayError;
 use totals::{Total, totals};
 
-/// Interval between the readings that are kept in case the VM terminates.
+/// Interval between readings of the events. The last readings are printed if the VM terminates.
 const READ_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Errors of `perfvisor stat`.

@@ -1,8 +1,9 @@
-//! `perfvisor stat --replay`: counts the same window of a snapshot several times.
+//! `perfvisor stat --replay`: counts the same time window after a snapshot in several passes.
 //!
 //! Each pass restores the snapshot and counts some of the events while the guest runs for the
-//! duration. A PMU has few counters, so a pass counts only as many events as can be counted all the
-//! time. Further passes count the remaining events. Unlike with multiplexing, no count is scaled.
+//! duration of the window. A PMU has few counters, so a pass counts only as many events as can be
+//! counted without multiplexing. Further passes count the remaining events. Unlike with
+//! multiplexing, no count is scaled.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _};
@@ -29,7 +30,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// Maximum number of bytes of a VM's messages that are kept.
 const MAX_MESSAGES: u64 = 64 << 10;
 
-/// Difference between the handles of two consecutive passes.
+/// Number that is added to the event handles once more for each further pass, so that the handles
+/// of all passes differ.
 const HANDLES_PER_PASS: u32 = 1 << 16;
 
 /// Errors of `perfvisor stat --replay`.
@@ -107,13 +109,15 @@ pub(super) fn replay(args: &StatArgs, directory: &Path, signals: &StopSignals) -
     Ok(())
 }
 
-/// Share of the time in which each group was counted.
+/// Share of the time in which each event group was counted, by index of the group.
 type GroupShares = BTreeMap<usize, f64>;
 
-/// Measures `groups` in passes so that each group is counted all the time in one of them. Returns
-/// the passes with the groups to take from each. `measure` returns a pass, and the shares of those
-/// groups that can be counted. A group that is incomplete even in a separate pass is taken as it
-/// is.
+/// Measures `groups` event groups in passes, so that each group is counted all the time in one of
+/// the passes. Returns each pass with the groups whose counts are to be taken from it.
+///
+/// `measure` runs a pass with the given groups. It returns the pass, and the share of time in which
+/// each of these groups was counted, except groups that cannot be counted. The counts of a group
+/// that is not counted all the time even in a pass of its own are taken as they are.
 fn cover<P, E>(
     groups: usize,
     mut measure: impl FnMut(&[usize]) -> Result<(P, GroupShares), E>,
@@ -142,8 +146,9 @@ fn cover<P, E>(
     Ok(passes)
 }
 
-/// Returns the number of groups for the next pass, after `incomplete` groups were multiplexed on
-/// `slots` of the PMU. The number decreases with each such pass, which bounds the number of passes.
+/// Returns the number of groups for the next pass, after a pass in which `incomplete` groups shared
+/// `slots` counters of the PMU by multiplexing. The number decreases with each such pass, which
+/// bounds the number of passes.
 fn groups_per_pass(slots: f64, incomplete: usize) -> usize {
     let most = incomplete.saturating_sub(1).max(1);
     (1..=most).rev().find(|&n| n as f64 <= slots).unwrap_or(1)
@@ -161,11 +166,12 @@ struct Replay<'a> {
     signals: &'a StopSignals,
 }
 
-/// Events of one pass and their final readings. Indices refer to the whole list.
+/// Events of one pass and their final readings. Event indices refer to the list of all events, not
+/// only to those of this pass.
 struct Pass {
     opened: Vec<OpenedEvent>,
     readings: Vec<EventReading>,
-    /// Group of each event in the whole list.
+    /// Group of each event, by the index of the event in the list of all events.
     group_of: BTreeMap<u32, usize>,
     window: Duration,
 }
@@ -208,8 +214,8 @@ impl Run {
 }
 
 impl Pass {
-    /// Returns for each group the minimum share of time in which one of its events was counted.
-    /// Events that cannot be counted have no share.
+    /// Returns, for each group, the share of time in which its least-counted event was counted.
+    /// Events that cannot be counted are ignored.
     fn shares(&self) -> GroupShares {
         let mut shares = GroupShares::new();
         for event in &self.opened {
@@ -232,7 +238,8 @@ impl Pass {
 }
 
 impl Replay<'_> {
-    /// Restores the snapshot and counts `now`, a subset of `groups`, for the window.
+    /// Restores the snapshot, lets the guest run for the window, and counts the groups with the
+    /// indices `now` in `groups`.
     fn pass(&self, groups: &[(&str, usize)], now: &[usize]) -> Result<Pass, ReplayError> {
         let is_exact = self.args.backing.is_some();
         let mut vm = RestoredVm::start(self.directory, is_exact)?;
@@ -278,7 +285,8 @@ impl Replay<'_> {
     }
 }
 
-/// Returns the position in the whole list and the group of each event in the groups `now`.
+/// Returns, for each event of the groups `now`, its position in the list of all events and the
+/// index of its group.
 fn positions(groups: &[(&str, usize)], now: &[usize]) -> Vec<(u32, usize)> {
     let mut before = 0u32;
     let mut positions = Vec::new();
@@ -300,8 +308,8 @@ struct RestoredVm {
 }
 
 impl RestoredVm {
-    /// Starts a paused VM without a console. The VM does not outlive the calling thread. If
-    /// `is_exact` is set, it counts by single-stepping.
+    /// Restores the snapshot in `directory` to a paused VM without a console. The VM does not
+    /// outlive the calling thread. If `is_exact` is set, the VM counts by single-stepping.
     fn start(directory: &Path, is_exact: bool) -> Result<Self, ReplayError> {
         let name = format!("replay-{}", std::process::id());
         // This path remains valid if the file of the program was replaced.
@@ -417,8 +425,8 @@ fn last_message(said: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Simulates a measurement on a PMU with `slots` counters, which every third group does not
-    /// need.
+    /// Simulates a pass with the groups `now` on a PMU with `slots` counters. Every third group
+    /// does not need a counter.
     fn on_pmu(slots: usize, now: &[usize]) -> GroupShares {
         let counted = now.iter().filter(|group| **group % 3 != 0).count();
         let share = |group: &usize| match group % 3 {

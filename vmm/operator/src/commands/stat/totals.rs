@@ -21,11 +21,11 @@ pub(super) struct Total {
 
 /// Position of the event in the list, and the vCPU; `None` for the sum over all vCPUs.
 type TotalKey = (u32, Option<u32>);
-/// Readings that contribute to a row.
+/// Events with their counts that contribute to one row of the output.
 type Parts<'o> = Vec<(&'o OpenedEvent, VcpuCount)>;
 
-/// Returns the counts of events, or their differences to `before`, per vCPU or summed over all
-/// vCPUs.
+/// Returns the counts of events at the readings `now` or, with the readings `before`, the counts
+/// since then. The counts are per vCPU or summed over all vCPUs.
 pub(super) fn totals(
     opened: &[OpenedEvent],
     now: &[EventReading],
@@ -75,7 +75,8 @@ enum VcpuCount {
         running_ns: u64,
         standard_error: Option<f64>,
         bound: Option<f64>,
-        /// `true` for an interval. The uncertainty is known for the whole measurement only.
+        /// `true` if the count covers an interval only. Its uncertainty is then unknown, because
+        /// the VM reports the uncertainty of the whole measurement only.
         interval: bool,
     },
 }
@@ -228,7 +229,7 @@ mod tests {
         assert!(!names_nanoseconds("task-clock"));
     }
 
-    /// The sum requires a count of every vCPU.
+    /// A sum over vCPUs requires a count of every vCPU.
     #[test]
     fn sum_requires_every_vcpu() {
         let events = [
@@ -266,8 +267,8 @@ mod tests {
         assert!((sums[0].doubt.error().unwrap() - 1.5).abs() < 1e-9);
     }
 
-    /// If one part has no standard error, the sum has the bounds of the parts, or no error if a
-    /// bound is unknown.
+    /// If the count of one vCPU has no standard error, the sum has the sum of all bounds as its
+    /// bound, or no error if a bound is unknown.
     #[test]
     fn sum_without_known_error_has_none() {
         let events = [opened(0, 0, Some(0)), opened(0, 1, Some(1))];

@@ -9,7 +9,7 @@ use perf_core::record::{DecodedRecord, Sample};
 
 use super::args::TopArgs;
 use super::names::{CodeLocation, LiveSymbols, MAX_LOCATIONS};
-use super::rows::{ExitRow, RateCell, SymbolRow, VcpuRow, VmScreen};
+use super::rows::{RateCell, TopExitRow, TopSymbolRow, TopVcpuRow, VmScreen};
 use crate::commands::exits::ExitObserver;
 use crate::commands::exits::sums::{ExitMaxima, ExitTotals};
 use crate::commands::migrate::find_moved;
@@ -28,9 +28,9 @@ use guest_profile::sample::SampleData;
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
 /// Size of the ring of each vCPU, in pages.
 const RING_PAGES: u32 = 64;
-/// Factor by which weights decay per update.
+/// Factor by which the weights of samples are multiplied at each update.
 const DECAY: f64 = 7.0 / 8.0;
-/// Minimum weight of a location before it is dropped.
+/// Weight below which a code location is dropped.
 const MIN_WEIGHT: f64 = 1e-3;
 /// Maximum number of processes with names.
 const MAX_PROCESS_NAMES: usize = 1 << 14;
@@ -130,8 +130,8 @@ impl Collector {
         })
     }
 
-    /// Continues in the destination process if the VM has moved, keeping the samples and symbols
-    /// collected so far. Returns `false` if the VM has not moved.
+    /// Continues to collect data in the destination process if the VM has moved, keeping the
+    /// samples and symbols collected so far. Returns `false` if the VM has not moved.
     pub(super) fn follow(&mut self, args: &TopArgs, stop: &AtomicBool) -> Result<bool, OperatorCommandError> {
         let Some(moved) = find_moved(&self.client) else {
             return Ok(false);
@@ -172,8 +172,8 @@ impl Collector {
         }
     }
 
-    /// Adds the rings of hot-plugged vCPUs. The ring of a former vCPU with the same index has been
-    /// drained before.
+    /// Adds the rings of hot-plugged vCPUs. If a vCPU with the same index was removed earlier, its
+    /// ring has already been drained.
     fn join(&mut self, joined: &[PluggedVcpuEvents]) -> Result<(), OperatorCommandError> {
         for of_vcpu in joined {
             self.rings.retain(|ring| ring.info.vcpu != of_vcpu.vcpu);
@@ -274,7 +274,7 @@ impl Collector {
         }
     }
 
-    fn symbol_rows(&mut self) -> Vec<SymbolRow> {
+    fn symbol_rows(&mut self) -> Vec<TopSymbolRow> {
         let mut rows: HashMap<(u32, String, String, bool), (f64, u64)> = HashMap::new();
         for (place, (weight, samples)) in &self.places {
             let (object, symbol) = self.names.name(*place);
@@ -282,7 +282,7 @@ impl Collector {
             row.0 += weight;
             row.1 += samples;
         }
-        let row = |((pid, object, symbol, kernel), (weight, samples))| SymbolRow {
+        let row = |((pid, object, symbol, kernel), (weight, samples))| TopSymbolRow {
             weight,
             samples,
             pid: Some(pid).filter(|pid| *pid != NO_PID),
@@ -299,7 +299,7 @@ impl Collector {
         &mut self,
         readings: &[EventReading],
         elapsed: Duration,
-    ) -> Result<Vec<ExitRow>, ClientError> {
+    ) -> Result<Vec<TopExitRow>, ClientError> {
         let seconds = elapsed.as_secs_f64().max(1e-9);
         let seen = self.exits.with(readings, &mut self.client)?;
         let mut total = self.exits_before.clone();
@@ -313,7 +313,7 @@ impl Collector {
             .difference_since(&self.exits_before, &std::mem::take(&mut self.longest))
             .summed();
         self.exits_before = total;
-        let ours = grown.ours.iter().map(|((_, reason), of)| ExitRow {
+        let ours = grown.ours.iter().map(|((_, reason), of)| TopExitRow {
             kvm: false,
             what: one_line(reason),
             per_second: of.count as f64 / seconds,
@@ -322,7 +322,7 @@ impl Collector {
             longest_ns: Some(of.max_ns).filter(|_| of.timed > 0),
         });
         let kvms = grown.kvms.iter().filter(|(_, count)| **count > 0);
-        let kvms = kvms.map(|((_, name), count)| ExitRow {
+        let kvms = kvms.map(|((_, name), count)| TopExitRow {
             kvm: true,
             what: one_line(name),
             per_second: *count as f64 / seconds,
@@ -333,7 +333,7 @@ impl Collector {
         Ok(ours.chain(kvms).collect())
     }
 
-    fn vcpu_rows(&self, readings: &[EventReading], elapsed: Duration) -> Vec<VcpuRow> {
+    fn vcpu_rows(&self, readings: &[EventReading], elapsed: Duration) -> Vec<TopVcpuRow> {
         let seconds = elapsed.as_secs_f64().max(1e-9);
         // Includes all present and former vCPUs.
         let mut vcpus: BTreeSet<u32> = self.counted.iter().filter_map(|o| o.vcpu).collect();
@@ -355,7 +355,7 @@ impl Collector {
                     (Some(_), Some(now)) => rate(&now, find(&self.before).as_ref(), seconds),
                 }
             };
-            VcpuRow {
+            TopVcpuRow {
                 vcpu,
                 samples: self.by_vcpu.get(&vcpu).copied().unwrap_or(0),
                 cells: of_vcpu.map(cell).collect(),
@@ -365,7 +365,8 @@ impl Collector {
     }
 }
 
-/// Returns the rate since `before` per second, scaled by the running time.
+/// Returns the rate of an event per second since the reading `before`. The count is scaled if the
+/// event did not run all the time.
 fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> RateCell {
     let Some(growth) = now.since(before).filter(|g| g.running_ns > 0) else {
         return RateCell::NotCounted;

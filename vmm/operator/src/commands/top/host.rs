@@ -33,7 +33,7 @@ enum WatchEvent {
 struct WatchedVm {
     vm: ListedVm,
     forget: Sender<()>,
-    /// Number of the current thread, used to ignore messages from former threads.
+    /// Number of the VM's current observer thread, used to ignore messages from its former threads.
     number: u64,
     alive: bool,
 }

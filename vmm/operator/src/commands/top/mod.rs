@@ -35,7 +35,7 @@ pub use args::TopArgs;
 use host::{DisplayUpdate, ObservedVms};
 use rows::ObservedState;
 use screen::TopScreen;
-use ui::{UiAction, UiState};
+use ui::{TopUiState, UiAction};
 
 /// Polling interval of the keyboard.
 const KEY_WAIT: Duration = Duration::from_millis(50);
@@ -161,7 +161,7 @@ fn watch(
     args: &TopArgs,
     signals: &StopSignals,
 ) -> Result<ViewEnd, TopError> {
-    let mut ui = UiState::new(args.all);
+    let mut ui = TopUiState::new(args.all);
     let mut screen = screen_of(args, host);
     let mut changed = true;
     loop {

@@ -34,18 +34,18 @@ pub struct VmScreen {
     /// Number of lost samples.
     pub lost: u64,
     /// Sampled functions, unsorted.
-    pub symbols: Vec<SymbolRow>,
+    pub symbols: Vec<TopSymbolRow>,
     /// vCPUs in index order.
-    pub vcpus: Vec<VcpuRow>,
+    pub vcpus: Vec<TopVcpuRow>,
     /// Exits by reason, unsorted.
-    pub exits: Vec<ExitRow>,
+    pub exits: Vec<TopExitRow>,
     /// Counters that the guest has programmed.
     pub views: Vec<VcpuView>,
 }
 
 /// A sampled function of a process.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SymbolRow {
+pub struct TopSymbolRow {
     /// Decayed weight of the function's samples. The weight of a sample is the event count since
     /// the previous sample. Each update reduces the weights.
     pub weight: f64,
@@ -65,7 +65,7 @@ pub struct SymbolRow {
 
 /// The activity of a vCPU.
 #[derive(Clone, Debug, PartialEq)]
-pub struct VcpuRow {
+pub struct TopVcpuRow {
     /// Index of the vCPU.
     pub vcpu: u32,
     /// Number of samples since the last update.
@@ -76,14 +76,15 @@ pub struct VcpuRow {
 
 /// The exits of all vCPUs with one reason.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ExitRow {
+pub struct TopExitRow {
     /// `true` for a KVM statistic, `false` for an exit to user space.
     pub kvm: bool,
     /// Exit reason.
     pub what: String,
     /// Rate of exits per second.
     pub per_second: f64,
-    /// Ratio of the vCPUs' time that is spent on the exits; `None` for KVM's statistics.
+    /// Share of the vCPUs' time that is spent on handling these exits, as a ratio; `None` for KVM's
+    /// statistics.
     pub time_share: Option<f64>,
     /// Mean duration in nanoseconds, if any exit was timed.
     pub mean_ns: Option<u64>,

@@ -9,9 +9,9 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph};
 
-use super::rows::{ListedVm, ObservedState, RateCell, SymbolRow, VcpuRow, VmScreen};
-use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableColumn, TableRow};
-use super::ui::{ScreenAreas, TopView, UiState};
+use super::rows::{ListedVm, ObservedState, RateCell, TopSymbolRow, TopVcpuRow, VmScreen};
+use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableRow, TopTableColumn};
+use super::ui::{ScreenAreas, TopUiState, TopView};
 use crate::commands::one_line;
 use control_api::events::format::{rounded, thousands};
 use control_api::protocol::GuestCounter;
@@ -47,8 +47,8 @@ pub struct TopScreen {
     pub vms: Vec<ListedVm>,
 }
 
-const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TableColumn {
-    TableColumn { title, width, kind }
+const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TopTableColumn {
+    TopTableColumn { title, width, kind }
 }
 
 /// Sums of a process.
@@ -59,12 +59,12 @@ struct ProcessSum<'a> {
     kernel: f64,
     process: &'a str,
     whose: RowOwner,
-    hottest: Option<(&'a SymbolRow, f64)>,
+    hottest: Option<(&'a TopSymbolRow, f64)>,
 }
 
 impl TopScreen {
     /// Returns the selected VMs that have reported data.
-    fn seen<'a>(&'a self, ui: &'a UiState) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
+    fn seen<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
         self.vms.iter().filter_map(move |vm| match &vm.seen {
             ObservedState::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
@@ -73,7 +73,7 @@ impl TopScreen {
     }
 
     fn headline(&self) -> String {
-        let ui = UiState::default();
+        let ui = TopUiState::default();
         let sum = |of: fn(&VmScreen) -> u64| self.seen(&ui).map(|(_, vm)| of(vm)).sum();
         let (samples, lost): (u64, u64) = (sum(|vm| vm.samples), sum(|vm| vm.lost));
         let taken = format!(
@@ -111,7 +111,7 @@ impl TopScreen {
     pub fn text(&self) -> String {
         let mut out = self.headline();
         out.push('\n');
-        let mut ui = UiState::new(self.all_vms);
+        let mut ui = TopUiState::new(self.all_vms);
         for view in TopView::available(self.all_vms) {
             ui.view = *view;
             let mut sheet = self.sheet(&ui);
@@ -125,7 +125,7 @@ impl TopScreen {
     }
 
     /// Draws the selected view on a terminal.
-    pub fn draw(&self, frame: &mut Frame<'_>, ui: &mut UiState) {
+    pub fn draw(&self, frame: &mut Frame<'_>, ui: &mut TopUiState) {
         let rows = [
             Constraint::Length(1),
             Constraint::Length(1),
@@ -187,7 +187,7 @@ impl TopScreen {
     }
 
     /// Returns the footer, which states why the selected VM has no rows or which rows are hidden.
-    fn foot(&self, ui: &UiState, found: usize) -> Option<String> {
+    fn foot(&self, ui: &TopUiState, found: usize) -> Option<String> {
         if ui.typing {
             return Some(format!(
                 "/{}_  ({found} found; Enter keeps, Esc takes back)",
@@ -216,7 +216,7 @@ impl TopScreen {
         (!said.is_empty()).then(|| format!("only {}; Esc: back", said.join(", ")))
     }
 
-    fn sheet(&self, ui: &UiState) -> SortableTable {
+    fn sheet(&self, ui: &TopUiState) -> SortableTable {
         let (columns, rows) = match ui.view {
             TopView::Vms => self.vm_rows(),
             TopView::Symbols => self.symbol_rows(ui),
@@ -236,8 +236,8 @@ impl TopScreen {
         sheet
     }
 
-    fn vm_rows(&self) -> (Vec<TableColumn>, Vec<TableRow>) {
-        let everything = UiState::default();
+    fn vm_rows(&self) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+        let everything = TopUiState::default();
         let weight = |vm: &VmScreen| vm.symbols.iter().map(|row| row.weight).sum::<f64>();
         let all: f64 = self.seen(&everything).map(|(_, vm)| weight(vm)).sum();
         let row = |vm: &ListedVm| {
@@ -288,8 +288,8 @@ impl TopScreen {
     }
 
     /// Returns the functions of the selected VM and process, or all functions.
-    fn functions<'a>(&'a self, ui: &'a UiState) -> impl Iterator<Item = (&'a str, &'a SymbolRow)> {
-        let chosen = |label: &str, row: &SymbolRow| match &ui.process {
+    fn functions<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a TopSymbolRow)> {
+        let chosen = |label: &str, row: &TopSymbolRow| match &ui.process {
             Some(only) if ui.view == TopView::Symbols => only.vm == label && only.pid == row.pid,
             _ => true,
         };
@@ -299,7 +299,7 @@ impl TopScreen {
             .filter(move |(label, row)| chosen(label, row))
     }
 
-    fn symbol_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+    fn symbol_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
         let mut sums: BTreeMap<(&str, &str, bool), (f64, u64)> = BTreeMap::new();
         let mut all = 0.0;
         for (_, row) in self.functions(ui) {
@@ -331,7 +331,7 @@ impl TopScreen {
         sample_columns_and_rows(sums.into_iter().map(row), more)
     }
 
-    fn process_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+    fn process_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
         let mut sums: BTreeMap<(&str, Option<u32>), ProcessSum<'_>> = BTreeMap::new();
         let mut all = 0.0;
         for (label, row) in self.functions(ui) {
@@ -377,8 +377,8 @@ impl TopScreen {
         sample_columns_and_rows(sums.into_values().map(row), more)
     }
 
-    fn vcpu_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
-        let row = |label: &str, v: &VcpuRow| {
+    fn vcpu_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
+        let row = |label: &str, v: &TopVcpuRow| {
             let cells = vec![
                 CellValue::number(v.vcpu.into(), v.vcpu.to_string()),
                 rate(cell(v, 0), percent),
@@ -403,7 +403,7 @@ impl TopScreen {
         (columns, rows.collect())
     }
 
-    fn exit_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+    fn exit_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
         let us = |ns: Option<u64>| match ns {
             Some(ns) => CellValue::number(ns as f64, format!("{:.1}", ns as f64 / 1e3)),
             None => CellValue::text("-"),
@@ -413,7 +413,7 @@ impl TopScreen {
             let mut exits: Vec<_> = vm.exits.iter().collect();
             // Exits with the highest time come first, and untimed exits come last.
             exits.sort_by(|a, b| {
-                let time = |row: &super::rows::ExitRow| row.time_share.unwrap_or(-1.0);
+                let time = |row: &super::rows::TopExitRow| row.time_share.unwrap_or(-1.0);
                 time(b)
                     .total_cmp(&time(a))
                     .then(b.per_second.total_cmp(&a.per_second))
@@ -444,7 +444,7 @@ impl TopScreen {
         (columns, rows)
     }
 
-    fn counter_rows(&self, ui: &UiState) -> (Vec<TableColumn>, Vec<TableRow>) {
+    fn counter_rows(&self, ui: &TopUiState) -> (Vec<TopTableColumn>, Vec<TableRow>) {
         let mut rows = Vec::new();
         for (label, vm) in self.seen(ui) {
             for view in &vm.views {
@@ -483,8 +483,8 @@ fn sample_row(weight: f64, all: f64, samples: u64, more: impl IntoIterator<Item 
 /// Returns the columns and rows of sampled data in descending order of weight. The sort is stable.
 fn sample_columns_and_rows(
     rows: impl Iterator<Item = TableRow>,
-    more: impl IntoIterator<Item = TableColumn>,
-) -> (Vec<TableColumn>, Vec<TableRow>) {
+    more: impl IntoIterator<Item = TopTableColumn>,
+) -> (Vec<TopTableColumn>, Vec<TableRow>) {
     let first = [
         column("Self", 8, ColumnKind::Count),
         column("Samples", 10, ColumnKind::Count),
@@ -497,7 +497,7 @@ fn sample_columns_and_rows(
     (sheet.columns, sheet.rows)
 }
 
-fn cell(vcpu: &VcpuRow, at: usize) -> RateCell {
+fn cell(vcpu: &TopVcpuRow, at: usize) -> RateCell {
     vcpu.cells.get(at).copied().unwrap_or(RateCell::NotSupported)
 }
 

@@ -21,7 +21,7 @@ pub enum ColumnKind {
 
 /// A column of a table.
 #[derive(Clone, Copy, Debug)]
-pub struct TableColumn {
+pub struct TopTableColumn {
     /// Title of the column.
     pub title: &'static str,
     /// Width in characters; 0 for the remaining width.
@@ -97,7 +97,7 @@ impl TableRow {
 #[derive(Clone, Debug)]
 pub struct SortableTable {
     /// Columns of the table.
-    pub columns: Vec<TableColumn>,
+    pub columns: Vec<TopTableColumn>,
     /// Rows of the table.
     pub rows: Vec<TableRow>,
 }
@@ -157,7 +157,7 @@ impl SortableTable {
     }
 
     fn widths(&self) -> Vec<Constraint> {
-        let of = |column: &TableColumn| match column.width {
+        let of = |column: &TopTableColumn| match column.width {
             0 => Constraint::Min(10),
             width => Constraint::Length(width),
         };
@@ -179,7 +179,7 @@ impl SortableTable {
                 ColumnKind::Id | ColumnKind::Count => line.right_aligned(),
             }
         };
-        let title = |(at, column): (usize, &TableColumn)| {
+        let title = |(at, column): (usize, &TopTableColumn)| {
             let title = line(column.kind, column.title);
             if sorted == Some(at) {
                 title.style(Modifier::REVERSED)

@@ -61,7 +61,7 @@ impl TopView {
 
 /// The display state of a view.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ViewState {
+pub struct TopViewState {
     /// Index of the sort column; `None` for the default order.
     pub sort: Option<usize>,
     /// `true` for the reverse order.
@@ -87,12 +87,12 @@ pub struct ScreenAreas {
 
 /// The selections of the user.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct UiState {
+pub struct TopUiState {
     /// `true` if all VMs of the host are displayed.
     pub all_vms: bool,
     /// Displayed view.
     pub view: TopView,
-    shown: [ViewState; TopView::ALL.len()],
+    shown: [TopViewState; TopView::ALL.len()],
     /// Search text.
     pub search: String,
     /// `true` while the search text is being typed.
@@ -118,7 +118,7 @@ pub enum UiAction {
     Draw,
 }
 
-impl UiState {
+impl TopUiState {
     /// Creates the initial state.
     pub fn new(all_vms: bool) -> Self {
         let view = TopView::available(all_vms)[0];
@@ -130,12 +130,12 @@ impl UiState {
     }
 
     /// Returns the display state of the current view.
-    pub fn shown(&self) -> ViewState {
+    pub fn shown(&self) -> TopViewState {
         self.shown[self.view as usize]
     }
 
     /// Returns the mutable display state of the current view.
-    pub fn shown_mut(&mut self) -> &mut ViewState {
+    pub fn shown_mut(&mut self) -> &mut TopViewState {
         &mut self.shown[self.view as usize]
     }
 
@@ -153,8 +153,8 @@ impl UiState {
         self.show((at + by) % views.len());
     }
 
-    /// Cycles to the next or previous sort column. The default order is between the last and the
-    /// first.
+    /// Cycles to the next or previous sort column. The default order follows the last column and
+    /// precedes the first.
     fn next_sort(&mut self, forward: bool) {
         let columns = self.drawn.titles.len();
         let shown = self.shown_mut();
@@ -191,7 +191,7 @@ impl UiState {
         }
         self.view = TopView::Symbols;
         self.search.clear();
-        *self.shown_mut() = ViewState {
+        *self.shown_mut() = TopViewState {
             cursor: 0,
             offset: 0,
             ..self.shown()
@@ -298,13 +298,13 @@ impl UiState {
 mod tests {
     use super::*;
 
-    fn press(ui: &mut UiState, code: KeyCode) -> UiAction {
+    fn press(ui: &mut TopUiState, code: KeyCode) -> UiAction {
         ui.key(KeyEvent::new(code, KeyModifiers::NONE))
     }
 
     #[test]
     fn keys_match_help_line() {
-        let mut ui = UiState::new(false);
+        let mut ui = TopUiState::new(false);
         ui.drawn.titles = vec![Rect::default(); 2];
         assert_eq!(press(&mut ui, KeyCode::Char('q')), UiAction::Quit);
         assert_eq!(press(&mut ui, KeyCode::Esc), UiAction::Quit);
@@ -341,7 +341,7 @@ mod tests {
     /// Keys typed after a slash are search text, except for Ctrl-C.
     #[test]
     fn search_can_be_typed_and_cancelled() {
-        let mut ui = UiState::new(true);
+        let mut ui = TopUiState::new(true);
         for key in "/qz".chars() {
             assert_eq!(press(&mut ui, KeyCode::Char(key)), UiAction::Draw);
         }
@@ -366,7 +366,7 @@ mod tests {
 
     #[test]
     fn enter_opens_row_and_escape_returns() {
-        let mut ui = UiState::new(true);
+        let mut ui = TopUiState::new(true);
         let whose = |vm: &str, pid| RowOwner { vm: vm.into(), pid };
         ui.drawn.whose = vec![whose("a", None), whose("b", None)];
         press(&mut ui, KeyCode::Down);
@@ -385,14 +385,14 @@ mod tests {
 
     #[test]
     fn mouse_selects_views_columns_and_rows() {
-        let mut ui = UiState::new(true);
+        let mut ui = TopUiState::new(true);
         ui.drawn = ScreenAreas {
             tabs: vec![Rect::new(0, 1, 8, 1), Rect::new(9, 1, 8, 1)],
             titles: vec![Rect::new(0, 2, 10, 1), Rect::new(11, 2, 10, 1)],
             rows: Rect::new(0, 3, 80, 10),
             whose: vec![RowOwner::default(); 5],
         };
-        let click = |ui: &mut UiState, column, row| {
+        let click = |ui: &mut TopUiState, column, row| {
             let kind = MouseEventKind::Down(MouseButton::Left);
             ui.mouse(MouseEvent {
                 kind,

@@ -8,7 +8,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use control_api::migration::{VmOrigin, boot_id};
+use control_api::migration::{MigrationSource, boot_id};
 use operator::commands::one_line;
 use operator::signals::BlockedSignals;
 use perf_core::pmu::host::HostProbe;
@@ -53,7 +53,7 @@ impl IncomingStream {
     /// `requester` reports failures to the source.
     ///
     /// # Errors
-    /// Returns a [`MigrationStreamError`] if anything else is sent.
+    /// Returns a [`MigrationStreamError`] if the source sends anything but a greeting.
     pub(super) fn open(
         stream: UnixStream,
         read: usize,
@@ -189,17 +189,17 @@ impl IncomingStream {
     }
 
     /// Returns the source process, if it is on this host.
-    pub(super) fn origin(&self) -> Option<VmOrigin> {
+    pub(super) fn origin(&self) -> Option<MigrationSource> {
         let own = boot_id();
         let is_own_host = !own.is_empty() && own == self.hello.boot_id;
-        is_own_host.then(|| VmOrigin {
+        is_own_host.then(|| MigrationSource {
             name: self.hello.name.clone(),
             pid: self.hello.pid,
         })
     }
 
-    /// Waits until the VM no longer runs in the source process. Returns whether it was paused
-    /// there.
+    /// Waits until the VM no longer runs in the source process. Returns whether the VM was paused
+    /// in the source process.
     ///
     /// # Errors
     /// Returns an [`IncomingError`]. In this case the VM must not run here.
@@ -227,7 +227,8 @@ impl IncomingStream {
     }
 }
 
-/// Reports over `stream` that the VM does not run here.
+/// Reports to the source, over `stream`, that this process does not run the VM, with the reason
+/// `why`.
 pub(super) fn refuse(stream: &mut UnixStream, why: &str) -> Result<(), MigrationStreamError> {
     stream::send(stream, &StreamMessage::Failed(why.to_owned()))?;
     // Closing a connection with unread data may lose the message.

@@ -50,7 +50,8 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// Returns a row of the table of `--stats`, or 0 for an omitted row.
+    /// Returns the number in row `row` of the table that `--stats` prints, or 0 if the row is
+    /// omitted.
     pub(crate) fn figure(&self, row: &str) -> u64 {
         let line = self.err.lines().find_map(|line| line.strip_prefix(row));
         line.map_or(0, |rest| rest.trim().parse().unwrap())

@@ -210,7 +210,8 @@ impl VmProcess {
         said(&mut self.command(&["ctl", name, "status"])).1
     }
 
-    /// Waits until the status of the VM begins with `state`, which begins with the VM's name.
+    /// Waits until the output of `ctl status` begins with `state`, a text that begins with the VM's
+    /// name.
     pub fn await_state(&self, state: &str) {
         let name = state.split(':').next().unwrap();
         eventually(state, || self.state_of(name).starts_with(state));
@@ -224,7 +225,7 @@ impl VmProcess {
         assert!(count.is_some_and(|count| count > 0.0), "{text}");
     }
 
-    /// Stops the VM `name` by its operator, and checks its exit status.
+    /// Stops the VM `name` with `perfvisor ctl NAME stop`, and checks its exit status.
     #[track_caller]
     pub fn stop(&mut self, name: &str) {
         stdout_of(&mut self.command(&["ctl", name, "stop"]));
@@ -272,7 +273,8 @@ impl SpinningVm {
         Self::start_by(shell, name, args)
     }
 
-    /// Starts the VM through `program`, which executes the real program with its own arguments.
+    /// Starts the VM through `program`, which executes `perfvisor` with the arguments that it
+    /// receives.
     pub fn start_by(program: Command, name: &str, args: &[&str]) -> Option<Self> {
         let args = [&["--cmdline", "loop"], args].concat();
         let mut process = VmProcess::spawn(program, name, &args, Stdio::null())?;
@@ -283,9 +285,9 @@ impl SpinningVm {
         Some(Self(process))
     }
 
-    /// Calls `look` with a duration in seconds, and repeats with twice the duration until the first
-    /// vCPU has run for a third of a second during a call. On a busy host, the vCPU has little CPU
-    /// time to sample.
+    /// Calls `look` with a duration in seconds. Repeats the call with twice the duration until the
+    /// first vCPU has run for a third of a second during a call, because a vCPU on a busy host has
+    /// little CPU time to sample.
     pub fn observe_while_running<T>(&self, mut seconds: f64, mut look: impl FnMut(&str) -> T) -> T {
         loop {
             let before = self.cpu_time();

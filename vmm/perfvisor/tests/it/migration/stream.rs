@@ -59,8 +59,8 @@ fn waiting(name: &str, address: &str, stdin: Stdio) -> VmProcess {
     vm
 }
 
-/// The received memory is that of the moment at which the guest was paused, although the guest
-/// continuously writes 4 MiB. A page from another moment terminates the VM.
+/// The received memory is that of the time at which the guest was paused, although the guest
+/// continuously writes 4 MiB. A page from any other time would make the guest terminate the VM.
 #[test]
 fn memory_is_consistent_under_a_guest_that_writes_it() {
     let files = tempfile::tempdir().unwrap();
@@ -297,9 +297,9 @@ impl Source {
     }
 }
 
-/// Wherever the connection is cut, at most one process runs the VM, and the other process reports
-/// that it does not. Only if the cut hides whether the destination has received the run request,
-/// the source stays paused until the user decides.
+/// Wherever the connection of a migration is cut, at most one process runs the VM, and the other
+/// process reports that it does not. Only if the cut hides whether the destination has received the
+/// run request, the source stays paused until the user decides.
 #[test]
 fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     let Some(mut source) = Source::start(&[]) else {
@@ -395,7 +395,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
 }
 
 /// If the destination can detect in advance that it must refuse the VM, it reports the reason
-/// before the pause.
+/// before the VM is paused.
 #[test]
 fn destination_says_what_it_lacks() {
     let Some(source) = Source::start(&[]) else { return };

@@ -1,4 +1,4 @@
-//! Memory files, as used for rings and operator texts.
+//! Memory files (memfd_create(2)), which the VM uses for rings and for texts sent by operators.
 #![expect(unsafe_code, reason = "memfd_create has no wrapper here")]
 
 use std::fs::File;

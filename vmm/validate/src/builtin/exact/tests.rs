@@ -1,4 +1,4 @@
-//! Tests of the exact backing's rows with a scripted guest.
+//! Tests of the rows for the exact backing, with a scripted guest.
 
 use serde_json::Value;
 
@@ -9,7 +9,8 @@ use crate::host::HostProperties;
 use crate::host::tests::{clock_host, options};
 use crate::judge::Verdict;
 
-/// Returns the shell pattern of a measurement of `event` over `work` at these privilege levels.
+/// Returns the shell pattern that matches the request to measure `event` over `work` at the
+/// privilege levels `levels`.
 fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
     format!(
         "*work={work}\\ *c={:#x}\\ *",
@@ -17,8 +18,9 @@ fn pattern(event: ArchEvent, work: &str, levels: u64) -> String {
     )
 }
 
-/// Returns the rows for a guest whose count is `answer` for each event and type of work at CPL 0,
-/// with `None` if no count is known. At CPL 3, the count is that of the loop alone.
+/// Returns the rows for a scripted guest. At CPL 0, its count of each event is the result of
+/// `answer` for the event, the type of work and the known count (`None` if no count is known). At
+/// CPL 3, the count is that of the loop alone.
 fn rows(host: &HostProperties, answer: impl Fn(ArchEvent, &str, Option<u64>) -> u64) -> Vec<ValidationRow> {
     let mut results: Vec<(String, Value)> = Vec::new();
     let mut add = |pattern, count| results.push((pattern, counted(&[count])));
@@ -105,7 +107,7 @@ fn count_off_by_one_fails_its_row() {
     }
 }
 
-/// If a counter moves for an event that stepping cannot count, the row fails.
+/// The row of an event that single-stepping cannot count fails if the event's counter changes.
 #[test]
 fn unsupported_event_must_not_move_when_stepped() {
     let rows = rows(&clock_host(), |_, _, known| known.unwrap_or(1));
@@ -118,7 +120,7 @@ fn unsupported_event_must_not_move_when_stepped() {
     }
 }
 
-/// If KVM cannot step CPL 3, counts at CPL 3 must be 0.
+/// If KVM cannot single-step code at CPL 3, counts at CPL 3 must be 0.
 #[test]
 fn user_counts_are_zero_without_user_stepping() {
     let host = HostProperties {

@@ -26,8 +26,8 @@ fn event_is_found_by_its_name() {
     assert_eq!(shown.running_percent, Some(50.0));
 }
 
-/// Returns the values for a program with one second of CPU time, for which the host saw `host`
-/// cycles and perf printed `perf`.
+/// Returns the scripted values of a guest in which a program takes one second of CPU time. The
+/// host's count of the program's cycles is `host`, and perf in the guest prints `perf`.
 fn second(perf: u64, host: u64) -> ScriptedValues {
     let told = ScriptedValues {
         cpu_ns: 1_000_000_000,
@@ -46,7 +46,8 @@ fn cycles(told: &ScriptedValues, host: &HostProperties, backing: &'static str) -
     })
 }
 
-/// With the clock backing, the count equals the program's CPU time and exactly the host's count.
+/// With the clock backing, the count of cycles in the guest equals the program's CPU time, and is
+/// exactly the host's count.
 #[test]
 fn cycles_by_the_clock_are_the_programs_time() {
     let row = |perf, host| cycles(&second(perf, host), &clock_host(), "clock");
@@ -72,8 +73,8 @@ fn cycles_by_the_clock_are_the_programs_time() {
     assert!(!apart.of_time, "no other measurement makes that right");
 }
 
-/// On hardware, the processor's clock is not the TSC, so the reference is the host's own event on
-/// the vCPU.
+/// With the hardware backing, the processor's clock is not the TSC, so the reference is the host's
+/// own event on the vCPU.
 #[test]
 fn cycles_on_hardware_are_the_hosts_own_count() {
     let host = hardware_host(&["cycles"]);
@@ -140,7 +141,8 @@ const NUMBERS: [&str; 5] = [
     "cache-misses",
 ];
 
-/// Returns the rows for the case that perf prints these lines, in the order of `NUMBERS`.
+/// Returns the rows for a guest in which perf prints `lines`, in the order of `NUMBERS`, and the
+/// host sees the counter increase by `moved`.
 fn numbers(host: &HostProperties, backing: &'static str, moved: u64, lines: [&str; 5]) -> Vec<ValidationRow> {
     let mut told = ScriptedValues {
         moved: vec![moved],
@@ -225,8 +227,8 @@ fn numbers_on_hardware_are_those_of_the_loop() {
     assert!(!rows[0].of_time, "instructions do not depend on time");
 }
 
-/// A program at one level counts only at that level. The row reports whether the CPU had a timer
-/// tick.
+/// A program at one privilege level counts only at that level. The row reports whether the CPU had
+/// a timer tick.
 #[test]
 fn level_filter_counts_only_its_level() {
     let rows = |user: u64, kernel: u64, nohz: &str| {
@@ -284,8 +286,8 @@ fn swapped_cpu_counts_fail() {
     }
 }
 
-/// The worst scaled count is judged. Too few lines, enough counters for all events, or a missing
-/// reference are failures.
+/// The worst of the scaled counts is judged. Too few lines, enough counters for all events, or a
+/// missing reference are failures.
 #[test]
 fn worst_scaled_count_is_judged() {
     let scaled = |lines: String, operator: Option<u64>| {

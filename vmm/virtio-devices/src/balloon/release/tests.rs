@@ -45,8 +45,8 @@ fn first_byte(memory: &GuestMemoryMmap, page: u64) -> u8 {
     memory.read_obj(range(page, 1).start).unwrap()
 }
 
-/// Returns the private dirty memory of the guest's mappings in KiB, which is the memory that the
-/// process itself occupies.
+/// Returns the size in KiB of the private dirty pages in the mappings of the guest's memory, that
+/// is, the memory that only this process occupies.
 fn dirty_kib(memory: &GuestMemoryMmap) -> u64 {
     let start = memory.iter().next().unwrap().as_ptr() as u64;
     let end = start + PAGES * PAGE_BYTES;
@@ -96,7 +96,8 @@ fn released_anonymous_pages_are_free_and_read_as_zeros() {
     assert_eq!(first_byte(&memory, 8), 9, "the page can be used again");
 }
 
-/// Another process that maps the file also reads zeros, and the file has a hole.
+/// Released pages of a shared memory file become a hole in the file, and another process that maps
+/// the file also reads zeros.
 #[test]
 fn released_shared_pages_are_holes_in_the_file() {
     use std::os::unix::fs::MetadataExt as _;
@@ -157,8 +158,9 @@ fn adjacent_ranges_of_a_snapshot_share_mappings() {
     assert_eq!(releaser.replaced.mappings, 2);
 }
 
-/// A guest that releases every second page, uses these pages and then releases the others creates
-/// the maximum number of mappings. The count is never too low.
+/// The number of added mappings that the releaser counts is never too low. A guest that releases
+/// every second page, uses these pages and then releases the others creates the maximum number of
+/// mappings.
 #[test]
 fn count_of_mappings_is_an_upper_bound() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));
@@ -174,8 +176,8 @@ fn count_of_mappings_is_an_upper_bound() {
     (1..PAGES).step_by(2).for_each(&mut check);
 }
 
-/// If no more mappings can be added, pages are released nevertheless, and the file's contents
-/// reappear.
+/// If no more mappings can be added to the process, pages of a snapshot's memory are released
+/// nevertheless, and the contents of the memory file reappear in them.
 #[test]
 fn mappings_of_a_snapshot_are_bounded() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));

@@ -89,7 +89,7 @@ pub enum Qcow2FormatError {
         /// Size of the file, in bytes.
         file: u64,
     },
-    /// The L1 table is too small for the disk, or exceeds the limit.
+    /// The L1 table has fewer entries than the disk requires, or exceeds the size limit.
     #[error("the L1 table has {entries} entries, but the disk size requires {wanted}")]
     L1 {
         /// Number of entries.
@@ -104,7 +104,7 @@ pub enum Qcow2FormatError {
         what: &'static str,
         /// Index of the entry.
         index: usize,
-        /// Offset in the entry, in bytes.
+        /// File offset that the entry contains, in bytes.
         at: u64,
     },
     /// The metadata exceeds the limits of the consistency check.
@@ -248,8 +248,8 @@ impl Qcow2Header {
     }
 }
 
-/// Returns whether a file has the qcow2 magic. Used only to suggest a forgotten format option,
-/// because a guest can write the magic to its raw disk.
+/// Returns whether a file has the qcow2 magic number. The result is used only to suggest that the
+/// option `format=qcow2` was forgotten, because a guest can write the magic number to its raw disk.
 pub fn has_qcow2_magic(file: &File) -> bool {
     let mut first = [0; MAGIC.len()];
     file.read_exact_at(&mut first, 0).is_ok() && first == MAGIC

@@ -33,7 +33,7 @@ use super::config::{BackingFile, DiskFormat};
 use super::open::{DiskOpenError, FileLock, LockedFile, open};
 use super::raw::GuestSegment;
 
-/// Maximum amount of data in the buffer, in bytes.
+/// Maximum amount of data in the buffer between `imago` and guest memory, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// Error returned when a qcow2 image cannot be used as a disk.
@@ -100,8 +100,8 @@ struct ReaderState {
 }
 
 impl Qcow2 {
-    /// Opens the image at `path` with the backing files in `backing`, which are opened read-only
-    /// and locked. `file` is the open file of `file_bytes` bytes.
+    /// Opens the image at `path`, which is already open as `file` and has `file_bytes` bytes. The
+    /// backing files in `backing` are opened read-only and locked.
     ///
     /// # Errors
     /// Returns a [`Qcow2Error`] if the image is invalid or a backing file cannot be opened.
@@ -196,8 +196,8 @@ impl Qcow2 {
         self.with(|image, _| convert_error(image.flush()))
     }
 
-    /// Deallocates the whole clusters in the `bytes` bytes at byte offset `at`. These clusters read
-    /// as zeros afterwards.
+    /// Deallocates those clusters that are completely within the `bytes` bytes at byte offset `at`.
+    /// These clusters read as zeros afterwards.
     ///
     /// # Errors
     /// Returns `Unsupported` if [`Qcow2::discard_bytes`] is `None`, otherwise the error of the
@@ -239,8 +239,9 @@ impl Qcow2 {
         })
     }
 
-    /// Returns the range of whole clusters in the `bytes` bytes at `at`. The last cluster of the
-    /// disk may be shorter. Returns an empty range if there are none.
+    /// Returns the range of those clusters that are completely within the `bytes` bytes at `at`.
+    /// The last cluster of the disk may be shorter than the others. If no cluster is within the
+    /// bytes, returns an empty range.
     fn whole_clusters(&self, at: u64, bytes: u64) -> Range<u64> {
         let (cluster, end) = (self.claims.cluster_bytes, at + bytes);
         let first = at.next_multiple_of(cluster).min(end);
@@ -281,8 +282,8 @@ impl Drop for Qcow2 {
     }
 }
 
-/// Validates the image at `path` for use with `backing`, and repairs its reference counts if it
-/// will be `written`.
+/// Validates the image at `path`, which must match the configured `backing`. If the image will be
+/// `written`, its reference counts are repaired.
 fn validate(
     path: &Path,
     file: &File,
@@ -364,8 +365,8 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> io::Result<T>) -> Result<T, Qc
         .map_err(|error| Qcow2Error::Damaged(path.into(), error))
 }
 
-/// Converts an error of `imago`. `InvalidInput` from `imago` refers to the image, never to the
-/// guest's request.
+/// Converts an error of `imago`. If `imago` returns `InvalidInput`, the image is invalid and not
+/// the guest's request.
 fn convert_error<T>(done: io::Result<T>) -> io::Result<T> {
     done.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => io::Error::other(error),

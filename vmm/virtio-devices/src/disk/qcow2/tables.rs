@@ -1,10 +1,10 @@
 //! Consistency check of the clusters that an image's tables refer to. Each cluster must be in the
 //! file, have a reference count, and be referenced only once.
 //!
-//! `imago` trusts its tables. If a used cluster has no reference count, the search of `imago` for a
-//! free cluster never terminates (0.2.6), and a cluster that holds both data and a table lets a
-//! guest write tables. The tables are therefore checked first, like `qemu-img check`, in bounded
-//! time and memory.
+//! `imago` trusts these tables. If a used cluster has no reference count, the search of `imago` for
+//! a free cluster never terminates (0.2.6). If a cluster holds both data and a table, a guest can
+//! write to the table. The tables are therefore checked before `imago` uses them, in the same way
+//! as by `qemu-img check`, in bounded time and memory.
 
 use std::fs::File;
 use std::ops::Range;
@@ -71,9 +71,9 @@ struct ConsistencyCheck<'f> {
     layout: &'f Qcow2Layout,
     /// Number of clusters in the file. The last one may be partial.
     count: u64,
-    /// Set of clusters with a single owner.
+    /// Set of clusters that are referenced only once.
     whole: ClusterSet,
-    /// Set of clusters with compressed data, which may be shared.
+    /// Set of clusters with compressed data, which may be referenced several times.
     shared: ClusterSet,
 }
 
@@ -224,8 +224,8 @@ impl ConsistencyCheck<'_> {
     }
 }
 
-/// Returns whether reference count `index` is zero in a block of counts of 2^`order` bits. Counts
-/// narrower than a byte start at the least significant bits.
+/// Returns whether reference count `index` in `block` is zero. Each count has 2^`order` bits.
+/// Counts narrower than a byte start at the least significant bits.
 fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;

@@ -1,5 +1,5 @@
-//! Interoperability tests with images that qemu-img creates, this module reads and writes, and
-//! qemu-img then checks.
+//! Interoperability tests: qemu-img creates images, this module reads and writes them, and qemu-img
+//! then checks them.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -213,7 +213,7 @@ fn flushed_data_survives_kill() {
     check(dir, "a.qcow2");
 }
 
-/// A device reset writes cached metadata to the file.
+/// A device reset writes cached qcow2 metadata to the file.
 #[test]
 fn write_back_updates_file() {
     let Some(dir) = directory() else { return };
@@ -499,7 +499,7 @@ fn missing_reference_counts_are_repaired() {
     }
 }
 
-/// Consistent images are accepted after writes, with snapshots, and with leaked clusters.
+/// Consistent qcow2 images are accepted: after writes, with snapshots, and with leaked clusters.
 #[test]
 fn consistent_tables_are_accepted() {
     let Some(dir) = directory() else { return };
@@ -606,7 +606,8 @@ fn one_writer_or_many_readers() {
     ));
 }
 
-/// After a panic in the qcow2 reader, the thread continues and each later request fails.
+/// After a panic in the qcow2 implementation, the disk's thread continues and each later request
+/// fails.
 #[test]
 fn qcow2_panic_disables_disk() {
     let Some(dir) = directory() else { return };
@@ -645,7 +646,8 @@ fn split_ranges_are_buffer_aligned() {
     );
 }
 
-/// A view that is reloaded contains the writes that a VM made after the tables were cached.
+/// After a reload, a view of a qcow2 image shows data that a VM wrote after the view had cached the
+/// tables.
 #[test]
 fn reloaded_view_sees_new_writes() {
     let Some(dir) = directory() else { return };

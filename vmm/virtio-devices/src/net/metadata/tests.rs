@@ -5,7 +5,7 @@ use std::os::unix::net::UnixDatagram;
 use std::sync::atomic::AtomicU16;
 
 use mmds::config::MmdsConfig;
-use sandbox::ThreadKind;
+use sandbox::SandboxedThreadKind;
 use smoltcp::iface::{Config, Interface, SocketSet};
 use smoltcp::phy::{Device, Loopback, Medium, RxToken, TxToken};
 use smoltcp::socket::tcp;
@@ -22,7 +22,8 @@ use crate::worker::DeviceWorker;
 
 /// Number of buffers of each queue. Each buffer is used once.
 const CHAINS: u16 = 32;
-/// Size of a queue. The used ring of the mock begins halfway through the available ring.
+/// Size of a queue, in entries. In the mock, the used ring begins halfway through the available
+/// ring, so a test can use only part of the entries.
 const ENTRIES: u16 = 128;
 const BUFFER_BYTES: u64 = 0x1000;
 const WRITE: u16 = 2;
@@ -141,8 +142,8 @@ impl<'m> Guest<'m> {
     }
 }
 
-/// Starts the thread of a device with a metadata service. Also returns the far end of its tap
-/// device.
+/// Starts the thread of a network device with a metadata service. Also returns the far end of the
+/// socket pair that replaces the tap device.
 fn start(guest: &Guest<'_>) -> (DeviceWorker, UnixDatagram) {
     let service = MetadataService::new(MmdsConfig::default());
     service.put(serde_json::json!({"a": {"b": "c"}})).unwrap();
@@ -165,12 +166,12 @@ fn start(guest: &Guest<'_>) -> (DeviceWorker, UnixDatagram) {
     let handler = FrameHandler::new(guest.memory.clone(), tap, link, queues, false, &limiters);
     let handler = handler.with_metadata(Some(&access));
     let callback = activation.fatal_error_callback;
-    let worker = DeviceWorker::spawn(ThreadKind::Device, "net0", handler, callback).unwrap();
+    let worker = DeviceWorker::spawn(SandboxedThreadKind::Device, "net0", handler, callback).unwrap();
     (worker, far)
 }
 
-/// The guest can read metadata although no tap event wakes the thread, and the tap device receives
-/// no metadata frame.
+/// The guest can read metadata through the network device without any tap event to wake the thread,
+/// and the tap device receives no metadata frame.
 #[test]
 fn guest_reads_metadata_and_the_tap_sees_no_frame_of_it() {
     let memory = memory();

@@ -15,7 +15,7 @@ const DRIVER_OK: u8 = 4;
 const FEATURES_OK: u8 = 8;
 const NEEDS_RESET: u8 = 64;
 
-/// A machine with devices, and driver-side access to them.
+/// A guest with mock devices, and the accesses that its driver makes.
 struct TestGuest {
     bus: PciBus,
     memory: GuestMemoryMmap,
@@ -407,8 +407,9 @@ fn no_device_activates_from_position_zero() {
     assert_eq!(again, saved);
 }
 
-/// A queue with VIRTIO_F_EVENT_IDX is notified in both directions when its device resumes, because
-/// the driver may have added chains while the device was stopped, and may wait for an interrupt.
+/// After a snapshot, both the device and the driver of a queue with VIRTIO_F_EVENT_IDX are notified
+/// once. The driver may have added chains while the device was stopped, and may be waiting for an
+/// interrupt.
 #[test]
 fn an_event_idx_queue_is_not_left_unnotified() {
     let guest = running_guest();
@@ -496,7 +497,7 @@ proptest! {
         }
     }
 
-    /// Arbitrary writes to the common configuration registers are safe.
+    /// Arbitrary writes to the common configuration registers cause no panic.
     #[test]
     fn arbitrary_register_writes_are_safe(writes in proptest::collection::vec((0u64..60, 1usize..9, any::<u64>()), 0..200)) {
         let guest = TestGuest::new(&[&[16, 4]]);

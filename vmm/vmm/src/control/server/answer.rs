@@ -16,7 +16,7 @@ use crate::control::metadata;
 use crate::control::rings::RingLayout;
 use crate::control::session::{EventSession, EventTargets, fail, role};
 use crate::pmu::{KernelSearchProgress, VmPmu};
-use crate::vcpu::control::{RunState, StopReason};
+use crate::vcpu::control::{RunState, VmStopReason};
 use crate::vcpu::registry::VcpuRegistryError;
 use control_api::peer;
 use control_api::protocol::{
@@ -24,7 +24,7 @@ use control_api::protocol::{
     RequestErrorKind, SnapshotId, VcpuExits,
 };
 
-/// Requests for the connection's own events.
+/// Handlers of requests that concern the connection's own events.
 impl Connection {
     fn set_enabled(&mut self, on: bool) -> Result<RequestOutcome, RequestError> {
         if let Some(events) = &mut self.events {
@@ -107,7 +107,7 @@ impl ControlServer {
                 self.pause(connection, false)
             }
             Call::Stop => {
-                vm.control.stop(StopReason::Operator);
+                vm.control.stop(VmStopReason::Operator);
                 vm.registry.kicker().kick();
                 value(vm.info(connection.role()))
             }
@@ -454,7 +454,7 @@ fn may_observe(call: &Call) -> Result<(), RequestError> {
     fail(RequestErrorKind::Denied, why)
 }
 
-/// Returns the failure kind of a rejected vCPU count.
+/// Returns the failure kind to report for a vCPU count that was rejected with `error`.
 fn kind_of(error: &VcpuRegistryError) -> RequestErrorKind {
     match error {
         VcpuRegistryError::Fixed(_) => RequestErrorKind::Unsupported,

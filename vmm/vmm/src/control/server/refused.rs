@@ -9,7 +9,7 @@ use perf_core::error_line;
 /// Reason for refusing a connection.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectionRefusal {
-    /// A user other than root and the VM's user connected to the operator socket.
+    /// A user who is neither root nor the VM's user connected to the operator socket.
     #[error("user {0} is not the VM's owner")]
     NotOwner(u32),
     /// All connection slots are taken by clients that have sent a hello.

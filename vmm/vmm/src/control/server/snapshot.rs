@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::answer::{to_value, value};
 use super::{Connection, ControlServer, FdSource, RequestOutcome};
 use crate::control::session::fail;
-use crate::vcpu::control::StopReason;
+use crate::vcpu::control::VmStopReason;
 use crate::vm::migrate::OutgoingMigration;
 use crate::vm::save::{SnapshotError, VmSnapshot};
 
@@ -21,7 +21,8 @@ impl ControlServer {
         others.chain([connection]).any(|c| c.snapshot.is_some())
     }
 
-    /// Keeps the VM paused after the end of a connection over which the VM may have moved.
+    /// Keeps the VM paused after the connection of a client that was moving it has ended, if the VM
+    /// may already be running at the destination.
     pub(super) fn keep_undecided(&mut self, connection: &mut Connection) {
         if let Some(snapshot) = connection.snapshot.take_if(|snapshot| snapshot.is_committed()) {
             log::warn!(
@@ -33,8 +34,8 @@ impl ControlServer {
         }
     }
 
-    /// Resumes a VM that stayed paused because it may have moved, after the operator has decided
-    /// that it is not running elsewhere.
+    /// Resumes a VM that stayed paused because it may already be running at the destination of its
+    /// move. The operator has decided that it is not running there.
     pub(super) fn decide(&mut self) -> Result<(), RequestError> {
         if let Some(snapshot) = &mut self.undecided {
             snapshot.take_back().or_else(refused)?;
@@ -43,7 +44,7 @@ impl ControlServer {
         Ok(())
     }
 
-    /// Begins or continues the snapshot of this client.
+    /// Begins this client's snapshot, or continues the one it has begun.
     pub(super) fn snapshot(&self, connection: &mut Connection) -> Result<RequestOutcome, RequestError> {
         let snapshot = match &mut connection.snapshot {
             Some(snapshot) => snapshot,
@@ -85,7 +86,7 @@ impl ControlServer {
         };
         connection.migration = None;
         if stop {
-            self.vm.control.stop(StopReason::Operator);
+            self.vm.control.stop(VmStopReason::Operator);
             self.vm.registry.kicker().kick();
             snapshot.release_devices();
         } else if let Err(e) = snapshot.take_back() {
@@ -120,7 +121,7 @@ impl ControlServer {
 }
 
 impl Connection {
-    /// Returns the next piece of guest memory.
+    /// Returns the next piece of guest memory for a snapshot.
     pub(super) fn snapshot_memory(&mut self, offset: u64) -> Result<RequestOutcome, RequestError> {
         let snapshot = self.snapshot.as_mut();
         let piece = snapshot.map_or(Err(SnapshotError::Order), |s| s.read_memory(offset));
@@ -133,7 +134,7 @@ impl Connection {
         with_file(to_value(info)?, "memory", &piece.data)
     }
 
-    /// Returns the next piece of memory of a VM that is to be moved.
+    /// Returns the next piece of memory of a VM that is being moved while its guest runs.
     pub(super) fn migration_memory(&mut self, offset: u64) -> Result<RequestOutcome, RequestError> {
         let is_paused = self.snapshot.as_ref().is_some_and(VmSnapshot::is_ready);
         let migration = self.migration.as_mut();
@@ -167,7 +168,7 @@ impl Connection {
         value(Value::Null)
     }
 
-    /// Returns the state of the VM.
+    /// Returns the state of the VM for a snapshot or a move.
     pub(super) fn snapshot_state(&self) -> Result<RequestOutcome, RequestError> {
         let state = match (&self.snapshot, &self.migration) {
             (Some(snapshot), Some(migration)) => snapshot.state_without_memory(migration),

@@ -41,7 +41,7 @@ impl ServedVm {
         })
     }
 
-    /// Runs the server until it is idle.
+    /// Runs the server until it has nothing left to do.
     fn turn(&mut self) {
         while self.manager.run_with_timeout(0).unwrap() > 0 {}
     }
@@ -80,7 +80,7 @@ impl ServedVm {
         peer
     }
 
-    /// Sends raw bytes and returns the replies.
+    /// Sends raw bytes to the server and returns its replies.
     fn say(&mut self, peer: &mut TestClient, bytes: &[u8]) -> Vec<ReplyLine> {
         // The server may have closed the socket, and long input is sent in pieces.
         let mut rest = bytes;
@@ -207,8 +207,8 @@ fn first_request_must_be_hello_of_this_version() {
     assert_eq!(served.vm.control().reason(), None);
 }
 
-/// A request may arrive in fragments. A request that reaches the size limit without a terminator is
-/// rejected.
+/// A request may arrive in fragments. A request that reaches the size limit without its terminating
+/// newline is rejected.
 #[test]
 fn fragmented_request_is_accepted_up_to_limit() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -226,8 +226,8 @@ fn fragmented_request_is_accepted_up_to_limit() {
     assert!(peer.is_closed());
 }
 
-/// The burst is bounded, and a client that exceeds its rate is disconnected while other clients are
-/// served.
+/// A client's burst of requests is bounded, and a client that exceeds its rate is disconnected
+/// while other clients are served.
 #[test]
 fn client_above_request_rate_is_disconnected() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -263,7 +263,7 @@ fn client_above_request_rate_is_disconnected() {
 /// answered.
 #[test]
 fn requests_wait_while_replies_are_unsent() {
-    /// A number of requests within the burst limit.
+    /// Number of requests to send, within the burst limit.
     const MORE: u64 = 150;
     let Some(mut served) = ServedVm::new() else { return };
     let mut peer = served.greeted(SocketAccess::Operators);

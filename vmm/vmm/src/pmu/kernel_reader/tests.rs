@@ -8,7 +8,8 @@ use sandbox::SeccompMode;
 use test_support::kernels::kallsyms;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-/// Failures of successive workers, read by `sandbox::worker_fault`.
+/// Environment variable that lists the failures to inject into successive workers; read by
+/// `sandbox::worker_fault`.
 const WORKERS: &str = "PERFVISOR_TEST_WORKERS";
 const START: u64 = 0xffff_ffff_8100_0000;
 const LSTAR: u64 = START + 0x40;

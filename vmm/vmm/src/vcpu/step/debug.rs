@@ -64,13 +64,14 @@ fn condition(point: &HardwareBreakpoint) -> u64 {
 pub struct DebugRequest {
     /// Stop after one instruction.
     pub step: bool,
-    /// KVM stops after each instruction at this position, regardless of the trap flag.
+    /// KVM stops the vCPU after each instruction at its current position, regardless of the trap
+    /// flag.
     pub without_flag: bool,
     /// Block interrupts.
     pub block_interrupts: bool,
     /// Exit on any debug exception.
     pub watch: bool,
-    /// Instruction breakpoints for this entry only.
+    /// Addresses of instruction breakpoints that apply to this entry only.
     pub at: [Option<u64>; BREAKPOINTS],
 }
 
@@ -79,7 +80,8 @@ pub struct DebugRequest {
 pub struct GuestDebug {
     /// Addresses of permanent breakpoints.
     sites: Vec<u64>,
-    /// The last entry of `sites` was set by [`GuestDebug::replace_last_site`].
+    /// The last entry of `sites`, the permanent breakpoints, was set by
+    /// [`GuestDebug::replace_last_site`].
     has_last: bool,
     /// Breakpoints of a debugger, if attached.
     points: Option<Vec<HardwareBreakpoint>>,

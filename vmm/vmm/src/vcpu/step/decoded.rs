@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use vpmu::exact::{MAX_RUN_BYTES, StepMeter, SteppedGuestMemory, StraightRun};
 
-/// Minimum number of instructions in a run. Shorter runs are stepped, because a step costs less
-/// than a breakpoint.
+/// Minimum number of instructions in a straight-line run. In shorter runs, each instruction is
+/// single-stepped, because a step costs less than a breakpoint.
 pub(super) const MIN_RUN_LENGTH: usize = 3;
-/// Number of cached addresses, a power of two. A run occupies up to about 600 bytes.
+/// Number of cached addresses, a power of two. A straight-line run occupies up to about 600 bytes.
 pub(super) const CACHE_SLOTS: usize = 1024;
 
 /// The straight-line run being executed.
@@ -24,13 +24,13 @@ pub(super) struct CurrentStraightRun {
 /// Cached result of decoding at an address.
 #[derive(Debug)]
 pub(super) enum CachedDecode {
-    /// A run, valid while its bytes are unchanged.
+    /// A straight-line run, valid while its bytes are unchanged.
     Run(Arc<StraightRun>),
     /// Self-modifying code, whose instructions are stepped.
     SelfModifying,
 }
 
-/// Cache of decoded runs. A run is used only if its bytes in memory are unchanged.
+/// Cache of decoded straight-line runs. A run is used only if its bytes in memory are unchanged.
 #[derive(Debug, Default)]
 pub(super) struct RunCache {
     /// Cache slots; empty until the first lookup.
@@ -48,7 +48,8 @@ impl RunCache {
         &mut self.kept[place]
     }
 
-    /// Returns the run at `at`, or `None` if it is too short for a breakpoint.
+    /// Returns the straight-line run that starts at `at`, or `None` if the run is too short to be
+    /// worth a breakpoint.
     pub(super) fn find(
         &mut self,
         at: u64,

@@ -24,7 +24,8 @@ const FIRST_INTERRUPT: u8 = 32;
 const SHADOW_STI: u8 = 2;
 
 impl Stepper {
-    /// Sets breakpoints on the gates of `vectors`, for one entry.
+    /// Sets breakpoints on the handlers to which the interrupt gates of `vectors` lead, for one
+    /// entry.
     pub(super) fn watch_gates(
         &mut self,
         state: &VcpuState,
@@ -70,7 +71,7 @@ impl Stepper {
         }
     }
 
-    /// Returns the vector of the event that the next entry would deliver.
+    /// Returns the vector of the exception, NMI or interrupt that the next entry would deliver.
     pub(super) fn deliverable(
         &self,
         fd: &VcpuFd,
@@ -200,8 +201,8 @@ mod tests {
         page
     }
 
-    /// Only the timer is delayed. While the timer is masked, other sources of its vector are not
-    /// delayed.
+    /// Only interrupts of the local APIC timer are delayed. While the timer is masked, interrupts
+    /// of other sources with its vector are not delayed.
     #[test]
     fn timer_vector_is_recognized_unless_masked() {
         let mut page = page(&[0xec], &[], 0);

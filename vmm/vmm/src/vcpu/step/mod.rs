@@ -59,7 +59,7 @@ const MAX_WALKED_STEPS: u32 = 200_000;
 
 /// Result of [`Stepper::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StepAction {
+pub enum VcpuStepAction {
     /// Enter the guest.
     Enter,
     /// An instruction was emulated. Account for it and call [`Stepper::prepare`] again.
@@ -67,8 +67,8 @@ pub enum StepAction {
 }
 
 impl Stepper {
-    /// Ends the current step if the last exit completed its instruction without a debug exit, as
-    /// write exits do where KVM emulates. Called before overflows are checked.
+    /// Ends the current step if the last exit completed its instruction without a debug exit. Exits
+    /// for writes do so on a KVM that emulates the code. Called before overflows are checked.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -100,11 +100,11 @@ impl Stepper {
         debug: &mut GuestDebug,
         levels: SteppedLevels,
         room: &dyn Fn() -> RetiredCounts,
-    ) -> Result<StepAction, StepError> {
+    ) -> Result<VcpuStepAction, StepError> {
         let fresh = self.fresh.take();
         self.synced.want(fd, levels.any());
         if !levels.any() {
-            return self.rest(fd, debug).map(|()| StepAction::Enter);
+            return self.rest(fd, debug).map(|()| VcpuStepAction::Enter);
         }
         self.mode = match self.mode {
             same @ SteppingMode::Emulated(_) if self.emulated => same,
@@ -148,7 +148,7 @@ impl Stepper {
         levels: SteppedLevels,
         state: &VcpuState,
         room: &dyn Fn() -> RetiredCounts,
-    ) -> Result<StepAction, StepError> {
+    ) -> Result<VcpuStepAction, StepError> {
         if state.cpl() != 0 {
             self.drop_step();
             if self.mode != SteppingMode::Emulated(UserCodeState::Runs) {
@@ -158,10 +158,10 @@ impl Stepper {
         } else if !self.meter.in_step() {
             if let Some(want) = self.begin_run(fd, debug, state, room)? {
                 apply(fd, debug, want)?;
-                return Ok(StepAction::Enter);
+                return Ok(VcpuStepAction::Enter);
             }
             if self.begin(state) == InstructionClass::Halt {
-                return self.halt(fd, *state).map(StepAction::Executed);
+                return self.halt(fd, *state).map(VcpuStepAction::Executed);
             }
         }
         let mut want = DebugRequest {
@@ -171,7 +171,7 @@ impl Stepper {
         };
         if state.cpl() != 0 {
             debug.apply_without_flag(fd, &state.regs, want)?;
-            return Ok(StepAction::Enter);
+            return Ok(VcpuStepAction::Enter);
         }
         if self.ahead() == Some(InstructionClass::InterruptReturn) {
             // Emulators implement IRET without a stop after it. On return to user code, no stop
@@ -188,7 +188,7 @@ impl Stepper {
             }
         }
         apply(fd, debug, want)?;
-        Ok(StepAction::Enter)
+        Ok(VcpuStepAction::Enter)
     }
 
     /// Records that user code runs without being stepped.
@@ -205,13 +205,13 @@ impl Stepper {
         }
     }
 
-    /// Prepares a step with all privilege levels counted.
+    /// Prepares the next single step, if all privilege levels are counted.
     fn prepare_all(
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         state: VcpuState,
-    ) -> Result<StepAction, StepError> {
+    ) -> Result<VcpuStepAction, StepError> {
         let events = fd.get_vcpu_events()?;
         let may_wait = self.mode == SteppingMode::All { may_wait: true };
         self.mode = SteppingMode::All { may_wait: false };
@@ -230,24 +230,24 @@ impl Stepper {
             match self.begin(&state) {
                 InstructionClass::SystemCall if self.emulate_syscall(fd, state)? => {
                     let step = self.end(&self.read(fd)?);
-                    return Ok(StepAction::Executed(step));
+                    return Ok(VcpuStepAction::Executed(step));
                 }
                 InstructionClass::Halt if state.cpl() == 0 => {
                     self.mode = SteppingMode::All { may_wait: true };
-                    return self.halt(fd, state).map(StepAction::Executed);
+                    return self.halt(fd, state).map(VcpuStepAction::Executed);
                 }
                 _ if state.cpl() == 0
                     && self.code(&state) == Some(SYSRETQ)
                     && self.emulate_sysret(fd, state)? =>
                 {
                     let step = self.end(&self.read(fd)?);
-                    return Ok(StepAction::Executed(step));
+                    return Ok(VcpuStepAction::Executed(step));
                 }
                 _ if state.cpl() == 0
                     && state.regs.rflags & RFLAGS_IF == 0
                     && self.code(&state).is_some_and(|code| code[0] == STI) =>
                 {
-                    return self.emulate_sti(fd, state).map(StepAction::Executed);
+                    return self.emulate_sti(fd, state).map(VcpuStepAction::Executed);
                 }
                 _ => {}
             }
@@ -264,17 +264,18 @@ impl Stepper {
             self.watch_gates(&state, &FAULTS, debug, &mut want);
         }
         apply(fd, debug, want)?;
-        Ok(StepAction::Enter)
+        Ok(VcpuStepAction::Enter)
     }
 
-    /// Delivers an event without the trap flag, up to the first instruction of its handler.
+    /// Delivers an interrupt or exception without the trap flag, up to the first instruction of its
+    /// handler.
     fn deliver_event(
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         state: &VcpuState,
         vectors: &[u8],
-    ) -> Result<StepAction, StepError> {
+    ) -> Result<VcpuStepAction, StepError> {
         // If the current instruction does not complete, it starts again after the handler.
         let cpu = state.cpu();
         self.meter.begin(&cpu, &mut UnreadableMemory);
@@ -286,23 +287,23 @@ impl Stepper {
         let mut want = DebugRequest::default();
         self.watch_gates(state, vectors, debug, &mut want);
         apply(fd, debug, want)?;
-        Ok(StepAction::Enter)
+        Ok(VcpuStepAction::Enter)
     }
 
-    /// Prepares an entry with only user code counted.
+    /// Prepares the next entry, if only user code is counted.
     fn prepare_user(
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
         state: &VcpuState,
-    ) -> Result<StepAction, StepError> {
+    ) -> Result<VcpuStepAction, StepError> {
         let mut want = DebugRequest {
             step: true,
             ..DebugRequest::default()
         };
         if state.cpl() == 0 {
             let SteppingMode::UserOnly(UserResumeMethod::Walked(walked)) = &mut self.mode else {
-                return Ok(StepAction::Enter);
+                return Ok(VcpuStepAction::Enter);
             };
             *walked += 1;
             let too_far = *walked > MAX_WALKED_STEPS;
@@ -315,7 +316,7 @@ impl Stepper {
             // A stepped SYSRET stops only if the flags that it loads contain the trap flag.
             if self.code(state) == Some(SYSRETQ) && self.emulate_sysret(fd, *state)? {
                 self.drop_step();
-                return Ok(StepAction::Executed(StepOutcome::default()));
+                return Ok(VcpuStepAction::Executed(StepOutcome::default()));
             }
             if too_far || self.ahead() == Some(InstructionClass::Halt) {
                 // The kernel waits for another task, and the next task to return to user code is
@@ -341,7 +342,7 @@ impl Stepper {
                 match self.begin(state) {
                     InstructionClass::SystemCall => {
                         if let Some(step) = self.emulate_user_syscall(fd, debug, state)? {
-                            return Ok(StepAction::Executed(step));
+                            return Ok(VcpuStepAction::Executed(step));
                         }
                     }
                     InstructionClass::Unreadable => {
@@ -356,7 +357,7 @@ impl Stepper {
         want.block_interrupts |= self.holds_interrupts && state.cpl() != 0;
         self.strays |= want.step;
         apply(fd, debug, want)?;
-        Ok(StepAction::Enter)
+        Ok(VcpuStepAction::Enter)
     }
 
     /// Restores the guest memory that was patched for one entry. Called after every KVM_RUN.
@@ -419,8 +420,9 @@ impl Stepper {
         Ok(Some(self.end(&state)))
     }
 
-    /// Handles a write to the trap port. If the write is a breakpoint on a gate, moves the vCPU
-    /// back before the first instruction of the handler; otherwise returns `None`.
+    /// Handles a write to the trap port. If the write comes from the stepper's trap at an interrupt
+    /// handler, moves the vCPU back before the first instruction of the handler; otherwise returns
+    /// `None`.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -519,7 +521,8 @@ impl Stepper {
         step
     }
 
-    /// Clears the stepper's trap flag where the processor or an instruction has just saved it.
+    /// Clears the stepper's trap flag in the flags that the processor or an instruction has just
+    /// saved on the guest's stack.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "bit 8 of the flags is bit 0 of their second byte"

@@ -35,8 +35,9 @@ fn is_quiet(events: &kvm_vcpu_events) -> bool {
 }
 
 impl Stepper {
-    /// Begins a run at `state`, between two steps. Returns `None` if no run can be counted there.
-    /// `room` returns the counts that may retire at CPL 0 before a counter overflows.
+    /// Begins a straight-line run at `state`, between two single steps. Returns `None` if no run
+    /// can be counted there. `room` returns the counts that may retire at CPL 0 before a counter
+    /// overflows.
     pub(super) fn begin_run(
         &mut self,
         fd: &VcpuFd,
@@ -99,8 +100,8 @@ impl Stepper {
         Ok(Some(want))
     }
 
-    /// Cancels a run of which nothing has been executed. An incomplete exit is completed by the
-    /// next entry.
+    /// Cancels the current straight-line run if none of its instructions has been executed, and
+    /// returns whether it did. If an exit is incomplete, the next entry completes it.
     pub(super) fn cancel_unstarted_run(&mut self, state: &VcpuState) -> bool {
         let is_there = |run: &mut CurrentStraightRun| run.at == state.regs.rip && state.cpl() == 0;
         let forgotten = self.under_way.take_if(is_there).is_some();
@@ -110,7 +111,7 @@ impl Stepper {
         forgotten
     }
 
-    /// Accounts for the run that the vCPU has left at `state`.
+    /// Accounts for a straight-line run, which the vCPU has left with the registers `state`.
     pub(super) fn end_run(&mut self, under_way: &CurrentStraightRun, state: &VcpuState) -> StepOutcome {
         let CurrentStraightRun { at, run, count } = under_way;
         let cpu = state.cpu();

@@ -191,7 +191,7 @@ pub(super) struct SyncedRegisters {
     can: bool,
     /// KVM copies registers at each exit; `None` if unknown.
     come: Option<bool>,
-    /// Registers were copied at the current exit.
+    /// KVM copied the registers at the current exit.
     came: bool,
 }
 
@@ -234,7 +234,8 @@ impl SyncedRegisters {
     }
 }
 
-/// Unreadable memory, for an interval in which no instruction is known to have executed.
+/// Guest memory that cannot be read. Used for an interval in which no instruction is known to have
+/// executed.
 pub struct UnreadableMemory;
 
 impl SteppedGuestMemory for UnreadableMemory {

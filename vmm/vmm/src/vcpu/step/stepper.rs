@@ -28,7 +28,7 @@ pub struct StepError(#[from] KvmIoctlError);
 pub struct StepStats {
     /// Completed steps.
     pub steps: u64,
-    /// Steps with unknown outcome, and abandoned searches for the return to user code.
+    /// Number of steps with unknown outcome, and of abandoned searches for the return to user code.
     pub lost: u64,
     /// Sections of user code that ran without stepping although a counter counts them.
     pub unstepped: u64,
@@ -98,7 +98,7 @@ pub(super) enum UserResumeMethod {
     Walked(u32),
 }
 
-/// Method of stopping at an event handler.
+/// Method by which the stepper stops the vCPU at the handler of an interrupt or exception.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GateStopMethod {
     /// Trap code in place of the handler's first instruction. Requires a single vCPU, because guest
@@ -110,10 +110,10 @@ pub(super) enum GateStopMethod {
     Nowhere,
 }
 
-/// Breakpoints on gates, for one entry.
+/// Breakpoints on the handlers of interrupt gates, set for one entry.
 #[derive(Debug)]
 pub(super) struct WatchedGates {
-    /// Handler address and vector of each gate.
+    /// Address of the handler and vector of each watched gate.
     pub(super) watched: Vec<(u64, u8)>,
     /// Original code at each trap.
     pub(super) planted: Vec<(GuestAddress, [u8; 2])>,
@@ -148,7 +148,7 @@ pub struct Stepper {
     pub(super) has_runs: bool,
     pub(super) mode: SteppingMode,
     pub(super) present: Option<CurrentStep>,
-    /// The current run; `present` is `None` during a run.
+    /// The current straight-line run. During a run, `present` is `None`.
     pub(super) under_way: Option<CurrentStraightRun>,
     pub(super) runs: RunCache,
     /// Registers that KVM copies at exits.
@@ -157,7 +157,7 @@ pub struct Stepper {
     pub(super) fresh: Option<VcpuState>,
     /// Registers at the last stop, if it was after an instruction of user code.
     pub(super) stopped_in_user: Option<VcpuState>,
-    /// Step count until which the local APIC timer is delayed.
+    /// Value of the step count until which the local APIC timer is delayed.
     pub(super) timer_waits: u64,
     /// Maskable interrupts are held back until the burst ends.
     pub(super) holds_interrupts: bool,

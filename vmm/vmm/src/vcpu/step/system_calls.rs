@@ -224,7 +224,7 @@ mod tests {
         )
     }
 
-    /// Returns the segment fields that code can observe.
+    /// Returns the fields of a segment that guest code can observe.
     fn told(segment: &kvm_segment) -> [u64; 8] {
         let &kvm_segment {
             base,
@@ -253,8 +253,8 @@ mod tests {
         (state.regs, [told(&state.sregs.cs), told(&state.sregs.ss)])
     }
 
-    /// Runs the processor until its next exit. Returns `None` if KVM emulates this code without
-    /// support for the instruction.
+    /// Runs the guest on the processor until its next exit. Returns `None` if KVM emulates this
+    /// code without support for the instruction.
     fn by_the_processor(guest: TinyGuest) -> Option<(VcpuState, String)> {
         let (vcpu, _memory, _slots) = guest.into_parts();
         let mut vcpu = ArmedVcpu::new(vcpu);
@@ -326,7 +326,8 @@ mod tests {
         }
     }
 
-    /// The trap flag is set in the saved flags and never while the kernel runs. RF is not saved.
+    /// An emulated SYSCALL sets the trap flag only in the saved flags, so it is never set while the
+    /// kernel runs. RF is not saved.
     #[test]
     fn syscall_sets_trap_flag_only_in_saved_flags() {
         let Ok(kvm) = host::open() else {

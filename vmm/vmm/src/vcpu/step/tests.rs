@@ -140,7 +140,7 @@ impl SteppedVcpu {
         }
     }
 
-    fn prepare(&mut self, levels: SteppedLevels) -> StepAction {
+    fn prepare(&mut self, levels: SteppedLevels) -> VcpuStepAction {
         let left = self.overflow - self.retired.instructions.min(self.overflow);
         let room = || RetiredCounts {
             instructions: if left == 0 { u32::MAX } else { left },
@@ -168,7 +168,7 @@ impl SteppedVcpu {
                 return;
             }
             let prepared = self.prepare(levels);
-            if let StepAction::Executed(step) = prepared {
+            if let VcpuStepAction::Executed(step) = prepared {
                 self.count(step);
                 continue;
             }
@@ -206,8 +206,8 @@ impl SteppedVcpu {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Each instruction is counted once and in its class, even if it exits to user space in the
-    /// middle, with and without straight-line runs.
+    /// Each instruction of a single-stepped program is counted once and in its class, even if it
+    /// exits to user space in the middle, with and without straight-line runs.
     #[test]
     fn program_retires_events_of_its_instructions(
         pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..30),
@@ -259,7 +259,7 @@ proptest! {
             } else {
                 // The stepper does not handle breakpoints of other users, such as RDPMC.
                 stepped.debug.set_sites(&[*end]);
-                prop_assert_eq!(stepped.prepare(NOTHING), StepAction::Enter);
+                prop_assert_eq!(stepped.prepare(NOTHING), VcpuStepAction::Enter);
                 loop {
                     let why = stepped.vcpu.run().why;
                     match why {

@@ -1,13 +1,14 @@
-//! Tests that a guest continues to count under a different backing from that of its snapshot.
+//! Tests that a guest continues to count when it is restored under a backing (source of the counts)
+//! that differs from the one at the snapshot.
 
 use vmm::kvm::execution;
 use vmm::vm::restore::announced_events;
 
 use super::*;
 
-/// Guest code that enables counter 0 for cycles and counter 1 for backing changes. It writes the
-/// low 16 bits of counter 0 to the serial port 10,000 times, so that most of these bytes follow a
-/// late snapshot, and writes counter 1 once.
+/// Guest code that enables counter 0 for cycles and counter 1 for the paravirtual event that counts
+/// changes of the backing. It writes the low 16 bits of counter 0 to the serial port 10,000 times,
+/// so that most of these bytes follow a late snapshot, and writes counter 1 once.
 const CODE: [u8; 67] = [
     0x31, 0xD2, // xor edx, edx
     0xB9, 0x86, 0x01, 0x00, 0x00, // mov ecx, 0x186
@@ -41,7 +42,8 @@ fn with_policy(policy: BackingPolicy) -> VmConfig {
     config
 }
 
-/// Takes a snapshot of the guest while it counts with the clock. Returns `None` without KVM.
+/// Takes a snapshot of the guest while the clock backing counts its cycles. Returns `None` without
+/// KVM.
 fn counting_by_clock() -> Option<(RestoredMachine, usize)> {
     let source = TestVm::start(&with_policy(BackingPolicy::Clock), None)?;
     while source.output.len() < 100 {
@@ -50,8 +52,9 @@ fn counting_by_clock() -> Option<(RestoredMachine, usize)> {
     source.snapshot()
 }
 
-/// Restores the guest, and returns the values of counter 0 after the first one, and the value of
-/// counter 1. The output of the restored guest begins at byte `cut`.
+/// Restores the guest from a snapshot that was taken after `cut` bytes of its output. Returns the
+/// values of counter 0 that the restored guest writes, except the first, and the value of counter
+/// 1.
 fn restored(config: &VmConfig, saved: RestoredMachine, cut: usize) -> (Vec<u16>, u8) {
     let output = TestVm::start(config, Some(saved)).unwrap().finish();
     let (changes, output) = output.split_last().unwrap();
@@ -89,9 +92,9 @@ fn restored_guest_counts_by_steps_exactly() {
     assert_eq!(changes, 1);
 }
 
-/// A guest that was stepped at the snapshot is stepped from its first instruction after the
-/// restore, because KVM's debug state is not part of the snapshot. Under a different backing, it is
-/// not stepped.
+/// A guest that was single-stepped at the snapshot is single-stepped from its first instruction
+/// after the restore, because KVM's debug state is not part of the snapshot and is set again. Under
+/// a different backing, it is not single-stepped.
 #[test]
 fn guest_debug_state_is_applied_anew() {
     let Some(mut config) = stepped() else { return };

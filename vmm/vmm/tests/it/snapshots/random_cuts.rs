@@ -17,22 +17,24 @@ use super::*;
 const PACED: &[u8] = include_bytes!("paced.bin");
 /// Code of `stepped.s`.
 const STEPPED: &[u8] = include_bytes!("stepped.bin");
-/// Number of rounds of the paced guest that read a counter with RDPMC, each with one byte of
-/// output.
+/// Number of loop rounds in which the paced guest (`paced.s`) reads a counter with RDPMC, each with
+/// one byte of output.
 const READS: usize = 12;
-/// Number of other rounds of the paced guest.
+/// Number of other loop rounds of the paced guest (`paced.s`).
 const PACED_ROUNDS: u32 = 30;
-/// Address at which the paced guest stores 1 while it waits for a PMI that only the limit can delay.
+/// Guest address at which the paced guest stores 1 while it waits for a PMI that only the PMI limit
+/// can delay.
 const WAITS: u64 = 0x1a_0008;
-/// Vector of the paced guest's PMI.
+/// Interrupt vector of the paced guest's PMIs.
 const VECTOR: usize = 0x40;
-/// PMI limit of the paced guest, in PMIs per second. The first 16 are not delayed.
+/// Limit on the rate of PMIs of the paced guest, in PMIs per second. The first 16 PMIs are not
+/// delayed.
 const PMI_LIMIT: u32 = 150;
 /// Default number of snapshots of a test.
 const SNAPSHOTS: usize = 20;
-/// Default number of snapshots of a guest that is stepped, which takes longer.
+/// Default number of snapshots of a guest that is single-stepped, which takes longer.
 const STEPPED_SNAPSHOTS: usize = 8;
-/// Maximum time from an output to the snapshot, in microseconds.
+/// Maximum time from the output byte at which a snapshot is due to the snapshot, in microseconds.
 const MAX_DELAY_US: u64 = 1000;
 
 /// Offsets of registers in the page of the local APIC.
@@ -55,19 +57,20 @@ fn snapshots_or(default: usize) -> usize {
     number_in("PERFVISOR_SNAPSHOTS").map_or(default, |number| usize::try_from(number).unwrap())
 }
 
-/// Number of snapshots in each state of the PMI.
+/// Number of snapshots that were taken in each state of a PMI.
 #[derive(Debug, Default)]
 struct MetStates {
     /// Snapshots in which a counter has overflowed and the PMI is not delivered.
     due: usize,
     /// Snapshots in which the PMI is due and LVTPC is masked.
     masked: usize,
-    /// Snapshots in which the PMI is due and delayed by the limit.
+    /// Snapshots in which the PMI is due and delayed by the PMI limit.
     throttled: usize,
-    /// Snapshots in which the PMI is due and the guest has executed nothing since an emulated
-    /// RDPMC.
+    /// Snapshots in which the PMI is due and the last instruction that the guest executed is an
+    /// emulated RDPMC.
     behind_rdpmc: usize,
-    /// Snapshots in which the PMI is requested from the local APIC or its handler runs.
+    /// Snapshots taken after the PMI was sent: it is requested in the local APIC, or the guest
+    /// executes its handler.
     in_service: usize,
 }
 
@@ -100,14 +103,16 @@ fn is_pmi_due(registers: &[u8]) -> bool {
         .unwrap()
 }
 
-/// Returns `true` if the paced guest's vector or an NMI is requested or in service.
+/// Returns `true` if the vector of the paced guest's PMI is requested or in service in the local
+/// APIC, or an NMI was sent for a PMI.
 fn is_in_service(vcpu: &SavedVcpu) -> bool {
     let at = VECTOR / 32 * 16 + VECTOR % 32 / 8;
     let requested = vcpu.lapic.0[XAPIC_IRR + at] | vcpu.lapic.0[XAPIC_ISR + at];
     requested >> (VECTOR % 8) & 1 != 0 || vcpu.pmu.nmi_sent
 }
 
-/// Waits until the source has written `length` bytes or has stopped, and then for `delay`.
+/// Waits until the guest of `source` has written `length` bytes or its VM has stopped, and then for
+/// `delay`.
 fn run_until(source: &TestVm, length: usize, delay: Duration) {
     while source.output.len() < length && source.vm.control().reason().is_none() {
         std::hint::spin_loop();
@@ -118,10 +123,10 @@ fn run_until(source: &TestVm, length: usize, delay: Duration) {
     }
 }
 
-/// Takes `number` snapshots, each of a new VM, and compares the outputs of the source and of the
-/// restored VM with that of a VM without a snapshot, which is returned. Each snapshot follows a
-/// random byte of one of `parts`, which are lengths of the beginning of the output. Returns `None`
-/// without KVM.
+/// Takes `number` snapshots, each of a new VM. Compares the outputs of this VM and of the VM
+/// restored from the snapshot with the output of a VM without a snapshot, which is returned. Each
+/// snapshot is taken after a random byte of the output, among the first bytes of the output whose
+/// number is in `parts`. Returns `None` without KVM.
 pub(super) fn cut_at_random(config: &VmConfig, number: usize, parts: &[usize]) -> Option<Vec<u8>> {
     let expected = TestVm::start(config, None)?.finish();
     let (start, mut met, mut taken) = (Instant::now(), MetStates::default(), 0);
@@ -166,8 +171,8 @@ fn output_and_counts_are_equal_with_and_without_the_cut() {
     assert_eq!((counted, pmis, status & 2, after), (4 * ROUNDS, 1, 0, 1));
 }
 
-/// A PMI that is due, masked, delayed by the limit or pending after an RDPMC at the snapshot is
-/// delivered once, and before a read that shows its overflow.
+/// A PMI that is due, masked, delayed by the PMI limit or pending after an RDPMC at the snapshot is
+/// delivered once, and before a counter read that shows its overflow.
 #[test]
 fn each_pmi_is_delivered_once_with_and_without_the_cut() {
     let mut config = config(PACED);
@@ -184,8 +189,8 @@ fn each_pmi_is_delivered_once_with_and_without_the_cut() {
     assert_eq!(results(&output), expected);
 }
 
-/// Each instruction is counted once by steps and by straight-line runs, and each PMI interrupts the
-/// same instruction, with and without a snapshot.
+/// Each instruction is counted once, by single steps and by straight-line runs, and each PMI
+/// interrupts the same instruction, with and without a snapshot.
 #[test]
 fn stepped_counts_are_exact_with_and_without_the_cut() {
     let mut config = config(STEPPED);

@@ -1,14 +1,14 @@
-//! Tests of memory that is read in rounds while the guest runs.
+//! Tests of moving a VM whose memory is copied in rounds while the guest runs.
 
 use vmm::memory::GuestRam;
 use vmm::vm::migrate::OutgoingMigration;
 
 use super::*;
 
-/// Number of moves of the test.
+/// Number of times that the test moves the VM.
 const MOVES: usize = 8;
 
-/// Copies the memory that the guest has written since the preceding round.
+/// Copies the memory that the guest has written since the preceding round into `ram`.
 fn copy_round(migration: &mut OutgoingMigration, ram: &GuestRam, is_paused: bool) {
     let mut offset = 0;
     while offset < migration.memory_bytes() {
@@ -27,8 +27,8 @@ fn copy_round(migration: &mut OutgoingMigration, ram: &GuestRam, is_paused: bool
     }
 }
 
-/// Moves the VM when its output has reached `length`. Returns the machine with the length at the
-/// move, or `None` if the guest has ended before.
+/// Moves the VM when the guest has written `length` bytes. Returns the machine with the number of
+/// bytes written by the time of the move, or `None` if the guest has ended before.
 fn moved(source: &TestVm, length: usize) -> Option<(RestoredMachine, usize)> {
     let mut migration = OutgoingMigration::begin(source.vm.snapshots(), Default::default()).unwrap();
     let ram = GuestRam::new(migration.memory_bytes()).unwrap();

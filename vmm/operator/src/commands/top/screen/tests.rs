@@ -4,11 +4,11 @@ use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 
 use super::*;
-use crate::commands::top::rows::ExitRow;
+use crate::commands::top::rows::TopExitRow;
 use control_api::protocol::{GuestCounter, VcpuView, VmInfo};
 
-fn symbol(weight: f64, pid: Option<u32>, object: &str, symbol: &str, kernel: bool) -> SymbolRow {
-    SymbolRow {
+fn symbol(weight: f64, pid: Option<u32>, object: &str, symbol: &str, kernel: bool) -> TopSymbolRow {
+    TopSymbolRow {
         weight,
         samples: 10,
         pid,
@@ -19,7 +19,7 @@ fn symbol(weight: f64, pid: Option<u32>, object: &str, symbol: &str, kernel: boo
     }
 }
 
-fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
+fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> ListedVm {
     let rate = |per_second, share| RateCell::Rate { per_second, share };
     let counter = |event: Option<&str>, backing: Option<&str>| GuestCounter {
         counter: "gp0".into(),
@@ -43,7 +43,7 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
         uptime_ms: 61_000,
         ..VmInfo::default()
     };
-    let exit = |kvm, what: &str, time_share| ExitRow {
+    let exit = |kvm, what: &str, time_share| TopExitRow {
         kvm,
         what: what.into(),
         per_second: 12.5,
@@ -57,7 +57,7 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
         lost: 2,
         symbols,
         vcpus: vec![
-            VcpuRow {
+            TopVcpuRow {
                 vcpu: 0,
                 samples: 5,
                 cells: vec![
@@ -67,7 +67,7 @@ fn vm(label: &str, symbols: Vec<SymbolRow>) -> ListedVm {
                     RateCell::NotSupported,
                 ],
             },
-            VcpuRow {
+            TopVcpuRow {
                 vcpu: 1,
                 samples: 0,
                 cells: vec![
@@ -128,7 +128,7 @@ fn two() -> TopScreen {
     of(true, vec![a, b, failed])
 }
 
-fn drawn(screen: &TopScreen, ui: &mut UiState, width: u16, height: u16) -> Vec<String> {
+fn drawn(screen: &TopScreen, ui: &mut TopUiState, width: u16, height: u16) -> Vec<String> {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| screen.draw(frame, ui)).unwrap();
     let buffer = terminal.backend().buffer();
@@ -136,8 +136,8 @@ fn drawn(screen: &TopScreen, ui: &mut UiState, width: u16, height: u16) -> Vec<S
     (0..height).map(|y| line(y).trim_end().to_owned()).collect()
 }
 
-fn view(screen: &TopScreen, view: TopView) -> (UiState, String) {
-    let mut ui = UiState::new(screen.all_vms);
+fn view(screen: &TopScreen, view: TopView) -> (TopUiState, String) {
+    let mut ui = TopUiState::new(screen.all_vms);
     ui.view = view;
     let lines = drawn(screen, &mut ui, 140, 12).join("\n");
     (ui, lines)
@@ -176,7 +176,8 @@ fn text_shows_all_views() {
     );
 }
 
-/// Shares are relative to the total of all VMs, and a failed VM has one row with the reason.
+/// In a table of all VMs, shares are relative to the total of all VMs, and a failed VM has one row
+/// with the reason.
 #[test]
 fn all_vms_share_one_table() {
     let screen = two();
@@ -222,7 +223,7 @@ fn all_vms_share_one_table() {
 
 #[test]
 fn search_keeps_matching_rows() {
-    let (screen, mut ui) = (one(), UiState::new(false));
+    let (screen, mut ui) = (one(), TopUiState::new(false));
     ui.search = "BIN/A".into();
     let lines = drawn(&screen, &mut ui, 100, 10);
     assert!(lines[3].contains("hot") && lines[4].is_empty(), "{lines:#?}");
@@ -232,7 +233,7 @@ fn search_keeps_matching_rows() {
 
 #[test]
 fn sort_order_depends_on_column_kind() {
-    let (screen, mut ui) = (one(), UiState::new(false));
+    let (screen, mut ui) = (one(), TopUiState::new(false));
     let lines = drawn(&screen, &mut ui, 100, 10);
     assert!(lines[0].starts_with("perfvisor top: VM 'box'") && lines[9].starts_with("q quit"));
     assert!(
@@ -267,7 +268,7 @@ fn any_terminal_size_can_be_drawn() {
     for screen in [one(), two(), of(true, Vec::new())] {
         for (width, height) in [(1, 1), (10, 2), (3, 40), (200, 3), (80, 24)] {
             for view in TopView::available(screen.all_vms) {
-                let mut ui = UiState::new(screen.all_vms);
+                let mut ui = TopUiState::new(screen.all_vms);
                 ui.view = *view;
                 ui.shown_mut().cursor = 1000;
                 ui.shown_mut().offset = 1000;

@@ -23,8 +23,8 @@ fn looped(body: &[u8], times: u32) -> Vec<u8> {
     code
 }
 
-/// A loop with a body of ten instructions and a branch takes two entries per iteration instead of
-/// eleven.
+/// A loop with a body of ten instructions and a branch takes two VM entries per iteration instead
+/// of eleven, because it executes in straight-line runs.
 #[test]
 fn loop_in_runs_takes_a_third_of_entries() {
     // mov eax, 1; add eax, ecx; lea edx, [rax+5]; mov [DATA], eax; mov eax, [DATA]; xor eax, edx;
@@ -68,7 +68,7 @@ fn loop_in_runs_takes_a_third_of_entries() {
     assert_eq!(slow.stepper.tally().runs, 0);
 }
 
-/// An overflow is reported at its exact instruction, anywhere in a run.
+/// An overflow is reported at its exact instruction, anywhere in a straight-line run.
 #[test]
 fn overflow_is_reported_at_its_instruction() {
     let code = [&[0x90; 20][..], &[HLT]].concat();
@@ -83,8 +83,8 @@ fn overflow_is_reported_at_its_instruction() {
     }
 }
 
-/// A vCPU that a signal interrupts within a run has executed the preceding instructions; at the
-/// beginning of the run, none.
+/// If a signal interrupts the vCPU within a straight-line run, the instructions before the vCPU's
+/// position count as executed. At the beginning of the run, these are none.
 #[test]
 fn signal_within_run_accounts_retired_instructions() {
     let code = [&[0x50; 9][..], &[HLT]].concat();
@@ -95,7 +95,7 @@ fn signal_within_run_accounts_retired_instructions() {
         if !stepped.has_runs() {
             return;
         }
-        assert_eq!(stepped.prepare(KERNEL), StepAction::Enter);
+        assert_eq!(stepped.prepare(KERNEL), VcpuStepAction::Enter);
         stepped.vcpu.request_exit();
         assert_eq!(stepped.vcpu.run().why.unwrap_err().errno(), libc::EINTR);
         stepped.vcpu.clear_exit_request();
@@ -108,8 +108,8 @@ fn signal_within_run_accounts_retired_instructions() {
     }
 }
 
-/// If the vCPU stops at an address that is not an instruction boundary of the run, nothing is
-/// counted.
+/// If the vCPU stops at an address that is not an instruction boundary of its straight-line run,
+/// nothing is counted.
 #[test]
 fn stop_outside_run_counts_nothing() {
     for (offset, cpl) in [(1, 0), (400, 0), (u64::MAX, 0), (3, 3)] {
@@ -121,7 +121,7 @@ fn stop_outside_run_counts_nothing() {
         if !stepped.has_runs() {
             return;
         }
-        assert_eq!(stepped.prepare(KERNEL), StepAction::Enter);
+        assert_eq!(stepped.prepare(KERNEL), VcpuStepAction::Enter);
         let mut state = VcpuState::read(&stepped.vcpu).unwrap();
         state.regs.rip = CODE.wrapping_add(offset);
         state.sregs.ss.dpl = cpl;
@@ -133,7 +133,8 @@ fn stop_outside_run_counts_nothing() {
     }
 }
 
-/// Self-modifying code in a run is detected and reported once, and stepped afterwards.
+/// Self-modifying code in a straight-line run is detected and reported once, and single-stepped
+/// afterwards.
 #[test]
 fn self_modifying_code_is_lost_once() {
     // inc eax; mov [changed], al; nop; changed: mov ebx, 0
@@ -160,7 +161,7 @@ fn self_modifying_code_is_lost_once() {
     assert_eq!(stepped.retired.instructions, 1 + 4 * 6 + 1 - in_first_run);
 }
 
-/// A run extends across a page boundary.
+/// A straight-line run extends across a page boundary.
 #[test]
 fn run_extends_across_page_boundary() {
     const PAGE: usize = 4096;
@@ -189,8 +190,8 @@ fn run_extends_across_page_boundary() {
 }
 
 /// Installs descriptor tables in which each exception has its own handler. A handler skips RBX
-/// bytes and resumes. Executes seven instructions with one branch, one load and one store each by
-/// ADD and INC, and the load of IRET.
+/// bytes and resumes. In doing so, it executes seven instructions with one branch, one load and one
+/// store each by ADD and INC, and the load of IRET.
 fn give_handlers(stepped: &SteppedVcpu) {
     let write = |at: u64, bytes: &[u8]| stepped.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     for (n, descriptor) in [0u64, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
@@ -221,8 +222,8 @@ fn give_handlers(stepped: &SteppedVcpu) {
     stepped.vcpu.set_sregs(&sregs).unwrap();
 }
 
-/// A faulting instruction in a run retires nothing, while the preceding instructions and the
-/// handler do, with and without straight-line runs.
+/// A faulting instruction in a straight-line run retires nothing, while the preceding instructions
+/// and the handler do. The counts are the same without straight-line runs.
 #[test]
 fn fault_within_run_retires_preceding_instructions() {
     // mov eax, [NO_PAGE]
@@ -258,8 +259,8 @@ fn fault_within_run_retires_preceding_instructions() {
     }
 }
 
-/// Instructions are stepped if the guest uses its own trap flag or breakpoints, or if another user
-/// leaves too few breakpoints.
+/// Instructions are single-stepped, without straight-line runs, if the guest uses its own trap flag
+/// or breakpoints, or if another user of the debug registers leaves too few of them.
 #[test]
 fn guest_debug_state_disables_runs() {
     let code = [&[0x90; 9][..], &[HLT]].concat();
@@ -291,7 +292,7 @@ fn guest_debug_state_disables_runs() {
     }
 }
 
-/// The cache of decoded runs is bounded.
+/// The number of straight-line runs that are cached is bounded.
 #[test]
 fn decode_cache_is_bounded() {
     let memory = vm_memory::GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
