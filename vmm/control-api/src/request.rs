@@ -94,7 +94,7 @@ requests! {
     Powerdown => VmInfo;
     /// Starts to change the number of vCPUs to `count`. Missing vCPUs are plugged in. If there are
     /// too many, the guest is asked to eject the vCPUs with the highest numbers. Reply:
-    /// [`protocol::VcpuPlugStatus`]; poll the progress with [`VcpuPlugStatus`].
+    /// [`protocol::VcpuPlugStatus`]; poll the progress with [`VcpuPlug`].
     Vcpus {
         /// Requested number of vCPUs, up to the VM's maximum.
         count: u32,

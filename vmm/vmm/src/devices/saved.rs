@@ -1,4 +1,4 @@
-//! Saves the devices of [`BoardBus`](super::BoardBus) to a snapshot and restores them.
+//! Saves the devices of the [`BoardBus`] to a snapshot and restores them.
 
 use std::sync::atomic::Ordering;
 
