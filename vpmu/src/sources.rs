@@ -1,4 +1,5 @@
-//! [`EventSources`]: the table of backings (sources of counts) for each event, used for guest requests, operator events and the availability bits of the guest's CPUID.
+//! [`EventSources`]: the table of backings (sources of counts) for each event, used for guest requests,
+//! operator events and the availability bits of the guest's CPUID.
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
 //! driver and the exact backing. Only `EventSources::candidates` reads this table. Each caller of

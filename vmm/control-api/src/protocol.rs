@@ -45,8 +45,7 @@ pub enum Call {
     },
     /// Requests the state of the VM. Reply: [`VmInfo`].
     Status,
-    /// Pauses all vCPUs. In the reply, [`VmInfo::parked`] is the number of vCPUs that have already
-    /// stopped running the guest.
+    /// Pauses all vCPUs. [`VmInfo::parked`] is the number of vCPUs that have stopped so far.
     Pause,
     /// Resumes all vCPUs.
     Resume,
@@ -64,8 +63,7 @@ pub enum Call {
     },
     /// Requests the progress of vCPU hot-plug. Reply: [`VcpuPlugStatus`].
     VcpuPlug,
-    /// Withdraws the request to eject vCPUs that the guest has not ejected yet. Reply:
-    /// [`VcpuPlugStatus`].
+    /// Withdraws ejection requests that are still pending. Reply: [`VcpuPlugStatus`].
     VcpusWithdraw,
     /// Sets the target size of the balloon. The guest's driver changes the actual size as far and
     /// as fast as it can. Reply: [`BalloonInfo`].
@@ -73,15 +71,13 @@ pub enum Call {
         /// Size in MiB.
         size_mib: u32,
     },
-    /// Sets the interval at which the guest's driver sends memory statistics; the first update
-    /// follows immediately. This request cannot enable or disable the statistics. Reply:
-    /// [`BalloonInfo`].
+    /// Sets the interval of the memory statistics of the guest's driver, if they are enabled. The
+    /// first update follows immediately. Reply: [`BalloonInfo`].
     BalloonStatistics {
         /// Interval in seconds.
         interval_s: u16,
     },
-    /// Sets the policy by which the guest and the operators share the host's counters: guest-first,
-    /// operator-first or strict.
+    /// Sets the policy for sharing host counters: guest-first, operator-first or strict.
     Share {
         /// Name of the policy.
         policy: String,
@@ -114,8 +110,7 @@ pub enum Call {
         /// The patch.
         data: serde_json::Value,
     },
-    /// Requests the document of the metadata service. Reply: a JSON value, `null` if there is no
-    /// document.
+    /// Requests the metadata document. Reply: a JSON value, `null` without a document.
     MmdsGet,
     /// Opens events in the disabled state. Reply: a list of [`OpenedEvent`].
     Open {
@@ -292,13 +287,11 @@ pub struct SamplingParams {
 /// enough branches to fill the stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct BranchStacks {
-    /// Types of branches to record in a stack, in the format of
-    /// `perf_event_attr.branch_sample_type`.
+    /// Types of branches to record, in the format of `perf_event_attr.branch_sample_type`.
     pub filter: u64,
     /// Maximum number of branches in a stack, from 1 to 64.
     pub depth: u32,
-    /// Maximum share of a vCPU's run time that the single-stepping may take, in thousandths from 1
-    /// to 1000.
+    /// Maximum share of a vCPU's run time for single-stepping, in thousandths from 1 to 1000.
     pub overhead_permille: u32,
 }
 
@@ -402,8 +395,7 @@ pub struct VmInfo {
     pub pmu: String,
     /// Description of the guest.
     pub guest: String,
-    /// Location of the first serial port, such as `tty` or `pty=/dev/pts/3`; empty if the VM does
-    /// not report it.
+    /// Location of the first serial port, such as `tty` or `pty=/dev/pts/3`; empty if not reported.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub console: String,
     /// Location of the virtio console in the same format; empty if there is none.
@@ -548,8 +540,7 @@ pub struct EventReading {
     /// Approximate bound of the error of `estimate`; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bound: Option<f64>,
-    /// `true` if the event is in the error state, because it is pinned but could not be scheduled
-    /// on a counter.
+    /// `true` if the event is pinned and no counter was available (error state).
     pub failed: bool,
     /// `true` if the vCPU was unplugged; the reading is the final one.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -644,8 +635,7 @@ pub struct RingLoss {
 pub struct KernelSymbolsReply {
     /// Length of the text, in bytes.
     pub bytes: u64,
-    /// `true` if user space and kernel share one address space, so the guest has no user space of
-    /// its own.
+    /// `true` if user space and kernel share one address space, so no separate user space exists.
     pub flat: bool,
     /// Source of the symbols.
     pub source: String,
@@ -737,8 +727,7 @@ pub struct VcpuView {
 pub struct GuestCode {
     /// Start address.
     pub address: u64,
-    /// Bytes from `address` up to the first gap in memory (at least one byte), as two hexadecimal
-    /// digits each.
+    /// Hexadecimal bytes from `address` up to the first gap in memory (at least one byte).
     pub hex: String,
 }
 
@@ -779,8 +768,7 @@ pub struct GuestCounter {
     pub event: Option<String>,
     /// `true` if the filter allows the event.
     pub allowed: bool,
-    /// Mechanism that counts for this counter (backing); `None` if the counter has never been
-    /// enabled.
+    /// Mechanism that counts for this counter (backing); `None` if it has never been enabled.
     pub backing: Option<String>,
     /// Value that the guest would read.
     pub value: u64,

@@ -261,8 +261,7 @@ impl VmPmu {
         branches::check_host(self.config.stepping, filter)
     }
 
-    /// Creates the PMU of vCPU `id` in its reset state. `tsc_khz` is the guest's TSC frequency, in
-    /// kHz.
+    /// Creates the PMU of vCPU `id` in its reset state. `tsc_khz` is the guest's TSC frequency in kHz.
     pub fn vcpu(self: &Arc<Self>, id: u8, tsc_khz: u32) -> VcpuPmu {
         let filter = self.filter.load_full();
         let mut vpmu = Vpmu::new(self.config.model);
@@ -286,8 +285,7 @@ impl VmPmu {
     }
 }
 
-/// Opens the KVM statistics of `fd`. Logs a failure, after which the events backed by the
-/// statistics are unsupported.
+/// Opens the KVM statistics of `fd`. After a failure, which is logged, their events are unsupported.
 fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
     StatsFile::new(fd)
         .inspect_err(|e| log::warn!("cannot use KVM's statistics of {whose}: {}", error_line(e)))
@@ -301,8 +299,7 @@ struct AttachedThread {
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
     fed: Arc<FedCounts>,
-    /// Time for which this thread waits for a host CPU. It is read only while a guest counter
-    /// counts it.
+    /// Time for which this thread waits for a host CPU. Read only while a guest counter counts it.
     steal: StealClock,
 }
 
@@ -319,8 +316,7 @@ pub struct VcpuPmu {
     attached: Option<AttachedThread>,
     /// A PMU register was written since the last [`VcpuPmu::reconcile`].
     changed: bool,
-    /// Part of [`Vpmu::uncounted_ns`], in nanoseconds, that has already been added to the guest's
-    /// paravirtual event for uncounted time.
+    /// Part of [`Vpmu::uncounted_ns`] already added to the paravirtual event, in nanoseconds.
     fed_uncounted_ns: u64,
     /// Number of counters whose backing has changed at a restore and that have not been added to
     /// the guest's paravirtual event for such changes yet.
@@ -415,8 +411,7 @@ impl VcpuPmu {
         Ok(())
     }
 
-    /// Returns the enabled counters whose backing (source of the counts) was different when the
-    /// guest was saved.
+    /// Returns the enabled counters whose source of counts (backing) differs from the saved one.
     pub fn backing_changes(&self) -> Vec<CounterBackingChange> {
         let policy = self.vm.config.policy;
         let Some(before) = self.vm.config.saved_policy.filter(|saved| *saved != policy) else {
@@ -444,8 +439,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Removes the vCPU from the perf-core drivers for clock events and for counts that the VMM
-    /// adds.
+    /// Removes the vCPU from the perf-core drivers for clock events and for counts of the VMM.
     fn forget(&self) {
         let vcpu = VcpuId(u32::from(self.id));
         self.vm.clock.remove_vcpu(vcpu);
@@ -635,8 +629,7 @@ impl VcpuPmu {
         &mut self.samples.branches
     }
 
-    /// Completes the branch stack, so that the samples that wait for it are written when overflows
-    /// are next serviced.
+    /// Completes the branch stack. The next service of overflows writes the samples that wait for it.
     pub fn complete_branches(&mut self) {
         self.samples.branches.complete();
         self.fed_overflow = true;
@@ -680,8 +673,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Adds the uncounted time since the last call to the counters that count it. Costs two loads
-    /// while every enabled counter counts.
+    /// Adds the uncounted time since the last call to the counters that count it.
     #[inline]
     fn feed_uncounted(&mut self) {
         if let Some(attached) = self.attached.as_mut() {
