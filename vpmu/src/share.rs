@@ -36,10 +36,10 @@ impl PmiShare {
     }
 }
 
-/// The default of the command line is 25 percent, as of Linux's `kernel.perf_cpu_time_max_percent`.
+/// The default of the command line is 50 percent.
 impl Default for PmiShare {
     fn default() -> Self {
-        Self(25)
+        Self(50)
     }
 }
 
@@ -242,8 +242,8 @@ mod tests {
 
     #[test]
     fn pmi_share_parses_percent_and_off() {
-        assert_eq!("25%".parse(), Ok(PmiShare::default()));
-        assert_eq!("25".parse(), Ok(PmiShare::default()));
+        assert_eq!("50%".parse(), Ok(PmiShare::default()));
+        assert_eq!("50".parse(), Ok(PmiShare::default()));
         for text in ["off", "100%"] {
             assert!(text.parse::<PmiShare>().unwrap().is_unlimited(), "{text}");
         }
