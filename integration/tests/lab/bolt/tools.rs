@@ -138,7 +138,7 @@ impl BoltProfile {
     }
 }
 
-/// What `perf2bolt` reports.
+/// Report of `perf2bolt`.
 #[derive(Debug)]
 pub struct PerfToBolt {
     pub samples: u64,

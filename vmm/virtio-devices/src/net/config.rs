@@ -91,7 +91,7 @@ impl NetConfig {
     }
 }
 
-/// Whether the host kernel's vhost-net transfers the frames.
+/// Use of the host kernel's vhost-net to transfer the frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum VhostMode {
     /// Use vhost-net if it is available.

@@ -44,7 +44,7 @@ pub struct GdbTarget {
     max_hardware_points: usize,
     /// Number of the vCPU that stopped last. Breakpoints are inserted through its page tables.
     current: u8,
-    /// What each vCPU does when the debugger next resumes the machine.
+    /// Next action of each vCPU when the debugger resumes the machine.
     actions: Vec<(u8, ResumeAction)>,
     /// At the next resumption, vCPUs without an action stay stopped.
     locked: bool,

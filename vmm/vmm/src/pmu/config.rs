@@ -37,7 +37,7 @@ pub struct PmuConfig {
     pub steps_for_operators: bool,
     /// RDPMC is emulated with hardware breakpoints.
     pub has_rdpmc_breakpoints: bool,
-    /// Who has priority for the host's counters, the guest or operators.
+    /// Policy that gives the guest or the operators priority for the host's counters.
     pub share: SharePolicy,
     /// Multiplexing policy of events that share counters.
     pub mux: MuxPolicy,
