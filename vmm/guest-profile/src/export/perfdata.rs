@@ -354,7 +354,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         }
     }
 
-    /// Writes a sample.
+    /// Writes a sample. A sample without a call chain gets a chain of its own address if its event
+    /// has chains, because `perf script` prints the chain instead of the address.
     #[expect(clippy::cast_possible_truncation, reason = "the size of a small struct")]
     pub fn sample(&mut self, s: &ProfileSample<'_>) -> io::Result<()> {
         let misc = if s.cpl == 3 {
@@ -380,7 +381,11 @@ impl<W: Write + Seek> PerfDataWriter<W> {
             put32(b, 0);
             put64(b, s.period);
             if has_chain {
-                let chain = &s.chain[..s.chain.len().min(MAX_CHAIN)];
+                let only_address = [own_marker(s), s.ip];
+                let chain = match s.chain {
+                    [] => &only_address[..],
+                    chain => &chain[..chain.len().min(MAX_CHAIN)],
+                };
                 put64(b, chain.len() as u64);
                 for &frame in chain {
                     put64(b, marker_for_perf(frame));
@@ -621,6 +626,14 @@ pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
 const MAX_CHAIN: usize = 4096;
 /// Maximum length of a branch stack.
 const MAX_BRANCHES: usize = 1024;
+
+/// Returns the context marker that precedes the address of the sample in a call chain.
+pub(super) fn own_marker(sample: &ProfileSample<'_>) -> u64 {
+    match sample.cpl {
+        3 => CONTEXT_GUEST_USER,
+        _ => CONTEXT_GUEST_KERNEL,
+    }
+}
 
 /// Replaces the context markers of guest frames in a call chain with the ordinary ones, because
 /// perf up to 6.x drops the whole chain at a guest marker. For ordinary markers, perf uses the

@@ -13,6 +13,7 @@ use linux_perf_data::{DsoKey, PerfFileReader, PerfFileRecord, UserRecordType};
 use super::context::{CONTEXT_KERNEL, CONTEXT_USER};
 use super::perfdata::{
     ATTR_BRANCH_FILTER, FOOTER_MAGIC, GUEST_KERNEL_NAME, KERNEL_NAME, MISC_MMAP_BUILD_ID, UPDATES_NAME,
+    own_marker,
 };
 use super::{
     EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
@@ -506,7 +507,7 @@ fn add(
             let ours = s.raw.and_then(|raw| FileSampleData::read(&raw.as_slice()));
             let unknown = (0, if user { 3 } else { 0 }, UnwindStopCounts::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
-            profile.push(&ProfileSample {
+            let mut sample = ProfileSample {
                 time_ns: s.timestamp.unwrap_or(time_ns),
                 vcpu: s.cpu.unwrap_or(0),
                 pid: s.pid.map_or(NO_PID, pid),
@@ -519,7 +520,15 @@ fn add(
                 ends,
                 branches,
                 chain: &chain,
-            });
+            };
+            // The writer gives such a chain to samples without one.
+            if ours.is_some()
+                && ends == UnwindStopCounts::default()
+                && chain == [own_marker(&sample), sample.ip]
+            {
+                sample.chain = &[];
+            }
+            profile.push(&sample);
         }
         EventRecord::Comm(c) => profile.tasks.push(TaskName {
             time_ns,

@@ -516,3 +516,40 @@ fn event_without_chains_has_no_chain_field() {
     }
     assert_eq!(samples, profile.len());
 }
+
+/// A sample without call chain has a chain of its own address in the file, because `perf script`
+/// prints no address for an empty chain.
+#[test]
+fn sample_without_chain_has_its_address_in_the_file() {
+    let profile = profile();
+    let mut light = profile.samples().next().unwrap();
+    let ip = light.ip;
+    light.chain = &[];
+    light.ends = UnwindStopCounts::default();
+    let mut only_light = Profile::new(profile.meta.clone(), profile.events.clone());
+    only_light.push(&light);
+    let file = bytes(&only_light);
+    assert!(
+        reader::read(&file)
+            .unwrap()
+            .samples()
+            .next()
+            .unwrap()
+            .chain
+            .is_empty()
+    );
+    let PerfFileReader {
+        mut perf_file,
+        mut record_iter,
+    } = PerfFileReader::parse_file(Cursor::new(&file)).unwrap();
+    let mut chains = Vec::new();
+    while let Some(record) = record_iter.next_record(&mut perf_file).unwrap() {
+        if let PerfFileRecord::EventRecord { record, .. } = record
+            && let EventRecord::Sample(sample) = record.parse().unwrap()
+        {
+            let chain = sample.callchain.unwrap();
+            chains.push((chain.len(), chain.get(1)));
+        }
+    }
+    assert_eq!(chains, [(2, Some(ip))]);
+}
