@@ -319,6 +319,13 @@ impl VendorOps for Amd {
         false
     }
 
+    /// Returns `true`. After it has stopped its counters, Linux reads each counter that has
+    /// overflowed up to 50 times, until the PMI handler has set a new period
+    /// (`amd_pmu_wait_on_overflow`).
+    fn driver_awaits_pmi(&self) -> bool {
+        true
+    }
+
     fn capabilities(&self, _: &PmuModel) -> u64 {
         0
     }

@@ -502,6 +502,11 @@ impl VendorOps for Intel {
         true
     }
 
+    /// Returns `false`.
+    fn driver_awaits_pmi(&self) -> bool {
+        false
+    }
+
     fn capabilities(&self, model: &PmuModel) -> u64 {
         if model.has_branch_records() {
             CAPABILITIES_FW_WRITE | CAPABILITIES_ARCH_LBR

@@ -134,6 +134,10 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns whether the local APIC masks its LVT performance entry when it delivers a PMI.
     fn delivery_masks_lvtpc(&self) -> bool;
 
+    /// Returns whether Linux's driver waits for the PMI of an overflow after it has stopped the
+    /// counter.
+    fn driver_awaits_pmi(&self) -> bool;
+
     /// Returns the value of IA32_PERF_CAPABILITIES.
     fn capabilities(&self, model: &PmuModel) -> u64;
 

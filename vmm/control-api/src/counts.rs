@@ -33,7 +33,8 @@ pub struct VcpuCounts {
     pub pmi_held_ns: u64,
     /// Number of VM entries at which a due PMI had to wait because the guest had masked LVTPC.
     pub pmi_masked_waits: u64,
-    /// Number of PMIs withdrawn because the guest had cleared their cause before delivery.
+    /// Number of PMIs withdrawn because the guest had served or stopped the counters that requested
+    /// them before delivery.
     pub pmi_withdrawn: u64,
     /// Number of instructions that were single-stepped to count events exactly (exact backing).
     pub steps: u64,

@@ -31,7 +31,8 @@ pub struct PmiCounts {
     pub held: u64,
     /// Total delay, in nanoseconds, of the delivered PMIs that had been delayed by the share limit.
     pub held_ns: u64,
-    /// Number of PMIs withdrawn because the guest served their overflows before delivery.
+    /// Number of PMIs withdrawn because the guest served their overflows, or stopped their counters
+    /// while the share limit delayed them, before delivery.
     pub withdrawn: u64,
 }
 
@@ -70,10 +71,18 @@ impl Vpmu {
             return PmiReadiness::No;
         }
         let limit_ns = self.pmi_limit.next_ns();
-        let share_ns = match self.guest_stopped_source() {
-            true => 0,
-            false => self.pmi_share.next_ns(),
-        };
+        let mut share_ns = self.pmi_share.next_ns();
+        if share_ns > now_ns {
+            let stopped = self.stopped_sources();
+            if stopped != 0 && self.vendor.driver_awaits_pmi() {
+                share_ns = 0;
+            } else {
+                self.drop_overflows(stopped);
+                if !self.pmi_due {
+                    return PmiReadiness::No;
+                }
+            }
+        }
         let time_ns = limit_ns.max(share_ns);
         if time_ns <= now_ns {
             return PmiReadiness::Now;
@@ -104,21 +113,43 @@ impl Vpmu {
         PmiReadiness::NotBefore { time_ns }
     }
 
-    /// Returns whether the guest, outside the last PMI's handler, has stopped a counter that
-    /// requested the due PMI.
+    /// Returns the mask of counters that requested the due PMI and that the guest has stopped since,
+    /// outside the last PMI's handler. Linux stops and restarts a sampled event at every tick.
     ///
-    /// The guest's driver does not expect the PMI after this, because a physical processor delivers
-    /// the PMI before the counter stops. Linux may stop the same event again in the handler, and
-    /// warns about that (`x86_pmu_stop`). Freeze-on-PMI stops the counters without an action of the
-    /// guest.
-    fn guest_stopped_source(&self) -> bool {
-        if self.pmi_share.is_running() || self.registers.freezes_counters() {
-            return false;
+    /// If the driver awaits the PMI, it does so after it has stopped the counters globally.
+    /// Otherwise a counter is only considered stopped once its own control register disables it.
+    /// Freeze-on-PMI stops the counters without an action of the guest.
+    fn stopped_sources(&self) -> u64 {
+        if self.pmi_share.is_running() {
+            return 0;
         }
-        let enabled = self.vendor.globally_enabled(&self.registers);
-        counters_in(self.pmi_sources).any(|counter| {
-            enabled & counter.mask() == 0 || !self.vendor.is_selected(&self.registers, counter)
-        })
+        let enabled = if self.vendor.driver_awaits_pmi() && !self.registers.freezes_counters() {
+            self.vendor.globally_enabled(&self.registers)
+        } else {
+            u64::MAX
+        };
+        counters_in(self.pmi_sources)
+            .filter(|&counter| {
+                enabled & counter.mask() == 0 || !self.vendor.is_selected(&self.registers, counter)
+            })
+            .fold(0, |mask, counter| mask | counter.mask())
+    }
+
+    /// Drops the overflows of `counters`, and withdraws the due PMI if no other overflow requested
+    /// it.
+    ///
+    /// A PMI delivered while the counter is stopped would attribute its sample to the code that
+    /// stops it. A later PMI would find a counter with a new period. Its handler may even stop the
+    /// event again, about which Linux warns (`x86_pmu_stop`).
+    fn drop_overflows(&mut self, counters: u64) {
+        if counters == 0 {
+            return;
+        }
+        self.pmi_sources &= !counters;
+        if self.pmi_sources == 0 {
+            self.pmi_counts.withdrawn += 1;
+            self.forget_pmi();
+        }
     }
 
     /// Records that the due PMI cannot be delivered because LVTPC is masked or the local APIC is
