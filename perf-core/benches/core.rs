@@ -81,7 +81,7 @@ fn kernel_read(fd: i32, buf: &mut [u64]) -> isize {
 fn read(c: &mut Criterion) {
     let s = setup(8, None);
     let one = s.open(None);
-    // Reads of the count alone are the cost of a guest's RDPMC.
+    // A guest's RDPMC reads only the count, which `one_count_only` measures.
     let mut group = c.benchmark_group("read");
     group.bench_function("one", |b| b.iter(|| black_box(one.read().unwrap())));
     group.bench_function("one_count_only", |b| b.iter(|| black_box(one.count().unwrap())));
@@ -92,7 +92,8 @@ fn read(c: &mut Criterion) {
         b.iter(|| black_box(leader.read_group().unwrap()))
     });
 
-    // PERF_FORMAT_TOTAL_TIME_ENABLED | RUNNING | ID, and GROUP.
+    // Read format 7 is PERF_FORMAT_TOTAL_TIME_ENABLED | PERF_FORMAT_TOTAL_TIME_RUNNING |
+    // PERF_FORMAT_ID. Read format 15 adds PERF_FORMAT_GROUP.
     let fd = kernel_event(2, -1, 7);
     let mut buf = [0u64; 32];
     group.bench_function("kernel_one", |b| b.iter(|| black_box(kernel_read(fd, &mut buf))));
@@ -116,7 +117,7 @@ fn kernel_close(fd: i32) {
 /// Stops and restarts a kernel event with PERF_EVENT_IOC_DISABLE and PERF_EVENT_IOC_ENABLE
 /// (perf_event_open(2)).
 fn kernel_off_and_on(fd: i32) {
-    // SAFETY: both take an event's file descriptor and a flag word.
+    // SAFETY: both requests take the file descriptor of an event and a flag word by value.
     let results = unsafe {
         [
             perf_event_open_sys::ioctls::DISABLE(fd, 0),
@@ -173,10 +174,10 @@ fn switch(c: &mut Criterion) {
     });
 }
 
-/// Number of runs, of which the fastest is reported.
+/// Number of measurements, of which the fastest is reported.
 const RUNS: usize = 15;
 
-/// Runs `work` repeatedly as one measurement, and returns the time per iteration, in nanoseconds.
+/// Runs `work` repeatedly and returns the mean time per run, in nanoseconds.
 fn once(work: &mut dyn FnMut()) -> f64 {
     let iterations = if figures::only_tried() { 10 } else { 20_000 };
     let start = Instant::now();
@@ -186,7 +187,7 @@ fn once(work: &mut dyn FnMut()) -> f64 {
     start.elapsed().as_nanos() as f64 / f64::from(iterations)
 }
 
-/// Returns the minimum time per iteration, in nanoseconds, over several measurements of `work`.
+/// Returns the shortest of several measurements of `work`, in nanoseconds per run.
 fn best(mut work: impl FnMut()) -> f64 {
     (0..RUNS).map(|_| once(&mut work)).fold(f64::INFINITY, f64::min)
 }
@@ -204,7 +205,8 @@ impl Ticking {
         let setup = setup(4, Some(Arc::clone(&clock) as Arc<dyn Clock>));
         let events = (0..groups).map(|_| setup.open(None)).collect();
         let new = Self { clock, setup, events };
-        // Every group has been scheduled once. The first interval is cheaper because no slice ends.
+        // Schedules each group at least once before the measurement, because the first interval of
+        // a group ends no slice and is therefore cheaper.
         (0..groups + 10).for_each(|_| new.tick());
         new
     }
@@ -224,7 +226,7 @@ impl Ticking {
     }
 }
 
-/// Computes the figures. The two measurements that a figure compares are made in the same run.
+/// Computes and prints the ratios. Both measurements of a ratio are made in the same run.
 fn ratios(_: &mut Criterion) {
     if std::env::args().any(|a| a == "--list") {
         return;

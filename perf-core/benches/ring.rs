@@ -47,7 +47,7 @@ fn sample(n: u64) -> Sample<'static> {
     }
 }
 
-/// Measurements by name, in nanoseconds per record, one for each of criterion's samples.
+/// Times in nanoseconds per record, by benchmark name, with one entry for each sample of criterion.
 static SEEN: Mutex<BTreeMap<String, Vec<f64>>> = Mutex::new(BTreeMap::new());
 /// Number of samples per benchmark, after criterion's warm-up.
 const SAMPLES: usize = 20;
@@ -332,7 +332,7 @@ fn bench_write(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Number of records written together.
+/// Number of records per batch.
 const TOGETHER: u64 = 16;
 
 /// Runs several writers concurrently. Each writes its share of the records, `together` at a time,
@@ -402,7 +402,7 @@ fn side_by_side(
     );
 }
 
-/// Computes the figures from the measurements of this run.
+/// Computes and prints the ratios of this run's measurements.
 fn ratios(_: &mut Criterion) {
     let over = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
     let one = median("one writer");

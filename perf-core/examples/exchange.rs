@@ -34,7 +34,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let open = |config| {
         let attr = Attr {
             inherit: true,
-            // Counts and times stay with the vCPU, regardless of the context of its events.
+            // Keeps each vCPU's counts and times, even when the contexts are exchanged.
             inherit_stat: true,
             ..software(config)
         };
@@ -70,7 +70,8 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         without.as_nanos() / 2_000
     );
 
-    // An event of a single vCPU ends the clone relation.
+    // An event that only one of the two vCPUs has makes their contexts different, so they are no
+    // longer exchanged.
     let target = OpenTarget::Vcpu(VcpuId(1));
     let own = core.open(
         &session,

@@ -55,7 +55,8 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         .map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")))
         .collect();
     println!("as read(2) says it: {words:?}");
-    // Number of members, both times, and the count, ID and lost count of each member.
+    // A group read returns the number of members, the time enabled, the time running, and the
+    // count, ID and lost count of each member.
     let expected = [group[0], group[1]].map(|r| [r.value, r.id, 0]).concat();
     assert_eq!((words[0], &words[3..]), (2, &expected[..]));
     clock.reset(ControlScope::Group)?;
@@ -86,7 +87,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     work(100);
     assert!(tenth.poll().contains(PollState::IN), "there is something to read");
-    // No record is overwritten while the ring is read.
+    // A paused ring is not overwritten while it is read.
     tenth.pause_output(true)?;
     work(50);
     tenth.pause_output(false)?;

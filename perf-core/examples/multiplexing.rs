@@ -49,8 +49,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shared = (0..4)
         .map(|_| open(software(PAGE_FAULTS), None))
         .collect::<Result<Vec<_>, _>>()?;
-    // A group of two events does not fit next to the pinned event. It waits, and its reading shows
-    // that it was not counted.
+    // A group of two events needs two counters, but the pinned event leaves only one. The group
+    // therefore waits, and its reading reports that it was never counted.
     let group = open(software(TASK_CLOCK), None)?;
     let _second = open(software(CONTEXT_SWITCHES), Some(&group))?;
     group.disable(ControlScope::Event)?;
@@ -61,7 +61,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         while core.now_ns() < end {
             touch(if phase % 2 == 0 { 20 } else { 2 });
             spin(Duration::from_micros(50));
-            // In a VMM, a timer does this.
+            // Polls for the end of the interval. A VMM uses a timer instead.
             if core.next_turn_ns().is_some_and(|due| due <= core.now_ns()) {
                 core.rotate();
             }

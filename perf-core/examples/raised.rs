@@ -11,7 +11,7 @@ use perf_core::*;
 /// The registers of a vCPU at an exit.
 struct Exit {
     ip: u64,
-    /// Raw data of the exit, for samples that request it.
+    /// Exit reason, the raw data of samples that request it.
     reason: [u8; 8],
 }
 
@@ -40,9 +40,9 @@ impl SampleRegs for InterruptedExit<'_> {
     fn ip(&mut self) -> u64 {
         let vcpu = self.vcpu;
         let inside = |level, id| vcpu.software_event_at(level, id, 1, None, &mut |_| {});
-        // An event of another level is counted.
+        // An event that is raised at another level is counted.
         assert!(inside(SoftwareEventLevel::Signal, SoftwareEventId::Pmis));
-        // An event of the same level would recurse.
+        // An event that is raised at the level being handled is dropped, because it would recurse.
         assert!(!inside(SoftwareEventLevel::Thread, SoftwareEventId::Exits));
         self.exit.ip()
     }

@@ -136,8 +136,8 @@ impl RunningVariance {
 const SLICES_MIN: u64 = 4;
 /// Maximum lag of the step autocorrelation, in slices.
 const LAGS: usize = 8;
-/// Correlation time of the exponentially correlated rate for which the standard error is exact, in
-/// periods.
+/// Correlation time of the reference rate for which the standard error is exact, in periods (a
+/// slice and the gap after it). The correlation of this rate decays exponentially.
 const REFERENCE_CORRELATION_TIME: f64 = 0.27;
 /// Minimum effective number of independent values for a standard error. Rates with fewer values
 /// have long tails, and only a bound is returned for them.
@@ -145,9 +145,10 @@ const EFFECTIVE_VALUES_MIN: f64 = 20.0;
 /// Threshold of the summed squared autocorrelation of steps above which the rate is considered
 /// periodic.
 const PERIODIC_MIN: f64 = 0.3;
-/// Factor by which variation within slices must exceed variation between slices to prove aliasing.
+/// Factor by which variation within slices must exceed the maximum that is possible without
+/// aliasing, before aliasing is considered certain.
 const ALIASING_FACTOR: f64 = 10.0;
-/// Relative variation within slices that is too small to hide a pattern.
+/// Variation within slices, relative to the mean rate, below which no aliasing is assumed.
 const CALM: f64 = 1e-3;
 
 /// Statistics of rate changes between slices and within slices.
@@ -197,10 +198,10 @@ enum Uncertainty {
     },
 }
 
-/// Returns the statistics of an exponentially correlated rate with correlation time `time`, for
-/// slices that cover the fraction `on` of a period: mean square of steps, mean product of two
-/// consecutive steps, mean square of the difference between halves, and variance from the gap of a
-/// period.
+/// Returns four statistics of a rate whose correlation decays exponentially with time constant
+/// `time`. Slices cover the fraction `on` of each period. The statistics are the mean square of
+/// steps, the mean product of two consecutive steps, the mean square of the difference between the
+/// halves of a slice, and the variance from one gap.
 fn exponential(on: f64, time: f64) -> [f64; 4] {
     let mean = |length: f64| {
         let x = length / time;
@@ -267,7 +268,7 @@ impl StepStatistics {
     /// `after`.
     fn halves(&mut self, (first, before): (f64, f64), (second, after): (f64, f64)) {
         let difference = first / before - second / after;
-        // Corrects for parts of unequal length, which differ more, and for the rounding of both
+        // Corrects for halves of unequal length, which differ more, and for the rounding of both
         // counts.
         let even = 4.0 * before * after / (before + after).powi(2);
         let rounding = (1.0 / (before * before) + 1.0 / (after * after)) / 6.0;
@@ -294,7 +295,8 @@ impl StepStatistics {
             return false;
         }
         let (squares, products) = self.moments();
-        // Upper limit for rates whose correlation only decays with time and for linear trends.
+        // Upper limit of the variation within slices for all rates without aliasing: rates whose
+        // correlation only decays with time, and linear trends.
         let most = 4.0 / 3.0 * (squares - products) + squares / 4.0;
         self.halves / self.halved as f64 > times * most + (CALM * mean).powi(2)
     }
@@ -310,7 +312,7 @@ impl StepStatistics {
         let walk = (squares - 2.0 * fresh).max(0.0);
         let calm = squares.max(halves) <= (CALM * mean).powi(2);
         let values = if self.second > 0.0 { self.values() } else { n };
-        // Allows for the random deviation of means over few values.
+        // Raises the thresholds for small samples, whose means deviate randomly.
         if !calm {
             let chance = 1.0 + 2.0 * (8.0 * n / (values.min(n) * halved)).sqrt();
             let alternates = -products > squares * (0.5 + 2.25 / values.min(n).sqrt());
@@ -318,7 +320,8 @@ impl StepStatistics {
                 return Uncertainty::Unknown;
             }
         }
-        // A linear trend contributes equally to all products. Trapezoids interpolate it exactly.
+        // A linear trend contributes equally to the products at all lags. It is subtracted, because
+        // trapezoids interpolate it without error.
         let lag = |by: usize| self.lags[by - 1] / self.second.max(f64::MIN_POSITIVE);
         let course = ((lag(2) + lag(3)) / 2.0).clamp(0.0, 1.0);
         let course_squares = course * squares;
@@ -339,8 +342,8 @@ impl StepStatistics {
             if products < squares / 2.0 {
                 return Uncertainty::Unknown;
             }
-            // The pattern is sampled at all phases. Its errors cancel from period to period, and
-            // the steps do not reveal this.
+            // A periodic pattern that is sampled at all phases: its errors cancel from period to
+            // period, so only a bound is known.
             return Uncertainty::LongTail {
                 between: of(walk, 0.0, walk * on / 3.0),
                 walk,
@@ -360,22 +363,22 @@ pub struct Estimator {
     /// Number of counts in all slices.
     counted: u64,
     running_ns: u64,
-    /// End of the last slice.
+    /// End of the last slice, in nanoseconds of time enabled.
     end_ns: u64,
-    /// Rate at the end of the last slice.
+    /// Rate at the end of the last slice, in counts per nanosecond.
     last_rate: f64,
     last_step: f64,
-    /// Length of the last slice.
+    /// Length of the last slice, in nanoseconds.
     last_ns: u64,
-    /// `gap_ns`: total length of the gaps between slices. `first_gap_ns`: length of the gap before
-    /// the first slice.
+    /// `gap_ns`: total length of the gaps between slices, in nanoseconds. `first_gap_ns`: length of
+    /// the gap before the first slice, in nanoseconds.
     gap_ns: u64,
     first_gap_ns: u64,
-    /// Interpolated count of all gaps.
+    /// Interpolated count of all gaps between slices.
     trapezoids: f64,
     rates: RunningVariance,
     steps: StepStatistics,
-    /// Time and count of the read in the middle of the current slice.
+    /// Time enabled and count of the read in the middle of the current slice.
     mid_slice: Option<(u64, u64)>,
 }
 
@@ -406,8 +409,9 @@ impl Estimator {
         self.counted
     }
 
-    /// Adds a slice from `from_ns` to `to_ns` with `count` counts. Slices must be added in order. A
-    /// part before the end of the previous slice is ignored.
+    /// Adds a slice from `from_ns` to `to_ns` with `count` counts. Slices must be added in
+    /// chronological order. If a slice begins before the end of the previous one, the overlap is
+    /// ignored.
     pub fn slice(&mut self, from_ns: u64, to_ns: u64, count: u64) {
         self.counted = self.counted.wrapping_add(count);
         if let Some((at_ns, first)) = self.mid_slice.take()
@@ -461,7 +465,8 @@ impl Estimator {
         }
     }
 
-    /// Extends a short first slice with the rate of the second one.
+    /// Corrects the rate of a short first slice: extends the slice to half the length `length` of
+    /// the second slice, at the second slice's rate `rate`.
     fn complete_first(&mut self, rate: f64, length: f64) {
         let (first, enough) = (self.last_ns as f64, length / 2.0);
         if first >= enough {
@@ -537,21 +542,22 @@ impl Estimator {
             Uncertainty::LongTail { between, walk, fresh } => (false, between, walk, fresh),
         };
         let mut variance = between * steps.gap_squares / (1.0 - on).powi(2);
-        // The gaps at the start and at the end have a slice on one side only.
+        // The gaps before the first and after the last slice are extrapolated from a single slice.
         let length = running / slices;
         let period = length + gaps / steps.n as f64;
         for end in [first, tail] {
             variance += end * (end + length) * (end / period * walk / 3.0 + fresh);
         }
-        // Counts are integers. Rounding at both ends of a slice has a variance of 1/6, which
-        // applies again in each gap.
+        // Counts are integers. Rounding at both ends of a slice adds a variance of 1/6, which the
+        // extrapolation to the gaps multiplies.
         let unseen = (gaps + first + tail) / running;
         variance += slices * unseen * (1.0 + unseen) / 6.0;
         let error = variance.sqrt();
         if known {
             return (Some(error), Some(4.0 * error));
         }
-        // The dominant steps may be over- or underrepresented in the slices.
+        // The slices may contain too many or too few of the dominant steps, so the largest step is
+        // added to the bound.
         (None, Some(4.0 * error + steps.largest * period))
     }
 }

@@ -26,9 +26,9 @@ pub(crate) enum LockRank {
     Context,
     /// Registered drivers.
     Drivers,
-    /// Open events by ID.
+    /// Registry of open events by ID.
     Opened,
-    /// Ring memory per owner.
+    /// Ring memory charged to each user.
     Memory,
     /// Events opened by a session.
     Session,
@@ -242,7 +242,7 @@ mod tests {
         assert!(!violates_order(&outputs[1], &outputs[0]), "nobody else has two");
         assert!(!violates_order(&contexts[0], &contexts[1]), "by address");
         assert!(violates_order(&contexts[1], &contexts[0]));
-        // A thread that holds a lock would wait for itself.
+        // A thread that holds a lock would wait for itself if it acquired the same lock again.
         assert!(violates_order(&contexts[0], &contexts[0]));
     }
 

@@ -21,7 +21,7 @@ bitflags! {
     }
 }
 
-/// The poll state of one event, with an eventfd that is created on first use.
+/// Poll state of one event, with an eventfd that is created on first use.
 ///
 /// [`PollNotifier::signal`] sets the state before it signals the eventfd, and
 /// [`PollNotifier::take`] drains the eventfd before it takes the state, so a reader cannot miss a

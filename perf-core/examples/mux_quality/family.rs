@@ -77,8 +77,8 @@ fn drawn(kind: &str, seed: u64) -> Trace {
     let length_ns = rng.u64(4_000..12_000) * MS;
     let steps = (length_ns / STEP_NS) as usize;
     let tick_ms = TICK_NS as f64 / MS as f64;
-    // Each rotation stops one group, so a cycle of the reference policy takes one interval per
-    // group, and a slice takes one interval per slot.
+    // The reference policy replaces one group per interval. One rotation therefore takes as many
+    // intervals as there are groups, and one slice takes as many intervals as there are slots.
     let near = |rng: &mut Rng, ms: f64| {
         let ratio = f64::from(rng.u32(1..=4)) / f64::from(rng.u32(1..=4));
         let pace = [1.0, 1.0, 0.618, 0.382, 0.25, 0.236][rng.usize(0..6)];
@@ -97,7 +97,7 @@ fn drawn(kind: &str, seed: u64) -> Trace {
         }
         _ => log_uniform(&mut rng, 1.0, 400.0),
     };
-    // All events are busy and idle together.
+    // One rhythm common to all events, which are then busy and idle at the same times.
     let mut of_all = Rng::with_seed(!seed);
     let pace = log_uniform(&mut of_all, 1.0, 200.0);
     let shared = on_off(&mut of_all, steps, pace, pace, 0.2);
@@ -142,7 +142,7 @@ fn drawn(kind: &str, seed: u64) -> Trace {
         for rate in &mut rates {
             *rate *= level * (1.0 + noise * (2.0 * rng.f64() - 1.0));
         }
-        // Some events are almost constant.
+        // About one event in five has a constant rate.
         if e > 0 && rng.u32(0..5) == 0 {
             rates.fill(level);
         }
@@ -239,7 +239,7 @@ fn drift(rng: &mut Rng, steps: usize) -> Vec<f64> {
     (0..steps)
         .map(|_| {
             log += if rng.bool() { step } else { -step };
-            // Reverts to the mean, so that no part of the run dominates.
+            // Pulls the walk towards its mean, so that no section of the trace dominates.
             log *= 1.0 - step * step / 2.0;
             log.exp()
         })

@@ -156,8 +156,8 @@ fn random() {
             });
     };
     family::HOLD_OUT.map(family::trace).for_each(&mut add);
-    // Reported separately, because these traces are constructed against the policy, whereas the
-    // others are independent of it.
+    // The in-step traces are adversarial for the adaptive policy, so they are excluded from the
+    // totals and reported separately.
     family::HOLD_OUT.map(family::in_step).for_each(&mut add);
     let in_step = kinds.remove(family::IN_STEP).unwrap_or_default();
     let mut all = KindTotals::default();

@@ -12,7 +12,7 @@ use perf_core::*;
 
 use super::traces::{SEEDS, TICK_NS, Trace};
 
-/// The results of one run.
+/// Results of simulating one policy on one trace with one seed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Run {
     /// Mean over the events of |estimate - truth| / truth, with linear scaling.
@@ -28,7 +28,7 @@ pub struct Run {
 /// Statistics of the error bars of estimates and of their accuracy.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ErrorBars {
-    /// Number of estimates.
+    /// Number of estimates in these statistics.
     pub events: f64,
     /// `known`: number of estimates with a standard error. `covered`: number of these estimates
     /// whose error is at most two standard errors.
@@ -118,7 +118,8 @@ pub fn run(trace: &Trace, policy: MuxPolicy, turn_ns: u64, grid_ns: u64, seed: u
     let mut queue = MuxQueue::new(policy, turn_ns);
     (0..n).for_each(|key| queue.insert(GroupKey::from(key)));
 
-    // The run covers the trace from `start` to its end. The times below are trace times.
+    // Simulates the trace from `start` to its end. All times are positions in the trace, in
+    // nanoseconds.
     let mut now = start;
     let mut switches = 0u64;
     let mut left = None;

@@ -1,5 +1,5 @@
-//! Shared code of the examples: the calling thread as a vCPU, work that can be counted, and a PMU
-//! with few counters.
+//! Shared code of the examples: the calling thread as a vCPU, workloads, and a PMU with few
+//! counters.
 #![allow(dead_code, unsafe_code, reason = "each program uses its part")]
 
 use std::hint::black_box;

@@ -145,7 +145,8 @@ impl PerfCore {
         }
         drop(topology);
         let mut owned = session.inner.owned.lock();
-        // Prunes only at powers of two, so that the amortized cost of opening an event is constant.
+        // Removes closed events only when the length is a power of two, so that opening an event
+        // takes amortized constant time.
         if owned.len().is_power_of_two() {
             owned.retain(|h| h.strong_count() > 0);
         }
@@ -193,7 +194,7 @@ impl CoreInner {
         }
         let shared = Arc::new(EventShared::new(attr, owner, flags.cookie, is_family));
         let links = Arc::new(EventLinks::new(is_family));
-        // Must precede the group membership, because group members are looked up by ID.
+        // Registers the event before it joins its group, because group members are looked up by ID.
         self.opened.add(shared.id, &links);
         let now_ns = cell.now_ns();
         let ring = output.and_then(EventRef::own_output);
@@ -202,7 +203,8 @@ impl CoreInner {
             let reserved = self.limits.reserved_slots.load(Ordering::Relaxed);
             let place = hardware.map(|h| (context.pool(h.driver, h.counters, reserved), h.fits));
             let mut event = Event::new(Arc::clone(&shared), None, place, source, enabled);
-            // Must precede the insertion, because the first record may be written immediately.
+            // Sets the output before the event is added to the context, because the first record
+            // may be written immediately.
             event.output = ring;
             context.clone_of = None;
             let key = context.add(event, leader.map(|l| l.key), now_ns);
@@ -239,7 +241,8 @@ impl CoreInner {
                 None => None,
                 Some(leader) => match leader.child_in(&cell) {
                     Some(key) => Some(key),
-                    // The leader has no child on a vCPU that was added after the leader was opened.
+                    // Skips a vCPU on which the leader has no child. Such a vCPU was added after a
+                    // leader without `inherit` was opened.
                     None => continue,
                 },
             };

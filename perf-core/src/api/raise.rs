@@ -34,8 +34,8 @@ impl VcpuContext {
         regs: Option<&mut dyn SampleRegs>,
         sink: &mut dyn FnMut(OverflowReport),
     ) -> bool {
-        // Checked in this inlined function, so that an event without listeners does not cost a
-        // call.
+        // Checked in this inlined function, so that raising an event that no open event counts does
+        // not cost a call.
         if !self.gates.is_open(id) {
             return true;
         }
@@ -58,9 +58,9 @@ mod tests {
     use crate::service::config::{PerfCoreConfig, SessionRole};
     use crate::service::core::PerfCore;
 
-    /// A signal handler that raises an event for the VM context while that context is locked defers
-    /// the event. The next vCPU that services overflows accounts for it, because the VM context has
-    /// no thread of its own.
+    /// A signal handler that raises an event while the VM context is locked defers the event. The
+    /// next vCPU that services overflows accounts for the deferred event, because the VM context
+    /// has no thread of its own.
     #[test]
     fn vcpu_services_deferred_vm_events() {
         let core = PerfCore::new(PerfCoreConfig::default());
@@ -113,9 +113,9 @@ mod tests {
         assert_eq!(armed(), 1);
     }
 
-    /// An inherited event increments the number of open events for its software event ID once,
-    /// regardless of its number of children. Closing the event clears this number and closes its
-    /// driver events.
+    /// An inherited event is counted once in the number of open events for its software event ID,
+    /// regardless of its number of children. Closing the event resets this number to zero and
+    /// closes its driver events.
     #[test]
     fn closed_event_clears_gate_and_driver() {
         let core = PerfCore::new(PerfCoreConfig::default());

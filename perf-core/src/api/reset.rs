@@ -43,8 +43,8 @@ impl PerfCore {
     /// # }
     /// ```
     pub fn vm_reset(&self) {
-        // No vCPU may be added during the reset, because its events could not be assigned to the
-        // state before or after the reset.
+        // Prevents vCPUs from being added during the reset, because it would be undefined whether
+        // the reset applies to their events.
         let _topology = self.inner.topology();
         exec(&self.inner.vm);
         for vcpu in self.inner.vcpus.load().iter() {
@@ -56,7 +56,8 @@ impl PerfCore {
 fn exec(cell: &ContextCell) {
     let now_ns = cell.now_ns();
     let mut context = cell.lock();
-    // The context now contains more than inherited events.
+    // The reset may enable events in this context alone, so the context is no longer a clone and
+    // must not be swapped.
     context.clone_of = None;
     let due: Vec<EventKey> = context
         .events

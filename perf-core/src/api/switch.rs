@@ -53,8 +53,8 @@ impl VcpuContext {
         let Some(core) = self.core.upgrade() else {
             return false;
         };
-        // Contexts must not be swapped while events are opened or closed. Falls back instead of
-        // waiting for the lock.
+        // Contexts must not be swapped while events are opened or closed. If the topology lock is
+        // held, the caller schedules the events out and in instead of waiting.
         let Some(_topology) = core.try_topology() else {
             return false;
         };

@@ -169,7 +169,8 @@ mod tests {
             core.inner.vm.lock(),
         );
         let cell = other.cell.load_full();
-        // Uses `try_lock`, because a blocking acquisition must follow the address order.
+        // Uses `try_lock`, because blocking acquisitions of two context locks must follow the
+        // address order.
         let neighbour = cell.try_lock().unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -186,10 +187,10 @@ mod tests {
                 done.send(overflows).unwrap();
             });
             let overflows = finished.recv_timeout(std::time::Duration::from_secs(60));
-            // Released before the assertion, because otherwise a failure would leave the scope
-            // waiting for the thread indefinitely.
+            // Releases the locks before the assertion. Otherwise a failed assertion would block the
+            // end of the scope indefinitely.
             drop((shared, neighbour));
-            // A hot path must not wait for a shared lock.
+            // The timeout expires if a hot path waits for a shared lock.
             assert!(overflows.is_ok_and(|n| n > 0));
         });
         assert!(hot.stats().samples > 0, "rings were written to");

@@ -57,7 +57,7 @@ impl PerfCore {
             Arc::clone(&self.inner.config.clock),
             whose,
         ));
-        // Other threads and host CPUs are not part of the VM.
+        // Only vCPUs inherit VM-wide events. Other threads and host CPUs are not part of the VM.
         if cell.is_vcpu() {
             for members in self.inner.inherited_groups() {
                 if let Err(error) = self.inner.inherit_group(&members, &cell) {
@@ -103,8 +103,8 @@ impl PerfCore {
             let vcpus = self.inner.vcpus.load();
             let threads = &vcpus[vcpus.partition_point(|v| v.id() < Self::FIRST_THREAD)..];
             let (mut from, mut to) = (0, threads.len());
-            // The numbers are in ascending order, so all numbers before the first free one are
-            // consecutive.
+            // Binary search for the first free number. The numbers are sorted, so each number
+            // before the first free one equals its index.
             while from < to {
                 let middle = from.midpoint(to);
                 if threads[middle].id().0 as usize - Self::FIRST_THREAD.0 as usize == middle {

@@ -14,7 +14,7 @@ use crate::time::Clock;
 /// highest number and thread ID -1.
 const VM: u64 = u64::MAX;
 
-/// Owner of a context.
+/// Owner of a context, whose execution the events of the context count.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ContextOwner {
     Vm,
@@ -74,7 +74,8 @@ impl ContextCell {
         }
     }
 
-    /// Returns the vCPU and its host thread, or `None` for the VM context.
+    /// Returns the context number and the host thread ID of the owner (-1 for a host CPU), or
+    /// `None` for the VM context.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "the halves of the word are taken apart"

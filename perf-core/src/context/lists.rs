@@ -31,15 +31,15 @@ impl Context {
         }
     }
 
-    /// Adds an active event to all lists that apply to it.
+    /// Adds an active event that can overflow to the lists of its kind.
     pub fn add_to_lists(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         if event.state != EventState::Active || !event.sampling.is_on() {
             return;
         }
         let (throttled, frequency) = (event.sampling.throttled, event.sampling.adapts());
-        // Only drivers send overflow notifications, so overflow servicing need not visit raised
-        // events.
+        // Keeps raised events in a separate list, because only drivers signal overflows, so
+        // overflow servicing need not visit raised events.
         if matches!(event.source, Source::Driver(_)) {
             self.add_to_list(EventList::Armed, key);
             self.to_serve.store(true, Ordering::Release);

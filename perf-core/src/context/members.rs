@@ -27,7 +27,7 @@ impl Context {
         };
         self.events[key].group = group;
         self.groups[group].members.push(key);
-        // Reserves capacity for all events, so that the hot paths never allocate.
+        // Reserves list capacity for all events, so that the hot paths never allocate.
         let events = self.events.len();
         self.lists.reserve(events);
         self.pending.reserve(events.saturating_sub(self.pending.len()));
@@ -53,7 +53,8 @@ impl Context {
         let mut requeue = false;
         if pool.is_some() && self.groups[group].pool.is_none() {
             requeue = self.groups[group].queued;
-            // A software group becomes a hardware group and leaves the queue of software groups.
+            // The first hardware member turns the software group into a hardware group, which
+            // belongs in a different queue.
             self.sched_out_group(group, now_ns);
             self.unqueue(group);
             self.groups[group].pool = pool;
@@ -96,7 +97,8 @@ impl Context {
                 .iter()
                 .all(|m| self.events[*m].pool.is_none());
             if pool.is_some() && software {
-                // A group without hardware members needs no slot and must not wait for one.
+                // The last hardware member was removed, so the group needs no slot and moves to the
+                // queue of software groups.
                 let queued = self.groups[group].queued;
                 self.sched_out_group(group, now_ns);
                 self.unqueue(group);
@@ -138,7 +140,7 @@ impl Context {
         }
         let attr = &event.shared.attr;
         let class = class_of(event.top().owner, attr.pinned);
-        // The times of the sibling stopped while the leader was off, and continue from here.
+        // The times of the sibling stopped while its former leader was off, and now continue.
         if leader_was_off && event.state >= EventState::Inactive {
             event.times.enable(time);
         }

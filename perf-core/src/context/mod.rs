@@ -174,7 +174,7 @@ impl Context {
     pub fn arm(&mut self, key: EventKey, overflow_in: u64) -> Result<u64, PmuError> {
         let event = &mut self.events[key];
         let count = event.arm(overflow_in)?;
-        // An active event that had no period can overflow from now on.
+        // An active event that is armed for the first time can now overflow.
         if event.places.of(EventList::Armed).is_none() {
             self.add_to_lists(key);
         }
@@ -310,7 +310,7 @@ impl Context {
         let events = &self.events;
         let wanting = |key: EventKey| events[key].pool.is_some() && events[key].state >= EventState::Inactive;
         let before = wants.len();
-        // Drops requirements of members that were removed from the group.
+        // Drops counter requests of members that were removed or disabled.
         wants.retain(|want| members.contains(&want.event) && wanting(want.event));
         let mut changed = wants.len() != before;
         for &event in members.iter().filter(|m| wanting(**m)) {
@@ -324,7 +324,7 @@ impl Context {
             }
         }
         if changed && let Some(pool) = self.groups[group].pool {
-            // The group may fit now.
+            // A parked group may fit with its new requirements.
             self.pools[pool].unpark(&mut self.groups, group);
         }
     }

@@ -78,8 +78,8 @@ impl Context {
             return;
         }
         noticed.more = true;
-        // Services pending overflows of earlier passes separately, because an event that is active
-        // again may also have a new overflow.
+        // Returns the pending overflows of earlier passes in a batch of their own, because an event
+        // in it may be active again and have a new overflow.
         while noticed.keys.len() < BATCH
             && let Some(key) = self.pending.pop()
         {
@@ -129,7 +129,7 @@ impl Context {
         wants
     }
 
-    /// Accounts for the overflows that were found.
+    /// Accounts for the overflows of the events in `noticed`.
     pub fn account_overflows(&mut self, noticed: &mut OverflowSearch, pass: &mut ServicePass<'_>) {
         for key in noticed.keys.drain(..) {
             let Some(event) = self.events.get_mut(key) else {
@@ -146,7 +146,7 @@ impl Context {
                 self.overflow(pass, key, times);
             }
         }
-        // An event that was scheduled out while another was serviced may also have overflowed.
+        // Servicing an overflow may schedule other events out. Their overflows are then pending.
         noticed.more |= !self.pending.is_empty();
         if !noticed.more {
             for key in noticed.postponed.drain(..) {
@@ -171,9 +171,9 @@ impl Context {
         self.report(key, countdown.counted, pass.batch);
         if countdown.last {
             self.limit_reached(key, pass.by.time_ns);
-            // Overflows beyond the requested number are dropped.
+            // Drops further overflows of an event that has reached its limit.
             self.events[key].sampling.pending = 0;
-            // The THROTTLE record implies that the event is not unthrottled before the next tick.
+            // A THROTTLE record was written, so the event must stay throttled until the next tick.
             if throttle {
                 self.mark_throttled(key);
             }
@@ -192,7 +192,8 @@ impl Context {
         let (done, ended) = if pass.seen.is_none() || event.sampling.throttled {
             (0, false)
         } else if event.output.is_none() && event.shared.owner == Owner::Guest {
-            // Without samples and throttling, the overflows need not be handled individually.
+            // The overflows of a guest counter need neither samples nor throttling and are
+            // accounted for together.
             let mut due = DuePeriods::new();
             let _ = self.events[key].sampling.account(0);
             let _ = self.one_overflow(pass, key, false, 0, &mut due);
@@ -219,7 +220,7 @@ impl Context {
     /// Writes the samples of `times` overflows of a raised event. Returns the number of overflows
     /// that were accounted for, and `true` if the event reached its overflow limit.
     fn raised_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, times: u64) -> (u32, bool) {
-        // The loop may change the period.
+        // Saved, because the loop may change the period.
         let apart = self.events[key].sampling.period;
         let mut due = DuePeriods::new();
         let (mut done, mut ended) = (0u32, false);
@@ -302,7 +303,8 @@ impl Context {
         }
         let event = &mut self.events[key];
         let over = event.sampling.interrupt(now, pass.tick_hz, pass.sample_rate_hz);
-        // The rate of guest counters is limited at PMI delivery.
+        // Guest counters are never throttled here, because the VMM limits their rate at PMI
+        // delivery.
         let throttle = over && may_throttle && event.shared.owner != Owner::Guest;
         let begins = throttle && !event.sampling.throttled;
         self.throttles += u64::from(begins);
@@ -377,8 +379,8 @@ impl Context {
         if format.sample_type.contains(SampleType::READ) {
             sample.read = self.read_values(key, pass.by.time_ns, &mut entries);
         }
-        // A full ring counts lost records. A ring that is too small for the record does not count
-        // it.
+        // Records that do not fit a full ring are counted as lost. Records that are too large for
+        // the ring are not counted.
         let written = if let [period] = due[..] {
             sample.period = period;
             sample.write(format, &output.ring).into()
@@ -443,7 +445,8 @@ impl Context {
         let tick_ns = 1_000_000_000 / tick_hz.max(1);
         while let Some(&key) = self.lists.of(EventList::Throttled).last() {
             self.remove_from_list(EventList::Throttled, key);
-            // The overflows since throttling started were not accounted for.
+            // Adjusts the period first, because overflows were not accounted for while the event
+            // was throttled.
             self.adjust_period(key, time, 0);
             self.unthrottle(key, now_ns, by);
         }
@@ -493,7 +496,7 @@ impl Context {
     fn restart_stalled(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         let raw = event.raw();
-        // An event whose overflow waits for service is not stalled.
+        // An overflow that waits for service is not a stall.
         let passed = event.sampling.passed(raw);
         if passed > 0 {
             event.sampling.pending = event.sampling.pending.saturating_add(passed);

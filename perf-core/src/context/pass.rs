@@ -89,7 +89,7 @@ impl Context {
             next = self.software.after(&self.groups, group);
             self.sched_out_group(group, now_ns);
         }
-        // All rejected groups are retried when the context is scheduled in.
+        // Clears the list of rejected groups, because scheduling the context in retries all groups.
         for group in self.refused.drain(..) {
             self.groups[group].refused = false;
         }
@@ -295,7 +295,7 @@ impl Context {
 
     /// Starts an event. Returns `true` if the count of its previous slice is now known.
     fn start_event(&mut self, key: EventKey, time: u64) -> Result<bool, PmuError> {
-        // Read before the event starts, because the event may be the leader itself.
+        // Reads the leader's state before the event starts, because the event may be the leader.
         let takes_turns = self.events[key].slices.is_some();
         let leader = takes_turns.then(|| self.leader_state(key));
         let event = &mut self.events[key];
@@ -329,7 +329,7 @@ impl Context {
         self.handle_unschedulable(group, EventFailureCause::of(error), time, now_ns);
     }
 
-    /// Schedules an active event out with `stop`.
+    /// Schedules an active event out. `stop` stops the event at a given context time.
     fn deactivate(&mut self, key: EventKey, stop: impl FnOnce(&mut Event, u64), now_ns: u64) {
         let time = self.clock.advance(now_ns);
         if self.events[key].slices.is_some() {

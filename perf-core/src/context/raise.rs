@@ -7,18 +7,17 @@ use crate::model::software::{DeferredEvents, SoftwareEventId};
 use crate::model::state::EventState;
 use crate::record::CpuMode;
 
-/// Maximum number of events that one call can raise. Limited to a quarter of the range of signed
-/// distances between counts.
+/// Maximum number of events that one call can raise, a quarter of 2^63, so that signed differences
+/// of counts do not overflow.
 const RAISED_MAX: u64 = 1 << 61;
 
 impl Event {
-    /// Returns `true` if this event, in its current state, counts a raised event that occurs in CPU
-    /// mode `mode`.
+    /// Returns `true` if this event counts a software event that is raised in CPU mode `mode`.
     ///
-    /// Events that are off or in the error state do not count. An inactive event counts only while
-    /// the whole context is scheduled out, as for a vCPU thread that is off its CPU, and only if
-    /// its leader is neither off nor in the error state. It then counts even if its group held no
-    /// slots before.
+    /// An active event counts. An inactive event counts only while the whole context is scheduled
+    /// out, like a kernel event while its thread is off the CPU. Its leader must then be neither
+    /// off nor in the error state, but its group need not have held slots before. Events that are
+    /// off or in the error state do not count.
     fn takes(&self, leader: EventState, context_active: bool, mode: Option<CpuMode>) -> bool {
         let counting = match self.state {
             EventState::Active => true,
@@ -50,7 +49,7 @@ impl Context {
                 && event.sampling.is_due(count.wrapping_add(n.min(RAISED_MAX)))
             {
                 wants.add(&event.shared.attr);
-                // A raised event does not wait for its branch stack.
+                // Samples of raised events do not wait for their branch stacks.
                 wants.without_branches = true;
             }
         }
@@ -80,7 +79,9 @@ impl Context {
             if !event.sampling.is_on() {
                 continue;
             }
-            // An event cannot be sampled without registers. A guest counter still overflows.
+            // Without registers no sample can be taken, so the next overflow is delayed. The
+            // exception is an event with a cookie, whose overflows are reported to the VMM without
+            // a sample.
             if pass.seen.is_none() && event.shared.cookie.is_none() {
                 event.sampling.skip(n);
                 continue;

@@ -25,12 +25,13 @@ impl Context {
         let leader = self.leader_state(key);
         let event = &mut self.events[key];
         if matches!(event.source, Source::Family) {
-            // A family does not count. Its times are the times of its children.
+            // The parent of a family does not count. Its count and times are those of its children.
             return Totals::default();
         }
         let count = event.count();
         self.notice(key, now_ns);
-        // The read may have changed the state of the event and of its leader.
+        // Detecting a lost counter may have changed the state of the event, which may be its own
+        // leader.
         let leader = if self.is_leader(key) {
             self.events[key].state
         } else {

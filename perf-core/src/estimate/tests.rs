@@ -28,8 +28,8 @@ fn p9_inactive_event_has_no_estimate() {
 
 #[test]
 fn linear_ramp_is_interpolated_exactly() {
-    // The rate is 2t, counted for 10 out of every 50 units of time. Linear scaling of early slices
-    // would be far off.
+    // A rate of 2t, measured in the first 10 of every 50 units of time. Linear scaling of the early
+    // slices would be far off.
     let count = |from: u64, to: u64| to * to - from * from;
     let mut estimator = Estimator::new();
     for k in 0..20u64 {
@@ -108,7 +108,8 @@ fn walking(rng: &mut fastrand::Rng) -> Vec<f64> {
     (0..UNITS).map(|_| step()).collect()
 }
 
-/// Returns a rate with phases of about 200 units, and noise of a tenth of the level within them.
+/// Returns a rate that is constant for about 200 units at a time, except for noise of a tenth of
+/// its level.
 fn in_phases(rng: &mut fastrand::Rng) -> Vec<f64> {
     let mut level = 1.0;
     let mut draw = || {
@@ -178,7 +179,7 @@ fn aliasing_pattern_has_no_standard_error() {
     assert!(estimator.detects_aliasing());
     let estimate = estimator.estimate(200 * 32_000_000, None).unwrap();
     assert_eq!((estimate.standard_error, estimate.bound), (None, None));
-    // The same rates at a period that does not alias with the slices.
+    // The same rates with a period that does not alias with the slices are not detected.
     let estimator = rotated(|ms| if ms % 37 < 5 { 10_000 } else { 100 }, 200);
     assert!(!estimator.detects_aliasing());
 }

@@ -81,13 +81,14 @@ impl<M: FamilyMember> Children<M> {
         sum
     }
 
-    /// Clears the counts of exited children. Their times remain.
+    /// Sets the counts of exited children to 0 and keeps their times.
     pub fn reset(&mut self, folded: &ExitedTotals) {
         folded.count.store(0, Ordering::Relaxed);
         self.estimates = EstimateSum::default();
         for (_, totals, estimate) in &mut self.gone {
             totals.count = 0;
-            // Nothing was counted since the reset, which is exact.
+            // After a reset, the count of an exited child is exactly 0, so its estimate has no
+            // error.
             *estimate = EstimateSum::zero(totals.times.running_ns > 0);
             self.estimates.add(*estimate);
         }

@@ -1,5 +1,5 @@
-//! Events. An event has a shared part, referenced by its handle and children, and a context part,
-//! which is owned by the context.
+//! Events. An event consists of a shared struct, which its handle and children reference, and a
+//! struct that its context owns.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,8 +19,7 @@ use crate::pmu::{CounterMask, PmuError, PmuEvent};
 use crate::record::{EncodeRecord, RecordFormat, RecordWriteOutcome, SampleId};
 use crate::sample::Sampling;
 
-/// Shared part of an event, referenced by its handle, its children and its context. Immutable or
-/// atomic.
+/// State of an event that its handle, its children and its context share. Immutable or atomic.
 pub(crate) struct EventShared {
     /// Event ID, unique in the process and starting at 1.
     pub id: u64,
@@ -81,7 +80,7 @@ pub(crate) enum Source {
     Family,
 }
 
-/// Context part of an event.
+/// State of an event that its context owns.
 pub(crate) struct Event {
     pub shared: Arc<EventShared>,
     /// Parent of an inherited event. Never a child itself, because families are flat.
@@ -90,7 +89,7 @@ pub(crate) struct Event {
     pub group: GroupKey,
     /// Slot pool of a hardware event.
     pub pool: Option<PoolId>,
-    /// Counters of the pool that can hold the event.
+    /// Counters of the pool on which the event can be scheduled.
     pub fits: CounterMask,
     pub source: Source,
     pub state: EventState,
@@ -102,15 +101,16 @@ pub(crate) struct Event {
     pub output: Option<Arc<Output>>,
     /// Counts in the time slices of a multiplexed event.
     pub slices: Option<Slices>,
-    /// Driver count at the last reset.
+    /// Driver count at the last reset, subtracted from `raw` to obtain the event count.
     base: u64,
-    /// Driver count at the last read.
+    /// Driver count when it was last read.
     raw: u64,
     /// Description of the error state, if the event is in that state.
     pub failure: Option<EventFailure>,
     /// Context time at which the event was last scheduled in, in nanoseconds.
     pub on_since_ns: u64,
-    /// `true` if the event is stopped and `raw` is its final count.
+    /// `true` if the driver event is stopped and `raw` is its final count, so that it need not be
+    /// read again.
     settled: bool,
     /// Position of the event in the lists of its context.
     pub places: ListPositions,
@@ -231,8 +231,8 @@ impl Event {
                 }
                 self.sampling.arm_at(self.raw);
             }
-            // A multiplexed event was read at the end of its time slice, unless it was scheduled
-            // out for another reason.
+            // The count at the start of a multiplexed event's time slice must be known. `raw`
+            // already is that count if the event was read after it stopped.
             if self.slices.is_some() && !self.settled {
                 self.raw = driver.read();
             }

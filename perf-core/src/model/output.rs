@@ -24,6 +24,7 @@ pub(crate) fn write_page(output: &Output, totals: Totals) {
         time_enabled_ns: totals.times.enabled_ns,
         time_running_ns: totals.times.running_ns,
     };
-    // If another thread is updating the page now, its values are equally recent.
+    // Skips the update if another thread is updating the page, because the values of that thread
+    // are equally recent.
     let _ = output.ring.control().update(counter);
 }

@@ -55,7 +55,7 @@ impl SampleRegs for UnavailableRegs {
     }
 }
 
-/// Sample fields that [`SampleRegs`] supplies. All of them also require the CPU mode.
+/// Sample fields whose data [`SampleRegs`] supplies. Such samples also need the CPU mode.
 pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::ADDR)
     .union(SampleType::CALLCHAIN)
@@ -63,20 +63,20 @@ pub(crate) const FROM_REGS: SampleType = SampleType::IP
     .union(SampleType::BRANCH_STACK)
     .union(USER);
 
-/// Sample fields with user-space data.
+/// Sample fields that contain user-space registers or stack.
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
 
-/// Register data that the samples of one overflow need.
+/// Register data that must be read to write the samples of one overflow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RegsRequest {
-    /// `true` if any sample is taken.
+    /// `true` if the overflow causes at least one sample.
     pub sample: bool,
     pub fields: SampleType,
-    /// Number of user stack bytes.
+    /// Maximum number of user stack bytes in a sample.
     pub stack_bytes: u32,
-    /// Branch stack, if any sample has one.
+    /// Parameters of the branch stack, or `None` if no sample has one.
     pub branches: Option<BranchSampling>,
-    /// `true` if a sample is taken even if the branches are not known yet.
+    /// `true` if samples are written even if the branches are not known yet.
     pub without_branches: bool,
 }
 
@@ -126,7 +126,7 @@ pub(crate) struct RegsCache {
     ip: Option<u64>,
     addr: Option<u64>,
     chain: Option<([u64; CALLCHAIN_MAX], usize)>,
-    /// Request and result of the last [`SampleRegs::branches`].
+    /// Parameters of the last [`SampleRegs::branches`] call, and its return value.
     branches: Option<(BranchSampling, bool)>,
     branch_entries: Vec<BranchEntry>,
 }
@@ -150,7 +150,7 @@ impl RegsCache {
         }
         let complete = self.branches.is_some_and(|(_, complete)| complete);
         if wants.branches.is_some() && !complete && !wants.without_branches {
-            // All samples wait, so no other data is needed.
+            // The samples are postponed until the branches are known, so no other data is read now.
             return SampledRegs {
                 wants,
                 ..SampledRegs::default()
@@ -161,7 +161,7 @@ impl RegsCache {
         let ip = field(SampleType::IP).then(|| *self.ip.get_or_insert_with(|| regs.ip()));
         let addr = field(SampleType::ADDR).then(|| *self.addr.get_or_insert_with(|| regs.addr()));
         let callchain = if field(SampleType::CALLCHAIN) {
-            // Filled in place, because a call chain has a size of one kilobyte.
+            // Filled in place instead of copied, because a call chain takes about one kilobyte.
             let unread = self.chain.is_none();
             let (chain, len) = self.chain.get_or_insert(([0; CALLCHAIN_MAX], 0));
             if unread {
@@ -194,7 +194,7 @@ impl RegsCache {
 /// Register data that was read for one overflow.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SampledRegs<'a> {
-    /// Data that was requested.
+    /// Request that was read.
     pub wants: RegsRequest,
     pub mode: CpuMode,
     pub ip: u64,

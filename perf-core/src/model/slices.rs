@@ -13,7 +13,8 @@ use crate::model::totals::Totals;
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Slices {
     estimator: Estimator,
-    /// Time enabled and count at the start of the current slice, if it is not closed yet.
+    /// Time enabled (in nanoseconds) and count at the start of the current slice, or `None` between
+    /// slices.
     open: Option<(u64, u64)>,
     /// Time enabled when the event was last scheduled out, in nanoseconds.
     off_ns: u64,
@@ -114,12 +115,12 @@ pub(crate) struct EstimateSum {
     /// Sum of the error bounds, if every estimate has one.
     bound: f64,
     boundless: bool,
-    /// `true` if some count was estimated.
+    /// `true` if the sum contains an estimated count rather than only exact ones.
     scaled: bool,
     /// `true` if some event was enabled but never active. Its count is unknown and a sum without it
     /// would be too small.
     missing: bool,
-    /// `true` if some event was counted.
+    /// `true` if at least one event was counted.
     counted: bool,
 }
 

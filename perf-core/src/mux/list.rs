@@ -6,7 +6,7 @@ use super::GroupKey;
 /// End of a list.
 const NIL: u32 = u32::MAX;
 
-/// Returns the 32-bit form of `key`, in which links store keys.
+/// Converts `key` to the 32-bit form that links store.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the queue takes in keys of 32 bits only"
@@ -15,12 +15,12 @@ fn short(key: GroupKey) -> u32 {
     usize::from(key) as u32
 }
 
-/// Returns the key that a link stores, or `None` at the end of the list.
+/// Converts the 32-bit form of a key in a link to the key, or to `None` for the end of the list.
 fn key(short: u32) -> Option<GroupKey> {
     (short != NIL).then(|| (short as usize).into())
 }
 
-/// Links of an entry in one list.
+/// Previous and next entry of an entry in one list.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ListLink {
     prev: u32,

@@ -29,7 +29,8 @@ const STRETCH: f64 = 1.618;
 
 /// Weight of the newest step in the running mean of a group, once there are enough steps.
 const NEWEST_STEP_WEIGHT: f32 = 0.01;
-/// Upper bound of a squared step, so that a single very short slice has no lasting effect.
+/// Maximum squared step that enters the mean, so that a single very short slice has no lasting
+/// effect.
 const SQUARE_MAX: f64 = 16.0;
 /// Minimum number of steps for conclusions about a group.
 const STEPS_MIN: u16 = 8;
@@ -81,7 +82,7 @@ impl IntervalEra {
     }
 }
 
-/// A number of rotations. Each group is scheduled once per rotation.
+/// A number of rotations. In one rotation each group is scheduled once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 struct RotationCount(u64);
 
@@ -125,11 +126,12 @@ enum QueueState {
     On,
 }
 
-/// Confidence that a group has no pattern that aliases with the current interval.
+/// Confidence that a nearly constant rate of a group is real and not the result of aliasing with
+/// the current interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Confidence {
-    /// Confidence not yet determined: there is not enough data, or the rate varies too much to hide
-    /// a pattern.
+    /// Undetermined: there is not enough data, or the rate varies so much that no pattern can be
+    /// hidden.
     Open,
     /// Nearly constant rate, not yet verified by a phase shift.
     Suspect,
@@ -139,25 +141,28 @@ enum Confidence {
 
 #[derive(Clone, Copy, Debug)]
 struct QueueEntry {
-    /// Links in `waiting` or `on`.
+    /// Links in the list of active or of waiting groups, both ordered by age.
     age: ListLink,
     place: QueueState,
     trust: Confidence,
     /// Phase in which the last slice of the group ended.
     phase: Phase,
-    /// Value of [`MuxQueue::era`] for which the following fields are valid.
+    /// [`MuxQueue::era`] in which the following fields were measured. In a later era they are
+    /// invalid.
     era: IntervalEra,
-    /// Mean square of the relative rate steps between regular slices.
+    /// Mean square of the rate changes between consecutive regular slices, relative to the mean
+    /// rate.
     steps: f32,
-    /// Number of steps in the mean [`QueueEntry::steps`].
+    /// Number of rate changes in the mean [`QueueEntry::steps`].
     known: u16,
-    /// `true` if the next step compares slices of different length and must be ignored.
+    /// `true` if the next rate change compares slices of different length and must be ignored.
     skip: bool,
-    /// Step into the stretched rotation.
+    /// Rate change from the last regular slice to the slice in the stretched rotation, if the group
+    /// has just had such a slice.
     into_shift: Option<f32>,
     /// Number of consecutive shifts that revealed a pattern in this group.
     revealed: u8,
-    /// `true` if the group has yielded since it was last active.
+    /// `true` if the group has yielded its turn since it was last active.
     passed: bool,
 }
 
@@ -202,9 +207,9 @@ pub struct MuxQueue {
     /// Multiplexing interval under [`MuxPolicy::Rotate`], in nanoseconds.
     turn_ns: u64,
     entries: Vec<QueueEntry>,
-    /// Active groups, longest active first.
+    /// Active groups, the longest active first.
     on: GroupList,
-    /// Waiting groups, longest waiting first.
+    /// Waiting groups, the longest waiting first.
     waiting: GroupList,
     /// Group that did not fit into the free slots and is therefore scheduled first once more slots
     /// are free.
@@ -236,8 +241,8 @@ pub struct MuxQueue {
 }
 
 impl MuxQueue {
-    /// Creates an empty queue. `turn_ns` is the interval of [`MuxPolicy::Rotate`] in nanoseconds,
-    /// from which [`MuxPolicy::Adaptive`] derives its intervals.
+    /// Creates an empty queue. `turn_ns` is the interval of [`MuxPolicy::Rotate`], in nanoseconds.
+    /// [`MuxPolicy::Adaptive`] uses fractions of `turn_ns`.
     #[must_use]
     pub fn new(policy: MuxPolicy, turn_ns: u64) -> Self {
         Self {
@@ -278,7 +283,8 @@ impl MuxQueue {
         if self.entries[at].place == QueueState::Absent {
             self.entries[at] = QueueEntry::ABSENT;
             if self.waiting.len() == 0 {
-                // The interval sequence restarts.
+                // No groups waited before, so a new sequence of intervals starts at the next call
+                // of `turn`.
                 self.next_turn_ns = 0;
             }
             self.wait(key);
@@ -335,7 +341,7 @@ impl MuxQueue {
             return;
         };
         if entry.era != self.era {
-            // Results for a different interval are not valid for this one.
+            // Discards results that were measured with a different interval.
             *entry = QueueEntry {
                 age: entry.age,
                 place: entry.place,
@@ -347,8 +353,8 @@ impl MuxQueue {
         }
         match (entry.phase, entry.into_shift) {
             (Phase::Stretched, _) => entry.into_shift = Some(step as f32),
-            // The sum of both steps is the step between two regular slices with a phase difference
-            // of 0.618 of a rotation.
+            // The sum of the changes into and out of the stretched rotation is the rate change
+            // between two regular slices whose phases differ by 0.618 of a rotation.
             (Phase::Shifted, Some(before)) => {
                 entry.into_shift = None;
                 entry.skip = false;
@@ -396,8 +402,8 @@ impl MuxQueue {
             self.pattern_confirmed |= entry.revealed >= CONFIRMING_SHIFTS;
         } else {
             entry.revealed = 0;
-            // Half of the steady groups yield in each rotation, so that all rotations have the same
-            // length.
+            // Makes every second cleared group yield first, so that half of the steady groups yield
+            // in each rotation and all rotations have the same length.
             entry.passed = usize::from(key).is_multiple_of(2);
             self.trust(key, Confidence::Cleared);
         }
@@ -419,7 +425,7 @@ impl MuxQueue {
         let (planned, phase) = (self.next_turn_ns > 0, self.phase);
         self.next_turn_ns = now_ns + self.turn_length_ns();
         if !planned && self.policy == MuxPolicy::Adaptive {
-            // The active groups have only just been scheduled.
+            // This call only starts the first interval. The active groups were scheduled just now.
             return None;
         }
         let key = self.on.front()?;
@@ -443,7 +449,7 @@ impl MuxQueue {
     ///
     /// Call this method after a group has left and before the slots are refilled.
     pub fn mid_slice(&mut self) -> Option<GroupKey> {
-        // Steps of the golden ratio do not alias with any number of groups.
+        // Steps of the golden ratio select groups evenly, whatever the number of groups.
         self.draw = self.draw.wrapping_add(0x9e37_79b9);
         if self.draw >= 1 << 30 {
             return None;
@@ -580,8 +586,8 @@ impl MuxQueue {
         self.waiting.front()
     }
 
-    /// Moves steady groups from the head of the waiting list to its end, each every other time, in
-    /// favor of groups with varying rates.
+    /// Lets steady groups at the head of the waiting list yield to groups with varying rates: moves
+    /// each of them to the end of the list every other time.
     fn yield_steady_groups(&mut self) {
         for _ in 0..SKIP_MAX.min(self.waiting.len()) {
             let Some(key) = self.waiting.front() else { return };

@@ -217,7 +217,7 @@ impl FedCounts {
         if at <= nearest {
             next.store(at, Ordering::Relaxed);
         } else if before == nearest {
-            // The nearest overflow point was removed, so find the next one.
+            // The nearest overflow point was removed or moved, so the next one is searched.
             let same = armed
                 .list
                 .iter()

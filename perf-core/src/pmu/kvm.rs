@@ -180,8 +180,8 @@ fn parse(
         return Err(StatsError::Malformed("number of statistics"));
     }
     let stride = DESC_LEN + name_len as usize;
-    // One read for the whole table: there are about fifty descriptors per file, and two files are
-    // parsed at VM start.
+    // Reads the whole table at once, because two files with some fifty descriptors each are parsed
+    // at VM start.
     let mut bytes = vec![0; stride * count as usize];
     read_at(&mut bytes, u64::from(desc_at)).map_err(StatsError::Read)?;
     bytes
@@ -350,7 +350,7 @@ impl Pmu for KvmPmu {
                     StatSource::Vcpu(stats)
                 }
                 PmuTarget::Vm if attr.inherit => {
-                    // Inherited events are opened once per vCPU instead, and count while their vCPU
+                    // The core then opens one event per vCPU, each of which counts while its vCPU
                     // exists.
                     return Err(PmuError::Unsupported(
                         "an inherited KVM statistic is counted for each vCPU",

@@ -95,7 +95,7 @@ impl WaitTime {
         OWN.with(|own| {
             let own = own.get_or_init(|| {
                 let tid = own_tid();
-                // The /proc of a jail may lack per-thread links.
+                // Fallback for a jail whose /proc lacks the thread-self link.
                 let opened = open("/proc/thread-self/schedstat")
                     .or_else(|_| open(&format!("/proc/self/task/{tid}/schedstat")));
                 open_results().insert(tid, opened.clone());
@@ -191,7 +191,7 @@ impl PmuEvent for WaitEvent {
     }
 
     fn read(&mut self) -> u64 {
-        // A thread that has ended no longer waits, so the count does not advance.
+        // Reading the file of an ended thread fails, so the count then stays the same.
         self.spans.count(|| self.time.read_ns())
     }
 

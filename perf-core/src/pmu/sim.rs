@@ -33,13 +33,12 @@ pub struct SimConfig {
     pub slots: Option<usize>,
     /// Mask of allowed slots by `config`. A `config` without an entry fits all slots.
     pub allowed_slots: BTreeMap<u64, u64>,
-    /// Time since the loss of its slot that an event reports, in nanoseconds
-    /// ([`PmuEvent::lost_ns`]).
+    /// Time in nanoseconds that [`PmuEvent::lost_ns`] reports for an event that lost its slot.
     pub late_ns: u64,
     /// Mask of slots for events without an entry in `allowed_slots`; `None` for all slots.
     pub general: Option<u64>,
-    /// Hides slot constraints from the core, so that only a start reveals whether an event fits.
-    /// Models a host kernel that has constraints unknown to this crate.
+    /// Hides slot constraints from the core, so that only a failed start reveals that an event does
+    /// not fit. Models a host kernel with constraints that are unknown to this crate.
     pub untold: bool,
     /// Mask of slots that another user holds. They exist, but no event is assigned to them.
     pub taken: u64,
@@ -68,8 +67,8 @@ struct SimCounter {
     wanted_at: u64,
     floor: PeriodFloor,
     overflows: u32,
-    /// `Some` if the slot was lost while the event was active: `Some(true)` after the core has
-    /// noticed the loss, `Some(false)` before.
+    /// Loss of the slot while the event was active: `None` without a loss, `Some(false)` before the
+    /// core has noticed it, `Some(true)` afterwards.
     lost: Option<bool>,
 }
 
@@ -350,7 +349,7 @@ impl SimState {
     fn counter(&mut self, id: u64) -> &mut SimCounter {
         match self.counters.get_mut(&id) {
             Some(counter) => counter,
-            // Only dropping the event removes its counter.
+            // Unreachable, because a counter is removed only when its event is dropped.
             None => unreachable!("a simulated event without its counter"),
         }
     }
@@ -385,7 +384,7 @@ impl SimState {
             .map(|i| config.fits(self.counters[i].config).bits() & !taken)
             .collect();
         let event = ids.len() - 1;
-        // An event that lost its slot returns to this slot if it is free.
+        // Prefers the slot that the event held before, if it is free.
         let again = had.filter(|&slot| masks[event] & (1 << slot) != 0 && slots_of[slot].is_none());
         match again {
             Some(slot) => slots_of[slot] = Some(event),
@@ -551,7 +550,7 @@ mod tests {
         events[0].start(None).unwrap();
         events[1].start(None).unwrap();
         assert!(matches!(events[2].start(None), Err(PmuError::Busy)));
-        // Each vCPU has its own slots.
+        // An event on another vCPU does not compete for these slots.
         let mut other = open_on(&pmu, 9, VcpuId(1));
         other.start(None).unwrap();
         events[0].stop();

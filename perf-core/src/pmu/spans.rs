@@ -7,7 +7,7 @@
 pub(super) struct Spans {
     /// Value of the source at the start of the current span.
     start: Option<u64>,
-    /// Gain of all finished spans.
+    /// Increase of the source during all finished spans.
     ended: u64,
     /// Last returned count. A source that decreases or becomes unreadable does not lower the count.
     last: u64,

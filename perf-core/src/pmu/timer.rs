@@ -77,7 +77,7 @@ impl Timer {
 
     /// Arms the timer, or disarms it if `ns` is 0.
     fn settime(&self, ns: u64, interval_ns: u64) -> io::Result<()> {
-        // Both parts fit: 2^64 ns are 585 years.
+        // Neither conversion overflows, because 2^64 ns are only 585 years.
         let time = |ns: u64| libc::timespec {
             tv_sec: (ns / 1_000_000_000).cast_signed(),
             tv_nsec: (ns % 1_000_000_000).cast_signed(),

@@ -57,8 +57,8 @@ impl<'a> Cursor<'a> {
         self.array(field).map(u32::from_ne_bytes)
     }
 
-    /// Takes `count` fields of `len` bytes each. `count` was read from the record and may have any
-    /// value.
+    /// Takes `count` fields of `len` bytes each. Accepts any `count`, because it was read from an
+    /// untrusted record.
     #[inline]
     pub(super) fn many(
         &mut self,

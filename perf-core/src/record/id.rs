@@ -5,7 +5,7 @@ use super::{DecodeError, RecordFormat, RecordSink, put_u32s, put_u64};
 use crate::attr::SampleType;
 use crate::ring::LostTrailer;
 
-/// Fields of a trailer, of 8 bytes each.
+/// Sample types whose fields a trailer contains. Each field has 8 bytes.
 const FIELDS: SampleType = SampleType::TID
     .union(SampleType::TIME)
     .union(SampleType::ID)
@@ -115,7 +115,7 @@ impl SampleId {
 }
 
 impl RecordSink for LostTrailer {
-    /// Appends whole words, the only content of a trailer.
+    /// Appends the words in `bytes`. Trailers consist of whole words only.
     #[inline]
     fn put(&mut self, bytes: &[u8]) {
         for &word in bytes.as_chunks().0 {

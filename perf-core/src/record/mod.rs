@@ -189,7 +189,8 @@ fn put_u64(out: &mut impl RecordSink, value: u64) {
 /// Appends two 32-bit fields, `first` at the lower address.
 #[inline]
 fn put_u32s(out: &mut impl RecordSink, first: u32, second: u32) {
-    // Little endian: Perfvisor runs on x86-64 only.
+    // The first field is the lower half, because x86-64, the only supported architecture, is
+    // little-endian.
     put_u64(out, u64::from(first) | u64::from(second) << 32);
 }
 
@@ -271,7 +272,8 @@ pub trait EncodeRecord {
             };
             if let Some(mut run) = run {
                 for record in rest.by_ref().take(usize::try_from(n).unwrap_or(usize::MAX)) {
-                    // Succeeds if a record returns the same size twice.
+                    // The batch was reserved for the total of these sizes, so this fails only if
+                    // `size` returned a different value before.
                     match run.begin(record.size(format)) {
                         Ok(mut reservation) => {
                             record.encode(format, &mut reservation);
@@ -298,9 +300,9 @@ pub trait EncodeRecord {
 pub struct RecordWriteOutcome {
     /// Number of records in the ring.
     pub written: u64,
-    /// Number of records that did not fit. The ring has counted them and will report them.
+    /// Number of records that did not fit. The ring will report them with a LOST record.
     pub lost: u64,
-    /// Number of records that the ring can never hold, which are not counted as lost.
+    /// Number of records that are too large for the ring. These are not counted as lost.
     pub unfit: u64,
 }
 

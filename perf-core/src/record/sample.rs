@@ -111,7 +111,7 @@ pub struct UserRegsAndStack<'a> {
 /// Number of words of a branch.
 const BRANCH_WORDS: usize = 3;
 
-/// Fields of 8 bytes each.
+/// Sample types whose field has a fixed size of 8 bytes.
 const FIXED: SampleType = SampleType::IP
     .union(SampleType::TID)
     .union(SampleType::TIME)
@@ -127,12 +127,12 @@ fn raw_size(len: usize) -> usize {
     (4 + len).next_multiple_of(8)
 }
 
-/// Fields of [`UserRegsAndStack`].
+/// Sample types whose fields [`UserRegsAndStack`] contains.
 const USER: SampleType = SampleType::REGS_USER.union(SampleType::STACK_USER);
-/// Fields that few samples have.
+/// Sample types that few events request.
 const RARE: SampleType = USER.union(SampleType::BRANCH_STACK);
 
-// Separate methods, because few samples have these fields, and those samples are large.
+// Not inlined into the code for all samples, because few samples have these fields.
 impl UserRegsAndStack<'_> {
     #[inline(never)]
     fn size(&self, fields: SampleType) -> usize {
@@ -159,8 +159,8 @@ impl UserRegsAndStack<'_> {
             put_u64(out, len as u64);
             if len > 0 {
                 out.put(&self.stack[..len]);
-                // Dynamic size of the stack, equal to the full size because only existing bytes are
-                // written.
+                // The dynamic stack size follows the stack bytes. It equals the stack size, because
+                // no padding is written.
                 put_u64(out, len as u64);
             }
         }
@@ -230,7 +230,7 @@ impl EncodeRecord for Sample<'_> {
     fn encode(&self, format: RecordFormat, out: &mut impl RecordSink) {
         let fields = format.sample_type;
         put_header(out, RecordType::SAMPLE, self.misc, self.size(format));
-        // The ABI order differs from the order of the bits.
+        // The order of the fields in the ABI differs from the order of the sample type bits.
         if fields.contains(SampleType::IDENTIFIER) {
             put_u64(out, self.id);
         }

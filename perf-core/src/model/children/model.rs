@@ -12,7 +12,7 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::{ExitedTotals, Totals};
 use crate::time::TimeTotals;
 
-/// A child whose vCPU counts on another thread.
+/// A child event whose vCPU counts on another thread.
 #[derive(Clone)]
 struct Child {
     id: usize,
@@ -60,7 +60,8 @@ fn family(n: usize) -> (Family, Vec<Child>) {
 fn sum(family: &Family) -> u64 {
     let children = family.0.lock().unwrap();
     let totals = children.totals(&family.1.folded);
-    // Count and times are folded together.
+    // A child's count equals its time running. The sums must be equal too, unless only one of the
+    // two was folded.
     assert_eq!(totals.count, totals.times.running_ns);
     totals.count
 }

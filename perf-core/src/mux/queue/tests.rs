@@ -252,7 +252,7 @@ proptest! {
                     }
                 }
                 4 => {
-                    // Some groups are rejected because they are too large or exclusive.
+                    // Rejects some groups as too large and others as conflicting.
                     let mut room = 3;
                     queue.fill(|key| {
                         if usize::from(key) % 5 == 4 {

@@ -91,7 +91,8 @@ impl AlarmSchedule {
         let wanted_ns = now.wall_ns.saturating_add(wait_ns);
         if self.has_expired(now.wall_ns) {
             if wait_ns >= FAR_DEADLINE_NS && self.expired_recently(now.wall_ns) {
-                // The next expiry serves no event.
+                // The deadline is distant and the timer repeats anyway. Its next expiry belongs to
+                // no event.
                 self.armed_for_ns = 0;
                 return None;
             }
@@ -112,7 +113,7 @@ impl AlarmSchedule {
         self.earliest() == NEVER
     }
 
-    /// Returns `true` if a repetition after the first expiry has occurred or is imminent.
+    /// Returns `true` if the timer has expired at least twice since it was armed, or is about to.
     fn has_repeated(&self, wall_ns: u64) -> bool {
         self.has_expired(wall_ns) && !self.expired_recently(wall_ns)
     }
@@ -274,8 +275,8 @@ mod tests {
             {
                 self.signalled = true;
                 self.rings += 1;
-                // The kernel's timer advances when its signal is delivered, and skips the periods
-                // that have elapsed.
+                // Like the kernel's timer, advances when the signal is delivered and skips all
+                // periods that have elapsed.
                 let passed = (self.wall_ns - at) / REPEAT_NS + 1;
                 self.expires_ns = Some(at + passed * REPEAT_NS);
             }
@@ -527,11 +528,11 @@ mod tests {
         assert!(alarm.expired_for(first) && !alarm.expired_for(second));
         alarm.remove(first);
         assert!(alarm.is_set());
-        // Indexes are reused.
+        // The index of the removed event is reused.
         assert_eq!(alarm.add(tid, libc::SIGCONT).unwrap(), first);
         alarm.end();
         assert!(!alarm.is_set());
-        // The thread is about to end.
+        // No event can be added after `end`.
         assert!(alarm.add(tid, libc::SIGCONT).is_err());
     }
 }

@@ -43,17 +43,18 @@ pub(crate) const TICK_PERIOD_NS: u64 = 997_003;
 /// seconds of ticks between drains.
 const RING_LOG2_PAGES: u32 = 2;
 
-/// Guest time after which the ring is evaluated, in ticks.
+/// Guest time after which the ring of host samples is accepted or rejected, in ticks.
 const EVALUATION_TICKS: u64 = 32;
 
-/// Number of kicks that must find the guest at CPL3 before the ring's levels are trusted.
+/// Number of kicks that must find the guest at CPL3 before the privilege levels in the ring are
+/// trusted.
 const EVALUATION_USER_KICKS: u64 = 8;
 
-/// Maximum delay of a kick while the guest makes no progress, in nanoseconds.
+/// Maximum time between kicks while the guest makes no progress, in nanoseconds.
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
-/// Divisor of a kick's wait. The quotient limits how early a kick may arrive if no event was
-/// started for part of the wait.
+/// A kick may arrive early by at most its remaining wait divided by this number. Kicks are early if
+/// the timer kept running while no event was started.
 const EARLY_DIVISOR: u64 = 16;
 
 /// State of the test that determines whether the host kernel's samples show the guest. Shared by
@@ -93,7 +94,7 @@ pub(crate) enum PrivilegeLevel {
     Kernel,
 }
 
-/// The timer that kicks the vCPU once per tick.
+/// A timer that kicks the vCPU once per tick.
 #[derive(Debug)]
 struct Kicks {
     timer: Timer,
@@ -101,8 +102,7 @@ struct Kicks {
     wait_ns: u64,
     /// Guest time at which the timer was last armed for a full wait, in nanoseconds.
     set_at_ns: u64,
-    /// Remainder of the timer's wait at the time when the last started event stopped, in
-    /// nanoseconds.
+    /// Time that was left until the next kick when the last started event stopped, in nanoseconds.
     left_ns: u64,
 }
 
@@ -158,14 +158,14 @@ pub(crate) struct CplAttribution {
     signal: Option<i32>,
     ring: Option<(PerfFd, PerfMap)>,
     kicks: Option<Kicks>,
-    /// Number of started events that count a single level.
+    /// Number of started events that count a single privilege level.
     users: u32,
     user_ns: u64,
     kernel_ns: u64,
-    /// Guest time up to which all time is attributed or carried over, in nanoseconds, while
-    /// `users > 0`.
+    /// Guest time at which the unattributed time of the current span begins, in nanoseconds. Valid
+    /// only while `users > 0`.
     mark_ns: u64,
-    /// Unattributed time of earlier spans, in nanoseconds.
+    /// Unattributed guest time of earlier spans, in nanoseconds.
     carry_ns: u64,
     /// `watched_ns`: guest time of the finished spans in which the ring was observed.
     /// `watched_from_ns`: start of the current such span.
@@ -214,8 +214,8 @@ impl CplAttribution {
         }
         self.carry_ns += now_ns.saturating_sub(self.mark_ns);
         self.watched_ns += now_ns.saturating_sub(self.watched_from_ns);
-        // The kernel preserves the remainder of a tick period, so the sampling rate does not depend
-        // on the length of the spans.
+        // Disabling the kernel's clock event preserves the remainder of its period, so the sampling
+        // rate does not depend on the length of the spans.
         if let Some((fd, _)) = &self.ring
             && let Err(e) = fd.disable()
         {
@@ -250,8 +250,8 @@ impl CplAttribution {
             return;
         }
         let Some(kicks) = &mut self.kicks else { return };
-        // Every overflow signal leads to this call, and overflows of a single-level event occur at
-        // that level. Only expirations of the kick timer are unbiased samples.
+        // Ignores signals of overflows. Overflows of a single-level event always occur at that
+        // level, so only expirations of the kick timer are unbiased samples of the level.
         if !kicks.timer.has_expired() {
             return;
         }
@@ -261,8 +261,8 @@ impl CplAttribution {
                 crate::error_line(&e)
             );
         }
-        // A halted guest consumes no time. Pending time was consumed before the halt, and the next
-        // sample shows its level.
+        // A halted guest consumes no time. All unattributed time was consumed before the halt, and
+        // the next sample attributes it.
         if let (Some(cpl), LevelSource::Kicks) = (cpl, self.source) {
             let user = u64::from(cpl == 3);
             self.kicked_user += user;
@@ -293,7 +293,7 @@ impl CplAttribution {
                 }
             };
         }
-        // Without a kick signal, the ring is the only source.
+        // Without a kick signal, the ring is used even if it has not been tested.
         if (found == SHOW_GUEST || self.signal.is_none())
             && self.ring.is_some()
             && self.source == LevelSource::Kicks
@@ -430,8 +430,8 @@ mod tests {
         assert!(!split.uses_kicks());
     }
 
-    /// Returns an attribution with one started event, for tests that report levels as if the kick
-    /// timer had expired.
+    /// Returns a [`CplAttribution`] with one started event, for tests that report levels as if the
+    /// kick timer had expired.
     fn running() -> CplAttribution {
         let mut split = CplAttribution::new(0);
         split.source = LevelSource::Kicks;
@@ -465,8 +465,8 @@ mod tests {
     fn time_between_spans_is_not_attributed() {
         let mut split = running();
         see(&mut split, 3, 1_000);
-        // The event is stopped from 1,500 to 9,000, so the next sample covers only the 500 before
-        // and the 300 after this span.
+        // No event is started from 1,500 to 9,000. The next sample therefore attributes 500 ns of
+        // the first span and 300 ns of the second.
         split.stop(1_500);
         split.users = 1;
         split.mark_ns = 9_000;
@@ -487,7 +487,7 @@ mod tests {
         assert_eq!(is_ring_trustworthy(32, 20, 19, 32), Some(true));
         assert_eq!(is_ring_trustworthy(9, 9, 9, 32), Some(false));
         assert_eq!(is_ring_trustworthy(32, 0, 20, 32), Some(false));
-        // A guest that stays at CPL0 gives no evidence about samples at CPL3.
+        // If the guest was never at CPL3, the ring cannot be tested for samples at CPL3.
         assert_eq!(is_ring_trustworthy(32, 0, 0, 32), None);
     }
 
@@ -502,7 +502,7 @@ mod tests {
         kicks.suspend();
         let left_ns = kicks.left_ns;
         assert!(left_ns < before);
-        // The wait resumes with the remainder, regardless of the length of the stop.
+        // The remaining wait does not pass while no event is started.
         std::thread::sleep(std::time::Duration::from_nanos(left_ns));
         kicks.resume().unwrap();
         let set_ns = kicks.timer.left_ns();

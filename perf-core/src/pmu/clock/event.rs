@@ -8,37 +8,38 @@ use super::vcpu::VcpuClock;
 use crate::pmu::clock::MIN_TIMER_NS;
 use crate::pmu::{PmuError, PmuEvent};
 
-/// Maximum duration of a timer that was lengthened because the VMM is slow to re-enter the guest,
+/// Maximum timer duration while the VMM is too slow to re-enter the guest before the timer expires,
 /// in nanoseconds.
 const MAX_BACKOFF_NS: u64 = 10_000_000;
 
-/// Minimum duration for re-arming the timer of an event that counts one level, in nanoseconds. The
-/// count of such an event changes only when the level is sampled, so an earlier expiry would be
+/// Minimum duration of a re-armed timer of an event that counts one privilege level, in
+/// nanoseconds. Such a count changes only when the level is sampled, so an earlier expiry would be
 /// useless.
 const MIN_LEVEL_REARM_NS: u64 = TICK_PERIOD_NS / 8;
 
-/// Divisor of a timer's duration. The quotient limits the extension for time that the guest is
-/// likely to lose.
+/// A timer is extended by at most its duration divided by this number, to compensate for time that
+/// the guest does not receive.
 const SLACK_DIVISOR: u64 = 16;
 
-/// Part of a timer's duration that the guest does not receive because the VMM works on its behalf.
+/// Recent shortfall of guest time: the part of a timer's duration that the guest did not receive
+/// because the VMM ran instead.
 ///
-/// An early timer makes the vCPU exit twice for one overflow. The next timer is therefore extended
-/// by slightly more than the guest's recent shortfall. If this makes an overflow late, the extra
-/// counts are accounted for and shorten the next period by the same amount.
+/// A timer that expires early costs a second exit for the same overflow. The next timer is
+/// therefore extended by slightly more than the recent shortfall. If this makes an overflow late,
+/// the extra counts are accounted for and shorten the next period by the same amount.
 #[derive(Clone, Copy, Debug, Default)]
 struct TimerSlack {
     ns: u64,
 }
 
 impl TimerSlack {
-    /// Returns the duration of a timer that should give the guest `need_ns`.
+    /// Returns the duration of a timer that is likely to give the guest `need_ns` of run time.
     fn timer_duration(self, need_ns: u64) -> u64 {
         need_ns.saturating_add(self.ns.min(need_ns / SLACK_DIVISOR))
     }
 
-    /// Records that a timer set for `need_ns` expired when the guest still had to run for
-    /// `rest_ns`. A shortfall larger than the maximum extension is unpredictable and is ignored.
+    /// Records that a timer for `need_ns` expired when the guest still had to run for `rest_ns`. A
+    /// shortfall above the maximum extension is unpredictable and is ignored.
     fn record_early_expiry(&mut self, need_ns: u64, rest_ns: u64) {
         let short_ns = (self.timer_duration(need_ns) - need_ns).saturating_add(rest_ns);
         if short_ns <= need_ns / SLACK_DIVISOR {
@@ -46,8 +47,8 @@ impl TimerSlack {
         }
     }
 
-    /// Records that a timer expired `over_ns` after the guest had run long enough. An excess above
-    /// the margin is reduced gradually.
+    /// Records that a timer expired `over_ns` after the guest had run long enough. Gradually
+    /// reduces an extension that is larger than necessary.
     fn record_late_expiry(&mut self, over_ns: u64) {
         if over_ns > self.ns / 4 {
             self.ns -= self.ns.div_ceil(64);
@@ -80,13 +81,13 @@ pub(super) struct ClockEvent {
     span_start_ns: Option<u64>,
     /// Time of all finished spans, in nanoseconds.
     spans_ns: u64,
-    /// `last_count`: last returned count. `last_ns`: time from which that count was computed. Both
-    /// are constant while the vCPU is outside the guest.
+    /// `last_count`: last returned count. `last_ns`: total time from which that count was computed.
+    /// Both are constant while the vCPU is outside the guest.
     last_count: u64,
     last_ns: u64,
     /// Count at which an overflow is due.
     armed_at: Option<u64>,
-    /// Count when the alarm was last armed.
+    /// Count at which the alarm was last armed.
     set_at: u64,
     /// Duration for which the alarm was last armed, in nanoseconds.
     wait_ns: u64,
@@ -136,7 +137,8 @@ impl ClockEvent {
 
     /// Returns the count at a total time of `ns`.
     fn count_at(&mut self, ns: u64) -> u64 {
-        // A reading limited to the finished intervals may be lower than the previous one.
+        // Keeps the previous count if the clock could read only the finished intervals, because
+        // such a reading may be lower than the previous one.
         if ns > self.last_ns {
             self.last_ns = ns;
             self.last_count = match self.unit {
@@ -275,7 +277,7 @@ impl PmuEvent for ClockEvent {
                 "the clock driver was made without an overflow signal",
             ));
         };
-        // An event that counts nothing never overflows.
+        // An event that excludes both privilege levels never overflows and needs no alarm.
         if self.place.is_none() && !matches!(self.share, CountedTime::Nothing) {
             let place = self.clock.join_alarm(signal).map_err(|source| PmuError::Os {
                 what: "making the vCPU's overflow timer",
@@ -307,7 +309,7 @@ impl PmuEvent for ClockEvent {
             .place
             .is_some_and(|place| self.clock.alarm_expired_for(place))
         {
-            // The signal belongs to another event, and the alarm has not yet expired for this one.
+            // The signal was sent for another event.
             return 0;
         }
         if let Some(need_ns) = self.need_ns.take() {
@@ -396,10 +398,10 @@ mod tests {
         assert_eq!(early(&|_| 0), 0);
         assert_eq!(early(&|_| 700_000), 1);
         assert!((1..100).contains(&early(&|turn| 700_000 * (turn % 2))));
-        // The shortfall is too large to predict, so the timer is not extended and each expiry is
-        // early.
+        // A shortfall of the whole duration is too large to predict. The timer is not extended, and
+        // each expiry is early.
         assert_eq!(early(&|_| NEED_NS), 1000);
-        // Earlier shortfalls are forgotten.
+        // A shortfall that no longer occurs does not extend the timer indefinitely.
         assert!(early(&|turn| if turn < 100 { 700_000 } else { 0 }) < 10);
     }
 
@@ -434,7 +436,8 @@ mod tests {
         for &(run_ns, off_ns) in turns {
             let end_ns = wall_ns + run_ns;
             while expires_ns < end_ns {
-                // A timer that expired while another thread had the CPU is handled immediately.
+                // Handles a timer that expired while another thread had the CPU as soon as the vCPU
+                // thread runs again.
                 guest_ns += expires_ns.saturating_sub(wall_ns);
                 wall_ns = wall_ns.max(expires_ns);
                 let wait_ns = if guest_ns >= due_ns {
@@ -487,7 +490,7 @@ mod tests {
             wait_ns / 1_000_000
         });
         assert_eq!(waits, [1, 2, 4, 8, 10, 10]);
-        // The guest has made progress.
+        // The wait is not extended after the guest has made progress.
         assert_eq!(event.wait_for_rest(2_000_000, 300_000), 300_000);
     }
 

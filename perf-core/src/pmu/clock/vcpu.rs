@@ -33,10 +33,10 @@ const READ_TRIES: usize = 64;
 /// per exit. A sample with a call chain is taken within this time, on emulated hosts too.
 const MAX_SHORT_EXIT_NS: u64 = 100_000;
 
-/// The guest run time of one vCPU.
+/// Guest run time of one vCPU.
 ///
-/// Created once per vCPU with the ID of its thread, and shared (`Arc`) between that thread, which
-/// brackets `KVM_RUN`, and the [`super::ClockPmu`] with the events that read it.
+/// Created once per vCPU with the ID of its thread. That thread, which brackets `KVM_RUN`, shares
+/// the clock (`Arc`) with the [`super::ClockPmu`], whose events read it.
 #[derive(Debug)]
 pub struct VcpuClock {
     tid: i32,
@@ -46,15 +46,16 @@ pub struct VcpuClock {
     users: AtomicU32,
     /// Number of entries and exits; odd while in the guest.
     epoch: AtomicU64,
-    /// Sequence lock of `base_*`, `closed_ns` and the exits that change them; odd during a change.
+    /// Sequence lock for `base_*`, `closed_ns` and the changes of `epoch` at counted exits; odd
+    /// during a change.
     seq: AtomicU32,
     /// Guest time of all finished intervals, in nanoseconds.
     closed_ns: AtomicU64,
     /// Thread time at the start of the interval `base_epoch`, in nanoseconds.
     base_ns: AtomicU64,
     base_epoch: AtomicU64,
-    /// `left_ns`: thread time at the last counted exit. `left_at_ns`: monotonic time right after
-    /// the thread time was read. Used by the vCPU's thread only.
+    /// `left_ns`: thread time at the last counted exit, in nanoseconds. `left_at_ns`: monotonic
+    /// time right after the thread time was read, in nanoseconds. Used by the vCPU's thread only.
     left_ns: AtomicU64,
     left_at_ns: AtomicU64,
     /// Same as `base_*`, but supplied by another thread, for an interval that began while no
@@ -130,10 +131,10 @@ impl VcpuClock {
     pub fn guest_enter(&self) {
         let epoch = self.epoch.load(Ordering::Relaxed) | 1;
         self.epoch.store(epoch, Ordering::Relaxed);
-        // `add_user` increments `users`, makes every thread of the process execute a barrier, and
-        // only then reads `epoch`. Therefore either it sees this store, or the load below sees its
-        // user. The compiler must keep the two accesses in order, and the barrier makes the
-        // processor do so.
+        // Store-load ordering with `add_user`, which increments `users`, makes every thread of the
+        // process execute a barrier, and then reads `epoch`. Either `add_user` sees this store to
+        // `epoch`, or the load below sees the new user. The compiler fence keeps the two accesses
+        // in program order, and the barrier of `add_user` keeps them in order on the processor.
         compiler_fence(Ordering::SeqCst);
         if self.users.load(Ordering::Relaxed) != 0 {
             self.enter_counted(epoch);
@@ -190,7 +191,8 @@ impl VcpuClock {
         self.write(|| {
             let closed = self.closed_ns.load(Ordering::Relaxed);
             self.closed_ns.store(closed + ran, Ordering::Relaxed);
-            // Inside the sequence lock, so that no reader counts the interval twice.
+            // Advances the epoch inside the sequence lock, so that no reader counts the interval
+            // twice.
             self.epoch.store(epoch + 1, Ordering::Relaxed);
         });
     }
@@ -245,13 +247,15 @@ impl VcpuClock {
                 return closed + running;
             }
         }
-        // The vCPU enters and exits continuously. Its finished intervals are a correct lower bound.
+        // Returns a correct lower bound if the vCPU entered or exited the guest during every
+        // attempt.
         self.closed_ns.load(Ordering::Relaxed)
     }
 
     /// Registers an event that reads the clock from now on.
     pub(crate) fn add_user(&self) {
-        // No interval can be open on the vCPU's own thread, and its next load sees the new value.
+        // The vCPU's own thread is outside the guest here, and its next `guest_enter` sees the new
+        // user.
         if current_tid() == self.tid {
             self.users.fetch_add(1, Ordering::SeqCst);
             return;
@@ -361,7 +365,8 @@ impl VcpuClock {
         if !alarm.has_expired(wall_ns()) {
             return false;
         }
-        // The alarm now serves the other deadlines.
+        // After this expiry, the timer must be armed for the remaining deadlines at the next guest
+        // entry.
         self.alarm_is_stale.store(true, Ordering::Relaxed);
         alarm.expired_for(place)
     }

@@ -26,7 +26,7 @@ const MAX_COUNTERS: usize = 32;
 const FIXED: [(&str, u32, u64); 3] = [
     ("instructions", b::PERF_COUNT_HW_INSTRUCTIONS, 0x00C0),
     ("cycles", b::PERF_COUNT_HW_CPU_CYCLES, 0x003C),
-    // Code that Linux uses for the third fixed-function counter.
+    // Pseudo event code that Linux uses for the third fixed-function counter.
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES, 0x0300),
 ];
 
@@ -34,7 +34,7 @@ const FIXED: [(&str, u32, u64); 3] = [
 /// volume 3, `IA32_PERFEVTSELx`): event select, unit mask, edge, any thread, invert, counter mask.
 const RAW_EVENT: u64 = 0xFFFF | 1 << 18 | 1 << 21 | 1 << 23 | 0xFF << 24;
 
-/// An event to test.
+/// An event with which counters are probed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ProbeEvent {
     /// Value of `perf_event_attr.type`.
@@ -51,8 +51,8 @@ impl ProbeEvent {
         }
     }
 
-    /// Events that no fixed-function counter holds. If the kernel does not count the first ones, as
-    /// on a virtual PMU with cycles only, a raw event still takes a counter.
+    /// Events that no fixed-function counter holds, in order of preference. A virtual PMU may count
+    /// cycles only. The raw event occupies a counter even there.
     const GENERAL: [Self; 4] = [
         Self::generic(b::PERF_COUNT_HW_BRANCH_INSTRUCTIONS),
         Self::generic(b::PERF_COUNT_HW_CACHE_REFERENCES),
@@ -209,7 +209,7 @@ impl HostCounters {
     /// events `fixed`, can be scheduled at the same time.
     #[must_use]
     pub fn hold(&self, general: usize, fixed: &[u64]) -> bool {
-        // An event with a free fixed-function counter never takes a general-purpose counter.
+        // An event takes a general-purpose counter only if it has no free fixed-function counter.
         let also: usize = fixed
             .iter()
             .map(|&config| {
@@ -222,7 +222,7 @@ impl HostCounters {
                 Some(usize::from(own.is_empty()))
             })
             .sum::<Option<usize>>()
-            // One of the events fits no counter.
+            // `None` means that one of the events fits no counter.
             .unwrap_or(usize::MAX);
         general.saturating_add(also) <= self.general
     }
@@ -232,7 +232,7 @@ impl HostCounters {
 fn max_accepted(mut go: impl FnMut(&[ProbeEvent]) -> bool, event: ProbeEvent) -> usize {
     let events = [event; MAX_COUNTERS];
     let (mut fits, mut fails) = (0, MAX_COUNTERS + 1);
-    // Doubles from 1 and then bisects, because small numbers are likely.
+    // Tries powers of two and then bisects, because the result is likely to be small.
     while fits + 1 < fails {
         let n = (2 * fits).max(1).min((fits + fails) / 2);
         if go(&events[..n]) {
@@ -263,7 +263,7 @@ mod tests {
             };
             let mut on: Vec<Box<dyn PmuEvent>> = Vec::new();
             events.iter().all(|event| {
-                // Raw events in these tests do not fit any fixed-function counter.
+                // Raw events are simulated as branches, which no fixed-function counter holds.
                 let config = match event.ty {
                     EventType::RAW => SimHost::BRANCHES,
                     _ => event.config,
@@ -378,7 +378,8 @@ mod tests {
     #[test]
     fn intel_host_with_eight_and_four() {
         let mut host = SimHost::intel(8);
-        // The fourth counter holds issue slots, an event that these tests do not use.
+        // Adds a fourth fixed-function counter, for issue slots. The probe does not know this
+        // event.
         host.fixed.push(SimFixed {
             config: 0x400,
             general_too: false,
@@ -409,7 +410,7 @@ mod tests {
             assert_eq!(raw(changed), CounterMask::first(4), "{changed:#x}");
         }
         let cache = found.constraint(&Attr::counting(EventType::HW_CACHE, 0));
-        // Only among generic events is 0 cycles.
+        // `config` 0 is cycles only among the generic events.
         assert_eq!(cache, CounterMask::first(4));
     }
 
@@ -430,7 +431,7 @@ mod tests {
             prop_assert_eq!(events.len(), found.free());
             prop_assert_eq!(found.mask().len(), found.free());
             let missing = there - host.taken.len() - found.free();
-            // Without a general-purpose counter, nothing can be tested.
+            // The probe cannot detect any counter without a general-purpose counter.
             prop_assert!(general == 0 || missing <= usize::from(watchdog && host.taken.is_empty()), "{:?}", found);
             for config in [SimHost::CYCLES, SimHost::INSTRUCTIONS, SimHost::REF_CYCLES, SimHost::BRANCHES] {
                 let n = found.at_once(&hardware(config));

@@ -19,7 +19,7 @@ const FILE: &str = "PERFVISOR_TEST_PERF_OPEN";
 /// Returns the error with which this call of `perf_event_open(2)` must fail.
 #[cfg(debug_assertions)]
 pub(super) fn injected_open_error() -> Option<i32> {
-    // Opened at the first call, before files and system calls are restricted.
+    // Opened at the first call, before the process restricts its access to files and system calls.
     static WANTED: OnceLock<Option<File>> = OnceLock::new();
     static CALLS: AtomicU32 = AtomicU32::new(0);
     static LAST: AtomicI32 = AtomicI32::new(0);
@@ -40,7 +40,7 @@ pub(super) fn injected_open_error() -> Option<i32> {
     Some(error)
 }
 
-/// Returns `None` in releases.
+/// Returns `None`, because release builds inject no errors.
 #[cfg(not(debug_assertions))]
 pub(super) const fn injected_open_error() -> Option<i32> {
     None

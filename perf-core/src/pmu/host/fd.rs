@@ -25,7 +25,7 @@ const MAX_OPEN_ATTEMPTS: u32 = 64;
 /// *parked*: it stays open in the kernel at no cost until an ioctl sets a real period.
 pub(crate) const PARKED_PERIOD: u64 = 1 << 60;
 
-/// Read format of an event that [`PerfFd::read_timed`] reads.
+/// Read format that [`PerfFd::read_timed`] requires: time enabled and time running.
 pub(crate) const READ_TIMES: u64 =
     (sys::bindings::PERF_FORMAT_TOTAL_TIME_ENABLED | sys::bindings::PERF_FORMAT_TOTAL_TIME_RUNNING) as u64;
 
@@ -393,7 +393,7 @@ impl PerfMap {
     /// the page kept changing. The caller then reads the file descriptor. Valid only on the event's
     /// own thread.
     pub(crate) fn user_read(&self) -> Option<u64> {
-        /// After this many lost races a system call is cheaper.
+        /// Number of attempts after which a system call is cheaper.
         const TRIES: usize = 16;
         if !self.user_read_offered() {
             return None;

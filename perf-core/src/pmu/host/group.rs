@@ -22,7 +22,7 @@ use smallvec::SmallVec;
 use super::fd::{PerfFd, TimedCount};
 use super::opener::HostTarget;
 
-/// Read format of the member through which the group is read.
+/// Read format of a member whose read returns the counts of the whole group.
 pub(super) const READ_GROUP: u64 =
     (PERF_FORMAT_TOTAL_TIME_ENABLED | PERF_FORMAT_TOTAL_TIME_RUNNING | PERF_FORMAT_GROUP | PERF_FORMAT_ID)
         as u64;
@@ -53,7 +53,7 @@ pub(super) struct KernelGroup {
 pub(super) struct GroupMember {
     fd: Arc<PerfFd>,
     id: u64,
-    /// Set if the group can be read through this member.
+    /// Set if this member has the read format [`READ_GROUP`].
     reads: bool,
     /// Set for a software event, which needs no counter.
     software: bool,
@@ -225,7 +225,7 @@ impl KernelGroup {
             }
         });
         if let Err(e) = read {
-            // The caller then reads its own file descriptor.
+            // The counts remain unknown, so callers read their own file descriptors.
             log::debug!("reading a group of host events failed: {}", crate::error_line(&e));
         }
     }
@@ -252,7 +252,8 @@ impl GroupMember {
             }))
     }
 
-    /// Returns `true` if the ring receives only the count of this member at each overflow.
+    /// Returns `true` if each sample of this member contains only its own count, not those of the
+    /// whole group.
     pub(super) fn has_single_count_samples(&self) -> bool {
         !self.reads
     }

@@ -152,7 +152,7 @@ pub trait HostRecord: Sized {
     fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self>;
 }
 
-/// Counts derived from the records of other types that were found while a ring was drained.
+/// Numbers of losses and throttles that a ring reported while it was drained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DrainStats {
     /// Number of lost records.

@@ -112,7 +112,7 @@ impl HostPmu {
         }
     }
 
-    /// Converts an error of opening an event. `guest` is set if the event counts a guest on the
+    /// Converts an error of `perf_event_open(2)`. `guest` is set if the event counts a guest on the
     /// hardware PMU.
     fn open_error(source: io::Error, guest: bool) -> PmuError {
         match source.raw_os_error() {
@@ -272,7 +272,7 @@ struct HostEvent {
     member: Option<GroupMembership>,
     /// Group that this event leads, if other events were opened in it.
     group: Option<Arc<KernelGroup>>,
-    /// Count before the event was last reopened.
+    /// Count of the event before it was last reopened, added to the kernel's count.
     base: u64,
     /// Control page, with the ring if the event can be armed.
     map: Option<PerfMap>,
@@ -281,30 +281,33 @@ struct HostEvent {
     /// Set if user-space reads were tested and are correct. The control page's capability bit alone
     /// does not prove this.
     user_read: bool,
-    /// Armed state of a clock event, for the limit on the rate of overflows, each of which is an
-    /// expiry of a kernel timer.
+    /// Registration of an armed clock event in the limit on the overflow rate. Each overflow of a
+    /// clock event is an expiry of a kernel timer.
     ringing: ClockRate,
-    /// Set if the kernel counts the event one by one, that is, it is neither a hardware counter nor
-    /// a clock.
+    /// Set for a software event that the kernel increments at each occurrence, unlike a hardware
+    /// counter or a clock.
     one_by_one: bool,
     on: bool,
-    /// Period that the kernel repeats; [`PARKED_PERIOD`] if the event must not overflow.
+    /// Period with which the kernel reloads the event; [`PARKED_PERIOD`] if the event must not
+    /// overflow.
     kernel_period: u64,
-    /// Count at which one of the kernel's periods ends.
+    /// A count at which a period of the kernel ends. Further periods end at multiples of
+    /// `kernel_period` from there.
     kernel_due: u64,
     /// Set once the temporary loss of the counter has been logged.
     loss_logged: bool,
     last_count: u64,
-    /// Set if the event was active since `last_count` was read.
+    /// Set if the event may have counted since `last_count` was read.
     stale: bool,
     armed_at: Option<u64>,
     /// Minimum period that the kernel accepts for the event, as far as it is known.
     floor: PeriodFloor,
     /// Polling for an overflow that is nearer than the minimum period.
     late: LateOverflowPoll,
-    /// Last moment at which the event was known to hold a counter.
+    /// Last moment at which the event is known to have held a counter.
     good: LastOnCounter,
-    /// Earliest moment at which the kernel may have taken the counter away from the running event.
+    /// Earliest possible time of a counter loss, in nanoseconds, or `None` if the event has its
+    /// counter. Only for a started event.
     lost_at_ns: Option<u64>,
 }
 
@@ -330,7 +333,7 @@ impl HostEvent {
             return Ok(());
         }
         if let Some(map) = &mut self.map {
-            // Overflows so far belong to the old period.
+            // Discards the overflows of the old period.
             map.drain(|_| {});
         }
         // Hardware events and clocks adopt a new period immediately. An event that the kernel
@@ -366,7 +369,8 @@ impl HostEvent {
         }
     }
 
-    /// Polls for the overflow at `at` if the kernel's minimum period ends later.
+    /// Starts polling for the overflow at count `at` if it is closer than the kernel's minimum
+    /// period.
     fn poll_if_late(&mut self, count: u64, at: u64) {
         if self.floor.period_for(1) <= at.saturating_sub(count) {
             self.late.end();
@@ -491,14 +495,14 @@ impl HostEvent {
         let mut at_ns = self.good.at_ns;
         if let Some(left) = self.map.as_ref().and_then(PerfMap::left) {
             self.last_count = self.last_count.max(self.base + left.count);
-            // Enabled time advances only while the thread is on a CPU, so this is the earliest
-            // moment.
+            // The enabled time since then is a lower bound of the elapsed time, because it advances
+            // only while the thread is on a CPU.
             at_ns = at_ns
                 .saturating_add(left.enabled_ns.saturating_sub(self.good.enabled_ns))
                 .min(monotonic_ns());
         }
         self.lost_at_ns = Some(at_ns);
-        // The count can no longer change.
+        // Without a counter, the count no longer changes.
         self.stale = false;
     }
 }
@@ -528,8 +532,9 @@ impl PmuEvent for HostEvent {
                 enabled_ns: self.map.as_ref().map_or(0, PerfMap::enabled_ns),
             };
         }
-        // A pinned event without a counter enters the error state immediately and reads as end of
-        // file. In a group this applies to the leader.
+        // Detects an event that received no counter. The kernel moves a pinned event without a
+        // counter to the error state immediately, and the event then reads as end of file. In a
+        // group, the leader is checked.
         if self.hardware && self.member.is_none() && matches!(self.read_current(), Ok(None)) {
             self.stop();
             return Err(PmuError::Busy);
@@ -548,7 +553,7 @@ impl PmuEvent for HostEvent {
         }
         self.on = false;
         self.armed_at = None;
-        // The preceding read has reported any loss up to this point.
+        // The core reads an event before it stops it, so a loss has already been reported.
         self.lost_at_ns = None;
     }
 
@@ -585,8 +590,8 @@ impl PmuEvent for HostEvent {
                 self.good = LastOnCounter::default();
                 self.loss_logged = false;
             }
-            // The event stays disabled in the kernel. A later start that does not count is
-            // detected.
+            // If the event cannot be reopened, it stays disabled in the kernel. The next start
+            // detects that it does not count.
             Err(e) => {
                 let _ = self.fd.disable();
                 log::warn!(
@@ -598,7 +603,8 @@ impl PmuEvent for HostEvent {
     }
 
     fn check_counter(&mut self) {
-        // The leader of a group reports a loss.
+        // Checks only group leaders and events without a group, because the kernel takes the
+        // counters of a whole group away.
         if self.on && self.hardware && self.member.is_none() && self.lost_at_ns.is_none() {
             match self.fd.read_timed() {
                 Ok(Some(read)) => {
@@ -631,7 +637,7 @@ impl PmuEvent for HostEvent {
                 self.last_count = self.last_count.max(count);
                 self.stale = self.on;
             }
-            // The caller detects the loss with [`PmuEvent::lost_ns`].
+            // The event lost its counter. The core detects this with [`PmuEvent::lost_ns`].
             Ok(None) => {}
             Err(e) => log::debug!("reading a host event failed: {}", crate::error_line(&e)),
         }
@@ -639,8 +645,8 @@ impl PmuEvent for HostEvent {
     }
 
     fn arm(&mut self, overflow_in: u64) -> Result<(), PmuError> {
-        // Read before the kernel restarts the period, so that the overflow never precedes the armed
-        // count.
+        // Reads the count before the kernel restarts the period, so that the overflow never occurs
+        // before the armed count.
         let count = self.read();
         self.rearm(count, overflow_in)
     }
@@ -662,7 +668,8 @@ impl PmuEvent for HostEvent {
 
     fn overflowed(&mut self) -> Option<u64> {
         let Some(at) = self.armed_at else {
-            // The kernel reloads the period itself after an overflow without a re-arm.
+            // Parks an event that overflowed and was not re-armed, because the kernel reloads its
+            // period.
             if self.on {
                 self.park();
             }

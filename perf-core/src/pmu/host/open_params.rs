@@ -52,7 +52,7 @@ impl OpenParams {
                 source,
             },
             Some(libc::ENODEV) => missing_cpu_error(libc::ENODEV),
-            // The kernel reports a nonexistent CPU as `EINVAL` only.
+            // For a CPU number out of range, the kernel returns only `EINVAL`.
             Some(libc::EINVAL) if cpu >= fd::cpus() => missing_cpu_error(libc::EINVAL),
             _ => HostPmu::open_error(source, self.guest),
         }
@@ -71,15 +71,14 @@ impl OpenParams {
         Ok((Arc::new(fd), map))
     }
 
-    /// Opens the event in `group`. Returns `None` if the kernel rejects it there or if it would
-    /// count differently there. `counts` is set for an event that does not sample.
+    /// Opens the event in `group`. Returns `None` if the kernel rejects this or if the event would
+    /// count differently in the group. `counts` is set for an event that does not sample.
     pub(super) fn join(
         &self,
         group: Arc<KernelGroup>,
         counts: bool,
     ) -> Option<(GroupMembership, Arc<PerfFd>, Option<PerfMap>)> {
-        // The kernel could silently take a counter away from a group with a leader that is not
-        // pinned.
+        // The kernel may silently take the counters of a group away if its leader is not pinned.
         if group.counted != self.counted || self.hardware && !group.pinned || group.is_full() {
             return None;
         }

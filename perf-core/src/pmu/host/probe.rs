@@ -32,7 +32,7 @@ const GENERIC: [(&str, u32); 10] = [
     ("ref-cycles", b::PERF_COUNT_HW_REF_CPU_CYCLES),
 ];
 
-/// Events that advance whenever code runs.
+/// Generic events that advance whenever a thread runs.
 const ALWAYS_COUNTED: [u32; 5] = [
     b::PERF_COUNT_HW_CPU_CYCLES,
     b::PERF_COUNT_HW_INSTRUCTIONS,
@@ -113,8 +113,8 @@ impl HostProbe {
                 opens: r.is_ok() && (!ALWAYS_COUNTED.contains(&config) || host.counts(config)),
             })
             .collect();
-        // Host-only events can still be opened while a mediated guest runs, but events that count a
-        // guest cannot.
+        // No host counter can count a guest while a mediated guest runs, although host-only events
+        // still open.
         let counters = match &hybrid {
             None if !mediated => HostCounters::find(host, nmi_watchdog),
             _ => HostCounters::default(),

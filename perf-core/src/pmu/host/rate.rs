@@ -46,7 +46,7 @@ pub(super) struct ClockRate {
 }
 
 impl ClockRate {
-    /// Counts the event as armed.
+    /// Registers the event as armed.
     pub(super) fn begin(&mut self) {
         if let Some(together) = &self.together
             && !std::mem::replace(&mut self.rings, true)
@@ -55,7 +55,7 @@ impl ClockRate {
         }
     }
 
-    /// Counts the event as disarmed.
+    /// Registers the event as disarmed.
     pub(super) fn end(&mut self) {
         if let Some(together) = &self.together
             && std::mem::take(&mut self.rings)
@@ -64,8 +64,8 @@ impl ClockRate {
         }
     }
 
-    /// Returns the period that is programmed if the period `asked` is requested: at least the
-    /// minimum for the number of armed clock events on the same thread or CPU.
+    /// Returns the period to program for a requested period of `asked`: at least the minimum for
+    /// the number of armed clock events on the same thread or CPU.
     pub(super) fn period_for(&self, asked: u64) -> u64 {
         let Some(together) = &self.together else {
             return asked;
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(ClockRate::default().period_for(1), 1, "no clock");
         drop((first, other));
         drop(of(3));
-        // Threads without clocks are removed.
+        // Entries of threads without clock events are removed.
         assert_eq!(clocks.0.lock().unwrap().len(), 1);
     }
 }
