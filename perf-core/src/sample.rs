@@ -49,7 +49,7 @@ pub(crate) struct Sampling {
     pub freq: u64,
     /// `true` if the event counts nanoseconds. Its frequency then determines a fixed period.
     is_clock: bool,
-    /// Number of counts until the next overflow. Valid while the driver event is off.
+    /// Number of counts until the next overflow. Valid while the driver event is stopped.
     left: u64,
     /// Count at which the next overflow is due. Valid while the driver event is started, and always
     /// for a software event raised by the VMM.
@@ -292,7 +292,8 @@ impl Sampling {
 
     /// Returns the time running since the last measurement of the rate.
     fn unmeasured_ns(&self, running_ns: u64) -> u64 {
-        // Times decrease if contexts are exchanged.
+        // `abs_diff`, because the time running of an event may decrease when contexts are
+        // exchanged.
         running_ns.abs_diff(self.measured_ns)
     }
 
@@ -305,7 +306,7 @@ impl Sampling {
     /// measurement includes the idle time.
     pub fn measure(&mut self, raw: u64, running_ns: u64) -> bool {
         let counted = raw.wrapping_sub(self.measured_at);
-        // An overflow that is serviced late was due before the last measurement.
+        // An overflow that is serviced late may have been due before the last measurement.
         if counted.cast_signed() <= 0 {
             return false;
         }

@@ -106,7 +106,7 @@ impl EventHandle {
     }
 
     /// Resets the count to zero, including the counts of exited children. The times are not reset,
-    /// and neither is a package count, which the driver provides.
+    /// and neither is a package count (a driver's single count for the whole VM).
     ///
     /// # Errors
     ///

@@ -201,9 +201,9 @@ impl EventHandle {
         Ok(count)
     }
 
-    /// Returns the age of the last value of a package count, in nanoseconds (see
-    /// [`crate::PmuEvent::count_age_ns`]), or `None` for an event that counts directly and always
-    /// returns a current value.
+    /// Returns the age of the last value of a package count (a driver's single count for the whole
+    /// VM), in nanoseconds. Returns `None` for an event that counts directly and always returns a
+    /// current value. See [`crate::PmuEvent::count_age_ns`].
     ///
     /// # Errors
     ///

@@ -148,7 +148,8 @@ impl Context {
         })
     }
 
-    /// Returns event `key` if it still belongs to `shared`.
+    /// Returns the event at `key`, or `None` if the event of `shared` was removed and its key is
+    /// unused or reused.
     pub fn get(&mut self, key: EventKey, shared: &Arc<EventShared>) -> Option<&mut Event> {
         self.events
             .get_mut(key)

@@ -17,8 +17,8 @@ use crate::schedule::ClassQueue;
 use crate::time::TimeTotals;
 
 impl Context {
-    /// Returns the count and times of the event itself. Reads the count first, so that both are
-    /// consistent.
+    /// Returns the count and times of one event, excluding its children. Reads the count first, so
+    /// that count and times are consistent.
     #[inline]
     pub fn totals(&mut self, key: EventKey, now_ns: u64) -> Totals {
         let time = self.clock.advance(now_ns);

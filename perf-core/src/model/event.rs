@@ -189,8 +189,8 @@ impl Event {
         }
     }
 
-    /// Returns the count since the last reset. The count of a package-wide driver is returned
-    /// unmodified.
+    /// Returns the count since the last reset. A package count (a driver's single count for the
+    /// whole VM) is returned unmodified.
     pub fn count(&mut self) -> u64 {
         if let Source::Driver(driver) = &mut self.source
             && let Some(total) = driver.count()
@@ -206,7 +206,7 @@ impl Event {
             && matches!(&self.source, Source::Driver(driver) if driver.lost_ns().is_some())
     }
 
-    /// Returns the age of the last value of a package count in nanoseconds, or `None` for ordinary
+    /// Returns the age of the last value of a package count in nanoseconds, or `None` for all other
     /// events.
     pub fn count_age_ns(&mut self) -> Option<u64> {
         match &mut self.source {

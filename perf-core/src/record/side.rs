@@ -33,7 +33,7 @@ pub struct LostRecord {
     pub id: u64,
     /// Number of lost records.
     pub lost: u64,
-    /// Trailer.
+    /// Trailer of the record.
     pub sample_id: SampleId,
 }
 
@@ -76,7 +76,7 @@ pub struct ThrottleRecord {
     pub id: u64,
     /// ID of the event itself.
     pub stream_id: u64,
-    /// Trailer.
+    /// Trailer of the record.
     pub sample_id: SampleId,
 }
 
@@ -126,15 +126,15 @@ pub struct TaskRecord {
     pub fork: bool,
     /// Process ID of the vCPU's VM.
     pub pid: u32,
-    /// Parent process id.
+    /// Parent process ID.
     pub ppid: u32,
     /// Thread ID of the vCPU.
     pub tid: u32,
-    /// Parent thread id.
+    /// Parent thread ID.
     pub ptid: u32,
     /// Time in nanoseconds.
     pub time_ns: u64,
-    /// Trailer.
+    /// Trailer of the record.
     pub sample_id: SampleId,
 }
 
@@ -185,7 +185,7 @@ impl TaskRecord {
 pub struct SwitchRecord {
     /// `true` if the context was scheduled out.
     pub out: bool,
-    /// Trailer.
+    /// Trailer of the record.
     pub sample_id: SampleId,
 }
 
@@ -227,7 +227,7 @@ pub struct ReadRecord<'a> {
     pub tid: u32,
     /// Final values.
     pub values: ReadValues<'a>,
-    /// Trailer.
+    /// Trailer of the record.
     pub sample_id: SampleId,
 }
 
@@ -272,7 +272,7 @@ pub struct CommRecord<'a> {
     pub tid: u32,
     /// Name. At most 15 bytes, up to the first NUL, are written.
     pub name: &'a [u8],
-    /// Trailer.
+    /// Trailer of the record.
     pub sample_id: SampleId,
 }
 
@@ -310,7 +310,7 @@ impl<'a> CommRecord<'a> {
     }
 }
 
-/// Returns the name of a mapping as written, without padding.
+/// Returns the part of a mapping name that is written to an MMAP record, without padding.
 fn mapping_name(name: &[u8]) -> &[u8] {
     match until_nul(name) {
         name if name.len() < PATH_MAX => name,
@@ -331,12 +331,12 @@ pub struct MmapRecord<'a> {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Offset in the file, in bytes.
+    /// Offset of the mapping in its file, in bytes.
     pub pgoff: u64,
-    /// File, or a name such as `//anon` for memory without one. A path of 4096 bytes or more is
-    /// written as `//toolong`.
+    /// Path of the mapped file, or a name such as `//anon` for memory without a file. A path of
+    /// 4096 bytes or more is written as `//toolong`.
     pub name: &'a [u8],
-    /// Trailer.
+    /// Trailer of the record.
     pub sample_id: SampleId,
 }
 

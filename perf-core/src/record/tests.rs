@@ -70,7 +70,7 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
     }
 }
 
-/// Returns `full` restricted to the fields of `format`.
+/// Returns the expected result of decoding `full`: fields that `format` lacks are empty.
 fn projected<'a>(
     full: &Sample<'a>,
     format: RecordFormat,
@@ -279,7 +279,7 @@ fn encoded_id(format: RecordFormat) -> Vec<u8> {
     there.flat_map(|(_, word)| word.to_ne_bytes()).collect()
 }
 
-/// Returns [`ID`] restricted to the fields of `format`.
+/// Returns the expected result of decoding [`ID`]: fields that `format` lacks are 0.
 fn told(format: RecordFormat) -> SampleId {
     let has = |fields| format.sample_id_all && format.sample_type.intersects(fields);
     let or_0 = |fields, value| if has(fields) { value } else { 0 };
@@ -298,7 +298,7 @@ fn sample_fields_are_in_abi_order() {
     let format = RecordFormat {
         sample_type: SampleType::all(),
         read_format: ReadFormat::ID | ReadFormat::LOST,
-        // Samples have no trailer.
+        // Has no effect on samples, which have no trailer.
         sample_id_all: true,
     };
     let entries = [entry((100, 101, 102))];
@@ -306,9 +306,10 @@ fn sample_fields_are_in_abi_order() {
     let header = 9 | (5 | 1 << 14) << 32 | (bytes.len() as u64) << 48;
     let raw = 4 | u64::from(u32::from_ne_bytes(*b"raw!")) << 32;
     let word = |bytes: &[u8; 8]| u64::from_ne_bytes(*bytes);
-    // Identifier, ip, pid and tid, time, addr, id, stream id, cpu, period.
+    // Fields with a fixed size: identifier, ip, pid and tid, time, addr, id, stream id, cpu,
+    // period.
     let fixed = [header, 9, 0x1111_2222_3333_4444, 5 | 6 << 32, 7, 8, 9, 10, 11, 12];
-    // Read values, call chain and raw data.
+    // Fields with a variable size: read values, call chain, raw data.
     let lists = [100, 101, 102, 2, 0xa, 0xb, raw];
     let branches = [2, 1, 2, 3, 4, 5, 6 << 20];
     let stack = [16, word(b"the stac"), word(b"k's top."), 16];
@@ -326,7 +327,7 @@ fn sample_without_user_context_takes_sixteen_bytes() {
         decode(&bytes, format),
         Ok(DecodedRecord::Sample(Sample::default()))
     );
-    // The stack size exceeds its record.
+    // A stack whose stated size exceeds the record is rejected.
     let mut sample = Sample::default();
     sample.user.stack = &[7; 32];
     let mut long = encoded(&sample, format);
@@ -494,7 +495,8 @@ fn record_too_short_for_its_trailer_is_refused() {
         sample_id_all: true,
         ..RecordFormat::default()
     };
-    // A LOST record with a trailer has 8 + 16 + 48 bytes.
+    // A complete LOST record has a header of 8 bytes, a body of 16 bytes, and a trailer of 48
+    // bytes.
     for (body, field) in [(0, "trailer"), (40, "trailer"), (48, "id"), (56, "count")] {
         let mut bytes = Vec::new();
         put_header(&mut bytes, RecordType::LOST, RecordMisc::default(), 8 + body);

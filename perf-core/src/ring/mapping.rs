@@ -131,7 +131,7 @@ impl Mapping {
             return Err(Error::last_os_error());
         }
         let base = NonNull::new(base.cast::<u8>()).ok_or_else(|| Error::from_raw_os_error(libc::EINVAL))?;
-        // Owns the range from here on, so the errors below unmap it.
+        // From here on, `mapping` owns the range and unmaps it if an error is returned below.
         let mapping = Self {
             base,
             len,
@@ -289,7 +289,8 @@ mod tests {
             data_writable: true,
         };
         let mapping = Mapping::memfd(memory.as_fd(), PAGE_SIZE, access).unwrap();
-        // The kernel lists the control page and the following data as one mapping.
+        // The kernel lists the control page and the data that follows it as one mapping, and the
+        // mirrored data as another.
         assert!(mapping_count(&memory) >= 2);
         drop(mapping);
         assert_eq!(mapping_count(&memory), 0);
@@ -303,7 +304,7 @@ mod tests {
         let other = reopened(memory.as_fd()).unwrap();
         assert!(is_open_elsewhere(fd.as_fd()).unwrap());
         drop(other);
-        // The check is repeated, because it must return the lease that it takes.
+        // Checks twice, because a check takes a lease that it must release again.
         assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
         assert!(!is_open_elsewhere(fd.as_fd()).unwrap());
         // A file that cannot be checked returns an error.

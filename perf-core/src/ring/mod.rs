@@ -156,7 +156,7 @@ pub enum RingError {
     },
 }
 
-/// The writers' side of a ring, shared (`Arc`) by all events that write to it.
+/// A ring for its writers, shared (`Arc`) by all events that write to it.
 pub struct Ring {
     protocol: Protocol<AtomicU64>,
     mapping: Mapping,
@@ -225,8 +225,8 @@ impl Ring {
         let data_size = data_pages * PAGE_SIZE;
         let memfd =
             mapping::sealed_memfd(PAGE_SIZE + data_size).map_err(os("creating a memfd for the ring"))?;
-        // Clients receive a file descriptor that the kernel counts, so that the last use is
-        // detectable.
+        // The kernel counts users of a reopened file descriptor only, so clients receive that one.
+        // The ring can then detect when the last client has released the memory.
         let memfd = match mapping::reopened(memfd.as_fd()) {
             Ok(counted) => counted,
             Err(e) => {
@@ -385,7 +385,7 @@ impl Ring {
         self.wake.hang_up();
     }
 
-    /// Returns the owner's side of the control page.
+    /// Returns a writer for the counter fields of the control page.
     pub fn control(&self) -> ControlPageWriter<'_> {
         ControlPageWriter {
             page: self.mapping.control(),
@@ -413,8 +413,8 @@ impl Ring {
     /// Pauses or resumes the ring. Records in a paused ring are counted as lost, so a reader can
     /// walk an overwrite ring without being overrun.
     pub fn pause(&self, on: bool) {
-        // Relaxed, because a writer between this check and its reservation is equivalent to an
-        // earlier one.
+        // Relaxed, because a writer that passes the pause check just before this store may still
+        // write its record, as if it had written earlier.
         self.paused.store(on, Relaxed);
     }
 
@@ -515,8 +515,8 @@ impl Ring {
     }
 
     /// Reserves `size` bytes for `records` records, preceded by a LOST record if losses are
-    /// pending, and returns their position. If the reservation fails, counts `records` further
-    /// losses.
+    /// pending, and returns their position. If the reservation fails, counts the `records` records
+    /// as lost.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -577,8 +577,8 @@ impl Ring {
         }
     }
 
-    /// Counts `lost` losses after a failed reservation. These are the new losses and those that
-    /// were taken for a LOST record that is not written.
+    /// Counts `lost` records as lost after a failed reservation: the rejected records, and the
+    /// earlier losses that the LOST record would have reported.
     #[cold]
     fn count_refused(&self, lost: u64) -> RingError {
         if lost != 0 {

@@ -114,7 +114,7 @@ impl Ring {
             let units = unit(tail);
             assert!(units >= 2 && tail + 8 * units <= head, "whole records only");
             let tag = unit(tail + 8);
-            // All words are of one writer.
+            // All words of a record were written by the same writer.
             assert!((1..units).all(|n| unit(tail + 8 * n) == tag));
             tail += 8 * units;
             records += 1;
@@ -200,15 +200,15 @@ fn p28_batch_is_published_at_once_beside_another_writer() {
         other.join().expect("no panic");
         assert_eq!(all + ring.read(), 3);
         assert_eq!(ring.head.load(Relaxed), 48);
-        // The third sample wakes the reader, once all can be read.
+        // The record with the third sample wakes the reader after all three records are readable.
         assert_eq!(ring.notified.load(Relaxed), 48);
     });
 }
 
 #[test]
 fn p29_alternating_publishers_never_move_head_back() {
-    // The second writer may publish before or after the first, or leave publication to the first. A
-    // reader checks twice.
+    // Two writer threads publish concurrently. Each may publish first or leave the publication to
+    // the other. The reader checks the head twice.
     check(3, || {
         let ring = Ring::new(false);
         let writer = {
@@ -239,7 +239,8 @@ fn p29_space_is_reused_only_after_the_reader_gave_it_back_and_the_head_never_goe
         assert!(ring.write(4, 1));
         let writer = {
             let ring = Arc::clone(&ring);
-            // The first record fits, and the second fits only if the reader was fast enough.
+            // The first record always fits. The second fits only if the reader has released enough
+            // space.
             thread::spawn(move || usize::from(ring.write(3, 2)) + usize::from(ring.write(3, 3)))
         };
         let before = ring.head.load(Relaxed);
@@ -292,7 +293,7 @@ fn p30_written_and_lost_records_add_up() {
 fn p30_losses_are_reported_once_when_two_writers_find_them_pending() {
     check(3, || {
         let ring = Ring::new(false);
-        // One record fits, and one loss is pending for the next.
+        // The ring has space for one record. The second attempt is lost, and its loss is pending.
         assert_eq!(attempt(&ring, 1), (1, 0));
         assert_eq!(attempt(&ring, 2), (0, 0));
         let writer = {
@@ -321,7 +322,7 @@ fn p31_last_due_record_wakes_reader_after_publication() {
         for writer in writers {
             writer.join().expect("no panic");
         }
-        // A notification follows the last publication.
+        // The reader is notified after the last publication.
         assert_eq!(ring.notified.load(Relaxed), 32);
     });
 }
@@ -343,7 +344,8 @@ fn p31_a_count_of_samples_gives_exactly_its_share_of_wakeups() {
 
 #[test]
 fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
-    // Every record is an eighth of the ring or more, so every overlapping end closes a generation.
+    // Each record is at least an eighth of the ring, so each writer that ends while another is in
+    // flight closes a generation.
     check(3, || {
         let ring = Ring::new(false);
         let other = {
@@ -353,8 +355,9 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
         let first = ring.begin(2).expect("room");
         let second = ring.begin(2).expect("room");
         ring.fill(&first, 2);
-        // If the other writer ended in between, the first is the last of the old generation. It
-        // must publish exactly up to its boundary, because the second record is not written yet.
+        // If the other writer ended in between, `first` is the last record of the old generation.
+        // Ending it must publish exactly up to the boundary of that generation, because `second` is
+        // not written yet.
         ring.end(first);
         let mut seen = ring.read();
         ring.fill(&second, 3);

@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU16, AtomicU32, AtomicU64, 
 /// Bit `cap_bit0_is_deprecated` of `capabilities`, so that readers do not mistake bit 0 for
 /// `cap_user_rdpmc`.
 const CAP_BIT0_IS_DEPRECATED: u64 = 1 << 1;
-/// Value of `size`: the defined bytes of the page's first part (the offset of the reserved gap).
+/// Value of the `size` field: number of bytes before the reserved gap of the page.
 const DEFINED_BYTES: u32 = 96;
 
-/// Number of equal parts of an overwrite ring, for each of which the page has the position of a
+/// Number of equal sections of an overwrite ring. For each section, the control page locates a
 /// record.
 pub(super) const PARTS: usize = 16;
 
@@ -37,9 +37,9 @@ pub(super) struct ControlPage {
     time_cycles: AtomicU64,
     time_mask: AtomicU64,
     reserved: [AtomicU64; 116 - PARTS],
-    /// Extension of the kernel's layout, in its reserved words: for each part of an overwrite ring,
-    /// the first position in it at which a record begins. An entry is outdated if no record has
-    /// updated it during the writers' last pass through the ring.
+    /// Extension of the kernel's layout, in its reserved words: for each of the [`PARTS`] sections
+    /// of an overwrite ring, the first position in it at which a record begins. An entry is
+    /// outdated if no record has updated it during the writers' last pass through the ring.
     record_starts: [AtomicU64; PARTS],
     pub(super) data_head: AtomicU64,
     pub(super) data_tail: AtomicU64,
@@ -61,13 +61,13 @@ pub struct ControlPageField {
     pub time_running_ns: u64,
 }
 
-/// Error returned while another update of the control page is in progress.
+/// Error of [`ControlPageWriter::update`] while another update is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("another thread, or the code that this thread interrupted, is updating the control page")]
 pub struct ControlPageBusy;
 
-/// The owner's side of the control page, which updates [`ControlPageField`] under the page's
-/// sequence lock.
+/// A writer for the counter fields of the control page. Updates [`ControlPageField`] under the
+/// sequence lock of the page.
 pub struct ControlPageWriter<'a> {
     pub(super) page: &'a ControlPage,
     pub(super) busy: &'a AtomicBool,

@@ -78,21 +78,22 @@ impl ProtocolState {
     fn old(self) -> u64 {
         self.0 >> OLD_SHIFT
     }
-    /// Returns the state with one more writer and the head advanced by `units`.
+    /// Returns the state with one more writer and with the head advanced by `units` of 8 bytes.
     fn with_writer(self, units: u64) -> u64 {
         ((self.0 & !HEAD_MASK) | ((self.head() + units) & HEAD_MASK)) + CURRENT_ONE
     }
-    /// Returns the state with the current generation closed and an empty new one.
+    /// Returns the state after the current generation was closed: its writers are in the old
+    /// generation, and the new current generation has no writers.
     fn closed(self) -> u64 {
         (self.current() << OLD_SHIFT) | (self.parity() ^ PARITY) | self.head()
     }
 }
 
-/// Alignment to a pair of cache lines, because adjacent lines are fetched in pairs.
+/// A value aligned to two cache lines, because processors prefetch adjacent lines in pairs.
 #[repr(align(128))]
 pub(super) struct CacheAligned<T>(pub(super) T);
 
-/// Words that every record writes twice.
+/// Words that change twice per record: when the record begins and when it ends.
 struct HotWords<W> {
     state: W,
     /// Boundary of the old generation. The writer that closes the generation writes it while still
@@ -158,7 +159,7 @@ pub(super) struct Claim {
     /// Position after the last byte.
     pub(super) end: u64,
     parity: u64,
-    /// Set if the reader must be woken when this range is published.
+    /// Set if the reader must be woken when the range is published.
     wake: bool,
 }
 
@@ -214,7 +215,8 @@ impl<W: AtomicWord> Protocol<W> {
     /// Takes the number of losses that the next record must report.
     #[inline]
     pub(super) fn take_lost(&self) -> u64 {
-        // The plain load keeps the line shared between writers while nothing is lost.
+        // A plain load first, so that writers can share the cache line as long as no record is
+        // lost.
         if self.cold.0.lost.load(Relaxed) == 0 {
             0
         } else {
@@ -262,8 +264,8 @@ impl<W: AtomicWord> Protocol<W> {
             let room = if self.shape.overwrite {
                 ahead + units <= self.shape.in_flight_max() >> 3
             } else {
-                // Without a writer nothing below the head is in flight, and the published position
-                // is outdated.
+                // Without a writer, all bytes below the head are published, and the published
+                // position that was loaded above is outdated.
                 let in_flight = if state.current() == 0 && state.old() == 0 {
                     0
                 } else {
@@ -281,8 +283,8 @@ impl<W: AtomicWord> Protocol<W> {
                     fresh = true;
                     continue;
                 }
-                // The state may have changed between the loads; a failure must be based on a
-                // consistent view.
+                // The three loads may belong to different states. Fails only if the state and the
+                // published position have not changed since.
                 if hot.state.load(Relaxed) == seen && hot.published.load(Relaxed) == published {
                     return None;
                 }
@@ -315,13 +317,15 @@ impl<W: AtomicWord> Protocol<W> {
         let mut due = false;
         let events = cold.wakeup_events.load(Relaxed);
         if events != 0 && samples != 0 {
-            // A running count, so that n samples cause exactly one wakeup for any interleaving.
+            // Continuous count of all samples, so that every n samples cause exactly one wakeup,
+            // regardless of the order of writers.
             let before = self.wake.0.samples.fetch_add(samples, Relaxed);
             due = events == 1 || before % events + samples >= events;
         }
         let last = cold.last_crossing.load(Relaxed);
         if end.wrapping_sub(last).cast_signed() >= cold.watermark.load(Relaxed).cast_signed() {
-            // If several writers cross the watermark concurrently, one of them wakes the reader.
+            // If several writers cross the watermark concurrently, only one of them wakes the
+            // reader.
             due |= cold.last_crossing.swap_if(last, end).is_ok();
         }
         due
@@ -351,8 +355,9 @@ impl<W: AtomicWord> Protocol<W> {
         let mut seen = hot.state.load(Acquire);
         loop {
             let state = ProtocolState(seen);
-            // A generation is drained before another is closed, so a generation that is not current
-            // is the only old one.
+            // At most one old generation exists, because a generation must be drained before the
+            // next is closed. If this writer is not in the current generation, it is therefore in
+            // the old one.
             let closed = state.parity() != claim.parity;
             let publish_to = match (closed, state.old(), state.current()) {
                 // This is the only writer, or the last of the old generation while the current one
@@ -423,8 +428,8 @@ impl<W: AtomicWord> Protocol<W> {
         // Release: pairs with the reader's Acquire load of data_head, so a reader that sees the
         // head sees the records. Also corrects values that another process has written there.
         shared.data_head.store(to, Release);
-        // After data_head, so that a writer that sees this position can rely on readers seeing it
-        // too. Release: pairs with the Acquire load in `reserve`.
+        // Stored after data_head, so that a writer that sees this position knows that readers can
+        // see it too. Release: pairs with the Acquire load in `reserve`.
         self.hot.0.published.store(to, Release);
     }
 
@@ -435,8 +440,8 @@ impl<W: AtomicWord> Protocol<W> {
         if due == 0 {
             return false;
         }
-        // A later record that is due as well is left to its own publisher, but the reader is
-        // notified of the earlier records now.
+        // If a record after `to` is also due, `due` is kept for the writer that publishes that
+        // record. The reader is notified of the earlier records now.
         if due <= to {
             let _ = self.wake.0.due.swap_if(due, 0);
         }
@@ -458,7 +463,7 @@ mod tests {
 
     const SIZE: u64 = 4096;
 
-    /// A ring without data.
+    /// A ring protocol without a data area.
     struct TestRing<W> {
         protocol: Protocol<W>,
         head: W,
@@ -509,8 +514,8 @@ mod tests {
         for overwrite in [false, true] {
             let ring = TestRing::<AtomicU64>::new(overwrite);
             ring.pass(64);
-            // A writer is preempted before it decrements the count. Other writers fill the ring and
-            // close its generation.
+            // The first writer is preempted before it decrements the writer count. Other writers
+            // fill the ring and close its generation.
             let preempted = ring.begin(64).expect("room");
             let mut end = preempted.end;
             while let Some(claim) = ring.begin(64) {
@@ -570,7 +575,7 @@ mod tests {
         let ring = TestRing::<AtomicU64>::new(false);
         let first = ring.begin(2048).expect("room");
         let second = ring.begin(512).expect("room");
-        // Closes the generation. Only the first writer is in flight, in the old generation.
+        // Closes the generation. Only `first` is then in flight, in the old generation.
         ring.end(second);
         ring.tail.store(2560, Release);
         assert!(ring.begin(2048).is_none(), "it would run into the first");
@@ -582,7 +587,7 @@ mod tests {
     fn p29_tail_beyond_head_does_not_free_records_in_flight() {
         let ring = TestRing::<AtomicU64>::new(false);
         let first = ring.begin(2048).expect("room");
-        // The reader claims to have read bytes that are still being written.
+        // An invalid tail: it covers bytes that are still being written.
         ring.tail.store(2048, Release);
         assert!(ring.begin(2048).is_none(), "it would run into the first");
         let second = ring.begin(2040).expect("room up to the first");
@@ -592,7 +597,7 @@ mod tests {
         assert_eq!(ring.published(), 4088);
     }
 
-    /// The action of another thread at a given access of this thread.
+    /// An action of another thread, and the access of this thread at which the action runs.
     type AccessHook = (AccessPoint, Box<dyn FnOnce()>);
 
     thread_local! {
@@ -601,9 +606,9 @@ mod tests {
 
     #[derive(Clone, Copy, PartialEq)]
     enum AccessPoint {
-        /// Before a compare-and-swap.
+        /// Immediately before a compare-and-swap.
         Swap,
-        /// After this number of loads.
+        /// After this many loads.
         Loads(u32),
     }
 
@@ -695,7 +700,7 @@ mod tests {
             meanwhile(AccessPoint::Swap, move || {
                 assert_eq!(ring.published(), all);
                 let joiner = ring.begin(64).expect("room");
-                // The preempted writer ends.
+                // The joining writer ends before the preempted writer's compare-and-swap.
                 meanwhile(AccessPoint::Swap, move || {
                     assert_eq!(ring.published(), all, "data_head is never taken back");
                     ring.end(joiner);
@@ -714,7 +719,8 @@ mod tests {
         let ring = stepped_ring(true);
         let first = ring.begin(SIZE / 4).expect("as much as may be in flight");
         assert!(ring.begin(8).is_none());
-        // The loads are the tail, the published position and the state.
+        // `reserve` loads the tail, then the published position, then the state. The first record
+        // ends before the load of the state.
         meanwhile(AccessPoint::Loads(2), move || ring.end(first));
         assert!(ring.begin(8).is_some());
         assert_eq!(ring.published(), SIZE / 4);

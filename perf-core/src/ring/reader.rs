@@ -362,7 +362,7 @@ impl RingReader {
         if self.tail == self.head {
             self.refill()?;
         } else if self.mode == RingMode::Writable {
-            // The last batch ended early; `next_record` reports the reason.
+            // The last batch ended at a corrupt record. Returns the error of that record.
             self.size_at(self.tail)?;
         }
         Ok(RingRecordBatch { reader: self })
@@ -463,7 +463,8 @@ impl RingReader {
         let size = match self.size_at(position) {
             Ok(size) => size,
             Err(corrupt) => {
-                // If the writer has wrapped, the record is overwritten rather than corrupt.
+                // If the writer has overtaken the reader, the record was overwritten and is not
+                // corrupt.
                 let head = self.head;
                 self.tail = position;
                 self.check_not_overwritten()?;
@@ -472,7 +473,8 @@ impl RingReader {
             }
         };
         if size > self.mask + 1 {
-            // The size was limited only by the distance to the head, which may be several laps.
+            // `size_at` limits the size only to the distance to the head, which may be several
+            // times the ring size after an overrun.
             self.check_not_overwritten()?;
             return Err(self.corrupt(position, size));
         }
@@ -499,7 +501,8 @@ impl RingReader {
         if behind <= self.trusted_len() {
             return Ok(());
         }
-        // A record near the limit would be overwritten before it is read.
+        // Skips half of the ring, because a record close to the limit would be overwritten before
+        // it is read.
         let start = self.page().oldest_record(head, self.size() / 2);
         let bytes = start.wrapping_sub(self.tail);
         (self.tail, self.head) = (start, head);

@@ -21,7 +21,7 @@ fn drain(reader: &mut RingReader) -> (Vec<(usize, u64)>, u64) {
         } else {
             assert_eq!(record.ty(), 9);
             let tag = if record.bytes().len() > 8 { word(1) } else { 0 };
-            // All words are of one writer.
+            // All words of a record were written by the same writer.
             assert!((1..record.bytes().len() / 8).all(|n| word(n) == tag));
             records.push((record.bytes().len(), tag));
         }
@@ -41,7 +41,7 @@ fn ring_and_reader(pages: usize, mode: RingMode) -> (Arc<Ring>, RingReader) {
 
 #[test]
 fn head_wider_than_state_word_is_extended() {
-    // 2^47 units of 8 bytes.
+    // Starts just below 2^47 units of 8 bytes, where the head in the state word wraps.
     let ring = Arc::new(Ring::starting_at(1, RingMode::Writable, (1 << 50) - 4096).expect("a ring"));
     let mut reader = RingReader::of(Arc::clone(&ring));
     for n in 0..1000 {
@@ -63,7 +63,7 @@ fn nested_writers_are_published_by_the_outermost() {
         write(&ring, 32, 4).expect("room");
         inner.put_u64(3);
     }
-    // Nothing is published before the outermost record.
+    // No nested record is published before the outermost record ends.
     assert!(drain(&mut reader).0.is_empty());
     outer.put_u64(1);
     drop(outer);
@@ -73,7 +73,7 @@ fn nested_writers_are_published_by_the_outermost() {
 #[test]
 fn generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
     let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
-    // At least one record is always in flight.
+    // Each record begins before the previous one ends, so at least one is always in flight.
     let mut flying = ring.begin(64, true).expect("room");
     let mut seen = 0;
     for _ in 0..1000 {
@@ -94,7 +94,7 @@ fn generation_is_closed_so_that_overlapping_writers_cannot_starve_the_reader() {
 #[test]
 fn batch_is_published_at_once() {
     let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
-    // Often enough to wrap at every offset.
+    // Repeats often enough that the batch wraps at every possible offset.
     for n in 0..500 {
         let mut run = ring.begin_batch(24 + 40, 2).expect("room");
         let mut first = run.begin(24).expect("it is what was reserved");
@@ -103,7 +103,7 @@ fn batch_is_published_at_once() {
         first.put_u64(n);
         drop(first);
         assert_eq!(run.left(), 40);
-        // A record that interrupts the batch is published after it.
+        // A record that interrupts a batch is published together with the batch.
         write(&ring, 16, 7).expect("room");
         let mut second = run.begin(40).expect("it is what was reserved");
         second.put_u64(9);
@@ -125,7 +125,7 @@ fn unused_batch_space_is_one_zero_record() {
     let mut run = ring.begin_batch(400, 1).expect("room");
     assert_eq!(refused(run.begin(408)), ("too large", 400));
     assert_eq!(refused(run.begin(12)), ("size", 12));
-    // A leaked reservation inside the batch is a whole record too.
+    // A record whose reservation is leaked still has a valid header.
     std::mem::forget(run.begin(16).expect("room"));
     drop(run.begin(24).expect("room"));
     drop(run);
@@ -133,7 +133,7 @@ fn unused_batch_space_is_one_zero_record() {
     while let Some(record) = reader.next_record().expect("sound") {
         assert_eq!((record.ty(), record.misc()), (0, 0));
         if record.bytes().len() != 16 {
-            // Earlier contents are cleared.
+            // Unwritten bytes are zero and reveal no earlier contents.
             assert!(record.body().iter().all(|&byte| byte == 0));
         }
         sizes.push(record.bytes().len());
@@ -154,7 +154,7 @@ fn failed_batch_counts_no_loss_and_keeps_pending_losses() {
     let mut run = ring.begin_batch(16, 2).expect("room again");
     run.begin(16).expect("all of it").put(&[9, 0, 0, 0]);
     drop(run);
-    // A LOST record precedes it.
+    // A LOST record for the rejected batch precedes the new one.
     assert_eq!(drain(&mut reader).1, 1);
     assert_eq!(ring.pending_lost(), 0);
     let control_only = Ring::new(0, RingMode::Writable).expect("a ring");
@@ -208,7 +208,8 @@ fn lost_record_has_trailer_of_next_successful_writer() {
         let record = reader.next_record().expect("sound").expect("the record");
         assert_eq!(record.bytes().len(), largest);
 
-        // The same applies to a batch. A read that finds no record releases the space.
+        // The LOST record before a batch also ends with the trailer. `next_record` returns `None`
+        // here and thereby releases the space.
         assert!(reader.next_record().expect("sound").is_none());
         ring.pause(true);
         assert!(ring.begin(16, true).is_err());

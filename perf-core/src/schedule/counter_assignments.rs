@@ -19,7 +19,7 @@ pub(crate) struct CounterRequest {
     pub event: EventKey,
     /// Suitable counters.
     pub fits: CounterMask,
-    /// Counter assigned by the last plan that included the group.
+    /// Counter that the last plan with this group assigned to the event.
     pub seat: Option<u8>,
 }
 
@@ -33,12 +33,13 @@ struct AssignedEvent {
     want: usize,
 }
 
-/// A set of events that cannot all be active, because they outnumber their suitable counters.
+/// A conflict between events that cannot all be active, because there are more events than suitable
+/// counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CounterConflict {
-    /// Number of events that fit only these counters.
+    /// Number of events that fit only the contested counters.
     pub events: usize,
-    /// Number of counters.
+    /// Number of contested counters.
     pub counters: usize,
 }
 
@@ -47,10 +48,11 @@ pub(crate) struct CounterConflict {
 pub(crate) struct CounterAssignments {
     counters: CounterMask,
     free: CounterMask,
-    /// Counters of active events, which new events avoid if possible.
+    /// Counters of currently active events. New events use these counters only if no other counter
+    /// fits.
     kept: CounterMask,
     events: SmallVec<[AssignedEvent; 16]>,
-    /// Index into `events` of the event on each counter in use.
+    /// For each counter in use, the index into `events` of its event.
     sits: [u8; CounterMask::MAX_COUNTERS],
 }
 
@@ -184,7 +186,8 @@ impl CounterAssignments {
     /// are in use.
     #[expect(clippy::cast_possible_truncation, reason = "there are at most 64 counters")]
     fn make_room(&mut self, fits: CounterMask) -> Result<u8, CounterConflict> {
-        // For each reached counter outside `fits`, the counter whose event may move to it.
+        // For each counter that the search reaches outside `fits`: the counter whose event may move
+        // there.
         let mut from = [0u8; CounterMask::MAX_COUNTERS];
         let mut reached = fits;
         let mut edge = fits;
@@ -223,9 +226,10 @@ impl CounterAssignments {
         to
     }
 
-    /// Returns the events that compete for the counters of `reached`.
+    /// Returns the conflict among the events that compete for the counters of `reached`.
     fn conflict(&self, mut reached: CounterMask) -> CounterConflict {
-        // If no counter is free, the search did not follow all paths.
+        // Completes the set of competing counters, because the search ends early if no counter is
+        // free.
         loop {
             let more = reached.iter().fold(reached, |all, counter| {
                 all | self.events[usize::from(self.sits[counter])].fits
@@ -293,7 +297,8 @@ mod tests {
     #[test]
     fn shortest_augmenting_path_is_used() {
         let mut seats = CounterAssignments::new(CounterMask::first(4));
-        // Counters 3, 2 and 1 hold events that fit other counters. The new event needs counter 3.
+        // Counters 3, 2 and 1 hold events that also fit lower-numbered counters. The new event fits
+        // only counter 3.
         for bits in [0b1111, 0b0110, 0b0011] {
             seats.take_one(CounterMask::from_bits(bits)).unwrap();
         }
@@ -375,7 +380,7 @@ mod tests {
                 prop_assert!(next.take(GroupKey::new(0), &[*w], CounterMask::ALL, true).is_ok());
             }
             prop_assert_eq!(seats_of(&next), on.iter().map(|w| w.seat.unwrap()).collect::<Vec<_>>());
-            // New events that find a free counter move no other event.
+            // A new event that finds a free counter or is rejected moves no other event.
             for mask in new {
                 let free = !(next.free & CounterMask::from_bits(mask)).is_empty();
                 let before = seats_of(&next);

@@ -277,7 +277,7 @@ pub(crate) struct SlotPlan {
     pub failed: SmallVec<[GroupKey; 4]>,
 }
 
-/// Capacity that the preceding pinned groups leave for the flexible queues.
+/// Capacity that remains for the flexible queues after the pinned groups that precede them.
 #[derive(Debug, Default)]
 struct RemainingCapacity {
     /// Suitable counters of each event of the preceding pinned groups.
@@ -327,8 +327,8 @@ impl FreeCapacity {
     }
 
     fn offer(&mut self, key: GroupKey, group: &Group) -> SlotOffer {
-        // No group may overtake an exclusive group at the head of the queue, because multiplexed
-        // groups would otherwise never leave the PMU to it.
+        // An exclusive group at the head of the queue is not overtaken by groups that fit.
+        // Otherwise the multiplexed groups would always occupy the PMU.
         if self.exclusive || (group.exclusive && self.seats.len() > 0) {
             return SlotOffer::NoRoom;
         }
@@ -422,7 +422,7 @@ pub(crate) fn plan(
                     turn
                 });
                 for key in hopeless {
-                    // The group may have been offered twice.
+                    // Parks the group only once, even if it was offered twice.
                     if !std::mem::replace(&mut groups[key].parked, true) {
                         if let ClassQueue::Flexible(queue) = pool.queue(class) {
                             queue.remove(key);

@@ -6,7 +6,7 @@ use super::counter_assignments::CounterRequest;
 use super::*;
 use crate::model::keys::EventKey;
 
-/// Input of a planning test: the counters of the host and the groups.
+/// Input of a planning test: counters of the host, and groups.
 #[derive(Clone, Debug)]
 struct Asked {
     counters: u64,
@@ -66,7 +66,7 @@ fn asked() -> impl Strategy<Value = Asked> {
         })
 }
 
-/// Group numbers of a plan.
+/// Indices of the active and of the failed groups of a plan.
 struct Planned {
     on: Vec<usize>,
     failed: Vec<usize>,
@@ -185,7 +185,7 @@ proptest! {
             for class in world.asked.policy.order(world.pool.flexible_order()) {
                 let taken = |key: &&usize| world.asked.groups[**key].class == class;
                 if class.is_pinned() {
-                    // The queue order is the key order here.
+                    // The test queues groups in the order of their indices.
                     for (key, group) in world.asked.groups.iter().enumerate() {
                         if group.class == class {
                             let with: Vec<usize> = before.iter().copied().chain([key]).collect();
@@ -205,7 +205,8 @@ proptest! {
                     before.extend(plan.on.iter().filter(taken));
                 }
             }
-            // If no flexible group is active, none fits together with the pinned groups.
+            // If the plan has no active flexible group, none of them fits together with the pinned
+            // groups.
             let flexible = |key: usize| !world.asked.groups[key].class.is_pinned();
             if !plan.on.iter().any(|&key| flexible(key)) {
                 let pinned: Vec<usize> = plan.on.clone();

@@ -39,17 +39,18 @@ pub(crate) struct CoreInner {
     /// lock order: topology, family, context.
     topology: Lock<Topology>,
     pub opened: OpenEvents,
-    /// Numbers of open events for each software event ID.
+    /// Number of open events for each software event ID.
     pub gates: Arc<OpenEventCounts>,
-    /// Requested side-band record types.
+    /// Side-band record types that open events request.
     pub wanted: RecordDemand,
-    /// Ring memory by user.
+    /// Ring memory charged to each user.
     pub locked: Arc<RingMemory>,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct Topology {
-    /// Number of changes to the set of VM-wide events.
+    /// Number of VM-wide families opened so far. Contexts that were created at the same number
+    /// contain children of the same families.
     pub generation: u64,
 }
 

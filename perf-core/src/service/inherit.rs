@@ -41,8 +41,8 @@ impl CoreInner {
                     .collect()
             })
             .collect();
-        // Groups are sorted in the order of opening, so that contexts with the same history have
-        // the same layout.
+        // Sorts the groups by the time of opening, so that contexts with the same events have the
+        // same layout.
         groups.sort_by_key(|members| members[0].1.id);
         groups
     }
@@ -56,7 +56,7 @@ impl CoreInner {
         let mut leader = None;
         for (parent_key, parent) in members {
             self.check_child(&parent.attr, cell, leader)?;
-            // The topology lock is held, so the event is open.
+            // Always found, because the caller holds the topology lock and the event is open.
             let Some(links) = self.opened.get(parent.id) else {
                 continue;
             };
@@ -102,8 +102,8 @@ impl CoreInner {
         if rate.freq != 0
             && let Some(sibling) = family.live().first()
         {
-            // The family does not count itself. The adapted period of a sibling is a better start
-            // value than the initial period of 1.
+            // The parent of a family does not count, so its period stays at the initial value of 1.
+            // The adapted period of a sibling is a better start.
             rate.period = sibling.cell.lock().events[sibling.key].sampling.period;
         }
         let now_ns = cell.now_ns();
@@ -154,8 +154,8 @@ impl CoreInner {
             context.dead = true;
             context.discard_pending(self.record_origin(cell, now_ns));
         }
-        // No sample may follow the EXIT record. All events are stopped and serviced, and only READ
-        // records may follow.
+        // The EXIT record follows all samples of the vCPU, because all events are stopped and
+        // serviced now. Only READ records may follow it.
         if cell.is_vcpu() {
             self.task_record(cell, false);
         }
@@ -173,7 +173,8 @@ impl CoreInner {
                 let mut context = cell.lock();
                 let event = context.remove(key, now_ns);
                 cell.publish_raised(&context);
-                // File descriptors must not be closed under the lock.
+                // Releases the lock before the event is dropped, because dropping it may close file
+                // descriptors.
                 drop(context);
                 drop(event);
             }

@@ -17,7 +17,7 @@ pub(crate) struct RingMemory {
 #[derive(Debug, Default)]
 struct UserMemory {
     pages: u64,
-    /// Memory of rings that this process released while clients still mapped them.
+    /// Memory that clients still map although this process has dropped its rings.
     held: Vec<ClientMemory>,
 }
 
@@ -28,8 +28,8 @@ struct ClientMemory {
 }
 
 impl UserMemory {
-    /// Refunds memory that clients have released in the meantime. Costs one or two system calls per
-    /// ring.
+    /// Refunds ring memory that clients have released since the last call. Costs one or two system
+    /// calls per ring.
     fn sweep(&mut self) {
         let pages = &mut self.pages;
         self.held.retain(|held| {

@@ -15,7 +15,7 @@ use crate::model::slices::EstimateSum;
 use crate::model::totals::Totals;
 use crate::pmu::VcpuId;
 
-/// Objects related to an opened event.
+/// Family and output of an opened event.
 #[derive(Debug)]
 pub(crate) struct EventLinks {
     /// Children, for an event with a child per vCPU.
@@ -57,7 +57,7 @@ impl OpenEvents {
     }
 }
 
-/// Location of an event.
+/// A reference to an event in a context.
 #[derive(Clone, Debug)]
 pub(crate) struct EventRef {
     pub cell: Arc<ContextCell>,
@@ -75,11 +75,11 @@ pub(crate) struct Child {
     pub key: EventKey,
 }
 
-/// Output state of an opened event.
+/// The rings of an opened event: its own ring, and the redirections from and to it.
 #[derive(Debug, Default)]
 pub(crate) struct OutputState {
     pub own: Option<Arc<Output>>,
-    /// Number of mappings of the ring.
+    /// Number of calls of `map` that were not reverted by `unmap`.
     pub mappings: usize,
     /// Event whose ring this event uses instead of its own. The other event may be closed.
     pub redirect: Option<EventRef>,

@@ -23,7 +23,7 @@ pub(crate) fn service(
         wants: RegsRequest::default(),
     };
     let mut served = service.serve(cell, sink);
-    // Checked without the lock, because the VM context lock must not become contended by all vCPUs.
+    // Checked without the lock, so that vCPUs do not contend for the VM context lock.
     if core.vm.to_serve.swap(false, Ordering::Acquire) || core.vm.deferred.is_waiting() {
         served += service.serve(&core.vm, sink);
         core.vm.lock().request_service_if_armed();
@@ -53,8 +53,8 @@ impl OverflowService<'_> {
         loop {
             let mut batch = ReportBatch::new();
             {
-                // Events raised while registers are read are dropped, as during the handling of a
-                // raised event.
+                // Marks the level as being handled. An event that `regs` raises while the registers
+                // are read is then dropped, like an event that is raised while another is handled.
                 let Some(_level) = LevelGuard::enter(SoftwareEventLevel::Thread) else {
                     return noticed.served;
                 };
@@ -121,16 +121,16 @@ impl VcpuContext {
         let Some(guard) = LevelGuard::enter(level) else {
             return false;
         };
-        // The interrupted code may hold the lock, so only the run loop itself may block on it.
+        // Only the run loop may block on a context lock. A signal handler or nested call may have
+        // interrupted the code that holds it.
         let may_wait = level == SoftwareEventLevel::Thread && guard.is_outermost();
         let mut batch = ReportBatch::new();
         let (mut known, mut wants) = (RegsCache::default(), RegsRequest::default());
         let own = self.cell.load();
-        // VM-wide events count vCPUs only.
+        // A context that is not a vCPU does not raise events for the VM context.
         let vm = own.is_vcpu().then_some(&*core.vm);
         for target in vm.into_iter().chain([&**own]) {
-            // Checked without the lock, because the VM context lock must not become contended by
-            // all vCPUs.
+            // Checked without the lock, so that vCPUs do not contend for the VM context lock.
             if target.raised_events.load(Ordering::Relaxed) == 0 {
                 continue;
             }
@@ -156,7 +156,8 @@ impl VcpuContext {
                 if let (Some(seen), Some(mode)) = (&seen, mode) {
                     let more = context.raise_regs_request(id, n, mode);
                     if !seen.wants.covers(more) {
-                        // Reads the registers without any lock held.
+                        // Requests more registers and repeats the loop, which reads them without
+                        // any lock held.
                         wants.join(more);
                         continue;
                     }
@@ -167,7 +168,7 @@ impl VcpuContext {
             }
         }
         drop(guard);
-        // The sink may raise events itself.
+        // Called after the level was released, because the sink may raise events itself.
         batch.into_iter().for_each(sink);
         true
     }

@@ -16,7 +16,7 @@ use crate::service::core::{CoreInner, HardwareNeeds};
 use crate::service::error::OpenError;
 use crate::service::open_events::EventRef;
 
-/// Placement of a new event.
+/// The context, the source of the counts and the owner of a new event.
 pub(crate) struct Placement {
     pub cell: Arc<ContextCell>,
     pub source: Source,
@@ -76,9 +76,9 @@ impl CoreInner {
                 (package || !leads_family.unwrap_or(attr.inherit)).then_some(event)
             }
             Err(error @ (PmuError::NoSuchEvent | PmuError::Unsupported(_))) => {
-                // Without a vCPU to try, the error of a driver that cannot count VMs is final. A
-                // sibling is placed with its leader, so the leader's `inherit` flag determines
-                // whether later vCPUs are covered.
+                // A driver that cannot count a VM may count its vCPUs. The error is final if there
+                // is no vCPU yet and later vCPUs would not inherit the event. For a sibling, the
+                // leader's `inherit` flag applies.
                 let none = !self.vcpus.load().iter().any(|v| v.cell.load().is_vcpu());
                 let inherits = leader.map_or(attr.inherit, |l| l.shared.attr.inherit);
                 if leads_family == Some(false) || (none && !inherits) {
@@ -126,8 +126,8 @@ impl CoreInner {
         let Some(hardware) = HardwareNeeds::of(at, &*pmu, capacity, attr) else {
             return Ok(());
         };
-        // Assignments of the other events of this driver: those in the event's group, and all of
-        // them.
+        // Counter assignments of open events of this driver: those of the event's group, and those
+        // of all groups.
         let (mut group, mut all) = (
             CounterAssignments::new(hardware.counters),
             CounterAssignments::new(hardware.counters),
@@ -199,7 +199,7 @@ impl CoreInner {
             }
             for event in members.members.iter().map(|m| &context.events[*m]) {
                 if event.pool.is_some() {
-                    // These events were checked when they were opened.
+                    // Cannot fail, because these events were checked when they were opened.
                     let _ = group.take_one(event.fits);
                 }
             }

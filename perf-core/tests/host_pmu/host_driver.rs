@@ -107,7 +107,7 @@ fn page_faults_count_while_started_only() {
     fault(100);
     ev.stop();
     let counted = ev.read();
-    // The hundred faults, and a few faults of the test itself.
+    // 100 faults, and a few of the test itself.
     assert!((100..150).contains(&counted), "{counted} faults");
     fault(50);
     assert_eq!(ev.read(), counted);
@@ -137,12 +137,14 @@ fn new_period_takes_effect_immediately() {
     assert_eq!(ev.take_overflows(), 1);
     assert_eq!(ev.take_overflows(), 0);
 
-    // The event was not re-armed and was parked by the call above, so there is no signal.
+    // The last `take_overflows` call parked the event, because it was not re-armed. No further
+    // signal is sent.
     let before = signals_of_this_thread();
     fault(200);
     assert_eq!(signals_of_this_thread(), before);
 
-    // A longer period that follows a shorter one does not overflow at the end of the shorter one.
+    // An event that is re-armed with a longer period does not overflow at the end of the shorter
+    // one.
     ev.arm(20).unwrap();
     ev.arm(10_000).unwrap();
     fault(100);
@@ -200,7 +202,8 @@ fn signal_goes_to_the_target_thread_only() {
     let vcpu = thread::spawn(move || {
         send.send(this_tid()).unwrap();
         wait.recv().unwrap();
-        // A slow machine's kernel may delay the signal, so wait for up to a minute of CPU time.
+        // A slow machine may deliver the signal late, so this loop waits for up to a minute of CPU
+        // time.
         for _ in 0..12_000 {
             burn(5_000_000);
             if signals_of_this_thread() > 0 {
@@ -231,8 +234,8 @@ fn signal_interrupts_a_blocking_call() {
     let mut pipe = [0; 2];
     // SAFETY: `pipe` has room for two file descriptors.
     assert_eq!(unsafe { libc::pipe2(pipe.as_mut_ptr(), libc::O_CLOEXEC) }, 0);
-    // Blocking in read(2) is the context switch that overflows; nothing is ever written to the
-    // pipe.
+    // The thread blocks in read(2), because nothing is written to the pipe. The resulting context
+    // switch is the overflow.
     ev.start(Some(1)).unwrap();
     let mut byte = 0u8;
     // SAFETY: a one-byte buffer for one byte.
@@ -295,7 +298,7 @@ fn count_outlives_its_thread() {
     assert!(last >= 30);
     ev.stop();
     assert_eq!(ev.read(), last);
-    // No event can be opened on a dead thread.
+    // No event can be opened on a thread that has ended.
     assert!(pmu.open(&software(PAGE_FAULTS), target).is_err());
 }
 
@@ -366,7 +369,8 @@ fn clock_with_a_short_period_leaves_its_thread_time() {
         for event in &mut events {
             event.start(Some(1)).unwrap();
         }
-        // Clocks that were alone at first now share the minimum period.
+        // Re-arms the events, because those that were armed first did not share the minimum period
+        // yet.
         for event in &mut events {
             event.arm(1).unwrap();
         }
@@ -378,7 +382,8 @@ fn clock_with_a_short_period_leaves_its_thread_time() {
         let signals = signals.expect("the thread gets on");
         thread.join().unwrap();
         let counted = events.iter_mut().map(|event| event.read()).max().unwrap();
-        // The kernel counts a clock event and times its overflows with different clocks.
+        // Allows for the difference between the kernel's clocks: it counts a clock event with one
+        // and times its overflows with another.
         let most = (counted + counted / 4) / MIN_CLOCK_PERIOD_NS + clocks;
         assert!(
             signals > 0 && signals <= most,

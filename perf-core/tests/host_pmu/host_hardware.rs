@@ -255,9 +255,9 @@ fn hardware_events_count_while_started_only() {
     assert_eq!([pair[0].read(), pair[1].read()], [a, b], "counted while stopped");
     let ratio = a as f64 / b as f64;
     eprintln!("{a} and {b} cycles in 100 ms");
-    // The second event is started and stopped one system call later.
+    // Tolerance for the system call between the starts and between the stops of the two events.
     assert!((0.8..1.25).contains(&ratio), "{a} and {b}");
-    // Between 10 MHz and 10 GHz.
+    // A CPU frequency between 10 MHz and 10 GHz.
     assert!((MS..1000 * MS).contains(&a), "{a} cycles in 100 ms");
 }
 
@@ -279,8 +279,8 @@ fn event_beyond_slots_is_refused_until_one_is_free() {
         match ev.start(None) {
             Ok(()) => events.push(ev),
             Err(PmuError::Busy) => {
-                // One more counter exists here if the watchdog's counter is excluded although it is
-                // not on this CPU.
+                // The probe excludes the watchdog's counter even if the watchdog does not run on
+                // this CPU. One more event then starts.
                 let spare = usize::from(probe.nmi_watchdog);
                 let promised = slots(probe);
                 assert!(
@@ -314,8 +314,8 @@ fn fixed_function_events_leave_general_counters_free() {
     let mut held: Vec<EventHandle> = fixed
         .map(|f| t.open(pinned(EventType::HARDWARE, f.config)))
         .collect();
-    // Event select C4H, which no fixed-function counter holds and which takes a counter even if it
-    // counts nothing.
+    // Event select C4H (branches), which no fixed-function counter holds. The event occupies a
+    // counter even if it counts nothing.
     let general = || t.open(pinned(EventType::RAW, 0xC4));
     held.extend((0..probe.counters.general).map(|_| general()));
     assert_eq!(held.len(), probe.slots());
@@ -351,7 +351,7 @@ fn oversized_group_is_rejected_and_fitting_groups_count_together() {
     assert_eq!(readings.len(), slots(probe));
     for reading in &readings {
         assert_eq!(reading.time_running_ns, reading.time_enabled_ns);
-        // The events are started one after the other.
+        // Tolerance for the time between the starts of the events.
         let ratio = reading.value as f64 / readings[0].value as f64;
         assert!((0.75..1.33).contains(&ratio), "{readings:?}");
     }
@@ -368,7 +368,7 @@ fn pinned_event_without_a_slot_is_in_error_until_it_is_enabled_again() {
     assert_eq!(late.state(), EventState::Error);
     burn(5 * MS);
     let mut bytes = [0; 64];
-    // End of file instead of a count.
+    // An event in the error state reads as end of file.
     assert_eq!(late.read_bytes(&mut bytes).unwrap(), 0);
     held.pop();
     assert_eq!(late.state(), EventState::Error, "it does not come back by itself");
@@ -427,7 +427,7 @@ fn count_never_jumps_when_its_period_changes() {
     for n in 0..400 {
         let period = periods[n % periods.len()];
         ev.arm(period).unwrap();
-        // Many reads, so that some coincide with the overflow.
+        // Reads many times, so that some reads coincide with an overflow.
         for _ in 0..8 * (n % 7) {
             let now = ev.read();
             assert!(now >= last, "{now} after {last}");
@@ -439,7 +439,8 @@ fn count_never_jumps_when_its_period_changes() {
             last = now;
         }
         if n % 3 == 0 {
-            // Parks the event if the overflow is reported.
+            // The first call reports the overflow, if any, and the second call then parks the
+            // event.
             ev.take_overflows();
             ev.take_overflows();
         }
@@ -485,20 +486,22 @@ fn overflows_follow_the_period_also_after_it_changed() {
     );
 
     event.set_period(period / 3).unwrap();
-    // The remainder of the old period is reported first, and nothing is asserted up to that point.
+    // Skips the rest of the old period and its overflow.
     t.serve(70 * MS, &mut [0; 4]);
     let from = event.read().unwrap().value;
     let mut fast = [0; 4];
     t.serve_counts(&event, from + 11 * period, &mut fast);
     let counted = event.read().unwrap().value;
     t.serve_reports(1, (counted - from) / (period / 3), &mut fast);
-    // Overflows due at the start may be reported after it.
+    // Overflows that were due before `from` may be reported after it, so the upper limit is
+    // increased.
     let later = event.read().unwrap().value;
     agree(fast[1], counted - from, later - from + 2 * period, period / 3);
 
-    // Armed explicitly, once later and once earlier than the period.
+    // Arms the event explicitly: first for a later overflow than its period, then for an earlier
+    // one.
     event.arm(u64::from(u32::MAX) << 10).unwrap();
-    // Earlier overflows are reported first.
+    // Skips overflows that occurred earlier.
     t.serve(20 * MS, &mut [0; 4]);
     let mut armed = [0; 4];
     t.serve(70 * MS, &mut armed);
@@ -577,7 +580,7 @@ fn core_multiplexes_and_kernel_does_not() {
         let all = kernel_events().into_iter();
         all.filter(|fd| !before.contains(fd)).collect()
     };
-    // An event in the error state no longer counts, which is checked below.
+    // Ignores events in the error state, which are checked below.
     let has_counted = |fd| kernel_times(fd).is_none_or(|[count, _, running]| count > 0 && running > 0);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -587,7 +590,8 @@ fn core_multiplexes_and_kernel_does_not() {
                 t.core.rotate();
             }
         });
-        // Every event needs several intervals, which may take long on a slow machine.
+        // Waits until every event has counted, which takes several intervals and may take long on a
+        // slow machine.
         let end = thread_cpu_ns() + PATIENCE_NS;
         while !opened().iter().all(|&fd| has_counted(fd)) && thread_cpu_ns() < end {
             burn(20 * MS);
@@ -596,7 +600,7 @@ fn core_multiplexes_and_kernel_does_not() {
         stop.store(true, Ordering::Relaxed);
     });
     let opened = opened();
-    // One kernel event for each event of the core.
+    // Each event of the core has one kernel event.
     assert_eq!(opened.len(), shared.len() + 1);
     for &fd in &opened {
         let [count, enabled, running] = kernel_times(fd).expect("a kernel event in the error state");
@@ -619,7 +623,7 @@ fn core_multiplexes_and_kernel_does_not() {
         );
         sum += ratio;
     }
-    // On a busy machine slice lengths vary widely, so no single estimate is checked.
+    // Checks only the mean, because slice lengths vary widely on a busy machine.
     let mean = sum / shared.len() as f64;
     assert!((0.4..2.5).contains(&mean), "{mean}");
     assert_eq!(t.vcpu.errors(), 0, "an event lost its slot");
@@ -653,7 +657,7 @@ fn take_all_counters() -> Vec<OwnedFd> {
         let mut count = 0u64;
         // SAFETY: a writable buffer of eight bytes.
         if unsafe { libc::read(fd, (&raw mut count).cast(), 8) } == 0 {
-            // No counter was left for this event.
+            // This event received no counter, so all counters are taken.
             return held;
         }
     }
@@ -687,7 +691,8 @@ fn counters_taken_by_kernel_are_detected_and_recovered() {
     assert_eq!(failure.cause, EventFailureCause::Taken);
     let now_ns = t.vcpu.time_ns();
     let uncounted_ns = now_ns - failure.since_ns;
-    // A competing event took the counter after the check that found the event counting.
+    // The competing event took the counter after `before_ns`, when the event was last known to
+    // count, and before `taken_ns`.
     let (least_ns, most_ns) = (now_ns - taken_ns, now_ns - before_ns);
     eprintln!("uncounted for {uncounted_ns} ns, truly for {least_ns} to {most_ns} ns");
     assert!(uncounted_ns >= least_ns - least_ns / 20 && uncounted_ns <= most_ns + most_ns / 20);

@@ -13,7 +13,7 @@ use crate::common::thread::{burn, catch_signals, clock_attr, signals_of_this_thr
 use crate::{calls, must};
 
 const SET: u64 = libc::SYS_timer_settime as u64;
-/// Time after which a timer that expires sixteen times per second has expired again.
+/// Two periods of a timer that repeats sixteen times per second.
 const SECOND_RING: Duration = Duration::from_millis(125);
 
 /// The calling thread as a vCPU with one event.
@@ -118,7 +118,7 @@ fn early_timer_is_armed_once_more() {
         let before = signals_of_this_thread();
         let scene = ClockFixture::armed(100_000);
         turn(&scene);
-        // Outside the guest.
+        // The timer expires outside the guest, and therefore early.
         while signals_of_this_thread() == before {
             burn(1_000);
         }
@@ -173,9 +173,8 @@ fn unused_timer_is_disarmed_at_second_expiry() {
 }
 
 /// An event that counts a single privilege level is stopped and started with at most one system
-/// call. The timer that requests samples of the privilege level keeps running while the event is
-/// stopped. It is re-armed if the event was stopped for a long time, which may happen here on a
-/// busy machine.
+/// call. Its kick timer keeps running while the event is stopped, and is re-armed only if the event
+/// was stopped for a long time, as on a busy machine.
 #[test]
 fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
     let mut attr = clock_attr(GUEST_NS);
@@ -193,7 +192,7 @@ fn event_of_one_level_is_stopped_and_started_with_one_call_at_most() {
             turn(scene);
         },
     );
-    // A host whose samples may show the level also stops and starts these samples.
+    // Ignores the ioctls that stop and start the host kernel's samples.
     calls.retain(|&call| call != libc::SYS_ioctl as u64);
     assert!(calls.is_empty() || calls == [SET], "{calls:?}");
 }

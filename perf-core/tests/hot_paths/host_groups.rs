@@ -270,7 +270,7 @@ fn sampling_member_samples_and_counts_with_its_group() {
                 }
             }
         };
-        // One warm-up round, for all memory that is touched for the first time.
+        // A warm-up round touches all memory that the measurement uses.
         rounds(&mut scene);
         scene.vcpu.sched_out();
         let before = scene.counts();
@@ -295,7 +295,7 @@ fn sampling_member_samples_and_counts_with_its_group() {
             samples += 1;
             stood_for += sample.period;
         }
-        // Ten faults cause one or two overflows, which are noticed together.
+        // Ten faults cause one or two overflows. Two overflows are noticed together as one sample.
         assert!(samples >= 100, "{samples} samples");
         let counted = counts[place];
         assert!(
@@ -319,7 +319,7 @@ fn member_that_is_off_stays_off_while_the_others_take_turns() {
     scene.set_enabled(0, true);
     let growth = scene.growth(100);
     assert!(growth[2] == 0 && growth[3] >= 100, "{growth:?}");
-    // Continue while the group is off.
+    // Re-enables the stopped member while its group is disabled.
     scene.set_enabled(0, false);
     scene.set_enabled(2, true);
     assert_eq!(scene.growth(100), [0; 4]);
@@ -351,7 +351,7 @@ fn siblings_outlive_their_leader() {
             "{before:?} {after:?}"
         );
         assert!(scene.growth(100).iter().all(|g| (100..500).contains(g)));
-        // The events are no longer a group.
+        // The former siblings count independently of the event that is disabled here.
         scene.set_enabled(0, false);
         let growth = scene.growth(100);
         assert!(

@@ -23,7 +23,8 @@ fn turns_slices_and_estimates_do_not_allocate() {
                 });
                 now = queue.next_turn_ns().unwrap().max(now);
                 if let Some(left) = queue.turn(now) {
-                    // Steps of all sizes, so that groups move through all classes.
+                    // Reports rate changes of all sizes, so that the queue treats groups as steady,
+                    // calm and varying in turn.
                     queue.slice_ended(left, Some((i % 97) as f64 / 20.0));
                 }
                 estimator.slice(now, now + 10, i % 13);

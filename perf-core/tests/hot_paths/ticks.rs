@@ -90,7 +90,8 @@ fn tick_instructions_are_independent_of_group_count() {
                 v.tick();
             }
         };
-        // The first interval of a group is cheaper because no slice ends.
+        // Schedules each group once before the measurement, because the first interval of a group
+        // ends no slice and is therefore cheaper.
         ticks(n as u64 + 10);
         steps::instructions(|| ticks(16))
     };

@@ -101,7 +101,7 @@ fn waiting_sample_outlives_schedule_out() {
     v.service_overflows(&mut BranchRegs::new(None), &mut |_| {});
     assert!(samples(&ring).is_empty());
     v.service_overflows(&mut UnavailableRegs, &mut |_| {});
-    // A VMM without branches has empty stacks.
+    // A sample has an empty stack if the VMM does not record branches.
     assert_eq!(samples(&ring), [(10, vec![])]);
 }
 

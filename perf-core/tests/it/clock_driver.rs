@@ -17,7 +17,7 @@ use crate::common::thread::{
 };
 
 const MHZ: u32 = 1_000;
-/// 2 GHz: two cycles per nanosecond.
+/// 2 GHz, so one nanosecond is two cycles.
 const TSC_KHZ: u32 = 2_000 * MHZ;
 
 fn one_vcpu(signal: Option<i32>) -> (Arc<VcpuClock>, ClockPmu) {
@@ -49,7 +49,7 @@ fn run_until_signal(clock: &VcpuClock, handled: u64) {
     clock.guest_exit();
 }
 
-/// Runs `work` with a new clock on a vCPU thread. Returns a driver that counts the thread.
+/// Starts a vCPU thread that runs `work` with a new clock. Returns a driver that counts the thread.
 fn vcpu_thread<T: Send + 'static>(
     signal: Option<i32>,
     work: impl FnOnce(&Arc<VcpuClock>, mpsc::Sender<Arc<VcpuClock>>) -> T + Send + 'static,
@@ -69,7 +69,7 @@ fn vcpu_thread<T: Send + 'static>(
 fn wait_for_signal(handled: u64) {
     let began = Instant::now();
     while signals_of_this_thread() == handled {
-        // A signal must arrive.
+        // Fails if no signal arrives within ten minutes.
         assert!(began.elapsed() < Duration::from_secs(600));
         burn(1_000);
     }
@@ -134,7 +134,8 @@ fn short_exits_are_not_counted_but_guest_time_between_is() {
         let out = left.elapsed();
         clock.guest_enter();
         in_exits += exit.elapsed();
-        // During a longer exit another thread may have had the CPU, and no thread time passed.
+        // A much longer exit means that another thread had the CPU, so this thread's time did not
+        // advance.
         if out < 2 * SHORT {
             in_short_exits += out;
         }
@@ -252,7 +253,7 @@ fn overflow_is_reported_at_its_count_and_not_before() {
     let mut early = 0;
     for _ in 0..4 {
         loop {
-            // The timer also runs in the VMM's own time, so it expires early.
+            // Uses VMM time while the timer runs, so that the timer expires early.
             run_guest(&clock, 0);
             burn(1_500_000);
             run_until_signal(&clock, handled);
@@ -291,7 +292,7 @@ fn events_with_different_deadlines_share_the_timer() {
     for (event, &period) in events.iter_mut().zip(&periods) {
         event.start(Some(period)).unwrap();
     }
-    // The two events with the earliest deadlines.
+    // Closes the event with the earliest deadline and stops the one with the next deadline.
     drop(events.pop());
     events[3].stop();
     let mut order = Vec::new();
@@ -306,7 +307,7 @@ fn events_with_different_deadlines_share_the_timer() {
         }
     }
     assert_eq!(order, [1, 2, 0]);
-    // The stopped event behaves like the others.
+    // The event that was stopped can be started again.
     let before = events[3].read();
     events[3].start(Some(500_000)).unwrap();
     events[0].arm(1 << 40).unwrap();
@@ -345,10 +346,10 @@ fn removed_vcpu_has_timer_disarmed() {
     pmu.remove_vcpu(VcpuId(0));
     let count = event.read();
     run_guest(&clock, 3_000_000);
-    // The timer of a removed vCPU is disarmed.
+    // No signal is sent after the vCPU was removed.
     assert_eq!(signals_of_this_thread(), quiet);
     assert!(event.read() > count);
-    // The vCPU's new thread has a new clock.
+    // A new thread for the same vCPU has a new clock.
     let again = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
     pmu.add_vcpu(VcpuId(0), Arc::clone(&again));
     let mut event = open(&pmu, GUEST_NS);
@@ -367,7 +368,7 @@ fn no_signals_without_an_armed_event() {
     run_guest(&clock, 1_000_000);
     assert_eq!(ev.take_overflows(), 1);
     assert_eq!(ev.take_overflows(), 0);
-    // The vCPU's single timer repeats occasionally until disarmed; it is re-armed for armed events.
+    // Disarms the timer, which otherwise repeats occasionally although no event is armed.
     clock.quiesce();
     let quiet = signals_of_this_thread();
     run_guest(&clock, 2_000_000);
@@ -394,7 +395,8 @@ fn slow_vmm_reaches_overflow() {
     for round in 0.. {
         assert!(round < 1_000, "rung out a thousand times without an overflow");
         burn(100_000);
-        // As with `immediate_exit`: after a signal before the entry the guest does not run.
+        // Does not enter the guest if a signal arrived before the entry, as KVM with
+        // `immediate_exit`.
         if signals_of_this_thread() == handled {
             run_until_signal(&clock, handled);
         }
@@ -430,7 +432,8 @@ fn blocked_signals_do_not_pile_up() {
         run_guest(&clock, 5_000_000);
         mask(libc::SIG_UNBLOCK);
         let came = signals_of_this_thread() - before;
-        // Five hundred would be due. There may be none if the queue is already full.
+        // Without blocking, 500 signals would have been sent. None is sent if the signal queue of
+        // the user is full.
         assert!(came <= 40, "{came} signals");
         overflows += ev.take_overflows();
         ev.stop();

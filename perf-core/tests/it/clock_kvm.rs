@@ -92,7 +92,7 @@ fn time_is_attributed_to_current_guest_level() {
     all.start(Some(PERIOD)).unwrap();
     for _ in 0..400 {
         clock.guest_enter();
-        // Exits are caused by signals only.
+        // The guest never exits by itself, so a signal caused the exit.
         let left = guest.run_until_signal(handled).is_err();
         clock.guest_exit();
         assert!(left);

@@ -8,13 +8,13 @@ use perf_core::*;
 
 use crate::common::test_core::*;
 
-/// Creates two vCPUs on host thread 7. The driver counts threads, so vCPU 0's driver events count
-/// all work of the thread while they are active.
+/// Creates two vCPUs on host thread 7. Driver events count the thread, so an active driver event of
+/// vCPU 0 also counts work that is done while the thread runs vCPU 1.
 fn pair(m: &TestCore) -> [Arc<VcpuContext>; 2] {
     [0, 1].map(|n| m.core.add_vcpu(VcpuId(n), 7).unwrap())
 }
 
-/// Runs the thread for `n` units of work, on either vCPU.
+/// Runs the thread for `n` units of work, which active events of either vCPU count.
 fn thread_works(m: &TestCore, n: u64) {
     m.clock.advance(n);
     m.hw.work(0, n);
@@ -75,8 +75,8 @@ fn exchanges_keep_estimates() {
     }
 }
 
-/// Returns the vCPU and time of each SWITCH record in `ring`, and `true` for a vCPU that is
-/// scheduled out.
+/// Returns one entry for each SWITCH record in `ring`: the vCPU, `true` if it was scheduled out,
+/// and the time.
 fn switches(ring: &mut RingReader, attr: &Attr) -> Vec<(u32, bool, u64)> {
     let mut switches = Vec::new();
     for_each_record(ring, attr, |record| {

@@ -36,7 +36,7 @@ fn event_is_off_if_restart_fails_around_throttling() {
         (SOFT, false, false),
         (SOFT, true, false),
     ] {
-        // Two overflows per tick throttle.
+        // Limits an event to one overflow per tick, so that the second throttles it.
         let m = TestCore::with(2, |c| (c.tick_hz, c.sample_rate_hz) = (1, 1));
         let v = m.vcpu(0);
         let e = m.open_vcpu(sampling(ty, pinned), None);
@@ -95,7 +95,7 @@ fn refused_software_group_is_retried() {
     }
     assert_eq!((active(&events), m.sw.on(0)), (19, 19));
     assert!(!m.core.needs_tick());
-    // A vCPU that is scheduled in again retries all rejected groups.
+    // Scheduling a vCPU in retries all rejected groups.
     v.sched_out();
     refuse(&m, true);
     v.sched_in();

@@ -16,7 +16,7 @@ fn errno(
     opened.map_or_else(|e| e.errno(), |_| 0)
 }
 
-/// An event that does not count the host.
+/// Attributes of a hardware event that does not count the host.
 fn harmless() -> Attr {
     Attr {
         exclude_host: true,
@@ -63,7 +63,7 @@ fn p37_the_permission_table() {
     }
 }
 
-/// A user without access to single vCPUs has no access to the VM as a whole.
+/// A user who may not attach to single vCPUs may not attach to the whole VM either.
 #[test]
 fn other_users_need_the_admin_role() {
     for (paranoid, attr, target) in [
@@ -93,7 +93,7 @@ fn conflicting_attributes_are_rejected() {
         (sim(1 << 63), libc::EINVAL),
         (reads.clone().with_inherit(), libc::EINVAL),
         (reads, 0),
-        // No driver, and a driver that does not know the event.
+        // An event type without a driver, and an event that its driver does not know.
         (Attr::counting(EventType(77), 0), libc::EINVAL),
         (Attr::counting(EventType::SIM, 0), libc::ENOENT),
     ] {
@@ -122,7 +122,7 @@ fn invalid_groups_are_rejected() {
         libc::EINVAL,
         "another context"
     );
-    // Three events never fit two slots.
+    // A group of three hardware events never fits two slots.
     assert_eq!(join(hw(), &leader), libc::EINVAL);
     assert_eq!(join(soft(), &leader), 0);
     leader.close();
@@ -157,7 +157,7 @@ fn errors_describe_the_problem() {
     );
 }
 
-/// An event that the next reset enables.
+/// Attributes of a disabled event that the next reset enables.
 fn late() -> Attr {
     Attr {
         disabled: true,
@@ -278,7 +278,7 @@ fn output_flag_redirects_group_member_or_leaves_no_event() {
     m.run(0, 5);
     assert_eq!(v.service_overflows(&mut UnavailableRegs, &mut |_| {}), 1);
     assert_eq!(ring.published(), 16, "one sample with its header");
-    // An event that writes to another event's ring is not a valid target.
+    // An event whose own output is redirected is not a valid output target.
     let refused = m.open_redirected(sampling(), &member).unwrap_err();
     assert_eq!(refused.errno(), libc::EINVAL);
     assert_eq!(v.stats().events, 2);

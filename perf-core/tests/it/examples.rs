@@ -1,5 +1,5 @@
-//! Runs those examples whose behavior no product uses. Each example asserts its claims, and runs
-//! here in the same way as with `cargo run`.
+//! Runs the examples that demonstrate features which no other program of the workspace uses. Each
+//! example asserts its claims and runs here as with `cargo run`.
 #![allow(clippy::duplicate_mod, reason = "each example has what they share")]
 
 #[path = "../../examples/exchange.rs"]
@@ -23,7 +23,7 @@ fn run(example: fn() -> Result<(), Box<dyn Error>>) {
     assert!(result.is_ok(), "{result:?}");
 }
 
-/// Returns `true` if this user may call `perf_event_open(2)`.
+/// Returns `true` if this user may open kernel events with `perf_event_open(2)`.
 fn can_count() -> bool {
     let target = PmuTarget::Vcpu {
         vcpu: VcpuId(0),

@@ -102,7 +102,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
     let v0 = m.vcpu(0);
     let format = ReadFormat::GROUP | ReadFormat::ID;
     let leader = m.open_vm(wide().with_read_format(format));
-    // The leader's `inherit` flag decides, not the member's.
+    // The sibling is inherited with its leader, although its own `inherit` flag is not set.
     let twice = m.open(Attr { config: 2, ..hw() }, OpenTarget::Vm, Some(&leader));
     let v1 = m.vcpu(1);
     assert_eq!((v0.stats().events, v1.stats().events), (2, 2));
@@ -129,7 +129,7 @@ fn groups_are_inherited_whole_and_read_as_sums() {
 fn failed_hot_add_leaves_nothing_behind() {
     let m = TestCore::new(4);
     let ok = m.open_vm(wide());
-    // The event does not exist, but without a vCPU this is not detected.
+    // The driver does not know this event, but this remains undetected until a vCPU is added.
     let _bad = m.open(Attr { config: 0, ..wide() }, OpenTarget::Vm, None);
     let error = m.core.add_vcpu(VcpuId(0), 1).unwrap_err();
     assert_eq!(error.errno(), libc::ENOENT);
@@ -166,7 +166,7 @@ fn p40_a_package_count_is_returned_unmodified_and_never_multiplied() {
     }
     let package = Attr::counting(EventType::SIM, PACKAGE);
     let e = m.open_vm(package.clone().with_inherit());
-    // Three vCPUs would count the package three times.
+    // A package count has no children. Otherwise three vCPUs would count the package three times.
     assert_eq!(e.children(), 0);
     *m.hw.package.lock().unwrap() = 1234;
     *m.hw.package_age_ns.lock().unwrap() = 77;
@@ -272,7 +272,7 @@ fn hot_add_applies_open_checks() {
         let opened = m.try_open(&m.admin, wide(), OpenTarget::Vm, leader);
         opened.map_err(|e| e.errno())
     };
-    // No vCPU exists yet.
+    // Hot-add has no vCPU to check yet, so opening checks the group.
     let m = TestCore::new(2);
     let leader = errno(&m, None).unwrap();
     let _second = errno(&m, Some(&leader)).unwrap();
@@ -286,7 +286,7 @@ fn hot_add_applies_open_checks() {
     assert_eq!(errno(&m, None).unwrap_err(), libc::EBUSY);
     assert_eq!(m.vcpu(0).stats().active, 2);
 
-    // The events are opened while multiplexing is enabled.
+    // Opens more events than slots while multiplexing is enabled, and then disables it.
     let m = TestCore::new(2);
     let mut events: Vec<_> = (0..3).map(|_| errno(&m, None).unwrap()).collect();
     m.core.set_share(SharePolicy::Strict);
@@ -313,7 +313,7 @@ fn failed_fan_out_leaves_no_event() {
     );
     assert_eq!(stats(), before);
     assert_eq!((m.hw.on(0), m.hw.on(1)), (0, 1));
-    // The freed slots can be used on both vCPUs.
+    // After `own` was closed, the event can be opened on both vCPUs.
     own.close();
     let e = m.open_vm(wide());
     m.run(0, 3);

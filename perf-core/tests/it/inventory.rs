@@ -49,21 +49,21 @@ fn inventory_covers_all_numbers_and_names_existing_tests() {
             continue;
         };
         numbers(number, &mut seen);
-        // Every second substring is enclosed in backticks.
+        // Splitting at backticks, every second part is a name in backticks.
         for name in test.split('`').skip(1).step_by(2) {
             let name = name.split_once(": ").map_or(name, |(_, name)| name);
             let stem = name.split(['…', '*']).next().unwrap_or_default();
-            // Backticks also enclose error numbers, modules and files.
+            // Skips error numbers, modules and files, which are also in backticks.
             let is_test = stem.contains('_') && !stem.contains(['/', '.']);
             let end = if stem == name { "(" } else { "" };
             let exists = || text.contains(&format!("fn {stem}{end}"));
-            // `ring_*` represents all tests of several files.
+            // Skips `ring_*`, which stands for all tests of several files.
             if is_test && !files.contains(stem) && stem != "ring_" && !exists() {
                 missing.push(format!("{number}: {name}"));
             }
         }
     }
-    // Tests that the inventory names but that do not exist.
+    // Fails if the inventory names a test that does not exist.
     assert_eq!(missing, Vec::<String>::new());
     for (kind, last) in [('#', 185), ('T', 38), ('P', 42)] {
         let left: Vec<_> = (1..=last).filter(|n| !seen.contains(&(kind, *n))).collect();

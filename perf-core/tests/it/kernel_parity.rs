@@ -30,7 +30,7 @@ const SET_OUTPUT: u64 = 0x2405;
 const ID: u64 = 0x8008_2407;
 const GROUP: u64 = 1;
 
-/// Returns the result of a system call, or its error number.
+/// Returns a nonnegative result of a system call, or the error number.
 fn checked(result: i64) -> Result<i64, i32> {
     if result >= 0 {
         return Ok(result);
@@ -76,7 +76,7 @@ fn kernel_read(fd: &OwnedFd, buf: &mut [u8]) -> Result<usize, i32> {
         .map(|n| n as usize)
 }
 
-/// The calling thread as a vCPU of the core. `None` if kernel events may not be opened.
+/// A core that has the calling thread as its only vCPU.
 struct ThreadCore {
     core: PerfCore,
     session: Session,
@@ -103,8 +103,9 @@ fn ours() -> Option<ThreadCore> {
 impl ThreadCore {
     fn open(&self, attr: &Attr, group: Option<&EventHandle>) -> Result<EventHandle, i32> {
         let target = OpenTarget::Vcpu(VcpuId(0));
-        // The driver counts a thread's events at every level and requires attributes that request
-        // this. Counting the kernel needs privileges.
+        // Clears `exclude_kernel`, because the driver counts software events at every privilege
+        // level and rejects attributes that exclude one. The kernel event keeps `exclude_kernel`,
+        // because counting the kernel requires a privilege.
         let attr = Attr {
             exclude_kernel: false,
             ..attr.clone()
@@ -164,10 +165,11 @@ fn attribute_errors_match_kernel() {
     let mut cases: Vec<Vec<u8>> = [0, 1, 63, 64, 65, 72, 73, 80, 4095, 4096, 4097, u32::MAX]
         .map(|size| with(size, &[]))
         .into();
-    // Nonzero bytes beyond the known attributes, and beyond the size, where they are ignored.
+    // Nonzero bytes beyond the known attributes: once within the size, and once beyond it, where
+    // they are ignored.
     cases.push(with(4096, &[(4000, 1)]));
     cases.push(with(3000, &[(4000, 1)]));
-    // The last flag, a sample type and a read format that no kernel has defined.
+    // An undefined flag, sample type and read format: the highest bit of each.
     cases.extend([(47, 0x80), (31, 0x80), (39, 0x80)].map(|byte| with(72, &[byte])));
     for mut bytes in cases {
         let (mut theirs, size) = (bytes.clone(), u32::from_ne_bytes(bytes[4..8].try_into().unwrap()));
@@ -182,7 +184,7 @@ fn attribute_errors_match_kernel() {
     }
     for flags in [1, 2, 3, 16, 1 << 63] {
         let kernel = kernel_open_bytes(&mut counting(DUMMY).to_bytes(), -1, flags);
-        // Without a target handle, the kernel ignores the output flag.
+        // The output flag is valid without a target. The kernel ignores it.
         let known = flags & !3 == 0;
         assert_eq!(
             (kernel.is_ok(), OpenFlags::from_bits(flags).is_ok()),
@@ -226,18 +228,18 @@ fn attribute_of_a_current_perf_is_understood() {
         // SAFETY: the attribute consists of integers without padding and is read for its length.
         unsafe { std::slice::from_raw_parts((&raw const *attr).cast::<u8>(), size_of_val(attr)) }.to_vec()
     };
-    // A kernel older than the bindings must also accept the attributes.
+    // Checks that the running kernel, which may be older than the bindings, accepts the attributes.
     assert_eq!(no(kernel_open_bytes(&mut bytes(&attr), -1, 0)), 0);
     let handle = ours.open_bytes(&mut bytes(&attr)).unwrap();
     assert_eq!(handle.attr().sample_type.bits(), attr.sample_type);
     assert!(handle.attr().sample_id_all && handle.attr().disabled);
 
-    // Fields of unset sample fields are not read.
+    // The stack size is ignored, because the samples have no user stack.
     attr.sample_stack_user = 8;
     assert_eq!(no(kernel_open_bytes(&mut bytes(&attr), -1, 0)), 0);
     assert_eq!(no(ours.open_bytes(&mut bytes(&attr))), 0);
 
-    // Fields of later versions are rejected, and the supported size is returned.
+    // Nonzero bytes of later attribute versions are rejected, and the supported size is returned.
     let mut asked = bytes(&attr);
     asked.resize(ATTR_SIZE_MAX as usize, 0);
     asked[4..8].copy_from_slice(&ATTR_SIZE_MAX.to_ne_bytes());
@@ -279,7 +281,7 @@ fn group_and_ioctl_errors_match_kernel() {
     for attr in attrs {
         let (kernel, handle) = (kernel_open(&attr, None).unwrap(), ours.open(&attr, None).unwrap());
         for period in [0, 1, 50, (1 << 63) - 1, 1 << 63, u64::MAX] {
-            // A frequency has a different limit, which the kernel's settings define.
+            // Skips frequencies above 1000, because the kernel's limit is configurable.
             if attr.freq && period > 1000 && period >> 63 == 0 {
                 continue;
             }
@@ -309,7 +311,8 @@ fn group_and_ioctl_errors_match_kernel() {
         );
     }
 
-    // Rings: valid sizes, a second size, and no redirection of an event that has a ring.
+    // Rings: maps valid sizes and then another size, and checks that an event with a ring cannot be
+    // redirected.
     let map = |fd: &OwnedFd, pages: usize| {
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
         // SAFETY: a new mapping that lasts as long as the process.
@@ -336,7 +339,7 @@ fn group_and_ioctl_errors_match_kernel() {
 #[test]
 fn read_layouts_match_kernel() {
     let Some(ours) = ours() else { return };
-    // Linux 6.0 added the last read format.
+    // Finds the highest read format bit that this kernel supports. Linux 6.0 added the last one.
     let known = (0..5).rev().map(|bit| 1 << bit).find(|bit| {
         let read_format = ReadFormat::from_bits_truncate(*bit);
         kernel_open(&counting(DUMMY).with_read_format(read_format), None).is_ok()
@@ -359,8 +362,8 @@ fn read_layouts_match_kernel() {
                     let words = bytes[..size].chunks(8);
                     words.map(|w| u64::from_ne_bytes(w.try_into().unwrap())).collect()
                 };
-                // Each word is zero, a number of members, a time or an ID, and must have the same
-                // role in both.
+                // Classifies each word of a reading as a small number, an ID or a time. Both
+                // readings must have the same classes in the same order.
                 let what = |word: u64, id: &dyn Fn(u64) -> Option<usize>| match (id(word), word) {
                     (Some(at), _) => format!("id of {at}"),
                     (None, small @ 0..=3) => small.to_string(),
@@ -370,7 +373,7 @@ fn read_layouts_match_kernel() {
                 let of_ours = |id| handles.iter().position(|h| h.id() == id);
                 let theirs: Vec<_> = words(&a).into_iter().map(|w| what(w, &of_kernel)).collect();
                 let mine: Vec<_> = words(&b).into_iter().map(|w| what(w, &of_ours)).collect();
-                // Skips small IDs, which could be mistaken for other values.
+                // Compares only if IDs cannot be mistaken for small numbers.
                 if handles[0].id() > 3 {
                     assert_eq!(mine, theirs, "{bits:#x}");
                 }
@@ -417,7 +420,7 @@ proptest! {
             kernel.push(kernel_open(&attr, kernel.first()).unwrap());
             handles.push(ours.open(&attr, handles.first()).unwrap());
         }
-        // Warms up everything used later.
+        // Runs the workload once before measuring, so that it has no further one-time page faults.
         work();
         let read = |kernel: &[OwnedFd], handles: &[EventHandle]| -> Vec<[(u64, u64, u64); 2]> {
             kernel.iter().zip(handles).map(|(fd, handle)| {
@@ -455,7 +458,8 @@ proptest! {
                 }
                 _ => work(),
             }
-            // Nothing changes from here on, so two reads show whether a time advances.
+            // No event changes between these two reads, so their difference shows which times
+            // advance.
             let settled = read(&kernel, &handles);
             let now = read(&kernel, &handles);
             for (i, ((last, settled), now)) in last.iter().zip(&settled).zip(&now).enumerate() {

@@ -127,7 +127,7 @@ fn vms_total_is_a_package_count() {
     assert!(sum > 0);
     assert_eq!(total.count(), Some(sum));
 
-    // Removing a vCPU does not reduce the total.
+    // A removed vCPU still contributes its last value to the total.
     g.pmu.remove_vcpu(VcpuId(1));
     assert_eq!(total.count(), Some(sum));
     run(&mut g.guest.vcpus[0]);

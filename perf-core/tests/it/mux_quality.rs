@@ -32,8 +32,8 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], measure: impl Fn(&T) -> R + Sync) 
     })
 }
 
-/// Returns the fixed traces, each with its comparison of the policies, which is measured with a
-/// precise timer. Several tests use them.
+/// Returns each fixed trace with a comparison of both policies under a precise timer. Measured once
+/// for all tests.
 fn fixed_traces() -> &'static [(Trace, Comparison)] {
     static FIXED: OnceLock<Vec<(Trace, Comparison)>> = OnceLock::new();
     FIXED.get_or_init(|| {

@@ -1,7 +1,7 @@
 //! The oracle: random histories of the whole core, checked against an independent model.
 //!
-//! The model (`oracle/model.rs`) is a flat list of parts, each of which is an event in one context,
-//! and simple loops over this list. It covers states, counts, times, overflows and their samples,
+//! The model (`oracle/model.rs`) is a flat list of parts and simple loops over this list. A part is
+//! one event in one context. The model covers states, counts, times, overflows and their samples,
 //! throttling, limits, families and their sums, and exchanges of contexts. After each step all
 //! observable state of the core is compared with the model.
 //!
@@ -65,7 +65,7 @@ enum Step {
         regs: bool,
     },
     Service(u32),
-    /// The driver without slots rejects all starts, or stops rejecting them.
+    /// Makes the driver without slots reject all starts (`true`) or accept them again (`false`).
     Refuse(bool),
 }
 
@@ -158,7 +158,7 @@ fn setup() -> impl Strategy<Value = OracleSetup> {
     })
 }
 
-/// An event of the core, and the state of reading its ring.
+/// An event of the core, with a reader of its ring.
 struct TrackedEvent {
     name: u64,
     config: u64,
@@ -375,7 +375,7 @@ impl CoreAndModel {
         };
         let done = match *step {
             Step::Close(_) => {
-                // The last records are checked before the ring is closed.
+                // Checks the last records before the event and its ring are closed.
                 self.records(n)?;
                 self.open.remove(n);
                 self.model.close(name);
@@ -428,12 +428,14 @@ impl CoreAndModel {
         }
         let leader = leader.filter(|n| *n < self.open.len());
         if let Some(leader) = leader {
-            // Members that no leader accepts are tested elsewhere. Here, members should join.
+            // Makes the event acceptable as a sibling. Other tests cover events that cannot join a
+            // group.
             (spec.pinned, spec.exclusive) = (false, false);
             let lead = &self.model.events[&self.open[leader].name].spec;
             (spec.vcpu, spec.guest) = (lead.vcpu, lead.guest);
             let raised = |kind: OracleKind| matches!(kind, OracleKind::Raised(_));
-            // Whether a raised event of a family is active cannot be observed.
+            // Skips this combination, because the API does not reveal whether a raised event of a
+            // family is active.
             if spec.vcpu.is_none() && raised(spec.kind) != raised(lead.kind) {
                 return Ok(());
             }
@@ -485,7 +487,7 @@ impl CoreAndModel {
             Ok(_) => return Err("it was opened and should not have been".into()),
             Err(e) => return Err(format!("it was not opened: {e}")),
         };
-        // Large enough for the maximum that one step raises, 512 records of 16 bytes.
+        // Four pages hold the 512 records of 16 bytes that one step raises at most.
         let ring = handle.map(4, true).map_err(|e| e.to_string())?;
         let pair = [&self.hw, &self.sw];
         self.model

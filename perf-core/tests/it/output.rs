@@ -100,7 +100,8 @@ fn sample_contains_the_requested_fields() {
         ]
     );
     overflow(&m, &v, 30);
-    // One sample represents all three periods.
+    // The three overflows are noticed together and have one sample, whose period covers all of
+    // them.
     assert!(records(&ring, &attr).last().unwrap().contains("period=30"));
 }
 
@@ -197,7 +198,7 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     assert_eq!(errno(&target, &third), libc::EINVAL, "others write to it");
     let refused = source.map(1, true).unwrap_err();
     assert_eq!(refused.errno(), libc::EINVAL, "redirected events have no ring");
-    // The ring may be mapped later.
+    // An event may be the target of a redirection before its ring exists.
     let ring = target.map(1, true).unwrap();
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
@@ -207,7 +208,8 @@ fn p36_redirections_form_no_chains_and_can_be_undone() {
     assert_eq!(errno(&target, &third), libc::EINVAL, "it has a ring of its own");
     third.close();
     assert_eq!(errno(&source, &third), libc::EBADF);
-    // Sets the output flag at open. The ring outlives its event while others write to it.
+    // Redirects the new event with the output flag. The ring is kept after its owner is closed,
+    // because another event still writes to it.
     let late = m.open_redirected(sampling(5), &target).unwrap();
     drop(target);
     overflow(&m, &v, 5);
@@ -237,8 +239,8 @@ fn p36_event_keeps_writing_to_ring_of_closed_event() {
     overflow(&m, &v, 5);
     assert_eq!(records(&ring, &sampling(5)).len(), 1);
     assert!(!source.poll().contains(PollState::HUP));
-    // The ring is released with its last writer, although a handle of the closed event still
-    // exists.
+    // The ring is released when the last event is no longer redirected to it, although the closed
+    // event still has a handle.
     drop(ring);
     assert_eq!(m.core.ring_pages(0), 2);
     source.set_output(None).unwrap();
@@ -264,7 +266,7 @@ fn p35_ring_memory_is_charged_and_refunded_exactly() {
     let _v = m.vcpu(0);
     let user = m.core.session(7, SessionRole::Operator);
     let [a, b] = [(); 2].map(|()| m.try_open(&user, hw(), V0, None).unwrap());
-    // Allowed are 4 pages for each of two CPUs and one more, including the control page.
+    // The limit is 9 pages, including control pages: 4 pages for each of two CPUs, and one more.
     a.map(4, true).unwrap();
     assert_eq!(m.core.ring_pages(7), 5);
     a.map(4, true).unwrap();
@@ -305,7 +307,7 @@ proptest! {
         let user = m.core.session(0, SessionRole::Operator);
         let open = || m.try_open(&user, soft(), V0, None).unwrap();
         let mut events: Vec<_> = (0..3).map(|_| open()).collect();
-        // Pages and number of mappings of each event.
+        // Number of ring pages and number of mappings of each event.
         let mut mapped = [(0u64, 0u32); 3];
         for (i, op, pages) in ops {
             match op {
@@ -361,7 +363,8 @@ fn ring_memory_is_charged_until_last_user_releases_it() {
         refused("a client has it mapped");
         drop(reader);
         assert_eq!(m.core.ring_pages(7), 0);
-        // A new request also finds released memory without a check in between.
+        // A new request detects that the last client has released its memory, even if nothing else
+        // checked this before.
         let second = open().map(4, writable).unwrap();
         let client = second.memfd().try_clone_to_owned().unwrap();
         drop(second);
@@ -440,7 +443,8 @@ fn poll_descriptor_belongs_to_caller() {
     overflow(&m, &v, 5);
     assert!(is_readable(&of_ring) && !is_readable(&own));
     drop((e, ring));
-    // Newly opened files do not reuse the file descriptor numbers.
+    // Opens more files, to check that they do not affect the caller's copies of the file
+    // descriptors.
     let _others = [(); 8].map(|()| m.open_vcpu(sampling(5), None).map(1, true).unwrap());
     assert!(is_readable(&of_ring) && !is_readable(&own));
 }
@@ -489,7 +493,7 @@ fn paused_ring_reports_lost_records() {
         event.pause_output(false).unwrap();
         overflow(&m, &v, 10);
         assert_eq!(ring.pending_lost(), 0, "the LOST record is written");
-        // A LOST record of 24 bytes and a sample of 16 bytes.
+        // A LOST record has 24 bytes and a sample 16 bytes.
         assert_eq!(ring.published() - before, 40);
     }
 }
@@ -505,18 +509,20 @@ fn unknown_registers_yield_empty_fields() {
     m.run(0, 10);
     serve(&v);
     let samples = map_samples(&ring, &attr, |s| (s.addr, s.callchain.len(), s.raw.to_vec()));
-    // Four bytes of padding.
+    // Raw data of zero length has four bytes of padding.
     assert_eq!(samples, [(0, 0, vec![0; 4])]);
 }
 
-/// An event of a random history, and its expected records.
+/// An event of a random history, with the state that the test expects.
 struct TracedEvent {
     event: EventHandle,
     redirect: Option<usize>,
-    /// Ring and number of its mappings. The ring is kept here when the event is closed.
+    /// Index of the event's own ring in the list of rings, and number of mappings. Kept after the
+    /// event is closed.
     ring: Option<(usize, u32)>,
     closed: bool,
-    /// Number of records of the event that are in no ring that was read.
+    /// Number of the event's samples that were not read. After all rings were read, these are the
+    /// lost ones.
     missing: u64,
 }
 
@@ -533,8 +539,8 @@ fn p36_every_lost_record_is_reported_under_redirection() {
         let m = TestCore::with(64, |c| c.sample_rate_hz = u64::from(u32::MAX));
         let v = m.vcpu(0);
         let mut events: Vec<TracedEvent> = Vec::new();
-        // The ring, its reader, and the number of records due: written but unread, or lost but
-        // unreported.
+        // All rings, each with its reader and the number of outstanding records: written but
+        // unread, or lost but unreported.
         let mut rings: Vec<(std::sync::Arc<Ring>, RingReader, u64)> = Vec::new();
         let written_to = |events: &[TracedEvent], at: usize| {
             let event: &TracedEvent = &events[at];

@@ -45,7 +45,7 @@ fn vcpu_added_later_samples_at_the_frequency_and_the_period_of_its_family() {
     let ring = e.map(256, true).unwrap();
     let v0 = m.vcpu(0);
     e.set_period(10_000).unwrap();
-    // One count per nanosecond, so the ideal period is 100,000.
+    // At one count per nanosecond, the ideal period of this frequency is 100,000 counts.
     let second = |v: &VcpuContext| {
         for step in 0..100_000u64 {
             run(&m, v, 10_000);
@@ -74,7 +74,8 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
         run(&m, &v, 2000);
         for period in periods(&ring) {
             at += period;
-            // Overflows are handled every 2000 counts, so the last one was due less than that ago.
+            // Overflows are handled every 2000 counts, so the last sample ends less than 2000
+            // counts ago.
             let now = 2000 * step;
             assert!(
                 now - at < 2000,
@@ -94,14 +95,15 @@ fn by_frequency_each_sample_has_the_period_of_its_own_interval() {
 
 #[test]
 fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_end() {
-    // 400 overflows per second at 10 ticks per second. 40 overflows per tick are allowed, and the
-    // next one throttles.
+    // The limit is 400 overflows per second at 10 ticks per second, which allows 40 per tick. The
+    // next overflow throttles the event.
     let m = TestCore::with(1, |c| (c.sample_rate_hz, c.tick_hz) = (400, 10));
     let v = m.vcpu(0);
     let e = m.open_vcpu(raised(10), None);
     let ring = e.map(8, true).unwrap();
     raise(&v, 7);
-    // More samples than are batched for writing. The first sample includes earlier counts.
+    // Causes 40 overflows, more than are written in one batch. The first sample includes the 7
+    // exits above.
     raise(&v, 10 * 39 + 5);
     assert_eq!(samples(&ring), [(0, 10); 40]);
     raise(&v, 60);
@@ -111,7 +113,8 @@ fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_
         types.push(raw.ty());
     }
     drop(reader);
-    // A sample, a THROTTLE record, and the sample that exceeded the limit.
+    // Types of the records: a sample (9), a THROTTLE record (5), and the sample that exceeded the
+    // limit (9).
     assert_eq!(types, [9, 5, 9]);
     m.core.tick();
     e.disable(ControlScope::Event).unwrap();
@@ -119,7 +122,7 @@ fn bursts_samples_are_written_together_in_their_places_before_a_throttle_and_an_
     e.refresh(20).unwrap();
     ring.take_poll();
     raise(&v, 1000);
-    // All samples are written before the event ends.
+    // All 20 samples are written before the event reaches its limit and is disabled.
     assert_eq!(samples(&ring).len(), 20);
     assert!(ring.take_poll().hang_up);
     assert_eq!(e.state(), EventState::Off);
@@ -181,8 +184,8 @@ proptest! {
             stood_for += periods(&ring).iter().sum::<u64>();
             prop_assert!(stood_for <= e.read().unwrap().value);
         }
-        // Handles pending overflows, ends throttling, and shortens the period of a frequency by
-        // counting slowly.
+        // Handles pending overflows and ends throttling. Counts slowly for a while, so that a
+        // frequency-based event adopts a short period.
         serve();
         for _ in 0..if freq { 400 } else { 0 } {
             m.clock.advance(1_000_000_000);
@@ -195,7 +198,7 @@ proptest! {
             e.set_period(14).unwrap();
         }
         stood_for += periods(&ring).iter().sum::<u64>();
-        // The next overflow then accounts for all counts up to it.
+        // The next sample covers all counts up to its overflow.
         let mut last = Vec::new();
         for _ in 0..8 * 14 {
             if last.is_empty() {

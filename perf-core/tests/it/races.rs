@@ -33,7 +33,7 @@ fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
                 raise(&v, 1);
             }
         });
-        // Runs until enough events were opened while the other thread raised the event.
+        // Repeats until 300 events were opened while the other thread raised the event.
         let mut met = 0;
         while met < 300 {
             let e = m.open_redirected(attr.clone(), &target).unwrap();
@@ -46,7 +46,8 @@ fn event_opened_with_the_output_flag_has_a_sample_for_each_count() {
                 _ => {}
             });
             if lost > 0 || count > 1000 {
-                // The thread was descheduled for a long time, so the ring may have been full.
+                // Skips this event, because the ring may have been full while this thread was
+                // descheduled.
                 continue;
             }
             if samples != count {
@@ -89,7 +90,8 @@ fn no_sample_of_a_vcpu_follows_its_exit() {
     let e = m.open_vm(attr.clone());
     let ring = e.map(8, true).unwrap();
     raise(&v, 1);
-    // Runs between the check for the vCPU and the acquisition of the VM context lock.
+    // Removes the vCPU at a clock read that follows the check for the vCPU and precedes the
+    // acquisition of the VM context lock.
     let other = Arc::clone(&m);
     *clock.0.lock().unwrap() = Some(Box::new(move || other.core.remove_vcpu(VcpuId(0)).unwrap()));
     raise(&v, 1);

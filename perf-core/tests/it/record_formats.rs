@@ -17,7 +17,7 @@ use crate::common::test_core::*;
 fn perf_file(events: &[(&Attr, u64)], records: &[u8]) -> Vec<u8> {
     const HEADER: u64 = 104;
     let attr_size = u64::from(ATTR_SIZE_VER8);
-    // The position of the IDs follows each attribute.
+    // Each attribute is followed by the position and the size of its list of IDs.
     let ids_at = HEADER + (attr_size + 16) * events.len() as u64;
     let records_at = ids_at + 8 * events.len() as u64;
     let mut file = b"PERFILE2".to_vec();
@@ -70,7 +70,7 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         read_format: ReadFormat::ID | ReadFormat::LOST,
         ..sim(5)
     };
-    // Only the identifier is at the same position.
+    // A different format from that of `a`. Only IDENTIFIER is at the same position in both.
     let b = Attr {
         sample_id_all: true,
         sample_type: SampleType::all() - SampleType::READ,
@@ -124,7 +124,8 @@ fn reader_of_perf_files_finds_event_vcpu_and_time_of_every_record() {
         let (tid, cpu) = (said.tid.unwrap(), said.cpu.unwrap());
         seen.push((record.record_type, attr_index, tid, cpu, said.timestamp.unwrap()));
     }
-    // The limit is two interrupts per tick. No vCPU is responsible for memory mappings.
+    // Two interrupts per tick are allowed, and the next one throttles. MMAP records belong to no
+    // vCPU.
     let (r0, r1) = ((1000, 0), (1001, 1));
     let row = |ty, event, (tid, cpu), time| (ty, event, tid, cpu, time);
     assert_eq!(
@@ -178,7 +179,7 @@ fn lost_count_is_reported_per_event() {
     let ring = leader.map(1, true).unwrap();
     sibling.set_output(Some(&leader)).unwrap();
     let mut reader = RingReader::of(ring.clone());
-    // 48 bytes at 10 counts, and 16 more at 20, which is more than the page holds.
+    // The events write 48 bytes for 10 counts and 64 bytes for 20 counts, which overfills the page.
     for _ in 0..100 {
         overflow(&m, &v, 10);
     }
@@ -228,7 +229,7 @@ fn family_lost_count_includes_children() {
 fn largest_record_fits_after_lost_record_with_trailer() {
     let m = TestCore::new(4);
     let v = m.vcpu(0);
-    /// Raw data of a given length.
+    /// Registers whose raw data has a given length.
     struct Raw(Vec<u8>);
     impl SampleRegs for Raw {
         fn mode(&mut self) -> CpuMode {
@@ -249,8 +250,9 @@ fn largest_record_fits_after_lost_record_with_trailer() {
     let event = m.open_vcpu(attr, None);
     let ring = event.map(1, true).unwrap();
     let mut reader = RingReader::of(Arc::clone(&ring));
-    // Header, nine fields, the length of the raw data, and no branches, user registers or stack;
-    // LOST with header, two fields, and six trailer words.
+    // `fixed`: header, nine fields, the length of the raw data, and the empty branch stack,
+    // registers and user stack. `lost`: header and two fields of a LOST record, and six trailer
+    // words.
     let (fixed, lost) = (8 + 9 * 8 + 4 + 8 + 16, 24 + 48);
     let largest = 4096 - 8 - lost - fixed;
     let mut sample = |len: usize| {

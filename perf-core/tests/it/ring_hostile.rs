@@ -73,7 +73,7 @@ fn corrupt_records_are_reported_and_skipped() {
         assert_eq!((record.ty(), record.bytes().len()), (TAGGED, 16));
         let error = reader.next_record().expect_err("nonsense");
         assert_eq!(corrupt(error), (16, what), "{size} bytes of {there}");
-        // The space has been returned to the writer, and its next records are read.
+        // The corrupt space was returned to the writer, and reading continues with the next record.
         assert_eq!(peek(&memory, DATA_TAIL), 16 + there);
         assert!(reader.next_record().expect("nothing").is_none());
         header(&memory, 16 + there, 24);
@@ -121,7 +121,7 @@ fn invalid_head_is_reported() {
         (64, 56, false),
         (64, 1 << 63, false),
         (u64::MAX - 7, 8, true),
-        // The head is rounded down to whole units.
+        // A head that is not a multiple of 8 is rounded down.
         (0, PAGE + 7, true),
     ] {
         let ring = Ring::new(1, RingMode::Writable).expect("a ring");
@@ -179,8 +179,8 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
             Err(RingReadError::Overrun { bytes }) => {
                 let rest = read(&mut early).expect("resynchronised");
                 assert_eq!(bytes + 24 * rest, 24 * records, "{records} records");
-                // A late reader begins at the oldest known record, whereas an overrun reader has to
-                // catch up.
+                // An overrun reader skips to the newer half of the ring, whereas a late reader
+                // begins at the oldest known record.
                 assert!(late >= rest && late < records);
                 assert!(24 * rest > PAGE / 2 - PAGE / 16 - 24);
                 assert!(24 * late > PAGE * 3 / 4 - PAGE / 16 - 24);
@@ -189,7 +189,7 @@ fn late_and_early_overwrite_readers_trust_equal_ranges() {
             Err(error) => panic!("{error}"),
         }
     }
-    // A quarter of the ring may be in use by writers.
+    // The early reader is overrun once less than a quarter of the ring is left for writers.
     let least = early_least.expect("a full ring has overwritten something");
     assert_eq!(least, PAGE * 3 / 4 / 24 + 1);
 }
@@ -208,7 +208,7 @@ fn overwrite_ring_yields_no_batch() {
 fn backward_head_of_overwrite_ring_is_reported() {
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_FUTURE_WRITE;
     for (back, sound) in [(0, true), (8, false), (PAGE, false)] {
-        // All zeros. An existing mapping may still be written.
+        // A ring of zeros, mapped before it is sealed, so that its head can still be changed.
         let file = memfd(2 * PAGE, libc::F_SEAL_GROW, PAGE, PAGE);
         poke(&file, DATA_HEAD, 2 * PAGE);
         let page = shared(&file);
@@ -267,7 +267,7 @@ fn space_is_released_per_quarter() {
             tails.push((n, tail));
         }
     }
-    // A quarter is 32 records: reading the 33rd releases the first 32 but not itself.
+    // A quarter of the ring holds 32 records. Reading the 33rd record releases the first 32.
     assert_eq!(tails, [(1, 0), (33, 1024), (65, 2048), (97, 3072)]);
     assert!(reader.next_record().expect("nothing").is_none());
     assert_eq!(peek(&memory, DATA_TAIL), 3200);
@@ -302,7 +302,7 @@ fn non_ring_is_rejected_with_reason() {
         (4 * PAGE, sealed, PAGE, 3 * PAGE, "1 + 2^n pages"),
         (PAGE - 1, sealed, PAGE, 0, "1 + 2^n pages"),
         (0, sealed, PAGE, 0, "1 + 2^n pages"),
-        // A size above the maximum, in a sparse file.
+        // A sparse file above the maximum ring size.
         (PAGE + LARGE, sealed, PAGE, LARGE, "1 + 2^n pages"),
         (2 * PAGE, sealed, 2 * PAGE, PAGE, "control page"),
         (2 * PAGE, sealed, PAGE, 2 * PAGE, "control page"),

@@ -68,7 +68,7 @@ impl Model {
         match seen {
             CheckedRecord::Lost(n) => self.reported += n,
             CheckedRecord::Tagged(_, number) => {
-                // Records are in the order of their reservation.
+                // Records are read in the order in which they were reserved.
                 assert_eq!(Some(number), self.accepted.pop_front());
                 self.seen += 1;
             }
@@ -94,7 +94,7 @@ impl Model {
     fn check_positions(&mut self) {
         let (head, tail) = (peek(&self.page, DATA_HEAD), peek(&self.page, DATA_TAIL));
         assert!(head >= self.head, "p29: the head only grows");
-        // p29: unread bytes are never overwritten.
+        // p29: the writer never overwrites unread bytes.
         assert!(head - tail <= self.ring.data_size() as u64);
         self.head = head;
     }
@@ -197,7 +197,7 @@ proptest! {
         let mut wakeups = 0;
         for number in 0..samples {
             write(&ring, 24, 0, number).expect("room");
-            // Only samples count.
+            // A record that is not a sample does not count towards the wakeup.
             LostRecord { lost: 1, ..LostRecord::default() }.write(RecordFormat::default(), &ring).expect("room");
             wakeups += u64::from(ring.take_poll().readable);
         }
@@ -252,7 +252,7 @@ proptest! {
         for tail in tails {
             poke(&page, DATA_TAIL, tail);
             for _ in 0..5 {
-                // A record in flight, which an invalid tail must not free.
+                // Keeps a record in flight, whose bytes an invalid tail must not free.
                 let outer = ring.begin(64, true);
                 written += u64::from(write(&ring, 8 * words, 1, attempts).is_ok());
                 written += u64::from(outer.is_ok());
@@ -260,8 +260,8 @@ proptest! {
                 drop(outer);
             }
         }
-        // LOST records cannot be counted without a regular reader, but the losses that they report
-        // are no longer pending.
+        // No reader counts the losses that LOST records have reported. They are no longer pending,
+        // so the sum may be less than `attempts`.
         prop_assert!(written + ring.pending_lost() <= attempts);
         poke(&page, DATA_TAIL, peek(&page, DATA_HEAD));
         prop_assert!(write(&ring, 24, 1, 0).is_ok(), "a sound tail puts everything right");
@@ -312,7 +312,6 @@ proptest! {
         }
         prop_assert!(records <= 4096 / 8);
         prop_assert!(errors <= 2, "an error skips to the head");
-        // Reading continues when the writer writes again.
         drop(reader);
     }
 }
@@ -321,14 +320,15 @@ proptest! {
 fn p29_a_full_ring_refuses_and_reports_the_loss_first() {
     let (ring, mut reader) = ring_and_reader(1, RingMode::Writable);
     let written = (0..).take_while(|&n| write(&ring, 40, 0, n).is_ok()).count() as u64;
-    // At least 8 bytes stay free, so that a full ring differs from an empty one modulo its size.
+    // At least 8 bytes stay free. Otherwise the positions of a full ring would equal those of an
+    // empty one, modulo the size.
     assert_eq!(written, (4096 - 8) / 40);
     for _ in 0..9 {
         assert!(matches!(write(&ring, 40, 0, 0), Err(RingError::Full)));
     }
     assert_eq!(ring.pending_lost(), 10);
-    // There is space for the record but not for the LOST record as well, so the record is also
-    // rejected.
+    // The freed space holds the record but not the LOST record that must precede it, so the record
+    // is rejected.
     assert_eq!(next(&mut reader), CheckedRecord::Tagged(0, 0));
     reader.release();
     assert!(matches!(write(&ring, 40, 0, 0), Err(RingError::Full)));
@@ -369,7 +369,7 @@ fn records_of_impossible_sizes_are_refused_and_not_counted_as_lost() {
     assert_eq!(ring.pending_lost(), 0);
 
     let large = Ring::new(64, RingMode::Writable).expect("a ring");
-    // A u16 holds the size.
+    // The size field of a record is a `u16`, which limits the size to 65,528 bytes.
     let refused = large.begin(65_536, false);
     assert!(matches!(refused, Err(RingError::TooLarge { limit: 65_528, .. })));
     assert!(large.begin(65_528, false).is_ok());
@@ -434,14 +434,15 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
         assert_eq!(next(&mut slow), CheckedRecord::Tagged(0, n));
     }
     assert!(slow.next_record().expect("sound").is_none());
-    // A reader may lag by up to three quarters of the ring.
+    // A reader that lags by three quarters of the ring is not overrun.
     for n in 0..3072 / 40 {
         write(&ring, 40, 1, n).expect("always room");
     }
     for n in 0..3072 / 40 {
         assert_eq!(next(&mut slow), CheckedRecord::Tagged(1, n));
     }
-    // Records in flight do not extend into the range that a reader may trust.
+    // Writers may reserve at most a quarter of the ring in advance, so that the rest remains valid
+    // for readers.
     assert!(matches!(
         ring.begin(1008, false),
         Err(RingError::TooLarge { limit: 1000, .. })
@@ -449,7 +450,7 @@ fn overwrite_ring_keeps_newest_and_reports_overrun() {
     let open = ring
         .begin(1000, false)
         .expect("the quarter, but for a LOST record");
-    // Nothing is reserved beyond a record in flight.
+    // The reservation of `open` uses the whole quarter, so no other record can be reserved.
     assert!(matches!(ring.begin(32, false), Err(RingError::Full)));
     drop(open);
     assert!(ring.begin(8, false).is_ok());

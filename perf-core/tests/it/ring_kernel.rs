@@ -44,7 +44,7 @@ fn kernel_samples_are_read_in_place_and_across_wrap() {
     let fd = borrow(&counter);
     let mut reader = RingReader::map_perf(fd, 1).expect("a ring of one page");
     let (mut samples, mut last_time, mut bytes) = (0, 0, 0);
-    // A record has 56 bytes, which does not divide 4096, so records wrap.
+    // Each record has 56 bytes, which does not divide the ring size of 4096, so some records wrap.
     for round in 0..50 {
         counter.enable().expect("can be enabled");
         fault(40);
@@ -95,7 +95,8 @@ fn kernel_event(attr: &Attr, group: i32) -> Option<OwnedFd> {
     kernel_event_on(attr, -1, group)
 }
 
-/// Opens a [`kernel_event`] for this thread while on `cpu`, or on any CPU for -1.
+/// Opens a kernel event for this thread, which counts only while the thread runs on `cpu` (-1 means
+/// any CPU). Returns `None` if this user may not open it.
 fn kernel_event_on(attr: &Attr, cpu: i32, group: i32) -> Option<OwnedFd> {
     match open_event(attr, cpu, group) {
         Ok(event) => Some(event),
@@ -170,7 +171,7 @@ fn faults(sample_type: SampleType, read_format: ReadFormat) -> Attr {
     }
 }
 
-/// Checks the minimum numbers of records by type.
+/// Checks that there are at least as many records of each type as `minimum` states.
 fn check_numbers(types: &BTreeMap<u32, u32>, minimum: &[(u32, u32)]) {
     for (ty, least) in minimum {
         assert!(types.get(ty).is_some_and(|n| n >= least), "type {ty}: {types:?}");
@@ -218,7 +219,7 @@ fn samples_match_kernel_encoding() {
 
 #[test]
 fn side_band_records_match_kernel_encoding() {
-    // A few samples fill the ring, before the kernel throttles the event.
+    // Selects large samples, so that the ring is full before the kernel throttles the event.
     let all = ALL - SampleType::CALLCHAIN - SampleType::READ;
     for (sample_type, sample_id_all) in [
         (all, false),
@@ -255,8 +256,8 @@ fn side_band_records_match_kernel_encoding() {
             assert_ne!(memory, libc::MAP_FAILED);
             libc::munmap(memory, PAGE);
         }
-        // More samples than fit the ring, so the next record that fits is preceded by a LOST
-        // record.
+        // Causes more samples than fit the ring. A LOST record then precedes the next record that
+        // fits.
         fault(200);
         let mut types = check_reencoded_records(&mut reader, format);
         fault(4);

@@ -45,7 +45,7 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
         for writer in 0..WRITERS {
             let (ring, done, refused) = (&ring, &done, &refused);
             scope.spawn(move || {
-                // The last writer writes several records together.
+                // The last writer writes its records in batches of five.
                 if writer == WRITERS - 1 {
                     for first in (1..=EACH).step_by(5) {
                         let records = (first..first + 5)
@@ -89,9 +89,9 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
             std::thread::yield_now();
         }
     });
-    // Every refusal is reported or pending.
+    // Each rejected record is counted in a LOST record or still pending.
     assert_eq!(lost + ring.pending_lost(), refused.into_inner());
-    // No record vanishes.
+    // Each record was either read or counted as lost.
     assert_eq!(records + lost + ring.pending_lost(), WRITERS * EACH);
 }
 
@@ -114,7 +114,7 @@ fn p31_reader_sleeping_on_eventfd_misses_no_record() {
         }
         let mut records = 0;
         while records < WRITERS * (EACH / 10) {
-            // Only the notification ends the wait, so a lost notification fails the test.
+            // The wait ends only with a notification, so the test fails if one is lost.
             assert!(wait(&ring), "woken; {records} records seen");
             assert!(ring.take_poll().readable);
             records += drain_in_order(&mut reader, &mut last).0;

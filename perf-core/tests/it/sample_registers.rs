@@ -105,7 +105,7 @@ fn context_lock_is_free_during_stack_unwinding() {
         let mut during = || {
             looks += 1;
             ask.send(()).unwrap();
-            // A thread that waits for the lock would never respond.
+            // Times out if the other thread has to wait for a lock.
             free += u32::from(answered.recv_timeout(Duration::from_secs(300)).is_ok());
             assert_eq!(looks, free, "a lock is held while registers are read");
         };
@@ -130,7 +130,7 @@ fn context_lock_is_free_during_stack_unwinding() {
 fn registers_are_read_once_per_moment_and_on_request_only() {
     let m = TestCore::new(8);
     let v = m.vcpu(0);
-    // More events than are handled in one pass.
+    // Opens more events than one pass of the overflow service handles.
     let events: Vec<_> = (0..20)
         .map(|_| m.open_vcpu(sampling(SOFT, 1, 10), None))
         .collect();
@@ -149,7 +149,7 @@ fn registers_are_read_once_per_moment_and_on_request_only() {
     let mut regs = SlowRegs::new(&mut nothing);
     let mut seen = 0;
     assert_eq!(v.service_overflows(&mut regs, &mut |o| seen += o.times), 1);
-    // A guest's counter needs no registers.
+    // The overflow of a guest's counter is reported without reading registers.
     assert_eq!((seen, regs.looks), (1, [0; 4]));
 }
 
@@ -177,7 +177,8 @@ fn event_changes_during_register_reads_take_effect() {
         };
         assert_eq!(samples(&ring), expected, "{what}");
         assert_eq!(served, u32::from(what == "disable"), "{what}");
-        // Another event may have reused the slot of a closed one.
+        // The key of a closed event may refer to another event. No overflow is reported for that
+        // event.
         let next = m.core.add_vcpu(VcpuId(9), 1).unwrap();
         assert_eq!(next.service_overflows(&mut UnavailableRegs, &mut |_| {}), 0);
     }

@@ -13,7 +13,7 @@ fn open_with_frequency(m: &TestCore, hz: u64) -> EventHandle {
     m.open_reporting(&m.admin, sim(hz).with_freq(), 1)
 }
 
-/// Returns the number of overflows that are due on `v`.
+/// Services the overflows of `v` and returns their number.
 fn overflows(v: &VcpuContext) -> u32 {
     serve(v).iter().map(|o| o.times).sum()
 }
@@ -59,7 +59,7 @@ fn rearming_running_event_takes_effect_immediately() {
     m.run(0, 10); // passed, not served yet
     c.arm(5).unwrap();
     m.run(0, 4);
-    // The overflow from before the write.
+    // The overflow that occurred before the event was re-armed is still reported.
     assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
     m.run(0, 1);
     assert_eq!(serve(&v), [OverflowReport { cookie: 1, times: 1 }]);
@@ -152,7 +152,7 @@ fn frequency_converges_to_period() {
     let m = TestCore::with(4, |c| c.tick_hz = 1000);
     let v = m.vcpu(0);
     let _e = open_with_frequency(&m, 10_000);
-    // One count per nanosecond, so the ideal period is 100,000.
+    // At one count per nanosecond, the ideal period of this frequency is 100,000 counts.
     let second = || overflows_per_second(&m, &v, 10_000, 100);
     second();
     let n = second();
@@ -258,7 +258,7 @@ fn low_frequency_never_falls_silent() {
 fn low_frequency_survives_bursts() {
     const SECOND: u64 = 2500;
     let m = TestCore::with(4, |c| c.tick_hz = 250);
-    // 100 events within one step, 10 times per second.
+    // Ten bursts per second, each with 100 events within five steps.
     let served = overflow_steps(&m, 10, 20 * SECOND, |step| {
         m.clock.advance(400_000);
         if step % 250 < 5 {
@@ -291,7 +291,8 @@ fn excessive_period_is_shortened_early() {
         }
     }
     let before = v.stats().samples;
-    // A period of a million counts, and a thousand counts per tick from now on.
+    // The period is a million counts by now. From here on the event counts only a thousand per
+    // tick.
     let mut ticks = 0;
     while v.stats().samples == before {
         run(1_000_000, 1000);
@@ -433,7 +434,8 @@ fn overflows_within_a_tick_adjust_frequency_period() {
     let m = TestCore::with(4, |c| c.tick_hz = 100);
     let v = m.vcpu(0);
     let _event = m.open_reporting(&m.guest, sim(1000).with_freq(), 1);
-    // Returns the counts to the next overflow, which occurs after `after_ns`.
+    // Advances the clock by `after_ns`, counts until the next overflow, and returns the number of
+    // counts.
     let next = |after_ns: u64| {
         m.clock.advance(after_ns);
         (1..)
@@ -443,9 +445,10 @@ fn overflows_within_a_tick_adjust_frequency_period() {
             })
             .unwrap()
     };
-    // A period computed at an overflow takes effect after the next one. At a million per second
-    // instead of a thousand, it moves an eighth of the way from 1 to 1000. At 111 per second, it
-    // moves an eighth of the way from 126 to 13. An interval of three ticks changes nothing.
+    // A period that is computed at an overflow takes effect after the next overflow. At a million
+    // overflows per second, 1000 times the target, the period moves an eighth of the way from 1 to
+    // 1000, to 126. At 111 per second, it moves an eighth of the way from 126 to 13, to 113.
+    // Intervals of three ticks do not change it.
     let seen = [999, 30_000_000, 9_000_000, 30_000_000, 0].map(next);
     assert_eq!(seen, [1, 1, 126, 126, 113]);
 }
@@ -466,6 +469,6 @@ fn newest_samples_of_overwrite_ring_can_be_read() {
     let times = map_samples(&ring, e.attr(), |sample| sample.time_ns);
     let newest: Vec<u64> = (0..1000).map(|n| 10 * n + 10).collect();
     assert!(newest.ends_with(&times), "{times:?}");
-    // A record has 16 bytes, and three quarters of the ring less a sixteenth are readable.
+    // Each record has 16 bytes. At least three quarters of the ring minus a sixteenth are readable.
     assert!(times.len() >= (4096 * 11 / 16 - 16) / 16, "{times:?}");
 }

@@ -48,13 +48,13 @@ fn pinned_groups_precede_flexible_groups() {
     let pinned_vcpu = m.open_vcpu(pinned(), None);
     let pinned_vm = vm(pinned());
     assert_eq!(pinned_vcpu.state(), EventState::Active);
-    // The pinned VM event, the pinned vCPU event and both flexible VM events fill the slots.
+    // The four slots hold the pinned VM event, the pinned vCPU event and both flexible VM events.
     assert_eq!(flexible_vcpu.state(), EventState::Inactive);
     m.run(0, 10);
     assert_eq!(pinned_vm.read().unwrap().value, 10);
     assert!(flexible_vm.iter().all(|e| e.read().unwrap().value == 10));
     assert_eq!(flexible_vcpu.read().unwrap().time_running_ns, 0);
-    // An event that never ran has no estimate.
+    // The event never ran, so it has no estimate.
     assert_eq!(flexible_vcpu.read().unwrap().estimate(), None);
 }
 
@@ -89,7 +89,7 @@ fn guest_counters_take_precedence_unless_operator_first() {
         let guest = m.try_open(&m.guest, pinned(), V0, None).unwrap();
         let operator = m.open_vcpu(hw(), None);
         assert_eq!((guest.state(), operator.state()), states);
-        // The schedule follows a change of the policy immediately.
+        // A new share policy applies immediately.
         m.core.set_share(SharePolicy::OperatorFirst);
         assert_eq!(operator.state(), Active);
     }
@@ -236,7 +236,7 @@ fn partially_fitting_group_is_off_as_a_whole() {
     let core = PerfCore::new(PerfCoreConfig::default());
     let pmu = SimPmu::new(SimConfig {
         slots: Some(2),
-        // Both need slot 0, which is hidden from the core.
+        // Both events fit only slot 0, which the core does not know.
         allowed_slots: [(1, 1), (2, 1)].into(),
         untold: true,
         ..SimConfig::default()
@@ -331,7 +331,7 @@ fn estimate_follows_rate_and_reports_exactness() {
         m.hw.work(0, step * 100);
         truth += step * 100;
         if step % 7 == 3 {
-            // A pause of the vCPU is not a gap.
+            // A pause of the vCPU does not interrupt the time slice.
             v.sched_out();
             m.clock.advance(1_000_000);
             v.sched_in();
@@ -343,8 +343,8 @@ fn estimate_follows_rate_and_reports_exactness() {
         assert_eq!(r.time_enabled_ns, 4000);
         let e = event.estimate().unwrap().unwrap();
         let (ours, linear) = (e.value.abs_diff(truth), r.estimate().unwrap().abs_diff(truth));
-        // With one slot a slice is one interval long and has no reads in its middle, so a rhythm in
-        // phase with the intervals could remain undetected.
+        // With one slot, a slice is one interval long and is not read in its middle. A rhythm in
+        // phase with the intervals could then remain undetected, so no error is known.
         assert_eq!((e.exact, e.standard_error, e.bound), (false, None, None));
         assert!(ours <= linear.max(truth / 50), "{ours} {linear} of {truth}");
     }
@@ -360,7 +360,7 @@ fn estimate_follows_rate_and_reports_exactness() {
         m.core.tick();
     }
     let e = alone.estimate().unwrap().unwrap();
-    // A steady rate is estimated exactly, from the reset on.
+    // The count since the reset is estimated exactly, because the rate is constant.
     assert_eq!((e.value, e.exact), (1000, false));
 }
 
@@ -377,8 +377,9 @@ fn adaptive_turns_are_short_probe_steady_rates_and_starve_no_group() {
         m.run(0, due - now);
         m.core.rotate();
     }
-    // Intervals of equal length, and a few longer ones that shift the phase once the steady rates
-    // are known. The first is due immediately and only sets the time of the next.
+    // Expects intervals of two lengths: many of regular length, and a few longer ones that shift
+    // the phase. The first call of `rotate` only starts the first interval, so the gap of 0 before
+    // it is ignored.
     gaps.remove(&0);
     let [(short, often), (long, seldom)] = gaps.into_iter().collect::<Vec<_>>()[..] else {
         panic!("two lengths of turns");
@@ -416,7 +417,7 @@ fn unschedulable_groups_do_not_block_others() {
     assert!(hopeless.iter().all(|(leader, _)| counted(leader) == 0));
     assert_eq!(alone.read().unwrap().estimate(), None);
     assert_eq!(v.stats().waiting_groups, 20 + 1 + 2);
-    // With one fewer member, the group fits.
+    // Makes the groups fit: disables one of their members, and closes the pinned event.
     hopeless[7].1.disable(ControlScope::Event).unwrap();
     p.close();
     turns(200);

@@ -8,7 +8,7 @@ use perf_core::time::ManualClock;
 use perf_core::*;
 
 const VCPU: VcpuId = VcpuId(0);
-/// Longer than the interval of slot checks by ticks.
+/// A time longer than the minimum interval between slot checks by ticks, in nanoseconds.
 const WHILE_NS: u64 = 50_000_000;
 
 struct SlotLossFixture {
@@ -89,7 +89,7 @@ fn pinned_event_enters_error_state_when_its_slot_is_taken_and_recovers_when_enab
     );
     lost.enable(ControlScope::Event).unwrap();
     let failure = lost.failure().unwrap();
-    // The slot is still taken.
+    // The event cannot be started, because its slot is still taken.
     assert_eq!(failure.cause, EventFailureCause::Busy);
     assert_eq!(failure.since_ns, rig.vcpu.time_ns());
     rig.pmu.take_slots(0);
@@ -116,7 +116,7 @@ fn running_time_ends_when_slot_is_lost() {
     assert_eq!(event.state(), EventState::Error);
     assert_eq!((reading.value, reading.time_running_ns), (1000, 1000));
     assert_eq!(event.failure().unwrap().since_ns, 1000);
-    // The loss cannot precede the start.
+    // The reported time of loss is limited to the time at which the event was started.
     rig.pmu.take_slots(0);
     event.enable(ControlScope::Event).unwrap();
     rig.run(100);
@@ -150,7 +150,7 @@ fn flexible_event_waits_for_its_slot_to_come_back() {
     let reading = event.read().unwrap();
     assert_eq!(reading.value, 2000);
     assert_eq!(reading.time_enabled_ns, 2000 + 2 * WHILE_NS);
-    // Up to the tick that detected the loss.
+    // The running time includes the time up to the tick that detected the loss.
     assert_eq!(reading.time_running_ns, 2000 + WHILE_NS);
 }
 
@@ -165,7 +165,8 @@ fn lost_slot_is_detected_by_reads_and_periodic_ticks() {
     rig.pmu.take_slots(1);
     rig.run(1000);
     rig.core.tick();
-    // The last check was a moment ago.
+    // This tick does not check the slot, because the last check was less than the minimum interval
+    // ago.
     assert_eq!(event.state(), EventState::Active);
     assert_eq!(event.count().unwrap(), WHILE_NS);
     assert_eq!(event.state(), EventState::Error);

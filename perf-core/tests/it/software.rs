@@ -234,7 +234,8 @@ fn many_frequencies_are_adjusted() {
         busy.iter().all(|n| (500..=2000).contains(n)),
         "a thousand in a second: {busy:?}"
     );
-    // Periods of a hundred thousand counts, and ten counts per tick from now on.
+    // The periods are a hundred thousand counts by now. From here on each event counts only ten per
+    // tick.
     let calm = run(1000, 10);
     assert!(calm.iter().all(|n| *n > 0), "some wait for ever: {calm:?}");
 }

@@ -30,8 +30,8 @@ fn concurrent_calls_from_all_threads() {
                     let v = m.vcpu(n);
                     for _ in 0..10 {
                         let amount = rng.u64(1..=50);
-                        // Pinned and first in order, so always active while the vCPU is scheduled
-                        // in.
+                        // The pinned VM-wide event counts all of this work, because it has
+                        // precedence and is active whenever the vCPU is scheduled in.
                         m.run(n, amount);
                         work.fetch_add(amount, Ordering::Relaxed);
                         raise(&v, amount);
@@ -49,7 +49,7 @@ fn concurrent_calls_from_all_threads() {
             let m = &m;
             let sampling = exits.clone().with_sample_type(SampleType::IP);
             s.spawn(move || {
-                // Only thread timing varies.
+                // The operations are deterministic. Only the timing of the threads varies.
                 let mut rng = Rng::with_seed(n + 100);
                 let session = m.core.session(0, SessionRole::Admin);
                 let mut handles: Vec<EventHandle> = Vec::new();
@@ -69,7 +69,8 @@ fn concurrent_calls_from_all_threads() {
                     };
                     attr.inherit = target == OpenTarget::Vm;
                     let leader = handles.last().filter(|_| rng.u32(0..3) == 0);
-                    // The vCPU may be removed, or the leader may belong to another context.
+                    // The open fails if the vCPU was removed or the leader belongs to another
+                    // context.
                     if let Ok(handle) = m.try_open(&session, attr, target, leader) {
                         if rng.u32(0..4) == 0 {
                             let _ = handle.map(1, true);
@@ -84,7 +85,7 @@ fn concurrent_calls_from_all_threads() {
                             2 => handle.reset(scope).unwrap(),
                             3 => drop(handle.read_group().unwrap()),
                             4 => drop(handle.estimate().unwrap()),
-                            // Counting events have no period.
+                            // Fails for a counting event, which has no period.
                             5 => drop(handle.set_period(rng.u64(1..=40))),
                             _ => {
                                 let _ = handle.set_output(handles.first());
@@ -116,7 +117,7 @@ fn concurrent_calls_from_all_threads() {
     assert_eq!(pinned_wide.read().unwrap().value, work.load(Ordering::Relaxed));
     assert_eq!(pinned_wide.children(), 0);
     drop((pinned_wide, wide_exits, ring));
-    // The operators' sessions closed their events.
+    // No event is left, because dropping the operators' sessions closed their events.
     assert_eq!(m.core.vm_stats().events, 0);
     assert_eq!(m.core.ring_pages(0), 0);
 }

@@ -49,7 +49,7 @@ fn expect(child: &mut Child, what: &str) -> String {
     let mut out = BufReader::new(child.stdout.as_mut().expect("piped"));
     let mut line = String::new();
     while out.read_line(&mut line).expect("readable") != 0 {
-        // The child's test harness prints text before and after.
+        // Ignores the output of the child's test harness around the text.
         if let Some(at) = line.find(what) {
             return line[at + what.len()..].trim().to_owned();
         }
@@ -101,7 +101,7 @@ fn other_process() {
             let mut reader = map();
             let _ = reader.next_record();
             say("ready: ");
-            // Holds a borrowed record until the process is killed.
+            // Waits with a borrowed record until the parent kills this process.
             std::thread::sleep(std::time::Duration::from_secs(60));
         }
         "vandal" => {
@@ -140,7 +140,7 @@ fn other_process() {
             assert_eq!(next(&mut reader), CheckedRecord::Tagged(7, 0));
             say("ready: ");
             let (mut records, mut overruns, mut last) = (1u64, 0u64, Some(0));
-            // Runs until the parent stops writing and closes the pipe.
+            // Reads until the parent closes the pipe to signal that it has stopped writing.
             let stop = std::thread::spawn(|| std::io::stdin().read_line(&mut String::new()));
             while !stop.is_finished() {
                 match reader.next_record() {
@@ -202,7 +202,7 @@ fn killed_reader_loses_only_records() {
         .count() as u64;
     assert_eq!(written, (4096 - 8) / 40 - 10);
     assert_eq!(ring.pending_lost(), 1000 - written);
-    // A new client continues at the position of the killed client, which had released nothing.
+    // The killed client had released no records, so a new client begins at the first.
     let mut reader = RingReader::map(ring.memfd()).expect("maps");
     assert_eq!(next(&mut reader), CheckedRecord::Tagged(7, 0));
 }
@@ -213,7 +213,7 @@ fn corrupting_process_cannot_harm_writer() {
     let mut child = start("vandal", &ring);
     expect(&mut child, "ready:");
     let (mut attempts, mut written) = (0u64, 0u64);
-    // Runs at least once. On a busy machine the child may already have exited.
+    // Writes at least once, because on a busy machine the child may already have exited.
     loop {
         let outer = ring.begin(40, true);
         written += u64::from(write(&ring, 24 + 8 * (attempts as usize % 60), 7, attempts).is_ok());
@@ -227,7 +227,7 @@ fn corrupting_process_cannot_harm_writer() {
     }
     assert!(child.wait().expect("ended").success());
     assert!(written + ring.pending_lost() <= attempts);
-    // With a valid control page, all operations work again, regardless of its previous state.
+    // Whatever the child wrote, the ring works again after its control page was restored.
     let page = foreign(&ring);
     let position = ring.published();
     poke(&page, DATA_HEAD, position);
@@ -253,7 +253,7 @@ fn observer_of_an_overwrite_ring_never_sees_a_torn_record_and_cannot_write() {
             std::thread::yield_now();
         }
     }
-    // Ends the loop of the other process.
+    // Closes the pipe, which ends the loop of the other process.
     drop(child.stdin.take());
     let seen = expect(&mut child, "seen:");
     assert!(child.wait().expect("ended").success(), "{seen}");

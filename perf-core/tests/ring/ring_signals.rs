@@ -81,19 +81,19 @@ fn p28_overflow_inside_overflow_writes_whole_records_and_counts_every_loss() {
     let mut last = [0; 4];
     let (mut records, mut lost) = (0, 0);
     for round in 0..3000u64 {
-        // Alone, with one nested handler, and with two nested handlers.
+        // Writes a record alone, with one nested handler, or with two nested handlers.
         attempt(ring, 0, || match round % 3 {
             0 => {}
             1 => raise(libc::SIGUSR2),
             _ => raise(libc::SIGUSR1),
         });
-        // Two records in one reservation, with nested handlers.
+        // Writes two records in one reservation, with nested handlers.
         if round % 7 == 0 {
             attempt_together(ring);
         }
         assert!(write(ring, 24, 3, round + 1).is_ok() || ring.pending_lost() > 0);
         ATTEMPTS.fetch_add(1, Relaxed);
-        // Periodically, the ring is allowed to fill up.
+        // Does not read for a fifth of the rounds, so that the ring fills up.
         if round % 500 < 400 || round == 2999 {
             drain(&mut reader, |record| match check(record) {
                 CheckedRecord::Lost(n) => lost += n,

@@ -69,7 +69,7 @@ impl RealModeVm {
 }
 
 impl RealModeVm {
-    /// Runs vCPU 0 until this thread receives a signal after the first `signals`.
+    /// Runs vCPU 0 until it exits or until this thread has received more than `signals` signals.
     pub fn run_until_signal(&mut self, signals: u64) -> Result<VcpuExit<'_>, kvm_ioctls::Error> {
         let vcpu = &mut self.vcpus[0];
         let flag = &raw mut vcpu.get_kvm_run().immediate_exit;

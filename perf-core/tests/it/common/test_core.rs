@@ -16,7 +16,7 @@ pub struct Counter {
     pub vcpu: u32,
     tid: i32,
     pub config: u64,
-    /// Counts per unit of work.
+    /// Number of counts per unit of work.
     rate: u64,
     state: Mutex<CounterState>,
 }
@@ -99,7 +99,8 @@ impl DriverState {
         }
     }
 
-    /// Returns the counter that was just opened for `config` on `vcpu`.
+    /// Returns a counter for `config` on `vcpu` that no earlier call has returned, which is the one
+    /// that was just opened.
     pub fn claim(&self, vcpu: u32, config: u64) -> Option<Arc<Counter>> {
         let mut counters = self.counters().into_iter();
         counters
@@ -117,14 +118,13 @@ impl DriverState {
     }
 }
 
-/// A driver with `slots` counters per vCPU or, if `slots` is 0, a software driver. No event has
-/// `config` 0, and [`PACKAGE`] is a package count. Apart from package counts, the driver counts per
-/// vCPU and not for the whole VM.
+/// A driver with `slots` counters per vCPU, or without slots if `slots` is 0. It rejects `config` 0
+/// and serves [`PACKAGE`] as a package count. All other events count a single vCPU.
 #[derive(Debug)]
 pub struct TestPmu {
     pub world: Arc<DriverState>,
     pub slots: usize,
-    /// Counts per unit of work by `config`.
+    /// Function from an event's `config` to its number of counts per unit of work.
     pub rate: fn(u64) -> u64,
 }
 

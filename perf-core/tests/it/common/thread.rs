@@ -21,8 +21,8 @@ extern "C" fn on_signal(_: libc::c_int) {
     }
 }
 
-/// Makes signals of this thread set `flag` to 1 from now on, as for `immediate_exit`, so that no
-/// signal is lost just before `KVM_RUN`.
+/// Makes each signal of this thread set `flag` to 1 from now on. With the `immediate_exit` flag of
+/// a vCPU, no signal is lost just before `KVM_RUN`.
 ///
 /// # Safety
 /// The byte must stay writable while this thread receives signals, or until the next call.

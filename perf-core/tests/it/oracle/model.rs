@@ -1,5 +1,5 @@
-//! The oracle's model: a flat list of parts, each of which is an event in one context, and simple
-//! loops over this list.
+//! The oracle's model: a flat list of parts and simple loops over this list. A part is one event in
+//! one context.
 //!
 //! The model predicts everything except which flexible groups of hardware events hold the slots.
 //! That assignment is observed and checked against the rules that users rely on (`judging.rs`).
@@ -39,7 +39,7 @@ pub enum OracleKind {
     Raised(u64),
 }
 
-/// The parameters with which an event was opened.
+/// Parameters with which an event of the model was opened.
 #[derive(Clone, Debug)]
 pub struct OracleSpec {
     pub kind: OracleKind,
@@ -75,29 +75,29 @@ impl Totals {
 
 pub struct Event {
     pub spec: OracleSpec,
-    /// Name of the group leader, which may be the event itself.
+    /// Name of the event that leads this event's group, which may be the event itself.
     pub leader: u64,
-    /// Set for an event that represents one part per vCPU.
+    /// Set for a VM-wide event with one part per vCPU.
     pub family: bool,
-    /// For a family, `true` if new parts are enabled.
+    /// For a family, `true` if the parts on later vCPUs start enabled.
     pub enabled: bool,
-    /// Current period, for new parts.
+    /// Current period, which parts on later vCPUs adopt.
     period: u64,
-    /// Totals of parts on removed vCPUs.
+    /// Sum of the totals of parts on removed vCPUs.
     pub gone: Totals,
     pub gone_by: BTreeMap<u32, Totals>,
     pub records: Vec<RingRecord>,
 }
 
-/// Overflows that have occurred but were not handled.
+/// Overflows of a part that were not handled yet.
 #[derive(Clone, Copy, Debug, Default)]
 struct PendingOverflows {
     times: u64,
-    /// Position of the last overflow, in counts since the event was opened.
+    /// Position of the last of these overflows, in counts since the event was opened.
     at: u64,
 }
 
-/// An event in one context.
+/// A part: one event in one context.
 #[derive(Default)]
 pub struct OracleEventInContext {
     pub event: u64,
@@ -106,16 +106,17 @@ pub struct OracleEventInContext {
     pub totals: Totals,
     pub counter: Option<Arc<Counter>>,
     on_exec: bool,
-    // Fields of a group leader.
+    // The following fields are used only for the part of a group leader.
     /// Time at which the group was queued.
     line: u64,
     on_since: u64,
-    /// Set if the driver rejected the group.
+    /// Set if the driver without slots rejected the group.
     refused: bool,
     /// Set if the group, while queued, did not fit together with the pinned groups. Its position in
     /// the queue is then unknown.
     excused: bool,
-    // Fields for sampling. Positions are counts since the event was opened, unaffected by resets.
+    // The following fields are used for sampling. Positions are numbers of counts since the event
+    // was opened, and resets do not change them.
     position: u64,
     period: u64,
     to_go: u64,
@@ -143,8 +144,8 @@ pub struct OracleContext {
     ticks: u64,
     turned_ns: u64,
     clone_of: Option<u64>,
-    /// Set if a flexible group lost its slots to a pinned group. The remaining slots stay unused
-    /// until the next interval, because the first group that does not fit ends a pass.
+    /// Set if a pinned group has taken the slots of a flexible group. A scheduling pass ends at the
+    /// first group that does not fit, so some slots stay unused until the next interval.
     stalled: bool,
 }
 
@@ -175,7 +176,7 @@ pub struct Model {
     stamp: u64,
     /// Number of additions to the set of VM-wide families.
     generation: u64,
-    /// Contexts in which an interval ended in this step.
+    /// Contexts in which the current step ended an interval.
     turned: Vec<usize>,
 }
 
@@ -205,7 +206,6 @@ impl Model {
         }
     }
 
-    // Lookups.
 
     pub fn spec(&self, p: usize) -> &OracleSpec {
         &self.events[&self.parts[p].event].spec
@@ -268,7 +268,8 @@ impl Model {
         }
     }
 
-    /// Returns the leaders of hardware groups of `classes` that may run in `ctx`, in queue order.
+    /// Returns the parts that lead the enabled hardware groups of `classes` in context `ctx`, in
+    /// queue order.
     fn lines(&self, ctx: usize, classes: std::ops::Range<u8>) -> Vec<usize> {
         let mut leaders: Vec<usize> = (0..self.parts.len())
             .filter(|p| {
@@ -284,7 +285,6 @@ impl Model {
         self.parts[leader].state == EventState::On
     }
 
-    // Scheduling.
 
     fn goes_off(&mut self, p: usize) {
         let part = &mut self.parts[p];
@@ -341,8 +341,8 @@ impl Model {
         }
     }
 
-    /// Applies the part of scheduling in `ctx` that is fully determined: pinned groups hold their
-    /// slots or fail.
+    /// Schedules the groups of `ctx` whose states are fully determined: pinned groups receive slots
+    /// or fail.
     fn pass(&mut self, ctx: usize) {
         if !self.contexts[ctx].inside {
             return;
@@ -398,7 +398,6 @@ impl Model {
         self.pass(self.parts[p].ctx);
     }
 
-    // Opening and closing.
 
     /// Returns `true` if the core should accept the event.
     pub fn opens(&self, spec: &OracleSpec, leader: Option<u64>) -> bool {
@@ -407,8 +406,8 @@ impl Model {
         }
         let hw = usize::from(spec.kind == OracleKind::Hw);
         let Some(leader) = leader else {
-            // A driver that counts vCPUs accepts a VM without vCPUs only for events that future
-            // vCPUs inherit.
+            // If no vCPU exists, a per-vCPU driver accepts a VM-wide event only if later vCPUs
+            // inherit it.
             let none = self.at.is_empty() && !matches!(spec.kind, OracleKind::Raised(_));
             return !(spec.vcpu.is_none() && none && !spec.inherit) && hw <= self.setup.slots;
         };
@@ -421,7 +420,8 @@ impl Model {
             _ => false,
         };
         let none = self.at.is_empty() && !matches!(spec.kind, OracleKind::Raised(_));
-        // An event that was opened on the existing vCPUs may have no parts left.
+        // A leader without `inherit` has no parts left once all vCPUs that existed at its open were
+        // removed.
         let counts_anywhere = lead.spec.inherit || !self.parts_of(leader).is_empty();
         lead.leader == leader
             && same_place
@@ -482,7 +482,8 @@ impl Model {
             && !self.is_hw(leader)
         {
             again = true;
-            // The group now needs slots.
+            // The group leaves the schedule and is queued for slots, because its first hardware
+            // member joins.
             self.group_off(leader);
             self.parts[leader].refused = false;
             self.in_line(leader);
@@ -512,7 +513,7 @@ impl Model {
     }
 
     pub fn close(&mut self, name: u64) {
-        // The remaining members lead their own groups, in their current states.
+        // The siblings of a closed leader become leaders and keep their states.
         let siblings: Vec<u64> = self
             .events
             .iter()
@@ -556,13 +557,13 @@ impl Model {
             let others = self.group(leader).into_iter().filter(|m| *m != p);
             let hw_left = others.clone().any(|m| self.spec(m).kind == OracleKind::Hw);
             if self.spec(p).kind == OracleKind::Hw && !hw_left {
-                // If this was the last member that needed a slot, the others stop briefly.
+                // The last hardware member leaves, so the others are stopped and rescheduled
+                // without slots.
                 self.group_off(leader);
             }
         }
     }
 
-    // vCPUs.
 
     pub fn add_vcpu(&mut self, n: u32, claim: &dyn Fn(u64) -> Option<Arc<Counter>>) {
         let mut leaders = self
@@ -581,7 +582,7 @@ impl Model {
             let event = &m.events[&name];
             event.family && m.events[&event.leader].spec.inherit
         };
-        // Group by group, with leaders first, because they were opened before their members.
+        // Groups are inherited one after the other, each with its leader first.
         let mut names: Vec<u64> = self.events.keys().copied().collect();
         names.sort_by_key(|name| (self.events[name].leader, *name));
         for name in names {
@@ -599,7 +600,7 @@ impl Model {
             .filter(|p| self.parts[*p].ctx == ctx)
             .collect::<Vec<_>>()
         {
-            // No thread remains to handle these overflows.
+            // Each unhandled overflow is lost, because no thread remains to handle it.
             if std::mem::take(&mut self.parts[p].kept).times > 0 {
                 let name = self.parts[p].event;
                 let event = self.events.get_mut(&name).expect("it is open");
@@ -688,7 +689,8 @@ impl Model {
                 self.parts[q].totals = past;
             }
         }
-        // Error counts stay with the vCPU.
+        // Error counts belong to the vCPU, so they move to the context that the vCPU uses from now
+        // on.
         let failed = self.contexts[a].errors;
         self.contexts[a].errors = std::mem::replace(&mut self.contexts[b].errors, failed);
         self.at.insert(from, b);
@@ -709,7 +711,6 @@ impl Model {
         }
     }
 
-    // Control operations.
 
     pub fn reset(&mut self, name: u64) {
         let event = self.events.get_mut(&name).expect("it is open");

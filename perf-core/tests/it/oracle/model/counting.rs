@@ -2,7 +2,7 @@
 
 use super::{EventState, Model, OracleEventInContext, OracleKind, OverflowCounts, PendingOverflows, VM};
 
-/// A record that the event's ring should contain, or a report to the VMM.
+/// An expected record in an event's ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RingRecord {
     Sample {
@@ -69,7 +69,7 @@ impl Model {
                 part.position += n;
                 continue;
             }
-            // One event at a time.
+            // Counts the raised events one by one.
             let mut points = Vec::new();
             for _ in 0..n {
                 part.position += 1;
@@ -101,7 +101,8 @@ impl Model {
         reports
     }
 
-    /// Counts `times` overflows without samples. Returns the number that the limit allows.
+    /// Counts `times` overflows that have no samples against the event's limit. Returns how many
+    /// the limit allows.
     fn count_rest(&mut self, p: usize, times: u64) -> u64 {
         let part = &mut self.parts[p];
         if part.limit == 0 {
@@ -115,7 +116,7 @@ impl Model {
         counted
     }
 
-    /// Handles the overflows of vCPU `n`.
+    /// Handles all overflows of vCPU `n` that were not handled yet. Returns the overflow reports.
     pub fn service(&mut self, n: u32) -> OverflowCounts {
         let ctx = self.at[&n];
         let mut reports = OverflowCounts::default();
@@ -148,7 +149,8 @@ impl Model {
         }
     }
 
-    /// Produces one sample for `times` overflows of part `p`, the last of them at position `at`.
+    /// Produces one sample of part `p` for `times` overflows, the last of which is at position
+    /// `at`.
     fn one_overflow(&mut self, p: usize, at: u64, times: u64, may_throttle: bool) -> OverflowOutcome {
         let tick = self.contexts[self.parts[p].ctx].ticks;
         let (now, setup, guest) = (self.now, self.setup, self.spec(p).guest);
@@ -175,7 +177,7 @@ impl Model {
         records.push(RingRecord::Sample { period });
         if last {
             self.disable(p);
-            // Exactly the requested number: overflows beyond the last are dropped.
+            // Drops overflows beyond the limit.
             let part = &mut self.parts[p];
             (part.kept, part.fresh, part.apart) =
                 (PendingOverflows::default(), PendingOverflows::default(), false);
@@ -220,7 +222,7 @@ impl OracleEventInContext {
         self.position = end;
     }
 
-    /// Moves the overflows in `fresh` to those in `kept`.
+    /// Adds the overflows in `fresh` to those in `kept`.
     pub(super) fn keep(&mut self) {
         let fresh = std::mem::take(&mut self.fresh);
         if fresh.times > 0 {

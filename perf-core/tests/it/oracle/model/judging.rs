@@ -52,7 +52,8 @@ impl Model {
                 self.group_on(leader);
             }
             went.sort_by_key(|(_, since)| *since);
-            // Groups queued before these must have been stopped.
+            // Notes the queue positions of the newly started groups before the stopped groups are
+            // queued again.
             let line = |l: &usize| (*l, (self.parts[*l].line, self.parts[*l].excused));
             let came_from: Vec<_> = came.iter().map(line).collect();
             for (leader, _) in &went {
@@ -80,7 +81,7 @@ impl Model {
         Ok(())
     }
 
-    /// Returns the flexible groups that do not fit together with the groups that are always active.
+    /// Returns the flexible groups that would not fit even if only the pinned groups were active.
     fn hopeless(&self, ctx: usize) -> Vec<usize> {
         let mut always = SlotUsage::default();
         for leader in self.lines(ctx, 0..3) {
@@ -109,7 +110,8 @@ impl Model {
         for leader in self.lines(ctx, 0..3) {
             let _ = room.take(self, leader);
         }
-        // Either flexible class may precede the other.
+        // Starts with all active flexible groups, because either flexible class may precede the
+        // other.
         for leader in self.lines(ctx, 3..5).into_iter().filter(|l| self.is_on(*l)) {
             let _ = room.take(self, leader);
         }
@@ -164,7 +166,7 @@ impl Model {
     }
 }
 
-/// The slots in use so far.
+/// Slots that the groups considered so far use.
 #[derive(Clone, Default)]
 pub(super) struct SlotUsage {
     used: usize,
