@@ -1,4 +1,4 @@
-//! Counts with their times.
+//! Event counts together with their time enabled and time running.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,7 +30,7 @@ impl ExitedTotals {
     }
 }
 
-/// A count with its times.
+/// A count with its time enabled and time running.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub count: u64,

@@ -124,11 +124,11 @@ pub struct SimPmu {
 /// Number of calls to a simulated PMU, by type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SimCalls {
-    /// Successful starts of stopped events.
+    /// Number of successful starts of stopped events.
     pub starts: u64,
-    /// Stops of started events.
+    /// Number of stops of started events.
     pub stops: u64,
-    /// Armed overflows.
+    /// Number of times that an overflow was armed.
     pub arms: u64,
 }
 

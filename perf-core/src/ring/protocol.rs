@@ -119,8 +119,8 @@ struct ColdWords<W> {
     last_crossing: W,
 }
 
-/// Words that are written by samples if wakeups are counted by samples, and by records that must
-/// wake the reader.
+/// Words that are written only by samples (if wakeups are counted in samples) and by records that
+/// must wake the reader.
 struct WakeWords<W> {
     samples: W,
     /// Highest end position of a record that must wake the reader, or 0 if there is none.
@@ -418,8 +418,8 @@ impl<W: AtomicWord> Protocol<W> {
     /// Makes everything below `to` visible to readers.
     #[inline]
     fn publish(&self, shared: &SharedWords<'_, W>, to: u64) {
-        // A reader may miss a store between two others of the same publisher, so the check is made
-        // at every store.
+        // Checked at every store, because a reader may miss a store between two others of the same
+        // publisher.
         #[cfg(test)]
         assert!(
             !is_ahead(self.hot.0.published.load(Relaxed), to),

@@ -258,7 +258,8 @@ mod tests {
         }
     }
 
-    /// Tries all assignments.
+    /// Returns `true` if all of `masks` can be assigned distinct counters of `free`. Tries all
+    /// assignments.
     fn possible(masks: &[u64], free: u64) -> bool {
         match masks.split_first() {
             None => true,

@@ -480,7 +480,8 @@ fn clock_driver_rejects_unsupported_events() {
 }
 
 /// With one event per privilege level, neither count decreases, their sum never exceeds the total,
-/// and an event that excludes both counts nothing. The API reports single levels as estimates.
+/// and an event that excludes both levels counts nothing. The API reports counts of a single level
+/// as estimates.
 #[test]
 fn single_level_count_is_part_of_total() {
     let signal = catch_signals();

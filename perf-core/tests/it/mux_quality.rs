@@ -149,8 +149,8 @@ fn two_standard_errors_have_nominal_coverage() {
 }
 
 /// A rhythm in phase with the intervals appears constant. Few estimates of such rhythms have a
-/// standard error, and those are correct: either the policy detected the rhythm, or the error is
-/// unknown.
+/// standard error, and those standard errors are correct, because the policy has avoided the
+/// rhythm. The error of all other estimates is unknown.
 #[test]
 fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
     for kind in [

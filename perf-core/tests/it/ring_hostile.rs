@@ -151,9 +151,8 @@ fn ring_without_data_has_no_head() {
     assert_eq!(corrupt(reader.next_record().expect_err("nowhere")), (0, HEAD));
 }
 
-/// A reader that maps an overwrite ring only after many writes begins at the first record of the
-/// ring in the same cases in which a reader that existed from the start can continue without an
-/// overrun.
+/// A reader that maps an overwrite ring after many writes begins at the first record of the ring if
+/// and only if a reader that existed from the start would not be overrun.
 #[test]
 fn late_and_early_overwrite_readers_trust_equal_ranges() {
     let mut early_least = None;

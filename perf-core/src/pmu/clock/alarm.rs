@@ -91,8 +91,8 @@ impl AlarmSchedule {
         let wanted_ns = now.wall_ns.saturating_add(wait_ns);
         if self.has_expired(now.wall_ns) {
             if wait_ns >= FAR_DEADLINE_NS && self.expired_recently(now.wall_ns) {
-                // The deadline is distant and the timer repeats anyway. Its next expiry belongs to
-                // no event.
+                // The deadline is so distant that the timer is left unchanged. Its next repetition
+                // belongs to no event.
                 self.armed_for_ns = 0;
                 return None;
             }

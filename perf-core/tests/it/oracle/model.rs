@@ -206,6 +206,7 @@ impl Model {
         }
     }
 
+    // Lookup of specifications, parts and groups.
 
     pub fn spec(&self, p: usize) -> &OracleSpec {
         &self.events[&self.parts[p].event].spec
@@ -285,6 +286,7 @@ impl Model {
         self.parts[leader].state == EventState::On
     }
 
+    // Scheduling of groups.
 
     fn goes_off(&mut self, p: usize) {
         let part = &mut self.parts[p];
@@ -398,6 +400,7 @@ impl Model {
         self.pass(self.parts[p].ctx);
     }
 
+    // Opening and closing of events.
 
     /// Returns `true` if the core should accept the event.
     pub fn opens(&self, spec: &OracleSpec, leader: Option<u64>) -> bool {
@@ -564,6 +567,7 @@ impl Model {
         }
     }
 
+    // Addition and removal of vCPUs.
 
     pub fn add_vcpu(&mut self, n: u32, claim: &dyn Fn(u64) -> Option<Arc<Counter>>) {
         let mut leaders = self
@@ -711,6 +715,7 @@ impl Model {
         }
     }
 
+    // Control operations on events.
 
     pub fn reset(&mut self, name: u64) {
         let event = self.events.get_mut(&name).expect("it is open");
