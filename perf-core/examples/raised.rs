@@ -138,7 +138,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     assert_eq!(samples, 10);
 
-    // Settings that an operator may change, as text. Requests that exceed them are rejected.
+    // Changes limits as text, as an operator would. Requests above a limit are then rejected.
     core.set_knob(Tunable::SampleRateHz, "1000")?;
     print!("samples a second: {}", core.knob(Tunable::SampleRateHz));
     let fast = Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 2_000).with_freq();

@@ -288,8 +288,8 @@ impl StepStatistics {
         (self.squares / self.gap_squares, self.products / self.gap_products)
     }
 
-    /// Returns `true` if the rate varies more within slices than between them by the factor
-    /// `times`, which indicates aliasing.
+    /// Returns `true` if the variation within slices exceeds the maximum that is possible without
+    /// aliasing by the factor `times`. `mean` is the mean rate.
     fn detects_aliasing(&self, mean: f64, times: f64) -> bool {
         if self.n < SLICES_MIN || self.halved < SLICES_MIN || self.gap_products <= 0.0 {
             return false;

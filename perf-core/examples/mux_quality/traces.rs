@@ -57,7 +57,7 @@ impl Curve {
 /// Counts per step at a rate of 1: 10^8 per second.
 const COUNTS_PER_STEP: f64 = 10_000.0;
 
-/// Several events of one program.
+/// The true counts of several events of one program over time.
 #[derive(Clone, Debug)]
 pub struct Trace {
     pub name: String,
@@ -210,7 +210,7 @@ fn phases() -> Trace {
     })
 }
 
-/// Events that occur in only one part of the run.
+/// Events that occur in only one section of the trace.
 fn part_time() -> Trace {
     formula("part-time", |e, t| {
         let begin = 900.0 * e as f64;

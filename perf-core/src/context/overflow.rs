@@ -341,8 +341,8 @@ impl Context {
         self.disable(key, now_ns);
     }
 
-    /// Writes the due samples, one per period. They are taken at the same time and are otherwise
-    /// identical.
+    /// Writes one sample for each period in `due`. The samples are taken at the same time and
+    /// differ only in their periods.
     fn write_samples(&mut self, pass: &ServicePass<'_>, key: EventKey, due: &mut DuePeriods) {
         if due.is_empty() {
             return;

@@ -27,7 +27,8 @@ pub(crate) fn base_interval_ns(first_ns: u64) -> u64 {
 /// phase of later intervals by 0.618 of a rotation.
 const STRETCH: f64 = 1.618;
 
-/// Weight of the newest step in the running mean of a group, once there are enough steps.
+/// Weight of the newest squared rate change in a group's running mean, once the group has had
+/// enough rate changes.
 const NEWEST_STEP_WEIGHT: f32 = 0.01;
 /// Maximum squared step that enters the mean, so that a single very short slice has no lasting
 /// effect.

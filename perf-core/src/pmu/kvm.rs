@@ -41,7 +41,8 @@ pub const VM_SCOPE: u64 = 1 << 32;
 const HEADER_LEN: usize = 24;
 /// Size of a descriptor in bytes, excluding its name.
 const DESC_LEN: usize = 16;
-/// Bounds on the table. Current kernels use 48 bytes per name and have fewer than 100 statistics.
+/// Maximum size of a name, in bytes. Like `MAX_DESCRIPTORS`, a bound on untrusted input: current
+/// kernels use 48 bytes per name and have fewer than 100 statistics.
 const MAX_NAME_LEN: u32 = 256;
 const MAX_DESCRIPTORS: u32 = 4096;
 

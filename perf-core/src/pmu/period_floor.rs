@@ -10,7 +10,7 @@ use std::io;
 /// Broadwell (`nhm_limit_period`, `hsw_limit_period`, `bdw_limit_period`).
 const MINIMUMS: [u64; 3] = [2, 32, 128];
 
-/// The minimum period of one event, as far as the host has revealed it.
+/// The minimum period of one event, as far as rejected periods have revealed it.
 #[derive(Debug)]
 pub(super) struct PeriodFloor {
     minimum: u64,

@@ -216,8 +216,8 @@ pub trait EncodeRecord {
     /// `true` if the record counts as a sample for `wakeup_events`.
     const IS_SAMPLE: bool = false;
 
-    /// Returns the task and time of the record, which the ring also uses for a LOST record before
-    /// this record.
+    /// Returns the trailer of the record. If the ring writes a LOST record before this record, the
+    /// LOST record has the same trailer.
     fn sample_id(&self) -> SampleId {
         SampleId::default()
     }

@@ -372,10 +372,10 @@ fn p28_a_generation_that_is_closed_while_others_write_loses_nothing() {
 
 #[test]
 fn p29_writer_joining_during_publication_does_not_move_head_back() {
-    // Four records. The second closes the generation of the first, the third goes beyond its
-    // boundary, and the fourth begins just when the first, as the only writer, has published the
-    // head and is about to decrement the count. In tests the protocol asserts that no publication
-    // is behind the previous one.
+    // In the critical interleaving, the second of four records closes the generation of the first,
+    // and the third extends beyond its boundary. The fourth begins just when the first, as the only
+    // writer, has published the head and is about to decrement the writer count. In tests the
+    // protocol asserts that no publication is behind the previous one.
     check(3, || {
         let ring = Ring::with_units(16, false);
         let first = ring.begin(2).expect("room");

@@ -90,8 +90,8 @@ impl ControlPage {
         self.data_head.store(start, Release);
     }
 
-    /// Records that the record at position `start` ends at position `end`, so that the next record
-    /// will begin there, in a ring of `size` bytes.
+    /// Notes that a record occupies positions `start` to `end` of a ring of `size` bytes. The next
+    /// record begins at `end`.
     #[inline(never)]
     pub(super) fn note_record(&self, start: u64, end: u64, size: u64) {
         let part = |position: u64| position / (size / PARTS as u64);
@@ -129,8 +129,8 @@ impl ControlPage {
                 time_enabled_ns: self.time_enabled.load(Relaxed),
                 time_running_ns: self.time_running.load(Relaxed),
             };
-            // Acquire: pairs with the Release fence that begins an update. If a field belongs to
-            // that update, the lock differs too.
+            // Acquire: pairs with the Release fence that begins an update. If one of the fields
+            // above was written by that update, the second load of the lock differs from the first.
             fence(Acquire);
             if self.lock.load(Relaxed) == before {
                 return Some(counter);

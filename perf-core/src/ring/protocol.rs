@@ -292,8 +292,8 @@ impl<W: AtomicWord> Protocol<W> {
             }
             if hot.state.swap_if(seen, state.with_writer(units)).is_ok() {
                 if fresh {
-                    // Release: pairs with the Acquire load above. Another writer may restore an
-                    // older value, which only makes the next read of the control page occur
+                    // Release: pairs with the Acquire load above. Another writer may store an older
+                    // tail afterwards, which only makes the next read of the control page occur
                     // earlier.
                     hot.tail.store(tail, Release);
                 }
@@ -341,8 +341,8 @@ impl<W: AtomicWord> Protocol<W> {
             // decrement and thus this store.
             self.wake.0.due.fetch_max(claim.end, Relaxed);
         }
-        // Widens a position of the state word. This record is not published yet, so both positions
-        // are close.
+        // Widens a position of the state word to 64 bits. The position is close to `claim.start`,
+        // because this record is not published yet.
         let widen = |units: u64| {
             claim
                 .start

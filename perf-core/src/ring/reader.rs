@@ -368,7 +368,7 @@ impl RingReader {
         Ok(RingRecordBatch { reader: self })
     }
 
-    /// Checks for new records, and releases the space of the old ones if there are none.
+    /// Checks for new records. If there are none, releases the space of the records that were read.
     #[inline]
     fn refill(&mut self) -> Result<bool, RingReadError> {
         self.release();
@@ -439,7 +439,7 @@ impl RingReader {
     )]
     #[inline]
     fn copy_wrapped(&mut self, offset: usize, size: usize) {
-        // Both lengths are those of the filled parts of the scratch buffer.
+        // The parts of the scratch buffer for the bytes before and after the wrap.
         let (first, rest) = self.scratch[..size].split_at_mut(self.mask + 1 - offset);
         // SAFETY: the record is [offset, end of the area) and the first `rest.len()` bytes of the
         // area. Both are inside it, because `size_at` has checked that the record does not exceed

@@ -108,7 +108,8 @@ impl CounterAssignments {
         on: bool,
     ) -> Result<(), CounterConflict> {
         let before: SmallVec<[u8; 16]> = match wants {
-            // A single event that fails has moved no other event.
+            // A group of at most one event need not be undone, because an event that cannot be
+            // assigned moves no other event.
             [] | [_] => SmallVec::new(),
             _ => self.events.iter().map(|e| e.seat).collect(),
         };

@@ -290,7 +290,7 @@ struct RemainingCapacity {
 /// Pinned groups that precede the flexible groups in a plan, and are therefore always active.
 #[derive(Clone, Copy, Debug, Default)]
 struct AlwaysActive {
-    /// Number of events in these groups.
+    /// Number of events in the preceding pinned groups.
     events: usize,
     exclusive: bool,
 }

@@ -422,7 +422,7 @@ fn short_clock_samples_account_for_all_counts() {
         sample_period: 1000,
         ..software(TASK_CLOCK)
     };
-    // The number of samples depends on the host's interrupt latency; it may be one.
+    // The number of samples depends on the host's interrupt latency and may be 1.
     assert!(!clock_samples(attr, 1000).is_empty());
 }
 

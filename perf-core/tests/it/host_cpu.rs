@@ -127,7 +127,7 @@ fn missing_permission_and_nonexistent_cpu_are_rejected() {
     let error = open(&operator, &cpu, attr()).unwrap_err();
     assert!(matches!(error, OpenError::CpuDenied), "{error}");
     assert_eq!(error.errno(), libc::EACCES);
-    // Drivers that count vCPUs reject CPU targets.
+    // A driver that counts vCPUs rejects a host CPU as a target.
     let error = open(&admin, &cpu, Attr::counting(EventType::SIM, 1)).unwrap_err();
     assert_eq!(error.errno(), libc::EINVAL);
     let none = core.add_cpu(1_000_000).unwrap();

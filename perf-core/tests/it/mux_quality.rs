@@ -148,9 +148,8 @@ fn two_standard_errors_have_nominal_coverage() {
     }
 }
 
-/// A rhythm in phase with the intervals appears constant. Few estimates of such rhythms have a
-/// standard error, and those standard errors are correct, because the policy has avoided the
-/// rhythm. The error of all other estimates is unknown.
+/// A rhythm in phase with the intervals appears constant in all slices. Of the estimates of such
+/// rhythms, at most 5 % have an incorrect error bar. The others have no error bar or a correct one.
 #[test]
 fn aliased_rhythms_have_no_error_bar_or_a_correct_one() {
     for kind in [

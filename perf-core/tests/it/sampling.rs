@@ -426,8 +426,8 @@ fn vm_wide_event_without_ring_notifies_opener() {
     assert!(!e.poll().contains(PollState::IN), "taken once");
 }
 
-/// An overflow less than a tick after the previous one adjusts the period. After a longer interval,
-/// ticks adjust it, because they measure the length of the interval.
+/// An overflow less than a tick after the previous one adjusts the period. If more time has passed,
+/// the next tick adjusts the period instead, because it measures the length of the interval.
 #[test]
 fn overflows_within_a_tick_adjust_frequency_period() {
     // A tick is 10 ms.

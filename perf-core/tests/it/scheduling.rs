@@ -300,7 +300,8 @@ proptest! {
         }
     }
 
-    /// P10: after as many intervals as there are groups, the same groups are active.
+    /// P10: after as many intervals as there are groups, the same groups are active as at the
+    /// start.
     #[test]
     fn p10_full_rotation_restores_active_groups(slots in 1usize..6, more in 1usize..8, start in 0usize..20) {
         let n = slots + more;

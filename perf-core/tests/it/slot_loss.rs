@@ -129,8 +129,8 @@ fn running_time_ends_when_slot_is_lost() {
     );
 }
 
-/// A multiplexed event does not fail. It is rescheduled at a later tick, and its enabled and
-/// running times account for the wait.
+/// A multiplexed event that loses its slot does not fail. A later tick schedules it again, and its
+/// time enabled includes the wait.
 #[test]
 fn flexible_event_waits_for_its_slot_to_come_back() {
     let rig = SlotLossFixture::slots(1);

@@ -434,7 +434,7 @@ mod tests {
             vcpu.arm(0, MS);
         }
         let early = vcpu.rings - 100;
-        // One call for each overflow and one for each early expiry.
+        // The timer is armed once for each overflow and once for each early expiry.
         assert_eq!(vcpu.sets, 100 + early);
     }
 

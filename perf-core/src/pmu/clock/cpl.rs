@@ -344,7 +344,8 @@ impl CplAttribution {
         }
     }
 
-    /// Attributes the pending time to the levels in proportion to their samples.
+    /// Distributes the guest time that is not attributed yet to user and kernel mode, in proportion
+    /// to the numbers of samples `user` and `kernel`.
     #[expect(clippy::cast_possible_truncation, reason = "a part of a number of 64 bits")]
     fn attribute_pending(&mut self, user: u64, kernel: u64, now_ns: u64) {
         let looks = user + kernel;

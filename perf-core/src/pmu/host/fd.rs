@@ -134,8 +134,8 @@ impl PerfFd {
             overflow,
         };
         let mut opened = Self::open_once(&request);
-        // A signal, such as a vCPU kick, interrupts the kernel while it waits for locks. It is
-        // handled before the retry.
+        // The open fails if a signal, such as a vCPU kick, arrives while the kernel waits for a
+        // lock. The signal is handled before the open is retried.
         for _ in 1..MAX_OPEN_ATTEMPTS {
             match &opened {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => opened = Self::open_once(&request),

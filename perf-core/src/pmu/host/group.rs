@@ -48,7 +48,7 @@ pub(super) struct KernelGroup {
     members: Mutex<SmallVec<[Arc<GroupMember>; 4]>>,
 }
 
-/// A member other than the leader.
+/// A member of a kernel group, other than the group's leader.
 #[derive(Debug)]
 pub(super) struct GroupMember {
     fd: Arc<PerfFd>,

@@ -455,8 +455,8 @@ impl HostEvent {
         }
     }
 
-    /// Returns the count of this event from a read of its group, if both are disabled. One system
-    /// call reads the whole group.
+    /// Returns the count of this event, as obtained by one read of its whole group. Returns `None`
+    /// if the event or the group is enabled, or if the event is in no group.
     fn count_with_group(&self) -> Option<u64> {
         if self.on {
             return None;
