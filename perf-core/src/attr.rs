@@ -143,8 +143,8 @@ pub struct Attr {
     /// Size of the user stack copy in samples with [`SampleType::STACK_USER`], in bytes. Must be a
     /// multiple of 8 and at most [`STACK_USER_MAX`].
     pub sample_stack_user: u32,
-    /// Contents of the branch stack in samples with [`SampleType::BRANCH_STACK`]. The byte layout of
-    /// [`Attr::to_bytes`] contains its filter, but neither depth nor overhead.
+    /// Contents of the branch stack in samples with [`SampleType::BRANCH_STACK`]. The byte layout
+    /// of [`Attr::to_bytes`] contains its filter, but neither depth nor overhead.
     pub branches: BranchSampling,
     /// Fields that a read returns.
     pub read_format: ReadFormat,
@@ -391,8 +391,8 @@ impl Attr {
     /// The `size` field gives the number of bytes to read. 0 selects the first published size;
     /// smaller sizes and sizes above one page are rejected. Bytes beyond the known layout must be
     /// zero. On [`AttrError::TooBig`] the supported size is written back into `bytes`, as the
-    /// kernel does for its caller. Fields that belong to an unset flag or sample field are not read,
-    /// and `sample_max_stack` has no effect.
+    /// kernel does for its caller. Fields that belong to an unset flag or sample field are not
+    /// read, and `sample_max_stack` has no effect.
     ///
     /// # Errors
     ///

@@ -13,8 +13,8 @@ pub enum Tunable {
     SampleRateHz,
     /// [`crate::PerfCoreConfig::mlock_kb`].
     MlockKb,
-    /// [`crate::PerfCoreConfig::reserved_slots`], up to the number of slots of the smallest PMU. Takes
-    /// effect immediately.
+    /// [`crate::PerfCoreConfig::reserved_slots`], up to the number of slots of the smallest PMU.
+    /// Takes effect immediately.
     ReservedSlots,
     /// [`crate::PerfCoreConfig::overcommit`], 0 or 1.
     Overcommit,

@@ -31,7 +31,8 @@ impl Context {
         }
     }
 
-    /// Adds an active event that can overflow to the lists of its kind.
+    /// Adds an active event that can overflow to the list of armed events and, if they apply, to
+    /// the lists of throttled events and of events with a frequency.
     pub fn add_to_lists(&mut self, key: EventKey) {
         let event = &mut self.events[key];
         if event.state != EventState::Active || !event.sampling.is_on() {

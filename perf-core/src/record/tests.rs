@@ -4,8 +4,8 @@ use proptest::prelude::*;
 
 const ALL_TIMES: ReadFormat = ReadFormat::TOTAL_TIME_ENABLED.union(ReadFormat::TOTAL_TIME_RUNNING);
 
-/// Maps 15 bits to sample types: the eleven lowest types, IDENTIFIER, user registers, user stack and
-/// branch stack.
+/// Maps 15 bits to sample types: the eleven lowest types, IDENTIFIER, user registers, user stack
+/// and branch stack.
 fn sample_type(bits: u64) -> SampleType {
     let bits = bits & 0x7ff | (bits >> 11 & 1) << 16 | bits & 0x3000 | (bits >> 14 & 1) << 11;
     SampleType::from_bits(bits).expect("all of these are defined")
@@ -390,8 +390,8 @@ fn sample_longer_than_its_format_is_refused() {
     assert_eq!(decode(&bytes, format), Err(DecodeError::Trailing { bytes: 8 }));
 }
 
-/// Checks that `record` has a body of `len` bytes and the trailer [`ID`], and decodes to `expected`.
-/// Returns its bytes.
+/// Checks that `record` has a body of `len` bytes and the trailer [`ID`], and decodes to
+/// `expected`. Returns its bytes.
 fn check_side_band<R: EncodeRecord>(
     format: RecordFormat,
     len: usize,

@@ -312,8 +312,8 @@ impl RingReader {
     ///
     /// # Errors
     ///
-    /// Returns [`RingReadError::Corrupt`], which skips to the head, or [`RingReadError::Overrun`], which
-    /// skips to a record that is still intact. Reading may continue after both.
+    /// Returns [`RingReadError::Corrupt`], which skips to the head, or [`RingReadError::Overrun`],
+    /// which skips to a record that is still intact. Reading may continue after both.
     #[inline]
     #[expect(
         clippy::cast_possible_truncation,
@@ -362,7 +362,8 @@ impl RingReader {
         if self.tail == self.head {
             self.refill()?;
         } else if self.mode == RingMode::Writable {
-            // The last batch ended at a corrupt record. Returns the error of that record.
+            // The last batch ended early. If it ended at a corrupt record, returns the error of
+            // that record.
             self.size_at(self.tail)?;
         }
         Ok(RingRecordBatch { reader: self })

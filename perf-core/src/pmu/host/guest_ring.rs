@@ -147,8 +147,8 @@ impl HostRecord for GuestSample {
 
 /// A record of a [`HostRing`].
 pub trait HostRecord: Sized {
-    /// Decodes a record of type `ty` from the first words of its body. Returns `None` for records of
-    /// other types.
+    /// Decodes a record of type `ty` from the first words of its body. Returns `None` for records
+    /// of other types.
     fn decode(ty: u32, misc: u32, words: &[u64]) -> Option<Self>;
 }
 

@@ -456,7 +456,7 @@ impl HostEvent {
     }
 
     /// Returns the count of this event, as obtained by one read of its whole group. Returns `None`
-    /// if the event or the group is enabled, or if the event is in no group.
+    /// if the event or the group is enabled, if the event is in no group, or if the read fails.
     fn count_with_group(&self) -> Option<u64> {
         if self.on {
             return None;
