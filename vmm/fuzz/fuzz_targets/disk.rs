@@ -22,7 +22,7 @@ fn image() -> Arc<DiskImage> {
     let path = std::env::temp_dir().join(format!("perfvisor-fuzz-disk-{}", std::process::id()));
     std::fs::write(&path, [0x5A; 32 * 512]).expect("a file in the temporary directory");
     let image = DiskImage::open(&DiskConfig::raw(&path)).expect("it is a disk");
-    // The open descriptor keeps the file alive.
+    // The image keeps the file open, so the device can still access it.
     let _ = std::fs::remove_file(&path);
     Arc::new(image)
 }

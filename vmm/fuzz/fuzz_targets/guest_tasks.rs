@@ -84,7 +84,7 @@ fuzz_target!(|data: &[u8]| {
     };
     let budget = || WalkBudget::new(READS, None);
 
-    // Perform the reads for a sample.
+    // Walk the guest's data structures as `record` does for a sample.
     let mut reader = TaskReader::new(&layout, ram, &regs).expect("four levels");
     let mut samples = budget();
     if let Some(task) = reader.current(base, &mut samples) {
@@ -98,7 +98,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
 
-    // Perform the reads for an operator request.
+    // Walk the guest's data structures as the VM does for an operator's request.
     let tables: KernelTables = serde_json::from_value(json!({"root": 0, "la57": false})).expect("tables");
     let mut asked = budget();
     let Some(process) = GuestProcess::find(&layout, ram, tables, address as u32, &mut asked) else {

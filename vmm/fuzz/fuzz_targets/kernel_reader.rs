@@ -71,6 +71,7 @@ fuzz_target!(|data: &[u8]| {
         }
         Err(e) => assert!(!e.to_string().contains('\n'), "{e}"),
     }
-    // Each range is limited to the size of guest memory, and the initial request is short.
+    // The reader receives at most one range of guest memory for each request of 17 bytes, and a
+    // short initial request.
     assert!(reader.heard <= (says.len() / 17 + 1) * (MEMORY + 5) + 4096);
 });

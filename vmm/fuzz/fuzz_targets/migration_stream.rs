@@ -45,7 +45,8 @@ fuzz_target!(|data: &[u8]| {
             StreamMessage::Machine(state) | StreamMessage::State(state) => {
                 let _ = snapshot::decode(state);
             }
-            // Invalid UTF-8 is replaced, which may exceed the limit.
+            // Decoding replaces invalid UTF-8, which may make the text longer than a message
+            // permits.
             StreamMessage::Failed(_) => continue,
             _ => {}
         }

@@ -76,7 +76,7 @@ fuzz_target!(|data: &[u8]| {
             stack.receive(&frame, now);
         }
         if choices & 4 == 0 {
-            // Each answer from the guest makes room for further frames.
+            // The guest's replies acknowledge data, so the service can send further frames.
             for _ in 0..32 {
                 let Some(frame) = stack.next_frame(now) else { break };
                 numbers = next_numbers(&frame).or(numbers);

@@ -303,8 +303,8 @@ impl Case {
         Ok(PmuModel::new(self.generation, None, None)?)
     }
 
-    /// Runs the guest under the minimal VMM, which answers register accesses with constants and, if
-    /// there is a `period`, sends an NMI after each.
+    /// Runs the guest under the minimal VMM, which answers register accesses with constants. If
+    /// `period` is set, the VMM sends an NMI each time that `period` has elapsed.
     fn constant(
         &self,
         kvm: &Kvm,

@@ -80,8 +80,8 @@ fn save(kvm: &Kvm, config: &VmConfig, probe: &HostProbe, dir: &Path) -> Result<(
     Ok(())
 }
 
-/// Returns two times in milliseconds since the start: until the state is loaded, and until the VM
-/// is built from it.
+/// Returns two durations in milliseconds, both measured from the call: until the state is loaded,
+/// and until the VM is built from it.
 fn restore(
     kvm: &Kvm,
     config: &VmConfig,

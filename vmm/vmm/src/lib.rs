@@ -29,7 +29,8 @@
         clippy::cast_sign_loss,
     )
 )]
-// These macros panic when the reader has closed the pipe. `commands::print` and `say` do not.
+// `print!` and `eprintln!` panic when the reader has closed the pipe. The functions
+// `commands::print` and `say` do not.
 #![cfg_attr(not(test), warn(clippy::print_stdout, clippy::print_stderr))]
 
 pub mod boot;

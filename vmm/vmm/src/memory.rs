@@ -385,7 +385,7 @@ fn check_available(
     limits: available::HostMemoryLimits,
 ) -> Result<(), MemoryError> {
     if kind.huge_pages == HugePages::Reserved {
-        // Reserved huge pages are not part of the memory that these limits describe.
+        // These limits do not apply to reserved huge pages.
         return Ok(());
     }
     if let Some(limit) = limits.most.filter(|limit| size_bytes > limit.bytes) {
@@ -506,7 +506,8 @@ mod tests {
 
     #[test]
     fn guest_above_the_hole_continues_at_four_gib() {
-        // The layout is pure arithmetic, independent of the host's memory.
+        // `ram_end` only computes the layout, so it can be tested for sizes that the host cannot
+        // provide.
         assert_eq!(ram_end(MMIO_HOLE_START), MMIO_HOLE_START);
         assert_eq!(ram_end(MMIO_HOLE_START + 4096), MMIO_HOLE_END + 4096);
         let Ok(ram) = GuestRam::new(5 << 30) else {

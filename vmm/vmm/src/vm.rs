@@ -69,13 +69,13 @@ pub struct Vm {
 pub struct VmParts<'a> {
     /// KVM resources whose creation was started before the VM is built.
     pub begun: DeferredKvmSetup,
-    /// KVM.
+    /// Handle of /dev/kvm.
     pub kvm: &'a Kvm,
     /// Configuration of the VM.
     pub config: &'a VmConfig,
     /// Virtio devices in the order of their PCI device numbers.
     pub devices: Vec<Box<dyn VirtioDevice>>,
-    /// The host's perf events.
+    /// Result of probing the host's perf events.
     pub probe: &'a HostProbe,
     /// Receiver of the serial port's output.
     pub console: Box<dyn Write + Send>,
@@ -243,7 +243,8 @@ impl Vm {
             again,
             snapshots: Arc::new(snapshots),
             restored: saved.map(RestoredMachine::into_vcpus),
-            // If breakpoints emulate RDPMC, a kernel that is found later may need one more.
+            // With `--rdpmc hwbp`, the trap at the #GP handler of a kernel that is found later may
+            // need one more breakpoint.
             free_breakpoints: match config.rdpmc {
                 RdpmcMode::Hwbp => BREAKPOINTS.saturating_sub(breakpoints.len() + usize::from(gate)),
                 _ => BREAKPOINTS,

@@ -245,7 +245,7 @@ mod tests {
                         at += usize::from(table[at + 1]);
                     }
                     assert_eq!(at, table.len());
-                    // MADT flags: enabled (1), or online capable (2).
+                    // Flags of a processor's MADT entry: enabled (1), or online capable (2).
                     let flags = |id| if id < numbers.present() { 1 } else { 2 };
                     let expected: Vec<_> = (0..numbers.max()).map(|id| (id, flags(id))).collect();
                     assert_eq!(lapics, expected);

@@ -14,7 +14,7 @@ impl AmlSink for Bytes {
     }
 }
 
-/// Returns the AML encoding of `table`, which may be a part of a table.
+/// Returns the AML encoding of `table`, which is a whole table or an object within one.
 pub(super) fn bytes_of(table: &dyn Aml) -> Vec<u8> {
     let mut sink = Bytes(Vec::new());
     table.to_aml_bytes(&mut sink);

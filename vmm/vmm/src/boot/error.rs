@@ -59,7 +59,7 @@ pub enum BootError {
     KernelFileTooLarge {
         /// Path of the file.
         path: PathBuf,
-        /// Kernel type, with its article.
+        /// Size of the kernel file in bytes.
         size_bytes: u64,
         /// Maximum size in bytes.
         limit_bytes: u64,
@@ -192,7 +192,7 @@ pub enum BootError {
         "this host's KVM ({flavour}) runs guest kernels in an instruction emulator and cannot run Linux; run this guest in the lab (`make demo` shows how) or on a host with VT-x or AMD-V; `perfvisor run` without --kernel works here"
     )]
     NeedsFullKvm {
-        /// Name of the KVM flavour.
+        /// Method by which this host's KVM runs guest code, for the message.
         flavour: String,
     },
 }

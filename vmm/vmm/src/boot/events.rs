@@ -26,7 +26,8 @@ const GENERATION_CHANGED: u8 = 0x80;
 /// CPU hot-plug.
 pub(super) fn devices(hotplug: bool) -> Vec<u8> {
     let hid = Name::new("_HID".into(), &"PRFV0001");
-    // The name of the specification is longer than an ACPI ID may be; Hyper-V offers both.
+    // VM_Gen_Counter, the ID in the specification of the VM generation ID, is longer than an ACPI
+    // ID may be. Hyper-V provides both IDs.
     let ids = Package::new(vec![&"VM_Gen_Counter", &"VMGENCTR"]);
     let cid = Name::new("_CID".into(), &ids);
     let ddn = Name::new("_DDN".into(), &"VM_Gen_Counter");

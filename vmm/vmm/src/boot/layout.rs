@@ -26,7 +26,8 @@ pub const PDPT: u64 = 0xA000;
 pub const PAGE_DIRECTORIES: u64 = 0xB000;
 /// Initial stack pointer for 64-bit entry. The stack grows down through an otherwise unused page.
 pub const BOOT_STACK: u64 = 0x8FF0;
-/// NUL-terminated command line; the default address for a multiboot kernel.
+/// Address of the NUL-terminated command line. The command line of a multiboot kernel is placed
+/// elsewhere if the kernel occupies this address.
 pub const CMDLINE: u64 = 0x2_0000;
 /// Maximum length of a stored command line, without its NUL.
 pub const CMDLINE_MAX_BYTES: usize = 0xFFFF;

@@ -173,7 +173,7 @@ pub struct LoadedGuest {
     pub initrd: Option<Range<u64>>,
     /// `true` if the guest's tables describe a PCI bus.
     pub pci: bool,
-    /// Executable text ranges.
+    /// Executable address ranges of the kernel.
     pub text: Vec<TextRange>,
     /// Text symbols of the kernel, from its symbol table or from kallsyms. Empty if it has neither.
     pub symbols: Arc<PackedSymbols>,
@@ -436,7 +436,7 @@ fn load_initrd(ram: &GuestRam, path: &Path, room: Range<u64>, low: bool) -> Resu
     let (mut file, size_bytes) = open_regular("initrd", path)?;
     let first = room.start.next_multiple_of(PAGE);
     let room_bytes = room.end.saturating_sub(first);
-    // Rounding the start down needs up to one page.
+    // Aligning the start down to a page boundary needs up to one additional page.
     let start = if low {
         first
     } else {
@@ -473,7 +473,7 @@ pub(crate) fn write_generation_id(ram: &GuestRam, id: [u8; 16]) -> Result<(), Bo
         .map_err(|e| BootError::memory("the generation ID", address, e))
 }
 
-/// Writes the ACPI and MP tables.
+/// Writes the ACPI tables and the MP table.
 fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers, pci: bool) -> Result<(), BootError> {
     let mut tables = acpi::tables(cpus, pci);
     tables.push((layout::MP_TABLE, mptable::table(cpus)));

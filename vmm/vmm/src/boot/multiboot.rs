@@ -206,7 +206,7 @@ pub(crate) fn address_fields<'a>(
     Ok((segment, entry))
 }
 
-/// Writes the information structure and its parts.
+/// Writes the multiboot information structure and the strings and lists that it refers to.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "a multiboot guest is loaded below 4 GiB"

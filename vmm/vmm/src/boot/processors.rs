@@ -140,7 +140,8 @@ fn methods(cpus: VcpuNumbers) -> Vec<u8> {
         vec![&acquire, &select, &event, &status, &release],
     );
 
-    // Compares numbers, because AML cannot compute a device name.
+    // The method compares the number with that of each processor, because AML cannot compute a
+    // device name.
     let mut tell = Vec::new();
     for vcpu in 0..cpus.max() {
         let device = path(&device_name(vcpu));

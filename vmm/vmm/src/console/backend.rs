@@ -28,7 +28,7 @@ pub enum ConsoleError {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Error of the host.
+        /// Error of the system call.
         source: io::Error,
     },
     /// Listening on the socket failed.
@@ -36,7 +36,7 @@ pub enum ConsoleError {
     Socket {
         /// Path of the socket.
         path: PathBuf,
-        /// Error of the host.
+        /// Error of the system call.
         source: io::Error,
     },
     /// Allocating a pseudo-terminal failed.
@@ -138,8 +138,8 @@ impl Console {
         self.is_terminal().then(terminal::window_size).flatten()
     }
 
-    /// Returns the main-loop subscriber that passes input to `guest` and output to clients. Ctrl-A
-    /// x on a terminal writes to `quit`.
+    /// Returns the main-loop subscriber that passes input to `guest` and output to clients. Typing
+    /// Ctrl-A x on a terminal writes to the eventfd `quit`.
     pub fn subscriber(
         &self,
         guest: Arc<dyn ConsoleInputSink>,
@@ -190,7 +190,7 @@ fn lock(stream: &Mutex<StreamConsole>) -> MutexGuard<'_, StreamConsole> {
 struct LogFile {
     file: std::fs::File,
     path: PathBuf,
-    /// A write has failed and was logged.
+    /// `true` if a write has failed. Only the first failure is logged.
     failed: bool,
 }
 

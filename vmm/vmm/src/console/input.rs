@@ -24,7 +24,7 @@ pub struct ConsoleInput {
     quit: EventFd,
     escape: EscapeParser,
     waiting: VecDeque<u8>,
-    /// The input source is in the epoll set.
+    /// `true` if the input source is in the epoll set.
     watching: bool,
     /// `true` for regular files, which epoll rejects and which are always readable.
     always_ready: bool,
@@ -133,8 +133,8 @@ impl ConsoleInput {
     }
 }
 
-/// Prints the keys to standard error. Ignores a failure, because it means that nobody reads the
-/// output.
+/// Prints the list of key sequences to standard error. Ignores a failure, because it means that
+/// nobody reads the output.
 fn print_keys() {
     let _ = io::stderr().write_all(KEYS.as_bytes());
 }
@@ -142,7 +142,7 @@ fn print_keys() {
 impl MutEventSubscriber for ConsoleInput {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         if events.fd() == self.guest.room().as_raw_fd() {
-            // Reading resets the eventfd. The count is irrelevant.
+            // Reset the eventfd. Its count is irrelevant.
             let _ = self.guest.room().read();
         } else if events.fd() == self.fd() {
             self.read_source();

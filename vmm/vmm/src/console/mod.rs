@@ -37,7 +37,7 @@ pub use terminal::{RawTerminal, restore_terminal, window_size};
 /// Size of the input buffer in bytes.
 const INPUT_BUFFER_BYTES: usize = 4096;
 
-/// The input side of a console device.
+/// A console device that accepts input for the guest.
 pub trait ConsoleInputSink: Send + Sync {
     /// Passes as many of `bytes` to the guest as fit and returns their number. Never blocks.
     fn send(&self, bytes: &[u8]) -> usize;

@@ -22,14 +22,15 @@ const IMPATIENT_WRITER_TIMEOUT: Duration = Duration::from_millis(100);
 #[derive(Default)]
 struct OutputState {
     buffer: VecDeque<u8>,
-    /// The thread is in write(2) with bytes taken out of the buffer.
+    /// `true` while the thread is in write(2) with bytes taken out of the buffer.
     writing: bool,
-    /// Writers no longer block; output that does not fit is dropped.
+    /// `true` if writers no longer block. Output that does not fit is then dropped.
     stopped: bool,
-    /// [`ConsoleOutput::finish`] has ended its wait, or the sink has failed, so the thread exits.
+    /// `true` if the thread must exit, because [`ConsoleOutput::finish`] has ended its wait or the
+    /// sink has failed.
     closed: bool,
     dropped_bytes: u64,
-    /// An impatient writer has timed out and the thread has taken no bytes since.
+    /// `true` if an impatient writer has timed out and the thread has taken no bytes since.
     stalled: bool,
 }
 
@@ -46,7 +47,8 @@ impl Output {
     }
 }
 
-/// The sending side of the console. Pass [`ConsoleOutput::writer`] to the serial port.
+/// Output of a console: a bounded buffer and a thread that writes it to a sink. Pass
+/// [`ConsoleOutput::writer`] to the device.
 #[derive(Clone)]
 pub struct ConsoleOutput {
     shared: Arc<Output>,

@@ -30,7 +30,7 @@ const CHUNK_BYTES: usize = 4096;
 /// subscribers.
 const MAX_WRITES: usize = 16;
 
-// ---------------------------------------------------------------- guest side
+// ---------------------------------------------------------------- writers of guest output
 
 #[derive(Default)]
 struct BacklogState {
@@ -94,7 +94,7 @@ impl Write for BacklogWriter {
     }
 }
 
-// ---------------------------------------------------------------- client side
+// ---------------------------------------------------------------- connection to the client
 
 /// A listening Unix socket. Dropping it removes its file.
 #[derive(Debug)]
@@ -122,7 +122,7 @@ impl Drop for Listener {
     }
 }
 
-/// The connected side of the console.
+/// The connection that a console currently serves.
 enum ConsolePeer {
     Client(UnixStream),
     Pty(Pty),
@@ -161,11 +161,11 @@ pub struct StreamConsole {
     chunk: VecDeque<u8>,
     /// Input that the guest has not accepted yet.
     input: VecDeque<u8>,
-    /// The client has shut down its writing side and may still read.
+    /// `true` if the client has shut down its writing side. It may still read.
     input_ended: bool,
-    /// The client currently accepts no output.
+    /// `true` if the client currently accepts no output.
     full: bool,
-    /// The client has disconnected; [`StreamConsole::watch`] removes it.
+    /// `true` if the client has disconnected. [`StreamConsole::watch`] removes it.
     gone: bool,
     /// The descriptor in the epoll set, of the client or the listener, with its events.
     watched: Option<(RawFd, EventSet)>,
@@ -200,8 +200,8 @@ impl StreamConsole {
         self.guest = Some(guest);
     }
 
-    /// Writes pending output until the client has received all of it, accepts no more or
-    /// disconnects.
+    /// Writes pending output, in at most `most` writes, until the client has received all of it,
+    /// accepts no more or disconnects.
     fn write_out(&mut self, most: usize) {
         for _ in 0..most {
             let Some(peer) = self.peer.as_mut().filter(|_| !self.gone) else {
@@ -225,7 +225,8 @@ impl StreamConsole {
                 }
             }
         }
-        // More output may be pending. The loop continues after serving other subscribers.
+        // More output may be pending. It is written in the next loop iteration, after other
+        // subscribers were served.
         self.full = true;
     }
 

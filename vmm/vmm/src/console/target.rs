@@ -26,7 +26,7 @@ pub enum ConsoleTarget {
 /// Error when parsing a console target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConsoleTargetError {
-    /// The string has none of the accepted forms.
+    /// The argument has none of the accepted forms.
     #[error("must be tty, file=PATH, socket=PATH, pty or none")]
     Shape,
     /// The path is empty.

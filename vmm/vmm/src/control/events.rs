@@ -14,9 +14,9 @@ pub(super) struct OperatorEvent {
     pub(super) attr: Attr,
     /// Name of the backing.
     pub(super) backing: &'static str,
-    /// Counts are in nanoseconds.
+    /// `true` if counts are in nanoseconds.
     pub(super) nanoseconds: bool,
-    /// Counts of this event are estimates, even without multiplexing.
+    /// `true` if counts of this event are estimates, even without multiplexing.
     pub(super) estimate: bool,
 }
 

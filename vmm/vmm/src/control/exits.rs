@@ -26,7 +26,7 @@ impl ExitCountSnapshot {
 #[derive(Debug)]
 pub(super) struct ExitWatch {
     tables: Vec<(u32, Arc<ExitTable>)>,
-    /// Counts before the watch began.
+    /// Exit counts of all vCPUs when the watch began.
     before: Vec<Vec<ExitCount>>,
     /// Duration of the longest exits since the client's last request, in nanoseconds.
     longest_ns: Vec<Vec<u64>>,
@@ -50,7 +50,7 @@ impl ExitWatch {
         }
     }
 
-    /// Updates the longest exits.
+    /// Updates the longest exits of this watch from the exit counts `taken`.
     pub(super) fn record_longest(&mut self, taken: &ExitCountSnapshot) {
         for (longest, cells) in self.longest_ns.iter_mut().zip(&taken.0) {
             for (longest, cell) in longest.iter_mut().zip(cells) {

@@ -5,7 +5,7 @@ use vpmu::{CounterBacking, CounterView, EventRequest, GuestEvent};
 
 use crate::pmu::guest_view::VcpuPmuView;
 
-/// Converts the view of one vCPU.
+/// Converts the PMU view of one vCPU.
 pub(super) fn vcpu_view(view: &VcpuPmuView) -> VcpuView {
     let convert = if view.counted_by_kvm {
         kvm_counter
@@ -21,7 +21,7 @@ pub(super) fn vcpu_view(view: &VcpuPmuView) -> VcpuView {
     }
 }
 
-/// Converts a counter of the emulated PMU.
+/// Converts the view of a counter of the emulated PMU.
 fn guest_counter(view: &CounterView) -> GuestCounter {
     GuestCounter {
         counter: view.counter.to_string(),
@@ -41,8 +41,8 @@ fn guest_counter(view: &CounterView) -> GuestCounter {
     }
 }
 
-/// Converts a counter of KVM's own vPMU. Omits the values that KVM does not report: times,
-/// overflows, and counts that are separate from the register values.
+/// Converts the view of a counter of KVM's own vPMU. Omits the values that KVM does not report:
+/// times, overflows, and counts that are separate from the register values.
 fn kvm_counter(view: &CounterView) -> GuestCounter {
     let counter = guest_counter(view);
     GuestCounter {

@@ -90,7 +90,7 @@ impl GuestProcesses {
             let mut memory = vec![0; bytes as usize];
             let mut missing: Vec<(u32, u32)> = Vec::new();
             reader.memory(process.mm, address, &mut memory, budget, |at, len| {
-                // Both are at most `bytes`.
+                // Both values are at most `bytes` and therefore fit into 32 bits.
                 let (at, len) = (u32::try_from(at).unwrap_or(0), u32::try_from(len).unwrap_or(0));
                 match missing.last_mut() {
                     Some((before, of_before)) if *before + *of_before == at => *of_before += len,

@@ -17,7 +17,8 @@ pub struct RingLayout {
     pub overwrite: bool,
 }
 
-/// Attaches one ring to `first` and `others`, or to none of them if one attachment fails.
+/// Creates a ring for `first` and attaches the events `others` to it. If an event cannot be
+/// attached, the ring is removed from all of them.
 pub(super) fn shared_ring(
     first: &EventHandle,
     others: &[&EventHandle],
@@ -90,8 +91,8 @@ mod tests {
         assert!(!first.unmap(), "it is mapped no more");
         third.unmap();
         assert_eq!(core.ring_pages(0), before, "its pages are not charged any more");
-        // A different size works because the first ring is removed. An event that writes to a ring
-        // accepts no other.
+        // A ring of a different size can be created, because the first ring was removed. An event
+        // that already writes to a ring accepts no other ring.
         shared_ring(&second, &[&first, &third], layout(8)).unwrap();
         assert!(first.map(8, true).is_err() && third.map(8, true).is_err());
     }

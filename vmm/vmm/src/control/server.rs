@@ -102,7 +102,7 @@ pub struct ControlledVm {
     pub limiters: NamedLimiters,
     /// Text symbols of the guest kernel that was loaded last.
     pub symbols: Arc<ArcSwap<PackedSymbols>>,
-    /// `true` if the guest has a single address space and no user processes.
+    /// `true` if the guest kernel uses a single address space and has no user processes.
     pub flat: bool,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
@@ -255,7 +255,8 @@ struct Connection {
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
     waits_for_room: bool,
-    /// No more requests are read. The connection closes when all pending replies are sent.
+    /// `true` if no more requests are read. The connection closes when all pending replies are
+    /// sent.
     ending: bool,
     tokens: f64,
     refilled: Instant,
@@ -304,7 +305,8 @@ pub struct ControlServer {
     sockets: Vec<(SocketAccess, ControlSocket)>,
     connections: HashMap<u32, Connection>,
     next: u32,
-    /// The listeners are removed from the loop, because the process has no free descriptors.
+    /// `true` while the listeners are removed from the loop, because the process has no free
+    /// descriptors.
     listeners_removed: bool,
     /// A reserve descriptor. When no other descriptor is free, it is closed, so that a waiting
     /// connection can be accepted and refused.
@@ -479,7 +481,7 @@ impl ControlServer {
             let waits = !connection.outgoing.is_empty();
             if waits != connection.waits_for_room {
                 connection.waits_for_room = waits;
-                // Requests are not read while replies are pending.
+                // Requests are not read while replies of this connection are unsent.
                 let wanted = if waits { EventSet::OUT } else { EventSet::IN };
                 if let Err(e) = ops.modify(Events::with_data(&connection.stream, id, wanted)) {
                     log::warn!("control socket: {e}");
@@ -666,7 +668,7 @@ impl Connection {
 
     fn refuse(&mut self, id: u64, kind: RequestErrorKind, message: String) {
         let error = Some(RequestError { kind, message });
-        // The connection closes in any case.
+        // A failed send is ignored, because the connection is closed in any case.
         let _ = self.send(&ReplyLine { id, ok: None, error });
     }
 

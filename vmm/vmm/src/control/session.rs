@@ -45,7 +45,7 @@ pub struct EventSession {
     hotplug_events: Vec<HotplugEvents>,
     /// Layout of the rings of all vCPUs. Set when the first ring is created.
     ring_layout: Option<RingLayout>,
-    /// vCPUs whose ring was created at hot-plug and which the client has not fetched yet.
+    /// vCPUs whose rings were created at hot-plug and have not been fetched by the client yet.
     made: BTreeSet<u32>,
     /// `true` if the client's last enable or disable request enabled the events.
     enabled: bool,
@@ -53,7 +53,7 @@ pub struct EventSession {
     joined: Vec<PluggedVcpuEvents>,
 }
 
-/// Events requested on each vCPU.
+/// A list of events that is opened on each vCPU, including vCPUs that are plugged later.
 #[derive(Clone, Debug)]
 struct HotplugEvents {
     groups: Vec<EventGroup>,
@@ -65,7 +65,7 @@ struct OpenEvent {
     handle: EventHandle,
     /// vCPU on which the event is open; `None` for an event of the whole VM.
     vcpu: Option<u32>,
-    /// The vCPU has since been unplugged.
+    /// `true` if the vCPU was unplugged after the event was opened.
     gone: bool,
     ring: Option<HostRing>,
 }
@@ -82,7 +82,7 @@ pub enum EventTargets<'v> {
     WholeVm,
 }
 
-/// Sampling of an event by the host kernel.
+/// State of an event whose samples the host kernel writes to its own ring.
 #[derive(Debug)]
 struct HostRing {
     sampling: HostSampling,
@@ -152,7 +152,7 @@ impl EventSession {
             EventTargets::WholeVm => Vec::new(),
         };
         let count: usize = groups.iter().map(|g| g.events.len()).sum();
-        // An event of the whole VM occupies one event on each vCPU.
+        // For the limit, an event of the whole VM counts as one event on each possible vCPU.
         let more = match on {
             EventTargets::WholeVm => count * usize::from(self.registry.max()),
             EventTargets::EveryVcpu | EventTargets::Listed(_) => count * vcpus.len(),
@@ -508,7 +508,8 @@ impl EventSession {
         if on {
             self.session.enable_all();
             if self.pmu.steps_for_operators() {
-                // The vCPUs begin single-stepping at their next VM entry.
+                // Single-stepping starts at a VM entry, so running vCPUs must leave the guest
+                // first.
                 self.registry.kicker().kick();
             }
         } else {
@@ -521,7 +522,7 @@ impl EventSession {
         }
     }
 
-    /// Reads all events.
+    /// Reads the counts of all open events.
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     pub fn read(&self) -> Vec<EventReading> {
         let present = self.registry.present();
@@ -609,7 +610,7 @@ impl EventSession {
             );
         };
         if let Some(ring) = self.rings.get(&vcpu) {
-            // The ring was created at hot-plug.
+            // The ring was already created when the vCPU was hot-plugged.
             return Ok((self.ring_info(vcpu, first.attr()), ring.clone()));
         }
         let others: Vec<&EventHandle> = of_vcpu.collect();
@@ -640,7 +641,7 @@ fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
     u8::try_from(vcpu).is_ok_and(|vcpu| vcpus.has(vcpu))
 }
 
-/// Converts the counts of one vCPU for the client.
+/// Converts the reading of an event on one vCPU for the client.
 fn part(of: &VcpuReading) -> VcpuReadingPart {
     VcpuReadingPart {
         vcpu: of.vcpu.0,
@@ -703,7 +704,7 @@ fn not_opened(error: OpenError) -> EventOpenError {
                 message,
             });
         }
-        // Other events of the same request may still be counted.
+        // A denied event does not fail the request, because its other events may be countable.
         OpenError::Driver(PmuError::Os { source, .. })
             if matches!(source.raw_os_error(), Some(libc::EACCES | libc::EPERM)) =>
         {

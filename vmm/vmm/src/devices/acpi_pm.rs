@@ -172,7 +172,7 @@ mod tests {
             let mut pm = AcpiPm::default();
             let line = level.clone();
             pm.connect_sci(Box::new(move |up| line.store(up, Ordering::SeqCst)));
-            // The bytes with the power button bit.
+            // Model of the status and enable bytes that contain the power button bit.
             let (mut status, mut enable) = (0u8, 0u8);
             for (offset, value) in steps {
                 let outcome = if offset == 6 {

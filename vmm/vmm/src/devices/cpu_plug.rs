@@ -104,7 +104,7 @@ impl VcpuSet {
     }
 }
 
-/// Hot-plug state as the guest sees it.
+/// State of CPU hot-plug from the guest's point of view.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuPlugState {
     /// Processors that are present for the guest.
@@ -127,11 +127,11 @@ struct Registers {
     /// All possible processors.
     all: VcpuSet,
     shown: VcpuSet,
-    /// Processors whose inserted bit is set.
+    /// Processors whose "inserted" bit is set in the status register.
     come: VcpuSet,
-    /// Processors whose bit for a requested ejection is set.
+    /// Processors whose "ejection requested" bit is set in the status register.
     called: VcpuSet,
-    /// Ejection requests without an answer.
+    /// Processors whose ejection was requested and that the guest has neither ejected nor refused.
     asked_for: VcpuSet,
     /// Ejected processors that [`CpuPlug::take_ejected`] has not returned yet.
     ejected: VcpuSet,

@@ -31,7 +31,7 @@ impl GenerationId {
         })
     }
 
-    /// Returns the ID.
+    /// Returns the VM generation ID.
     #[must_use]
     pub fn id(&self) -> [u8; 16] {
         self.id

@@ -28,7 +28,7 @@ const PULSE_RESET: u8 = 0xFE;
 /// A20.
 const OUTPUT_NOT_RESET: u8 = 1 << 0;
 const OUTPUT_A20: u8 = 1 << 1;
-/// Responses.
+/// Controller responses.
 const SELF_TEST_PASSED: u8 = 0x55;
 const PORT_OK: u8 = 0x00;
 const PORT_STUCK: u8 = 0x01;
@@ -78,7 +78,7 @@ impl I8042 {
             READ_CONFIG => self.output = Some(self.config),
             SELF_TEST => self.output = Some(SELF_TEST_PASSED),
             TEST_KEYBOARD => self.output = Some(PORT_OK),
-            // There is no second port, so the test reports a stuck clock line.
+            // There is no second port (mouse), so its test reports a stuck clock line.
             TEST_AUX => self.output = Some(PORT_STUCK),
             READ_INPUT => self.output = Some(0),
             READ_OUTPUT => self.output = Some(OUTPUT_NOT_RESET | OUTPUT_A20),

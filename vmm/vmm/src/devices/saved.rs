@@ -24,9 +24,9 @@ pub enum RestoreBoardError {
         "the snapshot has {saved} virtio devices, this machine has {here}; give the same --disk, --net, --rng and --virtio-console options"
     )]
     Devices {
-        /// Number of saved devices.
+        /// Number of virtio devices in the snapshot.
         saved: usize,
-        /// Number of devices of this machine.
+        /// Number of virtio devices of this machine.
         here: usize,
     },
 }

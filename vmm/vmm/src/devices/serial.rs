@@ -23,7 +23,7 @@ impl Trigger for Irq {
     }
 }
 
-/// Notifies the input side that the guest has emptied the receive buffer.
+/// Signals the sender of console input when the guest has emptied the receive buffer.
 struct InputRoom(Arc<EventFd>);
 
 impl SerialEvents for InputRoom {
@@ -71,7 +71,7 @@ impl SerialPort {
         self.wake_waiting_input();
     }
 
-    /// Returns the state for a snapshot.
+    /// Returns the state of the port for a snapshot.
     pub(super) fn save(&self) -> SavedSerial {
         let state = lock(&self.uart).state();
         SavedSerial {
@@ -130,14 +130,15 @@ impl SerialPort {
             Err(TryLockError::WouldBlock) => None,
         };
         attempt().or_else(|| {
-            // Try again after setting the flag: the holder may have released the lock before it
-            // could see the flag.
+            // Try again after setting the flag, because the lock may have been released before its
+            // holder could see the flag.
             self.input_is_waiting.store(true, Ordering::SeqCst);
             attempt()
         })
     }
 
-    /// Wakes the input side if it found the port locked. Call this after releasing the lock.
+    /// Signals the sender of console input if it found the port locked. Call this after releasing
+    /// the lock.
     fn wake_waiting_input(&self) {
         if self.input_is_waiting.swap(false, Ordering::SeqCst) {
             let _ = self.input_room.write(1);
@@ -155,8 +156,8 @@ impl SerialPort {
         if let Err(e) = lock(&self.uart).write(offset, value) {
             guest_log!(Debug, "serial port: {e}");
         }
-        // Loopback mode accepts no input, and a write to the modem control register may have ended
-        // it.
+        // In loopback mode the port accepts no input. This write may have ended loopback mode, so
+        // the sender of input must try again.
         if offset == MODEM_CONTROL {
             self.input_is_waiting.store(true, Ordering::SeqCst);
         }
@@ -165,8 +166,8 @@ impl SerialPort {
 }
 
 impl ConsoleInputSink for SerialPort {
-    /// Never blocks, because a vCPU may hold the port's lock while it waits for a slow console, and
-    /// the thread that calls this method is the one that would end that wait.
+    /// Never blocks. A vCPU may hold the port's lock while it waits for a slow console, and only
+    /// the thread that calls this method can end that wait.
     fn send(&self, bytes: &[u8]) -> usize {
         let Some(mut uart) = self.try_lock() else { return 0 };
         let room = uart.fifo_capacity().min(bytes.len());

@@ -22,7 +22,7 @@ impl Arch for GdbX86 {
 /// The registers of a packet.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PacketRegisters {
-    /// All registers.
+    /// The register values, if the packet contains all of them.
     pub all: X86_64CoreRegs,
     /// `true` if the packet was too short. In this case, `all` is invalid.
     pub cut_short: bool,

@@ -127,7 +127,7 @@ pub fn insert_int3(
 pub fn remove_int3(memory: &GuestMemoryMmap, planted: &SoftwareBreakpoint) {
     let at = GuestAddress(planted.physical);
     if memory.read_obj::<u8>(at).is_ok_and(|byte| byte == INT3) {
-        // The address was readable a moment ago.
+        // The preceding read of this address succeeded, so this write cannot fail.
         let _ = memory.write_obj(planted.replaced, at);
     }
 }

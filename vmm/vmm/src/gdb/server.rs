@@ -40,7 +40,7 @@ pub enum GdbError {
     Listen {
         /// Path of the socket.
         path: PathBuf,
-        /// Error of the host.
+        /// Error of the system call.
         source: io::Error,
     },
     /// Creating the thread or a descriptor failed.
@@ -264,8 +264,8 @@ impl GdbServerLoop {
                                 let end = MultiThreadStopReason::Exited(self.exit_code());
                                 running.report_stop(&mut self.machine, end)
                             }
-                            // The client has no pending request, and detects the end of the
-                            // connection.
+                            // The client is not waiting for a reply, so the end cannot be reported.
+                            // It detects that the connection is closed.
                             _ => return Ok(DisconnectReason::Disconnect),
                         },
                     }

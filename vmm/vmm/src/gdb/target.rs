@@ -46,7 +46,7 @@ pub struct GdbTarget {
     current: u8,
     /// Next action of each vCPU when the debugger resumes the machine.
     actions: Vec<(u8, ResumeAction)>,
-    /// At the next resumption, vCPUs without an action stay stopped.
+    /// `true` if vCPUs without an action stay stopped when the machine resumes.
     locked: bool,
 }
 

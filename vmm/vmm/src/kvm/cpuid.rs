@@ -591,7 +591,8 @@ mod tests {
             match crystal(khz) {
                 Some((crystal, numerator, denominator)) => {
                     let product = crystal.checked_mul(numerator).unwrap();
-                    // Half a kilohertz of the crystal plus the remainder of the division.
+                    // Maximum error: rounding of the crystal frequency to a kilohertz, plus the
+                    // remainder of the division.
                     proptest::prop_assert!((product / denominator).abs_diff(khz) <= khz / 2_000_000 + 1);
                     proptest::prop_assert!(crystal.abs_diff(APIC_TIMER_KHZ) <= APIC_TIMER_KHZ / 1000);
                 }

@@ -48,8 +48,8 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, KvmHostError> {
         stepping,
     };
     *found = Some(execution);
-    // Release the lock first: other threads may wait for the result, and KVM takes longer to remove
-    // the guest.
+    // Release the lock before removing the probe's VM, because removing it takes long and other
+    // threads may be waiting for the result.
     drop(found);
     drop(guest);
     Ok(execution)

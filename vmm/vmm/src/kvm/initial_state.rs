@@ -134,7 +134,7 @@ pub(super) fn read_entries(
         let mut msrs = msrs_of(&wanted[..wanted.len().min(MAX_MSRS_PER_CALL)])?;
         let done = vcpu.get_msrs(&mut msrs)?;
         read.extend_from_slice(&msrs.as_slice()[..done.min(msrs.as_slice().len())]);
-        // KVM stops at an MSR that it lists but cannot read.
+        // KVM stops at an MSR that it lists but cannot read. Skip this MSR.
         let over = done + usize::from(done < msrs.as_slice().len());
         wanted.drain(..over);
     }
@@ -148,7 +148,7 @@ fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), KvmIoctlEr
         let now = &rest[..rest.len().min(MAX_MSRS_PER_CALL)];
         let done = vcpu.set_msrs(&msrs_of(now)?)?;
         if let Some(kept) = now.get(done) {
-            // The MSR is read-only and therefore unchanged.
+            // KVM stops at a read-only MSR, whose value cannot have changed. Skip this MSR.
             log::trace!("MSR {:#x} stays as it is", kept.index);
         }
         rest = &rest[(done + usize::from(done < now.len())).min(rest.len())..];

@@ -95,7 +95,7 @@ pub fn probe(kvm: &Kvm, perf: &HostProbe) -> Result<RotationCost, KvmHostError> 
     thread::scope(|scope| {
         let runner = scope.spawn(|| {
             tid.store(VcpuClock::for_current_thread(1).tid(), Ordering::Release);
-            // Signals interrupt KVM_RUN. Any other error ends the guest.
+            // Repeat KVM_RUN after a signal. Any other error ends the guest.
             while let Err(e) = vcpu.run().map(drop) {
                 if e.errno() != libc::EINTR && e.errno() != libc::EAGAIN {
                     break;

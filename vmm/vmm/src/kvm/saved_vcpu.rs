@@ -44,10 +44,10 @@ pub struct VcpuStateLayout {
 /// Error when restoring a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreVcpuError {
-    /// The size of a structure differs from its size on this host.
+    /// A saved structure has a different size on this host.
     #[error("{0} of vCPU {1} has a size that this host's KVM does not use")]
     Size(&'static str, u8),
-    /// KVM rejected a structure.
+    /// KVM rejected a saved structure.
     #[error("vCPU {0} cannot be restored")]
     Kvm(u8, #[source] KvmIoctlError),
     /// An MSR is not in KVM's list.
@@ -76,9 +76,9 @@ pub enum RestoreVcpuError {
     TscBackwards {
         /// Number of the vCPU.
         vcpu: u8,
-        /// Saved value.
+        /// Saved value of the time stamp counter.
         saved: u64,
-        /// Value on this host.
+        /// Value of the time stamp counter on this host.
         here: u64,
     },
 }
@@ -103,7 +103,7 @@ impl VcpuStateLayout {
         })
     }
 
-    /// Reads the state of a vCPU that no thread runs, or of the calling thread. KVM must have
+    /// Reads the state of `vcpu`. Only the calling thread may run this vCPU. KVM must have
     /// completed the last exit.
     ///
     /// # Errors
@@ -228,7 +228,7 @@ impl VcpuStateLayout {
     }
 }
 
-/// Returns the position of an MSR in the order of writes.
+/// Returns the rank of MSR `index` in the order in which MSRs are written.
 fn write_order(index: u32) -> u8 {
     match index {
         TSC => 0,
@@ -506,7 +506,7 @@ mod tests {
         announce_deadlines(&kvm, &first);
         select_deadlines(&first);
         let tsc = read_entries(&first, std::iter::once(TSC)).unwrap()[0].data;
-        // A millisecond or less on any host.
+        // Set a deadline that expires within a millisecond on any host.
         set_deadline(&first, tsc + 500_000);
         std::thread::sleep(std::time::Duration::from_millis(50));
         let saved = layout.save(0, &first).unwrap();

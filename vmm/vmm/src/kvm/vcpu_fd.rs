@@ -86,7 +86,7 @@ calls! {
 }
 
 impl VcpuFd {
-    /// Calls KVM_RUN for a probe, which needs no protection against lost signals.
+    /// Calls KVM_RUN without protection against lost signals, which a probe does not need.
     pub(super) fn run(&mut self) -> Result<kvm_ioctls::VcpuExit<'_>, KvmIoctlError> {
         self.0.run().map_err(KvmIoctlError::of("KVM_RUN"))
     }

@@ -67,7 +67,7 @@ pub enum KvmVpmuModelError {
         --pmu auto, or --backing auto, which supports both"
     )]
     Vendor {
-        /// Requested generation.
+        /// Requested PMU generation.
         asked: PmuGeneration,
         /// Vendor of the host CPU.
         host: Vendor,
@@ -78,9 +78,9 @@ pub enum KvmVpmuModelError {
         on this host; use --pmu {offered} or --pmu auto"
     )]
     Generation {
-        /// Requested generation.
+        /// Requested PMU generation.
         asked: PmuGeneration,
-        /// Latest generation that KVM provides.
+        /// Latest PMU generation that KVM provides.
         offered: PmuGeneration,
     },
     /// More counters than KVM provides.
@@ -102,7 +102,7 @@ pub enum KvmVpmuModelError {
         on this host; use --pmu-width {offered}"
     )]
     Width {
-        /// Requested width in bits.
+        /// Requested counter width in bits.
         asked: u32,
         /// Counter width of KVM's vPMU in bits.
         offered: u32,

@@ -39,18 +39,18 @@ const TRANSPARENT: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 /// Allocation options of guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryBackingConfig {
-    /// Uses a memfd, which another process can map. Required by vhost-user back ends.
+    /// `true` to use a memfd, which another process can map. Required by vhost-user back ends.
     pub shared: bool,
-    /// Page size of the memory.
+    /// Use of huge pages.
     pub huge_pages: HugePages,
-    /// Allocates all pages before the guest starts.
+    /// `true` to allocate all pages before the guest starts.
     pub prealloc: bool,
 }
 
 /// Use of huge pages for guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugePages {
-    /// The host's default.
+    /// No request to the host, whose default applies.
     #[default]
     Off,
     /// Transparent huge pages, requested with madvise(2).

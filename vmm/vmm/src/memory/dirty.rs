@@ -38,7 +38,7 @@ const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
 const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
 const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_AA01;
-/// Registration for write protection.
+/// Mode flag of `UFFDIO_REGISTER`: tracks write protection.
 const REGISTER_MODE_WP: u64 = 1 << 1;
 /// `PAGEMAP_SCAN` (include/uapi/linux/fs.h).
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
@@ -252,7 +252,9 @@ impl DirtyPages {
                 let pagemap = &protector.pagemap;
                 let address = self.ram.memory().get_host_address(self.ram.address_of(offset))?;
                 if protect(pagemap, address as u64, &mut dirty).is_err() {
-                    // The balloon has replaced pages of a snapshot by new memory.
+                    // The pages can no longer be scanned: the balloon has replaced memory of a
+                    // snapshot by new mappings. Treat all pages as dirty and register the memory
+                    // again.
                     dirty.fill(true);
                     let taken = self.chunks.iter_mut().filter(|state| **state != ChunkState::New);
                     taken.for_each(|state| *state = ChunkState::Unknown);

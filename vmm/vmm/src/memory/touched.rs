@@ -83,7 +83,7 @@ mod tests {
         let ram = GuestRam::new(16 << 20).unwrap();
         let mut touched = TouchedPages::of(&ram);
         assert!((0..8).all(|i| touched.is_untouched(&ram, i * CHUNK, CHUNK)));
-        // The last byte of a chunk, and a page that is only read.
+        // Write the last byte of one chunk, and only read a page of another one.
         ram.memory().write_obj(7u8, GuestAddress(3 * CHUNK - 1)).unwrap();
         let _: u8 = ram.memory().read_obj(GuestAddress(5 * CHUNK)).unwrap();
         let found: Vec<bool> = (0..8)

@@ -22,7 +22,7 @@ pub enum BranchStackError {
         "branch stacks: this host's KVM does not single-step user code; record the kernel's branches with -j any,k"
     )]
     KernelOnly,
-    /// Hardware breakpoints are used at RDPMC instructions.
+    /// The VM emulates RDPMC with hardware breakpoints, which single-stepping would miss.
     #[error("branch stacks: unsupported with --rdpmc hwbp, whose breakpoints the steps would miss")]
     Breakpoints,
 }

@@ -20,11 +20,11 @@ pub struct PmuConfig {
     pub saved_policy: Option<BackingPolicy>,
     /// Events that may be counted.
     pub filter: Arc<EventFilter>,
-    /// The guest may count paravirtual events. If `false`, `filter` and all later filters deny
-    /// them.
+    /// `true` if the guest may count paravirtual events. If `false`, `filter` and all later filters
+    /// deny them.
     pub paravirtual: bool,
-    /// Events denied by `filter` are also removed from the event tables of the guest's kernel. A
-    /// later filter does not change the tables.
+    /// `true` if events denied by `filter` are also removed from the event tables of the guest's
+    /// kernel. A later filter does not change the tables.
     pub hides_denied: bool,
     /// Maximum number of PMIs per second and vCPU.
     pub pmi_limit: u32,
@@ -32,10 +32,10 @@ pub struct PmuConfig {
     pub pmi_share: PmiShare,
     /// Stepping capabilities of the host, for the exact backing and for branch stacks.
     pub stepping: SteppingSupport,
-    /// The instruction and branch events of operators are counted by single-stepping. Requires
-    /// [`BackingPolicy::Exact`].
+    /// `true` if the instruction and branch events of operators are counted by single-stepping.
+    /// Requires [`BackingPolicy::Exact`].
     pub steps_for_operators: bool,
-    /// RDPMC is emulated with hardware breakpoints.
+    /// `true` if RDPMC is emulated with hardware breakpoints.
     pub has_rdpmc_breakpoints: bool,
     /// Policy that gives the guest or the operators priority for the host's counters.
     pub share: SharePolicy,

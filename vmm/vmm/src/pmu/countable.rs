@@ -36,7 +36,7 @@ const REFERENCE: u8 = 2;
 #[derive(Debug)]
 pub struct CountableKernelEvents {
     vendor: Vendor,
-    /// The model is from Intel and has the fixed counter for reference cycles.
+    /// `true` if the model is from Intel and has the fixed counter for reference cycles.
     reference_counter: bool,
     sources: EventSources,
     backability: CountableEvents,
@@ -277,11 +277,11 @@ mod tests {
     enum Requirement {
         /// The VMM can count the event with a clock, so any backing suffices.
         Clock,
-        /// Every instruction is observed.
+        /// The VMM single-steps every instruction (exact backing).
         Steps,
         /// The host's kernel supports the event.
         Host,
-        /// CPUID reports the availability.
+        /// CPUID tells the guest whether it can count the event, so the event always remains.
         Cpuid,
         /// The event needs fixed counter 2, for reference cycles.
         Reference,

@@ -31,7 +31,7 @@ pub struct VmEventOpener {
     counting: PerfEventAccess,
     /// Signal that makes a thread handle a request of another thread.
     kick_signal: i32,
-    /// The termination of the broker has been logged.
+    /// `true` if the termination of the broker was logged.
     end_logged: AtomicBool,
 }
 

@@ -14,8 +14,9 @@ pub struct VcpuPmuView {
     /// Number of times that a guest counter lost its host counter, or was enabled without finding a
     /// free one.
     pub places_lost: Option<u64>,
-    /// Counters.
+    /// Counters of the guest's PMU.
     pub counters: Vec<CounterView>,
-    /// KVM's own vPMU is used, so only the register values in `counters` are meaningful.
+    /// `true` if the guest uses KVM's own vPMU. Only the register values in `counters` are then
+    /// meaningful.
     pub counted_by_kvm: bool,
 }

@@ -78,7 +78,8 @@ impl KernelReader {
         Ok(Self { workers })
     }
 
-    /// Reads the guest's kernel from `memory`. `regs` and `anchors` show where it is.
+    /// Reads the guest's kernel from `memory`. The registers `regs` and `anchors` of a vCPU give
+    /// the page tables and addresses in the kernel.
     ///
     /// # Errors
     /// Returns a [`KernelReadError`] if the kernel cannot be read. Except after

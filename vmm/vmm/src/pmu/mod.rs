@@ -314,16 +314,16 @@ pub struct VcpuPmu {
     /// Events that the guest may count.
     filter: Arc<EventFilter>,
     attached: Option<AttachedThread>,
-    /// A PMU register was written since the last [`VcpuPmu::reconcile`].
+    /// `true` if a PMU register was written since the last [`VcpuPmu::reconcile`].
     changed: bool,
-    /// Part of [`Vpmu::uncounted_ns`] already added to the paravirtual event, in nanoseconds.
+    /// Uncounted time already added to the guest's paravirtual event, in nanoseconds.
     fed_uncounted_ns: u64,
-    /// Number of counters whose backing has changed at a restore and that have not been added to
-    /// the guest's paravirtual event for such changes yet.
+    /// Number of backing changes at a restore that were not added to the guest's paravirtual event
+    /// for such changes yet.
     unfed_changes: u64,
     /// Time at which the position of a single-stepped vCPU was last known.
     step_began: Option<Instant>,
-    /// Overflows must be handled although no signal arrived, for example because a count that the
+    /// `true` if overflows must be handled without a signal, for example because a count that the
     /// VMM added has reached an armed overflow.
     fed_overflow: bool,
     /// State that is kept between samples.

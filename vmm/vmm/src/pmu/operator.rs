@@ -10,13 +10,13 @@ use super::VmPmu;
 /// Sampling of an operator's event in the host's kernel.
 #[derive(Debug)]
 pub struct HostSampling {
-    /// Stopped host event.
+    /// Host perf event that takes the samples, initially stopped.
     pub sampler: GuestSamplingEvent,
     /// Sampling period in events; `None` if each sample carries its period.
     pub period: Option<u64>,
-    /// Samples also include the host's kernel.
+    /// `true` if samples also include the host's kernel.
     pub sees_host: bool,
-    /// KVM interprets the guest's kernel, so samples contain no guest kernel code.
+    /// `true` if KVM interprets the guest's kernel. Samples then contain no guest kernel code.
     pub interpreted: bool,
 }
 

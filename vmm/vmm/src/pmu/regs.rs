@@ -54,7 +54,7 @@ pub struct GuestSamplingContext {
     reader: Option<Arc<KernelReader>>,
     search: Arc<Mutex<KernelSearch>>,
     listeners: Arc<MappingListeners>,
-    /// The guest used five-level page tables at the last sample.
+    /// `true` if the guest used five-level page tables at the last sample.
     five_levels: Arc<AtomicBool>,
 }
 
@@ -79,7 +79,8 @@ enum KernelSearch {
     Looking,
     Found(String),
     Failed(String, Instant),
-    /// Failed permanently, for any guest of this VM.
+    /// The search failed for a reason that also applies to any later guest of this VM, so it is not
+    /// repeated.
     Over(String),
 }
 
@@ -290,9 +291,9 @@ pub struct SampleCache {
     pub(super) branches: BranchCollector,
     /// Duration of single-stepping for the branch stack of the sample, in nanoseconds.
     burst_ns: u32,
-    /// A sample was taken since the last call of [`SampleCache::held`].
+    /// `true` if a sample was taken since the last call of [`SampleCache::held`].
     taken: bool,
-    /// Number of samples.
+    /// Number of samples taken so far.
     samples: u32,
 }
 
@@ -377,7 +378,7 @@ pub struct VcpuSampleRegs<'a> {
     known: ExitRegisters,
     /// The guest's kernel; `None` before its first use.
     kernel: Option<Guard<Option<Arc<FoundKernel>>>>,
-    /// Segment and control registers were read.
+    /// `true` if segment and control registers were read.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: UnwindStopCounts,
@@ -450,7 +451,8 @@ impl<'a> VcpuSampleRegs<'a> {
         self.system()
     }
 
-    /// Reads the registers needed for stack walks and the inactive GS base.
+    /// Reads the registers needed for stack walks, and the inactive GS base. Returns `None` if a
+    /// KVM call fails.
     fn regs_with_kernel_gs(&mut self) -> Option<&GuestRegs> {
         self.walk_regs()?;
         self.known.regs.kernel_gs_base = self.msr(IA32_KERNEL_GS_BASE);
@@ -760,7 +762,7 @@ mod tests {
         }
         let expected: Vec<u32> = (0..64).chain((64..200).step_by(4)).collect();
         assert_eq!(measured, expected);
-        // An early timer signal took no sample.
+        // A timer signal that arrives early takes no sample, so no cost is recorded.
         memory.held_ns = 7;
         let began = memory.begin();
         memory.held(began);

@@ -23,7 +23,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between checks of whether the target thread has handled the request.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// State without a request.
+/// Value of [`STATE`] while there is no request.
 const IDLE: u64 = 0;
 /// Phases of a request, in the lowest bits of the state word: posted, being handled, and done. The
 /// other bits contain the ID of the target thread, so that no other thread handles the request.
@@ -35,7 +35,7 @@ fn state(tid: i32, phase: u64) -> u64 {
     u64::from(tid.unsigned_abs()) << 2 | phase
 }
 
-/// State of the only request.
+/// Phase of the current request and ID of its target thread.
 static STATE: AtomicU64 = AtomicU64::new(IDLE);
 /// The request, valid while its phase in [`STATE`] is posted or being handled.
 static REQUEST: AtomicPtr<RemoteOpen<'static>> = AtomicPtr::new(ptr::null_mut());

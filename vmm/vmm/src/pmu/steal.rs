@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::sched::WaitTime;
 
-/// A message has been logged that the host does not provide the time.
+/// `true` if it was logged that the host does not provide the time.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// Run-queue wait time of the thread that created the clock, read in increments.

@@ -64,11 +64,11 @@ pub(super) struct Bursts {
     /// Configuration of the stepper; `None` if this vCPU cannot take branch stacks.
     config: Option<(StepperConfig, GuestMemoryMmap)>,
     active: Option<ActiveBurst>,
-    /// Stepper between two bursts, kept for its decoded code.
+    /// Stepper of the previous burst, kept for the next one because it caches decoded code.
     idle: Option<Stepper>,
-    /// The vCPU's stepper was installed only for bursts, not for the exact backing.
+    /// `true` if the vCPU's stepper was installed only for bursts, not for the exact backing.
     owns_stepper: bool,
-    /// An overflow signal waits for the end of the burst.
+    /// `true` if an overflow signal waits for the end of the burst.
     signal_waits: bool,
     /// CPU time of the thread before which no burst of single steps may start, in nanoseconds.
     not_before_cpu_ns: u64,

@@ -102,9 +102,9 @@ pub struct RunControl {
 #[derive(Debug, Default)]
 pub(super) struct RunControlState {
     reason: Option<VmStopReason>,
-    /// An operator requested a pause.
+    /// `true` if an operator requested a pause.
     paused: bool,
-    /// A debugger stopped the VM.
+    /// `true` if a debugger stopped the VM.
     held: bool,
     pub(super) reset_barrier: ResetBarrier,
 }
@@ -116,7 +116,7 @@ pub(super) struct ResetBarrier {
     pub(super) arrived: VcpuSet,
     /// vCPUs that take part in the restart and are not restored yet.
     pub(super) missing: VcpuSet,
-    /// Memory and devices are reset, so the missing vCPUs may restart.
+    /// `true` if memory and devices are reset, so that the missing vCPUs may restart.
     pub(super) ready: bool,
 }
 
@@ -251,9 +251,9 @@ impl RunControl {
         self.changed.notify_all();
     }
 
-    /// Blocks a vCPU thread while the VM is paused, or held by a debugger, and `mail` returns
-    /// `false` because there is no request for the thread. After posting a request, the sender must
-    /// call [`RunControl::wake_parked`].
+    /// Blocks a vCPU thread while the VM is paused or held by a debugger. Returns early if the
+    /// thread has a request, in which case `mail` returns `true`. After posting a request, the
+    /// sender must call [`RunControl::wake_parked`].
     pub fn wait_until_not_paused(&self, mail: impl Fn() -> bool) {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);

@@ -129,9 +129,9 @@ pub trait RunStateControl {
 /// Debugger state of one vCPU.
 #[derive(Debug)]
 struct VcpuDebugState {
-    /// A [`ResumeAction`] value.
+    /// Action of the vCPU when the debugger resumes the machine, a [`ResumeAction`] as an integer.
     go: AtomicU8,
-    /// The debugger requested the registers.
+    /// `true` if the debugger requested the registers.
     asked: AtomicBool,
     view: Mutex<RegisterExchange>,
 }
@@ -161,7 +161,7 @@ pub(super) enum ChangedRegisters {
 #[derive(Debug)]
 pub struct Debugger {
     cells: Vec<VcpuDebugState>,
-    /// KVM can block interrupts during a single step.
+    /// `true` if KVM can block interrupts during a single step.
     blocks_interrupts: bool,
     attached: AtomicBool,
     /// Incremented on each change of `points` or `attached`.
@@ -371,7 +371,7 @@ impl Debugger {
         self.attached.load(Ordering::Relaxed)
     }
 
-    /// Returns what a vCPU is to do now that the debugger resumes the machine.
+    /// Returns the action that the debugger has chosen for a vCPU when it resumes the machine.
     pub(super) fn go(&self, vcpu: u8) -> ResumeAction {
         match self.cell(vcpu).map(|cell| cell.go.load(Ordering::SeqCst)) {
             Some(1) => ResumeAction::Step,
@@ -552,7 +552,7 @@ mod tests {
             debugger.why(0, 0, &stop(1, 0x30, DR6_STEP)),
             Some(DebugStopCause::Step)
         );
-        // Only the first stop is reported.
+        // Only the first of these two stops is reported.
         debugger.stopped(
             &control,
             DebugStop {

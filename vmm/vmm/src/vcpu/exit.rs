@@ -145,7 +145,7 @@ impl Running {
     /// Performs steps 5 and 6 of the run loop: calls KVM_RUN and handles the exit.
     pub(super) fn enter(&mut self) -> ExitAction {
         self.exit_clock.end_exit();
-        // Steps for the guest's branch records take the VMM's time, not the guest's.
+        // Single steps for the guest's branch records are not part of the guest's time.
         if let Some(pmu) = self.pmu.as_ref().filter(|_| !self.bursts.is_for_pmi()) {
             pmu.guest_enter();
         }

@@ -13,7 +13,7 @@ use crate::kvm::armed_vcpu::VcpuExit;
 use crate::kvm::call::KvmIoctlError;
 use guest_patching::finder::TRAP_PORT;
 
-/// Defines the exit reasons: variant and name in the control protocol.
+/// Defines [`VcpuExitReason`] from a list of variants and their names in the control protocol.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $reason:ident: $name:literal,)+) => {
         /// Reason of an exit to user space.
@@ -226,8 +226,8 @@ impl ExitClock {
         }
     }
 
-    /// Discards the exit in progress without recording it, because the vCPU now waits for something
-    /// other than its handling.
+    /// Discards the exit in progress without recording it. Called when the vCPU starts to wait for
+    /// something other than the exit, such as the end of a pause.
     pub(super) fn forget(&mut self) {
         self.open = None;
     }

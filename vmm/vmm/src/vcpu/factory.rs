@@ -30,7 +30,7 @@ use crate::pmu::{VcpuPmu, VmPmu};
 
 /// RDPMC emulation shared by the vCPUs of a VM.
 pub struct RdpmcConfig {
-    /// The guest kernel is Linux.
+    /// `true` if the guest kernel is Linux.
     pub linux: bool,
     /// Replaced RDPMC instructions.
     pub sites: Arc<RdpmcSites>,
@@ -48,11 +48,11 @@ pub struct StepperConfig {
     pub vendor: Vendor,
     /// Stepping capabilities of the host.
     pub host: SteppingSupport,
-    /// The VM has only one vCPU, and none can be added by CPU hot-plug.
+    /// `true` if the VM has only one vCPU, and none can be added by CPU hot-plug.
     pub alone: bool,
-    /// Every instruction is single-stepped. Straight-line runs of instructions are not used.
+    /// `true` to single-step every instruction, without straight-line runs.
     pub without_runs: bool,
-    /// KVM can copy registers at each exit.
+    /// `true` if KVM can copy registers at each exit.
     pub syncs_registers: bool,
 }
 

@@ -158,7 +158,7 @@ const MAX_EXITS_WHILE_HELD: u32 = 32;
 #[derive(Debug)]
 pub struct OverflowSignals {
     held: bool,
-    /// Switching the delivery mode failed, so the mode no longer changes.
+    /// `true` if switching the delivery mode has failed. The mode then no longer changes.
     stays: bool,
     /// Number of exits since the last overflow signal.
     exits: u32,

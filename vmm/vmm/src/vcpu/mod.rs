@@ -273,8 +273,8 @@ impl Running {
         }
     }
 
-    /// Completes pending state of this thread in the KVM vCPU: an unfinished port access and the
-    /// signal mask.
+    /// Prepares the KVM vCPU for another thread: completes an unfinished port access, and returns
+    /// overflow signals to handled mode.
     fn settle(&mut self) {
         self.fd.request_exit();
         match self.fd.run().why {
@@ -352,7 +352,8 @@ impl Running {
         self.slot.stats().steps_lost.set(tally.lost);
         self.slot.stats().unstepped.set(tally.unstepped);
         if self.retire_burst_stepper() {
-            // Repeat the loop, because a debugger may have breakpoints.
+            // The next iteration finds no stepper and sets the breakpoints of RDPMC and of a
+            // debugger.
             return Ok(EntryAction::Repeat);
         }
         let Some(pmu) = &mut self.pmu else {
@@ -377,7 +378,8 @@ impl Running {
         let signalled = self.bursts.defer_signal(signalled);
         if pmu.take_fed_overflow() || signalled {
             let synced = self.registers.synced(&mut self.fd);
-            // An early timer signal needs no handling; the sample follows with the next signal.
+            // If a timer signal arrives early, no sample is due yet. The sample is taken at the
+            // next signal.
             wants_system |= pmu.service_overflows(&self.fd, synced);
             self.slot.stats().overflows.set(pmu.overflow_count());
         }
@@ -412,7 +414,7 @@ impl Running {
             return Ok(());
         }
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
-        // A read may have found the overflow before its signal.
+        // A counter read may have found an overflow whose signal has not arrived yet.
         self.slot.stats().overflows.set(pmu.overflow_count());
         match pmu.pmi_ready() {
             PmiReadiness::No => {
@@ -507,7 +509,7 @@ mod tests {
         /// Starts the VM. Returns `None` if KVM is unavailable.
         fn start() -> Option<Self> {
             let vm = testing::halted_vm()?;
-            // Returns after the vCPUs have attached to the perf core.
+            // The call returns only after the vCPUs have attached to the perf core.
             let _ = testing::control_target(&vm);
             let core = vm.pmu().core();
             let pmu = Arc::new(SimPmu::with_slots(1));

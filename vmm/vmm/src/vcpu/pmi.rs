@@ -107,8 +107,8 @@ pub struct UnmaskedLvtpc {
 pub struct Lvtpc {
     /// vCPU number, which is also the x2APIC ID.
     vcpu_id: u8,
-    /// The processor sets the mask bit of LVTPC on delivery: `true` for Intel (SDM vol. 3 §11.5.1,
-    /// Local Vector Table), `false` for AMD.
+    /// `true` if the processor sets the mask bit of LVTPC on delivery (Intel; SDM vol. 3 §11.5.1,
+    /// Local Vector Table). `false` for AMD.
     mask_on_delivery: bool,
     /// PMI still handled by the guest. Used only in xAPIC mode if delivery masks LVTPC.
     handled: Option<PmiInService>,

@@ -49,7 +49,7 @@ pub(super) struct LastRdpmc {
     pub(super) read: Option<EmulatedRdpmc>,
     /// Number of consecutive PMIs after each of which the guest had to execute the RDPMC again.
     pub(super) again: u32,
-    /// The guest's next RDPMC is this one, executed again after a PMI.
+    /// `true` if the guest's next RDPMC is this one, executed again after a PMI.
     redone: bool,
 }
 
@@ -110,7 +110,7 @@ impl LastRdpmc {
 /// RDPMC emulation of one vCPU.
 pub struct RdpmcEmulator {
     pub(super) memory: GuestMemoryMmap,
-    /// The kernel is Linux, so addresses in the upper half belong to the kernel.
+    /// `true` if the kernel is Linux, so that addresses in the upper half belong to the kernel.
     linux: bool,
     /// RDPMC instructions replaced by traps or breakpoints.
     pub(super) sites: VcpuRdpmcSites,
@@ -269,7 +269,7 @@ impl KernelCheckBackoff {
 /// NMI that was sent for a PMI and may still be pending.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PendingNmi {
-    /// An NMI was sent, and no check has been made since whether it is still pending.
+    /// `true` if an NMI was sent and it was not checked since whether the NMI is still pending.
     sent: bool,
     /// Number of consecutive NMIs after each of which the guest had to execute an RDPMC again.
     in_a_row: u32,
@@ -293,9 +293,9 @@ impl PendingNmi {
         Self { sent, in_a_row }
     }
 
-    /// Returns the number of consecutive NMIs after each of which an RDPMC had to be executed
-    /// again, or `None` if it need not be checked whether an NMI is pending. Called at an RDPMC.
-    /// Each NMI is checked once, up to a limit.
+    /// If it must be checked whether an NMI is still pending, returns the number of consecutive
+    /// NMIs after each of which an RDPMC had to be executed again. Returns `None` if no NMI was
+    /// sent since the last call, or if that number has reached its limit. Called at an RDPMC.
     pub(super) fn take_unseen(&mut self) -> Option<u32> {
         let Self { sent, in_a_row } = std::mem::take(self);
         (sent && in_a_row < MAX_REPEATED_READS).then_some(in_a_row)
@@ -352,7 +352,8 @@ mod tests {
         let mut looks = KernelCheckBackoff::default();
         let start = Instant::now();
         let second = Duration::from_secs(1);
-        // Checks occur at the powers of two, and then sixteen times a second.
+        // The interval between checks doubles up to 64 ms, which is about sixteen checks per
+        // second.
         assert!(looks_in(&mut looks, start, 10 * second) < 200);
         let later = start + 20 * second;
         let many = looks_in(&mut looks, later, 10 * second);

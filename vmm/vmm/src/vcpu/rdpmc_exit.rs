@@ -62,8 +62,8 @@ impl Running {
             Some(rdpmc) => rdpmc.site_at(&regs, &self.fd)?,
             None => None,
         };
-        // The stepper uses the end of a step as the end of the instruction, so the ambiguity check
-        // must not consume the exit.
+        // For the stepper, the end of the exit is the end of the instruction, so the ambiguity
+        // check must not complete the exit.
         let site = site.map(|(hit, level)| {
             let ambiguous = hit.ambiguous && self.stepper.is_none();
             (RdpmcHit { ambiguous, ..hit }, level)
@@ -127,7 +127,7 @@ impl Running {
         regs.rax = value & 0xffff_ffff;
         regs.rdx = value >> 32;
         if hit.ambiguous {
-            // KVM has already completed the exit.
+            // The ambiguity check has already completed the exit in KVM.
             regs.rip = hit.behind();
             return self.fd.set_regs(&regs);
         }

@@ -22,15 +22,15 @@ enum RegisterSet {
 /// Registers that KVM copied to user space at the last exit.
 #[derive(Debug, Default)]
 pub(super) struct RegisterCache {
-    /// Register sets that KVM copies at each exit.
+    /// Register sets that KVM is configured to copy at each exit.
     comes: RegisterSet,
     /// Register sets that were copied at the last exit and are still valid.
     fresh: RegisterSet,
-    /// The last exit was caused only by a signal.
+    /// `true` if the last exit was caused only by a signal.
     for_signal: bool,
-    /// KVM copies the pending events at each exit.
+    /// `true` if KVM copies the pending events at each exit.
     events_come: bool,
-    /// The pending events were copied at the last exit and are still valid.
+    /// `true` if the pending events were copied at the last exit and are still valid.
     events_fresh: bool,
 }
 

@@ -54,7 +54,7 @@ pub enum VcpuRegistryError {
     /// The guest is not running, so it cannot respond.
     #[error("the VM is {0}; vCPUs can only be added and removed while the guest runs")]
     NotRunning(&'static str),
-    /// An ejected vCPU has not finished its last exit.
+    /// A vCPU that the guest has ejected is still being removed.
     #[error("vCPU {0} is still being removed; try again")]
     Leaving(u8),
     /// The KVM vCPU cannot be restored to its initial state.

@@ -34,7 +34,7 @@ struct Inner {
     /// Generation number and contents of the last view of the guest's counters that the vCPU
     /// stored.
     seen: Option<(u64, VcpuPmuView)>,
-    /// The vCPU has completed its last exit since the last request to do so.
+    /// `true` if the vCPU has completed its last exit since the last request to do so.
     settled: bool,
     /// State saved since the last request.
     saved: Option<Result<SavedVcpu, SaveVcpuError>>,

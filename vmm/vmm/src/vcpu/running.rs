@@ -44,8 +44,8 @@ pub(super) enum LoopAction {
     Stop(VmStopReason),
 }
 
-/// How to count the instruction that caused an exit and that completes at the next entry, without
-/// having retired in guest mode.
+/// Rule for counting the instruction that caused an exit, which completes at the next entry without
+/// retiring in guest mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ExitCompletion {
     #[default]
@@ -124,7 +124,7 @@ pub struct Vcpu {
     pub(super) pin: Option<usize>,
     pub(super) last_read: LastRdpmc,
     pub(super) sent_nmi: PendingNmi,
-    /// The vCPU was restored from a snapshot and has not run since.
+    /// `true` if the vCPU was restored from a snapshot and has not run since.
     pub(super) is_restored: bool,
 }
 
@@ -214,7 +214,7 @@ pub(super) struct Running {
     pub(super) lvtpc: Lvtpc,
     /// Back-off for rechecking LVTPC while a PMI is masked.
     pub(super) recheck: LvtpcBackoff,
-    /// A PMI was pending at the last entry, masked or delayed by the rate limit.
+    /// `true` if a PMI was pending at the last entry, masked or delayed by a limit.
     pub(super) pmi_waits: bool,
     /// Requests to this thread and its statistics.
     pub(super) slot: Arc<VcpuSlot>,
@@ -231,20 +231,20 @@ pub(super) struct Running {
     pub(super) last_read: LastRdpmc,
     pub(super) sent_nmi: PendingNmi,
     pub(super) registers: RegisterCache,
-    /// Whether and how the instruction that caused the last exit is counted.
+    /// Rule for counting the instruction that caused the last exit.
     pub(super) completed: ExitCompletion,
     /// Progress of saving this vCPU to a snapshot.
     pub(super) save_phase: SavePhase,
-    /// The vCPU was restored from a snapshot and has not run since.
+    /// `true` if the vCPU was restored from a snapshot and has not run since.
     pub(super) is_restored: bool,
-    /// KVM has not completed the last exit.
+    /// `true` if KVM has not completed the last exit.
     pub(super) exit_is_open: bool,
     /// Version of the debugger's breakpoints in `debug`.
     pub(super) debugger_version: u64,
     pub(super) overflow_signals: kick::OverflowSignals,
     /// Timer of exits, if they are watched.
     pub(super) exit_clock: ExitClock,
-    /// Called once, directly before the first KVM_RUN.
+    /// Callback that runs once, directly before the first KVM_RUN.
     pub(super) on_first_entry: Option<Box<dyn FnOnce() + Send>>,
 }
 

@@ -16,9 +16,9 @@ const MAX_LOGGED_TRIPLE_FAULTS: u64 = 16;
 #[derive(Debug)]
 pub struct VcpuSlot {
     id: u8,
-    /// A vCPU thread runs or is about to run.
+    /// `true` if a vCPU thread runs or is about to run.
     taken: AtomicBool,
-    /// The thread is asked to stop.
+    /// `true` if the thread is asked to stop.
     leave: AtomicBool,
     request_queue: VcpuRequestQueue,
     stats: VcpuStats,

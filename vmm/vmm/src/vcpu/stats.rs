@@ -3,7 +3,7 @@
 use std::fmt::{self, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Defines the statistics: field name and label.
+/// Defines [`VcpuStats`] from a list of fields and their labels.
 macro_rules! counters {
     ($($(#[$doc:meta])* $field:ident: $label:literal,)+) => {
         /// Statistics of one vCPU. Written only by the vCPU thread, readable by any thread.
@@ -51,7 +51,7 @@ counters! {
     pmi_throttled: "PMIs held back by the rate limit",
     /// PMIs delayed because PMI handlers had taken their share of the vCPU's time.
     pmi_held: "PMIs held back for the guest's progress",
-    /// Delay of PMIs that were delayed and then delivered, in nanoseconds.
+    /// Total time by which PMIs were delayed before they were delivered, in nanoseconds.
     pmi_held_ns: "their delay in ns",
     /// PMIs withdrawn because the guest cleared the overflow status while they were pending.
     /// Updated at the next PMI.

@@ -39,8 +39,8 @@ impl Vcpu {
             {
                 log::warn!("cannot pin vcpu{id} to CPU {cpu}: {e}");
             }
-            // Opened before the thread is confined, because it cannot open files later. The user of
-            // the wait time reports an error.
+            // Open the file of the wait time now, because a confined thread cannot open files. An
+            // error is reported when the wait time is first used.
             let _ = WaitTime::of_this_thread();
             prepared.set_thread_id(sandbox::host_tid());
         };

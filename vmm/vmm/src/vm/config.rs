@@ -135,7 +135,7 @@ impl HaltPolling {
         match self {
             Self::AtMost(ns) => Some(ns),
             Self::Host => None,
-            // The host's PMU does not count host execution.
+            // KVM's polling is host execution, which the host's PMU does not count for the guest.
             Self::Auto if matches!(policy, BackingPolicy::Hardware | BackingPolicy::Kvm) => None,
             Self::Auto => Some(0),
         }

@@ -61,7 +61,7 @@ pub enum VmError {
     TooManyVcpus {
         /// Requested maximum number of vCPUs.
         asked: u8,
-        /// Limit of KVM.
+        /// Maximum number of vCPUs that this host's KVM supports.
         limit: usize,
     },
     /// A KVM call failed.

@@ -22,7 +22,7 @@ pub fn check_host(kvm: &Kvm, config: &VmConfig, saved: &SavedMachine) -> Result<
     let (supported, model) = plan.processor(kvm)?;
     let differs = |what, saved: &dyn ToString, here: &dyn ToString| RestoreError::Shape {
         what,
-        // The string becomes part of a one-line message.
+        // The message is one line, so remove control characters from the string.
         saved: saved
             .to_string()
             .chars()

@@ -34,7 +34,7 @@ const MAX_READ_BYTES: u64 = 16 << 20;
 /// A page of zeros.
 static ZERO_PAGE: [u8; 4096] = [0; 4096];
 
-/// A piece of a round.
+/// Dirty memory that one call of [`OutgoingMigration::read_memory`] returns, a part of a round.
 #[derive(Debug, Default)]
 pub struct DirtyPiece {
     /// Ranges with contents: offset in RAM and length, in bytes.
@@ -55,7 +55,7 @@ pub struct OutgoingMigration {
     dirty: DirtyPages,
     /// Offset of the next piece in bytes.
     next: u64,
-    /// The VM was paused for a snapshot at the beginning of the round.
+    /// `true` if the VM was paused for a snapshot at the beginning of the round.
     is_last_round: bool,
 }
 
@@ -294,7 +294,7 @@ mod tests {
                 is_written()
             }));
             if round == 1 {
-                // A page becomes zero.
+                // Replace the contents of a page by zeros.
                 memory.write_slice(&[0; 4096], GuestAddress(0x50_0000)).unwrap();
             }
             let sent = copy_round(&mut migration, &copy, false);

@@ -51,7 +51,8 @@ impl DeferredKvmSetup {
         Self {
             vm: begin("maker", || make(&host::open()?)).ok(),
             probe: begin("probe", || {
-                // A failure is repeated and reported where the result is needed.
+                // An error is ignored, because the probe is repeated where its result is needed,
+                // and reports the error there.
                 let _ = host::open().and_then(|kvm| execution::probe(&kvm));
             })
             .ok(),

@@ -1,4 +1,5 @@
-//! Derives settings from a configuration and creates the machine's parts.
+//! Derives settings from the configuration of a VM, and uses them to create the PMU, the vCPUs, the
+//! PCI bus and the RDPMC emulation of the VM.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -53,13 +54,13 @@ const WITHOUT_RUNS: &str = "PERFVISOR_EXACT_WITHOUT_RUNS";
 /// Settings derived from a VM configuration.
 pub(super) struct VmPlan<'a> {
     pub(super) config: &'a VmConfig,
-    /// The guest has a PMU.
+    /// `true` if the guest has a PMU.
     pub(super) has_pmu: bool,
-    /// The VMM emulates the PMU registers and RDPMC. With KVM's own vPMU, KVM emulates them.
+    /// `true` if the VMM emulates the PMU registers and RDPMC, `false` if KVM's own vPMU does.
     pub(super) traps: bool,
-    /// RDPMC instructions in the kernel's text are replaced.
+    /// `true` if RDPMC instructions in the kernel's text are replaced.
     pub(super) replaces: bool,
-    /// Counters are backed by single-stepping.
+    /// `true` if counters are backed by single-stepping.
     pub(super) stepped: bool,
 }
 
@@ -72,7 +73,7 @@ pub(super) struct VcpuParts<'a> {
     pub(super) loaded: &'a LoadedGuest,
     /// TSC frequency that a restored guest has measured or read, in kHz.
     pub(super) saved_tsc_khz: Option<u32>,
-    /// CPUID enumerates KVM's steal time record.
+    /// `true` if CPUID enumerates KVM's steal time record.
     pub(super) shows_steal_time: bool,
 }
 
@@ -221,7 +222,8 @@ impl<'a> VmPlan<'a> {
     pub(super) fn processor(&self, kvm: &Kvm) -> Result<(CpuId, PmuModel), VmError> {
         let mut supported = cpuid::supported(kvm)?;
         let execution = execution::probe(kvm)?;
-        // The PMU must have the selector bits that the guest's CPUID enumerates.
+        // TSX adds bits to the event selects, so the PMU model must have it if and only if CPUID
+        // enumerates it.
         if execution.interprets_kernels && !execution.shows_hidden_transactions {
             cpuid::hide_transactions(&mut supported);
         }
@@ -269,7 +271,8 @@ impl<'a> VmPlan<'a> {
         Ok(fd)
     }
 
-    /// Creates the VM's perf-core side and configures which PMU accesses KVM forwards to it.
+    /// Creates the PMU of the VM, and configures which accesses to PMU registers KVM forwards to
+    /// it.
     pub(super) fn make_pmu(
         &self,
         kvm: &Kvm,
@@ -295,7 +298,8 @@ impl<'a> VmPlan<'a> {
         };
         if self.config.own_pmu.is_none() {
             match msr_filter::install(fd, &self.config.pmu.model.trapped_msrs()) {
-                // Without a PMU, KVM behaves much like hardware.
+                // A guest without a PMU can do without the filter, because KVM then handles PMU
+                // registers much like hardware.
                 Err(e @ MsrFilterError::Unsupported(_)) if !self.has_pmu => {
                     log::info!("{}", error_line(&e));
                 }
@@ -485,7 +489,7 @@ impl<'a> VmPlan<'a> {
         UncountableEvents::new(pmu.model.vendor(), Box::new(countable), hides)
     }
 
-    /// Returns the parts of RDPMC emulation, or `None` if KVM handles RDPMC.
+    /// Returns the configuration of RDPMC emulation, or `None` if the VMM does not emulate RDPMC.
     pub(super) fn rdpmc_parts(
         &self,
         loaded: &LoadedGuest,

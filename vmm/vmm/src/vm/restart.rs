@@ -35,9 +35,10 @@ pub(super) struct RestartContext {
     pub config: VmConfig,
     pub uncounted: Arc<UncountableEvents>,
     pub model: PmuModel,
-    /// RDPMC instructions that were not replaced may be emulated at the guest's #GP handler.
+    /// `true` if RDPMC instructions that were not replaced may be emulated at the guest's #GP
+    /// handler.
     pub gate: bool,
-    /// The kernel needs a KVM that can run Linux.
+    /// `true` if the kernel needs a KVM that can run Linux.
     pub needs_full_kvm: bool,
     pub fd: Arc<VmFd>,
     pub chips: IrqchipState,

@@ -85,9 +85,9 @@ pub enum RestoreError {
     /// A property of the machine differs from that of the saved machine.
     #[error("the snapshot has {what} {saved}, this machine {here}")]
     Shape {
-        /// Property.
+        /// Name of the property.
         what: &'static str,
-        /// Saved value.
+        /// Value of the saved machine.
         saved: String,
         /// Value of this machine.
         here: String,
@@ -188,7 +188,7 @@ pub fn announced_events(saved: &SavedMachine) -> Option<CountableEvents> {
     (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
 }
 
-/// Parts of a new machine that are restored.
+/// Parts of a new machine to which the saved state is written.
 pub(super) struct NewMachine<'a> {
     pub(super) fd: &'a VmFd,
     pub(super) layout: &'a VcpuStateLayout,
@@ -196,9 +196,9 @@ pub(super) struct NewMachine<'a> {
     pub(super) bus: &'a BoardBus,
     pub(super) pmu: &'a Arc<VmPmu>,
     pub(super) shape: &'a MachineShape,
-    /// The vCPUs can be single-stepped.
+    /// `true` if the vCPUs can be single-stepped.
     pub(super) can_step: bool,
-    /// The vCPUs are single-stepped.
+    /// `true` if the vCPUs are single-stepped.
     pub(super) is_stepped: bool,
 }
 
@@ -252,8 +252,8 @@ impl NewMachine<'_> {
         if saved.pmu.stray_trap_flags && !self.can_step {
             return Err(RestoreError::TrapFlags);
         }
-        // The thread of the vCPU restores the registers again, but an error there would be too
-        // late.
+        // Check the saved registers now. The thread of the vCPU restores them, but an error there
+        // would be too late.
         let mut pmu = self.pmu.vcpu(id, here.tsc_khz());
         pmu.restore(&saved.pmu.registers.0)
             .map_err(|e| RestoreError::Pmu(id, e))?;

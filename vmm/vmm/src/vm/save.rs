@@ -140,9 +140,10 @@ pub struct MemoryPiece {
 pub struct VmSnapshot {
     source: Arc<SnapshotSource>,
     was_paused: bool,
-    /// The host resources of the devices are shared with the destination process.
+    /// `true` if the host resources of the devices are shared with the destination process.
     shares_devices: bool,
-    /// The VM may run in another process, so it stays paused here when the snapshot is dropped.
+    /// `true` if the VM may run in another process. It then stays paused here when the snapshot is
+    /// dropped.
     is_committed: bool,
     phase: Phase,
     machine: Box<SavedMachine>,
@@ -379,12 +380,13 @@ impl VmSnapshot {
         Ok(())
     }
 
-    /// Releases the devices' host resources for the destination process. The VM has ended in this
-    /// process.
+    /// Releases the devices' host resources for the destination process. Called when the VM has
+    /// ended in this process.
     pub fn release_devices(&self) {
         let released = self.source.bus.pci().map_or(Ok(()), |pci| pci.release());
         if let Err(error) = released {
-            // The process exits soon, which releases its locks.
+            // A failure is only logged, because the locks are released when this process exits,
+            // which is soon.
             log::warn!("a disk image stays locked until this process ends: {error}");
         }
     }

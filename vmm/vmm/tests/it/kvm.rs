@@ -29,13 +29,13 @@ const HLT: u8 = 0xF4;
 /// Owned description of an exit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum GuestAction {
-    /// Port, access width, data.
+    /// Port write: port, access width in bytes, and data.
     Out(u16, usize, Vec<u8>),
-    /// Port, number of bytes.
+    /// Port read: port and number of bytes.
     In(u16, usize),
-    /// Address, data.
+    /// MMIO write: address and data.
     Write(u64, Vec<u8>),
-    /// Address, number of bytes.
+    /// MMIO read: address and number of bytes.
     Read(u64, usize),
     Rdmsr(u32),
     Wrmsr(u32, u64),
@@ -387,7 +387,7 @@ fn filtered_msr_exits_to_host() {
             out(0x10, 0x3344),
             out(0x11, 0x1122),
             GuestAction::Wrmsr(0xC1, 0x0000_3344_0000_1122),
-            // IA32_SYSENTER_CS.
+            // Output of IA32_SYSENTER_CS, whose accesses do not exit.
             out(0x12, 0x1122),
         ]
     );

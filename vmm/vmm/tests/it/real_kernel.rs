@@ -92,7 +92,8 @@ fn only_real_rdpmc_instructions_are_replaced() {
             }
         }
     }
-    // The trap differs from RDPMC in its first byte.
+    // Each replacement changes one byte, because the trap differs from RDPMC only in its first
+    // byte.
     let mut expected: Vec<u64> = loaded.rdpmc_sites.iter().map(|site| site.virt).collect();
     changed.sort_unstable();
     expected.sort_unstable();

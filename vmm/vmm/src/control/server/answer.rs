@@ -67,7 +67,8 @@ impl Connection {
     }
 }
 
-/// Returns the vCPUs on which an event is opened.
+/// Returns the targets on which a request opens its events: the whole VM, every vCPU, or the vCPUs
+/// listed in `vcpus`.
 fn event_targets(
     whole: bool,
     vcpus: Option<&[u32]>,

@@ -148,7 +148,8 @@ impl Connection {
         with_file(to_value(info)?, "memory", &piece.data)
     }
 
-    /// Hands the VM over to another process.
+    /// Hands the VM over to the destination process, after all memory has been read. From this call
+    /// on, the VM stays paused in this process.
     pub(super) fn commit_migration(&mut self) -> Result<RequestOutcome, RequestError> {
         let is_complete = self
             .migration

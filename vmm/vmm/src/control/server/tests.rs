@@ -297,7 +297,7 @@ fn requests_wait_while_replies_are_unsent() {
     }
 }
 
-/// Returns one request of each type with arbitrary numbers.
+/// Returns one request of each type, with `a`, `b` and `words` as arguments.
 fn requests(a: u32, b: u64, words: &str) -> Vec<Call> {
     let sampling = SamplingParams {
         rate: b,

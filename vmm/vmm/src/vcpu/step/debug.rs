@@ -62,14 +62,13 @@ fn condition(point: &HardwareBreakpoint) -> u64 {
 /// Debug state for the next entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DebugRequest {
-    /// Stop after one instruction.
+    /// `true` to stop after one instruction.
     pub step: bool,
-    /// KVM stops the vCPU after each instruction at its current position, regardless of the trap
-    /// flag.
+    /// `true` if KVM steps the code at the current RIP without using the trap flag.
     pub without_flag: bool,
-    /// Block interrupts.
+    /// `true` to block interrupts during the step.
     pub block_interrupts: bool,
-    /// Exit on any debug exception.
+    /// `true` to exit on any debug exception.
     pub watch: bool,
     /// Addresses of instruction breakpoints that apply to this entry only.
     pub at: [Option<u64>; BREAKPOINTS],
@@ -80,13 +79,12 @@ pub struct DebugRequest {
 pub struct GuestDebug {
     /// Addresses of permanent breakpoints.
     sites: Vec<u64>,
-    /// The last entry of `sites`, the permanent breakpoints, was set by
-    /// [`GuestDebug::replace_last_site`].
+    /// `true` if [`GuestDebug::replace_last_site`] has set the last permanent breakpoint.
     has_last: bool,
     /// Breakpoints of a debugger, if attached.
     points: Option<Vec<HardwareBreakpoint>>,
     set: DebugRequest,
-    /// KVM has the current `sites` and `points`.
+    /// `true` if KVM has the current `sites` and `points`.
     told: bool,
 }
 

@@ -207,7 +207,7 @@ mod tests {
     fn timer_vector_is_recognized_unless_masked() {
         let mut page = page(&[0xec], &[], 0);
         page[0x320] = 0xecu8 as std::ffi::c_char;
-        // TSC-deadline mode.
+        // Select TSC-deadline mode, which leaves the entry unmasked.
         page[0x322] = 4;
         assert!(is_timer(&page, 0xec) && !is_timer(&page, 0xed));
         page[0x322] = 5;

@@ -67,8 +67,9 @@ pub enum VcpuStepAction {
 }
 
 impl Stepper {
-    /// Ends the current step if the last exit completed its instruction without a debug exit. Exits
-    /// for writes do so on a KVM that emulates the code. Called before overflows are checked.
+    /// Ends the current step if the last exit completed its instruction without a debug exit. On a
+    /// KVM that emulates the code, an exit for a write completes its instruction in this way.
+    /// Called before overflows are checked.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -174,8 +175,8 @@ impl Stepper {
             return Ok(VcpuStepAction::Enter);
         }
         if self.ahead() == Some(InstructionClass::InterruptReturn) {
-            // Emulators implement IRET without a stop after it. On return to user code, no stop
-            // occurs at all.
+            // KVM's emulator does not stop directly after IRET, and does not stop at all if IRET
+            // returns to user code.
             let target = self.meter.known_target();
             let selector = LinearMemory::new(&self.memory, state).quad(state.regs.rsp.wrapping_add(8));
             if state.is_64bit() && selector.is_some_and(|cs| cs & 3 != 0) {
@@ -544,7 +545,7 @@ impl Stepper {
             let old = step.before.gpr[4];
             step.ahead == InstructionClass::Flags && old.wrapping_sub(rsp) < 9 && old != rsp
         }) {
-            // PUSHF: the stack has grown by the saved flags.
+            // PUSHF: the saved flags are at the top of the stack.
             memory.clear_bits(rsp.wrapping_add(1), bit);
         }
     }

@@ -89,7 +89,7 @@ impl Stepper {
                 continue;
             };
             if (at..=end).contains(&handler) {
-                // A stop at this address would be ambiguous.
+                // A stop at this address could mean either the fault or normal progress of the run.
                 self.gates.watched.clear();
                 return Ok(None);
             }

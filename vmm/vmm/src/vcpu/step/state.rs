@@ -187,11 +187,11 @@ fn kvm_segment_of(of: &Segment) -> kvm_segment {
 /// Registers that KVM copies at each exit during stepping, which saves two KVM calls.
 #[derive(Debug, Default)]
 pub(super) struct SyncedRegisters {
-    /// KVM supports copying registers.
+    /// `true` if KVM supports copying registers.
     can: bool,
-    /// KVM copies registers at each exit; `None` if unknown.
+    /// `true` if KVM copies registers at each exit; `None` if unknown.
     come: Option<bool>,
-    /// KVM copied the registers at the current exit.
+    /// `true` if KVM copied the registers at the current exit.
     came: bool,
 }
 

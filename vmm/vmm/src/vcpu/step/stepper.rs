@@ -67,7 +67,7 @@ pub(super) enum SteppingMode {
     Emulated(UserCodeState),
     /// Every instruction is stepped.
     All {
-        /// The vCPU may be halted.
+        /// `true` if the vCPU may be halted.
         may_wait: bool,
     },
     /// Only CPL 1 to 3 are counted; the guest's kernel runs freely.
@@ -141,10 +141,10 @@ impl WatchedGates {
 pub struct Stepper {
     pub(super) meter: StepMeter,
     pub(super) memory: GuestMemoryMmap,
-    /// KVM emulates CPL 0, so its steps need no trap flag.
+    /// `true` if KVM emulates CPL 0, so that steps there need no trap flag.
     pub(super) emulated: bool,
     pub(super) gate_stops: GateStopMethod,
-    /// Straight-line runs are used where possible.
+    /// `true` if straight-line runs are used where possible.
     pub(super) has_runs: bool,
     pub(super) mode: SteppingMode,
     pub(super) present: Option<CurrentStep>,
@@ -159,11 +159,11 @@ pub struct Stepper {
     pub(super) stopped_in_user: Option<VcpuState>,
     /// Value of the step count until which the local APIC timer is delayed.
     pub(super) timer_waits: u64,
-    /// Maskable interrupts are held back until the burst ends.
+    /// `true` if maskable interrupts are held back until the burst ends.
     pub(super) holds_interrupts: bool,
-    /// The last instruction was HLT.
+    /// `true` if the last instruction was HLT.
     pub(super) halted: bool,
-    /// Flags saved in guest memory may still contain the stepper's trap flag.
+    /// `true` if flags saved in guest memory may still contain the stepper's trap flag.
     pub(super) strays: bool,
     pub(super) gates: WatchedGates,
     pub(super) tally: StepStats,
@@ -289,7 +289,7 @@ impl Stepper {
 
     /// Handles a PMU register write, after which counting may start inside the kernel.
     pub fn registers_changed(&mut self) {
-        // In other modes, a change of the mode has the same effect.
+        // In the other modes, starting to count changes the mode, which has the same effect.
         if let SteppingMode::UserOnly(way) = &mut self.mode {
             *way = UserResumeMethod::Walked(0);
         }

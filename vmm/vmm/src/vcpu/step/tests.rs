@@ -87,7 +87,7 @@ struct SteppedVcpu {
     overflowed_at: Option<u64>,
     /// Number of KVM_RUN calls.
     entries: u64,
-    /// Steps and runs may have an unknown outcome.
+    /// `true` if steps and straight-line runs may have an unknown outcome.
     may_lose: bool,
     /// Ports and addresses of the handled exits.
     exits: Vec<u64>,

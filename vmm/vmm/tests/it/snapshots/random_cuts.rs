@@ -167,7 +167,8 @@ fn output_and_counts_are_equal_with_and_without_the_cut() {
     let [counted, _, pmis, status, after] = results(&output)[..] else {
         panic!("no results")
     };
-    // Four port exits a round are not RDPMC; the results follow.
+    // Each round makes four port accesses besides RDPMC traps. The accesses that write the results
+    // come after the last read of the counter.
     assert_eq!((counted, pmis, status & 2, after), (4 * ROUNDS, 1, 0, 1));
 }
 
@@ -177,13 +178,14 @@ fn output_and_counts_are_equal_with_and_without_the_cut() {
 fn each_pmi_is_delivered_once_with_and_without_the_cut() {
     let mut config = config(PACED);
     config.pmu.pmi_limit = PMI_LIMIT;
-    // The share would delay PMIs of the reads.
+    // The default PMI share would delay PMIs in the rounds that read a counter.
     config.pmu.pmi_share = PmiShare::UNLIMITED;
     let Some(output) = cut_at_random(&config, snapshots_or(SNAPSHOTS), &[READS, usize::MAX]) else {
         return;
     };
     let reads = u32::try_from(READS).unwrap();
-    // Seven port exits a round, and four more while LVTPC is masked. Three follow the last PMI.
+    // Each round makes seven port accesses, and four more while LVTPC is masked, in half of the
+    // rounds. Three accesses follow the last PMI.
     let counts = [7 * PACED_ROUNDS + 4 * PACED_ROUNDS / 2, 0u32.wrapping_sub(4)];
     let expected = [counts[0], counts[1], reads + PACED_ROUNDS, 0, reads];
     assert_eq!(results(&output), expected);

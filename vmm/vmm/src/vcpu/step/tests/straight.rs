@@ -156,7 +156,8 @@ fn self_modifying_code_is_lost_once() {
         4,
         "the guest is none the wiser"
     );
-    // mov ecx; of the first iteration only the branch; three iterations of six; hlt.
+    // The first straight-line run has an unknown outcome and is not counted: `mov ecx` and the
+    // first iteration except its branch.
     let in_first_run = 6;
     assert_eq!(stepped.retired.instructions, 1 + 4 * 6 + 1 - in_first_run);
 }
@@ -190,8 +191,8 @@ fn run_extends_across_page_boundary() {
 }
 
 /// Installs descriptor tables in which each exception has its own handler. A handler skips RBX
-/// bytes and resumes. In doing so, it executes seven instructions with one branch, one load and one
-/// store each by ADD and INC, and the load of IRET.
+/// bytes and resumes. It executes seven instructions, with one branch (IRET), one load and one
+/// store in each of INC and ADD, and the load of IRET.
 fn give_handlers(stepped: &SteppedVcpu) {
     let write = |at: u64, bytes: &[u8]| stepped.memory.write_slice(bytes, GuestAddress(at)).unwrap();
     for (n, descriptor) in [0u64, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff]
