@@ -15,7 +15,7 @@ struct Accepting;
 
 impl VmBackend for Accepting {
     fn check_options(&mut self, options: &[String]) -> Result<(), String> {
-        // The options become program arguments.
+        // Each element of `options` becomes a program argument.
         assert!(options.iter().all(|option| option.starts_with("--") && !option.contains('\0')));
         Ok(())
     }

@@ -59,7 +59,7 @@ fn layout(at: impl Fn(usize) -> u64, first: u64, flags: u64) -> Option<TaskLayou
                 "mount_mnt": at(28), "mount_parent": at(29), "mount_point": at(30)},
             "cache": cache},
         "list": {"first": first, "tasks": at(31), "pgd": at(16)}});
-    // The kernel reader process uses the same encoding.
+    // The kernel reader process sends the layout in the same JSON encoding.
     serde_json::from_value(layout).ok()
 }
 

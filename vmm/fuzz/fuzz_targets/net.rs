@@ -56,7 +56,7 @@ fuzz_target!(|data: &[u8]| {
         memory.write_slice(piece, GuestAddress(0x1000)).expect("it fits");
         let bytes = usize::from(piece[0]) * 270 + 12;
         let _ = host.send(&frame[..bytes]);
-        // The device also stops processing a broken queue.
+        // The device, too, stops processing a queue after an error.
         receives = receives && receiver.run(&memory, &tap, None).is_ok();
         sends = sends && sender.run(&memory, Some(&tap), None).is_ok();
         while host.recv(&mut frame).is_ok() {}

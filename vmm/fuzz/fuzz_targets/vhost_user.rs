@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use libfuzzer_sys::fuzz_target;
 use virtio_devices::share::backend::negotiate;
 
-/// VERSION_1, EVENT_IDX, INDIRECT_DESC.
+/// Virtio features that the backend must offer: VERSION_1, EVENT_IDX and INDIRECT_DESC.
 const NEEDED: u64 = 1 << 32 | 1 << 29 | 1 << 28;
 /// Maximum input length. It exceeds the length of the two responses that the handshake expects, and
 /// fits into a socket buffer.
@@ -20,7 +20,8 @@ const MOST_BYTES: usize = 4096;
 fuzz_target!(|data: &[u8]| {
     let (ours, mut theirs) = UnixStream::pair().expect("a pair");
     theirs.write_all(&data[..data.len().min(MOST_BYTES)]).expect("it fits");
-    // Avoid waiting for answers that are not in the input.
+    // Shut down the writing side, so that the handshake does not wait for answers that the input
+    // lacks.
     theirs.shutdown(Shutdown::Write).expect("it is connected");
     if let Ok(features) = negotiate(ours) {
         assert_eq!(features & NEEDED, NEEDED);

@@ -98,7 +98,7 @@ fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>
 fn guest(kvm: &host::Kvm) -> Result<(ArmedVcpu, GuestMemoryMmap, impl Sized), Box<dyn Error>> {
     let ram = GuestRam::new(32 << 20)?;
     let memory = ram.memory().clone();
-    // Present and writable; one 2 MiB page.
+    // All entries are present and writable. The last one maps a 2 MiB page.
     for (table, entry) in [(0, TABLES + 0x1003), (1, TABLES + 0x2003), (2, 0x83)] {
         memory.write_obj::<u64>(entry, GuestAddress(TABLES + table * 0x1000))?;
     }

@@ -110,7 +110,7 @@ pub enum MemoryError {
     MoreThanAvailable {
         /// Size of the guest memory to be preallocated, in bytes.
         size_bytes: u64,
-        /// Available memory.
+        /// Available memory of the host or of a control group.
         limit: HostMemoryLimit,
     },
     /// The memory of a restored VM cannot be cleared.

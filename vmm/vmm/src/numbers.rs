@@ -16,7 +16,7 @@ pub struct VcpuNumbers {
 /// Error when parsing or combining vCPU numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuNumbersError {
-    /// Zero vCPUs, too many vCPUs, or not a number.
+    /// The number of vCPUs is zero, too large, or not a number.
     #[error(
         "the number of vCPUs must be between 1 and {MAX_CPUS}, or N,max=M to add some later, for \
         example 1,max=4"
@@ -36,7 +36,7 @@ pub enum VcpuNumbersError {
 }
 
 impl Default for VcpuNumbers {
-    /// Returns one vCPU.
+    /// Returns the numbers of a VM with one vCPU and no hot-plug.
     fn default() -> Self {
         Self { present: 1, max: 1 }
     }

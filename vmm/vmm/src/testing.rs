@@ -100,7 +100,7 @@ pub(crate) fn start_device(bus: &BoardBus, vector: u8, queues: u64) -> u64 {
     configure(read(0x34) & 0xFC, 1 << 31);
     write(0x4010, 0xFEE0_0000, 8);
     write(0x4018, vector.into(), 8);
-    // Status and VERSION_1.
+    // Set the device status and accept VERSION_1.
     write(20, 3, 1);
     write(8, 1, 4);
     write(12, 1, 4);

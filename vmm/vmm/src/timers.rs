@@ -23,7 +23,7 @@ pub enum MuxPolicyChoice {
     /// The adaptive policy with an interval derived from the measured cost of a rotation.
     #[default]
     Auto,
-    /// A specific policy.
+    /// The given policy.
     Fixed(MuxPolicy),
 }
 
@@ -108,7 +108,7 @@ impl SchedulingTickTimer {
     /// late, the timer has expired several times.
     pub fn handle_expiration(&mut self, core: &PerfCore) {
         let expirations = self.timer.wait().unwrap_or(1);
-        // A tick may remove the need for ticks by unthrottling events.
+        // Determine the need before the tick, because a tick may remove it by unthrottling events.
         let before = core.tick_need();
         core.tick_after(expirations);
         let need = core.tick_need();

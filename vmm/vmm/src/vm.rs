@@ -321,7 +321,7 @@ impl Vm {
                 {
                     pci.resume();
                 }
-                // No vCPU runs before the states of all vCPUs are restored.
+                // Keep the vCPUs paused until the states of all vCPUs are restored.
                 running.control.set_paused(true);
                 running.registry.start_set(present, saved, self.on_first_entry)?;
                 running.control.set_paused(self.start != StartState::Running);

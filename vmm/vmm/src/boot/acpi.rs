@@ -176,7 +176,7 @@ fn madt(cpus: VcpuNumbers) -> Vec<u8> {
     // IRQ 0 needs no override: KVM's default routing connects the timer interrupt to I/O APIC input
     // 0, which is the ACPI default.
     madt.append_slice(&source_override(SCI_IRQ, u32::from(SCI_IRQ), LEVEL | ACTIVE_HIGH));
-    // LINT1 of every local APIC is the NMI (type 4; processor 0xFF is all).
+    // The NMI is LINT1 of every local APIC (type 4; processor 0xFF means all).
     madt.append_slice(&[4, 6, 0xFF, 0, 0, 1]);
     madt.as_slice().to_vec()
 }

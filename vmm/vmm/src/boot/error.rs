@@ -61,7 +61,7 @@ pub enum BootError {
         path: PathBuf,
         /// Size of the kernel file in bytes.
         size_bytes: u64,
-        /// Maximum size in bytes.
+        /// Maximum size of a kernel file in bytes.
         limit_bytes: u64,
     },
     /// A multiboot header requires an unsupported feature.
@@ -158,7 +158,7 @@ pub enum BootError {
     CmdlineTooLong {
         /// Length of the command line in bytes.
         len_bytes: usize,
-        /// Maximum length in bytes.
+        /// Maximum length of the command line in bytes.
         limit_bytes: usize,
     },
     /// The command line contains a byte that is not printable ASCII.

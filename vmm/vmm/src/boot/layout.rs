@@ -35,13 +35,13 @@ pub const CMDLINE_MAX_BYTES: usize = 0xFFFF;
 pub const RSDP: u64 = 0xE_0000;
 /// Start of the other ACPI tables.
 pub const ACPI_TABLES: u64 = 0xE_0040;
-/// End of the ACPI tables.
+/// End address of the area of the ACPI tables, exclusive.
 pub const ACPI_END: u64 = 0xE_F000;
 /// VM generation ID, in a separate page.
 pub const GENERATION_ID: u64 = ACPI_END;
 /// MP floating pointer and configuration table, in the BIOS area defined by the MP specification.
 pub const MP_TABLE: u64 = 0xF_0000;
-/// End of the area of the MP table.
+/// End address of the area of the MP table, exclusive.
 pub const MP_END: u64 = 0x10_0000;
 
 /// MMIO window of PCI functions, between the end of RAM below 4 GiB

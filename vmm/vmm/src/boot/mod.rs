@@ -81,7 +81,7 @@ pub enum BootProtocol {
     /// is not Linux, and otherwise the Linux protocol.
     #[default]
     Auto,
-    /// PVH, also for Linux.
+    /// The PVH boot protocol, even if the kernel is Linux.
     Pvh,
 }
 
@@ -180,7 +180,7 @@ pub struct LoadedGuest {
     /// RDPMC instructions of the kernel, whether or not they are replaced. With `patch_rdpmc`, each
     /// of them causes an exit on [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
     pub rdpmc_sites: Vec<RdpmcSite>,
-    /// Tables of perf's generic events in a Linux kernel file.
+    /// Tables in a Linux kernel file that map perf's generic events to event selects.
     pub event_tables: Vec<event_tables::EventTable>,
     /// Lists of top-down events in a Linux kernel file.
     pub topdown: Vec<topdown_events::TopdownList>,
@@ -345,7 +345,8 @@ fn read_kernel(path: &Path) -> Result<Vec<u8>, BootError> {
         return Err(too_large(size_bytes));
     }
     let mut data = Vec::with_capacity(size_bytes as usize);
-    // The file may grow while it is read.
+    // Read one byte more than the limit to detect a larger file. The file may grow while it is
+    // read.
     let read = file.take(MAX_KERNEL_FILE_BYTES + 1).read_to_end(&mut data);
     read.map_err(|source| BootError::Read {
         what: "kernel",

@@ -86,7 +86,7 @@ pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     let Some(program) = program else {
         return words.to_owned();
     };
-    // The name must be one word of printable characters.
+    // The kernel skips one word, so replace all other characters of the name.
     let mut line: String = program
         .chars()
         .map(|c| if c.is_ascii_graphic() { c } else { '_' })
@@ -110,7 +110,7 @@ pub(crate) fn is_grub_core(data: &[u8]) -> bool {
 /// A multiboot header found in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MultibootHeader {
-    /// Offset in the file.
+    /// Offset of the header in the file.
     pub offset: usize,
     /// Multiboot header flags.
     pub flags: u32,

@@ -177,7 +177,7 @@ fn processor(vcpu: u8) -> Vec<u8> {
     let stat = MethodCall::new("STAT".into(), vec![&vcpu]);
     let answer = Return::new(&stat);
     let sta = Method::new("_STA".into(), 0, true, vec![&answer]);
-    // MADT entry of a present processor.
+    // MADT entry that _MAT returns for a present processor.
     let entry = BufferData::new(bytes_of(&ProcessorLocalApic::new(
         vcpu,
         vcpu,

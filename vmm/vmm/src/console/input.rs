@@ -82,7 +82,7 @@ impl ConsoleInput {
         }
     }
 
-    /// Reads from the source once.
+    /// Reads from the input source once.
     fn read_source(&mut self) {
         let mut bytes = [0u8; 256];
         let room = (INPUT_BUFFER_BYTES - self.waiting.len().min(INPUT_BUFFER_BYTES)).min(bytes.len());

@@ -191,7 +191,7 @@ impl Write for ConsoleWriter {
             }
             let was_empty = state.buffer.is_empty();
             state.buffer.push_back(*byte);
-            // Wake the thread only if it may be asleep, not for each byte.
+            // Wake the writer thread only if it may be asleep, not for each byte.
             if was_empty && !state.writing {
                 self.shared.changed.notify_all();
             }
@@ -247,7 +247,7 @@ mod tests {
         while !waited() {
             device.write_all(&[b'x'; 4096]).unwrap();
         }
-        // One timeout for each of these bytes would take a day.
+        // With one timeout for each byte, these writes would take a day.
         let before = output.shared.lock().dropped_bytes;
         device.write_all(&[b'y'; 1_000_000]).unwrap();
         assert!(output.shared.lock().dropped_bytes >= before + 1_000_000);

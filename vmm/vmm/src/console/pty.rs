@@ -87,7 +87,7 @@ mod tests {
         let mut read = [0; 256];
         user.read_exact(&mut read).unwrap();
         assert_eq!(read[..], all);
-        // With echo enabled, the guest would receive its own output first.
+        // With echo enabled, the guest would receive its own output first, as input.
         user.write_all(&all).unwrap();
         let mut read = Vec::new();
         while read.len() < all.len() {

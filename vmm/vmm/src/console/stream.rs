@@ -57,7 +57,7 @@ impl Backlog {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a writer for a device.
+    /// Returns a writer that a device uses to add output to the backlog.
     pub(super) fn writer(self: &Arc<Self>) -> Box<dyn Write + Send> {
         Box::new(BacklogWriter(self.clone()))
     }
@@ -157,7 +157,7 @@ pub struct StreamConsole {
     listener: Option<Listener>,
     peer: Option<ConsolePeer>,
     guest: Option<Arc<dyn ConsoleInputSink>>,
-    /// Output that is being written.
+    /// Output that was taken from the backlog and is being written.
     chunk: VecDeque<u8>,
     /// Input that the guest has not accepted yet.
     input: VecDeque<u8>,
@@ -640,7 +640,7 @@ mod tests {
                 assert_eq!(&line, b"login: \n");
             }
             terminal.write_all(b"root\n").unwrap();
-            // The kernel forwards the input asynchronously.
+            // The kernel passes input through the pseudo-terminal asynchronously.
             while rig.taken().len() < 5 * (round + 1) {
                 rig.manager.run_with_timeout(10).unwrap();
             }

@@ -12,7 +12,7 @@ use crate::pmu::VmPmu;
 pub(super) struct OperatorEvent {
     /// Event attributes, initially disabled.
     pub(super) attr: Attr,
-    /// Name of the backing.
+    /// Name of the backing that counts the event.
     pub(super) backing: &'static str,
     /// `true` if counts are in nanoseconds.
     pub(super) nanoseconds: bool,
@@ -23,10 +23,10 @@ pub(super) struct OperatorEvent {
 /// Reason why an operator's event cannot be counted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum UnsupportedEventError {
-    /// Modifier `h` without `G`.
+    /// The event has the modifier `h` without `G`, so it would count the host only.
     #[error("events count the guest only; for the host, use perf on the VMM's threads")]
     HostOnly,
-    /// Modifiers `p` and `P`.
+    /// The event has the modifier `p` or `P`, which requests precise samples.
     #[error("precise sampling of a guest is unsupported")]
     Precise,
     /// On this host, the exact backing can count the event at CPL 0 only, because KVM cannot

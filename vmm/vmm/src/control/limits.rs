@@ -13,7 +13,7 @@ use super::session::fail;
 /// The rate limiters of a VM with their names.
 pub type NamedLimiters = Vec<(String, Arc<RateLimiter>)>;
 
-/// Describes all limiters.
+/// Returns descriptions of all rate limiters.
 pub(super) fn describe(limiters: &NamedLimiters) -> Vec<RateLimiterInfo> {
     let limit = |limits: TokenBucketLimits| TokenBucketLimit {
         size: limits.size.get(),

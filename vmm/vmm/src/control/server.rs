@@ -354,7 +354,8 @@ impl ControlServer {
                 Ok((stream, _)) => {
                     if let Err((stream, refused)) = self.admit(stream, access, ops) {
                         refused.send_to(&stream);
-                        // Observers must not be able to flood the log.
+                        // Log refused observers at a lower level, so that observers cannot flood
+                        // the log.
                         let level = match access {
                             SocketAccess::Operators => log::Level::Warn,
                             SocketAccess::Observers => log::Level::Debug,
@@ -382,7 +383,8 @@ impl ControlServer {
                     }
                 }
                 Err(e) => {
-                    // The listener would remain readable and keep the loop busy.
+                    // Stop watching the listeners, which would otherwise remain readable and keep
+                    // the loop busy.
                     log::warn!("control socket: accept: {e}; no new connections until one ends");
                     self.listeners_removed = true;
                     for (_, listener) in self.listeners() {
@@ -584,7 +586,7 @@ impl ControlServer {
     }
 }
 
-/// Creates a reserve descriptor.
+/// Creates a reserve descriptor, or returns `None` if no descriptor is free.
 fn spare() -> Option<EventFd> {
     EventFd::new(EFD_CLOEXEC).ok()
 }

@@ -24,7 +24,7 @@ use control_api::protocol::{
     RequestErrorKind, RingLoss, SampleRingInfo, SamplingParams, VcpuReadingPart,
 };
 
-/// Returns a [`RequestError`] as an error.
+/// Returns an error with a new [`RequestError`].
 pub(super) fn fail<T>(kind: RequestErrorKind, message: impl Into<String>) -> Result<T, RequestError> {
     Err(RequestError {
         kind,

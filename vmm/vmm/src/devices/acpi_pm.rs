@@ -24,7 +24,7 @@ pub(super) struct AcpiPm {
     status: u16,
     enable: u16,
     control: u16,
-    /// `None` until the SCI is connected.
+    /// Callback that sets the level of the SCI; `None` until the SCI is connected.
     sci: Option<SciLine>,
 }
 

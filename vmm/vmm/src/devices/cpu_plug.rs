@@ -55,7 +55,7 @@ impl VcpuSet {
         Self(1u64.checked_shl(vcpu.into()).unwrap_or(0))
     }
 
-    /// Returns the set with these bits.
+    /// Returns the set of the vCPUs whose bits are set in `bits`.
     pub fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
@@ -86,7 +86,7 @@ impl VcpuSet {
         Self(self.0 | other.0)
     }
 
-    /// Returns the difference from `other`.
+    /// Returns the vCPUs of this set that are not in `other`.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
@@ -107,7 +107,7 @@ impl VcpuSet {
 /// State of CPU hot-plug from the guest's point of view.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuPlugState {
-    /// Processors that are present for the guest.
+    /// Processors that the guest sees as present.
     pub shown: VcpuSet,
     /// Inserted processors that the guest has not acknowledged yet.
     pub unnoticed: VcpuSet,

@@ -12,7 +12,7 @@ use super::outcome::BusOutcome;
 const STATUS_OUTPUT_FULL: u8 = 1 << 0;
 const STATUS_SYSTEM: u8 = 1 << 2;
 const STATUS_UNLOCKED: u8 = 1 << 4;
-/// Controller commands.
+/// Commands that the guest sends to the controller.
 const READ_CONFIG: u8 = 0x20;
 const WRITE_CONFIG: u8 = 0x60;
 const TEST_AUX: u8 = 0xA9;
@@ -39,7 +39,7 @@ const RESEND: u8 = 0xFE;
 #[derive(Debug, Default)]
 pub(super) struct I8042 {
     config: u8,
-    /// The command that expects a data byte.
+    /// Command that still expects a data byte.
     pending: Option<u8>,
     output: Option<u8>,
 }

@@ -162,7 +162,7 @@ impl BoardBus {
         self.cpu_plug.as_ref()
     }
 
-    /// Returns the generation ID.
+    /// Returns the VM generation ID and its interrupt.
     pub fn generation(&self) -> &GenerationId {
         &self.generation
     }

@@ -13,7 +13,7 @@ const RESET_CPU: u8 = 0x04;
 /// Error when restoring the devices.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreBoardError {
-    /// The saved state of a device is invalid.
+    /// The snapshot has an invalid state for a device.
     #[error("the saved state of the {0} is not one that it can be in")]
     Impossible(&'static str),
     /// A virtio device differs from the saved one.

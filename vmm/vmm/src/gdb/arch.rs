@@ -19,7 +19,7 @@ impl Arch for GdbX86 {
     }
 }
 
-/// The registers of a packet.
+/// Registers decoded from a packet of the debugger.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PacketRegisters {
     /// The register values, if the packet contains all of them.
@@ -40,7 +40,7 @@ impl Registers for PacketRegisters {
     }
 
     fn gdb_deserialize(&mut self, bytes: &[u8]) -> Result<(), ()> {
-        // Returning an error here would end the session.
+        // Returning an error here would end the session, so the error is recorded.
         self.cut_short = self.all.gdb_deserialize(bytes).is_err();
         Ok(())
     }

@@ -216,7 +216,7 @@ mod tests {
         assert_eq!(byte(), INT3);
         remove_int3(&memory, &planted[0]);
         assert_eq!(byte(), 0x50);
-        // The guest has loaded other code there in the meantime.
+        // The guest has overwritten the INT3 in the meantime.
         remove_int3(&memory, &planted[0]);
         assert_eq!(byte(), 0x50);
     }

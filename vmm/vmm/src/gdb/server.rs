@@ -106,7 +106,7 @@ impl GdbSocket {
     }
 }
 
-/// The connected client.
+/// Connection of the current client; `None` without a client.
 type Current = Arc<Mutex<Option<UnixStream>>>;
 
 fn lock(current: &Current) -> MutexGuard<'_, Option<UnixStream>> {
@@ -150,7 +150,7 @@ enum SessionError {
     Protocol(String),
 }
 
-/// Reason why a wait ended.
+/// Reason why [`GdbServerLoop::wait`] has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WakeReason {
     /// The client has sent data or disconnected, so its connection is readable.

@@ -302,7 +302,7 @@ impl MultiThreadResume for GdbTarget {
         Ok(())
     }
 
-    // Signals have no meaning for a machine.
+    // The signal is ignored, because signals have no meaning for a machine.
     fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), VcpuStopError> {
         self.set_action(tid, ResumeAction::Run);
         Ok(())

@@ -22,7 +22,7 @@ const JUMP: u64 = CODE + 6;
 
 /// A VM with a counting guest and a debugger socket.
 struct DebuggedVm {
-    // Must be dropped before the VM.
+    // Declared before the VM, because it must be dropped first.
     _server: GdbServer,
     path: PathBuf,
     _dir: tempfile::TempDir,
@@ -77,7 +77,8 @@ struct Gdb(UnixStream);
 impl Gdb {
     fn send(&mut self, body: &str) {
         let sum = body.bytes().fold(0u8, u8::wrapping_add);
-        // The server may have closed the connection because of an earlier packet.
+        // An error is ignored, because the server may have closed the connection after an earlier
+        // packet.
         let _ = self.0.write_all(format!("${body}#{sum:02x}").as_bytes());
     }
 
@@ -106,7 +107,7 @@ impl Gdb {
         // The two checksum digits end the packet.
         self.byte();
         self.byte();
-        // The server may have closed the connection.
+        // An error is ignored, because the server may have closed the connection.
         let _ = self.0.write_all(b"+");
         String::from_utf8(body).unwrap()
     }

@@ -190,7 +190,7 @@ pub fn for_vcpu(supported: &CpuId, guest: GuestCpuidConfig<'_>, id: u8) -> Resul
     }
     for entry in &mut entries {
         set_topology(entry, guest, id);
-        // APERF and MPERF would count host execution.
+        // Hide APERF and MPERF, which would count host execution.
         if entry.function == 6 {
             entry.ecx &= !1;
         }
@@ -358,7 +358,7 @@ fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
         (crystal * numerator <= u64::from(u32::MAX)).then_some((crystal, numerator, denominator))
     });
     let (crystal, numerator, denominator) = ratios.min_by_key(|(crystal, ..)| crystal.abs_diff(timer))?;
-    // Reject deviations of more than 0.1 %.
+    // Reject crystal frequencies that differ from that of the APIC timer by more than 0.1 %.
     (crystal.abs_diff(timer) <= timer / 1000).then_some(())?;
     Some((
         u32::try_from(crystal).ok()?,
@@ -577,7 +577,7 @@ mod tests {
                 .checked_mul(tsc.ebx)
                 .expect("Linux multiplies in 32 bits");
             assert!((product / tsc.eax).abs_diff(tsc_khz) <= 2, "{tsc_khz}: {tsc:?}");
-            // Frequency of the timer of KVM's local APIC.
+            // The crystal must have the frequency of the timer of KVM's local APIC, 1 GHz.
             assert!(tsc.ecx.abs_diff(1_000_000_000) < 100_000, "{tsc:?}");
             assert!(leaf(FREQUENCY_LEAF).eax.abs_diff(tsc_khz / 1000) <= 1);
         }
@@ -644,7 +644,7 @@ mod tests {
             let [first, second] = [shown.as_slice()[0], shown.as_slice()[1]];
             assert_eq!(first.ecx >> 7 & 1 == 0, enters_handlers);
             assert_eq!(second.eax >> 17 & 1 == 0, enters_handlers);
-            // LKGS does not depend on FRED.
+            // LKGS remains enumerated, because it does not depend on FRED.
             assert_eq!(second.eax >> 18 & 1, 1);
         }
     }

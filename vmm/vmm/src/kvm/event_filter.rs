@@ -147,7 +147,7 @@ impl KvmEventFilter {
     #[expect(clippy::cast_possible_truncation, reason = "at most MAX_EVENTS")]
     fn structure(&self) -> Vec<u64> {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-        // `count` is at most `MAX_EVENTS`.
+        // The cast is lossless, because there are at most `MAX_EVENTS` entries.
         let count = self.events.len() as u32;
         let header = [
             pair(self.action, count),

@@ -88,7 +88,7 @@ impl PciBackend for KvmPciBackend {
     }
 }
 
-/// Returns the GSI of a line of the bus.
+/// Returns the GSI of interrupt line `line` of the PCI bus.
 fn gsi(line: u32) -> u32 {
     IO_APIC_INPUTS.saturating_add(line)
 }

@@ -208,7 +208,7 @@ impl VcpuStateLayout {
                 });
             }
         }
-        // Some KVMs accept a write of the time stamp counter and ignore it.
+        // Some KVMs accept a write of the time stamp counter and ignore it, so check the counter.
         let tsc = |list: &[(u32, u64)]| {
             list.iter()
                 .find(|(index, _)| *index == TSC)

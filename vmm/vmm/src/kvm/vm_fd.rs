@@ -161,7 +161,7 @@ impl VmFd {
     /// Returns a [`KvmIoctlError`] if KVM_SIGNAL_MSI fails.
     pub fn signal_msi(&self, msi: kvm_msi) -> Result<bool, KvmIoctlError> {
         match self.0.signal_msi(msi) {
-            // Number of local APICs that accepted the message.
+            // The return value is the number of local APICs that accepted the message.
             Ok(takers) => Ok(takers > 0),
             // KVM returns -1 (EPERM) if a search of all local APICs finds none with the destination
             // ID.

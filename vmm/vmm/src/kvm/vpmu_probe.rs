@@ -83,7 +83,7 @@ pub enum KvmVpmuModelError {
         /// Latest PMU generation that KVM provides.
         offered: PmuGeneration,
     },
-    /// More counters than KVM provides.
+    /// The request exceeds the number of counters that KVM provides.
     #[error(
         "--backing kvm: {asked} {kind} counters requested, but KVM's own vPMU has {offered} on \
         this host; use fewer with --pmu-counters, or --pmu auto"
@@ -96,7 +96,7 @@ pub enum KvmVpmuModelError {
         /// Number of counters that KVM provides.
         offered: u32,
     },
-    /// Wider counters than KVM provides.
+    /// The requested counters are wider than those that KVM provides.
     #[error(
         "--backing kvm: counters of {asked} bits requested, but KVM's own vPMU has {offered} bits \
         on this host; use --pmu-width {offered}"
@@ -441,7 +441,7 @@ mod tests {
         }
         let k7 = offers(PmuGeneration::AmdK7, 4, 0, 48);
         assert!(asked(&k7, "auto", None, None).unwrap().starts_with("amd-k7"));
-        // Version 1 has no fixed counters.
+        // PMU version 1 has no fixed counters.
         let first = offers(PmuGeneration::Intel(1), 4, 0, 40);
         assert!(asked(&first, "auto", None, None).unwrap().starts_with("intel-v1"));
         assert_eq!(

@@ -115,7 +115,7 @@ impl CgroupVersion {
 /// A mounted control group hierarchy.
 #[derive(Debug, PartialEq, Eq)]
 struct CgroupMount {
-    /// The control group at the root of the mount.
+    /// The control group that is visible at the mount point.
     root: PathBuf,
     /// The mount point.
     point: PathBuf,
@@ -168,7 +168,7 @@ fn unescaped(text: &str) -> PathBuf {
     path.into()
 }
 
-/// File names of a control group.
+/// Names of the files with the limits and usage of a control group.
 struct CgroupFileNames {
     limit: &'static str,
     swap: &'static str,
@@ -213,7 +213,8 @@ impl HostMemoryLimits {
             .lines()
             .find_map(|line| line.strip_prefix(names.inactive)?.trim().parse().ok())
             .unwrap_or(0);
-        // The kernel reclaims page cache before an allocation fails.
+        // Inactive page cache counts as available, because the kernel reclaims it before an
+        // allocation fails.
         let used = used.saturating_sub(inactive);
         least(&mut self.left, of_group(limit.saturating_sub(used)));
     }
@@ -380,7 +381,7 @@ mod tests {
         ]);
         let left = limits_of(&both, "0::/vms/one\n", MEMINFO).left.unwrap();
         assert_eq!((left.bytes, left.group), (100 << 20, Some(ours.join("one"))));
-        // The group has a different name within its own namespace.
+        // A process in a control group namespace sees its own group as the root.
         let named = mounts(&[(CgroupVersion::V2, "/vms", &ours.join("one"))]);
         let left = limits_of(&named, "0::/\n", MEMINFO).left.unwrap();
         assert_eq!(left.bytes, 100 << 20);

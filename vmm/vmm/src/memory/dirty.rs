@@ -47,7 +47,7 @@ const PAGE_IS_WRITTEN: u64 = 1 << 1;
 /// Flags of `PAGEMAP_SCAN`: protect the pages found, and fail if a page cannot be protected.
 const SCAN_AND_PROTECT: u64 = 1 | 1 << 1;
 
-/// `struct uffdio_api`.
+/// `struct uffdio_api`, the argument of `UFFDIO_API`.
 #[repr(C)]
 struct UffdApi {
     api: u64,
@@ -55,7 +55,7 @@ struct UffdApi {
     ioctls: u64,
 }
 
-/// `struct uffdio_register`.
+/// `struct uffdio_register`, the argument of `UFFDIO_REGISTER`.
 #[repr(C)]
 struct UffdRegister {
     start: u64,
@@ -64,7 +64,7 @@ struct UffdRegister {
     ioctls: u64,
 }
 
-/// `struct pm_scan_arg`.
+/// `struct pm_scan_arg`, the argument of `PAGEMAP_SCAN`.
 #[repr(C)]
 struct ScanArgs {
     size: u64,
@@ -81,7 +81,7 @@ struct ScanArgs {
     return_mask: u64,
 }
 
-/// `struct page_region`.
+/// `struct page_region`, a range of pages that `PAGEMAP_SCAN` has found.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct PageRegion {
@@ -120,7 +120,7 @@ impl WriteProtector {
         (done == 0).then_some(Self { userfaultfd, pagemap })
     }
 
-    /// Prepares all memory of `ram` for protection.
+    /// Registers all memory of `ram` for write protection.
     fn register(&self, ram: &GuestRam) -> io::Result<()> {
         for region in ram.memory().iter() {
             let mut range = UffdRegister {
@@ -139,7 +139,7 @@ impl WriteProtector {
         Ok(())
     }
 
-    /// Removes all protection.
+    /// Removes all memory of `ram` from write protection.
     fn unregister(&self, ram: &GuestRam) {
         for region in ram.memory().iter() {
             let mut range = [region.as_ptr() as u64, region.len()];
@@ -170,7 +170,7 @@ enum Method {
     },
 }
 
-/// Progress of a chunk of memory.
+/// Tracking state of a chunk of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ChunkState {
     /// [`DirtyPages::take`] has not returned the chunk yet. Its pages are dirty unless the chunk is
@@ -195,7 +195,7 @@ pub struct DirtyPages {
 /// Dirty pages of a chunk.
 #[derive(Debug, Default)]
 pub struct DirtyRanges {
-    /// Offsets in RAM, in ascending order.
+    /// Dirty ranges, as offsets in RAM in ascending order.
     pub ranges: Vec<Range<u64>>,
     /// `true` if [`DirtyPages::take`] was called for this chunk for the first time.
     pub is_first: bool,

@@ -90,7 +90,7 @@ mod tests {
             .map(|i| touched.is_untouched(&ram, i * CHUNK, CHUNK))
             .collect();
         assert_eq!(found, [true, true, false, true, true, false, true, true]);
-        // The range must be RAM.
+        // A range beyond the end of RAM is never reported as untouched.
         assert!(!touched.is_untouched(&ram, 16 << 20, CHUNK));
     }
 

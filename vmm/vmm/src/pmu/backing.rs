@@ -40,7 +40,7 @@ pub enum BackingError {
     /// `--pmi-limit` with KVM's own vPMU, which delivers the PMIs itself.
     #[error("--pmi-limit with --backing kvm: KVM delivers PMIs itself, without a limit; omit --pmi-limit")]
     OwnPmis,
-    /// `--pmi-share` with KVM's own vPMU.
+    /// `--pmi-share` with KVM's own vPMU, which delivers the PMIs itself.
     #[error("--pmi-share with --backing kvm: KVM delivers PMIs itself, without a bound; omit --pmi-share")]
     OwnShare,
 }

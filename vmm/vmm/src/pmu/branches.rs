@@ -55,7 +55,7 @@ pub enum BranchRecordsError {
         --backing than kvm"
     )]
     Model(PmuGeneration),
-    /// The guest cannot be single-stepped.
+    /// The host's KVM cannot single-step the guest.
     #[error("--lbr on: {0}; use --lbr off")]
     Host(BranchStackError),
 }

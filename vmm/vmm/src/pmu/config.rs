@@ -18,7 +18,7 @@ pub struct PmuConfig {
     pub policy: BackingPolicy,
     /// Backing (source of the counts) that the guest used when it was saved, if it is restored.
     pub saved_policy: Option<BackingPolicy>,
-    /// Events that may be counted.
+    /// Filter that determines which events may be counted.
     pub filter: Arc<EventFilter>,
     /// `true` if the guest may count paravirtual events. If `false`, `filter` and all later filters
     /// deny them.

@@ -57,7 +57,7 @@ impl CountableKernelEvents {
         Self {
             vendor,
             reference_counter: model.fixed_bitmap() & REFERENCE_COUNTER != 0,
-            // KVM statistics do not back generic events.
+            // KVM statistics are not needed, because they do not back generic events.
             sources: backing::sources(policy, &probe, host, |_| None),
             backability,
             filter: Arc::new(EventFilter::allow_all()),
@@ -279,7 +279,7 @@ mod tests {
         Clock,
         /// The VMM single-steps every instruction (exact backing).
         Steps,
-        /// The host's kernel supports the event.
+        /// The host's kernel must support the event.
         Host,
         /// CPUID tells the guest whether it can count the event, so the event always remains.
         Cpuid,

@@ -75,7 +75,7 @@ pub fn overflow_signal() -> libc::c_int {
 #[derive(Debug)]
 pub struct VmPmu {
     config: PmuConfig,
-    /// Events that may currently be counted.
+    /// Current event filter, which vCPUs that are added later receive.
     filter: ArcSwap<EventFilter>,
     core: PerfCore,
     clock: Arc<ClockPmu>,
@@ -326,7 +326,7 @@ pub struct VcpuPmu {
     /// `true` if overflows must be handled without a signal, for example because a count that the
     /// VMM added has reached an armed overflow.
     fed_overflow: bool,
-    /// State that is kept between samples.
+    /// Registers and buffers that are kept between samples.
     samples: SampleCache,
 }
 
@@ -579,7 +579,8 @@ impl VcpuPmu {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
-            // A burst for a branch stack steps code that no event counts.
+            // A lost step matters only if an event counts steps. A burst for a branch stack also
+            // steps code that no event counts.
             if step.lost && attached.events.needs_stepping() {
                 let lasted = began.map_or(Duration::ZERO, |began| began.elapsed());
                 let ns = u64::try_from(lasted.as_nanos()).unwrap_or(u64::MAX);
@@ -623,7 +624,7 @@ impl VcpuPmu {
         used_system
     }
 
-    /// Returns the branch stack of the next sample.
+    /// Returns the collector of the branch stack for the next sample.
     #[inline]
     pub fn branches(&mut self) -> &mut BranchCollector {
         &mut self.samples.branches

@@ -29,7 +29,7 @@ pub enum HostSamplingError {
     /// The host's clock cannot distinguish the privilege levels of the guest.
     #[error("the vCPU's clock cannot distinguish privilege levels")]
     OneLevel,
-    /// The host has no usable hardware PMU.
+    /// The host has no hardware PMU that can be used.
     #[error("this host has no usable hardware PMU; see perfvisor check")]
     NoPmu,
     /// The event's driver is not part of the host's kernel.
@@ -235,7 +235,7 @@ mod tests {
                         sample_period: 1,
                         ..of(EventType::CLOCK, false)
                     };
-                    // Period of the host event at 2 GHz.
+                    // The period is raised to the minimum, given here in cycles at 2 GHz.
                     let real = Some(2 * MIN_CLOCK_PERIOD_NS);
                     assert_eq!(vm.host_sampling(VcpuId(0), &short).unwrap().period, real);
                 }

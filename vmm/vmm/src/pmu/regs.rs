@@ -50,7 +50,7 @@ const TASK_READS: u32 = 64;
 pub struct GuestSamplingContext {
     memory: GuestMemoryMmap,
     kernel: Arc<ArcSwapOption<FoundKernel>>,
-    /// Reader of the kernel's tables.
+    /// Reader of the tables of the guest's kernel; `None` if the kernel remains unknown.
     reader: Option<Arc<KernelReader>>,
     search: Arc<Mutex<KernelSearch>>,
     listeners: Arc<MappingListeners>,
@@ -276,7 +276,7 @@ pub struct SampleCache {
     /// Per-CPU base address of the guest kernel on this vCPU, if known. Constant while the kernel
     /// runs.
     per_cpu_base: Option<u64>,
-    /// Mappings already recorded.
+    /// Mappings that were already recorded for readers of samples.
     told: MappingReporter,
     /// Buffer for a sample's raw data.
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
@@ -287,7 +287,7 @@ pub struct SampleCache {
     /// Time for which taking the last sample interrupted the vCPU, in nanoseconds; 0 if not
     /// measured.
     held_ns: u32,
-    /// Branch stack of the next sample.
+    /// Collector of the branch stack for the next sample.
     pub(super) branches: BranchCollector,
     /// Duration of single-stepping for the branch stack of the sample, in nanoseconds.
     burst_ns: u32,
@@ -374,7 +374,7 @@ pub struct VcpuSampleRegs<'a> {
     fd: &'a VcpuFd,
     guest: &'a GuestSamplingContext,
     memory: &'a mut SampleCache,
-    /// Registers read so far.
+    /// Registers that have been read so far for this sample.
     known: ExitRegisters,
     /// The guest's kernel; `None` before its first use.
     kernel: Option<Guard<Option<Arc<FoundKernel>>>>,
@@ -382,7 +382,7 @@ pub struct VcpuSampleRegs<'a> {
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: UnwindStopCounts,
-    /// Result of the stack walk.
+    /// Result of the stack walk; `None` before the walk.
     chain: Option<CallChain>,
     /// Length of the copied user stack, ABI of the user registers, and the stack length that was
     /// requested.
@@ -440,7 +440,7 @@ impl<'a> VcpuSampleRegs<'a> {
         Some(&self.known.regs)
     }
 
-    /// Returns the privilege level.
+    /// Returns the current privilege level (CPL).
     pub fn cpl(&mut self) -> Option<u8> {
         self.system().map(|regs| regs.cpl)
     }

@@ -39,7 +39,7 @@ fn state(tid: i32, phase: u64) -> u64 {
 static STATE: AtomicU64 = AtomicU64::new(IDLE);
 /// The request, valid while its phase in [`STATE`] is posted or being handled.
 static REQUEST: AtomicPtr<RemoteOpen<'static>> = AtomicPtr::new(ptr::null_mut());
-/// Serializes requests.
+/// Held by the thread that makes a request, because there is only one request at a time.
 static REQUEST_LOCK: Mutex<()> = Mutex::new(());
 
 /// Returns the kernel thread ID of the calling thread.

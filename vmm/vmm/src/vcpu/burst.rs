@@ -58,7 +58,7 @@ struct ActiveBurst {
     max_steps: u64,
 }
 
-/// Bursts of a vCPU.
+/// State of the bursts of a vCPU.
 #[derive(Debug, Default)]
 pub(super) struct Bursts {
     /// Configuration of the stepper; `None` if this vCPU cannot take branch stacks.
@@ -276,7 +276,7 @@ impl Running {
             return Ok(true);
         }
         if self.exit_is_open {
-            // The next entry completes the exit without executing guest code.
+            // The next KVM_RUN completes the exit and returns without executing guest code.
             self.fd.request_exit();
             return Ok(true);
         }

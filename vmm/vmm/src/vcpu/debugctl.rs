@@ -28,13 +28,13 @@ const RTM: u64 = 1 << 15;
 /// not allocate.
 #[derive(Debug)]
 pub struct DebugControl {
-    /// Bits that belong to the PMU.
+    /// Bits that the PMU uses.
     pmu: u64,
-    /// Bits that are accepted and dropped.
+    /// Bits that a write may set and that are then dropped.
     dropped: u64,
     /// Bits that are forwarded to KVM.
     processor: u64,
-    /// Bits that KVM retained from the last write.
+    /// Bits of `processor` that KVM retained from the last write.
     kept: u64,
     msr: Msrs,
 }

@@ -53,7 +53,7 @@ pub enum ResumeAction {
 /// Type of access that triggers a hardware breakpoint (SDM vol. 3 §19.2.4: R/W of DR7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BreakpointAccess {
-    /// Instruction execution.
+    /// Execution of the instruction.
     Execute = 0,
     /// Data write.
     Write = 1,
@@ -83,14 +83,14 @@ pub struct SoftwareBreakpoint {
     pub replaced: u8,
 }
 
-/// Reason why a vCPU stopped the machine.
+/// Reason why a vCPU has stopped the machine for the debugger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DebugStopCause {
     /// An INT3 of the debugger.
     SoftwareBreakpoint,
     /// A hardware breakpoint.
     HardwareBreakpoint(HardwareBreakpoint),
-    /// A completed single step.
+    /// A single step that the debugger requested has completed.
     Step,
 }
 
@@ -281,7 +281,7 @@ impl Debugger {
     ) -> Result<(), VcpuStopError> {
         let end = std::time::Instant::now() + patience;
         for cell in &self.cells {
-            // A vCPU that has published its registers has not run since.
+            // If a vCPU has published its registers, it has not run since.
             let hides = lock(&cell.view).shown.is_none();
             cell.asked.store(hides, Ordering::SeqCst);
         }
@@ -535,7 +535,8 @@ mod tests {
             Some(DebugStopCause::SoftwareBreakpoint)
         );
         assert_eq!(debugger.why(0, 0, &stop(3, 0x21, 0)), None);
-        // The first two debug registers contain breakpoints of another user.
+        // DR0 and DR1 belong to another user of breakpoints, so the debugger's breakpoint is in
+        // DR2.
         assert_eq!(
             debugger.why(0, 2, &stop(1, 0x10, 1 << 2)),
             Some(DebugStopCause::HardwareBreakpoint(point))

@@ -182,7 +182,7 @@ impl ExitTable {
 
 #[cfg(test)]
 impl ExitTable {
-    /// Records an exit of the given duration.
+    /// Records an exit of duration `took_ns`, for tests.
     pub(crate) fn exit_for_tests(&self, reason: VcpuExitReason, took_ns: u64) {
         self.left(reason);
         self.served(reason, Duration::from_nanos(took_ns));

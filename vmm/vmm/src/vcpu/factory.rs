@@ -32,7 +32,7 @@ use crate::pmu::{VcpuPmu, VmPmu};
 pub struct RdpmcConfig {
     /// `true` if the guest kernel is Linux.
     pub linux: bool,
-    /// Replaced RDPMC instructions.
+    /// Locations of replaced RDPMC instructions.
     pub sites: Arc<RdpmcSites>,
     /// Trap in the guest's #GP handler, which emulates RDPMC instructions that were not replaced,
     /// with the kernel's symbols. If the trap is written to guest memory, all vCPUs share it.

@@ -8,7 +8,7 @@ use crate::kvm::call::KvmIoctlError;
 use crate::kvm::initial_state::InitialVcpuState;
 use crate::kvm::vcpu_fd::VcpuFd;
 
-/// A configured KVM vCPU.
+/// A KVM vCPU whose CPUID and initial state are set.
 pub struct KvmVcpu {
     fd: VcpuFd,
     kept: KvmVcpuParts,

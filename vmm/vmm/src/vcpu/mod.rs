@@ -66,7 +66,7 @@ enum LoopExit {
 /// Action before entering the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EntryAction {
-    /// Enter the guest.
+    /// Enter the guest with KVM_RUN.
     Enter,
     /// Restart the loop, because an instruction was emulated.
     Repeat,

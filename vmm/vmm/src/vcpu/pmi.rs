@@ -40,7 +40,7 @@ const XAPIC_IRR: usize = 0x200;
 const XAPIC_BROADCAST: u8 = 0xff;
 /// Offset of LVTPC in the xAPIC register page.
 const XAPIC_LVTPC: usize = 0x340;
-/// Mask bit of an LVT entry.
+/// Mask bit of an entry of the local vector table (LVT).
 const LVT_MASKED: u32 = 1 << 16;
 /// Address of MSIs to local APICs: the address field of IA32_APIC_BASE after reset.
 const MSI_ADDRESS: u32 = 0xfee0_0000;
@@ -75,9 +75,9 @@ pub struct PmiError(#[from] KvmIoctlError);
 /// for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PmiInService {
-    /// Delivered as an NMI.
+    /// The PMI was delivered as an NMI.
     Nmi,
-    /// Delivered as this vector.
+    /// The PMI was delivered as an interrupt with this vector.
     Vector(u8),
 }
 
@@ -112,7 +112,7 @@ pub struct Lvtpc {
     mask_on_delivery: bool,
     /// PMI still handled by the guest. Used only in xAPIC mode if delivery masks LVTPC.
     handled: Option<PmiInService>,
-    /// Last PMI that was delivered, in any mode.
+    /// The last PMI that was delivered, in xAPIC or x2APIC mode.
     delivered: Option<PmiInService>,
     msr: Msrs,
 }

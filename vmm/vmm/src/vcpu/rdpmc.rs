@@ -32,12 +32,12 @@ const MAX_WRITES: u32 = 1024;
 /// CR4.PCE: RDPMC permitted at CPL 3 (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
 
-/// An emulated RDPMC.
+/// Location of an RDPMC that was emulated.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EmulatedRdpmc {
     /// Address of the RDPMC.
     pub(super) at: u64,
-    /// Address of the next instruction.
+    /// Address of the instruction after the RDPMC.
     pub(super) behind: u64,
     pub(super) when: Instant,
 }
@@ -56,7 +56,7 @@ pub(super) struct LastRdpmc {
 impl LastRdpmc {
     pub(super) fn now(&mut self, at: u64, behind: u64) {
         if !std::mem::take(&mut self.redone) {
-            // The guest has made progress since the previous RDPMC.
+            // This RDPMC is not a repetition after a PMI, so the guest has made progress.
             self.again = 0;
         }
         self.read = Some(EmulatedRdpmc {

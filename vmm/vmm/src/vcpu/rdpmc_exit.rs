@@ -298,7 +298,7 @@ impl Running {
 
     fn raise(&self, vector: u8, error_code: Option<u32>) -> Result<(), KvmIoctlError> {
         let mut events = self.fd.get_vcpu_events()?;
-        // Clearing the flag preserves NMIs that are sent concurrently.
+        // With the flag clear, KVM keeps NMIs that are sent concurrently.
         events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
         events.exception.injected = 1;
         events.exception.nr = vector;
@@ -355,7 +355,8 @@ impl Running {
             return Ok((when.elapsed() < READ_SETTLE_TIME).then_some(READ_SETTLE_TIME));
         }
         if !self.last_read.may_repeat(in_a_row) {
-            // The counters overflow again each time the guest reaches this RDPMC.
+            // The limit of repetitions is reached: the counters overflow again each time that the
+            // guest reaches this RDPMC.
             return Ok(Some(PMI_DELAY));
         }
         self.registers.forget();

@@ -99,7 +99,7 @@ impl RunControl {
 /// Result of a vCPU's wait for the reset of the machine.
 #[derive(Debug)]
 pub(super) enum ResetWait {
-    /// The vCPU must be rebuilt.
+    /// The machine was reset, so the vCPU must be rebuilt.
     Restart,
     /// A request is pending, or the vCPU was asked to stop.
     RequestPending,

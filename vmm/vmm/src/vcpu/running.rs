@@ -80,7 +80,7 @@ pub enum StartNotifier {
     WithVm(Sender<Infallible>),
     /// The vCPU is added to a running VM, which continues if the vCPU fails.
     Later {
-        /// Receives the result of attaching.
+        /// Sender of the result of attaching to the perf core.
         attached: SyncSender<Result<(), VcpuStartError>>,
         /// Channel that blocks the vCPU until clients have opened their events on it. Nothing is
         /// received; the vCPU runs when the sender is dropped.
@@ -216,7 +216,7 @@ pub(super) struct Running {
     pub(super) recheck: LvtpcBackoff,
     /// `true` if a PMI was pending at the last entry, masked or delayed by a limit.
     pub(super) pmi_waits: bool,
-    /// Requests to this thread and its statistics.
+    /// Slot of the vCPU, with its requests and statistics.
     pub(super) slot: Arc<VcpuSlot>,
     pub(super) control: Arc<RunControl>,
     pub(super) debug: GuestDebug,
@@ -226,7 +226,7 @@ pub(super) struct Running {
     pub(super) rdpmc: Option<RdpmcEmulator>,
     /// Single-stepping for the exact backing and for branch stacks.
     pub(super) stepper: Option<Stepper>,
-    /// Branch stacks of samples.
+    /// State of the bursts that collect branch stacks and branch records.
     pub(super) bursts: Bursts,
     pub(super) last_read: LastRdpmc,
     pub(super) sent_nmi: PendingNmi,

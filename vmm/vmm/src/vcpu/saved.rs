@@ -105,7 +105,8 @@ impl Running {
     /// local APIC is known.
     pub(super) fn read_run_page(&mut self) {
         if let Err(e) = self.fd.complete_exit() {
-            // The first entry fails too, and reports the error.
+            // The error is only logged, because the first entry to the guest fails too and reports
+            // it.
             log::debug!("vcpu{}: {}", self.id, error_line(&e));
         }
     }

@@ -38,7 +38,7 @@ pub struct VmConfig {
     pub pmu: PmuConfig,
     /// Events that can be counted with the PMU's backing (source of the counts).
     pub backability: CountableEvents,
-    /// KVM's own vPMU, if the guest uses it.
+    /// Properties of KVM's own vPMU, if the guest uses it.
     pub own_pmu: Option<KvmPmuOffer>,
     /// Handling of RDPMC in the kernel's text.
     pub rdpmc: RdpmcMode,
@@ -53,7 +53,7 @@ pub struct VmConfig {
     pub nested: bool,
     /// Action on a reset of the machine by its guest.
     pub on_reset: ResetPolicy,
-    /// Polling of halted vCPUs.
+    /// Policy for polling while a vCPU is halted.
     pub halt_polling: HaltPolling,
     /// `true` if the guest can terminate the VM through the debug-exit port.
     pub debug_exit: bool,

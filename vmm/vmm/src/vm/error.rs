@@ -56,7 +56,7 @@ pub enum VmError {
     /// A vCPU cannot be created.
     #[error(transparent)]
     Vcpu(#[from] VcpuRegistryError),
-    /// More vCPUs than this host's KVM supports.
+    /// The configuration has more vCPUs than this host's KVM supports.
     #[error("{asked} vCPUs: must be at most {limit} on this host's KVM")]
     TooManyVcpus {
         /// Requested maximum number of vCPUs.

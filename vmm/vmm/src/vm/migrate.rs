@@ -53,7 +53,7 @@ pub struct OutgoingMigration {
     source: Arc<SnapshotSource>,
     options: BTreeMap<String, String>,
     dirty: DirtyPages,
-    /// Offset of the next piece in bytes.
+    /// Offset in RAM at which the next piece of the round begins.
     next: u64,
     /// `true` if the VM was paused for a snapshot at the beginning of the round.
     is_last_round: bool,

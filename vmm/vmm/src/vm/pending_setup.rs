@@ -24,7 +24,7 @@ pub struct DeferredKvmSetup {
     probe: Option<JoinHandle<()>>,
 }
 
-/// Error when creating the VM.
+/// Error when creating the VM in the background.
 #[derive(Debug, thiserror::Error)]
 enum MakeError {
     #[error(transparent)]
@@ -59,7 +59,8 @@ impl DeferredKvmSetup {
         }
     }
 
-    /// Starts no threads.
+    /// Creates a setup without threads. The operations are then performed when their results are
+    /// needed.
     pub(super) fn none() -> Self {
         Self {
             vm: None,

@@ -49,7 +49,7 @@ pub enum RestoredMemory {
     Diff {
         /// The base, with the snapshots on which it depends.
         base: Box<BaseChain>,
-        /// Memory file of the diff.
+        /// Memory file of the diff, with only the ranges that have changed.
         changes: File,
     },
     /// The memory of a VM that has moved to this process and does not run in another one.
@@ -105,7 +105,7 @@ pub enum RestoreError {
     /// A vCPU cannot be restored.
     #[error(transparent)]
     Vcpu(#[from] RestoreVcpuError),
-    /// A counter of the guest would no longer count.
+    /// An enabled counter of the guest would no longer count after the restore.
     #[error(
         "the guest counts {0}, which this backing does not count; use another --backing, or accept it with --restore-loses"
     )]
@@ -210,7 +210,7 @@ impl NewMachine<'_> {
         self.check_shape(&saved.shape)?;
         let ids: Vec<u8> = saved.vcpus.iter().map(|vcpu| vcpu.id).collect();
         let fixed = self.shape.vcpus_at_start == self.shape.max_vcpus;
-        // vCPU 0 cannot be removed.
+        // A machine always has vCPU 0, because it cannot be removed.
         if ids.first() != Some(&0)
             || !ids.is_sorted_by(|a, b| a < b)
             || fixed && ids.len() != usize::from(self.shape.max_vcpus)
@@ -538,7 +538,7 @@ mod tests {
             const HIGH: u32 = 1 << 31;
             let memory = self.vm.ram().memory();
             let count = || memory.read_obj::<u32>(COUNTER).unwrap();
-            // The guest may overwrite the value.
+            // Write again if the guest has overwritten the value with its own.
             while count() < HIGH {
                 memory.write_obj(HIGH, COUNTER).unwrap();
             }
@@ -590,7 +590,7 @@ mod tests {
         let next = INFLATED + u64::from(PAGES) * 4096;
         assert_eq!([INFLATED, next - 1, next].map(|at| driver.byte(at)), [0, 0, 7]);
         assert_eq!(control.state().released_bytes, u64::from(PAGES + 1) * 4096);
-        // The driver reports the actual size.
+        // Report the actual size of the balloon, as the driver does.
         assert!(
             source
                 .bus()

@@ -99,7 +99,7 @@ pub struct SnapshotSource {
     pub(super) shape: MachineShape,
     /// Format and guest-physical range of the loaded kernel.
     pub(super) kernel: (&'static str, Range<u64>),
-    /// Settings of the VM that a snapshot cannot include.
+    /// Options of the VM with which no snapshot can be taken.
     pub(super) unsupported: Vec<&'static str>,
     /// CPUID leaves of each possible vCPU: number of the vCPU, and the leaves as in a snapshot.
     pub(super) cpuid: Vec<(u8, Vec<[u32; 7]>)>,
@@ -113,7 +113,7 @@ impl std::fmt::Debug for SnapshotSource {
     }
 }
 
-/// Progress of a snapshot.
+/// Progress of taking a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// The vCPUs are completing their last exits.
@@ -124,7 +124,7 @@ enum Phase {
     Ready,
 }
 
-/// A piece of guest memory.
+/// Contents of a range of guest memory.
 #[derive(Debug)]
 pub struct MemoryPiece {
     /// Offset of the piece in RAM, in bytes.
@@ -148,7 +148,7 @@ pub struct VmSnapshot {
     phase: Phase,
     machine: Box<SavedMachine>,
     touched: TouchedPages,
-    /// Offset of the next memory piece in bytes.
+    /// Offset in RAM at which the next piece of memory begins.
     next: u64,
     /// Checksum of a whole chunk of zeros, which is computed once.
     zeros_crc: Option<u32>,
@@ -292,7 +292,7 @@ impl VmSnapshot {
                 let mut pages = data.chunks(ZERO_PAGE.len());
                 if pages.any(|page| *page != ZERO_PAGE[..page.len()]) {
                     if at > offset {
-                        // The next request returns this chunk.
+                        // End the piece of zeros before this chunk, which the next request returns.
                         break;
                     }
                     self.machine.memory.crcs.push(checksum(&data));

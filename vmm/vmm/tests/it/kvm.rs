@@ -41,7 +41,7 @@ enum GuestAction {
     Wrmsr(u32, u64),
     Halt,
     Shutdown,
-    /// Internal error of KVM.
+    /// An internal error of KVM (KVM_EXIT_INTERNAL_ERROR).
     Internal,
     /// KVM_RUN returned before the guest executed anything.
     Interrupted,

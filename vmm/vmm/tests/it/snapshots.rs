@@ -30,7 +30,7 @@ use vmm::vm::save::{SnapshotError, VmSnapshot};
 use vmm::vm::{DeferredKvmSetup, RunningVm, Vm, VmConfig, VmParts};
 use vpmu::{BackingPolicy, PmuModel};
 
-/// Code of `snapshots/guest.s`.
+/// Code of the guest, assembled from `snapshots/guest.s`.
 const GUEST: &[u8] = include_bytes!("snapshots/guest.bin");
 /// Number of iterations of the guest's main loop.
 const ROUNDS: u32 = 2000;
@@ -38,7 +38,7 @@ const ROUNDS: u32 = 2000;
 const DONE: VmStopReason = VmStopReason::DebugExit(33);
 /// Number of snapshots of each guest that causes only one type of exit.
 const STRING_SNAPSHOTS: usize = 8;
-/// Maximum duration of a guest.
+/// Maximum time that a guest may run, after which the test fails.
 const MAX_DURATION: Duration = Duration::from_secs(60);
 
 /// Output of the serial port.
@@ -299,7 +299,7 @@ fn restored_vm_can_be_saved_again() {
     };
     let rest = TestVm::start(&config, Some(second)).unwrap().finish();
     assert!([&expected[..cut + more], &rest].concat() == expected);
-    // The memory file was not written.
+    // The first restore must not have written the memory file.
     let rest = TestVm::start(&config, Some(again)).unwrap().finish();
     assert!([&expected[..cut], &rest].concat() == expected);
 }
@@ -515,7 +515,7 @@ fn unsupported_options_are_refused_by_name() {
         let Some(built) = TestVm::build(&config, None) else {
             return;
         };
-        // A host without hardware breakpoints rejects the VM itself.
+        // On a host without hardware breakpoints, such a VM cannot be created.
         let Ok(vm) = built else { continue };
         let refused = VmSnapshot::begin(vm.vm.snapshots(), Default::default()).unwrap_err();
         let line = error_line(&refused);

@@ -254,7 +254,7 @@ impl ControlServer {
             .registry
             .begin(count)
             .or_else(|e| fail(kind_of(&e), error_line(&e)))?;
-        // Events on all vCPUs are opened before the new vCPUs run.
+        // Open the events of all connections on the new vCPUs before these run.
         for vcpu in added.vcpus().numbers() {
             let others = self.connections.values_mut().filter_map(|c| c.events.as_mut());
             for events in others.chain(connection.events.as_mut()) {

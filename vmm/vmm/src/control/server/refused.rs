@@ -53,7 +53,7 @@ impl ConnectionRefusal {
             && stream.set_nonblocking(true).is_ok()
         {
             line.push(b'\n');
-            // The client may have disconnected.
+            // An error is ignored, because the client may have disconnected.
             let _ = stream.write(&line);
         }
     }

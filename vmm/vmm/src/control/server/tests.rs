@@ -50,7 +50,7 @@ impl ServedVm {
         self.manager.subscriber_mut(self.server).unwrap()
     }
 
-    /// Returns the only connection.
+    /// Returns the only connection of the server.
     fn only(&mut self) -> &mut Connection {
         let connections = &mut self.server().connections;
         assert_eq!(connections.len(), 1);

@@ -148,7 +148,7 @@ impl GuestDebug {
         if self.told && want == self.set {
             return Ok(());
         }
-        // KVM_SET_REGS discards a pending exception.
+        // Save the events, because KVM_SET_REGS discards a pending exception.
         let mut events = fd.get_vcpu_events()?;
         events.flags &= !KVM_VCPUEVENT_VALID_NMI_PENDING;
         fd.set_regs(&kvm_regs {
@@ -221,7 +221,7 @@ mod tests {
             dr6_after(RESET | 1 << 14, RESET | 0b0001),
             RESET | 1 << 14 | 0b0001
         );
-        // Only the bits that a #DB sets are applied.
+        // Bits that a #DB does not set are not taken from `causes`.
         assert_eq!(dr6_after(RESET, !0), RESET | 0xe00f);
     }
 

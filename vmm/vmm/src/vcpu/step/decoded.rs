@@ -17,7 +17,7 @@ pub(super) struct CurrentStraightRun {
     pub(super) at: u64,
     /// Decoded instructions.
     pub(super) run: Arc<StraightRun>,
-    /// Number of instructions before the breakpoint.
+    /// Number of instructions of `run` before the breakpoint.
     pub(super) count: usize,
 }
 
@@ -33,7 +33,7 @@ pub(super) enum CachedDecode {
 /// Cache of decoded straight-line runs. A run is used only if its bytes in memory are unchanged.
 #[derive(Debug, Default)]
 pub(super) struct RunCache {
-    /// Cache slots; empty until the first lookup.
+    /// Results of decoding with their addresses; empty until the first lookup.
     pub(super) kept: Vec<Option<(u64, CachedDecode)>>,
 }
 

@@ -113,7 +113,8 @@ impl Stepper {
             same @ SteppingMode::All { .. } if levels.kernel => same,
             _ if levels.kernel => SteppingMode::All { may_wait: true },
             same @ SteppingMode::UserOnly(_) => same,
-            // The flags saved by the kernel do not contain the trap flag.
+            // If counting starts inside the kernel, the flags that the kernel has saved lack the
+            // trap flag.
             _ => SteppingMode::UserOnly(UserResumeMethod::Walked(0)),
         };
         let state = match fresh {
@@ -366,7 +367,7 @@ impl Stepper {
     pub fn after_run(&mut self) {
         self.synced.after_run();
         for (at, code) in self.gates.planted.drain(..).rev() {
-            // The code is restored only if the guest has not overwritten it.
+            // Restore the original code, unless the guest has overwritten the trap.
             if let Ok(there) = self.memory.get_slice(at, TRAP.len())
                 && there.read_obj::<[u8; 2]>(0).is_ok_and(|code| code == TRAP)
             {

@@ -152,7 +152,7 @@ impl Stepper {
             ..StepOutcome::default()
         };
         if in_handler {
-            // The next instruction faulted: it began and retired nothing.
+            // The instruction at this position raised the fault, so it began and retired nothing.
             self.meter
                 .begin(&SteppedCpuState { rip, ..cpu }, &mut UnreadableMemory);
             let fault = self.meter.end(&cpu, &mut memory);

@@ -26,15 +26,15 @@ pub struct StepError(#[from] KvmIoctlError);
 /// Statistics of a stepper.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepStats {
-    /// Completed steps.
+    /// Number of completed single steps.
     pub steps: u64,
     /// Number of steps with unknown outcome, and of abandoned searches for the return to user code.
     pub lost: u64,
-    /// Sections of user code that ran without stepping although a counter counts them.
+    /// Number of sections of user code that ran without stepping although a counter counts them.
     pub unstepped: u64,
-    /// Straight-line runs.
+    /// Number of straight-line runs.
     pub runs: u64,
-    /// Instructions retired in straight-line runs.
+    /// Number of instructions retired in straight-line runs.
     pub instructions_in_runs: u64,
 }
 
@@ -52,7 +52,7 @@ pub(super) enum RedecodeReason {
 pub(super) struct CurrentStep {
     /// Processor state at the beginning of the step.
     pub(super) before: SteppedCpuState,
-    /// Class of the instruction.
+    /// Class of the instruction that is stepped.
     pub(super) ahead: InstructionClass,
     /// Set if the guest's kernel runs before the instruction executes.
     pub(super) after_kernel: Option<RedecodeReason>,
@@ -106,7 +106,7 @@ pub(super) enum GateStopMethod {
     Code,
     /// Free hardware breakpoints.
     Breakpoints,
-    /// No stop.
+    /// The stepper does not stop the vCPU at handlers.
     Nowhere,
 }
 
@@ -115,7 +115,7 @@ pub(super) enum GateStopMethod {
 pub(super) struct WatchedGates {
     /// Address of the handler and vector of each watched gate.
     pub(super) watched: Vec<(u64, u8)>,
-    /// Original code at each trap.
+    /// Address and original code of each trap that is in guest memory.
     pub(super) planted: Vec<(GuestAddress, [u8; 2])>,
 }
 

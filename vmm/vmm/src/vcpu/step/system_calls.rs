@@ -320,7 +320,7 @@ mod tests {
             prop_assert_eq!((done.regs.rip, done.cpl()), (DATA, 3));
             let Some((mut theirs, exit)) = by_the_processor(begin()) else { return Ok(()) };
             prop_assert_eq!(exit, format!("reads {HOLE:#x}"));
-            // The faulting read sets RF.
+            // The read that exits has set RF in the saved state of the processor.
             theirs.regs.rflags &= !RFLAGS_RF;
             prop_assert_eq!(changes(&done), changes(&theirs));
         }

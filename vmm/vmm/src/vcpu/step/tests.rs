@@ -83,7 +83,7 @@ struct SteppedVcpu {
     retired: RetiredCounts,
     /// Number of retired instructions at which a counter overflows.
     overflow: u32,
-    /// RIP at the overflow.
+    /// RIP when the counter overflowed; `None` before the overflow.
     overflowed_at: Option<u64>,
     /// Number of KVM_RUN calls.
     entries: u64,

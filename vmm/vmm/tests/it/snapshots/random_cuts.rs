@@ -13,9 +13,9 @@ use vpmu::{PmiShare, Vpmu};
 
 use super::*;
 
-/// Code of `paced.s`.
+/// Code of the paced guest, assembled from `paced.s`.
 const PACED: &[u8] = include_bytes!("paced.bin");
-/// Code of `stepped.s`.
+/// Code of the single-stepped guest, assembled from `stepped.s`.
 const STEPPED: &[u8] = include_bytes!("stepped.bin");
 /// Number of loop rounds in which the paced guest (`paced.s`) reads a counter with RDPMC, each with
 /// one byte of output.
