@@ -39,7 +39,7 @@ impl DiskBytes for Looked {
 
 fuzz_target!(|data: &[u8]| {
     static QUIET: Once = Once::new();
-    // libFuzzer's panic hook terminates the process even if the panic is caught.
+    // Replace libFuzzer's panic hook, which terminates the process even if the panic is caught.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     let Some((how, image)) = data.split_first() else {
         return;
@@ -52,8 +52,8 @@ fuzz_target!(|data: &[u8]| {
             ..DiskConfig::raw(&path)
         }
     } else {
-        // The disk consists of complete sectors, and tables may refer to addresses beyond the
-        // input.
+        // Append zeros, so that the disk consists of complete sectors and tables may refer to
+        // addresses beyond the input.
         let bytes = (image.len() as u64).next_multiple_of(4096) + (u64::from(how >> 1 & 7) << 20);
         let file = OpenOptions::new()
             .write(true)

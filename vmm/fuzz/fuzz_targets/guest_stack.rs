@@ -15,7 +15,8 @@ fn orc() -> OrcTable {
     let text = 0xffff_ffff_8100_0000u64;
     let at = 0xffff_ffff_8200_0000u64;
     let (mut ips, mut entries) = (Vec::new(), Vec::new());
-    // Cover every register, offset type and sign. Some flag combinations are undefined.
+    // Vary the registers, offsets and types of the entries. Some combinations of flags are
+    // undefined.
     for i in 0..512u64 {
         let slot = at + 4 * i;
         ips.extend_from_slice(&(((text + 16 * i).wrapping_sub(slot)) as i32).to_le_bytes());

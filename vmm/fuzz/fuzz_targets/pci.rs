@@ -17,7 +17,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 const WINDOW: std::ops::Range<u32> = 0xE000_0000..0xF000_0000;
 
-/// Implementation of the machine's operations that succeed without any effect.
+/// PCI back end whose operations succeed without any effect.
 struct NoOpPciBackend;
 
 impl PciBackend for NoOpPciBackend {

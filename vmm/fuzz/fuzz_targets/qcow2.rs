@@ -20,7 +20,7 @@ const MEMORY_BYTES: usize = 1 << 18;
 
 fuzz_target!(|data: &[u8]| {
     static QUIET: Once = Once::new();
-    // libFuzzer's panic hook terminates the process even if the panic is caught.
+    // Replace libFuzzer's panic hook, which terminates the process even if the panic is caught.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     let Some((requests, bytes)) = data.split_at_checked(REQUESTS * REQUEST_BYTES) else {
         return;

@@ -68,7 +68,7 @@ const DONE_PORT: u16 = 0xF4;
 const IDENTITY_MAP: u64 = 0xFEFF_C000;
 const TASK_STATE: u64 = 0xFEFF_D000;
 
-/// Registers for entering 64-bit mode (SDM vol. 3 §10.8.5).
+/// Register bits and numbers for entering 64-bit mode (SDM vol. 3 §10.8.5).
 const CR4_PAE: u32 = 1 << 5;
 const IA32_EFER: u32 = 0xC000_0080;
 const EFER_LME: u64 = 1 << 8;
@@ -434,7 +434,8 @@ struct Work {
 }
 
 impl Work {
-    /// Calibrates the work from the cost of an interrupt and of a loop iteration on this host.
+    /// Chooses the amount of work from the measured costs of an interrupt and of a loop iteration
+    /// on this host.
     fn of(kvm: &Kvm) -> Result<Self, Box<dyn Error>> {
         let case = &CASES[2];
         let tsc_khz = u64::from(VmFd::new(kvm)?.create_vcpu(0)?.get_tsc_khz()?);

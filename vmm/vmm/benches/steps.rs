@@ -94,7 +94,7 @@ fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>
     Ok((ns / retired as f64, entries as f64 / retired as f64))
 }
 
-/// Returns a vCPU at the beginning of the loop, and the owners of its memory.
+/// Returns a vCPU at the beginning of the loop, and the values that keep its memory mapped.
 fn guest(kvm: &host::Kvm) -> Result<(ArmedVcpu, GuestMemoryMmap, impl Sized), Box<dyn Error>> {
     let ram = GuestRam::new(32 << 20)?;
     let memory = ram.memory().clone();

@@ -27,7 +27,7 @@ const OEM_REVISION: u32 = 1;
 /// System control interrupt (SCI), raised for ACPI events such as the power button. The power
 /// button is a fixed-hardware feature.
 pub const SCI_IRQ: u8 = 9;
-/// I/O APIC ID, after the last possible local APIC ID.
+/// I/O APIC ID, the lowest ID that no local APIC uses.
 pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
 
 /// MADT flag: the machine also has two 8259 PICs (5.2.12, table 5.20).
@@ -40,9 +40,9 @@ const MADT_REVISION_ONLINE_CAPABLE: u8 = 5;
 const ACTIVE_HIGH: u16 = 1;
 const LEVEL: u16 = 3 << 2;
 
-/// FADT IA-PC boot flags (table 5.11): legacy devices are present, VGA is not. Bit 1 is clear:
-/// there is no 8042, because probing one costs thousands of exits. Bit 5 is clear: the CMOS clock
-/// is present.
+/// FADT IA-PC boot flags (table 5.11): legacy devices are present, VGA is not. Bit 1 is clear, so
+/// that the guest does not probe an 8042, which would cost thousands of exits. Bit 5 is clear: the
+/// CMOS clock is present.
 const BOOT_LEGACY_DEVICES: u16 = 1 << 0;
 const BOOT_NO_VGA: u16 = 1 << 2;
 
@@ -256,7 +256,7 @@ mod tests {
                     assert_eq!(&dsdt[..4], b"DSDT");
                     assert_eq!(sum(dsdt), 0);
                     // Every processor has a device, and every processor except the first has an
-                    // _EJ0 method. Without hot-plug, there are neither.
+                    // _EJ0 method. Without hot-plug, there are no such devices.
                     let count = |what: &[u8]| dsdt.windows(what.len()).filter(|w| *w == what).count();
                     let devices = if numbers.can_change() {
                         usize::from(numbers.max())

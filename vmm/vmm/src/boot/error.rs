@@ -88,7 +88,8 @@ pub enum BootError {
         /// End of usable guest RAM.
         limit_end: u64,
     },
-    /// A segment overlaps a reserved range, regardless of the memory size.
+    /// A segment lies outside the ranges where such a kernel may load, regardless of the memory
+    /// size.
     #[error(
         "kernel {name}: segment {index} occupies {start:#x}..{end:#x}, which is not allowed for \
         {kind}; link it to load {room}"
@@ -105,7 +106,7 @@ pub enum BootError {
         /// Kind of kernel with its article, for the message: `a multiboot kernel` or
         /// `a Linux kernel`.
         kind: &'static str,
-        /// Description of the ranges where the kernel may load.
+        /// Description of the ranges where the kernel may load, for the message.
         room: String,
     },
     /// The kernel leaves too little free memory below 1 MiB.
@@ -169,7 +170,7 @@ pub enum BootError {
         /// Position of the byte, from 0.
         position: usize,
     },
-    /// Writing to guest memory failed after the range was checked.
+    /// Writing to guest memory failed, although the range was found to be valid before.
     #[error("cannot write {what} into guest memory at {address:#x}")]
     GuestMemory {
         /// Name of the object that was written.

@@ -359,8 +359,8 @@ fn read_kernel(path: &Path) -> Result<Vec<u8>, BootError> {
     Ok(data)
 }
 
-/// Checks that the command line contains only printable ASCII and tabs and does not exceed the
-/// kernel's limit.
+/// Checks that the command line contains only printable ASCII and does not exceed the kernel's
+/// limit.
 fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     if let Some((position, byte)) = cmdline
         .bytes()

@@ -43,12 +43,12 @@ pub(crate) const CMDLINE_MAX_BYTES: usize = 4095;
 const PROGRAM_NAME_MAX_BYTES: usize = 255;
 /// Maximum length of a module string, in bytes.
 const MODULE_STRING_MAX_BYTES: usize = 255;
-/// Offsets, from the start of the information structure, of the parts that follow it.
+/// Offsets of the data that follows the information structure, from the start of this structure.
 const MODULE_LIST: u64 = 0x100;
 const MMAP: u64 = 0x200;
 const LOADER_NAME: u64 = 0x400;
 const MODULE_STRING: u64 = 0x500;
-/// Size in bytes of the memory for the information structure and the parts that follow it, and of
+/// Size in bytes of the memory for the information structure with the data that follows it, and of
 /// the memory for the command line.
 const BOOT_INFO_BYTES: u64 = 0x1000;
 
@@ -123,7 +123,8 @@ impl MultibootHeader {
     }
 }
 
-/// Finds the header: magic, flags and checksum with a sum of zero, aligned to four bytes.
+/// Finds the multiboot header: three aligned 32-bit words (magic, flags and checksum) with a sum of
+/// zero.
 pub(crate) fn find_header(data: &[u8]) -> Option<MultibootHeader> {
     let window = &data[..data.len().min(SEARCH_BYTES)];
     (0..window.len().saturating_sub(11))

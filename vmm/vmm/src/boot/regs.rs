@@ -41,7 +41,7 @@ const CR4_PAE: u64 = 1 << 5;
 /// EFER bits: long mode enable and active.
 const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
-/// RFLAGS bit 1, which is always set. As the whole initial value, it leaves interrupts disabled.
+/// RFLAGS bit 1, which is always set. No other bit is set initially, so interrupts are disabled.
 const RFLAGS_RESERVED: u64 = 1 << 1;
 /// Page table bits: present, writable, large page.
 const PRESENT_WRITABLE: u64 = 0x3;

@@ -20,7 +20,7 @@ const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A 
 pub struct ConsoleInput {
     source: StandardStream,
     guest: Arc<dyn ConsoleInputSink>,
-    /// Written once when the operator types Ctrl-A x.
+    /// Eventfd that is written once when the operator types Ctrl-A x.
     quit: EventFd,
     escape: EscapeParser,
     waiting: VecDeque<u8>,
@@ -106,8 +106,8 @@ impl ConsoleInput {
                 }
             }
             Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
-            // EIO: the terminal is closed, or the process is in its background. In both cases there
-            // is no more input.
+            // EIO: the terminal is closed, or the process is in the terminal's background. In both
+            // cases there is no more input.
             Err(e) => {
                 log::debug!("console input ended: {e}");
                 self.ended = true;
@@ -115,7 +115,8 @@ impl ConsoleInput {
         }
     }
 
-    /// Passes bytes to the guest and refills from a regular file until the guest accepts no more.
+    /// Passes buffered input to the guest until the guest accepts no more. Refills the buffer if
+    /// the source is a regular file.
     fn deliver(&mut self) {
         loop {
             while !self.waiting.is_empty() {

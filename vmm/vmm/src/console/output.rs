@@ -16,7 +16,7 @@ use super::standard::StandardStream;
 
 /// Size of the output buffer in bytes.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
-/// Maximum time that output to a sink that accepts nothing blocks a guest that busy-waits.
+/// Maximum time for which a guest that busy-waits is blocked by a sink that accepts no output.
 const IMPATIENT_WRITER_TIMEOUT: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
@@ -141,7 +141,7 @@ fn write_loop(shared: &Output, sink: &mut impl Write) {
         state = shared.lock();
         state.writing = false;
         if let Err(e) = result {
-            // The reader of standard output has closed it. The guest continues and its output is
+            // The reader has closed standard output. The guest continues, and its output is
             // dropped.
             log::warn!("guest console output is discarded from now on: {e}");
             state.closed = true;

@@ -41,7 +41,7 @@ struct BacklogState {
 /// Output that waits for a client.
 pub(super) struct Backlog {
     waiting: Mutex<BacklogState>,
-    /// Written when the backlog changes from empty to non-empty.
+    /// Eventfd that is written when the backlog changes from empty to non-empty.
     wake: EventFd,
 }
 
@@ -167,7 +167,8 @@ pub struct StreamConsole {
     full: bool,
     /// `true` if the client has disconnected. [`StreamConsole::watch`] removes it.
     gone: bool,
-    /// The descriptor in the epoll set, of the client or the listener, with its events.
+    /// Descriptor in the epoll set and its events: the client's, or the listener's if no client is
+    /// connected.
     watched: Option<(RawFd, EventSet)>,
 }
 
@@ -403,7 +404,7 @@ mod tests {
     use super::*;
     use crate::console::{Console, ConsoleTarget};
 
-    /// An input device with an adjustable buffer size.
+    /// A console device whose input buffer has an adjustable size.
     struct Device {
         taken: Mutex<Vec<u8>>,
         room: EventFd,

@@ -18,8 +18,8 @@ use vm_memory::GuestMemoryMmap;
 use super::session::fail;
 use crate::pmu::GuestSamplingContext;
 
-/// Maximum number of guest memory reads per reply. A thousand mappings take a tenth of this limit,
-/// one MiB of untouched pages a fifth.
+/// Maximum number of guest memory reads per reply. Listing a thousand mappings takes a tenth of
+/// this limit, reading one MiB of untouched pages a fifth.
 const READS: u32 = 1 << 17;
 /// Time limit of one reply.
 const TIME: Duration = Duration::from_millis(20);

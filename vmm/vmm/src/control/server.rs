@@ -112,7 +112,7 @@ pub struct ControlledVm {
     pub metadata: Option<Arc<MetadataService>>,
     /// Parts of the VM that a snapshot reads.
     pub snapshots: Arc<SnapshotSource>,
-    /// Options of the command line that determine the machine, for snapshots.
+    /// Command-line options that determine the machine. They are stored in snapshots.
     pub options: BTreeMap<String, String>,
     /// Number of requests by clients to view the guest's counters.
     pub looks: AtomicU64,
@@ -376,8 +376,8 @@ impl ControlServer {
                     }
                     let came = came.map(drop);
                     self.spare = spare();
-                    // The kernel allocates the descriptor before it looks for a connection. No
-                    // connection was pending.
+                    // accept(2) needs a free descriptor even if no connection is pending, which was
+                    // the case here.
                     if came.is_err() {
                         return;
                     }

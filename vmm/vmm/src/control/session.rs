@@ -227,7 +227,8 @@ impl EventSession {
             events.clear();
             failure.message
         });
-        // One entry per vCPU bounds the list for a client that never requests it.
+        // Keep one entry per vCPU, so that the list is bounded even if the client never requests
+        // it.
         self.joined.retain(|joined| joined.vcpu != vcpu);
         self.joined.push(PluggedVcpuEvents {
             vcpu,

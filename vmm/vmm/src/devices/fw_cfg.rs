@@ -54,7 +54,7 @@ impl FwCfg {
         };
         match self.key {
             SIGNATURE => padded(b"QEMU"),
-            // The port interface only, without DMA.
+            // Feature bitmap: the port interface only, without DMA.
             INTERFACE => padded(&1u32.to_le_bytes()),
             RAM_SIZE => padded(&self.ram_bytes.to_le_bytes()),
             CPU_COUNT => padded(&u16::from(self.cpus.present()).to_le_bytes()),

@@ -1,5 +1,5 @@
-//! Guest memory for a debugger, translated by a vCPU's page tables. Reads hide the debugger's own
-//! breakpoints.
+//! Accesses guest memory for a debugger, through the page tables of a vCPU. Reads hide the
+//! debugger's own breakpoints.
 
 use guest_profile::memory::{GuestRegs, WalkBudget};
 use guest_profile::paging::{AddressSpace, UnsupportedPaging};

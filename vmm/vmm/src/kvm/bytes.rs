@@ -67,7 +67,7 @@ pub(super) fn from_bytes<T: KvmStruct>(bytes: &Base64Bytes) -> Option<T> {
 }
 
 impl VcpuFd {
-    /// Reads the extended state, whose size KVM has reported.
+    /// Reads the extended state (XSAVE). `size` is the size that KVM has reported.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_GET_XSAVE or KVM_GET_XSAVE2 fails.
@@ -89,7 +89,7 @@ impl VcpuFd {
         ))
     }
 
-    /// Writes the extended state. Returns `None` if `bytes` does not have a length of `size`.
+    /// Writes the extended state (XSAVE). Returns `None` if the length of `bytes` is not `size`.
     pub(super) fn set_xsave(&self, bytes: &Base64Bytes, size: usize) -> Option<Result<(), KvmIoctlError>> {
         let xsave = xsave_from_bytes(bytes, size)?;
         // SAFETY: KVM reads `size` bytes, the size that it has reported for this VM, and the

@@ -31,7 +31,7 @@ pub enum KvmHostError {
     /// Opening /dev/kvm failed with EACCES.
     #[error("/dev/kvm: permission denied; join its group (usually `kvm`) or run as root")]
     Permission,
-    /// Opening /dev/kvm failed with an error other than those above.
+    /// Opening /dev/kvm failed with an error other than ENOENT and EACCES.
     #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
     /// KVM has an unsupported API version.

@@ -66,8 +66,8 @@ pub fn blocks_interrupts(kvm: &Kvm) -> bool {
     controls & KVM_GUESTDBG_BLOCKIRQ.cast_signed() != 0
 }
 
-/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` under `debug`. Returns whether the guest
-/// stops after the first instruction.
+/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` with the debug control `debug`. Returns
+/// whether the guest stops after the first instruction.
 fn stops_after_first(guest: &mut TinyGuest, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, KvmHostError> {
     // OUT at CPL 3 faults. Without an interrupt table, the fault shuts the guest down.
     guest.load(cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;

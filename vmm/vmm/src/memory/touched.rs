@@ -16,7 +16,7 @@ pub(super) const ENTRY_BYTES: usize = 8;
 /// Entry bits: the page is in RAM (63) or swapped out (62).
 pub(super) const EXISTS: u64 = 3 << 62;
 
-/// The page table of the mappings of guest RAM.
+/// Page map of guest RAM, which shows the pages that have been touched.
 #[derive(Debug)]
 pub struct TouchedPages {
     /// `None` if pages may have contents although they are not in the page table.

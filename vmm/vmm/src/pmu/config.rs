@@ -53,7 +53,7 @@ pub struct PmuConfig {
 pub struct OperatorLimits {
     /// Maximum sampling frequency of one event, in samples per second.
     pub sample_rate_hz: Option<u64>,
-    /// Ring buffer memory of a user other than root, in bytes.
+    /// Maximum ring buffer memory of a user other than root, in bytes.
     pub ring_bytes: Option<u64>,
     /// Number of host counters per vCPU that are reserved for VM-wide events.
     pub reserved_slots: usize,

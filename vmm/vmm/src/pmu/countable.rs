@@ -13,7 +13,7 @@ use super::backing;
 use guest_patching::event_tables::KernelTableEvent;
 use guest_patching::uncounted::EventCountability;
 
-/// Generic events of a plain `perf stat`. A missing one is reported.
+/// Generic events of a plain `perf stat`. A message names those that the guest cannot count.
 const PERF_STAT_EVENTS: [ArchEvent; 7] = [
     ArchEvent::CoreCycles,
     ArchEvent::RefCycles,

@@ -579,8 +579,7 @@ impl VcpuPmu {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
             self.fed_overflow |= step.feed(&attached.fed);
-            // A lost step matters only if an event counts steps. A burst for a branch stack also
-            // steps code that no event counts.
+            // Bursts for branch stacks also step code that no event counts.
             if step.lost && attached.events.needs_stepping() {
                 let lasted = began.map_or(Duration::ZERO, |began| began.elapsed());
                 let ns = u64::try_from(lasted.as_nanos()).unwrap_or(u64::MAX);

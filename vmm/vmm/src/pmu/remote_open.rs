@@ -78,7 +78,8 @@ impl RemoteOpen<'_> {
                 return Err(e);
             }
         }
-        // A handler that has taken the request completes after one more system call.
+        // A handler that has taken the request only makes one more system call, so this wait is
+        // short.
         while STATE.load(Ordering::Acquire) != state(tid, DONE) {
             std::thread::sleep(POLL_INTERVAL);
         }

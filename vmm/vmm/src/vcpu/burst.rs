@@ -30,7 +30,7 @@ use crate::pmu::branches;
 
 /// Maximum number of single steps and straight-line runs in a burst, for each requested branch.
 const MAX_STEPS_PER_BRANCH: u64 = 128;
-/// Maximum duration of a burst of single steps. Ends a burst whose vCPU has halted.
+/// Maximum duration of a burst of single steps. Also ends a burst whose vCPU has halted.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
 /// Purpose of a burst of single steps, which determines who receives the branches that it records.

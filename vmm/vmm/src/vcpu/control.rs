@@ -98,7 +98,7 @@ pub struct RunControl {
     debugger: Option<Debugger>,
 }
 
-/// Part of the run control that its lock protects.
+/// State of [`RunControl`] that its lock protects.
 #[derive(Debug, Default)]
 pub(super) struct RunControlState {
     reason: Option<VmStopReason>,

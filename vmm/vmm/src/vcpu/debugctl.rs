@@ -147,8 +147,8 @@ mod tests {
         assert_eq!(with(1 << 11, 0).pmu_part(1 << 15), Some(0));
     }
 
-    /// A guest with branch records can enable their freezing at a PMI. AMD processors ignore the
-    /// bits of former pins.
+    /// A guest with branch records can set the bit that freezes them at a PMI. AMD processors
+    /// ignore the bits that once controlled pins.
     #[test]
     fn debugctl_accepts_freezing_of_branch_records() {
         let v2 = PmuModel::new(PmuGeneration::AmdV2, None, None).unwrap();

@@ -164,12 +164,12 @@ pub struct Debugger {
     /// `true` if KVM can block interrupts during a single step.
     blocks_interrupts: bool,
     attached: AtomicBool,
-    /// Incremented on each change of `points` or `attached`.
+    /// Version number, incremented on each change of `points` or `attached`.
     version: AtomicU64,
     points: Mutex<Vec<HardwareBreakpoint>>,
     planted: Mutex<Vec<SoftwareBreakpoint>>,
     stop: Mutex<Option<DebugStop>>,
-    /// Becomes readable when a vCPU has stopped the machine.
+    /// Eventfd that becomes readable when a vCPU has stopped the machine.
     event: EventFd,
     showing: Mutex<()>,
     shown: Condvar,

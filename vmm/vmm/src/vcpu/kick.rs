@@ -31,7 +31,7 @@ use crate::pmu::overflow_signal;
 use crate::pmu::remote_open::open_in_handler;
 
 thread_local! {
-    /// Set if an overflow signal arrived since the last [`take_overflow`].
+    /// `true` if an overflow signal arrived since the last [`take_overflow`].
     static OVERFLOW: AtomicBool = const { AtomicBool::new(false) };
 }
 

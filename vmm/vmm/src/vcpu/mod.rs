@@ -335,7 +335,8 @@ impl Running {
     /// Programs the debug state for the next entry.
     fn prepare_entry(&mut self) -> Result<EntryAction, VcpuFailure> {
         let (Some(pmu), Some(stepper)) = (&mut self.pmu, &mut self.stepper) else {
-            // Breakpoints of RDPMC and of a debugger. KVM is called only if they changed.
+            // Set the breakpoints of RDPMC emulation and of a debugger. KVM is called only if they
+            // changed.
             let want = self.debugger_request();
             self.debug.apply(&self.fd, want).map_err(VcpuFailure::Debug)?;
             return Ok(EntryAction::Enter);

@@ -175,8 +175,8 @@ impl Lvtpc {
                 apic_id: self.vcpu_id,
             }
         } else {
-            // A waiting PMI is checked at every entry, so this check costs one KVM call until the
-            // handler has ended.
+            // While a PMI waits, this check is made at every entry and costs one KVM call, until
+            // the handler has ended.
             if self.handled == Some(PmiInService::Nmi) && nmi_is_handled(vcpu)? {
                 return Ok(None);
             }

@@ -351,7 +351,8 @@ impl Running {
         }
         let mut regs = self.fd.get_regs()?;
         if regs.rip != at && regs.rip != behind {
-            // The guest has progressed, but the value may still be in one of its registers.
+            // The guest has progressed, but the value that RDPMC returned may still be in a
+            // register.
             return Ok((when.elapsed() < READ_SETTLE_TIME).then_some(READ_SETTLE_TIME));
         }
         if !self.last_read.may_repeat(in_a_row) {
@@ -361,8 +362,9 @@ impl Running {
         }
         self.registers.forget();
         if regs.rip == at {
-            // KVM has not yet advanced RIP past the trap OUT. The exit request remains set, so the
-            // next entry is made twice.
+            // KVM has not yet advanced RIP past the trap OUT. Completing the exit leaves the exit
+            // request set, so the next KVM_RUN returns without entering the guest and the loop
+            // repeats.
             self.fd.complete_exit()?;
             regs = self.fd.get_regs()?;
         }

@@ -36,7 +36,7 @@ struct Inner {
     seen: Option<(u64, VcpuPmuView)>,
     /// `true` if the vCPU has completed its last exit since the last request to do so.
     settled: bool,
-    /// State saved since the last request.
+    /// State of the vCPU that was saved in response to the last request, or the error.
     saved: Option<Result<SavedVcpu, SaveVcpuError>>,
 }
 

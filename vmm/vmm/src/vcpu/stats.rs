@@ -101,8 +101,8 @@ pub struct SingleWriterStatistic {
 }
 
 impl SingleWriterStatistic {
-    /// Adds one. Only the vCPU thread may call this, because a plain load and store replace a
-    /// locked instruction.
+    /// Adds one. Only the vCPU thread may call this, because the addition is a plain load and store
+    /// instead of a locked instruction.
     pub fn inc(&self) {
         self.add(1);
     }

@@ -29,7 +29,7 @@ impl Vcpu {
         begins: StartNotifier,
     ) -> Result<VcpuThread, VcpuError> {
         let (id, pin, slot) = (self.slot.id(), self.pin, self.slot.clone());
-        // Shared, so that the vCPU can be recovered if the thread cannot be spawned.
+        // The vCPU is shared, so that it can be recovered if the thread cannot be spawned.
         let here = Arc::new(Mutex::new(Some(self)));
         let there = here.clone();
         let prepared = slot.clone();

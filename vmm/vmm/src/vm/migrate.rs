@@ -27,8 +27,8 @@ use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 const PIECE_BYTES: u64 = 2 << 20;
 /// Number of ranges at which a [`DirtyPiece`] is complete. Ranges of the last chunk may exceed it.
 const MAX_RANGES: usize = 1024;
-/// Maximum number of chunks that one [`OutgoingMigration::read_memory`] examines, and number of
-/// bytes after whose reading the call ends. Each call delays the main loop.
+/// Limits of one [`OutgoingMigration::read_memory`], because each call delays the main loop: number
+/// of chunks that it examines, and number of read bytes after which it ends.
 const MAX_CHUNKS: u32 = 256;
 const MAX_READ_BYTES: u64 = 16 << 20;
 /// A page of zeros.

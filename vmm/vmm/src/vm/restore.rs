@@ -47,7 +47,7 @@ pub enum RestoredMemory {
     /// The memory files of a diff and of the snapshots on which it is based. All are mapped and
     /// never written.
     Diff {
-        /// The base, with the snapshots on which it depends.
+        /// The snapshot on which the diff is based, with the snapshots on which that one depends.
         base: Box<BaseChain>,
         /// Memory file of the diff, with only the ranges that have changed.
         changes: File,

@@ -587,7 +587,8 @@ fn rejected_state_leaves_vcpu_unchanged() {
     let vcpu = &guest.vcpu;
     let (regs, sregs) = (vcpu.get_regs().unwrap(), vcpu.get_sregs().unwrap());
     let mut wrong = sregs;
-    // Paging without protection (SDM vol. 3 §2.5), and long mode active but not enabled.
+    // Invalid states: paging without protection (SDM vol. 3 §2.5), and long mode active but not
+    // enabled.
     wrong.cr0 = 1 << 31;
     wrong.efer = 1 << 10;
     wrong.cr4 = 1 << 5;

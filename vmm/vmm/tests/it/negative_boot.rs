@@ -188,7 +188,7 @@ fn bios_program_is_identified() {
     );
     assert!(!text.contains("damaged"), "{text}");
     let mut core = vec![0u8; 512];
-    // Offset of the messages in the first sector of Debian's GRUB core image.
+    // The messages are at this offset in the first sector of Debian's GRUB core image.
     let messages = b"loading\0.\0\r\n\0Geom\0Read\0 Error\0";
     core[283..][..messages.len()].copy_from_slice(messages);
     core.extend(kernels::multiboot_header(
@@ -353,7 +353,8 @@ fn invalid_pvh_entry_is_rejected() {
     };
     let entry = |at: u32| kernels::note(b"Xen\0", 18, &at.to_le_bytes());
     let refused = |notes: &[u8]| line(attempt_by(BootProtocol::Pvh, &image(notes), None, "", 1).unwrap_err());
-    // No note, a note without an address, a note with a different name, and a truncated note.
+    // Images without a PVH entry point: no note, a note without an address, a note with a different
+    // name, and a truncated note.
     for notes in [
         vec![],
         kernels::note(b"Xen\0", 18, &[]),

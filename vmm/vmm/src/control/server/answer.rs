@@ -398,8 +398,8 @@ fn kernel_info(progress: KernelSearchProgress) -> KernelInfo {
     KernelInfo { state, detail }
 }
 
-/// Rejects requests that change the VM, take samples or read its memory. Sampling includes memory
-/// reads.
+/// Rejects requests that an observer may not make: those that change the VM, take samples or read
+/// its memory. Sampling includes memory reads.
 fn may_observe(call: &Call) -> Result<(), RequestError> {
     let why = match call {
         Call::Hello { .. }

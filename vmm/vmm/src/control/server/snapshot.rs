@@ -161,7 +161,7 @@ impl Connection {
         value(Value::Null)
     }
 
-    /// Allows the process that continues the VM to open its disks.
+    /// Allows the destination process of a move to open the VM's disks.
     pub(super) fn share_disks(&mut self) -> Result<RequestOutcome, RequestError> {
         let snapshot = self.snapshot.as_mut();
         let shared = snapshot.map_or(Err(SnapshotError::Order), VmSnapshot::share_devices);

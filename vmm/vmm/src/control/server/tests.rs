@@ -82,7 +82,8 @@ impl ServedVm {
 
     /// Sends raw bytes to the server and returns its replies.
     fn say(&mut self, peer: &mut TestClient, bytes: &[u8]) -> Vec<ReplyLine> {
-        // The server may have closed the socket, and long input is sent in pieces.
+        // A write may accept only a part of the input, or fail because the server has closed the
+        // socket.
         let mut rest = bytes;
         let mut replies = Vec::new();
         while !rest.is_empty() {

@@ -241,7 +241,8 @@ mod tests {
         let vm = std::sync::Arc::new(crate::kvm::vm_fd::VmFd::new(&kvm).unwrap());
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
         let write = |at: u16, bytes: &[u8]| memory.write_slice(bytes, GuestAddress(at.into())).unwrap();
-        // The #DB vector of the real-mode table; NOP, HLT; MOV %dr6,%eax, MOV %eax,SEEN, HLT.
+        // The #DB entry of the real-mode vector table, then the guest code and the handler: NOP,
+        // HLT; MOV %dr6,%eax, MOV %eax,SEEN, HLT.
         write(4, &[HANDLER.to_le_bytes(), [0, 0]].concat());
         write(CODE, &[0x90, 0xf4]);
         write(

@@ -321,8 +321,8 @@ impl Stepper {
                 return Ok(VcpuStepAction::Executed(StepOutcome::default()));
             }
             if too_far || self.ahead() == Some(InstructionClass::Halt) {
-                // The kernel waits for another task, and the next task to return to user code is
-                // unknown.
+                // The kernel waits for another task, so it is unknown which task returns to user
+                // code next.
                 log::debug!("no way back to user code was found from {:#x}", state.regs.rip);
                 self.tally.lost += u64::from(too_far);
                 self.mode = SteppingMode::UserOnly(UserResumeMethod::Saved);
@@ -399,7 +399,7 @@ impl Stepper {
             stop.dr6,
             self.ahead()
         );
-        // After a step from the kernel, no instruction of user code has executed.
+        // If the step began in the kernel, no instruction of user code has executed.
         let in_user = state.cpl() == 3 && (self.mode == SteppingMode::Rest || self.began_in_user());
         self.stopped_in_user = in_user.then_some(state);
         if stop.exception == 3 {

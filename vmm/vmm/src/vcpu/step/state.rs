@@ -48,7 +48,7 @@ impl VcpuState {
     pub fn cpu(&self) -> SteppedCpuState {
         let (regs, sregs) = (&self.regs, &self.sregs);
         let long = self.is_64bit();
-        // In 64-bit code these bases are treated as 0, regardless of the descriptors.
+        // In 64-bit code these segment bases are treated as 0, regardless of the descriptors.
         let flat = |segment: &kvm_segment| if long { 0 } else { segment.base };
         SteppedCpuState {
             rip: regs.rip,

@@ -54,7 +54,7 @@ pub(super) struct CurrentStep {
     pub(super) before: SteppedCpuState,
     /// Class of the instruction that is stepped.
     pub(super) ahead: InstructionClass,
-    /// Set if the guest's kernel runs before the instruction executes.
+    /// Reason why the guest's kernel runs before the instruction executes; `None` if it does not.
     pub(super) after_kernel: Option<RedecodeReason>,
 }
 

@@ -31,7 +31,8 @@ const MAX_ITERATIONS: usize = 20_000;
 /// branches, loads, stores.
 type CodeSequence = (&'static [u8], [u32; 6]);
 
-/// Sequences that access memory use `DATA` (0x9000) or an address without memory (0x2_0000).
+/// Code sequences of the test programs. To access memory, they use `DATA` (0x9000), or 0x2_0000,
+/// where there is no memory and an access exits.
 const PIECES: [CodeSequence; 18] = [
     (&[0x90], [1, 0, 0, 0, 0, 0]),                                     // nop
     (&[0xb8, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]),                         // mov eax, 1
@@ -242,7 +243,7 @@ proptest! {
         let mut ends = Vec::new();
         let mut code = Vec::new();
         for (part, _) in &parts {
-            // A jump after each part prevents a run from extending over its end.
+            // Each part ends with a jump, so that no straight-line run extends beyond the part.
             code.extend_from_slice(part);
             code.extend_from_slice(&[0xeb, 0]);
             ends.push(CODE + code.len() as u64);
