@@ -28,10 +28,10 @@ pub enum KvmHostError {
         use `make lab`"
     )]
     NoKvm,
-    /// Opening /dev/kvm failed with EACCES.
+    /// Opening /dev/kvm failed with EACCES or EPERM.
     #[error("/dev/kvm: permission denied; join its group (usually `kvm`) or run as root")]
     Permission,
-    /// Opening /dev/kvm failed with an error other than ENOENT and EACCES.
+    /// Opening /dev/kvm failed with an error other than ENOENT, EACCES and EPERM.
     #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
     /// KVM has an unsupported API version.
