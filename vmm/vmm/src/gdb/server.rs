@@ -150,7 +150,7 @@ enum SessionError {
     Protocol(String),
 }
 
-/// Reason why [`GdbServerLoop::wait`] has returned.
+/// Reason why [`wait`] has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WakeReason {
     /// The client has sent data or disconnected, so its connection is readable.
