@@ -293,8 +293,8 @@ impl PendingNmi {
         Self { sent, in_a_row }
     }
 
-    /// If it must be checked whether an NMI is still pending, returns the number of consecutive
-    /// NMIs after each of which an RDPMC had to be executed again. Returns `None` if no NMI was
+    /// Returns the number of consecutive NMIs after each of which an RDPMC had to be executed
+    /// again, if it must be checked whether an NMI is still pending. Returns `None` if no NMI was
     /// sent since the last call, or if that number has reached its limit. Called at an RDPMC.
     pub(super) fn take_unseen(&mut self) -> Option<u32> {
         let Self { sent, in_a_row } = std::mem::take(self);
