@@ -60,8 +60,8 @@ pub(crate) fn check_sampling_support(opened: &[OpenedEvent]) -> Result<(), Sessi
     }
 }
 
-/// Polls until the VM has found the guest's kernel or given up, or until `patience` has passed, with a
-/// call of `pause` between two requests.
+/// Polls until the VM has found the guest's kernel or given up, or until `patience` has passed.
+/// Calls `pause` between polls.
 pub(crate) fn wait_for_kernel<E: From<ClientError>>(
     client: &mut Client,
     patience: Duration,
@@ -161,8 +161,8 @@ pub(crate) struct EventIds {
 }
 
 impl EventIds {
-    /// Adds opened events. Returns the events that are the first to be added with their position in
-    /// the event list.
+    /// Adds opened events. Returns the first event of each position in the event list that was not
+    /// known before.
     pub(crate) fn add<'o>(&mut self, opened: &'o [OpenedEvent]) -> Vec<&'o OpenedEvent> {
         let mut first = Vec::new();
         for o in opened {

@@ -62,7 +62,7 @@ pub struct VmEventCount {
     pub enabled_ns: u64,
     /// Time running, in nanoseconds, summed over the vCPUs.
     pub running_ns: u64,
-    /// Reason the VM cannot count the event, if the event is unsupported.
+    /// Reason the VM cannot count the event; `None` if the event is supported.
     pub unsupported: Option<String>,
 }
 

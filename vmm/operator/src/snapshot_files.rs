@@ -17,13 +17,13 @@ pub enum OpenBaseError {
     /// A file cannot be read.
     #[error("{}", path.display())]
     Read {
-        /// File.
+        /// Path of the file.
         path: PathBuf,
-        /// Reason.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// A snapshot cannot be used.
+    /// A snapshot cannot be used as a base of the diff.
     #[error(transparent)]
     Unusable(#[from] BaseSnapshotError),
     /// More directories are given than a diff can have bases.

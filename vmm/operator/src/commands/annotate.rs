@@ -167,7 +167,7 @@ pub fn annotate(args: &AnnotateArgs) -> Result<ExitStatus, AnnotateError> {
     Ok(DONE)
 }
 
-/// Machine code and its origin.
+/// Machine code of a function, and the name of the file or memory that it was read from.
 struct FunctionCode {
     bytes: Vec<u8>,
     source: String,
@@ -305,7 +305,8 @@ fn from_bytes(
     let bytes = match find_mapping(profile, function) {
         Some(m) => file.at_offset((function.start - m.start).wrapping_add(m.file_offset), length),
         None => {
-            // The recording contains the run-time address of one kernel symbol.
+            // The recording contains the run-time address of one kernel symbol, which gives the
+            // offset of the kernel from its link address.
             let slide = profile
                 .kernel
                 .as_ref()

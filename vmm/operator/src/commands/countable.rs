@@ -32,14 +32,14 @@ impl CountableEvents {
         };
         match kind {
             EventKind::Hardware(event) => {
-                // The clock counts cycles on hosts without a PMU.
+                // On a host without a PMU, the clock backing estimates cycles.
                 let cycles = matches!(event, HardwareEvent::Cycles | HardwareEvent::RefCycles);
                 let mut generic = self.0.generic.iter();
                 (cycles && self.0.software_clock)
                     || generic.any(|known| known.config == event as u64 && known.opens)
             }
             EventKind::Cache(config) => host::cache_event_opens(config),
-            // The VM itself counts all other events.
+            // Software, KVM and paravirtual events do not need the host's PMU.
             _ => true,
         }
     }

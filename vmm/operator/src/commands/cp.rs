@@ -18,7 +18,7 @@ use super::{DONE, OutputError, say, written};
 use crate::exit::ExitStatus;
 use crate::values::parse_seconds;
 
-/// Interval of the progress display.
+/// Interval between updates of the progress display.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// `perfvisor cp`.
@@ -187,7 +187,8 @@ fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, Co
         send_tree(source, &mut out)
     };
     match sent {
-        // The agent has aborted the copy and reports the reason.
+        // If the connection broke, the agent has aborted the copy. Its next frame contains the
+        // reason.
         Ok(()) | Err(SendError::Connection(_)) => {}
         Err(error) => return Err(error.into()),
     }
@@ -237,7 +238,7 @@ fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, Co
     }
 }
 
-/// Shuts down the stream to the agent, which waits for this.
+/// Shuts down the stream to the agent, because the agent waits for its end.
 fn close(stream: &UnixStream) {
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }

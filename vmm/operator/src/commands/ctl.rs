@@ -27,7 +27,7 @@ use vpmu::filter::FilterError;
 
 /// Timeout for vCPUs to stop running the guest and for a VM to terminate.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Polling interval.
+/// Interval at which the state of the VM is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Maximum size of a filter file, in bytes, chosen to fit into a request.
 const MAX_FILTER: u64 = 32 << 10;
@@ -199,7 +199,7 @@ impl From<OutputError> for CtlError {
     }
 }
 
-/// Performs the action.
+/// Performs the action of `perfvisor ctl` on the VM.
 ///
 /// # Errors
 /// Returns [`CtlError`] if the VM cannot perform the action.
@@ -438,7 +438,8 @@ fn vcpus(client: &mut Client, count: u32, wait: Duration) -> Result<(), CtlError
     let start = Instant::now();
     let before: VcpuPlugStatus = client.call(request::VcpuPlug)?;
     let mut plug: VcpuPlugStatus = client.call(request::Vcpus { count })?;
-    // Count only the guest's refusals of this request.
+    // The status also contains refusals of earlier requests, so select those of the vCPUs of this
+    // request.
     let ours = plug.asked_for.clone();
     let came: Vec<u32> = plug
         .present

@@ -171,7 +171,8 @@ pub fn exec(args: &ExecArgs) -> Result<ExitStatus, ExecError> {
         cwd: args.directory.clone(),
         terminal: args.terminal.then(size),
     }))?;
-    // Until the command runs, the signals terminate this program.
+    // A stop signal that arrives before the command starts terminates this program. Later signals
+    // are forwarded to the command.
     let signals = StopSignals::block().map_err(OperatorCommandError::Signals)?;
     let raw = if args.terminal {
         RawModeGuard::enter().map_err(ExecError::Terminal)?
@@ -212,7 +213,7 @@ fn lost(way: &AgentAddress, error: io::Error) -> GuestAgentError {
     GuestAgentError::Wire { name, source }
 }
 
-/// Handle that ends this program while the command in the guest still runs. It shuts down the
+/// Handle that ends `perfvisor exec` while the command in the guest still runs. Shuts down the
 /// connection to the agent, which wakes all threads.
 struct ConnectionShutdown {
     stream: UnixStream,
@@ -232,9 +233,9 @@ impl ConnectionShutdown {
     }
 }
 
-/// Message printed if the user has left the command.
+/// Message printed when `perfvisor exec` exits on a user request while the command still runs.
 const LEFT: &str = "left; the command in the guest gets SIGHUP";
-/// Message printed if the guest hangs.
+/// Message printed when the agent does not acknowledge a signal.
 const HANGS: &str =
     "left: the guest does not answer the signal; the command gets SIGHUP once the guest runs again";
 
@@ -249,7 +250,8 @@ fn serve(
         let frame = match way.next(&mut stream) {
             Ok(frame) => frame,
             Err(error) => {
-                // The command has run, so this is not invalid input.
+                // The command has been started, so the exit status must not be that of an invalid
+                // argument.
                 let line = exit
                     .reason
                     .get()
@@ -317,7 +319,7 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
             }
             piece = Cow::Owned(typed);
         }
-        // At most PIECE bytes.
+        // The conversion cannot fail, because a piece has at most [`MAX_INPUT_FRAME`] bytes.
         window.take(u32::try_from(piece.len()).unwrap_or(0));
         if send(out, FrameKind::Stdin, &piece).is_err() || count == 0 {
             return;
@@ -335,8 +337,8 @@ fn forward_signals(
 ) {
     let mut last = size();
     let mut came: VecDeque<Instant> = VecDeque::new();
-    // Time of a forwarded signal and the number of frames received before it, until a further frame
-    // arrives.
+    // The first unacknowledged signal: its time, and the number of frames received before it. Any
+    // further frame from the agent acknowledges the signal.
     let mut waiting: Option<(Instant, u64)> = None;
     for nap in 0_u32.. {
         std::thread::sleep(NAP);

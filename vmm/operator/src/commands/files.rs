@@ -317,7 +317,7 @@ pub(super) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, SymbolsError> {
     }
 }
 
-/// Returns the name of an output for error messages.
+/// Returns the path of an output, or `standard output` for `-`, for error messages.
 fn output_name(output: &Path) -> String {
     if output == Path::new("-") {
         return "standard output".into();
@@ -415,7 +415,7 @@ mod tests {
 
     use super::*;
 
-    /// A failed command removes its output only if this is a regular file. Regression test:
+    /// A failed command removes its output only if the output is a regular file. Regression test:
     /// `pprof -o /dev/full` as root removed the device.
     #[test]
     fn failed_output_is_removed_only_if_regular_file() {

@@ -127,7 +127,7 @@ impl AgentAddress {
         Ok(stream)
     }
 
-    /// Connects to the agent within the shorter of `until` and the default time limit.
+    /// Connects to the agent. Fails at `until` or after the default timeout, whichever is earlier.
     fn connect(&self, until: Option<Instant>) -> Result<UnixStream, GuestAgentError> {
         let path = match &self.socket {
             Some(path) => path.clone(),
@@ -196,8 +196,8 @@ impl AgentAddress {
     }
 }
 
-/// Returns whether the VM existed at the attempt `before` but no longer exists. A VM that has not
-/// existed yet may still be about to start.
+/// Returns whether the VM existed at the previous attempt, which failed with `before`, but no
+/// longer exists. Otherwise the VM may still be about to start.
 fn has_ended(before: Option<&GuestAgentError>, error: &GuestAgentError) -> bool {
     let existed = matches!(
         before,
@@ -206,8 +206,9 @@ fn has_ended(before: Option<&GuestAgentError>, error: &GuestAgentError) -> bool 
     existed && matches!(error, GuestAgentError::Client(ClientError::NoSuchVm { .. }))
 }
 
-/// Selects which of the last two errors to report. The user's deadline may pass during the last
-/// attempt, but a guest that refused an earlier connection has booted and has its driver.
+/// Returns the error to report: that of the last attempt or, if the last attempt timed out after
+/// the guest had refused an earlier connection, that refusal. A guest that refuses a connection has
+/// booted and has the vsock driver.
 fn last(before: Option<GuestAgentError>, error: GuestAgentError) -> GuestAgentError {
     match (before, error) {
         (Some(refused @ GuestAgentError::NoAgent(_)), GuestAgentError::NoAnswer(_)) => refused,

@@ -33,7 +33,7 @@ pub struct ListArgs {
     pub vm: Option<String>,
 }
 
-/// Event type that is printed with code and description.
+/// Name of the event type for vendor events, which are listed with code and description.
 const VENDOR: &str = "vendor";
 /// Line printed before the vendor's events on a host that cannot count them.
 const NOT_COUNTED: &str = "  (this host has no PMU that counts the following)\n";
@@ -42,7 +42,8 @@ const MAX_DESCRIPTION_CHARS: usize = 100;
 /// Number of events that are opened on a VM at a time.
 const OPEN_BATCH: usize = 32;
 
-/// Event types, with their argument words and the text printed after their names.
+/// Event types: the word that selects the type on the command line, and the text printed after the
+/// name of each event.
 const KINDS: [(&str, &str); 7] = [
     ("hw", "Hardware event"),
     ("cache", "Hardware cache event"),
@@ -81,7 +82,7 @@ pub fn list<E: Error>(
         .iter()
         .map(String::as_str)
         .partition(|word| KINDS.iter().any(|(kind, _)| kind == word));
-    // The options select vendor events.
+    // `--cpuid` and `--vm` apply to vendor events, so they imply `vendor`.
     if (args.cpuid.is_some() || args.vm.is_some()) && !kinds.contains(&VENDOR) {
         kinds.push(VENDOR);
     }
@@ -184,9 +185,9 @@ fn glob(pattern: &[u8], name: &[u8]) -> bool {
     pattern[p..].iter().all(|c| *c == b'*')
 }
 
-/// Formats the vendor events with name, code and description. Events that need more than a selector
-/// are not listed; only their number is shown. With `vm`, only events that the VM can count are
-/// included.
+/// Formats the vendor events with name, code and description. Lists only events that the
+/// event-select register can express, and prints the number of the others. With `vm`, lists only
+/// events that the VM can count.
 fn format_vendor_events(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListError> {
     let mut plain = Vec::new();
     let mut others = Vec::new();

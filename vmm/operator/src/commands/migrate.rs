@@ -19,7 +19,7 @@ use super::{one_line, ps};
 /// Timeout for the destination process to accept the connection.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Timeout for the answer of a VM that is queried in search of a VM that has moved.
+/// Timeout for the reply of each VM that is queried in the search for a VM that has moved.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Error returned when a VM cannot be moved.
@@ -59,9 +59,9 @@ pub enum MigrateError {
     NoAnswer(String),
 }
 
-/// Returns a new connection to the VM of `left`, in the process to which it has moved, or `None` if
-/// the VM is not found. Queries only VMs of this user and of the user of the source process,
-/// because another user's VM could claim to be the VM that has moved.
+/// Finds the process to which the VM of the connection `left` has moved, and connects to it.
+/// Returns `None` if no such process is found. Queries only VMs of this user and of the user of the
+/// source process, because another user's VM could claim to be the VM that has moved.
 pub(super) fn find_moved(left: &Client) -> Option<Client> {
     let users = [Some(peer::own_uid()), left.peer_uid().ok()];
     let left = left.info();
@@ -125,14 +125,14 @@ pub(super) fn migrate(
     hand_over(client, &receiver).map_err(failed)?
 }
 
-/// Moves the VM of `client` to the process at the other end of `receiver`: passes the connection of
-/// `client` to this process, which takes over the VM through it.
+/// Moves the VM of `client` to the process at the other end of `receiver`, by passing the
+/// connection of `client` to that process.
 fn hand_over(client: Client, receiver: &UnixStream) -> io::Result<Result<String, MigrateError>> {
     let name = client.info().name.clone();
     let result = migration::offer(receiver, client.into_stream())?;
     Ok(match result {
         None => Err(MigrateError::NoAnswer(name)),
-        // The text comes from another process.
+        // Another process wrote `why`, so control characters are removed.
         Some(MigrationResult::Failed(why)) => Err(MigrateError::Failed {
             name,
             why: one_line(&why),
@@ -154,7 +154,7 @@ fn send(mut client: Client, socket: &UnixStream, options: MigrateOptions) -> Res
         force: options.force,
     };
     let sent = stream::send_vm(&mut client, socket, limit).map_err(|failure| {
-        // The text may come from another host.
+        // Another host may have written the message, so control characters are removed.
         let line = |error: &SendVmError| one_line(&error_line(error));
         let name = name.clone();
         match &failure {

@@ -65,7 +65,7 @@ pub fn one_line(text: &str) -> String {
         .collect()
 }
 
-/// Converts the result of writing to standard output.
+/// Converts the result of a write to standard output. A closed pipe is not an error.
 pub(crate) fn written(result: io::Result<()>) -> Result<(), OutputError> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => {

@@ -66,7 +66,8 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, OperatorCommandError> {
             Ok(info) => vms.push((found, Some(info))),
             Err(e) => {
                 log::warn!("{}: {}", found.name, error_line(&e));
-                // Any other VM has terminated in the meantime or runs another version of Perfvisor.
+                // Do not list VMs that have terminated in the meantime or that run another version
+                // of Perfvisor.
                 if e.is_silence() {
                     vms.push((found, None));
                 }
@@ -239,7 +240,7 @@ fn table(vms: &[(VmSocket, Option<VmInfo>)], all: bool) -> String {
     out
 }
 
-/// Returns the locations of the consoles.
+/// Returns the locations of the serial console and, if there is one, of the virtio console.
 fn consoles(vm: &VmInfo) -> String {
     match vm.virtio_console.as_str() {
         "" => vm.console.clone(),

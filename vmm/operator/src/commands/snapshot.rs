@@ -27,8 +27,7 @@ use crate::snapshot_files::{self, OpenBaseError};
 
 /// Timeout for the vCPUs to stop running the guest.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Interval between two requests whether the VM is ready for its snapshot. The VM is paused
-/// meanwhile.
+/// Interval at which a paused VM is polled until its state is known.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Size of a memory page, in bytes. A page of zeros is not written.
 const PAGE_BYTES: usize = 4096;

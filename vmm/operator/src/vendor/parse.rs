@@ -308,7 +308,7 @@ mod tests {
         ] {
             assert_eq!(EventSelector::of(encoding), Err(term.into()), "{encoding}");
         }
-        // Zero is the default of the field.
+        // A term with the value 0 equals the default of its field, so the selector can express it.
         let reference = EventSelector::of("cpu/event=0x0,umask=0x3,any=0x0/").unwrap();
         assert_eq!(reference.raw(), "r0300");
     }

@@ -147,13 +147,13 @@ struct ObservedVm {
     client: Client,
     watch: ExitObserver,
     trace: Result<ExitTrace, TraceError>,
-    /// Exits in the VM's former processes, from which it has moved.
+    /// Exits that were counted in the VM's former processes, before it moved to the current one.
     left: ExitTotals,
     /// Exits in the current process.
     present: ExitTotals,
-    /// Sum of both.
+    /// Sum of `left` and `present`.
     total: ExitTotals,
-    /// Maxima since the last output.
+    /// Maximum durations of exits since the last output.
     longest: ExitMaxima,
 }
 
@@ -176,8 +176,8 @@ impl ObservedVm {
         })
     }
 
-    /// Reads the exits or, if the VM has moved, continues the observation in the destination
-    /// process. Returns `false` if the VM has exited.
+    /// Reads the exits. If the VM has moved, continues in the destination process instead. Returns
+    /// `false` if the VM has exited.
     fn look(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
         match self.watch.look(&mut self.client) {
             Ok(mut seen) => {
@@ -216,7 +216,7 @@ impl ObservedVm {
     }
 }
 
-/// The part of the output.
+/// Selects whether the output covers one interval or the whole observation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum OutputSection {
     Interval,

@@ -104,7 +104,7 @@ impl ExitTotals {
         }
     }
 
-    /// Returns the sum of these exits and the exits `other` in another process of the VM.
+    /// Returns the sum of `self` and `other`, the exits in another process of the same VM.
     pub(super) fn plus(&self, other: &Self) -> Self {
         let mut sum = self.clone();
         for (key, count) in &other.kvms {

@@ -8,8 +8,8 @@ use serde_json::{Map, Value, json};
 use super::sums::{ExitTotal, ExitTotals, TimedExits};
 use control_api::events::format::thousands;
 
-/// Name of the KVM statistic that counts all exits, including those that the other statistics
-/// count.
+/// Name of the KVM statistic that counts every exit. The other statistics count subsets of these
+/// exits.
 const ALL_EXITS: &str = "exits";
 
 /// Formats all tables. `when` names the period that they cover, and `length` is its duration.
@@ -34,7 +34,7 @@ pub(super) fn text(exits: &ExitTotals, when: &str, length: Duration) -> String {
     );
     for ((vcpu, name), count) in kvms {
         let all = exits.kvms.get(&(*vcpu, ALL_EXITS.to_owned())).copied();
-        // The other statistics are not exit reasons.
+        // Only statistics whose names end in `_exits` are exit reasons with a share of all exits.
         let of_exits = match all {
             Some(all) if name.ends_with("_exits") => share(*count, all),
             _ => String::new(),

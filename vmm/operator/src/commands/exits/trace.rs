@@ -164,7 +164,7 @@ impl ExitTrace {
                 match vcpu.ring.next_record() {
                     Ok(Some(record)) => vcpu.counted.record(record, &self.points),
                     Ok(None) => break,
-                    // The ring was skipped to its head.
+                    // Records were lost, so the start of the current exit is unknown.
                     Err(_) => vcpu.counted.outside = None,
                 }
             }
@@ -181,7 +181,7 @@ impl ExitTrace {
             vcpu: vcpu.number,
             exits: vcpu.counted.look(),
         };
-        // A hot-plugged vCPU can have had several threads.
+        // A hot-plugged vCPU can have had several threads. Add up their exits.
         let mut all: Vec<VcpuExits> = Vec::new();
         for seen in self.vcpus.values_mut().map(of) {
             match all.iter_mut().find(|vcpu| vcpu.vcpu == seen.vcpu) {
@@ -252,7 +252,7 @@ impl ThreadExits {
             LOST => {
                 let lost = record.body().get(8..).and_then(|rest| rest.first_chunk());
                 self.lost += lost.map_or(1, |lost| u64::from_ne_bytes(*lost));
-                // The lost records may include the entry.
+                // The lost records may include the `kvm_entry` that ends the current exit.
                 self.outside = None;
             }
             _ => {}
@@ -395,8 +395,8 @@ fn parse_names(table: &str) -> ReasonNames {
         .collect()
 }
 
-/// Parses a number such as `-1`, or a sum such as `(0x040 + 14)`, as macro expansion leaves them in
-/// the table.
+/// Parses a number of a reason table, such as `-1`, or a sum that macro expansion leaves in the
+/// table, such as `(0x040 + 14)`.
 fn parse_number(text: &str) -> Option<u32> {
     let text = text.replace(['(', ')', ' '], "");
     if let Some(below) = text.strip_prefix('-') {

@@ -31,28 +31,28 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 const REQUEST_INTERVAL: Duration = Duration::from_millis(1);
 /// Size of the buffer of the connection in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
-/// Maximum accepted size of a piece from a VM, in bytes.
+/// Maximum accepted size of one piece of memory from a VM, in bytes.
 const MAX_PIECE_BYTES: u64 = 2 * CHUNK_BYTES;
 
 /// Error returned when a VM cannot be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendVmError {
-    /// The VM cannot be read.
+    /// A request to the VM failed.
     #[error("the VM")]
     Vm(#[from] ClientError),
     /// The VM cannot be paused or saved.
     #[error(transparent)]
     Snapshot(#[from] SnapshotCommandError),
-    /// The file sent with a reply cannot be read.
+    /// The memory file that the VM sent with a reply cannot be read.
     #[error("the VM's memory cannot be received")]
     Transfer(#[source] io::Error),
-    /// The VM sent a piece that was not requested.
+    /// The VM sent a range of memory that was not requested.
     #[error("the VM sends other memory than requested; use the same version of Perfvisor as the VM")]
     WrongPiece,
     /// The VM's state is invalid.
     #[error("the state of the VM")]
     State(#[source] SnapshotFormatError),
-    /// The connection fails.
+    /// The connection to the destination failed.
     #[error(transparent)]
     Stream(#[from] MigrationStreamError),
     /// The destination refuses the VM.
@@ -90,12 +90,12 @@ impl<E: Into<SendVmError>> From<E> for SendFailure {
     }
 }
 
-/// Condition for pausing the VM.
+/// Limit on the time for which the VM is paused to send its last round.
 #[derive(Clone, Copy, Debug)]
 pub struct DowntimeLimit {
     /// Maximum duration of the last round.
     pub downtime: Duration,
-    /// Pause the VM even if a round takes longer.
+    /// `true` to pause the VM even if no round is short enough.
     pub force: bool,
 }
 

@@ -41,7 +41,8 @@ pub enum CallGraph {
     None,
     /// Frame pointers.
     Fp,
-    /// DWARF unwind tables, applied to a stack copy of this size in bytes.
+    /// DWARF unwind tables, applied to a copy of the user stack. The value is the size of the copy,
+    /// in bytes.
     Dwarf(u32),
 }
 
@@ -259,7 +260,7 @@ impl RecordArgs {
         };
         let rate = self.period.or(self.frequency).unwrap_or(default_hz);
         let by_default = match self.period {
-            // The host's kernel takes no branch stacks.
+            // Only the VMM records branch stacks, so every sample stops the vCPU.
             _ if branches.is_some() => 1,
             Some(_) => DEFAULT_CHAIN_EVERY,
             None => u32::try_from(rate / DEFAULT_CHAINS_HZ).unwrap_or(u32::MAX).max(1),
@@ -268,7 +269,8 @@ impl RecordArgs {
             rate,
             frequency: self.period.is_none(),
             callchain: self.call_graph() != CallGraph::None,
-            // The host kernel's samples would need a separate ring that is drained.
+            // With `--overwrite`, the VM takes every sample. Samples of the host kernel would need
+            // a separate ring, which must be drained.
             chain_every: if self.overwrite {
                 1
             } else {

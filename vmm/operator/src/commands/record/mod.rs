@@ -117,7 +117,7 @@ fn record_one(
     };
     match recorded {
         Ok(()) => Ok(DONE),
-        // The part that was written is usable.
+        // The samples written before the error are readable, so report the error but keep the file.
         Err(error @ RecordError::Truncated { .. }) => {
             say(&format!("perfvisor: error: {}\n", error_line(&error)));
             Ok(ExitStatus::CheckFailed)
@@ -210,8 +210,8 @@ fn sample(
                 return Err(e.into());
             }
             streams.drain(recording)?;
-            // Without control commands, it is known whether sampling is enabled. With them, it is
-            // not.
+            // The recording continues in the destination process only without `--control`. With
+            // control commands, it is unknown whether sampling is enabled.
             gone = remote.is_some() || !streams.follow(client, args, recording)?;
             if gone {
                 break;
@@ -328,7 +328,7 @@ struct SampledEvent {
 struct SampleStreams {
     rings: Vec<VcpuRing>,
     lanes: Vec<SampledEvent>,
-    /// Context switches of the vCPUs' threads (`--switch-events`).
+    /// Context switches of the vCPU threads on the host (`--switch-events`).
     switches: Vec<VcpuSwitches>,
     /// Preemptions of vCPUs that have been removed.
     stolen: StolenTime,
@@ -570,8 +570,9 @@ impl SampleStreams {
         Ok(())
     }
 
-    /// Adjusts how often the VM itself takes a sample, depending on how much of the guest the host
-    /// kernel samples show. Fails if the VM has terminated.
+    /// Sets the number of samples per VM sample for each event that the host kernel also samples,
+    /// depending on how well the host kernel's samples cover the guest. Fails if the VM has
+    /// terminated.
     fn adjust_sampling(&mut self, client: &mut Client) -> Result<(), ClientError> {
         for lane in &mut self.lanes {
             let now_ns = monotonic_ns().saturating_sub(lane.clock_offset_ns);

@@ -50,7 +50,7 @@ impl RecordedSymbols {
                 .map_err(OperatorCommandError::file(path))?;
         }
         let args = &args.symbols;
-        // The VM may have no symbols.
+        // Ignore a parse error, because the VM may have no kernel symbols.
         let running = KernelSymbols::parse_text(&text).ok();
         let reference = running.as_ref().and_then(reference_symbol);
         let given = files::kernel_symbols(args, reference)?;

@@ -182,8 +182,8 @@ impl Recording {
         period: u64,
     ) -> Result<(), RecordError> {
         let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
-        // Host kernel samples are attributed to this task, its name and its mappings from halfway
-        // between the previous VM sample and this one.
+        // A host kernel sample contains no task. Samples taken after the midpoint between the
+        // previous VM sample and this one are attributed to the task of this sample.
         let before = self.last_full_ns.insert(sample.stream_id, sample.time_ns);
         let since_ns = before.map_or(sample.time_ns, |before| {
             sample.time_ns.min(before.midpoint(sample.time_ns) + 1)
@@ -213,7 +213,7 @@ impl Recording {
         let mut ends = raw.ends;
         self.unwind(sample, pid, since_ns, &mut ends)?;
         self.with_chain += u64::from(!self.chain.is_empty());
-        // 0 if there was no previous sample.
+        // `held_ns` refers to the previous VM sample and is 0 if there was none.
         if raw.held_ns > 0 {
             self.held.0 += 1;
             self.held.1 += u64::from(raw.held_ns);
@@ -476,7 +476,7 @@ impl Recording {
             source,
         })?;
         self.with_chain = 0;
-        // The VM reports each task and mapping only once.
+        // The VM reports each task and mapping only once, so the new file must repeat them.
         let time_ns = self.file_ns(self.last_ns);
         for (tid, (pid, comm)) in &self.tasks {
             let task = TaskName {
@@ -514,7 +514,7 @@ impl Recording {
         }
         let (samples, bytes) = (self.writer.samples(), self.writer.bytes());
         let symbols = self.symbols_of_file(args);
-        // All samples have been written.
+        // If this write fails, only symbols are missing, because all samples have been written.
         self.writer
             .finish(&symbols)
             .map_err(|source| RecordError::Truncated {
@@ -525,7 +525,8 @@ impl Recording {
         let name = args.output.display();
         if !args.quiet {
             let mb = bytes as f64 / 1e6;
-            // Other tools show the remaining samples without callers.
+            // Samples without a call chain appear without callers in other tools, so print how many
+            // have one.
             let chains = if args.call_graph() == CallGraph::None {
                 String::new()
             } else {

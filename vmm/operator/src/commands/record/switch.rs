@@ -17,9 +17,9 @@ const MIN_SIZE: u64 = 16 << 10;
 pub enum OutputSwitchTrigger {
     /// SIGUSR2.
     Signal,
-    /// The file has this size, in bytes.
+    /// The file has reached a size, in bytes.
     Size(u64),
-    /// The file has been written for this time.
+    /// A time has passed since the file was started.
     Time(Duration),
 }
 

@@ -10,11 +10,11 @@ use crate::values::{
     VcpuList, integer_in_range, parse_interval, parse_seconds, parse_separator, parse_vcpus,
 };
 
-/// Value of [`StatArgs::backing`].
+/// Value of `--backing` that requests exact counts by single-stepping.
 pub(super) const EXACT: &str = "exact";
 /// Default events for exact counts.
 const EXACT_EVENTS: &str = "instructions,branches";
-/// Default events for other counts.
+/// Default events without `--backing exact`.
 const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
 
 /// `perfvisor stat`.

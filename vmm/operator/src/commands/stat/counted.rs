@@ -137,7 +137,8 @@ fn open(client: &mut Client, args: &StatArgs) -> Result<Vec<OpenedEvent>, Client
     client.call(request::Open {
         events: args.events.clone(),
         vcpus: args.vcpu.as_ref().map(|list| list.0.clone()),
-        // Hot-plugged vCPUs count from their first instruction.
+        // A VM-wide event also counts vCPUs that are hot-plugged later, from their first
+        // instruction.
         whole: args.vcpu.is_none() && !args.per_vcpu,
         sampling: None,
     })

@@ -30,7 +30,7 @@ const SHARES: [(&str, &str, &str); 7] = [
 pub(super) struct Metric {
     pub(super) value: f64,
     pub(super) unit: String,
-    /// Text after `#`.
+    /// Text of the metric, printed after `#` in the line of the event.
     pub(super) text: String,
     /// `true` if one of the counts is an estimate, because the event was multiplexed or backed by a
     /// clock.
@@ -83,7 +83,7 @@ fn rate(count: f64, task_clock_ns: f64) -> (f64, String) {
     (value, format!("{prefix}/sec"))
 }
 
-/// A count usable in a metric.
+/// One of the two counts from which a metric is derived.
 struct MetricOperand {
     count: f64,
     estimate: bool,

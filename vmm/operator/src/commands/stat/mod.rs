@@ -95,18 +95,18 @@ fn count(args: &StatArgs) -> Result<ExitStatus, OperatorCommandError> {
     Ok(DONE)
 }
 
-/// Returns whether intervals are printed as text.
+/// Returns whether the intervals are printed as a text table, which has a header line.
 fn wants_header(args: &StatArgs) -> bool {
     args.interval.is_some() && !args.json && !args.metric_only && args.field_separator.is_none()
 }
 
-/// Returns the heading of the intervals.
+/// Returns the header line of the interval table.
 fn header(args: &StatArgs) -> String {
     let vcpu = if args.per_vcpu { " VCPU      " } else { "" };
     format!("#           time{vcpu}             counts unit events\n")
 }
 
-/// Prefixes the lines of one of several VMs with its label.
+/// Prefixes each line of output with the VM's label, if several VMs are counted.
 fn label_lines(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
     let Some(label) = label else {
         return lines.to_owned();
@@ -220,7 +220,8 @@ fn measure_once(
             print(&label_lines(&lines, label, args))?;
             events.readings().clone_into(&mut before);
             printed = at;
-            // A late reading does not shorten the next interval.
+            // Keep the schedule after a late reading, but do not catch up on intervals that were
+            // missed completely.
             next_interval = Some((due + interval).max(now));
         }
         if over || gone {

@@ -30,8 +30,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// Maximum number of bytes of a VM's messages that are kept.
 const MAX_MESSAGES: u64 = 64 << 10;
 
-/// Number that is added to the event handles once more for each further pass, so that the handles
-/// of all passes differ.
+/// Offset between the event handles of consecutive passes, so that the handles of all passes
+/// differ.
 const HANDLES_PER_PASS: u32 = 1 << 16;
 
 /// Errors of `perfvisor stat --replay`.
@@ -41,7 +41,7 @@ pub enum ReplayError {
     NoDuration,
     #[error("--replay")]
     Start(#[source] io::Error),
-    /// The VM of a pass has terminated before it could be counted.
+    /// The restored VM of a pass terminated before its events were counted.
     #[error("--replay: {0}")]
     Restore(String),
     #[error("the guest ended {} ms after the snapshot; choose a shorter --duration", .0.as_millis())]
@@ -116,8 +116,8 @@ type GroupShares = BTreeMap<usize, f64>;
 /// the passes. Returns each pass with the groups whose counts are to be taken from it.
 ///
 /// `measure` runs a pass with the given groups. It returns the pass, and the share of time in which
-/// each of these groups was counted, except groups that cannot be counted. The counts of a group
-/// that is not counted all the time even in a pass of its own are taken as they are.
+/// each of these groups was counted, except groups that cannot be counted. If a group is not
+/// counted all the time even in a pass of its own, its counts in that pass are used.
 fn cover<P, E>(
     groups: usize,
     mut measure: impl FnMut(&[usize]) -> Result<(P, GroupShares), E>,
@@ -158,7 +158,7 @@ fn refusal(event: &OpenedEvent) -> Option<(&str, &str)> {
     Some((&event.name, event.unsupported.as_deref()?))
 }
 
-/// Parameters of every pass.
+/// Parameters that are common to all passes.
 struct Replay<'a> {
     args: &'a StatArgs,
     directory: &'a Path,
@@ -312,7 +312,7 @@ impl RestoredVm {
     /// outlive the calling thread. If `is_exact` is set, the VM counts by single-stepping.
     fn start(directory: &Path, is_exact: bool) -> Result<Self, ReplayError> {
         let name = format!("replay-{}", std::process::id());
-        // This path remains valid if the file of the program was replaced.
+        // `/proc/self/exe` refers to the running program even if its file has been replaced.
         let mut child = Command::new("/proc/self/exe")
             .arg(format!("--parent={}", std::process::id()))
             .args(["run", "--restore-paused", "--console=none", "--stop-timeout=0"])

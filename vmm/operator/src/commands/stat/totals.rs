@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use control_api::events::format::{CountResult, CountUncertainty, CountUnit, mean_and_error, rounded};
 use control_api::protocol::{EventReading, OpenedEvent};
 
-/// The result for an event on one vCPU or on all.
+/// Count of an event on one vCPU, or summed over all vCPUs.
 #[derive(Clone, Debug)]
 pub(super) struct Total {
     pub(super) name: String,
@@ -173,7 +173,7 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
                 )
             }
             (None, CountResult::NotSupported) => (CountResult::NotSupported, CountUncertainty::Silent),
-            // Not counted in one of the runs: no mean.
+            // An event that was not counted in every run has no mean.
             (None, _) => (CountResult::NotCounted, CountUncertainty::Silent),
         };
         Total {
@@ -185,8 +185,8 @@ pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
     first.iter().enumerate().map(merged).collect()
 }
 
-/// Returns whether the name of an event, such as `pv/steal-ns/u`, states that it counts
-/// nanoseconds. Such a count is not printed in milliseconds.
+/// Returns whether the name of an event states its unit, nanoseconds, as `pv/steal-ns/u` does. The
+/// count of the event is then not converted to milliseconds.
 fn names_nanoseconds(name: &str) -> bool {
     name.contains("-ns/") || name.ends_with("-ns")
 }

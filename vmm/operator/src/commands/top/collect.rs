@@ -91,7 +91,8 @@ impl Collector {
         check_sampling_support(&sampled)?;
         let counted: Vec<OpenedEvent> = client.call(request::Open {
             events: COUNTED.into(),
-            // Hot-plugged vCPUs count from their first instruction.
+            // A VM-wide event also counts vCPUs that are hot-plugged later, from their first
+            // instruction.
             whole: vcpus.is_none(),
             vcpus: vcpus.clone(),
             sampling: None,
@@ -212,7 +213,7 @@ impl Collector {
             && (self.processes.len() < MAX_PROCESS_NAMES || self.processes.contains_key(&pid))
         {
             let known = self.processes.entry(pid).or_default();
-            // The name of the main thread takes precedence.
+            // The name of the main thread takes precedence over the names of other threads.
             if pid == tid || known.is_empty() {
                 *known = comm_of(&comm);
             }

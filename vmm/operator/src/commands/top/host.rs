@@ -49,7 +49,7 @@ pub(super) struct ObservedVms {
     looked: Instant,
 }
 
-/// A change that the caller must handle.
+/// A change in the observed VMs that the caller must display.
 #[derive(Debug)]
 pub(super) enum DisplayUpdate {
     /// The displayed data has changed.
@@ -185,7 +185,7 @@ impl ObservedVms {
         Ok(Some(DisplayUpdate::Changed))
     }
 
-    /// Adds new VMs and removes those that have terminated.
+    /// Adds new VMs and removes VMs that have terminated.
     pub(super) fn refresh_vms(&mut self) -> bool {
         if !self.args.all || self.looked.elapsed() < DISCOVERY_INTERVAL {
             return false;

@@ -20,7 +20,7 @@ pub enum ObservedState {
     Shown(Box<VmScreen>),
     /// The VM has terminated.
     Ended,
-    /// The VM cannot be observed, for this reason.
+    /// The VM cannot be observed. The value is the reason.
     Failed(String),
 }
 
@@ -83,8 +83,8 @@ pub struct TopExitRow {
     pub what: String,
     /// Rate of exits per second.
     pub per_second: f64,
-    /// Share of the vCPUs' time that is spent on handling these exits, as a ratio; `None` for KVM's
-    /// statistics.
+    /// Share of the vCPUs' time that is spent on handling exits with this reason, as a ratio;
+    /// `None` for KVM's statistics.
     pub time_share: Option<f64>,
     /// Mean duration in nanoseconds, if any exit was timed.
     pub mean_ns: Option<u64>,

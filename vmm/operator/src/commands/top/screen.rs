@@ -51,7 +51,7 @@ const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TopTableCo
     TopTableColumn { title, width, kind }
 }
 
-/// Sums of a process.
+/// Sums over the sampled functions of one process.
 #[derive(Default)]
 struct ProcessSum<'a> {
     weight: f64,
