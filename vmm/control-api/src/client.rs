@@ -483,7 +483,7 @@ fn parse_reply<T: DeserializeOwned>(line: &[u8], id: u64) -> Result<T, ClientErr
     match value {
         Some(value) => Ok(value),
         None if wrong_type => Err(ClientError::Reply("fields")),
-        // The reply has no result.
+        // A reply without a result is that of a request whose reply type is `()`.
         None => serde_json::from_value(serde_json::Value::Null).map_err(|_| ClientError::Reply("fields")),
     }
 }

@@ -35,8 +35,8 @@ use crate::peer;
 const UNIX: &str = "unix:";
 /// Address prefix of an inherited descriptor.
 const FD: &str = "fd:";
-/// First byte of a VM that is sent as a byte stream. Another crate defines the format of the
-/// stream.
+/// First byte on the connection to the destination if the VM is sent as a byte stream. Another
+/// crate defines the format of the stream.
 const STREAM: u8 = b'P';
 /// Version of the migration protocol, sent in the byte that accompanies the descriptor of the
 /// connection to the VM.

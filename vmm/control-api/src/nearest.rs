@@ -5,8 +5,8 @@
 /// enough, returns the only known word that starts with `word`, if `word` has at least three
 /// letters.
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
-    // A longer word is not a typing error, and the comparison takes time proportional to the
-    // product of the lengths.
+    // Maximum length of an unknown word that is compared. A longer word is not a typing error, and
+    // the comparison takes time proportional to the product of the lengths.
     const LONGEST: usize = 64;
     /// Minimum number of letters of a word that [`nearest`] accepts as a prefix of a known word.
     /// Shorter prefixes are ambiguous.

@@ -27,7 +27,7 @@ impl EventReading {
             return None;
         }
         if self.gone && before.is_some_and(|before| before.running_ns == self.running_ns) {
-            // The vCPU was not present in this interval.
+            // The vCPU was not present in the interval.
             return Some(EventReadingDelta::default());
         }
         let of = |r: &Self| (r.value, r.enabled_ns, r.running_ns, r.estimate);

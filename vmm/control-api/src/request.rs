@@ -251,9 +251,9 @@ requests! {
     /// Allows the process that will continue the VM to open the VM's disk images, which stay locked
     /// against all other processes.
     SnapshotShareDisks => ();
-    /// Ends a snapshot. The VM then resumes or terminates.
+    /// Ends a snapshot, and resumes or terminates the VM.
     SnapshotEnd {
-        /// Ends the VM.
+        /// `true` to terminate the VM instead of resuming it.
         stop: bool,
     } => ();
     /// Starts tracking memory writes of a VM that is to be migrated as a byte stream. Reply:

@@ -17,11 +17,11 @@ const MAX_FIELDS: usize = 64;
 /// Method of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// Reads.
+    /// `GET`, which reads a resource.
     Get,
-    /// Creates or replaces.
+    /// `PUT`, which creates or replaces a resource.
     Put,
-    /// Updates.
+    /// `PATCH`, which updates a resource.
     Patch,
 }
 

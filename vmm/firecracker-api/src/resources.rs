@@ -15,8 +15,8 @@ use crate::types::{
 
 /// Maximum number of vCPUs, as in the specification.
 const MAX_VCPUS: u8 = 32;
-/// Kernel command-line parameter that is removed from the client's command line. Linux would not
-/// find its devices with it, because they are functions of a PCI bus.
+/// Kernel command-line parameter that is removed from the client's command line. With this
+/// parameter, Linux would not find the VM's devices, which are functions of a PCI bus.
 const PCI_OFF: &str = "pci=off";
 /// Kernel command line that `perfvisor run` uses for Linux by default. It is used here if a root
 /// device must be added to the default command line.

@@ -85,7 +85,7 @@ pub enum ApiCall {
     PatchVm(RequestedState),
 }
 
-/// Path that the API serves.
+/// A method and path that the API serves, with the types of the bodies.
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
     /// Method.

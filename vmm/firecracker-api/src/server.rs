@@ -31,7 +31,7 @@ const READ_BYTES: usize = 4096;
 /// The listening socket and its connections.
 #[derive(Debug)]
 pub struct ApiServer {
-    /// `None` for a VM without an API.
+    /// Listening socket; `None` for a VM without an API socket.
     listener: Option<UnixListener>,
     connections: Vec<Connection>,
     max_body: usize,

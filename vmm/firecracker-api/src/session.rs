@@ -142,8 +142,8 @@ pub struct ApiSession<B> {
     version: String,
     state: InstanceState,
     resources: VmResources,
-    /// Document of the metadata service, as long as no running VM with a metadata service contains
-    /// it.
+    /// Document of the metadata service. Unused once a VM with a metadata service is running,
+    /// because the VM then holds the document.
     metadata: MetadataStore,
     metadata_limit: usize,
 }

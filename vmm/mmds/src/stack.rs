@@ -52,7 +52,7 @@ impl MetadataStack {
         let address = service.config().address;
         let mut frames = FrameBuffer::new(SERVICE_MAC);
         let mut config = Config::new(HardwareAddress::Ip);
-        // The standard library's hasher has random keys.
+        // Take the random seed from the random keys of the standard library's hasher.
         config.random_seed = RandomState::new().hash_one(0);
         let mut interface = Interface::new(config, &mut frames, StackInstant::ZERO);
         interface.update_ip_addrs(|all| {
@@ -86,7 +86,8 @@ impl MetadataStack {
         };
         match frame.ethertype() {
             EthernetProtocol::Arp => self.arp_request(frame.payload()).is_some(),
-            // The length field covers the whole packet and is therefore not checked.
+            // The length field of the IPv4 header is not checked, because it covers the whole
+            // packet and `prefix` is only its beginning.
             EthernetProtocol::Ipv4 => frame
                 .payload()
                 .get(16..20)
@@ -158,7 +159,8 @@ impl MetadataStack {
     /// needed before the next frame arrives.
     pub fn poll_delay(&mut self, now: Instant) -> Option<Duration> {
         let time = self.stack_time(now);
-        // The guest must fetch frames first.
+        // While the frame queue is full, the stack cannot send, so its timers are ignored until the
+        // guest has fetched frames.
         let delay = (!self.frames.is_full())
             .then(|| self.interface.poll_delay(time, &self.sockets))
             .flatten();

@@ -66,7 +66,7 @@ impl Connection {
     /// Makes the socket listen for a connection if it has none.
     pub(super) fn listen(&mut self, socket: &mut Socket<'_>, now: Instant) {
         if !socket.is_open() {
-            // The buffers of a long request or response are freed.
+            // Free the buffers, which may be large after a long request or response.
             (self.request, self.response) = (Vec::new(), Vec::new());
             (self.incomplete, self.sent, self.closes, self.last_active) = (0, 0, false, now);
             // Fails only for port 0 and for an open socket.
