@@ -64,7 +64,7 @@ pub enum ChildError {
         /// Last lines of the guest's console.
         console: Vec<String>,
     },
-    /// A timeout in seconds expired during this operation.
+    /// A timeout expired. The values are the timeout in seconds, and the operation.
     #[error("no output of the guest for {0} s while {1}")]
     Silent(u64, String),
     /// The user interrupted the program with Ctrl-C or another signal.
@@ -107,7 +107,7 @@ pub struct ChildVm {
 }
 
 impl ChildVm {
-    /// Starts `perfvisor run` with these arguments and a unique name.
+    /// Starts `perfvisor run` with `arguments` and a unique VM name.
     ///
     /// # Errors
     /// Returns [`ChildError::Io`] if the program cannot be started.

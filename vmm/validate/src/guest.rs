@@ -244,7 +244,7 @@ pub struct MeasuringGuest {
 }
 
 impl MeasuringGuest {
-    /// Starts the guest with these arguments for `perfvisor run`.
+    /// Starts the guest in a VM of `perfvisor run` with `arguments`.
     ///
     /// # Errors
     /// Returns a [`ChildError`] if the VM or its guest does not start.

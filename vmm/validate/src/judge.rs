@@ -93,7 +93,7 @@ impl Expectation {
     }
 }
 
-/// All available values of one count.
+/// The counts of one event in the guest and on the host, and the expected count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MeasuredEvidence {
     /// Count in the guest, or `None` if the guest did not count.

@@ -63,11 +63,11 @@ struct LinuxGuest {
 struct CommandResult {
     text: String,
     status: i32,
-    /// Measurements at the gate, if the command has one.
+    /// Readings at the start and end of the gated program, if the command has a gate.
     gate: Option<Gate>,
 }
 
-/// Measurements between the two ends of a gate.
+/// Readings at the start and end of a gated program, and the program's accounting data in between.
 #[derive(Debug)]
 struct Gate {
     /// CPU time of the program in nanoseconds, according to the guest kernel.

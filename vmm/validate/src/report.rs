@@ -151,7 +151,8 @@ impl ValidationRow {
         }
     }
 
-    /// Marks the row as not supported because of `why`. The caller must have checked this.
+    /// Marks the row as not supported because of `why`. The caller must have checked that the host
+    /// does not support the event.
     #[must_use]
     pub fn unsupported(mut self, why: impl Into<String>) -> Self {
         self.verdict = Verdict::NotSupported;
@@ -273,7 +274,7 @@ pub struct ValidationReport {
 }
 
 impl ValidationReport {
-    /// Creates a report of these rows.
+    /// Creates a report of `rows`.
     pub fn new(rows: Vec<ValidationRow>, summary: ReportSummary) -> Self {
         let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
         Self {

@@ -23,7 +23,7 @@ use crate::judge::whole;
 const OVERHEADS: f64 = 300.0;
 /// Number of empty measurements.
 const OVERHEAD_RUNS: u32 = 5;
-/// Both privilege levels.
+/// Selector bits that enable counting at CPL 0 and at CPL 3.
 const BOTH: u64 = USR | OS;
 /// Number of instructions around the work that are also counted; see the function `counted` in the
 /// guest.
@@ -139,7 +139,7 @@ impl Builtin<'_> {
     }
 }
 
-/// Returns whether this backing counts with the host's PMU, through perf events or KVM's own vPMU.
+/// Returns whether `backing` counts with the host's PMU, through perf events or KVM's own vPMU.
 pub(crate) fn on_host_pmu(backing: &str) -> bool {
     matches!(backing, "hardware" | "kvm")
 }
@@ -154,7 +154,8 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
         // Use the minimum, because either time may include delays, such as the handshake with the
         // host or other load on the host.
         let ms = passed.min(used_ns.saturating_sub(guest.overhead_ns) as f64 / 1e6);
-        // Work that is done in pieces has overhead around each piece.
+        // "spin" is done in pieces with overhead around each piece, so it is measured for a longer
+        // time.
         let enough_ms = if work == "spin" { 100.0 } else { 20.0 };
         if ms > enough_ms || n > 1 << 40 {
             return Ok(n as f64 / ms.max(1e-3));
@@ -248,7 +249,8 @@ fn unbacked(
 /// around it.
 fn known(event: ArchEvent, work: &str, n: u64) -> Option<u64> {
     use ArchEvent::*;
-    // The guest's sources of known_loop(n) and chase(n) document these numbers.
+    // The comments at known_loop(n) and chase(n) in the guest's sources derive the following
+    // numbers.
     Some(match (work, event) {
         ("busy", Instructions) => 2 * n + 5 + AROUND,
         ("busy", Branches) => n + 1 + 1,

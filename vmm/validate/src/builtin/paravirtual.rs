@@ -11,7 +11,7 @@ use crate::judge::{Expectation, Tolerance};
 use crate::measure::measure_row;
 use crate::report::{CheckKind, ReportRows, ValidationRow};
 
-/// Number of repetitions of the work.
+/// Number of repetitions of the work that provokes an event.
 const TIMES: u64 = 200;
 /// Number of halts, of 20 ms each.
 const HALTS: u64 = 20;
@@ -41,11 +41,11 @@ fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (Expec
         IoExits | MmioExits | Halts => known(n, Tolerance::Exact),
         // KVM repeats an injection that was interrupted by an exit, and counts it again.
         IrqInjections | NmiInjections => known(n, Tolerance::Range(n, n + n / 20)),
-        // The write that stops the counter is also an MSR exit.
+        // The write to the MSR that stops the counter is one more MSR exit.
         MsrExits => known(n + 1, Tolerance::Exact),
         HostPageFaults => kernel(facts.page_faults, Tolerance::PercentAnd(0.0, 2)),
-        // The kernel's accounting covers slightly more time than the counter, and waiting at both
-        // ends sleeps.
+        // The kernel's accounting covers slightly more time than the counter, and includes the
+        // context switches of a guest that halts before and after the work.
         HostContextSwitches => kernel(
             facts.context_switches,
             Tolerance::Range(n, facts.context_switches),
@@ -55,7 +55,7 @@ fn expectation(event: ParavirtualEvent, n: u64, outcome: &Measurement) -> (Expec
             kernel(moves, Tolerance::Range(moves.saturating_sub(3), moves))
         }
         StealNs => kernel(facts.wait_ns, STEAL),
-        // This counter is the only enabled one, and the VMM always counts it.
+        // The measuring counter is the only enabled one, and the VMM always counts its event.
         UncountedNs | BackingChanges => known(0, Tolerance::Exact),
     }
 }
@@ -106,8 +106,8 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// Measures the time for which another enabled counter is not counting, as a paravirtual event
-    /// reports it. This time must equal the duration of the loop.
+    /// Checks the paravirtual event that counts the time for which another enabled counter has no
+    /// backing. The count must equal the duration of the loop.
     fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
         let event = ParavirtualEvent::UncountedNs.name();
@@ -143,7 +143,7 @@ fn one(
     job: &MeasurementJob,
     row: ValidationRow,
 ) -> Result<ValidationRow, ChildError> {
-    // Read the statistic itself through an operator event.
+    // Also count the event on the host, through an operator event.
     let spec = format!("pv/{}/", event.name());
     let operator = OperatorEvents::counting(&spec);
     let outcome = guest.measure(job, Some(operator))?;
@@ -200,7 +200,7 @@ mod tests {
             [200, 201, 202].map(|counted| allows(MsrExits, 200, facts, counted)),
             [false, true, false]
         );
-        // Other exits are added, and an injection that is interrupted by an exit is repeated.
+        // Further exits may occur, and an injection that is interrupted by an exit is repeated.
         assert!(!allows(VmExits, 200, facts, 199) && allows(VmExits, 200, facts, 5000));
         assert!(!allows(IrqInjections, 200, facts, 199) && !allows(IrqInjections, 200, facts, 211));
         assert!(allows(NmiInjections, 200, facts, 210));

@@ -20,7 +20,7 @@ const EXTRA: usize = 3;
 /// Maximum tolerance of a multiplexed row, in percent of the expected count. With a larger
 /// tolerance, almost any count would pass.
 const MAX_SLACK_PERCENT: u64 = 50;
-/// Total number of intervals.
+/// Total number of multiplexing intervals in a measurement.
 const TURNS: u64 = 14;
 
 /// Identical events that are multiplexed on fewer counters in round-robin order.
@@ -28,18 +28,18 @@ struct MultiplexedEvents {
     counters: usize,
     estimators: Vec<Estimator>,
     running_ns: Vec<u64>,
-    /// Number of intervals so far.
+    /// Number of multiplexing intervals so far.
     taken: usize,
-    /// Total duration in nanoseconds.
+    /// Total duration of the intervals so far, in nanoseconds.
     now_ns: u64,
-    /// Total count of all intervals. Each counter runs for its whole interval, so the sum equals
-    /// the count without multiplexing.
+    /// Count of the event summed over all intervals. Each counter runs for its whole interval, so
+    /// the sum equals the count without multiplexing.
     all: u64,
-    /// Lowest and highest rate of an interval, in counts per nanosecond.
+    /// Lowest and highest rate of the event in any interval, in counts per nanosecond.
     rates: [f64; 2],
 }
 
-/// The event whose estimate has the largest error in relation to its tolerance.
+/// The multiplexed event whose estimate has the largest error in relation to its tolerance.
 #[derive(Debug, PartialEq)]
 struct WorstEstimate {
     estimate: u64,
@@ -205,7 +205,8 @@ impl Builtin<'_> {
         let expected = Expectation::new(ticks, Tolerance::Percent(percent));
         let index = GuestCounterId::General(0);
         if saw.opened.is_err() && policy == "strict" {
-            // The operator was refused, so only the guest's count is available.
+            // Under the strict policy, the operator may be refused. In that case, only the guest's
+            // count is judged.
             return Ok(judged(row, &outcome, 0, index, expected, CPU_TIME));
         }
         let Some(reading) = saw.reading(0, 0) else {
@@ -213,8 +214,8 @@ impl Builtin<'_> {
         };
         let seen = MeasuredEvidence {
             guest: outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied(),
-            // The operator's event runs slightly longer, because the guest waits at both ends,
-            // mostly halted.
+            // The operator's event is enabled slightly longer than the guest's counter, because it
+            // includes the mostly halted waits before and after the work.
             host: reading
                 .estimate
                 .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * percent))),
@@ -290,8 +291,8 @@ mod tests {
         assert_eq!(turns.worst(2.0).unwrap().slack, turns.all / 50);
     }
 
-    /// If one counter counts only half of the events, this is detected even if the other counters
-    /// are correct.
+    /// A counter that counts only half of the events is detected even if the other counters are
+    /// correct.
     #[test]
     fn half_counting_counter_is_detected() {
         let mut turns = MultiplexedEvents::new(4, 7);

@@ -79,8 +79,8 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// Returns the expected count of `event` over this work, and a description of its origin
-    /// (basis).
+    /// Returns the expected count of `event` over the measured work, and a description of the
+    /// origin of the expected count (basis).
     fn expectation(
         &self,
         backing: &str,

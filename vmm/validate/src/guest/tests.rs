@@ -13,7 +13,7 @@ pub(crate) fn hello(gp: u32) -> Value {
     json!({ "at": "hello", "cpus": 1, "amd": false, "gp": gp, "fixed": 0, "unavailable": 0 })
 }
 
-/// Returns the result of one CPU with these values of the general-purpose counters.
+/// Returns the result of one CPU whose general-purpose counters have the values `counts`.
 pub(crate) fn counted(counts: &[u64]) -> Value {
     json!({ "at": "result", "cpus": [{ "tsc": 3_000_000, "c": counts, "f": [] }] })
 }
@@ -38,7 +38,7 @@ pub(crate) fn script(hello: &Value, results: &[(&str, Value)]) -> String {
     )
 }
 
-/// Starts a VM with this script whose host view of the counters is always `host`.
+/// Starts a VM simulated by `script`, in which the host's view of the counters is always `host`.
 fn viewed(script: &str, host: Vec<u64>) -> Result<MeasuringGuest, ChildError> {
     let vm = scripted(script).answered(move |call| match call {
         Call::GuestView => Ok(json!({ "generation": 1 })),

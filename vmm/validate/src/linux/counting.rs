@@ -32,7 +32,7 @@ const GUEST_CPU_TIME: &str = "CPU time of the program, by the guest's kernel, ti
 const HOST_CPU_TIME: &str =
     "CPU time of the vCPU's thread, as the host's kernel accounts it, times the TSC frequency";
 
-/// Returns the first line of `event`.
+/// Returns the first line of perf's output for `event`.
 fn of<'a>(counts: &'a [Count], event: &str) -> Option<&'a Count> {
     counts.iter().find(|count| count.event == event)
 }
@@ -390,7 +390,7 @@ impl Linux<'_> {
             Ok(counts(&text))
         };
         let (few, many) = (run(ROUNDS)?, run(MORE_ROUNDS)?);
-        // The comment at the top of known.S documents these numbers.
+        // The comment at the top of known.S derives the numbers of instructions and branches.
         let digits = ROUNDS.to_string().len() as u64;
         for (event, whole, each) in [
             ("instructions:u", 2 * ROUNDS + 7 * digits + 8, 2),

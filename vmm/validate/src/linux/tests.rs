@@ -29,7 +29,7 @@ pub(super) struct ScriptedValues {
 }
 
 impl ScriptedValues {
-    /// Adds the output of the commands that match this pattern.
+    /// Adds `text` as the output of the commands that match the shell pattern `pattern`.
     pub fn prints(mut self, pattern: &'static str, text: impl Into<String>) -> Self {
         self.prints.push((pattern, text.into()));
         self
@@ -55,7 +55,7 @@ impl ScriptedValues {
         )
     }
 
-    /// Starts a scripted guest with these values.
+    /// Starts a Linux guest that is simulated by a script with the values of `self`.
     pub fn guest(&self) -> LinuxGuest {
         let Self {
             moved,
@@ -97,7 +97,7 @@ impl ScriptedValues {
         LinuxGuest { vm }
     }
 
-    /// Returns the rows added by `measure` on this host.
+    /// Returns the rows that `measure` adds for the scripted guest on `host`.
     pub fn rows(
         &self,
         host: &HostProperties,
@@ -111,7 +111,7 @@ impl ScriptedValues {
         })
     }
 
-    /// Returns the result of `measure` on this host.
+    /// Returns the result of `measure` for the scripted guest on `host`.
     pub fn seen<T>(
         &self,
         host: &HostProperties,
@@ -140,7 +140,7 @@ pub(super) fn perf_line(event: &str, value: u64) -> String {
     format!("{value},,{event},1000,100.00,,\n")
 }
 
-/// Runs one command in a guest with a shell that executes this script, and returns the result.
+/// Runs one command in a simulated guest whose shell executes `script`, and returns the result.
 fn run_script(script: &str) -> Result<CommandResult, ChildError> {
     let vm = scripted(&format!("read -r line; {script}; read -r line"));
     LinuxGuest { vm }.run("x", "command", None)

@@ -49,7 +49,7 @@ fn rows(host: &HostProperties, answer: impl Fn(ArchEvent, &str, Option<u64>) -> 
         host,
         signals: &signals,
     };
-    // The host has no counter of that name.
+    // The host's view has no counters, so only the guest's counts are judged.
     let mut guest = measuring(&hello(2), &results, Vec::new());
     let mut on_row = |_: &ValidationRow| ();
     let mut rows = ReportRows::new(&mut on_row);

@@ -14,8 +14,8 @@ fn report_is_read() {
     assert_eq!(read.iter().map(|(n, _)| n).sum::<u64>(), 7);
 }
 
-/// Returns the rows for a profile with these samples in the three functions, an operator count of
-/// `counted` periods, and this number of overflows on the host.
+/// Returns the rows for a profile with `hits` samples in the three functions, an operator count of
+/// `counted` periods, and `overflows` overflows on the host.
 fn rows(hits: [u64; 3], counted: u64, overflows: Option<u64>) -> Vec<ValidationRow> {
     let host = clock_host();
     let period = host.tsc_hz / SAMPLES_PER_SECOND;
