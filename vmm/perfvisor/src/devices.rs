@@ -99,9 +99,9 @@ pub enum DeviceError {
 pub struct VmDevices {
     /// All devices in the order in which the guest discovers them.
     pub all: Vec<Box<dyn VirtioDevice>>,
-    /// The balloon, for operators.
+    /// Control of the balloon device, for operator requests; `None` without a balloon.
     pub balloon: Option<Arc<BalloonControl>>,
-    /// The metadata service, for operators.
+    /// The metadata service, for operator requests; `None` without `--mmds`.
     pub metadata: Option<Arc<MetadataService>>,
 }
 

@@ -189,7 +189,7 @@ fn parse_metadata_limit(text: &str) -> Result<usize, String> {
     bytes.ok_or_else(|| format!("must be between 1 and {MAX_SIZE_LIMIT}"))
 }
 
-/// Serves the API until the VM terminates or a signal terminates both.
+/// Serves the API until the VM terminates, or until a signal terminates the VM and this process.
 ///
 /// # Errors
 /// Returns [`FirecrackerError`] if an option is invalid or unsupported, or the VM of
@@ -220,7 +220,8 @@ pub fn firecracker(args: &FirecrackerArgs, check: CheckCommandLine) -> Result<Ex
     serve(server, session, &signals)
 }
 
-/// Returns the text for an option that only prints information.
+/// Returns the text to print for `--version`, `--snapshot-version` or `--describe-snapshot`, or
+/// `None` without any of these options.
 fn information(args: &FirecrackerArgs) -> Result<Option<String>, FirecrackerError> {
     if args.version {
         let own = env!("CARGO_PKG_VERSION");

@@ -102,7 +102,7 @@ pub enum JailerError {
     File {
         /// Option that specifies the file or directory.
         option: &'static str,
-        /// Its path.
+        /// Path of the file or directory.
         path: PathBuf,
         /// Error of the operating system.
         #[source]
@@ -177,7 +177,7 @@ pub fn jailer(args: &JailerArgs) -> Result<ExitStatus, JailerError> {
         return Err(JailerError::CgroupVersion);
     }
     let started = micros(clock_gettime(ClockId::Monotonic));
-    // exec(2) closes them.
+    // Mark the inherited descriptors as close-on-exec, so that exec(2) closes them.
     let _ = InheritedDescriptors::mark();
     let name = exec_name(exec_file)?;
     let network = args.netns.as_ref().map(|path| {
@@ -246,7 +246,7 @@ fn create_root(dir: &Path, exec_file: &Path, name: &str) -> Result<PathBuf, Jail
     let root = fs::canonicalize(&root).map_err(failed())?;
     let mut source = File::open(exec_file).map_err(file_error("--exec-file", exec_file))?;
     let copy = root.join(name);
-    // The user of an earlier VM with this ID may have replaced the copy with a link.
+    // The user of an earlier VM with the same ID may have replaced the copy with a link.
     match fs::remove_file(&copy) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed()(e)),
         _ => {}

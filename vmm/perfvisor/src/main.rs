@@ -213,15 +213,16 @@ fn init_log(verbose: u8, file: Option<&Path>, own_guest: bool) -> Result<Option<
     }
     builder
         .filter_level(level)
-        // The crate logs guest-triggered queue errors without a rate limit. Perfvisor's devices log
-        // the same errors with a rate limit.
+        // virtio-queue logs guest-triggered queue errors without a rate limit. Perfvisor's devices
+        // log the same errors with a rate limit.
         .filter_module(
             "virtio_queue",
             if verbose < 2 { log::LevelFilter::Off } else { level },
         )
-        // The crate warns about each unknown packet.
+        // gdbstub logs each unknown packet of the debugger at level info.
         .filter_module("gdbstub", level.min(log::LevelFilter::Warn))
-        // Perfvisor reports unsupported events in a separate table.
+        // A separate table lists the unsupported events of a built-in guest, so omit the warnings
+        // about them.
         .filter_module(
             "vpmu::vpmu",
             if own_guest && verbose == 0 {

@@ -15,7 +15,7 @@ use vmm_sys_util::timerfd::TimerFd;
 use crate::background::ServiceManager;
 use operator::signals::StopSignals;
 
-/// Stop signals, and the time limit for the guest's shutdown.
+/// Handler of stop signals, which gives the guest a limited time to power off.
 pub struct StopHandler {
     signals: StopSignals,
     timer: TimerFd,

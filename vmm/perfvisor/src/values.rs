@@ -236,7 +236,7 @@ pub fn parse_stop_timeout(text: &str) -> Result<Duration, ParseValueError> {
     }
 }
 
-/// Parses the tolerance of time counts, in percent.
+/// Parses the tolerance of time-dependent counts, in percent.
 pub fn parse_tolerance(text: &str) -> Result<f64, ParseValueError> {
     parse_number(text, 0.0..=50.0).ok_or(ParseValueError::Tolerance)
 }

@@ -9,7 +9,8 @@ use vpmu::BackingPolicy;
 
 use super::{Cli, CliCommand, CliExit, RunArgs};
 
-/// Options that determine the machine, by the names of their fields. None is a path.
+/// Options that determine the machine, by the names of their fields. None of their values is a
+/// path.
 const MACHINE_OPTIONS: [&str; 15] = [
     "backing",
     "balloon",
@@ -28,8 +29,8 @@ const MACHINE_OPTIONS: [&str; 15] = [
     "rng",
 ];
 
-/// Option with a host-dependent default. A snapshot contains this option only if the guest has
-/// branch records.
+/// Name of the option for branch records, whose default depends on the host. A snapshot contains
+/// this option only if the guest has branch records.
 const BRANCH_RECORDS: &str = "lbr";
 
 /// Name of the only machine option whose value may differ from that in the snapshot.
@@ -68,13 +69,13 @@ pub(super) const CONFLICTS: [&str; 25] = [
 /// Error returned when the options in a snapshot are invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineOptionsError {
-    /// An option does not belong to the machine.
+    /// The snapshot contains an option that does not belong to the machine.
     #[error("the snapshot has the option '{0}', which this version of Perfvisor does not know")]
     Unknown(String),
-    /// A value is invalid.
+    /// The value of an option in the snapshot is invalid.
     #[error("an option of the snapshot is invalid: {0}")]
     Invalid(String),
-    /// `--backing kvm`.
+    /// `--backing kvm` is given, but KVM's own vPMU cannot continue the guest's counters.
     #[error("KVM's own vPMU cannot take over the guest's counters; use another --backing than kvm")]
     OwnPmu,
 }
@@ -107,8 +108,8 @@ impl RunArgs {
         self.restore.is_some() || self.incoming.is_some()
     }
 
-    /// Returns these arguments with the machine's options of a snapshot. A backing in these
-    /// arguments takes precedence.
+    /// Returns `self` with the machine's options of a snapshot. The backing in `self` takes
+    /// precedence over the snapshot's.
     ///
     /// # Errors
     /// Returns [`MachineOptionsError::Unknown`] for an option that does not belong to the machine,

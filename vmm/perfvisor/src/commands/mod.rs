@@ -1,5 +1,5 @@
-//! Commands of the program itself. Those for running VMs and for recordings are in the crate
-//! `operator`.
+//! Commands that are not in the crate `operator`, which contains the commands for running VMs and
+//! for recordings.
 
 pub mod generate;
 pub mod statistics;

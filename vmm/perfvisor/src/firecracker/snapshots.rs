@@ -21,8 +21,8 @@ use snapshot::format::{VERSION, optional_field, with_optional_field};
 use snapshot::state::SavedDevice;
 use snapshot::{SnapshotFormatError, decode};
 
-/// Optional field of a state with the devices of the VM, in the format of the body of
-/// `GET /vm/config`.
+/// Name of the optional field of a state file that describes the devices of the VM, in the format
+/// of the body of `GET /vm/config`.
 const CONFIG_FIELD: &str = "_vm_config";
 /// Maximum size of a request or a reply, in bytes.
 const MAX_LINE: u64 = 1 << 20;
@@ -95,7 +95,7 @@ fn write_line(to: &mut impl Write, value: &impl Serialize) -> io::Result<()> {
     to.flush()
 }
 
-/// Reads a line. Returns `None` at end of file.
+/// Reads one line and parses it as JSON. Returns `None` at end of file.
 fn read_line<T: serde::de::DeserializeOwned>(from: &mut impl BufRead) -> io::Result<Option<T>> {
     let mut line = Vec::new();
     from.take(MAX_LINE).read_until(b'\n', &mut line)?;
@@ -110,7 +110,7 @@ fn read_line<T: serde::de::DeserializeOwned>(from: &mut impl BufRead) -> io::Res
 /// # Errors
 /// Returns an error if a request is invalid or a reply cannot be sent.
 pub fn save_snapshots(socket: &Path) -> io::Result<()> {
-    // The guest's memory passes through this process.
+    // Guest memory passes through this process and must not be written to a core dump.
     privileges::forbid_core_dumps();
     let mut requests = io::stdin().lock();
     while let Some(request) = read_line::<SaveRequest>(&mut requests)? {
@@ -128,13 +128,13 @@ fn save(socket: &Path, request: &SaveRequest) -> Result<(), SnapshotCommandError
     })
 }
 
-/// Returns the configuration in the state file at `path`. Its network devices have the MAC
-/// addresses that the guest knows.
+/// Returns the device configuration in the state file at `path`, with the MAC addresses that the
+/// guest's network devices had when the state was saved.
 pub fn read_config(path: &Path) -> Result<VmConfig, StateFileError> {
     let bytes = read_state(path).map_err(StateFileError::Read)?;
     let machine = decode(&bytes)?;
     let config = optional_field(&bytes, CONFIG_FIELD)?;
-    // The state may have been written by `perfvisor ctl`.
+    // A state file written by `perfvisor ctl` contains no device configuration.
     let config = config.map(serde_json::from_value).transpose();
     let mut config: VmConfig = config.map_err(StateFileError::Config)?.unwrap_or_default();
     for (n, interface) in config.network_interfaces.iter_mut().enumerate() {

@@ -145,7 +145,7 @@ impl VmProcess {
     /// Starts the process of the VM.
     fn spawn(&self, options: &[String]) -> io::Result<(Child, ChildDescriptors)> {
         let mut child = Command::new(&self.program)
-            // The name selects the command, and the file name may be Firecracker's.
+            // `argv[0]` selects the command, because the program file may be named `firecracker`.
             .arg0("perfvisor")
             .args(self.arguments(options))
             .env("RUST_LOG", self.level.as_str())
@@ -181,7 +181,7 @@ fn wait_for_vm(child: &mut Child, messages: &mut ChildStderr, name: &str) -> Res
             return Err(last_message(&said));
         }
         match Client::connect_at(&socket, None, REPLY_TIMEOUT) {
-            // Another VM may have the name, in which case this VM exits.
+            // If another VM already has the name, the connection is to that VM, and this VM exits.
             Ok(client) if client.info().pid == child.id() => return Ok(client),
             _ => std::thread::sleep(POLL_INTERVAL),
         }

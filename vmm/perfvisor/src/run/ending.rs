@@ -60,7 +60,7 @@ impl PanicMessage {
     /// Searches a line of the console, which the guest controls.
     fn search(&self, line: &[u8]) {
         let line = String::from_utf8_lossy(line);
-        // Linux prints the second form when it gives up after the panic.
+        // At the end of its panic handling, Linux prints the message once more after `---[ end`.
         if let Some((_, message)) = line.split_once(PANIC)
             && !line.contains("---[ end")
         {

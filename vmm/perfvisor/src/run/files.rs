@@ -54,8 +54,8 @@ pub(super) fn restrict(args: &RunArgs) -> Result<(), FileAccessError> {
 pub(super) fn allowed_files(args: &RunArgs) -> AccessibleFiles {
     let mut read: Vec<PathBuf> = HOST_FILES.iter().map(PathBuf::from).collect();
     if args.on_reset == ResetPolicy::Restart {
-        // The rules apply to the parent directories, because a file may be replaced before a
-        // restart.
+        // A restart opens the kernel and the initrd again. Allow their parent directories, because
+        // the files may be replaced before the restart.
         let again = [&args.kernel, &args.initrd].into_iter().flatten();
         read.extend(again.flat_map(|path| parent_directories(path)));
     }

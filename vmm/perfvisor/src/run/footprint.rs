@@ -86,7 +86,7 @@ mod tests {
         // SAFETY: the range belongs to the program and is only read.
         let read = unsafe { libc::madvise(start.cast_mut().cast(), bytes, libc::MADV_POPULATE_READ) };
         if read != 0 {
-            // Linux before 5.14.
+            // MADV_POPULATE_READ requires Linux 5.14.
             eprintln!("SKIP: {}", std::io::Error::last_os_error());
             return;
         }

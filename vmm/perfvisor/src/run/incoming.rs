@@ -387,7 +387,8 @@ impl Arrival {
             Self::Local(vm) => vm.take_over(running, name, requester),
             Self::Stream(mut vm) => {
                 let stays_paused = vm.wait_for_run()?;
-                // From this point on, the VM runs here in all cases.
+                // From this point on, the VM runs in this process even if an error occurs, so no
+                // failure is reported to the requester.
                 requester.0.take();
                 running.take_over(stays_paused);
                 vm.report_run(name);

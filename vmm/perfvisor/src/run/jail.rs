@@ -63,7 +63,7 @@ pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceManager, RunE
         give_up: privileges::drop_all_privileges,
         terminal: [Some(&args.console), args.virtio_console.as_ref()].contains(&Some(&ConsoleTarget::Tty)),
         kept: manager.socket(),
-        // The supervisor cannot log an error.
+        // Ignore the error, because the supervisor cannot log it.
         report: &|report| drop(manager.pass(report)),
     };
     match supervisor.start().map_err(RunError::PidNamespace)? {

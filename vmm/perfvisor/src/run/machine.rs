@@ -251,7 +251,8 @@ fn with_branch_records(
             }
             Ok(with)
         }
-        // A tenant's code is decoded only on request.
+        // Branch records require decoding of guest code, which the tenant profile enables only on
+        // request.
         None if args.profile == SecurityProfile::Tenant => Ok(model),
         None => Ok(if works.is_ok() && stepping.user {
             with
@@ -327,9 +328,9 @@ fn builtin_guest_args(args: &RunArgs, probe: &HostProbe, backed: &BackedPmu, fil
             " no-user",
             args.backing == BackingPolicy::Exact && !backed.stepping.user,
         ),
-        // The test compares cycles with the TSC frequency.
+        // With the clock backing, the guest's test compares cycles with the TSC frequency.
         (" clock", by_clock),
-        // CPUID announces the event to Intel guests only.
+        // CPUID announces available events to Intel guests only, so other guests need these words.
         (" has-instructions", has(ArchEvent::Instructions)),
         (" has-branches", has(ArchEvent::Branches)),
         (" no-cycles", !has(ArchEvent::CoreCycles)),

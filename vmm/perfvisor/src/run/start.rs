@@ -154,13 +154,13 @@ fn install_panic_hook(will: SeccompTerminationActions) {
             kind,
             Some(SandboxedThreadKind::Device | SandboxedThreadKind::Socket | SandboxedThreadKind::Balloon)
         ) {
-            // The device reports the panic.
+            // The device to which the thread belongs reports the panic.
             return;
         }
         let place = info.location().map(ToString::to_string).unwrap_or_default();
         let said = info.payload_as_str().unwrap_or("nothing").replace('\n', " ");
         if kind == Some(SandboxedThreadKind::Profiler) {
-            // The operator who waits for the result receives an error.
+            // Only the search fails, and the operator who waits for its result receives an error.
             log::error!("the search for the guest's kernel panicked at {place}: {said}; please report this");
             return;
         }

@@ -1,4 +1,4 @@
-//! `stat --all` and `record --all`.
+//! Tests of `stat --all` and `record --all`.
 
 use std::process::{Command, Output, Stdio};
 

@@ -48,7 +48,8 @@ impl BranchingVm {
         file.to_str().unwrap().to_owned()
     }
 
-    /// Records with these options. Returns the output of the command.
+    /// Records branch stacks with the given options of `record`, and returns the output of the
+    /// command.
     fn record(&self, options: &[&str]) -> String {
         let file = self.file();
         let args = [&["record", "test", "-o", &file, "--call-graph", "none"], options].concat();

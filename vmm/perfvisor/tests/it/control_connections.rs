@@ -67,7 +67,7 @@ fn client_above_connection_limit_is_refused() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let line_of = |stream: UnixStream| {
         let mut line = String::new();
-        // The line is followed by end of file or a reset.
+        // Ignore a reset of the connection after the line.
         let _ = BufReader::new(stream).read_line(&mut line);
         assert!(line.ends_with('\n'), "{line:?}");
         value_of(&line)["error"].clone()
@@ -84,7 +84,7 @@ fn client_above_connection_limit_is_refused() {
     for says_hello in [false, true] {
         let mut stream = vm.raw();
         if says_hello {
-            // The connection may be closed.
+            // Ignore the error if the VM has already closed the connection.
             let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
         }
         let told = line_of(stream);

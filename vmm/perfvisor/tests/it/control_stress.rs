@@ -20,12 +20,13 @@ const CLIENTS: usize = 1000;
 const CONNECTORS: usize = 10;
 const HELLO: &[u8] = b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
 
-/// Misbehaves like client number `n`. Errors due to a closed connection are ignored.
+/// Sends the invalid or incomplete data of client number `n`. Errors due to a closed connection are
+/// ignored.
 fn misbehave(n: usize, stream: &mut UnixStream) {
     let wait = Some(Duration::from_millis(20));
     stream.set_write_timeout(wait).unwrap();
     let _ = match n % 5 {
-        // Sends nothing.
+        // Client that sends nothing.
         0 => Ok(()),
         // Client that stalls within a request.
         1 => stream.write_all(&HELLO[..20]),
@@ -35,7 +36,7 @@ fn misbehave(n: usize, stream: &mut UnixStream) {
         3 => stream
             .write_all(HELLO)
             .and_then(|()| stream.write_all("{\"id\":2,\"call\":\"status\"}\n".repeat(500).as_bytes())),
-        // Sends invalid data.
+        // Client that sends invalid data.
         _ => stream.write_all(&[0xff; 3000]),
     };
 }

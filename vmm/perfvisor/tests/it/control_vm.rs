@@ -379,7 +379,7 @@ fn vm_survives_client_that_exhausts_descriptors() {
     let vm = TestVm { vm, vcpus: 1 };
     let before = vm.descriptors();
     let mut greedy = vm.client();
-    // Host events, with one descriptor each.
+    // Each host event takes one descriptor of the VM.
     let open = || request::Open {
         events: "page-faults".into(),
         ..Default::default()
@@ -509,7 +509,7 @@ fn refusal_reaches_slow_reader() {
     let Some(vm) = TestVm::spinning(1) else { return };
     let mut stream = vm.raw();
     let hello = "{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n";
-    // Exceeds the request rate limit at any speed of the VM.
+    // Send more requests than the rate limit permits, however fast the VM answers.
     let flood = format!("{hello}{}", "{\"id\":2,\"call\":\"status\"}\n".repeat(20_000));
     stream.set_nonblocking(true).unwrap();
     // Write as much as the socket accepts while nobody reads.
@@ -564,7 +564,8 @@ fn client_events_end_with_connection() {
                 })
                 .unwrap();
         }
-        // The host kernel samples guest time only.
+        // The host kernel can sample `cycles` of the guest, so only this event has a ring of the
+        // host kernel.
         for o in &opened {
             assert_eq!(o.ring, o.name == "cycles", "{o:?}");
         }
@@ -679,7 +680,7 @@ fn stat_output_formats() {
     ]);
     assert!(only.starts_with("VCPU1,") && only.lines().count() == 1, "{only}");
 
-    // A late interval delays the next interval.
+    // On a busy host, intervals may be late, so the number of intervals varies.
     eventually("several intervals pass in the time", || {
         let intervals = vm.say(&["stat", "test", "-d", "0.4", "-I", "100", "-j", "-e", "cycles"]);
         intervals.lines().count() >= 2
@@ -722,7 +723,7 @@ fn vm_wide_events_are_counted_once() {
         assert!(client.call(wrong).is_err());
     }
 
-    // A VM statistic of this KVM.
+    // Open a statistic of the whole VM, if the host's KVM has it.
     let each: Vec<OpenedEvent> = client
         .call(open("kvm:vm:remote_tlb_flush,task-clock", false, None))
         .unwrap();

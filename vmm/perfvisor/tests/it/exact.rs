@@ -57,7 +57,8 @@ fn straight_runs_match_single_steps() {
         assert_eq!(with.1 + with.3, without.1, "{model}: the same instructions");
         let has_runs = host.breakpoints && host.blocks_interrupts && !host.user;
         assert_eq!(with.2 > 0, has_runs, "{model}");
-        // Many blocks consist only of branches, or have two instructions between branches.
+        // Straight runs need fewer than half of the stops, although many blocks consist only of
+        // branches or have only two instructions between branches.
         assert!(!has_runs || 2 * (with.1 + with.2) < without.1, "{model}");
     }
 }
@@ -81,8 +82,8 @@ fn exact_counts_are_repeatable() {
     }
 }
 
-/// On hosts that cannot single-step CPL 3, a message at startup reports this, instead of a count of
-/// zero.
+/// If the host cannot single-step CPL 3, a message at startup says so, because the counts of user
+/// code would be 0.
 #[test]
 fn host_without_user_stepping_is_reported() {
     let Some(host) = host() else { return };

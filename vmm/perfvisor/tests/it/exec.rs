@@ -96,7 +96,7 @@ fn one_signal_ends_exec_of_hanging_guest() {
         said.contains("does not answer") && said.lines().count() == 1,
         "{said}"
     );
-    // The signal of this program is older.
+    // The program whose guest still sends frames continues to wait, although its signal is older.
     assert_eq!(slow.try_wait().unwrap(), None);
     let exit = serde_json::to_vec(&CommandExit::Status(3)).unwrap();
     write_frame(&mut alive, FrameKind::Exit, &exit).unwrap();
@@ -112,11 +112,12 @@ fn third_signal_ends_exec() {
     let listener = UnixListener::bind(&socket).unwrap();
     let mut child = exec(&socket, &[]);
     let mut stream = accept(&listener);
-    // After the end of input, signals are forwarded.
+    // The program forwards signals only after it has sent the input, which is empty.
     let begun = read_frame(&mut stream).unwrap().unwrap();
     assert_eq!((begun.kind, begun.payload.len()), (FrameKind::Stdin, 0));
     let mut forwarded = 0;
-    // Three signals within five seconds terminate the program. The host may be slow.
+    // Three signals within five seconds terminate the program. Send more, because the host may be
+    // slow.
     for _ in 0..100 {
         signal(&child, "-TERM");
         let Some(frame) = read_frame(&mut stream).unwrap() else {

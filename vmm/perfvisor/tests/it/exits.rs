@@ -85,7 +85,7 @@ fn tables_report_untimed_exits() {
     let text = vm.say(&["exits", "test", "-d", "0.3"]);
     for part in [
         "exits to Perfvisor",
-        // The number of further reasons depends on the host.
+        // The number in "all of N further reasons" depends on the host.
         "all of ",
         "mean (us)",
         "KVM_RUN",

@@ -65,7 +65,8 @@ fn scrape_contains_all_vms_despite_failures() {
     // The socket broker of a killed VM removes its socket.
     host.vms.get_mut("b").unwrap().kill().unwrap();
     eventually("a killed VM is no longer listed", || host.is_up("b").is_none());
-    // Without a broker, the socket remains without a listener.
+    // Simulate a VM that was killed together with its broker, so that its socket remains without a
+    // listener.
     drop(UnixListener::bind(host.socket("b")).unwrap());
     eventually("a VM that left its socket is down", || {
         host.is_up("b") == Some(false)
@@ -74,7 +75,8 @@ fn scrape_contains_all_vms_despite_failures() {
     eventually("a VM without a socket is not listed", || {
         host.is_up("b").is_none()
     });
-    // Two scrapes within half a second receive the same text.
+    // The exporter repeats its reply for half a second, so wait for the new VM and then for the
+    // others.
     host.add("c", &[]);
     eventually("a VM that comes is there", || host.is_up("c") == Some(true));
     eventually("the others are too", || host.is_up("a") == Some(true));
@@ -120,7 +122,7 @@ fn profile_endpoint_serves_pprof() {
     };
     let mut first = ask();
     eventually("a second profile of the VM is refused", || {
-        // If the other request arrived first, this one was refused.
+        // If the second request arrived before the first, the first one was refused.
         if first.peek(&mut [0]).is_ok() {
             first = ask();
         }
@@ -198,7 +200,7 @@ fn hostile_clients_do_not_exclude_others() {
     let mut said = String::new();
     let _ = drips.read_to_string(&mut said);
     assert!(said.starts_with("HTTP/1.1 408"), "{said}");
-    // Replies that are never read.
+    // Clients that never read their replies.
     let lazy: Vec<TcpStream> = (0..80)
         .map(|_| {
             let mut stream = host.connect();

@@ -15,7 +15,7 @@ use crate::common::host::reply;
 use crate::common::unprivileged::NOBODY;
 use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 
-/// Time limit that applies to failing tests only.
+/// Time limit of a wait, reached only by failing tests.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// An exporter, killed on drop.
@@ -66,7 +66,8 @@ impl Exporter {
         stream
     }
 
-    /// Returns the status and the body of the reply to a GET request with these header fields.
+    /// Returns the status and the body of the reply to a GET request with the header fields
+    /// `fields`.
     fn get(&self, path: &str, fields: &str) -> (u16, String) {
         let mut stream = self.connect();
         write!(stream, "GET {path} HTTP/1.1\r\n{fields}\r\n").unwrap();

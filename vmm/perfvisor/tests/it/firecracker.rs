@@ -55,7 +55,7 @@ impl ApiProcess {
         let dir = tempfile::tempdir().unwrap();
         let kernel = dir.path().join("kernel");
         std::fs::write(kernel, guest_images::bare_metal::BUILTIN).unwrap();
-        // The name selects the command.
+        // The name under which the program is started selects the command `firecracker`.
         let link = dir.path().join("firecracker");
         std::os::unix::fs::symlink(PROGRAM, &link).unwrap();
         let mut child = Command::new(link)
@@ -284,7 +284,7 @@ fn snapshot_is_loaded_by_another_process() {
     let printed = std::fs::read_to_string(target.path("serial")).unwrap();
     assert!(!printed.contains("spinning"), "{printed}");
 
-    // A restored VM is saved and resumed immediately.
+    // Save the restored VM again, and load the snapshot with `resume_vm`.
     target.patch_vm("Paused");
     target.put(
         "/snapshot/create",
@@ -388,7 +388,7 @@ fn vm_ends_with_its_api_process() {
     api.start_vm();
     assert_eq!(api.get("/")["id"], "anonymous-instance");
     assert_eq!(api.get("/pmu")["model"], "auto");
-    // The VM and the process that writes snapshots.
+    // The children are the VM and the process that writes snapshots.
     let ids: Vec<u32> = children(api.child.id()).into_iter().map(|(id, _)| id).collect();
     assert_eq!(ids.len(), 2, "{ids:?}");
     api.child.kill().unwrap();

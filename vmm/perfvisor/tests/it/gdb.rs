@@ -100,7 +100,7 @@ fn prepare(dir: &Path, socket: &Path, script: &str) -> (PathBuf, PathBuf) {
 
 fn gdb(dir: &Path, socket: &Path, script: &str) -> String {
     let (image, commands) = prepare(dir, socket, script);
-    // The time limit applies to failures only.
+    // `timeout` ends gdb only if the test fails.
     let out = Command::new("timeout")
         .args(["300", "gdb", "-nx", "-batch", "-x"])
         .args([&commands, &image])

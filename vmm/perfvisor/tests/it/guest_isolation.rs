@@ -38,8 +38,8 @@ fn init_to_first_vcpu_resets_machine() {
     assert_eq!(vm.said_count("internal error"), 0, "{:?}", vm.said());
 }
 
-/// Killed helper processes do not remain zombies. These are the supervisor of kernel readers, the
-/// perf event broker and the socket broker.
+/// Killed helper processes of a VM do not remain zombies. The helpers are the supervisor of kernel
+/// readers, the perf event broker and the socket broker.
 #[test]
 fn killed_child_is_reaped() {
     let Some(vm) = SpinningVm::start("reaper", &[]) else {
@@ -53,7 +53,7 @@ fn killed_child_is_reaped() {
         .status();
     assert!(killed.unwrap().success());
     eventually("it is gone", || children(vm.child.id()).is_empty());
-    // The VM continues.
+    // The VM still answers after its helpers were killed.
     assert!(
         vm.operator(&["ctl", "reaper", "status"])
             .output()

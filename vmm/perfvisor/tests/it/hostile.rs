@@ -236,9 +236,10 @@ fn neighbour(cpu: usize, end: &AtomicBool) -> (u64, u64, u64) {
     (wall, times.next().unwrap(), times.next().unwrap())
 }
 
-/// The CPU time that a neighbour on another CPU can lose is at most that of the VM's threads other
-/// than the vCPU, which is measured and bounded. The neighbour's own share is only printed, because
-/// it also depends on other load of the host. The VM survives the interrupt storm.
+/// A guest that causes an interrupt storm takes little CPU time from a process on another CPU
+/// (neighbour). The neighbour can lose at most the CPU time of the VM's threads other than the
+/// vCPU, so the test limits that time. The neighbour's own share is only printed, because it also
+/// depends on other load of the host. The VM survives the interrupt storm.
 #[test]
 fn storming_guest_takes_little_from_neighbour() {
     // The test loads two CPUs and measures the share of one.

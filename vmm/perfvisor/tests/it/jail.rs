@@ -44,7 +44,7 @@ fn assert_jailed(pid: u32, socket_dir: &Path) {
             [pid.to_string(), "self".into(), "thread-self".into()],
             "{comm}"
         );
-        // Processes of other VMs may exist.
+        // The directory of the control sockets is not visible in the jail.
         let sockets = Path::new(&root).join(socket_dir.strip_prefix("/").unwrap());
         assert!(!sockets.exists(), "{comm}: {}", sockets.display());
     }

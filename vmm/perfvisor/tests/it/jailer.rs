@@ -52,7 +52,7 @@ impl JailerTest {
     fn jailer(&self, options: &[&str]) -> Command {
         let link = self.base.path().join("jailer");
         if !link.exists() {
-            // The name selects the command.
+            // The name under which the program is started selects the command `jailer`.
             std::os::unix::fs::symlink(PROGRAM, &link).unwrap();
         }
         let mut command = Command::new(link);

@@ -26,7 +26,7 @@ struct Source {
 }
 
 impl Source {
-    /// Starts a VM with a disk, a spinning guest and these options.
+    /// Starts a VM with a disk, a spinning guest and `options` of `perfvisor run`.
     fn start(options: &[&str]) -> Option<Self> {
         let files = tempfile::tempdir().unwrap();
         guest_images::bare_metal::write_all(files.path()).unwrap();
@@ -180,7 +180,8 @@ fn stat_follows_the_vm() {
     let said = text_of(table.0.stderr.as_mut().unwrap());
     let moved = format!("one has moved to process {} as two; its last ", receiver.0.id());
     assert!(said.contains(&moved), "{said}");
-    // The gap and the difference between the start times of the two commands are short.
+    // The sum may miss only the short time of the move, and the time between the starts of the two
+    // commands.
     let (both_ns, short_ns) = (enabled_ns(&text, 3), before_ns.min(after_ns) / 2.0);
     assert!(
         both_ns > before_ns + after_ns - short_ns,
@@ -342,8 +343,8 @@ fn metadata_moves_with_the_vm() {
     assert_eq!(control(&three, "three").call(request::MmdsGet).unwrap(), data);
 }
 
-/// If a receiver disappears when only the termination of the VM in the source process is missing,
-/// this VM continues to run with its disk locked.
+/// If the receiver dies when only the termination of the VM in the source process is missing, the
+/// VM continues to run in the source process with its disk locked.
 #[test]
 fn receiver_that_disappears_leaves_a_running_vm() {
     let Some(source) = Source::start(&[]) else { return };

@@ -99,7 +99,7 @@ fn socket_mode_admits_other_observer() {
         let Some((_vm, dir, path)) = observed("other", mode) else {
             return;
         };
-        // The build directory may be inaccessible to that user.
+        // Copy the program, because the other user may have no access to the build directory.
         let program = dir.path().join("program");
         put_program(&program);
         let (status, text) = said(
@@ -132,7 +132,7 @@ fn exporter_of_other_user_serves_observer_directory() {
     let vms = place.path().join("vms");
     fs::create_dir(&vms).unwrap();
     mode(&vms, 0o1777);
-    // The build directory may be inaccessible to that user.
+    // Copy the program, because the other user may have no access to the build directory.
     let program = place.path().join("program");
     put_program(&program);
     let mut other = Command::new("setpriv");

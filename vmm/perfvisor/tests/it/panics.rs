@@ -7,8 +7,8 @@ use crate::common::console_vm::ConsoleVm;
 use crate::common::test_lock;
 use crate::common::vm::{PROGRAM, SpinningVm, assert_contains, eventually, has_kvm};
 
-/// Runs a VM in which a thread of this type panics when it starts. Returns the exit status and the
-/// messages.
+/// Runs a VM in which a thread of type `kind` panics when it starts. Returns the exit status and
+/// the messages.
 fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
     if !has_kvm() {
         return None;
@@ -29,7 +29,8 @@ fn panicking(kind: &str) -> Option<(Option<i32>, String)> {
         ])
         .env("XDG_RUNTIME_DIR", runtime.path())
         .env("PERFVISOR_TEST_PANICS", kind)
-        // A backtrace would open files.
+        // A panic must not print a backtrace even if one is requested, because that would open
+        // files.
         .env("RUST_BACKTRACE", "1")
         .env_remove("RUST_LOG")
         .stdin(Stdio::null())

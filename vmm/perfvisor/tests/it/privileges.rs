@@ -35,7 +35,7 @@ fn vm_threads_have_no_capability() {
     for task in fs::read_dir(tasks).unwrap() {
         let task = task.unwrap().path();
         let name = fs::read_to_string(task.join("comm")).unwrap().trim().to_owned();
-        // A kernel thread of KVM.
+        // Skip the threads of KVM, which are kernel threads.
         if name.starts_with("kvm-") {
             continue;
         }
@@ -46,7 +46,7 @@ fn vm_threads_have_no_capability() {
         assert_eq!(field(&status, "CapInh"), 0, "{name}");
         assert_eq!(field(&status, "CapAmb"), 0, "{name}");
         assert_eq!(field(&status, "NoNewPrivs"), 1, "{name}");
-        // SECCOMP_MODE_FILTER.
+        // 2 is SECCOMP_MODE_FILTER.
         assert_eq!(field(&status, "Seccomp"), 2, "{name}");
         seen.push(name);
     }

@@ -110,7 +110,7 @@ fn recording_without_samples_warns() {
     };
     vm.line_with("boot");
     let data = vm.runtime.path().join("perf.data");
-    // A guest does not reach this period within a day.
+    // A period that a guest does not reach within a day, so that no sample is taken.
     let period = 1u64 << 50;
     let mut record = vm.command(&["record", "machine", "-q", "-d", "0.5", "-e", "cycles"]);
     let out = record

@@ -10,9 +10,9 @@ use crate::common::vm::{PROGRAM, SpinningVm, eventually};
 use guest_profile::export::symbolize::{Symbolizer, complete_chains};
 use guest_profile::export::{Profile, folded, reader, report};
 
-/// Functions that take 60, 30 and 10 % of the time have these shares and the correct call chains,
-/// and every output format can be produced. This holds regardless of whether the vCPU is stopped
-/// for every sample or only for some samples.
+/// A recording attributes the correct shares and call chains to functions that take 60, 30 and 10 %
+/// of the time, and every output format can be produced. This holds regardless of whether the vCPU
+/// is stopped for every sample or only for some samples.
 #[test]
 fn recording_attributes_time_to_functions_and_chains() {
     let Some(vm) = TestVm::spinning(2) else { return };

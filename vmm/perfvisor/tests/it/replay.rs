@@ -136,7 +136,7 @@ fn exact_counts_of_a_kernel_begin_in_user_code() {
     };
     let stat = [&["stat", "one"], &options[..]].concat();
     counted(stdout_of(&mut vm.operator(&stat)));
-    // The guest continues.
+    // The guest continues to run after it has been single-stepped.
     vm.assert_counted_and_sampled("one", "cycles,task-clock");
 }
 

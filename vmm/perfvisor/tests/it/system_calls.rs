@@ -501,7 +501,8 @@ fn jailed_thread_reaches_no_process_of_its_user() {
             assert_eq!(answer, missing, "call {call} with {arguments:?}");
         }
     }
-    // The process group and the parent are also unknown.
+    // Inside the PID namespace, the process is process 1, in a process group of its own and without
+    // a parent.
     assert_eq!(thread.inject(libc::SYS_getpid, [0; 6]), Some(1));
     assert_eq!(thread.inject(libc::SYS_getpgrp, [0; 6]), Some(1));
     assert_eq!(thread.inject(libc::SYS_getppid, [0; 6]), Some(0));

@@ -278,7 +278,7 @@ fn top_follows_a_vm_that_moves() {
     eventually("it waits", || socket.exists());
     stdout_of(&mut vm.0.operator(&["ctl", "test", "migrate", &address]));
     assert_eq!(vm.0.wait(), Some(0));
-    // Several updates.
+    // Wait for several updates of the screen.
     std::thread::sleep(Duration::from_secs(2));
     assert!(
         top.child.try_wait().unwrap().is_none(),

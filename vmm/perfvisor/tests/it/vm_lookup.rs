@@ -97,6 +97,6 @@ fn ps_all_lists_owner_and_socket() {
     let table = ps_until_vm_answers(&vm, &["ps", "--all"]);
     let row = table.lines().find(|row| row.ends_with(socket.to_str().unwrap()));
     assert!(row.is_some_and(|row| row.starts_with("test ")), "{table}");
-    // Without `--all`, neither is printed.
+    // Without `--all`, `ps` prints neither the socket nor the user.
     assert!(!vm.say(&["ps", "--json"]).contains("socket") && !vm.say(&["ps"]).contains("USER"));
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::vm::{PROGRAM, VmProcess};
 
-/// Time limit for a line of the guest; applies to failing tests only.
+/// Time limit for a line of the guest, reached only by failing tests.
 const LINE_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A VM named `machine` with its console connected to the test.
@@ -82,7 +82,7 @@ impl ConsoleVm {
         super::vm::stdout_of(&mut self.command(args))
     }
 
-    /// Returns the output of `ps` with these options, once the VM has answered.
+    /// Returns the output of `ps` with `options`, once the VM has answered.
     #[track_caller]
     pub fn ps(&self, options: &[&str]) -> String {
         super::vm::ps_until_all_answer(|| self.operator(&[&["ps"], options].concat()))

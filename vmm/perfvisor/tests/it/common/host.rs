@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::test_lock::{self, SharedLock};
 use super::vm::{PROGRAM, StderrLines, eventually, has_kvm};
 
-/// Time limit that applies to failing tests only.
+/// Time limit of a wait, reached only by failing tests.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// VMs that share a runtime directory, and their exporter; killed on drop.

@@ -1,4 +1,4 @@
-//! Runs of guests that the host single-steps.
+//! Runs guests that the host single-steps, and queries the host's single-stepping features.
 
 use std::io::Write;
 use std::path::Path;
@@ -42,7 +42,7 @@ pub(crate) fn kernel_file(image: &[u8]) -> NamedTempFile {
     file
 }
 
-/// Result of a run of the program.
+/// Exit status and output of a run of `perfvisor`.
 pub(crate) struct Run {
     pub(crate) status: Option<i32>,
     pub(crate) out: String,

@@ -1,4 +1,4 @@
-//! VMs of the real program.
+//! Starts VMs with the built `perfvisor` program.
 
 use std::io::{BufRead, BufReader};
 use std::ops::{Deref, DerefMut};
@@ -77,8 +77,8 @@ pub fn children(pid: u32) -> Vec<(u32, String)> {
     numbers.filter_map(child).collect()
 }
 
-/// Returns the ID of the process that runs the VM. This is process 1 of a PID namespace supervised
-/// by the started process, or the started process itself.
+/// Returns the ID of the process that runs the VM. In a jail with a PID namespace, this is process
+/// 1 of the namespace, which the started process supervises. Otherwise it is the started process.
 pub fn vm_pid(started: u32) -> u32 {
     let first = |(pid, _): &(u32, String)| {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -278,7 +278,7 @@ impl SpinningVm {
     pub fn start_by(program: Command, name: &str, args: &[&str]) -> Option<Self> {
         let args = [&["--cmdline", "loop"], args].concat();
         let mut process = VmProcess::spawn(program, name, &args, Stdio::null())?;
-        // The sockets exist before the guest starts.
+        // Once the guest prints, the VM's sockets exist.
         let mut lines = BufReader::new(process.child.stdout.take().unwrap()).lines();
         let spins = lines.any(|line| line.unwrap_or_default().contains("spinning"));
         assert!(spins, "the guest does not spin: {:?}", process.said());
@@ -362,7 +362,7 @@ pub fn cpu_time(schedstat: &Path) -> Duration {
     Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())
 }
 
-/// Waits for a condition that must become true. The time limit applies to failing tests only.
+/// Waits until `test` returns `true`. Panics at a time limit that only failing tests reach.
 pub fn eventually(what: &str, mut test: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(300);
     while !test() {

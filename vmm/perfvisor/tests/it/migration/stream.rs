@@ -71,7 +71,8 @@ fn memory_is_consistent_under_a_guest_that_writes_it() {
     for round in 0..3 {
         let next = format!("vm{round}");
         let receiver = waiting(&next, &inner, Stdio::null());
-        // The guest runs between the first round and the last one.
+        // Let the guest run for a while after the first round, so that it writes memory between the
+        // rounds.
         let (vcpu, is_first) = (vm.vcpu_schedstat(), AtomicBool::new(true));
         let wait = move |kind| {
             if kind == RECEIVED && is_first.swap(false, Ordering::Relaxed) {
@@ -200,7 +201,7 @@ struct Cut {
 }
 
 impl Cut {
-    /// No frame has this type.
+    /// A cut that never occurs, because no frame has type 0.
     const NEVER: Self = Self {
         kind: 0,
         occurrence: 1,
@@ -343,7 +344,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     }
     source.assert_goes_on();
 
-    // The run request is lost.
+    // Cut the connection so that the destination does not receive the run request.
     for kept in [0, 12] {
         let mut receiver = source.receiver(&["--disk", &disk]);
         let (status, text) = source.migrate_through(Cut {
@@ -368,7 +369,7 @@ fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     }
     source.assert_goes_on();
 
-    // The answer is lost.
+    // Cut the connection so that the source does not receive the destination's answer.
     let receiver = source.receiver(&["--disk", &disk]);
     let (status, text) = source.migrate_through(Cut {
         kind: 19,
