@@ -437,7 +437,8 @@ impl Connection {
                     self.check_alive(asked)?;
                     continue;
                 }
-                // `SA_RESTART` has no effect on a socket with a timeout.
+                // A signal can interrupt the read, because `SA_RESTART` has no effect on a socket
+                // with a timeout.
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {
                     self.check_time(asked)?;
                     continue;
@@ -515,7 +516,7 @@ mod tests {
         line
     }
 
-    /// Receives one request from `stream` and returns its ID.
+    /// Simulates a VM: receives one request from `stream` and returns its ID.
     fn heard(stream: &UnixStream) -> u64 {
         let mut line = String::new();
         BufReader::with_capacity(1, stream).read_line(&mut line).unwrap();

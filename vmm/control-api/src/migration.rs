@@ -283,7 +283,7 @@ mod tests {
             io::ErrorKind::InvalidData
         );
         assert_eq!(refusal(&send(2, vm.as_raw_fd())), io::ErrorKind::InvalidData);
-        // ENOTSOCK has no `io::ErrorKind`.
+        // The error is ENOTSOCK, which has no `io::ErrorKind`, so its kind is not checked.
         refusal(&send(VERSION, file.as_raw_fd()));
     }
 

@@ -106,7 +106,7 @@ fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
         .filter(|dir| !another_s(dir))
     {
         Some(dir) => dir,
-        // A minimal system may not have /run.
+        // A minimal system may not have `/run`. In that case, use a directory in `/tmp`.
         None if uid == 0 && Path::new("/run").is_dir() => PathBuf::from("/run/perfvisor"),
         None => in_tmp(Path::new("/tmp"), uid),
     }

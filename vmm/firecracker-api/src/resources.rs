@@ -541,7 +541,7 @@ impl VmResources {
         for interface in &self.interfaces {
             let mac = interface.guest_mac.as_ref().map(|mac| format!(",mac={mac}"));
             let mac = mac.unwrap_or_default();
-            // A VM that uses vhost-net does not support snapshots.
+            // Disable vhost-net, because a VM that uses it does not support snapshots.
             let mut option = format!("--net=tap={}{mac},vhost=off", interface.host_dev_name);
             push_limits(&mut option, "rx-", interface.rx_rate_limiter.as_ref());
             push_limits(&mut option, "tx-", interface.tx_rate_limiter.as_ref());

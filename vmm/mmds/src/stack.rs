@@ -56,7 +56,7 @@ impl MetadataStack {
         config.random_seed = RandomState::new().hash_one(0);
         let mut interface = Interface::new(config, &mut frames, StackInstant::ZERO);
         interface.update_ip_addrs(|all| {
-            // The list has capacity for at least two addresses.
+            // The push cannot fail, because the list has capacity for at least two addresses.
             let _ = all.push(IpCidr::new(address.into(), 32));
         });
         let mut sockets = SocketSet::new(Vec::new());

@@ -56,7 +56,8 @@
         clippy::cast_sign_loss,
     )
 )]
-// The standard macros panic if the reader has closed the pipe; `commands::print` and `say` do not.
+// Use `commands::print` and `say` instead of the standard macros, which panic if the reader has
+// closed the pipe.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
 #[cfg(feature = "commands")]

@@ -133,7 +133,8 @@ impl VcpuRing {
             let record = match reader.next_record() {
                 Ok(Some(raw)) => DecodedRecord::decode(raw, format),
                 Ok(None) => break,
-                // The reader continues in the newer half of the ring.
+                // A ring in overwrite mode loses its oldest records. The reader continues in the
+                // newer half of the ring.
                 Err(RingReadError::Overrun { bytes }) if *overwrite => {
                     log::debug!("{bytes} bytes of vCPU {} were overwritten", info.vcpu);
                     continue;

@@ -174,7 +174,7 @@ impl SamplingSession {
             rings: Vec::new(),
             ids: EventIds::default(),
             tasks: HashMap::new(),
-            // The VM may have no symbols.
+            // Ignore a parse error, because the VM may have no kernel symbols.
             kernel: KernelSymbols::parse_text(&text).ok(),
             build_id: symbols.build_id.as_deref().and_then(BuildId::from_hex),
             flat: symbols.flat,

@@ -175,7 +175,7 @@ pub fn parse_labels(text: &str) -> Result<ProfileLabels, ParseValueError> {
         found.ok_or_else(|| ParseValueError::Label(name.to_owned()))
     };
     let named: Vec<SampleLabel> = text.split(',').map(label).collect::<Result<_, _>>()?;
-    // Removes duplicates.
+    // Remove duplicate labels.
     Ok(ProfileLabels(
         SampleLabel::ALL
             .into_iter()

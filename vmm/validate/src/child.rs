@@ -207,7 +207,7 @@ impl ChildVm {
     /// Returns the error for a VM whose console is closed.
     fn ended(&mut self, doing: &str) -> ChildError {
         let status = self.wait(END_TIMEOUT).unwrap_or(-1);
-        // Ctrl-C also terminates the VM, possibly before this process handles the signal.
+        // Ctrl-C is sent to the VM too, which may exit before this process handles the signal.
         if (self.signals)() {
             return ChildError::Interrupted;
         }

@@ -33,7 +33,7 @@ pub(crate) fn measure_rows(
             all.push(measure()?);
         }
     }
-    // A measurement that was not possible has fewer rows, one of which gives the reason.
+    // If a measurement was not possible, it has fewer rows. One of them gives the reason.
     let fewest = all.iter().map(Vec::len).min().unwrap_or_default();
     if all.iter().any(|rows| rows.len() > fewest) {
         all.retain(|rows| rows.len() == fewest);

@@ -77,7 +77,7 @@ pub enum GuestKind {
 }
 
 impl ValidationRow {
-    /// Creates a row without values, which fails until it is judged.
+    /// Creates a row without counts. The row counts as failed until it is judged.
     pub fn new(
         check: CheckKind,
         event: impl Into<String>,
@@ -123,7 +123,8 @@ impl ValidationRow {
             .filter(|(_, expected)| *expected > 0)
             .map(|(guest, expected)| guest as f64 / expected as f64);
         self.basis = basis;
-        // Guest and host must have equal counts in every measurement.
+        // If guest and host must have equal counts, a difference is a failure that does not depend
+        // on time.
         let apart = seen
             .guest
             .zip(seen.host)

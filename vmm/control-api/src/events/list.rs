@@ -495,7 +495,7 @@ fn with_terms(
             }
             continue;
         }
-        // A flag without a value is set.
+        // A term without a value, such as `edge`, sets its field to 1.
         let number = match value {
             None => 1,
             Some(v) => {

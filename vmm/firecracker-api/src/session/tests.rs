@@ -484,7 +484,7 @@ fn balloon_survives_a_snapshot() {
     let mut target = session();
     target.backend().saved = source.backend().saved.clone();
     target.put(&[("/snapshot/load", LOAD)]);
-    // The state file contains the balloon, so no option is needed.
+    // The balloon is restored from the state file and not requested by an option.
     assert!(
         !target
             .backend()
@@ -538,7 +538,7 @@ fn metadata_is_passed_to_the_vm_at_its_start() {
     session.put(&[("/mmds", "7")]);
     assert_eq!(session.send(Get, "/mmds", ""), (200, "7".into()));
     assert_eq!(session.send(Patch, "/mmds", "{}").0, 400);
-    // Messages that the VM could not parse are not sent to it.
+    // A patch that the VM could not parse is refused without being sent to the VM.
     let asked = session.backend().calls.len();
     let deep = format!("{}{}", "[".repeat(101), "]".repeat(101));
     let large = format!("\"{}\"", "x".repeat(MAX_SIZE_LIMIT));

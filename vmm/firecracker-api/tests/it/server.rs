@@ -59,7 +59,8 @@ impl TestServer {
     /// Sends bytes, and returns all data received until the connection is closed.
     fn exchange(&self, bytes: &[u8]) -> String {
         let mut stream = self.connect();
-        // The server may close a rejected connection before it has read all data.
+        // Ignore the error, because the server may close a rejected connection before it has read
+        // all data.
         let _ = stream.write_all(bytes);
         let mut text = Vec::new();
         let _ = stream.read_to_end(&mut text);

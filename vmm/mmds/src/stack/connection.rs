@@ -69,7 +69,7 @@ impl Connection {
             // Free the buffers, which may be large after a long request or response.
             (self.request, self.response) = (Vec::new(), Vec::new());
             (self.incomplete, self.sent, self.closes, self.last_active) = (0, 0, false, now);
-            // Fails only for port 0 and for an open socket.
+            // The call cannot fail, because the socket is closed and the port is not 0.
             let _ = socket.listen(PORT);
         }
     }
@@ -83,7 +83,8 @@ impl Connection {
         if self.deadline(socket).is_some_and(|deadline| now >= deadline) {
             return socket.abort();
         }
-        // Each iteration consumes bytes from the guest, which cannot send more in the meantime.
+        // The loop ends, because each iteration consumes bytes from the guest, which cannot send
+        // more in the meantime.
         while self.send(socket, now) && !self.closes && self.answer(socket, service, now) {}
         let is_done = self.response.is_empty();
         if is_done && (self.closes || !socket.may_recv() && socket.may_send()) {

@@ -95,7 +95,8 @@ impl phy::Device for FrameBuffer {
         let mut capabilities = DeviceCapabilities::default();
         capabilities.medium = Medium::Ip;
         capabilities.max_transmission_unit = MTU;
-        // The guest leaves checksums to the device.
+        // Do not verify the checksums of received packets, because the guest leaves them to the
+        // network device (checksum offload).
         capabilities.checksum.ipv4 = Checksum::Tx;
         capabilities.checksum.tcp = Checksum::Tx;
         capabilities

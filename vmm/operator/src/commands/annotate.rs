@@ -106,7 +106,7 @@ pub enum AnnotateError {
     },
 }
 
-/// Prints the annotated function.
+/// Prints the instructions of a function with their shares of the samples.
 ///
 /// # Errors
 /// Returns [`AnnotateError`] if the recording, the function or its code is unavailable.

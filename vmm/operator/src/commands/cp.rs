@@ -151,7 +151,7 @@ fn put(way: &AgentAddress, source: &Path, target: &str) -> Result<ExitStatus, Co
     let name = if piped {
         String::new()
     } else {
-        // Resolve the real name of a directory given as `..` or similar.
+        // If the source is `..` or `.`, take the name of the directory from its real path.
         let full = source.canonicalize().map_err(|error| SendError::Source {
             path: source.to_owned(),
             source: error,

@@ -308,7 +308,7 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
             for &byte in &buffer[..count] {
                 match keys.feed(byte) {
                     KeyAction::Guest(byte) => typed.push(byte),
-                    // The help is lost if standard error is closed.
+                    // Ignore the error. If standard error is closed, the help is lost.
                     KeyAction::Help => drop(io::stderr().write_all(KEYS.as_bytes())),
                     KeyAction::Nothing => {}
                     KeyAction::Quit => return exit.take(LEFT),

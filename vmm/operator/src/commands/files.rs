@@ -297,7 +297,8 @@ pub(super) fn kernel_symbols(
     let symbols = image
         .symbols()
         .ok_or_else(|| SymbolsError::Stripped(path.clone()))?;
-    // The recording or the VM gives the run-time address of one kernel symbol.
+    // The recording or the VM gives the run-time address of one kernel symbol, and thus the offset
+    // of the kernel from its link address.
     let slide = reference.and_then(|(name, running)| {
         let linked = symbols.by_name(name)?.address;
         Some(running.wrapping_sub(linked))

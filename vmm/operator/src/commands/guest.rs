@@ -67,7 +67,7 @@ impl<'s> DeadlineStream<'s> {
 impl Read for DeadlineStream<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = self.end.saturating_duration_since(Instant::now());
-        // A zero timeout would disable the limit.
+        // A timeout of zero would be rejected as invalid, so wait for at least one millisecond.
         self.stream
             .set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         self.stream.read(buffer)
@@ -94,7 +94,8 @@ impl AgentAddress {
         let until = self.wait.map(|wait| Instant::now() + wait);
         let mut before = None;
         let stream = loop {
-            // The VM, its sockets, the guest kernel or the agent may become available later.
+            // Retry until the deadline, because the VM, its sockets, the guest kernel or the agent
+            // may become available later.
             match (self.connect(until), until) {
                 (Ok(stream), _) => break stream,
                 (Err(error), Some(_)) if has_ended(before.as_ref(), &error) => {
@@ -132,7 +133,8 @@ impl AgentAddress {
         let path = match &self.socket {
             Some(path) => path.clone(),
             None => {
-                // The error lists the running VMs if this VM does not exist.
+                // Connect to the control socket first, because its error lists the running VMs if
+                // the VM does not exist.
                 let name = connect(Some(&self.name), None)?.info().name.clone();
                 socket_dir::vsock_path(&socket_dir::directory_of(&name), &name)
             }

@@ -146,7 +146,7 @@ fn hand_over(client: Client, receiver: &UnixStream) -> io::Result<Result<String,
     })
 }
 
-/// Sends the VM of `client` as bytes to the process at the other end of `socket`.
+/// Sends the VM of `client` as a byte stream to the process at the other end of `socket`.
 fn send(mut client: Client, socket: &UnixStream, options: MigrateOptions) -> Result<String, MigrateError> {
     let name = client.info().name.clone();
     let limit = DowntimeLimit {

@@ -214,7 +214,7 @@ fn table(vms: &[(VmSocket, Option<VmInfo>)], all: bool) -> String {
                 row
             }
         };
-        // The strings of another user's VM are untrusted.
+        // Remove control characters, because another user's VM may send any text.
         told.iter().map(|text| one_line(text)).collect()
     }));
     if all {

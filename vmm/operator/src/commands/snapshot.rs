@@ -198,7 +198,7 @@ pub(super) fn take(
         (buffer, changed_bytes) = (state, Some(changed));
     }
     if !stop {
-        // Resume the VM before the data is on disk.
+        // Resume the VM before waiting until the data is on disk.
         client.call(request::SnapshotEnd { stop: false })?;
     }
     let state = partial.create(STATE_FILE).map_err(&failed)?;
@@ -357,7 +357,7 @@ pub fn read_state(client: &mut Client) -> Result<Vec<u8>, ClientError> {
 pub fn read_metadata(client: &mut Client) -> Result<Option<Value>, ClientError> {
     match client.call(request::MmdsGet) {
         Ok(document) => Ok(Some(document).filter(|document| !document.is_null())),
-        // The VM has no metadata service.
+        // The VM refuses the request if it has no metadata service.
         Err(ClientError::Refused(_)) => Ok(None),
         Err(e) => Err(e),
     }

@@ -175,7 +175,7 @@ struct KillOnDrop(Child);
 
 impl Drop for KillOnDrop {
     fn drop(&mut self) {
-        // The process may have exited.
+        // Ignore the error if the process has already exited.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -66,7 +66,8 @@ impl Builtin<'_> {
                 rows.push(unbacked(guest, row, &job, why)?);
                 continue;
             }
-            // The code around the work runs at CPL 0.
+            // The known count includes the instructions around the work, which run at CPL 0 and are
+            // not counted at CPL 3.
             let around = if event == ArchEvent::Instructions {
                 super::AROUND
             } else {

@@ -5,7 +5,7 @@ use control_api::protocol::{GuestCounter, VcpuView};
 use crate::guest::{CpuResult, Measurement};
 use crate::procfs::ThreadFacts;
 
-/// Returns a stopped counter with this value that ran for half of its enabled time.
+/// Returns a stopped counter with the value `value` that ran for half of its enabled time.
 pub(super) fn counter(name: &str, value: u64) -> GuestCounter {
     GuestCounter {
         counter: name.into(),

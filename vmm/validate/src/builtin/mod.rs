@@ -245,8 +245,8 @@ fn unbacked(
     })
 }
 
-/// Returns the known count of `event` over a piece of work, including the instructions of `counted`
-/// around it.
+/// Returns the known count of `event` over `n` units of `work`, including the instructions around
+/// the work that the guest's function `counted` executes.
 fn known(event: ArchEvent, work: &str, n: u64) -> Option<u64> {
     use ArchEvent::*;
     // The comments at known_loop(n) and chase(n) in the guest's sources derive the following

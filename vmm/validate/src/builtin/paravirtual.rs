@@ -195,7 +195,7 @@ mod tests {
             let right = |counted| allows(event, 200, facts, counted);
             assert_eq!([199, 200, 201].map(right), [false, true, false], "{event:?}");
         }
-        // The write that stops the counter is also an MSR write.
+        // The write to the MSR that stops the counter is one more MSR exit.
         assert_eq!(
             [200, 201, 202].map(|counted| allows(MsrExits, 200, facts, counted)),
             [false, true, false]

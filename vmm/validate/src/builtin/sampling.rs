@@ -60,7 +60,7 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// Measures the guest's own samples.
+    /// Compares the samples that the guest takes by PMIs with the expected number and distribution.
     fn interrupt_rows(
         guest: &mut MeasuringGuest,
         backing: &'static str,
@@ -91,7 +91,8 @@ impl Builtin<'_> {
         Ok(rows)
     }
 
-    /// Measures samples that the operator takes while the guest only counts.
+    /// Compares the samples that an operator takes, while the guest only counts, with the expected
+    /// number and distribution.
     fn operator_rows(
         &self,
         guest: &mut MeasuringGuest,

@@ -61,7 +61,7 @@ impl MultiplexedEvents {
         }
     }
 
-    /// Adds an interval with its length and the count of each counter.
+    /// Adds a multiplexing interval with its length and the counts of its counters.
     fn take(&mut self, length_ns: u64, counts: &[u64]) {
         let events = self.estimators.len();
         for (counter, count) in counts.iter().take(self.counters).enumerate() {

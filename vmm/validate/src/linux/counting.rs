@@ -144,8 +144,8 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    /// Measures events with a known count over a program. The clock backing cannot count these
-    /// events and must not appear to count them.
+    /// Measures events whose count over a program is known. The clock backing cannot count these
+    /// events and must not report a count.
     fn numbers(
         &self,
         guest: &mut LinuxGuest,

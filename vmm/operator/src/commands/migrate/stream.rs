@@ -1,4 +1,5 @@
-//! Sends a VM as bytes, with `perfvisor ctl NAME migrate --stream unix:PATH` or with `fd:N`.
+//! Sends a VM as a byte stream, with `perfvisor ctl NAME migrate --stream unix:PATH` or with
+//! `fd:N`.
 //!
 //! This process is a client of the VM. It sends memory in rounds while the guest runs. When a round
 //! is short enough, it pauses the VM and sends the last round and the state. docs/architecture.md
@@ -161,8 +162,8 @@ impl<'s> Destination<'s> {
         }
     }
 
-    /// Returns an error if the destination has sent a message or closed the connection although it
-    /// should wait.
+    /// Returns an error if the destination has sent a message or closed the connection during a
+    /// round, in which it must only receive.
     fn check_waits(&mut self) -> Result<(), SendVmError> {
         let mut fds = [PollFd::new(self.socket, PollFlags::IN)];
         if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {

@@ -75,7 +75,7 @@ pub(super) struct UnwindTotals {
 /// A function in the memory of a process.
 pub(super) struct FoundFunction {
     pub(super) symbol: SavedSymbol,
-    /// `false` if the function is not exported and its name is a file and an offset.
+    /// `true` if `name` is the name of an exported function, `false` if it is a file and an offset.
     pub(super) named: bool,
 }
 

@@ -174,7 +174,7 @@ fn sample(
             gone |= set_sampling(client, request::Disable)?;
         }
         if args.overwrite {
-            // The rings keep the newest samples until a snapshot is due.
+            // The rings overwrite old samples, so read the rings only when a file is to be written.
             if over {
                 streams.drain(recording)?;
                 break;
@@ -381,7 +381,7 @@ impl SampleStreams {
             log::warn!("vCPU {vcpu} was added but is not recorded: {why}");
             return Ok(());
         }
-        // The ring of a former vCPU with the same index contains its last samples.
+        // Drain the ring of a former vCPU with the same index, which contains its last samples.
         for at in 0..self.rings.len() {
             if self.rings[at].info.vcpu == vcpu {
                 self.drain_ring(at, recording)?;
@@ -491,7 +491,7 @@ impl SampleStreams {
 
     /// Drains all rings.
     fn drain(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
-        // Host kernel samples are read first, because VM samples replace some of them.
+        // Read host kernel samples first, because VM samples replace some of them.
         for lane in &mut self.lanes {
             let drained = lane.ring.drain(|sample| lane.merge.light(sample));
             recording.add_losses(drained.lost)?;

@@ -286,7 +286,7 @@ pub(super) mod tests {
             line(3),
             "         2,160,000      cycles                           #    3.000 GHz"
         );
-        // The backing takes precedence over a metric.
+        // For an event with the clock backing, the line names the backing instead of a metric.
         let clock = Total {
             backing: "clock".into(),
             ..all[3].clone()

@@ -266,7 +266,7 @@ impl Replay<'_> {
         let start = Instant::now();
         let _: VmInfo = vm.client.call(request::Resume)?;
         let woken = wait_until(start + self.window, self.signals);
-        // Stops all events at the same time.
+        // Pausing the VM stops all events at the same time.
         vm.pause(start)?;
         let window = start.elapsed();
         if woken == WaitResult::Signal {

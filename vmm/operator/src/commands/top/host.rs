@@ -116,7 +116,7 @@ impl ObservedVms {
                     tell.send((number, WatchEvent::Screen(seen))).is_ok()
                 })
             };
-            // The receiver may have been dropped.
+            // Ignore the error if the receiver has been dropped.
             let _ = tell.send((number, run_observer(looks)));
         };
         let (seen, alive) = match thread::Builder::new().name("vm".into()).spawn(work) {
@@ -151,7 +151,7 @@ impl ObservedVms {
     /// Discards the samples of all VMs.
     pub(super) fn forget(&self) {
         for watched in &self.watched {
-            // The send fails if the thread has ended.
+            // Ignore the error if the thread has ended.
             let _ = watched.forget.send(());
         }
     }
@@ -267,7 +267,8 @@ fn look(
             Ok(()) => collector.reset(),
             Err(RecvTimeoutError::Disconnected) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => match collector.take(Instant::now())? {
-                // With --all, the destination process of a moved VM is found as another VM.
+                // With `--all`, do not follow the VM, because its destination process is found as
+                // another VM.
                 CollectResult::Gone if args.all || !collector.follow(args, stop)? => return Ok(()),
                 CollectResult::Gone => next = Instant::now() + args.delay,
                 CollectResult::Screen(seen) => {
@@ -299,7 +300,7 @@ mod tests {
         install_observer_panic_hook();
         let mut host = ObservedVms::of_nobody(&Top::parse_from(["top", "--all"]).args);
         host.watch("odd".into(), || panic!("a VM that nobody thought of"));
-        // The time limit only bounds a failing test.
+        // Time limit that only a failing test reaches.
         let news = host.news(Duration::from_secs(300));
         assert!(matches!(news, Ok(Some(DisplayUpdate::Changed))), "{news:?}");
         match &host.vms()[0].seen {

@@ -148,7 +148,7 @@ impl Terminal {
 impl Drop for Terminal {
     fn drop(&mut self) {
         if self.mouse {
-            // The terminal may be closed.
+            // Ignore the error if the terminal has been closed.
             let _ = execute!(io::stdout(), DisableMouseCapture);
         }
         ratatui::restore();

@@ -39,7 +39,7 @@ pub(super) struct LiveSymbols {
 impl LiveSymbols {
     pub(super) fn of(client: &mut Client, args: &TopArgs) -> Result<Self, OperatorCommandError> {
         let (info, text) = client.symbols()?;
-        // The VM may have no symbols.
+        // Ignore a parse error, because the VM may have no kernel symbols.
         let running = KernelSymbols::parse_text(&text).ok();
         let reference = running.as_ref().and_then(|symbols| {
             let find = |name| Some((name, symbols.by_name(name)?.address));
@@ -57,7 +57,8 @@ impl LiveSymbols {
 
     pub(super) fn mapping(&mut self, mapping: FileMapping) {
         if self.mappings.len() < MAX_PROGRAM_MAPPINGS {
-            // The new mapping may resolve further locations of this process.
+            // Forget the names of the process's locations, because the new mapping may resolve more
+            // of them.
             self.known.retain(|place, _| place.pid != mapping.pid);
             self.mappings.push(mapping);
         }
