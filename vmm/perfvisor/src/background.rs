@@ -115,7 +115,7 @@ impl DaemonStartup {
         for stream in [libc::STDOUT_FILENO, libc::STDERR_FILENO] {
             replace(stream, &self.null).map_err(|e| DaemonError("dup2", e))?;
         }
-        // The write fails if the parent was killed. The VM continues in that case.
+        // Ignore the error. If the parent was killed, the VM continues.
         let _ = self.tell.write_all(&[VM_RUNNING]);
         Ok(())
     }
@@ -198,7 +198,7 @@ impl ServiceManager {
             VM_STOPPING => "STOPPING=1\n".into(),
             _ => return Ok(()),
         };
-        // The supervisor's filter permits write(2), but not send(2).
+        // Use write(2), because the supervisor's filter does not permit send(2).
         rustix::io::write(socket, state.as_bytes())?;
         Ok(())
     }

@@ -67,7 +67,7 @@ pub fn expand(command: &Command, args: Vec<OsString>) -> Result<ExpandedArgs, Co
         args,
         from_file: None,
     };
-    // Errors in the arguments are reported after the expansion.
+    // Ignore errors here. The complete parser reports them after the expansion.
     let lenient = command.clone().ignore_errors(true);
     let Ok(matches) = lenient.try_get_matches_from(&args) else {
         return Ok(unchanged(args));

@@ -138,7 +138,7 @@ pub fn create_devices(
         let share = share(config, &format!("share{i}"), &tag((i, config)), vm, log)?;
         devices.push(Box::new(share.with_broker(broker)?));
     }
-    // The built-in guests do not use an entropy device.
+    // Create no entropy device for the built-in guests, which do not use one.
     if args.rng && (args.kernel.is_some() || args.takes_saved_machine()) {
         let rng = EntropyDevice::new().map_err(DeviceError::EntropyDevice)?;
         devices.push(Box::new(
@@ -296,7 +296,8 @@ fn network(config: &NetConfig, index: usize, vm: &str) -> Result<NetDevice, Devi
     let tap = Tap::open(&config.tap).map_err(DeviceError::Tap)?;
     let mtu = mtu(&config.tap).map_err(|e| DeviceError::Mtu(config.tap.clone(), e))?;
     let mac = mac(config, vm);
-    // vhost-net would ignore the limits and bypass the metadata service.
+    // Do not use vhost-net for a limited device or one with the metadata service, because it would
+    // ignore the limits and bypass the service.
     let kernel = config.vhost != VhostMode::Off && !config.is_limited() && !config.metadata;
     let opened = kernel.then(VhostNetBackend::open);
     let (kernel, who) = match (config.vhost, opened) {

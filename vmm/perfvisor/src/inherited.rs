@@ -95,7 +95,7 @@ fn is_kept(name: &OsStr) -> bool {
 /// in `/proc/self/stat` (proc_pid_stat(5), fields 50 and 51).
 fn first_environment() -> Option<(usize, usize)> {
     let stat = fs::read_to_string("/proc/self/stat").ok()?;
-    // Field 2, the program name, ends with the last parenthesis.
+    // The program name (field 2) may contain parentheses, so search for the last one.
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut fields = fields.split_ascii_whitespace().skip(47);
     let start: usize = fields.next()?.parse().ok()?;

@@ -28,7 +28,8 @@
         clippy::cast_sign_loss,
     )
 )]
-// The standard macros panic if the reader has closed the pipe; `operator::commands::print` and `say` do not.
+// Use `operator::commands::print` and `say` instead of the standard macros, which panic if the
+// reader has closed the pipe.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
 mod background;
@@ -115,7 +116,7 @@ fn main() -> ExitCode {
 #[error("--log-file {}", .0.display())]
 struct LogFileError(PathBuf, #[source] io::Error);
 
-/// Executes the command. The error types of all commands are unified here.
+/// Executes the command of `cli`, and converts the errors of all commands to one type.
 fn run_command(
     command: CliCommand,
     start: run::StartTime,
@@ -146,7 +147,8 @@ fn run_command(
         CliCommand::Convert(args) => convert::convert(&args)?,
         CliCommand::Generate(args) => generate::generate(&args, cli::command())?,
         CliCommand::KeepShare(args) => {
-            // virtiofsd maps guest memory, and the guest may be able to crash virtiofsd.
+            // A core dump would contain guest memory, which virtiofsd maps, and the guest may be
+            // able to crash virtiofsd.
             privileges::forbid_core_dumps();
             keeper::keep(&args.command)?;
             ExitStatus::PoweredOff
@@ -170,7 +172,7 @@ fn check_arguments(args: Vec<std::ffi::OsString>) -> Result<(), String> {
 /// `parent` still exists.
 fn die_with_parent(parent: u32) -> bool {
     let set = set_parent_process_death_signal(Some(Signal::KILL));
-    // The parent may have exited before prctl.
+    // Check the parent after prctl(2), because it may have exited before.
     let current = getppid().and_then(|pid| u32::try_from(pid.as_raw_nonzero().get()).ok());
     set.is_ok() && current == Some(parent)
 }

@@ -167,8 +167,8 @@ fn run_for(
     if let Some(arrival) = &mut arrival {
         arrival.restore_metadata(metadata.as_deref());
     }
-    // All sockets of the host's network and files of other processes are open. A process to be
-    // jailed still has a single thread.
+    // From here on, the VM opens no socket of the host's network and no file of another process. A
+    // process to be jailed still has a single thread.
     let jail = jail::separate(args, &config)?;
     let begun = begun.unwrap_or_else(DeferredKvmSetup::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
@@ -229,7 +229,7 @@ fn run_for(
         starting.runs().map_err(RunError::Daemon)?;
     }
     manager.ready();
-    // All threads have started. Starting them required code that the running VM does not need.
+    // All threads have been started, so the code that starts them is no longer needed in memory.
     footprint::drop_startup_pages();
     let served = serve(&running, restarter, stopping, &consoles, resized, servers);
     manager.stopping();
@@ -418,7 +418,7 @@ fn controlled(
             (None, None) => "built-in guest".into(),
         },
         moved_from: None,
-        // A daemon's standard streams are /dev/null.
+        // A daemon has no terminal, because its standard streams are `/dev/null`.
         console: match consoles.serial().place() {
             "tty" if args.daemonize => "none".to_owned(),
             place => place.to_owned(),
@@ -584,8 +584,8 @@ impl MutEventSubscriber for Housekeeping {
         } else if fd == self.ticks.as_raw_fd() {
             self.ticks.handle_expiration(self.pmu.core());
             if self.pmu.core().has_unhandled_errors() {
-                // A counter has lost its hardware slot, and its vCPU may stay in guest mode for a
-                // long time.
+                // Kick the vCPU, because its counter has lost the hardware slot and it may stay in
+                // guest mode for a long time.
                 self.registry.kicker().kick();
             }
         } else if fd == self.turns.as_raw_fd() {
@@ -601,7 +601,8 @@ impl MutEventSubscriber for Housekeeping {
         {
             self.registry.stop_ejected();
         }
-        // The loop checks the reason, so the stop event needs no handler.
+        // The stop event needs no handler, because the loop checks the stop reason after each
+        // event.
     }
 
     fn init(&mut self, ops: &mut EventOps) {

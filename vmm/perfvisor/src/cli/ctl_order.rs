@@ -22,7 +22,8 @@ pub(super) fn explain(command: &clap::Command, args: &[OsString]) -> Option<Stri
         None => Some(format!(
             "the VM's name is missing, which comes first: perfvisor ctl NAME {action}; perfvisor ps lists the names"
         )),
-        // The VM may have the name of an action.
+        // In `ctl pause stop`, the VM may be named `pause`, so the order of the words may be
+        // correct.
         Some(name) if is_action(name) => None,
         Some(name) => {
             let rest: String = words.map(|word| format!(" {word}")).collect();

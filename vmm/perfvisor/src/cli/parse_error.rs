@@ -35,7 +35,7 @@ pub(super) fn condense_error(
     let see = format!("see `{path} --help`");
     let meant = |kind| match error.get(kind) {
         Some(ContextValue::String(guess)) => format!("; did you mean '{guess}'?"),
-        // clap sorts suggestions by ascending similarity.
+        // clap sorts its suggestions by ascending similarity, so take the last one.
         Some(ContextValue::Strings(guesses)) if !guesses.is_empty() => {
             format!("; did you mean '{}'?", guesses[guesses.len() - 1])
         }

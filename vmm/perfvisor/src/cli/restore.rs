@@ -151,7 +151,7 @@ impl RunArgs {
             cpu_signature: parsed.cpu_signature,
             cpus: parsed.cpus,
             hide_uncounted: parsed.hide_uncounted,
-            // If the snapshot lacks the option, its guest has no branch records.
+            // A snapshot without the option is that of a guest without branch records.
             lbr: Some(parsed.lbr.unwrap_or(false)),
             memory: parsed.memory,
             pmi_limit: parsed.pmi_limit,
@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(restored("--restore d").unwrap().backing, BackingPolicy::Clock);
         let exact = restored("--restore d --backing exact").unwrap();
         assert_eq!(exact.backing, BackingPolicy::Exact);
-        // A snapshot of the restored VM has its own backing.
+        // A further snapshot of the restored VM stores the new backing.
         assert_eq!(saved_backing(&exact.machine_options), BackingPolicy::Exact);
         let refused = restored("--restore d --backing kvm");
         assert!(matches!(refused, Err(MachineOptionsError::OwnPmu)));

@@ -128,7 +128,7 @@ fn manual_page(man: &Man, command: &clap::Command) -> io::Result<Vec<u8>> {
     let mut page = Vec::new();
     man.render_title(&mut page)?;
     man.render_name_section(&mut page)?;
-    // The generated section lists options without their values.
+    // Replace the generated synopsis, which lists options without their values.
     let usage = command.clone().render_usage().to_string();
     let usage = usage.trim_start_matches("Usage:").trim();
     page.extend_from_slice(format!(".SH SYNOPSIS\n.nf\n{}\n.fi\n", roff_text(usage)).as_bytes());

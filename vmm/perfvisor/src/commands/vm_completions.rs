@@ -99,7 +99,7 @@ mod tests {
         }
         assert!(!words("perfvisor__subcmd__report)"));
         let zsh = completions(Shell::Zsh, Cli::command());
-        // Six commands, and --vm of list and annotate.
+        // Six commands take a VM name, and `list` and `annotate` take one with `--vm`.
         assert_eq!(zsh.matches(NAMES).count(), 8, "{zsh}");
         assert_eq!(bash.matches(NAMES).count(), 8, "{bash}");
         let fish = completions(Shell::Fish, Cli::command());

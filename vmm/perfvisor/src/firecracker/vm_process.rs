@@ -246,7 +246,7 @@ impl VmBackend for VmProcess {
         if let Some(data) = metadata.cloned()
             && let Err(e) = client.call(request::MmdsPut { data })
         {
-            // The guest must not run without its metadata.
+            // Kill the VM, because the guest must not run without its metadata.
             let _ = child.kill();
             let _ = child.wait();
             return Err(error_line(&e));

@@ -1,6 +1,6 @@
 //! Takes over a VM from another process: `run --incoming unix:PATH`.
 //!
-//! A process on another host sends the VM as bytes ([`stream`]). Within this host:
+//! A process on another host sends the VM as a byte stream ([`stream`]). Within this host:
 //!
 //! 1. [`Incoming::wait`] waits for the connection to the VM, before this process has helpers and
 //!    blocks signals.
@@ -183,7 +183,7 @@ fn check_devices(args: &RunArgs, saved: &SavedMachine) -> Result<(), IncomingErr
 pub(super) enum Incoming {
     /// The VM runs in another process on this host.
     Local(Box<LocalVm>),
-    /// The VM arrives as bytes.
+    /// The VM arrives as a byte stream.
     Stream(Box<IncomingStream>),
 }
 
@@ -259,7 +259,8 @@ impl Incoming {
             disk.shared_lock = true;
         }
         check_devices(&restored, &machine.state)?;
-        // The default address is derived from the names of the VM and the tap device.
+        // Keep the addresses of the saved machine. A default address depends on the names of the VM
+        // and the tap device, which may differ here.
         for (net, address) in restored.net.iter_mut().zip(saved_addresses(&machine.state)) {
             net.mac = net.mac.or(Some(address));
         }
@@ -319,7 +320,7 @@ impl LocalVm {
 pub(super) enum Arrival {
     /// The source process is on this host.
     Local(Box<LocalArrival>),
-    /// The VM arrived as bytes.
+    /// The VM arrived as a byte stream.
     Stream(Box<IncomingStream>),
 }
 

@@ -98,7 +98,7 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
         cpus: args.cpus,
         memory_bytes: args.memory,
         memory_kind: MemoryBackingConfig {
-            // virtiofsd, a separate process, maps the memory.
+            // Share the memory with virtiofsd, a separate process that maps it.
             shared: !args.share_dir.is_empty(),
             huge_pages: args.hugepages,
             prealloc: args.prealloc,
@@ -201,7 +201,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
             backing::backability(policy, probe, fitted.vendor(), host)
         }
     };
-    // KVM determines the features of its own vPMU.
+    // Keep the features that KVM has determined for its own vPMU.
     let model = match own {
         Some(_) => fitted,
         None => fitted.without_uncountable_slots(backability),

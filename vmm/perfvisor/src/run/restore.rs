@@ -120,7 +120,7 @@ pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>,
 /// Returns the errors of [`RunArgs::with_machine_options`].
 pub(super) fn machine_args(args: &RunArgs, state: &SavedMachine) -> Result<RunArgs, MachineOptionsError> {
     let mut restored = args.with_machine_options(&state.options)?;
-    // A built-in guest has no entropy device.
+    // Drop `--rng` if the snapshot has no entropy device, as with a built-in guest.
     restored.rng &= state.devices.iter().any(|device| device.name == ENTROPY_DEVICE);
     Ok(restored)
 }

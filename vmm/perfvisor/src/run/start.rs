@@ -64,7 +64,8 @@ impl Helpers {
         let snapshot = restore::open(args)?;
         let incoming = Incoming::wait(args, requester)?;
         footprint::configure_malloc();
-        // Start the broker outside the jail's PID namespace, because it outlives the VM.
+        // Start the broker outside the jail's PID namespace, so that it outlives the VM and can
+        // remove the sockets.
         let broker = SocketBroker::start(confinement(args), privileges::drop_all_privileges)
             .map_err(RunError::Broker)?;
         let manager = Arc::new(jail::enter_pid_namespace(args)?);

@@ -156,7 +156,8 @@ fn edge_frequencies_match_branch_probabilities() {
             .count();
         check(&format!("target {n}"), (calls, to as f64), 0.25);
     }
-    // Each branch starts in the straight-line code after the previous target.
+    // Check that no branch is missing: each branch starts in the straight-line code after the
+    // previous target.
     for pair in stacks.iter().flat_map(|stack| stack.windows(2)) {
         let straight = pair[1].0.wrapping_sub(pair[0].1);
         assert!(straight < 64, "{:x?} after {:x?}", pair[1], pair[0]);

@@ -77,7 +77,7 @@ fn endless_output_ends_with_its_reader() {
         command.stdin(Stdio::null());
         command.stdout(writer.try_clone().unwrap()).stderr(writer);
         let mut child = command.spawn().unwrap();
-        // Close the command's copies of the pipe.
+        // Close the copies of the pipe that `command` holds.
         drop(command);
         let mut lines = BufReader::new(reader).lines();
         for _ in 0..3 {

@@ -11,7 +11,7 @@ use control_api::client::Client;
 use control_api::protocol::OpenedEvent;
 use control_api::request;
 
-/// Maximum number of connections of a VM.
+/// Maximum number of client connections that a VM accepts.
 const ROOM: usize = 32;
 
 /// A client that connects before the VM is complete can count all vCPUs with its first request,

@@ -405,7 +405,7 @@ fn vm_survives_client_that_exhausts_descriptors() {
         let mut stream = vm.raw();
         let mut reply = Vec::new();
         let _ = stream.write_all(b"{\"id\":1,\"call\":\"hello\",\"protocol\":1}\n");
-        // The read ends with end of file, or with a reset because of unread data.
+        // Ignore a reset, which occurs instead of end of file if the VM has not read all data.
         let _ = stream.read_to_end(&mut reply);
         let reply = String::from_utf8_lossy(&reply);
         assert!(
@@ -472,12 +472,12 @@ fn hostile_client_affects_no_other_client() {
     ] {
         let stream = vm.raw();
         let mut writer = stream.try_clone().unwrap();
-        // The VM may close the connection before all bytes are written.
+        // Ignore the result, because the VM may close the connection before all bytes are written.
         let sender = std::thread::spawn(move || writer.write_all(&bytes));
         let mut replies = String::new();
         let ended = BufReader::new(stream).read_to_string(&mut replies);
         let _ = sender.join().unwrap();
-        // A reset is as valid as an orderly shutdown.
+        // The VM may close the connection with a reset instead of an orderly shutdown.
         assert!(
             ended.is_err() || replies.contains(&format!("\"kind\":\"{kind}\"")),
             "{name}: {replies}"
@@ -627,7 +627,7 @@ fn unavailable_processes_and_stacks_report_reason() {
 #[test]
 fn killed_vm_is_removed_from_list() {
     let Some(mut vm) = TestVm::spinning(1) else { return };
-    // The process that would remove the socket is killed as well.
+    // Also kill the socket broker, which would remove the socket.
     let broker = Command::new("pkill")
         .args([
             "-KILL",

@@ -57,7 +57,7 @@ fn exec_ends_on_signal_while_waiting() {
         ("-HUP", libc::SIGHUP),
     ] {
         let mut child = exec(&socket, &["--wait", "600"]);
-        // The request is not answered.
+        // Accept the connection but do not answer the request.
         let (mut stream, _) = listener.accept().unwrap();
         stream.read_exact(&mut [0; 8]).unwrap();
         signal(&child, name);

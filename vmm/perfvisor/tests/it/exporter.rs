@@ -288,7 +288,7 @@ fn exporter_has_no_capabilities_and_exits_on_signal() {
     );
     let tasks = std::fs::read_dir(format!("/proc/{}/task", exporter.id())).unwrap();
     for task in tasks.flatten() {
-        // A connection thread may have exited.
+        // A thread that served a connection may have exited.
         let Ok(status) = std::fs::read_to_string(task.path().join("status")) else {
             continue;
         };

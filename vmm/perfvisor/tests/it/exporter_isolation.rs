@@ -219,7 +219,7 @@ static LONG_ANSWER: LazyLock<String> = LazyLock::new(|| {
     format!("{{\"id\":1,\"error\":{{\"kind\":\"limit\",\"message\":\"{words}\"}}}}\n")
 });
 
-/// Offers 60 sockets with one type of malicious behaviour.
+/// Run as a child process by the tests: offers 60 sockets with one type of malicious behaviour.
 #[test]
 #[ignore = "run by the tests below, as another user"]
 fn as_a_hostile_user() {
@@ -264,7 +264,7 @@ impl HostileUser {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let program = dir.path().join("program");
-        // Copied by another process; see `put_program`.
+        // Copy the test program with another process, for the reason given at `put_program`.
         let own = std::env::current_exe().unwrap();
         assert!(
             Command::new("cp")

@@ -52,7 +52,8 @@ impl WaitingVm {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // The mode is set last. A test connection would be treated as the debugger.
+        // Wait until the socket's mode is set, the last step of its creation. A trial connection
+        // would be treated as the debugger.
         eventually("the socket is there", || {
             fs::metadata(&socket).is_ok_and(|file| file.permissions().mode() & 0o777 == 0o600)
         });
@@ -205,7 +206,7 @@ fn gdb_interrupt_stops_guest_and_counters() {
         .unwrap();
     let mut guest = BufReader::new(vm.child.stdout.take().unwrap()).lines();
     assert!(guest.any(|line| line.is_ok_and(|line| line.contains("spinning"))));
-    // The vCPU may still be in the exit of the message's last character.
+    // Wait, because the vCPU may still be handling the exit of the message's last character.
     eventually("the guest executes user code", || {
         let stat = vm.operator(&["stat", "g", "-j", "-e", "cycles:u", "-d", "0.1"]);
         stat.contains("counter-value") && !stat.contains("<not") && !stat.contains("\"counter-value\":\"0.")

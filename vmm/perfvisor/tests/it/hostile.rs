@@ -156,7 +156,7 @@ fn run_killed_commands(vm: &ConsoleVm, for_how_long: Duration, random: &mut u64)
             .collect();
         std::thread::sleep(Duration::from_millis(20 + xorshift(random) % 300));
         for child in &mut children {
-            // The process may have exited.
+            // Ignore the error if the process has already exited.
             let _ = child.kill();
             child.wait().unwrap();
             count += 1;
@@ -193,7 +193,7 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
             );
         };
         vm.new_line_with("hostile: round");
-        // Buffers and tables are allocated on first use.
+        // Warm up before the first reading, because buffers and tables are allocated on first use.
         let first = run_killed_commands(&vm, each / 4, &mut random);
         std::thread::sleep(Duration::from_millis(300));
         let before = ResourceUse::most_of(pid, 30);
@@ -208,7 +208,7 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
             after.rss_kib <= before.rss_kib + GROWTH_KIB,
             "memory grew: {before:?}, {after:?}"
         );
-        // The guest runs and the VM answers.
+        // Check that the guest still runs and the VM answers.
         vm.new_line_with("hostile: round");
         assert_eq!(vm.operator(&["ps"]).lines().count(), 2);
         assert_eq!(vm.said_count("panicked"), 0, "{:?}", vm.said());

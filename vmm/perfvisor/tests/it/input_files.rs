@@ -157,7 +157,7 @@ fn daemon_with_shared_directory_releases_streams() {
         command.env("XDG_RUNTIME_DIR", dir.path()).output().unwrap()
     };
     for logs in [&["--log-file", log.to_str().unwrap()][..], &[]] {
-        // output() returns when the pipes are closed in all processes.
+        // output() would block if a process that outlives the command kept the pipes open.
         let started = with(&[&["--daemonize", "--cmdline", "loop"], logs].concat());
         assert!(
             started.status.success() && started.stderr.is_empty(),

@@ -103,8 +103,8 @@ fn jailed_vm_changes_user_and_counts() {
     assert!(!sockets.join("somebody.sock").exists(), "its socket goes with it");
 }
 
-/// Starts a jailed VM of this user and waits until the user can operate it. Root is an unmapped user
-/// in the namespace.
+/// Starts a jailed VM as `user`, and waits until `user` can operate it. Root is an unmapped user in
+/// the namespace.
 fn start_as(user: &UnprivilegedUser, options: &[&str]) -> Child {
     let args = [
         "run",
@@ -280,7 +280,8 @@ fn jailed_vm_does_not_read_files_of_root_by_links() {
         (&["--kernel", kernel, "--disk", link], link),
         (&["--kernel", kernel, "--disk", &read_only], link),
         (&["--pmu-filter", link], link),
-        // If the directory is accepted, the built-in guest exits.
+        // If the directory is accepted by mistake, the built-in guest exits and the test does not
+        // block.
         (&["--cmdline", "quiet", "--share-dir", directory], directory),
     ] {
         let mut run = Command::new(PROGRAM);

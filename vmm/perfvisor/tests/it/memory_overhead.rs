@@ -47,7 +47,8 @@ fn vm_memory_overhead_is_bounded() {
         println!("SKIPPED: PERFVISOR_STATIC_DIR names no directory with a release build");
         return;
     };
-    // The memory used by a VM depends on the order in which its threads start.
+    // Other load would change the order in which the VM's threads start, on which the memory usage
+    // depends.
     let _lock = test_lock::exclusive();
     // The heap usage of a VM depends on the order in which its threads start. The minimum of three
     // runs is the memory that the VM needs.

@@ -190,7 +190,7 @@ fn every_guest_counter_has_series() {
 fn vendor_event_names_are_resolved_by_perf() {
     let dir = tempfile::tempdir().unwrap();
     let perf = dir.path().join("perf");
-    // Written by another process; see `put_program`.
+    // Write the script with another process, for the reason given at `put_program`.
     let write = r#"cat >"$0" <<'END'
 #!/bin/sh
 echo '[{"EventName": "made.up", "Encoding": "cpu/event=0xC4/"}, {"EventName": "made.hard", "Encoding": "cpu/event=0xC4,any=1/"}]'

@@ -260,7 +260,7 @@ fn vm_that_cannot_move_goes_on() {
         "{text}"
     );
 
-    // The receiver has no disk.
+    // The VM cannot move to a receiver without a disk.
     let mut receiver = source.receiver(&[]);
     let (status, text) = source.migrate();
     assert_eq!(status, Some(2), "{text}");
@@ -310,7 +310,8 @@ impl Drop for Tap {
     }
 }
 
-/// The document of the metadata service moves with the VM, both within this host and as bytes.
+/// The document of the metadata service moves with the VM, both within this host and in a byte
+/// stream.
 #[test]
 fn metadata_moves_with_the_vm() {
     let taps = [Tap::create("pvm"), Tap::create("pvn")];

@@ -77,7 +77,7 @@ fn prometheus_scrapes_20_vms() {
     if !is_installed("prometheus", "--version") {
         return;
     }
-    // Prometheus limits a scrape to five seconds.
+    // Run alone, because Prometheus limits a scrape to five seconds.
     let _lock = test_lock::exclusive();
     let Some(mut host) = Host::start(&[]) else { return };
     for n in 0..VMS {

@@ -51,7 +51,7 @@ fn repeated_resets_leak_nothing() {
             assert_eq!(vm.line_with("boot"), NEW, "{way}: {:?}", vm.said());
         }
         vm.operator(&["ctl", "machine", "pause"]);
-        // The operator's connection closes asynchronously.
+        // Wait, because the VM closes the operator's connection asynchronously.
         eventually(&format!("{way}: no more than {before:?}"), || {
             let now = vm.resource_counts();
             now.0 <= before.0 && now.1 <= before.1

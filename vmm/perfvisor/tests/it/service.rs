@@ -119,7 +119,7 @@ fn daemonize_detaches_or_reports_failure() {
         "--log-file",
         log,
     ];
-    // output() returns when the pipes are closed in all processes, so the daemon has closed them.
+    // output() has returned, so the daemon has closed its copies of the pipes.
     let (status, _, stderr) = perfvisor(&run);
     assert_eq!((status, stderr.as_str()), (Some(0), ""));
     let status = perfvisor(&["ctl", "d", "status"]).1;

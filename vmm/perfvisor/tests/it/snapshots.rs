@@ -227,7 +227,8 @@ fn second_restore_with_the_same_disk_is_refused() {
     assert!(runs());
 }
 
-/// If a VM has parts that a snapshot cannot include, the error names them, and the VM continues.
+/// If the VM has devices or settings that a snapshot cannot include, the error names them, and the
+/// VM continues.
 #[test]
 fn unsupported_parts_are_named() {
     let sockets = tempfile::tempdir().unwrap();

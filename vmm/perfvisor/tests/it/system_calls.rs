@@ -146,7 +146,8 @@ fn syscall_instruction(pid: u32) -> u64 {
     found.into_iter().next().expect("no system call instruction")
 }
 
-/// Returns the kind of a thread, determined by its name, or `None` for a kernel thread.
+/// Returns the kind of a thread of the VM, determined by the name of the thread, or `None` for a
+/// kernel thread.
 fn kind_of(pid: u32, tid: i32, name: &str) -> Option<SandboxedThreadKind> {
     Some(match name {
         _ if tid.unsigned_abs() == pid => SandboxedThreadKind::Main,

@@ -83,7 +83,8 @@ fn text_screen_shows_all_views() {
             .filter(|l| l.split_whitespace().next() == Some(first))
             .count()
     };
-    // One row is in the table of vCPUs, and the others are in the table of guest counters.
+    // One of the rows belongs to the table of vCPUs, and the others belong to the table of guest
+    // counters.
     assert!(rows("0") > 1 && rows("0") == rows("1"), "{text}");
     for (args, word) in [
         (&["test", "--once", "-e", "kvm:exits"][..], "cannot sample"),
@@ -140,7 +141,7 @@ fn on_screen(text: &str) -> Vec<String> {
     screen.into_iter().map(line).collect()
 }
 
-/// `top` on a pseudo-terminal, with its output.
+/// A `top` process on a pseudo-terminal, and its output.
 struct OnTerminal {
     child: Child,
     slave: OwnedFd,

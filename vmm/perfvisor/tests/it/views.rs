@@ -86,7 +86,7 @@ fn overwrite_recording_writes_newest_samples_on_signal() {
     eventually("the file is created", || output.exists());
     let length = || std::fs::metadata(&output).unwrap().len();
     for files in 1..=2 {
-        // Long enough for the samples to fill the ring more than once.
+        // Sleep long enough for the samples to fill the ring more than once.
         std::thread::sleep(Duration::from_secs(2));
         assert!(length() < 16 << 10, "{} bytes before the signal", length());
         send(&child, "-USR2");

@@ -1,4 +1,5 @@
-//! Receives a VM as bytes from `perfvisor ctl NAME migrate --stream`, on this host or another.
+//! Receives a VM as a byte stream from `perfvisor ctl NAME migrate --stream`, on this host or
+//! another.
 //!
 //! The stream is untrusted. [`snapshot::stream`] limits frames and ranges, the state is checked
 //! like that of a snapshot, and nothing runs before all of it has been received.
@@ -69,7 +70,7 @@ impl IncomingStream {
             StreamMessage::Hello(hello) => hello,
             _ => return Err(MigrationStreamError::Preamble),
         };
-        // The name is used in one-line messages.
+        // Remove control characters from the name, because it is used in one-line messages.
         hello.name = one_line(&hello.name);
         requester.0.set(Some(Reply::Stream(refusal)));
         Ok(Self {
@@ -231,7 +232,8 @@ impl IncomingStream {
 /// `why`.
 pub(super) fn refuse(stream: &mut UnixStream, why: &str) -> Result<(), MigrationStreamError> {
     stream::send(stream, &StreamMessage::Failed(why.to_owned()))?;
-    // Closing a connection with unread data may lose the message.
+    // Close only the sending direction, because closing a connection with unread data may lose the
+    // message.
     stream.shutdown(Shutdown::Write)?;
     stream.set_read_timeout(Some(REFUSAL_TIMEOUT))?;
     let until = Instant::now() + REFUSAL_TIMEOUT;

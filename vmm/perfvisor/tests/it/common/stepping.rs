@@ -58,7 +58,8 @@ impl Run {
     }
 }
 
-/// Returns `perfvisor run` with the words of `line`, and with a kernel and its command line.
+/// Returns the command `perfvisor run` with the options in `line` and, if given, a kernel with its
+/// command line.
 pub(crate) fn command(line: &str, kernel: Option<(&Path, &str)>) -> Command {
     let mut command = Command::new("timeout");
     command

@@ -1,4 +1,4 @@
-//! A VM that is sent as bytes, with `ctl migrate --stream` and with `fd:N` at both ends.
+//! A VM that is sent as a byte stream, with `ctl migrate --stream` and with `fd:N` at both ends.
 
 use std::io::Write as _;
 use std::net::Shutdown;
