@@ -50,7 +50,7 @@ pub enum ClientError {
     /// No VM has this name.
     #[error("no VM named '{name}' is running{}", running(name, .others))]
     NoSuchVm {
-        /// Requested name.
+        /// Name that was requested.
         name: String,
         /// Names of the existing VMs.
         others: Vec<String>,
@@ -70,13 +70,13 @@ pub enum ClientError {
     /// The VM refused the request.
     #[error(transparent)]
     Refused(#[from] RequestError),
-    /// The connection broke.
+    /// Reading from the connection or writing to it failed.
     #[error("the VM's control socket")]
     Io(#[from] io::Error),
     /// The VM's process is stopped.
     #[error("the VM does not respond: its process {0} is stopped; resume it with `kill -CONT {0}`")]
     Stopped(u32),
-    /// The VM did not reply within this time.
+    /// The VM did not reply within the timeout. The value is the timeout.
     #[error("the VM does not respond: no reply for {} s", .0.as_secs_f64())]
     Silent(Duration),
     /// The reply is malformed.

@@ -107,13 +107,13 @@ requests! {
     /// Sets the target size of the balloon. The guest's driver changes the actual size as far and
     /// as fast as it can. Reply: [`BalloonInfo`].
     Balloon {
-        /// Size in MiB.
+        /// Target size of the balloon, in MiB.
         size_mib: u32,
     } => BalloonInfo;
     /// Sets the interval at which the guest's driver sends memory statistics. Reply:
     /// [`BalloonInfo`].
     BalloonStatistics {
-        /// Interval in seconds.
+        /// Interval between memory statistics, in seconds.
         interval_s: u16,
     } => BalloonInfo;
     /// Replaces the filter of the events that the guest may count.
@@ -134,12 +134,12 @@ requests! {
     } => ();
     /// Replaces the document of the metadata service.
     MmdsPut {
-        /// Any JSON value.
+        /// The new document, which may be any JSON value.
         data: serde_json::Value,
     } => ();
     /// Applies a merge patch (RFC 7396) to the document of the metadata service.
     MmdsPatch {
-        /// The patch.
+        /// The merge patch to apply.
         data: serde_json::Value,
     } => ();
     /// Requests the document of the metadata service. Reply: a JSON value, `null` if there is no
@@ -224,7 +224,7 @@ requests! {
     ProcessMemory {
         /// Process ID in the guest's initial PID namespace.
         pid: u32,
-        /// Start address.
+        /// Virtual address of the first byte in the process.
         address: u64,
         /// Number of bytes, at most [`protocol::MAX_PROCESS_MEMORY`].
         bytes: u32,
@@ -233,7 +233,7 @@ requests! {
     GuestView => SnapshotId;
     /// Returns the snapshot of the guest's PMU programming. Reply: [`VmGuestCounters`].
     GuestViewResult {
-        /// Generation of the snapshot.
+        /// Generation of the snapshot, from the reply to [`GuestView`].
         generation: u64,
     } => VmGuestCounters;
     /// Pauses the VM for a snapshot, or continues a snapshot that a previous call started. Reply:
@@ -242,7 +242,7 @@ requests! {
     /// Reads guest memory sequentially, starting at offset 0. Reply: [`SnapshotPiece`] and a memfd
     /// with the bytes.
     SnapshotMemory {
-        /// End of the previous piece.
+        /// Offset in guest memory at which to continue: 0, or the end of the previous piece.
         offset: u64,
     } => SnapshotPiece;
     /// Returns the state of the VM, once its memory has been read. Reply:
@@ -262,7 +262,7 @@ requests! {
     /// Reads a piece of a round, which is the memory written since the preceding round. Reply:
     /// [`MigrationPiece`], and a memfd with the bytes.
     MigrationMemory {
-        /// 0, or the end of the previous piece.
+        /// Offset in guest memory at which to continue: 0, or the end of the previous piece.
         offset: u64,
     } => MigrationPiece;
     /// Releases the disk images. After this call, the VM does not resume when the connection
@@ -275,7 +275,7 @@ requests! {
     Code {
         /// Address space: CR3 of a sample.
         cr3: u64,
-        /// Start address.
+        /// Virtual address of the first byte.
         address: u64,
         /// Number of bytes, at most [`protocol::MAX_CODE`].
         length: u32,

@@ -51,7 +51,7 @@ pub enum SocketError {
     /// A system call failed.
     #[error("{what} {}", .path.display())]
     Os {
-        /// Name of the operation.
+        /// Operation that failed, for the error message.
         what: &'static str,
         /// Path of the affected file.
         path: PathBuf,
@@ -527,7 +527,7 @@ fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, SocketError> {
     Ok(names)
 }
 
-/// Connects to VM `name`. Removes a socket without a listener.
+/// Connects to VM `name`. Removes the socket if a dead VM has left it.
 ///
 /// # Errors
 /// Returns the error of `connect(2)`.

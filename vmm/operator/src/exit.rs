@@ -17,7 +17,7 @@ pub enum ExitStatus {
     BadInput,
     /// The guest requested a reset.
     Reset,
-    /// Triple fault or other shutdown of a vCPU.
+    /// A vCPU was shut down, for example by a triple fault.
     TripleFault,
     /// Internal error of Perfvisor or KVM.
     Internal,

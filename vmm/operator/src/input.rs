@@ -21,7 +21,7 @@ const POLL_INTERVAL: Timespec = Timespec {
     tv_nsec: 20_000_000,
 };
 
-/// A file opened by [`open`].
+/// A file opened by [`open`]: the bytes of the first read, followed by the rest of the file.
 pub type ProfileInput = Chain<Cursor<Vec<u8>>, InterruptibleFile>;
 
 /// A file with a potentially slow writer. A stop signal interrupts a read even in a thread that

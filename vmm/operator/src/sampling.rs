@@ -80,7 +80,7 @@ pub(crate) fn wait_for_kernel<E: From<ClientError>>(
 /// The mapped ring of a vCPU.
 pub(crate) struct VcpuRing {
     reader: RingReader,
-    /// Description by the VM.
+    /// Description of the ring, as sent by the VM.
     pub(crate) info: SampleRingInfo,
     overwrite: bool,
 }

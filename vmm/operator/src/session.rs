@@ -53,7 +53,7 @@ pub fn connect_at(socket: &Path) -> Result<Client, ClientError> {
 /// Count of one event on all vCPUs of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmEventCount {
-    /// Name of the event, as in the list.
+    /// Name of the event, as in the event list.
     pub event: String,
     /// Count since the start of the session, scaled to the whole time; `None` if the event was not
     /// counted.

@@ -162,7 +162,7 @@ pub fn parse_sort(text: &str) -> Result<SortKeys, ParseValueError> {
     text.split(',').map(key).collect::<Result<_, _>>().map(SortKeys)
 }
 
-/// Labels of a profile's samples.
+/// Labels that a pprof profile attaches to its samples.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProfileLabels(pub Vec<SampleLabel>);
 

@@ -97,9 +97,9 @@ pub enum EventKind {
     Raw {
         /// Event select, unit mask and flags.
         config: u64,
-        /// `config1`.
+        /// Value of `config1` in `perf_event_attr`.
         config1: u64,
-        /// `config2`.
+        /// Value of `config2` in `perf_event_attr`.
         config2: u64,
     },
     /// A KVM binary statistic, by name (`exits`, `halt_exits`).

@@ -371,7 +371,7 @@ fn print_status(info: &VmInfo) -> Result<ExitStatus, CtlError> {
     Ok(DONE)
 }
 
-/// Returns the VM's PMU and settings for `ctl status`, one line each.
+/// Formats the VM's PMU and settings as lines of `ctl status`.
 fn settings_text(info: &VmInfo) -> String {
     let mut text = format!("PMU {}", info.pmu);
     if let Some(settings) = &info.settings {
@@ -394,7 +394,7 @@ fn settings_text(info: &VmInfo) -> String {
     text + "\n"
 }
 
-/// Returns one line about the balloon.
+/// Formats the state of the balloon as one line of text.
 fn balloon_text(balloon: &BalloonInfo) -> String {
     let mut text = format!(
         "balloon {} MiB, target {} MiB, {} MiB released so far",

@@ -143,7 +143,7 @@ impl FlowControlWindow {
     }
 }
 
-/// The sending end of the connection, shared by several threads.
+/// Writing end of the connection to the agent, shared by several threads.
 type SharedOutput = Arc<Mutex<UnixStream>>;
 
 fn send(out: &SharedOutput, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
@@ -217,7 +217,7 @@ fn lost(way: &AgentAddress, error: io::Error) -> GuestAgentError {
 /// connection to the agent, which wakes all threads.
 struct ConnectionShutdown {
     stream: UnixStream,
-    /// Message with the reason for the shutdown.
+    /// Message that states why the connection was shut down.
     reason: OnceLock<&'static str>,
     /// Number of frames received from the agent.
     frames: AtomicU64,

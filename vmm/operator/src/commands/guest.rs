@@ -81,7 +81,8 @@ pub struct AgentAddress {
     pub name: String,
     /// Path of the vsock socket, if it differs from the default.
     pub socket: Option<PathBuf>,
-    /// Time to retry while the agent is unavailable.
+    /// Time for which connecting is retried while the agent is unavailable; `None` to try only
+    /// once.
     pub wait: Option<Duration>,
 }
 
@@ -244,7 +245,7 @@ mod tests {
         })
     }
 
-    /// Runs an agent that accepts every request.
+    /// Simulates an agent that accepts every request.
     fn accept(listener: &UnixListener) {
         let (mut stream, _) = listener.accept().unwrap();
         let mut line = Vec::new();

@@ -94,14 +94,14 @@ pub fn ps(args: &PsArgs) -> Result<ExitStatus, OperatorCommandError> {
     Ok(DONE)
 }
 
-/// A control socket of a VM.
+/// A control socket that was found in a socket directory.
 #[derive(Clone)]
 pub(crate) struct VmSocket {
     /// Name of the VM.
     pub(crate) name: String,
     /// Path of the socket.
     pub(crate) path: PathBuf,
-    /// Owner of the directory; `None` if this user specified the directory.
+    /// User ID of the owner of the socket directory; `None` if this user specified the directory.
     pub(crate) owner: Option<u32>,
 }
 

@@ -33,7 +33,7 @@ pub struct EventSelector {
     cmask: u64,
 }
 
-/// A vendor event.
+/// A vendor-specific event of a processor, as listed by perf.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VendorEvent {
     /// Name of the event in lowercase, as printed by perf.

@@ -50,7 +50,7 @@ pub enum PerfError {
     Directory(#[source] io::Error),
 }
 
-/// Events of a processor.
+/// The vendor events of a processor, and a note on their origin.
 #[derive(Debug)]
 pub struct VendorEventTable {
     /// The events, sorted by name.

@@ -247,7 +247,7 @@ fn show(
     Ok(print(&text)?)
 }
 
-/// An observation of a VM's exits.
+/// Source of a VM's exits: KVM's statistics, opened as events, and the VM's own exit statistics.
 pub(super) struct ExitObserver {
     statistics: Vec<OpenedEvent>,
     /// Reason KVM's statistics are unavailable.
@@ -315,7 +315,7 @@ impl ExitObserver {
         })
     }
 
-    /// Returns remarks on incomplete data.
+    /// Returns notes for the user about missing or incomplete exit data.
     fn remarks(&self, total: &ExitTotals, trace: &Result<ExitTrace, TraceError>) -> String {
         let mut out = String::from("\n");
         let untimed = total.untimed();

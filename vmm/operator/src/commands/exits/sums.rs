@@ -52,7 +52,7 @@ fn add(sum: &mut TimedExits, other: &TimedExits) {
     }
 }
 
-/// A reading of a VM's exits.
+/// Exits of a VM from all sources, as of one reading.
 #[derive(Debug, Default)]
 pub(in super::super) struct ExitReading {
     /// Exits to user space since the start of the observation. Only the maximum times cover a
@@ -188,7 +188,7 @@ pub(super) mod tests {
     use super::*;
     use control_api::protocol::ExitsOfReason;
 
-    /// Creates exits with one reason on one vCPU.
+    /// Creates the exit statistics of one vCPU with exits of one reason.
     pub(in super::super) fn seen(
         vcpu: u32,
         reason: &str,

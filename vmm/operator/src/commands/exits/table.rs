@@ -227,7 +227,7 @@ mod tests {
         assert!(!text.contains("KVM"), "{text}");
     }
 
-    /// Untimed exits have no mean instead of a mean of zero.
+    /// Untimed exits have no mean duration, rather than a misleading mean of zero.
     #[test]
     fn untimed_exits_have_no_mean() {
         let mut vcpu = seen(0, "kick", 1, 0, 0);

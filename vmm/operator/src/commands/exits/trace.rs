@@ -196,7 +196,7 @@ impl ExitTrace {
         all
     }
 
-    /// Returns remarks on incomplete data.
+    /// Returns notes for the user about missing or incomplete trace data.
     pub(super) fn remarks(&self) -> String {
         let mut out = String::new();
         let lost: u64 = self.vcpus.values().map(|vcpu| vcpu.counted.lost).sum();

@@ -69,14 +69,14 @@ pub enum SendVmError {
         round.as_millis()
     )]
     NotConverging {
-        /// Number of rounds.
+        /// Number of rounds that were sent.
         rounds: u32,
         /// Duration of the last round.
         round: Duration,
     },
 }
 
-/// Outcome of a failed move.
+/// Error of a migration, with the process that can continue the VM.
 #[derive(Debug)]
 pub enum SendFailure {
     /// The VM continues in the source process.
@@ -103,13 +103,13 @@ pub struct DowntimeLimit {
 /// A VM that has been sent.
 #[derive(Debug)]
 pub struct SentVm {
-    /// The process in which the VM runs.
+    /// The destination process, in which the VM now runs.
     pub arrival: StreamArrival,
     /// Number of rounds, including the round in which the VM was paused.
     pub rounds: u32,
     /// Number of bytes of memory that were sent.
     pub bytes: u64,
-    /// Duration of the whole move.
+    /// Duration of the whole migration.
     pub duration: Duration,
     /// Time during which the VM was paused.
     pub downtime: Duration,
@@ -117,7 +117,7 @@ pub struct SentVm {
     pub left_over: Option<ClientError>,
 }
 
-/// The connection to the destination.
+/// The connection to the destination process.
 struct Destination<'s> {
     socket: &'s UnixStream,
     writer: BufWriter<&'s UnixStream>,

@@ -8,7 +8,7 @@ use perf_core::branch::BranchFilter;
 use super::args::RecordArgs;
 use control_api::protocol::BranchStacks;
 
-/// Filter words with perf's names.
+/// Words of option `-j`, named as in perf, with their branch filters.
 const WORDS: [(&str, BranchFilter); 10] = [
     ("any", BranchFilter::ANY),
     ("any_call", BranchFilter::ANY_CALL),
@@ -25,7 +25,7 @@ const WORDS: [(&str, BranchFilter); 10] = [
 /// Error returned when a branch filter is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseBranchFilterError {
-    /// Unsupported word.
+    /// The filter contains an unsupported word.
     #[error(
         "'{0}' is unsupported; use any, any_call, any_ret, ind_call, ind_jmp, call, cond, u, k and save_type"
     )]
@@ -84,7 +84,7 @@ impl FromStr for BranchOverhead {
     }
 }
 
-/// Returns the branch stacks that the options request.
+/// Returns the parameters of the requested branch stacks, or `None` if none are requested.
 pub(super) fn branch_stacks(args: &RecordArgs) -> Option<BranchStacks> {
     let any = args.branch_any.then_some(BranchFilter::ANY);
     let filter = args.branch_filter.map(|BranchFilterArg(filter)| filter).or(any)?;

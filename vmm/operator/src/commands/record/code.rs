@@ -45,7 +45,7 @@ struct ProcessMappings {
     times: u32,
 }
 
-/// Cached information about the guest's programs.
+/// Cache of the mappings, symbols and unwind tables of the guest's programs.
 pub(super) struct ProgramCache {
     source: Option<PacedClient>,
     /// Guest files, if the user specified their location. They contain data that may not be
@@ -72,7 +72,7 @@ pub(super) struct UnwindTotals {
     pub(super) cut: u64,
 }
 
-/// A function in the memory of a process.
+/// A function of a guest process that contains a looked-up address.
 pub(super) struct FoundFunction {
     pub(super) symbol: SavedSymbol,
     /// `true` if `name` is the name of an exported function, `false` if it is a file and an offset.
@@ -98,7 +98,7 @@ impl PacedClient {
         Ok(self.client.call(request::ProcessCode { pid })?.mappings)
     }
 
-    /// Reads `len` bytes at `address`, with zeros for unmapped memory.
+    /// Reads `len` bytes of the memory of process `pid` at `address`. Unmapped bytes are 0.
     fn memory(&mut self, pid: u32, address: u64, len: u64) -> Option<Vec<u8>> {
         let len = usize::try_from(len).ok()?;
         let mut all = Vec::new();
@@ -149,7 +149,7 @@ impl ProgramCache {
         }
     }
 
-    /// Drops the mappings of process `pid` after an exec.
+    /// Drops the cached mappings of process `pid` after an exec.
     pub(super) fn forget(&mut self, pid: u32) {
         self.processes.remove(&pid);
     }
@@ -366,7 +366,7 @@ fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Opti
     LoadedModule::of_file(&bytes, unwinds)
 }
 
-/// Searches mappings sorted by address.
+/// Returns the mapping that contains `address`. `mappings` must be sorted by address.
 fn find(mappings: &[CodeMapping], address: u64) -> Option<&CodeMapping> {
     let after = mappings.partition_point(|mapping| mapping.start <= address);
     let mapping = mappings[..after].last()?;

@@ -315,7 +315,7 @@ fn run_control_commands(
 struct SampledEvent {
     handle: u32,
     vcpu: u32,
-    /// Stream ID in the samples.
+    /// Stream ID that identifies the event in samples.
     stream_id: u64,
     ring: GuestSampleRing,
     clock_offset_ns: u64,
@@ -324,7 +324,7 @@ struct SampledEvent {
     said_blind: bool,
 }
 
-/// The sample sources of a recording.
+/// The rings from which a recording reads samples and context switches.
 struct SampleStreams {
     rings: Vec<VcpuRing>,
     lanes: Vec<SampledEvent>,
@@ -332,7 +332,7 @@ struct SampleStreams {
     switches: Vec<VcpuSwitches>,
     /// Preemptions of vCPUs that have been removed.
     stolen: StolenTime,
-    /// Lane indices by stream ID.
+    /// Index of each event in `lanes`, by stream ID.
     by_stream: HashMap<u64, usize>,
     /// Sample statistics of the VM's former processes, from which it has moved.
     left: Option<SampleTotals>,

@@ -142,7 +142,7 @@ impl RecordedSymbols {
         self.flat
     }
 
-    /// Adds a function in the memory of a process.
+    /// Keeps the symbol of a function that was found in the memory of a process.
     pub(super) fn keep(&mut self, function: FoundFunction) {
         let FoundFunction { symbol, named } = function;
         if let Some(pid) = symbol.pid {

@@ -46,14 +46,14 @@ pub(super) struct Recording {
     writer: PerfDataWriter<BufWriter<File>>,
     /// Metadata and events of the current file, which the next file repeats.
     head: (ProfileMetadata, Vec<EventInfo>),
-    /// State of `--switch-output`.
+    /// Trigger and completed files of `--switch-output`, if given.
     switch: Option<OutputSwitch>,
     names: RecordedSymbols,
     /// Mappings and modules of the guest's programs.
     code: ProgramCache,
     /// Size of the stack copies to unwind, in bytes.
     stack_bytes: Option<u32>,
-    /// Frame buffer for unwinding.
+    /// Buffer for the frames of a stack, reused for each unwinding.
     frames: Vec<u64>,
     ids: EventIds,
     first_id: u64,
@@ -80,7 +80,7 @@ pub(super) struct Recording {
     damaged: u64,
     /// Offset from the sample clock to the clock of the file, in nanoseconds.
     clock_offset_ns: u64,
-    /// Build ID directory of perf.
+    /// Build ID directory of perf, unless the symbols are not to be stored there.
     for_perf: Option<BuildIdDir>,
 }
 
@@ -160,7 +160,8 @@ impl Recording {
         self.ids.add(opened);
     }
 
-    /// Sets the offset from the clock of the following samples to the clock of the file.
+    /// Sets the offset, in nanoseconds, that converts the times of further samples to the clock of
+    /// the file.
     pub(super) fn set_clock_offset(&mut self, offset_ns: u64) {
         self.clock_offset_ns = offset_ns;
     }
@@ -461,7 +462,7 @@ impl Recording {
             .is_some_and(|switch| switch.is_due(bytes, signals))
     }
 
-    /// Continues in a new file.
+    /// Completes the current file and continues the recording in a new one.
     pub(super) fn switch_file(&mut self, args: &RecordArgs) -> Result<(), RecordError> {
         self.writer.checkpoint().map_err(RecordError::Write)?;
         let symbols = self.symbols_of_file(args);

@@ -14,9 +14,9 @@ const MAX_COMMANDS: usize = 64;
 /// The pipes of `--control fifo:CTL[,ACK]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlPipes {
-    /// Pipe for commands.
+    /// Path of the pipe from which commands are read.
     ctl: PathBuf,
-    /// Pipe for acknowledgements.
+    /// Path of the pipe to which acknowledgements are written.
     ack: Option<PathBuf>,
 }
 
@@ -75,7 +75,7 @@ pub enum RecordingControlError {
     NoPipe(PathBuf),
 }
 
-/// The open pipes.
+/// The open pipes of `--control`.
 #[derive(Debug)]
 pub struct RecordingControl {
     ctl: File,
@@ -115,7 +115,7 @@ impl RecordingControl {
         })
     }
 
-    /// Returns the received commands. Logs unknown ones.
+    /// Returns the commands received since the previous call, and logs unknown commands.
     pub fn words(&mut self) -> Vec<ControlCommand> {
         let mut words = Vec::new();
         let mut bytes = [0; 256];
@@ -159,7 +159,7 @@ impl RecordingControl {
         }
     }
 
-    /// Acknowledges a command.
+    /// Writes the acknowledgement of one command, if there is a pipe for it.
     pub fn acknowledge(&mut self) {
         if let Some(ack) = &mut self.ack
             && let Err(e) = ack.write_all(b"ack\n")

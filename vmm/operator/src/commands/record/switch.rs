@@ -15,7 +15,7 @@ const MIN_SIZE: u64 = 16 << 10;
 /// The event after which a recording continues in a new file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputSwitchTrigger {
-    /// SIGUSR2.
+    /// The recorder has received SIGUSR2.
     Signal,
     /// The file has reached a size, in bytes.
     Size(u64),
@@ -57,10 +57,10 @@ impl FromStr for OutputSwitchTrigger {
     }
 }
 
-/// The state of `--switch-output`.
+/// Trigger and completed files of `--switch-output`.
 pub(super) struct OutputSwitch {
     trigger: OutputSwitchTrigger,
-    /// Start of the current file.
+    /// Time at which the current file was started.
     since: Instant,
     /// Names of the completed files, the oldest first.
     completed: VecDeque<PathBuf>,

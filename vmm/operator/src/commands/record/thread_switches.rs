@@ -40,7 +40,7 @@ impl VcpuSwitches {
         })
     }
 
-    /// Passes each new switch to `each`.
+    /// Passes each new context switch to `each`.
     pub(super) fn drain(&mut self, mut each: impl FnMut(ThreadSwitch)) -> DrainStats {
         self.ring.drain(|switch| {
             match (switch.kind, self.preempted_at_ns.take()) {
@@ -54,13 +54,13 @@ impl VcpuSwitches {
         })
     }
 
-    /// Returns the preemptions that have ended.
+    /// Returns the number and duration of the preemptions that have ended.
     pub(super) fn stolen(&self) -> StolenTime {
         self.stolen
     }
 }
 
-/// Preemptions of vCPUs by the host.
+/// Number and total duration of preemptions of vCPUs by the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct StolenTime {
     preemptions: u64,

@@ -26,7 +26,7 @@ impl<'p> UnnamedCode<'p> {
         }
     }
 
-    /// Counts an address in an object.
+    /// Counts an address without a name in `object`, a program or library.
     pub(super) fn add(&mut self, object: &str) {
         match self.addresses.get_mut(object) {
             Some(count) => *count += 1,
@@ -36,7 +36,7 @@ impl<'p> UnnamedCode<'p> {
         }
     }
 
-    /// Logs a line per object.
+    /// Logs one line per object, with the number of addresses and the reason they have no name.
     pub(super) fn log(self, files: &mut Symbolizer<'_>) {
         let objects = self.addresses.len();
         for (object, count) in self.addresses.iter().take(MAX_OBJECTS) {

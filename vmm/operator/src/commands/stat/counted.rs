@@ -41,12 +41,12 @@ impl CountedEvents {
         })
     }
 
-    /// Returns the events.
+    /// Returns the opened events of the measurement.
     pub(super) fn opened(&self) -> &[OpenedEvent] {
         &self.opened
     }
 
-    /// Returns the last readings.
+    /// Returns the latest readings of the events.
     pub(super) fn readings(&self) -> &[EventReading] {
         &self.readings
     }
@@ -123,7 +123,7 @@ impl CountedEvents {
         Ok(true)
     }
 
-    /// Adds events of the current process.
+    /// Adds events that were opened in the current process, and makes their handles unique.
     fn extend(&mut self, events: Vec<OpenedEvent>) {
         let first_handle = self.first_handle;
         self.opened.extend(events.into_iter().map(|mut event| {

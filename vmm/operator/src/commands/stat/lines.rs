@@ -163,7 +163,7 @@ pub(super) fn final_table(vm: &str, runs: &[Vec<Total>], elapsed: &[f64], args: 
     out
 }
 
-/// Formats the final metrics.
+/// Formats the metrics of all runs, as printed at the end.
 fn final_metrics(
     vm: &str,
     totals: &[Total],

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::totals::Total;
 use control_api::events::format::{CountResult, CountUnit};
 
-/// Miss events, their reference events, and the descriptions in perf.
+/// Miss ratios: a miss event, its reference event, and perf's description of the ratio.
 const SHARES: [(&str, &str, &str); 7] = [
     ("branch-misses", "branches", "of all branches"),
     ("cache-misses", "cache-references", "of all cache refs"),
@@ -198,14 +198,14 @@ fn width(heading: &str) -> usize {
 }
 
 impl MetricRow {
-    /// Formats the headings.
+    /// Formats the headings of the row's metrics.
     pub(super) fn headings(&self) -> String {
         let each = self.metrics.iter();
         each.map(|(heading, _)| format!("  {heading:>width$}", width = width(heading)))
             .collect()
     }
 
-    /// Formats the numbers, with `~` before estimates.
+    /// Formats the values of the row's metrics, with `~` before estimates.
     pub(super) fn numbers(&self) -> String {
         let each = self.metrics.iter();
         each.map(|(heading, metric)| {
@@ -216,12 +216,12 @@ impl MetricRow {
         .collect()
     }
 
-    /// Returns whether any metric is an estimate.
+    /// Returns whether any metric of the row is an estimate.
     pub(super) fn has_estimates(&self) -> bool {
         self.metrics.iter().any(|(_, metric)| metric.estimate)
     }
 
-    /// Formats the headings and numbers as CSV with `separator`.
+    /// Formats the row as CSV. Returns the headings and the values, separated by `separator`.
     pub(super) fn csv(&self, separator: &str) -> (String, String) {
         let headings: Vec<&str> = self.metrics.iter().map(|(heading, _)| heading.as_str()).collect();
         let numbers: Vec<String> = self

@@ -197,7 +197,7 @@ fn measure_once(
         let now = Instant::now();
         let over = woken == WaitResult::Signal || end.is_some_and(|end| now >= end) || is_reader_closed();
         if over {
-            // Stop all events before the first one is read.
+            // Stop all events before the first one is read, so that they cover the same period.
             match client.call(request::Disable) {
                 Err(e) if !e.is_gone() => return Err(e.into()),
                 _ => {}

@@ -363,7 +363,8 @@ impl RestoredVm {
         }
     }
 
-    /// Logs a warning if the outcome of a step is unknown.
+    /// Logs a warning if the VM has lost track of single steps, because their instructions are not
+    /// counted.
     fn report_lost_steps(&mut self) -> Result<(), ReplayError> {
         let counts: Vec<VcpuCounts> = self.client.call(request::Counts)?;
         let lost: u64 = counts.iter().map(|vcpu| vcpu.steps_lost).sum();

@@ -39,7 +39,7 @@ const KERNEL_PATIENCE: Duration = Duration::from_secs(10);
 /// Timeout for the vCPUs to report their guest counters.
 const VIEW_PATIENCE: Duration = Duration::from_millis(500);
 
-/// New data of the VM, or the end of the VM.
+/// Result of a data collection: new data, or the end of the VM.
 pub(super) enum CollectResult {
     Screen(Box<VmScreen>),
     Gone,
@@ -205,7 +205,7 @@ impl Collector {
         self.rings = rings;
     }
 
-    /// Adds a sample.
+    /// Adds a sample of `vcpu` to the collected data.
     fn add(&mut self, vcpu: u32, sample: &Sample<'_>) {
         let raw = SampleData::decode(sample.raw).unwrap_or_default();
         let pid = raw.task.map_or(NO_PID, |(pid, ..)| pid);

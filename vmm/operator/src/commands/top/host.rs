@@ -22,7 +22,7 @@ const DISCOVERY_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum number of observed VMs.
 const MAX_VMS: usize = 512;
 
-/// An event from the thread of a VM.
+/// Message from the observer thread of a VM.
 enum WatchEvent {
     Screen(Box<VmScreen>),
     Gone,

@@ -2,7 +2,7 @@
 
 use control_api::protocol::{VcpuView, VmInfo};
 
-/// A VM in the list.
+/// A VM in the list of `perfvisor top`.
 #[derive(Clone, Debug)]
 pub struct ListedVm {
     /// Name of the VM, followed by `@` and the user if the owner is another user.
@@ -14,7 +14,7 @@ pub struct ListedVm {
 /// Observed state of a VM.
 #[derive(Clone, Debug)]
 pub enum ObservedState {
-    /// No data yet.
+    /// The VM has not sent data yet.
     Waiting,
     /// Data of the last update.
     Shown(Box<VmScreen>),
@@ -24,7 +24,7 @@ pub enum ObservedState {
     Failed(String),
 }
 
-/// Data of a VM at one moment.
+/// Data of one VM for display.
 #[derive(Clone, Debug)]
 pub struct VmScreen {
     /// Description of the VM.
@@ -63,7 +63,7 @@ pub struct TopSymbolRow {
     pub kernel: bool,
 }
 
-/// The activity of a vCPU.
+/// Samples and event rates of one vCPU since the last update.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TopVcpuRow {
     /// Index of the vCPU.
@@ -79,7 +79,7 @@ pub struct TopVcpuRow {
 pub struct TopExitRow {
     /// `true` for a KVM statistic, `false` for an exit to user space.
     pub kvm: bool,
-    /// Exit reason.
+    /// Name of the exit reason or of the KVM statistic.
     pub what: String,
     /// Rate of exits per second.
     pub per_second: f64,
@@ -101,7 +101,7 @@ pub enum RateCell {
     NotCounted,
     /// The event was counted.
     Rate {
-        /// Rate per second.
+        /// Number of events per second.
         per_second: f64,
         /// Ratio of running time to enabled time.
         share: f64,

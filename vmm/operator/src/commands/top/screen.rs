@@ -34,7 +34,7 @@ const HELP: &[&str] = &[
     "arrows, page keys   choose a row",
 ];
 
-/// The data displayed at one moment.
+/// Data of all displayed VMs, and the sampling parameters.
 #[derive(Clone, Debug)]
 pub struct TopScreen {
     /// Name of the sampled event.

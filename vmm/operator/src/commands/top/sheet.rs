@@ -81,7 +81,7 @@ impl TableRow {
         }
     }
 
-    /// Creates a row that belongs to the VM with this label.
+    /// Creates a row in the default style that belongs to the VM `label`.
     pub fn of_vm(label: &str, cells: Vec<CellValue>) -> Self {
         Self {
             whose: RowOwner {
@@ -164,7 +164,7 @@ impl SortableTable {
         self.columns.iter().map(of).collect()
     }
 
-    /// Returns the areas of the columns within `area`.
+    /// Returns the screen areas of the table's columns within `area`.
     pub fn places(&self, area: Rect) -> Vec<Rect> {
         Layout::horizontal(self.widths()).spacing(1).split(area).to_vec()
     }

@@ -7,9 +7,9 @@ use super::sheet::RowOwner;
 
 /// Maximum length of the search text, in characters.
 const MAX_SEARCH_CHARS: usize = 60;
-/// Number of rows per page.
+/// Number of rows by which Page Up and Page Down scroll.
 const PAGE: isize = 20;
-/// Number of rows per step of the mouse wheel.
+/// Number of rows by which a step of the mouse wheel scrolls.
 const TURN: isize = 3;
 
 /// A table that can be displayed.
@@ -59,12 +59,12 @@ impl TopView {
     }
 }
 
-/// The display state of a view.
+/// Sort order, cursor and scroll position of a view.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TopViewState {
     /// Index of the sort column; `None` for the default order.
     pub sort: Option<usize>,
-    /// `true` for the reverse order.
+    /// `true` to reverse the sort order.
     pub reverse: bool,
     /// Index of the selected row.
     pub cursor: usize,
@@ -85,7 +85,7 @@ pub struct ScreenAreas {
     pub whose: Vec<RowOwner>,
 }
 
-/// The selections of the user.
+/// State of the user interface: selected view, filters, search and cursors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TopUiState {
     /// `true` if all VMs of the host are displayed.
@@ -107,7 +107,7 @@ pub struct TopUiState {
     pub drawn: ScreenAreas,
 }
 
-/// The effect of a key or mouse event.
+/// Action that the caller must take after a key or mouse event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UiAction {
     /// Quit the program.
@@ -119,7 +119,7 @@ pub enum UiAction {
 }
 
 impl TopUiState {
-    /// Creates the initial state.
+    /// Creates the state with the first available view selected and without filters.
     pub fn new(all_vms: bool) -> Self {
         let view = TopView::available(all_vms)[0];
         Self {
