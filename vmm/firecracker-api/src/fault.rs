@@ -5,7 +5,7 @@ use crate::types::FaultBody;
 /// An API call that failed, given by the status and the message of the error response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiFault {
-    /// Status code.
+    /// HTTP status code.
     pub status: u16,
     /// Error message in one line, which consists of the invalid field or object and the reason.
     pub message: String,

@@ -14,7 +14,7 @@ pub const DEFAULT_MAX_BODY: usize = 51_200;
 /// Maximum number of header fields.
 const MAX_FIELDS: usize = 64;
 
-/// Method of a request.
+/// HTTP method of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// `GET`, which reads a resource.
@@ -36,10 +36,10 @@ impl Method {
     }
 }
 
-/// A complete request.
+/// A complete HTTP request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The method.
+    /// HTTP method.
     pub method: Method,
     /// Path of the request target.
     pub path: String,
@@ -162,10 +162,10 @@ fn body_fields(head: &httparse::Request<'_, '_>, max_body: usize) -> Result<Body
 /// Interim response for a client that waits for permission before it sends the body.
 pub const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
-/// A response.
+/// An HTTP response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Response {
-    /// Status code.
+    /// HTTP status code.
     pub status: u16,
     /// JSON body; `None` for a response without content.
     pub body: Option<String>,

@@ -22,7 +22,7 @@ const PCI_OFF: &str = "pci=off";
 /// device must be added to the default command line.
 const DEFAULT_BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
-/// The configuration of a VM.
+/// Configuration of a VM, as set by API calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmResources {
     machine: MachineConfig,
@@ -398,7 +398,7 @@ impl VmResources {
         self.balloon = Some(balloon);
     }
 
-    /// Returns the balloon.
+    /// Returns the configuration of the balloon, if there is one.
     pub fn balloon(&self) -> Option<&Balloon> {
         self.balloon.as_ref()
     }
@@ -714,7 +714,7 @@ fn drive_option(drive: &Drive) -> Option<String> {
     Some(option)
 }
 
-/// Appends the limits of a rate limiter to an option of `perfvisor run`.
+/// Appends the limits of `limiter` to `option`, an option of `perfvisor run`.
 fn push_limits(option: &mut String, prefix: &str, limiter: Option<&RateLimiter>) {
     let Some(RateLimiter { bandwidth, ops }) = limiter else {
         return;

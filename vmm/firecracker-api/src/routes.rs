@@ -18,7 +18,7 @@ use crate::types::{
 /// Maximum length of an identifier, in bytes.
 const MAX_ID: usize = 64;
 
-/// A typed call.
+/// An API call with its parsed body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiCall {
     /// `GET /`
@@ -88,9 +88,9 @@ pub enum ApiCall {
 /// A method and path that the API serves, with the types of the bodies.
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
-    /// Method.
+    /// HTTP method.
     pub method: Method,
-    /// Path, with a parameter in braces.
+    /// Path of the resource. A path parameter is in braces.
     pub path: &'static str,
     /// Summary for the OpenAPI description.
     pub summary: &'static str,

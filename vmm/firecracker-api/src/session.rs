@@ -175,12 +175,12 @@ impl<B: VmBackend> ApiSession<B> {
         self.state
     }
 
-    /// Returns the backend.
+    /// Returns the backend, which starts and controls the VM.
     pub fn backend(&mut self) -> &mut B {
         &mut self.backend
     }
 
-    /// Answers a request.
+    /// Executes the API call of an HTTP request, and returns the response.
     pub fn answer(&mut self, request: &Request) -> Response {
         let response = routes::route(request).and_then(|call| self.call(call));
         response.unwrap_or_else(|fault| {

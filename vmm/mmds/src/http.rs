@@ -16,13 +16,13 @@ const FORWARDED_FIELD: &str = "X-Forwarded-For";
 /// A guest request. The body, if any, is ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetadataRequest {
-    /// Method.
+    /// HTTP method.
     pub method: String,
     /// Path, without scheme and host.
     pub path: String,
     /// `true` if the guest accepts JSON.
     pub accepts_json: bool,
-    /// Session token.
+    /// Session token that the guest sent, if any.
     pub token: Option<Vec<u8>>,
     /// Lifetime of the token to issue, as the name and value of the header field.
     pub ttl: Option<(String, String)>,
@@ -35,13 +35,13 @@ pub struct MetadataRequest {
 /// A response to the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MetadataResponse {
-    /// Status code.
+    /// HTTP status code.
     pub status: u16,
     /// `true` if the body is JSON, otherwise it is text.
     pub is_json: bool,
     /// Lifetime in seconds of the token in the body, if the body is a token.
     pub ttl_s: Option<u32>,
-    /// The body.
+    /// Body of the response.
     pub body: String,
 }
 

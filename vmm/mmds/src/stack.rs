@@ -121,7 +121,7 @@ impl MetadataStack {
         }
     }
 
-    /// Serves connections and timers.
+    /// Answers the requests on all connections, and handles expired timers.
     pub fn poll(&mut self, now: Instant) {
         let mut listens = false;
         for connection in &mut self.connections {

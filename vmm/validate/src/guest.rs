@@ -51,12 +51,12 @@ pub struct GuestHello {
     pub unavailable: u32,
 }
 
-/// A measurement for the guest.
+/// A measurement that the guest is requested to make.
 #[derive(Clone, Debug, Default)]
 pub struct MeasurementJob {
     /// Type of work that the guest does.
     pub work: &'static str,
-    /// Amount of work.
+    /// Amount of work. The unit depends on the type of work.
     pub n: u64,
     /// Privilege level at which the work is done, for types of work that support both levels.
     pub cpl: u32,
@@ -80,14 +80,14 @@ impl MeasurementJob {
         }
     }
 
-    /// Sets the privilege level.
+    /// Sets the privilege level at which the work is done.
     #[must_use]
     pub fn at(mut self, cpl: u32) -> Self {
         self.cpl = cpl;
         self
     }
 
-    /// Adds a counter.
+    /// Adds a general-purpose counter with an event selector.
     #[must_use]
     pub fn counter(mut self, selector: u64) -> Self {
         self.selectors.push(selector);
@@ -110,10 +110,10 @@ impl MeasurementJob {
     }
 }
 
-/// Results of one guest CPU.
+/// Counts and PMI statistics of one guest CPU.
 #[derive(Clone, Debug, Deserialize)]
 pub struct CpuResult {
-    /// TSC ticks around the work.
+    /// Duration of the work, in TSC ticks.
     pub tsc: u64,
     /// Values of the general-purpose counters.
     pub c: Vec<u64>,
@@ -160,7 +160,7 @@ pub struct OperatorEvents<'a> {
 }
 
 impl<'a> OperatorEvents<'a> {
-    /// Returns events to count.
+    /// Specifies that `events` are counted without sampling.
     pub fn counting(events: &'a str) -> Self {
         Self { events, period: None }
     }
@@ -169,7 +169,7 @@ impl<'a> OperatorEvents<'a> {
 /// Results of the operator's events during a measurement.
 #[derive(Debug)]
 pub struct OperatorResults {
-    /// Open events, or the failure if they were refused.
+    /// Opened events, or the VM's error if it refused them.
     pub opened: Result<Vec<OpenedEvent>, RequestError>,
     /// Counts of the events.
     pub readings: Vec<EventReading>,
@@ -191,7 +191,7 @@ impl OperatorResults {
     }
 }
 
-/// All results of a measurement.
+/// Results of a measurement from the guest, the host and the operator.
 #[derive(Debug)]
 pub struct Measurement {
     /// The guest's results, by CPU.

@@ -37,7 +37,7 @@ pub struct LinuxFiles {
 /// Properties of the host's KVM for the report.
 #[derive(Clone, Debug, Serialize)]
 pub struct KvmSummary {
-    /// All known properties, in JSON.
+    /// Properties of KVM, in JSON.
     #[serde(flatten)]
     pub facts: serde_json::Value,
     /// Description of how KVM runs guest code.
@@ -55,7 +55,7 @@ pub struct HostProperties {
     /// Number of general-purpose and fixed counters of the host that are available per vCPU
     /// (slots).
     pub slots: String,
-    /// Properties of perf events.
+    /// Properties of the host's perf events, as probed.
     pub probe: HostProbe,
     /// Reason the host's PMU cannot count for guests (hardware backing).
     pub no_hardware: Option<String>,

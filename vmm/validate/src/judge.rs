@@ -100,7 +100,7 @@ pub struct MeasuredEvidence {
     pub guest: Option<u64>,
     /// Count on the host, and the permitted deviation of the guest from it.
     pub host: Option<Expectation>,
-    /// Independently known value, if any.
+    /// Expected count from an independent source, if any.
     pub expected: Option<Expectation>,
 }
 

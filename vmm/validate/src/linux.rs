@@ -58,7 +58,7 @@ struct LinuxGuest {
     vm: ChildVm,
 }
 
-/// Result of a command.
+/// Output and exit status of a command in the guest.
 #[derive(Debug, Default)]
 struct CommandResult {
     text: String,
@@ -259,7 +259,7 @@ fn field(text: &str, key: &str) -> Option<u64> {
         .find_map(|word| word.strip_prefix(key)?.parse().ok())
 }
 
-/// A line of `perf stat -x,`.
+/// Count of one event, parsed from a line of `perf stat -x,`.
 #[derive(Debug, Clone, PartialEq)]
 struct Count {
     /// CPU number with `-A` (`CPU0`).

@@ -134,8 +134,8 @@ mod tests {
         assert_eq!(verdict, TooBusy);
     }
 
-    /// Known counts are measured once, unless another row of the measurement depends on time, and one
-    /// failure is final.
+    /// A row with a known count is measured once, unless another row of the same measurement
+    /// depends on time. One failure of such a row is final.
     #[test]
     fn failure_independent_of_time_is_final() {
         for verdict in [Pass, Fail] {

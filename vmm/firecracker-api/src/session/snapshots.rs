@@ -1,4 +1,4 @@
-//! Saving and restoring a VM.
+//! API calls that save and restore a VM.
 
 use super::{ApiSession, VmBackend};
 use crate::fault::ApiFault;

@@ -115,7 +115,7 @@ impl phy::Device for FrameBuffer {
     }
 }
 
-/// A packet from the guest.
+/// Token with which smoltcp takes the packet received from the guest.
 pub(super) struct Received(Vec<u8>);
 
 impl phy::RxToken for Received {
@@ -124,7 +124,7 @@ impl phy::RxToken for Received {
     }
 }
 
-/// Permission to send one packet.
+/// Token with which smoltcp sends one packet to the guest.
 pub(super) struct Transmission<'a>(&'a mut FrameBuffer);
 
 impl phy::TxToken for Transmission<'_> {

@@ -167,7 +167,7 @@ fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -
 /// Description of the origin of an expected count in TSC ticks, for the report.
 const CPU_TIME: &str = "CPU time of the vCPU's thread, as the host's kernel accounts it, less that of a measurement of nothing, times the TSC frequency";
 
-/// A guest counter.
+/// Index of a general-purpose or fixed counter of the guest.
 #[derive(Clone, Copy, Debug)]
 enum GuestCounterId {
     General(usize),

@@ -15,7 +15,7 @@ use crate::report::{CheckKind, ReportRows, ValidationRow};
 /// includes programming all counters, which takes far less time.
 const TURN_MS: u64 = 20;
 const LENGTH_MS: u64 = 800;
-/// Number of events beyond the number of counters.
+/// Number of multiplexed events in excess of the number of counters.
 const EXTRA: usize = 3;
 /// Maximum tolerance of a multiplexed row, in percent of the expected count. With a larger
 /// tolerance, almost any count would pass.

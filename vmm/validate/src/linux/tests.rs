@@ -13,7 +13,7 @@ use crate::guest::tests::{opened, reading};
 use crate::host::tests::options;
 use crate::report::ValidationRow;
 
-/// Scripted values of all sources.
+/// Values that the simulated guest, host and operator report.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ScriptedValues {
     /// Output of each command, by `case` pattern of the shell.

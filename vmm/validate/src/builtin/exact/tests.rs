@@ -81,7 +81,8 @@ fn correct_counts_pass() {
     assert_eq!(user.len(), 2, "instructions and branches at CPL 3");
 }
 
-/// A count that is off by one instruction, branch, load or store fails exactly its row.
+/// A count that is off by one instruction, branch, load or store fails the row of its event and no
+/// other row.
 #[test]
 fn count_off_by_one_fails_its_row() {
     for event in ArchEvent::ALL {
