@@ -590,7 +590,7 @@ pub struct RunArgs {
     pub machine_options: BTreeMap<String, String>,
 }
 
-/// Reason parsing ends without a command.
+/// Text with which the program exits instead of executing a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CliExit {
     /// Help or version text for standard output. The exit status is 0.

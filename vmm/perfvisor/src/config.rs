@@ -18,7 +18,7 @@ use operator::input;
 
 /// Maximum size of the file, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Options that cannot be keys.
+/// Options of `run` that cannot be keys of the configuration file.
 const NON_KEY_OPTIONS: [&str; 3] = ["config", "dump-config", "help"];
 
 /// Errors of the configuration file. Each message is one line.
@@ -48,12 +48,12 @@ pub enum ConfigFileError {
     NotText(String),
 }
 
-/// The arguments after the expansion of `--config`.
+/// Command-line arguments with the options of the file given by `--config`.
 #[derive(Debug)]
 pub struct ExpandedArgs {
-    /// All arguments.
+    /// The arguments, including those from the file.
     pub args: Vec<OsString>,
-    /// The file, and the keys that the command line does not override.
+    /// Path of the file, and those of its keys that the command line does not override.
     pub from_file: Option<(PathBuf, Vec<String>)>,
 }
 

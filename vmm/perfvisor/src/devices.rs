@@ -158,7 +158,7 @@ pub fn create_devices(
     })
 }
 
-/// Creates the balloon.
+/// Creates the balloon device, if requested.
 fn balloon(args: &RunArgs) -> Result<Option<BalloonDevice>, DeviceError> {
     let origin = match args.restore {
         Some(_) => RamOrigin::Snapshot,

@@ -144,13 +144,13 @@ pub enum FirecrackerError {
     /// The state file of `--describe-snapshot` cannot be used.
     #[error("--describe-snapshot {}", .0.display())]
     DescribeSnapshot(PathBuf, #[source] StateFileError),
-    /// The socket cannot be bound.
+    /// The socket of the API cannot be bound.
     #[error("--api-sock {}", .0.display())]
     Socket(PathBuf, #[source] io::Error),
     /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
-    /// The process cannot be confined.
+    /// The API process cannot be confined.
     #[error(transparent)]
     Confine(#[from] ApiProcessConfinementError),
 }
@@ -280,7 +280,7 @@ fn session(
     Ok(session)
 }
 
-/// Reads the file given by `option`.
+/// Reads and parses the JSON file at `path`. Error messages name `option`.
 fn read_json<T: DeserializeOwned>(option: &'static str, path: &Path) -> Result<T, FirecrackerError> {
     let failed = |e| FirecrackerError::ReadJson(option, path.into(), e);
     let mut bytes = Vec::new();

@@ -114,13 +114,13 @@ pub enum JailerError {
     /// The control group cannot be used.
     #[error("--cgroup")]
     Cgroup(#[from] CgroupError),
-    /// The kernel rejects a limit.
+    /// The kernel rejects a resource limit.
     #[error("--resource-limit")]
     Limit(#[source] io::Error),
     /// The jail cannot be built.
     #[error(transparent)]
     Jail(#[from] ChrootJailError),
-    /// The program does not start.
+    /// The jailed program does not start.
     #[error("{0} does not start")]
     Start(String, #[source] io::Error),
     /// The version cannot be printed.
@@ -226,7 +226,7 @@ fn micros(time: Timespec) -> u64 {
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0) / 1000
 }
 
-/// Returns the name of the program.
+/// Returns the file name of the program, which must contain [`EXEC_NAME`].
 fn exec_name(exec_file: &Path) -> Result<String, JailerError> {
     let name = exec_file.file_name().and_then(|name| name.to_str());
     let name = name.filter(|name| name.contains(EXEC_NAME));

@@ -69,7 +69,7 @@ const STOP_SIGNALS: &str = "the signals that end it";
 /// Time limit for writing the guest's remaining console output after the VM has stopped.
 const CONSOLE_DRAIN: Duration = Duration::from_secs(2);
 
-/// The start time of the program.
+/// Time at which `main` started, and the CPU time that the process had consumed by then.
 #[derive(Clone, Copy, Debug)]
 pub struct StartTime {
     main: Instant,

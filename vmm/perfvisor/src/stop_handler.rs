@@ -50,7 +50,7 @@ impl StopHandler {
         })
     }
 
-    /// Returns the descriptors to poll.
+    /// Returns the descriptors that the main loop must poll.
     pub fn fds(&self) -> [RawFd; 2] {
         [self.signals.as_raw_fd(), self.timer.as_raw_fd()]
     }

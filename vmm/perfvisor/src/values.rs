@@ -50,7 +50,7 @@ impl FromStr for SecurityProfile {
     }
 }
 
-/// The socket for observers.
+/// Path and permissions of the observer socket (`--observers`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObserverSocketArg {
     /// Path of the socket.

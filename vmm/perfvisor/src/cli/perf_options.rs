@@ -5,7 +5,7 @@
 
 use clap::{Arg, ArgAction, Command};
 
-/// Identifier of the clap argument, commands, short option and long option.
+/// An accepted option: identifier of the clap argument, commands, short option and long option.
 type AcceptedOption = (
     &'static str,
     &'static [&'static str],

@@ -27,7 +27,7 @@ const CONFIG_FIELD: &str = "_vm_config";
 /// Maximum size of a request or a reply, in bytes.
 const MAX_LINE: u64 = 1 << 20;
 
-/// A request to save the VM.
+/// Request to the process that writes snapshots: saves the VM to files.
 #[derive(Debug, Serialize, Deserialize)]
 struct SaveRequest {
     state: PathBuf,
@@ -56,7 +56,8 @@ pub struct SnapshotWriter {
 }
 
 impl SnapshotWriter {
-    /// Starts the process. The kernel terminates it when this process exits.
+    /// Starts the process that writes snapshots. The kernel terminates it when the calling process
+    /// exits.
     pub fn start(program: &Path, socket: &Path) -> io::Result<Self> {
         let mut child = Command::new(program)
             .arg0("perfvisor")

@@ -42,7 +42,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Size of one read of the VM's messages, in bytes.
 const MESSAGE_BYTES: usize = 4096;
 
-/// A VM that is being configured or running.
+/// A VM that is being configured, or the child process in which it runs.
 pub struct VmProcess {
     program: PathBuf,
     check: CheckCommandLine,
@@ -60,10 +60,10 @@ pub struct ChildDescriptors {
     pub messages: ChildStderr,
 }
 
-/// A running VM.
+/// The child process of a running VM, with a connection to its control socket.
 struct ChildVm {
     child: Child,
-    /// `None` while the event loop polls the descriptors.
+    /// Descriptors to poll; `None` while the event loop has taken them.
     descriptors: Option<ChildDescriptors>,
     client: Client,
     snapshots: Option<SnapshotWriter>,

@@ -57,7 +57,7 @@ impl Write for PanicDetector {
 }
 
 impl PanicMessage {
-    /// Searches a line of the console, which the guest controls.
+    /// Stores the panic message if `line` contains one. The guest controls the contents of `line`.
     fn search(&self, line: &[u8]) {
         let line = String::from_utf8_lossy(line);
         // At the end of its panic handling, Linux prints the message once more after `---[ end`.

@@ -35,7 +35,7 @@ pub(super) fn drop_startup_pages() {
 /// Returns the start and the length of the program's image up to the end of its code.
 fn text() -> (*const u8, usize) {
     unsafe extern "C" {
-        // Defined by the linker; the range is read-only.
+        // Symbols defined by the linker. The range between them is read-only.
         static __executable_start: u8;
         static etext: u8;
     }

@@ -276,7 +276,7 @@ impl LocalVm {
         Ok(Self { client, process })
     }
 
-    /// Pauses the VM and receives it.
+    /// Pauses the VM and receives its memory and state.
     fn receive(self, args: &RunArgs) -> Result<(RunArgs, RestoredMachine, Arrival), IncomingError> {
         let Self { mut client, process } = self;
         let stays_paused = client.info().state == VmState::Paused;
@@ -336,7 +336,7 @@ pub(super) struct LocalArrival {
 }
 
 impl Arrival {
-    /// Returns a description of the guest.
+    /// Returns a description of the guest that names the source VM, for operators.
     pub(super) fn description(&self) -> String {
         let name = match self {
             Self::Local(vm) => &vm.client.info().name,

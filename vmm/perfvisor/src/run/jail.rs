@@ -17,7 +17,7 @@ use crate::background::{self, ServiceManager};
 use crate::cli::RunArgs;
 use crate::inherited::InheritedDescriptors;
 
-/// Time limit for the exit of threads.
+/// Time limit for the exit of the probe threads.
 const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Joins the control group of the jail, if any.

@@ -15,7 +15,7 @@ use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
 use crate::devices::mac;
 
-/// Name of the entropy device.
+/// Name of the entropy device in a snapshot.
 const ENTROPY_DEVICE: &str = "rng0";
 /// Virtio device ID of network devices.
 const VIRTIO_NET: u32 = 1;

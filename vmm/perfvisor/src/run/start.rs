@@ -32,7 +32,7 @@ pub(super) struct Helpers {
     pub(super) inherited: InheritedDescriptors,
     /// Snapshot to restore, with the options of its guest.
     pub(super) snapshot: Option<(RunArgs, RestoredMachine)>,
-    /// VM to take over.
+    /// VM to take over from another process (`--incoming`).
     pub(super) incoming: Option<Incoming>,
     pub(super) broker: Arc<SocketBroker>,
     pub(super) manager: Arc<ServiceManager>,

@@ -14,7 +14,7 @@ use crate::firecracker::{request, terminate};
 /// User and group of the jailed program.
 const USER: &str = "54321";
 
-/// Directories of a jail.
+/// Temporary directories in which a test builds a jail.
 struct JailerTest {
     base: tempfile::TempDir,
     _lock: SharedLock,

@@ -3,7 +3,7 @@
 
 use crate::common::console_vm::ConsoleVm;
 
-/// Results of the guest.
+/// Results of a guest with a slow PMI handler.
 struct SlowHandler {
     /// Number of PMIs, and number of periods that elapsed while an earlier PMI was still to be
     /// handled.
@@ -18,7 +18,8 @@ struct SlowHandler {
     held_ns: u64,
 }
 
-/// Runs the guest. Returns `None` if KVM is unavailable.
+/// Runs the guest with the slow PMI handler on the PMU model `pmu`. Returns `None` if KVM is
+/// unavailable.
 fn slow_handler(pmu: &str) -> Option<SlowHandler> {
     let args = ["--pmu", pmu, "--stats", "--cmdline", "quiet slow-handler=500"];
     let mut vm = ConsoleVm::start(&args)?;

@@ -239,7 +239,7 @@ fn calls(own: u64, victim: u64) -> Vec<Call> {
         ("F_SETSIG of SIGURG", libc::SYS_fcntl, [NONE, 10, 23, 0, 0, 0]),
         ("F_SETOWN_EX", libc::SYS_fcntl, [NONE, 15, 0, 0, 0, 0]),
         ("F_SETOWN", libc::SYS_fcntl, [NONE, 8, victim, 0, 0, 0]),
-        // Signals and other processes.
+        // Calls that signal or change other processes.
         ("kill", libc::SYS_kill, [victim, 9, 0, 0, 0, 0]),
         ("tkill", libc::SYS_tkill, [victim, 9, 0, 0, 0, 0]),
         ("tgkill outside", libc::SYS_tgkill, [victim, victim, 9, 0, 0, 0]),
@@ -264,7 +264,7 @@ fn calls(own: u64, victim: u64) -> Vec<Call> {
             [number(libc::SIGCHLD), 0, 0, 0, 0, 0],
         ),
         ("clone3", libc::SYS_clone3, [0; 6]),
-        // Sockets, files and memory.
+        // Calls that open sockets or files, or change memory mappings.
         ("a local socket", libc::SYS_socket, [1, NONE, 0, 0, 0, 0]),
         ("an internet socket", libc::SYS_socket, [2, 1, 0, 0, 0, 0]),
         ("connect", libc::SYS_connect, [NONE, 0, 0, 0, 0, 0]),
@@ -280,7 +280,7 @@ fn calls(own: u64, victim: u64) -> Vec<Call> {
         ("unlink", libc::SYS_unlink, [0; 6]),
         ("memory for code", libc::SYS_mprotect, [0, 0, executable, 0, 0, 0]),
         ("memfd_create", libc::SYS_memfd_create, [0; 6]),
-        // Kernel interfaces.
+        // Calls of further kernel interfaces.
         ("KVM_CREATE_VM", libc::SYS_ioctl, [NONE, 0xae01, 0, 0, 0, 0]),
         ("KVM_RUN", libc::SYS_ioctl, [NONE, 0xae80, 0, 0, 0, 0]),
         ("unshare", libc::SYS_unshare, [0; 6]),
