@@ -7,8 +7,8 @@
 //! two processes dies before that, the connection to the VM closes and the VM continues. The
 //! waiting process answers `ctl` with one line that contains a [`MigrationResult`].
 //!
-//! With `--stream` or an inherited socket, `ctl` instead sends the memory and state of the VM as
-//! bytes and remains its client (crate `snapshot`, module `stream`).
+//! With `--stream` or an inherited socket, `ctl` instead sends the memory and state of the VM as a
+//! byte stream and remains its client (crate `snapshot`, module `stream`).
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};

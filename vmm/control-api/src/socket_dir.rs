@@ -487,8 +487,8 @@ fn is_dead(path: &Path) -> bool {
     matches!(peer::connect_within(path, BACKLOG_TIMEOUT), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Returns the names of the VMs in `dir`, sorted, and removes the sockets of dead VMs. A missing
-/// directory contains none.
+/// Returns the names of the VMs in `dir`, sorted, and removes the sockets of dead VMs. Returns an
+/// empty list if `dir` does not exist.
 ///
 /// # Errors
 /// Returns [`SocketError::Os`] if the directory cannot be read.

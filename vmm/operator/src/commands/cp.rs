@@ -81,7 +81,7 @@ fn side(text: &str) -> Result<CopyEndpoint<'_>, CopyFilesError> {
     }
 }
 
-/// Copies files.
+/// Copies files to or from a guest.
 ///
 /// # Errors
 /// Returns [`CopyFilesError`] if a file cannot be copied.

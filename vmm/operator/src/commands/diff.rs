@@ -41,7 +41,7 @@ impl DiffArgs {
     }
 }
 
-/// Compares the recordings.
+/// Prints the differences between two recordings.
 ///
 /// # Errors
 /// Returns [`RecordingFileError`] if a recording cannot be read.

@@ -151,7 +151,7 @@ fn send(out: &SharedOutput, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     write_frame(&mut *stream, kind, payload)
 }
 
-/// Runs the command.
+/// Runs a command in the guest, and returns its exit status.
 ///
 /// # Errors
 /// Returns [`ExecError`] if the command cannot be started.

@@ -171,10 +171,10 @@ impl AgentAddress {
         }
     }
 
-    /// Reads the next frame. The end of the connection is an error.
+    /// Reads the next frame from the agent.
     ///
     /// # Errors
-    /// Returns an error if the connection ends.
+    /// Returns an error if the connection fails or ends.
     pub fn next(&self, stream: &mut impl Read) -> Result<Frame, GuestAgentError> {
         match read_frame(stream) {
             Ok(Some(frame)) => Ok(frame),

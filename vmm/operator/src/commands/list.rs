@@ -69,7 +69,8 @@ pub enum ListError {
     NoneCounted { vm: String, tried: usize, why: String },
 }
 
-/// Prints the events. `statistics` returns the names of the host's KVM statistics.
+/// Prints the events that `args` selects. `statistics` returns the names of the host's KVM
+/// statistics.
 ///
 /// # Errors
 /// Returns [`ListError`] if no event matches or the vendor events are unavailable.

@@ -139,8 +139,8 @@ mod tests {
         );
     }
 
-    /// The relatives of a processor are only in older tables than its own. The order of Intel's
-    /// tables and their models match `mapfile.csv` in Linux.
+    /// All relatives of a processor have older tables than the processor, and the newest comes
+    /// first. The order of Intel's tables and their models match `mapfile.csv` in Linux.
     #[test]
     fn relatives_are_of_older_tables() {
         const CLIENTS: &[&[&str]] = &[

@@ -25,7 +25,7 @@ const OVERHEADS: f64 = 300.0;
 const OVERHEAD_RUNS: u32 = 5;
 /// Selector bits that enable counting at CPL 0 and at CPL 3.
 const BOTH: u64 = USR | OS;
-/// Number of instructions around the work that are also counted; see the function `counted` in the
+/// Number of counted instructions before and after the work; see the function `counted` in the
 /// guest.
 const AROUND: u64 = 5;
 
@@ -130,8 +130,8 @@ impl Builtin<'_> {
         Ok(whole(per_ms * least_ms.max(ms as f64)).max(1))
     }
 
-    /// Returns the CPU time of vCPU `cpu` in TSC ticks according to the host kernel, minus the
-    /// overhead of an empty measurement.
+    /// Returns the CPU time of vCPU `cpu` according to the host kernel, converted to TSC ticks,
+    /// minus the overhead of an empty measurement.
     fn cpu_ticks(&self, outcome: &Measurement, cpu: usize) -> u64 {
         let ns = outcome.facts.get(cpu).map_or(0, |facts| facts.cpu_ns);
         let ns = ns.saturating_sub(outcome.overhead_ns);

@@ -147,7 +147,8 @@ impl Builtin<'_> {
     }
 }
 
-/// Compares the number of PMIs with the count of a second counter that ran at the same time.
+/// Compares the number of PMIs of the sampling counter with the number of periods that a second
+/// counter counted at the same time.
 fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> ValidationRow {
     let Some(cpu) = outcome.cpus.first() else {
         return row;
@@ -182,8 +183,8 @@ fn held_pmis(guest: &mut MeasuringGuest) -> Result<PmiTotals, ChildError> {
     }))
 }
 
-/// Reports the number of delayed PMIs and their mean delay. A PMI is delayed at most once and for
-/// at most one second.
+/// Checks the number of delayed PMIs and their mean delay. A PMI is delayed at most once and for at
+/// most one second.
 fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [ValidationRow; 2] {
     let held = after.held - before.held;
     let mean_us = (after.held_ns - before.held_ns) / held.max(1) / 1000;

@@ -280,7 +280,7 @@ mod tests {
         assert_eq!((worst.estimate, worst.slack), (14_000, 280));
     }
 
-    /// An interval that a slow host prolongs does not change the tolerance if its rate is the same.
+    /// If a slow host prolongs an interval without changing its rate, the tolerance stays the same.
     #[test]
     fn long_interval_of_the_same_rate_keeps_the_tolerance() {
         let mut turns = MultiplexedEvents::new(4, 7);
@@ -306,9 +306,9 @@ mod tests {
     }
 
     proptest! {
-        /// For any interval lengths and counts, there is an event with the worst estimate. Its
-        /// running time does not exceed the total duration, and its estimate is within the
-        /// tolerance that follows from the part of the time in which the event was not counted.
+        /// For any interval lengths and counts, there is a worst estimate. The running time of its
+        /// event does not exceed the total duration, and the estimate is within the tolerance that
+        /// follows from the uncounted part of the time.
         #[test]
         fn estimates_are_within_their_slack(turns in prop::collection::vec((1u64..100, 0u64..1_000_000), 14..40)) {
             let mut taken = MultiplexedEvents::new(4, 7);

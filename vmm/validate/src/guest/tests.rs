@@ -86,8 +86,8 @@ fn greeting_is_found_after_boot_messages() {
     guest.end().unwrap();
 }
 
-/// A greeting with an invalid number or a number that is too large is ignored, and the end of the
-/// guest is reported.
+/// A greeting with an invalid or excessive number is ignored, so the error reports that the guest
+/// has ended.
 #[test]
 fn malformed_greeting_is_ignored() {
     for wrong in [
@@ -197,8 +197,8 @@ pub(crate) fn reading(handle: u32, value: u64) -> EventReading {
     }
 }
 
-/// The operator's events are opened, enabled, disabled, read and closed around the work, in this
-/// order.
+/// The operator's events are opened and enabled before the work, and disabled, read and closed
+/// after it.
 #[test]
 fn operator_events_are_enabled_around_work() {
     let calls = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
@@ -240,8 +240,8 @@ fn operator_events_are_enabled_around_work() {
     assert_eq!(*calls.lock().unwrap(), order);
 }
 
-/// If the operator is refused, the refusal is kept, and the measurement continues without the
-/// operator's events.
+/// If the VM refuses the operator's events, the result contains the refusal, and the guest is
+/// measured without them.
 #[test]
 fn operator_refusal_is_kept() {
     let vm = scripted(&script(&hello(2), &[("*", counted(&[9]))])).answered(|call| match call {

@@ -220,8 +220,8 @@ fn fields_of_perf_stat_are_read() {
     );
 }
 
-/// Returns the measurements at a gate with the counter values `before` at its start and `after` at
-/// its end.
+/// Returns the readings at a gate with the counter values `before` at its start and `after` at its
+/// end.
 fn gate(before: &[u64], after: &[u64]) -> Gate {
     let views = |values: &[u64]| {
         let counter = |(n, value): (usize, &u64)| control_api::protocol::GuestCounter {
@@ -243,8 +243,8 @@ fn gate(before: &[u64], after: &[u64]) -> Gate {
     }
 }
 
-/// The host's count is that of the only counter that changed, relative to Linux's initial value. If
-/// two counters have changed, there is no count.
+/// The host's count is taken from the only counter that changed, relative to Linux's initial value.
+/// If two counters have changed, there is no count.
 #[test]
 fn host_count_is_of_single_moved_counter() {
     let moved = gate(&[5, LINUX_START], &[5, LINUX_START + 70]);

@@ -26,7 +26,7 @@ use perf_core::error_line;
 use sums::{ExitMaxima, ExitReading, ExitTotals, KvmStatistic};
 use trace::{ExitTrace, TraceError};
 
-/// Interval between readings of the exits. The last reading is displayed if the VM terminates.
+/// Interval at which the exits are read. If the VM terminates, the last reading is displayed.
 const READ_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval at which the tracepoint rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);

@@ -335,8 +335,8 @@ impl ExitTracepoints {
         Self::parse(exit, entry, &read("kvm_exit/format")?).ok_or(TraceError::Format)
     }
 
-    /// Creates the description from the IDs of the tracepoints, `exit` and `entry`, and the
-    /// `format` file of `kvm_exit`.
+    /// Describes the tracepoints with the IDs `exit` and `entry`. Returns `None` if `format`, the
+    /// `format` file of `kvm_exit`, lacks a required field.
     fn parse(exit: u64, entry: u64, format: &str) -> Option<Self> {
         let format = format.get(..format.len().min(MAX_FORMAT_BYTES))?;
         let mut names = format

@@ -331,7 +331,8 @@ fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) 
     Ok(sent)
 }
 
-/// Returns the number of bytes in the file of a piece, or `None` if the piece is invalid.
+/// Checks a piece of memory. Returns the number of bytes in the file of the piece, or `None` if the
+/// piece is invalid.
 fn check_piece(piece: &MigrationPiece, offset: u64, memory_bytes: u64) -> Option<u64> {
     let mut ranges = piece.pages.iter().chain(&piece.zeros);
     let fits = ranges.all(|(start, bytes)| {

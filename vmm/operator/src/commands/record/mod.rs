@@ -138,7 +138,8 @@ fn open_events(client: &mut Client, args: &RecordArgs) -> Result<Vec<OpenedEvent
     Ok(opened)
 }
 
-/// Takes samples until the recording ends. Returns `true` if the VM has terminated.
+/// Reads the rings and writes the samples until the recording ends. Returns `true` if the VM has
+/// terminated.
 fn sample(
     args: &RecordArgs,
     client: &mut Client,

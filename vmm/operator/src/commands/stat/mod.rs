@@ -27,7 +27,7 @@ use lines::{final_table, interval_lines};
 pub use replay::ReplayError;
 use totals::{Total, totals};
 
-/// Interval between readings of the events. The last readings are printed if the VM terminates.
+/// Interval at which the events are read. If the VM terminates, the last readings are printed.
 const READ_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Errors of `perfvisor stat`.
@@ -41,7 +41,7 @@ pub enum StatError {
     Replay(#[from] ReplayError),
 }
 
-/// Counts events.
+/// Counts events of a VM and prints the counts.
 ///
 /// # Errors
 /// Returns [`StatError`] if the events cannot be counted.

@@ -156,7 +156,7 @@ impl ObservedVms {
         }
     }
 
-    /// Waits up to `patience` for an event.
+    /// Waits up to `patience` for a message from an observer thread.
     ///
     /// # Errors
     /// Returns an error if the only VM cannot be observed.

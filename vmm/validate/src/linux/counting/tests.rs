@@ -286,8 +286,8 @@ fn swapped_cpu_counts_fail() {
     }
 }
 
-/// The worst of the scaled counts is judged. Too few lines, enough counters for all events, or a
-/// missing reference are failures.
+/// Of the scaled counts, the worst is judged. A row fails if it has too few lines, enough counters
+/// for all events, or no reference.
 #[test]
 fn worst_scaled_count_is_judged() {
     let scaled = |lines: String, operator: Option<u64>| {
@@ -356,8 +356,8 @@ fn only_strict_may_refuse_the_operator() {
     );
 }
 
-/// The difference between two runs must be exact. Single-stepping may miss two instructions around
-/// the loop.
+/// The difference between the two runs of the known program must be exact. In each run,
+/// single-stepping may miss two instructions around the loop.
 #[test]
 fn known_program_is_counted_to_the_last_instruction() {
     let rows = |few: [u64; 2], many: [u64; 2]| {
