@@ -183,7 +183,8 @@ impl ServiceManager {
         }
     }
 
-    /// Forwards a report of the VM to the service manager. Unknown reports have no effect.
+    /// Forwards a report of the VM, such as `VM_READY`, to the service manager. Unknown reports
+    /// have no effect.
     ///
     /// # Errors
     /// Returns the error of `write(2)`.

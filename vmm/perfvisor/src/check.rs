@@ -138,7 +138,7 @@ fn serialize_optional_result<T: Serialize, E: Error, S: Serializer>(
         .serialize(to)
 }
 
-/// Prints the report.
+/// Prints the report of `perfvisor check`.
 ///
 /// # Errors
 /// Returns [`CheckError`] if the host cannot run any guest or the output is incomplete.
@@ -476,8 +476,8 @@ mod tests {
 
     use super::*;
 
-    /// For mediated vPMUs, the report names the cause of the conflict with host events, or its
-    /// consequence, and the remedy.
+    /// If mediated vPMUs conflict with host events, the report names the cause or the consequence
+    /// of the conflict, and the remedy.
     #[test]
     fn mediated_vpmus_are_explained() {
         let with = |mediated| HostProbe {

@@ -305,7 +305,8 @@ fn bind(args: &FirecrackerArgs) -> Result<Option<UnixListener>, FirecrackerError
     Ok(Some(bound))
 }
 
-/// Logs the time since the start of the process, based on the values passed by the parent process.
+/// Logs the time since the start of the process and the CPU time used before. The parent process
+/// passes the reference times as options.
 fn log_times(args: &FirecrackerArgs) {
     let Some(start) = args.start_time_us else { return };
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);

@@ -12,7 +12,7 @@
 //! | `jailer` | `perfvisor jailer`: Firecracker's jailer |
 //! | `config` | the options of `run` as a TOML file |
 //! | `background` | VMs without a terminal: daemon, service |
-//! | `stopping` | stop signals of a VM, and the power button |
+//! | `stop_handler` | stop signals of a VM, and the power button |
 //! | `values` | value parsers of options, and their error messages |
 //!
 //! Start reading at `main`. The reusable parts are in the crates below: `vmm` (the machine),

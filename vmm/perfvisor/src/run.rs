@@ -400,7 +400,8 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<ControlSocket>),
     }
 }
 
-/// Returns the state and operations of the VM that are accessible to operators.
+/// Returns the state of the VM and the operations on it that the control socket offers to
+/// operators.
 fn controlled(
     name: String,
     pmu_name: String,

@@ -168,7 +168,8 @@ impl RunArgs {
     }
 }
 
-/// Returns the machine's options for the snapshot of a guest with or without branch records.
+/// Returns the machine's options for a snapshot whose guest has branch records if
+/// `has_branch_records` is set.
 pub fn options_of_guest(args: &RunArgs, has_branch_records: bool) -> BTreeMap<String, String> {
     let mut options = args.machine_options.clone();
     if has_branch_records {

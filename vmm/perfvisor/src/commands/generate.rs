@@ -24,7 +24,7 @@ pub struct GenerateArgs {
     pub completions: Option<Shell>,
 }
 
-/// Writes the pages or completions of `command`.
+/// Writes the manual pages or the shell completions of `command`.
 ///
 /// # Errors
 /// Returns [`OperatorCommandError`] if a file cannot be written.

@@ -113,7 +113,7 @@ pub enum ValidateError {
     Output(#[from] OutputError),
 }
 
-/// Validates the counts of one or more backings.
+/// Validates the counts of the selected backings on this host, and prints a report.
 ///
 /// # Errors
 /// Returns [`ValidateError`] if the input is invalid or a guest cannot be measured.

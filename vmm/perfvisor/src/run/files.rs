@@ -21,8 +21,8 @@ const HOST_FILES: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
 /// Mount point of procfs. A jail has its own instance.
 pub(super) const PROC: &str = "/proc";
 
-/// Denies access to files outside the set of [`restrict`] for threads that start from now on, if
-/// the kernel supports landlock.
+/// Denies threads that start from now on access to all files except those that [`restrict`] allows,
+/// if the kernel supports landlock.
 ///
 /// # Errors
 /// Returns [`FileAccessError`] if the kernel supports landlock but rejects the rules.

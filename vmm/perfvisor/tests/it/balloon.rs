@@ -54,7 +54,8 @@ fn balloon_is_shown_changed_and_restored() {
     assert_eq!(balloon_json(&restored, "two"), expected);
 }
 
-/// Enabling statistics after the start and changing the balloon of a VM without one are rejected.
+/// Requests to enable statistics after the start of the VM, and to change the balloon of a VM
+/// without one, are rejected.
 #[test]
 fn refused_changes_of_the_balloon_are_explained() {
     let Some(vm) = SpinningVm::start("plain", &["--balloon"]) else {

@@ -81,8 +81,8 @@ fn branch_records_are_refused_where_they_cannot_work() {
     }
 }
 
-/// If user code cannot be single-stepped, branch records are off unless requested, and a message
-/// states this.
+/// If user code cannot be single-stepped, branch records are off by default, `--lbr on` logs a
+/// warning, and `perfvisor check` reports the default.
 #[test]
 fn default_follows_the_host() {
     let Some(host) = host() else { return };

@@ -75,8 +75,8 @@ fn signalled(listener: &UnixListener, socket: &Path) -> (UnixStream, Child) {
     (stream, child)
 }
 
-/// One signal terminates `perfvisor exec` if the guest hangs, but not if only the command does not
-/// react.
+/// One signal terminates `perfvisor exec` if the guest hangs, but not if the guest runs and only
+/// the command ignores the signal.
 #[test]
 fn one_signal_ends_exec_of_hanging_guest() {
     let dir = tempfile::tempdir().unwrap();

@@ -19,7 +19,7 @@ fn count(of: &Value, list: &str, key: &str, name: &str) -> u64 {
     named.map(|one| one["count"].as_u64().unwrap()).sum()
 }
 
-/// Exits caused by kicks of the vCPUs are counted and timed during the observation, intervals add
+/// Exits caused by kicks of the vCPUs are counted and timed during the observation. Intervals add
 /// up to the total, and KVM's statistics are also shown.
 #[test]
 fn exits_are_counted_and_timed_while_observed() {

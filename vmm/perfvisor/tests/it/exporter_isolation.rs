@@ -128,8 +128,8 @@ fn get_as_nobody(port: u16, path: &str) -> String {
     String::from_utf8_lossy(&out.stdout).into_owned()
 }
 
-/// Another user of the host cannot read from a loopback address unless the operator allows that
-/// user.
+/// The exporter does not serve requests of other users over a loopback address, unless the operator
+/// allows the user.
 #[test]
 fn other_user_needs_permission() {
     if !can_be_nobody() {

@@ -94,8 +94,8 @@ impl ResourceUse {
         }
     }
 
-    /// Returns the maximum of `looks` readings of process `pid`, taken at intervals of one phase of
-    /// the guest.
+    /// Returns the maximum resource use of process `pid` over `looks` readings, taken at intervals
+    /// of one phase of the guest.
     fn most_of(pid: u32, looks: u32) -> Self {
         let mut most = Self::of(pid);
         for _ in 1..looks {

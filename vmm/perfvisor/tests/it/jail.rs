@@ -65,8 +65,8 @@ fn jailed_vm_is_operable_and_isolated() {
     assert!(!sockets.join("jailed.sock").exists(), "its socket goes with it");
 }
 
-/// The jail confines the VM without landlock and without seccomp filters, each of which is disabled
-/// in turn.
+/// The jail confines the VM even without landlock or without seccomp filters. The test disables
+/// each of them in turn.
 #[test]
 fn jail_works_without_filters_and_landlock() {
     if !is_root() {
@@ -247,8 +247,8 @@ fn jailed_vm_removes_sockets_or_warns() {
 /// A kernel that is entered through PVH and halts. The file is a fuzz seed with one leading byte.
 const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 
-/// A jailed VM does not read a file of root through a symbolic link with which its user replaces a
-/// file of the VM.
+/// If the user of a jailed VM replaces a file of the VM with a symbolic link to a file of root, the
+/// VM does not read root's file.
 #[test]
 fn jailed_vm_does_not_read_files_of_root_by_links() {
     if !is_root() || !has_kvm() {

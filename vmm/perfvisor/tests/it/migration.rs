@@ -384,8 +384,8 @@ fn receiver_that_disappears_leaves_a_running_vm() {
     source.assert_goes_on();
 }
 
-/// If a source is killed after it has sent everything, the VM runs in the receiver, regardless of
-/// whether the source has read the request to terminate it.
+/// If the source process is killed after it has sent everything, the VM runs in the receiver,
+/// regardless of whether the source has read the request to terminate.
 #[test]
 fn source_that_dies_leaves_the_vm_to_the_receiver() {
     let Some(mut source) = Source::start(&[]) else {

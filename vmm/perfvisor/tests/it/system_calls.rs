@@ -356,7 +356,7 @@ fn assert_calls_match_table(pid: u32, counting: PerfEventAccess, kinds: &[Sandbo
     assert_eq!(alive, 0, "the process outside was ended");
 }
 
-/// Thread kinds that each VM has.
+/// Kinds of threads that every VM has.
 const EACH: [SandboxedThreadKind; 5] = [
     SandboxedThreadKind::Main,
     SandboxedThreadKind::Vcpu,
