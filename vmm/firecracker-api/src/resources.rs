@@ -480,7 +480,7 @@ impl VmResources {
         kernel.into_iter().chain(initrd).chain(drives).collect()
     }
 
-    /// Returns the options of `perfvisor run`.
+    /// Returns the options of `perfvisor run` that create the configured VM.
     ///
     /// # Errors
     /// Returns an [`ApiFault`] if there is no boot source.

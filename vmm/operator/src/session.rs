@@ -123,7 +123,8 @@ pub struct SamplingSession {
     tasks: HashMap<u32, String>,
     kernel: Option<KernelSymbols>,
     build_id: Option<BuildId>,
-    /// `true` if the kernel's symbols also cover user addresses.
+    /// `true` if the guest has a single address space, so that the kernel's symbols cover all
+    /// addresses.
     flat: bool,
     profile: Profile,
 }

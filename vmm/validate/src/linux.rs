@@ -27,8 +27,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(180);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum number of output lines kept per command.
 const MAX_OUTPUT_LINES: usize = 10_000;
-/// Initial value of a counter that Linux uses for counting only, which is half the range of a
-/// 48-bit counter before its overflow.
+/// Value to which Linux sets a counter that it uses for counting only. A 48-bit counter overflows
+/// after 2^47 - 1 further counts.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
 /// Returns the shell command that runs `perf stat` on a program controlled by the gate. The output
 /// is first written to a file, because console output takes time.
@@ -79,7 +79,7 @@ struct Gate {
 }
 
 impl Linux<'_> {
-    /// Runs all measurements.
+    /// Runs all measurements with the Linux guest, and adds their rows to `rows`.
     pub(super) fn rows(
         &self,
         rows: &mut ReportRows<'_>,

@@ -9,7 +9,7 @@ use super::judge::{MeasuredEvidence, Tolerance, Verdict, judge};
 use crate::host::KvmSummary;
 use control_api::events::format::thousands;
 
-/// Basis of an expected count that does not depend on time.
+/// Origin, for the report, of an expected count that does not depend on time.
 pub const KNOWN: &str = "counted by hand";
 
 /// A measurement, or an event that cannot be measured on this host.
@@ -31,7 +31,7 @@ pub struct ValidationRow {
     pub host: Option<u64>,
     /// The expected count.
     pub expected: Option<u64>,
-    /// Basis of the expected count.
+    /// Description of how the expected count was obtained.
     pub basis: &'static str,
     /// Ratio of the guest's count to the expected one.
     pub ratio: Option<f64>,

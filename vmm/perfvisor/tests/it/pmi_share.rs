@@ -67,7 +67,7 @@ fn slow_handlers_take_half_of_the_time() {
             "{pmu}: {} %",
             bounded.handler_percent
         );
-        // PMIs of a vCPU that the host preempts may not need to be delayed.
+        // Not every PMI has to be delayed, because the host may preempt the vCPU in the meantime.
         assert!(bounded.held > 0, "{pmu}: {} PMIs", bounded.pmis);
         assert!(
             bounded.held_ns >= bounded.held * 100_000,

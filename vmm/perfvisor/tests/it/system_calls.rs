@@ -61,7 +61,8 @@ fn stop_of(tid: i32) -> i32 {
         assert_eq!(waited, tid, "{}", std::io::Error::last_os_error());
         assert!(libc::WIFSTOPPED(status), "thread {tid} ended with {status:#x}");
         let signal = libc::WSTOPSIG(status);
-        // PTRACE_EVENT_STOP, or a signal caused by the test.
+        // The thread has stopped because of PTRACE_EVENT_STOP or of a signal that the test has
+        // caused.
         if status >> 16 != 0 || matches!(signal, libc::SIGTRAP | libc::SIGSYS) {
             return signal;
         }

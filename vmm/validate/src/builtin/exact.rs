@@ -25,8 +25,8 @@ impl Builtin<'_> {
         guest.end()
     }
 
-    /// Measures every event over loops of known length, and the code that is single-stepped at CPL
-    /// 3.
+    /// Measures every event over loops of known length at CPL 0, and instructions and branches at
+    /// CPL 3.
     fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {

@@ -37,7 +37,7 @@ pub(super) struct Builtin<'a> {
 }
 
 impl Builtin<'_> {
-    /// Runs all measurements.
+    /// Runs all measurements with the built-in guest, and adds their rows to `rows`.
     pub(super) fn rows(&self, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
         if self.options.own_pmu {
             return self.backed_by("kvm", rows);

@@ -28,7 +28,7 @@ const DEFAULT_BRANCH_HZ: u64 = 100;
 /// Default frequency of samples that stop the vCPU, in Hz. At 65 µs each, they take about 0.3 % of
 /// its time.
 const DEFAULT_CHAINS_HZ: u64 = 50;
-/// Default number of samples per sample that stops the vCPU, when sampling by period.
+/// Default number of samples for each sample that stops the vCPU, if a sampling period is given.
 const DEFAULT_CHAIN_EVERY: u32 = 20;
 
 /// Default size of the user stack copy in a sample, in bytes, as in perf.

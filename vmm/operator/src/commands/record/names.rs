@@ -30,7 +30,8 @@ pub(super) struct RecordedSymbols {
     build_id: Option<BuildId>,
     /// Release of the running kernel, if known.
     pub(super) release: String,
-    /// `true` if the kernel's symbols also cover user addresses.
+    /// `true` if the guest has a single address space, so that the kernel's symbols cover all
+    /// addresses.
     flat: bool,
     mount: Option<GuestSymbols>,
     /// Addresses to symbolize, by process ID; `None` for the kernel.
@@ -137,7 +138,8 @@ impl RecordedSymbols {
         self.addresses.len() < MAX_ADDRESSES && self.addresses.insert((pid, address))
     }
 
-    /// Returns whether the kernel's symbols also cover user addresses.
+    /// Returns whether the guest has a single address space, so that the kernel's symbols cover all
+    /// addresses.
     pub(super) fn is_flat(&self) -> bool {
         self.flat
     }

@@ -452,7 +452,8 @@ mod tests {
             for (shares, complete) in &passes {
                 assert!(complete.iter().all(|group| shares[group] >= 1.0 || slots == 0));
             }
-            // One pass determines the number of counters, and the remaining passes are full.
+            // After the first pass, which determines the number of counters, every pass uses all
+            // counters.
             let least = (groups - groups.div_ceil(3)).div_ceil(slots.max(1));
             assert!(measured <= 2 * least + 2, "{measured} passes, {least} at least");
         }

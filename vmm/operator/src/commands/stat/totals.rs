@@ -94,7 +94,7 @@ impl VcpuCount {
     }
 }
 
-/// Returns the sum over vCPUs, or no sum if one of them was not counted.
+/// Returns the sum over vCPUs, or the reason there is none if one of them was not counted.
 fn sum<'p>(parts: impl Iterator<Item = &'p VcpuCount>) -> (CountResult, CountUncertainty) {
     let (mut count, mut enabled, mut running) = (0u64, 0u64, 0u64);
     let (mut variance, mut within, mut intervals) = (Some(0.0), Some(0.0), false);

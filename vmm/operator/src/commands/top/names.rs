@@ -29,7 +29,8 @@ pub(super) struct CodeLocation {
 /// Symbols of guest addresses.
 pub(super) struct LiveSymbols {
     kernel: Option<KernelSymbols>,
-    /// `true` if the kernel's symbols also cover user addresses.
+    /// `true` if the guest has a single address space, so that the kernel's symbols cover all
+    /// addresses.
     flat: bool,
     mount: Option<GuestSymbols>,
     mappings: Vec<FileMapping>,

@@ -109,7 +109,8 @@ pub enum RateCell {
 }
 
 impl RateCell {
-    /// Returns the sum over several vCPUs, or no sum if one of them was not counted.
+    /// Returns the sum over several vCPUs, or the reason there is none if one of them was not
+    /// counted.
     pub fn sum(cells: impl Iterator<Item = Self>) -> Self {
         let add = |sum: Option<Self>, cell: Self| match (sum, cell) {
             (None, cell) => Some(cell),
