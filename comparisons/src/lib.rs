@@ -45,9 +45,9 @@ impl Drop for Killed {
     }
 }
 
-/// Measures each of `ways` once per round, for `rounds` rounds. `once` takes a measurement and
-/// receives the index of the round and the index in `ways`. Prints each result, and returns the
-/// results by way.
+/// Measures each variant in `ways` once per round, for `rounds` rounds. `once` takes a measurement
+/// and receives the index of the round and the index in `ways`. Prints each result, and returns the
+/// results by variant.
 ///
 /// # Errors
 /// Returns the first error of `once`.

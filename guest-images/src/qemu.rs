@@ -194,7 +194,8 @@ pub fn ensure(target_dir: &Path, needs: QemuNeeds, progress: &ProgressLog) -> Re
     }
     if qemu.keeps_stale_code() {
         let plugin = plugin(&target_dir.join("guest"))?;
-        // The help text always lists the option, but a build without plugin support rejects it.
+        // The help text always lists `-plugin`, but a build without plugin support rejects the
+        // option.
         let takes_it = output(
             &qemu.program,
             &["-plugin".as_ref(), plugin.as_os_str(), "--version".as_ref()],

@@ -8,7 +8,7 @@ use crate::limit::ProgressLimit;
 use crate::process::{HostCommand, HostProcess};
 use crate::test_host::{TestHost, TestHostError};
 
-/// Kernel command line: root file system, console and clock.
+/// Kernel command line of the image: root file system, console and clock.
 pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_check nokaslr";
 /// Shell prompt after login.
 pub const PROMPT: &str = "root@perfvisor-debian";

@@ -27,7 +27,7 @@ const MAX_CMDLINE_BYTES: usize = 2048 - 256;
 /// Kernel command line of every Linux guest.
 const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check quiet";
 
-/// The script of a guest.
+/// Source of the shell script that a guest runs.
 #[derive(Debug, Clone)]
 enum ScriptSource {
     /// Text of the script.
@@ -313,7 +313,8 @@ impl LinuxGuest {
     /// Returns an error if the console cannot be saved or the guest's kernel reported a problem.
     pub fn finish(&self, output: &ProcessOutput) -> Result<GuestRun, TestHostError> {
         let run = GuestRun::new(&self.name, output)?;
-        // The test of a guest that did not run to its end fails in any case.
+        // A guest that ended early has no kernel log. Its test fails for that reason, so report no
+        // other.
         let why = match run.console.sections.get(KERNEL_LOG) {
             Some(section) => judge_kernel_log(&section.text)
                 .err()
@@ -338,7 +339,7 @@ impl LinuxGuest {
         if let Err(ProcessError::TimedOut { .. }) = &result
             && let TestHost::Lab(host) = place
         {
-            // Later guests use the replacement.
+            // Replace the lab, so that later guests do not run in a hung one.
             host.replace_if_hung();
         }
         self.finish(&result?)

@@ -157,7 +157,7 @@ impl TestHost {
 /// A test host leased by one test. On drop, a lab is cleaned and returned to the pool, or switched
 /// off if the test has failed.
 pub struct TestHostLease {
-    /// `None` during drop.
+    /// The test host and its admission. `None` only while the lease is being dropped.
     leased: Option<(TestHost, Admission)>,
     need: Option<LabNeed>,
 }

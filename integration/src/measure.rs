@@ -18,14 +18,15 @@ pub const MEASUREMENTS: usize = 3;
 pub type Figure = (&'static str, f64, RangeInclusive<f64>);
 
 /// Takes [`MEASUREMENTS`] measurements and checks all of them. The median of each figure must be
-/// within the figure's tolerance, and the median absolute deviation from it must not exceed the width
-/// of the tolerance. One measurement that other load disturbs thus does not decide. Both figures and
-/// the range of the values are printed and appended to `target/integration/measurements.txt`. `once`
-/// takes one measurement. It receives the number of the measurement, starting from 0, and
-/// returns the same figures each time.
+/// within the figure's tolerance, and the median absolute deviation from it must not exceed the
+/// width of the tolerance. A single measurement that other load disturbs therefore does not cause a
+/// failure. The median, the deviation and the range of the values are printed and appended to
+/// `target/integration/measurements.txt`. `once` takes one measurement. It receives the number of
+/// the measurement, starting from 0, and returns the same figures each time.
 ///
 /// # Panics
-/// Panics with all figures if a median or a deviation does not fit its tolerance, or a value is NaN.
+/// Panics with all figures if a median or a deviation does not fit its tolerance, or a value is
+/// NaN.
 #[track_caller]
 pub fn measured(name: &str, once: impl FnMut(usize) -> Vec<Figure>) {
     measured_into(log_file().as_deref(), name, once);

@@ -274,7 +274,7 @@ fn figures(text: &str) -> Option<Figures> {
     all.pmis.iter().all(|n| *n >= 1.0).then_some(all)
 }
 
-/// Table row: label, value, unit, and the function that projects the value to VM exits on hardware.
+/// Table row: label, value, unit, and the function that formats the projected cost on hardware.
 type Measure = (
     &'static str,
     fn(&Figures) -> f64,
@@ -507,7 +507,8 @@ mod tests {
     #[test]
     fn phases_without_the_measured_are_scaled_to_the_time_of_those_with_it() {
         let longer = text().replace("exits=200 up=10", "exits=200 up=-10");
-        // 60 exits in 30 seconds, and 1,260 with 100 PMIs in 10 seconds.
+        // The reference phase has 60 exits in 30 seconds, and the phase with 100 PMIs has 1,260
+        // exits in 10 seconds.
         assert_eq!(
             figures(&longer).unwrap().exits_per_pmi[0],
             (1260.0 - 20.0) / 100.0

@@ -56,7 +56,7 @@ struct Options {
 /// Results of one round with one number of VMs.
 #[derive(Clone, Copy)]
 struct Turn {
-    /// Median CPU time of a VM's process for the work, in seconds.
+    /// Median CPU time that a VM's process uses for the workload of its guest, in seconds.
     guest_s: f64,
     /// Median ratio of the VM's CPU time to the guest's own CPU time, as counted by the guest.
     over_own: f64,
@@ -126,8 +126,8 @@ impl Talker {
     }
 }
 
-/// Runs the work of all guests concurrently and returns the CPU time of each, in seconds. `begin`
-/// starts the work of one guest, and `end` waits for it.
+/// Runs the workloads of all guests concurrently and returns the CPU time of each VM, in seconds.
+/// `begin` starts the workload of one guest, and `end` waits for its end.
 fn all_at_once(
     all: Vec<Talker>,
     begin: impl Fn(&mut Talker) -> Result<(), ComparisonError>,
@@ -138,7 +138,8 @@ fn all_at_once(
     for one in &mut all {
         begin(one)?;
     }
-    // Each guest has its own waiting thread, so that its CPU time is read when its own work ends.
+    // Wait for each guest in a separate thread, so that the CPU time of its VM is read when its own
+    // workload ends.
     let waiting: Vec<_> = all
         .into_iter()
         .zip(before)

@@ -1,6 +1,6 @@
 //! Parses the output of `perf report --stdio` without call chains (`-g none`).
 
-/// A line of the table.
+/// A line of the report's table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportLine {
     /// Share of the sampled periods, in percent.

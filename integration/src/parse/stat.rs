@@ -1,6 +1,6 @@
 //! Parses the output of `perf stat`, as a table or as CSV (`-x,`).
 
-/// A line for one event.
+/// The count of one event in the output of `perf stat`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StatCount {
     /// Event name as printed by perf, such as `cycles` or `cycles:u`.

@@ -3,7 +3,7 @@
 
 use std::fs;
 
-/// The target of a figure.
+/// Target value of a benchmark result.
 #[derive(Clone, Copy)]
 pub enum BenchmarkTarget {
     AtLeast(f64),

@@ -93,7 +93,8 @@ fn calls(child: i32) -> io::Result<Vec<u64>> {
         signal = 0;
         match libc::WSTOPSIG(status) {
             libc::SIGSTOP => {
-                // The range also contains the return of the first raise and the call of the second.
+                // The traced range also contains the return of the first raise and the call of the
+                // second.
                 let raising = [
                     libc::SYS_rt_sigprocmask,
                     libc::SYS_gettid,

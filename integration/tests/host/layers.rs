@@ -8,7 +8,7 @@ use std::process::Command;
 
 use integration::artefacts::{cargo_metadata, workspace};
 
-/// External crates that only certain crates of the product may use.
+/// External crates, each with the only crates of the product that may use it.
 const USERS: &[(&str, &[&str])] = &[
     ("kvm-ioctls", &["vmm"]),
     ("kvm-bindings", &["vmm"]),

@@ -107,7 +107,7 @@ fn indirect_calls_have_four_targets(stacks: &[Vec<Edge>]) {
     }
 }
 
-/// Returns a row from the table of `--stats`.
+/// Returns the number in row `row` of the table of `--stats`, or 0 if the row is missing.
 fn figure(run: &GuestRun, row: &str) -> u64 {
     let line = run.vmm_log.lines().find_map(|line| line.strip_prefix(row));
     line.and_then(|rest| rest.trim().parse().ok()).unwrap_or(0)

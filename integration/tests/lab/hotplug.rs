@@ -291,8 +291,8 @@ fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
             eprintln!(
                 "guest: CPU {vcpu}, round {round}: {counted} cycles counted, {samples} samples for {ratio:.3} of them"
             );
-            // Both cover the same time, but the start and the end of perf record itself are counted
-            // and not sampled.
+            // The count and the samples cover the same time, but the start and the end of perf
+            // record itself are counted and not sampled.
             assert!(
                 (0.3..1.02).contains(&ratio),
                 "CPU {vcpu}: {sampled} of {counted}\n{run}"

@@ -81,7 +81,7 @@ fn lab_has_kvm_and_reliable_agent() {
     lab.put("/tmp/empty", 0o600, &[]).unwrap();
     assert_eq!(lab.get("/tmp/empty").unwrap(), b"");
 
-    // Failures are reported.
+    // Operations that fail return an error.
     let error = lab.get("/no/such/file").unwrap_err().to_string();
     assert!(
         error.contains("/no/such/file") && error.contains("No such file"),
@@ -107,7 +107,7 @@ fn lab_has_kvm_and_reliable_agent() {
     let output = place.run(&HostCommand::shell("echo alive"), LIMIT).unwrap();
     assert_eq!(output.stdout_text(), "alive\n");
 
-    // The same applies if the lab hangs.
+    // A lab that hangs is also replaced by a new one.
     let TestHost::Lab(host) = &place else {
         unreachable!()
     };

@@ -17,7 +17,7 @@ use crate::{devices, exact, models, nested, user_rdpmc};
 /// Function that adds a part's files and options to a guest and returns the script of the part.
 type AddPart = fn(&TestHost, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
 
-/// The part of a shared guest that belongs to one group of tests.
+/// Script, files and options that one group of tests adds to a shared guest.
 pub struct GuestPart {
     /// Names of the tests that need this part. The part runs only if at least one of them is
     /// selected.

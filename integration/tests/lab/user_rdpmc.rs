@@ -89,7 +89,8 @@ fn code_made_at_run_time_reads_counters(place: &TestHost) {
                 output.ended,
                 output.stderr_text()
             );
-            // The instructions in the guest's file are found in the file.
+            // Perfvisor finds the three RDPMC instructions of the guest's file by scanning this
+            // file.
             let in_file = output.stderr_text().matches("info: rdpmc at ").count();
             assert_eq!(in_file, 3, "{mode}, {model}: {}", output.stderr_text());
         }

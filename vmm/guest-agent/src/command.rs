@@ -97,7 +97,7 @@ pub fn run(exec: &ExecRequest, stream: UnixStream) -> io::Result<()> {
         if moved.is_err() {
             host.leave();
         }
-        // The exit has been reported by the last notification, or the command is being killed.
+        // This join does not block for long: the command has exited, or is being killed.
         let exit = waiter.join().unwrap_or(CommandExit::Status(255));
         if let (Ok(()), Ok(exit)) = (moved, serde_json::to_vec(&exit)) {
             host.send(FrameKind::Exit, &exit);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::fstatfs;
 
-/// File of a control group to which process IDs are written to add processes.
+/// File of a control group. A process joins the group when its ID is written to this file.
 const PROCESSES: &str = "cgroup.procs";
 /// File system types (statfs(2)) `CGROUP2_SUPER_MAGIC` and `CGROUP_SUPER_MAGIC`.
 const V2: u64 = 0x6367_7270;
@@ -59,8 +59,8 @@ pub fn create_cgroup(
     let mut group = mount.to_owned();
     for component in path.components() {
         for (file, _) in settings {
-            // Each file name begins with the name of its controller. Files of `cgroup` are always
-            // present.
+            // Each file name begins with the name of its controller, except for the files
+            // `cgroup.*`, which every group has.
             let controller = file.split('.').next().unwrap_or_default();
             if controller != "cgroup" {
                 let file = group.join("cgroup.subtree_control");

@@ -25,7 +25,7 @@ use rustix::thread::{
 use crate::jail::become_user;
 use crate::namespaces::unshare;
 
-/// Character devices: path, major and minor number.
+/// Character devices that the jail contains, each with its path, major number and minor number.
 const DEVICES: [(&str, u32, u32); 4] = [
     ("dev/kvm", 10, 232),
     ("dev/net/tun", 10, 200),
@@ -80,7 +80,8 @@ pub fn enter(root: &Path, uid: u32, gid: u32) -> Result<(), ChrootJailError> {
     mount_change("/", private).map_err(failed("make private the mounts of", "/"))?;
     mount_bind_recursive(root, root).map_err(failed("mount", root))?;
     std::env::set_current_dir(root).map_err(failed("enter", root))?;
-    // The old root is stacked below the new one, so it needs no directory.
+    // The old root is mounted on top of the new one (pivot_root(2)), so it needs no directory of
+    // its own.
     pivot_root(".", ".").map_err(failed("change the root directory to", root))?;
     unmount(".", UnmountFlags::DETACH).map_err(failed("unmount the old root below", root))?;
     std::env::set_current_dir("/").map_err(failed("enter", "/"))?;
@@ -147,8 +148,8 @@ pub fn separate_process_ids() -> Result<(), ChrootJailError> {
 }
 
 /// Changes the user, and drops all capabilities except `CAP_PERFMON`. The program that is executed
-/// next needs this capability to count events on a host that denies this to ordinary users, and
-/// drops it after use.
+/// next needs this capability to count events on a host where ordinary users may not count events,
+/// and drops it after use.
 ///
 /// # Errors
 /// Returns a [`ChrootJailError`] on failure, in which case the process must exit.

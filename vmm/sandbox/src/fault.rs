@@ -42,7 +42,7 @@ fn inject(word: &str) {
     }
 }
 
-/// Panics if a test has configured this for threads of `kind`. Has no effect in a release build.
+/// Panics if a test has requested a panic for threads of `kind`. Has no effect in a release build.
 pub fn fault_point(kind: SandboxedThreadKind) {
     #[cfg(debug_assertions)]
     if std::env::var(PANICS).is_ok_and(|wanted| wanted == kind.name()) {

@@ -45,8 +45,8 @@ pub enum FileAccessError {
     Thread(#[source] io::Error),
 }
 
-/// Ruleset that denies access to all files. It is applied to threads that open no files. Unset if
-/// file access is not restricted.
+/// Ruleset that denies access to all files, for threads that open no files. Unset if file access is
+/// not restricted.
 static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
 
 /// Returns whether the kernel supports landlock and it is enabled.
@@ -106,8 +106,8 @@ pub(crate) fn enter(kind: SandboxedThreadKind) -> Result<(), FileAccessError> {
         return Ok(());
     };
     // Make the system calls directly, because the crate would consume the descriptor, and creating
-    // another one may be denied. SAFETY: both calls take numbers and a descriptor that is never
-    // closed.
+    // another one may be denied. SAFETY: both calls pass only integers and a descriptor that is
+    // never closed.
     let taken = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
             && libc::syscall(libc::SYS_landlock_restrict_self, nothing.as_raw_fd(), 0) == 0

@@ -1,9 +1,9 @@
 //! Confinement of the process that serves Firecracker's API (the front end).
 //!
 //! The front end configures and starts a VM, which is a separate process. Once the VM is running,
-//! the front end requires only its open sockets. It has no landlock rules. Their restriction of
-//! signals would prevent the kernel from terminating the VM together with the front end
-//! (`PR_SET_PDEATHSIG`).
+//! the front end requires only its open sockets. The front end has no landlock rules, because their
+//! restriction of signals would prevent the kernel from terminating the VM together with the front
+//! end (`PR_SET_PDEATHSIG`).
 
 use seccompiler::{SeccompAction, apply_filter_all_threads};
 

@@ -65,7 +65,7 @@ pub enum JailError {
     /// An operation failed.
     #[error("{what} {}", .path.display())]
     Step {
-        /// The operation.
+        /// Description of the operation.
         what: &'static str,
         /// Path to which the operation was applied.
         path: PathBuf,
@@ -181,19 +181,20 @@ impl Jail {
         self.of_a_user
     }
 
-    /// Replaces the root directory of the process with one that contains only `inside` and the
-    /// process's own part of `/proc`, in which it finds its IDs outside a PID namespace. Files keep
-    /// their paths. The new root has no executable files, device files or effective set-user-ID
-    /// bits, and no path leads back to the host's files. If the process has its own user namespace,
-    /// this thread also drops all its capabilities, because they apply only to that namespace but
-    /// look like capabilities on the host.
+    /// Replaces the root directory of the process with one that contains only `inside` and, in
+    /// `/proc`, the directory of this process and the links `self` and `thread-self`, which contain
+    /// the IDs that are valid outside a PID namespace. Files keep their paths. The new root has no
+    /// executable files, device files or effective set-user-ID bits, and no path leads back to the
+    /// host's files. If the process has its own user namespace, this thread also drops all its
+    /// capabilities, because they apply only to that namespace but look like capabilities on the
+    /// host.
     ///
     /// # Errors
     /// Returns a [`JailError`] on failure, in which case the root directory is either the host's or
     /// incomplete.
     pub fn close(self, inside: &JailContents) -> Result<(), JailError> {
         let here = std::env::current_dir().unwrap_or_else(|_| "/".into());
-        // The host's /proc shows the process ID outside a PID namespace.
+        // The host's /proc shows the process ID that is valid outside a PID namespace.
         let pid = fs::read_link(PROC_SELF).map_err(step("cannot read", PROC_SELF))?;
         let own = Path::new("/proc").join(&pid);
         let changed = |path: &PathBuf| (path.clone(), false);
@@ -247,7 +248,7 @@ impl Jail {
     }
 }
 
-/// A detached mount of a part of the host's file system.
+/// A detached mount of a file or directory tree of the host.
 struct DetachedMount(File);
 
 impl DetachedMount {
@@ -300,7 +301,7 @@ impl DetachedMount {
                 .map_err(step("cannot make", &place))?;
         }
         let text = c_string(&place).map_err(step("no path:", &place))?;
-        // MOVE_MOUNT_F_EMPTY_PATH.
+        // MOVE_MOUNT_F_EMPTY_PATH: the mount is given by its descriptor.
         let flags = 4;
         // SAFETY: both paths are NUL-terminated strings that outlive the call.
         let moved = unsafe {

@@ -17,7 +17,7 @@ pub enum SandboxedThreadKind {
     Balloon,
     /// Thread of the profiler, which obtains symbols from the kernel memory of the guest.
     Profiler,
-    /// gdb server.
+    /// Thread of the gdb server.
     Debugger,
     /// Thread that writes the guest's console output.
     Console,

@@ -12,7 +12,7 @@
 //! | `paths` | files and sockets at paths that another user can influence |
 //! | `socket_broker` | a process that connects to and removes Unix sockets for the VM |
 //! | `cgroup` | joining a control group |
-//! | `chroot_jail` | a process in a directory with its own devices, in the form that Firecracker's jailer uses |
+//! | `chroot_jail` | a process in a directory with its own devices, laid out as by Firecracker's jailer |
 //! | `jail` | a process without network, whose file system contains only the given paths |
 //! | `namespaces` | creation of namespaces |
 //! | `pid_namespace` | a process that cannot see other processes, and its supervisor outside |

@@ -94,8 +94,8 @@ pub(crate) fn refused(kind: SandboxedThreadKind) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls that are made to report a fault: finding the path of the program, and checking
-/// access to it.
+/// Returns the calls with which a fault report finds the path of the program and checks access to
+/// it.
 fn fault_reporting() -> Vec<AllowedSyscall> {
     any(&[
         Sysno::readlink,
@@ -111,7 +111,7 @@ fn fault_reporting() -> Vec<AllowedSyscall> {
 /// exit.
 fn common(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = any(&[
-        // Descriptors.
+        // Calls on open descriptors.
         Sysno::read,
         Sysno::write,
         Sysno::readv,
@@ -121,7 +121,7 @@ fn common(pid: u32) -> Vec<AllowedSyscall> {
         Sysno::fstat,
         Sysno::poll,
         Sysno::ppoll,
-        // Memory.
+        // Calls that manage memory.
         Sysno::munmap,
         Sysno::brk,
         // Locks and time. The C library calls the kernel if the clock cannot be read in user space.
@@ -132,7 +132,7 @@ fn common(pid: u32) -> Vec<AllowedSyscall> {
         Sysno::clock_getres,
         Sysno::gettimeofday,
         Sysno::restart_syscall,
-        // Threads and signals.
+        // Calls for threads and signals.
         Sysno::getpid,
         Sysno::gettid,
         Sysno::set_tid_address,
@@ -145,7 +145,7 @@ fn common(pid: u32) -> Vec<AllowedSyscall> {
         Sysno::rt_sigreturn,
         Sysno::exit,
         Sysno::exit_group,
-        // Required for the keys of hash tables.
+        // The standard library obtains the keys of hash tables with this call.
         Sysno::getrandom,
     ]);
     list.extend(memory());
@@ -186,8 +186,8 @@ fn memory() -> Vec<AllowedSyscall> {
     let optional = libc::MAP_NORESERVE | libc::MAP_STACK;
     let private = ArgumentCheck::Bits(3, all_but(optional), u64::from(needed.unsigned_abs()));
     let mut list = only(Sysno::mmap, &[ArgumentCheck::Without(2, prot), private]);
-    // glibc's malloc makes this call to return the end of a heap in a program with file
-    // capabilities, and if the kernel does not overcommit.
+    // To shrink a heap, glibc's malloc maps inaccessible memory over its end if the program has
+    // file capabilities or the kernel does not overcommit.
     let given_back = ArgumentCheck::Is(3, (needed | libc::MAP_FIXED).unsigned_abs());
     list.extend(only(Sysno::mmap, &[ArgumentCheck::Is(2, 0), given_back]));
     list.extend(only(Sysno::mprotect, &[ArgumentCheck::Without(2, prot)]));
@@ -275,14 +275,14 @@ fn connections() -> Vec<AllowedSyscall> {
         Sysno::getsockname,
         Sysno::getpeername,
     ]);
-    // FIONREAD, FIONBIO.
+    // The ioctls FIONREAD and FIONBIO.
     list.extend(ioctls(b'T', &[0x1b, 0x21]));
     list
 }
 
 /// Returns the calls for open perf events. Only the broker opens new events.
 fn perf_events() -> Vec<AllowedSyscall> {
-    // ENABLE, DISABLE, REFRESH, RESET, PERIOD, SET_OUTPUT, ID, PAUSE_OUTPUT.
+    // Perf event ioctls: ENABLE, DISABLE, REFRESH, RESET, PERIOD, SET_OUTPUT, ID, PAUSE_OUTPUT.
     let mut list = ioctls(b'$', &[0, 1, 2, 3, 4, 5, 7, 9]);
     // Requests to the broker, which pass descriptors.
     list.extend(any(&[Sysno::sendmsg, Sysno::recvmsg]));
@@ -393,7 +393,7 @@ fn vhost() -> Vec<AllowedSyscall> {
             0x30, // NET_SET_BACKEND
         ],
     );
-    // TUNSETOFFLOAD, TUNGETIFF, TUNSETVNETHDRSZ.
+    // The ioctls TUNSETOFFLOAD, TUNGETIFF and TUNSETVNETHDRSZ.
     list.extend(ioctls(b'T', &[208, 210, 216]));
     list
 }
@@ -415,7 +415,7 @@ fn images() -> Vec<AllowedSyscall> {
         Sysno::ftruncate,
         Sysno::fstatfs,
     ]);
-    // BLKSSZGET, BLKGETSIZE64, BLKDISCARD, BLKZEROOUT.
+    // The ioctls BLKSSZGET, BLKGETSIZE64, BLKDISCARD and BLKZEROOUT.
     list.extend(ioctls(0x12, &[104, 114, 119, 127]));
     list
 }
@@ -504,8 +504,8 @@ fn main() -> Vec<AllowedSyscall> {
             0x14, // TIOCSWINSZ
         ],
     ));
-    // Rings and sealed texts are memory files, which are reopened through /proc. A reboot reads the
-    // kernel image again. No file is created.
+    // Operators' rings and sealed texts are memory files, which the VMM reopens through /proc. A
+    // reboot reads the kernel image again. No file is created.
     let may = libc::O_ACCMODE | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY;
     let others = u64::from(!may.unsigned_abs());
     list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
@@ -532,7 +532,7 @@ fn main() -> Vec<AllowedSyscall> {
         Sysno::dup2,
         Sysno::dup3,
         Sysno::mincore,
-        // Reaping of exited backends.
+        // Calls that reap exited backend processes.
         Sysno::wait4,
         Sysno::waitid,
         Sysno::geteuid,
@@ -547,7 +547,7 @@ fn main() -> Vec<AllowedSyscall> {
 /// themselves.
 fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     let mut list = Vec::new();
-    // The vCPU list comes first because of KVM_RUN.
+    // The vCPU list comes first because it contains KVM_RUN, the most frequent call.
     for kind in [SandboxedThreadKind::Vcpu]
         .into_iter()
         .chain(SandboxedThreadKind::ALL)
@@ -564,9 +564,9 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     list.extend(any(&[
         Sysno::clone3,
         Sysno::sched_setaffinity,
-        // Application of landlock rules by threads that do not open files.
+        // Calls with which threads that open no files apply landlock rules.
         Sysno::landlock_restrict_self,
-        // Capability changes.
+        // Calls that change capabilities.
         Sysno::capget,
         Sysno::capset,
     ]));
@@ -590,7 +590,7 @@ pub(crate) fn of_worker(pid: u32) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the part of a worker's allow-list that does not depend on its process ID.
+/// Returns the entries of a worker's allow-list that do not depend on its process ID.
 fn of_any_worker() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::read,
@@ -602,7 +602,7 @@ fn of_any_worker() -> Vec<AllowedSyscall> {
         Sysno::brk,
         // Required only if the clock cannot be read in user space.
         Sysno::clock_gettime,
-        // Required for the keys of hash tables.
+        // The standard library obtains the keys of hash tables with this call.
         Sysno::getrandom,
         Sysno::exit,
         Sysno::exit_group,
@@ -733,7 +733,7 @@ pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
     list.extend(memory());
     list.extend(one_of(Sysno::kill, 0, &[vm, own]));
     list.extend(only(Sysno::rt_sigqueueinfo, &[ArgumentCheck::Is(0, vm)]));
-    // Foreground process group of the terminal.
+    // Reads and sets the foreground process group of the terminal.
     list.extend(ioctls(b'T', &[0x0f, 0x10]));
     list
 }

@@ -16,7 +16,7 @@ pub enum UserNamespaceError {
 }
 
 pub(crate) fn unshare(what: libc::c_int) -> io::Result<()> {
-    // SAFETY: the call takes a number.
+    // SAFETY: the call passes only an integer.
     match unsafe { libc::unshare(what) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -30,7 +30,7 @@ pub(crate) fn own_users(wanted: libc::c_int) -> Result<(), UserNamespaceError> {
     let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
     unshare(wanted | libc::CLONE_NEWUSER).map_err(UserNamespaceError::Denied)?;
     // A process with file capabilities does not own its files in /proc unless it is dumpable.
-    // SAFETY: the call takes numbers.
+    // SAFETY: the call passes only integers.
     unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) };
     let write =
         |path, text: String| fs::write(path, text).map_err(|source| UserNamespaceError::Map(path, source));

@@ -224,8 +224,8 @@ fn is_own(owner: u32, links: TrustedLinks) -> bool {
     owner == root() || (links == TrustedLinks::OfThisUser && owner == geteuid().as_raw())
 }
 
-/// Returns the user ID that root has from the point of view of this process. This is the owner of
-/// /proc. A user namespace without a mapping for root shows an ID other than 0.
+/// Returns root's user ID as seen by this process, which is the owner of /proc. In a user namespace
+/// that does not map root, the ID is not 0.
 fn root() -> u32 {
     statat(CWD, "/proc", AtFlags::empty()).map_or(0, |meta| meta.st_uid)
 }
@@ -303,8 +303,8 @@ impl PrivilegedDirectory {
         let found = walk(TrustedLinks::OfThisUser, true);
         drop(lowered);
         match found {
-            // This user may not be able to access a directory of root on the path. In that case,
-            // only root's links are followed.
+            // The path may lead through a directory of root that this user cannot access. Resolve
+            // it with the file capabilities, but follow only root's links.
             Err(e) if is_denied(&e) => walk(TrustedLinks::OfRootOnly, false),
             found => found,
         }
@@ -324,8 +324,8 @@ impl PrivilegedDirectory {
         self.fd.as_fd()
     }
 
-    /// Calls `what`. While it runs, this thread lacks the file capabilities, unless only root can
-    /// influence this directory.
+    /// Calls `what` without the file capabilities, or with them if only root can influence this
+    /// directory.
     ///
     /// # Errors
     /// Returns an error if `capset(2)` fails.
@@ -400,7 +400,7 @@ impl Drop for UmaskGuard {
 
 fn bind_at(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     let flags = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
-    // SAFETY: the call takes numbers.
+    // SAFETY: the call passes only integers.
     let fd = unsafe { libc::socket(libc::AF_UNIX, flags, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
@@ -518,8 +518,8 @@ pub(crate) fn resolve_socket(path: &Path) -> io::Result<(PrivilegedDirectory, Os
     Ok((directory, name.ok_or(Errno::ISDIR)?))
 }
 
-/// Returns whether this process has changed its user and still has file capabilities. A confined
-/// process is known to have none; its filters do not allow `capget(2)`, so the call is not made.
+/// Returns whether this process has changed its user and still has file capabilities. Does not call
+/// `capget(2)` in a confined process, which has no capabilities and whose filters forbid the call.
 fn keeps_file_capabilities() -> io::Result<bool> {
     Ok(!start::is_confined() && LoweredCapabilities::now()?.is_some())
 }
@@ -556,9 +556,9 @@ pub fn append(path: &Path, mode: u32) -> io::Result<File> {
     Ok(File::from(file))
 }
 
-/// Removes the socket file at `path` if its identity is still `identity`, so that it is not a file
-/// that has replaced the socket. Has no effect after [`crate::confine`], because the socket broker
-/// then removes the files ([`crate::SocketBroker`]).
+/// Removes the socket file at `path` if its identity is still `identity`. A file that has replaced
+/// the socket is kept. Has no effect after [`crate::confine`], because the socket broker then
+/// removes the files ([`crate::SocketBroker`]).
 pub fn remove_socket(path: &Path, identity: Option<FileIdentity>) {
     if start::is_confined() {
         return;

@@ -50,8 +50,7 @@ const IGNORED: [libc::c_int; 4] = [libc::SIGUSR1, libc::SIGUSR2, libc::SIGIO, li
 /// `SI_QUEUE` of `sigaction(2)`, which indicates that the signal was sent with
 /// `rt_sigqueueinfo(2)`.
 const SI_QUEUE: libc::c_int = -1;
-/// Message with which the VM tells the supervisor that from now on the VM exits when the supervisor
-/// exits.
+/// Message from the VM to the supervisor: from now on, the VM exits when the supervisor exits.
 const BOUND: u8 = b'B';
 
 /// Error returned when a VM cannot run in a PID namespace.
@@ -155,7 +154,7 @@ pub struct PidNamespaceSupervisor<'a> {
     pub give_up: fn() -> bool,
     /// `true` if the VM reads the terminal on standard input.
     pub terminal: bool,
-    /// Descriptor that `report` uses.
+    /// Descriptor that the supervisor keeps open for `report`.
     pub kept: Option<BorrowedFd<'a>>,
     /// Handler that the supervisor calls for a report from the VM. The handler may only write to
     /// the descriptor `kept`.
@@ -328,15 +327,15 @@ fn bind_to_supervisor(
     supervisor: u32,
     of_a_user: bool,
 ) -> Result<SupervisorLink, PidNamespaceError> {
-    // SAFETY: the calls take numbers. The kernel sends the signal to process 1 of a namespace too,
-    // because the supervisor is outside. A later change of the user would cancel it.
+    // SAFETY: the calls pass only integers. The kernel sends the signal to process 1 of a namespace
+    // too, because the supervisor is outside. A later change of the user would cancel it.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::setpgid(0, 0);
     }
     let _ = change_mask(libc::SIG_UNBLOCK, &[libc::SIGTSTP, libc::SIGCONT]);
     let mut vm = [0; 4];
-    // If the supervisor exited before the call above, nobody answers.
+    // If the supervisor exited before the call above, the VM receives no answer.
     if link
         .write_all(&[BOUND])
         .and_then(|()| link.read_exact(&mut vm))
@@ -356,7 +355,7 @@ fn bind_to_supervisor(
     Ok(SupervisorLink(link))
 }
 
-/// Returns a set of these signals.
+/// Returns the signal set that contains `signals`.
 fn signal_set(signals: &[libc::c_int]) -> libc::sigset_t {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initializes the set, and sigaddset changes the initialized set.
@@ -445,8 +444,8 @@ fn forward(vm: libc::pid_t, signal: libc::c_int) {
 }
 
 fn send(pid: libc::pid_t, signal: libc::c_int) {
-    // SAFETY: the call takes numbers. The process is this one, or a child that has not been reaped,
-    // so its ID is valid.
+    // SAFETY: the call passes only integers. The process is this one, or a child that has not been
+    // reaped, so its ID is valid.
     unsafe { libc::kill(pid, signal) };
 }
 
@@ -471,7 +470,7 @@ impl Terminal {
     /// Returns the terminal at standard input, or `None` if it does not control this process.
     fn of_job() -> Option<Self> {
         let fd = io::stdin().as_fd().try_clone_to_owned().ok()?;
-        // SAFETY: the calls take a descriptor or no arguments.
+        // SAFETY: the calls pass a descriptor or no arguments.
         let (job, controls) = unsafe { (libc::getpgrp(), libc::tcgetpgrp(fd.as_raw_fd()) > 0) };
         controls.then_some(Self { fd, job })
     }
@@ -490,8 +489,8 @@ impl Terminal {
 
     fn change(&self, from: libc::pid_t, to: libc::pid_t) {
         let fd = self.fd.as_raw_fd();
-        // SAFETY: the calls take a descriptor and a number. SIGTTOU, which the second call may
-        // cause, is ignored.
+        // SAFETY: the calls pass only a descriptor and an integer. SIGTTOU, which the second call
+        // may cause, is ignored.
         unsafe {
             if libc::tcgetpgrp(fd) == from {
                 libc::tcsetpgrp(fd, to);
@@ -506,7 +505,7 @@ fn end_like(status: libc::c_int) -> ! {
         leave(libc::WEXITSTATUS(status));
     }
     let signal = libc::WTERMSIG(status);
-    // SAFETY: the call takes numbers, and the default action runs no code of this process.
+    // SAFETY: the call passes only integers, and the default action runs no code of this process.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
     send(own_pid(), signal);
     let _ = change_mask(libc::SIG_UNBLOCK, &[signal]);

@@ -19,7 +19,7 @@ use rustix::thread::{
 
 /// File with the number of the kernel's last capability (capabilities(7), since Linux 3.2).
 const LAST_CAPABILITY: &str = "/proc/sys/kernel/cap_last_cap";
-/// Last capability that is assumed to exist if the file is missing: that of Linux 5.9.
+/// Last capability to assume if [`LAST_CAPABILITY`] does not exist: that of Linux 5.9.
 const USUAL_LAST_CAPABILITY: u32 = CapabilitySet::CHECKPOINT_RESTORE.bits().trailing_zeros();
 
 /// Link that identifies the user namespace of this process (namespaces(7)).
@@ -51,8 +51,8 @@ pub fn drop_privileges() -> Result<(), PrivilegeError> {
             current: None,
             maximum: None,
         };
-        // Executed programs account for their own locked memory, and perf-core bounds the memory of
-        // operators' rings.
+        // The limit need not bound locked memory: executed programs account for their own, and
+        // perf-core bounds the memory of operators' rings.
         setrlimit(Resource::Memlock, all).map_err(failed("setrlimit(RLIMIT_MEMLOCK)"))?;
     }
     set_no_new_privs(true).map_err(failed("prctl(PR_SET_NO_NEW_PRIVS)"))?;

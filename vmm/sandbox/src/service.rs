@@ -65,7 +65,7 @@ impl ServiceProcess<'_> {
         serve: impl FnOnce(OwnedFd, T) -> io::Result<()>,
     ) -> io::Result<()> {
         exit_with_parent(self.name);
-        // SAFETY: the call takes numbers. Terminal signals must not reach this process.
+        // SAFETY: the call passes only integers. Terminal signals must not reach this process.
         unsafe { libc::setpgid(0, 0) };
         let socket = keep_only_descriptor(socket)?;
         let prepared = prepare();
@@ -93,7 +93,7 @@ pub(crate) fn leave(status: i32) -> ! {
 /// Returns free heap memory, which was inherited from the parent, to the host. This process is
 /// mostly idle and does not need it.
 pub(crate) fn trim_heap() {
-    // SAFETY: the call takes a number.
+    // SAFETY: the call passes only an integer.
     #[cfg(target_env = "gnu")]
     unsafe {
         libc::malloc_trim(0);
@@ -102,7 +102,7 @@ pub(crate) fn trim_heap() {
 
 /// Sets the process name and makes the process exit when its parent exits.
 pub(crate) fn exit_with_parent(name: &CStr) {
-    // SAFETY: the calls take numbers and a string that outlives them.
+    // SAFETY: the calls pass integers and a string that outlives them.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::prctl(libc::PR_SET_NAME, name.as_ptr());
@@ -112,7 +112,7 @@ pub(crate) fn exit_with_parent(name: &CStr) {
 /// Closes all descriptors except `kept`. Redirects the standard streams to a pipe that has no
 /// reader.
 pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
-    // SAFETY: the call takes a descriptor and numbers.
+    // SAFETY: the call passes only a descriptor and integers.
     let copy = unsafe { libc::fcntl(kept.as_raw_fd(), libc::F_DUPFD_CLOEXEC, FIRST) };
     if copy < 0 {
         return Err(io::Error::last_os_error());
@@ -128,7 +128,7 @@ pub(crate) fn keep_only_descriptor(kept: OwnedFd) -> io::Result<OwnedFd> {
 /// nor dropped in this process afterwards, so the process must end with [`leave`].
 pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
     let (_, nowhere) = io::pipe()?;
-    // SAFETY: the calls take descriptors and numbers.
+    // SAFETY: the calls pass only descriptors and integers.
     unsafe {
         libc::signal(libc::SIGPIPE, libc::SIG_IGN);
         for stream in 0..FIRST {
@@ -147,8 +147,8 @@ pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
 /// No descriptor from 3 on may be used afterwards, except those in `kept`, which is sorted.
 unsafe fn close_all_but(kept: &[RawFd]) {
     let close = |from: RawFd, to: libc::c_uint| {
-        // SAFETY: the call takes numbers, and the caller guarantees that the closed descriptors are
-        // unused.
+        // SAFETY: the call passes only integers, and the caller guarantees that the closed
+        // descriptors are unused.
         unsafe { libc::syscall(libc::SYS_close_range, from, to, 0) == 0 }
     };
     let mut from = FIRST;
@@ -162,7 +162,7 @@ unsafe fn close_all_but(kept: &[RawFd]) {
     }
     // Fallback for Linux before 5.9. Few descriptors are open at this time.
     for fd in (FIRST..4096).filter(|fd| !kept.contains(fd)) {
-        // SAFETY: as above.
+        // SAFETY: as for `close_range`.
         unsafe { libc::close(fd) };
     }
 }

@@ -384,7 +384,7 @@ fn serve(
     landlock: bool,
     give_up: fn() -> bool,
 ) -> io::Result<()> {
-    // SAFETY: the calls take numbers and a string that outlives them. Signals that terminate a VM
+    // SAFETY: the calls pass integers and a string that outlives them. Signals that terminate a VM
     // are ignored because the VM's exit also ends this process, and terminal signals must not reach
     // it.
     unsafe {
@@ -499,7 +499,7 @@ impl RegisteredSockets {
 /// Connects to the socket at `path`. Fails if the listener's queue is full.
 fn connect(path: &Path) -> io::Result<OwnedFd> {
     let (address, length) = paths::address(path)?;
-    // SAFETY: the call takes numbers.
+    // SAFETY: the call passes only integers.
     let fd = unsafe { libc::socket(libc::AF_UNIX, lists::SOCKET_TYPE, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());

@@ -134,7 +134,8 @@ pub fn begin(
     let program = |kind| {
         let mut list = lists::of(kind, pid, counting);
         let refused = (mode == SeccompMode::On).then(|| lists::refused(kind));
-        // If two filters match, the kernel applies the more restrictive action.
+        // The allow-list must also contain the refused calls: if two filters match, the kernel
+        // applies the more restrictive action.
         list.extend(refused.clone().unwrap_or_default());
         let allow = filter::compile(&list, otherwise.clone());
         let refuse = refused.map(|list| filter::refuse(&list)).transpose();

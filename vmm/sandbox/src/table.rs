@@ -86,7 +86,8 @@ impl ArgumentCheck {
 /// Placeholder for the VM's process ID.
 const OWN: u64 = 0x7fff_fffe;
 
-/// Results of a call with one form of arguments, in the order of [`SandboxedThreadKind::ALL`].
+/// Outcomes of a call with the same conditions on its arguments, in the order of
+/// [`SandboxedThreadKind::ALL`].
 type CallOutcomes = [Option<SystemCallOutcome>; SandboxedThreadKind::ALL.len()];
 
 /// Formats the filters of all thread kinds as a Markdown table. A call that the table does not
@@ -94,7 +95,8 @@ type CallOutcomes = [Option<SystemCallOutcome>; SandboxedThreadKind::ALL.len()];
 #[must_use]
 pub fn markdown(counting: PerfEventAccess) -> String {
     let mut text = String::from("| system calls | arguments | threads |\n|---|---|---|\n");
-    // Rows that differ only in their arguments are alternatives.
+    // Join rows that differ only in the conditions on their arguments, because these are
+    // alternatives.
     let mut rows: BTreeMap<(Vec<String>, CallOutcomes), Vec<String>> = BTreeMap::new();
     for ((arguments, outcomes), calls) in grouped(counting) {
         rows.entry((calls, outcomes)).or_default().push(arguments);
@@ -159,7 +161,7 @@ fn grouped(counting: PerfEventAccess) -> BTreeMap<(String, CallOutcomes), Vec<St
     rows
 }
 
-/// The form of the arguments in a rule, by which rules are grouped.
+/// Conditions that a rule imposes on the arguments of a call. The table groups rules by them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum ArgumentForm {
     /// An `ioctl(2)` request, by type and number.

@@ -26,7 +26,7 @@ struct SigSys {
     arch: libc::c_uint,
 }
 
-/// Actions when the process is terminated immediately, so that destructors do not run.
+/// Actions to take when the process terminates immediately, without running destructors.
 #[derive(Clone, Copy, Debug)]
 pub struct SeccompTerminationActions {
     /// Callback that runs before the log line is written and may restore the terminal. It may run

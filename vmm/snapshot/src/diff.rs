@@ -91,7 +91,7 @@ impl BaseSnapshotError {
     }
 }
 
-/// A snapshot on which a diff is based: a full snapshot or another diff.
+/// A full snapshot or a diff on which another diff is based.
 #[derive(Debug)]
 pub struct BaseSnapshot {
     path: PathBuf,

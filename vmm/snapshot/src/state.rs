@@ -45,9 +45,9 @@ pub struct MachineShape {
     pub pmu: String,
     /// TSC frequency of the guest in kHz.
     pub tsc_khz: u32,
-    /// The guest can terminate the VM through the debug-exit port.
+    /// `true` if the guest can terminate the VM through the debug-exit port.
     pub debug_exit: bool,
-    /// RDPMC in user mode and in modules is emulated at the guest's #GP handler.
+    /// `true` if RDPMC in user mode and in modules is emulated at the guest's #GP handler.
     pub gp_gate: bool,
 }
 
@@ -87,7 +87,7 @@ pub struct SavedKernel {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedRunningKernel {
-    /// IA32_LSTAR.
+    /// Value of IA32_LSTAR, the linear address of the SYSCALL entry point.
     pub lstar: u64,
     /// Guest-physical address of the SYSCALL entry point.
     pub lstar_gpa: u64,
@@ -118,8 +118,8 @@ pub struct SavedRdpmcSite {
     /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
     /// code.
     pub lead: u8,
-    /// A port write of the guest's own code, which causes the same exit as the replaced RDPMC, may
-    /// be directly before or after this instruction.
+    /// `true` if a port write of the guest's own code, which causes the same exit as the replaced
+    /// RDPMC, may be directly before or after this instruction.
     pub next_to_port_write: bool,
 }
 
@@ -179,12 +179,13 @@ pub struct SavedVcpuPmu {
     pub handled_pmi: SavedPmi,
     /// Most recent emulated RDPMC, if the guest has not executed an instruction after it.
     pub last_rdpmc: Option<SavedRdpmc>,
-    /// An NMI was sent for a PMI since the last emulated RDPMC.
+    /// `true` if an NMI was sent for a PMI since the last emulated RDPMC.
     pub nmi_sent: bool,
     /// Number of consecutive PMIs, sent as NMIs, for which the guest was made to execute an RDPMC
     /// again.
     pub nmi_repetitions: u32,
-    /// RFLAGS values in guest memory may contain the trap flag that the single-stepper set.
+    /// `true` if RFLAGS values in guest memory may contain the trap flag that the single-stepper
+    /// set.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stray_trap_flags: bool,
     /// Address and privilege level of a string instruction with a repeat prefix. The exact backing,
@@ -197,7 +198,7 @@ pub struct SavedVcpuPmu {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SavedPmi {
-    /// None.
+    /// No PMI.
     #[default]
     None,
     /// Delivered as an NMI.
@@ -234,7 +235,7 @@ pub struct SavedBoard {
     pub i8042_pending: Option<u8>,
     /// Byte in the output buffer of the keyboard controller.
     pub i8042_output: Option<u8>,
-    /// fw_cfg: selected key.
+    /// Key of the selected fw_cfg item.
     pub fw_cfg_key: u16,
     /// Position in the selected fw_cfg item.
     pub fw_cfg_offset: u64,
@@ -262,19 +263,19 @@ pub struct SavedSerial {
     pub input: Base64Bytes,
 }
 
-/// CPU hot-plug registers. Sets of processors are bitmaps.
+/// CPU hot-plug registers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedCpuPlug {
-    /// Present processors.
+    /// Bitmap of the present processors.
     pub shown: u64,
-    /// Processors with the inserted bit.
+    /// Bitmap of the processors whose inserted bit is set.
     pub inserted: u64,
-    /// Processors with the ejection-requested bit.
+    /// Bitmap of the processors whose ejection-requested bit is set.
     pub called: u64,
-    /// Ejection requests without an answer.
+    /// Bitmap of the processors whose ejection was requested and not yet answered by the guest.
     pub asked_for: u64,
-    /// Selected processor.
+    /// Number of the selected processor.
     pub selector: u8,
     /// Event that _OST reports on.
     pub event: [u8; 4],
@@ -315,7 +316,7 @@ pub struct SavedDevice {
     pub queue_select: u16,
     /// Queues.
     pub queues: Vec<SavedQueue>,
-    /// The device is active, because its driver has set DRIVER_OK.
+    /// `true` if the device is active, because its driver has set DRIVER_OK.
     pub active: bool,
     /// MSI-X message control.
     pub msix_control: u16,
@@ -333,7 +334,7 @@ pub struct SavedQueue {
     pub size: u16,
     /// Interrupt vector.
     pub vector: u16,
-    /// Enabled by the driver.
+    /// `true` if the driver has enabled the queue.
     pub enabled: bool,
     /// Address of the descriptor table.
     pub descriptors: u64,

@@ -91,12 +91,13 @@ pub enum StreamMessage<'a> {
     /// Message from the source: the VM no longer runs on the source host, and the destination may
     /// run it.
     Run {
-        /// The vCPUs were paused by an operator.
+        /// `true` if an operator had paused the vCPUs.
         paused: bool,
     },
-    /// Message from the destination: it can build the machine.
+    /// Message from the destination: the saved machine is acceptable, and the destination can build
+    /// it.
     Accepted,
-    /// Message from the destination: it has received the round.
+    /// Message from the destination: all frames of the round have been received.
     Received,
     /// Message from the destination: the machine is built and ready to run.
     Ready,

@@ -145,7 +145,7 @@ pub struct DeviceActivation {
     pub resumed: bool,
     /// Notifier for configuration changes.
     pub config_change: ConfigChangeNotifier,
-    /// Callback for [`crate::worker::DeviceWorker::spawn`].
+    /// Callback to pass to [`crate::worker::DeviceWorker::spawn`].
     pub fatal_error_callback: DeviceFailureCallback,
 }
 

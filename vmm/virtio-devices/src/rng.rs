@@ -278,7 +278,8 @@ mod tests {
     #[test]
     fn hostile_chains_are_filled_within_limit() {
         let memory = memory();
-        // A descriptor loop, an oversized buffer, a buffer outside RAM and a read-only buffer.
+        // Malformed chains: a descriptor loop, an oversized buffer, a buffer outside RAM, and a
+        // read-only buffer.
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 3, 0)]), 4096);
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, u32::MAX, 2, 0)]), 4096);
         assert_eq!(serve(&memory, &[Descriptor::new(u64::MAX - 8, 100, 2, 0)]), 0);

@@ -96,10 +96,10 @@ pub fn serve_queue_while(
     serve_with_clock(active, memory, wants, serve, Instant::now)
 }
 
-/// Sets the position of a queue to that of its used ring, so that a device continues there after
-/// its thread has ended. The device must return chains in the order in which it takes them. Every
-/// chain before the position has been used, and any later chain that the thread had already taken
-/// is taken again.
+/// Sets the next available index of a queue to the index of its used ring, so that a device
+/// continues there after its thread has ended. The device must return chains in the order in which
+/// it takes them. Every chain before this index has been used, and any later chain that the thread
+/// had already taken is taken again.
 ///
 /// # Errors
 /// Returns [`VirtqueueError::Rings`] if the used ring cannot be read.
@@ -291,7 +291,7 @@ pub(crate) mod testing {
         view
     }
 
-    /// Both ends of a virtqueue.
+    /// A mock driver, with both ends of its virtqueue.
     pub(crate) struct Driver<'m> {
         pub mock: MockSplitQueue<'m, GuestMemoryMmap>,
         pub active: ActiveQueue,
@@ -358,9 +358,9 @@ pub(crate) mod testing {
             wait_until(|| self.used().len() >= count);
         }
 
-        /// Checks that the device has used the chains of [`Driver::offer_hostile`] in order, has written
-        /// nothing to read-only buffers or outside RAM, at most `limit` bytes to any chain, and `good`
-        /// bytes to the valid one.
+        /// Checks that the device has used the chains of [`Driver::offer_hostile`] in order, has
+        /// written nothing to read-only buffers or outside RAM, at most `limit` bytes to any chain,
+        /// and `good` bytes to the valid one.
         #[track_caller]
         pub(crate) fn assert_hostile_used(&self, limit: usize, good: u32) {
             let used = self.used();

@@ -55,7 +55,8 @@ impl Ratio {
             .iter()
             .map(|&(first, second)| match second > 0.0 {
                 true => first / second,
-                // The ratio is treated as above or below every finite value.
+                // Without a positive divisor, the ratio counts as greater or less than every finite
+                // ratio.
                 false => f64::INFINITY.copysign(first - second),
             })
             .collect();

@@ -36,7 +36,7 @@ pub(crate) struct ControlledRecord {
 }
 
 impl ActiveSampling {
-    /// Prepares `way`, switched off.
+    /// Prepares the sampling method `way` without switching it on.
     pub(crate) fn prepare(
         way: SamplingMethod,
         guest: &MeasuredGuest,
@@ -60,7 +60,8 @@ impl ActiveSampling {
                 ]);
                 Self::process(perf, way, guest)
             }
-            // Use the same event and read it in the same way.
+            // If perf is not installed, sample with the same event and read the samples in the same
+            // way.
             SamplingMethod::Perf => {
                 let sampler = clock()?;
                 let fd = sampler.as_fd().try_clone_to_owned().map_err(context(RING))?;
@@ -77,7 +78,7 @@ impl ActiveSampling {
             }
             SamplingMethod::Signal => {
                 let sampler = clock()?;
-                // This signal makes the vCPU check its run state.
+                // On this signal, the vCPU only checks its run state.
                 sampler
                     .also_signal(guest.tid, libc::SIGUSR1)
                     .map_err(context("signal of the perf event"))?;

@@ -32,11 +32,11 @@ fn run(program: &BpfProgram, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
         at += 1;
         let jump = |condition: bool| usize::from(if condition { step.jt } else { step.jf });
         match step.code {
-            // LD W ABS, ALU AND K, RET K.
+            // Instructions LD W ABS, ALU AND K and RET K.
             0x20 => accumulator = data[step.k as usize / 4],
             0x54 => accumulator &= step.k,
             0x06 => return step.k,
-            // JA, JEQ, JGT, JGE, JSET.
+            // Jump instructions JA, JEQ, JGT, JGE and JSET.
             0x05 => at += step.k as usize,
             0x15 => at += jump(accumulator == step.k),
             0x25 => at += jump(accumulator > step.k),
@@ -98,9 +98,9 @@ fn is_on(list: &[AllowedSyscall], call: u32, arguments: [u64; 6]) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// The compiled programs decide like the lists for every call with any arguments. If a call has
-    /// several entries, the conditions of one entry do not restrict another entry. A call that no
-    /// entry allows is not allowed.
+    /// For every call with any arguments, the compiled programs have the same result as the lists.
+    /// If a call has several entries, the conditions of one entry do not restrict another entry. A
+    /// call that no entry allows is denied.
     #[test]
     fn programs_implement_lists(
         kind in prop::sample::select(&SandboxedThreadKind::ALL[..]),
@@ -316,7 +316,7 @@ fn without_broker_threads_open_own_events_only() {
             if counts { LET } else { TRAP },
             "{kind}"
         );
-        // Open events on another thread, any process, a CPU, and a control group.
+        // Try to open events on another thread, any process, a CPU, and a control group.
         for arguments in [
             open(77, u64::MAX, 8),
             open(u64::MAX, u64::MAX, 8),

@@ -4,7 +4,7 @@
 //! Every byte of the structure that belongs to no field in this module must be 0. Features of later
 //! kernels are therefore denied until they are added here.
 
-/// Offsets of fields (`include/uapi/linux/perf_event.h`).
+/// Offsets of the fields of `struct perf_event_attr`, in bytes (`include/uapi/linux/perf_event.h`).
 mod at {
     pub(super) const TYPE: usize = 0;
     pub(super) const SIZE: usize = 4;
@@ -39,7 +39,7 @@ const SAMPLE_READ: u64 = 1 << 4;
 const SAMPLE_PERIOD: u64 = 1 << 8;
 /// Permitted `PERF_FORMAT_*` bits: times, IDs and groups.
 const READ_FORMATS: u64 = 0b1111;
-/// Bits of the flags word.
+/// Bits of the flags word of `struct perf_event_attr`.
 const DISABLED: u64 = 1;
 const PINNED: u64 = 1 << 2;
 const EXCLUDE_USER: u64 = 1 << 4;
@@ -66,7 +66,7 @@ const CONTEXT_SWITCH: u64 = 1 << 26;
 const SWITCH_FLAGS: u64 = SAMPLE_ID_ALL | CONTEXT_SWITCH;
 /// `CLOCK_MONOTONIC`.
 const MONOTONIC: u32 = 1;
-/// Size of the first version of the structure (`PERF_ATTR_SIZE_VER0`), in bytes.
+/// Size of the first version of `struct perf_event_attr` (`PERF_ATTR_SIZE_VER0`), in bytes.
 const MIN_BYTES: usize = 64;
 
 /// Returns whether a VM may open the event that `attr` describes.
@@ -77,7 +77,7 @@ pub(super) fn is_allowed(attr: &[u8]) -> bool {
     fields.is_known_event() && fields.samples_are_allowed() && fields.flags & !fields.known_flags() == 0
 }
 
-/// Fields that may be nonzero.
+/// Fields of `struct perf_event_attr` that may be nonzero.
 struct AttrFields {
     kind: u32,
     config: u64,
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn other_events_and_samples_are_denied() {
-        // Tracepoints, breakpoints, and a PMU with a dynamic type number (here uprobe).
+        // Deny tracepoints, breakpoints, and a PMU with a dynamic type number (here uprobe).
         for kind in [2, 5, 6, 9, 1 << 20] {
             assert!(!is_allowed(&attr(kind, 0)), "type {kind}");
         }
@@ -238,10 +238,11 @@ mod tests {
             assert!(!is_allowed(&attr(SOFTWARE, config)), "software {config}");
         }
         assert!(!is_allowed(&attr(HARDWARE, 10)));
-        // An event of another core type's PMU, which is selected by the upper half of the config.
+        // Deny an event of another core type's PMU, which is selected by the upper half of the
+        // config.
         assert!(!is_allowed(&attr(HARDWARE, 8 << 32)));
         assert!(!is_allowed(&attr(HW_CACHE, 7)));
-        // Samples of host instructions with an event other than the clock.
+        // Deny samples of host instructions with an event other than the clock.
         let ip = with(attr(HARDWARE, 0), at::SAMPLE_TYPE, SAMPLE_IP);
         assert!(!is_allowed(&ip));
         assert!(!is_allowed(&with(attr(SOFTWARE, 2), at::SAMPLE_TYPE, SAMPLE_IP)));
@@ -265,15 +266,15 @@ mod tests {
     fn unlisted_attr_bytes_must_be_zero() {
         let good = attr(SOFTWARE, 1);
         assert!(is_allowed(&good));
-        // Watermarks, breakpoint types, branch stacks, registers, stacks, AUX areas, sigtrap data
-        // and later extensions.
+        // Deny watermarks, breakpoint types, branch stacks, registers, stacks, AUX areas, sigtrap
+        // data and later extensions.
         let unknown = (48..56).chain(72..92).chain(96..BYTES);
         for byte in unknown {
             let mut bad = good;
             bad[byte] = 1;
             assert!(!is_allowed(&bad), "byte {byte}");
         }
-        // A clock ID without the flag, and a clock other than the monotonic one.
+        // Deny a clock ID without its flag, and a clock other than the monotonic one.
         let mut bad = good;
         bad[at::CLOCKID] = 1;
         assert!(!is_allowed(&bad));

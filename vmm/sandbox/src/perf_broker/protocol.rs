@@ -1,6 +1,6 @@
 //! Messages between a VM and its perf event broker, each of which is one datagram.
 
-/// Maximum size of an attribute structure, in bytes. Linux 6.18 has 144 bytes.
+/// Maximum size of `struct perf_event_attr`, in bytes. In Linux 6.18, the structure has 144 bytes.
 pub(super) const MAX_ATTR_BYTES: usize = 256;
 /// Size of a request without its attribute structure, in bytes.
 const HEADER_BYTES: usize = 16;
@@ -100,7 +100,8 @@ mod tests {
     #[test]
     fn malformed_requests_are_rejected() {
         let mut buffer = [0; MAX_REQUEST_BYTES];
-        // pid -1 (any process), pid 0 (the broker itself), no receiver, and an unknown type.
+        // Invalid requests: pid -1 (any process), pid 0 (the broker itself), no receiver, and an
+        // unknown type.
         for (kind, tid, receiver) in [
             (OPEN, -1, 0),
             (OPEN, 0, 0),

@@ -119,7 +119,7 @@ impl BrokerClient {
 
     /// Checks that thread `tid` belongs to the VM.
     fn check_thread(self, tid: i32) -> Result<(), i32> {
-        // SAFETY: the call takes numbers, and signal 0 is never delivered.
+        // SAFETY: the call passes only integers, and signal 0 is never delivered.
         let found = unsafe { libc::syscall(libc::SYS_tgkill, self.pid, tid, 0) };
         // The kernel looks up the thread in that process before it checks permissions.
         if found == 0 || last_errno() == libc::EPERM {

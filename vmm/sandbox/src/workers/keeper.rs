@@ -122,7 +122,8 @@ impl OomScore {
         let opened = open().or_else(|_| {
             // A process that has changed its user does not own its files in /proc.
             let dumpable = |yes: libc::c_ulong| {
-                // SAFETY: the call takes numbers. This process holds no data of a guest or client.
+                // SAFETY: the call passes only integers. This process holds no data of a guest or
+                // client.
                 unsafe { libc::prctl(libc::PR_SET_DUMPABLE, yes) }
             };
             dumpable(1);
@@ -137,7 +138,7 @@ impl OomScore {
     }
 
     /// If `first` is `true`, makes this process and its later children the first ones that the OOM
-    /// killer selects. Otherwise, restores the original score. Neither requires privileges.
+    /// killer selects. Otherwise, restores the original score. Neither change requires privileges.
     fn set(&self, first: bool) {
         let turn = if first { Self::FIRST } else { self.own.trim() };
         // If the write fails, the score is unchanged.
@@ -244,7 +245,7 @@ fn watch(control: &mut UnixStream, begun: StartedWorker) -> io::Result<()> {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     let mut words = [0; MOST_WORDS];
-    // All other ends of the pipe are closed.
+    // The read does not block, because all write ends of the pipe are closed.
     let length = last_words.read(&mut words).unwrap_or(0);
     let text = u16::try_from(length).unwrap_or(0);
     control.write_all(&KeeperMessage::WorkerExit { status, text }.to_bytes())?;

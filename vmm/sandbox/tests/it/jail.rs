@@ -56,7 +56,7 @@ fn in_a_chroot(root: &Path, bound: bool) {
 
 #[expect(unsafe_code, reason = "unshare(2)")]
 fn unshare_mounts() {
-    // SAFETY: the call takes a number.
+    // SAFETY: the call passes only an integer.
     assert_eq!(unsafe { libc::unshare(libc::CLONE_FS | libc::CLONE_NEWNS) }, 0);
     mount(&["--make-rprivate"], Path::new("/"));
 }

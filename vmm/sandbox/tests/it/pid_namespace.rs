@@ -27,8 +27,8 @@ fn as_a_child() {
         assert_eq!(unsafe { libc::waitpid(supervisor, &mut status, 0) }, supervisor);
         return println!("\nstatus {status}");
     }
-    // Create the process group of a shell job. The child process is its parent in the same session.
-    // SAFETY: the call takes numbers.
+    // Act as a shell job: create a process group whose parent process, the child of the test, is in
+    // the same session. SAFETY: the call passes only integers.
     unsafe { libc::setpgid(0, 0) };
     let (reports, sink) = std::io::pipe().unwrap();
     let supervisor = PidNamespaceSupervisor {

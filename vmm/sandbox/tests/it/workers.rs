@@ -172,7 +172,7 @@ fn begun(workers: &WorkerKeeper, letter: u8) -> WorkerProcess<'_> {
 fn read_all(workers: &WorkerKeeper, letter: u8) -> (Vec<u8>, WorkerExit) {
     let mut worker = begun(workers, letter);
     let mut said = Vec::new();
-    // If a socket is closed with unread data, reading reports an error.
+    // Reading fails if the worker closes its socket while data in it is unread.
     let _ = worker.socket().read_to_end(&mut said);
     (said, worker.end().unwrap())
 }
@@ -227,7 +227,7 @@ fn every_end(mode: SeccompMode) {
         assert_eq!(worker.end().unwrap(), WorkerExit::Signal(libc::SIGKILL));
         next_one_works(&workers, 1);
     }
-    // The worker is dropped without a message.
+    // Drop the worker without a message to the keeper.
     drop(begun(&workers, b'h'));
     next_one_works(&workers, 1);
     // The keeper is killed together with the current worker, and no further worker can be started.

@@ -82,8 +82,8 @@ impl PageReleaser {
             self.replaced.insert(start, end);
             return Ok(());
         }
-        // If no more mappings can be added, the file's contents reappear. The page is freed
-        // nevertheless.
+        // If the pages cannot be replaced, free them nevertheless, although the file's contents
+        // then reappear in them.
         advise(region, start, end, libc::MADV_DONTNEED)
     }
 }
@@ -117,7 +117,8 @@ fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
     if unsafe { libc::mmap(address, len, prot, flags, -1, 0) } == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // All guest memory has this flag. Without it, the mapping would not merge with its neighbours.
+    // Guest memory is mapped with MADV_DONTDUMP. A mapping without it would not merge with its
+    // neighbours.
     let _ = advise(region, start, end, libc::MADV_DONTDUMP);
     Ok(())
 }

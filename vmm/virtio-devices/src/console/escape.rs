@@ -12,7 +12,7 @@ pub enum KeyAction {
     Quit,
     /// The key sequence Ctrl-A h, which lists the keys.
     Help,
-    /// Part of an escape sequence.
+    /// No action: the byte is the prefix or an unknown second byte of an escape sequence.
     Nothing,
 }
 

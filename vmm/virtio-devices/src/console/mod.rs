@@ -54,7 +54,7 @@ impl VirtioConsole {
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.
     pub fn new(output: Box<dyn Write + Send>, size: Option<TerminalSize>) -> io::Result<Self> {
-        // A terminal with a size of zero does not report its size.
+        // A terminal whose size is unknown reports zero columns and rows.
         let size = size.filter(|size| size.columns != 0 && size.rows != 0);
         Ok(Self {
             output: Arc::new(Mutex::new(output)),

@@ -64,8 +64,8 @@ fn guest_output_arrives_in_order() {
 #[test]
 fn hostile_output_is_bounded() {
     let memory = memory();
-    // A loop, an oversized buffer, a buffer outside RAM after a valid one, and a device-writable
-    // buffer.
+    // Malformed chains: a loop, an oversized buffer, a buffer outside RAM after a valid one, and a
+    // device-writable buffer.
     assert_eq!(
         written(&memory, &[Descriptor::new(BUFFERS, 4096, NEXT, 0)]).len(),
         MAX_OUTPUT_BYTES
@@ -155,7 +155,7 @@ fn input_uses_required_buffers_only() {
         *b"hell"
     );
     assert_eq!(memory.read_obj::<u8>(GuestAddress(BUFFERS + 64)).unwrap(), b'o');
-    // A slow host causes one interrupt for each buffer.
+    // On a slow host, each buffer causes an interrupt of its own.
     assert!((1..=2).contains(&driver.vector.read().unwrap()));
     // The third buffer is still available for later input.
     port.send(b"!");

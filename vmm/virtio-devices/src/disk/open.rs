@@ -61,7 +61,7 @@ pub enum DiskOpenError {
 }
 
 fn open_remedy(path: &Path, source: &io::Error, read_only: bool) -> &'static str {
-    // Other VMMs accept these prefixes.
+    // Users of other VMMs may write these prefixes before the file name.
     let named = ["path=", "file="]
         .iter()
         .any(|word| path.as_os_str().as_encoded_bytes().starts_with(word.as_bytes()));

@@ -46,7 +46,7 @@ impl RawDiskImage {
     /// # Errors
     /// Returns the same errors as [`RawDiskImage::read`].
     pub fn write(&self, memory: &GuestMemoryMmap, pieces: &[GuestSegment], at: u64) -> io::Result<()> {
-        // SAFETY: as above.
+        // SAFETY: as for `read`.
         self.transfer(memory, pieces, at, |fd, vecs, count, at| unsafe {
             libc::pwritev(fd, vecs, count, at)
         })

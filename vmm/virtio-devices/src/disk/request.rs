@@ -80,7 +80,7 @@ pub struct CompletedRequest {
     /// Number of bytes that were read, written or zeroed. If the image failed, the number of bytes
     /// that the guest requested.
     pub transferred: u64,
-    /// The result.
+    /// Result of the request.
     pub outcome: Result<(), BlockRequestError>,
 }
 
@@ -88,7 +88,7 @@ impl DiskBackend {
     /// Executes the request in `chain`.
     pub fn serve(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> CompletedRequest {
         let Some(mut request) = DiskRequest::parse(memory, chain) else {
-            // The request has no status byte.
+            // A malformed request receives no status byte.
             return CompletedRequest {
                 written: 0,
                 transferred: 0,
@@ -158,8 +158,8 @@ impl DiskBackend {
         Ok(0)
     }
 
-    /// Returns the byte offset of `sector` on the disk. Returns an error unless the `bytes` bytes
-    /// from there are whole blocks within the disk.
+    /// Returns the byte offset of `sector` on the disk. Returns an error unless the range of
+    /// `bytes` bytes at this offset consists of whole blocks within the disk.
     fn place(&self, sector: u64, bytes: u64) -> Result<u64, BlockRequestError> {
         let end = sector.checked_add(bytes / SECTOR_BYTES);
         let block = u64::from(self.image.block_bytes());
@@ -204,7 +204,7 @@ impl DiskBackend {
                 continue;
             }
             if zeros {
-                // The host may have to write the zeros.
+                // Count the zeros, because the host may have to write them.
                 request.transferred += bytes;
                 self.image.write_zeros(at, bytes, flags != 0)?;
             } else {

@@ -204,7 +204,7 @@ fn malformed_chain_fails_alone() {
         &[Descriptor::new(HEADER, 16, 0, 0)],
         &[short, status],
         &[header, Descriptor::new(STATUS, 0, WRITE, 0)],
-        // The header or the status is outside RAM.
+        // Requests whose header or status is outside RAM.
         &[Descriptor::new(u64::MAX - 8, 16, NEXT, 1), status],
         &[header, Descriptor::new(MEMORY_BYTES as u64, 1, WRITE, 0)],
         &[header, Descriptor::new(u64::MAX, u32::MAX, WRITE, 0)],
@@ -214,7 +214,7 @@ fn malformed_chain_fails_alone() {
         assert_eq!((status, written), (NO_STATUS, 0), "{chain:?}");
         assert!(matches!(outcome, Err(BlockRequestError::Guest)));
     }
-    // The data is outside RAM, which the status reports.
+    // A request whose data is outside RAM, which the status reports.
     let data = Descriptor::new(MEMORY_BYTES as u64 - 256, 512, NEXT | WRITE, 2);
     assert_eq!(rig.raw(&[header, data, status]).0, IOERR);
 }
@@ -223,8 +223,8 @@ fn malformed_chain_fails_alone() {
 fn looped_and_nested_chains_terminate() {
     let rig = DiskTest::new(8, false);
     let header = rig.header(VIRTIO_BLK_T_IN, 0);
-    // A descriptor loop. The chain has as many descriptors as the queue has entries, and the status
-    // is the last byte.
+    // A request with a descriptor loop. The chain has as many descriptors as the queue has entries,
+    // and the status is the last byte.
     let round = Descriptor::new(DATA, 512, NEXT | WRITE, 1);
     assert_eq!(rig.raw(&[header, round]).1, 1);
     assert_eq!(
@@ -232,7 +232,7 @@ fn looped_and_nested_chains_terminate() {
         IOERR
     );
     assert_eq!(rig.raw(&[Descriptor::new(HEADER, 16, NEXT, 0)]).1, 0);
-    // An indirect table of 65,535 chained descriptors.
+    // A request in an indirect table of 65,535 chained descriptors.
     let table = BUFFERS + 0x1_0000;
     for n in 0..65_535u16 {
         let descriptor = Descriptor::new(DATA, 512, NEXT | WRITE, n.wrapping_add(1));
@@ -243,7 +243,7 @@ fn looped_and_nested_chains_terminate() {
         .write_obj(RawDescriptor::from(header), GuestAddress(table))
         .unwrap();
     assert_eq!(rig.raw(&[Descriptor::new(table, 65_535 * 16, INDIRECT, 0)]).1, 0);
-    // A nested indirect table.
+    // A request in a nested indirect table.
     let inner = RawDescriptor::from(Descriptor::new(table, 160, INDIRECT, 0));
     rig.memory.write_obj(inner, GuestAddress(table)).unwrap();
     for bytes in [0, 8, 16, 160, u32::MAX, 16 * 65_536] {
@@ -592,7 +592,7 @@ fn transferred_bytes_are_those_of_the_request() {
         (VIRTIO_BLK_T_OUT, 0, 0, 4096, 4096),
         (VIRTIO_BLK_T_FLUSH, 0, 0, 0, 0),
         (VIRTIO_BLK_T_GET_ID, WRITE, 0, 20, 0),
-        // Beyond the end of the disk, and longer than the maximum length of a request.
+        // Requests beyond the end of the disk, and one longer than the maximum length of a request.
         (VIRTIO_BLK_T_OUT, 0, 128, 512, 0),
         (VIRTIO_BLK_T_OUT, 0, 0, u32::MAX, 0),
     ] {

@@ -28,7 +28,7 @@ enum ViewStore {
 }
 
 impl ViewStore {
-    /// Opens the current state of the image and returns the disk size in bytes.
+    /// Opens the image and returns it with the size of the disk in bytes.
     fn open(config: &DiskConfig) -> Result<(Self, u64), DiskImageError> {
         let (file, bytes) = look(&config.path)?;
         match config.format {

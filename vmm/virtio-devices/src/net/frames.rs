@@ -22,7 +22,7 @@ const MAX_PIECES: usize = 64;
 /// Maximum number of frames that are transferred in one direction before the thread serves the
 /// other direction.
 const MAX_BATCH: usize = 64;
-/// Offset of the number of buffers in the header (virtio 1.2, 5.1.6).
+/// Offset of the number of buffers in the virtio-net header, in bytes (virtio 1.2, 5.1.6).
 const NUM_BUFFERS_OFFSET: usize = 10;
 /// Size of the flags and index that precede the entries of a ring, in bytes.
 const RING_HEADER_BYTES: u64 = 4;
@@ -142,7 +142,7 @@ impl FrameSender {
         Self { queue, limiter: None }
     }
 
-    /// Limits the frames.
+    /// Limits the rate of sent frames, if `limiter` is given.
     #[must_use]
     pub fn with_limiter(mut self, limiter: Option<Arc<RateLimiter>>) -> Self {
         self.limiter = limiter;
@@ -227,7 +227,7 @@ impl FrameReceiver {
         }
     }
 
-    /// Limits the frames.
+    /// Limits the rate of received frames, if `limiter` is given.
     #[must_use]
     pub fn with_limiter(mut self, limiter: Option<Arc<RateLimiter>>) -> Self {
         self.limiter = limiter;
@@ -289,7 +289,8 @@ impl FrameReceiver {
                     pause = BatchEnd::NoBuffer;
                     break;
                 }
-                // The queue is full, so the driver cannot add buffers for this frame.
+                // Drop the frame: the queue is full, so the driver cannot add the buffers that the
+                // frame needs.
                 self.held.clear();
                 continue;
             }
@@ -504,7 +505,7 @@ mod tests {
         assert!(matches!(pause, BatchEnd::Idle) && wanted);
         assert_eq!(rig.arrived(), [sent]);
         assert_eq!(rig.driver.used(), [(3, 0)]);
-        // No new chain was used, so no interrupt is due.
+        // No new chain was used, so the driver does not need an interrupt.
         assert!(!rig.send(&mut sender).1);
     }
 
@@ -578,15 +579,15 @@ mod tests {
         assert!(rig.arrived().is_empty());
     }
 
-    /// Each malformed chain is used at once without sending a frame, and the valid frames after them
-    /// are sent.
+    /// Each malformed chain is returned at once without sending a frame, and the valid frames after
+    /// them are sent.
     #[test]
     fn malformed_chains_send_no_frames() {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
         let mut sender = rig.sender();
         rig.driver.offer_hostile(0);
-        rig.offer(HOSTILE, BUFFERS, 11, 0); // no whole header
+        rig.offer(HOSTILE, BUFFERS, 11, 0); // incomplete header
         rig.offer(HOSTILE + 1, BUFFERS, 0x10_0000, 0); // longer than any frame
         rig.offer(HOSTILE + 2, BUFFERS, 60, 0);
         assert!(matches!(rig.send(&mut sender).0, BatchEnd::Idle));
@@ -662,9 +663,9 @@ mod tests {
         let memory = memory();
         let mut rig = FrameTest::new(&memory);
         let mut receiver = rig.receiver(false);
-        rig.offer(0, BUFFERS, 2000, 0); // to be read
-        rig.offer(1, u64::MAX - 4, 2000, WRITE); // nowhere
-        rig.offer(2, BUFFERS, 4, WRITE); // no room for a header
+        rig.offer(0, BUFFERS, 2000, 0); // device-readable
+        rig.offer(1, u64::MAX - 4, 2000, WRITE); // outside guest RAM
+        rig.offer(2, BUFFERS, 4, WRITE); // too short for a header
         rig.offer(3, BUFFERS, 2000, WRITE);
         rig.far.send(&frame(99)).unwrap();
         rig.receive(&mut receiver);

@@ -101,7 +101,8 @@ impl MetadataPort {
 
     /// Arms the timer for the time at which the TCP/IP stack must run next.
     pub(super) fn arm_timer(&mut self) {
-        // A frame that waits for a guest buffer is delivered when the guest adds one.
+        // A frame that waits for a guest buffer needs no timer, because it is delivered when the
+        // guest adds a buffer.
         let delay = self.stack.poll_delay(Instant::now());
         let armed = match delay {
             Some(delay) => self.timer.timer().reset(delay.max(MIN_DELAY), None),
@@ -134,7 +135,8 @@ impl AsRawFd for MetadataPort {
     }
 }
 
-/// Copies the frame in `pieces` without its header. Reads at most `limit` bytes, including the header.
+/// Copies the frame in `pieces` without its header. Reads at most `limit` bytes, including the
+/// header.
 fn copy_frame(memory: &GuestMemoryMmap, pieces: &[(GuestAddress, u32)], limit: usize) -> Option<Vec<u8>> {
     let total: usize = pieces.iter().map(|(_, length)| *length as usize).sum();
     let mut bytes = vec![0; total.min(limit)];

@@ -73,7 +73,7 @@ impl TokenBucket {
         if self.burst > 0 || self.tokens > 0 {
             return Duration::ZERO;
         }
-        // Below 2^64 * 2^64, and above the fraction, which is less than one token.
+        // The product is below 2^128, and above `fraction`, which is less than one token.
         let units = (u128::from(self.debt) + 1) * u128::from(self.limits.refill_ns());
         let units = units - u128::from(self.fraction);
         Duration::from_nanos(saturated(units.div_ceil(u128::from(self.limits.size.get()))))

@@ -264,7 +264,7 @@ mod tests {
 
     /// Returns a backend's answer to vhost-user request `number` with the 64-bit payload `value`.
     fn answer(number: u32, value: u64) -> Vec<u8> {
-        // Version 1 and the reply flag.
+        // Header flags: protocol version 1 and the reply bit.
         let header = [number, 0x5, 8].map(u32::to_le_bytes).concat();
         [header, value.to_le_bytes().to_vec()].concat()
     }
@@ -288,7 +288,7 @@ mod tests {
             said(&answer(1, NEEDED >> 1)),
             Err(VhostUserBackendError::Features)
         ));
-        // An answer to another request, a truncated one, and one without a second answer.
+        // Invalid answers: to another request, truncated, without a second answer, and empty.
         for bytes in [
             &answer(2, NEEDED)[..],
             &answer(1, NEEDED)[..15],

@@ -136,8 +136,8 @@ pub fn keep(command: &[OsString]) -> io::Result<()> {
         let _ = child.kill();
         let _ = child.wait();
     }
-    // Backends log the end of each VM. Before the backend has answered, its output explains why it
-    // failed.
+    // If the backend has never answered, its output explains why it failed. Otherwise discard the
+    // output, because backends log the end of each VM.
     if !serves {
         says.log_rest();
     }

@@ -121,8 +121,8 @@ impl BackendSession {
                     .map_err(|_| vhost::Error::InvalidQueue)
             };
             frontend.set_vring_num(index, queue.size())?;
-            // All earlier requests are answered. The index is initially 0, because the driver has
-            // just configured the ring.
+            // All requests before the used index are answered. The index is initially 0, because
+            // the driver has just configured the ring.
             let answered = queue.used_idx(&self.memory, Ordering::Acquire);
             frontend.set_vring_base(index, answered.map_err(|_| vhost::Error::InvalidQueue)?.0)?;
             frontend.set_vring_addr(

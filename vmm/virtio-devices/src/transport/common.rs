@@ -28,7 +28,8 @@ const DRIVER_OK: u8 = bit(VIRTIO_CONFIG_S_DRIVER_OK);
 const FEATURES_OK: u8 = bit(VIRTIO_CONFIG_S_FEATURES_OK);
 const NEEDS_RESET: u8 = bit(VIRTIO_CONFIG_S_NEEDS_RESET);
 
-/// Alignments and element sizes of a split virtqueue (virtio 1.2, 2.7).
+/// Size of a descriptor, and alignments of the descriptor table and the rings of a split virtqueue,
+/// in bytes (virtio 1.2, 2.7).
 const DESCRIPTOR_BYTES: usize = 16;
 const DESCRIPTORS_ALIGN: u64 = 16;
 const AVAIL_ALIGN: u64 = 2;
@@ -40,7 +41,7 @@ const fn bit(value: u32) -> u8 {
     value as u8
 }
 
-/// A driver-writable field.
+/// A driver-writable field of the common configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DriverField {
     DeviceFeatureSelect,
@@ -117,8 +118,8 @@ impl QueueRegisters {
         }
     }
 
-    /// Returns the queue if all of its parts are in guest RAM. Checking this first avoids a log
-    /// line that the queue crate would write for each invalid part.
+    /// Returns the queue if its descriptor table and rings are in guest RAM. Checking this first
+    /// avoids a log line that the queue crate would write for each invalid address.
     pub(super) fn queue(&self, memory: &GuestMemoryMmap, event_idx: bool) -> Option<Queue> {
         let size = usize::from(self.size);
         let parts = [

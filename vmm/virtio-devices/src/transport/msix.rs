@@ -44,7 +44,7 @@ impl MsixEntry {
     fn set_bytes(&mut self, bytes: &[u8; ENTRY_BYTES]) {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         self.message = MsiMessage {
-            // The lowest two bits are always zero (6.8.2.7).
+            // The lowest two bits of the message address are always zero (6.8.2.7).
             address: u64::from(word(0) & !3) | u64::from(word(4)) << 32,
             data: word(8),
         };
@@ -212,8 +212,8 @@ impl MsixTable {
         let Some(message) = wanted else {
             return;
         };
-        // Deliver an interrupt that arrived in the meantime. Drain the eventfd first, because KVM
-        // may otherwise send the message twice.
+        // Deliver an interrupt that the device raised while the entry was disconnected. Drain the
+        // eventfd first, because KVM may otherwise send the message twice.
         let pending = entry.vector.read().is_ok();
         match self.machine.connect(line, message, &entry.vector) {
             Ok(()) => {
@@ -240,7 +240,7 @@ impl Drop for MsixTable {
 /// Returns whether `entry` is masked and has a pending interrupt. The eventfd of an entry that is
 /// connected is attached to KVM, so such an entry is never pending.
 fn is_pending(entry: &MsixEntry) -> bool {
-    // Restore the count. Concurrent signals of the device add to it.
+    // Write back the count that the read cleared. Concurrent signals of the device add to it.
     entry.connected.is_none()
         && entry
             .vector
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(machine.take(), [BackendCall::Disconnect(11)]);
         set(&mut msix, 1, 0x42);
         assert_eq!(machine.take(), [BackendCall::Connect(11, message(0x42))]);
-        // The message of an unmasked entry changes.
+        // Change the message of an unmasked entry.
         msix.write_table(16 + 8, &[0x43]);
         assert_eq!(
             machine.take(),

@@ -88,7 +88,8 @@ impl PciFunction {
         let name = self.device.name().to_owned();
         if saved.id != self.device.id() || saved.name != name {
             return Err(RestoreDeviceError::OtherDevice {
-                // The name comes from the snapshot and is included in a message.
+                // Make the name printable, because it comes from the snapshot and is part of a
+                // message.
                 saved: saved
                     .name
                     .chars()

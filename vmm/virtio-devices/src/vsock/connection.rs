@@ -306,7 +306,7 @@ impl VsockConnection {
                     None
                 }
                 Ok(count) => {
-                    // At most `most`, which was converted from a u32.
+                    // The count is at most `most`, which was converted from a u32.
                     let count = u32::try_from(count).unwrap_or(u32::MAX);
                     self.sent = self.sent.wrapping_add(count);
                     self.request_credit();
@@ -338,7 +338,7 @@ impl VsockConnection {
 
     fn data(&mut self, data: &[u8], now: Instant) {
         let waits = self.to_host.len().saturating_sub(self.greeting);
-        // The guest exceeds its credit, or sends after its shutdown.
+        // Reset the connection if the guest exceeds its credit or sends data after its shutdown.
         let allowed = usize::try_from(BUFFER).is_ok_and(|most| data.len() <= most.saturating_sub(waits));
         if !allowed || self.guest_ended & NO_SEND != 0 {
             self.reset();

@@ -122,7 +122,7 @@ fn without_descriptors() {
     program.write_all(b"nonsense\n").unwrap();
 
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    // The lowest free number is above the limit.
+    // Set the limit to the lowest free descriptor number, so that no descriptor can be opened.
     let lowest = File::open("/dev/null").unwrap();
     let limit = u64::try_from(std::os::fd::AsRawFd::as_raw_fd(&lowest)).unwrap();
     drop(lowest);

@@ -261,7 +261,8 @@ impl VsockQueues {
     /// Applies the muxer's changes to the set of descriptors that the event loop monitors, and
     /// schedules a tick if a timeout is pending.
     fn watch(&mut self, ops: &mut EventOps) {
-        // Failures add further changes, each of which removes a connection.
+        // A descriptor that cannot be monitored causes a further change, which removes its
+        // connection.
         loop {
             let watches = self.muxer.take_watches();
             if watches.is_empty() {
@@ -312,7 +313,7 @@ fn next_chain<'m>(queue: &mut Queue, memory: &'m GuestMemoryMmap) -> NextChain<'
             Ok(mut chains) => {
                 if let Some(chain) = chains.next() {
                     let head = chain.head_index();
-                    // The used ring cannot hold such an entry.
+                    // The used ring cannot hold a head index beyond the queue size.
                     if head >= size {
                         return NextChain::Broken(VirtqueueError::Head { head, size });
                     }

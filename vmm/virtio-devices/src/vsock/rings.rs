@@ -104,11 +104,11 @@ fn packets_pass_through_queues() {
 #[test]
 fn broken_chains_reset_connection() {
     let broken: [(&[Descriptor], usize); 6] = [
-        // Too short, outside memory, and device-writable.
+        // Chains without a header: too short, outside memory, and device-writable.
         (&linked([(BUFFERS, 43)], 0), 0),
         (&linked([(u64::MAX - 10, 44)], 0), 0),
         (&linked([(BUFFERS, 44)], WRITE), 0),
-        // Missing data, a wrong length, and data outside memory.
+        // Headers without valid data: missing data, a wrong length, and data outside memory.
         (&linked([(BUFFERS, 44)], 0), 1),
         (&linked([(BUFFERS, 44), (BUFFERS, 3)], 0), 1),
         (&linked([(BUFFERS, 44), (u64::MAX - 10, 4)], 0), 1),
@@ -148,7 +148,7 @@ fn descriptor_layout_is_arbitrary() {
             [(BUFFERS, 10), (BUFFERS + 10, 34), (DATA, 1), (DATA + 1, len - 1)],
             0,
         ),
-        // The buffer is longer than the packet.
+        // Use a buffer that is longer than the packet.
         &linked([(BUFFERS, 44), (DATA, len + 7)], 0),
     ];
     for layout in layouts {
@@ -160,7 +160,7 @@ fn descriptor_layout_is_arbitrary() {
         assert_eq!((header.len, count.unwrap()), (len, bytes.len()));
         assert_eq!(buffer[..bytes.len()], bytes);
     }
-    // To the guest: header and data across three descriptors.
+    // Send a packet to the guest, with header and data across three descriptors.
     let mut rx = Driver::new(&memory, 16);
     rx.offer_chain(
         0,

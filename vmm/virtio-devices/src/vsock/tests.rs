@@ -251,7 +251,8 @@ fn guest_connects_to_program_or_is_reset() {
     bench.expect(VsockOp::Response);
     bench.send(of(request, VsockOp::Data), b"x");
     assert_eq!(read(&mut program), b"x");
-    // Nobody listens, no stream, an unknown connection, and an unknown operation.
+    // Requests for a port without a listener and for a socket type other than stream, a packet of
+    // an unknown connection, and an unknown operation.
     for (src_port, dst_port, kind, op) in [
         (9, 78, STREAM, request.op),
         (8, 77, 2, request.op),
@@ -540,7 +541,7 @@ fn hostile_chains_do_not_block_packets() {
     let heads: Vec<_> = (0..u32::from(HOSTILE)).map(|head| (head, 0)).collect();
     assert_eq!(tx.used(), heads);
     for _ in 0..2 * HOSTILE {
-        // Overwritten in place by an answer.
+        // Write the request again, because an answer has overwritten it in place.
         memory.write_slice(&request, GuestAddress(GOOD)).unwrap();
         if rx.used().len() < usize::from(HOSTILE) {
             tx.offer(HOSTILE - 1);

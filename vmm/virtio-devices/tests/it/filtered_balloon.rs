@@ -95,11 +95,11 @@ fn as_a_child() {
     offer(&memory, 0, &kicks[0], 4);
     assert_eq!(memory.read_obj::<u8>(GuestAddress(PAGE)).unwrap(), 0);
     assert_eq!(balloon.control().state().released_bytes, 4096);
-    // The timer returns the buffer.
+    // The device returns the statistics buffer when its timer fires.
     offer(&memory, 2, &kicks[2], 10);
     balloon.control().set_statistics_interval(2).unwrap();
     balloon.reset();
-    // The test harness has printed an incomplete line.
+    // The test harness has printed an incomplete line, so start a new one.
     println!("\n{DONE}");
     std::io::stdout().flush().unwrap();
     // The threads of the test harness would be terminated by their next system calls.

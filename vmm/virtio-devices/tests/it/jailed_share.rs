@@ -42,7 +42,7 @@ const GET_FEATURES: u32 = 1;
 const SET_VRING_BASE: u32 = 10;
 const GET_PROTOCOL_FEATURES: u32 = 15;
 const SET_VRING_ENABLE: u32 = 18;
-/// VERSION_1, PROTOCOL_FEATURES, EVENT_IDX, INDIRECT_DESC.
+/// Features of the backend: VERSION_1, PROTOCOL_FEATURES, EVENT_IDX, INDIRECT_DESC.
 const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
 
 fn queue(number: u64) -> ActiveQueue {
@@ -61,7 +61,7 @@ fn queue(number: u64) -> ActiveQueue {
 }
 
 fn say(line: &str) {
-    // The test harness has printed an incomplete line.
+    // The test harness has printed an incomplete line, so start a new one.
     println!("\n{line}");
     io::stdout().flush().unwrap();
 }
@@ -180,7 +180,7 @@ fn takes_the_queues(stream: &mut UnixStream) -> Option<[u32; 2]> {
             }
             _ => continue,
         };
-        // Version 1 and the reply flag.
+        // Header flags: protocol version 1 and the reply bit.
         let header = [request, 0x5, 8].map(u32::to_le_bytes).concat();
         stream
             .write_all(&[header, answer.to_le_bytes().to_vec()].concat())

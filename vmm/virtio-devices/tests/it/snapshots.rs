@@ -23,7 +23,7 @@ const BAR: u64 = 0xE000_0000;
 /// Offset of the doorbell of queue 0 in the BAR.
 const DOORBELL: u64 = 0x3000;
 const MEMORY_BYTES: usize = 4 << 20;
-/// Addresses of the parts of the queue.
+/// Guest-physical addresses of the queue's descriptor table and rings.
 const DESCRIPTORS: u64 = 0x1_0000;
 const AVAIL: u64 = 0x1_1000;
 const USED: u64 = 0x1_2000;
@@ -108,7 +108,7 @@ impl TestGuest {
             .write_port(0xCF8, &(1u32 << 31 | 1 << 11 | 4).to_le_bytes());
         self.bus.write_port(0xCFC, &6u32.to_le_bytes());
         self.write(20, 3, 1);
-        // VERSION_1.
+        // Accept the feature VERSION_1.
         self.write(8, 1, 4);
         self.write(12, 1, 4);
         self.write(20, 11, 1);
@@ -129,7 +129,7 @@ impl TestGuest {
     fn request(&self, number: u16) {
         let n = u64::from(number);
         let header = HEADERS + n * 16;
-        // VIRTIO_BLK_T_OUT.
+        // Request type VIRTIO_BLK_T_OUT.
         self.store(1u32, header);
         self.store(n * REQUEST_BYTES / 512, header + 8);
         let data = DATA + n * REQUEST_BYTES;
@@ -164,7 +164,7 @@ impl TestGuest {
     }
 }
 
-/// Returns the byte with which a request fills its part of the disk.
+/// Returns the byte with which request `number` fills its 32 KiB of the disk.
 fn fill(number: u16) -> u8 {
     u8::try_from(number + 1).unwrap()
 }
@@ -228,7 +228,7 @@ fn throttled_requests_are_executed_after_a_pause_and_a_restore() {
     const BEFORE: u16 = REQUESTS;
     let dir = tempfile::tempdir().unwrap();
     let image = image(dir.path());
-    // 32 KiB every 10 ms.
+    // Limit the disk to 32 KiB every 10 ms.
     let guest = TestGuest::limited(&image, "bandwidth=327680/100,ops=10/1".parse().unwrap());
     guest.start_device();
     for number in 0..BEFORE {
@@ -240,7 +240,7 @@ fn throttled_requests_are_executed_after_a_pause_and_a_restore() {
     guest.bus.quiesce();
     let paused_at = guest.completed();
     assert!(paused_at < BEFORE, "the limiter lets all requests pass");
-    // Longer than the limiter's timer.
+    // Sleep longer than the limiter's timer.
     std::thread::sleep(Duration::from_millis(30));
     assert_eq!(guest.completed(), paused_at);
     let (memory, devices) = (guest.memory_bytes(), guest.bus.save());
@@ -269,7 +269,8 @@ fn the_source_writes_no_image_after_the_move() {
     guest.request(0);
     guest.bus.quiesce();
     let completed = guest.completed();
-    // Requests and notifications that arrive too late, and the shutdown of the machine.
+    // Requests and notifications after the move, and the shutdown of the machine, must not change
+    // the image.
     for number in 1..REQUESTS {
         guest.request(number);
     }

@@ -208,7 +208,7 @@ fn ranges_outside_ram_are_ignored() {
     assert_eq!(release(u64::from(u32::MAX) * PAGE_BYTES, PAGE_BYTES), 0);
     assert_eq!(release(u64::MAX - 4095, u64::MAX), 0);
     assert_eq!(first_byte(&memory, 0), 7);
-    // The part of the range that is RAM is released.
+    // A range that exceeds RAM is released as far as it is RAM.
     assert_eq!(release(0, u64::MAX), PAGES * PAGE_BYTES);
     assert_eq!(first_byte(&memory, 0), 0);
 }

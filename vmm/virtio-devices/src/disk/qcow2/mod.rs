@@ -95,7 +95,7 @@ pub struct Qcow2 {
 struct ReaderState {
     /// The image, or `None` after a panic.
     image: Option<FormatAccess<Storage>>,
-    /// Buffer for data in transit.
+    /// Buffer for data transferred between `imago` and guest memory.
     buffer: Vec<u8>,
 }
 
@@ -282,8 +282,8 @@ impl Drop for Qcow2 {
     }
 }
 
-/// Validates the image at `path`, which must match the configured `backing`. If the image will be
-/// `written`, its reference counts are repaired.
+/// Validates the image at `path`, which must match the configured `backing`. If `written` is
+/// `true`, also repairs the reference counts of the image.
 fn validate(
     path: &Path,
     file: &File,
@@ -365,8 +365,8 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> io::Result<T>) -> Result<T, Qc
         .map_err(|error| Qcow2Error::Damaged(path.into(), error))
 }
 
-/// Converts an error of `imago`. If `imago` returns `InvalidInput`, the image is invalid and not
-/// the guest's request.
+/// Converts an error of `imago`. `InvalidInput` from `imago` means that the image is invalid, but
+/// callers would take it for an invalid request of the guest, so it is replaced.
 fn convert_error<T>(done: io::Result<T>) -> io::Result<T> {
     done.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => io::Error::other(error),

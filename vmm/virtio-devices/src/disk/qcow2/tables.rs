@@ -77,8 +77,8 @@ struct ConsistencyCheck<'f> {
     shared: ClusterSet,
 }
 
-/// Checks the tables in `layout` of the image in `file`, whose size is `file_bytes`. If the image
-/// will be `written`, sets the missing reference counts and returns their number.
+/// Checks the tables in `layout` of the image in `file`, whose size is `file_bytes`. If `written`
+/// is `true`, sets the missing reference counts and returns their number.
 ///
 /// A killed VM or a power loss may leave used clusters with a reference count of 0, because counts
 /// and references are not written atomically.
@@ -104,7 +104,7 @@ pub fn check(
         shared: ClusterSet::new(count),
     };
     walk.run()?;
-    // No cluster is allocated in a read-only image.
+    // A read-only image needs no repair, because no cluster is allocated in it.
     if written { walk.count() } else { Ok(0) }
 }
 
@@ -242,7 +242,8 @@ fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
 fn set_one(block: &mut [u8], index: u64, order: u32) -> Range<usize> {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;
-    // Big-endian counts, or the lowest bit of a count narrower than a byte.
+    // Counts of one byte or more are big-endian, so the last byte is set. For a narrower count, its
+    // lowest bit is set.
     let (byte, one) = if bits >= 8 {
         ((bit + bits) / 8 - 1, 1)
     } else {

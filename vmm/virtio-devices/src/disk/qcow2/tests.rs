@@ -77,7 +77,7 @@ fn refusal(dir: &Path, words: &str) -> String {
 
 fn read(image: &DiskImage, at: u64, bytes: usize) -> io::Result<Vec<u8>> {
     let memory = memory();
-    // Two segments, the first of odd length.
+    // Use two segments, the first of odd length.
     let pieces = [
         (GuestAddress(BUFFERS + 1), bytes / 3),
         (GuestAddress(BUFFERS + 0x20_0000), bytes - bytes / 3),
@@ -158,7 +158,7 @@ fn image_variants_interoperate_with_qemu() {
         assert_eq!(image.sectors() * 512, DISK as u64);
         assert!(read(&image, 0, DISK).unwrap() == model, "{kind}");
 
-        // Allocated and unallocated areas, within and across clusters.
+        // Write to allocated and unallocated areas, within and across clusters.
         for (at, bytes) in [(512, 512), (69_632, 1024), (130_048, 90_112), (DISK - 512, 512)] {
             let data: Vec<u8> = (0..bytes).map(|n| u8::try_from(n % 253).unwrap()).collect();
             write(&image, at as u64, &data).unwrap();
@@ -167,8 +167,8 @@ fn image_variants_interoperate_with_qemu() {
         for (at, bytes, unmap) in [
             (4096, 140_288, true),
             (300_032, 140_800, false),
-            // Within a cluster, up to its end, and from the middle of the last cluster to the end
-            // of the disk.
+            // Zero ranges within a cluster, up to its end, and from the middle of the last cluster
+            // to the end of the disk.
             (460_800, 512, true),
             (461_824, 512, false),
             (523_776, 512, true),
@@ -329,7 +329,7 @@ fn qcow2_rejects_unnamed_backing_file() {
     assert_eq!(read(&image, 0, 4096).unwrap(), [0x4E; 4096]);
     drop(image);
 
-    // A chain of two backing files.
+    // Use a chain of two backing files.
     qemu_img(dir, "create -f qcow2 -b evil.qcow2 -F qcow2 top.qcow2 4096");
     let evil = dir.join("evil.qcow2").display().to_string();
     let line = refusal(dir, &format!("top.qcow2,backing={evil},backing-format=qcow2"));
@@ -392,31 +392,31 @@ fn damaged_or_truncated_image_is_rejected() {
     let put64 = |at: u64, value: u64, expected: &str| put(at, &value.to_be_bytes(), expected);
     put(0, b"KDMV", "no qcow2 header");
     put32(4, 4, "version 4");
-    // Cluster size.
+    // Invalid cluster sizes.
     put32(20, 63, "2^63 bytes");
     put32(20, 8, "2^8 bytes");
-    // Disk size.
+    // Invalid disk sizes.
     put64(24, 0, "disk size of 0 bytes");
     put(31, &[1], "disk size of 1048577 bytes");
     put64(24, u64::MAX, "disk size of 18446744073709551615");
     put64(24, 1 << 60, "requires 2147483648");
-    // Size and place of the L1 table.
+    // Invalid sizes and offsets of the L1 table.
     put32(36, u32::MAX, "has 4294967295 entries");
     put32(36, 0, "has 0 entries");
     put64(40, u64::MAX, "L1 table at byte 18446744073709551615");
     put64(40, 0, "L1 table at byte 0");
-    // Place and size of the refcount table.
+    // Invalid offsets and sizes of the refcount table.
     put64(48, 1 << 50, "refcount table at byte");
     put32(56, u32::MAX, "refcount table at byte");
     put32(56, 0, "refcount table at byte");
     put(35, &[2], "unsupported encryption; decrypt the image");
-    // Feature bits.
+    // Unsupported feature bits and header fields.
     put(79, &[1], "qemu-img check -r all");
     put(79, &[2], "marked as corrupt");
     put(72, &[0x80], "0x8000000000000000");
     put32(96, 7, "2^7 bits");
     put32(100, 8, "damaged; see qemu-img check");
-    // Place and length of the backing file's name.
+    // Unexpected backing file, and invalid length and offset of its name.
     put(8, &[0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 9], "the backing file");
     put(
         8,
@@ -663,7 +663,7 @@ fn reloaded_view_sees_new_writes() {
             view.read(0, &mut data).map(|()| data).unwrap()
         };
         assert!(seen() == model, "{kind}");
-        // One write to an unallocated cluster, one to an allocated cluster.
+        // Write once to an unallocated cluster and once to an allocated cluster.
         for at in [1024, 71_680] {
             write(&image, at as u64, &[0x5a; 512]).unwrap();
             model[at..at + 512].fill(0x5a);

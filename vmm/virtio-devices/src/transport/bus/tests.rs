@@ -125,7 +125,7 @@ fn guest_enumerates_bridge_and_devices() {
     for place in 3..32 {
         assert_eq!(guest.config(place, 0), u32::MAX);
     }
-    // Another bus, another function and a disabled address register.
+    // Addresses of another bus, of another function, and with a clear enable bit.
     for address in [1u32 << 31 | 1 << 16, 1 << 31 | 1 << 8, 1 << 11] {
         guest.bus.write_port(CONFIG_PORT, &address.to_le_bytes());
         let mut data = [0; 4];
@@ -170,7 +170,7 @@ fn driver_activates_and_resets_device() {
         assert!(activation.queues[0].is_none());
         let queue = activation.queues[1].as_ref().unwrap();
         assert!(virtio_queue::QueueT::event_idx_enabled(&queue.queue));
-        // A notification that reaches the VMM as an exit has the same effect.
+        // A doorbell write that exits to the VMM signals the queue's eventfd, like an ioeventfd.
         guest.write(0x3004, 1, 2);
         assert_eq!(queue.kick.read().unwrap(), 1);
     }
@@ -274,7 +274,7 @@ fn failed_device_sets_needs_reset() {
     change(&guest.seen[0].lock().unwrap()).needs_reset();
     assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
     assert_eq!(guest.read(0x5000, 1), 1, "the interrupt");
-    // Only a reset clears the bit.
+    // Only a reset clears DEVICE_NEEDS_RESET.
     guest.set_status(DRIVER_OK);
     assert_eq!(guest.status() & NEEDS_RESET, NEEDS_RESET);
     guest.write(20, 0, 1);
@@ -311,7 +311,7 @@ fn config_access_capability_reaches_bar() {
     guest.set_config(1, at + 8, 0x2000);
     guest.set_config(1, at + 12, 4);
     assert_eq!(guest.config(1, at + 16), 0x44AB_2211);
-    // Unsupported lengths and other BARs are ignored.
+    // Accesses of an unsupported length or to another BAR are ignored.
     for (bar, length) in [(0, 3), (0, 0), (0, 1 << 20), (1, 4)] {
         guest.set_config(1, at + 4, bar);
         guest.set_config(1, at + 12, length);
@@ -402,7 +402,7 @@ fn no_device_activates_from_position_zero() {
     assert_eq!(restored.status(), guest.status());
     restored.bus.quiesce();
     let mut again = restored.bus.save();
-    // The queue was notified once.
+    // The restored VM has notified the driver of the queue once, so an interrupt is pending.
     again[0].msix_pending = saved[0].msix_pending.clone();
     assert_eq!(again, saved);
 }
