@@ -15,7 +15,7 @@ pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.e
 pub struct BareMetalGuest {
     /// Name of the guest and of its file, without `.elf`.
     pub name: &'static str,
-    /// One-line description.
+    /// One-line description of the guest's purpose.
     pub purpose: &'static str,
     /// Contents of [`BareMetalGuest::image`], compressed with gzip.
     pub packed: &'static [u8],

@@ -33,7 +33,7 @@ pub enum DebError {
     /// apt-get or dpkg-deb failed.
     #[error("{command} failed: {message}")]
     Failed {
-        /// Command line.
+        /// Command line of the failed program.
         command: String,
         /// Last line of the error output.
         message: String,

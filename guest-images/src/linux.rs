@@ -141,7 +141,7 @@ pub enum KernelChoice {
     Debian13(Debian13),
 }
 
-/// Kernel of Debian 13.
+/// Choice of a Debian 13 kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Debian13 {
     /// Cloud kernel of the release.
@@ -312,7 +312,7 @@ pub fn ensure(
     if refresh || !images.is_current() {
         build(&base, &images, choice, progress)?;
     }
-    // The build may have created a System.map.
+    // Locate the images again, because the build may have created a System.map.
     Ok(GuestImages::locate(target_dir, choice))
 }
 
@@ -696,7 +696,7 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
     })
 }
 
-/// Reads the libraries of a program.
+/// Reads the files of a program's libraries.
 pub(crate) fn read_libraries(
     libraries: &BTreeMap<String, PathBuf>,
 ) -> Result<Vec<(String, Vec<u8>)>, GuestImageError> {

@@ -42,7 +42,7 @@ pub enum ModuleError {
 pub struct KernelModule {
     /// Name of the module, with underscores.
     pub name: String,
-    /// Decompressed ELF object.
+    /// Decompressed ELF object of the module.
     pub data: Vec<u8>,
 }
 

@@ -70,7 +70,7 @@ impl ProgressLog {
         Ticker(Some((stop, thread)))
     }
 
-    /// Prints one line.
+    /// Prints one line immediately.
     pub fn step(&self, text: &str) {
         if self.quiet {
             return;

@@ -48,7 +48,7 @@ pub enum QemuNeeds {
     /// No extended processor state (XSAVE). Any version of QEMU is sufficient.
     #[default]
     Nothing,
-    /// XSAVE and AVX.
+    /// Emulation of XSAVE and AVX.
     Xsave,
 }
 
@@ -108,7 +108,7 @@ pub enum PackageFetchError {
     DoesNotStart(PathBuf),
 }
 
-/// Major and minor version.
+/// Major and minor version of a QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct QemuVersion(u32, u32);
 

@@ -148,7 +148,7 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
     directory.as_deref().map_err(Clone::clone)
 }
 
-/// Static programs for the lab.
+/// Paths of static programs that run in the lab.
 #[derive(Debug, Clone)]
 pub struct LabBinaries {
     /// Path of the VMM.

@@ -15,7 +15,7 @@ pub const PROMPT: &str = "root@perfvisor-debian";
 
 /// A test host on which copies of the Debian image are available as disks.
 pub struct DebianDownloader {
-    /// Host on which the VMs run.
+    /// Test host on which the VMs run.
     pub place: TestHost,
     /// Path of the image's kernel.
     pub kernel: String,

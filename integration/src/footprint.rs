@@ -7,7 +7,7 @@ use crate::test_host::{TestHost, TestHostError};
 /// File with the process ID of a VMM started by [`tracked`].
 const PID_FILE: &str = "vmm.pid";
 
-/// Resources of a process.
+/// Host resources that a VMM process uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
     /// Resident memory excluding guest memory, in KiB, including shared pages.

@@ -30,7 +30,7 @@ const BASE_CMDLINE: &str = "console=ttyS0 tsc=reliable no_timer_check quiet";
 /// Source of the shell script that a guest runs.
 #[derive(Debug, Clone)]
 enum ScriptSource {
-    /// Text of the script.
+    /// Script given as text.
     Text(String),
     /// Name of a script in the guest's initrd.
     Named(String),
@@ -182,8 +182,8 @@ impl LinuxGuest {
         self
     }
 
-    /// Returns the boot source of this guest. Files, and a script too long for the command line, are
-    /// stored in an additional initrd on the host.
+    /// Returns the boot source of this guest. Files, and a script too long for the command line,
+    /// are stored in an additional initrd on the host.
     ///
     /// # Errors
     /// Returns an error if the guest's files cannot be built or copied.
@@ -436,9 +436,9 @@ impl GuestConsoleLog {
 
 /// The result of a completed guest.
 pub struct GuestRun {
-    /// Parsed console.
+    /// Parsed console of the guest.
     pub console: GuestConsoleLog,
-    /// Complete text of the console.
+    /// Complete text of the guest's console.
     pub text: String,
     /// Standard error of Perfvisor.
     pub vmm_log: String,

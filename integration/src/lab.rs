@@ -184,7 +184,7 @@ impl Lab {
             .instruction_pointers(snapshots, between)
     }
 
-    /// Kills the lab.
+    /// Kills the lab without an orderly shutdown.
     pub fn abandon(&self) {
         self.ending.abandoned.store(true, Ordering::Relaxed);
         self.ending.wait(Duration::from_secs(10));

@@ -44,7 +44,7 @@ pub(crate) struct LabNeed {
     /// Key that is equal for interchangeable labs; `None` for a lab that is not returned to the
     /// pool.
     pub(crate) key: Option<String>,
-    /// Memory of the lab, in MiB.
+    /// Memory of the required lab, in MiB.
     pub(crate) memory_mib: u64,
 }
 
@@ -267,7 +267,7 @@ impl<L> Pool<L> {
         }
         let (warm, evicted) = state.admit(ticket);
         drop(state);
-        // The pool may have capacity for another request.
+        // Wake the other waiting requests, because the pool may have capacity for one of them.
         self.changed.notify_all();
         drop(evicted);
         let pool = Arc::clone(self);

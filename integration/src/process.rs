@@ -112,7 +112,7 @@ pub struct ProcessOutput {
     pub stderr: Vec<u8>,
     /// Exit status, or the signal that killed the process.
     pub ended: ProcessExit,
-    /// Run time as measured locally.
+    /// Run time, measured on this machine.
     pub elapsed: Duration,
 }
 
@@ -160,7 +160,7 @@ pub(crate) struct ProcessProgress {
 struct ProcessState {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
-    /// Time of the last output.
+    /// Time at which the last output arrived.
     heard: Option<Instant>,
     /// CPU time used until the last check, in clock ticks, and time at which it last increased.
     ticks: u64,

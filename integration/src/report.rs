@@ -26,14 +26,14 @@ static LABS: AtomicU32 = AtomicU32::new(0);
 static LABS_MS: AtomicU64 = AtomicU64::new(0);
 static GUESTS: AtomicU32 = AtomicU32::new(0);
 
-/// Counts a booted lab.
+/// Adds a booted lab and its boot time to the totals.
 pub(crate) fn lab_booted(time: Duration) {
     LABS.fetch_add(1, Ordering::Relaxed);
     let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     LABS_MS.fetch_add(ms, Ordering::Relaxed);
 }
 
-/// Counts a started Linux guest.
+/// Adds a started Linux guest to the totals.
 pub(crate) fn guest_started() {
     GUESTS.fetch_add(1, Ordering::Relaxed);
 }

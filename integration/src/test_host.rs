@@ -34,7 +34,7 @@ pub enum TestHostError {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Description of the failure.
+        /// Description of the failed operation.
         message: String,
     },
     /// The guest's kernel reported a problem.
@@ -43,9 +43,9 @@ pub enum TestHostError {
     /// The output of `perfvisor check` lacks a value.
     #[error("perfvisor check --json has no {pointer}:\n{output}")]
     Check {
-        /// JSON pointer of the value.
+        /// JSON pointer of the missing value.
         pointer: String,
-        /// Output of the command.
+        /// Output of `perfvisor check`.
         output: String,
     },
     /// The environment variable that selects the test host is invalid.

@@ -16,7 +16,7 @@ use std::mem;
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-/// Interval of the interrupts.
+/// Interval between two interrupts of a processor.
 const PERIOD: Duration = Duration::from_millis(50);
 
 /// Raises interrupts until the process is killed.

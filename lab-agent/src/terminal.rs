@@ -31,7 +31,7 @@ impl RawMode {
         let former = tcgetattr(&stdin)?;
         let mut raw = former.clone();
         cfmakeraw(&mut raw);
-        // Lines printed by this program end with only a line feed.
+        // Keep output processing, because this program ends its lines with only a line feed.
         raw.output_flags = former.output_flags;
         tcsetattr(&stdin, SetArg::TCSADRAIN, &raw)?;
         Ok(Some(Self { former }))

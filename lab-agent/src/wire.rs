@@ -35,7 +35,7 @@ pub enum FrameKind {
     Exit = 7,
     /// Runner: create a file. Payload: [`NewFile`] as JSON.
     Create = 8,
-    /// Either: bytes of a file.
+    /// Agent or runner: bytes of a file.
     Data = 9,
     /// Agent or runner: the transmitted file is complete. The agent also sends this frame to
     /// acknowledge the last chunk of a file that it has created for a `Create` frame.
@@ -81,7 +81,7 @@ pub struct StartRequest {
     pub argv: Vec<String>,
     /// Variables added to the environment.
     pub env: Vec<(String, String)>,
-    /// Connection of the standard streams.
+    /// Connection of the process's standard streams to the runner.
     pub streams: StreamMode,
 }
 

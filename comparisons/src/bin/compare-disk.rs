@@ -237,7 +237,7 @@ fn loads(place: &TestHost, login: f64) -> Result<Figures, ComparisonError> {
     let held = footprint(place, GUEST_MIB)?;
     figures.insert("rss".to_owned(), held.rss_kib as f64 / 1024.0);
     figures.insert("anonymous".to_owned(), held.anonymous_kib as f64 / 1024.0);
-    // Appends KVM's statistics to each line.
+    // Append KVM's statistics to each line.
     let measure = format!(
         "{ssh} root@{GUEST} sh </tmp/measure 2>&1 | while read -r line; do echo \"$line $(cd /sys/kernel/debug/kvm; echo $(cat exits halt_exits))\"; done"
     );

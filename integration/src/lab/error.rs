@@ -23,7 +23,7 @@ pub enum LabError {
     File {
         /// Path of the file.
         path: PathBuf,
-        /// Error of the operation.
+        /// Error of the failed operation.
         #[source]
         source: io::Error,
     },

@@ -5,9 +5,9 @@
 pub struct ReportLine {
     /// Share of the sampled periods, in percent.
     pub percent: f64,
-    /// Task name.
+    /// Name of the sampled task.
     pub command: String,
-    /// Program, library or `[kernel.kallsyms]`.
+    /// Sampled program or library, or `[kernel.kallsyms]`.
     pub object: String,
     /// `true` for a kernel sample (`[k]`), `false` for a user sample (`[.]`).
     pub kernel: bool,
@@ -72,7 +72,7 @@ fn parse_header(header: &str, report: &mut PerfReport) {
     }
 }
 
-/// Parses "501", "2K" or "1M".
+/// Parses a number such as "501", "2K" or "1M".
 fn scaled(text: &str) -> f64 {
     let (digits, factor) = match text.as_bytes().last() {
         Some(b'K') => (&text[..text.len() - 1], 1e3),

@@ -10,7 +10,7 @@ use std::process::Command;
 /// # Panics
 /// Panics if `module` is the root of the program.
 pub fn child_command(module: &str, variable: &str, value: impl AsRef<OsStr>) -> Command {
-    // Test names do not include the name of the program.
+    // Remove the program name from the module path, because test names do not contain it.
     let (_, module) = module.split_once("::").unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command

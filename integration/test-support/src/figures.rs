@@ -8,9 +8,9 @@ use std::fs;
 pub enum BenchmarkTarget {
     AtLeast(f64),
     AtMost(f64),
-    /// Greater than the value.
+    /// The result must be greater than this value.
     Above(f64),
-    /// No target; for information only.
+    /// No target. The result is for information only.
     None,
 }
 

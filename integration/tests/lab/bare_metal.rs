@@ -30,7 +30,7 @@ fn run(place: &TestHost, arguments: &[&str]) -> ProcessOutput {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Formats the output of a failed guest.
+/// Formats the output of a failed run.
 fn shown(output: &ProcessOutput) -> String {
     format!(
         "status {:?}\n{}\n--- standard error\n{}",

@@ -5,7 +5,7 @@ use integration::limit::ProgressLimit;
 use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
-/// Limits of every operation.
+/// Time limits of every operation in these tests.
 pub const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 /// Runs a command that must succeed and returns both output streams.

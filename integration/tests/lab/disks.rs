@@ -126,7 +126,7 @@ fn flushed_data_survives_killed_vm() {
     );
     let written = process.stdout_so_far();
 
-    // A second VM that uses the same disk.
+    // Start a second VM that uses the same disk.
     let other = guest("disks-other", "off", "true", &[format!("{first},ro")]);
     let output = place.run(&other.command(&place).unwrap(), LIMIT).unwrap();
     let said = output.stderr_text();

@@ -10,7 +10,7 @@ use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Numbers of the kernels.
+/// Numbers of the kernels that start each other.
 const STAGES: [u32; 5] = [1, 2, 3, 4, 5];
 
 /// Script that each of the five kernels runs. Each kernel starts the next one. The first kernel

@@ -106,7 +106,7 @@ fn linux_reboots_in_place_and_receives_power_button() {
         .collect();
     assert_eq!(boots.len(), 3, "{boots:?}");
     assert!(section("devices").contains("Power Button"), "{text}");
-    // An input event: time, EV_KEY, KEY_POWER, pressed (linux/input-event-codes.h).
+    // The input event consists of time, EV_KEY, KEY_POWER and pressed (linux/input-event-codes.h).
     let words = section("key");
     let words: Vec<&str> = words.split_whitespace().collect();
     assert_eq!(words[8..], ["1", "116", "1", "0"], "{words:?}");

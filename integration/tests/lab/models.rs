@@ -77,7 +77,7 @@ impl ExpectedPmu {
         assert!(cycles > 1e8, "{cycles} cycles in 0.3 s\n{run}");
         // `perf stat` without options shows counts or reports events as unsupported.
         judge_detail(run.section("detail"), &["cycles"]).unwrap_or_else(|why| panic!("{why}\n{run}"));
-        // The remaining events do not show a misleading 0 either.
+        // The remaining events must not show a misleading 0 either.
         let reference = run.section("reference").lines();
         let reference: Vec<&str> = reference.filter(|line| line.contains("-cycles")).collect();
         assert_eq!(reference.len(), 2, "{reference:?}\n{run}");

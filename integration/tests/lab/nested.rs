@@ -362,7 +362,7 @@ fn nested_guest_sees_uncounted_time() {
     };
     let (quiet, counted, told, steal) = guest("quiet");
     assert_eq!(told, 0.0, "nothing was taken\n{run}");
-    // L1 VMM work for the guest is not counted either.
+    // Time in which the L1 VMM works for the guest is not counted either.
     let quiet_lack = (quiet - counted - steal) / quiet;
 
     let (passed, counted, told, steal) = guest("taken");

@@ -130,7 +130,7 @@ impl HostConnection {
         }
     }
 
-    /// Disconnects, which also ends the reader thread.
+    /// Disconnects from the host, which also ends the reader thread.
     fn leave(&mut self) {
         self.gone = true;
         let _ = self.stream.shutdown(Shutdown::Both);
@@ -262,8 +262,8 @@ fn handle_frames(
                 if let Some(Ok(signal)) = number.map(Signal::try_from) {
                     group.signal(signal);
                 }
-                // The other thread sends all frames. If it has exited, the exit report acknowledges
-                // the signal.
+                // The other thread acknowledges the signal. If it has exited, the exit report is
+                // the acknowledgment.
                 if input.send(HostMessage::Signalled).is_ok() {
                     let _ = bell.write_all(b"i");
                 }
@@ -280,7 +280,7 @@ fn handle_frames(
 
 /// Message from the thread that reads the host's frames to the thread that sends frames.
 enum HostMessage {
-    /// Input for the command.
+    /// Input from the host for the command.
     Stdin(Vec<u8>),
     /// A signal was sent to the command.
     Signalled,

@@ -16,7 +16,7 @@ const MODE: u32 = 0o777;
 pub enum EntryType {
     /// A directory. Its entries follow.
     Directory,
-    /// End of the directory.
+    /// End of a directory.
     DirectoryEnd,
     /// A file. Its contents follow.
     File,

@@ -114,7 +114,7 @@ impl Drop for ConnectionSlot {
     }
 }
 
-/// Handles one connection.
+/// Serves one connection from the host.
 fn handle_connection(stream: UnixStream) -> io::Result<()> {
     stream.set_read_timeout(Some(HOST_TIMEOUT))?;
     let frame = match read_frame(&mut &stream) {
@@ -157,7 +157,7 @@ fn handle_connection(stream: UnixStream) -> io::Result<()> {
     }
 }
 
-/// Receives a tree.
+/// Receives a file tree from the host.
 fn put(stream: &UnixStream, path: &Path, name: &str) {
     let mut ours = stream;
     let mut receiver = match FileTreeReceiver::new(path, Some(name)) {
@@ -182,7 +182,7 @@ fn put(stream: &UnixStream, path: &Path, name: &str) {
     }
 }
 
-/// Sends a tree.
+/// Sends a file tree to the host.
 fn get(stream: &UnixStream, path: &Path) {
     let mut ours = stream;
     let mut accepted = false;

@@ -52,11 +52,11 @@ pub enum ReceiveError {
 /// State of a copy after one frame.
 #[derive(Debug, PartialEq, Eq)]
 pub enum FileTreeCopyProgress {
-    /// The tree is incomplete.
+    /// The received tree is still incomplete.
     More,
     /// The sender skipped an entry. Contains the path of the entry and the reason.
     Skipped(String),
-    /// The tree is complete.
+    /// The received tree is complete.
     Done,
 }
 
@@ -227,7 +227,7 @@ impl FileTreeReceiver {
     /// Creates a directory. Returns `true` if the directory did not exist.
     fn make_directory(&self, path: &Path, mode: u32) -> io::Result<bool> {
         let (parent, name) = self.parent_of(path)?;
-        // The owner must be able to fill the directory.
+        // Grant the owner all rights, because the receiver must be able to fill the directory.
         let mode = Mode::from_bits_truncate(mode & PERMISSIONS) | Mode::S_IRWXU;
         match mkdirat(&parent, name.as_os_str(), mode) {
             // An existing directory is reused.

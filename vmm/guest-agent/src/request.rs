@@ -75,13 +75,13 @@ impl Terminal {
     }
 }
 
-/// Exit state of a command.
+/// Exit state of a command that the agent ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CommandExit {
-    /// Exited with this status.
+    /// The command exited with this status.
     Status(u8),
-    /// Terminated by this signal.
+    /// This signal terminated the command.
     Signal(u8),
 }
 

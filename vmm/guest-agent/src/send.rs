@@ -14,7 +14,7 @@ const MAX_DEPTH: usize = 64;
 /// Error returned when a tree cannot be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// The root cannot be read.
+    /// The root of the tree cannot be read.
     #[error("{}", path.display())]
     Source {
         /// Path of the root.
@@ -26,7 +26,7 @@ pub enum SendError {
     /// The root is neither a file nor a directory.
     #[error("{}: neither a file nor a directory", .0.display())]
     Special(PathBuf),
-    /// The connection failed.
+    /// The connection to the receiver failed.
     #[error("the connection was lost")]
     Connection(#[source] io::Error),
 }

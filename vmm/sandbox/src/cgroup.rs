@@ -9,7 +9,7 @@ use rustix::fs::fstatfs;
 
 /// File of a control group. A process joins the group when its ID is written to this file.
 const PROCESSES: &str = "cgroup.procs";
-/// File system types (statfs(2)) `CGROUP2_SUPER_MAGIC` and `CGROUP_SUPER_MAGIC`.
+/// File system types that statfs(2) returns: `CGROUP2_SUPER_MAGIC` and `CGROUP_SUPER_MAGIC`.
 const V2: u64 = 0x6367_7270;
 const V1: u64 = 0x27_e0eb;
 
@@ -32,7 +32,7 @@ pub enum CgroupError {
     /// The control group cannot be created or configured.
     #[error("{}: cannot create or configure the control group", .0.display())]
     Configure(PathBuf, #[source] io::Error),
-    /// The kernel rejected the process.
+    /// The kernel did not admit the process to the control group.
     #[error("{}: cannot join the control group{hint}", path.display())]
     Refused {
         /// Path of the control group.
@@ -100,7 +100,7 @@ pub fn join_cgroup(dir: &Path) -> Result<(), CgroupError> {
         V1 => return Err(CgroupError::Version1(dir.to_owned())),
         _ => return Err(CgroupError::NoGroup(dir.to_owned())),
     }
-    // 0 denotes the writing process.
+    // The kernel takes 0 as the ID of the writing process.
     processes.write_all(b"0").map_err(|source| CgroupError::Refused {
         path: dir.to_owned(),
         hint: match source.raw_os_error() {

@@ -98,7 +98,8 @@ pub fn enter(root: &Path, uid: u32, gid: u32) -> Result<(), ChrootJailError> {
         create_directory(target)?;
         let flags = MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         let options = std::ffi::CString::new(options).unwrap_or_default();
-        // A container may hide parts of these file systems, and the VM can run without them.
+        // Ignore an error: a container may hide parts of these file systems, and the VM can run
+        // without them.
         if let Err(e) = mount(kind, target, kind, flags, options.as_c_str()) {
             log::warn!("/{target} is not available in the jail, and the VM counts less: {e}");
         }

@@ -11,7 +11,7 @@ use std::ptr;
 
 use crate::violation::{self, SeccompTerminationActions, SignalSafeLine, end, own_name};
 
-/// Fault signals and their names.
+/// Numbers and names of the fault signals.
 const FAULTS: [(libc::c_int, &str); 4] = [
     (libc::SIGSEGV, "SIGSEGV"),
     (libc::SIGBUS, "SIGBUS"),

@@ -36,7 +36,7 @@ fn inject(word: &str) {
         "time" => loop {
             std::hint::black_box(word);
         },
-        // The allow-list of workers does not contain this call.
+        // Make a call that the allow-list of workers does not contain.
         "call" => drop(std::os::unix::net::UnixDatagram::unbound()),
         _ => {}
     }

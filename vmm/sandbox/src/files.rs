@@ -52,7 +52,7 @@ static NOTHING: OnceLock<OwnedFd> = OnceLock::new();
 /// Returns whether the kernel supports landlock and it is enabled.
 #[must_use]
 pub fn has_landlock() -> bool {
-    // The crate returns an empty ruleset if landlock is unavailable.
+    // If landlock is unavailable, the crate returns a ruleset without a descriptor.
     no_files(scopes()).is_ok_and(|rules| Option::<OwnedFd>::from(rules).is_some())
 }
 
@@ -168,7 +168,7 @@ fn allow(
     path: &Path,
     rights: BitFlags<AccessFs>,
 ) -> Result<RulesetCreated, RulesetError> {
-    // A path that cannot be resolved now cannot be opened later either.
+    // Skip a path that cannot be resolved now, because it cannot be opened later either.
     match PathFd::new(path) {
         Ok(place) => rules.add_rule(PathBeneath::new(place, rights)),
         Err(_) => Ok(rules),

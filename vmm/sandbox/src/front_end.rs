@@ -12,10 +12,10 @@ use crate::{filter, lists, privileges};
 /// Error returned when the front end cannot be confined.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiProcessConfinementError {
-    /// The filter could not be compiled.
+    /// The seccomp filter could not be compiled.
     #[error("the filter of the API process")]
     Compile(#[source] seccompiler::BackendError),
-    /// The kernel rejected the filter.
+    /// The kernel rejected the seccomp filter.
     #[error("the kernel does not take the filter of the API process")]
     Apply(#[source] seccompiler::Error),
 }

@@ -67,7 +67,7 @@ pub enum JailError {
     Step {
         /// Description of the operation.
         what: &'static str,
-        /// Path to which the operation was applied.
+        /// Path to which the failed operation was applied.
         path: PathBuf,
         /// Error returned by the kernel.
         #[source]
@@ -109,7 +109,7 @@ pub struct JailContents {
 pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
     let refused = JailError::NoOtherUser;
     set_keep_capabilities(true).map_err(|e| refused(e.into()))?;
-    // The kernel clears the setting when the user changes.
+    // Save the parent-death signal, because the kernel clears it when the user changes.
     let death_signal = parent_process_death_signal().map_err(|e| refused(e.into()))?;
     // SAFETY: none of the calls reads through a pointer, because the list of groups is empty.
     let done = unsafe {
@@ -121,7 +121,7 @@ pub fn become_user(uid: u32, gid: u32) -> Result<(), JailError> {
         return Err(refused(io::Error::last_os_error()));
     }
     set_parent_process_death_signal(death_signal).map_err(|e| refused(e.into()))?;
-    // Retained capabilities are permitted but not effective.
+    // Make the retained capabilities effective again.
     let has = capabilities(None).map_err(|e| refused(e.into()))?;
     let all = CapabilitySets {
         effective: has.permitted,

@@ -13,7 +13,7 @@ use crate::rules::{AllowedSyscall, ArgumentCheck, any, ioctls, one_of, only};
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
-/// `F_SETSIG` and `F_SETOWN_EX` commands of `fcntl(2)`.
+/// Commands `F_SETSIG` and `F_SETOWN_EX` of `fcntl(2)`.
 const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
 /// Guard-page advice values of `madvise(2)` that newer C libraries use for stacks
@@ -65,19 +65,19 @@ pub(crate) fn of(kind: SandboxedThreadKind, pid: u32, counting: PerfEventAccess)
 /// Libraries attempt these calls but work without them.
 pub(crate) fn refused(kind: SandboxedThreadKind) -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
-    // File status by path. The standard library falls back to descriptors.
+    // Deny file status by path, because the standard library falls back to descriptors.
     let of_descriptor = u64::from(libc::AT_EMPTY_PATH.unsigned_abs());
     let by_path = |flags| ArgumentCheck::Bits(flags, of_descriptor, 0);
     list.extend(only(Sysno::newfstatat, &[by_path(3)]));
     list.extend(only(Sysno::statx, &[by_path(2)]));
     list.extend(any(&[Sysno::stat, Sysno::lstat]));
-    // Read the limits of this process.
+    // Deny reading the resource limits of this process.
     list.extend(only(
         Sysno::prlimit64,
         &[ArgumentCheck::Is(0, 0), ArgumentCheck::Is(2, 0)],
     ));
     if kind != SandboxedThreadKind::Starter {
-        // The starter creates all threads. An attempt by another thread fails with an error.
+        // Deny the creation of threads, because the starter creates all threads.
         list.extend(only(
             Sysno::clone,
             &[ArgumentCheck::Bits(0, NEW_NAMESPACES | THREAD, THREAD)],
@@ -86,7 +86,7 @@ pub(crate) fn refused(kind: SandboxedThreadKind) -> Vec<AllowedSyscall> {
     }
     if !matches!(kind, SandboxedThreadKind::Main | SandboxedThreadKind::Starter) {
         // glibc's malloc reads /proc/sys/vm/overcommit_memory before it returns heap memory to the
-        // system. If this fails, it returns less memory.
+        // system. If the read fails, malloc returns less memory.
         let others = non_read_flags();
         list.extend(only(Sysno::openat, &[ArgumentCheck::Without(2, others)]));
         list.extend(only(Sysno::open, &[ArgumentCheck::Without(1, others)]));
@@ -152,7 +152,7 @@ fn common(pid: u32) -> Vec<AllowedSyscall> {
     list.extend(locks());
     list.extend(ending_signals());
     list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
-    // Status of an existing descriptor, as with fstat.
+    // Allow the status of an open descriptor, as with fstat.
     let of_descriptor = libc::AT_EMPTY_PATH.unsigned_abs();
     let bits = |at| ArgumentCheck::Bits(at, of_descriptor.into(), of_descriptor.into());
     list.extend(only(Sysno::newfstatat, &[bits(3)]));
@@ -311,7 +311,7 @@ fn own_perf_events() -> Vec<AllowedSyscall> {
     only(Sysno::perf_event_open, &checks)
 }
 
-/// Type of KVM ioctls.
+/// ioctl type of KVM (`KVMIO`).
 const KVMIO: u8 = 0xae;
 
 /// KVM ioctls for interrupts and memory of the guest.
@@ -649,7 +649,7 @@ pub(crate) fn of_keeper() -> Vec<AllowedSyscall> {
         Sysno::dup2,
         Sysno::setsockopt,
         Sysno::sendmsg,
-        // Initialization of the C library in a new process.
+        // A new process initializes the C library with these calls.
         Sysno::set_robust_list,
         Sysno::rseq,
         Sysno::prlimit64,
@@ -726,7 +726,7 @@ pub(crate) fn of_supervisor(vm: u32, own: u32) -> Vec<AllowedSyscall> {
         Sysno::restart_syscall,
         Sysno::getpid,
         Sysno::exit_group,
-        // Memory of the C library.
+        // The C library allocates memory with these calls.
         Sysno::brk,
         Sysno::munmap,
     ]);
@@ -751,7 +751,7 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
         Sysno::clock_nanosleep,
         Sysno::restart_syscall,
         Sysno::exit_group,
-        // Memory of the C library.
+        // The C library allocates memory with these calls.
         Sysno::brk,
         Sysno::munmap,
     ]);

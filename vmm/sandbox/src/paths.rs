@@ -93,7 +93,7 @@ enum TrustedLinks {
     OfRootOnly,
 }
 
-/// State of a path resolution.
+/// Progress of the resolution of a path.
 struct PathWalk {
     at: OwnedFd,
     rest: VecDeque<OsString>,
@@ -108,7 +108,8 @@ struct PathWalk {
 
 impl PathWalk {
     fn new(path: &Path, links: TrustedLinks) -> io::Result<Self> {
-        // The user may be unable to open the working directory by path.
+        // Start with the working directory itself, because the user may be unable to open it by
+        // path.
         let start = if path.is_absolute() { "/" } else { "." };
         let mut walk = Self {
             at: directory_at(CWD, OsStr::new(start))?,
@@ -138,7 +139,7 @@ impl PathWalk {
         Ok(())
     }
 
-    /// Resolves one component.
+    /// Resolves the path component `name`.
     fn step(&mut self, name: &OsStr) -> io::Result<()> {
         let next = openat(
             &self.at,
@@ -169,7 +170,7 @@ impl PathWalk {
 
     /// Follows the symbolic link `name` in the current directory.
     fn follow(&mut self, name: &OsStr) -> io::Result<()> {
-        // Magic links in /proc do not contain paths.
+        // Let the kernel follow magic links in /proc, because they do not contain paths.
         if is_proc(&self.at) {
             self.at = directory_at(self.at.as_fd(), name)?;
             return self.enter();
@@ -196,7 +197,7 @@ impl PathWalk {
         Ok(())
     }
 
-    /// Resolves components until `keep` remain.
+    /// Resolves path components until `keep` remain.
     fn run(&mut self, keep: usize) -> io::Result<()> {
         self.enter()?;
         while self.rest.len() > keep
@@ -409,7 +410,8 @@ fn bind_at(path: &Path, mode: Option<u32>) -> io::Result<UnixListener> {
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let (address, length) = address(path)?;
     if let Some(mode) = mode {
-        // The file created by bind(2) has the permissions of the socket, restricted by the umask.
+        // Set the permissions of the socket: the file that bind(2) creates has them, restricted by
+        // the umask.
         fchmod(&socket, Mode::from_bits_truncate(mode))?;
     }
     let _no_umask = mode

@@ -167,7 +167,8 @@ impl PerfBroker {
             Ok((0, event)) => Ok(event),
             Ok((errno, _)) => Err(PerfBrokerError::Refused(io::Error::from_raw_os_error(errno))),
             Err(e) => {
-                // A late answer would be mistaken for the answer to another request.
+                // Close the connection, because a late answer would be mistaken for the answer to
+                // another request.
                 *connection = None;
                 Err(PerfBrokerError::Gone(e))
             }

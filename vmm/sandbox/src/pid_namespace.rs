@@ -59,7 +59,7 @@ pub enum PidNamespaceError {
     /// The kernel does not permit the namespace.
     #[error("the kernel gives the jail no PID namespace (CONFIG_PID_NS, user.max_pid_namespaces)")]
     Namespace(#[source] io::Error),
-    /// The operating system denied an operation.
+    /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
     /// The seccomp filter of the supervisor could not be created.
@@ -73,7 +73,7 @@ pub enum PidNamespaceError {
     Unconfined,
 }
 
-/// Process IDs outside the namespace.
+/// IDs of a process outside its PID namespace.
 #[derive(Debug)]
 struct HostIds {
     vm: u32,
@@ -199,7 +199,7 @@ impl PidNamespaceSupervisor<'_> {
                 drop(ours);
                 let ended = panic::catch_unwind(AssertUnwindSafe(|| self.run(vm, its)));
                 drop(ended);
-                // The VM exits with this process.
+                // The VM exits when this process exits.
                 leave(UNFIT)
             }
         }
@@ -389,7 +389,7 @@ fn signal_descriptor() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Returns the next signal that has arrived.
+/// Returns the next pending signal.
 fn next_signal(signals: &OwnedFd) -> Option<libc::c_int> {
     // SAFETY: a zeroed signalfd_siginfo is valid.
     let mut info: libc::signalfd_siginfo = unsafe { zeroed() };
@@ -462,7 +462,7 @@ fn stop_with(vm: libc::pid_t) {
 /// Terminal of the shell job to which this process belongs.
 struct Terminal {
     fd: OwnedFd,
-    /// Process group of the job.
+    /// Process group of the shell job.
     job: libc::pid_t,
 }
 

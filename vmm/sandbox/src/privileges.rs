@@ -67,7 +67,7 @@ pub fn drop_privileges() -> Result<(), PrivilegeError> {
 /// which it would do with a limit of 0 (Linux, `fs/coredump.c`). The limit persists across
 /// `execve(2)`. A failure is logged.
 pub fn forbid_core_dumps() {
-    // Raising a hard limit of 0 would require a capability.
+    // Keep a hard limit of 0, because raising it would require a capability.
     let bytes = getrlimit(Resource::Core).maximum.map_or(1, |most| most.min(1));
     let limit = Rlimit {
         current: Some(bytes),
@@ -162,7 +162,7 @@ fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
             remove_capability_from_bounding_set(CapabilitySet::from_bits_retain(1 << capability))?;
         }
     }
-    // Linux before 4.3 has no ambient capabilities.
+    // Ignore the error of Linux before 4.3, which has no ambient capabilities.
     let _ = clear_ambient_capability_set();
     set_capabilities(
         None,

@@ -12,7 +12,7 @@ use seccompiler::{BpfProgram, apply_filter};
 
 use crate::files;
 
-/// First descriptor after the standard streams.
+/// First file descriptor after the standard streams.
 const FIRST: RawFd = 3;
 /// Exit status of a process that could not be confined.
 pub(crate) const UNFIT: i32 = 125;

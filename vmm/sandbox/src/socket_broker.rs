@@ -56,9 +56,9 @@ enum BrokerOperation {
     AddNumbered = b'N',
     /// Registers a socket that the VM has created, to be removed when the VM exits.
     RemoveAtEnd = b'R',
-    /// Ends the registration.
+    /// Ends the registration of destinations and sockets.
     Seal = b'S',
-    /// Opens a connection.
+    /// Connects to a registered destination.
     Connect = b'C',
 }
 
@@ -276,7 +276,8 @@ impl SocketBroker {
             Ok((number, socket)) if number >= 0 => Ok((number, socket)),
             Ok((errno, _)) => Err(io::Error::from_raw_os_error(-errno)),
             Err(e) => {
-                // A late answer would be mistaken for the answer to the next request.
+                // Close the connection, because a late answer would be mistaken for the answer to
+                // the next request.
                 *control = None;
                 Err(e)
             }

@@ -20,12 +20,12 @@ const STARTER_STACK_BYTES: usize = 128 << 10;
 /// Seccomp mode: the action for a system call that is not on the thread's list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SeccompMode {
-    /// Terminate the VM.
+    /// Terminate the VM if a thread makes a call that is not on its list.
     #[default]
     On,
     /// Log the call in the kernel log (dmesg, audit type 1326) and execute it.
     Log,
-    /// Install no filters.
+    /// Install no seccomp filters.
     Off,
 }
 
@@ -89,7 +89,7 @@ struct ThreadRequest {
     reply: Sender<io::Result<JoinHandle<()>>>,
 }
 
-/// Filters of one thread kind.
+/// Seccomp filters of one thread kind.
 struct KindFilters {
     /// Filter that makes certain calls fail with an error; `None` in a mode in which all calls are
     /// executed.
@@ -99,7 +99,7 @@ struct KindFilters {
 }
 
 struct Sandbox {
-    /// Filters in the order of [`SandboxedThreadKind::ALL`].
+    /// Seccomp filters in the order of [`SandboxedThreadKind::ALL`].
     programs: Vec<KindFilters>,
     without_clone3: BpfProgram,
     /// Channel to the starter thread, set once it exists.

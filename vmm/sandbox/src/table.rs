@@ -19,7 +19,7 @@ pub enum SystemCallOutcome {
     Refused,
     /// The call fails with `ENOSYS`.
     Missing,
-    /// The VM is terminated.
+    /// The VM terminates.
     Ends,
 }
 
@@ -166,7 +166,7 @@ fn grouped(counting: PerfEventAccess) -> BTreeMap<(String, CallOutcomes), Vec<St
 enum ArgumentForm {
     /// An `ioctl(2)` request, by type and number.
     Request { kind: u64, number: u64 },
-    /// Other conditions, as text.
+    /// Other conditions on the arguments, as text.
     Words(String),
 }
 

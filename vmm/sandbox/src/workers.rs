@@ -59,7 +59,7 @@ impl ProcessConfinement {
 /// Error returned when the worker keeper cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceStartError {
-    /// The operating system denied an operation.
+    /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
     /// The seccomp filters could not be created.

@@ -55,7 +55,7 @@ pub enum DiffError {
     OtherBase {
         /// Checksum of the state file of the given base.
         have: u32,
-        /// Checksum in the diff.
+        /// Checksum of the base's state file that the diff names.
         need: u32,
     },
     /// The ranges are unsorted, empty, not of whole pages, too many, or beyond the end of memory.
@@ -78,7 +78,7 @@ pub enum DiffError {
 pub struct BaseSnapshotError {
     /// Directory of the snapshot.
     pub path: PathBuf,
-    /// Reason.
+    /// Reason why the snapshot is rejected.
     pub source: DiffError,
 }
 
@@ -403,8 +403,8 @@ fn changed_ranges(data: &[u8], base: &[u8]) -> Vec<Range<usize>> {
 /// Checks the ranges of a diff.
 ///
 /// # Errors
-/// Returns [`DiffError::Runs`] if they are unsorted, empty, not of whole pages, too many, or beyond the
-/// end of memory.
+/// Returns [`DiffError::Runs`] if they are unsorted, empty, not of whole pages, too many, or beyond
+/// the end of memory.
 pub fn check_runs(base: &SavedBase, memory_bytes: u64) -> Result<(), DiffError> {
     let is_aligned = |value: u64| value.is_multiple_of(PAGE_BYTES as u64);
     let mut end = 0;

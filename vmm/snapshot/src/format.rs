@@ -39,7 +39,7 @@ pub enum SnapshotFormatError {
     Length {
         /// Size of the file in bytes.
         have: usize,
-        /// Expected size in bytes.
+        /// Size in bytes that the header states.
         need: usize,
     },
     /// The state exceeds [`MAX_STATE_BYTES`].

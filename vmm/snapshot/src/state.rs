@@ -19,13 +19,13 @@ pub struct SavedMachine {
     pub shape: MachineShape,
     /// Events that the guest may count.
     pub filter: SavedFilter,
-    /// The guest's kernel.
+    /// State that the VMM keeps about the guest's kernel.
     pub kernel: SavedKernel,
     /// Interrupt controllers, timer and clock of KVM.
     pub vm: SavedVm,
     /// Present vCPUs in ascending order of their numbers.
     pub vcpus: Vec<SavedVcpu>,
-    /// Devices of the board.
+    /// Emulated devices other than virtio devices.
     pub board: SavedBoard,
     /// Virtio devices in the order of their PCI device numbers.
     pub devices: Vec<SavedDevice>,
@@ -149,7 +149,8 @@ pub struct SavedVcpu {
     pub regs: Base64Bytes,
     /// `struct kvm_sregs`.
     pub sregs: Base64Bytes,
-    /// `struct kvm_xsave` with the size that the host's KVM reports; empty if the host has no XSAVE.
+    /// `struct kvm_xsave` with the size that the host's KVM reports; empty if the host has no
+    /// XSAVE.
     pub xsave: Base64Bytes,
     /// `struct kvm_fpu`; empty if `xsave` is present.
     pub fpu: Base64Bytes,
@@ -211,7 +212,7 @@ pub enum SavedPmi {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedRdpmc {
-    /// Address of the RDPMC.
+    /// Address of the RDPMC instruction.
     pub at: u64,
     /// Address of the instruction after the RDPMC.
     pub behind: u64,
@@ -219,15 +220,15 @@ pub struct SavedRdpmc {
     pub repetitions: u32,
 }
 
-/// Devices of the board.
+/// State of the emulated devices other than virtio devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedBoard {
-    /// Serial port.
+    /// State of the serial port.
     pub serial: SavedSerial,
-    /// Index register of the CMOS.
+    /// Value of the CMOS index register.
     pub cmos_index: u8,
-    /// CMOS memory.
+    /// Contents of the CMOS memory.
     pub cmos: Base64Bytes,
     /// Configuration byte of the keyboard controller.
     pub i8042_config: u8,
@@ -243,13 +244,13 @@ pub struct SavedBoard {
     pub acpi_pm: [u16; 3],
     /// CPU hot-plug registers; `None` if the number of vCPUs is fixed.
     pub cpu_plug: Option<SavedCpuPlug>,
-    /// Reset control register.
+    /// Value of the reset control register.
     pub reset_control: u8,
-    /// System control port A.
+    /// Value of system control port A.
     pub control_a: u8,
     /// Number of reads of system control port B.
     pub control_b_reads: u8,
-    /// Address register of the PCI bus.
+    /// Value of the address register of the PCI bus.
     pub pci_address: u32,
 }
 
@@ -259,7 +260,7 @@ pub struct SavedBoard {
 pub struct SavedSerial {
     /// Divisor latch (low byte, high byte), IER, IIR, LCR, LSR, MCR, MSR and scratch register.
     pub registers: [u8; 9],
-    /// Receive buffer.
+    /// Bytes in the receive buffer.
     pub input: Base64Bytes,
 }
 
@@ -290,18 +291,18 @@ pub struct SavedCpuPlug {
 pub struct SavedDevice {
     /// Virtio device ID.
     pub id: u32,
-    /// Name, such as `disk0`.
+    /// Name of the device, such as `disk0`.
     pub name: String,
-    /// Offered feature bits.
+    /// Feature bits that the device offers.
     pub offered: u64,
-    /// Device configuration.
+    /// Contents of the device configuration.
     pub config: Base64Bytes,
     /// State of the device apart from its registers.
     #[serde(default, skip_serializing_if = "Base64Bytes::is_empty")]
     pub state: Base64Bytes,
-    /// PCI configuration space.
+    /// Contents of the PCI configuration space.
     pub config_space: Base64Bytes,
-    /// Accepted feature bits.
+    /// Feature bits that the driver accepted.
     pub accepted: u64,
     /// Values of the virtio registers that select the visible part of the device features and of
     /// the driver features.
@@ -312,15 +313,15 @@ pub struct SavedDevice {
     pub status: u8,
     /// Configuration generation.
     pub generation: u8,
-    /// Selected queue.
+    /// Index of the selected queue.
     pub queue_select: u16,
-    /// Queues.
+    /// Registers of each queue.
     pub queues: Vec<SavedQueue>,
     /// `true` if the device is active, because its driver has set DRIVER_OK.
     pub active: bool,
-    /// MSI-X message control.
+    /// Value of MSI-X message control.
     pub msix_control: u16,
-    /// MSI-X table.
+    /// Contents of the MSI-X table.
     pub msix_table: Base64Bytes,
     /// Pending masked interrupts, one bit each.
     pub msix_pending: Base64Bytes,
@@ -330,9 +331,9 @@ pub struct SavedDevice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedQueue {
-    /// Size in entries.
+    /// Size of the queue in entries.
     pub size: u16,
-    /// Interrupt vector.
+    /// Interrupt vector of the queue.
     pub vector: u16,
     /// `true` if the driver has enabled the queue.
     pub enabled: bool,

@@ -38,7 +38,7 @@ const HEADER_BYTES: usize = 12;
 /// Length of the offset that precedes page contents, in bytes.
 const OFFSET_BYTES: usize = 8;
 
-/// Description of the VM to be moved.
+/// Description of the VM that is to be moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StreamHello {
@@ -65,7 +65,7 @@ pub struct StreamArrival {
 /// A message from the source or the destination.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StreamMessage<'a> {
-    /// First message from the source.
+    /// First message from the source, which describes the VM.
     Hello(StreamHello),
     /// State of the VM without registers, from the source, for checks before the VM is paused.
     Machine(&'a [u8]),
@@ -73,7 +73,7 @@ pub enum StreamMessage<'a> {
     Pages {
         /// Offset in guest memory.
         offset: u64,
-        /// Contents.
+        /// Contents of the pages.
         data: &'a [u8],
     },
     /// Message from the source: pages that now consist of zeros and previously did not.
@@ -107,7 +107,7 @@ pub enum StreamMessage<'a> {
     Failed(String),
 }
 
-/// Reason for rejecting a stream.
+/// Reason for rejecting a migration stream.
 #[derive(Debug, thiserror::Error)]
 pub enum MigrationStreamError {
     /// The peer does not send a stream of this protocol.
@@ -164,7 +164,7 @@ impl From<io::Error> for MigrationStreamError {
     }
 }
 
-/// Kinds of frames.
+/// Numbers of the frame types.
 mod kind {
     pub(super) const HELLO: u32 = 1;
     pub(super) const MACHINE: u32 = 2;
@@ -274,7 +274,7 @@ fn send_frame(
     Ok(())
 }
 
-/// Receives messages.
+/// Receiver of the messages from the other host.
 #[derive(Debug)]
 pub struct MessageReader<R> {
     stream: R,
@@ -299,7 +299,7 @@ impl<R: Read> MessageReader<R> {
         self.memory_bytes = bytes;
     }
 
-    /// Returns the connection.
+    /// Returns the connection to the other host.
     pub fn stream(&mut self) -> &mut R {
         &mut self.stream
     }

@@ -105,7 +105,7 @@ impl DeviceFailureCallback {
         Self(Some(end))
     }
 
-    /// Terminates the machine.
+    /// Terminates the machine because a device thread has ended unexpectedly.
     pub fn take(&self) {
         if let Some(end) = &self.0 {
             end();

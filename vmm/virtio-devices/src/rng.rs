@@ -189,7 +189,7 @@ mod tests {
     fn broken_ring_requests_reset() {
         let memory = memory();
         let mut driver = Driver::new(&memory, 16);
-        // The head index is outside the descriptor table.
+        // Break the queue: the head index is outside the descriptor table.
         driver.offer(16);
         let mut rng = EntropyDevice::new().unwrap();
         let seen = activate(&mut rng, &driver);

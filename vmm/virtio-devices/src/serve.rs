@@ -110,7 +110,7 @@ pub fn continue_at_used_ring(queue: &mut Queue, memory: &GuestMemoryMmap) -> Res
     Ok(())
 }
 
-/// State of one call of [`serve_queue_while`].
+/// Progress of one call of [`serve_queue_while`].
 struct RoundProgress {
     /// Number of chains that may still be started.
     left: u16,
@@ -223,7 +223,7 @@ pub(crate) mod testing {
 
     /// Size of guest memory, in bytes. The queue is at the start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
-    /// First address after the queue.
+    /// First address after the queue, at which tests place buffers.
     pub(crate) const BUFFERS: u64 = 0x10_0000;
 
     /// Number of chains that [`Driver::offer_hostile`] adds, and the address of the last chain's
@@ -403,21 +403,22 @@ pub(crate) mod testing {
             let at = GuestAddress(outer);
             self.memory.write_obj(RawDescriptor::from(inner), at).unwrap();
             let chains = [
-                // A descriptor loop.
+                // Chain with a descriptor loop.
                 Descriptor::new(BUFFERS, 64, direction | NEXT, 0),
-                // Buffers that cross the end of memory, begin at it, or reach the end of the
-                // address space.
+                // Chains with buffers that cross the end of memory, begin at it, or reach the end
+                // of the address space.
                 Descriptor::new(MEMORY_BYTES as u64 - 8, 64, direction, 0),
                 Descriptor::new(u64::MAX - 8, 64, direction, 0),
-                // A buffer larger than memory, and an empty one.
+                // Chains with a buffer larger than memory, and with an empty one.
                 Descriptor::new(BUFFERS, u32::MAX, direction, 0),
                 Descriptor::new(BUFFERS, 0, direction, 0),
-                // A buffer of the opposite direction.
+                // Chain with a buffer of the opposite direction.
                 Descriptor::new(BUFFERS, 64, direction ^ WRITE, 0),
-                // A next index outside the descriptor table.
+                // Chain with a next index outside the descriptor table.
                 Descriptor::new(BUFFERS, 0, direction | NEXT, 999),
-                // An indirect table of 65,535 chained descriptors, a nested table, and tables that
-                // are too long, not a multiple of the descriptor size, empty, or outside memory.
+                // Chains with an indirect table of 65,535 descriptors, a nested table, and tables
+                // that are too long, not a multiple of the descriptor size, empty, or outside
+                // memory.
                 Descriptor::new(long, 65_535 * 16, INDIRECT, 0),
                 Descriptor::new(outer, 16, INDIRECT, 0),
                 Descriptor::new(long, 65_536 * 16, INDIRECT, 0),
@@ -549,7 +550,7 @@ mod tests {
             "{error}"
         );
         assert_eq!((driver.used(), driver.vector.read().unwrap()), (vec![(0, 8)], 1));
-        // The available index exceeds the queue size.
+        // Break the ring: the available index exceeds the queue size.
         driver.mock.avail().idx().store(100u16.to_le());
         let error = serve_with_stopped_clock(&mut driver.active, &memory, |_| 8).unwrap_err();
         assert!(matches!(error, VirtqueueError::Rings(_)), "{error}");

@@ -162,7 +162,7 @@ impl ActiveSampling {
         }
     }
 
-    /// Terminates the sampling.
+    /// Stops the sampling and releases its resources.
     pub(crate) fn stop(self) -> Result<(), ComparisonError> {
         match self {
             Self::Event(_) => {}

@@ -57,7 +57,7 @@ enum SessionEvent {
     Escaped,
 }
 
-/// Termination signals and SIGWINCH.
+/// Handler of termination signals and SIGWINCH.
 pub struct LabSignals {
     events: Receiver<SessionEvent>,
     sender: Sender<SessionEvent>,

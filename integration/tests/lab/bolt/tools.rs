@@ -259,14 +259,14 @@ impl Toolbox {
         self.run(directory, &self.llvm("clang"), &args);
     }
 
-    /// Returns the first bytes of Lua's sources.
+    /// Returns the first `bytes` bytes of Lua's sources.
     pub fn input(&self, directory: &Path, bytes: usize) -> Vec<u8> {
         let files = sources(directory, "lua5.4-", "src", |_| true);
         let read = |file: &String| std::fs::read(directory.join(file)).unwrap();
         files.iter().flat_map(read).take(bytes).collect()
     }
 
-    /// Converts the branch stacks of a recording.
+    /// Converts the branch stacks of a recording to a BOLT profile with `perf2bolt`.
     pub fn perf_to_bolt(&self, directory: &Path, data: &str, program: &Program) -> ConvertedProfile {
         let output = format!("{}.{data}.fdata", program.name);
         let args = ["-p", data, "-o", &output, program.name];

@@ -156,21 +156,21 @@ fn foreign_abi_calls_are_denied() {
 fn privilege_escalation_calls_are_denied() {
     #[rustfmt::skip]
     let none = [
-        // Other programs and processes.
+        // Calls that start programs or affect other processes.
         Sysno::execve, Sysno::execveat, Sysno::fork, Sysno::vfork, Sysno::ptrace, Sysno::process_vm_readv,
         Sysno::process_vm_writev, Sysno::kill, Sysno::tkill, Sysno::rt_sigqueueinfo, Sysno::rt_tgsigqueueinfo,
         Sysno::pidfd_open, Sysno::pidfd_getfd, Sysno::pidfd_send_signal, Sysno::process_madvise, Sysno::kcmp,
-        // Users, namespaces, mounts and root directories.
+        // Calls that change users, namespaces, mounts or root directories.
         Sysno::setuid, Sysno::setgid, Sysno::setresuid, Sysno::setresgid, Sysno::setgroups, Sysno::unshare,
         Sysno::setns, Sysno::mount, Sysno::umount2, Sysno::pivot_root, Sysno::chroot, Sysno::open_tree,
         Sysno::move_mount, Sysno::fsopen, Sysno::mount_setattr,
-        // Creation, modification and lookup of files.
+        // Calls that create, modify or look up files.
         Sysno::creat, Sysno::openat2, Sysno::open_by_handle_at, Sysno::mknod, Sysno::mkdir, Sysno::link,
         Sysno::symlink, Sysno::rename, Sysno::renameat2, Sysno::chmod, Sysno::fchmod, Sysno::chown,
         Sysno::truncate, Sysno::setxattr, Sysno::utimensat,
-        // Sockets to which other processes could connect.
+        // Calls that create sockets to which other processes could connect.
         Sysno::bind, Sysno::listen,
-        // Kernel subsystems with a history of vulnerabilities.
+        // Calls of kernel subsystems with a history of vulnerabilities.
         Sysno::bpf, Sysno::userfaultfd, Sysno::io_uring_setup, Sysno::io_uring_enter, Sysno::keyctl,
         Sysno::add_key, Sysno::request_key, Sysno::init_module, Sysno::finit_module, Sysno::kexec_load,
         Sysno::kexec_file_load, Sysno::reboot, Sysno::swapon, Sysno::syslog, Sysno::iopl, Sysno::ioperm,

@@ -18,7 +18,7 @@ mod at {
     pub(super) const CLOCKID: usize = 92;
 }
 
-/// `PERF_TYPE_*`.
+/// Event types (`PERF_TYPE_*`).
 const HARDWARE: u32 = 0;
 const SOFTWARE: u32 = 1;
 const HW_CACHE: u32 = 3;
@@ -64,7 +64,7 @@ const FLAGS: u64 = DISABLED
 const SAMPLE_ID_ALL: u64 = 1 << 18;
 const CONTEXT_SWITCH: u64 = 1 << 26;
 const SWITCH_FLAGS: u64 = SAMPLE_ID_ALL | CONTEXT_SWITCH;
-/// `CLOCK_MONOTONIC`.
+/// Clock ID `CLOCK_MONOTONIC`.
 const MONOTONIC: u32 = 1;
 /// Size of the first version of `struct perf_event_attr` (`PERF_ATTR_SIZE_VER0`), in bytes.
 const MIN_BYTES: usize = 64;
@@ -141,11 +141,12 @@ impl AttrFields {
         match self.kind {
             HARDWARE => self.config < HARDWARE_EVENTS,
             SOFTWARE => self.config < 64 && SOFTWARE_EVENTS >> self.config & 1 == 1,
-            // Cache, operation and result (perf_event_open(2)).
+            // The config of a cache event consists of cache, operation and result
+            // (perf_event_open(2)).
             HW_CACHE => self.config & 0xff < 7 && self.config >> 8 & 0xff < 3 && self.config >> 16 < 2,
             RAW => true,
-            // Tracepoints, breakpoints, and PMUs with dynamic type numbers such as kprobes, uprobes
-            // and uncore PMUs.
+            // Deny tracepoints, breakpoints, and PMUs with dynamic type numbers such as kprobes,
+            // uprobes and uncore PMUs.
             _ => false,
         }
     }

@@ -16,7 +16,7 @@ const SIGNAL: u32 = 2;
 /// new event, or the event whose overflow signal is to be set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PerfRequest<'a> {
-    /// Opens an event.
+    /// Request to open an event.
     Open {
         /// ID of the thread on which the event is opened.
         tid: i32,
@@ -27,7 +27,7 @@ pub(super) enum PerfRequest<'a> {
     },
     /// Request to set the thread that receives the overflow signal of an event.
     Signal {
-        /// ID of the receiving thread.
+        /// ID of the thread that receives the signal.
         receiver: i32,
     },
 }

@@ -10,7 +10,7 @@ use super::attr;
 use super::datagram;
 use super::protocol::{MAX_ATTR_BYTES, MAX_REQUEST_BYTES, PerfRequest};
 
-/// `PERF_FLAG_FD_CLOEXEC`.
+/// Flag `PERF_FLAG_FD_CLOEXEC` of `perf_event_open(2)`.
 const CLOEXEC: libc::c_ulong = 8;
 /// `F_SETSIG` and `F_SETOWN_EX` commands of `fcntl(2)`, and the type `F_OWNER_TID`.
 const F_SETSIG: libc::c_int = 10;
@@ -104,8 +104,8 @@ impl BrokerClient {
                 if receiver != 0 {
                     self.set_signal(event.as_fd(), receiver)?;
                 }
-                // The thread may have exited before the event was opened, and its ID may have been
-                // reused.
+                // Check the thread again, because it may have exited before the event was opened,
+                // and its ID may have been reused.
                 self.check_thread(tid)?;
                 Ok(Some(event))
             }
@@ -121,7 +121,8 @@ impl BrokerClient {
     fn check_thread(self, tid: i32) -> Result<(), i32> {
         // SAFETY: the call passes only integers, and signal 0 is never delivered.
         let found = unsafe { libc::syscall(libc::SYS_tgkill, self.pid, tid, 0) };
-        // The kernel looks up the thread in that process before it checks permissions.
+        // EPERM also means that the thread belongs to the process, because the kernel looks it up
+        // before it checks permissions.
         if found == 0 || last_errno() == libc::EPERM {
             Ok(())
         } else {

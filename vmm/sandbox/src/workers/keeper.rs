@@ -71,7 +71,7 @@ impl KeeperMessage {
 pub struct WorkerLimits {
     /// Maximum size of the address space, including the program itself, in bytes.
     pub memory_bytes: u64,
-    /// CPU time, in seconds.
+    /// Maximum CPU time, in seconds.
     pub cpu_seconds: u64,
 }
 
@@ -120,7 +120,8 @@ impl OomScore {
     fn of_this_process() -> Option<Self> {
         let open = || File::options().read(true).write(true).open(Self::FILE);
         let opened = open().or_else(|_| {
-            // A process that has changed its user does not own its files in /proc.
+            // A process that has changed its user owns its files in /proc only while it is
+            // dumpable.
             let dumpable = |yes: libc::c_ulong| {
                 // SAFETY: the call passes only integers. This process holds no data of a guest or
                 // client.

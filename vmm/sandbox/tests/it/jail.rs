@@ -42,7 +42,7 @@ fn mount(args: &[&str], path: &Path) {
 /// Mounts `/proc` below `root` and makes `root` the root directory of this thread, like chroot(1).
 /// If `bound` is `true`, `root` becomes a mount point first.
 fn in_a_chroot(root: &Path, bound: bool) {
-    // The mount namespace then belongs only to this thread.
+    // Give this thread its own mount namespace, which the mounts below affect.
     unshare_mounts();
     if bound {
         mount(&["--bind", root.to_str().unwrap()], root);

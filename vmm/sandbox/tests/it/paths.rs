@@ -14,12 +14,12 @@ use sandbox::paths::{self, PrivilegedDirectory};
 use sandbox::{PerfEventAccess, ProcessConfinement, SeccompMode, SeccompTerminationActions, SocketBroker};
 use test_support::child::child_command;
 
-/// User ID of the child.
+/// User ID of the child process.
 const NOBODY: u32 = 65534;
 /// Environment variable that contains the task of the child process and the path on which it
 /// operates.
 const TASK: &str = "PATHS_TEST_TASK";
-/// No capability.
+/// Capability sets without any capability.
 const NONE: CapabilitySets = CapabilitySets {
     effective: CapabilitySet::empty(),
     permitted: CapabilitySet::empty(),
@@ -128,7 +128,7 @@ fn link_of_another_user_is_not_followed() {
     symlink(&secret, &link).unwrap();
     lchown(&link, Some(NOBODY), Some(NOBODY)).unwrap();
 
-    // Run as the other user with root's capabilities, and as root.
+    // Append once as the other user with root's capabilities, and once as root.
     let out = child("append", &link);
     assert!(refused(&out), "{}", String::from_utf8_lossy(&out.stderr));
     let line = paths::append(&link, 0o600).unwrap_err().to_string();

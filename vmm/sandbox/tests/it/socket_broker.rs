@@ -111,7 +111,7 @@ fn sockets(directory: &Path) {
     drop(UnixListener::bind(directory.join("v_4")).unwrap());
 }
 
-/// Starts a confined child.
+/// Starts a child process that confines itself like a VM.
 fn confined(directory: &Path) -> Child {
     let mut child = child_command(module_path!(), DIRECTORY, directory)
         .stdin(Stdio::piped())

@@ -11,7 +11,8 @@ use super::config::BalloonConfig;
 use super::statistics::GuestMemoryStatistics;
 use crate::device::ConfigChangeNotifier;
 
-/// Length of the device configuration in bytes: target and actual size in pages (virtio 1.2, 5.5.4).
+/// Length of the device configuration in bytes: target and actual size in pages (virtio 1.2,
+/// 5.5.4).
 pub(super) const CONFIG_BYTES: usize = 8;
 /// Offset of the actual size in the device configuration. The driver writes this field.
 const ACTUAL: usize = 4;
@@ -36,14 +37,14 @@ pub enum BalloonRequestError {
     StatisticsStateChange,
 }
 
-/// State of the balloon.
+/// State of a balloon, as reported to an operator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BalloonState {
     /// Target size in pages of 4 KiB.
     pub target_pages: u32,
     /// Actual size in pages of 4 KiB, as reported by the driver.
     pub actual_pages: u32,
-    /// Configuration, with the current target and interval.
+    /// Configuration of the balloon, with the current target and interval.
     pub config: BalloonConfig,
     /// Number of bytes released to the host so far. A page counts each time that it is released.
     pub released_bytes: u64,
@@ -126,16 +127,19 @@ impl BalloonControl {
         Ok(())
     }
 
-    /// Sets the interval between two updates of the statistics. The first update follows immediately.
+    /// Sets the interval between two updates of the statistics. The first update follows
+    /// immediately.
     ///
     /// # Errors
-    /// Returns [`BalloonRequestError::StatisticsStateChange`] if this enables or disables statistics.
+    /// Returns [`BalloonRequestError::StatisticsStateChange`] if this enables or disables
+    /// statistics.
     pub fn set_statistics_interval(&self, seconds: u16) -> Result<(), BalloonRequestError> {
         if (seconds > 0) != self.config.has_statistics() {
             return Err(BalloonRequestError::StatisticsStateChange);
         }
         if self.interval_s.swap(seconds, Ordering::AcqRel) != seconds {
-            // The write fails only if the counter is full, in which case a wake-up is already pending.
+            // The write fails only if the counter is full, in which case a wake-up is already
+            // pending.
             let _ = self.interval_event.write(1);
         }
         Ok(())
@@ -191,7 +195,7 @@ impl BalloonControl {
             .store(u32::from_le_bytes([a, b, c, d]), Ordering::Release);
     }
 
-    /// Returns the state for a snapshot.
+    /// Returns the state of the balloon for a snapshot.
     pub(super) fn save(&self) -> Vec<u8> {
         let mut state = self.config_bytes().to_vec();
         state.extend_from_slice(&self.interval_s().to_le_bytes());

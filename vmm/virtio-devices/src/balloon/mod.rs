@@ -232,7 +232,7 @@ impl StatisticsQueue {
             return Err(VirtqueueError::Head { head, size });
         }
         queue.add_used(memory, head, 0)?;
-        // The next buffer must notify the device.
+        // Enable notifications, so that the driver notifies the device of the next buffer.
         queue.enable_notification(memory)?;
         if queue.needs_notification(memory)? {
             interrupt.raise();
@@ -255,7 +255,7 @@ struct BalloonHandler {
 }
 
 impl BalloonHandler {
-    /// Serves all queues.
+    /// Processes all queues of the balloon.
     fn serve(&mut self) -> Result<(), VirtqueueError> {
         let memory = &self.memory;
         let mut releaser = self.releaser.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
-//! Pages that the driver gives to the device: page frame numbers of the inflate queue, and buffers of
-//! the reporting queue.
+//! Pages that the driver gives to the device: page frame numbers of the inflate queue, and buffers
+//! of the reporting queue.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -16,7 +16,7 @@ pub const MAX_CHAIN_BUFFERS: usize = 256;
 /// A range of guest-physical addresses in whole pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRange {
-    /// First address.
+    /// First address of the range.
     pub start: GuestAddress,
     /// Length in bytes.
     pub bytes: u64,

@@ -29,7 +29,7 @@ const MAX_MAPPINGS: usize = 16 << 10;
 /// Origin of the guest's RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RamOrigin {
-    /// New memory.
+    /// New memory, filled with zeros.
     Empty,
     /// Private mapping of the memory file of a snapshot.
     Snapshot,

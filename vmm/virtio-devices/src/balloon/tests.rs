@@ -81,7 +81,7 @@ fn inflated_pages_are_released_and_deflated_ones_acknowledged() {
     let mut balloon = balloon(config());
     let _view = activate(&mut balloon, &memory, &drivers);
     fill_pages(&memory, FIRST_PFN, 16);
-    // In descending order, as Linux sends pages.
+    // Inflate in descending order of page numbers, as Linux does.
     let pages: Vec<u32> = (FIRST_PFN + 4..FIRST_PFN + 12).rev().collect();
     send_pages(&mut drivers[0], &memory, 0, &pages);
     for pfn in FIRST_PFN..FIRST_PFN + 16 {
@@ -180,7 +180,7 @@ fn broken_ring_requests_reset() {
         let mut balloon = balloon(config());
         let mut drivers = drivers(&memory);
         let view = activate(&mut balloon, &memory, &drivers);
-        // The available index exceeds the queue size.
+        // Break the ring: the available index exceeds the queue size.
         drivers[queue].mock.avail().idx().store(1000_u16.to_le());
         drivers[queue].kick();
         wait_until(|| view.needs_reset());

@@ -235,7 +235,7 @@ fn broken_ring_requests_reset() {
         let mut console = VirtioConsole::new(Box::new(io::sink()), None).unwrap();
         let mut input = Driver::new(&memory, 16);
         let mut output = Driver::at(&memory, 16, 0x8000);
-        // The head index is outside the descriptor table.
+        // Break the queue: the head index is outside the descriptor table.
         if breaks_output {
             output.offer(16);
         } else {
@@ -260,7 +260,7 @@ fn console_serves_both_directions_after_reset() {
     for round in 0..2u8 {
         let mut input = Driver::new(&memory, 16);
         input.offer_chain(0, &[Descriptor::new(BUFFERS, 4, WRITE, 0)]);
-        // The rings of the second queue follow those of the first.
+        // Place the rings of the second queue after those of the first.
         let mut output = Driver::at(&memory, 16, 0x8000);
         memory
             .write_slice(&[b'a' + round], GuestAddress(BUFFERS + 64))

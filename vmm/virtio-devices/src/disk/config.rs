@@ -20,7 +20,7 @@ const WORDS: &str = "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backi
 /// host files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DiskFormat {
-    /// Raw image.
+    /// A raw image, which contains the data of the disk without metadata.
     #[default]
     Raw,
     /// QEMU's qcow2 format, versions 2 and 3.

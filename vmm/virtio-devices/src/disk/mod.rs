@@ -11,8 +11,8 @@
 //! | [`view`] | read-only access to an image that a VM may be using |
 //! | [`request`] | request parsing and execution |
 //!
-//! The disk's thread processes requests sequentially, at the pace of its rate limiter. Data of a raw
-//! disk is not copied by the VMM: the kernel transfers it directly from and to guest memory.
+//! The disk's thread processes requests sequentially, at the pace of its rate limiter. Data of a
+//! raw disk is not copied by the VMM: the kernel transfers it directly from and to guest memory.
 
 pub mod config;
 pub mod image;
@@ -123,8 +123,8 @@ fn configuration(image: &DiskImage) -> [u8; CONFIG_BYTES] {
         put(at, &MAX_RANGE_SECTORS.to_le_bytes());
         put(at + 4, &(MAX_RANGES as u32).to_le_bytes());
     }
-    // Smaller ranges are not deallocated by a discard. Write-zeroes requests may still deallocate
-    // space.
+    // Report the size below which a discard deallocates no space. Write-zeroes requests may still
+    // deallocate space below this size.
     let discard = image.discard_bytes().unwrap_or(SECTOR_BYTES) / SECTOR_BYTES;
     put(44, &(discard as u32).to_le_bytes());
     put(56, &[1]);

@@ -95,7 +95,7 @@ fn users(path: &Path) -> String {
         let open = files
             .filter_map(|file| std::fs::metadata(file.path()).ok())
             .filter(|file| (file.dev(), file.ino()) == (wanted.dev(), wanted.ino()));
-        // This process still holds the descriptor that could not be locked.
+        // Do not count the descriptor that could not be locked, which this process still holds.
         let is_own = pid == sandbox::host_pid();
         let others = open.count() > usize::from(is_own);
         if others && is_own {
@@ -201,7 +201,7 @@ fn unlocked(path: &Path, read_only: bool) -> Result<File, DiskOpenError> {
 /// # Errors
 /// Returns the error of the ioctl.
 pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
-    /// `_IO(0x12, 104)` of linux/fs.h.
+    /// The ioctl BLKSSZGET, `_IO(0x12, 104)` of linux/fs.h.
     const BLKSSZGET: libc::c_ulong = 0x1268;
     if !file.metadata()?.file_type().is_block_device() {
         return Ok(None);

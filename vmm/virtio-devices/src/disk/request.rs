@@ -103,7 +103,8 @@ impl DiskBackend {
         };
         let status = u8::try_from(status).unwrap_or(u8::MAX);
         let (written, outcome) = match memory.write_obj(status, request.status.0) {
-            // The chain is shorter than 4 GiB, including the status.
+            // The sum does not saturate, because the chain is shorter than 4 GiB, including the
+            // status.
             Ok(()) => (data.saturating_add(1), done.map(|_| ())),
             Err(_) => (0, Err(BlockRequestError::Guest)),
         };

@@ -120,7 +120,7 @@ fn data_is_read_back_unchanged() {
 fn descriptor_layout_is_arbitrary() {
     let rig = DiskTest::new(8, false);
     rig.header(VIRTIO_BLK_T_IN, 1);
-    // The header spans three descriptors, and one descriptor holds data and status.
+    // Split the header into three descriptors, and use one descriptor for data and status.
     let chain = [
         Descriptor::new(HEADER, 1, NEXT, 1),
         Descriptor::new(HEADER + 1, 14, NEXT, 2),

@@ -25,7 +25,7 @@ impl MacAddress {
         Self([first, b, c, d, e, f])
     }
 
-    /// Returns the address in network byte order.
+    /// Returns the MAC address in network byte order.
     pub fn bytes(self) -> [u8; 6] {
         self.0
     }
@@ -74,7 +74,7 @@ pub struct NetConfig {
     pub tap: String,
     /// MAC address, derived from the VM's name if `None`.
     pub mac: Option<MacAddress>,
-    /// Use of vhost-net.
+    /// Use of vhost-net for the transfer of frames.
     pub vhost: VhostMode,
     /// Rate limits for frames that the guest receives.
     pub rx: RateLimits,

@@ -44,7 +44,7 @@ pub enum FrameQueueError {
     Head(u16),
 }
 
-/// Reason why a batch ended.
+/// Reason why a batch of frame transfers ended.
 #[derive(Debug)]
 pub enum BatchEnd {
     /// More frames may be available.
@@ -469,7 +469,7 @@ mod tests {
             receiver.run(self.memory, &self.tap, None).unwrap()
         }
 
-        /// Offers one buffer.
+        /// Offers a buffer to the device.
         fn offer(&mut self, head: u16, address: u64, length: u32, flags: u16) {
             let buffer = Descriptor::new(address, length, flags, 0);
             self.driver.offer_chain(head, &[buffer]);
@@ -532,11 +532,12 @@ mod tests {
         let in_guest = |length: usize, at: u64| {
             let mut bytes = vec![0; length];
             memory.read_slice(&mut bytes, GuestAddress(at)).unwrap();
-            // The device writes the number of buffers.
+            // Return the number of buffers, which the device has written to the header, and the
+            // frame.
             (u16::from_le_bytes([bytes[10], bytes[11]]), bytes[12..].to_vec())
         };
         assert_eq!(in_guest(4000, BUFFERS + BUFFER), (3, frame(4000)[12..].to_vec()));
-        // First too few buffers for the third frame, then enough.
+        // Offer too few buffers for the third frame first, and then enough.
         offer(&mut rig, 4..8);
         let (pause, wanted) = rig.receive(&mut receiver);
         assert!(matches!(pause, BatchEnd::NoBuffer) && !wanted);

@@ -180,7 +180,7 @@ fn offloads(features: u64) -> TapOffloads {
         .iter()
         .filter(|(_, bit)| features & (1 << bit) != 0)
         .fold(TapOffloads::empty(), |all, (offload, _)| all | *offload);
-    // The ECN offload requires segmentation, and the kernel rejects the set otherwise.
+    // Enable the ECN offload only with segmentation, because the kernel otherwise rejects the set.
     if accepted.intersects(TapOffloads::TSO4 | TapOffloads::TSO6) {
         accepted
     } else {
@@ -262,7 +262,7 @@ impl VirtioDevice for NetDevice {
             status: self.status.clone(),
             config_change,
         };
-        // vhost-net requires a tap device that has not been removed.
+        // Use vhost-net only if the tap device has not been removed.
         let kernel = self.kernel.as_ref().filter(|_| link.is_up());
         let spawned = if let Some(kernel) = kernel {
             let watch = kernel
@@ -345,7 +345,8 @@ impl<Q> Direction<Q> {
                 pause
             }
             Err(e) => {
-                // Logged once per device activation.
+                // This message is logged once per device activation, because the queue is not used
+                // afterwards.
                 guest_log!(
                     Info,
                     "{}: a queue is no longer processed: {}",
@@ -361,8 +362,8 @@ impl<Q> Direction<Q> {
 }
 
 impl FrameHandler {
-    /// Creates a handler of the receive and transmit queues. `merges` is `true` if the driver accepts
-    /// frames that span several buffers.
+    /// Creates a handler of the receive and transmit queues. `merges` is `true` if the driver
+    /// accepts frames that span several buffers.
     fn new(
         memory: GuestMemoryMmap,
         tap: Option<Arc<Tap>>,
@@ -435,7 +436,8 @@ impl FrameHandler {
             // Monitor the tap device while it may have frames.
             pause @ (BatchEnd::More | BatchEnd::Idle) => {
                 self.watch(&tap, true, ops);
-                // The tap device does not announce frames of the metadata service.
+                // Kick the queue for frames of the metadata service, which the tap device does not
+                // announce.
                 let has_frames = self.metadata.as_ref().is_some_and(MetadataPort::has_frames);
                 if has_frames && let BatchEnd::More = pause {
                     let _ = self.receiver.kick.write(1);

@@ -255,7 +255,7 @@ impl<'m> IoVecList<'m> {
         true
     }
 
-    /// Returns the total length in bytes.
+    /// Returns the total length of the segments in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -264,7 +264,7 @@ impl<'m> IoVecList<'m> {
 fn request_of(name: &str) -> libc::ifreq {
     // SAFETY: ifreq is a plain C struct for which all zeroes is a valid value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // The name keeps its terminating NUL.
+    // Copy at most 15 bytes, so that the name keeps its terminating NUL.
     for (to, from) in request.ifr_name[..libc::IFNAMSIZ - 1]
         .iter_mut()
         .zip(name.bytes())

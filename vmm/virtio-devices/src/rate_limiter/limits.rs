@@ -9,7 +9,7 @@ const NS_PER_MS: u64 = 1_000_000;
 /// Limits of a token bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenBucketLimits {
-    /// Capacity, in tokens.
+    /// Capacity of the bucket, in tokens.
     pub size: NonZeroU64,
     /// Number of initial tokens in addition to `size`. These tokens are never refilled.
     pub one_time_burst: u64,
@@ -40,7 +40,7 @@ impl TokenBucketLimits {
 }
 
 fn parse_number(text: &str) -> Option<u64> {
-    // The standard library accepts a plus sign.
+    // Accept only digits, because the standard library also parses a plus sign.
     let is_number = text.bytes().all(|b| b.is_ascii_digit());
     text.parse().ok().filter(|_| is_number)
 }

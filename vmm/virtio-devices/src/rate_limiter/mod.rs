@@ -37,7 +37,7 @@ pub enum RateLimitUpdate {
     /// The limit and the state of its bucket remain unchanged.
     #[default]
     Keep,
-    /// No limit.
+    /// The limit is removed.
     Remove,
     /// A new limit with a full bucket.
     Replace(TokenBucketLimits),
@@ -151,7 +151,7 @@ impl RateLimiter {
         let mut state = self.state();
         if state.due.is_none_or(|due| Instant::now() >= due) {
             state.due = None;
-            // Never blocks, unlike a read of the timer.
+            // Clear the timer instead of reading it, because a read may block.
             if let Err(e) = state.timer.clear() {
                 guest_log!(Error, "timerfd_settime: {e}");
             }
@@ -173,7 +173,7 @@ impl RateLimiter {
         let limited = state.bandwidth.is_some() || state.ops.is_some();
         self.limited.store(limited, Ordering::Release);
         if state.due.is_some() {
-            // Zero would disarm the timer.
+            // Arm the timer with 1 ns, because zero would disarm it.
             state.arm(Duration::from_nanos(1), now);
         }
     }

@@ -59,7 +59,7 @@ pub enum VhostUserBackendError {
     /// The backend violates the protocol or has exited. Its output is in the log.
     #[error("the back end of the shared directory does not respond")]
     Protocol(#[source] vhost::Error),
-    /// The backend lacks required features.
+    /// The backend lacks required virtio features.
     #[error("the back end of the shared directory lacks VERSION_1, EVENT_IDX or INDIRECT_DESC")]
     Features,
 }

@@ -25,7 +25,7 @@ pub enum ShareSource {
 /// Mode of virtiofsd's sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VirtiofsdSandbox {
-    /// Separate namespaces.
+    /// A sandbox with separate namespaces.
     Namespace,
     /// Chroot only, for environments without namespaces such as containers and initial RAM disks.
     Chroot,

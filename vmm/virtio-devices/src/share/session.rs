@@ -144,7 +144,7 @@ impl BackendSession {
         for (index, ring) in self.rings.iter().enumerate() {
             if let Some(ring) = ring {
                 enabler.set_vring_enable(index, true)?;
-                // Requests may have been added while there was no backend.
+                // Kick the backend, because requests may have been added while there was none.
                 let _ = ring.active.kick.write(1);
             }
         }

@@ -194,7 +194,7 @@ impl PciBus {
         self.places.len()
     }
 
-    /// Returns the address register.
+    /// Returns the address register of the configuration mechanism.
     pub fn address(&self) -> u32 {
         self.address.load(Ordering::Relaxed)
     }
@@ -293,7 +293,7 @@ impl PciBus {
     fn selected(&self, port: u16) -> Option<(ConfigTarget<'_>, usize)> {
         let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
         let address = self.address.load(Ordering::Relaxed);
-        // Only bus 0 and function 0 exist.
+        // Ignore other addresses, because only bus 0 and function 0 exist.
         if address & ADDRESS_ENABLE == 0 || address & 0x00FF_0700 != 0 {
             return None;
         }

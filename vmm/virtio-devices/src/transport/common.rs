@@ -88,9 +88,9 @@ const FIELDS: [(usize, usize, DriverField); 15] = [
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RegisterEffect {
     None,
-    /// The driver reset the device.
+    /// The driver has reset the device.
     Reset,
-    /// The driver set DRIVER_OK.
+    /// The driver has set DRIVER_OK, so the device must be activated.
     Activate,
 }
 
@@ -159,7 +159,7 @@ pub(super) struct CommonConfig {
     pub config_vector: u16,
     status: u8,
     pub generation: Arc<AtomicU8>,
-    /// DEVICE_NEEDS_RESET, set by the device's thread.
+    /// State of the DEVICE_NEEDS_RESET bit, which the device's thread sets.
     pub broken: Arc<AtomicBool>,
     queue_select: u16,
     pub queues: Vec<QueueRegisters>,
@@ -421,7 +421,7 @@ impl CommonConfig {
                 }
             }
             DriverField::QueueVector => queue.vector = vector,
-            // Only a reset disables a queue.
+            // The driver cannot disable a queue. Only a reset does so.
             DriverField::QueueEnable => queue.enabled = value == 1,
             DriverField::Descriptors(half) => set(&mut queue.descriptors, half),
             DriverField::Avail(half) => set(&mut queue.avail, half),
@@ -436,7 +436,7 @@ impl CommonConfig {
         if value == 0 {
             return RegisterEffect::Reset;
         }
-        // Bits can only be added.
+        // The driver can set status bits, but not clear them.
         let mut added = value & !self.status & !NEEDS_RESET;
         if added & FEATURES_OK != 0
             && (self.accepted & !self.offered != 0 || self.accepted & 1 << VIRTIO_F_VERSION_1 == 0)

@@ -75,7 +75,7 @@ pub(super) struct PciFunction {
     pub(super) kicks: Vec<Arc<EventFd>>,
     memory: GuestMemoryMmap,
     machine: Arc<dyn PciBackend>,
-    /// Initial BAR address.
+    /// Initial address of the BAR.
     home: u32,
     /// Indices of the active queues, or `None` if the device is not active.
     pub(super) active: Option<Vec<usize>>,
@@ -329,7 +329,7 @@ impl PciFunction {
             return;
         }
         for (address, n) in std::mem::take(&mut self.doorbells) {
-            // Removal fails for a doorbell that the machine did not accept.
+            // Ignore the error for a doorbell that the machine did not accept.
             let _ = self.machine.remove_doorbell(address, &self.kicks[n]);
         }
         for &(address, n) in &wanted {

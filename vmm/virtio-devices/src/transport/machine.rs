@@ -12,7 +12,7 @@ use crate::device::DeviceFailureCallback;
 pub struct MsiMessage {
     /// Address of the write, as programmed by the guest.
     pub address: u64,
-    /// Value of the write.
+    /// Value that the message writes.
     pub data: u32,
 }
 

@@ -54,7 +54,7 @@ impl MsixEntry {
 
 pub(super) struct MsixTable {
     machine: Arc<dyn PciBackend>,
-    /// Bus-wide number of the first entry.
+    /// Bus-wide interrupt number of the first entry.
     first_line: u32,
     entries: Vec<MsixEntry>,
     control: u16,

@@ -34,7 +34,7 @@ pub enum RestoreDeviceError {
     /// device.
     #[error("the saved registers of {0} are not ones that it can have")]
     Registers(String),
-    /// The queues are unusable.
+    /// The saved queues are unusable.
     #[error("{0} cannot work with its saved queues")]
     Queues(String, #[source] ActivateError),
 }
@@ -110,7 +110,7 @@ impl PciFunction {
         {
             return Err(RestoreDeviceError::Registers(name));
         }
-        // Only bits that a driver can write change.
+        // The write changes only bits that a driver can write.
         self.space.write(0, &saved.config_space.0);
         if !self.msix.restore(saved) {
             return Err(RestoreDeviceError::Registers(name));

@@ -32,7 +32,7 @@ pub(super) struct PciIdentity {
     pub vendor: u16,
     pub device: u16,
     pub revision: u8,
-    /// Base class, sub-class and programming interface.
+    /// Class code: base class, sub-class and programming interface.
     pub class: [u8; 3],
 }
 

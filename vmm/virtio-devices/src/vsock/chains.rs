@@ -23,7 +23,7 @@ pub enum PacketChainError {
     Short {
         /// Length in the header, in bytes.
         len: u32,
-        /// Available data, in bytes.
+        /// Amount of data in the chain, in bytes.
         have: usize,
     },
     /// The length in the packet header exceeds the maximum packet size.
@@ -55,7 +55,7 @@ impl GuestSegments {
         }
     }
 
-    /// Returns the total length in bytes.
+    /// Returns the total length of the segments in bytes.
     fn length(&self) -> usize {
         let left = self.rest.iter().skip(self.first);
         left.fold(0, |all, (_, bytes)| all.saturating_add(*bytes))

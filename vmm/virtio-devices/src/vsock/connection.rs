@@ -25,9 +25,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Identity of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionKey {
-    /// Port on the host.
+    /// Port number on the host.
     pub host_port: u32,
-    /// Port in the guest.
+    /// Port number in the guest.
     pub guest_port: u32,
 }
 
@@ -35,13 +35,13 @@ pub struct ConnectionKey {
 enum ConnectionState {
     /// Requested by the host program and not yet answered by the guest.
     Requested,
-    /// Established.
+    /// Established between the guest and the host program.
     Open,
     /// Terminated by one side. Only a reset packet to the guest may remain.
     Dead,
 }
 
-/// Pending control packets.
+/// Control packets that must still be sent to the guest.
 #[derive(Clone, Copy, Debug, Default)]
 struct PendingPackets {
     request: bool,
@@ -250,7 +250,7 @@ impl VsockConnection {
 
     fn header(&mut self, op: VsockOp, len: u32, flags: u32) -> VsockPacketHeader {
         self.forwarded_told = self.forwarded;
-        // Every packet carries the current credit.
+        // Every packet carries the current credit, so a separate credit update is not needed.
         self.due.credit_update = false;
         VsockPacketHeader {
             src_port: self.key.host_port,
@@ -357,7 +357,7 @@ impl VsockConnection {
                     self.to_host.drain(..count);
                     let ours = self.greeting.min(count);
                     self.greeting -= ours;
-                    // At most BUFFER bytes are buffered.
+                    // The conversion does not fail, because at most BUFFER bytes are buffered.
                     let theirs = u32::try_from(count - ours).unwrap_or(u32::MAX);
                     self.forwarded = self.forwarded.wrapping_add(theirs);
                 }

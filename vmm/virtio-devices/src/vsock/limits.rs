@@ -33,7 +33,7 @@ fn broken_ring_requests_reset() {
     device.activate(activation).unwrap();
     assert_invalid_request_is_disconnected(&directory.path().join("v"));
     assert!(!seen.needs_reset());
-    // The available index exceeds the queue size.
+    // Break the ring: the available index exceeds the queue size.
     driver.mock.avail().idx().store(100u16.to_le());
     driver.kick();
     seen.changed.read().unwrap();

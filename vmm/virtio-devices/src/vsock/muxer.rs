@@ -220,7 +220,7 @@ impl ConnectionMuxer {
     /// Handles a packet from the guest with its data.
     pub fn from_guest(&mut self, header: &VsockPacketHeader, data: &[u8], now: Instant) {
         if header.src_cid != self.cid || header.dst_cid != HOST_CID {
-            // The source or destination CID does not exist.
+            // Drop the packet, because its source or destination CID does not exist.
             return;
         }
         let key = ConnectionKey {
@@ -370,7 +370,7 @@ impl ConnectionMuxer {
         loop {
             let host_port = self.next_port;
             self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_HOST_PORT);
-            // Terminates because there are far more ports than connections.
+            // The loop terminates, because there are far more ports than connections.
             if !self.connections.contains_key(&ConnectionKey {
                 host_port,
                 guest_port,

@@ -27,7 +27,7 @@ pub enum VsockOp {
     Reset = 3,
     /// Half-close or close of a connection.
     Shutdown = 4,
-    /// Data of a stream.
+    /// Data of a stream connection.
     Data = 5,
     /// Update of the sender's buffer space.
     CreditUpdate = 6,

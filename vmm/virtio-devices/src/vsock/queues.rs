@@ -37,7 +37,7 @@ const NO_OPERATION: u16 = 0;
 /// Maximum number of host connections accepted before other events are handled.
 const ACCEPTS: usize = 16;
 
-/// Event handler of the device's thread.
+/// Event handler of the vsock device's thread.
 pub struct VsockQueues {
     memory: GuestMemoryMmap,
     rx: ActiveQueue,

@@ -86,7 +86,7 @@ fn packets_pass_through_queues() {
     let memory = memory();
     let mut bench = RingTest::new(&memory);
     put_packet(&memory, 4);
-    // Separate descriptors for header and data, as in Linux before 6.2.
+    // Use separate descriptors for header and data, as in Linux before 6.2.
     bench
         .tx
         .offer_chain(0, &linked([(BUFFERS, 44), (BUFFERS + 0x100, 4)], 0));

@@ -338,7 +338,7 @@ fn header_only_buffer_carries_no_data() {
     let (mut program, _) = bench.connected();
     program.write_all(b"hello").unwrap();
     bench.events();
-    // Only the header fits. A retry loop would not terminate.
+    // The buffer has no space for data, only for the header. A retry loop would not terminate.
     assert!(bench.muxer.next(&mut [], bench.now).is_none());
     let (packet, data) = bench.next().unwrap();
     assert_eq!((packet.op, &data[..]), (VsockOp::Data as u16, &b"hello"[..]));

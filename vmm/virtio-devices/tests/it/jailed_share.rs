@@ -106,7 +106,7 @@ fn as_a_child() {
     let region = (GuestAddress(0), MEMORY, Some(FileOffset::new(file, 0)));
     let memory = GuestMemoryMmap::<()>::from_ranges_with_files([region]).unwrap();
 
-    // Same order as in perfvisor before the guest starts.
+    // Confine the process in the same order as perfvisor does before the guest starts.
     let jail = match sandbox::separate() {
         Err(JailError::NoUserNamespace(_)) => return say(NO_JAIL),
         jail => jail.unwrap(),

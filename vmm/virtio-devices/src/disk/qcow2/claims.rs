@@ -102,7 +102,7 @@ pub enum Qcow2FormatError {
     Entry {
         /// Name of the table.
         what: &'static str,
-        /// Index of the entry.
+        /// Index of the table entry.
         index: usize,
         /// File offset that the entry contains, in bytes.
         at: u64,
@@ -239,7 +239,7 @@ impl Qcow2Header {
         };
         let layout = Qcow2Layout {
             cluster_bits,
-            // Version 2 has a fixed width of two bytes.
+            // In version 2, the width of a reference count is always two bytes.
             count_order: if version == 3 { small(96) } else { 4 },
             l1: (first.at, l1),
             counts: (refcounts.at, counts),

@@ -66,7 +66,7 @@ pub enum Qcow2Error {
     /// A backing file cannot be opened.
     #[error("backing=")]
     BackingFile(#[source] DiskOpenError),
-    /// `imago` rejected the image.
+    /// `imago` rejected the image as damaged.
     #[error("{}: damaged; see qemu-img check", .0.display())]
     Damaged(PathBuf, #[source] io::Error),
 }
@@ -132,7 +132,7 @@ impl Qcow2 {
 
     /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
     pub fn discard_bytes(&self) -> Option<u64> {
-        // Version 2 has no entry type that reads as zeros.
+        // Version 2 has no type of table entry that marks a cluster as zeros.
         (self.claims.version >= 3).then_some(self.claims.cluster_bytes)
     }
 
@@ -212,7 +212,8 @@ impl Qcow2 {
     /// # Errors
     /// Returns the error of the host.
     pub fn write_zeros(&self, at: u64, bytes: u64, unmap: bool) -> io::Result<()> {
-        // imago 0.2.6 zeros whole clusters correctly but underflows on partial ones.
+        // imago 0.2.6 zeros whole clusters correctly but underflows on partial ones, so write zeros
+        // to these.
         let whole = self.whole_clusters(at, bytes);
         self.with(|image, buffer| {
             let count = whole.end - whole.start;
@@ -264,7 +265,8 @@ impl Qcow2 {
             return Err(io::Error::other(ReaderPanic::Before));
         };
         catch_unwind(AssertUnwindSafe(|| work(access, buffer))).unwrap_or_else(|_| {
-            // Dropping the image would write its metadata, which may be inconsistent.
+            // Do not drop the image, because this would write its metadata, which may be
+            // inconsistent.
             std::mem::forget(image.take());
             Err(io::Error::other(ReaderPanic::Now))
         })
@@ -273,7 +275,7 @@ impl Qcow2 {
 
 impl Drop for Qcow2 {
     fn drop(&mut self) {
-        // Dropping the image writes its cached metadata.
+        // Drop the image, which writes its cached metadata.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let image = state.image.take();
         if catch_unwind(AssertUnwindSafe(|| drop(image))).is_err() {
@@ -330,7 +332,7 @@ fn chain(backing: &[BackingFile], locks: &mut Vec<FileLock>) -> Result<FormatAcc
             }
         });
     }
-    // The caller ensures that `backing` is not empty.
+    // `backing` is not empty, as the caller ensures, so `behind` is set.
     behind.ok_or_else(|| Qcow2Error::Damaged(PathBuf::new(), io::ErrorKind::NotFound.into()))
 }
 

@@ -190,8 +190,8 @@ impl ConsistencyCheck<'_> {
             }
             let within = cluster % per_block;
             if is_zero(&block, within, self.layout.count_order) {
-                // Several runs of compressed data may share the cluster, so a count of 1 may be
-                // wrong. An interrupted VM does not leave this state.
+                // Reject the image: several runs of compressed data may share the cluster, so a
+                // count of 1 may be wrong. An interrupted VM does not leave this state.
                 if self.shared.has(cluster) {
                     return Err(Qcow2FormatError::Uncounted(cluster << self.layout.cluster_bits));
                 }

@@ -510,7 +510,7 @@ fn consistent_tables_are_accepted() {
         write(&image, 8192, &[0x31; 131_072]).unwrap();
         image.write_zeros(262_144, 262_144, true).unwrap();
         image.flush().unwrap();
-        // Leaves the image in the state of a killed VM.
+        // Leave the image in the state of a killed VM.
         write(&image, 700_416, &[0x32; 65_536]).unwrap();
         std::fs::copy(dir.join("a.qcow2"), dir.join("b.qcow2")).unwrap();
         drop(image);
@@ -548,7 +548,7 @@ fn corrupt_tables_fail_requests_only() {
     for _ in 0..150 {
         let mut bad = good.clone();
         for _ in 0..1 + next() % 40 {
-            // Tables are at the beginning of the file.
+            // Corrupt the beginning of the file, which contains the tables.
             let at = 104 + next() % 40_000;
             bad[at] = [0, 0xFF, 0x80, 1, u8::try_from(next() % 256).unwrap()][next() % 5];
         }
