@@ -1,4 +1,4 @@
-//! Handling of terminals: that of the user of the lab, and those of commands in the lab.
+//! Handling of terminals: the terminal of the lab's user, and the terminals of commands in the lab.
 #![expect(unsafe_code, reason = "ioctl for the window size")]
 
 use std::fs::File;

@@ -103,7 +103,7 @@ fn all() -> Vec<KernelCase> {
             for kaslr in [false, true] {
                 for cpus in [1, 2, 4] {
                     // Alternate the vendors, so that each value of the other parameters occurs with
-                    // both.
+                    // both vendors.
                     let pmu = ["intel", "amd"][cases.len() % 2];
                     cases.push(KernelCase {
                         kernel,

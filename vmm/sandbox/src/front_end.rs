@@ -25,7 +25,7 @@ pub enum ApiProcessConfinementError {
 /// violation terminates the process, and the VM with it.
 ///
 /// # Errors
-/// Returns a [`ApiProcessConfinementError`] on failure, in which case the process must exit.
+/// Returns an [`ApiProcessConfinementError`] on failure, in which case the process must exit.
 pub fn confine_front_end() -> Result<(), ApiProcessConfinementError> {
     privileges::drop_thread_capabilities();
     let list = lists::of_front_end(std::process::id());

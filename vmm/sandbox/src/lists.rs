@@ -615,7 +615,7 @@ fn of_any_worker() -> Vec<AllowedSyscall> {
     list.extend(locks());
     list.extend(ending_signals());
     list.extend(one_of(Sysno::prctl, 0, &[PR_SET_VMA]));
-    // The standard library checks that a descriptor is open before it closes it.
+    // Before it closes a descriptor, the standard library checks that the descriptor is open.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
     list.extend(refused_to_workers());
     list
@@ -774,7 +774,7 @@ pub(crate) fn of_perf_broker(vm: u32, signal: u32) -> Vec<AllowedSyscall> {
         libc::F_SETFL.unsigned_abs(),
     ];
     list.extend(one_of(Sysno::fcntl, 1, &of_events));
-    // The standard library checks that a descriptor is open before it closes it.
+    // Before it closes a descriptor, the standard library checks that the descriptor is open.
     list.extend(one_of(Sysno::fcntl, 1, &[libc::F_GETFD.unsigned_abs()]));
     // Check that a thread belongs to the VM. Signal 0 is never delivered.
     list.extend(only(

@@ -78,11 +78,10 @@ impl Drop for LoweredCapabilities {
 #[derive(Debug)]
 pub struct PrivilegedDirectory {
     fd: OwnedFd,
-    /// `true` if only root can change which directory this is and what it contains. If this process
-    /// runs as root, this process also counts as root.
+    /// `true` if only root can replace this directory or change its contents.
     trusted: bool,
-    /// `true` if this process reaches this directory by its path, and no other user can change to
-    /// which directory the path leads.
+    /// `true` if this process can reach this directory by its path, and only root and this
+    /// process's user can change to which directory the path leads.
     reached_by_path: bool,
 }
 
@@ -99,7 +98,7 @@ struct PathWalk {
     rest: VecDeque<OsString>,
     links: TrustedLinks,
     followed: usize,
-    /// `true` if root controls every component so far.
+    /// `true` if root controls every component of the path so far.
     of_root: bool,
     /// `true` if a user other than root and this process's user can change one of the components so
     /// far.
@@ -342,7 +341,7 @@ impl PrivilegedDirectory {
     /// Creates a listening socket named `name` in this directory. The file has the permissions
     /// `mode` from its creation, or those that the umask permits if `mode` is `None`. If `name` is
     /// a socket without a listener, it is replaced; other files are not replaced. `path` is the
-    /// path of the socket, which tools such as `ss` display as its address. It is used as the
+    /// path of the socket, which tools such as `ss` display as its address. `path` is used as the
     /// address only if no other user can change to which file it leads.
     ///
     /// # Errors

@@ -200,8 +200,8 @@ impl SocketBroker {
         self.name(BrokerOperation::AddNumbered, PrivilegedDirectory::of(path)?)
     }
 
-    /// Registers the socket at `path` for removal when the VM exits. The broker removes it only if
-    /// it is still the same file.
+    /// Registers the socket at `path` for removal when the VM exits. The broker removes the file at
+    /// `path` only if it is still the same file.
     ///
     /// # Errors
     /// Returns the same errors as [`SocketBroker::add`], and [`ErrorKind::PermissionDenied`] if the

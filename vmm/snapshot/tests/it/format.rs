@@ -202,8 +202,8 @@ proptest! {
     }
 }
 
-/// A program that knows an optional field of a state file can read it. For all others, the field
-/// does not change the machine.
+/// A program that knows an optional field of a state file can read it. For all other programs, the
+/// field does not change the machine.
 #[test]
 fn optional_field_is_added_and_read() {
     let machine = machine();

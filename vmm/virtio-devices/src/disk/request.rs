@@ -279,8 +279,8 @@ fn length(pieces: &RequestSegments) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
-/// Removes the first `N` bytes of `pieces`. Returns `None` if there are fewer or if they are
-/// outside RAM.
+/// Removes the first `N` bytes of `pieces` and returns their contents. Returns `None` if `pieces`
+/// is shorter or the bytes are outside RAM.
 fn take<const N: usize>(memory: &GuestMemoryMmap, pieces: &mut RequestSegments) -> Option<[u8; N]> {
     let mut data = [0; N];
     let mut have = 0;

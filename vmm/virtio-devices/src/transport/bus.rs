@@ -69,7 +69,7 @@ pub enum BusError {
     },
 }
 
-/// A device number on the bus, and the PCI function there.
+/// A device number on the bus, with its PCI function.
 struct PciSlot {
     function: Mutex<PciFunction>,
     /// Base address of the memory that the function decoded after the last configuration access, or

@@ -124,8 +124,8 @@ impl TestGuest {
         self.memory.write_obj(value, GuestAddress(at)).unwrap();
     }
 
-    /// Adds a request that fills the 32 KiB of the disk that belong to `number` with a byte derived
-    /// from it, and notifies the device.
+    /// Adds write request `number`, which fills its 32 KiB of the disk with a byte derived from
+    /// `number`, and notifies the device.
     fn request(&self, number: u16) {
         let n = u64::from(number);
         let header = HEADERS + n * 16;
@@ -189,7 +189,7 @@ fn assert_written(image: &Path, count: u16) {
 }
 
 /// After a snapshot, the disk image contains exactly those requests that the saved queue shows as
-/// completed. The restored device executes the others.
+/// completed. The restored device executes the other requests.
 #[test]
 fn a_snapshot_and_its_disk_are_of_one_moment() {
     let dir = tempfile::tempdir().unwrap();

@@ -436,8 +436,8 @@ fn damaged_or_truncated_image_is_rejected() {
 }
 
 /// Inconsistencies that `imago` does not detect are rejected: clusters without a reference count
-/// (its search for a free cluster would not terminate), data that overlaps tables or other data,
-/// and data beyond the end of the file.
+/// (the search of `imago` for a free cluster would not terminate), data that overlaps tables or
+/// other data, and data beyond the end of the file.
 #[test]
 fn inconsistent_tables_are_rejected() {
     let Some(dir) = directory() else { return };
