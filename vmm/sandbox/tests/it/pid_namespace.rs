@@ -28,7 +28,8 @@ fn as_a_child() {
         return println!("\nstatus {status}");
     }
     // Act as a shell job: create a process group whose parent process, the child of the test, is in
-    // the same session. SAFETY: the call passes only integers.
+    // the same session.
+    // SAFETY: the call passes only integers.
     unsafe { libc::setpgid(0, 0) };
     let (reports, sink) = std::io::pipe().unwrap();
     let supervisor = PidNamespaceSupervisor {
