@@ -39,17 +39,17 @@ use vpmu::{
 use vpmu::{Cpl, MsrAddress};
 
 const VCPU: VcpuId = VcpuId(0);
-/// Relative increase over the baseline that fails the check.
+/// Relative increase of an instruction count over the baseline above which the check fails.
 const TOLERANCE: f64 = 0.03;
-/// Absolute increase that is always tolerated, in instructions. On a short path the smallest
-/// possible increase exceeds 3 %.
+/// Increase of an instruction count that the check always tolerates, in instructions. On a path of
+/// few instructions, a single additional one may exceed 3 %.
 const FEW: f64 = 4.0;
-/// Number of repetitions before counting, so that tables have grown and all code paths have been
-/// executed.
+/// Number of calls of an operation before its instructions are counted. These calls grow tables and
+/// execute all code paths once.
 const WARM_UP: u64 = 16;
-/// Number of repetitions in the shorter of the two runs whose difference is the result.
+/// Number of calls in the shorter of the two runs whose difference is the result.
 const TIMES: u64 = 4;
-/// Number of repetitions for a profiler.
+/// Number of calls of the operation that `--only` selects.
 const PROFILED: u64 = 20_000;
 
 #[derive(Serialize, Deserialize)]
@@ -200,7 +200,7 @@ impl BenchGuest {
     }
 }
 
-/// Results of the benchmark.
+/// Results of one run of the benchmark.
 #[derive(Default)]
 struct Measurements {
     all: BTreeMap<String, f64>,
@@ -209,7 +209,8 @@ struct Measurements {
 }
 
 impl Measurements {
-    /// Returns the number of instructions of one `work` call, or `None` if ptrace is not permitted.
+    /// Counts the instructions of one `work` call and stores the number under `name`. Returns the
+    /// number, or `None` if ptrace is not permitted.
     fn put(&mut self, name: &str, work: &mut dyn FnMut(u64)) -> Option<f64> {
         if let Some(only) = &self.only {
             if only == name {
@@ -235,7 +236,8 @@ fn measure_core(all: &mut Measurements) -> Option<()> {
             m.clock.advance(10_000_000);
             m.context.tick();
         };
-        // Runs every group once, because later runs of a group cost more than the first.
+        // Runs every group once before counting, because later runs of a group cost more than the
+        // first.
         (0..groups + 10).for_each(&mut tick);
         all.put(&format!("core: tick, {groups} groups"), &mut tick)?;
     }
@@ -399,7 +401,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Saves `now` as the baseline.
+/// Writes `now` to `path` as the new baseline.
 fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
     let text = serde_json::to_string_pretty(now).map_err(|e| e.to_string())?;
     fs::write(path, text + "\n").map_err(|e| format!("{}: {e}", path.display()))?;

@@ -1,5 +1,5 @@
-//! Cost that the PMU adds to an MSR exit. Compares a VMM that returns a constant with the same VMM
-//! using the example PMU, in interleaved runs on one vCPU.
+//! Measures the time that the PMU adds to an MSR exit. Compares a VMM that returns a constant with
+//! the same VMM using the example PMU, in interleaved runs on one vCPU.
 //!
 //! The guest executes the access in an endless loop, so a run measures only its exits. The
 //! difference between the two VMMs is the cost of the registers, the counting events, the reconcile
@@ -60,7 +60,7 @@ const ACCESSES: [Access; 3] = [
     },
 ];
 
-/// Exit handling variant.
+/// How the VMM handles the MSR exits of a run: with a constant, or with the example PMU.
 enum ExitHandling<'p> {
     Constant,
     Pmu(&'p mut Pmu),
@@ -122,7 +122,8 @@ impl Access {
     }
 }
 
-/// Returns the mean time per exit over [`EXITS`] exits, in nanoseconds.
+/// Returns the mean time per exit over [`EXITS`] exits that are handled as `way` specifies, in
+/// nanoseconds.
 fn exits(vcpu: &mut VcpuFd, way: ExitHandling<'_>) -> Result<f64, Box<dyn Error>> {
     let began = Instant::now();
     match way {

@@ -37,15 +37,15 @@ const NMI_HANDLER: usize = 0x2000;
 /// Address of the guest's PMI count.
 const COUNT: u16 = 0x3000;
 const STACK: u64 = 0x8000;
-const PORT: u16 = 0xe9; // where the guest says how many it has had
+const PORT: u16 = 0xe9; // I/O port to which the guest writes its PMI count
 const PMIS: u8 = 10;
-const PERIOD: u32 = 1_000_000; // cycles from one PMI to the next
+const PERIOD: u32 = 1_000_000; // number of cycles between two PMIs
 /// Selector for cycles (select 0x3C) at all privilege levels, enabled, with an overflow interrupt.
 const SELECTOR: u32 = 0x53_003C;
 const VCPU: VcpuId = VcpuId(0);
 const SIGNAL: libc::c_int = libc::SIGUSR2;
 
-/// Set when an overflow has occurred since the vCPU loop last checked.
+/// Set by the signal handler when an event has overflowed, and cleared by the vCPU loop.
 static OVERFLOW: AtomicBool = AtomicBool::new(false);
 /// Pointer to the vCPU's `immediate_exit` field.
 static EXIT: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
@@ -205,7 +205,7 @@ fn guest() -> [(usize, Vec<u8>); 3] {
 
 pub(crate) fn machine(guest: &[(usize, Vec<u8>)]) -> Result<(VmFd, VcpuFd), Box<dyn Error>> {
     let vm = Kvm::new()?.create_vm()?;
-    // The memory is never freed, and only the guest uses it from here on.
+    // The memory is never freed. From here on, only the guest accesses it.
     let memory = Box::leak(Box::new(Memory([0; MEMORY_BYTES])));
     for (at, code) in guest {
         memory.0[*at..][..code.len()].copy_from_slice(code);
@@ -242,7 +242,8 @@ pub fn main() -> Result<(), Box<dyn Error>> {
     let mut pmu = Pmu::new(model, vcpu.get_tsc_khz().unwrap_or(1_000_000))?;
     EXIT.store(&raw mut vcpu.get_kvm_run().immediate_exit, Ordering::SeqCst);
     loop {
-        // 3. A later signal is either detected by the check below or makes KVM_RUN exit.
+        // 3. Clear the flag before checking for overflows. A signal that arrives after the check
+        //    sets the flag again and makes KVM_RUN return immediately.
         vcpu.set_kvm_immediate_exit(0);
         if OVERFLOW.swap(false, Ordering::SeqCst) {
             pmu.service_overflows();
@@ -256,7 +257,7 @@ pub fn main() -> Result<(), Box<dyn Error>> {
         pmu.clock.guest_enter();
         let exit = vcpu.run();
         pmu.clock.guest_exit();
-        // 8. The registers return a value or a fault.
+        // 8. Pass register accesses to the PMU, which returns a value or a fault.
         match exit {
             Ok(VcpuExit::X86Rdmsr(exit)) => {
                 match pmu.registers.read_msr(MsrAddress(exit.index), &mut pmu.events) {

@@ -44,7 +44,7 @@ pub const LBR_SELECT: u32 = 0xC000_010E;
 pub const DBG_EXTN_CFG: u32 = 0xC000_010F;
 /// LBR_FROM and LBR_TO of record n (0xC0010300 + 2n and + 2n + 1).
 pub const LBR_FROM0: u32 = 0xC001_0300;
-/// Address of the last branch record register.
+/// Address of LBR_TO of record 15, the highest address of a branch record register.
 const LBR_TO15: u32 = 0xC001_031F;
 /// IA32_DEBUGCTL, named DebugCtl.
 const DEBUG_CTL: u32 = 0x1D9;
@@ -155,7 +155,8 @@ impl VendorOps for Amd {
             _ => None,
         };
         match msr.0 {
-            // The K7 registers still decode without a PMU.
+            // On a model without a PMU, the K7 registers still exist. They read as 0 and ignore
+            // writes.
             PERF_LEGACY_CTL0..=0xC001_0007 if model.is_off() => Some(PmuRegister::Absent),
             PERF_LEGACY_CTL0..=0xC001_0003 => general(msr.0 - PERF_LEGACY_CTL0, PmuRegister::Selector),
             PERF_LEGACY_CTR0..=0xC001_0007 => general(msr.0 - PERF_LEGACY_CTR0, PmuRegister::Counter),
@@ -203,8 +204,8 @@ impl VendorOps for Amd {
                 WriteEffect::Store(value & (model.counters_mask() | freeze_status(model)))
             }
             PmuRegister::DebugControl => WriteEffect::Store(value & model.debug_control_bits()),
-            // The global status ignores writes. The remaining registers have no address on AMD
-            // models.
+            // The global status register ignores writes. The other PMU registers do not exist on
+            // AMD models.
             _ => WriteEffect::Dropped,
         }
     }
@@ -313,8 +314,8 @@ impl VendorOps for Amd {
         model.generation() == PmuGeneration::AmdV2
     }
 
-    /// Returns `false`, because delivery does not mask any local vector table entry (APM vol. 2
-    /// §16.4).
+    /// Returns `false`, because the delivery of a PMI does not mask its local vector table entry on
+    /// AMD processors (APM vol. 2 §16.4).
     fn delivery_masks_lvtpc(&self) -> bool {
         false
     }
@@ -340,7 +341,7 @@ impl VendorOps for Amd {
             BranchRegister::Filter => WriteEffect::Store(value & LBR_SELECT_MASK),
             BranchRegister::From(_) => WriteEffect::Store(value),
             BranchRegister::To(_) => WriteEffect::Store(value & !TO_RESERVED),
-            // These registers have no address on AMD models.
+            // AMD models do not have these registers.
             BranchRegister::Depth | BranchRegister::Top | BranchRegister::Info(_) => WriteEffect::Dropped,
         }
     }

@@ -11,7 +11,7 @@
 /// Maximum number of records of any model.
 pub(crate) const MAX_BRANCH_RECORDS: usize = 32;
 
-/// Role of a register of the branch records.
+/// Register that belongs to the branch records, identified by its role on both vendors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BranchRegister {
     /// Control register that enables the records. On Intel models, it also selects the branches.
@@ -20,7 +20,8 @@ pub enum BranchRegister {
     Filter,
     /// Number of records (Intel).
     Depth,
-    /// Index of the newest record on processors with model-specific records (Intel).
+    /// Index of the newest record (Intel, MSR_LASTBRANCH_TOS of processors with model-specific
+    /// LBRs).
     Top,
     /// Source of a branch.
     From(u8),
@@ -83,30 +84,30 @@ pub struct BranchRecord {
     pub info: u64,
 }
 
-/// Phase of collecting the branches for the due PMI.
+/// Progress of collecting the branches that the records must contain when the due PMI is delivered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum BranchPhase {
-    /// Not started, or no PMI is due.
+    /// No collection has started, or no PMI is due.
     #[default]
     Idle,
-    /// Branches are being added.
+    /// The VMM single-steps the vCPU and adds branches to the records.
     Collecting {
         /// Time at which the collection started, in nanoseconds.
         began_ns: u64,
     },
-    /// The records are complete.
+    /// The collection has ended, so the PMI can be delivered.
     Complete {
         /// Time at which the collection started, in nanoseconds.
         began_ns: u64,
     },
 }
 
-/// Records of a PMU.
+/// Branch records of one vCPU, and the progress of their collection.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct BranchRecords {
     pub(crate) records: [BranchRecord; MAX_BRANCH_RECORDS],
     pub(crate) phase: BranchPhase,
-    /// Number of branches added since the last clearing.
+    /// Number of branches added since the records were last cleared.
     added: usize,
 }
 
@@ -139,7 +140,8 @@ impl BranchRecords {
         }
     }
 
-    /// Returns whether all of the `depth` records contain branches added since the last clearing.
+    /// Returns whether `depth` or more branches have been added since the records were last
+    /// cleared.
     pub(crate) fn is_full(&self, depth: usize) -> bool {
         self.added >= depth
     }

@@ -5,7 +5,7 @@ use crate::index::CounterIndex;
 
 pub use perf_core::EventFailureCause as UnavailableReason;
 
-/// Result of enabling a counter's event.
+/// Result of [`CounterEvents::enable`]: whether the counter counts, and from which source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EnableOutcome {
     /// The preferred backing counts.
@@ -56,14 +56,15 @@ pub trait CounterEvents {
     /// Stops counting and returns the final count, which [`Self::count`] then continues to return.
     fn disable(&mut self, counter: CounterIndex) -> u64;
 
-    /// Pauses running counters that are expected to resume soon. Events keep their slots, and
-    /// events continue to count if [`CounterBacking::counts_through_pauses`] returns `true` for
-    /// their backing. Calls `each` with each counter and its count.
+    /// Pauses the running counters in the mask `counters`, which are expected to resume soon. The
+    /// events keep their slots. Events whose backing satisfies
+    /// [`CounterBacking::counts_through_pauses`] continue to count. Calls `each` with each counter
+    /// and its count.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64));
 
     /// Resumes the paused counters in the mask `counters`. Calls `each` with each counter and its
-    /// count. For an event that was stopped, the value that `each` returns re-arms the overflow
-    /// notification, like `overflow_in` of [`Self::enable`]. An event that continued to count is
+    /// count. If the pause stopped the event, the value that `each` returns re-arms its overflow
+    /// notification, like `overflow_in` of [`Self::enable`]. If the event continued to count, it is
     /// still armed. Returns the mask of counters whose events failed to resume. The caller must
     /// stop these counters.
     fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
@@ -77,7 +78,7 @@ pub trait CounterEvents {
     fn arm(&mut self, counter: CounterIndex, overflow_in: u64) -> u64;
 
     /// Returns whether an event may have lost its slot (its hardware counter) since the last call.
-    /// Called on every entry, so the implementation must be cheap.
+    /// The PMU calls this method before every guest entry, so the implementation must be cheap.
     fn may_have_lost(&mut self) -> bool;
 
     /// Returns the time and reason at which the counter's enabled event stopped counting, or `None`

@@ -42,11 +42,11 @@ const EXT1_ECX_OTHER_PMU: u32 = 1 << 10 | 1 << 15 | 1 << 24 | 1 << 27 | 1 << 28;
 /// CPUID.80000008H:ECX: size of the performance timestamp.
 const EXT8_ECX_PERF_TSC_SIZE: u32 = 0b11 << 16;
 
-/// Architectural events in the order of their bits in CPUID.0AH:EBX.
+/// Architectural events in the order of their bits in CPUID.0AH:EBX, bit 0 first.
 const EBX_EVENTS: [ArchEvent; 8] = [
     ArchEvent::CoreCycles,
     ArchEvent::Instructions,
-    // Event 3CH/01H, which differs from the event of fixed counter 2.
+    // Event 3CH/01H. Fixed counter 2 counts a different event.
     ArchEvent::BusCycles,
     ArchEvent::CacheReferences,
     ArchEvent::CacheMisses,
@@ -70,9 +70,9 @@ impl CountableEvents {
 }
 
 impl PmuModel {
-    /// Returns the leaves (subleaf 0 of each) that the guest's CPUID table must contain for the
-    /// guest to detect this model. If the host lacks a leaf, the VMM adds an all-zero entry and
-    /// passes it through [`PmuModel::adjust_cpuid`].
+    /// Returns the CPUID leaves (subleaf 0 of each) from which the guest detects this model, and
+    /// which its CPUID table must therefore contain. If the host lacks a leaf, the VMM adds an
+    /// all-zero entry and passes it through [`PmuModel::adjust_cpuid`].
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
             PmuGeneration::Off(_) => &[],
@@ -197,8 +197,8 @@ mod tests {
         CpuidRegs { eax, ebx, ecx, edx }
     }
 
-    /// Returns CPUID leaf `number` of `model`, adjusted from the host entry `from`, if no events
-    /// can be counted.
+    /// Returns CPUID leaf `number` of `model` for a host that cannot count any event. `from`
+    /// contains the host's values.
     fn uncounted(model: &PmuModel, number: u32, from: CpuidRegs) -> CpuidRegs {
         leaf(model, number, 0, CountableEvents::NONE, from)
     }

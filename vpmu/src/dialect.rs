@@ -41,8 +41,7 @@ const ATOM_MODELS: [u8; 14] = [
 
 /// Event select of retired lock instructions on AMD processors (PPR, PMCx025).
 const RETIRED_LOCKS: EventSelect = EventSelect(0x25);
-/// Unit mask of PMCx025 for SpecLockMapCommit. On families before Zen, this unit mask has another
-/// meaning.
+/// Unit mask of PMCx025 for SpecLockMapCommit. The mask has another meaning on families before Zen.
 const SPECULATIVE: UnitMask = UnitMask(0x08);
 /// First family of Zen.
 const ZEN_FAMILY: u32 = 0x17;
@@ -50,7 +49,7 @@ const ZEN_FAMILY: u32 = 0x17;
 /// Meaning of the event numbers that differ between processor generations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum EventDialect {
-    /// Only the event numbers that have the same meaning on all processors.
+    /// Only event numbers that have the same meaning on all processors.
     #[default]
     Common,
     /// Intel Core before Ice Lake: C4H/01H counts conditional branches.
@@ -91,8 +90,7 @@ impl EventDialect {
         }
     }
 
-    /// Returns `request` with its event set to the one that its event number selects on this
-    /// processor generation.
+    /// Returns `request` with the event that its event number selects on this processor generation.
     #[inline]
     pub(crate) fn decode(self, request: EventRequest) -> EventRequest {
         let (number, event) = match self {

@@ -46,11 +46,11 @@ pub enum ArchEvent {
     ConditionalBranches,
     /// Locked instructions retired through the speculative lock map of AMD Zen processors.
     SpeculativeLocks,
-    /// Instructions retired that load from memory.
+    /// Retired instructions that load from memory.
     Loads,
-    /// Instructions retired that store to memory.
+    /// Retired instructions that store to memory.
     Stores,
-    /// Issue slots for the top-down method.
+    /// Issue slots, the unit of the top-down analysis method.
     TopdownSlots,
     /// Cycles at a constant frequency while not halted. The clock is model-specific: the core
     /// crystal clock, the bus clock or the TSC.
@@ -96,10 +96,11 @@ impl ArchEvent {
         }
     }
 
-    /// Returns whether the PMUs of all vendors count this event in the same way.
+    /// Returns whether the host kernel's generic event counts the same event on processors of all
+    /// vendors.
     ///
-    /// The last-level cache events of one vendor refer to the second-level cache of the other
-    /// vendor, and the clock of bus cycles is model-specific.
+    /// Generic cache events count last-level cache accesses on Intel processors and second-level
+    /// cache accesses on AMD processors. The clock of bus cycles is model-specific.
     pub const fn is_vendor_independent(self) -> bool {
         !matches!(self, Self::CacheReferences | Self::CacheMisses | Self::BusCycles)
     }
@@ -135,11 +136,10 @@ pub enum ParavirtualEvent {
     NmiInjections = 9,
     /// Exits to user space for RDMSR and WRMSR.
     MsrExits = 10,
-    /// Steal time, in nanoseconds, which is the time in which the vCPU was runnable but waited for
-    /// a host CPU.
+    /// Steal time in nanoseconds: the time in which the vCPU was runnable but waited for a host
+    /// CPU.
     StealNs = 11,
-    /// Time, in nanoseconds, in which at least one counter that the guest has enabled was not
-    /// counted.
+    /// Time in nanoseconds in which at least one counter that the guest has enabled was uncounted.
     UncountedNs = 12,
     /// Number of times that a restore of the VM changed the backing (source of counts) of a counter
     /// that the guest has enabled.
@@ -254,7 +254,7 @@ pub const fn paravirtual_select(vendor: Vendor) -> EventSelect {
 /// Decoded event of a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GuestEvent {
-    /// Architectural event, which every backing identifies by name.
+    /// Architectural event, which has the same meaning on every processor generation.
     Architectural(ArchEvent),
     /// Paravirtual event.
     Paravirtual(ParavirtualEvent),
@@ -281,7 +281,7 @@ pub enum EventSelection {
     Fixed(u8),
 }
 
-/// Complete description of the events that a counter counts. Equal requests produce equal counts.
+/// Event and modifiers that a counter counts. Counters with equal requests count the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct EventRequest {
     /// Vendor that defines the event numbers in `selection`.
@@ -352,7 +352,7 @@ impl EventRequest {
     }
 
     /// Returns whether the request uses edge detect, inversion, a counter mask or transaction
-    /// filters. Only hardware can evaluate these modifiers, which apply to individual cycles.
+    /// filters. Only a hardware event can evaluate them, because they apply to individual cycles.
     pub const fn is_modified(&self) -> bool {
         self.edge || self.invert || self.cmask > 0 || self.in_transaction || self.checkpointed
     }
@@ -422,12 +422,12 @@ impl CountableEvents {
     pub const NONE: Self = Self(0);
     /// All architectural events.
     pub const ALL: Self = Self((1 << ArchEvent::ALL.len()) - 1);
-    /// Events of the clock backing.
+    /// Events that the clock backing can count.
     pub const CLOCK: Self = Self::NONE
         .with(ArchEvent::CoreCycles)
         .with(ArchEvent::RefCycles)
         .with(ArchEvent::BusCycles);
-    /// Events of the exact backing, which counts retired instructions for cycle events.
+    /// Events that the exact backing can count. For cycle events, it counts retired instructions.
     pub const EXACT: Self = Self::CLOCK
         .with(ArchEvent::Instructions)
         .with(ArchEvent::Branches)
@@ -496,7 +496,7 @@ impl FromStr for BackingPolicy {
     }
 }
 
-/// Error returned for an unknown `--backing` value.
+/// Error returned for an unknown `--backing` value, which it contains.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("unknown backing \"{0}\"; must be auto, hardware, clock, exact, kvm or none")]
 pub struct UnknownBackingPolicy(String);

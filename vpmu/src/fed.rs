@@ -1,11 +1,11 @@
-//! Selector numbers of the counts that the VMM adds to [`perf_core::pmu::fed::FedCounts`].
+//! Selectors that number the counts which the VMM adds to [`perf_core::pmu::fed::FedCounts`].
 
 use crate::events::{ArchEvent, ParavirtualEvent};
 
 /// Number of selectors for the counts that the VMM supplies for one vCPU.
 pub const SELECTORS: usize = EXACT.len() + ParavirtualEvent::ALL.len();
 
-/// Architectural events of the exact backing, in selector order.
+/// Architectural events that the exact backing counts, in the order of their selectors.
 pub const EXACT: [ArchEvent; 7] = [
     ArchEvent::Instructions,
     ArchEvent::Branches,

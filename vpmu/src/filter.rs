@@ -180,7 +180,7 @@ impl EventFilter {
         }
     }
 
-    /// Returns this filter, modified to deny the paravirtual events of the vendor's models.
+    /// Returns this filter with the paravirtual events of `vendor`'s models denied.
     #[must_use]
     pub fn without_paravirtual(self, vendor: Vendor) -> Self {
         let select = paravirtual_select(vendor).0;
@@ -477,8 +477,8 @@ mod tests {
 
     #[test]
     fn bitmap_controls_fixed_counters() {
-        // The filter allows instructions on general-purpose counters, but not on fixed counter 0,
-        // which counts the same event.
+        // The filter allows the event instructions retired on general-purpose counters, but not on
+        // fixed counter 0, which counts the same event.
         let filter = EventFilter::from_toml(
             "action = \"allow\"\nfixed-counters = 2\nevents = [{ select = 0xC0, umask = 0 }]",
         )

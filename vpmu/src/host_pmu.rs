@@ -18,9 +18,9 @@ pub struct CpuidRegs {
 /// Function that executes CPUID for a leaf and a subleaf.
 pub type CpuidReader<'a> = dyn FnMut(u32, u32) -> CpuidRegs + 'a;
 
-/// Architectural performance monitoring leaf. Intel SDM vol. 2, CPUID.
+/// CPUID leaf of architectural performance monitoring (Intel SDM vol. 2, CPUID).
 pub const LEAF_ARCH_PERFMON: u32 = 0xA;
-/// Extended performance monitoring and debug. AMD APM vol. 3, appendix E.
+/// CPUID leaf of extended performance monitoring and debug (AMD APM vol. 3, appendix E).
 pub const LEAF_AMD_PERFMON_V2: u32 = 0x8000_0022;
 
 /// CPUID.80000001H:ECX: PERFCTR_CORE, six counters at 0xC0010200.

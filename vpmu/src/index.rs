@@ -1,4 +1,5 @@
-//! Types for the three counter numberings of a PMU. See the glossary in the crate documentation.
+//! Types for the three ways in which a PMU numbers its counters: MSR addresses, RDPMC operands and
+//! bits of the global registers. The crate documentation explains them.
 
 use std::fmt;
 

@@ -46,12 +46,12 @@ pub const IA32_PERF_GLOBAL_INUSE: u32 = 0x392;
 /// n.
 pub const IA32_A_PMC0: u32 = 0x4C1;
 
-/// MSR_LASTBRANCH_TOS (0x1C9) of processors with model-specific LBRs. It exists on all models with
-/// branch records: if the guest's CPUID shows a processor that has model-specific LBRs, Linux does
-/// not use branch records unless it can write this register.
+/// MSR_LASTBRANCH_TOS (0x1C9) of processors with model-specific LBRs. All models with branch
+/// records have this register, because Linux does not use branch records on a processor with
+/// model-specific LBRs unless the register is writable.
 pub const MSR_LASTBRANCH_TOS: u32 = 0x1C9;
-/// IA32_LBR_n_INFO (0x1200..=0x121F). Requires CPUID.(07H,0):EDX\[19\] and IA32_LBR_DEPTH > n, as
-/// do the other registers of records.
+/// IA32_LBR_n_INFO (0x1200..=0x121F). All registers of record n require CPUID.(07H,0):EDX\[19\] and
+/// IA32_LBR_DEPTH > n.
 pub const IA32_LBR_INFO0: u32 = 0x1200;
 /// IA32_LBR_CTL (0x14CE). Requires CPUID.(07H,0):EDX\[19\].
 pub const IA32_LBR_CTL: u32 = 0x14CE;
@@ -69,20 +69,20 @@ const LBR_ENABLE: u64 = 1 << 0;
 /// IA32_LBR_CTL.OS and USR: record branches at CPL 0, and at CPL 1 to 3.
 const LBR_OS: u64 = 1 << 1;
 const LBR_USR: u64 = 1 << 2;
-/// IA32_LBR_CTL bits that do not fault when set: LBREn, OS, USR and the branch filter bits. The
-/// call-stack mode (bit 3) is not announced in CPUID.1CH:EBX\[2\].
+/// IA32_LBR_CTL bits that do not fault when set: LBREn, OS, USR and the branch filter bits.
+/// Call-stack mode (bit 3) faults, because CPUID.1CH:EBX\[2\] does not announce it.
 const LBR_WRITABLE: u64 = LBR_ENABLE | LBR_OS | LBR_USR | 0x7F << 16;
 /// IA32_LBR_n_INFO.BR_TYPE.
 const LBR_INFO_TYPE_SHIFT: u32 = 56;
 /// IA32_LBR_n_INFO bits that are not stored.
 const LBR_INFO_UNDEFINED: u64 = 0x00FF_FFFF_FFFF_0000;
-/// Writable bits of MSR_LASTBRANCH_TOS, enough for the maximum number of records.
+/// Writable bits of MSR_LASTBRANCH_TOS, which can hold the index of any record.
 const LASTBRANCH_TOS: u64 = 0x1F;
 
 /// IA32_PERF_CAPABILITIES.FW_WRITE: the full-width registers from 0x4C1 exist. The PEBS format is 0
 /// because PEBS is not implemented.
 const CAPABILITIES_FW_WRITE: u64 = 1 << 13;
-/// IA32_PERF_CAPABILITIES.LBR_FMT of architectural LBRs. 0 without branch records.
+/// IA32_PERF_CAPABILITIES.LBR_FMT for architectural LBRs. The field is 0 without branch records.
 const CAPABILITIES_ARCH_LBR: u64 = 0x3F;
 
 /// IA32_PERFEVTSELn bits that fault when set: 63:32 and AnyThread (21), which CPUID.0AH:EDX\[15\]
@@ -337,8 +337,8 @@ impl VendorOps for Intel {
             PmuRegister::GlobalStatusReset => {
                 checked(value, counters | clearable_status(model.intel_version()))
             }
-            // Before version 4 only an overflow sets a status bit. This arm then validates a saved
-            // state.
+            // Guests of versions below 4 cannot write this register. For them, this arm only
+            // validates the status bits of a saved state.
             PmuRegister::GlobalStatusSet => checked(value, counters | settable_status(model.intel_version())),
             PmuRegister::DebugControl => checked(value, model.debug_control_bits()),
             PmuRegister::Absent => WriteEffect::Dropped,
@@ -496,8 +496,8 @@ impl VendorOps for Intel {
         model.intel_version() >= 2
     }
 
-    /// Returns `true`, because delivery masks the performance counter entry of the local vector
-    /// table (SDM vol. 3, "Local Vector Table").
+    /// Returns `true`, because the delivery of a PMI masks the performance counter entry of the
+    /// local vector table (SDM vol. 3, "Local Vector Table").
     fn delivery_masks_lvtpc(&self) -> bool {
         true
     }

@@ -8,14 +8,14 @@ pub const DEFAULT_PMI_LIMIT: u32 = 50_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
 
-/// Leaky bucket whose level is kept as a time on a monotonic clock, in nanoseconds.
+/// Leaky bucket that limits a rate. Its level is stored as the time at which it becomes empty.
 #[derive(Clone, Debug)]
 pub(crate) struct RateLimit {
-    /// Cost of one event, in nanoseconds.
+    /// Time that each event adds to the level, in nanoseconds.
     interval_ns: u64,
-    /// Bucket depth, in nanoseconds.
+    /// Level up to which a further event is allowed immediately, in nanoseconds.
     burst_ns: u64,
-    /// Time at which the bucket is empty, in nanoseconds.
+    /// Time at which the bucket becomes empty, in nanoseconds on the caller's monotonic clock.
     paid_until_ns: u64,
 }
 
@@ -32,13 +32,13 @@ impl RateLimit {
         }
     }
 
-    /// Returns the earliest time of the next event, in nanoseconds. If this time has passed, the
-    /// event is allowed immediately.
+    /// Returns the earliest time of the next event, in nanoseconds. After this time, an event is
+    /// allowed immediately.
     pub(crate) fn next_ns(&self) -> u64 {
         self.paid_until_ns.saturating_sub(self.burst_ns)
     }
 
-    /// Accounts for one event.
+    /// Accounts for an event that occurs at `now_ns`.
     pub(crate) fn take(&mut self, now_ns: u64) {
         self.paid_until_ns = self.paid_until_ns.max(now_ns).saturating_add(self.interval_ns);
     }

@@ -17,14 +17,14 @@ const MAX_WAIT_NS: u64 = 256_000_000;
 /// Minimum interval between two warnings, in nanoseconds.
 const LOG_EVERY_NS: u64 = 1_000_000_000;
 
-/// Uncounted state of one counter.
+/// Uncounted time of one counter, and the schedule of its retries.
 #[derive(Clone, Copy, Debug, Default)]
 struct UncountedState {
     /// Time up to which `uncounted_ns` is complete, in nanoseconds.
     since_ns: u64,
     /// Uncounted time since the current event was programmed, in nanoseconds.
     uncounted_ns: u64,
-    /// Time of the next retry and the delay that preceded it, in nanoseconds.
+    /// Time of the next retry, and the delay for which this retry waits, in nanoseconds.
     next_ns: u64,
     wait_ns: u64,
     /// Time at which the host last rejected any event of this counter, in nanoseconds. `None` if
@@ -80,7 +80,7 @@ impl UncountedCounters {
         self.uncounted | self.fallback | self.retrying
     }
 
-    /// Returns whether the counter is uncounted and its retry is not due yet.
+    /// Returns whether the counter is uncounted and waits for its next retry.
     pub fn waits(&self, counter: CounterIndex) -> bool {
         self.retrying & self.uncounted & counter.mask() != 0
     }
@@ -89,7 +89,7 @@ impl UncountedCounters {
         self.uncounted != 0
     }
 
-    /// Returns the mask of counters whose retry is due and removes them from the retry set.
+    /// Returns the mask of counters whose retry is due, and clears their scheduled retries.
     pub fn take_due(&mut self, now_ns: u64) -> u64 {
         let due = counters_in(self.retrying)
             .filter(|counter| self.entries[counter.slot()].next_ns <= now_ns)
@@ -115,14 +115,14 @@ impl UncountedCounters {
         }
         let since_ns = since_ns.min(now_ns);
         let entry = &mut self.entries[counter.slot()];
-        // Excludes time before the end of the counter's last uncounted interval.
+        // Excludes time that the counter's previous uncounted interval already includes.
         entry.uncounted_ns += now_ns - since_ns.max(entry.since_ns).min(now_ns);
         entry.since_ns = now_ns;
         (entry.wait_ns, entry.logged) = (0, false);
         if self.uncounted == 0 {
             (self.began_ns, self.upto_ns) = (now_ns, now_ns);
         }
-        // This counter may have been lost before counters whose loss was detected earlier.
+        // The loss of this counter may precede losses that were detected earlier.
         let from_ns = since_ns.max(self.ended_ns);
         self.total_ns += self.began_ns.saturating_sub(from_ns);
         self.began_ns = self.began_ns.min(from_ns);
@@ -160,7 +160,8 @@ impl UncountedCounters {
         self.fallback |= counter.mask();
     }
 
-    /// Schedules a retry after [`FIRST_WAIT_NS`], or after twice the previous delay.
+    /// Schedules a retry for the counter after [`FIRST_WAIT_NS`], or after twice the previous
+    /// delay.
     pub fn retry(&mut self, counter: CounterIndex, now_ns: u64) {
         let entry = &mut self.entries[counter.slot()];
         entry.wait_ns = match entry.wait_ns {
@@ -171,15 +172,15 @@ impl UncountedCounters {
         self.retrying |= counter.mask();
     }
 
-    /// Records that the host rejected the counter's event, and schedules a retry as [`Self::retry`]
-    /// does.
+    /// Records that the host rejected the counter's event, and schedules a retry like
+    /// [`Self::retry`].
     pub fn refused(&mut self, counter: CounterIndex, now_ns: u64) {
         self.entries[counter.slot()].refused_ns = Some(now_ns);
         self.retry(counter, now_ns);
     }
 
-    /// Records that the host counts for the counter, so that an earlier rejection no longer delays
-    /// it.
+    /// Records that the host counts for the counter. An earlier rejection then no longer delays the
+    /// counter's retries.
     pub fn clear_refusal(&mut self, counter: CounterIndex) {
         self.entries[counter.slot()].refused_ns = None;
     }
@@ -239,8 +240,8 @@ impl UncountedCounters {
         self.total_ns
     }
 
-    /// Returns the uncounted time of the counter's current event, in nanoseconds, as of the last
-    /// [`UncountedCounters::total_ns`].
+    /// Returns the time for which the counter's current event was uncounted, in nanoseconds. The
+    /// value was updated by the last [`UncountedCounters::total_ns`].
     pub fn of(&self, counter: CounterIndex) -> u64 {
         self.entries[counter.slot()].uncounted_ns
     }
@@ -301,8 +302,8 @@ impl UncountedCounters {
     }
 }
 
-/// Returns what the operator can do about `lack`, the reason why a counter is uncounted, or an
-/// empty string.
+/// Returns a remedy that the log suggests to the operator for `lack`, the reason why a counter is
+/// uncounted. Empty if there is none.
 fn remedy(lack: UnavailableReason) -> &'static str {
     match lack {
         UnavailableReason::NoSlot => {
@@ -339,7 +340,7 @@ mod tests {
         CounterIndex::from_bit(n).unwrap()
     }
 
-    /// The parts of overlapping intervals with an unknown count are added to the total uncounted
+    /// Intervals with an unknown count may overlap. Each nanosecond is added to the total uncounted
     /// time only once.
     #[test]
     fn interval_with_unknown_count_is_added_once() {
@@ -352,7 +353,7 @@ mod tests {
         lost.add_interval(290, 340);
         assert_eq!(lost.total_ns(|| 400), 70 + 10 + 100);
         assert!(lost.end(counter(0), || 400));
-        // A clock that stands still does not hide the loss.
+        // An interval of length 0 still adds 1 ns, so the loss is visible.
         lost.add_interval(400, 400);
         assert_eq!(lost.total_ns(|| 500), 181);
     }
@@ -418,7 +419,7 @@ mod tests {
         assert_eq!(logged(0, LOG_EVERY_NS * 2, false), (Some(5), 0), "it was told");
         assert_eq!(logged(1, LOG_EVERY_NS + 4, false), (Some(5), 1));
         assert_eq!(logged(0, LOG_EVERY_NS + 4, true), (Some(5), 2));
-        // The line includes the suppressed losses.
+        // The next line also reports the suppressed losses.
         assert_eq!(logged(2, LOG_EVERY_NS + 5, false), (Some(LOG_EVERY_NS + 5), 0));
     }
 

@@ -98,7 +98,7 @@ impl PmuModel {
         let bits = width.unwrap_or(48);
         let (may_have, limit) = match generation {
             PmuGeneration::Intel(_) => (Self::INTEL_WIDTHS.contains(&bits), "32 to 48"),
-            // AMD's CPUID does not report the counter width.
+            // Only 48 bits, because AMD's CPUID does not report the counter width to the guest.
             _ => (bits == 48, "48 only"),
         };
         let width = match CounterWidth::new(bits) {
@@ -266,8 +266,8 @@ impl PmuModel {
         self.transactions
     }
 
-    /// Returns this model with branch records: architectural LBRs on Intel models from version 2 on,
-    /// LBR version 2 on `amd-v2`. Other models have none and are returned unchanged.
+    /// Returns this model with branch records: architectural LBRs on Intel models from version 2
+    /// on, LBR version 2 on `amd-v2`. Returns other models unchanged.
     #[must_use]
     pub const fn with_branch_records(self) -> Self {
         Self {
@@ -600,8 +600,8 @@ mod tests {
         );
     }
 
-    /// A model is reduced step by step until it is acceptable, and each step is valid for its
-    /// generation.
+    /// `lowered` removes counters step by step until the model is acceptable. The model after each
+    /// step is valid for its generation.
     #[test]
     fn lowered_finds_largest_acceptable_model() {
         let numbers = |m: PmuModel| (m.generation(), m.general(), m.fixed_bitmap());

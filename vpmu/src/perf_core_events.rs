@@ -20,18 +20,18 @@ use crate::events::{CounterBacking, EventRequest, GuestEvent, ParavirtualEvent};
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 use crate::sources::EventSources;
 
-/// Number of stopped events that a counter keeps in addition to its current event.
+/// Number of stopped events that a counter keeps for reuse, in addition to its current event.
 const PARKED: usize = 3;
 /// Maximum number of open events per counter, including the current one. Each host event uses one
 /// file descriptor.
 pub const MAX_EVENTS_PER_COUNTER: usize = PARKED + 1;
 
-/// Candidate backing for a request.
+/// A driver and event number that can count a request, and the event opened with them.
 #[derive(Debug)]
 struct BackingCandidate {
     backing: CounterBacking,
     attr: Attr,
-    /// Opened on first use.
+    /// Event of this candidate, opened when the candidate is first used.
     handle: Option<EventHandle>,
 }
 
@@ -57,8 +57,8 @@ impl CandidateFailure {
     }
 }
 
-/// A request, and the drivers that can count it (candidates) in order of preference. Candidates
-/// that failed permanently are not included.
+/// Request that a counter is programmed with, and its candidates (drivers that can count it, each
+/// with an event number) in order of preference. Excludes candidates that failed permanently.
 #[derive(Debug)]
 struct ProgrammedEvent {
     request: EventRequest,
@@ -76,8 +76,8 @@ impl ProgrammedEvent {
         self.candidate()?.handle.as_ref()
     }
 
-    /// Returns the privilege levels at which the vCPU must be single-stepped while this event
-    /// counts.
+    /// Returns the privilege levels at which the vCPU must be single-stepped while the current
+    /// candidate counts.
     fn stepped_levels(&self) -> SteppedLevels {
         let stepped = self
             .candidate()
@@ -226,9 +226,9 @@ impl PerfCoreEvents {
         self.slots[counter.slot()].current.as_ref()?.handle()
     }
 
-    /// Acknowledges a failure that this thread observed when it enabled an event, so that the
-    /// thread need not be kicked to notice it. Other events that failed at the same time are
-    /// detected at the next entry.
+    /// Acknowledges an event failure that the vCPU thread observed itself when it enabled the
+    /// event, so that the thread need not be kicked because of it. Other events that failed at the
+    /// same time are detected at the next entry.
     fn acknowledge_failure(&mut self) {
         if let Some(context) = &self.context {
             self.unseen |= context.take_errors();

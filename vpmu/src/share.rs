@@ -29,14 +29,15 @@ impl PmiShare {
         self == Self::UNLIMITED
     }
 
-    /// Returns the minimum time outside handlers after a handler of `handler_ns`.
+    /// Returns the minimum time that the guest must run outside its handler after a handler that
+    /// took `handler_ns`. Both times are in nanoseconds.
     fn gap_ns(self, handler_ns: u64) -> u64 {
         let percent = u64::from(self.0);
         (handler_ns.min(MAX_HANDLER_NS) * (100 - percent) / percent).min(MAX_GAP_NS)
     }
 }
 
-/// The default of the command line is 50 percent.
+/// The default is 50 percent, which is also the default of the command line.
 impl Default for PmiShare {
     fn default() -> Self {
         Self(50)
@@ -63,13 +64,14 @@ const MAX_HANDLER_NS: u64 = 1_000_000_000;
 /// Maximum delay of a PMI, in nanoseconds.
 const MAX_GAP_NS: u64 = 1_000_000_000;
 
-/// Progress of the last PMI handler, as far as known.
+/// Progress of the guest's last PMI handler, as far as the VMM can tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum HandlerPhase {
     /// The handler has returned, or no PMI has been delivered yet.
     #[default]
     Returned,
-    /// The handler has re-enabled its counters, but may still be executing its last instructions.
+    /// The handler has re-enabled its counters, but the guest may still be executing the handler's
+    /// last instructions.
     Rearmed,
     /// The handler has not re-enabled its counters yet.
     Running,
@@ -80,8 +82,8 @@ pub(crate) enum HandlerPhase {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SavedHandler {
     pub(crate) phase: HandlerPhase,
-    /// Masks of the counters that requested the PMI, and of those whose overflow the guest has not
-    /// served since.
+    /// Masks of the counters that requested the PMI, and of those whose overflow the handler has
+    /// not served yet. A handler serves a counter by clearing its overflow status or by writing it.
     pub(crate) sources: u64,
     pub(crate) unserved: u64,
     /// Time since the PMI was delivered, in nanoseconds.
@@ -104,12 +106,12 @@ impl SavedHandler {
 pub(crate) struct ShareLimit {
     share: PmiShare,
     phase: HandlerPhase,
-    /// Masks of the counters that requested the PMI, and of those whose overflow the guest has not
-    /// served since.
+    /// Masks of the counters that requested the PMI, and of those whose overflow the handler has
+    /// not served yet.
     sources: u64,
     unserved: u64,
-    /// Time at which the PMI was delivered. Differences wrap, because a restored time may precede
-    /// the start of the clock.
+    /// Time at which the PMI was delivered. Time differences are computed with wrapping arithmetic,
+    /// because a restored time may precede the start of the clock.
     began_ns: u64,
     next_ns: u64,
 }
@@ -122,7 +124,7 @@ impl ShareLimit {
         }
     }
 
-    /// Returns the earliest time of the next PMI.
+    /// Returns the earliest time at which the next PMI may be delivered.
     #[inline]
     pub(crate) fn next_ns(&self) -> u64 {
         if self.share.is_unlimited() {
@@ -137,14 +139,14 @@ impl ShareLimit {
         self.share = share;
     }
 
-    /// Returns whether register writes by the guest still belong to the measured handler.
+    /// Returns whether register writes of the guest must be attributed to the measured handler.
     #[inline]
     pub(crate) fn is_running(&self) -> bool {
         self.phase == HandlerPhase::Running
     }
 
-    /// Returns whether the caller must find out whether the guest's handler has returned, because
-    /// this affects a PMI. `is_due` is `true` if another PMI is due.
+    /// Returns whether the caller must determine if the guest has left its PMI handler, because
+    /// this affects when a due PMI is delivered. `is_due` is `true` if another PMI is due.
     #[inline]
     pub(crate) fn is_uncertain(&self, is_due: bool, now_ns: impl FnOnce() -> u64) -> bool {
         match self.phase {
@@ -229,7 +231,7 @@ impl ShareLimit {
         self.next_ns = now_ns.saturating_add(saved.remaining_ns);
     }
 
-    /// Discards the measurement.
+    /// Discards the measurement of the last handler.
     pub(crate) fn reset(&mut self) {
         *self = Self::new(self.share);
     }
@@ -283,7 +285,7 @@ mod tests {
                     limit.served(1);
                     limit.rearmed(now_ns);
                 }
-                // The next PMI becomes due, and waits until it is permitted if necessary.
+                // The next PMI becomes due, and is delayed until the limit permits it.
                 let due_ns = now_ns + asks_after_ns;
                 let next_ns = due_ns.max(limit.next_ns());
                 outside += next_ns - now_ns;

@@ -9,7 +9,7 @@ use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 struct SimEvent {
     request: Option<EventRequest>,
     count: u64,
-    /// Number of counts until the armed overflow, or `None` if no overflow is armed.
+    /// Number of further counts until the armed overflow, or `None` if no overflow is armed.
     armed: Option<u64>,
     /// Tick at which the event lost its slot.
     lost: Option<u64>,
@@ -38,20 +38,21 @@ pub struct SimEvents {
     running: u64,
     notified: u64,
     now: u64,
-    /// Set if a loss has not been reported yet.
+    /// Set if an event has lost its slot and [`CounterEvents::may_have_lost`] has not reported it.
     unseen: bool,
     /// Number of slots for hardware events, or `None` for no limit. The counters with the highest
     /// numbers lose their slots first.
     slots: Option<usize>,
-    /// Failure cause reported for events without a slot.
+    /// Reason reported for an event that has no slot.
     pub lack: UnavailableReason,
-    /// Enables the clock backing as a fallback for cycle events without a slot.
+    /// Set if cycle events without a slot fall back to the clock backing.
     pub clock: bool,
-    /// Number of calls for which a real backing would execute system calls.
+    /// Number of method calls for which a real backing would execute system calls.
     pub calls: u64,
-    /// Number of those calls that request a slot.
+    /// Number of calls in `calls` that request a slot.
     pub enables: u64,
-    /// Function that selects the backing of a request. The default is hardware for every request.
+    /// Function that selects the backing of a request. By default, every request has the hardware
+    /// backing.
     pub backing_of: fn(&EventRequest) -> CounterBacking,
 }
 
@@ -106,7 +107,8 @@ impl SimEvents {
         self.now += ticks;
     }
 
-    /// Runs the guest for `ticks` without stopping. Overflow notifications are delivered late.
+    /// Runs the guest for `ticks` ticks without stopping at an overflow, so that overflow
+    /// notifications are delivered late.
     pub fn run_through(&mut self, ticks: u64) {
         let mut left = ticks;
         while left > 0 {
@@ -114,8 +116,8 @@ impl SimEvents {
         }
     }
 
-    /// Sets the number of slots for hardware events; `None` means no limit. Running events for
-    /// which there is no slot lose theirs immediately.
+    /// Sets the number of slots for hardware events; `None` means no limit. If there are fewer
+    /// slots than running events, the surplus events lose their slots immediately.
     pub fn set_slots(&mut self, slots: Option<usize>) {
         self.slots = slots;
         let on: Vec<CounterIndex> = counters_in(self.running)

@@ -1,11 +1,10 @@
-//! [`EventSources`]: the table of backings (sources of counts) for each event, used for guest requests,
-//! operator events and the availability bits of the guest's CPUID.
+//! [`EventSources`]: the table of backings (sources of counts) for each event. It is used for guest
+//! requests, operator events and the availability bits of the guest's CPUID.
 //!
 //! For each architectural event, `row` returns the event numbers of the host kernel, the clock
-//! driver and the exact backing. Only `EventSources::candidates` reads this table. Each caller of
-//! that method then applies its own rules. Guest requests may have a counter mask or edge detect,
-//! operator events ignore the guest's policy, and CPUID reports only events that are known to
-//! count.
+//! driver and the exact backing. Only `EventSources::candidates` reads this table. Its callers
+//! differ: guest requests may have a counter mask or edge detect, operator events ignore the
+//! guest's backing policy, and CPUID reports only events that are known to count.
 
 use perf_core::pmu::{clock, sched};
 use perf_core::{Attr, EventType};
@@ -25,13 +24,13 @@ mod software {
     pub const CPU_MIGRATIONS: u64 = 4;
 }
 
-/// Event numbers with which each driver counts an architectural event.
+/// Number of an architectural event in each driver, or `None` if the driver cannot count the event.
 struct EventNumbers {
-    /// Generic event number of the host kernel (`PERF_COUNT_HW_*`).
+    /// Generic perf event of the host kernel (`PERF_COUNT_HW_*`).
     generic: Option<u64>,
-    /// Event number of the clock driver.
+    /// Event of the clock driver.
     clock: Option<u64>,
-    /// Selector of the exact backing.
+    /// Selector of the counts that single-stepping supplies (exact backing).
     exact: Option<usize>,
 }
 
@@ -77,19 +76,19 @@ pub struct EventSource {
     pub ty: EventType,
     /// Event number of the driver.
     pub config: u64,
-    /// Set if the event is known to count. Otherwise the event must be probed, because the host
-    /// kernel does not report which raw event numbers exist.
+    /// Set if the event is known to count. Otherwise it must be opened to find out, because the
+    /// host kernel does not report which raw event numbers exist.
     pub known: bool,
 }
 
 /// Candidates for an event, best first.
 type EventSourceCandidates = [Option<EventSource>; 2];
 
-/// Event sources available on this host.
+/// Backings that are available on this host, and the guest's backing policy.
 #[derive(Clone, Debug)]
 pub struct EventSources {
     policy: BackingPolicy,
-    /// Set if single-stepping is limited to CPL 0, because the single-stepper cannot step CPL 3.
+    /// Set if only CPL 0 can be single-stepped.
     kernel_only: bool,
     /// Vendor of the host PMU, or `None` if no usable host PMU exists.
     hardware: Option<Vendor>,
@@ -102,9 +101,9 @@ pub struct EventSources {
 }
 
 impl EventSources {
-    /// Creates the sources that `policy` allows on a host with a PMU of vendor `hardware`. The host
-    /// PMU is assumed to support all generic events. `statistic` returns the number of the KVM
-    /// statistic that the kvm driver uses for a paravirtual event.
+    /// Creates the event sources that `policy` allows on a host with a PMU of vendor `hardware`.
+    /// The host PMU is assumed to support all generic events. `statistic` returns the number of the
+    /// KVM statistic that the kvm driver uses for a paravirtual event.
     pub fn new(
         policy: BackingPolicy,
         hardware: Option<Vendor>,
@@ -153,7 +152,8 @@ impl EventSources {
         number.raw_config()
     }
 
-    /// Limits single-stepping to CPL 0. Events that count only user mode are then not counted.
+    /// Limits single-stepping to CPL 0. Events that count only at CPL 1 to 3 then have no exact
+    /// source.
     #[must_use]
     pub fn stepping_kernel_only(self) -> Self {
         Self {
@@ -176,7 +176,7 @@ impl EventSources {
         // Generic events may have a different meaning on another vendor's processor.
         let generic = event.filter(|event| own || self.hardware.is_some() && event.is_vendor_independent());
         let backing = match policy {
-            // KVM's vPMU opens the same events on the host.
+            // With KVM's vPMU, KVM opens the hardware events on the host.
             BackingPolicy::Kvm => CounterBacking::Kvm,
             _ => CounterBacking::Hardware,
         };
@@ -209,8 +209,8 @@ impl EventSources {
             known: true,
         });
         match policy {
-            // Counting must not continue with a clock of a different frequency after the host's
-            // event.
+            // Bus cycles have no fallback. The clock backing counts at a different frequency than
+            // the host's event, so a counter must not change from one to the other.
             BackingPolicy::Auto if own && event == Some(ArchEvent::BusCycles) => [hardware, None],
             BackingPolicy::Auto => [hardware, by_clock],
             BackingPolicy::Hardware | BackingPolicy::Kvm => [hardware, None],
@@ -303,7 +303,7 @@ impl EventSources {
             exclude_kernel: has_levels && !request.kernel,
             ..Attr::default()
         };
-        // KVM opens its own events.
+        // Excludes sources of KVM's vPMU, which opens its events itself.
         let ours = self
             .of_request(request)
             .filter(|source| source.backing != CounterBacking::Kvm);
@@ -331,14 +331,15 @@ impl EventSources {
     }
 
     /// Returns the source of a generic perf event for an operator, regardless of the guest's
-    /// policy. Uses the events of the host's vendor.
+    /// policy. The event has the meaning that it has on the host's vendor.
     pub fn for_operator(&self, event: ArchEvent) -> Option<EventSource> {
         let vendor = self.hardware.unwrap_or(Vendor::Intel);
         let candidates = self.candidates(BackingPolicy::Auto, vendor, Some(event), None);
         candidates.into_iter().flatten().next()
     }
 
-    /// Returns the exact source of an instruction or branch event for an operator.
+    /// Returns the source that counts an instruction or branch event by single-stepping, for an
+    /// operator.
     pub fn exact_for_operator(&self, event: ArchEvent) -> Option<EventSource> {
         let counts = matches!(event, ArchEvent::Instructions | ArchEvent::Branches);
         let candidates = self.candidates(BackingPolicy::Exact, Vendor::Intel, Some(event), None);
@@ -348,8 +349,8 @@ impl EventSources {
     /// Returns the source of a paravirtual event for an operator.
     pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<EventSource> {
         match event {
-            // The guest's counter is fed in steps, while an operator reads the host counter
-            // directly.
+            // For the guest's counter, the VMM adds steal time in steps. An operator's event reads
+            // the host's counter directly.
             ParavirtualEvent::StealNs => Some(EventSource {
                 backing: CounterBacking::Software,
                 ty: EventType::SCHED,
@@ -446,8 +447,8 @@ mod tests {
             let counted = candidates.iter().find(|source| source.known);
             assert_eq!(promised, counted.is_some(), "{case}");
             assert_eq!(sources.known(event, vendor), counted.copied(), "{case}");
-            // Events that CPUID does not report are at most probed with the raw numbers of the
-            // host's processor.
+            // An event that CPUID does not report can only be tried with its raw number, on a host
+            // of the same vendor.
             let tried = |source: &EventSource| {
                 source.known || source.ty == EventType::RAW && sources.hardware == Some(vendor)
             };
@@ -473,7 +474,7 @@ mod tests {
         assert_eq!(sources.for_operator(event), auto.for_operator(event), "{case}");
     }
 
-    /// Each generic event number of the host kernel belongs to only one architectural event.
+    /// No two architectural events have the same generic event number.
     #[test]
     fn generic_event_numbers_are_unique() {
         let mut numbers: Vec<u64> = ArchEvent::ALL
@@ -503,8 +504,8 @@ mod tests {
         assert_eq!(candidates(0xC0, 0), []);
     }
 
-    /// The exact source counts instructions and branches for operators. Other operator events have
-    /// better sources, or none.
+    /// An operator's event for instructions or branches can be counted by single-stepping. Other
+    /// operator events have better sources, or none.
     #[test]
     fn operators_count_instructions_and_branches_exactly() {
         let sources = EventSources::new(BackingPolicy::Exact, Some(Vendor::Amd), |_| None);
@@ -570,9 +571,8 @@ mod tests {
         assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
     }
 
-    /// On a host of the guest's vendor, bus cycles count at the frequency of the host's clock for
-    /// this event, which is not the TSC frequency. All other backings count them at the TSC
-    /// frequency.
+    /// On a host of the guest's vendor, bus cycles are counted by the host's event, at a frequency
+    /// that differs from the TSC frequency. All other backings count them at the TSC frequency.
     #[test]
     fn bus_cycles_never_mix_clocks() {
         let bus = request(Vendor::Intel, 0x3C, 1);
@@ -623,8 +623,8 @@ mod tests {
         }
     }
 
-    /// The event with which rr checks the speculative lock map is counted by a Zen host's own
-    /// event. With the exact backing, its count remains 0. Other hosts have no such event.
+    /// A Zen host counts the event with which rr checks the speculative lock map. With the exact
+    /// backing, its count remains 0. Other hosts have no such event.
     #[test]
     fn speculative_locks_require_zen_or_exact_backing() {
         let locks = EventRequest {
@@ -680,7 +680,7 @@ mod tests {
         );
         let masked = EventRequest { cmask: 1, ..exits };
         assert_eq!(auto(Vendor::Amd, &masked), []);
-        // The host's KVM lacks this statistic.
+        // This host's KVM lacks the statistic.
         assert_eq!(auto(None, &request(Vendor::Amd, 0xFFF, 4)), []);
     }
 }

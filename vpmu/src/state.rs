@@ -7,11 +7,11 @@
 //! (source of counts) of each counter is not saved, because the registers determine the events, and
 //! the destination host chooses the backings.
 //!
-//! Layout version 1 lacks two facts about a due PMI: which counters requested it, and whether its
-//! delivery was deferred. [`Vpmu::restore`] then assumes that every possible counter requested the
-//! PMI. Versions 1 and 2 lack the measurement of the guest's PMI handler, so a restore of them
-//! discards the current measurement. Both versions can still be read. Version 4 ends with the
-//! branch records and is written only for models that have them.
+//! Layout version 1 does not store which counters requested a due PMI, and whether its delivery was
+//! deferred. [`Vpmu::restore`] then assumes that every possible counter requested the PMI. Versions
+//! 1 and 2 do not store the measurement of the guest's PMI handler, so restoring them discards the
+//! current measurement. Both versions can still be read. Version 4 ends with the branch records and
+//! is written only for models that have them.
 
 mod branches;
 mod reader;
@@ -34,11 +34,11 @@ const MAGIC: [u8; 4] = *b"PVPM";
 const HEADER_BYTES: usize = 4 + 1 + 2 + 4;
 const CRC_BYTES: usize = 4;
 
-/// Bit that is set in the first byte of the saved model if the model has branch records.
+/// Bit in the first byte of the saved model. Set if the model has branch records.
 const KIND_WITH_BRANCHES: u8 = 0x80;
 
-/// Values of the byte in the body that describes the due PMI. In version 1, no PMI is marked as
-/// deferred.
+/// Values of the byte in the body that describes the due PMI. Version 1 has no value for a deferred
+/// PMI.
 const PMI_NONE: u8 = 0;
 const PMI_DUE: u8 = 1;
 const PMI_DEFERRED: u8 = 2;
@@ -244,7 +244,7 @@ impl Vpmu {
     }
 }
 
-/// Counter events of a PMU for which no thread counts yet. They count nothing.
+/// Counter events that count nothing, for a PMU whose vCPU thread does not exist yet.
 struct NoEvents;
 
 impl CounterEvents for NoEvents {
@@ -544,7 +544,7 @@ fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, VpmuStateError> {
     .ok_or(BAD)
 }
 
-/// Recomputes the checksum of a saved state. Fuzz targets use this to reach the code behind the
+/// Recomputes the checksum of a saved state. Fuzz targets use this so that modified states pass the
 /// checksum check.
 #[doc(hidden)]
 pub fn fix_checksum(bytes: &mut [u8]) {
@@ -572,7 +572,7 @@ mod tests {
     use crate::sim::SimEvents;
     use crate::vpmu::{MsrReadOutcome, MsrWriteOutcome};
 
-    /// Length of the measurement of the PMI handler.
+    /// Length of the saved measurement of the PMI handler, in bytes.
     const HANDLER_BYTES: usize = 1 + 4 * 8;
 
     fn idle() -> (Vpmu, SimEvents) {
@@ -620,7 +620,7 @@ mod tests {
         }
     }
 
-    /// A saved state can be restored into a PMU before a thread counts for it.
+    /// A saved state can be restored into a PMU for which no events exist yet.
     #[test]
     fn state_is_restored_before_events_exist() {
         let (mut vpmu, mut events) = busy();
@@ -653,8 +653,8 @@ mod tests {
         assert_eq!(vpmu.save(&mut events), bytes);
     }
 
-    /// Recomputes the checksum of a modified state, so that it passes the checksum check and
-    /// reaches the later ones.
+    /// Recomputes the checksum of a modified state, so that it passes the checksum check and the
+    /// later checks are tested.
     fn reframe(mut bytes: Vec<u8>) -> Vec<u8> {
         fix_checksum(&mut bytes);
         bytes
@@ -727,7 +727,7 @@ mod tests {
         let (mut vpmu, mut events) = busy();
         vpmu.set_pmi_share(PmiShare::default());
         events.run(10);
-        // The read detects the overflow.
+        // Reading the status detects the overflow.
         vpmu.read_msr(MsrAddress(IA32_PERF_GLOBAL_STATUS), &mut events);
         vpmu.pmi_delivered(events.now_ns());
         let bytes = vpmu.save(&mut events);
@@ -754,7 +754,7 @@ mod tests {
         let (mut there, mut there_events) = idle();
         there.restore(&old, &mut there_events).unwrap();
         assert!(there.pmi_pending());
-        // The state is saved in the current layout.
+        // A PMU restored from layout version 1 is saved in the current layout version.
         assert_eq!(there.save(&mut there_events), bytes);
         let mut deferred = old;
         deferred[PMI] = PMI_DEFERRED;

@@ -43,8 +43,8 @@ pub enum PmuRegister {
     Absent,
 }
 
-/// Values of the PMU registers other than the counters. Unlike the counters, they do not change as
-/// time passes.
+/// Values of the PMU registers other than the counters. Unlike counters, these registers change
+/// only by register writes, overflows and freezes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PmuRegisters {
     /// Event selectors of the general-purpose counters.
@@ -59,8 +59,8 @@ pub struct PmuRegisters {
     pub debug_control: u64,
     /// Controls of the branch records.
     pub branches: BranchControls,
-    /// EFER.SVME of the vCPU, as of the last [`crate::Vpmu::set_svme`]. AMD's host-only and
-    /// guest-only selector bits depend on it.
+    /// EFER.SVME of the vCPU, as of the last [`crate::Vpmu::set_svme`]. It affects the host-only
+    /// and guest-only bits of AMD selectors.
     pub svme: bool,
 }
 
@@ -74,8 +74,8 @@ impl PmuRegisters {
 /// Effect of a write to a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteEffect {
-    /// This value is stored. For a write to the set or reset register, it is instead applied to the
-    /// global status.
+    /// The write stores this value. A write to the set or reset register instead sets or clears the
+    /// bits of this value in the global status.
     Store(u64),
     /// Ignores the write.
     Dropped,
@@ -111,10 +111,11 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// selects no privilege level.
     fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest>;
 
-    /// Returns whether the effect of a selector value depends on EFER.SVME.
+    /// Returns whether EFER.SVME affects what a selector with the value `selector` counts.
     fn depends_on_svme(&self, selector: u64) -> bool;
 
-    /// Applies freeze-on-PMI to the registers. Returns whether this stopped any counter.
+    /// Freezes the counters if freeze-on-PMI is enabled in the registers. Returns whether this
+    /// stopped any counter.
     fn freeze(&self, model: &PmuModel, registers: &mut PmuRegisters) -> bool;
 
     /// Returns the value of IA32_PERF_GLOBAL_INUSE.
@@ -161,7 +162,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the register values of the record for `branch`.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord;
 
-    /// Freezes the branch records if the registers request this at a PMI.
+    /// Freezes the branch records at a PMI if freeze-on-PMI is enabled for them in the registers.
     fn freeze_branches(&self, model: &PmuModel, registers: &mut PmuRegisters);
 }
 
@@ -172,8 +173,8 @@ pub(crate) fn contain_branch(levels: SteppedLevels, branch: &BranchEntry) -> boo
     contains(branch.from_user) && contains(branch.to_user)
 }
 
-/// Returns the selector addresses of the model's general-purpose counters, followed by the counter
-/// addresses. `pair` returns both addresses of one counter.
+/// Returns the MSR addresses of the model's general-purpose selectors, followed by those of the
+/// counters. `pair` returns the selector address and the counter address of one counter.
 pub(crate) fn general_msrs(model: &PmuModel, pair: impl Fn(u32) -> [u32; 2]) -> Vec<u32> {
     let pairs: Vec<_> = (0..model.general()).map(pair).collect();
     let selectors = pairs.iter().map(|pair| pair[0]);

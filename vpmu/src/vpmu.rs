@@ -59,14 +59,14 @@ pub enum MsrWriteOutcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cpl(pub u8);
 
-/// Divisor of the tolerated PMI delay. Each instruction reported by
+/// Divisor that determines the tolerated delay of a PMI. Each instruction reported by
 /// [`Vpmu::count_emulated_instruction`] advances the counter but not the host event, so the armed
 /// overflow occurs one count later than it should. Re-arming the host event costs system calls. The
-/// delay is therefore tolerated up to this fraction of the armed period, which is within the normal
-/// PMI skid.
+/// event is therefore re-armed only when the delay exceeds the armed period divided by this number.
+/// This delay is within the normal PMI skid.
 const MAX_DELAY_DIVISOR: u64 = 256;
 
-/// Event that a counter must count after reconciliation.
+/// Event that a counter must count once the guest's register writes have been applied.
 #[derive(Clone, Copy, Debug)]
 enum TargetEvent {
     /// No event. `enabled` is set if the guest has enabled the counter nevertheless.
@@ -77,7 +77,7 @@ enum TargetEvent {
     Other(EventRequest),
 }
 
-/// Value and event of a counter.
+/// Value, event and statistics of a counter.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counter {
     /// Counter value when the event's count was `base`.
@@ -99,7 +99,7 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
-    /// Records that the host event was armed.
+    /// Records that the event was armed to overflow after `until_overflow` counts.
     fn armed_for(&mut self, until_overflow: u64) {
         self.armed = until_overflow;
         self.outside = 0;
@@ -132,7 +132,7 @@ struct PausedCounters {
     passes_left: u32,
 }
 
-/// PMU of one vCPU.
+/// Guest-visible PMU of one vCPU.
 #[derive(Debug)]
 pub struct Vpmu {
     pub(crate) model: PmuModel,
@@ -148,19 +148,20 @@ pub struct Vpmu {
     /// Mask of counters whose own control register or event filter changed after their event was
     /// programmed.
     stale: u64,
-    /// Set if the effect of an enabled selector depends on EFER.SVME, which may have changed.
+    /// Set if an enabled selector counts depending on EFER.SVME, whose value may have changed.
     needs_svme: bool,
     /// Mask of counters whose event has not been enabled since it was programmed, so that its
     /// initial count is unknown.
     fresh: u64,
     /// Mask of counters whose event is counting.
     running: u64,
-    /// Counters that the guest has stopped, but whose events are only paused and keep their slots.
+    /// Paused counters: the guest has stopped them, but their events keep their slots.
     paused: PausedCounters,
     /// Accounting of counters that the guest has enabled and that are either uncounted or counted
     /// by a fallback backing.
     lost: UncountedCounters,
-    /// Mask of running counters whose event is armed for an overflow that is no longer right.
+    /// Mask of running counters whose event is armed for a number of counts that no longer matches
+    /// the counter's value.
     rearm: u64,
     /// Mask of running instruction counters whose event misses instructions that exit to the
     /// hypervisor.
@@ -171,8 +172,8 @@ pub struct Vpmu {
     /// Mask of counters that requested the due PMI and whose overflows the guest has not served
     /// since.
     pmi_sources: u64,
-    /// Set if an attempt to deliver the due PMI failed. The PMI then stays due only as long as the
-    /// overflow of a counter that requested it has not been served.
+    /// Set if an attempt to deliver the due PMI failed. The PMI then stays due until the guest has
+    /// served the overflows of all counters that requested it.
     pmi_deferred: bool,
     /// Set if the statistics already count the due PMI as throttled.
     pmi_throttled: bool,
@@ -223,8 +224,8 @@ impl Vpmu {
         }
     }
 
-    /// Copies from `before`, the PMU before a machine reset, the set of warnings that have been
-    /// logged, so that a guest cannot flood the log by resetting itself.
+    /// Copies the set of logged warnings from `before`, the PMU before a machine reset. A guest
+    /// therefore cannot flood the log by resetting itself.
     pub fn inherit_warnings(&mut self, before: &Self) {
         self.warned = before.warned;
         self.throttle_logged_ns = before.throttle_logged_ns;
@@ -247,8 +248,8 @@ impl Vpmu {
         self.pmi_limit = RateLimit::new(per_second);
     }
 
-    /// Limits the share of time for PMI handlers. From then on, times passed to this PMU must be
-    /// those of [`CounterEvents::now_ns`].
+    /// Limits the share of time for PMI handlers. All times that are passed to this PMU afterwards
+    /// must be on the clock of [`CounterEvents::now_ns`].
     pub fn set_pmi_share(&mut self, share: PmiShare) {
         self.pmi_share.set_share(share);
     }
@@ -265,8 +266,8 @@ impl Vpmu {
             }
             PmuRegister::FixedControl => self.registers.fixed_control,
             PmuRegister::GlobalStatus => {
-                // Fold first so that the guest cannot see a counter wrapped with its overflow bit
-                // still clear.
+                // Folds first. Otherwise, the guest could read a counter that has wrapped while its
+                // overflow bit is still clear.
                 self.fold_all(events);
                 self.registers.global_status
             }
@@ -298,7 +299,8 @@ impl Vpmu {
                 let differing = self.registers.selectors[counter.slot()] ^ value;
                 if differing != 0 {
                     let same_event = differing & !(selector::INT | selector::EN) == 0;
-                    // Previous counts belong to the old selector, including its interrupt bit.
+                    // Counts up to this write belong to the old selector, and so does its interrupt
+                    // bit.
                     if self.running & counter.mask() == 0 || differing == selector::INT {
                         self.fold(counter, events);
                     } else if same_event {
@@ -341,8 +343,8 @@ impl Vpmu {
                 self.mark_stale(changed);
             }
             PmuRegister::GlobalControl => {
-                // With freeze-on-PMI, an overflow that has not been notified yet stopped the
-                // counters before this write. Otherwise the order is not visible.
+                // With freeze-on-PMI, an overflow that occurred before this write has stopped the
+                // counters, even if it has not been notified. It must therefore be detected first.
                 if self.registers.freezes_counters() {
                     self.fold_all(events);
                 }
@@ -359,7 +361,7 @@ impl Vpmu {
                 self.fold_all(events);
                 self.registers.debug_control = value;
             }
-            // Vendors never store values in these registers.
+            // The write fails or is ignored for these registers, so there is no value to store.
             PmuRegister::GlobalStatus
             | PmuRegister::GlobalInUse
             | PmuRegister::Capabilities
@@ -408,7 +410,7 @@ impl Vpmu {
             due = self.lost.take_due(events.now_ns());
             self.dirty |= due;
         }
-        // Folding may find an overflow that freezes other counters, so the pass loops. The loop
+        // Folding may detect an overflow that freezes other counters, so the pass repeats. The loop
         // terminates because only an overflow marks counters again, and nothing counts outside
         // guest mode.
         while self.dirty != 0 {
@@ -436,9 +438,9 @@ impl Vpmu {
         self.counters[counter.slot()].overflows != before
     }
 
-    /// Returns whether any running counter must be notified of instructions that complete outside
-    /// guest mode, and whether any such counter counts at only one privilege level, so that the
-    /// level of these instructions matters.
+    /// Returns two flags: whether [`Self::count_emulated_instruction`] must be called for
+    /// instructions that complete outside guest mode, and whether their privilege level matters,
+    /// because a counter counts at only one level.
     #[inline]
     pub fn needs_emulated_instructions(&self) -> (bool, bool) {
         if self.misses_emulated == 0 {
@@ -454,8 +456,8 @@ impl Vpmu {
 
     /// Counts an instruction that exited at `cpl` and was completed by the hypervisor. The
     /// processor did not retire the instruction, so no host event has counted it. Instruction
-    /// counters include it, as on a physical processor and as in KVM's `kvm_pmu_trigger_event`. No
-    /// such instruction is a branch.
+    /// counters include it, as on a physical processor and as in KVM's `kvm_pmu_trigger_event`.
+    /// Branch counters do not, because no instruction that exits is a branch.
     ///
     /// Call this method after [`Self::reconcile`], so that the WRMSR that enables a counter is
     /// counted and the WRMSR that disables it is not. Call [`Self::reconcile`] again afterwards.
@@ -472,7 +474,7 @@ impl Vpmu {
             if !counts {
                 continue;
             }
-            // The order does not matter, because the event's counts since `base` can be added to
+            // The result does not depend on whether the event's counts since `base` are added to
             // the value before or after this count.
             let advanced = self.model.width().advance(held.value, 1);
             held.value = advanced.value;
@@ -531,19 +533,20 @@ impl Vpmu {
         self.rearm = 0;
     }
 
-    /// Marks all counters, so that the next reconcile programs their events again if necessary.
+    /// Marks all counters, so that the next reconcile pass checks their events.
     pub(crate) fn mark_all(&mut self) {
         self.mark_stale(self.model.counters_mask());
     }
 
-    /// Marks the counters in `counters` for the next reconcile, because their events may have to be
-    /// programmed differently.
+    /// Marks the counters in the mask `counters` for the next reconcile pass, because their events
+    /// may have to be programmed differently.
     fn mark_stale(&mut self, counters: u64) {
         self.dirty |= counters;
         self.stale |= counters;
     }
 
-    /// Marks the counters in `counters` for the next reconcile, which also re-arms their overflows.
+    /// Marks the counters in the mask `counters` for the next reconcile pass, which also re-arms
+    /// their overflows.
     fn changed(&mut self, counters: u64) {
         self.dirty |= counters;
         self.rearm |= counters & (self.running | self.paused.counters);
@@ -652,7 +655,7 @@ impl Vpmu {
             Some(request) if !self.filter.allows(request.selection) => TargetEvent::Nothing { enabled: true },
             Some(request) if programmed.is_some_and(|(before, _)| before == request) => TargetEvent::Same,
             Some(request) => TargetEvent::Other(request),
-            // No privilege level is selected.
+            // The guest has not selected any privilege level, so the counter does not count.
             None => TargetEvent::Nothing { enabled: false },
         }
     }
@@ -672,8 +675,8 @@ impl Vpmu {
                 self.stop(counter, events);
             }
             if self.dirty & mask != 0 {
-                // The counter had overflowed, which may have frozen the counters. The next
-                // iteration handles this.
+                // Stopping the counter detected an overflow, which may have frozen the counters.
+                // The next iteration handles this.
                 return;
             }
         }
@@ -716,7 +719,7 @@ impl Vpmu {
         }
         let until_overflow = self.model.width().until_overflow(self.counters[slot].value);
         // Without an interrupt, a guest cannot observe when the status bit was set. The overflow is
-        // then detected on the next access, and no host notification is needed.
+        // then detected at the next access, so no overflow notification is requested.
         let interrupts = self.vendor.interrupts(&self.registers, counter);
         self.resume(counter, events);
         if self.running & mask == 0 {

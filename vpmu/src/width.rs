@@ -15,7 +15,7 @@ pub struct CounterAdvance {
 }
 
 impl CounterWidth {
-    /// 48 bits, the counter width of all processors of the last decade.
+    /// 48 bits, the counter width of current processors.
     pub const W48: Self = Self(48);
 
     /// Creates a width of `bits`, or returns `None` if `bits` is not between 32 and 63. Below 32

@@ -49,9 +49,9 @@ pub struct ReferencePmu {
     /// EFER.SVME.
     pub svme: bool,
     pub pmi_due: bool,
-    /// Mask of counters that requested the due PMI.
+    /// Mask of counters that requested the due PMI and have not been served since.
     pmi_for: u64,
-    /// Set if the PMI could not be delivered immediately.
+    /// Set if the VMM has tried to deliver the due PMI and failed.
     pmi_waits: bool,
     filter: Option<FilterSpec>,
     uncountable: UncountablePredicate,
@@ -100,14 +100,14 @@ impl ReferencePmu {
         self.pmi_delivered();
     }
 
-    /// Records the delivery of the PMI.
+    /// Records that the VMM has delivered the due PMI.
     pub fn pmi_delivered(&mut self) {
         self.pmi_due = false;
         self.pmi_for = 0;
         self.pmi_waits = false;
     }
 
-    /// Records that the PMI cannot be delivered now.
+    /// Records that the VMM cannot deliver the due PMI now.
     pub fn pmi_waits(&mut self) {
         if self.pmi_due {
             self.pmi_waits = true;
@@ -217,7 +217,7 @@ impl ReferencePmu {
 
     fn wrmsr_intel(&mut self, msr: u32, value: u64) -> Option<()> {
         let v = self.version();
-        self.rdmsr_intel(msr)?; // what cannot be read cannot be written either
+        self.rdmsr_intel(msr)?; // WRMSR faults at each address at which RDMSR faults
         let all = self.all();
         let highest = self.highest();
         let no_bit_outside = |allowed: u64| {
@@ -268,7 +268,7 @@ impl ReferencePmu {
                 self.global_ctrl = value;
             }
             0x390 => {
-                // SDM vol. 4, 390H, bit by bit.
+                // The bits that SDM vol. 4, 390H lists, one by one.
                 let clear_ovf_buf = 1u64 << 62;
                 let clear_cond_chgd = 1u64 << 63;
                 let clear_ovf_uncore = if v > 2 { 1u64 << 61 } else { 0 };

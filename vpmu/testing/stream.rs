@@ -53,24 +53,23 @@ pub struct CheckedPmu<H> {
     events: H,
     reference: ReferencePmu,
     filter: Arc<EventFilter>,
-    /// Set while the host's overflow notifications are delayed, so that the PMU may lag behind the
-    /// reference.
+    /// Set while the host delays overflow notifications. The PMU may then lag behind the reference.
     late: bool,
     now_ns: u64,
     addresses: Vec<u32>,
-    /// Number of operations applied.
+    /// Number of operations applied so far.
     pub operations: u64,
 }
 
-/// Counting events that a test can advance.
+/// Counter events that a test can advance.
 pub trait TestEvents {
-    /// Type of the events that is passed to the PMU.
+    /// Implementation of [`CounterEvents`] that the PMU uses.
     type Events: CounterEvents;
 
-    /// Creates the events of a guest PMU of `vendor`.
+    /// Creates counter events for a guest PMU of `vendor`.
     fn new(vendor: Vendor) -> Self;
 
-    /// Returns the events in the form that is passed to the PMU.
+    /// Returns the counter events, to be passed to the PMU.
     fn events(&mut self) -> &mut Self::Events;
 
     /// Returns whether no backing can count for this selector of a general-purpose counter or this
@@ -154,7 +153,8 @@ impl<H: TestEvents> CheckedPmu<H> {
         };
         let model = PmuModel::new(generation, Some(numbers), Some(width)).expect("a model within its limits");
         let mut addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
-        // Existing registers are added once more, so that most accesses hit them.
+        // Adds the existing registers a second time, so that most accesses are to existing
+        // registers.
         let reference = ReferencePmu::new(kind, gp, fixed, width, H::uncountable);
         let existing: Vec<u32> = addresses
             .iter()
@@ -185,8 +185,8 @@ impl<H: TestEvents> CheckedPmu<H> {
         }
     }
 
-    /// Returns a value to be written to register `msr`. Most values are ones that a driver would
-    /// write, so that counters run, overflow and freeze.
+    /// Returns a value to be written to register `msr`. Prefers values that a driver would write,
+    /// so that counters run, overflow and freeze.
     fn value(&self, msr: u32, bytes: &mut ByteSource<'_>) -> u64 {
         let highest = (1u64 << self.reference.width) - 1;
         let all = ((1 << self.reference.gp) - 1) | (((1u64 << self.reference.fixed) - 1) << 32);
@@ -239,7 +239,7 @@ impl<H: TestEvents> CheckedPmu<H> {
         }
     }
 
-    /// Delivers the delayed notifications.
+    /// Delivers the delayed overflow notifications.
     fn deliver(&mut self) {
         for counter in self.events.take_notified() {
             self.vpmu.overflowed(counter, self.events.events());
@@ -356,7 +356,8 @@ impl<H: TestEvents> CheckedPmu<H> {
             }
             26 => self.deliver(),
             27 => {
-                // A spurious notification must be harmless.
+                // An overflow notification for a counter that has not overflowed must have no
+                // effect.
                 let counter = CounterIndex::from_slot(bytes.below(MAX_COUNTERS as u32) as usize);
                 self.vpmu
                     .overflowed(counter.expect("a slot"), self.events.events());
@@ -381,7 +382,7 @@ impl<H: TestEvents> CheckedPmu<H> {
                         self.vpmu.pmi_delivered(self.now_ns);
                         self.reference.pmi_delivered();
                     }
-                    // The PMI is no longer due or must be delayed.
+                    // The PMI has been withdrawn or must be delayed.
                     PmiReadiness::No | PmiReadiness::NotBefore { .. } => self.reference.pmi_waits(),
                 }
                 assert_eq!(
@@ -397,14 +398,14 @@ impl<H: TestEvents> CheckedPmu<H> {
                     Some(spec) => EventFilter::new(spec).expect("entries within their limits"),
                     None => EventFilter::allow_all(),
                 });
-                // The filter is changed from outside between two guest runs.
+                // The VMM replaces the filter between two runs of the guest.
                 self.deliver();
                 self.vpmu.set_filter(self.filter.clone());
                 self.reference.set_filter(spec);
                 self.vpmu.reconcile(self.events.events());
             }
             30 => {
-                // VM migration: a new process with new events and the same PMU.
+                // The VM migrates: another process restores the PMU and uses new events.
                 let saved = self.vpmu.save(self.events.events());
                 let mut there = Vpmu::new(*self.vpmu.model());
                 there.set_filter(self.filter.clone());
@@ -421,7 +422,8 @@ impl<H: TestEvents> CheckedPmu<H> {
                 self.late = false;
             }
             32 => {
-                // An instruction that exited. The registers have been reconciled before.
+                // The hypervisor completes an instruction that exited. The VMM has already
+                // reconciled the registers.
                 let cpl = if bytes.flag() { Cpl(0) } else { Cpl(3) };
                 self.deliver();
                 for _ in 0..bytes.below(8) {
@@ -432,7 +434,7 @@ impl<H: TestEvents> CheckedPmu<H> {
                 }
             }
             33 => {
-                // A guest that changes EFER.SVME and enables all selectors again.
+                // The guest changes EFER.SVME and writes all selectors again.
                 self.deliver();
                 self.reference.svme = bytes.flag();
                 self.vpmu.set_svme(self.reference.svme);

@@ -80,8 +80,8 @@ fn register_access_does_not_allocate() {
     }
 }
 
-/// Once a guest's events are open, sampling does not allocate memory in any layer from the PMU down
-/// to the driver.
+/// Once a guest's events are open, sampling does not allocate memory, neither in the PMU nor in the
+/// perf core nor in its driver.
 #[test]
 fn sampling_on_perf_core_does_not_allocate() {
     let vcpu = VcpuId(0);

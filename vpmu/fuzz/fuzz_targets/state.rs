@@ -1,11 +1,12 @@
-//! Fuzzes the parser of a saved PMU state. Input must be rejected or result in a state that is
-//! saved as the same bytes. Input of an older layout version must be saved in the current version.
+//! Fuzzes the parser of a saved PMU state. The parser must reject the input, or restore a PMU that
+//! is saved as the same bytes. Input of an older layout version must be saved in the current
+//! version.
 #![no_main]
 
 use vpmu::sim::SimEvents;
 use vpmu::{PmuGeneration, PmuModel, Vpmu};
 
-/// Bytes of the layout version.
+/// Offsets of the layout version in a saved state.
 const VERSION: std::ops::Range<usize> = 5..7;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
@@ -15,7 +16,7 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let with_branch_records = [PmuModel::INTEL, v5, v2].map(PmuModel::with_branch_records);
     for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5].into_iter().chain(with_branch_records) {
         let mut vpmu = Vpmu::new(model);
-        // A fuzzer cannot guess checksums.
+        // Adds a valid checksum, which a fuzzer cannot guess.
         let mut framed = bytes.to_vec();
         vpmu::fix_checksum(&mut framed);
         if vpmu.restore(&framed, &mut events).is_ok() {

@@ -40,8 +40,9 @@ pub struct SteppedCpuState {
 
 /// Access to guest memory.
 pub trait SteppedGuestMemory {
-    /// Reads memory at a linear address through the guest's page tables with the permissions of the
-    /// current code. Returns the number of contiguous bytes read from the start of `buffer`.
+    /// Reads memory at a linear address through the guest's page tables, with the access rights of
+    /// the code that the vCPU is executing. Returns the number of contiguous bytes read from the
+    /// start of `buffer`.
     fn read(&mut self, linear: u64, buffer: &mut [u8]) -> usize;
 
     /// Returns the address of the handler of `vector` according to the interrupt descriptor table,
@@ -104,13 +105,13 @@ pub fn gate_in_table(
     present.then_some(high | low)
 }
 
-/// Class of the next instruction, by which a VMM decides how to single-step it.
+/// Class of an instruction, by which a VMM decides how to single-step it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionClass {
     /// Ordinary instruction. A single step stops after it.
     Plain,
-    /// Instruction with an interrupt shadow. The step may stop only after the following instruction
-    /// (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and SWAPGS if KVM emulates them).
+    /// Instruction with an interrupt shadow. A single step may stop only after the following
+    /// instruction (MOV SS, POP SS; LFENCE, MFENCE, SFENCE and SWAPGS if KVM emulates them).
     Shadow,
     /// SYSCALL or SYSENTER, which may clear the trap flag.
     SystemCall,

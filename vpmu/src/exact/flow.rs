@@ -17,7 +17,7 @@ const ZF: u64 = 1 << 6;
 const SF: u64 = 1 << 7;
 const OF: u64 = 1 << 11;
 
-/// Address of the next instruction, as far as it can be predicted.
+/// Predicted address of the next instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NextAddress {
     /// Known address. The flag is `true` if the instruction is a branch that is taken.
@@ -86,7 +86,8 @@ pub(super) fn element_count(instruction: &Instruction, cpu: &SteppedCpuState) ->
 /// Returns a mask of the instruction's address size, which is also the size of its count register.
 fn address_mask(instruction: &Instruction) -> u64 {
     let code = instruction.code();
-    // String operands and the counter of JrCXZ and LOOP determine the address size.
+    // The address size is that of the operands of a string instruction, or of the counter of JrCXZ
+    // and LOOP.
     let register = match code.mnemonic() {
         Mnemonic::Jcxz => Register::CX,
         Mnemonic::Jecxz => Register::ECX,

@@ -68,8 +68,8 @@ use flow::{
     software_interrupt,
 };
 
-/// Maximum number of consecutive instructions with an interrupt shadow in one step. The guest has
-/// executed the same number of instructions, so decoding them costs no more than their emulation.
+/// Maximum number of consecutive instructions with an interrupt shadow in one step. Decoding them
+/// costs no more than KVM's emulation, which has executed the same number of instructions.
 const MAX_SHADOWS: usize = 4096;
 
 /// Numbers of retired instructions, branches, loads and stores at one privilege level.
@@ -193,7 +193,7 @@ impl StepOutcome {
     }
 }
 
-/// Memory accesses of an instruction.
+/// Types of memory accesses that an instruction makes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Accesses {
     loads: bool,
@@ -265,8 +265,8 @@ impl StepMeter {
         self.pending.is_some()
     }
 
-    /// Returns the address that follows the current instruction if it completes, or `None` if the
-    /// address is unknown.
+    /// Returns the address at which execution continues when the current instruction completes,
+    /// such as the target of a taken branch. Returns `None` if the address is unknown.
     pub fn known_target(&self) -> Option<u64> {
         match self.pending?.next_address {
             NextAddress::To(target, _) => Some(target),
@@ -274,8 +274,8 @@ impl StepMeter {
         }
     }
 
-    /// Returns the address of the instruction after the current one in memory, or `None` if no step
-    /// is in progress or the current instruction could not be read.
+    /// Returns the address of the byte after the current instruction, even if it is a branch, or
+    /// `None` if no step is in progress or the current instruction could not be read.
     pub fn next_ip(&self) -> Option<u64> {
         Some(self.pending.as_ref()?.instruction?.next_ip())
     }
@@ -326,7 +326,8 @@ impl StepMeter {
             .map_or(InstructionClass::Unreadable, classify)
     }
 
-    /// Ends a step with the vCPU at `cpu`. Returns no counts if no step was in progress.
+    /// Ends the step, after which the vCPU is in the state `cpu`, and returns the retired counts.
+    /// Returns no counts if no step was in progress.
     pub fn end(&mut self, cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> StepOutcome {
         let mut step = StepOutcome::default();
         let Some(pending) = self.pending.take() else {
@@ -460,7 +461,7 @@ impl StepMeter {
         let Some(mut last) = pending.instruction else {
             return false;
         };
-        // Discarded unless the prediction leads to `end`.
+        // A copy of the counts, which is discarded unless the predicted addresses lead to `end`.
         let mut passed = *step;
         let (mut at, mut next) = (pending.before, next);
         for _ in 0..MAX_SHADOWS {
@@ -520,7 +521,7 @@ impl StepMeter {
                 return true;
             }
         }
-        // #UD, #NP, #SS, #GP, #PF and #AC. UD2 never completes.
+        // Vectors of #UD, #NP, #SS, #GP, #PF and #AC. UD2 never completes.
         instruction.flow_control() != FlowControl::Exception
             && ![6, 11, 12, 13, 14, 17].into_iter().any(|vector| {
                 memory.gate(vector).is_some_and(|handler| {

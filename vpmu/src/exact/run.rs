@@ -1,8 +1,8 @@
 //! Straight-line runs: sequences of instructions without control flow, which a VMM can execute with
 //! a single stop at the end.
 //!
-//! The vCPU's position within a run determines the completed instructions, because each instruction
-//! before that position has completed exactly once. A run contains only instructions from an
+//! The vCPU's RIP within a run shows which instructions have completed, because each instruction
+//! before this address has completed exactly once. A run contains only instructions from an
 //! allowlist. Other instructions end the run: branches, instructions that change the privilege
 //! level or the flags that control stepping, instructions that cause exits, repeated instructions,
 //! and instructions that can raise exceptions other than #PF, #GP and #SS.
@@ -17,7 +17,7 @@ pub const MAX_RUN_INSTRUCTIONS: usize = 64;
 /// Maximum number of code bytes that are examined for a run.
 pub const MAX_RUN_BYTES: usize = 256;
 
-/// Position after an instruction of a run, and the memory accesses up to it.
+/// Position after an instruction of a run, with the number of memory accesses up to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RunPosition {
     /// Offset from the start of the run, in bytes.
@@ -58,8 +58,8 @@ impl StraightRun {
         self.uses_stack
     }
 
-    /// Returns how many instructions from the start of the run the vCPU can retire without
-    /// exceeding any count in `remaining`.
+    /// Returns the maximum number of instructions, from the start of the run, that the vCPU can
+    /// retire without exceeding any count in `remaining`.
     pub fn within(&self, remaining: &RetiredCounts) -> usize {
         let fits = |passed: &RunPosition| {
             u32::from(passed.loads) <= remaining.loads && u32::from(passed.stores) <= remaining.stores
@@ -68,8 +68,8 @@ impl StraightRun {
         self.passed.partition_point(fits).min(instructions)
     }
 
-    /// Returns the offset of the end of the first `n` instructions, in bytes. Clamped to the end of
-    /// the run.
+    /// Returns the offset from the start of the run to the end of its first `n` instructions, in
+    /// bytes. If the run has fewer instructions, returns the offset of its end.
     pub fn end_of(&self, n: usize) -> usize {
         let last = n.min(self.passed.len()).checked_sub(1);
         last.map_or(0, |last| self.passed[last].end.into())

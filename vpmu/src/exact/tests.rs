@@ -94,7 +94,7 @@ fn event(kernel: RetiredCounts) -> StepOutcome {
     }
 }
 
-/// A step that retires `user`.
+/// Returns the result of a step that retires `user` at CPL 1 to 3.
 fn in_user_mode(user: RetiredCounts) -> StepOutcome {
     StepOutcome {
         user,
@@ -146,7 +146,7 @@ fn faulting_instruction_does_not_count_but_handler_does() {
         }
     );
     assert!(behind.event && !behind.lost);
-    // UD2 never completes, even if no gate indicates the exception.
+    // The step over UD2 is lost if the vCPU is at no known handler, because UD2 never completes.
     assert_eq!(step(UD2, 0x9000), lost());
 }
 
@@ -155,7 +155,7 @@ fn interrupted_instruction_counts_after_handler() {
     let mut meter = StepMeter::new(Vendor::Intel);
     let interrupted = step_from(&mut meter, NOP, at(CODE, 3), at(NMI_HANDLER + 3, 0));
     assert_eq!(interrupted, event(kernel(1)));
-    // The handler has returned.
+    // The handler returns to the interrupted instruction, which then completes.
     let later = step_from(&mut meter, NOP, at(CODE, 3), at(CODE + 1, 3));
     assert_eq!(later, in_user_mode(kernel(1)));
 }
@@ -210,7 +210,7 @@ fn fences_count_with_and_without_shadow() {
         let row = [&fence[..], &fence[..], NOP].concat();
         assert_eq!(step(&row, CODE + 6).kernel, kernel(2), "{fence:x?}");
         assert_eq!(step(&row, CODE + 7).kernel, kernel(3), "{fence:x?}");
-        // An interrupt between the instructions is not skipped.
+        // If an NMI arrives within the sequence, the step stops in the NMI handler.
         let interrupted = step(&row, NMI_HANDLER);
         assert!(interrupted.event && interrupted.kernel.instructions == 0);
     }
@@ -307,7 +307,7 @@ fn iret_returns_to_stack_address_or_faults() {
     }
 }
 
-/// CPL 0 with this RCX.
+/// Returns a vCPU state at CPL 0 with RIP and RCX set to `rip` and `rcx`.
 fn count(rip: u64, rcx: u64) -> SteppedCpuState {
     let mut state = at(rip, 0);
     state.gpr[1] = rcx;
@@ -357,7 +357,7 @@ fn repeated_instruction_counts_once_despite_interrupts() {
             ..RetiredCounts::default()
         }
     );
-    // A repeated instruction with a zero count.
+    // A repeated instruction with RCX = 0 counts once.
     let idle = step(count(CODE, 0), count(CODE + 2, 0));
     assert_eq!(idle.kernel, kernel(1));
 }
@@ -365,11 +365,11 @@ fn repeated_instruction_counts_once_despite_interrupts() {
 #[test]
 fn unexplained_step_is_lost_and_not_counted() {
     assert_eq!(step(NOP, 0x5555), lost());
-    // Unreadable code faults.
+    // Code that cannot be read raises a fault.
     let mut meter = StepMeter::new(Vendor::Intel);
     let unreadable = step_from(&mut meter, NOP, at(0x9999_0000, 0), at(GP_HANDLER, 0));
     assert_eq!(unreadable, event(RetiredCounts::default()));
-    // RIP does not change.
+    // A step that leaves RIP unchanged retires nothing.
     assert_eq!(step(NOP, CODE), StepOutcome::default());
 }
 

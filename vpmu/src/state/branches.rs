@@ -1,4 +1,4 @@
-//! The branch records in the saved state.
+//! Saves and restores the branch records and their control registers.
 
 use super::reader::Reader;
 use super::{VERSION_WITH_BRANCHES, VpmuStateError};
@@ -9,8 +9,8 @@ use crate::vendor::{PmuRegisters, WriteEffect};
 use crate::vpmu::Vpmu;
 
 impl Vpmu {
-    /// Appends the branch records and their control registers, if the model has them. A collection
-    /// in progress is not saved.
+    /// Appends the branch records and their control registers, if the model has them. The progress
+    /// of a collection is not saved.
     pub(super) fn write_branches(&self, body: &mut Vec<u8>) {
         let Some(branches) = &self.branches else { return };
         let controls = &self.registers.branches;

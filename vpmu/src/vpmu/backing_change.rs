@@ -1,4 +1,4 @@
-//! Counters for which a different backing (source of counts) counts after a restore.
+//! Determines for which counters a restore changes the backing (source of counts).
 
 use super::Vpmu;
 use crate::events::{CounterBacking, GuestEvent};
@@ -12,16 +12,16 @@ pub struct CounterBackingChange {
     pub counter: CounterIndex,
     /// Event of the counter.
     pub event: GuestEvent,
-    /// Preferred backing before.
+    /// Preferred backing before the restore.
     pub before: CounterBacking,
-    /// Preferred backing after the change, or [`CounterBacking::None`] if the event is no longer
+    /// Preferred backing after the restore, or [`CounterBacking::None`] if the event is no longer
     /// counted.
     pub after: CounterBacking,
 }
 
 impl Vpmu {
-    /// Returns the enabled counters for which the sources `after` provide another backing than the
-    /// sources `before`. The event filter is taken into account.
+    /// Returns the counters that the guest has enabled and that prefer another backing with the
+    /// sources `after` than with the sources `before`. Events that the filter denies are skipped.
     pub fn backing_changes<'a>(
         &'a self,
         before: &'a EventSources,

@@ -8,7 +8,7 @@ use crate::branches::{BranchPhase, BranchRegister};
 use crate::index::MsrAddress;
 use crate::vendor::WriteEffect;
 
-/// Branches that must be collected before a PMI.
+/// Branches that the VMM must collect by single-stepping before it delivers a PMI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BranchRequest {
     /// Privilege levels whose branches the guest records.
@@ -104,7 +104,7 @@ impl Vpmu {
         }
     }
 
-    /// Discards the progress of the collection, because a PMI is no longer due.
+    /// Discards the progress of a collection, because no PMI is due any more.
     pub(super) fn forget_branches(&mut self) {
         if let Some(branches) = &mut self.branches {
             branches.phase = BranchPhase::Idle;
@@ -112,7 +112,7 @@ impl Vpmu {
     }
 
     /// Returns the branch record register or control register at an MSR address, or `None` if an
-    /// access to the address faults. All other PMU registers have been handled before.
+    /// access to the address faults. The caller has already handled all other PMU registers.
     fn branch_register(&self, msr: MsrAddress) -> Option<BranchRegister> {
         let register = self.vendor.branch_register(&self.model, msr)?;
         let depth = self.registers.branches.records();
@@ -120,8 +120,8 @@ impl Vpmu {
         exists.then_some(register)
     }
 
-    /// Handles a guest RDMSR of an address that is not that of any other PMU register, and
-    /// therefore may be that of a branch record register.
+    /// Handles a guest RDMSR of a branch record register or control register. Faults for all other
+    /// addresses, because the caller has already handled the other PMU registers.
     #[cold]
     pub(super) fn read_branch_register(&mut self, msr: MsrAddress) -> MsrReadOutcome {
         let stored = self
@@ -130,9 +130,9 @@ impl Vpmu {
         stored.map_or(MsrReadOutcome::InjectGp, |value| MsrReadOutcome::Value(*value))
     }
 
-    /// Handles a guest WRMSR to an address that is not that of any other PMU register, and
-    /// therefore may be that of a branch record register. A write to the depth register clears the
-    /// records (SDM vol. 4, 14CFH).
+    /// Handles a guest WRMSR to a branch record register or control register. Faults for all other
+    /// addresses, because the caller has already handled the other PMU registers. A write to the
+    /// depth register clears the records (SDM vol. 4, 14CFH).
     #[cold]
     pub(super) fn write_branch_register(&mut self, msr: MsrAddress, value: u64) -> MsrWriteOutcome {
         let Some(register) = self.branch_register(msr) else {

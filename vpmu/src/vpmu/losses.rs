@@ -20,7 +20,7 @@ impl Vpmu {
             let now_ns = events.now_ns();
             self.lost.begin(counter, loss.since_ns, now_ns);
             log::debug!("counter {counter}: {}", loss.cause);
-            // Another slot or a fallback backing may be available immediately.
+            // Retries immediately, because another slot or a fallback backing may be available.
             self.dirty |= counter.mask();
         }
     }
@@ -32,8 +32,8 @@ impl Vpmu {
         self.lost.total_ns(|| events.now_ns())
     }
 
-    /// Adds the last `duration_ns` nanoseconds to the uncounted time, because the number of events
-    /// that the vCPU retired in this time is unknown.
+    /// Adds the last `duration_ns` nanoseconds to the uncounted time, because it is unknown how
+    /// many events the vCPU caused in this time.
     pub fn lose_time(&mut self, duration_ns: u64, events: &mut dyn CounterEvents) {
         let now_ns = events.now_ns();
         self.lost.add_interval(now_ns.saturating_sub(duration_ns), now_ns);

@@ -21,15 +21,16 @@ use crate::index::{CounterIndex, counters_in};
 /// Number of reconcile passes after which a pause ends. Linux causes about ten exits per task
 /// switch with four events, and two more for each additional event.
 const PASSES: u32 = 64;
-/// Divisor of the tolerated error by which an overflow notification may be early. A host event also
+/// Divisor that determines by how much an overflow notification may be early. A host event also
 /// counts during a pause, so its armed overflow occurs too early and kicks the vCPU unnecessarily.
-/// Re-arming the event costs a system call. Early overflows are therefore tolerated up to this
-/// fraction of the armed period.
+/// Re-arming the event costs a system call, so it is done only when the counts during pauses exceed
+/// the armed period divided by this number.
 const MAX_EARLY_DIVISOR: u64 = 8;
 
 impl Vpmu {
-    /// Pauses or resumes those counters in `counters` that need no other change, all pauses in one
-    /// operation and all resumptions in another. Returns the remaining counters.
+    /// Pauses the counters in the mask `counters` that the guest has stopped, and resumes those
+    /// that it has restarted, if they need no other change. Returns the mask of the remaining
+    /// counters.
     pub(super) fn pause_and_resume(&mut self, counters: u64, events: &mut dyn CounterEvents) -> u64 {
         let plain = counters & !self.stale & !self.lost.affected();
         let running = plain & self.running;
@@ -37,13 +38,13 @@ impl Vpmu {
         if off != 0 {
             self.pause(off, events);
         }
-        // A stopped counter may have overflowed, which may have frozen the others.
+        // Pausing detects overflows, which may have frozen other counters.
         let on = self.enabled(plain & self.paused.counters & !off);
         if on != 0 {
             self.go_on(on, events);
         }
-        // Counters that keep counting must be re-armed if the guest wrote them. Counters that
-        // failed to resume must be started.
+        // The caller handles counters that the guest has written, which must be re-armed, and
+        // counters that failed to resume, which must be started.
         counters & !off & !(on & self.running & !self.rearm)
     }
 
@@ -78,7 +79,7 @@ impl Vpmu {
         }
     }
 
-    /// Returns whether the counter is paused and remains disabled, so that a pass can skip it.
+    /// Returns whether the counter is paused and still disabled. A reconcile pass can skip it.
     pub(super) fn stays_paused(&self, counter: CounterIndex) -> bool {
         self.paused.counters & counter.mask() != 0 && !self.is_enabled(counter)
     }
@@ -104,8 +105,8 @@ impl Vpmu {
     }
 
     /// Updates a counter that resumes with an event count of `count`, and ignores the counts during
-    /// the pause. If the event was stopped for the pause and the counter interrupts on overflow,
-    /// returns the number of counts for which to arm the event.
+    /// the pause. Returns the number of counts for which to arm the event, or `None` if it must not
+    /// be armed.
     fn on_resume(&mut self, counter: CounterIndex, count: u64) -> Option<u64> {
         let mask = counter.mask();
         let interrupts = self.vendor.interrupts(&self.registers, counter);
@@ -146,8 +147,8 @@ impl Vpmu {
         self.counters[counter.slot()].base = events.disable(counter);
     }
 
-    /// Stops the events of paused counters that do not resume now, to free their slots for another
-    /// counter.
+    /// Stops the events of paused counters that the guest has not restarted, to free their slots
+    /// for another counter.
     #[inline]
     pub(super) fn free_slots(&mut self, events: &mut dyn CounterEvents) {
         if self.paused.counters != 0 {
@@ -164,7 +165,7 @@ impl Vpmu {
         }
     }
 
-    /// Accounts for one pass and ends the pause after [`PASSES`] passes.
+    /// Counts one reconcile pass, and ends the current pauses after [`PASSES`] passes.
     #[inline]
     pub(super) fn count_pass(&mut self, events: &mut dyn CounterEvents) {
         if self.paused.counters == 0 {

@@ -10,8 +10,7 @@ use crate::vendor::selector;
 
 impl Vpmu {
     /// Returns whether [`Self::set_svme`] must be called before the next [`Self::reconcile`],
-    /// because the guest has enabled an AMD counter that counts only the host or only nested
-    /// guests.
+    /// because the guest has enabled a counter with AMD's host-only or guest-only bit.
     #[inline]
     pub fn needs_svme(&self) -> bool {
         self.needs_svme
@@ -32,7 +31,7 @@ impl Vpmu {
         }
     }
 
-    /// Requests EFER.SVME if the effect of a written selector value depends on it.
+    /// Requests the value of EFER.SVME if a selector with the value `value` depends on it.
     #[inline]
     pub(super) fn note_svme(&mut self, value: u64) {
         if value & selector::EN != 0 && self.vendor.depends_on_svme(value) {
@@ -40,7 +39,7 @@ impl Vpmu {
         }
     }
 
-    /// Requests EFER.SVME if the effect of any selector depends on it.
+    /// Requests the value of EFER.SVME if any selector depends on it.
     pub(crate) fn note_all_svme(&mut self) {
         for value in self.registers.selectors {
             self.note_svme(value);

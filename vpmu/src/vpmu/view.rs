@@ -1,4 +1,4 @@
-//! Snapshot of the counters for the operator.
+//! Copies of the counters' state that the VMM shows to the operator.
 
 use super::Vpmu;
 use crate::counter_events::{CounterEvents, CounterTimes};
@@ -26,9 +26,9 @@ pub struct CounterView {
     /// Number of counts since the counter was programmed with its current event, regardless of
     /// guest writes to the counter. Does not decrease while the event stays the same.
     pub counted: u64,
-    /// Times of the current event.
+    /// Time enabled and time running of the current event.
     pub times: CounterTimes,
-    /// Set if the counter is currently counted.
+    /// Set if an event is currently counting for the counter.
     pub counting: bool,
     /// Set if [`Self::backing`] is a fallback, because no slot was available for the preferred
     /// backing.
@@ -44,9 +44,9 @@ pub struct CounterView {
 
 impl Vpmu {
     /// Sets a register to the value that it has in another PMU of the same model, without the side
-    /// effects of a guest write. Used to show or save the state of a PMU that is emulated
-    /// elsewhere; see [`PmuModel::state_msrs`](crate::PmuModel::state_msrs). Returns whether the
-    /// model has this register.
+    /// effects of a guest write. Used to show or save the state of a PMU that KVM emulates; see
+    /// [`PmuModel::state_msrs`](crate::PmuModel::state_msrs). Returns whether the model has this
+    /// register.
     pub fn load_register(&mut self, msr: MsrAddress, value: u64) -> bool {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return false;

@@ -6,7 +6,7 @@ use vpmu::*;
 
 use crate::common::Guest;
 
-const ENABLED: u64 = 0x43_0076; // cycles at every level
+const ENABLED: u64 = 0x43_0076; // cycles at all privilege levels
 
 #[test]
 fn event_select_has_twelve_bits() {
@@ -56,8 +56,8 @@ fn host_only_and_guest_only_depend_on_svme() {
                 assert!(!guest.vpmu.needs_svme());
                 run(&mut guest, if svme { with } else { without });
             }
-            // A change of only these bits takes effect, and a counter that was stopped requests
-            // EFER.SVME again.
+            // A write that changes only the host-only and guest-only bits takes effect. A stopped
+            // counter requests EFER.SVME again.
             guest.write(selector, ENABLED | GUEST_ONLY);
             run(&mut guest, false);
             guest.vpmu.set_svme(true);

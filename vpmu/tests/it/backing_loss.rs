@@ -41,7 +41,7 @@ impl<E: CounterEvents> Guest<E> {
 }
 
 impl Guest {
-    /// Runs in steps with an exit after each step.
+    /// Runs the guest for `ticks` ticks, with an exit after every `step` ticks.
     fn run_with_exits(&mut self, ticks: u64, step: u64) {
         for _ in 0..ticks / step {
             self.run(step);
@@ -55,7 +55,8 @@ fn lost_counter_resumes_and_gap_is_accounted() {
     guest.run(5 * MS);
     assert_eq!((guest.uncounted_ns(), guest.vpmu.slot_losses()), (0, 0));
     guest.events.set_slots(Some(1));
-    // The loss is detected at an exit 3 ms later and backdated to its actual time.
+    // The loss of the slots is detected at an exit 3 ms later, but the uncounted time starts at the
+    // actual loss.
     guest.run(3 * MS);
     assert_eq!(guest.uncounted_ns(), 3 * MS);
     guest.run_with_exits(97 * MS, MS);
@@ -76,7 +77,7 @@ fn lost_counter_resumes_and_gap_is_accounted() {
     guest.run_with_exits(300 * MS, MS);
     let back = guest.view(1);
     assert!(back.counting && back.counted > 40 * MS, "{back:?}");
-    // All time is either counted or known to be uncounted.
+    // All time is either counted or reported as uncounted.
     assert_eq!(back.counted + guest.uncounted_ns(), 405 * MS);
     assert_eq!(guest.vpmu.slot_losses(), 1);
 }
@@ -130,8 +131,8 @@ fn retries_back_off_and_request_a_kick() {
     assert!(guest.view(1).counting);
 }
 
-/// A guest without a slot that restarts or reprograms its counter on each exit does not cause a
-/// host request on each exit.
+/// A guest that restarts or reprograms its counter on each exit while no slot is available does not
+/// cause a request to the host on each exit.
 #[test]
 fn frequent_reprogramming_is_rate_limited() {
     for reprograms in [false, true] {
@@ -200,7 +201,8 @@ fn cycles_fall_back_to_clock_and_return() {
     }
 }
 
-/// A sampled counter overflows after the same number of counts when a fallback backing takes over.
+/// If a fallback backing takes over, a sampling counter still overflows after the same number of
+/// counts.
 #[test]
 fn sampling_period_continues_over_fallback() {
     let mut guest = Guest::of("intel", Some("4+3"));
@@ -230,11 +232,11 @@ fn unsupported_and_filtered_events_are_uncounted() {
         (guest.uncounted_ns(), guest.view(0).uncounted_ns),
         (7 * MS, 7 * MS)
     );
-    // There is nothing to retry.
+    // No counter waits for a retry, because no backing can ever count this event.
     assert_eq!(guest.vpmu.retry_in_ns(&mut guest.events), None);
     guest.write(IA32_PERF_GLOBAL_CTRL, 0);
     guest.run(MS);
-    // Disabled counters do not add to it.
+    // A disabled counter does not add to the uncounted time.
     assert_eq!(guest.uncounted_ns(), 7 * MS);
     guest.write(IA32_PERFEVTSEL0, INSTRUCTIONS);
     guest.write(IA32_PERF_GLOBAL_CTRL, COUNTERS);
@@ -410,7 +412,7 @@ fn operator_event_revokes_and_returns_slots() {
     assert!(missed < 200 * MS, "{missed}");
 }
 
-/// A pause of the vCPU is neither counted nor uncounted time.
+/// While the VMM pauses the vCPU, time is neither counted nor uncounted.
 #[test]
 fn vcpu_pause_is_not_uncounted_time() {
     let mut rig = PerfCoreGuest::new(1, BackingPolicy::Hardware);

@@ -7,7 +7,7 @@ use vpmu::*;
 
 use crate::common::Guest;
 
-const COUNTER_INT: u64 = 0x53_003C; // cycles at every level, with interrupt
+const COUNTER_INT: u64 = 0x53_003C; // cycles at all privilege levels, with overflow interrupt
 const AMD_COUNTER_INT: u64 = 0x53_0076;
 const ALL_BRANCHES: u64 = 0x7F_0007;
 const FREEZE: u64 = DEBUGCTL_FREEZE_BRANCHES_ON_PMI;
@@ -184,7 +184,7 @@ fn models_without_branch_records_are_unchanged() {
             assert_eq!(guest.try_read(msr), None, "{name}: {msr:#x}");
             assert!(!guest.try_write(msr, 0), "{name}: {msr:#x}");
         }
-        // The status bit of frozen records stays clear.
+        // A model without branch records does not store the status bit of frozen records.
         if name == "amd-v2" {
             guest.write(PERF_CNTR_GLOBAL_STATUS_SET, !0);
             assert_eq!(guest.read(PERF_CNTR_GLOBAL_STATUS), 0x3F);
@@ -236,18 +236,18 @@ fn records_are_collected_and_frozen_before_the_pmi() {
             let full = guest.vpmu.add_branch(&jump(0x1000 + n));
             assert_eq!(full, n + 1 == u64::from(depth), "{name}: branch {n}");
         }
-        // A full stack keeps its records.
+        // When all records are in use, further branches do not replace them.
         assert!(guest.vpmu.add_branch(&jump(0x9000)));
         guest.vpmu.complete_branches();
         let newest_first: Vec<u64> = (0..u64::from(depth)).rev().map(|n| 0x1000 + n).collect();
         assert_eq!(sources(&mut guest, depth), newest_first, "{name}");
         assert_eq!(status(&mut guest), frozen_status | 1, "{name}");
         if name == "intel" {
-            // The records are disabled.
+            // On this model, the freeze has cleared the enable bit of the records.
             assert_eq!(guest.read(IA32_LBR_CTL), ALL_BRANCHES & !1);
         }
         guest.vpmu.pmi_delivered(1);
-        // A frozen branch stack is also kept for the next PMI.
+        // Frozen records stay unchanged for the next PMI.
         overflow(&mut guest);
         assert_eq!(guest.vpmu.requested_branches(), None, "{name}");
         guest.vpmu.pmi_delivered(2);
@@ -281,13 +281,13 @@ fn interrupted_collection_leaves_no_old_records() {
                 [0; 3]
             };
             assert_eq!(sources(&mut guest, 3), expected, "{name}");
-            // Without a freeze bit in DebugCtl the records are not frozen.
+            // The records are not frozen, because the guest has not set the freeze bit in DebugCtl.
             assert_eq!(status(&mut guest) & STATUS_LBR_FRZ, 0);
         }
         overflow(&mut guest);
         guest.vpmu.begin_branches(0);
         set_enabled(&mut guest, false);
-        // Disabling the records ends the collection.
+        // The collection can end, because the guest has disabled the records.
         assert!(guest.vpmu.add_branch(&jump(1)));
         assert_eq!(sources(&mut guest, 1), [0]);
     }
@@ -379,7 +379,7 @@ fn branch_records_survive_save_and_restore() {
             "{name}"
         );
         assert_eq!(there.vpmu.save(&mut there.events), bytes, "unchanged");
-        // The records of a reset PMU are empty.
+        // After a reset, the records are empty.
         there.vpmu.reset(&mut there.events);
         assert_eq!(sources(&mut there, 1), [0]);
     }
@@ -439,7 +439,7 @@ proptest! {
             let full = guest.vpmu.add_branch(branch);
             let bits = |user| if user { 2 } else { 1 };
             let wanted = bits(branch.from_user) | bits(branch.to_user);
-            // Bits in the order of LBR_SELECT and of IA32_LBR_CTL.
+            // Position of the branch type's bit in LBR_SELECT and in IA32_LBR_CTL.
             let bit = match (branch.kind, is_amd) {
                 (BranchKind::Conditional, _) => 0,
                 (BranchKind::Call, true) | (BranchKind::Unconditional, false) => 1,
@@ -464,8 +464,8 @@ proptest! {
         }
     }
 
-    /// Any sequence of guest accesses and VMM calls keeps the PMU consistent. No call panics, and
-    /// the state can be restored.
+    /// Any sequence of guest accesses and VMM calls leaves the PMU in a state that can be saved and
+    /// restored, and no call panics.
     #[test]
     fn any_accesses_leave_a_valid_state(
         steps in prop::collection::vec((0usize..14, any::<u64>(), 0u32..64), 0..60),

@@ -31,7 +31,7 @@ const CODE: u64 = 0x1000;
 const UD_HANDLER: u64 = 0x2000;
 const NMI_HANDLER: u64 = 0x2100;
 const STACK: u64 = 0x8000;
-/// Upper bound for the exits of any test guest.
+/// Maximum number of exits of a test guest.
 const MOST_EXITS: u32 = 10_000;
 
 /// #UD handler that skips UD2, five instructions: push bp; mov bp, sp; add word [bp + 2], 2; pop
@@ -224,7 +224,7 @@ impl Machine {
     }
 
     /// Runs the guest until HLT and returns the count of counter 0. Injects an NMI when the guest
-    /// reaches `nmi_at`.
+    /// reaches the address `nmi_at`.
     fn run(mut self, mut nmi_at: Option<u64>) -> u64 {
         for _ in 0..MOST_EXITS {
             self.vpmu.reconcile(&mut self.events);
@@ -277,7 +277,7 @@ const BRANCHES: u32 = 0x43_00C4;
 const TAKEN: u32 = 0x43_20C4;
 const LOADS: u32 = 0x43_81D0;
 const STORES: u32 = 0x43_82D0;
-/// Number of instructions around a block that are counted.
+/// Number of counted instructions that surround each block.
 const AROUND: u64 = 4;
 
 /// Checks in five runs that counter 0 counts `expected` for `block`.
@@ -307,7 +307,7 @@ fn loop_counts_its_instructions_and_branches() {
     expect(LOOP, None, INSTRUCTIONS, AROUND + 1 + 50 * 2);
     expect(LOOP, None, BRANCHES, 50);
     expect(LOOP, None, TAKEN, 49);
-    // USR alone does not count at CPL 0.
+    // With USR set and OS clear, the counter does not count, because the guest runs at CPL 0.
     expect(LOOP, None, 0x41_00C0, 0);
 }
 
@@ -331,8 +331,8 @@ fn mov_ss_shadow_hides_no_instruction() {
     );
 }
 
-/// A sequence of fences hides no instruction from the exact count. If KVM emulates code at CPL 0, a
-/// single step stops only after the sequence.
+/// A sequence of fences hides no instruction from the exact count, although a single step stops
+/// only after the sequence if KVM emulates code at CPL 0.
 #[test]
 fn row_of_fences_hides_no_instruction() {
     for fence in [[0x0F, 0xAE, 0xE8], [0x0F, 0xAE, 0xF0], [0x0F, 0xAE, 0xF8]] {

@@ -15,7 +15,7 @@ use vpmu::exact::*;
 global_asm!(
     ".pushsection .text.exact_blocks, \"ax\"",
     ".globl exact_start, exact_straight, exact_loop, exact_calls, exact_rep, exact_memory, exact_conditions",
-    // 1 + 10 * 3 + 1 = 32
+    // 32 instructions: 1 + 10 * 3 + 1.
     "exact_straight: mov eax, 1",
     ".rept 10",
     "add rax, 3",
@@ -23,13 +23,13 @@ global_asm!(
     "xor ecx, ecx",
     ".endr",
     "ret",
-    // 1 + 100 * 2 + 1 = 202; branches 101, taken 100
+    // 202 instructions: 1 + 100 * 2 + 1. 101 branches, of which 100 taken.
     "exact_loop: mov ecx, 100",
     "2: dec ecx",
     "jnz 2b",
     "ret",
-    // 11 instructions; branches 8: jnz not taken, jz, call, ret, call *, ret, jmp *, ret; loads: 3
-    // ret; stores: 2 call
+    // 11 instructions. 8 branches: jnz not taken, jz, call, ret, call *, ret, jmp *, ret. 3 loads:
+    // ret. 2 stores: call.
     "exact_calls: xor eax, eax",
     "jnz 3f",
     "jz 2f",
@@ -42,17 +42,17 @@ global_asm!(
     "nop",
     "3: ret",
     "4: ret",
-    // 9: rep movsb counts once, rep stosb with zero iterations, repne scasb until a match, loop
-    // three times
+    // 10 instructions: rep movsb and rep stosb, which has zero iterations, count once each, and the
+    // loop counts three times.
     "exact_rep: lea rsi, [rsp - 128]",
     "lea rdi, [rsp - 64]",
     "mov ecx, 17",
     "rep movsb",
     "rep stosb", // rcx is 0: neither loads nor stores
     "mov ecx, 3",
-    "2: loop 2b", // 3, of which 2 taken
+    "2: loop 2b", // 3 loop instructions, 2 of them taken
     "ret",
-    // loads: 3 mov, pop, add, xchg, ret = 7; stores: 2 mov, push, add, xchg = 5
+    // 7 loads: 3 mov, pop, add, xchg, ret. 5 stores: 2 mov, push, add, xchg.
     "exact_memory: lea rdx, [rsp - 128]",
     "mov rax, [rdx]",
     "mov rax, [rdx + 8]",
@@ -270,7 +270,8 @@ fn taken_branch_is_detected_for_identical_targets() {
     let counts = measure(exact_conditions);
     assert_eq!((counts.instructions, counts.branches), (20, 18));
     assert_eq!(counts.conditional_branches, 17, "all but the RET, taken or not");
-    // no, b, ne, be, s, p, l, le and the RET are taken. JRCXZ depends on the child's RCX.
+    // The branches jno, jb, jne, jbe, js, jp, jl, jle and the RET are taken. Whether JRCXZ is taken
+    // depends on the child's RCX.
     assert!([9, 10].contains(&counts.taken_branches), "{counts:?}");
 }
 
@@ -282,7 +283,7 @@ fn exact_counts_are_reproducible() {
     }
 }
 
-/// In a run of a real program from start-up to exit, the step meter accounts for every step.
+/// The step meter explains every step of a real program, from its start to its exit.
 #[test]
 fn every_step_of_a_program_is_explained() {
     let child = Child::start(|| {

@@ -7,7 +7,7 @@ use vpmu::*;
 
 use crate::common::Guest;
 
-const ENABLED: u64 = 0x43_003C; // cycles at every level
+const ENABLED: u64 = 0x43_003C; // cycles at all privilege levels
 
 fn versions() -> impl Iterator<Item = (u32, Guest)> {
     (1..=5).map(|version| (version, Guest::of(&format!("intel-v{version}"), None)))
@@ -65,8 +65,8 @@ fn intel_reserved_bits_fault() {
     }
 }
 
-/// If the host reports an overflow late, a write to the global control that the guest made before
-/// the report is not undone. The write takes effect after the freeze.
+/// A late overflow notification does not undo a write of the guest to the global control. The
+/// freeze takes effect before the write, as if the notification had been on time.
 #[test]
 fn late_freeze_does_not_undo_control_write() {
     let mut guest = Guest::of("intel", None);
@@ -83,7 +83,7 @@ fn late_freeze_does_not_undo_control_write() {
 
 #[test]
 fn fixed_counters_exist_by_bitmap_in_version_five() {
-    // Host with only fixed counters 1 and 3.
+    // This host has only fixed counters 1 and 3.
     let mut host = |leaf: u32, _| match leaf {
         0 => CpuidRegs {
             eax: 0xA,
@@ -241,7 +241,7 @@ fn emulated_instructions_count() {
         (guest.read(IA32_FIXED_CTR0), guest.read(IA32_FIXED_CTR0 + 1)),
         (103, 100)
     );
-    // Backings that count these instructions themselves are not notified.
+    // The PMU is not notified for backings that count these instructions themselves.
     for backing in [CounterBacking::Exact, CounterBacking::Clock, CounterBacking::None] {
         let mut guest = Guest::of("amd", None);
         guest.events.backing_of = match backing {
@@ -296,7 +296,8 @@ fn emulated_instruction_can_overflow_counter() {
     assert_eq!(guest.read(IA32_PMC0), 0);
 }
 
-/// Far from an overflow, the host event is re-armed occasionally, but not on each exit.
+/// If the counter is far from an overflow, the host event is re-armed after some exits, but not
+/// after each one.
 #[test]
 fn exits_far_from_overflow_do_not_rearm() {
     let mut guest = Guest::of("intel", None);
@@ -312,7 +313,7 @@ fn exits_far_from_overflow_do_not_rearm() {
         "{} calls",
         guest.events.calls - before
     );
-    // The PMI is delayed by less than the tolerated fraction.
+    // The PMI is delayed by less than the tolerated fraction of the period.
     guest.run(99_000 + 400);
     assert!(guest.vpmu.pmi_pending());
 }
@@ -327,7 +328,7 @@ fn conditional_branches_depend_on_signature() {
     let mut guest = Guest::of("intel", None);
     guest.write(IA32_PERFEVTSEL0, CONDITIONAL_01 | 1 << 22);
     assert_eq!(event(&guest), GuestEvent::Raw);
-    // A programmed counter is decoded again.
+    // A new signature also changes the event of a programmed counter.
     guest.vpmu.set_signature(0x0005_0657);
     guest.vpmu.reconcile(&mut guest.events);
     let conditional = GuestEvent::Architectural(ArchEvent::ConditionalBranches);

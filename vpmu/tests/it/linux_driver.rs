@@ -70,7 +70,7 @@ fn linux_amd_drivers_probe_and_sample() {
             guest.write(PERF_CNTR_GLOBAL_STATUS_CLR, 0x3F);
             guest.write(PERF_CNTR_GLOBAL_CTL, 0x3F);
         }
-        // cycles, period 500, counter 2.
+        // perf record -e cycles -c 500, on counter 2.
         guest.write(PERF_CTR0 + 4, (1 << 48) - 500);
         guest.write(PERF_CTL0 + 4, 0x53_0076);
         assert_eq!(run_until_pmi(&mut guest, 1_000_000), 500);
@@ -80,7 +80,7 @@ fn linux_amd_drivers_probe_and_sample() {
             assert_eq!(guest.read(PERF_CNTR_GLOBAL_STATUS), 0b100);
         }
         guest.events.run(7);
-        // The K7 register is the same counter.
+        // The K7 register accesses the same counter.
         assert_eq!(guest.read(PERF_LEGACY_CTR0 + 2), 7);
     }
 }

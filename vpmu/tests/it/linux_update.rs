@@ -15,21 +15,22 @@ use crate::common::Guest;
 const BITS: u32 = 48;
 const MASK: u64 = (1 << BITS) - 1;
 
-/// `hw_perf_event` of a sampling event.
+/// Linux's `hw_perf_event` of an event that samples.
 #[derive(Clone, Copy, Debug, Default)]
 struct SamplingEvent {
     period: i64,
     left: i64,
     previous: u64,
     count: u64,
-    /// Largest difference between two successive readings.
+    /// Largest difference between two successive readings of the counter.
     worst: u64,
 }
 
 struct Linux {
     guest: Guest,
     events: [SamplingEvent; 2],
-    /// Numbers of ticks for which the guest runs between instructions of the driver, used in turn.
+    /// Numbers of ticks for which the guest runs between two instructions of the driver. The driver
+    /// uses them one after the other, cyclically.
     turns: Vec<u64>,
     turn: usize,
     ran: u64,
@@ -126,15 +127,16 @@ impl Linux {
         self.handling = false;
     }
 
-    /// Reads both events repeatedly and returns the largest difference.
+    /// Reads both events repeatedly and returns the largest difference between two readings. See
+    /// [`Self::update`] for `behind`.
     fn read_often(mut self, behind: bool) -> u64 {
         for _ in 0..50 {
             for n in 0..2 {
                 self.update(n, behind);
             }
         }
-        // The counter runs unobserved between the handler's read and the restart, so Linux counts
-        // less, never more.
+        // The handler misses the counts between its read of the counter and the restart, so Linux
+        // counts less, never more.
         for event in &self.events {
             assert!(behind || event.count <= self.ran, "{event:?} of {}", self.ran);
         }

@@ -77,10 +77,10 @@ fn selector_enable_bit_pauses_counter() {
     let calls = guest.events.calls;
     guest.write(PERF_CTL0, 0x13_00C0);
     guest.write(PERF_CTL0, 0x53_00C0);
-    // Two readings, and no new period.
+    // Stopping and starting the counter only reads its event twice.
     assert_eq!(guest.events.calls - calls, 2);
     guest.write(PERF_CTL0, 0x53_00C1);
-    // Another event is started anew.
+    // A change of the event starts the new event.
     assert_eq!(guest.events.enables, enables + 1);
 }
 

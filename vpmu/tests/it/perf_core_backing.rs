@@ -78,7 +78,7 @@ fn exact_counts_respect_privilege_levels() {
     let mut m = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
     m.guest.write(IA32_PERFEVTSEL0, 0x41_00C0); // USR
     m.guest.write(IA32_PERFEVTSEL0 + 1, 0x42_00C0); // OS
-    m.guest.write(IA32_PERFEVTSEL0 + 2, 0x43_003C); // both, as cycles
+    m.guest.write(IA32_PERFEVTSEL0 + 2, 0x43_003C); // OS and USR, for a cycle event
     assert!(m.guest.events.needs_stepping());
     m.retire(0, 100);
     m.retire(3, 30);
@@ -132,7 +132,7 @@ fn fed_event_overflow_raises_one_pmi() {
 fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
     let mut m = Machine::new(PmuModel::AMD, BackingPolicy::Auto);
     m.guest.write(PERF_CTL0, 0x43_0076);
-    // Other load on the host may occupy the CPU for an entire run.
+    // Repeats the run, because another process on the host may occupy the CPU for an entire run.
     let (start, mut counted) = (Instant::now(), 0);
     while counted < 5_000_000 {
         assert!(start.elapsed() < Duration::from_secs(600), "{counted}");
@@ -237,7 +237,7 @@ fn vcpu_thread_change_keeps_counts_and_overflows() {
     here.guest.write(IA32_PERFEVTSEL0, 0x53_00C0);
     here.guest.write(IA32_A_PMC0, (1 << 48) - 10);
     here.retire(0, 4);
-    // The next thread has its own context and events.
+    // The next thread uses its own context and events.
     here.guest.vpmu.detach(&mut here.guest.events);
     assert_eq!(here.context.stats().events, 0);
     let mut there = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
@@ -306,7 +306,7 @@ proptest! {
                     continue;
                 }
                 CounterAccess::Run(n) => {
-                    // Each iteration retires an instruction and a branch.
+                    // Each iteration of the loop retires an instruction and a branch.
                     for _ in 0..n {
                         fed.fed.add(fed::exact(ArchEvent::Branches).unwrap(), 0, 1);
                         fed.retire(0, 1);

@@ -63,7 +63,7 @@ fn overflow_cleared_on_detection_raises_no_pmi() {
     let mut guest = guest_in_pmi_handler();
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
     guest.events.run_through(10);
-    // The overflow has not been detected yet.
+    // The VMM has not detected the overflow of counter 1 when the guest clears it.
     guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 2);
     assert!(guest.vpmu.pmi_pending(), "without a mask it would be delivered");
     assert!(!guest.vpmu.defer_pmi());
@@ -94,12 +94,12 @@ fn throttled_pmi_is_withdrawn_when_served() {
     assert_eq!(guest.vpmu.pmi_ready(until), PmiReadiness::No);
     assert_eq!(guest.vpmu.pmi_counts().withdrawn, 1);
     let until = hold(&mut guest);
-    // The PMI is neither served nor lost.
+    // The guest has not served the counter this time, so the delayed PMI is delivered.
     assert_eq!(guest.vpmu.pmi_ready(until), PmiReadiness::Now);
 }
 
-/// A deferred PMI stays due if the guest serves one counter while another one has an overflow that
-/// has not been detected yet.
+/// A deferred PMI stays due if the guest serves one counter while another counter has an overflow
+/// that has not been detected yet.
 #[test]
 fn deferred_pmi_is_kept_for_undetected_overflow() {
     let mut guest = Guest::of("amd", None);
@@ -116,7 +116,7 @@ fn deferred_pmi_is_kept_for_undetected_overflow() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// Saves the state of a guest and restores it into a new one.
+/// Saves the PMU of a guest and restores it into a new guest.
 fn moved(mut guest: Guest, model: &str) -> Guest {
     let saved = guest.vpmu.save(&mut guest.events);
     let mut there = Guest::of(model, None);
@@ -126,8 +126,8 @@ fn moved(mut guest: Guest, model: &str) -> Guest {
     there
 }
 
-/// A restored PMI keeps the counters that requested it. The status bit of the first counter is from
-/// an earlier PMI, so the guest must serve only the second counter.
+/// A restored PMI is still attributed to the counters that requested it. The status bit of the
+/// first counter is from an earlier PMI, so the guest must serve only the second counter.
 #[test]
 fn restored_pmi_keeps_its_sources() {
     let mut guest = guest_in_pmi_handler();
@@ -229,7 +229,7 @@ fn pmi_rate_limit_loses_no_overflows() {
             PmiReadiness::NotBefore { time_ns } => {
                 held += 1;
                 assert!(guest.vpmu.pmi_pending());
-                // Repeated queries count as throttled only once.
+                // Further queries do not count the same PMI as throttled again.
                 assert_ne!(guest.vpmu.pmi_ready(now_ns), PmiReadiness::Now);
                 now_ns = time_ns;
                 assert_eq!(guest.vpmu.pmi_ready(now_ns), PmiReadiness::Now);
@@ -267,7 +267,7 @@ fn filter_applies_to_running_counters() {
     guest.vpmu.reconcile(&mut guest.events);
     guest.run(10);
     assert_eq!(guest.read(IA32_PMC0), 10, "denied: constant, and no fault");
-    // The bitmap lists no fixed counter.
+    // Fixed counter 1 does not count, because the filter's bitmap does not list it.
     assert_eq!(guest.read(IA32_FIXED_CTR0 + 1), 20);
     let view = guest.vpmu.counters_view(&mut guest.events);
     assert!(view[0].enabled && !view[0].allowed);

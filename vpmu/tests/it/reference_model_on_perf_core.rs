@@ -1,5 +1,6 @@
-//! Runs the operation streams of `reference_model.rs` with perf-core's events and overflow reports.
-//! Only the driver is simulated. It advances on request.
+//! Runs the operation streams of `reference_model.rs` on perf-core events, whose overflows
+//! perf-core reports. Only the PMU driver below perf-core is simulated; it counts when the test
+//! advances it.
 
 use std::sync::{Arc, Mutex, Weak};
 
@@ -53,7 +54,7 @@ impl PmuEvent for TickEvent {
     }
 }
 
-/// Driver of hardware, raw and KVM events.
+/// Simulated driver of hardware, raw and KVM events, which count when the test advances them.
 #[derive(Debug, Default)]
 struct TickPmu(Mutex<Vec<Weak<Mutex<Tick>>>>);
 
@@ -81,7 +82,7 @@ impl Pmu for TickPmu {
     }
 }
 
-/// vCPU on perf-core.
+/// A vCPU whose counter events are perf-core events of the simulated driver.
 struct Machine {
     driver: Arc<TickPmu>,
     context: Arc<VcpuContext>,
@@ -155,7 +156,7 @@ proptest! {
     }
 }
 
-/// The parts of a vCPU implement `Send`, so a VMM may move them to the vCPU's thread.
+/// All parts of a vCPU's PMU implement `Send`, so a VMM may move them to the vCPU's thread.
 #[test]
 fn vcpu_parts_are_send() {
     fn sendable<T: Send>() {}

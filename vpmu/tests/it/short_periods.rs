@@ -31,14 +31,14 @@ fn sampling(min_period: u64, distance: u64) -> PerfCoreGuest {
 }
 
 impl PerfCoreGuest {
-    /// Handles an overflow signal.
+    /// Handles an overflow signal from the host.
     fn notice(&mut self) {
         let counters = overflowed_counters(&self.context);
         self.guest.overflowed(counters);
     }
 
     /// Executes `branches` branches and returns whether a PMI is due. Overflows are detected only
-    /// by the host's reports.
+    /// when the host reports them.
     fn branches(&mut self, branches: u64) -> bool {
         self.pmu.advance(VCPU, |_| branches);
         self.notice();
@@ -79,8 +79,8 @@ fn short_distance_of_a_rare_event_is_polled() {
     }
 }
 
-/// The number of counts until the overflow can be reduced to 1 while the event counts, because rr
-/// starts with a period of 0xFFFFFFFF and then sets it to 1.
+/// A guest can reduce the number of counts until the overflow to 1 while the event counts, because
+/// rr starts with a period of 0xFFFFFFFF and then sets it to 1.
 #[test]
 fn distance_is_shortened_to_one_while_counting() {
     for minimum in MINIMUMS {
@@ -97,7 +97,7 @@ fn distance_is_shortened_to_one_while_counting() {
             rig.guest.vpmu.pmi_delivered(0);
             rig.guest.write(IA32_PERF_GLOBAL_STATUS_RESET, 1);
         }
-        // Nothing is armed for the next 2^48 branches.
+        // After a PMI, the counter is 2^48 branches away from its next overflow.
         assert!(!rig.branches(minimum));
     }
 }

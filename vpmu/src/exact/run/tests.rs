@@ -151,7 +151,7 @@ fn run_reports_stack_accesses() {
 #[test]
 fn run_length_is_limited_and_may_be_zero() {
     assert_eq!(run_of(&[0x90; 400]).len(), MAX_RUN_INSTRUCTIONS);
-    // Nine bytes each. Only whole instructions are included.
+    // The instruction has nine bytes. A run contains only whole instructions.
     let long = STRAIGHT[11].repeat(40);
     assert_eq!(run_of(&long).len(), MAX_RUN_BYTES / 9);
     assert!(run_of(&[]).is_empty());

@@ -39,7 +39,7 @@ impl Guest {
         )
     }
 
-    /// Runs for `ticks` and handles each overflow immediately.
+    /// Runs the guest for `ticks` ticks and handles each overflow immediately.
     pub fn run(&mut self, ticks: u64) {
         let mut left = ticks;
         while left > 0 {
@@ -48,7 +48,7 @@ impl Guest {
         }
     }
 
-    /// Delivers pending overflow notifications.
+    /// Passes pending overflow notifications to the PMU.
     pub fn notice(&mut self) {
         let counters: Vec<_> = self.events.take_notified().collect();
         self.overflowed(counters);
@@ -90,7 +90,7 @@ impl<E: CounterEvents> Guest<E> {
         }
     }
 
-    /// Reports overflows of `counters`.
+    /// Passes overflow notifications of `counters` to the PMU.
     pub fn overflowed(&mut self, counters: Vec<CounterIndex>) {
         for counter in counters {
             self.vpmu.overflowed(counter, &mut self.events);
