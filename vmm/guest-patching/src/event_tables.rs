@@ -34,8 +34,8 @@ const ABSENT: u64 = 0;
 /// Bits that may be set in a table entry. AMD event selects extend to bit 35 and Intel event
 /// selects to bit 31.
 const CONFIG_BITS: u64 = 0xF_FFFF_FFFF;
-/// Indices of cache table entries that are invalid on every processor: writes to the instruction
-/// cache, writes and prefetches of the instruction TLB and of the branch unit.
+/// Indices of cache table entries whose combination is invalid on every processor: writes to the
+/// instruction cache, writes and prefetches of the instruction TLB and of the branch unit.
 const INVALID_INDICES: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
 /// Index of the first of the four invalid cache table entries that precede the entries for branch
 /// unit reads.
@@ -45,11 +45,11 @@ const BRANCHES_INDEX: usize = 30;
 /// Linux's pseudo-encoding of reference cycles in Intel's table. General-purpose counters cannot
 /// count this event.
 const INTEL_REF_CYCLES: u64 = 0x300;
-/// Maximum number of tables of each type and vendor in a segment. Linux 6.1 has two AMD and eleven
-/// Intel tables.
+/// Maximum number of tables that are found per type, vendor and segment. Linux 6.1 has two AMD and
+/// eleven Intel tables.
 const MAX_TABLES: usize = 64;
 
-/// A generic event of perf.
+/// Generic event of perf that is listed in the kernel's event tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelTableEvent {
     /// `PERF_TYPE_HARDWARE` with this `config`.
@@ -116,7 +116,8 @@ impl EventTable {
         self.vendor
     }
 
-    /// Returns the countable events with their indices and encodings.
+    /// Returns the events that the table lists as countable, each with its index in the table and
+    /// its encoding.
     fn events(&self) -> impl Iterator<Item = (usize, KernelTableEvent, u64)> {
         let numbered = self.entries.iter().copied().enumerate();
         let numbered = numbered.filter(|(_, config)| !matches!(*config, ABSENT | INVALID));
@@ -150,7 +151,7 @@ pub struct HiddenTableEvents {
     pub virt: u64,
     /// Events removed from the table.
     pub hidden: Vec<KernelTableEvent>,
-    /// Number of events that remain in the table.
+    /// Number of countable events that remain in the table.
     pub left: usize,
 }
 
@@ -178,8 +179,8 @@ pub fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
 }
 
 /// Finds the event tables in the memory of a running kernel. `bytes` are the contents of that
-/// memory from the page-aligned address `start`, and `physical` translates addresses. A table must
-/// be contiguous in physical memory.
+/// memory from the page-aligned linear address `start`, and `physical` translates a linear address
+/// to a guest-physical one. A table must be contiguous in physical memory.
 pub fn find_in_memory(
     start: u64,
     bytes: &[u8],
@@ -208,9 +209,10 @@ pub fn find_in_memory(
 fn hardware_table(segment: &LoadSegment<'_>, at: usize, vendor: Vendor) -> Option<EventTable> {
     let entries = entries(segment, at, HARDWARE_EVENTS)?;
     let known = match vendor {
-        // Instructions, branches and branch misses have had the same encodings since the K7.
+        // The encodings of branches and branch misses have been the same since the K7.
         Vendor::Amd => entries[4] == 0xC2 && entries[5] == 0xC3,
-        // The architectural events, and Linux's reference cycles.
+        // The encodings of the architectural events, and Linux's pseudo-encoding of reference
+        // cycles.
         Vendor::Intel => entries[4] == 0xC4 && entries[5] == 0xC5 && entries[9] == INTEL_REF_CYCLES,
     };
     let sound = entries.iter().all(|config| config & !CONFIG_BITS == 0);
@@ -250,17 +252,18 @@ fn table(
     }
 }
 
-/// Removes the events that `can_count` rejects from the tables of `vendor` in guest memory.
+/// Removes the events for which `can_count` returns `false` from the tables of `vendor` in guest
+/// memory.
 ///
-/// A table that overlaps another table, or whose contents in guest memory differ from the kernel
-/// file, is left unchanged and reported in the log.
+/// A table that overlaps another table, or that has other contents in guest memory than in the
+/// kernel file, is left unchanged and reported in the log.
 pub fn hide(
     memory: &GuestMemoryMmap,
     tables: &[EventTable],
     vendor: Vendor,
     mut can_count: impl FnMut(KernelTableEvent, u64) -> bool,
 ) -> Vec<HiddenTableEvents> {
-    // Compare all tables with the file before changing any.
+    // Compares all tables with the kernel file first, because hiding an event changes a table.
     let known: Vec<bool> = tables
         .iter()
         .map(|table| is_unchanged_in_memory(memory, tables, table))
@@ -343,7 +346,7 @@ mod tests {
         }
     }
 
-    /// Intel's generic events, as in Linux 6.1.
+    /// Intel's table of generic events, as in Linux 6.1.
     const INTEL_HARDWARE: [u64; HARDWARE_EVENTS] = [
         0x3C,
         0xC0,
@@ -357,12 +360,13 @@ mod tests {
         INTEL_REF_CYCLES,
     ];
 
-    /// Returns the generic events of AMD family 17h.
+    /// Returns the table of generic events for AMD family 17h.
     fn hardware() -> Vec<u64> {
         vec![0x76, 0xC0, 0xFF60, 0x964, 0xC2, 0xC3, 0, 0x287, 0x187, 0]
     }
 
-    /// Returns a cache table with loads, instruction fetches and branches.
+    /// Returns a table of cache events that lists data loads, instruction fetches and branches.
+    /// `branches` is the encoding of branches.
     fn cache(branches: u64) -> Vec<u64> {
         let mut words = vec![0; CACHE_EVENTS];
         for at in INVALID_INDICES {
@@ -390,7 +394,7 @@ mod tests {
         assert_eq!(tables.len(), 4, "{tables:?}");
         let memory = memory();
         memory.write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
-        // The clock backing counts cycles only.
+        // On this host, only cycles can be counted.
         let done = hide(&memory, &tables, Vendor::Amd, |_, config| config == 0x76);
         let names: Vec<Vec<String>> = done
             .iter()
@@ -433,8 +437,8 @@ mod tests {
         assert_eq!(there, expected);
     }
 
-    /// The event tables of a running kernel are found through its page tables. An event table that
-    /// is not contiguous in physical memory is ignored.
+    /// The event tables of a running kernel are found in guest memory. A table that is not
+    /// contiguous in physical memory is ignored.
     #[test]
     fn tables_of_running_kernel_are_found_by_page_tables() {
         const START: u64 = 0xFFFF_FFFF_8100_0000;
@@ -442,7 +446,8 @@ mod tests {
         let in_one_piece = |linear: u64| Some(linear - START + LOAD_AT);
         let found = find_in_memory(START, &data, in_one_piece);
         assert_eq!(found, find(&[segment(&data)]));
-        // The last entries of AMD's cache events and everything after them lie in another page.
+        // The last entries of AMD's cache table, and all following data, are mapped to other
+        // physical memory.
         let apart = |linear: u64| {
             let offset = linear - START;
             Some(offset + if offset < 480 { LOAD_AT } else { 2 * LOAD_AT })
@@ -476,7 +481,8 @@ mod tests {
         let mut there = vec![0; data.len()];
         memory.read_slice(&mut there, GuestAddress(LOAD_AT)).unwrap();
         let changed: Vec<_> = (0..data.len()).filter(|at| there[*at] != data[*at]).collect();
-        // Byte 03H in the last entry of the table.
+        // Only the byte 03H of the encoding 300H (reference cycles) in the last table entry
+        // changes.
         assert_eq!(changed, [data.len() - 7]);
     }
 
@@ -517,7 +523,8 @@ mod tests {
         };
         // Guest memory is empty.
         assert_eq!(hide(&memory, &tables, Vendor::Intel, |_, _| false), []);
-        // The kernel has another encoding in the last entry of AMD's cache events.
+        // Guest memory contains another encoding than the kernel file in the last entry of AMD's
+        // cache table.
         memory.write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         let last = tables[2].entry(CACHE_EVENTS - 1);
         memory.write_obj(0x1234u64, last).unwrap();

@@ -1,8 +1,8 @@
-//! Detection of RDPMC instructions, as opposed to the byte pair 0F 33 inside another instruction.
-//! Prefixes before the pair (operand and address size, REP, segments, REX) belong to the
-//! instruction and do not change its meaning.
+//! Detection of RDPMC instructions (0F 33) in a kernel's text. The same byte pair may also occur
+//! inside another instruction. Prefixes before the pair (operand and address size, REP, segments,
+//! REX) belong to the instruction and do not change its meaning.
 //!
-//! The following evidence is used, strongest first:
+//! The finder decides by the following evidence, strongest first:
 //! 1. Instruction boundaries from the kernel's ORC unwind table, which has an entry for each change
 //!    of the stack layout. Decoding from the nearest boundary before the pair is conclusive: the
 //!    pair is an instruction only if decoding reaches it.
@@ -46,7 +46,7 @@ pub struct TextRange {
     pub len_bytes: u64,
 }
 
-/// Processor modes for which the code is decoded.
+/// Processor modes in which the guest may execute the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionBitness {
     /// 64-bit code only, as in a Linux kernel.
@@ -76,8 +76,8 @@ pub struct RdpmcSite {
     /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
     /// code.
     pub lead: u8,
-    /// `true` if the bytes before or after the instruction may be a port write of the guest's own,
-    /// which would cause the same exit.
+    /// `true` if the guest itself may write to a port just before or after the instruction, which
+    /// causes the same exit.
     pub next_to_port_write: bool,
     /// Symbol that contains the instruction, and the offset into it.
     pub symbol: Option<(String, u64)>,
@@ -99,7 +99,8 @@ impl RdpmcSite {
     }
 }
 
-/// Maximum distance from a known instruction boundary to the byte pair 0F 33, in bytes.
+/// Maximum distance from a known instruction boundary to a byte pair 0F 33 after it, in bytes.
+/// Decoding starts only at a boundary within this distance.
 const MAX_ANCHOR_DISTANCE: u64 = 16 * 1024;
 /// Maximum distance in bytes between a start address of a decoding sweep and the byte pair 0F 33
 /// after it.
@@ -107,24 +108,25 @@ const SWEEP_FAR: usize = 160;
 /// Minimum distance in bytes between a start address of a decoding sweep and the byte pair 0F 33
 /// after it, so that decoding can synchronize.
 const SWEEP_NEAR: usize = 48;
-/// Minimum percentage of the usable start addresses of a sweep from which decoding must reach the
-/// byte pair.
+/// Minimum percentage of the usable start addresses of a decoding sweep from which decoding must
+/// reach the byte pair as an RDPMC instruction.
 const SWEEP_AGREE_PERCENT: usize = 90;
-/// Minimum number of usable starts.
+/// Minimum number of usable start addresses of a decoding sweep.
 const SWEEP_MIN_STARTS: usize = 16;
-/// Number of instructions examined before and after the byte pair 0F 33.
+/// Number of instructions before and after the byte pair 0F 33 that are checked for uses of the
+/// registers of RDPMC.
 const NEIGHBOURS: usize = 10;
 /// Number of instructions after the byte pair 0F 33 that must decode.
 const MUST_DECODE_AFTER: usize = 4;
 
-/// Result of evaluating one piece of evidence.
+/// Result of decoding from one start address up to a byte pair 0F 33.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     /// The byte pair 0F 33 ends an RDPMC instruction that starts at this offset: at the pair
     /// itself, or at a prefix before it.
     Instruction(usize),
     NotInstruction,
-    /// Unknown, because decoding from the boundary reached invalid bytes.
+    /// Decoding reached invalid bytes before the pair, so it decides nothing.
     Unknown,
 }
 
@@ -191,8 +193,8 @@ pub fn is_out(code: &[u8], mode: u32) -> bool {
     }
 }
 
-/// Returns whether the bytes before or after an instruction may be a port write of the guest's own,
-/// which would cause the same exit as the trap that replaces an RDPMC.
+/// Returns whether the bytes before or after an instruction may be an OUT instruction of the guest
+/// itself, which would cause the same exit as the trap that replaces an RDPMC.
 fn next_to_port_write(bytes: &[u8], start: usize, length: usize, modes: &[u32]) -> bool {
     let (before, behind) = (&bytes[..start], &bytes[start + length..]);
     let ends_in_out = match *before {
@@ -204,7 +206,8 @@ fn next_to_port_write(bytes: &[u8], start: usize, length: usize, modes: &[u32]) 
     ends_in_out || modes.iter().any(|mode| is_out(behind, *mode))
 }
 
-/// Returns the start of the RDPMC instruction whose last two bytes are at `offset` in `text`.
+/// Decides whether the bytes 0F 33 at `offset` in `text` end an RDPMC instruction. Returns the
+/// offset at which the instruction starts.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn instruction(
     text: &CodeBytes<'_>,
@@ -219,8 +222,8 @@ fn instruction(
         .partition_point(|b| *b <= virt)
         .checked_sub(1)
         .map(|i| boundaries[i]);
-    // A symbol may label data in the text, so its evidence also requires plausible surrounding
-    // code.
+    // In a multiboot image, a symbol may label data in the text. The code around an RDPMC that is
+    // found from a symbol must then also be plausible.
     for (anchor, needs_neighbours) in [
         (orc, false),
         (symbols.text_before(virt), bits == InstructionBitness::Either),
@@ -262,7 +265,8 @@ fn decoder<'a>(text: &CodeBytes<'a>, start: usize, mode: u32) -> Decoder<'a> {
     )
 }
 
-/// Decodes from the known boundary `start` up to `offset`.
+/// Decodes instructions from the boundary `start` up to the byte pair at `offset`, and determines
+/// whether the pair ends an RDPMC instruction.
 fn from_boundary(text: &CodeBytes<'_>, start: usize, offset: usize, mode: u32) -> Verdict {
     let mut decoder = decoder(text, start, mode);
     let mut instruction = Instruction::default();
@@ -284,7 +288,8 @@ fn from_boundary(text: &CodeBytes<'_>, start: usize, offset: usize, mode: u32) -
 fn by_sweep(text: &CodeBytes<'_>, offset: usize, mode: u32) -> Option<usize> {
     let far = offset.saturating_sub(SWEEP_FAR);
     let near = offset.saturating_sub(SWEEP_NEAR);
-    // First start and number of starts, for each offset that decoding can land on.
+    // For each possible length of prefixes before the pair: the first start address from which
+    // decoding finds this instruction, and the number of such start addresses.
     let mut landed = [(0usize, 0usize); MAX_INSTRUCTION_BYTES];
     let mut usable = 0usize;
     for start in far..=near {
@@ -301,8 +306,8 @@ fn by_sweep(text: &CodeBytes<'_>, offset: usize, mode: u32) -> Option<usize> {
             }
         }
     }
-    // Few starts are possible near the beginning of the text, but the first byte of the text is a
-    // boundary.
+    // Near the beginning of the text, too few start addresses exist, but the first byte of the text
+    // is itself an instruction boundary.
     if far == 0 && near < SWEEP_MIN_STARTS {
         return match from_boundary(text, 0, offset, mode) {
             Verdict::Instruction(at) => has_plausible_context(text, 0, at, mode).then_some(at),
@@ -511,8 +516,8 @@ mod tests {
         );
     }
 
-    /// A port write of the guest's own next to an RDPMC is detected, because either instruction may
-    /// have caused an exit there.
+    /// An OUT instruction of the guest itself next to an RDPMC is detected, because an exit there
+    /// may have been caused by either instruction.
     #[test]
     fn adjacent_port_writes_are_detected() {
         for (before, behind, expected) in [
@@ -545,8 +550,8 @@ mod tests {
             &[0x0F, 0x84, 0x0F, 0x33, 0x00, 0x00][..],       // je
         ] {
             let mut code = filler(20);
-            // The surrounding code sets ECX and uses EAX, so only decoding can distinguish this
-            // pair.
+            // The surrounding code sets ECX and uses EAX, as around a real RDPMC, so only decoding
+            // shows that this pair is part of another instruction.
             code.extend_from_slice(&[0x89, 0xF9]);
             code.extend_from_slice(inside);
             code.extend_from_slice(&[0x48, 0x09, 0xD0, 0xC3]);
@@ -570,9 +575,10 @@ mod tests {
 
     #[test]
     fn boundary_overrides_misleading_bytes() {
-        // Data precedes a function in the text, so only the boundary shows where the code starts.
+        // Data precedes a function in the text. Only the function's boundary shows where code
+        // starts.
         let mut code = filler(20);
-        code.extend_from_slice(&[0x48, 0xB8, 0xFF]); // looks like mov rax, imm64 swallowing what follows
+        code.extend_from_slice(&[0x48, 0xB8, 0xFF]); // data that decodes as the start of mov rax, imm64
         let function = code.len() as u64;
         code.extend_from_slice(FUNCTION);
         code.extend(filler(5));

@@ -1,5 +1,5 @@
-//! Emulation of RDPMC with hardware breakpoints. The guest's code remains unmodified, but only four
-//! RDPMC instructions are supported, because a processor has four breakpoints.
+//! Emulation of RDPMC with hardware breakpoints. The guest's code remains unmodified, but a
+//! processor has only four breakpoints, so at most four RDPMC instructions are supported.
 //!
 //! A breakpoint on an instruction stops the vCPU before the instruction executes. The exit handler
 //! then emulates RDPMC and advances RIP past it. Breakpoints are set at linear addresses, so the
@@ -21,7 +21,7 @@ pub enum HardwareBreakpointError {
     TooMany {
         /// Number of RDPMC instructions.
         found: usize,
-        /// Locations of the first instructions.
+        /// Locations of the first few RDPMC instructions, as shown in the message.
         places: String,
     },
     /// Hardware breakpoints in guests do not work on this host.
@@ -32,8 +32,8 @@ pub enum HardwareBreakpointError {
     NotHere,
 }
 
-/// Returns the addresses at which breakpoints must be set. `stops` is `true` if hardware
-/// breakpoints in guests work on this host.
+/// Returns the linear addresses at which breakpoints must be set, one per site. `stops` is `true`
+/// if a hardware breakpoint in a guest stops its vCPU on this host.
 ///
 /// # Errors
 /// Returns [`HardwareBreakpointError::NotHere`] if breakpoints do not work on this host, and

@@ -15,8 +15,8 @@ const CR0_PE: u64 = 1;
 const CR0_PG: u64 = 1 << 31;
 const EFER_LMA: u64 = 1 << 10;
 
-/// Registers that determine the translation of linear addresses, and the register of the interrupt
-/// descriptor table.
+/// Registers of a vCPU that determine the translation of linear addresses and the location of the
+/// interrupt descriptor table.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct AddressRegisters {
@@ -59,8 +59,8 @@ enum AddressTranslation<'m> {
     Paged(AddressSpace<'m, GuestMemoryMmap>),
 }
 
-/// Guest memory through the page tables of a vCPU. Create a new value for each check,
-/// because cached translations become stale.
+/// Guest memory through the page tables of a vCPU. Create a new value for each check of guest
+/// memory, because it caches translations, which become stale.
 pub struct LinearMemory<'m> {
     memory: &'m GuestMemoryMmap,
     registers: AddressRegisters,
@@ -69,7 +69,7 @@ pub struct LinearMemory<'m> {
 }
 
 impl<'m> LinearMemory<'m> {
-    /// Creates a view of memory as seen by the code of a vCPU with these registers.
+    /// Creates a view of guest memory at the linear addresses that are valid for these registers.
     pub fn new(memory: &'m GuestMemoryMmap, registers: impl Into<AddressRegisters>) -> Self {
         Self {
             memory,
@@ -79,7 +79,7 @@ impl<'m> LinearMemory<'m> {
         }
     }
 
-    /// Returns the page tables, which are located on first use.
+    /// Returns the address translation, which is determined on first use, and the read budget.
     fn space(&mut self) -> (&mut AddressTranslation<'m>, &mut WalkBudget) {
         if matches!(self.space, AddressTranslation::Unknown) {
             let AddressRegisters {
@@ -174,7 +174,7 @@ impl SteppedGuestMemory for LinearMemory<'_> {
             (false, false) => GateFormat::Real,
         };
         let target = gate_in_table(format, idt.base, idt.limit, vector, self)?;
-        // A real-mode vector table of zeroes, as left by firmware, has no handlers.
+        // Firmware may leave a real-mode vector table of zeros, which has no handlers.
         (format != GateFormat::Real || target != 0).then_some(target)
     }
 }
@@ -186,7 +186,8 @@ mod tests {
 
     const CR4_PAE: u64 = 1 << 5;
     const TABLES: u64 = 0x1000;
-    /// Two linear pages in reverse physical order, followed by unmapped addresses.
+    /// Linear address of two pages that are in reverse order in physical memory. The addresses
+    /// after them are unmapped.
     const LINEAR: u64 = 0x40_0000;
     const FIRST: u64 = 0x9000;
     const SECOND: u64 = 0x8000;

@@ -3,9 +3,9 @@
 //! KVM has no exit for RDPMC. If KVM's vPMU is disabled, RDPMC raises #GP in the guest. Before the
 //! guest starts, each RDPMC (0F 33) of its kernel is therefore replaced by `out 0x33, al` (E6 33),
 //! which writes to a port without a device. The exit handler reads ECX and writes EDX:EAX as RDPMC
-//! would. Prefixes are preserved, because they have no effect on either instruction. A port write
-//! is treated as RDPMC only at the address of a replaced RDPMC ([`crate::sites`]). Any other write
-//! goes to the device at the port.
+//! would. Prefixes of the RDPMC remain, because they change neither RDPMC nor the port write. A
+//! port write is treated as RDPMC only at the address of a replaced RDPMC ([`crate::sites`]). Any
+//! other write goes to the device at the port.
 //!
 //! The byte pair 0F 33 also occurs inside other instructions. The text of a Debian cloud kernel
 //! contains it 37 times, but only once as an instruction. Replacing such a pair would corrupt the
@@ -28,7 +28,7 @@ pub enum RdpmcMode {
     /// Replace RDPMC with a trap in the guest's kernels, and emulate any other RDPMC at the guest's
     /// #GP handler.
     Trap,
-    /// Do not emulate RDPMC, which then behaves as KVM implements it.
+    /// Do not emulate RDPMC. The instruction behaves as KVM implements it.
     Off,
     /// Use hardware breakpoints, for at most four RDPMC instructions.
     Hwbp,
@@ -53,7 +53,7 @@ impl std::str::FromStr for RdpmcMode {
     }
 }
 
-/// Error returned when an RDPMC cannot be replaced.
+/// Error returned when an RDPMC cannot be replaced by a trap.
 #[derive(Debug, thiserror::Error)]
 pub enum RdpmcPatchError {
     /// The address is outside guest memory.

@@ -42,26 +42,27 @@ const READ_PMC: &str = "native_read_pmc";
 /// Maximum number of guest memory reads for translating one address.
 const TRANSLATE_READS: u32 = 16;
 const PAGE_BYTES: u64 = 4096;
-/// Number of bytes that the processor writes atomically.
+/// Size of the aligned words that the processor writes atomically, in bytes.
 const WORD_BYTES: u64 = 8;
 /// Lowest linear address of the Linux kernel image, which is in the top 2 GiB of the address space.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 
-/// Detector and patcher of kernels that the guest starts.
+/// Detects kernels that the guest itself starts, and patches them in memory.
 #[derive(Debug)]
 pub struct RunningKernelPatcher {
     memory: GuestMemoryMmap,
     sites: Arc<RdpmcSites>,
-    /// Text of the loaded kernel.
+    /// Text of the kernel that the VMM loaded.
     loaded: Vec<TextRange>,
     /// `true` if an unpatched RDPMC raises #GP and is emulated at the #GP handler.
     emulated_anyway: bool,
     uncounted: Arc<UncountableEvents>,
-    /// LSTAR at the last search, or 0 while the guest runs the kernel that the VMM loaded.
-    /// `lstar_gpa` is the physical address.
+    /// Linear address in LSTAR at the last search, or 0 while the guest runs the kernel that the
+    /// VMM loaded. `lstar_gpa` is the guest-physical address to which it was mapped.
     lstar: AtomicU64,
     lstar_gpa: AtomicU64,
-    /// Guest-physical address of a replaced RDPMC of the running kernel; 0 if unknown.
+    /// Guest-physical address of one replaced RDPMC of the running kernel, whose contents show
+    /// whether this kernel is still running; 0 if unknown.
     replaced: AtomicU64,
     search: Mutex<SearchProgress>,
 }
@@ -86,7 +87,7 @@ enum PatchSearchError {
     Pairs,
 }
 
-/// Changes that were made to a kernel.
+/// Changes that the search made to a kernel.
 struct KernelChanges {
     hidden: Vec<HiddenTableEvents>,
     rdpmc: Result<Vec<RdpmcSite>, PatchSearchError>,
@@ -100,7 +101,7 @@ struct KernelCopy {
 }
 
 impl KernelCopy {
-    /// Returns the address and bytes between two symbols.
+    /// Returns the memory between the symbols `from` and `to`: its address and its bytes.
     fn span(&self, from: &str, to: &str) -> Option<(u64, &[u8])> {
         let from = self.symbols.by_name(from)?.address;
         let to = self.symbols.by_name(to)?.address;
@@ -154,8 +155,8 @@ impl RunningKernelPatcher {
         }
     }
 
-    /// Saves the text of the loaded kernel, the kernel that the guest has started itself, and the
-    /// guest-physical address of a replaced RDPMC of the running kernel.
+    /// Saves the text of the loaded kernel, the location of a kernel that the guest has started
+    /// itself, and the guest-physical address of a replaced RDPMC of the running kernel.
     pub fn save(&self, saved: &mut SavedKernel) {
         let text = self.loaded.iter().map(|text| SavedText {
             virt: text.virt,
@@ -180,8 +181,8 @@ impl RunningKernelPatcher {
         self.replaced.store(saved.witness, Ordering::Relaxed);
     }
 
-    /// Checks the kernel that a vCPU is running, whose SYSCALL entry point is `lstar`, and patches
-    /// it if it is new. Returns `true` if the kernel is new.
+    /// Checks which kernel a vCPU is running, given its SYSCALL entry point `lstar`, and patches
+    /// the kernel if it is a new one. Returns `true` if the kernel is new.
     pub fn look(&self, regs: &GuestRegs, lstar: u64) -> bool {
         if lstar < KERNEL_MAP {
             return false;
@@ -192,7 +193,7 @@ impl RunningKernelPatcher {
         if self.is_known(lstar, gpa) && self.is_unchanged() {
             return false;
         }
-        // A vCPU never waits for the search of another vCPU.
+        // If another vCPU is searching, this vCPU does not wait.
         let Ok(mut search) = self.search.try_lock() else {
             return false;
         };
@@ -289,7 +290,7 @@ impl RunningKernelPatcher {
     fn patch_kernel(&self, regs: &GuestRegs, lstar: u64) -> KernelChanges {
         match locate::memory_around(&self.memory, regs, lstar) {
             Ok((start, bytes)) => KernelChanges {
-                // The event tables are handled first, because they need no symbols.
+                // The event tables come first, because their search needs no symbols.
                 hidden: self
                     .uncounted
                     .hide_running(&self.memory, start, &bytes, |linear| self.physical(regs, linear)),
@@ -338,14 +339,14 @@ impl RunningKernelPatcher {
             }
         }
         sites.retain(|site| site.length != 0);
-        // The sites must be registered before a vCPU can execute them.
+        // Registers the sites before the patch, because a vCPU may execute a trap immediately.
         self.sites.add(&sites);
         sites.retain(|site| self.replace(regs, site));
         Ok(sites)
     }
 
-    /// Replaces one RDPMC, which another vCPU may execute concurrently. Its two bytes may be in
-    /// different pages.
+    /// Replaces one RDPMC, which another vCPU may execute concurrently. The two bytes of the
+    /// instruction may be in different pages.
     fn replace(&self, regs: &GuestRegs, site: &RdpmcSite) -> bool {
         let last = site.virt + u64::from(site.length) - 1;
         let [Some(first), Some(second)] =
@@ -354,12 +355,13 @@ impl RunningKernelPatcher {
             return false;
         };
         let memory = &self.memory;
-        // The guest may change its code concurrently. Both bytes are compared and written
-        // atomically if they are in one word.
+        // The guest may change its code concurrently. If both bytes are in one word, they are
+        // compared and written atomically.
         if second == first.unchecked_add(1) && first.0 % WORD_BYTES != WORD_BYTES - 1 {
             return replace_at_once(memory, first).is_some();
         }
-        // The trap has the same second byte, so a one-byte write replaces the instruction.
+        // RDPMC and the trap have the same second byte, so writing the first byte replaces the
+        // instruction.
         memory.read_obj::<u8>(second).ok() == Some(RDPMC[1])
             && memory.get_slice(first, 1).is_ok_and(|slice| {
                 slice.get_atomic_ref::<AtomicU8>(0).is_ok_and(|byte| {
@@ -391,13 +393,14 @@ fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
     replaced.ok().map(|_| ())
 }
 
-/// Returns an address whose contents later indicate whether a kernel with these sites is still
-/// running.
+/// Returns the guest-physical address of a replaced RDPMC. If the trap is missing there later, the
+/// kernel with these sites is no longer running.
 fn witness_address(sites: &[RdpmcSite]) -> Option<u64> {
     let site = sites
         .iter()
         .find(|site| site.symbol.as_ref().is_some_and(|(name, _)| name == READ_PMC))?;
-    // The next page may be elsewhere in physical memory.
+    // Excludes an instruction that crosses a page boundary, because its pages may not be contiguous
+    // in physical memory.
     Some(site.opcode()).filter(|gpa| gpa % PAGE_BYTES != PAGE_BYTES - 1)
 }
 
@@ -411,16 +414,16 @@ mod tests {
     use vpmu::Vendor;
 
     const START: u64 = 0xffff_ffff_8100_0000;
-    /// A function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
+    /// Address of a function that reads a counter: `xor ecx, ecx; rdpmc; ret`.
     const READS: u64 = START + 0x40;
     const CODE: [u8; 5] = [0x31, 0xc9, 0x0f, 0x33, 0xc3];
-    /// A function with the two bytes of RDPMC in a constant: `mov eax, 330FH; ret`.
+    /// Address of a function with the two bytes of RDPMC in a constant: `mov eax, 330FH; ret`.
     const LOOKS_ALIKE: u64 = START + 0x80;
     const OTHER_CODE: [u8; 6] = [0xb8, 0x0f, 0x33, 0, 0, 0xc3];
     /// SYSCALL entry point.
     const LSTAR: u64 = START + 0xc0;
     const TEXT_END: u64 = START + 0x4000;
-    /// Physical memory of the two kernels, which both run at [`START`].
+    /// Guest-physical addresses of the two kernels, which are both mapped at [`START`].
     const FIRST: u64 = 2 << 20;
     const SECOND: u64 = 4 << 20;
 
@@ -536,7 +539,7 @@ mod tests {
             self.running.look(&self.regs, LSTAR)
         }
 
-        /// Simulates the passing of the search interval.
+        /// Moves the last search into the past, as if the minimum interval had passed.
         fn later(&self) {
             self.running.search.lock().unwrap().last = None;
         }
@@ -554,8 +557,8 @@ mod tests {
 
     const REPLACED: [u8; 5] = [0x31, 0xc9, TRAP[0], TRAP[1], 0xc3];
 
-    /// In a kernel that the guest starts later, RDPMC is replaced in guest memory, and nothing else
-    /// is. The first kernel is not modified, because the loader patches it.
+    /// In a kernel that the guest starts later, RDPMC is the only instruction that is replaced in
+    /// guest memory. The first kernel is not modified, because the loader patches it.
     #[test]
     fn started_kernel_has_rdpmc_replaced() {
         let guest = Guest::new();
@@ -692,8 +695,8 @@ mod tests {
         for _ in 0..2 {
             guest.later();
             assert!(!guest.look(), "it is the same");
-            // The new kernel is copied while LSTAR still belongs to the old kernel, so the copy is
-            // incomplete at first.
+            // While the new kernel is being copied, LSTAR still belongs to the old kernel. The
+            // first searches then find an incomplete copy.
             guest.load(SECOND, &vec![0; 1 << 20]);
             assert!(guest.look());
             guest.load(SECOND, &kernel(|_| {}));
@@ -790,7 +793,7 @@ mod tests {
             guest.later();
             assert!(!guest.look(), "it is known that it cannot be searched");
         }
-        // Addresses outside the kernel's half and unmapped addresses.
+        // Addresses below the kernel image's range, and unmapped addresses.
         assert!(!guest.running.look(&guest.regs, 0x40_0000));
         assert!(!guest.running.look(&guest.regs, START + (4 << 20)));
     }

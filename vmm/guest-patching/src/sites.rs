@@ -18,7 +18,7 @@ use crate::finder::{MAX_INSTRUCTION_BYTES, RDPMC, RdpmcSite};
 const MAX_SITES: usize = 4096;
 const UPPER_HALF: u64 = 1 << 63;
 
-/// A replaced RDPMC.
+/// An RDPMC instruction that a trap has replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ReplacedRdpmc {
     virt: u64,
@@ -28,14 +28,15 @@ struct ReplacedRdpmc {
     next_to_port_write: bool,
 }
 
-/// Replaced RDPMC that caused a port write.
+/// The replaced RDPMC instruction whose trap caused a port write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RdpmcHit {
     /// Address of the instruction, derived from the RIP of the exit.
     pub start: u64,
     /// Length of the instruction, in bytes.
     pub length: u8,
-    /// `true` if the port write may come from an adjacent OUT instruction of the guest itself.
+    /// `true` if an adjacent OUT instruction of the guest itself may have caused the port write
+    /// instead.
     pub ambiguous: bool,
 }
 
@@ -46,7 +47,7 @@ impl RdpmcHit {
     }
 }
 
-/// Replaced RDPMC instructions of a VM.
+/// All RDPMC instructions of a VM that traps have replaced, shared by its vCPUs.
 #[derive(Debug, Default)]
 pub struct RdpmcSites {
     version: AtomicU32,
@@ -54,14 +55,14 @@ pub struct RdpmcSites {
 }
 
 impl RdpmcSites {
-    /// Creates the list with the sites of the loaded kernel.
+    /// Creates the list with the replaced RDPMC instructions of the loaded kernel.
     pub fn new(sites: &[RdpmcSite]) -> Arc<Self> {
         let all = Self::default();
         all.add(sites);
         Arc::new(all)
     }
 
-    /// Adds the sites of another kernel.
+    /// Adds the replaced RDPMC instructions of a kernel that the guest has started.
     pub fn add(&self, sites: &[RdpmcSite]) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = sites
@@ -105,8 +106,8 @@ impl RdpmcSites {
     }
 }
 
-/// Returns the sites of a snapshot, without symbols. Returns `None` for more sites than a VM can have,
-/// or for an instruction of an impossible length.
+/// Converts the sites of a snapshot, which contains no symbols. Returns `None` for more sites than
+/// a VM can have, or for an instruction of an impossible length.
 pub fn from_saved(saved: &[SavedRdpmcSite]) -> Option<Vec<RdpmcSite>> {
     let possible = saved.len() <= MAX_SITES
         && saved.iter().all(|site| {
@@ -128,7 +129,7 @@ pub fn from_saved(saved: &[SavedRdpmcSite]) -> Option<Vec<RdpmcSite>> {
     })
 }
 
-/// Per-vCPU copy of [`RdpmcSites`], read without a lock.
+/// Per-vCPU copy of [`RdpmcSites`], which a vCPU reads without a lock unless the list has changed.
 #[derive(Debug)]
 pub struct VcpuRdpmcSites {
     shared: Arc<RdpmcSites>,
@@ -137,11 +138,11 @@ pub struct VcpuRdpmcSites {
 }
 
 impl VcpuRdpmcSites {
-    /// Creates a copy that tracks changes to `shared`.
+    /// Creates a copy of `shared`, which is updated on access when `shared` has changed.
     pub fn new(shared: Arc<RdpmcSites>) -> Self {
         Self {
             shared,
-            // No list has version 0, because the first version is 1.
+            // Differs from every list's version, because the first version is 1.
             version: 0,
             list: Arc::default(),
         }
@@ -179,7 +180,7 @@ impl VcpuRdpmcSites {
 
     /// Returns the site that caused a port write with the vCPU at `rip`, at any linear address.
     /// `long` is `true` if the vCPU is executing 64-bit code. `physical` returns the guest-physical
-    /// address of the byte that is the given number of bytes before RIP.
+    /// address of the byte at the given distance before RIP.
     pub fn in_memory(
         &mut self,
         rip: u64,
@@ -204,9 +205,11 @@ impl VcpuRdpmcSites {
         })
     }
 
-    /// Returns the length of the site at a physical address.
+    /// Returns the length of the replaced RDPMC at a guest-physical address, or `None` if there is
+    /// none.
     pub fn length_at(&mut self, gpa: u64) -> Option<u8> {
-        // #GP is intercepted only in 64-bit kernels and their programs.
+        // The 64-bit length applies, because #GP is intercepted only in 64-bit kernels and their
+        // programs.
         self.list().iter().find_map(|site| {
             let (phys, length) = site.place(true);
             (phys == gpa).then_some(length)
@@ -215,8 +218,8 @@ impl VcpuRdpmcSites {
 }
 
 impl ReplacedRdpmc {
-    /// Returns the physical address and length of the instruction. In 64-bit code (`long`), the
-    /// instruction includes prefixes that are separate instructions in 32-bit code.
+    /// Returns the guest-physical address and the length of the instruction. In 64-bit code
+    /// (`long`), the instruction includes prefixes that are separate instructions in 32-bit code.
     fn place(&self, long: bool) -> (u64, u8) {
         if long {
             (self.phys - u64::from(self.lead), self.length + self.lead)
@@ -225,8 +228,8 @@ impl ReplacedRdpmc {
         }
     }
 
-    /// Returns this site if `past`, the distance of `rip` from the start of the instruction, is 0
-    /// or the length of the instruction.
+    /// Returns this site if RIP is at the start or the end of the instruction. `past` is the
+    /// distance of `rip` from the start.
     fn hit(&self, rip: u64, past: u64) -> Option<RdpmcHit> {
         let length = u64::from(self.length);
         (past == 0 || past == length).then(|| RdpmcHit {
@@ -285,7 +288,7 @@ mod tests {
             sites.in_memory(rip, true, behind).map(|hit| hit.start),
             Some(rip - 2)
         );
-        // Other memory at the same linear address.
+        // Another page is mapped at the same linear address.
         assert_eq!(sites.in_memory(0x40_0100, true, |_| Some(0x80_0100)), None);
         assert_eq!(sites.in_memory(0x40_0100, true, |_| None), None);
     }

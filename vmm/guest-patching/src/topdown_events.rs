@@ -15,7 +15,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use kernel_images::elf::LoadSegment;
 
-/// Common prefix of the names.
+/// Prefix of the names of most top-down events.
 const PREFIX: &[u8] = b"topdown-";
 /// Name of a top-down event that is in some lists and lacks the common prefix.
 const SLOTS: &[u8] = b"slots";
@@ -27,12 +27,12 @@ const MAX_FOUND: usize = 1024;
 /// Size of a pointer, in bytes.
 const POINTER_BYTES: u64 = 8;
 
-/// A list of top-down events in a kernel image.
+/// A list of top-down events in the data of a kernel image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopdownList {
     /// Guest-physical address of the first element.
     phys: u64,
-    /// First element.
+    /// Value of the first element, which is a pointer to an attribute.
     first: u64,
 }
 
@@ -119,10 +119,11 @@ impl<'a> Image<'a> {
         end.is_some_and(|end| name[..end] == *SLOTS || name.starts_with(PREFIX))
     }
 
-    /// Returns the list that contains the element at `at`, if all its elements are top-down events.
+    /// Returns the list of which the element at `at` is part, starting after the last preceding
+    /// element that is no top-down event. Returns `None` if a later element is no top-down event.
     fn list(&self, mut at: u64) -> Option<TopdownList> {
         let mut elements = 0;
-        // The list begins after the last element of another type.
+        // Moves `at` down to the first element of the list.
         while let Some(before) = at.checked_sub(POINTER_BYTES)
             && elements < MAX_FOUND
             && self
@@ -207,8 +208,8 @@ mod tests {
         ]
     }
 
-    /// Only the first element of each list of top-down events becomes null. A list with another
-    /// event is left unchanged, and so is a list that differs in memory.
+    /// The first element of each list of top-down events becomes null. A list that ends with
+    /// another event is left unchanged, and so is a list that differs in memory.
     #[test]
     fn hide_empties_lists_of_topdown_events() {
         let names = names();
@@ -216,8 +217,8 @@ mod tests {
         let lists = find(&segments(&names, &data));
         let offsets: Vec<u64> = lists.iter().map(|list| (list.phys - DATA_GPA) / 8).collect();
         let first = 2 * NAMES.len() as u64;
-        // The list after an event of another type ends like any other list. Only its beginning is
-        // unknown, so its remaining element is hidden.
+        // In the list that begins with another event, the top-down event after it is hidden,
+        // because the finder cannot tell where a list begins.
         assert_eq!(offsets, [first, first + 6, first + 10, first + 15]);
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 32 << 20)]).unwrap();
         let memory = &memory;
@@ -242,7 +243,7 @@ mod tests {
     fn damaged_image_has_no_lists() {
         let names = names();
         let whole = data(&[&[1, 2, 4]]);
-        // A list without an end, and pointers to addresses outside the image.
+        // The list has no end, or pointers refer to addresses outside the image.
         assert_eq!(find(&segments(&names, &whole[..whole.len() - 8])), []);
         assert_eq!(find(&segments(&names[..40], &whole)), []);
         assert_eq!(find(&segments(&[], &whole)), []);

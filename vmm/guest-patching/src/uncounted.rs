@@ -23,7 +23,7 @@ pub trait EventCountability: Debug + Send + Sync {
     fn missing(&self) -> Vec<&'static str>;
 }
 
-/// Filter for events in guest kernel tables that cannot be counted on this host.
+/// Removes events from guest kernel tables that cannot be counted on this host.
 #[derive(Debug)]
 pub struct UncountableEvents {
     vendor: Vendor,
@@ -76,12 +76,13 @@ impl UncountableEvents {
         self.hide(memory, &event_tables::find_in_memory(start, bytes, physical))
     }
 
-    /// Logs the events that the guest cannot count and the tables from which they were removed.
+    /// Logs which default events of `perf stat` the guest cannot count, and from which tables
+    /// events were removed.
     pub fn tell(&self, hidden: &[HiddenTableEvents]) {
         log_hidden(hidden);
         let missing = self.countable.missing();
         if !missing.is_empty() {
-            // CPUID reports unavailable events to an Intel guest, so no table is needed.
+            // An Intel guest finds unavailable events in CPUID, even if no table was changed.
             let shown = if !hidden.is_empty() || self.vendor == Vendor::Intel && self.hides {
                 "perf there says <not supported>"
             } else if self.hides {

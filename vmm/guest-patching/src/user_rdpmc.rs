@@ -1,18 +1,17 @@
-//! Finds the instruction with which a Linux kernel permits RDPMC in programs by default.
+//! Finds the instruction with which a Linux kernel permits its programs to use RDPMC by default.
 //!
 //! When the kernel's PMU driver starts (`init_hw_perf_events`), it sets `x86_pmu.attr_rdpmc` to 1.
-//! The kernel then announces `cap_user_rdpmc` in the control pages of perf events. The PMU's sysfs
-//! file `rdpmc` shows this variable, so the kernel function that handles reads of the file
-//! (`get_attr_rdpmc`) contains the address of the variable.
+//! The kernel then announces `cap_user_rdpmc` in the control pages of perf events. The address of
+//! the variable is found in the function `get_attr_rdpmc`, which shows the variable in sysfs.
 
 use iced_x86::{Code, Decoder, DecoderOptions, Instruction, OpKind};
 
 use kernel_images::elf::CodeBytes;
 use kernel_images::symbols::KernelSymbols;
 
-/// Kernel function that shows the variable `attr_rdpmc` in sysfs.
+/// Kernel function that shows `attr_rdpmc` in sysfs, and therefore loads the variable.
 const SHOW: &str = "get_attr_rdpmc";
-/// Function that starts the PMU driver.
+/// Kernel function that starts the PMU driver, and therefore sets `attr_rdpmc`.
 const START: &str = "init_hw_perf_events";
 /// Maximum size of a function that is searched, in bytes.
 const MAX_FUNCTION_BYTES: usize = 16 << 10;
@@ -82,8 +81,8 @@ mod tests {
         [0xC7, 0x05].into_iter().chain(operands).collect()
     }
 
-    /// Returns code with both kernel functions, `get_attr_rdpmc` and `init_hw_perf_events`. The
-    /// second one contains the instructions `start`.
+    /// Returns code with the kernel functions `get_attr_rdpmc` and `init_hw_perf_events`. The
+    /// latter consists of the instructions `start`.
     fn code(start: &[Vec<u8>]) -> Vec<u8> {
         // mov ecx, [VARIABLE]; ret
         let mut code = vec![0x8B, 0x0D];
@@ -122,7 +121,7 @@ mod tests {
         let bytes = code(&[zero.clone(), other.clone(), one.clone()]);
         assert_eq!(found(&bytes, [SHOW, START]), Some(at));
         assert_eq!(&bytes[START_AT + 26..START_AT + 30], 1u32.to_le_bytes());
-        // Without the symbols, without the store, and with two of them.
+        // Finds nothing without the symbols, without the store, or with two stores.
         assert_eq!(found(&bytes, ["show", START]), None);
         assert_eq!(found(&bytes, [SHOW, "start"]), None);
         assert_eq!(found(&code(&[zero, other]), [SHOW, START]), None);

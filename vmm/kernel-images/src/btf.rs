@@ -1,5 +1,4 @@
-//! BTF, the compact type information of the kernel, from which the offsets of structure members are
-//! read.
+//! BTF, the compact type information of a Linux kernel. Provides the offsets of structure members.
 //!
 //! This reader supports the subset of `Documentation/bpf/btf.rst` that is needed for member
 //! offsets: type records, struct and union members (including those of anonymous members), and the
@@ -56,7 +55,7 @@ const MAX_NAMES_BYTES: usize = 8 << 20;
 /// members, including those of its anonymous members. A malicious table can have 65,535 members in
 /// each of [`MAX_DEPTH`] levels.
 const MAX_STEPS: u32 = 200_000;
-/// Maximum depth of typedefs and nested members.
+/// Maximum depth of typedefs and of nested anonymous members.
 const MAX_DEPTH: u32 = 8;
 
 /// Parsed BTF type information.
@@ -234,8 +233,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Encodes struct outer { int a; union { struct inner in; int b; }; }, struct inner { int x;
-    /// int y; }, and one variable.
+    /// Encodes a BTF section with struct outer { int a; union { struct inner in; int b; }; },
+    /// struct inner { int x; int y; }, and one variable.
     fn sample() -> Vec<u8> {
         let strings = b"\0int\0outer\0inner\0a\0b\0in\0x\0y\0current\0.data..percpu\0";
         let s = |name: &str| {
@@ -244,17 +243,17 @@ mod tests {
         };
         let mut t: Vec<u32> = Vec::new();
         let head = |name: u32, kind: u32, vlen: u32, size: u32| [name, kind << 24 | vlen, size];
-        t.extend(head(s("int"), 1, 0, 4)); // 1
+        t.extend(head(s("int"), 1, 0, 4)); // type ID 1
         t.push(32);
-        t.extend(head(s("inner"), 4, 2, 8)); // 2
+        t.extend(head(s("inner"), 4, 2, 8)); // type ID 2
         t.extend([s("x"), 1, 0, s("y"), 1, 32]);
-        t.extend(head(0, 5, 2, 8)); // 3
+        t.extend(head(0, 5, 2, 8)); // type ID 3
         t.extend([s("in"), 2, 0, s("b"), 1, 0]);
-        t.extend(head(s("outer"), 4, 2, 16)); // 4
+        t.extend(head(s("outer"), 4, 2, 16)); // type ID 4
         t.extend([s("a"), 1, 0, 0, 3, 64]);
-        t.extend(head(s("current"), 14, 0, 1)); // 5
+        t.extend(head(s("current"), 14, 0, 1)); // type ID 5
         t.push(1);
-        t.extend(head(s(".data..percpu"), 15, 1, 64)); // 6
+        t.extend(head(s(".data..percpu"), 15, 1, 64)); // type ID 6
         t.extend([5, 0x1c0, 8]);
         let types: Vec<u8> = t.iter().flat_map(|w| w.to_le_bytes()).collect();
         let mut out = Vec::new();
@@ -300,7 +299,7 @@ mod tests {
         words.chain(strings.iter().copied()).collect()
     }
 
-    /// The lookup of a member gives up at the step limit if anonymous members are nested in eight
+    /// The lookup of a member fails at the step limit if anonymous members are nested in eight
     /// levels and each level has the maximum number of members.
     #[test]
     fn btf_lookup_is_bounded_for_nested_anonymous_members() {

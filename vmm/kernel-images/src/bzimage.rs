@@ -81,8 +81,8 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, KernelImageE
     let payload_bytes = u32_at(data, 0x24C) as usize;
     let payload_end = payload_start.saturating_add(payload_bytes);
     if payload_bytes < 16 {
-        // The file is a valid image of a different type. Such programs start at 1 MiB through the
-        // 32-bit protocol, which is not supported.
+        // The file is a valid image of a different type. Programs with this header, such as
+        // memtest86+, are loaded at 1 MiB and start in 32-bit mode, which is not supported.
         return Err(KernelImageError::NotAKernel {
             name: name.into(),
             found: "it boots by the Linux protocol but has no Linux kernel inside (memtest86+ is made so)",
@@ -151,15 +151,15 @@ pub fn extract_vmlinux(name: &str, data: &[u8]) -> Result<Vec<u8>, KernelImageEr
 }
 
 /// Unpacks a kernel payload or a compressed kernel module. Returns the contents and the name of the
-/// compression method, which is `none` for an ELF file.
+/// compression method, which is `none` for an uncompressed ELF file.
 ///
 /// # Errors
 /// Returns [`KernelImageError::UnsupportedCompression`] for an unsupported method,
 /// [`KernelImageError::Unpack`] if the data is damaged, and [`KernelImageError::UnpackedTooLarge`]
 /// if the unpacked data exceeds the limit.
 pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), KernelImageError> {
-    // The kernel build appends the unpacked size, which bounds the output. gzip's own trailer
-    // serves this purpose.
+    // The kernel build appends the unpacked size. A gzip stream already ends with its unpacked
+    // size.
     let claimed = payload
         .last_chunk()
         .map_or(0, |size| u64::from(u32::from_le_bytes(*size)));
@@ -170,7 +170,7 @@ pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), Ker
     };
     let image = match method {
         "gzip" => bounded(name, method, claimed, flate2::read::GzDecoder::new(payload))?,
-        // Decode only one stream, because the size follows it.
+        // Decodes only one stream, because the data after it is the unpacked size.
         "xz" => {
             let decoder = XzReader::new_mem_limit(payload, false, XZ_MEMORY_KIB);
             bounded(name, method, claimed, decoder)?
@@ -214,7 +214,7 @@ fn unpack_error(
     }
 }
 
-/// Reads `decoder` until end of file, but at most [`MAX_UNPACKED_BYTES`].
+/// Reads `decoder` until end of file. Fails if it returns more than [`MAX_UNPACKED_BYTES`].
 fn bounded(
     name: &str,
     method: &'static str,
@@ -433,7 +433,7 @@ mod tests {
             matches!(no_image, Err(KernelImageError::NotAKernel { .. })),
             "{no_image:?}"
         );
-        // A module is not followed by its size.
+        // A kernel module is compressed without a size after the stream.
         assert_eq!(unpack("module", XZ).unwrap(), (sample(), "xz"));
         for short in [&b""[..], &LZ4_LEGACY_MAGIC, b"\x1F\x8B"] {
             assert!(unpack("module", short).is_err());

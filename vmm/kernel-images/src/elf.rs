@@ -49,7 +49,7 @@ pub struct LoadSegment<'a> {
 
 impl LoadSegment<'_> {
     /// Returns the guest-physical address of the link-time address `virt`. Returns `None` if the
-    /// part of the segment that the file contains does not include the address.
+    /// address is not in the part of the segment that the file contains.
     fn phys_of(&self, virt: u64) -> Option<u64> {
         let offset = virt.checked_sub(self.virt)?;
         (offset < self.data.len() as u64).then(|| self.phys.wrapping_add(offset))
@@ -160,7 +160,7 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     Ok(image)
 }
 
-/// Reads the program header table, which must be complete and have a plausible size.
+/// Reads the program header table. Fails if the table is truncated or has an implausible size.
 fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     name: &str,
     data: &'a [u8],
@@ -193,7 +193,7 @@ fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     Ok(headers)
 }
 
-/// Returns the PT_LOAD segments with a nonzero size in memory, of which there must be at least one.
+/// Returns the PT_LOAD segments with a nonzero size in memory. Fails if there are none.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
     name: &str,
@@ -262,7 +262,8 @@ impl ElfNotes {
             match note.name() {
                 b"Linux" => self.is_linux = true,
                 b"Xen" if note.n_type(endian).0 == XEN_ELFNOTE_PHYS32_ENTRY => {
-                    // The value has four bytes, or eight bytes with a zero upper half.
+                    // The entry point has four bytes, or eight bytes of which the upper four are
+                    // zero.
                     let low = note.desc().first_chunk();
                     self.pvh_entry = self.pvh_entry.or(low.map(|bytes| u32::from_le_bytes(*bytes)));
                 }
@@ -333,7 +334,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     data: &'a [u8],
 ) -> object::read::Result<ElfTables<'a>> {
     let sections = header.sections(endian, data)?;
-    // Indexed by section number, as used in symbols.
+    // Whether each section is executable, indexed by the section number that symbols refer to.
     let executable: Vec<bool> = sections
         .iter()
         .map(|section| {
@@ -371,7 +372,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
             continue;
         }
         let in_code = executable.get(usize::from(section.0)).copied().unwrap_or(false);
-        // Type letters of nm(1).
+        // Symbol types are stored as the letters that nm(1) prints.
         let letter = match kind {
             elf::STT_FUNC => b't',
             elf::STT_NOTYPE if in_code => b't',
@@ -390,15 +391,14 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     Ok(tables)
 }
 
-/// Adds the information that comes from the section headers to an image that was parsed from its
-/// program headers.
+/// Adds sections and symbols to an image whose program headers have been parsed.
 fn add_tables<'a>(image: &mut ElfImage<'a>, tables: ElfTables<'a>) {
     for section in tables
         .sections
         .iter()
         .filter(|s| s.executable && !s.data.is_empty())
     {
-        // Code is trusted only if a segment loads it at this address.
+        // A section counts as code only if a segment loads it at this address.
         let loaded = image.segments.iter().find_map(|s| {
             let offset = usize::try_from(section.virt.checked_sub(s.virt)?).ok()?;
             let end = offset.checked_add(section.data.len())?;

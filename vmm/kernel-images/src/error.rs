@@ -4,7 +4,7 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelImageError {
-    /// The file has no supported format.
+    /// The file is not in a supported format.
     #[error(
         "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image and an \
          ELF image with a PVH entry point"
@@ -135,7 +135,7 @@ pub enum ImageCorruption {
     Multiboot {
         /// Name of the field.
         field: &'static str,
-        /// The invalid location, to which the address field refers.
+        /// Description of the invalid location to which the field refers.
         place: &'static str,
     },
 }

@@ -11,7 +11,8 @@ use crate::kallsyms::{self, KallsymsError};
 use crate::orc::OrcTable;
 use crate::symbols::KernelSymbols;
 
-/// Tables of one kernel image, with link-time addresses.
+/// Unwind tables, symbols, type information and version of one kernel image. Addresses are
+/// link-time addresses, or run-time addresses if the image was read from memory.
 #[derive(Debug)]
 pub struct KernelImage {
     orc: Option<OrcTable>,
@@ -25,9 +26,9 @@ pub struct KernelImage {
 }
 
 impl KernelImage {
-    /// Parses an ELF vmlinux. `name` identifies the file in errors. Missing or damaged parts are
-    /// omitted and recorded in [`Self::notes`]; for example, stacks of a kernel without BTF can
-    /// still be unwound.
+    /// Parses an ELF vmlinux. `name` identifies the file in errors. Missing or damaged tables are
+    /// omitted and recorded in [`Self::notes`], because the other tables are still useful. For
+    /// example, stacks of a kernel without BTF can be unwound.
     ///
     /// # Errors
     /// Returns a [`KernelImageError`] if the file is not an ELF file or is for another processor.
@@ -76,8 +77,8 @@ impl KernelImage {
         if symbols.is_none() {
             notes.push("kernel symbols: neither a symbol table nor kallsyms in the image".into());
         }
-        // The image contains several strings that resemble the version line. The symbol identifies
-        // the actual line.
+        // Several strings in the image resemble the kernel banner. The symbol `linux_banner`
+        // identifies the actual one.
         let banner = symbols
             .as_ref()
             .and_then(|s| s.by_name("linux_banner"))
@@ -103,9 +104,9 @@ impl KernelImage {
         })
     }
 
-    /// Reads the tables of a running kernel from its memory. `bytes` is the memory from the address
-    /// `start`, in which unmapped parts are zeros. All addresses in the result are run-time
-    /// addresses, so callers must use a slide of 0.
+    /// Reads the tables of a running kernel from its memory. `bytes` is a copy of the kernel's
+    /// memory from the address `start`, with zeros for unmapped parts. All addresses in the result
+    /// are run-time addresses, so callers must use a slide of 0.
     #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
     pub fn from_memory(start: u64, bytes: &[u8]) -> Result<Self, KallsymsError> {
         let symbols = kallsyms::find(bytes)?;
@@ -152,12 +153,12 @@ impl KernelImage {
         })
     }
 
-    /// Returns the unwind tables, if the kernel has them.
+    /// Returns the ORC unwind tables, if the kernel has them.
     pub fn orc(&self) -> Option<&OrcTable> {
         self.orc.as_ref()
     }
 
-    /// Returns the type information, if the image has it.
+    /// Returns the BTF type information, if the image has it.
     pub fn btf(&self) -> Option<&Btf> {
         self.btf.as_ref()
     }
@@ -193,7 +194,7 @@ impl KernelImage {
         self.entry_text.clone()
     }
 
-    /// Returns one message for each part that the image lacks, to be shown to the operator.
+    /// Returns one message for each table that the image lacks, to be shown to the operator.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }

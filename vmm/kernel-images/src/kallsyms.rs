@@ -20,29 +20,29 @@
 use crate::le::{u32_at, u64_at};
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// Error returned when no table was found.
+/// Error returned when no valid kallsyms table was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsError {
-    /// No token table with a matching index.
+    /// No token table was found whose index matches its strings.
     #[error("kallsyms token table not found")]
     NoTokens,
-    /// No names that match the tokens and markers.
+    /// No symbol names were found that match the tokens and markers.
     #[error("kallsyms names that match the token table not found")]
     NoNames,
-    /// Symbol names without matching addresses.
+    /// Symbol names were found, but no matching addresses.
     #[error("kallsyms addresses that match the names not found")]
     NoAddresses,
 }
 
-/// Accepted range for the number of symbols.
+/// Accepted number of symbols in a table.
 const SYMBOLS: std::ops::RangeInclusive<u64> = 256..=4_000_000;
 /// Maximum distance from the start of the names to the token table that follows them, in bytes.
 const NAMES_REACH: usize = 32 << 20;
 /// Maximum number of candidates for the token table that are examined. Several may exist, because
 /// memory may contain copies of the table and similar data.
 const MAX_CANDIDATES: usize = 16;
-/// Maximum number of candidates for the names that are parsed completely. Parsing one costs a pass
-/// over all names.
+/// Maximum number of candidates for the name table that are parsed completely, each in a pass over
+/// all names.
 const MAX_VALIDATIONS: u32 = 64;
 /// Maximum length of an expanded name, in bytes.
 const MAX_NAME: usize = 1024;
@@ -54,7 +54,7 @@ struct TokenTable<'d> {
     data: &'d [u8],
     start: usize,
     index: [u16; 256],
-    /// End offset of the token index.
+    /// Offset of the end of the token index.
     end: usize,
 }
 
@@ -106,12 +106,12 @@ struct NameTable {
     count_at: usize,
     /// Offset of the first name.
     start: usize,
-    /// `true` if lengths from 128 on take two bytes.
+    /// `true` if a name of 128 or more tokens has a length field of two bytes.
     big: bool,
 }
 
-/// Returns the offset of the name after the one at offset `at`, and the range of the tokens of the
-/// name at `at`.
+/// Parses the compressed name at offset `at`. Returns the offset of the next name, and the range of
+/// the tokens of this one.
 fn name_at(data: &[u8], at: usize, big: bool) -> Option<(usize, std::ops::Range<usize>)> {
     let first = usize::from(*data.get(at)?);
     let (len, from) = if big && first & 0x80 != 0 {
@@ -139,15 +139,15 @@ fn is_symbol(text: &[u8]) -> bool {
         && text[1..].iter().all(u8::is_ascii_graphic)
 }
 
-/// Number of names that are checked before a candidate for the names is parsed completely.
+/// Number of names that are checked before a candidate for the name table is parsed completely.
 const PROBED_NAMES: usize = 64;
 
 impl NameTable {
     fn before(tokens: &TokenTable<'_>) -> Option<Self> {
         let data = tokens.data;
         let lowest = tokens.start.saturating_sub(NAMES_REACH);
-        // The search proceeds downwards from the token table, and the actual count is not
-        // necessarily the first match. Each candidate is verified by parsing it completely.
+        // Searches downwards from the token table for a plausible symbol count. The first match may
+        // be wrong, so each candidate is verified by parsing its names completely.
         let mut at = (tokens.start & !7).checked_sub(8)?;
         let mut proofs = 0;
         while at >= lowest {
@@ -226,14 +226,14 @@ fn addresses(tokens: &TokenTable<'_>, names: &NameTable) -> Option<Vec<u64>> {
     let data = tokens.data;
     let n = names.count;
     let offsets_len = (n * 4).next_multiple_of(8);
-    // Order since 6.4: token index, offsets, base.
+    // Layout since 6.4: token index, offsets, base.
     let after = tokens.end.next_multiple_of(8);
     if let Some(base) = u64_at(data, after + offsets_len)
         && let Some(found) = relative(data, after, n, base)
     {
         return Some(found);
     }
-    // Order up to 6.3: offsets, base, count.
+    // Layout up to 6.3: offsets, base, count.
     if let Some(base_at) = names.count_at.checked_sub(8)
         && let Some(base) = u64_at(data, base_at)
         && let Some(from) = base_at.checked_sub(offsets_len)
@@ -241,7 +241,7 @@ fn addresses(tokens: &TokenTable<'_>, names: &NameTable) -> Option<Vec<u64>> {
     {
         return Some(found);
     }
-    // Order without a base: addresses, count; or, since 6.4: token index, addresses.
+    // Layout without a base: addresses, count; or, since 6.4: token index, addresses.
     [names.count_at.checked_sub(n * 8), Some(after)]
         .into_iter()
         .flatten()
@@ -276,7 +276,7 @@ fn relative(data: &[u8], from: usize, n: usize, base: u64) -> Option<Vec<u64>> {
     })
 }
 
-/// Returns whether most addresses are kernel addresses.
+/// Returns whether most addresses in `list` are in the kernel's address range.
 fn is_plausible(list: &[u64]) -> bool {
     list.iter().filter(|&&a| a >= UPPER_HALF).count() * 2 > list.len()
 }
@@ -328,22 +328,22 @@ mod tests {
 
     #[derive(Clone, Copy, Debug)]
     enum Layout {
-        /// 64-bit addresses, counts and markers.
+        /// Linux 4.5 layout: addresses, counts and markers have 64 bits.
         V4_5,
         /// Linux 4.20 layout: offsets precede the names, and per-CPU symbols are absolute.
         V4_20,
         /// Linux 6.2 layout: like `V4_20`, with a permutation table between markers and tokens.
         V6_2,
-        /// Offsets after the tokens.
+        /// Linux 6.4 layout: offsets follow the tokens.
         V6_4,
-        /// Linux 6.15 layout: offsets follow the tokens, and all of them count up.
+        /// Linux 6.15 layout: like `V6_4`, but all offsets count up from the base.
         V6_15,
     }
 
     const BASE: u64 = 0xffff_ffff_8100_0000;
 
-    /// Builds kallsyms tables in a layout of the kernel build. The token table has one token of two
-    /// letters; all other tokens are single characters.
+    /// Builds kallsyms tables in the given layout. The token table has one token of two letters;
+    /// all other tokens are single characters.
     fn build(layout: Layout, symbols: &[(u64, String)]) -> Vec<u8> {
         let n = symbols.len();
         let mut tokens = Vec::new();

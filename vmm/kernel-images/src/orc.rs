@@ -51,10 +51,10 @@ impl OrcRegister {
     }
 }
 
-/// Type of data at the top of a stack frame, from which unwinding continues.
+/// Type of the data at the top of a stack frame, from which the unwinder finds the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrcFrameKind {
-    /// The contents are unknown. The code at this address cannot be unwound.
+    /// Unknown data. The unwinder cannot unwind the code at this address.
     Undefined,
     /// There is no caller: this frame is the outermost one of the stack.
     End,
@@ -82,7 +82,7 @@ pub struct OrcEntry {
     pub kind: OrcFrameKind,
 }
 
-/// Layout of the flag bits in the entries, which depends on the kernel version.
+/// Layout of the type and flag bits in ORC entries, which depends on the kernel version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrcFormat {
     /// Linux 4.14 to 6.2.
@@ -107,7 +107,7 @@ pub enum OrcError {
     /// Empty tables.
     #[error("the ORC tables are empty")]
     Empty,
-    /// The addresses span more than 4 GiB, which is the case in no kernel.
+    /// The addresses span more than 4 GiB, unlike those of any kernel.
     #[error("the ORC tables cover more than 4 GiB")]
     Span,
     /// The offsets, which were received from another process, do not ascend from 0.
@@ -136,7 +136,7 @@ pub fn addresses(virt: u64, data: &[u8]) -> Vec<u64> {
 }
 
 /// Returns an iterator over the addresses of an `.orc_unwind_ip` section at `virt`, in the order of
-/// the section.
+/// its entries.
 fn slots(virt: u64, data: &[u8]) -> impl Iterator<Item = u64> {
     let (distances, _) = data.as_chunks::<IP_SIZE>();
     distances.iter().enumerate().map(move |(i, distance)| {
@@ -153,8 +153,8 @@ pub struct OrcTable {
     /// Offsets from `base`, in ascending order.
     offsets: Vec<u32>,
     raw: Vec<[u8; ENTRY_SIZE]>,
-    /// For each block of text, the index of the first element of `offsets` at or after the start of
-    /// the block.
+    /// Block index: for each block of text, the index in `offsets` of the first entry at or after
+    /// the start of the block.
     blocks: Vec<u32>,
     /// Binary logarithm of the size of a block, which covers `2^block_shift` bytes of text.
     block_shift: u32,
@@ -178,9 +178,9 @@ impl OrcTable {
         let (entries, _) = entries.as_chunks::<ENTRY_SIZE>();
         let ips = slots(ip_section_address, ip_section);
         let mut slots: Vec<(u64, [u8; ENTRY_SIZE])> = ips.zip(entries.iter().copied()).collect();
-        // Kernels since 5.6 are sorted at build time, older kernels at boot. The sort is stable. If
-        // two entries have the same address, the later one takes precedence below, as in the
-        // kernel.
+        // The tables of kernels since 5.6 are sorted at build time, those of older kernels at boot.
+        // The sort is stable. If two entries have the same address, the later one takes precedence
+        // below, as in the kernel.
         if !slots.is_sorted_by_key(|s| s.0) {
             slots.sort_by_key(|s| s.0);
         }
@@ -304,8 +304,8 @@ fn flags(raw: &[u8; ENTRY_SIZE]) -> u16 {
 fn detect(all: impl Iterator<Item = u16>) -> OrcFormat {
     let (mut zero, mut two, mut bit3) = (0u64, 0u64, 0u64);
     for f in all {
-        // With few exceptions, entries that derive the previous stack pointer from rsp or rbp are
-        // calls.
+        // Nearly all entries that derive the previous stack pointer from rsp or rbp have the type
+        // call.
         if matches!(
             OrcRegister::from_nibble(f & 15),
             Some(OrcRegister::Sp | OrcRegister::Bp)
@@ -415,7 +415,8 @@ mod tests {
                 (e.sp_offset, e.bp_offset, e.sp_reg, e.bp_reg),
                 (16, -16, OrcRegister::Sp, OrcRegister::PrevSp)
             );
-            // An address without an entry uses the nearest lower entry, also across empty blocks.
+            // An address without an entry belongs to the nearest lower entry, even if blocks
+            // between them are empty.
             assert_eq!(table.find(TEXT + 0x3ff).unwrap().sp_offset, 24);
             assert_eq!(kind(0x405), OrcFrameKind::Regs);
             assert_eq!(kind(0x410), OrcFrameKind::RegsPartial);
@@ -500,7 +501,7 @@ mod tests {
             let table = OrcTable::parse(&i, AT, &e).unwrap();
             let want = offs.iter().rposition(|&o| o <= probe).map(|i| i as i16);
             let got = table.find(TEXT + probe).map(|e| e.sp_offset);
-            // Addresses after the last block have no entry.
+            // The table does not cover addresses after its last block.
             if got.is_some() || probe <= *offs.last().unwrap() {
                 prop_assert_eq!(got, want);
             }

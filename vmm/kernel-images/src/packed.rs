@@ -1,11 +1,11 @@
-//! Compressed storage for symbols that are kept during the lifetime of a VM and rarely used.
-//! Compression reduces their size to about one fifth.
+//! Compressed storage for symbols and text that a VM keeps for its lifetime but rarely uses.
+//! Compression reduces the size of symbols to about one fifth.
 
 use std::fmt;
 
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// Compressed kernel symbols.
+/// Symbols of a kernel, compressed to save memory.
 #[derive(Debug, Clone, Default)]
 pub struct PackedSymbols {
     /// LZ4 data with the uncompressed length as a prefix. Empty if there are no symbols.
@@ -64,7 +64,7 @@ impl PackedSymbols {
     }
 }
 
-/// Compressed text that is kept for a long time and rarely used.
+/// Text, compressed to save memory.
 #[derive(Clone, Default)]
 pub struct PackedText {
     /// LZ4 data with the uncompressed length as a prefix.

@@ -1,4 +1,4 @@
-//! Symbol table of a kernel, in a form that does not depend on where the symbols come from.
+//! Symbol table of a kernel, independent of its source (ELF file, kallsyms or text).
 
 #[derive(Debug, Clone, Copy)]
 struct SymbolEntry {
@@ -33,8 +33,8 @@ fn is_text(kind: u8) -> bool {
     matches!(kind, b't' | b'T' | b'w' | b'W')
 }
 
-/// Start of the upper half, which contains all kernel addresses. Smaller values are per-CPU offsets
-/// or constants.
+/// Start of the upper half of the address space, which contains all kernel addresses. Smaller
+/// symbol values are per-CPU offsets or constants.
 const UPPER_HALF: u64 = 1 << 63;
 /// Maximum name length, in bytes. Longer names are truncated; the kernel limit KSYM_NAME_LEN is
 /// 512.
@@ -44,11 +44,11 @@ const MAX_NAME: usize = 1024;
 pub const MAX_SYMBOLS: usize = 4_000_000;
 /// Maximum total size of names, in bytes. Distribution kernels have 5,000,000 to 10,000,000.
 const MAX_NAMES_BYTES: usize = 128 << 20;
-/// Maximum number of neighboring symbols that are searched: for a text symbol before an address,
-/// and for an alias whose size includes the address.
+/// Maximum number of entries that a lookup examines in addition to the nearest one: preceding
+/// entries to find a text symbol, or aliases at the same address.
 const NEIGHBOURS: usize = 64;
 
-/// Builder that accepts symbols in any order.
+/// Builds a [`KernelSymbols`] table from symbols in any order.
 #[derive(Debug, Default)]
 pub struct SymbolsBuilder {
     names: Vec<u8>,
@@ -110,7 +110,7 @@ impl SymbolsBuilder {
     }
 }
 
-/// Error returned for an unusable symbol text file.
+/// Error returned for a text in the format of `/proc/kallsyms` that contains no usable symbols.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsTextError {
     /// No line has the form "address type name".
@@ -154,7 +154,7 @@ impl KernelSymbols {
     }
 
     /// Resolves an address like [`Self::resolve`], but also accepts addresses in the lower half of
-    /// the address space, for guests that use a single address space.
+    /// the address space, for kernels that are linked at low addresses.
     pub fn resolve_flat(&self, address: u64) -> Option<(KernelSymbol<'_>, u64)> {
         let after = self.entries.partition_point(|e| e.address <= address);
         let at = self.entries.get(after.checked_sub(1)?)?.address;
@@ -166,7 +166,8 @@ impl KernelSymbols {
             .get(after)
             .map_or(at.saturating_add(4096), |next| next.address);
         let (best, others) = self.entries[..after].split_last()?;
-        // A data symbol is never returned, even if its address has other names.
+        // If the symbol that is preferred at this address is a data symbol, none of its aliases is
+        // returned.
         if !is_text(best.kind) || address >= reaches {
             return None;
         }
@@ -182,8 +183,8 @@ impl KernelSymbols {
             .map(|e| (self.symbol(e), offset))
     }
 
-    /// Returns the address of the last text symbol at or before `address`. Only a limited number of
-    /// preceding symbols is searched.
+    /// Returns the address of the last text symbol at or before `address`. Examines only a limited
+    /// number of preceding symbols.
     pub fn text_before(&self, address: u64) -> Option<u64> {
         let after = self.entries.partition_point(|e| e.address <= address);
         let nearest = self.entries[..after].iter().rev().take(NEIGHBOURS);
@@ -192,8 +193,8 @@ impl KernelSymbols {
             .find_map(|(kind, at)| is_text(kind).then_some(at))
     }
 
-    /// Returns the end of the symbol that starts at `address`, which is the start of the next
-    /// symbol.
+    /// Returns the end of the symbol that starts at `address`: the start of the next symbol, or
+    /// `address` plus 4 KiB if there is none.
     pub fn end_of(&self, address: u64) -> u64 {
         let after = self.entries.partition_point(|e| e.address <= address);
         self.entries

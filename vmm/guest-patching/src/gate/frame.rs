@@ -9,7 +9,7 @@ use crate::registers::{Segment, SystemRegisters, VcpuState};
 
 /// RFLAGS bit 1, always set (SDM vol. 3 §2.3).
 const RFLAGS_ONE: u64 = 1 << 1;
-/// RFLAGS.TF: trap flag, raises #DB after each instruction (SDM vol. 3 §2.3).
+/// RFLAGS.TF, the trap flag: the processor raises #DB after each instruction (SDM vol. 3 §2.3).
 pub const RFLAGS_TF: u64 = 1 << 8;
 /// RFLAGS bits that are restored from the frame on return to 64-bit code: all defined bits except
 /// RF and VM (SDM vol. 3 §2.3).
@@ -71,8 +71,8 @@ impl FaultFrame {
         let readable = memory.read(linear, &mut code);
         let length = rdpmc_length(&code[..readable], &cs).or_else(|| replaced(memory.physical(linear)?))?;
         let behind = rip.wrapping_add(length.into());
-        // Resuming at a non-canonical address would terminate the VM, and a guest program must not
-        // be able to cause that.
+        // A non-canonical RIP would make the VM entry fail and end the VM. A guest program must not
+        // be able to cause this.
         (cs.l == 0 || is_canonical(behind, &state.sregs)).then_some(Self {
             rip,
             length,
@@ -87,7 +87,7 @@ impl FaultFrame {
         self.cs.selector.to_le_bytes()[0] & 3
     }
 
-    /// Returns the RIP after the RDPMC.
+    /// Returns the RIP of the instruction after the RDPMC.
     pub fn behind(&self) -> u64 {
         let behind = self.rip.wrapping_add(self.length.into());
         if self.cs.l == 0 {
@@ -103,7 +103,7 @@ impl FaultFrame {
         self.rflags & RFLAGS_TF != 0
     }
 
-    /// Completes the RDPMC with `value` and resumes after it.
+    /// Completes the RDPMC with `value` in EDX:EAX, and resumes the guest after it.
     pub fn resume(&self, value: u64, state: &mut VcpuState) {
         self.execute_again(state);
         state.regs.rip = self.behind();
@@ -222,7 +222,7 @@ mod tests {
         state
     }
 
-    /// Encodes a segment as a descriptor-table entry (SDM vol. 3, figure 3-8).
+    /// Encodes the segment `of` as a descriptor-table entry (SDM vol. 3, figure 3-8).
     fn descriptor(of: &Segment) -> u64 {
         let limit = u64::from(if of.g == 1 { of.limit >> 12 } else { of.limit });
         let bits = [(of.type_, 40), (of.s, 44), (of.dpl, 45), (of.present, 47)];
@@ -322,7 +322,7 @@ mod tests {
                 "{gdt:#x} {ldt:#x} {selector:#x}"
             );
         }
-        // A table outside guest memory.
+        // The descriptor table is outside guest memory.
         let mut nowhere = state(0xff, 0);
         nowhere.sregs.gdt.base = 0x1_0000 - 8;
         let found = segment(&nowhere.sregs, 0x08, &mut LinearMemory::new(&memory, &nowhere));

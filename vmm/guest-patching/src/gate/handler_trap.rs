@@ -1,4 +1,4 @@
-//! Trap in place of the first instruction of the guest's #GP handler.
+//! Trap in place of the first instruction of the guest's #GP handler, which is the trap port write.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +13,7 @@ use crate::registers::VcpuState;
 pub(super) const RFLAGS_DF: u64 = 1 << 10;
 pub(super) const RFLAGS_AC: u64 = 1 << 18;
 
-/// First instruction of a handler, which a trap replaces.
+/// First instruction of the guest's #GP handler, which a trap replaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HandlerInstruction {
     /// Guest linear address. An ENDBR64 before it is preserved for indirect branch tracking.
@@ -26,9 +26,9 @@ pub struct HandlerInstruction {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum InstructionEffect {
-    /// Clears these flags.
+    /// The instruction clears these bits of RFLAGS.
     Clear(u64),
-    /// Pushes this value.
+    /// The instruction pushes this value.
     Push(i32),
 }
 
@@ -94,13 +94,13 @@ const MAX_FORMER_TRAPS: usize = 8;
 /// changing.
 const MAX_EXCHANGE_ATTEMPTS: u32 = 64;
 
-/// Trap in the #GP handler of a VM. All vCPUs share it, because they share the code.
+/// Trap in the #GP handler of a VM. All vCPUs share the trap, because they share the handler code.
 #[derive(Debug, Default)]
 pub struct GpHandlerTrap {
     /// Guest linear address of the trap, or 0 if none is installed. Read on each port write that
     /// the trap may have caused, and written once or twice per kernel.
     at: AtomicU64,
-    /// Previous addresses of the trap. See [`TrapLocations`] for details.
+    /// Addresses of former traps, for lookups without a lock. [`TrapLocations`] has the details.
     left: [AtomicU64; MAX_FORMER_TRAPS],
     places: Mutex<TrapLocations>,
 }
@@ -119,16 +119,16 @@ struct TrapLocation {
     gpa: GuestAddress,
     /// Original code bytes.
     code: [u8; TRAP.len()],
-    /// Code bytes with the trap, including the bytes after it.
+    /// Code bytes after the trap was installed: the trap and the bytes after it.
     with_exit: [u8; COMPARED_BYTES],
 }
 
-/// A former location of the trap.
+/// A trap that is no longer the current one.
 #[derive(Clone, Copy, Debug)]
 struct FormerTrap {
     head: HandlerInstruction,
-    /// `true` if the trap could not be removed, because the bytes after it had changed and the
-    /// memory may no longer contain code.
+    /// `true` if the trap is still in memory, for example because the bytes after it had changed
+    /// and the memory may no longer contain code.
     stands: bool,
 }
 
@@ -197,12 +197,12 @@ impl GpHandlerTrap {
         gpa: GuestAddress,
         memory: &GuestMemoryMmap,
     ) -> bool {
-        // Other vCPUs may execute this code concurrently. Each vCPU must see either the whole old
-        // instruction or the whole trap.
+        // Other vCPUs may execute this code concurrently. The trap must lie within one instruction,
+        // so that each vCPU sees either the whole instruction or the whole trap.
         if usize::from(head.length) < TRAP.len() {
             return false;
         }
-        // The lock prevents a vCPU from saving another vCPU's trap as the guest's code.
+        // The lock ensures that no vCPU saves the trap of another vCPU as the guest's code.
         let mut places = self.places();
         if let Some(old) = &places.here
             && old.head == head
@@ -250,9 +250,9 @@ impl GpHandlerTrap {
     }
 
     /// Removes the trap unless the bytes after it have changed. In that case the memory may no
-    /// longer contain code, and the trap is left in place. If the memory does still contain code,
-    /// for example because the guest rewrote its handler after the first instruction, the trap
-    /// continues to be emulated.
+    /// longer contain code, and the trap is left in place. The trap is still emulated when a vCPU
+    /// executes it, for example because the guest has only rewritten its handler after the first
+    /// instruction.
     fn remove_locked(&self, places: &mut TrapLocations, memory: &GuestMemoryMmap) {
         let Some(old) = places.here.take() else { return };
         let mut there = [0; COMPARED_BYTES];
@@ -262,7 +262,7 @@ impl GpHandlerTrap {
         } else {
             there.starts_with(&TRAP)
         };
-        // A vCPU may have executed the trap but not yet exited.
+        // Remembers the trap, because a vCPU may have executed it but not yet exited.
         let slot = places.leave(FormerTrap {
             head: old.head,
             stands,
@@ -280,7 +280,8 @@ impl TrapLocations {
             .find(|former| former.head.at == at)
     }
 
-    /// Records a former trap, replacing the entry with the same address or the oldest one.
+    /// Records a former trap in the entry with the same address, or else in the oldest entry.
+    /// Returns the index of the entry.
     fn leave(&mut self, place: FormerTrap) -> usize {
         let same = |former: &Option<FormerTrap>| former.is_some_and(|former| former.head.at == place.head.at);
         let slot = self.former.iter().position(same).unwrap_or_else(|| {

@@ -46,12 +46,12 @@ const CR4_CET: u64 = 1 << 23;
 /// CR4.FRED: events bypass the IDT (Intel FRED specification §3.1).
 const CR4_FRED: u64 = 1 << 32;
 
-/// Reason why a vCPU stopped at the #GP handler.
+/// Reason why a vCPU stopped at the first instruction of the #GP handler.
 #[derive(Clone, Copy, Debug)]
 pub enum HandlerStopReason {
     /// An RDPMC faulted; complete it with [`FaultedRdpmc::give`].
     Rdpmc(FaultedRdpmc),
-    /// Another fault occurred; the handler must run.
+    /// Another fault occurred; the guest's handler must run.
     Handler,
 }
 
@@ -89,7 +89,7 @@ impl FaultedRdpmc {
 }
 
 /// The IDT's #GP gate and the handler code at the last check, with their physical addresses. Later
-/// checks compare guest memory with this copy and need no KVM call.
+/// checks only compare guest memory with this copy, which needs no KVM call.
 #[derive(Clone, Copy, Debug)]
 struct HandlerSnapshot {
     entry: (GuestAddress, u128),
@@ -107,7 +107,7 @@ impl HandlerSnapshot {
     }
 }
 
-/// #GP handler interception of one vCPU.
+/// Interception of the #GP handler for one vCPU, by a shared trap or by a breakpoint.
 #[derive(Debug)]
 pub struct GpHandlerGate {
     memory: GuestMemoryMmap,
@@ -117,9 +117,9 @@ pub struct GpHandlerGate {
     /// Instruction at which the breakpoint is set.
     breakpoint: Option<HandlerInstruction>,
     seen: Option<HandlerSnapshot>,
-    /// Address of a handler that cannot be intercepted, to log it only once.
+    /// Address of a handler that cannot be intercepted. Stored so that it is logged only once.
     unfit: Option<u64>,
-    /// Number of log lines written.
+    /// Number of log lines written, at most [`MAX_LOG_LINES`].
     said: u32,
 }
 
@@ -151,13 +151,14 @@ impl GpHandlerGate {
         }
     }
 
-    /// Returns `true` if the gate or the handler code in memory has changed since the last check.
+    /// Returns `true` if the IDT's #GP gate or the handler code in memory has changed since the
+    /// last check.
     #[inline]
     pub fn has_changed(&self) -> bool {
         self.seen.is_some_and(|seen| !seen.is_there(&self.memory))
     }
 
-    /// Returns the trap that caused a port write with the vCPU at `rip`.
+    /// Returns the trap that a vCPU executed, given its RIP `rip` at the exit of the port write.
     #[inline]
     pub fn planted_at(&self, rip: u64) -> Option<HandlerTrapState> {
         self.planted.as_ref()?.of(rip)
@@ -256,7 +257,8 @@ impl GpHandlerGate {
             return Some((head, self.breakpoint.replace(head) != Some(head)));
         };
         let mut memory = LinearMemory::new(&self.memory, state);
-        // The trap is at the first instruction, or after a 4-byte ENDBR64.
+        // The trap is placed on the first instruction, or on the second if the first is an ENDBR64
+        // (4 bytes).
         for at in [gate, gate.wrapping_add(4)] {
             if code
                 .get((at - gate) as usize..)

@@ -33,7 +33,7 @@ fn kernel(memory: &GuestMemoryMmap) -> VcpuState {
     memory
         .write_obj(gate, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
         .unwrap();
-    // 64-bit code and data segments of CPL 3.
+    // Descriptors of a 64-bit code segment and a data segment, both with DPL 3.
     memory
         .write_obj(
             0x00af_fb00_0000_ffffu64,
@@ -89,14 +89,14 @@ fn handler_prologues_are_decoded() {
         of(&[0x68, 0, 0, 0, 0x80]),
         Some((0, 5, InstructionEffect::Push(i32::MIN)))
     );
-    // CALL, PUSH RAX, SUB RSP, and no code at all.
+    // The handler starts with CALL, PUSH RAX or SUB RSP, or its code cannot be read.
     for unfit in [&[0xe8, 0, 0, 0, 0][..], &[0x50], &[0x48, 0x83, 0xec, 8], &[]] {
         assert_eq!(of(unfit), None, "{unfit:x?}");
     }
 }
 
-/// The trap replaces exactly one instruction of the #GP handler, is recognized when found again,
-/// and is never installed on top of itself.
+/// The trap replaces exactly one instruction of the #GP handler. If the trap is still in place, it
+/// is kept and not replaced by a second trap.
 #[test]
 fn trap_is_reinstalled_after_code_is_rewritten() {
     let memory = memory();
@@ -123,7 +123,8 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     at.regs.rflags = RFLAGS_AC | 2;
     gate.enter_handler(GATE + 4, &mut at).unwrap();
     assert_eq!((at.regs.rip, at.regs.rflags), (GATE + 7, 2));
-    // If another vCPU uses a different handler, the code of the first handler is restored.
+    // When a vCPU with a different handler moves the trap there, the code of the first handler is
+    // restored.
     memory
         .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
         .unwrap();
@@ -235,15 +236,15 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
         gate.enter_handler(*at, &mut on_its_way).unwrap();
         assert_eq!(on_its_way.regs.rip, *at);
     }
-    // The handler moves back to the first address, which then contains the trap again.
+    // The handler moves back to the first address, where the trap is then installed again.
     move_handler(&memory, GATE);
     gate.look(&state);
     assert_eq!(gate.planted_at(GATE), Some(HandlerTrapState::Installed(GATE)));
     assert_eq!(gate.planted_at(0x6200), Some(HandlerTrapState::Removed(0x6200)));
 }
 
-/// A snapshot contains the original #GP handler without the trap. A trap that cannot be removed is
-/// reported.
+/// A snapshot contains the original #GP handler without the trap. If a trap cannot be removed, the
+/// removal reports this.
 #[test]
 fn no_code_of_ours_is_left_planted() {
     let memory = memory();
@@ -533,7 +534,7 @@ fn other_faults_reach_the_handler() {
     state.sregs.cr4 = CR4_LA57;
     assert!(is_canonical(last + 2, &state.sregs) && !is_canonical(1 << 56, &state.sregs));
     state.sregs.cr4 = 0;
-    // A segment descriptor with both L and D set.
+    // A code segment descriptor with L and D both set is reserved.
     memory
         .write_obj(0x00ef_fb00_0000_ffffu64, GuestAddress(GDT + 0x38))
         .unwrap();

@@ -11,7 +11,7 @@ const TEXT_AT: usize = 0x200;
 const RODATA_VIRT: u64 = TEXT_VIRT + 0x1000;
 const BANNER: &[u8] = b"Linux version 6.1.0-56-cloud-amd64 (debian-kernel@lists.debian.org) #1 SMP\n\0";
 
-/// Writer for little-endian fields.
+/// Writer of an ELF file's little-endian fields.
 #[derive(Default)]
 struct LittleEndianWriter(Vec<u8>);
 
@@ -62,7 +62,7 @@ const SYMBOLS: [Symbol; 6] = [
     ("file.c", 4, 0xFFF1, 0),
 ];
 
-/// Properties of the image that a test can change.
+/// Properties of the test image that a test can change.
 struct ImageShape {
     machine: u16,
     symbols: &'static [Symbol],
@@ -225,12 +225,12 @@ fn damaged_headers_are_rejected_by_name() {
     };
     assert!(with(4, &[9]).contains("class 9"), "ELFCLASS");
     assert!(with(5, &[2]).contains("endian"), "ELFDATA");
-    // Damage e_phoff, e_phnum and p_offset, and make p_filesz larger than p_memsz.
+    // Damages e_phoff, e_phnum and p_offset, and makes p_filesz larger than p_memsz.
     assert!(with(0x20, &u64::MAX.to_le_bytes()).contains("program header"));
     assert!(with(0x38, &500u16.to_le_bytes()).contains("program header"));
     assert!(with(64 + 8, &u64::MAX.to_le_bytes()).contains("segment 0"));
     assert!(with(64 + 32, &0x5000u64.to_le_bytes()).contains("segment 0"));
-    // Replace PT_LOAD with PT_NOTE.
+    // Replaces PT_LOAD with PT_NOTE.
     let mut nothing = whole.clone();
     nothing[64] = 4;
     assert!(matches!(
@@ -250,7 +250,7 @@ fn truncated_file_never_panics() {
     for len in 0..whole.len() {
         let data = &whole[..len];
         let read = elf::parse("x", data).is_ok();
-        // Without the segment's contents there is nothing to boot.
+        // The image must not be accepted unless it contains the whole segment.
         assert!(
             !read || len >= TEXT_AT + 0x1200,
             "{len} bytes were taken for a kernel"
@@ -292,7 +292,7 @@ fn stripped_kernel_reports_missing_symbols() {
     );
 }
 
-/// A kernel banner that is unterminated or not valid text is ignored.
+/// A kernel banner is ignored if it is a format string, unterminated or not valid text.
 #[test]
 fn banner_is_a_line_with_a_version() {
     assert_eq!(find_banner(b"Linux version %s (%s)\n"), None, "a format string");
