@@ -33,8 +33,8 @@ const MAX_OPERATIONS: u32 = 256;
 /// Maximum length of an FDE or CIE, in bytes. The longest entries of glibc have several hundred
 /// bytes.
 const MAX_ENTRY: usize = 64 << 10;
-/// Number of registers, indexed by DWARF number: 16 general-purpose registers and the return
-/// address.
+/// Number of registers that the unwinder tracks, indexed by DWARF number: 16 general-purpose
+/// registers and the return address.
 pub const REGISTERS: usize = 17;
 const RSP: usize = 7;
 const RBP: usize = 6;
@@ -53,8 +53,8 @@ pub struct MappedCode {
     pub start: u64,
     /// Exclusive end address of the mapping.
     pub end: u64,
-    /// Load bias (run-time address minus link-time address, wrapping) and the module that is
-    /// mapped; `None` until the module has been read.
+    /// Module that is mapped, with its load bias (run-time address minus link-time address,
+    /// wrapping); `None` until the module has been read.
     pub code: Option<(u64, Arc<LoadedModule>)>,
 }
 
@@ -90,18 +90,17 @@ pub struct UserThreadState<'s> {
     /// Registers by DWARF number, the last of which is the instruction pointer. `None` for an
     /// unknown register.
     pub registers: [Option<u64>; REGISTERS],
-    /// `true` if the instruction pointer is the address of the interrupted instruction, `false` if
-    /// it is the return address of a call.
+    /// `true` if the instruction pointer is that of the interrupted instruction, `false` if it is
+    /// the return address of a call, which follows the call instruction.
     pub exact_ip: bool,
     /// Copy of the stack, from the stack pointer upwards.
     pub stack: &'s [u8],
-    /// `true` if the stack is larger than the requested size, so that the copy lacks its upper
-    /// part.
+    /// `true` if the stack is larger than the copy, so that the copy lacks the outer frames.
     pub cut: bool,
 }
 
 impl UserThreadState<'_> {
-    /// Reads the 8 bytes at `address`.
+    /// Reads the 8 bytes at `address` from the copy of the stack.
     fn word(&self, address: u64) -> Result<u64, UnwindStop> {
         let base = self.registers[RSP].ok_or(UnwindStop::BadFrame)?;
         let offset = address.checked_sub(base).ok_or(UnwindStop::BadFrame)?;
@@ -115,7 +114,7 @@ impl UserThreadState<'_> {
     }
 }
 
-/// Unwinder that reuses its buffers for each stack.
+/// Unwinder of user stacks. Reuses its buffers for each stack.
 #[derive(Debug, Default)]
 pub struct Unwinder {
     context: UnwindContext<usize>,
@@ -130,7 +129,7 @@ pub struct UnwindResult {
     pub guessed: bool,
 }
 
-/// A frame whose caller is to be computed.
+/// A frame whose caller is to be computed, and where to look it up in the unwind tables.
 #[derive(Clone, Copy)]
 struct FrameLookup<'s> {
     /// Link-time address that is looked up in the unwind tables.
@@ -192,8 +191,8 @@ impl Unwinder {
         guessed: &mut bool,
     ) -> Result<Option<FrameRegs>, UnwindStop> {
         let ip = frame.registers[RA].ok_or(UnwindStop::BadFrame)?;
-        // If the call was the last instruction of a function, its return address belongs to the
-        // next function. Look up the preceding byte.
+        // A return address may belong to the next function, because the call may be the last
+        // instruction of its function. The unwinder therefore looks up the preceding byte.
         let probe = ip.wrapping_sub(u64::from(!frame.exact_ip));
         let mapped = code.find(probe).and_then(|mapped| mapped.code.as_ref());
         let by_eh_frame = mapped.and_then(|(bias, module)| {
@@ -225,8 +224,8 @@ impl Unwinder {
         if ip == 0 {
             return Ok(None);
         }
-        // Frames must be in strictly ascending order, or unwinding could loop forever. A signal
-        // frame may switch to another stack, which the copy does not contain.
+        // The stack pointers of the frames must strictly ascend, or unwinding could loop forever. A
+        // signal frame may switch to another stack, which the copy does not contain.
         if sp <= before || ip >= USER_END {
             return Err(UnwindStop::BadFrame);
         }
@@ -324,10 +323,12 @@ impl Unwinder {
             };
             registers[number] = match value {
                 Ok(value) => value,
-                // Unwinding can continue without the other registers, but not without RA and RSP.
+                // Unwinding cannot continue without the return address and rsp, but without other
+                // registers.
                 Err(end) if matches!(number, RA | RSP) => return Some(Err(end)),
-                // The stack slot of a register that has already been popped is below the stack
-                // pointer.
+                // The value cannot be read. A callee-saved register keeps its current value,
+                // because a register that has been popped is stored below the stack pointer,
+                // outside the copy of the stack.
                 Err(_) => own.filter(|_| CALLEE_SAVED.contains(&number)),
             };
         }
@@ -359,7 +360,8 @@ fn entry<'t>(
         .parse(bases, 8)
         .ok()?;
     let rows = index.table()?;
-    // The guest controls the number of rows, which `gimli` multiplies without an overflow check.
+    // The guest controls the number of rows in the index, and `gimli` multiplies it without an
+    // overflow check.
     if rows.iter(bases).size_hint().0 > tables.index.len() {
         return None;
     }
@@ -410,7 +412,7 @@ struct Evaluator<'e, 't, S> {
 }
 
 impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
-    /// Evaluates an expression, with `first` as the initial stack entry.
+    /// Evaluates an expression. `first` is the initial entry on the expression's own stack.
     fn value(&self, expression: &UnwindExpression<usize>, first: Option<u64>) -> Result<u64, UnwindStop> {
         let expression = expression.get(self.frames).map_err(|_| UnwindStop::NoTable)?;
         let mut eval = Evaluation::new(expression.0, self.entry.cie().encoding());

@@ -16,13 +16,12 @@ use gimli::{
 use kernel_images::le::u32_at;
 use object::{CompressionFormat, Object, ObjectSection};
 
-/// Maximum size of the section, in bytes. Unwind tables that are read from memory have the same
-/// limit.
+/// Maximum size of the section, in bytes. The limit for unwind tables in memory is the same.
 const MAX_SECTION: u64 = 24 << 20;
 /// Maximum number of functions in one file.
 const MAX_FUNCTIONS: usize = 1 << 19;
 /// Maximum length of one CIE, and maximum total length of the CIEs that are parsed, in bytes. The
-/// limit on the total is needed because each FDE causes its CIE to be parsed again.
+/// total is limited because a CIE is parsed again for each of its FDEs.
 const MAX_COMMON: u64 = 64 << 10;
 const MAX_COMMON_READ: u64 = 256 << 20;
 /// Size of an address, in bytes.
@@ -32,7 +31,8 @@ const ADDRESS: u8 = 8;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DebugFrames {
     bytes: Vec<u8>,
-    /// Start address, end address (exclusive) and offset of the FDE, sorted by start address.
+    /// Functions with unwind information, sorted by start address: start address, end address
+    /// (exclusive) and offset of the FDE.
     functions: Vec<(u64, u64, u32)>,
 }
 
@@ -71,7 +71,7 @@ impl DebugFrames {
                 Some(left) if common <= MAX_COMMON => left,
                 Some(_) | None => continue,
             };
-            // A damaged entry covers no address.
+            // A damaged entry is skipped.
             let Ok(entry) = partial.parse(DebugFrame::cie_from_offset) else {
                 continue;
             };
@@ -79,7 +79,7 @@ impl DebugFrames {
             let (Some(end), Ok(at)) = (start.checked_add(len), u32::try_from(entry.offset())) else {
                 continue;
             };
-            // The linker relocates discarded functions to address 0.
+            // The linker leaves FDEs of discarded functions, whose address is then 0.
             if start == 0 || len == 0 {
                 continue;
             }

@@ -21,7 +21,7 @@ pub fn readable(name: &str) -> String {
 fn rust(name: &str) -> Option<String> {
     let mut out = BoundedString::default();
     let demangled = rustc_demangle::try_demangle(name).ok()?;
-    // The alternate form omits the hash.
+    // The alternate form omits the hash of Rust symbol names.
     write!(out, "{demangled:#}").ok().map(|()| out.0)
 }
 
@@ -73,7 +73,8 @@ mod tests {
     #[test]
     fn exponential_mangled_name_is_kept() {
         let mut name = "_Z1fI1aE".to_owned();
-        // Each component adds two substitutions, the second of which is the component itself.
+        // Each component adds two substitutions to the mangled name's table, the second of which is
+        // the component itself.
         for n in 0..17 {
             let of = char::from_digit(2 * n, 36).unwrap().to_ascii_uppercase();
             name.push_str(&format!("1xIS{of}_S{of}_E"));

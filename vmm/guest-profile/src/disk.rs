@@ -54,7 +54,7 @@ const MAX_COMPONENTS: u32 = 1000;
 const SECTOR: u64 = SECTOR_BYTES as u64;
 const SECTOR_BYTES: usize = 512;
 
-/// Byte-level read access to a disk.
+/// Read access to the bytes of a guest's disk.
 pub trait DiskBytes {
     /// Returns the size of the disk, in bytes.
     fn len(&self) -> u64;
@@ -92,7 +92,7 @@ pub enum DiskError {
     /// The file exceeds the maximum size.
     #[error("larger than {} MiB", .0 >> 20)]
     TooLarge(u64),
-    /// This request or an earlier one exceeded its time limit, or all requests together did.
+    /// A request took too long, or all requests together did. All later requests then fail as well.
     #[error(
         "reading the disk took longer than {} s, or {} s in total; the disk is no longer read",
         REQUEST_TIMEOUT.as_secs(),
@@ -146,7 +146,7 @@ impl GuestDisk {
             for ask in asked {
                 let result = match (ask, &open) {
                     (DiskRequest::LookAgain, _) => {
-                        // If the refresh fails, continue with the previous view of the disk.
+                        // If the refresh fails, the previous view of the disk is opened again.
                         let seen = bytes.reload();
                         open = FileSystems::open(&bytes);
                         seen.map(|()| Vec::new())
@@ -196,8 +196,8 @@ impl GuestDisk {
         self.answer()
     }
 
-    /// Reads the guest's file `path` of at most `most` bytes. Follows symbolic links within the
-    /// file system.
+    /// Reads the guest's file `path`, which may have at most `most` bytes. Follows symbolic links
+    /// within the file system.
     ///
     /// # Errors
     /// Returns a [`DiskError`] if the file is missing, unreadable or too large, or if the request
@@ -216,16 +216,16 @@ impl GuestDisk {
     }
 }
 
-/// The number of bytes that may still be read from a disk.
+/// Budget for reads from a disk: the number of bytes that may still be read.
 #[derive(Clone, Default)]
 struct ReadBudget(Rc<RefCell<ReadState>>);
 
 #[derive(Default)]
 struct ReadState {
     left: u64,
-    /// Contents of each sector at its first read, if repeated reads must return the same data;
-    /// otherwise `None`. If they could return different data, a concurrent write by the guest could
-    /// invalidate checks that have already been made.
+    /// Contents of each sector at its first read, while repeated reads must return the same data;
+    /// otherwise `None`. Without this, a concurrent write by the guest could invalidate checks that
+    /// have already been made.
     kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,
 }
 
@@ -258,7 +258,7 @@ impl ReadBudget {
     }
 }
 
-/// A contiguous range of a disk.
+/// A contiguous range of a disk, such as a partition.
 struct DiskRange {
     disk: Rc<dyn DiskBytes>,
     start: u64,
@@ -317,7 +317,8 @@ impl FileSystems {
             return Err(DiskError::NoFileSystem(why));
         }
         budget.allow(MAX_METADATA_BYTES);
-        // `/etc` may have any type, so do not follow symbolic links.
+        // The root file system has `/etc`. The search does not follow a symbolic link with this
+        // name, because its target is read without a size limit.
         systems.sort_by_key(|system| system.symlink_metadata("/etc").is_err());
         Ok(Self { systems, budget })
     }
@@ -341,7 +342,7 @@ impl FileSystems {
     }
 }
 
-/// Formats an error and its sources on one line.
+/// Formats an error and its causes on one line.
 fn error_text(error: &Ext4Error) -> String {
     perf_core::error_line(error)
 }
@@ -471,7 +472,7 @@ fn partitions(disk: &dyn DiskBytes) -> Vec<(u64, u64)> {
         let (Some(start), Some(len)) = (first.checked_mul(SECTOR), sectors.checked_mul(SECTOR)) else {
             return;
         };
-        // The partition table is untrusted.
+        // The partition table is untrusted, so a partition may extend beyond the disk.
         let inside = start.checked_add(len).is_some_and(|end| end <= disk.len());
         if inside && start > 0 && len > 0 {
             found.push((start, len));

@@ -13,8 +13,8 @@ const MOST_FUNCTIONS: usize = 1 << 20;
 /// The JIT-compiled functions of one process.
 #[derive(Debug, Default)]
 pub struct JitMap {
-    /// Functions sorted by start address. If several functions have the same start address, the
-    /// function listed last comes first, because JIT compilers reuse code memory.
+    /// Functions sorted by start address. If several functions have the same start address, the one
+    /// that the file lists last comes first, because JIT compilers reuse code memory.
     functions: Vec<(u64, u64, String)>,
 }
 
@@ -24,8 +24,8 @@ impl JitMap {
         format!("/tmp/perf-{pid}.map")
     }
 
-    /// Parses a perf map, until the functions occupy `most` bytes of memory. Skips malformed lines,
-    /// including an incomplete last line.
+    /// Parses a perf map. Stops when the functions occupy `most` bytes of memory. Skips malformed
+    /// lines, including an incomplete last line.
     pub fn parse(bytes: &[u8], most: u64) -> Self {
         let complete = bytes
             .iter()
@@ -41,7 +41,8 @@ impl JitMap {
                 Some(function)
             })
             .collect();
-        // If several functions have the same address, the last one in the file must come first.
+        // The sort below is stable, so of several functions at one address, the last one in the
+        // file comes first.
         functions.reverse();
         functions.sort_by_key(|(start, ..)| *start);
         functions.dedup_by_key(|(start, ..)| *start);

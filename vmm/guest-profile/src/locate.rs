@@ -22,30 +22,30 @@ pub struct KernelAnchorRegisters {
     pub idt_base: u64,
 }
 
-/// The location of a running kernel.
+/// Location at which a guest's kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelLocation {
     /// Run-time address of any kernel symbol minus its address in the image, wrapping.
     pub slide: u64,
-    /// `true` if the version string in guest memory matches the image. `false` if the image has no
-    /// version string or no symbol for it, in which case the slide is derived only from the
-    /// register.
+    /// `true` if the version string in guest memory matches the image. `false` if the image lacks
+    /// the version string or its symbol, or if the string in guest memory cannot be read. The slide
+    /// is then derived only from a register.
     pub verified: bool,
 }
 
-/// Error returned when the kernel is not located.
+/// Error returned when the running kernel cannot be located.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LocateError {
     /// The paging mode of the vCPU is unsupported.
     #[error("cannot read the guest's page tables")]
     Mode(#[from] UnsupportedPaging),
-    /// No register points into a kernel yet.
+    /// None of the registers points into a kernel yet.
     #[error("the guest's kernel has not started yet, or is not 64-bit Linux")]
     NoAnchor,
-    /// The image has no symbols, which are required.
+    /// The image has no symbols, without which the slide cannot be determined.
     #[error("the kernel image has no symbols with which to find its load address")]
     NoSymbols,
-    /// The version string in guest memory differs from the image's version string.
+    /// The registers or the version string in guest memory belong to another kernel than the image.
     #[error("the guest runs a different kernel than the given image")]
     OtherKernel,
     /// The kernel's symbol table was not found in guest memory.
@@ -58,8 +58,8 @@ pub enum LocateError {
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 const SLIDE_ALIGN: u64 = 2 << 20;
 const MAX_SLIDE: u64 = 1 << 30;
-/// Maximum number of memory reads to locate a kernel. A large number is acceptable, because the
-/// kernel is not located for each sample.
+/// Maximum number of memory reads to locate a kernel. The limit may be large, because a kernel is
+/// located once and not for each sample.
 const PLACE_READS: u32 = 4096;
 /// Maximum number of bytes of a kernel that are read from memory.
 const MAX_KERNEL: u64 = 128 << 20;
@@ -142,8 +142,8 @@ fn idt_gate<M: GuestPhys + ?Sized>(
 }
 
 /// Reads a running Linux kernel from guest memory without an image. The symbols, unwind tables and
-/// type information have run-time addresses, so the slide is 0. Copies tens of MiB and should be
-/// called once per guest.
+/// type information have run-time addresses, so the slide is 0. The function copies tens of MiB, so
+/// it should be called once per guest.
 pub fn read_kernel<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -169,7 +169,7 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
 }
 
 /// Copies the kernel memory around the address `anchor`. Returns the start address and the bytes,
-/// in which holes are zeros. The copy is slow.
+/// in which holes are zeros. The function is slow.
 ///
 /// # Errors
 /// Returns [`LocateError::Mode`] if the paging mode of the vCPU is unsupported.
@@ -202,7 +202,7 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
                 t.page_size.min(SLIDE_ALIGN) - at % t.page_size.min(SLIDE_ALIGN),
                 Some(t.gpa),
             ),
-            // If a table is missing, its whole range is unmapped.
+            // A missing page table leaves the whole range that it would map unmapped.
             Err(TranslationFault::NotPresent(level)) => {
                 let covers = 1u64 << (12 + 9 * u32::from(level - 1));
                 (covers - at % covers, None)
@@ -212,8 +212,8 @@ fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor:
         let size = size.min(MAX_KERNEL);
         let end = bytes.len();
         let read = gpa.is_some_and(|gpa| {
-            // Fill the preceding hole only when this page is present. Otherwise, the hole would
-            // mark the end of the kernel.
+            // Fills the hole before this page with zeros only now. A hole without a page after it
+            // is the end of the kernel.
             let from = (at - start).min(MAX_KERNEL) as usize;
             bytes.resize(from + size as usize, 0);
             space.phys().read(gpa, &mut bytes[from..])

@@ -6,8 +6,8 @@
 //! after a while, because programs remap addresses, records may be lost, and a recording may start
 //! at any time.
 //!
-//! The build IDs of the files follow the mappings, in entries of length 0. Readers that do not
-//! support build IDs stop at these entries.
+//! After the mappings, the build IDs of their files follow in entries of length 0. Readers that do
+//! not support build IDs stop at the first such entry.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::task::{ProcessMapping, TaskReader};
 use crate::{GuestPhys, WalkBudget};
 use kernel_images::build_id::{self, BuildId};
 
-/// Number of reported mappings that a vCPU remembers.
+/// Number of recently reported mappings that a vCPU remembers.
 const REMEMBERED: usize = 64;
 /// Time after which a mapping is reported again.
 const MEMORY: Duration = Duration::from_secs(2);
@@ -29,7 +29,7 @@ const PER_SAMPLE: usize = 4;
 pub const MAX_PATH: usize = 240;
 /// Maximum number of guest memory reads for the mappings of one sample.
 const READS: u32 = 1500;
-/// Maximum time to read the mappings of one sample.
+/// Maximum time for reading the mappings of one sample.
 const TIME: Duration = Duration::from_micros(500);
 
 /// Header of a reported mapping. The path follows, padded to a multiple of 8 bytes. The protocol
@@ -50,13 +50,13 @@ const _: () = assert!(HEAD == 32);
 /// Maximum size of the mappings of one sample, in bytes.
 pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_BYTES.next_multiple_of(8));
 
-/// Counter that is incremented when a client starts to listen for samples. All mappings are then
-/// reported again, because the new client does not know them.
+/// Counter of the clients that have started to listen for samples. When it changes, all mappings
+/// are reported again, because the new client does not know them.
 #[derive(Debug, Default)]
 pub struct MappingListeners(AtomicU64);
 
 impl MappingListeners {
-    /// Registers a new listener.
+    /// Registers a new client that listens for samples.
     pub fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -79,7 +79,7 @@ pub struct ReportedMapping<'a> {
     pub path: &'a str,
 }
 
-/// Address space, identified by the process ID and the address of the process's memory descriptor
+/// Identifies an address space by the process ID and the address of the process's memory descriptor
 /// (`mm_struct`). A process gets a new descriptor on exec, and another process may reuse the old
 /// one.
 pub type AddressSpaceId = (u32, u64);
@@ -92,7 +92,7 @@ struct ReportedRange {
     at: Instant,
 }
 
-/// The mappings that a vCPU has reported recently.
+/// Reports mappings for one vCPU, and remembers those that it has reported recently.
 #[derive(Debug, Default)]
 pub struct MappingReporter {
     told: Vec<ReportedRange>,
@@ -111,8 +111,9 @@ impl MappingReporter {
         }
     }
 
-    /// Writes to `out` the mappings of process `whose` that contain `addresses`, except those that
-    /// this vCPU has reported recently. Returns the number of bytes written. Does not allocate.
+    /// Writes the mappings of process `whose` that contain `addresses` to `out`. Skips mappings
+    /// that this vCPU has reported recently. Returns the number of bytes written. Does not
+    /// allocate.
     pub fn report<M: GuestPhys + ?Sized>(
         &mut self,
         reader: &mut TaskReader<'_, '_, M>,
@@ -138,8 +139,8 @@ impl MappingReporter {
                 if budget.is_spent() {
                     break;
                 }
-                // Remember the page as a mapping without a file, to avoid a lookup for every
-                // sample.
+                // No mapping was found. The page is remembered like a reported mapping, to avoid a
+                // lookup for every sample.
                 let page = address & !0xfff;
                 self.remember(whose, page, page.saturating_add(0x1000), now);
                 continue;
@@ -197,7 +198,7 @@ impl MappingReporter {
     }
 }
 
-/// Names that perf uses for the vDSO and for anonymous memory.
+/// Names of the vDSO and of anonymous memory, as in perf.
 const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
@@ -265,7 +266,8 @@ pub fn read(bytes: &[u8]) -> impl Iterator<Item = ReportedMapping<'_>> {
     })
 }
 
-/// Returns the build ID of the file mapped at `start`, if it was reported.
+/// Returns the build ID of the file whose mapping starts at `start`, if `bytes` contain it. `bytes`
+/// were written by [`MappingReporter::report`].
 pub fn build_id(bytes: &[u8], start: u64) -> Option<BuildId> {
     entries(bytes)
         .skip_while(|(head, _)| head.len.get() > 0)
@@ -311,7 +313,7 @@ mod tests {
         assert_eq!(told[1].path.len(), MAX_PATH);
         assert_eq!(build_id(out, 0x40_0000), BuildId::new(&id));
         assert_eq!(build_id(out, 0x7f00_0000_0000), None);
-        // An entry that does not fit is omitted completely.
+        // A mapping that does not fit into the buffer is omitted completely.
         assert_eq!(put(&mut [0; 40], &mapping(0), b"/a/long/path"), 0);
     }
 
@@ -322,7 +324,7 @@ mod tests {
         once.remember((7, 1), 0x1000, 0x2000, now);
         assert!(once.was_reported((7, 1), 0x1fff, now));
         assert!(!once.was_reported((7, 1), 0x2000, now) && !once.was_reported((7, 2), 0x1fff, now));
-        // Another process reuses the memory descriptor.
+        // Another process with the same memory descriptor has not reported the mapping.
         assert!(!once.was_reported((8, 1), 0x1fff, now));
         assert!(!once.was_reported((7, 1), 0x1fff, now + MEMORY));
         for i in 0..200 {

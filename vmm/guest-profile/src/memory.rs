@@ -9,7 +9,8 @@ use vm_memory::{
     MemoryRegionAddress, VolatileMemory, VolatileSlice,
 };
 
-/// Read access to guest-physical memory. Implementations do not allocate or touch devices.
+/// Read access to guest-physical memory. Implementations must not allocate memory or access
+/// devices.
 pub trait GuestPhys {
     /// A page of guest memory.
     type Page<'a>: MappedGuestPage
@@ -136,16 +137,16 @@ pub struct GuestRegs {
     pub rip: u64,
     pub rsp: u64,
     pub rbp: u64,
-    /// RCX. SYSCALL saves the user's RIP in RCX and RFLAGS in R11 (SDM vol. 2, SYSCALL).
+    /// RCX. SYSCALL saves the user's RIP in RCX and the user's RFLAGS in R11 (SDM vol. 2, SYSCALL).
     pub rcx: u64,
-    /// RDX. Unwind entries of the kernel's assembly code refer to RDX, RDI, R10 and R13.
+    /// RDX. The kernel's unwind tables use RDX, RDI, R10 and R13 for code written in assembly.
     pub rdx: u64,
     pub rdi: u64,
     pub r10: u64,
     pub r11: u64,
     pub r13: u64,
-    /// RAX. RAX and the following registers are needed to unwind user programs with their unwind
-    /// tables.
+    /// RAX. User programs are unwound with RAX and the following registers if their unwind tables
+    /// are used.
     pub rax: u64,
     pub rbx: u64,
     pub rsi: u64,
@@ -194,11 +195,11 @@ impl GuestRegs {
 /// Limits of a walk through guest memory: the number of memory reads, and optionally the time. All
 /// walks of one sample share one budget.
 ///
-/// Every few memory reads, the clock is read, and the time since the previous clock read is charged
-/// to the budget, but at most a quarter of the time limit. The first clock read charges nothing.
-/// Short walks, the common case, never read the clock. A thread that is preempted once is therefore
-/// not charged for the whole interruption. A guest that makes reads slow (for example by pages that
-/// the host must fault in) exhausts the budget after four slow intervals.
+/// After every few memory reads, the budget reads the clock and charges the time since its previous
+/// clock read, but at most a quarter of the time limit. The first clock read charges nothing. Short
+/// walks, the common case, never read the clock. A thread that is preempted once is therefore not
+/// charged for the whole interruption. A guest that makes reads slow (for example by pages that the
+/// host must fault in) exhausts the budget after four slow intervals.
 #[derive(Debug, Clone)]
 pub struct WalkBudget {
     reads_left: u32,
@@ -215,7 +216,8 @@ struct TimeLeft {
 }
 
 impl TimeLeft {
-    /// Charges the time since the previous clock read. Returns `false` if no time is left.
+    /// Charges the time since the previous clock read to the budget. Returns `false` if no time is
+    /// left.
     fn look(&mut self, now: Instant) -> bool {
         if let Some(last) = self.last_look.replace(now) {
             let passed = now.saturating_duration_since(last).min(self.at_most);
@@ -226,7 +228,7 @@ impl TimeLeft {
 }
 
 impl WalkBudget {
-    /// Number of memory reads between two clock checks.
+    /// Number of memory reads between two clock reads.
     const CLOCK_EVERY: u32 = 16;
 
     /// Creates a budget of at most `reads` memory reads and, if given, at most `time`.
@@ -263,7 +265,7 @@ impl WalkBudget {
         self.time.as_mut().is_none_or(|time| time.look(Instant::now()))
     }
 
-    /// Returns the number of memory reads so far.
+    /// Returns the number of memory reads charged so far.
     pub fn reads_used(&self) -> u32 {
         self.reads_used
     }

@@ -25,39 +25,42 @@ use std::collections::VecDeque;
 
 use perf_core::pmu::host::{GuestSample, SampleOrigin};
 
-/// Number of light samples between two decisions about the mode (light or full samples).
+/// Number of light samples between two decisions about the mode: light mode (mostly light samples)
+/// or full mode (full samples only).
 const WINDOW: u64 = 40;
-/// Number of light samples between two decisions about the share of KVM's own work. The number is
-/// so large that a true share of 10 % is not measured as 20 %.
+/// Number of light samples between two decisions about the share of KVM's own work. With this
+/// number, a true share of 10 % is not measured as 20 %.
 const WORK_WINDOW: u64 = 10 * WINDOW;
-/// Number of full samples that are evaluated before a return to light samples is considered.
+/// Number of full samples that are evaluated in full mode before a return to light mode is
+/// considered.
 const FULL_WINDOW: u32 = 100;
-/// Share of unseen time above which all samples are full. Unseen time is the time in which light
-/// samples show the host's kernel instead of the guest. Below this limit, on hosts where KVM
-/// emulates the guest's kernel, the few full samples in the guest's kernel represent all unseen
-/// time. The amount of unseen time is known, and its distribution over functions is accurate to one
-/// or two percentage points after several seconds.
+/// Share of unseen time above which full mode starts. Unseen time is the time in which light
+/// samples show the host's kernel instead of the guest.
+///
+/// Below this limit, on hosts where KVM emulates the guest's kernel, the few full samples in the
+/// guest's kernel represent all unseen time. Its amount is known, and its distribution over
+/// functions is accurate to one or two percentage points after several seconds.
 const UNSEEN_LIMIT: f64 = 0.20;
-/// Limit for the return from full to light samples: the share of full samples in the guest's
+/// Limit for the return from full mode to light mode. The share of full samples in the guest's
 /// kernel, or of KVM's own work, must be lower.
 const KERNEL_LIMIT: f64 = 0.15;
-/// Margin by which the share of unseen time must exceed an earlier share that turned out not to be
-/// guest code, before all samples are full again.
+/// Margin by which unseen time must exceed an earlier share of unseen time that was not guest code,
+/// before full mode starts again.
 const MARGIN: f64 = 0.05;
-/// Maximum time that a light sample waits for the next full sample, whose task it may be assigned,
-/// in nanoseconds.
+/// Maximum time that a light sample waits for the next full sample, from which it may take its
+/// task, in nanoseconds.
 const MAX_WAIT_NS: u64 = 500_000_000;
-/// Maximum share of time for which full samples may stop a vCPU: in light mode (mostly light
-/// samples), and in full mode (only full samples).
+/// Maximum share of a vCPU's time for which full samples may stop it, in light mode and in full
+/// mode.
 const MAX_STOPPED_SHARE: f64 = 0.005;
 const MAX_STOPPED_SHARE_FULL: f64 = 0.03;
-/// Number of full samples over which the median cost of a full sample is computed. The cost is the
-/// time for which the vCPU is stopped.
+/// Number of full samples from which the median cost of a full sample is computed. The cost is the
+/// time for which the sample stopped the vCPU.
 const COSTS: usize = 15;
-/// Maximum number of light samples that wait for the next full sample.
+/// Maximum number of light samples that wait for the next full sample. Others are dropped.
 const MAX_PENDING: usize = 1 << 16;
 
-/// A sample of the guest taken by the host's kernel.
+/// A light sample: a sample of the guest that the host's kernel took without stopping the vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LightSample {
     /// Time of the sample, in nanoseconds on the clock that the VM's own samples use.
@@ -70,7 +73,7 @@ pub struct LightSample {
     pub period: u64,
 }
 
-/// Guest task that a full sample found running.
+/// Guest task that was running when a full sample (a sample taken by the VM) was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampleTask {
     /// Time of the full sample, in nanoseconds.
@@ -85,63 +88,66 @@ pub struct SampleTask {
     pub kernel_thread: bool,
 }
 
-/// Sample counts of a merged profile, which are reported to the user.
+/// Numbers of samples in a merged profile, by origin. Reported to the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleTotals {
-    /// Number of light samples in the profile.
+    /// Number of light samples (taken by the host's kernel) in the profile.
     pub light: u64,
-    /// Number of full samples in the profile.
+    /// Number of full samples (taken by the VM, with a call chain) in the profile.
     pub full: u64,
-    /// Number of full samples that were taken in place of light samples, because the light samples
-    /// did not show the guest.
+    /// Number of full samples that the VM took in full mode, because light samples did not show
+    /// enough of the guest.
     pub instead: u64,
-    /// Number of light samples that hit the host's kernel or the VMM, and therefore do not show
-    /// guest code.
+    /// Number of light samples that hit the host's kernel or the VMM instead of guest code.
     pub host: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum MergeMode {
-    /// Mostly light samples, with occasional full samples.
+    /// Light mode: mostly light samples, and full samples at a fraction of their rate.
     #[default]
     LightSample,
-    /// Full samples only.
+    /// Full mode: every sample is a full one.
     Full,
 }
 
-/// Parameters for interpreting the host's sample ring.
+/// Parameters of the merge: how the host samples the guest, and how often the VM takes full
+/// samples.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostRingParams {
-    /// Number of events per light sample; `None` to use the period stored in the sample.
+    /// Number of events per light sample (a sample taken by the host's kernel); `None` to use the
+    /// period stored in each sample.
     pub period: Option<u64>,
-    /// Offset to subtract from the time of a light sample to obtain a time on the clock of the full
-    /// samples, in nanoseconds.
+    /// Difference between the clocks of the two streams, in nanoseconds. Subtracted from the time
+    /// of a light sample (taken by the host's kernel) to obtain the time on the VM's clock.
     pub clock_offset_ns: u64,
-    /// `true` if KVM emulates the guest's kernel on this host, so that light samples cannot show
-    /// it.
+    /// `true` if KVM emulates the guest's kernel on this host. Samples taken by the host's kernel
+    /// then cannot show the guest's kernel.
     pub interpreted: bool,
-    /// Number of sample periods per full sample in light mode, or the minimum of this number if it
-    /// is adapted.
+    /// Number of sample periods per full sample (a sample taken by the VM) in light mode. The
+    /// minimum of this number if [`Self::adapt_to_ns`] is given.
     pub chain_every: u32,
-    /// Time between two light samples of a running vCPU, in nanoseconds. If given, full samples are
-    /// taken less often when they are expensive. `None` for a fixed ratio of full samples.
+    /// Time between two samples of a running vCPU by the host's kernel, in nanoseconds. If given,
+    /// the VM takes full samples less often when they are expensive. `None` for a fixed ratio of
+    /// full samples.
     pub adapt_to_ns: Option<u64>,
 }
 
-/// Merger of the two streams of one event on one vCPU.
+/// Merges the light samples (taken by the host's kernel) and the full samples (taken by the VM) of
+/// one event on one vCPU.
 #[derive(Debug, Default)]
 pub struct SampleMerger {
     terms: HostRingParams,
     mode: MergeMode,
-    /// Number of sample periods per full sample that resulted from the last decision.
+    /// Current number of sample periods per full sample.
     every: u32,
-    /// Times for which the last full samples stopped the vCPU, in nanoseconds.
+    /// Times for which the most recent full samples stopped the vCPU, in nanoseconds.
     costs: VecDeque<u32>,
     /// Time at which the current mode (light or full) started, on the clock of the samples.
     since_ns: u64,
     pending: VecDeque<LightSample>,
     whose: VecDeque<SampleTask>,
-    /// Last full sample of a user task that precedes the first entry of `whose`.
+    /// Most recent full sample of a user task before the first entry of `whose`.
     program: Option<SampleTask>,
     /// Number of events for which light samples showed the host's kernel. These events are assigned
     /// to the next full sample in the guest's kernel. Used only if KVM emulates that kernel.
@@ -151,15 +157,15 @@ pub struct SampleMerger {
     uncovered: i64,
     /// Time up to which light samples have been subtracted from `uncovered`.
     covered_until_ns: u64,
-    /// `true` until the first full sample after the switch to full mode.
+    /// `true` from the switch to full mode until its first full sample.
     first: bool,
-    /// Sample counts since the last decision: light samples of the guest, light samples of the
-    /// host, full samples, and full samples in the guest's kernel.
+    /// Numbers of samples since the last decision about the mode: light samples of the guest, light
+    /// samples of the host, full samples, and full samples in the guest's kernel.
     guest: u64,
     host: u64,
     full: u32,
     full_kernel: u32,
-    /// `true` once a light sample has shown the guest since the start.
+    /// `true` once any light sample has shown the guest.
     ever_seen: bool,
     /// Share of unseen time above which full mode starts, and the share that caused the last switch
     /// to full mode.
@@ -185,7 +191,7 @@ impl SampleMerger {
         self.totals
     }
 
-    /// Returns whether no light sample in the host's ring has ever shown the guest.
+    /// Returns whether full mode is active because no light sample has ever shown the guest.
     pub fn is_blind(&self) -> bool {
         !self.terms.interpreted && !self.ever_seen && self.mode == MergeMode::Full
     }
@@ -198,8 +204,8 @@ impl SampleMerger {
         }
     }
 
-    /// Adds a light sample. When the rings are drained, all light samples must be added before the
-    /// full samples of the same time.
+    /// Adds a sample taken by the host's kernel. When both rings are drained, add these samples
+    /// before the full samples of the same time.
     pub fn light(&mut self, sample: GuestSample) {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
@@ -209,7 +215,7 @@ impl SampleMerger {
                 self.ever_seen = true;
                 if self.mode_at(time_ns) == MergeMode::LightSample && self.pending.len() < MAX_PENDING {
                     if time_ns <= self.covered_until_ns {
-                        // The sample arrived after a later full sample.
+                        // The sample arrived after a full sample with a later time.
                         self.uncovered = self.uncovered.saturating_sub_unsigned(period);
                     }
                     self.pending.push_back(LightSample {
@@ -235,8 +241,8 @@ impl SampleMerger {
         }
     }
 
-    /// Adds a full sample that found the task `whose` at privilege level `cpl`. The sample's period
-    /// is `period` events. Returns the weight of the sample in the profile.
+    /// Adds a full sample (a sample taken by the VM) of `period` events, which found the task
+    /// `whose` at privilege level `cpl`. Returns the weight of the sample in the profile.
     pub fn full(&mut self, whose: SampleTask, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
@@ -249,8 +255,8 @@ impl SampleMerger {
         let hidden = self.terms.interpreted && cpl != 3;
         if self.mode_at(whose.time_ns) == MergeMode::Full {
             self.totals.instead += 1;
-            // The switch started a new period. The first sample also includes the remainder of the
-            // long period, which light samples have already represented.
+            // The switch to full mode interrupted a long period. The first full sample includes the
+            // part of it before the switch, which light samples have already represented.
             let period = match (std::mem::take(&mut self.first), self.terms.period) {
                 (true, Some(short)) => period.min(short.saturating_mul(u64::from(self.every))),
                 _ => period,
@@ -269,7 +275,7 @@ impl SampleMerger {
         self.cover_until(whose.time_ns);
         let replaced = self.take_nearest(whose.time_ns);
         if self.terms.interpreted {
-            // Unseen time belongs to the kernel, but this sample is not in the kernel.
+            // Unseen time is time of the guest's kernel, but this sample is in a user program.
             return replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         }
         self.uncovered = self.uncovered.saturating_add_unsigned(period);
@@ -282,15 +288,15 @@ impl SampleMerger {
         // samples varies by one.
         let share = replaced.map(|l| l.period).or(self.terms.period).unwrap_or(period);
         let weight = u64::try_from(self.uncovered).unwrap_or(0).max(share / 2).max(1);
-        // Bound the debt, so that full samples that were lost in a full ring do not reduce the
-        // weight of all later samples.
+        // `uncovered` has a lower bound, so that full samples that were lost in a full ring do not
+        // reduce the weights of all later samples.
         let least = 0i64.saturating_sub_unsigned(period.saturating_mul(2));
         self.uncovered = self.uncovered.saturating_sub_unsigned(weight).max(least);
         weight
     }
 
-    /// Subtracts the periods of the light samples up to `time_ns` from `uncovered`, because these
-    /// samples represent their events.
+    /// Subtracts the periods of the light samples up to `time_ns` from `uncovered`, because the
+    /// profile contains these samples.
     fn cover_until(&mut self, time_ns: u64) {
         let from = self
             .pending
@@ -314,8 +320,8 @@ impl SampleMerger {
         self.pending.remove(nearest?)
     }
 
-    /// Passes to `emit` the light samples for which no nearer full sample can follow. Each is
-    /// passed with the task assigned to it, or with `None` if no task is known.
+    /// Passes light samples to `emit`, each with the task assigned to it, or with `None` if no task
+    /// is known. A light sample is passed once no full sample can follow that is nearer in time.
     pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(LightSample, Option<SampleTask>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
         let due = newest_ns.max(now_ns.saturating_sub(MAX_WAIT_NS));
@@ -327,7 +333,7 @@ impl SampleMerger {
             && light.time_ns <= due
         {
             self.pending.pop_front();
-            // Keep only the last full sample before the light sample, and its successors.
+            // Keeps only the last full sample before the light sample, and all later ones.
             while self.whose.len() > 1 && self.whose[1].time_ns <= light.time_ns {
                 self.drop_first_task();
             }
@@ -378,8 +384,8 @@ impl SampleMerger {
         }
     }
 
-    /// Returns the number of sample periods per full sample at which full samples stop the vCPU for
-    /// at most the permitted share of time.
+    /// Returns the minimum number of sample periods per full sample at which full samples stop the
+    /// vCPU for at most the permitted share of time.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -402,8 +408,8 @@ impl SampleMerger {
         (every.ceil() as u32).clamp(least, least.max(2000))
     }
 
-    /// Decides the mode (light or full samples) and the rate of full samples. Returns the new
-    /// number of sample periods per full sample, or `None` if it does not change.
+    /// Decides about the mode (light or full) and about the rate of full samples. Returns the new
+    /// number of sample periods per full sample, or `None` if nothing changes.
     pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
         let to = match self.mode {
             MergeMode::LightSample => self
@@ -424,7 +430,7 @@ impl SampleMerger {
             return Some(self.every);
         }
         let every = self.affordable();
-        // Do not reconfigure the VM for small changes.
+        // Small changes are not worth a reconfiguration of the VM.
         let differs = every.abs_diff(self.every) > self.every / 4;
         if self.costs.len() < COSTS || !differs {
             return None;
@@ -453,7 +459,7 @@ impl SampleMerger {
 
     fn shows_enough(&mut self) -> Option<bool> {
         if !self.terms.interpreted {
-            // In full mode, light samples continue, but they are only counted.
+            // In full mode, light samples are counted but not used in the profile.
             let seen = self.guest + self.host;
             if self.share == 0.0 {
                 return (self.guest > 0).then_some(true);
@@ -465,7 +471,8 @@ impl SampleMerger {
         }
         let enough = f64::from(self.full_kernel) < KERNEL_LIMIT * f64::from(self.full);
         if enough {
-            // The unseen time was not guest code.
+            // In full mode, few samples were in the guest's kernel, so the unseen time was not
+            // guest code. The limit is raised to avoid another switch.
             self.limit = self.limit.max(self.share + MARGIN);
         }
         Some(enough)
@@ -498,8 +505,8 @@ mod tests {
         }
     }
 
-    /// Returns the origin of a light sample: the host's kernel if `host` is `true`, otherwise the
-    /// guest.
+    /// Returns the origin of a light sample for tests: the host's kernel if `host` is `true`,
+    /// otherwise the guest.
     fn origin(host: bool) -> SampleOrigin {
         if host {
             SampleOrigin::HostKernel
@@ -566,7 +573,7 @@ mod tests {
         }
         let expected = [(22, 1), (23, 9), (90, 1), (91, 9), (110, 2), (111, 9)];
         assert_eq!(settled(&mut m, 201), expected.map(|(t, pid)| (t, Some(pid))));
-        // Only a kernel thread is known.
+        // If only a kernel thread is known, the light sample is assigned to it.
         let mut m = merge(false);
         m.full(thread(5), 0, PERIOD);
         m.light(sample(10, SampleOrigin::GuestUser));
@@ -591,12 +598,12 @@ mod tests {
         }
         assert_eq!(m.decide(100), Some(1));
         assert!(m.is_blind());
-        // The switch interrupted the long period, and the first full sample represents only its own
-        // part.
+        // The switch to full mode interrupted a long period. The first full sample represents only
+        // the part after the switch.
         assert_eq!(m.full(whose(101, 1), 0, 13 * PERIOD), PERIOD);
         assert_eq!(m.full(whose(102, 1), 0, 2 * PERIOD), 2 * PERIOD);
         assert_eq!(m.decide(102), None);
-        // The guest becomes visible after all.
+        // A light sample shows the guest, so light mode starts.
         m.light(sample(200, SampleOrigin::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
@@ -656,7 +663,7 @@ mod tests {
         (0..COSTS).for_each(|_| m.cost(250_000));
         (0..WINDOW).for_each(|t| m.light(sample(t, SampleOrigin::HostKernel)));
         assert_eq!(m.decide(100), Some(9));
-        // The user has set the ratio.
+        // With a fixed ratio of full samples, their cost has no effect.
         let mut m = merge(false);
         (0..COSTS).for_each(|_| m.cost(250_000));
         assert_eq!(m.decide(2), None);
@@ -670,7 +677,8 @@ mod tests {
         for t in 0..WINDOW {
             m.light(sample(t, origin(t % 2 == 0)));
         }
-        // Half of the time was unseen, and the next kernel sample represents it.
+        // Light samples showed the host's kernel half of the time, which this full sample
+        // represents.
         assert_eq!(m.full(whose(WINDOW, 1), 0, 20 * PERIOD), WINDOW / 2 * PERIOD);
         assert_eq!(m.decide(WINDOW + 1), Some(1));
         for t in 0..u64::from(FULL_WINDOW) {

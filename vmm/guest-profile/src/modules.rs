@@ -18,10 +18,10 @@ use kernel_images::le::{u16_at, u32_at, u64_at};
 /// the bytes, with zeros for unmapped parts. Returns `None` if nothing is mapped at the address.
 pub type ReadProcessMemory<'r> = dyn FnMut(u64, u64) -> Option<Vec<u8>> + 'r;
 
-/// Number of bytes at the start of a file in which the program headers must lie.
+/// Number of bytes at the start of a file that must contain the program headers.
 const MAX_HEADERS: u64 = 4096;
 const MAX_PROGRAM_HEADERS: usize = 64;
-/// Maximum size of a dynamic section, in bytes. The size corresponds to a thousand entries.
+/// Maximum size of a dynamic section, in bytes, which is enough for a thousand entries.
 const MAX_DYNAMIC: u64 = 16 << 10;
 /// Maximum number of symbols of one file. libLLVM exports 40,000.
 const MAX_SYMBOLS: u64 = 1 << 18;
@@ -34,7 +34,7 @@ const MAX_INDEX: u64 = 8 << 20;
 const PAGE: u64 = 4096;
 const SYMBOL: u64 = 24;
 
-/// A loadable segment.
+/// A loadable segment of an ELF file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ModuleSegment {
     offset: u64,
@@ -98,8 +98,8 @@ impl ModuleLayout {
         base.wrapping_sub(self.first)
     }
 
-    /// Returns the end of the file-backed part of the segment that contains the link-time address
-    /// `address`.
+    /// Returns the end of the part of a segment that is loaded from the file, for the segment that
+    /// contains the link-time address `address`. The end is a link-time address.
     fn end_of_segment(&self, address: u64) -> Option<u64> {
         let load = self.loads.iter().find(|load| {
             address
@@ -109,8 +109,8 @@ impl ModuleLayout {
         load.address.checked_add(load.file_len)
     }
 
-    /// Returns `len` bytes from the contents `bytes` of the file, starting at the byte that is
-    /// loaded at the link-time address `address`. Missing bytes are zeros.
+    /// Returns the `len` bytes that are loaded at the link-time address `address`, from the
+    /// contents `bytes` of the file. Bytes that the file does not contain are zeros.
     fn in_file(&self, bytes: &[u8], address: u64, len: u64) -> Option<Vec<u8>> {
         let loaded = self.loads.iter().find_map(|load| {
             let at = address
@@ -132,8 +132,7 @@ impl ModuleLayout {
     }
 
     /// Converts a pointer in the dynamic section to a link-time address. The dynamic linkers of
-    /// some C libraries add the load bias to these pointers in memory, and the function undoes
-    /// this.
+    /// some C libraries add the load bias to these pointers in memory, which this function undoes.
     fn linked(&self, pointer: u64, bias: u64) -> Option<u64> {
         [pointer, pointer.wrapping_sub(bias)]
             .into_iter()
@@ -153,18 +152,18 @@ struct ModuleFunction {
 pub struct ExportedFunction<'m> {
     /// Demangled, printable name.
     pub name: &'m str,
-    /// Linked start address.
+    /// Link-time start address.
     pub start: u64,
-    /// Link-time end address (exclusive).
+    /// Link-time end address, exclusive.
     pub end: u64,
 }
 
-/// Sections `.eh_frame_hdr` and `.eh_frame` with their link-time addresses.
+/// Contents of the sections `.eh_frame_hdr` and `.eh_frame`, with their link-time addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UnwindTables {
-    /// Contents of `.eh_frame_hdr`, the sorted index.
+    /// Contents of `.eh_frame_hdr`, which is an index of `.eh_frame` sorted by address.
     pub index: Vec<u8>,
-    /// Link-time address of the index.
+    /// Link-time address of `.eh_frame_hdr`.
     pub index_at: u64,
     /// Contents of `.eh_frame`.
     pub frames: Vec<u8>,
@@ -247,7 +246,7 @@ impl LoadedModule {
     /// Returns the exported function that contains the link-time address `address`.
     pub fn function(&self, address: u64) -> Option<ExportedFunction<'_>> {
         let after = self.functions.partition_point(|f| f.start <= address);
-        // Prefer the innermost of nested functions.
+        // If functions are nested, the innermost one is returned.
         let near = self.functions[..after].iter().rev().take(8);
         let function = near.into_iter().find(|f| address < f.end)?;
         Some(ExportedFunction {
@@ -259,7 +258,7 @@ impl LoadedModule {
 
     /// Returns the link-time start and end (exclusive) of a function without a name that contains
     /// the link-time address `address`. The bounds come from the index of the unwind tables. Code
-    /// without unwind tables is attributed to the preceding function.
+    /// without an unwind entry is attributed to the preceding function.
     pub fn unnamed_function(&self, address: u64) -> Option<(u64, u64)> {
         let after = self.starts.partition_point(|start| *start <= address);
         let start = *self.starts.get(after.checked_sub(1)?)?;
@@ -341,7 +340,7 @@ impl Dynamic {
     }
 
     /// Returns the number of symbols. The dynamic section does not contain this number, so it is
-    /// derived from the hash table, of either type.
+    /// derived from the hash table, which is of the System V or the GNU type.
     fn count(&self, read: &mut ReadProcessMemory<'_>, bias: u64) -> Option<u64> {
         if let Some(at) = self.gnu_hash {
             return gnu_count(read, at.wrapping_add(bias));
@@ -407,7 +406,7 @@ fn functions(
         let Some(function) = function(symbol, &strings, layout) else {
             continue;
         };
-        // Many symbols may share one long name.
+        // The size of all names is limited, because many symbols may share one long name.
         let Some(left) = names_left.checked_sub(function.name.len()) else {
             break;
         };
@@ -415,8 +414,8 @@ fn functions(
         functions.push(function);
     }
     functions.sort_by(|a, b| (a.start, a.end, &a.name).cmp(&(b.start, b.end, &b.name)));
-    // If a function has several names, keep the shortest one with the fewest underscores, which is
-    // usually the familiar one.
+    // If a function has several names, keeps the one with the fewest leading underscores, and the
+    // shortest of these, which is usually the familiar one.
     functions.dedup_by(|next, kept| {
         let same = next.start == kept.start && next.end == kept.end;
         if same && rank(&next.name) < rank(&kept.name) {
@@ -427,8 +426,7 @@ fn functions(
     Some(functions)
 }
 
-/// Returns a key by which the names of one function are sorted, so that the preferred name comes
-/// first.
+/// Returns a key for sorting the names of one function. The preferred name has the smallest key.
 fn rank(name: &str) -> (usize, usize) {
     (name.bytes().take_while(|&b| b == b'_').count(), name.len())
 }
@@ -476,7 +474,8 @@ fn function_starts(index: &[u8], index_at: u64) -> Vec<u64> {
     let (mut entries, mut starts) = (table.iter(&bases), Vec::new());
     while let Ok(Some((start, _))) = entries.next() {
         match start {
-            // The entry has offset zero from the index, so this part of the index is not mapped.
+            // Unmapped memory reads as zeros, and offset zero refers to the index itself. This part
+            // of the index is therefore not mapped.
             gimli::Pointer::Direct(start) if start == index_at => return Vec::new(),
             gimli::Pointer::Direct(start) => starts.push(start),
             gimli::Pointer::Indirect(_) => return Vec::new(),
@@ -504,7 +503,7 @@ fn tables(
     })
 }
 
-/// Returns the address of `.eh_frame` stored in the header of the index.
+/// Returns the address of `.eh_frame`, as stored in the header of `.eh_frame_hdr` (`index`).
 fn frames_address(index: &[u8], index_at: u64) -> Option<u64> {
     let bases = gimli::BaseAddresses::default().set_eh_frame_hdr(index_at);
     let header = gimli::EhFrameHdr::new(index, gimli::LittleEndian)
@@ -548,7 +547,7 @@ pub(crate) mod tests {
         let memory = std::fs::File::open(format!("/proc/{}/mem", dynamic_process())).unwrap();
         move |at, len| {
             let mut bytes = vec![0; usize::try_from(len).ok()?];
-            // Read page by page, because the next page may be unmapped.
+            // Reads page by page, because the next page may be unmapped.
             let mut done = 0;
             while done < bytes.len() {
                 let in_page = usize::try_from(PAGE - (at + done as u64) % PAGE).ok()?;

@@ -13,7 +13,7 @@ use super::{GuestPhys, GuestRegs, MappedGuestPage, WalkBudget};
 
 const PRESENT: u64 = 1 << 0;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// Bits 51:12 of an entry or of CR3, which contain the physical address.
+/// Bits 51:12 of a page-table entry or of CR3, which contain a physical address.
 const ADDRESS: u64 = 0x000F_FFFF_FFFF_F000;
 const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
@@ -63,7 +63,7 @@ pub struct PageTranslation {
     pub user: bool,
 }
 
-/// A cached translation.
+/// A translation in the cache of an [`AddressSpace`].
 struct CachedPage<P> {
     /// Page number: the virtual address divided by the page size.
     number: u64,
@@ -73,13 +73,13 @@ struct CachedPage<P> {
     ram: Option<P>,
 }
 
-/// Number of slots of the translation cache. Few are sufficient, because unwinding a call chain
-/// accesses the kernel stack, the user stack and little else.
+/// Number of entries of the translation cache. A few are sufficient, because unwinding a call chain
+/// mostly accesses the kernel stack and the user stack.
 const CACHE_SLOTS: usize = 8;
 
 /// Last-level page table that the previous walk used. Neighboring pages are usually in the same
-/// table, so the next walk can skip the other levels. It corresponds to a paging-structure cache of
-/// the CPU (SDM vol. 3 §5.10.3).
+/// table, so the next walk can skip the other levels. The entry corresponds to a paging-structure
+/// cache of the CPU (SDM vol. 3 §5.10.3).
 #[derive(Clone, Copy)]
 struct LastTable {
     /// Prefix that all addresses covered by the table share, and the number of bits by which an
@@ -109,7 +109,7 @@ pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
 }
 
 impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
-    /// Returns the current address space of the vCPU.
+    /// Returns the address space that the vCPU's control registers select.
     pub fn of(phys: &'m M, regs: &GuestRegs) -> Result<Self, UnsupportedPaging> {
         if regs.cr0 & CR0_PG == 0 {
             Err(UnsupportedPaging::PagingOff)
@@ -132,7 +132,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             root,
             levels,
             cache: [const { None }; CACHE_SLOTS],
-            // The root table covers every address.
+            // Initially, the last table is the root table, which covers every address.
             last_table: LastTable {
                 prefix: 0,
                 prefix_shift: 63,
@@ -143,9 +143,9 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         }
     }
 
-    /// Returns the kernel's address space that belongs to a user address space. With page-table
-    /// isolation, a process has two root tables on consecutive pages. Linux stores the kernel's
-    /// table on the first of them, at the address with bit 12 clear.
+    /// Returns the kernel's counterpart of a user address space. With page-table isolation, a
+    /// process has two root tables on consecutive pages. Linux stores the kernel's table on the
+    /// first of them, at the address with bit 12 clear.
     pub fn kernel_sibling(&self) -> Self {
         Self::with_root(self.phys, self.root & !PAGE, self.levels == 5)
     }
@@ -155,7 +155,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         self.phys
     }
 
-    /// Returns whether `gva` is canonical for the number of page-table levels in use.
+    /// Returns whether `gva` is canonical for the number of levels of this address space.
     pub fn is_canonical(&self, gva: u64) -> bool {
         let unused = 64 - self.address_bits();
         ((gva << unused).cast_signed() >> unused).cast_unsigned() == gva
@@ -258,7 +258,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
             if !page.ram.as_ref().is_some_and(|ram| ram.read(offset, now)) {
                 return Err(TranslationFault::OutsideMemory);
             }
-            // Do not wrap around at the top of the address space.
+            // Stops at the top of the address space instead of wrapping around.
             match at.checked_add(now.len() as u64) {
                 Some(next) => at = next,
                 None if later.is_empty() => break,
@@ -291,7 +291,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
                 ram: self.phys.page(base),
             });
         }
-        // The slot has been filled above.
+        // The code above has filled this cache entry.
         self.cache[slot].as_ref().ok_or(TranslationFault::OutsideMemory)
     }
 
@@ -402,7 +402,9 @@ mod tests {
             g.map(0xffff_8000_0040_0000, 0x8000, 1);
             let mut space = AddressSpace::with_root(&g.ram[..], g.root, la57);
             let levels = if la57 { 5 } else { 4 };
-            // Access another table, the first one again, the upper half, and a hole in between.
+            // The first three addresses use the same last-level table, and the third one is not
+            // mapped. The others use another table, the first table again, and a table of the upper
+            // half.
             for (gva, found, reads) in [
                 (0x40_0010, Ok(0x5010), levels),
                 (0x41_0020, Ok(0x7020), 1),
@@ -504,8 +506,8 @@ mod tests {
         );
     }
 
-    /// `read_pair` and `read_few` return the same data as single reads: within a page, across
-    /// pages, before an unmapped page, and at the end of RAM.
+    /// `read_pair` and `read_few` return the same data as reads of single words and bytes: within a
+    /// page, across pages, before an unmapped page, and at the end of RAM.
     #[test]
     fn pairs_and_few_bytes_agree_with_single_reads() {
         let mut g = TestGuest::new((1 << 16) + 20, false);
@@ -525,7 +527,7 @@ mod tests {
             let mut bytes = [0; 5];
             let read = space.read(gva, &mut bytes, &mut b);
             let few = space.read_few::<5>(gva, &mut b);
-            // A word that extends past RAM may contain five readable bytes.
+            // A word that extends past the end of RAM may have five readable bytes.
             assert!(
                 few == read.map(|()| bytes) || few == Err(TranslationFault::OutsideMemory),
                 "{gva:#x}"

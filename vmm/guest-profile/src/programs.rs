@@ -22,7 +22,7 @@ pub struct UserSymbol {
     pub name: String,
     /// Offset into the function, in bytes.
     pub offset: u64,
-    /// Length of the function, in bytes; 1 if the file does not contain its size.
+    /// Length of the function, in bytes; 1 if the file does not contain the function's size.
     pub length: u64,
 }
 
@@ -57,7 +57,7 @@ pub enum GuestFileError {
         #[source]
         source: DiskError,
     },
-    /// The memory limit is exhausted by the symbols of other files.
+    /// The symbols of other files have exhausted the memory limit.
     #[error("{path} is not read: symbols exceed {} MiB", MAX_TOTAL_MEMORY >> 20)]
     MemoryLimit {
         /// Path of the file in the guest.
@@ -101,8 +101,8 @@ pub struct ProgramSymbols {
     bytes: u64,
 }
 
-/// Collects functions from an iterator until they occupy `most` bytes of memory. A limit is needed
-/// because the guest controls their number and names.
+/// Passes on functions until they occupy `most` bytes of memory. The limit is needed because the
+/// guest controls the number of functions and their names.
 fn bounded<F>(
     functions: impl Iterator<Item = F>,
     most: u64,
@@ -145,7 +145,8 @@ impl ProgramSymbols {
             .iter()
             .map(|f| size_of::<UserFunction>() + f.name.len())
             .sum();
-        // The line tables refer to copies of the file's contents.
+        // The debug information is copied from the file, and the file's size is an upper bound for
+        // the copies.
         let tables = if has_lines { data.len() } else { 0 };
         let lines = gimli::Dwarf::load(|id| -> Result<_, gimli::Error> {
             let data = file
@@ -205,7 +206,7 @@ impl ProgramSymbols {
     }
 }
 
-/// The source of the guest's files.
+/// Source from which the guest's files are read.
 #[derive(Debug)]
 pub enum GuestFiles {
     /// Host directory in which the files are mounted or unpacked.
@@ -261,7 +262,7 @@ impl GuestFiles {
     /// Makes recent writes of the guest to its disk visible.
     pub fn reload(&mut self) {
         if let Self::Disk(disk) = self {
-            // Ignore the error; the next read reports it again.
+            // The error is ignored, because the next read returns it again.
             let _ = disk.reload();
         }
     }
@@ -295,7 +296,7 @@ impl GuestSymbols {
     }
 
     /// Returns the parsed file `guest_path`, which is read at first use. Returns `None` if the file
-    /// is missing or unusable, for the reason given in [`Self::problems`].
+    /// is missing or unusable, and adds the reason to [`Self::problems`].
     pub fn object(&mut self, guest_path: &str) -> Option<&ProgramSymbols> {
         if !self.objects.contains_key(guest_path) {
             let object = match self.load(guest_path) {
@@ -355,7 +356,8 @@ impl GuestSymbols {
     /// `pid` at `address`.
     pub fn jit(&mut self, pid: u32, address: u64) -> Option<(u64, u64, &str)> {
         let map = self.jit.entry(pid).or_insert_with(|| {
-            // Most processes have no perf map. Several processes may have the same large perf map.
+            // Most processes have no perf map. The memory of all maps is limited, because several
+            // processes may have the same large map.
             let bytes = match self.left {
                 0 => Vec::new(),
                 _ => self.files.read(&JitMap::path(pid), MAX_MAP).unwrap_or_default(),
@@ -368,7 +370,7 @@ impl GuestSymbols {
     }
 }
 
-/// Contents of a program file, from which its code is read.
+/// A program file in memory, from which the code of functions is read.
 pub struct ProgramFile<'d> {
     data: &'d [u8],
     file: object::File<'d>,
@@ -417,7 +419,7 @@ impl<'d> ProgramFile<'d> {
             .segments()
             .find_map(|s| place(s.address(), s.size(), s.file_range()))
             .or_else(|| {
-                // A separate debug file has no loadable contents, only sections.
+                // A separate debug file contains sections but no segments with contents.
                 let sections = self.file.sections();
                 let mut code = sections.filter(|s| s.kind() == object::SectionKind::Text);
                 code.find_map(|s| place(s.address(), s.size(), s.file_range()?))
@@ -466,8 +468,8 @@ fn resolve_path(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     let mut looks = 1;
     loop {
         match look() {
-            // During a concurrent rename, the kernel cannot verify that ".." stayed inside the
-            // root.
+            // During a concurrent rename, the kernel may be unable to verify that ".." stayed
+            // inside the root, so the lookup is repeated.
             Err(Errno::AGAIN | Errno::INTR) if looks < MAX_LOOKUPS => looks += 1,
             found => return found,
         }
@@ -557,7 +559,7 @@ mod tests {
             let mut files = GuestFiles::Directory(root.clone());
             let mut inside = 0;
             let mut reads = 0;
-            // Each outcome must occur at least once.
+            // Set if a read returned a file outside the mount, which must never happen.
             let mut led_out = false;
             while reads < 20_000 && !led_out {
                 for path in ["/lib/file", "/deep/lib/file", "/deep/other/../lib/file"] {

@@ -1,9 +1,4 @@
-//! Raw data of a sample, which contains guest state for which perf events have no field.
-//!
-//! The vCPU thread writes [`RingSampleHeader`] to a ring, from which a client reads it
-//! (docs/reference/control.md documents the layout, which is part of the control protocol). A
-//! `perf.data` file stores only a part of this data, [`FileSampleData`]. Only this module reads and
-//! writes these two structures. Their fields are little-endian and unaligned.
+//! Raw data of a sample: guest state for which perf events have no field.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -13,7 +8,7 @@ use crate::task::COMM_LEN;
 use crate::unwind::UnwindStopCounts;
 use kernel_images::build_id::BuildId;
 
-/// Header of the raw data in a ring. Mappings ([`mappings`]) may follow.
+/// Header of the raw data that a vCPU thread writes to a ring. Mappings ([`mappings`]) may follow.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RingSampleHeader {
@@ -21,7 +16,7 @@ pub struct RingSampleHeader {
     cpl: u8,
     /// Combination of [`TASK_KNOWN`] and [`KERNEL_THREAD`].
     flags: u8,
-    /// Encoded by [`UnwindStopCounts::to_bytes`].
+    /// Reasons why unwinding ended, encoded by [`UnwindStopCounts::to_bytes`].
     ends: [u8; 2],
     pid: U32,
     tid: U32,
@@ -40,14 +35,14 @@ const KERNEL_THREAD: u8 = 2;
 pub const RAW_BYTES: usize = size_of::<RingSampleHeader>();
 const _: () = assert!(RAW_BYTES == 44);
 
-/// Raw data of a `PERF_RECORD_SAMPLE` in a file.
+/// Raw data of a `PERF_RECORD_SAMPLE` in a `perf.data` file.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct FileSampleData {
     magic: [u8; 4],
     cr3: U64,
     cpl: u8,
-    /// Encoded by [`UnwindStopCounts::to_bytes`].
+    /// Reasons why unwinding ended, encoded by [`UnwindStopCounts::to_bytes`].
     ends: [u8; 2],
     zero: [u8; 5],
 }
@@ -92,8 +87,8 @@ pub struct SampleData {
     pub ends: UnwindStopCounts,
     /// Process ID, thread ID and name of the guest's task; `None` if it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
-    /// Time for which the vCPU was stopped for the previous sample, in nanoseconds; 0 if not
-    /// measured.
+    /// Time for which the vCPU was stopped to take the previous sample, in nanoseconds; 0 if it was
+    /// not measured.
     pub held_ns: u32,
     /// `true` for a kernel thread, which has no user memory and never runs user code.
     pub kernel_thread: bool,
@@ -136,7 +131,7 @@ impl SampleData {
         })
     }
 
-    /// Returns the task's mappings that were reported with the sample.
+    /// Parses the mappings that were reported with the sample, from its raw data `raw`.
     pub fn mappings(raw: &[u8]) -> impl Iterator<Item = ReportedMapping<'_>> {
         mappings::read(raw.get(RAW_BYTES..).unwrap_or(&[]))
     }

@@ -1,5 +1,6 @@
-//! Searches for a running kernel with two processes. The requester holds guest memory. The reader
-//! parses tables that the guest controls; it is sandboxed and may crash without consequences.
+//! Searches for a running kernel with two processes. The *requester* holds guest memory. The
+//! *reader* parses tables that the guest controls. It is sandboxed and may crash without
+//! consequences.
 //!
 //! | file | contents |
 //! |---|---|

@@ -21,10 +21,10 @@ use kernel_images::build_id::BuildId;
 use kernel_images::image::KernelImage;
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// Upper bound for member offsets, which exceeds the size of any kernel structure.
+/// Maximum accepted offset of a structure member, in bytes. No kernel structure is larger.
 const MAX_OFFSET: u64 = 1 << 32;
 
-/// Offsets of the members that this module reads, in bytes.
+/// Offsets, in bytes, of the members of the guest kernel's structures that this module reads.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TaskLayout {
     /// Offset from the per-CPU base to the pointer to the current task.
@@ -68,7 +68,7 @@ fn single_step_bit(release: &str) -> Option<u32> {
         .map(str::parse::<u32>);
     let version = (numbers.next()?.ok()?, numbers.next()?.ok()?);
     match version {
-        // Patches for real-time kernels add a flag before this one.
+        // Kernels with real-time patches have another flag below this bit.
         _ if release.contains("rt") => None,
         (..=5, _) | (6, ..=12) => Some(4),
         (6, 13..=17) => Some(5),
@@ -76,10 +76,10 @@ fn single_step_bit(release: &str) -> Option<u32> {
     }
 }
 
-/// Symbols and offsets with which all tasks of the guest are found.
+/// Symbols and member offsets with which the list of all processes is read.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ListLayout {
-    /// Address of the first task.
+    /// Run-time address of the first task in the list (`init_task`).
     first: u64,
     /// Offset in `task_struct` of the link to the next process.
     tasks: u64,
@@ -142,7 +142,7 @@ fn offset<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     Ok(offset)
 }
 
-/// Error returned when the tasks of a kernel cannot be read.
+/// Error returned when the layout of a kernel's task structures cannot be determined.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// The kernel has no type information.
@@ -154,8 +154,8 @@ pub enum LayoutError {
 }
 
 impl TaskLayout {
-    /// Reads the layout from the kernel image. The kernel runs `slide` bytes above the image's
-    /// link-time addresses.
+    /// Determines the layout from the kernel image. `slide` is the distance from the image's
+    /// link-time addresses to the running kernel's addresses.
     pub fn new(image: &KernelImage, slide: u64) -> Result<Self, LayoutError> {
         let btf = image.btf().ok_or(LayoutError::NoBtf)?;
         let member = |path: &'static str| {
@@ -164,8 +164,8 @@ impl TaskLayout {
         };
         let variable = |name: &str| {
             // Per-CPU symbols are offsets from a per-CPU area linked at 0. Since Linux 6.15, they
-            // are addresses in the kernel image instead, which move with the slide. Both are added
-            // to the per-CPU base.
+            // are addresses in the kernel image instead, which move with the slide. In both cases,
+            // the address of a variable is its symbol plus the per-CPU base.
             let symbol = image
                 .symbols()
                 .and_then(|s| s.by_name(name))
@@ -203,7 +203,8 @@ impl TaskLayout {
         })
     }
 
-    /// Returns whether the layout is sufficient to look up mappings, in addition to tasks.
+    /// Returns whether the layout is sufficient to look up mappings of processes, in addition to
+    /// tasks.
     pub fn has_maps(&self) -> bool {
         self.maps.is_some()
     }
@@ -263,7 +264,7 @@ pub struct GuestTask {
     pub tid: u32,
     /// Process ID (thread group ID).
     pub pid: u32,
-    /// Address of the memory descriptor; 0 for kernel threads.
+    /// Address of the task's memory descriptor (`mm_struct`); 0 for kernel threads.
     pub mm: u64,
     comm: [u8; COMM_LEN],
 }
@@ -324,8 +325,8 @@ pub struct ProcessMapping {
     pub file: u64,
 }
 
-/// Maximum numbers of items that are followed: list entries, tree levels, path components and
-/// mounts. The limits are needed because the guest controls these structures.
+/// Maximum numbers of list entries, tree levels, path components and mounts that a lookup follows.
+/// The limits are needed because the guest controls these structures.
 const MAX_AREAS: u32 = 1024;
 const MAX_TREE_DEPTH: u32 = 12;
 const MAX_COMPONENTS: u32 = 64;
@@ -342,16 +343,16 @@ const MAX_PROGRAM_HEADERS: u16 = 32;
 const MAX_NOTES: usize = 512;
 const ARANGE_SLOTS: u64 = 10;
 
-/// Reader for tasks in the guest kernel of one vCPU. Create a new reader for each sample, because
-/// the reader uses the vCPU's address space at the time of its creation.
+/// Reader for tasks in the guest kernel of one vCPU. Create a new reader for each sample, because a
+/// reader keeps the address space that the vCPU had at its creation.
 pub struct TaskReader<'l, 'm, M: GuestPhys + ?Sized> {
     layout: &'l TaskLayout,
     space: AddressSpace<'m, M>,
 }
 
 impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
-    /// Creates a reader for the kernel data reachable from `regs`. Returns `None` if the paging
-    /// mode is unsupported.
+    /// Creates a reader for the guest kernel's data in the address space of the registers `regs`.
+    /// Returns `None` if the paging mode is unsupported.
     pub fn new(layout: &'l TaskLayout, mem: &'m M, regs: &GuestRegs) -> Option<Self> {
         Some(Self {
             layout,
@@ -379,8 +380,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         match self.space.read_u64(slot, budget) {
             Ok(task) => Some(task),
             Err(_) => {
-                // With page-table isolation, the user tables do not map the task. Use the kernel's
-                // tables.
+                // With page-table isolation, a process's user page tables do not map the task.
+                // Continue with the kernel's page tables.
                 self.space = self.space.kernel_sibling();
                 self.space.read_u64(slot, budget).ok()
             }
@@ -445,9 +446,10 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Looks up `address` in a maple tree. Returns the mapping that contains it, if any, and the
-    /// last address for which the result is the same. Bits 3 to 6 of an encoded node pointer
-    /// contain the node type, and bit 1 of the root indicates whether the root is a node.
+    /// Looks up `address` in a maple tree. Returns the address of the mapping's `vm_area_struct`,
+    /// if a mapping contains `address`, and the last address for which the result is the same. Bits
+    /// 3 to 6 of an encoded node pointer contain the node type, and bit 1 of the root indicates
+    /// whether the root is a node.
     fn maple_lookup(
         &mut self,
         areas: &AreaLayout,
@@ -479,8 +481,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
                 3 => (false, arange_pivot, arange_slot, ARANGE_SLOTS),
                 _ => return None,
             };
-            // The last slot has no pivot. In a partly used node, pivot 0 means "up to the end of
-            // the node".
+            // The last slot has no pivot (upper address of the slot). In a node that is not full,
+            // pivot 0 marks the last slot in use.
             let mut slot = count - 1;
             for i in 0..count - 1 {
                 let pivot = self.kernel_u64(node.wrapping_add(pivots + 8 * i), budget)?;
@@ -520,8 +522,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         for _ in 0..MAX_COMPONENTS {
             let parent = self.kernel_u64(dentry.wrapping_add(f.parent), budget)?;
             if parent == dentry {
-                // At the root of a file system, continue at its mount point, until a mount is its
-                // own parent.
+                // `dentry` is the root of its file system. Continue at the directory on which the
+                // file system is mounted. The root mount is its own parent.
                 let above = self.kernel_u64(mount.wrapping_add(f.mount_parent), budget);
                 let point = self.kernel_u64(mount.wrapping_add(f.mount_point), budget);
                 match (above, point) {
@@ -553,9 +555,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         (!path.is_empty()).then_some(path)
     }
 
-    /// Returns the build ID of the file of `mapping`, read from the file headers, which are mapped
-    /// below the code. Returns `None` if the file has no build ID, is a 32-bit program, or its
-    /// headers are not in memory.
+    /// Returns the build ID of the file of `mapping`, which is read from the file headers. The
+    /// headers are mapped below the code. Returns `None` if the file has no build ID, is a 32-bit
+    /// program, or its headers are not in memory.
     pub fn build_id(
         &mut self,
         mm: u64,

@@ -1,6 +1,7 @@
-//! A small synthetic guest for tests. Page tables are allocated downwards from the end of RAM.
+//! A small synthetic guest for tests, with RAM and page tables.
 
-/// RAM from guest-physical address 0, with page tables that are allocated downwards from its end.
+/// RAM of a test guest from guest-physical address 0. Page tables are allocated downwards from its
+/// end.
 pub struct TestGuest {
     /// Contents of RAM.
     pub ram: Vec<u8>,
@@ -56,8 +57,8 @@ impl TestGuest {
     }
 }
 
-/// Builds the two sections of ORC tables from rows that contain address, sp_offset, bp_offset and
-/// flags.
+/// Builds the sections `.orc_unwind_ip` (for the address `at`) and `.orc_unwind` from rows of
+/// address, sp_offset, bp_offset and flags.
 pub(crate) fn orc_sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
     let (mut ips, mut entries) = (Vec::new(), Vec::new());
     for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {

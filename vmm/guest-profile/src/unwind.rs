@@ -57,14 +57,14 @@ const THREAD_SIZE: u64 = 16 << 10;
 /// soft IRQ, entry, task).
 const MAX_STACK_SWITCHES: u32 = 9;
 
-/// The limits of one call chain.
+/// Limits for unwinding one call chain.
 #[derive(Debug, Clone, Copy)]
 pub struct UnwindLimits {
     /// Maximum number of kernel and user frames, excluding context markers.
     pub max_frames: usize,
-    /// Maximum number of guest memory reads.
+    /// Maximum number of guest memory reads for the chain.
     pub max_reads: u32,
-    /// Maximum time; `None` for no time limit.
+    /// Maximum time for unwinding the chain; `None` for no time limit.
     pub max_time: Option<Duration>,
 }
 
@@ -84,11 +84,11 @@ impl Default for UnwindLimits {
 /// in a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnwindStopCounts {
-    /// Reason the kernel part ended; `None` if there is no kernel part.
+    /// Reason why unwinding of the kernel part ended; `None` if there is no kernel part.
     pub kernel: Option<UnwindStop>,
-    /// Reason the user part ended; `None` if there is no user part.
+    /// Reason why unwinding of the user part ended; `None` if there is no user part.
     pub user: Option<UnwindStop>,
-    /// `true` if at least one frame of the chain is guessed, which means probable but not certain.
+    /// `true` if at least one frame of the chain is probable but not certain (guessed).
     pub guessed: bool,
 }
 
@@ -101,7 +101,7 @@ impl UnwindStopCounts {
         ]
     }
 
-    /// Decodes two bytes and accepts any value.
+    /// Decodes the value from two bytes. Accepts any bytes.
     pub fn from_bytes([ends, guessed]: [u8; 2]) -> Self {
         Self {
             kernel: UnwindStop::from_code(ends & 15),
@@ -118,7 +118,7 @@ impl UnwindStopCounts {
     }
 }
 
-/// The result of a walk.
+/// Result of [`walk`], which writes the addresses of the chain to the output slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CallChain {
     /// Number of entries of the output slice that are filled, including context markers.
@@ -127,21 +127,21 @@ pub struct CallChain {
     pub kernel_frames: usize,
     /// Number of user frames.
     pub user_frames: usize,
-    /// Reason the kernel part ended; `None` for a user sample.
+    /// Reason why unwinding of the kernel part ended; `None` for a user sample.
     pub kernel_end: Option<UnwindStop>,
-    /// Reason the user part ended; `None` if there is no user part.
+    /// Reason why unwinding of the user part ended; `None` if there is no user part.
     pub user_end: Option<UnwindStop>,
-    /// `true` if at least one frame of the chain is guessed, which means probable but not certain.
+    /// `true` if at least one frame of the chain is probable but not certain (guessed).
     pub guessed: bool,
     /// Number of guest memory reads.
     pub reads: u32,
-    /// User registers from which the user part is unwound. They are taken at the sample, or at the
-    /// entry into the kernel; `None` if unknown.
+    /// User registers from which the user part is unwound. These are the registers at the time of
+    /// the sample or at the entry into the kernel; `None` if unknown.
     user: Option<UserRegs>,
 }
 
 impl CallChain {
-    /// Returns the reasons the parts of the chain ended.
+    /// Returns the reasons why unwinding of the kernel part and of the user part ended.
     pub fn ends(&self) -> UnwindStopCounts {
         UnwindStopCounts {
             kernel: self.kernel_end,
@@ -202,7 +202,7 @@ pub fn walk<M: GuestPhys + ?Sized>(
     chain
 }
 
-/// Builds the call chain if the guest's page tables cannot be used. The chain then consists only of
+/// Builds the call chain of a sample whose page tables cannot be used. The chain consists only of
 /// the interrupted address.
 fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut ChainBuffer<'_>) {
     match user {
@@ -270,8 +270,8 @@ struct WalkState {
     ip: u64,
     sp: u64,
     bp: u64,
-    /// Registers whose values are known only at the first frame, and at a frame whose registers
-    /// were restored from a `pt_regs`.
+    /// Registers that ORC entries may refer to. Their values are known only at the first frame, and
+    /// at a frame whose registers were restored from a `pt_regs`.
     dx: Option<u64>,
     di: Option<u64>,
     r10: Option<u64>,
@@ -282,7 +282,7 @@ struct WalkState {
 }
 
 impl WalkState {
-    /// Creates a state in which only these registers are known.
+    /// Creates a state with these registers. All other registers are unknown.
     fn at(ip: u64, sp: u64, bp: u64, exact_ip: bool) -> Self {
         Self {
             ip,
@@ -316,7 +316,7 @@ struct KernelWalk<'w, 'm, 'o, M: GuestPhys + ?Sized> {
     user: Option<UserRegs>,
 }
 
-/// The result of one step of kernel unwinding.
+/// Result of unwinding one frame of the kernel stack.
 enum WalkStep {
     Frame,
     Boundary,
@@ -334,8 +334,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         let mut switches = 0;
         loop {
             let before = self.state.sp;
-            // If the call was the last instruction of a function, its return address belongs to the
-            // next function. Look up the preceding byte.
+            // A return address may belong to the next function, because the call may be the last
+            // instruction of its function. The walk therefore looks up the preceding byte.
             let probe = self.state.ip.wrapping_sub(u64::from(!self.state.exact_ip));
             let step = match orc.find(probe.wrapping_sub(slide)) {
                 Some(OrcEntry {
@@ -357,7 +357,7 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
     }
 
     /// Appends the frame of the current state to the chain. The frame's stack pointer must be above
-    /// that of the previous frame, unless the frame is on another stack.
+    /// `before`, that of the previous frame, unless the frame is on another stack.
     #[inline]
     fn take_frame(&mut self, before: u64, switches: &mut u32) -> Result<(), UnwindStop> {
         let WalkState { sp, ip, .. } = self.state;
@@ -427,17 +427,18 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
             None => self.word(at.wrapping_add(pt_regs::BP))?,
         };
         if cs & 3 == 3 {
-            // orig_ax, just below ip, contains a system-call number, an error code or a negative
-            // value. This distinction affects only the first user frame, which is derived from the
-            // code.
+            // Whether `ip` is exact depends on the kind of kernel entry, which determines whether
+            // orig_ax (the word below ip) contains a system-call number, an error code or a
+            // negative value. Only the first user frame depends on this, and is derived from the
+            // code instead.
             self.user = Some(UserRegs {
                 ip,
                 sp,
                 bp,
                 wide: cs & 0xFFFF != USER32_CS,
                 exact_ip: false,
-                // On kernel entry and exit, an unknown subset of the registers is still in the
-                // vCPU.
+                // During kernel entry and exit, it is unknown which registers still have the user's
+                // values.
                 others: if partial {
                     OtherRegs::Lost
                 } else {

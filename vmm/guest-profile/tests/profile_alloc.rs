@@ -7,8 +7,8 @@ use guest_profile::unwind::{KernelUnwinder, UnwindLimits, walk};
 use guest_profile::{GuestRegs, WalkBudget};
 use kernel_images::orc::OrcTable;
 
-/// Start of the upper half. The lower and the upper half both map guest-physical address 0 with a
-/// 1-GiB page.
+/// Start of the upper half of the address space. The lower and the upper half both map
+/// guest-physical address 0 with a 1-GiB page.
 const UPPER: u64 = 0xffff_8000_0000_0000;
 
 fn guest() -> Vec<u8> {
@@ -17,8 +17,8 @@ fn guest() -> Vec<u8> {
     put(0x1000, 0x2007);
     put(0x1000 + 8 * 256, 0x2007);
     put(0x2000, 0x87);
-    // The kernel stack at 0x8000 has one frame and the user registers. The user stack at 0x4000 has
-    // two frames.
+    // The kernel stack at 0x8000 contains one frame and the saved user registers. The user stack at
+    // 0x4000 has two frames.
     put(0x8010, UPPER + 0x9021);
     for (i, v) in [0x5050, 0x33, 0x202, 0x4000, 0x2b].into_iter().enumerate() {
         put(0x8018 + 128 + 8 * i, v);

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 const CODE: u64 = 0x5555_0000_0000;
 const STACK: u64 = 0x7fff_0000_0000;
 
-/// Builds an entry of `.eh_frame` or `.debug_frame`.
+/// Builds a CIE or FDE of `.eh_frame` or `.debug_frame` with the given ID and contents.
 fn entry(id: u32, body: &[u8]) -> Vec<u8> {
     let mut bytes = id.to_le_bytes().to_vec();
     bytes.extend(body);
@@ -13,7 +13,7 @@ fn entry(id: u32, body: &[u8]) -> Vec<u8> {
     [&(bytes.len() as u32).to_le_bytes()[..], &bytes].concat()
 }
 
-/// Maps `module` at `start`, with a bias of `bias`.
+/// Returns a map in which `module` is mapped at `start` with the load bias `bias`.
 fn mapped(start: u64, len: u64, bias: u64, module: LoadedModule) -> CodeMap {
     CodeMap::new(vec![MappedCode {
         start,
@@ -97,7 +97,7 @@ const FUNCTIONS: &[(u64, u32, &[u8])] = &[
     (0x400, 0x20, &[0x07, 16]),
 ];
 
-/// Unwinds a stack through all of [`FUNCTIONS`].
+/// Unwinds a stack through all of [`FUNCTIONS`] and checks the call chain.
 fn check_unwinding_of_functions(code: &CodeMap) {
     let stack = words(&[CODE + 0x210, 1, 2, 0x99, CODE + 0x310, 3, 8, CODE + 0x410, 0]);
     let mut state = state(CODE + 0x110, &stack);
@@ -114,8 +114,8 @@ fn eh_frame_unwinds_stack_without_frame_pointers() {
     check_unwinding_of_functions(&code(tables(FUNCTIONS)));
 }
 
-/// `.debug_frame` in the program's file replaces `.eh_frame` if the process has no unwind tables in
-/// memory.
+/// If a process has no unwind tables in memory, its stack is unwound with `.debug_frame` from the
+/// program's file.
 #[test]
 fn debug_frame_replaces_missing_eh_frame() {
     // Version 3, no augmentation, code 1, data -8, return address 16; CFA = rsp+8, ra at CFA-8.
@@ -136,7 +136,7 @@ fn debug_frame_replaces_missing_eh_frame() {
     }
 }
 
-/// Unwinding yields an incomplete chain if the copy of the stack is truncated, if the stack is
+/// The call chain is marked as incomplete if the copy of the stack is truncated, if the stack is
 /// unmapped, or if a caller's frame is below the previous one.
 #[test]
 fn truncated_stack_is_incomplete() {

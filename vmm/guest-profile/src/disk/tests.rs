@@ -23,13 +23,14 @@ impl DiskBytes for InMemory {
     }
 }
 
-/// Creates a file system of 8 MiB with these files. Returns `None` if `mke2fs` is not installed.
+/// Creates an ext4 file system of 8 MiB that contains `files`. Returns `None` if `mke2fs` is not
+/// installed.
 fn file_system(files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     file_system_of(&[], files)
 }
 
-/// Creates a file system with additional options for `mke2fs`. If `files` contains no directory
-/// `etc`, a symbolic link named `etc` is created.
+/// Creates a file system like [`file_system`], with additional options for `mke2fs`. If `files`
+/// contains no directory `etc`, a symbolic link named `etc` is created.
 fn file_system_of(options: &[&str], files: &[(&str, &[u8])]) -> Option<Vec<u8>> {
     let program = ["/usr/sbin/mke2fs", "/sbin/mke2fs"]
         .into_iter()
@@ -176,7 +177,7 @@ fn damaged_file_system_never_hangs_reader() {
     for _ in 0..60 {
         let mut bytes = whole.clone();
         for _ in 0..1 + next() % 64 {
-            // Corrupt mostly the beginning, which contains metadata.
+            // Corrupts mostly the beginning of the file system, which contains metadata.
             let within = if next() % 4 == 0 { bytes.len() } else { 256 << 10 };
             let at = usize::try_from(next()).unwrap_or_default() % within;
             bytes[at] = next().to_le_bytes()[0];
@@ -192,7 +193,7 @@ fn damaged_file_system_never_hangs_reader() {
 
 /// The inode of a symbolic link determines the size of the buffer for the link's target. A link
 /// with an implausible size is followed neither by path resolution nor by the search for the root
-/// directory, so no large buffer is allocated.
+/// file system, so no large buffer is allocated.
 #[test]
 fn disk_bounds_memory_for_link_target() {
     let Some(mut bytes) = file_system_of(&["-O", "^metadata_csum"], &[("file", b"here")]) else {
@@ -215,14 +216,14 @@ fn disk_bounds_memory_for_link_target() {
     assert_eq!(disk.read("/file", 100).unwrap(), b"here");
 }
 
-/// A guest in whose file system each read takes almost the full timeout cannot delay a command for
-/// hours.
+/// If each read from a guest's file system takes almost the full timeout of a request, the total
+/// timeout still ends a command early.
 #[test]
 fn disk_enforces_total_timeout() {
     let Some(bytes) = example() else { return };
     let mut disk = open(bytes).unwrap();
     disk.waited = TOTAL_TIMEOUT;
-    // The answer that exceeds the total timeout is still returned.
+    // A request that only exceeds the total timeout when it completes still returns its result.
     disk.read("/etc/hostname", 100).unwrap();
     assert!(matches!(
         disk.read("/etc/hostname", 100),

@@ -30,13 +30,13 @@ pub struct SampledFunction {
     pub kernel: bool,
     /// Start address in process `pid`.
     pub start: u64,
-    /// Exclusive end address of the function if it is known, and in any case beyond the last
-    /// sample.
+    /// Exclusive end address of the function, or the address after the last sample if the end is
+    /// unknown or too far away.
     pub end: u64,
     /// ID of a process that maps the function at these addresses.
     pub pid: u32,
-    /// CR3 of that process, with which the code can be read; 0 if no sample of the function at this
-    /// start address has registers.
+    /// CR3 of the process `pid`, with which its code can be read; 0 if no sample of the function at
+    /// `start` contains a CR3.
     pub cr3: u64,
     /// Number of samples and sum of their periods, by offset into the function.
     pub offsets: BTreeMap<u64, (u64, u64)>,
@@ -73,8 +73,8 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
         if function.cr3 == 0 && sample.cr3 != 0 && start == function.start {
             (function.pid, function.cr3) = (sample.pid, sample.cr3);
         }
-        // Another process may map the function at a different address, but the offsets are the
-        // same.
+        // Another process may map the function at a different address. Offsets into the function
+        // are the same in all processes.
         let end = symbols.end(frame, sample.pid).unwrap_or(0).wrapping_sub(start);
         let length = (function.end - function.start).max(named.offset + 1);
         let length = if end <= MAX_CODE { length.max(end) } else { length };
@@ -90,8 +90,8 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
 }
 
 impl SampledFunction {
-    /// Returns the number of code bytes to read. It includes the whole instruction at the last
-    /// sample, which may extend beyond the end of the function as far as it is known.
+    /// Returns the number of code bytes to read, from the start of the function to the end of the
+    /// instruction at the last sample or to the end of the function, whichever is later.
     pub fn length(&self) -> u64 {
         let last = self.offsets.keys().next_back().map_or(0, |last| last + LONGEST);
         (self.end - self.start).max(last).min(MAX_CODE)
@@ -121,8 +121,8 @@ pub struct AnnotatedLine {
 pub struct AnnotatedCode {
     /// Instructions in ascending order of address.
     pub lines: Vec<AnnotatedLine>,
-    /// Number of samples whose address is not the start of an instruction, because the code that
-    /// ran was different.
+    /// Number of samples whose address is not the start of an instruction. If there are any, the
+    /// code that ran was different.
     pub astray: u64,
 }
 
@@ -165,7 +165,7 @@ pub fn annotate(
             text,
         });
     }
-    // Drop the padding up to the next function.
+    // Drops the padding between this function and the next one.
     while lines.last().is_some_and(is_padding) {
         lines.pop();
     }
@@ -262,7 +262,8 @@ mod tests {
         list.remove(0)
     }
 
-    /// Each sample is assigned to its instruction, and shares are relative to the function.
+    /// Each sample is assigned to its instruction, and the shares in percent are relative to the
+    /// function.
     #[test]
     fn annotate_assigns_samples_to_instructions() {
         let function = only(&profile(&[0x1004, 0x1004, 0x1004, 0x1001]));

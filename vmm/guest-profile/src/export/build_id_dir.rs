@@ -26,7 +26,7 @@ use kernel_images::symbols::KernelSymbols;
 
 /// Directory of the guests' programs, below the build-ID directory.
 const PROGRAMS: &str = "perfvisor";
-/// File name of a program, and of a kernel's symbols, in its directory.
+/// Names of the files that contain a program and a kernel's symbols.
 const ELF: &str = "elf";
 const KALLSYMS: &str = "kallsyms";
 
@@ -75,7 +75,7 @@ impl BuildIdDir {
                 return Err(taken(&path, "this guest's kernel"));
             }
             Some(_) => {}
-            // No usable file exists.
+            // The directory of this kernel contains no usable file yet.
             None => self.put(&inside.join(KALLSYMS), &text)?,
         }
         match self.holder(id, &inside) {
@@ -124,8 +124,8 @@ impl BuildIdDir {
         self.link(id, &inside)
     }
 
-    /// Returns the file to which the link of the build ID leads, if the link refers to a directory
-    /// other than `inside`.
+    /// Returns the file that already has the build ID, or `None` if the build ID has no link or its
+    /// link refers to the directory `inside`.
     fn holder(&self, id: BuildId, inside: &Path) -> Option<PathBuf> {
         let (directory, link) = self.link_path(id);
         let old = fs::read_link(link).ok()?;
@@ -208,8 +208,8 @@ fn has(path: &Path, bytes: &[u8]) -> bool {
         && fs::read(path).is_ok_and(|there| there == bytes)
 }
 
-/// Returns the functions of a kernel with their offsets from its start, which are the same for
-/// every boot. Excludes modules, because their addresses vary.
+/// Returns the functions of a kernel with their offsets from its start. The offsets are the same
+/// for every boot, unlike those of modules, which are excluded.
 fn functions(symbols: &KernelSymbols) -> BTreeSet<(u64, &str)> {
     let at = |name| symbols.by_name(name).map(|symbol| symbol.address);
     let start = at("_text").or_else(|| at("_stext")).unwrap_or_default();
@@ -290,7 +290,7 @@ mod tests {
             Err(io::Error::other("full"))
         });
         assert!(failed.is_err());
-        // The existing file remains, and no partial new file is left behind.
+        // The existing file is unchanged, and no temporary file is left behind.
         assert_eq!(fs::read_to_string(by_id.join("kallsyms")).unwrap(), "new");
         assert_eq!(fs::read_dir(&by_id).unwrap().count(), 1);
     }
@@ -346,7 +346,7 @@ mod tests {
         let by_id = root.path().join(".build-id/ab").join("ab".repeat(19));
         let first = kallsyms(0xffff_ffff_8100_0000, "schedule");
         kernel(&first).unwrap();
-        // Add another boot of the same kernel, and then forged entries.
+        // Adds the same kernel from another boot, and then forged entries with the same build IDs.
         kernel(&kallsyms(0xffff_ffff_9200_0000, "schedule")).unwrap();
         let refused = kernel(&kallsyms(0xffff_ffff_8100_0000, "secret")).unwrap_err();
         assert!(refused.to_string().contains("--buildid-dir"), "{refused}");

@@ -27,7 +27,7 @@ pub enum CallOrder {
 pub struct CallGraphOptions {
     /// Direction of the graph.
     pub order: CallOrder,
-    /// Minimum share of a branch in the event's periods, in percent.
+    /// Minimum share of a branch, in percent of the event's total period.
     pub min_percent: f64,
 }
 
@@ -45,15 +45,15 @@ impl Default for CallGraphOptions {
     }
 }
 
-/// A function in a tree.
+/// A function at one position of a call tree.
 struct CallNode {
     name: Rc<str>,
-    /// Sum of the periods of the samples whose chains contain this node.
+    /// Sum of the periods of the samples whose call chains pass through this node.
     period: u64,
     children: Vec<usize>,
 }
 
-/// The call chains of a set of samples.
+/// Call tree that is built from the call chains of a set of samples.
 pub(super) struct CallTree {
     nodes: Vec<CallNode>,
     by_name: HashMap<(usize, Rc<str>), usize>,
@@ -98,7 +98,7 @@ impl CallTree {
         }
     }
 
-    /// Appends the tree as text. `total` is the sum of the event's periods.
+    /// Appends the tree as text to `out`. `total` is the sum of the periods of the event's samples.
     pub(super) fn write(&self, total: u64, min_percent: f64, out: &mut String) {
         let tree = ShownTree {
             tree: self,
@@ -149,7 +149,7 @@ impl ShownTree<'_> {
     fn write_callers(&self, mut node: usize, prefix: &str, out: &mut String) {
         let nodes = &self.tree.nodes;
         let mut shown = self.children(node);
-        // A single child with all samples of its parent is not a branch.
+        // A single child with all samples of its parent continues the same line of the tree.
         while let [only] = shown[..]
             && nodes[only].period == nodes[node].period
         {

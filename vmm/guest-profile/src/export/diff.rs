@@ -7,15 +7,15 @@ use super::Profile;
 use super::report::{ReportOptions, ReportTable, SortKey, columns, tables, widths};
 use super::symbolize::Symbolizer;
 
-/// One row of a comparison, with shares of an event's periods, in percent. A share is `None` if the
-/// profile has no sample for this row.
+/// One row of a comparison: a function or another group of samples, with its share of the event's
+/// total period in each profile. A share is `None` if the profile has no sample for this row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DiffRow {
     /// Share in the older profile, in percent.
     pub before: Option<f64>,
     /// Share in the newer profile, in percent.
     pub after: Option<f64>,
-    /// Texts of the columns.
+    /// Texts of the columns by which samples are grouped.
     pub keys: Vec<String>,
 }
 
@@ -33,11 +33,11 @@ pub struct EventDiff {
     pub event: String,
     /// Number of samples in the older and in the newer profile.
     pub samples: (u64, u64),
-    /// Rows, sorted by descending change.
+    /// Rows, sorted by the absolute change of their share, the largest first.
     pub rows: Vec<DiffRow>,
 }
 
-/// Compares the tables of two profiles, which have the same columns, for each event. Returns the
+/// Compares the tables of two profiles event by event. Both have the same columns. Returns the
 /// comparisons, and the names of events that only one profile contains.
 fn compare(
     before: Vec<ReportTable>,
@@ -47,7 +47,7 @@ fn compare(
     let mut after: Vec<Option<ReportTable>> = after.into_iter().map(Some).collect();
     let (mut diffs, mut alone) = (Vec::new(), Vec::new());
     for old in before {
-        // Match events of the same name in order.
+        // If several events have the same name, they are compared in order.
         let same = |table: &&mut Option<ReportTable>| table.as_ref().is_some_and(|t| t.event == old.event);
         let Some(new) = after.iter_mut().find(same).and_then(Option::take) else {
             alone.push(old.event);
@@ -87,7 +87,7 @@ pub fn diffs(
     (new, new_symbols): (&Profile, &mut Symbolizer<'_>),
     options: &ReportOptions,
 ) -> (Vec<EventDiff>, Vec<String>) {
-    // Do not filter yet, because a row may be below the limit in only one profile.
+    // The limit is applied after the comparison, because a row may be below it in only one profile.
     let all = ReportOptions {
         min_percent: 0.0,
         ..options.clone()

@@ -9,7 +9,7 @@ use super::{Profile, ProfileSample, frames};
 pub struct SampleFilter {
     /// Names of tasks.
     pub comms: Vec<String>,
-    /// Objects of the innermost frame, as paths or as file names without directories.
+    /// Objects (files) of the innermost frame, as paths or as file names without directories.
     pub objects: Vec<String>,
     /// Functions of the innermost frame.
     pub symbols: Vec<String>,

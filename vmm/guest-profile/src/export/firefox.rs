@@ -48,8 +48,8 @@ pub fn write(
     Ok(serde_json::to_writer(out, &writer.firefox)?)
 }
 
-/// Returns the number of events that a weight of 1 represents. This is the smallest period, or a
-/// larger number if the sum of the weights would not fit into 31 bits.
+/// Returns the number of events that a weight of 1 represents. The number is the smallest period of
+/// a sample, or a larger one if the sum of the weights would otherwise not fit into 31 bits.
 fn weight_unit(samples: &[ProfileSample<'_>]) -> u64 {
     let least = samples.iter().map(|s| s.period).filter(|p| *p > 0).min();
     let total = samples.iter().fold(0u64, |sum, s| sum.saturating_add(s.period));
@@ -75,7 +75,7 @@ impl<'p> FirefoxWriter<'p> {
         if !profile.meta.os_release.is_empty() {
             firefox.set_os_name(&profile.meta.os_release);
         }
-        // Otherwise, the program looks for symbols itself.
+        // Otherwise, the Firefox Profiler looks for symbols itself.
         firefox.set_symbolicated(true);
         let user = firefox.add_category("User", CategoryColor::Yellow);
         let kernel = firefox.add_category("Kernel", CategoryColor::LightRed);

@@ -50,8 +50,8 @@ pub fn stacks(
     stacks
 }
 
-/// Removes characters that separate fields of the format, and control characters, from a name
-/// chosen by the guest.
+/// Removes field separators of the format and control characters from `name`, because the guest
+/// chooses it.
 fn clean(name: &str) -> String {
     name.chars()
         .map(|c| {
@@ -117,7 +117,7 @@ pub fn differential(
     write(before, &mut old).map_err(FlameGraphError::Write)?;
     write(after, &mut new).map_err(FlameGraphError::Write)?;
     let compare = inferno::differential::Options {
-        // The recordings may differ in length.
+        // Compares shares instead of weights, because the two recordings may differ in length.
         normalize: true,
         strip_hex: false,
     };

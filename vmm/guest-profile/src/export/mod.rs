@@ -1,5 +1,5 @@
-//! Reads and writes guest profiles: `perf.data`, tables, scripts, folded stacks, flame graphs, pprof
-//! and the formats of speedscope and the Firefox Profiler.
+//! Reads and writes profiles of guests: `perf.data`, tables, scripts, folded stacks, flame graphs,
+//! pprof and the formats of speedscope and the Firefox Profiler.
 //!
 //! All formats share one model, [`Profile`]: samples of vCPUs with guest call chains, and metadata
 //! about the guest's kernel, tasks and mappings. `perf.data` is also the native file format of
@@ -52,7 +52,7 @@ pub struct EventInfo {
     pub type_: u32,
     /// Value of `perf_event_attr.config`.
     pub config: u64,
-    /// Sampling period or frequency.
+    /// Sampling period, or sampling frequency.
     pub rate: EventRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
@@ -73,7 +73,7 @@ pub enum EventRate {
     FrequencyHz(u64),
 }
 
-/// Presentation of the guest in a `perf.data` file.
+/// Viewpoint from which a `perf.data` file presents the guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ProfilePerspective {
     /// The file looks as if `perf` had recorded inside the guest, so any reader of `perf.data` can
@@ -112,9 +112,9 @@ pub struct ProfileMetadata {
     pub vcpus: u32,
     /// Command line that recorded the profile.
     pub command: Vec<String>,
-    /// Presentation of the guest in the file.
+    /// Viewpoint from which the file presents the guest.
     pub form: ProfilePerspective,
-    /// Conversion from the samples' clock to wall-clock time, if known. In this case the samples'
+    /// Conversion from the samples' clock to wall-clock time, if known. If given, the samples'
     /// clock is `CLOCK_MONOTONIC`.
     pub clock: Option<WallClock>,
     /// `true` if the file contains the context switches of the vCPU threads.
@@ -128,9 +128,9 @@ pub struct KernelMap {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Name of the symbol at `reference_address`, from which `perf` computes the KASLR offset.
+    /// Name of a reference symbol, from whose addresses `perf` computes the KASLR offset.
     pub reference_symbol: String,
-    /// Run-time address of that symbol.
+    /// Run-time address of the reference symbol.
     pub reference_address: u64,
     /// Build ID of the kernel, if known.
     pub build_id: Option<BuildId>,
@@ -190,7 +190,7 @@ pub struct ProfileSample<'c> {
     pub period: u64,
     /// ID of the event ([`EventInfo::id`]).
     pub event_id: u64,
-    /// Reasons why unwinding of the call chain ended.
+    /// Reasons why the unwinder ended the kernel part and the user part of the call chain.
     pub ends: UnwindStopCounts,
     /// Call chain, innermost frame first.
     pub chain: &'c [u64],

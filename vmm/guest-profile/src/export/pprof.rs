@@ -1,7 +1,7 @@
 //! Writes gzipped `profile.proto` for `go tool pprof`, Pyroscope and Parca.
 //!
-//! Each sample has two values, the number of samples and the sum of their periods, and the selected
-//! labels: task, vCPU, process ID and event name.
+//! Each pprof sample has two values (number of samples and sum of their periods) and the selected
+//! labels (task, vCPU, process ID or event name).
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -126,7 +126,7 @@ impl StringTable {
     }
 }
 
-/// IDs of the locations, functions and mappings that have been added to the profile.
+/// IDs of the locations, functions and mappings that the profile contains so far.
 #[derive(Default)]
 struct LocationTable {
     /// Location IDs. The key consists of the address, a flag for kernel addresses and, for

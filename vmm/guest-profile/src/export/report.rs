@@ -131,20 +131,20 @@ impl ReportOptions {
     }
 }
 
-/// One row of a report.
+/// One row of a report, which stands for the samples with equal values in the sort columns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportRow {
     /// Share of the event's periods, in percent.
     pub percent: f64,
     /// Number of samples.
     pub samples: u64,
-    /// Sum of the periods of these samples.
+    /// Sum of the periods of the row's samples.
     pub period: u64,
-    /// Texts of the columns.
+    /// Texts of the sort columns.
     pub keys: Vec<String>,
 }
 
-/// The rows of one event, sorted by descending share.
+/// The table of one event in a report.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportTable {
     /// Name of the event.
@@ -153,7 +153,7 @@ pub struct ReportTable {
     pub samples: u64,
     /// Sum of the periods of all samples of the event.
     pub period: u64,
-    /// `true` if the samples have different periods.
+    /// `true` if the event's samples have different periods.
     pub weighted: bool,
     /// Rows, sorted by descending share.
     pub rows: Vec<ReportRow>,
@@ -210,7 +210,7 @@ fn table(
     }
 }
 
-/// Returns the values of a sample in the sort columns, as text.
+/// Returns the texts of a sample in the sort columns.
 fn keys(
     s: &ProfileSample<'_>,
     profile: &Profile,
@@ -298,7 +298,7 @@ fn cells(row: &ReportRow, options: &ReportOptions, shown: &[ReportColumn]) -> Ve
     shown.iter().map(cell).collect()
 }
 
-/// Formats a table line: two leading characters, and the cells in columns.
+/// Formats a table line from the two leading characters `lead` and the cells of the columns.
 fn line(lead: &str, cells: &[String], shown: &[ReportColumn], widths: &[usize]) -> String {
     let mut line = lead.to_owned();
     for ((cell, column), width) in cells.iter().zip(shown).zip(widths) {

@@ -20,7 +20,7 @@ pub enum ScriptField {
     Tid,
     /// vCPU number.
     Cpu,
-    /// Time.
+    /// Time of the sample.
     Time,
     /// Number of events that the sample represents.
     Period,
@@ -30,7 +30,7 @@ pub enum ScriptField {
     Ip,
     /// Functions of the call chain.
     Sym,
-    /// Offsets into the functions.
+    /// Offsets of the call chain's addresses into their functions.
     Symoff,
     /// Objects of the call chain.
     Dso,
@@ -97,14 +97,14 @@ impl Default for ScriptFields {
     }
 }
 
-/// Options of [`write_with`].
+/// Options of [`write_with`]: what to write, and in which format.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ScriptOptions {
     /// Fields to write.
     pub fields: ScriptFields,
     /// Format of the samples.
     pub format: ScriptFormat,
-    /// Samples to write.
+    /// Filter for the samples to write.
     pub filter: SampleFilter,
 }
 
@@ -188,8 +188,8 @@ fn write_head(
     Ok(())
 }
 
-/// Writes the call chain of a sample. If no field of the call chain is selected, only ends the
-/// line.
+/// Writes the call chain of a sample. If no field of the call chain is selected, writes only a line
+/// end.
 fn write_frames(
     symbols: &mut Symbolizer<'_>,
     fields: &ScriptFields,

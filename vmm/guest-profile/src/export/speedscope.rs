@@ -32,7 +32,7 @@ struct SpeedscopeFrame {
     file: String,
 }
 
-/// The samples of one event and task, in chronological order.
+/// Samples of one event and one task, in chronological order. Becomes a profile in the file.
 #[derive(Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct SampledProfile {
@@ -58,8 +58,8 @@ impl SampledProfile {
     }
 }
 
-/// Writes a profile. Each combination of task and event is a separate profile in the file, named
-/// `task: event`.
+/// Writes a profile. In speedscope's format, a file contains several profiles. Each combination of
+/// task and event becomes one of them, named `task: event`.
 ///
 /// # Errors
 /// Returns an error if `out` fails.
@@ -97,7 +97,8 @@ pub fn write(profile: &Profile, symbols: &mut Symbolizer<'_>, out: impl Write) -
         of_task.end_value = of_task.end_value.saturating_add(s.period);
     }
     let mut profiles: Vec<SampledProfile> = profiles.into_values().collect();
-    // The program displays the first profile.
+    // speedscope displays the first profile of the file, so the one with the largest weight comes
+    // first.
     profiles.sort_by_key(|p| std::cmp::Reverse(p.end_value));
     let file = SpeedscopeFile {
         schema: SCHEMA,

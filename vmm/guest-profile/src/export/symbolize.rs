@@ -8,12 +8,12 @@ use crate::programs::GuestSymbols;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
-/// Object name of the kernel in tables.
+/// Name by which tables show the kernel as an object.
 pub const KERNEL_OBJECT: &str = "[guest.kernel]";
-/// Object name in tables for user addresses of unknown files.
+/// Name by which tables show the object of a user address whose file is unknown.
 pub const USER_OBJECT: &str = "[guest user]";
 
-/// A frame with its name.
+/// Frame of a call chain, resolved to a function name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedFrame {
     /// Function name. If the function is unknown, the file name and the offset in the file, or the
@@ -30,19 +30,19 @@ pub struct NamedFrame {
     pub kernel: bool,
 }
 
-/// Usability of the guest's file behind a mapping for resolving addresses.
+/// Result of reading the guest's file behind a mapping, for resolving addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileSymbols {
     /// The file is missing or unusable.
     Missing,
     /// The file comes from a different build than the one that the guest runs.
     OtherBuild,
-    /// The file was read, but may contain no symbols.
+    /// The file can be used. It may still contain no symbols.
     Usable,
 }
 
-/// Resolves addresses with the best available source: the kernel symbols given by the user, then
-/// the guest's files, then the symbols saved in the profile.
+/// Resolves addresses to names. Sources, best first: the kernel symbols that the user has given,
+/// the guest's files, and the symbols saved in the profile.
 pub struct Symbolizer<'p> {
     profile: &'p Profile,
     kernel: Option<KernelSymbols>,
@@ -175,8 +175,8 @@ impl<'p> Symbolizer<'p> {
         self.mount.as_ref().map_or(&[], |m| m.problems())
     }
 
-    /// Returns three values for a user address: the object, the name of the function and its start
-    /// address if known, and otherwise a substitute for the name.
+    /// Returns three values for a user address: the object; the name and the start address of the
+    /// function, if known; and a substitute for the name, if a mapping contains the address.
     fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>, Option<String>) {
         let mapping = self
             .profile
@@ -221,10 +221,11 @@ fn is_file(path: &str) -> bool {
 /// Adds a call chain to each sample that has none because its vCPU was not stopped for the sample.
 ///
 /// The chain is copied from another sample in the same function of the same process. If there are
-/// several such samples, they are used in turn, so that the shares of the function's callers match
-/// those in the samples with chains. A sample in the kernel may take a chain from another process
-/// with the same name, and is then attributed to that process. A sample remains unchanged if no
-/// sample in its function has a chain. Truncated chains are used only if there is no complete one.
+/// several such samples, their chains are used in turn. The shares of the function's callers are
+/// then the same as in the samples with chains. A sample in the kernel may take a chain from
+/// another process with the same name, and is then attributed to that process. A sample remains
+/// unchanged if no sample in its function has a chain. A truncated chain is used only if no sample
+/// has a complete one.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
     let mut donors: HashMap<ChainKey, (Vec<super::ProfileSample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
@@ -258,8 +259,8 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
             *next += 1;
             (sample.pid, sample.tid, sample.cr3) = (donor.pid, donor.tid, donor.cr3);
             chain.extend_from_slice(donor.chain);
-            // Replace the first address after the context marker, because the sample keeps its own
-            // address.
+            // The sample keeps its own address, which replaces the first address after the context
+            // marker.
             if let Some(own) = chain.iter_mut().find(|f| **f < (-4095i64).cast_unsigned()) {
                 *own = sample.ip;
             }
@@ -272,7 +273,7 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
     full
 }
 
-/// Process to which a sample belongs, given by its ID or by its name.
+/// Process from whose samples a call chain may be copied, given by its ID or by its name.
 #[derive(PartialEq, Eq, Hash)]
 enum SampleOwner {
     /// Process with this ID.
@@ -281,11 +282,11 @@ enum SampleOwner {
     NamedFrame(String),
 }
 
-/// Key under which call chains are stored: event, process, object and function.
+/// Key under which call chains that can be copied are stored: event, process, object and function.
 type ChainKey = (u64, SampleOwner, Rc<str>, Option<String>);
 
-/// Returns the keys under which chains for a sample are stored: one for its process and, for a
-/// sample in the kernel, one for any process with the same name.
+/// Returns the keys under which chains for a sample are stored: one for its process and, if the
+/// sample is in the kernel, one for all processes with the same name.
 fn chain_keys(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,

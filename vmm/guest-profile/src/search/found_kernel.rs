@@ -9,7 +9,7 @@ use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 use crate::unwind::KernelUnwinder;
 
-/// The reader's message that explains why it could not read a part of the kernel.
+/// Message from the reader process that explains why it could not read a table of the kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{0}")]
 pub struct UnreadPart(pub String);
@@ -36,7 +36,7 @@ pub struct FoundKernel {
 }
 
 impl FoundKernel {
-    /// Returns the data of this kernel that unwinding its stacks requires.
+    /// Returns the tables and addresses that are needed to unwind stacks of this kernel.
     pub fn unwind(&self) -> KernelUnwinder<'_> {
         KernelUnwinder {
             orc: self.orc.as_ref(),

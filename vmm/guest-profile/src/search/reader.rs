@@ -1,5 +1,5 @@
-//! Process that parses a kernel's tables. It has no direct access to guest memory and requests each
-//! range that it reads.
+//! The reader process of a kernel search, which parses the kernel's tables. It has no access to
+//! guest memory and requests each range that it reads from the requester process.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -15,13 +15,13 @@ use crate::task::TaskLayout;
 use crate::task::areas::KernelTables;
 use crate::{GuestPhys, MappedGuestPage};
 
-/// Size of the block that a memory request covers, in bytes. A block is larger than most reads,
-/// because neighboring memory is usually read next.
+/// Size of the blocks in which guest memory is requested, in bytes. A block is larger than most
+/// reads, because neighboring memory is usually read next.
 const BLOCK: usize = 64 << 10;
-/// Maximum number of cached blocks.
+/// Maximum number of blocks of guest memory that the reader caches.
 const MAX_BLOCKS: usize = 256;
 const PAGE: usize = 4096;
-/// Maximum size of the symbol text, in bytes. Distribution kernels have 5 to 15 million.
+/// Maximum size of the symbol text, in bytes. Distribution kernels have 5 to 15 million bytes.
 pub(super) const MAX_SYMBOL_BYTES: usize = 64 << 20;
 /// Maximum number of unwind table entries. Distribution kernels have half a million.
 pub(super) const MAX_ENTRIES: usize = 4 << 20;
@@ -41,7 +41,7 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     let memory = RemoteMemory::new(stream);
     let read = locate::read_kernel(&memory, &regs, &anchors);
     let read = read.map_err(|e| UnreadPart(e.to_string())).and_then(|image| {
-        // The image was read at its run-time addresses.
+        // The slide is 0, because the image was read at its run-time addresses.
         let tables = KernelTables::find(&memory, &regs, &image, 0);
         Ok((text_of(&image)?, image, tables))
     });
@@ -52,7 +52,7 @@ pub fn serve(mut stream: impl Read + Write) -> io::Result<()> {
     }
 }
 
-/// Formats the symbols as text.
+/// Formats the kernel's symbols as text in the format of `/proc/kallsyms`.
 fn text_of(image: &KernelImage) -> Result<Vec<u8>, UnreadPart> {
     let mut text = Vec::new();
     if let Some(symbols) = image.symbols() {
@@ -69,7 +69,7 @@ fn text_of(image: &KernelImage) -> Result<Vec<u8>, UnreadPart> {
     Ok(text)
 }
 
-/// Sends the result.
+/// Sends the result of the search to the requester.
 fn tell(
     stream: &mut impl Write,
     image: &KernelImage,
@@ -142,8 +142,8 @@ impl<S: Read + Write> RemoteMemory<S> {
         }
     }
 
-    /// Requests at most [`PIECE`] bytes of guest memory from the requester. Returns `false` if the
-    /// range is not RAM or the requester has exited.
+    /// Requests the guest memory at `gpa` from the requester, at most [`PIECE`] bytes. Returns
+    /// `false` if the range is not completely RAM or the requester has exited.
     fn borrow(&self, gpa: u64, into: &mut [u8]) -> bool {
         let mut asked = || -> io::Result<bool> {
             let stream = &mut *self.stream.borrow_mut();

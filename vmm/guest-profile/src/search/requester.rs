@@ -1,5 +1,5 @@
-//! Process that holds guest memory. It serves the reader's memory requests and validates its
-//! result, without parsing guest tables itself.
+//! The requester process of a kernel search, which holds guest memory. It serves the memory
+//! requests of the reader process and validates its result, without parsing guest tables itself.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::Instant;
@@ -17,9 +17,9 @@ use crate::{GuestPhys, GuestRegs};
 /// Maximum number of memory ranges that the reader may request in one search. A search for a kernel
 /// mapped with small pages takes 2,000.
 const MAX_RANGES: u32 = 1 << 18;
-/// Maximum number of bytes that the reader may request in one search. The limit is larger than
-/// needed in the worst case: the largest kernel, mapped with scattered small pages, is read four
-/// times, for two registers in two address spaces.
+/// Maximum number of bytes that the reader may request in one search. The limit exceeds the worst
+/// case, in which the largest kernel is mapped with scattered small pages and is read four times,
+/// for two registers in two address spaces.
 const MAX_SERVED_BYTES: u64 = 4 << 30;
 /// Maximum number of characters of a text from the reader that are shown to the user.
 const MAX_TEXT: usize = 400;
@@ -31,13 +31,13 @@ pub enum SearchError {
     /// message.
     #[error("{0}")]
     NotFound(String),
-    /// The reader has exited or cannot be reached.
+    /// The reader process has exited or cannot be reached.
     #[error("the kernel reader process does not respond")]
     Lost(#[source] io::Error),
     /// The search timed out.
     #[error("the kernel reader process timed out")]
     Slow,
-    /// The reader exceeded the limit for the named resource.
+    /// The reader has requested or sent more than the limit of the named resource.
     #[error("the kernel reader process requested too many {0}")]
     TooMuch(&'static str),
     /// The reader sent an invalid message of the named type.
@@ -59,9 +59,9 @@ impl From<io::Error> for SearchError {
 }
 
 /// Asks the reader at the other end of `stream` ([`super::serve`]) to search for the kernel into
-/// which `regs` and `anchors` point, and serves the reader's requests for `memory`. If `stream` has
-/// a timeout, the function returns at the latest when the first message after `until` has been
-/// received or timed out.
+/// which `regs` and `anchors` point, and serves the reader's requests for `memory`. The search
+/// times out at `until`, provided that `stream` has a timeout: the function returns when it has
+/// received a message after `until`, or when receiving one has timed out.
 ///
 /// # Errors
 /// Returns a [`SearchError`] if the reader finds no kernel, fails, times out, exceeds a limit or
@@ -134,7 +134,7 @@ impl MemoryServer {
     }
 }
 
-/// The parts of a kernel received so far.
+/// The parts of the reader's result received so far.
 #[derive(Default)]
 struct ReceivedParts {
     symbols: Vec<u8>,

@@ -1,5 +1,5 @@
-//! Tests that the reader receives the actual contents of guest memory, and that a compromised
-//! reader cannot do any harm with the messages that it sends.
+//! Tests that the reader process receives the actual contents of guest memory, and that a
+//! compromised reader process cannot harm the requester with its messages.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -16,7 +16,7 @@ use crate::{GuestPhys, GuestRegs, MappedGuestPage};
 /// A timeout that never expires in a test.
 const LATER: Duration = Duration::from_secs(3600);
 
-/// Behavior of a test reader.
+/// Behavior of the reader process in a test.
 type Reader = fn(&mut UnixStream);
 
 /// Returns RAM of two blocks and one page, in which adjacent bytes differ.
@@ -24,7 +24,7 @@ fn ram() -> Vec<u8> {
     (0..(128 << 10) + 4096u32).map(|n| (n ^ n >> 8) as u8).collect()
 }
 
-/// Runs the requester with `reader` at the other end of the socket.
+/// Runs the requester with the behavior `reader` at the other end of the socket.
 fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, SearchError> {
     asked_until(ram, Instant::now() + LATER, reader)
 }
@@ -105,7 +105,7 @@ fn wanted(gpa: u64, bytes: u32) -> [u8; 12] {
     MemoryRequest { gpa, bytes }.to_bytes()
 }
 
-/// Returns a summary with the text `word` replaced by `instead`.
+/// Returns a valid `KernelSummary` message in which `instead` replaces the text `word`.
 fn summary(word: &str, instead: &str) -> Vec<u8> {
     let good = r#"{"orc_base":16,"entry_text":[1,2],"tasks":{"Err":"none"},"tables":null,"symbols":1,"release":"6.1","build_id":"0102"}"#;
     assert!(good.contains(word), "{word}");
@@ -133,7 +133,7 @@ fn valid_search_result_is_accepted() {
         b"ffffffff81000000 T a\nffffffff81000010 T b\n"
     );
     assert_eq!(found.orc.as_ref().unwrap().len(), 3);
-    // Control characters are removed.
+    // Control characters in texts of the reader are replaced.
     assert_eq!(found.release.as_deref(), Some("6.1?[2J??"));
     assert_eq!(found.build_id.unwrap().to_string(), "0102");
     let line = "Linux 6.1?[2J??, 1 symbols, kernel stacks by ORC, tasks not named";
@@ -172,7 +172,7 @@ fn invalid_search_result_is_rejected() {
         ("too many bytes of memory at once", |its| {
             wire::send(its, wire::READ, &wanted(0, PIECE as u32 + 1)).unwrap();
         }),
-        // The reader's message is displayed, but its length is bounded.
+        // The reader's message is shown, but its length is limited.
         ("a?b", |its| {
             let why = [&b"a\nb"[..], &[b'x'; 5000]].concat();
             wire::send(its, wire::FAILED, &why).unwrap();
@@ -184,7 +184,7 @@ fn invalid_search_result_is_rejected() {
     }
 }
 
-/// Whatever messages the reader sends, the requester uses a bounded amount of memory.
+/// The requester uses a bounded amount of memory, whatever messages the reader sends.
 #[test]
 fn reader_exceeding_limits_is_rejected() {
     let ram = ram();

@@ -1,4 +1,5 @@
-//! Format of the messages of a search. A message consists of a letter, a length and the payload.
+//! Format of the messages between the two processes of a kernel search. A message consists of a
+//! letter (its type), the length of the payload, and the payload.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -41,10 +42,11 @@ pub(super) struct SearchRequest {
     pub(super) anchors: KernelAnchorRegisters,
 }
 
-/// Properties of the kernel that was found, except its symbols and unwind tables.
+/// The reader's result, except the symbols and unwind tables.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct KernelSummary {
-    /// Start address of the unwind tables; `None` if the kernel has none.
+    /// Run-time address to which the first unwind table entry applies; `None` if the kernel has no
+    /// unwind tables.
     pub(super) orc_base: Option<u64>,
     pub(super) entry_text: (u64, u64),
     pub(super) tasks: Result<TaskLayout, UnreadPart>,

@@ -7,7 +7,7 @@ use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::image::KernelImage;
 use serde::{Deserialize, Serialize};
 
-/// Maximum number of guest processes that are searched for a process ID.
+/// Maximum number of entries of the guest's process list that are searched for a process ID.
 const MAX_PROCESSES: u32 = 1 << 16;
 /// End of the user address space (exclusive).
 const USER_END: u64 = 1 << 56;
@@ -48,15 +48,15 @@ impl KernelTables {
     }
 }
 
-/// A process found by its ID.
+/// A process that was found in the guest's process list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestProcess {
     /// ID of the process in the guest's initial PID namespace.
     pub pid: u32,
-    /// Address of the memory descriptor.
+    /// Address of the process's memory descriptor (`mm_struct`).
     pub mm: u64,
     task: u64,
-    /// Guest-physical address of the page tables.
+    /// Guest-physical address of the process's root page table.
     root: u64,
 }
 
@@ -86,8 +86,8 @@ impl GuestProcess {
         None
     }
 
-    /// Looks up the same process again, to check that it still exists. Returns `None` if the
-    /// process has exited or executed another program.
+    /// Reads the process again, to check that it still exists. Returns `None` if the process has
+    /// exited or executed another program.
     pub fn again<M: GuestPhys + ?Sized>(
         self,
         layout: &TaskLayout,
@@ -103,7 +103,7 @@ impl GuestProcess {
             .filter(|now| *now == self)
     }
 
-    /// Returns a reader for the memory and the kernel data of the process.
+    /// Returns a reader that uses the page tables of the process.
     pub fn reader<'l, 'm, M: GuestPhys + ?Sized>(
         &self,
         layout: &'l TaskLayout,
@@ -143,8 +143,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Calls `each` with the executable mappings of the process memory `mm` in ascending order,
-    /// until `each` returns `false`. Returns `false` if the budget or another limit ended the
-    /// iteration early.
+    /// until `each` returns `false`. Returns `true` if `each` was called with all of them, and
+    /// `false` if `each`, the budget or another limit ended the iteration early.
     pub fn code(
         &mut self,
         mm: u64,
@@ -173,7 +173,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Returns the mapping that contains `address`, if any, and the last address for which the
-    /// result is the same.
+    /// result is the same. For a kernel that keeps mappings in a list, the mapping may instead be
+    /// the next one above `address`.
     fn area_from(
         &mut self,
         mm: u64,
@@ -211,9 +212,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
     }
 
     /// Fills `bytes` from `address` in the process memory `mm`, whose page tables this reader uses.
-    /// File pages that the process has not accessed are read from the kernel's page cache. Pages
-    /// that neither the page tables nor the page cache contain read as zeros, and `missing` is
-    /// called with their offset and length.
+    /// If the page tables lack a page of a file, because the process has not accessed it, the page
+    /// is read from the kernel's page cache. All other pages read as zeros, and `missing` is called
+    /// with their offset in `bytes` and their length.
     pub fn memory(
         &mut self,
         mm: u64,
@@ -241,8 +242,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `part`, which lies within one page of the process. `mapping` caches the result of the
-    /// previous lookup of a mapping.
+    /// Fills `part`, which lies within one page of the process. `mapping` is the result of the
+    /// previous lookup of a mapping, which is reused if possible.
     fn page_of(
         &mut self,
         mm: u64,

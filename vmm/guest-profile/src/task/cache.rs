@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 /// kernel's array of page structures.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CacheLayout {
-    /// Offset in `struct file`.
+    /// Offset in `struct file` of the pointer to its `struct address_space`.
     mapping: u64,
     /// Offset in `struct address_space` (one per file) of the root of the page cache tree.
     root: u64,
@@ -63,8 +63,8 @@ impl CacheLayout {
         })
     }
 
-    /// Returns a layout of small synthetic structures for tests: `f_mapping` and `i_pages` are the
-    /// second words, and the first slot of a node is its third word.
+    /// Returns a layout for tests with small synthetic structures: `f_mapping` and `i_pages` are
+    /// the second words, and the first slot of a node is its third word.
     #[cfg(test)]
     pub(super) fn fixed(vmemmap_base: u64) -> Self {
         Self {
@@ -78,9 +78,9 @@ impl CacheLayout {
         }
     }
 
-    /// Returns the guest-physical address of the page with index `index` of an open file. `file` is
-    /// the address of its `struct file`, and `word` reads a word of kernel memory. Returns `None`
-    /// if the page is not in the page cache.
+    /// Returns the guest-physical address of page `index` of an open file. `file` is the address of
+    /// its `struct file`, and `word` reads a word of kernel memory. Returns `None` if the page is
+    /// not in the page cache.
     pub(super) fn page(
         &self,
         file: u64,
@@ -103,17 +103,19 @@ impl CacheLayout {
             .flatten()
     }
 
-    /// Returns the tree entry for the page index `index`, if it is a pointer.
+    /// Returns the entry for page `index` in the page cache tree with the root entry `root`, if the
+    /// entry is a pointer to a page structure.
     fn lookup(&self, root: u64, index: u64, word: &mut impl FnMut(u64) -> Option<u64>) -> Option<u64> {
         let mut entry = root;
         for level in 0..MAX_LEVELS {
             if entry & 3 != 2 || entry < FIRST_POINTER {
-                // Bit 0 marks a non-pointer entry, such as a shadow entry of an evicted page.
+                // Entries with bit 0 set are no pointers, for example shadow entries of evicted
+                // pages.
                 let is_pointer = entry & 3 == 0 && entry >= FIRST_POINTER;
                 return is_pointer.then_some(entry);
             }
             let node = entry - 2;
-            // The node is little-endian.
+            // The shift of a node is one byte, which is the lowest one of this little-endian word.
             let shift = u32::try_from(word(node.wrapping_add(self.node_shift))? & 0xff).ok()?;
             if shift + CHUNK_SHIFT >= 64 || (level == 0 && index >> (shift + CHUNK_SHIFT) != 0) {
                 return None;
@@ -178,8 +180,8 @@ mod tests {
         assert_eq!(page(&memory, 0), Some(7 << 12));
     }
 
-    /// Lookups in a tree with two levels find pages of a folio of four pages, whose other slots
-    /// refer to its first slot. Lookups of an evicted page and of a hole find nothing.
+    /// In a tree with two levels, lookups find each page of a folio of four pages. The folio's
+    /// other slots refer to its first slot. Lookups of an evicted page and of a hole find nothing.
     #[test]
     fn page_cache_lookup_walks_xarray() {
         let mut memory = memory(NODE + 2);
@@ -198,7 +200,7 @@ mod tests {
         assert_eq!(page(&memory, 64 * 64), None, "above the tree");
     }
 
-    /// A folio of 64 pages is found although it occupies a slot of an inner node, not of a leaf.
+    /// A folio of 64 pages is found in a slot of an inner node, because it is as large as a leaf.
     #[test]
     fn large_folio_is_found_in_inner_node() {
         let mut memory = memory(NODE + 2);

@@ -1,14 +1,14 @@
 //! Copies the user registers and the top of the user stack of a sample, so that another process can
-//! unwind the user part.
+//! unwind the user part of the call chain later.
 
 use super::CallChain;
 use super::parts::OtherRegs;
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, GuestRegs, WalkBudget};
 
-/// Number of registers in the numbering of `enum perf_event_x86_regs`, with the mask that `perf
-/// record --call-graph dwarf` requests: ax, bx, cx, dx, si, di, bp, sp, ip, flags, cs, ss, r8 to
-/// r15.
+/// Number of user registers in a sample. Their order is that of `enum perf_event_x86_regs`,
+/// restricted to the mask that `perf record --call-graph dwarf` requests: ax, bx, cx, dx, si, di,
+/// bp, sp, ip, flags, cs, ss, r8 to r15.
 pub const REGISTERS: usize = 20;
 /// Maximum number of guest memory reads to find the user registers and copy the stack of one
 /// sample.
@@ -27,7 +27,7 @@ const IP: usize = 8;
 const FLAGS: usize = 9;
 const R8: usize = 12;
 
-/// User registers of a sample.
+/// User registers of a sample, as stored in a `perf.data` file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampledUserRegs {
     /// Registers in the order described at [`REGISTERS`]; 0 for unknown registers.

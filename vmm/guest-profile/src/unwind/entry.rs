@@ -1,9 +1,8 @@
 //! Finds the user registers of samples in the kernel's entry code, where no `pt_regs` is complete
 //! and ORC tables have no entries.
 //!
-//! The kernel itself never unwinds from these addresses. Unwinding is nevertheless possible from
-//! outside, because the entry code keeps the user registers in known locations (Linux
-//! `arch/x86/entry/entry_64.S`):
+//! The kernel itself never unwinds from these addresses, but a profiler on the host can, because
+//! the entry code keeps the user registers in known locations (Linux `arch/x86/entry/entry_64.S`):
 //!
 //! | location | ip | stack pointer |
 //! |---|---|---|
@@ -25,8 +24,8 @@ use kernel_images::orc::OrcFrameKind;
 /// of the field in which Linux saves the user's stack pointer.
 const TSS_SP0: u64 = 4;
 const TSS_SP2: u64 = 20;
-/// Maximum number of bytes in use on the entry stack, which holds an interrupt frame of five words
-/// and rdi.
+/// Maximum number of bytes that the kernel uses on the entry stack: an interrupt frame of five
+/// words, and rdi.
 const MAX_ON_ENTRY_STACK: u64 = 48;
 /// On the exit path, rdi points to the saved rdi on the old stack. Offset from there to the
 /// interrupt frame, and size of the frame, in bytes.
@@ -36,14 +35,15 @@ const FRAME_BYTES: u64 = 40;
 const RFLAGS_FIXED: u64 = 1 << 1;
 const RFLAGS_BITS: u32 = 22;
 
-/// User registers, with a flag that indicates whether they are guessed.
+/// User registers found in the kernel's entry code, with a flag that shows whether they are
+/// guessed.
 pub(super) struct EntryUserRegs {
     pub regs: UserRegs,
     pub guessed: bool,
 }
 
-/// Returns whether the interrupted instruction is in entry code at which neither unwind tables nor
-/// a frame pointer lead to a caller.
+/// Returns whether the interrupted instruction is in entry code from which neither unwind tables
+/// nor a frame pointer lead to a caller.
 pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> bool {
     let at = regs.rip.wrapping_sub(kernel.slide);
     if !(kernel.entry_text.0..kernel.entry_text.1).contains(&at) {
@@ -53,7 +53,7 @@ pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> boo
         Some(orc) => orc
             .find(at)
             .is_none_or(|entry| matches!(entry.kind, OrcFrameKind::End | OrcFrameKind::Undefined)),
-        // The address of a kernel frame or a `pt_regs` would be in the upper half.
+        // If rbp pointed to a kernel frame or a `pt_regs`, it would be in the upper half.
         None => regs.rbp >> 63 == 0,
     }
 }
@@ -82,7 +82,8 @@ pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     {
         return Some(found);
     }
-    // For SYSRET, only the stack pointer is on the entry stack, where it was pushed first.
+    // On the path to SYSRET, the entry stack contains only the user's stack pointer, in its first
+    // word.
     let sp = word(space, entry_stack.wrapping_sub(8), budget)?;
     regs_saved_by_syscall(space, regs, sp)
 }

@@ -11,12 +11,12 @@ pub(super) const USER32_CS: u64 = 0x23;
 pub(super) const USER_DS: u64 = 0x2b;
 pub(super) const RFLAGS_IF: u64 = 1 << 9;
 
-/// Data of a vCPU's kernel that is needed for unwinding.
+/// Data about a guest's kernel that is needed to unwind its stacks.
 #[derive(Debug, Clone, Copy)]
 pub struct KernelUnwinder<'k> {
     /// Unwind tables with link-time addresses; `None` for a kernel with frame pointers.
     pub orc: Option<&'k OrcTable>,
-    /// Run-time address minus link-time address, wrapping.
+    /// Slide of the kernel: run-time address minus link-time address, wrapping.
     pub slide: u64,
     /// Link-time address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),
@@ -37,18 +37,19 @@ impl<'k> KernelUnwinder<'k> {
 /// Reason why unwinding of the kernel part or the user part of a call chain ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnwindStop {
-    /// The outermost frame was reached.
+    /// Unwinding reached the outermost frame.
     Complete,
-    /// The output slice or the maximum depth is exhausted.
+    /// The output slice is full or the maximum depth is reached.
     Full,
     /// The maximum number of reads or the maximum time is exhausted.
     Spent,
-    /// An address on the stack is not mapped, because its page is swapped out or the frame pointer
-    /// is wrong.
+    /// An address on the stack is not mapped, because its page is swapped out or because the frame
+    /// pointer is wrong.
     Unmapped,
-    /// No unwind table covers an address, and its frame pointer is invalid.
+    /// No unwind table covers an address, and the frame pointer is invalid.
     NoTable,
-    /// A frame is not above the previous one, or its return address is not a code address.
+    /// The frame's stack pointer is not above that of the previous frame, or the return address is
+    /// not a code address.
     BadFrame,
     /// The paging mode of the vCPU is unsupported.
     Unsupported,
@@ -65,7 +66,8 @@ impl UnwindStop {
         Self::Unsupported,
     ];
 
-    /// Returns the numeric code stored in a sample, starting from 1.
+    /// Returns the numeric code that a sample stores for a reason, starting from 1, or 0 for
+    /// `None`.
     #[expect(clippy::cast_possible_truncation, reason = "an index into a list of a few")]
     pub(super) fn code(end: Option<Self>) -> u8 {
         end.and_then(|end| Self::ALL.iter().position(|&e| e == end))
@@ -86,7 +88,7 @@ impl UnwindStop {
     }
 }
 
-/// User registers with which unwinding of the user part begins.
+/// User registers from which unwinding of the user part begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UserRegs {
     pub(super) ip: u64,
@@ -99,7 +101,7 @@ pub(super) struct UserRegs {
     pub(super) others: OtherRegs,
 }
 
-/// Location of the user registers that `UserRegs` does not contain.
+/// Location of the user's other registers, which [`UserRegs`] does not contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OtherRegs {
     /// The vCPU contains the user's callee-saved registers, because the kernel has not changed them
@@ -120,7 +122,7 @@ pub(super) struct ChainBuffer<'o> {
 
 impl ChainBuffer<'_> {
     pub(super) fn marker(&mut self, marker: u64) -> bool {
-        // Omit a context marker if no frame fits after it.
+        // Omits a context marker if no frame fits after it.
         if self.len + 2 > self.slots.len() || self.frames_left == 0 {
             return false;
         }
@@ -148,7 +150,7 @@ pub(super) fn end_of(hole: TranslationFault) -> UnwindStop {
 }
 
 /// Reads user registers from an interrupt frame, which consists of the five words that the CPU
-/// pushes for an interrupt or exception. Returns `None` if they are implausible.
+/// pushes for an interrupt or exception. Returns `None` if they are implausible for user mode.
 pub(super) fn plausible_user<M: GuestPhys + ?Sized>(
     space: &AddressSpace<'_, M>,
     [ip, cs, flags, sp, ss]: [u64; 5],

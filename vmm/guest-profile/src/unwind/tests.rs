@@ -12,8 +12,8 @@ const USTACK: u64 = 0x7fff_ffff_0000;
 const UTEXT: u64 = 0x40_0000;
 const ORC_AT: u64 = 0xffff_ffff_8200_0000;
 
-/// Creates a guest with the kernel stack at gpa 0x4000..0x8000, the user stack at 0x8000..0xa000
-/// and user text at 0xa000.
+/// Creates a guest with the kernel stack at guest-physical addresses 0x4000 to 0x8000, the user
+/// stack at 0x8000 to 0xa000, and user code at 0xa000.
 fn guest() -> TestGuest {
     let mut g = TestGuest::new(0x4_0000, false);
     for page in 0..4 {
@@ -78,8 +78,8 @@ fn run(
 }
 
 fn orc() -> OrcTable {
-    // f: sub 0x10 (cfa rsp+0x18). g: push rbp (cfa rsp+0x10, bp at cfa-0x10). entry: pt_regs. irq:
-    // pt_regs.
+    // Function f: sub 0x10 (cfa rsp+0x18). Function g: push rbp (cfa rsp+0x10, bp at cfa-0x10).
+    // Then the entry code with a pt_regs, an end entry and an undefined entry.
     let (i, e) = sections(
         ORC_AT,
         &[
@@ -108,7 +108,7 @@ fn user_regs(g: &TestGuest) -> GuestRegs {
     regs(g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100)
 }
 
-/// Writes the `pt_regs` of [`user_regs`].
+/// Writes the registers of [`user_regs`] as a `pt_regs` at the address `at`.
 fn put_user_regs(g: &mut TestGuest, at: u64) {
     put_pt_regs(g, at, UTEXT + 0x50, USER64_CS, USTACK + 0x80, USTACK + 0x100);
 }
@@ -119,7 +119,7 @@ fn put_pt_regs(g: &mut TestGuest, at: u64, ip: u64, cs: u64, sp: u64, bp: u64) {
     kput_all(g, at + pt_regs::IP, [ip, cs, 0x202, sp, ss]);
 }
 
-/// Writes words from `gva` on.
+/// Writes `words` to consecutive addresses from `gva` on.
 fn kput_all(g: &mut TestGuest, gva: u64, words: impl IntoIterator<Item = u64>) {
     for (at, word) in (gva..).step_by(8).zip(words) {
         kput(g, at, word);
@@ -253,7 +253,7 @@ fn user_part_is_found_at_stack_top_without_tables() {
     assert_eq!(chain.kernel_end, Some(UnwindStop::NoTable));
     assert_eq!(out[2..4], [CONTEXT_GUEST_USER, UTEXT + 0x50]);
     assert!(chain.guessed);
-    // Without a user code segment selector, the words are not a user `pt_regs`.
+    // A `pt_regs` with a kernel code segment selector contains no user registers.
     put_pt_regs(&mut g, top, UTEXT + 0x50, 0x10, USTACK + 0x80, USTACK + 0x100);
     assert_eq!(run(&g, &r, Some(by_orc(&table)), 16).0.user_frames, 0);
 }
@@ -263,7 +263,7 @@ fn frame_pointer_kernel_is_unwound() {
     let mut g = guest();
     user_frames(&mut g);
     let sp = KSTACK + 0x2000;
-    kput(&mut g, sp + 0x20, (sp + 0x100) | 1); // an encoded pt_regs
+    kput(&mut g, sp + 0x20, (sp + 0x100) | 1); // address of a pt_regs with bit 0 set
     kput(&mut g, sp + 0x28, TEXT + 0x51);
     put_user_regs(&mut g, sp + 0x100);
     let r = regs(&g, 0, TEXT + 0x20, sp, sp + 0x20);
@@ -325,7 +325,8 @@ const FROM_ENTRY: [u64; 6] = [
 
 #[test]
 fn syscall_entry_and_exit_have_user_chain() {
-    // Test the user stack, the task stack, and the entry stack after the page-table switch.
+    // The stack pointer is on the user stack, on the task stack, or on the entry stack after the
+    // page-table switch.
     for sp in [USTACK + 0x80, KSTACK + 0x3fd8, ENTRY_STACK - 8] {
         let (chain, out) = in_entry_code(sp, |g, _| kput(g, ENTRY_STACK - 8, USTACK + 0x80));
         assert_eq!(out, FROM_ENTRY, "{sp:#x}");
@@ -348,7 +349,7 @@ fn exit_path_has_user_chain_from_return_frame() {
         assert_eq!(out, FROM_ENTRY, "{used}");
         assert!(!chain.guessed);
     }
-    // The address of the old stack is lost or unmapped, but the copied frame is complete.
+    // The address of the old stack is unknown or unmapped, but the copied frame is complete.
     let (chain, out) = in_entry_code(ENTRY_STACK - 40, |g, r| {
         frame(g, ENTRY_STACK - 40);
         (r.rdi, r.rcx, r.r11) = (USTACK, 0x1234, 0);
@@ -429,7 +430,7 @@ fn walk_stops_at_end_of_slice() {
     for slots in 0..5 {
         let (chain, out) = run(&g, &r, None, slots);
         assert!(out.len() <= slots);
-        // A marker is followed by a frame.
+        // The chain does not end with a context marker, because each marker is followed by a frame.
         assert_ne!(out.last(), Some(&CONTEXT_GUEST_USER));
         assert_eq!(chain.user_end == Some(UnwindStop::Complete), slots >= 4);
     }
@@ -475,7 +476,7 @@ proptest! {
         for (i, &word) in stack.iter().enumerate() {
             g.put(0x4000 + 8 * i as u64, word);
         }
-        // Make many words point to the stacks and the text, so that walks do not end immediately.
+        // Many words point to the stacks and the text, so that walks do not end immediately.
         for &(slot, to) in &pointers {
             let v = match to % 3 { 0 => KSTACK + to, 1 => USTACK + to % 0x2000, _ => TEXT + to % 0x500 };
             g.put(0x4000 + 8 * slot as u64, v);

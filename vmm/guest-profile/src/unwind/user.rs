@@ -43,8 +43,8 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
                         Evidence::Leaf => called_leaf(space, ip, user.ip, budget),
                     }
                 {
-                    // If the function has set up a frame, the frame chain already contains the
-                    // caller.
+                    // If the function has already set up its frame, the frame pointer leads to the
+                    // same caller, which is not added twice.
                     let known = !sure && read(space, bp.wrapping_add(8), budget) == Ok(ip);
                     if !known {
                         *guessed |= !sure;
@@ -58,12 +58,13 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
         }
     }
     loop {
-        // The ABI ends the chain with 0. Some start code leaves other small values in rbp.
+        // By the ABI, the outermost frame has rbp = 0. Some start-up code leaves other small
+        // values.
         if bp < 4096 {
             return UnwindStop::Complete;
         }
-        // Frames must be in strictly ascending order. A frame that points down or to itself could
-        // cause an endless loop.
+        // The addresses of the frames must strictly ascend. Otherwise, a frame that points to
+        // itself or downwards could cause an endless loop.
         if bp < floor {
             return UnwindStop::BadFrame;
         }
@@ -94,8 +95,8 @@ pub(super) fn walk_user<M: GuestPhys + ?Sized>(
 
 enum FrameFix {
     None,
-    /// No frame exists: the return address is at this stack address, if the condition of `Evidence`
-    /// holds.
+    /// The current function has no frame. The return address is at this stack address, if the
+    /// [`Evidence`] is confirmed.
     ReturnAt(u64, Evidence),
     /// The frame of the current function is at this stack address, but rbp does not point to it
     /// yet.
@@ -106,11 +107,11 @@ enum FrameFix {
 enum Evidence {
     /// The interrupted instruction alone proves where the return address is.
     Instruction,
-    /// The code looks like a system-call stub. To confirm this, a call instruction must precede the
+    /// The code looks like a system-call stub. This is confirmed if a call instruction precedes the
     /// return address.
     SystemCall,
-    /// The code may be a leaf function. To confirm this, the call before the return address must
-    /// target this function.
+    /// The code may be a leaf function. This is confirmed if the call before the return address
+    /// targets this function.
     Leaf,
 }
 
@@ -125,13 +126,15 @@ fn fix_first_frame<M: GuestPhys + ?Sized>(
         return FrameFix::None;
     }
     if !user.exact_ip {
-        // A system call returns to the instruction after `syscall`.
+        // The address belongs to the instruction after `syscall`, if the user entered the kernel by
+        // a system call.
         let at = user.ip.wrapping_sub(2);
         if space.is_user_half(at) && space.read_few(at, budget) == Ok([0x0F, 0x05]) {
             return FrameFix::ReturnAt(user.sp, Evidence::SystemCall);
         }
     }
-    // The end of a page may truncate the read, in which case no correction is made.
+    // The read fails if the code crosses into an unmapped page. The frame pointer is then used as
+    // it is.
     let Ok(code) = space.read_few(user.ip, budget) else {
         return FrameFix::None;
     };

@@ -121,8 +121,8 @@ fn stacks_fold_by_task_with_the_outermost_first() {
     assert!(String::from_utf8(text).unwrap().starts_with("a:b;main;hot 20\n"));
 }
 
-/// A sample without a call chain takes a truncated chain of another sample only if there is no
-/// complete one.
+/// A truncated chain is copied to a sample without a call chain only if no other sample has a
+/// complete chain.
 #[test]
 fn truncated_chains_are_not_reused() {
     let mut p = profile();
@@ -158,7 +158,8 @@ fn truncated_chains_are_not_reused() {
     );
 }
 
-/// Samples without a call chain take the chains of other samples in the same function, in turn.
+/// Samples without a call chain take the chains of other samples in the same function, one after
+/// the other.
 #[test]
 fn samples_without_chain_reuse_chains_of_same_function() {
     let mut p = profile();
@@ -170,7 +171,7 @@ fn samples_without_chain_reuse_chains_of_same_function() {
     };
     p.push(&light(500, 0x40_0120, 3));
     p.push(&light(600, KERNEL + 0x180, 0));
-    // No sample provides a chain for this function.
+    // No other sample in this function has a chain.
     p.push(&light(700, 0x40_0250, 3));
     let mut symbols = Symbolizer::new(&p, Some(kernel()), None);
     let full = complete_chains(&p, &mut symbols);
@@ -202,8 +203,7 @@ fn flame_graph_contains_all_functions() {
     assert!(folded::flamegraph(&BTreeMap::new(), "guest", "cycles", 0.01, Vec::new()).is_err());
 }
 
-/// A field of a protobuf message: its number, or its bytes. The decoder is independent of the
-/// encoder under test.
+/// A field of a protobuf message. The test's decoder is independent of the encoder under test.
 enum Field<'b> {
     Number(u64),
     Bytes(&'b [u8]),
@@ -277,8 +277,8 @@ fn as_pprof(p: &Profile) -> Vec<u8> {
 
 /// The address of the first instruction of a function belongs to that function if the function was
 /// interrupted there, even below kernel frames. If the same address is a return address, it belongs
-/// to the preceding function, which ends with the call. In pprof, the two cases need different
-/// locations.
+/// to the preceding function, which ends with the call. In pprof, the two frames therefore have
+/// different locations.
 #[test]
 fn interrupted_first_instruction_differs_from_return_address() {
     let mut p = profile();
@@ -417,8 +417,8 @@ fn empty_perf_data_is_accepted_and_damaged_one_rejected() {
     ));
 }
 
-/// A recording killed at any moment is readable up to the last checkpoint and contains the event
-/// names.
+/// If the recorder is killed at any moment, the file is readable up to the last checkpoint and
+/// contains the event names.
 #[test]
 fn killed_recording_is_readable_up_to_checkpoint() {
     let p = profile();
@@ -437,7 +437,7 @@ fn killed_recording_is_readable_up_to_checkpoint() {
     assert!(kept >= 1 && w.samples() == samples.len() as u64);
     let half = samples.last().unwrap();
     w.sample(half).unwrap();
-    // The last record has only partly been written to the disk.
+    // Only a part of the last record has been written to the disk.
     drop(w);
     let bytes = out.into_inner();
     let read = reader::read(&bytes[..bytes.len() - 5]).unwrap();
@@ -485,7 +485,7 @@ fn truncated_recording_is_readable() {
         for _ in 0..1000 {
             w.sample(&samples[0]).unwrap();
         }
-        // The disk contains all but the last bytes.
+        // The last bytes have not been written to the disk.
         file.set_len(file.metadata().unwrap().len() - lost).unwrap();
         let left = w.truncate_to_records().unwrap();
         assert!(

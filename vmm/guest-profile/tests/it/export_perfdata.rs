@@ -45,7 +45,7 @@ fn profile() -> Profile {
             vcpus: 2,
             command: vec!["perfvisor".into(), "record".into()],
             form: ProfilePerspective::InGuest,
-            // 14 November 2023, 14:15, 10 s after the start of the host.
+            // The sample clock started 10 s before 14 November 2023, 14:15.
             clock: Some(WallClock {
                 wall_ns: 1_699_971_300_000_000_000,
                 clock_ns: 10_000_000_000,
@@ -130,8 +130,7 @@ fn profile() -> Profile {
     p
 }
 
-/// Returns the profile of `profile` in the form that perf would record on the host, without build
-/// IDs.
+/// Returns the profile of [`profile`] as `perf kvm` would record it on the host, without build IDs.
 fn as_host() -> Profile {
     let mut p = profile();
     p.meta.form = ProfilePerspective::AsHost;
@@ -144,8 +143,8 @@ fn bytes(p: &Profile) -> Vec<u8> {
     perfdata::write(Cursor::new(Vec::new()), p).unwrap().into_inner()
 }
 
-/// Runs perf on a file of the profile `p`, in a directory that contains the test's kallsyms. They
-/// are also in the build-ID directory. Returns `None` and prints a message if perf is not
+/// Runs perf on a file of the profile `p`, in a directory that contains the test's kallsyms. The
+/// same kallsyms are in the build-ID directory. Returns `None` and prints a message if perf is not
 /// installed.
 fn perf(p: &Profile, args: &str) -> Option<String> {
     perf_on(p, &bytes(p), args)
@@ -163,7 +162,8 @@ fn perf_on(p: &Profile, data: &[u8], args: &str) -> Option<String> {
     std::fs::write(dir.path().join("kallsyms"), KALLSYMS).unwrap();
     if let Some(id) = p.kernel.as_ref().and_then(|kernel| kernel.build_id) {
         let directory = BuildIdDir::new(dir.path().join(".debug"));
-        // Add symbols of another boot. perf computes the offset from the reference symbol.
+        // Adds the symbols of another boot. perf computes the offset between the two boots from the
+        // reference symbol.
         let elsewhere = KALLSYMS.replace("ffffffff9", "ffffffff8");
         directory
             .add_kallsyms(id, |out| out.write_all(elsewhere.as_bytes()))
@@ -254,7 +254,7 @@ fn linux_perf_data_reads_all_records() {
             _ => others += 1,
         }
     }
-    // The other records are kernel, thread, thread name and mapping.
+    // The other four records describe the kernel, a thread, its name and a mapping.
     assert_eq!((samples, others), (100, 4));
     let ids = perf_file.build_ids().unwrap();
     assert_eq!(ids[&DsoKey::Kernel].build_id, [0xcd; 16]);
@@ -274,8 +274,7 @@ fn invalid_build_id_length_is_skipped() {
     assert!(read.mappings.is_empty() && read.len() == 100);
 }
 
-/// A plain `perf report` shows kernel functions, tasks and callers of a guest's recording. It
-/// requires no option for the guest or its symbols.
+/// `perf report` without options shows kernel functions, tasks and callers of a guest's recording.
 #[test]
 fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
     let args = "report -i perf.data --stdio --no-children -G";
@@ -294,8 +293,8 @@ fn plain_perf_report_names_kernel_functions_tasks_and_callers() {
     }
 }
 
-/// perf does not resolve addresses of guest programs with files of the host, where the same path
-/// may contain a different build.
+/// perf does not use files of the host to resolve addresses of guest programs, because a host file
+/// with the same path may be from another build.
 #[test]
 fn host_program_does_not_symbolize_guest() {
     let mut p = profile();
@@ -473,7 +472,7 @@ fn branch_stacks_round_trip() {
     assert_eq!(last.branches, branches);
     assert_eq!(last.branches[0].kind(), Some("CALL"));
     assert!(read.samples().next().unwrap().branches.is_empty());
-    // A count that exceeds the record causes only its sample to be rejected.
+    // If the number of branches exceeds the record, only this sample is rejected.
     let mut damaged = file.clone();
     let at = damaged
         .windows(8)

@@ -1,5 +1,5 @@
-//! Tests of call graphs, columns and filters of reports, fields and JSON of samples, and the formats
-//! of other viewers.
+//! Tests of reports (call graphs, columns, filters), of samples as text and JSON, and of the
+//! formats of other viewers.
 
 use std::collections::BTreeMap;
 
@@ -80,7 +80,7 @@ fn report_filter_keeps_shares_of_all_samples() {
         assert!(rows.len() == 1 && rows[0].starts_with("25.00%"), "{text}");
         assert!(text.contains("# Samples: 4"), "{text}");
     }
-    // The file name matches the path.
+    // A filter for a file name without directories matches the path of the object.
     let text = with(SampleFilter {
         objects: names(&["three"]),
         ..SampleFilter::default()
@@ -105,8 +105,8 @@ fn report_tells_different_weights() {
     assert!(report(&profile, &ReportOptions::default()).contains(NOTE));
 }
 
-/// A report prints the callers of a function below its row, and the shares of their branches refer
-/// to all samples.
+/// A report prints the callers of a function below its row, and the shares of the callers refer to
+/// all samples.
 #[test]
 fn report_prints_call_graph_in_both_directions() {
     let graph = |order, sort| {
@@ -196,7 +196,7 @@ fn script_prints_json_objects() {
     assert_eq!(sample["frames"][0]["sym"], "vfs_read");
     assert_eq!(sample["frames"][0]["symoff"], 0x10);
     assert_eq!(sample["frames"][0]["ip"], "0xffffffff81000110");
-    // The third frame has no symbol.
+    // The third frame has no symbol, so its name is null.
     assert_eq!(sample["frames"][2]["sym"], Value::Null);
     let options = ScriptOptions {
         format: ScriptFormat::Json,

@@ -2,8 +2,7 @@
 //!
 //! Create the fixture with `vmm/guest-profile/tests/fixtures/make-linux-fixture.py
 //! target/profile-fixture`, which boots the stock Debian cloud kernel with KASLR under QEMU's TCG.
-//! Without the fixture, the tests are skipped. If `CI` is set and QEMU is installed, they fail
-//! instead.
+//! Without the fixture, the tests are skipped.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -54,7 +53,7 @@ fn fixture() -> Option<PathBuf> {
         "no fixture in {}; make it with vmm/guest-profile/tests/fixtures/make-linux-fixture.py",
         dir.display()
     );
-    // No make target creates the fixture.
+    // Skipping is no failure in CI, because no make target creates the fixture.
     skip::skipped(&why, false);
     None
 }
@@ -97,7 +96,8 @@ fn guest(which: &str) -> Option<Guest> {
         code64: true,
         gs_base: r["gs_base"],
         kernel_gs_base: r["kernel_gs_base"],
-        // The fixture does not contain the other registers, of which only the entry code needs some.
+        // The fixture does not contain the other registers. Only samples in the entry code need
+        // some of them.
         ..GuestRegs::default()
     };
     let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
@@ -263,7 +263,7 @@ fn real_chain_takes_far_fewer_reads_than_the_limit() {
         let chains: Vec<CallChain> = (0..rounds)
             .map(|_| walk(&ram[..], &g.regs, Some(kernel), &untimed(), &mut out))
             .collect();
-        // Print the times for information only, because the test does not depend on timing.
+        // The times are only printed, because the test must not depend on the speed of the host.
         eprintln!("{which}: {:?} a chain, {:?}", start.elapsed() / rounds, chains[0]);
         assert!(
             chains[0].reads * 10 < UnwindLimits::default().max_reads,
@@ -304,13 +304,13 @@ fn task_mappings_match_proc_maps() {
             let (start, end) = f[0].split_once('-').unwrap();
             let hex = |s| u64::from_str_radix(s, 16).unwrap();
             if f.get(5).is_some_and(|p| *p == "[stack]" || *p == "[heap]") {
-                continue; // they grow
+                continue; // these mappings grow
             }
             let m = reader
                 .mapping(task.mm, hex(start) + 0x123, &mut WalkBudget::new(512, None))
                 .expect(line);
-            // The kernel may have merged or split anonymous mappings since then, but not file
-            // mappings.
+            // The kernel may have merged or split anonymous mappings since the fixture was created,
+            // but not file mappings.
             if let Some(path) = f.get(5).filter(|p| p.starts_with('/')) {
                 assert_eq!(
                     (m.start, m.end, m.file_offset),

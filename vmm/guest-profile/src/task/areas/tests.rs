@@ -1,5 +1,5 @@
-//! Tests with the processes of a small synthetic guest, whose kernel data structures the test
-//! writes.
+//! Tests with a small synthetic guest, to whose memory the tests write the kernel's data
+//! structures.
 
 use super::super::{ListLayout, MapsLayout, SingleStepLayout, VM_EXEC, single_step_bit};
 use super::*;
@@ -7,7 +7,7 @@ use crate::task::cache::CacheLayout;
 use crate::testing::TestGuest;
 use proptest::prelude::*;
 
-/// Start of the kernel's direct map of guest memory, in which the test places the kernel's data.
+/// Start of the kernel's direct map of guest memory. The tests place the kernel's data there.
 const DIRECT: u64 = 0xffff_8880_0000_0000;
 const RAM: usize = 0x4_0000;
 const CODE: u64 = 0x5555_0000_0000;
@@ -69,12 +69,14 @@ fn guest() -> (TestGuest, KernelTables) {
     put(TASK, &[0, PID.into(), MM, INIT + 24]);
     let root = DIRECT + RAM as u64 - PAGE;
     put(MM, &[AREAS[0], root]);
-    // The file's headers, two pages of code, and a mapping that is not executable.
+    // Mappings of the process: the file's headers, two pages of code, and one that is not
+    // executable.
     put(AREAS[0], &[AREAS[1], CODE - PAGE, CODE, 0, 1, FILE]);
     put(AREAS[1], &[AREAS[2], CODE, CODE + 2 * PAGE, 1, VM_EXEC, FILE]);
     put(AREAS[2], &[0, CODE + 0x10_0000, CODE + 0x10_1000, 0, 3, 0]);
     put(FILE, &[0, ADDRESS_SPACE]);
-    // Only page 2 of the file is in its tree. An entry at the root would be page 0.
+    // The page cache contains only page 2 of the file. In this tree, an entry at the root would be
+    // page 0.
     let folio = PAGES + 64 * (CACHED / PAGE);
     let node = DIRECT + 0x3000;
     put(ADDRESS_SPACE, &[0, node + 2]);
@@ -90,8 +92,8 @@ fn guest() -> (TestGuest, KernelTables) {
     (g, tables)
 }
 
-/// A task is recognized as single-stepped if it is traced and has the single-step flag of the
-/// guest's kernel version.
+/// A task counts as single-stepped if it is traced and has the single-step flag, whose bit number
+/// depends on the guest's kernel version.
 #[test]
 fn task_of_a_stepping_debugger_is_recognized() {
     let (mut g, tables) = guest();
@@ -166,8 +168,8 @@ fn process_is_found_by_pid_with_executable_mappings() {
     assert_eq!(found, [(CODE, CODE + 2 * PAGE, Some(CODE - PAGE))]);
 }
 
-/// Memory of a process is read page by page: a page that the process has accessed through its page
-/// tables, the next page from the page cache, and the following page, which neither contains, as
+/// Memory of a process is read page by page. A page that the process has accessed is read through
+/// its page tables, the next page from the page cache, and the following page is reported as
 /// missing.
 #[test]
 fn untouched_memory_is_read_from_page_cache() {
@@ -182,7 +184,7 @@ fn untouched_memory_is_read_from_page_cache() {
     });
     assert_eq!((bytes[0], bytes[0x1000], bytes[0x2000]), (0xaa, 0xbb, 0));
     assert_eq!(missing, [(0x2000, 0x1000)]);
-    // The kernel's own page tables must not be used to read process memory.
+    // Process memory is not read through the kernel's own page tables.
     missing.clear();
     reader.memory(process.mm, DIRECT, &mut bytes[..16], &mut budget(), |at, len| {
         missing.push((at, len))
