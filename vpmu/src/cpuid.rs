@@ -70,9 +70,9 @@ impl CountableEvents {
 }
 
 impl PmuModel {
-    /// Returns the CPUID leaves (subleaf 0 of each) from which the guest detects this model, and
-    /// which its CPUID table must therefore contain. If the host lacks a leaf, the VMM adds an
-    /// all-zero entry and passes it through [`PmuModel::adjust_cpuid`].
+    /// Returns the CPUID leaves (subleaf 0 of each) from which a guest detects this model. The
+    /// guest's CPUID table must contain them. If the host lacks a leaf, the VMM adds an all-zero
+    /// entry and passes it through [`PmuModel::adjust_cpuid`].
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
             PmuGeneration::Off(_) => &[],

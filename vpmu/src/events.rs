@@ -351,8 +351,9 @@ impl EventRequest {
         )
     }
 
-    /// Returns whether the request uses edge detect, inversion, a counter mask or transaction
-    /// filters. Only a hardware event can evaluate them, because they apply to individual cycles.
+    /// Returns whether the request has modifiers: edge detect, inversion, a counter mask or
+    /// transaction filters. Only a hardware event can evaluate modifiers, because they apply to
+    /// individual cycles.
     pub const fn is_modified(&self) -> bool {
         self.edge || self.invert || self.cmask > 0 || self.in_transaction || self.checkpointed
     }

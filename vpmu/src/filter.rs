@@ -477,8 +477,8 @@ mod tests {
 
     #[test]
     fn bitmap_controls_fixed_counters() {
-        // The filter allows the event instructions retired on general-purpose counters, but not on
-        // fixed counter 0, which counts the same event.
+        // The filter allows retired instructions to be counted on general-purpose counters, but not
+        // on fixed counter 0, which counts the same event.
         let filter = EventFilter::from_toml(
             "action = \"allow\"\nfixed-counters = 2\nevents = [{ select = 0xC0, umask = 0 }]",
         )

@@ -7,7 +7,7 @@
 //! (source of counts) of each counter is not saved, because the registers determine the events, and
 //! the destination host chooses the backings.
 //!
-//! Layout version 1 does not store which counters requested a due PMI, and whether its delivery was
+//! Layout version 1 does not store which counters requested a due PMI, nor whether its delivery was
 //! deferred. [`Vpmu::restore`] then assumes that every possible counter requested the PMI. Versions
 //! 1 and 2 do not store the measurement of the guest's PMI handler, so restoring them discards the
 //! current measurement. Both versions can still be read. Version 4 ends with the branch records and

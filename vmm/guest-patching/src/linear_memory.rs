@@ -60,7 +60,7 @@ enum AddressTranslation<'m> {
 }
 
 /// Guest memory through the page tables of a vCPU. Create a new value for each check of guest
-/// memory, because it caches translations, which become stale.
+/// memory, because a value caches translations, which become stale.
 pub struct LinearMemory<'m> {
     memory: &'m GuestMemoryMmap,
     registers: AddressRegisters,

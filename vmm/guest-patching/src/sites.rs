@@ -106,8 +106,8 @@ impl RdpmcSites {
     }
 }
 
-/// Converts the sites of a snapshot, which contains no symbols. Returns `None` for more sites than
-/// a VM can have, or for an instruction of an impossible length.
+/// Converts the sites of a snapshot to [`RdpmcSite`] values without symbols. Returns `None` for
+/// more sites than a VM can have, or for an instruction of an impossible length.
 pub fn from_saved(saved: &[SavedRdpmcSite]) -> Option<Vec<RdpmcSite>> {
     let possible = saved.len() <= MAX_SITES
         && saved.iter().all(|site| {

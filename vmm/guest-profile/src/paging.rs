@@ -78,8 +78,8 @@ struct CachedPage<P> {
 const CACHE_SLOTS: usize = 8;
 
 /// Last-level page table that the previous walk used. Neighboring pages are usually in the same
-/// table, so the next walk can skip the other levels. The entry corresponds to a paging-structure
-/// cache of the CPU (SDM vol. 3 §5.10.3).
+/// table, so the next walk can skip the other levels. The CPU's counterpart is a paging-structure
+/// cache (SDM vol. 3 §5.10.3).
 #[derive(Clone, Copy)]
 struct LastTable {
     /// Prefix that all addresses covered by the table share, and the number of bits by which an

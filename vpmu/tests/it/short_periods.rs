@@ -79,8 +79,8 @@ fn short_distance_of_a_rare_event_is_polled() {
     }
 }
 
-/// A guest can reduce the number of counts until the overflow to 1 while the event counts, because
-/// rr starts with a period of 0xFFFFFFFF and then sets it to 1.
+/// A guest can reduce the number of counts until the overflow to 1 while the event counts. rr does
+/// this: it starts with a period of 0xFFFFFFFF and then sets it to 1.
 #[test]
 fn distance_is_shortened_to_one_while_counting() {
     for minimum in MINIMUMS {

@@ -249,10 +249,9 @@ impl GpHandlerTrap {
         former.filter(|former| former.stands).count() == 0
     }
 
-    /// Removes the trap unless the bytes after it have changed. In that case the memory may no
-    /// longer contain code, and the trap is left in place. The trap is still emulated when a vCPU
-    /// executes it, for example because the guest has only rewritten its handler after the first
-    /// instruction.
+    /// Removes the trap. If the bytes after it have changed, the memory may no longer contain code,
+    /// so the trap is left in place. It is still emulated when a vCPU executes it, for example
+    /// because the guest has rewritten only the part of its handler after the first instruction.
     fn remove_locked(&self, places: &mut TrapLocations, memory: &GuestMemoryMmap) {
         let Some(old) = places.here.take() else { return };
         let mut there = [0; COMPARED_BYTES];

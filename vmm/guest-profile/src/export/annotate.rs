@@ -91,7 +91,8 @@ pub fn functions(profile: &Profile, symbols: &mut Symbolizer<'_>, event: &EventI
 
 impl SampledFunction {
     /// Returns the number of code bytes to read, from the start of the function to the end of the
-    /// instruction at the last sample or to the end of the function, whichever is later.
+    /// instruction at the last sample or to the end of the function, whichever is later, but at
+    /// most [`MAX_CODE`].
     pub fn length(&self) -> u64 {
         let last = self.offsets.keys().next_back().map_or(0, |last| last + LONGEST);
         (self.end - self.start).max(last).min(MAX_CODE)

@@ -1,7 +1,7 @@
 //! Writes gzipped `profile.proto` for `go tool pprof`, Pyroscope and Parca.
 //!
 //! Each pprof sample has two values (number of samples and sum of their periods) and the selected
-//! labels (task, vCPU, process ID or event name).
+//! labels (any of task, vCPU, process ID and event name).
 
 use std::collections::HashMap;
 use std::io::{self, Write};
