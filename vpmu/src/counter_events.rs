@@ -17,7 +17,7 @@ pub enum EnableOutcome {
     Refused(UnavailableReason),
 }
 
-/// Time and reason at which an event stopped counting.
+/// Loss of a counter's event: when and why the event stopped counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventLoss {
     /// Time of the loss, in nanoseconds of the vCPU's event time.

@@ -112,7 +112,7 @@ impl PmuModel {
             (7, 1) => regs.eax &= !LEAF7_1_EAX_PERFMON_EXT,
             (LEAF_ARCH_PERFMON, _) => *regs = self.arch_perfmon_leaf(backability),
             (LEAF_ARCH_LBR, 0) if version > 0 && self.has_branch_records() => *regs = ARCH_LBR,
-            // Processor trace, architectural LBRs, extended performance monitoring.
+            // Hides processor trace, architectural LBRs and extended performance monitoring.
             (0x14 | LEAF_ARCH_LBR | 0x23, _) => *regs = CpuidRegs::default(),
             (0x8000_0000, _) => {
                 let last = self.required_leaves().iter().copied().max().unwrap_or(0);
@@ -127,7 +127,7 @@ impl PmuModel {
                 }
             }
             (0x8000_0008, _) => regs.ecx &= !EXT8_ECX_PERF_TSC_SIZE,
-            // Instruction-based sampling, lightweight profiling.
+            // Hides instruction-based sampling and lightweight profiling.
             (0x8000_001B | 0x8000_001C, _) => *regs = CpuidRegs::default(),
             (LEAF_AMD_PERFMON_V2, _) => {
                 *regs = CpuidRegs::default();
@@ -220,7 +220,7 @@ mod tests {
     #[test]
     fn leaf_a_has_the_fields_of_its_version() {
         let clock = CountableEvents::CLOCK;
-        // The clock backing cannot count instructions, cache events or branches.
+        // For the clock backing, instructions, cache events and branches are unavailable.
         let v2 = leaf(&PmuModel::INTEL, 0xA, 0, clock, ONES);
         assert_eq!(v2, regs(0x0730_0402, 0x7A, 0, 3 | 48 << 5 | 1 << 15));
         let v1 = leaf(&intel(1, 8, 0), 0xA, 0, clock, ONES);

@@ -143,7 +143,7 @@ mod tests {
             let request = EventRequest::from_raw_config(vendor, config);
             let decoded = EventDialect::of_signature(vendor, signature).decode(request);
             assert_eq!(decoded.event, expected, "{signature:#x}, {config:#x}");
-            // The event numbers are unchanged.
+            // Decoding does not change the event number.
             assert_eq!(decoded.raw_config(), request.raw_config());
         }
     }

@@ -68,7 +68,8 @@ impl HostPmuProperties {
                 let leaf = host(LEAF_ARCH_PERFMON, 0);
                 let version = leaf.eax & 0xFF;
                 let general = leaf.eax >> 8 & 0xFF;
-                // Linux also does not support a PMU with a single counter.
+                // A PMU with a single counter is treated as absent, because Linux does not support
+                // it either.
                 if version == 0 || general < 2 {
                     return None;
                 }

@@ -504,7 +504,7 @@ mod tests {
 
     #[test]
     fn model_errors_name_input_limit_and_remedy() {
-        // Model, counters and width.
+        // Each input consists of the values of `--pmu`, `--pmu-counters` and `--pmu-width`.
         for (options, message) in [
             (
                 "intel-v9 - -",

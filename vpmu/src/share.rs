@@ -278,7 +278,7 @@ mod tests {
                 now_ns += handler_ns;
                 inside += handler_ns;
                 if is_observed {
-                    // The handler returns without serving its counter.
+                    // The handler has returned without serving its counter.
                     limit.observe(true, now_ns);
                     limit.observe(false, now_ns);
                 } else {

@@ -616,7 +616,7 @@ mod tests {
                     .collect();
                 assert_eq!(found, [number], "{host:#x}, {umask:#x}");
             }
-            // Other events keep their numbers.
+            // Events other than conditional branches keep their numbers.
             let raw = request(Vendor::Intel, 0xC4, 0x40);
             let mut found = sources.choose(&raw).map(|(_, attr)| attr.config);
             assert_eq!(found.next(), Some(0x40C4));

@@ -688,7 +688,7 @@ impl Vpmu {
                 self.lost.end(counter, || events.now_ns());
                 return;
             }
-            // The event filter denies the event.
+            // The guest has enabled the counter, but the event filter denies its event.
             TargetEvent::Nothing { enabled: true } => {
                 let now_ns = events.now_ns();
                 self.lost.begin(counter, now_ns, now_ns);
@@ -712,7 +712,7 @@ impl Vpmu {
             .programmed
             .is_none_or(|(_, backing)| backing == CounterBacking::None)
         {
-            // The failure is permanent.
+            // No backing can count the event, so there is no retry.
             let now_ns = events.now_ns();
             self.lost.begin(counter, now_ns, now_ns);
             return;

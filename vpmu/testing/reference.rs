@@ -255,7 +255,7 @@ impl ReferencePmu {
                 self.fixed_ctr[(msr - 0x309) as usize] = value;
             }
             0x1D9 => {
-                // FREEZE_PERFMON_ON_PMI. The other bits do not belong to the PMU.
+                // Only FREEZE_PERFMON_ON_PMI belongs to the PMU, so all other bits fault.
                 no_bit_outside(1 << 12)?;
                 self.debugctl = value;
             }
@@ -395,7 +395,7 @@ impl ReferencePmu {
         let selector = self.evtsel[n as usize];
         let enabled = selector & 1 << 22 != 0;
         let at_some_level = selector & 3 << 16 != 0;
-        // The reference executes no nested guest.
+        // In the reference model, the guest executes no nested guest.
         let outside_nested_guests = match (selector >> 40 & 1, selector >> 41 & 1) {
             _ if !self.is_amd() => true,
             (0, 0) | (1, 1) => true,

@@ -219,7 +219,7 @@ impl<H: TestEvents> CheckedPmu<H> {
             4 => u64::MAX - u64::from(bytes.byte() % 64),
             // Enabled selector with random privilege levels, interrupt bit and event.
             5..=7 => self.selector(bytes),
-            // Fixed counter control and global control.
+            // Value for the fixed counter control or for the global control.
             8 => bytes.u64() & 0xBBBB,
             9 => bytes.u64() & all,
             10 => 1u64 << bytes.below(64) | 1 << bytes.below(64),

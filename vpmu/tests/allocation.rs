@@ -128,7 +128,7 @@ fn sampling_on_perf_core_does_not_allocate() {
         vpmu.read_msr(MsrAddress(IA32_PMC0), &mut events);
         vpmu.pmi_delivered(n);
     };
-    // Opens the two events.
+    // The first rounds open the two events, which allocates.
     (0..4).for_each(|n| round(&mut vpmu, n));
     assert_eq!(allocations(|| (4..2_004).for_each(|n| round(&mut vpmu, n))), 0);
     assert_eq!(sampled, 2_004);

@@ -500,7 +500,7 @@ mod tests {
         let mut other = cache(0xC4);
         other[3] = 1 << 36;
         assert_eq!(find(&[segment(&bytes(&other))]), []);
-        // Misaligned and truncated tables.
+        // A misaligned or truncated table is ignored.
         let mut shifted = vec![0; 4];
         shifted.extend(bytes(&cache(0xC4)));
         assert_eq!(find(&[segment(&shifted)]), []);
@@ -521,7 +521,7 @@ mod tests {
             memory.read_slice(&mut there, GuestAddress(LOAD_AT)).unwrap();
             there
         };
-        // Guest memory is empty.
+        // Nothing is hidden if guest memory does not contain the tables.
         assert_eq!(hide(&memory, &tables, Vendor::Intel, |_, _| false), []);
         // Guest memory contains another encoding than the kernel file in the last entry of AMD's
         // cache table.
@@ -533,7 +533,7 @@ mod tests {
         assert_eq!(done.iter().map(|d| d.virt).collect::<Vec<_>>(), [tables[0].virt]);
         assert_eq!(there(&memory)[160..], before[160..], "that table as it was");
         assert_ne!(there(&memory)[..160], before[..160], "and the other changed");
-        // Two segments with the same memory, and two that overlap partially.
+        // Nothing is hidden if two segments are loaded to the same or overlapping memory.
         memory.write_slice(&data, GuestAddress(LOAD_AT)).unwrap();
         for shift in [0, 8] {
             let mut other = segment(&data);

@@ -528,7 +528,7 @@ mod tests {
             (&[], &[0x66, 0xEF], true),
             (&[], &[0xE6, 0x33], true),
             (&[], &[0xE6, 0xF4], false),
-            // shl rdx, 32; a displacement that contains EE.
+            // No OUT instructions: shl rdx, 32, and a jump whose displacement contains the byte EE.
             (&[0x89, 0xF9], &[0x48, 0xC1, 0xE2, 0x20], false),
             (&[], &[0xE9, 0xEE, 0xEE, 0xEE, 0xEE], false),
         ] {

@@ -279,7 +279,7 @@ mod tests {
     fn lower_half_site_is_matched_by_physical_address() {
         let mut sites = VcpuRdpmcSites::new(RdpmcSites::new(&[site(0x40_0100, 0x40_0100, 2)]));
         assert_eq!(sites.in_kernel_half(0x40_0100), None);
-        // The same memory mapped at another address.
+        // The same memory is mapped at another linear address.
         let rip = 0x7f00_0000_0100u64;
         let mapped = |back: u64| Some(0x40_0100 - back);
         assert_eq!(sites.in_memory(rip, true, mapped).map(|hit| hit.start), Some(rip));

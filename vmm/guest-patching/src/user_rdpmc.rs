@@ -33,7 +33,7 @@ pub fn find(code: &[CodeBytes<'_>], symbols: &KernelSymbols) -> Option<u64> {
     if stores.next().is_some() {
         return None;
     }
-    // The immediate operand ends the instruction.
+    // The immediate operand is at the end of the instruction.
     Some(phys + (store.len() - IMMEDIATE_BYTES) as u64)
 }
 

@@ -359,7 +359,7 @@ fn resolve_links(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
     if !given.is_absolute() {
         return Err(not("it is no absolute path"));
     }
-    // Components that remain to be resolved, in reverse order.
+    // Splits a path into components. The first component comes last, so that `pop` returns it.
     let parts = |path: &[u8]| -> Vec<Vec<u8>> {
         let parts = path.split(|byte| *byte == b'/').rev();
         parts

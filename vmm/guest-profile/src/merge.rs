@@ -607,7 +607,7 @@ mod tests {
         m.light(sample(200, SampleOrigin::GuestUser));
         assert_eq!(m.decide(201), Some(20));
         assert!(!m.is_blind());
-        // Occasional KVM work does not cause a switch.
+        // A small share of KVM's own work does not cause a switch to full mode.
         for t in 300..300 + WORK_WINDOW {
             m.light(sample(t, origin(t % 8 == 0)));
         }

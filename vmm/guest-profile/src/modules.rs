@@ -118,7 +118,7 @@ impl ModuleLayout {
                 .filter(|at| *at < load.file_len)?;
             Some((load.offset.checked_add(at)?, load.file_len - at))
         });
-        // The headers may lie outside all segments.
+        // The first page may be outside all segments, although it contains the headers.
         let (offset, most) = loaded.or((address == self.first).then_some((0, MAX_HEADERS)))?;
         let from = bytes.get(usize::try_from(offset).ok()?..)?;
         // A table may extend into the next segment. The caller and the file size bound its size.
@@ -367,7 +367,7 @@ fn gnu_count(read: &mut ReadProcessMemory<'_>, at: u64) -> Option<u64> {
     let (heads, _) = table.as_chunks::<4>();
     let highest = heads.iter().map(|&head| u32::from_le_bytes(head)).max()?;
     if highest < first {
-        // The hash table is empty, so all symbols are imported.
+        // The GNU hash table is empty, which means that the file exports no symbols.
         return Some(first.into());
     }
     let chains_at = buckets_at.checked_add(4 * u64::from(buckets))?;

@@ -518,7 +518,7 @@ mod tests {
             *byte = (i * 13 + i / 256) as u8;
         }
         for gva in (0x1fe0..0x2010).chain(0x2fe0..0x3010).chain(0x4000..0x4020) {
-            // The last bytes of RAM are readable byte by byte.
+            // Addresses up to the end of RAM are readable, even if it is within a word.
             let mut space = AddressSpace::with_root(&g.ram[..], g.root, false);
             let mut b = WalkBudget::new(1000, None);
             let mut word = |at| space.read_u64(at, &mut b);

@@ -72,7 +72,7 @@ pub fn setup_header(name: &str, data: &[u8]) -> Result<SetupHeader, KernelImageE
     }
     // The displacement of the jump instruction at 0x200 gives the end of the header.
     let end = 0x202 + usize::from(data[0x201]);
-    // 0 means 4 (boot protocol, "setup_sects").
+    // A value of 0 means 4 sectors (boot protocol, "setup_sects").
     let sectors = match data[SETUP_HEADER_OFFSET] {
         0 => 4,
         n => usize::from(n),

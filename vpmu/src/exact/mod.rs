@@ -151,7 +151,7 @@ impl RetiredCounts {
     }
 }
 
-/// Result of one step.
+/// Result of one single step of a vCPU: what it retired, and what else happened during the step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepOutcome {
     /// Retired counts at CPL 1 to 3.
@@ -340,7 +340,8 @@ impl StepMeter {
             return step;
         };
         if is_repeated(&instruction) && cpu.rip == before.rip && cpu.cpl == before.cpl {
-            // Iterations remain, or a fault returned to this instruction immediately.
+            // Iterations remain, or the instruction faulted and the handler has already returned to
+            // it.
             if element_count(&instruction, before) != element_count(&instruction, cpu) {
                 self.unfinished = Some((before.rip, before.cpl));
             }
@@ -349,7 +350,7 @@ impl StepMeter {
         let taken = match pending.next_address {
             NextAddress::To(target, taken) if target == cpu.rip => Some(taken),
             NextAddress::To(next, _) if classify(&instruction) == InstructionClass::Shadow => {
-                // The step also executed instructions in the shadow.
+                // The step also executed instructions in the interrupt shadow of this one.
                 if self.retire_shadow(&pending, next, cpu.rip, memory, &mut step) {
                     return step;
                 }
@@ -386,7 +387,7 @@ impl StepMeter {
                 }
             }
             None if cpu.rip == before.rip && cpu.cpl == before.cpl => {
-                // The vCPU stopped before it executed anything.
+                // The vCPU stopped before it executed the instruction.
             }
             None => {
                 // The instruction did not complete. If an iteration completed, the remaining

@@ -95,7 +95,7 @@ impl StraightRun {
         };
         let RunPosition { loads, stores, .. } = self.passed[last];
         RetiredCounts {
-            // Not more than `MAX_RUN_INSTRUCTIONS`.
+            // `n` is at most `MAX_RUN_INSTRUCTIONS`.
             instructions: u32::try_from(n).unwrap_or(u32::MAX),
             loads: loads.into(),
             stores: stores.into(),
@@ -124,7 +124,7 @@ impl StepMeter {
             stores += u8::from(accesses.stores);
             uses_stack |= accesses.stack;
             passed.push(RunPosition {
-                // Not more than `MAX_RUN_BYTES`.
+                // `looked_at` is at most `MAX_RUN_BYTES`.
                 end: u16::try_from(looked_at).unwrap_or(u16::MAX),
                 loads,
                 stores,

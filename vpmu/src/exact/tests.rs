@@ -214,7 +214,7 @@ fn fences_count_with_and_without_shadow() {
         let interrupted = step(&row, NMI_HANDLER);
         assert!(interrupted.event && interrupted.kernel.instructions == 0);
     }
-    // The number of consecutive shadow instructions is bounded.
+    // A step over more shadow instructions than the maximum is not counted.
     let many = [[0x0F, 0xAE, 0xE8]; MAX_SHADOWS + 2].concat();
     assert!(step(&many, CODE + many.len() as u64).lost);
 }
@@ -247,7 +247,7 @@ fn long_row_of_fences_counts_up_to_stop_or_fault() {
         assert!(step.event && !step.lost, "{frame:x?}");
         assert_eq!(step.kernel, kernel(completed), "{frame:x?}");
     }
-    // The handler's first instruction, a PUSH, has also been executed.
+    // The vCPU stops after the handler's first instruction, a PUSH.
     let mut memory = Memory::new(&row);
     let frame = [0, end - 2].into_iter().flat_map(u64::to_le_bytes).collect();
     memory.0.push((STACK, frame));
@@ -452,11 +452,11 @@ fn gates_are_read_in_each_format_of_the_table() {
         find(GateFormat::Long, long.clone(), 31, 1),
         Some(0x5566_7788_3344_1122)
     );
-    // Gates that are not present, beyond the limit, or unreadable.
+    // Finds no handler if the gate is not present, beyond the limit of the table, or unreadable.
     assert_eq!(find(GateFormat::Long, long.clone(), 31, 0), None);
     assert_eq!(find(GateFormat::Long, long.clone(), 30, 1), None);
     assert_eq!(find(GateFormat::Long, long, 0xFFF, 2), None);
-    // A task gate has no offset.
+    // A task gate contains no handler address.
     let mut task = protected;
     task[8 + 5] = 0x85;
     assert_eq!(find(GateFormat::Protected, task, 15, 1), None);

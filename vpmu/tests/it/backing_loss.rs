@@ -73,7 +73,7 @@ fn lost_counter_resumes_and_gap_is_accounted() {
         (105 * MS, 5 * MS)
     );
     guest.events.set_slots(None);
-    // The maximum delay between retries is 256 ms.
+    // All slots are free again. The counter obtains one at its next retry, after at most 256 ms.
     guest.run_with_exits(300 * MS, MS);
     let back = guest.view(1);
     assert!(back.counting && back.counted > 40 * MS, "{back:?}");
@@ -116,7 +116,7 @@ fn retries_back_off_and_request_a_kick() {
     while ran_ns < 5_000 * MS {
         let wait_ns = guest.vpmu.retry_in_ns(&mut guest.events).unwrap();
         guest.events.calls = 0;
-        // An exit before the retry time does not cause a retry.
+        // An exit before the time of the retry does not cause a retry.
         guest.run(wait_ns - 1);
         assert_eq!(guest.events.calls, 0);
         guest.run(1);
@@ -152,13 +152,13 @@ fn frequent_reprogramming_is_rate_limited() {
             tries += guest.events.enables - asked;
         }
         assert!((90..=101).contains(&tries), "{tries} tries in 100 ms");
-        // The entire time is reported as uncounted.
+        // All time without a slot is reported as uncounted.
         assert_eq!(
             guest.view(0).counted + guest.view(1).counted,
             if reprograms { MS } else { 2 * MS }
         );
         assert!(guest.uncounted_ns() >= 100 * MS, "{}", guest.uncounted_ns());
-        // The counter soon obtains a slot again.
+        // When slots are free again, the counter soon obtains one.
         guest.events.set_slots(None);
         guest.run(MS);
         assert!(guest.view(0).counting);

@@ -258,7 +258,7 @@ impl Machine {
                     }
                 }
                 VcpuExit::Hlt => {
-                    // The guest must reach the address of the NMI.
+                    // The guest must have reached the address at which the NMI is injected.
                     assert_eq!(nmi_at, None);
                     return match self.vpmu.read_msr(MsrAddress(IA32_PMC0), &mut self.events) {
                         MsrReadOutcome::Value(value) => value,

@@ -227,7 +227,8 @@ fn measure(function: unsafe extern "C" fn()) -> RetiredCounts {
 
 #[test]
 fn known_code_retires_its_counts() {
-    // Instructions, branches, taken and conditional branches, loads and stores.
+    // Expected numbers of instructions, branches, taken branches, conditional branches, loads and
+    // stores.
     let blocks: [(&str, unsafe extern "C" fn(), [u32; 6]); 5] = [
         ("straight code", exact_straight, [32, 1, 1, 0, 1, 0]),
         ("a loop", exact_loop, [202, 101, 100, 100, 1, 0]),

@@ -139,17 +139,18 @@ fn clock_counts_guest_time_only_and_a_disabled_counter_never_moves() {
         m.run_for(Duration::from_millis(5));
         counted = m.guest.read(PERF_CTR0);
     }
-    // The clock runs at 1 GHz. The speeds of the two clocks may differ slightly.
+    // The counter and `Instant` use different clocks, whose speeds may differ slightly. The counter
+    // counts at 1 GHz.
     let most = u64::try_from(start.elapsed().as_nanos()).unwrap();
     assert!(counted <= most + most / 50, "{counted} of {most}");
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(5) {}
-    // Time in the VMM is not counted.
+    // The clock does not count the time that the thread spends outside the guest.
     assert_eq!(m.guest.read(PERF_CTR0), counted);
     m.guest.write(PERF_CTL0, 0);
     m.run_for(Duration::from_millis(5));
     assert_eq!(m.guest.read(PERF_CTR0), counted);
-    // A counter mask cannot be combined with the clock backing.
+    // With a counter mask, the counter does not count, because the clock backing supports none.
     m.guest.write(PERF_CTL0 + 2, 0x0143_0076);
     m.run_for(Duration::from_millis(5));
     assert_eq!(m.guest.read(PERF_CTR0 + 2), 0);

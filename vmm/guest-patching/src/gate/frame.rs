@@ -184,7 +184,7 @@ fn segment(sregs: &SystemRegisters, selector: u16, memory: &mut LinearMemory<'_>
         base: raw >> 16 & 0xff_ffff | raw >> 32 & 0xff00_0000,
         limit: if bit(55) == 1 { limit << 12 | 0xfff } else { limit },
         selector,
-        // A loaded segment has its accessed bit set.
+        // The processor sets the accessed bit when it loads a segment.
         type_: (raw >> 40 & 0xf) as u8 | 1,
         present: 1,
         dpl: (raw >> 45 & 3) as u8,
@@ -233,8 +233,8 @@ mod tests {
     }
 
     proptest! {
-        /// A selector loads the segment of its descriptor, from the table that selector bit 2
-        /// selects, with the accessed bit set.
+        /// `segment` reads the segment from the descriptor that the selector refers to. Bit 2 of
+        /// the selector selects the table. In the result, the accessed bit is set.
         #[test]
         fn selector_loads_segment_of_descriptor(
             index in 1u16..32,

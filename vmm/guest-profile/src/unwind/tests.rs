@@ -540,7 +540,7 @@ fn user_context_copies_registers_and_stack() {
         assert_eq!(stack[0x188..0x190], (UTEXT + 0x222).to_le_bytes());
         assert_eq!(context.stack(&g.ram[..], &regs, &mut stack[..1001]), 1000);
     }
-    // A kernel thread has no user registers.
+    // A sample of a kernel thread has no user registers.
     let nowhere = regs(&guest(), 0, TEXT + 0x10, KSTACK + 0x2000, 0);
     let (chain, _) = run(&guest(), &nowhere, None, 127);
     assert_eq!(SampledUserRegs::of(&g.ram[..], &nowhere, &chain), None);

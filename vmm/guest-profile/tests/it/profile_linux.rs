@@ -102,7 +102,7 @@ fn guest(which: &str) -> Option<Guest> {
     };
     let kallsyms = KernelSymbols::parse_text(&std::fs::read(dir.join("kallsyms")).unwrap()).unwrap();
     let image = KernelImage::parse("vmlinux", &std::fs::read(dir.join("vmlinux")).unwrap()).unwrap();
-    // The value that KVM_GET_MSRS would return.
+    // The value of the LSTAR register, which the fixture does not contain.
     let lstar = kallsyms.by_name("entry_SYSCALL_64").unwrap().address;
     let slide = kallsyms
         .by_name("_text")

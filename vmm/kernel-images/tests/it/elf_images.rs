@@ -199,7 +199,7 @@ fn line(error: &KernelImageError) -> String {
 #[test]
 fn damaged_section_headers_do_not_prevent_boot() {
     let mut data = vmlinux(&ImageShape::default());
-    // e_shoff
+    // Damages e_shoff, the offset of the section headers.
     data[0x28..0x30].copy_from_slice(&u64::MAX.to_le_bytes());
     let image = parsed(&data);
     assert_eq!(image.code.len(), 1);
