@@ -23,11 +23,11 @@ pub enum BranchRegister {
     /// Index of the newest record (Intel, MSR_LASTBRANCH_TOS of processors with model-specific
     /// LBRs).
     Top,
-    /// Source of a branch.
+    /// Source address in the branch record with this number.
     From(u8),
-    /// Target of a branch.
+    /// Target address in the branch record with this number.
     To(u8),
-    /// Branch type (Intel).
+    /// Branch type in the branch record with this number (Intel).
     Info(u8),
 }
 

@@ -43,7 +43,7 @@ const ATOM_MODELS: [u8; 14] = [
 const RETIRED_LOCKS: EventSelect = EventSelect(0x25);
 /// Unit mask of PMCx025 for SpecLockMapCommit. The mask has another meaning on families before Zen.
 const SPECULATIVE: UnitMask = UnitMask(0x08);
-/// First family of Zen.
+/// Family number of the first AMD Zen processors.
 const ZEN_FAMILY: u32 = 0x17;
 
 /// Meaning of the event numbers that differ between processor generations.

@@ -138,12 +138,12 @@ impl CounterSlot {
     }
 }
 
-/// Privilege levels that are counted by single-stepping.
+/// Privilege levels at which a vCPU is single-stepped, or whose branches the guest records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SteppedLevels {
-    /// CPL 1 to 3.
+    /// `true` if CPL 1 to 3 is single-stepped.
     pub user: bool,
-    /// CPL 0.
+    /// `true` if CPL 0 is single-stepped.
     pub kernel: bool,
 }
 

@@ -168,7 +168,8 @@ impl ShareLimit {
         self.began_ns = now_ns;
     }
 
-    /// Records that the handler has served `counters`.
+    /// Records that the handler has served the counters in the mask `counters`, by clearing their
+    /// overflow status or by writing them.
     #[inline]
     pub(crate) fn served(&mut self, counters: u64) {
         self.unserved &= !counters;

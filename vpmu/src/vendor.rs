@@ -55,7 +55,7 @@ pub struct PmuRegisters {
     pub global_control: u64,
     /// Global status. Maintained internally on models without this register.
     pub global_status: u64,
-    /// Debug control.
+    /// IA32_DEBUGCTL or DebugCtl, of which only the PMU's bits are stored.
     pub debug_control: u64,
     /// Controls of the branch records.
     pub branches: BranchControls,

@@ -13,7 +13,7 @@ use crate::vendor::WriteEffect;
 pub struct BranchRequest {
     /// Privilege levels whose branches the guest records.
     pub levels: SteppedLevels,
-    /// Number of records.
+    /// Number of branch records that the guest uses.
     pub depth: u16,
 }
 
@@ -82,8 +82,8 @@ impl Vpmu {
         branches.is_full(depth)
     }
 
-    /// Completes the records of the due PMI, and freezes them if the guest has requested this. The
-    /// PMI can then be delivered.
+    /// Ends the collection of branch records for the due PMI, and freezes the records if the guest
+    /// has requested this. The PMI can then be delivered.
     pub fn complete_branches(&mut self) {
         if let Some(branches) = &mut self.branches
             && let BranchPhase::Collecting { began_ns } = branches.phase

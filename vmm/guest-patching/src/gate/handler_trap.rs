@@ -1,4 +1,5 @@
-//! Trap in place of the first instruction of the guest's #GP handler, which is the trap port write.
+//! Replaces the first instruction of the guest's #GP handler with a trap, which is a write to the
+//! trap port.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -13,7 +13,8 @@ use crate::task::areas::KernelTables;
 
 /// Maximum payload of a message, in bytes.
 pub(super) const PIECE: usize = 1 << 20;
-/// Size of a message header, which consists of the letter and the payload length, in bytes.
+/// Size of a message header, in bytes. The header consists of the letter (message type) and the
+/// payload length.
 const HEAD: usize = 5;
 
 /// To the reader: a [`SearchRequest`], which is the first message.
@@ -99,7 +100,8 @@ pub(super) fn send(stream: &mut impl Write, letter: u8, bytes: &[u8]) -> io::Res
     stream.write_all(bytes)
 }
 
-/// Receives a message header: the letter and the payload length, at most [`PIECE`].
+/// Receives a message header. Returns the letter (message type) and the payload length, which is at
+/// most [`PIECE`].
 pub(super) fn head(stream: &mut impl Read) -> io::Result<(u8, usize)> {
     let mut head = [0; HEAD];
     stream.read_exact(&mut head)?;
