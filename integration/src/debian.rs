@@ -14,7 +14,7 @@ pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_
 pub const PROMPT: &str = "root@perfvisor-debian";
 
 /// A test host on which copies of the Debian image are available as disks.
-pub struct DebianDownloader {
+pub struct DebianTestHost {
     /// Test host on which the VMs run.
     pub place: TestHost,
     /// Path of the image's kernel.
@@ -25,7 +25,7 @@ pub struct DebianDownloader {
     pub disks: Vec<String>,
 }
 
-impl DebianDownloader {
+impl DebianTestHost {
     /// Provides `disks` independent copies of the image as disks. `options` apply if the test host
     /// is a lab.
     ///

@@ -8,7 +8,7 @@ mod shared;
 
 use std::sync::Arc;
 
-use perf_core::attr::Wakeup;
+use perf_core::attr::WakeupCondition;
 use perf_core::pmu::host::HostPmu;
 use perf_core::record::{DecodedRecord, RecordFormat};
 use perf_core::ring::RingReader;
@@ -67,7 +67,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Every 10th and every 25th fault is recorded in the same ring, which overwrites old records.
     let attr = |period| Attr {
         sample_type: SampleType::IDENTIFIER | SampleType::PERIOD,
-        wakeup: Wakeup::Events(1),
+        wakeup: WakeupCondition::Events(1),
         ..Attr::sampling(EventType::SOFTWARE, PAGE_FAULTS, period)
     };
     let tenth = open(attr(10), None, OpenFlags::default())?;

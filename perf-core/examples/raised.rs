@@ -139,12 +139,12 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(samples, 10);
 
     // Changes limits as text, as an operator would. Requests above a limit are then rejected.
-    core.set_knob(Tunable::SampleRateHz, "1000")?;
-    print!("samples a second: {}", core.knob(Tunable::SampleRateHz));
+    core.set_knob(RuntimeSetting::SampleRateHz, "1000")?;
+    print!("samples a second: {}", core.knob(RuntimeSetting::SampleRateHz));
     let fast = Attr::sampling(EventType::VMM, SoftwareEventId::Exits as u64, 2_000).with_freq();
     let error = open(fast, OpenTarget::Vm, None).expect_err("too fast");
     println!("{error} (errno {})", error.errno());
-    core.set_knob(Tunable::Paranoid, "1")?;
+    core.set_knob(RuntimeSetting::Paranoid, "1")?;
     let stranger = core.session(1234, SessionRole::Operator);
     let halts = Attr::counting(EventType::VMM, SoftwareEventId::Halts as u64);
     let error = core.open(&stranger, halts, OpenTarget::Vm, None, OpenFlags::default());

@@ -108,7 +108,7 @@ bitflags! {
 
 /// Condition under which a ring notifies its reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wakeup {
+pub enum WakeupCondition {
     /// Number of samples before a notification. 0 disables notification by count.
     Events(u32),
     /// Number of unread bytes before a notification. 0 selects the default (a quarter of the ring,
@@ -116,7 +116,7 @@ pub enum Wakeup {
     Watermark(u32),
 }
 
-impl Default for Wakeup {
+impl Default for WakeupCondition {
     fn default() -> Self {
         Self::Events(0)
     }
@@ -149,7 +149,7 @@ pub struct Attr {
     /// Fields that a read returns.
     pub read_format: ReadFormat,
     /// Condition under which the ring notifies its reader.
-    pub wakeup: Wakeup,
+    pub wakeup: WakeupCondition,
     /// `true` if the event starts disabled.
     pub disabled: bool,
     /// `true` if the event also covers vCPUs that are added later.
@@ -481,9 +481,9 @@ impl Attr {
             branches,
             read_format,
             wakeup: if flag(WATERMARK) {
-                Wakeup::Watermark(wakeup)
+                WakeupCondition::Watermark(wakeup)
             } else {
-                Wakeup::Events(wakeup)
+                WakeupCondition::Events(wakeup)
             },
             disabled: flag(DISABLED),
             inherit: flag(INHERIT),
@@ -518,8 +518,8 @@ impl Attr {
         let mut out = [0u8; ATTR_SIZE_VER8 as usize];
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         let (watermark, wakeup) = match self.wakeup {
-            Wakeup::Events(n) => (false, n),
-            Wakeup::Watermark(n) => (true, n),
+            WakeupCondition::Events(n) => (false, n),
+            WakeupCondition::Watermark(n) => (true, n),
         };
         let flags = [
             (DISABLED, self.disabled),

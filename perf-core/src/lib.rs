@@ -165,7 +165,7 @@ pub use diagnostics::{error_line, guest_log};
 
 pub use crate::api::{
     ConfigError, ContextPin, ControlScope, EventHandle, GroupReading, GuestMapping, LockedContext, OpenFlags,
-    OpenTarget, PerfCoreBuilder, Reading, Session, Tunable, TunableError, VcpuReading,
+    OpenTarget, PerfCoreBuilder, Reading, RuntimeSetting, Session, TunableError, VcpuReading,
 };
 pub use crate::attr::{Attr, EventType, ReadFormat, SampleType};
 pub use crate::context::ContextStats;

@@ -25,7 +25,7 @@ use nothing::NoopPmu;
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::record::{EncodeRecord, RecordFormat, Sample};
 use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_core::time::{Clock, ManualClock};
@@ -66,7 +66,7 @@ struct BenchMachine {
     core: PerfCore,
     session: Session,
     context: Arc<VcpuContext>,
-    fed: Arc<FedCounts>,
+    fed: Arc<VmmPmuCounts>,
     clock: Arc<ManualClock>,
 }
 
@@ -77,8 +77,8 @@ impl BenchMachine {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
             ..PerfCoreConfig::default()
         });
-        let fed = Arc::new(FedCounts::new(fed::SELECTORS));
-        let driver = FedPmu::new();
+        let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+        let driver = VmmPmu::new();
         driver.add_vcpu(VCPU, fed.clone());
         core.register(Arc::new(driver));
         // This clock reports overflows only at guest entry, which does not occur in this benchmark.

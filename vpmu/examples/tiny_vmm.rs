@@ -22,7 +22,7 @@ use kvm_ioctls::{
 };
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs, VcpuContext};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0, IA32_PMC0};
@@ -90,8 +90,8 @@ impl Pmu {
         let clocks = ClockPmu::new(Some(SIGNAL));
         clocks.add_vcpu(VCPU, clock.clone());
         core.register(Arc::new(clocks));
-        let fed = FedPmu::new();
-        fed.add_vcpu(VCPU, Arc::new(FedCounts::new(vpmu::fed::SELECTORS)));
+        let fed = VmmPmu::new();
+        fed.add_vcpu(VCPU, Arc::new(VmmPmuCounts::new(vpmu::fed::SELECTORS)));
         core.register(Arc::new(fed));
         let context = core.add_vcpu(VCPU, clock.tid())?;
         context.sched_in();

@@ -7,7 +7,7 @@
 
 use perf_core::branch::{BranchEntry, BranchKind};
 
-use crate::SteppedLevels;
+use crate::PrivilegeLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister};
 use crate::events::{EventRequest, EventSelect};
 use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, STATUS_CTR_FRZ, STATUS_LBR_FRZ};
@@ -350,8 +350,8 @@ impl VendorOps for Amd {
         registers.branches.control & LBR_ENABLE != 0 && registers.global_status & STATUS_LBR_FRZ == 0
     }
 
-    fn branch_levels(&self, registers: &PmuRegisters) -> SteppedLevels {
-        SteppedLevels {
+    fn branch_levels(&self, registers: &PmuRegisters) -> PrivilegeLevels {
+        PrivilegeLevels {
             user: registers.branches.filter & SUPPRESS_USER == 0,
             kernel: registers.branches.filter & SUPPRESS_KERNEL == 0,
         }

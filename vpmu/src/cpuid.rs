@@ -1,7 +1,7 @@
 //! CPUID leaves that describe the PMU to a guest.
 
 use crate::amd::LBR_RECORDS;
-use crate::events::{ArchEvent, CountableEvents};
+use crate::events::{ArchEvent, ArchEventSet};
 use crate::host_pmu::{CpuidRegs, EXT1_ECX_PERFCTR_CORE, EXT22_EAX_PERFMON_V2};
 use crate::model::PmuModel;
 use crate::model_name::PmuGeneration;
@@ -55,7 +55,7 @@ const EBX_EVENTS: [ArchEvent; 8] = [
     ArchEvent::TopdownSlots,
 ];
 
-impl CountableEvents {
+impl ArchEventSet {
     /// Decodes the available events from CPUID leaf 0AH. EAX\[31:24\] is the length of the event
     /// vector; a set bit in EBX marks an unavailable event.
     pub fn of_leaf_a(leaf: CpuidRegs) -> Self {
@@ -88,7 +88,7 @@ impl PmuModel {
     ///
     /// The VMM sets the vendor string in leaf 0 from [`PmuModel::vendor`]. Events that are missing
     /// from `backability` are reported as unavailable if the vendor's CPUID can express this.
-    pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: CountableEvents) {
+    pub fn adjust_cpuid(&self, leaf: u32, subleaf: u32, regs: &mut CpuidRegs, backability: ArchEventSet) {
         let version = self.intel_version();
         match (leaf, subleaf) {
             (0, _) if version > 0 => {
@@ -152,7 +152,7 @@ impl PmuModel {
         clippy::cast_possible_truncation,
         reason = "one bit for each of a handful of events"
     )]
-    fn arch_perfmon_leaf(&self, backability: CountableEvents) -> CpuidRegs {
+    fn arch_perfmon_leaf(&self, backability: ArchEventSet) -> CpuidRegs {
         let version = u32::from(self.intel_version());
         if version == 0 {
             return CpuidRegs::default();
@@ -200,14 +200,14 @@ mod tests {
     /// Returns CPUID leaf `number` of `model` for a host that cannot count any event. `from`
     /// contains the host's values.
     fn uncounted(model: &PmuModel, number: u32, from: CpuidRegs) -> CpuidRegs {
-        leaf(model, number, 0, CountableEvents::NONE, from)
+        leaf(model, number, 0, ArchEventSet::NONE, from)
     }
 
     fn leaf(
         model: &PmuModel,
         leaf: u32,
         subleaf: u32,
-        backability: CountableEvents,
+        backability: ArchEventSet,
         from: CpuidRegs,
     ) -> CpuidRegs {
         let mut regs = from;
@@ -219,13 +219,13 @@ mod tests {
 
     #[test]
     fn leaf_a_has_the_fields_of_its_version() {
-        let clock = CountableEvents::CLOCK;
+        let clock = ArchEventSet::CLOCK;
         // For the clock backing, instructions, cache events and branches are unavailable.
         let v2 = leaf(&PmuModel::INTEL, 0xA, 0, clock, ONES);
         assert_eq!(v2, regs(0x0730_0402, 0x7A, 0, 3 | 48 << 5 | 1 << 15));
         let v1 = leaf(&intel(1, 8, 0), 0xA, 0, clock, ONES);
         assert_eq!(v1, regs(0x0730_0801, 0x7A, 0, 0));
-        let v5 = leaf(&intel(5, 8, 4), 0xA, 0, CountableEvents::EXACT, ONES);
+        let v5 = leaf(&intel(5, 8, 4), 0xA, 0, ArchEventSet::EXACT, ONES);
         assert_eq!(v5, regs(0x0830_0805, 0xD8, 0xF, 4 | 48 << 5 | 1 << 15));
         assert_eq!(leaf(&PmuModel::AMD, 0xA, 0, clock, ONES), CpuidRegs::default());
     }
@@ -304,7 +304,7 @@ mod tests {
                     let word = |n: usize| u32::from_le_bytes(name[n..n + 4].try_into().unwrap());
                     leaf = regs(0, word(0), word(8), word(4));
                 }
-                model.adjust_cpuid(number, subleaf, &mut leaf, CountableEvents::CLOCK);
+                model.adjust_cpuid(number, subleaf, &mut leaf, ArchEventSet::CLOCK);
                 leaf
             };
             assert_eq!(PmuModel::host(&mut host), Ok(model));

@@ -416,9 +416,9 @@ pub const fn decode_fixed(n: u32) -> GuestEvent {
 /// Set of the architectural events that the backings (sources of counts) of a VM can count on this
 /// host. The VMM determines the set and reports it in the guest's CPUID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CountableEvents(u16);
+pub struct ArchEventSet(u16);
 
-impl CountableEvents {
+impl ArchEventSet {
     /// The empty set.
     pub const NONE: Self = Self(0);
     /// All architectural events.
@@ -456,7 +456,7 @@ impl CountableEvents {
     }
 }
 
-impl FromIterator<ArchEvent> for CountableEvents {
+impl FromIterator<ArchEvent> for ArchEventSet {
     fn from_iter<I: IntoIterator<Item = ArchEvent>>(events: I) -> Self {
         events.into_iter().fold(Self::NONE, Self::with)
     }
@@ -643,11 +643,11 @@ mod tests {
 
     #[test]
     fn countable_events_match_backing() {
-        assert!(CountableEvents::CLOCK.has(ArchEvent::CoreCycles));
-        assert!(!CountableEvents::CLOCK.has(ArchEvent::Instructions));
-        assert!(CountableEvents::EXACT.has(ArchEvent::Stores));
-        assert!(!CountableEvents::EXACT.has(ArchEvent::CacheMisses));
-        let all: CountableEvents = ArchEvent::ALL.into_iter().collect();
+        assert!(ArchEventSet::CLOCK.has(ArchEvent::CoreCycles));
+        assert!(!ArchEventSet::CLOCK.has(ArchEvent::Instructions));
+        assert!(ArchEventSet::EXACT.has(ArchEvent::Stores));
+        assert!(!ArchEventSet::EXACT.has(ArchEvent::CacheMisses));
+        let all: ArchEventSet = ArchEvent::ALL.into_iter().collect();
         assert!(ArchEvent::ALL.into_iter().all(|event| all.has(event)));
     }
 }

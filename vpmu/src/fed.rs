@@ -1,4 +1,4 @@
-//! Selectors that number the counts which the VMM adds to [`perf_core::pmu::fed::FedCounts`].
+//! Selectors that number the counts which the VMM adds to [`perf_core::pmu::fed::VmmPmuCounts`].
 
 use crate::events::{ArchEvent, ParavirtualEvent};
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::events::{
-    ARCHITECTURAL_SELECTS, CountableEvents, EventSelect, EventSelection, GuestEvent, UnitMask, decode,
+    ARCHITECTURAL_SELECTS, ArchEventSet, EventSelect, EventSelection, GuestEvent, UnitMask, decode,
     decode_fixed, paravirtual_select,
 };
 use crate::index::MAX_FIXED;
@@ -293,7 +293,7 @@ impl EventFilter {
     /// general-purpose or fixed counter. A guest would read a misleading zero for any other event
     /// that CPUID offers.
     #[must_use]
-    pub fn allowed_events(&self, vendor: Vendor) -> CountableEvents {
+    pub fn allowed_events(&self, vendor: Vendor) -> ArchEventSet {
         let general = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
             let select = EventSelect(select);
             (0..=u8::MAX).map(move |umask| {

@@ -5,7 +5,7 @@
 
 use perf_core::branch::{BranchEntry, BranchKind};
 
-use crate::SteppedLevels;
+use crate::PrivilegeLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister, MAX_BRANCH_RECORDS};
 use crate::events::{EventRequest, EventSelect, EventSelection, decode_fixed};
 use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, STATUS_CTR_FRZ, STATUS_LBR_FRZ};
@@ -527,8 +527,8 @@ impl VendorOps for Intel {
         registers.branches.control & LBR_ENABLE != 0 && registers.global_status & STATUS_LBR_FRZ == 0
     }
 
-    fn branch_levels(&self, registers: &PmuRegisters) -> SteppedLevels {
-        SteppedLevels {
+    fn branch_levels(&self, registers: &PmuRegisters) -> PrivilegeLevels {
+        PrivilegeLevels {
             user: registers.branches.control & LBR_USR != 0,
             kernel: registers.branches.control & LBR_OS != 0,
         }

@@ -75,7 +75,7 @@ mod width;
 
 pub use counter_events::{CounterEvents, CounterTimes, EnableOutcome, EventLoss, UnavailableReason};
 pub use events::{
-    ArchEvent, BackingPolicy, CountableEvents, CounterBacking, EventRequest, EventSelect, EventSelection,
+    ArchEvent, ArchEventSet, BackingPolicy, CounterBacking, EventRequest, EventSelect, EventSelection,
     GuestEvent, ParavirtualEvent, UnitMask,
 };
 pub use filter::EventFilter;
@@ -84,7 +84,7 @@ pub use index::{CounterIndex, MAX_COUNTERS, MAX_FIXED, MAX_GENERAL, MsrAddress, 
 pub use limit::DEFAULT_PMI_LIMIT;
 pub use model::PmuModel;
 pub use model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
-pub use perf_core_events::{PerfCoreEvents, SteppedLevels};
+pub use perf_core_events::{PerfCoreEvents, PrivilegeLevels};
 pub use share::{PmiShare, PmiShareError};
 pub use sources::{EventSource, EventSources};
 pub use state::{VpmuStateError, fix_checksum};

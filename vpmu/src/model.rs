@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::events::{ArchEvent, CountableEvents};
+use crate::events::{ArchEvent, ArchEventSet};
 use crate::freeze::{DEBUGCTL_FREEZE_BRANCHES_ON_PMI, DEBUGCTL_FREEZE_ON_PMI};
 use crate::host_pmu::{CpuidReader, HostPmuProperties};
 use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
@@ -294,7 +294,7 @@ impl PmuModel {
     /// include its event. CPUID has no other way to report this event as unavailable. The other
     /// fixed counters remain, because Linux uses the first three regardless of CPUID.0AH:EBX.
     #[must_use]
-    pub const fn without_uncountable_slots(self, backability: CountableEvents) -> Self {
+    pub const fn without_uncountable_slots(self, backability: ArchEventSet) -> Self {
         let slots = if backability.has(ArchEvent::TopdownSlots) {
             0
         } else {

@@ -78,12 +78,12 @@ impl ProgrammedEvent {
 
     /// Returns the privilege levels at which the vCPU must be single-stepped while the current
     /// candidate counts.
-    fn stepped_levels(&self) -> SteppedLevels {
+    fn stepped_levels(&self) -> PrivilegeLevels {
         let stepped = self
             .candidate()
             .is_some_and(|candidate| candidate.backing == CounterBacking::Exact)
             && matches!(self.request.event, GuestEvent::Architectural(_));
-        SteppedLevels {
+        PrivilegeLevels {
             user: stepped && self.request.user,
             kernel: stepped && self.request.kernel,
         }
@@ -140,14 +140,14 @@ impl CounterSlot {
 
 /// Privilege levels at which a vCPU is single-stepped, or whose branches the guest records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SteppedLevels {
+pub struct PrivilegeLevels {
     /// `true` if CPL 1 to 3 is single-stepped.
     pub user: bool,
     /// `true` if CPL 0 is single-stepped.
     pub kernel: bool,
 }
 
-impl SteppedLevels {
+impl PrivilegeLevels {
     /// Returns whether any privilege level is single-stepped.
     pub const fn any(self) -> bool {
         self.user || self.kernel
@@ -204,8 +204,8 @@ impl PerfCoreEvents {
 
     /// Returns the privilege levels at which enabled counters require single-stepping.
     #[inline]
-    pub const fn stepping_levels(&self) -> SteppedLevels {
-        SteppedLevels {
+    pub const fn stepping_levels(&self) -> PrivilegeLevels {
+        PrivilegeLevels {
             user: self.stepping_user != 0,
             kernel: self.stepping_kernel != 0,
         }

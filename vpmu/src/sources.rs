@@ -11,7 +11,7 @@ use perf_core::{Attr, EventType};
 
 use crate::dialect::EventDialect;
 use crate::events::{
-    ArchEvent, BackingPolicy, CountableEvents, CounterBacking, EventRequest, EventSelection, GuestEvent,
+    ArchEvent, ArchEventSet, BackingPolicy, CounterBacking, EventRequest, EventSelection, GuestEvent,
     ParavirtualEvent,
 };
 use crate::fed;
@@ -93,7 +93,7 @@ pub struct EventSources {
     /// Vendor of the host PMU, or `None` if no usable host PMU exists.
     hardware: Option<Vendor>,
     /// Generic events that the host kernel can open.
-    opens: CountableEvents,
+    opens: ArchEventSet,
     /// Meaning of the host's event numbers, if known.
     dialect: Option<EventDialect>,
     /// KVM statistic number of each paravirtual event, in the order of the unit masks.
@@ -113,7 +113,7 @@ impl EventSources {
             policy,
             kernel_only: false,
             hardware,
-            opens: CountableEvents::ALL,
+            opens: ArchEventSet::ALL,
             dialect: None,
             statistics: ParavirtualEvent::ALL.map(statistic),
         }
@@ -121,7 +121,7 @@ impl EventSources {
 
     /// Limits the generic events to those that the host kernel can open.
     #[must_use]
-    pub fn opening(self, opens: CountableEvents) -> Self {
+    pub fn opening(self, opens: ArchEventSet) -> Self {
         Self { opens, ..self }
     }
 
@@ -325,7 +325,7 @@ impl EventSources {
     }
 
     /// Returns the events that the CPUID of a model of `vendor` may report as available.
-    pub fn backability(&self, vendor: Vendor) -> CountableEvents {
+    pub fn backability(&self, vendor: Vendor) -> ArchEventSet {
         let counted = |event: &ArchEvent| self.known(*event, vendor).is_some();
         ArchEvent::ALL.into_iter().filter(counted).collect()
     }
@@ -411,14 +411,14 @@ mod tests {
     /// source.
     #[test]
     fn guest_operator_and_cpuid_agree_on_sources() {
-        let some = CountableEvents::NONE
+        let some = ArchEventSet::NONE
             .with(ArchEvent::CoreCycles)
             .with(ArchEvent::Instructions);
         let vendors = [Vendor::Intel, Vendor::Amd];
         use BackingPolicy::{Auto, Clock, Exact, Hardware, Kvm};
         for policy in [Auto, Hardware, Clock, Exact, Kvm, BackingPolicy::None] {
             for hardware in [None, Some(Vendor::Intel), Some(Vendor::Amd)] {
-                for opens in [CountableEvents::ALL, some, CountableEvents::NONE] {
+                for opens in [ArchEventSet::ALL, some, ArchEventSet::NONE] {
                     let sources = EventSources::new(policy, hardware, |_| None).opening(opens);
                     for vendor in vendors {
                         for event in ArchEvent::ALL {
@@ -489,7 +489,7 @@ mod tests {
     /// of them that it supports.
     #[test]
     fn unsupported_host_events_fall_back_to_clock() {
-        let cycles_only = CountableEvents::NONE.with(ArchEvent::CoreCycles);
+        let cycles_only = ArchEventSet::NONE.with(ArchEvent::CoreCycles);
         let sources =
             EventSources::new(BackingPolicy::Auto, Some(Vendor::Amd), |_| None).opening(cycles_only);
         let candidates = |select, umask| -> Vec<CounterBacking> {

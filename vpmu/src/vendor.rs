@@ -6,7 +6,7 @@
 
 use perf_core::branch::BranchEntry;
 
-use crate::SteppedLevels;
+use crate::PrivilegeLevels;
 use crate::branches::{BranchControls, BranchRecord, BranchRegister};
 use crate::events::{EventRequest, EventSelect, EventSelection, UnitMask, decode};
 use crate::freeze::DEBUGCTL_FREEZE_ON_PMI;
@@ -153,7 +153,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     fn records_branches(&self, registers: &PmuRegisters) -> bool;
 
     /// Returns the privilege levels whose branches are recorded.
-    fn branch_levels(&self, registers: &PmuRegisters) -> SteppedLevels;
+    fn branch_levels(&self, registers: &PmuRegisters) -> PrivilegeLevels;
 
     /// Returns whether the guest's branch filter selects the branch. A branch between two privilege
     /// levels is selected only if both levels are selected.
@@ -168,7 +168,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
 
 /// Returns whether `levels` contain the privilege levels of both the source and the target of a
 /// branch.
-pub(crate) fn contain_branch(levels: SteppedLevels, branch: &BranchEntry) -> bool {
+pub(crate) fn contain_branch(levels: PrivilegeLevels, branch: &BranchEntry) -> bool {
     let contains = |user| if user { levels.user } else { levels.kernel };
     contains(branch.from_user) && contains(branch.to_user)
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs};
 use vpmu::registers::*;
 use vpmu::sim::SimEvents;
@@ -86,8 +86,8 @@ fn register_access_does_not_allocate() {
 fn sampling_on_perf_core_does_not_allocate() {
     let vcpu = VcpuId(0);
     let core = PerfCore::new(PerfCoreConfig::default());
-    let fed = Arc::new(FedCounts::new(fed::SELECTORS));
-    let driver = FedPmu::new();
+    let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+    let driver = VmmPmu::new();
     driver.add_vcpu(vcpu, fed.clone());
     core.register(Arc::new(driver));
     let context = core.add_vcpu(vcpu, 0).unwrap();

@@ -13,7 +13,7 @@ use std::time::Duration;
 use clap::{Parser, value_parser};
 use comparisons::{ComparisonError, by_turns, cell, exit_code, qemu, spread, until, write_figures};
 use integration::artefacts::target_dir;
-use integration::debian::{CMDLINE, DebianDownloader};
+use integration::debian::{CMDLINE, DebianTestHost};
 use integration::footprint::footprint;
 use integration::lab::LabOptions;
 use integration::limit::ProgressLimit;
@@ -147,7 +147,7 @@ fn compare(asked: &Options) -> Result<bool, ComparisonError> {
         files: qemu_files(&PC_FIRMWARE)?,
         ..LabOptions::default()
     };
-    let debian = DebianDownloader::new(disks, options)?;
+    let debian = DebianTestHost::new(disks, options)?;
     let place = &debian.place;
     if matches!(place, TestHost::Direct(_)) {
         return Err(
@@ -199,7 +199,7 @@ fn compare(asked: &Options) -> Result<bool, ComparisonError> {
 }
 
 /// Returns the command that runs the same machine under QEMU.
-fn qemu_command(debian: &DebianDownloader, disk: usize) -> HostCommand {
+fn qemu_command(debian: &DebianTestHost, disk: usize) -> HostCommand {
     let drive = |name: &str, file: &str| format!("file={file},format=raw,if=none,id={name}");
     qemu("pc", GUEST_MIB, &debian.kernel, &debian.initrd, CMDLINE)
         .args([

@@ -5,7 +5,7 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use integration::debian::{DebianDownloader, PROMPT, says};
+use integration::debian::{DebianTestHost, PROMPT, says};
 use integration::lab::LabOptions;
 use integration::limit::ProgressLimit;
 use integration::process::HostCommand;
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
 }
 
 fn show() -> Result<(), Box<dyn Error>> {
-    let debian = DebianDownloader::new(
+    let debian = DebianTestHost::new(
         1,
         LabOptions {
             perf: true,

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::thread;
 use std::time::Instant;
 
-use integration::debian::{DebianDownloader, says};
+use integration::debian::{DebianTestHost, says};
 use integration::lab::LabOptions;
 use integration::limit::ProgressLimit;
 use integration::parse::parse_stat_csv;
@@ -54,7 +54,7 @@ fn printed(place: &TestHost, command: &HostCommand) -> Result<String, String> {
 
 /// Boots the image with PMU model `pmu` from disk number `disk`, and runs commands of a typical
 /// user in it.
-fn boots(debian: &DebianDownloader, pmu: &str, disk: usize) -> Result<String, String> {
+fn boots(debian: &DebianTestHost, pmu: &str, disk: usize) -> Result<String, String> {
     let place = &debian.place;
     let perfvisor = place.perfvisor().map_err(|error| error.to_string())?;
     let name = format!("debian-{pmu}");
@@ -104,7 +104,7 @@ fn debian_image_boots_with_every_pmu_model() {
         memory_mib: 4096,
         ..LabOptions::default()
     };
-    let debian = DebianDownloader::new(2, options).unwrap_or_else(|error| panic!("{error}"));
+    let debian = DebianTestHost::new(2, options).unwrap_or_else(|error| panic!("{error}"));
     let mut failures = String::new();
     for models in models().chunks(AT_ONCE) {
         let results: Vec<_> = thread::scope(|scope| {
@@ -142,7 +142,7 @@ const CHROOT: &str = "mkdir -p /debian && mount -o ro /dev/vdb /debian && mount 
 #[ignore = "minutes: make debian-test"]
 fn debian_image_is_reachable_by_ssh_and_vsock() {
     let options = LabOptions::default();
-    let debian = DebianDownloader::new(2, options).unwrap_or_else(|error| panic!("{error}"));
+    let debian = DebianTestHost::new(2, options).unwrap_or_else(|error| panic!("{error}"));
     let place = &debian.place;
     if matches!(place, TestHost::Direct(_)) {
         println!("SKIP: the test makes namespaces and mounts, which it does in the lab only");

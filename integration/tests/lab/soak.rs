@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use integration::debian::{DebianDownloader, says};
+use integration::debian::{DebianTestHost, says};
 use integration::footprint::{Footprint, footprint, tracked};
 use integration::lab::LabOptions;
 use integration::limit::ProgressLimit;
@@ -72,7 +72,7 @@ fn vm_under_load_neither_fails_nor_grows() {
         memory_mib: 4096,
         ..LabOptions::default()
     };
-    let debian = DebianDownloader::new(1, options).unwrap_or_else(|error| panic!("{error}"));
+    let debian = DebianTestHost::new(1, options).unwrap_or_else(|error| panic!("{error}"));
     let place = &debian.place;
     let perfvisor = place.perfvisor().unwrap();
     let run = |command: &HostCommand| {

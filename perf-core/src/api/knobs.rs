@@ -6,7 +6,7 @@ use crate::service::core::PerfCore;
 
 /// A setting that can be read and changed as text at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tunable {
+pub enum RuntimeSetting {
     /// [`crate::PerfCoreConfig::paranoid`], from -1 to 2.
     Paranoid,
     /// [`crate::PerfCoreConfig::sample_rate_hz`], at least 1.
@@ -20,7 +20,7 @@ pub enum Tunable {
     Overcommit,
 }
 
-/// An invalid value for a [`Tunable`] (`EINVAL`).
+/// An invalid value for a [`RuntimeSetting`] (`EINVAL`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid value {text:?}: must be {expected}")]
 pub struct TunableError {
@@ -34,15 +34,17 @@ impl PerfCore {
     /// Returns a setting as decimal text with a newline, in the format of the kernel's sysctl
     /// files.
     #[must_use]
-    pub fn knob(&self, knob: Tunable) -> String {
+    pub fn knob(&self, knob: RuntimeSetting) -> String {
         let limits = &self.inner.limits;
         // All stored values fit, because they were set from numbers of these types.
         let value = match knob {
-            Tunable::Paranoid => i64::from(limits.paranoid()),
-            Tunable::SampleRateHz => limits.sample_rate_hz().cast_signed(),
-            Tunable::MlockKb => limits.mlock_kb.load(Ordering::Relaxed).cast_signed(),
-            Tunable::ReservedSlots => limits.reserved_slots.load(Ordering::Relaxed).cast_signed() as i64,
-            Tunable::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
+            RuntimeSetting::Paranoid => i64::from(limits.paranoid()),
+            RuntimeSetting::SampleRateHz => limits.sample_rate_hz().cast_signed(),
+            RuntimeSetting::MlockKb => limits.mlock_kb.load(Ordering::Relaxed).cast_signed(),
+            RuntimeSetting::ReservedSlots => {
+                limits.reserved_slots.load(Ordering::Relaxed).cast_signed() as i64
+            }
+            RuntimeSetting::Overcommit => i64::from(limits.overcommit.load(Ordering::Relaxed)),
         };
         format!("{value}\n")
     }
@@ -58,14 +60,14 @@ impl PerfCore {
         clippy::cast_sign_loss,
         reason = "the value was checked to be in the range of its setting"
     )]
-    pub fn set_knob(&self, knob: Tunable, text: &str) -> Result<(), TunableError> {
+    pub fn set_knob(&self, knob: RuntimeSetting, text: &str) -> Result<(), TunableError> {
         let limits = &self.inner.limits;
         let (least, most) = match knob {
-            Tunable::Paranoid => (-1, 2),
-            Tunable::SampleRateHz => (1, 1_000_000_000),
-            Tunable::MlockKb => (0, i64::MAX >> 10),
-            Tunable::ReservedSlots => (0, self.inner.min_slots().cast_signed() as i64),
-            Tunable::Overcommit => (0, 1),
+            RuntimeSetting::Paranoid => (-1, 2),
+            RuntimeSetting::SampleRateHz => (1, 1_000_000_000),
+            RuntimeSetting::MlockKb => (0, i64::MAX >> 10),
+            RuntimeSetting::ReservedSlots => (0, self.inner.min_slots().cast_signed() as i64),
+            RuntimeSetting::Overcommit => (0, 1),
         };
         let value = text
             .trim()
@@ -77,16 +79,16 @@ impl PerfCore {
                 expected: format!("{least} to {most}"),
             })?;
         match knob {
-            Tunable::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
-            Tunable::SampleRateHz => limits
+            RuntimeSetting::Paranoid => limits.paranoid.store(value as i32, Ordering::Relaxed),
+            RuntimeSetting::SampleRateHz => limits
                 .sample_rate_hz
                 .store(value.cast_unsigned(), Ordering::Relaxed),
-            Tunable::MlockKb => limits.mlock_kb.store(value.cast_unsigned(), Ordering::Relaxed),
-            Tunable::ReservedSlots => {
+            RuntimeSetting::MlockKb => limits.mlock_kb.store(value.cast_unsigned(), Ordering::Relaxed),
+            RuntimeSetting::ReservedSlots => {
                 limits.reserved_slots.store(value as usize, Ordering::Relaxed);
                 self.inner.reserve_slots(value as usize);
             }
-            Tunable::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
+            RuntimeSetting::Overcommit => limits.overcommit.store(value == 1, Ordering::Relaxed),
         }
         Ok(())
     }

@@ -22,7 +22,7 @@ pub use control::ControlScope;
 pub use guest::GuestMapping;
 pub use handle::EventHandle;
 pub use hold::LockedContext;
-pub use knobs::{Tunable, TunableError};
+pub use knobs::{RuntimeSetting, TunableError};
 pub use open::{OpenFlags, OpenTarget};
 pub use read::{GroupReading, Reading, VcpuReading};
 pub use session::Session;

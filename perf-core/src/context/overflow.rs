@@ -13,8 +13,7 @@ use crate::model::regs::{RegsRequest, SampledRegs};
 use crate::model::state::{EventState, Owner};
 use crate::notify::PollState;
 use crate::record::{
-    CallChainWords, EncodeRecord, LostRecord, RecordFormat, RecordWriteOutcome, Sample, SampleId,
-    ThrottleRecord,
+    EncodeRecord, LostRecord, RecordFormat, RecordWords, RecordWriteOutcome, Sample, SampleId, ThrottleRecord,
 };
 use crate::sample::{OverflowReport, TickTime};
 
@@ -363,7 +362,7 @@ impl Context {
             cpu: pass.by.cpu,
             ip: seen.ip,
             addr: seen.addr,
-            callchain: CallChainWords::List(seen.callchain),
+            callchain: RecordWords::List(seen.callchain),
             raw: seen.raw,
             user: seen.user_for(attr),
             ..Sample::default()
@@ -372,7 +371,7 @@ impl Context {
         if format.sample_type.contains(SampleType::BRANCH_STACK) {
             branches.clear();
             seen.branches_for(attr, &mut branches);
-            sample.branches = CallChainWords::List(&branches);
+            sample.branches = RecordWords::List(&branches);
         }
         let mut entries = std::mem::take(&mut self.entries);
         entries.clear();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::model::totals::Totals;
-use crate::ring::{ControlPageField, Ring};
+use crate::ring::{ControlPageCounter, Ring};
 
 /// A ring that events write to.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub(crate) struct Output {
 /// The index is always 0 (no user-space counter reads), because the reader of the ring runs on a
 /// different CPU than the vCPU and would read a different counter.
 pub(crate) fn write_page(output: &Output, totals: Totals) {
-    let counter = ControlPageField {
+    let counter = ControlPageCounter {
         index: 0,
         offset: totals.count.cast_signed(),
         time_enabled_ns: totals.times.enabled_ns,

@@ -1,12 +1,12 @@
 //! The `fed` driver: events whose counts the VMM supplies.
 //!
 //! The VMM adds its observations, such as single-stepped instructions and handled exits, to a
-//! [`FedCounts`] per vCPU, and events read their counts from there. An event's `config` is the
+//! [`VmmPmuCounts`] per vCPU, and events read their counts from there. An event's `config` is the
 //! selector, an index with a meaning that the VMM defines.
 //!
 //! Every addition names the guest's privilege level, so `exclude_user` and `exclude_kernel` are
-//! exact. Overflows are exact too if the VMM can stop at any count: [`FedCounts::until_overflow`]
-//! returns the remaining distance, and [`FedCounts::add`] reports that an event has overflowed.
+//! exact. Overflows are exact too if the VMM can stop at any count: [`VmmPmuCounts::until_overflow`]
+//! returns the remaining distance, and [`VmmPmuCounts::add`] reports that an event has overflowed.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -122,12 +122,12 @@ struct OverflowPoints {
 /// The vCPU's thread adds the counts. Adding and querying take a few relaxed loads and stores on
 /// memory that belongs to this vCPU alone.
 #[derive(Debug)]
-pub struct FedCounts {
+pub struct VmmPmuCounts {
     cells: Box<[SelectorTotals]>,
     armed: Mutex<OverflowPoints>,
 }
 
-impl FedCounts {
+impl VmmPmuCounts {
     /// Creates zero counts for selectors 0 to `selectors - 1`.
     #[must_use]
     pub fn new(selectors: usize) -> Self {
@@ -230,11 +230,11 @@ impl FedCounts {
 
 /// The `fed` driver of one VM.
 #[derive(Debug, Default)]
-pub struct FedPmu {
-    vcpus: Mutex<BTreeMap<VcpuId, Arc<FedCounts>>>,
+pub struct VmmPmu {
+    vcpus: Mutex<BTreeMap<VcpuId, Arc<VmmPmuCounts>>>,
 }
 
-impl FedPmu {
+impl VmmPmu {
     /// Creates a driver without vCPUs.
     #[must_use]
     pub fn new() -> Self {
@@ -242,7 +242,7 @@ impl FedPmu {
     }
 
     /// Registers `counts` as the counts of `vcpu`. Events that are opened afterwards read them.
-    pub fn add_vcpu(&self, vcpu: VcpuId, counts: Arc<FedCounts>) {
+    pub fn add_vcpu(&self, vcpu: VcpuId, counts: Arc<VmmPmuCounts>) {
         self.lock().insert(vcpu, counts);
     }
 
@@ -251,12 +251,12 @@ impl FedPmu {
         self.lock().remove(&vcpu);
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<VcpuId, Arc<FedCounts>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<VcpuId, Arc<VmmPmuCounts>>> {
         self.vcpus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Pmu for FedPmu {
+impl Pmu for VmmPmu {
     fn name(&self) -> &'static str {
         "fed"
     }
@@ -316,7 +316,7 @@ impl Pmu for FedPmu {
 
 #[derive(Debug)]
 struct FedEvent {
-    counts: Arc<FedCounts>,
+    counts: Arc<VmmPmuCounts>,
     place: usize,
     selector: usize,
     levels: CountedLevels,
@@ -417,14 +417,14 @@ mod tests {
         tid: 0,
     };
 
-    fn setup(selectors: usize) -> (Arc<FedCounts>, FedPmu) {
-        let counts = Arc::new(FedCounts::new(selectors));
-        let pmu = FedPmu::new();
+    fn setup(selectors: usize) -> (Arc<VmmPmuCounts>, VmmPmu) {
+        let counts = Arc::new(VmmPmuCounts::new(selectors));
+        let pmu = VmmPmu::new();
         pmu.add_vcpu(VcpuId(0), Arc::clone(&counts));
         (counts, pmu)
     }
 
-    fn open(pmu: &FedPmu, config: u64, exclude_user: bool, exclude_kernel: bool) -> Box<dyn PmuEvent> {
+    fn open(pmu: &VmmPmu, config: u64, exclude_user: bool, exclude_kernel: bool) -> Box<dyn PmuEvent> {
         let attr = Attr {
             exclude_user,
             exclude_kernel,

@@ -5,7 +5,7 @@
 //! slices). The only event has `config` 0. It has no guest privilege level and never overflows. The
 //! kernel adds a wait when it ends, so the current wait of a thread is not yet included.
 //!
-//! A vCPU's thread opens its own `schedstat` at start ([`WaitTime::of_this_thread`]) and other
+//! A vCPU's thread opens its own `schedstat` at start ([`RunQueueWaitTime::of_this_thread`]) and other
 //! threads share that file, because threads of a running VM may not open files.
 
 use std::cell::OnceCell;
@@ -66,13 +66,13 @@ fn open(path: &str) -> OpenResult {
 
 /// The waiting time of one thread of this process.
 #[derive(Debug)]
-pub struct WaitTime {
+pub struct RunQueueWaitTime {
     file: Arc<File>,
 }
 
-impl WaitTime {
+impl RunQueueWaitTime {
     /// Creates a reader for thread `tid`. Uses the file that the thread has opened itself with
-    /// [`WaitTime::of_this_thread`], if any.
+    /// [`RunQueueWaitTime::of_this_thread`], if any.
     ///
     /// # Errors
     /// Returns the error of opening `schedstat`, which is "not found" if the host does not account
@@ -90,7 +90,7 @@ impl WaitTime {
     /// Creates a reader for the calling thread. Each thread opens its file at most once.
     ///
     /// # Errors
-    /// Returns the same errors as [`WaitTime::of_thread`].
+    /// Returns the same errors as [`RunQueueWaitTime::of_thread`].
     pub fn of_this_thread() -> io::Result<Self> {
         OWN.with(|own| {
             let own = own.get_or_init(|| {
@@ -122,9 +122,9 @@ fn parse(text: &[u8]) -> Option<u64> {
 
 /// The `sched` driver.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct SchedPmu;
+pub struct RunQueueWaitPmu;
 
-impl Pmu for SchedPmu {
+impl Pmu for RunQueueWaitPmu {
     fn name(&self) -> &'static str {
         "sched"
     }
@@ -150,7 +150,7 @@ impl Pmu for SchedPmu {
         let PmuTarget::Vcpu { tid, .. } = target else {
             return Err(PmuError::Unsupported("a wait is that of one vCPU"));
         };
-        let time = WaitTime::of_thread(tid).map_err(|source| match source.kind() {
+        let time = RunQueueWaitTime::of_thread(tid).map_err(|source| match source.kind() {
             io::ErrorKind::NotFound => PmuError::NoSuchEvent,
             _ => PmuError::Os {
                 what: "opening the thread's schedstat",
@@ -169,7 +169,7 @@ const NO_OVERFLOW: PmuError = PmuError::Unsupported("waiting times do not overfl
 /// Waiting time, counted while the event is started.
 #[derive(Debug)]
 struct WaitEvent {
-    time: WaitTime,
+    time: RunQueueWaitTime,
     spans: Spans,
 }
 
@@ -228,10 +228,10 @@ mod tests {
     /// thread.
     #[test]
     fn waits_count_while_the_event_is_on() {
-        let mut event = SchedPmu
+        let mut event = RunQueueWaitPmu
             .open(&Attr::counting(EventType::SCHED, WAIT_NS), this_thread())
             .unwrap();
-        let own = WaitTime::of_this_thread().unwrap();
+        let own = RunQueueWaitTime::of_this_thread().unwrap();
         assert_eq!(event.read(), 0);
         let before = own.read_ns().unwrap();
         event.start(None).unwrap();
@@ -254,10 +254,10 @@ mod tests {
     #[test]
     fn thread_shares_its_schedstat_file_until_exit() {
         let (tid, kept) = std::thread::spawn(|| {
-            let own = WaitTime::of_this_thread().unwrap();
-            let again = WaitTime::of_this_thread().unwrap();
+            let own = RunQueueWaitTime::of_this_thread().unwrap();
+            let again = RunQueueWaitTime::of_this_thread().unwrap();
             let tid = own_tid();
-            let others = std::thread::spawn(move || WaitTime::of_thread(tid).unwrap());
+            let others = std::thread::spawn(move || RunQueueWaitTime::of_thread(tid).unwrap());
             let others = others.join().unwrap();
             assert!(Arc::ptr_eq(&own.file, &again.file) && Arc::ptr_eq(&own.file, &others.file));
             (tid, Arc::downgrade(&own.file))
@@ -265,14 +265,14 @@ mod tests {
         .join()
         .unwrap();
         assert!(kept.upgrade().is_none());
-        let gone = WaitTime::of_thread(tid).err().unwrap();
+        let gone = RunQueueWaitTime::of_thread(tid).err().unwrap();
         assert_eq!(gone.kind(), io::ErrorKind::NotFound);
     }
 
     #[test]
     fn unsupported_attributes_are_rejected() {
         let attr = Attr::counting(EventType::SCHED, WAIT_NS);
-        let refused = |attr: Attr, target| SchedPmu.open(&attr, target).err().unwrap();
+        let refused = |attr: Attr, target| RunQueueWaitPmu.open(&attr, target).err().unwrap();
         assert!(matches!(
             refused(
                 Attr {

@@ -21,7 +21,7 @@ use crate::pmu::{CounterMask, Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, V
 
 mod hosts;
 
-pub use hosts::{SimFixed, SimHost};
+pub use hosts::{SimFixedCounter, SimHost};
 
 /// Maximum number of slots of a simulated PMU.
 pub const MAX_SLOTS: usize = CounterMask::MAX_COUNTERS;

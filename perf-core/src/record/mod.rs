@@ -14,14 +14,14 @@ mod side;
 mod tests;
 
 use crate::attr::{Attr, ReadFormat, SampleType};
-use crate::ring::{LostTrailer, RawRecord, Reservation, Ring, RingError};
+use crate::ring::{LostTrailer, RawRecord, RecordReservation, Ring, RingError};
 use cursor::Cursor;
 
 pub use cursor::DecodeError;
 pub use id::SampleId;
 pub(crate) use read::read_size_of;
 pub use read::{ReadEntries, ReadEntry, ReadValues};
-pub use sample::{CallChainWords, Sample, UserRegsAndStack};
+pub use sample::{RecordWords, Sample, UserRegsAndStack};
 pub use side::{CommRecord, LostRecord, MmapRecord, ReadRecord, SwitchRecord, TaskRecord, ThrottleRecord};
 
 /// Size of a record header, in bytes.
@@ -153,15 +153,15 @@ pub trait RecordSink {
     }
 }
 
-impl RecordSink for Reservation<'_> {
+impl RecordSink for RecordReservation<'_> {
     #[inline]
     fn put(&mut self, bytes: &[u8]) {
-        Reservation::put(self, bytes);
+        RecordReservation::put(self, bytes);
     }
 
     #[inline]
     fn put_u64(&mut self, value: u64) {
-        Reservation::put_u64(self, value);
+        RecordReservation::put_u64(self, value);
     }
 }
 

@@ -11,20 +11,20 @@ use crate::attr::{REGS_USER_LEN, SampleType};
 
 /// A list of `u64` words, such as a call chain.
 #[derive(Clone, Copy, Debug)]
-pub enum CallChainWords<'a> {
+pub enum RecordWords<'a> {
     /// Words to be encoded.
     List(&'a [u64]),
     /// Whole 8-byte words in the encoding of a record.
     Encoded(&'a [u8]),
 }
 
-impl Default for CallChainWords<'_> {
+impl Default for RecordWords<'_> {
     fn default() -> Self {
         Self::List(&[])
     }
 }
 
-impl<'a> CallChainWords<'a> {
+impl<'a> RecordWords<'a> {
     /// Returns the number of words.
     pub fn len(&self) -> usize {
         match self {
@@ -51,7 +51,7 @@ impl<'a> CallChainWords<'a> {
     }
 }
 
-impl PartialEq for CallChainWords<'_> {
+impl PartialEq for RecordWords<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.iter().eq(other.iter())
     }
@@ -86,12 +86,12 @@ pub struct Sample<'a> {
     /// Read values.
     pub read: ReadValues<'a>,
     /// Call chain, innermost address first.
-    pub callchain: CallChainWords<'a>,
+    pub callchain: RecordWords<'a>,
     /// Raw data. Encoding pads it with zeros so that the data and its 4-byte size together are a
     /// multiple of 8 bytes.
     pub raw: &'a [u8],
     /// Branch stack, newest branch first, with three words per branch.
-    pub branches: CallChainWords<'a>,
+    pub branches: RecordWords<'a>,
     /// User registers and stack.
     pub user: UserRegsAndStack<'a>,
 }
@@ -103,7 +103,7 @@ pub struct UserRegsAndStack<'a> {
     /// for 32 bits, 2 for 64 bits.
     pub abi: u64,
     /// Registers of [`REGS_USER`](crate::attr::REGS_USER), in the order of its bits.
-    pub registers: CallChainWords<'a>,
+    pub registers: RecordWords<'a>,
     /// Stack bytes from the stack pointer up. The length must be a multiple of 8 for encoding.
     pub stack: &'a [u8],
 }
@@ -338,7 +338,7 @@ impl<'a> Sample<'a> {
         }
         if fields.contains(SampleType::CALLCHAIN) {
             let len = body.u64("call chain length")?;
-            sample.callchain = CallChainWords::Encoded(body.many(len, 8, "call chain")?);
+            sample.callchain = RecordWords::Encoded(body.many(len, 8, "call chain")?);
         }
         if fields.contains(SampleType::RAW) {
             let len = body.u32("raw size")?;
@@ -347,7 +347,7 @@ impl<'a> Sample<'a> {
         if fields.contains(SampleType::BRANCH_STACK) {
             let len = body.u64("branch stack length")?;
             let words = body.many(len, 8 * BRANCH_WORDS, "branch stack")?;
-            sample.branches = CallChainWords::Encoded(words);
+            sample.branches = RecordWords::Encoded(words);
         }
         if fields.contains(SampleType::REGS_USER) {
             sample.user.abi = body.u64("ABI of registers")?;
@@ -356,7 +356,7 @@ impl<'a> Sample<'a> {
             } else {
                 REGS_USER_LEN as u64
             };
-            sample.user.registers = CallChainWords::Encoded(body.many(count, 8, "registers")?);
+            sample.user.registers = RecordWords::Encoded(body.many(count, 8, "registers")?);
         }
         if fields.contains(SampleType::STACK_USER) {
             let len = body.u64("stack size")?;

@@ -59,12 +59,12 @@ fn sample<'a>(entries: &'a [ReadEntry], ips: &'a [u64], raw: &'a [u8]) -> Sample
             time_running_ns: 14,
             entries: ReadEntries::List(entries),
         },
-        callchain: CallChainWords::List(ips),
+        callchain: RecordWords::List(ips),
         raw,
-        branches: CallChainWords::List(&[1, 2, 3, 4, 5, 6 << 20]),
+        branches: RecordWords::List(&[1, 2, 3, 4, 5, 6 << 20]),
         user: UserRegsAndStack {
             abi: 2,
-            registers: CallChainWords::List(&REGISTERS),
+            registers: RecordWords::List(&REGISTERS),
             stack: b"the stack's top.",
         },
     }

@@ -49,12 +49,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use crate::attr::Wakeup;
+use crate::attr::WakeupCondition;
 use mapping::{Mapping, MappingAccess};
 use protocol::{Claim, Protocol, RingGeometry, SharedWords};
 
 pub use mapping::PAGE_SIZE;
-pub use page::{ControlPageBusy, ControlPageField, ControlPageWriter};
+pub use page::{ControlPageBusy, ControlPageCounter, ControlPageWriter};
 pub use reader::{RawRecord, RingReadError, RingReader, RingRecordBatch};
 pub use wake::PollState;
 pub(crate) use wake::borrowed;
@@ -273,7 +273,7 @@ impl Ring {
             memfd,
             charge: OnceLock::new(),
         };
-        ring.set_wakeup(Wakeup::default());
+        ring.set_wakeup(WakeupCondition::default());
         Ok(ring)
     }
 
@@ -283,13 +283,13 @@ impl Ring {
     /// the data area, so that a reader that waits for it wakes before records are lost. 0 selects a
     /// quarter of the data area, but at least one page and at most half the area. If the reader is
     /// notified after a number of samples, the default watermark applies as well.
-    pub fn set_wakeup(&self, wakeup: Wakeup) {
+    pub fn set_wakeup(&self, wakeup: WakeupCondition) {
         let size = self.data_size() as u64;
         let default = (size / 4).max(PAGE_SIZE as u64);
         let (watermark, events) = match wakeup {
-            Wakeup::Events(n) => (default, u64::from(n)),
-            Wakeup::Watermark(0) => (default, 0),
-            Wakeup::Watermark(bytes) => (u64::from(bytes), 0),
+            WakeupCondition::Events(n) => (default, u64::from(n)),
+            WakeupCondition::Watermark(0) => (default, 0),
+            WakeupCondition::Watermark(bytes) => (u64::from(bytes), 0),
         };
         self.protocol.set_wakeup(watermark.min(size / 2).max(1), events);
     }
@@ -430,7 +430,7 @@ impl Ring {
     /// LOST record. Returns [`RingError::Size`], [`RingError::TooLarge`] or [`RingError::NoData`]
     /// if the record can never be written. Such records are not counted.
     #[inline]
-    pub fn begin(&self, size: usize, is_sample: bool) -> Result<Reservation<'_>, RingError> {
+    pub fn begin(&self, size: usize, is_sample: bool) -> Result<RecordReservation<'_>, RingError> {
         self.begin_with(size, is_sample, &LostTrailer::NONE)
     }
 
@@ -450,13 +450,13 @@ impl Ring {
         size: usize,
         is_sample: bool,
         trailer: &LostTrailer,
-    ) -> Result<Reservation<'_>, RingError> {
+    ) -> Result<RecordReservation<'_>, RingError> {
         let limit = self.record_max.saturating_sub(trailer.len);
         if size < 8 || !size.is_multiple_of(8) || size > limit {
             return Err(self.bad_size(size, limit));
         }
         let (claim, at) = self.claim(size, u64::from(is_sample), 1, trailer)?;
-        Ok(Reservation {
+        Ok(RecordReservation {
             ring: self,
             claim: Some(claim),
             at,
@@ -596,7 +596,7 @@ impl Ring {
 /// publication permanently, without further harm.
 #[must_use = "dropping a reservation ends its record"]
 #[derive(Debug)]
-pub struct Reservation<'a> {
+pub struct RecordReservation<'a> {
     ring: &'a Ring,
     /// Reserved range that this reservation completes when dropped. `None` for a record of a batch,
     /// because the batch completes one range for all its records.
@@ -607,7 +607,7 @@ pub struct Reservation<'a> {
     _not_send: PhantomData<*mut ()>,
 }
 
-impl Reservation<'_> {
+impl RecordReservation<'_> {
     /// Appends bytes to the record. Bytes that exceed the reserved size are discarded.
     #[inline]
     pub fn put(&mut self, bytes: &[u8]) {
@@ -643,7 +643,7 @@ impl Reservation<'_> {
     }
 }
 
-impl Drop for Reservation<'_> {
+impl Drop for RecordReservation<'_> {
     #[inline]
     fn drop(&mut self) {
         // SAFETY: as in `put`: the remaining bytes belong to this writer, and so do the two bytes
@@ -693,7 +693,7 @@ impl BatchReservation<'_> {
         clippy::cast_possible_truncation,
         reason = "records have at most 65,535 bytes, which was checked"
     )]
-    pub fn begin(&mut self, size: usize) -> Result<Reservation<'_>, RingError> {
+    pub fn begin(&mut self, size: usize) -> Result<RecordReservation<'_>, RingError> {
         if size < 8 || !size.is_multiple_of(8) || size > self.left {
             return Err(self.ring.bad_size(size, self.left));
         }
@@ -706,7 +706,7 @@ impl BatchReservation<'_> {
             self.at = at.add(size);
         }
         self.left -= size;
-        Ok(Reservation {
+        Ok(RecordReservation {
             ring: self.ring,
             claim: None,
             at,

@@ -49,7 +49,7 @@ pub(super) struct ControlPage {
 
 /// The counter fields of the control page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ControlPageField {
+pub struct ControlPageCounter {
     /// Hardware counter index plus one; 0 if the counter is not active, in which case `offset` is
     /// the whole count.
     pub index: u32,
@@ -66,7 +66,7 @@ pub struct ControlPageField {
 #[error("another thread, or the code that this thread interrupted, is updating the control page")]
 pub struct ControlPageBusy;
 
-/// A writer for the counter fields of the control page. Updates [`ControlPageField`] under the
+/// A writer for the counter fields of the control page. Updates [`ControlPageCounter`] under the
 /// sequence lock of the page.
 pub struct ControlPageWriter<'a> {
     pub(super) page: &'a ControlPage,
@@ -114,7 +114,7 @@ impl ControlPage {
 
     /// Reads the counter fields consistently. Returns `None` if an update was in progress in all
     /// `tries` attempts, for example because a process died during the update.
-    pub(super) fn counter(&self, tries: usize) -> Option<ControlPageField> {
+    pub(super) fn counter(&self, tries: usize) -> Option<ControlPageCounter> {
         for _ in 0..tries {
             // Acquire: pairs with the Release store that ends an update, so the fields are read
             // after it.
@@ -123,7 +123,7 @@ impl ControlPage {
                 std::hint::spin_loop();
                 continue;
             }
-            let counter = ControlPageField {
+            let counter = ControlPageCounter {
                 index: self.index.load(Relaxed),
                 offset: self.offset.load(Relaxed),
                 time_enabled_ns: self.time_enabled.load(Relaxed),
@@ -149,7 +149,7 @@ impl ControlPageWriter<'_> {
     /// its context's lock, so this can only happen in a signal handler that interrupted an update.
     /// The interrupted update then writes older values, and the handler must request another
     /// update.
-    pub fn update(&self, counter: ControlPageField) -> Result<(), ControlPageBusy> {
+    pub fn update(&self, counter: ControlPageCounter) -> Result<(), ControlPageBusy> {
         // Acquire: pairs with the Release store below, so updates are sequential.
         if self.busy.swap(true, Acquire) {
             return Err(ControlPageBusy);

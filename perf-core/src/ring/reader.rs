@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::fence;
 
 use super::mapping::{self, Mapping, MappingAccess, PAGE_SIZE};
-use super::page::{ControlPage, ControlPageField};
+use super::page::{ControlPage, ControlPageCounter};
 use super::protocol::RingGeometry;
 use super::{DATA_PAGES_MAX, RECORD_SIZE_MAX, Ring, RingMode};
 
@@ -302,7 +302,7 @@ impl RingReader {
 
     /// Returns the counter fields of the control page, or `None` if an update by their owner is in
     /// progress. This state may be permanent if the owner has died.
-    pub fn counter(&self) -> Option<ControlPageField> {
+    pub fn counter(&self) -> Option<ControlPageCounter> {
         self.page().counter(1000)
     }
 

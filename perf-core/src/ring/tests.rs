@@ -262,16 +262,16 @@ fn watermarks_are_bounded_by_the_ring() {
     };
     let page = PAGE_SIZE as u64;
     for (wakeup, bytes) in [
-        (Wakeup::Watermark(0), 4 * page),
-        (Wakeup::Watermark(1), 64),
-        (Wakeup::Watermark(1000), 1024),
-        (Wakeup::Watermark(u32::MAX), 8 * page),
-        (Wakeup::Events(1), 64),
-        (Wakeup::Events(u32::MAX), 4 * page),
+        (WakeupCondition::Watermark(0), 4 * page),
+        (WakeupCondition::Watermark(1), 64),
+        (WakeupCondition::Watermark(1000), 1024),
+        (WakeupCondition::Watermark(u32::MAX), 8 * page),
+        (WakeupCondition::Events(1), 64),
+        (WakeupCondition::Events(u32::MAX), 4 * page),
     ] {
         assert_eq!(woken_after(16, wakeup), bytes, "{wakeup:?}");
     }
-    assert_eq!(woken_after(1, Wakeup::default()), page / 2);
+    assert_eq!(woken_after(1, WakeupCondition::default()), page / 2);
 }
 
 /// The charge lives as long as the ring; only the first charge is kept.

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use perf_core::attr::{ReadFormat, SampleType, Wakeup};
-use perf_core::record::{CallChainWords, DecodedRecord, Sample, SampleId};
+use perf_core::attr::{ReadFormat, SampleType, WakeupCondition};
 use perf_core::record::{
     CommRecord, EncodeRecord, LostRecord, MmapRecord, ReadEntries, ReadEntry, ReadValues, RecordFormat,
     RecordMisc,
 };
-use perf_core::ring::{ControlPageField, Ring, RingMode, RingReader};
+use perf_core::record::{DecodedRecord, RecordWords, Sample, SampleId};
+use perf_core::ring::{ControlPageCounter, Ring, RingMode, RingReader};
 
 use crate::allocations;
 
@@ -16,7 +16,7 @@ use crate::allocations;
 fn no_allocation_on_write_loss_wakeup_and_read() {
     for mode in [RingMode::Writable, RingMode::Overwrite] {
         let ring = Arc::new(Ring::new(4, mode).expect("a ring"));
-        ring.set_wakeup(Wakeup::Events(2));
+        ring.set_wakeup(WakeupCondition::Events(2));
         let mut own = RingReader::of(Arc::clone(&ring));
         let entry = |value, id| ReadEntry { value, id, lost: 0 };
         let entries = [entry(1, 2), entry(3, 4)];
@@ -31,7 +31,7 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 time_running_ns: 4,
                 entries: ReadEntries::List(&entries),
             },
-            callchain: CallChainWords::List(&[1, 2, 3]),
+            callchain: RecordWords::List(&[1, 2, 3]),
             raw: b"payload",
             ..Sample::default()
         };
@@ -67,9 +67,9 @@ fn no_allocation_on_write_loss_wakeup_and_read() {
                 };
                 let _ = map.write(format, &ring);
                 ring.control()
-                    .update(ControlPageField {
+                    .update(ControlPageCounter {
                         offset: round,
-                        ..ControlPageField::default()
+                        ..ControlPageCounter::default()
                     })
                     .expect("the only updater");
                 let _ = ring.take_poll();

@@ -213,13 +213,13 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     let m = TestCore::new(2);
     let _v = m.vcpu(0);
     for (knob, bad) in [
-        (Tunable::Paranoid, "3"),
-        (Tunable::SampleRateHz, "0"),
-        (Tunable::MlockKb, "-1"),
-        (Tunable::ReservedSlots, "3"),
-        (Tunable::Overcommit, "2"),
-        (Tunable::Overcommit, "yes"),
-        (Tunable::Paranoid, ""),
+        (RuntimeSetting::Paranoid, "3"),
+        (RuntimeSetting::SampleRateHz, "0"),
+        (RuntimeSetting::MlockKb, "-1"),
+        (RuntimeSetting::ReservedSlots, "3"),
+        (RuntimeSetting::Overcommit, "2"),
+        (RuntimeSetting::Overcommit, "yes"),
+        (RuntimeSetting::Paranoid, ""),
     ] {
         let before = m.core.knob(knob);
         let error = m.core.set_knob(knob, bad).unwrap_err();
@@ -229,18 +229,21 @@ fn settings_take_numbers_in_their_range_and_gate_at_once() {
     let events: Vec<_> = (0..2).map(|_| m.open_vcpu(hw(), None)).collect();
     let on = || active(&events);
     assert_eq!(on(), 2);
-    m.core.set_knob(Tunable::ReservedSlots, "1\n").unwrap();
-    assert_eq!((m.core.knob(Tunable::ReservedSlots).as_str(), on()), ("1\n", 1));
-    m.core.set_knob(Tunable::ReservedSlots, "0").unwrap();
+    m.core.set_knob(RuntimeSetting::ReservedSlots, "1\n").unwrap();
+    assert_eq!(
+        (m.core.knob(RuntimeSetting::ReservedSlots).as_str(), on()),
+        ("1\n", 1)
+    );
+    m.core.set_knob(RuntimeSetting::ReservedSlots, "0").unwrap();
     assert_eq!(on(), 2);
-    m.core.set_knob(Tunable::Overcommit, "0").unwrap();
+    m.core.set_knob(RuntimeSetting::Overcommit, "0").unwrap();
     assert_eq!(errno(&m, &m.admin, hw(), V0, None), libc::EBUSY);
-    m.core.set_knob(Tunable::SampleRateHz, "50").unwrap();
+    m.core.set_knob(RuntimeSetting::SampleRateHz, "50").unwrap();
     let fast = Attr::sampling(SOFT, 1, 51).with_freq();
     assert_eq!(errno(&m, &m.admin, fast, V0, None), libc::EINVAL);
     let user = m.core.session(0, SessionRole::Operator);
     assert_eq!(errno(&m, &user, soft(), V0, None), 0);
-    m.core.set_knob(Tunable::Paranoid, "2").unwrap();
+    m.core.set_knob(RuntimeSetting::Paranoid, "2").unwrap();
     assert_eq!(errno(&m, &user, soft(), V0, None), libc::EACCES);
 }
 

@@ -4,7 +4,7 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use perf_core::record::DecodedRecord;
-use perf_core::ring::{ControlPageField, Ring, RingMode, RingReader};
+use perf_core::ring::{ControlPageCounter, Ring, RingMode, RingReader};
 use perf_core::*;
 use proptest::prelude::*;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
@@ -384,7 +384,7 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
     m.run(0, 42);
     v.sched_out();
     let counter = || RingReader::map(ring.memfd()).unwrap().counter().unwrap();
-    let expected = ControlPageField {
+    let expected = ControlPageCounter {
         index: 0,
         offset: 42,
         time_enabled_ns: 42,
@@ -398,7 +398,7 @@ fn ring_of_the_control_page_alone_shows_count_and_times() {
 /// Returns the attributes of a sampling event of which every `n`th sample wakes the reader.
 fn waking_after(n: u32) -> Attr {
     Attr {
-        wakeup: attr::Wakeup::Events(n),
+        wakeup: attr::WakeupCondition::Events(n),
         ..sampling(5)
     }
 }

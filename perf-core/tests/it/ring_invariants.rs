@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use perf_core::attr::Wakeup;
+use perf_core::attr::WakeupCondition;
 use perf_core::record::{EncodeRecord, LostRecord, RecordFormat, RecordWriteOutcome};
-use perf_core::ring::{PAGE_SIZE, Reservation, Ring, RingError, RingMode, RingReader};
+use perf_core::ring::{PAGE_SIZE, RecordReservation, Ring, RingError, RingMode, RingReader};
 use proptest::prelude::*;
 
 use crate::common::ring::{
@@ -107,7 +107,7 @@ proptest! {
     fn p28_p29_p30_any_order_of_begin_end_and_read(steps in prop::collection::vec(step(), 0..200)) {
         let mut model = Model::new(RingMode::Writable);
         let ring = Arc::clone(&model.ring);
-                let mut open: Vec<(Reservation<'_>, u64)> = Vec::new();
+                let mut open: Vec<(RecordReservation<'_>, u64)> = Vec::new();
         for step in steps {
             match step {
                 Step::Begin(words) => {
@@ -193,7 +193,7 @@ proptest! {
     #[test]
     fn p31_wakeup_count_is_samples_divided_by_wakeup_events(n in 1u32..20, samples in 0u64..200) {
         let ring = Ring::new(16, RingMode::Writable).expect("a ring");
-        ring.set_wakeup(Wakeup::Events(n));
+        ring.set_wakeup(WakeupCondition::Events(n));
         let mut wakeups = 0;
         for number in 0..samples {
             write(&ring, 24, 0, number).expect("room");
@@ -209,7 +209,7 @@ proptest! {
         n in 1u32..20, together in prop::collection::vec(0u64..30, 0..10),
     ) {
         let ring = Ring::new(64, RingMode::Writable).expect("a ring");
-        ring.set_wakeup(Wakeup::Events(n));
+        ring.set_wakeup(WakeupCondition::Events(n));
         let mut samples = 0;
         for some in together {
             let before = samples / u64::from(n);
@@ -223,7 +223,7 @@ proptest! {
     #[test]
     fn p31_a_watermark_wakes_once_for_that_many_bytes(watermark in 24u32..3000, records in 0u64..100) {
         let ring = Ring::new(2, RingMode::Writable).expect("a ring");
-        ring.set_wakeup(Wakeup::Watermark(watermark));
+        ring.set_wakeup(WakeupCondition::Watermark(watermark));
         let (mut wakeups, mut since) = (0, 0);
         for number in 0..records {
             write(&ring, 48, 0, number).expect("room");
@@ -391,7 +391,7 @@ fn ring_without_data_pages_takes_no_records_but_notifies() {
 #[test]
 fn poll_state_is_taken_once_and_a_hang_up_survives_later_notifications() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
-    ring.set_wakeup(Wakeup::Events(1));
+    ring.set_wakeup(WakeupCondition::Events(1));
     write(&ring, 24, 0, 0).expect("room");
     ring.hang_up();
     write(&ring, 24, 0, 1).expect("room");
@@ -406,7 +406,7 @@ fn poll_state_is_taken_once_and_a_hang_up_survives_later_notifications() {
 #[test]
 fn wakeup_waits_until_the_record_can_be_read() {
     let ring = Ring::new(1, RingMode::Writable).expect("a ring");
-    ring.set_wakeup(Wakeup::Events(2));
+    ring.set_wakeup(WakeupCondition::Events(2));
     let outer = ring.begin(24, true).expect("room");
     write(&ring, 24, 0, 1).expect("the second sample, which is due to wake");
     assert!(!ring.take_poll().readable, "nothing can be read yet");

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use perf_core::attr::Wakeup;
+use perf_core::attr::WakeupCondition;
 use perf_core::record::{EncodeRecord, RecordFormat};
-use perf_core::ring::{ControlPageField, Ring, RingError, RingMode, RingReader};
+use perf_core::ring::{ControlPageCounter, Ring, RingError, RingMode, RingReader};
 
 use crate::common::ring::{
     CheckedRecord, DATA_HEAD, DATA_TAIL, NumberedRecord, check, drain, foreign, peek, ring_and_reader, wait,
@@ -98,7 +98,7 @@ fn p28_p29_p30_threads_write_whole_records_in_order_and_losses_add_up() {
 #[test]
 fn p31_reader_sleeping_on_eventfd_misses_no_record() {
     let ring = Arc::new(Ring::new(16, RingMode::Writable).expect("a ring"));
-    ring.set_wakeup(Wakeup::Events(1));
+    ring.set_wakeup(WakeupCondition::Events(1));
     let mut reader = RingReader::of(Arc::clone(&ring));
     let mut last = [0; WRITERS as usize];
     std::thread::scope(|scope| {
@@ -127,7 +127,7 @@ fn p34_the_counter_on_the_control_page_is_never_torn() {
     let ring = Arc::new(Ring::new(0, RingMode::Writable).expect("a control page"));
     let reader = RingReader::map(ring.memfd()).expect("maps");
     let stop = AtomicBool::new(false);
-    let counter = |n: u64| ControlPageField {
+    let counter = |n: u64| ControlPageCounter {
         index: n as u32 % 8,
         offset: n as i64 * -3,
         time_enabled_ns: n * 5,

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-use perf_core::attr::Wakeup;
+use perf_core::attr::WakeupCondition;
 use perf_core::ring::{PAGE_SIZE, PollState, Ring, RingMode, RingReadError, RingReader};
 
 use crate::common::ring::{CheckedRecord, DATA_HEAD, DATA_TAIL, check, drain, foreign, next, poke, write};
@@ -168,7 +168,7 @@ fn other_process() {
 #[test]
 fn other_process_reads_all_records_and_hang_up() {
     let ring = Ring::new(4, RingMode::Writable).expect("a ring");
-    ring.set_wakeup(Wakeup::Events(16));
+    ring.set_wakeup(WakeupCondition::Events(16));
     let mut child = start("reader", &ring);
     expect(&mut child, "ready:");
     let (mut number, mut refused) = (0, 0);

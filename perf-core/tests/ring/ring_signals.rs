@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
-use perf_core::ring::{Reservation, Ring, RingMode, RingReader};
+use perf_core::ring::{RecordReservation, Ring, RingMode, RingReader};
 
 use crate::common::ring::{CheckedRecord, TAGGED, check, drain, write};
 
@@ -26,7 +26,7 @@ fn attempt(ring: &Ring, level: usize, in_between: impl FnOnce()) {
     fill(record, level, number, in_between);
 }
 
-fn fill(mut record: Reservation<'_>, level: usize, number: u64, in_between: impl FnOnce()) {
+fn fill(mut record: RecordReservation<'_>, level: usize, number: u64, in_between: impl FnOnce()) {
     record.put_u64(u64::from(TAGGED));
     record.put_u64(level as u64);
     in_between();

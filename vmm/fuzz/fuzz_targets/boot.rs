@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use libfuzzer_sys::fuzz_target;
 use vmm::boot::{BootProtocol, BootRequest, KernelSource, load};
 use vmm::memory::GuestRam;
-use vmm::numbers::VcpuNumbers;
+use vmm::numbers::VcpuCountRange;
 
 const MEMORY: u64 = 32 << 20;
 
@@ -38,7 +38,7 @@ fuzz_target!(|data: &[u8]| {
         },
         initrd: with_initrd.then_some(initrd.as_path()),
         cmdline: "console=ttyS0",
-        cpus: VcpuNumbers::new(1, 2).expect("two processors"),
+        cpus: VcpuCountRange::new(1, 2).expect("two processors"),
         pci: how & 4 != 0,
         patch_rdpmc: true,
     };

@@ -15,13 +15,13 @@ use std::sync::Once;
 use guest_profile::disk::{DiskBytes, GuestDisk};
 use libfuzzer_sys::fuzz_target;
 use virtio_devices::disk::config::{DiskConfig, DiskFormat};
-use virtio_devices::disk::view::DiskView;
+use virtio_devices::disk::view::UnlockedDiskView;
 
 /// Maximum file size that the target requests from the reader, in bytes.
 const MOST: u64 = 16 << 20;
 const FILES: [&str; 4] = ["/etc/hostname", "/usr/bin/prog", "/link", "/loop"];
 
-struct Looked(DiskView);
+struct Looked(UnlockedDiskView);
 
 impl DiskBytes for Looked {
     fn len(&self) -> u64 {
@@ -62,7 +62,7 @@ fuzz_target!(|data: &[u8]| {
         file.set_len(bytes.max(4096)).expect("a sparse file");
         DiskConfig::raw(&path)
     };
-    if let Ok(view) = DiskView::open(&config)
+    if let Ok(view) = UnlockedDiskView::open(&config)
         && let Ok(mut disk) = GuestDisk::open(Box::new(Looked(view)))
     {
         for file in FILES {

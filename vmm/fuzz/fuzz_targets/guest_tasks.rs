@@ -6,7 +6,7 @@
 //! with holes.
 #![no_main]
 
-use guest_profile::mappings::{MappingListeners, MAX_PATH, MappingReporter, name_of};
+use guest_profile::mappings::{MappingGeneration, MAX_PATH, MappingReporter, name_of};
 use guest_profile::task::areas::{KernelTables, GuestProcess};
 use guest_profile::task::{TaskLayout, TaskReader};
 use guest_profile::{WalkBudget, GuestRegs};
@@ -92,7 +92,7 @@ fuzz_target!(|data: &[u8]| {
         let _ = reader.vdso(task.mm, &mut samples);
         let mut told = [0; 1 << 16];
         let addresses = [address, address ^ 0x5000];
-        let bytes = MappingReporter::new().report(&mut reader, (task.pid, task.mm), &addresses, &MappingListeners::default(), &mut told);
+        let bytes = MappingReporter::new().report(&mut reader, (task.pid, task.mm), &addresses, &MappingGeneration::default(), &mut told);
         for mapping in guest_profile::mappings::read(&told[..bytes]) {
             assert!(mapping.path.len() <= MAX_PATH);
         }

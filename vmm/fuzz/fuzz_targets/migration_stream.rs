@@ -8,7 +8,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use snapshot::stream::{StreamMessage, MessageReader, read_preamble, send};
+use snapshot::stream::{StreamMessage, MigrationMessageReader, read_preamble, send};
 
 const MEMORY: u64 = 32 << 20;
 
@@ -36,7 +36,7 @@ fuzz_target!(|data: &[u8]| {
     } else {
         framed(data)
     };
-    let mut reader = MessageReader::new(&bytes[..]);
+    let mut reader = MigrationMessageReader::new(&bytes[..]);
     reader.set_memory_bytes(MEMORY);
     while let Ok(message) = reader.receive() {
         match &message {
@@ -52,7 +52,7 @@ fuzz_target!(|data: &[u8]| {
         }
         let mut again = Vec::new();
         send(&mut again, &message).expect("it fits");
-        let mut reader = MessageReader::new(&again[..]);
+        let mut reader = MigrationMessageReader::new(&again[..]);
         reader.set_memory_bytes(MEMORY);
         assert_eq!(reader.receive().expect("it is valid"), message);
     }

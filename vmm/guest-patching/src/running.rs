@@ -409,7 +409,7 @@ mod tests {
     use super::*;
     use crate::event_tables::KernelTableEvent;
     use crate::sites::VcpuRdpmcSites;
-    use crate::uncounted::EventCountability;
+    use crate::uncounted::KernelEventSupport;
     use test_support::kernels::kallsyms;
     use vpmu::Vendor;
 
@@ -459,7 +459,7 @@ mod tests {
     #[derive(Debug)]
     struct OnlyCycles;
 
-    impl EventCountability for OnlyCycles {
+    impl KernelEventSupport for OnlyCycles {
         fn can_count(&self, event: KernelTableEvent, _: u64) -> bool {
             event == KernelTableEvent::Hardware(0)
         }

@@ -30,7 +30,7 @@ struct ReplacedRdpmc {
 
 /// The replaced RDPMC instruction whose trap caused a port write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RdpmcHit {
+pub struct TriggeredRdpmcSite {
     /// Address of the instruction, derived from the RIP of the exit.
     pub start: u64,
     /// Length of the instruction, in bytes.
@@ -40,7 +40,7 @@ pub struct RdpmcHit {
     pub ambiguous: bool,
 }
 
-impl RdpmcHit {
+impl TriggeredRdpmcSite {
     /// Returns the address of the next instruction.
     pub fn behind(self) -> u64 {
         self.start.wrapping_add(self.length.into())
@@ -169,7 +169,7 @@ impl VcpuRdpmcSites {
 
     /// Returns the site in a Linux kernel that caused a port write with the vCPU at `rip`. The site
     /// is identified by its linear address.
-    pub fn in_kernel_half(&mut self, rip: u64) -> Option<RdpmcHit> {
+    pub fn in_kernel_half(&mut self, rip: u64) -> Option<TriggeredRdpmcSite> {
         if rip & UPPER_HALF == 0 {
             return None;
         }
@@ -186,7 +186,7 @@ impl VcpuRdpmcSites {
         rip: u64,
         long: bool,
         mut physical: impl FnMut(u64) -> Option<u64>,
-    ) -> Option<RdpmcHit> {
+    ) -> Option<TriggeredRdpmcSite> {
         let here = physical(0)?;
         self.list().iter().find_map(|site| {
             let (phys, length) = site.place(long);
@@ -197,7 +197,7 @@ impl VcpuRdpmcSites {
             } else {
                 return None;
             };
-            Some(RdpmcHit {
+            Some(TriggeredRdpmcSite {
                 start: rip.wrapping_sub(past),
                 length,
                 ambiguous: site.next_to_port_write,
@@ -230,9 +230,9 @@ impl ReplacedRdpmc {
 
     /// Returns this site if RIP is at the start or the end of the instruction. `past` is the
     /// distance of `rip` from the start.
-    fn hit(&self, rip: u64, past: u64) -> Option<RdpmcHit> {
+    fn hit(&self, rip: u64, past: u64) -> Option<TriggeredRdpmcSite> {
         let length = u64::from(self.length);
-        (past == 0 || past == length).then(|| RdpmcHit {
+        (past == 0 || past == length).then(|| TriggeredRdpmcSite {
             start: rip.wrapping_sub(past),
             length: self.length,
             ambiguous: self.next_to_port_write,

@@ -11,7 +11,7 @@ use crate::event_tables::{self, EventTable, HiddenTableEvents, KernelTableEvent}
 use crate::topdown_events::{self, TopdownList};
 
 /// Determines which events in a guest kernel's tables can be counted on this host for this guest.
-pub trait EventCountability: Debug + Send + Sync {
+pub trait KernelEventSupport: Debug + Send + Sync {
     /// Returns `true` if `event` can be counted. `config` is its encoding in the kernel's table.
     fn can_count(&self, event: KernelTableEvent, config: u64) -> bool;
 
@@ -27,14 +27,14 @@ pub trait EventCountability: Debug + Send + Sync {
 #[derive(Debug)]
 pub struct UncountableEvents {
     vendor: Vendor,
-    countable: Box<dyn EventCountability>,
+    countable: Box<dyn KernelEventSupport>,
     hides: bool,
 }
 
 impl UncountableEvents {
     /// Creates the filter for guests with a PMU of `vendor`. If `hides` is `false`, the tables are
     /// not modified.
-    pub fn new(vendor: Vendor, countable: Box<dyn EventCountability>, hides: bool) -> Self {
+    pub fn new(vendor: Vendor, countable: Box<dyn KernelEventSupport>, hides: bool) -> Self {
         Self {
             vendor,
             countable,

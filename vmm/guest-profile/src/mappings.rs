@@ -53,9 +53,9 @@ pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_B
 /// Counter of the clients that have started to listen for samples. When it changes, all mappings
 /// are reported again, because the new client does not know them.
 #[derive(Debug, Default)]
-pub struct MappingListeners(AtomicU64);
+pub struct MappingGeneration(AtomicU64);
 
-impl MappingListeners {
+impl MappingGeneration {
     /// Registers a new client that listens for samples.
     pub fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
@@ -119,7 +119,7 @@ impl MappingReporter {
         reader: &mut TaskReader<'_, '_, M>,
         whose: AddressSpaceId,
         addresses: &[u64],
-        listeners: &MappingListeners,
+        listeners: &MappingGeneration,
         out: &mut [u8],
     ) -> usize {
         let generation = listeners.generation();

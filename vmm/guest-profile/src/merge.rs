@@ -75,7 +75,7 @@ pub struct LightSample {
 
 /// Guest task that was running when a full sample (a sample taken by the VM) was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SampleTask {
+pub struct SampledGuestTask {
     /// Time of the full sample, in nanoseconds.
     pub time_ns: u64,
     /// Guest process ID.
@@ -106,7 +106,7 @@ pub struct SampleTotals {
 enum MergeMode {
     /// Light mode: mostly light samples, and full samples at a fraction of their rate.
     #[default]
-    LightSample,
+    Light,
     /// Full mode: every sample is a full one.
     Full,
 }
@@ -114,7 +114,7 @@ enum MergeMode {
 /// Parameters of the merge: how the host samples the guest, and how often the VM takes full
 /// samples.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct HostRingParams {
+pub struct SampleMergeConfig {
     /// Number of events per light sample (a sample taken by the host's kernel); `None` to use the
     /// period stored in each sample.
     pub period: Option<u64>,
@@ -137,7 +137,7 @@ pub struct HostRingParams {
 /// one event on one vCPU.
 #[derive(Debug, Default)]
 pub struct SampleMerger {
-    terms: HostRingParams,
+    terms: SampleMergeConfig,
     mode: MergeMode,
     /// Current number of sample periods per full sample.
     every: u32,
@@ -146,9 +146,9 @@ pub struct SampleMerger {
     /// Time at which the current mode (light or full) started, on the clock of the samples.
     since_ns: u64,
     pending: VecDeque<LightSample>,
-    whose: VecDeque<SampleTask>,
+    whose: VecDeque<SampledGuestTask>,
     /// Most recent full sample of a user task before the first entry of `whose`.
-    program: Option<SampleTask>,
+    program: Option<SampledGuestTask>,
     /// Number of events for which light samples showed the host's kernel. These events are assigned
     /// to the next full sample in the guest's kernel. Used only if KVM emulates that kernel.
     unseen: u64,
@@ -176,7 +176,7 @@ pub struct SampleMerger {
 
 impl SampleMerger {
     /// Creates a merger without samples.
-    pub fn new(terms: HostRingParams) -> Self {
+    pub fn new(terms: SampleMergeConfig) -> Self {
         Self {
             terms,
             every: terms.chain_every,
@@ -199,8 +199,8 @@ impl SampleMerger {
     fn mode_at(&self, time_ns: u64) -> MergeMode {
         match (self.mode, time_ns >= self.since_ns) {
             (mode, true) => mode,
-            (MergeMode::LightSample, false) => MergeMode::Full,
-            (MergeMode::Full, false) => MergeMode::LightSample,
+            (MergeMode::Light, false) => MergeMode::Full,
+            (MergeMode::Full, false) => MergeMode::Light,
         }
     }
 
@@ -213,7 +213,7 @@ impl SampleMerger {
             SampleOrigin::GuestUser | SampleOrigin::GuestKernel => {
                 self.guest += 1;
                 self.ever_seen = true;
-                if self.mode_at(time_ns) == MergeMode::LightSample && self.pending.len() < MAX_PENDING {
+                if self.mode_at(time_ns) == MergeMode::Light && self.pending.len() < MAX_PENDING {
                     if time_ns <= self.covered_until_ns {
                         // The sample arrived after a full sample with a later time.
                         self.uncovered = self.uncovered.saturating_sub_unsigned(period);
@@ -228,7 +228,7 @@ impl SampleMerger {
             }
             SampleOrigin::HostKernel => {
                 self.host += 1;
-                if self.mode_at(time_ns) == MergeMode::LightSample {
+                if self.mode_at(time_ns) == MergeMode::Light {
                     if self.terms.interpreted {
                         self.unseen = self.unseen.saturating_add(period);
                     }
@@ -236,14 +236,14 @@ impl SampleMerger {
                 }
             }
             SampleOrigin::HostUser => {
-                self.totals.host += u64::from(self.mode_at(time_ns) == MergeMode::LightSample)
+                self.totals.host += u64::from(self.mode_at(time_ns) == MergeMode::Light)
             }
         }
     }
 
     /// Adds a full sample (a sample taken by the VM) of `period` events, which found the task
     /// `whose` at privilege level `cpl`. Returns the weight of the sample in the profile.
-    pub fn full(&mut self, whose: SampleTask, cpl: u8, period: u64) -> u64 {
+    pub fn full(&mut self, whose: SampledGuestTask, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
         // Rings are ordered by time. Ignore samples that violate this order, for example because of
@@ -322,7 +322,7 @@ impl SampleMerger {
 
     /// Passes light samples to `emit`, each with the task assigned to it, or with `None` if no task
     /// is known. A light sample is passed once no full sample can follow that is nearer in time.
-    pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(LightSample, Option<SampleTask>)) {
+    pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(LightSample, Option<SampledGuestTask>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
         let due = newest_ns.max(now_ns.saturating_sub(MAX_WAIT_NS));
         let passed_on = self.pending.partition_point(|l| l.time_ns <= due);
@@ -342,7 +342,7 @@ impl SampleMerger {
             if light.ip >> 63 == 0 {
                 // A user address (lower half) belongs to a user task, unless only kernel threads
                 // are known.
-                let program = |w: &SampleTask| !w.kernel_thread;
+                let program = |w: &SampledGuestTask| !w.kernel_thread;
                 let earlier = before.filter(program).or(self.program);
                 let later = self.whose.iter().skip(1).copied().find(program);
                 if earlier.or(later).is_some() {
@@ -393,7 +393,7 @@ impl SampleMerger {
     )]
     fn affordable(&self) -> u32 {
         let (least, most_held) = match self.mode {
-            MergeMode::LightSample => (self.terms.chain_every, MAX_STOPPED_SHARE),
+            MergeMode::Light => (self.terms.chain_every, MAX_STOPPED_SHARE),
             MergeMode::Full => (1, MAX_STOPPED_SHARE_FULL),
         };
         let Some(period_ns) = self.terms.adapt_to_ns else {
@@ -412,12 +412,12 @@ impl SampleMerger {
     /// number of sample periods per full sample, or `None` if nothing changes.
     pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
         let to = match self.mode {
-            MergeMode::LightSample => self
+            MergeMode::Light => self
                 .shows_too_little()
                 .map(|little| little.then_some(MergeMode::Full)),
             MergeMode::Full => self
                 .shows_enough()
-                .map(|enough| enough.then_some(MergeMode::LightSample)),
+                .map(|enough| enough.then_some(MergeMode::Light)),
         };
         if to.is_some() {
             (self.guest, self.host, self.full, self.full_kernel) = (0, 0, 0, 0);
@@ -487,7 +487,7 @@ mod tests {
     const PERIOD: u64 = 1000;
 
     fn merge(interpreted: bool) -> SampleMerger {
-        SampleMerger::new(HostRingParams {
+        SampleMerger::new(SampleMergeConfig {
             period: Some(PERIOD),
             clock_offset_ns: 0,
             interpreted,
@@ -515,8 +515,8 @@ mod tests {
         }
     }
 
-    fn whose(time_ns: u64, pid: u32) -> SampleTask {
-        SampleTask {
+    fn whose(time_ns: u64, pid: u32) -> SampledGuestTask {
+        SampledGuestTask {
             time_ns,
             pid,
             tid: pid,
@@ -554,7 +554,7 @@ mod tests {
     /// are nearest in time belong to a kernel thread.
     #[test]
     fn user_address_is_not_assigned_to_kernel_thread() {
-        let thread = |time_ns| SampleTask {
+        let thread = |time_ns| SampledGuestTask {
             kernel_thread: true,
             ..whose(time_ns, 9)
         };
@@ -639,7 +639,7 @@ mod tests {
     /// Full samples are taken less often while they are expensive, and more often afterwards.
     #[test]
     fn expensive_full_samples_are_taken_less_often() {
-        let terms = HostRingParams {
+        let terms = SampleMergeConfig {
             adapt_to_ns: Some(1_000_000),
             ..merge(false).terms
         };

@@ -5,7 +5,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::mappings::{self, ReportedMapping};
 use crate::task::COMM_LEN;
-use crate::unwind::UnwindStopCounts;
+use crate::unwind::UnwindStopReasons;
 use kernel_images::build_id::BuildId;
 
 /// Header of the raw data that a vCPU thread writes to a ring. Mappings ([`mappings`]) may follow.
@@ -16,7 +16,7 @@ pub struct RingSampleHeader {
     cpl: u8,
     /// Combination of [`TASK_KNOWN`] and [`KERNEL_THREAD`].
     flags: u8,
-    /// Reasons why unwinding ended, encoded by [`UnwindStopCounts::to_bytes`].
+    /// Reasons why unwinding ended, encoded by [`UnwindStopReasons::to_bytes`].
     ends: [u8; 2],
     pid: U32,
     tid: U32,
@@ -42,7 +42,7 @@ pub struct FileSampleData {
     magic: [u8; 4],
     cr3: U64,
     cpl: u8,
-    /// Reasons why unwinding ended, encoded by [`UnwindStopCounts::to_bytes`].
+    /// Reasons why unwinding ended, encoded by [`UnwindStopReasons::to_bytes`].
     ends: [u8; 2],
     zero: [u8; 5],
 }
@@ -52,7 +52,7 @@ const FILE_MAGIC: [u8; 4] = *b"PVS1";
 
 impl FileSampleData {
     /// Creates the raw data of a sample.
-    pub fn new(cr3: u64, cpl: u8, ends: UnwindStopCounts) -> Self {
+    pub fn new(cr3: u64, cpl: u8, ends: UnwindStopReasons) -> Self {
         Self {
             magic: FILE_MAGIC,
             cr3: cr3.into(),
@@ -64,13 +64,13 @@ impl FileSampleData {
 
     /// Returns the CR3, the privilege level and the reasons why unwinding of the call chain ended.
     /// Returns `None` if the raw data has a different format.
-    pub fn read(raw: &[u8]) -> Option<(u64, u8, UnwindStopCounts)> {
+    pub fn read(raw: &[u8]) -> Option<(u64, u8, UnwindStopReasons)> {
         let (file, _) = Self::ref_from_prefix(raw).ok()?;
         (file.magic == FILE_MAGIC).then(|| {
             (
                 file.cr3.get(),
                 file.cpl & 3,
-                UnwindStopCounts::from_bytes(file.ends),
+                UnwindStopReasons::from_bytes(file.ends),
             )
         })
     }
@@ -84,7 +84,7 @@ pub struct SampleData {
     /// Privilege level, 0 to 3.
     pub cpl: u8,
     /// Reasons why unwinding of the call chain ended.
-    pub ends: UnwindStopCounts,
+    pub ends: UnwindStopReasons,
     /// Process ID, thread ID and name of the guest's task; `None` if it was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
     /// Time for which the vCPU was stopped to take the previous sample, in nanoseconds; 0 if it was
@@ -124,7 +124,7 @@ impl SampleData {
         Some(Self {
             cr3: head.cr3.get(),
             cpl: head.cpl & 3,
-            ends: UnwindStopCounts::from_bytes(head.ends),
+            ends: UnwindStopReasons::from_bytes(head.ends),
             task: known.then_some((head.pid.get(), head.tid.get(), head.comm)),
             held_ns: head.held_ns.get(),
             kernel_thread: known && head.flags & KERNEL_THREAD != 0,
@@ -153,13 +153,13 @@ mod tests {
         let raw = SampleData {
             cr3: 0x1122_3344_5566_7788,
             cpl: 3,
-            ends: UnwindStopCounts::default(),
+            ends: UnwindStopReasons::default(),
             task: Some((7, 9, *b"name............")),
             held_ns: 0x0102_0304,
             kernel_thread: true,
         };
         let mut golden = vec![0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 3, 3];
-        golden.extend(UnwindStopCounts::default().to_bytes());
+        golden.extend(UnwindStopReasons::default().to_bytes());
         golden.extend([7, 0, 0, 0, 9, 0, 0, 0]);
         golden.extend(b"name............");
         golden.extend([4, 3, 2, 1, 0, 0, 0, 0]);
@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn file_raw_data_round_trips() {
-        let ends = UnwindStopCounts {
+        let ends = UnwindStopReasons {
             kernel: Some(unwind::UnwindStop::Complete),
             user: None,
             guessed: true,
@@ -189,7 +189,7 @@ mod tests {
             let raw = SampleData {
                 cr3: 0x1234_5678_9abc_def0,
                 cpl: 3,
-                ends: UnwindStopCounts {
+                ends: UnwindStopReasons {
                     kernel: Some(unwind::UnwindStop::Complete),
                     user: Some(unwind::UnwindStop::Spent),
                     guessed: true,

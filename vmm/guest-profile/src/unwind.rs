@@ -83,7 +83,7 @@ impl Default for UnwindLimits {
 /// Reasons why unwinding of the kernel part and of the user part of a call chain ended, as stored
 /// in a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct UnwindStopCounts {
+pub struct UnwindStopReasons {
     /// Reason why unwinding of the kernel part ended; `None` if there is no kernel part.
     pub kernel: Option<UnwindStop>,
     /// Reason why unwinding of the user part ended; `None` if there is no user part.
@@ -92,7 +92,7 @@ pub struct UnwindStopCounts {
     pub guessed: bool,
 }
 
-impl UnwindStopCounts {
+impl UnwindStopReasons {
     /// Encodes the value in two bytes.
     pub fn to_bytes(self) -> [u8; 2] {
         [
@@ -142,8 +142,8 @@ pub struct CallChain {
 
 impl CallChain {
     /// Returns the reasons why unwinding of the kernel part and of the user part ended.
-    pub fn ends(&self) -> UnwindStopCounts {
-        UnwindStopCounts {
+    pub fn ends(&self) -> UnwindStopReasons {
+        UnwindStopReasons {
             kernel: self.kernel_end,
             user: self.user_end,
             guessed: self.guessed,

@@ -22,7 +22,7 @@ const POLL_INTERVAL: Timespec = Timespec {
 };
 
 /// A file opened by [`open`]: the bytes of the first read, followed by the rest of the file.
-pub type ProfileInput = Chain<Cursor<Vec<u8>>, InterruptibleFile>;
+pub type InterruptibleInput = Chain<Cursor<Vec<u8>>, InterruptibleFile>;
 
 /// A file with a potentially slow writer. A stop signal interrupts a read even in a thread that
 /// blocks signals.
@@ -67,7 +67,7 @@ pub struct PipeWithoutWriterError;
 ///
 /// # Errors
 /// Returns the error of open(2), or [`PipeWithoutWriterError`] if a pipe has no writer.
-pub fn open(path: &Path) -> io::Result<ProfileInput> {
+pub fn open(path: &Path) -> io::Result<InterruptibleInput> {
     let mut file = open_nonblocking(path)?;
     let mut begin = Vec::new();
     let kind = file.metadata()?.file_type();

@@ -1,5 +1,5 @@
 //! Running a VM without a terminal: as a background job of a shell, as a daemon ([`daemonize`]), or
-//! under a service manager ([`ServiceManager`]).
+//! under a service manager ([`ServiceNotifier`]).
 #![expect(unsafe_code, reason = "fork(2), setsid(2), dup2(2), signal(2)")]
 
 use std::ffi::OsStr;
@@ -133,7 +133,7 @@ const VM_STOPPING: u8 = b'S';
 ///
 /// Must be created before the VM's threads install their seccomp filters, which forbid connect(2).
 #[derive(Debug)]
-pub enum ServiceManager {
+pub enum ServiceNotifier {
     /// No service manager started this process.
     None,
     /// A connection to the service manager.
@@ -143,7 +143,7 @@ pub enum ServiceManager {
     Supervisor(SupervisorLink),
 }
 
-impl ServiceManager {
+impl ServiceNotifier {
     /// Connects to the service manager that started this process, if any. Logs a failure.
     pub fn connect() -> Self {
         let Some(address) = std::env::var_os(NOTIFY_SOCKET) else {

@@ -22,7 +22,7 @@ use vmm::kvm::execution::{self, KvmCapabilities};
 use vmm::kvm::host::{self, KvmHostError};
 use vmm::kvm::rotation_cost::{self, RotationCost};
 use vmm::kvm::stepping::SteppingSupport;
-use vmm::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuModelError, KvmVpmuUnavailable};
+use vmm::kvm::vpmu_probe::{self, KvmPmuCapabilities, KvmVpmuModelError, KvmVpmuUnavailable};
 use vmm::pmu::backing;
 use vmm::pmu::fit::{self, fit};
 
@@ -35,7 +35,7 @@ struct HostReport {
     kvm: Result<KvmCapabilities, KvmHostError>,
     /// KVM's own vPMU, or the reason it is unavailable.
     #[serde(serialize_with = "serialize_result")]
-    own_pmu: Result<KvmPmuOffer, CheckError>,
+    own_pmu: Result<KvmPmuCapabilities, CheckError>,
     /// `true` if KVM's own vPMUs are mediated (`enable_mediated_pmu`).
     mediated_vpmus: bool,
     /// Capabilities of this host's KVM to single-step guests, which the exact backing requires.

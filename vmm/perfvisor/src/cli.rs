@@ -63,7 +63,7 @@ use vmm::console::ConsoleTarget;
 use vmm::gdb::config::GdbConfig;
 use vmm::kvm::signature::CpuSignature;
 use vmm::memory::HugePages;
-use vmm::numbers::VcpuNumbers;
+use vmm::numbers::VcpuCountRange;
 use vmm::timers::MuxPolicyChoice;
 use vmm::vcpu::affinity::VcpuPinning;
 use vmm::vcpu::control::ResetPolicy;
@@ -347,7 +347,7 @@ pub struct RunArgs {
     pub virtio_console: Option<ConsoleTarget>,
     /// Set the number of vCPUs, 1 to 64. With N,max=M, `perfvisor ctl NAME vcpus` adds vCPUs up to M.
     #[arg(long, value_name = "N[,max=M]", default_value = "1", help_heading = "Machine")]
-    pub cpus: VcpuNumbers,
+    pub cpus: VcpuCountRange,
     /// Set the size of guest memory, at least 16M: bytes, or a number with K, M, G or T.
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_memory, help_heading = "Machine")]
     pub memory: u64,
@@ -592,7 +592,7 @@ pub struct RunArgs {
 
 /// Text with which the program exits instead of executing a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum CliExit {
+pub enum CliEarlyExit {
     /// Help or version text for standard output. The exit status is 0.
     Text(String),
     /// One-line error message for standard error. The exit status is 2.
@@ -600,7 +600,7 @@ pub enum CliExit {
 }
 
 /// Parses the arguments; the first one is the program name.
-pub fn parse<I, T>(args: I) -> Result<Cli, CliExit>
+pub fn parse<I, T>(args: I) -> Result<Cli, CliEarlyExit>
 where
     I: IntoIterator<Item = T>,
     T: Into<OsString> + Clone,
@@ -647,9 +647,9 @@ fn parse_run(args: &[OsString]) -> Option<Cli> {
     Some(cli)
 }
 
-fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
+fn parse_any(args: Vec<OsString>) -> Result<Cli, CliEarlyExit> {
     let command = with_examples(command());
-    let wrong = |e| CliExit::Error(one_line(&error_line(&e)));
+    let wrong = |e| CliEarlyExit::Error(one_line(&error_line(&e)));
     let mut args = args;
     // `help record` is an alias of `record --help`, as in many programs.
     if args.get(1).is_some_and(|word| word == "help") {
@@ -661,11 +661,11 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
     let words = args.clone();
     let ExpandedArgs { args, from_file } = config::expand(&command, args).map_err(wrong)?;
     let explained = |e: clap::Error| match (condense_error(&e, named, &path, &words), &from_file) {
-        (CliExit::Error(_), _) if explain_ctl_order.is_some() => {
-            CliExit::Error(explain_ctl_order.clone().unwrap_or_default())
+        (CliEarlyExit::Error(_), _) if explain_ctl_order.is_some() => {
+            CliEarlyExit::Error(explain_ctl_order.clone().unwrap_or_default())
         }
-        (CliExit::Error(line), Some((path, keys))) if mentions_any_option(&e, keys) => {
-            CliExit::Error(format!("{}: {line}", path.display()))
+        (CliEarlyExit::Error(line), Some((path, keys))) if mentions_any_option(&e, keys) => {
+            CliEarlyExit::Error(format!("{}: {line}", path.display()))
         }
         (other, _) => other,
     };
@@ -676,7 +676,7 @@ fn parse_any(args: Vec<OsString>) -> Result<Cli, CliExit> {
         && run.dump_config
         && let Some((_, given)) = matches.subcommand()
     {
-        return Err(CliExit::Text(config::dump(&command, given).map_err(wrong)?));
+        return Err(CliEarlyExit::Text(config::dump(&command, given).map_err(wrong)?));
     }
     Ok(cli)
 }

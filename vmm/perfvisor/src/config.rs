@@ -238,16 +238,16 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::cli::{self, CliExit, RunArgs};
+    use crate::cli::{self, CliEarlyExit, RunArgs};
 
-    fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
+    fn run(args: &[&str]) -> Result<RunArgs, CliEarlyExit> {
         match cli::parse(["perfvisor", "run"].iter().chain(args))?.command {
             cli::CliCommand::Run(run) => Ok(*run),
             other => unreachable!("run was asked for, not {other:?}"),
         }
     }
 
-    fn with_file(text: &str, args: &[&str]) -> Result<RunArgs, CliExit> {
+    fn with_file(text: &str, args: &[&str]) -> Result<RunArgs, CliEarlyExit> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vm.toml");
         fs::write(&path, text).unwrap();
@@ -256,7 +256,7 @@ mod tests {
 
     fn line(text: &str, args: &[&str]) -> String {
         match with_file(text, args) {
-            Err(CliExit::Error(line)) => {
+            Err(CliEarlyExit::Error(line)) => {
                 assert!(!line.contains('\n') && line.contains("vm.toml"), "{line:?}");
                 line
             }
@@ -290,7 +290,7 @@ mod tests {
         let without = with_file("vsock = false\njail = false\n", &[]).unwrap();
         assert!(without.vsock.is_none() && without.jail.is_none());
         assert_eq!(with_file("vsock = \"cid=9\"", &[]).unwrap().vsock.unwrap().cid, 9);
-        let Err(CliExit::Text(text)) = run(&["--vsock", "--jail", "--dump-config"]) else {
+        let Err(CliEarlyExit::Text(text)) = run(&["--vsock", "--jail", "--dump-config"]) else {
             panic!("--dump-config prints");
         };
         let kept = with_file(&text, &[]).unwrap();
@@ -322,15 +322,15 @@ mod tests {
             assert!(parts.iter().all(|part| line.contains(part)), "{text:?}: {line}");
         }
         // Errors on the command line are not attributed to the file.
-        let Err(CliExit::Error(own)) = with_file("memory = \"64M\"", &["--cpus", "0"]) else {
+        let Err(CliEarlyExit::Error(own)) = with_file("memory = \"64M\"", &["--cpus", "0"]) else {
             panic!("0 vCPUs");
         };
         assert!(own.starts_with("invalid value '0' for '--cpus"), "{own}");
-        let Err(CliExit::Error(missing)) = run(&["--config", "/nonexistent/x"]) else {
+        let Err(CliEarlyExit::Error(missing)) = run(&["--config", "/nonexistent/x"]) else {
             panic!("no file");
         };
         assert!(missing.contains("--config /nonexistent/x"), "{missing}");
-        let Err(CliExit::Error(endless)) = run(&["--config", "/dev/zero"]) else {
+        let Err(CliEarlyExit::Error(endless)) = run(&["--config", "/dev/zero"]) else {
             panic!("no options");
         };
         assert!(endless.contains("1 MiB"), "{endless}");
@@ -359,7 +359,7 @@ mod tests {
             "/run/vm.look",
         ];
         let dump = |args: &[&str]| match run(&[args, &["--dump-config"]].concat()) {
-            Err(CliExit::Text(text)) => text,
+            Err(CliEarlyExit::Text(text)) => text,
             other => panic!("{other:?}"),
         };
         let text = dump(&args);

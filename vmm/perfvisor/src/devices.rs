@@ -25,7 +25,7 @@ use virtio_devices::rate_limiter::limits::RateLimits;
 use virtio_devices::rng::EntropyDevice;
 use virtio_devices::share::FsDevice;
 use virtio_devices::share::backend::VhostUserBackendError;
-use virtio_devices::share::config::{ShareConfig, ShareSource};
+use virtio_devices::share::config::{ShareBackendSource, ShareConfig};
 use virtio_devices::share::keeper;
 use virtio_devices::vsock::{VsockConfig, VsockDevice, VsockError};
 
@@ -246,7 +246,7 @@ fn share(
     log: Option<&File>,
 ) -> Result<FsDevice, DeviceError> {
     let program = std::env::current_exe().map_err(DeviceError::OwnPath)?;
-    let keeper = keeper::KeeperProgram {
+    let keeper = keeper::BackendKeeperCommand {
         words: vec![program.into_os_string(), "keep-share".into(), "--".into()],
         log: log.map(File::try_clone).transpose().map_err(DeviceError::Log)?,
     };
@@ -283,7 +283,7 @@ fn vsock_socket(config: &VsockConfig, vm: &str) -> PathBuf {
 /// Returns the paths of all sockets on which the devices of VM `vm` listen.
 pub fn own_sockets(args: &RunArgs, vm: &str) -> Vec<PathBuf> {
     let shares = args.share_dir.iter().enumerate();
-    let shares = shares.filter(|(_, share)| matches!(share.source, ShareSource::Directory { .. }));
+    let shares = shares.filter(|(_, share)| matches!(share.source, ShareBackendSource::Directory { .. }));
     let vsock = args.vsock.iter().map(|config| vsock_socket(config, vm));
     shares
         .map(|(i, _)| share_socket(vm, &format!("share{i}")))

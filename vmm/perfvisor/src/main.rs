@@ -55,7 +55,7 @@ use std::process::ExitCode;
 use sandbox::{paths, privileges};
 use virtio_devices::share::keeper;
 
-use cli::{CliCommand, CliExit};
+use cli::{CliCommand, CliEarlyExit};
 use commands::{generate, statistics, validate};
 use env_logger::Target;
 use operator::commands::{
@@ -71,13 +71,13 @@ fn main() -> ExitCode {
     let start = run::StartTime::now();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
-        Err(CliExit::Text(text)) => {
+        Err(CliEarlyExit::Text(text)) => {
             return match print(&text) {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(error) => bad_input(&error_line(&error)),
             };
         }
-        Err(CliExit::Error(line)) => return bad_input(&line),
+        Err(CliEarlyExit::Error(line)) => return bad_input(&line),
     };
     let (log_file, own_guest) = match &cli.command {
         CliCommand::Run(args) => (args.log_file.as_deref(), args.kernel.is_none()),
@@ -164,7 +164,7 @@ fn run_command(
 fn check_arguments(args: Vec<std::ffi::OsString>) -> Result<(), String> {
     match cli::parse(args) {
         Ok(_) => Ok(()),
-        Err(CliExit::Error(line) | CliExit::Text(line)) => Err(line),
+        Err(CliEarlyExit::Error(line) | CliEarlyExit::Text(line)) => Err(line),
     }
 }
 

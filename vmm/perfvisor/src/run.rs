@@ -56,8 +56,8 @@ use vmm::timers::{RotationTimer, SchedulingTickTimer};
 use vmm::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
 use vmm::vcpu::registry::VcpuRegistry;
 use vmm::vcpu::stats;
-use vmm::vm::restart::Restarter;
-use vmm::vm::{DeferredKvmSetup, RunningVm, Vm, VmConfig, VmParts};
+use vmm::vm::restart::GuestResetHandler;
+use vmm::vm::{BackgroundKvmSetup, RunningVm, Vm, VmBuildInputs, VmConfig};
 
 /// Number of descriptors of a VM without vCPUs, including a margin for clients and devices.
 const DESCRIPTORS: u64 = 64;
@@ -170,14 +170,14 @@ fn run_for(
     // From here on, the VM opens no socket of the host's network and no file of another process. A
     // process to be jailed still has a single thread.
     let jail = jail::separate(args, &config)?;
-    let begun = begun.unwrap_or_else(DeferredKvmSetup::now);
+    let begun = begun.unwrap_or_else(BackgroundKvmSetup::now);
     let stop_signals = stop_signals.wait().map_err(RunError::start(STOP_SIGNALS))?;
     let (consoles, virtio_console) = Consoles::open(args)?;
     let limiters = devices.iter().flat_map(|device| device.rate_limiters()).collect();
     // Appended last, so that the other devices keep their addresses.
     devices.extend(virtio_console.map(|device| Box::new(device) as Box<dyn VirtioDevice>));
     let (console, panic) = PanicDetector::new(consoles.serial().writer());
-    let parts = VmParts {
+    let parts = VmBuildInputs {
         begun,
         kvm: &kvm,
         config: &config,
@@ -494,7 +494,7 @@ fn exit_status(control: &RunControl) -> ExitStatus {
 /// perf-core ticks, and the end of the VM.
 fn serve(
     running: &RunningVm,
-    restarter: Option<Restarter>,
+    restarter: Option<GuestResetHandler>,
     stopping: StopHandler,
     consoles: &Consoles,
     resized: EventFd,
@@ -547,7 +547,7 @@ struct Housekeeping {
     turns: RotationTimer,
     registry: Arc<VcpuRegistry>,
     /// `None` if a guest reset stops the VM.
-    restarter: Option<Restarter>,
+    restarter: Option<GuestResetHandler>,
 }
 
 impl Housekeeping {

@@ -8,11 +8,11 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmm::devices::BoardBus;
+use vmm::devices::DeviceBus;
 use vmm::vcpu::control::{RunControl, RunState, VmStopReason};
 use vmm_sys_util::timerfd::TimerFd;
 
-use crate::background::ServiceManager;
+use crate::background::ServiceNotifier;
 use operator::signals::StopSignals;
 
 /// Handler of stop signals, which gives the guest a limited time to power off.
@@ -23,8 +23,8 @@ pub struct StopHandler {
     /// Stop signal in response to which the power button was pressed, if any.
     pressed: Option<i32>,
     control: Arc<RunControl>,
-    bus: Arc<BoardBus>,
-    manager: Arc<ServiceManager>,
+    bus: Arc<DeviceBus>,
+    manager: Arc<ServiceNotifier>,
 }
 
 impl StopHandler {
@@ -36,8 +36,8 @@ impl StopHandler {
         signals: StopSignals,
         timeout: Duration,
         control: Arc<RunControl>,
-        bus: Arc<BoardBus>,
-        manager: Arc<ServiceManager>,
+        bus: Arc<DeviceBus>,
+        manager: Arc<ServiceNotifier>,
     ) -> io::Result<Self> {
         Ok(Self {
             signals,

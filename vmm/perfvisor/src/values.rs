@@ -1,7 +1,7 @@
 //! Value parsers of options, and their error messages.
 //!
 //! Parsers for the operator's commands are in `operator::values`. Types with their own parser
-//! (`PmuModelName`, `VcpuNumbers`) are not repeated here.
+//! (`PmuModelName`, `VcpuCountRange`) are not repeated here.
 
 use std::path::PathBuf;
 use std::str::FromStr;

@@ -41,7 +41,7 @@ const OFFSET_BYTES: usize = 8;
 /// Description of the VM that is to be moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct StreamHello {
+pub struct MigrationHello {
     /// Name of the VM.
     pub name: String,
     /// Process ID of the VM.
@@ -55,7 +55,7 @@ pub struct StreamHello {
 /// The destination process of a moved VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct StreamArrival {
+pub struct MigrationDestination {
     /// Name of the VM.
     pub name: String,
     /// Process ID of the VM on the destination host.
@@ -66,7 +66,7 @@ pub struct StreamArrival {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StreamMessage<'a> {
     /// First message from the source, which describes the VM.
-    Hello(StreamHello),
+    Hello(MigrationHello),
     /// State of the VM without registers, from the source, for checks before the VM is paused.
     Machine(&'a [u8]),
     /// Page contents, from the source.
@@ -102,7 +102,7 @@ pub enum StreamMessage<'a> {
     /// Message from the destination: the machine is built and ready to run.
     Ready,
     /// Message from the destination: the VM is running on the destination host.
-    Running(StreamArrival),
+    Running(MigrationDestination),
     /// Message from the destination: the VM is not running on the destination host and never will.
     Failed(String),
 }
@@ -276,15 +276,15 @@ fn send_frame(
 
 /// Receiver of the messages from the other host.
 #[derive(Debug)]
-pub struct MessageReader<R> {
+pub struct MigrationMessageReader<R> {
     stream: R,
     /// Size of guest memory in bytes; 0 until set.
     memory_bytes: u64,
     payload: Vec<u8>,
 }
 
-impl<R: Read> MessageReader<R> {
-    /// Creates a reader that rejects all memory until [`MessageReader::set_memory_bytes`] is
+impl<R: Read> MigrationMessageReader<R> {
+    /// Creates a reader that rejects all memory until [`MigrationMessageReader::set_memory_bytes`] is
     /// called.
     pub fn new(stream: R) -> Self {
         Self {

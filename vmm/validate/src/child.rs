@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::procfs::{ThreadFacts, vcpu_threads};
+use super::procfs::{ThreadAccounting, vcpu_threads};
 use crate::host::StopCallback;
 use control_api::client::{Client, ClientError};
 use control_api::protocol::{SnapshotId, VcpuView, VmGuestCounters};
@@ -292,7 +292,7 @@ impl ChildVm {
     ///
     /// # Errors
     /// Returns [`ChildError::Io`] if the kernel does not provide the data.
-    pub fn facts(&mut self) -> Result<Vec<ThreadFacts>, ChildError> {
+    pub fn facts(&mut self) -> Result<Vec<ThreadAccounting>, ChildError> {
         let pid = self.child.id();
         if self.threads.is_empty() {
             self.threads = vcpu_threads(pid);
@@ -303,7 +303,7 @@ impl ChildVm {
         };
         self.threads
             .iter()
-            .map(|tid| ThreadFacts::read(pid, *tid).ok_or_else(unknown))
+            .map(|tid| ThreadAccounting::read(pid, *tid).ok_or_else(unknown))
             .collect()
     }
 

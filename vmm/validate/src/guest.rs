@@ -17,7 +17,7 @@ use perf_core::ring::RingReader;
 use serde::Deserialize;
 
 use super::child::{ChildError, ChildVm};
-use super::procfs::ThreadFacts;
+use super::procfs::ThreadAccounting;
 use crate::host::StopCallback;
 use control_api::protocol::{
     EventReading, OpenedEvent, RequestError, SampleRingInfo, SamplingParams, VcpuView,
@@ -38,7 +38,7 @@ pub const OS: u64 = 1 << 17;
 
 /// Properties of the PMU that the guest reports at startup.
 #[derive(Clone, Debug, Deserialize)]
-pub struct GuestHello {
+pub struct GuestPmuInfo {
     /// Number of running CPUs.
     pub cpus: u32,
     /// `true` if the guest's CPUID vendor is AuthenticAMD.
@@ -137,7 +137,7 @@ pub struct CpuResult {
 #[derive(Debug, Deserialize)]
 #[serde(tag = "at", rename_all = "lowercase")]
 enum GuestReply {
-    Hello(GuestHello),
+    Hello(GuestPmuInfo),
     #[serde(skip)]
     Ready,
     #[serde(skip)]
@@ -201,7 +201,7 @@ pub struct Measurement {
     /// The host's view of the counters after the measurement.
     pub after: Vec<VcpuView>,
     /// The host kernel's accounting data for each vCPU thread.
-    pub facts: Vec<ThreadFacts>,
+    pub facts: Vec<ThreadAccounting>,
     /// CPU time of an empty measurement, in ns.
     pub overhead_ns: u64,
     /// The operator's results.
@@ -236,7 +236,7 @@ pub struct MeasuringGuest {
     /// The VM of the guest.
     pub vm: ChildVm,
     /// Properties that the guest reported at startup.
-    pub hello: GuestHello,
+    pub hello: GuestPmuInfo,
     /// Amount of work that the guest does per millisecond, by type of work and privilege level.
     pub pace: HashMap<(&'static str, u32), f64>,
     /// CPU time of an empty measurement in nanoseconds, or 0 if not measured yet.

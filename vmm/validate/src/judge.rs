@@ -95,7 +95,7 @@ impl Expectation {
 
 /// The counts of one event in the guest and on the host, and the expected count.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct MeasuredEvidence {
+pub struct CountComparison {
     /// Count in the guest, or `None` if the guest did not count.
     pub guest: Option<u64>,
     /// Count on the host, and the permitted deviation of the guest from it.
@@ -104,7 +104,7 @@ pub struct MeasuredEvidence {
     pub expected: Option<Expectation>,
 }
 
-impl MeasuredEvidence {
+impl CountComparison {
     /// Returns the evidence for a count that the host does not see.
     pub fn of_guest(guest: Option<u64>, expected: Expectation) -> Self {
         Self {
@@ -116,7 +116,7 @@ impl MeasuredEvidence {
 }
 
 /// Returns the verdict and, for a failure, the reason.
-pub fn judge(seen: &MeasuredEvidence) -> (Verdict, Option<String>) {
+pub fn judge(seen: &CountComparison) -> (Verdict, Option<String>) {
     let fail = |why: String| (Verdict::Fail, Some(why));
     let Some(guest) = seen.guest else {
         return fail("the guest did not count it".into());
@@ -174,8 +174,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn evidence(guest: u64, host: u64, expected: u64, tolerance: Tolerance) -> MeasuredEvidence {
-        MeasuredEvidence {
+    fn evidence(guest: u64, host: u64, expected: u64, tolerance: Tolerance) -> CountComparison {
+        CountComparison {
             guest: Some(guest),
             host: Some(Expectation {
                 value: host,
@@ -215,10 +215,10 @@ mod tests {
     /// A missing count or expectation is a failure.
     #[test]
     fn missing_evidence_fails() {
-        assert_eq!(judge(&MeasuredEvidence::default()).0, Verdict::Fail);
-        let alone = MeasuredEvidence {
+        assert_eq!(judge(&CountComparison::default()).0, Verdict::Fail);
+        let alone = CountComparison {
             guest: Some(5),
-            ..MeasuredEvidence::default()
+            ..CountComparison::default()
         };
         assert_eq!(judge(&alone).0, Verdict::Fail);
     }

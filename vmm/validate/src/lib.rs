@@ -45,7 +45,7 @@ use std::time::Instant;
 
 use child::ChildError;
 pub use host::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
-use report::{GuestKind, ReportRows, ReportSummary, ValidationReport, ValidationRow};
+use report::{GuestKind, ReportSummary, RowCollector, ValidationReport, ValidationRow};
 
 /// Runs all measurements and passes each final row to `on_row`.
 ///
@@ -63,7 +63,7 @@ pub fn run(
         host,
         signals: stop,
     };
-    let mut rows = ReportRows::new(on_row);
+    let mut rows = RowCollector::new(on_row);
     builtin.rows(&mut rows)?;
     let mut summary = summary(host);
     if let Some(files) = &options.linux {

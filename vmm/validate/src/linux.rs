@@ -14,8 +14,8 @@ use std::time::Duration;
 use super::child::{ChildError, ChildVm};
 use super::guest::{OpenOperatorEvents, OperatorEvents, OperatorResults};
 use super::judge::Expectation;
-use super::procfs::ThreadFacts;
-use super::report::{ReportRows, ReportSummary};
+use super::procfs::ThreadAccounting;
+use super::report::{ReportSummary, RowCollector};
 use crate::host::StopCallback;
 use crate::host::{HostProperties, LinuxFiles, ValidateOptions};
 use crate::judge::whole;
@@ -74,7 +74,7 @@ struct Gate {
     cpu_ns: u64,
     before: Vec<VcpuView>,
     after: Vec<VcpuView>,
-    facts: Vec<ThreadFacts>,
+    facts: Vec<ThreadAccounting>,
     operator: Option<OperatorResults>,
 }
 
@@ -82,7 +82,7 @@ impl Linux<'_> {
     /// Runs all measurements with the Linux guest, and adds their rows to `rows`.
     pub(super) fn rows(
         &self,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
         summary: &mut ReportSummary,
     ) -> Result<(), ChildError> {
         let backing = if self.options.own_pmu {
@@ -179,7 +179,7 @@ impl LinuxGuest {
         let what = format!("it ran \"{command}\"");
         let mut done = CommandResult::default();
         let mut lines = 0;
-        let mut open: Option<(Vec<VcpuView>, Vec<ThreadFacts>, Option<OpenOperatorEvents>)> = None;
+        let mut open: Option<(Vec<VcpuView>, Vec<ThreadAccounting>, Option<OpenOperatorEvents>)> = None;
         self.vm
             .wait_for(COMMAND_TIMEOUT, &what, |line| line.contains(&begin).then_some(()))?;
         loop {

@@ -5,7 +5,7 @@ use std::ops::Sub;
 
 /// Accounting data of a thread since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ThreadFacts {
+pub struct ThreadAccounting {
     /// CPU time, in ns (`schedstat`).
     pub cpu_ns: u64,
     /// Time waiting for a CPU while runnable, in ns (`schedstat`).
@@ -18,7 +18,7 @@ pub struct ThreadFacts {
     pub migrations: Option<u64>,
 }
 
-impl Sub for ThreadFacts {
+impl Sub for ThreadAccounting {
     type Output = Self;
 
     fn sub(self, before: Self) -> Self {
@@ -35,7 +35,7 @@ impl Sub for ThreadFacts {
     }
 }
 
-impl ThreadFacts {
+impl ThreadAccounting {
     /// Reads the accounting data of thread `tid` of process `pid`. Returns `None` if the thread has
     /// exited or the kernel has no `schedstat`.
     pub fn read(pid: u32, tid: u32) -> Option<Self> {
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn this_thread_has_facts_and_its_time_grows() {
         let pid = std::process::id();
-        let before = ThreadFacts::read(pid, pid).unwrap();
+        let before = ThreadAccounting::read(pid, pid).unwrap();
         assert!(before.page_faults > 0);
         assert!(vcpu_threads(pid).is_empty());
     }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::judge::{MeasuredEvidence, Tolerance, Verdict, judge};
+use super::judge::{CountComparison, Tolerance, Verdict, judge};
 use crate::host::KvmSummary;
 use control_api::events::format::thousands;
 
@@ -108,7 +108,7 @@ impl ValidationRow {
     /// Judges the evidence `seen` and stores it in the row. `basis` describes the origin of the
     /// expected count.
     #[must_use]
-    pub fn judged(mut self, seen: &MeasuredEvidence, basis: &'static str) -> Self {
+    pub fn judged(mut self, seen: &CountComparison, basis: &'static str) -> Self {
         (self.verdict, self.reason) = judge(seen);
         self.guest = seen.guest;
         self.host = seen.host.map(|host| host.value);
@@ -179,13 +179,13 @@ impl ValidationRow {
 }
 
 /// The rows measured so far. Each row is shown when it is added.
-pub struct ReportRows<'a> {
+pub struct RowCollector<'a> {
     rows: Vec<ValidationRow>,
     guest_kind: GuestKind,
     on_row: &'a mut dyn FnMut(&ValidationRow),
 }
 
-impl<'a> ReportRows<'a> {
+impl<'a> RowCollector<'a> {
     /// Creates an empty list. `on_row` is called with each added row.
     pub fn new(on_row: &'a mut dyn FnMut(&ValidationRow)) -> Self {
         Self {
@@ -296,7 +296,7 @@ impl ValidationReport {
 
     /// Returns the report as text.
     pub fn text(&self) -> String {
-        let mut text = ReportText::default();
+        let mut text = ReportFormatter::default();
         let mut out: String = self.rows.iter().map(|row| text.row(row)).collect();
         out.push_str(&text.end(self));
         out
@@ -359,14 +359,14 @@ impl ValidationReport {
 
 /// Formatter that outputs a report row by row during the measurements.
 #[derive(Default)]
-pub struct ReportText {
+pub struct ReportFormatter {
     /// Section of the last row.
     section: Option<(GuestKind, CheckKind)>,
     /// Number of each footnote.
     notes: BTreeMap<String, usize>,
 }
 
-impl ReportText {
+impl ReportFormatter {
     /// Returns the line of a row, preceded by the section header for the first row of a section.
     pub fn row(&mut self, row: &ValidationRow) -> String {
         let mut out = String::new();
@@ -457,7 +457,7 @@ mod tests {
         assert!(!row(5, 6).of_time);
         let timed = |guest, host: Option<u64>, basis| {
             let exactly = |value| Expectation::new(value, Tolerance::Exact);
-            let seen = MeasuredEvidence {
+            let seen = CountComparison {
                 guest: Some(guest),
                 host: host.map(exactly),
                 expected: Some(Expectation::new(100, Tolerance::Percent(5.0))),
@@ -484,7 +484,7 @@ mod tests {
     }
 
     fn row(guest: u64, expected: u64) -> ValidationRow {
-        let seen = MeasuredEvidence::of_guest(Some(guest), Expectation::new(expected, Tolerance::Exact));
+        let seen = CountComparison::of_guest(Some(guest), Expectation::new(expected, Tolerance::Exact));
         ValidationRow::new(CheckKind::Counting, "instructions", "exact", "busy").judged(&seen, "known")
     }
 
@@ -513,14 +513,14 @@ mod tests {
     /// The row-by-row output equals the complete report, and each row appears immediately.
     #[test]
     fn rows_are_shown_as_they_are_added() {
-        let mut text = ReportText::default();
+        let mut text = ReportFormatter::default();
         let mut shown = String::new();
         let mut lines = Vec::new();
         let mut on_row = |row: &ValidationRow| {
             shown.push_str(&text.row(row));
             lines.push(shown.lines().count());
         };
-        let mut rows = ReportRows::new(&mut on_row);
+        let mut rows = RowCollector::new(&mut on_row);
         rows.push(row(5, 5));
         rows.extend([
             row(7, 7),

@@ -19,7 +19,7 @@ use vmm::pmu::PmuConfig;
 use vmm::vcpu::kick;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use vmm::vm::save::VmSnapshot;
-use vmm::vm::{DeferredKvmSetup, Vm, VmConfig, VmParts};
+use vmm::vm::{BackgroundKvmSetup, Vm, VmBuildInputs, VmConfig};
 use vpmu::{BackingPolicy, PmuModel};
 
 /// Number of repetitions of each variant.
@@ -48,9 +48,9 @@ fn config(memory_bytes: u64) -> VmConfig {
     VmConfig::new(KernelSource::Builtin(image.leak()), memory_bytes, pmu)
 }
 
-fn parts<'a>(kvm: &'a Kvm, config: &'a VmConfig, probe: &'a HostProbe) -> VmParts<'a> {
-    VmParts {
-        begun: DeferredKvmSetup::now(),
+fn parts<'a>(kvm: &'a Kvm, config: &'a VmConfig, probe: &'a HostProbe) -> VmBuildInputs<'a> {
+    VmBuildInputs {
+        begun: BackgroundKvmSetup::now(),
         kvm,
         config,
         devices: Vec::new(),

@@ -20,7 +20,7 @@ use vmm::memory::GuestRam;
 use vmm::vcpu::step::debug::GuestDebug;
 use vmm::vcpu::step::{Stepper, VcpuStepAction};
 use vpmu::exact::RetiredCounts;
-use vpmu::{SteppedLevels, Vendor};
+use vpmu::{PrivilegeLevels, Vendor};
 
 /// Number of repetitions of each variant, and instructions per repetition. A repetition is short,
 /// so that most are not interrupted by other processes on a busy host.
@@ -47,7 +47,7 @@ enum Variant {
 /// Executes at least [`INSTRUCTIONS`] guest instructions. Returns two values per instruction:
 /// nanoseconds, and number of VM entries.
 fn turn(vcpu: &mut ArmedVcpu, way: Variant) -> Result<(f64, f64), Box<dyn Error>> {
-    let levels = SteppedLevels {
+    let levels = PrivilegeLevels {
         user: false,
         kernel: true,
     };

@@ -8,7 +8,7 @@ pub const MAX_CPUS: u8 = 64;
 /// Initial and maximum number of vCPUs: `--cpus N` or `--cpus N,max=M`. vCPU numbers range from 0
 /// to `max - 1`, and vCPUs numbered `present` or higher are initially absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct VcpuNumbers {
+pub struct VcpuCountRange {
     present: u8,
     max: u8,
 }
@@ -35,14 +35,14 @@ pub enum VcpuNumbersError {
     },
 }
 
-impl Default for VcpuNumbers {
+impl Default for VcpuCountRange {
     /// Returns the numbers of a VM with one vCPU and no hot-plug.
     fn default() -> Self {
         Self { present: 1, max: 1 }
     }
 }
 
-impl VcpuNumbers {
+impl VcpuCountRange {
     /// Creates a range of `present` to `max` vCPUs.
     ///
     /// # Errors
@@ -81,7 +81,7 @@ impl VcpuNumbers {
     }
 }
 
-impl FromStr for VcpuNumbers {
+impl FromStr for VcpuCountRange {
     type Err = VcpuNumbersError;
 
     fn from_str(text: &str) -> Result<Self, VcpuNumbersError> {
@@ -102,11 +102,11 @@ mod tests {
 
     #[test]
     fn vcpu_numbers_parse_within_range() {
-        let read = |text: &str| text.parse::<VcpuNumbers>().map(|n| (n.present(), n.max()));
+        let read = |text: &str| text.parse::<VcpuCountRange>().map(|n| (n.present(), n.max()));
         assert_eq!(read("2"), Ok((2, 2)));
         assert_eq!(read("1,max=64"), Ok((1, 64)));
         assert_eq!(read("3,max=3"), Ok((3, 3)));
-        assert!(!"3,max=3".parse::<VcpuNumbers>().unwrap().can_change());
+        assert!(!"3,max=3".parse::<VcpuCountRange>().unwrap().can_change());
         assert_eq!(
             read("3,max=2"),
             Err(VcpuNumbersError::MaxTooSmall { present: 3, max: 2 })

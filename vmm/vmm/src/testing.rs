@@ -14,7 +14,7 @@ use vpmu::{BackingPolicy, PmuModel};
 
 use crate::boot::KernelSource;
 use crate::control::server::ControlledVm;
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::kvm::host;
 use crate::pmu::{GuestSamplingContext, PmuConfig, VmPmu};
 use crate::vcpu::kick;
@@ -76,7 +76,7 @@ pub(crate) fn queue_addresses(queue: u64) -> [u64; 3] {
 
 /// Starts the first device with `queues` queues, like a driver that accepts no feature of the
 /// device. The interrupt of the queues is `vector` of vCPU 0. Returns the base address of the BAR.
-pub(crate) fn start_device(bus: &BoardBus, vector: u8, queues: u64) -> u64 {
+pub(crate) fn start_device(bus: &DeviceBus, vector: u8, queues: u64) -> u64 {
     let pci = bus.pci().unwrap();
     let select = |register: u32| {
         pci.write_port(0xCF8, &(1 << 31 | 1 << 11 | register).to_le_bytes());

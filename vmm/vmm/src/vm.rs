@@ -20,7 +20,7 @@ use snapshot::state::SavedVcpuPmu;
 use virtio_devices::device::VirtioDevice;
 
 use crate::boot::{self, LoadedGuest};
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::cpuid;
@@ -30,7 +30,7 @@ use crate::kvm::saved_vcpu::VcpuStateLayout;
 use crate::kvm::stepping::BREAKPOINTS;
 use crate::memory::GuestRam;
 use crate::memory::dirty::WriteProtector;
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{ResetPolicy, RunControl, VmStopReason};
 use crate::vcpu::kicker::Kicker;
@@ -40,35 +40,35 @@ use crate::vcpu::saved::cpuid_leaf;
 pub use config::{DebuggerConfig, HaltPolling, ParseHaltPollingError, VmConfig};
 pub use error::VmError;
 use guest_patching::rdpmc::RdpmcMode;
-pub use pending_setup::DeferredKvmSetup;
+pub use pending_setup::BackgroundKvmSetup;
 use plan::{VcpuParts, VmPlan, needs_full_kvm};
-use restart::{RestartContext, Restarter};
+use restart::{GuestResetHandler, RestartContext};
 use restore::{NewMachine, RestoredMachine, format_name};
-use save::SnapshotSource;
+use save::VmSnapshotInputs;
 
 /// A VM that is ready to start.
 pub struct Vm {
     registry: Arc<VcpuRegistry>,
     on_first_entry: Option<Box<dyn FnOnce() + Send>>,
     start: StartState,
-    cpus: VcpuNumbers,
-    bus: Arc<BoardBus>,
+    cpus: VcpuCountRange,
+    bus: Arc<DeviceBus>,
     pmu: Arc<VmPmu>,
     control: Arc<RunControl>,
     loaded: LoadedGuest,
     slots: MemorySlots,
     ram: GuestRam,
     again: Option<RestartContext>,
-    snapshots: Arc<SnapshotSource>,
+    snapshots: Arc<VmSnapshotInputs>,
     /// Present vCPUs of a restored VM, with the parts of their state that the VMM keeps.
     restored: Option<(VcpuSet, Vec<(u8, SavedVcpuPmu)>)>,
     free_breakpoints: usize,
 }
 
 /// Inputs for building a VM.
-pub struct VmParts<'a> {
+pub struct VmBuildInputs<'a> {
     /// KVM resources whose creation was started before the VM is built.
-    pub begun: DeferredKvmSetup,
+    pub begun: BackgroundKvmSetup,
     /// Handle of /dev/kvm.
     pub kvm: &'a Kvm,
     /// Configuration of the VM.
@@ -94,8 +94,8 @@ impl Vm {
         probe: &HostProbe,
         console: Box<dyn Write + Send>,
     ) -> Result<Self, VmError> {
-        Self::boot(VmParts {
-            begun: DeferredKvmSetup::now(),
+        Self::boot(VmBuildInputs {
+            begun: BackgroundKvmSetup::now(),
             kvm,
             config,
             devices,
@@ -109,7 +109,7 @@ impl Vm {
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
-    pub fn boot(parts: VmParts<'_>) -> Result<Self, VmError> {
+    pub fn boot(parts: VmBuildInputs<'_>) -> Result<Self, VmError> {
         Self::build(parts, None)
     }
 
@@ -119,12 +119,12 @@ impl Vm {
     ///
     /// # Errors
     /// Returns a [`VmError`] with the problem and the remedy in one line.
-    pub fn restore(parts: VmParts<'_>, saved: RestoredMachine) -> Result<Self, VmError> {
+    pub fn restore(parts: VmBuildInputs<'_>, saved: RestoredMachine) -> Result<Self, VmError> {
         Self::build(parts, Some(saved))
     }
 
-    fn build(parts: VmParts<'_>, saved: Option<RestoredMachine>) -> Result<Self, VmError> {
-        let VmParts {
+    fn build(parts: VmBuildInputs<'_>, saved: Option<RestoredMachine>) -> Result<Self, VmError> {
+        let VmBuildInputs {
             mut begun,
             kvm,
             config,
@@ -215,7 +215,7 @@ impl Vm {
         let cpuid = (0..).zip(vcpus.iter().map(leaves)).collect();
         let registry = VcpuRegistry::new(vcpus, factory, control.clone(), bus.cpu_plug().cloned());
         let registry = Arc::new(registry);
-        let snapshots = SnapshotSource {
+        let snapshots = VmSnapshotInputs {
             fd,
             layout,
             ram: ram.clone(),
@@ -258,7 +258,7 @@ impl Vm {
     }
 
     /// Returns the devices.
-    pub fn bus(&self) -> &Arc<BoardBus> {
+    pub fn bus(&self) -> &Arc<DeviceBus> {
         &self.bus
     }
 
@@ -290,7 +290,7 @@ impl Vm {
     /// stopped.
     pub fn start(self) -> Result<RunningVm, VmError> {
         let symbols = Arc::new(ArcSwap::new(self.loaded.symbols.clone()));
-        let restarter = self.again.map(|again| Restarter {
+        let restarter = self.again.map(|again| GuestResetHandler {
             again,
             ram: self.ram.clone(),
             bus: self.bus.clone(),
@@ -343,16 +343,16 @@ enum StartState {
 
 /// A VM whose vCPU threads are running. Dropping it stops them.
 pub struct RunningVm {
-    restarter: Option<Restarter>,
+    restarter: Option<GuestResetHandler>,
     symbols: Arc<ArcSwap<PackedSymbols>>,
     registry: Arc<VcpuRegistry>,
     loaded: LoadedGuest,
     control: Arc<RunControl>,
-    bus: Arc<BoardBus>,
+    bus: Arc<DeviceBus>,
     pmu: Arc<VmPmu>,
     _slots: MemorySlots,
     ram: GuestRam,
-    snapshots: Arc<SnapshotSource>,
+    snapshots: Arc<VmSnapshotInputs>,
     free_breakpoints: usize,
 }
 
@@ -374,7 +374,7 @@ impl RunningVm {
     }
 
     /// Returns the devices.
-    pub fn bus(&self) -> &Arc<BoardBus> {
+    pub fn bus(&self) -> &Arc<DeviceBus> {
         &self.bus
     }
 
@@ -400,7 +400,7 @@ impl RunningVm {
 
     /// Returns the restarter that handles guest resets. Returns `None` if restarts are not
     /// configured or the restarter was already taken.
-    pub fn take_restarter(&mut self) -> Option<Restarter> {
+    pub fn take_restarter(&mut self) -> Option<GuestResetHandler> {
         self.restarter.take()
     }
 
@@ -410,7 +410,7 @@ impl RunningVm {
     }
 
     /// Returns the parts of the VM that a snapshot reads.
-    pub fn snapshots(&self) -> &Arc<SnapshotSource> {
+    pub fn snapshots(&self) -> &Arc<VmSnapshotInputs> {
         &self.snapshots
     }
 

@@ -52,7 +52,7 @@ mod run;
 
 use iced_x86::{FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess, Register};
 use perf_core::branch::{BranchEntry, BranchKind};
-use perf_core::pmu::fed::FedCounts;
+use perf_core::pmu::fed::VmmPmuCounts;
 
 use crate::events::ArchEvent;
 use crate::fed;
@@ -110,7 +110,7 @@ impl RetiredCounts {
     /// Returns, for each event, the number of further counts until the overflow armed in `counts`
     /// at privilege level `cpl`. The number is 0 if the overflow is already due and [`u32::MAX`] if
     /// no overflow is armed.
-    pub fn remaining(counts: &FedCounts, cpl: u8) -> Self {
+    pub fn remaining(counts: &VmmPmuCounts, cpl: u8) -> Self {
         let [
             instructions,
             branches,
@@ -168,7 +168,7 @@ pub struct StepOutcome {
 impl StepOutcome {
     /// Adds the retired counts to `counts`, from which the vCPU's events count. Returns whether an
     /// armed overflow has occurred.
-    pub fn feed(&self, counts: &FedCounts) -> bool {
+    pub fn feed(&self, counts: &VmmPmuCounts) -> bool {
         let mut overflow = false;
         for (level, cpl) in [(&self.user, 3), (&self.kernel, 0)] {
             if *level == RetiredCounts::default() {

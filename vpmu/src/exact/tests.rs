@@ -403,7 +403,7 @@ fn abandoned_step_counts_nothing() {
 
 #[test]
 fn retired_counts_are_fed_at_their_level() {
-    let counts = FedCounts::new(fed::SELECTORS);
+    let counts = VmmPmuCounts::new(fed::SELECTORS);
     let step = StepOutcome {
         user: RetiredCounts {
             instructions: 2,

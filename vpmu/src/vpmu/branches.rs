@@ -3,7 +3,7 @@
 use perf_core::branch::BranchEntry;
 
 use super::{MsrReadOutcome, MsrWriteOutcome, Vpmu};
-use crate::SteppedLevels;
+use crate::PrivilegeLevels;
 use crate::branches::{BranchPhase, BranchRegister};
 use crate::index::MsrAddress;
 use crate::vendor::WriteEffect;
@@ -12,7 +12,7 @@ use crate::vendor::WriteEffect;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BranchRequest {
     /// Privilege levels whose branches the guest records.
-    pub levels: SteppedLevels,
+    pub levels: PrivilegeLevels,
     /// Number of branch records that the guest uses.
     pub depth: u16,
 }
@@ -47,11 +47,11 @@ impl Vpmu {
 
     /// Returns the privilege levels that must be stepped to collect the branches.
     #[inline]
-    pub fn branch_levels(&self) -> SteppedLevels {
+    pub fn branch_levels(&self) -> PrivilegeLevels {
         if self.is_collecting_branches() {
             self.vendor.branch_levels(&self.registers)
         } else {
-            SteppedLevels::default()
+            PrivilegeLevels::default()
         }
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::sim::SimPmu;
 use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 use perf_core::time::ManualClock;
@@ -318,8 +318,8 @@ impl PerfCoreGuest {
         let guest_clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         clock_pmu.add_vcpu(VCPU, guest_clock.clone());
         core.register(Arc::new(clock_pmu));
-        let fed = FedPmu::new();
-        fed.add_vcpu(VCPU, Arc::new(FedCounts::new(vpmu::fed::SELECTORS)));
+        let fed = VmmPmu::new();
+        fed.add_vcpu(VCPU, Arc::new(VmmPmuCounts::new(vpmu::fed::SELECTORS)));
         core.register(Arc::new(fed));
         let context = core.add_vcpu(VCPU, guest_clock.tid()).unwrap();
         context.sched_in();

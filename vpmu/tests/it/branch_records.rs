@@ -196,7 +196,7 @@ fn models_without_branch_records_are_unchanged() {
 fn cpuid_announces_branch_records_only_with_them() {
     let leaf = |model: &PmuModel, number| {
         let mut regs = CpuidRegs::default();
-        model.adjust_cpuid(number, 0, &mut regs, CountableEvents::NONE);
+        model.adjust_cpuid(number, 0, &mut regs, ArchEventSet::NONE);
         regs
     };
     let intel = PmuModel::INTEL;

@@ -18,7 +18,7 @@ use kvm_ioctls::{
     Kvm, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuExit, VcpuFd, VmFd,
 };
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::{PerfCore, PerfCoreConfig};
 use vpmu::exact::*;
 use vpmu::registers::*;
@@ -90,7 +90,7 @@ struct Machine {
     vpmu: Vpmu,
     events: PerfCoreEvents,
     meter: StepMeter,
-    fed: Arc<FedCounts>,
+    fed: Arc<VmmPmuCounts>,
 }
 
 impl Machine {
@@ -162,8 +162,8 @@ impl Machine {
         vcpu.set_regs(&regs).unwrap();
 
         let core = PerfCore::new(PerfCoreConfig::default());
-        let fed = Arc::new(FedCounts::new(fed::SELECTORS));
-        let driver = FedPmu::new();
+        let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+        let driver = VmmPmu::new();
         driver.add_vcpu(VcpuId(0), fed.clone());
         core.register(Arc::new(driver));
         core.add_vcpu(VcpuId(0), 0).unwrap().sched_in();

@@ -205,15 +205,14 @@ fn event_3c_01_differs_from_fixed_counter_2() {
 fn fixed_counter_3_requires_countable_slots() {
     let four = *Guest::of("intel-v5", Some("8+4")).vpmu.model();
     assert_eq!(
-        four.without_uncountable_slots(CountableEvents::EXACT)
-            .fixed_bitmap(),
+        four.without_uncountable_slots(ArchEventSet::EXACT).fixed_bitmap(),
         0b111
     );
-    let slots = CountableEvents::NONE.with(ArchEvent::TopdownSlots);
+    let slots = ArchEventSet::NONE.with(ArchEvent::TopdownSlots);
     assert_eq!(four.without_uncountable_slots(slots), four);
     let mut leaf = CpuidRegs::default();
-    four.without_uncountable_slots(CountableEvents::CLOCK)
-        .adjust_cpuid(0xA, 0, &mut leaf, CountableEvents::CLOCK);
+    four.without_uncountable_slots(ArchEventSet::CLOCK)
+        .adjust_cpuid(0xA, 0, &mut leaf, ArchEventSet::CLOCK);
     assert_eq!((leaf.edx & 0x1F, leaf.ecx, leaf.eax >> 24), (3, 0b111, 7));
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::host::HostPmu;
 use perf_core::{PerfCore, PerfCoreConfig, VcpuContext};
 use proptest::prelude::*;
@@ -21,15 +21,15 @@ const TSC_KHZ: u32 = 1_000_000;
 struct Machine {
     guest: Guest<PerfCoreEvents>,
     context: Arc<VcpuContext>,
-    fed: Arc<FedCounts>,
+    fed: Arc<VmmPmuCounts>,
     clock: Arc<VcpuClock>,
 }
 
 impl Machine {
     fn new(model: PmuModel, policy: BackingPolicy) -> Self {
         let core = PerfCore::new(PerfCoreConfig::default());
-        let fed = Arc::new(FedCounts::new(fed::SELECTORS));
-        let fed_pmu = FedPmu::new();
+        let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+        let fed_pmu = VmmPmu::new();
         fed_pmu.add_vcpu(VCPU, fed.clone());
         core.register(Arc::new(fed_pmu));
         core.register(Arc::new(HostPmu::software(None)));

@@ -247,7 +247,7 @@ fn max_accepted(mut go: impl FnMut(&[ProbeEvent]) -> bool, event: ProbeEvent) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pmu::sim::{SimFixed, SimHost, SimPmu};
+    use crate::pmu::sim::{SimFixedCounter, SimHost, SimPmu};
     use crate::pmu::{Pmu, PmuEvent, PmuTarget, VcpuId};
     use proptest::prelude::*;
 
@@ -380,7 +380,7 @@ mod tests {
         let mut host = SimHost::intel(8);
         // Adds a fourth fixed-function counter, for issue slots. The probe does not know this
         // event.
-        host.fixed.push(SimFixed {
+        host.fixed.push(SimFixedCounter {
             config: 0x400,
             general_too: false,
         });

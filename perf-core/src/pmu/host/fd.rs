@@ -16,7 +16,7 @@ use perf_event_open_sys as sys;
 use sys::bindings::{perf_event_attr, perf_event_header, perf_event_mmap_page};
 
 use super::fault;
-use super::opener::{self, HostTarget, OpenRequest, OverflowSignal};
+use super::opener::{self, EventOpenRequest, HostTarget, OverflowSignal};
 
 /// Maximum number of attempts to open an event when signals interrupt the open. If signals also
 /// interrupt the last attempt, the open fails, and the event is opened later.
@@ -127,7 +127,7 @@ impl PerfFd {
         leader: Option<&PerfFd>,
         overflow: Option<OverflowSignal>,
     ) -> io::Result<Self> {
-        let request = OpenRequest {
+        let request = EventOpenRequest {
             attr: bytes_of(attr),
             counted,
             leader: leader.map(|leader| leader.fd.as_fd()),
@@ -145,7 +145,7 @@ impl PerfFd {
         opened
     }
 
-    fn open_once(request: &OpenRequest<'_>) -> io::Result<Self> {
+    fn open_once(request: &EventOpenRequest<'_>) -> io::Result<Self> {
         if let Some(error) = fault::injected_open_error() {
             return Err(io::Error::from_raw_os_error(error));
         }

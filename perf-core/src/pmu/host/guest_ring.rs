@@ -154,7 +154,7 @@ pub trait HostRecord: Sized {
 
 /// Numbers of losses and throttles that a ring reported while it was drained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DrainStats {
+pub struct HostRingStats {
     /// Number of lost records.
     pub lost: u64,
     /// Number of times that the kernel throttled sampling.
@@ -192,8 +192,8 @@ impl<R: HostRecord> HostRing<R> {
 
     /// Passes each unread record of type `R` to `each`, oldest first, and returns counts derived
     /// from the records of other types. Reads at most as many bytes as the ring can hold.
-    pub fn drain(&mut self, mut each: impl FnMut(R)) -> DrainStats {
-        let mut drained = DrainStats::default();
+    pub fn drain(&mut self, mut each: impl FnMut(R)) -> HostRingStats {
+        let mut drained = HostRingStats::default();
         self.map.drain_words(|head, words| match (head.type_, words) {
             (b::PERF_RECORD_LOST, &[_, lost, ..]) => drained.lost += lost,
             (b::PERF_RECORD_THROTTLE, _) => drained.throttled += 1,
@@ -239,7 +239,7 @@ mod tests {
             for i in 0..1_000_000u64 {
                 work = std::hint::black_box(work.wrapping_mul(31).wrapping_add(i));
             }
-            assert_eq!(samples.drain(|s| seen.push(s)), DrainStats::default());
+            assert_eq!(samples.drain(|s| seen.push(s)), HostRingStats::default());
         }
         samples.set_enabled(false).unwrap();
         assert!(seen.iter().any(|s| s.side == SampleOrigin::HostUser));

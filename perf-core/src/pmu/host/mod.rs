@@ -56,11 +56,13 @@ pub use fd::monotonic_ns;
 use fd::{PARKED_PERIOD, PerfFd, PerfMap, READ_TIMES, TimedCount, current_tid, new_attr};
 use group::KernelGroup;
 pub use guest_ring::{
-    DrainStats, GuestSample, GuestSampleRing, GuestSamplingEvent, HostRecord, HostRing, SampleOrigin,
+    GuestSample, GuestSampleRing, GuestSamplingEvent, HostRecord, HostRing, HostRingStats, SampleOrigin,
 };
 use late::LateOverflowPoll;
 use open_params::{GroupMembership, OpenParams, missing_cpu_error};
-pub use opener::{EventOpener, HostTarget, OpenRequest, OverflowSignal, SyscallOpener, set_event_opener};
+pub use opener::{
+    EventOpenRequest, EventOpener, HostTarget, OverflowSignal, SyscallOpener, set_event_opener,
+};
 pub use probe::{
     GenericEvent, HostProbe, cache_event_opens, counting_is_denied, counting_is_denied_to, ignore_sigio,
 };

@@ -48,7 +48,7 @@ pub struct OverflowSignal {
 
 /// A request to open one host perf event.
 #[derive(Clone, Copy, Debug)]
-pub struct OpenRequest<'a> {
+pub struct EventOpenRequest<'a> {
     /// Bytes of `struct perf_event_attr`.
     pub attr: &'a [u8],
     /// The target of the event.
@@ -65,7 +65,7 @@ pub trait EventOpener: Debug + Send + Sync {
     ///
     /// # Errors
     /// Returns the error of `perf_event_open(2)` or `fcntl(2)`, or an error of the opener itself.
-    fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd>;
+    fn open(&self, request: &EventOpenRequest<'_>) -> io::Result<OwnedFd>;
 
     /// Makes each overflow of `event` send a signal.
     ///
@@ -80,7 +80,7 @@ pub struct SyscallOpener;
 
 impl EventOpener for SyscallOpener {
     /// Makes only system calls, so a signal handler may call this method.
-    fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
+    fn open(&self, request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
         let event = perf_event_open(request)?;
         if let Some(overflow) = request.overflow {
             set_overflow_signal(event.as_fd(), overflow)?;
@@ -94,7 +94,7 @@ impl EventOpener for SyscallOpener {
 }
 
 /// Calls `perf_event_open(2)`.
-fn perf_event_open(request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
+fn perf_event_open(request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
     let (pid, cpu) = match request.counted {
         HostTarget::Thread(tid) => (tid, -1),
         HostTarget::Cpu(cpu) => (-1, cpu),

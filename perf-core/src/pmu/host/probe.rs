@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::counters::{HostCounters, ProbeEvent, ProbePmu};
 use super::fd::{PerfFd, bytes_of, current_tid, new_attr};
 use super::hybrid;
-use super::opener::{EventOpener, HostTarget, OpenRequest};
+use super::opener::{EventOpenRequest, EventOpener, HostTarget};
 use crate::pmu::MEDIATED_NEIGHBOUR;
 
 /// Generic hardware events of `perf_event_open(2)`, with perf's names.
@@ -179,7 +179,7 @@ pub fn counting_is_denied() -> bool {
 pub fn counting_is_denied_to(opener: &dyn EventOpener) -> bool {
     let mut attr = new_attr(b::PERF_TYPE_SOFTWARE, u64::from(b::PERF_COUNT_SW_DUMMY));
     attr.set_disabled(1);
-    let request = OpenRequest {
+    let request = EventOpenRequest {
         attr: bytes_of(&attr),
         counted: HostTarget::Thread(current_tid()),
         leader: None,

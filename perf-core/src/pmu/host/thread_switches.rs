@@ -90,7 +90,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::pmu::host::DrainStats;
+    use crate::pmu::host::HostRingStats;
     use crate::pmu::host::fd::current_tid;
 
     /// Each sleep of a thread is recorded as a switch that blocks, followed by a switch that
@@ -108,7 +108,7 @@ mod tests {
             thread::sleep(Duration::from_millis(1));
         }
         let mut seen = Vec::new();
-        assert_eq!(ring.drain(|switch| seen.push(switch)), DrainStats::default());
+        assert_eq!(ring.drain(|switch| seen.push(switch)), HostRingStats::default());
         let blocked = seen.iter().filter(|s| s.kind == ThreadSwitchKind::Blocked);
         assert!(blocked.count() >= SLEEPS, "{seen:?}");
         assert!(seen.is_sorted_by_key(|s| s.time_ns));

@@ -13,14 +13,14 @@ pub struct SimHost {
     /// Number of general-purpose counters.
     pub general: usize,
     /// Fixed-function counters.
-    pub fixed: Vec<SimFixed>,
+    pub fixed: Vec<SimFixedCounter>,
     /// Counters that another user holds.
     pub taken: CounterMask,
 }
 
 /// A fixed-function counter of a [`SimHost`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SimFixed {
+pub struct SimFixedCounter {
     /// `config` of the event that the counter holds.
     pub config: u64,
     /// `true` if general-purpose counters can hold the event too.
@@ -41,7 +41,7 @@ impl SimHost {
     /// cycles. As in Linux, no general-purpose counter holds reference cycles.
     #[must_use]
     pub fn intel(general: usize) -> Self {
-        let fixed = |config| SimFixed {
+        let fixed = |config| SimFixedCounter {
             config,
             general_too: config != Self::REF_CYCLES,
         };

@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use perf_core::record::{DecodedRecord, EncodeRecord, RecordFormat, RecordSink};
-use perf_core::ring::{RawRecord, Reservation, Ring, RingError, RingMode, RingReader};
+use perf_core::ring::{RawRecord, RecordReservation, Ring, RingError, RingMode, RingReader};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Byte offset of `data_head` in the control page.
@@ -26,7 +26,7 @@ pub fn write(ring: &Ring, size: usize, writer: u64, number: u64) -> Result<(), R
 }
 
 /// Fills and ends a record as [`write`] does.
-pub fn fill(mut record: Reservation<'_>, writer: u64, number: u64) {
+pub fn fill(mut record: RecordReservation<'_>, writer: u64, number: u64) {
     let words = record.left() as u64 / 8;
     for word in [u64::from(TAGGED), writer, number] {
         record.put_u64(word);

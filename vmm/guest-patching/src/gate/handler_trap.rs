@@ -135,7 +135,7 @@ struct FormerTrap {
 
 /// Trap that caused a port write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HandlerTrapState {
+pub enum TriggeredHandlerTrap {
     /// The installed trap at this address, or a former one that could not be removed.
     Installed(u64),
     /// A removed trap. The original instruction at this address has been restored.
@@ -146,19 +146,19 @@ impl GpHandlerTrap {
     /// Returns the trap that caused a port write with the vCPU at `rip`, which some KVM versions
     /// have already advanced past the OUT instruction.
     #[inline]
-    pub(super) fn of(&self, rip: u64) -> Option<HandlerTrapState> {
+    pub(super) fn of(&self, rip: u64) -> Option<TriggeredHandlerTrap> {
         let is = |at: u64| at != 0 && (rip == at || rip == at.wrapping_add(TRAP.len() as u64));
         let at = self.at.load(Ordering::Acquire);
         if is(at) {
-            return Some(HandlerTrapState::Installed(at));
+            return Some(TriggeredHandlerTrap::Installed(at));
         }
         let mut left = self.left.iter().map(|left| left.load(Ordering::Acquire));
         let at = left.find(|left| is(*left))?;
         let stands = self.places().former(at).is_some_and(|former| former.stands);
         Some(if stands {
-            HandlerTrapState::Installed(at)
+            TriggeredHandlerTrap::Installed(at)
         } else {
-            HandlerTrapState::Removed(at)
+            TriggeredHandlerTrap::Removed(at)
         })
     }
 

@@ -31,7 +31,7 @@ use crate::registers::VcpuState;
 use frame::FaultFrame;
 pub use frame::{RFLAGS_TF, rdpmc_length};
 use handler_trap::HandlerInstruction;
-pub use handler_trap::{GpHandlerTrap, HandlerTrapState};
+pub use handler_trap::{GpHandlerTrap, TriggeredHandlerTrap};
 use kernel_images::packed::PackedSymbols;
 
 /// Vector of #GP (SDM vol. 3 §6.15).
@@ -48,7 +48,7 @@ const CR4_FRED: u64 = 1 << 32;
 
 /// Reason why a vCPU stopped at the first instruction of the #GP handler.
 #[derive(Clone, Copy, Debug)]
-pub enum HandlerStopReason {
+pub enum GpHandlerStopReason {
     /// An RDPMC faulted; complete it with [`FaultedRdpmc::give`].
     Rdpmc(FaultedRdpmc),
     /// Another fault occurred; the guest's handler must run.
@@ -109,7 +109,7 @@ impl HandlerSnapshot {
 
 /// Interception of the #GP handler for one vCPU, by a shared trap or by a breakpoint.
 #[derive(Debug)]
-pub struct GpHandlerGate {
+pub struct GpHandlerInterception {
     memory: GuestMemoryMmap,
     symbols: Arc<PackedSymbols>,
     /// Trap shared by all vCPUs. `None` if a breakpoint is used instead.
@@ -125,14 +125,14 @@ pub struct GpHandlerGate {
 
 /// Result of checking the #GP handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HandlerCheck {
+pub enum GpHandlerCheckResult {
     /// The handler is unchanged, or there is no handler to intercept.
     Unchanged,
     /// The handler has changed. Contains the new breakpoint address if a breakpoint is used.
     Changed(Option<u64>),
 }
 
-impl GpHandlerGate {
+impl GpHandlerInterception {
     /// Creates the interception with a trap shared by all vCPUs, or with a breakpoint of this vCPU
     /// if `planted` is `None`.
     pub fn new(
@@ -160,7 +160,7 @@ impl GpHandlerGate {
 
     /// Returns the trap that a vCPU executed, given its RIP `rip` at the exit of the port write.
     #[inline]
-    pub fn planted_at(&self, rip: u64) -> Option<HandlerTrapState> {
+    pub fn planted_at(&self, rip: u64) -> Option<TriggeredHandlerTrap> {
         self.planted.as_ref()?.of(rip)
     }
 
@@ -171,14 +171,14 @@ impl GpHandlerGate {
     }
 
     /// Locates the guest's #GP handler and installs the interception.
-    pub fn look(&mut self, state: &VcpuState) -> HandlerCheck {
+    pub fn look(&mut self, state: &VcpuState) -> GpHandlerCheckResult {
         self.seen = None;
         if !state.is_64bit() {
-            return HandlerCheck::Unchanged;
+            return GpHandlerCheckResult::Unchanged;
         }
         let mut memory = LinearMemory::new(&self.memory, state);
         let Some(gate) = memory.gate(GENERAL_PROTECTION) else {
-            return HandlerCheck::Unchanged;
+            return GpHandlerCheckResult::Unchanged;
         };
         let mut code = [0; 2 * MAX_INSTRUCTION_BYTES];
         let readable = memory.read(gate, &mut code);
@@ -205,16 +205,16 @@ impl GpHandlerGate {
             })
         });
         let looked = match served {
-            Some((_, false)) => return HandlerCheck::Unchanged,
-            Some((head, true)) => HandlerCheck::Changed(self.planted.is_none().then_some(head.at)),
+            Some((_, false)) => return GpHandlerCheckResult::Unchanged,
+            Some((head, true)) => GpHandlerCheckResult::Changed(self.planted.is_none().then_some(head.at)),
             None => {
                 if let Some(planted) = &self.planted {
                     planted.remove(&self.memory);
                 }
                 if self.unfit.replace(gate) == Some(gate) {
-                    return HandlerCheck::Unchanged;
+                    return GpHandlerCheckResult::Unchanged;
                 }
-                HandlerCheck::Changed(None)
+                GpHandlerCheckResult::Changed(None)
             }
         };
         if self.said < MAX_LOG_LINES && log::log_enabled!(log::Level::Info) {
@@ -281,14 +281,18 @@ impl GpHandlerGate {
     /// Determines why a vCPU stopped at the #GP handler. `replaced` returns the length of the RDPMC
     /// that a trap has replaced at a physical address.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
-    pub fn stopped(&self, state: &VcpuState, replaced: impl FnOnce(u64) -> Option<u8>) -> HandlerStopReason {
+    pub fn stopped(
+        &self,
+        state: &VcpuState,
+        replaced: impl FnOnce(u64) -> Option<u8>,
+    ) -> GpHandlerStopReason {
         match FaultFrame::of_rdpmc(state, &mut LinearMemory::new(&self.memory, state), replaced) {
-            Some(frame) => HandlerStopReason::Rdpmc(FaultedRdpmc {
+            Some(frame) => GpHandlerStopReason::Rdpmc(FaultedRdpmc {
                 frame,
                 index: state.regs.rcx as u32,
                 cpl: frame.cpl(),
             }),
-            None => HandlerStopReason::Handler,
+            None => GpHandlerStopReason::Handler,
         }
     }
 

@@ -102,7 +102,7 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     let memory = memory();
     let state = kernel(&memory);
     let planted = Arc::new(GpHandlerTrap::default());
-    let mut gate = GpHandlerGate::new(Some(planted.clone()), memory.clone(), Arc::default());
+    let mut gate = GpHandlerInterception::new(Some(planted.clone()), memory.clone(), Arc::default());
     let clac = [0xf3, 0x0f, 0x1e, 0xfa, 0x0f, 0x01, 0xca, 0xfc];
     for _ in 0..2 {
         memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
@@ -113,7 +113,7 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
             assert_eq!(code, [0xf3, 0x0f, 0x1e, 0xfa, TRAP[0], TRAP[1], 0xca, 0xfc]);
         }
     }
-    let here = Some(HandlerTrapState::Installed(GATE + 4));
+    let here = Some(TriggeredHandlerTrap::Installed(GATE + 4));
     assert_eq!([GATE + 4, GATE + 6].map(|rip| gate.planted_at(rip)), [here, here]);
     assert_eq!(
         [GATE, GATE + 5, GATE + 7].map(|rip| gate.planted_at(rip)),
@@ -132,13 +132,16 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     memory
         .write_obj(entry, GuestAddress(IDT + 16 * u64::from(GENERAL_PROTECTION)))
         .unwrap();
-    GpHandlerGate::new(Some(planted), memory.clone(), Arc::default()).look(&state);
+    GpHandlerInterception::new(Some(planted), memory.clone(), Arc::default()).look(&state);
     assert_eq!(memory.read_obj::<[u8; 8]>(GuestAddress(GATE)).unwrap(), clac);
-    assert_eq!(gate.planted_at(0x6000), Some(HandlerTrapState::Installed(0x6000)));
+    assert_eq!(
+        gate.planted_at(0x6000),
+        Some(TriggeredHandlerTrap::Installed(0x6000))
+    );
     // A vCPU that executed the former trap returns to the restored instruction.
     assert_eq!(
         gate.planted_at(GATE + 6),
-        Some(HandlerTrapState::Removed(GATE + 4))
+        Some(TriggeredHandlerTrap::Removed(GATE + 4))
     );
     gate.enter_handler(GATE + 4, &mut at).unwrap();
     assert_eq!(at.regs.rip, GATE + 4);
@@ -156,13 +159,17 @@ fn trap_does_not_replace_two_instructions() {
     let state = kernel(&memory);
     let code = [0x90, 0x90, 0x90, 0x90];
     memory.write_slice(&code, GuestAddress(GATE)).unwrap();
-    let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
-    assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
+    let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
+    assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
     assert_eq!(gate.planted_at(GATE), None);
-    let mut gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
-    assert_eq!(gate.look(&state), HandlerCheck::Changed(Some(GATE)));
-    assert_eq!(gate.look(&state), HandlerCheck::Unchanged, "it is there already");
+    let mut gate = GpHandlerInterception::new(None, memory.clone(), Arc::default());
+    assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(Some(GATE)));
+    assert_eq!(
+        gate.look(&state),
+        GpHandlerCheckResult::Unchanged,
+        "it is there already"
+    );
     assert!(gate.breaks_at(GATE) && !gate.breaks_at(GATE + 2));
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), code);
 }
@@ -194,14 +201,14 @@ fn kexec_kernel_at_same_address_gets_trap() {
             memory.write_slice(&CLAC, GuestAddress(at)).unwrap();
         }
         page(&mut state, GATE);
-        let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
-        assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
+        let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
+        assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(GATE)).unwrap(), TRAP);
         page(&mut state, 0x7000);
         if overwritten {
             memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
         }
-        assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
+        assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(0x7000)).unwrap(), TRAP);
         let left: [u8; 2] = memory.read_obj(GuestAddress(GATE)).unwrap();
         assert_eq!(left == TRAP, overwritten);
@@ -223,15 +230,15 @@ fn move_handler(memory: &GuestMemoryMmap, at: u64) {
 fn vcpu_at_removed_trap_resumes_original_instruction() {
     let memory = memory();
     let state = kernel(&memory);
-    let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
     let places = [GATE, 0x6000, 0x6100, 0x6200];
     for at in places {
         move_handler(&memory, at);
         gate.look(&state);
-        assert_eq!(gate.planted_at(at), Some(HandlerTrapState::Installed(at)));
+        assert_eq!(gate.planted_at(at), Some(TriggeredHandlerTrap::Installed(at)));
     }
     for at in &places[..3] {
-        assert_eq!(gate.planted_at(at + 2), Some(HandlerTrapState::Removed(*at)));
+        assert_eq!(gate.planted_at(at + 2), Some(TriggeredHandlerTrap::Removed(*at)));
         let mut on_its_way = state;
         gate.enter_handler(*at, &mut on_its_way).unwrap();
         assert_eq!(on_its_way.regs.rip, *at);
@@ -239,8 +246,11 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
     // The handler moves back to the first address, where the trap is then installed again.
     move_handler(&memory, GATE);
     gate.look(&state);
-    assert_eq!(gate.planted_at(GATE), Some(HandlerTrapState::Installed(GATE)));
-    assert_eq!(gate.planted_at(0x6200), Some(HandlerTrapState::Removed(0x6200)));
+    assert_eq!(gate.planted_at(GATE), Some(TriggeredHandlerTrap::Installed(GATE)));
+    assert_eq!(
+        gate.planted_at(0x6200),
+        Some(TriggeredHandlerTrap::Removed(0x6200))
+    );
 }
 
 /// A snapshot contains the original #GP handler without the trap. If a trap cannot be removed, the
@@ -250,7 +260,7 @@ fn no_code_of_ours_is_left_planted() {
     let memory = memory();
     let state = kernel(&memory);
     let planted = Arc::new(GpHandlerTrap::default());
-    let mut gate = GpHandlerGate::new(Some(planted.clone()), memory.clone(), Arc::default());
+    let mut gate = GpHandlerInterception::new(Some(planted.clone()), memory.clone(), Arc::default());
     let clac = [0x0f, 0x01, 0xca, 0xfc];
     memory.write_slice(&clac, GuestAddress(GATE)).unwrap();
     gate.look(&state);
@@ -259,7 +269,7 @@ fn no_code_of_ours_is_left_planted() {
     assert_eq!(memory.read_obj::<[u8; 4]>(GuestAddress(GATE)).unwrap(), clac);
     // The source VM continues to run, so the trap is installed again.
     gate.look(&state);
-    assert_eq!(gate.planted_at(GATE), Some(HandlerTrapState::Installed(GATE)));
+    assert_eq!(gate.planted_at(GATE), Some(TriggeredHandlerTrap::Installed(GATE)));
     memory.write_obj(0x1234u16, GuestAddress(GATE + 8)).unwrap();
     assert!(!planted.remove_for_snapshot(&memory), "it stays in memory");
 }
@@ -272,7 +282,7 @@ fn trap_left_in_memory_is_still_emulated() {
     let memory = memory();
     let state = kernel(&memory);
     let planted = Arc::new(GpHandlerTrap::default());
-    let mut gate = GpHandlerGate::new(Some(planted), memory.clone(), Arc::default());
+    let mut gate = GpHandlerInterception::new(Some(planted), memory.clone(), Arc::default());
     let places: Vec<u64> = (0..50).map(|n| 0x6000 + 0x20 * n).collect();
     for at in &places {
         move_handler(&memory, *at);
@@ -282,7 +292,10 @@ fn trap_left_in_memory_is_still_emulated() {
     let last = places.len() - 1;
     for at in &places[last - 3..last] {
         assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(*at)).unwrap(), TRAP);
-        assert_eq!(gate.planted_at(at + 2), Some(HandlerTrapState::Installed(*at)));
+        assert_eq!(
+            gate.planted_at(at + 2),
+            Some(TriggeredHandlerTrap::Installed(*at))
+        );
         let mut there = state;
         there.regs.rflags = RFLAGS_AC | 2;
         gate.enter_handler(*at, &mut there).unwrap();
@@ -299,14 +312,14 @@ fn trap_is_installed_atomically_at_any_alignment() {
     for at in 0x6000..0x6010u64 {
         let memory = memory();
         let state = kernel(&memory);
-        let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+        let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
         memory.write_slice(&[0xAA; 32], GuestAddress(0x5ff8)).unwrap();
         move_handler(&memory, at);
         let whole = at % 8 != 7;
-        assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
+        assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
         assert_eq!(
             gate.planted_at(at),
-            whole.then_some(HandlerTrapState::Installed(at))
+            whole.then_some(TriggeredHandlerTrap::Installed(at))
         );
         let code: [u8; 6] = memory.read_obj(GuestAddress(at - 1)).unwrap();
         let first = if whole { TRAP } else { [CLAC[0], CLAC[1]] };
@@ -328,7 +341,7 @@ fn gate_and_handler_changes_are_detected() {
     let memory = memory();
     let mut state = kernel(&memory);
     memory.write_slice(&CLAC, GuestAddress(GATE)).unwrap();
-    let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
     assert!(!gate.has_changed());
     gate.look(&state);
     assert!(!gate.has_changed());
@@ -342,7 +355,7 @@ fn gate_and_handler_changes_are_detected() {
     memory
         .write_slice(&[0x6a, 13, 0x90], GuestAddress(0x6000))
         .unwrap();
-    assert_eq!(gate.look(&state), HandlerCheck::Changed(None));
+    assert_eq!(gate.look(&state), GpHandlerCheckResult::Changed(None));
     for bit in [CR4_CET, CR4_FRED] {
         state.sregs.cr4 = bit;
         gate.look(&state);
@@ -350,10 +363,16 @@ fn gate_and_handler_changes_are_detected() {
             memory.read_obj::<[u8; 3]>(GuestAddress(0x6000)).unwrap(),
             [0x6a, 13, 0x90]
         );
-        assert_eq!(gate.planted_at(0x6000), Some(HandlerTrapState::Removed(0x6000)));
+        assert_eq!(
+            gate.planted_at(0x6000),
+            Some(TriggeredHandlerTrap::Removed(0x6000))
+        );
         state.sregs.cr4 = 0;
         gate.look(&state);
-        assert_eq!(gate.planted_at(0x6000), Some(HandlerTrapState::Installed(0x6000)));
+        assert_eq!(
+            gate.planted_at(0x6000),
+            Some(TriggeredHandlerTrap::Installed(0x6000))
+        );
     }
 }
 
@@ -370,10 +389,11 @@ fn concurrent_trap_installation_keeps_original_code() {
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
-                    let mut gate = GpHandlerGate::new(Some(planted.clone()), memory.clone(), Arc::default());
+                    let mut gate =
+                        GpHandlerInterception::new(Some(planted.clone()), memory.clone(), Arc::default());
                     together.wait();
                     gate.look(&state);
-                    assert_eq!(gate.planted_at(GATE), Some(HandlerTrapState::Installed(GATE)));
+                    assert_eq!(gate.planted_at(GATE), Some(TriggeredHandlerTrap::Installed(GATE)));
                 });
             }
         });
@@ -387,7 +407,7 @@ fn concurrent_trap_installation_keeps_original_code() {
 #[test]
 fn rdpmc_prefixes_are_part_of_instruction() {
     let memory = memory();
-    let gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
+    let gate = GpHandlerInterception::new(None, memory.clone(), Arc::default());
     for (code, length) in [
         (&[0x66, 0x0f, 0x33][..], Some(3)),
         (&[0x67, 0xf3, 0x48, 0x0f, 0x33], Some(5)),
@@ -400,13 +420,13 @@ fn rdpmc_prefixes_are_part_of_instruction() {
         memory.write_slice(code, GuestAddress(USER_CODE)).unwrap();
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         let behind = match gate.stopped(&state, |_| None) {
-            HandlerStopReason::Rdpmc(answer) => {
+            GpHandlerStopReason::Rdpmc(answer) => {
                 assert_eq!(answer.place().0, USER_CODE);
                 answer.give(7, &mut state);
                 assert_eq!((state.regs.rip, state.regs.rax), (answer.place().1, 7));
                 Some(state.regs.rip - USER_CODE)
             }
-            HandlerStopReason::Handler => None,
+            GpHandlerStopReason::Handler => None,
         };
         assert_eq!(behind, length, "{code:x?}");
     }
@@ -415,13 +435,13 @@ fn rdpmc_prefixes_are_part_of_instruction() {
 #[test]
 fn trap_flag_in_frame_is_detected() {
     let memory = memory();
-    let gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
+    let gate = GpHandlerInterception::new(None, memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     for (rflags, traps) in [(0x246u64, false), (0x346, true)] {
         let mut state = kernel(&memory);
         fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
         memory.write_obj(rflags, GuestAddress(STACK + 24)).unwrap();
-        let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+        let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
             panic!("not seen")
         };
         assert_eq!(answer.traps(), traps);
@@ -436,11 +456,11 @@ fn trap_flag_in_frame_is_detected() {
 fn program_resumes_after_rdpmc() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     state.regs.rcx = 0x1_4000_0001;
-    let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!((answer.index, answer.cpl), (0x4000_0001, 3));
@@ -463,11 +483,11 @@ fn program_resumes_after_rdpmc() {
 fn program_repeats_rdpmc() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     (state.regs.rax, state.regs.rcx, state.regs.rdx) = (11, 1, 22);
-    let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     answer.execute_again(&mut state);
@@ -485,10 +505,10 @@ fn program_repeats_rdpmc() {
 fn module_resumes_after_rdpmc() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = GpHandlerGate::new(None, memory.clone(), Arc::default());
+    let gate = GpHandlerInterception::new(None, memory.clone(), Arc::default());
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
     fault(&memory, &mut state, KERNEL_CS, 0, USER_CODE);
-    let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
+    let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) else {
         panic!("not seen")
     };
     assert_eq!(answer.cpl, 0);
@@ -504,8 +524,8 @@ fn module_resumes_after_rdpmc() {
 fn other_faults_reach_the_handler() {
     let memory = memory();
     let mut state = kernel(&memory);
-    let gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
-    let handler = |state: &VcpuState| matches!(gate.stopped(state, |_| None), HandlerStopReason::Handler);
+    let gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
+    let handler = |state: &VcpuState| matches!(gate.stopped(state, |_| None), GpHandlerStopReason::Handler);
     fault(&memory, &mut state, USER_CS, USER_SS, USER_CODE);
     assert!(handler(&state), "no RDPMC");
     memory.write_slice(&RDPMC, GuestAddress(USER_CODE)).unwrap();
@@ -567,9 +587,9 @@ proptest! {
         for (base, limit) in [(GDT, 0x3f), (base, limit)] {
             (state.sregs.gdt.base, state.sregs.gdt.limit) = (base, limit);
             (state.sregs.idt.base, state.sregs.idt.limit) = (if base == GDT { IDT } else { base }, limit | 0xff);
-            let mut gate = GpHandlerGate::new(Some(Arc::default()), memory.clone(), Arc::default());
+            let mut gate = GpHandlerInterception::new(Some(Arc::default()), memory.clone(), Arc::default());
             gate.look(&state);
-            if let HandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) {
+            if let GpHandlerStopReason::Rdpmc(answer) = gate.stopped(&state, |_| None) {
                 let behind = answer.frame.cs.base.wrapping_add(answer.place().1) & 0xffff_ffff;
                 prop_assert_eq!(memory.read_obj::<[u8; 2]>(GuestAddress(behind - 2)).unwrap(), RDPMC);
             }

@@ -40,7 +40,7 @@ pub mod symbolize;
 
 use serde::{Deserialize, Serialize};
 
-use crate::unwind::UnwindStopCounts;
+use crate::unwind::UnwindStopReasons;
 use kernel_images::build_id::BuildId;
 
 /// A sampled event.
@@ -87,14 +87,14 @@ pub enum ProfilePerspective {
 /// The same moment on two clocks: the wall clock and the clock of the samples (`CLOCK_MONOTONIC` of
 /// the host). Used to convert the times of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WallClock {
+pub struct ClockCorrelation {
     /// Wall-clock time, in nanoseconds since 1970 (UTC).
     pub wall_ns: u64,
     /// Time on the clock of the samples that corresponds to `wall_ns`, in nanoseconds.
     pub clock_ns: u64,
 }
 
-impl WallClock {
+impl ClockCorrelation {
     /// Converts the time of a sample to wall-clock time, in nanoseconds since 1970.
     pub fn at(&self, time_ns: u64) -> u64 {
         self.wall_ns.wrapping_sub(self.clock_ns).wrapping_add(time_ns)
@@ -116,7 +116,7 @@ pub struct ProfileMetadata {
     pub form: ProfilePerspective,
     /// Conversion from the samples' clock to wall-clock time, if known. If given, the samples'
     /// clock is `CLOCK_MONOTONIC`.
-    pub clock: Option<WallClock>,
+    pub clock: Option<ClockCorrelation>,
     /// `true` if the file contains the context switches of the vCPU threads.
     pub thread_switches: bool,
 }
@@ -191,7 +191,7 @@ pub struct ProfileSample<'c> {
     /// ID of the event ([`EventInfo::id`]).
     pub event_id: u64,
     /// Reasons why the unwinder ended the kernel part and the user part of the call chain.
-    pub ends: UnwindStopCounts,
+    pub ends: UnwindStopReasons,
     /// Call chain, innermost frame first.
     pub chain: &'c [u64],
     /// Branch stack, newest branch first.

@@ -16,11 +16,11 @@ use super::perfdata::{
     own_marker,
 };
 use super::{
-    EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
-    ProfileSample, SampledBranch, SavedSymbol, TaskName, WallClock,
+    ClockCorrelation, EventInfo, EventRate, FileMapping, KernelMap, NO_PID, Profile, ProfileMetadata,
+    ProfilePerspective, ProfileSample, SampledBranch, SavedSymbol, TaskName,
 };
 use crate::sample::FileSampleData;
-use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStopCounts};
+use crate::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStopReasons};
 use kernel_images::build_id::{self, BuildId};
 use kernel_images::le::u64_at;
 
@@ -235,10 +235,14 @@ pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
                 .flatten()
                 .map_or_else(Vec::new, |words| words.into_iter().map(str::to_owned).collect()),
             form: ProfilePerspective::InGuest,
-            clock: perf_file.clock_data().ok().flatten().map(|clock| WallClock {
-                wall_ns: clock.wall_clock_ns,
-                clock_ns: clock.clockid_time_ns,
-            }),
+            clock: perf_file
+                .clock_data()
+                .ok()
+                .flatten()
+                .map(|clock| ClockCorrelation {
+                    wall_ns: clock.wall_clock_ns,
+                    clock_ns: clock.clockid_time_ns,
+                }),
         },
         symbols: saved_symbols(bytes),
         ..Profile::default()
@@ -505,7 +509,7 @@ fn add(
                 profile.meta.form = ProfilePerspective::AsHost;
             }
             let ours = s.raw.and_then(|raw| FileSampleData::read(&raw.as_slice()));
-            let unknown = (0, if user { 3 } else { 0 }, UnwindStopCounts::default());
+            let unknown = (0, if user { 3 } else { 0 }, UnwindStopReasons::default());
             let (cr3, cpl, ends) = ours.unwrap_or(unknown);
             let mut sample = ProfileSample {
                 time_ns: s.timestamp.unwrap_or(time_ns),
@@ -523,7 +527,7 @@ fn add(
             };
             // The writer gives such a chain to samples without one.
             if ours.is_some()
-                && ends == UnwindStopCounts::default()
+                && ends == UnwindStopReasons::default()
                 && chain == [own_marker(&sample), sample.ip]
             {
                 sample.chain = &[];

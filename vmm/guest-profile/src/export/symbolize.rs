@@ -32,7 +32,7 @@ pub struct NamedFrame {
 
 /// Result of reading the guest's file behind a mapping, for resolving addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FileSymbols {
+pub enum GuestFileStatus {
     /// The file is missing or unusable.
     Missing,
     /// The file comes from a different build than the one that the guest runs.
@@ -152,16 +152,16 @@ impl<'p> Symbolizer<'p> {
 
     /// Reads the guest's file `path` and returns its usability. `running` is the build ID of the
     /// file that the guest runs.
-    pub fn file_symbols(&mut self, path: &str, running: Option<BuildId>) -> FileSymbols {
+    pub fn file_symbols(&mut self, path: &str, running: Option<BuildId>) -> GuestFileStatus {
         let Some(mount) = &mut self.mount else {
-            return FileSymbols::Missing;
+            return GuestFileStatus::Missing;
         };
         if mount.object(path).is_none() {
-            FileSymbols::Missing
+            GuestFileStatus::Missing
         } else if mount.object_of(path, running).is_none() {
-            FileSymbols::OtherBuild
+            GuestFileStatus::OtherBuild
         } else {
-            FileSymbols::Usable
+            GuestFileStatus::Usable
         }
     }
 
@@ -279,7 +279,7 @@ enum SampleOwner {
     /// Process with this ID.
     Process(u32),
     /// Any process with this name.
-    NamedFrame(String),
+    Named(String),
 }
 
 /// Key under which call chains that can be copied are stored: event, process, object and function.
@@ -303,7 +303,7 @@ fn chain_keys(
     let place = |owner| (sample.event_id, owner, named.object.clone(), function.clone());
     [
         Some(place(SampleOwner::Process(sample.pid))),
-        task.map(|task| place(SampleOwner::NamedFrame(task))),
+        task.map(|task| place(SampleOwner::Named(task))),
     ]
 }
 

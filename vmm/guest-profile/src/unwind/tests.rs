@@ -382,12 +382,12 @@ fn chain_end_reasons_round_trip() {
     let ends = || UnwindStop::ALL.into_iter().map(Some).chain([None]);
     for (kernel, user) in ends().flat_map(|k| ends().map(move |u| (k, u))) {
         for guessed in [false, true] {
-            let ends = UnwindStopCounts {
+            let ends = UnwindStopReasons {
                 kernel,
                 user,
                 guessed,
             };
-            assert_eq!(UnwindStopCounts::from_bytes(ends.to_bytes()), ends);
+            assert_eq!(UnwindStopReasons::from_bytes(ends.to_bytes()), ends);
             let cut = [kernel, user]
                 .iter()
                 .any(|e| matches!(e, Some(UnwindStop::Full | UnwindStop::Spent)));
@@ -395,8 +395,8 @@ fn chain_end_reasons_round_trip() {
         }
     }
     assert_eq!(
-        UnwindStopCounts::from_bytes([0xFF, 0xFE]),
-        UnwindStopCounts::default()
+        UnwindStopReasons::from_bytes([0xFF, 0xFE]),
+        UnwindStopReasons::default()
     );
 }
 

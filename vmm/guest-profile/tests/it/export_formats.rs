@@ -8,7 +8,7 @@ use guest_profile::export::{
     EventInfo, EventRate, FileMapping, NO_PID, Profile, ProfileMetadata, ProfileSample, SavedSymbol,
     TaskName, folded, perfdata, pprof, reader, script,
 };
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopCounts};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopReasons};
 use kernel_images::symbols::KernelSymbols;
 use proptest::prelude::*;
 
@@ -132,20 +132,20 @@ fn truncated_chains_are_not_reused() {
         chain,
         ..sample()
     };
-    let spent = UnwindStopCounts {
+    let spent = UnwindStopReasons {
         user: Some(UnwindStop::Spent),
-        ..UnwindStopCounts::default()
+        ..UnwindStopReasons::default()
     };
     let cut = [CONTEXT_GUEST_USER, 0x40_0110, 0x40_0150];
     (0..6).for_each(|i| p.push(&sample(500 + i, spent, &cut)));
-    (0..9).for_each(|i| p.push(&sample(600 + i, UnwindStopCounts::default(), &[])));
+    (0..9).for_each(|i| p.push(&sample(600 + i, UnwindStopReasons::default(), &[])));
     let full = complete_chains(&p, &mut Symbolizer::new(&p, Some(kernel()), None));
     let added: Vec<_> = full.samples().filter(|s| s.time_ns >= 600).collect();
     assert_eq!(added.len(), 9);
     assert!(added.iter().all(|s| s.chain.len() == 3 && s.chain != cut));
     let mut only = Profile::new(p.meta.clone(), p.events.clone());
     only.push(&sample(1, spent, &cut));
-    only.push(&sample(2, UnwindStopCounts::default(), &[]));
+    only.push(&sample(2, UnwindStopReasons::default(), &[]));
     let full = complete_chains(&only, &mut Symbolizer::new(&only, None, None));
     assert!(full.samples().all(|s| s.chain == cut));
     let mut text = Vec::new();

@@ -8,10 +8,10 @@ use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::report::{self, ReportOptions, SortKey};
 use guest_profile::export::symbolize::Symbolizer;
 use guest_profile::export::{
-    EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata, ProfilePerspective,
-    ProfileSample, SampledBranch, SavedSymbol, TaskName, WallClock, perfdata, reader, script,
+    ClockCorrelation, EventInfo, EventRate, FileMapping, KernelMap, Profile, ProfileMetadata,
+    ProfilePerspective, ProfileSample, SampledBranch, SavedSymbol, TaskName, perfdata, reader, script,
 };
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopCounts};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopReasons};
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 use linux_perf_data::linux_perf_event_reader::{CpuMode, EventRecord};
@@ -46,7 +46,7 @@ fn profile() -> Profile {
             command: vec!["perfvisor".into(), "record".into()],
             form: ProfilePerspective::InGuest,
             // The sample clock started 10 s before 14 November 2023, 14:15.
-            clock: Some(WallClock {
+            clock: Some(ClockCorrelation {
                 wall_ns: 1_699_971_300_000_000_000,
                 clock_ns: 10_000_000_000,
             }),
@@ -115,7 +115,7 @@ fn profile() -> Profile {
             period: 1000,
             event_id: 7,
             branches: &[],
-            ends: UnwindStopCounts {
+            ends: UnwindStopReasons {
                 kernel: kernel.then_some(UnwindStop::Complete),
                 user: Some(if i == 3 {
                     UnwindStop::Spent
@@ -524,7 +524,7 @@ fn sample_without_chain_has_its_address_in_the_file() {
     let mut light = profile.samples().next().unwrap();
     let ip = light.ip;
     light.chain = &[];
-    light.ends = UnwindStopCounts::default();
+    light.ends = UnwindStopReasons::default();
     let mut only_light = Profile::new(profile.meta.clone(), profile.events.clone());
     only_light.push(&light);
     let file = bytes(&only_light);

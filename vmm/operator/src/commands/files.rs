@@ -20,7 +20,7 @@ use kernel_images::symbols::KernelSymbols;
 use perf_core::error_line;
 use virtio_devices::disk::config::DiskConfig;
 use virtio_devices::disk::image::DiskImageError;
-use virtio_devices::disk::view::DiskView;
+use virtio_devices::disk::view::UnlockedDiskView;
 
 /// Maximum size of a kernel image with symbols, in bytes.
 const MAX_VMLINUX: u64 = 2 << 30;
@@ -245,7 +245,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
         (Some(dir), _) if dir.is_dir() => Ok(Some(GuestFiles::Directory(dir.clone()))),
         (Some(dir), _) => Err(SymbolsError::NoDirectory(dir.clone())),
         (None, Some(config)) => {
-            let view = DiskView::open(config).map_err(SymbolsError::DiskImage)?;
+            let view = UnlockedDiskView::open(config).map_err(SymbolsError::DiskImage)?;
             let disk = GuestDisk::open(Box::new(HostDisk(view))).map_err(|source| SymbolsError::Disk {
                 path: config.path.clone(),
                 source,
@@ -257,7 +257,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
 }
 
 /// A disk image on the host, read as the guest's disk.
-struct HostDisk(DiskView);
+struct HostDisk(UnlockedDiskView);
 
 impl DiskBytes for HostDisk {
     fn len(&self) -> u64 {

@@ -7,7 +7,7 @@ use control_api::nearest::did_you_mean;
 use operator::commands::one_line;
 use perf_core::error_line;
 
-use super::{CliExit, subcommand_names};
+use super::{CliEarlyExit, subcommand_names};
 
 /// Returns the word of `words` that contains the unknown option `letter`, such as `-smp` for `-s`.
 fn whole_word(letter: &str, words: &[OsString]) -> Option<String> {
@@ -26,7 +26,7 @@ pub(super) fn condense_error(
     command: &clap::Command,
     path: &str,
     words: &[OsString],
-) -> CliExit {
+) -> CliEarlyExit {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(s)) => s.clone(),
         Some(ContextValue::Strings(s)) => s.join(", "),
@@ -43,7 +43,7 @@ pub(super) fn condense_error(
     };
     let line = match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            return CliExit::Text(error.render().to_string());
+            return CliEarlyExit::Text(error.render().to_string());
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             format!("a command is missing: {}; {see}", subcommand_names(command))
@@ -113,7 +113,7 @@ pub(super) fn condense_error(
                 .to_owned()
         }
     };
-    CliExit::Error(one_line(&line))
+    CliEarlyExit::Error(one_line(&line))
 }
 
 /// Returns a hint about the option that was probably meant by a stray positional argument of

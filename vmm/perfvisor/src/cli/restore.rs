@@ -7,7 +7,7 @@ use clap::ArgMatches;
 use clap::parser::ValueSource;
 use vpmu::BackingPolicy;
 
-use super::{Cli, CliCommand, CliExit, RunArgs};
+use super::{Cli, CliCommand, CliEarlyExit, RunArgs};
 
 /// Options that determine the machine, by the names of their fields. None of their values is a
 /// path.
@@ -132,7 +132,7 @@ impl RunArgs {
                 ..
             }) => *run,
             Ok(_) => return Err(MachineOptionsError::Invalid("not of run".to_owned())),
-            Err(CliExit::Error(line) | CliExit::Text(line)) => {
+            Err(CliEarlyExit::Error(line) | CliEarlyExit::Text(line)) => {
                 return Err(MachineOptionsError::Invalid(line));
             }
         };
@@ -198,7 +198,7 @@ mod tests {
                 ..
             }) => Ok(*run),
             Ok(_) => panic!("not run"),
-            Err(CliExit::Error(line) | CliExit::Text(line)) => Err(line),
+            Err(CliEarlyExit::Error(line) | CliEarlyExit::Text(line)) => Err(line),
         }
     }
 

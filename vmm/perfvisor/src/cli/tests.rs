@@ -4,7 +4,7 @@ use perf_core::mux::MuxPolicy;
 
 use super::*;
 
-fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
+fn run(args: &[&str]) -> Result<RunArgs, CliEarlyExit> {
     let all = ["perfvisor", "run"].iter().chain(args);
     match parse(all)?.command {
         CliCommand::Run(run) => Ok(*run),
@@ -14,7 +14,7 @@ fn run(args: &[&str]) -> Result<RunArgs, CliExit> {
 
 fn error(args: &[&str]) -> String {
     match run(args) {
-        Err(CliExit::Error(line)) => {
+        Err(CliEarlyExit::Error(line)) => {
             assert!(!line.contains('\n'), "{line:?} is more than one line");
             line
         }
@@ -200,20 +200,20 @@ fn invalid_values_are_reported_with_valid_ones_in_one_line() {
 fn missing_and_unknown_commands_print_one_line() {
     for args in [&["perfvisor"][..], &["perfvisor", "fly"]] {
         match parse(args) {
-            Err(CliExit::Error(line)) => assert!(line.contains("run, check, validate, ps"), "{line}"),
+            Err(CliEarlyExit::Error(line)) => assert!(line.contains("run, check, validate, ps"), "{line}"),
             other => panic!("{other:?}"),
         }
     }
     assert!(matches!(
         parse(["perfvisor", "run", "--help"]),
-        Err(CliExit::Text(_))
+        Err(CliEarlyExit::Text(_))
     ));
 }
 
 /// An option that is not a typing error gets no suggestion.
 #[test]
 fn dissimilar_option_is_not_suggested() {
-    let Err(CliExit::Error(line)) = parse(["perfvisor", "run", "--api-sock", "/tmp/x"]) else {
+    let Err(CliEarlyExit::Error(line)) = parse(["perfvisor", "run", "--api-sock", "/tmp/x"]) else {
         panic!("--api-sock is unknown");
     };
     assert!(
@@ -226,12 +226,12 @@ fn dissimilar_option_is_not_suggested() {
 #[test]
 fn help_command_prints_help() {
     let text = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
-        Err(CliExit::Text(text)) => text,
+        Err(CliEarlyExit::Text(text)) => text,
         other => panic!("{args:?}: {other:?}"),
     };
     assert_eq!(text(&["help"]), text(&["--help"]));
     assert_eq!(text(&["help", "record"]), text(&["record", "--help"]));
-    let Err(CliExit::Error(line)) = parse(["perfvisor", "help", "recrod"]) else {
+    let Err(CliEarlyExit::Error(line)) = parse(["perfvisor", "help", "recrod"]) else {
         panic!("recrod");
     };
     assert!(line.contains("did you mean 'record'?"), "{line}");
@@ -242,7 +242,7 @@ fn help_command_prints_help() {
 fn help_shows_examples() {
     for (command, examples) in crate::commands::generate::EXAMPLES {
         let words = command.split(' ').chain(["--help"]);
-        let Err(CliExit::Text(help)) = parse(words) else {
+        let Err(CliEarlyExit::Text(help)) = parse(words) else {
             panic!("{command}: no help");
         };
         assert!(help.contains(examples[0]) || help.contains("Example: "), "{help}");
@@ -252,7 +252,7 @@ fn help_shows_examples() {
 /// The help shows defaults that are defined outside the command line module.
 #[test]
 fn help_shows_defaults() {
-    let Err(CliExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
+    let Err(CliEarlyExit::Text(help)) = parse(["perfvisor", "run", "--help"]) else {
         panic!("no help");
     };
     // Ignore line breaks.
@@ -282,7 +282,7 @@ fn help_shows_defaults() {
 #[test]
 fn argument_errors_name_the_command() {
     let line = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {
-        Err(CliExit::Error(line)) => line,
+        Err(CliEarlyExit::Error(line)) => line,
         other => panic!("{args:?} gave {other:?}"),
     };
     for (args, parts) in [

@@ -10,7 +10,7 @@ use vpmu::{ArchEvent, BackingPolicy, HostPmuProperties, ModelError, PmuGeneratio
 
 use crate::values::{BackingSelection, parse_tolerance, parse_validated};
 use ::validate::child::ChildError;
-use ::validate::report::{ReportText, ValidationRow};
+use ::validate::report::{ReportFormatter, ValidationRow};
 use ::validate::{HostProperties, KvmSummary, LinuxFiles, StopCallback, ValidateOptions};
 use guest_patching::rdpmc::RdpmcMode;
 use operator::commands::{OutputError, print};
@@ -20,7 +20,7 @@ use operator::signals::StopSignals;
 use perf_core::error_line;
 use vmm::kvm::execution;
 use vmm::kvm::host::KvmHostError;
-use vmm::kvm::vpmu_probe::{KvmPmuOffer, KvmVpmuModelError};
+use vmm::kvm::vpmu_probe::{KvmPmuCapabilities, KvmVpmuModelError};
 use vmm::kvm::{cpuid, host};
 use vmm::pmu::backing::{self, BackingError};
 use vmm::pmu::fit::{self, fit};
@@ -140,7 +140,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
         linux_skipped,
         own_pmu: own_pmu.is_some(),
     };
-    let mut text = ReportText::default();
+    let mut text = ReportFormatter::default();
     let mut printed = Ok(());
     // Print rows as soon as they are measured, because a complete run takes minutes.
     let mut on_row = |row: &ValidationRow| {
@@ -168,7 +168,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
 }
 
 /// Returns the properties of the host, and whether it can run Linux guests.
-fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, bool), ValidateError> {
+fn probe_host(pmu: &str, own: Option<&KvmPmuCapabilities>) -> Result<(HostProperties, bool), ValidateError> {
     let kvm = host::open()?;
     let facts = execution::facts(&kvm)?;
     let tsc_hz = host::tsc_hz(&kvm)?;
@@ -201,7 +201,7 @@ fn probe_host(pmu: &str, own: Option<&KvmPmuOffer>) -> Result<(HostProperties, b
 }
 
 /// Returns the description of the PMU that guests have on this host.
-fn guest_pmu(pmu: &str, own: Option<&KvmPmuOffer>, probe: &HostProbe) -> Option<String> {
+fn guest_pmu(pmu: &str, own: Option<&KvmPmuCapabilities>, probe: &HostProbe) -> Option<String> {
     let name = pmu.parse::<PmuModelName>().ok()?;
     let model = match own {
         Some(own) => fit(
@@ -220,7 +220,7 @@ fn guest_pmu(pmu: &str, own: Option<&KvmPmuOffer>, probe: &HostProbe) -> Option<
 }
 
 /// Returns KVM's own vPMU if the host has one that matches the request.
-fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuOffer, ValidateError> {
+fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuCapabilities, ValidateError> {
     let kvm = host::open()?;
     let probe = HostProbe::run();
     let own = backing::check_own(&kvm, &probe, RdpmcMode::Trap, None, None)?;

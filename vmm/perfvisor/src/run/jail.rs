@@ -13,7 +13,7 @@ use vmm::vm::VmConfig;
 
 use super::RunError;
 use super::files::{self, PROC};
-use crate::background::{self, ServiceManager};
+use crate::background::{self, ServiceNotifier};
 use crate::cli::RunArgs;
 use crate::inherited::InheritedDescriptors;
 
@@ -53,8 +53,8 @@ pub(super) fn become_user(args: &RunArgs) -> Result<(), RunError> {
 ///
 /// # Errors
 /// Returns [`RunError::PidNamespace`] if the namespace cannot be created.
-pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceManager, RunError> {
-    let manager = ServiceManager::connect();
+pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceNotifier, RunError> {
+    let manager = ServiceNotifier::connect();
     if args.jail.is_none() {
         return Ok(manager);
     }
@@ -67,7 +67,7 @@ pub(super) fn enter_pid_namespace(args: &RunArgs) -> Result<ServiceManager, RunE
         report: &|report| drop(manager.pass(report)),
     };
     match supervisor.start().map_err(RunError::PidNamespace)? {
-        Some(link) => Ok(ServiceManager::Supervisor(link)),
+        Some(link) => Ok(ServiceNotifier::Supervisor(link)),
         None => {
             log::info!(
                 "the jail has no PID namespace, which takes root's rights (CAP_SYS_ADMIN) or a user namespace"

@@ -6,7 +6,7 @@ use std::time::Duration;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{
-    ArchEvent, BackingPolicy, CountableEvents, EventFilter, EventSelect, EventSelection, HostPmuProperties,
+    ArchEvent, ArchEventSet, BackingPolicy, EventFilter, EventSelect, EventSelection, HostPmuProperties,
     PmuModel, UnitMask, Vendor,
 };
 
@@ -22,10 +22,10 @@ use vmm::kvm::cpuid;
 use vmm::kvm::execution;
 use vmm::kvm::host::Kvm;
 use vmm::kvm::stepping::SteppingSupport;
-use vmm::kvm::vpmu_probe::{self, KvmPmuOffer};
+use vmm::kvm::vpmu_probe::{self, KvmPmuCapabilities};
 use vmm::memory::MemoryBackingConfig;
 use vmm::pmu::branches::{self, BranchRecordsError};
-use vmm::pmu::fit::{FittedModel, fit};
+use vmm::pmu::fit::{FittedPmuModel, fit};
 use vmm::pmu::{OperatorLimits, PmuConfig, backing};
 use vmm::timers::MuxPolicyChoice;
 use vmm::vm::restore::{announced_events, event_filter};
@@ -39,9 +39,9 @@ pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 
 struct BackedPmu {
     model: PmuModel,
     has_pmu: bool,
-    own: Option<KvmPmuOffer>,
+    own: Option<KvmPmuCapabilities>,
     stepping: SteppingSupport,
-    backability: CountableEvents,
+    backability: ArchEventSet,
 }
 
 /// Returns the machine configuration for `args` on this host. Logs which requested features are
@@ -170,7 +170,7 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
     } else {
         None
     };
-    let FittedModel {
+    let FittedPmuModel {
         model: fitted,
         competition,
     } = fit(

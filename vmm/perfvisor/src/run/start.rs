@@ -15,12 +15,12 @@ use vmm::pmu::event_opener::VmEventOpener;
 use vmm::pmu::kernel_reader::KernelReader;
 use vmm::pmu::overflow_signal;
 use vmm::vcpu::kick;
-use vmm::vm::DeferredKvmSetup;
+use vmm::vm::BackgroundKvmSetup;
 use vmm::vm::restore::RestoredMachine;
 
 use super::incoming::{Incoming, Requester};
 use super::{RunError, STOP_SIGNALS, confinement, files, footprint, jail, restore};
-use crate::background::{self, DaemonStartup, ServiceManager};
+use crate::background::{self, DaemonStartup, ServiceNotifier};
 use crate::cli::RunArgs;
 use crate::inherited::{self, InheritedDescriptors};
 
@@ -35,7 +35,7 @@ pub(super) struct Helpers {
     /// VM to take over from another process (`--incoming`).
     pub(super) incoming: Option<Incoming>,
     pub(super) broker: Arc<SocketBroker>,
-    pub(super) manager: Arc<ServiceManager>,
+    pub(super) manager: Arc<ServiceNotifier>,
     /// Starter of unprivileged processes that parse the guest's kernel for operators.
     pub(super) kernel_reader: Arc<KernelReader>,
     pub(super) opener: VmEventOpener,
@@ -93,7 +93,7 @@ pub(super) struct HostSetup {
     pub(super) probe: HostProbe,
     /// Slow operations of KVM. A process can be jailed only while it has a single thread, so a
     /// jailed VM starts these operations later.
-    pub(super) begun: Option<DeferredKvmSetup>,
+    pub(super) begun: Option<BackgroundKvmSetup>,
     pub(super) stop_signals: BlockedSignals,
 }
 
@@ -113,7 +113,7 @@ impl HostSetup {
         kick::install_handlers().map_err(RunError::start("sigaction failed"))?;
         ignore_sigio().map_err(RunError::start("sigaction failed"))?;
         let kvm = host::open()?;
-        let begun = args.jail.is_none().then(DeferredKvmSetup::now);
+        let begun = args.jail.is_none().then(BackgroundKvmSetup::now);
         // The probe runs with the capabilities that will be available for opening events later.
         // With more capabilities, it would find more events. The filters are compiled concurrently.
         let (probe, sandbox) = privileges::with_perfmon_capability(HostProbe::run, || {

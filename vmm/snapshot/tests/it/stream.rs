@@ -5,14 +5,14 @@ use std::io::Cursor;
 use proptest::prelude::*;
 use snapshot::format::MAX_STATE_BYTES;
 use snapshot::stream::{
-    MAX_PAGES_BYTES, MessageReader, MigrationStreamError, PREAMBLE, StreamArrival, StreamHello,
-    StreamMessage, read_preamble, send,
+    MAX_PAGES_BYTES, MigrationDestination, MigrationHello, MigrationMessageReader, MigrationStreamError,
+    PREAMBLE, StreamMessage, read_preamble, send,
 };
 
 const MEMORY: u64 = 16 << 20;
 
-fn reader(bytes: &[u8]) -> MessageReader<Cursor<&[u8]>> {
-    let mut reader = MessageReader::new(Cursor::new(bytes));
+fn reader(bytes: &[u8]) -> MigrationMessageReader<Cursor<&[u8]>> {
+    let mut reader = MigrationMessageReader::new(Cursor::new(bytes));
     reader.set_memory_bytes(MEMORY);
     reader
 }
@@ -34,7 +34,7 @@ fn frame(kind: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 fn hello() -> StreamMessage<'static> {
-    StreamMessage::Hello(StreamHello {
+    StreamMessage::Hello(MigrationHello {
         name: "web".to_owned(),
         pid: 7,
         boot_id: "a".to_owned(),
@@ -63,7 +63,7 @@ fn messages_survive_the_stream() {
         StreamMessage::Accepted,
         StreamMessage::Received,
         StreamMessage::Ready,
-        StreamMessage::Running(StreamArrival {
+        StreamMessage::Running(MigrationDestination {
             name: "b".to_owned(),
             pid: 9,
         }),
@@ -144,7 +144,7 @@ fn impossible_frames_are_rejected() {
         offset: 0,
         bytes: 4096,
     });
-    assert!(MessageReader::new(&pages[..]).receive().is_err());
+    assert!(MigrationMessageReader::new(&pages[..]).receive().is_err());
     assert!(
         send(
             &mut Vec::new(),

@@ -6,7 +6,7 @@ use super::{Builtin, GuestCounterId, OS, USR, judged, known, selector, unbacked}
 use crate::child::ChildError;
 use crate::guest::{MeasurementJob, MeasuringGuest};
 use crate::judge::{Expectation, Tolerance};
-use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
+use crate::report::{CheckKind, KNOWN, RowCollector, ValidationRow};
 
 /// Number of loop iterations, which correspond to a few thousand steps.
 const ROUNDS: u64 = 1000;
@@ -14,7 +14,7 @@ const EXACT: &str = "exact";
 const COUNTER: GuestCounterId = GuestCounterId::General(0);
 
 impl Builtin<'_> {
-    pub(super) fn exact(&self, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
+    pub(super) fn exact(&self, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
         if let Some(why) = &self.host.no_exact {
             let row = ValidationRow::new(CheckKind::Counting, "instructions, branches", EXACT, "-");
             rows.push(row.unsupported(why.clone()));
@@ -27,7 +27,7 @@ impl Builtin<'_> {
 
     /// Measures every event over loops of known length at CPL 0, and instructions and branches at
     /// CPL 3.
-    fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
+    fn exact_rows(&self, guest: &mut MeasuringGuest, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
             let Some(select) = selector(event, amd) else {

@@ -3,7 +3,7 @@
 use control_api::protocol::{GuestCounter, VcpuView};
 
 use crate::guest::{CpuResult, Measurement};
-use crate::procfs::ThreadFacts;
+use crate::procfs::ThreadAccounting;
 
 /// Returns a stopped counter with the value `value` that ran for half of its enabled time.
 pub(super) fn counter(name: &str, value: u64) -> GuestCounter {
@@ -42,7 +42,7 @@ pub(super) fn outcome(counts: &[u64]) -> Measurement {
         }],
         before: vec![view(Vec::new())],
         after: vec![view(after.collect())],
-        facts: vec![ThreadFacts::default()],
+        facts: vec![ThreadAccounting::default()],
         overhead_ns: 0,
         operator: None,
     }

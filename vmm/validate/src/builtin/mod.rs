@@ -12,8 +12,8 @@ use vpmu::ArchEvent;
 
 use super::child::ChildError;
 use super::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, USR};
-use super::judge::{Expectation, MeasuredEvidence, Tolerance, Verdict, judge_unbacked};
-use super::report::{CheckKind, ReportRows, ValidationRow};
+use super::judge::{CountComparison, Expectation, Tolerance, Verdict, judge_unbacked};
+use super::report::{CheckKind, RowCollector, ValidationRow};
 use crate::host::StopCallback;
 use crate::host::{HostProperties, ValidateOptions};
 use crate::judge::whole;
@@ -38,7 +38,7 @@ pub(super) struct Builtin<'a> {
 
 impl Builtin<'_> {
     /// Runs all measurements with the built-in guest, and adds their rows to `rows`.
-    pub(super) fn rows(&self, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
+    pub(super) fn rows(&self, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
         if self.options.own_pmu {
             return self.backed_by("kvm", rows);
         }
@@ -64,7 +64,7 @@ impl Builtin<'_> {
 
     /// Runs the measurements with `backing`, whose counts depend on time. The paravirtual events
     /// are measured with only one of the backings.
-    fn backed_by(&self, backing: &'static str, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
+    fn backed_by(&self, backing: &'static str, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
         let mut guest = self.start(backing, "1")?;
         self.time_rows(&mut guest, backing, rows)?;
         if backing == "kvm" {
@@ -191,13 +191,13 @@ fn evidence(
     cpu: usize,
     counter: GuestCounterId,
     expected: Option<Expectation>,
-) -> MeasuredEvidence {
+) -> CountComparison {
     let seen = outcome.cpus.get(cpu);
     let guest = seen.and_then(|seen| match counter {
         GuestCounterId::General(n) => seen.c.get(n).copied(),
         GuestCounterId::Fixed(n) => seen.f.get(n).copied(),
     });
-    MeasuredEvidence {
+    CountComparison {
         guest,
         host: outcome
             .host(cpu, &counter.name())

@@ -9,7 +9,7 @@ use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
 use crate::judge::{Expectation, Tolerance};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, ReportRows, ValidationRow};
+use crate::report::{CheckKind, RowCollector, ValidationRow};
 
 /// Number of repetitions of the work that provokes an event.
 const TIMES: u64 = 200;
@@ -79,7 +79,7 @@ impl Builtin<'_> {
     pub(super) fn paravirtual_rows(
         &self,
         guest: &mut MeasuringGuest,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let vendor = if guest.hello.amd {
             Vendor::Amd
@@ -177,9 +177,9 @@ fn one(
 mod tests {
     use super::super::fixture::outcome;
     use super::*;
-    use crate::procfs::ThreadFacts;
+    use crate::procfs::ThreadAccounting;
 
-    fn allows(event: ParavirtualEvent, n: u64, facts: ThreadFacts, counted: u64) -> bool {
+    fn allows(event: ParavirtualEvent, n: u64, facts: ThreadAccounting, counted: u64) -> bool {
         let mut seen = outcome(&[counted]);
         seen.facts = vec![facts];
         let (expected, _) = expectation(event, n, &seen);
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn guest_caused_events_are_exact() {
         use ParavirtualEvent::*;
-        let facts = ThreadFacts::default();
+        let facts = ThreadAccounting::default();
         for event in [IoExits, MmioExits, Halts] {
             let right = |counted| allows(event, 200, facts, counted);
             assert_eq!([199, 200, 201].map(right), [false, true, false], "{event:?}");
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn host_caused_events_match_kernel_accounts() {
         use ParavirtualEvent::*;
-        let facts = ThreadFacts {
+        let facts = ThreadAccounting {
             cpu_ns: 0,
             wait_ns: 100_000_000,
             page_faults: 200,

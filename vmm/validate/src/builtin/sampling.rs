@@ -7,9 +7,9 @@ use vpmu::ArchEvent;
 use super::{BOTH, Builtin, CPU_TIME, selector};
 use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OperatorEvents};
-use crate::judge::{Expectation, MeasuredEvidence, Tolerance, whole};
+use crate::judge::{CountComparison, Expectation, Tolerance, whole};
 use crate::measure::measure_rows;
-use crate::report::{CheckKind, ReportRows, ValidationRow};
+use crate::report::{CheckKind, RowCollector, ValidationRow};
 
 /// CPU time of the profiled work, in ms.
 const LENGTH_MS: u64 = 2500;
@@ -39,7 +39,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
@@ -120,7 +120,7 @@ impl Builtin<'_> {
             ]);
         }
         let number = Tolerance::PercentAnd(5.0, 2);
-        let seen = MeasuredEvidence {
+        let seen = CountComparison {
             guest: counted.map(|counted| counted / period),
             host: Some(Expectation::new(saw.samples.len() as u64 + saw.lost, number)),
             expected: (backing == "clock").then_some(Expectation::new(ticks / period, number)),
@@ -156,7 +156,7 @@ fn interrupts(row: ValidationRow, outcome: &Measurement, period: u64) -> Validat
     let counted = cpu.c.get(1).copied().unwrap_or(0);
     // Periods that elapsed before the handler ran have no PMI and are not added here. At sixty
     // samples per second, there are none.
-    let seen = MeasuredEvidence {
+    let seen = CountComparison {
         guest: Some(cpu.pmis),
         host: outcome
             .overflows(0, "gp0")
@@ -190,7 +190,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
     let mean_us = (after.held_ns - before.held_ns) / held.max(1) / 1000;
     let row = |what: &str, seen, most, basis| {
         let row = ValidationRow::new(CheckKind::Sampling, "cycles", backing, what);
-        let evidence = MeasuredEvidence::of_guest(Some(seen), Expectation::new(most, Tolerance::AtMost));
+        let evidence = CountComparison::of_guest(Some(seen), Expectation::new(most, Tolerance::AtMost));
         row.judged(&evidence, basis)
     };
     [
@@ -212,7 +212,7 @@ fn held_rows(backing: &'static str, before: PmiTotals, after: PmiTotals) -> [Val
 /// Marks the row as failed if the guest received an interrupt without an overflow, which would
 /// cause an "unknown reason" NMI message in a Linux guest.
 fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
-    let seen = MeasuredEvidence::of_guest(Some(spurious), Expectation::new(0, Tolerance::Exact));
+    let seen = CountComparison::of_guest(Some(spurious), Expectation::new(0, Tolerance::Exact));
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
 }
 
@@ -223,7 +223,7 @@ pub(crate) fn share(row: ValidationRow, hits: u64, all: u64, percent: u64) -> Va
         return row.failed("too few samples to tell");
     }
     let (expected, basis) = expected_samples(all, percent);
-    let seen = MeasuredEvidence::of_guest(Some(hits), expected);
+    let seen = CountComparison::of_guest(Some(hits), expected);
     row.judged(&seen, basis)
 }
 

@@ -7,9 +7,9 @@ use vpmu::ArchEvent;
 use super::{BOTH, Builtin, CPU_TIME, GuestCounterId, judged, selector};
 use crate::child::{ChildError, SHARE_POLICIES};
 use crate::guest::{MeasurementJob, MeasuringGuest, OperatorEvents};
-use crate::judge::{Expectation, MeasuredEvidence, Tolerance, whole};
+use crate::judge::{CountComparison, Expectation, Tolerance, whole};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, ReportRows, ValidationRow};
+use crate::report::{CheckKind, RowCollector, ValidationRow};
 
 /// CPU time of a multiplexing interval and of a contended measurement, in ms. A measurement
 /// includes programming all counters, which takes far less time.
@@ -106,7 +106,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
@@ -147,7 +147,7 @@ impl Builtin<'_> {
         let Some(worst) = turns.worst(self.options.tolerance_percent) else {
             return Ok(row.failed("no event had two turns"));
         };
-        let seen = MeasuredEvidence::of_guest(
+        let seen = CountComparison::of_guest(
             Some(worst.estimate),
             Expectation::new(turns.all, Tolerance::PercentAnd(0.0, worst.slack)),
         );
@@ -162,7 +162,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let Some(select) = selector(ArchEvent::CoreCycles, guest.hello.amd) else {
             return Ok(());
@@ -212,7 +212,7 @@ impl Builtin<'_> {
         let Some(reading) = saw.reading(0, 0) else {
             return Ok(row.failed("the operator's event was not opened"));
         };
-        let seen = MeasuredEvidence {
+        let seen = CountComparison {
             guest: outcome.cpus.first().and_then(|cpu| cpu.c.first()).copied(),
             // The operator's event is enabled slightly longer than the guest's counter, because it
             // includes the mostly halted waits before and after the work.
@@ -257,7 +257,7 @@ mod tests {
     #[test]
     fn wide_tolerance_leaves_row_undecided() {
         let row = |slack| {
-            let seen = MeasuredEvidence::of_guest(
+            let seen = CountComparison::of_guest(
                 Some(1100),
                 Expectation::new(1000, Tolerance::PercentAnd(0.0, slack)),
             );

@@ -9,7 +9,7 @@ use crate::child::ChildError;
 use crate::guest::{Measurement, MeasurementJob, MeasuringGuest, OS, OperatorEvents, USR};
 use crate::judge::{Expectation, Tolerance, whole};
 use crate::measure::measure_row;
-use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
+use crate::report::{CheckKind, KNOWN, RowCollector, ValidationRow};
 
 /// CPU time of a measurement, in ms.
 const LENGTH_MS: u64 = 200;
@@ -28,7 +28,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let amd = guest.hello.amd;
         for event in ArchEvent::ALL {
@@ -158,7 +158,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let n = self.amount(guest, "busy", 3, LENGTH_MS)?;
         for (index, event) in [
@@ -246,7 +246,7 @@ impl Builtin<'_> {
         &self,
         guest: &mut MeasuringGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let event = ArchEvent::CoreCycles;
         let Some(select) = selector(event, guest.hello.amd) else {

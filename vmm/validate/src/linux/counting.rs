@@ -4,9 +4,9 @@ use super::{CommandResult, Count, Linux, LinuxGuest, counts, perf_stat, perf_sta
 use crate::builtin::on_host_pmu;
 use crate::child::{ChildError, SHARE_POLICIES};
 use crate::guest::OperatorEvents;
-use crate::judge::{Expectation, MeasuredEvidence, Tolerance, Verdict, judge_unbacked, whole};
+use crate::judge::{CountComparison, Expectation, Tolerance, Verdict, judge_unbacked, whole};
 use crate::measure::{measure_row, measure_rows};
-use crate::report::{CheckKind, KNOWN, ReportRows, ValidationRow};
+use crate::report::{CheckKind, KNOWN, RowCollector, ValidationRow};
 use perf_core::SharePolicy;
 
 /// Maximum cycles of an idle guest, in percent of the TSC. Timer ticks cause these cycles.
@@ -50,7 +50,7 @@ impl Linux<'_> {
         guest: &mut LinuxGuest,
         backing: &'static str,
         amd: bool,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         for (program, name) in [
             ("spin 1.5", "busy loop"),
@@ -116,7 +116,7 @@ impl Linux<'_> {
             let tolerance = Tolerance::Percent(self.percent());
             (Some(Expectation::new(value, tolerance)), GUEST_CPU_TIME)
         };
-        let seen = MeasuredEvidence {
+        let seen = CountComparison {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0).or_else(own),
             expected,
@@ -132,7 +132,7 @@ impl Linux<'_> {
         let Some(gate) = &done.gate else {
             return Ok(row.failed(format!("perf did not run: status {}", done.status)));
         };
-        let seen = MeasuredEvidence {
+        let seen = CountComparison {
             guest: count.and_then(|count| count.value),
             host: gate.host_exactly(0),
             expected: Some(Expectation::new(
@@ -150,7 +150,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let events = [
             "instructions",
@@ -197,7 +197,7 @@ impl Linux<'_> {
                 });
                 continue;
             }
-            let seen = MeasuredEvidence {
+            let seen = CountComparison {
                 guest: count.value,
                 host: done.gate.as_ref().and_then(|gate| gate.host_exactly(0)),
                 expected: known.map(|value| Expectation::new(value, Tolerance::Percent(self.percent()))),
@@ -214,7 +214,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let tickless = guest
             .run("tickless", "cat /sys/devices/system/cpu/nohz_full", None)?
@@ -235,7 +235,7 @@ impl Linux<'_> {
             let both = value("cycles").unwrap_or(0);
             let slack = whole(both as f64 * LEVEL_PERCENT / 100.0);
             for (event, expected) in [("cycles:u", both), ("cycles:k", 0)] {
-                let seen = MeasuredEvidence::of_guest(
+                let seen = CountComparison::of_guest(
                     value(event),
                     Expectation::new(expected, Tolerance::PercentAnd(0.0, slack)),
                 );
@@ -253,7 +253,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         rows.extend(measure_rows(|| {
             let mut batch = Vec::new();
@@ -275,7 +275,7 @@ impl Linux<'_> {
                     .operator
                     .as_ref()
                     .and_then(|saw| saw.reading(0, cpu)?.estimate);
-                let seen = MeasuredEvidence {
+                let seen = CountComparison {
                     guest: count.and_then(|count| count.value),
                     host: gate.host_exactly(cpu as usize).or(operator
                         .map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent())))),
@@ -293,7 +293,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         rows.push(measure_row(|| self.scaled(guest, backing))?);
         for policy in SHARE_POLICIES {
@@ -337,7 +337,7 @@ impl Linux<'_> {
         if counted.iter().all(|count| count.running_percent > 99.0) {
             return Ok(row.failed("there were counters for all of them"));
         }
-        let seen = MeasuredEvidence::of_guest(
+        let seen = CountComparison::of_guest(
             worst.and_then(|count| count.value),
             Expectation::new(expected, Tolerance::Percent(SCALED_PERCENT)),
         );
@@ -371,7 +371,7 @@ impl Linux<'_> {
         if own.is_none() && !(saw.opened.is_err() && policy == "strict") {
             return Ok(row.failed("the operator's event was not counted"));
         }
-        let seen = MeasuredEvidence {
+        let seen = CountComparison {
             guest: count.and_then(|count| count.value),
             // The operator's event also covers the handshake and runs slightly longer.
             host: own.map(|value| Expectation::new(value, Tolerance::Percent(2.0 * self.percent()))),
@@ -383,7 +383,11 @@ impl Linux<'_> {
 
     /// Single-steps the program of known length twice, with more iterations the second time. The
     /// code around the loop is the same in both runs.
-    pub(super) fn exact(&self, guest: &mut LinuxGuest, rows: &mut ReportRows<'_>) -> Result<(), ChildError> {
+    pub(super) fn exact(
+        &self,
+        guest: &mut LinuxGuest,
+        rows: &mut RowCollector<'_>,
+    ) -> Result<(), ChildError> {
         let mut run = |rounds: u64| -> Result<Vec<Count>, ChildError> {
             let command = format!("perf stat -x, -e instructions:u,branches:u known {rounds}");
             let CommandResult { text, .. } = guest.run("exact", &command, None)?;
@@ -398,7 +402,7 @@ impl Linux<'_> {
         ] {
             let value = |counts: &[Count]| of(counts, event).and_then(|count| count.value);
             let seen = |guest, value, tolerance| {
-                MeasuredEvidence::of_guest(guest, Expectation::new(value, tolerance))
+                CountComparison::of_guest(guest, Expectation::new(value, tolerance))
             };
             let row = ValidationRow::new(CheckKind::Counting, event, "exact", "known program, whole");
             let tolerance = Tolerance::Range(whole.saturating_sub(MISSED), whole);

@@ -4,9 +4,9 @@ use super::{Linux, LinuxGuest};
 use crate::builtin::share;
 use crate::child::ChildError;
 use crate::guest::OperatorEvents;
-use crate::judge::{Expectation, MeasuredEvidence, Tolerance};
+use crate::judge::{CountComparison, Expectation, Tolerance};
 use crate::measure::measure_rows;
-use crate::report::{CheckKind, ReportRows, ValidationRow};
+use crate::report::{CheckKind, RowCollector, ValidationRow};
 use control_api::protocol::VcpuView;
 
 /// Samples per second of CPU time. Hosts that check timers only at their 4 ms tick do not support a
@@ -19,7 +19,7 @@ impl Linux<'_> {
         &self,
         guest: &mut LinuxGuest,
         backing: &'static str,
-        rows: &mut ReportRows<'_>,
+        rows: &mut RowCollector<'_>,
     ) -> Result<(), ChildError> {
         let period = self.host.tsc_hz / SAMPLES_PER_SECOND;
         rows.extend(measure_rows(|| Self::recorded(guest, backing, period))?);
@@ -55,7 +55,7 @@ impl Linux<'_> {
         let tolerance = Tolerance::PercentAnd(5.0, 3);
         // The program's CPU time is unsuitable because it includes the exits of each interrupt.
         let cycles = gate.operator.as_ref().and_then(|saw| saw.reading(0, 0)?.estimate);
-        let seen = MeasuredEvidence {
+        let seen = CountComparison {
             guest: Some(functions.iter().map(|(n, _)| n).sum()),
             host: overflows.map(|value| Expectation::new(value, tolerance)),
             expected: cycles.map(|cycles| Expectation::new(cycles / period, tolerance)),

@@ -101,11 +101,11 @@ impl ScriptedValues {
     pub fn rows(
         &self,
         host: &HostProperties,
-        measure: impl FnOnce(&Linux<'_>, &mut LinuxGuest, &mut ReportRows<'_>) -> Result<(), ChildError>,
+        measure: impl FnOnce(&Linux<'_>, &mut LinuxGuest, &mut RowCollector<'_>) -> Result<(), ChildError>,
     ) -> Vec<ValidationRow> {
         self.seen(host, |linux, guest| {
             let mut on_row = |_: &ValidationRow| ();
-            let mut rows = ReportRows::new(&mut on_row);
+            let mut rows = RowCollector::new(&mut on_row);
             measure(linux, guest, &mut rows)?;
             Ok(rows.into_vec())
         })

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
-use crate::rate_limiter::limits::{LimitsError, RateLimits};
+use crate::rate_limiter::limits::{RateLimitParseError, RateLimits};
 
 /// Maximum length of a serial number, in bytes (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL: usize = VIRTIO_BLK_ID_BYTES as usize;
@@ -112,7 +112,7 @@ pub enum DiskConfigError {
     Twice(&'static str),
     /// A rate limit is invalid.
     #[error(transparent)]
-    Limits(#[from] LimitsError),
+    Limits(#[from] RateLimitParseError),
 }
 
 impl DiskConfig {

@@ -15,7 +15,7 @@ use super::qcow2::Qcow2;
 
 /// A read-only view of an image.
 #[derive(Debug)]
-pub struct DiskView {
+pub struct UnlockedDiskView {
     config: DiskConfig,
     store: RefCell<ViewStore>,
     bytes: u64,
@@ -42,7 +42,7 @@ impl ViewStore {
     }
 }
 
-impl DiskView {
+impl UnlockedDiskView {
     /// Opens the image named in `config`. The backing files of a qcow2 image are never written and
     /// are locked against writers while the view exists.
     ///
@@ -111,7 +111,7 @@ mod tests {
         std::fs::write(&path, &bytes).unwrap();
         let config = DiskConfig::raw(&path);
         let _in_use = DiskImage::open(&config).unwrap();
-        let view = DiskView::open(&config).unwrap();
+        let view = UnlockedDiskView::open(&config).unwrap();
         assert_eq!(view.bytes(), 4096);
         let mut word = [0; 4];
         view.read(1000, &mut word).unwrap();
@@ -120,7 +120,7 @@ mod tests {
             assert!(view.read(at, &mut word).is_err(), "{at}");
         }
         assert!(
-            DiskView::open(&DiskConfig::raw(temp.path())).is_err(),
+            UnlockedDiskView::open(&DiskConfig::raw(temp.path())).is_err(),
             "a directory"
         );
     }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::rate_limiter::limits::{LimitsError, RateLimits};
+use crate::rate_limiter::limits::{RateLimitParseError, RateLimits};
 
 /// Maximum length of a network device name, in bytes (`IFNAMSIZ` without the terminating NUL).
 const MAX_NAME: usize = 15;
@@ -141,7 +141,7 @@ pub enum NetConfigError {
     Group,
     /// A rate limit is invalid.
     #[error(transparent)]
-    Limits(#[from] LimitsError),
+    Limits(#[from] RateLimitParseError),
     /// A rate limit is given together with vhost-net.
     #[error("vhost=on: vhost-net has no rate limits; use vhost=off")]
     LimitedVhost,
@@ -258,11 +258,11 @@ mod tests {
             ("tap=a,vhost=on,mmds=on", E::MetadataVhost),
             (
                 "tap=a,rx-ops=1/1,rx-ops=1/1",
-                E::Limits(LimitsError::Twice("rx-ops")),
+                E::Limits(RateLimitParseError::Twice("rx-ops")),
             ),
             (
                 "tap=a,tx-bandwidth=1",
-                E::Limits(LimitsError::Value("tx-bandwidth", "1".into())),
+                E::Limits(RateLimitParseError::Value("tx-bandwidth", "1".into())),
             ),
             ("tap=", E::Name),
             ("tap=a/b", E::Name),

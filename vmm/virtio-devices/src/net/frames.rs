@@ -13,7 +13,7 @@ use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-use super::metadata::MetadataPort;
+use super::metadata::MetadataNetPort;
 use super::tap::{HEADER_BYTES, IoVecList, MAX_FRAME_BYTES, Tap};
 use crate::rate_limiter::RateLimiter;
 
@@ -46,7 +46,7 @@ pub enum FrameQueueError {
 
 /// Reason why a batch of frame transfers ended.
 #[derive(Debug)]
-pub enum BatchEnd {
+pub enum FrameBatchEnd {
     /// More frames may be available.
     More,
     /// In the receive direction, the tap device has no more frames. In the transmit direction, the
@@ -160,20 +160,20 @@ impl FrameSender {
         &mut self,
         memory: &GuestMemoryMmap,
         tap: Option<&Tap>,
-        mut metadata: Option<&mut MetadataPort>,
-    ) -> Result<(BatchEnd, bool), FrameQueueError> {
+        mut metadata: Option<&mut MetadataNetPort>,
+    ) -> Result<(FrameBatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
-        let mut pause = BatchEnd::More;
+        let mut pause = FrameBatchEnd::More;
         for _ in 0..MAX_BATCH {
             if !admits(self.limiter.as_ref()) {
-                pause = BatchEnd::Throttled;
+                pause = FrameBatchEnd::Throttled;
                 break;
             }
             let Some(chain) = next_chain(&mut self.queue, memory, false)? else {
                 if self.queue.enable_notification(memory)? {
                     continue;
                 }
-                pause = BatchEnd::Idle;
+                pause = FrameBatchEnd::Idle;
                 break;
             };
             let mut scatter = IoVecList::new(memory);
@@ -274,19 +274,19 @@ impl FrameReceiver {
         &mut self,
         memory: &GuestMemoryMmap,
         tap: &Tap,
-        mut metadata: Option<&mut MetadataPort>,
-    ) -> Result<(BatchEnd, bool), FrameQueueError> {
+        mut metadata: Option<&mut MetadataNetPort>,
+    ) -> Result<(FrameBatchEnd, bool), FrameQueueError> {
         let before = self.queue.next_used();
-        let mut pause = BatchEnd::More;
+        let mut pause = FrameBatchEnd::More;
         for _ in 0..MAX_BATCH {
             if !admits(self.limiter.as_ref()) {
-                pause = BatchEnd::Throttled;
+                pause = FrameBatchEnd::Throttled;
                 break;
             }
             let enough = self.fill(memory)?;
             if self.waiting.is_empty() || !self.held.is_empty() && self.waiting_bytes < self.held.len() {
                 if self.waiting.len() < usize::from(self.queue.size()) {
-                    pause = BatchEnd::NoBuffer;
+                    pause = FrameBatchEnd::NoBuffer;
                     break;
                 }
                 // Drop the frame: the queue is full, so the driver cannot add the buffers that the
@@ -310,8 +310,8 @@ impl FrameReceiver {
                 match read {
                     Ok(_) => continue,
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => pause = BatchEnd::Idle,
-                    Err(e) => pause = BatchEnd::Gone(e),
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => pause = FrameBatchEnd::Idle,
+                    Err(e) => pause = FrameBatchEnd::Gone(e),
                 }
                 break;
             }
@@ -330,11 +330,11 @@ impl FrameReceiver {
                 Ok(count) => self.return_frame(memory, count)?,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    pause = BatchEnd::Idle;
+                    pause = FrameBatchEnd::Idle;
                     break;
                 }
                 Err(e) => {
-                    pause = BatchEnd::Gone(e);
+                    pause = FrameBatchEnd::Gone(e);
                     break;
                 }
             }
@@ -343,8 +343,8 @@ impl FrameReceiver {
     }
 
     /// Moves the next frame of the metadata service to `held`. Returns `false` if there is none.
-    fn hold_metadata_frame(&mut self, metadata: Option<&mut MetadataPort>) -> bool {
-        let Some(frame) = metadata.and_then(MetadataPort::next_frame) else {
+    fn hold_metadata_frame(&mut self, metadata: Option<&mut MetadataNetPort>) -> bool {
+        let Some(frame) = metadata.and_then(MetadataNetPort::next_frame) else {
             return false;
         };
         self.held = frame;
@@ -461,11 +461,11 @@ mod tests {
             FrameReceiver::new(self.driver.active().queue, mergeable)
         }
 
-        fn send(&self, sender: &mut FrameSender) -> (BatchEnd, bool) {
+        fn send(&self, sender: &mut FrameSender) -> (FrameBatchEnd, bool) {
             sender.run(self.memory, Some(&self.tap), None).unwrap()
         }
 
-        fn receive(&self, receiver: &mut FrameReceiver) -> (BatchEnd, bool) {
+        fn receive(&self, receiver: &mut FrameReceiver) -> (FrameBatchEnd, bool) {
             receiver.run(self.memory, &self.tap, None).unwrap()
         }
 
@@ -502,7 +502,7 @@ mod tests {
         rig.driver
             .offer_chain(3, &[Descriptor::new(BUFFERS, 12, NEXT, 7)]);
         let (pause, wanted) = rig.send(&mut sender);
-        assert!(matches!(pause, BatchEnd::Idle) && wanted);
+        assert!(matches!(pause, FrameBatchEnd::Idle) && wanted);
         assert_eq!(rig.arrived(), [sent]);
         assert_eq!(rig.driver.used(), [(3, 0)]);
         // No new chain was used, so the driver does not need an interrupt.
@@ -527,7 +527,7 @@ mod tests {
         rig.far.send(&frame(4000)).unwrap();
         rig.far.send(&frame(9000)).unwrap();
         let (pause, wanted) = rig.receive(&mut receiver);
-        assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
+        assert!(matches!(pause, FrameBatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.driver.used(), [(0, 1000), (1, 1536), (2, 1536), (3, 928)]);
         let in_guest = |length: usize, at: u64| {
             let mut bytes = vec![0; length];
@@ -540,10 +540,10 @@ mod tests {
         // Offer too few buffers for the third frame first, and then enough.
         offer(&mut rig, 4..8);
         let (pause, wanted) = rig.receive(&mut receiver);
-        assert!(matches!(pause, BatchEnd::NoBuffer) && !wanted);
+        assert!(matches!(pause, FrameBatchEnd::NoBuffer) && !wanted);
         offer(&mut rig, 8..10);
         let (pause, wanted) = rig.receive(&mut receiver);
-        assert!(matches!(pause, BatchEnd::NoBuffer) && wanted);
+        assert!(matches!(pause, FrameBatchEnd::NoBuffer) && wanted);
         assert_eq!(rig.driver.used().len(), 10);
         assert_eq!(
             in_guest(9000, BUFFERS + 4 * BUFFER),
@@ -562,7 +562,7 @@ mod tests {
         rig.far.send(&frame(5000)).unwrap();
         rig.far.send(&frame(40)).unwrap();
         let (pause, wanted) = rig.receive(&mut receiver);
-        assert!(matches!(pause, BatchEnd::Idle) && wanted, "{pause:?}");
+        assert!(matches!(pause, FrameBatchEnd::Idle) && wanted, "{pause:?}");
         assert_eq!(rig.driver.used(), [(0, 16), (1, 16), (2, 8)]);
     }
 
@@ -575,7 +575,10 @@ mod tests {
             rig.offer(head, BUFFERS, 64, 0);
         }
         let mut end = || sender.run(&memory, None, None).unwrap().0;
-        assert!(matches!((end(), end()), (BatchEnd::More, BatchEnd::Idle)));
+        assert!(matches!(
+            (end(), end()),
+            (FrameBatchEnd::More, FrameBatchEnd::Idle)
+        ));
         assert_eq!(rig.driver.used().len(), 100);
         assert!(rig.arrived().is_empty());
     }
@@ -591,7 +594,7 @@ mod tests {
         rig.offer(HOSTILE, BUFFERS, 11, 0); // incomplete header
         rig.offer(HOSTILE + 1, BUFFERS, 0x10_0000, 0); // longer than any frame
         rig.offer(HOSTILE + 2, BUFFERS, 60, 0);
-        assert!(matches!(rig.send(&mut sender).0, BatchEnd::Idle));
+        assert!(matches!(rig.send(&mut sender).0, FrameBatchEnd::Idle));
         let heads = 0..u32::from(HOSTILE) + 3;
         assert_eq!(rig.driver.used(), heads.map(|head| (head, 0)).collect::<Vec<_>>());
         assert_eq!(rig.arrived().iter().map(Vec::len).collect::<Vec<_>>(), [256, 60]);
@@ -626,7 +629,7 @@ mod tests {
         }
         let (pause, wanted) = rig.receive(&mut receiver);
         assert!(
-            wanted && matches!(pause, BatchEnd::Idle | BatchEnd::NoBuffer),
+            wanted && matches!(pause, FrameBatchEnd::Idle | FrameBatchEnd::NoBuffer),
             "{pause:?}"
         );
         assert_eq!(rig.driver.used(), [(0, 60), (1, 1500), (2, 1500), (3, 1000)]);
@@ -682,7 +685,7 @@ mod tests {
         let gone = Tap::on(std::fs::File::create("/dev/null").unwrap().into());
         assert!(matches!(
             receiver.run(&memory, &gone, None).unwrap(),
-            (BatchEnd::Gone(_), false)
+            (FrameBatchEnd::Gone(_), false)
         ));
     }
 }

@@ -13,13 +13,13 @@ use crate::device::ConfigChangeNotifier;
 pub(super) const LINK_UP: u16 = VIRTIO_NET_S_LINK_UP as u16;
 
 /// The link status of the guest's network device. The link is up until the tap device is removed.
-pub struct NetLink {
+pub struct LinkStatus {
     pub(super) name: String,
     pub(super) status: Arc<AtomicU16>,
     pub(super) config_change: ConfigChangeNotifier,
 }
 
-impl NetLink {
+impl LinkStatus {
     pub(super) fn is_up(&self) -> bool {
         self.status.load(Ordering::Relaxed) == LINK_UP
     }

@@ -19,7 +19,7 @@ use super::tap::{HEADER_BYTES, MAX_FRAME_BYTES};
 /// Minimum delay of the timer.
 const MIN_DELAY: Duration = Duration::from_millis(1);
 
-/// The timer of a [`MetadataPort`].
+/// The timer of a [`MetadataNetPort`].
 #[derive(Debug)]
 pub struct MetadataTimer {
     fd: RawFd,
@@ -44,7 +44,7 @@ impl MetadataTimer {
 }
 
 /// Port of a network device to the metadata service.
-pub struct MetadataPort {
+pub struct MetadataNetPort {
     stack: MetadataStack,
     timer: Arc<MetadataTimer>,
     is_armed: bool,
@@ -52,7 +52,7 @@ pub struct MetadataPort {
     next: Option<Vec<u8>>,
 }
 
-impl MetadataPort {
+impl MetadataNetPort {
     /// Creates a port without connections.
     pub fn new(service: Arc<MetadataService>, timer: Arc<MetadataTimer>) -> Self {
         Self {
@@ -129,7 +129,7 @@ impl MetadataPort {
 }
 
 /// Provides the timer's descriptor for the epoll set of the device's thread.
-impl AsRawFd for MetadataPort {
+impl AsRawFd for MetadataNetPort {
     fn as_raw_fd(&self) -> RawFd {
         self.timer.fd
     }

@@ -46,9 +46,9 @@ use crate::device::{
 use crate::rate_limiter::RateLimiter;
 use crate::worker::{DeviceWorker, watch_readable};
 use config::MacAddress;
-use frames::{BatchEnd, FrameQueueError, FrameReceiver, FrameSender};
-use link::{LINK_UP, NetLink};
-use metadata::{MetadataPort, MetadataTimer};
+use frames::{FrameBatchEnd, FrameQueueError, FrameReceiver, FrameSender};
+use link::{LINK_UP, LinkStatus};
+use metadata::{MetadataNetPort, MetadataTimer};
 use tap::{Tap, TapOffloads};
 use vhost::{VhostHandler, VhostNetBackend};
 
@@ -257,7 +257,7 @@ impl VirtioDevice for NetDevice {
                 source,
             });
         }
-        let link = NetLink {
+        let link = LinkStatus {
             name: self.name.clone(),
             status: self.status.clone(),
             config_change,
@@ -308,11 +308,11 @@ struct FrameHandler {
     memory: GuestMemoryMmap,
     /// The tap device, `None` after its removal.
     tap: Option<Arc<Tap>>,
-    link: NetLink,
+    link: LinkStatus,
     receiver: Direction<FrameReceiver>,
     sender: Direction<FrameSender>,
     limiters: DirectionLimiters,
-    metadata: Option<MetadataPort>,
+    metadata: Option<MetadataNetPort>,
     /// `true` while the tap device is in the epoll set. The tap device is removed from the set
     /// while the driver has no buffers.
     watching: bool,
@@ -336,7 +336,11 @@ impl<Q> Direction<Q> {
 
     /// Completes a batch: raises the interrupt if the driver wants it, or, if the driver has broken
     /// the queue, stops using the queue and requests a device reset. Returns why the batch ended.
-    fn end_batch(&mut self, link: &NetLink, result: Result<(BatchEnd, bool), FrameQueueError>) -> BatchEnd {
+    fn end_batch(
+        &mut self,
+        link: &LinkStatus,
+        result: Result<(FrameBatchEnd, bool), FrameQueueError>,
+    ) -> FrameBatchEnd {
         match result {
             Ok((pause, wanted)) => {
                 if wanted {
@@ -355,7 +359,7 @@ impl<Q> Direction<Q> {
                 );
                 self.queue = None;
                 link.needs_reset();
-                BatchEnd::NoBuffer
+                FrameBatchEnd::NoBuffer
             }
         }
     }
@@ -367,7 +371,7 @@ impl FrameHandler {
     fn new(
         memory: GuestMemoryMmap,
         tap: Option<Arc<Tap>>,
-        link: NetLink,
+        link: LinkStatus,
         [receive, transmit]: [ActiveQueue; 2],
         merges: bool,
         limiters: &DirectionLimiters,
@@ -389,14 +393,15 @@ impl FrameHandler {
 
     /// Passes frames that are addressed to the metadata service to that service.
     fn with_metadata(mut self, access: Option<&MetadataAccess>) -> Self {
-        self.metadata = access.map(|access| MetadataPort::new(access.service.clone(), access.timer.clone()));
+        self.metadata =
+            access.map(|access| MetadataNetPort::new(access.service.clone(), access.timer.clone()));
         self
     }
 
     /// Sends frames, and delivers the responses of the metadata service.
     fn send(&mut self, ops: &mut EventOps) {
         self.send_batch();
-        if self.metadata.as_ref().is_some_and(MetadataPort::has_frames) {
+        if self.metadata.as_ref().is_some_and(MetadataNetPort::has_frames) {
             self.receive(ops);
         }
     }
@@ -406,7 +411,7 @@ impl FrameHandler {
             return;
         };
         let result = sender.run(&self.memory, self.tap.as_deref(), self.metadata.as_mut());
-        if let BatchEnd::More = self.sender.end_batch(&self.link, result) {
+        if let FrameBatchEnd::More = self.sender.end_batch(&self.link, result) {
             // Continue after the other direction has been served. The write fails only if the
             // counter is full, in which case a notification is already pending.
             let _ = self.sender.kick.write(1);
@@ -434,18 +439,18 @@ impl FrameHandler {
         let result = receiver.run(&self.memory, &tap, self.metadata.as_mut());
         match self.receiver.end_batch(&self.link, result) {
             // Monitor the tap device while it may have frames.
-            pause @ (BatchEnd::More | BatchEnd::Idle) => {
+            pause @ (FrameBatchEnd::More | FrameBatchEnd::Idle) => {
                 self.watch(&tap, true, ops);
                 // Kick the queue for frames of the metadata service, which the tap device does not
                 // announce.
-                let has_frames = self.metadata.as_ref().is_some_and(MetadataPort::has_frames);
-                if has_frames && let BatchEnd::More = pause {
+                let has_frames = self.metadata.as_ref().is_some_and(MetadataNetPort::has_frames);
+                if has_frames && let FrameBatchEnd::More = pause {
                     let _ = self.receiver.kick.write(1);
                 }
             }
             // Stop monitoring until the driver adds buffers, or the limiter's timer fires.
-            BatchEnd::NoBuffer | BatchEnd::Throttled => self.watch(&tap, false, ops),
-            BatchEnd::Gone(e) => self.lose(&tap, &e, ops),
+            FrameBatchEnd::NoBuffer | FrameBatchEnd::Throttled => self.watch(&tap, false, ops),
+            FrameBatchEnd::Gone(e) => self.lose(&tap, &e, ops),
         }
     }
 
@@ -567,14 +572,14 @@ mod tests {
         let memory = memory();
         let driver = Driver::new(&memory, 16);
         let (activation, seen) = activation(&memory, vec![]);
-        let link = NetLink {
+        let link = LinkStatus {
             name: "net7".into(),
             status: Arc::default(),
             config_change: activation.config_change,
         };
         let mut lane = Direction::new(driver.active(), |queue| queue.size());
         let pause = lane.end_batch(&link, Err(FrameQueueError::Head(16)));
-        assert!(matches!(pause, BatchEnd::NoBuffer) && lane.queue.is_none());
+        assert!(matches!(pause, FrameBatchEnd::NoBuffer) && lane.queue.is_none());
         assert!(seen.needs_reset());
         assert_eq!(seen.changed.read().unwrap(), 1);
     }
@@ -600,7 +605,7 @@ mod tests {
         far.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let (activation, _seen) = activation(memory, vec![]);
         let tap = Some(Arc::new(Tap::on(near.into())));
-        let link = NetLink {
+        let link = LinkStatus {
             name: "net7".into(),
             status: Arc::new(AtomicU16::new(LINK_UP)),
             config_change: activation.config_change,

@@ -21,7 +21,7 @@ use vm_memory::{GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap, GuestMem
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::link::NetLink;
+use super::link::LinkStatus;
 use super::tap::Tap;
 use crate::device::ActiveQueue;
 
@@ -44,7 +44,7 @@ pub enum VhostError {
     Call(&'static str, #[source] vhost::Error),
     /// The netlink socket that reports the removal of the tap device cannot be created.
     #[error("cannot watch changes of network devices")]
-    EventMonitor(#[source] io::Error),
+    VhostEventDescriptors(#[source] io::Error),
 }
 
 /// A vhost-net instance for one network device.
@@ -79,14 +79,15 @@ impl VhostNetBackend {
         device
             .set_owner()
             .map_err(|e| VhostError::Call("VHOST_SET_OWNER", e))?;
-        let unused_call = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::EventMonitor)?;
+        let unused_call =
+            EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::VhostEventDescriptors)?;
         Ok(Self {
             device,
             memory,
             features,
             unused_call,
             has: Default::default(),
-            changes: open_link_socket().map_err(VhostError::EventMonitor)?,
+            changes: open_link_socket().map_err(VhostError::VhostEventDescriptors)?,
         })
     }
 
@@ -101,7 +102,7 @@ impl VhostNetBackend {
         features: u64,
         queues: [&ActiveQueue; 2],
         tap: &Tap,
-    ) -> Result<EventMonitor, VhostError> {
+    ) -> Result<VhostEventDescriptors, VhostError> {
         let started = self.set_up(memory, features, queues, tap);
         if started.is_err() {
             self.stop();
@@ -115,7 +116,7 @@ impl VhostNetBackend {
         features: u64,
         queues: [&ActiveQueue; 2],
         tap: &Tap,
-    ) -> Result<EventMonitor, VhostError> {
+    ) -> Result<VhostEventDescriptors, VhostError> {
         let call = |what| move |e| VhostError::Call(what, e);
         if let Ok(guard) = self.memory.lock() {
             guard.replace(memory.clone());
@@ -138,7 +139,7 @@ impl VhostNetBackend {
         device
             .set_mem_table(&regions)
             .map_err(call("VHOST_SET_MEM_TABLE"))?;
-        let watch = EventMonitor::new(&self.changes)?;
+        let watch = VhostEventDescriptors::new(&self.changes)?;
         for (n, (active, broken)) in queues.into_iter().zip(&watch.broken).enumerate() {
             let queue = &active.queue;
             device
@@ -225,18 +226,18 @@ fn open_link_socket() -> io::Result<OwnedFd> {
 
 /// Descriptors with which the device's thread detects that the tap device has been removed or that
 /// the driver has broken a queue.
-pub struct EventMonitor {
+pub struct VhostEventDescriptors {
     /// Netlink socket that receives changes of all network devices.
     changes: OwnedFd,
     /// Eventfds that the kernel signals when a queue is broken.
     broken: [EventFd; 2],
 }
 
-impl EventMonitor {
+impl VhostEventDescriptors {
     fn new(changes: &OwnedFd) -> Result<Self, VhostError> {
-        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::EventMonitor);
+        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(VhostError::VhostEventDescriptors);
         Ok(Self {
-            changes: changes.try_clone().map_err(VhostError::EventMonitor)?,
+            changes: changes.try_clone().map_err(VhostError::VhostEventDescriptors)?,
             broken: [event()?, event()?],
         })
     }
@@ -258,11 +259,11 @@ impl EventMonitor {
 /// Event handler of the device's thread while vhost-net transfers the frames.
 pub struct VhostHandler {
     /// Descriptors to monitor.
-    pub watch: EventMonitor,
+    pub watch: VhostEventDescriptors,
     /// The tap device, `None` after its removal.
     pub tap: Option<Arc<Tap>>,
     /// The link of the guest's network device.
-    pub link: NetLink,
+    pub link: LinkStatus,
 }
 
 impl VhostHandler {
@@ -331,7 +332,7 @@ mod tests {
 
     #[test]
     fn empty_link_socket_is_drained_at_once() {
-        let watch = EventMonitor::new(&open_link_socket().unwrap()).unwrap();
+        let watch = VhostEventDescriptors::new(&open_link_socket().unwrap()).unwrap();
         watch.drain();
         let mut byte = [0; 1];
         let now = read(&watch.changes, &mut byte);

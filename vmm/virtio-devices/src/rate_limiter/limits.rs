@@ -66,7 +66,7 @@ pub struct RateLimits {
 
 /// Error returned when a rate limiter option is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LimitsError {
+pub enum RateLimitParseError {
     /// The value is malformed, zero or out of range.
     #[error(
         "{0}={1}: must be SIZE/MILLISECONDS[+BURST] with a size and a time of at least 1, for \
@@ -90,42 +90,47 @@ impl RateLimits {
     /// Sets the limit of bytes (`bandwidth=`) from the value of option `name`.
     ///
     /// # Errors
-    /// Returns a [`LimitsError`] if the value is invalid or the limit is already set.
-    pub fn set_bandwidth(&mut self, name: &'static str, value: &str) -> Result<(), LimitsError> {
+    /// Returns a [`RateLimitParseError`] if the value is invalid or the limit is already set.
+    pub fn set_bandwidth(&mut self, name: &'static str, value: &str) -> Result<(), RateLimitParseError> {
         set(&mut self.bandwidth, name, value)
     }
 
     /// Sets the limit of operations (`ops=`) from the value of option `name`.
     ///
     /// # Errors
-    /// Returns a [`LimitsError`] if the value is invalid or the limit is already set.
-    pub fn set_ops(&mut self, name: &'static str, value: &str) -> Result<(), LimitsError> {
+    /// Returns a [`RateLimitParseError`] if the value is invalid or the limit is already set.
+    pub fn set_ops(&mut self, name: &'static str, value: &str) -> Result<(), RateLimitParseError> {
         set(&mut self.ops, name, value)
     }
 }
 
 /// Parses `bandwidth=` and `ops=`, separated by commas.
 impl FromStr for RateLimits {
-    type Err = LimitsError;
+    type Err = RateLimitParseError;
 
-    fn from_str(text: &str) -> Result<Self, LimitsError> {
+    fn from_str(text: &str) -> Result<Self, RateLimitParseError> {
         let mut limits = Self::default();
         for word in text.split(',') {
             match word.split_once('=') {
                 Some(("bandwidth", value)) => limits.set_bandwidth("bandwidth", value)?,
                 Some(("ops", value)) => limits.set_ops("ops", value)?,
-                _ => return Err(LimitsError::Unknown(word.to_owned())),
+                _ => return Err(RateLimitParseError::Unknown(word.to_owned())),
             }
         }
         Ok(limits)
     }
 }
 
-fn set(limit: &mut Option<TokenBucketLimits>, name: &'static str, value: &str) -> Result<(), LimitsError> {
-    let limits = TokenBucketLimits::parse(value).ok_or_else(|| LimitsError::Value(name, value.to_owned()))?;
+fn set(
+    limit: &mut Option<TokenBucketLimits>,
+    name: &'static str,
+    value: &str,
+) -> Result<(), RateLimitParseError> {
+    let limits =
+        TokenBucketLimits::parse(value).ok_or_else(|| RateLimitParseError::Value(name, value.to_owned()))?;
     match limit.replace(limits) {
         None => Ok(()),
-        Some(_) => Err(LimitsError::Twice(name)),
+        Some(_) => Err(RateLimitParseError::Twice(name)),
     }
 }
 
@@ -170,7 +175,7 @@ mod tests {
         let limits: RateLimits = "ops=1/1,bandwidth=2/1".parse().unwrap();
         assert_eq!(limits.ops.unwrap().size.get(), 1);
         let error = |text: &str| text.parse::<RateLimits>().unwrap_err();
-        assert_eq!(error("ops=1/1,ops=2/1"), LimitsError::Twice("ops"));
-        assert_eq!(error("ops=1/1,"), LimitsError::Unknown(String::new()));
+        assert_eq!(error("ops=1/1,ops=2/1"), RateLimitParseError::Twice("ops"));
+        assert_eq!(error("ops=1/1,"), RateLimitParseError::Unknown(String::new()));
     }
 }

@@ -16,8 +16,8 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use super::config::{ShareSource, VirtiofsdSandbox};
-use super::keeper::{BackendKeeper, KeeperProgram};
+use super::config::{ShareBackendSource, VirtiofsdSandbox};
+use super::keeper::{BackendKeeper, BackendKeeperCommand};
 
 /// Number of queues: one for high-priority requests, one for other requests.
 pub(super) const QUEUES: usize = 2;
@@ -93,17 +93,17 @@ impl Backend {
     /// must be in a directory that only this user can access. The supervisor program `keeper` keeps
     /// virtiofsd running.
     pub(super) fn start(
-        source: &ShareSource,
+        source: &ShareBackendSource,
         socket: &Path,
-        keeper: &KeeperProgram,
+        keeper: &BackendKeeperCommand,
     ) -> Result<Self, VhostUserBackendError> {
         match source {
-            ShareSource::Socket(path) => Ok(Self {
+            ShareBackendSource::Socket(path) => Ok(Self {
                 socket: path.clone(),
                 destination: None,
                 own: None,
             }),
-            ShareSource::Directory {
+            ShareBackendSource::Directory {
                 path,
                 read_only,
                 sandbox,

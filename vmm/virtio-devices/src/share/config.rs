@@ -8,7 +8,7 @@ pub const MAX_TAG_BYTES: usize = 36;
 
 /// Backend of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ShareSource {
+pub enum ShareBackendSource {
     /// A directory, exported by a virtiofsd process that the VMM starts for this device.
     Directory {
         /// Shared directory of the host.
@@ -45,7 +45,7 @@ impl VirtiofsdSandbox {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShareConfig {
     /// Backend of the directory.
-    pub source: ShareSource,
+    pub source: ShareBackendSource,
     /// Mount tag, or `None` for `share` followed by the index.
     pub tag: Option<String>,
 }
@@ -93,8 +93,8 @@ impl FromStr for ShareConfig {
         }
         let source = match socket {
             Some("") => return Err(ShareConfigError::Shape),
-            Some(path) => ShareSource::Socket(path.into()),
-            None => ShareSource::Directory {
+            Some(path) => ShareBackendSource::Socket(path.into()),
+            None => ShareBackendSource::Directory {
                 path: first.into(),
                 read_only,
                 sandbox,
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn directories_and_sockets() {
         let share: ShareConfig = "/srv/a b,ro,tag=build,sandbox=chroot".parse().unwrap();
-        let source = ShareSource::Directory {
+        let source = ShareBackendSource::Directory {
             path: "/srv/a b".into(),
             read_only: true,
             sandbox: Some(VirtiofsdSandbox::Chroot),
@@ -120,7 +120,7 @@ mod tests {
         let share: ShareConfig = "socket=/run/fs".parse().unwrap();
         assert_eq!(
             (share.source, share.tag),
-            (ShareSource::Socket("/run/fs".into()), None)
+            (ShareBackendSource::Socket("/run/fs".into()), None)
         );
     }
 

@@ -28,7 +28,7 @@ const SERVES: u8 = b'S';
 
 /// The program that runs as the keeper, that is, as the supervisor of backends.
 #[derive(Debug)]
-pub struct KeeperProgram {
+pub struct BackendKeeperCommand {
     /// Command line of a program that calls [`keep`].
     pub words: Vec<OsString>,
     /// Log file, or `None` for the caller's standard error.
@@ -48,7 +48,7 @@ impl BackendKeeper {
     /// Starts the keeper process `keeper`, which runs `command` with the listening socket
     /// `listener` as its standard input.
     pub(super) fn start(
-        keeper: &KeeperProgram,
+        keeper: &BackendKeeperCommand,
         command: &[OsString],
         listener: UnixListener,
     ) -> io::Result<Self> {
@@ -357,7 +357,7 @@ mod tests {
     fn unstartable_backend_does_not_block_keeper() {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
-        let program = KeeperProgram {
+        let program = BackendKeeperCommand {
             words: keeper(),
             log: None,
         };

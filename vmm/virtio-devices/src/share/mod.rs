@@ -25,7 +25,7 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_FS;
 use crate::device::{ActivateError, DeviceActivation, VirtioDevice, read_config_bytes};
 use crate::worker::DeviceWorker;
 use backend::{Backend, BackendConnection, QUEUES, VhostUserBackendError};
-use config::{MAX_TAG_BYTES, ShareSource};
+use config::{MAX_TAG_BYTES, ShareBackendSource};
 use session::BackendSession;
 
 /// Queue sizes, in entries. A request has up to 1,020 pages.
@@ -52,9 +52,9 @@ impl FsDevice {
     pub fn new(
         name: String,
         tag: String,
-        source: &ShareSource,
+        source: &ShareBackendSource,
         socket: &Path,
-        keeper: &keeper::KeeperProgram,
+        keeper: &keeper::BackendKeeperCommand,
     ) -> Result<Self, VhostUserBackendError> {
         let backend = Backend::start(source, socket, keeper)?;
         let first = backend.first()?;

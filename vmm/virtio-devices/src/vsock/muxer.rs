@@ -2,7 +2,7 @@
 //! order of packets to the guest.
 //!
 //! The muxer is independent of queues and the event loop. It accepts packets from the guest and
-//! events of Unix sockets, and produces packets for the guest. [`WatchChange`] values describe
+//! events of Unix sockets, and produces packets for the guest. [`DescriptorWatchChange`] values describe
 //! which descriptors the event loop must add or remove.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -37,7 +37,7 @@ const FIRST_HOST_PORT: u32 = 1 << 30;
 /// A change of the descriptors that the event loop monitors. Each descriptor is identified by a
 /// token that the muxer assigns.
 #[derive(Debug)]
-pub enum WatchChange {
+pub enum DescriptorWatchChange {
     /// Monitors this descriptor, edge-triggered, for input, output and hang-up.
     Add(RawFd, u32),
     /// Stops monitoring this socket, which is closed when the value is dropped.
@@ -109,7 +109,7 @@ pub struct ConnectionMuxer {
     ready: VecDeque<ConnectionKey>,
     /// Reset packets that answer guest packets for which there is no connection.
     replies: VecDeque<VsockPacketHeader>,
-    watches: Vec<WatchChange>,
+    watches: Vec<DescriptorWatchChange>,
     next_token: u32,
     next_port: u32,
 }
@@ -133,7 +133,7 @@ impl ConnectionMuxer {
 
     /// Returns the pending changes of monitored descriptors. The event loop must apply them before
     /// it calls any other method of the muxer.
-    pub fn take_watches(&mut self) -> Vec<WatchChange> {
+    pub fn take_watches(&mut self) -> Vec<DescriptorWatchChange> {
         std::mem::take(&mut self.watches)
     }
 
@@ -166,7 +166,8 @@ impl ConnectionMuxer {
         // Above the limit the stream is dropped, so the program sees the connection close.
         if self.watched.len() < MAX_CONNECTIONS && stream.set_nonblocking(true).is_ok() {
             let token = self.token();
-            self.watches.push(WatchChange::Add(stream.as_raw_fd(), token));
+            self.watches
+                .push(DescriptorWatchChange::Add(stream.as_raw_fd(), token));
             let handshake = Handshake {
                 stream,
                 line: Vec::new(),
@@ -237,7 +238,8 @@ impl ConnectionMuxer {
             match self.connect(key.host_port) {
                 Ok(stream) => {
                     let token = self.token();
-                    self.watches.push(WatchChange::Add(stream.as_raw_fd(), token));
+                    self.watches
+                        .push(DescriptorWatchChange::Add(stream.as_raw_fd(), token));
                     let connection = VsockConnection::accepted(key, stream, header);
                     self.add(connection, token);
                     self.settle(key);
@@ -319,8 +321,10 @@ impl ConnectionMuxer {
                     self.ready.retain(|ready| *ready != key);
                 }
                 self.watched.remove(&entry.token);
-                self.watches
-                    .push(WatchChange::Remove(entry.connection.into_stream(), entry.token));
+                self.watches.push(DescriptorWatchChange::Remove(
+                    entry.connection.into_stream(),
+                    entry.token,
+                ));
             }
         } else if entry.connection.has_packet() && !entry.queued {
             entry.queued = true;
@@ -352,7 +356,8 @@ impl ConnectionMuxer {
             return;
         };
         let Some(guest_port) = port else {
-            self.watches.push(WatchChange::Remove(handshake.stream, token));
+            self.watches
+                .push(DescriptorWatchChange::Remove(handshake.stream, token));
             return;
         };
         let key = ConnectionKey {

@@ -15,7 +15,7 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::chains::{self, VsockPacketBuffer};
-use super::muxer::{ConnectionMuxer, WatchChange};
+use super::muxer::{ConnectionMuxer, DescriptorWatchChange};
 use super::packet::{MAX_DATA, VsockPacketHeader};
 use crate::device::{ActiveQueue, ConfigChangeNotifier};
 use crate::serve::{VirtqueueError, log_driver_error};
@@ -270,14 +270,14 @@ impl VsockQueues {
             }
             for watch in watches {
                 match watch {
-                    WatchChange::Add(fd, token) => {
+                    DescriptorWatchChange::Add(fd, token) => {
                         let events =
                             EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
                         if ops.add(Events::with_data_raw(fd, token, events)).is_err() {
                             self.muxer.lost(token);
                         }
                     }
-                    WatchChange::Remove(stream, token) => {
+                    DescriptorWatchChange::Remove(stream, token) => {
                         // Removal fails for sockets that were never monitored.
                         let _ = ops.remove(Events::with_data(&stream, token, EventSet::empty()));
                     }

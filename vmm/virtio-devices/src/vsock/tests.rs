@@ -10,7 +10,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::connection::BUFFER;
-use super::muxer::{ConnectionMuxer, MAX_CONNECTIONS, WatchChange, port_path};
+use super::muxer::{ConnectionMuxer, DescriptorWatchChange, MAX_CONNECTIONS, port_path};
 use super::packet::{HOST_CID, MAX_DATA, NO_RECEIVE, NO_SEND, STREAM, VsockOp, VsockPacketHeader};
 use super::queues::{FIRST_TOKEN, VsockQueues};
 use super::*;
@@ -41,8 +41,8 @@ impl MuxerTest {
     fn events(&mut self) {
         for watch in self.muxer.take_watches() {
             match watch {
-                WatchChange::Add(_, token) => self.tokens.push(token),
-                WatchChange::Remove(_, token) => self.tokens.retain(|t| *t != token),
+                DescriptorWatchChange::Add(_, token) => self.tokens.push(token),
+                DescriptorWatchChange::Remove(_, token) => self.tokens.retain(|t| *t != token),
             }
         }
         for token in self.tokens.clone() {

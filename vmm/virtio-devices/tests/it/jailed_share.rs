@@ -19,8 +19,8 @@ use virtio_devices::device::{
     ActiveQueue, ConfigChangeNotifier, DeviceActivation, DeviceFailureCallback, DeviceInterrupt, VirtioDevice,
 };
 use virtio_devices::share::FsDevice;
-use virtio_devices::share::config::ShareSource;
-use virtio_devices::share::keeper::KeeperProgram;
+use virtio_devices::share::config::ShareBackendSource;
+use virtio_devices::share::keeper::BackendKeeperCommand;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -85,9 +85,9 @@ fn as_a_child() {
     if sandbox::has_landlock() {
         sandbox::begin_files().unwrap();
     }
-    let source = ShareSource::Socket(socket);
+    let source = ShareBackendSource::Socket(socket);
     // The backend is external, so no program is started.
-    let keeper = KeeperProgram {
+    let keeper = BackendKeeperCommand {
         words: Vec::new(),
         log: None,
     };

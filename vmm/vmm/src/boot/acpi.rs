@@ -18,7 +18,7 @@ use virtio_devices::transport::bus::{CONFIG_PORT, CONFIG_PORTS};
 use super::aml::bytes_of;
 use super::{events, layout, processors};
 use crate::devices::ports;
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 
 const OEM_ID: [u8; 6] = *b"PERFVI";
 const OEM_TABLE: [u8; 8] = *b"PERFVISR";
@@ -48,7 +48,7 @@ const BOOT_NO_VGA: u16 = 1 << 2;
 
 /// Returns the tables as pairs of guest-physical address and bytes. The RSDP is the first and lies
 /// at [`layout::RSDP`]. `pci` adds a PCI bus.
-pub(crate) fn tables(cpus: VcpuNumbers, pci: bool) -> Vec<(u64, Vec<u8>)> {
+pub(crate) fn tables(cpus: VcpuCountRange, pci: bool) -> Vec<(u64, Vec<u8>)> {
     let mut at = layout::ACPI_TABLES;
     let mut placed: Vec<(u64, Vec<u8>)> = Vec::new();
     let mut place = |bytes: Vec<u8>| {
@@ -73,7 +73,7 @@ pub(crate) fn tables(cpus: VcpuNumbers, pci: bool) -> Vec<(u64, Vec<u8>)> {
 /// Builds the DSDT: the power-off sleep state, the serial port, the generation ID, and hot-pluggable
 /// processors.
 #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
-fn dsdt(cpus: VcpuNumbers, pci: bool) -> Vec<u8> {
+fn dsdt(cpus: VcpuCountRange, pci: bool) -> Vec<u8> {
     let s5 = Name::new(
         "_S5_".into(),
         &Package::new(vec![&ports::S5_SLEEP_TYPE, &ports::S5_SLEEP_TYPE, &ZERO, &ZERO]),
@@ -155,7 +155,7 @@ fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
 }
 
 /// Builds the MADT: processors and interrupt controllers.
-fn madt(cpus: VcpuNumbers) -> Vec<u8> {
+fn madt(cpus: VcpuCountRange) -> Vec<u8> {
     let revision = if cpus.can_change() {
         MADT_REVISION_ONLINE_CAPABLE
     } else {
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn checksums_addresses_and_processor_counts_are_right_for_every_size() {
         for cpus in ["1", "2", "63", "64", "1,max=2", "3,max=64", "63,max=64"] {
-            let numbers: VcpuNumbers = cpus.parse().unwrap();
+            let numbers: VcpuCountRange = cpus.parse().unwrap();
             let tables = tables(numbers, true);
             let (rsdp_at, rsdp) = &tables[0];
             assert_eq!(*rsdp_at, layout::RSDP);

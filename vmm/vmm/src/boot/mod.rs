@@ -34,7 +34,7 @@ pub use regs::{BootEntryState, configure_local_apic};
 
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::memory::{EBDA_START, GuestRam, HIGH_RAM_START};
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 use guest_patching::finder::{InstructionBitness, RdpmcSite, TextRange, find};
 use guest_patching::{event_tables, rdpmc, topdown_events, user_rdpmc};
 use kernel_images::elf::{self, CodeBytes, ElfImage, LoadSegment};
@@ -114,7 +114,7 @@ pub struct BootRequest<'a> {
     /// Command line, printable ASCII.
     pub cmdline: &'a str,
     /// Initial and maximum number of vCPUs.
-    pub cpus: VcpuNumbers,
+    pub cpus: VcpuCountRange,
     /// `true` if the machine has PCI functions. Linux is always given a PCI bus, because it logs
     /// errors without one.
     pub pci: bool,
@@ -475,7 +475,7 @@ pub(crate) fn write_generation_id(ram: &GuestRam, id: [u8; 16]) -> Result<(), Bo
 }
 
 /// Writes the ACPI tables and the MP table.
-fn write_firmware_tables(ram: &GuestRam, cpus: VcpuNumbers, pci: bool) -> Result<(), BootError> {
+fn write_firmware_tables(ram: &GuestRam, cpus: VcpuCountRange, pci: bool) -> Result<(), BootError> {
     let mut tables = acpi::tables(cpus, pci);
     tables.push((layout::MP_TABLE, mptable::table(cpus)));
     for (address, bytes) in tables {

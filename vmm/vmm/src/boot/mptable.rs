@@ -3,7 +3,7 @@
 
 use super::acpi::IO_APIC_ID;
 use super::layout;
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 
 /// Reported local APIC version, the same as KVM's (0x14).
 const APIC_VERSION: u8 = 0x14;
@@ -28,7 +28,7 @@ const CPU_FEATURES: u32 = 0x201;
     clippy::cast_possible_truncation,
     reason = "the layout puts it below 4 GiB, and 255 processors take 5 KiB"
 )]
-pub(crate) fn table(cpus: VcpuNumbers) -> Vec<u8> {
+pub(crate) fn table(cpus: VcpuCountRange) -> Vec<u8> {
     let config_at = layout::MP_TABLE as u32 + 16;
     let mut entries: Vec<u8> = Vec::new();
     let mut count: u16 = 0;
@@ -99,8 +99,11 @@ mod tests {
 
     #[test]
     fn mp_table_is_well_formed_for_every_cpu_count() {
-        let fixed = (1..=layout::MAX_CPUS).map(|n| VcpuNumbers::fixed(n).unwrap());
-        for cpus in fixed.chain([VcpuNumbers::new(2, 5).unwrap(), VcpuNumbers::new(1, 64).unwrap()]) {
+        let fixed = (1..=layout::MAX_CPUS).map(|n| VcpuCountRange::fixed(n).unwrap());
+        for cpus in fixed.chain([
+            VcpuCountRange::new(2, 5).unwrap(),
+            VcpuCountRange::new(1, 64).unwrap(),
+        ]) {
             let t = table(cpus);
             assert!(layout::MP_TABLE + t.len() as u64 <= layout::MP_END);
             assert_eq!(checksum(&t[..16]), 0);

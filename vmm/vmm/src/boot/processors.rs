@@ -24,7 +24,7 @@ use acpi_tables::madt::{EnabledStatus, ProcessorLocalApic};
 
 use super::aml::bytes_of;
 use crate::devices::ports;
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 
 /// _STA: present, enabled, shown, working (6.3.7).
 const STA_PRESENT: u8 = 0xF;
@@ -41,7 +41,7 @@ fn device_name(vcpu: u8) -> String {
 }
 
 /// Returns the AML of the processor container, to be placed in the root scope.
-pub(super) fn devices(cpus: VcpuNumbers) -> Vec<u8> {
+pub(super) fn devices(cpus: VcpuCountRange) -> Vec<u8> {
     let mut container = registers();
     container.extend(methods(cpus));
     for vcpu in 0..cpus.max() {
@@ -108,7 +108,7 @@ fn registers() -> Vec<u8> {
     ])
 }
 
-fn methods(cpus: VcpuNumbers) -> Vec<u8> {
+fn methods(cpus: VcpuCountRange) -> Vec<u8> {
     let path = |name: &str| Path::new(name);
     let acquire = Acquire::new("CLCK".into(), FOREVER);
     let release = Release::new("CLCK".into());

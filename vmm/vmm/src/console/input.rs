@@ -170,17 +170,17 @@ mod tests {
     use event_manager::{EventManager, SubscriberOps};
 
     use super::*;
-    use crate::devices::BoardBus;
+    use crate::devices::DeviceBus;
 
     struct ConsoleInputTest {
         manager: EventManager<ConsoleInput>,
-        bus: BoardBus,
+        bus: DeviceBus,
         quit: EventFd,
         _source: OwnedFd,
     }
 
     fn rig(source: OwnedFd) -> ConsoleInputTest {
-        let bus = BoardBus::new(Box::new(io::sink()), 16 << 20, "1".parse().unwrap()).unwrap();
+        let bus = DeviceBus::new(Box::new(io::sink()), 16 << 20, "1".parse().unwrap()).unwrap();
         let quit = EventFd::new(libc::EFD_NONBLOCK).unwrap();
         let input = ConsoleInput::on(
             source.as_raw_fd(),

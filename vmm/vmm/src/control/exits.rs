@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::vcpu::exit_times::{ExitCount, ExitTable, VcpuExitReason};
+use crate::vcpu::exit_times::{ExitCount, VcpuExitReason, VcpuExitStatistics};
 use crate::vcpu::slot::VcpuSlot;
 use control_api::protocol::{ExitsOfReason, VcpuExits};
 
@@ -17,15 +17,15 @@ impl ExitCountSnapshot {
         Self::out_of_tables(slots.iter().map(|slot| &**slot.exits()))
     }
 
-    fn out_of_tables<'t>(tables: impl Iterator<Item = &'t ExitTable>) -> Self {
-        Self(tables.map(ExitTable::take).collect())
+    fn out_of_tables<'t>(tables: impl Iterator<Item = &'t VcpuExitStatistics>) -> Self {
+        Self(tables.map(VcpuExitStatistics::take).collect())
     }
 }
 
 /// One client's view of the exits. Exits are counted and timed while at least one watch exists.
 #[derive(Debug)]
 pub(super) struct ExitWatch {
-    tables: Vec<(u32, Arc<ExitTable>)>,
+    tables: Vec<(u32, Arc<VcpuExitStatistics>)>,
     /// Exit counts of all vCPUs when the watch began.
     before: Vec<Vec<ExitCount>>,
     /// Duration of the longest exits since the client's last request, in nanoseconds.
@@ -39,7 +39,7 @@ impl ExitWatch {
         Self::of_tables(tables.collect(), taken)
     }
 
-    fn of_tables(tables: Vec<(u32, Arc<ExitTable>)>, taken: &ExitCountSnapshot) -> Self {
+    fn of_tables(tables: Vec<(u32, Arc<VcpuExitStatistics>)>, taken: &ExitCountSnapshot) -> Self {
         for (_, table) in &tables {
             table.watch();
         }
@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn exit_watches_are_independent() {
         let tables: Vec<_> = (0..2)
-            .map(|vcpu| (vcpu, Arc::new(ExitTable::default())))
+            .map(|vcpu| (vcpu, Arc::new(VcpuExitStatistics::default())))
             .collect();
         let take = || ExitCountSnapshot::out_of_tables(tables.iter().map(|(_, table)| &**table));
         let exit = |took_ns| tables[1].1.exit_for_tests(VcpuExitReason::Wrmsr, took_ns);

@@ -33,14 +33,14 @@ use super::guest_view::vcpu_view;
 use super::limits::NamedLimiters;
 use super::processes::GuestProcesses;
 use super::session::{EventSession, fail, role};
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::pmu::VmPmu;
 use crate::vcpu::control::{RunControl, RunState};
 use crate::vcpu::registry::VcpuRegistry;
 use crate::vcpu::slot::VcpuSlot;
 use crate::vm::migrate::OutgoingMigration;
-use crate::vm::save::{SnapshotSource, VmSnapshot};
+use crate::vm::save::{VmSnapshot, VmSnapshotInputs};
 use control_api::counts::VcpuCounts;
 use control_api::migration::MigrationSource;
 use control_api::peer;
@@ -97,7 +97,7 @@ pub struct ControlledVm {
     /// Registry of the VM's vCPUs.
     pub registry: Arc<VcpuRegistry>,
     /// Devices of the VM.
-    pub bus: Arc<BoardBus>,
+    pub bus: Arc<DeviceBus>,
     /// Rate limiters of the devices.
     pub limiters: NamedLimiters,
     /// Text symbols of the guest kernel that was loaded last.
@@ -111,7 +111,7 @@ pub struct ControlledVm {
     /// The metadata service, if the VM has one.
     pub metadata: Option<Arc<MetadataService>>,
     /// Parts of the VM that a snapshot reads.
-    pub snapshots: Arc<SnapshotSource>,
+    pub snapshots: Arc<VmSnapshotInputs>,
     /// Command-line options that determine the machine. They are stored in snapshots.
     pub options: BTreeMap<String, String>,
     /// Number of requests by clients to view the guest's counters.

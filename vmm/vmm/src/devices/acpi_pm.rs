@@ -3,7 +3,7 @@
 
 use snapshot::state::SavedBoard;
 
-use super::outcome::BusOutcome;
+use super::outcome::DeviceWriteOutcome;
 use super::ports;
 
 /// PM1 status and enable bit of the power button (4.8.3.1, table 4.15).
@@ -91,7 +91,7 @@ impl AcpiPm {
     }
 
     /// Writes the byte at `offset` from the start of the event block.
-    pub fn write_byte(&mut self, offset: u16, value: u8) -> BusOutcome {
+    pub fn write_byte(&mut self, offset: u16, value: u8) -> DeviceWriteOutcome {
         let merge = |word: u16| {
             let mut bytes = word.to_le_bytes();
             bytes[usize::from(offset & 1)] = value;
@@ -102,25 +102,25 @@ impl AcpiPm {
             0 => {
                 self.status &= !merge(0);
                 self.update_sci_level();
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             1 => {
                 self.enable = merge(self.enable);
                 self.update_sci_level();
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             _ => self.write_control(merge(self.control)),
         }
     }
 
     /// Writes the whole control register. SLP_EN starts the sleep transition and reads as zero.
-    pub fn write_control(&mut self, value: u16) -> BusOutcome {
+    pub fn write_control(&mut self, value: u16) -> DeviceWriteOutcome {
         self.control = value & !SLP_EN;
         let sleep_type = (value >> SLP_TYP_SHIFT) & SLP_TYP_MASK;
         if value & SLP_EN != 0 && sleep_type == u16::from(ports::S5_SLEEP_TYPE) {
-            return BusOutcome::PowerOff;
+            return DeviceWriteOutcome::PowerOff;
         }
-        BusOutcome::Continue
+        DeviceWriteOutcome::Continue
     }
 }
 
@@ -179,7 +179,7 @@ mod tests {
                     let is_power_button_enabled = enable & 1 != 0;
                     assert_eq!(pm.press_power_button(), is_power_button_enabled);
                     status |= u8::from(is_power_button_enabled);
-                    BusOutcome::Continue
+                    DeviceWriteOutcome::Continue
                 } else {
                     pm.write_byte(offset, value)
                 };
@@ -189,7 +189,7 @@ mod tests {
                     _ => {}
                 }
                 let off = offset == 5 && value & 0x20 != 0 && value & 0x1C == 0;
-                assert_eq!(outcome == BusOutcome::PowerOff, off, "{offset}: {value:#x}");
+                assert_eq!(outcome == DeviceWriteOutcome::PowerOff, off, "{offset}: {value:#x}");
                 assert_eq!((pm.read_byte(1), pm.read_byte(3)), (status, enable));
                 assert_eq!(level.load(Ordering::SeqCst), status & enable & 1 != 0);
                 assert_eq!(pm.read_byte(4) & 1, 1, "there is no other mode than ACPI's");

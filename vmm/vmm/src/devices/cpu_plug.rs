@@ -133,7 +133,7 @@ struct Registers {
     called: VcpuSet,
     /// Processors whose ejection was requested and that the guest has neither ejected nor refused.
     asked_for: VcpuSet,
-    /// Ejected processors that [`CpuPlug::take_ejected`] has not returned yet.
+    /// Ejected processors that [`CpuHotplugDevice::take_ejected`] has not returned yet.
     ejected: VcpuSet,
     selector: u8,
     event: [u8; 4],
@@ -146,13 +146,13 @@ struct Registers {
 /// The CPU hot-plug device, shared by the vCPU threads and the main loop. Its lock is held only for
 /// the duration of one access.
 #[derive(Debug)]
-pub struct CpuPlug {
+pub struct CpuHotplugDevice {
     registers: Mutex<Registers>,
     interrupt: EventFd,
     ejected: EventFd,
 }
 
-impl CpuPlug {
+impl CpuHotplugDevice {
     /// Creates the device for `max` processors, of which the first `shown` are present.
     ///
     /// # Errors
@@ -219,7 +219,7 @@ impl CpuPlug {
     }
 
     /// Returns an eventfd that becomes readable when the guest has ejected a processor. See
-    /// [`CpuPlug::take_ejected`].
+    /// [`CpuHotplugDevice::take_ejected`].
     pub fn ejected(&self) -> &EventFd {
         &self.ejected
     }
@@ -394,7 +394,7 @@ mod tests {
 
     use super::*;
 
-    fn report(plug: &CpuPlug, vcpu: u8, event: u32, status: u32) {
+    fn report(plug: &CpuHotplugDevice, vcpu: u8, event: u32, status: u32) {
         plug.write_byte(SELECTOR, vcpu);
         for (at, byte) in event
             .to_le_bytes()
@@ -406,7 +406,7 @@ mod tests {
         }
     }
 
-    fn state_of(plug: &CpuPlug, vcpu: u8) -> u8 {
+    fn state_of(plug: &CpuHotplugDevice, vcpu: u8) -> u8 {
         plug.write_byte(SELECTOR, vcpu);
         plug.read_byte(STATE)
     }
@@ -419,7 +419,7 @@ mod tests {
 
     #[test]
     fn cpu_plug_handles_insert_and_eject() {
-        let plug = CpuPlug::new(1, 3).unwrap();
+        let plug = CpuHotplugDevice::new(1, 3).unwrap();
         assert_eq!(
             [0, 1, 2, 3, 255].map(|v| state_of(&plug, v)),
             [PRESENT, 0, 0, 0, 0]
@@ -457,7 +457,7 @@ mod tests {
     /// request.
     #[test]
     fn cpu_plug_reports_refusal_by_guest() {
-        let plug = CpuPlug::new(3, 4).unwrap();
+        let plug = CpuHotplugDevice::new(3, 4).unwrap();
         plug.request_ejection(set(&[1, 2]));
         report(&plug, 2, EJECT_REQUEST, 0x82);
         let state = plug.state();
@@ -479,7 +479,7 @@ mod tests {
     /// processor.
     #[test]
     fn cpu_plug_withdraws_ejection_request() {
-        let plug = CpuPlug::new(2, 3).unwrap();
+        let plug = CpuHotplugDevice::new(2, 3).unwrap();
         plug.request_ejection(set(&[0, 1, 2]));
         assert_eq!(
             plug.state().asked_for,
@@ -500,7 +500,7 @@ mod tests {
         fn guest_ejects_only_present_processors(
             writes in proptest::collection::vec((0u16..20, any::<u8>()), 0..300)
         ) {
-            let plug = CpuPlug::new(3, 5).unwrap();
+            let plug = CpuHotplugDevice::new(3, 5).unwrap();
             for (offset, value) in writes {
                 plug.write_byte(offset, value);
                 plug.read_byte(offset);

@@ -4,7 +4,7 @@
 use snapshot::state::SavedBoard;
 
 use super::ports::FW_CFG_SELECT;
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 
 const SIGNATURE: u16 = 0x00;
 const INTERFACE: u16 = 0x01;
@@ -17,13 +17,13 @@ const FILE_DIRECTORY: u16 = 0x19;
 #[derive(Debug)]
 pub(super) struct FwCfg {
     ram_bytes: u64,
-    cpus: VcpuNumbers,
+    cpus: VcpuCountRange,
     key: u16,
     offset: usize,
 }
 
 impl FwCfg {
-    pub fn new(ram_bytes: u64, cpus: VcpuNumbers) -> Self {
+    pub fn new(ram_bytes: u64, cpus: VcpuCountRange) -> Self {
         FwCfg {
             ram_bytes,
             cpus,

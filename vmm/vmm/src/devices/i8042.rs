@@ -6,7 +6,7 @@
 
 use snapshot::state::SavedBoard;
 
-use super::outcome::BusOutcome;
+use super::outcome::DeviceWriteOutcome;
 
 /// Status bits: output buffer full, system flag (self-test passed), keyboard not locked.
 const STATUS_OUTPUT_FULL: u8 = 1 << 0;
@@ -72,7 +72,7 @@ impl I8042 {
         STATUS_SYSTEM | STATUS_UNLOCKED | full
     }
 
-    pub fn write_command(&mut self, command: u8) -> BusOutcome {
+    pub fn write_command(&mut self, command: u8) -> DeviceWriteOutcome {
         self.pending = None;
         match command {
             READ_CONFIG => self.output = Some(self.config),
@@ -83,20 +83,20 @@ impl I8042 {
             READ_INPUT => self.output = Some(0),
             READ_OUTPUT => self.output = Some(OUTPUT_NOT_RESET | OUTPUT_A20),
             WRITE_CONFIG | WRITE_OUTPUT | AUX_LOOP | WRITE_AUX => self.pending = Some(command),
-            PULSE_RESET => return BusOutcome::Reset,
+            PULSE_RESET => return DeviceWriteOutcome::Reset,
             _ => {}
         }
-        BusOutcome::Continue
+        DeviceWriteOutcome::Continue
     }
 
-    pub fn write_data(&mut self, value: u8) -> BusOutcome {
+    pub fn write_data(&mut self, value: u8) -> DeviceWriteOutcome {
         match self.pending.take() {
             Some(WRITE_CONFIG) => self.config = value,
-            Some(WRITE_OUTPUT) if value & OUTPUT_NOT_RESET == 0 => return BusOutcome::Reset,
+            Some(WRITE_OUTPUT) if value & OUTPUT_NOT_RESET == 0 => return DeviceWriteOutcome::Reset,
             Some(WRITE_OUTPUT) => {}
             Some(_) | None => self.output = Some(RESEND),
         }
-        BusOutcome::Continue
+        DeviceWriteOutcome::Continue
     }
 }
 
@@ -155,21 +155,21 @@ mod tests {
                 let mut c = I8042::default();
                 let pulsed = c.write_command(command);
                 assert_eq!(
-                    pulsed == BusOutcome::Reset,
+                    pulsed == DeviceWriteOutcome::Reset,
                     command == PULSE_RESET,
                     "{command:#x}"
                 );
                 let pulled = c.write_data(low);
                 assert_eq!(
-                    pulled == BusOutcome::Reset,
+                    pulled == DeviceWriteOutcome::Reset,
                     command == WRITE_OUTPUT,
                     "{command:#x}, {low:#x}"
                 );
-                assert_eq!(c.write_data(low), BusOutcome::Continue, "once");
+                assert_eq!(c.write_data(low), DeviceWriteOutcome::Continue, "once");
             }
         }
         let mut c = I8042::default();
         c.write_command(WRITE_OUTPUT);
-        assert_eq!(c.write_data(OUTPUT_NOT_RESET), BusOutcome::Continue);
+        assert_eq!(c.write_data(OUTPUT_NOT_RESET), DeviceWriteOutcome::Continue);
     }
 }

@@ -28,13 +28,13 @@ pub use serial::SerialPort;
 use acpi_pm::AcpiPm;
 pub use acpi_pm::SciLine;
 use cmos::Cmos;
-use cpu_plug::CpuPlug;
+use cpu_plug::CpuHotplugDevice;
 use fw_cfg::FwCfg;
 use generation::GenerationId;
 use i8042::I8042;
-pub use outcome::BusOutcome;
+pub use outcome::DeviceWriteOutcome;
 
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 
 /// System control port A: writing a one resets the processor.
 const CONTROL_A_RESET: u8 = 1 << 0;
@@ -43,16 +43,16 @@ const CONTROL_A_A20: u8 = 1 << 1;
 
 /// The port and MMIO buses, shared by all vCPU threads. Each device has a separate lock, which is
 /// held only for the duration of one access.
-pub struct BoardBus {
+pub struct DeviceBus {
     ram_bytes: u64,
-    cpus: VcpuNumbers,
+    cpus: VcpuCountRange,
     serial: Arc<SerialPort>,
     cmos: Mutex<Cmos>,
     i8042: Mutex<I8042>,
     fw_cfg: Mutex<FwCfg>,
     pm: Mutex<AcpiPm>,
     /// CPU hot-plug registers, if the machine has them.
-    cpu_plug: Option<Arc<CpuPlug>>,
+    cpu_plug: Option<Arc<CpuHotplugDevice>>,
     generation: GenerationId,
     /// PCI bus, if the machine has one.
     pci: Option<PciBus>,
@@ -73,11 +73,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl BoardBus {
+impl DeviceBus {
     /// Creates the devices. `console` receives the serial port's output. `ram_bytes` and `cpus` are
     /// reported to the guest.
-    pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: VcpuNumbers) -> io::Result<Self> {
-        Ok(BoardBus {
+    pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: VcpuCountRange) -> io::Result<Self> {
+        Ok(DeviceBus {
             ram_bytes,
             cpus,
             serial: Arc::new(SerialPort::new(console)?),
@@ -87,7 +87,7 @@ impl BoardBus {
             pm: Mutex::new(AcpiPm::default()),
             cpu_plug: cpus
                 .can_change()
-                .then(|| CpuPlug::new(cpus.present(), cpus.max()).map(Arc::new))
+                .then(|| CpuHotplugDevice::new(cpus.present(), cpus.max()).map(Arc::new))
                 .transpose()?,
             generation: GenerationId::new()?,
             pci: None,
@@ -158,7 +158,7 @@ impl BoardBus {
     }
 
     /// Returns the CPU hot-plug registers, or `None` without CPU hot-plug.
-    pub fn cpu_plug(&self) -> Option<&Arc<CpuPlug>> {
+    pub fn cpu_plug(&self) -> Option<&Arc<CpuHotplugDevice>> {
         self.cpu_plug.as_ref()
     }
 
@@ -191,15 +191,15 @@ impl BoardBus {
 
     /// Handles one OUT of `data.len()` bytes (1, 2 or 4) to `port`.
     #[expect(clippy::cast_possible_truncation, reason = "an access has at most 8 bytes")]
-    pub fn io_out(&self, port: u16, data: &[u8]) -> BusOutcome {
+    pub fn io_out(&self, port: u16, data: &[u8]) -> DeviceWriteOutcome {
         match port {
             p if ports::DEBUG_EXIT_PORTS.contains(&p) && !self.no_debug_exit => {
                 let code = data.first().copied().unwrap_or(0);
-                BusOutcome::Exit((code << 1) | 1)
+                DeviceWriteOutcome::Exit((code << 1) | 1)
             }
             ports::FW_CFG_SELECT | ports::FW_CFG_DATA => {
                 lock(&self.fw_cfg).write(port, data);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             ports::PM1A_CONTROL if data.len() >= 2 => {
                 lock(&self.pm).write_control(u16::from_le_bytes([data[0], data[1]]))
@@ -210,16 +210,16 @@ impl BoardBus {
                 if let Some(pci) = &self.pci {
                     pci.write_port(port, data);
                 }
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             _ => {
                 for (i, byte) in data.iter().enumerate() {
                     let outcome = self.out_byte(port.wrapping_add(i as u16), *byte);
-                    if outcome != BusOutcome::Continue {
+                    if outcome != DeviceWriteOutcome::Continue {
                         return outcome;
                     }
                 }
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
         }
     }
@@ -232,15 +232,15 @@ impl BoardBus {
     }
 
     /// Handles a string OUT (`rep outs`). Stops at the first access whose outcome is not
-    /// [`BusOutcome::Continue`].
-    pub fn io_out_string(&self, port: u16, width: usize, data: &[u8]) -> BusOutcome {
+    /// [`DeviceWriteOutcome::Continue`].
+    pub fn io_out_string(&self, port: u16, width: usize, data: &[u8]) -> DeviceWriteOutcome {
         for access in data.chunks(width.clamp(1, 4)) {
             let outcome = self.io_out(port, access);
-            if outcome != BusOutcome::Continue {
+            if outcome != DeviceWriteOutcome::Continue {
                 return outcome;
             }
         }
-        BusOutcome::Continue
+        DeviceWriteOutcome::Continue
     }
 
     /// Handles an MMIO read. Returns all ones if no PCI function claims the address.
@@ -257,7 +257,7 @@ impl BoardBus {
     }
 
     /// Handles an MMIO write. Ignores it if no PCI function claims the address.
-    pub fn mmio_write(&self, address: u64, data: &[u8]) -> BusOutcome {
+    pub fn mmio_write(&self, address: u64, data: &[u8]) -> DeviceWriteOutcome {
         if !self
             .pci
             .as_ref()
@@ -265,7 +265,7 @@ impl BoardBus {
         {
             self.unclaimed.fetch_add(1, Ordering::Relaxed);
         }
-        BusOutcome::Continue
+        DeviceWriteOutcome::Continue
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
@@ -299,51 +299,51 @@ impl BoardBus {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
-    fn out_byte(&self, port: u16, value: u8) -> BusOutcome {
+    fn out_byte(&self, port: u16, value: u8) -> DeviceWriteOutcome {
         const COM1_END: u16 = ports::COM1 + ports::COM1_LEN - 1;
         const PM_END: u16 = ports::PM1A_CONTROL + ports::PM1A_CONTROL_LEN as u16 - 1;
         const CPU_PLUG_END: u16 = ports::CPU_PLUG + ports::CPU_PLUG_LEN - 1;
         match port {
             ports::COM1..=COM1_END => {
                 self.serial.write((port - ports::COM1) as u8, value);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             ports::I8042_DATA => lock(&self.i8042).write_data(value),
             ports::I8042_COMMAND => lock(&self.i8042).write_command(value),
             ports::CMOS_INDEX => {
                 lock(&self.cmos).select(value);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             ports::CMOS_DATA => {
                 lock(&self.cmos).write(value);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             ports::SYSTEM_CONTROL_A => {
                 self.control_a.store(value & !CONTROL_A_RESET, Ordering::Relaxed);
                 if value & CONTROL_A_RESET != 0 {
-                    BusOutcome::Reset
+                    DeviceWriteOutcome::Reset
                 } else {
-                    BusOutcome::Continue
+                    DeviceWriteOutcome::Continue
                 }
             }
             ports::RESET_CONTROL => {
                 self.reset_control.store(value & !0x04, Ordering::Relaxed);
                 // Bit 2 is "reset CPU". The other bits select the reset type.
                 if value & 0x04 != 0 {
-                    BusOutcome::Reset
+                    DeviceWriteOutcome::Reset
                 } else {
-                    BusOutcome::Continue
+                    DeviceWriteOutcome::Continue
                 }
             }
             ports::PM1A_EVENT..=PM_END => lock(&self.pm).write_byte(port - ports::PM1A_EVENT, value),
             ports::CPU_PLUG..=CPU_PLUG_END if let Some(plug) = &self.cpu_plug => {
                 plug.write_byte(port - ports::CPU_PLUG, value);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
-            ports::POST | ports::SYSTEM_CONTROL_B => BusOutcome::Continue,
+            ports::POST | ports::SYSTEM_CONTROL_B => DeviceWriteOutcome::Continue,
             _ => {
                 self.unclaimed.fetch_add(1, Ordering::Relaxed);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
         }
     }
@@ -354,11 +354,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn bus() -> BoardBus {
-        BoardBus::new(Box::new(io::sink()), 64 << 20, "3".parse().unwrap()).unwrap()
+    fn bus() -> DeviceBus {
+        DeviceBus::new(Box::new(io::sink()), 64 << 20, "3".parse().unwrap()).unwrap()
     }
 
-    fn inb(bus: &BoardBus, port: u16) -> u8 {
+    fn inb(bus: &DeviceBus, port: u16) -> u8 {
         let mut b = [0];
         bus.io_in(port, &mut b);
         b[0]
@@ -385,25 +385,28 @@ mod tests {
     #[test]
     fn debug_exit_encodes_the_code() {
         let bus = bus();
-        assert_eq!(bus.io_out(0xF4, &[0]), BusOutcome::Exit(1));
-        assert_eq!(bus.io_out(0xF4, &[0x10, 0, 0, 0]), BusOutcome::Exit(33));
-        assert_eq!(bus.io_out(0xF4, &[0xFF]), BusOutcome::Exit(0xFF));
+        assert_eq!(bus.io_out(0xF4, &[0]), DeviceWriteOutcome::Exit(1));
+        assert_eq!(bus.io_out(0xF4, &[0x10, 0, 0, 0]), DeviceWriteOutcome::Exit(33));
+        assert_eq!(bus.io_out(0xF4, &[0xFF]), DeviceWriteOutcome::Exit(0xFF));
         let bus = bus.without_debug_exit();
         for port in 0xF4..=0xF7 {
-            assert_eq!(bus.io_out(port, &[0x10, 0, 0, 0]), BusOutcome::Continue);
+            assert_eq!(bus.io_out(port, &[0x10, 0, 0, 0]), DeviceWriteOutcome::Continue);
         }
     }
 
     #[test]
     fn all_reset_ports_reset_machine() {
-        assert_eq!(bus().io_out(0x92, &[0x03]), BusOutcome::Reset);
-        assert_eq!(bus().io_out(0x64, &[0xFE]), BusOutcome::Reset);
-        assert_eq!(bus().io_out(0xCF9, &[0x02]), BusOutcome::Continue);
-        assert_eq!(bus().io_out(0xCF9, &[0x06]), BusOutcome::Reset);
-        assert_eq!(bus().io_out(0xCF8, &[0, 0x06, 0, 0x80]), BusOutcome::Continue);
+        assert_eq!(bus().io_out(0x92, &[0x03]), DeviceWriteOutcome::Reset);
+        assert_eq!(bus().io_out(0x64, &[0xFE]), DeviceWriteOutcome::Reset);
+        assert_eq!(bus().io_out(0xCF9, &[0x02]), DeviceWriteOutcome::Continue);
+        assert_eq!(bus().io_out(0xCF9, &[0x06]), DeviceWriteOutcome::Reset);
+        assert_eq!(
+            bus().io_out(0xCF8, &[0, 0x06, 0, 0x80]),
+            DeviceWriteOutcome::Continue
+        );
         let b = bus();
-        assert_eq!(b.io_out(0x64, &[0xD1]), BusOutcome::Continue);
-        assert_eq!(b.io_out(0x60, &[0xDE]), BusOutcome::Reset);
+        assert_eq!(b.io_out(0x64, &[0xD1]), DeviceWriteOutcome::Continue);
+        assert_eq!(b.io_out(0x60, &[0xDE]), DeviceWriteOutcome::Reset);
     }
 
     /// A20 always reads as enabled, because code that enables address line 20 through port 0x92
@@ -412,7 +415,7 @@ mod tests {
     fn a20_is_enabled_and_control_a_keeps_other_bits() {
         let b = bus();
         assert_eq!(inb(&b, 0x92), 0x02);
-        assert_eq!(b.io_out(0x92, &[0xC2]), BusOutcome::Continue);
+        assert_eq!(b.io_out(0x92, &[0xC2]), DeviceWriteOutcome::Continue);
         assert_eq!(inb(&b, 0x92), 0xC2);
         b.io_out(0x92, &[0x00]);
         assert_eq!(inb(&b, 0x92), 0x02);
@@ -422,14 +425,17 @@ mod tests {
     #[test]
     fn soft_off_requires_sleep_type_and_enable() {
         let b = bus();
-        assert_eq!(b.io_out(0x604, &[0x00, 0x00]), BusOutcome::Continue);
+        assert_eq!(b.io_out(0x604, &[0x00, 0x00]), DeviceWriteOutcome::Continue);
         assert_eq!(
             b.io_out(0x604, &(3u16 << 10 | 1 << 13).to_le_bytes()),
-            BusOutcome::Continue
+            DeviceWriteOutcome::Continue
         );
-        assert_eq!(b.io_out(0x604, &(1u16 << 13).to_le_bytes()), BusOutcome::PowerOff);
+        assert_eq!(
+            b.io_out(0x604, &(1u16 << 13).to_le_bytes()),
+            DeviceWriteOutcome::PowerOff
+        );
         // ACPICA may access the register byte by byte.
-        assert_eq!(b.io_out(0x605, &[0x20]), BusOutcome::PowerOff);
+        assert_eq!(b.io_out(0x605, &[0x20]), DeviceWriteOutcome::PowerOff);
         // ACPI is always enabled: SCI_EN reads as one.
         assert_eq!(inb(&b, 0x604) & 1, 1);
     }
@@ -452,7 +458,7 @@ mod tests {
     #[test]
     fn cpu_plug_registers_exist_only_with_hotplug() {
         assert_eq!(inb(&bus(), ports::CPU_PLUG + 1), 0xFF);
-        let b = BoardBus::new(Box::new(io::sink()), 64 << 20, "2,max=5".parse().unwrap()).unwrap();
+        let b = DeviceBus::new(Box::new(io::sink()), 64 << 20, "2,max=5".parse().unwrap()).unwrap();
         for (vcpu, state) in [(0, 1), (1, 1), (2, 0), (5, 0)] {
             b.io_out(ports::CPU_PLUG, &[vcpu]);
             assert_eq!(inb(&b, ports::CPU_PLUG + 1), state, "{vcpu}");
@@ -467,8 +473,8 @@ mod tests {
     #[test]
     fn string_io_repeats_port_access() {
         let out = crate::console::testing::SharedBuffer::default();
-        let b = BoardBus::new(Box::new(out.clone()), 16 << 20, "1".parse().unwrap()).unwrap();
-        assert_eq!(b.io_out_string(0x3F8, 1, b"hello"), BusOutcome::Continue);
+        let b = DeviceBus::new(Box::new(out.clone()), 16 << 20, "1".parse().unwrap()).unwrap();
+        assert_eq!(b.io_out_string(0x3F8, 1, b"hello"), DeviceWriteOutcome::Continue);
         assert_eq!(out.contents(), b"hello");
         b.io_out(0x510, &0u16.to_le_bytes());
         let mut data = [0; 4];
@@ -495,7 +501,7 @@ mod tests {
                 (proptest::sample::select(vec![0xCD8u16, 0xCD9, 0xCDC, 0xCE0, 0xCE3, 0x60, 0x61, 0x64, 0x92, 0x70, 0x71, 0x3F8, 0x3F9, 0x3FA, 0x3FB, 0x3FC, 0x3FD, 0x3FE, 0x510, 0x511, 0x600, 0x602, 0x603, 0xCF9]),
                  1usize..5, any::<u32>(), any::<bool>()), 0..400)
         ) {
-            let b = BoardBus::new(Box::new(io::sink()), 64 << 20, "3,max=5".parse().unwrap()).unwrap();
+            let b = DeviceBus::new(Box::new(io::sink()), 64 << 20, "3,max=5".parse().unwrap()).unwrap();
             for (port, width, value, write) in accesses {
                 let mut data = value.to_le_bytes()[..width.min(4)].to_vec();
                 if write { b.io_out(port, &data); } else { b.io_in(port, &mut data); }

@@ -2,7 +2,7 @@
 
 /// Effect of a device write on the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BusOutcome {
+pub enum DeviceWriteOutcome {
     /// The guest continues.
     Continue,
     /// The guest requested a reset.

@@ -1,11 +1,11 @@
-//! Saves the devices of the [`BoardBus`] to a snapshot and restores them.
+//! Saves the devices of the [`DeviceBus`] to a snapshot and restores them.
 
 use std::sync::atomic::Ordering;
 
 use snapshot::state::{SavedBoard, SavedDevice};
 use virtio_devices::transport::saved::RestoreDeviceError;
 
-use super::{BoardBus, CONTROL_A_RESET, lock};
+use super::{CONTROL_A_RESET, DeviceBus, lock};
 
 /// Bit of the reset control register that resets the processor and always reads as zero.
 const RESET_CPU: u8 = 0x04;
@@ -31,7 +31,7 @@ pub enum RestoreBoardError {
     },
 }
 
-impl BoardBus {
+impl DeviceBus {
     /// Returns the state of the devices of the board. No vCPU may run. Returns `None` if the guest
     /// has ejected a vCPU whose thread is still running.
     pub fn save(&self) -> Option<SavedBoard> {
@@ -102,11 +102,11 @@ mod tests {
     use crate::devices::cpu_plug::VcpuSet;
     use crate::devices::ports;
 
-    fn bus() -> BoardBus {
-        BoardBus::new(Box::new(io::sink()), 64 << 20, "2,max=4".parse().unwrap()).unwrap()
+    fn bus() -> DeviceBus {
+        DeviceBus::new(Box::new(io::sink()), 64 << 20, "2,max=4".parse().unwrap()).unwrap()
     }
 
-    fn inb(bus: &BoardBus, port: u16) -> u8 {
+    fn inb(bus: &DeviceBus, port: u16) -> u8 {
         let mut byte = [0];
         bus.io_in(port, &mut byte);
         byte[0]

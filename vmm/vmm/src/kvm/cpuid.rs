@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::Kvm;
-use vpmu::{CountableEvents, CpuidRegs, HostPmuProperties, PmuModel, Vendor};
+use vpmu::{ArchEventSet, CpuidRegs, HostPmuProperties, PmuModel, Vendor};
 
 use super::signature::CpuSignature;
 
@@ -103,7 +103,7 @@ pub struct GuestCpuidConfig<'a> {
     /// The PMU model. May be the model without a PMU.
     pub pmu: &'a PmuModel,
     /// The architectural events that the host can count for the PMU model.
-    pub backability: CountableEvents,
+    pub backability: ArchEventSet,
     /// Number of vCPUs.
     pub cpus: u8,
     /// Guest TSC frequency in kHz, reported by the leaves of an Intel processor.
@@ -414,7 +414,7 @@ fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpuidConfig<'_>, id: u
 
 /// Applies the PMU model to every CPUID leaf that describes a PMU, and adds the PMU leaves that the
 /// host lacks.
-fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &PmuModel, backability: CountableEvents) {
+fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &PmuModel, backability: ArchEventSet) {
     for &leaf in model.required_leaves() {
         if !entries.iter().any(|e| e.function == leaf) {
             entries.push(kvm_cpuid_entry2 {
@@ -464,7 +464,7 @@ mod tests {
     fn guest(pmu: &PmuModel, nested: bool) -> GuestCpuidConfig<'_> {
         GuestCpuidConfig {
             pmu,
-            backability: CountableEvents::NONE,
+            backability: ArchEventSet::NONE,
             cpus: 1,
             tsc_khz: 2_595_124,
             tsc_deadline: true,

@@ -8,13 +8,13 @@ use kvm_ioctls::{Cap, Kvm, VcpuExit};
 use perf_core::error_line;
 
 use super::cpuid;
-use super::host::{self, KvmFlavour, KvmHostError, LEAVE};
+use super::host::{self, KvmHostError, LEAVE, VirtualizationMethod};
 use super::stepping::{self, SteppingSupport};
 use super::tiny::TinyGuest;
 
 /// Properties of guest code execution by this host's KVM.
 #[derive(Clone, Copy, Debug)]
-pub struct KvmExecution {
+pub struct KvmExecutionProperties {
     /// `true` if KVM interprets the code of guest kernels.
     pub interprets_kernels: bool,
     /// `true` if guests see Intel TSX in CPUID although their CPUID table hides it. This happens if
@@ -29,8 +29,8 @@ pub struct KvmExecution {
 ///
 /// # Errors
 /// Returns [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
-pub fn probe(kvm: &Kvm) -> Result<KvmExecution, KvmHostError> {
-    static FOUND: Mutex<Option<KvmExecution>> = Mutex::new(None);
+pub fn probe(kvm: &Kvm) -> Result<KvmExecutionProperties, KvmHostError> {
+    static FOUND: Mutex<Option<KvmExecutionProperties>> = Mutex::new(None);
     let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(execution) = *found {
         return Ok(execution);
@@ -42,7 +42,7 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecution, KvmHostError> {
         log::debug!("this KVM does not step guests: {}", error_line(&e));
         SteppingSupport::default()
     });
-    let execution = KvmExecution {
+    let execution = KvmExecutionProperties {
         interprets_kernels,
         shows_hidden_transactions: cpuid::has_transactions(&table),
         stepping,
@@ -75,7 +75,7 @@ fn probe_stepping(kvm: &Kvm, guest: &mut TinyGuest) -> Result<SteppingSupport, K
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct KvmCapabilities {
     /// The method by which KVM runs guest code.
-    pub flavour: KvmFlavour,
+    pub flavour: VirtualizationMethod,
     /// `true` if an unmodified Linux kernel can run. Probed with an instruction that every kernel
     /// uses and that KVM's emulator does not support.
     pub runs_linux: bool,
@@ -113,18 +113,18 @@ pub fn facts(kvm: &Kvm) -> Result<KvmCapabilities, KvmHostError> {
     })
 }
 
-fn flavour(interprets_kernels: bool) -> KvmFlavour {
+fn flavour(interprets_kernels: bool) -> VirtualizationMethod {
     let module = |name: &str| Path::new("/sys/module").join(name).exists();
     if interprets_kernels {
-        KvmFlavour::SoftwareOnly
+        VirtualizationMethod::SoftwareOnly
     } else if module("kvm_amd") {
-        KvmFlavour::Svm
+        VirtualizationMethod::Svm
     } else if module("kvm_intel") {
-        KvmFlavour::Vmx
+        VirtualizationMethod::Vmx
     } else if std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains("AuthenticAMD")) {
-        KvmFlavour::Svm
+        VirtualizationMethod::Svm
     } else {
-        KvmFlavour::Vmx
+        VirtualizationMethod::Vmx
     }
 }
 
@@ -141,6 +141,6 @@ mod tests {
         let facts = facts(&kvm).unwrap();
         let interprets = probe(&kvm).unwrap().interprets_kernels;
         assert_eq!(facts.runs_linux, !interprets);
-        assert_eq!(facts.flavour == KvmFlavour::SoftwareOnly, interprets);
+        assert_eq!(facts.flavour == VirtualizationMethod::SoftwareOnly, interprets);
     }
 }

@@ -57,7 +57,7 @@ pub enum KvmHostError {
 /// The method by which KVM runs guest code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum KvmFlavour {
+pub enum VirtualizationMethod {
     /// Hardware virtualisation with Intel VT-x.
     Vmx,
     /// Hardware virtualisation with AMD-V.
@@ -66,7 +66,7 @@ pub enum KvmFlavour {
     SoftwareOnly,
 }
 
-impl fmt::Display for KvmFlavour {
+impl fmt::Display for VirtualizationMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Vmx => "Intel VT-x",

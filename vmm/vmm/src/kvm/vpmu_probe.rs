@@ -18,7 +18,7 @@ use serde::Serialize;
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::registers::IA32_PERF_CAPABILITIES;
 use vpmu::{
-    CountableEvents, CounterNumbers, CpuidRegs, HostPmuProperties, ModelError, PmuGeneration, PmuModel,
+    ArchEventSet, CounterNumbers, CpuidRegs, HostPmuProperties, ModelError, PmuGeneration, PmuModel,
     PmuModelName, Vendor,
 };
 
@@ -114,7 +114,7 @@ pub enum KvmVpmuModelError {
 
 /// Capabilities of KVM's own vPMU.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct KvmPmuOffer {
+pub struct KvmPmuCapabilities {
     /// `true` if the guest accesses hardware counters directly (mediated vPMU), `false` if host
     /// perf events back emulated registers.
     pub mediated: bool,
@@ -128,7 +128,7 @@ pub struct KvmPmuOffer {
     pub pmu: HostPmuProperties,
     /// Architectural events that KVM's own vPMU counts (Intel only).
     #[serde(skip)]
-    pub events: CountableEvents,
+    pub events: ArchEventSet,
 }
 
 fn in_words<S: serde::Serializer>(pmu: &HostPmuProperties, to: S) -> Result<S::Ok, S::Error> {
@@ -146,7 +146,7 @@ fn words(pmu: &HostPmuProperties) -> String {
     )
 }
 
-impl std::fmt::Display for KvmPmuOffer {
+impl std::fmt::Display for KvmPmuCapabilities {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let how = if self.mediated { "mediated" } else { "emulated" };
         write!(f, "{how}, {}", words(&self.pmu))
@@ -157,7 +157,7 @@ impl std::fmt::Display for KvmPmuOffer {
 ///
 /// # Errors
 /// Returns a [`KvmVpmuUnavailable`] if the vPMU is unavailable.
-pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuOffer, KvmVpmuUnavailable> {
+pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuCapabilities, KvmVpmuUnavailable> {
     if kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) <= 0 {
         return Err(match parameter("kvm", "enable_pmu") {
             Some(false) => match &host.no_slots_because {
@@ -175,12 +175,12 @@ pub fn probe(kvm: &Kvm, host: &HostProbe) -> Result<KvmPmuOffer, KvmVpmuUnavaila
     })?;
     let pmu = in_cpuid(&supported).ok_or(KvmVpmuUnavailable::NotInCpuid)?;
     let has = |cap| kvm.check_extension_raw(u64::from(cap)) > 0;
-    Ok(KvmPmuOffer {
+    Ok(KvmPmuCapabilities {
         mediated: is_mediated(),
         masked_filter: has(KVM_CAP_PMU_EVENT_MASKED_EVENTS),
         filter: has(KVM_CAP_PMU_EVENT_FILTER),
         pmu,
-        events: CountableEvents::of_leaf_a(table(&supported)(LEAF_ARCH_PERFMON, 0)),
+        events: ArchEventSet::of_leaf_a(table(&supported)(LEAF_ARCH_PERFMON, 0)),
     })
 }
 
@@ -225,7 +225,7 @@ fn in_cpuid(supported: &CpuId) -> Option<HostPmuProperties> {
     HostPmuProperties::read(&mut |leaf, subleaf| read(leaf, subleaf))
 }
 
-impl KvmPmuOffer {
+impl KvmPmuCapabilities {
     /// Resolves the requested PMU model for a guest that uses KVM's own vPMU. `--pmu host` selects
     /// everything that KVM provides. `--pmu auto` selects only as much of it as `auto` would select
     /// if Perfvisor emulated the PMU.
@@ -368,8 +368,8 @@ pub fn set_capabilities(kvm: &Kvm, vcpu: &VcpuFd, model: &PmuModel) -> Result<()
 mod tests {
     use super::*;
 
-    fn offers(generation: PmuGeneration, general: u32, fixed: u32, width: u32) -> KvmPmuOffer {
-        KvmPmuOffer {
+    fn offers(generation: PmuGeneration, general: u32, fixed: u32, width: u32) -> KvmPmuCapabilities {
+        KvmPmuCapabilities {
             mediated: false,
             masked_filter: true,
             filter: true,
@@ -379,12 +379,12 @@ mod tests {
                 fixed_bitmap: (1 << fixed) - 1,
                 width,
             },
-            events: CountableEvents::NONE,
+            events: ArchEventSet::NONE,
         }
     }
 
     fn asked(
-        own: &KvmPmuOffer,
+        own: &KvmPmuCapabilities,
         name: &str,
         counters: Option<&str>,
         width: Option<u32>,

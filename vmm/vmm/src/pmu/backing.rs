@@ -4,10 +4,10 @@
 use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
 use crate::kvm::stepping::SteppingSupport;
-use crate::kvm::vpmu_probe::{self, KvmPmuOffer, KvmVpmuUnavailable};
+use crate::kvm::vpmu_probe::{self, KvmPmuCapabilities, KvmVpmuUnavailable};
 use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
-use vpmu::{ArchEvent, BackingPolicy, CountableEvents, EventSources, ParavirtualEvent, PmiShare, Vendor};
+use vpmu::{ArchEvent, ArchEventSet, BackingPolicy, EventSources, ParavirtualEvent, PmiShare, Vendor};
 
 /// Reason why an event cannot be counted if the host's kernel denies it to the user of the VM.
 pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; set kernel.perf_event_paranoid to 1 or less, \
@@ -56,7 +56,7 @@ pub fn check_own(
     rdpmc: RdpmcMode,
     pmi_limit: Option<u32>,
     pmi_share: Option<PmiShare>,
-) -> Result<KvmPmuOffer, BackingError> {
+) -> Result<KvmPmuCapabilities, BackingError> {
     if rdpmc == RdpmcMode::Hwbp {
         return Err(BackingError::OwnAnswers);
     }
@@ -191,7 +191,7 @@ pub fn sources(
 pub(super) fn sources_of(
     policy: BackingPolicy,
     hardware: Option<Vendor>,
-    opens: CountableEvents,
+    opens: ArchEventSet,
     mut statistic: impl FnMut(&'static str) -> Option<u64>,
 ) -> EventSources {
     EventSources::new(policy, hardware, |event| statistic(statistic_of(event)?))
@@ -200,7 +200,7 @@ pub(super) fn sources_of(
 }
 
 /// Returns the architectural events that the host's kernel opens as generic events.
-pub(super) fn opened(probe: &HostProbe) -> CountableEvents {
+pub(super) fn opened(probe: &HostProbe) -> ArchEventSet {
     let opens = |event: &ArchEvent| {
         let generic = probe.generic.iter().find(|generic| generic.name == event.name());
         probe.hardware_pmu && generic.is_some_and(|generic| generic.opens)
@@ -221,7 +221,7 @@ fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
 
 /// Returns the architectural events of a `model` vendor's PMU that can be counted under `policy` on
 /// this host, whose processor vendor is `host`.
-pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> CountableEvents {
+pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> ArchEventSet {
     sources(policy, probe, host, |_| None).backability(model)
 }
 
@@ -254,7 +254,7 @@ mod tests {
         let probe = no_pmu();
         assert_eq!(
             backability(BackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Amd),
-            CountableEvents::CLOCK
+            ArchEventSet::CLOCK
         );
         assert!(check_policy(BackingPolicy::Auto, &probe).is_ok());
         let line = check_policy(BackingPolicy::Hardware, &probe)
@@ -316,7 +316,7 @@ mod tests {
             ..no_pmu()
         };
         let auto = backability(BackingPolicy::Auto, &probe, Vendor::Intel, Vendor::Intel);
-        assert_eq!(auto, CountableEvents::CLOCK);
+        assert_eq!(auto, ArchEventSet::CLOCK);
         let hardware = check_policy(BackingPolicy::Hardware, &probe).unwrap_err();
         let auto = clock_fallback(BackingPolicy::Auto, &probe).unwrap();
         for line in [hardware.to_string(), auto] {
@@ -360,7 +360,7 @@ mod tests {
             assert!(check_policy(policy, &probe).is_ok());
             assert_eq!(
                 backability(policy, &probe, Vendor::Amd, Vendor::Amd),
-                CountableEvents::CLOCK
+                ArchEventSet::CLOCK
             );
         }
         let line = denied_events(&probe).unwrap();

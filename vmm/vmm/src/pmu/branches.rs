@@ -2,7 +2,7 @@
 //! taken branches are collected here until the sample is written.
 
 use perf_core::branch::{BranchEntry, BranchFilter, BranchSampling};
-use vpmu::{PmuGeneration, PmuModel, SteppedLevels};
+use vpmu::{PmuGeneration, PmuModel, PrivilegeLevels};
 
 use crate::kvm::stepping::SteppingSupport;
 
@@ -165,17 +165,17 @@ impl BranchCollector {
 
     /// Returns the privilege levels that must be single-stepped to collect the stack.
     #[inline]
-    pub fn levels(&self) -> SteppedLevels {
+    pub fn levels(&self) -> PrivilegeLevels {
         match self.state {
             StackState::Collecting(request) => levels(request.filter),
-            _ => SteppedLevels::default(),
+            _ => PrivilegeLevels::default(),
         }
     }
 }
 
 /// Returns the privilege levels whose branches `filter` selects.
-pub fn levels(filter: BranchFilter) -> SteppedLevels {
-    SteppedLevels {
+pub fn levels(filter: BranchFilter) -> PrivilegeLevels {
+    PrivilegeLevels {
         user: filter.contains(BranchFilter::USER),
         kernel: filter.contains(BranchFilter::KERNEL),
     }

@@ -5,13 +5,13 @@ use perf_core::pmu::host::{self, HostProbe};
 use std::sync::Arc;
 
 use vpmu::{
-    ArchEvent, BackingPolicy, CountableEvents, EventFilter, EventRequest, EventSelection, EventSources,
+    ArchEvent, ArchEventSet, BackingPolicy, EventFilter, EventRequest, EventSelection, EventSources,
     PmuModel, Vendor,
 };
 
 use super::backing;
 use guest_patching::event_tables::KernelTableEvent;
-use guest_patching::uncounted::EventCountability;
+use guest_patching::uncounted::KernelEventSupport;
 
 /// Generic events of a plain `perf stat`. A message names those that the guest cannot count.
 const PERF_STAT_EVENTS: [ArchEvent; 7] = [
@@ -39,7 +39,7 @@ pub struct CountableKernelEvents {
     /// `true` if the model is from Intel and has the fixed counter for reference cycles.
     reference_counter: bool,
     sources: EventSources,
-    backability: CountableEvents,
+    backability: ArchEventSet,
     filter: Arc<EventFilter>,
     probe: HostProbe,
 }
@@ -50,7 +50,7 @@ impl CountableKernelEvents {
         model: &PmuModel,
         host: Vendor,
         policy: BackingPolicy,
-        backability: CountableEvents,
+        backability: ArchEventSet,
         probe: HostProbe,
     ) -> Self {
         let vendor = model.vendor();
@@ -85,7 +85,7 @@ impl CountableKernelEvents {
     }
 }
 
-impl EventCountability for CountableKernelEvents {
+impl KernelEventSupport for CountableKernelEvents {
     fn can_count(&self, event: KernelTableEvent, config: u64) -> bool {
         // CPUID reports unavailable events to an Intel guest, except for reference cycles. Linux
         // uses a pseudo event number for them that only the fixed counter supports
@@ -202,7 +202,7 @@ mod tests {
             &PmuModel::off(Vendor::Intel),
             Vendor::Amd,
             BackingPolicy::Auto,
-            CountableEvents::CLOCK,
+            ArchEventSet::CLOCK,
             some,
         );
         assert!(!foreign.can_count(KernelTableEvent::Cache(0), 0x81D0));
@@ -222,7 +222,7 @@ mod tests {
             (BackingPolicy::Auto, Vendor::Intel, &self::probe(&[]), false),
         ] {
             let countable =
-                CountableKernelEvents::new(&intel, host, policy, CountableEvents::NONE, probe.clone());
+                CountableKernelEvents::new(&intel, host, policy, ArchEventSet::NONE, probe.clone());
             assert_eq!(countable.can_count_topdown(), counted, "{policy:?} {host:?}");
         }
     }
@@ -236,7 +236,7 @@ mod tests {
         let policy = BackingPolicy::Auto;
         let countable = |filter| {
             let all =
-                CountableKernelEvents::new(&amd(), Vendor::Amd, policy, CountableEvents::ALL, some.clone());
+                CountableKernelEvents::new(&amd(), Vendor::Amd, policy, ArchEventSet::ALL, some.clone());
             all.within(Arc::new(filter))
         };
         let open = countable(EventFilter::allow_all());
@@ -367,7 +367,7 @@ mod tests {
             &amd(),
             Vendor::Amd,
             BackingPolicy::Clock,
-            CountableEvents::CLOCK,
+            ArchEventSet::CLOCK,
             none,
         );
         assert_eq!(

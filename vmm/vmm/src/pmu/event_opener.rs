@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::error_line;
 use perf_core::pmu::host::{
-    EventOpener, HostTarget, OpenRequest, OverflowSignal, SyscallOpener, counting_is_denied_to,
+    EventOpenRequest, EventOpener, HostTarget, OverflowSignal, SyscallOpener, counting_is_denied_to,
     set_event_opener,
 };
 use sandbox::{
@@ -113,8 +113,8 @@ impl VmEventOpener {
         }
     }
 
-    fn open_in_own_process(&self, request: &OpenRequest<'_>, tid: i32) -> io::Result<OwnedFd> {
-        let own = OpenRequest {
+    fn open_in_own_process(&self, request: &EventOpenRequest<'_>, tid: i32) -> io::Result<OwnedFd> {
+        let own = EventOpenRequest {
             counted: HostTarget::Thread(0),
             overflow: None,
             ..*request
@@ -132,7 +132,7 @@ impl VmEventOpener {
 }
 
 impl EventOpener for VmEventOpener {
-    fn open(&self, request: &OpenRequest<'_>) -> io::Result<OwnedFd> {
+    fn open(&self, request: &EventOpenRequest<'_>) -> io::Result<OwnedFd> {
         let tid = match request.counted {
             HostTarget::Thread(0) => current_tid(),
             HostTarget::Thread(tid) => tid,

@@ -7,7 +7,7 @@
 use perf_core::pmu::host::{HostCounters, HostProbe};
 use vpmu::{ArchEvent, BackingPolicy, PmuModel};
 
-use crate::kvm::vpmu_probe::KvmPmuOffer;
+use crate::kvm::vpmu_probe::KvmPmuCapabilities;
 
 /// Generic events that Intel's fixed counters count, indexed by counter number.
 const FIXED: [ArchEvent; 3] = [
@@ -18,7 +18,7 @@ const FIXED: [ArchEvent; 3] = [
 
 /// Result of fitting a PMU model to the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FittedModel {
+pub struct FittedPmuModel {
     /// Model presented to the guest.
     pub model: PmuModel,
     /// One-line description of the guest counters that compete for host counters; `None` if the
@@ -32,9 +32,9 @@ pub fn fit(
     model: PmuModel,
     asked: bool,
     policy: BackingPolicy,
-    own: Option<&KvmPmuOffer>,
+    own: Option<&KvmPmuCapabilities>,
     probe: &HostProbe,
-) -> FittedModel {
+) -> FittedPmuModel {
     let by_host_events = match policy {
         BackingPolicy::Auto | BackingPolicy::Hardware => true,
         // An emulated KVM vPMU opens the same pinned events as Perfvisor; a mediated one owns the
@@ -43,7 +43,7 @@ pub fn fit(
         BackingPolicy::Clock | BackingPolicy::Exact | BackingPolicy::None => false,
     };
     if model.is_off() || !by_host_events || !probe.hardware_pmu {
-        return FittedModel {
+        return FittedPmuModel {
             model,
             competition: None,
         };
@@ -56,7 +56,7 @@ pub fn fit(
     let lowered = model.lowered(holds);
     let given = if asked { model } else { lowered };
     let competition = (!holds(&given)).then(|| competition(&given, &lowered, holds(&lowered), probe));
-    FittedModel {
+    FittedPmuModel {
         model: given,
         competition,
     }
@@ -130,7 +130,7 @@ pub fn fixed(counters: &HostCounters) -> String {
 mod tests {
     use super::*;
     use perf_core::pmu::host::{FixedCounter, GenericEvent};
-    use vpmu::{CountableEvents, CounterNumbers, HostPmuProperties, PmuGeneration};
+    use vpmu::{ArchEventSet, CounterNumbers, HostPmuProperties, PmuGeneration};
 
     /// Returns a host with `general` free counters and fixed counters for these events, each free
     /// or taken.
@@ -255,7 +255,7 @@ mod tests {
     /// Perfvisor's; a mediated vPMU does not.
     #[test]
     fn emulated_kvm_vpmu_competes_for_counters() {
-        let own = |mediated| KvmPmuOffer {
+        let own = |mediated| KvmPmuCapabilities {
             mediated,
             masked_filter: true,
             filter: true,
@@ -265,10 +265,10 @@ mod tests {
                 fixed_bitmap: 0,
                 width: 48,
             },
-            events: CountableEvents::NONE,
+            events: ArchEventSet::NONE,
         };
         let watched = host(5, &[]);
-        let on = |asked, numbers, own: &KvmPmuOffer| {
+        let on = |asked, numbers, own: &KvmPmuCapabilities| {
             let model = model(PmuGeneration::AmdCore, numbers);
             fit(model, asked, BackingPolicy::Kvm, Some(own), &watched)
         };

@@ -29,25 +29,25 @@ use perf_core::branch::BranchFilter;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{FedCounts, FedPmu};
+use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
-use perf_core::pmu::sched::SchedPmu;
+use perf_core::pmu::sched::RunQueueWaitPmu;
 use perf_core::{OverflowReport, PerfCore, VcpuContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
 use vpmu::filter::FilterAction;
 use vpmu::{
-    BackingPolicy, CountableEvents, CounterBackingChange, CounterIndex, CounterView, Cpl, EventFilter,
-    EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents, RdpmcIndex,
-    SteppedLevels, Vendor, Vpmu, VpmuStateError,
+    ArchEventSet, BackingPolicy, CounterBackingChange, CounterIndex, CounterView, Cpl, EventFilter,
+    EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents,
+    PrivilegeLevels, RdpmcIndex, Vendor, Vpmu, VpmuStateError,
 };
 
 use crate::kvm::cpuid;
 use crate::kvm::event_filter::KvmEventFilterError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use branches::{BranchCollector, BranchStackError};
-use steal::StealClock;
+use steal::StealTimeClock;
 
 pub use config::{OperatorLimits, PmuConfig};
 pub use operator::{HostSampling, HostSamplingError};
@@ -79,12 +79,12 @@ pub struct VmPmu {
     filter: ArcSwap<EventFilter>,
     core: PerfCore,
     clock: Arc<ClockPmu>,
-    fed: Arc<FedPmu>,
+    fed: Arc<VmmPmu>,
     kvm: Arc<KvmPmu>,
     /// Vendor of the host's PMU, if usable.
     hardware: Option<Vendor>,
     /// Generic events that the host's kernel can open.
-    opens: CountableEvents,
+    opens: ArchEventSet,
     /// Guest memory and kernel information for samples.
     probe: GuestSamplingContext,
     /// KVM's own vPMU, if the guest uses it.
@@ -108,10 +108,10 @@ impl VmPmu {
             core.register(Arc::new(HostPmu::hardware(signal, probe)));
         }
         core.register(Arc::new(HostPmu::software(signal)));
-        core.register(Arc::new(SchedPmu));
+        core.register(Arc::new(RunQueueWaitPmu));
         let clock = Arc::new(ClockPmu::new(signal).interpreting_kernel(interprets_kernel));
         core.register(clock.clone());
-        let fed = Arc::new(FedPmu::new());
+        let fed = Arc::new(VmmPmu::new());
         core.register(fed.clone());
         let kvm = Arc::new(KvmPmu::new(vm_stats.and_then(|fd| stats_file("the VM", fd))));
         core.register(kvm.clone());
@@ -298,9 +298,9 @@ struct AttachedThread {
     context: Arc<VcpuContext>,
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
-    fed: Arc<FedCounts>,
+    fed: Arc<VmmPmuCounts>,
     /// Time for which this thread waits for a host CPU. Read only while a guest counter counts it.
-    steal: StealClock,
+    steal: StealTimeClock,
 }
 
 /// PMU of one vCPU. All methods must be called on the vCPU thread.
@@ -340,11 +340,11 @@ impl VcpuPmu {
     pub fn attach_to_current_thread(&mut self) -> Result<(), PmuSetupError> {
         let vm = &self.vm;
         let steal =
-            StealClock::for_current_thread().map_err(|e| PmuSetupError::Os("opening schedstat", e))?;
+            StealTimeClock::for_current_thread().map_err(|e| PmuSetupError::Os("opening schedstat", e))?;
         let clock = Arc::new(VcpuClock::for_current_thread(self.tsc_khz));
         let vcpu = VcpuId(self.id.into());
         vm.clock.add_vcpu(vcpu, clock.clone());
-        let fed = Arc::new(FedCounts::new(vpmu::fed::SELECTORS));
+        let fed = Arc::new(VmmPmuCounts::new(vpmu::fed::SELECTORS));
         vm.fed.add_vcpu(vcpu, fed.clone());
         let added = vm
             .core
@@ -539,11 +539,11 @@ impl VcpuPmu {
     /// [`VcpuPmu::reconcile`]. If there are any, the vCPU's position is known at this point, and
     /// the next step is passed to [`VcpuPmu::feed_step`].
     #[inline]
-    pub fn stepped_levels(&mut self) -> SteppedLevels {
+    pub fn stepped_levels(&mut self) -> PrivilegeLevels {
         let levels = self.exact_levels();
         let branches = self.samples.branches.levels();
         let records = self.vpmu.branch_levels();
-        let levels = SteppedLevels {
+        let levels = PrivilegeLevels {
             user: levels.user || branches.user || records.user,
             kernel: levels.kernel || branches.kernel || records.kernel,
         };
@@ -553,9 +553,9 @@ impl VcpuPmu {
 
     /// Returns the privilege levels that must be single-stepped for the exact backing.
     #[inline]
-    pub fn exact_levels(&self) -> SteppedLevels {
+    pub fn exact_levels(&self) -> PrivilegeLevels {
         let attached = self.attached.as_ref();
-        attached.map_or_else(SteppedLevels::default, |attached| {
+        attached.map_or_else(PrivilegeLevels::default, |attached| {
             let mut levels = attached.events.stepping_levels();
             if self.vm.config.steps_for_operators {
                 let (user, kernel) = attached.fed.counted_levels(vpmu::fed::EXACT.len());

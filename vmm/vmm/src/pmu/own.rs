@@ -15,18 +15,18 @@ use crate::kvm::call::KvmIoctlError;
 use crate::kvm::event_filter::{KvmEventFilter, KvmEventFilterError};
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
-use crate::kvm::vpmu_probe::KvmPmuOffer;
+use crate::kvm::vpmu_probe::KvmPmuCapabilities;
 
 /// KVM's own vPMU of a VM.
 #[derive(Debug)]
 pub struct KvmVpmu {
     vm: Arc<VmFd>,
-    offered: KvmPmuOffer,
+    offered: KvmPmuCapabilities,
 }
 
 impl KvmVpmu {
     /// Creates the vPMU of `vm` with the properties that KVM offers.
-    pub fn new(vm: Arc<VmFd>, offered: KvmPmuOffer) -> Self {
+    pub fn new(vm: Arc<VmFd>, offered: KvmPmuCapabilities) -> Self {
         Self { vm, offered }
     }
 

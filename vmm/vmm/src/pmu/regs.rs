@@ -9,7 +9,7 @@ use arc_swap::{ArcSwapOption, Guard};
 use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_sregs};
 use perf_core::attr::{REGS_USER_LEN, STACK_USER_MAX};
 use perf_core::branch::{BranchEntry, BranchSampling};
-use perf_core::record::{CallChainWords, UserRegsAndStack};
+use perf_core::record::{RecordWords, UserRegsAndStack};
 use perf_core::{CpuMode, SampleRegs, error_line, guest_log};
 use sandbox::SandboxedThreadKind;
 use smallvec::SmallVec;
@@ -21,13 +21,13 @@ use super::kernel_reader::{KernelReadError, KernelReader};
 use crate::kvm::registers;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_profile::locate::KernelAnchorRegisters;
-use guest_profile::mappings::{self, MappingListeners, MappingReporter};
+use guest_profile::mappings::{self, MappingGeneration, MappingReporter};
 use guest_profile::paging::{AddressSpace, has_five_levels};
 use guest_profile::sample::{RAW_BYTES, SampleData};
 use guest_profile::search::FoundKernel;
 use guest_profile::task::{GuestTask, TaskReader};
 use guest_profile::unwind::context::SampledUserRegs;
-use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStopCounts};
+use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStopReasons};
 use guest_profile::{GuestRegs, WalkBudget};
 
 /// IA32_KERNEL_GS_BASE: GS base that SWAPGS exchanges (SDM vol. 4).
@@ -53,7 +53,7 @@ pub struct GuestSamplingContext {
     /// Reader of the tables of the guest's kernel; `None` if the kernel remains unknown.
     reader: Option<Arc<KernelReader>>,
     search: Arc<Mutex<KernelSearch>>,
-    listeners: Arc<MappingListeners>,
+    listeners: Arc<MappingGeneration>,
     /// `true` if the guest used five-level page tables at the last sample.
     five_levels: Arc<AtomicBool>,
 }
@@ -381,7 +381,7 @@ pub struct VcpuSampleRegs<'a> {
     /// `true` if segment and control registers were read.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
-    ends: UnwindStopCounts,
+    ends: UnwindStopReasons,
     /// Result of the stack walk; `None` before the walk.
     chain: Option<CallChain>,
     /// Length of the copied user stack, ABI of the user registers, and the stack length that was
@@ -409,7 +409,7 @@ impl<'a> VcpuSampleRegs<'a> {
             kernel: None,
             used_system: false,
             user_frames: SmallVec::new(),
-            ends: UnwindStopCounts::default(),
+            ends: UnwindStopReasons::default(),
             chain: None,
             user: None,
             raw_len: None,
@@ -607,7 +607,7 @@ impl SampleRegs for VcpuSampleRegs<'_> {
         let registers = if abi == 0 { &[][..] } else { &self.memory.user_regs };
         let user = UserRegsAndStack {
             abi,
-            registers: CallChainWords::List(registers),
+            registers: RecordWords::List(registers),
             stack: &self.memory.stack[..len],
         };
         (&self.memory.raw[..raw_len], user)

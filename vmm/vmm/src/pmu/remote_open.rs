@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use perf_core::pmu::host::{EventOpener, OpenRequest, SyscallOpener};
+use perf_core::pmu::host::{EventOpenRequest, EventOpener, SyscallOpener};
 
 /// Maximum time for a thread to open an event for another thread.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -50,7 +50,7 @@ pub(super) fn current_tid() -> i32 {
 
 /// Request to open an event on the thread that handles it.
 pub(super) struct RemoteOpen<'a> {
-    request: &'a OpenRequest<'a>,
+    request: &'a EventOpenRequest<'a>,
     result: Option<io::Result<OwnedFd>>,
 }
 
@@ -61,7 +61,7 @@ impl RemoteOpen<'_> {
     /// # Errors
     /// Returns an error if `perf_event_open(2)` fails, `ESRCH` if the thread does not exist, or
     /// `TimedOut` if the thread does not run.
-    pub(super) fn run(request: &OpenRequest<'_>, tid: i32, signal: i32) -> io::Result<OwnedFd> {
+    pub(super) fn run(request: &EventOpenRequest<'_>, tid: i32, signal: i32) -> io::Result<OwnedFd> {
         let _turn = REQUEST_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         let mut remote = RemoteOpen {
             request,

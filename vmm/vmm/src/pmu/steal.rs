@@ -5,21 +5,21 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use perf_core::pmu::sched::WaitTime;
+use perf_core::pmu::sched::RunQueueWaitTime;
 
 /// `true` if it was logged that the host does not provide the time.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// Run-queue wait time of the thread that created the clock, read in increments.
 #[derive(Debug)]
-pub struct StealClock {
+pub struct StealTimeClock {
     /// Source of the wait time; `None` if the host does not provide it.
-    time: Option<WaitTime>,
+    time: Option<RunQueueWaitTime>,
     /// Wait time at the last read, in nanoseconds; `None` while the clock is off.
     last_ns: Option<u64>,
 }
 
-impl StealClock {
+impl StealTimeClock {
     /// Creates the clock of the calling thread, initially off. If the host does not provide the
     /// time, for example in a chroot without /proc, a warning is logged and the clock does not
     /// advance.
@@ -27,7 +27,7 @@ impl StealClock {
     /// # Errors
     /// Returns an error if an existing `schedstat` file cannot be opened.
     pub fn for_current_thread() -> io::Result<Self> {
-        let time = match WaitTime::of_this_thread() {
+        let time = match RunQueueWaitTime::of_this_thread() {
             Ok(time) => Some(time),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 if !WARNED.swap(true, Ordering::Relaxed) {
@@ -67,11 +67,11 @@ impl StealClock {
 mod tests {
     use super::*;
 
-    /// [`StealClock`] starts at zero when it is turned on and never decreases. While it is off, the
+    /// [`StealTimeClock`] starts at zero when it is turned on and never decreases. While it is off, the
     /// host's time is not read.
     #[test]
     fn waiting_time_counts_only_while_on() {
-        let mut clock = StealClock::for_current_thread().unwrap();
+        let mut clock = StealTimeClock::for_current_thread().unwrap();
         assert_eq!(clock.advance(), None);
         clock.set_on(true);
         let total = clock.read().unwrap();

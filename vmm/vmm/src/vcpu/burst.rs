@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::branch::BranchSampling;
 use vm_memory::GuestMemoryMmap;
-use vpmu::{BranchRequest, SteppedLevels};
+use vpmu::{BranchRequest, PrivilegeLevels};
 
 use super::factory::StepperConfig;
 use super::kick::KickTimer;
@@ -43,7 +43,7 @@ enum BurstPurpose {
         overhead_permille: Option<u16>,
     },
     /// The guest's branch records, before a PMI. Contains the privilege levels that are recorded.
-    Pmi(SteppedLevels),
+    Pmi(PrivilegeLevels),
 }
 
 /// Burst in progress.
@@ -375,7 +375,7 @@ mod tests {
         let overhead_permille = None;
         bursts.active = Some(burst(BurstPurpose::Sample { overhead_permille }));
         assert!(bursts.defer_signal(true) && !bursts.is_for_pmi());
-        bursts.active = Some(burst(BurstPurpose::Pmi(SteppedLevels::default())));
+        bursts.active = Some(burst(BurstPurpose::Pmi(PrivilegeLevels::default())));
         assert!(!bursts.defer_signal(true) && !bursts.defer_signal(false));
         bursts.active = None;
         assert!(bursts.defer_signal(false) && !bursts.defer_signal(false));

@@ -17,7 +17,7 @@ use super::rdpmc::RdpmcEmulator;
 use super::running::{ExitAction, ExitCompletion, LoopAction, Running};
 use super::stats::VcpuStats;
 use super::step::{self, Stepper};
-use crate::devices::{BoardBus, BusOutcome};
+use crate::devices::{DeviceBus, DeviceWriteOutcome};
 use crate::kvm::armed_vcpu::ReadMsrExit;
 use crate::kvm::armed_vcpu::RunResult;
 use crate::kvm::armed_vcpu::VcpuExit;
@@ -41,7 +41,7 @@ struct ExitHandler<'v> {
     debug_control: Option<&'v DebugControl>,
     rdpmc: Option<&'v mut RdpmcEmulator>,
     stepper: Option<&'v mut Stepper>,
-    bus: &'v BoardBus,
+    bus: &'v DeviceBus,
     stats: &'v VcpuStats,
     completed: &'v mut ExitCompletion,
 }
@@ -308,12 +308,12 @@ impl Running {
 }
 
 /// Returns the stop reason that a device write causes, or `None` if the VM continues.
-fn stop_of(outcome: BusOutcome) -> Option<VmStopReason> {
+fn stop_of(outcome: DeviceWriteOutcome) -> Option<VmStopReason> {
     match outcome {
-        BusOutcome::Continue => None,
-        BusOutcome::Reset => Some(VmStopReason::Reset),
-        BusOutcome::PowerOff => Some(VmStopReason::PowerOff),
-        BusOutcome::Exit(status) => Some(VmStopReason::DebugExit(status)),
+        DeviceWriteOutcome::Continue => None,
+        DeviceWriteOutcome::Reset => Some(VmStopReason::Reset),
+        DeviceWriteOutcome::PowerOff => Some(VmStopReason::PowerOff),
+        DeviceWriteOutcome::Exit(status) => Some(VmStopReason::DebugExit(status)),
     }
 }
 

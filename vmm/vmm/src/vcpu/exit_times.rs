@@ -1,6 +1,6 @@
 //! Number and duration of exits to user space, by exit reason.
 //!
-//! Exits are counted only while a watcher is registered ([`ExitTable::watch`]). A watched exit
+//! Exits are counted only while a watcher is registered ([`VcpuExitStatistics::watch`]). A watched exit
 //! costs two clock reads, an unwatched one a single flag check. The measured time extends from the
 //! return of KVM_RUN to the next KVM_RUN call. Time in the host kernel on either path is excluded.
 
@@ -117,12 +117,12 @@ struct ExitCell {
 
 /// Exit statistics of one vCPU. Written only by the vCPU thread, readable by any thread.
 #[derive(Debug)]
-pub struct ExitTable {
+pub struct VcpuExitStatistics {
     watchers: AtomicU32,
     cells: Vec<ExitCell>,
 }
 
-impl Default for ExitTable {
+impl Default for VcpuExitStatistics {
     fn default() -> Self {
         Self {
             watchers: AtomicU32::new(0),
@@ -131,13 +131,13 @@ impl Default for ExitTable {
     }
 }
 
-impl ExitTable {
+impl VcpuExitStatistics {
     /// Registers a watcher. Exits are counted while at least one is registered.
     pub fn watch(&self) {
         self.watchers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Removes a watcher registered by [`ExitTable::watch`].
+    /// Removes a watcher registered by [`VcpuExitStatistics::watch`].
     pub fn unwatch(&self) {
         self.watchers.fetch_sub(1, Ordering::Relaxed);
     }
@@ -181,7 +181,7 @@ impl ExitTable {
 }
 
 #[cfg(test)]
-impl ExitTable {
+impl VcpuExitStatistics {
     /// Records an exit of duration `took_ns`, for tests.
     pub(crate) fn exit_for_tests(&self, reason: VcpuExitReason, took_ns: u64) {
         self.left(reason);
@@ -197,13 +197,13 @@ fn add(number: &AtomicU64, n: u64, order: Ordering) {
 /// Timer of the exit in progress on a vCPU thread, if exits are watched.
 #[derive(Debug)]
 pub(super) struct ExitClock {
-    table: Arc<ExitTable>,
+    table: Arc<VcpuExitStatistics>,
     open: Option<(VcpuExitReason, Instant)>,
 }
 
 impl ExitClock {
     /// Creates the exit timer of the only thread that writes to `table`.
-    pub(super) fn new(table: Arc<ExitTable>) -> Self {
+    pub(super) fn new(table: Arc<VcpuExitStatistics>) -> Self {
         Self { table, open: None }
     }
 
@@ -239,14 +239,14 @@ mod tests {
 
     type Why<'a> = Result<VcpuExit<'a>, KvmIoctlError>;
 
-    fn count(table: &ExitTable, reason: VcpuExitReason) -> ExitCount {
+    fn count(table: &VcpuExitStatistics, reason: VcpuExitReason) -> ExitCount {
         table.take()[reason as usize]
     }
 
     /// Unwatched exits are not counted. A watched exit is timed when the guest is reentered.
     #[test]
     fn exits_are_counted_and_timed_while_watched() {
-        let table = Arc::new(ExitTable::default());
+        let table = Arc::new(VcpuExitStatistics::default());
         let mut clock = ExitClock::new(table.clone());
         let read: Why<'_> = Ok(VcpuExit::MmioRead(0, &mut []));
         clock.left(&read, true);

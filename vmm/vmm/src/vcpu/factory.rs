@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use guest_patching::gate::{GpHandlerGate, GpHandlerTrap};
+use guest_patching::gate::{GpHandlerInterception, GpHandlerTrap};
 use guest_patching::running::RunningKernelPatcher;
 use guest_patching::sites::{RdpmcSites, VcpuRdpmcSites};
 use kernel_images::packed::PackedSymbols;
@@ -23,7 +23,7 @@ use super::running::Vcpu;
 use super::slot::VcpuSlot;
 use super::step::Stepper;
 use crate::boot;
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::kvm::stepping::SteppingSupport;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::{VcpuPmu, VmPmu};
@@ -78,7 +78,7 @@ pub struct VcpuFactory {
     /// KVM virtual machine.
     pub vm: Arc<VmFd>,
     /// Device bus.
-    pub bus: Arc<BoardBus>,
+    pub bus: Arc<DeviceBus>,
     /// PMU of the VM.
     pub pmu: Arc<VmPmu>,
     /// Run state of the VM.
@@ -178,7 +178,7 @@ impl VcpuFactory {
             let sites = VcpuRdpmcSites::new(parts.sites.clone());
             let mut rdpmc = RdpmcEmulator::new(self.memory.clone(), parts.linux, sites);
             if let Some((planted, symbols)) = &parts.gate {
-                rdpmc = rdpmc.with_gate(GpHandlerGate::new(
+                rdpmc = rdpmc.with_gate(GpHandlerInterception::new(
                     planted.clone(),
                     self.memory.clone(),
                     symbols.clone(),

@@ -47,7 +47,7 @@ use factory::VcpuFactory;
 use failure::{RestartError, VcpuFailure, VcpuStartError};
 use pmi::PmiDelivery;
 use reset_barrier::ResetWait;
-use running::{LoopAction, Running, StartNotifier};
+use running::{LoopAction, Running, VcpuStartReporter};
 use saved::SavePhase;
 use step::VcpuStepAction;
 
@@ -86,7 +86,7 @@ impl Running {
 
     /// Runs the vCPU until the VM ends, the vCPU is removed, or the machine is reset. Reports
     /// success through `begins`, or returns an error if initialization failed.
-    fn run(&mut self, begins: &mut Option<StartNotifier>) -> Result<LoopExit, VcpuStartError> {
+    fn run(&mut self, begins: &mut Option<VcpuStartReporter>) -> Result<LoopExit, VcpuStartError> {
         let timer = self.begin()?;
         if let Some(begins) = begins.take() {
             begins.done(self.id);

@@ -12,10 +12,10 @@ use vm_memory::GuestMemoryMmap;
 use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
-use guest_patching::gate::GpHandlerGate;
+use guest_patching::gate::GpHandlerInterception;
 use guest_patching::linear_memory::LinearMemory;
 use guest_patching::running::RunningKernelPatcher;
-use guest_patching::sites::{RdpmcHit, VcpuRdpmcSites};
+use guest_patching::sites::{TriggeredRdpmcSite, VcpuRdpmcSites};
 
 /// Maximum number of consecutive PMIs after each of which the guest executes the same RDPMC again.
 /// The limit guarantees progress of a guest whose counters overflow continuously.
@@ -116,7 +116,7 @@ pub struct RdpmcEmulator {
     pub(super) sites: VcpuRdpmcSites,
     /// Interception of the guest's #GP handler, with which RDPMC instructions that were not
     /// replaced are emulated.
-    pub(super) gate: Option<GpHandlerGate>,
+    pub(super) gate: Option<GpHandlerInterception>,
     /// Patcher of RDPMC in kernels that the guest itself starts.
     pub(super) running: Option<Arc<RunningKernelPatcher>>,
     pub(super) looks: KernelCheckBackoff,
@@ -139,7 +139,7 @@ impl RdpmcEmulator {
     /// Intercepts the guest's #GP handler to emulate RDPMC that was not replaced. Cannot be
     /// combined with stepping, which has its own traps on that handler.
     #[must_use]
-    pub fn with_gate(mut self, gate: GpHandlerGate) -> Self {
+    pub fn with_gate(mut self, gate: GpHandlerInterception) -> Self {
         self.gate = Some(gate);
         self
     }
@@ -156,7 +156,7 @@ impl RdpmcEmulator {
         &mut self,
         regs: &kvm_regs,
         fd: &VcpuFd,
-    ) -> Result<Option<(RdpmcHit, PrivilegeState)>, KvmIoctlError> {
+    ) -> Result<Option<(TriggeredRdpmcSite, PrivilegeState)>, KvmIoctlError> {
         if self.linux
             && let Some(hit) = self.sites.in_kernel_half(regs.rip)
         {
@@ -196,7 +196,7 @@ impl RdpmcEmulator {
     pub(super) fn wrote(&mut self) {
         if self.gate.is_some() || self.running.is_some() {
             self.looks.wrote();
-            self.looks.due |= self.gate.as_ref().is_some_and(GpHandlerGate::has_changed);
+            self.looks.due |= self.gate.as_ref().is_some_and(GpHandlerInterception::has_changed);
         }
     }
 }

@@ -15,10 +15,12 @@ use super::step::state::VcpuState;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
 use guest_patching::finder::{MAX_INSTRUCTION_BYTES, is_out};
-use guest_patching::gate::{HandlerCheck, HandlerStopReason, HandlerTrapState, RFLAGS_TF, rdpmc_length};
+use guest_patching::gate::{
+    GpHandlerCheckResult, GpHandlerStopReason, RFLAGS_TF, TriggeredHandlerTrap, rdpmc_length,
+};
 use guest_patching::linear_memory::LinearMemory;
 use guest_patching::registers as patching;
-use guest_patching::sites::RdpmcHit;
+use guest_patching::sites::TriggeredRdpmcSite;
 use guest_profile::GuestRegs;
 
 /// Time in which a guest is expected to have processed the value of an RDPMC: about a dozen
@@ -46,12 +48,12 @@ impl Running {
             .as_ref()
             .and_then(|rdpmc| rdpmc.gate.as_ref()?.planted_at(regs.rip));
         match planted {
-            Some(HandlerTrapState::Installed(at)) => {
+            Some(TriggeredHandlerTrap::Installed(at)) => {
                 self.registers.forget();
                 self.fd.complete_exit()?;
                 return self.at_gate(at);
             }
-            Some(HandlerTrapState::Removed(at)) if !self.is_out(&[at, regs.rip])? => {
+            Some(TriggeredHandlerTrap::Removed(at)) if !self.is_out(&[at, regs.rip])? => {
                 self.fd.complete_exit()?;
                 self.go_to(at)?;
                 return Ok(LoopAction::Repeat);
@@ -66,7 +68,7 @@ impl Running {
         // check must not complete the exit.
         let site = site.map(|(hit, level)| {
             let ambiguous = hit.ambiguous && self.stepper.is_none();
-            (RdpmcHit { ambiguous, ..hit }, level)
+            (TriggeredRdpmcSite { ambiguous, ..hit }, level)
         });
         if let Some((hit, level)) = site
             && (!hit.ambiguous || self.is_of(hit, regs.rip)?)
@@ -94,7 +96,7 @@ impl Running {
 
     /// Returns `true` if a port write with the vCPU at `rip` was caused by the RDPMC at `hit` and
     /// not by an adjacent instruction. Completes the exit in KVM.
-    fn is_of(&mut self, hit: RdpmcHit, rip: u64) -> Result<bool, KvmIoctlError> {
+    fn is_of(&mut self, hit: TriggeredRdpmcSite, rip: u64) -> Result<bool, KvmIoctlError> {
         self.registers.forget();
         self.fd.complete_exit()?;
         let now = self.fd.get_regs()?.rip;
@@ -106,7 +108,7 @@ impl Running {
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     fn answer(
         &mut self,
-        hit: RdpmcHit,
+        hit: TriggeredRdpmcSite,
         level: PrivilegeState,
         mut regs: kvm_regs,
     ) -> Result<(), KvmIoctlError> {
@@ -151,7 +153,7 @@ impl Running {
         let state = VcpuState::read(&self.fd)?;
         let mut changed = false;
         if let Some(gate) = &mut rdpmc.gate
-            && let HandlerCheck::Changed(breakpoint) = gate.look(&(&state).into())
+            && let GpHandlerCheckResult::Changed(breakpoint) = gate.look(&(&state).into())
         {
             changed = true;
             if let Some(breakpoint) = breakpoint {
@@ -184,7 +186,7 @@ impl Running {
         self.registers.forget();
         let mut state = VcpuState::read(&self.fd)?;
         let mut patched = patching::VcpuState::from(&state);
-        if let HandlerStopReason::Rdpmc(read) = gate.stopped(&patched, |gpa| rdpmc.sites.length_at(gpa)) {
+        if let GpHandlerStopReason::Rdpmc(read) = gate.stopped(&patched, |gpa| rdpmc.sites.length_at(gpa)) {
             if is_nmi_pending {
                 read.execute_again(&mut patched);
                 state.update(&patched);

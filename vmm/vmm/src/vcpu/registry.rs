@@ -26,9 +26,9 @@ use super::factory::VcpuFactory;
 use super::failure::{VcpuError, VcpuStartError};
 use super::kicker::Kicker;
 use super::kvm_vcpu::KvmVcpu;
-use super::running::{StartNotifier, Vcpu};
+use super::running::{Vcpu, VcpuStartReporter};
 use super::slot::VcpuSlot;
-use crate::devices::cpu_plug::{CpuPlug, CpuPlugState, VcpuSet};
+use crate::devices::cpu_plug::{CpuHotplugDevice, CpuPlugState, VcpuSet};
 use crate::kvm::call::KvmIoctlError;
 
 /// Maximum time for a vCPU thread to open its events.
@@ -101,7 +101,7 @@ pub struct VcpuRegistry {
     /// vCPUs that were added by a reset and not yet reported by [`VcpuRegistry::take_restarted`].
     restarted: Mutex<VcpuSet>,
     /// CPU hot-plug registers; `None` if the number of vCPUs is fixed.
-    plug: Option<Arc<CpuPlug>>,
+    plug: Option<Arc<CpuHotplugDevice>>,
     reminded: Mutex<Option<Instant>>,
 }
 
@@ -111,7 +111,7 @@ impl VcpuRegistry {
         vcpus: Vec<KvmVcpu>,
         factory: VcpuFactory,
         control: Arc<RunControl>,
-        plug: Option<Arc<CpuPlug>>,
+        plug: Option<Arc<CpuHotplugDevice>>,
     ) -> Self {
         let slot = |vcpu: KvmVcpu| Arc::new(VcpuSlot::new(vcpu));
         Self {
@@ -157,7 +157,7 @@ impl VcpuRegistry {
     }
 
     /// Returns the CPU hot-plug registers, or `None` if the number of vCPUs is fixed.
-    pub fn plug(&self) -> Option<&Arc<CpuPlug>> {
+    pub fn plug(&self) -> Option<&Arc<CpuHotplugDevice>> {
         self.plug.as_ref()
     }
 
@@ -216,7 +216,7 @@ impl VcpuRegistry {
             }
             slot.take();
             let thread = vcpu
-                .spawn(self.makers.clone(), StartNotifier::WithVm(begins.clone()))
+                .spawn(self.makers.clone(), VcpuStartReporter::WithVm(begins.clone()))
                 .map_err(|e| VcpuRegistryError::Make(slot.id(), e))?;
             self.kicker.add(thread);
         }
@@ -388,7 +388,10 @@ impl VcpuRegistry {
         let (hold, released) = channel();
         // The slot is taken before the thread runs, because the thread frees it.
         slot.take();
-        match made.spawn(self.makers.clone(), StartNotifier::Later { attached, released }) {
+        match made.spawn(
+            self.makers.clone(),
+            VcpuStartReporter::Later { attached, released },
+        ) {
             Ok(thread) => self.kicker.add(thread),
             Err(e) => return Err(VcpuRegistryError::Make(vcpu, e)),
         }

@@ -25,7 +25,7 @@ use super::saved::SavePhase;
 use super::slot::VcpuSlot;
 use super::step::Stepper;
 use super::step::debug::GuestDebug;
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::kvm::armed_vcpu::ArmedVcpu;
 use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
@@ -74,7 +74,7 @@ pub(super) enum ExitAction {
 
 /// Receiver of the result of attaching a vCPU to the perf core.
 #[derive(Debug)]
-pub enum StartNotifier {
+pub enum VcpuStartReporter {
     /// The vCPU starts with the VM, and the VM ends if the vCPU fails. Nothing is sent; dropping
     /// the sender signals completion.
     WithVm(Sender<Infallible>),
@@ -88,7 +88,7 @@ pub enum StartNotifier {
     },
 }
 
-impl StartNotifier {
+impl VcpuStartReporter {
     /// Reports that the vCPU has been attached, and waits until it may run.
     pub(super) fn done(self, vcpu: u8) {
         let Self::Later { attached, released } = self else {
@@ -109,7 +109,7 @@ pub struct Vcpu {
     /// stored in the slot.
     pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
-    pub(super) bus: Arc<BoardBus>,
+    pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
     pub(super) slot: Arc<VcpuSlot>,
@@ -135,7 +135,7 @@ impl Vcpu {
         kvm: KvmVcpu,
         lvtpc: Lvtpc,
         vm: Arc<VmFd>,
-        bus: Arc<BoardBus>,
+        bus: Arc<DeviceBus>,
         pmu: Option<VcpuPmu>,
         slot: Arc<VcpuSlot>,
         control: Arc<RunControl>,
@@ -209,7 +209,7 @@ pub(super) struct Running {
     pub(super) fd: ArmedVcpu,
     pub(super) kept: KvmVcpuParts,
     pub(super) vm: Arc<VmFd>,
-    pub(super) bus: Arc<BoardBus>,
+    pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Option<VcpuPmu>,
     pub(super) lvtpc: Lvtpc,
     /// Back-off for rechecking LVTPC while a PMI is masked.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::exit_times::ExitTable;
+use super::exit_times::VcpuExitStatistics;
 use super::kvm_vcpu::KvmVcpu;
 use super::request_queue::VcpuRequestQueue;
 use super::stats::VcpuStats;
@@ -22,7 +22,7 @@ pub struct VcpuSlot {
     leave: AtomicBool,
     request_queue: VcpuRequestQueue,
     stats: VcpuStats,
-    exits: Arc<ExitTable>,
+    exits: Arc<VcpuExitStatistics>,
     parked: Mutex<Option<KvmVcpu>>,
     /// Kernel thread ID of the vCPU thread.
     thread: AtomicU32,
@@ -62,7 +62,7 @@ impl VcpuSlot {
     }
 
     /// Returns the exit statistics, which are updated while watched.
-    pub fn exits(&self) -> &Arc<ExitTable> {
+    pub fn exits(&self) -> &Arc<VcpuExitStatistics> {
         &self.exits
     }
 

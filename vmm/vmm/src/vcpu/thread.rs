@@ -4,14 +4,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
 use perf_core::error_line;
-use perf_core::pmu::sched::WaitTime;
+use perf_core::pmu::sched::RunQueueWaitTime;
 use sandbox::SandboxedThreadKind;
 
 use super::control::VmStopReason;
 use super::factory::VcpuFactory;
 use super::failure::{VcpuError, VcpuStartError};
 use super::kicker::VcpuThread;
-use super::running::{Running, StartNotifier, Vcpu};
+use super::running::{Running, Vcpu, VcpuStartReporter};
 use super::{LoopExit, affinity};
 
 impl Vcpu {
@@ -26,7 +26,7 @@ impl Vcpu {
     pub fn spawn(
         self,
         makers: Arc<ArcSwap<VcpuFactory>>,
-        begins: StartNotifier,
+        begins: VcpuStartReporter,
     ) -> Result<VcpuThread, VcpuError> {
         let (id, pin, slot) = (self.slot.id(), self.pin, self.slot.clone());
         // The vCPU is shared, so that it can be recovered if the thread cannot be spawned.
@@ -41,7 +41,7 @@ impl Vcpu {
             }
             // Open the file of the wait time now, because a confined thread cannot open files. An
             // error is reported when the wait time is first used.
-            let _ = WaitTime::of_this_thread();
+            let _ = RunQueueWaitTime::of_this_thread();
             prepared.set_thread_id(sandbox::host_tid());
         };
         let builder = std::thread::Builder::new().name(format!("vcpu{id}"));
@@ -64,8 +64,8 @@ impl Vcpu {
             match (ran, begins) {
                 (Ok(()), _) => {}
                 // The slot is free before the receiver sees the error.
-                (Err(why), Some(StartNotifier::Later { attached, .. })) => drop(attached.send(Err(why))),
-                (Err(why), Some(StartNotifier::WithVm(_)) | None) => {
+                (Err(why), Some(VcpuStartReporter::Later { attached, .. })) => drop(attached.send(Err(why))),
+                (Err(why), Some(VcpuStartReporter::WithVm(_)) | None) => {
                     log::error!("vcpu{id}: {}", error_line(&why));
                     control.stop(VmStopReason::Failed);
                 }
@@ -88,7 +88,7 @@ impl Vcpu {
 fn run(
     mut vcpu: Running,
     makers: &ArcSwap<VcpuFactory>,
-    begins: &mut Option<StartNotifier>,
+    begins: &mut Option<VcpuStartReporter>,
 ) -> (Option<Running>, Result<(), VcpuStartError>) {
     sandbox::fault_point(SandboxedThreadKind::Vcpu);
     loop {

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use vpmu::{BackingPolicy, CountableEvents};
+use vpmu::{ArchEventSet, BackingPolicy};
 
 use crate::boot::{BootProtocol, KernelSource};
 use crate::kvm::signature::CpuSignature;
-use crate::kvm::vpmu_probe::KvmPmuOffer;
+use crate::kvm::vpmu_probe::KvmPmuCapabilities;
 use crate::memory::MemoryBackingConfig;
-use crate::numbers::VcpuNumbers;
+use crate::numbers::VcpuCountRange;
 use crate::pmu::PmuConfig;
 use crate::pmu::kernel_reader::KernelReader;
 use crate::vcpu::affinity::VcpuPinning;
@@ -29,7 +29,7 @@ pub struct VmConfig {
     /// Command line of the kernel.
     pub cmdline: String,
     /// Initial and maximum number of vCPUs.
-    pub cpus: VcpuNumbers,
+    pub cpus: VcpuCountRange,
     /// RAM size in bytes.
     pub memory_bytes: u64,
     /// Allocation options of guest memory.
@@ -37,9 +37,9 @@ pub struct VmConfig {
     /// Configuration of the PMU.
     pub pmu: PmuConfig,
     /// Events that can be counted with the PMU's backing (source of the counts).
-    pub backability: CountableEvents,
+    pub backability: ArchEventSet,
     /// Properties of KVM's own vPMU, if the guest uses it.
-    pub own_pmu: Option<KvmPmuOffer>,
+    pub own_pmu: Option<KvmPmuCapabilities>,
     /// Handling of RDPMC in the kernel's text.
     pub rdpmc: RdpmcMode,
     /// `true` to hide uncountable events from perf in the guest by editing the tables of its
@@ -72,11 +72,11 @@ impl VmConfig {
             boot_protocol: BootProtocol::Auto,
             initrd: None,
             cmdline: String::new(),
-            cpus: VcpuNumbers::default(),
+            cpus: VcpuCountRange::default(),
             memory_bytes,
             memory_kind: MemoryBackingConfig::default(),
             pmu,
-            backability: CountableEvents::CLOCK,
+            backability: ArchEventSet::CLOCK,
             own_pmu: None,
             rdpmc: RdpmcMode::Off,
             hide_uncounted: false,

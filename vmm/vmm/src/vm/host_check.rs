@@ -4,7 +4,7 @@ use snapshot::state::SavedMachine;
 
 use super::config::VmConfig;
 use super::error::VmError;
-use super::pending_setup::DeferredKvmSetup;
+use super::pending_setup::BackgroundKvmSetup;
 use super::plan::VmPlan;
 use super::restore::{RestoreError, check_cpuid, is_same_tsc};
 use crate::kvm::cpuid;
@@ -18,7 +18,7 @@ use crate::kvm::host::Kvm;
 /// Returns the [`RestoreError`] that the restore would return, and an error if a KVM call fails.
 pub fn check_host(kvm: &Kvm, config: &VmConfig, saved: &SavedMachine) -> Result<(), VmError> {
     let plan = VmPlan::new(kvm, config)?;
-    let fd = plan.take_vm(kvm, &mut DeferredKvmSetup::none())?;
+    let fd = plan.take_vm(kvm, &mut BackgroundKvmSetup::none())?;
     let (supported, model) = plan.processor(kvm)?;
     let differs = |what, saved: &dyn ToString, here: &dyn ToString| RestoreError::Shape {
         what,

@@ -20,7 +20,7 @@ use snapshot::memory::CHUNK_BYTES;
 use snapshot::state::{SavedDevice, SavedKernel, SavedMachine, SavedMemory, SavedVcpu};
 use vm_memory::Bytes as _;
 
-use super::save::{SnapshotError, SnapshotSource, saved_filter};
+use super::save::{SnapshotError, VmSnapshotInputs, saved_filter};
 use crate::memory::dirty::{DirtyPages, PAGE_BYTES};
 
 /// Size in bytes at which a [`DirtyPiece`] is complete. A piece exceeds it by at most one chunk.
@@ -50,7 +50,7 @@ pub struct DirtyPiece {
 /// Memory tracking of a VM that is about to move.
 #[derive(Debug)]
 pub struct OutgoingMigration {
-    source: Arc<SnapshotSource>,
+    source: Arc<VmSnapshotInputs>,
     options: BTreeMap<String, String>,
     dirty: DirtyPages,
     /// Offset in RAM at which the next piece of the round begins.
@@ -66,7 +66,7 @@ impl OutgoingMigration {
     /// # Errors
     /// Returns [`SnapshotError::Unsupported`] with all parts of the VM that cannot move.
     pub fn begin(
-        source: &Arc<SnapshotSource>,
+        source: &Arc<VmSnapshotInputs>,
         options: BTreeMap<String, String>,
     ) -> Result<Self, SnapshotError> {
         source.check_supported()?;

@@ -19,7 +19,7 @@ const STACK: usize = 256 << 10;
 
 /// Pending creation of a VM and pending probe of KVM. Dropping it joins the threads.
 #[derive(Debug)]
-pub struct DeferredKvmSetup {
+pub struct BackgroundKvmSetup {
     vm: Option<JoinHandle<Result<VmFd, MakeError>>>,
     probe: Option<JoinHandle<()>>,
 }
@@ -42,7 +42,7 @@ impl From<MakeError> for VmError {
     }
 }
 
-impl DeferredKvmSetup {
+impl BackgroundKvmSetup {
     /// Starts the threads, which inherit the caller's signal mask.
     #[must_use]
     pub fn now() -> Self {
@@ -75,7 +75,7 @@ impl DeferredKvmSetup {
     }
 }
 
-impl Drop for DeferredKvmSetup {
+impl Drop for BackgroundKvmSetup {
     fn drop(&mut self) {
         if let Some(vm) = self.vm.take() {
             let _ = vm.join();
@@ -111,7 +111,7 @@ mod tests {
             eprintln!("SKIP: there is no KVM here");
             return;
         };
-        let mut begun = DeferredKvmSetup::now();
+        let mut begun = BackgroundKvmSetup::now();
         let vm = begun.take_vm(&kvm).unwrap();
         vm.create_vcpu(0).unwrap();
         let again = vm.add_irqchip().unwrap_err();

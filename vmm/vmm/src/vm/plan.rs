@@ -22,15 +22,15 @@ use vpmu::{BackingPolicy, HostPmuProperties, PmuGeneration, PmuModel};
 
 use super::config::VmConfig;
 use super::error::VmError;
-use super::pending_setup::DeferredKvmSetup;
+use super::pending_setup::BackgroundKvmSetup;
 use super::restore::is_same_tsc;
 use crate::boot::{self, BootError, BootRequest, KernelFormat, LoadedGuest, layout};
-use crate::devices::{BoardBus, ports};
+use crate::devices::{DeviceBus, ports};
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::cpuid::{self, GuestCpuidConfig};
 use crate::kvm::execution;
 use crate::kvm::host::Kvm;
-use crate::kvm::host::{self, KvmFlavour};
+use crate::kvm::host::{self, VirtualizationMethod};
 use crate::kvm::initial_state::InitialVcpuState;
 use crate::kvm::misc_enable;
 use crate::kvm::msr_filter::{self, MsrFilterError};
@@ -38,7 +38,7 @@ use crate::kvm::pci_backend::KvmPciBackend;
 use crate::kvm::stats_fd::stats_fd;
 use crate::kvm::stepping::{self, BREAKPOINTS};
 use crate::kvm::vm_fd::VmFd;
-use crate::kvm::vpmu_probe::{self, KvmPmuOffer};
+use crate::kvm::vpmu_probe::{self, KvmPmuCapabilities};
 use crate::memory::GuestRam;
 use crate::pmu::countable::CountableKernelEvents;
 use crate::pmu::{GuestSamplingContext, KvmVpmu, PmuConfig, VmPmu};
@@ -113,7 +113,7 @@ impl<'a> VmPlan<'a> {
         gate: bool,
         loaded: &LoadedGuest,
         ram: &GuestRam,
-        bus: &Arc<BoardBus>,
+        bus: &Arc<DeviceBus>,
         pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
         uncounted: &Arc<UncountableEvents>,
@@ -192,7 +192,7 @@ impl<'a> VmPlan<'a> {
         }
         if execution::probe(kvm)?.interprets_kernels {
             return Err(BootError::NeedsFullKvm {
-                flavour: KvmFlavour::SoftwareOnly.to_string(),
+                flavour: VirtualizationMethod::SoftwareOnly.to_string(),
             }
             .into());
         }
@@ -263,7 +263,7 @@ impl<'a> VmPlan<'a> {
     }
 
     /// Returns the VM with its in-kernel devices.
-    pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut DeferredKvmSetup) -> Result<Arc<VmFd>, VmError> {
+    pub(super) fn take_vm(&self, kvm: &Kvm, begun: &mut BackgroundKvmSetup) -> Result<Arc<VmFd>, VmError> {
         let fd = Arc::new(begun.take_vm(kvm)?);
         if self.config.own_pmu.is_none() && !host::disable_kvm_vpmu(kvm, &fd)? {
             log::debug!("KVM_PMU_CAP_DISABLE is not offered; the MSR filter alone keeps KVM's PMU away");
@@ -317,8 +317,8 @@ impl<'a> VmPlan<'a> {
         &self,
         console: Box<dyn Write + Send>,
         fd: &Arc<VmFd>,
-    ) -> Result<BoardBus, VmError> {
-        let bus = BoardBus::new(console, self.config.memory_bytes, self.config.cpus)
+    ) -> Result<DeviceBus, VmError> {
+        let bus = DeviceBus::new(console, self.config.memory_bytes, self.config.cpus)
             .map_err(|e| VmError::Os("making the devices", e))?;
         let bus = if self.config.debug_exit {
             bus
@@ -341,13 +341,13 @@ impl<'a> VmPlan<'a> {
 
     /// Adds a PCI bus with `devices`, if the guest's tables describe one.
     pub(super) fn add_pci(
-        bus: BoardBus,
+        bus: DeviceBus,
         devices: Vec<Box<dyn VirtioDevice>>,
         told: bool,
         fd: &Arc<VmFd>,
         ram: &GuestRam,
         control: &Arc<RunControl>,
-    ) -> Result<BoardBus, VmError> {
+    ) -> Result<DeviceBus, VmError> {
         if !told {
             return Ok(bus);
         }
@@ -524,7 +524,7 @@ impl<'a> VmPlan<'a> {
 
 /// Converts an error of KVM_CREATE_VCPU. KVM rejects the first vCPU of a VM with a mediated vPMU
 /// while events count guests.
-fn vcpu_error(error: KvmIoctlError, own: Option<&KvmPmuOffer>) -> VmError {
+fn vcpu_error(error: KvmIoctlError, own: Option<&KvmPmuCapabilities>) -> VmError {
     match own {
         Some(own) if own.mediated && error.errno() == libc::EBUSY => VmError::PmuTaken,
         _ => error.into(),
@@ -558,7 +558,7 @@ fn limit_halt_polling(vm: &VmFd, limit_ns: u32) {
 
 #[cfg(test)]
 mod tests {
-    use vpmu::{CountableEvents, HostPmuProperties, Vendor};
+    use vpmu::{ArchEventSet, HostPmuProperties, Vendor};
 
     use super::*;
     use crate::testing;
@@ -568,7 +568,7 @@ mod tests {
     #[test]
     fn busy_vcpu_of_mediated_vm_names_holders_of_pmu() {
         let line = |mediated, errno| {
-            let own = KvmPmuOffer {
+            let own = KvmPmuCapabilities {
                 mediated,
                 masked_filter: true,
                 filter: true,
@@ -578,7 +578,7 @@ mod tests {
                     fixed_bitmap: 0,
                     width: 48,
                 },
-                events: CountableEvents::NONE,
+                events: ArchEventSet::NONE,
             };
             let error = KvmIoctlError::with_errno("KVM_CREATE_VCPU", errno);
             error_line(&vcpu_error(error, Some(&own)))

@@ -17,7 +17,7 @@ use super::config::VmConfig;
 use super::error::VmError;
 use super::plan::{VmPlan, needs_full_kvm};
 use crate::boot;
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::vm_fd::VmFd;
 use crate::memory::GuestRam;
@@ -45,11 +45,11 @@ pub(super) struct RestartContext {
 }
 
 /// Restarts the machine after each reset by its guest. The main loop calls it when
-/// [`Restarter::event`] is readable.
-pub struct Restarter {
+/// [`GuestResetHandler::event`] is readable.
+pub struct GuestResetHandler {
     pub(super) again: RestartContext,
     pub(super) ram: GuestRam,
-    pub(super) bus: Arc<BoardBus>,
+    pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Arc<VmPmu>,
     pub(super) control: Arc<RunControl>,
     pub(super) registry: Arc<VcpuRegistry>,
@@ -57,7 +57,7 @@ pub struct Restarter {
     pub(super) restarts: u64,
 }
 
-impl Restarter {
+impl GuestResetHandler {
     /// Returns the eventfd that becomes readable when a reset is pending.
     pub fn event(&self) -> &EventFd {
         self.control.reset_event()
@@ -94,7 +94,7 @@ impl RestartContext {
     fn make(
         &self,
         ram: &GuestRam,
-        bus: &Arc<BoardBus>,
+        bus: &Arc<DeviceBus>,
         pmu: &Arc<VmPmu>,
         control: &Arc<RunControl>,
         symbols: &ArcSwap<PackedSymbols>,

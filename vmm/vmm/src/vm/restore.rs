@@ -14,12 +14,12 @@ use snapshot::state::{MachineShape, SavedFilter, SavedKernel, SavedMachine, Save
 use vpmu::cpuid::LEAF_ARCH_PERFMON;
 use vpmu::events::GuestEvent;
 use vpmu::filter::{FilterAction, FilterEntrySpec, FilterError, FilterSpec};
-use vpmu::{CountableEvents, CounterBacking, CounterBackingChange, CpuidRegs, EventFilter, VpmuStateError};
+use vpmu::{ArchEventSet, CounterBacking, CounterBackingChange, CpuidRegs, EventFilter, VpmuStateError};
 
 use super::config::VmConfig;
 use super::error::VmError;
 use crate::boot::{BootEntryState, KernelFormat, LoadedGuest};
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::devices::cpu_plug::VcpuSet;
 use crate::devices::saved::RestoreBoardError;
 use crate::kvm::call::KvmIoctlError;
@@ -182,10 +182,10 @@ impl RestoredMachine {
 /// Returns the events that the CPUID of a saved machine enumerates for the guest, regardless of the
 /// backing on this host. Returns `None` if CPUID enumerates none.
 #[must_use]
-pub fn announced_events(saved: &SavedMachine) -> Option<CountableEvents> {
+pub fn announced_events(saved: &SavedMachine) -> Option<ArchEventSet> {
     let leaves = &saved.vcpus.first()?.cpuid;
     let &[.., eax, ebx, ecx, edx] = leaves.iter().find(|leaf| leaf[0] == LEAF_ARCH_PERFMON)?;
-    (eax != 0).then(|| CountableEvents::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
+    (eax != 0).then(|| ArchEventSet::of_leaf_a(CpuidRegs { eax, ebx, ecx, edx }))
 }
 
 /// Parts of a new machine to which the saved state is written.
@@ -193,7 +193,7 @@ pub(super) struct NewMachine<'a> {
     pub(super) fd: &'a VmFd,
     pub(super) layout: &'a VcpuStateLayout,
     pub(super) vcpus: &'a [KvmVcpu],
-    pub(super) bus: &'a BoardBus,
+    pub(super) bus: &'a DeviceBus,
     pub(super) pmu: &'a Arc<VmPmu>,
     pub(super) shape: &'a MachineShape,
     /// `true` if the vCPUs can be single-stepped.
@@ -448,7 +448,7 @@ mod tests {
     use crate::boot::layout;
     use crate::kvm::{call, host};
     use crate::testing;
-    use crate::vm::{DeferredKvmSetup, RunningVm, Vm, VmParts};
+    use crate::vm::{BackgroundKvmSetup, RunningVm, Vm, VmBuildInputs};
 
     /// Guest code `hlt; jmp` to the start.
     const HALT: [u8; 3] = [0xF4, 0xEB, 0xFD];
@@ -460,8 +460,8 @@ mod tests {
         let saved = testing::snapshot_of(&source);
         drop(source);
         let kvm = host::open().unwrap();
-        let parts = VmParts {
-            begun: DeferredKvmSetup::now(),
+        let parts = VmBuildInputs {
+            begun: BackgroundKvmSetup::now(),
             kvm: &kvm,
             config: &testing::config(&HALT),
             devices: Vec::new(),
@@ -483,8 +483,8 @@ mod tests {
     /// Restores a VM whose guest executes `code`, with these devices.
     fn restored_with(code: &[u8], devices: Vec<Box<dyn VirtioDevice>>, saved: RestoredMachine) -> RunningVm {
         let kvm = host::open().unwrap();
-        let parts = VmParts {
-            begun: DeferredKvmSetup::now(),
+        let parts = VmBuildInputs {
+            begun: BackgroundKvmSetup::now(),
             kvm: &kvm,
             config: &testing::config(code),
             devices,

@@ -26,7 +26,7 @@ use vpmu::EventFilter;
 use vpmu::filter::FilterAction;
 
 use super::migrate::OutgoingMigration;
-use crate::devices::BoardBus;
+use crate::devices::DeviceBus;
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::chips::IrqchipState;
 use crate::kvm::saved_vcpu::VcpuStateLayout;
@@ -88,11 +88,11 @@ pub enum SnapshotError {
 }
 
 /// Parts of a VM that a snapshot reads.
-pub struct SnapshotSource {
+pub struct VmSnapshotInputs {
     pub(super) fd: Arc<VmFd>,
     pub(super) layout: Arc<VcpuStateLayout>,
     pub(super) ram: GuestRam,
-    pub(super) bus: Arc<BoardBus>,
+    pub(super) bus: Arc<DeviceBus>,
     pub(super) pmu: Arc<VmPmu>,
     pub(super) registry: Arc<VcpuRegistry>,
     pub(super) control: Arc<RunControl>,
@@ -107,9 +107,9 @@ pub struct SnapshotSource {
     pub(super) protector: Option<Arc<WriteProtector>>,
 }
 
-impl std::fmt::Debug for SnapshotSource {
+impl std::fmt::Debug for VmSnapshotInputs {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SnapshotSource").finish_non_exhaustive()
+        f.debug_struct("VmSnapshotInputs").finish_non_exhaustive()
     }
 }
 
@@ -138,7 +138,7 @@ pub struct MemoryPiece {
 /// A snapshot that is being taken. The VM stays paused until the snapshot is dropped.
 #[derive(Debug)]
 pub struct VmSnapshot {
-    source: Arc<SnapshotSource>,
+    source: Arc<VmSnapshotInputs>,
     was_paused: bool,
     /// `true` if the host resources of the devices are shared with the destination process.
     shares_devices: bool,
@@ -163,7 +163,7 @@ impl VmSnapshot {
     /// [`SnapshotError::Busy`] if the VM is ending, resetting, stopped by a debugger, or changing
     /// the number of its vCPUs.
     pub fn begin(
-        source: &Arc<SnapshotSource>,
+        source: &Arc<VmSnapshotInputs>,
         options: BTreeMap<String, String>,
     ) -> Result<Self, SnapshotError> {
         source.check_supported()?;
@@ -441,7 +441,7 @@ impl Drop for VmSnapshot {
     }
 }
 
-impl SnapshotSource {
+impl VmSnapshotInputs {
     /// Checks that a snapshot can include all parts of the VM.
     ///
     /// # Errors

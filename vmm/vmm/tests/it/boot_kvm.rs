@@ -10,7 +10,7 @@ use test_support::kernels::{
 };
 use test_support::skip;
 use vmm::boot::{self, BootProtocol, BootRequest, KernelSource, LoadedGuest, layout};
-use vmm::devices::{BoardBus, BusOutcome, ports};
+use vmm::devices::{DeviceBus, DeviceWriteOutcome, ports};
 use vmm::kvm::armed_vcpu::{ArmedVcpu, VcpuExit};
 use vmm::kvm::vm_fd::VmFd;
 use vmm::kvm::{cpuid, host};
@@ -33,7 +33,7 @@ impl Write for CapturedConsole {
 /// Result of running a guest.
 struct BootResult {
     loaded: LoadedGuest,
-    outcome: BusOutcome,
+    outcome: DeviceWriteOutcome,
     console: String,
     /// Values of ECX at the exits of replaced RDPMC instructions.
     traps: Vec<u64>,
@@ -72,7 +72,7 @@ fn run_by(
     vm.add_chips(layout::KVM_IDENTITY_MAP, layout::KVM_TSS).unwrap();
     let _slots = ram.register(&vm).unwrap();
     let console = CapturedConsole::default();
-    let bus = BoardBus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
+    let bus = DeviceBus::new(Box::new(console.clone()), ram.size_bytes(), "1".parse().unwrap()).unwrap();
     vm.connect_line(bus.serial_irq(), ports::COM1_IRQ).unwrap();
     let mut vcpu = ArmedVcpu::new(vm.create_vcpu(0).unwrap());
     vcpu.set_cpuid2(&cpuid::supported(&kvm).unwrap()).unwrap();
@@ -88,21 +88,21 @@ fn run_by(
                 regs.rax = COUNTER & 0xFFFF_FFFF;
                 regs.rdx = COUNTER >> 32;
                 vcpu.set_regs(&regs).unwrap();
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             VcpuExit::IoOut(port, data) => bus.io_out(port, data),
             VcpuExit::IoIn(port, data) => {
                 bus.io_in(port, data);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             VcpuExit::MmioRead(address, data) => {
                 bus.mmio_read(address, data);
-                BusOutcome::Continue
+                DeviceWriteOutcome::Continue
             }
             VcpuExit::MmioWrite(address, data) => bus.mmio_write(address, data),
             other => panic!("unexpected exit {other:?}"),
         };
-        if outcome != BusOutcome::Continue {
+        if outcome != DeviceWriteOutcome::Continue {
             let console = String::from_utf8(console.0.lock().unwrap().clone()).unwrap();
             return Some(BootResult {
                 loaded,
@@ -132,7 +132,7 @@ fn multiboot_elf32_gets_command_line_and_rdpmc_trap() {
     };
     assert_eq!(run.console, "k hello multiboot", "the program's name comes first");
     assert_eq!(run.traps, [7]);
-    assert_eq!(run.outcome, BusOutcome::Exit((COUNTER as u8) << 1 | 1));
+    assert_eq!(run.outcome, DeviceWriteOutcome::Exit((COUNTER as u8) << 1 | 1));
     assert_eq!(run.loaded.rdpmc_sites.len(), 1);
     assert_eq!(run.loaded.rdpmc_sites[0].phys, 0x10_0000 + MULTIBOOT_RDPMC);
 }
@@ -206,7 +206,7 @@ fn vmlinux_and_bzimage_use_linux_boot_protocol() {
             return;
         };
         assert_eq!(run.console, "console=ttyS0 quiet", "{name}");
-        assert_eq!(run.outcome, BusOutcome::Exit(0x43), "{name}");
+        assert_eq!(run.outcome, DeviceWriteOutcome::Exit(0x43), "{name}");
         let initrd = run.loaded.initrd.unwrap();
         assert_eq!(initrd.end - initrd.start, 5000);
         assert!(initrd.start >= run.loaded.kernel.end);
@@ -238,7 +238,7 @@ fn other_kernel_starts_at_pvh_entry() {
         assert_eq!(run.console, "hello pvh");
         assert_eq!(
             run.outcome,
-            BusOutcome::Exit(0x43),
+            DeviceWriteOutcome::Exit(0x43),
             "the first byte of the module"
         );
     }
@@ -276,7 +276,7 @@ fn linux_uses_pvh_entry_only_on_request() {
             assert_eq!(by_pvh, protocol == BootProtocol::Pvh);
             assert_eq!(
                 (run.console.as_str(), run.outcome),
-                ("both", BusOutcome::Exit(0x43))
+                ("both", DeviceWriteOutcome::Exit(0x43))
             );
         }
     }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use test_support::kernels::{self, EM_386, EM_X86_64, ElfSegment, LINUX_CODE};
 use vmm::boot::{self, BootError, BootProtocol, BootRequest, KernelSource, layout};
 use vmm::memory::GuestRam;
-use vmm::numbers::VcpuNumbers;
+use vmm::numbers::VcpuCountRange;
 
 const RAM_BYTES: u64 = 32 << 20;
 
@@ -31,7 +31,7 @@ fn attempt_by(
             protocol,
             initrd,
             cmdline,
-            cpus: VcpuNumbers::fixed(cpus).unwrap(),
+            cpus: VcpuCountRange::fixed(cpus).unwrap(),
             pci: false,
             patch_rdpmc: true,
         },
@@ -286,7 +286,7 @@ fn command_line_and_vcpu_count_are_limited() {
     attempt(&good, None, "", layout::MAX_CPUS).unwrap();
     for cpus in [0, layout::MAX_CPUS + 1, 255] {
         assert!(
-            VcpuNumbers::fixed(cpus)
+            VcpuCountRange::fixed(cpus)
                 .unwrap_err()
                 .to_string()
                 .contains("between 1 and 64")

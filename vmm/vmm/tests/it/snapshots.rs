@@ -27,7 +27,7 @@ use vmm::vcpu::control::{ResetPolicy, VmStopReason};
 use vmm::vcpu::kick;
 use vmm::vm::restore::{RestoredMachine, RestoredMemory};
 use vmm::vm::save::{SnapshotError, VmSnapshot};
-use vmm::vm::{DeferredKvmSetup, RunningVm, Vm, VmConfig, VmParts};
+use vmm::vm::{BackgroundKvmSetup, RunningVm, Vm, VmBuildInputs, VmConfig};
 use vpmu::{BackingPolicy, PmuModel};
 
 /// Code of the guest, assembled from `snapshots/guest.s`.
@@ -103,8 +103,8 @@ impl TestVm {
         };
         kick::install_handlers().unwrap();
         let output = Output::default();
-        let parts = VmParts {
-            begun: DeferredKvmSetup::now(),
+        let parts = VmBuildInputs {
+            begun: BackgroundKvmSetup::now(),
             kvm: &kvm,
             config,
             devices: Vec::new(),

@@ -1,7 +1,7 @@
 //! Tests that a straight-line run retires the same counts as single steps, and that excluded
 //! instructions end a run.
 
-use perf_core::pmu::fed::FedCounts;
+use perf_core::pmu::fed::VmmPmuCounts;
 use proptest::prelude::*;
 
 use super::super::*;
@@ -192,7 +192,7 @@ fn run_ends_before_armed_overflow() {
         }),
         4
     );
-    let fed = FedCounts::new(fed::SELECTORS);
+    let fed = VmmPmuCounts::new(fed::SELECTORS);
     assert_eq!(RetiredCounts::remaining(&fed, 0), UNLIMITED);
 }
 

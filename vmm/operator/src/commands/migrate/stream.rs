@@ -19,7 +19,8 @@ use snapshot::SnapshotFormatError;
 use snapshot::format::{MAX_STATE_BYTES, with_optional_field};
 use snapshot::memory::CHUNK_BYTES;
 use snapshot::stream::{
-    self, METADATA_FIELD, MessageReader, MigrationStreamError, StreamArrival, StreamHello, StreamMessage,
+    self, METADATA_FIELD, MigrationDestination, MigrationHello, MigrationMessageReader, MigrationStreamError,
+    StreamMessage,
 };
 
 use super::super::snapshot::{SnapshotCommandError, pause, read_metadata, read_state};
@@ -102,9 +103,9 @@ pub struct DowntimeLimit {
 
 /// A VM that has been sent.
 #[derive(Debug)]
-pub struct SentVm {
+pub struct MigrationReport {
     /// The destination process, in which the VM now runs.
-    pub arrival: StreamArrival,
+    pub arrival: MigrationDestination,
     /// Number of rounds, including the round in which the VM was paused.
     pub rounds: u32,
     /// Number of bytes of memory that were sent.
@@ -121,7 +122,7 @@ pub struct SentVm {
 struct Destination<'s> {
     socket: &'s UnixStream,
     writer: BufWriter<&'s UnixStream>,
-    reader: MessageReader<&'s UnixStream>,
+    reader: MigrationMessageReader<&'s UnixStream>,
 }
 
 impl<'s> Destination<'s> {
@@ -131,7 +132,7 @@ impl<'s> Destination<'s> {
         Ok(Self {
             socket,
             writer: BufWriter::with_capacity(BUFFER_BYTES, socket),
-            reader: MessageReader::new(socket),
+            reader: MigrationMessageReader::new(socket),
         })
     }
 
@@ -185,7 +186,7 @@ pub fn send_vm(
     client: &mut Client,
     socket: &UnixStream,
     limit: DowntimeLimit,
-) -> Result<SentVm, SendFailure> {
+) -> Result<MigrationReport, SendFailure> {
     let started = Instant::now();
     let mut to = Destination::new(socket).map_err(|e| SendVmError::Stream(e.into()))?;
     let memory_bytes = introduce(client, &mut to)?;
@@ -215,7 +216,7 @@ pub fn send_vm(
     };
     let downtime = paused_at.elapsed();
     let ended = client.call(request::SnapshotEnd { stop: true });
-    Ok(SentVm {
+    Ok(MigrationReport {
         arrival,
         rounds: rounds + 1,
         bytes,
@@ -227,7 +228,7 @@ pub fn send_vm(
 
 /// Requests the destination to run the VM. If the request cannot be sent, or the destination
 /// reports a failure, the VM does not run at the destination.
-fn run(to: &mut Destination<'_>, paused: bool) -> Result<StreamArrival, SendFailure> {
+fn run(to: &mut Destination<'_>, paused: bool) -> Result<MigrationDestination, SendFailure> {
     to.flush()?;
     // Bypass the buffer, which would be written again on drop. After an error, the destination
     // receives at most a part of the frame.
@@ -251,7 +252,7 @@ fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendV
     file.read_exact_at(&mut machine, 0)
         .map_err(SendVmError::Transfer)?;
     let info = client.info();
-    let hello = StreamHello {
+    let hello = MigrationHello {
         name: info.name.clone(),
         pid: info.pid,
         boot_id: boot_id(),
@@ -397,7 +398,7 @@ mod tests {
         };
         let refused = said(StreamMessage::Failed("no".to_owned()));
         assert!(matches!(refused, Err(SendFailure::Stays(SendVmError::Refused(why))) if why == "no"));
-        let arrival = StreamArrival {
+        let arrival = MigrationDestination {
             name: "a".to_owned(),
             pid: 7,
         };
@@ -409,7 +410,7 @@ mod tests {
         // The request is received but not answered.
         let (ours, theirs) = UnixStream::pair().unwrap();
         let other = std::thread::spawn(move || {
-            let mut reader = MessageReader::new(&theirs);
+            let mut reader = MigrationMessageReader::new(&theirs);
             assert_eq!(reader.receive().unwrap(), StreamMessage::Run { paused: true });
         });
         let silent = run(&mut Destination::new(&ours).unwrap(), true);

@@ -33,12 +33,12 @@ use control_api::protocol::{HostRingInfo, KernelState, OpenedEvent, PluggedVcpuE
 use control_api::request::{self, Request};
 pub use error::RecordError;
 use guest_profile::export::NO_PID;
-use guest_profile::merge::{HostRingParams, SampleMerger, SampleTask, SampleTotals};
+use guest_profile::merge::{SampleMergeConfig, SampleMerger, SampleTotals, SampledGuestTask};
 use guest_profile::sample::SampleData;
 use names::RecordedSymbols;
 use perf_core::error_line;
 use recording::Recording;
-use remote::{ControlCommand, RecordingControl};
+use remote::{ControlCommand, OpenControlPipes};
 use switch::OutputSwitchTrigger;
 use thread_switches::{StolenTime, VcpuSwitches};
 
@@ -61,7 +61,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
         events: vendor::resolve_vendor_events(&args.events).map_err(OperatorCommandError::from)?,
         ..args.clone()
     };
-    let remote = args.control.as_ref().map(RecordingControl::open).transpose()?;
+    let remote = args.control.as_ref().map(OpenControlPipes::open).transpose()?;
     if args.delay < 0 && remote.is_none() {
         return Err(RecordError::NeverBegins);
     }
@@ -94,7 +94,7 @@ fn record_one(
     args: &RecordArgs,
     mut client: Client,
     signals: &StopSignals,
-    mut remote: Option<RecordingControl>,
+    mut remote: Option<OpenControlPipes>,
 ) -> Result<ExitStatus, RecordError> {
     let sampling = args.sampling();
     let opened = open_events(&mut client, args)?;
@@ -144,7 +144,7 @@ fn sample(
     args: &RecordArgs,
     client: &mut Client,
     signals: &StopSignals,
-    mut remote: Option<&mut RecordingControl>,
+    mut remote: Option<&mut OpenControlPipes>,
     streams: &mut SampleStreams,
     recording: &mut Recording,
 ) -> Result<bool, RecordError> {
@@ -294,7 +294,7 @@ fn set_sampling(client: &mut Client, request: impl Request<Reply = ()>) -> Resul
 
 /// Executes the commands from the control pipe. Returns `true` if the recording is to end.
 fn run_control_commands(
-    remote: &mut RecordingControl,
+    remote: &mut OpenControlPipes,
     client: &mut Client,
     gone: &mut bool,
 ) -> Result<bool, ClientError> {
@@ -437,7 +437,7 @@ impl SampleStreams {
                 stream_id: o.id,
                 ring,
                 clock_offset_ns: info.clock_offset_ns,
-                merge: SampleMerger::new(HostRingParams {
+                merge: SampleMerger::new(SampleMergeConfig {
                     period: info.period,
                     clock_offset_ns: info.clock_offset_ns,
                     interpreted: info.interpreted,
@@ -613,7 +613,7 @@ fn full(
 ) -> Result<(), RecordError> {
     let raw = SampleData::decode(sample.raw).unwrap_or_default();
     let (pid, tid) = raw.task.map_or((NO_PID, NO_PID), |(pid, tid, _)| (pid, tid));
-    let whose = SampleTask {
+    let whose = SampledGuestTask {
         time_ns: sample.time_ns,
         pid,
         tid,

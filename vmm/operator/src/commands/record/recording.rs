@@ -26,12 +26,12 @@ use control_api::protocol::{BranchStacks, OpenedEvent, SamplingParams};
 use guest_profile::export::build_id_dir::BuildIdDir;
 use guest_profile::export::perfdata::PerfDataWriter;
 use guest_profile::export::{
-    EventInfo, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective, ProfileSample,
-    SampledBranch, SavedSymbol, TaskName, WallClock,
+    ClockCorrelation, EventInfo, FileMapping, NO_PID, Profile, ProfileMetadata, ProfilePerspective,
+    ProfileSample, SampledBranch, SavedSymbol, TaskName,
 };
-use guest_profile::merge::{LightSample, SampleTask, SampleTotals};
+use guest_profile::merge::{LightSample, SampleTotals, SampledGuestTask};
 use guest_profile::sample::SampleData;
-use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopCounts};
+use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopReasons};
 use kernel_images::build_id::BuildId;
 
 /// Maximum number of distinct tasks.
@@ -267,7 +267,7 @@ impl Recording {
         vcpu: u32,
         stream_id: u64,
         light: LightSample,
-        whose: Option<SampleTask>,
+        whose: Option<SampledGuestTask>,
     ) -> Result<(), RecordError> {
         let (pid, tid, cr3) = whose.map_or((NO_PID, NO_PID, 0), |w| (w.pid, w.tid, w.cr3));
         let user = self.names.is_user(light.ip, light.user);
@@ -286,7 +286,7 @@ impl Recording {
                 cr3,
                 period: light.period,
                 event_id,
-                ends: UnwindStopCounts::default(),
+                ends: UnwindStopReasons::default(),
                 branches: &[],
                 chain: &[],
             })
@@ -310,7 +310,7 @@ impl Recording {
         sample: &RingSample<'_>,
         pid: u32,
         since_ns: u64,
-        ends: &mut UnwindStopCounts,
+        ends: &mut UnwindStopReasons,
     ) -> Result<(), RecordError> {
         let program = self.chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
         let (Some(asked), Some(marker)) = (self.stack_bytes, program) else {
@@ -606,10 +606,10 @@ fn new_writer(
 
 /// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`; `None` before
 /// 1970.
-fn wall_clock() -> Option<WallClock> {
+fn wall_clock() -> Option<ClockCorrelation> {
     let before_ns = monotonic_ns();
     let wall = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
-    Some(WallClock {
+    Some(ClockCorrelation {
         wall_ns: u64::try_from(wall.as_nanos()).ok()?,
         clock_ns: before_ns.midpoint(monotonic_ns()),
     })

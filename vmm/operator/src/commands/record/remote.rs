@@ -77,7 +77,7 @@ pub enum RecordingControlError {
 
 /// The open pipes of `--control`.
 #[derive(Debug)]
-pub struct RecordingControl {
+pub struct OpenControlPipes {
     ctl: File,
     ack: Option<File>,
     line: Vec<u8>,
@@ -85,7 +85,7 @@ pub struct RecordingControl {
     skips: bool,
 }
 
-impl RecordingControl {
+impl OpenControlPipes {
     /// Opens both pipes for reading and writing, so that neither the open nor a read waits for a
     /// peer.
     ///
@@ -199,7 +199,7 @@ mod tests {
         let pipes: ControlPipes = format!("fifo:{},{}", ctl.display(), ack.display())
             .parse()
             .unwrap();
-        let mut remote = RecordingControl::open(&pipes).unwrap();
+        let mut remote = OpenControlPipes::open(&pipes).unwrap();
         let mut writer = OpenOptions::new().write(true).open(&ctl).unwrap();
         assert_eq!(remote.words(), []);
         writer.write_all(b"enable\ndisa").unwrap();
@@ -221,14 +221,14 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let pipes: ControlPipes = format!("fifo:{}", file.path().display()).parse().unwrap();
         assert!(
-            RecordingControl::open(&pipes)
+            OpenControlPipes::open(&pipes)
                 .unwrap_err()
                 .to_string()
                 .contains("mkfifo")
         );
         let pipes: ControlPipes = "fifo:/nowhere/x".parse().unwrap();
         assert!(
-            RecordingControl::open(&pipes)
+            OpenControlPipes::open(&pipes)
                 .unwrap_err()
                 .to_string()
                 .contains("/nowhere/x")

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use control_api::client::Client;
 use control_api::request;
-use perf_core::pmu::host::{DrainStats, ThreadSwitch, ThreadSwitchKind, ThreadSwitchRing};
+use perf_core::pmu::host::{HostRingStats, ThreadSwitch, ThreadSwitchKind, ThreadSwitchRing};
 
 use super::super::OperatorCommandError;
 
@@ -41,7 +41,7 @@ impl VcpuSwitches {
     }
 
     /// Passes each new context switch to `each`.
-    pub(super) fn drain(&mut self, mut each: impl FnMut(ThreadSwitch)) -> DrainStats {
+    pub(super) fn drain(&mut self, mut each: impl FnMut(ThreadSwitch)) -> HostRingStats {
         self.ring.drain(|switch| {
             match (switch.kind, self.preempted_at_ns.take()) {
                 (ThreadSwitchKind::Preempted, _) => self.preempted_at_ns = Some(switch.time_ns),

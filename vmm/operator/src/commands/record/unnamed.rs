@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::one_line;
 use guest_profile::export::Profile;
-use guest_profile::export::symbolize::{FileSymbols, Symbolizer};
+use guest_profile::export::symbolize::{GuestFileStatus, Symbolizer};
 
 /// Maximum number of objects (programs and libraries) listed in the log.
 const MAX_OBJECTS: usize = 20;
@@ -63,12 +63,12 @@ impl<'p> UnnamedCode<'p> {
                     name the guest's files with --guest-disk or --guestmount";
         }
         match files.file_symbols(object, mapping.build_id) {
-            FileSymbols::Missing => {
+            GuestFileStatus::Missing => {
                 "the file cannot be read; one that the guest has just written is not on its disk before \
                  the guest's next sync, and report finds its names then"
             }
-            FileSymbols::OtherBuild => "the file is another build than the one that the guest runs",
-            FileSymbols::Usable => "the file has no symbols for them",
+            GuestFileStatus::OtherBuild => "the file is another build than the one that the guest runs",
+            GuestFileStatus::Usable => "the file has no symbols for them",
         }
     }
 }

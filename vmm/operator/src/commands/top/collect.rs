@@ -9,7 +9,7 @@ use perf_core::record::{DecodedRecord, Sample};
 
 use super::args::TopArgs;
 use super::names::{CodeLocation, LiveSymbols, MAX_LOCATIONS};
-use super::rows::{RateCell, TopExitRow, TopSymbolRow, TopVcpuRow, VmScreen};
+use super::rows::{EventRateCell, TopExitRow, TopSymbolRow, TopVcpuRow, TopVmData};
 use crate::commands::exits::ExitObserver;
 use crate::commands::exits::sums::{ExitMaxima, ExitTotals};
 use crate::commands::migrate::find_moved;
@@ -41,7 +41,7 @@ const VIEW_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Result of a data collection: new data, or the end of the VM.
 pub(super) enum CollectResult {
-    Screen(Box<VmScreen>),
+    Screen(Box<TopVmData>),
     Gone,
 }
 
@@ -236,7 +236,7 @@ impl Collector {
     }
 
     /// Queries the VM for data that samples do not contain.
-    fn ask(&mut self, now: Instant) -> Result<VmScreen, ClientError> {
+    fn ask(&mut self, now: Instant) -> Result<TopVmData, ClientError> {
         let vm: VmInfo = self.client.call(request::Status)?;
         let readings: Vec<EventReading> = self.client.call(request::Read)?;
         let losses: Vec<RingLoss> = self.client.call(request::RingLosses)?;
@@ -246,7 +246,7 @@ impl Collector {
         let exits = self.exit_rows(&readings, elapsed)?;
         self.before = readings;
         self.before_at = now;
-        Ok(VmScreen {
+        Ok(TopVmData {
             samples: self.samples,
             lost: self.lost + losses.iter().map(|l| l.lost).sum::<u64>(),
             symbols: self.symbol_rows(),
@@ -351,8 +351,8 @@ impl Collector {
                     }
                 };
                 match (event.handle, find(readings)) {
-                    (None, _) => RateCell::NotSupported,
-                    (Some(_), None) => RateCell::NotCounted,
+                    (None, _) => EventRateCell::NotSupported,
+                    (Some(_), None) => EventRateCell::NotCounted,
                     (Some(_), Some(now)) => rate(&now, find(&self.before).as_ref(), seconds),
                 }
             };
@@ -368,12 +368,12 @@ impl Collector {
 
 /// Returns the rate of an event per second since the reading `before`. The count is scaled if the
 /// event did not run all the time.
-fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> RateCell {
+fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> EventRateCell {
     let Some(growth) = now.since(before).filter(|g| g.running_ns > 0) else {
-        return RateCell::NotCounted;
+        return EventRateCell::NotCounted;
     };
     let share = (growth.running_ns as f64 / growth.enabled_ns.max(growth.running_ns) as f64).min(1.0);
-    RateCell::Rate {
+    EventRateCell::Rate {
         per_second: growth.count as f64 / seconds,
         share,
     }
@@ -405,14 +405,14 @@ mod tests {
     fn rates_cover_the_interval() {
         let before = reading(100, 1000, 1000);
         let cell = rate(&reading(300, 2000, 1500), Some(&before), 2.0);
-        let expected = RateCell::Rate {
+        let expected = EventRateCell::Rate {
             per_second: 200.0,
             share: 0.5,
         };
         assert_eq!(cell, expected);
         assert_eq!(
             rate(&reading(100, 2000, 1000), Some(&before), 2.0),
-            RateCell::NotCounted
+            EventRateCell::NotCounted
         );
     }
 }

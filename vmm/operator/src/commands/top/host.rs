@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::args::TopArgs;
 use super::collect::{CollectResult, Collector};
-use super::rows::{ListedVm, ObservedState, VmScreen};
+use super::rows::{ObservedState, TopVmData, TopVmEntry};
 use crate::commands::ps::{self, VmSocket};
 use crate::commands::select::name_or_pid;
 use crate::commands::{OperatorCommandError, connect};
@@ -24,14 +24,14 @@ const MAX_VMS: usize = 512;
 
 /// Message from the observer thread of a VM.
 enum WatchEvent {
-    Screen(Box<VmScreen>),
+    Screen(Box<TopVmData>),
     Gone,
     Failed(OperatorCommandError),
 }
 
 /// A VM and its thread, which ends when `forget` is dropped.
 struct WatchedVm {
-    vm: ListedVm,
+    vm: TopVmEntry,
     forget: Sender<()>,
     /// Number of the VM's current observer thread, used to ignore messages from its former threads.
     number: u64,
@@ -124,7 +124,7 @@ impl ObservedVms {
             Err(e) => (ObservedState::Failed(format!("no thread for it: {e}")), false),
         };
         let new = WatchedVm {
-            vm: ListedVm { label, seen },
+            vm: TopVmEntry { label, seen },
             forget,
             number,
             alive,
@@ -136,7 +136,7 @@ impl ObservedVms {
     }
 
     /// Returns the last observed states of the VMs.
-    pub(super) fn vms(&self) -> Vec<ListedVm> {
+    pub(super) fn vms(&self) -> Vec<TopVmEntry> {
         self.watched.iter().map(|w| w.vm.clone()).collect()
     }
 
@@ -258,7 +258,7 @@ fn look(
     args: &TopArgs,
     stop: &AtomicBool,
     forgotten: &Receiver<()>,
-    tell: impl Fn(Box<VmScreen>) -> bool,
+    tell: impl Fn(Box<TopVmData>) -> bool,
 ) -> Result<(), OperatorCommandError> {
     let mut collector = Collector::open(come()?, args, stop)?;
     let mut next = Instant::now() + args.delay;

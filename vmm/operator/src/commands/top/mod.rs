@@ -3,7 +3,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `collect` | the connection to a VM: collects samples, counts, exits and guest counters into a [`rows::VmScreen`] |
+//! | `collect` | the connection to a VM: collects samples, counts, exits and guest counters into a [`rows::TopVmData`] |
 //! | `host` | the observed VMs, with one collecting thread each |
 //! | `names` | symbols of sampled addresses |
 //! | [`rows`] | the collected data |

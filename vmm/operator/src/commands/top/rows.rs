@@ -4,7 +4,7 @@ use control_api::protocol::{VcpuView, VmInfo};
 
 /// A VM in the list of `perfvisor top`.
 #[derive(Clone, Debug)]
-pub struct ListedVm {
+pub struct TopVmEntry {
     /// Name of the VM, followed by `@` and the user if the owner is another user.
     pub label: String,
     /// Observed state of the VM.
@@ -17,7 +17,7 @@ pub enum ObservedState {
     /// The VM has not sent data yet.
     Waiting,
     /// Data of the last update.
-    Shown(Box<VmScreen>),
+    Shown(Box<TopVmData>),
     /// The VM has terminated.
     Ended,
     /// The VM cannot be observed. The value is the reason.
@@ -26,7 +26,7 @@ pub enum ObservedState {
 
 /// Data of one VM for display.
 #[derive(Clone, Debug)]
-pub struct VmScreen {
+pub struct TopVmData {
     /// Description of the VM.
     pub vm: VmInfo,
     /// Number of samples so far.
@@ -71,7 +71,7 @@ pub struct TopVcpuRow {
     /// Number of samples since the last update.
     pub samples: u64,
     /// Rates of task-clock, steal-ns, cycles and KVM exits per second.
-    pub cells: Vec<RateCell>,
+    pub cells: Vec<EventRateCell>,
 }
 
 /// The exits of all vCPUs with one reason.
@@ -94,7 +94,7 @@ pub struct TopExitRow {
 
 /// A rate, or the reason it is missing.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RateCell {
+pub enum EventRateCell {
     /// The event is unsupported on this host.
     NotSupported,
     /// The event was not running.
@@ -108,7 +108,7 @@ pub enum RateCell {
     },
 }
 
-impl RateCell {
+impl EventRateCell {
     /// Returns the sum over several vCPUs, or the reason there is none if one of them was not
     /// counted.
     pub fn sum(cells: impl Iterator<Item = Self>) -> Self {

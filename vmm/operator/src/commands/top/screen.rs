@@ -9,7 +9,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Clear, Paragraph};
 
-use super::rows::{ListedVm, ObservedState, RateCell, TopSymbolRow, TopVcpuRow, VmScreen};
+use super::rows::{EventRateCell, ObservedState, TopSymbolRow, TopVcpuRow, TopVmData, TopVmEntry};
 use super::sheet::{CellValue, ColumnKind, RowOwner, SortableTable, TableRow, TopTableColumn};
 use super::ui::{ScreenAreas, TopUiState, TopView};
 use crate::commands::one_line;
@@ -44,7 +44,7 @@ pub struct TopScreen {
     /// `true` if all VMs of the host are displayed.
     pub all_vms: bool,
     /// Displayed VMs.
-    pub vms: Vec<ListedVm>,
+    pub vms: Vec<TopVmEntry>,
 }
 
 const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TopTableColumn {
@@ -64,7 +64,7 @@ struct ProcessSum<'a> {
 
 impl TopScreen {
     /// Returns the selected VMs that have reported data.
-    fn seen<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a VmScreen)> {
+    fn seen<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a TopVmData)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
         self.vms.iter().filter_map(move |vm| match &vm.seen {
             ObservedState::Shown(seen) if chosen(&vm.label) => Some((vm.label.as_str(), &**seen)),
@@ -74,7 +74,7 @@ impl TopScreen {
 
     fn headline(&self) -> String {
         let ui = TopUiState::default();
-        let sum = |of: fn(&VmScreen) -> u64| self.seen(&ui).map(|(_, vm)| of(vm)).sum();
+        let sum = |of: fn(&TopVmData) -> u64| self.seen(&ui).map(|(_, vm)| of(vm)).sum();
         let (samples, lost): (u64, u64) = (sum(|vm| vm.samples), sum(|vm| vm.lost));
         let taken = format!(
             "{} samples of {} at {} Hz, {} lost",
@@ -93,7 +93,7 @@ impl TopScreen {
                 ),
             };
         }
-        let Some((_, VmScreen { vm, .. })) = self.seen(&ui).next() else {
+        let Some((_, TopVmData { vm, .. })) = self.seen(&ui).next() else {
             return "perfvisor top: waiting for samples".to_owned();
         };
         format!(
@@ -238,14 +238,14 @@ impl TopScreen {
 
     fn vm_rows(&self) -> (Vec<TopTableColumn>, Vec<TableRow>) {
         let everything = TopUiState::default();
-        let weight = |vm: &VmScreen| vm.symbols.iter().map(|row| row.weight).sum::<f64>();
+        let weight = |vm: &TopVmData| vm.symbols.iter().map(|row| row.weight).sum::<f64>();
         let all: f64 = self.seen(&everything).map(|(_, vm)| weight(vm)).sum();
-        let row = |vm: &ListedVm| {
+        let row = |vm: &TopVmEntry| {
             let mut cells = vec![CellValue::text(one_line(&vm.label))];
             match &vm.seen {
                 ObservedState::Shown(seen) => {
                     let its = weight(seen);
-                    let sum = |at| RateCell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
+                    let sum = |at| EventRateCell::sum(seen.vcpus.iter().map(|vcpu| cell(vcpu, at)));
                     cells.extend([
                         CellValue::text(seen.vm.state.to_string()),
                         share_of(its, all),
@@ -293,7 +293,8 @@ impl TopScreen {
             Some(only) if ui.view == TopView::Symbols => only.vm == label && only.pid == row.pid,
             _ => true,
         };
-        let functions = |(label, vm): (&'a str, &'a VmScreen)| vm.symbols.iter().map(move |row| (label, row));
+        let functions =
+            |(label, vm): (&'a str, &'a TopVmData)| vm.symbols.iter().map(move |row| (label, row));
         self.seen(ui)
             .flat_map(functions)
             .filter(move |(label, row)| chosen(label, row))
@@ -497,8 +498,8 @@ fn sample_columns_and_rows(
     (sheet.columns, sheet.rows)
 }
 
-fn cell(vcpu: &TopVcpuRow, at: usize) -> RateCell {
-    vcpu.cells.get(at).copied().unwrap_or(RateCell::NotSupported)
+fn cell(vcpu: &TopVcpuRow, at: usize) -> EventRateCell {
+    vcpu.cells.get(at).copied().unwrap_or(EventRateCell::NotSupported)
 }
 
 fn percent(ns: f64) -> String {
@@ -525,23 +526,23 @@ fn share_of(part: f64, all: f64) -> CellValue {
     }
 }
 
-fn rate(cell: RateCell, show: impl Fn(f64) -> String) -> CellValue {
+fn rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> CellValue {
     match cell {
-        RateCell::NotSupported => CellValue::text("<not supported>"),
-        RateCell::NotCounted => CellValue::text("<not counted>"),
-        RateCell::Rate { per_second, share } if share < 0.995 => CellValue::number(
+        EventRateCell::NotSupported => CellValue::text("<not supported>"),
+        EventRateCell::NotCounted => CellValue::text("<not counted>"),
+        EventRateCell::Rate { per_second, share } if share < 0.995 => CellValue::number(
             per_second,
             format!("{} ({:.0}%)", show(per_second), 100.0 * share),
         ),
-        RateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
+        EventRateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
     }
 }
 
 /// Formats the sum over all vCPUs for a narrow column; `-` if a vCPU was not counted.
-fn narrow_rate(cell: RateCell, show: impl Fn(f64) -> String) -> CellValue {
+fn narrow_rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> CellValue {
     match cell {
-        RateCell::NotSupported | RateCell::NotCounted => CellValue::text("-"),
-        RateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
+        EventRateCell::NotSupported | EventRateCell::NotCounted => CellValue::text("-"),
+        EventRateCell::Rate { per_second, .. } => CellValue::number(per_second, show(per_second)),
     }
 }
 

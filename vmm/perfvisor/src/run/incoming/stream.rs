@@ -17,8 +17,8 @@ use serde_json::Value;
 use snapshot::format::optional_field;
 use snapshot::state::SavedMachine;
 use snapshot::stream::{
-    self, MAX_ROUNDS, METADATA_FIELD, MessageReader, MigrationStreamError, StreamArrival, StreamHello,
-    StreamMessage, read_preamble,
+    self, MAX_ROUNDS, METADATA_FIELD, MigrationDestination, MigrationHello, MigrationMessageReader,
+    MigrationStreamError, StreamMessage, read_preamble,
 };
 use vmm::kvm::host::Kvm;
 use vmm::memory::GuestRam;
@@ -44,8 +44,8 @@ const SIGNAL_CHECK_FRAMES: u64 = 64;
 /// A VM that arrives as a stream.
 #[derive(Debug)]
 pub(in crate::run) struct IncomingStream {
-    reader: MessageReader<BufReader<UnixStream>>,
-    hello: StreamHello,
+    reader: MigrationMessageReader<BufReader<UnixStream>>,
+    hello: MigrationHello,
     metadata: Option<Value>,
 }
 
@@ -65,7 +65,7 @@ impl IncomingStream {
         stream.set_write_timeout(Some(MESSAGE_TIMEOUT))?;
         let mut buffered = BufReader::with_capacity(BUFFER_BYTES, stream);
         read_preamble(&mut buffered, read)?;
-        let mut reader = MessageReader::new(buffered);
+        let mut reader = MigrationMessageReader::new(buffered);
         let mut hello = match reader.receive()? {
             StreamMessage::Hello(hello) => hello,
             _ => return Err(MigrationStreamError::Preamble),
@@ -214,7 +214,7 @@ impl IncomingStream {
 
     /// Reports that the VM runs here as `name`.
     pub(super) fn report_run(&mut self, name: &str) {
-        let arrival = StreamArrival {
+        let arrival = MigrationDestination {
             name: name.to_owned(),
             pid: sandbox::host_pid(),
         };

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
-use snapshot::stream::{MessageReader, PREAMBLE, StreamHello, StreamMessage, send};
+use snapshot::stream::{MigrationHello, MigrationMessageReader, PREAMBLE, StreamMessage, send};
 
 use super::*;
 use crate::common::vm::{assert_contains, cpu_time, refusal};
@@ -119,7 +119,7 @@ fn receive_slowly(listener: &UnixListener) -> u32 {
     let (stream, _) = listener.accept().unwrap();
     let mut preamble = [0; PREAMBLE.len()];
     (&stream).read_exact(&mut preamble).unwrap();
-    let mut reader = MessageReader::new(&stream);
+    let mut reader = MigrationMessageReader::new(&stream);
     reader.set_memory_bytes(1 << 40);
     let mut rounds = 0;
     loop {
@@ -440,7 +440,7 @@ fn killed_ctl_leaves_a_running_vm() {
             .unwrap(),
     );
     let (stream, _) = listener.accept().unwrap();
-    let mut reader = MessageReader::new(&stream);
+    let mut reader = MigrationMessageReader::new(&stream);
     let mut preamble = [0; PREAMBLE.len()];
     (&stream).read_exact(&mut preamble).unwrap();
     assert!(matches!(reader.receive().unwrap(), StreamMessage::Hello(_)));
@@ -490,7 +490,7 @@ fn hostile_stream_is_refused_in_one_line() {
     assert_eq!(receiver.said_count("speaks version 9"), 1);
     let mut stream = UnixStream::connect(&path).unwrap();
     stream.write_all(&PREAMBLE).unwrap();
-    let hello = StreamHello {
+    let hello = MigrationHello {
         name: "a\nb".to_owned(),
         pid: 1,
         boot_id: String::new(),
@@ -503,7 +503,7 @@ fn hostile_stream_is_refused_in_one_line() {
         &StreamMessage::Machine(&snapshot::encode(&machine).unwrap()),
     )
     .unwrap();
-    let mut reader = MessageReader::new(stream);
+    let mut reader = MigrationMessageReader::new(stream);
     let StreamMessage::Failed(why) = reader.receive().unwrap() else {
         panic!("it is accepted");
     };

@@ -13,7 +13,7 @@ use vm_memory::GuestAddress;
 use super::*;
 use crate::disk::config::DiskConfig;
 use crate::disk::image::{DiskImage, DiskImageError};
-use crate::disk::view::DiskView;
+use crate::disk::view::UnlockedDiskView;
 use crate::serve::testing::{BUFFERS, memory};
 
 /// Size of the test disks, in bytes.
@@ -656,8 +656,8 @@ fn reloaded_view_sees_new_writes() {
         let mut model = content(0x33);
         make(dir, "a.qcow2", kind, &model);
         let image = open_image(dir, "a.qcow2");
-        let view =
-            DiskView::open(&config(dir, "a.qcow2")).unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+        let view = UnlockedDiskView::open(&config(dir, "a.qcow2"))
+            .unwrap_or_else(|error| panic!("{kind}: {error:?}"));
         let seen = || {
             let mut data = vec![0; DISK];
             view.read(0, &mut data).map(|()| data).unwrap()

@@ -14,7 +14,7 @@ use smoltcp::wire::{EthernetAddress, IpCidr};
 use virtio_queue::desc::split::Descriptor;
 
 use super::*;
-use crate::net::link::{LINK_UP, NetLink};
+use crate::net::link::{LINK_UP, LinkStatus};
 use crate::net::tap::Tap;
 use crate::net::{DirectionLimiters, FrameHandler, MetadataAccess};
 use crate::serve::testing::{BUFFERS, Driver, activation, memory};
@@ -155,7 +155,7 @@ fn start(guest: &Guest<'_>) -> (DeviceWorker, UnixDatagram) {
     near.set_nonblocking(true).unwrap();
     far.set_nonblocking(true).unwrap();
     let (activation, _seen) = activation(guest.memory, vec![]);
-    let link = NetLink {
+    let link = LinkStatus {
         name: "net0".into(),
         status: Arc::new(AtomicU16::new(LINK_UP)),
         config_change: activation.config_change,

@@ -31,7 +31,7 @@ mod system_calls;
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
 use vm_memory::{Bytes, GuestMemoryBackend};
-use vpmu::SteppedLevels;
+use vpmu::PrivilegeLevels;
 use vpmu::exact::{InstructionClass, RetiredCounts, StepOutcome, SteppedCpuState};
 
 use crate::kvm::armed_vcpu::ArmedVcpu;
@@ -99,7 +99,7 @@ impl Stepper {
         &mut self,
         fd: &mut ArmedVcpu,
         debug: &mut GuestDebug,
-        levels: SteppedLevels,
+        levels: PrivilegeLevels,
         room: &dyn Fn() -> RetiredCounts,
     ) -> Result<VcpuStepAction, StepError> {
         let fresh = self.fresh.take();
@@ -147,7 +147,7 @@ impl Stepper {
         &mut self,
         fd: &VcpuFd,
         debug: &mut GuestDebug,
-        levels: SteppedLevels,
+        levels: PrivilegeLevels,
         state: &VcpuState,
         room: &dyn Fn() -> RetiredCounts,
     ) -> Result<VcpuStepAction, StepError> {
@@ -194,7 +194,7 @@ impl Stepper {
     }
 
     /// Records that user code runs without being stepped.
-    fn count_unstepped(&mut self, levels: SteppedLevels) {
+    fn count_unstepped(&mut self, levels: PrivilegeLevels) {
         if levels.user {
             if self.tally.unstepped == 0 {
                 guest_log!(

@@ -3,7 +3,7 @@
 use perf_core::branch::BranchEntry;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vpmu::exact::{InstructionClass, StepMeter, SteppedCpuState, SteppedGuestMemory};
-use vpmu::{SteppedLevels, Vendor};
+use vpmu::{PrivilegeLevels, Vendor};
 
 use super::debug::{DebugRequest, GuestDebug};
 use super::decoded::{CurrentStraightRun, RunCache};
@@ -251,7 +251,7 @@ impl Stepper {
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
-    pub fn leaves_levels(&self, fd: &VcpuFd, levels: SteppedLevels) -> Result<bool, StepError> {
+    pub fn leaves_levels(&self, fd: &VcpuFd, levels: PrivilegeLevels) -> Result<bool, StepError> {
         if self.halted {
             return Ok(true);
         }

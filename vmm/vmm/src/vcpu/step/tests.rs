@@ -15,11 +15,11 @@ use crate::kvm::tiny::{CODE, DATA, TinyGuest};
 
 mod straight;
 
-const KERNEL: SteppedLevels = SteppedLevels {
+const KERNEL: PrivilegeLevels = PrivilegeLevels {
     user: false,
     kernel: true,
 };
-const NOTHING: SteppedLevels = SteppedLevels {
+const NOTHING: PrivilegeLevels = PrivilegeLevels {
     user: false,
     kernel: false,
 };
@@ -141,7 +141,7 @@ impl SteppedVcpu {
         }
     }
 
-    fn prepare(&mut self, levels: SteppedLevels) -> VcpuStepAction {
+    fn prepare(&mut self, levels: PrivilegeLevels) -> VcpuStepAction {
         let left = self.overflow - self.retired.instructions.min(self.overflow);
         let room = || RetiredCounts {
             instructions: if left == 0 { u32::MAX } else { left },
@@ -160,7 +160,7 @@ impl SteppedVcpu {
     }
 
     /// Iterates the vCPU loop until the vCPU is before `end` or halted.
-    fn run(&mut self, levels: SteppedLevels, end: u64) {
+    fn run(&mut self, levels: PrivilegeLevels, end: u64) {
         for _ in 0..MAX_ITERATIONS {
             if let Some(step) = self.stepper.settle(&self.vcpu).unwrap() {
                 self.count(step);

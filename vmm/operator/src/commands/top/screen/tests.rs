@@ -19,8 +19,8 @@ fn symbol(weight: f64, pid: Option<u32>, object: &str, symbol: &str, kernel: boo
     }
 }
 
-fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> ListedVm {
-    let rate = |per_second, share| RateCell::Rate { per_second, share };
+fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> TopVmEntry {
+    let rate = |per_second, share| EventRateCell::Rate { per_second, share };
     let counter = |event: Option<&str>, backing: Option<&str>| GuestCounter {
         counter: "gp0".into(),
         enabled: event.is_some(),
@@ -51,7 +51,7 @@ fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> ListedVm {
         mean_ns: Some(1500).filter(|_| !kvm),
         longest_ns: Some(2500).filter(|_| !kvm),
     };
-    let seen = VmScreen {
+    let seen = TopVmData {
         vm: info,
         samples: 1500,
         lost: 2,
@@ -64,7 +64,7 @@ fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> ListedVm {
                     rate(5e8, 1.0),
                     rate(1e7, 1.0),
                     rate(2.1e9, 0.5),
-                    RateCell::NotSupported,
+                    EventRateCell::NotSupported,
                 ],
             },
             TopVcpuRow {
@@ -72,9 +72,9 @@ fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> ListedVm {
                 samples: 0,
                 cells: vec![
                     rate(2e8, 1.0),
-                    RateCell::NotCounted,
-                    RateCell::NotCounted,
-                    RateCell::NotCounted,
+                    EventRateCell::NotCounted,
+                    EventRateCell::NotCounted,
+                    EventRateCell::NotCounted,
                 ],
             },
         ],
@@ -88,13 +88,13 @@ fn vm(label: &str, symbols: Vec<TopSymbolRow>) -> ListedVm {
             ..VcpuView::default()
         }],
     };
-    ListedVm {
+    TopVmEntry {
         label: label.into(),
         seen: ObservedState::Shown(Box::new(seen)),
     }
 }
 
-fn of(all_vms: bool, vms: Vec<ListedVm>) -> TopScreen {
+fn of(all_vms: bool, vms: Vec<TopVmEntry>) -> TopScreen {
     TopScreen {
         event: "cycles".into(),
         frequency_hz: 250,
@@ -121,7 +121,7 @@ fn two() -> TopScreen {
             symbol(2.0, None, "?", "cold", false),
         ],
     );
-    let failed = ListedVm {
+    let failed = TopVmEntry {
         label: "c".into(),
         seen: ObservedState::Failed("the VM is\nnot responding".into()),
     };
