@@ -32,7 +32,7 @@ impl EventType {
     pub const SIM: Self = Self(0x102);
     /// Perfvisor extension: counts supplied by the VMM, such as exact counts from single-stepping,
     /// and paravirtual events.
-    pub const FED: Self = Self(0x103);
+    pub const VMM_PMU: Self = Self(0x103);
     /// Perfvisor extension: software events raised by the VMM (`SoftwareEventId`). The core serves
     /// them itself.
     pub const VMM: Self = Self(0x104);

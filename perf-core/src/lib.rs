@@ -119,7 +119,7 @@
 //! # Features
 //!
 //! Each host driver has a feature, and all of them are enabled by default: `host`, `clock`
-//! (requires `host`), `kvm` and `sim`. The drivers `fed` and `sched` are always available.
+//! (requires `host`), `kvm` and `sim`. The drivers `vmm_pmu` and `sched` are always available.
 //!
 //! # Threads and locks
 //!

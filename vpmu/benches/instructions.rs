@@ -25,7 +25,7 @@ use nothing::NoopPmu;
 use perf_core::attr::{ReadFormat, SampleType};
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
+use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::record::{EncodeRecord, RecordFormat, Sample};
 use perf_core::ring::{Ring, RingMode, RingReader};
 use perf_core::time::{Clock, ManualClock};
@@ -34,7 +34,7 @@ use serde::{Deserialize, Serialize};
 use test_support::steps;
 use vpmu::registers::*;
 use vpmu::{
-    ArchEvent, BackingPolicy, EventSources, PerfCoreEvents, PmiShare, PmuModel, RdpmcIndex, Vpmu, fed,
+    ArchEvent, BackingPolicy, EventSources, PerfCoreEvents, PmiShare, PmuModel, RdpmcIndex, Vpmu, vmm_counts,
 };
 use vpmu::{Cpl, MsrAddress};
 
@@ -66,7 +66,7 @@ struct BenchMachine {
     core: PerfCore,
     session: Session,
     context: Arc<VcpuContext>,
-    fed: Arc<VmmPmuCounts>,
+    vmm_counts: Arc<VmmPmuCounts>,
     clock: Arc<ManualClock>,
 }
 
@@ -77,9 +77,9 @@ impl BenchMachine {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
             ..PerfCoreConfig::default()
         });
-        let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+        let vmm_counts = Arc::new(VmmPmuCounts::new(vmm_counts::SELECTORS));
         let driver = VmmPmu::new();
-        driver.add_vcpu(VCPU, fed.clone());
+        driver.add_vcpu(VCPU, vmm_counts.clone());
         core.register(Arc::new(driver));
         // This clock reports overflows only at guest entry, which does not occur in this benchmark.
         let clocks = ClockPmu::new(Some(libc::SIGUSR2));
@@ -93,7 +93,7 @@ impl BenchMachine {
             core,
             session,
             context,
-            fed,
+            vmm_counts,
             clock,
         }
     }
@@ -113,7 +113,7 @@ impl BenchMachine {
 }
 
 fn instructions() -> usize {
-    fed::exact(ArchEvent::Instructions).expect("they are fed")
+    vmm_counts::exact(ArchEvent::Instructions).expect("the VMM supplies them")
 }
 
 /// Guest with four running counters, whose register accesses are handled as at VM exits.
@@ -180,7 +180,7 @@ impl BenchGuest {
     /// Overflows the counter of `IA32_A_PMC0` and delivers the PMI.
     fn overflow(&mut self, n: u64) {
         self.write(IA32_A_PMC0, (1 << 48) - 1);
-        self.machine.fed.add(instructions(), 0, 1);
+        self.machine.vmm_counts.add(instructions(), 0, 1);
         let Self {
             machine,
             vpmu,

@@ -22,8 +22,8 @@ use kvm_ioctls::{
 };
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::host::{HostPmu, HostProbe};
+use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs, VcpuContext};
 use vpmu::registers::{IA32_PERF_GLOBAL_CTRL, IA32_PERF_GLOBAL_STATUS_RESET, IA32_PERFEVTSEL0, IA32_PMC0};
 use vpmu::{
@@ -90,9 +90,9 @@ impl Pmu {
         let clocks = ClockPmu::new(Some(SIGNAL));
         clocks.add_vcpu(VCPU, clock.clone());
         core.register(Arc::new(clocks));
-        let fed = VmmPmu::new();
-        fed.add_vcpu(VCPU, Arc::new(VmmPmuCounts::new(vpmu::fed::SELECTORS)));
-        core.register(Arc::new(fed));
+        let vmm_pmu = VmmPmu::new();
+        vmm_pmu.add_vcpu(VCPU, Arc::new(VmmPmuCounts::new(vpmu::vmm_counts::SELECTORS)));
+        core.register(Arc::new(vmm_pmu));
         let context = core.add_vcpu(VCPU, clock.tid())?;
         context.sched_in();
         let hardware = host

@@ -53,7 +53,6 @@ pub mod cpuid;
 mod dialect;
 pub mod events;
 pub mod exact;
-pub mod fed;
 pub mod filter;
 mod freeze;
 mod host_pmu;
@@ -70,6 +69,7 @@ pub mod sim;
 pub mod sources;
 mod state;
 mod vendor;
+pub mod vmm_counts;
 mod vpmu;
 mod width;
 

@@ -14,8 +14,8 @@ use crate::events::{
     ArchEvent, ArchEventSet, BackingPolicy, CounterBacking, EventRequest, EventSelection, GuestEvent,
     ParavirtualEvent,
 };
-use crate::fed;
 use crate::model_name::Vendor;
+use crate::vmm_counts;
 
 /// `PERF_COUNT_SW_*` numbers of the host software events that back paravirtual events.
 mod software {
@@ -55,7 +55,7 @@ fn row(event: ArchEvent) -> EventNumbers {
     EventNumbers {
         generic,
         clock,
-        exact: fed::exact(event),
+        exact: vmm_counts::exact(event),
     }
 }
 
@@ -204,7 +204,7 @@ impl EventSources {
         });
         let stepped = row.and_then(|row| row.exact).map(|selector| EventSource {
             backing: CounterBacking::Exact,
-            ty: EventType::FED,
+            ty: EventType::VMM_PMU,
             config: selector as u64,
             known: true,
         });
@@ -253,8 +253,8 @@ impl EventSources {
             | ParavirtualEvent::UncountedNs
             | ParavirtualEvent::BackingChanges => (
                 CounterBacking::Exact,
-                EventType::FED,
-                fed::paravirtual(event) as u64,
+                EventType::VMM_PMU,
+                vmm_counts::paravirtual(event) as u64,
             ),
         };
         Some(EventSource {
@@ -284,7 +284,7 @@ impl EventSources {
             }
         };
         let steps = request.kernel || !self.kernel_only;
-        let steppable = move |source: &EventSource| source.ty != EventType::FED || steps;
+        let steppable = move |source: &EventSource| source.ty != EventType::VMM_PMU || steps;
         let paravirtual = matches!(request.event, GuestEvent::Paravirtual(_));
         candidates
             .into_iter()
@@ -514,10 +514,10 @@ mod tests {
                 .exact_for_operator(event)
                 .map(|source| (source.ty, source.config));
             let selector = match event {
-                ArchEvent::Instructions | ArchEvent::Branches => fed::exact(event),
+                ArchEvent::Instructions | ArchEvent::Branches => vmm_counts::exact(event),
                 _ => None,
             };
-            let expected = selector.map(|selector| (EventType::FED, selector as u64));
+            let expected = selector.map(|selector| (EventType::VMM_PMU, selector as u64));
             assert_eq!(source, expected, "{event:?}");
         }
     }
@@ -642,8 +642,11 @@ mod tests {
         assert_eq!(found(auto, Some(Vendor::Amd), piledriver), []);
         assert_eq!(found(auto, Some(Vendor::Intel), 0x0006_06A6), []);
         assert_eq!(found(BackingPolicy::Clock, None, zen2), []);
-        let fed = fed::exact(ArchEvent::SpeculativeLocks).unwrap() as u64;
-        assert_eq!(found(BackingPolicy::Exact, None, zen2), [(EventType::FED, fed)]);
+        let vmm_counts = vmm_counts::exact(ArchEvent::SpeculativeLocks).unwrap() as u64;
+        assert_eq!(
+            found(BackingPolicy::Exact, None, zen2),
+            [(EventType::VMM_PMU, vmm_counts)]
+        );
     }
 
     #[test]

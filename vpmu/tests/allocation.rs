@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
+use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::{PerfCore, PerfCoreConfig, UnavailableRegs};
 use vpmu::registers::*;
 use vpmu::sim::SimEvents;
@@ -86,9 +86,9 @@ fn register_access_does_not_allocate() {
 fn sampling_on_perf_core_does_not_allocate() {
     let vcpu = VcpuId(0);
     let core = PerfCore::new(PerfCoreConfig::default());
-    let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+    let vmm_counts = Arc::new(VmmPmuCounts::new(vmm_counts::SELECTORS));
     let driver = VmmPmu::new();
-    driver.add_vcpu(vcpu, fed.clone());
+    driver.add_vcpu(vcpu, vmm_counts.clone());
     core.register(Arc::new(driver));
     let context = core.add_vcpu(vcpu, 0).unwrap();
     context.sched_in();
@@ -113,7 +113,7 @@ fn sampling_on_perf_core_does_not_allocate() {
             vpmu.reconcile(&mut events);
         }
         for _ in 0..3 {
-            fed.add(0, 0, 1);
+            vmm_counts.add(0, 0, 1);
         }
         let mut overflowed = [None; 4];
         let mut reports = 0;

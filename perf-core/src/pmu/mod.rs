@@ -7,7 +7,6 @@
 #[cfg(feature = "clock")]
 pub mod clock;
 mod counters;
-pub mod fed;
 #[cfg(feature = "host")]
 pub mod host;
 #[cfg(feature = "kvm")]
@@ -20,6 +19,7 @@ pub mod sim;
 mod spans;
 #[cfg(feature = "host")]
 mod timer;
+pub mod vmm_pmu;
 
 use std::any::Any;
 use std::fmt::Debug;

@@ -52,11 +52,11 @@ mod run;
 
 use iced_x86::{FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpAccess, Register};
 use perf_core::branch::{BranchEntry, BranchKind};
-use perf_core::pmu::fed::VmmPmuCounts;
+use perf_core::pmu::vmm_pmu::VmmPmuCounts;
 
 use crate::events::ArchEvent;
-use crate::fed;
 use crate::model_name::Vendor;
+use crate::vmm_counts;
 
 pub use cpu::{
     CodeSegmentMode, GateFormat, InstructionClass, SteppedCpuState, SteppedGuestMemory, gate_in_table,
@@ -127,7 +127,7 @@ impl RetiredCounts {
             ArchEvent::Stores,
         ]
         .map(|event| {
-            let left = fed::exact(event).and_then(|selector| counts.until_overflow(selector, cpl));
+            let left = vmm_counts::exact(event).and_then(|selector| counts.until_overflow(selector, cpl));
             left.map_or(u32::MAX, |left| u32::try_from(left).unwrap_or(u32::MAX))
         });
         Self {
@@ -174,7 +174,7 @@ impl StepOutcome {
             if *level == RetiredCounts::default() {
                 continue;
             }
-            for (selector, event) in fed::EXACT.into_iter().enumerate() {
+            for (selector, event) in vmm_counts::EXACT.into_iter().enumerate() {
                 match level.of(event) {
                     Some(n) if n > 0 => overflow |= counts.add(selector, cpl, u64::from(n)),
                     _ => {}

@@ -403,7 +403,7 @@ fn abandoned_step_counts_nothing() {
 
 #[test]
 fn retired_counts_are_fed_at_their_level() {
-    let counts = VmmPmuCounts::new(fed::SELECTORS);
+    let counts = VmmPmuCounts::new(vmm_counts::SELECTORS);
     let step = StepOutcome {
         user: RetiredCounts {
             instructions: 2,
@@ -425,7 +425,11 @@ fn retired_counts_are_fed_at_their_level() {
         (ArchEvent::Loads, 1),
         (ArchEvent::Stores, 2),
     ] {
-        assert_eq!(counts.total(fed::exact(event).unwrap()), total, "{event:?}");
+        assert_eq!(
+            counts.total(vmm_counts::exact(event).unwrap()),
+            total,
+            "{event:?}"
+        );
     }
 }
 

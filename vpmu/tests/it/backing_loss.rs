@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::sim::SimPmu;
+use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::{Pmu, PmuCapacity, PmuError, PmuEvent, PmuTarget, VcpuId};
 use perf_core::time::ManualClock;
 use perf_core::{Attr, EventType, PerfCore, PerfCoreConfig, SharePolicy, VcpuContext};
@@ -318,9 +318,9 @@ impl PerfCoreGuest {
         let guest_clock = Arc::new(VcpuClock::for_current_thread(1_000_000));
         clock_pmu.add_vcpu(VCPU, guest_clock.clone());
         core.register(Arc::new(clock_pmu));
-        let fed = VmmPmu::new();
-        fed.add_vcpu(VCPU, Arc::new(VmmPmuCounts::new(vpmu::fed::SELECTORS)));
-        core.register(Arc::new(fed));
+        let vmm_pmu = VmmPmu::new();
+        vmm_pmu.add_vcpu(VCPU, Arc::new(VmmPmuCounts::new(vpmu::vmm_counts::SELECTORS)));
+        core.register(Arc::new(vmm_pmu));
         let context = core.add_vcpu(VCPU, guest_clock.tid()).unwrap();
         context.sched_in();
         let sources = EventSources::new(policy, Some(Vendor::Intel), |_| None);

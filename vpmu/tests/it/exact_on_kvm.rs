@@ -18,7 +18,7 @@ use kvm_ioctls::{
     Kvm, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuExit, VcpuFd, VmFd,
 };
 use perf_core::pmu::VcpuId;
-use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
+use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::{PerfCore, PerfCoreConfig};
 use vpmu::exact::*;
 use vpmu::registers::*;
@@ -90,7 +90,7 @@ struct Machine {
     vpmu: Vpmu,
     events: PerfCoreEvents,
     meter: StepMeter,
-    fed: Arc<VmmPmuCounts>,
+    vmm_counts: Arc<VmmPmuCounts>,
 }
 
 impl Machine {
@@ -162,9 +162,9 @@ impl Machine {
         vcpu.set_regs(&regs).unwrap();
 
         let core = PerfCore::new(PerfCoreConfig::default());
-        let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+        let vmm_counts = Arc::new(VmmPmuCounts::new(vmm_counts::SELECTORS));
         let driver = VmmPmu::new();
-        driver.add_vcpu(VcpuId(0), fed.clone());
+        driver.add_vcpu(VcpuId(0), vmm_counts.clone());
         core.register(Arc::new(driver));
         core.add_vcpu(VcpuId(0), 0).unwrap().sched_in();
         let events = PerfCoreEvents::new(
@@ -179,7 +179,7 @@ impl Machine {
             vpmu: Vpmu::new(PmuModel::INTEL),
             events,
             meter: StepMeter::new(Vendor::Intel),
-            fed,
+            vmm_counts,
         })
     }
 
@@ -251,7 +251,7 @@ impl Machine {
                     let state = self.state();
                     let step = self.meter.end(&state, &mut self.memory);
                     assert!(!step.lost, "{state:#x?}");
-                    step.feed(&self.fed);
+                    step.feed(&self.vmm_counts);
                     if nmi_at == Some(state.rip) {
                         nmi_at = None;
                         self.vcpu.nmi().unwrap();

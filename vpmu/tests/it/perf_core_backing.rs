@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::host::HostPmu;
+use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::{PerfCore, PerfCoreConfig, VcpuContext};
 use proptest::prelude::*;
 use vpmu::registers::*;
@@ -21,16 +21,16 @@ const TSC_KHZ: u32 = 1_000_000;
 struct Machine {
     guest: Guest<PerfCoreEvents>,
     context: Arc<VcpuContext>,
-    fed: Arc<VmmPmuCounts>,
+    vmm_counts: Arc<VmmPmuCounts>,
     clock: Arc<VcpuClock>,
 }
 
 impl Machine {
     fn new(model: PmuModel, policy: BackingPolicy) -> Self {
         let core = PerfCore::new(PerfCoreConfig::default());
-        let fed = Arc::new(VmmPmuCounts::new(fed::SELECTORS));
+        let vmm_counts = Arc::new(VmmPmuCounts::new(vmm_counts::SELECTORS));
         let fed_pmu = VmmPmu::new();
-        fed_pmu.add_vcpu(VCPU, fed.clone());
+        fed_pmu.add_vcpu(VCPU, vmm_counts.clone());
         core.register(Arc::new(fed_pmu));
         core.register(Arc::new(HostPmu::software(None)));
         let clock = Arc::new(VcpuClock::for_current_thread(TSC_KHZ));
@@ -44,7 +44,7 @@ impl Machine {
         Self {
             guest: Guest { vpmu, events },
             context,
-            fed,
+            vmm_counts,
             clock,
         }
     }
@@ -52,7 +52,10 @@ impl Machine {
     /// Retires `n` instructions one by one and handles overflows immediately.
     fn retire(&mut self, cpl: u8, n: u64) {
         for _ in 0..n {
-            if self.fed.add(fed::exact(ArchEvent::Instructions).unwrap(), cpl, 1) {
+            if self
+                .vmm_counts
+                .add(vmm_counts::exact(ArchEvent::Instructions).unwrap(), cpl, 1)
+            {
                 self.notice();
             }
         }
@@ -186,7 +189,8 @@ fn paravirtual_events_count_with_every_policy() {
         let mut memory = vec![0u8; 64 << 20];
         memory.iter_mut().step_by(1 << 12).for_each(|byte| *byte = 1);
         assert!(std::hint::black_box(memory)[0] == 1);
-        m.fed.add(fed::paravirtual(ParavirtualEvent::MsrExits), 0, 3);
+        m.vmm_counts
+            .add(vmm_counts::paravirtual(ParavirtualEvent::MsrExits), 0, 3);
         assert!(m.guest.read(IA32_PMC0) >= before + 16, "{policy:?}");
         assert_eq!(m.guest.read(IA32_PMC0 + 1), 3, "{policy:?}");
     }
@@ -290,10 +294,10 @@ proptest! {
     /// the VMM) and events that keep counting (host events).
     #[test]
     fn pausing_backings_are_indistinguishable(accesses in accesses(), freeze in any::<bool>()) {
-        let mut fed = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
+        let mut vmm_counts = Machine::new(PmuModel::INTEL, BackingPolicy::Exact);
         let mut host = Guest::new(PmuModel::INTEL);
         if freeze {
-            fed.guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
+            vmm_counts.guest.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
             host.write(IA32_DEBUGCTL, DEBUGCTL_FREEZE_ON_PMI);
         }
         for access in accesses {
@@ -303,31 +307,31 @@ proptest! {
                 CounterAccess::Set(n, value) => (IA32_A_PMC0 + n, value),
                 CounterAccess::ClearStatus(value) => (IA32_PERF_GLOBAL_STATUS_RESET, value),
                 CounterAccess::Read(n) => {
-                    prop_assert_eq!(fed.guest.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n));
+                    prop_assert_eq!(vmm_counts.guest.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n));
                     continue;
                 }
                 CounterAccess::Run(n) => {
                     // Each iteration of the loop retires an instruction and a branch.
                     for _ in 0..n {
-                        fed.fed.add(fed::exact(ArchEvent::Branches).unwrap(), 0, 1);
-                        fed.retire(0, 1);
-                        fed.notice();
+                        vmm_counts.vmm_counts.add(vmm_counts::exact(ArchEvent::Branches).unwrap(), 0, 1);
+                        vmm_counts.retire(0, 1);
+                        vmm_counts.notice();
                         host.run(1);
                     }
-                    prop_assert_eq!(fed.guest.vpmu.pmi_pending(), host.vpmu.pmi_pending());
-                    if fed.guest.vpmu.pmi_pending() {
-                        fed.guest.vpmu.pmi_delivered(0);
+                    prop_assert_eq!(vmm_counts.guest.vpmu.pmi_pending(), host.vpmu.pmi_pending());
+                    if vmm_counts.guest.vpmu.pmi_pending() {
+                        vmm_counts.guest.vpmu.pmi_delivered(0);
                         host.vpmu.pmi_delivered(0);
                     }
                     continue;
                 }
             };
-            fed.guest.write(msr, value);
+            vmm_counts.guest.write(msr, value);
             host.write(msr, value);
-            prop_assert_eq!(fed.guest.read(IA32_PERF_GLOBAL_STATUS), host.read(IA32_PERF_GLOBAL_STATUS));
+            prop_assert_eq!(vmm_counts.guest.read(IA32_PERF_GLOBAL_STATUS), host.read(IA32_PERF_GLOBAL_STATUS));
         }
         for n in 0..4 {
-            prop_assert_eq!(fed.guest.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n), "counter {}", n);
+            prop_assert_eq!(vmm_counts.guest.read(IA32_PMC0 + n), host.read(IA32_PMC0 + n), "counter {}", n);
         }
     }
 }

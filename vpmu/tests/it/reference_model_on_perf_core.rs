@@ -65,7 +65,7 @@ impl Pmu for TickPmu {
 
     fn serves(&self, ty: EventType) -> bool {
         use EventType as T;
-        [T::HARDWARE, T::RAW, T::KVM, T::SOFTWARE, T::FED].contains(&ty)
+        [T::HARDWARE, T::RAW, T::KVM, T::SOFTWARE, T::VMM_PMU].contains(&ty)
     }
 
     fn capacity(&self) -> PmuCapacity {

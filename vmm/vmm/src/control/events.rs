@@ -70,7 +70,7 @@ pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEv
                     UnsupportedEventError::NoPmu
                 }
             })?;
-            if way.ty == EventType::FED && !m.exclude_user() && !pmu.can_step_user_code() {
+            if way.ty == EventType::VMM_PMU && !m.exclude_user() && !pmu.can_step_user_code() {
                 let name = spec.name.split(':').next().unwrap_or_default();
                 return Err(UnsupportedEventError::UserNotStepped(name.to_owned()));
             }
@@ -102,7 +102,7 @@ pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEv
             let way = event.and_then(|event| pmu.paravirtual_source(event));
             let way = way.ok_or_else(|| UnsupportedEventError::NoParavirtual((*name).to_owned()))?;
             let backing = match way.ty {
-                EventType::FED => "vmm",
+                EventType::VMM_PMU => "vmm",
                 _ => way.backing.name(),
             };
             (way.ty, way.config, 0, 0, backing, name.ends_with("-ns"))

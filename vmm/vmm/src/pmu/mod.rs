@@ -29,10 +29,10 @@ use perf_core::branch::BranchFilter;
 use perf_core::mux::MuxPolicy;
 use perf_core::pmu::VcpuId;
 use perf_core::pmu::clock::{ClockPmu, VcpuClock};
-use perf_core::pmu::fed::{VmmPmu, VmmPmuCounts};
 use perf_core::pmu::host::{HostPmu, HostProbe};
 use perf_core::pmu::kvm::{KvmPmu, StatsFile};
 use perf_core::pmu::sched::RunQueueWaitPmu;
+use perf_core::pmu::vmm_pmu::{VmmPmu, VmmPmuCounts};
 use perf_core::{OverflowReport, PerfCore, VcpuContext, error_line};
 use smallvec::SmallVec;
 use vpmu::exact::{RetiredCounts, StepOutcome};
@@ -40,7 +40,7 @@ use vpmu::filter::FilterAction;
 use vpmu::{
     ArchEventSet, BackingPolicy, CounterBackingChange, CounterIndex, CounterView, Cpl, EventFilter,
     EventSources, MsrAddress, MsrReadOutcome, MsrWriteOutcome, ParavirtualEvent, PerfCoreEvents,
-    PrivilegeLevels, RdpmcIndex, Vendor, Vpmu, VpmuStateError,
+    PrivilegeLevels, RdpmcIndex, Vendor, Vpmu, VpmuStateError, vmm_counts,
 };
 
 use crate::kvm::cpuid;
@@ -79,7 +79,7 @@ pub struct VmPmu {
     filter: ArcSwap<EventFilter>,
     core: PerfCore,
     clock: Arc<ClockPmu>,
-    fed: Arc<VmmPmu>,
+    vmm_pmu: Arc<VmmPmu>,
     kvm: Arc<KvmPmu>,
     /// Vendor of the host's PMU, if usable.
     hardware: Option<Vendor>,
@@ -111,8 +111,8 @@ impl VmPmu {
         core.register(Arc::new(RunQueueWaitPmu));
         let clock = Arc::new(ClockPmu::new(signal).interpreting_kernel(interprets_kernel));
         core.register(clock.clone());
-        let fed = Arc::new(VmmPmu::new());
-        core.register(fed.clone());
+        let vmm_pmu = Arc::new(VmmPmu::new());
+        core.register(vmm_pmu.clone());
         let kvm = Arc::new(KvmPmu::new(vm_stats.and_then(|fd| stats_file("the VM", fd))));
         core.register(kvm.clone());
         let hardware = probe
@@ -123,7 +123,7 @@ impl VmPmu {
             config,
             core,
             clock,
-            fed,
+            vmm_pmu,
             kvm,
             hardware,
             opens: backing::opened(probe),
@@ -181,8 +181,7 @@ impl VmPmu {
         }
     }
 
-    /// Installs the filter in KVM if the guest uses KVM's own vPMU. Otherwise each vCPU thread
-    /// filters events, and this has no effect.
+    /// Installs the filter in KVM if the guest uses KVM's own vPMU. Has no effect otherwise.
     ///
     /// # Errors
     /// Returns a [`KvmEventFilterError`] if KVM does not accept the filter. The previous filter
@@ -276,10 +275,10 @@ impl VmPmu {
             filter,
             attached: None,
             changed: false,
-            fed_uncounted_ns: 0,
-            unfed_changes: 0,
+            added_uncounted_ns: 0,
+            pending_changes: 0,
             step_began: None,
-            fed_overflow: false,
+            count_overflow: false,
             samples: SampleCache::default(),
         }
     }
@@ -298,7 +297,7 @@ struct AttachedThread {
     context: Arc<VcpuContext>,
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
-    fed: Arc<VmmPmuCounts>,
+    vmm_counts: Arc<VmmPmuCounts>,
     /// Time for which this thread waits for a host CPU. Read only while a guest counter counts it.
     steal: StealTimeClock,
 }
@@ -317,15 +316,14 @@ pub struct VcpuPmu {
     /// `true` if a PMU register was written since the last [`VcpuPmu::reconcile`].
     changed: bool,
     /// Uncounted time already added to the guest's paravirtual event, in nanoseconds.
-    fed_uncounted_ns: u64,
-    /// Number of backing changes at a restore that were not added to the guest's paravirtual event
-    /// for such changes yet.
-    unfed_changes: u64,
+    added_uncounted_ns: u64,
+    /// Backing changes at a restore, not yet added to the guest's paravirtual event for them.
+    pending_changes: u64,
     /// Time at which the position of a single-stepped vCPU was last known.
     step_began: Option<Instant>,
     /// `true` if overflows must be handled without a signal, for example because a count that the
     /// VMM added has reached an armed overflow.
-    fed_overflow: bool,
+    count_overflow: bool,
     /// Registers and buffers that are kept between samples.
     samples: SampleCache,
 }
@@ -344,8 +342,8 @@ impl VcpuPmu {
         let clock = Arc::new(VcpuClock::for_current_thread(self.tsc_khz));
         let vcpu = VcpuId(self.id.into());
         vm.clock.add_vcpu(vcpu, clock.clone());
-        let fed = Arc::new(VmmPmuCounts::new(vpmu::fed::SELECTORS));
-        vm.fed.add_vcpu(vcpu, fed.clone());
+        let vmm_counts = Arc::new(VmmPmuCounts::new(vmm_counts::SELECTORS));
+        vm.vmm_pmu.add_vcpu(vcpu, vmm_counts.clone());
         let added = vm
             .core
             .add_vcpu_recorded_as(vcpu, clock.tid(), sandbox::host_tid());
@@ -363,7 +361,7 @@ impl VcpuPmu {
             context,
             clock,
             events,
-            fed,
+            vmm_counts,
             steal,
         });
         Ok(())
@@ -404,7 +402,7 @@ impl VcpuPmu {
         self.changed = true;
         if self.has_pmis() {
             self.vpmu.restore_before_use(bytes)?;
-            self.unfed_changes = self.backing_changes().len() as u64;
+            self.pending_changes = self.backing_changes().len() as u64;
         } else if !bytes.is_empty() {
             return Err(VpmuStateError::Magic);
         }
@@ -443,7 +441,7 @@ impl VcpuPmu {
     fn forget(&self) {
         let vcpu = VcpuId(u32::from(self.id));
         self.vm.clock.remove_vcpu(vcpu);
-        self.vm.fed.remove_vcpu(vcpu);
+        self.vm.vmm_pmu.remove_vcpu(vcpu);
     }
 
     /// Schedules out the vCPU's events, because the vCPU stops running guest code. All overflows up
@@ -558,7 +556,7 @@ impl VcpuPmu {
         attached.map_or_else(PrivilegeLevels::default, |attached| {
             let mut levels = attached.events.stepping_levels();
             if self.vm.config.steps_for_operators {
-                let (user, kernel) = attached.fed.counted_levels(vpmu::fed::EXACT.len());
+                let (user, kernel) = attached.vmm_counts.counted_levels(vmm_counts::EXACT.len());
                 levels.user |= user;
                 levels.kernel |= kernel;
             }
@@ -568,17 +566,19 @@ impl VcpuPmu {
 
     /// Returns the counts that can be added at CPL 0 before a counter overflows.
     pub fn room_at_cpl0(&self) -> RetiredCounts {
-        let fed = self.attached.as_ref().map(|attached| &attached.fed);
-        fed.map_or_else(RetiredCounts::default, |fed| RetiredCounts::remaining(fed, 0))
+        let attached = self.attached.as_ref();
+        attached.map_or_else(RetiredCounts::default, |a| {
+            RetiredCounts::remaining(&a.vmm_counts, 0)
+        })
     }
 
     /// Adds the events of a single step to the counters. A resulting overflow must be handled
-    /// before the next instruction; see [`VcpuPmu::take_fed_overflow`]. If the outcome of the step
-    /// is unknown, its time counts as uncounted.
+    /// before the next instruction; see [`VcpuPmu::take_count_overflow`]. If the outcome of the
+    /// step is unknown, its time counts as uncounted.
     pub fn feed_step(&mut self, step: &StepOutcome) {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
-            self.fed_overflow |= step.feed(&attached.fed);
+            self.count_overflow |= step.feed(&attached.vmm_counts);
             // Bursts for branch stacks also step code that no event counts.
             if step.lost && attached.events.needs_stepping() {
                 let lasted = began.map_or(Duration::ZERO, |began| began.elapsed());
@@ -632,7 +632,7 @@ impl VcpuPmu {
     /// Completes the branch stack. The next service of overflows writes the samples that wait for it.
     pub fn complete_branches(&mut self) {
         self.samples.branches.complete();
-        self.fed_overflow = true;
+        self.count_overflow = true;
     }
 
     /// Sets the duration of single-stepping for the next sample, in nanoseconds.
@@ -651,7 +651,7 @@ impl VcpuPmu {
     #[inline]
     pub fn count_event(&mut self, event: ParavirtualEvent) {
         if let Some(attached) = &self.attached {
-            self.fed_overflow |= attached.fed.add(vpmu::fed::paravirtual(event), 0, 1);
+            self.count_overflow |= attached.vmm_counts.add(vmm_counts::paravirtual(event), 0, 1);
         }
     }
 
@@ -668,8 +668,8 @@ impl VcpuPmu {
         if let Some(attached) = self.attached.as_mut()
             && let Some(ns) = attached.steal.advance()
         {
-            let selector = vpmu::fed::paravirtual(ParavirtualEvent::StealNs);
-            self.fed_overflow |= attached.fed.add(selector, 0, ns);
+            let selector = vmm_counts::paravirtual(ParavirtualEvent::StealNs);
+            self.count_overflow |= attached.vmm_counts.add(selector, 0, ns);
         }
     }
 
@@ -678,11 +678,11 @@ impl VcpuPmu {
     fn feed_uncounted(&mut self) {
         if let Some(attached) = self.attached.as_mut() {
             let total_ns = self.vpmu.uncounted_ns(&mut attached.events);
-            let more = total_ns - self.fed_uncounted_ns;
+            let more = total_ns - self.added_uncounted_ns;
             if more > 0 {
-                self.fed_uncounted_ns = total_ns;
-                let selector = vpmu::fed::paravirtual(ParavirtualEvent::UncountedNs);
-                self.fed_overflow |= attached.fed.add(selector, 0, more);
+                self.added_uncounted_ns = total_ns;
+                let selector = vmm_counts::paravirtual(ParavirtualEvent::UncountedNs);
+                self.count_overflow |= attached.vmm_counts.add(selector, 0, more);
             }
         }
     }
@@ -715,8 +715,8 @@ impl VcpuPmu {
 
     /// Returns whether overflows must be handled although no signal arrived, and clears this state.
     #[inline]
-    pub fn take_fed_overflow(&mut self) -> bool {
-        std::mem::take(&mut self.fed_overflow)
+    pub fn take_count_overflow(&mut self) -> bool {
+        std::mem::take(&mut self.count_overflow)
     }
 
     /// Updates the events to match the registers. Costs one check if nothing changed.
@@ -736,9 +736,9 @@ impl VcpuPmu {
             attached
                 .steal
                 .set_on(attached.events.counts(ParavirtualEvent::StealNs));
-            let changes = std::mem::take(&mut self.unfed_changes);
-            let selector = vpmu::fed::paravirtual(ParavirtualEvent::BackingChanges);
-            self.fed_overflow |= changes > 0 && attached.fed.add(selector, 0, changes);
+            let changes = std::mem::take(&mut self.pending_changes);
+            let selector = vmm_counts::paravirtual(ParavirtualEvent::BackingChanges);
+            self.count_overflow |= changes > 0 && attached.vmm_counts.add(selector, 0, changes);
         }
     }
 

@@ -132,7 +132,7 @@ impl Running {
         let Some(pmu) = &mut self.pmu else { return };
         pmu.pause();
         kick::take_overflow();
-        pmu.take_fed_overflow();
+        pmu.take_count_overflow();
         let synced = self.registers.synced(&mut self.fd);
         pmu.service_overflows(&self.fd, synced);
         self.slot.stats().overflows.set(pmu.overflow_count());
@@ -377,7 +377,7 @@ impl Running {
         self.slot.stats().overflow_signals.add(signalled.into());
         let mut wants_system = self.registers.needs_system_sync();
         let signalled = self.bursts.defer_signal(signalled);
-        if pmu.take_fed_overflow() || signalled {
+        if pmu.take_count_overflow() || signalled {
             let synced = self.registers.synced(&mut self.fd);
             // If a timer signal arrives early, no sample is due yet. The sample is taken at the
             // next signal.

@@ -1,7 +1,7 @@
 //! Tests that a straight-line run retires the same counts as single steps, and that excluded
 //! instructions end a run.
 
-use perf_core::pmu::fed::VmmPmuCounts;
+use perf_core::pmu::vmm_pmu::VmmPmuCounts;
 use proptest::prelude::*;
 
 use super::super::*;
@@ -192,8 +192,8 @@ fn run_ends_before_armed_overflow() {
         }),
         4
     );
-    let fed = VmmPmuCounts::new(fed::SELECTORS);
-    assert_eq!(RetiredCounts::remaining(&fed, 0), UNLIMITED);
+    let vmm_counts = VmmPmuCounts::new(vmm_counts::SELECTORS);
+    assert_eq!(RetiredCounts::remaining(&vmm_counts, 0), UNLIMITED);
 }
 
 proptest! {

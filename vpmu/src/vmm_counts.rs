@@ -1,4 +1,4 @@
-//! Selectors that number the counts which the VMM adds to [`perf_core::pmu::fed::VmmPmuCounts`].
+//! Selectors that number the counts which the VMM adds to [`perf_core::pmu::vmm_pmu::VmmPmuCounts`].
 
 use crate::events::{ArchEvent, ParavirtualEvent};
 

@@ -1,4 +1,4 @@
-//! The `fed` driver: events whose counts the VMM supplies.
+//! The `vmm_pmu` driver: events whose counts the VMM supplies.
 //!
 //! The VMM adds its observations, such as single-stepped instructions and handled exits, to a
 //! [`VmmPmuCounts`] per vCPU, and events read their counts from there. An event's `config` is the
@@ -228,7 +228,7 @@ impl VmmPmuCounts {
     }
 }
 
-/// The `fed` driver of one VM.
+/// The `vmm_pmu` driver of one VM.
 #[derive(Debug, Default)]
 pub struct VmmPmu {
     vcpus: Mutex<BTreeMap<VcpuId, Arc<VmmPmuCounts>>>,
@@ -258,11 +258,11 @@ impl VmmPmu {
 
 impl Pmu for VmmPmu {
     fn name(&self) -> &'static str {
-        "fed"
+        "vmm_pmu"
     }
 
     fn serves(&self, ty: EventType) -> bool {
-        ty == EventType::FED
+        ty == EventType::VMM_PMU
     }
 
     fn capacity(&self) -> PmuCapacity {
@@ -271,13 +271,13 @@ impl Pmu for VmmPmu {
 
     fn open(&self, attr: &Attr, target: PmuTarget) -> Result<Box<dyn PmuEvent>, PmuError> {
         let PmuTarget::Vcpu { vcpu, .. } = target else {
-            return Err(PmuError::Unsupported("fed counts belong to one vCPU"));
+            return Err(PmuError::Unsupported("counts of the VMM belong to one vCPU"));
         };
         if attr.exclude_guest {
-            return Err(PmuError::Unsupported("fed counts are the guest's"));
+            return Err(PmuError::Unsupported("counts of the VMM are the guest's"));
         }
         let counts = self.lock().get(&vcpu).cloned().ok_or_else(|| PmuError::Os {
-            what: "finding the vCPU's fed counts",
+            what: "finding the VMM's counts of the vCPU",
             source: io::Error::from_raw_os_error(libc::ESRCH),
         })?;
         let selector = usize::try_from(attr.config)
@@ -328,12 +328,14 @@ struct FedEvent {
 }
 
 impl FedEvent {
-    fn fed(&self) -> u64 {
+    fn supplied(&self) -> u64 {
         self.counts.cells[self.selector].total(self.levels)
     }
 
     fn counted(&self) -> u64 {
-        let span = self.span_start.map_or(0, |start| self.fed().wrapping_sub(start));
+        let span = self
+            .span_start
+            .map_or(0, |start| self.supplied().wrapping_sub(start));
         self.spans.wrapping_add(span)
     }
 
@@ -347,7 +349,7 @@ impl FedEvent {
 impl PmuEvent for FedEvent {
     fn start(&mut self, overflow_in: Option<u64>) -> Result<(), PmuError> {
         if self.span_start.is_none() {
-            self.span_start = Some(self.fed());
+            self.span_start = Some(self.supplied());
             let cell = &self.counts.cells[self.selector];
             cell.change_started(self.levels, |events| events.fetch_add(1, Ordering::Relaxed));
         }
@@ -394,8 +396,8 @@ impl PmuEvent for FedEvent {
     fn rearm(&mut self, count: u64, overflow_in: u64) -> Result<(), PmuError> {
         let n = overflow_in.max(1);
         self.armed_at = Some(count.saturating_add(n));
-        let fed_at = self.fed().saturating_add(n).min(NEVER - 1);
-        self.counts.set_armed(self.place, fed_at);
+        let count_at = self.supplied().saturating_add(n).min(NEVER - 1);
+        self.counts.set_armed(self.place, count_at);
         Ok(())
     }
 }
@@ -428,7 +430,7 @@ mod tests {
         let attr = Attr {
             exclude_user,
             exclude_kernel,
-            ..Attr::counting(EventType::FED, config)
+            ..Attr::counting(EventType::VMM_PMU, config)
         };
         pmu.open(&attr, TARGET).unwrap()
     }
@@ -472,7 +474,7 @@ mod tests {
         let (counts, pmu) = setup(1);
         assert!(!counts.add(1, 3, 5));
         assert_eq!(counts.until_overflow(1, 3), None);
-        let attr = Attr::counting(EventType::FED, 1);
+        let attr = Attr::counting(EventType::VMM_PMU, 1);
         assert!(matches!(pmu.open(&attr, TARGET), Err(PmuError::NoSuchEvent)));
         let of_vm = pmu.open(&attr, PmuTarget::Vm);
         assert!(matches!(of_vm, Err(PmuError::Unsupported(_))));
