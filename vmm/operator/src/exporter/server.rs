@@ -290,8 +290,7 @@ impl Exporter {
         }
         // The budget shares are held until the text is complete.
         let (snapshots, _held): (Vec<_>, Vec<_>) = asked.into_iter().map(|a| (a.snapshot, a.held)).unzip();
-        let snapshots: Vec<MetricsSnapshot> = snapshots.into_iter().flatten().collect();
-        snapshot::encode(&snapshots, own)
+        snapshot::encode(own, snapshots.into_iter().flatten())
     }
 
     /// Returns the VMs in the format of Prometheus' HTTP service discovery.

@@ -84,21 +84,61 @@ pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadi
     (events, steal_ns)
 }
 
-/// Encodes snapshots of several VMs and the metric families `families` in the OpenMetrics text
-/// format. The labels of the snapshots must be unique.
-pub fn encode(snapshots: &[MetricsSnapshot], mut families: MetricFamilies) -> String {
+/// Encodes `families` and then snapshots of several VMs in the OpenMetrics text format. The labels
+/// of the snapshots must be unique.
+///
+/// Encodes and drops one snapshot at a time. The labels of all series occupy several times the
+/// memory of the text.
+pub fn encode(families: MetricFamilies, snapshots: impl IntoIterator<Item = MetricsSnapshot>) -> String {
+    let mut text = FamilyTexts::default();
+    text.add(&families.into_text(None));
     for snapshot in snapshots {
-        families.vm = Some(snapshot.label.clone());
+        let mut families = MetricFamilies::default();
         snapshot.add_to(&mut families);
+        text.add(&families.into_text(Some(snapshot.label)));
     }
-    let mut registry = Registry::with_prefix("perfvisor");
-    registry.register_collector(Box::new(families));
-    let mut out = String::new();
-    // Writing to a string cannot fail, and no encoder used here returns an error.
-    if let Err(e) = text::encode(&mut out, &registry) {
-        log::error!("metrics: {e}");
+    text.join()
+}
+
+/// Texts of metric families in order of first use. OpenMetrics requires the series of a family to
+/// be contiguous.
+#[derive(Default)]
+struct FamilyTexts {
+    list: Vec<String>,
+    /// Positions by `HELP` line, which contains the name and the unit.
+    index: HashMap<String, usize>,
+}
+
+impl FamilyTexts {
+    /// Adds the series in `text` to their families.
+    fn add(&mut self, text: &str) {
+        let (mut at, mut is_new) = (0, false);
+        // Newlines in label values are escaped.
+        for line in text.split_inclusive('\n') {
+            if line.starts_with("# HELP ") {
+                at = *self.index.entry(line.to_owned()).or_insert(self.list.len());
+                is_new = at == self.list.len();
+                if is_new {
+                    self.list.push(String::new());
+                }
+            }
+            if is_new || !line.starts_with('#') {
+                self.list[at].push_str(line);
+            }
+        }
     }
-    out
+
+    fn join(self) -> String {
+        const END: &str = "# EOF\n";
+        let bytes = self.list.iter().map(String::len).sum::<usize>() + END.len();
+        let mut out = String::with_capacity(bytes);
+        // Each family is dropped after its text is copied.
+        for family in self.list {
+            out.push_str(&family);
+        }
+        out.push_str(END);
+        out
+    }
 }
 
 /// Returns the unit of time metrics.
@@ -127,15 +167,9 @@ struct MetricFamily {
     series: MetricSeries,
 }
 
-/// Metric families in order of first use. Families without series are omitted.
+/// Metric families of one VM or of the exporter. Families without series are omitted.
 #[derive(Debug, Default)]
-pub struct MetricFamilies {
-    /// Value of the label `vm` for added series.
-    vm: Option<String>,
-    list: Vec<MetricFamily>,
-    /// Positions by name and unit.
-    index: HashMap<(&'static str, Option<&'static str>), usize>,
-}
+pub struct MetricFamilies(Vec<MetricFamily>);
 
 impl MetricFamilies {
     /// Adds counters.
@@ -159,50 +193,33 @@ impl MetricFamilies {
         self.add(name, help, unit, MetricSeries::Gauges(series));
     }
 
-    fn add(&mut self, name: &'static str, help: &'static str, unit: Option<Unit>, mut series: MetricSeries) {
-        let vm = self.vm.as_ref();
-        let label = |labels: &mut MetricLabels| labels.splice(..0, vm.map(|vm| ("vm", vm.clone()))).count();
-        let empty = match &mut series {
-            MetricSeries::Counts(list) | MetricSeries::Seconds(list) => {
-                list.iter_mut().for_each(|(labels, _)| _ = label(labels));
-                list.is_empty()
-            }
-            MetricSeries::Gauges(list) => {
-                list.iter_mut().for_each(|(labels, _)| _ = label(labels));
-                list.is_empty()
-            }
-            MetricSeries::Infos(list) => {
-                list.iter_mut().for_each(|labels| _ = label(labels));
-                list.is_empty()
-            }
+    fn add(&mut self, name: &'static str, help: &'static str, unit: Option<Unit>, series: MetricSeries) {
+        let is_empty = match &series {
+            MetricSeries::Counts(list) | MetricSeries::Seconds(list) => list.is_empty(),
+            MetricSeries::Gauges(list) => list.is_empty(),
+            MetricSeries::Infos(list) => list.is_empty(),
         };
-        if empty {
-            return;
-        }
-        let unit_name = match &unit {
-            None => None,
-            Some(Unit::Seconds) => Some("seconds"),
-            Some(_) => Some("other"),
-        };
-        let Some(at) = self.index.get(&(name, unit_name)) else {
-            self.index.insert((name, unit_name), self.list.len());
-            self.list.push(MetricFamily {
+        if !is_empty {
+            self.0.push(MetricFamily {
                 name,
                 help,
                 unit,
                 series,
             });
-            return;
-        };
-        match (&mut self.list[*at].series, series) {
-            (MetricSeries::Counts(to), MetricSeries::Counts(from))
-            | (MetricSeries::Seconds(to), MetricSeries::Seconds(from)) => {
-                to.extend(from);
-            }
-            (MetricSeries::Gauges(to), MetricSeries::Gauges(from)) => to.extend(from),
-            (MetricSeries::Infos(to), MetricSeries::Infos(from)) => to.extend(from),
-            _ => log::error!("metrics: {name} has two types"),
         }
+    }
+
+    /// Encodes the families without the end marker. Each series has the label `vm` if it is given.
+    fn into_text(self, vm: Option<String>) -> String {
+        let label = vm.map(|vm| ("vm".into(), vm.into()));
+        let mut registry = Registry::with_prefix_and_labels("perfvisor", label.into_iter());
+        registry.register_collector(Box::new(self));
+        let mut out = String::new();
+        // Writing to a string cannot fail, and no encoder used here returns an error.
+        if let Err(e) = text::encode_registry(&mut out, &registry) {
+            log::error!("metrics: {e}");
+        }
+        out
     }
 }
 
@@ -220,7 +237,7 @@ fn labelled(
 
 impl Collector for MetricFamilies {
     fn encode(&self, mut out: DescriptorEncoder<'_>) -> fmt::Result {
-        for family in &self.list {
+        for family in &self.0 {
             let kind = match &family.series {
                 MetricSeries::Counts(_) | MetricSeries::Seconds(_) => MetricType::Counter,
                 MetricSeries::Gauges(_) => MetricType::Gauge,
@@ -619,7 +636,7 @@ mod tests {
     /// exported as a count.
     #[test]
     fn guest_counters_include_times() {
-        let text = encode(&[snapshot()], MetricFamilies::default());
+        let text = encode(MetricFamilies::default(), [snapshot()]);
         let gp0 = "{vm=\"a\",vcpu=\"0\",counter=\"gp0\",event=\"cycles:u\",backing=\"clock\"}";
         for line in [
             format!("perfvisor_guest_counter_events_total{gp0} 1234"),
@@ -665,7 +682,7 @@ mod tests {
             }),
             ..VmSettings::default()
         });
-        let text = encode(&[with_balloon], MetricFamilies::default());
+        let text = encode(MetricFamilies::default(), [with_balloon]);
         for line in [
             "perfvisor_vm_balloon_target_bytes{vm=\"a\"} 2097152.0",
             "perfvisor_vm_balloon_actual_bytes{vm=\"a\"} 1048576.0",
@@ -676,7 +693,7 @@ mod tests {
             assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
         }
         assert!(!text.contains("kind=\"total\"") && !text.contains("kind=\"major\""));
-        let without = encode(&[snapshot()], MetricFamilies::default());
+        let without = encode(MetricFamilies::default(), [snapshot()]);
         assert!(!without.contains("balloon"));
     }
 
@@ -689,7 +706,7 @@ mod tests {
         };
         let mut own = MetricFamilies::default();
         own.gauges("up", "Up.", None, vec![(vec![("vm", "c".into())], 0.0)]);
-        let text = encode(&[snapshot(), other], own);
+        let text = encode(own, [snapshot(), other]);
         let families: Vec<&str> = text.lines().filter_map(|l| l.strip_prefix("# TYPE ")).collect();
         let once: HashSet<&str> = families.iter().copied().collect();
         assert_eq!(families.len(), once.len(), "{text}");
@@ -707,10 +724,46 @@ mod tests {
         }
     }
 
+    /// Environment variable of the process in which the test runs alone.
+    const ALONE: &str = "PERFVISOR_TEST_ALONE";
+
+    /// The memory for encoding many VMs is at most four times the text. Runs in a separate
+    /// process, because the kernel reports the peak memory per process.
+    #[test]
+    fn encoding_memory_is_bounded_by_text() {
+        if std::env::var_os(ALONE).is_none() {
+            let test = "exporter::snapshot::tests::encoding_memory_is_bounded_by_text";
+            let alone = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", test])
+                .env(ALONE, "1")
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&alone.stdout);
+            assert!(alone.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let peak_kib = || {
+            let status = std::fs::read_to_string("/proc/self/status").unwrap();
+            let line = status
+                .lines()
+                .find_map(|line| line.strip_prefix("VmHWM:"))
+                .unwrap();
+            line.split_whitespace().next().unwrap().parse::<usize>().unwrap()
+        };
+        let vms = (0..1000).map(|n| MetricsSnapshot {
+            label: format!("vm-{n:04}"),
+            ..snapshot()
+        });
+        let before = peak_kib();
+        let text = encode(MetricFamilies::default(), vms);
+        let (grown, text) = (peak_kib() - before, text.len() / 1024);
+        assert!(grown < 4 * text, "{grown} KiB for {text} KiB of text");
+    }
+
     /// Quotes and newlines in a label value are escaped.
     #[test]
     fn labels_are_escaped() {
-        let text = encode(&[snapshot()], MetricFamilies::default());
+        let text = encode(MetricFamilies::default(), [snapshot()]);
         let line = text.lines().find(|l| l.starts_with("perfvisor_vm_info")).unwrap();
         assert!(line.contains(r#"guest="a \"b\\c\"\nd""#), "{line}");
     }
