@@ -120,14 +120,14 @@ pub struct HttpReply {
     /// Media type of the body.
     pub kind: &'static str,
     /// Body, which may be shared by several replies.
-    pub body: Arc<[u8]>,
+    pub body: Arc<Vec<u8>>,
     /// Value of `Retry-After`, in seconds.
     pub retry_after: Option<u32>,
 }
 
 impl HttpReply {
     /// Returns a reply with status 200.
-    pub fn ok(kind: &'static str, body: impl Into<Arc<[u8]>>) -> Self {
+    pub fn ok(kind: &'static str, body: impl Into<Arc<Vec<u8>>>) -> Self {
         Self {
             status: 200,
             kind,
@@ -249,9 +249,9 @@ mod tests {
     #[test]
     fn replies_have_content_length() {
         let head = |reply: &HttpReply| String::from_utf8(reply.head()).unwrap();
-        let ok = HttpReply::ok(TEXT, *b"ok\n");
+        let ok = HttpReply::ok(TEXT, b"ok\n".to_vec());
         assert!(head(&ok).starts_with("HTTP/1.1 200 OK\r\n") && head(&ok).ends_with("\r\n\r\n"));
-        assert!(head(&ok).contains("Content-Length: 3\r\n") && *ok.body == *b"ok\n");
+        assert!(head(&ok).contains("Content-Length: 3\r\n") && *ok.body == b"ok\n");
         let busy = head(&HttpReply::refusal(503, "busy").with_retry_after(7));
         assert!(busy.contains("503 Service Unavailable") && busy.contains("Retry-After: 7\r\n"));
         assert!(head(&HttpReply::refusal(405, "no")).contains("Allow: GET"));

@@ -45,7 +45,7 @@ pub struct Exporter {
     slots: Mutex<HttpConnectionSlots>,
     /// The last scrape of all VMs and its time. Concurrent scrapes wait for the lock and share the
     /// result.
-    text: Mutex<Option<(Instant, Arc<str>)>>,
+    text: Mutex<Option<(Instant, Arc<Vec<u8>>)>>,
     scrapes: AtomicU64,
     refused: AtomicU64,
     /// Set when the exporter exits.
@@ -119,7 +119,7 @@ impl Exporter {
             let busy = HttpReply::refusal(503, "too many connections").with_retry_after(1);
             // The short deadline suffices for a reply that fits into the socket buffer.
             let (mut stream, until) = (stream, Instant::now() + Duration::from_millis(1));
-            let _ = stream.write_until(&[&busy.head(), &*busy.body].concat(), until);
+            let _ = stream.write_until(&[busy.head().as_slice(), &busy.body].concat(), until);
             stream.shut(Shutdown::Write);
             // Closing a socket with unread input would reset the connection and lose the reply.
             let _ = stream.read_until(&mut [0; 4096], until);
@@ -190,12 +190,12 @@ impl Exporter {
                     let why = "the exporter looks on at this VM (--vms), and samples need its control socket: run an exporter of its user";
                     HttpReply::refusal(403, why)
                 }
-                Ok(_) if request.head_only => HttpReply::ok(TEXT, []),
+                Ok(_) if request.head_only => HttpReply::ok(TEXT, Vec::new()),
                 Ok(target) => self.profiles.make(request, &target, stream, &self.stop),
                 Err(refusal) => refusal,
             },
             "/sd" => self.discovery(request),
-            "/healthz" => HttpReply::ok(TEXT, *b"ok\n"),
+            "/healthz" => HttpReply::ok(TEXT, b"ok\n".to_vec()),
             _ => HttpReply::refusal(404, "there are /metrics, /debug/pprof/profile, /sd and /healthz"),
         }
     }
@@ -225,20 +225,17 @@ impl Exporter {
             };
         }
         // Concurrent scrapes share one result.
-        let mut text = self.text.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = text.as_ref().filter(|(made, _)| made.elapsed() < MAX_SCRAPE_AGE);
-        let fresh = match fresh {
-            Some((_, text)) => text.clone(),
-            None => {
-                let (targets, closed) = self.vms.targets();
-                self.vms.retain_workers(&targets);
-                let made: Arc<str> = self.encode_metrics(&targets, Some(closed)).into();
-                *text = Some((Instant::now(), made.clone()));
-                made
-            }
-        };
-        drop(text);
-        HttpReply::ok(OPENMETRICS, fresh)
+        let mut last = self.text.lock().unwrap_or_else(PoisonError::into_inner);
+        // An older text is dropped before the next one is made.
+        let fresh = last.take().filter(|(made, _)| made.elapsed() < MAX_SCRAPE_AGE);
+        let (made, text) = fresh.unwrap_or_else(|| {
+            let (targets, closed) = self.vms.targets();
+            self.vms.retain_workers(&targets);
+            let text = self.encode_metrics(&targets, Some(closed)).into_bytes();
+            (Instant::now(), text.into())
+        });
+        *last = Some((made, text.clone()));
+        HttpReply::ok(OPENMETRICS, text)
     }
 
     /// Returns the metrics of `targets`. For a scrape of all VMs, `closed` is the number of
