@@ -36,7 +36,7 @@ const FREE_OBJECTS: usize = 64;
 /// Maximum number of received descriptors that are kept.
 const MAX_FILES: usize = 8;
 /// Size of the receive buffer on the stack, in bytes. The buffer is small because a metrics
-/// exporter has one thread, and thus one stack, per VM.
+/// exporter has many threads, and thus many stacks.
 const RECEIVE_BYTES: usize = 4096;
 /// Maximum accepted size of the guest kernel's symbols, in bytes.
 const MAX_SYMBOLS: u64 = 512 << 20;

@@ -7,7 +7,7 @@
 //! root are exempt from this last rule.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use perf_core::guest_log::LogLimiter;
@@ -137,9 +137,6 @@ pub fn shown(text: &str) -> String {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
-
-/// Back-off state shared by scrapes and the VM's thread.
-pub type SharedVmBackOff = Arc<ScrapeBackOff>;
 
 #[cfg(test)]
 mod tests {

@@ -7,7 +7,7 @@
 //! | `access` | access control |
 //! | `http` | request heads and replies |
 //! | `server` | connection limits and request handlers |
-//! | `vms` | VM discovery, and one thread per VM that queries it |
+//! | `vms` | VM discovery and concurrent queries of the VMs |
 //! | `back_off` | back-off for VMs that fail to answer |
 //! | `profile` | profiles, each produced by a separate process |
 //! | `snapshot` | names and values of the metrics of one scrape |

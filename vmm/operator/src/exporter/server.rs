@@ -230,7 +230,7 @@ impl Exporter {
         let fresh = last.take().filter(|(made, _)| made.elapsed() < MAX_SCRAPE_AGE);
         let (made, text) = fresh.unwrap_or_else(|| {
             let (targets, closed) = self.vms.targets();
-            self.vms.retain_workers(&targets);
+            self.vms.retain(&targets);
             let text = self.encode_metrics(&targets, Some(closed)).into_bytes();
             (Instant::now(), text.into())
         });

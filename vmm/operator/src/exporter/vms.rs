@@ -1,12 +1,13 @@
 //! Discovery and queries of the VMs on this host.
 //!
-//! Each VM has a thread that queries its metrics, so that a stalled VM does not delay the others,
-//! and scrapes continue without it (`back_off`). Size limits apply to each reply, to the replies of
-//! all VMs of one user to a scrape, and to the replies of all VMs.
+//! A scrape queries each VM on a separate thread, so that a stalled VM does not delay the others,
+//! and continues without it (`back_off`). A thread exits after its query. Few of them exist at the
+//! same time, because their stacks would occupy more memory than the metrics. Size limits apply to
+//! each reply, to the replies of all VMs of one user to a scrape, and to the replies of all VMs.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -19,7 +20,7 @@ use control_api::request;
 use control_api::socket_dir::{self, SocketDirs, SocketError};
 use perf_core::error_line;
 
-use super::back_off::{SharedVmBackOff, UserBackOffs, shown};
+use super::back_off::{ScrapeBackOff, UserBackOffs, shown};
 use super::snapshot::{self, MetricsSnapshot};
 
 /// Maximum number of VMs.
@@ -30,8 +31,16 @@ const MAX_VMS_OF_USER: usize = 256;
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for all replies of a VM to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
-/// Time for which a scrape also accepts the answers of VMs that it does not wait for.
+/// Time after its last query in which a scrape also accepts the answers of VMs that it does not
+/// wait for.
 const GRACE: Duration = Duration::from_millis(500);
+/// Number of queries in progress at which a scrape delays further queries.
+const MAX_QUERIES: usize = 64;
+/// Time after which a scrape starts [`MAX_QUERIES`] more queries even if earlier ones are still in
+/// progress. The queries of [`MAX_VMS`] VMs are started after half of [`SCRAPE_TIME`].
+const QUERY_TURN: Duration = Duration::from_millis(100);
+/// Maximum number of queries of one VM that run or wait for each other, from different scrapes.
+const MAX_QUERIES_OF_VM: usize = 2;
 /// Maximum size of a VM's reply, in bytes; sufficient for 256 vCPUs.
 const MAX_REPLY: usize = 2 << 20;
 /// Memory limits for the replies that are kept at the same time, in bytes: of all VMs, of VMs of
@@ -80,20 +89,29 @@ pub struct VmScrapeResult {
     pub held: Option<ReservedReplyBytes>,
 }
 
-/// A query sent by a scrape to the thread of a VM.
-struct ScrapeJob {
+/// A query of a scrape.
+struct ScrapeQuery {
     until: Instant,
     tell: Sender<VmScrapeResult>,
 }
 
-/// The thread of a VM, which exits on drop.
-struct ScrapeWorker {
+/// A VM that scrapes query, with the state kept between scrapes.
+struct ScrapedVm {
     target: VmTarget,
-    jobs: SyncSender<ScrapeJob>,
-    standing: SharedVmBackOff,
+    limits: ReplyLimits,
+    back_off: ScrapeBackOff,
+    /// Locked by the query in progress.
+    state: Mutex<ScrapedVmState>,
 }
 
-/// State shared by the threads of all VMs.
+#[derive(Default)]
+struct ScrapedVmState {
+    connection: Option<Connection>,
+    /// Last error logged since the last valid answer.
+    last_error: String,
+}
+
+/// State shared by all queries.
 struct ScrapeShared {
     /// Events counted for the metrics of each VM, in perf's syntax.
     events: String,
@@ -143,7 +161,8 @@ pub struct HostVms {
     dir: Option<PathBuf>,
     /// Users whose VMs are served; empty for all users.
     owners: Vec<u32>,
-    workers: Mutex<BTreeMap<String, ScrapeWorker>>,
+    /// VMs by label.
+    vms: Mutex<BTreeMap<String, Arc<ScrapedVm>>>,
     /// Directories that have been reported as unreadable or ignored.
     told: Mutex<HashSet<PathBuf>>,
 }
@@ -164,7 +183,7 @@ impl HostVms {
             shared: Arc::new(shared),
             dir,
             owners,
-            workers: Mutex::default(),
+            vms: Mutex::default(),
             told: Mutex::default(),
         }
     }
@@ -253,22 +272,35 @@ impl HostVms {
     pub fn ask(&self, targets: &[VmTarget]) -> Vec<VmScrapeResult> {
         let began = Instant::now();
         let until = began + SCRAPE_TIME;
-        let (tell, told) = channel();
+        let (tell, told) = channel::<VmScrapeResult>();
         // By label, whether the scrape waits for the VM.
         let mut missing: BTreeMap<String, bool> = BTreeMap::new();
         let mut answered = Vec::new();
-        for target in targets {
+        // Time after which a query starts despite earlier ones in progress.
+        let mut turn = began;
+        for (n, target) in targets.iter().enumerate() {
+            if n % MAX_QUERIES == 0 && n > 0 {
+                turn += QUERY_TURN;
+            }
+            while missing.values().filter(|waited_for| **waited_for).count() >= MAX_QUERIES {
+                let Ok(asked) = told.recv_timeout(turn.saturating_duration_since(Instant::now())) else {
+                    break;
+                };
+                missing.remove(&asked.label);
+                answered.push(asked);
+            }
             let tell = tell.clone();
-            match self.send_job(target, began, ScrapeJob { until, tell }) {
+            match self.start_query(target, ScrapeQuery { until, tell }) {
                 Some(waited_for) => _ = missing.insert(target.label.clone(), waited_for),
                 None => answered.push(VmScrapeResult::nothing(&target.label, Duration::ZERO)),
             }
         }
         drop(tell);
+        let grace = Instant::now() + GRACE;
         loop {
             let end = match missing.values().any(|waited_for| *waited_for) {
                 true => until,
-                false => began + GRACE,
+                false => grace,
             };
             let Ok(asked) = told.recv_timeout(end.saturating_duration_since(Instant::now())) else {
                 break;
@@ -282,37 +314,41 @@ impl HostVms {
         answered
     }
 
-    /// Sends a job to the thread of a VM. Returns whether the scrape waits for the answer, or
-    /// `None` if the VM is skipped.
-    fn send_job(&self, target: &VmTarget, now: Instant, job: ScrapeJob) -> Option<bool> {
-        let label = &target.label;
-        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
-        if workers.get(label).is_none_or(|worker| worker.target != *target) {
-            match ScrapeWorker::start(target.clone(), self.shared.clone()) {
-                Ok(worker) => _ = workers.insert(label.clone(), worker),
-                Err(e) => {
-                    self.shared
-                        .users
-                        .warn(target.owner, label, &format!("no thread for it: {e}"));
-                    return None;
-                }
-            }
+    /// Starts a query on a new thread. Returns whether the scrape waits for the answer, or `None`
+    /// if the VM is skipped.
+    fn start_query(&self, target: &VmTarget, query: ScrapeQuery) -> Option<bool> {
+        let (label, now) = (&target.label, Instant::now());
+        let mut vms = self.vms.lock().unwrap_or_else(PoisonError::into_inner);
+        if vms.get(label).is_none_or(|vm| vm.target != *target) {
+            let budget = self.shared.budgets.of_user(target.owner);
+            let vm = ScrapedVm::new(target.clone(), budget);
+            vms.insert(label.clone(), Arc::new(vm));
         }
-        let worker = workers.get(label).filter(|worker| worker.standing.is_due(now))?;
-        // A thread that is busy and has a queued scrape is skipped.
-        if worker.jobs.try_send(job).is_err() {
+        let vm = vms.get(label).filter(|vm| vm.back_off.is_due(now))?;
+        // Besides the map, each query holds a reference.
+        if Arc::strong_count(vm) > MAX_QUERIES_OF_VM {
             log::debug!("{label}: still busy with an earlier scrape");
             return None;
         }
         let by_user = is_trusted(target.owner) || self.shared.users.is_waited_for(target.owner, now);
-        Some(by_user && !worker.standing.has_failed())
+        let waited_for = by_user && !vm.back_off.has_failed();
+        let (vm, shared) = (vm.clone(), self.shared.clone());
+        let thread = thread::Builder::new().name("vm".into());
+        match thread.spawn(move || vm.query(&shared, &query)) {
+            Ok(_) => Some(waited_for),
+            Err(e) => {
+                let what = format!("no thread for it: {e}");
+                self.shared.users.warn(target.owner, label, &what);
+                None
+            }
+        }
     }
 
-    /// Terminates the threads of VMs that no longer exist.
-    pub fn retain_workers(&self, targets: &[VmTarget]) {
+    /// Disconnects from VMs that no longer exist.
+    pub fn retain(&self, targets: &[VmTarget]) {
         let labels: HashSet<&str> = targets.iter().map(|target| target.label.as_str()).collect();
-        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
-        workers.retain(|label, _| labels.contains(label.as_str()));
+        let mut vms = self.vms.lock().unwrap_or_else(PoisonError::into_inner);
+        vms.retain(|label, _| labels.contains(label.as_str()));
     }
 }
 
@@ -336,61 +372,56 @@ impl VmScrapeResult {
     }
 }
 
-impl ScrapeWorker {
-    fn start(target: VmTarget, shared: Arc<ScrapeShared>) -> std::io::Result<Self> {
-        let (jobs, waiting) = sync_channel(1);
-        let standing = SharedVmBackOff::default();
-        let (its, its_standing) = (target.clone(), standing.clone());
-        thread::Builder::new()
-            .name("vm".into())
-            .spawn(move || work(&its, &shared, &its_standing, &waiting))?;
-        Ok(Self {
+impl ScrapedVm {
+    fn new(target: VmTarget, budget: Arc<ReplyBudget>) -> Self {
+        Self {
             target,
-            jobs,
-            standing,
-        })
-    }
-}
-
-/// The main function of a VM's thread.
-fn work(target: &VmTarget, shared: &ScrapeShared, standing: &SharedVmBackOff, jobs: &Receiver<ScrapeJob>) {
-    let limits = ReplyLimits {
-        timeout: REPLY_TIMEOUT,
-        max_bytes: MAX_REPLY,
-        budget: shared.budgets.of_user(target.owner),
-    };
-    let mut connection = None;
-    let mut last_error = String::new();
-    for job in jobs {
-        let began = Instant::now();
-        if began >= job.until {
-            continue;
+            limits: ReplyLimits {
+                timeout: REPLY_TIMEOUT,
+                max_bytes: MAX_REPLY,
+                budget,
+            },
+            back_off: ScrapeBackOff::default(),
+            state: Mutex::default(),
         }
-        let asked = Connection::snapshot(&mut connection, target, shared, &limits, job.until);
+    }
+
+    /// Queries the VM and sends the result to the scrape.
+    fn query(&self, shared: &ScrapeShared, query: &ScrapeQuery) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let ScrapedVmState {
+            connection,
+            last_error,
+        } = &mut *state;
+        let (target, began) = (&self.target, Instant::now());
+        if began >= query.until {
+            return;
+        }
+        let asked = Connection::snapshot(connection, target, shared, &self.limits, query.until);
         let (snapshot, held) = match asked {
             Ok((snapshot, held)) => {
-                standing.succeeded();
+                self.back_off.succeeded();
                 last_error.clear();
                 (Some(snapshot), held)
             }
             Err(e) => {
-                connection = None;
+                *connection = None;
                 let now = Instant::now();
-                standing.failed(now);
+                self.back_off.failed(now);
                 if e.is_silence() {
                     shared.users.stalled(target.owner, now);
                 }
                 let line = shown(&error_line(&e));
                 // Log a repeated error only once.
-                if line != last_error {
+                if line != *last_error {
                     shared.users.warn(target.owner, &target.label, &line);
-                    last_error = line;
+                    *last_error = line;
                 }
                 (None, None)
             }
         };
         // The scrape may have timed out.
-        let _ = job.tell.send(VmScrapeResult {
+        let _ = query.tell.send(VmScrapeResult {
             label: target.label.clone(),
             snapshot,
             took: began.elapsed(),
@@ -558,10 +589,42 @@ fn sanitize(mut vm: MetricsSnapshot) -> MetricsSnapshot {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+
     use control_api::counts::VcpuCounts;
-    use control_api::protocol::{EventReading, VmInfo};
+    use control_api::protocol::{EventReading, PROTOCOL, VmInfo};
+    use serde_json::json;
 
     use super::*;
+
+    /// A VM is queried although more VMs than a scrape queries at the same time do not answer.
+    #[test]
+    fn stalled_vms_do_not_exclude_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let bind = |name: &str| UnixListener::bind(dir.path().join(format!("{name}.look"))).unwrap();
+        // The kernel completes connections to these sockets, but no thread accepts them.
+        let stalled: Vec<_> = (0..2 * MAX_QUERIES).map(|n| bind(&format!("{n:03}"))).collect();
+        let answering = bind("z");
+        thread::spawn(move || {
+            let (stream, _) = answering.accept().unwrap();
+            let info = json!(VmInfo {
+                protocol: PROTOCOL,
+                pmu: "off".into(),
+                ..VmInfo::default()
+            });
+            let requests = BufReader::new(&stream).lines();
+            for ((_, id), reply) in requests.zip(1..).zip([info.clone(), info, json!([])]) {
+                writeln!(&stream, "{}", json!({"id": id, "ok": reply})).unwrap();
+            }
+        });
+        let vms = HostVms::new(String::new(), Some(dir.path().to_owned()), Vec::new());
+        let (targets, _) = vms.targets();
+        assert_eq!(targets.len(), stalled.len() + 1);
+        let asked = vms.ask(&targets).into_iter();
+        let up: Vec<_> = asked.filter(|a| a.snapshot.is_some()).map(|a| a.label).collect();
+        assert_eq!(up, ["z"]);
+    }
 
     /// Duplicate, overlong and excess values are removed from the metrics of a VM.
     #[test]
