@@ -137,7 +137,10 @@ fn run_command(
         CliCommand::Exits(args) => exits::exits(&args)?,
         CliCommand::Record(args) => record::record(&args)?,
         CliCommand::Top(args) => top::top(&args)?,
-        CliCommand::Exporter(args) => exporter::exporter(&args)?,
+        CliCommand::Exporter(args) => {
+            run::configure_malloc();
+            exporter::exporter(&args)?
+        }
         CliCommand::Report(args) => report::report(&args)?,
         CliCommand::Diff(args) => diff::diff(&args)?,
         CliCommand::Annotate(args) => annotate::annotate(&args)?,

@@ -27,6 +27,7 @@ use consoles::{Consoles, Subscriber};
 use ending::PanicDetector;
 pub use error::RunError;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+pub use footprint::configure_malloc;
 use incoming::Requester;
 use perf_core::pmu::host::HostProbe;
 use sandbox::{ProcessConfinement, SandboxedThreadKind, SocketBroker};

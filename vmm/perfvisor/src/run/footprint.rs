@@ -1,4 +1,4 @@
-//! Reduction of the memory footprint after startup.
+//! Reduction of the memory footprint of a VM's process and of the exporter.
 #![expect(unsafe_code, reason = "sets malloc's parameters, unmaps pages of the program")]
 
 /// Minimum size of an allocation that glibc maps separately and unmaps when it is freed, in bytes.
@@ -11,10 +11,10 @@ const MAX_ARENAS: libc::c_int = 2;
 
 /// Configures glibc to return freed memory to the host.
 ///
-/// Startup reads and frees a kernel, an initrd and symbols. By default, glibc raises its mmap
-/// threshold when the first large buffer is freed, and retains such buffers in the heap for the
-/// lifetime of the VM.
-pub(super) fn configure_malloc() {
+/// The startup of a VM reads and frees a kernel, an initrd and symbols, and each scrape of the
+/// exporter a text of megabytes. By default, glibc raises its mmap threshold when the first large
+/// buffer is freed, and retains such buffers in the heap for the lifetime of the process.
+pub fn configure_malloc() {
     // SAFETY: mallopt takes two integers, and no other thread exists yet.
     #[cfg(target_env = "gnu")]
     unsafe {
