@@ -137,7 +137,7 @@ impl BenchGuest {
             vpmu: Vpmu::new(model),
             events,
         };
-        new.vpmu.set_pmi_share(PmiShare::default());
+        new.vpmu.set_pmi_share(PmiShare::default_of(model.vendor()));
         for n in 0..4 {
             new.write(new.selector(n), selector);
         }

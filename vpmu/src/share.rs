@@ -6,6 +6,8 @@
 
 use std::str::FromStr;
 
+use crate::Vendor;
+
 /// Maximum share of a vCPU's time for PMI handlers, in percent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PmiShare(u8);
@@ -16,8 +18,22 @@ pub struct PmiShare(u8);
 pub struct PmiShareError;
 
 impl PmiShare {
+    /// Default for Intel models. When the PMI handler takes longer than the sampling interval, Linux
+    /// guests with this share spend as much time for samples of `cycles` as of `cpu-clock`.
+    const INTEL_DEFAULT: Self = Self(25);
+    /// Default for AMD models. Linux waits for a delayed PMI at each of its ticks. With a lower
+    /// share, the ticks receive most PMIs, so most samples belong to the kernel.
+    const AMD_DEFAULT: Self = Self(50);
     /// No limit. Handlers may consume all of the time.
     pub const UNLIMITED: Self = Self(100);
+
+    /// Returns the default for models of a vendor: 25 percent for Intel and 50 percent for AMD.
+    pub fn default_of(vendor: Vendor) -> Self {
+        match vendor {
+            Vendor::Intel => Self::INTEL_DEFAULT,
+            Vendor::Amd => Self::AMD_DEFAULT,
+        }
+    }
 
     /// Returns the share for 1 to 100 percent.
     pub fn from_percent(percent: u8) -> Option<Self> {
@@ -37,10 +53,10 @@ impl PmiShare {
     }
 }
 
-/// The default is 50 percent, which is also the default of the command line.
+/// No limit, as in a new [`Vpmu`](crate::Vpmu).
 impl Default for PmiShare {
     fn default() -> Self {
-        Self(50)
+        Self::UNLIMITED
     }
 }
 
@@ -245,8 +261,8 @@ mod tests {
 
     #[test]
     fn pmi_share_parses_percent_and_off() {
-        assert_eq!("50%".parse(), Ok(PmiShare::default()));
-        assert_eq!("50".parse(), Ok(PmiShare::default()));
+        assert_eq!("50%".parse(), Ok(PmiShare(50)));
+        assert_eq!("50".parse(), Ok(PmiShare(50)));
         for text in ["off", "100%"] {
             assert!(text.parse::<PmiShare>().unwrap().is_unlimited(), "{text}");
         }

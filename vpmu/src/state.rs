@@ -725,7 +725,7 @@ mod tests {
     fn layout_version_2_is_still_read() {
         const HANDLER: usize = HEADER_BYTES + 5 + 41;
         let (mut vpmu, mut events) = busy();
-        vpmu.set_pmi_share(PmiShare::default());
+        vpmu.set_pmi_share(PmiShare::from_percent(50).unwrap());
         events.run(10);
         // Reading the status detects the overflow.
         vpmu.read_msr(MsrAddress(IA32_PERF_GLOBAL_STATUS), &mut events);

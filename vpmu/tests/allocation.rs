@@ -30,7 +30,7 @@ fn register_access_does_not_allocate() {
     let v5 = model(PmuGeneration::Intel(5), 8, Some(4));
     for model in [PmuModel::INTEL, PmuModel::AMD, v2, v5] {
         let mut vpmu = Vpmu::new(model);
-        vpmu.set_pmi_share(PmiShare::default());
+        vpmu.set_pmi_share(PmiShare::default_of(model.vendor()));
         let mut events = SimEvents::default();
         let addresses: Vec<u32> = model.trapped_msrs().into_iter().flatten().collect();
         let mut pmis = 0;

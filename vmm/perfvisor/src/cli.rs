@@ -397,7 +397,7 @@ pub struct RunArgs {
     pub pmi_limit: Option<u32>,
     /// Bound the time that the guest's PMI handlers take to this share of each vCPU's time: the next
     /// PMI is held back until the guest has run long enough outside the handler. off or 100% for no
-    /// bound [default: 50%]
+    /// bound [default: 25% for Intel models, 50% for AMD models]
     #[arg(long, value_name = "SHARE", help_heading = "PMU of the guest")]
     pub pmi_share: Option<PmiShare>,
     /// Give the guest branch records (LBR), for perf record -b in the guest: on or off. Single-steps

@@ -312,7 +312,7 @@ fn amd_counters_freeze_on_pmi_with_branch_records() {
 #[test]
 fn collection_counts_as_time_of_the_handler() {
     let mut guest = guest("intel");
-    guest.vpmu.set_pmi_share(PmiShare::default());
+    guest.vpmu.set_pmi_share(PmiShare::from_percent(50).unwrap());
     set_enabled(&mut guest, true);
     overflow(&mut guest);
     let began_ns = guest.events.now_ns();

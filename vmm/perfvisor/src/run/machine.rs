@@ -7,7 +7,7 @@ use perf_core::mux::MuxPolicy;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{
     ArchEvent, ArchEventSet, BackingPolicy, EventFilter, EventSelect, EventSelection, HostPmuProperties,
-    PmuModel, UnitMask, Vendor,
+    PmiShare, PmuModel, UnitMask, Vendor,
 };
 
 use super::error::RunError;
@@ -117,7 +117,9 @@ pub(super) fn build_config(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Resu
                 Some(0) => u32::MAX,
                 Some(limit) => limit,
             },
-            pmi_share: args.pmi_share.unwrap_or_default(),
+            pmi_share: args
+                .pmi_share
+                .unwrap_or_else(|| PmiShare::default_of(backed.model.vendor())),
             share: args.share,
             mux,
             turn,

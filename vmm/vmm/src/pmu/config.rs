@@ -70,7 +70,7 @@ impl PmuConfig {
             paravirtual: true,
             hides_denied: false,
             pmi_limit: vpmu::DEFAULT_PMI_LIMIT,
-            pmi_share: PmiShare::default(),
+            pmi_share: PmiShare::default_of(model.vendor()),
             stepping: SteppingSupport::default(),
             steps_for_operators: false,
             has_rdpmc_breakpoints: false,
