@@ -1,5 +1,5 @@
-//! Fuzzes the Firecracker API: HTTP requests, their bodies, the states of a VM, and the options for
-//! the VM.
+//! Fuzzes the Firecracker API: the HTTP parser, request bodies, and the sequence of calls that a
+//! session makes to its VM. Every option passed to the VM must be a valid program argument.
 #![no_main]
 
 use firecracker_api::fault::ApiFault;
@@ -10,7 +10,7 @@ use firecracker_api::types::{BalloonStats, Logger, Metrics, VmConfig};
 use libfuzzer_sys::fuzz_target;
 use serde_json::Value;
 
-/// Backend that accepts every call.
+/// VM back end of the API session. Every call succeeds.
 struct Accepting;
 
 impl VmBackend for Accepting {

@@ -17,7 +17,7 @@ const PAGE: usize = 4096;
 const TABLES: usize = 4 * PAGE;
 const OFFSETS: usize = 32;
 const HEAD: usize = 2 * OFFSETS + 32;
-/// Maximum number of guest memory reads for one reply, which is the same limit that the VM applies.
+/// Maximum number of guest memory reads for one reply. The VM applies the same limit.
 const READS: u32 = 1 << 17;
 const MOST_PAGES: usize = 64;
 

@@ -20,7 +20,8 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 const MEMORY: usize = 0x1_0000;
 const ENTRIES: u16 = 16;
 
-/// Returns a queue whose descriptor table, available ring and used ring begin at `at`.
+/// Returns a queue whose descriptor table is at guest address `at`, followed by the available ring
+/// and the used ring.
 fn queue(at: u32, event_idx: bool) -> Queue {
     let mut queue = Queue::new(ENTRIES).expect("a size");
     queue.set_size(ENTRIES);

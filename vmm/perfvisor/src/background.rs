@@ -124,8 +124,8 @@ impl DaemonStartup {
 /// Environment variable with the address of the service manager's socket (sd_notify(3)).
 const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
-/// Bytes with which a VM reports its state to its supervisor, which forwards them to the service
-/// manager.
+/// Byte with which a VM reports to its supervisor that it is running. The supervisor forwards the
+/// report to the service manager.
 const VM_READY: u8 = b'R';
 const VM_STOPPING: u8 = b'S';
 
@@ -159,7 +159,8 @@ impl ServiceNotifier {
             .map_or(Self::None, Self::Direct)
     }
 
-    /// Returns the socket of a connection to the service manager.
+    /// Returns the socket that is connected to the service manager, or `None` if this process has
+    /// no direct connection.
     pub fn socket(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Direct(socket) => Some(socket.as_fd()),

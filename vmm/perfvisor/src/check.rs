@@ -33,12 +33,12 @@ struct HostReport {
     kernel: String,
     #[serde(serialize_with = "serialize_result")]
     kvm: Result<KvmCapabilities, KvmHostError>,
-    /// KVM's own vPMU, or the reason it is unavailable.
+    /// Capabilities of KVM's own vPMU, or the reason it is unavailable.
     #[serde(serialize_with = "serialize_result")]
     own_pmu: Result<KvmPmuCapabilities, CheckError>,
     /// `true` if KVM's own vPMUs are mediated (`enable_mediated_pmu`).
     mediated_vpmus: bool,
-    /// Capabilities of this host's KVM to single-step guests, which the exact backing requires.
+    /// Capabilities of this host's KVM to single-step guests, as `--backing exact` requires.
     stepping: Option<SteppingSupport>,
     /// Availability of vhost-net, or the reason it is unavailable.
     #[serde(serialize_with = "serialize_result")]
@@ -66,11 +66,11 @@ struct HostReport {
     turns: Option<Result<RotationCost, KvmHostError>>,
     /// Default operator limits of `perfvisor run`.
     limits: DefaultLimits,
-    /// Mechanism that counts each guest event (backing) under `--backing auto`.
+    /// How each guest event is counted under `--backing auto`.
     events: Vec<EventBacking>,
 }
 
-/// Default limits for operators.
+/// Default limits of `perfvisor run` on the users who observe a VM (operators).
 #[derive(Debug, Serialize)]
 struct DefaultLimits {
     samples_per_second: u64,
@@ -95,7 +95,7 @@ impl DefaultLimits {
     }
 }
 
-/// The mechanism that counts one guest event (backing).
+/// How one guest event is counted on this host.
 #[derive(Debug, Serialize)]
 struct EventBacking {
     event: &'static str,
@@ -363,8 +363,8 @@ impl HostReport {
     }
 }
 
-/// Describes whether VMs that use KVM's mediated vPMU exist or can be created. Such a VM and host
-/// events that count guests exclude each other.
+/// Describes whether VMs with KVM's mediated vPMU exist or can be created. While such a VM exists,
+/// the host cannot count events of guests, and vice versa.
 fn mediated_vpmus(perf: &HostProbe, offered: bool) -> &'static str {
     match (perf.mediated, offered) {
         (true, _) => MEDIATED_NEIGHBOUR,
@@ -420,8 +420,7 @@ fn yes(value: bool) -> &'static str {
     if value { "yes" } else { "no" }
 }
 
-/// Returns the mechanism that counts each event (backing) under `--backing auto` on a host with a
-/// processor of `vendor`.
+/// Returns how each event is counted under `--backing auto` on a host with a processor of `vendor`.
 fn event_backings(perf: &HostProbe, vendor: Vendor) -> Vec<EventBacking> {
     let (other, refused) = match vendor {
         Vendor::Intel => (
@@ -476,8 +475,8 @@ mod tests {
 
     use super::*;
 
-    /// If mediated vPMUs conflict with host events, the report names the cause or the consequence
-    /// of the conflict, and the remedy.
+    /// The report tells users how to disable mediated vPMUs that exist, and that none can be
+    /// created while a VM counts with host events.
     #[test]
     fn mediated_vpmus_are_explained() {
         let with = |mediated| HostProbe {

@@ -185,7 +185,7 @@ pub fn command() -> clap::Command {
     with_negative_numbers(perf_options::add_accepted_options(Cli::command()))
 }
 
-/// Adds examples to the help of the commands, after their other notes.
+/// Appends the examples of each command to its help text.
 fn with_examples(command: clap::Command) -> clap::Command {
     command.mut_subcommands(|of| {
         let name = format!("perfvisor {}", of.get_name());
@@ -590,7 +590,7 @@ pub struct RunArgs {
     pub machine_options: BTreeMap<String, String>,
 }
 
-/// Text with which the program exits instead of executing a command.
+/// Text that the program prints before it exits without executing a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CliEarlyExit {
     /// Help or version text for standard output. The exit status is 0.
@@ -599,7 +599,7 @@ pub enum CliEarlyExit {
     Error(String),
 }
 
-/// Parses the arguments; the first one is the program name.
+/// Parses the command line `args`, which starts with the program name.
 pub fn parse<I, T>(args: I) -> Result<Cli, CliEarlyExit>
 where
     I: IntoIterator<Item = T>,

@@ -16,7 +16,7 @@ use toml::{Table, Value};
 
 use operator::input;
 
-/// Maximum size of the file, in bytes.
+/// Maximum size of the configuration file, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Options of `run` that cannot be keys of the configuration file.
 const NON_KEY_OPTIONS: [&str; 3] = ["config", "dump-config", "help"];

@@ -99,7 +99,7 @@ pub enum DeviceError {
 pub struct VmDevices {
     /// All devices in the order in which the guest discovers them.
     pub all: Vec<Box<dyn VirtioDevice>>,
-    /// Control of the balloon device, for operator requests; `None` without a balloon.
+    /// Handle with which operators control the balloon device; `None` without a balloon.
     pub balloon: Option<Arc<BalloonControl>>,
     /// The metadata service, for operator requests; `None` without `--mmds`.
     pub metadata: Option<Arc<MetadataService>>,
@@ -107,11 +107,12 @@ pub struct VmDevices {
 
 /// Creates the devices of VM `vm` in the order in which the guest discovers them.
 ///
-/// `log` receives the messages of device processes; the default is standard error. `broker`
+/// Processes that serve devices log to `log`, or to standard error if `log` is `None`. `broker`
 /// connects to sockets on behalf of the devices.
 ///
 /// # Errors
-/// Returns [`DeviceError`]. In this case, no file of the guest has been modified.
+/// Returns [`DeviceError`] if an option is invalid or a device cannot be created. No file of the
+/// guest has been modified in this case.
 pub fn create_devices(
     args: &RunArgs,
     vm: &str,
@@ -225,7 +226,8 @@ fn disk_name(index: usize) -> String {
     format!("disk{index}")
 }
 
-/// Returns the MAC address of a network device of the guest.
+/// Returns the MAC address given by `config`, or one derived from the names of the VM and the tap
+/// device.
 pub fn mac(config: &NetConfig, vm: &str) -> MacAddress {
     config
         .mac
@@ -237,7 +239,7 @@ fn tag((index, config): (usize, &ShareConfig)) -> String {
     config.tag.clone().unwrap_or_else(|| format!("share{index}"))
 }
 
-/// Creates the device of shared directory `name` of VM `vm`.
+/// Creates the virtio-fs device for the shared directory `name` of VM `vm`.
 fn share(
     config: &ShareConfig,
     name: &str,

@@ -36,9 +36,9 @@ pub use snapshots::save_snapshots;
 
 /// Identifier of a VM without `--id`, as in Firecracker.
 const DEFAULT_ID: &str = "anonymous-instance";
-/// Option for the configuration file.
+/// Name of the option for the configuration file.
 const CONFIG_FILE: &str = "--config-file";
-/// Option for the document of the metadata service.
+/// Name of the option for the file with the initial data of the metadata service.
 const METADATA: &str = "--metadata";
 /// Maximum size of the configuration file and of the metadata file, in bytes.
 const MAX_JSON_BYTES: u64 = 1 << 20;
@@ -250,7 +250,7 @@ fn check_unsupported(args: &FirecrackerArgs) -> Result<(), FirecrackerError> {
     Ok(())
 }
 
-/// Creates the session, and applies the options for log messages and metrics.
+/// Creates the API session for the VM, and applies the options for log messages and metrics.
 fn session(
     args: &FirecrackerArgs,
     check: CheckCommandLine,
@@ -305,8 +305,8 @@ fn bind(args: &FirecrackerArgs) -> Result<Option<UnixListener>, FirecrackerError
     Ok(Some(bound))
 }
 
-/// Logs the time since the start of the process and the CPU time used before. The parent process
-/// passes the reference times as options.
+/// Logs the time since the start of the process, and the CPU time that this process and its parent
+/// had used by then. These values are passed as command-line options.
 fn log_times(args: &FirecrackerArgs) {
     let Some(start) = args.start_time_us else { return };
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -320,7 +320,7 @@ fn log_times(args: &FirecrackerArgs) {
     );
 }
 
-/// Answers requests until the VM has terminated, or until a signal arrives before the VM has
+/// Answers API requests until the VM has terminated, or until a signal arrives before the VM has
 /// started.
 fn serve(
     mut server: ApiServer,

@@ -15,7 +15,8 @@ use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
 /// First descriptor after the standard streams.
 const FIRST: RawFd = 3;
-/// Variables read by Perfvisor or by the programs that it starts (virtiofsd, perf).
+/// Names of the environment variables to keep, which Perfvisor or its child programs (virtiofsd,
+/// perf) read.
 const KEPT: [&str; 8] = [
     "LLVM_PROFILE_FILE",
     "NOTIFY_SOCKET",
@@ -26,7 +27,7 @@ const KEPT: [&str; 8] = [
     "TMPDIR",
     "XDG_RUNTIME_DIR",
 ];
-/// Prefix of Perfvisor's own variables.
+/// Name prefix of Perfvisor's own environment variables.
 const OWN_PREFIX: &[u8] = b"PERFVISOR_";
 
 /// Inherited descriptors, except for the standard streams.

@@ -162,8 +162,8 @@ fn parse_limit(text: &str) -> Result<(LimitedResource, u64), String> {
     Ok((resource, value.parse().map_err(|_| wrong())?))
 }
 
-/// Builds the jail, and replaces this process with the program. With `--new-pid-ns`, the program
-/// runs as a child, and this function returns.
+/// Builds the jail and executes the jailed program in this process. With `--new-pid-ns`, the
+/// program runs as a child process, and this function returns.
 ///
 /// # Errors
 /// Returns [`JailerError`] if an option is unsupported or the jail cannot be built.
@@ -226,7 +226,7 @@ fn micros(time: Timespec) -> u64 {
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0) / 1000
 }
 
-/// Returns the file name of the program, which must contain [`EXEC_NAME`].
+/// Returns the file name of the program to jail, which must contain [`EXEC_NAME`].
 fn exec_name(exec_file: &Path) -> Result<String, JailerError> {
     let name = exec_file.file_name().and_then(|name| name.to_str());
     let name = name.filter(|name| name.contains(EXEC_NAME));
@@ -296,7 +296,7 @@ fn join_group(args: &JailerArgs, name: &str, id: &str) -> Result<(), JailerError
     Ok(join_cgroup(&group)?)
 }
 
-/// Returns the mount point of the cgroup v2 file system in the contents of `/proc/mounts`.
+/// Returns the mount point of the cgroup v2 file system, given the contents of `/proc/mounts`.
 fn cgroup_mount(mounts: &str) -> Option<&Path> {
     mounts.lines().find_map(|line| {
         let mut words = line.split(' ');

@@ -60,10 +60,11 @@ use vmm::vcpu::stats;
 use vmm::vm::restart::GuestResetHandler;
 use vmm::vm::{BackgroundKvmSetup, RunningVm, Vm, VmBuildInputs, VmConfig};
 
-/// Number of descriptors of a VM without vCPUs, including a margin for clients and devices.
+/// Number of file descriptors that a VM needs in addition to those of its vCPUs, including a margin
+/// for clients and devices.
 const DESCRIPTORS: u64 = 64;
-/// Number of descriptors of a vCPU without host events, used for KVM, statistics, timers and run
-/// time.
+/// Number of file descriptors that each vCPU needs for KVM, statistics, timers and run time. Host
+/// events need more.
 const DESCRIPTORS_OF_A_VCPU: u64 = 8;
 /// Description of the stop signals in an error message.
 const STOP_SIGNALS: &str = "the signals that end it";
@@ -123,8 +124,8 @@ pub fn run(args: &RunArgs, start: StartTime, log_file: Option<&File>) -> Result<
     ended
 }
 
-/// Runs a guest. If the VM is moved to this process, `requester` is the process that receives the
-/// result of the migration.
+/// Runs a guest until it stops. With `--incoming`, `requester` is set to the process that waits for
+/// the result of the migration.
 fn run_for(
     args: &RunArgs,
     start: StartTime,
@@ -265,7 +266,7 @@ fn stop(running: &mut RunningVm, consoles: Consoles, terminal: Option<RawTermina
     }
 }
 
-/// Returns the confinement of the VM's helper processes.
+/// Returns the seccomp and landlock settings for the VM's helper processes.
 fn confinement(args: &RunArgs) -> ProcessConfinement {
     ProcessConfinement {
         seccomp: args.seccomp,
@@ -401,8 +402,7 @@ fn control_socket(name: Option<&str>) -> Result<(String, Option<ControlSocket>),
     }
 }
 
-/// Returns the state of the VM and the operations on it that the control socket offers to
-/// operators.
+/// Returns the description and the handles of the running VM for the control socket's server.
 fn controlled(
     name: String,
     pmu_name: String,
@@ -538,7 +538,8 @@ fn io_error(e: io::Error) -> event_manager::Error {
     ))
 }
 
-/// Signals and timers that the main thread handles and that stop or pace the VM.
+/// Handler of the main thread's signals and timers, which stop the VM, reset it, or drive perf-core
+/// scheduling.
 struct Housekeeping {
     control: Arc<RunControl>,
     pmu: Arc<VmPmu>,
@@ -547,7 +548,7 @@ struct Housekeeping {
     ticks: SchedulingTickTimer,
     turns: RotationTimer,
     registry: Arc<VcpuRegistry>,
-    /// `None` if a guest reset stops the VM.
+    /// Handler of guest resets; `None` if a guest reset stops the VM.
     restarter: Option<GuestResetHandler>,
 }
 

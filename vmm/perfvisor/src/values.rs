@@ -1,7 +1,7 @@
 //! Value parsers of options, and their error messages.
 //!
-//! Parsers for the operator's commands are in `operator::values`. Types with their own parser
-//! (`PmuModelName`, `VcpuCountRange`) are not repeated here.
+//! Parsers for the operator's commands are in `operator::values`. `PmuModelName`, `VcpuCountRange`
+//! and other types with a parser of their own are not part of this module.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -59,7 +59,7 @@ pub struct ObserverSocketArg {
     pub mode: u32,
 }
 
-/// Default permissions of the observer socket, for owner and group.
+/// Default permissions of the observer socket: read and write for its owner and group.
 const OBSERVERS_MODE: u32 = 0o660;
 
 /// Maximum length of the path of a Unix socket, in bytes. `sun_path` has 108 bytes, including the
@@ -90,7 +90,7 @@ fn socket_path(text: &str) -> Result<(PathBuf, Option<u32>), SocketPathError> {
     }
 }
 
-/// Parses octal permissions that let the owner connect.
+/// Parses octal permissions, which must include read and write for the owner.
 fn permissions(text: &str) -> Option<u32> {
     let octal = (3..=4).contains(&text.len()) && text.bytes().all(|digit| (b'0'..=b'7').contains(&digit));
     let mode = octal.then(|| u32::from_str_radix(text, 8).ok())??;
@@ -241,7 +241,8 @@ pub fn parse_tolerance(text: &str) -> Result<f64, ParseValueError> {
     parse_number(text, 0.0..=50.0).ok_or(ParseValueError::Tolerance)
 }
 
-/// The backings to validate.
+/// Value of `perfvisor validate --backing`: the backings (mechanisms that count for a guest) to
+/// validate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BackingSelection {
     /// All backings of Perfvisor that this host supports.
@@ -250,7 +251,7 @@ pub enum BackingSelection {
     Kvm,
 }
 
-/// Parses the backing to validate.
+/// Parses the value of `perfvisor validate --backing`.
 pub fn parse_validated(text: &str) -> Result<BackingSelection, ParseValueError> {
     match text {
         "all" => Ok(BackingSelection::All),

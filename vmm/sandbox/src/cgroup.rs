@@ -9,7 +9,7 @@ use rustix::fs::fstatfs;
 
 /// File of a control group. A process joins the group when its ID is written to this file.
 const PROCESSES: &str = "cgroup.procs";
-/// File system types that statfs(2) returns: `CGROUP2_SUPER_MAGIC` and `CGROUP_SUPER_MAGIC`.
+/// File system type of cgroup v2 as returned by statfs(2) (`CGROUP2_SUPER_MAGIC`).
 const V2: u64 = 0x6367_7270;
 const V1: u64 = 0x27_e0eb;
 

@@ -19,9 +19,9 @@ const FAULTS: [(libc::c_int, &str); 4] = [
     (libc::SIGFPE, "SIGFPE"),
 ];
 
-/// Installs handlers for fault signals. The handler first logs one line. If a process has sent the
-/// signal, the handler terminates this process as specified by `will`. If the signal is caused by a
-/// real fault, it terminates this process with that signal.
+/// Installs handlers for fault signals. The handler first logs one line. If another process has
+/// sent the signal, the handler then terminates this process as specified by `will`. After a real
+/// fault, the signal terminates this process.
 ///
 /// # Errors
 /// Returns an error if `sigaction(2)` fails.

@@ -25,7 +25,8 @@ use crate::kind::SandboxedThreadKind;
 /// the subset that they support.
 const KNOWN: ABI = ABI::V7;
 
-/// Paths that remain accessible. Paths that do not exist are ignored.
+/// Paths that a thread restricted by [`only_files`] can still access. Paths that do not exist are
+/// ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AccessibleFiles {
     /// Paths of files and directory trees that may be read.
@@ -119,9 +120,9 @@ pub(crate) fn enter(kind: SandboxedThreadKind) -> Result<(), FileAccessError> {
     }
 }
 
-/// Denies file access to the calling thread, if the kernel has landlock. If `signals` is `true`,
-/// perf events that the thread opens may still send signals to processes without these
-/// restrictions, such as the VM.
+/// Denies file access to the calling thread, if the kernel has landlock. Unless `signals` is
+/// `true`, also prevents perf events of this thread from sending signals to unrestricted processes,
+/// such as the VM.
 pub(crate) fn nothing(signals: bool) -> Result<(), FileAccessError> {
     let scopes = if signals {
         Scope::AbstractUnixSocket.into()
@@ -144,9 +145,8 @@ pub(crate) fn only_removal<Fd: std::os::fd::AsFd>(directories: &[Fd]) -> Result<
 }
 
 /// Returns the landlock scopes to restrict (since Linux 6.12): connections to abstract Unix
-/// sockets, and signals to other processes. Each thread has its own rules. Kernels without the fix
-/// for an erratum then also prevent signals between threads of one process. On those kernels,
-/// signals are not restricted.
+/// sockets, and signals to other processes. Omits signals on kernels with an erratum: each thread
+/// has its own rules, and such kernels would also block signals between the threads of one process.
 fn scopes() -> BitFlags<Scope> {
     if Erratum::current().contains(Erratum::ScopedSignalHandling) {
         Scope::from_all(KNOWN)

@@ -181,9 +181,9 @@ impl Jail {
         self.of_a_user
     }
 
-    /// Replaces the root directory of the process with one that contains only `inside` and, in
-    /// `/proc`, the directory of this process and the links `self` and `thread-self`, which contain
-    /// the IDs that are valid outside a PID namespace. Files keep their paths. The new root has no
+    /// Replaces the root directory of the process with one that contains only `inside` and a part
+    /// of `/proc`: the directory of this process, and the links `self` and `thread-self` with the
+    /// IDs that are valid outside a PID namespace. Files keep their paths. The new root has no
     /// executable files, device files or effective set-user-ID bits, and no path leads back to the
     /// host's files. If the process has its own user namespace, this thread also drops all its
     /// capabilities, because they apply only to that namespace but look like capabilities on the
@@ -265,9 +265,8 @@ impl DetachedMount {
         Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
 
-    /// Creates a mount that contains only the link [`PROC_THREAD_SELF`]. The link is taken from the
-    /// host's `/proc`, because only there does it contain the IDs that the thread has outside a PID
-    /// namespace.
+    /// Creates a mount that contains only the link [`PROC_THREAD_SELF`] of the host's `/proc`. Only
+    /// this link contains the IDs that the thread has outside a PID namespace.
     fn of_own_thread_link() -> Result<Self, JailError> {
         let path = Path::new(PROC_THREAD_SELF);
         let link = Self::of(path, libc::AT_SYMLINK_NOFOLLOW);

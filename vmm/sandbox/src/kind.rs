@@ -34,9 +34,8 @@ pub enum PerfEventAccess {
     /// open events.
     #[default]
     Broker,
-    /// Each thread opens events on itself, if the VM's user may do so without a capability. A
-    /// separate process of the same user could not open them, because the kernel does not allow
-    /// this for a process that is not dumpable.
+    /// Each thread opens events on itself, for which the VM's user needs no capability. A separate
+    /// process of the same user could not open them, because the VM's process is not dumpable.
     OwnThread,
 }
 

@@ -13,10 +13,10 @@ use crate::rules::{AllowedSyscall, ArgumentCheck, any, ioctls, one_of, only};
 
 /// `PR_SET_VMA` (include/uapi/linux/prctl.h), which the C library uses to name its memory.
 const PR_SET_VMA: u32 = 0x5356_4d41;
-/// Commands `F_SETSIG` and `F_SETOWN_EX` of `fcntl(2)`.
+/// `F_SETSIG` command of `fcntl(2)`.
 const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
-/// Guard-page advice values of `madvise(2)` that newer C libraries use for stacks
+/// Advice value with which `madvise(2)` installs guard pages; newer C libraries use it for stacks
 /// (include/uapi/asm-generic/mman-common.h).
 const MADV_GUARD_INSTALL: libc::c_int = 102;
 const MADV_GUARD_REMOVE: libc::c_int = 103;
@@ -28,7 +28,8 @@ pub(crate) const SOCKET_TYPE: libc::c_int = libc::SOCK_STREAM | libc::SOCK_CLOEX
 const NEW_NAMESPACES: u64 = 0x7e02_0080;
 /// `CLONE_THREAD` of `clone(2)`.
 const THREAD: u64 = 0x1_0000;
-/// Returns the flags of `open(2)` that must not be set if a file is opened for reading only.
+/// Returns all flags of `open(2)` except those that are permitted when a file is opened for
+/// reading.
 fn non_read_flags() -> u64 {
     let reading = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_LARGEFILE | libc::O_NOCTTY | libc::O_DIRECTORY;
     u64::from(!reading.unsigned_abs())
@@ -229,10 +230,9 @@ fn locks() -> Vec<AllowedSyscall> {
     }]
 }
 
-/// Returns the calls with which fault signals, termination signals and abort(3) end the process.
-/// Their handlers reset themselves to the default action before the signal terminates the process.
-/// No other handler, in particular the one for seccomp violations, can be changed after the VM has
-/// started.
+/// Returns the calls that reset signal handlers to the default action. The handlers of fault and
+/// termination signals and abort(3) use them to terminate the process. Other handlers, in
+/// particular the one for seccomp violations, cannot be changed after the VM has started.
 fn ending_signals() -> Vec<AllowedSyscall> {
     let signals = [
         libc::SIGABRT,
@@ -398,9 +398,9 @@ fn vhost() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls for access to disk images. They are required by the disk's thread, and by
-/// threads that write back cached data when they reset a disk. These are a vCPU thread when the
-/// guest's driver resets the disk, and the main thread when the machine is reset or shut down.
+/// Returns the calls for access to disk images. The disk's thread requires them, and so does each
+/// thread that writes back cached data when it resets a disk: a vCPU thread if the guest's driver
+/// resets the disk, and the main thread if the machine is reset or shut down.
 fn images() -> Vec<AllowedSyscall> {
     let mut list = any(&[
         Sysno::pread64,
@@ -454,7 +454,8 @@ fn balloon() -> Vec<AllowedSyscall> {
 }
 
 /// Returns the calls of the profiler thread, which communicates with the process that reads the
-/// guest's kernel. The profiler receives the socket of that process from the worker keeper.
+/// guest's kernel. The profiler receives the socket of that process from the [worker
+/// keeper](crate::WorkerKeeper).
 fn profiler() -> Vec<AllowedSyscall> {
     any(&[Sysno::recvfrom, Sysno::recvmsg, Sysno::sendto, Sysno::sendmsg])
 }
@@ -582,8 +583,8 @@ fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the allow-list of a worker, a process that handles guest-controlled bytes: memory, its
-/// socket, and exit. `pid` is the ID of that process.
+/// Returns the allow-list of a worker (a process that handles guest-controlled bytes), which
+/// contains only calls for memory, the worker's socket, and exit. `pid` is the ID of that process.
 pub(crate) fn of_worker(pid: u32) -> Vec<AllowedSyscall> {
     let mut list = of_any_worker();
     list.extend(only(Sysno::tgkill, &[ArgumentCheck::Is(0, pid)]));
@@ -621,8 +622,8 @@ fn of_any_worker() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the calls that fail with an error in workers and in their keeper, instead of terminating
-/// the process.
+/// Returns the calls that fail with an error, instead of terminating the process, in workers and in
+/// the keeper that starts them.
 pub(crate) fn refused_to_workers() -> Vec<AllowedSyscall> {
     let mut list = fault_reporting();
     // As in other threads, glibc's malloc opens this file.

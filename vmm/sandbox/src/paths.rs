@@ -100,8 +100,8 @@ struct PathWalk {
     followed: usize,
     /// `true` if root controls every component of the path so far.
     of_root: bool,
-    /// `true` if a user other than root and this process's user can change one of the components so
-    /// far.
+    /// `true` if a user other than root and this process's user can change a component of the path
+    /// so far.
     exposed: bool,
 }
 
@@ -218,8 +218,8 @@ impl PathWalk {
     }
 }
 
-/// Returns whether the owner of a link or directory is trusted: root or, unless `links` accepts
-/// only root, the user of this process.
+/// Returns whether `owner`, the owner of a link or directory, is trusted. Root is always trusted,
+/// and the user of this process only with [`TrustedLinks::OfThisUser`].
 fn is_own(owner: u32, links: TrustedLinks) -> bool {
     owner == root() || (links == TrustedLinks::OfThisUser && owner == geteuid().as_raw())
 }
@@ -318,7 +318,7 @@ impl PrivilegedDirectory {
         path
     }
 
-    /// Returns the descriptor, which was opened with `O_PATH`.
+    /// Returns the directory's descriptor, which was opened with `O_PATH`.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -341,8 +341,8 @@ impl PrivilegedDirectory {
     /// Creates a listening socket named `name` in this directory. The file has the permissions
     /// `mode` from its creation, or those that the umask permits if `mode` is `None`. If `name` is
     /// a socket without a listener, it is replaced; other files are not replaced. `path` is the
-    /// path of the socket, which tools such as `ss` display as its address. `path` is used as the
-    /// address only if no other user can change to which file it leads.
+    /// socket's path. It becomes the address that tools such as `ss` display, unless another user
+    /// could redirect the path to a different file.
     ///
     /// # Errors
     /// Returns an error if `bind(2)` fails.
@@ -449,9 +449,9 @@ pub(crate) fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::sockl
 
 /// Opens the existing file or directory at `path` with the `open(2)` flags `flags`.
 ///
-/// If a process has changed its user and still has file capabilities, it uses them only if no user
-/// except root can influence to which file `path` leads, and it follows only symbolic links of root
-/// and of its own user. In other processes, the call is equivalent to `open(2)`.
+/// A process that has changed its user and still has file capabilities follows only symbolic links
+/// of root and of its own user. It uses the capabilities only if no user other than root can
+/// redirect `path` to another file. In other processes, the call is equivalent to `open(2)`.
 ///
 /// # Errors
 /// Returns an error if `open(2)` fails or a symbolic link belongs to another user.

@@ -9,8 +9,8 @@
 //! group, even outside its namespace (`kill(2)` with 0). If the VM reads the terminal, the
 //! supervisor makes the VM's process group the foreground group of the terminal.
 //!
-//! If the user may not create a PID namespace, a user namespace is created as well, in which the
-//! user may ([`crate::separate`]).
+//! A user without the right to create a PID namespace first gets a user namespace, in which the PID
+//! namespace can be created ([`crate::separate`]).
 //!
 //! Process IDs inside the namespace are meaningless to operators. [`host_pid`] and [`host_tid`]
 //! return the IDs that are valid outside.
@@ -41,8 +41,8 @@ use crate::{ProcessConfinement, SandboxedThreadKind, files, filter, lists};
 const NAME: &CStr = c"vm-supervisor";
 /// Signals that the supervisor forwards to the VM.
 const FORWARDED: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
-/// Other signals that the supervisor handles, for the exit of a child and the job control of a
-/// shell.
+/// Other signals that the supervisor handles: the exit of a child, and the signals with which a
+/// shell stops and continues a job.
 const HANDLED: [libc::c_int; 3] = [libc::SIGCHLD, libc::SIGTSTP, libc::SIGCONT];
 /// Signals that the supervisor ignores. They have no effect on a running VM, but their default
 /// action would terminate or stop the supervisor.
@@ -50,13 +50,13 @@ const IGNORED: [libc::c_int; 4] = [libc::SIGUSR1, libc::SIGUSR2, libc::SIGIO, li
 /// `SI_QUEUE` of `sigaction(2)`, which indicates that the signal was sent with
 /// `rt_sigqueueinfo(2)`.
 const SI_QUEUE: libc::c_int = -1;
-/// Message from the VM to the supervisor: from now on, the VM exits when the supervisor exits.
+/// Message with which the VM reports to the supervisor that it will exit when the supervisor exits.
 const BOUND: u8 = b'B';
 
 /// Error returned when a VM cannot run in a PID namespace.
 #[derive(Debug, thiserror::Error)]
 pub enum PidNamespaceError {
-    /// The kernel does not permit the namespace.
+    /// The kernel does not permit a PID namespace for this process.
     #[error("the kernel gives the jail no PID namespace (CONFIG_PID_NS, user.max_pid_namespaces)")]
     Namespace(#[source] io::Error),
     /// A system call failed.

@@ -62,10 +62,10 @@ pub fn drop_privileges() -> Result<(), PrivilegeError> {
 
 /// Disables core dumps of this process and its child processes.
 ///
-/// The limit is set to one byte. A core file requires at least one page, so none is written. With a
-/// limit of one byte, the kernel does not start a program given by a piped `core_pattern` either,
-/// which it would do with a limit of 0 (Linux, `fs/coredump.c`). The limit persists across
-/// `execve(2)`. A failure is logged.
+/// The limit is set to one byte. A core file requires at least one page, so none is written. A
+/// limit of 0 would not suffice, because the kernel would still start a program given by a piped
+/// `core_pattern` (Linux, `fs/coredump.c`). The limit persists across `execve(2)`. A failure is
+/// logged.
 pub fn forbid_core_dumps() {
     // Keep a hard limit of 0, because raising it would require a capability.
     let bytes = getrlimit(Resource::Core).maximum.map_or(1, |most| most.min(1));
@@ -89,14 +89,14 @@ pub fn drop_thread_capabilities() {
     }
 }
 
-/// Drops all privileges of this process, which must be single-threaded and must not need to open
-/// perf events. Returns whether this succeeded.
+/// Drops all privileges of this process, including the right to open perf events. The process must
+/// be single-threaded. Returns whether this succeeded.
 pub fn drop_all_privileges() -> bool {
     drop_privileges_except(CapabilitySet::empty())
 }
 
-/// Drops all privileges of this process, which opens perf events, like [`drop_all_privileges`].
-/// Keeps only `CAP_PERFMON`, if the process has it.
+/// Drops all privileges of this process except `CAP_PERFMON`, so that it can still open perf
+/// events. See [`drop_all_privileges`].
 pub fn drop_privileges_except_perfmon() -> bool {
     drop_privileges_except(CapabilitySet::PERFMON)
 }
@@ -153,8 +153,8 @@ pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -
     })
 }
 
-/// Drops all capabilities of this thread except those in `set`. The thread, and the threads that it
-/// starts, keep a capability in `set` only if this thread has it.
+/// Drops all capabilities of this thread except those in `set`. Grants none that the thread does
+/// not have. Threads that this thread starts later have the same capabilities.
 fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     let has = capabilities(None)?;
     if has.effective.contains(CapabilitySet::SETPCAP) {

@@ -48,11 +48,11 @@ const MAX_NAME: usize = 107;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum BrokerOperation {
-    /// Registers a destination: the socket with exactly this name. The directory of the socket is
-    /// passed as a descriptor.
+    /// Registers one socket as a destination. Its file name is passed in the request, and its
+    /// directory as a descriptor.
     AddExact = b'E',
-    /// Registers a set of destinations: the sockets whose name consists of this name, an underscore
-    /// and a port.
+    /// Registers a set of sockets as a destination. Their file names consist of the name in the
+    /// request, an underscore and a port.
     AddNumbered = b'N',
     /// Registers a socket that the VM has created, to be removed when the VM exits.
     RemoveAtEnd = b'R',
@@ -371,8 +371,8 @@ impl NamedSocket {
 /// Sockets that the VM has registered.
 #[derive(Default)]
 struct RegisteredSockets {
-    /// Registered destinations, each with `true` if the name is completed by an underscore and a
-    /// port.
+    /// Registered destinations. The second element is `true` for a set of sockets, whose file names
+    /// end with an underscore and a port.
     destinations: Vec<(NamedSocket, bool)>,
     /// The VM's own sockets, which are removed when it exits, each with its device and inode
     /// number.

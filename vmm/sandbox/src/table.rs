@@ -86,8 +86,8 @@ impl ArgumentCheck {
 /// Placeholder for the VM's process ID.
 const OWN: u64 = 0x7fff_fffe;
 
-/// Outcomes of a call with the same conditions on its arguments, in the order of
-/// [`SandboxedThreadKind::ALL`].
+/// Outcome of a call in each thread kind, in the order of [`SandboxedThreadKind::ALL`]. All calls
+/// in a group have the same conditions on their arguments.
 type CallOutcomes = [Option<SystemCallOutcome>; SandboxedThreadKind::ALL.len()];
 
 /// Formats the filters of all thread kinds as a Markdown table. A call that the table does not
@@ -135,8 +135,8 @@ fn threads(outcomes: &CallOutcomes) -> String {
     lists.collect::<Vec<_>>().join("; ")
 }
 
-/// Groups the calls that have the same arguments and outcomes. Of an `ioctl(2)`, requests of the
-/// same type form one group.
+/// Groups the calls that have the same arguments and outcomes. Requests of `ioctl(2)` with the same
+/// type form one group.
 fn grouped(counting: PerfEventAccess) -> BTreeMap<(String, CallOutcomes), Vec<String>> {
     let mut requests: BTreeMap<(u64, CallOutcomes), Vec<u64>> = BTreeMap::new();
     let mut rows: BTreeMap<(String, CallOutcomes), Vec<String>> = BTreeMap::new();
@@ -161,7 +161,7 @@ fn grouped(counting: PerfEventAccess) -> BTreeMap<(String, CallOutcomes), Vec<St
     rows
 }
 
-/// Conditions that a rule imposes on the arguments of a call. The table groups rules by them.
+/// Conditions that a rule imposes on the arguments of a call, by which the table groups its rules.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum ArgumentForm {
     /// An `ioctl(2)` request, by type and number.

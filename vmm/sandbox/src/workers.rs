@@ -33,7 +33,7 @@ use crate::{SandboxedThreadKind, filter, lists};
 /// Timeout for an answer from the keeper and for a message from a worker.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// Restrictions of worker processes.
+/// Restrictions of a helper process of the VM.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessConfinement {
     /// Seccomp mode.
@@ -56,7 +56,7 @@ impl ProcessConfinement {
     }
 }
 
-/// Error returned when the worker keeper cannot be started.
+/// Error returned when a helper process of the VM cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceStartError {
     /// A system call failed.
@@ -166,9 +166,9 @@ fn begun(control: &mut UnixStream) -> io::Result<io::Result<UnixStream>> {
     }
 }
 
-/// Performs an exchange with the keeper. After a timeout, closes the connection, because a late
-/// response would be mistaken for the response to another request. This also makes the keeper exit.
-/// The filters of every thread permit closing a socket.
+/// Performs the exchange `ask` with the keeper. Closes the connection after an error such as a
+/// timeout, because a late response would be mistaken for the response to another request. The
+/// keeper exits when the connection closes. The filters of every thread permit closing a socket.
 fn with_keeper<T>(
     control: &mut Option<UnixStream>,
     ask: impl FnOnce(&mut UnixStream) -> io::Result<T>,

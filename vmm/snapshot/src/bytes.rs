@@ -5,7 +5,8 @@ use base64::engine::general_purpose::STANDARD;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Bytes of a structure whose layout another component defines.
+/// Byte string in the saved state, such as a structure of KVM. Another component defines its
+/// layout.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Base64Bytes(pub Vec<u8>);
 

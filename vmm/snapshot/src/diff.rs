@@ -26,8 +26,8 @@ use crate::state::{SavedBase, SavedMachine, SavedMemory};
 pub const MAX_DIFFS: usize = 16;
 /// Maximum number of ranges in a diff.
 pub const MAX_RUNS: usize = 1 << 18;
-/// Number of ranges from which on [`DiffWriter`] stores a changed chunk as a whole instead of only
-/// its changed pages, so that [`MAX_RUNS`] is not reached.
+/// Number of ranges at which [`DiffWriter`] begins to store each changed chunk as a whole instead
+/// of only its changed pages, so that [`MAX_RUNS`] is not reached.
 const MANY_RUNS: usize = MAX_RUNS / 2;
 /// Granularity at which memory is compared with the base, in bytes.
 const PAGE_BYTES: usize = 4096;
@@ -41,7 +41,7 @@ pub enum DiffError {
     /// A snapshot passed as a base is not one on which the diff depends.
     #[error("no diff that is given is based on it; omit it")]
     Unneeded,
-    /// The chain has too many diffs, counting the diff that is based on the given ones.
+    /// The new diff would be based on a chain of [`MAX_DIFFS`] diffs or more.
     #[error(
         "there would be more than {MAX_DIFFS} diffs one above the other; name an earlier snapshot, or take \
          a full one"
@@ -140,8 +140,8 @@ impl BaseSnapshot {
 #[derive(Debug)]
 pub struct BaseChain {
     full: BaseSnapshot,
-    /// The diffs in order. The first is based on the full snapshot, and each other one on its
-    /// predecessor.
+    /// The diffs from the lowest to the highest. The first is based on the full snapshot, and each
+    /// further one on its predecessor.
     diffs: Vec<BaseSnapshot>,
 }
 
@@ -434,7 +434,7 @@ fn verify_above(
     memory::verify_by(memory, is_verified, |buffer, at| read(full, layers, buffer, at))
 }
 
-/// Returns the ranges in `runs`, the ranges of a diff, that overlap `range`.
+/// Returns those of a diff's ranges `runs` that overlap `range`.
 fn within<'a>(runs: &'a [(u64, u64)], range: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + 'a {
     let Range { start: from, end } = *range;
     let first = runs.partition_point(|(start, len)| start + len <= from);

@@ -155,7 +155,8 @@ fn body_of(bytes: &[u8]) -> Result<&[u8], SnapshotFormatError> {
     Ok(&checked[HEADER_BYTES..])
 }
 
-/// Removes optional fields. serde_json limits the depth of the value and thereby of the recursion.
+/// Removes optional fields from `value` and everything in it. serde_json limits the nesting depth
+/// of a value, and therefore the depth of this recursion.
 fn remove_optional_fields(value: &mut Value) {
     match value {
         Value::Object(fields) => {

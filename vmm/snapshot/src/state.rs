@@ -216,7 +216,8 @@ pub struct SavedRdpmc {
     pub at: u64,
     /// Address of the instruction after the RDPMC.
     pub behind: u64,
-    /// Number of consecutive repetitions.
+    /// Number of consecutive times that the guest was made to execute this RDPMC again, because a
+    /// PMI was delivered before it.
     pub repetitions: u32,
 }
 
@@ -278,9 +279,9 @@ pub struct SavedCpuPlug {
     pub asked_for: u64,
     /// Number of the selected processor.
     pub selector: u8,
-    /// Event that _OST reports on.
+    /// Event code that the guest has written for its next _OST report.
     pub event: [u8; 4],
-    /// Status that _OST reports.
+    /// Status code of the guest's most recent _OST report.
     pub status: [u8; 4],
 }
 
@@ -323,7 +324,7 @@ pub struct SavedDevice {
     pub msix_control: u16,
     /// Contents of the MSI-X table.
     pub msix_table: Base64Bytes,
-    /// Pending masked interrupts, one bit each.
+    /// Bitmap of the pending MSI-X interrupts that are masked.
     pub msix_pending: Base64Bytes,
 }
 

@@ -113,13 +113,13 @@ pub enum MigrationStreamError {
     /// The peer does not send a stream of this protocol.
     #[error("the other side does not send a VM: its stream does not begin with PVMG")]
     Preamble,
-    /// The version is not supported.
+    /// The protocol version of the stream is not supported.
     #[error("the other side speaks version {0} of the protocol, this program version 1")]
     Version(u16),
     /// The peer has closed the connection.
     #[error("the connection was closed by the other side")]
     Closed,
-    /// The time limit has expired.
+    /// The peer has not sent or accepted a message within the time limit.
     #[error("the other side does not respond")]
     Silent,
     /// The frame type is unknown.

@@ -355,7 +355,8 @@ impl Drop for ChildVm {
     }
 }
 
-/// Passes lines to `take`, with long ones split, until the stream ends or `take` returns `false`.
+/// Passes the lines of `stream` to `take` until the stream ends or `take` returns `false`. Splits
+/// long lines.
 fn split_lines(stream: impl Read, mut take: impl FnMut(String) -> bool) {
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();

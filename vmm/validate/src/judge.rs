@@ -58,7 +58,7 @@ pub enum Verdict {
     /// A count is wrong or missing.
     #[serde(rename = "FAIL")]
     Fail,
-    /// The host cannot count the event, and no counter moved.
+    /// The host cannot count the event, and no counter changed.
     #[serde(rename = "not supported here")]
     NotSupported,
     /// The other load of the host prevents a verdict, because almost any count would pass.
@@ -105,7 +105,8 @@ pub struct CountComparison {
 }
 
 impl CountComparison {
-    /// Returns the evidence for a count that the host does not see.
+    /// Creates a comparison of a count in the guest with an expected count, without a count on the
+    /// host.
     pub fn of_guest(guest: Option<u64>, expected: Expectation) -> Self {
         Self {
             guest,
@@ -115,7 +116,7 @@ impl CountComparison {
     }
 }
 
-/// Returns the verdict and, for a failure, the reason.
+/// Judges the guest's count in `seen`. Returns the verdict and, for a failure, the reason.
 pub fn judge(seen: &CountComparison) -> (Verdict, Option<String>) {
     let fail = |why: String| (Verdict::Fail, Some(why));
     let Some(guest) = seen.guest else {
@@ -138,7 +139,7 @@ pub fn judge(seen: &CountComparison) -> (Verdict, Option<String>) {
 }
 
 /// Judges the counter of an event that this host cannot count because of `why`. The counter must
-/// not have moved, and the host must report that it has no backing.
+/// not have changed, and the host must report that nothing counts for it.
 pub fn judge_unbacked(
     guest: Option<u64>,
     host_backing: Option<&str>,
@@ -223,7 +224,7 @@ mod tests {
         assert_eq!(judge(&alone).0, Verdict::Fail);
     }
 
-    /// An event with a moving counter cannot be reported as not supported.
+    /// An event cannot be reported as not supported if its counter has changed.
     #[test]
     fn moving_event_is_not_unsupported() {
         assert_eq!(
@@ -236,7 +237,8 @@ mod tests {
     }
 
     proptest! {
-        /// Only counts within both tolerances pass.
+        /// A count passes only if it is within the tolerance of the expected count and equal to the
+        /// host's count.
         #[test]
         fn pass_is_within_tolerance(guest: u32, host: u32, expected: u32, percent in 0.0..10.0f64) {
             let (guest, host, expected) = (u64::from(guest), u64::from(host), u64::from(expected));

@@ -6,8 +6,8 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`judge`] | from counts to a verdict |
-//! | `measure` | several measurements of a row to one verdict |
+//! | [`judge`] | verdict on one count |
+//! | `measure` | repeated measurements of a row, and their common verdict |
 //! | [`report`] | rows, their table, the summary |
 //! | [`child`] | a VM in a child process |
 //! | [`procfs`] | the host kernel's accounting data of vCPU threads |

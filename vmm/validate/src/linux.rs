@@ -30,14 +30,15 @@ const MAX_OUTPUT_LINES: usize = 10_000;
 /// Value to which Linux sets a counter that it uses for counting only. A 48-bit counter overflows
 /// after 2^47 - 1 further counts.
 const LINUX_START: u64 = (1 << 48) - ((1 << 47) - 1);
-/// Returns the shell command that runs `perf stat` on a program controlled by the gate. The output
-/// is first written to a file, because console output takes time.
+/// Returns the shell command that runs `perf stat` on `program`, which the guest's program `gate`
+/// stops at its start and end. The output is first written to a file, because console output takes
+/// time.
 fn perf_stat(arguments: &str, program: &str) -> String {
     perf_stat_of(arguments, &format!("gate {program}"))
 }
 
-/// Returns the shell command that runs `perf stat` on a command that ends with a program controlled
-/// by the gate.
+/// Returns the shell command that runs `perf stat` on `command`, which must start its program with
+/// `gate`.
 fn perf_stat_of(arguments: &str, command: &str) -> String {
     format!(
         "GATE_PERF=1 perf stat -D -1 --control fifo:/tmp/ctl,/tmp/ack -x, -o /tmp/stat {arguments} {command} \
@@ -63,11 +64,13 @@ struct LinuxGuest {
 struct CommandResult {
     text: String,
     status: i32,
-    /// Readings at the start and end of the gated program, if the command has a gate.
+    /// Readings at the start and end of the command's program; `None` if the command does not use
+    /// `gate`.
     gate: Option<Gate>,
 }
 
-/// Readings at the start and end of a gated program, and the program's accounting data in between.
+/// Readings at the start and end of a program that `gate` stops there, and the program's accounting
+/// data in between.
 #[derive(Debug)]
 struct Gate {
     /// CPU time of the program in nanoseconds, according to the guest kernel.
@@ -165,8 +168,8 @@ impl Linux<'_> {
 }
 
 impl LinuxGuest {
-    /// Runs a shell command. If the command has a gate, the operator's events are enabled at the
-    /// start of the gated program and disabled at its end.
+    /// Runs a shell command. If the command uses `gate`, the operator's events are enabled at the
+    /// start of the command's program and disabled at its end.
     fn run(
         &mut self,
         name: &str,

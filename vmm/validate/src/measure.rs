@@ -17,8 +17,8 @@ pub(crate) fn measure_row(
     measure_rows(|| Ok(vec![measure()?])).map(|mut rows| rows.swap_remove(0))
 }
 
-/// Measures the rows of one measurement, [`MEASUREMENTS`] times if one of them depends on time, and
-/// judges each row by all of its measurements.
+/// Calls `measure`, which measures one or more rows, and judges each row. If a row depends on time,
+/// calls `measure` [`MEASUREMENTS`] times and judges each row by all of its measurements.
 ///
 /// A failure that is independent of time is final. Otherwise the verdict of the majority of
 /// measurements is used. Without a majority, the verdict is `Verdict::TooBusy`. The median is shown

@@ -450,8 +450,9 @@ mod tests {
     use super::*;
     use crate::judge::Expectation;
 
-    /// A count depends on time unless it is known, exact, or differs between guest and host. The
-    /// table and the JSON show the measurements and the spread of a time-dependent row.
+    /// A row does not depend on time if its expected count is known or if the guest and the host
+    /// disagree. The table and the JSON show the number of measurements and the spread of a
+    /// time-dependent row.
     #[test]
     fn time_dependent_rows_show_their_spread() {
         assert!(!row(5, 6).of_time);

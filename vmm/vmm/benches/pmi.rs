@@ -36,8 +36,8 @@ use vpmu::{BackingPolicy, PmuGeneration, PmuModel};
 
 /// Number of repetitions of each variant.
 const TURNS: usize = 21;
-/// Minimum CPU time that the guest's work takes in one repetition without interrupts, and minimum
-/// number of interrupts in one repetition.
+/// Minimum CPU time of the guest's work in one repetition without interrupts. `INTERRUPTS` is the
+/// minimum number of interrupts in one repetition.
 const WORK: Duration = Duration::from_millis(100);
 const INTERRUPTS: u32 = 100;
 /// Minimum interval between interrupts; increased to 1.5 times the cost of one interrupt if that is
@@ -47,7 +47,7 @@ const PERIOD: Duration = Duration::from_micros(100);
 const TRIED_PERIOD: Duration = Duration::from_millis(2);
 const TRIES: usize = 5;
 
-/// Load address of the image, and offsets in the image.
+/// Load address of the image. The following constants are offsets in the image.
 const LOAD: u32 = 0x10_0000;
 const HEADER_BYTES: u32 = 32;
 const HANDLER: u32 = 0x400;
@@ -64,31 +64,34 @@ const STACK: u32 = 0x18_0000;
 const RAM_BYTES: u64 = 32 << 20;
 /// isa-debug-exit port, written when the guest has completed its work.
 const DONE_PORT: u16 = 0xF4;
-/// Addresses of KVM's identity map and task state segment (KVM API 4.41, 4.42).
+/// Guest-physical address of KVM's identity map (KVM API 4.41); `TASK_STATE` is that of the task
+/// state segment (KVM API 4.42).
 const IDENTITY_MAP: u64 = 0xFEFF_C000;
 const TASK_STATE: u64 = 0xFEFF_D000;
 
-/// Register bits and numbers for entering 64-bit mode (SDM vol. 3 §10.8.5).
+/// Bit CR4.PAE, which 64-bit mode requires in addition to `EFER_LME` (SDM vol. 3 §10.8.5).
 const CR4_PAE: u32 = 1 << 5;
 const IA32_EFER: u32 = 0xC000_0080;
 const EFER_LME: u64 = 1 << 8;
 /// CR0 with PG, ET and PE set.
 const CR0_PAGED: u32 = 1 << 31 | 1 << 4 | 1;
-/// IA32_APIC_BASE.EN and EXTD (SDM vol. 3 §11.12.1), and x2APIC registers (table 11-6).
+/// Index of the MSR IA32_APIC_BASE. `X2APIC` are its bits EN and EXTD (SDM vol. 3 §11.12.1). The
+/// further constants are indexes of x2APIC registers (table 11-6).
 const IA32_APIC_BASE: u32 = 0x1B;
 const X2APIC: u32 = 0xC00;
 const X2APIC_SPURIOUS: u32 = 0x80F;
 const X2APIC_LVT_PMI: u32 = 0x834;
 /// LVT entry with NMI delivery, unmasked.
 const LVT_NMI: u32 = 0x400;
-/// PERF_CTL0 and PERF_CTR0 of the core extension, and the global registers of version 2 (APM vol. 2
-/// §13.2).
+/// MSR index of AMD's PERF_CTL0. The following constants are the indexes of PERF_CTR0 and of the
+/// global registers of version 2 (APM vol. 2 §13.2).
 const AMD_CTL0: u32 = 0xC001_0200;
 const AMD_CTR0: u32 = 0xC001_0201;
 const AMD_GLOBAL_STATUS: u32 = 0xC000_0300;
 const AMD_GLOBAL_CTL: u32 = 0xC000_0301;
 const AMD_GLOBAL_STATUS_CLEAR: u32 = 0xC000_0302;
-/// Event selects: cycles at all levels, enabled. Bit 20 enables interrupts.
+/// Event select that counts cycles at all privilege levels on Intel; `AMD_CYCLES` is that of AMD.
+/// `INTERRUPT` is the bit that enables interrupts.
 const INTEL_CYCLES: u32 = 0x43_003C;
 const AMD_CYCLES: u32 = 0x43_0076;
 const INTERRUPT: u32 = 1 << 20;
@@ -108,7 +111,8 @@ struct Case {
     selector: (u32, u32),
     counter: u32,
     global: Option<u32>,
-    /// Accesses of the interrupt handler before it rewrites the counter, and after.
+    /// Register accesses of the interrupt handler, first those before it rewrites the counter, then
+    /// those after.
     handler: (&'static [Access], &'static [Access]),
 }
 

@@ -22,8 +22,8 @@ use vmm::vcpu::step::{Stepper, VcpuStepAction};
 use vpmu::exact::RetiredCounts;
 use vpmu::{PrivilegeLevels, Vendor};
 
-/// Number of repetitions of each variant, and instructions per repetition. A repetition is short,
-/// so that most are not interrupted by other processes on a busy host.
+/// Number of repetitions of each variant. Each repetition executes `INSTRUCTIONS` instructions,
+/// which is so short that other processes on a busy host interrupt few repetitions.
 const TURNS: usize = 301;
 const INSTRUCTIONS: u64 = 220;
 const TABLES: u64 = 0x1000;
@@ -40,7 +40,7 @@ const LOOP: [u8; 33] = [
 enum Variant {
     /// Single steps without decoding.
     Bare,
-    /// Stepper with empty caches.
+    /// The stepper that counts retired instructions, starting with empty caches.
     Stepper(Stepper),
 }
 

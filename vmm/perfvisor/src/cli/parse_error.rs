@@ -116,7 +116,7 @@ pub(super) fn condense_error(
     CliEarlyExit::Error(one_line(&line))
 }
 
-/// Returns a hint about the option that was probably meant by a stray positional argument of
+/// Returns a hint about how to pass the value that was given as a stray positional argument of
 /// `command`.
 fn suggest_option(command: &str) -> &'static str {
     match command {

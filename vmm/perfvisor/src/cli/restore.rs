@@ -9,8 +9,7 @@ use vpmu::BackingPolicy;
 
 use super::{Cli, CliCommand, CliEarlyExit, RunArgs};
 
-/// Options that determine the machine, by the names of their fields. None of their values is a
-/// path.
+/// Names of the [`RunArgs`] fields whose options determine the machine. No value is a path.
 const MACHINE_OPTIONS: [&str; 15] = [
     "backing",
     "balloon",
@@ -36,8 +35,8 @@ const BRANCH_RECORDS: &str = "lbr";
 /// Name of the only machine option whose value may differ from that in the snapshot.
 const BACKING: &str = "backing";
 
-/// Options that conflict with `--restore`: all [`MACHINE_OPTIONS`] except the backing, options of a
-/// kernel to boot, and options of devices and settings that a snapshot cannot contain.
+/// Names of the [`RunArgs`] fields whose options conflict with `--restore`: all [`MACHINE_OPTIONS`]
+/// except the backing, and options that apply only to a new guest or cannot be used with snapshots.
 pub(super) const CONFLICTS: [&str; 25] = [
     "balloon",
     "boot_protocol",
@@ -80,7 +79,7 @@ pub enum MachineOptionsError {
     OwnPmu,
 }
 
-/// Saves the values of the machine's options for a snapshot.
+/// Stores the values of the options that determine the machine in `cli`, for later snapshots.
 pub(super) fn keep_machine_options(cli: &mut Cli, matches: &ArgMatches) {
     let (CliCommand::Run(run), Some((_, given))) = (&mut cli.command, matches.subcommand()) else {
         return;
@@ -108,13 +107,13 @@ impl RunArgs {
         self.restore.is_some() || self.incoming.is_some()
     }
 
-    /// Returns `self` with the machine's options of a snapshot. The backing in `self` takes
-    /// precedence over the snapshot's.
+    /// Returns `self` with `options`, the machine options of a snapshot. The backing in `self`
+    /// takes precedence over the snapshot's.
     ///
     /// # Errors
-    /// Returns [`MachineOptionsError::Unknown`] for an option that does not belong to the machine,
+    /// Returns [`MachineOptionsError::Unknown`] for an option that does not determine the machine,
     /// [`MachineOptionsError::Invalid`] for an invalid value, and [`MachineOptionsError::OwnPmu`]
-    /// for a backing that requires another machine.
+    /// if `--backing kvm` cannot continue the saved guest's counters.
     pub fn with_machine_options(
         &self,
         options: &BTreeMap<String, String>,
@@ -168,8 +167,8 @@ impl RunArgs {
     }
 }
 
-/// Returns the machine's options for a snapshot whose guest has branch records if
-/// `has_branch_records` is set.
+/// Returns the machine options to store in a snapshot. Includes `--lbr on` if the guest has branch
+/// records, and no `--lbr` otherwise.
 pub fn options_of_guest(args: &RunArgs, has_branch_records: bool) -> BTreeMap<String, String> {
     let mut options = args.machine_options.clone();
     if has_branch_records {

@@ -210,7 +210,7 @@ fn missing_and_unknown_commands_print_one_line() {
     ));
 }
 
-/// An option that is not a typing error gets no suggestion.
+/// The error message for an unknown option suggests no option if none is similar.
 #[test]
 fn dissimilar_option_is_not_suggested() {
     let Err(CliEarlyExit::Error(line)) = parse(["perfvisor", "run", "--api-sock", "/tmp/x"]) else {
@@ -222,7 +222,7 @@ fn dissimilar_option_is_not_suggested() {
     );
 }
 
-/// `help COMMAND` prints the command's help, and reports errors like the command.
+/// `help COMMAND` prints the same text as `COMMAND --help`, and reports unknown commands.
 #[test]
 fn help_command_prints_help() {
     let text = |args: &[&str]| match parse(["perfvisor"].iter().chain(args)) {

@@ -103,7 +103,7 @@ pub(crate) const EXAMPLES: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Files of the manual pages.
+/// Paths and descriptions for the FILES section of the manual pages.
 const FILES: &[(&str, &str)] = &[
     (
         "$XDG_RUNTIME_DIR/perfvisor/NAME.sock",
@@ -147,7 +147,7 @@ fn manual_page(man: &Man, command: &clap::Command) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// Returns the sections EXAMPLES, FILES and SEE ALSO of the page of the command `name`.
+/// Returns the sections EXAMPLES, FILES and SEE ALSO of the manual page for command `name`.
 fn last_sections(name: &str) -> String {
     let mut text = String::new();
     if let Some((_, examples)) = EXAMPLES.iter().find(|(command, _)| *command == name) {
@@ -203,8 +203,8 @@ const OPTION_VALUES: &[(&str, &[&str])] = &[
     ("sort", &["comm,dso,sym", "comm", "pid", "vcpu", "dso", "sym"]),
 ];
 
-/// Sets the values that a shell offers for `arg`, which are the known values, files, or nothing.
-/// Without a hint, shells offer file names for VM names and numbers.
+/// Sets the values that a shell offers for `arg`: the known values if there are any, file names for
+/// a path, and nothing otherwise. Shells would otherwise offer file names for VM names and numbers.
 fn with_completion_hint(arg: clap::Arg) -> clap::Arg {
     let id = arg.get_id().as_str();
     let known = OPTION_VALUES.iter().find(|(name, _)| *name == id);
@@ -251,7 +251,7 @@ mod tests {
     use super::*;
     use crate::cli::Cli;
 
-    /// Every example of the pages is a valid command line.
+    /// Every example in the manual pages is a valid command line, and the pages have all sections.
     #[test]
     fn manual_pages_have_valid_examples_and_related_pages() {
         for example in EXAMPLES.iter().flat_map(|(_, examples)| *examples) {

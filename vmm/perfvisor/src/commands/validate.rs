@@ -62,7 +62,7 @@ pub struct ValidateArgs {
     pub json: bool,
 }
 
-/// Errors of the PMU model to validate.
+/// Errors of the `--pmu` option of `perfvisor validate`.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuOptionError {
     #[error(transparent)]
@@ -167,7 +167,7 @@ pub fn validate(args: &ValidateArgs) -> Result<ExitStatus, ValidateError> {
     })
 }
 
-/// Returns the properties of the host, and whether it can run Linux guests.
+/// Returns the properties of the host, and whether it can run Linux guests with a PMU.
 fn probe_host(pmu: &str, own: Option<&KvmPmuCapabilities>) -> Result<(HostProperties, bool), ValidateError> {
     let kvm = host::open()?;
     let facts = execution::facts(&kvm)?;
@@ -219,7 +219,11 @@ fn guest_pmu(pmu: &str, own: Option<&KvmPmuCapabilities>, probe: &HostProbe) -> 
     Some(model.model.to_string())
 }
 
-/// Returns KVM's own vPMU if the host has one that matches the request.
+/// Returns the capabilities of KVM's own vPMU.
+///
+/// # Errors
+/// Returns [`ValidateError`] if KVM has no vPMU, its vPMU is mediated, or it does not support the
+/// model given by `--pmu`.
 fn own_pmu(args: &ValidateArgs) -> Result<KvmPmuCapabilities, ValidateError> {
     let kvm = host::open()?;
     let probe = HostProbe::run();

@@ -27,7 +27,7 @@ const CONFIG_FIELD: &str = "_vm_config";
 /// Maximum size of a request or a reply, in bytes.
 const MAX_LINE: u64 = 1 << 20;
 
-/// Request to the process that writes snapshots: saves the VM to files.
+/// A request to save the VM in two files, sent to the process that writes snapshots.
 #[derive(Debug, Serialize, Deserialize)]
 struct SaveRequest {
     state: PathBuf,
@@ -146,7 +146,8 @@ pub fn read_config(path: &Path) -> Result<VmConfig, StateFileError> {
     Ok(config)
 }
 
-/// Returns the MAC address of a network device, which is the first field of its configuration.
+/// Returns the MAC address of a network device, read from the first six bytes of its configuration
+/// space.
 fn mac(device: &SavedDevice) -> Option<String> {
     let address = device.config.0.get(..6)?;
     let bytes: Vec<String> = address.iter().map(|byte| format!("{byte:02x}")).collect();

@@ -70,8 +70,7 @@ struct ChildVm {
 }
 
 impl VmProcess {
-    /// Creates a VM that is not running yet. Without `id`, the name of the VM contains its process
-    /// ID.
+    /// Creates a VM that is not running yet. Without `id`, the VM is named after its process ID.
     pub fn new(id: Option<String>, check: CheckCommandLine) -> Self {
         // Without /proc, as in a chroot, use the path by which this process was started.
         let started = std::env::args_os().next().unwrap_or_default();
@@ -106,14 +105,14 @@ impl VmProcess {
         }
     }
 
-    /// Terminates the VM. Returns `false` if no VM is running or it does not answer.
+    /// Terminates the VM. Returns `false` if no VM is running or the VM does not answer.
     pub fn stop(&mut self) -> bool {
         let vm = self.child.as_mut();
         vm.is_some_and(|vm| vm.client.call(request::Stop).is_ok())
     }
 
-    /// Returns the exit status if the VM has exited. The status is 0 after a power-off or a reset,
-    /// and otherwise that of `perfvisor run`.
+    /// Returns the exit status if the VM has exited: 0 after a power-off or a reset, and otherwise
+    /// the exit status of `perfvisor run`.
     pub fn exit_status(&mut self) -> Option<ExitStatus> {
         self.relay_messages();
         let status = self.child.as_mut()?.child.try_wait().ok()??;
@@ -188,7 +187,8 @@ fn wait_for_vm(child: &mut Child, messages: &mut ChildStderr, name: &str) -> Res
     }
 }
 
-/// Copies available messages to the log and to `copy`, which keeps the most recent ones.
+/// Copies the available output of the VM to the log, and keeps the last [`MESSAGE_BYTES`] in
+/// `copy`.
 fn relay(messages: &mut ChildStderr, copy: &mut Vec<u8>) {
     let mut chunk = [0; MESSAGE_BYTES];
     while let Ok(count @ 1..) = messages.read(&mut chunk) {
@@ -362,7 +362,7 @@ impl VmBackend for VmProcess {
     }
 }
 
-/// Converts the error of a request that the VM refused to an error of the API.
+/// Converts an error of a control request to the VM into an error of the API.
 fn refusal(error: &ClientError) -> ApiFault {
     let is_limit = matches!(error, ClientError::Refused(failure) if failure.kind == RequestErrorKind::Limit);
     ApiFault {

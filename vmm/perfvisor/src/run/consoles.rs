@@ -119,7 +119,7 @@ impl Consoles {
         Ok(all)
     }
 
-    /// Ends all current and future waits for space in the output of the consoles.
+    /// Makes all current and future waits for console output return immediately.
     pub fn stop(&self) {
         self.all().for_each(Console::stop);
     }

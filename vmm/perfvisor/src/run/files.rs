@@ -15,14 +15,14 @@ use super::RunError;
 use crate::cli::RunArgs;
 use crate::devices;
 
-/// Host files that any VM may read, none of which is secret. /proc provides client states, vCPU run
-/// times and the process's own memory files. The C library reads the list of CPUs.
+/// Host files that any VM may read: /proc, for client states, vCPU run times and the process's own
+/// memory files, and the list of CPUs, for the C library. None of them is secret.
 const HOST_FILES: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
 /// Mount point of procfs. A jail has its own instance.
 pub(super) const PROC: &str = "/proc";
 
-/// Denies threads that start from now on access to all files except those that [`restrict`] allows,
-/// if the kernel supports landlock.
+/// Denies file access to all threads started from now on, except to the files that [`restrict`]
+/// allows later. Has no effect if the kernel does not support landlock.
 ///
 /// # Errors
 /// Returns [`FileAccessError`] if the kernel supports landlock but rejects the rules.
@@ -68,8 +68,9 @@ pub(super) fn allowed_files(args: &RunArgs) -> AccessibleFiles {
     }
 }
 
-/// Instructs the socket broker to remove the sockets of VM `name`, including `control`, when the VM
-/// exits, and to accept no further names. All sockets are listening at this point.
+/// Registers the sockets of VM `name`, including `control`, with the socket broker, which removes
+/// them when the VM exits. The broker then accepts no further sockets. All sockets must be
+/// listening.
 ///
 /// # Errors
 /// Returns [`RunError::Seal`] if the broker cannot be confined.

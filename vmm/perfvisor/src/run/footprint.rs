@@ -11,9 +11,10 @@ const MAX_ARENAS: libc::c_int = 2;
 
 /// Configures glibc to return freed memory to the host.
 ///
-/// The startup of a VM reads and frees a kernel, an initrd and symbols, and each scrape of the
-/// exporter a text of megabytes. By default, glibc raises its mmap threshold when the first large
-/// buffer is freed, and retains such buffers in the heap for the lifetime of the process.
+/// By default, glibc raises its mmap threshold when the first large buffer is freed, and retains
+/// such buffers in the heap for the lifetime of the process. The startup of a VM (kernel, initrd,
+/// symbols) and each scrape of the exporter (text of several megabytes) allocate and free such
+/// buffers.
 pub fn configure_malloc() {
     // SAFETY: mallopt takes two integers, and no other thread exists yet.
     #[cfg(target_env = "gnu")]

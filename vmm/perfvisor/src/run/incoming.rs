@@ -50,11 +50,11 @@ use super::restore::{machine_args, saved_addresses};
 use crate::cli::RunArgs;
 use crate::cli::restore::MachineOptionsError;
 
-/// File permissions of the socket, which only its user can access.
+/// File permissions of the socket: access only for the user who starts the VM.
 const SOCKET_MODE: u32 = 0o600;
 /// Virtio device ID of disks.
 const VIRTIO_BLOCK: u32 = 2;
-/// Timeout for the exit of a process whose connection has closed.
+/// Maximum time to wait for the source process to exit after it has closed its connection.
 const END_TIMEOUT: Timespec = Timespec {
     tv_sec: 10,
     tv_nsec: 0,
@@ -107,7 +107,7 @@ pub enum IncomingError {
     Cancelled,
 }
 
-/// Connection to the process that waits for the result of a migration.
+/// Connection over which the result of a migration is reported.
 #[derive(Debug)]
 enum Reply {
     /// The process waits for an answer of one line.
@@ -141,7 +141,8 @@ impl Requester {
         }
     }
 
-    /// Returns whether the process that waits for a line has exited.
+    /// Returns whether the process that requested the migration has exited. Always `false` for a
+    /// byte stream.
     fn has_ended(&self) -> bool {
         let Some(reply) = self.0.take() else {
             return false;
@@ -240,7 +241,8 @@ impl Incoming {
         }
     }
 
-    /// Receives the VM. Returns `args` with the options of its machine.
+    /// Receives the VM. Returns `args` with the VM's machine options, the saved machine, and the
+    /// arrival.
     ///
     /// # Errors
     /// Returns an [`IncomingError`]. In this case the VM continues in the source process.
@@ -336,7 +338,8 @@ pub(super) struct LocalArrival {
 }
 
 impl Arrival {
-    /// Returns a description of the guest that names the source VM, for operators.
+    /// Returns a one-line description of the guest for operators: "moved from" and the name of the
+    /// source VM.
     pub(super) fn description(&self) -> String {
         let name = match self {
             Self::Local(vm) => &vm.client.info().name,
@@ -373,8 +376,8 @@ impl Arrival {
         }
     }
 
-    /// Terminates the VM in the source process, or waits until it no longer runs there, and starts
-    /// it here as VM `name`.
+    /// Starts the VM in this process as VM `name`, after the VM has terminated or stopped for good
+    /// in the source process.
     ///
     /// # Errors
     /// Returns an [`IncomingError`]. In this case the VM continues in the source process.

@@ -47,9 +47,9 @@ pub(super) fn become_user(args: &RunArgs) -> Result<(), RunError> {
     sandbox::become_user(uid, gid.unwrap_or(uid)).map_err(RunError::Jail)
 }
 
-/// Continues in the first process of a new PID namespace if the VM is to be jailed and this process
-/// may create one. The calling process then supervises the VM and does not return. Returns the
-/// connection to the service manager. No other thread may exist.
+/// Continues in the first process of a new PID namespace if `args` requests a jail and the kernel
+/// permits the namespace. The calling process becomes the supervisor of the VM and does not return.
+/// Returns the connection to the service manager. No other thread may exist.
 ///
 /// # Errors
 /// Returns [`RunError::PidNamespace`] if the namespace cannot be created.

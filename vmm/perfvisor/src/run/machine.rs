@@ -35,7 +35,7 @@ use vmm::vm::{DebuggerConfig, VmConfig};
 /// legacy hardware.
 pub(crate) const DEFAULT_LINUX_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
-/// The guest's PMU, and the mechanism that counts for it on this host (backing).
+/// The guest's PMU and the host facilities that count its events.
 struct BackedPmu {
     model: PmuModel,
     has_pmu: bool,
@@ -44,8 +44,8 @@ struct BackedPmu {
     backability: ArchEventSet,
 }
 
-/// Returns the machine configuration for `args` on this host. Logs which requested features are
-/// reduced, and choices that the user may not expect.
+/// Returns the machine configuration for `args` on this host. Logs features that are reduced on
+/// this host, and automatic choices that may surprise the user.
 ///
 /// # Errors
 /// Returns [`RunError`] if an option is unsupported on this host.

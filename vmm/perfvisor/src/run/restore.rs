@@ -67,8 +67,8 @@ pub enum RestoreFileError {
 /// Returns `None` without `--restore`.
 ///
 /// # Errors
-/// Returns [`RestoreFileError`] if a file cannot be read, is truncated, damaged or of another
-/// version, or has invalid options.
+/// Returns [`RestoreFileError`] if a file cannot be read, is truncated or damaged, has another
+/// format version, or contains invalid options.
 pub(super) fn open(args: &RunArgs) -> Result<Option<(RunArgs, RestoredMachine)>, RestoreFileError> {
     let Some(dir) = &args.restore else {
         return Ok(None);
@@ -148,8 +148,8 @@ pub(super) fn with_own_addresses(mut saved: RestoredMachine, args: &RunArgs, vm:
     saved
 }
 
-/// Opens the bases of the diff in `dir`, as given on the command line. Returns `None` for a full
-/// snapshot.
+/// Opens the snapshots given by `--restore-base`, on which the diff snapshot in `dir` is based.
+/// Returns `None` for a full snapshot.
 fn open_base(
     args: &RunArgs,
     dir: &Path,

@@ -24,8 +24,8 @@ use crate::background::{self, DaemonStartup, ServiceNotifier};
 use crate::cli::RunArgs;
 use crate::inherited::{self, InheritedDescriptors};
 
-/// The helper processes of a VM, and the resources that were opened before them with the rights of
-/// the VM's user.
+/// The helper processes of a VM, and the resources that this process opened before it dropped its
+/// privileges.
 pub(super) struct Helpers {
     /// Startup state of a daemon, with its connection to the process that started it.
     pub(super) starting: Option<DaemonStartup>,
@@ -91,8 +91,8 @@ impl Helpers {
 pub(super) struct HostSetup {
     pub(super) kvm: Kvm,
     pub(super) probe: HostProbe,
-    /// Slow operations of KVM. A process can be jailed only while it has a single thread, so a
-    /// jailed VM starts these operations later.
+    /// Slow KVM setup that runs on another thread; `None` for a jailed VM, which must have a single
+    /// thread until it has entered the jail.
     pub(super) begun: Option<BackgroundKvmSetup>,
     pub(super) stop_signals: BlockedSignals,
 }

@@ -19,7 +19,7 @@ fn text(out: &Output) -> String {
     String::from_utf8_lossy(&[&out.stdout[..], &out.stderr[..]].concat()).into_owned()
 }
 
-/// With several VMs, the machine-readable lines of `stat` contain the label of the VM, and its text
+/// For several VMs, each machine-readable line of `stat` contains the name of its VM, and the text
 /// output has one table per VM.
 #[test]
 fn stat_counts_all_vms_at_once() {

@@ -6,7 +6,7 @@ use std::process::Output;
 use crate::common::operator::TestVm;
 use crate::common::vm::assert_contains;
 
-/// Records the VM, whose guest spins, and returns the path of the file.
+/// Records a VM whose guest spins, and returns the path of the recording.
 fn recorded(vm: &TestVm, name: &str) -> PathBuf {
     let file = vm.vm.runtime.path().join(name);
     let path = file.to_str().unwrap();
@@ -26,8 +26,8 @@ fn refused(out: &Output, words: &[&str]) {
     }
 }
 
-/// The output of `annotate` names the source of the code. Code that differs from the recorded build
-/// is rejected.
+/// The output of `annotate` states where the code was read: from the memory of the running VM or
+/// from a file. A file of another build than the recorded one is rejected.
 #[test]
 fn function_is_annotated_from_guest_memory() {
     let Some(vm) = TestVm::spinning(1) else { return };

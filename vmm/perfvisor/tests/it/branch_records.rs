@@ -13,8 +13,8 @@ fn run(kernel: &NamedTempFile, model: &str, only: &str, options: &str) -> Run {
     crate::common::stepping::run(&mut command(&line, Some((kernel.path(), &words))))
 }
 
-/// At a PMI, the guest finds the branches of the interrupted code in its branch records, with the
-/// registers and the freezing of each vendor.
+/// After a PMI, the guest finds the branches of the interrupted code in its branch records, on the
+/// PMU models of both vendors.
 #[test]
 fn pmis_find_branches_of_the_guest() {
     if host().is_none() {

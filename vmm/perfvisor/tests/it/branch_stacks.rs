@@ -107,9 +107,9 @@ fn assert_probability(name: &str, (n, hits): (f64, f64), p: f64) {
     );
 }
 
-/// Tolerance of a frequency, in standard deviations. Eight frequencies with a tolerance of 3 sigma
-/// would fail by chance in one of forty runs. With a recording of 9 s, 4.5 sigma are as strict as 3
-/// sigma with 4 s.
+/// Tolerance of a measured frequency, in standard deviations. At 3, one of the eight frequencies
+/// would fail by chance in one of forty runs. The recording of 9 s makes 4.5 as strict as 3 is for
+/// a recording of 4 s.
 const SIGMAS: f64 = 4.5;
 
 const KERNEL: [&str; 4] = ["-j", "any,k,save_type", "-F", "500"];
@@ -201,7 +201,8 @@ fn overhead_limit_bounds_branch_stacks() {
     assert!(share.is_some_and(|share| share <= 3.0), "{text}");
 }
 
-/// Unsupported filters and hosts are reported with a one-line error.
+/// Unsupported options, and options that this host does not support, are rejected with an error
+/// that names them.
 #[test]
 fn unsupported_branch_stacks_are_refused() {
     let Some(host) = host() else { return };

@@ -286,8 +286,8 @@ fn reading_paused_vm_keeps_events_off() {
     });
 }
 
-/// A vCPU for which the VM has too few descriptors, so that it cannot join the perf core, is not
-/// added and leaves no resources.
+/// A vCPU is not added if the VM has too few free descriptors for its events, and the attempt
+/// leaves no resources behind.
 #[test]
 fn vcpu_without_descriptors_is_not_added() {
     let Some(vm) = SpinningVm::start_with_few_descriptors("test", &["--cpus", "1,max=3"], 64) else {

@@ -1,5 +1,5 @@
-//! The exact backing on this host's KVM, tested with the bare-metal guest, which has hand-counted
-//! code, and with repeated runs.
+//! Tests of `--backing exact`, which single-steps the guest to count its events, with hand-counted
+//! code of the bare-metal guest and with repeated runs.
 
 use crate::common::stepping::{check_line, command, host, kernel_file, run};
 use crate::common::vm::assert_contains;
@@ -63,8 +63,7 @@ fn straight_runs_match_single_steps() {
     }
 }
 
-/// Every run of the guest's tests passes for the same blocks and takes the same number of steps.
-/// Varying counts would not be exact.
+/// Each run of the guest's tests has the same results and the same number of single steps.
 #[test]
 fn exact_counts_are_repeatable() {
     let Some(host) = host() else { return };

@@ -1,4 +1,4 @@
-//! `perfvisor exec` with an unresponsive guest, which the user can always leave.
+//! `perfvisor exec` with an unresponsive guest: signals always let the user leave.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

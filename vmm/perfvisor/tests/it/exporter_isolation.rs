@@ -301,7 +301,8 @@ impl Drop for HostileUser {
     }
 }
 
-/// Sixty sockets that answer a greeting with 15 MB fill neither the log nor the memory.
+/// Sixty sockets that answer with an error message of 17 MB fill neither the exporter's log nor its
+/// memory.
 #[test]
 fn long_answers_do_not_fill_log_or_memory() {
     if !can_be_nobody() {

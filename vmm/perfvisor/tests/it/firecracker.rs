@@ -306,7 +306,7 @@ pub fn terminate(pid: u32) {
     assert!(sent.unwrap().success());
 }
 
-/// The limits reach the devices of the VM, and a running VM accepts new ones.
+/// Rate limits set through the API reach the VM's devices, and can be changed while the VM runs.
 #[test]
 fn rate_limits_are_set_and_changed() {
     let Some(api) = ApiProcess::start(&["--id", "limited"]) else {

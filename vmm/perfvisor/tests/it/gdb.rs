@@ -111,8 +111,7 @@ fn gdb(dir: &Path, socket: &Path, script: &str) -> String {
     String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr)
 }
 
-/// Returns the value printed by a script's `printf "WORD=%#lx
-/// "`.
+/// Returns the value that a script has printed with `printf "WORD=%#lx\n"`.
 #[track_caller]
 fn value(said: &str, word: &str) -> u64 {
     let text = said

@@ -1,9 +1,9 @@
 //! Soak test with a malicious guest and malicious clients.
 //!
 //! The guest triggers PMIs at every event, accesses PMU registers at random, builds cyclic page
-//! tables and runs tight loops. Clients run all types of commands, which are killed, and pause the
-//! VM. The VM continues, and its memory, descriptors, threads and events return to their initial
-//! state.
+//! tables and runs tight loops. Operators run all types of commands, kill them at random times, and
+//! pause the VM. The VM continues, and its memory, descriptors, threads and events return to their
+//! initial state.
 //!
 //! `make soak-hostile SECONDS=600` runs a long soak and prints the table; the test runs for a few
 //! seconds.
@@ -21,10 +21,10 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// Environment variable with the duration of the soak, in seconds.
 const SECONDS: &str = "PERFVISOR_HOSTILE_SECONDS";
-/// Default duration, in seconds.
+/// Default duration of the soak, in seconds.
 const SHORT_S: u64 = 16;
-/// Permitted growth of the VMM's memory after the first quarter, in KiB. It allows for allocators,
-/// which enlarge the heap in steps.
+/// Permitted growth of the VMM's memory after the first quarter of the soak, in KiB. Allocators
+/// need some, because they enlarge the heap in steps.
 const GROWTH_KIB: u64 = 4096;
 
 /// Operator commands, each of which is killed at a random time.
@@ -216,8 +216,8 @@ fn hostile_guest_and_clients_leave_vmm_unchanged() {
     }
 }
 
-/// Expected CPU share of a process (neighbour) on the same host as a guest that causes an interrupt
-/// storm, in percent.
+/// Minimum share of one CPU that the VM's other threads must leave to another process on that CPU
+/// (the neighbour) during an interrupt storm, in percent.
 const KEPT: f64 = 95.0;
 
 /// Occupies one CPU until `end` is set. Returns the elapsed time, the run time and the wait time,

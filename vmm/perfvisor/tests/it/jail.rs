@@ -103,8 +103,8 @@ fn jailed_vm_changes_user_and_counts() {
     assert!(!sockets.join("somebody.sock").exists(), "its socket goes with it");
 }
 
-/// Starts a jailed VM as `user`, and waits until `user` can operate it. Root is an unmapped user in
-/// the namespace.
+/// Starts a jailed VM as `user`, and waits until `user` can control it. Root cannot, because it is
+/// not mapped in the VM's user namespace.
 fn start_as(user: &UnprivilegedUser, options: &[&str]) -> Child {
     let args = [
         "run",
@@ -327,7 +327,7 @@ impl Drop for ControlGroup {
     }
 }
 
-/// An invalid `--jail` option is reported before anything exists that the guest could access.
+/// An invalid `--jail` option is reported before the VM creates anything.
 #[test]
 fn invalid_jail_is_rejected_in_one_line() {
     for (words, why) in [
@@ -371,8 +371,8 @@ fn jailed_vm_joins_control_group() {
     vm.stop("grouped");
 }
 
-/// Missing directories, similar files, cgroup v1 groups and groups that no process can join are
-/// rejected as the control group of a jail.
+/// `--jail cgroup=` rejects directories that are missing or not control groups, cgroup v1 groups,
+/// and groups that no process can join.
 #[test]
 fn invalid_control_group_is_rejected_in_one_line() {
     let refused = |dir: &Path, why: &str| {

@@ -7,9 +7,9 @@ use std::process::Command;
 use crate::common::test_lock;
 use crate::common::vm::SpinningVm;
 
-/// Limit on the memory of a VM with one vCPU, and of each further vCPU, in KiB. The limit is well
-/// above the measured values (docs/measurements.md), to allow for other builds, C libraries and
-/// kernels.
+/// Maximum private memory of a VM with one vCPU, in KiB. This limit and the one for each further
+/// vCPU are well above the measured values (docs/measurements.md), to allow for other builds, C
+/// libraries and kernels.
 const MOST_KIB: u64 = 8 << 10;
 const MOST_FOR_A_VCPU_KIB: u64 = 160;
 /// Minimum size of a mapping that is treated as guest memory, in KiB. The test's VM has 32 MiB.
@@ -33,7 +33,8 @@ fn own_kib(vm: &SpinningVm) -> u64 {
     own
 }
 
-/// Returns the release build of the program, if there is one in `PERFVISOR_STATIC_DIR`.
+/// Returns the program in `PERFVISOR_STATIC_DIR`, or `None` if this is not the directory of a
+/// release build.
 fn release_build() -> Option<PathBuf> {
     let directory = std::env::var_os("PERFVISOR_STATIC_DIR")?;
     let directory = Path::new(&directory);

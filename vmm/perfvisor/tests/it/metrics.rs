@@ -99,8 +99,8 @@ impl Metrics {
     }
 }
 
-/// No counter decreases between scrapes. The count of an event that counts all the time grows, and
-/// its times are exported.
+/// No counter decreases between scrapes. The count of cycles increases on each vCPU, and the
+/// enabled and running times of each event are exported.
 #[test]
 fn counters_are_well_formed_and_monotonic() {
     let events = "cycles,task-clock,cycles,kvm:no_such_one";

@@ -344,8 +344,8 @@ fn metadata_moves_with_the_vm() {
     assert_eq!(control(&three, "three").call(request::MmdsGet).unwrap(), data);
 }
 
-/// If the receiver dies when only the termination of the VM in the source process is missing, the
-/// VM continues to run in the source process with its disk locked.
+/// If the receiver exits after it has received everything but before it terminates the VM in the
+/// source process, the VM continues there with its disk locked.
 #[test]
 fn receiver_that_disappears_leaves_a_running_vm() {
     let Some(source) = Source::start(&[]) else { return };

@@ -19,7 +19,7 @@ fn observed(name: &str, mode: &str) -> Option<(SpinningVm, tempfile::TempDir, St
     Some((vm, dir, path))
 }
 
-/// Returns the arguments of the command `args[0]`, applied to the socket `path`.
+/// Inserts `--socket path` after the command, which is the first of `args`.
 fn observer_args<'a>(path: &'a str, args: &[&'a str]) -> Vec<&'a str> {
     [&args[..1], &["--socket", path], &args[1..]].concat()
 }

@@ -76,8 +76,8 @@ fn vcpu_panic_ends_vm_in_one_line() {
     assert_panic_lines(&said, "vcpu", 2);
 }
 
-/// A fault signal sent by another process terminates the VM with one line, although it does not
-/// recur when the handler returns, unlike a fault.
+/// A fault signal sent by another process terminates the VM with one line. Unlike a real fault, the
+/// signal does not recur when the handler returns.
 #[test]
 fn sent_fault_signal_ends_vm_in_one_line() {
     for signal in ["SEGV", "BUS", "ILL", "FPE"] {

@@ -1,6 +1,6 @@
-//! A running VM while the host kernel rejects `perf_event_open(2)`, for each possible errno.
-//! Operator requests are refused with one line, guest counters lose their backing, and everything
-//! recovers afterwards.
+//! Tests of a running VM while the host kernel rejects `perf_event_open(2)`, with each possible
+//! errno. Operator requests are refused with one line, guest counters lose their host events, and
+//! everything recovers afterwards.
 
 use std::path::PathBuf;
 
@@ -44,13 +44,13 @@ impl FaultyVm {
         Some(Self { vm, file, _dir: dir })
     }
 
-    /// Selects the errno with which the call fails from now on, and optionally the calls that
-    /// succeed.
+    /// Makes `perf_event_open(2)` fail from now on, as specified by `what`: an errno, and
+    /// optionally the calls that succeed.
     fn fail_with(&self, what: &str) {
         std::fs::write(&self.file, what).unwrap();
     }
 
-    /// Returns how often the VM has logged that the injection of errors with this errno begins.
+    /// Returns how often the VM has logged that it begins to inject `error`, an errno.
     fn failed(&self, error: i32) -> usize {
         let line = format!("fail with error {error}");
         self.vm

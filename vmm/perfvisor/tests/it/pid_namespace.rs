@@ -229,7 +229,7 @@ fn jailed_vm_reads_terminal() {
     assert!(shell.wait().unwrap().success());
 }
 
-/// A job that stops and continues also stops and continues the VM.
+/// If the shell stops or continues the job of a jailed VM, the VM stops or continues with it.
 #[test]
 fn jailed_vm_stops_and_continues_with_its_job() {
     if !is_root() || !has_kvm() {
@@ -251,7 +251,8 @@ fn jailed_vm_stops_and_continues_with_its_job() {
     });
 }
 
-/// A VM in the background (`--daemonize`) is supervised by the daemon, and stops on a signal to it.
+/// With `--jail` and `--daemonize`, the VM terminates when its supervising daemon receives a stop
+/// signal.
 #[test]
 fn jailed_daemon_stops_by_signal() {
     if !is_root() || !has_kvm() {

@@ -5,15 +5,16 @@ use crate::common::console_vm::ConsoleVm;
 
 /// Results of a guest with a slow PMI handler.
 struct SlowHandler {
-    /// Number of PMIs, and number of periods that elapsed while an earlier PMI was still to be
-    /// handled.
+    /// Number of PMIs. The field `late` is the number of periods that elapsed while the guest had
+    /// yet to handle an earlier PMI.
     pmis: u64,
     late: u64,
     spurious: u64,
     /// Number of elapsed periods according to a second counter.
     expected: u64,
     handler_percent: u64,
-    /// Number of delayed PMIs, and their total delay in nanoseconds, as reported by `--stats`.
+    /// Number of delayed PMIs, as reported by `--stats`. The field `held_ns` is their total delay,
+    /// in nanoseconds.
     held: u64,
     held_ns: u64,
 }

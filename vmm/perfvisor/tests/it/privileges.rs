@@ -205,8 +205,8 @@ fn has_no_rights(comm: &str, helper: u32, filters: u64) {
     );
 }
 
-/// A kernel that is entered through PVH and halts. In contrast to the built-in guest, `record`
-/// searches its symbols. The file is a fuzz seed with one leading byte.
+/// A kernel that is entered through PVH and halts. `record` searches it for symbols, which it does
+/// not do for the built-in guest. The file is a fuzz seed with one leading byte.
 const HALTS: &[u8] = include_bytes!("../../../fuzz/seeds/boot/pvh");
 
 /// A running VM cannot restart the supervisor of its kernel readers. The VM continues, logs one

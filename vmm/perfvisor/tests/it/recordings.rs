@@ -43,7 +43,7 @@ fn recording_ends_at_max_size() {
     assert!(!reader::read_file(&data).unwrap().is_empty());
 }
 
-/// `--switch-events` shows that another program preempts the vCPU.
+/// With `--switch-events`, `record` reports how often another program preempts the vCPU.
 #[test]
 fn recording_shows_preemptions_of_a_vcpu() {
     let Some(vm) = SpinningVm::start("test", &["--pin", "0=0"]) else {

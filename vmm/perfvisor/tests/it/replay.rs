@@ -1,4 +1,5 @@
-//! `stat --replay`: every pass counts the same window of a snapshot.
+//! `stat --replay`, which restores a snapshot repeatedly and counts the same time window after each
+//! restore.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
@@ -109,9 +110,9 @@ fn exact_counts_of_a_window_are_equal_in_each_pass() {
     assert_eq!(pass(), first);
 }
 
-/// Counting starts while the guest runs in user mode, which a KVM that cannot single-step user mode
-/// runs at full speed. The guest receives no debug exception, and its kernel is counted. If an
-/// operator starts counting a running guest, the guest is single-stepped, too.
+/// Counting starts while the guest runs in user mode, where the guest runs at full speed if KVM
+/// cannot single-step user mode. The guest's kernel is counted, and the guest receives no debug
+/// exception. The same applies if an operator starts counting a running guest.
 #[test]
 fn exact_counts_of_a_kernel_begin_in_user_code() {
     if stepping().is_none() {
@@ -140,7 +141,7 @@ fn exact_counts_of_a_kernel_begin_in_user_code() {
     vm.assert_counted_and_sampled("one", "cycles,task-clock");
 }
 
-/// Windows that cannot be counted exactly are rejected in one line, with the remedy.
+/// A time window that cannot be counted exactly is rejected with one line that contains the remedy.
 #[test]
 fn inexact_windows_are_refused() {
     let Some(host) = stepping() else { return };

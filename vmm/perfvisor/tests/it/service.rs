@@ -258,8 +258,8 @@ fn invalid_pinning_and_memory_print_one_line() {
     }
 }
 
-/// A VM with a stopped process is listed as not responding, in contrast to a VM that has exited,
-/// and can be continued normally. `ps` does not wait for the VM until the client timeout.
+/// A VM whose process is stopped is listed as not responding, whereas a VM that has exited is not
+/// listed. `ps` does not wait for the whole client timeout, and the VM runs normally after SIGCONT.
 #[test]
 fn stopped_vm_is_listed_as_not_responding() {
     let Some(mut vm) = ConsoleVm::start(&["--cmdline", "loop"]) else {

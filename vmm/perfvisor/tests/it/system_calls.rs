@@ -87,8 +87,7 @@ impl StoppedThread {
     }
 
     /// Injects the system call `call` into the thread. Returns the result, or `None` if a filter
-    /// would kill the VM. Suppresses the signal with which the filter would do so, so that the VM
-    /// continues.
+    /// would kill the VM. The filter's signal is suppressed, so that the VM continues.
     fn inject(&self, call: i64, arguments: [u64; 6]) -> Option<i64> {
         let [rdi, rsi, rdx, r10, r8, r9] = arguments;
         let wanted = libc::user_regs_struct {
@@ -510,8 +509,8 @@ fn jailed_thread_reaches_no_process_of_its_user() {
     assert_eq!(thread.inject(libc::SYS_getppid, [0; 6]), Some(0));
 }
 
-/// An attempt to count a process outside the VM terminates the VM: the filter's signal, which the
-/// other tests suppress, results in a message that names the thread and the call.
+/// An attempt to count a process outside the VM terminates the VM, with a message that names the
+/// thread and the system call. Other tests suppress the filter's signal.
 #[test]
 fn counting_outside_process_ends_vm() {
     if !may_trace() {

@@ -74,8 +74,8 @@ fn leave_by(way: &str, signal: Option<libc::c_int>) -> (Settings, Settings, Sett
     (before, raw, settings(&slave), status)
 }
 
-/// Child part of the test, started by [`leave_by`]. Passes immediately without the environment
-/// variable.
+/// Child part of the test, started by [`leave_by`] with the environment variable [`WAY_OUT`].
+/// Without this variable, the test passes immediately.
 #[test]
 fn child_leaves_raw_mode() {
     let Ok(way) = std::env::var(WAY_OUT) else { return };

@@ -293,8 +293,8 @@ fn top_follows_a_vm_that_moves() {
     receiver.wait().unwrap();
 }
 
-/// The text output for several VMs has one row per VM and the functions of all, and names the
-/// unresponsive VM with the reason.
+/// For several VMs, the text output has one row per VM and combines their functions. A VM that does
+/// not respond is listed with the reason.
 #[test]
 fn text_screen_shows_all_vms() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &["--cpus", "2"]), ("c", &[])]) else {

@@ -47,8 +47,8 @@ fn send(child: &Child, signal: &str) {
     );
 }
 
-/// SIGUSR2 completes the file and continues in a new one. Each file contains the symbols of its
-/// samples.
+/// SIGUSR2 completes the current file of a recording and starts a new one. Each file contains the
+/// symbols of its samples.
 #[test]
 fn recording_continues_in_new_file_on_signal() {
     let Some(vm) = TestVm::spinning(1) else { return };

@@ -9,10 +9,10 @@ use seccompiler::{BpfProgram, SeccompAction};
 use super::*;
 use crate::filter;
 
-/// `AUDIT_ARCH_X86_64` and `AUDIT_ARCH_I386` (include/uapi/linux/audit.h).
+/// `AUDIT_ARCH_X86_64` (include/uapi/linux/audit.h).
 const X86_64: u32 = 0xc000_003e;
 const I386: u32 = 0x4000_0003;
-/// Filter actions (include/uapi/linux/seccomp.h).
+/// Seccomp action that terminates the process (include/uapi/linux/seccomp.h).
 const KILL: u32 = 0x8000_0000;
 const TRAP: u32 = 0x3_0000;
 const EPERM: u32 = 0x5_0001;

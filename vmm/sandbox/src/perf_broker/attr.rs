@@ -18,16 +18,16 @@ mod at {
     pub(super) const CLOCKID: usize = 92;
 }
 
-/// Event types (`PERF_TYPE_*`).
+/// Event type `PERF_TYPE_HARDWARE`. The following constants are other event types.
 const HARDWARE: u32 = 0;
 const SOFTWARE: u32 = 1;
 const HW_CACHE: u32 = 3;
 const RAW: u32 = 4;
 /// Number of generic hardware events (`PERF_COUNT_HW_MAX`).
 const HARDWARE_EVENTS: u64 = 10;
-/// Bit set of permitted software events (`PERF_COUNT_SW_*`): clocks, page faults, context switches,
-/// migrations, alignment and emulation faults, and the dummy event (0 to 9), and cgroup switches
-/// (11). BPF output (10) is excluded.
+/// Bit set of permitted software events (`PERF_COUNT_SW_*`): 0 to 9 (clocks, page faults, context
+/// switches, migrations, alignment and emulation faults, dummy event) and 11 (cgroup switches).
+/// Event 10 (BPF output) is excluded.
 const SOFTWARE_EVENTS: u64 = 0b1011_1111_1111;
 const SW_CPU_CLOCK: u64 = 0;
 const SW_DUMMY: u64 = 9;
@@ -39,7 +39,8 @@ const SAMPLE_READ: u64 = 1 << 4;
 const SAMPLE_PERIOD: u64 = 1 << 8;
 /// Permitted `PERF_FORMAT_*` bits: times, IDs and groups.
 const READ_FORMATS: u64 = 0b1111;
-/// Bits of the flags word of `struct perf_event_attr`.
+/// Bit `disabled` in the flags word of `struct perf_event_attr`. The following constants are other
+/// bits of this word.
 const DISABLED: u64 = 1;
 const PINNED: u64 = 1 << 2;
 const EXCLUDE_USER: u64 = 1 << 4;
@@ -58,9 +59,9 @@ const FLAGS: u64 = DISABLED
     | EXCLUDE_HOST
     | EXCLUDE_GUEST
     | USE_CLOCKID;
-/// Flags of the dummy event, which counts nothing but records the context switches of the thread.
-/// Each record contains a time and does not identify the thread to or from which the kernel
-/// switched.
+/// Flag `sample_id_all` of `struct perf_event_attr`. Together with `context_switch`, it is
+/// permitted for the dummy event, which counts nothing but records the context switches of its
+/// thread. Each record contains a time and does not identify the other thread.
 const SAMPLE_ID_ALL: u64 = 1 << 18;
 const CONTEXT_SWITCH: u64 = 1 << 26;
 const SWITCH_FLAGS: u64 = SAMPLE_ID_ALL | CONTEXT_SWITCH;

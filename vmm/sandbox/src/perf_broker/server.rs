@@ -12,7 +12,7 @@ use super::protocol::{MAX_ATTR_BYTES, MAX_REQUEST_BYTES, PerfRequest};
 
 /// Flag `PERF_FLAG_FD_CLOEXEC` of `perf_event_open(2)`.
 const CLOEXEC: libc::c_ulong = 8;
-/// `F_SETSIG` and `F_SETOWN_EX` commands of `fcntl(2)`, and the type `F_OWNER_TID`.
+/// Command `F_SETSIG` of `fcntl(2)`.
 const F_SETSIG: libc::c_int = 10;
 const F_SETOWN_EX: libc::c_int = 15;
 const F_OWNER_TID: libc::c_int = 0;
@@ -33,18 +33,17 @@ pub(super) struct BrokerClient {
     pub(super) signal: libc::c_int,
 }
 
-/// Limits on requests: the number of requests that may arrive at once, and the interval between
-/// requests at the sustained rate. A guest that runs perf with multiplexing needs a few hundred
-/// requests per vCPU.
+/// Maximum number of requests that may arrive at once. A guest that runs perf with multiplexing
+/// needs a few hundred per vCPU. At the sustained rate, requests arrive at intervals of `INTERVAL`.
 const BURST: u32 = 5_000;
 const INTERVAL: Duration = Duration::from_micros(200);
 
-/// Rate limiter that delays requests if they arrive faster than one per [`INTERVAL`] for longer
-/// than a burst. A guest that reprograms its counters continuously therefore does not occupy a host
+/// Rate limiter that permits bursts of [`BURST`] requests, and delays further requests to one per
+/// [`INTERVAL`]. A guest that reprograms its counters continuously therefore does not occupy a host
 /// CPU.
 struct RateLimit {
-    /// Time at which the requests so far would be complete at one request per `INTERVAL`. A request
-    /// is delayed if this time is more than a burst ahead.
+    /// Time at which all requests so far would have been executed at one request per `INTERVAL`.
+    /// The next request is delayed if this time is more than `BURST` intervals in the future.
     next: Instant,
 }
 

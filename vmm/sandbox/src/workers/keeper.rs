@@ -32,7 +32,7 @@ const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
 pub(super) enum KeeperMessage {
     /// A worker has been started. The VM's end of the worker's socket is passed with the message.
     StartedWorker,
-    /// The worker could not be started, with the error number.
+    /// The worker could not be started. The value is the error number.
     Failed(i32),
     /// The worker has exited with this `wait(2)` status. The message is followed by `text` bytes of
     /// the worker's output.

@@ -362,8 +362,8 @@ fn user_directory_below_inaccessible_one_is_reached() {
     assert_eq!((meta.uid(), meta.mode() & 0o777), (NOBODY, 0o666));
 }
 
-/// A socket file has its permissions from its creation. If they were set later, the file could be
-/// replaced in between.
+/// A socket file has its permissions from its creation. Otherwise, another user could replace the
+/// file before they are set.
 #[test]
 fn socket_has_its_permissions_when_it_appears() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,6 @@
-//! Tests of the perf event broker: the events that it opens for a VM, and the state after its exit.
-//! The process with the broker is a child process that runs this test program again.
+//! Tests of the perf event broker: the events that it opens for a VM, and the events of a VM whose
+//! broker has exited. The process with the broker is a child process that runs this test program
+//! again.
 #![expect(unsafe_code, reason = "perf_event_open(2), and reads of its descriptor")]
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! Tests of the socket broker. Threads that may not connect themselves can reach the registered
+//! Tests of the socket broker. Threads that may not call `connect(2)` can reach the registered
 //! sockets and no others, and the VM's own sockets are removed regardless of how the VM exits. The
 //! process with the broker is a child process that runs this test program again.
 
@@ -192,8 +192,8 @@ fn replaced_socket_is_kept() {
     assert!(own.exists());
 }
 
-/// The broker ignores the termination signals that a service manager sends to all processes of a
-/// group. The VM can therefore still connect until it exits.
+/// The broker ignores termination signals, which a service manager sends to all processes of a
+/// service. The VM can therefore still connect until it exits.
 #[test]
 fn broker_survives_termination_signals() {
     if Command::new("ps").output().is_err() {

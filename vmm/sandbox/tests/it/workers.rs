@@ -25,7 +25,7 @@ const LIMITS: WorkerLimits = WorkerLimits {
     cpu_seconds: 1,
 };
 
-/// Body of a worker. It reads one letter from its socket, which selects what it does.
+/// Body of a worker. The letter that the worker reads from its socket selects what it does.
 fn work(mut socket: UnixStream, number: u32) {
     let mut letter = [0];
     socket.read_exact(&mut letter).unwrap();

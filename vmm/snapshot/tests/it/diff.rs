@@ -1,4 +1,4 @@
-//! Tests of diffs: comparison with a base, ranges, and checksums of both files together.
+//! Tests of diffs: comparison with a base, ranges, and checksums of a diff and its base together.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -16,7 +16,7 @@ const PAGE: usize = 4096;
 /// Size of guest memory in these tests: two whole chunks and one page.
 const BYTES: usize = 2 * CHUNK + PAGE;
 
-/// Returns the state of a machine with this memory.
+/// Returns the state of a machine whose memory is `memory`.
 fn machine(memory: &[u8]) -> SavedMachine {
     SavedMachine {
         memory: SavedMemory {
@@ -276,8 +276,8 @@ fn number_of_diffs_is_limited() {
     assert!(matches!(refused(given(MAX_DIFFS)), (_, DiffError::TooManyDiffs)));
 }
 
-/// [`DiffWriter`] rejects chunks in the wrong order or of the wrong size, because an untrusted VM
-/// may send any.
+/// [`DiffWriter`] rejects chunks in the wrong order or of the wrong size, which an untrusted VM may
+/// send.
 #[test]
 fn memory_out_of_order_is_refused() {
     let memory = vec![1; BYTES];

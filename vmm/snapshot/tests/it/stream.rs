@@ -202,7 +202,7 @@ proptest! {
         }
     }
 
-    /// Accepted ranges lie within guest memory, whatever frames are sent.
+    /// The reader does not panic on arbitrary frames, and accepts only ranges within guest memory.
     #[test]
     fn arbitrary_frames_do_not_panic(kind in 0u32..24, payload in prop::collection::vec(any::<u8>(), 0..9000)) {
         match reader(&frame(kind, &payload)).receive() {

@@ -1,4 +1,5 @@
-//! Checks of the exact backing, which single-steps every instruction, so that every count is known.
+//! Checks of `--backing exact`. This mechanism single-steps every instruction, and its counts must
+//! therefore equal known numbers.
 
 use vpmu::ArchEvent;
 

@@ -1,5 +1,5 @@
-//! Measurements with the built-in guest: every event and backing of this host, on any KVM, within
-//! seconds.
+//! Measurements with the built-in guest. They cover every event and every mechanism of this host
+//! that counts for guests (backing), run on any KVM and take seconds.
 
 mod exact;
 mod paravirtual;
@@ -62,8 +62,8 @@ impl Builtin<'_> {
         self.exact(rows)
     }
 
-    /// Runs the measurements with `backing`, whose counts depend on time. The paravirtual events
-    /// are measured with only one of the backings.
+    /// Runs the measurements with `backing`. Measures the paravirtual events only with the clock
+    /// backing, or with another one on a host without it.
     fn backed_by(&self, backing: &'static str, rows: &mut RowCollector<'_>) -> Result<(), ChildError> {
         let mut guest = self.start(backing, "1")?;
         self.time_rows(&mut guest, backing, rows)?;
@@ -206,7 +206,8 @@ fn evidence(
     }
 }
 
-/// Judges the count of `counter` of guest CPU `cpu`, and adds the time for which it ran to the row.
+/// Judges a row by the count of `counter` on guest CPU `cpu`, and adds the share of time for which
+/// the counter ran.
 fn judged(
     row: ValidationRow,
     outcome: &Measurement,
@@ -245,8 +246,8 @@ fn unbacked(
     })
 }
 
-/// Returns the known count of `event` over `n` units of `work`, including the instructions around
-/// the work that the guest's function `counted` executes.
+/// Returns the known count of `event` over `n` units of `work`, including the instructions with
+/// which the guest's function `counted` surrounds the work. Returns `None` if the count is unknown.
 fn known(event: ArchEvent, work: &str, n: u64) -> Option<u64> {
     use ArchEvent::*;
     // The comments at known_loop(n) and chase(n) in the guest's sources derive the following

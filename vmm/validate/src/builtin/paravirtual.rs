@@ -21,8 +21,8 @@ const BUSY_MS: u64 = 100;
 /// slightly before and after the measurement.
 const STEAL: Tolerance = Tolerance::PercentAnd(5.0, 3_000_000);
 
-/// CPU time of the loop during which one counter does not count, in milliseconds, and the tolerance
-/// of the reported time, in percent.
+/// CPU time of the loop during which one counter does not count, in milliseconds. `UNCOUNTED` is
+/// the tolerance of the reported time.
 const UNCOUNTED_MS: u64 = 200;
 const UNCOUNTED: Tolerance = Tolerance::Percent(5.0);
 /// Event-select bit for CMASK = 1. A paravirtual event has no cycles to compare with a threshold,
@@ -106,8 +106,8 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// Checks the paravirtual event that counts the time for which another enabled counter has no
-    /// backing. The count must equal the duration of the loop.
+    /// Measures the paravirtual event that counts the time for which another enabled counter could
+    /// not count. The count must equal the duration of the loop.
     fn uncounted(&self, guest: &mut MeasuringGuest, select: u64) -> Result<ValidationRow, ChildError> {
         let name = "busy, CPL3, beside an event nobody counts";
         let event = ParavirtualEvent::UncountedNs.name();

@@ -216,8 +216,8 @@ fn check_no_spurious(row: ValidationRow, spurious: u64) -> ValidationRow {
     row.judged(&seen, "each PMI is for an overflow that its handler finds")
 }
 
-/// Judges the share of samples in a function with `percent` of the work, given `hits` of `all`
-/// samples.
+/// Judges the share of one function in a profile. The function does `percent` percent of the work
+/// and has `hits` of the `all` samples.
 pub(crate) fn share(row: ValidationRow, hits: u64, all: u64, percent: u64) -> ValidationRow {
     if all < 50 {
         return row.failed("too few samples to tell");

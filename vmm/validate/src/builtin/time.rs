@@ -1,4 +1,4 @@
-//! Checks of backings that count at full speed: the clock and the host's PMU.
+//! Checks of `--backing clock` and `--backing hardware`, with which the guest runs at full speed.
 
 use vpmu::ArchEvent;
 
@@ -17,7 +17,8 @@ const LENGTH_MS: u64 = 200;
 const HALTS: u64 = 15;
 /// Maximum cycles of an idle guest, in percent of the TSC. Wake-ups cause these cycles.
 const IDLE_PERCENT: u64 = 10;
-/// Tolerance for one privilege level under the clock backing, in percent. The count is an estimate.
+/// Tolerance of the count at one privilege level with `--backing clock`, in percent. This count is
+/// an estimate.
 const LEVEL_PERCENT: f64 = 5.0;
 
 /// Tolerance of known counts on hardware, in percent. Interrupts and faults add some counts.
@@ -79,8 +80,8 @@ impl Builtin<'_> {
         Ok(())
     }
 
-    /// Returns the expected count of `event` over the measured work, and a description of the
-    /// origin of the expected count (basis).
+    /// Returns the expected count of `event` over the measured work, and a description of how it
+    /// was obtained.
     fn expectation(
         &self,
         backing: &str,

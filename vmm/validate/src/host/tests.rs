@@ -4,7 +4,8 @@ use perf_core::pmu::host::{GenericEvent, HostCounters};
 
 use super::*;
 
-/// Returns a host with only the clock backing. One TSC tick of its guests takes one nanosecond.
+/// Returns a host on which guests can count only with `--backing clock`. One TSC tick of its guests
+/// takes one nanosecond.
 pub(crate) fn clock_host() -> HostProperties {
     HostProperties {
         kvm: KvmSummary {

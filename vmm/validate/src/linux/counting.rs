@@ -11,8 +11,8 @@ use perf_core::SharePolicy;
 
 /// Maximum cycles of an idle guest, in percent of the TSC. Timer ticks cause these cycles.
 const IDLE_PERCENT: u64 = 10;
-/// Tolerance for one privilege level under the clock backing, in percent of the count at both
-/// levels.
+/// Tolerance of the count at one privilege level with `--backing clock`, in percent of the count at
+/// both levels.
 const LEVEL_PERCENT: f64 = 5.0;
 /// Tolerance of a scaled count, in percent. perf does not report the error of such a count.
 const SCALED_PERCENT: f64 = 5.0;
@@ -144,7 +144,7 @@ impl Linux<'_> {
         Ok(with_share(row.judged(&seen, basis), count))
     }
 
-    /// Measures events whose count over a program is known. The clock backing cannot count these
+    /// Measures events whose count over a program is known. `--backing clock` cannot count these
     /// events and must not report a count.
     fn numbers(
         &self,

@@ -20,9 +20,11 @@ pub(super) struct ScriptedValues {
     pub prints: Vec<(&'static str, String)>,
     /// CPU time of a program controlled by the gate in nanoseconds, according to the guest kernel.
     pub cpu_ns: u64,
-    /// Increase of the single counter of each vCPU at a gate, as seen by the host.
+    /// Increase of the only counter in use of each vCPU between the start and the end of a program,
+    /// as seen by the host.
     pub moved: Vec<u64>,
-    /// Number of overflows of each counter at a gate, or `None` if the host does not report them.
+    /// Number of overflows of each counter during a program, or `None` if the host does not report
+    /// them.
     pub overflows: Option<u64>,
     /// Count of the operator's event on each vCPU, or `None` if the VM refuses it.
     pub operator: Option<Vec<u64>>,
@@ -174,7 +176,7 @@ fn command_output_is_bounded() {
     );
 }
 
-/// A gate that ends before it begins is an error.
+/// A program that ends before it begins is an error.
 #[test]
 fn gate_end_before_begin_is_error() {
     let error = run_script("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();
@@ -184,8 +186,8 @@ fn gate_end_before_begin_is_error() {
     );
 }
 
-/// At both ends of the gate, the counters of guest and host are read. The operator's events are
-/// enabled between the ends.
+/// The counters of guest and host are read at the start and end of a program that `gate` stops
+/// there. The operator's events are enabled between these points.
 #[test]
 fn gate_reads_guest_and_host_counters() {
     let told = ScriptedValues {
@@ -220,8 +222,8 @@ fn fields_of_perf_stat_are_read() {
     );
 }
 
-/// Returns the readings at a gate with the counter values `before` at its start and `after` at its
-/// end.
+/// Returns the readings of a program with the counter values `before` at its start and `after` at
+/// its end.
 fn gate(before: &[u64], after: &[u64]) -> Gate {
     let views = |values: &[u64]| {
         let counter = |(n, value): (usize, &u64)| control_api::protocol::GuestCounter {

@@ -18,7 +18,7 @@ use vmm::kvm::{cpuid, host, msr_filter};
 use vmm::memory::{GuestRam, MMIO_HOLE_START};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Guest-physical addresses of the code and of its data.
+/// Guest-physical address of the code; `DATA` is that of its data.
 const CODE: u64 = 0x10_0000;
 const DATA: u64 = 0x20_0000;
 /// RAM size in bytes. Addresses above are unmapped.

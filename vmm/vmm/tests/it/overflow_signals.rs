@@ -95,7 +95,7 @@ impl LoopingVcpu {
         });
     }
 
-    /// Sends overflow signals at a high rate, so that they switch to held mode.
+    /// Sends overflow signals in quick succession, which makes the vCPU switch them to held mode.
     fn hold(&mut self) {
         for _ in 0..2 {
             raise(overflow_signal());

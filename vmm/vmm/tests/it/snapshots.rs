@@ -66,7 +66,7 @@ impl Write for Output {
     }
 }
 
-/// Returns a multiboot image with this code.
+/// Returns a multiboot image that contains `code`.
 fn kernel(code: &[u8]) -> Vec<u8> {
     let load = 0x10_0000u32;
     let (magic, flags) = (0x1BAD_B002u32, 0x1_0003u32);
@@ -477,8 +477,9 @@ fn assert_refused(
     assert!(!line.contains('\n'), "{line}");
 }
 
-/// A different TSC frequency is rejected without TSC scaling, because the guest's time would run at
-/// a different speed. A higher frequency is rejected too, because KVM reaches it by catching up.
+/// Without TSC scaling, a different TSC frequency is rejected, because the guest's time would run
+/// at a different speed. A higher frequency is rejected too, which KVM could only imitate by
+/// advancing the guest's TSC.
 #[test]
 fn a_slower_tsc_without_scaling_is_refused() {
     let Some((config, saved)) = saved() else { return };

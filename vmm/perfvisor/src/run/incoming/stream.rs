@@ -1,8 +1,8 @@
 //! Receives a VM as a byte stream from `perfvisor ctl NAME migrate --stream`, on this host or
 //! another.
 //!
-//! The stream is untrusted. [`snapshot::stream`] limits frames and ranges, the state is checked
-//! like that of a snapshot, and nothing runs before all of it has been received.
+//! The stream is untrusted. [`snapshot::stream`] limits frames and ranges, the state is validated
+//! like that of a snapshot, and the VM does not run before it has been received completely.
 
 use std::io::{BufReader, Read as _};
 use std::net::Shutdown;
@@ -50,8 +50,8 @@ pub(in crate::run) struct IncomingStream {
 }
 
 impl IncomingStream {
-    /// Reads the greeting of the source, of which `read` bytes have been read. From then on,
-    /// `requester` reports failures to the source.
+    /// Reads the greeting of the source, whose first `read` bytes the caller has already read. From
+    /// then on, `requester` reports failures to the source.
     ///
     /// # Errors
     /// Returns a [`MigrationStreamError`] if the source sends anything but a greeting.
@@ -80,7 +80,7 @@ impl IncomingStream {
         })
     }
 
-    /// Receives the VM. Its memory is sent while the VM is still running.
+    /// Receives the VM, whose memory the source sends while the VM is still running.
     ///
     /// # Errors
     /// Returns an [`IncomingError`]. In this case the VM continues in the source process.

@@ -26,7 +26,7 @@ impl ConsoleVm {
         Self::start_by(Command::new(PROGRAM), args)
     }
 
-    /// Starts a VM like [`ConsoleVm::start`], with a variable in the VM's environment.
+    /// Starts a VM like [`ConsoleVm::start`], with an additional environment variable.
     pub fn start_with(args: &[&str], variable: (&str, &Path)) -> Option<Self> {
         let mut program = Command::new(PROGRAM);
         program.env(variable.0, variable.1);
@@ -63,8 +63,7 @@ impl ConsoleVm {
         }
     }
 
-    /// Returns a line like [`ConsoleVm::line_with`], but only one that the guest writes from now
-    /// on.
+    /// Discards the lines that have arrived, and returns the next line that contains `part`.
     #[track_caller]
     pub fn new_line_with(&self, part: &str) -> String {
         while self.lines.try_recv().is_ok() {}

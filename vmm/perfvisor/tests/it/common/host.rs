@@ -36,7 +36,7 @@ impl Host {
         Some(host)
     }
 
-    /// Starts an exporter with `program`, without VMs.
+    /// Starts only an exporter, which `program` executes with the arguments `args`.
     pub fn with_exporter(mut program: Command, args: &[&str]) -> Self {
         let lock = test_lock::shared();
         let runtime = tempfile::tempdir().unwrap();
@@ -132,8 +132,8 @@ impl Host {
         text
     }
 
-    /// Returns the metrics once these VMs are up. On a busy host, a VM may take longer to answer
-    /// than the exporter waits.
+    /// Returns the metrics once the VMs `names` are up. On a busy host, a VM may take longer to
+    /// answer than the exporter waits.
     pub fn metrics_with(&self, names: &[&str]) -> String {
         let mut text = String::new();
         super::vm::eventually(&format!("{names:?} are up"), || {

@@ -69,7 +69,7 @@ impl TestVm {
         self.vm.command(args).output().unwrap()
     }
 
-    /// Runs a command that must succeed, and returns its standard output.
+    /// Runs an operator command that must succeed, and returns its standard output.
     #[track_caller]
     pub fn say(&self, args: &[&str]) -> String {
         super::vm::stdout_of(&mut self.vm.command(args))

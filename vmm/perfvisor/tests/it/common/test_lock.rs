@@ -9,7 +9,7 @@ use std::thread::ThreadId;
 
 /// The lock's holders, identified by the acquiring thread.
 struct Owners {
-    /// One entry for each [`SharedLock`].
+    /// Threads that hold the lock shared, once for each [`SharedLock`].
     shared: Vec<ThreadId>,
     exclusive: Option<ThreadId>,
     /// Number of threads waiting for the exclusive lock.

@@ -47,7 +47,7 @@ pub fn said(command: &mut Command) -> (Option<i32>, String) {
     (out.status.code(), text)
 }
 
-/// Runs a command that must be refused with status 2 and one line, which it returns.
+/// Runs a command that must exit with status 2 and print one line. Returns that line.
 #[track_caller]
 pub fn refusal(command: &mut Command) -> String {
     let (status, text) = said(command);
@@ -210,8 +210,8 @@ impl VmProcess {
         said(&mut self.command(&["ctl", name, "status"])).1
     }
 
-    /// Waits until the output of `ctl status` begins with `state`, a text that begins with the VM's
-    /// name.
+    /// Waits until the output of `ctl NAME status` begins with `state`, which has the form `NAME:
+    /// STATE`.
     pub fn await_state(&self, state: &str) {
         let name = state.split(':').next().unwrap();
         eventually(state, || self.state_of(name).starts_with(state));
@@ -256,7 +256,7 @@ impl SpinningVm {
         Self::start_by(Command::new(PROGRAM), name, args)
     }
 
-    /// Starts a VM like [`SpinningVm::start`], with a variable in the VM's environment.
+    /// Starts a VM like [`SpinningVm::start`], with an additional environment variable.
     pub fn start_with(name: &str, args: &[&str], variable: (&str, &Path)) -> Option<Self> {
         let mut program = Command::new(PROGRAM);
         program.env(variable.0, variable.1);

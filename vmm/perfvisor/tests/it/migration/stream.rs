@@ -138,8 +138,8 @@ fn receive_slowly(listener: &UnixListener) -> u32 {
     }
 }
 
-/// If no round is short enough, the VM continues and one message reports this, unless the user
-/// accepts a longer pause.
+/// The VM continues if the guest writes memory too fast for a short final pause, and one message
+/// reports this. With `--force`, the VM is paused nevertheless.
 #[test]
 fn guest_that_writes_too_fast_goes_on() {
     let files = tempfile::tempdir().unwrap();
@@ -191,8 +191,8 @@ fn vm_moves_over_inherited_sockets() {
     );
 }
 
-/// Point at which the connection is cut, after `kept` bytes of the `occurrence`-th frame of this
-/// type.
+/// Point at which a connection is cut: after the first `kept` bytes of frame number `occurrence`
+/// among the frames of type `kind`.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     kind: u32,
@@ -299,8 +299,8 @@ impl Source {
 }
 
 /// Wherever the connection of a migration is cut, at most one process runs the VM, and the other
-/// process reports that it does not. Only if the cut hides whether the destination has received the
-/// run request, the source stays paused until the user decides.
+/// process reports that it does not run the VM. If the source cannot know whether the destination
+/// has received the run request, the source stays paused until the user decides.
 #[test]
 fn exactly_one_process_runs_the_vm_wherever_the_stream_is_cut() {
     let Some(mut source) = Source::start(&[]) else {

@@ -46,7 +46,7 @@ fn cycles(told: &ScriptedValues, host: &HostProperties, backing: &'static str) -
     })
 }
 
-/// With the clock backing, the count of cycles in the guest equals the program's CPU time, and is
+/// With `--backing clock`, the count of cycles in the guest equals the program's CPU time, and is
 /// exactly the host's count.
 #[test]
 fn cycles_by_the_clock_are_the_programs_time() {
@@ -73,8 +73,8 @@ fn cycles_by_the_clock_are_the_programs_time() {
     assert!(!apart.of_time, "no other measurement makes that right");
 }
 
-/// With the hardware backing, the processor's clock is not the TSC, so the reference is the host's
-/// own event on the vCPU.
+/// With `--backing hardware`, the count of cycles is compared with the host's own event on the
+/// vCPU, because the processor's clock is not the TSC.
 #[test]
 fn cycles_on_hardware_are_the_hosts_own_count() {
     let host = hardware_host(&["cycles"]);
@@ -161,8 +161,8 @@ fn numbers(host: &HostProperties, backing: &'static str, moved: u64, lines: [&st
     told.rows(host, |linux, guest, rows| linux.numbers(guest, backing, rows))
 }
 
-/// The clock backing counts no instructions. "Not supported" and 0 pass, and any other count or a
-/// missing line fails.
+/// With `--backing clock`, no instructions are counted. "Not supported" and 0 pass, and any other
+/// count or a missing line fails.
 #[test]
 fn clock_backing_must_not_count_instructions() {
     let rows = numbers(
@@ -286,8 +286,8 @@ fn swapped_cpu_counts_fail() {
     }
 }
 
-/// Of the scaled counts, the worst is judged. A row fails if it has too few lines, enough counters
-/// for all events, or no reference.
+/// The scaled count with the largest error is judged. The row fails if perf prints too few lines,
+/// if the event had a counter all the time, or if the operator's reference count is missing.
 #[test]
 fn worst_scaled_count_is_judged() {
     let scaled = |lines: String, operator: Option<u64>| {
@@ -334,7 +334,8 @@ fn worst_scaled_count_is_judged() {
     }
 }
 
-/// Only a strict policy may refuse the operator. In that case, only the guest's count is judged.
+/// Only the strict sharing policy may refuse an operator's event. In that case, only the guest's
+/// count is judged.
 #[test]
 fn only_strict_may_refuse_the_operator() {
     let row = |operator: Option<u64>, policy: &str| {

@@ -67,8 +67,9 @@ fn deviating_profile_fails() {
     );
 }
 
-/// Lost and duplicate samples deviate from the operator's count or the overflows, and fail in most
-/// of three measurements even if the distribution is correct.
+/// Lost or duplicate samples fail the row for the number of samples even if their distribution is
+/// correct. The number must match both the operator's count and the overflows that the host has
+/// seen.
 #[test]
 fn lost_and_doubled_samples_are_found() {
     let number = |counted, overflows| {

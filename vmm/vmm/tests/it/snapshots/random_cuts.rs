@@ -37,7 +37,8 @@ const STEPPED_SNAPSHOTS: usize = 8;
 /// Maximum time from the output byte at which a snapshot is due to the snapshot, in microseconds.
 const MAX_DELAY_US: u64 = 1000;
 
-/// Offsets of registers in the page of the local APIC.
+/// Offset of the in-service register (ISR) in the page of the local APIC. The following constants
+/// are the offsets of other registers.
 const XAPIC_ISR: usize = 0x100;
 const XAPIC_IRR: usize = 0x200;
 const XAPIC_LVTPC: usize = 0x340;
@@ -123,10 +124,12 @@ fn run_until(source: &TestVm, length: usize, delay: Duration) {
     }
 }
 
-/// Takes `number` snapshots, each of a new VM. Compares the outputs of this VM and of the VM
-/// restored from the snapshot with the output of a VM without a snapshot, which is returned. Each
-/// snapshot is taken after a random byte of the output, among the first bytes of the output whose
-/// number is in `parts`. Returns `None` without KVM.
+/// Takes `number` snapshots, each of a new VM at a random byte of its output. Compares the output
+/// of this VM, and that of the VM restored from the snapshot, with the output of a VM without a
+/// snapshot. Returns the latter, or `None` without KVM.
+///
+/// The random byte is among the first `n` bytes of the output, where `n` is a random element of
+/// `parts`.
 pub(super) fn cut_at_random(config: &VmConfig, number: usize, parts: &[usize]) -> Option<Vec<u8>> {
     let expected = TestVm::start(config, None)?.finish();
     let (start, mut met, mut taken) = (Instant::now(), MetStates::default(), 0);
