@@ -14,7 +14,7 @@ use guest_profile::locate::KernelAnchorRegisters;
 use guest_profile::search::ask;
 use libfuzzer_sys::fuzz_target;
 
-/// Message types, including an invalid one.
+/// Types of the messages in the input, including an invalid one.
 const LETTERS: &[u8] = b"RSOEFX?";
 /// Size of the guest memory that the reader may request, in bytes.
 const MEMORY: usize = 64 << 10;

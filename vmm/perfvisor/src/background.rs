@@ -25,9 +25,9 @@ pub struct DaemonError(&'static str, #[source] io::Error);
 
 /// Ignores SIGTTIN and SIGTTOU, so that a terminal's job control cannot stop the VM.
 ///
-/// A process in the background can then write to the terminal even with `stty tostop`, and its
-/// reads fail instead of stopping the process. The caller must leave the terminal settings
-/// unchanged and give the guest no input.
+/// In a background process, writes to the terminal then succeed even with `stty tostop`, and reads
+/// fail instead of stopping the process. The caller must leave the terminal settings unchanged and
+/// give the guest no input.
 pub fn survive_job_control() {
     // SAFETY: ignoring these signals runs no code of this process. SIGTTIN and SIGTTOU have no
     // other use here.
@@ -136,7 +136,7 @@ const VM_STOPPING: u8 = b'S';
 pub enum ServiceNotifier {
     /// No service manager started this process.
     None,
-    /// A connection to the service manager.
+    /// The socket that is connected to the service manager.
     Direct(UnixDatagram),
     /// A connection to the VM's supervisor. Service managers accept messages only from the process
     /// that they started.

@@ -64,7 +64,7 @@ struct HostReport {
     /// Cost of one multiplexing rotation for a guest; `None` without hardware counters.
     #[serde(serialize_with = "serialize_optional_result")]
     turns: Option<Result<RotationCost, KvmHostError>>,
-    /// Default operator limits of `perfvisor run`.
+    /// Default limits of `perfvisor run` on the users who observe a VM.
     limits: DefaultLimits,
     /// How each guest event is counted under `--backing auto`.
     events: Vec<EventBacking>,
@@ -76,7 +76,8 @@ struct DefaultLimits {
     samples_per_second: u64,
     /// Default of `--ring-memory` for a user other than root, in bytes.
     ring_bytes: u64,
-    /// Default of `--reserve-counters`.
+    /// Default value of `--reserve-counters`, the number of host counters per vCPU that the guest
+    /// does not get.
     reserved_counters: usize,
     /// Maximum value of `--reserve-counters` on this host.
     reservable_counters: usize,
@@ -100,7 +101,7 @@ impl DefaultLimits {
 struct EventBacking {
     event: &'static str,
     backing: &'static str,
-    /// Hint for the interpretation of the count.
+    /// Hint for the interpretation of the event's count.
     note: &'static str,
 }
 
@@ -488,8 +489,8 @@ mod tests {
         assert_eq!(mediated_vpmus(&with(false), false), "none");
     }
 
-    /// On a host that counts cache events, a note names the vendor whose PMU models do not support
-    /// these events.
+    /// On a host that counts cache events, the report names the vendor whose PMU models do not
+    /// support these events.
     #[test]
     fn refused_cache_events_of_another_vendor_are_mentioned() {
         let opens = |name: &str| GenericEvent {

@@ -216,7 +216,7 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
         .mut_subcommands(with_negative_numbers)
 }
 
-/// Returns the command named by `args`, and its path, such as `perfvisor ctl`.
+/// Returns the command that `args` select, and its path, such as `perfvisor ctl`.
 fn named_command<'c>(root: &'c clap::Command, args: &[OsString]) -> (&'c clap::Command, String) {
     let (mut command, mut path) = (root, root.get_name().to_owned());
     for word in args.iter().skip(1).filter_map(|arg| arg.to_str()) {

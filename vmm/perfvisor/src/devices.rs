@@ -34,7 +34,7 @@ use vmm::memory::HugePages;
 use crate::cli::RunArgs;
 use perf_core::error_line;
 
-/// Errors of the device options.
+/// Errors of the device options of `perfvisor run`.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     #[error("--disk")]
@@ -101,7 +101,7 @@ pub struct VmDevices {
     pub all: Vec<Box<dyn VirtioDevice>>,
     /// Handle with which operators control the balloon device; `None` without a balloon.
     pub balloon: Option<Arc<BalloonControl>>,
-    /// The metadata service, for operator requests; `None` without `--mmds`.
+    /// The metadata service, whose data operators can change; `None` without `--mmds`.
     pub metadata: Option<Arc<MetadataService>>,
 }
 

@@ -129,7 +129,8 @@ pub enum FirecrackerError {
     /// An option of Firecracker that Perfvisor does not support.
     #[error("{0}: unsupported: {1}")]
     Unsupported(&'static str, &'static str),
-    /// An invalid value, or a failed start.
+    /// An option value is invalid, or the requested text cannot be printed. Contains the error
+    /// message.
     #[error("{0}")]
     Refused(String),
     /// A JSON file cannot be read.
@@ -306,7 +307,7 @@ fn bind(args: &FirecrackerArgs) -> Result<Option<UnixListener>, FirecrackerError
 }
 
 /// Logs the time since the start of the process, and the CPU time that this process and its parent
-/// had used by then. These values are passed as command-line options.
+/// had used by then. The parent passes all three values as command-line options.
 fn log_times(args: &FirecrackerArgs) {
     let Some(start) = args.start_time_us else { return };
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);

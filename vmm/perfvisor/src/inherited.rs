@@ -30,7 +30,7 @@ const KEPT: [&str; 8] = [
 /// Name prefix of Perfvisor's own environment variables.
 const OWN_PREFIX: &[u8] = b"PERFVISOR_";
 
-/// Inherited descriptors, except for the standard streams.
+/// File descriptors that this process has inherited, except for the standard streams.
 #[derive(Debug)]
 pub(crate) struct InheritedDescriptors(Vec<RawFd>);
 

@@ -15,7 +15,7 @@ const DESCRIPTORS: std::ops::RangeInclusive<u64> = 64..=1 << 20;
 /// The parsed value of `--jail`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JailConfig {
-    /// User ID of the process.
+    /// User ID of the VM's process.
     pub uid: Option<u32>,
     /// Group ID of the process; the default is the user ID.
     pub gid: Option<u32>,
@@ -23,7 +23,7 @@ pub struct JailConfig {
     pub cgroup: Option<PathBuf>,
     /// Maximum size of a file that the VM writes, in bytes (`RLIMIT_FSIZE`).
     pub file_size: Option<u64>,
-    /// Maximum number of descriptors (`RLIMIT_NOFILE`).
+    /// Maximum number of open descriptors of the VM's process (`RLIMIT_NOFILE`).
     pub descriptors: Option<u64>,
 }
 

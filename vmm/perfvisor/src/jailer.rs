@@ -84,7 +84,7 @@ pub struct JailerArgs {
 pub enum LimitedResource {
     /// Size of written files, in bytes.
     FileSize,
-    /// Number of descriptors.
+    /// Number of open descriptors.
     Descriptors,
 }
 
@@ -104,7 +104,7 @@ pub enum JailerError {
         option: &'static str,
         /// Path of the file or directory.
         path: PathBuf,
-        /// Error of the operating system.
+        /// Error returned by the operating system.
         #[source]
         source: io::Error,
     },
@@ -142,7 +142,7 @@ fn parse_setting(text: &str) -> Result<(String, String), String> {
     Ok((file.to_owned(), value.to_owned()))
 }
 
-/// Parses a relative path without `..`.
+/// Parses the path of a control group, which must be relative and must not contain `..`.
 fn parse_group(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);
     let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));

@@ -111,7 +111,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Failure to open the log file.
+/// Error returned when the file given by `--log-file` cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("--log-file {}", .0.display())]
 struct LogFileError(PathBuf, #[source] io::Error);

@@ -16,13 +16,13 @@ use vmm::memory::{MIN_RAM_BYTES, RAM_GRANULE_BYTES};
 
 /// Minimum multiplexing interval, in milliseconds. The main loop would coalesce shorter intervals.
 const MIN_TURN_MS: f64 = 0.2;
-/// Maximum multiplexing interval, in milliseconds.
+/// Maximum value of `--mux-turn`, the multiplexing interval, in milliseconds.
 const MAX_TURN_MS: f64 = 100.0;
 /// Maximum sampling frequency of an event, in Hz. A sample takes at least one microsecond.
 pub const MAX_SAMPLE_RATE_HZ: u64 = 1_000_000;
-/// Minimum memory for rings, in bytes.
+/// Minimum value of `--ring-memory`, in bytes.
 const MIN_RING_BYTES: u64 = 64 << 10;
-/// Maximum memory for rings, in bytes.
+/// Maximum value of `--ring-memory`, in bytes.
 const MAX_RING_BYTES: u64 = 64 << 30;
 
 /// Maximum time for the guest to power off, in seconds (one day).
@@ -53,9 +53,9 @@ impl FromStr for SecurityProfile {
 /// Path and permissions of the observer socket (`--observers`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObserverSocketArg {
-    /// Path of the socket.
+    /// Path of the observer socket.
     pub path: PathBuf,
-    /// Permissions of the socket's file.
+    /// Permissions of the observer socket.
     pub mode: u32,
 }
 

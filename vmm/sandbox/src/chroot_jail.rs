@@ -37,8 +37,8 @@ const DIRECTORIES: [&str; 2] = ["dev/net", "run"];
 /// File systems to mount, each with its type, mount point and options.
 const FILE_SYSTEMS: [(&str, &str, &str); 2] = [("proc", "proc", "hidepid=2"), ("sysfs", "sys", "")];
 
-/// Error returned when a jail cannot be entered. It contains the failed operation and the file or
-/// other object to which the operation was applied.
+/// Error returned when a jail cannot be entered. Contains the failed operation and the object of
+/// the operation, such as a file.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {operation} {}", path.display())]
 pub struct ChrootJailError {

@@ -22,7 +22,7 @@ use landlock::{
 use crate::kind::SandboxedThreadKind;
 
 /// Newest landlock version whose access rights this module uses (Linux 6.15). Older kernels apply
-/// the subset that they support.
+/// the access rights that they support.
 const KNOWN: ABI = ABI::V7;
 
 /// Paths that a thread restricted by [`only_files`] can still access. Paths that do not exist are

@@ -29,7 +29,8 @@ use crate::pid_namespace::has_user_namespace;
 use rustix::process::{parent_process_death_signal, set_parent_process_death_signal};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_keep_capabilities};
 
-/// Mount point at which the new root is assembled. It exists on every host that supports jails.
+/// Mount point at which the new root is assembled. This directory exists on every host that
+/// supports jails.
 const BUILT_AT: &str = "/proc";
 /// Mount options of the new root file system, which contains only mount points.
 const ROOT_OPTIONS: &CStr = c"mode=0755,size=1m";
@@ -95,7 +96,8 @@ fn step(what: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) 
 /// are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JailContents {
-    /// Paths of files and directory trees that can be read. Sockets in them can be connected to.
+    /// Paths of files and directory trees that can be read. Sockets in these trees can be connected
+    /// to.
     pub read: Vec<PathBuf>,
     /// Directory trees in which files can also be removed.
     pub change: Vec<PathBuf>,
@@ -368,8 +370,8 @@ fn enter_new_root() -> Result<(), JailError> {
     }
 }
 
-/// Adds attributes to a mount. If the mount is given by a descriptor, also adds them to all mounts
-/// below it.
+/// Adds attributes to a mount. If the mount is given by a descriptor, also adds the attributes to
+/// all mounts below it.
 fn set_attributes(fd: RawFd, path: &CStr, attributes: u64) -> io::Result<()> {
     let of_descriptor = libc::AT_EMPTY_PATH | RECURSIVE;
     let flags = if path.is_empty() { of_descriptor } else { 0 };

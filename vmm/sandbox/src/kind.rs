@@ -54,7 +54,7 @@ impl SandboxedThreadKind {
         Self::Starter,
     ];
 
-    /// Returns the name used in messages.
+    /// Returns the name of this thread kind for messages.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

@@ -20,13 +20,13 @@ const F_SETOWN_EX: u32 = 15;
 /// (include/uapi/asm-generic/mman-common.h).
 const MADV_GUARD_INSTALL: libc::c_int = 102;
 const MADV_GUARD_REMOVE: libc::c_int = 103;
-/// Flags of `open(2)` for a path-only descriptor.
+/// Flags of `open(2)` for a descriptor that only refers to a path (`O_PATH`).
 pub(crate) const PATH_ONLY: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// Socket type used by the socket broker.
 pub(crate) const SOCKET_TYPE: libc::c_int = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-/// Namespace flags of `clone(2)`.
+/// Flags of `clone(2)` that create namespaces.
 const NEW_NAMESPACES: u64 = 0x7e02_0080;
-/// `CLONE_THREAD` of `clone(2)`.
+/// Flag `CLONE_THREAD` of `clone(2)`.
 const THREAD: u64 = 0x1_0000;
 /// Returns all flags of `open(2)` except those that are permitted when a file is opened for
 /// reading.
@@ -230,9 +230,10 @@ fn locks() -> Vec<AllowedSyscall> {
     }]
 }
 
-/// Returns the calls that reset signal handlers to the default action. The handlers of fault and
-/// termination signals and abort(3) use them to terminate the process. Other handlers, in
-/// particular the one for seccomp violations, cannot be changed after the VM has started.
+/// Returns the calls that reset a signal handler to the default action. The handlers of fault
+/// signals, the handlers of termination signals, and abort(3) need these calls to terminate the
+/// process. Other handlers, in particular the one for seccomp violations, cannot be changed after
+/// the VM has started.
 fn ending_signals() -> Vec<AllowedSyscall> {
     let signals = [
         libc::SIGABRT,
@@ -543,9 +544,9 @@ fn main() -> Vec<AllowedSyscall> {
     list
 }
 
-/// Returns the allow-list of the starter thread. It contains the calls of all threads that the
-/// starter creates, because they inherit its filter, and the calls with which these threads confine
-/// themselves.
+/// Returns the allow-list of the starter thread. The list contains the calls of all threads that
+/// the starter creates, because a thread inherits the filter of its creator, and the calls with
+/// which a new thread confines itself.
 fn starter(pid: u32, counting: PerfEventAccess) -> Vec<AllowedSyscall> {
     let mut list = Vec::new();
     // The vCPU list comes first because it contains KVM_RUN, the most frequent call.

@@ -51,8 +51,8 @@ struct LoweredCapabilities(CapabilitySets);
 
 impl LoweredCapabilities {
     /// Removes the file capabilities from the effective set of this thread. Returns `None` if there
-    /// is nothing to remove: the process runs as root, which owns its files anyway, or it has none
-    /// of these capabilities.
+    /// is nothing to remove. This is the case if the process has no file capability, or if it runs
+    /// as root, which owns its files anyway.
     fn now() -> io::Result<Option<Self>> {
         let has = capabilities(None)?;
         if geteuid().is_root() || !has.effective.intersects(FILE_CAPABILITIES) {

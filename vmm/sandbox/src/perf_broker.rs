@@ -30,7 +30,7 @@ use crate::{SandboxedThreadKind, filter, lists};
 use protocol::{MAX_REQUEST_BYTES, PerfRequest, REPLY_BYTES};
 use server::BrokerClient;
 
-/// Process name, as displayed by `ps`.
+/// Process name of the broker, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"perf-broker";
 /// Timeout for an answer from the broker. Opening an event takes a few microseconds.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -37,7 +37,7 @@ use crate::service::{UNFIT, keep_only_descriptors, leave, trim_heap};
 use crate::start::SandboxError;
 use crate::{ProcessConfinement, SandboxedThreadKind, files, filter, lists};
 
-/// Process name, as displayed by `ps`.
+/// Process name of the supervisor, as displayed by `ps`.
 const NAME: &CStr = c"vm-supervisor";
 /// Signals that the supervisor forwards to the VM.
 const FORWARDED: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
@@ -96,8 +96,8 @@ pub fn host_pid() -> u32 {
     HOST_IDS.get().map_or_else(std::process::id, |ids| ids.vm)
 }
 
-/// Returns the ID of the process that was started as this VM. This is the supervisor's ID, or the
-/// ID of this process if there is no supervisor.
+/// Returns the ID of the process that was started as this VM: the supervisor's ID if there is a
+/// supervisor, and otherwise the ID of this process.
 #[must_use]
 pub fn starter_pid() -> u32 {
     HOST_IDS.get().map_or_else(std::process::id, |ids| ids.supervisor)
@@ -368,7 +368,7 @@ fn signal_set(signals: &[libc::c_int]) -> libc::sigset_t {
     }
 }
 
-/// Blocks or unblocks signals.
+/// Blocks or unblocks `signals` in the calling thread.
 fn change_mask(how: libc::c_int, signals: &[libc::c_int]) -> io::Result<()> {
     // SAFETY: the set is live, and the old mask may be null.
     match unsafe { libc::pthread_sigmask(how, &signal_set(signals), ptr::null_mut()) } {

@@ -153,8 +153,8 @@ pub fn is_denied_without_capabilities(is_denied: impl FnOnce() -> bool + Send) -
     })
 }
 
-/// Drops all capabilities of this thread except those in `set`. Grants none that the thread does
-/// not have. Threads that this thread starts later have the same capabilities.
+/// Drops all capabilities of this thread except those in `set`. Does not add capabilities. Threads
+/// that this thread starts later have the same capabilities.
 fn keep(set: CapabilitySet) -> rustix::io::Result<()> {
     let has = capabilities(None)?;
     if has.effective.contains(CapabilitySet::SETPCAP) {

@@ -12,8 +12,8 @@ pub(crate) enum ArgumentCheck {
     Not(u8, u32),
     /// None of the bits in the mask is set. Only the low 32 bits of the argument are checked.
     Without(u8, u64),
-    /// Of the bits in the first mask, exactly those in the second mask are set. Only the low 32
-    /// bits of the argument are checked.
+    /// Among the bits in the first mask, exactly the bits in the second mask are set. Only the low
+    /// 32 bits of the argument are checked.
     Bits(u8, u64, u64),
 }
 

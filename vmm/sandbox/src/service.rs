@@ -21,7 +21,7 @@ pub(crate) const UNFIT: i32 = 125;
 pub(crate) struct ServiceProcess<'a> {
     /// Process name, as displayed by `ps`.
     pub(crate) name: &'a CStr,
-    /// Seccomp filters.
+    /// Seccomp filters of the process.
     pub(crate) filters: &'a [BpfProgram],
     /// `true` to apply landlock rules that allow no file.
     pub(crate) landlock: bool,
@@ -83,8 +83,8 @@ impl ServiceProcess<'_> {
     }
 }
 
-/// Terminates this process without running destructors or exit handlers, because these belong to
-/// the parent from which it was forked.
+/// Terminates this process without running destructors or exit handlers, which belong to the parent
+/// process.
 pub(crate) fn leave(status: i32) -> ! {
     // SAFETY: _exit does not return and has no preconditions.
     unsafe { libc::_exit(status) }

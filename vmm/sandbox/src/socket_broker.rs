@@ -37,14 +37,14 @@ use crate::service::{UNFIT, keep_only_descriptor, leave, trim_heap};
 use crate::start::{SandboxError, SeccompMode};
 use crate::{ProcessConfinement, SandboxedThreadKind, ServiceStartError, files, filter, lists};
 
-/// Process name, as displayed by `ps`.
+/// Process name of the broker, as displayed by `ps`.
 const NAME: &std::ffi::CStr = c"socket-broker";
 /// Timeout for an answer from the broker.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Maximum length of a socket path, in bytes (unix(7), `sun_path`).
 const MAX_NAME: usize = 107;
 
-/// The operation of a request.
+/// Operation that a request asks the socket broker to perform.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum BrokerOperation {
@@ -191,7 +191,7 @@ impl SocketBroker {
         self.name(BrokerOperation::AddExact, paths::resolve_socket(path)?)
     }
 
-    /// Registers a set of sockets as a destination: those whose path consists of `path`, an
+    /// Registers a set of sockets as a destination. The path of each socket consists of `path`, an
     /// underscore and a port.
     ///
     /// # Errors

@@ -94,7 +94,7 @@ struct KindFilters {
     /// Filter that makes certain calls fail with an error; `None` in a mode in which all calls are
     /// executed.
     refuse: Option<BpfProgram>,
-    /// Filter with the allow-list. It also allows the calls that the filter `refuse` makes fail.
+    /// Filter with the allow-list, which includes the calls that the filter `refuse` makes fail.
     allow: BpfProgram,
 }
 

@@ -29,8 +29,8 @@ struct SigSys {
 /// Actions to take when the process terminates immediately, without running destructors.
 #[derive(Clone, Copy, Debug)]
 pub struct SeccompTerminationActions {
-    /// Callback that runs before the log line is written and may restore the terminal. It may run
-    /// in a signal handler.
+    /// Callback that runs before the log line is written and may restore the terminal. The callback
+    /// may run in a signal handler.
     pub first: fn(),
     /// Descriptor to which the log line is written in addition to standard error.
     pub log: Option<libc::c_int>,

@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(180);
 /// Restrictions of a helper process of the VM.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessConfinement {
-    /// Seccomp mode.
+    /// Action of the process's seccomp filter for a forbidden system call.
     pub seccomp: SeccompMode,
     /// `true` if landlock denies the process access to all files. Has no effect on kernels without
     /// landlock.
@@ -231,8 +231,8 @@ impl WorkerProcess<'_> {
     }
 }
 
-/// Compiles the filters of the keeper. The action `otherwise` applies to calls that are not on the
-/// keeper's list.
+/// Compiles the filters of the keeper. Calls that are not on the keeper's list cause the action
+/// `otherwise`.
 fn filters(otherwise: Option<&SeccompAction>) -> Result<Vec<BpfProgram>, BackendError> {
     let mut filters = Vec::new();
     if let Some(SeccompAction::KillProcess) = otherwise {

@@ -21,7 +21,7 @@ use crate::format::{SnapshotFormatError, decode, encode};
 use crate::memory::{self, CHUNK_BYTES, MemoryFileError, checksum};
 use crate::state::{SavedBase, SavedMachine, SavedMemory};
 
-/// Maximum number of diffs on top of a full snapshot. A restore reads all of them and keeps their
+/// Maximum number of diffs on top of a full snapshot. A restore reads all diffs and keeps their
 /// files open.
 pub const MAX_DIFFS: usize = 16;
 /// Maximum number of ranges in a diff.
@@ -41,7 +41,8 @@ pub enum DiffError {
     /// A snapshot passed as a base is not one on which the diff depends.
     #[error("no diff that is given is based on it; omit it")]
     Unneeded,
-    /// The new diff would be based on a chain of [`MAX_DIFFS`] diffs or more.
+    /// The chain has more than [`MAX_DIFFS`] diffs, including the diff that is based on the given
+    /// snapshots.
     #[error(
         "there would be more than {MAX_DIFFS} diffs one above the other; name an earlier snapshot, or take \
          a full one"
@@ -78,7 +79,7 @@ pub enum DiffError {
 pub struct BaseSnapshotError {
     /// Directory of the snapshot.
     pub path: PathBuf,
-    /// Reason why the snapshot is rejected.
+    /// Reason for rejecting the snapshot.
     pub source: DiffError,
 }
 
@@ -194,7 +195,7 @@ impl BaseChain {
         self.diffs.last().unwrap_or(&self.full)
     }
 
-    /// Returns the size of memory in bytes.
+    /// Returns the size of guest memory in bytes.
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
         self.full.machine.memory.bytes

@@ -37,18 +37,18 @@ pub enum SnapshotFormatError {
     /// The file is shorter or longer than its header states.
     #[error("the state has {have} bytes, expected {need}: it was truncated or extended")]
     Length {
-        /// Size of the file in bytes.
+        /// Size of the state file in bytes.
         have: usize,
-        /// Size in bytes that the header states.
+        /// Size of the state file according to its header, in bytes.
         need: usize,
     },
     /// The state exceeds [`MAX_STATE_BYTES`].
     #[error("the state has more than {} MiB", MAX_STATE_BYTES >> 20)]
     TooLarge,
-    /// The checksum does not match.
+    /// The checksum of the state file does not match.
     #[error("the state is damaged: its checksum does not match")]
     Checksum,
-    /// The format version is not supported.
+    /// The format version of the state file is not supported.
     #[error("the state has format version {0}, this program reads version {VERSION}")]
     Version(u16),
     /// The body is not a valid state. The message names an unknown or missing field.

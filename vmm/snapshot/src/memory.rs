@@ -12,19 +12,19 @@ use crate::state::SavedMemory;
 
 /// Size of a chunk of the memory file, in bytes. Each chunk has its own checksum.
 pub const CHUNK_BYTES: u64 = 2 << 20;
-/// Maximum size of one read, in bytes.
+/// Maximum size of one read from a memory file, in bytes.
 const READ_BYTES: usize = 1 << 20;
 
 /// Reason for rejecting a memory file.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryFileError {
-    /// The file cannot be read.
+    /// The memory file cannot be read.
     #[error("it cannot be read")]
     Read(#[from] io::Error),
     /// The file is shorter or longer than the guest's memory.
     #[error("it has {have} bytes, expected {need}: it was truncated, extended, or belongs to another state")]
     Length {
-        /// Size of the file in bytes.
+        /// Size of the memory file in bytes.
         have: u64,
         /// Size of guest memory in bytes.
         need: u64,
@@ -32,17 +32,17 @@ pub enum MemoryFileError {
     /// The state does not have one checksum per chunk.
     #[error("the state has {have} checksums of memory, expected {need}")]
     Checksums {
-        /// Number of checksums.
+        /// Number of checksums in the state.
         have: usize,
-        /// Number of chunks.
+        /// Number of chunks of guest memory, each of which needs a checksum.
         need: u64,
     },
-    /// A chunk does not match its checksum.
+    /// A chunk of the memory file does not match its checksum.
     #[error("it is damaged between bytes {start:#x} and {end:#x}: the checksum does not match")]
     Damaged {
-        /// First byte of the chunk.
+        /// Offset of the first byte of the damaged chunk.
         start: u64,
-        /// First byte after the chunk.
+        /// Offset of the first byte after the damaged chunk.
         end: u64,
     },
 }

@@ -17,13 +17,13 @@ pub struct SavedMachine {
     pub options: BTreeMap<String, String>,
     /// Properties of the machine other than its devices.
     pub shape: MachineShape,
-    /// Events that the guest may count.
+    /// Filter of the events that the guest may count.
     pub filter: SavedFilter,
     /// State that the VMM keeps about the guest's kernel.
     pub kernel: SavedKernel,
     /// Interrupt controllers, timer and clock of KVM.
     pub vm: SavedVm,
-    /// Present vCPUs in ascending order of their numbers.
+    /// State of each present vCPU, in ascending order of their numbers.
     pub vcpus: Vec<SavedVcpu>,
     /// Emulated devices other than virtio devices.
     pub board: SavedBoard,
@@ -57,10 +57,10 @@ pub struct MachineShape {
 pub struct SavedFilter {
     /// `true` if only the listed events are allowed, `false` if only the listed events are denied.
     pub allows: bool,
-    /// Bitmap of listed fixed counters.
+    /// Bitmap of the fixed counters that the filter lists.
     pub fixed_counters: u8,
-    /// Listed events: event select, mask of the unit mask, expected value of the masked bits, and
-    /// whether the entry excludes events that other entries list.
+    /// Events that the filter lists: event select, mask for the event's unit mask, expected value
+    /// of the masked bits, and whether the entry excludes events that other entries list.
     pub events: Vec<(u16, u8, u8, bool)>,
 }
 
@@ -72,7 +72,7 @@ pub struct SavedKernel {
     pub format: String,
     /// Guest-physical range of the kernel's segments: start and end.
     pub range: [u64; 2],
-    /// Executable text of the loaded image.
+    /// Ranges of executable text in the loaded image.
     pub text: Vec<SavedText>,
     /// RDPMC instructions that were replaced by a trap in guest memory.
     pub rdpmc_sites: Vec<SavedRdpmcSite>,
@@ -97,11 +97,11 @@ pub struct SavedRunningKernel {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedText {
-    /// Link-time address.
+    /// Link-time virtual address of the first byte.
     pub virt: u64,
-    /// Guest-physical address.
+    /// Guest-physical address of the first byte.
     pub phys: u64,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub bytes: u64,
 }
 
@@ -113,7 +113,7 @@ pub struct SavedRdpmcSite {
     pub virt: u64,
     /// Guest-physical address of the first byte of the instruction.
     pub phys: u64,
-    /// Length in bytes.
+    /// Length of the instruction in bytes.
     pub length: u8,
     /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
     /// code.
@@ -127,11 +127,11 @@ pub struct SavedRdpmcSite {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedVm {
-    /// `struct kvm_irqchip` of the master PIC, the slave PIC and the I/O APIC.
+    /// States of the master PIC, the slave PIC and the I/O APIC (`struct kvm_irqchip`).
     pub irqchips: Vec<Base64Bytes>,
-    /// `struct kvm_pit_state2`.
+    /// State of the programmable interval timer (`struct kvm_pit_state2`).
     pub pit: Base64Bytes,
-    /// kvmclock in nanoseconds.
+    /// Value of kvmclock in nanoseconds.
     pub clock_ns: u64,
 }
 
@@ -143,24 +143,24 @@ pub struct SavedVcpu {
     pub id: u8,
     /// CPUID leaves: function, index, flags, EAX, EBX, ECX, EDX.
     pub cpuid: Vec<[u32; 7]>,
-    /// `struct kvm_mp_state`.
+    /// Run state of the vCPU (`struct kvm_mp_state`).
     pub mp_state: Base64Bytes,
-    /// `struct kvm_regs`.
+    /// General-purpose registers (`struct kvm_regs`).
     pub regs: Base64Bytes,
-    /// `struct kvm_sregs`.
+    /// Segment, control and descriptor-table registers (`struct kvm_sregs`).
     pub sregs: Base64Bytes,
-    /// `struct kvm_xsave` with the size that the host's KVM reports; empty if the host has no
-    /// XSAVE.
+    /// XSAVE area (`struct kvm_xsave`) with the size that the host's KVM reports; empty if the host
+    /// has no XSAVE.
     pub xsave: Base64Bytes,
-    /// `struct kvm_fpu`; empty if `xsave` is present.
+    /// x87 and SSE state (`struct kvm_fpu`); empty if `xsave` is present.
     pub fpu: Base64Bytes,
-    /// `struct kvm_xcrs`; empty if the host has no XCRs.
+    /// Extended control registers (`struct kvm_xcrs`); empty if the host has none.
     pub xcrs: Base64Bytes,
-    /// `struct kvm_debugregs`.
+    /// Debug registers (`struct kvm_debugregs`).
     pub debug_regs: Base64Bytes,
-    /// `struct kvm_lapic_state`.
+    /// Registers of the local APIC (`struct kvm_lapic_state`).
     pub lapic: Base64Bytes,
-    /// `struct kvm_vcpu_events`.
+    /// Pending exceptions, interrupts and NMIs (`struct kvm_vcpu_events`).
     pub events: Base64Bytes,
     /// MSRs from KVM's list of MSRs (KVM_GET_MSR_INDEX_LIST): index and value.
     pub msrs: Vec<(u32, u64)>,
@@ -189,8 +189,9 @@ pub struct SavedVcpuPmu {
     /// set.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub stray_trap_flags: bool,
-    /// Address and privilege level of a string instruction with a repeat prefix. The exact backing,
-    /// which single-steps the guest, has seen it iterate but not complete.
+    /// Address and privilege level of a string instruction with a repeat prefix. Single-stepping
+    /// the guest (`--backing exact`) has seen some iterations of the instruction but not its
+    /// completion.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unfinished_repeat: Option<(u64, u8)>,
 }
@@ -199,12 +200,12 @@ pub struct SavedVcpuPmu {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SavedPmi {
-    /// No PMI.
+    /// The guest is not handling a PMI.
     #[default]
     None,
-    /// Delivered as an NMI.
+    /// The PMI was delivered as an NMI.
     Nmi,
-    /// Delivered as this vector.
+    /// The PMI was delivered with this interrupt vector.
     Vector(u8),
 }
 
@@ -261,7 +262,7 @@ pub struct SavedBoard {
 pub struct SavedSerial {
     /// Divisor latch (low byte, high byte), IER, IIR, LCR, LSR, MCR, MSR and scratch register.
     pub registers: [u8; 9],
-    /// Bytes in the receive buffer.
+    /// Bytes in the receive buffer of the serial port.
     pub input: Base64Bytes,
 }
 
@@ -308,19 +309,19 @@ pub struct SavedDevice {
     /// Values of the virtio registers that select the visible part of the device features and of
     /// the driver features.
     pub feature_selects: [u32; 2],
-    /// Interrupt vector of configuration changes.
+    /// MSI-X vector for configuration changes.
     pub config_vector: u16,
-    /// Device status, with DEVICE_NEEDS_RESET.
+    /// Value of the device status register, including DEVICE_NEEDS_RESET.
     pub status: u8,
-    /// Configuration generation.
+    /// Value of the configuration generation register.
     pub generation: u8,
     /// Index of the selected queue.
     pub queue_select: u16,
-    /// Registers of each queue.
+    /// Registers of each virtqueue.
     pub queues: Vec<SavedQueue>,
     /// `true` if the device is active, because its driver has set DRIVER_OK.
     pub active: bool,
-    /// Value of MSI-X message control.
+    /// Value of the MSI-X message control register.
     pub msix_control: u16,
     /// Contents of the MSI-X table.
     pub msix_table: Base64Bytes,
@@ -334,15 +335,15 @@ pub struct SavedDevice {
 pub struct SavedQueue {
     /// Size of the queue in entries.
     pub size: u16,
-    /// Interrupt vector of the queue.
+    /// MSI-X vector of the queue.
     pub vector: u16,
     /// `true` if the driver has enabled the queue.
     pub enabled: bool,
-    /// Address of the descriptor table.
+    /// Guest-physical address of the descriptor table.
     pub descriptors: u64,
-    /// Address of the available ring.
+    /// Guest-physical address of the available ring.
     pub avail: u64,
-    /// Address of the used ring.
+    /// Guest-physical address of the used ring.
     pub used: u64,
 }
 

@@ -22,8 +22,8 @@ use crate::memory::CHUNK_BYTES;
 
 /// First bytes of a stream: magic, version of this protocol, and two zeros.
 pub const PREAMBLE: [u8; 8] = *b"PVMG\x01\0\0\0";
-/// Name of the optional field of the state file in [`StreamMessage::State`] that contains the
-/// document of the metadata service.
+/// Name of the optional field of the state file in [`StreamMessage::State`] that contains the data
+/// of the metadata service.
 pub const METADATA_FIELD: &str = "_metadata";
 /// Maximum number of rounds in which memory is sent.
 pub const MAX_ROUNDS: u32 = 64;
@@ -71,16 +71,16 @@ pub enum StreamMessage<'a> {
     Machine(&'a [u8]),
     /// Page contents, from the source.
     Pages {
-        /// Offset in guest memory.
+        /// Offset of the first page in guest memory, in bytes.
         offset: u64,
         /// Contents of the pages.
         data: &'a [u8],
     },
     /// Message from the source: pages that now consist of zeros and previously did not.
     Zeros {
-        /// Offset in guest memory.
+        /// Offset of the first page in guest memory, in bytes.
         offset: u64,
-        /// Number of bytes.
+        /// Total size of the pages in bytes.
         bytes: u64,
     },
     /// Message from the source: all pages that were dirty at the beginning of the round have been
@@ -133,15 +133,15 @@ pub enum MigrationStreamError {
         /// Length of the payload in bytes.
         length: u32,
     },
-    /// The checksum does not match.
+    /// The checksum of a frame does not match.
     #[error("the stream is damaged: the checksum of a frame does not match")]
     Checksum,
     /// The range does not consist of whole pages or lies outside guest memory.
     #[error("the stream has {bytes} bytes of memory at {offset:#x}, where the VM has none")]
     Range {
-        /// Offset in guest memory.
+        /// Offset of the range in guest memory, in bytes.
         offset: u64,
-        /// Number of bytes.
+        /// Length of the range in bytes.
         bytes: u64,
     },
     /// A JSON payload is invalid.

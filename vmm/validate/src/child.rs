@@ -55,13 +55,13 @@ pub enum ChildError {
     /// The VM exited unexpectedly.
     #[error("the VM exited while {doing} (status {status}){}{}", told(.messages), console_excerpt(.console))]
     Ended {
-        /// Exit status, or -1 after a signal.
+        /// Exit status of the VM's process, or -1 if a signal terminated it.
         status: i32,
-        /// The operation in progress.
+        /// Operation that was in progress.
         doing: String,
         /// Last messages of the VMM.
         messages: Vec<String>,
-        /// Last lines of the guest's console.
+        /// Last lines of the guest's console output.
         console: Vec<String>,
     },
     /// A timeout expired. The values are the timeout in seconds, and the operation.
@@ -331,7 +331,7 @@ impl ChildVm {
         }
     }
 
-    /// Waits for the VM to exit and returns its exit status, or -1 after a signal.
+    /// Waits for the VM to exit. Returns its exit status, or -1 if a signal terminated it.
     pub fn wait(&mut self, limit: Duration) -> Option<i32> {
         let until = Instant::now() + limit;
         loop {

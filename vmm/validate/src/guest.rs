@@ -39,13 +39,13 @@ pub const OS: u64 = 1 << 17;
 /// Properties of the PMU that the guest reports at startup.
 #[derive(Clone, Debug, Deserialize)]
 pub struct GuestPmuInfo {
-    /// Number of running CPUs.
+    /// Number of running guest CPUs.
     pub cpus: u32,
     /// `true` if the guest's CPUID vendor is AuthenticAMD.
     pub amd: bool,
     /// Number of general-purpose counters.
     pub gp: u32,
-    /// Bitmap of fixed counters.
+    /// Bitmap of the available fixed counters.
     pub fixed: u32,
     /// Bitmap of architectural events that CPUID marks as unavailable.
     pub unavailable: u32,
@@ -56,13 +56,13 @@ pub struct GuestPmuInfo {
 pub struct MeasurementJob {
     /// Type of work that the guest does.
     pub work: &'static str,
-    /// Amount of work. The unit depends on the type of work.
+    /// Number of units of work. The unit depends on the type of work.
     pub n: u64,
     /// Privilege level at which the work is done, for types of work that support both levels.
     pub cpl: u32,
     /// Event selectors of the counters, starting with counter 0, without their enable bit.
     pub selectors: Vec<u64>,
-    /// Value of FIXED_CTR_CTRL.
+    /// Value of the MSR IA32_FIXED_CTR_CTRL.
     pub fixed_control: u64,
     /// Sampling period of counter 0, or 0 for no interrupts.
     pub period: u64,
@@ -169,13 +169,13 @@ impl<'a> OperatorEvents<'a> {
 /// Results of the operator's events during a measurement.
 #[derive(Debug)]
 pub struct OperatorResults {
-    /// Opened events, or the VM's error if it refused them.
+    /// Events that the VM opened for the operator, or the VM's error if it refused them.
     pub opened: Result<Vec<OpenedEvent>, RequestError>,
-    /// Counts of the events.
+    /// Counts of the operator's events.
     pub readings: Vec<EventReading>,
-    /// Instruction addresses of the samples.
+    /// Instruction addresses of the operator's samples.
     pub samples: Vec<u64>,
-    /// Number of lost samples.
+    /// Number of samples that the operator's ring lost.
     pub lost: u64,
 }
 
@@ -194,7 +194,7 @@ impl OperatorResults {
 /// Results of a measurement from the guest, the host and the operator.
 #[derive(Debug)]
 pub struct Measurement {
-    /// The guest's results, by CPU.
+    /// Results of each guest CPU.
     pub cpus: Vec<CpuResult>,
     /// The host's view of the counters before the measurement.
     pub before: Vec<VcpuView>,
@@ -204,7 +204,7 @@ pub struct Measurement {
     pub facts: Vec<ThreadAccounting>,
     /// CPU time of an empty measurement, in ns.
     pub overhead_ns: u64,
-    /// The operator's results.
+    /// Results of the operator's events, if an operator took part in the measurement.
     pub operator: Option<OperatorResults>,
 }
 
@@ -237,7 +237,8 @@ pub struct MeasuringGuest {
     pub vm: ChildVm,
     /// Properties that the guest reported at startup.
     pub hello: GuestPmuInfo,
-    /// Amount of work that the guest does per millisecond, by type of work and privilege level.
+    /// Number of units of work that the guest does per millisecond, by type of work and privilege
+    /// level.
     pub pace: HashMap<(&'static str, u32), f64>,
     /// CPU time of an empty measurement in nanoseconds, or 0 if not measured yet.
     pub overhead_ns: u64,
@@ -344,7 +345,7 @@ fn parse(line: &str) -> Option<GuestReply> {
     }
 }
 
-/// The operator's open events.
+/// Events that the operator has opened for a measurement.
 pub(super) struct OpenOperatorEvents {
     opened: Result<Vec<OpenedEvent>, RequestError>,
     ring: Option<(RingReader, SampleRingInfo)>,

@@ -48,7 +48,7 @@ pub struct KvmSummary {
 /// Properties of this host, as probed by the caller.
 #[derive(Debug)]
 pub struct HostProperties {
-    /// Properties of KVM.
+    /// Properties of the host's KVM.
     pub kvm: KvmSummary,
     /// Description of the guests' PMU on this host.
     pub guest_pmu: String,

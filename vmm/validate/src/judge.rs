@@ -6,17 +6,17 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Tolerance {
-    /// No deviation.
+    /// The count must equal the expected value.
     Exact,
-    /// A percentage of the expected value.
+    /// The count may deviate by this percentage of the expected value.
     Percent(f64),
-    /// A percentage of the expected value plus a number of counts.
+    /// The count may deviate by this percentage of the expected value plus this number of counts.
     PercentAnd(f64, u64),
-    /// The expected value is a minimum.
+    /// The count must be at least the expected value.
     AtLeast,
-    /// The expected value is a maximum.
+    /// The count must be at most the expected value.
     AtMost,
-    /// An inclusive range.
+    /// The count must be in this inclusive range.
     Range(u64, u64),
 }
 
@@ -49,19 +49,19 @@ impl std::fmt::Display for Tolerance {
     }
 }
 
-/// Verdict on a row.
+/// Verdict on a row of the report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Verdict {
-    /// All counts are correct.
+    /// All counts of the row are correct.
     #[serde(rename = "PASS")]
     Pass,
-    /// A count is wrong or missing.
+    /// A count of the row is wrong or missing.
     #[serde(rename = "FAIL")]
     Fail,
     /// The host cannot count the event, and no counter changed.
     #[serde(rename = "not supported here")]
     NotSupported,
-    /// The other load of the host prevents a verdict, because almost any count would pass.
+    /// Other load of the host prevents a verdict, because almost any count would pass.
     #[serde(rename = "too busy to tell")]
     TooBusy,
 }
@@ -82,7 +82,7 @@ impl std::fmt::Display for Verdict {
 pub struct Expectation {
     /// The expected value.
     pub value: u64,
-    /// Permitted deviation.
+    /// Permitted deviation of a count from the expected value.
     pub tolerance: Tolerance,
 }
 

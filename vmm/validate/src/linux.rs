@@ -23,7 +23,7 @@ use control_api::protocol::VcpuView;
 
 /// Timeout for the guest's first line.
 const START_TIMEOUT: Duration = Duration::from_secs(180);
-/// Timeout for a command.
+/// Timeout for a command in the guest.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum number of output lines kept per command.
 const MAX_OUTPUT_LINES: usize = 10_000;
@@ -232,8 +232,8 @@ impl LinuxGuest {
 }
 
 impl Gate {
-    /// Returns by how much the counter that changed on vCPU `cpu` exceeds Linux's initial value in
-    /// the host's view. Returns `None` unless exactly one counter changed.
+    /// Returns the increase of the counter that changed on vCPU `cpu`, relative to Linux's initial
+    /// value, in the host's view. Returns `None` unless exactly one counter changed.
     fn host(&self, cpu: usize) -> Option<u64> {
         let after = &self.after.get(cpu)?.counters;
         let before = &self.before.get(cpu)?.counters;
@@ -265,7 +265,7 @@ fn field(text: &str, key: &str) -> Option<u64> {
 /// Count of one event, parsed from a line of `perf stat -x,`.
 #[derive(Debug, Clone, PartialEq)]
 struct Count {
-    /// CPU number with `-A` (`CPU0`).
+    /// CPU number, if perf counts per CPU (`-A`).
     cpu: Option<u32>,
     event: String,
     /// Count, or `None` for `<not supported>` and `<not counted>`.

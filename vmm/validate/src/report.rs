@@ -15,7 +15,7 @@ pub const KNOWN: &str = "counted by hand";
 /// A measurement, or an event that cannot be measured on this host.
 #[derive(Clone, Debug, Serialize)]
 pub struct ValidationRow {
-    /// Kind of check.
+    /// Type of check.
     pub check: CheckKind,
     /// Name of the event.
     pub event: String,
@@ -25,11 +25,11 @@ pub struct ValidationRow {
     pub workload: String,
     /// Guest in which the row was measured (built-in or Linux).
     pub guest_kind: GuestKind,
-    /// Count in the guest.
+    /// Count of the event in the guest.
     pub guest: Option<u64>,
-    /// Count on the host.
+    /// Count of the event on the host.
     pub host: Option<u64>,
-    /// The expected count.
+    /// Expected count of the event.
     pub expected: Option<u64>,
     /// Description of how the expected count was obtained.
     pub basis: &'static str,
@@ -42,9 +42,10 @@ pub struct ValidationRow {
     /// `true` if the count depends on time and other load on the host can disturb it. Only such a
     /// row is measured several times.
     pub of_time: bool,
-    /// Number of measurements. Their median is shown.
+    /// Number of measurements of this row. The row shows their median.
     pub measurements: u32,
-    /// Lowest and highest ratio of several measurements.
+    /// Lowest and highest ratio of the guest's count to the expected one among several
+    /// measurements.
     pub spread: Option<[f64; 2]>,
     /// Verdict on the row.
     pub verdict: Verdict,
@@ -56,13 +57,13 @@ pub struct ValidationRow {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckKind {
-    /// Counting with enough counters.
+    /// Counting of events for which the PMU has enough counters.
     Counting,
     /// Multiplexing of more events than counters.
     Multiplexing,
     /// Contention with an operator who counts the same vCPU.
     Contention,
-    /// Overflow interrupts and samples.
+    /// Overflow interrupts in the guest, and samples that an operator takes.
     Sampling,
 }
 
@@ -72,7 +73,7 @@ pub enum CheckKind {
 pub enum GuestKind {
     /// The guest embedded in the program.
     BuiltIn,
-    /// Linux with perf.
+    /// A Linux guest with perf.
     Linux,
 }
 
@@ -235,11 +236,11 @@ pub struct ReportSummary {
     pub host_cpus: usize,
     /// `true` if the host is a virtual machine.
     pub host_is_virtual: bool,
-    /// Properties of KVM.
+    /// Properties of the host's KVM.
     pub kvm: Option<KvmSummary>,
     /// Number of host counters available to a vCPU, or the reason there are none.
     pub host_pmu: String,
-    /// Value of `perf_event_paranoid`.
+    /// Value of `perf_event_paranoid` on the host.
     pub perf_event_paranoid: Option<i32>,
     /// Description of the guest's PMU.
     pub pmu: String,
@@ -251,11 +252,11 @@ pub struct ReportSummary {
     pub guest_perf: Option<String>,
     /// Reason for skipping the Linux guest.
     pub linux_guest_skipped: Option<String>,
-    /// Total duration in seconds.
+    /// Total duration of the validation in seconds.
     pub seconds: f64,
 }
 
-/// The complete report.
+/// The complete report of `perfvisor validate`.
 #[derive(Clone, Debug, Serialize)]
 pub struct ValidationReport {
     /// Version of the report format.
@@ -360,9 +361,9 @@ impl ValidationReport {
 /// Formatter that outputs a report row by row during the measurements.
 #[derive(Default)]
 pub struct ReportFormatter {
-    /// Section of the last row.
+    /// Section of the most recently formatted row.
     section: Option<(GuestKind, CheckKind)>,
-    /// Number of each footnote.
+    /// Number of each footnote, by its text.
     notes: BTreeMap<String, usize>,
 }
 

@@ -38,7 +38,7 @@ const LOOP: [u8; 33] = [
 /// Execution method of the guest.
 #[expect(clippy::large_enum_variant, reason = "there is one of it at a time")]
 enum Variant {
-    /// Single steps without decoding.
+    /// A loop of KVM_RUN that single-steps without decoding instructions.
     Bare,
     /// The stepper that counts retired instructions, starting with empty caches.
     Stepper(Stepper),

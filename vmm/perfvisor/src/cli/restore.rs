@@ -68,7 +68,7 @@ pub(super) const CONFLICTS: [&str; 25] = [
 /// Error returned when the options in a snapshot are invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineOptionsError {
-    /// The snapshot contains an option that does not belong to the machine.
+    /// The snapshot contains an option that does not determine the machine.
     #[error("the snapshot has the option '{0}', which this version of Perfvisor does not know")]
     Unknown(String),
     /// The value of an option in the snapshot is invalid.
@@ -179,7 +179,7 @@ pub fn options_of_guest(args: &RunArgs, has_branch_records: bool) -> BTreeMap<St
     options
 }
 
-/// Returns the backing among valid options of a snapshot.
+/// Returns the backing (the source of the counts) in the valid machine options of a snapshot.
 pub fn saved_backing(options: &BTreeMap<String, String>) -> BackingPolicy {
     let saved = options.get(BACKING).and_then(|name| name.parse().ok());
     saved.unwrap_or_default()

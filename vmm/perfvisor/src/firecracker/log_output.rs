@@ -52,7 +52,7 @@ pub fn init_log() {
     log::set_max_level(DEFAULT_LEVEL);
 }
 
-/// Makes `file` the destination of messages.
+/// Makes `file` the destination of log messages.
 pub fn set_file(file: File) {
     *OUTPUT.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
 }

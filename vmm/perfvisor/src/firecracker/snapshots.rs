@@ -38,13 +38,13 @@ struct SaveRequest {
 /// Error returned when the state file of a snapshot is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum StateFileError {
-    /// The file cannot be read.
+    /// The state file cannot be read.
     #[error("it cannot be read")]
     Read(#[source] io::Error),
-    /// The file is not a valid state.
+    /// The file is not a valid state file.
     #[error(transparent)]
     Format(#[from] SnapshotFormatError),
-    /// The configuration of the devices is invalid.
+    /// The device configuration in the state file is invalid.
     #[error("its field {CONFIG_FIELD} is invalid")]
     Config(#[source] serde_json::Error),
 }

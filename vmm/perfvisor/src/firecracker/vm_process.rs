@@ -56,7 +56,7 @@ pub struct VmProcess {
 pub struct ChildDescriptors {
     /// Process descriptor, readable once the VM has exited.
     pub process: OwnedFd,
-    /// Standard error of the VM.
+    /// Standard error of the VM's process.
     pub messages: ChildStderr,
 }
 
@@ -84,8 +84,8 @@ impl VmProcess {
         }
     }
 
-    /// Takes the descriptors of a running VM, so that the caller can poll them while it uses this
-    /// value.
+    /// Takes the descriptors of a running VM, so that the caller can poll them while it uses
+    /// `self`.
     pub fn take_descriptors(&mut self) -> Option<ChildDescriptors> {
         self.child.as_mut()?.descriptors.take()
     }

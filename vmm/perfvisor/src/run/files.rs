@@ -15,8 +15,8 @@ use super::RunError;
 use crate::cli::RunArgs;
 use crate::devices;
 
-/// Host files that any VM may read: /proc, for client states, vCPU run times and the process's own
-/// memory files, and the list of CPUs, for the C library. None of them is secret.
+/// Host files that any VM may read. /proc provides client states, vCPU run times and the process's
+/// own memory files. The C library reads the list of CPUs. These files contain no secrets.
 const HOST_FILES: [&str; 2] = [PROC, "/sys/devices/system/cpu"];
 /// Mount point of procfs. A jail has its own instance.
 pub(super) const PROC: &str = "/proc";

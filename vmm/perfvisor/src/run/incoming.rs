@@ -333,7 +333,7 @@ pub(super) struct LocalArrival {
     process: Option<OwnedFd>,
     paused_at: Instant,
     stays_paused: bool,
-    /// Document of the metadata service.
+    /// Data of the VM's metadata service, a JSON document.
     metadata: Option<Value>,
 }
 
@@ -359,7 +359,7 @@ impl Arrival {
         }
     }
 
-    /// Copies the document of the VM's metadata service to `service`.
+    /// Copies the data of the VM's metadata service to `service`.
     pub(super) fn restore_metadata(&mut self, service: Option<&MetadataService>) {
         let document = match self {
             Self::Local(vm) => vm.metadata.take(),

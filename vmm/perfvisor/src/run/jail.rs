@@ -20,10 +20,8 @@ use crate::inherited::InheritedDescriptors;
 /// Time limit for the exit of the probe threads.
 const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Joins the control group of the jail, if any.
-///
-/// Called before any large allocation, so that all memory is charged to the group, and with the
-/// rights of the user who starts the VM.
+/// Joins the control group of the jail, if any. Called with the rights of the user who starts the
+/// VM, and before any large allocation, so that all memory is charged to the group.
 ///
 /// # Errors
 /// Returns [`RunError::Cgroup`] if the group cannot be joined.

@@ -221,8 +221,8 @@ fn backed(args: &RunArgs, kvm: &Kvm, probe: &HostProbe) -> Result<BackedPmu, Run
     })
 }
 
-/// Returns the model with or without branch records, according to `--lbr`. A restored guest keeps
-/// its branch records.
+/// Returns the PMU model with or without branch records, according to `--lbr`. A restored guest
+/// keeps its branch records.
 fn with_branch_records(
     args: &RunArgs,
     model: PmuModel,

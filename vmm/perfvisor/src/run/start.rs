@@ -39,7 +39,7 @@ pub(super) struct Helpers {
     /// Starter of unprivileged processes that parse the guest's kernel for operators.
     pub(super) kernel_reader: Arc<KernelReader>,
     pub(super) opener: VmEventOpener,
-    /// Limit of file descriptors; `None` if unlimited.
+    /// Maximum number of open file descriptors; `None` if unlimited.
     pub(super) descriptors: Option<u64>,
 }
 

@@ -6,7 +6,7 @@ use tempfile::NamedTempFile;
 use crate::common::stepping::{Run, check_line, command, host_for_branches as host, kernel_file};
 use crate::common::vm::assert_contains;
 
-/// Runs those tests of the bare-metal guest whose descriptions start with `only`.
+/// Runs the tests of the bare-metal guest whose descriptions start with `only`.
 fn run(kernel: &NamedTempFile, model: &str, only: &str, options: &str) -> Run {
     let line = format!("--pmu {model} --stats {options}");
     let words = format!("only={only}");

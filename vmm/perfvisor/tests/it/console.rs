@@ -164,8 +164,8 @@ fn invalid_console_is_rejected_in_one_line() {
     }
 }
 
-/// The serial port and the virtio console cannot share one location, and errors of both console
-/// options have the same form.
+/// The serial port and the virtio console cannot share one location. Invalid values of `--console`
+/// and `--virtio-console` cause errors of the same form.
 #[test]
 fn virtio_console_needs_its_own_location() {
     let dir = tempfile::tempdir().unwrap();

@@ -68,7 +68,7 @@ fn operator_commands_control_vm() {
 }
 
 /// With a guest without CPU hot-plug support, an added vCPU runs, is counted from its start and is
-/// listed. It remains because the guest does not respond to its removal.
+/// listed. The vCPU cannot be removed, because the guest does not respond to the request.
 #[test]
 fn added_vcpus_stay_if_guest_does_not_respond() {
     let Some(mut vm) = TestVm::spinning_with_room(3, &[]) else {

@@ -25,9 +25,9 @@ fn hand_counted_code_is_counted_exactly() {
     }
 }
 
-/// On hosts with working hardware breakpoints, the exact backing can run several instructions up to
+/// On hosts with working hardware breakpoints, `--backing exact` can run several instructions up to
 /// a breakpoint (a straight run) instead of single-stepping each. Straight runs give the same
-/// counts as single steps: the same blocks pass and the same instructions retire, with fewer stops.
+/// counts as single steps with fewer stops. The same blocks pass, and the same instructions retire.
 #[test]
 fn straight_runs_match_single_steps() {
     let Some(host) = host() else { return };
@@ -149,7 +149,8 @@ fn rdpmc_guest(selector: u32) -> Vec<u8> {
 }
 
 /// An RDPMC that a hardware breakpoint intercepts returns the same value as an RDPMC that traps.
-/// This also applies to single-stepped code, in which the instruction is counted like any other.
+/// The values are also equal in single-stepped code, which counts the RDPMC like any other
+/// instruction.
 #[test]
 fn rdpmc_by_breakpoint_matches_trap() {
     let Some(host) = host() else { return };

@@ -81,7 +81,7 @@ impl Exporter {
         text
     }
 
-    /// Returns the peak resident memory, in KiB.
+    /// Returns the peak resident memory of the exporter, in KiB.
     fn peak_kib(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap();
         let peak = status

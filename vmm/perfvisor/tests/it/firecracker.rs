@@ -353,8 +353,8 @@ fn rate_limits_are_set_and_changed() {
     assert!(message.starts_with("path_on_host: unsupported"), "{message}");
 }
 
-/// The metadata document can be read and changed through the API. The VM has no network device, so
-/// the document stays in the process that serves the API.
+/// The data of the metadata service can be read and changed through the API. The VM has no network
+/// device, so the data stays in the process that serves the API.
 #[test]
 fn metadata_is_read_and_changed_by_the_host() {
     let metadata = tempfile::NamedTempFile::new().unwrap();

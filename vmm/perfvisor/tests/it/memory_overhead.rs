@@ -33,8 +33,8 @@ fn own_kib(vm: &SpinningVm) -> u64 {
     own
 }
 
-/// Returns the program in `PERFVISOR_STATIC_DIR`, or `None` if this is not the directory of a
-/// release build.
+/// Returns the path of the program in `PERFVISOR_STATIC_DIR`, or `None` if this directory contains
+/// no release build.
 fn release_build() -> Option<PathBuf> {
     let directory = std::env::var_os("PERFVISOR_STATIC_DIR")?;
     let directory = Path::new(&directory);

@@ -28,7 +28,7 @@ fn scrape(host: &Host) -> Metrics {
 /// Strict parser of a scrape with counters, gauges and infos of OpenMetrics 1.0.
 struct Metrics {
     kinds: BTreeMap<String, String>,
-    /// Values by series name and labels.
+    /// Values of the metrics, by series name and labels.
     values: BTreeMap<String, f64>,
 }
 

@@ -108,7 +108,7 @@ impl Drop for Killed {
     }
 }
 
-/// Sends SIGINT.
+/// Sends SIGINT to `process`.
 fn interrupt(process: &Killed) {
     let pid = process.0.id().to_string();
     let status = Command::new("kill").args(["-INT", &pid]).status();
@@ -145,8 +145,8 @@ fn guest_moves_with_its_disk() {
     again.assert_counts_cycles("two");
 }
 
-/// If the VM moves, `stat` prints intervals of both processes, reports that the VM has moved, and
-/// adds the counts of both processes.
+/// If the VM moves, `stat` prints intervals of the source and the destination process, reports the
+/// move, and adds the counts of both processes.
 #[test]
 fn stat_follows_the_vm() {
     let Some(source) = Source::start(&[]) else { return };
@@ -189,7 +189,7 @@ fn stat_follows_the_vm() {
     );
 }
 
-/// A recording of a VM that moves contains samples of both of its processes.
+/// A recording of a VM that moves contains samples of the source and the destination process.
 #[test]
 fn record_follows_the_vm() {
     let Some(source) = Source::start(&[]) else { return };
@@ -249,8 +249,8 @@ fn paused_vm_stays_paused() {
     assert!(receiver.state_of("two").starts_with("two: running, 1 vCPU\n"));
 }
 
-/// Both processes report in one line why a VM cannot move, and the VM continues in the source
-/// process.
+/// If a VM cannot move, both `ctl` and the destination process report the reason in one line, and
+/// the VM continues in the source process.
 #[test]
 fn vm_that_cannot_move_goes_on() {
     let Some(source) = Source::start(&[]) else { return };
@@ -310,8 +310,7 @@ impl Drop for Tap {
     }
 }
 
-/// The document of the metadata service moves with the VM, both within this host and in a byte
-/// stream.
+/// The data of the metadata service moves with the VM, within this host and in a byte stream.
 #[test]
 fn metadata_moves_with_the_vm() {
     let taps = [Tap::create("pvm"), Tap::create("pvn")];
@@ -345,7 +344,7 @@ fn metadata_moves_with_the_vm() {
 }
 
 /// If the receiver exits after it has received everything but before it terminates the VM in the
-/// source process, the VM continues there with its disk locked.
+/// source process, the VM continues in the source process with its disk locked.
 #[test]
 fn receiver_that_disappears_leaves_a_running_vm() {
     let Some(source) = Source::start(&[]) else { return };

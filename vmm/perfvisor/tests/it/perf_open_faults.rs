@@ -125,8 +125,8 @@ fn interrupted_open_is_retried() {
     assert_eq!(refused.failed(libc::EINTR), 1);
 }
 
-/// The guest continues to run if its counters lose their backing. It reprograms its counters
-/// repeatedly, so that opening their events fails at random times.
+/// The guest continues to run if its counters have no host events. It reprograms its counters
+/// repeatedly, so that opening events fails at random times.
 #[test]
 fn guest_survives_counters_without_backing() {
     if !cfg!(debug_assertions) {

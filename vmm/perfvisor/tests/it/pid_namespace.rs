@@ -83,8 +83,8 @@ fn jailed_vm_ends_with_status_of_its_process() {
     }
 }
 
-/// When the process of a jailed VM or its supervisor exits for any reason, the other process also
-/// exits, and the sockets are removed.
+/// If the process of a jailed VM exits for any reason, its supervisor also exits, and vice versa.
+/// The sockets are removed.
 #[test]
 fn jailed_vm_and_supervisor_end_together() {
     if !is_root() {

@@ -147,7 +147,8 @@ fn killed_perf_broker_is_reported_once() {
 }
 
 /// The helper processes that start kernel readers and connect to sockets have no capability, no
-/// file and no access to the VM's descriptors. They exit with the VM, even if the VM is killed.
+/// file and no access to the VM's descriptors. The helper processes exit with the VM, even if the
+/// VM is killed.
 #[test]
 fn reader_supervisor_has_no_privileges_and_ends_with_vm() {
     let cases: [(&str, &[&str], u64); 3] = [
@@ -257,8 +258,8 @@ fn denies_unprivileged_counting() -> bool {
     paranoid.trim().parse::<i32>().is_ok_and(|paranoid| paranoid > 1)
 }
 
-/// A user without privileges can start the default guest, which counts with the clock backing, and
-/// `stat` counts the events that need no privilege.
+/// A user without privileges can start the default guest, whose events are estimated from CPU time
+/// (`--backing clock`), and `stat` counts the events that need no privilege.
 #[test]
 fn vm_without_right_to_count_starts_with_what_is_allowed() {
     let rights = &["--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all"];

@@ -43,7 +43,7 @@ impl Prometheus {
         answer["data"]["result"].as_array().cloned().unwrap_or_default()
     }
 
-    /// Returns the only value of a query.
+    /// Runs a query and returns its only value.
     fn value(&self, query: &str) -> Option<f64> {
         self.query(query).first()?["value"][1].as_str()?.parse().ok()
     }

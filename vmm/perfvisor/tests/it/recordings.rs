@@ -322,8 +322,8 @@ fn devices_and_silent_pipes_are_rejected() {
     }
 }
 
-/// Neither an invalid file nor an oversized recording is read into memory. Both files are sparse
-/// with 1 TiB, and the address space is limited to 1 GiB.
+/// An invalid file and an oversized recording are rejected without being read into memory. Each
+/// file is sparse with 1 TiB, and the address space is limited to 1 GiB.
 #[test]
 fn large_files_are_rejected_before_reading() {
     let dir = tempfile::tempdir().unwrap();

@@ -183,8 +183,8 @@ fn inexact_windows_are_refused() {
     }
 }
 
-/// Each event has one line with the mean of the runs and its spread, and was counted all the time.
-/// No VM remains after the measurement.
+/// For each event, the output has one line with the mean over all passes and the spread, and the
+/// event was counted all the time. No VM remains after the measurement.
 #[test]
 fn replayed_events_are_counted_all_the_time() {
     let Some((vm, dir)) = snapshot() else { return };

@@ -28,8 +28,8 @@ fn reset_without_restart_ends_vm() {
     }
 }
 
-/// After every type of reset, the guest finds zeroed memory, PMU and devices, and both vCPUs. After
-/// 50 resets, the VM holds no more descriptors and threads than after 10.
+/// After every type of reset, the guest finds zeroed memory, PMU and devices, and its two vCPUs.
+/// After 50 resets, the VM holds no more descriptors and threads than after 10.
 #[test]
 fn repeated_resets_leak_nothing() {
     for (pmu, way) in [

@@ -43,7 +43,7 @@ struct StoppedThread {
     tid: i32,
     /// Address of a `syscall` instruction in the program.
     instruction: u64,
-    /// Registers at the time of the stop.
+    /// Registers of the thread at the time of the stop.
     registers: libc::user_regs_struct,
 }
 
@@ -191,7 +191,7 @@ impl Drop for Victim {
     }
 }
 
-/// An invalid descriptor and process ID.
+/// A number that is neither a valid descriptor nor a valid process ID.
 const NONE: u64 = u64::MAX;
 
 /// A named system call with its arguments.

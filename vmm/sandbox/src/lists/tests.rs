@@ -62,8 +62,8 @@ impl Filters {
         Self([filter::refuse(&refused(kind)).unwrap(), allow])
     }
 
-    /// Returns the result of the two filters of a thread for a call. As in the kernel, this is the
-    /// more restrictive of their two actions.
+    /// Returns the result of the two filters of a thread for a call: the more restrictive of the
+    /// two actions, as in the kernel.
     fn answer(&self, arch: u32, call: u32, arguments: [u64; 6]) -> u32 {
         let answers = self.0.iter().map(|program| run(program, arch, call, arguments));
         answers.min_by_key(|answer| answer.cast_signed()).unwrap()

@@ -59,9 +59,9 @@ const FLAGS: u64 = DISABLED
     | EXCLUDE_HOST
     | EXCLUDE_GUEST
     | USE_CLOCKID;
-/// Flag `sample_id_all` of `struct perf_event_attr`. Together with `context_switch`, it is
-/// permitted for the dummy event, which counts nothing but records the context switches of its
-/// thread. Each record contains a time and does not identify the other thread.
+/// Flag `sample_id_all` of `struct perf_event_attr`. The dummy event may have this flag and
+/// `context_switch`. It counts nothing, but records the context switches of its thread. Each record
+/// contains a time and does not identify the other thread.
 const SAMPLE_ID_ALL: u64 = 1 << 18;
 const CONTEXT_SWITCH: u64 = 1 << 26;
 const SWITCH_FLAGS: u64 = SAMPLE_ID_ALL | CONTEXT_SWITCH;

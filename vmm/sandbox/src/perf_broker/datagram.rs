@@ -10,12 +10,12 @@ use std::time::Duration;
 #[repr(C, align(8))]
 struct Control([u8; 24]);
 
-/// Length of a control message with exactly one descriptor. If the buffer had space for a second
-/// one, the sender could pass two.
+/// Length of a control message with exactly one descriptor. With a longer buffer, the sender could
+/// pass a second descriptor.
 const CONTROL_BYTES: usize = size_of::<libc::cmsghdr>() + size_of::<RawFd>();
 
-/// Creates a pair of connected sockets (`SOCK_SEQPACKET`). Receiving from the first one fails after
-/// the timeout `patience`.
+/// Creates a pair of connected sockets (`SOCK_SEQPACKET`). Receiving from the first socket fails
+/// after the timeout `patience`.
 ///
 /// # Errors
 /// Returns an error if `socketpair(2)` or `setsockopt(2)` fails.

@@ -23,11 +23,11 @@ use crate::{filter, lists, service};
 pub(super) const BEGIN: u8 = b'B';
 /// Message to the keeper: terminate the worker.
 pub(super) const GIVE_UP: u8 = b'G';
-/// Process name, as displayed by `ps`.
+/// Process name of the keeper, as displayed by `ps`.
 const KEEPER_NAME: &std::ffi::CStr = c"worker-keeper";
 const WORKER_NAME: &std::ffi::CStr = c"kernel-reader";
 
-/// Message from the keeper.
+/// Message from the worker keeper to the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KeeperMessage {
     /// A worker has been started. The VM's end of the worker's socket is passed with the message.
@@ -54,7 +54,8 @@ impl KeeperMessage {
         bytes
     }
 
-    /// Decodes a message from the keeper, which is trusted because it never reads guest data.
+    /// Decodes a message from the keeper. The message is trusted, because the keeper never reads
+    /// guest data.
     pub(super) fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         let [letter, _, text @ .., a, b, c, d] = bytes;
         let (number, text) = (i32::from_le_bytes([a, b, c, d]), u16::from_le_bytes(text));
@@ -71,7 +72,7 @@ impl KeeperMessage {
 pub struct WorkerLimits {
     /// Maximum size of the address space, including the program itself, in bytes.
     pub memory_bytes: u64,
-    /// Maximum CPU time, in seconds.
+    /// Maximum CPU time of a worker, in seconds.
     pub cpu_seconds: u64,
 }
 

@@ -153,8 +153,8 @@ fn link_of_another_user_is_not_followed() {
 }
 
 /// If the user has replaced a kernel or disk image with a symbolic or hard link to a file of root,
-/// the VM does not open it. This is necessary because a guest reset opens the kernel and the initrd
-/// again.
+/// the VM does not open it. Such a check is necessary because a guest reset opens the kernel and
+/// the initrd again.
 #[test]
 fn file_of_root_is_not_opened_for_another_user() {
     if !is_root() {

@@ -21,7 +21,7 @@ use crate::judge::whole;
 /// Minimum ratio of the CPU time of a measurement to the overhead, which is the CPU time of an
 /// empty measurement.
 const OVERHEADS: f64 = 300.0;
-/// Number of empty measurements.
+/// Number of empty measurements that determine the overhead.
 const OVERHEAD_RUNS: u32 = 5;
 /// Selector bits that enable counting at CPL 0 and at CPL 3.
 const BOTH: u64 = USR | OS;
@@ -107,8 +107,8 @@ impl Builtin<'_> {
         Ok(guest)
     }
 
-    /// Returns the amount of `work` that takes about `ms` of CPU time. The speed of each type of
-    /// work is measured once.
+    /// Returns the number of units of `work` that take about `ms` milliseconds of CPU time. The
+    /// speed of each type of work is measured once.
     fn amount(
         &self,
         guest: &mut MeasuringGuest,
@@ -144,7 +144,7 @@ pub(crate) fn on_host_pmu(backing: &str) -> bool {
     matches!(backing, "hardware" | "kvm")
 }
 
-/// Returns the amount of `work` done per millisecond of CPU time.
+/// Returns the number of units of `work` that the guest does per millisecond of CPU time.
 fn pace(guest: &mut MeasuringGuest, work: &'static str, cpl: u32, tsc_hz: u64) -> Result<f64, ChildError> {
     let mut n = 500;
     loop {

@@ -43,7 +43,7 @@ struct MultiplexedEvents {
 #[derive(Debug, PartialEq)]
 struct WorstEstimate {
     estimate: u64,
-    /// Tolerance of the estimate.
+    /// Tolerance of the estimate, in counts.
     slack: u64,
     running_ns: u64,
 }

@@ -17,8 +17,8 @@ const LENGTH_MS: u64 = 200;
 const HALTS: u64 = 15;
 /// Maximum cycles of an idle guest, in percent of the TSC. Wake-ups cause these cycles.
 const IDLE_PERCENT: u64 = 10;
-/// Tolerance of the count at one privilege level with `--backing clock`, in percent. This count is
-/// an estimate.
+/// Tolerance of the count at one privilege level with `--backing clock`, in percent. The clock only
+/// gives an estimate of this count.
 const LEVEL_PERCENT: f64 = 5.0;
 
 /// Tolerance of known counts on hardware, in percent. Interrupts and faults add some counts.

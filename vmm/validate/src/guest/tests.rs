@@ -262,7 +262,7 @@ fn operator_refusal_is_kept() {
 }
 
 /// A job without work or CPUs is sent as one unit of work on one CPU, because the guest divides by
-/// both.
+/// the amount of work and by the number of CPUs.
 #[test]
 fn empty_job_is_sent_as_one_unit() {
     let line = MeasurementJob {

@@ -18,8 +18,8 @@ const LEVEL_PERCENT: f64 = 5.0;
 const SCALED_PERCENT: f64 = 5.0;
 /// Multiplexing interval, in ms.
 const TURN_MS: u64 = 250;
-/// Number of simultaneous events. It exceeds the number of counters that can count `cycles` on any
-/// model used here.
+/// Number of simultaneous events, which exceeds the number of counters that can count `cycles` on
+/// any PMU model in these measurements.
 const TOO_MANY: usize = 9;
 /// Number of iterations of the program of known length.
 const ROUNDS: u64 = 1000;

@@ -39,7 +39,7 @@ struct BootResult {
     traps: Vec<u64>,
 }
 
-/// Counter value returned for RDPMC.
+/// Value that the test returns for each RDPMC.
 const COUNTER: u64 = 0x10;
 
 fn run(kernel: PathBuf, initrd: Option<&Path>, cmdline: &str) -> Option<BootResult> {
@@ -213,8 +213,8 @@ fn vmlinux_and_bzimage_use_linux_boot_protocol() {
     }
 }
 
-/// 32-bit and 64-bit kernels other than Linux start at the PVH entry point. In these kernels, the
-/// ELF entry point is a different one, which reports a different exit status.
+/// 32-bit and 64-bit kernels other than Linux start at the PVH entry point. The test kernels report
+/// a different exit status from their ELF entry point.
 #[test]
 fn other_kernel_starts_at_pvh_entry() {
     let dir = tempfile::tempdir().unwrap();

@@ -26,7 +26,7 @@ const RAM: u64 = 32 << 20;
 /// HLT opcode. HLT exits to user space without an in-kernel interrupt controller.
 const HLT: u8 = 0xF4;
 
-/// Owned description of an exit.
+/// Description of a VM exit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum GuestAction {
     /// Port write: port, access width in bytes, and data.
@@ -45,7 +45,7 @@ enum GuestAction {
     Internal,
     /// KVM_RUN returned before the guest executed anything.
     Interrupted,
-    /// Unexpected exit.
+    /// Any other exit, which no test expects.
     Other(String),
 }
 
@@ -192,8 +192,8 @@ fn port_exit_reports_width_and_data() {
     );
 }
 
-/// A string instruction may be reported as one exit with several accesses. The access width
-/// separates them.
+/// A string instruction may be reported as one exit with several accesses. The data is split into
+/// accesses by the access width.
 #[test]
 fn string_port_write_is_split_by_width() {
     let code = [
@@ -416,7 +416,8 @@ fn rejected_msr_access_faults() {
     }
 }
 
-/// An empty list filters no MSRs, and a range includes both of its ends.
+/// An empty MSR filter intercepts no MSRs, and a range in the filter includes its first and its
+/// last MSR.
 #[test]
 fn msr_filter_range_is_inclusive() {
     let read = |msr: u32| {

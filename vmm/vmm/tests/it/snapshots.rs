@@ -201,8 +201,8 @@ fn memory_file(machine: &RestoredMachine) -> &File {
     }
 }
 
-/// Returns the five results at the end of the output: both counters, the number of PMIs, the
-/// overflow status, and whether the PMI arrived after LVTPC was unmasked.
+/// Returns the five results at the end of the output: the values of counters 0 and 1, the number of
+/// PMIs, the overflow status, and whether the PMI arrived after LVTPC was unmasked.
 fn results(output: &[u8]) -> Vec<u32> {
     let words = output[output.len() - 20..].chunks(4);
     words
@@ -352,9 +352,9 @@ fn writes_of_ours_are_in_the_memory_file() {
 }
 
 /// A trap flag that the VMM has set does not reach the guest after a restore. Single-stepping for
-/// branch stacks sets the flag, and it may remain in flags that the guest has saved in its memory.
-/// A restore with another source of the counts (`--backing`) either removes it or fails, because
-/// the guest that loads these flags has no #DB handler.
+/// branch stacks sets the flag, which may remain in a copy of RFLAGS in guest memory. A restore
+/// with another source of the counts (`--backing`) either removes the flag or fails, because the
+/// guest that loads this copy has no #DB handler.
 #[test]
 fn a_trap_flag_of_ours_does_not_reach_another_backing() {
     let code = [
@@ -604,8 +604,8 @@ fn diff_restores_to_equal_results() {
     assert!([&expected[..cut + more], &vm.finish()].concat() == expected);
 }
 
-/// Pages that only the VMM has written since the base are in the diff, whether their range is mapped or
-/// copied, and so are pages that have become zero.
+/// The diff contains pages that only the VMM has written since the base, whether their range is
+/// mapped or copied, and pages that have become zero.
 #[test]
 fn writes_of_ours_are_in_the_dirty_set() {
     const SHORT: u64 = 0x90_0000;
@@ -645,8 +645,8 @@ fn writes_of_ours_are_in_the_dirty_set() {
 }
 
 /// When a VM is restored from a diff that is based on another diff, each page of memory comes from
-/// the highest snapshot that contains it. Covers mapped and copied ranges of both diffs, and pages
-/// of the full snapshot.
+/// the highest snapshot that contains it. Covers mapped and copied ranges of the two diffs, and
+/// pages of the full snapshot.
 #[test]
 fn diff_of_a_diff_restores_the_memory_of_all() {
     const LONG: u64 = 0xA0_0000;

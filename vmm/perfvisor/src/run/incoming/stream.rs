@@ -30,18 +30,18 @@ use super::super::restore::machine_args;
 use super::{Arrival, IncomingError, Reply, Requester, check_devices};
 use crate::cli::RunArgs;
 
-/// Timeout for each message of the source.
+/// Timeout for each message from the source process.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for the source to notice that the VM is rejected.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of bytes that are read and ignored after a rejection.
 const MAX_IGNORED_BYTES: u64 = 1 << 30;
-/// Size of the connection's buffer, in bytes.
+/// Size of the read buffer of the connection, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
 /// Number of frames between checks for stop signals.
 const SIGNAL_CHECK_FRAMES: u64 = 64;
 
-/// A VM that arrives as a stream.
+/// A VM that arrives as a byte stream.
 #[derive(Debug)]
 pub(in crate::run) struct IncomingStream {
     reader: MigrationMessageReader<BufReader<UnixStream>>,
@@ -179,7 +179,7 @@ impl IncomingStream {
         stream::send(self.reader.stream().get_mut(), message)
     }
 
-    /// Takes the document of the VM's metadata service.
+    /// Takes the data of the VM's metadata service, a JSON document.
     pub(super) fn take_metadata(&mut self) -> Option<Value> {
         self.metadata.take()
     }

@@ -35,7 +35,7 @@ fn host_that(is_able: fn(&SteppingSupport) -> bool) -> Option<SteppingSupport> {
     Some(host)
 }
 
-/// Writes a kernel to a file.
+/// Writes the kernel `image` to a temporary file.
 pub(crate) fn kernel_file(image: &[u8]) -> NamedTempFile {
     let mut file = NamedTempFile::new().unwrap();
     file.write_all(image).unwrap();

@@ -165,7 +165,8 @@ fn guest_that_writes_too_fast_goes_on() {
     assert!(rounds == 31 && text.contains(why), "{rounds} {text}");
 }
 
-/// Migration works over sockets that both ends inherit, for example from a service manager or ssh.
+/// Migration works over sockets that the source and the destination inherit, for example from a
+/// service manager or ssh.
 #[test]
 fn vm_moves_over_inherited_sockets() {
     let files = tempfile::tempdir().unwrap();
@@ -191,8 +192,8 @@ fn vm_moves_over_inherited_sockets() {
     );
 }
 
-/// Point at which a connection is cut: after the first `kept` bytes of frame number `occurrence`
-/// among the frames of type `kind`.
+/// Point at which a proxy cuts a connection: after the first `kept` bytes of frame number
+/// `occurrence` among the frames of type `kind`.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
     kind: u32,

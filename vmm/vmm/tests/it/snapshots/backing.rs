@@ -7,8 +7,9 @@ use vmm::vm::restore::announced_events;
 use super::*;
 
 /// Guest code that enables counter 0 for cycles and counter 1 for the paravirtual event that counts
-/// changes of the backing. It writes the low 16 bits of counter 0 to the serial port 10,000 times,
-/// so that most of these bytes follow a late snapshot, and writes counter 1 once.
+/// changes of the backing (the source of the counts). The code writes the low 16 bits of counter 0
+/// to the serial port 10,000 times, so that most of these bytes follow a late snapshot, and writes
+/// counter 1 once.
 const CODE: [u8; 67] = [
     0x31, 0xD2, // xor edx, edx
     0xB9, 0x86, 0x01, 0x00, 0x00, // mov ecx, 0x186
@@ -42,8 +43,8 @@ fn with_policy(policy: BackingPolicy) -> VmConfig {
     config
 }
 
-/// Takes a snapshot of the guest while the clock backing counts its cycles. Returns `None` without
-/// KVM.
+/// Takes a snapshot of the guest while its cycles are estimated from CPU time (`--backing clock`).
+/// Returns `None` without KVM.
 fn counting_by_clock() -> Option<(RestoredMachine, usize)> {
     let source = TestVm::start(&with_policy(BackingPolicy::Clock), None)?;
     while source.output.len() < 100 {
@@ -93,8 +94,8 @@ fn restored_guest_counts_by_steps_exactly() {
 }
 
 /// A guest that was single-stepped at the snapshot is single-stepped from its first instruction
-/// after the restore, because KVM's debug state is not part of the snapshot and is set again. Under
-/// a different backing, it is not single-stepped.
+/// after the restore. KVM's debug state is not part of the snapshot and is set again. With a
+/// different backing (source of the counts), the restored guest is not single-stepped.
 #[test]
 fn guest_debug_state_is_applied_anew() {
     let Some(mut config) = stepped() else { return };

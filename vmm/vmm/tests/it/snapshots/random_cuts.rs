@@ -61,17 +61,17 @@ fn snapshots_or(default: usize) -> usize {
 /// Number of snapshots that were taken in each state of a PMI.
 #[derive(Debug, Default)]
 struct MetStates {
-    /// Snapshots in which a counter has overflowed and the PMI is not delivered.
+    /// Number of snapshots in which a counter has overflowed and the PMI is not delivered.
     due: usize,
-    /// Snapshots in which the PMI is due and LVTPC is masked.
+    /// Number of snapshots in which the PMI is due and LVTPC is masked.
     masked: usize,
-    /// Snapshots in which the PMI is due and delayed by the PMI limit.
+    /// Number of snapshots in which the PMI is due and delayed by the PMI limit.
     throttled: usize,
-    /// Snapshots in which the PMI is due and the last instruction that the guest executed is an
-    /// emulated RDPMC.
+    /// Number of snapshots in which the PMI is due and the last instruction that the guest executed
+    /// is an emulated RDPMC.
     behind_rdpmc: usize,
-    /// Snapshots taken after the PMI was sent: it is requested in the local APIC, or the guest
-    /// executes its handler.
+    /// Number of snapshots taken after the PMI was sent: it is requested in the local APIC, or the
+    /// guest executes its handler.
     in_service: usize,
 }
 
