@@ -1,4 +1,4 @@
-//! Fuzzes the event list parser (`-e`).
+//! Fuzzes the parser of event lists, which are the argument of `-e`.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -66,7 +66,7 @@ struct HostReport {
     turns: Option<Result<RotationCost, KvmHostError>>,
     /// Default limits of `perfvisor run` on the users who observe a VM.
     limits: DefaultLimits,
-    /// How each guest event is counted under `--backing auto`.
+    /// Description of how each guest event is counted under `--backing auto`.
     events: Vec<EventBacking>,
 }
 
@@ -96,7 +96,7 @@ impl DefaultLimits {
     }
 }
 
-/// How one guest event is counted on this host.
+/// Description of how one guest event is counted on this host.
 #[derive(Debug, Serialize)]
 struct EventBacking {
     event: &'static str,
@@ -105,7 +105,7 @@ struct EventBacking {
     note: &'static str,
 }
 
-/// Errors of `perfvisor check`.
+/// Error returned when a part of `perfvisor check` fails.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
     #[error(transparent)]

@@ -21,7 +21,8 @@ const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Options of `run` that cannot be keys of the configuration file.
 const NON_KEY_OPTIONS: [&str; 3] = ["config", "dump-config", "help"];
 
-/// Errors of the configuration file. Each message is one line.
+/// Error returned when the configuration file is invalid or cannot be written. Each message is one
+/// line.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigFileError {
     #[error("--config {}: cannot read the file", .0.display())]

@@ -34,7 +34,7 @@ use vmm::memory::HugePages;
 use crate::cli::RunArgs;
 use perf_core::error_line;
 
-/// Errors of the device options of `perfvisor run`.
+/// Error returned when a device cannot be created or its option is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     #[error("--disk")]

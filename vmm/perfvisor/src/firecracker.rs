@@ -123,14 +123,14 @@ pub struct FirecrackerArgs {
     pub mmds_size_limit: Option<usize>,
 }
 
-/// Errors of `perfvisor firecracker`. Each message is one line.
+/// Error returned when `perfvisor firecracker` fails. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum FirecrackerError {
     /// An option of Firecracker that Perfvisor does not support.
     #[error("{0}: unsupported: {1}")]
     Unsupported(&'static str, &'static str),
-    /// An option value is invalid, or the requested text cannot be printed. Contains the error
-    /// message.
+    /// An option or file is rejected, the VM does not start, or the requested text cannot be
+    /// printed. Contains the error message.
     #[error("{0}")]
     Refused(String),
     /// A JSON file cannot be read.

@@ -27,7 +27,7 @@ pub struct JailConfig {
     pub descriptors: Option<u64>,
 }
 
-/// Errors of parsing `--jail`.
+/// Error returned when the value of `--jail` is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JailConfigError {
     #[error(

@@ -88,7 +88,7 @@ pub enum LimitedResource {
     Descriptors,
 }
 
-/// Errors of `perfvisor jailer`. Each message is one line.
+/// Error returned when `perfvisor jailer` fails. Each message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum JailerError {
     /// Version 1 of control groups, which is not supported with `--cgroup`.
@@ -305,7 +305,7 @@ fn cgroup_mount(mounts: &str) -> Option<&Path> {
     })
 }
 
-/// Creates the file for the process ID of the program. The file belongs to root.
+/// Creates the file for the process ID of the jailed program. The file belongs to root.
 fn create_pid_file(name: &str) -> Result<File, JailerError> {
     let path = PathBuf::from(format!("/{name}.pid"));
     match fs::remove_file(&path) {

@@ -346,8 +346,8 @@ impl ServerSockets {
     }
 }
 
-/// Checks that the files that a restart of the guest loads are readable without the capabilities
-/// that this process had at its start.
+/// Checks that a restart of the guest can read its files without the capabilities that this process
+/// had at its start.
 fn check_restart_files<'a>(files: impl Iterator<Item = &'a PathBuf>) -> Result<(), RunError> {
     for path in files {
         input::can_be_read(path).map_err(|e| RunError::ReadAgain(path.clone(), e))?;

@@ -66,7 +66,7 @@ const OBSERVERS_MODE: u32 = 0o660;
 /// NUL (unix(7)).
 const MAX_SOCKET_PATH: usize = 107;
 
-/// Errors of parsing `PATH[,mode=MODE]`.
+/// Error returned when a `PATH[,mode=MODE]` value is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SocketPathError {
     #[error("mode= must be file permissions in octal between 0600 and 0777, for example mode=0660")]

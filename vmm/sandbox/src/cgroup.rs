@@ -13,7 +13,7 @@ const PROCESSES: &str = "cgroup.procs";
 const V2: u64 = 0x6367_7270;
 const V1: u64 = 0x27_e0eb;
 
-/// Error returned when a control group cannot be joined.
+/// Error returned when a control group cannot be created or joined.
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
     /// The control group does not exist or cannot be opened.

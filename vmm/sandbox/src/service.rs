@@ -90,7 +90,7 @@ pub(crate) fn leave(status: i32) -> ! {
     unsafe { libc::_exit(status) }
 }
 
-/// Returns free heap memory, which was inherited from the parent, to the host. This process is
+/// Returns the free heap memory inherited from the parent to the host, because this process is
 /// mostly idle and does not need it.
 pub(crate) fn trim_heap() {
     // SAFETY: the call passes only an integer.
@@ -143,8 +143,10 @@ pub(crate) fn keep_only_descriptors(kept: &mut [RawFd]) -> io::Result<()> {
     Ok(())
 }
 
+/// Closes all descriptors from 3 on, except those in `kept`, which is sorted.
+///
 /// # Safety
-/// No descriptor from 3 on may be used afterwards, except those in `kept`, which is sorted.
+/// The closed descriptors must not be used afterwards.
 unsafe fn close_all_but(kept: &[RawFd]) {
     let close = |from: RawFd, to: libc::c_uint| {
         // SAFETY: the call passes only integers, and the caller guarantees that the closed

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Base64Bytes;
 
-/// A saved machine.
+/// State of a virtual machine, as stored in a state file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedMachine {
@@ -297,9 +297,9 @@ pub struct SavedDevice {
     pub name: String,
     /// Feature bits that the device offers.
     pub offered: u64,
-    /// Contents of the device configuration.
+    /// Contents of the virtio device configuration.
     pub config: Base64Bytes,
-    /// State of the device apart from its registers.
+    /// State of the device that its registers do not contain.
     #[serde(default, skip_serializing_if = "Base64Bytes::is_empty")]
     pub state: Base64Bytes,
     /// Contents of the PCI configuration space.

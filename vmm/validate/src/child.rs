@@ -43,7 +43,7 @@ pub(crate) const SHARE_POLICIES: [SharePolicy; 3] = [
     SharePolicy::Strict,
 ];
 
-/// Error of a measurement with a VM.
+/// Error returned when a VM cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum ChildError {
     /// Starting the VM or writing to it failed.
@@ -331,7 +331,8 @@ impl ChildVm {
         }
     }
 
-    /// Waits for the VM to exit. Returns its exit status, or -1 if a signal terminated it.
+    /// Waits for the VM to exit and returns its exit status, or -1 if a signal terminated it.
+    /// Returns `None` if the VM is still running after `limit`.
     pub fn wait(&mut self, limit: Duration) -> Option<i32> {
         let until = Instant::now() + limit;
         loop {

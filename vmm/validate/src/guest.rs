@@ -58,7 +58,8 @@ pub struct MeasurementJob {
     pub work: &'static str,
     /// Number of units of work. The unit depends on the type of work.
     pub n: u64,
-    /// Privilege level at which the work is done, for types of work that support both levels.
+    /// Privilege level at which the work is done, for types of work that can run at CPL 0 and at
+    /// CPL 3.
     pub cpl: u32,
     /// Event selectors of the counters, starting with counter 0, without their enable bit.
     pub selectors: Vec<u64>,

@@ -106,7 +106,7 @@ impl ValidationRow {
         }
     }
 
-    /// Judges the evidence `seen` and stores it in the row. `basis` describes the origin of the
+    /// Judges the counts `seen` and stores them in the row. `basis` describes the origin of the
     /// expected count.
     #[must_use]
     pub fn judged(mut self, seen: &CountComparison, basis: &'static str) -> Self {
@@ -187,7 +187,7 @@ pub struct RowCollector<'a> {
 }
 
 impl<'a> RowCollector<'a> {
-    /// Creates an empty list. `on_row` is called with each added row.
+    /// Creates an empty collector, which calls `on_row` with each added row.
     pub fn new(on_row: &'a mut dyn FnMut(&ValidationRow)) -> Self {
         Self {
             rows: Vec::new(),
@@ -244,7 +244,7 @@ pub struct ReportSummary {
     pub perf_event_paranoid: Option<i32>,
     /// Description of the guest's PMU.
     pub pmu: String,
-    /// TSC frequency in Hz, as measured by the guest.
+    /// TSC frequency of the guests in Hz, as reported by KVM.
     pub guest_tsc_hz: u64,
     /// Kernel release of the Linux guest, or `None` if no Linux guest was run.
     pub guest_kernel: Option<String>,

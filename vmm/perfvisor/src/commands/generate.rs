@@ -221,7 +221,7 @@ fn with_completion_hint(arg: clap::Arg) -> clap::Arg {
     }
 }
 
-/// Returns whether a value name denotes a path.
+/// Returns whether `value_name`, the placeholder of an option's value in the help, denotes a path.
 fn is_path(value_name: &str) -> bool {
     [
         "FILE", "PATH", "DIR", "SOCKET", "COMMAND", "WHERE", "SOURCE", "TARGET",

@@ -4,7 +4,7 @@ use perf_core::pmu::kvm::{StatsError, StatsFile};
 use vmm::kvm::host::{self, KvmHostError};
 use vmm::kvm::stats_fd;
 
-/// Errors of listing KVM statistics.
+/// Error returned when the host's KVM statistics cannot be listed.
 #[derive(Debug, thiserror::Error)]
 pub enum StatisticsError {
     #[error(transparent)]

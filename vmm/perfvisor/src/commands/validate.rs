@@ -62,7 +62,7 @@ pub struct ValidateArgs {
     pub json: bool,
 }
 
-/// Errors of the `--pmu` option of `perfvisor validate`.
+/// Error returned when the value of `perfvisor validate --pmu` is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum PmuOptionError {
     #[error(transparent)]
@@ -79,7 +79,7 @@ fn parse_pmu(text: &str) -> Result<String, PmuOptionError> {
     }
 }
 
-/// Errors of `perfvisor validate`.
+/// Error returned when `perfvisor validate` fails.
 #[derive(Debug, thiserror::Error)]
 pub enum ValidateError {
     #[error("signal handling")]

@@ -130,7 +130,7 @@ impl VmProcess {
         })
     }
 
-    /// Returns the arguments of the program that runs the VM.
+    /// Returns the command-line arguments with which the program runs the VM.
     fn arguments(&self, options: &[String]) -> Vec<OsString> {
         let parent = std::process::id().to_string();
         let mut arguments: Vec<OsString> = ["--parent", &parent, "run"].map(Into::into).into();

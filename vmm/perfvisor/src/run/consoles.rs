@@ -18,7 +18,7 @@ use operator::commands::say;
 /// An event subscriber of the main loop.
 pub(super) type Subscriber = Arc<Mutex<dyn MutEventSubscriber>>;
 
-/// Errors of the console options.
+/// Error returned when a console cannot be opened or its option is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsolesError {
     #[error("--console")]
@@ -131,7 +131,7 @@ impl Consoles {
     }
 }
 
-/// Prints the keys that leave the guest, if standard input is a terminal.
+/// Prints the keys that terminate the VM and that list other keys, if standard input is a terminal.
 pub(super) fn print_keys() {
     if io::stdin().is_terminal() {
         say("perfvisor: Ctrl-A x terminates the VM; Ctrl-A h lists the keys\n");

@@ -23,7 +23,7 @@ use vmm::pmu::branches::BranchRecordsError;
 use vmm::vm::VmError;
 use vmm::vm::restore::RestoreError;
 
-/// Errors of starting or running a VM.
+/// Error returned when a VM cannot be started or fails.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error("{0}")]

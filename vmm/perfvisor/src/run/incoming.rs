@@ -454,7 +454,7 @@ mod tests {
 
     use super::*;
 
-    /// The exit of the process that requested the migration is noticed, because Ctrl-C in
+    /// The VM's new process notices if the process that requested the migration exits. Ctrl-C in
     /// `ctl migrate` must cancel the migration.
     #[test]
     fn end_of_the_requester_is_noticed() {

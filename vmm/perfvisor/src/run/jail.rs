@@ -17,7 +17,7 @@ use crate::background::{self, ServiceNotifier};
 use crate::cli::RunArgs;
 use crate::inherited::InheritedDescriptors;
 
-/// Time limit for the exit of the probe threads.
+/// Time limit for the exit of the threads that probed the host.
 const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Joins the control group of the jail, if any. Called with the rights of the user who starts the
@@ -95,8 +95,8 @@ pub(super) fn separate(args: &RunArgs, config: &VmConfig) -> Result<Option<Jail>
     Ok(Some(jail))
 }
 
-/// Enters the namespaces once the probe threads have exited. The kernel refuses to create a user
-/// namespace (EINVAL) while exiting threads still belong to the process.
+/// Enters the namespaces once the threads that probed the host have exited. The kernel refuses to
+/// create a user namespace (EINVAL) while exiting threads still belong to the process.
 fn separate_when_single_threaded() -> Result<Jail, JailError> {
     let until = Instant::now() + THREAD_EXIT_TIMEOUT;
     loop {

@@ -295,7 +295,8 @@ fn option_that_requires_pmu(args: &RunArgs) -> Option<&'static str> {
     .find_map(|(option, given)| given.then_some(option))
 }
 
-/// Returns the probe result without `reserved` counters, which are reserved for VM-wide events.
+/// Returns `probe` with `reserved` fewer general-purpose counters. The omitted counters remain
+/// available for VM-wide events.
 fn without_reserved(probe: &HostProbe, reserved: usize) -> HostProbe {
     let mut probe = probe.clone();
     probe.counters.general = probe.counters.general.saturating_sub(reserved);

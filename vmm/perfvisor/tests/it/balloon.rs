@@ -15,8 +15,8 @@ fn balloon_json(vm: &VmProcess, name: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// The initial size is that of the command line. The size can be changed while the VM runs, and a
-/// snapshot preserves it.
+/// The initial size of the balloon is that of the command line. The size can be changed while the
+/// VM runs, and a snapshot preserves it.
 #[test]
 fn balloon_is_shown_changed_and_restored() {
     let options = "--balloon=size=4,deflate-on-oom=on,stats=60,free-page-reporting=on";

@@ -1,4 +1,4 @@
-//! `perfvisor exec` with an unresponsive guest: signals always let the user leave.
+//! `perfvisor exec` with an unresponsive guest. Signals always let the user terminate the command.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

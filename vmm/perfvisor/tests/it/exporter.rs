@@ -82,7 +82,7 @@ fn scrape_contains_all_vms_despite_failures() {
     eventually("the others are too", || host.is_up("a") == Some(true));
 }
 
-/// The endpoint serves the requests of `go tool pprof` and Pyroscope.
+/// The exporter's profile endpoint serves the requests of `go tool pprof` and Pyroscope.
 #[test]
 fn profile_endpoint_serves_pprof() {
     let Some(host) = Host::start(&[("a", &[]), ("b", &[])]) else {

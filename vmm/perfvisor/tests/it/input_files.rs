@@ -211,7 +211,8 @@ fn wait_for_pipe_ends_on_signal() {
     drop(writer);
 }
 
-/// An unreadable filter file is named only once. Regression test: the message named the file twice.
+/// The error message for an unusable filter file names the file only once. Regression test: the
+/// message named the file twice.
 #[test]
 fn unusable_filter_is_named_once() {
     if !has_kvm() {

@@ -163,9 +163,9 @@ fn unprivileged_jail_has_user_and_pid_namespaces() {
     assert!(!nobody.dir().join("perfvisor/mine.sock").exists());
 }
 
-/// In a jail without a PID namespace, the VM of a user with CAP_PERFMON counts. The perf event
-/// broker keeps the capability outside the user namespace, so the VM is also outside a PID
-/// namespace.
+/// In a jail without a PID namespace, the VM of a user with CAP_PERFMON can count. The perf event
+/// broker must keep the capability, which has no effect in a user namespace. The VM therefore has
+/// no PID namespace, which would require a user namespace.
 #[test]
 fn jailed_vm_of_user_with_perfmon_counts_without_pid_namespace() {
     let rights = &[

@@ -115,8 +115,8 @@ fn interrupt(process: &Killed) {
     assert!(status.unwrap().success());
 }
 
-/// After a VM with a disk has moved, its guest runs and can be counted in the destination process,
-/// with its disk, and the source process has exited. The VM can be moved again.
+/// After a move, the guest runs in the destination process with its disk and can be counted there.
+/// The source process has exited. The VM can be moved again.
 #[test]
 fn guest_moves_with_its_disk() {
     let Some(mut source) = Source::start(&["--cpus", "2"]) else {

@@ -157,7 +157,7 @@ fn exporter_of_other_user_serves_observer_directory() {
     assert!(status == 403 && body.contains("--vms"), "{status} {body}");
 }
 
-/// An unreadable directory is reported in one line at startup.
+/// A `--vms` directory that the exporter cannot read is reported in one line at startup.
 #[test]
 fn unreadable_directory_is_reported_in_one_line() {
     let none = ["exporter", "--listen", "127.0.0.1:0", "--vms", "/nowhere/at/all"];

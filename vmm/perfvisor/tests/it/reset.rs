@@ -5,7 +5,7 @@ use std::io::BufRead;
 use crate::common::console_vm::ConsoleVm;
 use crate::common::vm::{assert_contains, eventually};
 
-/// Message of the guest on a machine in its initial state.
+/// Message that the guest prints if the machine is in its initial state.
 const NEW: &str = "boot cpus=2 memory=0 selector=0 pm=0";
 
 fn booting(way: &str, args: &[&str]) -> Option<ConsoleVm> {

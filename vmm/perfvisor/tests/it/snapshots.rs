@@ -50,8 +50,9 @@ fn refused(dir: &Path, options: &[&str]) -> String {
     text
 }
 
-/// The restored guest runs and can be counted and sampled, and the source continues. The files are
-/// private, the state is small, and the memory file has holes.
+/// After a restore, the restored guest can be counted and sampled, and the source VM continues.
+/// Only the user can access the snapshot's files. The state file is small, and the memory file has
+/// holes.
 #[test]
 fn restored_guest_and_source_both_run() {
     let Some(vm) = spinning(&["--cpus", "2"]) else {

@@ -322,7 +322,8 @@ fn pid_inside(pid: u32) -> u32 {
         .unwrap()
 }
 
-/// Injects every call into every thread of the VM `pid`, and compares the results with the table.
+/// Injects every call into every thread of the VM `pid`, and compares the results with the filter
+/// table.
 fn assert_calls_match_table(pid: u32, counting: PerfEventAccess, kinds: &[SandboxedThreadKind]) {
     let victim = Victim::start();
     let instruction = syscall_instruction(pid);

@@ -142,7 +142,7 @@ fn recording_keeps_newest_files() {
     assert_eq!(completed(&vm).len(), 2);
 }
 
-/// A VM can be selected by its process and by the control group of this process.
+/// A VM can be selected by its process ID and by the control group of its process.
 #[test]
 fn process_and_cgroup_name_vm() {
     let Some(vm) = TestVm::spinning(1) else { return };

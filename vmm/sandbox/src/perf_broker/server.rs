@@ -129,8 +129,8 @@ impl BrokerClient {
         }
     }
 
-    /// Makes the kernel send the signal to thread `receiver` of the VM when `event` overflows. If
-    /// another process has reused the thread ID, the event sends no signal.
+    /// Makes the kernel send the broker's signal to thread `receiver` of the VM when `event`
+    /// overflows. If another process has reused the thread ID, the event sends no signal.
     fn set_signal(self, event: BorrowedFd<'_>, receiver: i32) -> Result<(), i32> {
         let fd = event.as_raw_fd();
         let set_owner = |pid| {

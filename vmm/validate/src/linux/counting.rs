@@ -16,7 +16,7 @@ const IDLE_PERCENT: u64 = 10;
 const LEVEL_PERCENT: f64 = 5.0;
 /// Tolerance of a scaled count, in percent. perf does not report the error of such a count.
 const SCALED_PERCENT: f64 = 5.0;
-/// Multiplexing interval, in ms.
+/// Multiplexing interval of perf in the guest, in milliseconds.
 const TURN_MS: u64 = 250;
 /// Number of simultaneous events, which exceeds the number of counters that can count `cycles` on
 /// any PMU model in these measurements.

@@ -176,7 +176,7 @@ fn command_output_is_bounded() {
     );
 }
 
-/// A program that ends before it begins is an error.
+/// A guest that reports the end of a program before its start causes an error.
 #[test]
 fn gate_end_before_begin_is_error() {
     let error = run_script("echo '@@pv begin x'; echo '@@pv gate end cpu_ns=5'").unwrap_err();

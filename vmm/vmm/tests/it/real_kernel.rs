@@ -107,8 +107,8 @@ fn only_real_rdpmc_instructions_are_replaced() {
     assert!(loaded.rdpmc_sites.len() <= 8);
 }
 
-/// In a distribution kernel, several lists of top-down events are found and can be emptied, and the
-/// value that permits RDPMC in user mode is found as a constant.
+/// The code that reads a distribution kernel finds several lists of top-down events, which can be
+/// emptied, and the constant that permits RDPMC in user mode.
 #[test]
 fn topdown_events_and_rdpmc_permission_are_found() {
     let Some(path) = kernel() else { return };

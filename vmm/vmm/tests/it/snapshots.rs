@@ -210,8 +210,8 @@ fn results(output: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// The VMM completes an incomplete exit in a loop before it reads the registers for a snapshot. KVM
-/// performs a string instruction in parts, and each part may be incomplete.
+/// The VMM completes a pending exit before it reads the registers for a snapshot. Completing a
+/// string instruction takes several steps, because KVM performs the instruction in parts.
 #[test]
 fn an_open_exit_is_completed_in_a_loop_before_registers_are_read() {
     // mov esi, 0x100020; mov ecx, 4096; mov dx, 0x3f8; rep outsb; mov al, 0x10; out 0xf4, al; hlt

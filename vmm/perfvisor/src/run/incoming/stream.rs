@@ -130,8 +130,8 @@ impl IncomingStream {
         }
     }
 
-    /// Receives memory until the state arrives. Returns the state and the number of bytes of
-    /// memory.
+    /// Receives memory until the state arrives. Returns the state and the number of received bytes
+    /// of memory.
     fn receive_rounds(
         &mut self,
         ram: &GuestRam,

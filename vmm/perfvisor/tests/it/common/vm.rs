@@ -126,9 +126,9 @@ pub struct VmProcess {
 }
 
 impl VmProcess {
-    /// Starts `perfvisor -v run --name NAME --memory 32M` with `args`, or without the memory if `args`
-    /// contain `--restore` or `--incoming`. Its standard output is a pipe. Returns `None` if KVM is
-    /// unavailable.
+    /// Starts `perfvisor -v run --name NAME --memory 32M` with `args`. Omits `--memory` if `args`
+    /// contain `--restore` or `--incoming`. The standard output of the process is a pipe. Returns
+    /// `None` if KVM is unavailable.
     pub fn spawn(mut program: Command, name: &str, args: &[&str], stdin: Stdio) -> Option<Self> {
         if !has_kvm() {
             return None;

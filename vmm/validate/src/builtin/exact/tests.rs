@@ -1,4 +1,4 @@
-//! Tests of the rows for the exact backing, with a scripted guest.
+//! Tests of the rows for `--backing exact`, with a scripted guest.
 
 use serde_json::Value;
 
