@@ -18,7 +18,8 @@ use vmm_sys_util::timerfd::TimerFd;
 const MEMORY: usize = 0x1_0000;
 const ENTRIES: u16 = 16;
 
-/// Returns a queue whose descriptor table, available ring and used ring begin at `at`.
+/// Returns a queue whose descriptor table is at guest address `at`, followed by the available ring
+/// and the used ring.
 fn queue(at: u32) -> ActiveQueue {
     let mut queue = Queue::new(ENTRIES).unwrap();
     queue.set_size(ENTRIES);

@@ -56,7 +56,7 @@ pub enum DiffError {
     OtherBase {
         /// Checksum of the state file of the given base.
         have: u32,
-        /// Checksum of the base's state file that the diff names.
+        /// Checksum of the state file of the base that the diff names.
         need: u32,
     },
     /// The ranges are unsorted, empty, not of whole pages, too many, or beyond the end of memory.

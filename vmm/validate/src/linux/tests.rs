@@ -18,7 +18,7 @@ use crate::report::ValidationRow;
 pub(super) struct ScriptedValues {
     /// Output of each command, by `case` pattern of the shell.
     pub prints: Vec<(&'static str, String)>,
-    /// CPU time of a program controlled by the gate in nanoseconds, according to the guest kernel.
+    /// CPU time of the program in nanoseconds, according to the guest kernel.
     pub cpu_ns: u64,
     /// Increase of the only counter in use of each vCPU between the start and the end of a program,
     /// as seen by the host.
