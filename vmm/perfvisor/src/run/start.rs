@@ -91,7 +91,7 @@ impl Helpers {
 pub(super) struct HostSetup {
     pub(super) kvm: Kvm,
     pub(super) probe: HostProbe,
-    /// Slow KVM setup that runs on another thread; `None` for a jailed VM, which must have a single
+    /// Slow KVM setup that runs on other threads; `None` for a jailed VM, which must have a single
     /// thread until it has entered the jail.
     pub(super) begun: Option<BackgroundKvmSetup>,
     pub(super) stop_signals: BlockedSignals,
