@@ -44,17 +44,17 @@ const TOLERANCE: f64 = 0.03;
 /// Increase of an instruction count that the check always tolerates, in instructions. On a path of
 /// few instructions, a single additional one may exceed 3 %.
 const FEW: f64 = 4.0;
-/// Number of calls of an operation before its instructions are counted. These calls grow tables and
-/// execute all code paths once.
+/// Number of calls of an operation before its instructions are counted. These calls make tables
+/// grow to their final size and execute all code paths once.
 const WARM_UP: u64 = 16;
 /// Number of calls in the shorter of the two runs whose difference is the result.
 const TIMES: u64 = 4;
-/// Number of calls of the operation that `--only` selects.
+/// Number of times that the operation selected by `--only` is called.
 const PROFILED: u64 = 20_000;
 
 #[derive(Serialize, Deserialize)]
 struct Baseline {
-    /// First line of `rustc --version`.
+    /// First line of the output of `rustc --version`.
     rustc: String,
     /// Instructions per operation, by operation name.
     instructions: BTreeMap<String, f64>,
@@ -152,7 +152,7 @@ impl BenchGuest {
         }
     }
 
-    /// Handles a WRMSR exit.
+    /// Handles a WRMSR exit and the guest entry after it.
     fn write(&mut self, msr: u32, value: u64) {
         let done = self
             .vpmu
@@ -161,7 +161,7 @@ impl BenchGuest {
         self.vpmu.reconcile(&mut self.events);
     }
 
-    /// Handles an RDMSR exit.
+    /// Handles an RDMSR exit of the guest.
     fn read(&mut self, msr: u32) {
         black_box(self.vpmu.read_msr(black_box(MsrAddress(msr)), &mut self.events));
     }
@@ -409,7 +409,8 @@ fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints the results of this run next to those of the baseline at `path`, and compares them.
+/// Prints the results of this run next to the baseline at `path`. Fails if an instruction count
+/// exceeds its baseline.
 fn compare(now: &Baseline, path: &PathBuf) -> Result<ExitCode, String> {
     let name = path.display();
     let text = fs::read_to_string(path).map_err(|e| format!("{name}: {e}"))?;

@@ -21,7 +21,7 @@ use vpmu::{MsrAddress, MsrReadOutcome, MsrWriteOutcome, PmuModel};
 /// Selector for cycles at all privilege levels, enabled, without an overflow interrupt.
 const SELECTOR: u32 = 0x43_003C;
 const ENABLE: u32 = 1 << 22;
-/// Number of runs per VMM, and number of exits per run.
+/// Number of runs of each VMM, and number of exits per run.
 const TURNS: usize = 31;
 const EXITS: u32 = 2000;
 
@@ -84,8 +84,8 @@ impl Access {
         }
     }
 
-    /// Measures the cost that the PMU adds to an exit, in nanoseconds and as a fraction of the
-    /// total.
+    /// Measures the cost that the PMU adds to an exit of this access. Returns the cost in
+    /// nanoseconds and as a fraction of the exit's time.
     fn measure(&self, turns: usize) -> Result<(f64, f64), Box<dyn Error>> {
         let (vm, mut vcpu) = machine(&[(CODE, self.code())])?;
         trap_msrs(&vm, &PmuModel::INTEL.trapped_msrs())?;
@@ -122,8 +122,8 @@ impl Access {
     }
 }
 
-/// Returns the mean time per exit over [`EXITS`] exits that are handled as `way` specifies, in
-/// nanoseconds.
+/// Runs the guest for [`EXITS`] exits that the VMM handles as `way` specifies. Returns the mean
+/// time per exit, in nanoseconds.
 fn exits(vcpu: &mut VcpuFd, way: ExitHandling<'_>) -> Result<f64, Box<dyn Error>> {
     let began = Instant::now();
     match way {

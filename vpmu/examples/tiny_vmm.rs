@@ -34,7 +34,7 @@ use vpmu::{
 const MEMORY_BYTES: usize = 0x1_0000;
 pub(crate) const CODE: usize = 0x1000;
 const NMI_HANDLER: usize = 0x2000;
-/// Address of the guest's PMI count.
+/// Guest address of the number of PMIs that the guest has received.
 const COUNT: u16 = 0x3000;
 const STACK: u64 = 0x8000;
 const PORT: u16 = 0xe9; // I/O port to which the guest writes its PMI count
@@ -62,11 +62,11 @@ extern "C" fn on_overflow(_: libc::c_int) {
     }
 }
 
-/// Guest memory.
+/// Memory of the guest.
 #[repr(align(4096))]
 struct Memory([u8; MEMORY_BYTES]);
 
-/// PMU of the vCPU.
+/// PMU of the vCPU: its registers, its counting events, and its perf-core context.
 pub(crate) struct Pmu {
     pub(crate) registers: Vpmu,
     pub(crate) events: PerfCoreEvents,
@@ -170,7 +170,7 @@ pub(crate) fn trap_msrs(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(),
     Ok(vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, &filters)?)
 }
 
-/// Returns the guest code blocks and their addresses.
+/// Returns the guest's three blocks of code, each with its address.
 fn guest() -> [(usize, Vec<u8>); 3] {
     let mov = |register: u8, value: u32| [&[0x66, register][..], &value.to_le_bytes()].concat();
     // mov ecx, msr; mov eax, low half; mov edx, high half; wrmsr

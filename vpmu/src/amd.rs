@@ -19,9 +19,9 @@ use crate::vendor::{
     selector,
 };
 
-/// PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.
+/// First event selector of the K7, PerfEvtSeln (0xC0010000..=0xC0010003). Present on every model.
 pub const PERF_LEGACY_CTL0: u32 = 0xC001_0000;
-/// PerfCtrn (0xC0010004..=0xC0010007). Present on every model.
+/// First counter of the K7, PerfCtrn (0xC0010004..=0xC0010007). Present on every model.
 pub const PERF_LEGACY_CTR0: u32 = 0xC001_0004;
 /// PERF_CTLn (0xC0010200 + 2n). Requires CPUID.80000001H:ECX.PERFCTR_CORE. The first four alias the
 /// K7 registers.
@@ -38,11 +38,12 @@ pub const PERF_CNTR_GLOBAL_STATUS_CLR: u32 = 0xC000_0302;
 /// PerfCntrGlobalStatusSet (0xC0000303). Requires CPUID.80000022H:EAX\[0\]. Reads as 0.
 pub const PERF_CNTR_GLOBAL_STATUS_SET: u32 = 0xC000_0303;
 
-/// LBR_SELECT (0xC000010E). Requires CPUID.80000022H:EAX\[1\], as do the following registers.
+/// LBR_SELECT (0xC000010E). Requires CPUID.80000022H:EAX\[1\], as do all registers of branch
+/// records.
 pub const LBR_SELECT: u32 = 0xC000_010E;
-/// DBG_EXTN_CFG (0xC000010F).
+/// DBG_EXTN_CFG (0xC000010F). Enables the branch records.
 pub const DBG_EXTN_CFG: u32 = 0xC000_010F;
-/// LBR_FROM and LBR_TO of record n (0xC0010300 + 2n and + 2n + 1).
+/// LBR_FROM (0xC0010300 + 2n) and LBR_TO (0xC0010300 + 2n + 1) of branch record n.
 pub const LBR_FROM0: u32 = 0xC001_0300;
 /// Address of LBR_TO of record 15, the highest address of a branch record register.
 const LBR_TO15: u32 = 0xC001_031F;
@@ -51,9 +52,9 @@ const DEBUG_CTL: u32 = 0x1D9;
 
 /// Number of branch records, in CPUID.80000022H:EBX\[9:4\].
 pub(crate) const LBR_RECORDS: u32 = 16;
-/// DBG_EXTN_CFG.LBRV2EN.
+/// DBG_EXTN_CFG.LBRV2EN: branch records are enabled.
 const LBR_ENABLE: u64 = 1 << 6;
-/// LBR_SELECT: suppresses branches at CPL 0, and at CPL 1 to 3.
+/// LBR_SELECT bits that suppress branches: at CPL 0, and at CPL 1 to 3.
 const SUPPRESS_KERNEL: u64 = 1 << 0;
 const SUPPRESS_USER: u64 = 1 << 1;
 /// Writable bits of LBR_SELECT.
@@ -67,14 +68,14 @@ const SPECULATIVE: u64 = 1 << 62;
 /// LBR_TO bit 61: reserved.
 const TO_RESERVED: u64 = 1 << 61;
 
-/// Number of counters with K7 registers.
+/// Number of counters that have K7 registers.
 const LEGACY_COUNTERS: u32 = 4;
 
 /// Event selector bits that ignore writes: 63:42, 39:36, 21 and 19.
 const SELECTOR_RESERVED: u64 = 0xFFFF_FCF0_0028_0000;
-/// Count in nested guests only (bit 40).
+/// Event selector bit 40: count in nested guests only.
 const GUEST_ONLY: u64 = 1 << 40;
-/// Count outside nested guests only (bit 41).
+/// Event selector bit 41: count outside nested guests only.
 const HOST_ONLY: u64 = 1 << 41;
 
 /// All addresses at which an AMD processor may have a PMU register, including unimplemented ones.
@@ -133,7 +134,7 @@ fn suppressing_bit(kind: BranchKind) -> u32 {
     }
 }
 
-/// Returns those bits of the global status that software can set and clear, in addition to the
+/// Returns the freeze bits that software can set and clear in the global status, in addition to the
 /// counters' overflow bits.
 fn freeze_status(model: &PmuModel) -> u64 {
     if model.has_branch_records() {
@@ -186,8 +187,8 @@ impl VendorOps for Amd {
         }
     }
 
-    /// Decodes the operand of RDPMC. ECX holds the counter number (APM vol. 3, RDPMC). The K7 has
-    /// only four counters.
+    /// Decodes the operand of RDPMC: ECX is the counter number (APM vol. 3, RDPMC). On the K7, only
+    /// numbers below 4 are valid.
     fn rdpmc(&self, model: &PmuModel, index: RdpmcIndex) -> Option<CounterIndex> {
         if model.generation() == PmuGeneration::AmdK7 && index.0 >= LEGACY_COUNTERS {
             return None;

@@ -11,23 +11,24 @@
 /// Maximum number of records of any model.
 pub(crate) const MAX_BRANCH_RECORDS: usize = 32;
 
-/// Register that belongs to the branch records, identified by its role on both vendors.
+/// A register of the branch records. The variants name its role, which is the same for both
+/// vendors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BranchRegister {
     /// Control register that enables the records. On Intel models, it also selects the branches.
     Control,
     /// Filter register that selects the branches (AMD).
     Filter,
-    /// Number of records (Intel).
+    /// Register that selects the number of records (Intel).
     Depth,
-    /// Index of the newest record (Intel, MSR_LASTBRANCH_TOS of processors with model-specific
-    /// LBRs).
+    /// Register with the index of the newest record (Intel, MSR_LASTBRANCH_TOS of processors with
+    /// model-specific LBRs).
     Top,
-    /// Source address in the branch record with this number.
+    /// Register with the source address of the branch in this record.
     From(u8),
-    /// Target address in the branch record with this number.
+    /// Register with the target address of the branch in this record.
     To(u8),
-    /// Branch type in the branch record with this number (Intel).
+    /// Register with the type of the branch in this record (Intel).
     Info(u8),
 }
 
@@ -49,7 +50,7 @@ pub struct BranchControls {
     pub control: u64,
     /// AMD's LBR_SELECT.
     pub filter: u64,
-    /// Number of records.
+    /// Number of branch records that the guest uses.
     pub depth: u64,
     /// Intel's MSR_LASTBRANCH_TOS. Has no effect.
     pub top: u64,
@@ -76,15 +77,16 @@ impl BranchControls {
 /// Registers of one record, in the vendor's format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BranchRecord {
-    /// Source of the branch.
+    /// Register with the source address of the branch.
     pub from: u64,
-    /// Target of the branch.
+    /// Register with the target address of the branch.
     pub to: u64,
-    /// Branch type (Intel).
+    /// Register with the branch type (Intel).
     pub info: u64,
 }
 
-/// Progress of collecting the branches that the records must contain when the due PMI is delivered.
+/// Progress of collecting branches for a due PMI. The guest's branch records must contain these
+/// branches when the PMI is delivered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum BranchPhase {
     /// No collection has started, or no PMI is due.
@@ -112,7 +114,8 @@ pub(crate) struct BranchRecords {
 }
 
 impl BranchRecords {
-    /// Returns a register of a record, or `None` for a control register.
+    /// Returns the value of a register that belongs to a branch record. Returns `None` for a
+    /// control register, or if the record does not exist.
     pub(crate) fn register(&mut self, register: BranchRegister) -> Option<&mut u64> {
         let record = self.records.get_mut(usize::from(register.record()?))?;
         match register {

@@ -8,12 +8,13 @@ pub use perf_core::EventFailureCause as UnavailableReason;
 /// Result of [`CounterEvents::enable`]: whether the counter counts, and from which source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EnableOutcome {
-    /// The preferred backing counts.
+    /// The preferred backing (source of counts) counts for the counter.
     Counting(CounterBacking),
-    /// The preferred backing (source of counts) is unavailable for the given reason, and another
-    /// backing counts instead.
+    /// Another backing counts for the counter, because the preferred backing (source of counts) is
+    /// unavailable for the given reason.
     Fallback(CounterBacking, UnavailableReason),
-    /// No backing (source of counts) counts, for the given reason.
+    /// Nothing counts for the counter, because every backing (source of counts) is unavailable. The
+    /// value is the reason.
     Refused(UnavailableReason),
 }
 
@@ -46,27 +47,32 @@ pub trait CounterEvents {
     /// [`CounterBacking::None`] if no backing can ever count the request.
     fn program(&mut self, counter: CounterIndex, request: Option<&EventRequest>) -> CounterBacking;
 
-    /// Starts counting and returns the result and the current count of the event.
+    /// Starts the counter's event. Returns which backing counts, and the current count of the
+    /// event.
     ///
-    /// `overflow_in` requests a notification, delivered through [`crate::Vpmu::overflowed`], after
-    /// that many further counts. `None` requests no notification. Each call tries the best backing
-    /// first. If the backing changes, the returned count is that of the new backing.
+    /// `overflow_in` requests a notification ([`crate::Vpmu::overflowed`]) after this number of
+    /// further counts. `None` requests no notification. Each call tries the best backing first. If
+    /// the backing changes, the returned count is that of the new backing.
     fn enable(&mut self, counter: CounterIndex, overflow_in: Option<u64>) -> (EnableOutcome, u64);
 
     /// Stops counting and returns the final count, which [`Self::count`] then continues to return.
     fn disable(&mut self, counter: CounterIndex) -> u64;
 
-    /// Pauses the running counters in the mask `counters`, which are expected to resume soon. The
-    /// events keep their slots. Events whose backing satisfies
-    /// [`CounterBacking::counts_through_pauses`] continue to count. Calls `each` with each counter
-    /// and its count.
+    /// Pauses the running counters in the mask `counters`, which the guest is expected to restart
+    /// soon. Their events keep their hardware counters. Calls `each` with each counter and its
+    /// count.
+    ///
+    /// An event whose backing satisfies [`CounterBacking::counts_through_pauses`] continues to
+    /// count.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64));
 
     /// Resumes the paused counters in the mask `counters`. Calls `each` with each counter and its
-    /// count. If the pause stopped the event, the value that `each` returns re-arms its overflow
-    /// notification, like `overflow_in` of [`Self::enable`]. If the event continued to count, it is
-    /// still armed. Returns the mask of counters whose events failed to resume. The caller must
-    /// stop these counters.
+    /// count. Returns the mask of the counters whose events failed to resume; the caller must stop
+    /// them.
+    ///
+    /// If the event stopped during the pause, `each` returns the number of further counts after
+    /// which to notify an overflow, like `overflow_in` of [`Self::enable`]. If the event continued
+    /// to count, it is still armed.
     fn go_on(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64) -> Option<u64>) -> u64;
 
     /// Returns the count of the counter's current event. Does not decrease while the event stays
@@ -81,8 +87,8 @@ pub trait CounterEvents {
     /// The PMU calls this method before every guest entry, so the implementation must be cheap.
     fn may_have_lost(&mut self) -> bool;
 
-    /// Returns the time and reason at which the counter's enabled event stopped counting, or `None`
-    /// if the event is counting.
+    /// Returns when and why the counter's enabled event stopped counting, or `None` if the event is
+    /// counting.
     fn lost(&mut self, counter: CounterIndex) -> Option<EventLoss>;
 
     /// Returns the vCPU's event time, in nanoseconds. The clock stops while the vCPU is paused.

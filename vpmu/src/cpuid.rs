@@ -10,17 +10,17 @@ pub use crate::host_pmu::{LEAF_AMD_PERFMON_V2, LEAF_ARCH_PERFMON};
 
 /// CPUID.01H:ECX.PDCM: IA32_PERF_CAPABILITIES (0x345) exists.
 const LEAF1_ECX_PDCM: u32 = 1 << 15;
-/// CPUID.01H:ECX.DTES64 (2) and DS-CPL (4), features of the debug store.
+/// Debug store features in CPUID.01H:ECX: DTES64 (bit 2) and DS-CPL (bit 4).
 const LEAF1_ECX_DEBUG_STORE: u32 = 1 << 2 | 1 << 4;
-/// CPUID.01H:EDX.DS: the debug store, used by PEBS and BTS.
+/// Debug store bit in CPUID.01H:EDX (DS). PEBS and BTS use the debug store.
 const LEAF1_EDX_DS: u32 = 1 << 21;
-/// CPUID.(07H,0):EBX: processor trace (25).
+/// Processor trace bit (25) in CPUID.(07H,0):EBX.
 const LEAF7_EBX_TRACE: u32 = 1 << 25;
-/// CPUID.(07H,0):EDX: hybrid (15).
+/// Hybrid processor bit (15) in CPUID.(07H,0):EDX.
 const LEAF7_EDX_HYBRID: u32 = 1 << 15;
-/// CPUID.(07H,0):EDX: architectural LBRs (19).
+/// Architectural LBR bit (19) in CPUID.(07H,0):EDX.
 const LEAF7_EDX_ARCH_LBR: u32 = 1 << 19;
-/// Architectural LBRs. Intel SDM vol. 2, CPUID.
+/// CPUID leaf that describes architectural LBRs (Intel SDM vol. 2, CPUID).
 const LEAF_ARCH_LBR: u32 = 0x1C;
 /// CPUID.1CH: depths of 8, 16 and 32 records (EAX), CPL and branch filtering (EBX), and branch
 /// types (ECX). IP values are effective IPs (EAX\[31\] is clear).
@@ -32,7 +32,7 @@ const ARCH_LBR: CpuidRegs = CpuidRegs {
 };
 /// CPUID.80000022H:EAX: LBR version 2 (1), freezing of branch records and counters on PMI (2).
 const EXT22_EAX_LBR_V2: u32 = 1 << 1 | 1 << 2;
-/// CPUID.80000022H:EBX: number of branch records.
+/// Lowest bit of the number of branch records in CPUID.80000022H:EBX.
 const EXT22_EBX_LBR_SHIFT: u32 = 4;
 /// CPUID.(07H,1):EAX: leaf 23H (extended performance monitoring) exists.
 const LEAF7_1_EAX_PERFMON_EXT: u32 = 1 << 8;
@@ -197,8 +197,8 @@ mod tests {
         CpuidRegs { eax, ebx, ecx, edx }
     }
 
-    /// Returns CPUID leaf `number` of `model` for a host that cannot count any event. `from`
-    /// contains the host's values.
+    /// Returns the CPUID leaf `number` of a guest with the PMU `model` on a host that cannot count
+    /// any event. `from` contains the host's values of the leaf.
     fn uncounted(model: &PmuModel, number: u32, from: CpuidRegs) -> CpuidRegs {
         leaf(model, number, 0, ArchEventSet::NONE, from)
     }

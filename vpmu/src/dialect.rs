@@ -1,4 +1,4 @@
-//! Event numbers whose meaning depends on the processor generation.
+//! Meanings of the event numbers that differ between processor generations.
 //!
 //! Event C4H of Intel processors has unit masks for branch types, which have changed between
 //! generations. Software such as rr chooses the event number of conditional branches by family and
@@ -61,8 +61,8 @@ pub(crate) enum EventDialect {
 }
 
 impl EventDialect {
-    /// Returns the meaning of event numbers (dialect) for a guest of `vendor` whose CPUID.01H:EAX
-    /// is `eax`.
+    /// Returns the dialect (meaning of event numbers) of a processor of `vendor` with the signature
+    /// `eax` (CPUID.01H:EAX).
     pub(crate) fn of_signature(vendor: Vendor, eax: u32) -> Self {
         let base_family = eax >> 8 & 0xF;
         let family = match base_family {
@@ -81,7 +81,7 @@ impl EventDialect {
         }
     }
 
-    /// Returns the unit mask of conditional branches under C4H.
+    /// Returns the unit mask that selects conditional branches with event select C4H.
     pub(crate) const fn conditional_branches(self) -> UnitMask {
         match self {
             Self::Common | Self::AmdZen => COND,
@@ -90,7 +90,8 @@ impl EventDialect {
         }
     }
 
-    /// Returns `request` with the event that its event number selects on this processor generation.
+    /// Returns `request` with its event decoded according to this dialect (meaning of event
+    /// numbers).
     #[inline]
     pub(crate) fn decode(self, request: EventRequest) -> EventRequest {
         let (number, event) = match self {

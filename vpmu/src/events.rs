@@ -9,11 +9,12 @@ use std::str::FromStr;
 
 use crate::model_name::{Vendor, printable};
 
-/// Event select: 8 bits on Intel, 12 bits on AMD (EVNTSEL bits 35:32 and 7:0).
+/// Event select in a guest's event selector register: 8 bits on Intel, 12 bits on AMD (EVNTSEL bits
+/// 35:32 and 7:0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EventSelect(pub u16);
 
-/// Unit mask: EVNTSEL bits 15:8.
+/// Unit mask in a guest's event selector register (EVNTSEL bits 15:8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UnitMask(pub u8);
 
@@ -122,7 +123,7 @@ pub enum ParavirtualEvent {
     IoExits = 2,
     /// Exits to user space for memory-mapped I/O.
     MmioExits = 3,
-    /// HLT instructions that caused an exit.
+    /// Exits caused by HLT.
     Halts = 4,
     /// Host page faults on guest memory.
     HostPageFaults = 5,
@@ -286,24 +287,25 @@ pub enum EventSelection {
 pub struct EventRequest {
     /// Vendor that defines the event numbers in `selection`.
     pub vendor: Vendor,
-    /// Programmed event number.
+    /// Event number as programmed by the guest.
     pub selection: EventSelection,
-    /// Decoded event.
+    /// Decoded event, which `selection` selects.
     pub event: GuestEvent,
-    /// Count at CPL 1 to 3.
+    /// `true` to count at CPL 1 to 3.
     pub user: bool,
-    /// Count at CPL 0.
+    /// `true` to count at CPL 0.
     pub kernel: bool,
-    /// Edge detect: counts how often the condition becomes true instead of the cycles in which it
-    /// is true.
+    /// Edge detect: `true` to count how often the condition becomes true instead of the cycles in
+    /// which it is true.
     pub edge: bool,
-    /// Invert the comparison with `cmask`.
+    /// `true` to invert the comparison with `cmask`.
     pub invert: bool,
-    /// Counter mask: count cycles with at least this many events. 0 counts events.
+    /// Counter mask: if not 0, counts the cycles with at least this number of events instead of the
+    /// events.
     pub cmask: u8,
-    /// Count inside transactions only (Intel IN_TX).
+    /// `true` to count inside transactions only (Intel IN_TX).
     pub in_transaction: bool,
-    /// Exclude counts of aborted transactions (Intel IN_TXCP).
+    /// `true` to exclude the counts of aborted transactions (Intel IN_TXCP).
     pub checkpointed: bool,
 }
 
@@ -331,8 +333,8 @@ impl EventRequest {
         }
     }
 
-    /// Returns the selector as the `perf_event_attr.config` value of a raw event on a host of the
-    /// same vendor, or `None` for a fixed counter.
+    /// Returns the request as the `perf_event_attr.config` value of a raw event on a host of the
+    /// same vendor. Returns `None` for a fixed counter.
     pub const fn raw_config(&self) -> Option<u64> {
         let EventSelection::General(select, umask) = self.selection else {
             return None;
@@ -359,7 +361,7 @@ impl EventRequest {
     }
 }
 
-/// Event selects for which [`decode`] returns architectural events on at least one vendor.
+/// Event selects with which [`decode`] returns an architectural event for at least one vendor.
 pub(crate) const ARCHITECTURAL_SELECTS: [u16; 13] = [
     0x29, 0x2E, 0x3C, 0x76, 0xA4, 0xC0, 0xC2, 0xC3, 0xC4, 0xC5, 0xD0, 0xD1, 0x120,
 ];
@@ -423,12 +425,13 @@ impl ArchEventSet {
     pub const NONE: Self = Self(0);
     /// All architectural events.
     pub const ALL: Self = Self((1 << ArchEvent::ALL.len()) - 1);
-    /// Events that the clock backing can count.
+    /// Set of the events that the clock backing can count.
     pub const CLOCK: Self = Self::NONE
         .with(ArchEvent::CoreCycles)
         .with(ArchEvent::RefCycles)
         .with(ArchEvent::BusCycles);
-    /// Events that the exact backing can count. For cycle events, it counts retired instructions.
+    /// Set of the events that the exact backing (single-stepping) can count. For cycle events, it
+    /// counts retired instructions.
     pub const EXACT: Self = Self::CLOCK
         .with(ArchEvent::Instructions)
         .with(ArchEvent::Branches)
@@ -444,7 +447,7 @@ impl ArchEventSet {
         Self(self.0 | event.bit())
     }
 
-    /// Returns the intersection of both sets.
+    /// Returns the intersection of this set and `other`.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self(self.0 & other.0)
@@ -466,18 +469,18 @@ impl FromIterator<ArchEvent> for ArchEventSet {
 /// counters. Paravirtual events are available with every policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum BackingPolicy {
-    /// Host PMU if available, otherwise the clock.
+    /// The host PMU counts if it is available, otherwise the clock.
     #[default]
     Auto,
-    /// Host PMU only.
+    /// Only the host PMU counts.
     Hardware,
-    /// Clock only, even if the host has a PMU.
+    /// Only the clock counts, even if the host has a PMU.
     Clock,
-    /// Exact backing (single-stepping).
+    /// The vCPU is single-stepped, which gives exact counts.
     Exact,
-    /// KVM's own vPMU. KVM emulates the registers instead of this crate.
+    /// KVM's own vPMU counts. KVM emulates the registers instead of this crate.
     Kvm,
-    /// No backing. Registers are emulated but do not count.
+    /// Nothing counts, but the registers are emulated.
     None,
 }
 
@@ -497,7 +500,7 @@ impl FromStr for BackingPolicy {
     }
 }
 
-/// Error returned for an unknown `--backing` value, which it contains.
+/// Error returned for an unknown `--backing` value. Contains the value.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("unknown backing \"{0}\"; must be auto, hardware, clock, exact, kvm or none")]
 pub struct UnknownBackingPolicy(String);
@@ -507,7 +510,7 @@ pub struct UnknownBackingPolicy(String);
 pub enum CounterBacking {
     /// Host hardware event.
     Hardware,
-    /// vCPU run time scaled to cycles.
+    /// Run time of the vCPU, scaled to cycles.
     Clock,
     /// Single-stepping with instruction decoding.
     Exact,
@@ -517,7 +520,7 @@ pub enum CounterBacking {
     KvmStat,
     /// KVM's own vPMU.
     Kvm,
-    /// No backing. The counter value does not change.
+    /// No mechanism. The value of the counter does not change.
     None,
 }
 

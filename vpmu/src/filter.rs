@@ -36,15 +36,15 @@ pub enum FilterAction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct FilterEntrySpec {
-    /// Event select, 0 to 0xFFF.
+    /// Event select that the entry matches, 0 to 0xFFF.
     pub select: u64,
-    /// Exact unit mask, 0 to 0xFF.
+    /// Unit mask that the entry matches exactly, 0 to 0xFF.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask: Option<u64>,
-    /// Bits of an event's unit mask that are compared with `umask_match`.
+    /// Bits of an event's unit mask that the entry compares with `umask_match`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask_mask: Option<u64>,
-    /// Value that the bits selected by `umask_mask` must have.
+    /// Value that the bits selected by `umask_mask` must have in a matching event.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub umask_match: Option<u64>,
     /// `true` if the entry excludes matching events that other entries list.
@@ -56,12 +56,12 @@ pub struct FilterEntrySpec {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct FilterSpec {
-    /// Effect on the listed events.
+    /// Effect of the filter on the events that it lists.
     pub action: FilterAction,
     /// Bitmap of listed fixed counters: bit n is fixed counter n.
     #[serde(default)]
     pub fixed_counters: u64,
-    /// Entries for general-purpose counters.
+    /// Filter entries for the events of general-purpose counters.
     #[serde(default)]
     pub events: Vec<FilterEntrySpec>,
 }
@@ -82,12 +82,12 @@ pub enum FilterError {
     /// Invalid TOML, or an unknown or missing field.
     #[error("line {line} of the event filter: {message}")]
     Syntax {
-        /// Line number, from 1.
+        /// Line number in the file, from 1.
         line: usize,
-        /// Message of the parser.
+        /// Message of the TOML parser.
         message: String,
     },
-    /// Too many entries.
+    /// More entries than [`MAX_ENTRIES`]. The value is their number.
     #[error(
         "the event filter has {0} entries; must be at most {MAX_ENTRIES}; merge some with \
         umask-mask and umask-match"
@@ -96,24 +96,26 @@ pub enum FilterError {
     /// Field value out of range.
     #[error("entry {entry} of the event filter: {field} = {value:#x} must be at most {limit:#x}")]
     OutOfRange {
-        /// Number of the entry, from 1.
+        /// Number of the filter entry, from 1.
         entry: usize,
-        /// Field name.
+        /// Name of the field.
         field: &'static str,
-        /// Value of the field.
+        /// Value of the field in the file.
         value: u64,
-        /// Maximum value.
+        /// Maximum value of the field.
         limit: u64,
     },
-    /// Unit mask given both exactly and by mask, or `umask-mask` or `umask-match` given alone.
+    /// An entry that gives its unit mask both exactly and by mask, or gives only one of
+    /// `umask-mask` and `umask-match`. The value is the number of the entry.
     #[error("entry {0} of the event filter: give either umask, or umask-mask together with umask-match")]
     UnitMask(usize),
-    /// An entry that cannot match any unit mask.
+    /// An entry that cannot match any unit mask. The value is the number of the entry.
     #[error(
         "entry {0} of the event filter matches no unit mask: umask-match has bits that umask-mask does not; clear them"
     )]
     NeverMatches(usize),
-    /// Bitmap with bits set for fixed counters that do not exist.
+    /// A bitmap of fixed counters with bits for counters that do not exist. The value is the
+    /// bitmap.
     #[error(
         "fixed-counters = {0:#x} of the event filter: only bits 0 to 3, one per fixed counter, may be set"
     )]
@@ -123,11 +125,11 @@ pub enum FilterError {
 /// Validated filter entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FilterEntry {
-    /// Event select, 12 bits.
+    /// Event select that the entry matches, 12 bits.
     pub select: u16,
-    /// Bits of an event's unit mask that are compared with `matches`.
+    /// Bits of an event's unit mask that the entry compares with `matches`.
     pub mask: u8,
-    /// Value that the bits selected by `mask` must have.
+    /// Value that the bits selected by `mask` must have in a matching event.
     pub matches: u8,
     /// `true` if the entry excludes matching events that other entries list.
     pub exclude: bool,
@@ -138,7 +140,7 @@ pub struct FilterEntry {
 pub struct EventFilter {
     action: FilterAction,
     fixed_counters: u8,
-    /// Sorted by event select.
+    /// Entries of the filter, sorted by event select.
     entries: Box<[FilterEntry]>,
 }
 
@@ -280,7 +282,7 @@ impl EventFilter {
         Self::from_toml(&text)
     }
 
-    /// Returns whether the filter allows the event that a counter selects.
+    /// Returns whether the filter allows a counter to count the event `selection`.
     pub fn allows(&self, selection: EventSelection) -> bool {
         let listed = match selection {
             EventSelection::Fixed(n) => self.fixed_counters >> n & 1 != 0,
@@ -289,9 +291,9 @@ impl EventFilter {
         listed == (self.action == FilterAction::Allow)
     }
 
-    /// Returns the architectural events of a vendor that are allowed on at least one
-    /// general-purpose or fixed counter. A guest would read a misleading zero for any other event
-    /// that CPUID offers.
+    /// Returns the architectural events of `vendor` that the filter allows on at least one counter.
+    /// CPUID must report all other events as unavailable, because a guest would read a misleading
+    /// zero for them.
     #[must_use]
     pub fn allowed_events(&self, vendor: Vendor) -> ArchEventSet {
         let general = ARCHITECTURAL_SELECTS.into_iter().flat_map(|select| {
@@ -319,7 +321,7 @@ impl EventFilter {
         general.chain(fixed).filter_map(counted).collect()
     }
 
-    /// Returns whether listed events are allowed or denied.
+    /// Returns the effect of the filter on the events that it lists.
     pub fn action(&self) -> FilterAction {
         self.action
     }
@@ -329,13 +331,14 @@ impl EventFilter {
         self.fixed_counters
     }
 
-    /// Returns the entries for general-purpose counters, sorted by event select and without
-    /// duplicates.
+    /// Returns the filter entries for general-purpose counters. They are sorted by event select and
+    /// have no duplicates.
     pub fn entries(&self) -> &[FilterEntry] {
         &self.entries
     }
 
-    /// Returns whether an entry lists the event and no entry excludes it.
+    /// Returns whether the filter lists the event, that is, whether an entry matches it and no
+    /// exclude entry does.
     pub fn lists(&self, select: u16, umask: UnitMask) -> bool {
         let first = self.entries.partition_point(|entry| entry.select < select);
         let mut included = false;

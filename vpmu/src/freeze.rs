@@ -1,4 +1,4 @@
-//! Register bits of both vendors for freezing counters and branch records on a PMI.
+//! Register bits that freeze counters and branch records on a PMI, for Intel and AMD.
 
 /// DebugCtl bit 11: freeze the branch records on PMI.
 pub const DEBUGCTL_FREEZE_BRANCHES_ON_PMI: u64 = 1 << 11;

@@ -5,13 +5,13 @@ use crate::model_name::{PmuGeneration, Vendor};
 /// Output registers of the CPUID instruction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuidRegs {
-    /// EAX.
+    /// Value of EAX.
     pub eax: u32,
-    /// EBX.
+    /// Value of EBX.
     pub ebx: u32,
-    /// ECX.
+    /// Value of ECX.
     pub ecx: u32,
-    /// EDX.
+    /// Value of EDX.
     pub edx: u32,
 }
 
@@ -34,11 +34,11 @@ pub struct HostPmuProperties {
     /// PMU generation. Versions above 5 are reported as 5, because they are compatible with version
     /// 5.
     pub generation: PmuGeneration,
-    /// Number of general-purpose counters.
+    /// Number of the host's general-purpose counters.
     pub general: u32,
-    /// Bitmap of fixed counters: bit n is set if fixed counter n exists.
+    /// Bitmap of the host's fixed counters: bit n is set if fixed counter n exists.
     pub fixed_bitmap: u32,
-    /// Counter width in bits.
+    /// Width of the host's counters, in bits.
     pub width: u32,
 }
 

@@ -1,5 +1,5 @@
-//! Types for the three ways in which a PMU numbers its counters: MSR addresses, RDPMC operands and
-//! bits of the global registers. The crate documentation explains them.
+//! Types for the three ways in which a PMU numbers its counters: by MSR address, by RDPMC operand,
+//! and by bit in the global registers. The crate documentation explains them.
 
 use std::fmt;
 
@@ -91,7 +91,8 @@ impl CounterIndex {
         }
     }
 
-    /// Returns a dense index below [`MAX_COUNTERS`], with general-purpose counters first.
+    /// Returns the index of the counter in tables of [`MAX_COUNTERS`] entries. General-purpose
+    /// counters come first.
     pub const fn slot(self) -> usize {
         if self.0 >= FIXED_BASE {
             (self.0 - FIXED_BASE) as usize + MAX_GENERAL
@@ -100,7 +101,7 @@ impl CounterIndex {
         }
     }
 
-    /// Returns the counter with dense index `slot`.
+    /// Returns the counter with the table index `slot` ([`Self::slot`]).
     #[expect(clippy::cast_possible_truncation, reason = "nobody has 2^32 slots")]
     pub const fn from_slot(slot: usize) -> Option<Self> {
         if slot < MAX_GENERAL {

@@ -64,17 +64,17 @@ pub const IA32_LBR_TO_IP0: u32 = 0x1600;
 
 /// Numbers of branch records that IA32_LBR_DEPTH accepts, as reported in CPUID.1CH:EAX\[7:0\].
 const LBR_DEPTHS: [u64; 3] = [8, 16, 32];
-/// IA32_LBR_CTL.LBREn.
+/// IA32_LBR_CTL.LBREn: branch records are enabled.
 const LBR_ENABLE: u64 = 1 << 0;
-/// IA32_LBR_CTL.OS and USR: record branches at CPL 0, and at CPL 1 to 3.
+/// IA32_LBR_CTL bits that enable recording of branches: OS at CPL 0, and USR at CPL 1 to 3.
 const LBR_OS: u64 = 1 << 1;
 const LBR_USR: u64 = 1 << 2;
 /// IA32_LBR_CTL bits that do not fault when set: LBREn, OS, USR and the branch filter bits.
 /// Call-stack mode (bit 3) faults, because CPUID.1CH:EBX\[2\] does not announce it.
 const LBR_WRITABLE: u64 = LBR_ENABLE | LBR_OS | LBR_USR | 0x7F << 16;
-/// IA32_LBR_n_INFO.BR_TYPE.
+/// Lowest bit of the branch type in IA32_LBR_n_INFO (BR_TYPE).
 const LBR_INFO_TYPE_SHIFT: u32 = 56;
-/// IA32_LBR_n_INFO bits that are not stored.
+/// Bits of IA32_LBR_n_INFO that a write does not store.
 const LBR_INFO_UNDEFINED: u64 = 0x00FF_FFFF_FFFF_0000;
 /// Writable bits of MSR_LASTBRANCH_TOS, which can hold the index of any record.
 const LASTBRANCH_TOS: u64 = 0x1F;
@@ -100,13 +100,13 @@ const IN_TXCP_COUNTER: u32 = 2;
 
 /// Width of each fixed counter's field in IA32_FIXED_CTR_CTRL, in bits.
 const FIXED_FIELD_BITS: u32 = 4;
-/// IA32_FIXED_CTR_CTRL field: count at CPL 0.
+/// Bit in a counter's field of IA32_FIXED_CTR_CTRL: count at CPL 0.
 const FIXED_OS: u64 = 0b0001;
-/// IA32_FIXED_CTR_CTRL field: count at CPL 1 to 3.
+/// Bit in a counter's field of IA32_FIXED_CTR_CTRL: count at CPL 1 to 3.
 const FIXED_USR: u64 = 0b0010;
-/// IA32_FIXED_CTR_CTRL field: interrupt on overflow.
+/// Bit in a counter's field of IA32_FIXED_CTR_CTRL: interrupt on overflow.
 const FIXED_PMI: u64 = 0b1000;
-/// IA32_FIXED_CTR_CTRL field: writable bits. Bit 2 is the deprecated AnyThread.
+/// Writable bits in a counter's field of IA32_FIXED_CTR_CTRL. Bit 2 (AnyThread) is deprecated.
 const FIXED_WRITABLE: u64 = FIXED_OS | FIXED_USR | FIXED_PMI;
 
 /// IA32_PERF_GLOBAL_STATUS.ASCI (version 4): counts may include enclave execution. In this vPMU,
@@ -124,7 +124,7 @@ const STATUS_COND_CHGD: u64 = 1 << 63;
 /// IA32_PERF_GLOBAL_INUSE.PMI: at least one counter has its interrupt enabled.
 const INUSE_PMI: u64 = 1 << 63;
 
-/// RDPMC: ECX\[30\] selects the fixed counters.
+/// ECX bit of RDPMC that selects the fixed counters.
 const RDPMC_FIXED: u32 = 1 << 30;
 
 /// All addresses at which an Intel processor may have a PMU register, including unimplemented ones.
@@ -171,8 +171,9 @@ const ADDRESSES: &[std::ops::RangeInclusive<u32>] = &[
 #[derive(Debug)]
 pub(crate) struct Intel;
 
-/// Returns the general-purpose counter to which the register at `address` belongs, if the model has
-/// this counter. `base` is the address of this type of register for counter 0.
+/// Returns the general-purpose counter to which the register at `address` belongs. Returns `None`
+/// if the model does not have this counter. `base` is the address of the same register of counter
+/// 0.
 fn in_bank(model: &PmuModel, address: u32, base: u32) -> Option<CounterIndex> {
     CounterIndex::general(address.checked_sub(base)?).filter(|&c| model.has(c))
 }
@@ -223,8 +224,8 @@ fn selector_mask(model: &PmuModel, counter: CounterIndex) -> u64 {
     !SELECTOR_RESERVED | transactions
 }
 
-/// Returns the effect of a register write: `value` is stored if all its bits are in `allowed`,
-/// otherwise the write faults.
+/// Returns the effect of writing `value` to a register: the value is stored if all its set bits are
+/// in `allowed`, otherwise the write faults.
 fn checked(value: u64, allowed: u64) -> WriteEffect {
     if value & !allowed == 0 {
         WriteEffect::Store(value)
@@ -502,7 +503,7 @@ impl VendorOps for Intel {
         true
     }
 
-    /// Returns `false`.
+    /// Returns `false`. Linux's Intel driver does not wait for the PMI of a stopped counter.
     fn driver_awaits_pmi(&self) -> bool {
         false
     }

@@ -8,12 +8,13 @@ pub const DEFAULT_PMI_LIMIT: u32 = 50_000;
 
 const NS_PER_S: u64 = 1_000_000_000;
 
-/// Leaky bucket that limits a rate. Its level is stored as the time at which it becomes empty.
+/// Leaky bucket that limits the rate of an event such as a PMI. The level of the bucket is a time,
+/// and is stored as the time at which the bucket becomes empty.
 #[derive(Clone, Debug)]
 pub(crate) struct RateLimit {
-    /// Time that each event adds to the level, in nanoseconds.
+    /// Time that each event adds to the level of the bucket, in nanoseconds.
     interval_ns: u64,
-    /// Level up to which a further event is allowed immediately, in nanoseconds.
+    /// Maximum level of the bucket at which an event is allowed immediately, in nanoseconds.
     burst_ns: u64,
     /// Time at which the bucket becomes empty, in nanoseconds on the caller's monotonic clock.
     paid_until_ns: u64,
@@ -32,13 +33,12 @@ impl RateLimit {
         }
     }
 
-    /// Returns the earliest time of the next event, in nanoseconds. After this time, an event is
-    /// allowed immediately.
+    /// Returns the earliest time at which the next event is allowed, in nanoseconds.
     pub(crate) fn next_ns(&self) -> u64 {
         self.paid_until_ns.saturating_sub(self.burst_ns)
     }
 
-    /// Accounts for an event that occurs at `now_ns`.
+    /// Records an event at `now_ns`.
     pub(crate) fn take(&mut self, now_ns: u64) {
         self.paid_until_ns = self.paid_until_ns.max(now_ns).saturating_add(self.interval_ns);
     }

@@ -10,27 +10,30 @@
 use crate::counter_events::UnavailableReason;
 use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 
-/// Delay before the first retry, in nanoseconds.
+/// Delay before the first retry of an uncounted counter, in nanoseconds.
 const FIRST_WAIT_NS: u64 = 1_000_000;
-/// Maximum delay between retries, in nanoseconds.
+/// Maximum delay between two retries of an uncounted counter, in nanoseconds.
 const MAX_WAIT_NS: u64 = 256_000_000;
-/// Minimum interval between two warnings, in nanoseconds.
+/// Minimum interval between two logged warnings about uncounted counters, in nanoseconds.
 const LOG_EVERY_NS: u64 = 1_000_000_000;
 
 /// Uncounted time of one counter, and the schedule of its retries.
 #[derive(Clone, Copy, Debug, Default)]
 struct UncountedState {
-    /// Time up to which `uncounted_ns` is complete, in nanoseconds.
+    /// Time up to which `uncounted_ns` has been updated, in nanoseconds.
     since_ns: u64,
-    /// Uncounted time since the current event was programmed, in nanoseconds.
+    /// Time for which the counter was uncounted since its current event was programmed, in
+    /// nanoseconds.
     uncounted_ns: u64,
-    /// Time of the next retry, and the delay for which this retry waits, in nanoseconds.
+    /// Time of the next retry, and delay between the previous attempt and this retry, in
+    /// nanoseconds.
     next_ns: u64,
     wait_ns: u64,
-    /// Time at which the host last rejected any event of this counter, in nanoseconds. `None` if
-    /// the host has rejected none since it last counted for the counter.
+    /// Time at which the host last rejected an event of this counter, in nanoseconds. `None` if the
+    /// host has since counted for the counter, or has never rejected an event.
     refused_ns: Option<u64>,
-    /// Set if the loss has been logged or suppressed by the log rate limit.
+    /// `true` if the current loss needs no log message, because it has been logged or was
+    /// suppressed by the log rate limit.
     logged: bool,
 }
 
@@ -45,17 +48,17 @@ pub(crate) struct UncountedCounters {
     /// Mask of uncounted and fallback counters that wait for a retry.
     retrying: u64,
     entries: [UncountedState; MAX_COUNTERS],
-    /// Time in which at least one counter was uncounted, in nanoseconds.
+    /// Time for which at least one counter was uncounted, in nanoseconds.
     total_ns: u64,
-    /// Start of the current uncounted interval, end of the part already included in the total, and
-    /// end of the previous interval, in nanoseconds.
+    /// Start of the current interval with uncounted counters, time up to which that interval is
+    /// included in the total, and end of the previous interval, in nanoseconds.
     began_ns: u64,
     upto_ns: u64,
     ended_ns: u64,
-    /// Number of times that a counter lost its slot or failed to obtain one.
+    /// Number of times that a counter lost its host counter or failed to obtain one.
     times: u64,
     logged_ns: Option<u64>,
-    /// Number of losses since the last log message that were not logged.
+    /// Number of losses that were not logged since the last log message.
     unlogged: u32,
 }
 
@@ -74,7 +77,8 @@ impl UncountedCounters {
         self.fallback & counter.mask() != 0
     }
 
-    /// Returns the mask of counters that are uncounted, use a fallback, or wait for a retry.
+    /// Returns the mask of counters that are uncounted, are counted by a fallback, or wait for a
+    /// retry.
     #[inline]
     pub fn affected(&self) -> u64 {
         self.uncounted | self.fallback | self.retrying
@@ -149,7 +153,8 @@ impl UncountedCounters {
         true
     }
 
-    /// Marks the counter as counted by its fallback backing.
+    /// Marks the counter as counted by a fallback backing (a source of counts other than the
+    /// preferred one).
     pub fn fall_back(&mut self, counter: CounterIndex, now_ns: u64) {
         let new = !self.is_fallback(counter);
         if new {
@@ -202,9 +207,9 @@ impl UncountedCounters {
         true
     }
 
-    /// Adds the interval from `since_ns` to `now_ns`, in which the count of an enabled counter is
-    /// unknown, to the total uncounted time. Parts that are already included are not added again,
-    /// but the total grows by at least 1 ns if no counter is uncounted.
+    /// Adds the interval from `since_ns` to `now_ns` to the total uncounted time. In this interval,
+    /// the count of an enabled counter is unknown. Parts of it that the total already includes are
+    /// not added again, but the total grows by at least 1 ns if no counter is uncounted.
     pub fn add_interval(&mut self, since_ns: u64, now_ns: u64) {
         self.account(now_ns);
         if self.uncounted == 0 {
@@ -231,7 +236,7 @@ impl UncountedCounters {
         }
     }
 
-    /// Returns the time in which at least one counter was uncounted, in nanoseconds. Reads the
+    /// Returns the time for which at least one counter was uncounted, in nanoseconds. Reads the
     /// clock only while a counter is uncounted.
     pub fn total_ns(&mut self, now_ns: impl FnOnce() -> u64) -> u64 {
         if self.uncounted != 0 {
@@ -241,17 +246,17 @@ impl UncountedCounters {
     }
 
     /// Returns the time for which the counter's current event was uncounted, in nanoseconds. The
-    /// value was updated by the last [`UncountedCounters::total_ns`].
+    /// last call of [`UncountedCounters::total_ns`] has updated this value.
     pub fn of(&self, counter: CounterIndex) -> u64 {
         self.entries[counter.slot()].uncounted_ns
     }
 
-    /// Returns the number of times that a counter lost its slot or failed to obtain one.
+    /// Returns the number of times that a counter lost its host counter or failed to obtain one.
     pub fn times(&self) -> u64 {
         self.times
     }
 
-    /// Resets the state of a counter that is programmed with another event.
+    /// Resets the counter's uncounted time and retries, because another event is programmed.
     pub fn reset_counter(&mut self, counter: CounterIndex, now_ns: impl FnOnce() -> u64) {
         if self.uncounted & counter.mask() != 0 {
             self.account(now_ns());
@@ -302,8 +307,8 @@ impl UncountedCounters {
     }
 }
 
-/// Returns a remedy that the log suggests to the operator for `lack`, the reason why a counter is
-/// uncounted. Empty if there is none.
+/// Returns the part of a log message that suggests a remedy to the operator. `lack` is the reason
+/// why the counter is uncounted. Returns an empty string if there is no remedy.
 fn remedy(lack: UnavailableReason) -> &'static str {
     match lack {
         UnavailableReason::NoSlot => {
@@ -372,7 +377,8 @@ mod tests {
         assert_eq!(lost.total_ns(|| 900), 300);
     }
 
-    /// A loss that is detected late is accounted for from its actual time, without double counting.
+    /// A loss that is detected late counts as uncounted time from the time of the loss. No
+    /// nanosecond is counted twice.
     #[test]
     fn late_notices_are_backdated() {
         let mut lost = UncountedCounters::default();
@@ -442,8 +448,8 @@ mod tests {
     }
 
     proptest! {
-        /// The total uncounted time equals the number of nanoseconds in which at least one counter
-        /// is uncounted, counted one by one.
+        /// The total uncounted time is the number of nanoseconds in which at least one counter is
+        /// uncounted.
         #[test]
         fn total_is_the_union(steps in prop::collection::vec((0u32..4, any::<bool>(), 0u64..50), 0..60)) {
             let mut lost = UncountedCounters::default();

@@ -9,7 +9,8 @@ use crate::index::{CounterIndex, MAX_FIXED, MAX_GENERAL};
 use crate::model_name::{CounterNumbers, ModelError, PmuGeneration, PmuModelName, Vendor};
 use crate::width::CounterWidth;
 
-/// PMU model. All properties are within the limits of the generation.
+/// Vendor, generation, number and width of the counters of a guest's PMU. All values are within the
+/// limits of the generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PmuModel {
     generation: PmuGeneration,
@@ -17,10 +18,10 @@ pub struct PmuModel {
     /// Bitmap of fixed counters: bit n is set if fixed counter n exists.
     fixed_bitmap: u8,
     width: CounterWidth,
-    /// Set if the processor supports transactions (Intel TSX), so that selectors have the
+    /// `true` if the processor supports transactions (Intel TSX), so that event selectors have the
     /// transaction bits.
     transactions: bool,
-    /// Set if the guest has branch records.
+    /// `true` if the guest has branch records.
     branch_records: bool,
 }
 
@@ -73,9 +74,10 @@ impl PmuModel {
         Self::new(generation, counters, width)
     }
 
-    /// Builds a model of `generation`. `None` selects the default: 4 general-purpose and 3 fixed
-    /// counters on Intel (no fixed counters in version 1), 4 counters on AMD K7 and 6 on other AMD
-    /// generations, 48 bits.
+    /// Builds a model of `generation` with the given counters and counter width in bits.
+    ///
+    /// `None` selects the default: 4 general-purpose and 3 fixed counters on Intel (no fixed
+    /// counters in version 1), 4 counters on AMD K7 and 6 on other AMD generations, 48 bits.
     ///
     /// # Errors
     /// Returns a [`ModelError`] if a number is outside the limits of the generation.
@@ -261,7 +263,7 @@ impl PmuModel {
         }
     }
 
-    /// Returns whether selectors have the transaction bits.
+    /// Returns whether the event selectors have the transaction bits (IN_TX and IN_TXCP).
     pub const fn has_transactions(&self) -> bool {
         self.transactions
     }
@@ -281,7 +283,7 @@ impl PmuModel {
         self.branch_records
     }
 
-    /// Returns the bits of IA32_DEBUGCTL that belong to the PMU.
+    /// Returns the bits of IA32_DEBUGCTL that belong to the PMU of this model.
     pub const fn debug_control_bits(&self) -> u64 {
         match (self.generation, self.branch_records) {
             (PmuGeneration::Intel(2..), false) => DEBUGCTL_FREEZE_ON_PMI,
@@ -306,12 +308,12 @@ impl PmuModel {
         }
     }
 
-    /// Returns the generation.
+    /// Returns the generation of the PMU.
     pub const fn generation(&self) -> PmuGeneration {
         self.generation
     }
 
-    /// Returns the vendor. CPUID leaf 0 must report the same vendor.
+    /// Returns the vendor of the PMU. CPUID leaf 0 must report the same vendor.
     pub const fn vendor(&self) -> Vendor {
         self.generation.vendor()
     }
@@ -330,12 +332,12 @@ impl PmuModel {
         }
     }
 
-    /// Returns the number of general-purpose counters.
+    /// Returns the number of general-purpose counters of the model.
     pub const fn general(&self) -> u32 {
         self.general as u32
     }
 
-    /// Returns the number of fixed counters.
+    /// Returns the number of fixed counters of the model.
     pub const fn fixed(&self) -> u32 {
         self.fixed_bitmap.count_ones()
     }
@@ -345,7 +347,7 @@ impl PmuModel {
         self.fixed_bitmap
     }
 
-    /// Returns the width of all counters.
+    /// Returns the width of the model's counters.
     pub const fn width(&self) -> CounterWidth {
         self.width
     }
@@ -355,7 +357,7 @@ impl PmuModel {
         ((1 << self.general) - 1) | ((self.fixed_bitmap as u64) << 32)
     }
 
-    /// Returns whether the model has this counter.
+    /// Returns whether the model has the counter `counter`.
     pub const fn has(&self, counter: CounterIndex) -> bool {
         self.counters_mask() & counter.mask() != 0
     }
@@ -600,8 +602,8 @@ mod tests {
         );
     }
 
-    /// `lowered` removes counters step by step until the model is acceptable. The model after each
-    /// step is valid for its generation.
+    /// `lowered` removes counters one by one until the caller accepts the model. Each model on the
+    /// way is valid for its generation.
     #[test]
     fn lowered_finds_largest_acceptable_model() {
         let numbers = |m: PmuModel| (m.generation(), m.general(), m.fixed_bitmap());

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// PMU vendor.
+/// Vendor that defines the registers and events of a PMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Vendor {
     /// Intel, defined by the Software Developer's Manual.
@@ -31,7 +31,7 @@ impl fmt::Display for Vendor {
     }
 }
 
-/// PMU generation.
+/// Generation of a PMU, which determines its registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PmuGeneration {
     /// No PMU. The only PMU registers are those that every processor of the vendor has, which read
@@ -77,11 +77,11 @@ impl fmt::Display for PmuGeneration {
 pub enum PmuModelName {
     /// Default model of the host's vendor: `intel` or `amd`.
     Auto,
-    /// Same properties as the host's PMU, according to CPUID.
+    /// PMU with the same properties as the host's PMU, according to CPUID.
     Host,
-    /// No PMU.
+    /// No PMU (`--pmu off`).
     Off,
-    /// Specific generation.
+    /// PMU of this generation.
     Generation(PmuGeneration),
 }
 
@@ -109,9 +109,9 @@ impl FromStr for PmuModelName {
 /// Value of `--pmu-counters GP[+FIXED]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterNumbers {
-    /// Number of general-purpose counters.
+    /// Requested number of general-purpose counters.
     pub general: u32,
-    /// Number of fixed counters, or `None` for the model's default.
+    /// Requested number of fixed counters, or `None` for the model's default.
     pub fixed: Option<u32>,
 }
 
@@ -166,38 +166,39 @@ pub enum ModelError {
     /// Number of general-purpose counters outside the model's limits.
     #[error("{given} general-purpose counters: {generation} supports {limit}; {remedy}")]
     General {
-        /// Requested number.
+        /// Requested number of general-purpose counters.
         given: u32,
-        /// Requested model.
+        /// PMU generation of the requested model.
         generation: PmuGeneration,
-        /// Limit of the model.
+        /// Description of the limit that the number exceeds.
         limit: &'static str,
-        /// Suggested remedy.
+        /// Suggested remedy, as a part of the message.
         remedy: &'static str,
     },
     /// Too many fixed counters.
     #[error("{given} fixed counters: {generation} supports {limit}; {remedy}")]
     Fixed {
-        /// Requested number.
+        /// Requested number of fixed counters.
         given: u32,
-        /// Requested model.
+        /// PMU generation of the requested model.
         generation: PmuGeneration,
-        /// Limit of the model.
+        /// Description of the limit that the number exceeds.
         limit: &'static str,
-        /// Suggested remedy.
+        /// Suggested remedy, as a part of the message.
         remedy: &'static str,
     },
     /// Counter width that the model does not support.
     #[error("a counter width of {given} bits: {generation} supports {limit}; omit --pmu-width for 48")]
     Width {
-        /// Requested width in bits.
+        /// Requested counter width, in bits.
         given: u32,
-        /// Requested model.
+        /// PMU generation of the requested model.
         generation: PmuGeneration,
-        /// Limit of the model.
+        /// Description of the widths that the model supports.
         limit: &'static str,
     },
-    /// Counter numbers or a width given together with `--pmu host`, `off` or `auto`.
+    /// Number of counters or counter width given together with `--pmu host`, `off` or `auto`. The
+    /// value is the `--pmu` argument.
     #[error(
         "--pmu {0} does not support --pmu-counters and --pmu-width; choose a model by name, for \
         example --pmu intel-v2"

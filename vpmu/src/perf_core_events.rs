@@ -26,21 +26,22 @@ const PARKED: usize = 3;
 /// file descriptor.
 pub const MAX_EVENTS_PER_COUNTER: usize = PARKED + 1;
 
-/// A driver and event number that can count a request, and the event opened with them.
+/// A backing (source of counts) for a request: a driver with its event number, and the event opened
+/// with them.
 #[derive(Debug)]
 struct BackingCandidate {
     backing: CounterBacking,
     attr: Attr,
-    /// Event of this candidate, opened when the candidate is first used.
+    /// Perf-core event of this candidate; `None` until the candidate is first used.
     handle: Option<EventHandle>,
 }
 
 /// Reason why a candidate (a driver and event number for a request) does not count.
 #[derive(Debug)]
 enum CandidateFailure {
-    /// Temporary failure.
+    /// The candidate cannot count at present, for the given reason.
     Temporary(UnavailableReason),
-    /// Permanent failure: the driver cannot count the event.
+    /// The candidate can never count the request, because the driver cannot open the event.
     Permanent(OpenError),
 }
 
@@ -57,13 +58,13 @@ impl CandidateFailure {
     }
 }
 
-/// Request that a counter is programmed with, and its candidates (drivers that can count it, each
-/// with an event number) in order of preference. Excludes candidates that failed permanently.
+/// A request with which a counter is programmed, and the candidates for it: drivers that can count
+/// it, best first. Candidates that failed permanently are not included.
 #[derive(Debug)]
 struct ProgrammedEvent {
     request: EventRequest,
     candidates: [Option<BackingCandidate>; 2],
-    /// Index of the candidate that is counting or counted last.
+    /// Index of the candidate that is counting, or that counted last.
     using: usize,
 }
 
@@ -104,7 +105,7 @@ struct CounterSlot {
     current: Option<Box<ProgrammedEvent>>,
     /// Stopped events that are kept for reuse, most recently used first.
     parked: [Option<Box<ProgrammedEvent>>; PARKED],
-    /// Set once a failure of this counter's event has been logged.
+    /// `true` once a failure of this counter's event has been logged.
     warned: bool,
 }
 
@@ -138,17 +139,18 @@ impl CounterSlot {
     }
 }
 
-/// Privilege levels at which a vCPU is single-stepped, or whose branches the guest records.
+/// Set of privilege levels (CPL 1 to 3, and CPL 0): those at which a vCPU is single-stepped, or
+/// those whose branches the guest records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrivilegeLevels {
-    /// `true` if CPL 1 to 3 is single-stepped.
+    /// `true` if the set contains CPL 1 to 3.
     pub user: bool,
-    /// `true` if CPL 0 is single-stepped.
+    /// `true` if the set contains CPL 0.
     pub kernel: bool,
 }
 
 impl PrivilegeLevels {
-    /// Returns whether any privilege level is single-stepped.
+    /// Returns whether the set contains any privilege level.
     pub const fn any(self) -> bool {
         self.user || self.kernel
     }
@@ -161,13 +163,13 @@ pub struct PerfCoreEvents {
     session: Session,
     vcpu: VcpuId,
     context: Option<Arc<VcpuContext>>,
-    /// Set when an event of the context has failed and [`CounterEvents::may_have_lost`] has not
-    /// reported the failure yet.
+    /// `true` if an event of the vCPU has failed and [`CounterEvents::may_have_lost`] has not yet
+    /// reported the failure.
     unseen: bool,
     sources: EventSources,
     slots: [CounterSlot; MAX_COUNTERS],
-    /// Masks of the enabled counters that count by single-stepping (exact backing): those that
-    /// count at CPL 1 to 3, and those that count at CPL 0.
+    /// Mask of the enabled counters that require single-stepping (exact backing) at CPL 1 to 3, and
+    /// mask of those that require it at CPL 0.
     stepping_user: u64,
     stepping_kernel: u64,
 }
@@ -219,8 +221,8 @@ impl PerfCoreEvents {
             .any(|open| open.request.event == GuestEvent::Paravirtual(event))
     }
 
-    /// Returns the handle of the counter's current event, or `None` if the event has not been
-    /// opened.
+    /// Returns the perf-core event with which the counter currently counts, or `None` if the event
+    /// has not been opened.
     #[inline]
     fn of(&self, counter: CounterIndex) -> Option<&EventHandle> {
         self.slots[counter.slot()].current.as_ref()?.handle()
@@ -305,7 +307,8 @@ fn open_candidate<'w>(
         .ok_or(CandidateFailure::Temporary(UnavailableReason::Busy))
 }
 
-/// Starts an event and returns its current count. On failure the event stays disabled.
+/// Starts the event `handle` and returns its current count. If starting fails, the event stays
+/// disabled. `overflow_in` is the number of further counts until an overflow is notified.
 fn start(handle: &EventHandle, overflow_in: Option<u64>) -> Result<u64, UnavailableReason> {
     let lack = match handle.start(overflow_in) {
         Ok(Ok(count)) => return Ok(count),

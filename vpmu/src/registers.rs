@@ -23,7 +23,7 @@ pub use crate::intel::{
     IA32_PERF_GLOBAL_STATUS_SET, IA32_PERFEVTSEL0, IA32_PMC0, MSR_LASTBRANCH_TOS,
 };
 
-/// Returns the PMU definition of a vendor.
+/// Returns the PMU definition of `vendor`.
 pub(crate) const fn of(vendor: Vendor) -> &'static dyn VendorOps {
     match vendor {
         Vendor::Intel => &crate::intel::Intel,

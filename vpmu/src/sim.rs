@@ -9,14 +9,14 @@ use crate::index::{CounterIndex, MAX_COUNTERS, counters_in};
 struct SimEvent {
     request: Option<EventRequest>,
     count: u64,
-    /// Number of further counts until the armed overflow, or `None` if no overflow is armed.
+    /// Number of further counts until the armed overflow; `None` if no overflow is armed.
     armed: Option<u64>,
-    /// Tick at which the event lost its slot.
+    /// Tick at which the event lost its slot (simulated hardware counter).
     lost: Option<u64>,
-    /// Number of ticks in which the event was enabled.
+    /// Number of ticks for which the event was enabled.
     ran: u64,
-    /// Set if the clock backing provides the event's counts and ticks. The clock also counts while
-    /// no slot is available.
+    /// `true` if the clock backing counts for the event. The clock also counts while no slot
+    /// (simulated hardware counter) is available.
     on_clock: bool,
     clock_count: u64,
 }
@@ -38,18 +38,19 @@ pub struct SimEvents {
     running: u64,
     notified: u64,
     now: u64,
-    /// Set if an event has lost its slot and [`CounterEvents::may_have_lost`] has not reported it.
+    /// `true` if an event has lost its slot and [`CounterEvents::may_have_lost`] has not yet
+    /// reported this.
     unseen: bool,
     /// Number of slots for hardware events, or `None` for no limit. The counters with the highest
     /// numbers lose their slots first.
     slots: Option<usize>,
-    /// Reason reported for an event that has no slot.
+    /// Reason that is reported for an event without a slot (simulated hardware counter).
     pub lack: UnavailableReason,
-    /// Set if cycle events without a slot fall back to the clock backing.
+    /// `true` if the clock backing counts for cycle events that have no slot.
     pub clock: bool,
     /// Number of method calls for which a real backing would execute system calls.
     pub calls: u64,
-    /// Number of calls in `calls` that request a slot.
+    /// Number of those method calls in `calls` that request a slot (simulated hardware counter).
     pub enables: u64,
     /// Function that selects the backing of a request. By default, every request has the hardware
     /// backing.
@@ -102,7 +103,7 @@ impl SimEvents {
         passed
     }
 
-    /// Advances the event time by `ticks` without counting.
+    /// Advances the event time by `ticks` ticks while the guest does not run.
     pub fn wait(&mut self, ticks: u64) {
         self.now += ticks;
     }
@@ -145,7 +146,7 @@ impl SimEvents {
         self.events[counter.slot()].request
     }
 
-    /// Returns whether the counter's event keeps counting during a pause.
+    /// Returns whether the counter's event continues to count while the counter is paused.
     fn counts_on(&self, counter: CounterIndex) -> bool {
         let event = &self.events[counter.slot()];
         !event.on_clock
@@ -209,7 +210,8 @@ impl CounterEvents for SimEvents {
         event.counted()
     }
 
-    /// Pauses counters. Hardware events continue to count, and all other events stop.
+    /// Pauses the counters in the mask `counters`. Hardware events continue to count, and all other
+    /// events stop.
     fn pause(&mut self, counters: u64, each: &mut dyn FnMut(CounterIndex, u64)) {
         for counter in counters_in(counters) {
             self.calls += 1;

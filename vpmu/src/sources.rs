@@ -24,13 +24,14 @@ mod software {
     pub const CPU_MIGRATIONS: u64 = 4;
 }
 
-/// Number of an architectural event in each driver, or `None` if the driver cannot count the event.
+/// The number by which each driver selects an architectural event; `None` if the driver cannot
+/// count the event.
 struct EventNumbers {
-    /// Generic perf event of the host kernel (`PERF_COUNT_HW_*`).
+    /// Number of the host kernel's generic perf event (`PERF_COUNT_HW_*`).
     generic: Option<u64>,
-    /// Event of the clock driver.
+    /// Event number of the clock driver.
     clock: Option<u64>,
-    /// Selector of the counts that single-stepping supplies (exact backing).
+    /// Number of the VMM-supplied count that single-stepping updates (exact backing).
     exact: Option<usize>,
 }
 
@@ -67,21 +68,21 @@ impl ArchEvent {
     }
 }
 
-/// A driver and its event number, with which an event can be counted.
+/// A driver and an event number with which it can count an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventSource {
-    /// Backing of the event.
+    /// Backing that the driver implements.
     pub backing: CounterBacking,
-    /// PMU type of the driver.
+    /// PMU type of the driver, as in `perf_event_attr.type`.
     pub ty: EventType,
-    /// Event number of the driver.
+    /// Event number of the driver, as in `perf_event_attr.config`.
     pub config: u64,
-    /// Set if the event is known to count. Otherwise it must be opened to find out, because the
-    /// host kernel does not report which raw event numbers exist.
+    /// `true` if the driver is known to count the event. Otherwise the event must be opened to find
+    /// out, because the host kernel does not report which raw event numbers exist.
     pub known: bool,
 }
 
-/// Candidates for an event, best first.
+/// Up to two event sources that can count an event, best first.
 type EventSourceCandidates = [Option<EventSource>; 2];
 
 /// Backings that are available on this host, and the guest's backing policy.
@@ -94,7 +95,7 @@ pub struct EventSources {
     hardware: Option<Vendor>,
     /// Generic events that the host kernel can open.
     opens: ArchEventSet,
-    /// Meaning of the host's event numbers, if known.
+    /// Meaning of the raw event numbers of the host's processor, if known.
     dialect: Option<EventDialect>,
     /// KVM statistic number of each paravirtual event, in the order of the unit masks.
     statistics: [Option<u64>; ParavirtualEvent::ALL.len()],
@@ -119,14 +120,16 @@ impl EventSources {
         }
     }
 
-    /// Limits the generic events to those that the host kernel can open.
+    /// Returns these sources with the generic events limited to `opens`, those that the host kernel
+    /// can open.
     #[must_use]
     pub fn opening(self, opens: ArchEventSet) -> Self {
         Self { opens, ..self }
     }
 
-    /// Sets the signature of the host's processor (CPUID.01H:EAX), whose event numbers may differ
-    /// from those of the processor that the guest sees.
+    /// Returns these sources for a host whose processor has the signature `eax` (CPUID.01H:EAX).
+    /// The event numbers of this processor may differ from those of the processor that the guest
+    /// sees.
     #[must_use]
     pub fn on_signature(self, eax: u32) -> Self {
         let dialect = self
@@ -152,8 +155,8 @@ impl EventSources {
         number.raw_config()
     }
 
-    /// Limits single-stepping to CPL 0. Events that count only at CPL 1 to 3 then have no exact
-    /// source.
+    /// Returns these sources with single-stepping limited to CPL 0. Events that count only at CPL 1
+    /// to 3 then have no exact source.
     #[must_use]
     pub fn stepping_kernel_only(self) -> Self {
         Self {
@@ -162,8 +165,8 @@ impl EventSources {
         }
     }
 
-    /// Returns the sources that can count an event of a model of `vendor` under `policy`, best
-    /// first. `raw` is the raw event number on processors of that vendor.
+    /// Returns up to two sources that can count an event under `policy`, best first. `vendor` is
+    /// the vendor of the PMU model, and `raw` the raw event number on processors of this vendor.
     fn candidates(
         &self,
         policy: BackingPolicy,
@@ -265,7 +268,7 @@ impl EventSources {
         })
     }
 
-    /// Returns the candidates for a guest request, best first.
+    /// Returns the event sources that can count a guest request, best first.
     pub fn of_request(&self, request: &EventRequest) -> impl Iterator<Item = EventSource> + use<> {
         let plain = !request.is_modified();
         let candidates = match request.event {
@@ -292,7 +295,8 @@ impl EventSources {
             .filter(move |source| paravirtual || steppable(source))
     }
 
-    /// Returns the candidates for a guest request as pinned, initially disabled perf-core events.
+    /// Returns the perf-core events that can count a guest request, best first, each with its
+    /// backing. They are pinned and initially disabled.
     pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (CounterBacking, Attr)> + use<> {
         let has_levels = !matches!(request.event, GuestEvent::Paravirtual(_));
         let base = Attr {
@@ -330,8 +334,8 @@ impl EventSources {
         ArchEvent::ALL.into_iter().filter(counted).collect()
     }
 
-    /// Returns the source of a generic perf event for an operator, regardless of the guest's
-    /// policy. The event has the meaning that it has on the host's vendor.
+    /// Returns the source with which an operator can count a generic perf event, regardless of the
+    /// guest's policy. The event has the meaning that it has on processors of the host's vendor.
     pub fn for_operator(&self, event: ArchEvent) -> Option<EventSource> {
         let vendor = self.hardware.unwrap_or(Vendor::Intel);
         let candidates = self.candidates(BackingPolicy::Auto, vendor, Some(event), None);
@@ -485,8 +489,8 @@ mod tests {
         assert_eq!(numbers, [0, 1, 2, 3, 4, 5, 6, 9]);
     }
 
-    /// No attempt is made to open events that the host kernel cannot open. The clock counts those
-    /// of them that it supports.
+    /// If the host kernel cannot open a generic event, no hardware source is offered for it. The
+    /// clock counts the event if it can.
     #[test]
     fn unsupported_host_events_fall_back_to_clock() {
         let cycles_only = ArchEventSet::NONE.with(ArchEvent::CoreCycles);
@@ -504,8 +508,8 @@ mod tests {
         assert_eq!(candidates(0xC0, 0), []);
     }
 
-    /// An operator's event for instructions or branches can be counted by single-stepping. Other
-    /// operator events have better sources, or none.
+    /// The exact source of an operator counts only instructions and branches. Other operator events
+    /// have better sources, or none.
     #[test]
     fn operators_count_instructions_and_branches_exactly() {
         let sources = EventSources::new(BackingPolicy::Exact, Some(Vendor::Amd), |_| None);
@@ -522,8 +526,8 @@ mod tests {
         }
     }
 
-    /// For a guest counter, steal time is added in steps by the VMM, while an operator's event
-    /// reads the host counter.
+    /// An operator's event for steal time reads the host's scheduler statistics. (A guest counter
+    /// for steal time is advanced by the VMM instead.)
     #[test]
     fn operator_steal_time_comes_from_host() {
         let sources = EventSources::new(BackingPolicy::None, None, |_| Some(7));
@@ -623,8 +627,8 @@ mod tests {
         }
     }
 
-    /// A Zen host counts the event with which rr checks the speculative lock map. With the exact
-    /// backing, its count remains 0. Other hosts have no such event.
+    /// A Zen host counts the event with which rr checks the speculative lock map. The exact backing
+    /// accepts the event with a count of 0. Other hosts have no source for it.
     #[test]
     fn speculative_locks_require_zen_or_exact_backing() {
         let locks = EventRequest {

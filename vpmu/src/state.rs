@@ -37,13 +37,13 @@ const CRC_BYTES: usize = 4;
 /// Bit in the first byte of the saved model. Set if the model has branch records.
 const KIND_WITH_BRANCHES: u8 = 0x80;
 
-/// Values of the byte in the body that describes the due PMI. Version 1 has no value for a deferred
-/// PMI.
+/// Values of the byte that describes the due PMI in a saved state. Version 1 has no value for a
+/// deferred PMI.
 const PMI_NONE: u8 = 0;
 const PMI_DUE: u8 = 1;
 const PMI_DEFERRED: u8 = 2;
 
-/// Values of the byte in the body that describes the progress of the guest's PMI handler.
+/// Values of the byte that describes the progress of the guest's PMI handler in a saved state.
 const HANDLER_RETURNED: u8 = 0;
 const HANDLER_REARMED: u8 = 1;
 const HANDLER_RUNNING: u8 = 2;
@@ -73,9 +73,9 @@ pub enum VpmuStateError {
     /// Truncated data or trailing bytes.
     #[error("the saved PMU state has {have} bytes; must be {need}; it is truncated or has extra data")]
     Length {
-        /// Actual length, in bytes.
+        /// Actual length of the saved state, in bytes.
         have: usize,
-        /// Expected length, in bytes.
+        /// Expected length of the saved state, in bytes.
         need: usize,
     },
     /// Checksum mismatch.
@@ -89,21 +89,21 @@ pub enum VpmuStateError {
     Version {
         /// Layout version of the saved state.
         have: u16,
-        /// Highest supported layout version.
+        /// Newest layout version that this program supports.
         known: u16,
     },
-    /// Saved state of a different model.
+    /// The saved state is for a different PMU model.
     #[error(
         "the saved state is for a PMU {saved}, but this one is {here}; start the VM with the same \
         --pmu options"
     )]
     OtherModel {
-        /// Saved model.
+        /// Model of the saved PMU.
         saved: PmuModel,
-        /// The model of this PMU.
+        /// Model of the PMU into which the state should be restored.
         here: PmuModel,
     },
-    /// Field value that is impossible for a PMU.
+    /// A saved value that no PMU of this model can have. The text describes it.
     #[error("invalid saved PMU state: {0}")]
     Impossible(&'static str),
 }
@@ -378,7 +378,7 @@ fn read_handler(
     Ok(handler)
 }
 
-/// Checks that a guest could have written these register values.
+/// Checks that a guest could have written each of the register values `registers`.
 fn check_registers(model: &PmuModel, registers: &PmuRegisters) -> Result<(), VpmuStateError> {
     let ops = registers::of(model.vendor());
     let at_reset = ops.at_reset(model);
@@ -572,7 +572,7 @@ mod tests {
     use crate::sim::SimEvents;
     use crate::vpmu::{MsrReadOutcome, MsrWriteOutcome};
 
-    /// Length of the saved measurement of the PMI handler, in bytes.
+    /// Size of the PMI handler measurement in a saved state, in bytes.
     const HANDLER_BYTES: usize = 1 + 4 * 8;
 
     fn idle() -> (Vpmu, SimEvents) {

@@ -19,25 +19,25 @@ use crate::model_name::Vendor;
 pub enum PmuRegister {
     /// Event selector of a general-purpose counter.
     Selector(CounterIndex),
-    /// Counter value.
+    /// Value of a counter, general-purpose or fixed.
     Counter(CounterIndex),
     /// Counter at its full-width write address (Intel).
     FullWidthCounter(CounterIndex),
-    /// Control of all fixed counters (Intel).
+    /// Register that controls all fixed counters (Intel).
     FixedControl,
-    /// Overflow status of all counters.
+    /// Global status register, with the overflow bits of all counters.
     GlobalStatus,
-    /// Global enable bits of all counters.
+    /// Global control register, with the enable bits of all counters.
     GlobalControl,
     /// Register that clears bits of the global status.
     GlobalStatusReset,
     /// Register that sets bits of the global status.
     GlobalStatusSet,
-    /// In-use bits of all counters (Intel).
+    /// Register with the in-use bits of all counters (Intel).
     GlobalInUse,
     /// IA32_PERF_CAPABILITIES (Intel).
     Capabilities,
-    /// Debug control, of which only the freeze-on-PMI bits belong to the PMU.
+    /// Debug control register, of which only the freeze-on-PMI bits belong to the PMU.
     DebugControl,
     /// Register that reads as 0 and ignores writes.
     Absent,
@@ -51,13 +51,13 @@ pub struct PmuRegisters {
     pub selectors: [u64; MAX_GENERAL],
     /// Intel's IA32_FIXED_CTR_CTRL.
     pub fixed_control: u64,
-    /// Global control. All ones on models without this register.
+    /// Value of the global control register. All ones on models without this register.
     pub global_control: u64,
-    /// Global status. Maintained internally on models without this register.
+    /// Value of the global status register. Also maintained on models without this register.
     pub global_status: u64,
-    /// IA32_DEBUGCTL or DebugCtl, of which only the PMU's bits are stored.
+    /// Value of IA32_DEBUGCTL (DebugCtl on AMD), of which only the PMU's bits are stored.
     pub debug_control: u64,
-    /// Controls of the branch records.
+    /// Values of the registers that control the branch records.
     pub branches: BranchControls,
     /// EFER.SVME of the vCPU, as of the last [`crate::Vpmu::set_svme`]. It affects the host-only
     /// and guest-only bits of AMD selectors.
@@ -74,18 +74,18 @@ impl PmuRegisters {
 /// Effect of a write to a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteEffect {
-    /// The write stores this value. A write to the set or reset register instead sets or clears the
-    /// bits of this value in the global status.
+    /// The write stores this value in the register. A write to the set or reset register sets or
+    /// clears the bits of this value in the global status instead.
     Store(u64),
-    /// Ignores the write.
+    /// The write has no effect.
     Dropped,
-    /// Raises a general-protection fault.
+    /// The write raises a general-protection fault.
     Fault,
 }
 
 /// Vendor-specific definition of a PMU. Implementations are stateless.
 pub trait VendorOps: Sync + std::fmt::Debug {
-    /// Returns the register at an MSR address, or `None` if an access faults.
+    /// Returns the register at the MSR address `msr`, or `None` if an access faults.
     fn register(&self, model: &PmuModel, msr: MsrAddress) -> Option<PmuRegister>;
 
     /// Returns the counter that an RDPMC operand selects, or `None` if the instruction faults.
@@ -94,7 +94,7 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the effect of writing `value` to `register`.
     fn write(&self, model: &PmuModel, register: PmuRegister, value: u64) -> WriteEffect;
 
-    /// Returns the register values after reset.
+    /// Returns the values of the PMU registers after a reset of the machine.
     fn at_reset(&self, model: &PmuModel) -> PmuRegisters;
 
     /// Returns whether the counter's own control register enables it, regardless of the global
@@ -104,11 +104,11 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns whether an overflow of the counter requests an interrupt.
     fn interrupts(&self, registers: &PmuRegisters, counter: CounterIndex) -> bool;
 
-    /// Returns the mask of counters that the global registers enable.
+    /// Returns the mask of the counters that the global control enables and no freeze stops.
     fn globally_enabled(&self, registers: &PmuRegisters) -> u64;
 
-    /// Returns the event request that the counter's control encodes, or `None` if the control
-    /// selects no privilege level.
+    /// Returns the event request that the control bits of `counter` encode, or `None` if they
+    /// select no privilege level.
     fn request(&self, registers: &PmuRegisters, counter: CounterIndex) -> Option<EventRequest>;
 
     /// Returns whether EFER.SVME affects what a selector with the value `selector` counts.
@@ -181,7 +181,7 @@ pub(crate) fn general_msrs(model: &PmuModel, pair: impl Fn(u32) -> [u32; 2]) -> 
     selectors.chain(pairs.iter().map(|pair| pair[1])).collect()
 }
 
-/// Builds an event request from the selector fields that both vendors share.
+/// Returns the event request for a selector value, from the fields that both vendors share.
 #[expect(clippy::cast_possible_truncation, reason = "the fields are that wide")]
 pub(crate) fn general_request(vendor: Vendor, select: EventSelect, value: u64) -> EventRequest {
     let umask = UnitMask((value >> selector::UMASK_SHIFT) as u8);
@@ -202,22 +202,22 @@ pub(crate) fn general_request(vendor: Vendor, select: EventSelect, value: u64) -
 /// Event selector fields with the same layout on both vendors. Intel SDM vol. 3, figure "Layout of
 /// IA32_PERFEVTSELx MSRs"; AMD APM vol. 2 §13.2.1, figure "Performance Event-Select Register".
 pub(crate) mod selector {
-    /// Event select, bits 7:0.
+    /// Bits 7:0, the low bits of the event select.
     pub const SELECT: u64 = 0xFF;
-    /// Unit mask, bits 15:8.
+    /// Lowest bit of the unit mask, bits 15:8.
     pub const UMASK_SHIFT: u32 = 8;
-    /// Count at CPL 1 to 3 (USR).
+    /// USR bit: count at CPL 1 to 3.
     pub const USR: u64 = 1 << 16;
-    /// Count at CPL 0 (OS).
+    /// OS bit: count at CPL 0.
     pub const OS: u64 = 1 << 17;
-    /// Edge detect.
+    /// Edge detect bit.
     pub const EDGE: u64 = 1 << 18;
-    /// Interrupt on overflow.
+    /// INT bit: interrupt on overflow.
     pub const INT: u64 = 1 << 20;
-    /// Counter enable.
+    /// EN bit: the counter is enabled.
     pub const EN: u64 = 1 << 22;
-    /// Invert the comparison with the counter mask.
+    /// INV bit: invert the comparison with the counter mask.
     pub const INV: u64 = 1 << 23;
-    /// Counter mask, bits 31:24.
+    /// Lowest bit of the counter mask, bits 31:24.
     pub const CMASK_SHIFT: u32 = 24;
 }

@@ -1,11 +1,12 @@
-//! Selectors that number the counts which the VMM adds to [`perf_core::pmu::vmm_pmu::VmmPmuCounts`].
+//! Numbers (selectors) of the counts that the VMM adds for a vCPU with
+//! [`perf_core::pmu::vmm_pmu::VmmPmuCounts`].
 
 use crate::events::{ArchEvent, ParavirtualEvent};
 
 /// Number of selectors for the counts that the VMM supplies for one vCPU.
 pub const SELECTORS: usize = EXACT.len() + ParavirtualEvent::ALL.len();
 
-/// Architectural events that the exact backing counts, in the order of their selectors.
+/// Architectural events that the exact backing counts. The index of an event is its selector.
 pub const EXACT: [ArchEvent; 7] = [
     ArchEvent::Instructions,
     ArchEvent::Branches,

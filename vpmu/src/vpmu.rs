@@ -40,9 +40,9 @@ pub use view::CounterView;
 /// Result of a guest RDMSR or RDPMC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrReadOutcome {
-    /// Value for EDX:EAX.
+    /// The instruction returns this value in EDX:EAX.
     Value(u64),
-    /// Inject a general-protection fault.
+    /// The instruction faults: the VMM must inject a general-protection fault.
     InjectGp,
 }
 
@@ -51,7 +51,7 @@ pub enum MsrReadOutcome {
 pub enum MsrWriteOutcome {
     /// The write completed.
     Done,
-    /// Inject a general-protection fault.
+    /// The instruction faults: the VMM must inject a general-protection fault.
     InjectGp,
 }
 
@@ -59,47 +59,47 @@ pub enum MsrWriteOutcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cpl(pub u8);
 
-/// Divisor that determines the tolerated delay of a PMI. Each instruction reported by
-/// [`Vpmu::count_emulated_instruction`] advances the counter but not the host event, so the armed
-/// overflow occurs one count later than it should. Re-arming the host event costs system calls. The
-/// event is therefore re-armed only when the delay exceeds the armed period divided by this number.
-/// This delay is within the normal PMI skid.
+/// Divisor that determines the tolerated delay of a PMI: the armed period divided by this number.
+/// Each call of [`Vpmu::count_emulated_instruction`] advances the counter but not the host event,
+/// so the armed overflow occurs one count later than it should. Because re-arming the host event
+/// costs system calls, it is re-armed only when the delay exceeds this limit, which is within the
+/// normal PMI skid.
 const MAX_DELAY_DIVISOR: u64 = 256;
 
 /// Event that a counter must count once the guest's register writes have been applied.
 #[derive(Clone, Copy, Debug)]
 enum TargetEvent {
-    /// No event. `enabled` is set if the guest has enabled the counter nevertheless.
+    /// No event. `enabled` is `true` if the guest has enabled the counter nevertheless.
     Nothing { enabled: bool },
-    /// The currently programmed event.
+    /// The event with which the counter is already programmed.
     Same,
-    /// A different event.
+    /// An event with which the counter is not programmed yet.
     Other(EventRequest),
 }
 
-/// Value, event and statistics of a counter.
+/// Value, current event and statistics of one guest counter.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counter {
     /// Counter value when the event's count was `base`.
     pub(crate) value: u64,
     base: u64,
-    /// Number of counts since the event was programmed.
+    /// Number of counts since the current event was programmed.
     counted: u64,
     /// Programmed request and the backing that counts for it.
     programmed: Option<(EventRequest, CounterBacking)>,
-    /// Number of counts until overflow for which the host event was last armed, and number of
-    /// instructions since then that retired outside guest mode.
+    /// Number of counts until overflow for which the event was last armed, and number of
+    /// instructions that have since retired outside guest mode.
     armed: u64,
     outside: u64,
-    /// Number of counts during pauses, which do not belong to the counter's value, since the event
-    /// was last armed.
+    /// Number of counts during pauses since the event was last armed. These counts do not belong to
+    /// the counter's value.
     left_out: u64,
     pub(crate) overflows: u64,
     pub(crate) pmi_requests: u64,
 }
 
 impl Counter {
-    /// Records that the event was armed to overflow after `until_overflow` counts.
+    /// Records that the event was armed to overflow after `until_overflow` further counts.
     fn armed_for(&mut self, until_overflow: u64) {
         self.armed = until_overflow;
         self.outside = 0;
@@ -148,7 +148,8 @@ pub struct Vpmu {
     /// Mask of counters whose own control register or event filter changed after their event was
     /// programmed.
     stale: u64,
-    /// Set if an enabled selector counts depending on EFER.SVME, whose value may have changed.
+    /// `true` if the count of an enabled selector depends on EFER.SVME, whose value must be set
+    /// again.
     needs_svme: bool,
     /// Mask of counters whose event has not been enabled since it was programmed, so that its
     /// initial count is unknown.
@@ -160,17 +161,17 @@ pub struct Vpmu {
     /// Accounting of counters that the guest has enabled and that are either uncounted or counted
     /// by a fallback backing.
     lost: UncountedCounters,
-    /// Mask of running counters whose event is armed for a number of counts that no longer matches
-    /// the counter's value.
+    /// Mask of running counters whose event must be re-armed, because it is armed for a number of
+    /// counts that no longer matches the counter's value.
     rearm: u64,
     /// Mask of running instruction counters whose event misses instructions that exit to the
     /// hypervisor.
     misses_emulated: u64,
-    /// Number of overflows of all counters.
+    /// Number of overflows of all counters together.
     overflows: u64,
     pmi_due: bool,
-    /// Mask of counters that requested the due PMI and whose overflows the guest has not served
-    /// since.
+    /// Mask of counters that requested the due PMI and whose overflows the guest has not yet
+    /// served.
     pmi_sources: u64,
     /// Set if an attempt to deliver the due PMI failed. The PMI then stays due until the guest has
     /// served the overflows of all counters that requested it.
@@ -438,9 +439,9 @@ impl Vpmu {
         self.counters[counter.slot()].overflows != before
     }
 
-    /// Returns two flags: whether [`Self::count_emulated_instruction`] must be called for
-    /// instructions that complete outside guest mode, and whether their privilege level matters,
-    /// because a counter counts at only one level.
+    /// Returns whether the caller must call [`Self::count_emulated_instruction`] for instructions
+    /// that complete outside guest mode. The second flag is `true` if the privilege level of these
+    /// instructions matters, because a counter counts at only one level.
     #[inline]
     pub fn needs_emulated_instructions(&self) -> (bool, bool) {
         if self.misses_emulated == 0 {
@@ -516,7 +517,7 @@ impl Vpmu {
         self.mark_all();
     }
 
-    /// Stops and releases all events.
+    /// Stops and releases the events of all counters.
     pub(crate) fn release(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.model.counters_mask()) {
             self.lost.end(counter, || events.now_ns());
@@ -533,7 +534,7 @@ impl Vpmu {
         self.rearm = 0;
     }
 
-    /// Marks all counters, so that the next reconcile pass checks their events.
+    /// Marks all counters for the next reconcile pass, because their events may be out of date.
     pub(crate) fn mark_all(&mut self) {
         self.mark_stale(self.model.counters_mask());
     }
@@ -545,8 +546,8 @@ impl Vpmu {
         self.stale |= counters;
     }
 
-    /// Marks the counters in the mask `counters` for the next reconcile pass, which also re-arms
-    /// their overflows.
+    /// Marks the counters in the mask `counters` for the next reconcile pass. The pass also re-arms
+    /// the overflows of those that are running or paused.
     fn changed(&mut self, counters: u64) {
         self.dirty |= counters;
         self.rearm |= counters & (self.running | self.paused.counters);
@@ -560,7 +561,7 @@ impl Vpmu {
         self.dirty |= (before ^ after) & self.model.counters_mask();
     }
 
-    /// Returns the current counter value.
+    /// Returns the current value of the counter.
     fn value(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) -> u64 {
         self.fold(counter, events);
         self.counters[counter.slot()].value
@@ -605,7 +606,7 @@ impl Vpmu {
         self.rearm &= !counter.mask();
     }
 
-    /// Updates the counter's value to the event count `count`, and accounts for an overflow, if
+    /// Updates the counter's value for an event count of `count`, and accounts for overflows, if
     /// any.
     #[inline]
     fn fold_to(&mut self, counter: CounterIndex, count: u64) {
@@ -623,7 +624,8 @@ impl Vpmu {
         }
     }
 
-    /// Accounts for overflows of the counter that were detected together.
+    /// Accounts for `overflows` overflows of the counter, and requests a PMI if the counter
+    /// interrupts.
     fn account_overflows(&mut self, counter: CounterIndex, overflows: u64) {
         let held = &mut self.counters[counter.slot()];
         held.overflows = held.overflows.saturating_add(overflows);
@@ -779,7 +781,7 @@ impl Vpmu {
         }
     }
 
-    /// Logs once per event that no backing can count it.
+    /// Logs a warning that no backing can count `event`, once per event.
     fn warn_uncountable(&mut self, event: GuestEvent) {
         let bit = match event {
             GuestEvent::Architectural(arch) => 1 << arch as u32,

@@ -5,12 +5,12 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterWidth(u8);
 
-/// Result of adding counts to a counter value.
+/// Result of adding counts to the value of a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterAdvance {
     /// New counter value, truncated to the width.
     pub value: u64,
-    /// Number of overflows.
+    /// Number of overflows that the addition caused.
     pub overflows: u64,
 }
 
@@ -29,12 +29,12 @@ impl CounterWidth {
         }
     }
 
-    /// Returns the number of bits.
+    /// Returns the width of the counter, in bits.
     pub const fn bits(self) -> u32 {
         self.0 as u32
     }
 
-    /// Returns a mask of all bits of the counter.
+    /// Returns a mask of all bits of the counter's value.
     pub const fn mask(self) -> u64 {
         (1 << self.0) - 1
     }
@@ -57,7 +57,7 @@ impl CounterWidth {
         (1 << self.0) - self.truncate(value)
     }
 
-    /// Adds `counts` to `value`.
+    /// Adds `counts` counts to the counter value `value`.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "truncated to the width; and of two 64-bit numbers' sum the carry is what is above it"

@@ -15,7 +15,8 @@ pub enum ReferenceKind {
     V2,
 }
 
-/// Returns the event select of a selector: twelve bits on AMD, eight bits on Intel.
+/// Returns the event select in the event selector value `selector`: twelve bits on AMD, eight bits
+/// on Intel.
 pub fn select_of(amd: bool, selector: u64) -> u64 {
     let low = selector & 0xFF;
     if amd {
@@ -25,9 +26,9 @@ pub fn select_of(amd: bool, selector: u64) -> u64 {
     }
 }
 
-/// Predicate that returns whether no backing (source of counts) can count for a counter. Its
-/// parameters are `true` for AMD, the selector value of a general-purpose counter or `None`, and
-/// the number of a fixed counter.
+/// Predicate that returns whether no backing (source of counts) can count for a counter. The first
+/// parameter is `true` for AMD. The second is the selector value of a general-purpose counter, or
+/// `None` for a fixed counter, whose number is the third parameter.
 pub type UncountablePredicate = fn(bool, Option<u64>, u32) -> bool;
 
 /// Event select that no backing can count in these tests.
@@ -46,12 +47,13 @@ pub struct ReferencePmu {
     global_ctrl: u64,
     global_status: u64,
     debugctl: u64,
-    /// EFER.SVME.
+    /// Value of EFER.SVME.
     pub svme: bool,
     pub pmi_due: bool,
-    /// Mask of counters that requested the due PMI and have not been served since.
+    /// Mask of counters that requested the due PMI and whose overflows the guest has not yet
+    /// served.
     pmi_for: u64,
-    /// Set if the VMM has tried to deliver the due PMI and failed.
+    /// `true` if the VMM has tried to deliver the due PMI and failed.
     pmi_waits: bool,
     filter: Option<FilterSpec>,
     uncountable: UncountablePredicate,
@@ -115,7 +117,7 @@ impl ReferencePmu {
         }
     }
 
-    /// Marks the overflows of these counters as served by the guest.
+    /// Marks the overflows of the counters in the mask `counters` as served by the guest.
     fn served(&mut self, counters: u64) {
         self.pmi_for &= !counters;
         if self.pmi_waits && self.pmi_for == 0 {
@@ -290,8 +292,8 @@ impl ReferencePmu {
         Some(())
     }
 
-    /// Returns the number of the AMD counter to which a register belongs, and whether the register
-    /// is its selector.
+    /// Returns the number of the AMD counter to which the register `msr` belongs, and `true` if the
+    /// register is the counter's event selector.
     fn amd_register(&self, msr: u32) -> Option<(usize, bool)> {
         let (n, selector) = match msr {
             0xC001_0000..=0xC001_0003 => (msr - 0xC001_0000, true),
@@ -461,7 +463,7 @@ impl ReferencePmu {
         self.request_pmi(interrupt);
     }
 
-    /// Records that these counters overflowed and requested a PMI.
+    /// Records that the counters in the mask `counters` have overflowed and request a PMI.
     fn request_pmi(&mut self, counters: u64) {
         if counters == 0 {
             return;

@@ -53,7 +53,8 @@ pub struct CheckedPmu<H> {
     events: H,
     reference: ReferencePmu,
     filter: Arc<EventFilter>,
-    /// Set while the host delays overflow notifications. The PMU may then lag behind the reference.
+    /// `true` while the host delays overflow notifications, so that the PMU may lag behind the
+    /// reference.
     late: bool,
     now_ns: u64,
     addresses: Vec<u32>,
@@ -72,8 +73,8 @@ pub trait TestEvents {
     /// Returns the counter events, to be passed to the PMU.
     fn events(&mut self) -> &mut Self::Events;
 
-    /// Returns whether no backing can count for this selector of a general-purpose counter or this
-    /// fixed counter.
+    /// Returns whether no backing (source of counts) can count for the general-purpose counter with
+    /// the selector value `selector`, or for the fixed counter `fixed` if `selector` is `None`.
     fn uncountable(amd: bool, selector: Option<u64>, fixed: u32) -> bool;
 
     /// Runs the guest for up to `ticks` ticks, but only until an armed overflow occurs. Returns the
@@ -459,7 +460,7 @@ impl<H: TestEvents> CheckedPmu<H> {
         }
     }
 
-    /// Compares one register.
+    /// Checks that RDMSR of `msr` returns the same result from the PMU and from the reference.
     fn compare(&mut self, msr: u32) {
         let expected = match self.reference.rdmsr(msr) {
             Some(value) => MsrReadOutcome::Value(value),
@@ -476,7 +477,7 @@ impl<H: TestEvents> CheckedPmu<H> {
         assert_eq!([regs.eax, regs.ebx, regs.ecx, regs.edx], self.reference.cpuid_a());
     }
 
-    /// Compares all guest-visible state.
+    /// Checks that all registers and the due PMI are the same in the PMU and in the reference.
     pub fn compare_all(&mut self) {
         self.deliver();
         let addresses: Vec<u32> = self.vpmu.model().trapped_msrs().into_iter().flatten().collect();

@@ -24,21 +24,21 @@ impl CodeSegmentMode {
 /// vCPU state that determines the control flow of the next instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SteppedCpuState {
-    /// Instruction pointer, relative to the code segment base.
+    /// Instruction pointer of the vCPU, relative to the base of the code segment.
     pub rip: u64,
     /// RFLAGS.
     pub rflags: u64,
-    /// Current privilege level.
+    /// Current privilege level of the vCPU.
     pub cpl: u8,
-    /// Code size of the current code segment.
+    /// Code size of the vCPU's current code segment.
     pub size: CodeSegmentMode,
-    /// RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
+    /// General-purpose registers RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
     pub gpr: [u64; 16],
-    /// Segment bases of ES, CS, SS, DS, FS, GS.
+    /// Segment bases of ES, CS, SS, DS, FS and GS.
     pub segment_bases: [u64; 6],
 }
 
-/// Access to guest memory.
+/// Access to the guest memory of the vCPU that is being single-stepped.
 pub trait SteppedGuestMemory {
     /// Reads memory at a linear address through the guest's page tables, with the access rights of
     /// the code that the vCPU is executing. Returns the number of contiguous bytes read from the
@@ -50,7 +50,7 @@ pub trait SteppedGuestMemory {
     fn gate(&mut self, vector: u8) -> Option<u64>;
 }
 
-/// Format of the interrupt descriptor table.
+/// Format of the guest's interrupt descriptor table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GateFormat {
     /// Real mode (CR0.PE = 0): four bytes per vector, offset and segment.

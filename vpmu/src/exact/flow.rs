@@ -20,9 +20,10 @@ const OF: u64 = 1 << 11;
 /// Predicted address of the next instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NextAddress {
-    /// Known address. The flag is `true` if the instruction is a branch that is taken.
+    /// The address of the next instruction. The flag is `true` if the current instruction is a
+    /// branch that is taken.
     To(u64, bool),
-    /// Unpredictable address.
+    /// The address of the next instruction is unpredictable.
     Unpredictable,
 }
 
@@ -63,7 +64,7 @@ pub(super) fn classify(instruction: &Instruction) -> InstructionClass {
     }
 }
 
-/// Returns the vector of a software interrupt.
+/// Returns the interrupt vector of a software interrupt, or `None` for another instruction.
 pub(super) fn software_interrupt(instruction: &Instruction) -> Option<u8> {
     match instruction.mnemonic() {
         Mnemonic::Int => Some(instruction.immediate8()),
@@ -78,12 +79,14 @@ pub(super) fn is_repeated(instruction: &Instruction) -> bool {
     instruction.is_string_instruction() && (instruction.has_rep_prefix() || instruction.has_repne_prefix())
 }
 
-/// Returns the number of remaining iterations of a repeated string instruction.
+/// Returns the number of remaining iterations of a repeated string instruction: the value of its
+/// count register.
 pub(super) fn element_count(instruction: &Instruction, cpu: &SteppedCpuState) -> u64 {
     cpu.gpr[1] & address_mask(instruction)
 }
 
-/// Returns a mask of the instruction's address size, which is also the size of its count register.
+/// Returns a mask as wide as the instruction's address size, which is also the size of its count
+/// register.
 fn address_mask(instruction: &Instruction) -> u64 {
     let code = instruction.code();
     // The address size is that of the operands of a string instruction, or of the counter of JrCXZ
@@ -214,7 +217,8 @@ fn read_number(linear: u64, bytes: usize, memory: &mut dyn SteppedGuestMemory) -
     (memory.read(linear, wanted) == bytes).then(|| u64::from_le_bytes(buffer))
 }
 
-/// Returns the value of a general-purpose register or the base of a segment register.
+/// Returns the value of the general-purpose register `name`, or the base of the segment register
+/// `name`.
 fn register(cpu: &SteppedCpuState, name: Register) -> Option<u64> {
     let full = name.full_register();
     if full.is_gpr64() {
@@ -268,7 +272,7 @@ fn is_taken(instruction: &Instruction, cpu: &SteppedCpuState) -> bool {
     }
 }
 
-/// Returns the type of a branch instruction.
+/// Returns the branch type of `instruction`, which must be a branch.
 pub(super) fn branch_kind(instruction: &Instruction) -> BranchKind {
     match instruction.mnemonic() {
         Mnemonic::Syscall | Mnemonic::Sysenter => return BranchKind::SystemCall,
@@ -305,7 +309,7 @@ pub(super) fn is_branch(instruction: &Instruction) -> bool {
     }
 }
 
-/// Returns whether a branch stays within its code segment.
+/// Returns whether the target of a branch is in the same code segment.
 pub(super) fn is_near(instruction: &Instruction) -> bool {
     let far = instruction.is_jmp_far()
         || instruction.is_call_far()

@@ -72,20 +72,21 @@ use flow::{
 /// costs no more than KVM's emulation, which has executed the same number of instructions.
 const MAX_SHADOWS: usize = 4096;
 
-/// Numbers of retired instructions, branches, loads and stores at one privilege level.
+/// Numbers of instructions, branches, loads and stores that a vCPU has retired at one privilege
+/// level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RetiredCounts {
-    /// Instructions retired.
+    /// Number of instructions retired.
     pub instructions: u32,
-    /// Branches retired.
+    /// Number of branch instructions retired.
     pub branches: u32,
-    /// Branches retired that were taken.
+    /// Number of branch instructions retired that were taken.
     pub taken_branches: u32,
-    /// Conditional branches retired, taken or not.
+    /// Number of conditional branch instructions retired, taken or not.
     pub conditional_branches: u32,
-    /// Instructions retired that load from memory.
+    /// Number of instructions retired that load from memory.
     pub loads: u32,
-    /// Instructions retired that store to memory.
+    /// Number of instructions retired that store to memory.
     pub stores: u32,
 }
 
@@ -107,8 +108,8 @@ impl RetiredCounts {
         }
     }
 
-    /// Returns, for each event, the number of further counts until the overflow armed in `counts`
-    /// at privilege level `cpl`. The number is 0 if the overflow is already due and [`u32::MAX`] if
+    /// Returns, for each event, the number of further counts until the event's armed overflow at
+    /// privilege level `cpl`. The number is 0 if the overflow is already due, and [`u32::MAX`] if
     /// no overflow is armed.
     pub fn remaining(counts: &VmmPmuCounts, cpl: u8) -> Self {
         let [
@@ -140,7 +141,7 @@ impl RetiredCounts {
         }
     }
 
-    /// Adds the counts of `other`.
+    /// Adds each count of `other` to the same count of this value.
     pub const fn add(&mut self, other: Self) {
         self.instructions += other.instructions;
         self.branches += other.branches;
@@ -158,16 +159,16 @@ pub struct StepOutcome {
     pub user: RetiredCounts,
     /// Retired counts at CPL 0.
     pub kernel: RetiredCounts,
-    /// Set if an interrupt, NMI or exception was delivered during the step.
+    /// `true` if an interrupt, NMI or exception was delivered to the vCPU during the step.
     pub event: bool,
-    /// Set if the step could not be analyzed because the code was unreadable or the vCPU stopped at
-    /// an unexpected address. The unknown part is not counted.
+    /// `true` if the step could not be analyzed, because the code was unreadable or the vCPU
+    /// stopped at an unexpected address. The unknown part of the step is not counted.
     pub lost: bool,
 }
 
 impl StepOutcome {
-    /// Adds the retired counts to `counts`, from which the vCPU's events count. Returns whether an
-    /// armed overflow has occurred.
+    /// Adds the retired counts to `counts`, the counts that the VMM supplies for the vCPU's events.
+    /// Returns whether this caused an armed overflow.
     pub fn feed(&self, counts: &VmmPmuCounts) -> bool {
         let mut overflow = false;
         for (level, cpl) in [(&self.user, 3), (&self.kernel, 0)] {
@@ -198,7 +199,7 @@ impl StepOutcome {
 struct Accesses {
     loads: bool,
     stores: bool,
-    /// Set for accesses through the stack segment.
+    /// `true` if the instruction accesses memory through the stack segment.
     stack: bool,
 }
 
@@ -208,7 +209,7 @@ struct PendingStep {
     /// Decoded instruction, or `None` if its bytes could not be read.
     instruction: Option<Instruction>,
     next_address: NextAddress,
-    /// Set for a repeated string instruction that had already iterated before this step.
+    /// `true` for a repeated string instruction of which iterations were executed before this step.
     iterated: bool,
 }
 
@@ -218,7 +219,8 @@ pub struct StepMeter {
     vendor: Vendor,
     info: InstructionInfoFactory,
     pending: Option<PendingStep>,
-    /// Address and privilege level of a repeated string instruction that a step left unfinished.
+    /// Address and privilege level of a repeated string instruction that the last step has executed
+    /// partially.
     unfinished: Option<(u64, u8)>,
     /// Branches taken since the last [`StepMeter::take_branches`]; `None` if they are not recorded.
     branches: Option<Vec<BranchEntry>>,
@@ -274,8 +276,9 @@ impl StepMeter {
         }
     }
 
-    /// Returns the address of the byte after the current instruction, even if it is a branch, or
-    /// `None` if no step is in progress or the current instruction could not be read.
+    /// Returns the address of the byte after the current instruction, whether or not the
+    /// instruction is a branch. Returns `None` if no step is in progress or the current instruction
+    /// could not be read.
     pub fn next_ip(&self) -> Option<u64> {
         Some(self.pending.as_ref()?.instruction?.next_ip())
     }
@@ -285,8 +288,9 @@ impl StepMeter {
         self.pending = None;
     }
 
-    /// Returns the address and privilege level of a repeated string instruction that has iterated
-    /// but not completed when the vCPU is in the state `cpu`. Used for a snapshot.
+    /// Returns the address and the privilege level of the repeated string instruction that a vCPU
+    /// in the state `cpu` has executed partially. Returns `None` if there is no such instruction.
+    /// Used for a snapshot.
     pub fn unfinished_at(&self, cpu: &SteppedCpuState) -> Option<(u64, u8)> {
         let here = (cpu.rip, cpu.cpl);
         let iterated_in_step = self.pending.as_ref().is_some_and(|pending| {
@@ -326,8 +330,8 @@ impl StepMeter {
             .map_or(InstructionClass::Unreadable, classify)
     }
 
-    /// Ends the step, after which the vCPU is in the state `cpu`, and returns the retired counts.
-    /// Returns no counts if no step was in progress.
+    /// Ends the step in progress, after which the vCPU has the state `cpu`. Returns what the vCPU
+    /// retired in the step, or no counts if no step was in progress.
     pub fn end(&mut self, cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> StepOutcome {
         let mut step = StepOutcome::default();
         let Some(pending) = self.pending.take() else {
@@ -403,7 +407,7 @@ impl StepMeter {
         step
     }
 
-    /// Adds a completed instruction to the counts.
+    /// Adds a completed instruction to the counts of `step`.
     fn retire(
         &mut self,
         instruction: &Instruction,
@@ -431,7 +435,7 @@ impl StepMeter {
         step.at(before.cpl).add(counts);
     }
 
-    /// Returns the memory accesses of an instruction.
+    /// Returns the types of memory accesses that `instruction` makes.
     fn accesses(&mut self, instruction: &Instruction) -> Accesses {
         let mut accesses = Accesses::default();
         for memory in self.info.info(instruction).used_memory() {
@@ -448,9 +452,9 @@ impl StepMeter {
         accesses
     }
 
-    /// Decodes the instruction at `next`, which follows an instruction with an interrupt shadow,
-    /// and further instructions as long as each has a shadow, until `end` is reached. If `end` is
-    /// reached, counts the instructions and returns `true`.
+    /// Adds the instructions from `next` to `end` to the counts of `step`, and returns `true`. Each
+    /// of them must follow an instruction with an interrupt shadow. Returns `false` if decoding
+    /// does not reach `end`.
     fn retire_shadow(
         &mut self,
         pending: &PendingStep,
@@ -500,10 +504,12 @@ impl StepMeter {
         false
     }
 
-    /// Handles a step over an instruction whose target could not be predicted, and returns whether
-    /// the instruction completed. It did not complete if the vCPU is in the handler of an exception
-    /// that the instruction can raise. For a software interrupt, also counts the handler's first
-    /// instruction if the vCPU has executed it.
+    /// Handles a step over an instruction whose target could not be predicted. Returns whether the
+    /// instruction completed. The instruction did not complete if the vCPU is in the handler of an
+    /// exception that it can raise.
+    ///
+    /// If the instruction is a software interrupt and the vCPU has already executed the first
+    /// instruction of the handler, that instruction is also counted.
     fn resolve_unpredictable(
         &mut self,
         instruction: &Instruction,
@@ -531,9 +537,8 @@ impl StepMeter {
             })
     }
 
-    /// Handles a step in which an interrupt, NMI or exception diverted the vCPU to a handler. If
-    /// the vCPU is neither before nor after the first instruction of a handler, the step is marked
-    /// as lost.
+    /// Handles a step in which an interrupt, NMI or exception diverted the vCPU to a handler. Marks
+    /// the step as lost if the vCPU is neither before nor after the first instruction of a handler.
     fn enter_handler(
         &mut self,
         before: &SteppedCpuState,
@@ -570,8 +575,9 @@ impl StepMeter {
     }
 }
 
-/// Returns the address to which a handler will return, if the vCPU is before or after the first
-/// instruction of a 64-bit handler (SDM vol. 3 §6.14.2, "64-Bit Mode Stack Frame").
+/// Returns the address to which a 64-bit handler will return (SDM vol. 3 §6.14.2, "64-Bit Mode
+/// Stack Frame"). Returns `None` unless the vCPU is before or after the first instruction of a
+/// handler.
 fn interrupted_address(cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> Option<u64> {
     if cpu.size != CodeSegmentMode::Bits64 {
         return None;
@@ -591,8 +597,9 @@ fn interrupted_address(cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemor
     (read == address.len()).then(|| u64::from_le_bytes(address))
 }
 
-/// Returns the first instruction of a handler if its execution leads to the vCPU's current address.
-/// The state at handler entry differed from the current state, but only RIP matters for this check.
+/// Returns the first instruction of the handler at `handler` if its execution leads to the vCPU's
+/// current address. The result includes the vCPU state before the instruction, in which only RIP is
+/// exact.
 fn first_of_handler(
     handler: u64,
     cpu: &SteppedCpuState,

@@ -17,20 +17,21 @@ pub const MAX_RUN_INSTRUCTIONS: usize = 64;
 /// Maximum number of code bytes that are examined for a run.
 pub const MAX_RUN_BYTES: usize = 256;
 
-/// Position after an instruction of a run, with the number of memory accesses up to it.
+/// State after an instruction of a straight-line run: the end of the instruction, and the numbers
+/// of memory accesses so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RunPosition {
-    /// Offset from the start of the run, in bytes.
+    /// End of the instruction, as an offset from the start of the run in bytes.
     end: u16,
-    /// Number of loads and stores up to this position.
+    /// Number of loads, and number of stores, from the start of the run to this position.
     loads: u8,
     stores: u8,
 }
 
-/// Straight-line run, possibly empty.
+/// A sequence of instructions without control flow, which may be empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StraightRun {
-    /// Code bytes, including the instruction that ends the run.
+    /// Code bytes of the run, including the instruction that ends it.
     code: Box<[u8]>,
     passed: Box<[RunPosition]>,
     uses_stack: bool,
@@ -43,7 +44,7 @@ impl StraightRun {
         &self.code
     }
 
-    /// Returns the number of instructions.
+    /// Returns the number of instructions in the run.
     pub fn len(&self) -> usize {
         self.passed.len()
     }
@@ -53,13 +54,14 @@ impl StraightRun {
         self.passed.is_empty()
     }
 
-    /// Returns whether any instruction accesses the stack segment and may raise a stack fault.
+    /// Returns whether any instruction of the run accesses the stack segment, and therefore may
+    /// raise a stack fault.
     pub fn uses_stack(&self) -> bool {
         self.uses_stack
     }
 
-    /// Returns the maximum number of instructions, from the start of the run, that the vCPU can
-    /// retire without exceeding any count in `remaining`.
+    /// Returns the number of instructions, from the start of the run, that the vCPU can retire
+    /// before a count exceeds its value in `remaining`.
     pub fn within(&self, remaining: &RetiredCounts) -> usize {
         let fits = |passed: &RunPosition| {
             u32::from(passed.loads) <= remaining.loads && u32::from(passed.stores) <= remaining.stores
@@ -87,7 +89,7 @@ impl StraightRun {
         found.ok().map(|last| last + 1)
     }
 
-    /// Returns the counts that the first `n` instructions retire.
+    /// Returns the counts that the first `n` instructions of the run retire.
     pub fn counts(&self, n: usize) -> RetiredCounts {
         let n = n.min(self.passed.len());
         let Some(last) = n.checked_sub(1) else {

@@ -3,7 +3,8 @@
 
 use super::*;
 
-/// Addresses of the code and of the handlers for a fault, an NMI and a device vector.
+/// Address of the test code, and addresses of the handlers for a fault, an NMI and a device
+/// interrupt.
 const CODE: u64 = 0x1000;
 const GP_HANDLER: u64 = 0x2000;
 const NMI_HANDLER: u64 = 0x2100;
@@ -84,8 +85,8 @@ fn user_step(vendor: Vendor, code: &[u8], to: u64, cpl: u8) -> StepOutcome {
     step_from(&mut StepMeter::new(vendor), code, at(CODE, 3), at(to, cpl))
 }
 
-/// Returns the result of a step that retires `kernel` and in which an interrupt, NMI or exception
-/// is delivered.
+/// Returns the expected result of a step that retires the counts `kernel` and in which an
+/// interrupt, NMI or exception is delivered.
 fn event(kernel: RetiredCounts) -> StepOutcome {
     StepOutcome {
         kernel,
@@ -94,7 +95,7 @@ fn event(kernel: RetiredCounts) -> StepOutcome {
     }
 }
 
-/// Returns the result of a step that retires `user` at CPL 1 to 3.
+/// Returns the expected result of a step that retires the counts `user` at CPL 1 to 3.
 fn in_user_mode(user: RetiredCounts) -> StepOutcome {
     StepOutcome {
         user,
@@ -102,7 +103,7 @@ fn in_user_mode(user: RetiredCounts) -> StepOutcome {
     }
 }
 
-/// Returns the result of a step that stops at an unexpected address.
+/// Returns the expected result of a step that stops at an unexpected address.
 fn lost() -> StepOutcome {
     StepOutcome {
         event: true,

@@ -1,8 +1,8 @@
-//! Parsing of the integers in a saved state.
+//! Bounds-checked reads of the integers in a saved state.
 
 use super::VpmuStateError;
 
-/// Bounds-checked reader for integers.
+/// Unread bytes of a saved state, from which integers are read.
 pub(super) struct Reader<'a> {
     pub(super) rest: &'a [u8],
 }

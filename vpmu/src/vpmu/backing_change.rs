@@ -8,20 +8,21 @@ use crate::sources::EventSources;
 /// A guest-enabled counter for which a restore changes the backing (source of counts).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterBackingChange {
-    /// Counter number.
+    /// Number of the counter.
     pub counter: CounterIndex,
-    /// Event of the counter.
+    /// Event with which the guest has programmed the counter.
     pub event: GuestEvent,
-    /// Preferred backing before the restore.
+    /// Preferred backing of the event before the restore.
     pub before: CounterBacking,
-    /// Preferred backing after the restore, or [`CounterBacking::None`] if the event is no longer
-    /// counted.
+    /// Preferred backing of the event after the restore, or [`CounterBacking::None`] if the event
+    /// is no longer counted.
     pub after: CounterBacking,
 }
 
 impl Vpmu {
-    /// Returns the counters that the guest has enabled and that prefer another backing with the
-    /// sources `after` than with the sources `before`. Events that the filter denies are skipped.
+    /// Returns the enabled counters whose preferred backing (source of counts) differs between the
+    /// sources `before` and `after` a restore. Counters with an event that the filter denies are
+    /// skipped.
     pub fn backing_changes<'a>(
         &'a self,
         before: &'a EventSources,

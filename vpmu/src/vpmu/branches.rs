@@ -1,4 +1,4 @@
-//! Branch records: collection before a PMI, and accesses to their registers.
+//! Collection of branch records before a PMI, and guest accesses to the branch record registers.
 
 use perf_core::branch::BranchEntry;
 
@@ -45,7 +45,8 @@ impl Vpmu {
         branches.is_some_and(|branches| matches!(branches.phase, BranchPhase::Collecting { .. }))
     }
 
-    /// Returns the privilege levels that must be stepped to collect the branches.
+    /// Returns the privilege levels that the VMM must single-step to collect branches; none if no
+    /// branches are being collected.
     #[inline]
     pub fn branch_levels(&self) -> PrivilegeLevels {
         if self.is_collecting_branches() {
@@ -104,7 +105,7 @@ impl Vpmu {
         }
     }
 
-    /// Discards the progress of a collection, because no PMI is due any more.
+    /// Discards the progress of a branch collection, because no PMI is due any more.
     pub(super) fn forget_branches(&mut self) {
         if let Some(branches) = &mut self.branches {
             branches.phase = BranchPhase::Idle;

@@ -32,8 +32,8 @@ impl Vpmu {
         self.lost.total_ns(|| events.now_ns())
     }
 
-    /// Adds the last `duration_ns` nanoseconds to the uncounted time, because it is unknown how
-    /// many events the vCPU caused in this time.
+    /// Adds the last `duration_ns` nanoseconds to the uncounted time, because the number of events
+    /// in this time is unknown.
     pub fn lose_time(&mut self, duration_ns: u64, events: &mut dyn CounterEvents) {
         let now_ns = events.now_ns();
         self.lost.add_interval(now_ns.saturating_sub(duration_ns), now_ns);

@@ -48,7 +48,7 @@ impl Vpmu {
         counters & !off & !(on & self.running & !self.rearm)
     }
 
-    /// Returns the mask of `counters` that the guest has enabled.
+    /// Returns the mask of those counters in the mask `counters` that the guest has enabled.
     fn enabled(&self, counters: u64) -> u64 {
         let counters = counters & self.vendor.globally_enabled(&self.registers);
         counters_in(counters)
@@ -84,7 +84,7 @@ impl Vpmu {
         self.paused.counters & counter.mask() != 0 && !self.is_enabled(counter)
     }
 
-    /// Resumes the counter with its current event if it is paused.
+    /// Resumes the counter with its current event. Has no effect if the counter is not paused.
     #[inline]
     pub(super) fn resume(&mut self, counter: CounterIndex, events: &mut dyn CounterEvents) {
         if self.paused.counters & counter.mask() != 0 {
@@ -92,7 +92,7 @@ impl Vpmu {
         }
     }
 
-    /// Resumes paused counters with their current events.
+    /// Resumes the paused counters in the mask `counters` with their current events.
     fn go_on(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.paused.counters &= !counters;
         self.running |= counters;
@@ -104,9 +104,9 @@ impl Vpmu {
         }
     }
 
-    /// Updates a counter that resumes with an event count of `count`, and ignores the counts during
-    /// the pause. Returns the number of counts for which to arm the event, or `None` if it must not
-    /// be armed.
+    /// Updates the state of a resumed counter whose event now has the count `count`. Counts during
+    /// the pause are ignored. Returns the number of counts for which the event must be armed, or
+    /// `None` if it must not be armed.
     fn on_resume(&mut self, counter: CounterIndex, count: u64) -> Option<u64> {
         let mask = counter.mask();
         let interrupts = self.vendor.interrupts(&self.registers, counter);

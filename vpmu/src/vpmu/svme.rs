@@ -31,7 +31,8 @@ impl Vpmu {
         }
     }
 
-    /// Requests the value of EFER.SVME if a selector with the value `value` depends on it.
+    /// Requests the value of EFER.SVME if the selector value `value` enables a counter whose count
+    /// depends on it.
     #[inline]
     pub(super) fn note_svme(&mut self, value: u64) {
         if value & selector::EN != 0 && self.vendor.depends_on_svme(value) {
@@ -39,7 +40,7 @@ impl Vpmu {
         }
     }
 
-    /// Requests the value of EFER.SVME if any selector depends on it.
+    /// Requests the value of EFER.SVME if the count of any enabled counter depends on it.
     pub(crate) fn note_all_svme(&mut self) {
         for value in self.registers.selectors {
             self.note_svme(value);

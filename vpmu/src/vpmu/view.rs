@@ -7,19 +7,19 @@ use crate::events::{CounterBacking, EventRequest};
 use crate::index::{CounterIndex, MsrAddress, counters_in};
 use crate::vendor::PmuRegister;
 
-/// State of one counter, for the operator.
+/// State of one guest counter, which the VMM shows to the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CounterView {
-    /// Counter number.
+    /// Number of the counter.
     pub counter: CounterIndex,
     /// Set if the guest has enabled the counter in the counter's own control register and globally.
     pub enabled: bool,
     /// Event request that the guest programmed, or `None` if its control selects no privilege
     /// level.
     pub request: Option<EventRequest>,
-    /// Set if the event filter allows the request.
+    /// `true` if the event filter allows the requested event.
     pub allowed: bool,
-    /// Backing of the counter, or `None` if the counter has never been enabled.
+    /// Backing (source of counts) of the counter, or `None` if the counter has never been enabled.
     pub backing: Option<CounterBacking>,
     /// Counter value that the guest would read.
     pub value: u64,
@@ -33,12 +33,11 @@ pub struct CounterView {
     /// Set if [`Self::backing`] is a fallback, because no slot was available for the preferred
     /// backing.
     pub fallback: bool,
-    /// Time in which the current event was uncounted, in nanoseconds. It is part of the time
-    /// enabled.
+    /// Time for which the current event was enabled but not counted, in nanoseconds.
     pub uncounted_ns: u64,
-    /// Number of overflows.
+    /// Number of overflows of the counter.
     pub overflows: u64,
-    /// Number of overflows that requested a PMI.
+    /// Number of overflows of the counter that requested a PMI.
     pub pmi_requests: u64,
 }
 
@@ -112,7 +111,8 @@ impl Vpmu {
             && self.vendor.is_selected(&self.registers, counter)
     }
 
-    /// Returns the event request that the counter's control encodes.
+    /// Returns the event request that the control bits of `counter` encode, with its event number
+    /// decoded for the guest's processor generation.
     #[inline]
     pub(super) fn request(&self, counter: CounterIndex) -> Option<EventRequest> {
         let request = self.vendor.request(&self.registers, counter)?;

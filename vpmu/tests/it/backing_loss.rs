@@ -19,7 +19,7 @@ use vpmu::*;
 use crate::common::Guest;
 
 const MS: u64 = 1_000_000;
-/// Event selectors for cycles and for instructions at all privilege levels, enabled.
+/// Event selector values for cycles and for instructions, at all privilege levels and enabled.
 const CYCLES: u64 = 0x43_003C;
 const INSTRUCTIONS: u64 = 0x43_00C0;
 const COUNTERS: u64 = 3;
@@ -41,7 +41,7 @@ impl<E: CounterEvents> Guest<E> {
 }
 
 impl Guest {
-    /// Runs the guest for `ticks` ticks, with an exit after every `step` ticks.
+    /// Runs the guest for `ticks` ticks, with a VM exit after every `step` ticks.
     fn run_with_exits(&mut self, ticks: u64, step: u64) {
         for _ in 0..ticks / step {
             self.run(step);
@@ -302,8 +302,8 @@ impl PerfCoreGuest {
         Self::beside(pmu, policy, Arc::default())
     }
 
-    /// Creates a guest like [`Self::on`], on a host where another VM with a mediated vPMU exists
-    /// while `mediated` is `true`.
+    /// Creates a guest whose backings `policy` selects, on a host with the PMU `pmu`. While
+    /// `mediated` is `true`, another VM with a mediated vPMU exists on the host.
     fn beside(pmu: SimPmu, policy: BackingPolicy, mediated: Arc<AtomicBool>) -> Self {
         let clock = Arc::new(ManualClock::new());
         let core = PerfCore::new(PerfCoreConfig {
@@ -382,9 +382,9 @@ fn revoked_slot_is_reported_and_regained() {
     assert!(!rig.core.has_unhandled_errors());
 }
 
-/// Operator events that occupy all slots of the host PMU also take the slots of the guest's running
-/// counters. After the operator events are closed, the guest counts again without any action of its
-/// own.
+/// Operator events that take all slots of the host PMU also take those of the guest's running
+/// counters. After the operator events are closed, the guest's counters count again without any
+/// guest access.
 #[test]
 fn operator_event_revokes_and_returns_slots() {
     let mut rig = PerfCoreGuest::new(2, BackingPolicy::Hardware);

@@ -65,7 +65,8 @@ fn overflow(guest: &mut Guest) {
     assert!(guest.vpmu.pmi_pending());
 }
 
-/// Runs until counter 0 overflows, unless the guest has frozen its counters.
+/// Sets counter 0 close to its overflow and runs the guest until it overflows. The counter does not
+/// overflow if the guest has frozen its counters.
 fn run_to_overflow(guest: &mut Guest) {
     let (counter, selector, select) = match guest.vpmu.model().vendor() {
         Vendor::Intel => (IA32_A_PMC0, IA32_PERFEVTSEL0, COUNTER_INT),
@@ -308,7 +309,7 @@ fn amd_counters_freeze_on_pmi_with_branch_records() {
     assert_eq!(guest.read(PERF_CTR0), frozen + 5);
 }
 
-/// The time in which the VMM collects branches is measured as part of the PMI handler's time.
+/// The time that a PMI is delayed to collect branches counts as part of the PMI handler's time.
 #[test]
 fn collection_counts_as_time_of_the_handler() {
     let mut guest = guest("intel");

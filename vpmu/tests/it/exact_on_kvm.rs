@@ -94,7 +94,8 @@ struct Machine {
 }
 
 impl Machine {
-    /// Creates a guest that executes `block`. Returns `None` if KVM is missing or cannot trap MSRs.
+    /// Creates a guest that executes the code `block`. Returns `None` if KVM is missing or cannot
+    /// trap MSRs.
     fn new(block: &[u8], selector: u32) -> Option<Self> {
         let vm = Kvm::new().ok()?.create_vm().ok()?;
         let mut cap = kvm_enable_cap {
@@ -277,10 +278,10 @@ const BRANCHES: u32 = 0x43_00C4;
 const TAKEN: u32 = 0x43_20C4;
 const LOADS: u32 = 0x43_81D0;
 const STORES: u32 = 0x43_82D0;
-/// Number of counted instructions that surround each block.
+/// Number of counted instructions that surround the block of code under test.
 const AROUND: u64 = 4;
 
-/// Checks in five runs that counter 0 counts `expected` for `block`.
+/// Checks in five runs that counter 0 counts `expected` events while the guest executes `block`.
 fn expect(block: &[u8], nmi_at: Option<u64>, selector: u32, expected: u64) {
     for round in 0..5 {
         let Some(machine) = Machine::new(block, selector) else {

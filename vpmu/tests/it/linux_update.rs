@@ -22,7 +22,7 @@ struct SamplingEvent {
     left: i64,
     previous: u64,
     count: u64,
-    /// Largest difference between two successive readings of the counter.
+    /// Largest difference between two successive readings of the event's counter.
     worst: u64,
 }
 
@@ -58,7 +58,7 @@ impl Linux {
         linux
     }
 
-    /// Runs guest code without taking a PMI.
+    /// Runs the guest's program for the next number of ticks in `turns`, without taking a PMI.
     fn go_on(&mut self) {
         let ticks = self.turns[self.turn % self.turns.len()];
         self.turn += 1;
@@ -66,7 +66,7 @@ impl Linux {
         self.ran += ticks;
     }
 
-    /// Marks a point at which the VMM may deliver a PMI.
+    /// Takes a due PMI, unless the handler is already running.
     fn may_be_interrupted(&mut self) {
         if self.guest.vpmu.pmi_pending() && !self.handling {
             self.guest.vpmu.pmi_delivered(self.ran);
@@ -127,8 +127,8 @@ impl Linux {
         self.handling = false;
     }
 
-    /// Reads both events repeatedly and returns the largest difference between two readings. See
-    /// [`Self::update`] for `behind`.
+    /// Reads both events repeatedly. Returns the largest difference between two successive readings
+    /// of an event. See [`Self::update`] for `behind`.
     fn read_often(mut self, behind: bool) -> u64 {
         for _ in 0..50 {
             for n in 0..2 {

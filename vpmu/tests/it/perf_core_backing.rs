@@ -49,7 +49,8 @@ impl Machine {
         }
     }
 
-    /// Retires `n` instructions one by one and handles overflows immediately.
+    /// Retires `n` instructions at privilege level `cpl` one by one, and handles each overflow
+    /// immediately.
     fn retire(&mut self, cpl: u8, n: u64) {
         for _ in 0..n {
             if self
@@ -255,7 +256,7 @@ fn vcpu_thread_change_keeps_counts_and_overflows() {
     assert_eq!(there.guest.read(IA32_PMC0), 0);
 }
 
-/// Guest operation on four instruction counters.
+/// Guest operation on its four instruction counters.
 #[derive(Clone, Debug)]
 enum CounterAccess {
     Global(u64),

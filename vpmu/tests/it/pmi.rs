@@ -116,7 +116,7 @@ fn deferred_pmi_is_kept_for_undetected_overflow() {
     assert!(!guest.vpmu.pmi_pending());
 }
 
-/// Saves the PMU of a guest and restores it into a new guest.
+/// Returns a new guest into whose PMU the PMU state of `guest` has been restored.
 fn moved(mut guest: Guest, model: &str) -> Guest {
     let saved = guest.vpmu.save(&mut guest.events);
     let mut there = Guest::of(model, None);

@@ -15,8 +15,8 @@ const WIDTH: u64 = 1 << 48;
 struct Registers {
     selector: u32,
     counter: u32,
-    /// Addresses of the global control register, the global status register, and the register that
-    /// clears the status.
+    /// Addresses of the global control register, of the global status register, and of the register
+    /// that clears the global status. `None` if the model has no global registers.
     global: Option<[u32; 3]>,
 }
 
@@ -61,14 +61,14 @@ fn half() -> PmiShare {
 struct SampledGuest {
     guest: Guest,
     registers: Registers,
-    /// Period that the next handler programs, and period that is programmed at present.
+    /// Period that the next PMI handler programs, and period that is currently programmed.
     period: u64,
     programmed: u64,
     handler_ns: u64,
-    /// Time in handlers and outside, in nanoseconds.
+    /// Time that the guest has spent in PMI handlers, and time outside them, in nanoseconds.
     inside: u64,
     outside: u64,
-    /// Sum of the counts that the handlers have read.
+    /// Sum of the counts that the PMI handlers have read.
     counted: u64,
     handlers: u64,
 }
@@ -102,8 +102,8 @@ impl SampledGuest {
         self.guest.vpmu.pmi_ready(now_ns)
     }
 
-    /// Returns whether a PMI may be delivered. `executes` is `true` if the guest still executes the
-    /// handler, and `false` if it has returned from it.
+    /// Returns whether a PMI may be delivered now. `executes` is `true` while the guest still
+    /// executes the PMI handler, and `false` after the handler has returned.
     fn readiness_if(&mut self, executes: bool) -> PmiReadiness {
         let now_ns = self.now_ns();
         if self.guest.vpmu.needs_handler_state(&mut self.guest.events) {
@@ -131,7 +131,8 @@ impl SampledGuest {
         self.handle();
     }
 
-    /// Executes the handler of Linux's drivers. Without a global control the counters keep counting.
+    /// Executes the PMI handler of Linux's driver. On models without a global control register, the
+    /// counters keep counting in the handler.
     fn handle(&mut self) {
         let counter = self.registers.counter;
         self.handlers += 1;
@@ -184,8 +185,8 @@ fn handlers_shorter_than_the_gap_are_never_held_back() {
     }
 }
 
-/// If a handler takes longer than the period (which is 1 in a PMI storm), handlers take half of the
-/// time, as configured, and no count is lost.
+/// If a PMI handler takes longer than the sampling period, handlers take half of the time (the
+/// configured share), and no count is lost. In a PMI storm, the period is 1.
 #[test]
 fn handlers_longer_than_the_period_take_the_share() {
     for model in MODELS {
@@ -217,8 +218,9 @@ fn unlimited_share_holds_nothing_back() {
     }
 }
 
-/// PMI handlers stay within their share while Linux adapts the period of a new event: Linux starts
-/// an event with a frequency at period 1 and adapts the period to the interval between two samples.
+/// PMI handlers stay within their share of the time when Linux starts an event with a sampling
+/// frequency. Linux starts the event with a period of 1 and then adapts the period to the interval
+/// between two samples.
 #[test]
 fn frequency_control_transient_is_bounded() {
     for model in MODELS {
@@ -334,8 +336,8 @@ fn held_pmi_outlives_the_stop_of_one_of_its_counters() {
     assert_eq!(sampled.readiness(), PmiReadiness::No);
 }
 
-/// A PMI delayed by the share limit stays delayed if the handler itself stops the counters, because
-/// the handler detects the overflows that have occurred in the meantime.
+/// A PMI delayed by the share limit stays delayed if the PMI handler itself stops the counters,
+/// because the handler then checks all counters for overflows.
 #[test]
 fn stop_in_handler_releases_no_held_pmi() {
     let (model, registers) = MODELS[2];
@@ -350,9 +352,9 @@ fn stop_in_handler_releases_no_held_pmi() {
     assert_eq!(sampled.readiness_if(true), held);
 }
 
-/// If a counter overflows while the handler of another counter is still running, its PMI is delayed
-/// until that handler has returned, which only the local APIC shows, and then for the required time
-/// outside handlers.
+/// If a counter overflows while the PMI handler of another counter is running, its PMI is delayed
+/// until that handler has returned and the required time outside handlers has passed. Only the
+/// local APIC shows the return of the handler.
 #[test]
 fn overflow_in_handler_waits_for_its_return() {
     let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);
@@ -384,8 +386,8 @@ fn overflow_in_handler_waits_for_its_return() {
     assert_eq!(unserved.readiness_if(false), PmiReadiness::Now);
 }
 
-/// A driver without global control may stop its counter first. The time of its handler is measured
-/// until it restarts the counter.
+/// The duration of a PMI handler that stops its counter is measured until it restarts the counter.
+/// AMD drivers without global control stop counters in this way.
 #[test]
 fn handler_that_stops_its_counter_is_measured_to_its_end() {
     let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);
@@ -402,7 +404,7 @@ fn handler_that_stops_its_counter_is_measured_to_its_end() {
     assert_eq!(sampled.readiness_if(false), held);
 }
 
-/// The remaining delay of a PMI is preserved by a migration to a host with a different clock.
+/// The remaining delay of a PMI is the same after a restore on a host with a different clock.
 #[test]
 fn restored_pmi_stays_held_back() {
     for model in MODELS {

@@ -54,7 +54,7 @@ impl PmuEvent for TickEvent {
     }
 }
 
-/// Simulated driver of hardware, raw and KVM events, which count when the test advances them.
+/// Simulated driver of hardware, raw and KVM events. The events count when the test advances them.
 #[derive(Debug, Default)]
 struct TickPmu(Mutex<Vec<Weak<Mutex<Tick>>>>);
 

@@ -31,7 +31,7 @@ fn sampling(min_period: u64, distance: u64) -> PerfCoreGuest {
 }
 
 impl PerfCoreGuest {
-    /// Handles an overflow signal from the host.
+    /// Passes the overflows that the host has reported to the PMU.
     fn notice(&mut self) {
         let counters = overflowed_counters(&self.context);
         self.guest.overflowed(counters);
@@ -61,7 +61,7 @@ fn short_distance_overflows_within_the_minimum_period() {
 }
 
 /// If a guest samples a rare event with a period below the host's minimum, a timer polls for the
-/// overflow, because the event would reach the minimum period much later.
+/// overflow. The event itself would reach the minimum period much later.
 #[test]
 fn short_distance_of_a_rare_event_is_polled() {
     for minimum in MINIMUMS {
@@ -79,8 +79,8 @@ fn short_distance_of_a_rare_event_is_polled() {
     }
 }
 
-/// A guest can reduce the number of counts until the overflow to 1 while the event counts. rr does
-/// this: it starts with a period of 0xFFFFFFFF and then sets it to 1.
+/// While an event counts, a guest can reduce the number of counts until overflow to 1. rr does
+/// this: it starts with a period of 0xFFFFFFFF and later sets it to 1.
 #[test]
 fn distance_is_shortened_to_one_while_counting() {
     for minimum in MINIMUMS {

@@ -48,7 +48,7 @@ fn run_of(code: &[u8]) -> StraightRun {
     StepMeter::new(Vendor::Intel).straight_run(code)
 }
 
-/// Returns the counts of single steps through the first `n` instructions of `run`.
+/// Returns the counts that single steps through the first `n` instructions of `run` retire.
 fn stepped(run: &StraightRun, code: &[u8], n: usize, vendor: Vendor) -> RetiredCounts {
     let mut meter = StepMeter::new(vendor);
     let mut sum = RetiredCounts::default();
@@ -63,7 +63,7 @@ fn stepped(run: &StraightRun, code: &[u8], n: usize, vendor: Vendor) -> RetiredC
     sum
 }
 
-/// Instructions that may be part of a run.
+/// Machine code of instructions that may be part of a straight-line run.
 const STRAIGHT: [&[u8]; 16] = [
     &[0x90],                                     // nop
     &[0xf3, 0x0f, 0x1e, 0xfa],                   // endbr64

@@ -10,8 +10,7 @@ pub struct Guest<E = SimEvents> {
     pub events: E,
 }
 
-/// Handles the overflows of the perf-core events of a vCPU, and returns the counters that
-/// overflowed.
+/// Handles the overflows of a vCPU's perf-core events. Returns the guest counters that overflowed.
 pub fn overflowed_counters(context: &VcpuContext) -> Vec<CounterIndex> {
     let mut counters = Vec::new();
     context.service_overflows(&mut UnavailableRegs, &mut |report| {
@@ -48,7 +47,7 @@ impl Guest {
         }
     }
 
-    /// Passes pending overflow notifications to the PMU.
+    /// Passes pending overflow notifications of the simulated events to the PMU.
     pub fn notice(&mut self) {
         let counters: Vec<_> = self.events.take_notified().collect();
         self.overflowed(counters);
@@ -56,7 +55,7 @@ impl Guest {
 }
 
 impl<E: CounterEvents> Guest<E> {
-    /// Executes WRMSR. Returns whether the instruction completes.
+    /// Executes WRMSR in the guest. Returns `false` if the instruction faults.
     pub fn try_write(&mut self, msr: u32, value: u64) -> bool {
         let outcome = self.vpmu.write_msr(MsrAddress(msr), value, &mut self.events);
         self.vpmu.reconcile(&mut self.events);
@@ -67,7 +66,7 @@ impl<E: CounterEvents> Guest<E> {
         assert!(self.try_write(msr, value), "WRMSR {msr:#x} = {value:#x} faults");
     }
 
-    /// Executes RDMSR. Returns `None` if the instruction faults.
+    /// Executes RDMSR in the guest. Returns the value read, or `None` if the instruction faults.
     pub fn try_read(&mut self, msr: u32) -> Option<u64> {
         let outcome = self.vpmu.read_msr(MsrAddress(msr), &mut self.events);
         self.vpmu.reconcile(&mut self.events);
@@ -82,7 +81,8 @@ impl<E: CounterEvents> Guest<E> {
             .unwrap_or_else(|| panic!("RDMSR {msr:#x} faults"))
     }
 
-    /// Executes RDPMC at CPL 0.
+    /// Executes RDPMC in the guest at CPL 0. Returns the value read, or `None` if the instruction
+    /// faults.
     pub fn rdpmc(&mut self, ecx: u32) -> Option<u64> {
         match self.vpmu.rdpmc(RdpmcIndex(ecx), Cpl(0), false, &mut self.events) {
             MsrReadOutcome::Value(value) => Some(value),
@@ -90,7 +90,7 @@ impl<E: CounterEvents> Guest<E> {
         }
     }
 
-    /// Passes overflow notifications of `counters` to the PMU.
+    /// Notifies the PMU of overflows of `counters`.
     pub fn overflowed(&mut self, counters: Vec<CounterIndex>) {
         for counter in counters {
             self.vpmu.overflowed(counter, &mut self.events);
