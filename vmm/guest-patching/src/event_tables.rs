@@ -37,24 +37,25 @@ const CONFIG_BITS: u64 = 0xF_FFFF_FFFF;
 /// Indices of cache table entries whose combination is invalid on every processor: writes to the
 /// instruction cache, writes and prefetches of the instruction TLB and of the branch unit.
 const INVALID_INDICES: [usize; 10] = [8, 9, 26, 27, 28, 29, 32, 33, 34, 35];
-/// Index of the first of the four invalid cache table entries that precede the entries for branch
-/// unit reads.
+/// Index of the first of the four invalid entries for writes and prefetches of the instruction TLB
+/// in a cache table. The entries for branch unit reads follow these entries.
 const ITLB_INDEX: usize = 26;
 /// Index of the first cache table entry for branch unit reads, which count branches.
 const BRANCHES_INDEX: usize = 30;
 /// Linux's pseudo-encoding of reference cycles in Intel's table. General-purpose counters cannot
 /// count this event.
 const INTEL_REF_CYCLES: u64 = 0x300;
-/// Maximum number of tables that are found per type, vendor and segment. Linux 6.1 has two AMD and
-/// eleven Intel tables.
+/// Maximum number of tables of one type and vendor that are searched for in one segment. Linux 6.1
+/// has two AMD and eleven Intel tables.
 const MAX_TABLES: usize = 64;
 
 /// Generic event of perf that is listed in the kernel's event tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelTableEvent {
-    /// `PERF_TYPE_HARDWARE` with this `config`.
+    /// Generic hardware event (`PERF_TYPE_HARDWARE`), given by its `config`.
     Hardware(u64),
-    /// `PERF_TYPE_HW_CACHE` with this `config`: cache, operation << 8, result << 16.
+    /// Generic cache event (`PERF_TYPE_HW_CACHE`), given by its `config`: cache, operation << 8,
+    /// result << 16.
     Cache(u64),
 }
 
@@ -103,9 +104,9 @@ enum EventTableKind {
 pub struct EventTable {
     vendor: Vendor,
     kind: EventTableKind,
-    /// Link-time address.
+    /// Link-time address of the table.
     virt: u64,
-    /// Guest-physical address.
+    /// Guest-physical address of the table.
     phys: u64,
     entries: Vec<u64>,
 }
@@ -129,7 +130,7 @@ impl EventTable {
         GuestAddress(self.phys.wrapping_add(8 * at as u64))
     }
 
-    /// Returns the guest-physical end address, exclusive.
+    /// Returns the guest-physical address of the first byte after the table.
     fn end(&self) -> u64 {
         self.phys.saturating_add(8 * self.entries.len() as u64)
     }
@@ -178,9 +179,11 @@ pub fn find(segments: &[LoadSegment<'_>]) -> Vec<EventTable> {
     tables
 }
 
-/// Finds the event tables in the memory of a running kernel. `bytes` are the contents of that
-/// memory from the page-aligned linear address `start`, and `physical` translates a linear address
-/// to a guest-physical one. A table must be contiguous in physical memory.
+/// Finds the event tables in the memory of a running kernel. A table must be contiguous in physical
+/// memory.
+///
+/// `bytes` are the contents of the memory at the page-aligned linear address `start`, and
+/// `physical` translates a linear address to a guest-physical one.
 pub fn find_in_memory(
     start: u64,
     bytes: &[u8],

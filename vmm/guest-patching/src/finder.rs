@@ -38,15 +38,15 @@ pub const MAX_INSTRUCTION_BYTES: usize = 15;
 /// Address range of the kernel's executable text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextRange {
-    /// Link-time address of the first byte.
+    /// Link-time address of the first byte of the text.
     pub virt: u64,
-    /// Guest-physical address of the first byte.
+    /// Guest-physical address of the first byte of the text.
     pub phys: u64,
-    /// Length in bytes.
+    /// Length of the text, in bytes.
     pub len_bytes: u64,
 }
 
-/// Processor modes in which the guest may execute the code.
+/// Code sizes (32 or 64 bits) in which a guest may execute the code of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionBitness {
     /// 64-bit code only, as in a Linux kernel.
@@ -67,19 +67,20 @@ impl InstructionBitness {
 /// RDPMC instruction that can be patched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdpmcSite {
-    /// Link-time address of the first byte, which may be a prefix.
+    /// Link-time address of the first byte of the instruction, which may be a prefix.
     pub virt: u64,
-    /// Guest-physical address of the first byte.
+    /// Guest-physical address of the first byte of the instruction, which may be a prefix.
     pub phys: u64,
-    /// Length in bytes: two opcode bytes and the prefixes.
+    /// Length of the instruction in bytes: two opcode bytes and the prefixes.
     pub length: u8,
-    /// Number of leading bytes that are prefixes in 64-bit code and separate instructions in 32-bit
-    /// code.
+    /// Number of bytes at the start of the instruction that are prefixes in 64-bit code but
+    /// separate instructions in 32-bit code.
     pub lead: u8,
-    /// `true` if the guest itself may write to a port just before or after the instruction, which
-    /// causes the same exit.
+    /// `true` if a port write of the guest itself may directly precede or follow the instruction.
+    /// An exit at this address may then be caused by either instruction.
     pub next_to_port_write: bool,
-    /// Symbol that contains the instruction, and the offset into it.
+    /// Kernel symbol that contains the instruction, and the offset of the instruction from it, in
+    /// bytes.
     pub symbol: Option<(String, u64)>,
 }
 
@@ -90,7 +91,8 @@ impl RdpmcSite {
         self.phys + u64::from(self.length) - RDPMC.len() as u64
     }
 
-    /// Returns the location as `symbol+offset`, or as an address if the symbol is unknown.
+    /// Returns the location of the instruction as `symbol+offset`, or as an address if the symbol
+    /// is unknown.
     pub fn place(&self) -> String {
         match &self.symbol {
             Some((name, offset)) => format!("{name}+{offset:#x}"),
@@ -102,19 +104,19 @@ impl RdpmcSite {
 /// Maximum distance from a known instruction boundary to a byte pair 0F 33 after it, in bytes.
 /// Decoding starts only at a boundary within this distance.
 const MAX_ANCHOR_DISTANCE: u64 = 16 * 1024;
-/// Maximum distance in bytes between a start address of a decoding sweep and the byte pair 0F 33
-/// after it.
+/// Distance in bytes from the first start address of a decoding sweep to the byte pair 0F 33. A
+/// sweep decodes from many addresses before the pair.
 const SWEEP_FAR: usize = 160;
-/// Minimum distance in bytes between a start address of a decoding sweep and the byte pair 0F 33
-/// after it, so that decoding can synchronize.
+/// Distance in bytes from the last start address of a decoding sweep to the byte pair 0F 33.
+/// Decoding synchronizes with the instruction boundaries within this distance.
 const SWEEP_NEAR: usize = 48;
-/// Minimum percentage of the usable start addresses of a decoding sweep from which decoding must
-/// reach the byte pair as an RDPMC instruction.
+/// Minimum percentage of the usable start addresses from which a decoding sweep must reach the byte
+/// pair 0F 33 as an RDPMC instruction.
 const SWEEP_AGREE_PERCENT: usize = 90;
 /// Minimum number of usable start addresses of a decoding sweep.
 const SWEEP_MIN_STARTS: usize = 16;
-/// Number of instructions before and after the byte pair 0F 33 that are checked for uses of the
-/// registers of RDPMC.
+/// Number of instructions before the byte pair 0F 33, and number of instructions after it, in which
+/// uses of RDPMC's registers are searched for.
 const NEIGHBOURS: usize = 10;
 /// Number of instructions after the byte pair 0F 33 that must decode.
 const MUST_DECODE_AFTER: usize = 4;
@@ -126,7 +128,7 @@ enum Verdict {
     /// itself, or at a prefix before it.
     Instruction(usize),
     NotInstruction,
-    /// Decoding reached invalid bytes before the pair, so it decides nothing.
+    /// Decoding reached invalid bytes before the pair, so this start address proves nothing.
     Unknown,
 }
 
@@ -206,8 +208,8 @@ fn next_to_port_write(bytes: &[u8], start: usize, length: usize, modes: &[u32]) 
     ends_in_out || modes.iter().any(|mode| is_out(behind, *mode))
 }
 
-/// Decides whether the bytes 0F 33 at `offset` in `text` end an RDPMC instruction. Returns the
-/// offset at which the instruction starts.
+/// Returns the offset of the first byte of the RDPMC instruction that ends with the byte pair 0F 33
+/// at `offset` in `text`. Returns `None` if the pair is not the end of an RDPMC instruction.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn instruction(
     text: &CodeBytes<'_>,
@@ -591,8 +593,8 @@ mod tests {
         assert_eq!(found, [function + 2]);
     }
 
-    /// The bytes of INC ECX followed by RDPMC in 32-bit code are a single instruction with a REX
-    /// prefix in 64-bit code. In both cases, only the last two bytes are replaced.
+    /// In 32-bit code, INC ECX before RDPMC is a separate instruction. In 64-bit code, the same
+    /// byte is a REX prefix of the RDPMC. In both cases, only the last two bytes are replaced.
     #[test]
     fn rex_prefix_is_an_instruction_in_32_bit_code() {
         // inc ecx (41) is a REX prefix in 64-bit code.

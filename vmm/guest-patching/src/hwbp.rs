@@ -21,7 +21,7 @@ pub enum HardwareBreakpointError {
     TooMany {
         /// Number of RDPMC instructions.
         found: usize,
-        /// Locations of the first few RDPMC instructions, as shown in the message.
+        /// Locations of the first eight RDPMC instructions, separated by commas.
         places: String,
     },
     /// Hardware breakpoints in guests do not work on this host.
@@ -32,12 +32,12 @@ pub enum HardwareBreakpointError {
     NotHere,
 }
 
-/// Returns the linear addresses at which breakpoints must be set, one per site. `stops` is `true`
-/// if a hardware breakpoint in a guest stops its vCPU on this host.
+/// Returns the linear addresses at which breakpoints must be set, one per RDPMC instruction in
+/// `sites`. `stops` is `true` if a hardware breakpoint in a guest stops its vCPU on this host.
 ///
 /// # Errors
-/// Returns [`HardwareBreakpointError::NotHere`] if breakpoints do not work on this host, and
-/// [`HardwareBreakpointError::TooMany`] if there are more sites than breakpoints.
+/// Returns [`HardwareBreakpointError::NotHere`] if `stops` is `false`, and
+/// [`HardwareBreakpointError::TooMany`] if there are more instructions than breakpoints.
 pub fn addresses(sites: &[RdpmcSite], stops: bool) -> Result<Vec<u64>, HardwareBreakpointError> {
     if !stops {
         return Err(HardwareBreakpointError::NotHere);

@@ -1,4 +1,4 @@
-//! Guest memory at linear addresses, through the page tables of a vCPU.
+//! Access to guest memory by linear addresses, which are translated with the page tables of a vCPU.
 
 use guest_profile::paging::AddressSpace;
 use guest_profile::{GuestPhys, GuestRegs, WalkBudget};
@@ -24,7 +24,7 @@ pub struct AddressRegisters {
     pub cr3: u64,
     pub cr4: u64,
     pub efer: u64,
-    /// Current privilege level.
+    /// Current privilege level of the vCPU.
     pub cpl: u8,
     /// CS.L: `true` for a 64-bit code segment.
     pub code64: bool,
@@ -46,21 +46,21 @@ impl From<&VcpuState> for AddressRegisters {
     }
 }
 
-/// Translation of linear to physical addresses.
+/// Method by which linear addresses are translated to guest-physical addresses.
 #[expect(clippy::large_enum_variant, reason = "one look has one, on the stack")]
 enum AddressTranslation<'m> {
-    /// Not determined yet.
+    /// The paging mode of the vCPU has not been examined yet.
     Unknown,
-    /// Unsupported paging mode.
+    /// The paging mode of the vCPU is unsupported, so no address can be translated.
     Nowhere,
-    /// Paging disabled.
+    /// Paging is disabled, so linear addresses are guest-physical addresses.
     Flat,
-    /// Translation by page tables.
+    /// Linear addresses are translated by page tables.
     Paged(AddressSpace<'m, GuestMemoryMmap>),
 }
 
-/// Guest memory through the page tables of a vCPU. Create a new value for each check of guest
-/// memory, because a value caches translations, which become stale.
+/// Guest memory at linear addresses, read through the page tables of a vCPU. A value caches
+/// translations, so callers must create a new value for each check of guest memory.
 pub struct LinearMemory<'m> {
     memory: &'m GuestMemoryMmap,
     registers: AddressRegisters,
@@ -79,7 +79,8 @@ impl<'m> LinearMemory<'m> {
         }
     }
 
-    /// Returns the address translation, which is determined on first use, and the read budget.
+    /// Returns the address translation and the remaining read budget. Determines the translation on
+    /// first use.
     fn space(&mut self) -> (&mut AddressTranslation<'m>, &mut WalkBudget) {
         if matches!(self.space, AddressTranslation::Unknown) {
             let AddressRegisters {
@@ -119,8 +120,9 @@ impl<'m> LinearMemory<'m> {
         }
     }
 
-    /// Clears `bits` of one byte. Used to hide from the guest the trap flag that the VMM sets for
-    /// single-stepping. Returns `false` if the address is not accessible.
+    /// Clears `bits` in the byte at the linear address `linear`. Used to hide the trap flag, which
+    /// the VMM sets for single-stepping, from the guest. Returns `false` if the byte is not
+    /// accessible.
     pub fn clear_bits(&mut self, linear: u64, bits: u8) -> bool {
         let Some(gpa) = self.physical(linear).map(GuestAddress) else {
             return false;

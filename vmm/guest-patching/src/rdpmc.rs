@@ -59,17 +59,17 @@ pub enum RdpmcPatchError {
     /// The address is outside guest memory.
     #[error("cannot write the RDPMC trap into guest memory at {address:#x}")]
     Memory {
-        /// Guest-physical address.
+        /// Guest-physical address that is outside guest memory.
         address: u64,
-        /// Underlying memory access error.
+        /// Error of the memory access.
         source: GuestMemoryError,
     },
     /// Memory does not contain the expected RDPMC, for example because two segments overlap.
     #[error("guest memory at {address:#x} contains {found:02x?} instead of the RDPMC from the kernel file")]
     Other {
-        /// Guest-physical address.
+        /// Guest-physical address at which an RDPMC was expected.
         address: u64,
-        /// Bytes at the address.
+        /// Bytes found at the address.
         found: [u8; 2],
     },
 }

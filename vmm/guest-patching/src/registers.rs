@@ -4,7 +4,7 @@
 /// EFER.LMA: long mode is active (SDM vol. 3 §2.2.1).
 const EFER_LMA: u64 = 1 << 10;
 
-/// General-purpose registers.
+/// General-purpose registers, RIP and RFLAGS of a vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct GeneralRegisters {
@@ -34,16 +34,16 @@ pub struct Segment {
     pub unusable: u8,
 }
 
-/// Location of a descriptor table.
+/// Linear address and size of a descriptor table (IDT, GDT or LDT).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DescriptorTable {
-    /// Linear address.
+    /// Linear address of the first byte of the table.
     pub base: u64,
-    /// Offset of the last byte.
+    /// Offset of the last byte of the table.
     pub limit: u16,
 }
 
-/// Control and segment registers.
+/// Control registers and segment registers of a vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct SystemRegisters {

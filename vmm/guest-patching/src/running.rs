@@ -52,17 +52,17 @@ const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 pub struct RunningKernelPatcher {
     memory: GuestMemoryMmap,
     sites: Arc<RdpmcSites>,
-    /// Text of the kernel that the VMM loaded.
+    /// Text ranges of the kernel that the VMM loaded.
     loaded: Vec<TextRange>,
     /// `true` if an unpatched RDPMC raises #GP and is emulated at the #GP handler.
     emulated_anyway: bool,
     uncounted: Arc<UncountableEvents>,
     /// Linear address in LSTAR at the last search, or 0 while the guest runs the kernel that the
-    /// VMM loaded. `lstar_gpa` is the guest-physical address to which it was mapped.
+    /// VMM loaded. `lstar_gpa` is the guest-physical address of this address.
     lstar: AtomicU64,
     lstar_gpa: AtomicU64,
-    /// Guest-physical address of one replaced RDPMC of the running kernel, whose contents show
-    /// whether this kernel is still running; 0 if unknown.
+    /// Guest-physical address of one replaced RDPMC of the running kernel; 0 if unknown. Another
+    /// kernel is running if the trap is no longer there.
     replaced: AtomicU64,
     search: Mutex<SearchProgress>,
 }
@@ -87,7 +87,7 @@ enum PatchSearchError {
     Pairs,
 }
 
-/// Changes that the search made to a kernel.
+/// Result of patching a kernel: hidden table events and replaced RDPMC instructions.
 struct KernelChanges {
     hidden: Vec<HiddenTableEvents>,
     rdpmc: Result<Vec<RdpmcSite>, PatchSearchError>,
@@ -101,7 +101,7 @@ struct KernelCopy {
 }
 
 impl KernelCopy {
-    /// Returns the memory between the symbols `from` and `to`: its address and its bytes.
+    /// Returns the address and the contents of the memory between the symbols `from` and `to`.
     fn span(&self, from: &str, to: &str) -> Option<(u64, &[u8])> {
         let from = self.symbols.by_name(from)?.address;
         let to = self.symbols.by_name(to)?.address;
@@ -109,7 +109,7 @@ impl KernelCopy {
         Some((from, self.bytes.get(offset(from)?..offset(to)?)?))
     }
 
-    /// Returns the code sections.
+    /// Returns the code of the kernel, with linear addresses in place of the physical ones.
     fn text(&self) -> Vec<CodeBytes<'_>> {
         [("_stext", "_etext"), ("_sinittext", "_einittext")]
             .iter()
@@ -123,7 +123,7 @@ impl KernelCopy {
             .collect()
     }
 
-    /// Returns instruction boundaries from the ORC unwind table.
+    /// Returns the instruction boundaries from the kernel's ORC unwind table.
     fn boundaries(&self) -> Vec<u64> {
         self.span("__start_orc_unwind_ip", "__stop_orc_unwind_ip")
             .map(|(at, ips)| orc::addresses(at, ips))
@@ -132,8 +132,9 @@ impl KernelCopy {
 }
 
 impl RunningKernelPatcher {
-    /// Creates the patcher of a VM whose first kernel has the text ranges `loaded`, in which RDPMC
-    /// is already replaced at `patched`. `sites` are all replaced RDPMC instructions of the VM.
+    /// Creates the patcher of a VM. `loaded` is the text of its first kernel, in which the RDPMC
+    /// instructions `patched` are already replaced. `sites` are all replaced RDPMC instructions of
+    /// the VM.
     pub fn new(
         memory: GuestMemoryMmap,
         sites: Arc<RdpmcSites>,
@@ -172,8 +173,8 @@ impl RunningKernelPatcher {
         saved.witness = self.replaced.load(Ordering::Relaxed);
     }
 
-    /// Restores the information about the kernel that the guest is running. The text of the loaded
-    /// kernel must be the same as in the snapshot.
+    /// Restores the state saved by [`Self::save`]. The text of the loaded kernel must be the same
+    /// as in the snapshot.
     pub fn restore(&self, saved: &SavedKernel) {
         let SavedRunningKernel { lstar, lstar_gpa } = saved.restarted.unwrap_or_default();
         self.lstar_gpa.store(lstar_gpa, Ordering::Relaxed);
@@ -303,7 +304,7 @@ impl RunningKernelPatcher {
         }
     }
 
-    /// Finds and replaces RDPMC in a kernel whose memory contents from address `start` are `bytes`.
+    /// Replaces RDPMC in a kernel whose memory contains `bytes` from the address `start` on.
     fn patch(
         &self,
         regs: &GuestRegs,
@@ -372,8 +373,8 @@ impl RunningKernelPatcher {
     }
 }
 
-/// Atomically replaces the two bytes at `at`, which are in one word of [`WORD_BYTES`]. Returns
-/// `None` if they are not RDPMC.
+/// Atomically replaces the two bytes of an RDPMC at `at`, which must be in one word of
+/// [`WORD_BYTES`]. Returns `None` if memory contains other bytes.
 fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
     let slice = memory
         .get_slice(GuestAddress(at.0 - at.0 % WORD_BYTES), size_of::<u64>())
@@ -393,8 +394,8 @@ fn replace_at_once(memory: &GuestMemoryMmap, at: GuestAddress) -> Option<()> {
     replaced.ok().map(|_| ())
 }
 
-/// Returns the guest-physical address of a replaced RDPMC. If the trap is missing there later, the
-/// kernel with these sites is no longer running.
+/// Returns the guest-physical address of an RDPMC among `sites` whose trap shows whether their
+/// kernel is still running, or `None` if none is suitable.
 fn witness_address(sites: &[RdpmcSite]) -> Option<u64> {
     let site = sites
         .iter()
@@ -420,10 +421,9 @@ mod tests {
     /// Address of a function with the two bytes of RDPMC in a constant: `mov eax, 330FH; ret`.
     const LOOKS_ALIKE: u64 = START + 0x80;
     const OTHER_CODE: [u8; 6] = [0xb8, 0x0f, 0x33, 0, 0, 0xc3];
-    /// SYSCALL entry point.
     const LSTAR: u64 = START + 0xc0;
     const TEXT_END: u64 = START + 0x4000;
-    /// Guest-physical addresses of the two kernels, which are both mapped at [`START`].
+    /// Guest-physical addresses of the two kernels, one of which is mapped at [`START`].
     const FIRST: u64 = 2 << 20;
     const SECOND: u64 = 4 << 20;
 
@@ -544,7 +544,7 @@ mod tests {
             self.running.search.lock().unwrap().last = None;
         }
 
-        /// Returns the first bytes of the counter-reading function in the kernel at `phys`.
+        /// Returns the first five bytes of the counter-reading function in the kernel at `phys`.
         fn code(&self, phys: u64) -> [u8; 5] {
             self.memory.read_obj(GuestAddress(phys + READS - START)).unwrap()
         }
@@ -557,8 +557,8 @@ mod tests {
 
     const REPLACED: [u8; 5] = [0x31, 0xc9, TRAP[0], TRAP[1], 0xc3];
 
-    /// In a kernel that the guest starts later, RDPMC is the only instruction that is replaced in
-    /// guest memory. The first kernel is not modified, because the loader patches it.
+    /// In a kernel that the guest starts later, RDPMC is replaced, but not the same bytes inside
+    /// another instruction. The loaded kernel is not modified.
     #[test]
     fn started_kernel_has_rdpmc_replaced() {
         let guest = Guest::new();
@@ -685,7 +685,7 @@ mod tests {
         assert!(!replace(end));
     }
 
-    /// A kernel at the address of the previous kernel also has its RDPMC replaced.
+    /// A new kernel at the address of the previous one has its RDPMC replaced once it is complete.
     #[test]
     fn kernel_at_previous_address_has_rdpmc_replaced() {
         let guest = Guest::new();
@@ -708,8 +708,8 @@ mod tests {
         }
     }
 
-    /// A new kernel at the address of the kernel that the VMM loaded is also detected. Memory in
-    /// which no kernel appears is searched a bounded number of times.
+    /// A new kernel at the address of the loaded kernel is detected. If no valid kernel appears in
+    /// memory, the number of searches is bounded.
     #[test]
     fn kernel_at_loaded_address_is_detected() {
         let mut guest = Guest::new();
@@ -748,8 +748,8 @@ mod tests {
         assert_eq!(searches, MAX_TRIES as usize + 1);
     }
 
-    /// At most one kernel is searched per second, even if the guest changes kernels continuously. A
-    /// kernel that was not searched at once is searched later.
+    /// At most one kernel is searched per second. A kernel that is not searched immediately,
+    /// because the guest has just switched kernels, is searched later.
     #[test]
     fn kernel_searches_are_rate_limited() {
         let guest = Guest::new();

@@ -31,7 +31,7 @@ struct ReplacedRdpmc {
 /// The replaced RDPMC instruction whose trap caused a port write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TriggeredRdpmcSite {
-    /// Address of the instruction, derived from the RIP of the exit.
+    /// Address of the first byte of the instruction, derived from the RIP at the exit.
     pub start: u64,
     /// Length of the instruction, in bytes.
     pub length: u8,
@@ -55,7 +55,7 @@ pub struct RdpmcSites {
 }
 
 impl RdpmcSites {
-    /// Creates the list with the replaced RDPMC instructions of the loaded kernel.
+    /// Creates the list of a VM from the replaced RDPMC instructions of its loaded kernel.
     pub fn new(sites: &[RdpmcSite]) -> Arc<Self> {
         let all = Self::default();
         all.add(sites);
@@ -138,7 +138,8 @@ pub struct VcpuRdpmcSites {
 }
 
 impl VcpuRdpmcSites {
-    /// Creates a copy of `shared`, which is updated on access when `shared` has changed.
+    /// Creates a vCPU's copy of `shared`. Each access updates the copy first if `shared` has
+    /// changed.
     pub fn new(shared: Arc<RdpmcSites>) -> Self {
         Self {
             shared,
@@ -167,8 +168,8 @@ impl VcpuRdpmcSites {
         self.list().is_empty()
     }
 
-    /// Returns the site in a Linux kernel that caused a port write with the vCPU at `rip`. The site
-    /// is identified by its linear address.
+    /// Returns the replaced RDPMC in a Linux kernel whose trap caused a port write, given the
+    /// vCPU's `rip` at the exit. The instruction is identified by its linear address.
     pub fn in_kernel_half(&mut self, rip: u64) -> Option<TriggeredRdpmcSite> {
         if rip & UPPER_HALF == 0 {
             return None;
@@ -178,9 +179,12 @@ impl VcpuRdpmcSites {
             .find_map(|site| site.hit(rip, rip.wrapping_sub(site.virt)))
     }
 
-    /// Returns the site that caused a port write with the vCPU at `rip`, at any linear address.
+    /// Returns the replaced RDPMC whose trap caused a port write, given the vCPU's `rip` at the
+    /// exit. The instruction is identified by its physical address and may be at any linear
+    /// address.
+    ///
     /// `long` is `true` if the vCPU is executing 64-bit code. `physical` returns the guest-physical
-    /// address of the byte at the given distance before RIP.
+    /// address of the byte at a given distance before RIP.
     pub fn in_memory(
         &mut self,
         rip: u64,
@@ -228,8 +232,8 @@ impl ReplacedRdpmc {
         }
     }
 
-    /// Returns this site if RIP is at the start or the end of the instruction. `past` is the
-    /// distance of `rip` from the start.
+    /// Returns this site as the cause of a port write if `rip` is at the start or the end of the
+    /// instruction. `past` is the distance of `rip` from the start, in bytes.
     fn hit(&self, rip: u64, past: u64) -> Option<TriggeredRdpmcSite> {
         let length = u64::from(self.length);
         (past == 0 || past == length).then(|| TriggeredRdpmcSite {
@@ -293,8 +297,8 @@ mod tests {
         assert_eq!(sites.in_memory(0x40_0100, true, |_| None), None);
     }
 
-    /// INC and DEC of 32-bit code are prefixes in 64-bit code, so the mode determines the beginning
-    /// of the instruction.
+    /// The bytes of INC and DEC in 32-bit code are prefixes in 64-bit code. The start address and
+    /// the length of a replaced RDPMC therefore depend on the mode of the vCPU.
     #[test]
     fn rex_prefix_belongs_to_site_in_64bit_mode() {
         let mut rex = site(0x40_0101, 0x40_0101, 2);

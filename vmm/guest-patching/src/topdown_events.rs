@@ -17,12 +17,12 @@ use kernel_images::elf::LoadSegment;
 
 /// Prefix of the names of most top-down events.
 const PREFIX: &[u8] = b"topdown-";
-/// Name of a top-down event that is in some lists and lacks the common prefix.
+/// Name of the top-down event `slots`, which lacks [`PREFIX`].
 const SLOTS: &[u8] = b"slots";
 /// Maximum length of an attribute's name, in bytes.
 const MAX_NAME_BYTES: usize = 64;
-/// Maximum number of names found, of attributes found, and of list elements found (one limit for
-/// each). Linux 6.1 has 16, 39 and 46, respectively.
+/// Maximum number of top-down names that are searched for. The same limit applies to attributes and
+/// to list elements. Linux 6.1 has 16, 39 and 46, respectively.
 const MAX_FOUND: usize = 1024;
 /// Size of a pointer, in bytes.
 const POINTER_BYTES: u64 = 8;
@@ -30,13 +30,14 @@ const POINTER_BYTES: u64 = 8;
 /// A list of top-down events in the data of a kernel image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopdownList {
-    /// Guest-physical address of the first element.
+    /// Guest-physical address of the first element of the list.
     phys: u64,
-    /// Value of the first element, which is a pointer to an attribute.
+    /// Contents of the first element in the kernel file: a pointer to an attribute.
     first: u64,
 }
 
-/// Finds the lists in the segments of a kernel that is loaded at its link-time address.
+/// Finds the lists of top-down events in the segments of a kernel that is loaded at its link-time
+/// address.
 pub fn find(segments: &[LoadSegment<'_>]) -> Vec<TopdownList> {
     let image = Image(segments);
     let mut names: Vec<u64> = segments
@@ -56,8 +57,8 @@ pub fn find(segments: &[LoadSegment<'_>]) -> Vec<TopdownList> {
     lists
 }
 
-/// Empties the lists in guest memory and returns the number of lists emptied. A list whose first
-/// element in guest memory differs from the kernel file is left unchanged.
+/// Empties lists of top-down events in guest memory. Returns the number of lists emptied. A list
+/// whose first element in guest memory differs from the kernel file is left unchanged.
 pub fn hide(memory: &GuestMemoryMmap, lists: &[TopdownList]) -> usize {
     let is_hidden = |list: &&TopdownList| {
         let at = GuestAddress(list.phys);
@@ -70,7 +71,8 @@ pub fn hide(memory: &GuestMemoryMmap, lists: &[TopdownList]) -> usize {
 struct Image<'a>(&'a [LoadSegment<'a>]);
 
 impl<'a> Image<'a> {
-    /// Returns the segment that contains `virt`, and its contents from that address.
+    /// Returns the segment that contains the link-time address `virt`, and the segment's contents
+    /// from this address on.
     fn at(&self, virt: u64) -> Option<(&'a LoadSegment<'a>, &'a [u8])> {
         self.0.iter().find_map(|segment| {
             let offset = usize::try_from(virt.checked_sub(segment.virt)?).ok()?;
@@ -119,8 +121,9 @@ impl<'a> Image<'a> {
         end.is_some_and(|end| name[..end] == *SLOTS || name.starts_with(PREFIX))
     }
 
-    /// Returns the list of which the element at `at` is part, starting after the last preceding
-    /// element that is no top-down event. Returns `None` if a later element is no top-down event.
+    /// Returns the list that contains the element at `at`. The list starts after the nearest
+    /// preceding element that is not a top-down event. Returns `None` if a later element of the
+    /// list is not a top-down event.
     fn list(&self, mut at: u64) -> Option<TopdownList> {
         let mut elements = 0;
         // Moves `at` down to the first element of the list.
@@ -184,7 +187,8 @@ mod tests {
         DATA + 16 * n
     }
 
-    /// Returns a data segment with an attribute for each name, and the lists.
+    /// Returns a data segment that contains one attribute per name, followed by `lists`, which are
+    /// given as indices of names.
     fn data(lists: &[&[u64]]) -> Vec<u8> {
         let attributes = (0..NAMES.len() as u64).flat_map(|n| [TEXT + 32 * n, 0o444]);
         let elements = lists

@@ -15,8 +15,8 @@ pub trait KernelEventSupport: Debug + Send + Sync {
     /// Returns `true` if `event` can be counted. `config` is its encoding in the kernel's table.
     fn can_count(&self, event: KernelTableEvent, config: u64) -> bool;
 
-    /// Returns `true` if the events of the top-down method that Linux lists by family and model may
-    /// be counted.
+    /// Returns `true` if the guest may count the top-down events that Linux lists by processor
+    /// family and model.
     fn can_count_topdown(&self) -> bool;
 
     /// Returns the names of the default `perf stat` events that cannot be counted.

@@ -13,9 +13,9 @@ use kernel_images::symbols::KernelSymbols;
 const SHOW: &str = "get_attr_rdpmc";
 /// Kernel function that starts the PMU driver, and therefore sets `attr_rdpmc`.
 const START: &str = "init_hw_perf_events";
-/// Maximum size of a function that is searched, in bytes.
+/// Maximum number of bytes of a kernel function that are decoded.
 const MAX_FUNCTION_BYTES: usize = 16 << 10;
-/// Size of the immediate operand that permits RDPMC, in bytes.
+/// Size in bytes of the immediate operand that the kernel writes to `attr_rdpmc`.
 const IMMEDIATE_BYTES: usize = 4;
 
 /// Returns the guest-physical address of the 32-bit immediate operand 1 that the kernel writes to
@@ -37,7 +37,8 @@ pub fn find(code: &[CodeBytes<'_>], symbols: &KernelSymbols) -> Option<u64> {
     Some(phys + (store.len() - IMMEDIATE_BYTES) as u64)
 }
 
-/// Returns the instructions of a function with their guest-physical addresses.
+/// Returns the instructions of the kernel function `name`, each with its guest-physical address.
+/// Returns `None` if the function is not found.
 fn function<'a>(
     code: &[CodeBytes<'a>],
     symbols: &KernelSymbols,
@@ -56,7 +57,8 @@ fn function<'a>(
     })
 }
 
-/// Returns the address of a 32-bit variable that the instruction loads into a register.
+/// Returns the address of the 32-bit variable that `instruction` loads into a register. Returns
+/// `None` if it is not such a load.
 fn loaded(instruction: &Instruction) -> Option<u64> {
     let loads = matches!(instruction.code(), Code::Mov_r32_rm32 | Code::Movsxd_r64_rm32)
         && instruction.op1_kind() == OpKind::Memory
@@ -81,8 +83,8 @@ mod tests {
         [0xC7, 0x05].into_iter().chain(operands).collect()
     }
 
-    /// Returns code with the kernel functions `get_attr_rdpmc` and `init_hw_perf_events`. The
-    /// latter consists of the instructions `start`.
+    /// Returns kernel code with the functions `get_attr_rdpmc` and `init_hw_perf_events`. The
+    /// latter consists of the instructions `start` and a return.
     fn code(start: &[Vec<u8>]) -> Vec<u8> {
         // mov ecx, [VARIABLE]; ret
         let mut code = vec![0x8B, 0x0D];

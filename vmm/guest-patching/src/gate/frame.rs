@@ -32,12 +32,13 @@ pub(super) struct FaultFrame {
 }
 
 impl FaultFrame {
-    /// Reads the exception frame of a #GP raised by RDPMC. The vCPU must be at the first
+    /// Reads the exception frame of a #GP that RDPMC has raised. The vCPU must be at the first
     /// instruction of the #GP handler. Returns `None` if another instruction faulted or the
     /// segments in the frame are invalid.
     ///
-    /// `replaced` returns the length of the RDPMC that a trap has replaced at a physical address.
-    /// The trap itself raises #GP in code that is not permitted to write to ports.
+    /// `replaced` returns the length of the RDPMC that a trap has replaced at a guest-physical
+    /// address. The trap, which is a port write, also raises #GP in code without permission to
+    /// write to ports.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a selector is the lower half of what was pushed"
@@ -97,8 +98,8 @@ impl FaultFrame {
         }
     }
 
-    /// Returns `true` if the faulting code is single-stepped with RFLAGS.TF, so that #DB must
-    /// follow the RDPMC.
+    /// Returns `true` if the faulting code is being single-stepped (RFLAGS.TF is set), in which
+    /// case a #DB must follow the RDPMC.
     pub fn traps(&self) -> bool {
         self.rflags & RFLAGS_TF != 0
     }
@@ -111,7 +112,8 @@ impl FaultFrame {
         state.regs.rdx = value >> 32;
     }
 
-    /// Restores the state before the fault, so that the RDPMC is executed again.
+    /// Resumes the guest at the RDPMC with the state before the fault, so that the RDPMC is
+    /// executed again.
     pub fn execute_again(&self, state: &mut VcpuState) {
         state.regs.rip = self.rip;
         state.regs.rflags = self.rflags & RFLAGS_RETURNED | RFLAGS_ONE;

@@ -17,19 +17,19 @@ pub(super) const RFLAGS_AC: u64 = 1 << 18;
 /// First instruction of the guest's #GP handler, which a trap replaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HandlerInstruction {
-    /// Guest linear address. An ENDBR64 before it is preserved for indirect branch tracking.
+    /// Guest linear address of the instruction. If the handler starts with ENDBR64, this is the
+    /// address of the next instruction, because indirect branch tracking needs the ENDBR64.
     pub at: u64,
-    /// Length of the instruction, in bytes.
     pub(super) length: u8,
-    /// Effect of the instruction, for emulation.
+    /// Effect of the instruction, which the VMM emulates.
     pub(super) does: InstructionEffect,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum InstructionEffect {
-    /// The instruction clears these bits of RFLAGS.
+    /// The instruction clears the RFLAGS bits in this mask.
     Clear(u64),
-    /// The instruction pushes this value.
+    /// The instruction pushes this value onto the stack.
     Push(i32),
 }
 
@@ -65,7 +65,8 @@ impl HandlerInstruction {
         })
     }
 
-    /// Emulates the instruction. Returns `None` if the stack is not writable.
+    /// Emulates the instruction on `state`. Returns `None` if the instruction pushes a value and
+    /// the stack is not writable.
     pub(super) fn execute(self, state: &mut VcpuState, memory: &GuestMemoryMmap) -> Option<()> {
         match self.does {
             InstructionEffect::Clear(flags) => state.regs.rflags &= !flags,
@@ -84,8 +85,8 @@ impl HandlerInstruction {
     }
 }
 
-/// Number of bytes that are compared with the installed trap and the code after it, to verify that
-/// the memory still contains this code. The guest may have reused the memory.
+/// Number of bytes, starting with the trap, that must be unchanged in guest memory before the trap
+/// is removed. The guest may have reused the memory for other contents.
 const COMPARED_BYTES: usize = MAX_INSTRUCTION_BYTES + 1;
 /// Number of former trap addresses that are remembered. A kernel normally has one handler. If a
 /// guest relocates its handler more often, port writes by older traps are treated as port writes of
@@ -101,7 +102,8 @@ pub struct GpHandlerTrap {
     /// Guest linear address of the trap, or 0 if none is installed. Read on each port write that
     /// the trap may have caused, and written once or twice per kernel.
     at: AtomicU64,
-    /// Addresses of former traps, for lookups without a lock. [`TrapLocations`] has the details.
+    /// Guest linear addresses of former traps. Copied from [`TrapLocations`] for lookups without a
+    /// lock.
     left: [AtomicU64; MAX_FORMER_TRAPS],
     places: Mutex<TrapLocations>,
 }
@@ -118,18 +120,18 @@ struct TrapLocations {
 struct TrapLocation {
     head: HandlerInstruction,
     gpa: GuestAddress,
-    /// Original code bytes.
+    /// Original code bytes that the trap replaces.
     code: [u8; TRAP.len()],
     /// Code bytes after the trap was installed: the trap and the bytes after it.
     with_exit: [u8; COMPARED_BYTES],
 }
 
-/// A trap that is no longer the current one.
+/// A trap that was installed earlier and has since been removed, replaced or left behind.
 #[derive(Clone, Copy, Debug)]
 struct FormerTrap {
     head: HandlerInstruction,
-    /// `true` if the trap is still in memory, for example because the bytes after it had changed
-    /// and the memory may no longer contain code.
+    /// `true` if the trap is still in memory, because the bytes after it had changed when it was to
+    /// be removed.
     stands: bool,
 }
 
@@ -143,8 +145,8 @@ pub enum TriggeredHandlerTrap {
 }
 
 impl GpHandlerTrap {
-    /// Returns the trap that caused a port write with the vCPU at `rip`, which some KVM versions
-    /// have already advanced past the OUT instruction.
+    /// Returns the trap that caused a port write, given the vCPU's `rip` at the exit. Some KVM
+    /// versions have already advanced RIP past the OUT instruction.
     #[inline]
     pub(super) fn of(&self, rip: u64) -> Option<TriggeredHandlerTrap> {
         let is = |at: u64| at != 0 && (rip == at || rip == at.wrapping_add(TRAP.len() as u64));
@@ -188,9 +190,9 @@ impl GpHandlerTrap {
             .then_some(there.head)
     }
 
-    /// Installs the trap at `gpa` in place of the handler instruction `head`, which is at the start
-    /// of `code`, and removes the previous trap. Returns `false` if the trap cannot be installed at
-    /// `gpa`.
+    /// Installs the trap at `gpa` in place of the handler instruction `head`, and removes the
+    /// previous trap. `code` is the handler's code from `head` on. Returns `false` if the trap
+    /// cannot be installed.
     pub(super) fn plant(
         &self,
         head: HandlerInstruction,
@@ -250,9 +252,8 @@ impl GpHandlerTrap {
         former.filter(|former| former.stands).count() == 0
     }
 
-    /// Removes the trap. If the bytes after it have changed, the memory may no longer contain code,
-    /// so the trap is left in place. It is still emulated when a vCPU executes it, for example
-    /// because the guest has rewritten only the part of its handler after the first instruction.
+    /// Removes the trap, unless the bytes after it have changed and the memory may no longer
+    /// contain code. A trap that remains in memory is still emulated when a vCPU executes it.
     fn remove_locked(&self, places: &mut TrapLocations, memory: &GuestMemoryMmap) {
         let Some(old) = places.here.take() else { return };
         let mut there = [0; COMPARED_BYTES];
@@ -294,8 +295,9 @@ impl TrapLocations {
     }
 }
 
-/// Atomically replaces two bytes of code if they still equal `from`. Returns `false` if they do
-/// not, or if they cross an 8-byte boundary, because no processor guarantees an atomic write there.
+/// Atomically replaces the two code bytes `from` by `to`. Returns `false` if memory contains other
+/// bytes, or if the two bytes cross an 8-byte boundary, where no processor guarantees an atomic
+/// write.
 fn exchange(memory: &GuestMemoryMmap, gpa: GuestAddress, from: [u8; 2], to: [u8; 2]) -> bool {
     let at = (gpa.0 % 8) as usize;
     let pair = at..at + TRAP.len();

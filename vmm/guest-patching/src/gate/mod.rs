@@ -8,12 +8,15 @@
 //! and never observes the fault. For any other fault, the replaced instruction is emulated and the
 //! handler continues.
 //!
-//! The interrupt descriptor table (IDT) gives the address of the handler. The IDT is checked when
-//! the guest writes PMU registers, as it does before it reads a counter. A change to the IDT's #GP
-//! gate or to the handler code is detected at the next write. An IDT at a new address (of another
-//! kernel) is detected by rechecks at the first, second, fourth, … write after a change, at the
-//! first write that occurs at least 1 ms after the last check (doubling to 64 ms), and after 1,024
-//! writes.
+//! The interrupt descriptor table (IDT) gives the address of the handler. The VMM checks the IDT
+//! when the guest writes PMU registers, because a guest writes them before it reads a counter. The
+//! next write detects a change to the IDT's #GP gate or to the handler code. An IDT at a new
+//! address (of another kernel) is detected only by a full check. Full checks are made
+//!
+//! - at the first, second, fourth, … write after a change,
+//! - at the first write that is at least 1 ms after the previous full check (this interval doubles
+//!   up to 64 ms),
+//! - and after 1,024 writes.
 
 mod frame;
 mod handler_trap;
@@ -40,8 +43,8 @@ const GENERAL_PROTECTION: u8 = 13;
 const GATE_BYTES: u64 = 16;
 /// Maximum number of log lines per vCPU about the #GP handler.
 const MAX_LOG_LINES: u32 = 16;
-/// CR4.CET: shadow stacks and indirect branch tracking (SDM vol. 3 §2.5). The emulated return would
-/// not pop the shadow stack.
+/// CR4.CET: shadow stacks and indirect branch tracking (SDM vol. 3 §2.5). Handlers are not
+/// intercepted if it is set, because the emulated return would not pop the shadow stack.
 const CR4_CET: u64 = 1 << 23;
 /// CR4.FRED: events bypass the IDT (Intel FRED specification §3.1).
 const CR4_FRED: u64 = 1 << 32;
@@ -49,7 +52,7 @@ const CR4_FRED: u64 = 1 << 32;
 /// Reason why a vCPU stopped at the first instruction of the #GP handler.
 #[derive(Clone, Copy, Debug)]
 pub enum GpHandlerStopReason {
-    /// An RDPMC faulted; complete it with [`FaultedRdpmc::give`].
+    /// An RDPMC faulted. The caller completes it with [`FaultedRdpmc::give`].
     Rdpmc(FaultedRdpmc),
     /// Another fault occurred; the guest's handler must run.
     Handler,
@@ -71,18 +74,19 @@ impl FaultedRdpmc {
         self.frame.resume(value, state);
     }
 
-    /// Restores the state before the fault, so that the RDPMC is executed again.
+    /// Resumes the guest at the RDPMC with the state before the fault, so that the RDPMC is
+    /// executed again.
     pub fn execute_again(&self, state: &mut VcpuState) {
         self.frame.execute_again(state);
     }
 
-    /// Returns the RIP of the RDPMC and of the next instruction.
+    /// Returns the RIP of the RDPMC and the RIP of the next instruction.
     pub fn place(&self) -> (u64, u64) {
         (self.frame.rip, self.frame.behind())
     }
 
-    /// Returns `true` if the faulting code is single-stepped with RFLAGS.TF, so that #DB must
-    /// follow the RDPMC.
+    /// Returns `true` if the faulting code is being single-stepped (RFLAGS.TF is set), in which
+    /// case a #DB must follow the RDPMC.
     pub fn traps(&self) -> bool {
         self.frame.traps()
     }
@@ -117,7 +121,8 @@ pub struct GpHandlerInterception {
     /// Instruction at which the breakpoint is set.
     breakpoint: Option<HandlerInstruction>,
     seen: Option<HandlerSnapshot>,
-    /// Address of a handler that cannot be intercepted. Stored so that it is logged only once.
+    /// Address of the last handler that could not be intercepted. Prevents a second log line for
+    /// the same handler.
     unfit: Option<u64>,
     /// Number of log lines written, at most [`MAX_LOG_LINES`].
     said: u32,
@@ -128,7 +133,8 @@ pub struct GpHandlerInterception {
 pub enum GpHandlerCheckResult {
     /// The handler is unchanged, or there is no handler to intercept.
     Unchanged,
-    /// The handler has changed. Contains the new breakpoint address if a breakpoint is used.
+    /// The handler has changed. The value is the new breakpoint address if a breakpoint is used,
+    /// otherwise `None`.
     Changed(Option<u64>),
 }
 
@@ -158,7 +164,7 @@ impl GpHandlerInterception {
         self.seen.is_some_and(|seen| !seen.is_there(&self.memory))
     }
 
-    /// Returns the trap that a vCPU executed, given its RIP `rip` at the exit of the port write.
+    /// Returns the trap that caused a port write, given the vCPU's `rip` at the exit.
     #[inline]
     pub fn planted_at(&self, rip: u64) -> Option<TriggeredHandlerTrap> {
         self.planted.as_ref()?.of(rip)
@@ -170,7 +176,7 @@ impl GpHandlerInterception {
         self.breakpoint.is_some_and(|head| head.at == rip)
     }
 
-    /// Locates the guest's #GP handler and installs the interception.
+    /// Locates the guest's #GP handler and intercepts it.
     pub fn look(&mut self, state: &VcpuState) -> GpHandlerCheckResult {
         self.seen = None;
         if !state.is_64bit() {
@@ -245,8 +251,9 @@ impl GpHandlerInterception {
         }
     }
 
-    /// Intercepts the handler at `gate`. Returns the intercepted instruction and whether it differs
-    /// from the previous one.
+    /// Intercepts the handler at address `gate`, whose code is `code`. Returns the intercepted
+    /// instruction and whether it differs from the previous one. Returns `None` if the handler
+    /// cannot be intercepted.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "x86-64 only: usize has 64 bits; four at most"
@@ -278,8 +285,8 @@ impl GpHandlerInterception {
             .then_some((head, true))
     }
 
-    /// Determines why a vCPU stopped at the #GP handler. `replaced` returns the length of the RDPMC
-    /// that a trap has replaced at a physical address.
+    /// Determines why a vCPU stopped at the first instruction of the #GP handler. `replaced`
+    /// returns the length of the RDPMC that a trap has replaced at a guest-physical address.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     pub fn stopped(
         &self,

@@ -95,8 +95,8 @@ fn handler_prologues_are_decoded() {
     }
 }
 
-/// The trap replaces exactly one instruction of the #GP handler. If the trap is still in place, it
-/// is kept and not replaced by a second trap.
+/// The trap is installed again after the guest has rewritten its #GP handler, and replaces exactly
+/// one instruction. A trap that is still in place is not replaced by a second one.
 #[test]
 fn trap_is_reinstalled_after_code_is_rewritten() {
     let memory = memory();
@@ -151,8 +151,9 @@ fn trap_is_reinstalled_after_code_is_rewritten() {
     assert_eq!(memory.read_obj::<u64>(GuestAddress(STACK - 8)).unwrap(), 13);
 }
 
-/// A trap does not replace two instructions, because other vCPUs may be executing them. A
-/// breakpoint does not replace code.
+/// A handler that starts with a one-byte instruction gets no trap, because the trap would also
+/// replace part of the next instruction, which other vCPUs may be executing. A breakpoint does not
+/// replace code and is used for such a handler.
 #[test]
 fn trap_does_not_replace_two_instructions() {
     let memory = memory();
@@ -274,8 +275,8 @@ fn no_code_of_ours_is_left_planted() {
     assert!(!planted.remove_for_snapshot(&memory), "it stays in memory");
 }
 
-/// A trap in the #GP handler that could not be removed, because the code after it has changed, is
-/// still emulated, so that the guest never resumes in the middle of an instruction. The number of
+/// A trap that could not be removed from the #GP handler, because the code after it has changed, is
+/// still emulated. Otherwise, the guest would resume in the middle of an instruction. The number of
 /// remembered traps is bounded.
 #[test]
 fn trap_left_in_memory_is_still_emulated() {
@@ -477,8 +478,8 @@ fn program_resumes_after_rdpmc() {
     assert_eq!((state.sregs.ss.limit, state.sregs.ss.db), (u32::MAX, 1));
 }
 
-/// If an RDPMC is to be executed again, the program's segments, flags, stack and general registers
-/// are restored.
+/// If a program's RDPMC must be executed again, its segments, flags, stack and general registers
+/// are those before the fault.
 #[test]
 fn program_repeats_rdpmc() {
     let memory = memory();
