@@ -21,7 +21,7 @@ pub enum BtfError {
     /// Unknown type record kind, so the length of the record is also unknown.
     #[error("unknown BTF type kind {0}")]
     Kind(u32),
-    /// The names of all structs exceed the memory limit, which happens only in a malicious table.
+    /// Names of all structs that exceed the memory limit, as in a malicious table.
     #[error("the names of structs exceed {MAX_NAMES_BYTES} bytes")]
     Names,
 }
@@ -47,13 +47,14 @@ mod kind {
     pub const ENUM64: u32 = 19;
 }
 
-/// Maximum name length, in bytes. A name without a terminator within this limit is ignored.
+/// Maximum length of a type or member name, in bytes. A name without a terminator within this limit
+/// is ignored.
 const MAX_NAME: usize = 512;
 /// Maximum total size of struct names, in bytes. Distribution kernels have about 250,000.
 const MAX_NAMES_BYTES: usize = 8 << 20;
-/// Maximum number of members visited per name lookup. A kernel's largest struct has several hundred
-/// members, including those of its anonymous members. A malicious table can have 65,535 members in
-/// each of [`MAX_DEPTH`] levels.
+/// Maximum number of members visited per lookup of a member. A kernel's largest struct has several
+/// hundred members, including those of its anonymous members. A malicious table can have 65,535
+/// members in each of [`MAX_DEPTH`] levels.
 const MAX_STEPS: u32 = 200_000;
 /// Maximum depth of typedefs and of nested anonymous members.
 const MAX_DEPTH: u32 = 8;
@@ -63,9 +64,9 @@ const MAX_DEPTH: u32 = 8;
 pub struct Btf {
     types: Vec<u8>,
     strings: Vec<u8>,
-    /// Offset in `types` of the record of each type, by type ID. ID 0 is `void` and has no record.
+    /// Offset of each type's record in `types`, by type ID. ID 0 is `void`, which has no record.
     at: Vec<u32>,
-    /// Structs and unions by name.
+    /// Type IDs of structs and unions, by name.
     composites: HashMap<Box<[u8]>, u32>,
 }
 
@@ -147,7 +148,7 @@ impl Btf {
         bits.is_multiple_of(8).then_some(bits / 8)
     }
 
-    /// Returns the size of a struct or union, in bytes.
+    /// Returns the size of the struct or union `composite`, in bytes.
     pub fn size_of(&self, composite: &str) -> Option<u64> {
         Some(u64::from(
             self.get(*self.composites.get(composite.as_bytes())?)?
@@ -172,8 +173,9 @@ impl Btf {
         None
     }
 
-    /// Returns the bit offset of a member in the struct or union with type ID `id`, and the type of
-    /// the member after resolving typedefs and qualifiers.
+    /// Returns the bit offset and the type ID of the member `name` in the struct or union with type
+    /// ID `id`. Typedefs and qualifiers are resolved. Returns `None` if `depth` or `steps` is
+    /// exhausted.
     fn member(&self, id: u32, name: &[u8], depth: u32, steps: &mut u32) -> Option<(u64, u32)> {
         let depth = depth.checked_sub(1)?;
         let r = self.get(id)?;
@@ -233,7 +235,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Encodes a BTF section with struct outer { int a; union { struct inner in; int b; }; },
+    /// Returns a BTF section with struct outer { int a; union { struct inner in; int b; }; },
     /// struct inner { int x; int y; }, and one variable.
     fn sample() -> Vec<u8> {
         let strings = b"\0int\0outer\0inner\0a\0b\0in\0x\0y\0current\0.data..percpu\0";
@@ -291,7 +293,7 @@ mod tests {
         assert_eq!(Btf::parse(&s[..s.len() - 1]).unwrap_err(), BtfError::Truncated);
     }
 
-    /// Encodes a BTF section with these types and strings.
+    /// Returns a BTF section with the given type records and strings.
     fn section(types: &[u32], strings: &[u8]) -> Vec<u8> {
         let (types_bytes, strings_bytes) = (types.len() as u32 * 4, strings.len() as u32);
         let header = [0x0001_EB9F, 24, 0, types_bytes, types_bytes, strings_bytes];

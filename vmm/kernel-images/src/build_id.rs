@@ -17,9 +17,9 @@ pub struct BuildId {
     len: u8,
 }
 
-/// `NT_GNU_BUILD_ID`.
+/// Type of the ELF note that contains a build ID (`NT_GNU_BUILD_ID`).
 const GNU_BUILD_ID: u32 = 3;
-/// Maximum number of notes to search.
+/// Maximum number of ELF notes in which a build ID is searched for.
 const MAX_NOTES: usize = 64;
 
 impl BuildId {
@@ -131,7 +131,8 @@ mod tests {
     }
 
     proptest! {
-        /// Arbitrary notes do not cause a panic, because notes come from guest memory.
+        /// The search for a build ID does not panic on arbitrary notes, which may come from guest
+        /// memory.
         #[test]
         fn build_id_search_never_panics(notes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = BuildId::in_notes(&notes);

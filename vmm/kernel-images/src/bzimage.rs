@@ -41,7 +41,8 @@ pub fn is_bzimage(data: &[u8]) -> bool {
     data.get(0x1FE..0x200) == Some(&[0x55, 0xAA]) && data.get(0x202..0x206) == Some(b"HdrS")
 }
 
-/// Reads a 32-bit header field, or returns 0 if the field is beyond the end.
+/// Reads a 32-bit field of the setup header at offset `at`, or returns 0 if the field is beyond the
+/// end of `data`.
 fn u32_at(data: &[u8], at: usize) -> u32 {
     le::u32_at(data, at).unwrap_or(0)
 }
@@ -187,7 +188,7 @@ pub fn unpack(name: &str, payload: &[u8]) -> Result<(Vec<u8>, &'static str), Ker
     Ok((image, method))
 }
 
-/// Detects the compression method from the first bytes of the payload.
+/// Returns the name of the compression method, which the first bytes of `payload` identify.
 fn method_of(payload: &[u8]) -> &'static str {
     match payload {
         [0x1F, 0x8B, ..] => "gzip",
@@ -214,7 +215,8 @@ fn unpack_error(
     }
 }
 
-/// Reads `decoder` until end of file. Fails if it returns more than [`MAX_UNPACKED_BYTES`].
+/// Reads the unpacked payload from `decoder` until end of file. Fails if it has more than
+/// [`MAX_UNPACKED_BYTES`] bytes.
 fn bounded(
     name: &str,
     method: &'static str,
@@ -285,7 +287,8 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// Builds a bzImage around `payload`: boot protocol 2.15, one setup sector.
+    /// Returns a bzImage with the compressed kernel `payload` (boot protocol 2.15, one setup
+    /// sector).
     fn bzimage(payload: &[u8], unpacked_bytes: u32) -> Vec<u8> {
         let mut f = vec![0u8; 1024];
         f[SETUP_HEADER_OFFSET] = 1;
@@ -358,7 +361,7 @@ mod tests {
         }
     }
 
-    /// A damaged xz payload is either rejected or unpacks to the original contents, because
+    /// A damaged xz payload is either rejected or unpacked to the original contents, because its
     /// checksums cover every byte.
     #[test]
     fn damaged_xz_payload_fails_or_unpacks_unchanged() {

@@ -19,29 +19,29 @@ const MAX_NOTES: usize = 256;
 /// Type of the "Xen" note that contains the 32-bit PVH entry point (Xen, public/elfnote.h).
 const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
 
-/// Executable code of an image.
+/// Executable code of an image, with its addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct CodeBytes<'a> {
-    /// Link-time address of the first byte.
+    /// Link-time address of the first byte of the code.
     pub virt: u64,
-    /// Guest-physical address of the first byte.
+    /// Guest-physical address of the first byte of the code.
     pub phys: u64,
-    /// Code bytes.
+    /// Machine code bytes.
     pub bytes: &'a [u8],
 }
 
 /// PT_LOAD segment.
 #[derive(Clone, Debug)]
 pub struct LoadSegment<'a> {
-    /// Index of the program header.
+    /// Index of the segment's program header.
     pub index: usize,
-    /// Link-time (virtual) address.
+    /// Link-time (virtual) address of the segment.
     pub virt: u64,
-    /// Guest-physical address.
+    /// Guest-physical address of the segment.
     pub phys: u64,
-    /// Size in memory, in bytes.
+    /// Size of the segment in memory, in bytes.
     pub mem_bytes: u64,
-    /// Contents in the file.
+    /// Contents of the segment in the file, which may be shorter than the segment in memory.
     pub data: &'a [u8],
     /// `true` if the segment is executable (PF_X).
     pub executable: bool,
@@ -61,9 +61,9 @@ impl LoadSegment<'_> {
 pub struct ElfImage<'a> {
     /// `true` for 64-bit images (ELFCLASS64).
     pub is_64: bool,
-    /// ELF machine, `EM_*`.
+    /// ELF machine number (`EM_*`) of the image.
     pub machine: u16,
-    /// Entry point from the ELF header.
+    /// Virtual address of the entry point, from the ELF header.
     pub entry: u64,
     /// Guest-physical PVH entry point, if a note specifies one.
     pub pvh_entry: Option<u32>,
@@ -71,12 +71,12 @@ pub struct ElfImage<'a> {
     pub is_linux: bool,
     /// PT_LOAD segments with a nonzero size in memory.
     pub segments: Vec<LoadSegment<'a>>,
-    /// Executable code: the executable sections if the image has section headers, otherwise the
-    /// executable segments.
+    /// Executable code of the image. Consists of the executable sections if the image has section
+    /// headers, and of the executable segments otherwise.
     pub code: Vec<CodeBytes<'a>>,
     /// Symbols of the image's symbol table.
     pub symbols: KernelSymbols,
-    /// Sorted addresses of instruction boundaries from the kernel's ORC unwind table.
+    /// Sorted link-time addresses of instruction boundaries, from the kernel's ORC unwind table.
     pub orc_ips: Vec<u64>,
 }
 
@@ -160,7 +160,8 @@ fn parse_class<'a, H: FileHeader<Endian = Endianness>>(
     Ok(image)
 }
 
-/// Reads the program header table. Fails if the table is truncated or has an implausible size.
+/// Returns the program headers of an image. Fails if their table is truncated or has an implausible
+/// size.
 fn program_headers<'a, H: FileHeader<Endian = Endianness>>(
     name: &str,
     data: &'a [u8],
@@ -245,7 +246,7 @@ fn loaded_segments<'a, P: ProgramHeader<Endian = Endianness>>(
     Ok(segments)
 }
 
-/// Information from the notes of an image. Damaged notes are ignored.
+/// PVH entry point and Linux marker from the ELF notes of an image. Damaged notes are ignored.
 #[derive(Debug, Default)]
 struct ElfNotes {
     pvh_entry: Option<u32>,
@@ -273,25 +274,25 @@ impl ElfNotes {
     }
 }
 
-/// A section with contents in the file.
+/// An ELF section with contents in the file.
 #[derive(Clone, Copy, Debug)]
 pub struct ElfSection<'a> {
-    /// Name of the section, or empty if the name is not UTF-8.
+    /// Name of the section; empty if the name is not UTF-8.
     pub name: &'a str,
-    /// Link-time address.
+    /// Link-time address of the section.
     pub virt: u64,
-    /// Contents of the section.
+    /// Contents of the section in the file.
     pub data: &'a [u8],
-    /// `true` for executable sections.
+    /// `true` if the section contains executable code.
     pub executable: bool,
 }
 
 /// Sections and symbols of an ELF file. Damaged sections and symbol tables are omitted.
 #[derive(Debug, Default)]
 pub struct ElfTables<'a> {
-    /// ELF machine, `EM_*`.
+    /// ELF machine number (`EM_*`) of the file.
     pub machine: u16,
-    /// Sections with contents in the file.
+    /// Sections that have contents in the file.
     pub sections: Vec<ElfSection<'a>>,
     /// Symbols of the symbol table. Functions and labels in code have type text, all other symbols
     /// have type data.
@@ -299,7 +300,7 @@ pub struct ElfTables<'a> {
 }
 
 impl<'a> ElfTables<'a> {
-    /// Returns the section with this name.
+    /// Returns the section `name`, or `None` if the file has no such section.
     pub fn section(&self, name: &str) -> Option<&ElfSection<'a>> {
         self.sections.iter().find(|section| section.name == name)
     }
@@ -391,7 +392,7 @@ fn read_tables<'a, H: FileHeader<Endian = Endianness>>(
     Ok(tables)
 }
 
-/// Adds sections and symbols to an image whose program headers have been parsed.
+/// Adds sections and symbols to an image whose program headers have already been parsed.
 fn add_tables<'a>(image: &mut ElfImage<'a>, tables: ElfTables<'a>) {
     for section in tables
         .sections

@@ -4,13 +4,13 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelImageError {
-    /// The file is not in a supported format.
+    /// The file is not a kernel image of a supported format.
     #[error(
         "{name} is not a kernel: {found}; accepted are an x86-64 ELF vmlinux, a bzImage, a multiboot v1 image and an \
          ELF image with a PVH entry point"
     )]
     NotAKernel {
-        /// File name, or `the built-in guest`.
+        /// Name of the file, or `the built-in guest`.
         name: String,
         /// Detected format of the file.
         found: &'static str,
@@ -20,32 +20,32 @@ pub enum KernelImageError {
         "kernel {name} is truncated: {part} needs bytes up to {need_bytes} but the file has {have_bytes}"
     )]
     Truncated {
-        /// File name.
+        /// Name of the file, or `the built-in guest`.
         name: String,
-        /// Name of the truncated part.
+        /// Name of the part that is truncated, such as a header table.
         part: String,
-        /// End offset of the truncated part, in bytes.
+        /// Offset at which the part should end, in bytes.
         need_bytes: u64,
-        /// Size of the file, in bytes.
+        /// Actual size of the file, in bytes.
         have_bytes: u64,
     },
     /// A header field is invalid.
     #[error("kernel {name} is damaged")]
     Malformed {
-        /// File name.
+        /// Name of the file, or `the built-in guest`.
         name: String,
-        /// Description of the damage.
+        /// Type of the damage.
         #[source]
         damage: ImageCorruption,
     },
     /// The bzImage uses a boot protocol older than 2.08.
     #[error("kernel {name} uses boot protocol {major}.{minor:02}; must be 2.08 (Linux 2.6.26) or later")]
     OldProtocol {
-        /// File name.
+        /// Name of the file, or `the built-in guest`.
         name: String,
-        /// Protocol major version.
+        /// Major version of the boot protocol.
         major: u8,
-        /// Protocol minor version.
+        /// Minor version of the boot protocol.
         minor: u8,
     },
     /// The payload uses an unsupported compression method.
@@ -53,7 +53,7 @@ pub enum KernelImageError {
         "kernel {name} is compressed with {method}, which is not supported; supported are gzip, xz, lz4 and zstd: rebuild it, or pass the unpacked vmlinux"
     )]
     UnsupportedCompression {
-        /// File name.
+        /// Name of the file, or `the built-in guest`.
         name: String,
         /// Compression method: bzip2, lzma, lzo or `an unknown method`.
         method: &'static str,
@@ -61,7 +61,7 @@ pub enum KernelImageError {
     /// Decompression failed.
     #[error("kernel {name}: its {method} payload is damaged")]
     Unpack {
-        /// File name.
+        /// Name of the file, or `the built-in guest`.
         name: String,
         /// Compression method: gzip, xz, lz4 or zstd.
         method: &'static str,
@@ -71,7 +71,7 @@ pub enum KernelImageError {
     /// The unpacked payload exceeds the limit.
     #[error("kernel {name}: its {method} payload unpacks to more than {limit_bytes} bytes")]
     UnpackedTooLarge {
-        /// File name.
+        /// Name of the file, or `the built-in guest`.
         name: String,
         /// Compression method: gzip, xz, lz4 or zstd.
         method: &'static str,
@@ -81,7 +81,7 @@ pub enum KernelImageError {
     /// The image has no loadable segment.
     #[error("kernel {name} has no loadable segment")]
     NoSegments {
-        /// File name.
+        /// Name of the file, or `the built-in guest`.
         name: String,
     },
 }
@@ -107,7 +107,7 @@ pub enum ImageCorruption {
     /// Damaged header or header table.
     #[error("{part}")]
     Headers {
-        /// Name of the header.
+        /// Name of the damaged header or header table.
         part: &'static str,
         /// Error of the ELF reader.
         source: object::read::Error,
@@ -115,7 +115,7 @@ pub enum ImageCorruption {
     /// Too many program headers.
     #[error("{count} program headers; must be at most {most}")]
     Segments {
-        /// Number of program headers.
+        /// Number of program headers in the image.
         count: usize,
         /// Maximum number of program headers.
         most: usize,
@@ -123,19 +123,19 @@ pub enum ImageCorruption {
     /// Segment that is larger in the file than in memory.
     #[error("segment {index} has {file_bytes:#x} bytes in the file but {mem_bytes:#x} in memory")]
     SegmentSize {
-        /// Index of the program header.
+        /// Index of the segment's program header.
         index: usize,
-        /// Size in the file (`p_filesz`).
+        /// Size of the segment in the file (`p_filesz`), in bytes.
         file_bytes: u64,
-        /// Size in memory (`p_memsz`).
+        /// Size of the segment in memory (`p_memsz`), in bytes.
         mem_bytes: u64,
     },
     /// Invalid address field in a multiboot header.
     #[error("its multiboot {field} lies {place}")]
     Multiboot {
-        /// Name of the field.
+        /// Name of the invalid header field.
         field: &'static str,
-        /// Description of the invalid location to which the field refers.
+        /// Description of the invalid location to which the header field refers.
         place: &'static str,
     },
 }
@@ -143,24 +143,24 @@ pub enum ImageCorruption {
 /// Error in the blocks of an lz4 payload.
 #[derive(Debug, thiserror::Error)]
 pub enum Lz4BlockError {
-    /// Block size beyond the end of the payload.
+    /// A block ends beyond the end of the payload. The value is the size of the block, in bytes.
     #[error("a block of {0} bytes exceeds the payload")]
     PastEnd(usize),
-    /// The blocks unpack to more bytes than the claimed size.
+    /// The blocks unpack to more bytes than the size stored at the end of the payload.
     #[error("larger than the {0} bytes that its header declares")]
     Larger(u64),
-    /// The blocks unpack to fewer bytes than the claimed size.
+    /// The blocks unpack to fewer bytes than the size stored at the end of the payload.
     #[error("{found} bytes, but its header declares {claimed}")]
     Smaller {
-        /// Unpacked size, in bytes.
+        /// Actual unpacked size of the blocks, in bytes.
         found: usize,
-        /// Size appended by the kernel build, in bytes.
+        /// Unpacked size that the kernel build has stored at the end of the payload, in bytes.
         claimed: u64,
     },
 }
 
 impl KernelImageError {
-    /// Creates a [`KernelImageError::Malformed`] for an invalid header field.
+    /// Creates a [`KernelImageError::Malformed`] for the file `name`.
     pub fn malformed(name: &str, damage: ImageCorruption) -> Self {
         Self::Malformed {
             name: name.into(),

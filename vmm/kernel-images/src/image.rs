@@ -1,4 +1,4 @@
-//! [`KernelImage`]: unwind tables, symbols and type information of a vmlinux.
+//! Unwind tables, symbols and type information of a vmlinux ([`KernelImage`]).
 //!
 //! The image is the ELF file from which the guest was booted (for a bzImage, its unpacked payload).
 //! The operator provides the file, but its contents are treated as untrusted.

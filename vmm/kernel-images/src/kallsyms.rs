@@ -34,17 +34,17 @@ pub enum KallsymsError {
     NoAddresses,
 }
 
-/// Accepted number of symbols in a table.
+/// Numbers of symbols that are accepted in a kallsyms table.
 const SYMBOLS: std::ops::RangeInclusive<u64> = 256..=4_000_000;
-/// Maximum distance from the start of the names to the token table that follows them, in bytes.
+/// Maximum distance in bytes from the start of the symbol names to the token table after them.
 const NAMES_REACH: usize = 32 << 20;
 /// Maximum number of candidates for the token table that are examined. Several may exist, because
 /// memory may contain copies of the table and similar data.
 const MAX_CANDIDATES: usize = 16;
-/// Maximum number of candidates for the name table that are parsed completely, each in a pass over
-/// all names.
+/// Maximum number of candidates for the table of symbol names that are parsed completely. Parsing
+/// one candidate takes a pass over all of its names.
 const MAX_VALIDATIONS: u32 = 64;
-/// Maximum length of an expanded name, in bytes.
+/// Maximum length of a symbol name after its tokens are expanded, in bytes.
 const MAX_NAME: usize = 1024;
 const UPPER_HALF: u64 = 1 << 63;
 /// Start of the kernel mapping, which is the top 2 GiB of the address space.
@@ -54,7 +54,7 @@ struct TokenTable<'d> {
     data: &'d [u8],
     start: usize,
     index: [u16; 256],
-    /// Offset of the end of the token index.
+    /// Offset of the end of the token index, which follows the token table.
     end: usize,
 }
 
@@ -99,19 +99,19 @@ impl<'d> TokenTable<'d> {
     }
 }
 
-/// Location and encoding of the names.
+/// Location and encoding of the table of symbol names.
 struct NameTable {
     count: usize,
-    /// Offset of the symbol count.
+    /// Offset of the number of symbols.
     count_at: usize,
-    /// Offset of the first name.
+    /// Offset of the first symbol name.
     start: usize,
     /// `true` if a name of 128 or more tokens has a length field of two bytes.
     big: bool,
 }
 
-/// Parses the compressed name at offset `at`. Returns the offset of the next name, and the range of
-/// the tokens of this one.
+/// Parses the compressed symbol name at offset `at`. Returns the offset of the next name, and the
+/// range of this name's tokens in `data`. `big` is `true` if a length field may have two bytes.
 fn name_at(data: &[u8], at: usize, big: bool) -> Option<(usize, std::ops::Range<usize>)> {
     let first = usize::from(*data.get(at)?);
     let (len, from) = if big && first & 0x80 != 0 {
@@ -139,7 +139,8 @@ fn is_symbol(text: &[u8]) -> bool {
         && text[1..].iter().all(u8::is_ascii_graphic)
 }
 
-/// Number of names that are checked before a candidate for the name table is parsed completely.
+/// Number of symbol names that are checked before a candidate for the table of symbol names is
+/// parsed completely.
 const PROBED_NAMES: usize = 64;
 
 impl NameTable {
@@ -281,9 +282,9 @@ fn is_plausible(list: &[u64]) -> bool {
     list.iter().filter(|&&a| a >= UPPER_HALF).count() * 2 > list.len()
 }
 
-/// Finds and decodes the kallsyms tables in `data`, which contains `.rodata`, a whole image, or a
-/// kernel's memory in virtual address order. An offset in `data` and the address of the same byte
-/// must be congruent modulo 8.
+/// Finds the kallsyms tables in `data` and returns their symbols. `data` contains `.rodata`, a
+/// whole image, or a kernel's memory in virtual address order. An offset in `data` must be aligned
+/// to 8 bytes if the address of the same byte is.
 pub fn find(data: &[u8]) -> Result<KernelSymbols, KallsymsError> {
     const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
     let mut worst = KallsymsError::NoTokens;

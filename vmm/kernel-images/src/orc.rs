@@ -58,9 +58,9 @@ pub enum OrcFrameKind {
     Undefined,
     /// There is no caller: this frame is the outermost one of the stack.
     End,
-    /// A return address.
+    /// Return address of a call.
     Call,
-    /// Complete `struct pt_regs`.
+    /// Complete `struct pt_regs`, in which the kernel has saved all registers.
     Regs,
     /// Partial `struct pt_regs` that the CPU pushes for an exception: ip, cs, flags, sp, ss.
     RegsPartial,
@@ -85,18 +85,18 @@ pub struct OrcEntry {
 /// Layout of the type and flag bits in ORC entries, which depends on the kernel version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OrcFormat {
-    /// Linux 4.14 to 6.2.
+    /// Entry layout of Linux 4.14 to 6.2.
     V4_14,
-    /// Linux 6.3.
+    /// Entry layout of Linux 6.3.
     V6_3,
-    /// Linux 6.4 and later.
+    /// Entry layout of Linux 6.4 and later.
     V6_4,
 }
 
 /// Error returned for unusable ORC tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OrcError {
-    /// Mismatched section sizes.
+    /// Different numbers of slots in the two sections.
     #[error("the ORC sections disagree: {ips} addresses, {entries} entries")]
     Sizes {
         /// Number of slots in `.orc_unwind_ip`.
@@ -104,26 +104,26 @@ pub enum OrcError {
         /// Number of slots in `.orc_unwind`.
         entries: usize,
     },
-    /// Empty tables.
+    /// Tables without entries.
     #[error("the ORC tables are empty")]
     Empty,
-    /// The addresses span more than 4 GiB, unlike those of any kernel.
+    /// Addresses that span more than 4 GiB, unlike those of any kernel.
     #[error("the ORC tables cover more than 4 GiB")]
     Span,
-    /// The offsets, which were received from another process, do not ascend from 0.
+    /// Offsets, received from another process, that do not ascend from 0.
     #[error("the ORC tables are not sorted")]
     Order,
 }
 
 const IP_SIZE: usize = 4;
-/// Size of an entry, in bytes.
+/// Size of an ORC entry, in bytes.
 pub const ENTRY_SIZE: usize = 6;
 /// Binary logarithm of the block size. Each slot of the block index covers a block of 256 bytes of
 /// text, as in the kernel.
 const BLOCK_SHIFT: u32 = 8;
-/// Maximum size of the block index, in slots per table entry. Real kernels have more entries than
-/// blocks. The limit prevents a table with a few entries scattered over 4 GiB from allocating 64
-/// MiB for the index.
+/// Maximum number of slots in the block index per table entry. Real kernels have more entries than
+/// blocks. Without a limit, a table with a few entries scattered over 4 GiB would need an index of
+/// 64 MiB.
 const BLOCKS_PER_ENTRY: u64 = 4;
 
 /// Returns the sorted addresses of an `.orc_unwind_ip` section at `virt`. Each entry is the signed
@@ -150,7 +150,7 @@ fn slots(virt: u64, data: &[u8]) -> impl Iterator<Item = u64> {
 pub struct OrcTable {
     base: u64,
     format: OrcFormat,
-    /// Offsets from `base`, in ascending order.
+    /// Offset of each entry's address from `base`, in ascending order.
     offsets: Vec<u32>,
     raw: Vec<[u8; ENTRY_SIZE]>,
     /// Block index: for each block of text, the index in `offsets` of the first entry at or after
@@ -220,8 +220,8 @@ impl OrcTable {
         }
     }
 
-    /// Builds a table from offsets and entries. Their numbers must be equal, and the offsets must
-    /// ascend from 0.
+    /// Builds a table and its block index from the entries `raw` and their offsets from `base`.
+    /// There must be one offset per entry, and the offsets must ascend from 0.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "there are fewer entries than 2^32"
@@ -368,7 +368,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Builds the two ORC sections from rows of (address, sp_offset, bp_offset, flags).
+    /// Returns the contents of the sections `.orc_unwind_ip` (at address `at`) and `.orc_unwind`
+    /// for rows of (address, sp_offset, bp_offset, flags).
     fn sections(at: u64, rows: &[(u64, i16, i16, u16)]) -> (Vec<u8>, Vec<u8>) {
         let (mut ips, mut entries) = (Vec::new(), Vec::new());
         for (i, &(ip, sp, bp, f)) in rows.iter().enumerate() {

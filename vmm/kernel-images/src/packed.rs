@@ -8,7 +8,7 @@ use crate::symbols::{KernelSymbols, SymbolsBuilder};
 /// Symbols of a kernel, compressed to save memory.
 #[derive(Debug, Clone, Default)]
 pub struct PackedSymbols {
-    /// LZ4 data with the uncompressed length as a prefix. Empty if there are no symbols.
+    /// LZ4 data with the uncompressed length as a prefix; empty if there are no symbols.
     bytes: Box<[u8]>,
     count: usize,
 }
@@ -93,7 +93,7 @@ impl fmt::Debug for PackedText {
 }
 
 struct DecodedSymbol<'a> {
-    /// Distance from the previous symbol's address.
+    /// Difference between the symbol's address and that of the previous symbol.
     distance: u64,
     size_bytes: u32,
     kind: u8,

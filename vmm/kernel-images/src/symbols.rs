@@ -3,7 +3,7 @@
 #[derive(Debug, Clone, Copy)]
 struct SymbolEntry {
     address: u64,
-    /// Size in bytes, or 0 if unknown.
+    /// Size of the symbol in bytes, or 0 if unknown.
     size_bytes: u32,
     name_at: u32,
     name_len: u16,
@@ -17,15 +17,15 @@ pub struct KernelSymbols {
     entries: Vec<SymbolEntry>,
 }
 
-/// Kernel symbol.
+/// A symbol of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSymbol<'s> {
     /// Address of the symbol as given by its source. Depending on the source, this is a link-time
     /// address, or a run-time address as in a guest's `/proc/kallsyms`.
     pub address: u64,
-    /// Type letter as printed by `nm`.
+    /// Type letter of the symbol, as printed by `nm`.
     pub kind: u8,
-    /// Symbol name.
+    /// Name of the symbol.
     pub name: &'s str,
 }
 
@@ -36,13 +36,13 @@ fn is_text(kind: u8) -> bool {
 /// Start of the upper half of the address space, which contains all kernel addresses. Smaller
 /// symbol values are per-CPU offsets or constants.
 const UPPER_HALF: u64 = 1 << 63;
-/// Maximum name length, in bytes. Longer names are truncated; the kernel limit KSYM_NAME_LEN is
-/// 512.
+/// Maximum length of a symbol name, in bytes. Longer names are truncated. Linux's own limit
+/// (KSYM_NAME_LEN) is 512.
 const MAX_NAME: usize = 1024;
 
 /// Maximum number of symbols. Distribution kernels have 150,000 to 250,000.
 pub const MAX_SYMBOLS: usize = 4_000_000;
-/// Maximum total size of names, in bytes. Distribution kernels have 5,000,000 to 10,000,000.
+/// Maximum total size of symbol names, in bytes. Distribution kernels have 5,000,000 to 10,000,000.
 const MAX_NAMES_BYTES: usize = 128 << 20;
 /// Maximum number of entries that a lookup examines in addition to the nearest one: preceding
 /// entries to find a text symbol, or aliases at the same address.
@@ -56,8 +56,8 @@ pub struct SymbolsBuilder {
 }
 
 impl SymbolsBuilder {
-    /// Adds a symbol. Ignores names that are not ASCII, and all symbols beyond [`MAX_SYMBOLS`] or
-    /// 128 MiB of names, because a guest can create tables of any size.
+    /// Adds a symbol of unknown size. Ignores names that are not ASCII, and all symbols beyond
+    /// [`MAX_SYMBOLS`] or 128 MiB of names, because a guest can create tables of any size.
     pub fn add(&mut self, address: u64, kind: u8, name: &[u8]) {
         self.add_sized(address, 0, kind, name);
     }
@@ -335,8 +335,9 @@ ffffffffc0001000 t in_module	[nf]
         builder.finish().unwrap()
     }
 
-    /// Addresses of multiboot kernels and of the built-in guest are resolved to the symbol that
-    /// contains them. These kernels are linked at low addresses, and their symbols have sizes.
+    /// An address is resolved to the symbol that contains it, according to the sizes of the
+    /// symbols. This also holds for kernels linked at low addresses (multiboot kernels and the
+    /// built-in guest).
     #[test]
     fn address_resolves_to_containing_symbol() {
         let s = sized(&[

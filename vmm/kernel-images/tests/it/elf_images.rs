@@ -66,7 +66,7 @@ const SYMBOLS: [Symbol; 6] = [
 struct ImageShape {
     machine: u16,
     symbols: &'static [Symbol],
-    /// Address of .text (`sh_addr`).
+    /// Address of the .text section (`sh_addr`).
     text_addr: u64,
     banner: &'static [u8],
 }
@@ -167,9 +167,9 @@ fn vmlinux_is_parsed() {
     assert_eq!(address("file.c"), None, "it is no address");
 }
 
-/// Only code that a segment loads is reported as code. A section header may claim that code is at
-/// any address, but the guest executes only code that a segment loads there, and only such code may
-/// be patched for RDPMC.
+/// A code section is reported as code only if a segment loads it at the section's address. A
+/// section header may claim any address, but the guest executes (and the VMM may patch) only loaded
+/// code.
 #[test]
 fn code_must_be_loaded_by_a_segment() {
     let data = vmlinux(&ImageShape {
@@ -357,7 +357,7 @@ proptest! {
         let _ = KernelImage::parse("x", &data);
     }
 
-    /// Random bytes after a valid start of an image do not cause a panic.
+    /// Random bytes after the first bytes of an ELF header do not cause a panic.
     #[test]
     fn random_image_bytes_never_panic(class in 0u8..4, rest in prop::collection::vec(any::<u8>(), 0..300)) {
         let mut data = b"\x7FELF".to_vec();
