@@ -93,9 +93,9 @@ pub struct UserThreadState<'s> {
     /// `true` if the instruction pointer is that of the interrupted instruction, `false` if it is
     /// the return address of a call, which follows the call instruction.
     pub exact_ip: bool,
-    /// Copy of the stack, from the stack pointer upwards.
+    /// Copy of the top of the thread's user stack, from the stack pointer upwards.
     pub stack: &'s [u8],
-    /// `true` if the stack is larger than the copy, so that the copy lacks the outer frames.
+    /// `true` if the thread's stack is larger than the copy, which then lacks the outer frames.
     pub cut: bool,
 }
 
@@ -123,13 +123,13 @@ pub struct Unwinder {
 /// The result of unwinding one stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UnwindResult {
-    /// Reason unwinding ended.
+    /// Reason why unwinding ended.
     pub end: UnwindStop,
     /// `true` if at least one frame was found by its frame pointer instead of a table.
     pub guessed: bool,
 }
 
-/// A frame whose caller is to be computed, and where to look it up in the unwind tables.
+/// A frame whose caller is to be computed, with the addresses for the lookup in the unwind tables.
 #[derive(Clone, Copy)]
 struct FrameLookup<'s> {
     /// Link-time address that is looked up in the unwind tables.
@@ -412,7 +412,8 @@ struct Evaluator<'e, 't, S> {
 }
 
 impl<'t, S: UnwindSection<Slice<'t>>> Evaluator<'_, 't, S> {
-    /// Evaluates an expression. `first` is the initial entry on the expression's own stack.
+    /// Returns the value of a DWARF expression. `first` is the value with which the evaluation
+    /// stack starts.
     fn value(&self, expression: &UnwindExpression<usize>, first: Option<u64>) -> Result<u64, UnwindStop> {
         let expression = expression.get(self.frames).map_err(|_| UnwindStop::NoTable)?;
         let mut eval = Evaluation::new(expression.0, self.entry.cie().encoding());

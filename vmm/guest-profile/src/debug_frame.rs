@@ -16,12 +16,14 @@ use gimli::{
 use kernel_images::le::u32_at;
 use object::{CompressionFormat, Object, ObjectSection};
 
-/// Maximum size of the section, in bytes. The limit for unwind tables in memory is the same.
+/// Maximum size of a `.debug_frame` section, in bytes. The limit for unwind tables in memory is the
+/// same.
 const MAX_SECTION: u64 = 24 << 20;
-/// Maximum number of functions in one file.
+/// Maximum number of functions in the `.debug_frame` section of one file.
 const MAX_FUNCTIONS: usize = 1 << 19;
-/// Maximum length of one CIE, and maximum total length of the CIEs that are parsed, in bytes. The
-/// total is limited because a CIE is parsed again for each of its FDEs.
+/// Maximum length of one CIE (common information entry), and maximum total length of the CIEs that
+/// are parsed, in bytes. The total is limited because a CIE is parsed again for each function that
+/// uses it.
 const MAX_COMMON: u64 = 64 << 10;
 const MAX_COMMON_READ: u64 = 256 << 20;
 /// Size of an address, in bytes.
@@ -37,7 +39,8 @@ pub struct DebugFrames {
 }
 
 impl DebugFrames {
-    /// Reads the section from an ELF file. Returns `None` if the section is missing or damaged.
+    /// Reads the `.debug_frame` section of an ELF file. Returns `None` if the section is missing or
+    /// damaged.
     pub fn of_file(file: &[u8]) -> Option<Self> {
         let file = object::File::parse(file).ok()?;
         let section = file.section_by_name(".debug_frame")?;
@@ -58,7 +61,7 @@ impl DebugFrames {
         Self::parse(bytes)
     }
 
-    /// Builds the index from the contents of the section.
+    /// Builds the index of functions from the contents of a `.debug_frame` section.
     pub(crate) fn parse(bytes: Vec<u8>) -> Option<Self> {
         let bases = BaseAddresses::default();
         let (mut functions, mut left) = (Vec::new(), MAX_COMMON_READ);
@@ -92,7 +95,7 @@ impl DebugFrames {
         (!functions.is_empty()).then_some(Self { bytes, functions })
     }
 
-    /// Returns the section in the representation that `gimli` expects.
+    /// Returns the section as a `gimli` section.
     pub(crate) fn section(&self) -> DebugFrame<EndianSlice<'_, LittleEndian>> {
         section(&self.bytes)
     }
@@ -104,7 +107,7 @@ impl DebugFrames {
         (address < *end).then_some(DebugFrameOffset(usize::try_from(*at).ok()?))
     }
 
-    /// Returns the memory used, in bytes.
+    /// Returns the memory used by the section and its index, in bytes.
     pub(crate) fn size(&self) -> usize {
         self.bytes.len() + size_of_val(&*self.functions)
     }

@@ -40,15 +40,15 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
 const MAX_OPEN_BYTES: u64 = 256 << 20;
 /// Maximum number of metadata bytes read for one file.
 const MAX_METADATA_BYTES: u64 = 64 << 20;
-/// Maximum number of partitions considered.
+/// Maximum number of entries of a partition table that are read.
 const MAX_PARTITIONS: u32 = 128;
-/// Maximum number of block groups, which corresponds to 128 TiB.
+/// Maximum number of block groups of a file system. The limit corresponds to 128 TiB.
 const MAX_GROUPS: u64 = 1 << 20;
 /// Maximum number of symbolic links followed for one path, and maximum length of a path. Both are
 /// the limits of Linux (path_resolution(7)).
 const MAX_LINKS: u32 = 40;
 const LONGEST_PATH: usize = 4096;
-/// Maximum number of path components resolved, including those of symbolic links.
+/// Maximum number of components resolved for one path, including those of symbolic links.
 const MAX_COMPONENTS: u32 = 1000;
 /// Size of a sector, the unit of partition tables, in bytes.
 const SECTOR: u64 = SECTOR_BYTES as u64;
@@ -86,10 +86,10 @@ pub enum DiskError {
     /// The disk has no readable ext4 file system.
     #[error("the disk has no readable ext4 file system{}", .0.as_ref().map_or_else(String::new, |why| format!(": {why}")))]
     NoFileSystem(Option<String>),
-    /// The file does not exist or cannot be read.
+    /// The file does not exist or cannot be read. The value is a message with the reason.
     #[error("{0}")]
     File(String),
-    /// The file exceeds the maximum size.
+    /// The file is larger than the caller permits. The value is that limit, in bytes.
     #[error("larger than {} MiB", .0 >> 20)]
     TooLarge(u64),
     /// A request took too long, or all requests together did. All later requests then fail as well.
@@ -120,7 +120,7 @@ pub struct GuestDisk {
     answers: Receiver<Result<Vec<u8>, DiskError>>,
     /// Total time that requests have waited for the reader thread.
     waited: Duration,
-    /// `true` after a timeout or a panic of the reader thread. All further requests are then
+    /// `true` after a timeout or a panic of the reader thread, when all further requests are
     /// rejected.
     over: bool,
 }
@@ -196,8 +196,8 @@ impl GuestDisk {
         self.answer()
     }
 
-    /// Reads the guest's file `path`, which may have at most `most` bytes. Follows symbolic links
-    /// within the file system.
+    /// Reads the guest's file `path`. Follows symbolic links within the file system. The file may
+    /// have at most `most` bytes.
     ///
     /// # Errors
     /// Returns a [`DiskError`] if the file is missing, unreadable or too large, or if the request
@@ -223,8 +223,8 @@ struct ReadBudget(Rc<RefCell<ReadState>>);
 #[derive(Default)]
 struct ReadState {
     left: u64,
-    /// Contents of each sector at its first read, while repeated reads must return the same data;
-    /// otherwise `None`. Without this, a concurrent write by the guest could invalidate checks that
+    /// Contents of each sector at its first read, by sector number. `None` while sectors are not
+    /// cached. The cache prevents a concurrent write by the guest from invalidating checks that
     /// have already been made.
     kept: Option<HashMap<u64, [u8; SECTOR_BYTES]>>,
 }
@@ -234,7 +234,8 @@ impl ReadBudget {
         self.0.borrow_mut().left = bytes;
     }
 
-    /// Sets whether repeated reads of a sector return the contents of the first read.
+    /// Starts or stops caching sectors. While sectors are cached, repeated reads of a sector return
+    /// the contents of the first read.
     fn keep(&self, keep: bool) {
         self.0.borrow_mut().kept = keep.then(HashMap::new);
     }
@@ -246,8 +247,9 @@ impl ReadBudget {
         Ok(())
     }
 
-    /// Replaces the sectors in `bytes`, which were read at offset `at`, with the contents of their
-    /// first read. Path lookups read whole file system blocks, so all sectors are complete.
+    /// Replaces the contents of `bytes`, which were read at offset `at`, with the cached contents
+    /// of the same sectors. All sectors are complete, because path lookups read whole file system
+    /// blocks.
     fn apply_cached_sectors(&self, at: u64, bytes: &mut [u8]) {
         let Some(kept) = &mut self.0.borrow_mut().kept else {
             return;
@@ -282,7 +284,7 @@ impl Ext4Read for DiskRange {
 
 /// The ext4 file systems of a disk.
 struct FileSystems {
-    /// File systems, starting with the one that appears to be the guest's root.
+    /// File systems of the disk, starting with the one that appears to be the guest's root.
     systems: Vec<Ext4>,
     budget: ReadBudget,
 }
@@ -464,8 +466,9 @@ fn is_ext4(disk: &dyn DiskBytes, start: u64, len: u64) -> Result<bool, Impossibl
     Ok(true)
 }
 
-/// Returns the offset and length of all candidates for a file system: the whole disk, the
-/// partitions of a GUID partition table (UEFI 2.10, 5.3) or the primary partitions of an MBR (5.2).
+/// Returns the offset and the length of each range of the disk that may contain a file system: the
+/// whole disk, and the partitions of a GUID partition table (UEFI 2.10, 5.3) or the primary
+/// partitions of an MBR (5.2).
 fn partitions(disk: &dyn DiskBytes) -> Vec<(u64, u64)> {
     let mut found = vec![(0, disk.len())];
     let mut add = |first: u64, sectors: u64| {

@@ -24,8 +24,8 @@ impl JitMap {
         format!("/tmp/perf-{pid}.map")
     }
 
-    /// Parses a perf map. Stops when the functions occupy `most` bytes of memory. Skips malformed
-    /// lines, including an incomplete last line.
+    /// Parses the contents `bytes` of a perf map. Skips malformed lines, including an incomplete
+    /// last line. Stops when the functions occupy `most` bytes of memory.
     pub fn parse(bytes: &[u8], most: u64) -> Self {
         let complete = bytes
             .iter()

@@ -13,23 +13,24 @@ use kernel_images::image::KernelImage;
 use kernel_images::kallsyms::KallsymsError;
 use serde::{Deserialize, Serialize};
 
-/// The values of the registers that point into the kernel; 0 for an unknown register.
+/// Values of two vCPU registers that hold addresses in the kernel; 0 for an unknown register.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct KernelAnchorRegisters {
-    /// IA32_LSTAR (MSR 0xC0000082).
+    /// Value of IA32_LSTAR (MSR 0xC0000082): the address of the system-call entry point.
     pub lstar: u64,
-    /// Base of the IDT (`sregs.idt.base`).
+    /// Linear address of the interrupt descriptor table.
     pub idt_base: u64,
 }
 
 /// Location at which a guest's kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelLocation {
-    /// Run-time address of any kernel symbol minus its address in the image, wrapping.
+    /// Offset of the running kernel: run-time address of a symbol minus its address in the image,
+    /// wrapping.
     pub slide: u64,
-    /// `true` if the version string in guest memory matches the image. `false` if the image lacks
-    /// the version string or its symbol, or if the string in guest memory cannot be read. The slide
-    /// is then derived only from a register.
+    /// `true` if the version string in guest memory matches that of the image. `false` if the image
+    /// lacks the version string or its symbol, or if the string in guest memory cannot be read, in
+    /// which case only a register determines the slide.
     pub verified: bool,
 }
 
@@ -39,13 +40,14 @@ pub enum LocateError {
     /// The paging mode of the vCPU is unsupported.
     #[error("cannot read the guest's page tables")]
     Mode(#[from] UnsupportedPaging),
-    /// None of the registers points into a kernel yet.
+    /// No register contains a kernel address, because the guest has not started a kernel yet.
     #[error("the guest's kernel has not started yet, or is not 64-bit Linux")]
     NoAnchor,
     /// The image has no symbols, without which the slide cannot be determined.
     #[error("the kernel image has no symbols with which to find its load address")]
     NoSymbols,
-    /// The registers or the version string in guest memory belong to another kernel than the image.
+    /// The guest runs another kernel than the image, according to the registers or to the version
+    /// string in guest memory.
     #[error("the guest runs a different kernel than the given image")]
     OtherKernel,
     /// The kernel's symbol table was not found in guest memory.
@@ -58,20 +60,20 @@ pub enum LocateError {
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 const SLIDE_ALIGN: u64 = 2 << 20;
 const MAX_SLIDE: u64 = 1 << 30;
-/// Maximum number of memory reads to locate a kernel. The limit may be large, because a kernel is
-/// located once and not for each sample.
+/// Maximum number of guest memory reads to locate a kernel. The limit may be high, because a kernel
+/// is located only once and not for each sample.
 const PLACE_READS: u32 = 4096;
 /// Maximum number of bytes of a kernel that are read from memory.
 const MAX_KERNEL: u64 = 128 << 20;
-/// Maximum length of a hole in the memory of a kernel, in bytes. Holes remain where the kernel has
-/// freed its init sections. A longer hole is regarded as the end of the kernel.
+/// Minimum length in bytes of an unmapped range that is regarded as the end of the kernel. Shorter
+/// holes remain where the kernel has freed its init sections.
 const MAX_GAP: u64 = 32 << 20;
 
 fn plausible(slide: u64) -> bool {
     slide.is_multiple_of(SLIDE_ALIGN) && slide < MAX_SLIDE
 }
 
-/// Locates `image` in guest memory.
+/// Determines the location of the running kernel, whose image is `image`.
 pub fn place<M: GuestPhys + ?Sized>(
     mem: &M,
     regs: &GuestRegs,
@@ -127,8 +129,8 @@ pub fn place<M: GuestPhys + ?Sized>(
     }
 }
 
-/// Returns the address of the handler in gate 0 (divide error) of the IDT (Intel SDM vol. 3,
-/// "64-Bit Mode IDT").
+/// Returns the address of the divide-error handler, to which gate 0 of the IDT points (Intel SDM
+/// vol. 3, "64-Bit Mode IDT").
 fn idt_gate<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     idt_base: u64,
@@ -168,8 +170,8 @@ pub fn read_kernel<M: GuestPhys + ?Sized>(
     result
 }
 
-/// Copies the kernel memory around the address `anchor`. Returns the start address and the bytes,
-/// in which holes are zeros. The function is slow.
+/// Copies the mapped kernel memory around the address `anchor`, which takes a long time. Returns
+/// the start address and the bytes. Unmapped holes read as zeros.
 ///
 /// # Errors
 /// Returns [`LocateError::Mode`] if the paging mode of the vCPU is unsupported.
@@ -182,8 +184,8 @@ pub fn memory_around<M: GuestPhys + ?Sized>(
     Ok(mapped_around(&mut space, anchor))
 }
 
-/// Copies the mapped range that contains the address `anchor`. Holes of up to [`MAX_GAP`] bytes are
-/// filled with zeros. The copy ends with the last mapped page.
+/// Copies the mapped kernel memory around the address `anchor`, up to the last mapped page. Returns
+/// the start address and the bytes. Holes shorter than [`MAX_GAP`] bytes read as zeros.
 fn mapped_around<M: GuestPhys + ?Sized>(space: &mut AddressSpace<'_, M>, anchor: u64) -> (u64, Vec<u8>) {
     const CHUNK: u64 = 4096;
     let mut budget = WalkBudget::new(u32::MAX, None);
@@ -237,8 +239,7 @@ mod tests {
     use super::*;
     use crate::testing::TestGuest;
 
-    /// Holes inside a kernel read as zeros, and the hole after its end is not copied. In an earlier
-    /// version, 32 MiB of trailing zeros were copied and searched for kernel tables.
+    /// Holes inside a kernel read as zeros, and the copy ends with the last mapped page.
     #[test]
     fn kernel_memory_has_holes_and_ends_at_last_page() {
         let mut guest = TestGuest::new(64 << 12, false);

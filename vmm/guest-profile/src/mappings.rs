@@ -19,17 +19,17 @@ use crate::task::{ProcessMapping, TaskReader};
 use crate::{GuestPhys, WalkBudget};
 use kernel_images::build_id::{self, BuildId};
 
-/// Number of recently reported mappings that a vCPU remembers.
+/// Maximum number of recently reported mappings that are remembered per vCPU.
 const REMEMBERED: usize = 64;
-/// Time after which a mapping is reported again.
+/// Time after which a mapping that has been reported is reported again.
 const MEMORY: Duration = Duration::from_secs(2);
 /// Maximum number of mappings reported with one sample.
 const PER_SAMPLE: usize = 4;
-/// Maximum length of a reported path, in bytes. A longer path is truncated at its beginning.
+/// Maximum length of a reported path, in bytes. Longer paths lose their beginning.
 pub const MAX_PATH: usize = 240;
 /// Maximum number of guest memory reads for the mappings of one sample.
 const READS: u32 = 1500;
-/// Maximum time for reading the mappings of one sample.
+/// Maximum time for reading the mappings of one sample from guest memory.
 const TIME: Duration = Duration::from_micros(500);
 
 /// Header of a reported mapping. The path follows, padded to a multiple of 8 bytes. The protocol
@@ -44,14 +44,14 @@ struct MappingHeader {
     zero: [u8; 6],
 }
 
-/// Size of `MappingHeader`, in bytes.
+/// Size of a [`MappingHeader`], in bytes.
 const HEAD: usize = size_of::<MappingHeader>();
 const _: () = assert!(HEAD == 32);
 /// Maximum size of the mappings of one sample, in bytes.
 pub const MAX_BYTES: usize = PER_SAMPLE * (2 * HEAD + MAX_PATH + build_id::MAX_BYTES.next_multiple_of(8));
 
-/// Counter of the clients that have started to listen for samples. When it changes, all mappings
-/// are reported again, because the new client does not know them.
+/// Number of times that a client has started to listen for samples. When the number changes, all
+/// mappings are reported again, because the new client does not know them.
 #[derive(Debug, Default)]
 pub struct MappingGeneration(AtomicU64);
 
@@ -79,9 +79,9 @@ pub struct ReportedMapping<'a> {
     pub path: &'a str,
 }
 
-/// Identifies an address space by the process ID and the address of the process's memory descriptor
-/// (`mm_struct`). A process gets a new descriptor on exec, and another process may reuse the old
-/// one.
+/// Identifier of an address space: the process ID, and the address of the process's memory
+/// descriptor (`mm_struct`). A process gets a new descriptor on exec, and another process may reuse
+/// the old one.
 pub type AddressSpaceId = (u32, u64);
 
 #[derive(Clone, Copy, Debug)]
@@ -198,13 +198,15 @@ impl MappingReporter {
     }
 }
 
-/// Names of the vDSO and of anonymous memory, as in perf.
+/// Name that perf uses for the mapping of the vDSO, and name for anonymous memory.
 const VDSO: &str = "[vdso]";
 const ANONYMOUS: &str = "//anon";
 
-/// Returns the name of a mapping in the process memory `mm` (the address of a memory descriptor).
-/// The name is the path of the mapped file, written to `buf` (at most [`MAX_PATH`] bytes), or the
-/// name that perf uses for memory without a file. Returns `None` if the budget is exhausted.
+/// Returns the name of a mapping of the process with the memory descriptor at `mm`: the path of the
+/// mapped file, or perf's name for memory without a file. Returns `None` if the budget is
+/// exhausted.
+///
+/// A path is written to `buf` and has at most [`MAX_PATH`] bytes.
 pub fn name_of<'b, M: GuestPhys + ?Sized>(
     reader: &mut TaskReader<'_, '_, M>,
     mm: u64,
@@ -240,7 +242,8 @@ fn put(out: &mut [u8], mapping: &ProcessMapping, path: &[u8]) -> usize {
     len
 }
 
-/// Parses the entries written by [`MappingReporter::report`].
+/// Iterates over the entries written by [`MappingReporter::report`]: each header with its path or
+/// build ID.
 fn entries(mut bytes: &[u8]) -> impl Iterator<Item = (MappingHeader, &[u8])> {
     std::iter::from_fn(move || {
         let (head, rest) = MappingHeader::ref_from_prefix(bytes).ok()?;

@@ -12,7 +12,7 @@ use vm_memory::{
 /// Read access to guest-physical memory. Implementations must not allocate memory or access
 /// devices.
 pub trait GuestPhys {
-    /// A page of guest memory.
+    /// Handle of a page of guest memory.
     type Page<'a>: MappedGuestPage
     where
         Self: 'a;
@@ -50,8 +50,8 @@ pub trait GuestPhys {
 
 /// A page of guest memory that can be read repeatedly without another lookup.
 pub trait MappedGuestPage {
-    /// Fills `buf` from `offset`. Returns `false` if the range exceeds the page or RAM, in which
-    /// case the contents of `buf` are unspecified.
+    /// Fills `buf` from offset `offset` in the page. Returns `false` if the range exceeds the page
+    /// or RAM, in which case the contents of `buf` are unspecified.
     fn read(&self, offset: usize, buf: &mut [u8]) -> bool;
 
     /// Reads the 8 bytes at `offset` in little-endian order.
@@ -109,7 +109,7 @@ impl MappedGuestPage for VolatileSlice<'_> {
     }
 }
 
-/// RAM that starts at address 0, for tests and memory files.
+/// Guest RAM that starts at guest-physical address 0. Used for tests and for memory files.
 impl GuestPhys for [u8] {
     type Page<'a> = &'a [u8];
 
@@ -137,16 +137,18 @@ pub struct GuestRegs {
     pub rip: u64,
     pub rsp: u64,
     pub rbp: u64,
-    /// RCX. SYSCALL saves the user's RIP in RCX and the user's RFLAGS in R11 (SDM vol. 2, SYSCALL).
+    /// Value of RCX. SYSCALL saves the user's RIP in RCX and the user's RFLAGS in R11 (SDM vol. 2,
+    /// SYSCALL).
     pub rcx: u64,
-    /// RDX. The kernel's unwind tables use RDX, RDI, R10 and R13 for code written in assembly.
+    /// Value of RDX. In code written in assembly, the kernel's unwind tables refer to RDX, RDI, R10
+    /// and R13.
     pub rdx: u64,
     pub rdi: u64,
     pub r10: u64,
     pub r11: u64,
     pub r13: u64,
-    /// RAX. User programs are unwound with RAX and the following registers if their unwind tables
-    /// are used.
+    /// Value of RAX. This register and the following ones are used only to unwind user programs by
+    /// their unwind tables.
     pub rax: u64,
     pub rbx: u64,
     pub rsi: u64,
@@ -164,14 +166,15 @@ pub struct GuestRegs {
     pub cpl: u8,
     /// CS.L: `true` for a 64-bit code segment.
     pub code64: bool,
-    /// GS base that is active in the interrupted code.
+    /// Active GS base of the interrupted code.
     pub gs_base: u64,
-    /// IA32_KERNEL_GS_BASE (MSR 0xC0000102), the inactive GS base; 0 if unknown.
+    /// Inactive GS base (IA32_KERNEL_GS_BASE, MSR 0xC0000102), which SWAPGS activates; 0 if
+    /// unknown.
     pub kernel_gs_base: u64,
     /// Base of the task state segment, which contains the stack pointers that the CPU and the
     /// kernel's entry code use.
     pub tss_base: u64,
-    /// Base of the interrupt descriptor table.
+    /// Linear address of the interrupt descriptor table.
     pub idt_base: u64,
 }
 
@@ -192,14 +195,13 @@ impl GuestRegs {
     }
 }
 
-/// Limits of a walk through guest memory: the number of memory reads, and optionally the time. All
-/// walks of one sample share one budget.
+/// Limits of the reads from guest memory for one sample: their number, and optionally their time.
 ///
-/// After every few memory reads, the budget reads the clock and charges the time since its previous
-/// clock read, but at most a quarter of the time limit. The first clock read charges nothing. Short
-/// walks, the common case, never read the clock. A thread that is preempted once is therefore not
-/// charged for the whole interruption. A guest that makes reads slow (for example by pages that the
-/// host must fault in) exhausts the budget after four slow intervals.
+/// The budget checks the time after every few reads, and charges the time since its previous check,
+/// but at most a quarter of the time limit. Walks with fewer reads, the common case, never read the
+/// clock. The first check charges nothing. A thread that is preempted once is therefore not charged
+/// for the whole interruption. A guest that makes reads slow (for example by pages that the host
+/// must fault in) exhausts the budget after four slow intervals.
 #[derive(Debug, Clone)]
 pub struct WalkBudget {
     reads_left: u32,
@@ -231,7 +233,7 @@ impl WalkBudget {
     /// Number of memory reads between two clock reads.
     const CLOCK_EVERY: u32 = 16;
 
-    /// Creates a budget of at most `reads` memory reads and, if given, at most `time`.
+    /// Creates a budget of `reads` memory reads and, if `time` is given, of this time.
     pub fn new(reads: u32, time: Option<Duration>) -> Self {
         Self {
             reads_left: if time == Some(Duration::ZERO) { 0 } else { reads },

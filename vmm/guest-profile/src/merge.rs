@@ -25,30 +25,30 @@ use std::collections::VecDeque;
 
 use perf_core::pmu::host::{GuestSample, SampleOrigin};
 
-/// Number of light samples between two decisions about the mode: light mode (mostly light samples)
-/// or full mode (full samples only).
+/// Minimum number of light samples between two decisions about the mode: light mode (mostly light
+/// samples) or full mode (full samples only).
 const WINDOW: u64 = 40;
-/// Number of light samples between two decisions about the share of KVM's own work. With this
-/// number, a true share of 10 % is not measured as 20 %.
+/// Minimum number of light samples from which the share of KVM's own work is computed. With fewer
+/// samples, a true share of 10 % might be measured as 20 %.
 const WORK_WINDOW: u64 = 10 * WINDOW;
 /// Number of full samples that are evaluated in full mode before a return to light mode is
 /// considered.
 const FULL_WINDOW: u32 = 100;
-/// Share of unseen time above which full mode starts. Unseen time is the time in which light
-/// samples show the host's kernel instead of the guest.
+/// Maximum share of unseen time in light mode. Full mode starts above it. Unseen time is the time
+/// in which light samples show the host's kernel instead of the guest.
 ///
-/// Below this limit, on hosts where KVM emulates the guest's kernel, the few full samples in the
-/// guest's kernel represent all unseen time. Its amount is known, and its distribution over
-/// functions is accurate to one or two percentage points after several seconds.
+/// If KVM emulates the guest's kernel, the few full samples in that kernel represent all unseen
+/// time. Up to this limit, the result is accurate to one or two percentage points per function
+/// after several seconds.
 const UNSEEN_LIMIT: f64 = 0.20;
-/// Limit for the return from full mode to light mode. The share of full samples in the guest's
-/// kernel, or of KVM's own work, must be lower.
+/// Share of full samples in the guest's kernel, or of KVM's own work, below which light mode starts
+/// again.
 const KERNEL_LIMIT: f64 = 0.15;
-/// Margin by which unseen time must exceed an earlier share of unseen time that was not guest code,
-/// before full mode starts again.
+/// Amount by which unseen time must exceed its share at the last switch to full mode, if the unseen
+/// time was not guest code then, before full mode starts again.
 const MARGIN: f64 = 0.05;
-/// Maximum time that a light sample waits for the next full sample, from which it may take its
-/// task, in nanoseconds.
+/// Maximum time in nanoseconds that a light sample waits for the next full sample. The light sample
+/// may get the task of that full sample.
 const MAX_WAIT_NS: u64 = 500_000_000;
 /// Maximum share of a vCPU's time for which full samples may stop it, in light mode and in full
 /// mode.
@@ -65,30 +65,30 @@ const MAX_PENDING: usize = 1 << 16;
 pub struct LightSample {
     /// Time of the sample, in nanoseconds on the clock that the VM's own samples use.
     pub time_ns: u64,
-    /// Instruction pointer.
+    /// Guest instruction pointer at the sample.
     pub ip: u64,
     /// `true` if the guest ran at privilege level 3, according to the host's kernel.
     pub user: bool,
-    /// Number of events that the sample represents.
+    /// Number of events that the light sample represents.
     pub period: u64,
 }
 
-/// Guest task that was running when a full sample (a sample taken by the VM) was taken.
+/// The guest task that a full sample (a sample taken by the VM) found running.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampledGuestTask {
     /// Time of the full sample, in nanoseconds.
     pub time_ns: u64,
-    /// Guest process ID.
+    /// Guest process ID of the task.
     pub pid: u32,
-    /// Guest thread ID.
+    /// Guest thread ID of the task.
     pub tid: u32,
-    /// CR3.
+    /// CR3 of the vCPU while the task was running.
     pub cr3: u64,
     /// `true` for a kernel thread, which never runs user code.
     pub kernel_thread: bool,
 }
 
-/// Numbers of samples in a merged profile, by origin. Reported to the user.
+/// Number of samples in a merged profile by origin, as reported to the user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleTotals {
     /// Number of light samples (taken by the host's kernel) in the profile.
@@ -111,12 +111,12 @@ enum MergeMode {
     Full,
 }
 
-/// Parameters of the merge: how the host samples the guest, and how often the VM takes full
-/// samples.
+/// Parameters of merging light samples (taken by the host's kernel) with full samples (taken by the
+/// VM).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SampleMergeConfig {
-    /// Number of events per light sample (a sample taken by the host's kernel); `None` to use the
-    /// period stored in each sample.
+    /// Period of the light samples (taken by the host's kernel), in events. `None` to use the
+    /// period that is stored in each sample.
     pub period: Option<u64>,
     /// Difference between the clocks of the two streams, in nanoseconds. Subtracted from the time
     /// of a light sample (taken by the host's kernel) to obtain the time on the VM's clock.
@@ -124,12 +124,12 @@ pub struct SampleMergeConfig {
     /// `true` if KVM emulates the guest's kernel on this host. Samples taken by the host's kernel
     /// then cannot show the guest's kernel.
     pub interpreted: bool,
-    /// Number of sample periods per full sample (a sample taken by the VM) in light mode. The
-    /// minimum of this number if [`Self::adapt_to_ns`] is given.
+    /// Minimum number of sample periods per full sample (a sample taken by the VM) in light mode.
+    /// The number is constant unless [`Self::adapt_to_ns`] is given.
     pub chain_every: u32,
-    /// Time between two samples of a running vCPU by the host's kernel, in nanoseconds. If given,
-    /// the VM takes full samples less often when they are expensive. `None` for a fixed ratio of
-    /// full samples.
+    /// Interval at which the host's kernel samples a running vCPU, in nanoseconds. If given, the VM
+    /// takes full samples less often when they stop the vCPU for too long. `None` for a fixed ratio
+    /// of full samples.
     pub adapt_to_ns: Option<u64>,
 }
 
@@ -147,35 +147,37 @@ pub struct SampleMerger {
     since_ns: u64,
     pending: VecDeque<LightSample>,
     whose: VecDeque<SampledGuestTask>,
-    /// Most recent full sample of a user task before the first entry of `whose`.
+    /// Most recent full sample of a user task that is older than all entries of `whose`.
     program: Option<SampledGuestTask>,
-    /// Number of events for which light samples showed the host's kernel. These events are assigned
-    /// to the next full sample in the guest's kernel. Used only if KVM emulates that kernel.
+    /// Number of events for which light samples showed the host's kernel and which the next full
+    /// sample in the guest's kernel will represent. Used only if KVM emulates the guest's kernel.
     unseen: u64,
-    /// Number of events that the VM has counted and that no sample represents yet. Negative if
-    /// samples represent more events than have been counted.
+    /// Number of events that the VM has counted minus number of events that samples represent.
+    /// Negative if samples represent more events than the VM has counted so far.
     uncovered: i64,
-    /// Time up to which light samples have been subtracted from `uncovered`.
+    /// Time up to which the periods of light samples have been subtracted from `uncovered`, in
+    /// nanoseconds.
     covered_until_ns: u64,
     /// `true` from the switch to full mode until its first full sample.
     first: bool,
-    /// Numbers of samples since the last decision about the mode: light samples of the guest, light
-    /// samples of the host, full samples, and full samples in the guest's kernel.
+    /// Number of samples of each type since the last decision about the mode: light samples of the
+    /// guest, light samples of the host, full samples, and full samples in the guest's kernel.
     guest: u64,
     host: u64,
     full: u32,
     full_kernel: u32,
     /// `true` once any light sample has shown the guest.
     ever_seen: bool,
-    /// Share of unseen time above which full mode starts, and the share that caused the last switch
-    /// to full mode.
+    /// Share of unseen time above which full mode starts, and share of unseen time at the last
+    /// decision in light mode. Unseen time is the time in which light samples show the host's
+    /// kernel.
     limit: f64,
     share: f64,
     totals: SampleTotals,
 }
 
 impl SampleMerger {
-    /// Creates a merger without samples.
+    /// Creates a merger without samples, in light mode.
     pub fn new(terms: SampleMergeConfig) -> Self {
         Self {
             terms,
@@ -186,7 +188,7 @@ impl SampleMerger {
         }
     }
 
-    /// Returns the sample counts so far.
+    /// Returns the numbers of samples merged so far.
     pub fn totals(&self) -> SampleTotals {
         self.totals
     }
@@ -204,8 +206,8 @@ impl SampleMerger {
         }
     }
 
-    /// Adds a sample taken by the host's kernel. When both rings are drained, add these samples
-    /// before the full samples of the same time.
+    /// Adds a light sample (a sample taken by the host's kernel). When both rings are drained,
+    /// light samples must be added before full samples of the same time.
     pub fn light(&mut self, sample: GuestSample) {
         let time_ns = sample.time_ns.saturating_sub(self.terms.clock_offset_ns);
         let period = self.terms.period.unwrap_or(sample.period);
@@ -241,8 +243,9 @@ impl SampleMerger {
         }
     }
 
-    /// Adds a full sample (a sample taken by the VM) of `period` events, which found the task
-    /// `whose` at privilege level `cpl`. Returns the weight of the sample in the profile.
+    /// Adds a full sample (a sample taken by the VM), and returns its weight in the profile, in
+    /// events. The VM counted `period` events since the previous full sample. The vCPU was running
+    /// the task `whose` at privilege level `cpl`.
     pub fn full(&mut self, whose: SampledGuestTask, cpl: u8, period: u64) -> u64 {
         self.full = self.full.saturating_add(1);
         self.full_kernel = self.full_kernel.saturating_add(u32::from(cpl != 3));
@@ -320,8 +323,8 @@ impl SampleMerger {
         self.pending.remove(nearest?)
     }
 
-    /// Passes light samples to `emit`, each with the task assigned to it, or with `None` if no task
-    /// is known. A light sample is passed once no full sample can follow that is nearer in time.
+    /// Passes to `emit` each light sample that no later full sample can be nearer to in time. The
+    /// sample is passed with the task assigned to it, or with `None` if no task is known.
     pub fn settle(&mut self, now_ns: u64, mut emit: impl FnMut(LightSample, Option<SampledGuestTask>)) {
         let newest_ns = self.whose.back().map_or(0, |w| w.time_ns);
         let due = newest_ns.max(now_ns.saturating_sub(MAX_WAIT_NS));
@@ -384,8 +387,8 @@ impl SampleMerger {
         }
     }
 
-    /// Returns the minimum number of sample periods per full sample at which full samples stop the
-    /// vCPU for at most the permitted share of time.
+    /// Returns the minimum number of sample periods per full sample that the limit on the vCPU's
+    /// stopped time permits.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -408,8 +411,8 @@ impl SampleMerger {
         (every.ceil() as u32).clamp(least, least.max(2000))
     }
 
-    /// Decides about the mode (light or full) and about the rate of full samples. Returns the new
-    /// number of sample periods per full sample, or `None` if nothing changes.
+    /// Decides about the mode (light or full) and the ratio of full samples. Returns the new number
+    /// of sample periods per full sample, or `None` if the number remains the same.
     pub fn decide(&mut self, now_ns: u64) -> Option<u32> {
         let to = match self.mode {
             MergeMode::Light => self
@@ -691,8 +694,8 @@ mod tests {
         assert_eq!(m.decide(3000), Some(20), "only programs run");
     }
 
-    /// If every 20th period ends with a full sample, the others end with light samples, and no
-    /// sample is lost, all samples have the same weight.
+    /// If no sample is lost, all samples have the same weight. Each 20th sample in this test is a
+    /// full one, and the others are light ones.
     #[test]
     fn samples_have_equal_weight_without_loss() {
         let mut m = merge(false);

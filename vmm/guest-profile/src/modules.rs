@@ -27,7 +27,7 @@ const MAX_DYNAMIC: u64 = 16 << 10;
 const MAX_SYMBOLS: u64 = 1 << 18;
 /// Maximum size of all names of one file, in bytes.
 const MAX_STRINGS: u64 = 16 << 20;
-/// Maximum size of the unwind tables of one file, in bytes. Chromium has 14 MiB.
+/// Maximum size of the unwind tables of one file, in bytes. Those of Chromium have 14 MiB.
 const MAX_TABLES: u64 = 24 << 20;
 /// Maximum size of the sorted index of the unwind tables, in bytes.
 const MAX_INDEX: u64 = 8 << 20;
@@ -42,20 +42,20 @@ struct ModuleSegment {
     file_len: u64,
 }
 
-/// Locations of the tables of an ELF file, at link-time addresses.
+/// Link-time addresses of an ELF file's segments and tables.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ModuleLayout {
     loads: Vec<ModuleSegment>,
     /// Link-time address and length of the dynamic section.
     dynamic: Option<(u64, u64)>,
     eh_frame_hdr: Option<(u64, u64)>,
-    /// Link-time virtual address of the page that contains the first byte of the file.
+    /// Link-time address of the page to which the first byte of the file is mapped.
     first: u64,
 }
 
 impl ModuleLayout {
-    /// Parses the headers at the start of a file. Returns `None` unless it is a 64-bit ELF file for
-    /// x86-64.
+    /// Parses the ELF header and the program headers, which `beginning` contains. Returns `None` if
+    /// the file is not a 64-bit ELF file for x86-64.
     pub fn parse(beginning: &[u8]) -> Option<Self> {
         const ELF_OF_64_BITS: &[u8] = b"\x7fELF\x02\x01";
         const X86_64: u16 = 62;
@@ -98,8 +98,8 @@ impl ModuleLayout {
         base.wrapping_sub(self.first)
     }
 
-    /// Returns the end of the part of a segment that is loaded from the file, for the segment that
-    /// contains the link-time address `address`. The end is a link-time address.
+    /// Returns the end of the file contents in the segment that contains `address`. Both are
+    /// link-time addresses.
     fn end_of_segment(&self, address: u64) -> Option<u64> {
         let load = self.loads.iter().find(|load| {
             address
@@ -147,14 +147,14 @@ struct ModuleFunction {
     name: String,
 }
 
-/// An exported function.
+/// A function that a program or library exports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportedFunction<'m> {
-    /// Demangled, printable name.
+    /// Demangled function name without control characters.
     pub name: &'m str,
-    /// Link-time start address.
+    /// Link-time address of the first byte of the function.
     pub start: u64,
-    /// Link-time end address, exclusive.
+    /// Link-time address of the first byte after the function.
     pub end: u64,
 }
 
@@ -220,7 +220,7 @@ impl LoadedModule {
         Some(module)
     }
 
-    /// Creates a module that contains only these unwind tables.
+    /// Creates a module that has the unwind tables `tables` and no symbols.
     #[cfg(test)]
     pub(crate) fn of_tables(tables: UnwindTables) -> Self {
         Self {
@@ -229,7 +229,7 @@ impl LoadedModule {
         }
     }
 
-    /// Creates a module that contains only these `.debug_frame` tables.
+    /// Creates a module that has the `.debug_frame` tables `frames` and no symbols.
     #[cfg(test)]
     pub(crate) fn of_debug_frames(frames: DebugFrames) -> Self {
         Self {
@@ -256,9 +256,10 @@ impl LoadedModule {
         })
     }
 
-    /// Returns the link-time start and end (exclusive) of a function without a name that contains
-    /// the link-time address `address`. The bounds come from the index of the unwind tables. Code
-    /// without an unwind entry is attributed to the preceding function.
+    /// Returns the link-time start and end (exclusive) of the function that contains the link-time
+    /// address `address`, for a function without a name. The start addresses in the index of the
+    /// unwind tables determine the bounds, so code without an unwind entry belongs to the preceding
+    /// function.
     pub fn unnamed_function(&self, address: u64) -> Option<(u64, u64)> {
         let after = self.starts.partition_point(|start| *start <= address);
         let start = *self.starts.get(after.checked_sub(1)?)?;
@@ -278,7 +279,7 @@ impl LoadedModule {
         self.functions.is_empty()
     }
 
-    /// Returns the unwind tables, if they were read.
+    /// Returns the module's unwind tables, or `None` if they were not read.
     pub fn tables(&self) -> Option<&UnwindTables> {
         self.tables.as_ref()
     }
@@ -301,7 +302,7 @@ impl LoadedModule {
     }
 }
 
-/// The symbol-related entries of a dynamic section.
+/// Addresses of the symbol, string and hash tables, from the dynamic section of a file.
 #[derive(Default)]
 struct Dynamic {
     symbols: Option<u64>,
@@ -339,8 +340,8 @@ impl Dynamic {
         found
     }
 
-    /// Returns the number of symbols. The dynamic section does not contain this number, so it is
-    /// derived from the hash table, which is of the System V or the GNU type.
+    /// Returns the number of symbols, which the dynamic section does not contain. The number is
+    /// derived from the System V or GNU hash table.
     fn count(&self, read: &mut ReadProcessMemory<'_>, bias: u64) -> Option<u64> {
         if let Some(at) = self.gnu_hash {
             return gnu_count(read, at.wrapping_add(bias));
@@ -352,8 +353,7 @@ impl Dynamic {
 }
 
 /// Returns the number of symbols according to the GNU hash table at the run-time address `at`. The
-/// chain that starts at the highest symbol index contains the last symbol, so the number is the
-/// last index of this chain plus one.
+/// chain that starts at the highest symbol index ends with the last symbol.
 fn gnu_count(read: &mut ReadProcessMemory<'_>, at: u64) -> Option<u64> {
     const HEAD: u64 = 16;
     const CHUNK: u64 = 4096;
@@ -452,16 +452,17 @@ fn function(symbol: &[u8; 24], strings: &[u8], layout: &ModuleLayout) -> Option<
     })
 }
 
-/// Returns `.eh_frame_hdr` and its link-time address.
+/// Returns the contents and the link-time address of `.eh_frame_hdr`, the index of the unwind
+/// tables.
 fn index(read: &mut ReadProcessMemory<'_>, layout: &ModuleLayout, bias: u64) -> Option<(Vec<u8>, u64)> {
     let (index_at, len) = layout.eh_frame_hdr?;
     let index = read(index_at.wrapping_add(bias), len.min(MAX_INDEX))?;
     Some((index, index_at))
 }
 
-/// Returns the sorted start addresses of the functions in the index. Returns an empty list if a
-/// part of the index is not mapped and therefore reads as zeros, because functions would be missing
-/// from the list.
+/// Returns the sorted start addresses of the functions in the index of the unwind tables. If a part
+/// of the index is unmapped (and reads as zeros), functions would be missing, so the result is
+/// empty.
 fn function_starts(index: &[u8], index_at: u64) -> Vec<u64> {
     let bases = gimli::BaseAddresses::default().set_eh_frame_hdr(index_at);
     let header = gimli::EhFrameHdr::new(index, gimli::LittleEndian).parse(&bases, 8);
@@ -634,8 +635,8 @@ pub(crate) mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 
-        /// If the headers, the dynamic section and the tables of a C library are randomly
-        /// corrupted, the reads that the parser requests stay within the limits.
+        /// The memory reads of the module parser stay within its limits if the headers, the dynamic
+        /// section and the tables of a C library are randomly corrupted.
         #[test]
         fn hostile_module_reads_stay_bounded(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u64>(), 0u8..4), 1..12),

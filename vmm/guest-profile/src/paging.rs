@@ -27,10 +27,10 @@ pub enum UnsupportedPaging {
     /// CR0.PG is clear, so addresses are physical.
     #[error("paging is off")]
     PagingOff,
-    /// 32-bit paging with two levels.
+    /// The vCPU uses 32-bit paging with two levels.
     #[error("the guest uses 32-bit paging")]
     Legacy,
-    /// PAE paging outside long mode.
+    /// The vCPU uses PAE paging outside long mode.
     #[error("the guest uses PAE paging outside long mode")]
     Pae,
 }
@@ -39,27 +39,27 @@ pub enum UnsupportedPaging {
 /// internal error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TranslationFault {
-    /// The address is not canonical.
+    /// The virtual address is not canonical.
     NonCanonical,
     /// A page-table entry is not present. The value is its level: 5 (PML5) or 4 (PML4) down to 1
     /// (page table).
     NotPresent(u8),
-    /// A page-table entry has a reserved bit set. The value is its level.
+    /// A page-table entry has a reserved bit set. The value is the level of the entry, 5 to 1.
     Reserved(u8),
     /// A page table, or the page itself, is outside RAM.
     OutsideMemory,
-    /// The budget is exhausted.
+    /// The budget of memory reads or time is exhausted.
     Spent,
 }
 
 /// A translated address and its page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageTranslation {
-    /// Guest-physical address.
+    /// Guest-physical address to which the virtual address is mapped.
     pub gpa: u64,
     /// Size of the page in bytes: 4 KiB, 2 MiB or 1 GiB.
     pub page_size: u64,
-    /// `true` if all levels allow user access.
+    /// `true` if the entries of all levels permit user access to the page.
     pub user: bool,
 }
 
@@ -69,7 +69,7 @@ struct CachedPage<P> {
     number: u64,
     /// Guest-physical address of the page.
     base: u64,
-    /// The page; `None` if it is outside RAM.
+    /// The page in guest memory; `None` if it is outside RAM.
     ram: Option<P>,
 }
 
@@ -82,13 +82,13 @@ const CACHE_SLOTS: usize = 8;
 /// cache (SDM vol. 3 §5.10.3).
 #[derive(Clone, Copy)]
 struct LastTable {
-    /// Prefix that all addresses covered by the table share, and the number of bits by which an
-    /// address is shifted right to obtain its prefix.
+    /// Upper bits that all virtual addresses covered by the table share, and number of lower bits
+    /// that are not among them.
     prefix: u64,
     prefix_shift: u32,
     level: u8,
     table: u64,
-    /// `true` if all levels above the table allow user access.
+    /// `true` if the entries of all levels above the table permit user access.
     user: bool,
 }
 
@@ -97,9 +97,9 @@ pub fn has_five_levels(regs: &GuestRegs) -> bool {
     regs.cr4 & CR4_LA57 != 0
 }
 
-/// Address space of the guest, consisting of a root table and its depth, with a small cache of
-/// 4-KiB translations. Create a new one for each sample, because the guest may change its tables at
-/// any time.
+/// Address space of the guest, given by the root of its page tables and the number of levels.
+/// Caches a few translations. Create a new value for each sample, because the guest may change its
+/// page tables at any time.
 pub struct AddressSpace<'m, M: GuestPhys + ?Sized> {
     phys: &'m M,
     root: u64,
@@ -150,7 +150,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Self::with_root(self.phys, self.root & !PAGE, self.levels == 5)
     }
 
-    /// Returns the guest memory.
+    /// Returns the guest memory in which the page tables are.
     pub fn phys(&self) -> &'m M {
         self.phys
     }
@@ -238,7 +238,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         unreachable!("level 1 always returns")
     }
 
-    /// Fills `buf` from the guest-virtual address `gva`, page by page.
+    /// Fills `buf` from the guest-virtual address `gva`. The memory may cross page boundaries.
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read(
         &mut self,
@@ -316,7 +316,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(u64::from_le_bytes(raw))
     }
 
-    /// Reads the 8-byte words at `gva` and at the following address.
+    /// Reads the two consecutive 8-byte words at `gva`.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_pair(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<(u64, u64), TranslationFault> {
@@ -336,7 +336,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok((first, self.read_u64(second, budget)?))
     }
 
-    /// Reads the `N` bytes (at most 8) at `gva`.
+    /// Reads `N` bytes (at most 8) at `gva`. Faster than [`Self::read`] within one page.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_few<const N: usize>(

@@ -15,14 +15,14 @@ use perf_core::error_line;
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, open, openat2};
 use rustix::io::Errno;
 
-/// A symbol for a user address.
+/// Function of a user program that contains an address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UserSymbol {
-    /// Demangled function name.
+    /// Demangled name of the function.
     pub name: String,
-    /// Offset into the function, in bytes.
+    /// Offset of the address from the start of the function, in bytes.
     pub offset: u64,
-    /// Length of the function, in bytes; 1 if the file does not contain the function's size.
+    /// Length of the function in bytes; 1 if the file does not contain the length.
     pub length: u64,
 }
 
@@ -35,7 +35,7 @@ pub enum GuestFileError {
         /// Path of the file on the host, below the directory in which the guest's files are
         /// mounted.
         path: PathBuf,
-        /// Error of the host.
+        /// I/O error of the host.
         #[source]
         source: std::io::Error,
     },
@@ -45,7 +45,7 @@ pub enum GuestFileError {
         /// Path of the file on the host, below the directory in which the guest's files are
         /// mounted.
         path: PathBuf,
-        /// Maximum size, in bytes.
+        /// Maximum size of the file, in bytes.
         most: u64,
     },
     /// The file cannot be read from the guest's disk.
@@ -53,7 +53,7 @@ pub enum GuestFileError {
     Disk {
         /// Path of the file in the guest.
         path: String,
-        /// Cause of the failure.
+        /// Error of reading the guest's disk.
         #[source]
         source: DiskError,
     },
@@ -66,7 +66,7 @@ pub enum GuestFileError {
     /// The file is not a valid ELF file.
     #[error("{path} is not an ELF file")]
     Elf {
-        /// Path of the file in the guest.
+        /// Path of the invalid file.
         path: PathBuf,
         /// Error of the ELF parser.
         #[source]
@@ -75,8 +75,8 @@ pub enum GuestFileError {
 }
 
 const MAX_FILE: u64 = 1 << 30;
-/// Maximum memory for the functions of one file, in bytes. A limit on the file size is not
-/// sufficient, because all symbols may have the same long name.
+/// Maximum memory for the function names and addresses of one file, in bytes. The size of the file
+/// is no sufficient limit, because many symbols may share one long name in the file.
 const MAX_FILE_MEMORY: u64 = 512 << 20;
 /// Maximum memory for the functions of all files of a guest, in bytes.
 const MAX_TOTAL_MEMORY: u64 = 2 << 30;
@@ -93,16 +93,16 @@ struct UserFunction {
 /// The functions of one user program or library.
 pub struct ProgramSymbols {
     functions: Vec<UserFunction>,
-    /// Loadable segments, each with its file offset, its size and its link-time address.
+    /// File offset, size and link-time address of each loadable segment.
     segments: Vec<(u64, u64, u64)>,
     build_id: Option<BuildId>,
     lines: Option<addr2line::Context<gimli::EndianArcSlice<gimli::RunTimeEndian>>>,
-    /// Approximate memory used, in bytes.
+    /// Approximate memory used by the functions, in bytes.
     bytes: u64,
 }
 
-/// Passes on functions until they occupy `most` bytes of memory. The limit is needed because the
-/// guest controls the number of functions and their names.
+/// Yields functions until they occupy `most` bytes of memory, and drops the rest. The guest
+/// controls the number of functions and their names.
 fn bounded<F>(
     functions: impl Iterator<Item = F>,
     most: u64,
@@ -179,12 +179,13 @@ impl ProgramSymbols {
         address.checked_add(offset - from)
     }
 
-    /// Returns the build ID of the file.
+    /// Returns the build ID of the program or library.
     pub fn build_id(&self) -> Option<BuildId> {
         self.build_id
     }
 
-    /// Returns the function that contains link-time address `address`.
+    /// Returns the function that contains the link-time address `address`, and the offset of the
+    /// address in the function.
     pub fn resolve(&self, address: u64) -> Option<UserSymbol> {
         let after = self.functions.partition_point(|f| f.start <= address);
         let f = self.functions[..after]
@@ -211,7 +212,7 @@ impl ProgramSymbols {
 pub enum GuestFiles {
     /// Host directory in which the files are mounted or unpacked.
     Directory(PathBuf),
-    /// A disk of the guest.
+    /// A disk of the guest, whose files are read without mounting it.
     Disk(GuestDisk),
 }
 
@@ -259,7 +260,7 @@ impl GuestFiles {
         self.read(guest_path, MAX_FILE)
     }
 
-    /// Makes recent writes of the guest to its disk visible.
+    /// Refreshes cached disk metadata, so that recent writes of the guest to its disk are visible.
     pub fn reload(&mut self) {
         if let Self::Disk(disk) = self {
             // The error is ignored, because the next read returns it again.
@@ -273,7 +274,7 @@ pub struct GuestSymbols {
     files: GuestFiles,
     jit: HashMap<u32, JitMap>,
     objects: HashMap<String, Option<ProgramSymbols>>,
-    /// Remaining memory for parsed files, in bytes.
+    /// Remaining memory for the functions of files that are still to be parsed, in bytes.
     left: u64,
     problems: Vec<String>,
 }
@@ -284,7 +285,7 @@ impl GuestSymbols {
         Self::of(GuestFiles::Directory(root.into()))
     }
 
-    /// Creates a symbolizer for the given source of files.
+    /// Creates a symbolizer that reads the guest's files from `files`.
     pub fn of(files: GuestFiles) -> Self {
         Self {
             files,
@@ -347,7 +348,7 @@ impl GuestSymbols {
         self.object(guest_path)?.build_id()
     }
 
-    /// Returns the source of files.
+    /// Returns the source from which the guest's files are read.
     pub fn files(&mut self) -> &mut GuestFiles {
         &mut self.files
     }
@@ -394,7 +395,7 @@ impl<'d> ProgramFile<'d> {
         self.file.build_id().ok().flatten().and_then(BuildId::new)
     }
 
-    /// Returns the link-time address of a symbol.
+    /// Returns the link-time address of the symbol `name`.
     pub fn address_of(&self, name: &str) -> Option<u64> {
         let symbol = self.file.symbols().find(|symbol| symbol.name() == Ok(name))?;
         Some(symbol.address())
@@ -453,7 +454,8 @@ fn plain_file(root: &Path, guest_path: &str) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))
 }
 
-/// Resolves the path to an `O_PATH` descriptor, which refers to the file without opening it.
+/// Resolves the guest's path `guest_path` to an `O_PATH` descriptor, which refers to the file
+/// without opening it. `root` is the guest's root directory.
 fn resolve_path(root: &OwnedFd, guest_path: &str) -> Result<OwnedFd, Errno> {
     let how = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let look = || {

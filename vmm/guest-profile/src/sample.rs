@@ -8,7 +8,8 @@ use crate::task::COMM_LEN;
 use crate::unwind::UnwindStopReasons;
 use kernel_images::build_id::BuildId;
 
-/// Header of the raw data that a vCPU thread writes to a ring. Mappings ([`mappings`]) may follow.
+/// Header of a sample's raw data in the ring to which a vCPU thread writes. Mappings ([`mappings`])
+/// may follow.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RingSampleHeader {
@@ -25,13 +26,13 @@ pub struct RingSampleHeader {
     zero: [u8; 4],
 }
 
-/// Flag: process ID, thread ID and name are valid.
+/// Flag of [`RingSampleHeader`]: the process ID, the thread ID and the task name are valid.
 const TASK_KNOWN: u8 = 1;
-/// Flag: the task is a kernel thread.
+/// Flag of [`RingSampleHeader`]: the task is a kernel thread.
 const KERNEL_THREAD: u8 = 2;
 
-/// Size of a sample's raw data before its mappings, in bytes. Together with the preceding length
-/// word, the size is a multiple of 8.
+/// Size of a sample's raw data in a ring, without the mappings, in bytes. With the length word
+/// before it, the size is a multiple of 8.
 pub const RAW_BYTES: usize = size_of::<RingSampleHeader>();
 const _: () = assert!(RAW_BYTES == 44);
 
@@ -51,7 +52,7 @@ pub struct FileSampleData {
 const FILE_MAGIC: [u8; 4] = *b"PVS1";
 
 impl FileSampleData {
-    /// Creates the raw data of a sample.
+    /// Creates the raw data of a sample that is written to a `perf.data` file.
     pub fn new(cr3: u64, cpl: u8, ends: UnwindStopReasons) -> Self {
         Self {
             magic: FILE_MAGIC,
@@ -62,8 +63,8 @@ impl FileSampleData {
         }
     }
 
-    /// Returns the CR3, the privilege level and the reasons why unwinding of the call chain ended.
-    /// Returns `None` if the raw data has a different format.
+    /// Returns the CR3, the privilege level, and the reasons why unwinding ended, from the raw data
+    /// of a sample. Returns `None` if the raw data does not start with the magic number.
     pub fn read(raw: &[u8]) -> Option<(u64, u8, UnwindStopReasons)> {
         let (file, _) = Self::ref_from_prefix(raw).ok()?;
         (file.magic == FILE_MAGIC).then(|| {
@@ -79,23 +80,23 @@ impl FileSampleData {
 /// The decoded raw data of a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampleData {
-    /// CR3.
+    /// CR3 of the vCPU at the sample.
     pub cr3: u64,
-    /// Privilege level, 0 to 3.
+    /// Privilege level of the vCPU at the sample, 0 to 3.
     pub cpl: u8,
     /// Reasons why unwinding of the call chain ended.
     pub ends: UnwindStopReasons,
-    /// Process ID, thread ID and name of the guest's task; `None` if it was not found.
+    /// Process ID, thread ID and name of the sampled guest task; `None` if the task was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,
     /// Time for which the vCPU was stopped to take the previous sample, in nanoseconds; 0 if it was
     /// not measured.
     pub held_ns: u32,
-    /// `true` for a kernel thread, which has no user memory and never runs user code.
+    /// `true` if the task is a kernel thread, which has no user memory and never runs user code.
     pub kernel_thread: bool,
 }
 
 impl SampleData {
-    /// Encodes the data for a ring.
+    /// Encodes the sample as the header of raw data in a ring.
     #[inline]
     pub fn head(&self) -> RingSampleHeader {
         let (pid, tid, comm) = self.task.unwrap_or_default();
@@ -147,7 +148,7 @@ mod tests {
     use super::*;
     use crate::unwind;
 
-    /// The layout matches the protocol in docs/reference/control.md.
+    /// The layout of raw sample data in a ring matches the protocol in docs/reference/control.md.
     #[test]
     fn ring_layout_matches_protocol() {
         let raw = SampleData {

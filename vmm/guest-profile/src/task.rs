@@ -76,7 +76,7 @@ fn single_step_bit(release: &str) -> Option<u32> {
     }
 }
 
-/// Symbols and member offsets with which the list of all processes is read.
+/// Offsets of the members of the guest kernel's process list, and the address of its first entry.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct ListLayout {
     /// Run-time address of the first task in the list (`init_task`).
@@ -154,8 +154,8 @@ pub enum LayoutError {
 }
 
 impl TaskLayout {
-    /// Determines the layout from the kernel image. `slide` is the distance from the image's
-    /// link-time addresses to the running kernel's addresses.
+    /// Determines the layout of the task structures from the kernel image. `slide` is the run-time
+    /// address of a kernel symbol minus its link-time address.
     pub fn new(image: &KernelImage, slide: u64) -> Result<Self, LayoutError> {
         let btf = image.btf().ok_or(LayoutError::NoBtf)?;
         let member = |path: &'static str| {
@@ -254,7 +254,7 @@ impl MapsLayout {
     }
 }
 
-/// Length of `comm`, including the NUL terminator.
+/// Size of a task name (`comm`) including the NUL terminator, in bytes.
 pub const COMM_LEN: usize = 16;
 
 /// A task as described by the guest's kernel.
@@ -262,7 +262,7 @@ pub const COMM_LEN: usize = 16;
 pub struct GuestTask {
     /// Thread ID in the guest's initial PID namespace.
     pub tid: u32,
-    /// Process ID (thread group ID).
+    /// Process ID (thread group ID) in the guest's initial PID namespace.
     pub pid: u32,
     /// Address of the task's memory descriptor (`mm_struct`); 0 for kernel threads.
     pub mm: u64,
@@ -275,7 +275,7 @@ impl GuestTask {
         Printable(&self.comm)
     }
 
-    /// Returns the raw name, padded with zeros.
+    /// Returns the task name as stored by the guest's kernel, padded with zeros.
     pub fn comm_padded(&self) -> [u8; COMM_LEN] {
         let mut comm = [0; COMM_LEN];
         let name = self.comm_bytes();
@@ -283,7 +283,7 @@ impl GuestTask {
         comm
     }
 
-    /// Returns the raw name without padding.
+    /// Returns the task name as stored by the guest's kernel, without padding.
     pub fn comm_bytes(&self) -> &[u8] {
         until_nul(&self.comm)
     }
@@ -319,32 +319,31 @@ pub struct ProcessMapping {
     pub end: u64,
     /// Offset of `start` in the file, in bytes.
     pub file_offset: u64,
-    /// `true` if VM_EXEC is set.
+    /// `true` if the mapping is executable (VM_EXEC).
     pub executable: bool,
-    /// Address of the `struct file`; 0 for anonymous memory.
+    /// Address of the mapped file's `struct file`; 0 for anonymous memory.
     pub file: u64,
 }
 
-/// Maximum numbers of list entries, tree levels, path components and mounts that a lookup follows.
-/// The limits are needed because the guest controls these structures.
+/// Maximum number of steps that a lookup follows in each of the guest's structures: entries of a
+/// list, levels of a tree, components of a path, and mounts. The guest controls these structures.
 const MAX_AREAS: u32 = 1024;
 const MAX_TREE_DEPTH: u32 = 12;
 const MAX_COMPONENTS: u32 = 64;
 const MAX_MOUNTS: u32 = 16;
 const VM_EXEC: u64 = 4;
-/// Numbers of slots in a node of a maple tree, for the two node types
+/// Number of slots in a node of a maple tree, for each of the two node types
 /// (`include/linux/maple_tree.h`, 64-bit).
 const RANGE_SLOTS: u64 = 16;
-/// Limits of the search for a file's build ID: the number of mappings between the code and the
-/// first page of the file, the number of program headers, and the number of bytes of a note
-/// segment.
+/// Limits of the search for a file's build ID: the number of mappings from the code to the first
+/// page of the file, the number of program headers, and the size of a note segment in bytes.
 const MAX_PARTS: u32 = 4;
 const MAX_PROGRAM_HEADERS: u16 = 32;
 const MAX_NOTES: usize = 512;
 const ARANGE_SLOTS: u64 = 10;
 
-/// Reader for tasks in the guest kernel of one vCPU. Create a new reader for each sample, because a
-/// reader keeps the address space that the vCPU had at its creation.
+/// Reader of the guest kernel's task structures. Uses the address space that the vCPU has when the
+/// reader is created, so callers must create a new reader for each sample.
 pub struct TaskReader<'l, 'm, M: GuestPhys + ?Sized> {
     layout: &'l TaskLayout,
     space: AddressSpace<'m, M>,
@@ -360,8 +359,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Returns the current task of the CPU with the given per-CPU base
-    /// ([`GuestRegs::kernel_per_cpu_base`]).
+    /// Returns the task that runs on a vCPU. `per_cpu_base` is the base of the kernel's per-CPU
+    /// data for this vCPU ([`GuestRegs::kernel_per_cpu_base`]).
     pub fn current(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<GuestTask> {
         let task = self.current_address(per_cpu_base, budget)?;
         let mut comm = [0; COMM_LEN];
@@ -374,7 +373,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Returns the address of the current task of the CPU with the given per-CPU base.
+    /// Returns the address of the task that runs on the vCPU with the given per-CPU base.
     fn current_address(&mut self, per_cpu_base: u64, budget: &mut WalkBudget) -> Option<u64> {
         let slot = per_cpu_base.wrapping_add(self.layout.current);
         match self.space.read_u64(slot, budget) {
@@ -398,15 +397,14 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(stepped && self.kernel_u32(task.wrapping_add(step.ptrace), budget)? != 0)
     }
 
-    /// Returns the address of the vDSO in the process memory `mm` (the address of a memory
-    /// descriptor).
+    /// Returns the address of the vDSO in the process whose memory descriptor is at `mm`.
     pub fn vdso(&mut self, mm: u64, budget: &mut WalkBudget) -> Option<u64> {
         let at = self.layout.maps.as_ref()?.vdso?;
         self.kernel_u64(mm.wrapping_add(at), budget)
     }
 
-    /// Returns the mapping that contains `address` in the process memory `mm` (the address of a
-    /// memory descriptor).
+    /// Returns the mapping that contains `address` in the process whose memory descriptor is at
+    /// `mm`.
     pub fn mapping(&mut self, mm: u64, address: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let area = match maps.areas {
@@ -446,10 +444,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Looks up `address` in a maple tree. Returns the address of the mapping's `vm_area_struct`,
-    /// if a mapping contains `address`, and the last address for which the result is the same. Bits
-    /// 3 to 6 of an encoded node pointer contain the node type, and bit 1 of the root indicates
-    /// whether the root is a node.
+    /// Looks up `address` in the maple tree with the root pointer `root`. Returns the address of
+    /// the `vm_area_struct` that covers `address` (if any), and the last address with the same
+    /// result.
+    ///
+    /// Bits 3 to 6 of an encoded node pointer contain the node type. Bit 1 of the root pointer
+    /// indicates whether it points to a node.
     fn maple_lookup(
         &mut self,
         areas: &AreaLayout,
@@ -589,8 +589,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         })
     }
 
-    /// Returns the mapping of the first page of the file that `mapping` maps. This mapping has a
-    /// lower address.
+    /// Returns the mapping of the first page of the file that `mapping` maps. Searches the mappings
+    /// below `mapping`.
     fn first_part(
         &mut self,
         mm: u64,
@@ -609,7 +609,8 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(first)
     }
 
-    /// Reads bytes of a file from `offset`. `first` is the mapping of the file's first page.
+    /// Reads the bytes at file offset `offset` from the mapping `first` of the file's beginning.
+    /// Returns `None` if they are outside this mapping or not in memory.
     fn file_bytes(
         &mut self,
         first: &ProcessMapping,

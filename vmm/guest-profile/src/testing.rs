@@ -5,7 +5,7 @@
 pub struct TestGuest {
     /// Contents of RAM.
     pub ram: Vec<u8>,
-    /// CR3 value, which is the address of the root table.
+    /// Guest-physical address of the root page table, which is the value for CR3.
     pub root: u64,
     la57: bool,
     next: u64,

@@ -57,7 +57,7 @@ const THREAD_SIZE: u64 = 16 << 10;
 /// soft IRQ, entry, task).
 const MAX_STACK_SWITCHES: u32 = 9;
 
-/// Limits for unwinding one call chain.
+/// Limits of unwinding the call chain of one sample.
 #[derive(Debug, Clone, Copy)]
 pub struct UnwindLimits {
     /// Maximum number of kernel and user frames, excluding context markers.
@@ -69,8 +69,8 @@ pub struct UnwindLimits {
 }
 
 impl Default for UnwindLimits {
-    /// Returns limits with perf's default depth, and with four times the number of memory reads
-    /// that a chain of this depth requires.
+    /// Returns limits with the maximum depth of perf (127 frames). The read limit is four times the
+    /// number of reads that a chain of this depth needs.
     fn default() -> Self {
         Self {
             max_frames: 127,
@@ -88,12 +88,12 @@ pub struct UnwindStopReasons {
     pub kernel: Option<UnwindStop>,
     /// Reason why unwinding of the user part ended; `None` if there is no user part.
     pub user: Option<UnwindStop>,
-    /// `true` if at least one frame of the chain is probable but not certain (guessed).
+    /// `true` if the unwinder has guessed at least one frame of the chain.
     pub guessed: bool,
 }
 
 impl UnwindStopReasons {
-    /// Encodes the value in two bytes.
+    /// Encodes the reasons and the guess flag in two bytes, for the raw data of a sample.
     pub fn to_bytes(self) -> [u8; 2] {
         [
             UnwindStop::code(self.kernel) | UnwindStop::code(self.user) << 4,
@@ -101,7 +101,7 @@ impl UnwindStopReasons {
         ]
     }
 
-    /// Decodes the value from two bytes. Accepts any bytes.
+    /// Decodes two bytes from the raw data of a sample. Accepts any bytes.
     pub fn from_bytes([ends, guessed]: [u8; 2]) -> Self {
         Self {
             kernel: UnwindStop::from_code(ends & 15),
@@ -123,20 +123,20 @@ impl UnwindStopReasons {
 pub struct CallChain {
     /// Number of entries of the output slice that are filled, including context markers.
     pub len: usize,
-    /// Number of kernel frames.
+    /// Number of kernel frames in the chain.
     pub kernel_frames: usize,
-    /// Number of user frames.
+    /// Number of user frames in the chain.
     pub user_frames: usize,
     /// Reason why unwinding of the kernel part ended; `None` for a user sample.
     pub kernel_end: Option<UnwindStop>,
     /// Reason why unwinding of the user part ended; `None` if there is no user part.
     pub user_end: Option<UnwindStop>,
-    /// `true` if at least one frame of the chain is probable but not certain (guessed).
+    /// `true` if the unwinder has guessed at least one frame of the chain.
     pub guessed: bool,
-    /// Number of guest memory reads.
+    /// Number of guest memory reads for the chain.
     pub reads: u32,
-    /// User registers from which the user part is unwound. These are the registers at the time of
-    /// the sample or at the entry into the kernel; `None` if unknown.
+    /// User registers with which unwinding of the user part starts: those at the sample, or those
+    /// at the entry into the kernel. `None` if unknown.
     user: Option<UserRegs>,
 }
 
@@ -202,8 +202,8 @@ pub fn walk<M: GuestPhys + ?Sized>(
     chain
 }
 
-/// Builds the call chain of a sample whose page tables cannot be used. The chain consists only of
-/// the interrupted address.
+/// Builds the call chain of a sample from its interrupted address only, because the vCPU's page
+/// tables cannot be used.
 fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut ChainBuffer<'_>) {
     match user {
         None => {
@@ -220,8 +220,8 @@ fn without_tables(user: Option<UserRegs>, chain: &mut CallChain, out: &mut Chain
     chain.len = out.len;
 }
 
-/// Unwinds the kernel stack. The interrupted address is already in `out`. Returns the user
-/// registers if the kernel was entered from user mode.
+/// Appends the kernel frames to the chain, except the innermost one, which is already in `out`.
+/// Returns the user registers if the kernel was entered from user mode.
 fn walk_kernel<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
@@ -270,8 +270,8 @@ struct WalkState {
     ip: u64,
     sp: u64,
     bp: u64,
-    /// Registers that ORC entries may refer to. Their values are known only at the first frame, and
-    /// at a frame whose registers were restored from a `pt_regs`.
+    /// Values of registers to which some ORC entries refer. Known only at the first frame and at a
+    /// frame whose registers come from a `pt_regs`.
     dx: Option<u64>,
     di: Option<u64>,
     r10: Option<u64>,
@@ -356,8 +356,8 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    /// Appends the frame of the current state to the chain. The frame's stack pointer must be above
-    /// `before`, that of the previous frame, unless the frame is on another stack.
+    /// Appends the current frame to the chain. Fails if the frame is on the same stack as the
+    /// previous one but not above the stack pointer `before` of the previous frame.
     #[inline]
     fn take_frame(&mut self, before: u64, switches: &mut u32) -> Result<(), UnwindStop> {
         let WalkState { sp, ip, .. } = self.state;
@@ -413,9 +413,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         Ok(WalkStep::Frame)
     }
 
-    /// Continues from the `pt_regs` (saved registers) at the address `at`. If `bp` is given, only
-    /// the last five words of the `pt_regs` are valid, and `bp` is the frame pointer. Returns
-    /// [`WalkStep::Boundary`] if the saved registers are those of user mode.
+    /// Continues from the registers saved in the `pt_regs` at `at`. If `bp` is given, it is the
+    /// frame pointer, and only the last five words of the `pt_regs` are valid. Returns
+    /// [`WalkStep::Boundary`] if the registers are those of user mode.
     fn take_regs(&mut self, at: u64, bp: Option<u64>) -> Result<WalkStep, UnwindStop> {
         let hardware = at.wrapping_add(pt_regs::IP);
         let ip = self.word(hardware)?;
@@ -508,9 +508,9 @@ impl<M: GuestPhys + ?Sized> KernelWalk<'_, '_, '_, M> {
         }
     }
 
-    /// Takes the user registers from the `pt_regs` at the top of the task's kernel stack if the
-    /// walk did not reach them. Does nothing if a walk with ORC tables was complete and found no
-    /// user registers, because then there are none.
+    /// Takes the user registers from the `pt_regs` at the top of the task's kernel stack, if the
+    /// kernel walk ended early (`end`). Does nothing after a complete walk with ORC tables, which
+    /// would have found the user registers.
     fn user_from_stack_top(&mut self, end: UnwindStop, frame_pointers: bool) {
         if matches!(end, UnwindStop::Spent | UnwindStop::Full)
             || (end == UnwindStop::Complete && !frame_pointers)

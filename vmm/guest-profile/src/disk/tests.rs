@@ -191,9 +191,9 @@ fn damaged_file_system_never_hangs_reader() {
     }
 }
 
-/// The inode of a symbolic link determines the size of the buffer for the link's target. A link
-/// with an implausible size is followed neither by path resolution nor by the search for the root
-/// file system, so no large buffer is allocated.
+/// A symbolic link whose inode claims an implausible size is not followed, neither during path
+/// resolution nor during the search for the root file system. The size would determine the size of
+/// a buffer.
 #[test]
 fn disk_bounds_memory_for_link_target() {
     let Some(mut bytes) = file_system_of(&["-O", "^metadata_csum"], &[("file", b"here")]) else {
@@ -216,8 +216,8 @@ fn disk_bounds_memory_for_link_target() {
     assert_eq!(disk.read("/file", 100).unwrap(), b"here");
 }
 
-/// If each read from a guest's file system takes almost the full timeout of a request, the total
-/// timeout still ends a command early.
+/// The total timeout ends a command early even if each single read from the guest's file system
+/// stays below the request timeout.
 #[test]
 fn disk_enforces_total_timeout() {
     let Some(bytes) = example() else { return };

@@ -14,7 +14,7 @@ use iced_x86::{Decoder, DecoderOptions, Formatter, GasFormatter, Instruction};
 use super::symbolize::Symbolizer;
 use super::{EventInfo, Profile, frames};
 
-/// Maximum number of code bytes shown per function.
+/// Maximum number of code bytes that are shown for a function.
 pub const MAX_CODE: u64 = 64 << 10;
 /// Maximum length of an instruction, in bytes (SDM vol. 2 §2.3.11).
 const LONGEST: u64 = 15;
@@ -28,7 +28,7 @@ pub struct SampledFunction {
     pub object: Rc<str>,
     /// `true` for a kernel function.
     pub kernel: bool,
-    /// Start address in process `pid`.
+    /// Start address of the function in process `pid`.
     pub start: u64,
     /// Exclusive end address of the function, or the address after the last sample if the end is
     /// unknown or too far away.
@@ -38,9 +38,9 @@ pub struct SampledFunction {
     /// CR3 of the process `pid`, with which its code can be read; 0 if no sample of the function at
     /// `start` contains a CR3.
     pub cr3: u64,
-    /// Number of samples and sum of their periods, by offset into the function.
+    /// Number of samples at each offset into the function, and sum of the periods of these samples.
     pub offsets: BTreeMap<u64, (u64, u64)>,
-    /// Sum of the periods of all samples.
+    /// Sum of the periods of all samples in the function.
     pub period: u64,
 }
 
@@ -113,22 +113,22 @@ pub struct AnnotatedLine {
     pub samples: u64,
     /// Sum of the periods of the samples at this instruction.
     pub period: u64,
-    /// Instruction in AT&T syntax.
+    /// Disassembled instruction in AT&T syntax.
     pub text: String,
 }
 
 /// The disassembled code of a function with its samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AnnotatedCode {
-    /// Instructions in ascending order of address.
+    /// Instructions of the function in ascending order of address.
     pub lines: Vec<AnnotatedLine>,
-    /// Number of samples whose address is not the start of an instruction. If there are any, the
-    /// code that ran was different.
+    /// Number of samples whose address is not the start of an instruction. If it is not 0, the
+    /// disassembled code is not the code that ran.
     pub astray: u64,
 }
 
-/// Disassembles `code`, which starts at the start of the function, and assigns the samples to its
-/// instructions. `name_of` resolves branch targets to names.
+/// Disassembles `code`, the code bytes of `function`, and assigns the samples to its instructions.
+/// `name_of` resolves branch targets to names.
 pub fn annotate(
     function: &SampledFunction,
     code: &[u8],
@@ -182,7 +182,7 @@ fn is_padding(line: &AnnotatedLine) -> bool {
     line.samples == 0 && fills.iter().any(|fill| line.text.starts_with(fill))
 }
 
-/// Formats the annotated function. `source` names the origin of the code.
+/// Formats an annotated function as text. `source` names the source of its code, such as a file.
 pub fn render(event: &str, function: &SampledFunction, annotated: &AnnotatedCode, source: &str) -> String {
     let mut out = String::new();
     // Writing to a String cannot fail.
@@ -218,7 +218,7 @@ mod tests {
     use super::super::{EventRate, NO_PID, ProfileMetadata, ProfileSample, SavedSymbol};
     use super::*;
 
-    /// push %rbp; mov %rsp,%rbp; jmp to itself; ret.
+    /// Code of the sampled test function: push %rbp; mov %rsp,%rbp; jmp to itself; ret.
     const CODE: [u8; 7] = [0x55, 0x48, 0x89, 0xe5, 0xeb, 0xfe, 0xc3];
 
     fn profile(ips: &[u64]) -> Profile {

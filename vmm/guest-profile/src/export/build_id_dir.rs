@@ -26,7 +26,8 @@ use kernel_images::symbols::KernelSymbols;
 
 /// Directory of the guests' programs, below the build-ID directory.
 const PROGRAMS: &str = "perfvisor";
-/// Names of the files that contain a program and a kernel's symbols.
+/// Name of the file with the contents of a program in its directory, and name of the file with a
+/// kernel's symbols.
 const ELF: &str = "elf";
 const KALLSYMS: &str = "kallsyms";
 
@@ -124,8 +125,8 @@ impl BuildIdDir {
         self.link(id, &inside)
     }
 
-    /// Returns the file that already has the build ID, or `None` if the build ID has no link or its
-    /// link refers to the directory `inside`.
+    /// Returns the file that is stored under the build ID `id`. Returns `None` if there is none, or
+    /// if the build ID's link refers to the directory `inside`.
     fn holder(&self, id: BuildId, inside: &Path) -> Option<PathBuf> {
         let (directory, link) = self.link_path(id);
         let old = fs::read_link(link).ok()?;
@@ -135,8 +136,7 @@ impl BuildIdDir {
         (old != target(inside)).then_some(found)
     }
 
-    /// Returns the directory that contains the symbolic link of a build ID, and the path of the
-    /// link.
+    /// Returns the directory of a build ID's symbolic link, and the path of the link.
     fn link_path(&self, id: BuildId) -> (PathBuf, PathBuf) {
         let digits = id.to_string();
         let (first, rest) = digits.split_at(2);
@@ -151,7 +151,8 @@ impl BuildIdDir {
         file.finish()
     }
 
-    /// Creates a file that appears at its final path only when it is complete.
+    /// Creates the file `inside`, a path relative to this directory. The file appears at this path
+    /// only when it is complete.
     fn file(&self, inside: &Path) -> io::Result<AtomicFile> {
         let path = self.root.join(inside);
         let directory = path.parent().unwrap_or(&self.root);
@@ -230,7 +231,7 @@ fn taken(path: &Path, what: &str) -> io::Error {
     ))
 }
 
-/// A file that is written under a temporary name.
+/// A file that has a temporary name until it is complete.
 struct AtomicFile {
     out: BufWriter<File>,
     part: Option<PathBuf>,
@@ -369,7 +370,8 @@ mod tests {
         assert_eq!(fs::read_to_string(by_id.join("elf")).unwrap(), "new");
     }
 
-    /// A path chosen by the guest does not leave the build-ID directory.
+    /// A program whose path in the guest contains `..` or names of the layout is stored inside the
+    /// build-ID directory.
     #[test]
     fn guest_paths_stay_inside_build_id_dir() {
         let root = tempfile::tempdir().unwrap();

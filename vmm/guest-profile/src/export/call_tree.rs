@@ -9,7 +9,7 @@ use super::{ProfileSample, frames};
 
 /// Maximum depth of a tree, which is the default of perf. A recording may contain longer chains.
 const MAX_DEPTH: usize = 127;
-/// Indentation of a tree.
+/// Indentation of the lines of a tree below its report row.
 const INDENT: &str = "            ";
 
 /// Direction of a call graph.
@@ -53,7 +53,7 @@ struct CallNode {
     children: Vec<usize>,
 }
 
-/// Call tree that is built from the call chains of a set of samples.
+/// Functions of the call chains of a set of samples, as a tree.
 pub(super) struct CallTree {
     nodes: Vec<CallNode>,
     by_name: HashMap<(usize, Rc<str>), usize>,
@@ -72,7 +72,7 @@ impl CallTree {
         }
     }
 
-    /// Adds the chain of a sample.
+    /// Adds the call chain of `sample` to the tree.
     pub(super) fn add(&mut self, sample: &ProfileSample<'_>, symbols: &mut Symbolizer<'_>, order: CallOrder) {
         let mut names: Vec<Rc<str>> = frames(sample)
             .map(|frame| symbols.name(frame, sample.pid).name.as_str().into())

@@ -1,5 +1,5 @@
-//! Context markers of `perf` call chains for frames of the host. The markers for guest frames are
-//! in [`crate::unwind`].
+//! Context markers of `perf` call chains that are not specific to guests. The markers for guest
+//! frames are in [`crate::unwind`].
 
 /// `PERF_CONTEXT_KERNEL`.
 pub const CONTEXT_KERNEL: u64 = (-128i64).cast_unsigned();

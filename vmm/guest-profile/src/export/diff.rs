@@ -11,11 +11,11 @@ use super::symbolize::Symbolizer;
 /// total period in each profile. A share is `None` if the profile has no sample for this row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DiffRow {
-    /// Share in the older profile, in percent.
+    /// Share of this row in the older profile, in percent.
     pub before: Option<f64>,
-    /// Share in the newer profile, in percent.
+    /// Share of this row in the newer profile, in percent.
     pub after: Option<f64>,
-    /// Texts of the columns by which samples are grouped.
+    /// Text of the row in each column by which samples are grouped.
     pub keys: Vec<String>,
 }
 
@@ -29,16 +29,16 @@ impl DiffRow {
 /// Comparison of one event in two profiles.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EventDiff {
-    /// Name of the event.
+    /// Name of the compared event.
     pub event: String,
-    /// Number of samples in the older and in the newer profile.
+    /// Number of samples of the event in the older profile, and in the newer one.
     pub samples: (u64, u64),
-    /// Rows, sorted by the absolute change of their share, the largest first.
+    /// Rows of the comparison, sorted by descending absolute change of the share.
     pub rows: Vec<DiffRow>,
 }
 
-/// Compares the tables of two profiles event by event. Both have the same columns. Returns the
-/// comparisons, and the names of events that only one profile contains.
+/// Compares the tables of two profiles event by event. Both profiles' tables must have the same
+/// columns. Returns the comparisons, and the names of the events that only one profile contains.
 fn compare(
     before: Vec<ReportTable>,
     after: Vec<ReportTable>,
@@ -188,8 +188,7 @@ mod tests {
         assert_eq!(line("new"), ["0.50%", "+0.50%", "new"]);
     }
 
-    /// A limit hides rows that are below it in both profiles, but not rows that are below it in
-    /// only one.
+    /// A minimum share hides a row only if the row is below it in both profiles.
     #[test]
     fn diff_limit_applies_to_both_profiles() {
         let before = vec![table("cycles", &[(99.0, "a"), (1.0, "b")])];

@@ -4,14 +4,15 @@
 use super::symbolize::{Symbolizer, task_label};
 use super::{Profile, ProfileSample, frames};
 
-/// Conditions for samples. An empty list matches every sample.
+/// Conditions on samples. Each list contains accepted values; an empty list accepts every sample.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SampleFilter {
     /// Names of tasks.
     pub comms: Vec<String>,
-    /// Objects (files) of the innermost frame, as paths or as file names without directories.
+    /// Objects (files) that contain the innermost frame, as paths or as file names without
+    /// directories.
     pub objects: Vec<String>,
-    /// Functions of the innermost frame.
+    /// Names of the function of the innermost frame.
     pub symbols: Vec<String>,
 }
 

@@ -16,8 +16,9 @@ use super::{EventInfo, EventRate, Profile, ProfileSample, frames};
 /// therefore has no interval: 1 ms, in nanoseconds.
 const DEFAULT_INTERVAL_NS: u64 = 1_000_000;
 
-/// Writes the samples of one event. Each guest thread has a separate track. The weights of the
-/// samples are proportional to their periods, but smaller, because the format has 32-bit weights.
+/// Writes the samples of one event as a Firefox profile, with one track per guest thread. The
+/// weight of a sample is its period divided by a common factor, because the format has 32-bit
+/// weights.
 ///
 /// # Errors
 /// Returns an error if `out` fails.
@@ -48,8 +49,8 @@ pub fn write(
     Ok(serde_json::to_writer(out, &writer.firefox)?)
 }
 
-/// Returns the number of events that a weight of 1 represents. The number is the smallest period of
-/// a sample, or a larger one if the sum of the weights would otherwise not fit into 31 bits.
+/// Returns the number of events that a sample weight of 1 represents. This is the smallest period
+/// of a sample, or a larger number if the sum of the weights would otherwise not fit into 31 bits.
 fn weight_unit(samples: &[ProfileSample<'_>]) -> u64 {
     let least = samples.iter().map(|s| s.period).filter(|p| *p > 0).min();
     let total = samples.iter().fold(0u64, |sum, s| sum.saturating_add(s.period));

@@ -18,8 +18,9 @@ pub enum FlameGraphError {
     Write(#[source] io::Error),
 }
 
-/// Returns the stacks of all samples of `event_id` (`None` for all events), each with the sum of
-/// its periods. Kernel functions have the suffix `_[k]`, which determines their color.
+/// Returns the folded stacks of all samples of `event_id` (`None` for all events), each with the
+/// sum of its samples' periods. Kernel functions have the suffix `_[k]`, which determines their
+/// color in flame graphs.
 pub fn stacks(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,

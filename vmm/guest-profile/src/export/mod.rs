@@ -56,20 +56,20 @@ pub struct EventInfo {
     pub rate: EventRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
-    /// `true` if the samples have call chains. If the event has them but the chain of a sample is
-    /// empty, perf prints no instruction pointer for the sample, and perf2bolt fails to parse this
-    /// output.
+    /// `true` if the samples of the event have call chains. Should be `false` if none of them has
+    /// one, because perf prints no instruction pointer for a sample with an empty chain, and
+    /// perf2bolt cannot parse this output.
     pub has_chains: bool,
     /// Event ID to which the samples refer. Unique within a profile and not 0.
     pub id: u64,
 }
 
-/// The sampling rate of an event.
+/// How often an event is sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventRate {
-    /// One sample per this number of events.
+    /// The event is sampled once per this number of events.
     Period(u64),
-    /// Target number of samples per second.
+    /// The event is sampled about this number of times per second.
     FrequencyHz(u64),
 }
 
@@ -88,9 +88,9 @@ pub enum ProfilePerspective {
 /// the host). Used to convert the times of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClockCorrelation {
-    /// Wall-clock time, in nanoseconds since 1970 (UTC).
+    /// Wall-clock time of the moment, in nanoseconds since 1970 (UTC).
     pub wall_ns: u64,
-    /// Time on the clock of the samples that corresponds to `wall_ns`, in nanoseconds.
+    /// Time of the moment on the samples' clock, in nanoseconds.
     pub clock_ns: u64,
 }
 
@@ -108,14 +108,14 @@ pub struct ProfileMetadata {
     pub hostname: String,
     /// Kernel release of the guest, if known.
     pub os_release: String,
-    /// Number of vCPUs.
+    /// Number of vCPUs of the guest.
     pub vcpus: u32,
     /// Command line that recorded the profile.
     pub command: Vec<String>,
-    /// Viewpoint from which the file presents the guest.
+    /// Viewpoint from which the `perf.data` file presents the guest.
     pub form: ProfilePerspective,
-    /// Conversion from the samples' clock to wall-clock time, if known. If given, the samples'
-    /// clock is `CLOCK_MONOTONIC`.
+    /// Relation of the samples' clock to the wall clock, if known. The samples' clock is then
+    /// `CLOCK_MONOTONIC`.
     pub clock: Option<ClockCorrelation>,
     /// `true` if the file contains the context switches of the vCPU threads.
     pub thread_switches: bool,
@@ -126,11 +126,12 @@ pub struct ProfileMetadata {
 pub struct KernelMap {
     /// Start address, which is that of `_stext` or `_text`.
     pub start: u64,
-    /// Length in bytes.
+    /// Length of the kernel's code, in bytes.
     pub len: u64,
-    /// Name of a reference symbol, from whose addresses `perf` computes the KASLR offset.
+    /// Name of a kernel symbol. `perf` computes the KASLR offset from its link-time and run-time
+    /// addresses.
     pub reference_symbol: String,
-    /// Run-time address of the reference symbol.
+    /// Run-time address of the symbol named `reference_symbol`.
     pub reference_address: u64,
     /// Build ID of the kernel, if known.
     pub build_id: Option<BuildId>,
@@ -141,9 +142,9 @@ pub struct KernelMap {
 pub struct TaskName {
     /// Time of the first sample with this name, in nanoseconds on the samples' clock.
     pub time_ns: u64,
-    /// Guest process ID.
+    /// Guest process ID of the task.
     pub pid: u32,
-    /// Guest thread ID.
+    /// Guest thread ID of the task.
     pub tid: u32,
     /// Task name, at most 15 bytes.
     pub comm: String,
@@ -154,7 +155,7 @@ pub struct TaskName {
 pub struct FileMapping {
     /// Time of the first sample with this mapping, in nanoseconds on the samples' clock.
     pub time_ns: u64,
-    /// Guest process ID.
+    /// Guest process ID of the process that has the mapping.
     pub pid: u32,
     /// Start address of the mapping.
     pub start: u64,
@@ -174,27 +175,27 @@ pub struct FileMapping {
 pub struct ProfileSample<'c> {
     /// Time of the sample, in nanoseconds.
     pub time_ns: u64,
-    /// vCPU number.
+    /// Number of the vCPU that was sampled.
     pub vcpu: u32,
-    /// Guest process ID; [`NO_PID`] if unknown.
+    /// Guest process ID of the sampled task; [`NO_PID`] if unknown.
     pub pid: u32,
-    /// Guest thread ID; [`NO_PID`] if unknown.
+    /// Guest thread ID of the sampled task; [`NO_PID`] if unknown.
     pub tid: u32,
-    /// Privilege level, 0 to 3.
+    /// Privilege level of the vCPU at the sample, 0 to 3.
     pub cpl: u8,
-    /// Instruction pointer.
+    /// Instruction pointer of the vCPU at the sample.
     pub ip: u64,
-    /// CR3.
+    /// CR3 of the vCPU at the sample.
     pub cr3: u64,
     /// Number of events that the sample represents.
     pub period: u64,
-    /// ID of the event ([`EventInfo::id`]).
+    /// ID of the sampled event ([`EventInfo::id`]).
     pub event_id: u64,
-    /// Reasons why the unwinder ended the kernel part and the user part of the call chain.
+    /// Reasons why unwinding of the kernel part and of the user part of the call chain ended.
     pub ends: UnwindStopReasons,
-    /// Call chain, innermost frame first.
+    /// Call chain of the sample, innermost frame first.
     pub chain: &'c [u64],
-    /// Branch stack, newest branch first.
+    /// Branch stack of the sample, newest branch first.
     pub branches: &'c [SampledBranch],
 }
 
@@ -205,13 +206,13 @@ pub struct SampledBranch {
     pub from: u64,
     /// Target address of the branch.
     pub to: u64,
-    /// Prediction, cycles and type of the branch.
+    /// Prediction, cycles and type of the branch, as in `struct perf_branch_entry`.
     pub flags: u64,
 }
 
 impl SampledBranch {
-    /// Returns the name of the branch type as printed by `perf script`, or `None` if it is not
-    /// recorded.
+    /// Returns the name of the branch type as printed by `perf script`, or `None` if the type is
+    /// not recorded.
     pub fn kind(&self) -> Option<&'static str> {
         const KINDS: [&str; 13] = [
             "",
@@ -233,7 +234,7 @@ impl SampledBranch {
     }
 }
 
-/// Process or thread ID of an unknown task, shown as -1 by `perf`.
+/// Process ID or thread ID of an unknown task, which `perf` shows as -1.
 pub const NO_PID: u32 = u32::MAX;
 
 /// A symbol that was resolved at recording time and saved in the file, so that it can be used
@@ -246,26 +247,26 @@ pub struct SavedSymbol {
     pub end: u64,
     /// Name of the symbol.
     pub name: String,
-    /// Guest process ID; `None` for the kernel.
+    /// ID of the guest process that maps the symbol; `None` for a kernel symbol.
     pub pid: Option<u32>,
 }
 
 /// A complete profile in memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// Metadata of the profile.
+    /// Metadata of the profile, such as the host name of the guest.
     pub meta: ProfileMetadata,
-    /// Sampled events.
+    /// Events that were sampled.
     pub events: Vec<EventInfo>,
     /// Location of the guest kernel, if found.
     pub kernel: Option<KernelMap>,
-    /// Names of the sampled tasks.
+    /// Names of the sampled guest tasks.
     pub tasks: Vec<TaskName>,
-    /// File mappings of the sampled processes.
+    /// File mappings of the sampled guest processes.
     pub mappings: Vec<FileMapping>,
-    /// Number of lost samples.
+    /// Number of samples lost during recording.
     pub lost: u64,
-    /// Symbols saved in the file.
+    /// Symbols that were resolved at recording time and saved in the file.
     pub symbols: Vec<SavedSymbol>,
     samples: Vec<StoredSample>,
     chains: Vec<u64>,
@@ -291,7 +292,7 @@ impl Profile {
         }
     }
 
-    /// Appends a sample.
+    /// Appends a copy of `sample` to the profile.
     pub fn push(&mut self, sample: &ProfileSample<'_>) {
         self.samples.push(StoredSample {
             fixed: ProfileSample {
@@ -336,7 +337,7 @@ impl Profile {
         self.samples.is_empty()
     }
 
-    /// Returns the event with ID `id`.
+    /// Returns the sampled event with ID `id`.
     pub fn event(&self, id: u64) -> Option<&EventInfo> {
         self.events.iter().find(|e| e.id == id)
     }
@@ -355,13 +356,13 @@ impl Profile {
 /// One frame of a call chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ChainFrame {
-    /// Address of the frame.
+    /// Address of the frame: an instruction pointer or a return address.
     pub address: u64,
     /// `true` for a kernel frame.
     pub kernel: bool,
-    /// `true` if the address is a return address. `false` for the innermost frame, and for the user
-    /// frame that entered the kernel, where the address is that of the interrupted instruction or
-    /// of the instruction after a system call.
+    /// `true` if the frame's address is a return address. `false` for the innermost frame, and for
+    /// the user frame that entered the kernel, whose address is that of the interrupted instruction
+    /// or of the instruction after a system call.
     pub caller: bool,
 }
 

@@ -39,13 +39,13 @@ use kernel_images::build_id::{self, BuildId};
 
 const MAGIC: &[u8; 8] = b"PERFILE2";
 const HEADER_SIZE: u64 = 104;
-/// PERF_ATTR_SIZE_VER7. In the attribute section, each attribute is followed by the offset and size
-/// of its event IDs.
+/// Size of an attribute (`PERF_ATTR_SIZE_VER7`), in bytes. In the attribute section, each attribute
+/// is followed by the offset and the size of its event IDs.
 const ATTR_SIZE: u32 = 128;
 const ATTR_ENTRY_SIZE: u64 = ATTR_SIZE as u64 + 16;
 
-/// Last 8 bytes of a file with saved symbols, preceded by the offset and length of the section (8
-/// bytes each).
+/// Last 8 bytes of a file with saved symbols. The offset and the length of the symbol section (8
+/// bytes each) precede them.
 pub const FOOTER_MAGIC: &[u8; 8] = b"PVSYMS01";
 
 mod sample_type {
@@ -58,7 +58,7 @@ mod sample_type {
     pub const RAW: u64 = 1 << 10;
     pub const BRANCH_STACK: u64 = 1 << 11;
     pub const IDENTIFIER: u64 = 1 << 16;
-    /// Fields that every sample contains.
+    /// Sample fields (`PERF_SAMPLE_*`) that every sample contains.
     pub const COMMON: u64 = IP | TID | TIME | CPU | PERIOD | RAW | IDENTIFIER;
 }
 
@@ -89,7 +89,7 @@ mod record {
 /// `PERF_EVENT_UPDATE__NAME`: the EVENT_UPDATE record contains the name of the event.
 pub(super) const UPDATES_NAME: u64 = 2;
 
-/// CPU modes (`PERF_RECORD_MISC_*`).
+/// CPU modes in record headers (`PERF_RECORD_MISC_*`).
 const MISC_KERNEL: u16 = 1;
 const MISC_USER: u16 = 2;
 const MISC_GUEST_KERNEL: u16 = 4;
@@ -120,11 +120,11 @@ impl ProfilePerspective {
 
 /// Name that `perf` uses for a kernel with symbols in the format of /proc/kallsyms.
 pub(super) const KERNEL_NAME: &str = "[kernel.kallsyms]";
-/// Name that `perf` uses for the kernel of a guest, seen from its host.
+/// Name that `perf` on a host uses for the kernel of a guest.
 pub(super) const GUEST_KERNEL_NAME: &str = "[guest.kernel.kallsyms]";
-/// Process ID that `perf` uses for the kernel.
+/// Process ID that `perf` records for the kernel.
 const KERNEL_PID: u32 = u32::MAX;
-/// Number of the clock `CLOCK_MONOTONIC`, and offset of the clock ID in an attribute.
+/// Clock ID of `CLOCK_MONOTONIC`, and offset of the clock ID in an attribute.
 const MONOTONIC: u32 = 1;
 const ATTR_CLOCKID: usize = 92;
 /// Offset of `branch_sample_type` in an attribute.
@@ -149,11 +149,11 @@ mod feature {
 const MAX_IDS: usize = 1 << 14;
 /// Maximum length of any string, in bytes.
 const MAX_STRING: usize = 4096;
-/// Alignment of strings in feature sections.
+/// Alignment of strings in feature sections, in bytes.
 const NAME_ALIGN: usize = 64;
 
-/// Writer of a file, record by record. If the file is truncated, the records written before the
-/// last [`PerfDataWriter::checkpoint`] are readable.
+/// Writer of a `perf.data` file, record by record. If the file is truncated, the records before the
+/// last [`PerfDataWriter::checkpoint`] are still readable.
 pub struct PerfDataWriter<W: Write + Seek> {
     out: W,
     meta: ProfileMetadata,
@@ -162,12 +162,12 @@ pub struct PerfDataWriter<W: Write + Seek> {
     data_len: u64,
     times: Option<(u64, u64)>,
     samples: u64,
-    /// Number of bytes and number of samples at the last checkpoint.
+    /// Number of record bytes and number of samples at the last checkpoint.
     kept: (u64, u64),
     /// Threads for which a fork record has been written to the file.
     threads: HashSet<u32>,
     kernel_id: Option<BuildId>,
-    /// Build IDs of programs and libraries, by path.
+    /// Build IDs of the guest's programs and libraries, by path.
     ids: BTreeMap<String, BuildId>,
     buf: Vec<u8>,
 }
@@ -204,7 +204,8 @@ impl PerfDataWriter<BufWriter<File>> {
 }
 
 impl<W: Write + Seek> PerfDataWriter<W> {
-    /// Starts a file at position 0 of `out`.
+    /// Starts a `perf.data` file at position 0 of `out`: writes its header, event IDs and
+    /// attributes.
     pub fn new(mut out: W, meta: ProfileMetadata, events: Vec<EventInfo>) -> io::Result<Self> {
         let ids = 8 * events.len() as u64;
         let data_start = HEADER_SIZE + ids + ATTR_ENTRY_SIZE * events.len() as u64;
@@ -268,7 +269,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 
     /// Writes the location of the guest kernel. Must be called before the first sample is written,
-    /// because `perf` needs the location to look up addresses.
+    /// because `perf` needs the location to resolve addresses.
     pub fn kernel(&mut self, k: &KernelMap) -> io::Result<()> {
         let form = self.meta.form;
         // perf identifies guests by pid, and `--guestkallsyms` applies to pid 0.
@@ -406,7 +407,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Writes a record which states that `count` samples of an event were lost before this point.
+    /// Writes a record that `count` samples of the event `event_id` were lost before `time_ns`.
     pub fn lost(&mut self, event_id: u64, count: u64, time_ns: u64) -> io::Result<()> {
         self.record(record::LOST, self.meta.form.kernel_mode(), |b| {
             put64(b, event_id);
@@ -546,7 +547,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         Ok(self.out)
     }
 
-    /// Builds the build-ID section: one record per known build ID.
+    /// Returns the contents of the build-ID section: one record per known build ID.
     #[expect(clippy::cast_possible_truncation, reason = "a path is cut to MAX_STRING")]
     fn build_ids(&self) -> Vec<u8> {
         let kernel = self
@@ -567,7 +568,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
     }
 }
 
-/// Returns `misc` and the body of a build-ID record for the file `name`.
+/// Returns the `misc` header field and the body of a build-ID record for the file `name`. `mode` is
+/// the CPU mode of the file's code.
 fn build_id_record(mode: u16, name: &str, id: BuildId) -> (u16, Vec<u8>) {
     let mut body = KERNEL_PID.to_le_bytes().to_vec();
     body.extend_from_slice(id.as_bytes());
@@ -577,7 +579,7 @@ fn build_id_record(mode: u16, name: &str, id: BuildId) -> (u16, Vec<u8>) {
     (mode | MISC_BUILD_ID_SIZE, body)
 }
 
-/// Appends a build ID to a record, in the place of the fields device, inode and generation.
+/// Appends a build ID to an MMAP2 record, in place of the fields device, inode and generation.
 fn put_build_id(b: &mut Vec<u8>, id: BuildId) {
     let bytes = id.as_bytes();
     put32(b, id.length().into());
@@ -622,12 +624,12 @@ pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
     w.finish(&profile.symbols)
 }
 
-/// Maximum length of a call chain. A record holds up to 64 KiB.
+/// Maximum number of entries of a call chain. A record has at most 64 KiB.
 const MAX_CHAIN: usize = 4096;
-/// Maximum length of a branch stack.
+/// Maximum number of branches in a branch stack.
 const MAX_BRANCHES: usize = 1024;
 
-/// Returns the context marker that precedes the address of the sample in a call chain.
+/// Returns the context marker for the innermost frame of a sample.
 pub(super) fn own_marker(sample: &ProfileSample<'_>) -> u64 {
     match sample.cpl {
         3 => CONTEXT_GUEST_USER,
@@ -635,8 +637,10 @@ pub(super) fn own_marker(sample: &ProfileSample<'_>) -> u64 {
     }
 }
 
-/// Replaces the context markers of guest frames in a call chain with the ordinary ones, because
-/// perf up to 6.x drops the whole chain at a guest marker. For ordinary markers, perf uses the
+/// Returns the entry `frame` of a call chain in the form that perf accepts: a context marker of
+/// guest frames is replaced with the marker that is not specific to guests.
+///
+/// perf up to 6.x drops the whole chain at a guest marker. For the other markers, perf uses the
 /// guest's maps if the CPU mode of the sample is a guest mode.
 fn marker_for_perf(frame: u64) -> u64 {
     match frame {
@@ -688,8 +692,8 @@ fn put_attr(b: &mut Vec<u8>, e: &EventInfo, meta: &ProfileMetadata) {
     }
 }
 
-/// Appends the fields that the attribute flag `sample_id_all` requires at the end of records other
-/// than samples. The fields match the sample type of this file.
+/// Appends the fields with which every record other than a sample ends (attribute flag
+/// `sample_id_all`). The fields match the sample type of this file.
 fn put_sample_id(b: &mut Vec<u8>, pid: u32, tid: u32, time_ns: u64) {
     put32(b, pid);
     put32(b, tid);
@@ -718,7 +722,7 @@ fn put_padded(b: &mut Vec<u8>, text: &str) {
     b.resize(b.len().next_multiple_of(8), 0);
 }
 
-/// Encodes a string for a feature section, as length and padded bytes.
+/// Returns a string in the format of feature sections: its padded length and its padded bytes.
 #[expect(clippy::cast_possible_truncation, reason = "cut to MAX_STRING")]
 fn string(text: &str) -> Vec<u8> {
     let bytes = cut(text);

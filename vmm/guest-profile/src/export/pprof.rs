@@ -107,7 +107,7 @@ mod proto {
     }
 }
 
-/// String table. Each string occurs once, and the first string is empty.
+/// String table of a pprof profile. Each string occurs once, and the first string is empty.
 struct StringTable {
     list: Vec<String>,
     index: HashMap<String, i64>,
@@ -126,15 +126,15 @@ impl StringTable {
     }
 }
 
-/// IDs of the locations, functions and mappings that the profile contains so far.
+/// Tables that map locations, functions and mappings of a pprof profile to their IDs.
 #[derive(Default)]
 struct LocationTable {
-    /// Location IDs. The key consists of the address, a flag for kernel addresses and, for
-    /// addresses of programs, the process ID.
+    /// Location IDs. The key consists of the address, a flag that is set for kernel addresses, and
+    /// the process ID (only for addresses of programs).
     locations: HashMap<(u64, bool, u32), u64>,
     /// Function IDs. The key consists of the name of the file and the name of the function.
     functions: HashMap<(String, String), u64>,
-    /// Mapping IDs by file.
+    /// Mapping IDs, by the name of the mapped file.
     mappings: HashMap<String, u64>,
 }
 
@@ -197,21 +197,21 @@ impl LocationTable {
     }
 }
 
-/// A label that distinguishes samples with the same stack.
+/// A pprof label that keeps samples with the same stack apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SampleLabel {
-    /// Name of the task.
+    /// Name of the sampled task.
     Task,
-    /// Name of the event.
+    /// Name of the sampled event.
     Event,
-    /// vCPU number.
+    /// Number of the sampled vCPU.
     Vcpu,
-    /// Process ID of the task.
+    /// Process ID of the sampled task.
     Pid,
 }
 
 impl SampleLabel {
-    /// All labels in the order in which they are written.
+    /// All labels, in the order in which they are written to a sample.
     pub const ALL: [Self; 4] = [Self::Task, Self::Event, Self::Vcpu, Self::Pid];
 
     /// Returns the key of the label in the profile.
@@ -225,7 +225,7 @@ impl SampleLabel {
     }
 }
 
-/// Writes a profile with the given labels on its samples.
+/// Writes a profile in pprof's format. Each sample gets the given labels.
 pub fn write(
     profile: &Profile,
     symbols: &mut Symbolizer<'_>,

@@ -30,17 +30,18 @@ pub enum ProfileReadError {
     /// The file cannot be read.
     #[error("cannot read the file")]
     Io(#[source] std::io::Error),
-    /// The path is a device, a pipe or a directory.
+    /// The path is not that of a regular file. The value is the type of file: a device, a pipe or a
+    /// directory.
     #[error("is a {0}, not a file; use the perf.data file of perfvisor record")]
     NoFile(&'static str),
-    /// The file is empty because the recording ended before its first sample. Not treated as a
-    /// failure.
+    /// The file is empty, because the recording ended before its first sample. A command should not
+    /// treat this as a failure.
     #[error("the file is empty")]
     Empty,
     /// The file exceeds [`MAX_FILE`].
     #[error("larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
-    /// The file has no records because the recording was interrupted in its first second.
+    /// The file contains no records, because the recording was interrupted within its first second.
     #[error("the recording has no data, because it was interrupted; record again")]
     Unfinished,
     /// The samples contain counter values, which only `perf` itself can read.
@@ -63,14 +64,14 @@ pub const MAX_FILE: u64 = 4 << 30;
 const MAX_SYMBOLS: u64 = 256 << 20;
 
 impl ProfileReadError {
-    /// Returns whether the only problem is that the file is empty. A command should then print the
+    /// Returns whether the error is [`ProfileReadError::Empty`]. A command should then print the
     /// message and exit with status 0.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::Empty)
     }
 }
 
-/// `open(2)` flag `O_NONBLOCK`, with which opening a pipe that has no writer does not block.
+/// `open(2)` flag `O_NONBLOCK`. Opening a pipe without a writer does not block with this flag.
 const DO_NOT_WAIT: i32 = 0o4000;
 /// Device number of `/dev/null` (the kernel's Documentation/admin-guide/devices.txt).
 const NULL_DEVICE: u64 = 1 << 8 | 3;
@@ -187,7 +188,8 @@ fn half(bytes: &[u8], at: usize) -> Option<u32> {
     ))
 }
 
-/// Checks that the counts and lengths in an EVENT_DESC section do not exceed the section.
+/// Checks that the counts and lengths in an EVENT_DESC section stay within the section. Returns
+/// `None` if one of them does not.
 fn event_desc_is_sane(section: &[u8]) -> Option<()> {
     let (events, attr_size) = (half(section, 0)?, half(section, 4)? as usize);
     let mut at = 8usize;
@@ -208,7 +210,7 @@ fn event_desc_is_sane(section: &[u8]) -> Option<()> {
     Some(())
 }
 
-/// Parses the contents of a `perf.data` file.
+/// Parses a `perf.data` file with the contents `bytes`.
 pub fn read(bytes: &[u8]) -> Result<Profile, ProfileReadError> {
     if bytes.is_empty() {
         return Err(ProfileReadError::Empty);
@@ -348,7 +350,7 @@ fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
 }
 
 /// Returns the size of the sample fields before the call chain, in bytes. The samples must not
-/// contain counter values.
+/// contain counter values, which have a variable size.
 fn fixed_bytes(format: SampleFormat) -> usize {
     let before = SampleFormat::IDENTIFIER
         | SampleFormat::IP
@@ -366,7 +368,7 @@ fn fixed_bytes(format: SampleFormat) -> usize {
 /// stack does not fit into the record. This function is needed because the parser does not provide
 /// branches.
 fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<SampledBranch>> {
-    /// `PERF_SAMPLE_BRANCH_HW_INDEX`. If it is set, an additional word precedes the branches.
+    /// `PERF_SAMPLE_BRANCH_HW_INDEX`: one additional word precedes the branches.
     const HARDWARE_INDEX: u64 = 1 << 17;
     let format = record.parse_info.sample_format;
     if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::BRANCH_STACK) {
@@ -395,7 +397,7 @@ fn branches_of(record: &RawEventRecord<'_>, filter: u64) -> Option<Vec<SampledBr
     (0..count).map(branch).collect()
 }
 
-/// Fields of an attribute as stored in the file.
+/// Fields of a `perf_event_attr` as stored in the file.
 #[derive(Clone, Copy, Default)]
 struct RawAttr {
     type_: u32,
@@ -486,7 +488,7 @@ fn take_name(events: &mut [EventInfo], data: &[u8]) {
     }
 }
 
-/// Converts a process ID, which is signed in the format. -1 means unknown.
+/// Converts a process ID from the signed number in the file. -1 becomes [`NO_PID`].
 fn pid(raw: i32) -> u32 {
     raw.cast_unsigned()
 }
@@ -583,8 +585,8 @@ fn add(
     }
 }
 
-/// Converts a context marker in the call chain of a guest sample to the guest marker that this
-/// crate's unwinder writes.
+/// Returns the entry `frame` of a guest sample's call chain. A context marker that is not specific
+/// to guests is replaced with the guest marker that this crate's unwinder writes.
 fn marker_for_us(frame: u64) -> u64 {
     match frame {
         CONTEXT_KERNEL => CONTEXT_GUEST_KERNEL,
@@ -593,8 +595,8 @@ fn marker_for_us(frame: u64) -> u64 {
     }
 }
 
-/// Reads the saved symbols, which follow the feature sections. Returns an empty list if their
-/// section is missing or damaged, because it is optional.
+/// Reads the saved symbols, which follow the feature sections. They are optional, so the result is
+/// empty if their section is missing or damaged.
 fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
     let packed = || {
         let footer = bytes.len().checked_sub(24)?;

@@ -11,23 +11,23 @@ use super::{EventInfo, Profile, ProfileSample, frames};
 /// A column by which samples are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SortKey {
-    /// Task name.
+    /// Name of the sampled task.
     Comm,
-    /// Guest process ID.
+    /// Guest process ID of the sampled task.
     Pid,
-    /// vCPU number.
+    /// Number of the sampled vCPU.
     Vcpu,
-    /// File name, or the kernel.
+    /// Object of the innermost frame: the name of its file, or the kernel.
     Object,
-    /// Function name.
+    /// Name of the function of the innermost frame.
     Symbol,
 }
 
 impl SortKey {
-    /// Names accepted by `--sort`.
+    /// Names of sort keys that `--sort` accepts, for messages.
     pub const NAMES: &'static str = "comm (or task), pid, vcpu (or cpu), dso, sym (or symbol)";
 
-    /// Returns the key with this name.
+    /// Returns the sort key with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
             "comm" | "task" => Self::Comm,
@@ -53,13 +53,13 @@ impl SortKey {
 /// A column of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportColumn {
-    /// Share of the event's periods, in percent.
+    /// Sum of the row's periods as a share of the event's total, in percent.
     Overhead,
-    /// Number of samples.
+    /// Number of samples in the row.
     Samples,
-    /// Sum of the periods of the samples.
+    /// Sum of the periods of the row's samples.
     Period,
-    /// A column by which samples are grouped.
+    /// Value of the sort key in the row's samples.
     Key(SortKey),
 }
 
@@ -97,9 +97,10 @@ impl ReportColumn {
 /// Options for a report.
 #[derive(Debug, Clone)]
 pub struct ReportOptions {
-    /// Columns by which samples are grouped, in order.
+    /// Columns by which samples are grouped, in the order of the output.
     pub sort: Vec<SortKey>,
-    /// Columns to print, in order; `None` for the share, the number of samples and the sort keys.
+    /// Columns to print, in order; `None` for the default: the share, the number of samples and the
+    /// sort keys.
     pub columns: Option<Vec<ReportColumn>>,
     /// Minimum share of a row, in percent. Rows below it are omitted.
     pub min_percent: f64,
@@ -134,13 +135,13 @@ impl ReportOptions {
 /// One row of a report, which stands for the samples with equal values in the sort columns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportRow {
-    /// Share of the event's periods, in percent.
+    /// Share of the row in the event's total period, in percent.
     pub percent: f64,
-    /// Number of samples.
+    /// Number of samples in the row.
     pub samples: u64,
     /// Sum of the periods of the row's samples.
     pub period: u64,
-    /// Texts of the sort columns.
+    /// Text of the row in each sort column.
     pub keys: Vec<String>,
 }
 
@@ -151,7 +152,7 @@ pub struct ReportTable {
     pub event: String,
     /// Number of samples of the event, including those whose rows are omitted.
     pub samples: u64,
-    /// Sum of the periods of all samples of the event.
+    /// Sum of the periods of all samples of the event, including those whose rows are omitted.
     pub period: u64,
     /// `true` if the event's samples have different periods.
     pub weighted: bool,
@@ -210,7 +211,7 @@ fn table(
     }
 }
 
-/// Returns the texts of a sample in the sort columns.
+/// Returns the text of a sample in each sort column.
 fn keys(
     s: &ProfileSample<'_>,
     profile: &Profile,
@@ -253,7 +254,7 @@ fn call_trees(
     trees
 }
 
-/// Abbreviates a number in the same way as perf, for example 12345 as `12K`.
+/// Returns the number `n` as abbreviated by perf, for example `12K` for 12345.
 fn short(n: u64) -> String {
     match n {
         0..=9_999 => n.to_string(),
@@ -273,7 +274,7 @@ pub(super) fn widths<'r>(headings: &[&str], rows: impl Iterator<Item = &'r [Stri
     widths
 }
 
-/// Formats the texts in columns of the given widths.
+/// Formats one line of a table: each text is padded to the width of its column.
 pub(super) fn columns(texts: &[&str], widths: &[usize]) -> String {
     let mut line = String::new();
     for (text, width) in texts.iter().zip(widths) {
@@ -298,7 +299,8 @@ fn cells(row: &ReportRow, options: &ReportOptions, shown: &[ReportColumn]) -> Ve
     shown.iter().map(cell).collect()
 }
 
-/// Formats a table line from the two leading characters `lead` and the cells of the columns.
+/// Formats one row of a table. The line starts with the text `lead`, and each cell is padded to the
+/// width of its column.
 fn line(lead: &str, cells: &[String], shown: &[ReportColumn], widths: &[usize]) -> String {
     let mut line = lead.to_owned();
     for ((cell, column), width) in cells.iter().zip(shown).zip(widths) {

@@ -12,27 +12,27 @@ use super::{ChainFrame, Profile, ProfileSample, SampledBranch, frames};
 /// A field of a sample, with the names of `perf script --fields`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScriptField {
-    /// Task name.
+    /// Name of the sampled task.
     Comm,
-    /// Guest process ID.
+    /// Guest process ID of the sampled task.
     Pid,
-    /// Guest thread ID.
+    /// Guest thread ID of the sampled task.
     Tid,
-    /// vCPU number.
+    /// Number of the sampled vCPU.
     Cpu,
     /// Time of the sample.
     Time,
-    /// Number of events that the sample represents.
+    /// Period of the sample: the number of events that it represents.
     Period,
-    /// Event name.
+    /// Name of the sampled event.
     Event,
     /// Addresses of the call chain.
     Ip,
-    /// Functions of the call chain.
+    /// Names of the functions in the call chain.
     Sym,
-    /// Offsets of the call chain's addresses into their functions.
+    /// Offsets of the call chain's addresses from the starts of their functions.
     Symoff,
-    /// Objects of the call chain.
+    /// Objects (files) that contain the call chain's addresses.
     Dso,
     /// Branch stack, newest branch first.
     Brstack,
@@ -62,22 +62,22 @@ impl ScriptField {
     }
 }
 
-/// Format of the samples.
+/// Output format of the samples.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ScriptFormat {
     /// Text as printed by `perf script`.
     #[default]
     Text,
-    /// One JSON object per line.
+    /// One JSON object per sample and line.
     Json,
 }
 
-/// The fields to write.
+/// Set of the sample fields to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScriptFields(Vec<ScriptField>);
 
 impl ScriptFields {
-    /// Selects these fields.
+    /// Creates a set of the given fields.
     pub fn new(fields: Vec<ScriptField>) -> Self {
         Self(fields)
     }
@@ -278,13 +278,13 @@ struct SampleJson {
     period: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     event: Option<String>,
-    /// Name of the limit that truncated the call chain; `None` if the chain is complete.
+    /// Name of the limit that truncated the call chain; `None` if no limit did.
     #[serde(skip_serializing_if = "Option::is_none")]
     cut_short: Option<&'static str>,
-    /// Call chain, innermost frame first.
+    /// Call chain of the sample, innermost frame first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     frames: Vec<FrameJson>,
-    /// Branch stack, newest branch first.
+    /// Branch stack of the sample, newest branch first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     brstack: Vec<BranchJson>,
 }

@@ -32,7 +32,7 @@ struct SpeedscopeFrame {
     file: String,
 }
 
-/// Samples of one event and one task, in chronological order. Becomes a profile in the file.
+/// A profile in a speedscope file: the samples of one event and one task, in chronological order.
 #[derive(Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct SampledProfile {

@@ -8,9 +8,9 @@ use crate::programs::GuestSymbols;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
-/// Name by which tables show the kernel as an object.
+/// Object name of the kernel in reports.
 pub const KERNEL_OBJECT: &str = "[guest.kernel]";
-/// Name by which tables show the object of a user address whose file is unknown.
+/// Object name of a user address in reports if the file that contains the address is unknown.
 pub const USER_OBJECT: &str = "[guest user]";
 
 /// Frame of a call chain, resolved to a function name.
@@ -30,7 +30,8 @@ pub struct NamedFrame {
     pub kernel: bool,
 }
 
-/// Result of reading the guest's file behind a mapping, for resolving addresses.
+/// Result of looking for the guest's file that a mapping refers to, from which addresses are
+/// resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GuestFileStatus {
     /// The file is missing or unusable.
@@ -41,8 +42,8 @@ pub enum GuestFileStatus {
     Usable,
 }
 
-/// Resolves addresses to names. Sources, best first: the kernel symbols that the user has given,
-/// the guest's files, and the symbols saved in the profile.
+/// Resolves addresses of a profile to function names. Its sources, best first, are the kernel
+/// symbols that the user has given, the guest's files, and the symbols saved in the profile.
 pub struct Symbolizer<'p> {
     profile: &'p Profile,
     kernel: Option<KernelSymbols>,
@@ -115,8 +116,8 @@ impl<'p> Symbolizer<'p> {
         named
     }
 
-    /// Returns the end address of the function to which a frame of process `pid` belongs, if the
-    /// source of the function's name provides it.
+    /// Returns the end address of the function that contains a frame of process `pid`. Returns
+    /// `None` if the source of the function's name does not provide it.
     pub fn end(&mut self, frame: ChainFrame, pid: u32) -> Option<u64> {
         let lookup = frame.instruction();
         if frame.kernel {
@@ -165,7 +166,7 @@ impl<'p> Symbolizer<'p> {
         }
     }
 
-    /// Returns the guest's files.
+    /// Returns the symbols of the guest's files, including the files read so far.
     pub fn into_files(self) -> Option<GuestSymbols> {
         self.mount
     }
@@ -175,8 +176,9 @@ impl<'p> Symbolizer<'p> {
         self.mount.as_ref().map_or(&[], |m| m.problems())
     }
 
-    /// Returns three values for a user address: the object; the name and the start address of the
-    /// function, if known; and a substitute for the name, if a mapping contains the address.
+    /// Resolves the user address `address` of process `pid`. Returns the name of its object, the
+    /// name and the start address of its function (if known), and a substitute for the function's
+    /// name (if a mapping contains the address).
     fn user(&mut self, address: u64, pid: u32) -> (String, Option<(String, u64)>, Option<String>) {
         let mapping = self
             .profile
@@ -218,14 +220,15 @@ fn is_file(path: &str) -> bool {
     path.starts_with('/') && !path.starts_with("//")
 }
 
-/// Adds a call chain to each sample that has none because its vCPU was not stopped for the sample.
+/// Returns the profile with a call chain added to each sample that has none, because its vCPU was
+/// not stopped for the sample.
 ///
-/// The chain is copied from another sample in the same function of the same process. If there are
-/// several such samples, their chains are used in turn. The shares of the function's callers are
-/// then the same as in the samples with chains. A sample in the kernel may take a chain from
-/// another process with the same name, and is then attributed to that process. A sample remains
-/// unchanged if no sample in its function has a chain. A truncated chain is used only if no sample
-/// has a complete one.
+/// The chain is copied from a sample with a chain in the same function of the same process. If
+/// there are several of these samples, their chains are used in turn, so the shares of the
+/// function's callers remain the same. A sample in the kernel may get the chain of another process
+/// with the same name, and is then attributed to that process. A truncated chain is used only if no
+/// sample in the function has a complete one. A sample remains unchanged if no sample in its
+/// function has a chain.
 pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profile {
     let mut donors: HashMap<ChainKey, (Vec<super::ProfileSample<'_>>, usize)> = HashMap::new();
     for sample in profile.samples().filter(|s| !s.chain.is_empty()) {
@@ -273,12 +276,12 @@ pub fn complete_chains(profile: &Profile, symbols: &mut Symbolizer<'_>) -> Profi
     full
 }
 
-/// Process from whose samples a call chain may be copied, given by its ID or by its name.
+/// Processes whose samples' call chains may be copied to a sample.
 #[derive(PartialEq, Eq, Hash)]
 enum SampleOwner {
-    /// Process with this ID.
+    /// Only the process with this ID.
     Process(u32),
-    /// Any process with this name.
+    /// All processes with this name.
     Named(String),
 }
 

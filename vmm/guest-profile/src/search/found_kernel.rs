@@ -1,4 +1,5 @@
-//! Result of a kernel search, with the data needed for sampling and for the operator.
+//! A kernel that the search has found, with the data needed to sample it and to describe it to the
+//! operator.
 
 use kernel_images::build_id::BuildId;
 use kernel_images::orc::OrcTable;
@@ -21,15 +22,15 @@ pub struct FoundKernel {
     pub orc: Option<OrcTable>,
     /// Address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),
-    /// Layout of the kernel's task structures, or the reason it is unknown.
+    /// Layout of the kernel's task structures, or the reason why it is unknown.
     pub tasks: Result<TaskLayout, UnreadPart>,
-    /// The kernel's own page tables; `None` if their address is unknown.
+    /// Page tables that the kernel uses outside processes; `None` if their address is unknown.
     pub tables: Option<KernelTables>,
-    /// Symbols in the format of `/proc/kallsyms`.
+    /// Compressed symbols of the kernel in the format of `/proc/kallsyms`.
     pub symbols: PackedText,
-    /// Number of symbols.
+    /// Number of symbols in `symbols`.
     pub symbol_count: u64,
-    /// Kernel release, for example `6.1.0-56-cloud-amd64`.
+    /// Kernel release, for example `6.1.0-56-cloud-amd64`; `None` if unknown.
     pub release: Option<String>,
     /// Build ID of the kernel.
     pub build_id: Option<BuildId>,
@@ -45,7 +46,7 @@ impl FoundKernel {
         }
     }
 
-    /// Describes the kernel in one line for the operator.
+    /// Returns a one-line description of the kernel for the operator.
     pub fn describe(&self) -> String {
         format!(
             "Linux {}, {} symbols, kernel stacks by {}, tasks {}",

@@ -69,7 +69,7 @@ fn text_of(image: &KernelImage) -> Result<Vec<u8>, UnreadPart> {
     Ok(text)
 }
 
-/// Sends the result of the search to the requester.
+/// Sends the symbols, the unwind tables and the summary of a found kernel to the requester process.
 fn tell(
     stream: &mut impl Write,
     image: &KernelImage,
@@ -109,7 +109,8 @@ pub(super) struct RemoteMemory<S> {
     stream: RefCell<S>,
     /// Blocks by block number, if the whole block is RAM; `None` if a part of the block is not RAM.
     blocks: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
-    /// Pages by page number, for blocks of which only a part is RAM; `None` if the page is not RAM.
+    /// Pages by page number, for blocks of which only a part is RAM. A value is `None` if the page
+    /// is not RAM.
     pages: RefCell<HashMap<u64, Option<Rc<[u8]>>>>,
 }
 

@@ -14,17 +14,17 @@ use super::wire::{self, KernelSummary, MemoryRequest, PIECE, SearchRequest};
 use crate::locate::KernelAnchorRegisters;
 use crate::{GuestPhys, GuestRegs};
 
-/// Maximum number of memory ranges that the reader may request in one search. A search for a kernel
-/// mapped with small pages takes 2,000.
+/// Maximum number of memory ranges that the reader process may request in one search. For a kernel
+/// that is mapped with small pages, a search requests 2,000.
 const MAX_RANGES: u32 = 1 << 18;
-/// Maximum number of bytes that the reader may request in one search. The limit exceeds the worst
-/// case, in which the largest kernel is mapped with scattered small pages and is read four times,
-/// for two registers in two address spaces.
+/// Maximum number of bytes of guest memory that the reader process may request in one search. The
+/// largest kernel, mapped with scattered small pages and read once for each of two registers in two
+/// address spaces, stays below this limit.
 const MAX_SERVED_BYTES: u64 = 4 << 30;
-/// Maximum number of characters of a text from the reader that are shown to the user.
+/// Maximum number of characters of a message from the reader process that are shown to the user.
 const MAX_TEXT: usize = 400;
 
-/// Error returned when no kernel was found.
+/// Error returned when a kernel search fails.
 #[derive(Debug, thiserror::Error)]
 pub enum SearchError {
     /// The reader found no kernel, or a kernel that it does not support. Contains the reader's
@@ -37,13 +37,14 @@ pub enum SearchError {
     /// The search timed out.
     #[error("the kernel reader process timed out")]
     Slow,
-    /// The reader has requested or sent more than the limit of the named resource.
+    /// The reader process has requested or sent more than permitted. The value names the exceeded
+    /// resource.
     #[error("the kernel reader process requested too many {0}")]
     TooMuch(&'static str),
-    /// The reader sent an invalid message of the named type.
+    /// The reader process has sent an invalid message. The value names the type of message.
     #[error("the kernel reader process sent no {0}")]
     Nonsense(&'static str),
-    /// The reader sent invalid unwind tables.
+    /// The reader process has sent invalid unwind tables.
     #[error("the kernel reader process sent invalid unwind tables")]
     Orc(#[from] OrcError),
 }
@@ -58,10 +59,12 @@ impl From<io::Error> for SearchError {
     }
 }
 
-/// Asks the reader at the other end of `stream` ([`super::serve`]) to search for the kernel into
-/// which `regs` and `anchors` point, and serves the reader's requests for `memory`. The search
-/// times out at `until`, provided that `stream` has a timeout: the function returns when it has
-/// received a message after `until`, or when receiving one has timed out.
+/// Searches guest memory for the kernel into which `regs` and `anchors` point. The reader process
+/// ([`super::serve`]) at the other end of `stream` parses the kernel's tables, and this function
+/// serves its requests for `memory`.
+///
+/// The search times out at `until` if `stream` has a timeout: the time is checked after each
+/// received message, and when the timeout of `stream` expires.
 ///
 /// # Errors
 /// Returns a [`SearchError`] if the reader finds no kernel, fails, times out, exceeds a limit or
@@ -134,7 +137,7 @@ impl MemoryServer {
     }
 }
 
-/// The parts of the reader's result received so far.
+/// Symbols and unwind tables of a kernel, as far as the reader process has sent them.
 #[derive(Default)]
 struct ReceivedParts {
     symbols: Vec<u8>,

@@ -13,18 +13,19 @@ use super::*;
 use crate::locate::KernelAnchorRegisters;
 use crate::{GuestPhys, GuestRegs, MappedGuestPage};
 
-/// A timeout that never expires in a test.
+/// Time until the search times out in tests in which it must not.
 const LATER: Duration = Duration::from_secs(3600);
 
 /// Behavior of the reader process in a test.
 type Reader = fn(&mut UnixStream);
 
-/// Returns RAM of two blocks and one page, in which adjacent bytes differ.
+/// Returns the contents of a test guest's RAM (two blocks and one page), in which adjacent bytes
+/// differ.
 fn ram() -> Vec<u8> {
     (0..(128 << 10) + 4096u32).map(|n| (n ^ n >> 8) as u8).collect()
 }
 
-/// Runs the requester with the behavior `reader` at the other end of the socket.
+/// Returns the result of a kernel search in `ram`. `reader` replaces the reader process.
 fn asked(ram: &[u8], reader: impl FnOnce(&mut UnixStream) + Send) -> Result<FoundKernel, SearchError> {
     asked_until(ram, Instant::now() + LATER, reader)
 }
@@ -105,7 +106,7 @@ fn wanted(gpa: u64, bytes: u32) -> [u8; 12] {
     MemoryRequest { gpa, bytes }.to_bytes()
 }
 
-/// Returns a valid `KernelSummary` message in which `instead` replaces the text `word`.
+/// Returns a `KernelSummary` message in which the text `word` is replaced with `instead`.
 fn summary(word: &str, instead: &str) -> Vec<u8> {
     let good = r#"{"orc_base":16,"entry_text":[1,2],"tasks":{"Err":"none"},"tables":null,"symbols":1,"release":"6.1","build_id":"0102"}"#;
     assert!(good.contains(word), "{word}");
@@ -216,8 +217,8 @@ fn reader_exceeding_limits_is_rejected() {
     assert!(matches!(found, Err(SearchError::Slow)), "{found:?}");
 }
 
-/// Implausible member offsets sent by the reader are rejected, because offsets are later added
-/// without overflow checks.
+/// Implausible offsets of structure members sent by the reader process are rejected. Offsets are
+/// later added without overflow checks.
 #[test]
 fn implausible_member_offsets_are_rejected() {
     let layout = |pivot: u64, page: u64| {

@@ -1,5 +1,5 @@
-//! Format of the messages between the two processes of a kernel search. A message consists of a
-//! letter (its type), the length of the payload, and the payload.
+//! Format of the messages between the reader process and the requester process of a kernel search.
+//! A message consists of a letter (its type), the length of the payload, and the payload.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -19,31 +19,31 @@ const HEAD: usize = 5;
 
 /// To the reader: a [`SearchRequest`], which is the first message.
 pub(super) const ASK: u8 = b'A';
-/// To the reader: the requested guest memory.
+/// To the reader: the contents of the requested guest memory.
 pub(super) const MEMORY: u8 = b'M';
-/// To the reader: the requested range is not completely RAM.
+/// To the reader: the guest memory range requested last is not completely RAM.
 pub(super) const NO_MEMORY: u8 = b'N';
 /// From the reader: a memory request, [`MemoryRequest`].
 pub(super) const READ: u8 = b'R';
-/// From the reader: a part of the symbol text.
+/// From the reader: a part of the kernel's symbols, as text in the format of `/proc/kallsyms`.
 pub(super) const SYMBOLS: u8 = b'S';
-/// From the reader: a part of the unwind table offsets, 4 bytes each.
+/// From the reader: a part of the unwind table's address offsets, 4 bytes each.
 pub(super) const OFFSETS: u8 = b'O';
-/// From the reader: a part of the unwind table entries.
+/// From the reader: a part of the unwind table's entries.
 pub(super) const ENTRIES: u8 = b'E';
 /// From the reader: a [`KernelSummary`], which is the last message.
 pub(super) const FOUND: u8 = b'F';
-/// From the reader: the reason no kernel was found, which is the last message.
+/// From the reader: the reason why no kernel was found. This is the last message.
 pub(super) const FAILED: u8 = b'X';
 
-/// A search request.
+/// First message to the reader process: registers that point into the kernel to be found.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SearchRequest {
     pub(super) regs: GuestRegs,
     pub(super) anchors: KernelAnchorRegisters,
 }
 
-/// The reader's result, except the symbols and unwind tables.
+/// Result that the reader process sends after the symbols and unwind tables of a kernel.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct KernelSummary {
     /// Run-time address to which the first unwind table entry applies; `None` if the kernel has no

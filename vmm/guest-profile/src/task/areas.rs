@@ -1,5 +1,5 @@
-//! Reads all mappings of the process with a given ID, and memory that the process has mapped but
-//! not accessed.
+//! Reads all mappings of a guest process, given its ID. Also reads memory that the process has
+//! mapped but not yet accessed.
 
 use super::{AreaLayout, MAX_AREAS, ProcessMapping, TaskLayout, TaskReader};
 use crate::paging::AddressSpace;
@@ -86,8 +86,8 @@ impl GuestProcess {
         None
     }
 
-    /// Reads the process again, to check that it still exists. Returns `None` if the process has
-    /// exited or executed another program.
+    /// Reads the process again from the guest's memory. Returns `None` if the process has exited or
+    /// executed another program.
     pub fn again<M: GuestPhys + ?Sized>(
         self,
         layout: &TaskLayout,
@@ -117,10 +117,10 @@ impl GuestProcess {
 /// An executable mapping of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExecutableMapping {
-    /// The mapping itself.
+    /// Address range and file of the mapping.
     pub mapping: ProcessMapping,
-    /// Address at which the first byte of the file is mapped. `None` if this byte is not mapped, or
-    /// if too many other mappings of the file are between it and this mapping.
+    /// Address at which the first byte of the file is mapped. `None` if that byte is not mapped, or
+    /// if there are too many other mappings of the file between that byte and this mapping.
     pub base: Option<u64>,
 }
 
@@ -172,9 +172,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         false
     }
 
-    /// Returns the mapping that contains `address`, if any, and the last address for which the
-    /// result is the same. For a kernel that keeps mappings in a list, the mapping may instead be
-    /// the next one above `address`.
+    /// Returns the mapping that contains `address` (if any), and the last address with the same
+    /// result. If the kernel keeps mappings in a list, the mapping may be the next one above
+    /// `address` instead.
     fn area_from(
         &mut self,
         mm: u64,
@@ -211,10 +211,12 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `bytes` from `address` in the process memory `mm`, whose page tables this reader uses.
-    /// If the page tables lack a page of a file, because the process has not accessed it, the page
-    /// is read from the kernel's page cache. All other pages read as zeros, and `missing` is called
-    /// with their offset in `bytes` and their length.
+    /// Fills `bytes` from `address` in the process whose memory descriptor is at `mm`. The reader
+    /// must use the page tables of this process.
+    ///
+    /// A page of a file that the process has not accessed yet is read from the kernel's page cache.
+    /// A page that is in neither the page tables nor the page cache reads as zeros, and `missing`
+    /// is called with its offset in `bytes` and its length.
     pub fn memory(
         &mut self,
         mm: u64,
@@ -242,8 +244,9 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         }
     }
 
-    /// Fills `part`, which lies within one page of the process. `mapping` is the result of the
-    /// previous lookup of a mapping, which is reused if possible.
+    /// Fills `part` from the address `at`. The memory must lie within one page. `mapping` is the
+    /// mapping found by the previous call, which is used again if it contains `at`. Returns `false`
+    /// if the page is not in memory.
     fn page_of(
         &mut self,
         mm: u64,

@@ -14,13 +14,14 @@ use std::num::NonZeroU64;
 use kernel_images::btf::Btf;
 use serde::{Deserialize, Serialize};
 
-/// Offsets of the members that a page cache lookup needs, in bytes, and the location of the
-/// kernel's array of page structures.
+/// Offsets of the structure members (in bytes) and other properties of the guest kernel that a page
+/// cache lookup needs.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct CacheLayout {
     /// Offset in `struct file` of the pointer to its `struct address_space`.
     mapping: u64,
-    /// Offset in `struct address_space` (one per file) of the root of the page cache tree.
+    /// Offset in `struct address_space` of the root of the page cache tree. Each file has one
+    /// `struct address_space`.
     root: u64,
     node_shift: u64,
     #[serde(deserialize_with = "super::offset")]
@@ -37,8 +38,8 @@ pub(super) struct CacheLayout {
 const CHUNK_SHIFT: u32 = 6;
 /// Maximum number of tree levels. A file of 2^52 pages has nine.
 const MAX_LEVELS: u32 = 11;
-/// Minimum value of an entry that points to a node or to a page structure. A smaller internal entry
-/// (low bits 10) refers to another slot of the same node.
+/// Lowest value of an internal tree entry (low bits 10) that points to a node. A lower value refers
+/// to another slot of the same node.
 const FIRST_POINTER: u64 = 4096;
 /// Maximum number of pages in a folio.
 const MAX_FOLIO_PAGES: u64 = 1 << 18;
@@ -156,8 +157,7 @@ mod tests {
         }
     }
 
-    /// Returns kernel memory that contains a file with the page cache tree whose root entry is
-    /// `root`.
+    /// Returns kernel memory with a file whose page cache tree has the root entry `root`.
     fn memory(root: u64) -> HashMap<u64, u64> {
         HashMap::from([(FILE + 0x18, MAPPING), (MAPPING + 0x10, root), (VMEMMAP, PAGES)])
     }
@@ -180,8 +180,9 @@ mod tests {
         assert_eq!(page(&memory, 0), Some(7 << 12));
     }
 
-    /// In a tree with two levels, lookups find each page of a folio of four pages. The folio's
-    /// other slots refer to its first slot. Lookups of an evicted page and of a hole find nothing.
+    /// Lookups in a page cache tree with two levels find a single page and each page of a four-page
+    /// folio, but neither an evicted page nor a hole. Only the first slot of the folio contains its
+    /// address.
     #[test]
     fn page_cache_lookup_walks_xarray() {
         let mut memory = memory(NODE + 2);
@@ -200,7 +201,8 @@ mod tests {
         assert_eq!(page(&memory, 64 * 64), None, "above the tree");
     }
 
-    /// A folio of 64 pages is found in a slot of an inner node, because it is as large as a leaf.
+    /// A lookup finds a folio of 64 pages in an inner node of the page cache tree. Such a folio
+    /// takes the place of a whole leaf.
     #[test]
     fn large_folio_is_found_in_inner_node() {
         let mut memory = memory(NODE + 2);

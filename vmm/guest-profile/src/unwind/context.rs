@@ -13,11 +13,12 @@ pub const REGISTERS: usize = 20;
 /// Maximum number of guest memory reads to find the user registers and copy the stack of one
 /// sample.
 const READS: u32 = 64;
-/// Word indices in `struct pt_regs` of ax, bx, cx, dx, si, di, and of r8 to r15.
+/// Word indices in `struct pt_regs` of the registers ax, bx, cx, dx, si, di, and word indices of r8
+/// to r15.
 const PT_REGS_LOW: [usize; 6] = [10, 5, 11, 12, 13, 14];
 const PT_REGS_HIGH: [usize; 8] = [9, 8, 7, 6, 3, 2, 1, 0];
 const PT_REGS_WORDS: usize = 15;
-/// Segment selectors that Linux uses for user code and data.
+/// Segment selector that Linux uses for 64-bit user code, and selector for user data.
 const USER64_CS: u64 = 0x33;
 const USER32_CS: u64 = 0x23;
 const USER_DS: u64 = 0x2b;
@@ -32,13 +33,13 @@ const R8: usize = 12;
 pub struct SampledUserRegs {
     /// Registers in the order described at [`REGISTERS`]; 0 for unknown registers.
     pub registers: [u64; REGISTERS],
-    /// `true` for 64-bit code.
+    /// `true` if the sampled user code is 64-bit code.
     pub wide: bool,
 }
 
 impl SampledUserRegs {
-    /// Returns the user registers with which the user part of `chain` begins. `chain` was unwound
-    /// from the vCPU registers `regs`. Returns `None` if `chain` has no user part.
+    /// Returns the user registers with which the user part of `chain` starts. `regs` are the vCPU
+    /// registers from which `chain` was unwound. Returns `None` if `chain` has no user part.
     pub fn of<M: GuestPhys + ?Sized>(mem: &M, regs: &GuestRegs, chain: &CallChain) -> Option<Self> {
         let user = chain.user?;
         let mut registers = [0; REGISTERS];
@@ -80,8 +81,8 @@ impl SampledUserRegs {
         Some(Self { registers, wide })
     }
 
-    /// Copies the mapped part of the user stack into `out`, from the stack pointer upwards. Returns
-    /// the number of bytes, which is a multiple of the word size.
+    /// Copies the user stack into `out`, from the stack pointer up to the end of `out` or of the
+    /// mapped memory. Returns the number of bytes copied, which is a multiple of the word size.
     pub fn stack<M: GuestPhys + ?Sized>(&self, mem: &M, regs: &GuestRegs, out: &mut [u8]) -> usize {
         const PAGE: u64 = 4096;
         let Ok(mut space) = AddressSpace::of(mem, regs) else {

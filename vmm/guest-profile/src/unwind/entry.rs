@@ -1,37 +1,38 @@
-//! Finds the user registers of samples in the kernel's entry code, where no `pt_regs` is complete
+//! Finds the user registers of a sample in the kernel's entry code, where no `pt_regs` is complete
 //! and ORC tables have no entries.
 //!
-//! The kernel itself never unwinds from these addresses, but a profiler on the host can, because
-//! the entry code keeps the user registers in known locations (Linux `arch/x86/entry/entry_64.S`):
+//! The kernel itself never unwinds from these addresses, but a profiler on the host must. The entry
+//! code keeps the user registers in known locations (Linux `arch/x86/entry/entry_64.S`):
 //!
-//! | location | ip | stack pointer |
+//! | interrupted code | location of ip | location of the stack pointer |
 //! |---|---|---|
 //! | just after SYSCALL, or before SYSRET | rcx | rsp |
 //! | after SYSCALL, on the task's stack, saving registers | rcx | `sp2` of the TSS |
 //! | exit path, on the entry stack | the old stack, at rdi | the old stack, at rdi |
 //! | exit path, after the page-table switch | the copied frame; for SYSRET rcx | the entry stack |
 //!
-//! At all of these locations, rbp contains the user's value. Results based on rcx are marked as
-//! guessed, because the state of the entry code is inferred only from the instruction address and
-//! the registers.
+//! In all of this code, rbp contains the user's value. Results based on rcx are marked as guessed,
+//! because the state of the entry code is inferred only from the instruction address and the
+//! registers.
 
 use super::parts::{KernelUnwinder, OtherRegs, RFLAGS_IF, UserRegs, plausible_user};
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, GuestRegs, WalkBudget};
 use kernel_images::orc::OrcFrameKind;
 
-/// Offsets in the TSS (SDM vol. 3 §8.7): of the field that contains the end of the entry stack, and
-/// of the field in which Linux saves the user's stack pointer.
+/// Offsets of two TSS fields (SDM vol. 3 §8.7): the field with the end of the entry stack, and the
+/// field in which Linux saves the user's stack pointer.
 const TSS_SP0: u64 = 4;
 const TSS_SP2: u64 = 20;
 /// Maximum number of bytes that the kernel uses on the entry stack: an interrupt frame of five
 /// words, and rdi.
 const MAX_ON_ENTRY_STACK: u64 = 48;
-/// On the exit path, rdi points to the saved rdi on the old stack. Offset from there to the
-/// interrupt frame, and size of the frame, in bytes.
+/// Offset in bytes from the saved rdi to the interrupt frame on the old stack, and size of the
+/// frame in bytes. On the exit path, rdi contains the address of the saved rdi.
 const FRAME_FROM_RDI: u64 = 16;
 const FRAME_BYTES: u64 = 40;
-/// RFLAGS bit 1, which is always set, and number of RFLAGS bits. Bits above 21 are always clear.
+/// RFLAGS bit 1, which is always set, and number of RFLAGS bits that may be set (bits above 21 are
+/// always clear).
 const RFLAGS_FIXED: u64 = 1 << 1;
 const RFLAGS_BITS: u32 = 22;
 
@@ -42,8 +43,8 @@ pub(super) struct EntryUserRegs {
     pub guessed: bool,
 }
 
-/// Returns whether the interrupted instruction is in entry code from which neither unwind tables
-/// nor a frame pointer lead to a caller.
+/// Returns whether the interrupted instruction is in entry code from which neither the unwind
+/// tables nor the frame pointer lead to the caller.
 pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> bool {
     let at = regs.rip.wrapping_sub(kernel.slide);
     if !(kernel.entry_text.0..kernel.entry_text.1).contains(&at) {
@@ -58,8 +59,8 @@ pub(super) fn without_regs(kernel: &KernelUnwinder<'_>, regs: &GuestRegs) -> boo
     }
 }
 
-/// Returns the user's registers if the interrupted instruction is one for which `without_regs`
-/// returns `true`.
+/// Returns the user registers of a sample in entry code ([`without_regs`]), or `None` if they are
+/// implausible.
 pub(super) fn user_regs<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,
@@ -99,7 +100,7 @@ fn word<M: GuestPhys + ?Sized>(
     space.read_u64(at, budget).ok()
 }
 
-/// Reads the registers from the five words of an interrupt frame.
+/// Reads the user registers from the interrupt frame (five words) at `at`.
 fn frame<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     regs: &GuestRegs,

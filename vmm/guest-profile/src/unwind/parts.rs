@@ -41,14 +41,14 @@ pub enum UnwindStop {
     Complete,
     /// The output slice is full or the maximum depth is reached.
     Full,
-    /// The maximum number of reads or the maximum time is exhausted.
+    /// The limit on the number of memory reads, or the time limit, is exceeded.
     Spent,
-    /// An address on the stack is not mapped, because its page is swapped out or because the frame
-    /// pointer is wrong.
+    /// An address on the stack is not mapped. Its page is swapped out, or the frame pointer is
+    /// wrong.
     Unmapped,
     /// No unwind table covers an address, and the frame pointer is invalid.
     NoTable,
-    /// The frame's stack pointer is not above that of the previous frame, or the return address is
+    /// The stack pointer of a frame is not above that of the previous frame, or a return address is
     /// not a code address.
     BadFrame,
     /// The paging mode of the vCPU is unsupported.
@@ -66,8 +66,7 @@ impl UnwindStop {
         Self::Unsupported,
     ];
 
-    /// Returns the numeric code that a sample stores for a reason, starting from 1, or 0 for
-    /// `None`.
+    /// Returns the number by which a sample stores the reason `end`: 1 or higher, or 0 for `None`.
     #[expect(clippy::cast_possible_truncation, reason = "an index into a list of a few")]
     pub(super) fn code(end: Option<Self>) -> u8 {
         end.and_then(|end| Self::ALL.iter().position(|&e| e == end))
@@ -101,15 +100,15 @@ pub(super) struct UserRegs {
     pub(super) others: OtherRegs,
 }
 
-/// Location of the user's other registers, which [`UserRegs`] does not contain.
+/// Location of the user registers that [`UserRegs`] does not contain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OtherRegs {
-    /// The vCPU contains the user's callee-saved registers, because the kernel has not changed them
+    /// The user's callee-saved registers are in the vCPU, because the kernel has not changed them
     /// yet or has already restored them.
     InVcpu,
-    /// The registers are in the `pt_regs` at this address.
+    /// The user's other registers are in the `pt_regs` at this address.
     At(u64),
-    /// The registers are unknown.
+    /// The user's other registers are unknown.
     Lost,
 }
 

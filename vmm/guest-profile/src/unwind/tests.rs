@@ -49,8 +49,8 @@ fn uput(g: &mut TestGuest, gva: u64, v: u64) {
     g.put(gva - USTACK + 0x8000, v);
 }
 
-/// Writes two user frames to the stack, which are the callers of a leaf function whose rbp is
-/// `USTACK + 0x100`.
+/// Writes two frames to the user stack: the callers of a leaf function that has rbp = `USTACK +
+/// 0x100`.
 fn user_frames(g: &mut TestGuest) {
     uput(g, USTACK + 0x100, USTACK + 0x200);
     uput(g, USTACK + 0x108, UTEXT + 0x111);
@@ -103,12 +103,12 @@ fn by_orc(table: &OrcTable) -> KernelUnwinder<'_> {
     }
 }
 
-/// Returns the registers of the leaf function whose callers are the frames of [`user_frames`].
+/// Returns the vCPU registers in a leaf function whose callers are the frames of [`user_frames`].
 fn user_regs(g: &TestGuest) -> GuestRegs {
     regs(g, 3, UTEXT + 0x50, USTACK + 0x80, USTACK + 0x100)
 }
 
-/// Writes the registers of [`user_regs`] as a `pt_regs` at the address `at`.
+/// Writes the user registers of [`user_regs`] as a `pt_regs` to the address `at`.
 fn put_user_regs(g: &mut TestGuest, at: u64) {
     put_pt_regs(g, at, UTEXT + 0x50, USER64_CS, USTACK + 0x80, USTACK + 0x100);
 }
@@ -295,8 +295,8 @@ const ENTRY: (u64, u64) = (TEXT + 0x400, TEXT + 0x500);
 const TSS: u64 = KSTACK;
 const ENTRY_STACK: u64 = KSTACK + 0x1000;
 
-/// Unwinds a sample in the kernel's entry code. The vCPU has the stack pointer `sp`, the registers
-/// that SYSCALL leaves, and a TSS; `change` modifies this state beforehand.
+/// Unwinds a sample in the kernel's entry code, with the stack pointer `sp` and the registers that
+/// SYSCALL leaves. `change` modifies guest memory and registers before.
 fn in_entry_code(sp: u64, change: impl FnOnce(&mut TestGuest, &mut GuestRegs)) -> (CallChain, Vec<u64>) {
     let mut g = guest();
     user_frames(&mut g);
@@ -496,8 +496,9 @@ proptest! {
     }
 }
 
-/// The copied user registers are those of the vCPU in user mode, and those saved on kernel entry
-/// during a system call. The stack is copied up to the requested size or the end of its mapping.
+/// The copied user registers of a sample in user mode are those of the vCPU. For a sample in a
+/// system call, they are those saved on kernel entry. The stack is copied up to the requested size
+/// or the end of its mapping.
 #[test]
 fn user_context_copies_registers_and_stack() {
     let mut g = guest();

@@ -1,11 +1,12 @@
-//! Unwinds the user part of a call chain with frame pointers. Where rbp is not the frame pointer of
-//! the current function, the first step is corrected.
+//! Unwinds the user part of a call chain with frame pointers. If rbp is not the frame pointer of
+//! the innermost function, the first step is corrected.
 
 use super::parts::{ChainBuffer, UnwindStop, UserRegs, end_of};
 use crate::paging::AddressSpace;
 use crate::{GuestPhys, WalkBudget};
 
-/// Appends the user frames to the chain, from the innermost one (`user`) outwards.
+/// Appends the user frames to the chain, innermost first. `user` are the registers of the innermost
+/// frame. Sets `guessed` if a frame is guessed. Returns the reason why unwinding ended.
 pub(super) fn walk_user<M: GuestPhys + ?Sized>(
     space: &mut AddressSpace<'_, M>,
     user: UserRegs,
@@ -98,20 +99,20 @@ enum FrameFix {
     /// The current function has no frame. The return address is at this stack address, if the
     /// [`Evidence`] is confirmed.
     ReturnAt(u64, Evidence),
-    /// The frame of the current function is at this stack address, but rbp does not point to it
-    /// yet.
+    /// The frame of the current function is at this stack address, but rbp does not contain the
+    /// address yet.
     FrameAt(u64),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Evidence {
-    /// The interrupted instruction alone proves where the return address is.
+    /// The interrupted instruction alone determines the location of the return address.
     Instruction,
-    /// The code looks like a system-call stub. This is confirmed if a call instruction precedes the
-    /// return address.
+    /// The code looks like a system-call stub. This guess is confirmed if a call instruction
+    /// precedes the return address.
     SystemCall,
-    /// The code may be a leaf function. This is confirmed if the call before the return address
-    /// targets this function.
+    /// The code may be a leaf function. This guess is confirmed if the call before the return
+    /// address targets this function.
     Leaf,
 }
 

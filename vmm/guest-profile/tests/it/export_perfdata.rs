@@ -130,7 +130,7 @@ fn profile() -> Profile {
     p
 }
 
-/// Returns the profile of [`profile`] as `perf kvm` would record it on the host, without build IDs.
+/// Returns the profile of [`profile`] as recorded by `perf kvm` on the host, without build IDs.
 fn as_host() -> Profile {
     let mut p = profile();
     p.meta.form = ProfilePerspective::AsHost;
@@ -143,14 +143,15 @@ fn bytes(p: &Profile) -> Vec<u8> {
     perfdata::write(Cursor::new(Vec::new()), p).unwrap().into_inner()
 }
 
-/// Runs perf on a file of the profile `p`, in a directory that contains the test's kallsyms. The
-/// same kallsyms are in the build-ID directory. Returns `None` and prints a message if perf is not
-/// installed.
+/// Runs `perf` with the arguments `args` on a file with the profile `p`. Returns the output of
+/// `perf`, or `None` if `perf` is not installed.
 fn perf(p: &Profile, args: &str) -> Option<String> {
     perf_on(p, &bytes(p), args)
 }
 
-/// Runs perf like [`perf`], but on a file with the contents `data`, which is a recording of `p`.
+/// Runs `perf` like [`perf`], but on a file with the contents `data`, which is a recording of `p`.
+/// A kallsyms file is in the same directory, and the build-ID directory contains the kernel's
+/// symbols.
 fn perf_on(p: &Profile, data: &[u8], args: &str) -> Option<String> {
     if Command::new("perf").arg("--version").output().is_err() {
         // Skipping is no failure in CI, because `make setup` does not install perf.
@@ -306,8 +307,8 @@ fn host_program_does_not_symbolize_guest() {
     assert!(text.contains("60.00%") && text.contains("[.] 0x"), "{text}");
 }
 
-/// `perf script` shows wall-clock times, which the file contains, so that reports can be compared
-/// with other logs.
+/// `perf script` shows the wall-clock times of samples, computed from the reference time in the
+/// file.
 #[test]
 fn perf_script_shows_wall_clock_time() {
     let args = "script -i perf.data -F tod,comm --ns";

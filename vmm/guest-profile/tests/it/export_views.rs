@@ -28,7 +28,7 @@ fn names(list: &[&str]) -> Vec<String> {
     list.iter().map(|name| (*name).to_owned()).collect()
 }
 
-/// Returns the rows of a report without its comments.
+/// Returns the lines of a report that are neither comments nor empty.
 fn rows(text: &str) -> Vec<&str> {
     let lines = text.lines().map(str::trim);
     lines

@@ -135,8 +135,9 @@ impl Guest {
         walk(&self.mem, &self.regs, Some(kernel), &untimed(), out)
     }
 
-    /// Resolves the addresses of a call chain to names. Kernel addresses are resolved with the
-    /// guest's kallsyms, and user addresses with the addresses that the program itself printed.
+    /// Resolves the addresses of a call chain to names. The names of kernel functions come from the
+    /// guest's kallsyms, and those of user functions from addresses that the program itself has
+    /// printed.
     fn names(&self, chain: &[u64]) -> Vec<String> {
         let functions: Vec<(u64, &str)> = self
             .console

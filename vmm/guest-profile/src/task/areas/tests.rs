@@ -17,12 +17,12 @@ const MM: u64 = DIRECT + 0x1200;
 const FILE: u64 = DIRECT + 0x1300;
 const ADDRESS_SPACE: u64 = DIRECT + 0x1400;
 const AREAS: [u64; 3] = [DIRECT + 0x1500, DIRECT + 0x1600, DIRECT + 0x1700];
-/// Address of the kernel's array of page structures (`struct page`), and address of the variable
-/// that holds this address.
+/// Address of the kernel's array of page structures (`struct page`), and address of the kernel
+/// variable that contains this address.
 const PAGES: u64 = DIRECT + 0x2000;
 const VMEMMAP: u64 = DIRECT + 0x1800;
-/// Guest-physical addresses of a page that the page tables of the process contain, and of a page
-/// that only the page cache contains.
+/// Guest-physical address of a page that the process has accessed, and of a page that is only in
+/// the page cache.
 const MAPPED: u64 = 0x8000;
 const CACHED: u64 = 0x9000;
 const PID: u32 = 77;
@@ -205,8 +205,8 @@ fn exited_process_is_not_found_again() {
 }
 
 proptest! {
-    /// Reading tasks and mappings terminates if their lists point to arbitrary addresses, including
-    /// to themselves.
+    /// Reading the tasks and mappings of a guest terminates even if its lists point to arbitrary
+    /// addresses or form cycles.
     #[test]
     fn hostile_task_lists_terminate(
         changes in prop::collection::vec(
