@@ -56,7 +56,7 @@ const PROFILED: u64 = 20_000;
 struct Baseline {
     /// First line of the output of `rustc --version`.
     rustc: String,
-    /// Instructions per operation, by operation name.
+    /// Number of instructions per call of each operation, by operation name.
     instructions: BTreeMap<String, f64>,
 }
 
@@ -200,11 +200,12 @@ impl BenchGuest {
     }
 }
 
-/// Results of one run of the benchmark.
+/// Instruction counts measured by one run of the benchmark.
 #[derive(Default)]
 struct Measurements {
     all: BTreeMap<String, f64>,
-    /// The only operation to run, without counting, for a profiler.
+    /// Name of the only operation to run. Its instructions are not counted, so that a profiler can
+    /// run it.
     only: Option<String>,
 }
 
@@ -294,7 +295,7 @@ fn measure_ring(all: &mut Measurements) -> Option<()> {
     Some(())
 }
 
-/// Measures the handling of guest exits.
+/// Measures the handling of the guest's register accesses.
 fn measure_registers(all: &mut Measurements) -> Option<()> {
     let mut g = BenchGuest::new(PmuModel::INTEL);
     g.write(IA32_PERF_GLOBAL_CTRL, 0xF);
@@ -401,7 +402,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Writes `now` to `path` as the new baseline.
+/// Writes the results `now` to `path` as the new baseline.
 fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
     let text = serde_json::to_string_pretty(now).map_err(|e| e.to_string())?;
     fs::write(path, text + "\n").map_err(|e| format!("{}: {e}", path.display()))?;

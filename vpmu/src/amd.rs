@@ -47,10 +47,10 @@ pub const DBG_EXTN_CFG: u32 = 0xC000_010F;
 pub const LBR_FROM0: u32 = 0xC001_0300;
 /// Address of LBR_TO of record 15, the highest address of a branch record register.
 const LBR_TO15: u32 = 0xC001_031F;
-/// IA32_DEBUGCTL, named DebugCtl.
+/// IA32_DEBUGCTL, which AMD names DebugCtl.
 const DEBUG_CTL: u32 = 0x1D9;
 
-/// Number of branch records, in CPUID.80000022H:EBX\[9:4\].
+/// Number of branch records of an AMD model, as reported in CPUID.80000022H:EBX\[9:4\].
 pub(crate) const LBR_RECORDS: u32 = 16;
 /// DBG_EXTN_CFG.LBRV2EN: branch records are enabled.
 const LBR_ENABLE: u64 = 1 << 6;
@@ -59,13 +59,13 @@ const SUPPRESS_KERNEL: u64 = 1 << 0;
 const SUPPRESS_USER: u64 = 1 << 1;
 /// Writable bits of LBR_SELECT.
 const LBR_SELECT_MASK: u64 = 0x1FF;
-/// LBR_FROM bit 63: mispredicted.
+/// LBR_FROM bit 63: the branch was mispredicted.
 const MISPREDICTED: u64 = 1 << 63;
-/// LBR_TO bit 63: valid.
+/// LBR_TO bit 63: the record is valid.
 const VALID: u64 = 1 << 63;
-/// LBR_TO bit 62: recorded from speculative execution.
+/// LBR_TO bit 62: the record is from speculative execution.
 const SPECULATIVE: u64 = 1 << 62;
-/// LBR_TO bit 61: reserved.
+/// LBR_TO bit 61, which is reserved.
 const TO_RESERVED: u64 = 1 << 61;
 
 /// Number of counters that have K7 registers.

@@ -8,7 +8,7 @@
 //! References: Intel SDM vol. 3, chapter "Last Branch Records", and vol. 4 for the addresses; AMD
 //! APM vol. 2, section "Last Branch Stack Registers".
 
-/// Maximum number of records of any model.
+/// Maximum number of branch records of any model.
 pub(crate) const MAX_BRANCH_RECORDS: usize = 32;
 
 /// A register of the branch records. The variants name its role, which is the same for both
@@ -46,13 +46,13 @@ impl BranchRegister {
 /// Registers that control the branch records. All zero on models without branch records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BranchControls {
-    /// Intel's IA32_LBR_CTL, AMD's DBG_EXTN_CFG.
+    /// Value of IA32_LBR_CTL (Intel) or DBG_EXTN_CFG (AMD).
     pub control: u64,
-    /// AMD's LBR_SELECT.
+    /// Value of LBR_SELECT (AMD).
     pub filter: u64,
     /// Number of branch records that the guest uses.
     pub depth: u64,
-    /// Intel's MSR_LASTBRANCH_TOS. Has no effect.
+    /// Value of MSR_LASTBRANCH_TOS (Intel). Has no effect.
     pub top: u64,
 }
 
@@ -68,20 +68,20 @@ impl BranchControls {
         }
     }
 
-    /// Returns the number of records.
+    /// Returns the number of branch records that the guest uses.
     pub(crate) fn records(&self) -> usize {
         usize::try_from(self.depth).map_or(MAX_BRANCH_RECORDS, |depth| depth.min(MAX_BRANCH_RECORDS))
     }
 }
 
-/// Registers of one record, in the vendor's format.
+/// Register values of one branch record, in the vendor's format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BranchRecord {
-    /// Register with the source address of the branch.
+    /// Value of the register with the source address of the branch.
     pub from: u64,
-    /// Register with the target address of the branch.
+    /// Value of the register with the target address of the branch.
     pub to: u64,
-    /// Register with the branch type (Intel).
+    /// Value of the register with the branch type (Intel).
     pub info: u64,
 }
 
@@ -89,7 +89,7 @@ pub struct BranchRecord {
 /// branches when the PMI is delivered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum BranchPhase {
-    /// No collection has started, or no PMI is due.
+    /// No branches are being collected, and none have been collected for a due PMI.
     #[default]
     Idle,
     /// The VMM single-steps the vCPU and adds branches to the records.
@@ -126,7 +126,7 @@ impl BranchRecords {
         }
     }
 
-    /// Clears all records.
+    /// Sets all branch records to zero.
     pub(crate) fn clear(&mut self) {
         self.records = [BranchRecord::default(); MAX_BRANCH_RECORDS];
         self.added = 0;

@@ -23,16 +23,16 @@ pub enum EnableOutcome {
 pub struct EventLoss {
     /// Time of the loss, in nanoseconds of the vCPU's event time.
     pub since_ns: u64,
-    /// Reason for the loss.
+    /// Reason why the event stopped counting.
     pub cause: UnavailableReason,
 }
 
 /// Time enabled and time running of a counter's event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CounterTimes {
-    /// Time enabled, in nanoseconds of vCPU time.
+    /// Time for which the event was enabled, in nanoseconds of vCPU time.
     pub time_enabled_ns: u64,
-    /// Time running, in nanoseconds of vCPU time.
+    /// Time for which the event was counting, in nanoseconds of vCPU time.
     pub time_running_ns: u64,
 }
 

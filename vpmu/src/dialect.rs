@@ -11,7 +11,7 @@ use crate::model_name::Vendor;
 
 /// BR_INST_RETIRED: event select of retired branches on Intel processors.
 const BR_INST_RETIRED: EventSelect = EventSelect(0xC4);
-/// BR_INST_RETIRED.COND since Ice Lake.
+/// Unit mask of BR_INST_RETIRED.COND since Ice Lake.
 const COND: UnitMask = UnitMask(0x11);
 /// Unit mask of BR_INST_RETIRED.CONDITIONAL from Nehalem to Cascade Lake, and of COND_TAKEN since
 /// Ice Lake.

@@ -27,25 +27,25 @@ pub const PARAVIRTUAL_SELECT_AMD: EventSelect = EventSelect(0xFFF);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ArchEvent {
-    /// Core cycles while not halted.
+    /// Core clock cycles while the processor is not halted.
     CoreCycles,
-    /// Cycles at the frequency of the TSC while not halted.
+    /// Cycles at the frequency of the TSC while the processor is not halted.
     RefCycles,
-    /// Instructions retired.
+    /// Instructions that retired.
     Instructions,
-    /// Last level cache references.
+    /// References to the last-level cache.
     CacheReferences,
-    /// Last level cache misses.
+    /// Misses in the last-level cache.
     CacheMisses,
-    /// Branch instructions retired.
+    /// Branch instructions that retired.
     Branches,
-    /// Mispredicted branches retired.
+    /// Branch instructions that retired and were mispredicted.
     BranchMisses,
-    /// Branches retired that were taken.
+    /// Branch instructions that retired and were taken.
     TakenBranches,
-    /// Conditional branches retired, taken or not.
+    /// Conditional branch instructions that retired, taken or not.
     ConditionalBranches,
-    /// Locked instructions retired through the speculative lock map of AMD Zen processors.
+    /// Locked instructions that retired through the speculative lock map of AMD Zen processors.
     SpeculativeLocks,
     /// Retired instructions that load from memory.
     Loads,
@@ -53,8 +53,8 @@ pub enum ArchEvent {
     Stores,
     /// Issue slots, the unit of the top-down analysis method.
     TopdownSlots,
-    /// Cycles at a constant frequency while not halted. The clock is model-specific: the core
-    /// crystal clock, the bus clock or the TSC.
+    /// Cycles at a constant frequency while the processor is not halted. The clock is
+    /// model-specific: the core crystal clock, the bus clock or the TSC.
     BusCycles,
 }
 
@@ -117,7 +117,7 @@ impl ArchEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ParavirtualEvent {
-    /// VM exits.
+    /// Exits of the vCPU from guest mode.
     VmExits = 1,
     /// Exits to user space for port I/O.
     IoExits = 2,
@@ -131,9 +131,9 @@ pub enum ParavirtualEvent {
     HostContextSwitches = 6,
     /// Migrations of the vCPU thread to another host CPU.
     HostMigrations = 7,
-    /// Interrupts injected.
+    /// Interrupts injected into the vCPU.
     IrqInjections = 8,
-    /// NMIs injected.
+    /// NMIs injected into the vCPU.
     NmiInjections = 9,
     /// Exits to user space for RDMSR and WRMSR.
     MsrExits = 10,
@@ -252,12 +252,12 @@ pub const fn paravirtual_select(vendor: Vendor) -> EventSelect {
     }
 }
 
-/// Decoded event of a counter.
+/// Event that a guest counter counts, decoded from its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GuestEvent {
     /// Architectural event, which has the same meaning on every processor generation.
     Architectural(ArchEvent),
-    /// Paravirtual event.
+    /// Paravirtual event: an event of the vCPU on the host.
     Paravirtual(ParavirtualEvent),
     /// Any other event. Only a host PMU of the same vendor can count a raw event.
     Raw,
@@ -421,9 +421,9 @@ pub const fn decode_fixed(n: u32) -> GuestEvent {
 pub struct ArchEventSet(u16);
 
 impl ArchEventSet {
-    /// The empty set.
+    /// Set without any event.
     pub const NONE: Self = Self(0);
-    /// All architectural events.
+    /// Set of all architectural events.
     pub const ALL: Self = Self((1 << ArchEvent::ALL.len()) - 1);
     /// Set of the events that the clock backing can count.
     pub const CLOCK: Self = Self::NONE
@@ -505,20 +505,20 @@ impl FromStr for BackingPolicy {
 #[error("unknown backing \"{0}\"; must be auto, hardware, clock, exact, kvm or none")]
 pub struct UnknownBackingPolicy(String);
 
-/// Backing of a counter: the mechanism that provides its count.
+/// Mechanism that provides the count of a guest counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CounterBacking {
-    /// Host hardware event.
+    /// Hardware event of the host.
     Hardware,
     /// Run time of the vCPU, scaled to cycles.
     Clock,
-    /// Single-stepping with instruction decoding.
+    /// Single-stepping of the vCPU with instruction decoding.
     Exact,
-    /// Host kernel software event.
+    /// Software event of the host kernel.
     Software,
-    /// KVM statistic.
+    /// Statistic that KVM maintains for the vCPU.
     KvmStat,
-    /// KVM's own vPMU.
+    /// KVM's own vPMU, which emulates the PMU registers.
     Kvm,
     /// No mechanism. The value of the counter does not change.
     None,

@@ -16,7 +16,7 @@ use crate::events::{
 use crate::index::MAX_FIXED;
 use crate::model_name::Vendor;
 
-/// Maximum number of filter entries.
+/// Maximum number of entries of an event filter.
 pub const MAX_ENTRIES: usize = 4096;
 /// Maximum size of a filter file, in bytes.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -25,9 +25,9 @@ pub const MAX_FILE_BYTES: u64 = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FilterAction {
-    /// Allow listed events and deny all others.
+    /// Allow the listed events and deny all others.
     Allow,
-    /// Deny listed events and allow all others.
+    /// Deny the listed events and allow all others.
     Deny,
 }
 
@@ -52,7 +52,7 @@ pub struct FilterEntrySpec {
     pub exclude: bool,
 }
 
-/// Event filter as given in the file.
+/// Event filter as given in the file, before validation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct FilterSpec {
@@ -71,15 +71,15 @@ pub struct FilterSpec {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FilterError {
-    /// Failed to read the file.
+    /// The filter file cannot be read.
     #[error("cannot read the event filter")]
     Read(#[source] std::io::Error),
-    /// File exceeds [`MAX_FILE_BYTES`].
+    /// The filter file exceeds [`MAX_FILE_BYTES`].
     #[error(
         "the event filter has {0} bytes; must be at most {MAX_FILE_BYTES}; shorten it with masked entries"
     )]
     TooLarge(u64),
-    /// Invalid TOML, or an unknown or missing field.
+    /// The filter file is invalid TOML, or has an unknown or missing field.
     #[error("line {line} of the event filter: {message}")]
     Syntax {
         /// Line number in the file, from 1.
@@ -93,7 +93,7 @@ pub enum FilterError {
         umask-mask and umask-match"
     )]
     TooManyEntries(usize),
-    /// Field value out of range.
+    /// A field of a filter entry has a value out of range.
     #[error("entry {entry} of the event filter: {field} = {value:#x} must be at most {limit:#x}")]
     OutOfRange {
         /// Number of the filter entry, from 1.
@@ -122,7 +122,7 @@ pub enum FilterError {
     FixedCounters(u64),
 }
 
-/// Validated filter entry.
+/// Validated entry of an event filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FilterEntry {
     /// Event select that the entry matches, 12 bits.

@@ -57,9 +57,9 @@ pub const IA32_LBR_INFO0: u32 = 0x1200;
 pub const IA32_LBR_CTL: u32 = 0x14CE;
 /// IA32_LBR_DEPTH (0x14CF). Requires CPUID.(07H,0):EDX\[19\]. A write clears the records.
 pub const IA32_LBR_DEPTH: u32 = 0x14CF;
-/// IA32_LBR_n_FROM_IP (0x1500..=0x151F).
+/// IA32_LBR_n_FROM_IP (0x1500..=0x151F): source address of branch record n.
 pub const IA32_LBR_FROM_IP0: u32 = 0x1500;
-/// IA32_LBR_n_TO_IP (0x1600..=0x161F).
+/// IA32_LBR_n_TO_IP (0x1600..=0x161F): target address of branch record n.
 pub const IA32_LBR_TO_IP0: u32 = 0x1600;
 
 /// Numbers of branch records that IA32_LBR_DEPTH accepts, as reported in CPUID.1CH:EAX\[7:0\].
@@ -95,7 +95,7 @@ const SELECTOR_IN_TX: u64 = 1 << 32;
 /// IA32_PERFEVTSEL2.IN_TXCP: exclude counts of aborted transactions. Requires the same CPUID bits
 /// as IN_TX and exists in this selector only.
 const SELECTOR_IN_TXCP: u64 = 1 << 33;
-/// Index of the only counter that supports IN_TXCP.
+/// Number of the only general-purpose counter whose selector has IN_TXCP.
 const IN_TXCP_COUNTER: u32 = 2;
 
 /// Width of each fixed counter's field in IA32_FIXED_CTR_CTRL, in bits.
@@ -183,7 +183,7 @@ fn fixed_field(registers: &PmuRegisters, n: u32) -> u64 {
     registers.fixed_control >> (n * FIXED_FIELD_BITS) & 0xF
 }
 
-/// Returns the writable bits of IA32_FIXED_CTR_CTRL.
+/// Returns the writable bits of IA32_FIXED_CTR_CTRL on this model.
 fn fixed_control_mask(model: &PmuModel) -> u64 {
     (0..u8::BITS)
         .filter(|n| model.fixed_bitmap() >> n & 1 != 0)
@@ -214,7 +214,7 @@ fn settable_status(version: u8) -> u64 {
     }
 }
 
-/// Returns the writable bits of the selector of `counter`.
+/// Returns the writable bits of the event selector of `counter`.
 fn selector_mask(model: &PmuModel, counter: CounterIndex) -> u64 {
     let transactions = match (model.has_transactions(), counter.bit()) {
         (false, _) => 0,

@@ -40,7 +40,7 @@ struct UncountedState {
 /// Uncounted counters of one vCPU. All times are in the vCPU's event time.
 #[derive(Debug, Default)]
 pub(crate) struct UncountedCounters {
-    /// Mask of uncounted counters.
+    /// Mask of uncounted counters: those that the guest has enabled and for which nothing counts.
     uncounted: u64,
     /// Mask of counters for which a fallback backing (a source of counts other than the preferred
     /// one) is counting.
@@ -102,7 +102,7 @@ impl UncountedCounters {
         due
     }
 
-    /// Returns the time of the next retry, in nanoseconds.
+    /// Returns the time of the next retry of an uncounted counter, in nanoseconds.
     pub fn next_try_ns(&self) -> Option<u64> {
         counters_in(self.retrying)
             .map(|counter| self.entries[counter.slot()].next_ns)

@@ -130,7 +130,7 @@ impl PmuModel {
         })
     }
 
-    /// Returns a model without a PMU for a processor of `vendor`.
+    /// Returns a model without a PMU, for a processor of `vendor`.
     pub const fn off(vendor: Vendor) -> Self {
         Self {
             generation: PmuGeneration::Off(vendor),

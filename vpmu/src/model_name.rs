@@ -6,9 +6,9 @@ use std::str::FromStr;
 /// Vendor that defines the registers and events of a PMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Vendor {
-    /// Intel, defined by the Software Developer's Manual.
+    /// Intel, whose Software Developer's Manual defines the PMU.
     Intel,
-    /// AMD, defined by the AMD64 Architecture Programmer's Manual.
+    /// AMD, whose AMD64 Architecture Programmer's Manual defines the PMU.
     Amd,
 }
 
@@ -49,7 +49,7 @@ pub enum PmuGeneration {
 }
 
 impl PmuGeneration {
-    /// Returns the vendor of this generation.
+    /// Returns the vendor that defines this generation.
     pub const fn vendor(self) -> Vendor {
         match self {
             Self::Off(vendor) => vendor,
@@ -75,7 +75,7 @@ impl fmt::Display for PmuGeneration {
 /// Value of `--pmu`, not yet resolved against the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PmuModelName {
-    /// Default model of the host's vendor: `intel` or `amd`.
+    /// Default model of the host's vendor (`intel` or `amd`).
     Auto,
     /// PMU with the same properties as the host's PMU, according to CPUID.
     Host,
@@ -154,16 +154,16 @@ pub(crate) fn printable(text: &str) -> String {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// Unknown `--pmu` value.
+    /// The `--pmu` value is unknown. Contains the value.
     #[error(
         "unknown PMU model \"{0}\"; must be auto, host, off, intel, intel-v1 to intel-v5, amd, \
         amd-k7 or amd-v2"
     )]
     UnknownModel(String),
-    /// Malformed `--pmu-counters` value.
+    /// The `--pmu-counters` value is malformed. Contains the value.
     #[error("invalid counter numbers \"{0}\"; must be GP or GP+FIXED, for example 4 or 4+3")]
     CounterNumbers(String),
-    /// Number of general-purpose counters outside the model's limits.
+    /// The number of general-purpose counters is outside the model's limits.
     #[error("{given} general-purpose counters: {generation} supports {limit}; {remedy}")]
     General {
         /// Requested number of general-purpose counters.
@@ -175,7 +175,7 @@ pub enum ModelError {
         /// Suggested remedy, as a part of the message.
         remedy: &'static str,
     },
-    /// Too many fixed counters.
+    /// The number of fixed counters exceeds the model's limit.
     #[error("{given} fixed counters: {generation} supports {limit}; {remedy}")]
     Fixed {
         /// Requested number of fixed counters.
@@ -187,7 +187,7 @@ pub enum ModelError {
         /// Suggested remedy, as a part of the message.
         remedy: &'static str,
     },
-    /// Counter width that the model does not support.
+    /// The model does not support the counter width.
     #[error("a counter width of {given} bits: {generation} supports {limit}; omit --pmu-width for 48")]
     Width {
         /// Requested counter width, in bits.
@@ -197,14 +197,14 @@ pub enum ModelError {
         /// Description of the widths that the model supports.
         limit: &'static str,
     },
-    /// Number of counters or counter width given together with `--pmu host`, `off` or `auto`. The
-    /// value is the `--pmu` argument.
+    /// `--pmu-counters` or `--pmu-width` is given with `--pmu host`, `off` or `auto`. Contains the
+    /// `--pmu` value.
     #[error(
         "--pmu {0} does not support --pmu-counters and --pmu-width; choose a model by name, for \
         example --pmu intel-v2"
     )]
     NotAdjustable(&'static str),
-    /// `--pmu host` on a host whose CPUID reports no PMU.
+    /// `--pmu host` is given, but the host's CPUID reports no PMU.
     #[error("--pmu host: no PMU found in this host's CPUID; choose a model by name, for example --pmu intel")]
     HostHasNone,
 }

@@ -90,7 +90,7 @@ impl ProgrammedEvent {
         }
     }
 
-    /// Returns the backing of the best remaining candidate.
+    /// Returns the backing of the best candidate that has not failed permanently.
     fn backing(&self) -> CounterBacking {
         self.candidates
             .iter()

@@ -131,7 +131,7 @@ impl SimEvents {
         }
     }
 
-    /// Returns whether the clock backing counts for the counter.
+    /// Returns whether the clock backing counts for the counter `counter`.
     pub fn is_on_clock(&self, counter: CounterIndex) -> bool {
         self.is_running(counter) && self.events[counter.slot()].on_clock
     }

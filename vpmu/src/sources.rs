@@ -89,11 +89,11 @@ type EventSourceCandidates = [Option<EventSource>; 2];
 #[derive(Clone, Debug)]
 pub struct EventSources {
     policy: BackingPolicy,
-    /// Set if only CPL 0 can be single-stepped.
+    /// `true` if only CPL 0 can be single-stepped.
     kernel_only: bool,
     /// Vendor of the host PMU, or `None` if no usable host PMU exists.
     hardware: Option<Vendor>,
-    /// Generic events that the host kernel can open.
+    /// Set of the generic events that the host kernel can open.
     opens: ArchEventSet,
     /// Meaning of the raw event numbers of the host's processor, if known.
     dialect: Option<EventDialect>,
@@ -350,7 +350,7 @@ impl EventSources {
         candidates.into_iter().flatten().find(|_| counts)
     }
 
-    /// Returns the source of a paravirtual event for an operator.
+    /// Returns the source with which an operator can count a paravirtual event.
     pub fn paravirtual_for_operator(&self, event: ParavirtualEvent) -> Option<EventSource> {
         match event {
             // For the guest's counter, the VMM adds steal time in steps. An operator's event reads

@@ -48,9 +48,9 @@ const HANDLER_RETURNED: u8 = 0;
 const HANDLER_REARMED: u8 = 1;
 const HANDLER_RUNNING: u8 = 2;
 
-/// Layout version of models without branch records.
+/// Layout version of saved states of models without branch records.
 const VERSION_WITHOUT_BRANCHES: u16 = 3;
-/// Layout version of models with branch records, which is the newest version.
+/// Layout version of saved states of models with branch records, which is the newest version.
 const VERSION_WITH_BRANCHES: u16 = 4;
 
 /// Returns the version of the body layout of a model. Programs that do not support branch records
@@ -67,10 +67,10 @@ const fn layout_version(model: &PmuModel) -> u16 {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum VpmuStateError {
-    /// Missing magic.
+    /// The bytes do not start with the magic `PVPM`.
     #[error("not a saved PMU state: it does not start with PVPM")]
     Magic,
-    /// Truncated data or trailing bytes.
+    /// The saved state is truncated or followed by other bytes.
     #[error("the saved PMU state has {have} bytes; must be {need}; it is truncated or has extra data")]
     Length {
         /// Actual length of the saved state, in bytes.
@@ -78,10 +78,10 @@ pub enum VpmuStateError {
         /// Expected length of the saved state, in bytes.
         need: usize,
     },
-    /// Checksum mismatch.
+    /// The checksum of the saved state does not match its contents.
     #[error("the saved PMU state is damaged: its checksum does not match")]
     Checksum,
-    /// Unsupported layout version.
+    /// The layout version of the saved state is unsupported.
     #[error(
         "unsupported layout version {have} of the saved PMU state; must be at most {known}; \
         restore it with a newer program"
@@ -291,7 +291,7 @@ impl CounterEvents for NoEvents {
     }
 }
 
-/// Reads the due PMI from a body with layout `version`.
+/// Reads the due PMI from the body of a saved state with the layout version `version`.
 fn read_pmi(
     reader: &mut Reader<'_>,
     model: &PmuModel,
@@ -343,7 +343,8 @@ fn write_handler(body: &mut Vec<u8>, handler: SavedHandler) {
     }
 }
 
-/// Reads the measurement of the PMI handler from a body with layout `version`.
+/// Reads the measurement of the PMI handler from the body of a saved state with the layout version
+/// `version`.
 fn read_handler(
     reader: &mut Reader<'_>,
     model: &PmuModel,

@@ -17,11 +17,11 @@ use crate::model_name::Vendor;
 /// Vendor-independent role of a PMU register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmuRegister {
-    /// Event selector of a general-purpose counter.
+    /// Event selector of this general-purpose counter.
     Selector(CounterIndex),
     /// Value of a counter, general-purpose or fixed.
     Counter(CounterIndex),
-    /// Counter at its full-width write address (Intel).
+    /// Value of this counter at its full-width write address (Intel).
     FullWidthCounter(CounterIndex),
     /// Register that controls all fixed counters (Intel).
     FixedControl,
@@ -47,9 +47,9 @@ pub enum PmuRegister {
 /// only by register writes, overflows and freezes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PmuRegisters {
-    /// Event selectors of the general-purpose counters.
+    /// Values of the event selectors of the general-purpose counters.
     pub selectors: [u64; MAX_GENERAL],
-    /// Intel's IA32_FIXED_CTR_CTRL.
+    /// Value of IA32_FIXED_CTR_CTRL (Intel).
     pub fixed_control: u64,
     /// Value of the global control register. All ones on models without this register.
     pub global_control: u64,

@@ -37,7 +37,7 @@ pub(crate) use pmi::{DuePmi, RestoredPmi};
 pub use pmi::{PmiCounts, PmiReadiness};
 pub use view::CounterView;
 
-/// Result of a guest RDMSR or RDPMC.
+/// Result of a guest RDMSR or RDPMC that [`Vpmu`] handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrReadOutcome {
     /// The instruction returns this value in EDX:EAX.
@@ -46,10 +46,10 @@ pub enum MsrReadOutcome {
     InjectGp,
 }
 
-/// Result of a guest WRMSR.
+/// Result of a guest WRMSR that [`Vpmu`] handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrWriteOutcome {
-    /// The write completed.
+    /// The write completed or was ignored.
     Done,
     /// The instruction faults: the VMM must inject a general-protection fault.
     InjectGp,
@@ -85,7 +85,7 @@ pub(crate) struct Counter {
     base: u64,
     /// Number of counts since the current event was programmed.
     counted: u64,
-    /// Programmed request and the backing that counts for it.
+    /// Request with which the counter is programmed, and the backing that counts for it.
     programmed: Option<(EventRequest, CounterBacking)>,
     /// Number of counts until overflow for which the event was last armed, and number of
     /// instructions that have since retired outside guest mode.
@@ -141,7 +141,7 @@ pub struct Vpmu {
     dialect: EventDialect,
     pub(crate) registers: PmuRegisters,
     pub(crate) counters: [Counter; MAX_COUNTERS],
-    /// Branch records; `None` if the model has none.
+    /// Branch records of the vCPU; `None` if the model has none.
     pub(crate) branches: Option<Box<BranchRecords>>,
     /// Mask of counters whose event may no longer match the registers.
     dirty: u64,
@@ -176,7 +176,7 @@ pub struct Vpmu {
     /// Set if an attempt to deliver the due PMI failed. The PMI then stays due until the guest has
     /// served the overflows of all counters that requested it.
     pmi_deferred: bool,
-    /// Set if the statistics already count the due PMI as throttled.
+    /// `true` if the statistics already count the due PMI as throttled.
     pmi_throttled: bool,
     /// Time at which the share limit of PMI handlers started to delay the due PMI, in nanoseconds.
     pmi_held_since_ns: Option<u64>,
@@ -255,7 +255,7 @@ impl Vpmu {
         self.pmi_share.set_share(share);
     }
 
-    /// Handles a guest RDMSR.
+    /// Handles a guest RDMSR of the register `msr`.
     pub fn read_msr(&mut self, msr: MsrAddress, events: &mut dyn CounterEvents) -> MsrReadOutcome {
         let Some(register) = self.vendor.register(&self.model, msr) else {
             return self.read_branch_register(msr);
@@ -280,7 +280,7 @@ impl Vpmu {
         })
     }
 
-    /// Handles a guest WRMSR.
+    /// Handles a guest WRMSR of `value` to the register `msr`.
     pub fn write_msr(
         &mut self,
         msr: MsrAddress,
@@ -567,7 +567,7 @@ impl Vpmu {
         self.counters[counter.slot()].value
     }
 
-    /// Folds all running counters.
+    /// Brings the values of all running counters up to date (folds them).
     pub(crate) fn fold_all(&mut self, events: &mut dyn CounterEvents) {
         for counter in counters_in(self.running) {
             self.fold(counter, events);

@@ -8,7 +8,7 @@ pub struct CounterWidth(u8);
 /// Result of adding counts to the value of a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterAdvance {
-    /// New counter value, truncated to the width.
+    /// New value of the counter, truncated to its width.
     pub value: u64,
     /// Number of overflows that the addition caused.
     pub overflows: u64,

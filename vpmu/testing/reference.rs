@@ -31,7 +31,7 @@ pub fn select_of(amd: bool, selector: u64) -> u64 {
 /// `None` for a fixed counter, whose number is the third parameter.
 pub type UncountablePredicate = fn(bool, Option<u64>, u32) -> bool;
 
-/// Event select that no backing can count in these tests.
+/// Event select that no backing (source of counts) can count in these tests.
 pub const UNCOUNTABLE_SELECT: u64 = 0x55;
 
 #[derive(Clone, Debug)]
@@ -109,7 +109,7 @@ impl ReferencePmu {
         self.pmi_waits = false;
     }
 
-    /// Records that the VMM cannot deliver the due PMI now.
+    /// Records that the VMM cannot deliver the due PMI at present.
     pub fn pmi_waits(&mut self) {
         if self.pmi_due {
             self.pmi_waits = true;
@@ -159,7 +159,7 @@ impl ReferencePmu {
         general + fixed
     }
 
-    /// Executes RDMSR. Returns `None` for #GP.
+    /// Executes RDMSR. Returns `None` if the instruction raises #GP.
     pub fn rdmsr(&self, msr: u32) -> Option<u64> {
         if self.is_amd() {
             self.rdmsr_amd(msr)
@@ -168,7 +168,7 @@ impl ReferencePmu {
         }
     }
 
-    /// Executes WRMSR. Returns `None` for #GP.
+    /// Executes WRMSR. Returns `None` if the instruction raises #GP.
     pub fn wrmsr(&mut self, msr: u32, value: u64) -> Option<()> {
         if self.is_amd() {
             self.wrmsr_amd(msr, value)
@@ -346,7 +346,7 @@ impl ReferencePmu {
         Some(())
     }
 
-    /// Executes RDPMC. Returns `None` for #GP.
+    /// Executes RDPMC. Returns `None` if the instruction raises #GP.
     pub fn rdpmc(&self, ecx: u32, cpl: u8, pce: bool) -> Option<u64> {
         if cpl != 0 && !pce {
             return None;

@@ -240,7 +240,7 @@ impl<H: TestEvents> CheckedPmu<H> {
         }
     }
 
-    /// Delivers the delayed overflow notifications.
+    /// Delivers the overflow notifications that were delayed.
     fn deliver(&mut self) {
         for counter in self.events.take_notified() {
             self.vpmu.overflowed(counter, self.events.events());

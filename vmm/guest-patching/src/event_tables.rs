@@ -59,7 +59,7 @@ pub enum KernelTableEvent {
     Cache(u64),
 }
 
-/// Formats the event by its name in perf.
+/// Formats the event by the name that `perf` uses for it.
 impl fmt::Display for KernelTableEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const HARDWARE: [&str; HARDWARE_EVENTS] = [
@@ -92,7 +92,7 @@ impl fmt::Display for KernelTableEvent {
     }
 }
 
-/// Type of an event table.
+/// Type of a kernel's event table: hardware events or cache events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EventTableKind {
     Hardware,
@@ -148,9 +148,9 @@ impl EventTable {
 /// Result of hiding events in one table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HiddenTableEvents {
-    /// Link-time address of the table.
+    /// Link-time address of the event table.
     pub virt: u64,
-    /// Events removed from the table.
+    /// Events that were removed from the table.
     pub hidden: Vec<KernelTableEvent>,
     /// Number of countable events that remain in the table.
     pub left: usize,

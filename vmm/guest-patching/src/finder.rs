@@ -26,9 +26,9 @@ use kernel_images::symbols::KernelSymbols;
 /// The number is the second byte of [`RDPMC`], so the trap differs from RDPMC in its first byte
 /// only. One byte is written atomically at any alignment.
 pub const TRAP_PORT: u16 = 0x33;
-/// Opcode of `rdpmc`.
+/// Opcode bytes of RDPMC without prefixes.
 pub const RDPMC: [u8; 2] = [0x0F, 0x33];
-/// Encoding of `out TRAP_PORT, al`.
+/// Machine code of the trap, `out TRAP_PORT, al`.
 pub const TRAP: [u8; 2] = [0xE6, TRAP_PORT.to_le_bytes()[0]];
 const _: () = assert!(TRAP[1] == RDPMC[1]);
 
@@ -400,7 +400,7 @@ mod tests {
     use kernel_images::symbols::SymbolsBuilder;
     use proptest::prelude::*;
 
-    /// `native_read_pmc` as emitted by compilers.
+    /// Machine code of the Linux function `native_read_pmc`, as emitted by compilers.
     const FUNCTION: &[u8] = &[
         0x89, 0xF9, // mov ecx, edi
         0x0F, 0x33, // rdpmc

@@ -19,7 +19,7 @@ pub enum HardwareBreakpointError {
         {BREAKPOINTS}, the number of breakpoints; use --rdpmc trap"
     )]
     TooMany {
-        /// Number of RDPMC instructions.
+        /// Number of RDPMC instructions in the kernel.
         found: usize,
         /// Locations of the first eight RDPMC instructions, separated by commas.
         places: String,

@@ -26,7 +26,7 @@ pub struct AddressRegisters {
     pub efer: u64,
     /// Current privilege level of the vCPU.
     pub cpl: u8,
-    /// CS.L: `true` for a 64-bit code segment.
+    /// CS.L of the vCPU: `true` for a 64-bit code segment.
     pub code64: bool,
     pub idt: DescriptorTable,
 }

@@ -16,7 +16,7 @@ pub struct GeneralRegisters {
     pub rflags: u64,
 }
 
-/// A loaded segment register (SDM vol. 3 §3.4.5).
+/// Segment register of a vCPU: selector, base, limit and attributes (SDM vol. 3 §3.4.5).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the architecture's names")]
 pub struct Segment {
@@ -61,9 +61,9 @@ pub struct SystemRegisters {
 /// Registers of a vCPU while it is stopped between two VM entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VcpuState {
-    /// General-purpose registers.
+    /// General-purpose registers, RIP and RFLAGS of the vCPU.
     pub regs: GeneralRegisters,
-    /// Control and segment registers.
+    /// Control registers and segment registers of the vCPU.
     pub sregs: SystemRegisters,
 }
 
@@ -73,7 +73,7 @@ impl VcpuState {
         self.sregs.ss.dpl & 3
     }
 
-    /// Returns `true` if 64-bit code is executing.
+    /// Returns `true` if the vCPU is executing 64-bit code.
     pub fn is_64bit(&self) -> bool {
         self.sregs.efer & EFER_LMA != 0 && self.sregs.cs.l != 0
     }

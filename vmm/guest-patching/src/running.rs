@@ -93,7 +93,7 @@ struct KernelChanges {
     rdpmc: Result<Vec<RdpmcSite>, PatchSearchError>,
 }
 
-/// Copy of a kernel's memory, with its symbols.
+/// Copy of the memory of a running kernel, with its symbols.
 struct KernelCopy {
     start: u64,
     bytes: Vec<u8>,
@@ -287,7 +287,7 @@ impl RunningKernelPatcher {
             .ok()
     }
 
-    /// Patches the kernel that contains `lstar`.
+    /// Patches the kernel whose SYSCALL entry point is `lstar`.
     fn patch_kernel(&self, regs: &GuestRegs, lstar: u64) -> KernelChanges {
         match locate::memory_around(&self.memory, regs, lstar) {
             Ok((start, bytes)) => KernelChanges {
@@ -427,7 +427,7 @@ mod tests {
     const FIRST: u64 = 2 << 20;
     const SECOND: u64 = 4 << 20;
 
-    /// Returns a kernel image with its symbols after its text.
+    /// Returns the memory of a test kernel: its text, followed by its symbols.
     fn kernel(text: impl FnOnce(&mut [u8])) -> Vec<u8> {
         let mut bytes = vec![0x90; (TEXT_END - START) as usize];
         let mut put = |at: u64, code: &[u8]| {
@@ -525,7 +525,7 @@ mod tests {
             guest
         }
 
-        /// Maps [`START`] to the kernel at `phys`.
+        /// Maps [`START`] to the kernel at `phys`, as if the guest ran it.
         fn runs(&self, phys: u64) {
             let entry = GuestAddress(0x3000 + 8 * (START >> 21 & 0x1ff));
             self.memory.write_obj(phys | 0x83, entry).unwrap();

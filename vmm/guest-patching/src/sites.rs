@@ -33,7 +33,7 @@ struct ReplacedRdpmc {
 pub struct TriggeredRdpmcSite {
     /// Address of the first byte of the instruction, derived from the RIP at the exit.
     pub start: u64,
-    /// Length of the instruction, in bytes.
+    /// Length of the RDPMC instruction, in bytes.
     pub length: u8,
     /// `true` if an adjacent OUT instruction of the guest itself may have caused the port write
     /// instead.
@@ -41,7 +41,7 @@ pub struct TriggeredRdpmcSite {
 }
 
 impl TriggeredRdpmcSite {
-    /// Returns the address of the next instruction.
+    /// Returns the address of the instruction after the RDPMC.
     pub fn behind(self) -> u64 {
         self.start.wrapping_add(self.length.into())
     }
@@ -92,7 +92,7 @@ impl RdpmcSites {
 }
 
 impl RdpmcSites {
-    /// Returns the sites for a snapshot.
+    /// Returns the replaced RDPMC instructions for a snapshot.
     pub fn save(&self) -> Vec<SavedRdpmcSite> {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let sites = list.iter().map(|site| SavedRdpmcSite {
@@ -163,7 +163,7 @@ impl VcpuRdpmcSites {
         &self.list
     }
 
-    /// Returns `true` if there are no replaced instructions.
+    /// Returns `true` if no RDPMC instruction of the VM is replaced.
     pub fn is_empty(&mut self) -> bool {
         self.list().is_empty()
     }
@@ -322,7 +322,8 @@ mod tests {
         assert_eq!(sites.length_at(0x40_0101), None);
     }
 
-    /// The sites of a later kernel are immediately visible to all vCPUs, and the list is bounded.
+    /// RDPMC instructions replaced in a later kernel are immediately visible to all vCPUs. Their
+    /// number is bounded.
     #[test]
     fn sites_of_later_kernel_are_visible_and_bounded() {
         let shared = RdpmcSites::new(&[site(VIRT, 0x100_0100, 2)]);

@@ -67,7 +67,7 @@ pub fn hide(memory: &GuestMemoryMmap, lists: &[TopdownList]) -> usize {
     lists.iter().filter(is_hidden).count()
 }
 
-/// Segments of a kernel file, by link-time address.
+/// Segments of a kernel file, which are accessed by link-time address.
 struct Image<'a>(&'a [LoadSegment<'a>]);
 
 impl<'a> Image<'a> {
@@ -182,7 +182,7 @@ mod tests {
         padded.flatten().collect()
     }
 
-    /// Returns the address of the attribute whose name has index `n`.
+    /// Returns the address of the sysfs attribute for the event `NAMES[n]`.
     fn attribute(n: u64) -> u64 {
         DATA + 16 * n
     }

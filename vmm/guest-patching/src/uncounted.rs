@@ -99,7 +99,7 @@ impl UncountableEvents {
     }
 }
 
-/// Logs the events that were removed from each table.
+/// Logs the events that were removed from each event table.
 pub fn log_hidden(hidden: &[HiddenTableEvents]) {
     for table in hidden {
         guest_log!(

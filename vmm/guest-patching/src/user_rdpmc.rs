@@ -76,7 +76,7 @@ mod tests {
     const VARIABLE: u64 = VIRT + 0x1000;
     const START_AT: usize = 0x40;
 
-    /// Returns `mov dword [address], value` at offset `at`.
+    /// Returns the machine code of `mov dword [address], value` at offset `at`.
     fn store(at: usize, address: u64, value: u32) -> Vec<u8> {
         let displacement = address.wrapping_sub(VIRT + at as u64 + 10) as u32;
         let operands = [displacement, value].into_iter().flat_map(u32::to_le_bytes);

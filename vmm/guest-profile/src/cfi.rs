@@ -28,7 +28,7 @@ use crate::debug_frame::DebugFrames;
 use crate::modules::{LoadedModule, UnwindTables};
 use crate::unwind::UnwindStop;
 
-/// Maximum number of operations evaluated per expression.
+/// Maximum number of operations evaluated per DWARF expression.
 const MAX_OPERATIONS: u32 = 256;
 /// Maximum length of an FDE or CIE, in bytes. The longest entries of glibc have several hundred
 /// bytes.
@@ -49,9 +49,9 @@ type Slice<'t> = EndianSlice<'t, LittleEndian>;
 /// An executable mapping of a process.
 #[derive(Debug, Clone)]
 pub struct MappedCode {
-    /// First address of the mapping.
+    /// First address of the executable mapping.
     pub start: u64,
-    /// Exclusive end address of the mapping.
+    /// First address after the executable mapping.
     pub end: u64,
     /// Module that is mapped, with its load bias (run-time address minus link-time address,
     /// wrapping); `None` until the module has been read.
@@ -120,7 +120,7 @@ pub struct Unwinder {
     context: UnwindContext<usize>,
 }
 
-/// The result of unwinding one stack.
+/// Result of unwinding one user stack: why unwinding ended, and whether frames were guessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UnwindResult {
     /// Reason why unwinding ended.

@@ -26,7 +26,7 @@ const MAX_FUNCTIONS: usize = 1 << 19;
 /// uses it.
 const MAX_COMMON: u64 = 64 << 10;
 const MAX_COMMON_READ: u64 = 256 << 20;
-/// Size of an address, in bytes.
+/// Size of an address in `.debug_frame`, in bytes.
 const ADDRESS: u8 = 8;
 
 /// A `.debug_frame` section with an index of its functions.

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use ext4_view::{Ext4, Ext4Error, Ext4Read, PathBuf as Ext4Path};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// Timeout of one request.
+/// Timeout of one request to read a guest's disk.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout for all requests to one disk together. Without this limit, a guest could delay every
 /// request by almost [`REQUEST_TIMEOUT`].
@@ -38,7 +38,7 @@ const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
 /// Maximum number of bytes read to open a file system. These bytes contain group descriptors, and
 /// journal entries that have not been checkpointed.
 const MAX_OPEN_BYTES: u64 = 256 << 20;
-/// Maximum number of metadata bytes read for one file.
+/// Maximum number of metadata bytes read from the disk for one file.
 const MAX_METADATA_BYTES: u64 = 64 << 20;
 /// Maximum number of entries of a partition table that are read.
 const MAX_PARTITIONS: u32 = 128;
@@ -107,7 +107,7 @@ pub enum DiskError {
     Thread(#[source] io::Error),
 }
 
-/// A request to the reader thread.
+/// Request to the thread that reads a guest's disk.
 enum DiskRequest {
     Read { path: String, most: u64 },
     LookAgain,
@@ -325,7 +325,7 @@ impl FileSystems {
         Ok(Self { systems, budget })
     }
 
-    /// Reads `path` from the first file system that contains it.
+    /// Reads the file `path` from the first file system that contains it.
     fn read(&self, path: &str, most: u64) -> Result<Vec<u8>, DiskError> {
         let mut missing = None;
         for system in &self.systems {
@@ -353,7 +353,7 @@ fn failed(error: Ext4Error) -> DiskError {
     DiskError::File(error_text(&error))
 }
 
-/// Resolves all symbolic links of `path`.
+/// Returns `path` with all symbolic links resolved.
 fn resolve_links(system: &Ext4, path: &str) -> Result<Ext4Path, DiskError> {
     let not = |why: &str| DiskError::File(why.into());
     let no_path = |_| not("it is no path");

@@ -49,7 +49,7 @@ impl JitMap {
         Self { functions }
     }
 
-    /// Returns the approximate memory used, in bytes.
+    /// Returns the approximate memory used by the map, in bytes.
     pub fn bytes(&self) -> u64 {
         self.functions.iter().map(bytes_of).sum()
     }

@@ -63,7 +63,7 @@ const MAX_SLIDE: u64 = 1 << 30;
 /// Maximum number of guest memory reads to locate a kernel. The limit may be high, because a kernel
 /// is located only once and not for each sample.
 const PLACE_READS: u32 = 4096;
-/// Maximum number of bytes of a kernel that are read from memory.
+/// Maximum number of bytes of a kernel that are read from guest memory.
 const MAX_KERNEL: u64 = 128 << 20;
 /// Minimum length in bytes of an unmapped range that is regarded as the end of the kernel. Shorter
 /// holes remain where the kernel has freed its init sections.

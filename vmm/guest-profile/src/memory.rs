@@ -162,9 +162,9 @@ pub struct GuestRegs {
     pub cr3: u64,
     pub cr4: u64,
     pub efer: u64,
-    /// Current privilege level, 0 to 3.
+    /// Current privilege level of the vCPU, 0 to 3.
     pub cpl: u8,
-    /// CS.L: `true` for a 64-bit code segment.
+    /// CS.L of the vCPU: `true` for a 64-bit code segment.
     pub code64: bool,
     /// Active GS base of the interrupted code.
     pub gs_base: u64,

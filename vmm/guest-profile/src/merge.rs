@@ -84,7 +84,7 @@ pub struct SampledGuestTask {
     pub tid: u32,
     /// CR3 of the vCPU while the task was running.
     pub cr3: u64,
-    /// `true` for a kernel thread, which never runs user code.
+    /// `true` if the task is a kernel thread, which never runs user code.
     pub kernel_thread: bool,
 }
 
@@ -166,7 +166,7 @@ pub struct SampleMerger {
     host: u64,
     full: u32,
     full_kernel: u32,
-    /// `true` once any light sample has shown the guest.
+    /// `true` once a light sample has shown guest code instead of the host's kernel.
     ever_seen: bool,
     /// Share of unseen time above which full mode starts, and share of unseen time at the last
     /// decision in light mode. Unseen time is the time in which light samples show the host's

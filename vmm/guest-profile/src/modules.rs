@@ -23,9 +23,9 @@ const MAX_HEADERS: u64 = 4096;
 const MAX_PROGRAM_HEADERS: usize = 64;
 /// Maximum size of a dynamic section, in bytes, which is enough for a thousand entries.
 const MAX_DYNAMIC: u64 = 16 << 10;
-/// Maximum number of symbols of one file. libLLVM exports 40,000.
+/// Maximum number of exported symbols of one file. libLLVM exports 40,000.
 const MAX_SYMBOLS: u64 = 1 << 18;
-/// Maximum size of all names of one file, in bytes.
+/// Maximum size of all exported names of one file, in bytes.
 const MAX_STRINGS: u64 = 16 << 20;
 /// Maximum size of the unwind tables of one file, in bytes. Those of Chromium have 14 MiB.
 const MAX_TABLES: u64 = 24 << 20;
@@ -238,7 +238,7 @@ impl LoadedModule {
         }
     }
 
-    /// Returns the load bias ([`ModuleLayout::bias`]).
+    /// Returns the load bias of the module ([`ModuleLayout::bias`]).
     pub fn bias(&self, base: u64) -> u64 {
         self.layout.bias(base)
     }
@@ -289,7 +289,7 @@ impl LoadedModule {
         self.debug_frames.as_ref()
     }
 
-    /// Returns the approximate memory used, in bytes.
+    /// Returns the approximate memory used by the module, in bytes.
     pub fn bytes(&self) -> usize {
         let names: usize = self
             .functions

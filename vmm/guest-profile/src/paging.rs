@@ -52,7 +52,7 @@ pub enum TranslationFault {
     Spent,
 }
 
-/// A translated address and its page.
+/// Result of translating a guest-virtual address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageTranslation {
     /// Guest-physical address to which the virtual address is mapped.
@@ -63,9 +63,9 @@ pub struct PageTranslation {
     pub user: bool,
 }
 
-/// A translation in the cache of an [`AddressSpace`].
+/// Translation of one 4-KiB page in the cache of an [`AddressSpace`].
 struct CachedPage<P> {
-    /// Page number: the virtual address divided by the page size.
+    /// Virtual page number: the virtual address divided by the page size.
     number: u64,
     /// Guest-physical address of the page.
     base: u64,
@@ -274,7 +274,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(self.page(gva, budget)?.base + gva % PAGE)
     }
 
-    /// Returns the page that contains `gva`.
+    /// Returns the page of guest memory that contains the guest-virtual address `gva`.
     #[inline]
     fn page(
         &mut self,
@@ -295,7 +295,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         self.cache[slot].as_ref().ok_or(TranslationFault::OutsideMemory)
     }
 
-    /// Reads the 8 bytes at `gva` in little-endian order.
+    /// Reads the 8 bytes at the guest-virtual address `gva` in little-endian order.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a page's size")]
     pub fn read_u64(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u64, TranslationFault> {
@@ -354,7 +354,7 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
         Ok(few)
     }
 
-    /// Reads the 4 bytes at `gva` in little-endian order.
+    /// Reads the 4 bytes at the guest-virtual address `gva` in little-endian order.
     pub fn read_u32(&mut self, gva: u64, budget: &mut WalkBudget) -> Result<u32, TranslationFault> {
         self.read_few(gva, budget).map(u32::from_le_bytes)
     }

@@ -29,7 +29,7 @@ pub struct UserSymbol {
 /// Error returned when a guest file provides no symbols.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestFileError {
-    /// The file cannot be read.
+    /// The file cannot be read on the host.
     #[error("cannot read {path}")]
     Read {
         /// Path of the file on the host, below the directory in which the guest's files are
@@ -39,7 +39,7 @@ pub enum GuestFileError {
         #[source]
         source: std::io::Error,
     },
-    /// The file exceeds the maximum size.
+    /// The file exceeds the maximum size of a guest file.
     #[error("{path} is larger than {} MiB", .most >> 20)]
     TooLarge {
         /// Path of the file on the host, below the directory in which the guest's files are
@@ -53,11 +53,11 @@ pub enum GuestFileError {
     Disk {
         /// Path of the file in the guest.
         path: String,
-        /// Error of reading the guest's disk.
+        /// Error that occurred while reading the guest's disk.
         #[source]
         source: DiskError,
     },
-    /// The symbols of other files have exhausted the memory limit.
+    /// The memory limit is exhausted by the symbols of other files.
     #[error("{path} is not read: symbols exceed {} MiB", MAX_TOTAL_MEMORY >> 20)]
     MemoryLimit {
         /// Path of the file in the guest.
@@ -207,10 +207,10 @@ impl ProgramSymbols {
     }
 }
 
-/// Source from which the guest's files are read.
+/// Source from which files of the guest are read.
 #[derive(Debug)]
 pub enum GuestFiles {
-    /// Host directory in which the files are mounted or unpacked.
+    /// Directory on the host in which the guest's files are mounted or unpacked.
     Directory(PathBuf),
     /// A disk of the guest, whose files are read without mounting it.
     Disk(GuestDisk),
@@ -390,7 +390,7 @@ impl<'d> ProgramFile<'d> {
         Ok(Self { data, file })
     }
 
-    /// Returns the build ID of the file.
+    /// Returns the build ID of the program file.
     pub fn build_id(&self) -> Option<BuildId> {
         self.file.build_id().ok().flatten().and_then(BuildId::new)
     }

@@ -15,7 +15,7 @@ use kernel_images::build_id::BuildId;
 pub struct RingSampleHeader {
     cr3: U64,
     cpl: u8,
-    /// Combination of [`TASK_KNOWN`] and [`KERNEL_THREAD`].
+    /// Flags of the sample: [`TASK_KNOWN`] and [`KERNEL_THREAD`].
     flags: u8,
     /// Reasons why unwinding ended, encoded by [`UnwindStopReasons::to_bytes`].
     ends: [u8; 2],
@@ -84,7 +84,7 @@ pub struct SampleData {
     pub cr3: u64,
     /// Privilege level of the vCPU at the sample, 0 to 3.
     pub cpl: u8,
-    /// Reasons why unwinding of the call chain ended.
+    /// Reasons why unwinding of the sample's call chain ended.
     pub ends: UnwindStopReasons,
     /// Process ID, thread ID and name of the sampled guest task; `None` if the task was not found.
     pub task: Option<(u32, u32, [u8; COMM_LEN])>,

@@ -43,7 +43,7 @@ pub struct TaskLayout {
 struct SingleStepLayout {
     /// Offset in `task_struct` of the flags that contain `TIF_SINGLESTEP`.
     flags: u64,
-    /// Bit number of `TIF_SINGLESTEP`.
+    /// Number of the bit `TIF_SINGLESTEP` in the flags.
     bit: u32,
     /// Offset in `task_struct` of the ptrace flags, which are 0 if the task is not traced.
     ptrace: u64,
@@ -83,7 +83,7 @@ struct ListLayout {
     first: u64,
     /// Offset in `task_struct` of the link to the next process.
     tasks: u64,
-    /// Offset in `mm_struct` of the root page table.
+    /// Offset in `mm_struct` of the pointer to the root page table.
     pgd: u64,
 }
 
@@ -95,7 +95,7 @@ struct MapsLayout {
     vm_pgoff: u64,
     vm_flags: u64,
     vm_file: u64,
-    /// Offset in `mm_struct` of the vDSO address.
+    /// Offset in `mm_struct` of the member with the vDSO's address.
     vdso: Option<u64>,
     files: Option<FilesLayout>,
     cache: Option<CacheLayout>,
@@ -257,7 +257,7 @@ impl MapsLayout {
 /// Size of a task name (`comm`) including the NUL terminator, in bytes.
 pub const COMM_LEN: usize = 16;
 
-/// A task as described by the guest's kernel.
+/// A guest task, as described by the guest's kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestTask {
     /// Thread ID in the guest's initial PID namespace.
@@ -310,7 +310,7 @@ impl std::fmt::Display for Printable<'_> {
     }
 }
 
-/// A mapping of a process.
+/// A memory mapping of a guest process, as described by the guest's kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessMapping {
     /// Start address of the mapping.
@@ -426,7 +426,7 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
             .filter(|mapping| (mapping.start..mapping.end).contains(&address))
     }
 
-    /// Reads the `vm_area_struct` at `area`.
+    /// Reads the mapping described by the `vm_area_struct` at `area`.
     fn area(&mut self, area: u64, budget: &mut WalkBudget) -> Option<ProcessMapping> {
         let maps = self.layout.maps.as_ref()?;
         let start = self.kernel_u64(area.wrapping_add(maps.vm_start), budget)?;

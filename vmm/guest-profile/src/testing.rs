@@ -3,7 +3,7 @@
 /// RAM of a test guest from guest-physical address 0. Page tables are allocated downwards from its
 /// end.
 pub struct TestGuest {
-    /// Contents of RAM.
+    /// Contents of the guest's RAM.
     pub ram: Vec<u8>,
     /// Guest-physical address of the root page table, which is the value for CR3.
     pub root: u64,
@@ -46,12 +46,12 @@ impl TestGuest {
         );
     }
 
-    /// Reads the 8 bytes at `gpa`.
+    /// Reads the 8 bytes at the guest-physical address `gpa`.
     pub fn get(&self, gpa: u64) -> u64 {
         u64::from_le_bytes(self.ram[gpa as usize..gpa as usize + 8].try_into().unwrap())
     }
 
-    /// Writes 8 bytes at `gpa`.
+    /// Writes 8 bytes to the guest-physical address `gpa`.
     pub fn put(&mut self, gpa: u64, value: u64) {
         self.ram[gpa as usize..gpa as usize + 8].copy_from_slice(&value.to_le_bytes());
     }

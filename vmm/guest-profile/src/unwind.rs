@@ -62,7 +62,7 @@ const MAX_STACK_SWITCHES: u32 = 9;
 pub struct UnwindLimits {
     /// Maximum number of kernel and user frames, excluding context markers.
     pub max_frames: usize,
-    /// Maximum number of guest memory reads for the chain.
+    /// Maximum number of guest memory reads for unwinding the chain.
     pub max_reads: u32,
     /// Maximum time for unwinding the chain; `None` for no time limit.
     pub max_time: Option<Duration>,
@@ -316,7 +316,7 @@ struct KernelWalk<'w, 'm, 'o, M: GuestPhys + ?Sized> {
     user: Option<UserRegs>,
 }
 
-/// Result of unwinding one frame of the kernel stack.
+/// Result of unwinding one frame of the kernel stack: how the walk continues.
 enum WalkStep {
     Frame,
     Boundary,

@@ -12,16 +12,16 @@ use crate::le;
 /// Error returned for unusable type information.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BtfError {
-    /// Missing BTF header, or a header with another version or byte order.
+    /// The BTF header is missing, or has another version or byte order.
     #[error("not BTF version 1")]
     Header,
-    /// Length or record beyond the end of the data.
+    /// A length field or a record extends beyond the end of the data.
     #[error("the BTF is truncated")]
     Truncated,
-    /// Unknown type record kind, so the length of the record is also unknown.
+    /// The kind of a type record is unknown, so the length of the record is also unknown.
     #[error("unknown BTF type kind {0}")]
     Kind(u32),
-    /// Names of all structs that exceed the memory limit, as in a malicious table.
+    /// The names of all structs exceed the memory limit, as in a malicious table.
     #[error("the names of structs exceed {MAX_NAMES_BYTES} bytes")]
     Names,
 }
@@ -59,7 +59,7 @@ const MAX_STEPS: u32 = 200_000;
 /// Maximum depth of typedefs and of nested anonymous members.
 const MAX_DEPTH: u32 = 8;
 
-/// Parsed BTF type information.
+/// Parsed BTF type information of a kernel.
 #[derive(Debug)]
 pub struct Btf {
     types: Vec<u8>,

@@ -33,7 +33,7 @@ impl BuildId {
         id.iter().any(|&b| b != 0).then_some(Self { bytes, len })
     }
 
-    /// Parses the hexadecimal digits that [`fmt::Display`] writes.
+    /// Parses a build ID from hexadecimal digits, the format that [`fmt::Display`] writes.
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.as_bytes();
         if !digits.len().is_multiple_of(2) || digits.len() > 2 * MAX_BYTES {

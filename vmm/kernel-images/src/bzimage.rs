@@ -36,7 +36,7 @@ pub struct SetupHeader {
     payload_end: usize,
 }
 
-/// Returns whether `data` starts with a bzImage.
+/// Returns whether `data` starts with the headers of a bzImage.
 pub fn is_bzimage(data: &[u8]) -> bool {
     data.get(0x1FE..0x200) == Some(&[0x55, 0xAA]) && data.get(0x202..0x206) == Some(b"HdrS")
 }

@@ -12,7 +12,7 @@ use crate::error::{ImageCorruption, KernelImageError};
 use crate::orc;
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// Maximum number of program headers. Linux has five.
+/// Maximum number of program headers of an image. Linux has five.
 const MAX_SEGMENTS: usize = 64;
 /// Maximum number of notes per PT_NOTE segment. Linux has about a dozen.
 const MAX_NOTES: usize = 256;
@@ -30,7 +30,7 @@ pub struct CodeBytes<'a> {
     pub bytes: &'a [u8],
 }
 
-/// PT_LOAD segment.
+/// Loadable segment (PT_LOAD) of an image.
 #[derive(Clone, Debug)]
 pub struct LoadSegment<'a> {
     /// Index of the segment's program header.
@@ -56,7 +56,7 @@ impl LoadSegment<'_> {
     }
 }
 
-/// Parsed ELF image.
+/// ELF image of a kernel, parsed.
 #[derive(Debug)]
 pub struct ElfImage<'a> {
     /// `true` for 64-bit images (ELFCLASS64).
@@ -65,22 +65,22 @@ pub struct ElfImage<'a> {
     pub machine: u16,
     /// Virtual address of the entry point, from the ELF header.
     pub entry: u64,
-    /// Guest-physical PVH entry point, if a note specifies one.
+    /// Guest-physical address of the PVH entry point, if an ELF note specifies one.
     pub pvh_entry: Option<u32>,
     /// `true` if the image has a note named "Linux", as every Linux kernel has since 4.19.
     pub is_linux: bool,
-    /// PT_LOAD segments with a nonzero size in memory.
+    /// Loadable segments (PT_LOAD) with a nonzero size in memory.
     pub segments: Vec<LoadSegment<'a>>,
     /// Executable code of the image. Consists of the executable sections if the image has section
     /// headers, and of the executable segments otherwise.
     pub code: Vec<CodeBytes<'a>>,
-    /// Symbols of the image's symbol table.
+    /// Symbols from the symbol table of the image.
     pub symbols: KernelSymbols,
     /// Sorted link-time addresses of instruction boundaries, from the kernel's ORC unwind table.
     pub orc_ips: Vec<u64>,
 }
 
-/// Returns whether `data` starts with the ELF magic.
+/// Returns whether `data` starts with the ELF magic number.
 pub fn is_elf(data: &[u8]) -> bool {
     data.starts_with(&elf::ELFMAG)
 }

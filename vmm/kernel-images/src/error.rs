@@ -29,7 +29,7 @@ pub enum KernelImageError {
         /// Actual size of the file, in bytes.
         have_bytes: u64,
     },
-    /// A header field is invalid.
+    /// A header field of the file is invalid.
     #[error("kernel {name} is damaged")]
     Malformed {
         /// Name of the file, or `the built-in guest`.
@@ -55,27 +55,27 @@ pub enum KernelImageError {
     UnsupportedCompression {
         /// Name of the file, or `the built-in guest`.
         name: String,
-        /// Compression method: bzip2, lzma, lzo or `an unknown method`.
+        /// Compression method of the payload: bzip2, lzma, lzo or `an unknown method`.
         method: &'static str,
     },
-    /// Decompression failed.
+    /// Decompression of the payload failed.
     #[error("kernel {name}: its {method} payload is damaged")]
     Unpack {
         /// Name of the file, or `the built-in guest`.
         name: String,
-        /// Compression method: gzip, xz, lz4 or zstd.
+        /// Compression method of the payload: gzip, xz, lz4 or zstd.
         method: &'static str,
         /// Error of the decoder.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The unpacked payload exceeds the limit.
+    /// The unpacked payload is larger than the limit.
     #[error("kernel {name}: its {method} payload unpacks to more than {limit_bytes} bytes")]
     UnpackedTooLarge {
         /// Name of the file, or `the built-in guest`.
         name: String,
-        /// Compression method: gzip, xz, lz4 or zstd.
+        /// Compression method of the payload: gzip, xz, lz4 or zstd.
         method: &'static str,
-        /// Maximum unpacked size, in bytes.
+        /// Maximum size of the unpacked payload, in bytes.
         limit_bytes: u64,
     },
     /// The image has no loadable segment.
@@ -89,19 +89,19 @@ pub enum KernelImageError {
 /// Type of damage in a kernel image.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageCorruption {
-    /// Machine other than x86-64.
+    /// Image for another processor than x86-64.
     #[error("not an x86-64 file")]
     Machine,
-    /// Missing ELF magic.
+    /// File without the ELF magic number.
     #[error("not an ELF file")]
     NoElf,
     /// bzImage payload that is not an ELF image.
     #[error("the payload is not an ELF image")]
     NoElfPayload,
-    /// Invalid `EI_CLASS`.
+    /// Invalid ELF class (`EI_CLASS`). The value is the class.
     #[error("invalid ELF class {0}")]
     Class(u8),
-    /// Big-endian file (`EI_DATA`).
+    /// Big-endian ELF file (`EI_DATA`).
     #[error("unsupported byte order: big-endian")]
     BigEndian,
     /// Damaged header or header table.
@@ -112,12 +112,12 @@ pub enum ImageCorruption {
         /// Error of the ELF reader.
         source: object::read::Error,
     },
-    /// Too many program headers.
+    /// More program headers than permitted.
     #[error("{count} program headers; must be at most {most}")]
     Segments {
         /// Number of program headers in the image.
         count: usize,
-        /// Maximum number of program headers.
+        /// Maximum number of program headers of an image.
         most: usize,
     },
     /// Segment that is larger in the file than in memory.

@@ -210,7 +210,7 @@ fn entry_text(symbols: &KernelSymbols) -> std::ops::Range<u64> {
     }
 }
 
-/// Maximum length of the banner, in bytes.
+/// Maximum length of the kernel banner, in bytes.
 const BANNER_MAX: usize = 512;
 
 /// Finds the kernel banner, the first line of the kernel log, in `data`.

@@ -27,9 +27,9 @@ pub enum OrcRegister {
     Sp,
     R10,
     R13,
-    /// The base is the value in memory at rbp + offset.
+    /// The base is the value in memory at rbp plus the entry's offset.
     BpIndirect,
-    /// The base is the value in memory at rsp, to which the offset is added.
+    /// The base is the value in memory at rsp, to which the entry's offset is added.
     SpIndirect,
 }
 
@@ -78,7 +78,7 @@ pub struct OrcEntry {
     /// Register from which the location of the saved frame pointer is computed: `PrevSp` or `Bp`.
     /// `Undefined` if the frame pointer has not been saved and is still in rbp.
     pub bp_reg: OrcRegister,
-    /// Type of data at the top of the frame.
+    /// Type of the data at the top of the stack frame.
     pub kind: OrcFrameKind,
 }
 
@@ -263,12 +263,12 @@ impl OrcTable {
         &self.offsets
     }
 
-    /// Returns the raw entries in table order.
+    /// Returns the encoded entries of the table, in ascending order of address.
     pub fn entries(&self) -> &[[u8; ENTRY_SIZE]] {
         &self.raw
     }
 
-    /// Returns the detected layout of the entries.
+    /// Returns the entry layout that was detected in the table.
     pub fn format(&self) -> OrcFormat {
         self.format
     }

@@ -5,10 +5,11 @@ use std::fmt;
 
 use crate::symbols::{KernelSymbols, SymbolsBuilder};
 
-/// Symbols of a kernel, compressed to save memory.
+/// Compressed symbols of a kernel.
 #[derive(Debug, Clone, Default)]
 pub struct PackedSymbols {
-    /// LZ4 data with the uncompressed length as a prefix; empty if there are no symbols.
+    /// Compressed symbols: LZ4 data with the uncompressed length as a prefix; empty if there are no
+    /// symbols.
     bytes: Box<[u8]>,
     count: usize,
 }
@@ -58,16 +59,16 @@ impl PackedSymbols {
         self.count == 0
     }
 
-    /// Returns the compressed size, in bytes.
+    /// Returns the compressed size of the symbols, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes.len()
     }
 }
 
-/// Text, compressed to save memory.
+/// Compressed text.
 #[derive(Clone, Default)]
 pub struct PackedText {
-    /// LZ4 data with the uncompressed length as a prefix.
+    /// Compressed text: LZ4 data with the uncompressed length as a prefix.
     bytes: Box<[u8]>,
 }
 

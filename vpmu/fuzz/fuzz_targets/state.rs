@@ -6,7 +6,7 @@
 use vpmu::sim::SimEvents;
 use vpmu::{PmuGeneration, PmuModel, Vpmu};
 
-/// Byte range of the layout version in a saved state.
+/// Byte range of the layout version in a saved PMU state.
 const VERSION: std::ops::Range<usize> = 5..7;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -3,11 +3,11 @@
 /// Code size (default operation mode) of the current code segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CodeSegmentMode {
-    /// CS.L = 0, CS.D = 0.
+    /// 16-bit code segment (CS.L = 0, CS.D = 0).
     Bits16,
-    /// CS.L = 0, CS.D = 1.
+    /// 32-bit code segment (CS.L = 0, CS.D = 1).
     Bits32,
-    /// CS.L = 1.
+    /// 64-bit code segment (CS.L = 1).
     Bits64,
 }
 
@@ -26,7 +26,7 @@ impl CodeSegmentMode {
 pub struct SteppedCpuState {
     /// Instruction pointer of the vCPU, relative to the base of the code segment.
     pub rip: u64,
-    /// RFLAGS.
+    /// RFLAGS of the vCPU.
     pub rflags: u64,
     /// Current privilege level of the vCPU.
     pub cpl: u8,

@@ -182,7 +182,7 @@ pub(super) fn next_address(
     }
 }
 
-/// Returns the target of an indirect branch.
+/// Returns the target address of an indirect branch, or `None` if it cannot be read.
 fn indirect_target(
     instruction: &Instruction,
     cpu: &SteppedCpuState,

@@ -155,9 +155,9 @@ impl RetiredCounts {
 /// Result of one single step of a vCPU: what it retired, and what else happened during the step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepOutcome {
-    /// Retired counts at CPL 1 to 3.
+    /// Counts retired at CPL 1 to 3.
     pub user: RetiredCounts,
-    /// Retired counts at CPL 0.
+    /// Counts retired at CPL 0.
     pub kernel: RetiredCounts,
     /// `true` if an interrupt, NMI or exception was delivered to the vCPU during the step.
     pub event: bool,
@@ -227,7 +227,7 @@ pub struct StepMeter {
 }
 
 impl StepMeter {
-    /// Creates a meter for a model of `vendor`.
+    /// Creates a step meter for a PMU model of `vendor`.
     pub fn new(vendor: Vendor) -> Self {
         Self {
             vendor,
@@ -312,7 +312,7 @@ impl StepMeter {
         self.unfinished = unfinished;
     }
 
-    /// Begins a step from the state `cpu`.
+    /// Begins a step of a vCPU that has the state `cpu`.
     pub fn begin(&mut self, cpu: &SteppedCpuState, memory: &mut dyn SteppedGuestMemory) -> InstructionClass {
         let instruction = decode(cpu, cpu.rip, memory);
         let iterated = self.unfinished == Some((cpu.rip, cpu.cpl));

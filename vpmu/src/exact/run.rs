@@ -12,9 +12,9 @@ use iced_x86::{CpuidFeature, Decoder, DecoderOptions, FlowControl, Instruction, 
 use super::cpu::CodeSegmentMode;
 use super::{RetiredCounts, StepMeter};
 
-/// Maximum number of instructions in a run.
+/// Maximum number of instructions in a straight-line run.
 pub const MAX_RUN_INSTRUCTIONS: usize = 64;
-/// Maximum number of code bytes that are examined for a run.
+/// Maximum number of code bytes that are decoded for a straight-line run.
 pub const MAX_RUN_BYTES: usize = 256;
 
 /// State after an instruction of a straight-line run: the end of the instruction, and the numbers

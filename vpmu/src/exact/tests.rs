@@ -315,8 +315,8 @@ fn count(rip: u64, rcx: u64) -> SteppedCpuState {
     state
 }
 
-/// After a snapshot, a new step meter continues with a repeated string instruction that has
-/// iterated, whether or not the old meter had ended its step.
+/// After a snapshot, a new step meter continues with a repeated string instruction of which some
+/// iterations have been executed, whether or not the old meter had ended its step.
 #[test]
 fn unfinished_repeated_instruction_continues_in_another_meter() {
     let whole = count(CODE, 3);

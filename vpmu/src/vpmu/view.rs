@@ -26,9 +26,9 @@ pub struct CounterView {
     /// Number of counts since the counter was programmed with its current event, regardless of
     /// guest writes to the counter. Does not decrease while the event stays the same.
     pub counted: u64,
-    /// Time enabled and time running of the current event.
+    /// Time enabled and time running of the counter's current event.
     pub times: CounterTimes,
-    /// Set if an event is currently counting for the counter.
+    /// `true` if an event is currently counting for the counter.
     pub counting: bool,
     /// Set if [`Self::backing`] is a fallback, because no slot was available for the preferred
     /// backing.

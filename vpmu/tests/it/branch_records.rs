@@ -59,7 +59,7 @@ fn set_enabled(guest: &mut Guest, on: bool) {
     }
 }
 
-/// Makes counter 0 overflow, so that a PMI is due.
+/// Makes counter 0 overflow, after which a PMI is due.
 fn overflow(guest: &mut Guest) {
     run_to_overflow(guest);
     assert!(guest.vpmu.pmi_pending());

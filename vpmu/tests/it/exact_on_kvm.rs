@@ -31,7 +31,7 @@ const CODE: u64 = 0x1000;
 const UD_HANDLER: u64 = 0x2000;
 const NMI_HANDLER: u64 = 0x2100;
 const STACK: u64 = 0x8000;
-/// Maximum number of exits of a test guest.
+/// Maximum number of VM exits of a test guest.
 const MOST_EXITS: u32 = 10_000;
 
 /// #UD handler that skips UD2, five instructions: push bp; mov bp, sp; add word [bp + 2], 2; pop
@@ -295,7 +295,7 @@ fn expect(block: &[u8], nmi_at: Option<u64>, selector: u32, expected: u64) {
     }
 }
 
-/// Machine code of a loop: mov cx, 50; dec cx; jnz back.
+/// Machine code of a loop with 50 iterations: mov cx, 50; dec cx; jnz back.
 const LOOP: &[u8] = &[0xB9, 50, 0, 0x49, 0x75, 0xFD];
 
 #[test]

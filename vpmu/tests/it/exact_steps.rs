@@ -102,7 +102,7 @@ unsafe extern "C" {
     fn exact_conditions();
 }
 
-/// Stopped child process.
+/// Child process that is stopped under ptrace.
 struct Child {
     pid: i32,
     memory: File,

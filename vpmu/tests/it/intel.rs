@@ -271,8 +271,8 @@ fn only_enabling_wrmsr_counts() {
     assert_eq!(guest.read(IA32_PMC0), 11);
 }
 
-/// An instruction that exits can make its counter overflow. It also shortens the period for which
-/// the host event is armed.
+/// An instruction that exits can make the counter overflow, and shortens the period for which the
+/// host event is armed.
 #[test]
 fn emulated_instruction_can_overflow_counter() {
     let mut guest = Guest::of("intel", None);

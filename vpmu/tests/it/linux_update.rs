@@ -15,7 +15,7 @@ use crate::common::Guest;
 const BITS: u32 = 48;
 const MASK: u64 = (1 << BITS) - 1;
 
-/// Linux's `hw_perf_event` of an event that samples.
+/// State of a sampling event in Linux's driver, like `hw_perf_event`.
 #[derive(Clone, Copy, Debug, Default)]
 struct SamplingEvent {
     period: i64,

@@ -52,7 +52,7 @@ const MODELS: [(&str, Registers); 3] = [
     ),
 ];
 
-/// Returns the share of one half.
+/// Returns a PMI share of one half.
 fn half() -> PmiShare {
     PmiShare::from_percent(50).expect("a valid share")
 }
@@ -112,7 +112,7 @@ impl SampledGuest {
         self.readiness()
     }
 
-    /// Runs the program until the next PMI, and its handler.
+    /// Runs the guest's program until the next PMI is delivered, and then the PMI handler.
     fn sample(&mut self) {
         let mut ran = 0;
         loop {

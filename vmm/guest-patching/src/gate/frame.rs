@@ -7,7 +7,7 @@ use crate::finder::{MAX_INSTRUCTION_BYTES, RDPMC};
 use crate::linear_memory::LinearMemory;
 use crate::registers::{Segment, SystemRegisters, VcpuState};
 
-/// RFLAGS bit 1, always set (SDM vol. 3 §2.3).
+/// RFLAGS bit 1, which is always set (SDM vol. 3 §2.3).
 const RFLAGS_ONE: u64 = 1 << 1;
 /// RFLAGS.TF, the trap flag: the processor raises #DB after each instruction (SDM vol. 3 §2.3).
 pub const RFLAGS_TF: u64 = 1 << 8;

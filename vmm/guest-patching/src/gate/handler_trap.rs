@@ -112,7 +112,7 @@ pub struct GpHandlerTrap {
 struct TrapLocations {
     here: Option<TrapLocation>,
     former: [Option<FormerTrap>; MAX_FORMER_TRAPS],
-    /// Index of the oldest entry of `former`.
+    /// Index of the oldest entry of `former`. A former trap at a new address overwrites this entry.
     oldest: usize,
 }
 
@@ -135,7 +135,7 @@ struct FormerTrap {
     stands: bool,
 }
 
-/// Trap that caused a port write.
+/// Trap in the #GP handler that caused a port write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TriggeredHandlerTrap {
     /// The installed trap at this address, or a former one that could not be removed.

@@ -37,7 +37,7 @@ use handler_trap::HandlerInstruction;
 pub use handler_trap::{GpHandlerTrap, TriggeredHandlerTrap};
 use kernel_images::packed::PackedSymbols;
 
-/// Vector of #GP (SDM vol. 3 §6.15).
+/// Interrupt vector of #GP, the general-protection exception (SDM vol. 3 §6.15).
 const GENERAL_PROTECTION: u8 = 13;
 /// Size of an IDT gate in 64-bit mode, in bytes (SDM vol. 3 §6.14.1).
 const GATE_BYTES: u64 = 16;
@@ -124,11 +124,11 @@ pub struct GpHandlerInterception {
     /// Address of the last handler that could not be intercepted. Prevents a second log line for
     /// the same handler.
     unfit: Option<u64>,
-    /// Number of log lines written, at most [`MAX_LOG_LINES`].
+    /// Number of log lines written about the #GP handler, at most [`MAX_LOG_LINES`].
     said: u32,
 }
 
-/// Result of checking the #GP handler.
+/// Result of [`GpHandlerInterception::look`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GpHandlerCheckResult {
     /// The handler is unchanged, or there is no handler to intercept.

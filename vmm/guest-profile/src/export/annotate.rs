@@ -22,11 +22,11 @@ const LONGEST: u64 = 15;
 /// A function of a profile with its samples.
 #[derive(Debug, Clone)]
 pub struct SampledFunction {
-    /// Name of the function.
+    /// Name of the sampled function.
     pub name: String,
     /// File that contains the function.
     pub object: Rc<str>,
-    /// `true` for a kernel function.
+    /// `true` for a function of the kernel.
     pub kernel: bool,
     /// Start address of the function in process `pid`.
     pub start: u64,
@@ -107,7 +107,7 @@ impl SampledFunction {
 /// One disassembled instruction with its samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AnnotatedLine {
-    /// Address of the instruction.
+    /// Address of the disassembled instruction.
     pub address: u64,
     /// Number of samples at this instruction.
     pub samples: u64,

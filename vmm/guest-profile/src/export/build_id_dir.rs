@@ -31,7 +31,7 @@ const PROGRAMS: &str = "perfvisor";
 const ELF: &str = "elf";
 const KALLSYMS: &str = "kallsyms";
 
-/// A build-ID directory of `perf`.
+/// Directory in which `perf` looks up symbols by build ID.
 #[derive(Debug, Clone)]
 pub struct BuildIdDir {
     root: PathBuf,
@@ -43,7 +43,7 @@ impl BuildIdDir {
         Self { root: root.into() }
     }
 
-    /// Returns the path of the directory.
+    /// Returns the path of the build-ID directory.
     pub fn path(&self) -> &Path {
         &self.root
     }

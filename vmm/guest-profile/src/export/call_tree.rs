@@ -12,7 +12,7 @@ const MAX_DEPTH: usize = 127;
 /// Indentation of the lines of a tree below its report row.
 const INDENT: &str = "            ";
 
-/// Direction of a call graph.
+/// Direction in which a call graph is printed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CallOrder {
     /// From the sampled function to its callers.
@@ -22,10 +22,10 @@ pub enum CallOrder {
     Caller,
 }
 
-/// Options for call graphs.
+/// Options for the call graphs of a report.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallGraphOptions {
-    /// Direction of the graph.
+    /// Direction in which the call graph is printed.
     pub order: CallOrder,
     /// Minimum share of a branch, in percent of the event's total period.
     pub min_percent: f64,

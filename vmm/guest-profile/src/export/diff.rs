@@ -20,7 +20,7 @@ pub struct DiffRow {
 }
 
 impl DiffRow {
-    /// Returns the change of the share, in percentage points.
+    /// Returns the change of the row's share, in percentage points.
     pub fn delta(&self) -> f64 {
         self.after.unwrap_or(0.0) - self.before.unwrap_or(0.0)
     }
@@ -96,7 +96,7 @@ pub fn diffs(
     compare(before, after, options.min_percent)
 }
 
-/// Formats the comparison as text.
+/// Formats the comparison of two profiles as text.
 pub fn render(diffs: &[EventDiff], sort: &[SortKey]) -> String {
     let mut out = String::new();
     for diff in diffs {

@@ -7,17 +7,17 @@ use super::{Profile, ProfileSample, frames};
 /// Conditions on samples. Each list contains accepted values; an empty list accepts every sample.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SampleFilter {
-    /// Names of tasks.
+    /// Names of accepted tasks.
     pub comms: Vec<String>,
-    /// Objects (files) that contain the innermost frame, as paths or as file names without
+    /// Accepted objects (files) of the innermost frame, as paths or as file names without
     /// directories.
     pub objects: Vec<String>,
-    /// Names of the function of the innermost frame.
+    /// Names of accepted functions of the innermost frame.
     pub symbols: Vec<String>,
 }
 
 impl SampleFilter {
-    /// Returns whether a sample satisfies all conditions.
+    /// Returns whether a sample satisfies all conditions of the filter.
     pub fn matches(
         &self,
         profile: &Profile,

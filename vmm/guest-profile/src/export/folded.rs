@@ -67,7 +67,7 @@ fn clean(name: &str) -> String {
         .collect()
 }
 
-/// Writes folded stacks, one per line.
+/// Writes folded stacks to `out`, one per line.
 pub fn write(stacks: &BTreeMap<String, u64>, mut out: impl Write) -> io::Result<()> {
     stacks
         .iter()

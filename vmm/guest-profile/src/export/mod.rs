@@ -43,16 +43,16 @@ use serde::{Deserialize, Serialize};
 use crate::unwind::UnwindStopReasons;
 use kernel_images::build_id::BuildId;
 
-/// A sampled event.
+/// An event that was sampled for a profile.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventInfo {
     /// Event name as specified by the operator, such as `cycles` or `cpu/event=0x3c/`.
     pub name: String,
-    /// Value of `perf_event_attr.type`.
+    /// Value of `perf_event_attr.type` for the event.
     pub type_: u32,
-    /// Value of `perf_event_attr.config`.
+    /// Value of `perf_event_attr.config` for the event.
     pub config: u64,
-    /// Sampling period, or sampling frequency.
+    /// Sampling period or sampling frequency of the event.
     pub rate: EventRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
@@ -124,7 +124,7 @@ pub struct ProfileMetadata {
 /// Run-time location of the guest kernel's code (text).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelMap {
-    /// Start address, which is that of `_stext` or `_text`.
+    /// Start address of the kernel's code, which is that of the symbol `_stext` or `_text`.
     pub start: u64,
     /// Length of the kernel's code, in bytes.
     pub len: u64,
@@ -146,7 +146,7 @@ pub struct TaskName {
     pub pid: u32,
     /// Guest thread ID of the task.
     pub tid: u32,
-    /// Task name, at most 15 bytes.
+    /// Name of the task, at most 15 bytes.
     pub comm: String,
 }
 
@@ -165,7 +165,7 @@ pub struct FileMapping {
     pub file_offset: u64,
     /// Path of the file in the guest.
     pub path: String,
-    /// Build ID of the file, if known.
+    /// Build ID of the mapped file, if known.
     pub build_id: Option<BuildId>,
 }
 
@@ -258,7 +258,7 @@ pub struct Profile {
     pub meta: ProfileMetadata,
     /// Events that were sampled.
     pub events: Vec<EventInfo>,
-    /// Location of the guest kernel, if found.
+    /// Location of the guest kernel; `None` if it was not found.
     pub kernel: Option<KernelMap>,
     /// Names of the sampled guest tasks.
     pub tasks: Vec<TaskName>,
@@ -358,7 +358,7 @@ impl Profile {
 pub struct ChainFrame {
     /// Address of the frame: an instruction pointer or a return address.
     pub address: u64,
-    /// `true` for a kernel frame.
+    /// `true` if the frame is in the kernel.
     pub kernel: bool,
     /// `true` if the frame's address is a return address. `false` for the innermost frame, and for
     /// the user frame that entered the kernel, whose address is that of the interrupted instruction

@@ -127,7 +127,7 @@ const KERNEL_PID: u32 = u32::MAX;
 /// Clock ID of `CLOCK_MONOTONIC`, and offset of the clock ID in an attribute.
 const MONOTONIC: u32 = 1;
 const ATTR_CLOCKID: usize = 92;
-/// Offset of `branch_sample_type` in an attribute.
+/// Offset of `branch_sample_type` in a `perf_event_attr`, in bytes.
 pub(super) const ATTR_BRANCH_FILTER: usize = 72;
 
 mod feature {
@@ -298,7 +298,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Writes the name of a task.
+    /// Writes a record with the name of a guest task.
     pub fn task(&mut self, t: &TaskName) -> io::Result<()> {
         let comm: String = t.comm.chars().take(15).collect();
         let form = self.meta.form;
@@ -320,7 +320,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Writes a file mapping.
+    /// Writes a record of a file mapping of a guest process.
     pub fn mapping(&mut self, m: &FileMapping) -> io::Result<()> {
         const PROT_READ_EXEC: u32 = 5;
         const MAP_PRIVATE: u32 = 2;
@@ -416,7 +416,7 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         })
     }
 
-    /// Writes a host context switch of the thread of `vcpu`.
+    /// Writes a record of a host context switch of the vCPU thread `vcpu`.
     pub fn thread_switch(&mut self, vcpu: u32, switch: ThreadSwitch) -> io::Result<()> {
         let misc = match switch.kind {
             ThreadSwitchKind::In => 0,
@@ -608,7 +608,7 @@ fn header(events: u64, data_start: u64, data_len: u64, features: [u64; 4]) -> Ve
     header
 }
 
-/// Writes a complete profile.
+/// Writes a complete profile as a `perf.data` file.
 pub fn write<W: Write + Seek>(out: W, profile: &Profile) -> io::Result<W> {
     let mut w = PerfDataWriter::new(out, profile.meta.clone(), profile.events.clone())?;
     if let Some(k) = &profile.kernel {

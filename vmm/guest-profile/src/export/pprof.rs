@@ -214,7 +214,7 @@ impl SampleLabel {
     /// All labels, in the order in which they are written to a sample.
     pub const ALL: [Self; 4] = [Self::Task, Self::Event, Self::Vcpu, Self::Pid];
 
-    /// Returns the key of the label in the profile.
+    /// Returns the key by which the label is stored in a pprof profile.
     pub fn name(self) -> &'static str {
         match self {
             Self::Task => "task",

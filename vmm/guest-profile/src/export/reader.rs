@@ -38,7 +38,7 @@ pub enum ProfileReadError {
     /// treat this as a failure.
     #[error("the file is empty")]
     Empty,
-    /// The file exceeds [`MAX_FILE`].
+    /// The file is larger than [`MAX_FILE`].
     #[error("larger than {} MiB; record for a shorter time or at a lower frequency", MAX_FILE >> 20)]
     TooLarge,
     /// The file contains no records, because the recording was interrupted within its first second.
@@ -47,7 +47,7 @@ pub enum ProfileReadError {
     /// The samples contain counter values, which only `perf` itself can read.
     #[error("unsupported: samples with counter values (PERF_SAMPLE_READ); use perf")]
     CounterValues,
-    /// The file does not start with the magic number.
+    /// The file does not start with the magic number of `perf.data`.
     #[error("not a perf.data file; use the file of perfvisor record")]
     NoPerfData,
     /// The file is truncated or damaged.
@@ -58,9 +58,9 @@ pub enum ProfileReadError {
 /// Magic number of a `perf.data` file (the kernel's
 /// tools/perf/Documentation/perf.data-file-format.txt).
 const MAGIC: &[u8] = b"PERFILE2";
-/// Maximum file size, in bytes.
+/// Maximum size of a `perf.data` file, in bytes.
 pub const MAX_FILE: u64 = 4 << 30;
-/// Maximum size of the decompressed symbols, in bytes.
+/// Maximum size of the decompressed symbols saved in a file, in bytes.
 const MAX_SYMBOLS: u64 = 256 << 20;
 
 impl ProfileReadError {

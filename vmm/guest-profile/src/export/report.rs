@@ -8,7 +8,7 @@ use super::filter::SampleFilter;
 use super::symbolize::{Symbolizer, task_label};
 use super::{EventInfo, Profile, ProfileSample, frames};
 
-/// A column by which samples are grouped.
+/// Property of a sample by which a report groups samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SortKey {
     /// Name of the sampled task.
@@ -83,7 +83,7 @@ impl ReportColumn {
         }
     }
 
-    /// Returns the minimum width of a numeric column.
+    /// Returns the minimum width of a numeric column, in characters, or `None` for a text column.
     fn number_width(self) -> Option<usize> {
         match self {
             Self::Overhead => Some(8),
@@ -160,7 +160,7 @@ pub struct ReportTable {
     pub rows: Vec<ReportRow>,
 }
 
-/// Groups the samples of each event by the sort columns.
+/// Returns the tables of a report, one per event. Samples are grouped by the sort columns.
 pub fn tables(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> Vec<ReportTable> {
     let events = profile.events.iter();
     events
@@ -232,7 +232,7 @@ fn keys(
     options.sort.iter().map(key).collect()
 }
 
-/// Returns the call trees for the rows of one event.
+/// Returns the call trees of one event, one per row of its table.
 fn call_trees(
     event: &EventInfo,
     profile: &Profile,
@@ -317,7 +317,7 @@ fn line(lead: &str, cells: &[String], shown: &[ReportColumn], widths: &[usize]) 
     line
 }
 
-/// Formats the header of a table.
+/// Formats the header of a report table.
 fn header(table: &ReportTable, lost: u64) -> String {
     let mut out = format!(
         "# Samples: {}  of event '{}'\n",
@@ -335,7 +335,7 @@ fn header(table: &ReportTable, lost: u64) -> String {
     out + "#\n"
 }
 
-/// Formats the tables as text.
+/// Formats the tables of a report as text.
 pub fn render(profile: &Profile, symbols: &mut Symbolizer<'_>, options: &ReportOptions) -> String {
     let shown = options.columns();
     let headings: Vec<&str> = shown.iter().map(|column| column.heading()).collect();

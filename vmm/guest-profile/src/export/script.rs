@@ -26,7 +26,7 @@ pub enum ScriptField {
     Period,
     /// Name of the sampled event.
     Event,
-    /// Addresses of the call chain.
+    /// Addresses of the call chain's frames.
     Ip,
     /// Names of the functions in the call chain.
     Sym,
@@ -34,12 +34,12 @@ pub enum ScriptField {
     Symoff,
     /// Objects (files) that contain the call chain's addresses.
     Dso,
-    /// Branch stack, newest branch first.
+    /// Branch stack of the sample, newest branch first.
     Brstack,
 }
 
 impl ScriptField {
-    /// All fields and their names, in the order of the output.
+    /// All fields with their names, in the order of the output.
     pub const ALL: [(&'static str, Self); 12] = [
         ("comm", Self::Comm),
         ("pid", Self::Pid),
@@ -55,7 +55,7 @@ impl ScriptField {
         ("brstack", Self::Brstack),
     ];
 
-    /// Returns the field with this name.
+    /// Returns the sample field with the name `name`.
     pub fn from_name(name: &str) -> Option<Self> {
         let found = Self::ALL.into_iter().find(|(known, _)| *known == name);
         found.map(|(_, field)| field)
@@ -97,14 +97,14 @@ impl Default for ScriptFields {
     }
 }
 
-/// Options of [`write_with`]: what to write, and in which format.
+/// Options of [`write_with`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ScriptOptions {
-    /// Fields to write.
+    /// Sample fields to write.
     pub fields: ScriptFields,
-    /// Format of the samples.
+    /// Output format of the samples.
     pub format: ScriptFormat,
-    /// Filter for the samples to write.
+    /// Filter that selects the samples to write.
     pub filter: SampleFilter,
 }
 
@@ -289,7 +289,7 @@ struct SampleJson {
     brstack: Vec<BranchJson>,
 }
 
-/// A branch as a JSON object.
+/// A branch of a branch stack as a JSON object.
 #[derive(Serialize)]
 struct BranchJson {
     from: String,
@@ -298,7 +298,7 @@ struct BranchJson {
     kind: Option<&'static str>,
 }
 
-/// A frame as a JSON object.
+/// A frame of a call chain as a JSON object.
 #[derive(Serialize)]
 struct FrameJson {
     #[serde(skip_serializing_if = "Option::is_none")]

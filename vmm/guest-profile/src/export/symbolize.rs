@@ -19,14 +19,14 @@ pub struct NamedFrame {
     /// Function name. If the function is unknown, the file name and the offset in the file, or the
     /// address in hexadecimal.
     pub name: String,
-    /// Offset into the function; 0 if the function is unknown.
+    /// Offset of the address from the start of the function; 0 if the function is unknown.
     pub offset: u64,
     /// `true` if `name` is the name of a symbol.
     pub known: bool,
     /// File that contains the address. If there is no file or it is unknown, [`KERNEL_OBJECT`] or
     /// [`USER_OBJECT`].
     pub object: Rc<str>,
-    /// `true` for a kernel frame.
+    /// `true` if the frame is in the kernel.
     pub kernel: bool,
 }
 
@@ -34,11 +34,11 @@ pub struct NamedFrame {
 /// resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GuestFileStatus {
-    /// The file is missing or unusable.
+    /// The file does not exist, cannot be read, or is not usable.
     Missing,
     /// The file comes from a different build than the one that the guest runs.
     OtherBuild,
-    /// The file can be used. It may still contain no symbols.
+    /// The file is usable, although it may contain no symbols.
     Usable,
 }
 

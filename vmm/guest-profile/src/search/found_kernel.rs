@@ -18,7 +18,7 @@ pub struct UnreadPart(pub String);
 /// A kernel found in guest memory. All addresses are run-time addresses.
 #[derive(Debug)]
 pub struct FoundKernel {
-    /// ORC unwind tables, if the kernel has them.
+    /// ORC unwind tables of the kernel, if it has them.
     pub orc: Option<OrcTable>,
     /// Address range of the entry code (end exclusive); empty if unknown.
     pub entry_text: (u64, u64),

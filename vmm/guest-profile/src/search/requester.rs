@@ -34,7 +34,7 @@ pub enum SearchError {
     /// The reader process has exited or cannot be reached.
     #[error("the kernel reader process does not respond")]
     Lost(#[source] io::Error),
-    /// The search timed out.
+    /// The kernel search timed out.
     #[error("the kernel reader process timed out")]
     Slow,
     /// The reader process has requested or sent more than permitted. The value names the exceeded

@@ -23,7 +23,7 @@ pub(super) const ASK: u8 = b'A';
 pub(super) const MEMORY: u8 = b'M';
 /// To the reader: the guest memory range requested last is not completely RAM.
 pub(super) const NO_MEMORY: u8 = b'N';
-/// From the reader: a memory request, [`MemoryRequest`].
+/// From the reader: a [`MemoryRequest`] for guest memory.
 pub(super) const READ: u8 = b'R';
 /// From the reader: a part of the kernel's symbols, as text in the format of `/proc/kallsyms`.
 pub(super) const SYMBOLS: u8 = b'S';

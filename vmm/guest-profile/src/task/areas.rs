@@ -114,7 +114,7 @@ impl GuestProcess {
     }
 }
 
-/// An executable mapping of a process.
+/// An executable memory mapping of a guest process, with the start of its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExecutableMapping {
     /// Address range and file of the mapping.

@@ -34,9 +34,9 @@ pub(super) struct CacheLayout {
     vmemmap_base: Option<u64>,
 }
 
-/// Binary logarithm of the number of slots of a tree node.
+/// Binary logarithm of the number of slots in a node of the page cache tree.
 const CHUNK_SHIFT: u32 = 6;
-/// Maximum number of tree levels. A file of 2^52 pages has nine.
+/// Maximum number of levels of the page cache tree. The tree of a file with 2^52 pages has nine.
 const MAX_LEVELS: u32 = 11;
 /// Lowest value of an internal tree entry (low bits 10) that points to a node. A lower value refers
 /// to another slot of the same node.

@@ -77,7 +77,8 @@ impl UnwindStop {
         Self::ALL.get(usize::from(code).checked_sub(1)?).copied()
     }
 
-    /// Returns the name of the limit that ended the walk, if any.
+    /// Returns the name of the limit that ended unwinding, or `None` if it ended for another
+    /// reason.
     pub(super) fn bound(self) -> Option<&'static str> {
         match self {
             Self::Full => Some("depth"),

@@ -119,7 +119,7 @@ fn put_pt_regs(g: &mut TestGuest, at: u64, ip: u64, cs: u64, sp: u64, bp: u64) {
     kput_all(g, at + pt_regs::IP, [ip, cs, 0x202, sp, ss]);
 }
 
-/// Writes `words` to consecutive addresses from `gva` on.
+/// Writes `words` to consecutive guest-virtual addresses from `gva` on.
 fn kput_all(g: &mut TestGuest, gva: u64, words: impl IntoIterator<Item = u64>) {
     for (at, word) in (gva..).step_by(8).zip(words) {
         kput(g, at, word);

@@ -88,7 +88,7 @@ pub(super) fn profile() -> Profile {
     p
 }
 
-/// Returns a sample in the function `hot` without a call chain.
+/// Returns a profile sample in the function `hot` without a call chain.
 pub(super) fn sample() -> ProfileSample<'static> {
     ProfileSample {
         pid: 42,
@@ -258,7 +258,7 @@ fn packed(mut b: &[u8]) -> Vec<u64> {
     out
 }
 
-/// Writes a profile as pprof and decompresses it.
+/// Writes a profile as pprof and returns the decompressed bytes.
 fn as_pprof(p: &Profile) -> Vec<u8> {
     let mut gz = Vec::new();
     pprof::write(

@@ -11,7 +11,7 @@ const TEXT_AT: usize = 0x200;
 const RODATA_VIRT: u64 = TEXT_VIRT + 0x1000;
 const BANNER: &[u8] = b"Linux version 6.1.0-56-cloud-amd64 (debian-kernel@lists.debian.org) #1 SMP\n\0";
 
-/// Writer of an ELF file's little-endian fields.
+/// Byte buffer to which the tests write an ELF file's little-endian fields.
 #[derive(Default)]
 struct LittleEndianWriter(Vec<u8>);
 

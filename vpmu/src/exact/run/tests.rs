@@ -161,7 +161,7 @@ fn run_length_is_limited_and_may_be_zero() {
     assert_eq!((none.completed_at(0), none.completed_at(1)), (Some(0), None));
 }
 
-/// A run ends before the earliest armed overflow.
+/// A straight-line run ends before the earliest armed overflow.
 #[test]
 fn run_ends_before_armed_overflow() {
     // push, pop, nop, push

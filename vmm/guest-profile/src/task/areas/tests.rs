@@ -1,5 +1,4 @@
-//! Tests with a small synthetic guest, to whose memory the tests write the kernel's data
-//! structures.
+//! Tests with a small synthetic guest. The tests write the kernel's data structures to its memory.
 
 use super::super::{ListLayout, MapsLayout, SingleStepLayout, VM_EXEC, single_step_bit};
 use super::*;
