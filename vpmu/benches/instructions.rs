@@ -204,8 +204,8 @@ impl BenchGuest {
 #[derive(Default)]
 struct Measurements {
     all: BTreeMap<String, f64>,
-    /// Name of the only operation to run. Its instructions are not counted, so that a profiler can
-    /// run it.
+    /// Name of the only operation to run. Its instructions are not counted, because it runs under a
+    /// profiler.
     only: Option<String>,
 }
 

@@ -94,12 +94,12 @@ pub(crate) enum BranchPhase {
     Idle,
     /// The VMM single-steps the vCPU and adds branches to the records.
     Collecting {
-        /// Time at which the collection started, in nanoseconds.
+        /// Time at which the collection of branches started, in nanoseconds.
         began_ns: u64,
     },
     /// The collection has ended, so the PMI can be delivered.
     Complete {
-        /// Time at which the collection started, in nanoseconds.
+        /// Time at which the collection of branches started, in nanoseconds.
         began_ns: u64,
     },
 }

@@ -71,8 +71,8 @@ impl ArchEventSet {
 
 impl PmuModel {
     /// Returns the CPUID leaves (subleaf 0 of each) from which a guest detects this model. The
-    /// guest's CPUID table must contain them. If the host lacks a leaf, the VMM adds an all-zero
-    /// entry and passes it through [`PmuModel::adjust_cpuid`].
+    /// guest's CPUID table must contain these leaves. If the host lacks a leaf, the VMM adds an
+    /// all-zero entry and passes the entry through [`PmuModel::adjust_cpuid`].
     pub fn required_leaves(&self) -> &'static [u32] {
         match self.generation() {
             PmuGeneration::Off(_) => &[],
@@ -83,8 +83,8 @@ impl PmuModel {
         }
     }
 
-    /// Adjusts one host CPUID entry for the guest, so that it describes this model's PMU and hides
-    /// all other performance monitoring features.
+    /// Adjusts one host CPUID entry for the guest. The entry then describes this model's PMU and
+    /// hides all other performance monitoring features.
     ///
     /// The VMM sets the vendor string in leaf 0 from [`PmuModel::vendor`]. Events that are missing
     /// from `backability` are reported as unavailable if the vendor's CPUID can express this.

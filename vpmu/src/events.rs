@@ -165,7 +165,7 @@ impl ParavirtualEvent {
         Self::BackingChanges,
     ];
 
-    /// Returns the event with this unit mask.
+    /// Returns the paravirtual event with the unit mask `umask`.
     pub fn from_umask(umask: UnitMask) -> Option<Self> {
         Self::ALL.into_iter().find(|event| event.umask() == umask)
     }

@@ -331,8 +331,8 @@ impl EventFilter {
         self.fixed_counters
     }
 
-    /// Returns the filter entries for general-purpose counters. They are sorted by event select and
-    /// have no duplicates.
+    /// Returns the filter entries for general-purpose counters, sorted by event select and without
+    /// duplicates.
     pub fn entries(&self) -> &[FilterEntry] {
         &self.entries
     }

@@ -207,9 +207,9 @@ impl UncountedCounters {
         true
     }
 
-    /// Adds the interval from `since_ns` to `now_ns` to the total uncounted time. In this interval,
-    /// the count of an enabled counter is unknown. Parts of it that the total already includes are
-    /// not added again, but the total grows by at least 1 ns if no counter is uncounted.
+    /// Adds the interval from `since_ns` to `now_ns`, in which the count of an enabled counter is
+    /// unknown, to the total uncounted time. Nanoseconds that the total already includes are not
+    /// added again, but the total grows by at least 1 ns if no counter is uncounted.
     pub fn add_interval(&mut self, since_ns: u64, now_ns: u64) {
         self.account(now_ns);
         if self.uncounted == 0 {

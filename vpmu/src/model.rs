@@ -239,7 +239,7 @@ impl PmuModel {
     }
 
     /// Returns this model with exactly the fixed counters of `bitmap`, for restoring a saved state.
-    /// Returns `None` if the generation does not support or cannot enumerate them.
+    /// Returns `None` if the generation does not support these fixed counters.
     pub(crate) fn with_fixed_bitmap(self, bitmap: u8) -> Option<Self> {
         let run_from_zero = bitmap & bitmap.wrapping_add(1) == 0;
         let possible = match self.generation {

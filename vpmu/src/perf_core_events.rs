@@ -115,7 +115,7 @@ impl CounterSlot {
     }
 
     /// Moves the current event to the stopped events that are kept for reuse (parked). If there are
-    /// already [`PARKED`] of them, the least recently used one is dropped.
+    /// already [`PARKED`] parked events, the least recently used one is dropped.
     fn park(&mut self) {
         if let Some(open) = self.current.take() {
             self.parked.rotate_right(1);
@@ -192,8 +192,8 @@ impl PerfCoreEvents {
         }
     }
 
-    /// Returns the counter of the perf-core event with this `cookie`, or `None` if the event does
-    /// not back a counter.
+    /// Returns the counter that the perf-core event with the cookie `cookie` backs, or `None` if
+    /// the event backs no counter.
     pub fn counter_of(cookie: u64) -> Option<CounterIndex> {
         CounterIndex::from_bit(u32::try_from(cookie).ok()?)
     }
@@ -228,9 +228,9 @@ impl PerfCoreEvents {
         self.slots[counter.slot()].current.as_ref()?.handle()
     }
 
-    /// Acknowledges an event failure that the vCPU thread observed itself when it enabled the
-    /// event, so that the thread need not be kicked because of it. Other events that failed at the
-    /// same time are detected at the next entry.
+    /// Acknowledges an event failure that the vCPU thread itself observed when it enabled the
+    /// event. The thread then need not be kicked because of this failure. Other events that failed
+    /// at the same time are detected at the next entry.
     fn acknowledge_failure(&mut self) {
         if let Some(context) = &self.context {
             self.unseen |= context.take_errors();

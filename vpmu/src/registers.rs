@@ -39,10 +39,11 @@ impl PmuModel {
     }
 
     /// Returns all MSRs that the VMM must trap to [`crate::Vpmu::read_msr`] and
-    /// [`crate::Vpmu::write_msr`], sorted. The list contains the PMU registers of *both* vendors,
-    /// including those that the model lacks, because the hypervisor may handle some of them itself
-    /// if they are not trapped. IA32_DEBUGCTL is included for models with
-    /// [`PmuModel::debug_control_bits`].
+    /// [`crate::Vpmu::write_msr`], sorted.
+    ///
+    /// The list contains the PMU registers of *both* vendors, including registers that the model
+    /// lacks, because the hypervisor may handle untrapped ones itself. IA32_DEBUGCTL is included
+    /// for models with [`PmuModel::debug_control_bits`].
     pub fn trapped_msrs(&self) -> Vec<std::ops::RangeInclusive<u32>> {
         let mut ranges = [Vendor::Intel, Vendor::Amd]
             .map(|vendor| of(vendor).addresses())

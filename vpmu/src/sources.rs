@@ -295,8 +295,8 @@ impl EventSources {
             .filter(move |source| paravirtual || steppable(source))
     }
 
-    /// Returns the perf-core events that can count a guest request, best first, each with its
-    /// backing. They are pinned and initially disabled.
+    /// Returns pinned, initially disabled perf-core events that can count a guest request, best
+    /// first, each with its backing.
     pub fn choose(&self, request: &EventRequest) -> impl Iterator<Item = (CounterBacking, Attr)> + use<> {
         let has_levels = !matches!(request.event, GuestEvent::Paravirtual(_));
         let base = Attr {
@@ -575,8 +575,8 @@ mod tests {
         assert_eq!(chosen(BackingPolicy::Exact, None, &modified), []);
     }
 
-    /// On a host of the guest's vendor, bus cycles are counted by the host's event, at a frequency
-    /// that differs from the TSC frequency. All other backings count them at the TSC frequency.
+    /// On a host of the guest's vendor, the host's event counts bus cycles at a frequency that
+    /// differs from the TSC frequency. All other backings count bus cycles at the TSC frequency.
     #[test]
     fn bus_cycles_never_mix_clocks() {
         let bus = request(Vendor::Intel, 0x3C, 1);

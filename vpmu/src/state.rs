@@ -109,8 +109,8 @@ pub enum VpmuStateError {
 }
 
 impl Vpmu {
-    /// Serializes the state. Running counters are first brought up to date (folded). The PMU
-    /// continues to run.
+    /// Serializes the state of the PMU, which continues to run. Brings the values of running
+    /// counters up to date first.
     ///
     /// The event filter, the PMI rate limit and the share of PMI handlers are configuration and not
     /// part of the state. Set them again after [`Self::restore`].
@@ -545,8 +545,8 @@ fn read_model(reader: &mut Reader<'_>) -> Result<PmuModel, VpmuStateError> {
     .ok_or(BAD)
 }
 
-/// Recomputes the checksum of a saved state. Fuzz targets use this so that modified states pass the
-/// checksum check.
+/// Recomputes the checksum of a saved state. Used by fuzz targets, whose modified states must pass
+/// the checksum check.
 #[doc(hidden)]
 pub fn fix_checksum(bytes: &mut [u8]) {
     if let Some(end) = bytes.len().checked_sub(CRC_BYTES) {
@@ -654,8 +654,8 @@ mod tests {
         assert_eq!(vpmu.save(&mut events), bytes);
     }
 
-    /// Recomputes the checksum of a modified state, so that it passes the checksum check and the
-    /// later checks are tested.
+    /// Recomputes the checksum of a modified state. The state then passes the checksum check, and
+    /// the later checks are tested.
     fn reframe(mut bytes: Vec<u8>) -> Vec<u8> {
         fix_checksum(&mut bytes);
         bytes

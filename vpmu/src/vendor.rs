@@ -59,8 +59,8 @@ pub struct PmuRegisters {
     pub debug_control: u64,
     /// Values of the registers that control the branch records.
     pub branches: BranchControls,
-    /// EFER.SVME of the vCPU, as of the last [`crate::Vpmu::set_svme`]. It affects the host-only
-    /// and guest-only bits of AMD selectors.
+    /// EFER.SVME of the vCPU, as of the last [`crate::Vpmu::set_svme`]. Affects the host-only and
+    /// guest-only bits of AMD selectors.
     pub svme: bool,
 }
 
@@ -162,7 +162,8 @@ pub trait VendorOps: Sync + std::fmt::Debug {
     /// Returns the register values of the record for `branch`.
     fn branch_record(&self, branch: &BranchEntry) -> BranchRecord;
 
-    /// Freezes the branch records at a PMI if freeze-on-PMI is enabled for them in the registers.
+    /// Freezes the branch records at a PMI if the registers enable freeze-on-PMI for branch
+    /// records.
     fn freeze_branches(&self, model: &PmuModel, registers: &mut PmuRegisters);
 }
 
@@ -173,8 +174,9 @@ pub(crate) fn contain_branch(levels: PrivilegeLevels, branch: &BranchEntry) -> b
     contains(branch.from_user) && contains(branch.to_user)
 }
 
-/// Returns the MSR addresses of the model's general-purpose selectors, followed by those of the
-/// counters. `pair` returns the selector address and the counter address of one counter.
+/// Returns the MSR addresses of the model's event selectors for general-purpose counters, followed
+/// by the addresses of these counters. `pair` returns the selector address and the counter address
+/// of one counter.
 pub(crate) fn general_msrs(model: &PmuModel, pair: impl Fn(u32) -> [u32; 2]) -> Vec<u32> {
     let pairs: Vec<_> = (0..model.general()).map(pair).collect();
     let selectors = pairs.iter().map(|pair| pair[0]);

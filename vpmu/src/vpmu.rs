@@ -117,8 +117,8 @@ impl Counter {
     }
 }
 
-/// Returns whether the event counts instructions but does not count those that the hypervisor
-/// completes for the guest. The exact backing counts these instructions, because it decodes them.
+/// Returns whether the event counts instructions but misses instructions that the hypervisor
+/// completes for the guest. The exact backing misses none, because it decodes them.
 fn misses_emulated((request, backing): (EventRequest, CounterBacking)) -> bool {
     backing == CounterBacking::Hardware
         && request.event == GuestEvent::Architectural(ArchEvent::Instructions)
@@ -151,8 +151,8 @@ pub struct Vpmu {
     /// `true` if the count of an enabled selector depends on EFER.SVME, whose value must be set
     /// again.
     needs_svme: bool,
-    /// Mask of counters whose event has not been enabled since it was programmed, so that its
-    /// initial count is unknown.
+    /// Mask of counters whose event has not been enabled since it was programmed. The initial count
+    /// of such an event is unknown.
     fresh: u64,
     /// Mask of counters whose event is counting.
     running: u64,
@@ -190,7 +190,7 @@ pub struct Vpmu {
 }
 
 impl Vpmu {
-    /// Creates a PMU in its reset state. It allows all events, limits PMIs to
+    /// Creates a PMU in its reset state. The PMU allows all events, limits PMIs to
     /// [`DEFAULT_PMI_LIMIT`], and does not limit the share of PMI handlers.
     pub fn new(model: PmuModel) -> Self {
         let vendor = registers::of(model.vendor());

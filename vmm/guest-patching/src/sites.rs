@@ -322,8 +322,8 @@ mod tests {
         assert_eq!(sites.length_at(0x40_0101), None);
     }
 
-    /// RDPMC instructions replaced in a later kernel are immediately visible to all vCPUs. Their
-    /// number is bounded.
+    /// RDPMC instructions replaced in a later kernel are immediately visible to all vCPUs. The
+    /// number of replaced instructions is bounded.
     #[test]
     fn sites_of_later_kernel_are_visible_and_bounded() {
         let shared = RdpmcSites::new(&[site(VIRT, 0x100_0100, 2)]);

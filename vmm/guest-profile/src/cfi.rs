@@ -90,8 +90,8 @@ pub struct UserThreadState<'s> {
     /// Registers by DWARF number, the last of which is the instruction pointer. `None` for an
     /// unknown register.
     pub registers: [Option<u64>; REGISTERS],
-    /// `true` if the instruction pointer is that of the interrupted instruction, `false` if it is
-    /// the return address of a call, which follows the call instruction.
+    /// `true` if the instruction pointer is that of the interrupted instruction, `false` if it is a
+    /// return address, which follows the call instruction.
     pub exact_ip: bool,
     /// Copy of the top of the thread's user stack, from the stack pointer upwards.
     pub stack: &'s [u8],

@@ -35,8 +35,8 @@ pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeout for all requests to one disk together. Without this limit, a guest could delay every
 /// request by almost [`REQUEST_TIMEOUT`].
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
-/// Maximum number of bytes read to open a file system. These bytes contain group descriptors, and
-/// journal entries that have not been checkpointed.
+/// Maximum number of bytes read to open a file system: its group descriptors, and the journal
+/// entries that have not been checkpointed.
 const MAX_OPEN_BYTES: u64 = 256 << 20;
 /// Maximum number of metadata bytes read from the disk for one file.
 const MAX_METADATA_BYTES: u64 = 64 << 20;
@@ -44,11 +44,11 @@ const MAX_METADATA_BYTES: u64 = 64 << 20;
 const MAX_PARTITIONS: u32 = 128;
 /// Maximum number of block groups of a file system. The limit corresponds to 128 TiB.
 const MAX_GROUPS: u64 = 1 << 20;
-/// Maximum number of symbolic links followed for one path, and maximum length of a path. Both are
-/// the limits of Linux (path_resolution(7)).
+/// Maximum number of symbolic links followed for one path, and maximum length of a path in bytes.
+/// Linux has the same limits (path_resolution(7)).
 const MAX_LINKS: u32 = 40;
 const LONGEST_PATH: usize = 4096;
-/// Maximum number of components resolved for one path, including those of symbolic links.
+/// Maximum number of components resolved for one path, including components of symbolic links.
 const MAX_COMPONENTS: u32 = 1000;
 /// Size of a sector, the unit of partition tables, in bytes.
 const SECTOR: u64 = SECTOR_BYTES as u64;
@@ -73,8 +73,7 @@ pub trait DiskBytes {
     /// Refreshes cached metadata, so that later writes of the guest are visible to [`Self::read`].
     ///
     /// # Errors
-    /// Returns the same errors as [`Self::read`]. The previous view of the disk then remains in
-    /// use.
+    /// Returns the same errors as [`Self::read`]. The cached metadata is then unchanged.
     fn reload(&self) -> io::Result<()> {
         Ok(())
     }

@@ -179,9 +179,9 @@ pub struct GuestRegs {
 }
 
 impl GuestRegs {
-    /// Returns the base of the kernel's per-CPU data. This is the GS base that lies in the upper
-    /// half of the address space. Returns `None` if neither GS base does, either because the kernel
-    /// has not set it up yet, or because `kernel_gs_base` is unknown at CPL 3.
+    /// Returns the base of the kernel's per-CPU data: the GS base in the upper half of the address
+    /// space. Returns `None` if neither GS base is in the upper half, because the kernel has not
+    /// set it up yet, or because `kernel_gs_base` is unknown at CPL 3.
     ///
     /// The base of a vCPU does not change once its kernel is running, so callers may cache it.
     pub fn kernel_per_cpu_base(&self) -> Option<u64> {

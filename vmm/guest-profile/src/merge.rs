@@ -15,9 +15,9 @@
 //!   is nearest in time. A light sample at a user address is never assigned to a kernel thread, but
 //!   to the user task whose full sample is nearest.
 //! - If the light samples do not show the guest ([`SampleOrigin::HostKernel`]), the VM is requested
-//!   to make every sample a full one, and only these are used until the guest is visible in light
-//!   samples again. The same applies if KVM's own work is so large that a few full samples would
-//!   represent most of the count.
+//!   to make every sample a full one. Only full samples are used until the guest is visible in
+//!   light samples again. The same applies if KVM's own work is so large that a few full samples
+//!   would represent most of the count.
 //! - Unless the user sets the ratio of full samples, the ratio decreases if full samples stop the
 //!   vCPU for too long.
 

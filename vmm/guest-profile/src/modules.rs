@@ -14,8 +14,8 @@ use crate::debug_frame::DebugFrames;
 use crate::demangle::{self, readable};
 use kernel_images::le::{u16_at, u32_at, u64_at};
 
-/// Callback that reads process memory. It receives an address and a number of bytes, and returns
-/// the bytes, with zeros for unmapped parts. Returns `None` if nothing is mapped at the address.
+/// Callback that reads process memory. The parameters are an address and a number of bytes. Returns
+/// the bytes, with zeros for unmapped parts, or `None` if nothing is mapped at the address.
 pub type ReadProcessMemory<'r> = dyn FnMut(u64, u64) -> Option<Vec<u8>> + 'r;
 
 /// Number of bytes at the start of a file that must contain the program headers.
@@ -27,7 +27,7 @@ const MAX_DYNAMIC: u64 = 16 << 10;
 const MAX_SYMBOLS: u64 = 1 << 18;
 /// Maximum size of all exported names of one file, in bytes.
 const MAX_STRINGS: u64 = 16 << 20;
-/// Maximum size of the unwind tables of one file, in bytes. Those of Chromium have 14 MiB.
+/// Maximum size of the unwind tables of one file, in bytes. Chromium's tables have 14 MiB.
 const MAX_TABLES: u64 = 24 << 20;
 /// Maximum size of the sorted index of the unwind tables, in bytes.
 const MAX_INDEX: u64 = 8 << 20;
@@ -98,8 +98,8 @@ impl ModuleLayout {
         base.wrapping_sub(self.first)
     }
 
-    /// Returns the end of the file contents in the segment that contains `address`. Both are
-    /// link-time addresses.
+    /// Returns the link-time address at which the file contents of a segment end. `address` is a
+    /// link-time address in this segment.
     fn end_of_segment(&self, address: u64) -> Option<u64> {
         let load = self.loads.iter().find(|load| {
             address

@@ -77,13 +77,13 @@ struct CachedPage<P> {
 /// mostly accesses the kernel stack and the user stack.
 const CACHE_SLOTS: usize = 8;
 
-/// Last-level page table that the previous walk used. Neighboring pages are usually in the same
-/// table, so the next walk can skip the other levels. The CPU's counterpart is a paging-structure
-/// cache (SDM vol. 3 §5.10.3).
+/// Last-level page table that the previous walk used. The next walk can skip the other levels,
+/// because neighboring pages are usually in the same table. The CPU has paging-structure caches for
+/// the same purpose (SDM vol. 3 §5.10.3).
 #[derive(Clone, Copy)]
 struct LastTable {
-    /// Upper bits that all virtual addresses covered by the table share, and number of lower bits
-    /// that are not among them.
+    /// Upper bits that all virtual addresses covered by the table share, and number of bits below
+    /// them.
     prefix: u64,
     prefix_shift: u32,
     level: u8,
@@ -144,8 +144,8 @@ impl<'m, M: GuestPhys + ?Sized> AddressSpace<'m, M> {
     }
 
     /// Returns the kernel's counterpart of a user address space. With page-table isolation, a
-    /// process has two root tables on consecutive pages. Linux stores the kernel's table on the
-    /// first of them, at the address with bit 12 clear.
+    /// process has two root tables on consecutive pages. The kernel's table is the first one, at
+    /// the address with bit 12 clear.
     pub fn kernel_sibling(&self) -> Self {
         Self::with_root(self.phys, self.root & !PAGE, self.levels == 5)
     }

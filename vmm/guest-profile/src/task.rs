@@ -59,8 +59,8 @@ impl SingleStepLayout {
     }
 }
 
-/// Returns the bit number of `TIF_SINGLESTEP` in a kernel with this release string, or `None` if it
-/// is unknown. The type information does not contain flag numbers
+/// Returns the number of the bit `TIF_SINGLESTEP` in a kernel with the release string `release`, or
+/// `None` if it is unknown. The kernel's type information lacks flag numbers
 /// (`arch/x86/include/asm/thread_info.h`).
 fn single_step_bit(release: &str) -> Option<u32> {
     let mut numbers = release

@@ -116,7 +116,7 @@ pub enum KallsymsTextError {
     /// No line has the form "address type name".
     #[error("no line has the form \"address type name\"")]
     NoSymbols,
-    /// All addresses are zero because the reader lacked the permission to see them.
+    /// All addresses are zero, because the text was read without the permission to see addresses.
     #[error("all addresses are zero; read /proc/kallsyms as root with kernel.kptr_restrict=0")]
     AllZero,
 }
@@ -202,7 +202,7 @@ impl KernelSymbols {
             .map_or(address.saturating_add(4096), |e| e.address)
     }
 
-    /// Returns the first symbol with this name. Searches the whole table.
+    /// Returns the first symbol with the name `name`. Searches the whole table.
     pub fn by_name(&self, name: &str) -> Option<KernelSymbol<'_>> {
         self.iter().find(|s| s.name == name)
     }

@@ -68,8 +68,8 @@ use flow::{
     software_interrupt,
 };
 
-/// Maximum number of consecutive instructions with an interrupt shadow in one step. Decoding them
-/// costs no more than KVM's emulation, which has executed the same number of instructions.
+/// Maximum number of consecutive instructions with an interrupt shadow in one step. KVM's emulation
+/// of these instructions costs more than decoding them.
 const MAX_SHADOWS: usize = 4096;
 
 /// Numbers of instructions, branches, loads and stores that a vCPU has retired at one privilege

@@ -195,8 +195,8 @@ fn shadow_instruction_is_stepped_with_successor() {
     );
 }
 
-/// Fences and SWAPGS count once each, whether or not they have an interrupt shadow. They have a
-/// shadow if KVM emulates them, and then several consecutive ones may be executed in one step.
+/// Fences and SWAPGS count once each, with and without an interrupt shadow. If KVM emulates them,
+/// they have a shadow, and one step may execute several of them.
 #[test]
 fn fences_count_with_and_without_shadow() {
     for fence in [

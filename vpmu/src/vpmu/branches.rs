@@ -122,7 +122,7 @@ impl Vpmu {
     }
 
     /// Handles a guest RDMSR of a branch record register or control register. Faults for all other
-    /// addresses, because the caller has already handled the other PMU registers.
+    /// addresses, because the caller has already handled all other PMU registers.
     #[cold]
     pub(super) fn read_branch_register(&mut self, msr: MsrAddress) -> MsrReadOutcome {
         let stored = self

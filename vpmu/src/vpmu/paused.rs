@@ -56,8 +56,9 @@ impl Vpmu {
             .fold(0, |mask, counter| mask | counter.mask())
     }
 
-    /// Pauses the running counters in `counters` and brings them up to date (folds them). Their
-    /// events must be unchanged. The guest is likely to restart these counters soon.
+    /// Pauses the running counters in the mask `counters` and brings their values up to date (folds
+    /// them). Only for counters whose events are unchanged and which the guest is likely to restart
+    /// soon.
     pub(super) fn pause(&mut self, counters: u64, events: &mut dyn CounterEvents) {
         self.running &= !counters;
         self.misses_emulated &= !counters;

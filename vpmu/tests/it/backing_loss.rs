@@ -249,8 +249,8 @@ fn unsupported_and_filtered_events_are_uncounted() {
     assert_eq!(guest.uncounted_ns(), 9 * MS);
 }
 
-/// Driver of the PMU types for hardware events, with simulated slots. It rejects events while a VM
-/// with a mediated vPMU uses the PMU.
+/// Driver of the PMU types for hardware events, with simulated slots. The driver rejects events
+/// while a VM with a mediated vPMU uses the PMU.
 #[derive(Debug)]
 struct Hardware {
     pmu: SimPmu,

@@ -5,7 +5,7 @@ mod tiny_vmm;
 
 use test_support::skip;
 
-/// The example VMM has less than 300 lines. Its PMU counts cycles and interrupts the guest.
+/// The example VMM has less than 300 lines, counts cycles and interrupts the guest.
 #[test]
 fn tiny_vmm_runs() {
     if !std::path::Path::new("/dev/kvm").exists() {

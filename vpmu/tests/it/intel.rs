@@ -108,8 +108,8 @@ fn fixed_counters_exist_by_bitmap_in_version_five() {
     }
 }
 
-/// MSRs that the models lack must trap and fault, because a hypervisor may otherwise return zero
-/// for them: all branch records, the debug store, the version 6 registers and AMD registers.
+/// MSRs that a model lacks must trap and fault, because a hypervisor may otherwise return zero: all
+/// branch records, the debug store, the version 6 registers and AMD registers.
 #[test]
 fn unimplemented_registers_trap_and_fault() {
     let low = [
@@ -173,8 +173,8 @@ fn transaction_bits_require_transactions() {
     assert_eq!(PmuModel::AMD.with_transactions(), PmuModel::AMD);
 }
 
-/// Event 3CH/01H is not the event of fixed counter 2: fixed counter 2 counts at the TSC frequency,
-/// while 3CH/01H uses a model-specific clock. KVM also distinguishes them.
+/// Event 3CH/01H is not the event of fixed counter 2, which counts at the TSC frequency. 3CH/01H
+/// uses a model-specific clock. KVM also distinguishes the two events.
 #[test]
 fn event_3c_01_differs_from_fixed_counter_2() {
     let mut guest = Guest::of("intel", None);
@@ -217,8 +217,8 @@ fn fixed_counter_3_requires_countable_slots() {
 }
 
 /// OUT, RDMSR and similar instructions exit before they retire. Instruction counters must include
-/// them if they count at the privilege level of the instruction. Branch counters must not include
-/// them.
+/// these instructions if they count at the instruction's privilege level. Branch counters must not
+/// include them.
 #[test]
 fn emulated_instructions_count() {
     let mut guest = Guest::of("intel", None);

@@ -29,8 +29,8 @@ struct SamplingEvent {
 struct Linux {
     guest: Guest,
     events: [SamplingEvent; 2],
-    /// Numbers of ticks for which the guest runs between two instructions of the driver. The driver
-    /// uses them one after the other, cyclically.
+    /// Numbers of ticks for which the guest runs between two instructions of the driver. Used in
+    /// turn, again from the first one after the last one.
     turns: Vec<u64>,
     turn: usize,
     ran: u64,
@@ -146,8 +146,8 @@ impl Linux {
 
 proptest! {
     /// If no PMI is delivered between an RDPMC and the use of its value, Linux's count does not
-    /// jump. This also holds for periods that expire before the restart completes, and for two
-    /// counters that overflow in each other's handler.
+    /// jump. The test includes periods that expire before the restart completes, and two counters
+    /// that overflow in each other's handler.
     #[test]
     fn linux_count_is_stable_with_pmi_before_read(
         periods in [2i64..2_000, 2i64..2_000],

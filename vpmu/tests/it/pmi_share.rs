@@ -57,7 +57,7 @@ fn half() -> PmiShare {
     PmiShare::from_percent(50).expect("a valid share")
 }
 
-/// Guest that counts cycles of its program and samples them with a handler of fixed duration.
+/// Guest that samples the cycles of its program with a PMI handler of fixed duration.
 struct SampledGuest {
     guest: Guest,
     registers: Registers,

@@ -92,8 +92,8 @@ impl FaultedRdpmc {
     }
 }
 
-/// The IDT's #GP gate and the handler code at the last check, with their physical addresses. Later
-/// checks only compare guest memory with this copy, which needs no KVM call.
+/// Copy of the IDT's #GP gate and of the handler code at the last check, with their physical
+/// addresses. Later checks compare guest memory with this copy, which needs no KVM call.
 #[derive(Clone, Copy, Debug)]
 struct HandlerSnapshot {
     entry: (GuestAddress, u128),
@@ -303,9 +303,10 @@ impl GpHandlerInterception {
         }
     }
 
-    /// Emulates the handler instruction at `at` that the trap or breakpoint intercepted. If the
-    /// trap has been removed in the meantime, the guest executes the instruction itself. Returns
-    /// `None` if the guest's stack is not writable, so that the instruction cannot be emulated.
+    /// Emulates the handler instruction at `at` that the trap or breakpoint intercepted. Returns
+    /// `None` if the instruction cannot be emulated because the guest's stack is not writable. If
+    /// the trap has been removed in the meantime, the guest executes the restored instruction
+    /// instead.
     pub fn enter_handler(&self, at: u64, state: &mut VcpuState) -> Option<()> {
         let head = match &self.planted {
             Some(planted) => planted.head(at),

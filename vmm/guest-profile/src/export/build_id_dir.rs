@@ -209,8 +209,8 @@ fn has(path: &Path, bytes: &[u8]) -> bool {
         && fs::read(path).is_ok_and(|there| there == bytes)
 }
 
-/// Returns the functions of a kernel with their offsets from its start. The offsets are the same
-/// for every boot, unlike those of modules, which are excluded.
+/// Returns the functions of a kernel with their offsets from its start. Functions of modules are
+/// excluded, because their offsets differ from boot to boot.
 fn functions(symbols: &KernelSymbols) -> BTreeSet<(u64, &str)> {
     let at = |name| symbols.by_name(name).map(|symbol| symbol.address);
     let start = at("_text").or_else(|| at("_stext")).unwrap_or_default();

@@ -56,8 +56,8 @@ pub struct EventInfo {
     pub rate: EventRate,
     /// Value of `perf_event_attr.branch_sample_type`; 0 if the samples have no branch stacks.
     pub branch_filter: u64,
-    /// `true` if the samples of the event have call chains. Should be `false` if none of them has
-    /// one, because perf prints no instruction pointer for a sample with an empty chain, and
+    /// `true` if the samples of the event have call chains. Should be `false` if all chains are
+    /// empty, because perf prints no instruction pointer for a sample with an empty chain, and
     /// perf2bolt cannot parse this output.
     pub has_chains: bool,
     /// Event ID to which the samples refer. Unique within a profile and not 0.
@@ -124,7 +124,7 @@ pub struct ProfileMetadata {
 /// Run-time location of the guest kernel's code (text).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelMap {
-    /// Start address of the kernel's code, which is that of the symbol `_stext` or `_text`.
+    /// Address of the first byte of the kernel's code: the symbol `_stext` or `_text`.
     pub start: u64,
     /// Length of the kernel's code, in bytes.
     pub len: u64,
@@ -169,8 +169,7 @@ pub struct FileMapping {
     pub build_id: Option<BuildId>,
 }
 
-/// A sample. `chain` has the format of [`crate::unwind::walk`]: context markers and addresses,
-/// innermost first. It is empty if no call chain was recorded.
+/// A sample of a guest, in a profile.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProfileSample<'c> {
     /// Time of the sample, in nanoseconds.
@@ -193,7 +192,8 @@ pub struct ProfileSample<'c> {
     pub event_id: u64,
     /// Reasons why unwinding of the kernel part and of the user part of the call chain ended.
     pub ends: UnwindStopReasons,
-    /// Call chain of the sample, innermost frame first.
+    /// Call chain of the sample in the format of [`crate::unwind::walk`]: context markers and
+    /// addresses, innermost frame first. Empty if no call chain was recorded.
     pub chain: &'c [u64],
     /// Branch stack of the sample, newest branch first.
     pub branches: &'c [SampledBranch],
@@ -342,8 +342,8 @@ impl Profile {
         self.events.iter().find(|e| e.id == id)
     }
 
-    /// Returns the name of a task at a given time. This is the last name recorded at or before this
-    /// time, or the first name if there is none.
+    /// Returns the name of a task at a given time: the last name recorded at or before this time,
+    /// or the first name if none was recorded before.
     pub fn comm(&self, tid: u32, time_ns: u64) -> Option<&str> {
         let names = || self.tasks.iter().filter(|t| t.tid == tid);
         let latest = names().filter(|t| t.time_ns <= time_ns).max_by_key(|t| t.time_ns);

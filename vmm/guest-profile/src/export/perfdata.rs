@@ -45,7 +45,7 @@ const ATTR_SIZE: u32 = 128;
 const ATTR_ENTRY_SIZE: u64 = ATTR_SIZE as u64 + 16;
 
 /// Last 8 bytes of a file with saved symbols. The offset and the length of the symbol section (8
-/// bytes each) precede them.
+/// bytes each) precede the magic.
 pub const FOOTER_MAGIC: &[u8; 8] = b"PVSYMS01";
 
 mod sample_type {
@@ -97,9 +97,9 @@ const MISC_GUEST_USER: u16 = 5;
 /// Flags of a SWITCH record: the thread was switched out, and the thread was preempted.
 const MISC_SWITCH_OUT: u16 = 1 << 13;
 const MISC_SWITCH_OUT_PREEMPT: u16 = 1 << 14;
-/// Flag of an MMAP2 record: it contains a build ID instead of device and inode.
+/// Flag of an MMAP2 record that contains a build ID instead of device and inode.
 pub(super) const MISC_MMAP_BUILD_ID: u16 = 1 << 14;
-/// Flag of a build-ID record: it also contains the length of the build ID.
+/// Flag of a build-ID record that also contains the length of the build ID.
 const MISC_BUILD_ID_SIZE: u16 = 1 << 15;
 
 impl ProfilePerspective {
@@ -147,7 +147,7 @@ mod feature {
 
 /// Maximum number of build IDs of programs in one file.
 const MAX_IDS: usize = 1 << 14;
-/// Maximum length of any string, in bytes.
+/// Maximum length of a string in the file, in bytes. Longer strings are truncated.
 const MAX_STRING: usize = 4096;
 /// Alignment of strings in feature sections, in bytes.
 const NAME_ALIGN: usize = 64;

@@ -336,7 +336,7 @@ fn build_id_is_sane(record: &RawEventRecord<'_>) -> bool {
 }
 
 /// Returns whether the call chain of a sample fits into its record. This check is needed because
-/// the parser multiplies the length of the chain before it checks it.
+/// the parser multiplies the length of the chain before checking the length.
 fn chain_is_sane(record: &RawEventRecord<'_>) -> bool {
     let format = record.parse_info.sample_format;
     if record.record_type != RecordType::SAMPLE || !format.contains(SampleFormat::CALLCHAIN) {
@@ -595,8 +595,8 @@ fn marker_for_us(frame: u64) -> u64 {
     }
 }
 
-/// Reads the saved symbols, which follow the feature sections. They are optional, so the result is
-/// empty if their section is missing or damaged.
+/// Reads the optional section with saved symbols, which follows the feature sections. Returns an
+/// empty list if the section is missing or damaged.
 fn saved_symbols(bytes: &[u8]) -> Vec<SavedSymbol> {
     let packed = || {
         let footer = bytes.len().checked_sub(24)?;

@@ -27,7 +27,7 @@ impl SortKey {
     /// Names of sort keys that `--sort` accepts, for messages.
     pub const NAMES: &'static str = "comm (or task), pid, vcpu (or cpu), dso, sym (or symbol)";
 
-    /// Returns the sort key with this name.
+    /// Returns the sort key with the name `name`.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
             "comm" | "task" => Self::Comm,
@@ -64,7 +64,7 @@ pub enum ReportColumn {
 }
 
 impl ReportColumn {
-    /// Returns the column with this name: `overhead`, `sample`, `period`, or one of the sort keys.
+    /// Returns the column with the name `name`: `overhead`, `sample`, `period`, or a sort key.
     pub fn from_name(name: &str) -> Option<Self> {
         Some(match name {
             "overhead" => Self::Overhead,
@@ -263,7 +263,7 @@ fn short(n: u64) -> String {
     }
 }
 
-/// Returns the width of each column, which is that of its widest cell or its heading.
+/// Returns the width of each column: the width of its widest cell or of its heading.
 pub(super) fn widths<'r>(headings: &[&str], rows: impl Iterator<Item = &'r [String]>) -> Vec<usize> {
     let mut widths: Vec<usize> = headings.iter().map(|heading| heading.len()).collect();
     for keys in rows {

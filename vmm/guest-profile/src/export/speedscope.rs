@@ -58,8 +58,8 @@ impl SampledProfile {
     }
 }
 
-/// Writes a profile. In speedscope's format, a file contains several profiles. Each combination of
-/// task and event becomes one of them, named `task: event`.
+/// Writes a profile as a speedscope file. Each combination of task and event becomes a separate
+/// profile in the file, named `task: event`.
 ///
 /// # Errors
 /// Returns an error if `out` fails.

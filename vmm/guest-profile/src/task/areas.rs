@@ -13,7 +13,8 @@ const MAX_PROCESSES: u32 = 1 << 16;
 const USER_END: u64 = 1 << 56;
 const PAGE: u64 = 4096;
 
-/// The kernel's own page tables. Unlike those of a process, they exist as long as the kernel runs.
+/// Page tables that the kernel uses outside processes. They exist as long as the kernel runs,
+/// unlike the page tables of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelTables {
     root: u64,
@@ -142,9 +143,10 @@ impl<'l, 'm, M: GuestPhys + ?Sized> TaskReader<'l, 'm, M> {
         Some(GuestProcess { pid, mm, task, root })
     }
 
-    /// Calls `each` with the executable mappings of the process memory `mm` in ascending order,
-    /// until `each` returns `false`. Returns `true` if `each` was called with all of them, and
-    /// `false` if `each`, the budget or another limit ended the iteration early.
+    /// Calls `each` with the executable mappings of the process whose memory descriptor is at `mm`,
+    /// in ascending order, until `each` returns `false`. Returns `true` if `each` was called with
+    /// all executable mappings, and `false` if `each`, the budget or another limit ended the
+    /// iteration early.
     pub fn code(
         &mut self,
         mm: u64,

@@ -496,9 +496,9 @@ proptest! {
     }
 }
 
-/// The copied user registers of a sample in user mode are those of the vCPU. For a sample in a
-/// system call, they are those saved on kernel entry. The stack is copied up to the requested size
-/// or the end of its mapping.
+/// The copied user registers of a sample in user mode are the vCPU's registers. Those of a sample
+/// in a system call are the registers saved on kernel entry. The stack is copied up to the
+/// requested size or the end of its mapping.
 #[test]
 fn user_context_copies_registers_and_stack() {
     let mut g = guest();

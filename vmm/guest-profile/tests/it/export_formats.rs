@@ -158,8 +158,7 @@ fn truncated_chains_are_not_reused() {
     );
 }
 
-/// Samples without a call chain take the chains of other samples in the same function, one after
-/// the other.
+/// Samples without a call chain take the chains of other samples in the same function in turn.
 #[test]
 fn samples_without_chain_reuse_chains_of_same_function() {
     let mut p = profile();
