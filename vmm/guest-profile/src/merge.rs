@@ -44,8 +44,9 @@ const UNSEEN_LIMIT: f64 = 0.20;
 /// Share of full samples in the guest's kernel, or of KVM's own work, below which light mode starts
 /// again.
 const KERNEL_LIMIT: f64 = 0.15;
-/// Amount by which unseen time must exceed its share at the last switch to full mode, if the unseen
-/// time was not guest code then, before full mode starts again.
+/// Amount that is added to the limit of unseen time, so that unseen time that is not guest code
+/// does not start full mode again. The sum of this amount and the share of unseen time at the last
+/// switch to full mode becomes the new limit.
 const MARGIN: f64 = 0.05;
 /// Maximum time in nanoseconds that a light sample waits for the next full sample. The light sample
 /// may get the task of that full sample.

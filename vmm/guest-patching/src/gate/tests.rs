@@ -254,8 +254,8 @@ fn vcpu_at_removed_trap_resumes_original_instruction() {
     );
 }
 
-/// A snapshot contains the original #GP handler without the trap. If a trap cannot be removed, the
-/// removal reports this.
+/// A snapshot contains the original #GP handler without the trap. `remove_for_snapshot` returns
+/// `false` if a trap cannot be removed.
 #[test]
 fn no_code_of_ours_is_left_planted() {
     let memory = memory();
