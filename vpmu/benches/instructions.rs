@@ -411,7 +411,7 @@ fn keep(now: &Baseline, path: &Path) -> Result<ExitCode, String> {
 }
 
 /// Prints the results of this run next to the baseline at `path`. Fails if an instruction count
-/// exceeds its baseline.
+/// exceeds its baseline by more than the tolerance.
 fn compare(now: &Baseline, path: &PathBuf) -> Result<ExitCode, String> {
     let name = path.display();
     let text = fs::read_to_string(path).map_err(|e| format!("{name}: {e}"))?;

@@ -387,7 +387,7 @@ fn overflow_in_handler_waits_for_its_return() {
 }
 
 /// The duration of a PMI handler that stops its counter is measured until it restarts the counter.
-/// AMD drivers without global control stop counters in this way.
+/// Drivers without global control may stop counters in this way.
 #[test]
 fn handler_that_stops_its_counter_is_measured_to_its_end() {
     let mut sampled = SampledGuest::new(MODELS[1], half(), 100, 0);

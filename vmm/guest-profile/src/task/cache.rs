@@ -38,8 +38,8 @@ pub(super) struct CacheLayout {
 const CHUNK_SHIFT: u32 = 6;
 /// Maximum number of levels of the page cache tree. The tree of a file with 2^52 pages has nine.
 const MAX_LEVELS: u32 = 11;
-/// Lowest value of an internal tree entry (low bits 10) that points to a node. A lower value refers
-/// to another slot of the same node.
+/// Lowest value of a tree entry that points to a node or to a page structure. A lower value of an
+/// internal entry (low bits 10) refers to another slot of the same node.
 const FIRST_POINTER: u64 = 4096;
 /// Maximum number of pages in a folio.
 const MAX_FOLIO_PAGES: u64 = 1 << 18;
