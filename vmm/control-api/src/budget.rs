@@ -12,7 +12,7 @@ pub struct ReplyLimits {
     /// Maximum length of a reply, in bytes. Replies that are always short, such as confirmations,
     /// have a lower limit.
     pub max_bytes: usize,
-    /// Budget shared by several connections.
+    /// Budget for reply bytes, which this connection shares with other connections.
     pub budget: Arc<ReplyBudget>,
 }
 
@@ -26,7 +26,8 @@ pub struct ReplyBudget {
 }
 
 impl ReplyBudget {
-    /// Creates a budget of `max_bytes`. Bytes taken from it are also taken from `parent`.
+    /// Creates a budget of `max_bytes` bytes. Bytes taken from this budget are also taken from
+    /// `parent`.
     pub fn new(max_bytes: usize, parent: Option<Arc<ReplyBudget>>) -> Self {
         Self {
             max_bytes,
@@ -61,7 +62,7 @@ impl ReplyBudget {
     }
 }
 
-/// Reply bytes taken from a [`ReplyBudget`], given back on drop.
+/// Reply bytes reserved in a [`ReplyBudget`]. Dropping the value releases them.
 #[derive(Debug)]
 pub struct ReservedReplyBytes {
     budget: Arc<ReplyBudget>,

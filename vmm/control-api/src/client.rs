@@ -22,18 +22,18 @@ use crate::protocol::{
 use crate::request::{self, Request};
 use crate::socket_dir::{self, SocketError};
 
-/// Default timeout of a reply.
+/// Default time that a client waits for a reply.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time without a reply after which the client checks whether the VM's process is stopped.
 const SILENCE_CHECK: Duration = Duration::from_millis(500);
-/// Minimum average length of the objects and arrays in a reply, in bytes. A client with
-/// [`ReplyLimits`] rejects a reply with a lower average, because `{}` may expand to a structure of
-/// hundreds of bytes.
+/// Minimum average number of reply bytes per object or array. A client with [`ReplyLimits`] rejects
+/// a reply with a lower average, because the parsed form of `{}` may need hundreds of bytes.
 const MIN_OBJECT_BYTES: usize = 32;
-/// Number of objects and arrays that a reply of any length may contain, in addition to one per
+/// Number of objects and arrays that any reply may contain. A longer reply may contain one more per
 /// [`MIN_OBJECT_BYTES`].
 const FREE_OBJECTS: usize = 64;
-/// Maximum number of received descriptors that are kept.
+/// Maximum number of file descriptors that a client keeps from received messages. Further
+/// descriptors are closed.
 const MAX_FILES: usize = 8;
 /// Size of the receive buffer on the stack, in bytes. The buffer is small because a metrics
 /// exporter has many threads, and thus many stacks.
@@ -52,10 +52,11 @@ pub enum ClientError {
     NoSuchVm {
         /// Name that was requested.
         name: String,
-        /// Names of the existing VMs.
+        /// Names of the running VMs.
         others: Vec<String>,
     },
-    /// No name was given, and there is not exactly one VM to choose.
+    /// No VM name was given, and no VM or more than one VM is running. Contains the names of the
+    /// running VMs.
     #[error("{}", which(.0))]
     Which(Vec<String>),
     /// No VM listens on the given socket.
@@ -128,13 +129,13 @@ struct Connection {
     next: u64,
     incoming: Vec<u8>,
     files: VecDeque<File>,
-    /// Timeout of a reply.
+    /// Maximum time to wait for a reply.
     patience: Duration,
-    /// Absolute deadline of all requests, in addition to `patience`.
+    /// Time by which all requests must be answered. Each reply is also limited by `patience`.
     deadline: Option<Instant>,
     /// Maximum length of a reply, in bytes.
     max_reply: usize,
-    /// Bytes taken from the reply budget, if the connection has one.
+    /// Bytes of the reply budget that the received replies occupy; `None` without a budget.
     held: Option<ReservedReplyBytes>,
 }
 
@@ -150,8 +151,8 @@ struct TypedReply<T> {
 }
 
 impl Client {
-    /// Connects to this user's VM `name` in any of the user's socket directories or, without a
-    /// name, to the only VM in the default directory.
+    /// Connects to the VM `name` of this user, whose socket may be in any of the user's socket
+    /// directories. Without a name, connects to the only VM in the default directory.
     ///
     /// # Errors
     /// Returns a [`ClientError`] if no such VM exists, the choice is ambiguous, or the handshake
@@ -254,9 +255,9 @@ impl Client {
         self.line.deadline = Some(deadline);
     }
 
-    /// Returns the part of the reply budget that the replies since the previous call have used. The
-    /// caller must keep it for as long as it uses data from these replies. Returns `None` without
-    /// [`ReplyLimits`].
+    /// Returns the bytes of the reply budget that replies have used since the previous call. The
+    /// caller must keep the returned value for as long as it uses data from these replies. Returns
+    /// `None` without [`ReplyLimits`].
     pub fn take_held(&mut self) -> Option<ReservedReplyBytes> {
         let held = self.line.held.as_mut()?;
         let none = held.same_budget();
@@ -316,7 +317,8 @@ impl Client {
         Ok((info, text))
     }
 
-    /// Reads memory of a guest process. Also returns the ranges that are not in guest memory.
+    /// Reads memory of the guest process `pid`. The [`ProcessMemory`] lists the ranges that are not
+    /// in guest memory.
     ///
     /// # Errors
     /// Returns the same errors as [`Client::call`].
@@ -535,8 +537,8 @@ mod tests {
         Client::over(ours).unwrap()
     }
 
-    /// Returns the client's error if a VM sends `reply` in response to the first request after the
-    /// handshake. This request has ID 2.
+    /// Sends a request to a simulated VM that answers with `reply`, and returns the client's error.
+    /// The request has ID 2.
     fn made_of(reply: &'static [u8]) -> ClientError {
         let mut client = client(|stream| {
             heard(&stream);
@@ -701,7 +703,7 @@ mod tests {
         assert!(error.to_string().contains("does not respond"), "{error}");
     }
 
-    /// A VM that sends its reply slowly, piece by piece, does not extend the timeout.
+    /// A VM cannot extend the timeout by sending its reply slowly, byte by byte.
     #[test]
     fn trickling_vm_times_out() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();

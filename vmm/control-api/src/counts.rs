@@ -1,5 +1,5 @@
-//! Counters of a VM's vCPU run loops since the VM started. These counters are the part of the VM's
-//! metrics that no other request provides.
+//! Statistics of the vCPU run loops since the VM started, for metrics. No other request reports
+//! them.
 
 use std::collections::BTreeMap;
 

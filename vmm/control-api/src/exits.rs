@@ -1,4 +1,4 @@
-//! Exits of vCPUs to user space, with their times.
+//! Numbers and durations of vCPU exits to user space, by exit reason.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

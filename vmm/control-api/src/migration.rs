@@ -1,14 +1,14 @@
 //! Migration of a VM to another process, on this host or over a stream.
 //!
-//! `perfvisor ctl NAME migrate unix:PATH` connects to the VM and to the socket PATH, on which
-//! `perfvisor run --incoming unix:PATH` waits. It then passes the connection to the VM over this
-//! socket to the waiting process. The waiting process thereby becomes the VM's client: it takes a
-//! snapshot over that connection and terminates the VM after building its own. If either of these
-//! two processes dies before that, the connection to the VM closes and the VM continues. The
-//! waiting process answers `ctl` with one line that contains a [`MigrationResult`].
+//! For a migration on this host, `perfvisor run --incoming unix:PATH` (the destination process)
+//! waits at the socket PATH. `perfvisor ctl NAME migrate unix:PATH` connects to the VM and to PATH,
+//! and passes the connection to the VM to the destination process. The destination process takes a
+//! snapshot over this connection, and terminates the VM after building its own. If the process that
+//! holds the connection dies before that, the connection closes and the VM continues. The
+//! destination process answers `ctl` with one line that contains a [`MigrationResult`].
 //!
-//! With `--stream` or an inherited socket, `ctl` instead sends the memory and state of the VM as a
-//! byte stream and remains its client (crate `snapshot`, module `stream`).
+//! With `--stream` or an inherited socket, `ctl` keeps the connection to the VM and sends the
+//! memory and state of the VM as a byte stream (crate `snapshot`, module `stream`).
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};
@@ -35,10 +35,10 @@ use crate::peer;
 const UNIX: &str = "unix:";
 /// Address prefix of an inherited descriptor.
 const FD: &str = "fd:";
-/// First byte on the connection to the destination if the VM is sent as a byte stream. Another
+/// First byte that `ctl` sends to the destination process if a VM follows as a byte stream. Another
 /// crate defines the format of the stream.
 const STREAM: u8 = b'P';
-/// Version of the migration protocol, sent in the byte that accompanies the descriptor of the
+/// Version of the migration protocol. Sent as the byte that accompanies the descriptor of the
 /// connection to the VM.
 const VERSION: u8 = 1;
 /// Timeout for receiving the byte that accompanies the descriptor of the connection to the VM.
@@ -113,13 +113,13 @@ pub struct MigrationPiece {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MigrationResult {
-    /// The VM runs in the answering process.
+    /// The VM has moved and runs in the answering process.
     Moved(MigratedVm),
     /// Reason the VM has not moved.
     Failed(String),
 }
 
-/// A VM that has moved.
+/// A VM that has moved to another process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigratedVm {
     /// Name of the VM.
@@ -168,7 +168,7 @@ pub fn offer(mut stream: &UnixStream, vm: UnixStream) -> io::Result<Option<Migra
 /// A VM that is offered to a waiting process.
 #[derive(Debug)]
 pub enum MigrationOffer {
-    /// The connection to the VM, which runs on this host.
+    /// Connection to the offered VM, which runs on this host.
     Connection(UnixStream),
     /// The VM is sent as a byte stream. The first byte of the stream has already been read.
     Stream,

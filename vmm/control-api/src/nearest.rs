@@ -1,9 +1,10 @@
 //! Suggests the most similar known word for an unknown one ("did you mean").
 
-/// Returns the word in `known` that is most similar to `word`, with at most a third of the letters
-/// replaced, missing, added or transposed. The first such word wins a tie. If no word is similar
-/// enough, returns the only known word that starts with `word`, if `word` has at least three
-/// letters.
+/// Returns the word in `known` that is most similar to `word`, or `None` if no word is similar.
+///
+/// Two words are similar if at most a third of the letters are replaced, missing, added or
+/// transposed. Of equally similar words, the first one is returned. If no word is similar and
+/// `word` has at least three letters, the only known word that starts with `word` is returned.
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
     // Maximum length of an unknown word that is compared. A longer word is not a typing error, and
     // the comparison takes time proportional to the product of the lengths.

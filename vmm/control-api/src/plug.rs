@@ -1,4 +1,4 @@
-//! State of vCPU hot-plug.
+//! State of vCPU hot-plug: the present vCPUs, and those being added or removed.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

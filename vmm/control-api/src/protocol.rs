@@ -13,15 +13,15 @@ pub use crate::plug::{VcpuPlugStatus, VcpuRefusal};
 pub const PROTOCOL: u32 = 1;
 /// Maximum length of a request including its newline, in bytes.
 pub const MAX_REQUEST: usize = 64 << 10;
-/// Maximum number of events per connection.
+/// Maximum number of open events per connection.
 pub const MAX_EVENTS: usize = 1024;
-/// Maximum number of code bytes per reply.
+/// Maximum number of bytes of guest code in one reply.
 pub const MAX_CODE: u32 = 64 << 10;
-/// Maximum number of data pages in a ring of samples.
+/// Maximum number of data pages in a ring buffer for samples.
 pub const MAX_RING_PAGES: u32 = 4096;
-/// Maximum number of bytes of process memory per reply.
+/// Maximum number of bytes of guest process memory in one reply.
 pub const MAX_PROCESS_MEMORY: u32 = 1 << 20;
-/// Maximum number of executable mappings per reply.
+/// Maximum number of executable mappings of a guest process in one reply.
 pub const MAX_PROCESS_CODE: usize = 1024;
 
 /// A request in its serialized form.

@@ -1,4 +1,4 @@
-//! Rate limiters of devices.
+//! Types that describe the rate limiters of a VM's devices.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,27 +1,28 @@
-//! Computes the change between readings, and the readings of single vCPUs, from [`EventReading`].
+//! Methods of [`EventReading`] that compute the change between two readings and the reading of a
+//! single vCPU.
 
 use crate::protocol::EventReading;
 
 /// The change of an event between two readings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventReadingDelta {
-    /// Increase of the count, scaled to the enabled time.
+    /// Increase of the count between the readings, scaled to the enabled time.
     pub count: u64,
-    /// Time enabled, in nanoseconds.
+    /// Time for which the event was enabled between the readings, in nanoseconds.
     pub enabled_ns: u64,
-    /// Time running, in nanoseconds.
+    /// Time for which the event was running between the readings, in nanoseconds.
     pub running_ns: u64,
 }
 
 impl EventReading {
-    /// Returns the change since `before`, or since the event was opened. Returns `None` if the
-    /// event was not counted in this interval.
+    /// Returns the change since the reading `before` or, without it, since the event was opened.
+    /// Returns `None` if the event was not counted in this interval.
     ///
-    /// If the event did not run all the time during the interval, its count is the growth of the
-    /// estimate. Scaling by the interval's own share of running time would be wrong, because the
-    /// adaptive policy runs an event less while its rate is steady. The counts of the intervals
-    /// therefore add up to the total estimate, except for intervals in which the event ran all the
-    /// time, whose counts are exact.
+    /// If the event did not run all the time during the interval, its count is the increase of the
+    /// estimated total. Scaling by the interval's own share of running time would be wrong, because
+    /// the adaptive policy runs an event less while its rate is steady. The counts of the intervals
+    /// add up to the estimated total, except that an interval in which the event ran all the time
+    /// has an exact count.
     pub fn since(&self, before: Option<&Self>) -> Option<EventReadingDelta> {
         if self.failed {
             return None;
@@ -34,7 +35,7 @@ impl EventReading {
         growth(of(self), before.map(of))
     }
 
-    /// Returns the part of the reading that belongs to vCPU `vcpu`, or `None` if there is none.
+    /// Returns the reading of the event on vCPU `vcpu`, or `None` if there is none.
     pub fn on(&self, vcpu: u32) -> Option<Self> {
         let part = self.vcpus.iter().find(|part| part.vcpu == vcpu)?;
         Some(Self {

@@ -33,7 +33,7 @@ macro_rules! requests {
     ($($(#[$doc:meta])* $name:ident $({ $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ })? => $reply:ty;)+) => {
         $(requests!(@one $(#[$doc])* $name $({ $($(#[$field_doc])* $field: $type,)+ })? => $reply);)+
 
-        /// Returns the schemas of the replies, by the name of the request type.
+        /// Returns the JSON Schema of each reply, with the name of the request type.
         pub(crate) fn replies(generator: &mut SchemaGenerator) -> Vec<(&'static str, Schema)> {
             vec![
                 $((stringify!($name), generator.subschema_for::<$reply>()),)+
@@ -151,9 +151,9 @@ requests! {
         events: String,
         /// vCPUs to count on; all if omitted.
         vcpus: Option<Vec<u32>>,
-        /// Opens one event per name for the whole VM, instead of one per name and vCPU. The event
-        /// counts on all present vCPUs and on those plugged in later, from their first instruction.
-        /// Cannot be combined with `vcpus` or `sampling`.
+        /// `true` to open one event per name for the whole VM, instead of one per name and vCPU. An
+        /// event of the whole VM counts on all present vCPUs and on those plugged in later, from
+        /// their first instruction. Cannot be combined with `vcpus` or `sampling`.
         whole: bool,
         /// Sampling parameters; counting only if omitted.
         sampling: Option<SamplingParams>,
@@ -182,28 +182,30 @@ requests! {
         overwrite: bool,
     } => SampleRingInfo;
     /// Requests the host kernel's ring of an event that has one ([`OpenedEvent::ring`]). The ring
-    /// contains instruction pointers of the guest that were sampled without an exit. Reply:
-    /// [`HostRingInfo`] and the perf event's descriptor, which the client maps.
+    /// contains the guest's instruction pointers, sampled without an exit. Reply: [`HostRingInfo`]
+    /// and the descriptor of the perf event, for the client to map.
     HostRing {
         /// Handle of the event.
         handle: u32,
     } => HostRingInfo;
-    /// Requests the context switches of a vCPU's thread. Reply: the descriptor of a perf event that
-    /// records them with times of `CLOCK_MONOTONIC`, which the client maps.
+    /// Requests the context switches of a vCPU's thread on the host. Reply: the descriptor of a
+    /// perf event, for the client to map. The perf event records each switch with its time on
+    /// `CLOCK_MONOTONIC`.
     ThreadSwitches {
         /// vCPU number.
         vcpu: u32,
     } => ();
-    /// Sets how often the VMM takes a full sample, with registers and call chain, of an event that
-    /// the host's kernel also samples into its own ring.
+    /// Sets how often the VMM takes a full sample of an event that the host kernel also samples. A
+    /// full sample contains registers and a call chain.
     Chains {
         /// Handle of the event.
         handle: u32,
-        /// Number of samples per full sample; 1 makes every sample a full one.
+        /// Number of samples of the event per full sample; 1 makes every sample a full one.
         every: u32,
     } => ();
-    /// Requests the number of records that were lost because a ring was full, and whose loss no
-    /// record in the ring reports yet. Reply: a list of [`RingLoss`].
+    /// Requests the number of lost records of each ring. Only records that were lost because the
+    /// ring was full, and that no record in the ring reports yet, are counted. Reply: a list of
+    /// [`RingLoss`].
     RingLosses => Vec<RingLoss>;
     /// Requests the statistics of each vCPU's run loop since the start of the VM, including
     /// unplugged vCPUs. Reply: a list of [`VcpuCounts`].
@@ -248,8 +250,8 @@ requests! {
     /// Returns the state of the VM, once its memory has been read. Reply:
     /// [`snapshot::SnapshotState`] and a memfd with the state.
     SnapshotState => snapshot::SnapshotState;
-    /// Allows the process that will continue the VM to open the VM's disk images, which stay locked
-    /// against all other processes.
+    /// Allows the process that will continue the VM to open the VM's disk images. The images stay
+    /// locked against all other processes.
     SnapshotShareDisks => ();
     /// Ends a snapshot, and resumes or terminates the VM.
     SnapshotEnd {
@@ -259,8 +261,8 @@ requests! {
     /// Starts tracking memory writes of a VM that is to be migrated as a byte stream. Reply:
     /// [`MigrationStart`], and a memfd with a state file that describes the machine.
     MigrationStart => migration::MigrationStart;
-    /// Reads a piece of a round, which is the memory written since the preceding round. Reply:
-    /// [`MigrationPiece`], and a memfd with the bytes.
+    /// Reads a piece of the memory of a round. A round consists of the memory written since the
+    /// preceding round. Reply: [`MigrationPiece`], and a memfd with the bytes.
     MigrationMemory {
         /// Offset in guest memory at which to continue: 0, or the end of the previous piece.
         offset: u64,
@@ -268,12 +270,12 @@ requests! {
     /// Releases the disk images. After this call, the VM does not resume when the connection
     /// closes.
     MigrationCommit => ();
-    /// Requests the exits of the vCPUs to user space, by reason, since the first such call of this
+    /// Requests the vCPUs' exits to user space by reason, since the first `Exits` request of this
     /// connection. Reply: a list of [`protocol::VcpuExits`].
     Exits => Vec<protocol::VcpuExits>;
     /// Reads code from guest memory through the page tables at CR3. Reply: [`protocol::GuestCode`].
     Code {
-        /// Address space: CR3 of a sample.
+        /// Value of CR3 that selects the address space, as recorded in a sample.
         cr3: u64,
         /// Virtual address of the first byte.
         address: u64,

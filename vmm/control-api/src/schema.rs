@@ -7,9 +7,11 @@ use serde_json::{Map, Value, json};
 use crate::protocol::{PROTOCOL, ReplyLine, RequestLine};
 use crate::request;
 
-/// Returns the schema of the protocol (JSON Schema 2020-12). `request` describes one line from the
-/// client, and `reply` one line from the server; `results` maps the name of a call to the type of
-/// `ok` in its reply. Types are in `$defs`.
+/// Returns the JSON Schema 2020-12 of the protocol.
+///
+/// The property `request` describes one line from the client, and `reply` one line from the server.
+/// `results` maps the name of each call to the type of `ok` in the reply to the call. `$defs`
+/// contains the types.
 pub fn schema() -> Value {
     let mut generator = SchemaSettings::draft2020_12().into_generator();
     let request = generator.subschema_for::<RequestLine>();

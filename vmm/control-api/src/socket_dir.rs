@@ -34,7 +34,7 @@ pub enum SocketError {
     NotPrivate {
         /// Path of the directory.
         dir: PathBuf,
-        /// User ID that the directory must belong to.
+        /// User ID that must own the directory.
         owner: u32,
     },
     /// The parent of the socket directory does not exist.
@@ -66,9 +66,9 @@ fn os(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SocketError 
     move |source| SocketError::Os { what, path, source }
 }
 
-/// Returns the end of an error message about the missing directory `parent`. If the environment
-/// variable `XDG_RUNTIME_DIR` names this directory, the text says so and how to fix it; otherwise,
-/// it is empty.
+/// Returns the end of an error message about the missing directory `parent`. The text explains how
+/// to fix the environment variable `XDG_RUNTIME_DIR` if the variable names this directory, and is
+/// empty otherwise.
 fn named(parent: &Path) -> &'static str {
     if std::env::var_os("XDG_RUNTIME_DIR").is_some_and(|dir| Path::new(&dir) == parent) {
         ": XDG_RUNTIME_DIR names it; make it, or unset the variable"
@@ -77,7 +77,7 @@ fn named(parent: &Path) -> &'static str {
     }
 }
 
-/// Maximum number of alternative directories in /tmp.
+/// Maximum number of directories in /tmp that are tried for one user.
 const MAX_TMP_DIRS: u32 = 16;
 /// Maximum number of directory entries searched, because anybody can fill /tmp.
 const MAX_ENTRIES: usize = 1 << 16;
@@ -87,10 +87,10 @@ const MAX_VMS: usize = 4096;
 /// Returns the directory for control sockets: `$XDG_RUNTIME_DIR/perfvisor`, or `/run/perfvisor` for
 /// root, or `/tmp/perfvisor-UID`.
 ///
-/// If another user has created the directory in /tmp, `/tmp/perfvisor-UID.1` and so on are tried. A
-/// non-root user also skips the directory in `$XDG_RUNTIME_DIR` if it belongs to another user. A
-/// process that dropped root privileges (`--jail uid=`) inherits root's environment, and another VM
-/// may have created the directory named there.
+/// If another user has created the directory in /tmp, tries `/tmp/perfvisor-UID.1` and so on. A
+/// non-root user also skips the directory in `$XDG_RUNTIME_DIR` if it belongs to another user.
+/// A process that dropped root privileges (`--jail uid=`) inherits root's environment, and a VM of
+/// another user may have created the directory named there.
 pub fn directory() -> PathBuf {
     directory_for(
         std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
@@ -112,8 +112,8 @@ fn directory_for(runtime: Option<PathBuf>, uid: u32) -> PathBuf {
     }
 }
 
-/// Returns the first directory that is private to this user or can be created. If there is none,
-/// returns the first candidate, for the error message.
+/// Returns the first candidate directory in `tmp` that is private to user `uid` or does not exist.
+/// If there is none, returns the first candidate, for the error message.
 fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
     let first = tmp.join(format!("perfvisor-{uid}"));
     let others = (1..MAX_TMP_DIRS).map(|n| tmp.join(format!("perfvisor-{uid}.{n}")));
@@ -130,7 +130,7 @@ fn in_tmp(tmp: &Path, uid: u32) -> PathBuf {
 pub struct SocketDir {
     /// Path of the directory.
     pub dir: PathBuf,
-    /// User ID of the owner, which must also be the user ID of the listeners.
+    /// User ID of the directory's owner, as whom the listening processes must also run.
     pub owner: u32,
 }
 
@@ -223,8 +223,8 @@ impl SocketDirs {
         }
     }
 
-    /// Adds `dir` if it is a directory of `owner` that no other user can write to. Without `owner`,
-    /// `dir` and its parent must have the same owner.
+    /// Adds `dir` to the socket directories if `owner` owns it and no other user can write to it.
+    /// Without `owner`, `dir` and its parent must have the same owner.
     fn look(&mut self, dir: &Path, owner: Option<u32>) {
         if self.found.iter().any(|place| place.dir == dir) {
             return;
@@ -261,12 +261,14 @@ pub struct ObserverSocket {
     pub name: String,
     /// Path of the socket.
     pub path: PathBuf,
-    /// User ID of the file's owner, which must also be the listener's ([`connect_at`]).
+    /// User ID of the socket file's owner. The listening process must have the same user ID
+    /// ([`connect_at`]).
     pub owner: u32,
 }
 
-/// Returns the sockets in `dir`, which may be writable by many users, sorted by owner and name
-/// without duplicates, and at most `most` per owner. Symbolic links are not followed.
+/// Returns the observer sockets in `dir`, sorted by owner and name, without duplicates. Returns at
+/// most `most` sockets per owner, because many users may have write access to `dir`. Symbolic links
+/// are not followed.
 ///
 /// # Errors
 /// Returns [`SocketError::Os`] if the directory cannot be read.
@@ -394,7 +396,7 @@ pub fn make_directory(dir: &Path) -> Result<(), SocketError> {
 /// The listening control socket of a VM. Dropping it removes the file.
 #[derive(Debug)]
 pub struct ControlSocket {
-    /// Nonblocking listener.
+    /// Nonblocking listener of the control socket.
     pub listener: UnixListener,
     path: PathBuf,
 }
@@ -460,8 +462,8 @@ impl ControlSocket {
     }
 }
 
-/// Creates `to` as a hard link to `from`. Replaces the socket of a dead VM at `to`. Error messages
-/// name `path` or the VM `name`.
+/// Creates `to` as a hard link to the socket file `from`. Replaces the socket of a dead VM at `to`.
+/// Error messages contain the path `path` or the VM name `name`.
 fn link(from: &Path, to: &Path, path: &Path, name: &str) -> Result<(), SocketError> {
     for _ in 0..2 {
         match fs::hard_link(from, to) {

@@ -1,4 +1,4 @@
-//! Errors of API calls.
+//! Error responses of the API.
 
 use crate::types::FaultBody;
 
@@ -7,7 +7,7 @@ use crate::types::FaultBody;
 pub struct ApiFault {
     /// HTTP status code.
     pub status: u16,
-    /// Error message in one line, which consists of the invalid field or object and the reason.
+    /// Error message of one line, which names the invalid field or object and the reason.
     pub message: String,
 }
 

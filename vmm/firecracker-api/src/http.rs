@@ -11,7 +11,7 @@ use crate::fault::ApiFault;
 pub const MAX_HEAD: usize = 8 << 10;
 /// Default maximum size of a request body, in bytes.
 pub const DEFAULT_MAX_BODY: usize = 51_200;
-/// Maximum number of header fields.
+/// Maximum number of header fields in a request.
 const MAX_FIELDS: usize = 64;
 
 /// HTTP method of a request.

@@ -35,5 +35,5 @@ pub mod server;
 pub mod session;
 pub mod types;
 
-/// Version of the API specification.
+/// Version of Firecracker's API specification that this crate implements.
 pub const API_VERSION: &str = "1.17.0";

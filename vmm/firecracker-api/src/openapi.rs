@@ -12,7 +12,7 @@ use crate::types::{
     SnapshotCreateParams, SnapshotLoadParams, VmConfig, VmUpdate, Vsock,
 };
 
-/// Returns the API description (OpenAPI 3.1).
+/// Returns the OpenAPI 3.1 description of the supported API.
 pub fn openapi() -> Value {
     let mut settings = SchemaSettings::draft2020_12();
     settings.definitions_path = "/components/schemas".into();
@@ -66,7 +66,7 @@ fn add_types(generator: &mut SchemaGenerator) {
     generator.subschema_for::<VmConfig>();
 }
 
-/// Returns the description of a JSON body of type `name`.
+/// Returns the OpenAPI description of a JSON body of type `name`.
 fn content(name: &str) -> Value {
     let reference = format!("#/components/schemas/{name}");
     json!({ "application/json": { "schema": { "$ref": reference } } })

@@ -18,8 +18,8 @@ const MAX_VCPUS: u8 = 32;
 /// Kernel command-line parameter that is removed from the client's command line. With this
 /// parameter, Linux would not find the VM's devices, which are functions of a PCI bus.
 const PCI_OFF: &str = "pci=off";
-/// Kernel command line that `perfvisor run` uses for Linux by default. It is used here if a root
-/// device must be added to the default command line.
+/// Default kernel command line of `perfvisor run` for Linux, to which this crate adds the root
+/// device if necessary.
 const DEFAULT_BOOT_ARGS: &str = "console=ttyS0 reboot=k panic=-1 tsc=reliable no_timer_check";
 
 /// Configuration of a VM, as set by API calls.
@@ -42,15 +42,15 @@ pub struct VmResources {
 /// Change to a rate limiter of the running VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimiterChange {
-    /// Name by which the running VM knows the limiter.
+    /// Name of the rate limiter in the running VM.
     pub name: String,
-    /// New limits. An omitted limit is unchanged, and a limit that restricts nothing is removed.
+    /// New limits. An omitted limit is unchanged. An unlimited bucket removes the limit.
     pub limiter: RateLimiter,
 }
 
 impl RateLimiterChange {
-    /// Applies an update to the configured limiter, and returns the same change for the running VM.
-    /// Returns `None` if `update` is `None`.
+    /// Merges `update` into the configured `limiter`, and returns the same change for the running
+    /// VM. Returns `None` if `update` is `None`.
     fn apply(name: String, update: Option<RateLimiter>, limiter: &mut Option<RateLimiter>) -> Option<Self> {
         let update = update?;
         let old = limiter.unwrap_or_default();
@@ -65,7 +65,7 @@ impl RateLimiterChange {
     }
 }
 
-/// Adds a device, or replaces the one with the same identifier.
+/// Adds the device `new`, or replaces the device that has the same identifier.
 fn put_device<T>(devices: &mut Vec<T>, new: T, id: fn(&T) -> &str) {
     match devices.iter_mut().find(|old| id(old) == id(&new)) {
         Some(old) => *old = new,
@@ -574,13 +574,13 @@ impl VmResources {
         options
     }
 
-    /// Returns the configuration of a VM that is restored. The machine and the devices are taken
-    /// from `saved`, with the tap devices and the vsock socket replaced by those in `params`. The
-    /// serial output, log and metrics are taken from this configuration.
+    /// Returns the configuration of a VM that is restored from a snapshot. The machine and the
+    /// devices are those of `saved`, with the tap devices and the vsock socket replaced by those in
+    /// `params`. The serial output, log and metrics are those of `self`.
     ///
     /// # Errors
-    /// Returns an [`ApiFault`] if this configuration has a machine or devices, or if `saved` or an
-    /// override is invalid.
+    /// Returns an [`ApiFault`] if `self` has a machine or devices, or if `saved` or an override is
+    /// invalid.
     pub fn restored(&self, mut saved: VmConfig, params: &SnapshotLoadParams) -> Result<Self, ApiFault> {
         let host_only = Self {
             serial: self.serial.clone(),
@@ -618,7 +618,8 @@ impl VmResources {
         Self::from_config(saved)
     }
 
-    /// Returns the part of the configuration that is stored in a snapshot.
+    /// Returns the configuration to store in a snapshot, which lacks the boot source, serial
+    /// output, log and metrics.
     pub fn to_saved_config(&self) -> VmConfig {
         VmConfig {
             boot_source: None,

@@ -85,7 +85,7 @@ pub enum ApiCall {
     PatchVm(RequestedState),
 }
 
-/// A method and path that the API serves, with the types of the bodies.
+/// A method and path that the API serves, with the types of the request and response bodies.
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
     /// HTTP method.
@@ -379,7 +379,7 @@ fn unknown(request: &Request) -> ApiFault {
     ))
 }
 
-/// Parses the body, which must be a JSON object.
+/// Parses the body of `request`, which must be a JSON object.
 fn body<T: DeserializeOwned>(request: &Request) -> Result<T, ApiFault> {
     let (method, path) = (request.method.name(), &request.path);
     if request.body.is_empty() {

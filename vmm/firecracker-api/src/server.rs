@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::fault::ApiFault;
 use crate::http::{self, CONTINUE, HttpParseOutcome, MAX_HEAD, Request, Response};
 
-/// Maximum number of open connections.
+/// Maximum number of open connections to the API socket.
 pub const MAX_CONNECTIONS: usize = 32;
 /// Maximum time from the first byte of a request until the request is complete, and maximum time
 /// until the client has read the response.
@@ -28,15 +28,15 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Maximum size of one read, in bytes.
 const READ_BYTES: usize = 4096;
 
-/// The listening socket and its connections.
+/// The listening socket of the API and its open connections.
 #[derive(Debug)]
 pub struct ApiServer {
     /// Listening socket; `None` for a VM without an API socket.
     listener: Option<UnixListener>,
     connections: Vec<Connection>,
     max_body: usize,
-    /// Time until which no new connections are accepted, after `accept(2)` failed because the
-    /// process lacks a resource.
+    /// Time before which no new connections are accepted, because `accept(2)` has failed for lack
+    /// of a resource.
     accept_after: Option<Instant>,
 }
 
@@ -104,7 +104,8 @@ impl ApiServer {
         Ok(others)
     }
 
-    /// Waits for an event. Returns which connections and which of `others` are ready.
+    /// Waits until a connection, a new client or a descriptor in `others` is ready, or a deadline
+    /// passes. Returns which connections and which of `others` are ready.
     fn wait(&mut self, others: &[BorrowedFd<'_>]) -> io::Result<(Vec<bool>, Vec<bool>)> {
         let now = Instant::now();
         let accepts = self.accept_after.is_none_or(|after| now >= after);

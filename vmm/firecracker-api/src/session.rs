@@ -1,7 +1,7 @@
 //! The states of a VM, and the responses to API calls.
 //!
-//! Calls that configure the VM are valid only before the VM starts, and calls that change its
-//! running state only after that. A call that fails changes nothing.
+//! Calls that configure the VM are valid only before the VM starts. Calls that change the running
+//! VM are valid only after the start. A failed call changes nothing.
 
 mod balloon;
 mod metadata;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::Ipv4Addr;
 use std::str::FromStr;
 
-/// Default address of the service, as in Firecracker and cloud platforms.
+/// Default address of the metadata service, the same as in Firecracker and on cloud platforms.
 pub const DEFAULT_ADDRESS: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
 /// Default size limit of the document, in bytes, as in Firecracker.
 pub const DEFAULT_SIZE_LIMIT: usize = 51_200;
@@ -72,7 +72,7 @@ pub enum MmdsConfigError {
 /// Checks that `address` is a link-local address that RFC 3927 does not reserve.
 ///
 /// # Errors
-/// Returns [`MmdsConfigError::Address`] if `address` is outside this range.
+/// Returns [`MmdsConfigError::Address`] otherwise.
 pub fn check_address(address: Ipv4Addr) -> Result<Ipv4Addr, MmdsConfigError> {
     let [a, b, c, _] = address.octets();
     let is_usable = (a, b) == (169, 254) && (1..=254).contains(&c);

@@ -1,14 +1,14 @@
 //! HTTP/1.1 between the guest and the metadata service.
 
-/// Maximum size of a request with its body, in bytes.
+/// Maximum size of a guest's request, including the body, in bytes.
 pub const MAX_REQUEST: usize = 8 << 10;
 /// Maximum number of header fields.
 const MAX_FIELDS: usize = 64;
-/// Header field with the lifetime of a token, in seconds.
+/// Name of the header field with the lifetime of a token, in seconds.
 const TTL_FIELD: &str = "X-metadata-token-ttl-seconds";
-/// Names of the header field with a lifetime.
+/// Accepted names of the header field with the lifetime of a token: Firecracker's and Amazon EC2's.
 const TTL_FIELDS: [&str; 2] = [TTL_FIELD, "X-aws-ec2-metadata-token-ttl-seconds"];
-/// Names of the header field with a token.
+/// Accepted names of the header field with a token: Firecracker's and Amazon EC2's.
 const TOKEN_FIELDS: [&str; 2] = ["X-metadata-token", "X-aws-ec2-metadata-token"];
 /// Header field that proxies add. A request with this field must not obtain a token.
 const FORWARDED_FIELD: &str = "X-Forwarded-For";
@@ -24,7 +24,7 @@ pub struct MetadataRequest {
     pub accepts_json: bool,
     /// Session token that the guest sent, if any.
     pub token: Option<Vec<u8>>,
-    /// Lifetime of the token to issue, as the name and value of the header field.
+    /// Name and value of the header field with the requested lifetime of a token, if present.
     pub ttl: Option<(String, String)>,
     /// `true` if a proxy has forwarded the request.
     pub is_forwarded: bool,
@@ -94,7 +94,7 @@ impl MetadataResponse {
 pub enum ParsedRequest {
     /// The request is incomplete.
     Incomplete,
-    /// A request, and the number of bytes that it occupies.
+    /// A complete request, and its length in bytes.
     Complete(MetadataRequest, usize),
     /// The bytes are not a valid request. The connection closes after this response.
     Rejected(MetadataResponse),
@@ -174,12 +174,12 @@ impl MetadataRequest {
         }
     }
 
-    /// Returns the message for a request with [`MetadataRequest::is_forwarded`].
+    /// Returns the error message for a request that a proxy has forwarded.
     pub(crate) fn forwarded_error() -> String {
         format!("Unsupported header name. Key: {FORWARDED_FIELD}")
     }
 
-    /// Returns the message for a token request without a lifetime.
+    /// Returns the error message for a token request that specifies no lifetime.
     pub(crate) fn ttl_error() -> String {
         let [own, aws] = TTL_FIELDS;
         format!(
@@ -188,7 +188,7 @@ impl MetadataRequest {
         )
     }
 
-    /// Returns the message for a request without a token.
+    /// Returns the error message for a request without a session token.
     pub(crate) fn token_error() -> String {
         let [own, aws] = TOKEN_FIELDS;
         format!("No MMDS token provided. Use `{own}` or `{aws}` header to specify the session token.")

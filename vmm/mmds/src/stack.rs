@@ -1,9 +1,9 @@
 //! TCP/IP for the frames between a guest's network device and the metadata service.
 //!
-//! smoltcp provides IPv4 and TCP. This module answers ARP requests and sends responses to the MAC
-//! address of the guest's latest frame, so that no neighbour table is needed. The checksums of
-//! received frames are ignored, because guests leave them to the network device to compute
-//! (checksum offload), and a TCP segment may be as large as a frame allows.
+//! smoltcp provides IPv4 and TCP. This module answers ARP requests, and sends responses to the MAC
+//! address of the guest's latest frame, which makes a neighbour table unnecessary. The checksums of
+//! received frames are ignored, because guests leave their computation to the network device
+//! (checksum offload). A received TCP segment may be as large as a frame.
 
 mod connection;
 mod device;
@@ -28,7 +28,7 @@ use device::FrameBuffer;
 
 /// Maximum number of TCP connections of a network device, as in Firecracker.
 pub const MAX_CONNECTIONS: usize = 30;
-/// Number of bytes from the beginning of a frame that [`MetadataStack::wants`] needs.
+/// Number of bytes at the beginning of a frame that [`MetadataStack::wants`] examines.
 pub const FRAME_PREFIX_BYTES: usize = ETHERNET_BYTES + 28;
 /// Size of an Ethernet header, in bytes.
 const ETHERNET_BYTES: usize = 14;
@@ -139,7 +139,7 @@ impl MetadataStack {
         self.listen(now);
     }
 
-    /// Makes the sockets of closed connections listen again.
+    /// Puts the sockets of closed connections back into the listening state.
     fn listen(&mut self, now: Instant) {
         for connection in &mut self.connections {
             let socket = self.sockets.get_mut::<tcp::Socket<'_>>(connection.handle());

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-/// Maximum nesting depth of a document and of a patch. Parsers of messages that contain a document
-/// accept a depth of 127.
+/// Maximum nesting depth of a document and of a patch. The parsers of the messages that contain a
+/// document accept a depth of 127.
 pub const MAX_DEPTH: usize = 100;
 
 /// Error returned when an operation on the document fails. The messages are the same as in
@@ -147,8 +147,8 @@ fn keys(object: &Map<String, Value>) -> String {
     object.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Applies the merge patch `patch` to `target`. The depth of `patch` is bounded, because its parser
-/// limits the depth.
+/// Applies the merge patch `patch` to `target`. The recursion is bounded, because the parser of
+/// `patch` limits its depth.
 fn merge(target: &mut Value, patch: Value) {
     let Value::Object(patch) = patch else {
         *target = patch;

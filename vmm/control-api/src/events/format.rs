@@ -1,4 +1,4 @@
-//! Formats numbers like `perf stat`.
+//! Formats event counts as `perf stat` does.
 
 /// The result of counting one event.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -7,7 +7,7 @@ pub enum CountResult {
     NotSupported,
     /// The event never ran on a counter.
     NotCounted,
-    /// The event was counted.
+    /// Count of the event, with the times for which the event was enabled and running.
     Value {
         /// Count, scaled to the enabled time if `running_ns < enabled_ns`.
         count: u64,
@@ -18,11 +18,11 @@ pub enum CountResult {
     },
 }
 
-/// Width of perf stat's value column.
+/// Width of the value column in the output of `perf stat`, in characters.
 const VALUE_WIDTH: usize = 18;
-/// Width of perf stat's event column.
+/// Width of the event column in the output of `perf stat`, in characters.
 const EVENT_WIDTH: usize = 32;
-/// Width of perf stat's comment after `#`.
+/// Width of the comment after `#` in the output of `perf stat`, in characters.
 const NOTE_WIDTH: usize = 32;
 
 /// Rounds to the nearest integer; negative values and NaN become 0.
@@ -66,16 +66,16 @@ pub enum CountUnit {
     Nanoseconds,
 }
 
-/// Uncertainty of a number, in percent of the number.
+/// Uncertainty of a count, in percent of the count.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CountUncertainty {
-    /// No uncertainty, or none to display.
+    /// No uncertainty is displayed.
     Silent,
-    /// Standard error.
+    /// Standard error of the count, in percent.
     Error(f64),
-    /// Approximate bound of the error.
+    /// Approximate maximum error of the count, in percent.
     Within(f64),
-    /// The number is an estimate with unknown error.
+    /// The count is an estimate with unknown error.
     Unknown,
 }
 
@@ -89,12 +89,12 @@ impl CountUncertainty {
     }
 }
 
-/// Formats one line of a table with perf's indentation: value, unit, event, comment after `#`,
-/// uncertainty, and share of time running.
+/// Formats a line of a table with the columns of `perf stat`: value, unit, event, comment after
+/// `#`, uncertainty, and share of time running.
 ///
-/// `doubt` is shown as `( +-  x.xx% )` if it is a standard error (of repeated runs or of a scaled
-/// count), as `( within  x.xx% )` if it is a bound, or as `( +- unknown )`. The share of time
-/// running is shown only if the event did not run all the time.
+/// The uncertainty `doubt` is printed as `( +-  x.xx% )` for a standard error (of repeated runs or
+/// of a scaled count), as `( within  x.xx% )` for a bound, and as `( +- unknown )` for an unknown
+/// error. The share of time running is printed only if the event was not running all the time.
 pub fn stat_line(
     event: &str,
     counted: &CountResult,
@@ -148,7 +148,7 @@ pub fn running_percent(enabled_ns: u64, running_ns: u64) -> Option<f64> {
 /// The fields of a count in perf's CSV and JSON output.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StatFields {
-    /// Count, or the reason why there is none.
+    /// Formatted count, or `<not supported>` or `<not counted>`.
     pub value: String,
     /// Name of the unit; empty for a number of events.
     pub unit: &'static str,

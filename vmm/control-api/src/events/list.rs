@@ -54,25 +54,25 @@ pub enum EventListError {
     /// The character is not a modifier.
     #[error("unknown modifier '{modifier}' of event '{event}'; known are u k h G H p P D e I")]
     Modifier {
-        /// Name of the event.
+        /// Event that has the unknown modifier.
         event: String,
-        /// Unknown modifier.
+        /// Character that is not a known modifier.
         modifier: char,
     },
-    /// More than three `p` modifiers.
+    /// The event has more than three `p` modifiers.
     #[error("event '{0}' requests more precision than ppp")]
     Precision(String),
     /// A term of a `pmu/…/` event is invalid.
     #[error("term '{term}' of event '{event}': {why}")]
     Term {
-        /// Name of the event.
+        /// Event that contains the term.
         event: String,
-        /// Text of the term.
+        /// Text of the invalid term.
         term: String,
-        /// Description of the problem and the accepted values.
+        /// Description of the problem, for the error message.
         why: &'static str,
     },
-    /// A slash is missing.
+    /// The event has no closing slash.
     #[error("event '{0}' has no closing '/'")]
     Slash(String),
     /// The PMU does not exist.
@@ -134,13 +134,13 @@ pub struct EventModifiers {
 }
 
 impl EventModifiers {
-    /// Returns whether user space is excluded. This is the case if the modifiers select only other
-    /// privilege levels.
+    /// Returns whether the modifiers exclude user space: they select the kernel or the hypervisor,
+    /// but not user space.
     pub fn exclude_user(&self) -> bool {
         (self.kernel || self.hypervisor) && !self.user
     }
 
-    /// Returns whether the kernel is excluded.
+    /// Returns whether the modifiers exclude the kernel.
     pub fn exclude_kernel(&self) -> bool {
         (self.user || self.hypervisor) && !self.kernel
     }
@@ -191,7 +191,7 @@ impl EventModifiers {
 pub struct EventSpec {
     /// Text of the event in the list, or the name set by a `name=` term.
     pub name: String,
-    /// Quantity to count.
+    /// Event to count, without its modifiers.
     pub kind: EventKind,
     /// The modifiers of the event.
     pub modifiers: EventModifiers,
@@ -211,8 +211,7 @@ pub struct EventGroup {
 }
 
 impl EventSpec {
-    /// Returns whether the event counts for the whole VM rather than for a vCPU, as KVM's VM-wide
-    /// statistics do.
+    /// Returns whether the event is a KVM statistic of the whole VM (`vm:…`) rather than of a vCPU.
     pub fn is_of_vm(&self) -> bool {
         matches!(&self.kind, EventKind::Kvm(name) if name.starts_with("vm:"))
     }
@@ -392,11 +391,11 @@ const FIELDS: [(&str, u32, u32); 7] = [
     ("in_tx", 32, 1),
 ];
 
-/// The terms of an event parsed so far.
+/// Terms of a `pmu/…/` event that have been parsed so far.
 #[derive(Default)]
 struct EventTerms {
     name: Option<String>,
-    /// Event given by name.
+    /// Event whose name was given as a term.
     named: Option<EventKind>,
     /// `true` if a term has set a field of the event-select register.
     selected: bool,
@@ -408,8 +407,8 @@ struct EventTerms {
 }
 
 impl EventTerms {
-    /// Applies the term `key=number`, where `number` is 1 for a flag without a value. Returns an
-    /// error message if the term is invalid.
+    /// Adds the term `key=number` of an event of PMU `pmu`. For a term without a value, `number` is
+    /// 1. Returns an error message if the term is invalid.
     fn set(&mut self, pmu: &str, key: &str, number: u64) -> Result<(), &'static str> {
         match key {
             "period" if number > 0 => self.period = Some(number),
@@ -440,7 +439,8 @@ impl EventTerms {
         self.selected = true;
     }
 
-    /// Returns the event selected by the terms together, or an error message if there is none.
+    /// Returns the event that the terms select. Returns an error message if the terms select no
+    /// event, or both a named event and a selector.
     fn kind(&mut self) -> Result<EventKind, &'static str> {
         match (self.named.take(), self.selected) {
             (Some(kind), false) => Ok(kind),

@@ -36,7 +36,7 @@ pub enum SoftwareEvent {
     CgroupSwitches = 11,
 }
 
-/// Names of the PMUs that `pmu/…/` accepts.
+/// Names of the PMUs that are valid in `pmu/…/` events.
 pub(super) const PMUS: [&str; 4] = ["cpu", "software", "kvm", "pv"];
 
 /// Names of the generic hardware events. If an event has several names, the usual one comes first.
@@ -105,7 +105,7 @@ const CACHES: [(&str, u64); 8] = [
     ("bpu", 5),
     ("node", 6),
 ];
-/// Names of cache operations and results, with their numbers in perf.
+/// Suffixes of the names of cache events, with perf's numbers of the operation and the result.
 const OPERATIONS: [(&str, u64, u64); 9] = [
     ("-load-misses", 0, 1),
     ("-loads", 0, 0),

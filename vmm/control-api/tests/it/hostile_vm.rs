@@ -137,7 +137,7 @@ fn error_takes_precedence_over_result() {
     }
 }
 
-/// A long reply with counts, as a VM with many events sends, is accepted.
+/// A reply of several megabytes, such as the counts of many events, is accepted.
 #[test]
 fn long_reply_is_accepted() {
     let name = "n".repeat(8 << 20);
@@ -145,8 +145,7 @@ fn long_reply_is_accepted() {
     assert_eq!(reply.as_str().map(str::len), Some(name.len()));
 }
 
-/// A VM description of several megabytes is rejected while it is received, because a description is
-/// short.
+/// A VM description of several megabytes is rejected before it has been received completely.
 #[test]
 fn long_vm_description_is_rejected() {
     let described = |length: usize| {
@@ -181,8 +180,8 @@ fn dead_vm_is_reported_as_gone() {
     }
 }
 
-/// The client keeps a few unexpected descriptors and closes all others. It closes the kept
-/// descriptors when it requests a descriptor.
+/// The client keeps a few unexpected descriptors and closes all others. A request for a descriptor
+/// closes the kept ones.
 #[test]
 fn unexpected_descriptors_are_bounded() {
     const SENT: usize = 200;

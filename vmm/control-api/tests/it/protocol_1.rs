@@ -336,8 +336,8 @@ fn reply_is_result_or_failure() {
     }
 }
 
-/// Calls that were added to version 1 later have stable messages. A client that does not use these
-/// calls does not receive their replies.
+/// Calls that were added to version 1 later keep their serialized form. A client that does not use
+/// a call does not receive its reply.
 #[test]
 fn vcpu_hotplug_messages_match_version_1() {
     asks(request::Vcpus { count: 3 }, r#""call":"vcpus","count":3"#);

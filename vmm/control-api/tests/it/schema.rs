@@ -35,7 +35,7 @@ fn each_call_has_its_result() {
     assert_eq!(calls, results);
 }
 
-/// Collects the values that `call` can have.
+/// Adds each constant value that `schema` permits for a member `call` to `calls`.
 fn collect_calls<'a>(schema: &'a Value, calls: &mut BTreeSet<&'a str>) {
     match schema {
         Value::Object(object) => {

@@ -150,8 +150,8 @@ fn rate_limiters_become_options() {
     assert!(restored.contains(&"--disk=/a,ro,bandwidth=1000/100+50".into()));
 }
 
-/// A limit that an update of a rate limiter omits is unchanged. The root device is the first disk
-/// of the VM, so its limiter has the name of the first disk.
+/// An update of a rate limiter does not change a limit that it omits. The root device is the first
+/// disk of the VM, so its limiter has the name of the first disk.
 #[test]
 fn limiter_updates_are_merged() {
     let mut all = VmResources::default();

@@ -14,7 +14,7 @@ use crate::resources::VmResources;
 use crate::types::InstanceState;
 
 impl<B: VmBackend> ApiSession<B> {
-    /// Returns the document.
+    /// Returns the document of the metadata service.
     pub(super) fn get_metadata(&mut self) -> Result<Response, ApiFault> {
         let data = if self.vm_has_metadata() {
             self.backend.metadata()?
@@ -24,7 +24,7 @@ impl<B: VmBackend> ApiSession<B> {
         Ok(Response::json(&data))
     }
 
-    /// Replaces the document.
+    /// Replaces the document of the metadata service.
     pub(super) fn put_metadata(&mut self, data: Value) -> Result<Response, ApiFault> {
         if self.vm_has_metadata() {
             check_data(&data, self.metadata_limit).map_err(refusal)?;
@@ -35,7 +35,7 @@ impl<B: VmBackend> ApiSession<B> {
         Ok(Response::no_content())
     }
 
-    /// Applies a merge patch to the document.
+    /// Applies a merge patch to the document of the metadata service.
     pub(super) fn patch_metadata(&mut self, patch: Value) -> Result<Response, ApiFault> {
         if self.vm_has_metadata() {
             // Check the patch first, because the VM would close the connection if it could not

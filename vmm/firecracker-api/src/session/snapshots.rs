@@ -60,7 +60,7 @@ impl<B: VmBackend> ApiSession<B> {
     }
 }
 
-/// Checks all fields of the request and returns the path of the memory file.
+/// Checks the parameters of a snapshot to load, and returns the path of its memory file.
 fn memory_path(params: &SnapshotLoadParams) -> Result<&str, ApiFault> {
     let tracking = "snapshots are always full";
     let unsupported = [
@@ -96,7 +96,8 @@ fn memory_path(params: &SnapshotLoadParams) -> Result<&str, ApiFault> {
     Ok(path)
 }
 
-/// Rejects paths that are empty, equal, or cannot be program arguments.
+/// Rejects a snapshot whose state and memory paths are empty, equal, or unusable as program
+/// arguments.
 fn check_paths(state: &str, field: &str, memory: &str) -> Result<(), ApiFault> {
     for (field, path) in [("snapshot_path", state), (field, memory)] {
         if path.is_empty() || path.contains('\0') {

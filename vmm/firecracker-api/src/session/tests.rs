@@ -149,7 +149,7 @@ impl TestSession {
         (response.status, response.body.unwrap_or_default())
     }
 
-    /// Sends PUT requests, which must succeed.
+    /// Sends PUT requests and asserts that each succeeds.
     #[track_caller]
     fn put(&mut self, calls: &[(&str, &str)]) {
         for (path, body) in calls {
@@ -157,7 +157,7 @@ impl TestSession {
         }
     }
 
-    /// Sends PATCH requests, which must succeed.
+    /// Sends PATCH requests and asserts that each succeeds.
     #[track_caller]
     fn patch(&mut self, calls: &[(&str, &str)]) {
         for (path, body) in calls {
@@ -165,7 +165,7 @@ impl TestSession {
         }
     }
 
-    /// Sends a request, which must be refused for `reason`.
+    /// Sends a request and asserts that it is rejected with `reason` in the error message.
     #[track_caller]
     fn refuse(&mut self, method: Method, path: &str, body: &str, reason: &str) {
         let (status, fault) = self.send(method, path, body);

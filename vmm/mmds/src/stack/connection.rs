@@ -1,4 +1,5 @@
-//! TCP connection of the guest, whose requests are answered sequentially.
+//! A TCP connection between the guest and the metadata service. The requests on a connection are
+//! answered sequentially.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use smoltcp::socket::tcp::{Socket, SocketBuffer};
 use crate::http::{self, MAX_REQUEST, ParsedRequest};
 use crate::service::MetadataService;
 
-/// Port of the service.
+/// TCP port of the metadata service.
 const PORT: u16 = 80;
 /// Time after which an inactive connection is reset.
 pub(super) const IDLE_TIME: Duration = Duration::from_secs(30);
@@ -22,8 +23,8 @@ pub(super) struct Connection {
     handle: SocketHandle,
     /// Received bytes of requests that have not been answered, at most [`MAX_REQUEST`].
     request: Vec<u8>,
-    /// Length of `request` when it was last found incomplete, so that it is not parsed again until
-    /// more bytes arrive.
+    /// Length of `request` when the last attempt to parse it found an incomplete request. The next
+    /// attempt waits for more bytes.
     incomplete: usize,
     /// Response of which `sent` bytes have been passed to the socket. Empty if there is none.
     response: Vec<u8>,

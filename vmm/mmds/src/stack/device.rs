@@ -1,5 +1,5 @@
-//! Network device of the stack, with one received packet and a bounded queue of frames to the
-//! guest.
+//! Network device that connects smoltcp to the guest. Holds one received packet and a bounded queue
+//! of frames to the guest.
 
 use std::collections::VecDeque;
 
@@ -11,8 +11,8 @@ use super::ETHERNET_BYTES;
 
 /// Maximum number of queued frames to the guest.
 const MAX_FRAMES: usize = 32;
-/// Maximum size of an IP packet to the guest, in bytes. The guest announces a smaller maximum for
-/// TCP.
+/// Maximum size of an IP packet to the guest, in bytes. For TCP, the guest announces a smaller
+/// maximum.
 const MTU: usize = 1500;
 
 /// Frames between the stack and the guest.
@@ -41,7 +41,7 @@ impl FrameBuffer {
         self.peer_mac = mac;
     }
 
-    /// Offers an IP packet to the stack.
+    /// Stores an IP packet from the guest for the stack to process.
     pub(super) fn put(&mut self, packet: &[u8]) {
         self.received.extend_from_slice(packet);
     }

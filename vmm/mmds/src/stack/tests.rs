@@ -13,7 +13,7 @@ use crate::config::MmdsConfig;
 const GUEST: Ipv4Addr = Ipv4Addr::new(172, 16, 0, 2);
 const GUEST_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 
-/// Guest stack whose frames `transfer` exchanges with the service.
+/// A simulated guest's TCP/IP stack, and the stack of the service under test.
 struct Guest {
     device: Loopback,
     interface: Interface,
