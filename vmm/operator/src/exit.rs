@@ -9,19 +9,19 @@ pub enum ExitStatus {
     PoweredOff,
     /// The guest wrote a value to the debug-exit port; the status is (value << 1) | 1.
     Guest(u8),
-    /// Exit status of a command in the guest (`perfvisor exec`).
+    /// The command in the guest exited with this status (`perfvisor exec`).
     Command(u8),
     /// `perfvisor validate` found a deviation, `record` lost samples, or `cp` skipped a file.
     CheckFailed,
-    /// Invalid option, unusable file or unsuitable host.
+    /// An option is invalid, a file is unusable, or the host is unsuitable.
     BadInput,
     /// The guest requested a reset.
     Reset,
     /// A vCPU was shut down, for example by a triple fault.
     TripleFault,
-    /// Internal error of Perfvisor or KVM.
+    /// An internal error of Perfvisor or KVM occurred.
     Internal,
-    /// Terminated by SIGTERM or SIGINT.
+    /// Perfvisor received SIGTERM or SIGINT.
     Terminated,
 }
 

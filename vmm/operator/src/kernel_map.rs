@@ -4,8 +4,8 @@ use guest_profile::export::KernelMap;
 use kernel_images::build_id::BuildId;
 use kernel_images::symbols::KernelSymbols;
 
-/// Returns the mapping of the kernel that has the given symbols at their run-time addresses.
-/// `build_id` is that of the running kernel, if known.
+/// Returns the mapping of the guest's kernel. `symbols` are the kernel's symbols with run-time
+/// addresses. `build_id` is the build ID of the running kernel, if known.
 pub(crate) fn kernel_map(symbols: &KernelSymbols, build_id: Option<BuildId>) -> Option<KernelMap> {
     let (name, start) = reference_symbol(symbols)?;
     let end = symbols.by_name("_etext").map(|s| s.address);

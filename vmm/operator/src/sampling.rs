@@ -1,5 +1,5 @@
-//! Sampled events: the rings of the vCPUs, event IDs and the search for the guest's kernel. Shared by
-//! [`crate::session`] and the commands `record` and `top`.
+//! Sampling of a running VM: the rings of the vCPUs, event IDs, and the search for the guest's
+//! kernel. Shared by [`crate::session`] and the commands `record` and `top`.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
@@ -17,8 +17,8 @@ use perf_core::{SampleType, error_line};
 
 use crate::vendor::EventNameError;
 
-/// Maximum number of records read from a ring per call, because a vCPU may sample as fast as the
-/// loop reads.
+/// Maximum number of records read from a ring per call. A vCPU may write samples as fast as this
+/// program reads them.
 const MAX_RECORDS: usize = 100_000;
 
 /// Errors of a session.
@@ -112,9 +112,9 @@ impl VcpuRing {
         rings.collect()
     }
 
-    /// Passes each new record to `take`, or `None` for a damaged record, which is logged. If the
-    /// ring itself is damaged, logs this with `level`, passes `None` and does not read the ring
-    /// further.
+    /// Passes each new record of the ring to `take`. A damaged record is logged and passed as
+    /// `None`. If the ring itself is damaged, logs this with `level`, passes `None`, and stops
+    /// reading the ring.
     pub(crate) fn drain<E>(
         &mut self,
         level: log::Level,
@@ -151,19 +151,20 @@ impl VcpuRing {
     }
 }
 
-/// IDs of the events of a profile. The ID of an event on the first vCPU is used for this event on
-/// all vCPUs.
+/// IDs of the events of a profile. An event has the same ID on all vCPUs, which is its ID on the
+/// first vCPU.
 #[derive(Default)]
 pub(crate) struct EventIds {
-    /// ID of each event in the profile, by stream ID, which differs between vCPUs.
+    /// ID of each event in the profile, by stream ID. An event has a different stream ID on each
+    /// vCPU.
     by_stream: HashMap<u64, u64>,
     /// ID of each event in the profile, by position in the event list.
     listed: HashMap<u32, u64>,
 }
 
 impl EventIds {
-    /// Adds opened events. Returns the first event of each position in the event list that was not
-    /// known before.
+    /// Adds opened events. Returns the events whose position in the event list is new, one per
+    /// position.
     pub(crate) fn add<'o>(&mut self, opened: &'o [OpenedEvent]) -> Vec<&'o OpenedEvent> {
         let mut first = Vec::new();
         for o in opened {
@@ -198,8 +199,8 @@ pub(crate) fn event_info(opened: &OpenedEvent, sampling: &SamplingParams) -> Eve
     }
 }
 
-/// Returns the mappings of process `pid` that a sample contains in its data `raw`. They are valid
-/// from `time_ns` on.
+/// Returns the mappings of process `pid` that the data `raw` of a sample contains. The mappings are
+/// valid from `time_ns` on.
 pub(crate) fn sample_mappings(raw: &[u8], pid: u32, time_ns: u64) -> impl Iterator<Item = FileMapping> {
     SampleData::mappings(raw).map(move |mapping| FileMapping {
         time_ns,

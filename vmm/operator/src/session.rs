@@ -1,8 +1,8 @@
 //! Sessions with a running VM, for profilers: counting and sampling without a command line.
 //!
-//! A session owns a connection to the VM's control socket and the events that it has opened there.
-//! The VM closes the events when the session is dropped or its process exits. The guest is not
-//! disturbed except by samples, each of which stops its vCPU for some microseconds.
+//! A session owns a connection to the VM's control socket and the events opened over this
+//! connection. The VM closes the events when the session is dropped or its process exits. Counting
+//! does not disturb the guest. Each sample stops its vCPU for some microseconds.
 
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
@@ -123,7 +123,7 @@ pub struct SamplingSession {
     tasks: HashMap<u32, String>,
     kernel: Option<KernelSymbols>,
     build_id: Option<BuildId>,
-    /// `true` if the guest has a single address space, so that the kernel's symbols cover all
+    /// `true` if the guest has a single address space. The kernel's symbols then cover all
     /// addresses.
     flat: bool,
     profile: Profile,

@@ -69,7 +69,7 @@ pub struct StopSignals {
     resized: EventFd,
     child_ended: EventFd,
     user: EventFd,
-    /// `true` if the first signal stays readable for all threads.
+    /// `true` if the descriptor stays readable after the first signal, for all threads.
     stays: bool,
 }
 
@@ -220,7 +220,7 @@ impl StopSignals {
         Self { stays: true, ..self }
     }
 
-    /// Returns the number of the last stop signal since the previous call, if any.
+    /// Returns the number of the last stop signal that arrived since the previous call, if any.
     pub fn take(&self) -> Option<i32> {
         if self.stays {
             return Some(self.last.load(Ordering::SeqCst)).filter(|signal| *signal != 0);

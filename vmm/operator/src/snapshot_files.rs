@@ -23,7 +23,7 @@ pub enum OpenBaseError {
         #[source]
         source: io::Error,
     },
-    /// A snapshot cannot be used as a base of the diff.
+    /// A given snapshot cannot be used as a base of the diff.
     #[error(transparent)]
     Unusable(#[from] BaseSnapshotError),
     /// More directories are given than a diff can have bases.
@@ -54,8 +54,9 @@ pub fn open_memory(path: &Path) -> io::Result<File> {
     File::open(path)
 }
 
-/// Opens the snapshots in `bases`, in any order, on which the diff in `diff` is based. `need` is
-/// the checksum of the snapshot on which it is directly based.
+/// Opens the snapshots on which the diff snapshot in `diff` is based. `bases` contains the
+/// directories of these snapshots, in any order. `need` is the checksum of the snapshot on which
+/// the diff is directly based.
 ///
 /// # Errors
 /// Returns an [`OpenBaseError`] that names the directory of a snapshot that is missing, unusable or
@@ -64,8 +65,8 @@ pub fn open(diff: &Path, need: u32, bases: &[PathBuf]) -> Result<BaseChain, Open
     Ok(BaseChain::new(diff, need, open_all(bases)?)?)
 }
 
-/// Opens the first snapshot in `bases` as the base of a new diff, and the others as the snapshots
-/// on which this base depends. Returns `None` if `bases` is empty.
+/// Opens the snapshots in `bases` to take a new diff. The first snapshot is the base of the diff,
+/// and the others are the snapshots on which this base depends. Returns `None` if `bases` is empty.
 ///
 /// # Errors
 /// Returns the errors of [`open`].

@@ -131,14 +131,14 @@ fn names(events: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Returns whether a name resembles a vendor event and is not a built-in event. Any other unknown
-/// name is a typing error, whose message must not depend on perf.
+/// Returns whether a name resembles a vendor event and is not the name of a built-in event. Any
+/// other unknown name is a typing error, which is reported without running perf.
 fn may_be_vendor_event(name: &str) -> bool {
     resembles_vendor_event(name) && list::parse(name).is_err()
 }
 
-/// Returns whether the name has the characteristics of vendor event names, which built-in names
-/// lack.
+/// Returns whether the name has the form of a vendor event name: only letters, digits, `.`, `_` and
+/// `-`, with at least one `.` or `_`.
 fn resembles_vendor_event(name: &str) -> bool {
     name.contains(['.', '_'])
         && name

@@ -288,7 +288,7 @@ fn read_code_from_file(
     from_bytes(&data, path, profile, function, recorded)
 }
 
-/// Reads the code from the contents of an ELF file.
+/// Reads the code of a function from `data`, the contents of the ELF file `path`.
 fn from_bytes(
     data: &[u8],
     path: &Path,

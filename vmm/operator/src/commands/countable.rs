@@ -16,8 +16,8 @@ impl CountableEvents {
         Self(HostProbe::run())
     }
 
-    /// Returns the note to append to the line of `event` if this host cannot count it, and
-    /// otherwise an empty string. `event` may have aliases after `OR`.
+    /// Returns the note to print after `event` in a list: empty if this host can count the event.
+    /// `event` consists of a name and optional aliases, separated by ` OR `.
     pub(super) fn mark(&self, event: &str) -> &'static str {
         let name = event.split(" OR ").next().unwrap_or(event);
         if self.counts(name) { "" } else { NOT_HERE }

@@ -243,7 +243,7 @@ fn close(stream: &UnixStream) {
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }
 
-/// Writes the contents of a file to standard output.
+/// Handles a frame from the agent: writes the file contents in the frame to standard output.
 fn print_file(frame: &Frame, source: &str) -> Result<FileTreeCopyProgress, CopyFilesError> {
     match frame.kind {
         FrameKind::TreeEntry => match FileTreeEntry::from_bytes(&frame.payload)

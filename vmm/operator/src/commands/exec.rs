@@ -24,16 +24,18 @@ use crate::exit::ExitStatus;
 use crate::signals::StopSignals;
 use crate::values::parse_seconds;
 
-/// Maximum size of the input in one frame, in bytes.
+/// Maximum number of bytes of standard input in a frame to the agent.
 const MAX_INPUT_FRAME: usize = 32 << 10;
-/// Polling interval of the terminal size, in units of [`NAP`].
+/// Interval at which the terminal size is polled, in units of [`NAP`].
 const SIZE_POLL_NAPS: u32 = 10;
 /// Exit status of a process killed by SIGPIPE, as a shell reports it.
 const SIGPIPE_STATUS: u8 = 141;
 
-/// Number of stop signals that terminate this program regardless of the guest.
+/// Number of stop signals within [`FORCED_EXIT_WINDOW`] that terminate `perfvisor exec` even if the
+/// guest does not react.
 const FORCED_EXIT_SIGNALS: usize = 3;
-/// Time within which [`FORCED_EXIT_SIGNALS`] stop signals must arrive to terminate this program.
+/// Time within which [`FORCED_EXIT_SIGNALS`] stop signals must arrive to terminate `perfvisor
+/// exec`.
 const FORCED_EXIT_WINDOW: Duration = Duration::from_secs(5);
 /// Timeout for the agent to acknowledge a forwarded signal, after which the guest is considered
 /// hung.
@@ -221,8 +223,8 @@ struct ConnectionShutdown {
     reason: OnceLock<&'static str>,
     /// Number of frames received from the agent.
     frames: AtomicU64,
-    /// `true` while the output of a frame is being written. The write may block until the reader of
-    /// the output continues.
+    /// `true` while the output of a frame is being written, which may block until the reader of the
+    /// output continues.
     writes: AtomicBool,
 }
 
@@ -288,11 +290,12 @@ fn serve(
     }
 }
 
-/// List of the key sequences, printed to a terminal in raw mode.
+/// Help text with the key sequences of `perfvisor exec`, for a terminal in raw mode.
 const KEYS: &str = "\r\nCtrl-A x       leave the command, which gets SIGHUP\r\n\
     Ctrl-A Ctrl-A  send Ctrl-A to the command\r\nCtrl-A h       list the keys\r\n";
 
-/// Forwards standard input. If the input is a terminal in raw mode, `escape` handles Ctrl-A x.
+/// Forwards standard input to the command in the guest. `escape` is the connection that Ctrl-A x
+/// shuts down, if standard input is a terminal in raw mode.
 fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<&ConnectionShutdown>) {
     let mut buffer = vec![0; MAX_INPUT_FRAME];
     let mut keys = EscapeParser::default();
@@ -327,8 +330,8 @@ fn forward_input(out: &SharedOutput, window: &FlowControlWindow, escape: Option<
     }
 }
 
-/// Forwards signals and terminal size changes to the command. Several signals in a short time
-/// terminate this program, as does a signal that the agent does not acknowledge.
+/// Forwards signals and changes of the terminal size to the command in the guest. Terminates this
+/// program after several signals in a short time, or if the agent does not acknowledge a signal.
 fn forward_signals(
     words: &Sender<(FrameKind, Vec<u8>)>,
     signals: &StopSignals,

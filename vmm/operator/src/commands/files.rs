@@ -204,7 +204,7 @@ pub(super) fn symbolizer<'p>(
     Ok(Symbolizer::new(profile, kernel, guest_mount(args)?))
 }
 
-/// Logs warnings about missing data.
+/// Logs warnings about problems with symbols and about samples lost while recording.
 pub(super) fn warn_missing_data(profile: &Profile, symbols: &Symbolizer<'_>) {
     for problem in symbols.problems() {
         log::warn!("{problem}");
@@ -256,7 +256,7 @@ pub(super) fn guest_files(args: &SymbolArgs) -> Result<Option<GuestFiles>, Symbo
     }
 }
 
-/// A disk image on the host, read as the guest's disk.
+/// Disk image of a guest, read on the host.
 struct HostDisk(UnlockedDiskView);
 
 impl DiskBytes for HostDisk {
@@ -273,8 +273,9 @@ impl DiskBytes for HostDisk {
     }
 }
 
-/// Loads kernel symbols from the file specified by the user, if any, and converts them to run-time
-/// addresses. `reference` is a symbol of the running kernel and its address.
+/// Loads the symbols of the guest kernel from the file that the user specified, if any. Relocates
+/// the symbols of a kernel image by means of `reference`, which is a symbol of the running kernel
+/// and its address.
 ///
 /// # Errors
 /// Returns [`SymbolsError`] if the file is unusable.

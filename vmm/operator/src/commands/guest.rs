@@ -13,7 +13,7 @@ use guest_agent::wire::{Frame, FrameKind, WireError, read_frame, write_frame};
 
 use super::{NAP, connect};
 
-/// Timeout for the guest kernel to accept a connection and for the agent to accept a request.
+/// Time limit for the guest kernel to accept a connection, and for the agent to accept a request.
 const TIMEOUT: Duration = Duration::from_secs(40);
 
 /// Error returned when a request to the guest's agent fails.
@@ -199,8 +199,9 @@ impl AgentAddress {
     }
 }
 
-/// Returns whether the VM existed at the previous attempt, which failed with `before`, but no
-/// longer exists. Otherwise the VM may still be about to start.
+/// Returns whether the VM has terminated since the previous connection attempt. `before` is the
+/// error of that attempt, which shows whether the VM existed, and `error` is the error of the last
+/// attempt. A VM that did not exist may be about to start.
 fn has_ended(before: Option<&GuestAgentError>, error: &GuestAgentError) -> bool {
     let existed = matches!(
         before,
@@ -209,9 +210,9 @@ fn has_ended(before: Option<&GuestAgentError>, error: &GuestAgentError) -> bool 
     existed && matches!(error, GuestAgentError::Client(ClientError::NoSuchVm { .. }))
 }
 
-/// Returns the error to report: that of the last attempt or, if the last attempt timed out after
-/// the guest had refused an earlier connection, that refusal. A guest that refuses a connection has
-/// booted and has the vsock driver.
+/// Returns the error to report after the last connection attempt, which failed with `error`. If
+/// this attempt timed out after the guest had refused an earlier connection, the refusal `before`
+/// is returned, because it shows that the guest has booted and has the vsock driver.
 fn last(before: Option<GuestAgentError>, error: GuestAgentError) -> GuestAgentError {
     match (before, error) {
         (Some(refused @ GuestAgentError::NoAgent(_)), GuestAgentError::NoAnswer(_)) => refused,
@@ -329,8 +330,9 @@ mod tests {
         drips.join().unwrap();
     }
 
-    /// The refused connection is reported, not the timeout. Regression test: a guest without an
-    /// agent was reported as lacking the driver if the last attempt began just before the deadline.
+    /// A timeout of the last attempt does not hide that the guest refused an earlier connection.
+    /// Regression test: a guest without an agent was reported as lacking the driver if the last
+    /// attempt began just before the deadline.
     #[test]
     fn refused_connection_is_reported_at_deadline() {
         let (refused, silent) = (

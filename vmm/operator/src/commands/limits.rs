@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use control_api::rate_limit::{RateLimiterInfo, TokenBucketLimit};
 
-/// Formats the limiters as a table. Limits have the syntax of `perfvisor run --disk`.
+/// Formats the rate limiters of a VM as a table. Limits have the syntax of `perfvisor run --disk`.
 pub(super) fn limits_text(limiters: &[RateLimiterInfo]) -> String {
     let mut text = String::new();
     let mut row = |cells: [&str; 4]| {

@@ -33,17 +33,17 @@ pub struct ListArgs {
     pub vm: Option<String>,
 }
 
-/// Name of the event type for vendor events, which are listed with code and description.
+/// Word that selects vendor events in `perfvisor list`, which are listed with code and description.
 const VENDOR: &str = "vendor";
-/// Line printed before the vendor's events on a host that cannot count them.
+/// Line printed before the vendor events if this host cannot count them.
 const NOT_COUNTED: &str = "  (this host has no PMU that counts the following)\n";
-/// Maximum length of a description, in characters.
+/// Maximum length of the description of a vendor event, in characters.
 const MAX_DESCRIPTION_CHARS: usize = 100;
 /// Number of events that are opened on a VM at a time.
 const OPEN_BATCH: usize = 32;
 
-/// Event types: the word that selects the type on the command line, and the text printed after the
-/// name of each event.
+/// Event types of `perfvisor list`: the word that selects the type, and the text printed after the
+/// name of each event of the type.
 const KINDS: [(&str, &str); 7] = [
     ("hw", "Hardware event"),
     ("cache", "Hardware cache event"),
@@ -162,7 +162,8 @@ fn matches(word: &str, names: &str) -> bool {
     }
 }
 
-/// Matches `name` against a glob pattern. Examines each byte at most once per `*`.
+/// Returns whether `name` matches a glob pattern with `*` and `?`. Examines each byte of `name` at
+/// most once per `*`.
 fn glob(pattern: &[u8], name: &[u8]) -> bool {
     let (mut p, mut n) = (0, 0);
     // Position after the last star, and position in the name from which to retry.
@@ -186,9 +187,9 @@ fn glob(pattern: &[u8], name: &[u8]) -> bool {
     pattern[p..].iter().all(|c| *c == b'*')
 }
 
-/// Formats the vendor events with name, code and description. Lists only events that the
-/// event-select register can express, and prints the number of the others. With `vm`, lists only
-/// events that the VM can count.
+/// Formats the vendor events with name, code and description. Omits events that the event-select
+/// register cannot express, and prints their number. With `vm`, lists only events that this VM can
+/// count.
 fn format_vendor_events(events: Vec<VendorEvent>, vm: Option<&str>) -> Result<String, ListError> {
     let mut plain = Vec::new();
     let mut others = Vec::new();

@@ -59,9 +59,11 @@ pub enum MigrateError {
     NoAnswer(String),
 }
 
-/// Finds the process to which the VM of the connection `left` has moved, and connects to it.
-/// Returns `None` if no such process is found. Queries only VMs of this user and of the user of the
-/// source process, because another user's VM could claim to be the VM that has moved.
+/// Finds the process to which a VM has moved, and connects to it. `left` is the connection to the
+/// source process. Returns `None` if no such process is found.
+///
+/// Only VMs of this user and of the user of the source process are queried, because another user's
+/// VM could claim to be the VM that has moved.
 pub(super) fn find_moved(left: &Client) -> Option<Client> {
     let users = [Some(peer::own_uid()), left.peer_uid().ok()];
     let left = left.info();
@@ -89,8 +91,9 @@ pub(super) struct MigrateOptions {
 /// Moves the VM of `client` to the process at `address`. Returns a success message.
 ///
 /// # Errors
-/// Returns a [`MigrateError`]. The VM continues, except after [`MigrateError::NoAnswer`] and
-/// [`MigrateError::Undecided`], where this is unknown.
+/// Returns a [`MigrateError`]. After [`MigrateError::NoAnswer`] and [`MigrateError::Undecided`], it
+/// is unknown which process runs the VM. After any other error, the VM continues in the source
+/// process.
 pub(super) fn migrate(
     client: Client,
     address: &MigrationAddress,

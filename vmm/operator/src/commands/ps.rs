@@ -126,7 +126,8 @@ pub(crate) fn in_default_directory() -> Result<Vec<VmSocket>, ClientError> {
     Ok(found.collect())
 }
 
-/// Returns the sockets of all users. Reports unreadable and ignored directories.
+/// Returns the sockets of all users. Logs warnings about directories that are unreadable or
+/// ignored.
 pub(crate) fn everywhere() -> Vec<VmSocket> {
     let places = SocketDirs::everywhere();
     let list = |dirs: &[PathBuf]| {

@@ -83,7 +83,7 @@ pub struct ScriptArgs {
     pub filter: FilterArgs,
 }
 
-/// Errors of parsing the options.
+/// Error returned when an option value of `perfvisor report` or `script` is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseReportValueError {
     #[error("'{0}' is no column; known are overhead, sample, period, comm, pid, vcpu, dso and sym")]

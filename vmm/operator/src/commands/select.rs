@@ -1,4 +1,4 @@
-//! Selects VMs by the process or the control group of the VMM instead of by name.
+//! Selects VMs by the process ID or the control group of their VMM process instead of by name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -78,7 +78,8 @@ impl ControlGroup {
         fs::read_to_string(format!("/proc/{pid}/cgroup")).is_ok_and(|groups| self.is_in(&groups))
     }
 
-    /// Returns whether `/proc/PID/cgroup` lists this group or a descendant (cgroups(7)).
+    /// Returns whether `groups`, the contents of `/proc/PID/cgroup`, lists this group or a
+    /// descendant (cgroups(7)).
     fn is_in(&self, groups: &str) -> bool {
         groups.lines().any(|line| {
             // hierarchy-ID:controllers:path

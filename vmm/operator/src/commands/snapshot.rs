@@ -1,10 +1,10 @@
-//! Writes a snapshot of a running VM: `perfvisor ctl NAME snapshot DIR`, and two files for the API
-//! of Firecracker.
+//! Takes a snapshot of a running VM: `perfvisor ctl NAME snapshot DIR`, and snapshots in two files
+//! for Firecracker's API.
 //!
-//! The VM writes no file. It sends its memory and its state in memory files. This command writes
-//! them to a temporary directory next to the final one, and renames the directory at the end. A
-//! snapshot that fails, for example because the disk is full, leaves no directory, and the VM
-//! continues.
+//! The VM itself writes no file, but sends its memory and state to this command in memory files.
+//! The command writes them to a temporary directory next to DIR, and renames the directory to DIR
+//! at the end. If the snapshot fails, for example because the disk is full, the directory is
+//! removed and the VM continues.
 
 use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -150,7 +150,7 @@ fn base_error(dir: &Path) -> impl Fn(DiffError) -> SnapshotCommandError {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SnapshotSize {
     memory_bytes: u64,
-    /// Number of bytes that differ from the base of a diff.
+    /// Number of bytes that differ from the base, for a diff snapshot.
     changed_bytes: Option<u64>,
 }
 
@@ -163,10 +163,12 @@ impl fmt::Display for SnapshotSize {
     }
 }
 
-/// Takes a snapshot of the VM in the new directory `dir`, and returns its size. With `bases`, the
-/// snapshot contains only the memory that differs from the snapshot in the first directory. The
-/// other directories, in any order, contain the snapshots on which that one is based. With `stop`,
-/// the VM terminates when the snapshot is on disk.
+/// Takes a snapshot of the VM in the new directory `dir`, and returns its size. With `stop`, the VM
+/// terminates when the snapshot is on disk.
+///
+/// With `bases`, takes a diff snapshot, which contains only the memory that differs from the
+/// snapshot in the first directory of `bases`. The other directories contain, in any order, the
+/// snapshots on which that snapshot is based.
 ///
 /// # Errors
 /// Returns a [`SnapshotCommandError`]. In this case `dir` does not exist, and the VM continues.
@@ -218,11 +220,11 @@ pub(super) fn take(
 }
 
 /// Takes a snapshot of the VM in the files `state` and `memory`, replacing existing files. A paused
-/// VM stays paused. `change` converts the state file of the VM to the one that is written.
+/// VM stays paused. `change` converts the VM's state file to the state file to write.
 ///
 /// # Errors
-/// Returns a [`SnapshotCommandError`]. In this case existing files are unchanged, unless the last
-/// step, the renaming of the new files, has failed.
+/// Returns a [`SnapshotCommandError`]. Existing files are then unchanged, unless renaming the new
+/// files has failed, which is the last step.
 pub fn save(
     client: &mut Client,
     state: &Path,
@@ -267,8 +269,8 @@ fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
     tempfile::Builder::new().prefix(&prefix).tempfile_in(parent(path))
 }
 
-/// Copies the memory of a VM, and returns the state of the VM. `write` is called for each piece of
-/// memory with the bytes of the piece (none for zeros).
+/// Copies the memory of a paused VM in pieces, and returns the VM's state. Calls `write` with each
+/// piece and the bytes of the piece, which are empty for zeros.
 fn copy(
     client: &mut Client,
     memory_bytes: u64,
@@ -284,7 +286,7 @@ fn copy(
     Ok(read_state(client)?)
 }
 
-/// Writes the parts of a piece of memory that differ from the base of `diff`.
+/// Writes the parts of a piece of memory that differ from the base snapshot of `diff`.
 fn write_changes(
     diff: &mut DiffWriter,
     memory: &File,
@@ -316,8 +318,8 @@ fn write_changes(
     Ok(())
 }
 
-/// Reads the memory of a paused VM, of size `memory_bytes`. `take` receives each piece, with a file
-/// that contains its bytes unless they are zeros.
+/// Reads the memory of a paused VM, whose size is `memory_bytes` bytes, in pieces. Passes each
+/// piece to `take`, with a file that contains the bytes of the piece unless they are zeros.
 ///
 /// # Errors
 /// Returns a [`SnapshotCommandError`] if the VM sends an invalid piece, and the errors of `take`.

@@ -1,9 +1,9 @@
 //! Access control of the exporter.
 //!
-//! Any user of the host can connect to a loopback address. The exporter finds the owner of the
-//! client's socket in `/proc/net/tcp` and serves its own user, root, and the users given by
-//! `--allow-user`. With `--token-file`, a client that presents the token is served on any address,
-//! and only such clients are served on addresses other than loopback. On a Unix socket, the file
+//! Any user of the host can connect to a loopback address. The exporter finds the user who owns the
+//! client's socket in `/proc/net/tcp`, and serves only its own user, root, and the users given by
+//! `--allow-user`. With `--token-file`, it also serves any client that presents the token. On
+//! addresses other than loopback, it serves only clients with the token. On a Unix socket, the file
 //! permissions decide.
 //!
 //! A malicious web page can make a name under its control resolve to this host (DNS rebinding), but
@@ -52,7 +52,7 @@ pub enum RequestOrigin {
         /// Local address of the connection.
         local: SocketAddr,
     },
-    /// Unix socket; its file permissions decide.
+    /// Connection to the Unix socket, whose file permissions control access.
     Unix,
 }
 
@@ -65,9 +65,9 @@ pub struct AccessRules {
 }
 
 impl AccessRules {
-    /// Creates rules that serve `users` in addition to the exporter's own user and root, accept the
-    /// host names `hosts` in addition to those of this host, and serve every client with the token
-    /// in `token_file`.
+    /// Creates the rules. The exporter serves its own user, root, `users`, and every client with
+    /// the token in `token_file`. It accepts requests to the host names in `hosts` and to the names
+    /// of this host.
     ///
     /// # Errors
     /// Returns [`AccessRuleError`] if a user does not exist or the token file is unusable.
@@ -197,8 +197,8 @@ fn read_token(path: &Path) -> Result<String, AccessRuleError> {
         .ok_or_else(|| AccessRuleError::Token(path.to_owned()))
 }
 
-/// Returns the user who owns the socket at `address` connected to `other`, if this host has such a
-/// socket.
+/// Returns the user who owns the socket at `address` that is connected to `other`. Returns `None`
+/// if this host has no such socket.
 ///
 /// # Errors
 /// Returns the error of reading the kernel's socket tables.

@@ -1,10 +1,11 @@
 //! Back-off for VMs that fail to answer scrapes.
 //!
 //! A VM that fails to answer is skipped for a time that doubles with each failure. The next scrape
-//! after this time queries the VM again, but does not wait for the answer. After a VM has stalled,
-//! scrapes do not wait for other VMs of the same user either, because a user who owns many sockets
-//! could otherwise stall every scrape with a different one. VMs of the exporter's own user and of
-//! root are exempt from this last rule.
+//! after this time queries the VM again, but does not wait for the answer.
+//!
+//! After a VM has stalled, scrapes do not wait for other VMs of the same user either. Otherwise, a
+//! user who owns many sockets could stall every scrape with a different one. This rule does not
+//! apply to the VMs of root and of the exporter's own user.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,7 +15,8 @@ use perf_core::guest_log::LogLimiter;
 
 /// Minimum and maximum time for which a VM is skipped after a failure.
 const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// Minimum and maximum time for which scrapes do not wait for the VMs of a user after a stall.
+/// Minimum and maximum time for which scrapes do not wait for the VMs of a user after one of these
+/// VMs has stalled.
 const USER_BACK_OFF: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(3600));
 /// Maximum number of users whose back-off state is stored.
 const MAX_USERS: usize = 4096;
@@ -73,7 +75,7 @@ struct UserBackOff {
     log: LogLimiter,
 }
 
-/// Back-off states of all users with VMs that are served.
+/// Back-off states of the users whose VMs the exporter serves.
 #[derive(Debug, Default)]
 pub struct UserBackOffs(Mutex<HashMap<u32, UserBackOff>>);
 

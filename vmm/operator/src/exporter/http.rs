@@ -1,5 +1,5 @@
-//! The subset of HTTP/1.1 that scrapes need, which is the head of a GET or HEAD request and a reply
-//! that closes the connection (RFC 9112).
+//! The subset of HTTP/1.1 (RFC 9112) that scrapes need: the head of a GET or HEAD request, and a
+//! reply after which the connection closes.
 //!
 //! The parser is httparse, which hyper also uses. Server libraries were rejected because tiny_http
 //! 0.12 has no timeout for silent clients and hyper needs an asynchronous runtime.
@@ -33,10 +33,10 @@ pub enum HostHeader {
     Named(String),
 }
 
-/// A parsed request.
+/// The parsed head of an HTTP request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpRequest {
-    /// `true` for HEAD requests, which need no body.
+    /// `true` for a HEAD request, whose reply needs no body.
     pub head_only: bool,
     /// Path of the request target, without the query.
     pub path: String,
@@ -112,10 +112,10 @@ fn is_host(text: &str) -> bool {
     (1..=MAX_HOST).contains(&text.len()) && text.bytes().all(allowed)
 }
 
-/// A reply.
+/// An HTTP reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpReply {
-    /// Status code.
+    /// HTTP status code.
     pub status: u16,
     /// Media type of the body.
     pub kind: &'static str,
@@ -259,8 +259,8 @@ mod tests {
     }
 
     proptest! {
-        /// For any input of maximum size, the parser returns a request or an error instead of
-        /// waiting for more input.
+        /// The parser returns a request or an error for any input of maximum size. It does not wait
+        /// for more input.
         #[test]
         fn parser_decides_at_size_limit(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {
             prop_assert!(parse(&bytes).is_some());

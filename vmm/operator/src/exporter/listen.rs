@@ -93,7 +93,8 @@ impl ExporterListener {
         }
     }
 
-    /// Returns the local address, with the port that the kernel chose.
+    /// Returns the address on which the socket listens. If port 0 was requested, the address
+    /// contains the port that the kernel chose.
     ///
     /// # Errors
     /// Returns the error of `getsockname(2)`.
@@ -148,7 +149,7 @@ pub enum HttpClientStream {
 }
 
 impl HttpClientStream {
-    /// Returns the origin of the connection.
+    /// Returns the transport of the connection and, for TCP, the addresses of both ends.
     ///
     /// # Errors
     /// Returns an error if the client has disconnected.
@@ -260,8 +261,8 @@ mod tests {
         }
     }
 
-    /// A socket with a listener and any file that is not a socket are kept. A stale socket is
-    /// replaced.
+    /// Binding replaces a stale socket. It keeps a socket with a listener, and any file that is not
+    /// a socket.
     #[test]
     fn unix_socket_replaces_only_stale_socket() {
         let dir = tempfile::tempdir().unwrap();

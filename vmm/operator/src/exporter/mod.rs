@@ -117,8 +117,8 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// Checks that `dir` can contain sockets. Logs how users of the directory can interfere with each
-/// other.
+/// Checks that the directory `dir` is readable. Logs a warning if its permissions allow users to
+/// interfere with each other's sockets.
 fn look_into(dir: &Path) -> Result<(), ExporterError> {
     let meta = std::fs::read_dir(dir).and_then(|_| std::fs::metadata(dir));
     let meta = meta.map_err(|source| ExporterError::NoDirectory {

@@ -32,16 +32,16 @@ const DEFAULT_SECONDS: u64 = 30;
 const MAX_HZ: u64 = 1000;
 /// Default sampling frequency per vCPU, in Hz.
 const DEFAULT_HZ: u64 = 99;
-/// Characters allowed in an event list besides letters and digits, and the maximum length of the
-/// list.
+/// Characters allowed in an event list, in addition to letters and digits.
 const EVENT_CHARACTERS: &[u8] = b"_:/,=.{}-";
+/// Maximum length of an event list, in bytes.
 const MAX_EVENT: usize = 200;
-/// Time limit for the production of a profile, in addition to the recording time. Most of the time
-/// is spent on finding the guest's kernel.
+/// Time limit for producing a profile, in addition to the recording time. Finding the guest's
+/// kernel takes most of this time.
 const MORE_TIME: Duration = Duration::from_secs(75);
-/// Memory limit of the processes, in bytes.
+/// Memory limit of each process that produces a profile, in bytes.
 const MAX_MEMORY: u64 = 4 << 30;
-/// Maximum size of a file that the processes write, in bytes.
+/// Maximum size of a file written by a process that produces a profile, in bytes.
 const MAX_FILE: u64 = 256 << 20;
 /// Maximum size of a profile, in bytes.
 const MAX_PROFILE: u64 = 32 << 20;
@@ -52,7 +52,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Media type of a profile.
 const PPROF: &str = "application/octet-stream";
 
-/// Profiles in progress, and their statistics.
+/// Scheduler of profiles: the VMs with a profile in progress, and statistics.
 #[derive(Debug, Default)]
 pub struct ProfileScheduler {
     running: Mutex<HashSet<String>>,
@@ -130,8 +130,8 @@ impl ProfileScheduler {
         Err(HttpReply::refusal(503, &why).with_retry_after(5))
     }
 
-    /// Produces a profile of the VM at `target` for the client at `stream`. `stop` is set when the
-    /// exporter exits.
+    /// Produces a profile of the VM `target`, and returns the reply for the client. `stream` is the
+    /// connection to the client. `stop` is set when the exporter exits.
     pub fn make(
         &self,
         request: &HttpRequest,

@@ -1,9 +1,9 @@
 //! Connections of the exporter and their limits.
 //!
 //! Each connection has its own thread and serves one request. The head of the request is limited to
-//! [`http::MAX_HEAD`] bytes and `HEAD_TIME`, the transmission of the reply to `REPLY_TIME`, and the
-//! number of connections to `MAX_CONNECTIONS`. When this number is reached, a new connection
-//! replaces the oldest connection whose request has not been received yet.
+//! [`http::MAX_HEAD`] bytes and `HEAD_TIME`. The transmission of the reply is limited to
+//! `REPLY_TIME`. If `MAX_CONNECTIONS` connections are open, a new connection replaces the oldest
+//! one whose request has not been received yet.
 
 use std::collections::BTreeMap;
 use std::net::Shutdown;
@@ -56,8 +56,8 @@ pub struct Exporter {
 #[derive(Default)]
 struct HttpConnectionSlots {
     next: u64,
-    /// Open connections in order of their arrival. The value is `None` once the request of the
-    /// connection has been received.
+    /// Open connections in order of arrival. The value is `None` once the request has been
+    /// received, because the connection then cannot be replaced.
     taken: BTreeMap<u64, Option<HttpClientStream>>,
 }
 
@@ -238,8 +238,8 @@ impl Exporter {
         HttpReply::ok(OPENMETRICS, text)
     }
 
-    /// Returns the metrics of `targets`. For a scrape of all VMs, `closed` is the number of
-    /// unreadable directories.
+    /// Queries the VMs `targets`, and returns their metrics as text. For a scrape of all VMs,
+    /// `closed` is the number of directories that cannot be read.
     fn encode_metrics(&self, targets: &[VmTarget], closed: Option<usize>) -> String {
         let asked = self.vms.ask(targets);
         let mut own = MetricFamilies::default();

@@ -36,14 +36,13 @@ pub struct MetricsSnapshot {
     pub steal_ns: StealTimes,
 }
 
-/// Returns the event list to open for the metrics of `events`, which is `events` and the steal time
-/// event.
+/// Returns the event list `events` with [`STEAL_EVENT`] prepended.
 pub fn with_steal(events: &str) -> String {
     format!("{STEAL_EVENT},{events}")
 }
 
-/// Removes duplicate events, which would produce duplicate series. Returns the operator events that
-/// cannot be counted, with the reasons.
+/// Removes duplicate events from `opened`, because they would produce duplicate series. Returns the
+/// operator events that cannot be counted, each with the reason.
 pub fn remove_duplicates(opened: &mut Vec<OpenedEvent>) -> Vec<(String, String)> {
     let mut seen = HashSet::new();
     opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
@@ -52,10 +51,11 @@ pub fn remove_duplicates(opened: &mut Vec<OpenedEvent>) -> Vec<(String, String)>
         .collect()
 }
 
-/// Groups the readings of the events opened for [`with_steal`].
+/// Splits the readings of the events opened for [`with_steal`] into operator events and steal
+/// times.
 ///
-/// Returns the operator's events, with one series per vCPU or one per VM-wide event, and the steal
-/// time of each vCPU in nanoseconds.
+/// An operator event has one series per vCPU, or a single series if it counts for the whole VM. The
+/// steal time of a vCPU is in nanoseconds.
 pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadings, StealTimes) {
     let (mut events, mut steal_ns) = (Vec::new(), Vec::new());
     for event in opened {
@@ -84,11 +84,11 @@ pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadi
     (events, steal_ns)
 }
 
-/// Encodes `families` and then snapshots of several VMs in the OpenMetrics text format. The labels
-/// of the snapshots must be unique.
+/// Encodes metrics in the OpenMetrics text format: first `families`, then the snapshots of several
+/// VMs. The labels of the snapshots must be unique.
 ///
-/// Encodes and drops one snapshot at a time. The labels of all series occupy several times the
-/// memory of the text.
+/// Encodes and drops one snapshot at a time, because the labels of all series would occupy several
+/// times the memory of the text.
 pub fn encode(families: MetricFamilies, snapshots: impl IntoIterator<Item = MetricsSnapshot>) -> String {
     let mut text = FamilyTexts::default();
     text.add(&families.into_text(None));
@@ -105,7 +105,7 @@ pub fn encode(families: MetricFamilies, snapshots: impl IntoIterator<Item = Metr
 #[derive(Default)]
 struct FamilyTexts {
     list: Vec<String>,
-    /// Positions by `HELP` line, which contains the name and the unit.
+    /// Position of each family in `list`, by its `HELP` line, which contains the name and the unit.
     index: HashMap<String, usize>,
 }
 
@@ -367,7 +367,7 @@ impl MetricsSnapshot {
         out.counts("guest_page_faults", help, faults.collect());
     }
 
-    /// Returns one series per vCPU.
+    /// Returns one series per vCPU, whose value is the statistic that `of` selects.
     fn each(&self, of: impl Fn(&VcpuCounts) -> u64) -> Vec<(MetricLabels, u64)> {
         let series = |vcpu: &VcpuCounts| (vec![vcpu_label(vcpu.vcpu)], of(vcpu));
         self.vcpus.iter().map(series).collect()
@@ -631,9 +631,8 @@ mod tests {
         }
     }
 
-    /// Counts are exported with enabled and running times. A guest counter that nothing counts
-    /// (without a backing) has no times, and the value that the guest has written to it is not
-    /// exported as a count.
+    /// Counts are exported with the enabled and running times. A guest counter without a backing
+    /// has no times, and the value that the guest wrote to the counter is not exported as a count.
     #[test]
     fn guest_counters_include_times() {
         let text = encode(MetricFamilies::default(), [snapshot()]);

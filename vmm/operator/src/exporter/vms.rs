@@ -1,9 +1,10 @@
 //! Discovery and queries of the VMs on this host.
 //!
-//! A scrape queries each VM on a separate thread, so that a stalled VM does not delay the others,
-//! and continues without it (`back_off`). A thread exits after its query. Few of them exist at the
-//! same time, because their stacks would occupy more memory than the metrics. Size limits apply to
-//! each reply, to the replies of all VMs of one user to a scrape, and to the replies of all VMs.
+//! A scrape queries each VM on a separate thread, so a stalled VM does not delay the others. The
+//! scrape continues without the stalled VM (`back_off`). A thread exits after its query. Few
+//! threads exist at the same time, because many stacks would occupy more memory than the metrics.
+//! Replies are limited in size: each reply, all replies to a scrape from the VMs of one user, and
+//! the replies of all VMs.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -23,7 +24,7 @@ use perf_core::error_line;
 use super::back_off::{ScrapeBackOff, UserBackOffs, shown};
 use super::snapshot::{self, MetricsSnapshot};
 
-/// Maximum number of VMs.
+/// Maximum number of VMs that the exporter queries.
 const MAX_VMS: usize = 1024;
 /// Maximum number of VMs of one user in a shared directory (`--vms`).
 const MAX_VMS_OF_USER: usize = 256;
@@ -31,33 +32,37 @@ const MAX_VMS_OF_USER: usize = 256;
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for all replies of a VM to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
-/// Time after its last query in which a scrape also accepts the answers of VMs that it does not
-/// wait for.
+/// Time after the start of the last query for which a scrape still accepts the answers of VMs that
+/// it does not wait for.
 const GRACE: Duration = Duration::from_millis(500);
-/// Number of queries in progress at which a scrape delays further queries.
+/// Number of concurrent queries at which a scrape delays further queries.
 const MAX_QUERIES: usize = 64;
-/// Time after which a scrape starts [`MAX_QUERIES`] more queries even if earlier ones are still in
-/// progress. The queries of [`MAX_VMS`] VMs are started after half of [`SCRAPE_TIME`].
+/// Time after which a scrape starts [`MAX_QUERIES`] more queries even if earlier queries are still
+/// in progress. All queries of [`MAX_VMS`] VMs thus start within about half of [`SCRAPE_TIME`].
 const QUERY_TURN: Duration = Duration::from_millis(100);
-/// Maximum number of queries of one VM that run or wait for each other, from different scrapes.
+/// Maximum number of running and waiting queries of one VM, from different scrapes.
 const MAX_QUERIES_OF_VM: usize = 2;
 /// Maximum size of a VM's reply, in bytes; sufficient for 256 vCPUs.
 const MAX_REPLY: usize = 2 << 20;
-/// Memory limits for the replies that are kept at the same time, in bytes: of all VMs, of VMs of
-/// the exporter's own user and root, of VMs of all other users, and of VMs of one other user.
+/// Memory limit for the replies of all VMs that are kept at the same time, in bytes.
 const MAX_REPLIES: usize = 76 << 20;
+/// Part of [`MAX_REPLIES`] for the VMs of root and of the exporter's own user.
 const MAX_OWN_REPLIES: usize = 64 << 20;
+/// Part of [`MAX_REPLIES`] for the VMs of all other users.
 const MAX_FOREIGN_REPLIES: usize = 12 << 20;
+/// Part of [`MAX_FOREIGN_REPLIES`] for the VMs of one user.
 const MAX_REPLIES_OF_USER: usize = 4 << 20;
 /// Time limit for the vCPUs to report their guest counters.
 const VIEW_TIME: Duration = Duration::from_millis(500);
-/// Polling interval for these reports.
+/// Interval at which the reports of guest counters are polled.
 const VIEW_LOOK: Duration = Duration::from_millis(2);
 /// Maximum length of a label value from a VM, in bytes.
 const MAX_VALUE: usize = 200;
-/// Maximum numbers of vCPUs of a VM, counters of a vCPU, and event series of a VM.
+/// Maximum number of vCPUs of a VM in the metrics.
 const MAX_VCPUS: usize = 256;
+/// Maximum number of guest counters of a vCPU in the metrics.
 const MAX_COUNTERS: usize = 64;
+/// Maximum number of event series of a VM in the metrics.
 const MAX_EVENTS: usize = 4096;
 /// Maximum number of exit reasons of a vCPU.
 const MAX_KINDS: usize = 64;
@@ -70,7 +75,7 @@ pub struct VmTarget {
     pub label: String,
     /// Path of the control socket.
     pub socket: PathBuf,
-    /// User who owns the directory or the socket.
+    /// User ID of the owner of the socket directory or, for an observer socket, of the socket.
     pub owner: u32,
     /// `true` for an observer socket, which permits counting but no sampling.
     pub observed: bool,
@@ -89,18 +94,18 @@ pub struct VmScrapeResult {
     pub held: Option<ReservedReplyBytes>,
 }
 
-/// A query of a scrape.
+/// Deadline and result channel of a query that a scrape has started.
 struct ScrapeQuery {
     until: Instant,
     tell: Sender<VmScrapeResult>,
 }
 
-/// A VM that scrapes query, with the state kept between scrapes.
+/// A VM that the exporter queries, with the state kept between scrapes.
 struct ScrapedVm {
     target: VmTarget,
     limits: ReplyLimits,
     back_off: ScrapeBackOff,
-    /// Locked by the query in progress.
+    /// State kept between scrapes. The query in progress holds the lock.
     state: Mutex<ScrapedVmState>,
 }
 
@@ -168,11 +173,11 @@ pub struct HostVms {
 }
 
 impl HostVms {
-    /// Creates the set of VMs, which contains all VMs of the host or those with an observer socket
-    /// in `dir`.
+    /// Creates the set of VMs to serve: the VMs with an observer socket in `dir` or, without `dir`,
+    /// all VMs of the host.
     ///
-    /// `events` are counted for each VM. Unless `owners` is empty, only VMs of these users are
-    /// served.
+    /// `events` is the list of events to count for each VM. If `owners` is not empty, only the VMs
+    /// of these users are served.
     pub fn new(events: String, dir: Option<PathBuf>, owners: Vec<u32>) -> Self {
         let shared = ScrapeShared {
             events,
@@ -314,8 +319,8 @@ impl HostVms {
         answered
     }
 
-    /// Starts a query on a new thread. Returns whether the scrape waits for the answer, or `None`
-    /// if the VM is skipped.
+    /// Starts a query of the VM `target` on a new thread. Returns whether the scrape waits for the
+    /// answer, or `None` if the VM is skipped.
     fn start_query(&self, target: &VmTarget, query: ScrapeQuery) -> Option<bool> {
         let (label, now) = (&target.label, Instant::now());
         let mut vms = self.vms.lock().unwrap_or_else(PoisonError::into_inner);
@@ -598,7 +603,7 @@ mod tests {
 
     use super::*;
 
-    /// A VM is queried although more VMs than a scrape queries at the same time do not answer.
+    /// A VM is queried even if more VMs stall than a scrape queries at the same time.
     #[test]
     fn stalled_vms_do_not_exclude_others() {
         let dir = tempfile::tempdir().unwrap();

@@ -31,7 +31,8 @@ impl CpuName {
         Self::of(&vendor, signature)
     }
 
-    /// Decodes family and model from EAX of CPUID leaf 1 in the same way as Linux and perf.
+    /// Creates the name of a processor from its vendor and from `signature`, which is EAX of CPUID
+    /// leaf 1. Decodes family and model in the same way as Linux and perf.
     fn of(vendor: &str, signature: u32) -> Self {
         let (mut family, mut model) = (signature >> 8 & 0xf, signature >> 4 & 0xf);
         if family == 0xf {
@@ -48,9 +49,9 @@ impl CpuName {
         self.0.starts_with("AuthenticAMD-") || self.0.starts_with("HygonGenuine-")
     }
 
-    /// Returns older processors with mostly the same events, the nearest first, for versions of
-    /// perf without a table for this processor. `mapfile.csv` in Linux's `tools/perf/pmu-events`
-    /// lists the processors of the tables.
+    /// Returns older processors with mostly the same events, the nearest first. Their tables are
+    /// used if perf has no table for this processor. `mapfile.csv` in Linux's
+    /// `tools/perf/pmu-events` lists the processors of the tables.
     pub fn relatives(&self) -> Vec<Self> {
         // Model numbers in hexadecimal, as in perf's tables.
         const INTEL: &[(&[&str], &[&str])] = &[
@@ -139,8 +140,9 @@ mod tests {
         );
     }
 
-    /// All relatives of a processor have older tables than the processor, and the newest comes
-    /// first. The order of Intel's tables and their models match `mapfile.csv` in Linux.
+    /// The relatives of a processor have older tables than the processor, and the relative with the
+    /// newest table comes first. The order of Intel's tables and their models match `mapfile.csv`
+    /// in Linux.
     #[test]
     fn relatives_are_of_older_tables() {
         const CLIENTS: &[&[&str]] = &[

@@ -15,9 +15,11 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-/// Maximum number of events, and maximum lengths of a name and a description in bytes.
+/// Maximum number of events.
 const MAX_EVENTS: usize = 20_000;
+/// Maximum length of the name of an event, in bytes.
 const MAX_NAME: usize = 128;
+/// Maximum length of the description of an event, in bytes.
 const MAX_DESCRIPTION: usize = 4096;
 /// Names of the core PMU in different perf versions. On a hybrid processor, this is the PMU of the
 /// performance cores.
@@ -40,8 +42,8 @@ pub struct VendorEvent {
     pub name: String,
     /// Vendor's description of the event.
     pub description: String,
-    /// Selector of the event or, if no selector can express the event, the term that prevents this,
-    /// such as an extra register or another PMU.
+    /// Selector of the event. If no selector can express the event, the error is the term that
+    /// prevents this, such as an extra register or another PMU.
     pub select: Result<EventSelector, String>,
 }
 

@@ -55,8 +55,8 @@ pub enum PerfError {
 pub struct VendorEventTable {
     /// The events, sorted by name.
     pub events: Vec<VendorEvent>,
-    /// Note for the user that perf has no table for the processor, and that the events are those of
-    /// an older processor.
+    /// Note for the user if perf has no table for the processor. The note states that the events
+    /// are those of an older processor.
     pub note: Option<String>,
 }
 
@@ -309,8 +309,9 @@ mod tests {
         "GenuineIntel-6-8E-9".parse().unwrap()
     }
 
-    /// Runs a shell script in place of perf. A newly written executable could fail with ETXTBSY
-    /// while a child of another thread still holds its descriptor.
+    /// Runs a shell script in place of perf. The script is an argument of the shell, because
+    /// executing a newly written file could fail with ETXTBSY while a child of another thread still
+    /// holds its descriptor.
     fn asked(program: &str, patience: Duration) -> Result<Vec<VendorEvent>, PerfError> {
         let dir = tempfile::tempdir().unwrap();
         show_pmu(dir.path(), "cpu", &cpu()).unwrap();

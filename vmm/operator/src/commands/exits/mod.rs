@@ -142,16 +142,16 @@ pub fn exits(args: &ExitsArgs) -> Result<ExitStatus, OperatorCommandError> {
     }
 }
 
-/// A VM whose exits are observed, across all processes to which it moves.
+/// A VM whose exits are observed. The observation continues when the VM moves to another process.
 struct ObservedVm {
     client: Client,
     watch: ExitObserver,
     trace: Result<ExitTrace, TraceError>,
-    /// Exits that were counted in the VM's former processes, before it moved to the current one.
+    /// Exits counted in the processes in which the VM ran before it moved to the current one.
     left: ExitTotals,
-    /// Exits in the current process.
+    /// Exits counted in the VM's current process.
     present: ExitTotals,
-    /// Sum of `left` and `present`.
+    /// Exits counted in all processes of the VM: the sum of `left` and `present`.
     total: ExitTotals,
     /// Maximum durations of exits since the last output.
     longest: ExitMaxima,
@@ -247,7 +247,8 @@ fn show(
     Ok(print(&text)?)
 }
 
-/// Source of a VM's exits: KVM's statistics, opened as events, and the VM's own exit statistics.
+/// Reader of a VM's exits. Reads KVM's statistics, which are opened as events, and the VM's own
+/// exit statistics.
 pub(super) struct ExitObserver {
     statistics: Vec<OpenedEvent>,
     /// Reason KVM's statistics are unavailable.

@@ -52,16 +52,15 @@ fn add(sum: &mut TimedExits, other: &TimedExits) {
     }
 }
 
-/// Exits of a VM from all sources, as of one reading.
+/// Exits of a VM from all sources, read at the same time.
 #[derive(Debug, Default)]
 pub(in super::super) struct ExitReading {
-    /// Exits to user space since the start of the observation. Only the maximum times cover a
-    /// shorter period, the time since the previous reading.
+    /// Exits to user space: counts and times since the start of the observation, and maximum times
+    /// since the previous reading.
     pub(in super::super) ours: Vec<VcpuExits>,
     /// KVM's statistics since the start of the observation.
     pub(in super::super) kvms: Vec<KvmStatistic>,
-    /// Exits timed by KVM's tracepoints. Their counts and maximum times cover the same periods as
-    /// those of `ours`. Empty without tracepoints.
+    /// Exits timed by KVM's tracepoints, for the same periods as `ours`. Empty without tracepoints.
     pub(in super::super) traced: Vec<VcpuExits>,
 }
 
@@ -82,8 +81,8 @@ pub(in super::super) struct ExitTotals {
 }
 
 impl ExitTotals {
-    /// Updates the totals from the reading `seen`, and raises the maxima of the current interval in
-    /// `longest` to those of the reading.
+    /// Updates the totals from the reading `seen`. Raises each maximum of the current interval in
+    /// `longest` to the maximum in the reading.
     pub(in super::super) fn update_from(&mut self, seen: ExitReading, longest: &mut ExitMaxima) {
         now(&mut self.ours, seen.ours, &mut longest.ours);
         now(&mut self.traced, seen.traced, &mut longest.traced);
@@ -91,7 +90,8 @@ impl ExitTotals {
         self.kvms = kvms.map(|of| ((Some(of.vcpu), of.name), of.count)).collect();
     }
 
-    /// Returns the exits since the totals `before`. `longest` contains the maxima of this interval.
+    /// Returns the exits since the earlier totals `before`, with the maximum durations in
+    /// `longest`.
     pub(in super::super) fn difference_since(&self, before: &Self, longest: &ExitMaxima) -> Self {
         let kvms = self.kvms.iter().map(|(key, now)| {
             let before = before.kvms.get(key).copied().unwrap_or_default();
@@ -244,8 +244,8 @@ pub(super) mod tests {
         assert_eq!(ExitTotals::default().plus(&sum), sum);
     }
 
-    /// The maximum of an interval covers all readings of the interval, and the total has the
-    /// overall maximum.
+    /// An interval has the maximum duration of its own readings. The total has the maximum of the
+    /// whole observation.
     #[test]
     fn interval_maxima_are_independent() {
         let (mut total, mut longest) = (ExitTotals::default(), ExitMaxima::default());

@@ -12,7 +12,8 @@ use control_api::events::format::thousands;
 /// exits.
 const ALL_EXITS: &str = "exits";
 
-/// Formats all tables. `when` names the period that they cover, and `length` is its duration.
+/// Formats the exits as text tables. `when` describes the period that the tables cover, and
+/// `length` is the duration of this period.
 pub(super) fn text(exits: &ExitTotals, when: &str, length: Duration) -> String {
     let mut out = format!("\n {when}\n\n");
     timed_table(&mut out, "exits to Perfvisor", &exits.ours, length);
@@ -61,7 +62,7 @@ fn per_vcpu(keys: Option<Option<u32>>) -> &'static str {
     }
 }
 
-/// Formats a table of timed exits with a total.
+/// Appends a table of timed exits, with a row for their total, to `out`.
 fn timed_table(out: &mut String, title: &str, exits: &TimedExits, length: Duration) {
     let rows = sorted(exits);
     let (count, time_ns) = rows.iter().fold((0, 0), |(count, time), (_, _, of)| {
@@ -127,8 +128,8 @@ fn share(part: u64, of: u64) -> String {
     }
 }
 
-/// Formats the time `ns` of the exits `of` in microseconds, if at least one of these exits was
-/// timed.
+/// Formats a duration of the exits `of`, in microseconds. The text is `-` if `ns` is `None` or no
+/// exit was timed.
 fn timed(of: &ExitTotal, ns: Option<u64>) -> String {
     match ns {
         Some(ns) if of.timed > 0 => format!("{:.2}", ns as f64 / 1e3),

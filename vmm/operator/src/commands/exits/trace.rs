@@ -29,14 +29,15 @@ const MAX_FORMAT_BYTES: usize = 256 << 10;
 /// Maximum number of distinct exit reasons. A kernel has about one hundred.
 const MAX_REASONS: usize = 1024;
 
-/// `PERF_RECORD_LOST` and `PERF_RECORD_SAMPLE` (linux/perf_event.h).
+/// Record type `PERF_RECORD_LOST` (linux/perf_event.h).
 const LOST: u32 = 2;
+/// Record type `PERF_RECORD_SAMPLE` (linux/perf_event.h).
 const SAMPLE: u32 = 9;
 
 /// Names of exit reasons by number.
 type ReasonNames = BTreeMap<u32, String>;
 
-/// The format of the two tracepoints on the running kernel.
+/// IDs and record formats of the tracepoints `kvm_exit` and `kvm_entry` on the running kernel.
 #[derive(Debug, PartialEq, Eq)]
 struct ExitTracepoints {
     exit: u64,
@@ -55,8 +56,8 @@ struct ExitTracepoints {
 struct ThreadExits {
     /// Exit statistics by virtualization instruction set (VT-x or AMD-V) and exit reason.
     exits: BTreeMap<(u32, u32), ExitsOfReason>,
-    /// Start time, instruction set and reason of the exit that is being handled; `None` while the
-    /// vCPU runs the guest.
+    /// Exit that is being handled: start time, instruction set and reason. `None` while the vCPU
+    /// runs the guest.
     outside: Option<(u64, (u32, u32))>,
     lost: u64,
 }
@@ -157,7 +158,7 @@ impl ExitTrace {
         Ok(())
     }
 
-    /// Reads the rings, so that they do not overflow.
+    /// Reads new records from the vCPUs' rings. Must be called before the rings overflow.
     pub(super) fn drain(&mut self) {
         for vcpu in self.vcpus.values_mut() {
             for _ in 0..MAX_RECORDS {
@@ -335,8 +336,8 @@ impl ExitTracepoints {
         Self::parse(exit, entry, &read("kvm_exit/format")?).ok_or(TraceError::Format)
     }
 
-    /// Describes the tracepoints with the IDs `exit` and `entry`. Returns `None` if `format`, the
-    /// `format` file of `kvm_exit`, lacks a required field.
+    /// Creates the description of the tracepoints with the IDs `exit` and `entry` from `format`,
+    /// which is the `format` file of `kvm_exit`. Returns `None` if the file lacks a required field.
     fn parse(exit: u64, entry: u64, format: &str) -> Option<Self> {
         let format = format.get(..format.len().min(MAX_FORMAT_BYTES))?;
         let mut names = format
@@ -395,8 +396,8 @@ fn parse_names(table: &str) -> ReasonNames {
         .collect()
 }
 
-/// Parses a number of a reason table, such as `-1`, or a sum that macro expansion leaves in the
-/// table, such as `(0x040 + 14)`.
+/// Parses a number in a table of exit reasons, such as `-1`. Also accepts a sum such as `(0x040 +
+/// 14)`, which macro expansion leaves in the table.
 fn parse_number(text: &str) -> Option<u32> {
     let text = text.replace(['(', ')', ' '], "");
     if let Some(below) = text.strip_prefix('-') {
@@ -479,7 +480,7 @@ mod tests {
         body
     }
 
-    /// An exit lasts until the next entry; an exit without a recorded entry is counted but not
+    /// An exit lasts until the next entry. An exit whose entry was not recorded is counted but not
     /// timed.
     #[test]
     fn exit_duration_ends_at_next_entry() {

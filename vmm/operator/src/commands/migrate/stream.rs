@@ -25,7 +25,7 @@ use snapshot::stream::{
 
 use super::super::snapshot::{SnapshotCommandError, pause, read_metadata, read_state};
 
-/// Maximum number of rounds while the guest runs.
+/// Maximum number of rounds in which memory is sent while the guest runs.
 const MAX_ROUNDS: u32 = 30;
 /// Timeout for receiving a message from the destination, and for sending one.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -101,7 +101,7 @@ pub struct DowntimeLimit {
     pub force: bool,
 }
 
-/// A VM that has been sent.
+/// Result of sending a VM to another process.
 #[derive(Debug)]
 pub struct MigrationReport {
     /// The destination process, in which the VM now runs.
@@ -114,7 +114,8 @@ pub struct MigrationReport {
     pub duration: Duration,
     /// Time during which the VM was paused.
     pub downtime: Duration,
-    /// Error of the request to terminate the source process. The VM runs at the destination.
+    /// Error of the request to terminate the source process, if it failed. The VM nevertheless runs
+    /// at the destination.
     pub left_over: Option<ClientError>,
 }
 
@@ -163,8 +164,8 @@ impl<'s> Destination<'s> {
         }
     }
 
-    /// Returns an error if the destination has sent a message or closed the connection during a
-    /// round, in which it must only receive.
+    /// Checks that the destination only receives. Returns an error if the destination has sent a
+    /// message or closed the connection, which it must not do during a round.
     fn check_waits(&mut self) -> Result<(), SendVmError> {
         let mut fds = [PollFd::new(self.socket, PollFlags::IN)];
         if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
@@ -226,8 +227,8 @@ pub fn send_vm(
     })
 }
 
-/// Requests the destination to run the VM. If the request cannot be sent, or the destination
-/// reports a failure, the VM does not run at the destination.
+/// Requests the destination to run the VM. The VM does not run at the destination if the request
+/// cannot be sent or the destination reports a failure.
 fn run(to: &mut Destination<'_>, paused: bool) -> Result<MigrationDestination, SendFailure> {
     to.flush()?;
     // Bypass the buffer, which would be written again on drop. After an error, the destination
@@ -266,12 +267,11 @@ fn introduce(client: &mut Client, to: &mut Destination<'_>) -> Result<u64, SendV
     Ok(start.memory_bytes)
 }
 
-/// Sends rounds of memory while the guest runs, until one is short enough. Returns the number of
-/// rounds and the number of bytes.
+/// Sends rounds of memory while the guest runs, until one round is short enough. Returns the number
+/// of rounds and the number of bytes.
 ///
-/// Pages written during a round are sent in the next one. The duration of the last round is the
-/// estimate for the next one. If the rounds become shorter, the next round takes less time than
-/// this estimate.
+/// Pages written during a round are sent in the next round. The duration of the last round is used
+/// as the estimate for the next round, which takes less time if the rounds become shorter.
 fn send_rounds(
     client: &mut Client,
     to: &mut Destination<'_>,
@@ -332,8 +332,8 @@ fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) 
     Ok(sent)
 }
 
-/// Checks a piece of memory. Returns the number of bytes in the file of the piece, or `None` if the
-/// piece is invalid.
+/// Checks a piece of memory that a VM has sent. Returns the number of bytes in the file of the
+/// piece, or `None` if the piece is invalid.
 fn check_piece(piece: &MigrationPiece, offset: u64, memory_bytes: u64) -> Option<u64> {
     let mut ranges = piece.pages.iter().chain(&piece.zeros);
     let fits = ranges.all(|(start, bytes)| {
@@ -381,8 +381,8 @@ mod tests {
         assert_eq!(check(&[], &[(0, 4096)], 4 << 20), None);
     }
 
-    /// The source resumes the VM only if the run request cannot have reached the destination or the
-    /// destination rejects it.
+    /// The VM continues at the source only if the destination cannot have received the request to
+    /// run the VM, or has rejected the request.
     #[test]
     fn vm_goes_on_only_if_the_other_side_cannot_run_it() {
         let outcome = |answer: &dyn Fn(UnixStream)| {

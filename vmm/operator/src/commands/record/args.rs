@@ -25,10 +25,11 @@ use perf_core::branch::MAX_BRANCH_DEPTH;
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
 /// Default sampling frequency with branch stacks, in Hz.
 const DEFAULT_BRANCH_HZ: u64 = 100;
-/// Default frequency of samples that stop the vCPU, in Hz. At 65 µs each, they take about 0.3 % of
-/// its time.
+/// Default frequency of samples that stop the vCPU, in Hz. Each such sample takes about 65 µs, so
+/// these samples take about 0.3 % of the vCPU's time.
 const DEFAULT_CHAINS_HZ: u64 = 50;
-/// Default number of samples for each sample that stops the vCPU, if a sampling period is given.
+/// Default number of samples per sample that stops the vCPU, for a recording with a sampling
+/// period.
 const DEFAULT_CHAIN_EVERY: u32 = 20;
 
 /// Default size of the user stack copy in a sample, in bytes, as in perf.

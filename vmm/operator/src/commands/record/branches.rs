@@ -60,7 +60,7 @@ impl FromStr for BranchFilterArg {
 #[error("must be a percentage between 0.1% and 100%")]
 pub struct ParseBranchOverheadError;
 
-/// Maximum overhead of branch stacks, in thousandths.
+/// Maximum share of the vCPUs' time that recording branch stacks may take, in thousandths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BranchOverhead(u32);
 
@@ -102,13 +102,13 @@ pub(super) struct BranchTotals {
     branches: u64,
     /// Number of stacks with fewer branches than requested.
     truncated: u64,
-    /// Time during which the vCPUs were single-stepped, in nanoseconds.
+    /// Total time for which samples stopped and single-stepped the vCPUs, in nanoseconds.
     stepped_ns: u64,
 }
 
 impl BranchTotals {
     /// Adds a sample with `branches` branches to the statistics. `held_ns` is the time for which
-    /// the vCPU was stopped for the sample before this one, in nanoseconds.
+    /// the previous sample stopped the vCPU, in nanoseconds.
     pub(super) fn add(&mut self, stacks: BranchStacks, branches: usize, held_ns: u32) {
         self.stacks += 1;
         self.branches += branches as u64;

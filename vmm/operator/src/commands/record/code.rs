@@ -25,14 +25,14 @@ use perf_core::record::UserRegsAndStack;
 const MAX_PROCESSES: usize = 4096;
 /// Maximum size of cached symbols and tables, in bytes.
 const MAX_BYTES: usize = 1 << 30;
-/// Minimum interval between requests for the mappings of a process, which are made when a sample
+/// Minimum interval between requests for the mappings of a process. A request is made when a sample
 /// falls outside the known mappings.
 const MIN_REMAP_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of requests for the mappings of one process.
 const MAX_REMAPS: u32 = 64;
-/// Minimum mean interval between requests to the VM, and the maximum time by which a burst of
-/// requests may be ahead of this rate.
+/// Minimum mean interval between requests to the VM.
 const REQUEST_INTERVAL: Duration = Duration::from_micros(1500);
+/// Maximum time by which a burst of requests may be ahead of the mean rate.
 const MAX_REQUEST_BURST: Duration = Duration::from_millis(200);
 /// Maximum number of frames in a user stack.
 const MAX_FRAMES: usize = 127;
@@ -48,8 +48,8 @@ struct ProcessMappings {
 /// Cache of the mappings, symbols and unwind tables of the guest's programs.
 pub(super) struct ProgramCache {
     source: Option<PacedClient>,
-    /// Guest files, if the user specified their location. They contain data that may not be
-    /// resident in memory.
+    /// The guest's files, if the user specified their location. Unlike guest memory, the files also
+    /// contain data that is not resident.
     files: Option<GuestFiles>,
     unwinds: bool,
     unwinder: Unwinder,
@@ -121,8 +121,8 @@ impl PacedClient {
 }
 
 impl ProgramCache {
-    /// Creates the cache of a VM's programs. `client` is a connection to the VM that nothing else
-    /// uses. `unwinds` enables unwind tables.
+    /// Creates the cache of a VM's programs. `client` is a connection to the VM for the exclusive
+    /// use of the cache. `unwinds` enables unwind tables.
     pub(super) fn new(client: Result<Client, ClientError>, files: Option<GuestFiles>, unwinds: bool) -> Self {
         let source = match client {
             Ok(client) => Some(PacedClient {
@@ -340,8 +340,8 @@ impl ProgramCache {
     }
 }
 
-/// Reads the module from its file, unless the file's build ID is known to differ from that of the
-/// mapping.
+/// Loads the module of `mapping` from its file in the guest. Returns `None` if the file is
+/// unreadable, or its build ID is known to differ from that of the mapping.
 fn of_file(files: &mut GuestFiles, mapping: &CodeMapping, unwinds: bool) -> Option<LoadedModule> {
     mapping.base?;
     if !mapping.path.starts_with('/') || mapping.path.starts_with("//") {

@@ -273,8 +273,9 @@ impl RecordingSchedule {
         self.end.is_some_and(|end| Instant::now() >= end)
     }
 
-    /// Returns the time at which the recording must wake up next: at `look`, or earlier for its
-    /// scheduled start or end. If `listens` is set, it also wakes up to poll the control pipe.
+    /// Returns the time at which the recording must wake up next. This is the earliest of `look`,
+    /// the scheduled start and end of the recording and, if `listens` is set, the next poll of the
+    /// control pipe.
     fn next(&self, look: Instant, listens: bool) -> Instant {
         let listen = listens.then(|| Instant::now() + CONTROL_POLL_INTERVAL);
         [listen, self.begin, self.end]
@@ -331,9 +332,9 @@ struct SampleStreams {
     lanes: Vec<SampledEvent>,
     /// Context switches of the vCPU threads on the host (`--switch-events`).
     switches: Vec<VcpuSwitches>,
-    /// Preemptions of vCPUs that have been removed.
+    /// Number and duration of the preemptions of vCPUs that have been removed.
     stolen: StolenTime,
-    /// Index of each event in `lanes`, by stream ID.
+    /// Index in `lanes` of each event that the host kernel also samples, by stream ID.
     by_stream: HashMap<u64, usize>,
     /// Sample statistics of the VM's former processes, from which it has moved.
     left: Option<SampleTotals>,
@@ -400,8 +401,8 @@ impl SampleStreams {
         Ok(())
     }
 
-    /// Maps the rings of events. Returns the reason if the host kernel cannot sample some of the
-    /// events.
+    /// Maps the rings of newly opened events. If the host kernel cannot sample some of the events,
+    /// returns the reason.
     fn add(
         &mut self,
         client: &mut Client,
@@ -555,8 +556,8 @@ impl SampleStreams {
         })
     }
 
-    /// Writes the host kernel samples whose task is known at `now_ns`, the current time of the
-    /// host's monotonic clock.
+    /// Writes the host kernel samples whose guest task is known. `now_ns` is the current time of
+    /// the host's monotonic clock, in nanoseconds.
     fn settle(&mut self, now_ns: u64, recording: &mut Recording) -> Result<(), RecordError> {
         for lane in &mut self.lanes {
             let mut written = Ok(());
@@ -571,8 +572,8 @@ impl SampleStreams {
         Ok(())
     }
 
-    /// Sets the number of samples per VM sample for each event that the host kernel also samples,
-    /// depending on how well the host kernel's samples cover the guest. Fails if the VM has
+    /// Sets how often the VM takes a full sample of each event that the host kernel also samples.
+    /// The ratio depends on how well the host kernel's samples cover the guest. Fails if the VM has
     /// terminated.
     fn adjust_sampling(&mut self, client: &mut Client) -> Result<(), ClientError> {
         for lane in &mut self.lanes {
@@ -605,7 +606,7 @@ impl SampleStreams {
     }
 }
 
-/// Writes a sample that the VM has taken.
+/// Writes a full sample, which the VM has taken.
 fn full(
     sample: &RingSample<'_>,
     merge: Option<&mut SampleMerger>,

@@ -1,4 +1,4 @@
-//! Symbols for the addresses of a recording, stored in its file.
+//! Symbols of the recorded addresses, which are stored in the recording file.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io::{self, Write};
@@ -20,7 +20,7 @@ use kernel_images::symbols::KernelSymbols;
 
 /// Maximum number of program files that are copied to perf's build ID directory.
 const MAX_PROGRAMS: usize = 1024;
-/// Maximum number of distinct addresses with symbols in the file.
+/// Maximum number of distinct addresses whose symbols are stored in the recording file.
 const MAX_ADDRESSES: usize = 1 << 20;
 
 /// Symbols of guest addresses, from the files specified by the user and otherwise from the VM.
@@ -30,15 +30,15 @@ pub(super) struct RecordedSymbols {
     build_id: Option<BuildId>,
     /// Release of the running kernel, if known.
     pub(super) release: String,
-    /// `true` if the guest has a single address space, so that the kernel's symbols cover all
+    /// `true` if the guest has a single address space. The kernel's symbols then cover all
     /// addresses.
     flat: bool,
     mount: Option<GuestSymbols>,
     /// Addresses to symbolize, by process ID; `None` for the kernel.
     addresses: HashSet<(Option<u32>, u64)>,
-    /// Functions in guest memory by process ID and address.
+    /// Functions found in guest memory, by process ID and start address.
     exported: BTreeMap<(u32, u64), SavedSymbol>,
-    /// Process IDs and start addresses of exported functions without a name.
+    /// Process IDs and start addresses of the functions in `exported` that have no exported name.
     unnamed: BTreeSet<(u32, u64)>,
 }
 
@@ -76,8 +76,9 @@ impl RecordedSymbols {
 
     /// Returns whether `address` is in user space.
     ///
-    /// `user` is `true` if the host kernel reported the user privilege level. This level can be
-    /// stale on emulated AMD-V, so for a known kernel, the address decides.
+    /// `user` is `true` if the host kernel reported the user privilege level. Because the reported
+    /// level can be stale on emulated AMD-V, only the address decides if the guest's kernel is
+    /// known.
     pub(super) fn is_user(&self, address: u64, user: bool) -> bool {
         if self.flat || self.kernel.is_none() {
             user
@@ -138,7 +139,7 @@ impl RecordedSymbols {
         self.addresses.len() < MAX_ADDRESSES && self.addresses.insert((pid, address))
     }
 
-    /// Returns whether the guest has a single address space, so that the kernel's symbols cover all
+    /// Returns whether the guest has a single address space. The kernel's symbols then cover all
     /// addresses.
     pub(super) fn is_flat(&self) -> bool {
         self.flat
@@ -155,7 +156,7 @@ impl RecordedSymbols {
         }
     }
 
-    /// Returns the symbols of the addresses recorded since the previous call, without duplicates.
+    /// Returns the symbols of the addresses noted since the previous call, without duplicates.
     /// `mapped` contains the mappings of the processes.
     pub(super) fn take_saved(&mut self, mapped: &Profile) -> Vec<SavedSymbol> {
         let mut saved: BTreeMap<(Option<u32>, u64), SavedSymbol> = BTreeMap::new();

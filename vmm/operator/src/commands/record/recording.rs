@@ -34,11 +34,11 @@ use guest_profile::sample::SampleData;
 use guest_profile::unwind::{CONTEXT_GUEST_KERNEL, CONTEXT_GUEST_USER, UnwindStop, UnwindStopReasons};
 use kernel_images::build_id::BuildId;
 
-/// Maximum number of distinct tasks.
+/// Maximum number of distinct tasks in a recording.
 const MAX_TASKS: usize = 1 << 16;
-/// Maximum number of distinct mappings.
+/// Maximum number of distinct mappings in a recording.
 const MAX_MAPPINGS: usize = 1 << 16;
-/// Minimum value of a context marker in a call chain.
+/// Minimum value that marks a context in a call chain (`PERF_CONTEXT_MAX`). Addresses are smaller.
 const CONTEXT_MAX: u64 = (-4095i64).cast_unsigned();
 
 /// A recording in progress.
@@ -59,7 +59,7 @@ pub(super) struct Recording {
     first_id: u64,
     /// Process IDs and names of the tasks by thread ID.
     tasks: HashMap<u32, (u32, [u8; 16])>,
-    /// Mappings written so far, for symbolization.
+    /// Profile that contains the mappings written so far, for symbolization.
     mapped: Profile,
     known: HashSet<(u32, u64, u64, u64)>,
     chain: Vec<u64>,
@@ -71,7 +71,8 @@ pub(super) struct Recording {
     /// Time of the last VM sample by stream ID.
     last_full_ns: HashMap<u64, u64>,
     with_chain: u64,
-    /// Number of samples for which the VMM stopped the vCPU, and the total duration in nanoseconds.
+    /// Number of samples for which the VMM stopped the vCPU, and total duration of these stops in
+    /// nanoseconds.
     held: (u64, u64),
     /// Number of call chains truncated by a limit.
     cut_short: u64,
@@ -80,7 +81,7 @@ pub(super) struct Recording {
     damaged: u64,
     /// Offset from the sample clock to the clock of the file, in nanoseconds.
     clock_offset_ns: u64,
-    /// Build ID directory of perf, unless the symbols are not to be stored there.
+    /// Build ID directory in which perf finds symbols; `None` if no symbols are stored there.
     for_perf: Option<BuildIdDir>,
 }
 
@@ -261,7 +262,7 @@ impl Recording {
         self.branch_totals
     }
 
-    /// Writes a sample of the host kernel, attributed to the task `whose`.
+    /// Writes a sample of the host kernel. `whose` is the guest task that was running, if known.
     pub(super) fn light(
         &mut self,
         vcpu: u32,
@@ -348,8 +349,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Records the addresses of the chain for symbolization. For a return address, the byte before
-    /// it is looked up.
+    /// Records the addresses of the current call chain for symbolization. For a return address,
+    /// records the address of the byte before it, which belongs to the call.
     fn note_chain(&mut self, mut kernel: bool, pid: u32) {
         let mut first = true;
         for at in 0..self.chain.len() {
@@ -402,9 +403,8 @@ impl Recording {
         self.damaged += 1;
     }
 
-    /// Updates the file header if samples were written, so that they are kept if the recorder is
-    /// killed. Called after each drain: the update costs only three system calls, and the samples
-    /// written since the last update would be lost.
+    /// Updates the file header, which keeps the samples written so far if the recorder is killed.
+    /// Called after each drain, because an update costs only three system calls.
     pub(super) fn keep(&mut self) -> Result<(), RecordError> {
         self.writer.checkpoint().map_err(RecordError::Write)
     }
@@ -438,7 +438,7 @@ impl Recording {
     }
 
     /// Stores the symbols and programs of the current file where perf finds them. Returns the
-    /// symbols of the addresses in this file.
+    /// symbols of the addresses in the file.
     fn symbols_of_file(&mut self, args: &RecordArgs) -> Vec<SavedSymbol> {
         if !args.as_host
             && let Err(e) = self
@@ -589,7 +589,7 @@ impl Recording {
     }
 }
 
-/// Creates a file with the header and the kernel's mapping.
+/// Creates a recording file with the header and the mapping of the kernel.
 fn new_writer(
     path: &Path,
     (meta, events): &(ProfileMetadata, Vec<EventInfo>),

@@ -62,7 +62,7 @@ pub enum ControlCommand {
     Ping,
 }
 
-/// Errors of opening the pipes.
+/// Errors of opening the pipes of `--control`.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordingControlError {
     #[error("--control: {}", path.display())]

@@ -1,4 +1,4 @@
-//! Context switches of the vCPUs' threads on the host (`--switch-events`).
+//! Reads the context switches of the vCPUs' threads on the host (`--switch-events`).
 
 use std::fmt;
 use std::fs::File;

@@ -13,15 +13,14 @@ use super::StatArgs;
 /// The events of a measurement with their readings.
 #[derive(Debug)]
 pub(super) struct CountedEvents {
-    /// Events opened in the current and in all former processes of the VM. Their handles are unique
-    /// across these processes.
+    /// Events opened in the VM's current process and in its former processes, each with a unique
+    /// handle.
     opened: Vec<OpenedEvent>,
     /// Final readings in the VM's former processes, from which it has moved.
     left: Vec<EventReading>,
     /// `left`, followed by the last readings in the current process.
     readings: Vec<EventReading>,
-    /// Number that is added to the handle of an event in the current process to get its handle in
-    /// `opened`.
+    /// Number to add to an event handle of the current process to get the handle in `opened`.
     first_handle: u32,
     read_at: Instant,
 }

@@ -65,8 +65,8 @@ fn interval_metrics(at: Duration, length: Duration, totals: &[Total], args: &Sta
     out
 }
 
-/// Returns the label of a line for one vCPU. With `--per-vcpu`, an event of the whole VM has the
-/// label `VM`.
+/// Returns the label of an output line: the vCPU of `total` or, with `--per-vcpu`, `VM` for an
+/// event of the whole VM.
 fn whose(total: &Total, args: &StatArgs) -> Option<String> {
     let whole = args.per_vcpu.then(|| "VM".to_owned());
     total.vcpu.map(|v| format!("VCPU{v}")).or(whole)
@@ -224,8 +224,8 @@ fn elapsed_line(seconds: f64, error_percent: Option<f64>) -> String {
     }
 }
 
-/// Returns the comment that follows `#` in a line: the metric that perf would print, or the
-/// mechanism that counted the event (backing) if that is not the PMU.
+/// Returns the comment that follows `#` in the line of an event: a note if the count is an estimate
+/// or derived from a clock, and otherwise the metric that perf would print.
 fn note(total: &Total, all: &[Total], seconds: f64) -> Option<String> {
     if !matches!(total.counted, CountResult::Value { .. }) {
         return None;

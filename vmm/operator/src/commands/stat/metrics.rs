@@ -38,7 +38,7 @@ pub(super) struct Metric {
 }
 
 impl Metric {
-    /// Returns the heading of the metric in a row of metrics, which is its unit, preceded by
+    /// Returns the heading of the metric in a row of metrics: the unit of the metric, preceded by
     /// `event` if the unit does not name the event. Returns `None` for rates, which perf omits from
     /// rows of metrics.
     fn heading(&self, event: &str) -> Option<String> {
@@ -58,7 +58,7 @@ impl Metric {
     }
 }
 
-/// Splits an event name into the name that perf prints and the modifiers with their colon.
+/// Splits an event name into the name that perf prints and the modifiers, which start with a colon.
 fn split_modifiers(name: &str) -> (&str, &str) {
     let (plain, modifiers) = name.split_at(name.find(':').unwrap_or(name.len()));
     let plain = match plain {
@@ -106,8 +106,8 @@ impl MetricOperand {
     }
 }
 
-/// Returns the metric that perf derives for `total`, if the two counts from which it is derived
-/// exist.
+/// Returns the metric that perf derives from `total` and another count in `all`, or `None` if the
+/// other count is missing.
 pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metric> {
     let (name, modifiers) = split_modifiers(&total.name);
     let own = MetricOperand::of(total)?;
@@ -165,7 +165,7 @@ pub(super) fn derived(total: &Total, all: &[Total], seconds: f64) -> Option<Metr
     }
 }
 
-/// A row of `--metric-only`, with the metrics of one vCPU or of all vCPUs, and their headings.
+/// A row of `--metric-only` output: the metrics of one vCPU or of all vCPUs, with their headings.
 pub(super) struct MetricRow {
     pub(super) vcpu: Option<u32>,
     metrics: Vec<(String, Metric)>,
@@ -232,7 +232,8 @@ impl MetricRow {
         (headings.join(separator), numbers.join(separator))
     }
 
-    /// Formats the metrics by name as JSON, with the names of the estimates.
+    /// Formats the row as a JSON object with the values of the metrics and the names of those that
+    /// are estimates.
     pub(super) fn json(&self, at_s: Option<f64>) -> Value {
         let mut object = Map::new();
         if let Some(at) = at_s {
@@ -258,11 +259,11 @@ impl MetricRow {
     }
 }
 
-/// Footnote of a table with estimates.
+/// Footnote of a table that contains estimates.
 pub(super) const ESTIMATES: &str =
     "~ an estimate: an event was not on all the time, or guest time x TSC frequency stands for cycles";
 
-/// Message if no metric can be derived.
+/// Message printed if no metric can be derived.
 pub(super) const NONE: &str = "nothing can be derived: it takes task-clock, cycles and instructions, or misses and what they are a share of";
 
 #[cfg(test)]
@@ -338,7 +339,8 @@ mod tests {
         assert_eq!(derived(&all[2], &all, 2.0).unwrap().unit, "insn per cycle");
     }
 
-    /// Rows of metrics omit rates, and a heading names the event unless perf's unit names it.
+    /// A row of metrics omits rates. The heading of a metric contains the event name unless perf's
+    /// unit contains it.
     #[test]
     fn metric_row_matches_perf() {
         let rows = rows(&totals(), 2.0);

@@ -112,12 +112,13 @@ pub(super) fn replay(args: &StatArgs, directory: &Path, signals: &StopSignals) -
 /// Share of the time in which each event group was counted, by index of the group.
 type GroupShares = BTreeMap<usize, f64>;
 
-/// Measures `groups` event groups in passes, so that each group is counted all the time in one of
-/// the passes. Returns each pass with the groups whose counts are to be taken from it.
+/// Measures event groups in passes until each group has been counted all the time in one pass.
+/// Returns each pass with the indices of the groups whose counts are taken from it.
 ///
-/// `measure` runs a pass with the given groups. It returns the pass, and the share of time in which
-/// each of these groups was counted, except groups that cannot be counted. If a group is not
-/// counted all the time even in a pass of its own, its counts in that pass are used.
+/// `groups` is the number of groups. `measure` runs a pass with the groups of the given indices. It
+/// returns the pass and, for each group that can be counted, the share of time in which the group
+/// was counted. A group that is not counted all the time even in a pass of its own keeps the counts
+/// from that pass.
 fn cover<P, E>(
     groups: usize,
     mut measure: impl FnMut(&[usize]) -> Result<(P, GroupShares), E>,
@@ -146,9 +147,9 @@ fn cover<P, E>(
     Ok(passes)
 }
 
-/// Returns the number of groups for the next pass, after a pass in which `incomplete` groups shared
-/// `slots` counters of the PMU by multiplexing. The number decreases with each such pass, which
-/// bounds the number of passes.
+/// Returns the number of groups for the next pass. In the previous pass, `incomplete` groups shared
+/// `slots` counters of the PMU by multiplexing. The result is at least 1 and otherwise less than
+/// `incomplete`, which bounds the number of passes.
 fn groups_per_pass(slots: f64, incomplete: usize) -> usize {
     let most = incomplete.saturating_sub(1).max(1);
     (1..=most).rev().find(|&n| n as f64 <= slots).unwrap_or(1)
@@ -166,17 +167,17 @@ struct Replay<'a> {
     signals: &'a StopSignals,
 }
 
-/// Events of one pass and their final readings. Event indices refer to the list of all events, not
-/// only to those of this pass.
+/// Events of one pass and their final readings. An event index is a position in the list of the
+/// events of all passes.
 struct Pass {
     opened: Vec<OpenedEvent>,
     readings: Vec<EventReading>,
-    /// Group of each event, by the index of the event in the list of all events.
+    /// Index of each event's group, by the index of the event.
     group_of: BTreeMap<u32, usize>,
     window: Duration,
 }
 
-/// The passes that together count every event once.
+/// One run of a measurement, whose passes together count every event once.
 #[derive(Default)]
 struct Run {
     opened: Vec<OpenedEvent>,
@@ -238,8 +239,8 @@ impl Pass {
 }
 
 impl Replay<'_> {
-    /// Restores the snapshot, lets the guest run for the window, and counts the groups with the
-    /// indices `now` in `groups`.
+    /// Performs a pass: restores the snapshot, lets the guest run for the window, and counts the
+    /// groups whose indices are in `now`.
     fn pass(&self, groups: &[(&str, usize)], now: &[usize]) -> Result<Pass, ReplayError> {
         let is_exact = self.args.backing.is_some();
         let mut vm = RestoredVm::start(self.directory, is_exact)?;
@@ -363,8 +364,8 @@ impl RestoredVm {
         }
     }
 
-    /// Logs a warning if the VM has lost track of single steps, because their instructions are not
-    /// counted.
+    /// Logs a warning if the VM lost track of the guest during single steps, because the
+    /// instructions of these steps are not counted.
     fn report_lost_steps(&mut self) -> Result<(), ReplayError> {
         let counts: Vec<VcpuCounts> = self.client.call(request::Counts)?;
         let lost: u64 = counts.iter().map(|vcpu| vcpu.steps_lost).sum();

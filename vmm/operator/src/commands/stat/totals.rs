@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use control_api::events::format::{CountResult, CountUncertainty, CountUnit, mean_and_error, rounded};
 use control_api::protocol::{EventReading, OpenedEvent};
 
-/// Count of an event on one vCPU, or summed over all vCPUs.
+/// Count of an event for one line of output, on one vCPU or summed over all vCPUs.
 #[derive(Clone, Debug)]
 pub(super) struct Total {
     pub(super) name: String,
@@ -19,13 +19,14 @@ pub(super) struct Total {
     pub(super) estimate: bool,
 }
 
-/// Position of the event in the list, and the vCPU; `None` for the sum over all vCPUs.
+/// Key of a [`Total`]: the position of the event in the list, and the vCPU (`None` for the sum over
+/// all vCPUs).
 type TotalKey = (u32, Option<u32>);
-/// Events with their counts that contribute to one row of the output.
+/// Counts that are summed in one row of output, each with its event.
 type Parts<'o> = Vec<(&'o OpenedEvent, VcpuCount)>;
 
-/// Returns the counts of events at the readings `now` or, with the readings `before`, the counts
-/// since then. The counts are per vCPU or summed over all vCPUs.
+/// Returns the counts of the events `opened` in the readings `now`. If earlier readings `before`
+/// are given, returns the counts since then. The counts are per vCPU or summed over all vCPUs.
 pub(super) fn totals(
     opened: &[OpenedEvent],
     now: &[EventReading],
@@ -75,8 +76,8 @@ enum VcpuCount {
         running_ns: u64,
         standard_error: Option<f64>,
         bound: Option<f64>,
-        /// `true` if the count covers an interval only. Its uncertainty is then unknown, because
-        /// the VM reports the uncertainty of the whole measurement only.
+        /// `true` if the count covers one interval only. Its uncertainty is then not displayed,
+        /// because the VM reports only the uncertainty of the whole measurement.
         interval: bool,
     },
 }
@@ -94,7 +95,8 @@ impl VcpuCount {
     }
 }
 
-/// Returns the sum over vCPUs, or the reason there is none if one of them was not counted.
+/// Returns the sum of the counts of several vCPUs and its uncertainty. If a vCPU has no count,
+/// returns the reason instead.
 fn sum<'p>(parts: impl Iterator<Item = &'p VcpuCount>) -> (CountResult, CountUncertainty) {
     let (mut count, mut enabled, mut running) = (0u64, 0u64, 0u64);
     let (mut variance, mut within, mut intervals) = (Some(0.0), Some(0.0), false);
@@ -267,8 +269,8 @@ mod tests {
         assert!((sums[0].doubt.error().unwrap() - 1.5).abs() < 1e-9);
     }
 
-    /// If the count of one vCPU has no standard error, the sum has the sum of all bounds as its
-    /// bound, or no error if a bound is unknown.
+    /// If the count of one vCPU has no standard error, the uncertainty of the sum is the sum of all
+    /// bounds. If a bound is missing too, the uncertainty is unknown.
     #[test]
     fn sum_without_known_error_has_none() {
         let events = [opened(0, 0, Some(0)), opened(0, 1, Some(1))];

@@ -28,11 +28,11 @@ use guest_profile::sample::SampleData;
 const COUNTED: &str = "task-clock,steal-ns,cycles,kvm:exits";
 /// Size of the ring of each vCPU, in pages.
 const RING_PAGES: u32 = 64;
-/// Factor by which the weights of samples are multiplied at each update.
+/// Factor by which each update reduces the weights of earlier samples.
 const DECAY: f64 = 7.0 / 8.0;
-/// Weight below which a code location is dropped.
+/// Weight of samples below which a code location is dropped.
 const MIN_WEIGHT: f64 = 1e-3;
-/// Maximum number of processes with names.
+/// Maximum number of processes whose names are kept.
 const MAX_PROCESS_NAMES: usize = 1 << 14;
 /// Timeout for the VM to find the guest kernel before the first update.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(10);
@@ -173,8 +173,8 @@ impl Collector {
         }
     }
 
-    /// Adds the rings of hot-plugged vCPUs. If a vCPU with the same index was removed earlier, its
-    /// ring has already been drained.
+    /// Adds the rings of hot-plugged vCPUs. Replaces the ring of a removed vCPU with the same
+    /// index, which has already been drained.
     fn join(&mut self, joined: &[PluggedVcpuEvents]) -> Result<(), OperatorCommandError> {
         for of_vcpu in joined {
             self.rings.retain(|ring| ring.info.vcpu != of_vcpu.vcpu);
@@ -235,7 +235,7 @@ impl Collector {
         }
     }
 
-    /// Queries the VM for data that samples do not contain.
+    /// Requests the VM's state, event readings and guest counters, and returns the data to display.
     fn ask(&mut self, now: Instant) -> Result<TopVmData, ClientError> {
         let vm: VmInfo = self.client.call(request::Status)?;
         let readings: Vec<EventReading> = self.client.call(request::Read)?;

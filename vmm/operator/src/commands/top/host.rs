@@ -29,7 +29,7 @@ enum WatchEvent {
     Failed(OperatorCommandError),
 }
 
-/// A VM and its thread, which ends when `forget` is dropped.
+/// A VM that an observer thread watches. The thread ends when `forget` is dropped.
 struct WatchedVm {
     vm: TopVmEntry,
     forget: Sender<()>,
@@ -218,9 +218,9 @@ thread_local! {
     static PANICKED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs the observation `looks` of a VM and returns its result. A panic is reported as the failure
-/// of this VM; otherwise the VM would show its last state forever, and the first screen would wait
-/// for it.
+/// Runs `looks`, which observes a VM until the VM terminates. A panic in `looks` is reported as a
+/// failure of this VM. Otherwise, the VM would show its last state forever, and the first screen
+/// would wait for the VM.
 fn run_observer(looks: impl FnOnce() -> Result<(), OperatorCommandError>) -> WatchEvent {
     PANICKED.set(Some(String::new()));
     match panic::catch_unwind(AssertUnwindSafe(looks)) {

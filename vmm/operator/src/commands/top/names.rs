@@ -10,9 +10,9 @@ use guest_profile::export::symbolize::{KERNEL_OBJECT, USER_OBJECT};
 use guest_profile::programs::GuestSymbols;
 use kernel_images::symbols::KernelSymbols;
 
-/// Maximum number of distinct locations.
+/// Maximum number of distinct code locations for which samples are kept.
 pub(super) const MAX_LOCATIONS: usize = 1 << 16;
-/// Maximum number of mappings of guest programs.
+/// Maximum number of mappings of guest programs that are kept.
 const MAX_PROGRAM_MAPPINGS: usize = 1 << 16;
 
 /// A sampled code location.
@@ -29,7 +29,7 @@ pub(super) struct CodeLocation {
 /// Symbols of guest addresses.
 pub(super) struct LiveSymbols {
     kernel: Option<KernelSymbols>,
-    /// `true` if the guest has a single address space, so that the kernel's symbols cover all
+    /// `true` if the guest has a single address space. The kernel's symbols then cover all
     /// addresses.
     flat: bool,
     mount: Option<GuestSymbols>,

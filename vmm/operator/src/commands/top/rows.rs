@@ -29,9 +29,9 @@ pub enum ObservedState {
 pub struct TopVmData {
     /// Description of the VM.
     pub vm: VmInfo,
-    /// Number of samples so far.
+    /// Number of samples of the VM so far.
     pub samples: u64,
-    /// Number of lost samples.
+    /// Number of samples of the VM that were lost so far.
     pub lost: u64,
     /// Sampled functions, unsorted.
     pub symbols: Vec<TopSymbolRow>,
@@ -46,8 +46,8 @@ pub struct TopVmData {
 /// A sampled function of a process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TopSymbolRow {
-    /// Decayed weight of the function's samples. The weight of a sample is the event count since
-    /// the previous sample. Each update reduces the weights.
+    /// Sum of the decayed weights of the function's samples. A sample weighs as much as the event
+    /// counted since the previous sample, and each update reduces the weight.
     pub weight: f64,
     /// Number of samples since the function was added to the list.
     pub samples: u64,
@@ -74,7 +74,7 @@ pub struct TopVcpuRow {
     pub cells: Vec<EventRateCell>,
 }
 
-/// The exits of all vCPUs with one reason.
+/// All vCPUs' exits with one reason, or one KVM statistic.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TopExitRow {
     /// `true` for a KVM statistic, `false` for an exit to user space.
@@ -83,12 +83,12 @@ pub struct TopExitRow {
     pub what: String,
     /// Rate of exits per second.
     pub per_second: f64,
-    /// Share of the vCPUs' time that is spent on handling exits with this reason, as a ratio;
-    /// `None` for KVM's statistics.
+    /// Share of the vCPUs' time that is spent on exits with this reason, from 0 to 1; `None` for a
+    /// KVM statistic.
     pub time_share: Option<f64>,
-    /// Mean duration in nanoseconds, if any exit was timed.
+    /// Mean duration of the exits, in nanoseconds; `None` if no exit was timed.
     pub mean_ns: Option<u64>,
-    /// Maximum duration in nanoseconds.
+    /// Maximum duration of an exit, in nanoseconds, if known.
     pub longest_ns: Option<u64>,
 }
 
@@ -99,7 +99,7 @@ pub enum EventRateCell {
     NotSupported,
     /// The event was not running.
     NotCounted,
-    /// The event was counted.
+    /// Rate of an event that was counted.
     Rate {
         /// Number of events per second.
         per_second: f64,
@@ -109,8 +109,8 @@ pub enum EventRateCell {
 }
 
 impl EventRateCell {
-    /// Returns the sum over several vCPUs, or the reason there is none if one of them was not
-    /// counted.
+    /// Returns the sum of the rates on several vCPUs. If a vCPU has no rate, returns the reason
+    /// instead.
     pub fn sum(cells: impl Iterator<Item = Self>) -> Self {
         let add = |sum: Option<Self>, cell: Self| match (sum, cell) {
             (None, cell) => Some(cell),

@@ -51,7 +51,7 @@ const fn column(title: &'static str, width: u16, kind: ColumnKind) -> TopTableCo
     TopTableColumn { title, width, kind }
 }
 
-/// Sums over the sampled functions of one process.
+/// Weight and number of the samples of one process, summed over its functions.
 #[derive(Default)]
 struct ProcessSum<'a> {
     weight: f64,
@@ -63,7 +63,7 @@ struct ProcessSum<'a> {
 }
 
 impl TopScreen {
-    /// Returns the selected VMs that have reported data.
+    /// Returns the label and the data of each selected VM that has reported data.
     fn seen<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a TopVmData)> {
         let chosen = |label: &str| ui.vm.as_deref().is_none_or(|only| only == label);
         self.vms.iter().filter_map(move |vm| match &vm.seen {
@@ -186,7 +186,8 @@ impl TopScreen {
         frame.render_widget(line, foot);
     }
 
-    /// Returns the footer, which states why the selected VM has no rows or which rows are hidden.
+    /// Returns the footer of the screen: the search text while it is being typed, the reason the VM
+    /// under the cursor cannot be observed, or which rows are hidden.
     fn foot(&self, ui: &TopUiState, found: usize) -> Option<String> {
         if ui.typing {
             return Some(format!(
@@ -538,7 +539,7 @@ fn rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> CellValue {
     }
 }
 
-/// Formats the sum over all vCPUs for a narrow column; `-` if a vCPU was not counted.
+/// Formats a rate for a narrow column. The text is `-` if the event was not counted.
 fn narrow_rate(cell: EventRateCell, show: impl Fn(f64) -> String) -> CellValue {
     match cell {
         EventRateCell::NotSupported | EventRateCell::NotCounted => CellValue::text("-"),

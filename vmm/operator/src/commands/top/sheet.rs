@@ -169,8 +169,8 @@ impl SortableTable {
         Layout::horizontal(self.widths()).spacing(1).split(area).to_vec()
     }
 
-    /// Creates the terminal widget with up to `room` rows from row `offset`. Marks the row `cursor`
-    /// and the column `sorted`.
+    /// Creates the terminal widget for up to `room` rows, starting with row `offset`. Highlights
+    /// the row `cursor` and the title of the column `sorted`.
     pub fn table(&self, offset: usize, room: usize, cursor: usize, sorted: Option<usize>) -> Table<'static> {
         let line = |kind: ColumnKind, text: &str| {
             let line = Line::from(text.to_owned());

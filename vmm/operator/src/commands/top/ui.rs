@@ -15,7 +15,7 @@ const TURN: isize = 3;
 /// A table that can be displayed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TopView {
-    /// VMs, with `--all`.
+    /// The list of observed VMs, available with `--all`.
     Vms,
     /// Sampled functions.
     #[default]
@@ -72,7 +72,7 @@ pub struct TopViewState {
     pub offset: usize,
 }
 
-/// Screen areas of the last drawing, for mouse input.
+/// Areas of the screen as last drawn, used to locate mouse events.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScreenAreas {
     /// Areas of the view titles.
@@ -81,7 +81,7 @@ pub struct ScreenAreas {
     pub titles: Vec<Rect>,
     /// Area of the rows.
     pub rows: Rect,
-    /// VM and process of each row.
+    /// VM and process of each table row, by row index.
     pub whose: Vec<RowOwner>,
 }
 
@@ -129,12 +129,13 @@ impl TopUiState {
         }
     }
 
-    /// Returns the display state of the current view.
+    /// Returns the sort order, cursor and scroll position of the current view.
     pub fn shown(&self) -> TopViewState {
         self.shown[self.view as usize]
     }
 
-    /// Returns the mutable display state of the current view.
+    /// Returns a mutable reference to the sort order, cursor and scroll position of the current
+    /// view.
     pub fn shown_mut(&mut self) -> &mut TopViewState {
         &mut self.shown[self.view as usize]
     }
@@ -198,7 +199,8 @@ impl TopUiState {
         };
     }
 
-    /// Undoes the last selection. Returns `false` if there is none.
+    /// Clears the search text or, if there is none, returns from a process or a VM to the list in
+    /// which it was selected. Returns `false` if there is nothing to undo.
     fn back(&mut self) -> bool {
         if !self.search.is_empty() {
             self.search.clear();
