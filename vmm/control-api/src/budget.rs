@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Limits on the replies of a potentially hostile VM on one connection.
+/// Limits on the replies that a client accepts from a potentially hostile VM on one connection.
 #[derive(Clone, Debug)]
 pub struct ReplyLimits {
     /// Maximum time for one reply.

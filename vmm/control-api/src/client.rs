@@ -525,8 +525,7 @@ mod tests {
         serde_json::from_str::<RequestLine>(&line).unwrap().id
     }
 
-    /// Creates a client that is connected to a simulated VM. The VM answers the handshake and then
-    /// runs `vm`.
+    /// Creates a client of a simulated VM, which answers the handshake and then runs `vm`.
     fn client(vm: impl FnOnce(UnixStream) + Send + 'static) -> Client {
         let (ours, theirs) = UnixStream::pair().unwrap();
         thread::spawn(move || {

@@ -43,7 +43,7 @@ const STREAM: u8 = b'P';
 const VERSION: u8 = 1;
 /// Timeout for receiving the byte that accompanies the descriptor of the connection to the VM.
 const OFFER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum length of the answer of the destination process, in bytes.
+/// Maximum length of the destination process's answer, in bytes.
 const MAX_ANSWER: u64 = 64 << 10;
 
 /// Address of a process that waits for an incoming VM.
@@ -139,8 +139,8 @@ pub struct MigrationSource {
     pub pid: u32,
 }
 
-/// Offers the VM at the other end of `vm` to the process at the other end of `stream`, and waits
-/// for the answer. Returns `None` if that process exits without an answer.
+/// Offers a VM to the process at the other end of `stream`, and waits for the answer. `vm` is a
+/// connection to the VM. Returns `None` if the process exits without an answer.
 ///
 /// # Errors
 /// Returns any socket error, and [`io::ErrorKind::InvalidData`] for an invalid answer.
@@ -174,7 +174,7 @@ pub enum MigrationOffer {
     Stream,
 }
 
-/// Receives the offer of a VM. Only this user and root may offer one.
+/// Receives the offer of a VM. Only this user and root may offer a VM.
 ///
 /// # Errors
 /// Returns any socket error, [`io::ErrorKind::PermissionDenied`] if the peer is another user, and
@@ -199,7 +199,8 @@ pub fn receive_offer(stream: &UnixStream) -> io::Result<MigrationOffer> {
     Ok(MigrationOffer::Connection(vm))
 }
 
-/// Answers an offer. An error means that the peer no longer waits for the answer.
+/// Sends the result of a migration to the process that offered the VM. An error means that this
+/// process no longer waits for the answer.
 ///
 /// # Errors
 /// Returns any socket error.

@@ -36,7 +36,8 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
     })
 }
 
-/// Returns a "did you mean" question to append to a message, or an empty string.
+/// Returns a "did you mean" question that contains the most similar known word, to append to a
+/// message. Returns an empty string if there is no similar word.
 pub fn did_you_mean<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> String {
     nearest(word, known).map_or_else(String::new, |known| format!("; did you mean '{known}'?"))
 }

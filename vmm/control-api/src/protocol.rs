@@ -307,7 +307,7 @@ fn is_one(n: &u32) -> bool {
     *n == 1
 }
 
-/// Maximum length of a reply of variable size, in bytes.
+/// Maximum length of a reply whose size varies, in bytes.
 pub(crate) const MAX_REPLY: usize = 16 << 20;
 /// Maximum length of a reply that only confirms a request or describes the VM, in bytes.
 pub(crate) const MAX_SHORT_REPLY: usize = 64 << 10;

@@ -3,7 +3,7 @@
 
 use crate::protocol::EventReading;
 
-/// The change of an event between two readings.
+/// Change of the count and the times of an event between two readings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventReadingDelta {
     /// Increase of the count between the readings, scaled to the enabled time.

@@ -116,7 +116,7 @@ requests! {
         /// Interval between memory statistics, in seconds.
         interval_s: u16,
     } => BalloonInfo;
-    /// Replaces the filter of the events that the guest may count.
+    /// Replaces the filter that determines which events the guest may count.
     Filter {
         /// Contents of the filter, as in a file for `--pmu-filter`.
         toml: String,

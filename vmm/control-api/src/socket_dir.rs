@@ -79,7 +79,7 @@ fn named(parent: &Path) -> &'static str {
 
 /// Maximum number of directories in /tmp that are tried for one user.
 const MAX_TMP_DIRS: u32 = 16;
-/// Maximum number of directory entries searched, because anybody can fill /tmp.
+/// Maximum number of directory entries that are examined. Any user can fill /tmp with entries.
 const MAX_ENTRIES: usize = 1 << 16;
 /// Maximum number of VMs in one directory.
 const MAX_VMS: usize = 4096;
@@ -135,7 +135,8 @@ pub struct SocketDir {
 }
 
 impl SocketDir {
-    /// Returns the names and socket paths in the directory, sorted, without checking for listeners.
+    /// Returns the name and path of each socket in the directory, sorted, without checking for
+    /// listeners.
     ///
     /// # Errors
     /// Returns [`SocketError::Os`] if the directory cannot be read.
@@ -149,7 +150,7 @@ impl SocketDir {
             .collect())
     }
 
-    /// Returns the names and socket paths of the running VMs in the directory, sorted.
+    /// Returns the name and socket path of each running VM in the directory, sorted.
     ///
     /// # Errors
     /// Returns [`SocketError::Os`] if the directory cannot be read.
@@ -257,7 +258,7 @@ impl SocketDirs {
 /// An observer socket (`--observers`) in a directory shared by several users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObserverSocket {
-    /// File name without its extension.
+    /// Name of the VM, which is the file name of the socket without its extension.
     pub name: String,
     /// Path of the socket.
     pub path: PathBuf,
@@ -298,7 +299,8 @@ pub fn observed_in(dir: &Path, most: usize) -> Result<Vec<ObserverSocket>, Socke
     Ok(found)
 }
 
-/// Returns the entries of a directory with their paths, sorted; empty if it cannot be read.
+/// Returns the names and paths of the entries of a directory, sorted. Returns an empty list if the
+/// directory cannot be read.
 fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
     let mut entries: Vec<_> = fs::read_dir(dir)
         .into_iter()
@@ -311,8 +313,8 @@ fn entries(dir: &Path) -> Vec<(String, PathBuf)> {
     entries
 }
 
-/// Returns the directory of this user's VM `name`. This is [`directory`], unless only another
-/// directory of this user contains a running VM of that name.
+/// Returns the socket directory of this user's VM `name`. The result is [`directory`], unless only
+/// another directory of this user contains a running VM of that name.
 pub fn directory_of(name: &str) -> PathBuf {
     let usual = directory();
     let lives = |dir: &Path| peer::connect_within(&socket_path(dir, name), BACKLOG_TIMEOUT).is_ok();
@@ -351,7 +353,7 @@ pub fn check_name(name: &str) -> Result<(), SocketError> {
     }
 }
 
-/// Creates the directory if it does not exist.
+/// Creates the socket directory `dir` if it does not exist.
 ///
 /// # Errors
 /// Returns [`SocketError::NotPrivate`] if other users have access to the directory, or another
@@ -529,7 +531,7 @@ fn names_in(dir: &Path, tidy: bool) -> Result<Vec<String>, SocketError> {
     Ok(names)
 }
 
-/// Connects to VM `name`. Removes the socket if a dead VM has left it.
+/// Connects to the VM `name`. Removes the socket of a dead VM.
 ///
 /// # Errors
 /// Returns the error of `connect(2)`.
@@ -542,8 +544,8 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     })
 }
 
-/// Connects to the socket `path`. If `owner` is given, that user must be the listener, because the
-/// path may be a link to another user's socket.
+/// Connects to the socket `path`. If `owner` is given, the listening process must belong to that
+/// user, because the path may be a link to another user's socket.
 ///
 /// # Errors
 /// Returns the error of `connect(2)`, or [`io::ErrorKind::PermissionDenied`] if another user

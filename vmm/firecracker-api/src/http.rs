@@ -195,8 +195,7 @@ impl Response {
         }
     }
 
-    /// Returns the bytes of the response. `keep_alive` is `false` if the connection closes after
-    /// it.
+    /// Encodes the response. `keep_alive` is `false` if the connection closes after the response.
     pub fn encode(&self, keep_alive: bool) -> Vec<u8> {
         let reason = match self.status {
             200 => "OK",

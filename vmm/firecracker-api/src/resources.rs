@@ -13,7 +13,7 @@ use crate::types::{
     RateLimiter, SerialDevice, SnapshotLoadParams, VmConfig, Vsock,
 };
 
-/// Maximum number of vCPUs, as in the specification.
+/// Maximum number of vCPUs in Firecracker's API specification.
 const MAX_VCPUS: u8 = 32;
 /// Kernel command-line parameter that is removed from the client's command line. With this
 /// parameter, Linux would not find the VM's devices, which are functions of a PCI bus.
@@ -497,8 +497,8 @@ impl VmResources {
         Ok(options)
     }
 
-    /// Returns the options of `perfvisor run` for the machine and its devices, without those for
-    /// the kernel. They are used to validate a configuration that may still lack a boot source.
+    /// Returns the options of `perfvisor run` for the machine and its devices, but not for the
+    /// kernel. These options are used to validate a configuration that may lack a boot source.
     pub fn device_options(&self) -> Vec<String> {
         let machine = &self.machine;
         let huge_pages = match machine.huge_pages {
@@ -630,8 +630,8 @@ impl VmResources {
         }
     }
 
-    /// Returns the drives in the order in which the VM contains them: the root device is first, so
-    /// that the kernel names it `/dev/vda`.
+    /// Returns the drives in the order in which the VM contains them. The root device is first,
+    /// because the kernel names the first drive `/dev/vda`.
     fn drives_in_order(&self) -> impl Iterator<Item = &Drive> {
         let root = self.drives.iter().filter(|drive| drive.is_root_device);
         root.chain(self.drives.iter().filter(|drive| !drive.is_root_device))

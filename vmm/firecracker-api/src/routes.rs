@@ -1,8 +1,8 @@
 //! Conversion of method, path and body to a typed call.
 //!
-//! [`ROUTES`] lists all paths, for the router's tests and the OpenAPI description. Features that
-//! Perfvisor does not support are listed in [`UNSUPPORTED`]. To add such a feature, move its row to
-//! [`ROUTES`] and add a variant to [`ApiCall`].
+//! [`ROUTES`] lists all paths, for the router's tests and the OpenAPI description. [`UNSUPPORTED`]
+//! lists the features that Perfvisor does not support. To add a feature, move its row from
+//! [`UNSUPPORTED`] to [`ROUTES`] and add a variant to [`ApiCall`].
 
 use serde::de::DeserializeOwned;
 
@@ -21,67 +21,67 @@ const MAX_ID: usize = 64;
 /// An API call with its parsed body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiCall {
-    /// `GET /`
+    /// `GET /`: returns the state of the VM.
     GetInstance,
-    /// `GET /version`
+    /// `GET /version`: returns the version of the program.
     GetVersion,
-    /// `GET /machine-config`
+    /// `GET /machine-config`: returns the size and features of the machine.
     GetMachineConfig,
-    /// `GET /vm/config`
+    /// `GET /vm/config`: returns the whole configuration.
     GetVmConfig,
-    /// `GET /pmu`
+    /// `GET /pmu`: returns the configuration of the guest's PMU.
     GetPmu,
-    /// `PUT /machine-config`
+    /// `PUT /machine-config`: sets the size and features of the machine.
     PutMachineConfig(MachineConfig),
-    /// `PATCH /machine-config`
+    /// `PATCH /machine-config`: changes the size and features of the machine.
     PatchMachineConfig(MachineConfigUpdate),
-    /// `PUT /boot-source`
+    /// `PUT /boot-source`: sets the kernel and its command line.
     PutBootSource(BootSource),
-    /// `PUT /drives/{drive_id}`
+    /// `PUT /drives/{drive_id}`: adds or replaces a block device.
     PutDrive(Drive),
-    /// `PATCH /drives/{drive_id}`
+    /// `PATCH /drives/{drive_id}`: changes the rate limiter of a block device.
     PatchDrive(DriveUpdate),
-    /// `PUT /network-interfaces/{iface_id}`
+    /// `PUT /network-interfaces/{iface_id}`: adds or replaces a network device.
     PutNetworkInterface(NetworkInterface),
-    /// `PATCH /network-interfaces/{iface_id}`
+    /// `PATCH /network-interfaces/{iface_id}`: changes the rate limiters of a network device.
     PatchNetworkInterface(NetworkInterfaceUpdate),
-    /// `PUT /vsock`
+    /// `PUT /vsock`: sets the vsock device.
     PutVsock(Vsock),
-    /// `PUT /entropy`
+    /// `PUT /entropy`: adds the entropy device.
     PutEntropy(EntropyDevice),
-    /// `GET /balloon`
+    /// `GET /balloon`: returns the configuration of the balloon.
     GetBalloon,
-    /// `PUT /balloon`
+    /// `PUT /balloon`: adds or replaces the balloon.
     PutBalloon(Balloon),
-    /// `PATCH /balloon`
+    /// `PATCH /balloon`: changes the size of the balloon.
     PatchBalloon(BalloonUpdate),
-    /// `GET /balloon/statistics`
+    /// `GET /balloon/statistics`: returns the statistics of the balloon and of the guest's memory.
     GetBalloonStats,
-    /// `PATCH /balloon/statistics`
+    /// `PATCH /balloon/statistics`: changes the interval of the statistics.
     PatchBalloonStats(BalloonStatsUpdate),
-    /// `GET /mmds`
+    /// `GET /mmds`: returns the document of the metadata service.
     GetMmds,
-    /// `PUT /mmds`
+    /// `PUT /mmds`: replaces the document of the metadata service.
     PutMmds(MmdsContents),
-    /// `PATCH /mmds`
+    /// `PATCH /mmds`: applies a merge patch to the document of the metadata service.
     PatchMmds(MmdsContents),
-    /// `PUT /mmds/config`
+    /// `PUT /mmds/config`: sets the configuration of the metadata service.
     PutMmdsConfig(MmdsConfig),
-    /// `PUT /serial`
+    /// `PUT /serial`: sets the destination of the serial output.
     PutSerial(SerialDevice),
-    /// `PUT /logger`
+    /// `PUT /logger`: sets the level and destination of log messages.
     PutLogger(Logger),
-    /// `PUT /metrics`
+    /// `PUT /metrics`: sets the destination of the metrics.
     PutMetrics(Metrics),
-    /// `PUT /pmu`
+    /// `PUT /pmu`: sets the guest's PMU.
     PutPmu(Pmu),
-    /// `PUT /actions`
+    /// `PUT /actions`: starts the VM or performs another action.
     Act(ActionType),
-    /// `PUT /snapshot/create`
+    /// `PUT /snapshot/create`: saves the paused VM.
     CreateSnapshot(SnapshotCreateParams),
-    /// `PUT /snapshot/load`
+    /// `PUT /snapshot/load`: restores a VM from a snapshot.
     LoadSnapshot(SnapshotLoadParams),
-    /// `PATCH /vm`
+    /// `PATCH /vm`: pauses or resumes the VM.
     PatchVm(RequestedState),
 }
 
@@ -94,9 +94,9 @@ pub struct Route {
     pub path: &'static str,
     /// Summary for the OpenAPI description.
     pub summary: &'static str,
-    /// Name of the request body's type.
+    /// Name of the request body's type; `None` without a body.
     pub request: Option<&'static str>,
-    /// Name of the response body's type.
+    /// Name of the response body's type; `None` without a body.
     pub response: Option<&'static str>,
 }
 
@@ -127,7 +127,7 @@ const fn patch(path: &'static str, summary: &'static str, request: &'static str)
     }
 }
 
-/// All paths that the API serves.
+/// All methods and paths that the API serves.
 pub const ROUTES: &[Route] = &[
     get("/", "Describes the VM", "InstanceInfo"),
     get("/version", "Returns the version of the API", "ApiVersion"),

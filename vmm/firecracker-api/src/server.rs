@@ -48,7 +48,7 @@ struct Connection {
     /// Bytes of the response that have not been sent.
     unsent: Vec<u8>,
     last_active: Instant,
-    /// Time at which the current request or response is aborted; `None` if there is none.
+    /// Time at which the current request or response is aborted; `None` if the connection is idle.
     deadline: Option<Instant>,
     /// `true` if the connection is closed once its response has been sent.
     closes: bool,

@@ -1,7 +1,7 @@
 //! Bodies of requests and responses, with the field names of Firecracker's API.
 //!
 //! Every object rejects unknown fields. The types also contain fields that Perfvisor does not
-//! support, so that [`crate::resources`] can reject them by name.
+//! support, because [`crate::resources`] rejects these fields by name.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

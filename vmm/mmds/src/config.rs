@@ -6,19 +6,19 @@ use std::str::FromStr;
 
 /// Default address of the metadata service, the same as in Firecracker and on cloud platforms.
 pub const DEFAULT_ADDRESS: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
-/// Default size limit of the document, in bytes, as in Firecracker.
+/// Default maximum size of the document as JSON text, in bytes, as in Firecracker.
 pub const DEFAULT_SIZE_LIMIT: usize = 51_200;
-/// Maximum size limit of the document, in bytes. A document must fit in one request on the VM's
-/// control socket.
+/// Maximum value of the document's size limit, in bytes. A document must fit in one request on the
+/// VM's control socket.
 pub const MAX_SIZE_LIMIT: usize = 60 << 10;
 
-/// Version of the protocol between guest and service.
+/// Version of the metadata service's protocol.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MmdsVersion {
-    /// Requests need no token.
+    /// Version 1: requests need no token.
     #[default]
     V1,
-    /// Requests need a session token.
+    /// Version 2: requests need a session token.
     V2,
 }
 
@@ -29,7 +29,7 @@ pub struct MmdsConfig {
     pub version: MmdsVersion,
     /// Link-local address at which the guest reaches the service.
     pub address: Ipv4Addr,
-    /// `true` if responses are always text, regardless of the format that the guest accepts.
+    /// `true` if responses are always text, even if the guest accepts JSON.
     pub imds_compat: bool,
     /// Maximum size of the document as JSON text, in bytes.
     pub size_limit: usize,
@@ -61,7 +61,7 @@ pub enum MmdsConfigError {
     /// The address is not a usable link-local address.
     #[error("address must be link-local, from 169.254.1.0 to 169.254.254.255")]
     Address,
-    /// The value of `imds-compat=` is neither on nor off.
+    /// The value of `imds-compat=` is neither `on` nor `off`.
     #[error("imds-compat must be on or off")]
     ImdsCompat,
     /// The size limit is out of range.

@@ -2,7 +2,7 @@
 
 /// Maximum size of a guest's request, including the body, in bytes.
 pub const MAX_REQUEST: usize = 8 << 10;
-/// Maximum number of header fields.
+/// Maximum number of header fields in a guest's request.
 const MAX_FIELDS: usize = 64;
 /// Name of the header field with the lifetime of a token, in seconds.
 const TTL_FIELD: &str = "X-metadata-token-ttl-seconds";
@@ -56,7 +56,7 @@ impl MetadataResponse {
         }
     }
 
-    /// Returns the bytes of the response. `keep_alive` is `false` if the connection closes after it.
+    /// Encodes the response. `keep_alive` is `false` if the connection closes after the response.
     pub fn encode(&self, keep_alive: bool) -> Vec<u8> {
         let reason = match self.status {
             200 => "OK",

@@ -11,7 +11,7 @@ use crate::http::{MetadataRequest, MetadataResponse};
 use crate::store::{MetadataStore, MetadataStoreError, ValueFormat};
 use crate::token::{MmdsTokenError, MmdsTokenTable};
 
-/// Path at which the guest requests tokens.
+/// URL path at which the guest requests a session token.
 const TOKEN_PATH: &str = "/latest/api/token";
 
 /// The metadata service of a VM, shared by its network devices and its control socket.
@@ -70,7 +70,7 @@ impl MetadataService {
         self.state().store.patch(patch)
     }
 
-    /// Handles a guest request at time `now`.
+    /// Returns the response to a guest request that is handled at time `now`.
     pub fn answer(&self, request: &MetadataRequest, now: Instant) -> MetadataResponse {
         match request.method.as_str() {
             "GET" => self.answer_get(request, now),

@@ -19,15 +19,15 @@ pub enum MetadataStoreError {
     /// There is no document to patch.
     #[error("The MMDS data store is not initialized.")]
     NotInitialized,
-    /// There is no value at the path.
+    /// The document has no value at the path.
     #[error("The MMDS resource does not exist.")]
     NotFound,
-    /// The value is neither an object nor a string.
+    /// The value at the path is neither an object nor a string, and cannot be returned as text.
     #[error("Cannot retrieve value. The value has an unsupported type.")]
     UnsupportedType,
 }
 
-/// Format of a value for the guest.
+/// Format in which a value of the document is returned to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValueFormat {
     /// JSON.
@@ -40,7 +40,7 @@ pub enum ValueFormat {
 /// A JSON document with a size limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MetadataStore {
-    /// `None` before the first [`MetadataStore::put`].
+    /// The document; `None` before the first [`MetadataStore::put`].
     data: Option<Value>,
     size_limit: usize,
 }

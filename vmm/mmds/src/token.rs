@@ -37,7 +37,7 @@ struct SessionToken {
     expires: Instant,
 }
 
-/// The valid tokens of a VM.
+/// The valid session tokens of a VM.
 #[derive(Clone, Debug, Default)]
 pub struct MmdsTokenTable {
     tokens: VecDeque<SessionToken>,

@@ -2,12 +2,13 @@
 
 /// The exit status of a command.
 ///
-/// Guest statuses, written to the debug-exit port, are odd; all statuses of Perfvisor are even.
+/// Exit statuses of the guest, which it writes to the debug-exit port, are odd. Exit statuses of
+/// Perfvisor are even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitStatus {
     /// The guest powered off, or the operator terminated the VM with Ctrl-A x.
     PoweredOff,
-    /// The guest wrote a value to the debug-exit port; the status is (value << 1) | 1.
+    /// The guest wrote a value to the debug-exit port. The exit status is `(value << 1) | 1`.
     Guest(u8),
     /// The command in the guest exited with this status (`perfvisor exec`).
     Command(u8),

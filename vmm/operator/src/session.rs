@@ -55,8 +55,8 @@ pub fn connect_at(socket: &Path) -> Result<Client, ClientError> {
 pub struct VmEventCount {
     /// Name of the event, as in the event list.
     pub event: String,
-    /// Count since the start of the session, scaled to the whole time; `None` if the event was not
-    /// counted.
+    /// Count since the start of the session, scaled to the time enabled; `None` if the event was
+    /// not counted.
     pub value: Option<u64>,
     /// Time enabled, in nanoseconds, summed over the vCPUs.
     pub enabled_ns: u64,
@@ -131,7 +131,8 @@ pub struct SamplingSession {
 
 impl SamplingSession {
     /// Starts sampling `events`, a list in perf's syntax such as `cycles`. Waits up to one minute
-    /// until the VM has found the guest's kernel, so that the first samples have call chains.
+    /// until the VM has found the guest's kernel, because the first samples would otherwise have no
+    /// call chains.
     ///
     /// # Errors
     /// Returns [`SessionError::Events`] if the list is invalid, [`SessionError::NotSampled`] if the

@@ -41,9 +41,9 @@ pub fn is_end_requested() -> bool {
     }
 }
 
-/// Numbers of stop signals that the VM's process received directly and through its supervisor. A
-/// service manager or a terminal sends a signal to both processes, so that the VM receives it
-/// twice.
+/// Numbers of stop signals that the VM's process received directly and through its supervisor. The
+/// VM's process receives a signal twice if a service manager or a terminal sends the signal to the
+/// VM's process and to the supervisor.
 #[derive(Default)]
 struct StopSignalCounts([[u64; 2]; STOP_SIGNALS.len()]);
 
@@ -213,7 +213,7 @@ impl StopSignals {
         self.child_ended.try_clone()
     }
 
-    /// Keeps the descriptor readable after the first signal, so that several threads can see this
+    /// Keeps the descriptor readable after the first signal. Several threads can then see this
     /// signal.
     #[must_use]
     pub fn visible_to_all_threads(self) -> Self {

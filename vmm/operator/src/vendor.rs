@@ -6,9 +6,9 @@
 //! | `parse` | parsers of the output of `perf list`, text and JSON |
 //! | `perf` | runs the installed perf with limits on time and output |
 //!
-//! perf contains the tables of all processors and shows those of the host's PMU. perf searches the
-//! PMU below the directory given by `SYSFS_PATH`, which makes the tables available on hosts without
-//! a PMU.
+//! perf contains the tables of all processors, but lists only the events of the PMUs that it finds
+//! in sysfs. The environment variable `SYSFS_PATH` directs perf to a directory with a fake PMU,
+//! which makes the tables available on hosts without a PMU.
 
 pub mod cpu;
 mod parse;

@@ -25,7 +25,7 @@ const EVENT_WIDTH: usize = 32;
 /// Width of the comment after `#` in the output of `perf stat`, in characters.
 const NOTE_WIDTH: usize = 32;
 
-/// Rounds to the nearest integer; negative values and NaN become 0.
+/// Rounds to the nearest integer. Returns 0 for negative values and NaN.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -62,7 +62,7 @@ pub fn milliseconds(ns: u64) -> String {
 pub enum CountUnit {
     /// A number of events.
     Count,
-    /// Nanoseconds, displayed as `msec`.
+    /// A time in nanoseconds, displayed in milliseconds (`msec`).
     Nanoseconds,
 }
 
@@ -225,9 +225,9 @@ pub fn csv_line(
     fields.join(separator)
 }
 
-/// Returns the mean of `values`, the results of repeated runs, and the standard error of the mean
-/// in percent of the mean (Welford's method). The error is `None` for fewer than two runs or a mean
-/// of 0.
+/// Returns the mean of `values`, which are the results of repeated runs, and the standard error of
+/// the mean in percent of the mean. The error is `None` for fewer than two runs or a mean of 0.
+/// Both are computed with Welford's method.
 pub fn mean_and_error(values: &[f64]) -> (f64, Option<f64>) {
     let (mut mean, mut m2) = (0.0, 0.0);
     for (i, v) in values.iter().enumerate() {

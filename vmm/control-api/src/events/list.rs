@@ -29,17 +29,17 @@ pub const MAX_LIST: usize = 16 << 10;
 /// Error returned when an event list is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EventListError {
-    /// The list is empty.
+    /// The event list is empty.
     #[error("the event list is empty; give at least one event, for example -e cycles")]
     Empty,
-    /// The list exceeds the maximum length or number of events.
+    /// The event list exceeds the maximum length or number of events.
     #[error(
         "the event list is too long; the limits are {} bytes and {} events",
         MAX_LIST,
         MAX_EVENTS
     )]
     TooLong,
-    /// Braces are unbalanced or nested.
+    /// The event list contains unbalanced or nested braces.
     #[error("unbalanced or nested braces in the event list; write groups as {{a,b}}")]
     Braces,
     /// A group has no events.
@@ -75,7 +75,7 @@ pub enum EventListError {
     /// The event has no closing slash.
     #[error("event '{0}' has no closing '/'")]
     Slash(String),
-    /// The PMU does not exist.
+    /// No PMU has this name.
     #[error("unknown PMU '{}'{}; known are cpu, software, kvm and pv", .0, did_you_mean(.0, names::PMUS))]
     Pmu(String),
     /// The raw selector is not a number of at most 64 bits.
@@ -108,7 +108,7 @@ pub enum EventKind {
     Paravirtual(&'static str),
 }
 
-/// Event modifiers, the letters after a colon.
+/// Modifiers of an event: the letters after the colon in the event list.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EventModifiers {
     /// `u`: count user space.
@@ -123,11 +123,11 @@ pub struct EventModifiers {
     pub host: bool,
     /// Number of `p` modifiers, 0 to 3.
     pub precise: u8,
-    /// `P`: maximum precision.
+    /// `P`: sample with the maximum precision.
     pub precise_max: bool,
-    /// `D`: pinned.
+    /// `D`: keep the event on a counter all the time (pinned).
     pub pinned: bool,
-    /// `e`: exclusive use of the PMU.
+    /// `e`: do not share the PMU with other events (exclusive).
     pub exclusive: bool,
     /// `I`: exclude idle time.
     pub exclude_idle: bool,
@@ -186,10 +186,10 @@ impl EventModifiers {
     }
 }
 
-/// An event of a list.
+/// An event of an event list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventSpec {
-    /// Text of the event in the list, or the name set by a `name=` term.
+    /// Name of the event: the text in the event list, or the value of a `name=` term.
     pub name: String,
     /// Event to count, without its modifiers.
     pub kind: EventKind,
@@ -283,7 +283,7 @@ pub fn group_texts(list: &str) -> Result<Vec<(&str, usize)>, EventListError> {
         .collect())
 }
 
-/// Splits a list at commas outside braces and slashes.
+/// Splits an event list at the commas outside braces and slashes.
 fn split(list: &str, braces_allowed: bool) -> Result<Vec<&str>, EventListError> {
     if list.trim().is_empty() {
         return Ok(Vec::new());

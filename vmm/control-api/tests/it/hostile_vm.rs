@@ -1,8 +1,8 @@
 //! Tests that a client does not trust its VM.
 //!
 //! The peer of a control socket may be another program, a VM that dies at any point, or a VM
-//! compromised by its guest. Whatever it sends, the client returns one error, uses a bounded amount
-//! of memory and descriptors, and does not wait indefinitely.
+//! compromised by its guest. For any data from the peer, the client returns one error, uses a
+//! bounded amount of memory and descriptors, and does not wait indefinitely.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -29,7 +29,7 @@ fn say(mut stream: &UnixStream, line: &str) {
     stream.write_all(format!("{line}\n").as_bytes()).unwrap();
 }
 
-/// Creates a client whose VM answers the handshake and then runs `vm`.
+/// Creates a client of a simulated VM, which answers the handshake and then runs `vm`.
 fn client(vm: impl FnOnce(&UnixStream) + Send + 'static) -> Client {
     let (ours, theirs) = UnixStream::pair().unwrap();
     thread::spawn(move || {
@@ -57,8 +57,8 @@ fn status(reply: &str) -> Result<String, ClientError> {
     reply_to(request::Status, reply).map(|info| info.name)
 }
 
-/// The client accepts replies from an older VM, which lack new fields, and from a newer VM, whose
-/// additional fields it ignores.
+/// The client accepts the replies of older VMs, which lack new fields. The client ignores
+/// additional fields in the replies of newer VMs.
 #[test]
 fn client_accepts_missing_and_unknown_fields() {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -158,8 +158,8 @@ fn long_vm_description_is_rejected() {
     assert!(matches!(error, ClientError::Reply("too long")), "{error:?}");
 }
 
-/// The client reports a VM as gone if the VM dies before the handshake, during a reply or between
-/// two replies. It also does so for later requests.
+/// The client reports that a VM is gone if the VM dies before the handshake, during a reply or
+/// between two replies. All later requests report the same.
 #[test]
 fn dead_vm_is_reported_as_gone() {
     let (ours, theirs) = UnixStream::pair().unwrap();

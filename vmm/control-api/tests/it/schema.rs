@@ -9,7 +9,8 @@ const PAGE: &str = concat!(
     "/../../docs/reference/control-schema.json"
 );
 
-/// The documented schema equals the schema of the types, so that every protocol change is noticed.
+/// The documented schema equals the schema generated from the types. A change of the protocol is
+/// therefore noticed.
 #[test]
 fn documented_schema_matches_types() {
     let page: Value = serde_json::from_str(&std::fs::read_to_string(PAGE).unwrap()).unwrap();

@@ -1,7 +1,7 @@
 //! API calls for the balloon.
 //!
-//! As in Firecracker, the size and the interval of the statistics can change only after the VM
-//! starts. Statistics cannot be enabled or disabled after that.
+//! As in Firecracker, the size of the balloon and the interval of the statistics can change only
+//! after the VM starts. The statistics can be enabled or disabled only before the start.
 
 use super::{ApiSession, VmBackend};
 use crate::fault::ApiFault;
@@ -9,7 +9,7 @@ use crate::http::Response;
 use crate::types::{Balloon, BalloonStatsUpdate, BalloonUpdate};
 
 impl<B: VmBackend> ApiSession<B> {
-    /// Returns the configuration of the balloon, with its current size and interval.
+    /// Returns the configuration of the balloon, with the current size and statistics interval.
     pub(super) fn get_balloon(&self) -> Result<Response, ApiFault> {
         self.balloon("GET /balloon").map(Response::json)
     }
@@ -42,7 +42,7 @@ impl<B: VmBackend> ApiSession<B> {
         Ok(Response::json(&stats))
     }
 
-    /// Changes the interval of the statistics.
+    /// Changes the interval of the balloon's statistics.
     pub(super) fn update_balloon_stats(&mut self, update: BalloonStatsUpdate) -> Result<Response, ApiFault> {
         const CALL: &str = "PATCH /balloon/statistics";
         self.require_start(CALL)?;

@@ -67,8 +67,7 @@ impl<B: VmBackend> ApiSession<B> {
     }
 }
 
-/// Converts an error of the metadata store, which rejected a change of the document, to the error
-/// of the API call.
+/// Converts the error of a rejected document or patch to the error of the API call.
 fn refusal(error: MetadataStoreError) -> ApiFault {
     let status = match error {
         MetadataStoreError::TooLarge => 413,

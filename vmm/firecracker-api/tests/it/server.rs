@@ -160,7 +160,7 @@ fn thousand_connections_are_bounded() {
     assert!(server.most.load(Ordering::SeqCst) <= MAX_CONNECTIONS);
 }
 
-/// A client that does not read its responses makes the server buffer only one response.
+/// For a client that does not read its responses, the server buffers only one response.
 #[test]
 fn client_that_never_reads_is_not_served_further() {
     let server = TestServer::start();

@@ -26,7 +26,7 @@ pub(super) struct Connection {
     /// Length of `request` when the last attempt to parse it found an incomplete request. The next
     /// attempt waits for more bytes.
     incomplete: usize,
-    /// Response of which `sent` bytes have been passed to the socket. Empty if there is none.
+    /// Current response, of which the socket has accepted `sent` bytes. Empty if there is none.
     response: Vec<u8>,
     sent: usize,
     /// `true` if the connection closes after the response.
@@ -93,7 +93,8 @@ impl Connection {
         }
     }
 
-    /// Passes the response to the socket. Returns `true` if none of it remains.
+    /// Passes the rest of the response to the socket. Returns `true` if the socket has accepted all
+    /// of it.
     fn send(&mut self, socket: &mut Socket<'_>, now: Instant) -> bool {
         let rest = self.response.get(self.sent..).unwrap_or_default();
         if !rest.is_empty() && socket.can_send() {

@@ -46,7 +46,7 @@ impl FrameBuffer {
         self.received.extend_from_slice(packet);
     }
 
-    /// Drops the packet if the stack has not taken it.
+    /// Drops the received packet if the stack has not processed it.
     pub(super) fn clear_received(&mut self) {
         self.received.clear();
     }

@@ -56,7 +56,7 @@ pub enum ConvertError {
     NoEvent { event: String, recorded: String },
 }
 
-/// Writes the recording in another format.
+/// Converts a recording to the format of another viewer.
 ///
 /// # Errors
 /// Returns [`ConvertError::File`] if the recording cannot be read or the output cannot be written,

@@ -70,7 +70,8 @@ enum CopyEndpoint<'a> {
     Guest(&'a str, &'a str),
 }
 
-/// Parses a source or destination. `NAME:PATH` is in a guest; `./NAME:PATH` is a file of the host.
+/// Parses a source or destination of a copy. `NAME:PATH` is a path in a guest, and `./NAME:PATH` is
+/// a path on the host.
 fn side(text: &str) -> Result<CopyEndpoint<'_>, CopyFilesError> {
     match text.split_once(':') {
         Some((name, "")) if socket_dir::check_name(name).is_ok() => {
@@ -238,7 +239,7 @@ fn get(way: &AgentAddress, source: &str, target: &Path) -> Result<ExitStatus, Co
     }
 }
 
-/// Shuts down the stream to the agent, because the agent waits for its end.
+/// Shuts down the stream to the agent, which waits for the end of the stream.
 fn close(stream: &UnixStream) {
     let _ = stream.shutdown(std::net::Shutdown::Both);
 }

@@ -241,7 +241,7 @@ const LEFT: &str = "left; the command in the guest gets SIGHUP";
 const HANGS: &str =
     "left: the guest does not answer the signal; the command gets SIGHUP once the guest runs again";
 
-/// Prints the output of the command until the command exits.
+/// Prints the output of the command in the guest until the command exits.
 fn serve(
     way: &AgentAddress,
     mut stream: &UnixStream,

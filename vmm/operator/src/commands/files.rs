@@ -327,7 +327,7 @@ fn output_name(output: &Path) -> String {
     output.display().to_string()
 }
 
-/// Writes to standard output, or to a file that is removed on failure.
+/// Calls `write` with standard output, or with a file that is removed if `write` fails.
 pub(super) fn write_to(
     output: &Path,
     write: impl FnOnce(&mut dyn Write) -> Result<(), RecordingFileError>,

@@ -50,7 +50,7 @@ pub enum GuestAgentError {
     TooLong,
 }
 
-/// A stream with a single deadline for all reads, so that a slow sender cannot delay the reader
+/// A stream with a single deadline for all reads. A slow sender therefore cannot delay the reader
 /// indefinitely.
 struct DeadlineStream<'s> {
     stream: &'s UnixStream,

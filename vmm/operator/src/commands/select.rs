@@ -54,7 +54,8 @@ fn reachable_vms() -> Vec<VmSocket> {
 pub(super) struct ControlGroup(String);
 
 impl ControlGroup {
-    /// Parses a path below the root of the hierarchy, or the path of the group's directory.
+    /// Parses the path of a group below the root of the cgroup hierarchy, or the path of the
+    /// group's directory.
     ///
     /// # Errors
     /// Returns [`OperatorCommandError::NoCgroup`] if there is no such group.

@@ -78,7 +78,7 @@ struct PartialDirectory {
 }
 
 impl PartialDirectory {
-    /// Creates a temporary directory next to `dir`, which is renamed to `dir` when it is complete.
+    /// Creates a temporary directory next to `dir`, to be renamed to `dir` when complete.
     fn beside(dir: &Path) -> Result<Self, SnapshotCommandError> {
         let name = dir
             .file_name()
@@ -318,8 +318,8 @@ fn write_changes(
     Ok(())
 }
 
-/// Reads the memory of a paused VM, whose size is `memory_bytes` bytes, in pieces. Passes each
-/// piece to `take`, with a file that contains the bytes of the piece unless they are zeros.
+/// Reads all `memory_bytes` bytes of a paused VM's memory in pieces. Passes each piece to `take`,
+/// with a file that contains the bytes of the piece unless they are zeros.
 ///
 /// # Errors
 /// Returns a [`SnapshotCommandError`] if the VM sends an invalid piece, and the errors of `take`.
@@ -384,7 +384,7 @@ pub fn pause(client: &mut Client) -> Result<u64, SnapshotCommandError> {
     }
 }
 
-/// Checks that a piece continues the previous one and is within memory.
+/// Checks that a piece of memory starts at `offset` and ends within guest memory.
 fn check_piece(
     (piece, file): (SnapshotPiece, File),
     offset: u64,

@@ -19,7 +19,7 @@ use control_api::peer;
 
 use super::http::{HostHeader, HttpReply, HttpRequest};
 
-/// Tables of TCP sockets of this network namespace (proc(5)).
+/// Kernel files that list the TCP sockets of this network namespace (proc(5)).
 const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
 /// States of a socket that is owned by a process: established, FIN-WAIT-1 and -2, CLOSE-WAIT
 /// (`include/net/tcp_states.h`). The kernel shows sockets in TIME-WAIT as owned by root.
@@ -162,7 +162,8 @@ fn is_loopback(address: SocketAddr) -> bool {
     address.ip().to_canonical().is_loopback()
 }
 
-/// Compares in constant time, so that the duration does not reveal a prefix of the token.
+/// Compares two tokens in constant time. The duration therefore does not reveal a prefix of the
+/// expected token.
 fn is_same(sent: &[u8], token: &[u8]) -> bool {
     sent.len() == token.len() && sent.iter().zip(token).fold(0, |all, (a, b)| all | (a ^ b)) == 0
 }

@@ -23,13 +23,13 @@ const SOCKET_MODE: u32 = 0o660;
 /// A listening address, as given by `--listen`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
-    /// TCP address; with port 0, the kernel chooses a port.
+    /// TCP address. With port 0, the kernel chooses a port.
     Tcp(SocketAddr),
     /// Path of a Unix socket.
     Unix(PathBuf),
 }
 
-/// Errors of parsing an [`ListenAddress`].
+/// Errors of parsing a [`ListenAddress`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ListenAddressError {
     #[error("must be an IP address with a port, for example 127.0.0.1:9465, or unix:PATH")]

@@ -27,8 +27,8 @@ const MAX_CONNECTIONS: usize = 64;
 const HEAD_TIME: Duration = Duration::from_secs(5);
 /// Time limit for the transmission of a reply.
 const REPLY_TIME: Duration = Duration::from_secs(10);
-/// Time for which input is discarded after the reply, so that a TCP reset does not destroy the
-/// reply.
+/// Time for which input is discarded after the reply, because unread input would cause a TCP reset
+/// that could destroy the reply.
 const LINGER_TIME: Duration = Duration::from_secs(1);
 /// Maximum amount of input discarded after the reply, in bytes.
 const LINGER_BYTES: usize = 256 << 10;
@@ -68,7 +68,8 @@ struct HttpConnectionSlot {
 }
 
 impl HttpConnectionSlot {
-    /// Marks the request as received, so that no new connection can replace this one.
+    /// Marks the request of the connection as received. A new connection then cannot replace this
+    /// one.
     fn is_served(&self) {
         let mut slots = self.exporter.slots.lock().unwrap_or_else(PoisonError::into_inner);
         slots.taken.insert(self.id, None);

@@ -172,17 +172,17 @@ struct MetricFamily {
 pub struct MetricFamilies(Vec<MetricFamily>);
 
 impl MetricFamilies {
-    /// Adds counters.
+    /// Adds a family of counters.
     pub fn counts(&mut self, name: &'static str, help: &'static str, series: Vec<(MetricLabels, u64)>) {
         self.add(name, help, None, MetricSeries::Counts(series));
     }
 
-    /// Adds counters in nanoseconds, exported in seconds.
+    /// Adds a family of counters in nanoseconds, exported in seconds.
     pub fn seconds(&mut self, name: &'static str, help: &'static str, series: Vec<(MetricLabels, u64)>) {
         self.add(name, help, Some(Unit::Seconds), MetricSeries::Seconds(series));
     }
 
-    /// Adds gauges.
+    /// Adds a family of gauges.
     pub fn gauges(
         &mut self,
         name: &'static str,

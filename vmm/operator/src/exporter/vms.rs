@@ -28,7 +28,7 @@ use super::snapshot::{self, MetricsSnapshot};
 const MAX_VMS: usize = 1024;
 /// Maximum number of VMs of one user in a shared directory (`--vms`).
 const MAX_VMS_OF_USER: usize = 256;
-/// Time limit for one reply.
+/// Time limit for one reply of a VM.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit for all replies of a VM to one scrape.
 pub const SCRAPE_TIME: Duration = Duration::from_secs(3);
@@ -64,7 +64,7 @@ const MAX_VCPUS: usize = 256;
 const MAX_COUNTERS: usize = 64;
 /// Maximum number of event series of a VM in the metrics.
 const MAX_EVENTS: usize = 4096;
-/// Maximum number of exit reasons of a vCPU.
+/// Maximum number of exit reasons of a vCPU in the metrics.
 const MAX_KINDS: usize = 64;
 
 /// A VM and its control socket.

@@ -42,10 +42,10 @@ type ReasonNames = BTreeMap<u32, String>;
 struct ExitTracepoints {
     exit: u64,
     entry: u64,
-    /// Offset of the reason in a `kvm_exit` record.
+    /// Offset of the exit reason in a `kvm_exit` record, in bytes.
     reason_at: usize,
-    /// Offset of the field of a `kvm_exit` record that specifies the virtualization instruction
-    /// set: 1 for VT-x and 2 for AMD-V.
+    /// Offset of the virtualization instruction set in a `kvm_exit` record, in bytes. The value is
+    /// 1 for VT-x and 2 for AMD-V.
     isa_at: usize,
     vmx: ReasonNames,
     svm: ReasonNames,
@@ -368,7 +368,7 @@ impl ExitTracepoints {
     }
 }
 
-/// Returns the offset of the 4-byte field `name` in a record.
+/// Returns the offset of the 4-byte field `name` in a record, in bytes.
 fn offset_of(format: &str, name: &str) -> Option<usize> {
     let mut parts = format.lines().filter_map(|line| {
         let mut parts = line.trim().split(';').map(str::trim);

@@ -112,7 +112,7 @@ pub struct MigrationReport {
     pub bytes: u64,
     /// Duration of the whole migration.
     pub duration: Duration,
-    /// Time during which the VM was paused.
+    /// Time for which the VM was paused.
     pub downtime: Duration,
     /// Error of the request to terminate the source process, if it failed. The VM nevertheless runs
     /// at the destination.
@@ -137,7 +137,7 @@ impl<'s> Destination<'s> {
         })
     }
 
-    /// Sends a message, which may stay in the buffer.
+    /// Sends a message. The message may stay in the buffer until the next flush.
     fn send(&mut self, message: &StreamMessage<'_>) -> Result<(), SendVmError> {
         stream::send(&mut self.writer, message).map_err(|e| self.reason(e))
     }

@@ -21,9 +21,9 @@ use guest_profile::export::build_id_dir::BuildIdDir;
 use perf_core::attr::STACK_USER_MAX;
 use perf_core::branch::MAX_BRANCH_DEPTH;
 
-/// Default sampling frequency, in Hz.
+/// Default sampling frequency of `perfvisor record`, in Hz.
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
-/// Default sampling frequency with branch stacks, in Hz.
+/// Default sampling frequency of `perfvisor record` with branch stacks, in Hz.
 const DEFAULT_BRANCH_HZ: u64 = 100;
 /// Default frequency of samples that stop the vCPU, in Hz. Each such sample takes about 65 µs, so
 /// these samples take about 0.3 % of the vCPU's time.

@@ -55,7 +55,7 @@ impl FromStr for BranchFilterArg {
     }
 }
 
-/// Error returned when an overhead limit is invalid.
+/// Error returned when the overhead limit of branch stacks is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be a percentage between 0.1% and 100%")]
 pub struct ParseBranchOverheadError;
@@ -100,7 +100,7 @@ pub(super) fn branch_stacks(args: &RecordArgs) -> Option<BranchStacks> {
 pub(super) struct BranchTotals {
     stacks: u64,
     branches: u64,
-    /// Number of stacks with fewer branches than requested.
+    /// Number of branch stacks with fewer branches than requested.
     truncated: u64,
     /// Total time for which samples stopped and single-stepped the vCPUs, in nanoseconds.
     stepped_ns: u64,
@@ -116,7 +116,8 @@ impl BranchTotals {
         self.stepped_ns += u64::from(held_ns);
     }
 
-    /// Returns the summary of a recording of `vcpus` vCPUs, or `None` if there are no stacks.
+    /// Returns the summary of the branch stacks in a recording of `vcpus` vCPUs, or `None` if there
+    /// are none.
     pub(super) fn summary(&self, elapsed: Duration, vcpus: usize) -> Option<String> {
         let Self {
             stacks,

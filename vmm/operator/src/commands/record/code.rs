@@ -23,7 +23,7 @@ use perf_core::record::UserRegsAndStack;
 
 /// Maximum number of cached processes.
 const MAX_PROCESSES: usize = 4096;
-/// Maximum size of cached symbols and tables, in bytes.
+/// Maximum total size of the cached symbols and tables, in bytes.
 const MAX_BYTES: usize = 1 << 30;
 /// Minimum interval between requests for the mappings of a process. A request is made when a sample
 /// falls outside the known mappings.

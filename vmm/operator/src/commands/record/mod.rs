@@ -322,7 +322,7 @@ struct SampledEvent {
     ring: GuestSampleRing,
     clock_offset_ns: u64,
     merge: SampleMerger,
-    /// Set once a message has been logged that the host kernel cannot sample the guest.
+    /// `true` once a message has been logged that the host kernel cannot sample the guest.
     said_blind: bool,
 }
 
@@ -628,8 +628,8 @@ fn full(
     recording.full(sample, &raw, period)
 }
 
-/// Requests the VM to find the guest kernel and waits for the result, so that the first samples
-/// have call chains.
+/// Requests the VM to find the guest kernel and waits for the result. Without the kernel, the first
+/// samples would have no call chains.
 fn find_kernel(
     client: &mut Client,
     args: &RecordArgs,

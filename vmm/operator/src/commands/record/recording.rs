@@ -246,7 +246,7 @@ impl Recording {
             .map_err(RecordError::Write)
     }
 
-    /// Copies the branch stack of a sample.
+    /// Copies the branch stack of a sample to `branches`, and adds the stack to the statistics.
     fn take_branches(&mut self, sample: &RingSample<'_>, held_ns: u32) {
         self.branches.clear();
         let Some(stacks) = self.branch_stacks else { return };
@@ -604,7 +604,7 @@ fn new_writer(
     Ok(writer)
 }
 
-/// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`; `None` before
+/// Returns the wall-clock time that corresponds to the host's `CLOCK_MONOTONIC`, or `None` before
 /// 1970.
 fn wall_clock() -> Option<ClockCorrelation> {
     let before_ns = monotonic_ns();

@@ -86,8 +86,8 @@ pub struct OpenControlPipes {
 }
 
 impl OpenControlPipes {
-    /// Opens both pipes for reading and writing, so that neither the open nor a read waits for a
-    /// peer.
+    /// Opens both pipes for reading and writing. Neither opening a pipe nor reading from it then
+    /// waits for a peer.
     ///
     /// # Errors
     /// Returns [`RecordingControlError`] if a pipe cannot be opened or is not a pipe.

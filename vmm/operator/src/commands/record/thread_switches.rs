@@ -54,7 +54,7 @@ impl VcpuSwitches {
         })
     }
 
-    /// Returns the number and duration of the preemptions that have ended.
+    /// Returns the number and duration of the vCPU's preemptions that have ended.
     pub(super) fn stolen(&self) -> StolenTime {
         self.stolen
     }

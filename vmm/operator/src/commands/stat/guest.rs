@@ -11,7 +11,7 @@ use control_api::events::format::thousands;
 use control_api::protocol::{SnapshotId, VcpuView, VmGuestCounters};
 use control_api::request;
 
-/// Timeout for the vCPUs to report their counters.
+/// Timeout for the vCPUs to report their guest counters.
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Prints the guest's counters.

@@ -30,8 +30,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// Maximum number of bytes of a VM's messages that are kept.
 const MAX_MESSAGES: u64 = 64 << 10;
 
-/// Offset between the event handles of consecutive passes, so that the handles of all passes
-/// differ.
+/// Offset between the event handles of consecutive passes, which makes the handles of all passes
+/// unique.
 const HANDLES_PER_PASS: u32 = 1 << 16;
 
 /// Errors of `perfvisor stat --replay`.
@@ -301,7 +301,7 @@ fn positions(groups: &[(&str, usize)], now: &[usize]) -> Vec<(u32, usize)> {
     positions
 }
 
-/// A VM that was restored for one pass. It is killed on drop.
+/// A VM that was restored for one pass. The VM is killed when the value is dropped.
 struct RestoredVm {
     child: Child,
     messages: Option<JoinHandle<String>>,

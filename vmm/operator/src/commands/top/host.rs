@@ -1,4 +1,5 @@
-//! The observed VMs. Each VM has a thread, so that an unresponsive VM does not delay the others.
+//! The VMs that `perfvisor top` observes. Each VM has a thread, because an unresponsive VM must not
+//! delay the others.
 
 use std::cell::RefCell;
 use std::panic::{self, AssertUnwindSafe};

@@ -16,7 +16,7 @@ pub struct TopVmEntry {
 pub enum ObservedState {
     /// The VM has not sent data yet.
     Waiting,
-    /// Data of the last update.
+    /// The VM has sent data. The value is the data of the last update.
     Shown(Box<TopVmData>),
     /// The VM has terminated.
     Ended,
@@ -33,7 +33,7 @@ pub struct TopVmData {
     pub samples: u64,
     /// Number of samples of the VM that were lost so far.
     pub lost: u64,
-    /// Sampled functions, unsorted.
+    /// Functions in which the VM was sampled, unsorted.
     pub symbols: Vec<TopSymbolRow>,
     /// vCPUs in index order.
     pub vcpus: Vec<TopVcpuRow>,
@@ -74,14 +74,14 @@ pub struct TopVcpuRow {
     pub cells: Vec<EventRateCell>,
 }
 
-/// All vCPUs' exits with one reason, or one KVM statistic.
+/// A row of the exit table: the exits of all vCPUs with one reason, or one KVM statistic.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TopExitRow {
     /// `true` for a KVM statistic, `false` for an exit to user space.
     pub kvm: bool,
     /// Name of the exit reason or of the KVM statistic.
     pub what: String,
-    /// Rate of exits per second.
+    /// Number of exits per second.
     pub per_second: f64,
     /// Share of the vCPUs' time that is spent on exits with this reason, from 0 to 1; `None` for a
     /// KVM statistic.
@@ -92,7 +92,7 @@ pub struct TopExitRow {
     pub longest_ns: Option<u64>,
 }
 
-/// A rate, or the reason it is missing.
+/// The rate of an event on a vCPU, or the reason the rate is missing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum EventRateCell {
     /// The event is unsupported on this host.

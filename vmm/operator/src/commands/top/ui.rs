@@ -97,7 +97,7 @@ pub struct TopUiState {
     pub search: String,
     /// `true` while the search text is being typed.
     pub typing: bool,
-    /// `true` while the keys are displayed.
+    /// `true` while the help text is displayed.
     pub help: bool,
     /// VM whose rows are displayed; `None` for all.
     pub vm: Option<String>,
