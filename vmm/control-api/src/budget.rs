@@ -7,7 +7,7 @@ use std::time::Duration;
 /// Limits on the replies that a client accepts from a potentially hostile VM on one connection.
 #[derive(Clone, Debug)]
 pub struct ReplyLimits {
-    /// Maximum time for one reply.
+    /// Maximum time to wait for one reply.
     pub timeout: Duration,
     /// Maximum length of a reply, in bytes. Replies that are always short, such as confirmations,
     /// have a lower limit.

@@ -50,7 +50,7 @@ pub enum ClientError {
     /// No VM has this name.
     #[error("no VM named '{name}' is running{}", running(name, .others))]
     NoSuchVm {
-        /// Name that was requested.
+        /// Name of the requested VM.
         name: String,
         /// Names of the running VMs.
         others: Vec<String>,
@@ -465,7 +465,8 @@ impl Connection {
     }
 }
 
-/// Parses the reply to request `id` directly into its type, without an intermediate tree.
+/// Parses the reply to request `id` as a value of the expected type, without an intermediate JSON
+/// tree.
 fn parse_reply<T: DeserializeOwned>(line: &[u8], id: u64) -> Result<T, ClientError> {
     let reply = serde_json::from_slice::<TypedReply<T>>(line);
     let wrong_type = reply.as_ref().is_err_and(|e| e.is_data());

@@ -31,9 +31,9 @@ pub fn boot_id() -> String {
 
 use crate::peer;
 
-/// Address prefix of a Unix socket.
+/// Prefix of a migration address that is a Unix socket.
 const UNIX: &str = "unix:";
-/// Address prefix of an inherited descriptor.
+/// Prefix of a migration address that is an inherited descriptor.
 const FD: &str = "fd:";
 /// First byte that `ctl` sends to the destination process if a VM follows as a byte stream. Another
 /// crate defines the format of the stream.

@@ -118,7 +118,7 @@ requests! {
     } => BalloonInfo;
     /// Replaces the filter that determines which events the guest may count.
     Filter {
-        /// Contents of the filter, as in a file for `--pmu-filter`.
+        /// Text of the new filter, in the format of a file for `--pmu-filter`.
         toml: String,
     } => ();
     /// Requests the rate limiters of the devices. Reply: a list of [`RateLimiterInfo`].
@@ -149,13 +149,13 @@ requests! {
     Open {
         /// Event list in perf's syntax.
         events: String,
-        /// vCPUs to count on; all if omitted.
+        /// vCPUs on which to count; all vCPUs if omitted.
         vcpus: Option<Vec<u32>>,
         /// `true` to open one event per name for the whole VM, instead of one per name and vCPU. An
         /// event of the whole VM counts on all present vCPUs and on those plugged in later, from
         /// their first instruction. Cannot be combined with `vcpus` or `sampling`.
         whole: bool,
-        /// Sampling parameters; counting only if omitted.
+        /// Sampling parameters; if omitted, the events are only counted.
         sampling: Option<SamplingParams>,
     } => Vec<OpenedEvent>;
     /// Enables all events of this connection.
@@ -228,7 +228,7 @@ requests! {
         pid: u32,
         /// Virtual address of the first byte in the process.
         address: u64,
-        /// Number of bytes, at most [`protocol::MAX_PROCESS_MEMORY`].
+        /// Number of bytes to read, at most [`protocol::MAX_PROCESS_MEMORY`].
         bytes: u32,
     } => protocol::ProcessMemory;
     /// Requests a snapshot of the guest's PMU programming from each vCPU. Reply: [`SnapshotId`].
@@ -277,9 +277,9 @@ requests! {
     Code {
         /// Value of CR3 that selects the address space, as recorded in a sample.
         cr3: u64,
-        /// Virtual address of the first byte.
+        /// Virtual address of the first byte of code.
         address: u64,
-        /// Number of bytes, at most [`protocol::MAX_CODE`].
+        /// Number of bytes to read, at most [`protocol::MAX_CODE`].
         length: u32,
     } => protocol::GuestCode;
 }

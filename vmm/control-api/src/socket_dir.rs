@@ -81,7 +81,7 @@ fn named(parent: &Path) -> &'static str {
 const MAX_TMP_DIRS: u32 = 16;
 /// Maximum number of directory entries that are examined. Any user can fill /tmp with entries.
 const MAX_ENTRIES: usize = 1 << 16;
-/// Maximum number of VMs in one directory.
+/// Maximum number of VMs in one socket directory.
 const MAX_VMS: usize = 4096;
 
 /// Returns the directory for control sockets: `$XDG_RUNTIME_DIR/perfvisor`, or `/run/perfvisor` for
@@ -486,7 +486,7 @@ impl Drop for ControlSocket {
     }
 }
 
-/// Returns whether the socket has no listener because its VM was killed.
+/// Returns whether no process listens on the socket because its VM was killed.
 fn is_dead(path: &Path) -> bool {
     matches!(peer::connect_within(path, BACKLOG_TIMEOUT), Err(e) if e.kind() == io::ErrorKind::ConnectionRefused)
 }
@@ -644,8 +644,8 @@ mod tests {
     }
 
     /// In a shared directory, a VM is identified by the owner of its socket file, not by the name
-    /// of the file. Links and other files that are not sockets are skipped, and no user can fill
-    /// the list.
+    /// of the file. Links and other files that are not sockets are skipped. The number of sockets
+    /// per owner is limited.
     #[test]
     fn observer_sockets_are_distinguished_by_owner() {
         let temp = tempfile::tempdir().unwrap();

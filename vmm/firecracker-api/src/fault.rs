@@ -2,7 +2,7 @@
 
 use crate::types::FaultBody;
 
-/// An API call that failed, given by the status and the message of the error response.
+/// A failed API call: the status and the message of the error response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiFault {
     /// HTTP status code.
@@ -25,7 +25,7 @@ impl ApiFault {
         Self::bad(format!("{object}: unsupported: {reason}"))
     }
 
-    /// Returns the body of the response.
+    /// Returns the body of the error response.
     pub fn body(&self) -> FaultBody {
         FaultBody {
             fault_message: self.message.clone(),

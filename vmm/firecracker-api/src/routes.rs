@@ -15,10 +15,10 @@ use crate::types::{
     SnapshotLoadParams, VmUpdate, Vsock,
 };
 
-/// Maximum length of an identifier, in bytes.
+/// Maximum length of a device identifier, in bytes.
 const MAX_ID: usize = 64;
 
-/// An API call with its parsed body.
+/// A typed API call, with the parsed body of the request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ApiCall {
     /// `GET /`: returns the state of the VM.
@@ -276,7 +276,7 @@ pub const UNSUPPORTED: &[(&str, &str)] = &[
 /// Path prefix of persistent memory devices, which Perfvisor does not support.
 const PMEM: &str = "/pmem/";
 
-/// Converts a request to a call.
+/// Converts an HTTP request to a typed API call.
 ///
 /// # Errors
 /// Returns an [`ApiFault`] for an unknown or unsupported path, and for an invalid body.
@@ -388,7 +388,7 @@ fn body<T: DeserializeOwned>(request: &Request) -> Result<T, ApiFault> {
     serde_json::from_slice(&request.body).map_err(|e| ApiFault::bad(format!("{method} {path}: {e}")))
 }
 
-/// Checks the identifier of a device, in the path and in the body.
+/// Checks that the device identifiers in the path and in the body are valid and equal.
 ///
 /// # Errors
 /// Returns an [`ApiFault`] if the identifiers are invalid or differ.

@@ -25,7 +25,7 @@ pub const REQUEST_TIME: Duration = Duration::from_secs(10);
 const ACCEPT_BATCH: usize = 16;
 /// Pause after a failed `accept(2)` before it is retried.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Maximum size of one read, in bytes.
+/// Maximum size of one read from a connection, in bytes.
 const READ_BYTES: usize = 4096;
 
 /// The listening socket of the API and its open connections.

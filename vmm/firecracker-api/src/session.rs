@@ -73,13 +73,13 @@ pub trait VmBackend {
     /// Returns an [`ApiFault`] if the VM rejects the request.
     fn metadata(&mut self) -> Result<Value, ApiFault>;
 
-    /// Pauses all vCPUs.
+    /// Pauses all vCPUs of the running VM.
     ///
     /// # Errors
     /// Returns a message if the VM rejects the request.
     fn pause(&mut self) -> Result<(), String>;
 
-    /// Resumes all vCPUs.
+    /// Resumes all vCPUs of the running VM.
     ///
     /// # Errors
     /// Returns a message if the VM rejects the request.
@@ -91,7 +91,7 @@ pub trait VmBackend {
     /// Returns a message if the VM rejects the request.
     fn press_power_button(&mut self) -> Result<(), String>;
 
-    /// Changes a rate limiter.
+    /// Changes a rate limiter of the running VM.
     ///
     /// # Errors
     /// Returns a message if the VM rejects the request.

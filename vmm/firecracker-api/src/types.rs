@@ -253,8 +253,8 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// Returns whether this bucket imposes no limit. As in Firecracker, this is the case without a
-    /// size or a refill time.
+    /// Returns whether this bucket imposes no limit. As in Firecracker, a bucket without a size or
+    /// a refill time imposes no limit.
     pub fn is_unlimited(self) -> bool {
         self.size == 0 || self.refill_time == 0
     }

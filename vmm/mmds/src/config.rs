@@ -25,7 +25,7 @@ pub enum MmdsVersion {
 /// Configuration of the metadata service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MmdsConfig {
-    /// Version of the protocol.
+    /// Version of the metadata service's protocol.
     pub version: MmdsVersion,
     /// Link-local address at which the guest reaches the service.
     pub address: Ipv4Addr,
@@ -49,13 +49,13 @@ impl Default for MmdsConfig {
 /// Error returned when a configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MmdsConfigError {
-    /// An option is unknown.
+    /// An option of `--mmds` is unknown.
     #[error("unknown option '{0}'; must be version=, address=, imds-compat= or size-limit=")]
     Unknown(String),
-    /// An option is repeated.
+    /// An option of `--mmds` is repeated.
     #[error("{0}= must be given once")]
     Twice(&'static str),
-    /// The version is unknown.
+    /// The protocol version is unknown.
     #[error("version must be v1 or v2")]
     Version,
     /// The address is not a usable link-local address.
@@ -64,7 +64,7 @@ pub enum MmdsConfigError {
     /// The value of `imds-compat=` is neither `on` nor `off`.
     #[error("imds-compat must be on or off")]
     ImdsCompat,
-    /// The size limit is out of range.
+    /// The size limit of the document is out of range.
     #[error("size-limit must be between 1 and {MAX_SIZE_LIMIT}")]
     SizeLimit,
 }
@@ -79,8 +79,8 @@ pub fn check_address(address: Ipv4Addr) -> Result<Ipv4Addr, MmdsConfigError> {
     is_usable.then_some(address).ok_or(MmdsConfigError::Address)
 }
 
-/// Parses `version=v1|v2`, `address=`, `imds-compat=on|off` and `size-limit=`, separated by commas.
-/// Omitted options have default values.
+/// Parses the options `version=v1|v2`, `address=`, `imds-compat=on|off` and `size-limit=`,
+/// separated by commas. Omitted options have default values.
 impl FromStr for MmdsConfig {
     type Err = MmdsConfigError;
 

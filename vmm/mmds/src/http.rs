@@ -13,12 +13,12 @@ const TOKEN_FIELDS: [&str; 2] = ["X-metadata-token", "X-aws-ec2-metadata-token"]
 /// Header field that proxies add. A request with this field must not obtain a token.
 const FORWARDED_FIELD: &str = "X-Forwarded-For";
 
-/// A guest request. The body, if any, is ignored.
+/// A parsed request from the guest. The body of the request, if any, is ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetadataRequest {
     /// HTTP method.
     pub method: String,
-    /// Path, without scheme and host.
+    /// Path of the requested URL, without scheme and host.
     pub path: String,
     /// `true` if the guest accepts JSON.
     pub accepts_json: bool,
@@ -32,7 +32,7 @@ pub struct MetadataRequest {
     pub keep_alive: bool,
 }
 
-/// A response to the guest.
+/// A response of the metadata service to the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MetadataResponse {
     /// HTTP status code.
@@ -149,7 +149,8 @@ pub fn parse(bytes: &[u8]) -> ParsedRequest {
 }
 
 impl MetadataRequest {
-    /// Applies a header field. If a token or lifetime is repeated, the first one is used.
+    /// Evaluates a header field of the request. If a token or lifetime is repeated, the first one
+    /// is used.
     fn read_field(&mut self, name: &str, value: &[u8]) {
         let is = |other: &str| name.eq_ignore_ascii_case(other);
         let text = || String::from_utf8_lossy(value);

@@ -40,7 +40,7 @@ impl MetadataService {
         }
     }
 
-    /// Returns the configuration.
+    /// Returns the configuration of the service.
     pub fn config(&self) -> &MmdsConfig {
         &self.config
     }
@@ -49,12 +49,12 @@ impl MetadataService {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the document, or `null` if there is none.
+    /// Returns the document of the service, or `null` if there is none.
     pub fn get(&self) -> Value {
         self.state().store.get().clone()
     }
 
-    /// Replaces the document.
+    /// Replaces the document of the service.
     ///
     /// # Errors
     /// Returns the errors of [`MetadataStore::put`].
@@ -62,7 +62,7 @@ impl MetadataService {
         self.state().store.put(data)
     }
 
-    /// Applies a merge patch to the document.
+    /// Applies a merge patch to the document of the service.
     ///
     /// # Errors
     /// Returns the errors of [`MetadataStore::patch`].

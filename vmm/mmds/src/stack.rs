@@ -26,7 +26,7 @@ use crate::service::MetadataService;
 use connection::Connection;
 use device::FrameBuffer;
 
-/// Maximum number of TCP connections of a network device, as in Firecracker.
+/// Maximum number of concurrent TCP connections of a network device, as in Firecracker.
 pub const MAX_CONNECTIONS: usize = 30;
 /// Number of bytes at the beginning of a frame that [`MetadataStack::wants`] examines.
 pub const FRAME_PREFIX_BYTES: usize = ETHERNET_BYTES + 28;
@@ -147,7 +147,7 @@ impl MetadataStack {
         }
     }
 
-    /// Returns the next frame for the guest.
+    /// Returns the next frame to send to the guest, if any.
     pub fn next_frame(&mut self, now: Instant) -> Option<Vec<u8>> {
         if self.frames.is_empty() {
             self.poll(now);

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value};
 
-/// Maximum nesting depth of a document and of a patch. The parsers of the messages that contain a
-/// document accept a depth of 127.
+/// Maximum nesting depth of a document and of a patch. The limit is lower than the depth of 127
+/// that the parsers of messages with a document accept.
 pub const MAX_DEPTH: usize = 100;
 
 /// Error returned when an operation on the document fails. The messages are the same as in
@@ -30,7 +30,7 @@ pub enum MetadataStoreError {
 /// Format in which a value of the document is returned to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValueFormat {
-    /// JSON.
+    /// JSON text.
     Json,
     /// Text. For a string, the string itself. For an object, its keys, one per line, with a slash
     /// after each key whose value is an object.

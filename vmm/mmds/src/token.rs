@@ -8,9 +8,9 @@ use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// Minimum lifetime of a token, in seconds.
+/// Minimum lifetime of a session token, in seconds.
 pub const MIN_TTL_S: u32 = 1;
-/// Maximum lifetime of a token, in seconds.
+/// Maximum lifetime of a session token, in seconds.
 pub const MAX_TTL_S: u32 = 21_600;
 /// Maximum number of valid tokens. A further token replaces the oldest.
 pub const MAX_TOKENS: usize = 4096;
@@ -20,7 +20,7 @@ const TOKEN_BYTES: usize = 24;
 /// Error returned when no token can be issued.
 #[derive(Debug, thiserror::Error)]
 pub enum MmdsTokenError {
-    /// The lifetime is out of range.
+    /// The requested lifetime is out of range.
     #[error(
         "Invalid time to live value provided for token: {0}. Please provide a value between \
          {MIN_TTL_S} and {MAX_TTL_S}."

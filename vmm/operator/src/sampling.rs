@@ -77,7 +77,7 @@ pub(crate) fn wait_for_kernel<E: From<ClientError>>(
     }
 }
 
-/// The mapped ring of a vCPU.
+/// The mapped sample ring of a vCPU.
 pub(crate) struct VcpuRing {
     reader: RingReader,
     /// Description of the ring, as sent by the VM.
@@ -177,7 +177,7 @@ impl EventIds {
         first
     }
 
-    /// Returns the ID of the event with this stream ID.
+    /// Returns the ID of the event with the stream ID `stream_id`.
     pub(crate) fn of_stream(&self, stream_id: u64) -> Option<u64> {
         self.by_stream.get(&stream_id).copied()
     }

@@ -31,7 +31,7 @@ use crate::vendor;
 const RING_PAGES: u32 = 256;
 /// Time limit for the VM to find the guest kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
-/// Polling interval of the search for the guest kernel.
+/// Interval at which the search for the guest kernel is polled.
 const KERNEL_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Connects to the VM of this user with the given name or, without a name, to the only VM.
@@ -187,9 +187,9 @@ impl SamplingSession {
         Ok(session)
     }
 
-    /// Receives the samples taken since the last call and returns their number. Adds the vCPUs that
-    /// were plugged in. Call this several times per second, because samples are lost when a ring is
-    /// full.
+    /// Receives the samples taken since the last call and returns their number. Also adds the vCPUs
+    /// that were plugged in since the last call. Call this function several times per second,
+    /// because samples are lost when a ring is full.
     ///
     /// # Errors
     /// Returns [`SessionError::Client`] if the VM has terminated or does not reply. The samples
@@ -327,7 +327,7 @@ fn symbols_of(profile: &Profile, kernel: &KernelSymbols, flat: bool) -> Vec<Save
     found.into_values().collect()
 }
 
-/// Returns a printable task name. The guest controls its contents.
+/// Returns a task name in printable form, because the guest controls the name.
 pub(crate) fn task_name(comm: &[u8; 16]) -> String {
     comm.iter()
         .take_while(|&&b| b != 0)

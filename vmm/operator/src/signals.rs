@@ -25,8 +25,10 @@ const STOP_SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHU
 /// Set when the waiting thread has received a stop signal.
 static STOP_SIGNAL_RECEIVED: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether a stop signal has arrived since the signals were blocked. This function is for
-/// code that has no [`StopSignals`]. If the signals are not blocked, they terminate the process.
+/// Returns whether a stop signal has arrived since the signals were blocked.
+///
+/// This function is for code that has no [`StopSignals`]. A signal that is not blocked terminates
+/// the process.
 pub fn is_end_requested() -> bool {
     if STOP_SIGNAL_RECEIVED.load(Ordering::SeqCst) {
         return true;
@@ -74,7 +76,7 @@ pub struct StopSignals {
 }
 
 /// Signals blocked in the calling thread and its future child threads. The signals stay pending
-/// until [`BlockedSignals::wait`] starts their receiver.
+/// until [`BlockedSignals::wait`] starts a thread that receives them.
 pub struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
@@ -191,7 +193,7 @@ impl StopSignals {
         BlockedSignals::all(&[a, b, c, libc::SIGUSR2])?.wait()
     }
 
-    /// Returns whether SIGUSR2 has arrived since the previous call, provided that it is blocked.
+    /// Returns whether SIGUSR2 has arrived since the previous call. SIGUSR2 must be blocked.
     pub fn take_user_signal(&self) -> bool {
         self.user.read().is_ok()
     }
@@ -204,8 +206,8 @@ impl StopSignals {
         self.resized.try_clone()
     }
 
-    /// Returns a descriptor that is readable after a child process has exited or stopped, provided
-    /// that SIGCHLD is blocked ([`BlockedSignals::of_vm`]).
+    /// Returns a descriptor that is readable after a child process has exited or stopped. SIGCHLD
+    /// must be blocked ([`BlockedSignals::of_vm`]).
     ///
     /// # Errors
     /// Returns an error if the process has no free descriptor.

@@ -45,7 +45,8 @@ pub enum ParseValueError {
     RecordingOnStdout,
 }
 
-/// Formats a limit. A large limit just below a power of two is formatted as `2^N - 1`.
+/// Formats a limit of an option value. A large limit just below a power of two is formatted as `2^N
+/// - 1`.
 fn format_limit(limit: i128) -> String {
     let power = limit.cast_unsigned() + 1;
     if limit > 9_999_999 && power.is_power_of_two() {
@@ -132,7 +133,7 @@ pub fn parse_downtime(text: &str) -> Result<Duration, ParseValueError> {
     integer_in_range(1..=600_000u64)(text).map(Duration::from_millis)
 }
 
-/// Parses the field separator. As in perf, `\t` is a tab.
+/// Parses the field separator of the output. As in perf, `\t` stands for a tab.
 pub fn parse_separator(text: &str) -> Result<String, ParseValueError> {
     match text {
         "" => Err(ParseValueError::Empty),

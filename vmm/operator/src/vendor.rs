@@ -160,8 +160,8 @@ mod tests {
         Ok((parse::from_text(text), cpu()))
     }
 
-    /// A vendor event is replaced by its selector, and keeps its modifiers and, as a term, its
-    /// name. The parser of event lists accepts the result.
+    /// A vendor event is replaced by its selector. The modifiers are kept, and the name becomes a
+    /// term. The parser of event lists accepts the result.
     #[test]
     fn vendor_event_resolves_to_selector_and_keeps_name() {
         let out = with_tables("cycles,{L1D.REPLACEMENT:uk, task-clock}:D,cpu/event=1/", tables).unwrap();

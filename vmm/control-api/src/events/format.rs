@@ -11,9 +11,9 @@ pub enum CountResult {
     Value {
         /// Count, scaled to the enabled time if `running_ns < enabled_ns`.
         count: u64,
-        /// Time enabled, in nanoseconds.
+        /// Time for which the event was enabled, in nanoseconds.
         enabled_ns: u64,
-        /// Time running, in nanoseconds.
+        /// Time for which the event was running, in nanoseconds.
         running_ns: u64,
     },
 }
@@ -36,7 +36,7 @@ pub fn rounded(n: f64) -> u64 {
     n.round() as u64
 }
 
-/// Formats 1234567 as `1,234,567`.
+/// Formats a number with thousands separators, such as `1,234,567`.
 pub fn thousands(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
@@ -80,7 +80,7 @@ pub enum CountUncertainty {
 }
 
 impl CountUncertainty {
-    /// Returns the standard error, if known.
+    /// Returns the standard error in percent, if known.
     pub fn error(self) -> Option<f64> {
         match self {
             Self::Error(percent) => Some(percent),
@@ -152,14 +152,14 @@ pub struct StatFields {
     pub value: String,
     /// Name of the unit; empty for a number of events.
     pub unit: &'static str,
-    /// Time running, in nanoseconds.
+    /// Time for which the event was running, in nanoseconds.
     pub running_ns: u64,
     /// Share of the enabled time during which the event was running, in percent.
     pub share: f64,
 }
 
 impl StatFields {
-    /// Formats a count. Times are in milliseconds with `digits` decimals.
+    /// Formats the count `counted`. A time is formatted in milliseconds with `digits` decimals.
     pub fn of(counted: &CountResult, unit: CountUnit, digits: usize) -> Self {
         let (value, running_ns, share) = match counted {
             CountResult::NotSupported => ("<not supported>".to_owned(), 0, 100.0),

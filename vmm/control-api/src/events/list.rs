@@ -21,9 +21,9 @@ use crate::nearest::did_you_mean;
 use super::names::{self, cache, hardware, paravirtual, software};
 pub use super::names::{HardwareEvent, SoftwareEvent};
 
-/// Maximum number of events in a list.
+/// Maximum number of events in an event list.
 pub const MAX_EVENTS: usize = 256;
-/// Maximum length of a list, in bytes.
+/// Maximum length of an event list, in bytes.
 pub const MAX_LIST: usize = 16 << 10;
 
 /// Error returned when an event list is invalid.
@@ -42,16 +42,16 @@ pub enum EventListError {
     /// The event list contains unbalanced or nested braces.
     #[error("unbalanced or nested braces in the event list; write groups as {{a,b}}")]
     Braces,
-    /// A group has no events.
+    /// A group in braces contains no events.
     #[error("an empty group in the event list")]
     EmptyGroup,
-    /// The list contains two commas in a row, or a comma at its start or end.
+    /// The event list contains two commas in a row, or starts or ends with a comma.
     #[error("an event is missing next to a comma in the event list")]
     MissingEvent,
     /// The event name is unknown.
     #[error("unknown event '{}'{}", .0, names::known(.0))]
     Unknown(String),
-    /// The character is not a modifier.
+    /// An event has an unknown modifier.
     #[error("unknown modifier '{modifier}' of event '{event}'; known are u k h G H p P D e I")]
     Modifier {
         /// Event that has the unknown modifier.
@@ -93,7 +93,7 @@ pub enum EventKind {
     /// A generic cache event. Contains the `PERF_TYPE_HW_CACHE` config: cache | operation << 8 |
     /// result << 16.
     Cache(u64),
-    /// A selector in the format of the vendor's event-select register.
+    /// A raw event: a selector in the format of the vendor's event-select register.
     Raw {
         /// Event select, unit mask and flags.
         config: u64,
@@ -170,8 +170,8 @@ impl EventModifiers {
         Ok(())
     }
 
-    /// Merges the modifiers of a group into `self`, the modifiers of one of its events. The group's
-    /// pinned and exclusive modifiers apply to the leader only.
+    /// Adds the modifiers of a group to `self`, which are the modifiers of an event in the group.
+    /// The pinned and exclusive modifiers of the group apply to the leader only.
     fn merge(&mut self, group: &Self, leader: bool) {
         self.user |= group.user;
         self.kernel |= group.kernel;
@@ -204,9 +204,9 @@ pub struct EventSpec {
 /// Events that are scheduled together: a single event, or a leader and its siblings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventGroup {
-    /// The events, leader first. Never empty.
+    /// The events of the group, leader first. Never empty.
     pub events: Vec<EventSpec>,
-    /// `true` if the group was written in braces.
+    /// `true` if the event list contains the group in braces.
     pub braced: bool,
 }
 
@@ -270,7 +270,7 @@ pub fn parse(list: &str) -> Result<Vec<EventGroup>, EventListError> {
     }
 }
 
-/// Returns the text of each group of an event list, with the number of its events.
+/// Returns the text and the number of events of each group of an event list.
 ///
 /// # Errors
 /// Returns the errors of [`parse`].
@@ -380,7 +380,7 @@ fn kvm(name: &str) -> Result<EventKind, EventListError> {
     }
 }
 
-/// Fields of the event-select register: name, lowest bit and width.
+/// Fields of the event-select register: name, lowest bit, and width in bits.
 const FIELDS: [(&str, u32, u32); 7] = [
     ("umask", 8, 8),
     ("edge", 18, 1),

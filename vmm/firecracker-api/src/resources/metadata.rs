@@ -9,7 +9,7 @@ use crate::fault::ApiFault;
 use crate::types::{MmdsConfig, MmdsVersion};
 
 impl VmResources {
-    /// Sets the metadata service.
+    /// Sets the configuration of the metadata service.
     ///
     /// # Errors
     /// Returns an [`ApiFault`] if the list of network devices is empty or contains an unknown

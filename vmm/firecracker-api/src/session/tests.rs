@@ -138,7 +138,7 @@ fn session() -> TestSession {
 }
 
 impl TestSession {
-    /// Sends a request. Returns the status and the body.
+    /// Sends a request to the API. Returns the status and the body of the response.
     fn send(&mut self, method: Method, path: &str, body: &str) -> (u16, String) {
         let response = self.answer(&Request {
             method,
@@ -408,7 +408,8 @@ fn load_is_refused_with_other_devices_and_unsupported_fields() {
 
 const BALLOON: &str = r#"{"amount_mib":2,"deflate_on_oom":true,"stats_polling_interval_s":5}"#;
 
-/// The balloon is configured before the start and changed after it. `GET` returns the current values.
+/// The balloon is configured before the VM starts and changed after the start. `GET` returns the
+/// current values.
 #[test]
 fn balloon_is_configured_and_changed() {
     let mut session = session();

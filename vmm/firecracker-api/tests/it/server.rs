@@ -56,7 +56,7 @@ impl TestServer {
         UnixStream::connect(&self.path).unwrap()
     }
 
-    /// Sends bytes, and returns all data received until the connection is closed.
+    /// Sends bytes to the server, and returns all data received until the connection is closed.
     fn exchange(&self, bytes: &[u8]) -> String {
         let mut stream = self.connect();
         // Ignore the error, because the server may close a rejected connection before it has read
@@ -146,8 +146,8 @@ fn slow_clients_delay_nobody() {
     }
 }
 
-/// If a thousand idle connections are opened, new ones replace old ones, so the number of open
-/// connections is bounded. A client that sends a request still receives its response.
+/// When a thousand idle connections are opened, new connections replace old ones. The number of
+/// open connections is therefore bounded, and a client that sends a request receives its response.
 #[test]
 fn thousand_connections_are_bounded() {
     let server = TestServer::start();

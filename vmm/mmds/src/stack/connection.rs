@@ -64,7 +64,7 @@ impl Connection {
         is_connected.then(|| self.last_active + IDLE_TIME)
     }
 
-    /// Makes the socket listen for a connection if it has none.
+    /// Makes the socket listen for a new connection if it has no connection.
     pub(super) fn listen(&mut self, socket: &mut Socket<'_>, now: Instant) {
         if !socket.is_open() {
             // Free the buffers, which may be large after a long request or response.

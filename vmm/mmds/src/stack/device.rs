@@ -17,9 +17,9 @@ const MTU: usize = 1500;
 
 /// Frames between the stack and the guest.
 pub(super) struct FrameBuffer {
-    /// IP packet that the stack processes next. Empty if there is none.
+    /// IP packet from the guest that the stack processes next. Empty if there is none.
     received: Vec<u8>,
-    /// Ethernet frames to the guest.
+    /// Ethernet frames queued for the guest.
     frames: VecDeque<Vec<u8>>,
     own_mac: EthernetAddress,
     /// MAC address of the guest.

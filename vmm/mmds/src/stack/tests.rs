@@ -59,7 +59,7 @@ impl Guest {
         frames
     }
 
-    /// Exchanges frames until both ends are idle.
+    /// Exchanges frames between the stacks of the guest and of the service until both are idle.
     fn transfer(&mut self) {
         for _ in 0..200 {
             let time = self.time();

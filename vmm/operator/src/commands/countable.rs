@@ -11,7 +11,7 @@ const NOT_HERE: &str = " (not on this host)";
 pub(super) struct CountableEvents(HostProbe);
 
 impl CountableEvents {
-    /// Probes this host. Takes a few milliseconds.
+    /// Determines which events this host can count. Takes a few milliseconds.
     pub(super) fn of_host() -> Self {
         Self(HostProbe::run())
     }
@@ -44,7 +44,7 @@ impl CountableEvents {
         }
     }
 
-    /// Returns whether the host has a PMU that counts the vendor's events.
+    /// Returns whether the host has a PMU that counts vendor events.
     pub(super) fn has_pmu(&self) -> bool {
         self.0.hardware_pmu
     }

@@ -214,7 +214,7 @@ pub(super) fn warn_missing_data(profile: &Profile, symbols: &Symbolizer<'_>) {
     }
 }
 
-/// Reads the recording and calls `show` with its profile.
+/// Reads a recording and calls `show` with its profile.
 pub(super) fn with_profile(
     args: &RecordingFileArgs,
     show: impl FnOnce(&Profile, &mut Symbolizer<'_>) -> Result<(), RecordingFileError>,
@@ -347,7 +347,7 @@ pub(super) fn write_to(
     result
 }
 
-/// Writes a flame graph or folded stacks.
+/// Writes a flame graph or folded stacks of a recording.
 ///
 /// # Errors
 /// Returns [`RecordingFileError`] if the recording cannot be read or the output cannot be written.
@@ -398,7 +398,7 @@ fn older_stacks(
     Ok(Some(stacks))
 }
 
-/// Writes a pprof profile.
+/// Writes a pprof profile of a recording.
 ///
 /// # Errors
 /// Returns [`RecordingFileError`] if the recording cannot be read or the output cannot be written.

@@ -261,7 +261,7 @@ mod tests {
         write_frame(&mut stream, FrameKind::Accepted, &[]).unwrap();
     }
 
-    /// The wait for an agent may begin before its guest, or even its VM, exists.
+    /// A command may start to wait for an agent before the guest or even the VM exists.
     #[test]
     fn wait_may_precede_vm_start() {
         let dir = tempfile::tempdir().unwrap();
@@ -277,8 +277,8 @@ mod tests {
         assert!(matches!(error, Err(GuestAgentError::Socket { .. })), "{error:?}");
     }
 
-    /// The wait ends when the VM terminates. Regression test: the wait for the agent of a
-    /// terminated VM lasted until its deadline.
+    /// The wait for an agent ends when the VM terminates. Regression test: the wait for the agent
+    /// of a terminated VM lasted until the deadline.
     #[test]
     fn ended_vm_is_not_waited_for() {
         let missing = || {

@@ -111,7 +111,7 @@ fn connect(name: Option<&str>, socket: Option<&Path>) -> Result<Client, ClientEr
     }
 }
 
-/// Polling interval for Ctrl-C.
+/// Interval at which a wait polls for Ctrl-C.
 const NAP: Duration = Duration::from_millis(20);
 
 /// Reason a wait ended.

@@ -17,7 +17,7 @@ pub enum OutputError {
     Json(#[from] serde_json::Error),
 }
 
-/// Set when a write to a closed pipe has failed.
+/// `true` once a write to standard output has failed because the reader has closed the pipe.
 static READER_CLOSED: AtomicBool = AtomicBool::new(false);
 
 /// Returns whether the reader of standard output has closed the pipe. Commands that print

@@ -171,7 +171,8 @@ fn found_in(places: Vec<SocketDir>, failed: impl Fn(SocketError)) -> Vec<VmSocke
     found
 }
 
-/// JSON output for one VM, with its description or the information that it does not respond.
+/// JSON output of `perfvisor ps` for one VM: its description, or the information that it does not
+/// respond.
 #[derive(serde::Serialize)]
 struct VmJson<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]

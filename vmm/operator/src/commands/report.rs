@@ -137,7 +137,7 @@ fn parse_call_graph(text: &str) -> Result<CallGraphOptions, ParseReportValueErro
     Ok(options)
 }
 
-/// Prints a report of the samples.
+/// Prints a report of the samples in a recording.
 ///
 /// # Errors
 /// Returns [`RecordingFileError`] if the recording or the symbols cannot be read.
@@ -165,7 +165,7 @@ pub fn report(args: &ReportArgs) -> Result<ExitStatus, RecordingFileError> {
     })
 }
 
-/// Prints every sample.
+/// Prints every sample of a recording.
 ///
 /// # Errors
 /// Returns [`RecordingFileError`] if the recording cannot be read.

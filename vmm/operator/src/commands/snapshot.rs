@@ -260,7 +260,7 @@ fn parent(path: &Path) -> &Path {
     parent.unwrap_or(Path::new("."))
 }
 
-/// Creates a private file next to `path`, which is removed unless it is renamed.
+/// Creates a private file next to `path`. The file is removed unless it is renamed.
 fn file_beside(path: &Path) -> io::Result<NamedTempFile> {
     let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
     let mut prefix = std::ffi::OsString::from(".");
@@ -437,8 +437,8 @@ mod tests {
         assert!(file.metadata().unwrap().blocks() * 512 <= 8 * PAGE_BYTES as u64);
     }
 
-    /// Invalid pieces of memory from an untrusted VM are rejected. They cannot make this command
-    /// allocate or write an unbounded amount of data.
+    /// An untrusted VM cannot make this command allocate or write an unbounded amount of data by
+    /// sending invalid pieces of memory.
     #[test]
     fn wrong_pieces_are_refused() {
         let memory = 32 << 20;

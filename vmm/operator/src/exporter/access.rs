@@ -56,7 +56,7 @@ pub enum RequestOrigin {
     Unix,
 }
 
-/// Access rules that determine the clients to serve.
+/// Rules that determine which clients the exporter serves.
 #[derive(Clone, Debug, Default)]
 pub struct AccessRules {
     users: Vec<u32>,
@@ -242,7 +242,8 @@ fn is_same_address(a: SocketAddr, b: SocketAddr) -> bool {
     (a.ip().to_canonical(), a.port()) == (b.ip().to_canonical(), b.port())
 }
 
-/// Parses a row: `sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode …`.
+/// Parses a row of a kernel socket table: `sl local_address rem_address st tx:rx tr:when retrnsmt
+/// uid timeout inode …`.
 fn parse_row(line: &str) -> Option<SocketRow> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let (local, remote) = (parse_address(fields.next()?)?, parse_address(fields.next()?)?);

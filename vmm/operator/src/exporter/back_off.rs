@@ -57,12 +57,12 @@ impl ScrapeBackOff {
         lock(&self.0).failures > 0
     }
 
-    /// Records a valid answer.
+    /// Records that the VM has sent a valid answer.
     pub fn succeeded(&self) {
         *lock(&self.0) = BackOff::default();
     }
 
-    /// Records a missing or invalid answer.
+    /// Records that the VM has sent no valid answer.
     pub fn failed(&self, now: Instant) {
         lock(&self.0).fail(now, BACK_OFF);
     }

@@ -14,16 +14,16 @@ use perf_core::error_line;
 use rustix::fs::{FlockOperation, flock};
 use tempfile::TempDir;
 
-/// Name prefix of the directories.
+/// Prefix of the names of profile directories.
 const PREFIX: &str = "perfvisor-exporter-";
 /// Maximum number of directory entries examined for stale directories. Any user can fill /tmp.
 const MAX_ENTRIES: usize = 1 << 16;
 
-/// A temporary directory, removed on drop.
+/// A temporary directory for a profile, removed on drop.
 #[derive(Debug)]
 pub struct ProfileDirectory {
     directory: TempDir,
-    /// File descriptor that holds the lock.
+    /// Open file that holds the lock on the directory.
     _locked: File,
 }
 

@@ -10,11 +10,11 @@ use form_urlencoded::parse as parse_form;
 
 /// Maximum size of a request head, in bytes.
 pub const MAX_HEAD: usize = 8 << 10;
-/// Maximum number of header fields.
+/// Maximum number of header fields in a request.
 const MAX_FIELDS: usize = 64;
-/// Maximum number of query parameters.
+/// Maximum number of query parameters in a request.
 const MAX_PARAMETERS: usize = 16;
-/// Maximum length of a host name, in bytes.
+/// Maximum length of the host name in a request, in bytes.
 const MAX_HOST: usize = 255;
 
 /// Media type of the metrics.
@@ -29,7 +29,7 @@ pub enum HostHeader {
     Absent,
     /// The field is duplicate or malformed.
     Invalid,
-    /// Value of the field.
+    /// The value of the `Host` field.
     Named(String),
 }
 

@@ -139,7 +139,7 @@ impl Drop for ExporterListener {
     }
 }
 
-/// A client connection.
+/// A connection from an HTTP client.
 #[derive(Debug)]
 pub enum HttpClientStream {
     /// TCP connection.

@@ -136,7 +136,7 @@ fn look_into(dir: &Path) -> Result<(), ExporterError> {
     Ok(())
 }
 
-/// Serves requests until a signal arrives.
+/// Runs the exporter until a stop signal arrives.
 ///
 /// # Errors
 /// Returns [`ExporterError`] if the arguments are invalid or the exporter cannot listen.

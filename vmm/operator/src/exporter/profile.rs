@@ -45,9 +45,9 @@ const MAX_MEMORY: u64 = 4 << 30;
 const MAX_FILE: u64 = 256 << 20;
 /// Maximum size of a profile, in bytes.
 const MAX_PROFILE: u64 = 32 << 20;
-/// Maximum number of bytes read from the standard error of a process.
+/// Maximum number of bytes read from the standard error of a process that produces a profile.
 const MAX_SAID: u64 = 4 << 10;
-/// Interval at which the process and the connection are polled for their end.
+/// Interval at which the exit of a process and the end of the client's connection are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Media type of a profile.
 const PPROF: &str = "application/octet-stream";

@@ -35,7 +35,7 @@ const LINGER_BYTES: usize = 256 << 10;
 /// Maximum age of a cached scrape of all VMs.
 const MAX_SCRAPE_AGE: Duration = Duration::from_millis(500);
 
-/// State shared by all connections.
+/// The state of the exporter, shared by all connections.
 pub struct Exporter {
     vms: HostVms,
     access: AccessRules,
@@ -52,7 +52,7 @@ pub struct Exporter {
     stop: AtomicBool,
 }
 
-/// The open connections.
+/// The open connections of the exporter.
 #[derive(Default)]
 struct HttpConnectionSlots {
     next: u64,

@@ -21,8 +21,8 @@ const MAX_EVENTS: usize = 20_000;
 const MAX_NAME: usize = 128;
 /// Maximum length of the description of an event, in bytes.
 const MAX_DESCRIPTION: usize = 4096;
-/// Names of the core PMU in different perf versions. On a hybrid processor, this is the PMU of the
-/// performance cores.
+/// Names of the core PMU in different perf versions. On a hybrid processor, the core PMU is that of
+/// the performance cores.
 const PMUS: [&str; 3] = ["cpu", "cpu_core", "default_core"];
 
 /// The event-select register fields of an event.
@@ -145,7 +145,7 @@ pub fn from_text(text: &str) -> Vec<VendorEvent> {
 /// Parses the output of `perf list --json pmu` into events sorted by name. Returns `None` if the
 /// output is not JSON.
 pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
-    /// The fields of a JSON entry that are used.
+    /// Fields of an event in perf's JSON output.
     #[derive(Deserialize)]
     struct JsonEvent {
         #[serde(rename = "EventName")]
@@ -170,7 +170,7 @@ pub fn from_json(text: &[u8]) -> Option<Vec<VendorEvent>> {
     Some(found.events())
 }
 
-/// Events by name. The first event with a name takes precedence.
+/// Vendor events by name. The first event with a name takes precedence.
 #[derive(Default)]
 struct VendorEventMap(BTreeMap<String, VendorEvent>);
 
@@ -206,7 +206,7 @@ fn is_encoding(words: &str) -> bool {
         && pmu.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
 }
 
-/// Joins the text into one line and removes control characters.
+/// Joins lines of text into one line and removes control characters.
 fn printable(text: &str) -> String {
     let clean: String = text
         .chars()

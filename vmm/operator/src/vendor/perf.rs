@@ -21,9 +21,9 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_OUTPUT: usize = 16 << 20;
 /// Maximum number of bytes read from perf's standard error.
 const MAX_ERRORS: usize = 4096;
-/// Maximum size of one read, in bytes.
+/// Maximum size of one read from perf's output, in bytes.
 const CHUNK: usize = 64 << 10;
-/// Polling interval for the exit of perf.
+/// Interval at which the exit of perf is polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Errors of running perf.
@@ -259,8 +259,8 @@ impl<R: Read> BoundedPipe<R> {
     }
 }
 
-/// Reads both pipes to their ends without threads, because a VM that is about to start must be
-/// single-threaded.
+/// Reads both output pipes of a process until their ends. Uses no threads, because a VM that is
+/// about to start must be single-threaded.
 fn read<A, B>(out: &mut BoundedPipe<A>, errors: &mut BoundedPipe<B>, until: Instant) -> Result<(), PerfError>
 where
     A: Read + AsFd,

@@ -30,8 +30,8 @@ use trace::{ExitTrace, TraceError};
 const READ_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval at which the tracepoint rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
-/// KVM statistics of a vCPU about exits and their handling. Statistics that the host's KVM lacks
-/// are omitted.
+/// Names of KVM's vCPU statistics about exits and their handling. Statistics that the host's KVM
+/// lacks are omitted from the output.
 const STATISTICS: [&str; 19] = [
     "exits",
     "io_exits",
@@ -176,8 +176,8 @@ impl ObservedVm {
         })
     }
 
-    /// Reads the exits. If the VM has moved, continues in the destination process instead. Returns
-    /// `false` if the VM has exited.
+    /// Reads the exits of the VM. If the VM has moved, continues in the destination process
+    /// instead. Returns `false` if the VM has exited.
     fn look(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
         match self.watch.look(&mut self.client) {
             Ok(mut seen) => {
@@ -192,7 +192,7 @@ impl ObservedVm {
     }
 
     /// Continues the observation in the destination process if the VM has moved. Returns `false` if
-    /// it has not moved.
+    /// the VM has not moved.
     fn follow(&mut self, args: &ExitsArgs) -> Result<bool, OperatorCommandError> {
         let Some(moved) = find_moved(&self.client) else {
             return Ok(false);
@@ -216,7 +216,7 @@ impl ObservedVm {
     }
 }
 
-/// Selects whether the output covers one interval or the whole observation.
+/// Period that the output covers: one interval or the whole observation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum OutputSection {
     Interval,

@@ -116,7 +116,7 @@ impl ExitTotals {
         sum
     }
 
-    /// Returns the sums over all vCPUs.
+    /// Returns the exits summed over all vCPUs.
     pub(in super::super) fn summed(&self) -> Self {
         let mut kvms = BTreeMap::new();
         for ((_, name), count) in &self.kvms {

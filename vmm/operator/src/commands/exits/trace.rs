@@ -24,7 +24,7 @@ const TRACEFS: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
 const PAGES: [usize; 2] = [512, 64];
 /// Maximum number of records read from a vCPU's ring at a time.
 const MAX_RECORDS: usize = 1 << 17;
-/// Maximum size of a `format` file, in bytes.
+/// Maximum size of the `format` file of a tracepoint, in bytes.
 const MAX_FORMAT_BYTES: usize = 256 << 10;
 /// Maximum number of distinct exit reasons. A kernel has about one hundred.
 const MAX_REASONS: usize = 1024;
@@ -172,7 +172,8 @@ impl ExitTrace {
         }
     }
 
-    /// Returns the exits since the start. Maxima cover the time since the previous call.
+    /// Returns the exits since tracing began. Their maximum durations cover the time since the
+    /// previous call.
     pub(super) fn look(&mut self) -> Vec<VcpuExits> {
         if let Err(why) = self.find_vcpus() {
             self.failed.get_or_insert(why);

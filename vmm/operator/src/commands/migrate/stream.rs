@@ -31,7 +31,7 @@ const MAX_ROUNDS: u32 = 30;
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Minimum interval between requests for memory. A VM accepts 1000 requests per second.
 const REQUEST_INTERVAL: Duration = Duration::from_millis(1);
-/// Size of the buffer of the connection in bytes.
+/// Size of the buffer for the connection to the destination, in bytes.
 const BUFFER_BYTES: usize = 256 << 10;
 /// Maximum accepted size of one piece of memory from a VM, in bytes.
 const MAX_PIECE_BYTES: u64 = 2 * CHUNK_BYTES;
@@ -57,13 +57,13 @@ pub enum SendVmError {
     /// The connection to the destination failed.
     #[error(transparent)]
     Stream(#[from] MigrationStreamError),
-    /// The destination refuses the VM.
+    /// The destination refused the VM.
     #[error("{0}")]
     Refused(String),
     /// The destination sent an unexpected message.
     #[error("the other side sends an unexpected message")]
     Unexpected,
-    /// The guest writes memory too fast.
+    /// The guest writes memory faster than it can be sent.
     #[error(
         "the guest writes memory faster than it can be sent: round {rounds} still took {} ms; use a \
         longer --downtime, or --force, which pauses the VM for about that time",
@@ -95,9 +95,9 @@ impl<E: Into<SendVmError>> From<E> for SendFailure {
 /// Limit on the time for which the VM is paused to send its last round.
 #[derive(Clone, Copy, Debug)]
 pub struct DowntimeLimit {
-    /// Maximum duration of the last round.
+    /// Maximum duration of the last round, during which the VM is paused.
     pub downtime: Duration,
-    /// `true` to pause the VM even if no round is short enough.
+    /// `true` to pause the VM even if no round was short enough.
     pub force: bool,
 }
 
@@ -146,7 +146,8 @@ impl<'s> Destination<'s> {
         self.writer.flush().map_err(|e| self.reason(e.into()))
     }
 
-    /// Returns the reason sent by the destination before it closed the connection, or else `error`.
+    /// Returns the reason that the destination sent before it closed the connection, or `error` if
+    /// there is none.
     fn reason(&mut self, error: MigrationStreamError) -> SendVmError {
         match self.reader.receive() {
             Ok(StreamMessage::Failed(why)) => SendVmError::Refused(why),
@@ -154,7 +155,7 @@ impl<'s> Destination<'s> {
         }
     }
 
-    /// Flushes the buffer and waits for `expected`.
+    /// Flushes the buffer and waits for the message `expected` from the destination.
     fn expect(&mut self, expected: &StreamMessage<'_>) -> Result<(), SendVmError> {
         self.flush()?;
         match self.reader.receive()? {
@@ -178,7 +179,7 @@ impl<'s> Destination<'s> {
     }
 }
 
-/// Sends the VM of `client` over `socket`.
+/// Sends the VM of `client` as a byte stream over `socket`.
 ///
 /// # Errors
 /// Returns [`SendFailure::Stays`] if the VM continues here, and [`SendFailure::Undecided`] if it is
@@ -299,7 +300,7 @@ fn send_rounds(
 }
 
 /// Sends the memory written since the preceding round, and waits until the destination has received
-/// it. Returns the number of bytes.
+/// the memory. Returns the number of bytes sent.
 fn send_round(client: &mut Client, to: &mut Destination<'_>, memory_bytes: u64) -> Result<u64, SendVmError> {
     let (mut offset, mut sent) = (0, 0);
     let mut buffer = Vec::new();
@@ -352,8 +353,8 @@ fn check_piece(piece: &MigrationPiece, offset: u64, memory_bytes: u64) -> Option
 mod tests {
     use super::*;
 
-    /// Invalid pieces of memory from an untrusted VM are rejected. They cannot make this command
-    /// allocate an unbounded amount of memory or loop forever.
+    /// An untrusted VM cannot make this command allocate an unbounded amount of memory or loop
+    /// forever by sending invalid pieces of memory.
     #[test]
     fn impossible_pieces_are_refused() {
         const MEMORY: u64 = 32 << 20;

@@ -54,7 +54,8 @@ pub(super) struct ProgramCache {
     unwinds: bool,
     unwinder: Unwinder,
     processes: HashMap<u32, Option<ProcessMappings>>,
-    /// Modules by build ID and path, shared between processes; `None` if unreadable.
+    /// Loaded modules by build ID and path, shared between processes; `None` if a module is
+    /// unreadable.
     modules: HashMap<(String, String), Option<Arc<LoadedModule>>>,
     bytes_left: usize,
     pub(super) totals: UnwindTotals,
@@ -65,10 +66,10 @@ pub(super) struct ProgramCache {
 pub(super) struct UnwindTotals {
     /// Number of samples with a user stack.
     pub(super) stacks: u64,
-    /// Number of stacks unwound to the outermost frame.
+    /// Number of user stacks unwound to the outermost frame.
     pub(super) complete: u64,
-    /// Number of stacks that were not unwound completely because of the limited size of the stack
-    /// copy.
+    /// Number of user stacks that were not unwound completely because of the limited size of the
+    /// stack copy.
     pub(super) cut: u64,
 }
 
@@ -79,7 +80,7 @@ pub(super) struct FoundFunction {
     pub(super) named: bool,
 }
 
-/// A connection to the VM with a rate limit.
+/// A rate-limited connection to the VM.
 struct PacedClient {
     client: Client,
     paid_until: Instant,

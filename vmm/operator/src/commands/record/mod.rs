@@ -42,9 +42,9 @@ use remote::{ControlCommand, OpenControlPipes};
 use switch::OutputSwitchTrigger;
 use thread_switches::{StolenTime, VcpuSwitches};
 
-/// Interval at which the rings are drained.
+/// Interval at which the sample rings are drained.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(50);
-/// Polling interval of `--control`.
+/// Interval at which the pipe of `--control` is polled.
 const CONTROL_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time limit for the VM to find the guest kernel.
 const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
@@ -52,7 +52,7 @@ const KERNEL_PATIENCE: Duration = Duration::from_secs(60);
 /// 6000 samples and fits into the `perf_event_mlock_kb` limit of unprivileged users.
 const HOST_RING_LOG2_PAGES: u32 = 6;
 
-/// Records samples.
+/// Runs `perfvisor record`.
 ///
 /// # Errors
 /// Returns [`RecordError`] if the recording fails.
@@ -89,7 +89,7 @@ pub fn record(args: &RecordArgs) -> Result<ExitStatus, RecordError> {
     record_one(args, client, &signals, remote)
 }
 
-/// Records one VM.
+/// Records the samples of one VM.
 fn record_one(
     args: &RecordArgs,
     mut client: Client,
@@ -336,7 +336,7 @@ struct SampleStreams {
     stolen: StolenTime,
     /// Index in `lanes` of each event that the host kernel also samples, by stream ID.
     by_stream: HashMap<u64, usize>,
-    /// Sample statistics of the VM's former processes, from which it has moved.
+    /// Sample statistics of the processes in which the VM ran before it moved to the current one.
     left: Option<SampleTotals>,
 }
 
@@ -491,7 +491,7 @@ impl SampleStreams {
         self.rings.first()?.info.clock_offset_ns
     }
 
-    /// Drains all rings.
+    /// Drains the rings of all vCPUs.
     fn drain(&mut self, recording: &mut Recording) -> Result<(), RecordError> {
         // Read host kernel samples first, because VM samples replace some of them.
         for lane in &mut self.lanes {
@@ -529,7 +529,7 @@ impl SampleStreams {
         }
     }
 
-    /// Returns the preemptions of all vCPUs.
+    /// Returns the number and duration of the preemptions of all vCPUs.
     fn stolen(&self) -> StolenTime {
         let mut stolen = self.stolen;
         self.switches

@@ -409,7 +409,8 @@ impl Recording {
         self.writer.checkpoint().map_err(RecordError::Write)
     }
 
-    /// Truncates the file to the last header update after a write failed with `source`.
+    /// Truncates the file to its size at the last header update, after a write has failed with
+    /// `source`.
     pub(super) fn truncate_to_records(self, path: &Path, source: io::Error) -> RecordError {
         let path = path.to_owned();
         match self.writer.truncate_to_records() {
@@ -422,7 +423,7 @@ impl Recording {
         }
     }
 
-    /// Returns the size of the file, in bytes.
+    /// Returns the size of the recording file, in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.writer.bytes()
     }
@@ -503,7 +504,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Completes the file. `totals` are the statistics of host kernel samples, if there were any.
+    /// Completes the recording file. `totals` are the statistics of host kernel samples, if there
+    /// were any.
     pub(super) fn finish(
         mut self,
         args: &RecordArgs,

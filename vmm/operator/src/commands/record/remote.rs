@@ -6,9 +6,9 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Maximum length of a command, in bytes.
+/// Maximum length of a command from the control pipe, in bytes.
 const MAX_COMMAND_BYTES: usize = 64;
-/// Maximum number of commands accepted at a time.
+/// Maximum number of commands accepted from the control pipe at a time.
 const MAX_COMMANDS: usize = 64;
 
 /// The pipes of `--control fifo:CTL[,ACK]`.
@@ -58,7 +58,7 @@ pub enum ControlCommand {
     Disable,
     /// Ends the recording.
     Stop,
-    /// Only requests an acknowledgement.
+    /// Requests only an acknowledgement.
     Ping,
 }
 
@@ -159,7 +159,7 @@ impl OpenControlPipes {
         }
     }
 
-    /// Writes the acknowledgement of one command, if there is a pipe for it.
+    /// Writes the acknowledgement of one command, if there is a pipe for acknowledgements.
     pub fn acknowledge(&mut self) {
         if let Some(ack) = &mut self.ack
             && let Err(e) = ack.write_all(b"ack\n")

@@ -9,7 +9,8 @@ use super::args::RecordArgs;
 use crate::signals::StopSignals;
 use crate::values::parse_bytes;
 
-/// Minimum size of a file, in bytes, which leaves room for its header and a few samples.
+/// Minimum file size for `--switch-output`, in bytes, which leaves room for the header and a few
+/// samples.
 const MIN_SIZE: u64 = 16 << 10;
 
 /// The event after which a recording continues in a new file.
@@ -17,9 +18,9 @@ const MIN_SIZE: u64 = 16 << 10;
 pub enum OutputSwitchTrigger {
     /// The recorder has received SIGUSR2.
     Signal,
-    /// The file has reached a size, in bytes.
+    /// The file has reached the given size, in bytes.
     Size(u64),
-    /// A time has passed since the file was started.
+    /// The given time has passed since the file was started.
     Time(Duration),
 }
 

@@ -40,7 +40,7 @@ impl VcpuSwitches {
         })
     }
 
-    /// Passes each new context switch to `each`.
+    /// Passes each new context switch in the ring to `each`.
     pub(super) fn drain(&mut self, mut each: impl FnMut(ThreadSwitch)) -> HostRingStats {
         self.ring.drain(|switch| {
             match (switch.kind, self.preempted_at_ns.take()) {

@@ -9,7 +9,7 @@ use guest_profile::export::symbolize::{GuestFileStatus, Symbolizer};
 /// Maximum number of objects (programs and libraries) listed in the log.
 const MAX_OBJECTS: usize = 20;
 
-/// Number of recorded addresses without a name, by object.
+/// Numbers of recorded addresses without a name, by object (program or library).
 pub(super) struct UnnamedCode<'p> {
     mapped: &'p Profile,
     /// `true` if the user specified the location of the guest's files.

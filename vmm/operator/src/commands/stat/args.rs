@@ -12,9 +12,9 @@ use crate::values::{
 
 /// Value of `--backing` that requests exact counts by single-stepping.
 pub(super) const EXACT: &str = "exact";
-/// Default events for exact counts.
+/// Default events of `perfvisor stat` with exact counts.
 const EXACT_EVENTS: &str = "instructions,branches";
-/// Default events without `--backing exact`.
+/// Default events of `perfvisor stat` without `--backing exact`.
 const DEFAULT_EVENTS: &str = "task-clock,context-switches,cpu-migrations,page-faults,cycles,instructions,branches,branch-misses,kvm:exits";
 
 /// `perfvisor stat`.

@@ -16,7 +16,7 @@ pub(super) struct CountedEvents {
     /// Events opened in the VM's current process and in its former processes, each with a unique
     /// handle.
     opened: Vec<OpenedEvent>,
-    /// Final readings in the VM's former processes, from which it has moved.
+    /// Final readings in the processes in which the VM ran before it moved to the current one.
     left: Vec<EventReading>,
     /// `left`, followed by the last readings in the current process.
     readings: Vec<EventReading>,
@@ -56,7 +56,7 @@ impl CountedEvents {
         self.opened.iter().filter_map(refused)
     }
 
-    /// Reads all events.
+    /// Reads all events of the measurement.
     ///
     /// # Errors
     /// Returns a [`ClientError`] if the VM does not answer. The last readings are kept.
@@ -71,8 +71,8 @@ impl CountedEvents {
         Ok(())
     }
 
-    /// Adds the events of hot-plugged vCPUs, which have been counting since the vCPU's first
-    /// instruction.
+    /// Adds the events of hot-plugged vCPUs. These events have been counting since the first
+    /// instruction of the vCPU.
     ///
     /// # Errors
     /// Returns a [`ClientError`] if the VM refuses the request.

@@ -14,7 +14,7 @@ use control_api::request;
 /// Timeout for the vCPUs to report their guest counters.
 const VIEW_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Prints the guest's counters.
+/// Prints the counters that the guest has programmed.
 pub(super) fn view(client: &mut Client, args: &StatArgs) -> Result<ExitStatus, OperatorCommandError> {
     let asked: SnapshotId = client.call(request::GuestView)?;
     let until = Instant::now() + VIEW_PATIENCE;

@@ -90,7 +90,7 @@ fn csv_total(total: &Total, all: &[Total], seconds: f64, args: &StatArgs, separa
     vcpu + &csv_line(&total.name, &total.counted, total.unit, error, derived, separator)
 }
 
-/// Formats a line with the fields of `perf stat -j` and the backing.
+/// Formats a line with the fields of `perf stat -j` and the backing of the event.
 fn json_line(total: &Total, all: &[Total], seconds: f64, at_s: Option<f64>) -> String {
     let mut object = serde_json::Map::new();
     let mut put = |key: &str, value| {

@@ -69,7 +69,7 @@ fn split_modifiers(name: &str) -> (&str, &str) {
     (plain, modifiers)
 }
 
-/// Returns the count per second of vCPU run time and the unit, as in perf.
+/// Returns a count per second of vCPU run time, and the unit of this rate in perf's output.
 fn rate(count: f64, task_clock_ns: f64) -> (f64, String) {
     let mut value = count / (task_clock_ns / 1e9);
     let mut prefix = "";
@@ -192,7 +192,8 @@ pub(super) fn rows(totals: &[Total], seconds: f64) -> Vec<MetricRow> {
     rows
 }
 
-/// Returns the width of a column, which is sufficient for its heading and for a signed number.
+/// Returns the width of a column, in characters, which suffices for the heading and for a signed
+/// number.
 fn width(heading: &str) -> usize {
     heading.len().max(12)
 }

@@ -119,7 +119,8 @@ fn label_lines(lines: &str, label: Option<&str>, args: &StatArgs) -> String {
     lines.lines().map(tag).collect()
 }
 
-/// Counts on one VM and returns the final output. `label` identifies the VM among several.
+/// Counts events on one VM and returns the final output. With several VMs, `label` is the label of
+/// this VM.
 fn count_one(
     args: &StatArgs,
     mut client: Client,

@@ -27,7 +27,7 @@ use crate::signals::StopSignals;
 /// Polling interval for the start and stop of a VM.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Maximum number of bytes of a VM's messages that are kept.
+/// Maximum number of bytes that are kept of the messages of a VM.
 const MAX_MESSAGES: u64 = 64 << 10;
 
 /// Offset between the event handles of consecutive passes, which makes the handles of all passes
@@ -48,7 +48,7 @@ pub enum ReplayError {
     Ended(Duration),
     #[error("interrupted before every event was counted")]
     Interrupted,
-    /// An event that single-stepping does not count, and the reason.
+    /// Single-stepping does not count an event. Contains the event and the reason.
     #[error("--backing exact: cannot count {0}: {1}")]
     NotExact(String, String),
     #[error("--backing exact: the snapshot has {0} vCPUs, of which one can be counted exactly")]

@@ -139,7 +139,7 @@ fn sum<'p>(parts: impl Iterator<Item = &'p VcpuCount>) -> (CountResult, CountUnc
     (counted, doubt)
 }
 
-/// Combines all runs into the mean of each count and its error.
+/// Combines repeated runs. Each resulting count is the mean of the runs, with its error.
 pub(super) fn merge(runs: &[Vec<Total>]) -> Vec<Total> {
     let Some(first) = runs.first() else {
         return Vec::new();

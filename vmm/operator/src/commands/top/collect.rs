@@ -379,7 +379,7 @@ fn rate(now: &EventReading, before: Option<&EventReading>, seconds: f64) -> Even
     }
 }
 
-/// Returns a printable task name. The guest controls its contents.
+/// Returns a task name in printable form, because the guest controls the name.
 fn comm_of(comm: &[u8]) -> String {
     let end = comm.iter().position(|b| *b == 0).unwrap_or(comm.len());
     one_line(&String::from_utf8_lossy(&comm[..end]))
@@ -399,8 +399,8 @@ mod tests {
         }
     }
 
-    /// Rates cover the interval only, and an event that was not running has no rate instead of
-    /// zero.
+    /// Rates cover the interval only. An event that was not running has no rate, rather than a rate
+    /// of zero.
     #[test]
     fn rates_cover_the_interval() {
         let before = reading(100, 1000, 1000);

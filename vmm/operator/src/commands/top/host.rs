@@ -34,7 +34,8 @@ enum WatchEvent {
 struct WatchedVm {
     vm: TopVmEntry,
     forget: Sender<()>,
-    /// Number of the VM's current observer thread, used to ignore messages from its former threads.
+    /// Number of the VM's current observer thread. Messages with other numbers come from former
+    /// threads and are ignored.
     number: u64,
     alive: bool,
 }

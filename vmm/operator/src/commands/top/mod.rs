@@ -37,7 +37,7 @@ use rows::ObservedState;
 use screen::TopScreen;
 use ui::{TopUiState, UiAction};
 
-/// Polling interval of the keyboard.
+/// Interval at which the keyboard is polled.
 const KEY_WAIT: Duration = Duration::from_millis(50);
 
 /// Errors of `perfvisor top`.

@@ -22,7 +22,7 @@ pub(super) struct CodeLocation {
     pub(super) kernel: bool,
     /// Process ID, or [`NO_PID`](guest_profile::export::NO_PID).
     pub(super) pid: u32,
-    /// Instruction address.
+    /// Address of the sampled instruction.
     pub(super) ip: u64,
 }
 
@@ -65,8 +65,8 @@ impl LiveSymbols {
         }
     }
 
-    /// Returns the printable module and function names of a location. The guest controls their
-    /// contents.
+    /// Returns the names of the module and function of a location in printable form, because the
+    /// guest controls the names.
     pub(super) fn name(&mut self, place: CodeLocation) -> (String, String) {
         if let Some(known) = self.known.get(&place) {
             return known.clone();

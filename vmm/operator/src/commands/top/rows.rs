@@ -35,7 +35,7 @@ pub struct TopVmData {
     pub lost: u64,
     /// Functions in which the VM was sampled, unsorted.
     pub symbols: Vec<TopSymbolRow>,
-    /// vCPUs in index order.
+    /// Rows of the vCPUs, in index order.
     pub vcpus: Vec<TopVcpuRow>,
     /// Exits by reason, unsorted.
     pub exits: Vec<TopExitRow>,
@@ -46,8 +46,8 @@ pub struct TopVmData {
 /// A sampled function of a process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TopSymbolRow {
-    /// Sum of the decayed weights of the function's samples. A sample weighs as much as the event
-    /// counted since the previous sample, and each update reduces the weight.
+    /// Sum of the decayed weights of the function's samples. The initial weight of a sample is the
+    /// event count since the previous sample. Each update reduces the weights.
     pub weight: f64,
     /// Number of samples since the function was added to the list.
     pub samples: u64,
@@ -103,7 +103,7 @@ pub enum EventRateCell {
     Rate {
         /// Number of events per second.
         per_second: f64,
-        /// Ratio of running time to enabled time.
+        /// Ratio of the event's running time to its enabled time.
         share: f64,
     },
 }

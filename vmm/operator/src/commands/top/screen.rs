@@ -16,7 +16,7 @@ use crate::commands::one_line;
 use control_api::events::format::{rounded, thousands};
 use control_api::protocol::GuestCounter;
 
-/// Maximum number of symbols and processes in the text output.
+/// Maximum number of symbol rows and of process rows in the text output.
 const TEXT_LINES: usize = 30;
 const KEYS: &str = "q quit  h keys  Tab view  s sort  r reverse  / search  Enter open  Esc back";
 /// Help text for the key h, listing all keys.
@@ -288,7 +288,8 @@ impl TopScreen {
         (columns, self.vms.iter().map(row).collect())
     }
 
-    /// Returns the functions of the selected VM and process, or all functions.
+    /// Returns the sampled functions of the selected VM and process, or of all VMs and processes
+    /// without a selection.
     fn functions<'a>(&'a self, ui: &'a TopUiState) -> impl Iterator<Item = (&'a str, &'a TopSymbolRow)> {
         let chosen = |label: &str, row: &TopSymbolRow| match &ui.process {
             Some(only) if ui.view == TopView::Symbols => only.vm == label && only.pid == row.pid,

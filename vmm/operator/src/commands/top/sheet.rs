@@ -26,7 +26,7 @@ pub struct TopTableColumn {
     pub title: &'static str,
     /// Width in characters; 0 for the remaining width.
     pub width: u16,
-    /// Type of the values.
+    /// Type of the column's values.
     pub kind: ColumnKind,
 }
 
@@ -103,7 +103,7 @@ pub struct SortableTable {
 }
 
 impl SortableTable {
-    /// Keeps the rows that contain `text` in any cell, ignoring case.
+    /// Keeps only the rows that contain `text` in any cell, ignoring case.
     pub fn search(&mut self, text: &str) {
         if text.is_empty() {
             return;

@@ -90,7 +90,7 @@ pub struct ScreenAreas {
 pub struct TopUiState {
     /// `true` if all VMs of the host are displayed.
     pub all_vms: bool,
-    /// Displayed view.
+    /// The view that is displayed.
     pub view: TopView,
     shown: [TopViewState; TopView::ALL.len()],
     /// Search text.
