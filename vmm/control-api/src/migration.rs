@@ -113,13 +113,13 @@ pub struct MigrationPiece {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MigrationResult {
-    /// The VM has moved and runs in the answering process.
+    /// The VM runs in the answering process.
     Moved(MigratedVm),
     /// Reason the VM has not moved.
     Failed(String),
 }
 
-/// A VM that has moved to another process.
+/// A VM that has moved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigratedVm {
     /// Name of the VM.

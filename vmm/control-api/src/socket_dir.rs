@@ -613,8 +613,8 @@ mod tests {
         }
     }
 
-    /// A directory or link in /tmp that another user created is skipped, both when a VM creates its
-    /// socket directory and when VMs are searched. The next directory is used instead.
+    /// A directory or link in /tmp that another user created is skipped, and the next directory is
+    /// used instead. This applies to VMs that create a socket directory and to searches for VMs.
     #[test]
     fn foreign_socket_directory_is_skipped() {
         let tmp = tempfile::tempdir().unwrap();

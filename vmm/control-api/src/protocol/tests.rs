@@ -14,9 +14,9 @@ fn reading(value: u64, enabled_ns: u64, running_ns: u64, estimate: Option<u64>) 
 }
 
 /// If an event did not run all the time, the count of an interval is the increase of the estimated
-/// total. The counts of all intervals therefore add up to the total. Scaling each interval by its
-/// own share of time running would be wrong, because the event rate may change while the event is
-/// not running.
+/// total. The counts of all intervals therefore add up to the total. Scaling the count by the share
+/// of time running in the interval would be wrong, because the event rate may change while the
+/// event is not running.
 #[test]
 fn intervals_are_the_growth_of_the_estimate() {
     let readings = [

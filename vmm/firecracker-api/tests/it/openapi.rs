@@ -21,8 +21,8 @@ fn documented_description_matches_types() {
     );
 }
 
-/// Every reference in the published OpenAPI description resolves, and every described type is used,
-/// because code generators require both.
+/// Every reference in the published OpenAPI description resolves, and every described type is used.
+/// Code generators require these properties.
 #[test]
 fn references_and_types_match() {
     fn references<'a>(schema: &'a Value, found: &mut BTreeSet<&'a str>) {

@@ -273,9 +273,9 @@ impl DiskBytes for HostDisk {
     }
 }
 
-/// Loads the symbols of the guest kernel from the file that the user specified, if any. Relocates
-/// the symbols of a kernel image by means of `reference`, which is a symbol of the running kernel
-/// and its address.
+/// Loads the symbols of the guest kernel from the file that the user specified, if any. The symbols
+/// of a kernel image are relocated to run-time addresses with `reference`, which is a symbol of the
+/// running kernel and its address.
 ///
 /// # Errors
 /// Returns [`SymbolsError`] if the file is unusable.

@@ -2,9 +2,9 @@
 //!
 //! Any user of the host can connect to a loopback address. The exporter finds the user who owns the
 //! client's socket in `/proc/net/tcp`, and serves only its own user, root, and the users given by
-//! `--allow-user`. With `--token-file`, it also serves any client that presents the token. On
-//! addresses other than loopback, it serves only clients with the token. On a Unix socket, the file
-//! permissions decide.
+//! `--allow-user`. With `--token-file`, the exporter also serves any client that presents the
+//! token. On addresses other than loopback, the exporter serves only clients with the token. On a
+//! Unix socket, the file permissions decide who is served.
 //!
 //! A malicious web page can make a name under its control resolve to this host (DNS rebinding), but
 //! cannot choose the `Host` field. The field must therefore be an IP address, `localhost`, the
@@ -65,8 +65,8 @@ pub struct AccessRules {
 }
 
 impl AccessRules {
-    /// Creates the rules. The exporter serves its own user, root, `users`, and every client with
-    /// the token in `token_file`. It accepts requests to the host names in `hosts` and to the names
+    /// Creates rules that serve the exporter's own user, root, `users`, and every client with the
+    /// token in `token_file`. The `Host` field of a request may contain a name in `hosts` or a name
     /// of this host.
     ///
     /// # Errors
@@ -337,7 +337,8 @@ mod tests {
         assert!(access.knows_host(&HostHeader::Absent) && !access.knows_host(&HostHeader::Invalid));
     }
 
-    /// The owner of both ends of a connection is found in the kernel's table.
+    /// The owner of a connection's socket is found in the kernel's table, for both ends of the
+    /// connection.
     #[test]
     #[expect(clippy::print_stderr, reason = "a test that could not run says so")]
     fn connection_owner_is_found() {

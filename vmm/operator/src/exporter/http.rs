@@ -259,7 +259,7 @@ mod tests {
     }
 
     proptest! {
-        /// The parser returns a request or an error for any input of maximum size. It does not wait
+        /// For any input of maximum size, the parser returns a request or an error without waiting
         /// for more input.
         #[test]
         fn parser_decides_at_size_limit(bytes in prop::collection::vec(any::<u8>(), MAX_HEAD..MAX_HEAD + 50)) {

@@ -14,7 +14,7 @@ use control_api::protocol::{EventReading, OpenedEvent, VcpuView, VmInfo, VmState
 /// Event from which the steal metric is computed.
 const STEAL_EVENT: &str = "steal-ns";
 
-/// Operator events and their readings.
+/// Events given by `--events`, with their readings.
 pub type EventReadings = Vec<(OpenedEvent, EventReading)>;
 /// Steal time of each vCPU, in nanoseconds, for the vCPUs that report it.
 pub type StealTimes = Vec<(u32, u64)>;
@@ -30,7 +30,7 @@ pub struct MetricsSnapshot {
     pub vcpus: Vec<VcpuCounts>,
     /// Guest-programmed counters of the vCPUs that answered in time.
     pub views: Vec<VcpuView>,
-    /// Operator events and their readings.
+    /// Events given by `--events`, with their readings.
     pub events: EventReadings,
     /// Steal time of each vCPU, in nanoseconds, for the vCPUs that report it.
     pub steal_ns: StealTimes,
@@ -42,7 +42,7 @@ pub fn with_steal(events: &str) -> String {
 }
 
 /// Removes duplicate events from `opened`, because they would produce duplicate series. Returns the
-/// operator events that cannot be counted, each with the reason.
+/// events given by `--events` that cannot be counted, each with the reason.
 pub fn remove_duplicates(opened: &mut Vec<OpenedEvent>) -> Vec<(String, String)> {
     let mut seen = HashSet::new();
     opened.retain(|o| seen.insert((o.index > 0, o.vcpu, o.name.clone())));
@@ -51,10 +51,10 @@ pub fn remove_duplicates(opened: &mut Vec<OpenedEvent>) -> Vec<(String, String)>
         .collect()
 }
 
-/// Splits the readings of the events opened for [`with_steal`] into operator events and steal
-/// times.
+/// Splits the readings of the events opened for [`with_steal`] into the events given by `--events`
+/// and the steal times.
 ///
-/// An operator event has one series per vCPU, or a single series if it counts for the whole VM. The
+/// An event has one series per vCPU, or a single series if the event counts for the whole VM. The
 /// steal time of a vCPU is in nanoseconds.
 pub fn by_vcpu(opened: &[OpenedEvent], readings: &[EventReading]) -> (EventReadings, StealTimes) {
     let (mut events, mut steal_ns) = (Vec::new(), Vec::new());

@@ -222,7 +222,7 @@ pub(super) mod tests {
         ExitReading { ours, kvms, traced }
     }
 
-    /// The totals of a VM that has moved include its exits in both processes.
+    /// The totals of a VM that has moved include the exits in the source and destination processes.
     #[test]
     fn exits_of_both_processes_are_added() {
         let total = |count, time_ns, max_ns| {

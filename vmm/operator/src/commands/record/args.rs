@@ -25,8 +25,8 @@ use perf_core::branch::MAX_BRANCH_DEPTH;
 const DEFAULT_FREQUENCY_HZ: u64 = 1000;
 /// Default sampling frequency of `perfvisor record` with branch stacks, in Hz.
 const DEFAULT_BRANCH_HZ: u64 = 100;
-/// Default frequency of samples that stop the vCPU, in Hz. Each such sample takes about 65 µs, so
-/// these samples take about 0.3 % of the vCPU's time.
+/// Default frequency of samples that stop the vCPU, in Hz. At about 65 µs per sample, these samples
+/// take about 0.3 % of the vCPU's time.
 const DEFAULT_CHAINS_HZ: u64 = 50;
 /// Default number of samples per sample that stops the vCPU, for a recording with a sampling
 /// period.

@@ -87,13 +87,14 @@ impl RecordedSymbols {
         }
     }
 
-    /// Returns the kernel mapping for perf.
+    /// Returns the mapping of the guest's kernel, for the perf.data file.
     pub(super) fn kernel_map(&self) -> Option<KernelMap> {
         kernel_map(self.kernel.as_ref()?, self.build_id)
     }
 
-    /// Stores the kernel's symbols in `directory` for perf. Also copies the guest's programs there
-    /// if the user specified their location. Adds the build IDs to `writer`.
+    /// Stores the kernel's symbols in `directory`, where perf finds them. Also copies the guest's
+    /// programs to `directory` if the user specified their location. Adds the build IDs to
+    /// `writer`.
     pub(super) fn store_for_perf<W: io::Write + io::Seek>(
         &mut self,
         directory: Option<&BuildIdDir>,

@@ -27,7 +27,7 @@ use crate::signals::StopSignals;
 /// Polling interval for the start and stop of a VM.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Maximum number of bytes that are kept of the messages of a VM.
+/// Maximum number of bytes that are read of the messages of a VM.
 const MAX_MESSAGES: u64 = 64 << 10;
 
 /// Offset between the event handles of consecutive passes, which makes the handles of all passes

@@ -234,9 +234,9 @@ fn run_observer(looks: impl FnOnce() -> Result<(), OperatorCommandError>) -> Wat
     }
 }
 
-/// Installs a panic hook that stores panics of observer threads for display, without touching the
-/// terminal. Must be called after [`ratatui`] has installed its own hook, which restores the
-/// terminal.
+/// Installs a panic hook that stores the panic messages of observer threads for display, without
+/// touching the terminal. Must be called after [`ratatui`] has installed its panic hook, which
+/// restores the terminal.
 pub(super) fn install_observer_panic_hook() {
     let others = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
