@@ -1,5 +1,5 @@
-//! Statistics of the vCPU run loops since the VM started, for metrics. Only the call `counts` reports
-//! these statistics.
+//! Statistics of the vCPU run loops since the VM started, for metrics. Only the call `counts`
+//! reports these statistics.
 
 use std::collections::BTreeMap;
 

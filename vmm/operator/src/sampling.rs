@@ -21,7 +21,7 @@ use crate::vendor::EventNameError;
 /// program reads them.
 const MAX_RECORDS: usize = 100_000;
 
-/// Errors of a session.
+/// Errors of counting and sampling sessions.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
     /// The VM cannot be reached, refused a request, or has ended.
