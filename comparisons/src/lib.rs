@@ -19,7 +19,8 @@ use serde_json::Value;
 /// Any error returned by a comparison.
 pub type ComparisonError = Box<dyn std::error::Error>;
 
-/// Returns the exit code of a comparison: 1 if it missed its goal, 2 if it returned an error.
+/// Returns the exit code of a comparison: 0 if its targets are met, 1 if a target is missed, 2
+/// after an error.
 pub fn exit_code(name: &str, result: Result<bool, ComparisonError>) -> ExitCode {
     result.map_or_else(
         |error| {
@@ -30,7 +31,7 @@ pub fn exit_code(name: &str, result: Result<bool, ComparisonError>) -> ExitCode 
     )
 }
 
-/// Returns a function that adds `what` to an error.
+/// Returns a function that prefixes an error message with `what`.
 pub fn context<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl Fn(E) -> ComparisonError {
     move |error| format!("{what}: {error}").into()
 }
@@ -45,9 +46,10 @@ impl Drop for Killed {
     }
 }
 
-/// Measures each variant in `ways` once per round, for `rounds` rounds. `once` takes a measurement
-/// and receives the index of the round and the index in `ways`. Prints each result, and returns the
-/// results by variant.
+/// Measures the variants `ways` alternately for `rounds` rounds.
+///
+/// `once` takes one measurement. Its arguments are the index of the round and the index of the
+/// variant. Prints each result, and returns the results by variant.
 ///
 /// # Errors
 /// Returns the first error of `once`.
@@ -67,8 +69,8 @@ pub fn by_turns<'w, T: std::fmt::Debug>(
     Ok(all)
 }
 
-/// Runs a VMM until its console contains `words`, calls `then`, and kills the VMM. `then` receives
-/// the time from the start of the VMM to the output of `words`, in seconds.
+/// Starts a VMM, waits until its console contains `words`, calls `then`, and kills the VMM. The
+/// argument of `then` is the time from the start of the VMM to this output, in seconds.
 ///
 /// # Errors
 /// Returns the error of `then`, or an error if the VMM does not print the words.
@@ -88,11 +90,11 @@ pub fn until<T>(
     Ok(result)
 }
 
-/// Boots the lab.
+/// Boots the lab, the emulated host on which the comparison runs.
 ///
 /// # Errors
-/// Returns an error if the lab does not boot, or if `PERFVISOR_PLACE` or a usable KVM selects this
-/// machine instead of the lab.
+/// Returns an error if the lab does not boot, or if the comparison would run on this machine
+/// instead because of `PERFVISOR_PLACE` or a usable KVM.
 pub fn lab(options: &LabOptions) -> Result<TestHost, ComparisonError> {
     let place = TestHost::choose(options)?;
     if matches!(place, TestHost::Direct(_)) {
@@ -101,7 +103,7 @@ pub fn lab(options: &LabOptions) -> Result<TestHost, ComparisonError> {
     Ok(place)
 }
 
-/// Returns the minimum, the median and the maximum. Ignores NaN.
+/// Returns the minimum, median and maximum of `values`, ignoring NaN.
 pub fn spread(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     let mut values: Vec<f64> = values.into_iter().filter(|value| !value.is_nan()).collect();
     values.sort_by(f64::total_cmp);
@@ -115,7 +117,7 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     spread(values)[1]
 }
 
-/// Formats minimum, median and maximum as `MEDIAN (LOWEST to HIGHEST)`.
+/// Formats a table cell as `MEDIAN (MINIMUM to MAXIMUM)`.
 pub fn cell([least, median, most]: [f64; 3], digits: usize) -> String {
     format!("{median:.digits$} ({least:.digits$} to {most:.digits$})")
 }

@@ -14,7 +14,8 @@ const BUILD_SCRIPT: &[u8] = include_bytes!("guests.rs");
 /// Name of the file with the fingerprint of the sources, in a directory of prebuilt guests.
 const FINGERPRINT: &str = "sources.fnv1a";
 
-/// Kernels to build: directory under `bare-metal/` and name of the output file.
+/// Names of the kernels to build. Each is a directory below `bare-metal/` and the name of an output
+/// file.
 pub const KERNELS: [&str; 5] = ["selftest", "vpmu", "exact", "rdpmc", "validate"];
 
 /// Compiler flags for freestanding privileged code: no SSE registers, no red zone, no position
@@ -52,12 +53,12 @@ fn main() {
     make(&out_dir());
 }
 
-/// Returns cargo's output directory.
+/// Returns the output directory that cargo assigns to the build script.
 pub fn out_dir() -> PathBuf {
     PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
 }
 
-/// Compiles the guests or copies prebuilt ones.
+/// Compiles the bare-metal guests or copies prebuilt ones into `out_dir`.
 pub fn make(out_dir: &Path) {
     let manifest_dir =
         PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
@@ -95,7 +96,7 @@ pub fn make(out_dir: &Path) {
     fs::write(&file, fingerprint).unwrap_or_else(|e| fail(&format!("cannot write {}: {e}", file.display())));
 }
 
-/// Copies prebuilt guests.
+/// Copies the prebuilt guests from the directory `from`.
 fn take(from: &Path, out_dir: &Path) {
     for kernel in KERNELS {
         let file = from.join(format!("{kernel}.elf"));
@@ -136,7 +137,7 @@ fn fingerprint(source_dir: &Path) -> u64 {
     hash
 }
 
-/// Collects all files below `dir`.
+/// Appends the paths of all files below `dir` to `files`.
 fn list(dir: &Path, files: &mut Vec<PathBuf>) {
     for entry in entries(dir) {
         if entry.is_dir() {

@@ -17,7 +17,8 @@ pub struct BareMetalGuest {
     pub name: &'static str,
     /// One-line description of the guest's purpose.
     pub purpose: &'static str,
-    /// Contents of [`BareMetalGuest::image`], compressed with gzip.
+    /// Contents of the guest's ELF image, compressed with gzip. [`BareMetalGuest::image`]
+    /// decompresses them.
     pub packed: &'static [u8],
 }
 
@@ -36,7 +37,7 @@ impl BareMetalGuest {
     }
 }
 
-/// Expands to the compressed image of this name from the build script's output.
+/// Expands to the compressed image of the bare-metal guest `$name`.
 macro_rules! packed {
     ($name:literal) => {
         include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf.gz"))
@@ -119,8 +120,7 @@ mod tests {
         u64::from_le_bytes(image[at..at + 8].try_into().unwrap())
     }
 
-    /// Returns the offset of the multiboot header, which must be 4-byte aligned within the first 8
-    /// KiB.
+    /// Returns the offset of the multiboot header, which is 4-byte aligned within the first 8 KiB.
     fn multiboot_header(image: &[u8]) -> usize {
         (0..8192 - 12)
             .step_by(4)

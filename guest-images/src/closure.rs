@@ -1,9 +1,8 @@
-//! Finds the shared libraries that a program needs, by reading ELF files and fetching Debian
+//! Finds the shared libraries that a program needs. The module reads ELF files and fetches Debian
 //! packages.
 //!
-//! The host's `ldd` would find the host's libraries. This module only searches unpacked packages.
-//! If a library is missing, the module fetches the packages on which the already fetched packages
-//! depend.
+//! Only unpacked packages are searched, not the libraries of the host, which `ldd` would find. If a
+//! library is missing, the module fetches the dependencies of the packages fetched so far.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
@@ -47,9 +46,10 @@ pub enum ClosureError {
     },
 }
 
-/// Unpacks the libraries that `program` needs into `root`. `program` is a path below `root`, where
-/// `package` has been unpacked. Returns the path of the file that provides each library, by library
-/// name.
+/// Unpacks the libraries that `program` needs into `root`.
+///
+/// `program` is a path below `root`, into which `package` is already unpacked. Returns the path of
+/// each library, by library name.
 pub fn complete(
     archive: &mut DebianArchive<'_>,
     package: &str,
@@ -86,9 +86,10 @@ pub fn complete(
     }
 }
 
-/// Selects the packages to fetch next from `open`, the packages not fetched yet: for each missing
-/// library, the package with the most similar name (libdw.so.1 is in libdw1). Returns all of `open`
-/// if no name is similar, as for zlib1g.
+/// Selects the packages to fetch next from `open`, the dependencies not fetched yet.
+///
+/// Selects the package whose name is most similar to each missing library (libdw1 for libdw.so.1).
+/// Returns all of `open` if no name is similar, as for zlib1g.
 fn likely_packages(missing: &BTreeSet<String>, open: &[String]) -> BTreeSet<String> {
     let close: BTreeSet<String> = missing
         .iter()
@@ -159,7 +160,8 @@ fn resolve(root: &Path, program: &str) -> Result<Resolved, ClosureError> {
     Ok((found, missing))
 }
 
-/// Returns the DT_NEEDED entries of an ELF file and the name of its PT_INTERP interpreter.
+/// Returns the names of the libraries (DT_NEEDED) and of the interpreter (PT_INTERP) that an ELF
+/// file requires.
 fn needed(path: &Path) -> Result<Vec<String>, ClosureError> {
     let data = fs::read(path).map_err(|source| DebError::Io {
         path: path.to_owned(),

@@ -7,13 +7,13 @@
 
 use std::io::{self, Write};
 
-/// Regular file, in `st_mode` bits.
+/// File type bits of a regular file in `st_mode`.
 const S_IFREG: u32 = 0o100_000;
-/// Directory, in `st_mode` bits.
+/// File type bits of a directory in `st_mode`.
 const S_IFDIR: u32 = 0o040_000;
-/// Symbolic link, in `st_mode` bits.
+/// File type bits of a symbolic link in `st_mode`.
 const S_IFLNK: u32 = 0o120_000;
-/// Character device, in `st_mode` bits.
+/// File type bits of a character device in `st_mode`.
 const S_IFCHR: u32 = 0o020_000;
 
 /// Writer of an initramfs archive.
@@ -51,7 +51,7 @@ impl<W: Write> CpioArchive<W> {
         self.entry(path, S_IFLNK | 0o777, (0, 0), target.as_bytes())
     }
 
-    /// Adds a character device node.
+    /// Adds a device node of a character device.
     pub fn char_device(&mut self, path: &str, major: u32, minor: u32) -> io::Result<()> {
         self.entry(path, S_IFCHR | 0o600, (major, minor), &[])
     }
@@ -117,7 +117,7 @@ impl<W: Write> CpioArchive<W> {
 mod tests {
     use super::*;
 
-    /// Parses an archive into the (path, mode, data) of each entry before the trailer.
+    /// Parses an archive and returns the path, mode and data of each entry.
     fn entries(mut bytes: &[u8]) -> Vec<(String, u32, Vec<u8>)> {
         let field = |bytes: &[u8], index: usize| {
             let text = std::str::from_utf8(&bytes[6 + index * 8..14 + index * 8]).unwrap();

@@ -55,7 +55,7 @@ pub enum DebError {
 /// Queries and downloads are therefore batched, and results are cached.
 pub struct DebianArchive<'a> {
     cache: PathBuf,
-    /// Options common to all apt commands.
+    /// Command-line options that every apt command of this archive needs.
     options: Vec<OsString>,
     progress: &'a ProgressLog,
     /// Control records of candidate versions, or `None` for names that the sources do not offer.
@@ -65,7 +65,7 @@ pub struct DebianArchive<'a> {
     lists_updated: bool,
 }
 
-/// Fields of a package's control record that this module uses.
+/// Fields of a Debian package's control record.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Record {
     version: String,
@@ -74,7 +74,8 @@ struct Record {
 }
 
 impl<'a> DebianArchive<'a> {
-    /// Creates an archive that downloads to `cache`, creating the directory if needed.
+    /// Creates an archive with the machine's apt configuration. Packages are downloaded to `cache`,
+    /// which is created if it does not exist.
     pub fn new(cache: &Path, progress: &'a ProgressLog) -> Result<Self, DebError> {
         fs::create_dir_all(cache).map_err(|source| DebError::Io {
             path: cache.to_owned(),
@@ -158,7 +159,8 @@ impl<'a> DebianArchive<'a> {
         Ok(archive)
     }
 
-    /// Returns apt's index targets for the configured sources.
+    /// Returns the codename, component and address of each package index in apt's configuration,
+    /// one index per line.
     fn index_targets(&self) -> Result<String, DebError> {
         let fields = "$(CODENAME) $(COMPONENT) $(REPO_URI)";
         run(
@@ -175,7 +177,7 @@ impl<'a> DebianArchive<'a> {
         command
     }
 
-    /// Returns the versions of the packages used so far.
+    /// Returns the versions of all packages fetched so far, by package name.
     pub fn versions(&self) -> &BTreeMap<String, String> {
         &self.versions
     }
@@ -260,7 +262,7 @@ impl<'a> DebianArchive<'a> {
         }
     }
 
-    /// Fills `records` for each of `packages`.
+    /// Reads the control records of `packages` that `records` does not contain yet.
     fn look_up<'n>(&mut self, packages: impl IntoIterator<Item = &'n str>) -> Result<(), DebError> {
         let unknown: Vec<_> = packages
             .into_iter()
@@ -354,8 +356,8 @@ fn codename(os_release: &str) -> Option<&str> {
     value("VERSION_CODENAME").filter(|name| value("ID") == Some("debian") && !name.is_empty())
 }
 
-/// Returns the mirror address of a release's component `main`. Each line of `targets` contains a
-/// codename, a component and an address.
+/// Returns the address of the mirror from which apt fetches the component `main` of the release
+/// `codename`. Each line of `targets` contains a codename, a component and an address.
 fn mirror<'t>(targets: &'t str, codename: &str) -> Option<&'t str> {
     targets.lines().find_map(|line| {
         let mut words = line.split(' ');

@@ -32,7 +32,7 @@ const SCRIPTS: [(&str, &str); 7] = [
     ("validate", include_str!("../scripts/validate")),
 ];
 
-/// Names of the symbolic links to `pvload`.
+/// Names of the workloads in `pvload`. Each is installed as a symbolic link to `pvload`.
 const PROGRAMS: [&str; 10] = [
     "spin", "three", "branches", "syscalls", "faults", "chase", "threads", "idle", "selfread", "gate",
 ];
@@ -69,7 +69,7 @@ const GUEST_MODULES: [&str; 10] = [
 /// Programs of e2fsprogs in the guest.
 const EXT_PROGRAMS: [&str; 2] = ["mke2fs", "e2fsck"];
 
-/// Program built with Debian's default options (shared libraries, no frame pointers).
+/// A program with Debian's default build options: shared libraries, no frame pointers.
 const PLAIN_PROGRAM: &str = "usr/bin/xz";
 const PLAIN_PACKAGE: &str = "xz-utils";
 
@@ -86,7 +86,7 @@ const PVLOAD_FLAGS: [&str; 8] = [
     "-Wextra",
 ];
 
-/// Compiler flags for the program with a known instruction count.
+/// Linker options of the test program with a known instruction count.
 const KNOWN_FLAGS: [&str; 3] = ["-nostdlib", "-static", "-no-pie"];
 
 /// Error returned when images cannot be built.
@@ -95,7 +95,7 @@ pub enum GuestImageError {
     /// Failure to get a package.
     #[error(transparent)]
     Deb(#[from] DebError),
-    /// Failure to complete perf's libraries.
+    /// Failure to find the libraries of a program.
     #[error(transparent)]
     Closure(#[from] ClosureError),
     /// Failure to collect the lab's modules.
@@ -104,7 +104,7 @@ pub enum GuestImageError {
     /// Failure to unpack the kernel image.
     #[error(transparent)]
     Kernel(#[from] KernelImageError),
-    /// Package without a kernel image.
+    /// The named package contains no kernel image.
     #[error("package {0} holds no boot/vmlinuz-*: not a kernel image package")]
     NoKernel(String),
     /// The archive offers no kernel of the requested type.
@@ -158,7 +158,7 @@ impl Debian13 {
     /// All kernels of Debian 13.
     pub const ALL: [Self; 4] = [Self::Cloud, Self::Generic, Self::Rt, Self::Backports];
 
-    /// Returns the name used on command lines.
+    /// Returns the name of this kernel on command lines, such as `debian13-cloud`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cloud => "debian13-cloud",
@@ -178,7 +178,8 @@ impl Debian13 {
 }
 
 impl KernelChoice {
-    /// Parses a command-line choice: `cloud`, `generic`, `newest`, `debian13-…` or a package name.
+    /// Parses a kernel choice from a command line: `cloud`, `generic`, `newest`, `debian13-…` or a
+    /// package name.
     pub fn parse(text: &str) -> Self {
         if let Some(kernel) = Debian13::ALL.into_iter().find(|kernel| kernel.name() == text) {
             return Self::Debian13(kernel);
@@ -266,8 +267,7 @@ impl GuestImages {
     }
 }
 
-/// Returns a string that changes when the contents of the images change, except for package
-/// versions.
+/// Returns a fingerprint of the build instructions. It does not depend on package versions.
 fn recipe() -> String {
     let mut hasher = DefaultHasher::new();
     // Increase this number when the code of this crate changes the images.
@@ -408,8 +408,8 @@ fn build(
     write(&images.stamp(), recipe().as_bytes())
 }
 
-/// Returns the package of the requested kernel. Also returns the archive that offers the package,
-/// unless that is `archive`.
+/// Selects the package of the requested kernel. If the package comes from an archive other than
+/// `archive`, also returns that archive.
 fn choose_kernel<'p>(
     archive: &mut DebianArchive<'p>,
     base: &Path,
@@ -429,8 +429,8 @@ fn choose_kernel<'p>(
     }
 }
 
-/// Fetches the packages of a kernel. Since version 7.1, the image, the modules and the list of
-/// built-in modules are separate packages, on which the kernel package depends.
+/// Fetches the packages of a kernel. Since Linux 7.1, the kernel package depends on separate
+/// packages with the image, the modules and the list of built-in modules.
 fn fetch_kernel(source: &mut DebianArchive<'_>, package: &str) -> Result<Vec<PathBuf>, GuestImageError> {
     let parts = ["linux-base-", "linux-binary-", "linux-modules-"];
     let is_part = |name: &String| parts.iter().any(|kind| name.starts_with(kind));
@@ -480,8 +480,10 @@ fn newest(names: Vec<String>) -> Option<String> {
         .max_by_key(|name| numbers(name))
 }
 
-/// Returns the backports archive and its newest kernel package if `choice` requests the newest
-/// kernel and this kernel is newer than `offered`. Returns `None` otherwise.
+/// Returns the newest kernel package of Debian's backports, and the backports archive.
+///
+/// Returns `None` unless `choice` requests the newest kernel and the backports contain a newer one
+/// than `offered`.
 fn newer_in_backports<'p>(
     base: &Path,
     choice: &KernelChoice,
@@ -696,7 +698,7 @@ fn perf_archive(root: &Path, libraries: &BTreeMap<String, PathBuf>) -> Result<Ve
     })
 }
 
-/// Reads the files of a program's libraries.
+/// Reads the shared libraries at the given paths. Returns the name and contents of each.
 pub(crate) fn read_libraries(
     libraries: &BTreeMap<String, PathBuf>,
 ) -> Result<Vec<(String, Vec<u8>)>, GuestImageError> {
@@ -706,7 +708,7 @@ pub(crate) fn read_libraries(
     contents.collect()
 }
 
-/// Adds libraries to an archive that already contains their directories.
+/// Adds shared libraries to an archive. Their directories must already be in the archive.
 pub(crate) fn add_libraries(
     archive: &mut cpio::CpioArchive<Vec<u8>>,
     libraries: &[(String, Vec<u8>)],
@@ -747,7 +749,7 @@ fn lab_archive(root: &Path, module_dir: &Path) -> Result<Vec<u8>, GuestImageErro
     })
 }
 
-/// Builds an archive in memory, so that errors can only come from reading the input files.
+/// Builds a cpio archive in memory from the entries that `fill` adds.
 pub(crate) fn archive_in_memory(
     fill: impl FnOnce(&mut cpio::CpioArchive<Vec<u8>>) -> io::Result<()>,
 ) -> Result<Vec<u8>, GuestImageError> {

@@ -25,7 +25,7 @@ pub enum ModuleError {
     /// Failure to decompress a module.
     #[error(transparent)]
     Unpack(#[from] KernelImageError),
-    /// A module that exists neither as a file nor built into the kernel.
+    /// The named module is neither a file nor built into the kernel.
     #[error("module {0} not found in the kernel package")]
     NotFound(String),
     /// A module file that is not a valid ELF object.

@@ -18,7 +18,7 @@ pub struct ProgressLog {
 }
 
 impl ProgressLog {
-    /// Creates progress messages that start with `what`.
+    /// Starts the clock of an operation. Each message begins with `what`.
     pub fn new(what: &str) -> Self {
         Self {
             start: Instant::now(),
@@ -27,7 +27,7 @@ impl ProgressLog {
         }
     }
 
-    /// Creates a progress object that prints nothing.
+    /// Creates a log that prints nothing.
     pub fn quiet() -> Self {
         Self {
             quiet: true,
@@ -35,22 +35,24 @@ impl ProgressLog {
         }
     }
 
-    /// Prints `text` immediately, and then every ten seconds until the returned ticker is dropped.
+    /// Prints `text` immediately and then every ten seconds, until the returned [`Ticker`] is
+    /// dropped.
     #[must_use]
     pub fn begin(&self, text: &str) -> Ticker {
         self.step(text);
         self.tick(format!("{text} …"))
     }
 
-    /// Prints `text` every ten seconds until the returned ticker is dropped. Prints nothing for
-    /// shorter operations.
+    /// Prints `text` every ten seconds until the returned [`Ticker`] is dropped. Steps shorter than
+    /// ten seconds print nothing.
     #[must_use]
     pub fn tick(&self, text: impl Into<String>) -> Ticker {
         let text = text.into();
         self.tick_with(move || text.clone())
     }
 
-    /// Prints the result of `text` every ten seconds until the returned ticker is dropped.
+    /// Calls `text` every ten seconds and prints the result, until the returned [`Ticker`] is
+    /// dropped.
     #[must_use]
     pub fn tick_with(&self, text: impl Fn() -> String + Send + 'static) -> Ticker {
         self.tick_every(INTERVAL, text)
@@ -86,7 +88,7 @@ impl ProgressLog {
     }
 }
 
-/// Ongoing step. Dropping the ticker stops its messages.
+/// A step that is in progress. Dropping the ticker stops the messages about the step.
 pub struct Ticker(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl Drop for Ticker {

@@ -45,7 +45,7 @@ const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma
 /// Features of the emulated processor that a lab and its guests require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum QemuNeeds {
-    /// No extended processor state (XSAVE). Any version of QEMU is sufficient.
+    /// No special features. The guests do not use XSAVE, so any version of QEMU is sufficient.
     #[default]
     Nothing,
     /// Emulation of XSAVE and AVX.
@@ -122,7 +122,7 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Runs a program to determine its version.
+    /// Runs `program --version`. Returns `None` if the program is not QEMU.
     fn probe(program: &Path) -> Option<Self> {
         let version = parse_version(&output(program, &["--version".as_ref()])?)?;
         Some(Self {
@@ -287,7 +287,7 @@ fn plugin(directory: &Path) -> Result<PathBuf, GuestImageError> {
     fs::canonicalize(&plugin).map_err(io(&plugin))
 }
 
-/// Returns the output of a program that exits successfully.
+/// Runs a program and returns its standard output, or `None` if the program fails.
 fn output(program: &Path, arguments: &[&OsStr]) -> Option<String> {
     let output = Command::new(program)
         .args(arguments)

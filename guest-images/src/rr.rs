@@ -16,8 +16,8 @@ use crate::progress::ProgressLog;
 /// lacks Python, which rr does not need.
 const PROGRAMS: [(&str, &str); 2] = [("rr", "usr/bin/rr"), ("gdb-minimal", "usr/bin/gdb")];
 
-/// Directories of files that rr needs: the files that it loads into the recorded processes, and the
-/// register descriptions that it sends to gdb.
+/// Directories of rr's support files: the libraries that rr loads into recorded processes, and the
+/// register descriptions that rr sends to gdb.
 const RR_DIRECTORIES: [&str; 2] = ["usr/lib/rr", "usr/share/rr"];
 
 /// Returns the archive (cpio, uncompressed) below Cargo's target directory. Builds it if needed.

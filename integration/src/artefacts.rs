@@ -11,8 +11,7 @@ use guest_images::progress::ProgressLog;
 use guest_images::qemu::{self, Qemu, QemuNeeds};
 use guest_images::rr;
 
-/// Target triple of the static binaries. The lab has no shared libraries, so the binaries for the
-/// host's target are linked statically.
+/// Target triple of the statically linked binaries. The lab has no shared libraries.
 const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Error returned when an artefact cannot be built. The message names the artefact, the cause and
@@ -126,7 +125,7 @@ pub fn rr_archive() -> Result<PathBuf, ArtefactError> {
     rr::ensure(&target_dir(), &ProgressLog::new("rr")).map_err(|error| ArtefactError(describe(&error)))
 }
 
-/// Returns the directory of the bare-metal guests, `NAME.elf`.
+/// Returns a directory that contains each bare-metal guest as `NAME.elf`.
 ///
 /// # Errors
 /// Returns an error if the files cannot be written.
@@ -192,10 +191,11 @@ fn build_binaries() -> Result<LabBinaries, ArtefactError> {
     Ok(in_directory(&target_dir().join(STATIC_TARGET).join("release")))
 }
 
-/// Builds `what` statically by running `cargo` with `arguments`. Returns cargo's standard output.
+/// Runs `cargo` with `arguments` to build static binaries, and returns its standard output.
+/// Progress messages call the binaries `what`.
 ///
-/// On a terminal cargo displays its own progress. Otherwise a line with its state is printed every
-/// ten seconds.
+/// If standard error is a terminal, cargo displays its own progress. Otherwise, a progress line is
+/// printed every ten seconds.
 fn build_static(what: &str, arguments: &[&str]) -> Result<String, ArtefactError> {
     let progress = ProgressLog::new("lab");
     progress.step(&format!("building {what}"));

@@ -13,7 +13,7 @@ pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_
 /// Shell prompt after login.
 pub const PROMPT: &str = "root@perfvisor-debian";
 
-/// A test host on which copies of the Debian image are available as disks.
+/// A test host with copies of the Debian image, each of which is available as a disk.
 pub struct DebianTestHost {
     /// Test host on which the VMs run.
     pub place: TestHost,
@@ -21,7 +21,8 @@ pub struct DebianTestHost {
     pub kernel: String,
     /// Path of the image's initrd.
     pub initrd: String,
-    /// Paths of raw images, each an independent copy. Writes to them are discarded.
+    /// Paths of the disk images on the test host, each an independent copy. Writes to them are
+    /// discarded.
     pub disks: Vec<String>,
 }
 
@@ -106,7 +107,7 @@ pub struct MissingOutput {
     console: String,
 }
 
-/// Waits until the guest has printed `text`.
+/// Waits until the console of `vm` contains `text`.
 ///
 /// # Errors
 /// Returns [`MissingOutput`] with the guest's output if the text does not appear within `limit`.

@@ -4,7 +4,7 @@ use crate::limit::ProgressLimit;
 use crate::process::HostCommand;
 use crate::test_host::{TestHost, TestHostError};
 
-/// File with the process ID of a VMM started by [`tracked`].
+/// File to which [`tracked`] saves the process ID of the VMM.
 const PID_FILE: &str = "vmm.pid";
 
 /// Host resources that a VMM process uses.
@@ -20,7 +20,8 @@ pub struct Footprint {
     pub threads: u64,
 }
 
-/// Wraps `command` so that [`footprint`] finds its process. Supports one process at a time.
+/// Wraps `command` so that the process ID of its VMM is saved for [`footprint`]. Only one VMM at a
+/// time can be tracked on a test host.
 pub fn tracked(place: &TestHost, command: &HostCommand) -> HostCommand {
     let keep = format!("echo $$ >'{}'; exec \"$@\"", place.scratch(PID_FILE));
     HostCommand::new("sh")
@@ -28,8 +29,8 @@ pub fn tracked(place: &TestHost, command: &HostCommand) -> HostCommand {
         .args(command.argv.iter().cloned())
 }
 
-/// Measures the VMM started by `tracked`. Guest memory is excluded by omitting the mapping whose
-/// size is about `guest_mib` MiB, the memory size of the guest.
+/// Measures the VMM started by [`tracked`]. Memory mappings of at least 90 % of `guest_mib` MiB
+/// count as guest memory and are excluded.
 ///
 /// # Errors
 /// Returns an error if no tracked VMM is running.

@@ -40,7 +40,7 @@ enum ScriptSource {
 #[derive(Debug, Clone)]
 pub struct LinuxGuest {
     name: String,
-    /// Path of the kernel on the test host; `None` for the default `vmlinux`.
+    /// Path of the kernel on the test host, or `None` for the `vmlinux` of the Linux guest.
     kernel: Option<String>,
     initrd: Option<String>,
     pmu: String,
@@ -56,7 +56,7 @@ pub struct LinuxGuest {
     limit: ProgressLimit,
 }
 
-/// A file added to the guest's initrd.
+/// A file that is added to the guest's initrd.
 #[derive(Debug, Clone)]
 struct GuestFile {
     path: String,
@@ -64,7 +64,7 @@ struct GuestFile {
     data: Vec<u8>,
 }
 
-/// Boot source of a guest: paths on the test host, and the kernel's command line.
+/// Boot source of a guest: kernel, initrd and kernel command line. Paths refer to the test host.
 #[derive(Debug, Clone)]
 pub struct GuestBootSource {
     /// Path of the kernel.
@@ -76,8 +76,8 @@ pub struct GuestBootSource {
 }
 
 impl LinuxGuest {
-    /// Creates a guest with one vCPU, 512 MiB and the given value of `--pmu`. Its console is saved
-    /// as `name`.
+    /// Creates a guest with one vCPU and 512 MiB of memory. `pmu` is the value of `--pmu`, and
+    /// `name` names the file to which the console is saved.
     pub fn new(name: impl Into<String>, pmu: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -104,7 +104,8 @@ impl LinuxGuest {
         self
     }
 
-    /// Sets the initrd, a path on the test host. Its init must support `pv.script`.
+    /// Sets the initrd, a path on the test host. Its init must support the kernel parameter
+    /// `pv.script`.
     pub fn initrd(mut self, path: impl Into<String>) -> Self {
         self.initrd = Some(path.into());
         self
@@ -176,14 +177,14 @@ impl LinuxGuest {
         self
     }
 
-    /// Sets the limits of the run, [`ProgressLimit::GENEROUS`] by default.
+    /// Sets the time limits of the run. The default is [`ProgressLimit::GENEROUS`].
     pub fn limit(mut self, limit: impl Into<ProgressLimit>) -> Self {
         self.limit = limit.into();
         self
     }
 
-    /// Returns the boot source of this guest. Files, and a script too long for the command line,
-    /// are stored in an additional initrd on the host.
+    /// Returns the boot source of this guest. If the guest has additional files, or a script that
+    /// is too long for the command line, writes an extended initrd to the test host.
     ///
     /// # Errors
     /// Returns an error if the guest's files cannot be built or copied.
@@ -249,7 +250,8 @@ impl LinuxGuest {
             .args(self.arguments.iter().cloned()))
     }
 
-    /// Appends this guest's files and the script to `initrd`, in a scratch file. Returns its path.
+    /// Appends this guest's files and `script` to a copy of `initrd`, and returns the path of the
+    /// copy.
     fn joined_initrd(
         &self,
         place: &TestHost,
@@ -282,7 +284,7 @@ impl LinuxGuest {
         }
     }
 
-    /// Builds an archive of this guest's files and the script.
+    /// Builds a cpio archive of this guest's files and `script`.
     fn archive(&self, script: Option<&String>) -> std::io::Result<Vec<u8>> {
         let mut archive = CpioArchive::new(Vec::new());
         let mut made = BTreeSet::new();
@@ -306,8 +308,8 @@ impl LinuxGuest {
         self.limit
     }
 
-    /// Parses the console of a guest started with [`LinuxGuest::command`] and checks all of its
-    /// kernel messages.
+    /// Saves and parses the console of a guest that was started with [`LinuxGuest::command`], and
+    /// checks its kernel log.
     ///
     /// # Errors
     /// Returns an error if the console cannot be saved or the guest's kernel reported a problem.
@@ -364,7 +366,7 @@ pub struct GuestConsoleLog {
     pub sections: BTreeMap<String, ScriptSection>,
     /// Files sent by the guest, by name. Damaged files are omitted.
     pub files: BTreeMap<String, Vec<u8>>,
-    /// Exit status of the guest's script; `None` if it did not finish.
+    /// Exit status of the guest's script, or `None` if the script did not finish.
     pub done: Option<i32>,
 }
 
@@ -434,7 +436,7 @@ impl GuestConsoleLog {
     }
 }
 
-/// The result of a completed guest.
+/// The results of a guest's run.
 pub struct GuestRun {
     /// Parsed console of the guest.
     pub console: GuestConsoleLog,
@@ -464,7 +466,7 @@ impl GuestRun {
         })
     }
 
-    /// Returns the path of the saved console.
+    /// Returns the path of the file to which the console was saved.
     pub fn log(&self) -> &Path {
         &self.log
     }
@@ -514,8 +516,7 @@ impl fmt::Display for GuestRun {
     }
 }
 
-/// Returns the panic messages of test programs in the output of a section. An error message that
-/// shows only the last lines may not include them.
+/// Extracts the panic messages of test programs from `text`, the output of a section.
 fn panics(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let mut found = String::new();

@@ -1,7 +1,7 @@
-//! Collects the state of a hung guest and of its lab before they are killed.
+//! Collects diagnostics about a hung guest and its lab before they are killed.
 //!
-//! If a guest on a remote machine hangs rarely, the output of the failed test is the only means of
-//! diagnosis. If the lab itself hangs, its emulator is queried.
+//! A rare hang on a remote machine can only be diagnosed from the output of the failed test. If the
+//! lab itself hangs, its QEMU is queried.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -13,15 +13,15 @@ use crate::process::{HostCommand, last_lines};
 /// as unresponsive.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Number of snapshots of QEMU's instruction pointers, and the time between two snapshots.
+/// Number of times that QEMU's instruction pointers are sampled in an unresponsive lab.
 const SNAPSHOTS: u32 = 5;
 const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(300);
 
-/// Time limit for the diagnostic commands inside the lab.
+/// Time limit of the diagnostic commands in the lab.
 const LOOK_LIMIT: Duration = Duration::from_secs(300);
 
-/// Shell commands that show the VMM's threads, the guest's PMU programming and the code that the
-/// guest executes.
+/// Diagnostic shell commands. They print the state of the VMM's threads, the guest's PMU configuration
+/// and the code that the guest executes.
 const LOOK: &str = r#"
 cat /proc/uptime /proc/loadavg
 threads() {
@@ -41,8 +41,8 @@ timeout 60 perfvisor record -q -d 2 -F 100 --chain-every 1 -o /tmp/hang.data && 
 rm -f /tmp/hang.data
 "#;
 
-/// Diagnoses a lab in which a process has timed out, and returns a description. Takes up to six
-/// minutes, or a few seconds on an idle machine.
+/// Describes the state of a lab in which a process has timed out. Takes a few seconds on an idle
+/// machine, and at most six minutes.
 pub(crate) fn look(lab: &Lab) -> String {
     let mut told = String::new();
     if lab.answers(ANSWER_LIMIT) {

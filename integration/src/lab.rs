@@ -44,14 +44,15 @@ pub use options::LabOptions;
 /// an idle machine, and 45 s with nine times as many busy threads as processors.
 const BOOT_LIMIT: Duration = Duration::from_secs(900);
 
-/// A running lab host. Switched off on drop and when the process exits.
+/// A running lab host. The lab is switched off when the value is dropped and when this process
+/// exits.
 pub struct Lab {
     link: Arc<AgentLink>,
     log: PathBuf,
     kernel_release: String,
     boot_time: Duration,
     ending: Arc<QemuExit>,
-    /// Connection to QEMU's monitor, used only to diagnose a hang; `None` if it could not be
+    /// Connection to QEMU's monitor for diagnosing a hang, or `None` if the connection could not be
     /// established.
     monitor: Option<Mutex<Monitor>>,
 }
@@ -155,12 +156,12 @@ impl Lab {
         })
     }
 
-    /// Returns whether the lab has terminated and can no longer run processes.
+    /// Returns whether QEMU has exited or the connection to the lab's agent is closed.
     pub fn is_gone(&self) -> bool {
         self.ending.has_come() || self.link.is_gone()
     }
 
-    /// Returns whether the lab executes a command within the time `limit`.
+    /// Runs `true` in the lab and returns whether it succeeds within `limit`.
     pub fn answers(&self, limit: Duration) -> bool {
         self.start(&HostCommand::new("true"))
             .and_then(|process| process.wait(limit))
@@ -190,12 +191,12 @@ impl Lab {
         self.ending.wait(Duration::from_secs(10));
     }
 
-    /// Returns the path of the lab's console log.
+    /// Returns the path of the file with the lab's console output.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// Returns the release of the lab's kernel.
+    /// Returns the kernel release of the lab, as printed by `uname -r`.
     pub fn kernel_release(&self) -> &str {
         &self.kernel_release
     }
@@ -329,7 +330,7 @@ impl Drop for Lab {
     }
 }
 
-/// A remote handle of a process in the lab.
+/// A handle to a process in the lab. It can be cloned and used by any thread.
 #[derive(Clone)]
 pub struct RemoteProcess {
     link: Arc<AgentLink>,
@@ -337,7 +338,8 @@ pub struct RemoteProcess {
 }
 
 impl RemoteProcess {
-    /// Writes to the standard input or terminal of the process. An empty slice means end of file.
+    /// Writes to the standard input or the terminal of the process. An empty slice signals end of
+    /// file.
     ///
     /// # Errors
     /// Returns an error if the lab has ended.
@@ -375,11 +377,11 @@ impl ProcessControl for RemoteProcess {
     }
 }
 
-/// Starts QEMU and reports its exit to `ending`. Until the sender of `is_up` is dropped, QEMU is
-/// killed if `cancelled` is set.
+/// Starts QEMU in a new thread, which reports the exit of QEMU to `ending`. While the lab boots
+/// (until the sender of `is_up` is dropped), the thread kills QEMU if `cancelled` is set.
 ///
-/// QEMU is killed when the thread that started it exits, because the parent-death signal refers to
-/// the thread. The thread therefore waits until QEMU exits.
+/// The thread lives as long as QEMU, because the parent-death signal kills QEMU when the thread
+/// that started it exits.
 fn start_qemu(
     mut command: std::process::Command,
     ending: &Arc<QemuExit>,
@@ -417,7 +419,7 @@ fn start_qemu(
         .unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
-/// Returns the file name of this process's next lab console.
+/// Returns a file name for the console log of the next lab of this process.
 fn log_name() -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let program = std::env::current_exe().ok();
@@ -472,9 +474,10 @@ fn command_line(
     command
 }
 
-/// Returns whether a known QEMU bug terminated the lab whose console is in `log`. Due to the bug,
-/// QEMU executes a cached translation of a breakpoint that the kernel has already removed. The
-/// plugin discards such translations, but too late for the one that is being executed.
+/// Returns whether the console in `log` shows that the lab was terminated by a known QEMU bug.
+///
+/// Due to the bug, QEMU executes a cached translation of a breakpoint that the kernel has already
+/// removed. The plugin discards such translations, but not the one that is being executed.
 fn is_emulator_bug(log: &Path) -> bool {
     let has = |file: &Path, what: &str| {
         fs::read(file).is_ok_and(|text| String::from_utf8_lossy(&text).contains(what))
@@ -482,7 +485,7 @@ fn is_emulator_bug(log: &Path) -> bool {
     has(log, "Oops: int3") && has(&log.with_extension("qemu"), "executes a breakpoint that is gone")
 }
 
-/// Reason why no handshake was received from the agent of a lab.
+/// Reason why the agent of a booting lab sent no handshake.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeFailure {
     #[error(transparent)]
@@ -499,7 +502,7 @@ enum HandshakeFailure {
     NoGreeting(#[source] io::Error),
 }
 
-/// Waits for QEMU to connect.
+/// Waits until QEMU connects to the socket of the agent's serial port.
 fn accept(
     listener: &UnixListener,
     deadline: Instant,
@@ -525,7 +528,7 @@ fn accept(
     }
 }
 
-/// Waits for the agent's first frame.
+/// Waits for the agent's first frame, the handshake, and returns its text.
 fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, HandshakeFailure> {
     let left = deadline
         .saturating_duration_since(Instant::now())
@@ -546,7 +549,8 @@ fn greeting(stream: &UnixStream, deadline: Instant) -> Result<String, HandshakeF
     Ok(hello)
 }
 
-/// Writes the lab's initrd to a temporary directory, which the returned value removes on drop.
+/// Writes the lab's initrd to a temporary directory. The directory is removed when the returned
+/// [`TempDir`] is dropped.
 fn make_initrd(
     host: &GuestImages,
     binaries: &LabBinaries,

@@ -18,12 +18,12 @@ pub use crate::pool::TestHostLeaseMode;
 static POOL: LazyLock<Result<Arc<Pool<LabHost>>, PoolError>> =
     LazyLock::new(|| Pool::of_this_machine().map(Arc::new));
 
-/// Errors of labs that failed to boot, by their options. A boot attempt may take many minutes, so a
-/// lab with the same options is not booted again.
+/// Errors of labs that failed to boot, by lab options. A failed boot can take many minutes and is
+/// therefore not repeated with the same options.
 static FAILED: Mutex<BTreeMap<String, Arc<TestHostError>>> = Mutex::new(BTreeMap::new());
 
-/// Script that removes the remains of a test from a lab: VMs and servers that are about to exit,
-/// network devices, and files.
+/// Shell script that removes the remains of a test from a lab: processes, network devices and
+/// files.
 const CLEAN: &str = "
 left() { pidof perfvisor virtiofsd httpd >/dev/null; }
 left && kill -9 $(pidof perfvisor virtiofsd httpd)
@@ -59,15 +59,16 @@ impl From<TestHostError> for LeaseError {
     }
 }
 
-/// A request admitted by the pool. It counts against the pool's limits until it is dropped.
+/// A request for a test host that the pool has admitted. The request counts against the pool's
+/// limits until it is dropped.
 struct Admission {
     watch: HostUse,
     grant: PoolGrant<LabHost>,
 }
 
 impl Admission {
-    /// Waits until the pool admits a request. Also returns a lab of the required type if one is
-    /// already booted.
+    /// Waits until the pool admits a request. Also returns an idle lab with the required options,
+    /// if there is one.
     fn new(access: TestHostLeaseMode, need: Option<LabNeed>) -> Result<(Self, Option<LabHost>), PoolError> {
         let pool = POOL.as_ref().map_err(PoolError::clone)?;
         let watch = HostUse::begin();
@@ -77,11 +78,11 @@ impl Admission {
 }
 
 impl LabHost {
-    /// Waits until the pool admits another lab and boots it.
+    /// Waits until the pool admits another lab, and boots the lab.
     ///
     /// # Errors
-    /// Returns an error if the calling thread holds a lease, or the error of
-    /// [`Lab::boot`](crate::lab::Lab::boot).
+    /// Returns an error if the calling thread holds a lease, or if
+    /// [`Lab::boot`](crate::lab::Lab::boot) fails.
     pub fn boot(options: &LabOptions) -> Result<Self, TestHostError> {
         let need = LabNeed {
             key: None,
@@ -114,8 +115,8 @@ impl TestHost {
         Self::lease(&LabOptions::default(), TestHostLeaseMode::Exclusive)
     }
 
-    /// Leases a test host. If the host is a lab, it is booted with `options`. Tests with equal
-    /// options use the same lab, one after the other.
+    /// Leases this machine, or a lab with `options` if this machine cannot run Linux guests. Tests
+    /// that request equal options use the same lab one after the other.
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
@@ -141,7 +142,8 @@ impl TestHost {
         TestHostLease::new((probe_kvm() == KvmKind::None).then_some(&options), access)
     }
 
-    /// Prepares a test host for exclusive use. It is not returned to the pool.
+    /// Prepares a test host outside the pool: this machine, or a new lab with `options` if this
+    /// machine cannot run Linux guests.
     ///
     /// # Errors
     /// Returns the same errors as [`TestHost::shared`].
@@ -154,8 +156,8 @@ impl TestHost {
     }
 }
 
-/// A test host leased by one test. On drop, a lab is cleaned and returned to the pool, or switched
-/// off if the test has failed.
+/// A test host leased by one test. On drop, a lab is cleaned and returned to the pool; after a
+/// failed test, it is switched off instead.
 pub struct TestHostLease {
     /// The test host and its admission. `None` only while the lease is being dropped.
     leased: Option<(TestHost, Admission)>,

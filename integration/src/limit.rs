@@ -1,10 +1,10 @@
-//! Time limits that depend on progress. A process that makes progress has a long time limit, and a
-//! process that makes none has a shorter one.
+//! Time limits for processes. A process that makes progress gets more time than one that makes
+//! none.
 //!
-//! A fixed limit is too short on a slow machine, and on a fast machine it detects a hang too late.
-//! Progress means output, or CPU time used by the process and its children. The VMM of a vCPU that
-//! is single-stepped or spins uses CPU time, but the VMM of a vCPU that waits for a lost interrupt
-//! does not.
+//! Progress means output, or CPU time used by the process and its children. The CPU time
+//! distinguishes a vCPU that spins or is single-stepped from a vCPU that waits for a lost
+//! interrupt. A single fixed limit would be too short on a slow machine, and would detect a hang
+//! too late on a fast one.
 
 use std::fmt;
 use std::time::Duration;
@@ -22,16 +22,17 @@ pub struct ProgressLimit {
 
 impl ProgressLimit {
     /// Limits for a guest that may be single-stepped in the lab, on a slow machine under load. The
-    /// longest measured time without output is 14 s on the development machine and 42 s on a
-    /// machine that is one third as fast.
+    /// longest measured time without output is 14 s on the development machine, and 42 s on a
+    /// machine with a third of its speed.
     pub const GENEROUS: Self = Self {
         still: Duration::from_secs(120),
         silent: Duration::from_secs(600),
         overall: Duration::from_secs(3600),
     };
 
-    /// Returns the limit that a process exceeds `since_start` after its start. `silent` is the time
-    /// since its last output, and `still` the time since its last output or CPU use.
+    /// Returns the limit that a process has exceeded, if any. The arguments are the times since the
+    /// start of the process, since its last output (`silent`), and since its last output or use of
+    /// CPU time (`still`).
     pub(crate) fn overrun(
         &self,
         since_start: Duration,
@@ -49,8 +50,8 @@ impl ProgressLimit {
         }
     }
 
-    /// Returns the time after which the process exceeds the first of its limits if it makes no
-    /// progress. The arguments are those of `overrun`.
+    /// Returns the remaining time until a process without further progress exceeds a limit. The
+    /// arguments are those of [`ProgressLimit::overrun`].
     pub(crate) fn left(&self, since_start: Duration, silent: Duration, still: Duration) -> Duration {
         (self.overall.saturating_sub(since_start))
             .min(self.silent.saturating_sub(silent))

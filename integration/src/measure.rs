@@ -1,7 +1,7 @@
-//! Time measurements on machines with other load, and reporting of skipped tests.
+//! Repeats and evaluates time measurements on machines with other load, and reports skipped tests.
 //!
-//! Other load disturbs measurements that depend on time. Such measurements are therefore repeated a
-//! fixed number of times, regardless of the results, and all repetitions are evaluated.
+//! Each measurement is repeated a fixed number of times, regardless of the results, and all
+//! repetitions are evaluated, because other load disturbs single measurements.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -14,19 +14,19 @@ use crate::artefacts;
 /// Number of repetitions of a time or rate measurement.
 pub const MEASUREMENTS: usize = 3;
 
-/// A measured time or rate: its name, value and tolerance.
+/// A measured time or rate: name, value and accepted range.
 pub type Figure = (&'static str, f64, RangeInclusive<f64>);
 
-/// Takes [`MEASUREMENTS`] measurements and checks all of them. The median of each figure must be
-/// within the figure's tolerance, and the median absolute deviation from it must not exceed the
-/// width of the tolerance. A single measurement that other load disturbs therefore does not cause a
-/// failure. The median, the deviation and the range of the values are printed and appended to
-/// `target/integration/measurements.txt`. `once` takes one measurement. It receives the number of
-/// the measurement, starting from 0, and returns the same figures each time.
+/// Takes [`MEASUREMENTS`] measurements and checks their medians and deviations.
+///
+/// `once` takes one measurement. Its argument is the number of the measurement, starting from 0,
+/// and it returns the same figures each time. For each figure, the median must be in the accepted
+/// range, and the median absolute deviation must not exceed the width of this range. A single
+/// disturbed measurement therefore does not cause a failure. Median, deviation and range of the
+/// values are printed and appended to `target/integration/measurements.txt`.
 ///
 /// # Panics
-/// Panics with all figures if a median or a deviation does not fit its tolerance, or a value is
-/// NaN.
+/// Panics with all figures if a median or a deviation is not accepted, or a value is NaN.
 #[track_caller]
 pub fn measured(name: &str, once: impl FnMut(usize) -> Vec<Figure>) {
     measured_into(log_file().as_deref(), name, once);
@@ -59,13 +59,15 @@ fn measured_into(file: Option<&Path>, name: &str, once: impl FnMut(usize) -> Vec
     assert!(off.is_empty(), "{}", off.join("; "));
 }
 
-/// Number of times that a measurement with several parts is repeated. Other load can make a part
+/// Number of repetitions of a measurement with several parts. Other load can make a part
 /// inconclusive, but rarely the same part in every repetition.
 const MEASUREMENTS_OF_PARTS: usize = 5;
 
-/// Takes five measurements that each consist of several parts. `once` takes one measurement and
-/// returns the name of each part and whether it was conclusive. `once` itself asserts that the
-/// results are correct. Returns the names of the parts that were conclusive in no measurement.
+/// Repeats a measurement that has several parts, and returns the names of the parts that were
+/// conclusive in no repetition.
+///
+/// `once` takes one measurement, asserts that its results are correct, and returns the name of each
+/// part and whether the part was conclusive.
 pub fn measured_in_parts(mut once: impl FnMut() -> Vec<(String, bool)>) -> Vec<String> {
     let mut parts = BTreeMap::new();
     for (part, conclusive) in (0..MEASUREMENTS_OF_PARTS).flat_map(|_| once()) {
@@ -90,7 +92,7 @@ fn keep(file: Option<&Path>, line: &str) {
 }
 
 /// Reports that a test is skipped for the reason `why`. `able` is `true` if this machine could run
-/// the test once the missing prerequisite is installed.
+/// the test with additional packages or files.
 ///
 /// # Panics
 /// Panics if `able` is `true` and the environment variable `CI` is set, because tests must not be

@@ -61,8 +61,8 @@ impl Monitor {
     }
 }
 
-/// Parses `info registers -a` into pairs of processor and instruction pointer, the latter with
-/// privilege level and halt state.
+/// Parses the output of `info registers -a`. Returns the name of each processor with its
+/// instruction pointer, privilege level and halt state.
 fn pointers(registers: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut processor = String::new();

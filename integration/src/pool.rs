@@ -1,13 +1,13 @@
-//! Limits the number of labs that this process runs concurrently, and assigns them to tests.
+//! Limits the number of labs that run concurrently in this process, and assigns labs to tests.
 //!
-//! A [`Pool`] admits requests for a test host up to its limits for the number of labs and for
-//! memory. A [`PoolGrant`] is an admitted request; dropping it frees its part of these limits.
-//! After a grant ends, a shared lab remains in the pool for the next request with the same lab
-//! options.
+//! A [`Pool`] admits requests for a test host, up to limits for the number of labs and for their
+//! memory. A [`PoolGrant`] is an admitted request. The request counts against the limits until its
+//! grant is dropped. A shared lab can then remain in the pool for the next request with the same
+//! lab options.
 //!
-//! [`PoolState::next`] determines the order of admission. Requests whose lab is booted are admitted
-//! first, then requests that require switching off another lab, and finally exclusive requests, so
-//! that a run switches between these phases only once. A request that has been overtaken
+//! [`PoolState::next`] determines the order of admission: first the requests whose lab is already
+//! booted, then requests that require switching off another lab, and finally exclusive requests. A
+//! run therefore switches between these phases only once. A request that has been overtaken
 //! [`MAX_PASSED`] times is next, regardless of its type.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -24,25 +24,26 @@ const RESERVE_MIB: u64 = 1024;
 /// Maximum number of times that a waiting request may be overtaken.
 const MAX_PASSED: u32 = 64;
 
-/// Test modules with the longest run time, in descending order. Their requests are admitted first.
+/// Names of the test modules with the longest run times, in descending order. The pool admits their
+/// requests first.
 const LONGEST_FIRST: [&str; 8] = [
     "nested", "exact", "kexec", "devices", "lab", "kernels", "models", "hotplug",
 ];
 
-/// Mode in which a request for a test host is served: concurrently with other requests, or alone.
+/// Whether a test shares its test host's machine with other tests, or runs alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TestHostLeaseMode {
-    /// Runs concurrently with other requests, up to the pool's limit.
+    /// The test runs concurrently with other tests, up to the pool's limits.
     Shared,
-    /// Runs alone, for time measurements.
+    /// The test runs alone, for time measurements.
     Exclusive,
 }
 
 /// The lab that a request needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LabNeed {
-    /// Key that is equal for interchangeable labs; `None` for a lab that is not returned to the
-    /// pool.
+    /// Key of the lab. Labs with equal keys are interchangeable. `None` for a lab that is not
+    /// returned to the pool.
     pub(crate) key: Option<String>,
     /// Memory of the required lab, in MiB.
     pub(crate) memory_mib: u64,
@@ -51,16 +52,15 @@ pub(crate) struct LabNeed {
 /// Error returned when a request is rejected.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum PoolError {
-    /// The calling thread already holds a grant, and a second one is rejected. Two threads that
-    /// each wait for a second grant could deadlock.
+    /// The calling thread already holds a grant. A second grant per thread could cause a deadlock.
     #[error("this thread already holds a lease; drop it before requesting another one")]
     AlreadyHeld,
-    /// The environment variable is invalid.
+    /// The value of the environment variable `PERFVISOR_LABS` is invalid.
     #[error("{LIMIT_VARIABLE}={0}: must be a number from 1")]
     Limit(String),
 }
 
-/// A waiting request.
+/// A request for a test host that waits for admission.
 #[derive(Debug)]
 struct PoolRequest {
     ticket: u64,
@@ -73,7 +73,7 @@ struct PoolRequest {
     passed: u32,
 }
 
-/// An admitted request.
+/// A request for a test host that has been admitted.
 #[derive(Debug)]
 struct RunningRequest {
     ticket: u64,
@@ -94,7 +94,7 @@ struct IdleLab<L> {
 #[derive(Debug)]
 struct PoolState<L> {
     limit: usize,
-    /// Memory available for labs, in MiB.
+    /// Memory that all labs together may use, in MiB.
     memory_mib: u64,
     tickets: u64,
     waiting: Vec<PoolRequest>,
@@ -104,7 +104,7 @@ struct PoolState<L> {
 }
 
 impl<L> PoolState<L> {
-    /// Returns the next request to admit.
+    /// Returns the waiting request to admit next, or `None` if no request can be admitted now.
     fn next(&self) -> Option<&PoolRequest> {
         if self
             .running
@@ -168,8 +168,8 @@ impl<L> PoolState<L> {
         self.idle.iter().position(|idle| idle.key == *key)
     }
 
-    /// Admits the request with number `ticket`. Returns a booted lab that the request can use, if
-    /// there is one, and the labs that must be switched off first.
+    /// Admits the request `ticket`. Returns an idle lab for the request, if there is one, and the
+    /// idle labs that must be switched off first.
     fn admit(&mut self, ticket: u64) -> (Option<L>, Vec<L>) {
         let Some(at) = self.waiting.iter().position(|request| request.ticket == ticket) else {
             return (None, Vec::new());
@@ -192,7 +192,7 @@ impl<L> PoolState<L> {
     }
 }
 
-/// Returns the memory of a lab including its emulator, in MiB.
+/// Returns the memory that a lab and its QEMU use, in MiB.
 fn cost_mib(lab: Option<&LabNeed>) -> Option<u64> {
     lab.map(|lab| lab.memory_mib + OVERHEAD_MIB)
 }
@@ -204,7 +204,8 @@ pub(crate) struct Pool<L> {
 }
 
 impl<L> Pool<L> {
-    /// Creates a pool with the limits of this machine and the environment.
+    /// Creates a pool whose limits depend on this machine's memory and the environment variable
+    /// `PERFVISOR_LABS`.
     pub(crate) fn of_this_machine() -> Result<Self, PoolError> {
         let limit = match std::env::var(LIMIT_VARIABLE) {
             Ok(text) if !text.is_empty() => match text.parse() {
@@ -237,8 +238,8 @@ impl<L> Pool<L> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a request is admitted. A request that needs no lab (`None`) also counts against
-    /// the limit on the number of labs.
+    /// Waits until the pool admits a request. A request that needs no lab (`None`) also counts as
+    /// one lab.
     ///
     /// # Errors
     /// Returns [`PoolError::AlreadyHeld`] if the calling thread holds a grant.
@@ -283,14 +284,15 @@ impl<L> Pool<L> {
     }
 }
 
-/// An admitted request.
+/// An admitted request for a test host. The request counts against the pool's limits until the
+/// grant is dropped.
 pub(crate) struct PoolGrant<L> {
     pool: Arc<Pool<L>>,
     ticket: u64,
 }
 
 impl<L> PoolGrant<L> {
-    /// Ends the grant and leaves its lab in the pool for the next request with the same key.
+    /// Ends the grant and returns its lab to the pool, for the next request with the same key.
     pub(crate) fn return_lab(self, key: String, memory_mib: u64, lab: L) {
         let idle = IdleLab { key, memory_mib, lab };
         self.pool.release(self.ticket, Some(idle));
@@ -334,7 +336,7 @@ mod tests {
         })
     }
 
-    /// Returns a state with capacity for two labs.
+    /// Returns the state of a pool with capacity for two labs.
     fn state() -> PoolState<u32> {
         PoolState {
             limit: 2,

@@ -21,7 +21,7 @@ pub enum ProcessError {
     Start {
         /// Command line of the process.
         command: String,
-        /// Error message of the system.
+        /// Error message of the operating system.
         message: String,
     },
     /// The process exceeded a limit and was killed.
@@ -42,7 +42,7 @@ pub enum ProcessError {
     LabGone {
         /// Command line of the process.
         command: String,
-        /// Description of the lab's end.
+        /// Reason why the lab ended.
         message: String,
     },
     /// Writing to the standard input of the process failed.
@@ -97,7 +97,7 @@ impl HostCommand {
         self
     }
 
-    /// Returns the command line for messages.
+    /// Returns the program and its arguments, separated by spaces, for messages.
     pub fn line(&self) -> String {
         self.argv.join(" ")
     }
@@ -112,7 +112,7 @@ pub struct ProcessOutput {
     pub stderr: Vec<u8>,
     /// Exit status, or the signal that killed the process.
     pub ended: ProcessExit,
-    /// Run time, measured on this machine.
+    /// Run time, measured by the clock of this machine.
     pub elapsed: Duration,
 }
 
@@ -142,12 +142,13 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).replace('\r', "")
 }
 
-/// Function that receives the output of a process as it arrives. Without such a function, the
-/// output is stored in a buffer. If the function blocks, the process also blocks once the buffers
-/// between them are full.
+/// A callback that receives the output of a process as it arrives.
+///
+/// Without a callback, the output is stored in memory. A callback that blocks also blocks the
+/// process as soon as the buffers between them are full.
 pub type OutputSink = Box<dyn Fn(OutputStream, &[u8]) + Send + Sync>;
 
-/// The output and state of a process, shared between its handle and the threads that receive its
+/// Output and state of a process, shared by the process handle and the threads that receive the
 /// output.
 #[derive(Default)]
 pub(crate) struct ProcessProgress {
@@ -162,7 +163,7 @@ struct ProcessState {
     stderr: Vec<u8>,
     /// Time at which the last output arrived.
     heard: Option<Instant>,
-    /// CPU time used until the last check, in clock ticks, and time at which it last increased.
+    /// CPU time used until the last check, in clock ticks.
     ticks: u64,
     worked: Option<Instant>,
     end: Option<OutputEnd>,
@@ -176,7 +177,7 @@ enum OutputEnd {
 }
 
 impl ProcessProgress {
-    /// Creates the progress of a process whose output goes to `sink`.
+    /// Creates the progress of a process, with `sink` as the receiver of its output.
     pub(crate) fn with_sink(sink: OutputSink) -> Self {
         Self {
             sink: Some(sink),
@@ -188,7 +189,7 @@ impl ProcessProgress {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records output of the process.
+    /// Records that the process has written `bytes` to `stream`, and passes them to the sink.
     pub(crate) fn output(&self, stream: OutputStream, bytes: &[u8]) {
         // Call the sink without the lock, because it may be slow.
         if let Some(sink) = &self.sink {
@@ -221,7 +222,7 @@ impl ProcessProgress {
         self.changed.notify_all();
     }
 
-    /// Records the CPU time used so far.
+    /// Records the total CPU time that the process has used so far, in clock ticks.
     pub(crate) fn used(&self, ticks: u64) {
         let mut state = self.lock();
         if state.ticks != ticks {
@@ -230,8 +231,11 @@ impl ProcessProgress {
         }
     }
 
-    /// Waits until `done` returns a value. Returns an error with the first limit that the process
-    /// exceeds. Time is counted from `start`, but the time without output only from this call.
+    /// Waits until `done` returns `true`. The total run time is counted from `start`, and the time
+    /// without output from this call.
+    ///
+    /// # Errors
+    /// Returns the first limit that the process exceeds.
     fn wait_until(
         &self,
         start: Instant,
@@ -269,7 +273,7 @@ impl ProcessProgress {
     }
 }
 
-/// Controls a process, either local or in the lab.
+/// Operations on a process that runs locally or in the lab.
 pub(crate) trait ProcessControl: Send {
     /// Writes to standard input. An empty slice closes it.
     fn stdin(&mut self, bytes: &[u8]) -> io::Result<()>;
@@ -277,7 +281,7 @@ pub(crate) trait ProcessControl: Send {
     fn signal(&mut self, number: i32);
 }
 
-/// A running process, killed when the handle is dropped.
+/// A handle to a running process. The process is killed when the handle is dropped.
 pub struct HostProcess {
     command: String,
     started: Instant,
@@ -362,8 +366,8 @@ impl HostProcess {
         self.wait_or_diagnose(limit, String::new)
     }
 
-    /// Waits like [`HostProcess::wait`]. If the process exceeds a limit, the function adds the
-    /// output of `look` to the error before it kills the process.
+    /// Waits until the process exits, as [`HostProcess::wait`] does. If the process exceeds a
+    /// limit, calls `look` before killing the process and adds its result to the error.
     ///
     /// # Errors
     /// Returns the same errors as [`HostProcess::wait`].
@@ -393,14 +397,14 @@ impl HostProcess {
         }
     }
 
-    /// Waits until the standard output of the process contains `text`. The time for `limit` is
-    /// counted from this call. Returns `false` if the process exits or exceeds a limit without
-    /// printing the text.
+    /// Waits until the standard output of the process contains `text`. `limit` applies from this
+    /// call. Returns `false` if the process exits or exceeds a limit before printing the text.
     pub fn wait_for(&self, text: &str, limit: impl Into<ProgressLimit>) -> bool {
         self.wait_for_in(|state| &state.stdout, text, limit.into())
     }
 
-    /// Waits like [`HostProcess::wait_for`], but on standard error.
+    /// Waits until the standard error of the process contains `text`. Otherwise like
+    /// [`HostProcess::wait_for`].
     pub fn wait_for_message(&self, text: &str, limit: impl Into<ProgressLimit>) -> bool {
         self.wait_for_in(|state| &state.stderr, text, limit.into())
     }
@@ -420,8 +424,8 @@ impl HostProcess {
         self.progress.wait_until(Instant::now(), limit, done).is_ok() && contains(&self.progress.lock())
     }
 
-    /// Passes standard output to `sink` as it arrives until the process exits or exceeds a limit.
-    /// Call [`HostProcess::wait`] afterwards.
+    /// Passes the standard output of the process to `sink` as it arrives, until the process exits
+    /// or exceeds a limit. The caller must still call [`HostProcess::wait`].
     pub fn follow(&self, limit: impl Into<ProgressLimit>, mut sink: impl FnMut(&[u8])) {
         let mut seen = 0;
         let limit = limit.into();

@@ -22,7 +22,8 @@ pub const MICROVM_FIRMWARE: [&str; 3] = [
     "/usr/share/qemu/linuxboot_dma.bin",
 ];
 
-/// Returns QEMU, its libraries and the given firmware as files for the lab.
+/// Finds QEMU, its shared libraries and the given firmware files on this machine. Returns the path
+/// of each file in the lab and on this machine.
 ///
 /// # Errors
 /// Returns an error if QEMU is not installed or its libraries cannot be determined.

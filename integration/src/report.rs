@@ -1,9 +1,8 @@
-//! Reports which tests of this process are running, how long each test used a test host, and the
-//! totals.
+//! Reports the progress of tests that use a test host, and the times that they take.
 //!
-//! The test harness shows the output of a test only after the test has ended, and none for a
-//! passing test. This module therefore prints directly to standard error. The latest times of each
-//! test are saved in `target/integration/times.tsv`.
+//! Messages are written directly to standard error, because the test harness shows the output of a
+//! failed test only at its end, and that of a passing test never. The latest times of each test are
+//! saved in `target/integration/times.tsv`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,7 +18,7 @@ use crate::artefacts;
 
 /// Interval between progress reports.
 const PERIOD: Duration = Duration::from_secs(10);
-/// Header line of the file of times.
+/// Header line of the file `times.tsv`.
 const HEADING: &str = "# test\tseconds\tseconds waited\tplace";
 
 static LABS: AtomicU32 = AtomicU32::new(0);
@@ -43,11 +42,12 @@ pub(crate) fn guest_started() {
 struct TestActivity {
     test: String,
     since: Instant,
-    /// Name of the test host and the time waited for it; `None` while waiting.
+    /// Name of the test host, and the time that the test waited for it. `None` while the test
+    /// waits.
     place: Option<(String, Duration)>,
 }
 
-/// Seconds of use, seconds of waiting, and the name of the test host.
+/// Times of a test: seconds of use, seconds of waiting, and the name of the test host.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct TestTimes {
     seconds: f64,
@@ -73,12 +73,12 @@ fn report() -> MutexGuard<'static, ProgressReport> {
     REPORT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Use of a test host by a test, from its request to its end.
+/// The period in which a test uses a test host, from its request until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct HostUse(u64);
 
 impl HostUse {
-    /// Starts to record the test of the calling thread, which requests a test host.
+    /// Records that the test of the calling thread has requested a test host.
     pub(crate) fn begin() -> Self {
         static ONCE: Once = Once::new();
         let thread = thread::current();
@@ -100,7 +100,7 @@ impl HostUse {
         Self(0)
     }
 
-    /// Records that the test has received the test host `place`.
+    /// Records that the test has received the test host named `place`.
     pub(crate) fn runs_in(&self, place: &str) {
         if let Some(activity) = report().activities.get_mut(&self.0) {
             activity.place = Some((place.to_owned(), activity.since.elapsed()));
@@ -126,7 +126,7 @@ impl Drop for HostUse {
     }
 }
 
-/// Prints a line that the harness does not capture.
+/// Prints a line to standard error. The test harness does not capture it.
 fn say(line: &str) {
     // Ignore the error, because standard error may be closed.
     _ = writeln!(io::stderr(), "{line}");
@@ -150,7 +150,7 @@ fn start() {
     });
 }
 
-/// Formats all activities in one line, or returns `None` if there are none.
+/// Formats the tests that use or await a test host in one line. Returns `None` if there are none.
 fn progress(activities: &[TestActivity]) -> Option<String> {
     let mut line = String::new();
     for activity in activities {
@@ -214,7 +214,7 @@ fn keep(times: &BTreeMap<String, TestTimes>) {
     }
 }
 
-/// Parses a file of times and skips invalid rows.
+/// Parses the contents of the file `times.tsv`. Skips invalid rows.
 fn read(text: &str) -> BTreeMap<String, TestTimes> {
     let row = |line: &str| {
         let mut columns = line.split('\t');

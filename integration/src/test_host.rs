@@ -53,7 +53,7 @@ pub enum TestHostError {
     Choice(String),
 }
 
-/// Type of KVM, according to the guests that it can run.
+/// Kind of KVM on this machine, which determines the guests that it can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvmKind {
     /// KVM with VT-x or AMD-V, which can run Linux guests.
@@ -108,17 +108,17 @@ impl Drop for ScratchDirectory {
     }
 }
 
-/// Lab on which tests run. If it terminates, the current test fails, and a new lab with the same
-/// options replaces it for later tests.
+/// A lab on which tests run. If the lab terminates, the current test fails, and later tests run on
+/// a new lab with the same options.
 pub struct LabHost {
     options: LabOptions,
     lab: Mutex<Arc<Lab>>,
-    /// Value that is kept until the lab has been switched off, and then dropped.
+    /// Value that is dropped after the lab has been switched off.
     _guard: Option<Box<dyn Send + Sync>>,
 }
 
 impl LabHost {
-    /// Boots the first lab.
+    /// Boots a lab with the given options.
     ///
     /// # Errors
     /// Returns the same errors as [`Lab::boot`].
@@ -130,7 +130,7 @@ impl LabHost {
         })
     }
 
-    /// Keeps a value alive until the lab has been switched off.
+    /// Stores `guard`, which is dropped after the lab has been switched off.
     pub(crate) fn keep(self, guard: Box<dyn Send + Sync>) -> Self {
         Self {
             _guard: Some(guard),
@@ -152,14 +152,14 @@ impl LabHost {
         Ok(Arc::clone(&lab))
     }
 
-    /// Returns the name of the lab's console file, without its extension.
+    /// Returns the name of the lab, which is also the name of its console file without extension.
     pub(crate) fn name(&self) -> String {
         let lab = self.last();
         let stem = lab.log().file_stem().unwrap_or_default();
         stem.to_string_lossy().into_owned()
     }
 
-    /// Kills the lab if it is unresponsive, so that the next use boots a new one.
+    /// Kills the lab if it does not execute commands any more. The next use then boots a new lab.
     pub fn replace_if_hung(&self) {
         let lab = self.last();
         if !lab.is_gone() && !lab.answers(ANSWER_LIMIT) {
@@ -171,7 +171,7 @@ impl LabHost {
         }
     }
 
-    /// Returns the latest lab, even if it has terminated.
+    /// Returns the lab that was booted last, even if it has terminated.
     pub fn last(&self) -> Arc<Lab> {
         Arc::clone(&self.lab.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -191,7 +191,7 @@ impl TestHost {
         }
     }
 
-    /// Uses this machine.
+    /// Selects this machine as the test host.
     ///
     /// # Errors
     /// Returns an error if the scratch directory cannot be created.
@@ -298,7 +298,8 @@ impl TestHost {
             })
     }
 
-    /// Diagnoses a hung guest and the machine on which it runs, and returns a description.
+    /// Describes the state of the lab in which a guest hangs. Returns an empty string if guests run
+    /// on this machine.
     pub fn diagnose_hang(&self) -> String {
         match self {
             TestHost::Direct(_) => String::new(),
@@ -338,7 +339,7 @@ impl TestHost {
     }
 }
 
-/// Boots a lab and updates the statistics of the report.
+/// Boots a lab and adds its boot time to the totals of the report.
 fn boot(options: &LabOptions) -> Result<Lab, LabError> {
     let lab = Lab::boot(options)?;
     report::lab_booted(lab.boot_time());

@@ -85,8 +85,8 @@ fn peers(results: &[Value]) -> Map<String, Value> {
     ratios
 }
 
-/// Collects the results of each `new/estimates.json` below `directory`, with the name from the
-/// `benchmark.json` next to it.
+/// Reads the benchmark results below `directory` and appends them to `results`. A result consists
+/// of `new/estimates.json` and the `benchmark.json` next to it, which contains the name.
 fn collect(directory: &Path, results: &mut Vec<Value>) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();

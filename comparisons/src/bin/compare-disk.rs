@@ -28,11 +28,12 @@ const LIMIT: ProgressLimit = ProgressLimit {
 };
 const GUEST_MIB: u64 = 768;
 const MAC: &str = "02:00:00:00:00:01";
-/// Link-local IPv6 addresses: that of the guest, derived from its MAC address and with the lab's
-/// tap device as scope, and that of the lab.
+/// Link-local IPv6 address of the guest, derived from its MAC address, with the lab's tap device as
+/// scope.
 const GUEST: &str = "fe80::ff:fe00:1%pvtap0";
 const LAB: &str = "fe80::ff:fe00:fe";
-/// Script that prepares the lab: network, KVM statistics, and the programs of the image.
+/// Shell script that prepares the lab for both VMMs: tap device, debugfs for KVM's statistics, and
+/// a chroot in the Debian image.
 const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
     tunctl -t pvtap0 >/dev/null && ip link set pvtap0 address 02:00:00:00:00:fe && ip link set pvtap0 up && \
     mkdir -p /debian && mount -o ro DISK /debian && mount -t proc proc /debian/proc && \
@@ -40,8 +41,9 @@ const SET_UP: &str = "mount -t debugfs none /sys/kernel/debug; \
     (chroot /debian iperf3 -s >/dev/null 2>&1 &) && truncate -s 256M /tmp/data.img && \
     dd if=/dev/zero of=/tmp/data.img bs=1M count=256 conv=notrunc 2>/dev/null";
 
-/// Guest script. Prints a line `NAME VALUE I/OS` for each load, where `I/OS` is the number of I/O
-/// operations, or the number of megabytes for network loads.
+/// Guest script that runs the loads. At the end of each load, the script prints its name, the
+/// measured value and the number of I/O operations. For a network load, the last number is the
+/// number of megabytes transferred.
 const MEASURE: &str = r#"
 disk() {
 	echo "begin $1"
@@ -64,7 +66,7 @@ net receive -R
 echo begin end
 "#;
 
-/// Table rows: name, label, unit, and `true` if larger values are better.
+/// Table rows: name of the load, label, unit, and `true` if larger values are better.
 const ROWS: [(&str, &str, &str, bool); 18] = [
     ("login", "exec to login", "s", false),
     ("rss", "resident memory beyond the guest's", "MB", false),
@@ -120,7 +122,7 @@ struct Options {
     also: Option<String>,
 }
 
-/// The compared VMMs, in the order of the table.
+/// Name of the first compared VMM in the table.
 const OURS: &str = "Perfvisor";
 const THEIRS: &str = "QEMU";
 
@@ -225,7 +227,7 @@ fn qemu_command(debian: &DebianTestHost, disk: usize) -> HostCommand {
         .args(["-device", "virtio-rng-pci"])
 }
 
-/// Measures all loads in a VM that has reached its login prompt.
+/// Runs all loads in a VM that has reached its login prompt, and returns the measured values.
 fn loads(place: &TestHost, login: f64) -> Result<Figures, ComparisonError> {
     let mut figures = Figures::from([("login".to_owned(), login)]);
     // Measure the VMM's memory in use, after the guest has responded over ssh.

@@ -21,7 +21,7 @@ use serde_json::json;
 const GUEST_MIB: u32 = 256;
 /// Guest script, which idles until the VM is killed.
 const SCRIPT: &str = "sleep 100000";
-/// First output of the guest's init.
+/// Text that the guest's init prints first.
 const INIT: &str = "@@pv boot";
 
 /// Compares the time until a Linux guest's init runs under Perfvisor and under QEMU, alternately in
@@ -111,7 +111,7 @@ fn of_qemu(perfvisor: &HostCommand, machine: &str) -> Result<HostCommand, Compar
     Ok(qemu(machine, GUEST_MIB.into(), kernel, initrd, value("--cmdline")?).args(["-smp", "1"]))
 }
 
-/// Starts one VM and measures it when the guest's init runs.
+/// Boots one VM, measures the VMM when the guest's init runs, and kills the VMM.
 fn turn(place: &TestHost, command: &HostCommand) -> Result<Start, ComparisonError> {
     until(place, command, INIT, ProgressLimit::GENEROUS, |init_s| {
         let held = footprint(place, GUEST_MIB.into())?;

@@ -20,8 +20,8 @@ use integration::limit::ProgressLimit;
 use integration::test_host::TestHost;
 use serde_json::{Value, json};
 
-/// Limits for a loaded machine, on which a single VM exit of the nested guest can take more than
-/// half a millisecond.
+/// Time limits of the outer guest's run. They are long because, on a loaded machine, a single VM
+/// exit of the nested guest can take more than half a millisecond.
 const LIMIT: ProgressLimit = ProgressLimit {
     silent: Duration::from_secs(3000),
     overall: Duration::from_secs(4 * 3600),
@@ -40,8 +40,10 @@ const TURN_MS: f64 = 250.0;
 const KERNEL_TURN_MS: f64 = 4.0;
 /// Values of `--backing` that are compared.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
-/// Script of the inner guest. The script announces each phase and then sleeps before the phase
-/// begins, so that the outer guest can read KVM's statistics. All phases do the same work.
+/// Shell script that runs in the inner guest.
+///
+/// The script prints the name of each phase and sleeps before the phase begins, so the outer guest
+/// can read KVM's statistics in between. All phases do the same work.
 const INNER: &str = r#"
 phase() {
 	echo "@@phase $1 pmi=$(awk '/PMI:/ {print $2}' /proc/interrupts) ctxt=$(awk '/^ctxt/ {print $2}' /proc/stat)"
@@ -67,7 +69,8 @@ for f in 1 10; do perf script -i /tmp/$f -F comm 2>/dev/null | wc -l | sed "s/^/
 dmesg | sed -n 's/.*tsc: Detected \([0-9.]*\) MHz.*/@@result tsc_mhz \1/p'
 "#;
 
-/// Script of the outer guest. Runs the inner guest and reads KVM's statistics at each phase.
+/// Shell script that runs in the outer guest. The script starts the inner guest and reads KVM's
+/// statistics at each phase.
 const OUTER: &str = r#"
 mount -t debugfs none /sys/kernel/debug
 while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order
@@ -157,28 +160,28 @@ fn compare(options: &Options) -> Result<bool, ComparisonError> {
 /// Results of one round with one backing.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
-    /// VM exits per PMI, with one event and with ten multiplexed events. The exits of a reference
-    /// phase, in which the period of the same events is never reached, are subtracted after scaling
-    /// them to the same duration. NaN if not measurable; this also applies to `exits_per_turn` and
-    /// `exits_per_switch`.
+    /// Number of VM exits per PMI, with one event and with ten multiplexed events.
+    ///
+    /// Exits of the reference phase are subtracted. In the reference phase, the same events are
+    /// active, but their period is never reached. NaN if not measurable.
     exits_per_pmi: [f64; 2],
-    /// VM exits per multiplexing interval, with ten events.
+    /// Number of VM exits per multiplexing interval, with ten events. NaN if not measurable.
     exits_per_turn: f64,
     exits_per_switch: f64,
-    /// Relative increase of CPU time with one event and with ten, compared with the same work
-    /// without events.
+    /// Increase of the guest's CPU time relative to the same work without events, with one event
+    /// and with ten.
     slowdown: [f64; 2],
     /// Number of PMIs with one event and with ten multiplexed events.
     pmis: [f64; 2],
     /// Relative error of the `cycles:u` count. The reference is CPU time multiplied by the TSC
     /// frequency.
     count_error: f64,
-    /// Relative errors of the counts of ten multiplexed events: the error of the event farthest
-    /// from their mean, and the error of the mean.
+    /// Relative errors of the counts of ten multiplexed events. The first value is the largest
+    /// deviation of a count from the mean of the counts, and the second is the error of the mean.
     mux_error: [f64; 2],
 }
 
-/// Counts read at the start of a phase.
+/// KVM's statistics and guest counts, read at the start of a phase.
 #[derive(Debug, Clone, Copy, Default)]
 struct Mark {
     pmis: f64,
@@ -197,7 +200,7 @@ fn cost(value: f64) -> f64 {
     }
 }
 
-/// Returns the number after `key=`.
+/// Returns the number that follows `key=` in `line`.
 fn field(line: &str, key: &str) -> Option<f64> {
     line.split_whitespace()
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
@@ -274,7 +277,7 @@ fn figures(text: &str) -> Option<Figures> {
     all.pmis.iter().all(|n| *n >= 1.0).then_some(all)
 }
 
-/// Table row: label, value, unit, and the function that formats the projected cost on hardware.
+/// Table row: label, value, unit, and a function that formats the projected cost on hardware.
 type Measure = (
     &'static str,
     fn(&Figures) -> f64,
@@ -502,8 +505,8 @@ mod tests {
         );
     }
 
-    /// The exits of the reference phase are scaled to the duration of the phase that they are
-    /// subtracted from. A negative difference counts as not measurable.
+    /// The exits of the reference phase are scaled to the duration of the measured phase before
+    /// they are subtracted. A negative difference is reported as not measurable.
     #[test]
     fn phases_without_the_measured_are_scaled_to_the_time_of_those_with_it() {
         let longer = text().replace("exits=200 up=10", "exits=200 up=-10");

@@ -26,8 +26,8 @@ use serde_json::json;
 /// Maximum ratio of the cost per guest with the largest number of VMs to the cost with the smallest
 /// number (target of the project).
 const MOST_MORE: f64 = 1.10;
-/// Counter setup of the bare-metal guest: four times the AMD event cycles at CPL 3. The count is
-/// derived from the vCPU's clock, so no host PMU is required.
+/// Counter setup of the bare-metal guest: the AMD event "cycles" at CPL 3 in each of four counters.
+/// Counts are derived from the vCPU's clock, so no host PMU is required.
 const COUNTERS: &str = "c=0x10076 c=0x10076 c=0x10076 c=0x10076";
 
 /// Measures the cost of a guest, alone and with others, with four active counters, an exporter and
@@ -60,8 +60,7 @@ struct Turn {
     guest_s: f64,
     /// Median ratio of the VM's CPU time to the guest's own CPU time, as counted by the guest.
     over_own: f64,
-    /// Excess of the VM's CPU time over the guest's own CPU time, per second, as a fraction of one
-    /// CPU.
+    /// CPU time that the VM uses in excess of the guest's own CPU time, as a fraction of one CPU.
     beyond: f64,
     /// CPU time of the exporter and CPU time of the recorder, per VM and per second, as a fraction
     /// of one CPU.
@@ -108,7 +107,7 @@ impl Talker {
         Ok(self.stdin.flush()?)
     }
 
-    /// Waits for a line that contains these words.
+    /// Reads lines until one contains `words`, and returns this line.
     fn hear(&mut self, words: &str) -> Result<String, ComparisonError> {
         loop {
             let mut line = String::new();
@@ -177,7 +176,7 @@ fn scrape(socket: PathBuf, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) {
     }
 }
 
-/// Returns the `perfvisor` command with `arguments` that uses the sockets in `place`.
+/// Returns a `perfvisor` command that finds its VMs' sockets in the directory `place`.
 fn perfvisor(options: &Options, place: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(&options.perfvisor);
     command
@@ -188,7 +187,7 @@ fn perfvisor(options: &Options, place: &Path, arguments: &[&str]) -> Command {
 }
 
 /// Starts `vms` VMs and waits until their guests are ready. Returns the guests and their TSC
-/// frequency.
+/// frequency in Hz.
 fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f64), ComparisonError> {
     let mut guests = Vec::new();
     let mut tsc_hz = 0.0;
@@ -217,9 +216,9 @@ fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Kille
     Ok(Killed(command.stdout(Stdio::null()).spawn()?))
 }
 
-/// Returns the median ratio of VM to guest CPU time, and the median excess of VM over guest CPU
-/// time, as a fraction of one CPU. `passed` is the elapsed time in seconds, multiplied by the
-/// number of VMs.
+/// Returns two medians over all VMs: the ratio of the VM's CPU time to its guest's CPU time, and
+/// the excess of the former over the latter, as a fraction of one CPU. `passed` is the elapsed time
+/// in seconds, multiplied by the number of VMs.
 fn over_and_beyond(
     guests: &mut [Talker],
     guest_s: &[f64],

@@ -51,7 +51,6 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Prints the paths and sizes of the built images.
 fn report(images: &guest_images::linux::GuestImages) {
     println!("{}:", images.directory.display());
     for path in [

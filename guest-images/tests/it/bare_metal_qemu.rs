@@ -14,8 +14,8 @@ use test_support::skip;
 /// Time limit of a run. A run takes about a second, so only a hang reaches the limit.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Output of a guest and exit status of QEMU: `Some(0)` for a power-off, (N << 1) | 1 for a debug
-/// exit.
+/// Result of running a guest in QEMU: the guest's output and the exit status of QEMU. The status is
+/// `Some(0)` after a power-off and `Some((N << 1) | 1)` after a debug exit.
 struct QemuRun {
     output: String,
     status: Option<i32>,

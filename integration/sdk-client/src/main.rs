@@ -19,7 +19,7 @@ use firecracker_rs_sdk::firecracker::FirecrackerOption;
 use firecracker_rs_sdk::instance::Instance;
 use firecracker_rs_sdk::models::*;
 
-/// vsock port of the guest's agent.
+/// vsock port on which the guest's agent listens.
 const AGENT_PORT: u32 = 20_566;
 /// Interval between two checks of the console.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -117,8 +117,8 @@ impl Arguments {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Waits without a timeout until the console output of VM `id` satisfies `holds`. The caller of
-    /// this program must limit the time.
+    /// Waits until `holds` returns `true` for the console output of VM `id`. There is no timeout;
+    /// the caller of this program must limit the time.
     fn wait(&self, id: &str, holds: impl Fn(&str) -> bool) {
         while !holds(&self.console(id)) {
             sleep(INTERVAL);
@@ -134,7 +134,7 @@ impl Arguments {
         self.wait(id, |text| text.matches("\ntick").count() >= before + more);
     }
 
-    /// Connects to the guest's agent.
+    /// Connects to the guest's agent through the VM's vsock socket.
     fn reach_agent(&self) -> Result<()> {
         let mut stream = UnixStream::connect(self.path("vsock"))?;
         writeln!(stream, "CONNECT {AGENT_PORT}")?;

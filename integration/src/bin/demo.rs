@@ -32,7 +32,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the demo and returns whether the numbers are as expected.
+/// Runs the demo guest, prints what its perf measures, and returns whether the numbers are as
+/// expected.
 fn show(pmu: &str) -> Result<bool, TestHostError> {
     match probe_kvm() {
         KvmKind::Hardware => println!("This machine's /dev/kvm runs Linux guests."),
@@ -65,7 +66,7 @@ fn show(pmu: &str) -> Result<bool, TestHostError> {
     Ok(good)
 }
 
-/// Returns whether the guest's counts and samples are as expected.
+/// Prints the counts and samples of the guest's perf. Returns whether they are as expected.
 fn verdict(run: &GuestRun) -> bool {
     let text = |name: &str| run.console.sections.get(name).map_or("", |s| s.text.as_str());
     let stat = parse_stat(text("stat"));
@@ -120,7 +121,7 @@ fn quoted(argv: &[String]) -> String {
     words.join(" ")
 }
 
-/// Prints a guest's console line by line and omits lines that are meant for a program.
+/// Prints a guest's console line by line, without the lines that are markers for the test runner.
 #[derive(Default)]
 struct ConsolePrinter {
     rest: Vec<u8>,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::artefacts::ArtefactError;
 
-/// Program that is part of Debian's base system.
+/// Name of the program that starts QEMU with a parent-death signal. Part of Debian's base system.
 pub(super) const SETPRIV: &str = "setpriv";
 
 /// Error returned when the lab is unavailable.
@@ -30,7 +30,7 @@ pub enum LabError {
     /// The lab did not boot.
     #[error("the lab host did not start: {reason}; its console is in {log} and ends with:\n{tail}")]
     Boot {
-        /// The event that was expected but did not occur.
+        /// What did not happen in time, or why the boot failed.
         reason: String,
         /// Path of the console log.
         log: PathBuf,

@@ -11,7 +11,8 @@ use guest_images::linux::GuestImages;
 use super::options::LabOptions;
 use crate::artefacts::LabBinaries;
 
-/// Writes the lab's own initrd, followed by an archive with Perfvisor, the agent and the guest.
+/// Writes the initrd of a lab to `path`: the initrd of the lab host, followed by an archive with
+/// Perfvisor, the agents and the files of the Linux guest.
 pub(super) fn write_initrd(
     path: &Path,
     host: &GuestImages,
@@ -55,8 +56,8 @@ pub(super) fn write_initrd(
 /// directories would be hidden.
 const COVERED: [&str; 4] = ["dev", "proc", "sys", "tmp"];
 
-/// Returns the reason why the lab's initrd cannot contain a file at the path `place` in addition to
-/// files at the paths `others`. Returns `None` if it can.
+/// Returns why a file cannot be added to the lab's initrd at the path `place`, or `None` if it can.
+/// The initrd already contains the paths `others`.
 pub fn invalid_path_reason<'a>(place: &str, mut others: impl Iterator<Item = &'a str>) -> Option<String> {
     let path = place.trim_start_matches('/');
     let mut names = path.split('/');
@@ -87,8 +88,8 @@ pub fn invalid_path_reason<'a>(place: &str, mut others: impl Iterator<Item = &'a
     ))
 }
 
-/// Returns the directories of the lab's own files and of `files`, parents first. The kernel does
-/// not create directories, and skips a file whose directory is missing.
+/// Returns the directories that the initrd must contain for `files` and for the lab's own files,
+/// parents first. The kernel does not create missing directories and skips the files in them.
 fn directories(files: &[(String, PathBuf)]) -> BTreeSet<&str> {
     let mut directories = BTreeSet::from(["guest", "tests"]);
     for (name, _) in files {

@@ -16,10 +16,10 @@ use lab_agent::ordered::OutputStream;
 use crate::process::ProcessProgress;
 use lab_agent::wire::{Frame, FrameKind, ProcessExit, read_frame, write_frame};
 
-/// Timeout of one file transfer.
+/// Maximum duration of a file transfer to or from the lab.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(900);
 
-/// The connection to the agent in the lab, with all requests that wait for a response.
+/// The connection to the agent in the lab, and the requests that the agent has not answered yet.
 pub(super) struct AgentLink {
     stream: Mutex<UnixStream>,
     next_id: AtomicU32,
@@ -34,14 +34,14 @@ struct PendingRequests {
     gone: Option<Refusal>,
 }
 
-/// A file transfer in progress.
+/// A file transfer between this machine and the lab.
 struct Transfer {
     data: TransferBuffer,
     result: Option<Result<(), Refusal>>,
 }
 
 impl Transfer {
-    /// Appends a chunk of the file. After a failure, further chunks are dropped.
+    /// Appends a chunk of the received file. Does nothing after the transfer has failed.
     fn take(&mut self, piece: &[u8]) {
         if self.result.is_none()
             && let Err(refusal) = self.data.extend(piece)
@@ -82,7 +82,7 @@ impl TransferBuffer {
     }
 }
 
-/// Reason why the agent rejected a request, or why the connection to the lab ended.
+/// Reason why a request to the agent failed: the agent rejected it, or the connection ended.
 #[derive(Clone, Debug)]
 pub(super) struct Refusal(pub(super) String);
 
@@ -101,7 +101,7 @@ impl AgentLink {
         self.waiting().gone.is_some()
     }
 
-    /// Delivers the agent's frames about process `id` to `progress`.
+    /// Registers `progress` as the receiver of the agent's frames about process `id`.
     ///
     /// # Errors
     /// Returns the reason if the connection has ended.
@@ -132,7 +132,8 @@ impl AgentLink {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Dispatches received frames until the agent closes the connection.
+    /// Reads frames from the agent and delivers them to the waiting requests, until the connection
+    /// ends.
     pub(super) fn receive(&self, mut stream: UnixStream, logs: &LabLogs) {
         let reason = loop {
             match read_frame(&mut stream) {
@@ -219,7 +220,7 @@ impl AgentLink {
         }
     }
 
-    /// Registers a transfer whose contents are stored in `data`.
+    /// Registers a file transfer and returns its ID. Received contents are stored in `data`.
     pub(super) fn start_transfer(&self, data: TransferBuffer) -> u32 {
         let id = self.new_id();
         let mut waiting = self.waiting();
@@ -228,7 +229,8 @@ impl AgentLink {
         id
     }
 
-    /// Waits for the end of a transfer and returns its destination.
+    /// Waits until transfer `id` is complete, and returns the buffer with the received contents.
+    /// `path` is the file's path for error messages.
     pub(super) fn finish_transfer(&self, id: u32, path: &str) -> Result<TransferBuffer, LabError> {
         let (mut waiting, timeout) = self
             .answered

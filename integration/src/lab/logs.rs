@@ -1,4 +1,4 @@
-//! The exit of the QEMU that runs a lab, and the lab's logs, for diagnosis.
+//! Observes the exit of a lab's QEMU, and collects the lab's logs for diagnosis.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use crate::process::last_lines;
 
-/// The exit of QEMU. A separate thread waits for it and stores the result here.
+/// The exit status of a lab's QEMU, set by the thread that waits for QEMU to exit.
 #[derive(Default)]
 pub(super) struct QemuExit {
     pub(super) how: Mutex<Option<String>>,
     pub(super) changed: Condvar,
-    /// `true` if the lab is no longer needed, so that QEMU must be killed.
+    /// `true` if the lab is no longer needed. The thread that waits for QEMU then kills it.
     pub(super) abandoned: AtomicBool,
 }
 
@@ -27,7 +27,8 @@ impl QemuExit {
         self.how.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Waits up to `limit` for QEMU to exit and returns its exit status.
+    /// Waits up to `limit` for QEMU to exit. Returns a description of the exit status, or `None` if
+    /// QEMU is still running.
     pub(super) fn wait(&self, limit: Duration) -> Option<String> {
         let how = self.how.lock().unwrap_or_else(PoisonError::into_inner);
         let (how, _) = self
@@ -55,8 +56,8 @@ impl LabLogs {
         tail
     }
 
-    /// Describes why a lab ended. `reason` is the reason for which the connection to its agent was
-    /// closed.
+    /// Describes why a lab ended, with QEMU's exit status and the end of the lab's console.
+    /// `reason` states why the connection to the agent was closed.
     pub(super) fn describe_end(&self, reason: &str) -> String {
         let how = self
             .ending

@@ -77,10 +77,10 @@ pub fn complaints(dmesg: &str) -> Vec<&str> {
 /// Reason a log of the guest's kernel is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KernelLogError {
-    /// The first message is missing.
+    /// The first message of the kernel log is missing.
     #[error("kernel messages are missing at the start: {0:?}")]
     Beginning(String),
-    /// The log contains too few messages, or does not state their number.
+    /// The kernel log contains too few messages, or their number is missing.
     #[error("incomplete kernel log: {0:?} messages")]
     Few(String),
     /// The kernel reported problems.
@@ -88,7 +88,7 @@ pub enum KernelLogError {
     Complaints(Vec<String>),
 }
 
-/// Checks a guest's section `kernel-log`.
+/// Checks that the section `kernel-log` of a guest's console is complete and reports no problem.
 ///
 /// # Errors
 /// Returns a [`KernelLogError`] if the kernel reported a problem or the log is incomplete.

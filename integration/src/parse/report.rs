@@ -7,7 +7,7 @@ pub struct ReportLine {
     pub percent: f64,
     /// Name of the sampled task.
     pub command: String,
-    /// Sampled program or library, or `[kernel.kallsyms]`.
+    /// Sampled program or library; `[kernel.kallsyms]` for the kernel.
     pub object: String,
     /// `true` for a kernel sample (`[k]`), `false` for a user sample (`[.]`).
     pub kernel: bool,
@@ -20,7 +20,7 @@ pub struct ReportLine {
 pub struct PerfReport {
     /// Number of samples according to the header.
     pub samples: f64,
-    /// Event count according to the header, "Event count (approx.)".
+    /// Approximate event count, according to the header ("Event count (approx.)").
     pub event_count: f64,
     /// Number of samples lost by the kernel, according to the header.
     pub lost: u64,
@@ -29,7 +29,7 @@ pub struct PerfReport {
 }
 
 impl PerfReport {
-    /// Returns the share of a function, in percent; 0 if it is not listed.
+    /// Returns the share of the function `symbol`, in percent, or 0 if the report does not list it.
     pub fn percent(&self, symbol: &str) -> f64 {
         self.lines
             .iter()

@@ -65,8 +65,8 @@ impl PerfStat {
     }
 }
 
-/// Parses the table of `perf stat`. Skips other lines, so the output of the measured program may be
-/// mixed in.
+/// Parses the table that `perf stat` prints. Skips other lines, such as the output of the measured
+/// program.
 pub fn parse_stat(text: &str) -> PerfStat {
     let mut stat = PerfStat::default();
     let mut in_table = false;
@@ -167,14 +167,13 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
 /// Reason the output of `perf stat -d` is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StatDetailError {
-    /// A line contains a count of 0.
+    /// A hardware event has a count of 0.
     #[error("not counted: {0}")]
     Uncounted(String),
     /// A required event is missing.
     #[error("perf stat -d does not show {0}")]
     Missing(String),
-    /// The output lists fewer hardware events than a plain `perf stat -d` on a processor of any
-    /// vendor.
+    /// The number of hardware events is less than `perf stat -d` lists on any processor.
     #[error("perf stat -d shows only {0} hardware events")]
     Few(usize),
 }
@@ -188,7 +187,7 @@ pub enum StatDetailError {
 pub fn judge_detail(text: &str, counted: &[&str]) -> Result<usize, StatDetailError> {
     /// Software events, which are always counted.
     const SOFTWARE: [&str; 4] = ["task-clock", "context-switches", "cpu-migrations", "page-faults"];
-    /// Minimum number of hardware events. A plain `perf stat -d` lists more on every vendor.
+    /// Minimum number of hardware events that `perf stat -d` lists on a processor of any vendor.
     const LEAST: usize = 8;
     let mut found = Vec::new();
     for line in text.lines() {

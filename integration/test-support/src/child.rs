@@ -4,8 +4,8 @@ use std::ffi::OsStr;
 use std::process::Command;
 
 /// Returns a command that runs the ignored test `as_a_child` of `module` in a new process of this
-/// test program, with the environment variable `variable` set to `value`. `module` is
-/// `module_path!()`.
+/// test program. `module` is the caller's `module_path!()`. The command sets the environment
+/// variable `variable` to `value`.
 ///
 /// # Panics
 /// Panics if `module` is the root of the program.

@@ -1,5 +1,5 @@
-//! Benchmark results with target values, printed at the end of a benchmark and written as
-//! `target/criterion/NAME-ratios.json`, next to criterion's results.
+//! Reports benchmark results and their target values. They are printed at the end of a benchmark
+//! and written to `target/criterion/NAME-ratios.json`, next to criterion's results.
 
 use std::fs;
 
@@ -14,7 +14,7 @@ pub enum BenchmarkTarget {
     None,
 }
 
-/// A benchmark result; `None` if it was not measured, for example when only some benchmarks run.
+/// A benchmark result with its target. `value` is `None` if the benchmark did not run.
 pub struct BenchmarkFigure {
     pub name: &'static str,
     pub value: Option<f64>,
@@ -43,19 +43,18 @@ impl BenchmarkFigure {
     }
 }
 
-/// Returns `true` if cargo only tests or lists the benchmarks, so that measured times are
-/// meaningless.
+/// Returns whether cargo only tests or lists the benchmarks. Measured times are then meaningless.
 pub fn only_tried() -> bool {
     std::env::args().any(|a| a == "--test" || a == "--list")
 }
 
-/// Returns the median.
+/// Returns the median of the values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
-/// Prints the figures. Unless only some benchmarks were run, also writes the figures and the
+/// Prints the benchmark results. Unless `partial` is `true`, also writes the results and the
 /// entries of `more` to `NAME-ratios.json`.
 pub fn report(
     name: &str,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 pub const EM_386: u16 = 3;
 pub const EM_X86_64: u16 = 62;
 
-/// Contents of a loadable ELF segment.
+/// A loadable segment of an ELF image.
 pub struct ElfSegment<'a> {
     pub phys: u64,
     pub bytes: &'a [u8],
@@ -89,7 +89,7 @@ pub fn note(name: &[u8], kind: u32, desc: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Adds a program header for `notes` to an image of [`elf32`] or [`elf64`].
+/// Adds a program header for `notes` to an image built by [`elf32`] or [`elf64`].
 pub fn with_notes(mut elf: Vec<u8>, notes: &[u8]) -> Vec<u8> {
     let is_64 = elf[4] == 2;
     // Offset of the program headers, size of one header, and offset of their number.
@@ -119,7 +119,7 @@ pub fn multiboot_header(flags: u32, addresses: Option<[u32; 5]>) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// Builds a bzImage with a gzip-compressed ELF image as its payload.
+/// Builds a bzImage whose payload is an ELF image, compressed with gzip.
 pub fn bzimage(elf: &[u8]) -> Vec<u8> {
     use std::io::Write;
     let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -127,7 +127,7 @@ pub fn bzimage(elf: &[u8]) -> Vec<u8> {
     bzimage_of(&gz.finish().unwrap())
 }
 
-/// Builds a bzImage of boot protocol 2.15 with an unmodified payload.
+/// Builds a bzImage with boot protocol 2.15 and the given payload, which is not compressed.
 pub fn bzimage_of(payload: &[u8]) -> Vec<u8> {
     let mut f = vec![0u8; 1024];
     f[0x1F1] = 1;

@@ -57,7 +57,8 @@ fn trace<T, R>(
     }
 }
 
-/// Counts the single steps between the child's first and second stop.
+/// Returns the number of instructions that the child executes between its first and second stop, by
+/// single-stepping.
 fn step(child: i32) -> io::Result<u64> {
     wait(child, libc::SIGSTOP)?;
     let mut steps = 0;
@@ -73,8 +74,8 @@ fn step(child: i32) -> io::Result<u64> {
     }
 }
 
-/// Returns the numbers of the child's system calls between its first and its second stop, excluding
-/// the calls with which the child stops itself.
+/// Returns the numbers of the system calls that the child makes between its first and second stop,
+/// without those that stop the child.
 fn calls(child: i32) -> io::Result<Vec<u64>> {
     wait(child, libc::SIGSTOP)?;
     // SAFETY: the option is passed by value.

@@ -3,8 +3,8 @@
 
 use integration::process::ProcessOutput;
 
-/// Checks that `output` of the command `what` has the format of an error for invalid input (see the
-/// module) and contains all of `words`.
+/// Checks that the command `what` rejected invalid input. Its output must have the format described
+/// in the module documentation and contain all of `words`.
 #[track_caller]
 pub fn check_refusal(output: &ProcessOutput, what: &str, words: &[&str]) {
     let stderr = output.stderr_text();

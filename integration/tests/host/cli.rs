@@ -27,7 +27,8 @@ fn run(arguments: &[&str]) -> ProcessOutput {
         .unwrap()
 }
 
-/// Checks that the arguments are rejected with a one-line message that contains all of `words`.
+/// Checks that `perfvisor` rejects the arguments with a one-line message that contains all of
+/// `words`.
 #[track_caller]
 fn refused(arguments: &[&str], words: &[&str]) {
     check_refusal(&run(arguments), &arguments.join(" "), words);
@@ -84,8 +85,9 @@ fn cli_mistakes_are_reported_with_remedy() {
     refused(&["diff", "/no/such/file", "/no/other"], &["/no/such/file"]);
 }
 
-/// With KVM's own vPMU, which handles RDPMC and delivers PMIs itself, options for these two
-/// functions are rejected. If KVM has no vPMU, the message reports that and names an alternative.
+/// With `--backing kvm`, options that intercept RDPMC or inject PMIs are rejected, because KVM's
+/// own vPMU does both itself. If KVM has no vPMU, the message reports that and names an
+/// alternative.
 #[test]
 fn kvm_vpmu_is_rejected_if_missing_or_incompatible() {
     refused(

@@ -1,6 +1,6 @@
-//! Tests that documentation and tests agree: the tests named in vpmu/tests/inventory.md (behavior
-//! of the virtual PMU) and integration/tests/faults.md (faults around a VM) exist, and
-//! vpmu/tests/inventory.md has a row for each register of docs/reference/vpmu.md.
+//! Tests that documentation and tests agree. The tests named in vpmu/tests/inventory.md (behavior
+//! of the virtual PMU) and integration/tests/faults.md (faults around a VM) must exist.
+//! vpmu/tests/inventory.md must have a row for each register in docs/reference/vpmu.md.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(workspace().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Returns the columns of each table row of `page`, without header and separator rows.
+/// Returns the cells of each table row in `page`, without header and separator rows.
 fn rows(page: &str) -> Vec<Vec<&str>> {
     let mut found = Vec::new();
     let mut lines = page.lines().peekable();
@@ -27,7 +27,8 @@ fn rows(page: &str) -> Vec<Vec<&str>> {
     found
 }
 
-/// Returns the section of `page` below a heading, up to the next heading of the same level.
+/// Returns the part of `page` below the heading `heading`, up to the next heading of the same
+/// level.
 fn section<'a>(page: &'a str, heading: &str) -> &'a str {
     let (_, rest) = page
         .split_once(&format!("\n{heading}\n"))

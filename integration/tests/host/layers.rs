@@ -8,7 +8,8 @@ use std::process::Command;
 
 use integration::artefacts::{cargo_metadata, workspace};
 
-/// External crates, each with the only crates of the product that may use it.
+/// External crates with restricted use, each with the names of the workspace crates that may use
+/// it.
 const USERS: &[(&str, &[&str])] = &[
     ("kvm-ioctls", &["vmm"]),
     ("kvm-bindings", &["vmm"]),
@@ -44,8 +45,8 @@ fn packages() -> BTreeMap<String, (PathBuf, BTreeSet<String>)> {
     packages
 }
 
-/// The graph in docs/architecture.md contains every dependency between crates, so that a new
-/// dependency is noticed and its direction is reviewed.
+/// The graph in docs/architecture.md contains every dependency between crates. A new dependency
+/// therefore requires a change to the graph.
 #[test]
 fn crate_graph_is_current() {
     let script = workspace().join("integration/crate-graph.sh");
@@ -73,12 +74,13 @@ fn external_crates_have_their_users_only() {
     }
 }
 
-/// Top-level modules that each top-level module of a crate imports through `crate::` paths.
+/// The imports of a crate: for each top-level module, the top-level modules whose `crate::` paths
+/// it uses.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// Calls `each` for each source file below `folder`, with its top-level module and its code without
-/// tests and comments. The top-level module is `module`, or named after the file or folder if
-/// `module` is `None`.
+/// Calls `each` for each source file below `folder`. The arguments are the name of the top-level
+/// module and the code without tests and comments. The module is `module`, or named after the file
+/// or folder if `module` is `None`.
 fn read_modules(folder: &Path, module: Option<&str>, each: &mut impl FnMut(&str, &str)) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use integration::artefacts::{cargo_metadata, workspace};
 
-/// Licences that deny.toml allows, for all crates and for individual ones.
+/// Licences that `deny.toml` allows for all crates, and additional ones for individual crates.
 struct AllowedLicences {
     all: BTreeSet<String>,
     exceptions: BTreeMap<String, BTreeSet<String>>,
@@ -64,9 +64,10 @@ fn packages() -> Vec<(String, String, String)> {
         .collect()
 }
 
-/// Returns whether the allowed licences satisfy an SPDX expression. At least one alternative of
-/// each AND term must be allowed. Parentheses are ignored, which rejects some valid combinations
-/// but accepts no invalid one.
+/// Returns whether an SPDX expression is satisfied by the allowed licences.
+///
+/// Requires an allowed alternative in each AND term. Parentheses are ignored, so some valid
+/// expressions are rejected, but no invalid one is accepted.
 fn permitted(expression: &str, allowed: &BTreeSet<String>) -> bool {
     // `/` is the deprecated form of OR.
     let expression = expression.replace('/', " OR ").replace(['(', ')'], "");

@@ -8,8 +8,8 @@ use std::process::Command;
 
 use integration::artefacts::workspace;
 
-/// Collects the files under `directory` whose names end with one of `endings`, without build
-/// outputs and hidden folders.
+/// Returns the files below `directory` whose names end with one of `endings`. Skips build outputs
+/// and hidden folders.
 fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -75,7 +75,7 @@ fn targets(page: &str) -> Vec<String> {
     found
 }
 
-/// Returns the broken links of `page`, located at `at`.
+/// Returns the broken links of the page with path `at` and text `page`.
 fn broken(at: &Path, page: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     for target in targets(page) {
@@ -124,8 +124,8 @@ fn documentation_links_resolve() {
     assert_eq!(wrong, Vec::<String>::new(), "broken links");
 }
 
-/// Pages whose path a source file mentions exist, and so do the files that the walks through the
-/// code in docs/architecture.md mention.
+/// Every documentation page that a source file mentions exists, and so does every source file that
+/// docs/architecture.md mentions.
 #[test]
 fn paths_named_in_sources_and_walks_exist() {
     let root = workspace();

@@ -1,5 +1,5 @@
-//! Tests the Debian package and the archive in the same way as `make package-check`. The packaged
-//! program is the static program built for the lab, which `make build` builds in the same way.
+//! Tests the Debian package and the release archive, like `make package-check`. They contain the
+//! static program that is built for the lab, which is built in the same way as by `make build`.
 
 use std::process::Command;
 
@@ -59,9 +59,9 @@ fn package_rejects_dynamic_program() {
     assert!(!done && said.contains("make build"), "{said}");
 }
 
-/// Regression test: the package contains the program that the build has produced. `make deb` took
-/// the program from a path to which no build writes. CI did not detect this, because it sets
-/// `BINARY=`.
+/// The package contains the program that the build has produced. Regression test: `make deb` once
+/// took the program from a path to which no build writes, and CI did not detect this because it
+/// sets `BINARY=`.
 #[test]
 fn package_contains_built_binary() {
     for target in ["deb", "tarball"] {
@@ -113,8 +113,8 @@ fn product_compiles_no_c_code() {
     }
 }
 
-/// The source archive contains guests built from the same sources, and uses them if there is no
-/// compiler. The build does not use them if their sources have changed.
+/// The source archive contains prebuilt bare-metal guests. The build uses them if there is no
+/// compiler, unless their sources have changed.
 #[test]
 fn source_archive_contains_prebuilt_guests() {
     let dir = tempfile::tempdir().unwrap();

@@ -12,13 +12,12 @@ const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 const MODELS: [&str; 5] = ["intel-v2", "intel-v4", "amd", "amd-k7", "amd-v2"];
 
-/// Leases this machine if it has any KVM. Guests run one at a time, because they compare counts
-/// with the clock.
+/// Leases a test host with any KVM, exclusively, because the guests compare counts with the clock.
 fn here() -> TestHostLease {
     TestHost::for_bare_metal(TestHostLeaseMode::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Runs `perfvisor run` with these arguments.
+/// Runs `perfvisor run` with `arguments` on the test host.
 #[track_caller]
 fn run(place: &TestHost, arguments: &[&str]) -> ProcessOutput {
     let perfvisor = place.perfvisor().unwrap_or_else(|error| panic!("{error}"));
@@ -30,7 +29,7 @@ fn run(place: &TestHost, arguments: &[&str]) -> ProcessOutput {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Formats the output of a failed run.
+/// Formats the exit status and the output of a failed run.
 fn shown(output: &ProcessOutput) -> String {
     format!(
         "status {:?}\n{}\n--- standard error\n{}",
@@ -136,8 +135,8 @@ fn vpmu_test_kernel_passes_here() {
     the_vpmu_test_kernel_passes(&here());
 }
 
-/// The built-in guest passes with the real kvm_amd that the lab provides. If this machine has
-/// hardware virtualization, its own KVM is used instead.
+/// The built-in guest passes on a KVM with hardware virtualization: this machine's KVM if it has
+/// one, otherwise the lab's kvm_amd.
 #[test]
 fn builtin_guest_passes_on_hardware_kvm() {
     if probe_kvm() == KvmKind::Hardware {
@@ -166,11 +165,10 @@ fn without_a_pmu_the_built_in_guest_says_so() {
 const FIRST: &str = "first guest instruction ";
 /// Maximum number of system calls before the first guest instruction. About 850 are made.
 const MOST_CALLS: usize = 1500;
-/// Maximum number of VMs created: one to probe KVM, and one for the guest. Creating a VM waits for
-/// all processors several times.
+/// Maximum number of VMs that the VMM creates during start-up: one to probe KVM and one for the
+/// guest. Each creation waits for all processors several times.
 const MOST_VMS: usize = 2;
-/// Minimum size in bytes from which a memory mapping counts as large. The value exceeds any thread
-/// stack, but not the program's code and constants.
+/// Size from which a memory mapping counts as large, in bytes. Thread stacks are smaller.
 const LARGE: u64 = 4 << 20;
 
 /// Until the first guest instruction, the VMM makes a limited number of system calls and does not

@@ -1,9 +1,8 @@
-//! Optimizes two programs with the branch stacks in a recording of a Linux guest. `perf2bolt`,
-//! `llvm-bolt` and the AutoFDO tools read the recording, and its edge weights match those measured
-//! by BOLT's own instrumentation.
+//! Optimizes two programs with branch stacks recorded in a Linux guest, and evaluates the profiles.
 //!
-//! The programs are Debian's bzip2 and Lua, built from their source packages. A test that needs a
-//! missing tool is skipped.
+//! `perf2bolt`, `llvm-bolt` and the AutoFDO tools must read the recording, and its edge weights
+//! must match those measured by BOLT's own instrumentation. The programs are Debian's bzip2 and
+//! Lua, built from their source packages. A test that needs a missing tool is skipped.
 
 mod tools;
 
@@ -25,8 +24,8 @@ const NAME: &str = "bolt";
 /// Size of bzip2's input, which is the beginning of Lua's sources, in bytes.
 const INPUT_BYTES: usize = 200_000;
 
-/// Guest script that records Lua in the guest, and then runs each program on its own vCPU for the
-/// host's recording.
+/// Guest script that first records Lua with the guest's perf, and then runs each program on its own
+/// vCPU while the host records.
 const SCRIPT: &str = r#"
 section lua perf record -q -j any,u -e cycles:u -c 20000000 -o /tmp/lua.data -- /opt/lua /opt/work.lua 250
 send /tmp/lua.data
@@ -89,8 +88,8 @@ fn record(directory: &Path, programs: &[Program]) -> GuestRun {
     run
 }
 
-/// Checks that perf reads the recording: every branch stack is printed on the line of its sample's
-/// instruction pointer, and perf names the program's functions and annotates them.
+/// Checks that perf reads the recording. perf must print every branch stack together with its
+/// sample's instruction pointer, and must resolve and annotate the program's functions.
 fn perf_reads_it(tools: &Toolbox, directory: &Path) {
     let perf = |args: &[&str]| tools.run(directory, "perf", args).0;
     let script = perf(&["script", "-i", "host.data", "-F", "ip,brstack"]);
@@ -158,7 +157,8 @@ fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltPr
     converted.profile
 }
 
-/// Compares the run times of an optimized program and the original program on this machine.
+/// Checks that the run time of an optimized program is at most `max_ratio` times that of the
+/// original program.
 fn is_fast(tools: &Toolbox, directory: &Path, program: &Program, optimized: &Path, max_ratio: f64) {
     let name = optimized.file_name().unwrap().display();
     measured(&format!("{name} from branch stacks"), |_| {

@@ -10,7 +10,8 @@ use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, loaded, perfvisor};
 
-/// Guest script that records the program with three filters, and then runs it for the host.
+/// Guest script that records the program with three branch filters, and then runs the program while
+/// the host records.
 const SCRIPT: &str = r#"
 section dmesg dmesg
 section user perf record -q -j any,u -e cycles:u -c 50000000 -o /tmp/u -- branches 20
@@ -23,10 +24,10 @@ section report sh -c "perf report -b -i /tmp/u --stdio --stdio-color never --sor
 section load sh -c "echo load-has-begun; while true; do branches 5; done"
 "#;
 
-/// A branch: source and target.
+/// A branch: source address and target address.
 type Edge = (u64, u64);
 
-/// Share of each branch in a set of stacks.
+/// Share of each branch in all branches of a set of stacks, from 0 to 1.
 type Shares = BTreeMap<Edge, f64>;
 
 /// Parses `perf script -F brstack`, which prints one stack per line, the newest branch first.
@@ -42,7 +43,8 @@ fn stacks(section: &str) -> Vec<Vec<Edge>> {
     stacks.filter(|stack: &Vec<Edge>| !stack.is_empty()).collect()
 }
 
-/// Returns the shares of the branches, all of which must be in the program's text.
+/// Returns the share of each branch in the stacks. Panics if a branch is outside the program's
+/// text.
 fn shares(stacks: &[Vec<Edge>]) -> Shares {
     let total = stacks.iter().map(Vec::len).sum::<usize>() as f64;
     let mut shares = Shares::new();
@@ -61,9 +63,9 @@ fn distance(a: &Shares, b: &Shares) -> f64 {
     keys.map(|key| (share(a, key) - share(b, key)).abs()).sum::<f64>() / 2.0
 }
 
-/// Checks that the branches of each stack are consecutive: each branch is in the straight-line code
-/// that starts at the target of the previous branch. Branches that are not taken may be in between.
-/// A branch is accepted up to 128 instructions of up to 15 bytes after that target.
+/// Checks that the branches of each stack are consecutive: each branch source must follow the
+/// target of the previous branch within 128 instructions of up to 15 bytes. Branches that are not
+/// taken may be in between.
 #[track_caller]
 fn are_consecutive(stacks: &[Vec<Edge>]) {
     const MAX_STRAIGHT_BYTES: u64 = 128 * 15;
@@ -78,9 +80,9 @@ fn are_consecutive(stacks: &[Vec<Edge>]) {
     }
 }
 
-/// Checks the targets of the program's call through a function pointer, which the test identifies
-/// as the most frequent source with several targets. Each of its four targets must have probability
-/// 1/4. A return in the C library may have more targets, but is rare.
+/// Checks that the program's call through a function pointer has four targets, each with
+/// probability 1/4. The call is identified as the most frequent branch source with several targets.
+/// Returns in the C library can have more targets, but are rare.
 #[track_caller]
 fn indirect_calls_have_four_targets(stacks: &[Vec<Edge>]) {
     let mut targets = BTreeMap::<u64, BTreeMap<u64, f64>>::new();
@@ -107,16 +109,16 @@ fn indirect_calls_have_four_targets(stacks: &[Vec<Edge>]) {
     }
 }
 
-/// Returns the number in row `row` of the table of `--stats`, or 0 if the row is missing.
+/// Returns the number in row `row` of the table that `--stats` prints, or 0 if the row is missing.
 fn figure(run: &GuestRun, row: &str) -> u64 {
     let line = run.vmm_log.lines().find_map(|line| line.strip_prefix(row));
     line.and_then(|rest| rest.trim().parse().ok()).unwrap_or(0)
 }
 
-/// Properties expected of a model.
+/// A branch record test of one PMU model, with the properties expected of the model.
 struct BranchRecordTest {
     pmu: &'static str,
-    /// Text in the kernel's message about its PMU driver.
+    /// Text that the kernel's message about its PMU driver must contain.
     driver: &'static str,
     depth: usize,
 }
@@ -142,7 +144,7 @@ impl BranchRecordTest {
         self.check(&run, &host);
     }
 
-    /// Records the same program from the host, and returns its branch stacks.
+    /// Records the program from the host and returns the recorded branch stacks.
     fn host_stacks(&self, place: &TestHost, name: &str) -> Vec<Vec<Edge>> {
         let ours = perfvisor(place);
         let data = place.scratch("host.data");

@@ -10,8 +10,8 @@ use crate::refusal::check_refusal;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// `perfvisor` reports how to fix a host that it cannot use. The test breaks the lab deliberately
-/// in several ways, and repairs it for later tests.
+/// `perfvisor` reports how to fix a host that it cannot use. The test breaks the lab in several
+/// ways, and repairs it afterwards.
 #[test]
 fn unusable_hosts_are_reported_with_remedy() {
     let place = TestHost::lab(TestHostLeaseMode::Shared).unwrap_or_else(|error| panic!("{error}"));

@@ -16,8 +16,8 @@ pub fn run(place: &TestHost, command: &HostCommand) -> (String, String) {
     (output.stdout_text(), output.stderr_text())
 }
 
-/// Starts `guest` and waits until its script prints `load-has-begun`. Dropping the result stops the
-/// guest.
+/// Starts `guest` and waits until its script prints `load-has-begun`. The guest is stopped when the
+/// result is dropped.
 pub fn loaded(place: &TestHost, guest: &LinuxGuest) -> HostProcess {
     let running = place.start(&guest.command(place).unwrap()).unwrap();
     let begun = running.wait_for("load-has-begun", LIMIT);

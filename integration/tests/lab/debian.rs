@@ -25,7 +25,8 @@ const MODELS: [&str; 10] = [
 /// Number of VMs that run concurrently.
 const AT_ONCE: usize = 2;
 
-/// Returns the models to be tested.
+/// Returns the PMU models to test: those in the environment variable `PERFVISOR_DEBIAN_MODELS`, or
+/// else all.
 fn models() -> Vec<String> {
     match std::env::var("PERFVISOR_DEBIAN_MODELS") {
         Ok(chosen) if !chosen.is_empty() => chosen.split(',').map(str::to_owned).collect(),
@@ -37,7 +38,8 @@ fn run(place: &TestHost, command: &HostCommand) -> Result<ProcessOutput, String>
     place.run(command, LIMIT).map_err(|error| error.to_string())
 }
 
-/// Runs a command that must succeed and returns its output.
+/// Runs a command on the test host and returns its standard output, or an error if the command
+/// fails.
 fn printed(place: &TestHost, command: &HostCommand) -> Result<String, String> {
     let output = run(place, command)?;
     if output.success() {
@@ -96,7 +98,7 @@ fn boots(debian: &DebianTestHost, pmu: &str, disk: usize) -> Result<String, Stri
     ))
 }
 
-/// All models boot, two at a time, each on its own disk.
+/// The Debian image boots with every PMU model. Two VMs run at a time, each with its own disk.
 #[test]
 #[ignore = "minutes: make debian-test"]
 fn debian_image_boots_with_every_pmu_model() {
@@ -129,15 +131,16 @@ fn debian_image_boots_with_every_pmu_model() {
     assert!(failures.is_empty(), "{failures}");
 }
 
-/// Command that sets up the host side of the network, in a network namespace that exists as long as
-/// this process. The ssh client is a program of a second copy of the image.
+/// Command that creates the host's tap device. The command keeps running, so its network namespace
+/// remains available.
 const NAMESPACE: &str =
     "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 up && echo namespace-$$ && exec sleep 86399";
 const CHROOT: &str = "mkdir -p /debian && mount -o ro /dev/vdb /debian && mount -t proc proc /debian/proc && \
                       mount --bind /dev /debian/dev && mount -t tmpfs tmp /debian/tmp";
 
-/// ssh, `perfvisor exec` and `perfvisor cp` work in both directions. The guest is reached at the
-/// link-local address derived from its Ethernet address, so nothing is configured.
+/// The Debian image can be reached by ssh, `perfvisor exec` and `perfvisor cp`, in both directions.
+/// ssh uses the link-local address derived from the guest's MAC address, so no address is
+/// configured.
 #[test]
 #[ignore = "minutes: make debian-test"]
 fn debian_image_is_reachable_by_ssh_and_vsock() {

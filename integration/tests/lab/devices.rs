@@ -1,5 +1,5 @@
-//! Tests virtio devices under an unmodified Debian kernel in combination with other features:
-//! in-place reboots, single-stepping, and breakpoints on RDPMC.
+//! Tests virtio devices with an unmodified Debian kernel. The tests include in-place reboots,
+//! single-stepping, and breakpoints on RDPMC.
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::ProgressLimit;
@@ -12,8 +12,8 @@ use crate::shared_guests::{self, GuestPart};
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Script that stores the boot number on the disk and prints `marker-up` when all devices are in
-/// use.
+/// Guest script that increments the boot number on the disk, uses all devices, and then prints
+/// `marker-up`.
 const REBOOTS: &str = r#"
 drivers
 boot=$(head -c 1 /dev/vda)
@@ -105,7 +105,7 @@ fn disks_and_networks_survive_reboots() {
     run.expect_success();
 }
 
-/// Script in which perf counts a program that reads the disk, bypassing the page cache.
+/// Guest script in which perf counts a program that reads the disk without the page cache.
 const COUNTED: &str = r#"
 drivers
 seq 1 200000 | head -c 1048576 >/tmp/data
@@ -125,7 +125,7 @@ fn make_counted_disk(place: &TestHost) -> Result<String, TestHostError> {
     Ok(disk)
 }
 
-/// Returns the counts of `event` in all repetitions of `COUNTED`.
+/// Returns the counts of `event` in all repetitions of [`COUNTED`].
 fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     run.section("disk");
     run.expect_success();
@@ -139,8 +139,8 @@ fn counts_with_a_disk(run: &GuestRun, event: &str) -> Vec<f64> {
     counts
 }
 
-/// This module's part of `shared_guests::STEPPED`, the single-stepped guest shared by several test
-/// modules.
+/// The disk test that runs in `shared_guests::STEPPED`, a single-stepped guest that several test
+/// modules share.
 pub const STEPPED: GuestPart = GuestPart {
     tests: &["devices::stepped_guest_with_disk_counts_exactly"],
     prepare: || {},
@@ -153,8 +153,7 @@ pub const STEPPED: GuestPart = GuestPart {
     },
 };
 
-/// Counts of a single-stepped guest remain exact although disk interrupts occur between single
-/// steps.
+/// Counts in a single-stepped guest remain exact while disk interrupts occur.
 #[test]
 fn stepped_guest_with_disk_counts_exactly() {
     let counts = counts_with_a_disk(shared_guests::STEPPED.run(), "branches:u");
@@ -185,7 +184,8 @@ fn guest_with_rdpmc_breakpoints_uses_disk() {
     assert!(counts.iter().all(|counted| *counted > 1e6), "{counts:?}");
 }
 
-/// Script that writes more data than the guest's and the host's buffers can hold together.
+/// Guest script that writes more data to the virtio console than all buffers of the guest and the
+/// host can hold.
 const CONSOLE: &str = r#"
 drivers
 until [ -c /dev/hvc0 ]; do sleep 0.1; done
@@ -202,9 +202,9 @@ echo "the last line" >&3
 read word </dev/ttyS0
 "#;
 
-/// A user at the other end of a pseudo-terminal sends a line to the guest and reads a line from it.
-/// When nobody reads any longer, the guest is not blocked, and the most recent output is kept for
-/// the next reader.
+/// A virtio console on a pseudo-terminal carries lines in both directions. If nobody reads the
+/// pseudo-terminal, the guest is not blocked, and the most recent output is kept for the next
+/// reader.
 #[test]
 fn virtio_console_does_not_block_without_reader() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -247,7 +247,8 @@ fn virtio_console_does_not_block_without_reader() {
 /// Size of the balloon, and of the file that the guest writes and removes beforehand, in MiB.
 const BALLOON_MIB: u64 = 96;
 
-/// Script that leaves free pages for which the host has allocated memory.
+/// Guest script that writes and removes a large file. The guest then has free pages to which the
+/// host has allocated memory.
 const BALLOON: &str = r#"
 drivers
 dd if=/dev/zero of=/tmp/fill bs=1M count=128 2>/dev/null
@@ -261,7 +262,7 @@ section deflated grep MemTotal /proc/meminfo
 section kernel sh -c "dmesg | grep -iE 'oom|out of memory'; true"
 "#;
 
-/// Returns the balloon state of VM `name` once its actual size is `mib` MiB.
+/// Waits until the balloon of VM `name` has `mib` MiB, and returns the balloon's state.
 fn balloon_of(place: &TestHost, name: &str, mib: u64) -> serde_json::Value {
     let perfvisor = place.perfvisor().unwrap();
     let mut balloon = serde_json::Value::Null;
@@ -276,8 +277,8 @@ fn balloon_of(place: &TestHost, name: &str, mib: u64) -> serde_json::Value {
     panic!("the balloon has not reached {mib} MiB: {balloon}");
 }
 
-/// Inflating the balloon reduces the VM's memory on the host by the size of the balloon. The guest
-/// reports statistics and can use the memory again afterwards.
+/// Inflating the balloon by N MiB reduces the VM's resident memory on the host by N MiB. The guest
+/// reports statistics, and can use the memory again after deflation.
 #[test]
 fn balloon_gives_memory_of_linux_back() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

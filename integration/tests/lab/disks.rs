@@ -32,7 +32,8 @@ seq 1 100000 >/mnt/never-flushed
 sleep 10000
 "#;
 
-/// Script that checks the killed VM's data and a read-only disk.
+/// Guest script that checks a read-only disk, and the data that the killed VM has left on its
+/// disks.
 const READER: &str = r#"
 load ext4
 drivers
@@ -58,14 +59,14 @@ section zeros sh -c 'head -c 1048576 /dev/vda | tr -d "\0" | wc -c'
 section interrupts grep virtio /proc/interrupts
 "#;
 
-/// Script that fills a disk for which the host has no space.
+/// Guest script that writes to a disk until the host's file system is full.
 const FILLER: &str = r#"
 drivers
 section fill dd if=/dev/urandom of=/dev/vda bs=1M count=24 conv=fsync
 section lives sh -c 'head -c 512 /dev/vda | wc -c'
 "#;
 
-/// Script that reads 8 MiB of each disk and prints the elapsed seconds.
+/// Guest script that reads 8 MiB from each of two disks and prints the elapsed seconds.
 const READER_OF_TWO: &str = r#"
 drivers
 seconds() {
@@ -207,8 +208,8 @@ fn qcow2_disk(place: &TestHost) -> Option<(String, String, TempDir)> {
     ))
 }
 
-/// Checks the integrity of the image at `path` with qemu-img. Accepts leaked clusters, because the
-/// VM was killed.
+/// Checks the integrity of the qcow2 image at `path` with qemu-img. Leaked clusters are accepted,
+/// because the VM was killed.
 fn whole(place: &TestHost, path: &str, dir: &Path) {
     std::fs::write(dir.join("top"), place.get(path).unwrap()).unwrap();
     let check = std::process::Command::new("qemu-img")
@@ -224,8 +225,8 @@ fn whole(place: &TestHost, path: &str, dir: &Path) {
     );
 }
 
-/// Reading 8 MiB from a disk that is limited to 2 MiB per second takes about three seconds, because
-/// the first 2 MiB are not delayed. The guest's driver waits and reports no error.
+/// Reading 8 MiB from a disk with a limit of 2 MiB per second takes about three seconds. The first
+/// 2 MiB are a burst without delay. The guest's driver reports no error.
 #[test]
 fn rate_limit_delays_the_requests_of_linux() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

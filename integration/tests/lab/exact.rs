@@ -19,8 +19,8 @@ const MODELS: [&str; 8] = [
     "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "amd-k7", "amd", "amd-v2",
 ];
 
-/// Runs the bare-metal guest `exact.elf` and checks that its tests ran. This check is needed
-/// because the guest prints an empty plan and exits successfully if exact counting is unavailable.
+/// Runs the bare-metal guest `exact.elf` and returns its TAP report. Checks that tests ran, because
+/// the guest reports success without any tests if exact counting is unavailable.
 fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> TapReport {
     let kernel = place
         .bare_metal_guest("exact")
@@ -56,8 +56,8 @@ fn hand_counted_code(place: &TestHost, model: &str, cpus: u32, words: &str) -> T
     tap
 }
 
-/// Returns the guest options for this machine's KVM, which can single-step only CPL 0 without
-/// hardware virtualization.
+/// Returns the options of the bare-metal guest for this machine's KVM. A KVM without hardware
+/// virtualization can single-step only CPL 0.
 fn words_here() -> &'static str {
     match probe_kvm() {
         KvmKind::SoftwareOnly => "no-user",
@@ -102,15 +102,14 @@ fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
     }
 }
 
-/// Number of repetitions of user-mode counts.
+/// Number of runs of each program whose user-mode counts are compared.
 const RUNS: usize = 5;
 
-/// Number of system calls in each run. An interrupt or page fault adds 3,300 instructions, and any
-/// run may include one. The last run makes so many calls that the instructions of a few interrupts
-/// or page faults are negligible.
+/// Number of system calls in each run. An interrupt or page fault in a run adds up to 3,300
+/// instructions, which the large number of calls in the last run makes negligible.
 const CALLS: [u32; 3] = [20, 20, 260];
 
-/// Returns a Linux guest that is single-stepped while its perf counts.
+/// Returns a Linux guest that Perfvisor single-steps while the guest's perf counts.
 pub fn stepped(name: &str, pmu: &str) -> LinuxGuest {
     LinuxGuest::new(name, pmu)
         // The NMI watchdog would count kernel events, so the kernel would be single-stepped
@@ -121,8 +120,8 @@ pub fn stepped(name: &str, pmu: &str) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-/// First part of the shared guest `shared_guests::STEPPED`, which runs programs before any device
-/// driver is loaded.
+/// The user-mode tests, which run first in the shared guest `shared_guests::STEPPED`, before any
+/// device driver is loaded.
 pub const USER_MODE: GuestPart = GuestPart {
     tests: &[
         "exact::user_mode_counts_of_a_linux_guest_are_exact",
@@ -143,8 +142,9 @@ pub const USER_MODE: GuestPart = GuestPart {
     },
 };
 
-/// Last part of the shared guest `shared_guests::STEPPED`. It mounts a file over the console, from
-/// which the program `gate` reads its lines, so the end of the script is not printed.
+/// The kernel-mode test, which runs last in the shared guest `shared_guests::STEPPED`. The test
+/// mounts a file over the console, from which the program `gate` reads its lines, so the end of the
+/// script is not printed.
 pub const KERNEL_MODE: GuestPart = GuestPart {
     tests: &["exact::kernel_counts_of_a_linux_guest_grow_with_its_system_calls"],
     prepare: || {},
@@ -186,8 +186,8 @@ fn user_mode_counts_of_a_linux_guest_are_exact() {
     run.expect_success();
 }
 
-/// `perf stat` without options in a guest shows only numbers that were counted, exactly or as time,
-/// and reports the other events as not supported.
+/// `perf stat` without options in a guest prints only exact counts and times. Other events are
+/// reported as not supported.
 #[test]
 fn perf_stat_shows_no_uncounted_numbers() {
     let run = shared_guests::STEPPED.run();
@@ -196,9 +196,9 @@ fn perf_stat_shows_no_uncounted_numbers() {
     eprintln!("{}", run.section("stat"));
 }
 
-/// A single-stepped kernel makes progress: its timer does not consume all of the time, and loops
-/// that read the clock terminate. Each additional identical system call increases the counts by the
-/// instructions of one call.
+/// Kernel counts in a single-stepped guest grow by the instructions of one call for each additional
+/// system call. Single-stepping does not prevent the kernel's progress, neither by timer interrupts
+/// nor in loops that read the clock.
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     /// Instructions per call in `syscalls`, including its loop iteration, measured with QEMU's
@@ -230,9 +230,8 @@ fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     run.expect_success();
 }
 
-/// `perf stat` in a guest with an Intel PMU model shows no number that was not counted. CPUID lists
-/// the architectural events that the model supports. The kernel's own tables contain further
-/// events.
+/// `perf stat` in a guest with an Intel PMU model prints no misleading numbers. The guest uses the
+/// architectural events that CPUID reports and events of the kernel's own tables.
 #[test]
 #[ignore = "another boot under single steps, minutes: make exact"]
 fn perf_stat_in_intel_guest_shows_no_uncounted_numbers() {

@@ -18,17 +18,17 @@ const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 /// Number of plug and unplug rounds.
 const ROUNDS: u32 = 2;
 
-/// Sampling period of the host and the guest, which yields several hundred samples per measurement
-/// in the guest.
+/// Sampling period of the host and the guest, in cycles. The guest records several hundred samples
+/// per measurement.
 const PERIOD: u64 = 20_000_000;
 
-/// Maximum difference between the cycles of the whole VM and the sum over its vCPUs. The difference
-/// is caused by rounding, once per event and per lifetime of a vCPU.
+/// Maximum difference between the cycles of the whole VM and the sum over its vCPUs, in cycles.
+/// Each event is rounded once per lifetime of a vCPU.
 const ROUNDED: f64 = 8.0;
 
-/// Guest script. Linux leaves a new CPU offline until the administrator or a udev rule brings it
-/// online; in the script, the function `onliner` does so. The script starts to measure as soon as
-/// the vCPUs appear. The host plugs them in after it has started to count and record.
+/// Guest script that measures on the plugged vCPUs. Linux leaves a new CPU offline, so the function
+/// `onliner` brings it online. The host plugs in the vCPUs after it has started to count and
+/// record.
 const SCRIPT: &str = r#"
 onliner() {
     while true; do
@@ -59,7 +59,7 @@ section end cat /sys/devices/system/cpu/online
 section dmesg sh -c "dmesg | grep -i -E 'cpu|eject|acpi' | tail -n 60"
 "#;
 
-/// Runs a command that must succeed and returns both output streams.
+/// Runs a command that must succeed and returns its standard output and standard error.
 #[track_caller]
 fn run(place: &TestHost, command: &HostCommand) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
@@ -108,9 +108,8 @@ fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), f64> {
     lines.lines().map(count).collect()
 }
 
-/// Parses the first line of each sample in the output of `perfvisor script`:
-/// `comm pid [vcpu] time: period event:`. Returns the number of samples and the sum of their
-/// periods by vCPU.
+/// Parses the first line of each sample printed by `perfvisor script`. Returns the number of
+/// samples and the sum of their periods, by vCPU.
 fn samples(script: &str) -> BTreeMap<u64, (u64, u64)> {
     let mut by_vcpu: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
     for line in script.lines() {
@@ -206,7 +205,8 @@ fn linux_plugs_and_ejects_vcpus() {
 /// longer than `ctl` waits.
 const CHANGES: u32 = 30;
 
-/// Runs a `ctl vcpus` command until the guest has acknowledged it. Returns both output streams.
+/// Repeats a `ctl vcpus` command until the guest acknowledges the change. Returns the standard
+/// output and standard error of the last command.
 #[track_caller]
 fn change_vcpus(place: &TestHost, command: &HostCommand) -> (String, String) {
     for _ in 1..CHANGES {
@@ -221,15 +221,15 @@ fn change_vcpus(place: &TestHost, command: &HostCommand) -> (String, String) {
     run(place, command)
 }
 
-/// Returns the line in which `perfvisor -v ctl` reports after what time the guest answered.
+/// Returns the line with the response time of the guest from the messages of `perfvisor -v ctl`.
 fn answered(stderr: &str) -> &str {
     let line = stderr.lines().find(|line| line.contains("answered after"));
     line.unwrap_or_else(|| panic!("{stderr}"))
 }
 
-/// Checks that the count of the whole VM equals the sum over all vCPUs, including unplugged ones,
-/// because all events were started and stopped while no vCPU was running. VM exits must be equal.
-/// Cycles may differ by rounding, and CPU time by 0.1 %, because each event reads it separately.
+/// Checks that the counts of the whole VM equal the sums over all vCPUs, including unplugged ones.
+/// VM exits must be equal. Cycles may differ by rounding, and CPU time by 0.1 %, because each event
+/// reads it separately.
 fn the_host_counts_the_whole(whole: &str, each: &str) {
     let (whole, each) = (counts(whole), counts(each));
     for event in ["cycles", "kvm:exits", "task-clock"] {
@@ -248,9 +248,9 @@ fn the_host_counts_the_whole(whole: &str, each: &str) {
     }
 }
 
-/// Checks that the periods of each vCPU's samples add up to the vCPU's count, except for an
-/// unfinished period, which is not sampled. An unfinished period occurs once for vCPU 0, and once
-/// per unplug for the other vCPUs. An elapsed period is sampled even if its timer is late.
+/// Checks that the periods of each vCPU's samples add up to the vCPU's count. The count may exceed
+/// the sum by one unfinished period for vCPU 0, and by one per unplug for other vCPUs. An elapsed
+/// period is sampled even if its timer is late.
 fn the_recording_is_whole(each: &str, script: &str) {
     let (each, samples) = (counts(each), samples(script));
     for (vcpu, lives) in [(0, 1), (1, ROUNDS), (2, ROUNDS)] {
@@ -268,9 +268,8 @@ fn the_recording_is_whole(each: &str, script: &str) {
     }
 }
 
-/// Checks that the guest's counts on its second and third CPU do not exceed the host's counts of
-/// these vCPUs in both rounds together. The host's counts also include work outside the measured
-/// seconds.
+/// Checks that the counts of the guest's perf on CPUs 1 and 2 do not exceed the host's counts of
+/// these vCPUs. The host's counts also include work outside the guest's measurements.
 fn the_guest_counts_on_its_new_vcpus(run: &GuestRun, each: &str) {
     let host = counts(each);
     for vcpu in 1..3u32 {

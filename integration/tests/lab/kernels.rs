@@ -19,17 +19,18 @@ use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Sampling period of `perf record -c`. In the lab, a sample costs a guest at least a millisecond.
+/// Sampling period of `perf record -c`, in cycles. In the lab, a sample costs the guest at least a
+/// millisecond.
 const PERIOD: f64 = 50_000_000.0;
 
 /// Relative tolerance of a comparison of counts with the clock, and of samples with counts.
 const TOLERANCE: f64 = 0.10;
 
-/// Range of the ratio of cycles to CPU time while perf samples a program. Sampling is charged to
-/// the program's CPU time, but adds no cycles.
+/// Accepted ratio of cycles to CPU time while perf samples a program. The kernel charges sampling
+/// to the program's CPU time, but sampling adds no cycles.
 const WHILE_SAMPLED: std::ops::Range<f64> = 0.8..1.1;
 
-/// Combination of kernel, image, number of vCPUs, and PMU model.
+/// A test case: kernel, image format, number of vCPUs, and PMU model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct KernelCase {
     kernel: &'static str,
@@ -39,19 +40,19 @@ struct KernelCase {
     pmu: &'static str,
 }
 
-/// The result of one combination, for the table.
+/// The result of one test case, a row of the printed table.
 struct CaseResult {
     release: String,
     text: String,
     cycles: f64,
     samples: f64,
-    /// Number of measurements that were out of tolerance.
+    /// Number of measurements outside the tolerance.
     off: usize,
     boot_seconds: f64,
 }
 
-/// Default combinations. Each kernel occurs once, and each value of the other parameters at least
-/// once.
+/// Test cases of the default run. Each kernel occurs once, and each value of the other parameters
+/// occurs at least once.
 const FEW: [KernelCase; 3] = [
     KernelCase {
         kernel: "cloud",
@@ -175,8 +176,8 @@ impl KernelCase {
         self.check(&run).map_err(|what| format!("{what}\n{run}"))
     }
 
-    /// Returns the script of the guest. Time measurements are always repeated in the same guest, so
-    /// that a single outlier does not require another boot.
+    /// Returns the guest script of this case. Time measurements are repeated in the same guest,
+    /// because another boot takes longer.
     fn script(&self) -> String {
         let mut script = format!(
             "section release uname -r\n\

@@ -1,5 +1,5 @@
-//! Tests that a guest can start another kernel with kexec, or after a panic with kdump, without
-//! support from the VMM, and that perf in the new kernel counts and samples as before.
+//! Tests kexec and kdump in a guest. The VMM provides no special support for them. perf in the new
+//! kernel must count and sample as before.
 
 use guest_images::kexec;
 use integration::artefacts;
@@ -10,15 +10,16 @@ use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Numbers of the kernels that start each other.
+/// Numbers of the kernels, each of which is started by its predecessor.
 const STAGES: [u32; 5] = [1, 2, 3, 4, 5];
 
-/// Script that each of the five kernels runs. Each kernel starts the next one. The first kernel
-/// loads the second one at a different address, the second loads the third at its own address, and
-/// the third loads the fourth at a given address. The fourth kernel loads the fifth one, which has
-/// one CPU and runs in reserved memory (kdump), and then panics. Each kernel reads its number from
-/// the command line. Each initrd is packed from the files of the running one, including this
-/// script.
+/// Guest script of each of the five kernels, which reads the kernel's number from the command line
+/// and then starts the next kernel.
+///
+/// The second kernel is loaded at a different address than the first, the third at the same address
+/// as the second, and the fourth at a given address. The fourth kernel loads the fifth one as a
+/// crash kernel (kdump) and panics; the fifth has one CPU and runs in reserved memory. Each new
+/// initrd is packed from the files of the running kernel, including this script.
 const SCRIPT: &str = r#"
 stage() {
 	for word in $(cat /proc/cmdline); do

@@ -11,8 +11,8 @@ use integration::test_host::{LabHost, TestHost};
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// All checks of the lab host itself: it has a KVM, and its agent is reliable. They share a single
-/// boot, because booting dominates the time.
+/// The lab host has a KVM and a reliable agent. All checks share one boot, because booting takes
+/// longer than the checks.
 #[test]
 fn lab_has_kvm_and_reliable_agent() {
     let options = LabOptions {

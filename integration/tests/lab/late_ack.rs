@@ -1,7 +1,8 @@
-//! Tests PMIs with Linux's late acknowledgment. On Intel models since Haswell, Linux's PMI handler
-//! unmasks LVTPC at its end, after it has handled all overflows so far. If the virtual APIC kept a
-//! PMI pending while LVTPC is masked, that PMI would be delivered after its overflow has been
-//! handled, and Linux would report an unknown NMI.
+//! Tests PMIs with Linux's late acknowledgment.
+//!
+//! On Intel models since Haswell, Linux's PMI handler unmasks LVTPC at its end, after it has
+//! handled all overflows. If the virtual APIC kept a PMI pending while LVTPC is masked, it would
+//! deliver the PMI after its overflow has been handled, and Linux would report an unknown NMI.
 
 use std::time::Duration;
 
@@ -9,9 +10,9 @@ use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::ProgressLimit;
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 
-/// Script in which two events overflow at different rates while `$WORK` runs, in addition to the
-/// event of the NMI watchdog. On the clock backing, which derives counts from the vCPU's clock,
-/// both events count the same, so their periods differ.
+/// Guest script in which two events overflow at different rates while `$WORK` runs, in addition to
+/// the event of the NMI watchdog. The events have different periods, because both count the same on
+/// the clock backing, which derives counts from the vCPU's clock.
 const SCRIPT: &str = r#"
 section cpu grep -E -m 3 "^(cpu family|model|stepping)" /proc/cpuinfo
 section flags sh -c 'grep -o -w -m 1 x2apic /proc/cpuinfo || echo none'
@@ -27,14 +28,14 @@ const FREQUENCY: &str = r#"
 section expressions perf test "Simple expression parser"
 "#;
 
-/// Script that shows the number of PIT interrupts, the name of the clock event device, and the
-/// message that Linux prints if it does not trust the APIC timer.
+/// Guest script that prints the number of PIT interrupts, the name of the clock event device, and
+/// Linux's message that it does not trust the APIC timer, if any.
 const TIMER: &str = r#"
 section timer sh -c 'grep -E "^ *0:" /proc/interrupts; cat /sys/devices/system/clockevents/clockevent0/current_device'
 section distrust sh -c 'dmesg | grep "APIC timer disabled due to verification failure" || echo none'
 "#;
 
-/// Script that lists the top-down events. Linux defines these events for the tested models, and no
+/// Guest script that lists the top-down events. Linux lists them on the tested models, because no
 /// CPUID bit hides them.
 const TOPDOWN: &str =
     "section topdown sh -c 'ls /sys/bus/event_source/devices/cpu/events | grep topdown || echo none'\n";
@@ -43,8 +44,8 @@ const TOPDOWN: &str =
 const SKYLAKE: u32 = 94;
 const SKYLAKE_SERVER: u32 = 85;
 
-/// Workload of 600,000,000 instructions, which takes several seconds in an emulated guest and at
-/// least a tenth of a second on any host.
+/// Workload of 600,000,000 instructions. Takes several seconds in an emulated guest, and at least
+/// 0.1 s on any host.
 const SHORT: &str = "spin 300000000x";
 
 /// Number of parts of the long test. Each prints a line to show progress.
@@ -60,8 +61,8 @@ fn samples(run: &GuestRun, event: &str) -> u64 {
         .unwrap_or_else(|| panic!("no samples of {event}\n{run}"))
 }
 
-/// Runs the script in a guest. [`LinuxGuest::run`] checks the kernel log, and reports an NMI for
-/// "unknown reason" as an error.
+/// Runs `script` in a guest in which two events and the NMI watchdog overflow. [`LinuxGuest::run`]
+/// fails if the kernel reports an NMI for an unknown reason.
 fn two_events_and_the_watchdog(
     name: &str,
     model: u32,
@@ -106,9 +107,9 @@ fn late_ack_causes_no_unknown_nmi() {
     assert!(counted || run.section("topdown").trim() == "none", "{run}");
 }
 
-/// In xAPIC mode, the VMM cannot expose the mask bit and tracks it internally. The guest also lacks
-/// the TSC-deadline timer, so Linux calibrates the APIC timer against the PIT, whose interrupt must
-/// be delivered.
+/// Late acknowledgment in xAPIC mode causes no unknown NMI. In this mode, the VMM cannot read
+/// LVTPC's mask bit and tracks it internally. Because the guest has no TSC-deadline timer, Linux
+/// calibrates the APIC timer with the PIT, whose interrupt must be delivered.
 #[test]
 fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
     let run = two_events_and_the_watchdog(
@@ -150,8 +151,8 @@ fn late_ack_in_xapic_mode_causes_no_unknown_nmi() {
     );
 }
 
-/// Rare errors, which only occur with many PMIs, do not cause an unknown NMI either. Run with
-/// `make late-ack SECONDS=600`, in guest time.
+/// Late acknowledgment causes no unknown NMI in a long run with many PMIs. Run with `make late-ack
+/// SECONDS=600`, in seconds of guest time.
 #[test]
 #[ignore = "minutes; make late-ack"]
 fn late_ack_soak_causes_no_unknown_nmi() {

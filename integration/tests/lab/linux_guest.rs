@@ -1,7 +1,7 @@
 //! Tests that perf in an unmodified Debian kernel counts and samples with the virtual PMU.
 //!
-//! Three guests per PMU model and number of vCPUs run all commands. Each test checks its part of
-//! the output, and evaluates measured times over all three.
+//! For each PMU model and number of vCPUs, three guests run all commands. Each test checks its part
+//! of the output of all three.
 
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
@@ -12,17 +12,19 @@ use integration::measure::{Figure, MEASUREMENTS, measured};
 use integration::parse::{PerfStat, parse_report, parse_stat, parse_stat_csv, pmu_driver_lines, tsc_hz};
 use integration::test_host::TestHost;
 
-/// Sampling period of `perf record -c`. On the clock backing, which derives counts from the vCPU's
-/// clock, it yields about forty samples per second. In the lab, a sample costs a guest at least a
-/// millisecond of CPU time, but no cycles (docs/reference/accuracy.md). With half the period, the
-/// difference between cycles and CPU time exceeded 10 %.
+/// Sampling period of `perf record -c`, in cycles.
+///
+/// With the clock backing, which derives counts from the vCPU's clock, perf takes about forty
+/// samples per second. In the lab, a sample costs a guest at least a millisecond of CPU time, but
+/// no cycles (docs/reference/accuracy.md). With half the period, cycles and CPU time differed by
+/// more than 10 %.
 const PERIOD: f64 = 50_000_000.0;
 
 const CYCLES_TO_TSC: &str = "cycles / (time x TSC)";
-/// Accepted ratio of the cycles of a busy CPU to its TSC.
+/// Accepted ratio of the cycles of a busy CPU to the TSC ticks in the same time.
 const BUSY: RangeInclusive<f64> = 0.80..=1.10;
 
-/// Limits of one guest, which takes about half a minute in the lab on an idle machine.
+/// Time limits of one guest. A guest takes about half a minute in the lab on an idle machine.
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 /// Script of the guest with one vCPU.
@@ -50,14 +52,14 @@ section off-and-on sh -c 'cd /sys/devices/system/cpu/cpu1 && echo 0 >online && c
 section one-again perf stat -a -A -x, -e cpu-clock,cycles taskset 2 spin 1
 "#;
 
-/// Runs of one type of guest, one per measurement. A run is started when a test first needs it, and
-/// shared by the tests.
+/// Results of the runs of one guest type, one per measurement. The first test that needs a run
+/// starts it, and later tests reuse its result.
 type RunCache = [OnceLock<Result<GuestRun, String>>; MEASUREMENTS];
 
-/// A PMU model whose tests share the runs of two types of guests.
+/// Tests of one PMU model, which share the runs of two guests: one with one vCPU and one with two.
 struct ModelTests {
     pmu: &'static str,
-    /// Word in the kernel's message about its PMU driver.
+    /// Word that the kernel's message about its PMU driver must contain.
     driver: &'static str,
     one_cpu: RunCache,
     two_cpus: RunCache,
@@ -128,8 +130,8 @@ impl ModelTests {
         Vec::new()
     }
 
-    /// Checks that cycles follow the TSC. `section` is the name of the section with the output of
-    /// perf stat, which `parse` reads.
+    /// Measures the ratio of a busy CPU's cycles to its TSC ticks. `section` contains the output of
+    /// perf stat, and `parse` parses it.
     fn cycles_follow_the_tsc(
         &self,
         run: &GuestRun,
@@ -266,8 +268,9 @@ fn field(run: &GuestRun, text: &str, key: &str) -> f64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// Returns whether a sample in the function `from`, or in an interrupt that arrived in `from`, has
-/// the function `to` among its callers. In `script`, each sample is a paragraph.
+/// Returns whether a sample in the function `from`, or in an interrupt handler that interrupted
+/// `from`, has the caller `to`. `script` is the output of perf script, in which each sample is a
+/// paragraph.
 fn chain_reaches(script: &str, from: &str, to: &str) -> bool {
     script.split("\n\n").any(|sample| {
         let mut symbols = sample.lines().filter_map(|line| {

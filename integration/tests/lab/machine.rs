@@ -1,7 +1,8 @@
-//! Tests the machine under an unmodified Debian kernel. The guest reboots within the same VM
-//! process, with a working PMU and all vCPUs, while an operator counts from the host. The power
-//! button is visible to the guest as a key. A VM in a jail has its disk and its vsock device, can
-//! reboot, and runs as another user.
+//! Tests machine features with an unmodified Debian kernel.
+//!
+//! The guest reboots within the same VM process, with a working PMU and all vCPUs, while the host
+//! counts. The power button appears in the guest as a key. A VM in a jail runs as another user, has
+//! its disk and its vsock device, and can reboot.
 
 use integration::artefacts;
 use integration::guest::LinuxGuest;
@@ -12,11 +13,11 @@ use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
-/// Maximum time without output from a guest that makes progress.
+/// Time without output after which a guest is regarded as hung.
 const SILENCE: std::time::Duration = std::time::Duration::from_secs(120);
 
-/// Script of a guest that receives the commands for each boot through the console, because no state
-/// of the previous boot remains.
+/// Guest script that reads its commands from the console after each boot. Nothing else remains from
+/// the previous boot.
 const SCRIPT: &str = r#"
 echo marker-asks-$(cat /proc/sys/kernel/random/boot_id)
 read word </dev/ttyS0
@@ -32,7 +33,7 @@ section key sh -c "head -c 24 /dev/input/event0 | od -A n -t u2"
 section interrupts grep acpi /proc/interrupts
 "#;
 
-/// Waits until the guest has printed `marker` the given number of times.
+/// Waits until the guest has printed `marker` `times` times.
 #[track_caller]
 fn says(guest: &HostProcess, marker: &str, times: usize) {
     let nth = |n: usize| guest.stdout_so_far().match_indices(marker).nth(n - 1).is_some();
@@ -114,8 +115,8 @@ fn linux_reboots_in_place_and_receives_power_button() {
     eprintln!("boots: {boots:?}\nhost: {}\n{interrupts}", counted.stdout_text());
 }
 
-/// Script that prints the boot loader type detected by the kernel and checks the data passed by the
-/// VMM: all memory, both vCPUs, the initrd with this script, and a PMU that counts.
+/// Guest script that prints the boot loader type and checks what the VMM has passed to the kernel:
+/// all memory, both vCPUs, the initrd, and a working PMU.
 const HANDED: &str = r#"
 section loader cat /proc/sys/kernel/bootloader_type
 section cpus cat /sys/devices/system/cpu/online
@@ -123,8 +124,8 @@ section memory grep MemTotal /proc/meminfo
 section stat perf stat -x, -e cycles spin 0.2
 "#;
 
-/// Linux boots by its PVH entry point. The PVH and the 64-bit entry point boot the same kernel;
-/// only the boot loader type that it reports differs.
+/// Linux boots by its PVH entry point. The same kernel also boots by its 64-bit entry point, and
+/// reports a different boot loader type.
 #[test]
 fn linux_boots_by_pvh_entry() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -152,7 +153,7 @@ fn linux_boots_by_pvh_entry() {
     }
 }
 
-/// Script that counts its boots on its disk and waits for a vsock connection.
+/// Guest script that counts its boots on the disk and waits for a vsock connection.
 const COUNTS_BOOTS: &str = r#"
 drivers
 boots=$(head -c 1 /dev/vda | tr '\0' 0)
@@ -163,12 +164,12 @@ until [ -e /tmp/end ]; do sleep 0.2; done
 section stat perf stat -a -x, -e cycles spin 0.2
 "#;
 
-/// User ID of the VM.
+/// User ID of the jailed VM's process.
 const USER: u32 = 1500;
 
-/// A jailed Linux guest has its disk and its sockets, and can reboot. The jail contains only the
-/// given files, the sockets, the disk and the counters, which is sufficient to read the kernel and
-/// the initrd again. The root of the lab is an initramfs, from which pivot_root is not possible.
+/// A jailed Linux guest can use its disk and its sockets, and can reboot. The jail contains only
+/// the given files, the sockets, the disk and the counters. pivot_root is not possible in the lab,
+/// because the lab's root file system is an initramfs.
 #[test]
 fn jailed_linux_has_disk_sockets_and_reboots() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

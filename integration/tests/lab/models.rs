@@ -19,24 +19,24 @@ section detail perf stat -x, -d sleep 1
 section reference perf stat -x, -e ref-cycles,bus-cycles spin 0.3
 "#;
 
-/// This module's part of `shared_guests::AMD`, a guest shared by several test modules. The part
-/// runs first, because it checks the kernel's first messages.
+/// The model tests that run in `shared_guests::AMD`, a guest that several test modules share. They
+/// run first, because they check the kernel's first messages.
 pub const AMD: GuestPart = GuestPart {
     tests: &["models::amd_core"],
     prepare: || {},
     add: |_, guest| Ok((guest, SCRIPT.to_owned())),
 };
 
-/// The properties that the guest's kernel must detect.
+/// Properties of a PMU model that the guest's kernel must detect.
 struct ExpectedPmu {
     /// Value of `--pmu`.
     pmu: &'static str,
     /// Value of `--pmu-counters`, if the number of counters differs from the model's default.
     counters: Option<&'static str>,
-    /// Text in the message about the driver.
+    /// Text that the kernel's message about its PMU driver must contain.
     driver: &'static str,
-    /// Value that the kernel prints after "... version:", which is the architectural PMU version on
-    /// Intel. On AMD, it is 2 for PerfMonV2 and 0 otherwise.
+    /// Number that the kernel prints after "... version:". On Intel, it is the architectural PMU
+    /// version. On AMD, it is 2 for PerfMonV2 and 0 otherwise.
     version: u32,
     general: u32,
     fixed: u32,

@@ -1,5 +1,7 @@
-//! Tests the hardware backing, which counts with perf events of the host, on a machine without a
-//! host PMU. Inside our Linux guest, the virtual PMU takes the role of the hardware PMU. The guest
+//! Tests the hardware backing, which counts with perf events of the host, on machines without a
+//! host PMU.
+//!
+//! The tests run in a Linux guest of Perfvisor, whose virtual PMU serves as the host PMU. The guest
 //! runs perf-core's driver tests, and then a second Perfvisor, whose nested guest is backed by
 //! events of the first guest's kernel.
 
@@ -18,11 +20,11 @@ use integration::test_host::{TestHost, TestHostError};
 
 use crate::shared_guests::{self, GuestPart};
 
-/// Limits for a machine with other load. An idle machine takes 30 to 60 s.
+/// Time limits of a guest on a loaded machine. An idle machine takes 30 to 60 s.
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Tests of perf-core that run in guests, selected by their test program and by the common prefix
-/// of the test names.
+/// A set of perf-core's tests to run in a guest: a test program and the common prefix of the test
+/// names.
 pub struct GuestTests {
     name: &'static str,
     pub program: &'static str,
@@ -30,7 +32,7 @@ pub struct GuestTests {
 }
 
 impl GuestTests {
-    /// Builds the test program for guests.
+    /// Builds the test program as a static binary for guests and returns its contents.
     pub fn build(&self) -> Vec<u8> {
         let programs =
             artefacts::static_tests("perf-core", &[self.program]).unwrap_or_else(|error| panic!("{error}"));
@@ -58,7 +60,7 @@ const DRIVER_TESTS: [GuestTests; 2] = [HARDWARE, DRIVER];
 /// possible.
 pub const USER_READS: &str = "user_space_reads_are_used_only_if_correct";
 
-/// Builds the programs of [`DRIVER_TESTS`], by name.
+/// Builds the test programs that [`DRIVER_TESTS`] need. Returns their contents by name.
 fn driver_programs() -> &'static BTreeMap<&'static str, Vec<u8>> {
     static PROGRAMS: OnceLock<BTreeMap<&'static str, Vec<u8>>> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
@@ -85,8 +87,8 @@ each() {
 }
 "#;
 
-/// Returns a script for a guest in which the kernel disallows RDPMC in user space. The script runs
-/// the test which checks that the driver then does not use RDPMC.
+/// Returns a guest script that disables RDPMC in user space and runs the test which checks that the
+/// driver then does not use RDPMC.
 fn user_reads_refused() -> String {
     let GuestTests { program, prefix, .. } = HARDWARE;
     format!(
@@ -122,7 +124,8 @@ fn results(text: &str) -> Vec<(&str, &str)> {
     found
 }
 
-/// Adds the test programs of perf-core's driver to a guest and returns the script that runs them.
+/// Adds the test programs of perf-core's driver to a guest. Returns the guest and the script that
+/// runs them.
 fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, String), TestHostError> {
     // If the host's KVM handles the guest's RDPMC itself, the kernel offers RDPMC to programs, but
     // RDPMC returns wrong values.
@@ -148,7 +151,7 @@ fn driver_tests(place: &TestHost, mut guest: LinuxGuest) -> Result<(LinuxGuest, 
     Ok((guest, script))
 }
 
-/// This module's part of `shared_guests::AMD`, a guest shared by several test modules.
+/// The driver tests that run in `shared_guests::AMD`, a guest that several test modules share.
 pub const AMD: GuestPart = GuestPart {
     tests: &["nested::driver_tests_pass_in_an_amd_guest"],
     prepare: || _ = driver_programs(),
@@ -191,8 +194,8 @@ fn driver_tests_pass_in_an_amd_guest() {
     the_driver_tests_have_passed("amd", shared_guests::AMD.run());
 }
 
-/// Tests of the vPMU's test kernel that run in a nested guest, where each counter is backed by a
-/// perf event of the kernel of the first-level guest (L1).
+/// Tests of the kernel `vpmu.elf` that run in a nested guest. Each counter of this guest is backed
+/// by a perf event of the first-level guest's kernel (L1).
 const SECOND_LEVEL_TESTS: [&str; 5] = [
     "counting:-cycles",
     "counting:-a-counter-without-EN",
@@ -201,19 +204,19 @@ const SECOND_LEVEL_TESTS: [&str; 5] = [
     "rdpmc:-an-index",
 ];
 
-/// Tests that run in a nested guest with KVM's own vPMU, which is also backed by perf events of the
-/// kernel of the first-level guest (L1).
+/// Tests that run in a nested guest with KVM's own vPMU, which is backed by perf events of the
+/// first-level guest's kernel (L1).
 const OWN_VPMU_TESTS: [&str; 3] = [
     "counting:-cycles",
     "overflow:-the-counter-goes-on",
     "rdpmc:-an-index",
 ];
 
-/// Script that loads the KVM modules.
+/// Guest script that loads the KVM modules.
 const MODULES: &str = "section modules sh -c 'while read -r m; do insmod /lib/modules/$m || exit 1; done </lib/modules/order; ls /dev/kvm'\n";
 
-/// Script that runs the built-in guest five times. The script kills the guest after it has counted,
-/// because its overflow interrupts take longer than their periods in this setup
+/// Guest script that runs the built-in guest five times as a nested guest, and kills it after it
+/// has counted. In a nested guest, its overflow interrupts take longer than their periods
 /// (docs/guide/guests.md).
 const COUNTS: &str = r#"
 for n in 1 2 3 4 5; do
@@ -229,8 +232,8 @@ for n in 1 2 3 4 5; do
 done
 "#;
 
-/// Returns the script of the first-level guest that shows the properties of the machine detected by
-/// Perfvisor and runs the bare-metal nested guests.
+/// Returns the part of the first-level guest's script that runs `perfvisor check` and the
+/// bare-metal nested guests.
 fn bare_metal_part() -> String {
     let mut script = format!(
         "section check perfvisor check\n\
@@ -261,17 +264,18 @@ fn bare_metal_part() -> String {
     script
 }
 
-/// Returns the value of `key` in a result line of the built-in guest.
+/// Returns the value of `key` in a result line that the built-in guest prints.
 fn figure(run: &GuestRun, line: &str, key: &str) -> f64 {
     line.split_whitespace()
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
         .unwrap_or_else(|| panic!("no {key} in {line:?}\n{run}"))
 }
 
-/// Script that runs the guest of `perfvisor validate` as a nested guest whose counters are backed
-/// by the PMU of the first-level guest (L1). The first measurement is undisturbed. During the
-/// second one, perf occupies all counters of L1 with pinned per-CPU events, which the L1 kernel
-/// schedules before any task event.
+/// Guest script that runs the guest of `perfvisor validate` as a nested guest, backed by the PMU of
+/// the first-level guest (L1).
+///
+/// The first measurement is undisturbed. During the second one, perf occupies all counters of L1
+/// with pinned per-CPU events, which the L1 kernel schedules before any task event.
 const TAKEN: &str = r#"
 # If the VM is gone, the script goes on and says why.
 trap '' PIPE
@@ -327,9 +331,8 @@ section ended echo $?
 section told cat /tmp/err
 "#;
 
-/// While a nested guest counts, the kernel of its host temporarily takes all counters away from it.
-/// The guest can detect this: the cycles that it misses correspond to the time that the event
-/// uncounted-ns reports.
+/// A nested guest can detect that its host's kernel has temporarily taken all counters away. The
+/// missing cycles correspond to the time that the event uncounted-ns reports.
 #[test]
 fn nested_guest_sees_uncounted_time() {
     /// Relative tolerance of the time reported by uncounted-ns.
@@ -414,7 +417,7 @@ fn nested_guest_sees_uncounted_time() {
     run.expect_success();
 }
 
-/// Script of a nested Linux guest, and its PMU models.
+/// Script of a nested Linux guest that runs `perf stat -d`.
 const DETAIL: &str = "section detail perf stat -x, -d sleep 1\n";
 const DETAIL_MODELS: [&str; 2] = ["amd", "amd-k7"];
 
@@ -427,7 +430,7 @@ fn linux(model: &str) -> String {
     )
 }
 
-/// Script and options for a Linux guest that uses its disk while perf counts with KVM's own vPMU.
+/// Script of a nested Linux guest that uses its disk while perf counts with KVM's own vPMU.
 const DISK: &str = "drivers\n\
      section detail perf stat -x, -d sleep 1\n\
      section stat perf stat -x, -e cycles sh -c 'head -c 1048576 /dev/vda >/tmp/first; dd if=/tmp/first of=/dev/vda bs=64k seek=16 conv=fsync 2>/dev/null'\n\
@@ -440,9 +443,8 @@ const LINUX_WITH_DISK: &str = "seq 1 400000 | head -c 1048576 >/tmp/first; cp /t
      section disk-err cat /tmp/disk-err\n\
      section disk-kept sh -c 'cat /tmp/first /tmp/first | cmp - /tmp/inner.img'\n";
 
-/// A guest with KVM's own vPMU can use disks. KVM's vPMU does not use Perfvisor's event filter, but
-/// the data path of the disk is the same as with Perfvisor's vPMU. Afterwards, the image contains
-/// the data that the guest read and wrote back, and the guest's cycles were counted.
+/// A guest with KVM's own vPMU can use disks while its cycles are counted. Afterwards, the image
+/// contains the data that the guest read and wrote back.
 #[test]
 fn guest_with_kvm_vpmu_uses_disks() {
     let Some(run) = second_levels() else { return };
@@ -478,7 +480,7 @@ fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
     run.expect_success();
 }
 
-/// Checks the output of `perf stat -d` in a nested guest.
+/// Checks the output of `perf stat -d` that a nested guest has printed.
 #[track_caller]
 fn detail_is_counted(what: &str, inner: &GuestConsoleLog, run: &GuestRun) {
     let detail = inner
@@ -492,8 +494,8 @@ fn detail_is_counted(what: &str, inner: &GuestConsoleLog, run: &GuestRun) {
     );
 }
 
-/// Leases a lab, whose KVM supports nesting. Returns `None` and prints a message if guests run on
-/// this machine.
+/// Leases a lab, whose KVM supports nesting. Returns `None` and prints a message if Linux guests
+/// run on this machine instead of in a lab.
 fn lab() -> Option<TestHostLease> {
     if runs_elsewhere() {
         return None;
@@ -525,8 +527,8 @@ fn second_level(name: &str) -> LinuxGuest {
         .limit(LIMIT)
 }
 
-/// Returns the run of the guest that all nested tests share. The guest boots once and runs the
-/// nested guests one after the other. Returns `None` if the tests cannot run here.
+/// Returns the run of the first-level guest that all nested tests share. The guest runs the nested
+/// guests one after the other. Returns `None` if the tests cannot run on this machine.
 fn second_levels() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Result<GuestRun, String>> = OnceLock::new();
     if runs_elsewhere() {

@@ -31,7 +31,8 @@ fn allowed_cpus() -> Option<Vec<u32>> {
     cpu_list(list)
 }
 
-/// Pins the vCPU to one CPU and all other threads to the remaining CPUs, if there are any.
+/// Pins the vCPU to the first allowed CPU, and all other threads to the other allowed CPUs. Does
+/// nothing if only one CPU is allowed.
 pub(crate) fn pin(guest: &MeasuredGuest) {
     let (tid, own) = (guest.tid.to_string(), std::process::id().to_string());
     let cpus = allowed_cpus().unwrap_or_default();

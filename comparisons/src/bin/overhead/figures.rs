@@ -28,8 +28,8 @@ impl Slowdown {
         }
     }
 
-    /// Returns whether the slowdown is significant: its median is more than two standard errors
-    /// above zero.
+    /// Returns whether the slowdown is significant, which means that its median is greater than two
+    /// standard errors.
     fn is_clear(self) -> bool {
         self.median > 2.0 * self.standard_error
     }
@@ -43,9 +43,9 @@ pub(crate) struct Ratio {
 }
 
 impl Ratio {
-    /// Returns the median ratio of the first to the second slowdown of each pair. Noise that
-    /// affects both slowdowns of a pair cancels. Returns `None` if the second slowdown is not
-    /// significantly above zero.
+    /// Computes the ratio of the first to the second slowdown in each pair, and returns the median
+    /// ratio. Noise that affects both slowdowns of a pair cancels. Returns `None` if the second
+    /// slowdowns are not significantly above zero.
     pub(crate) fn of(pairs: &[(f64, f64)]) -> Option<Self> {
         let mut seconds: Vec<f64> = pairs.iter().map(|&(_, second)| second).collect();
         if pairs.is_empty() || !Slowdown::of(&mut seconds).is_clear() {
@@ -86,8 +86,7 @@ pub(crate) struct MethodCost {
 mod tests {
     use super::*;
 
-    /// `Ratio::of` returns `None` if the second slowdown, the divisor, is not significantly above
-    /// zero.
+    /// `Ratio::of` returns `None` if the divisor is not significantly above zero.
     #[test]
     fn ratio_needs_a_clear_slowdown() {
         let clear: Vec<f64> = (0..12).map(|i| 4.0 + f64::from(i % 3) * 0.1).collect();
@@ -100,7 +99,7 @@ mod tests {
         assert_eq!(Ratio::of(&[]), None);
     }
 
-    /// `Ratio::of` is accurate although the machine is half as fast for every third pair, and one
+    /// `Ratio::of` is accurate even if the machine runs at half speed for every third pair, and one
     /// pair in ten is an outlier or has a negative second slowdown.
     #[test]
     fn ratio_is_insensitive_to_common_noise() {

@@ -9,17 +9,17 @@ use std::time::Duration;
 
 use comparisons::{ComparisonError, Killed, context};
 
-/// Length of a measurement window, with or without sampling. The guest prints a line every 50 ms.
+/// Duration of a measurement window. The guest prints a line every 50 ms.
 pub(crate) const WINDOW: Duration = Duration::from_millis(320);
 /// Settling time after sampling is switched on or off, before a measurement window starts.
 const SETTLES: Duration = Duration::from_millis(15);
 /// Minimum number of guest output lines in a valid measurement window.
 const FEWEST_LINES: usize = 3;
 
-/// Progress of the guest according to its own output.
+/// Progress of the guest in a measurement window, computed from the guest's own output.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GuestPace {
-    /// Share of the time in which the guest ran.
+    /// Fraction of the time in which the guest ran.
     run: f64,
     /// Work done by the guest: readings of the TSC per millisecond.
     work: f64,
@@ -46,8 +46,8 @@ impl GuestPace {
         })
     }
 
-    /// Returns the slowdown relative to `without`, the progress without sampling, in percent: first
-    /// measured by the time in which the guest did not run, then by the work done.
+    /// Returns the slowdown relative to the progress `without` sampling, in percent. The first
+    /// value is based on the time in which the guest did not run, the second on the work done.
     pub(crate) fn slowdown(self, without: Self) -> [f64; 2] {
         [without.run / self.run, without.work / self.work].map(|ratio| 100.0 * (ratio - 1.0))
     }
@@ -60,7 +60,7 @@ pub(crate) struct MeasuredGuest {
     pub(crate) runtime: tempfile::TempDir,
     /// Thread ID of the vCPU.
     pub(crate) tid: i32,
-    /// Guest reports received since the list was last cleared.
+    /// Progress reports that the guest has printed since the list was last cleared.
     told: Arc<Mutex<Vec<GuestPace>>>,
     /// Set to `true` when the console reaches end of file.
     console_ended: Arc<AtomicBool>,
@@ -110,15 +110,15 @@ impl MeasuredGuest {
         Ok(guest)
     }
 
-    /// Returns a `perfvisor` command with the environment in which it finds this guest's VM.
+    /// Creates a `perfvisor` command that finds this guest's VM.
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.perfvisor);
         command.env("XDG_RUNTIME_DIR", self.runtime.path());
         command
     }
 
-    /// Returns the guest's progress in the next window, which starts once the effects of switching
-    /// sampling on or off have passed.
+    /// Waits until the effects of switching sampling on or off have passed, and then measures the
+    /// guest's progress in one window.
     pub(crate) fn paced(&self) -> Result<Option<GuestPace>, ComparisonError> {
         if self.console_ended.load(Ordering::Relaxed) {
             return Err("the guest has exited".into());
@@ -127,8 +127,8 @@ impl MeasuredGuest {
         Ok(self.pace())
     }
 
-    /// Returns the guest's progress in a window that begins now, or `None` if the guest printed too
-    /// few lines in it.
+    /// Measures the guest's progress in a window that begins now. Returns `None` if the guest
+    /// printed too few lines in the window.
     fn pace(&self) -> Option<GuestPace> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner).clear();
         std::thread::sleep(WINDOW);

@@ -9,13 +9,13 @@ use crate::guest::WINDOW;
 use crate::options::Options;
 use crate::sampling_method::SamplingMethod;
 
-/// Target: maximum slowdown of method d relative to c, and of method e relative to b. The crate
-/// documentation lists the methods.
+/// Target for the maximum ratio of two slowdowns: method d to method c, and method e to method b.
+/// See the crate documentation for the methods.
 const MOST_D_TO_C: f64 = 1.2;
 const MOST_E_TO_B: f64 = 1.5;
 
-/// Slowdowns in one round, by the letter of the sampling method, in percent: first measured by the
-/// time in which the guest did not run, then by the work done.
+/// Slowdowns in one round, in percent, by the letter of the sampling method. The first value is
+/// based on the time in which the guest did not run, the second on the work done.
 pub(crate) type RoundSlowdowns = BTreeMap<char, [f64; 2]>;
 
 /// Prints the results and writes them to the requested file. Returns whether the targets are met.

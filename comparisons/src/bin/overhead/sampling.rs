@@ -18,7 +18,7 @@ const RING: &str = "ring of the perf event";
 /// Time limit for a recording program to start or to execute a control command.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A prepared sampling method, which can be switched on and off.
+/// A sampling method that is ready to be switched on and off.
 pub(crate) enum ActiveSampling {
     Event(GuestSamplingEvent),
     Drained(GuestSamplingEvent, Arc<AtomicBool>),
@@ -180,7 +180,8 @@ impl ActiveSampling {
 }
 
 impl ControlledRecord {
-    /// Sends a control command to the `record` process and waits for its acknowledgment.
+    /// Sends the control command `word` to the `record` process and waits until the process
+    /// acknowledges it.
     fn say(&mut self, word: &'static str) -> Result<(), ComparisonError> {
         writeln!(self.ctl, "{word}").map_err(context("pipes"))?;
         let until = Instant::now() + PATIENCE;

@@ -29,7 +29,7 @@ impl SamplingMethod {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SamplingMethods(pub(crate) Vec<SamplingMethod>);
 
-/// Error returned when a letter names no method, or when a method is repeated.
+/// Error returned when a list of sampling methods contains an unknown or a repeated letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be some of the letters b to e, each once")]
 pub(crate) struct SamplingMethodsError;

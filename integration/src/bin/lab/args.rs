@@ -72,12 +72,12 @@ pub enum UsageError {
     /// The file does not exist.
     #[error("{option} {}: not a file", path.display())]
     NoFile {
-        /// Option with the path.
+        /// Command-line option that names the file.
         option: &'static str,
         /// Path of the file.
         path: PathBuf,
     },
-    /// The path is not a valid location for a file in the lab.
+    /// The path is not valid for a file in the lab.
     #[error("--file: {0}")]
     LabPath(String),
     /// The destination cannot be written.
@@ -169,7 +169,7 @@ fn pair(value: &str) -> Result<LabFileArgument, &'static str> {
     })
 }
 
-/// Returns the directory of a file.
+/// Returns the parent directory of `file`, or `.` if the path has none.
 pub fn directory_of(file: &Path) -> &Path {
     match file.parent() {
         Some(parent) if parent != Path::new("") => parent,

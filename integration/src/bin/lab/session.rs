@@ -24,7 +24,7 @@ use crate::args::{LabFileArgument, LabRequest, directory_of};
 
 /// Exit status of a command that timed out, as in timeout(1).
 const TIMED_OUT: u8 = 124;
-/// Maximum size of a file that `--get` copies, in bytes.
+/// Maximum size of a file that `--get` copies out of the lab, in bytes.
 const MAX_GET_BYTES: u64 = 4 << 30;
 /// Time limit for a command to exit after Ctrl-C before it is killed.
 const END_PATIENCE: Duration = Duration::from_secs(10);
@@ -57,7 +57,7 @@ enum SessionEvent {
     Escaped,
 }
 
-/// Handler of termination signals and SIGWINCH.
+/// Receiver of termination signals and SIGWINCH.
 pub struct LabSignals {
     events: Receiver<SessionEvent>,
     sender: Sender<SessionEvent>,
@@ -65,8 +65,9 @@ pub struct LabSignals {
 }
 
 impl LabSignals {
-    /// Starts to handle the signals in this thread and in the threads that it creates. The first
-    /// termination signal sets `cancelled`.
+    /// Blocks termination signals and SIGWINCH in this thread and in the threads that it creates
+    /// later, and receives them in a separate thread. The first termination signal sets
+    /// `cancelled`.
     ///
     /// # Errors
     /// Returns an error if signals cannot be blocked.
@@ -143,7 +144,7 @@ struct CommandFailure {
     message: String,
 }
 
-/// Starts the command and waits until it exits.
+/// Runs the command in the lab and returns its exit status.
 fn start(
     lab: &Arc<Lab>,
     request: &LabRequest,
@@ -243,7 +244,8 @@ pub fn signal_status(signal: Signal) -> ExitCode {
     }))
 }
 
-/// Creates a sink that writes output to the corresponding stream of this process.
+/// Creates a sink that writes the command's standard output and standard error to those of this
+/// process.
 fn output_sink(events: Sender<SessionEvent>) -> OutputSink {
     let events = Mutex::new(events);
     let closed = AtomicBool::new(false);
@@ -268,8 +270,8 @@ fn write_all(out: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     out.flush()
 }
 
-/// Handles events until the lab terminates. If an event requires terminating the command, the
-/// function stores the exit status to report for it in `reaction`.
+/// Handles session events until the lab terminates. If an event terminates the command, the exit
+/// status to report is stored in `reaction`.
 fn react(
     events: &Receiver<SessionEvent>,
     remote: &RemoteProcess,
@@ -331,8 +333,8 @@ fn react(
     }
 }
 
-/// Forwards this process's standard input to the command until end of file. If the terminal is in
-/// raw mode, an escape sequence also ends the forwarding.
+/// Forwards this process's standard input to the command until end of file. On a raw terminal, the
+/// escape sequence Ctrl-A x also ends the forwarding.
 fn forward_input(remote: &RemoteProcess, is_raw: bool, events: &Sender<SessionEvent>) {
     let mut buffer = [0; 4096];
     let mut escape = EscapeFilter::default();

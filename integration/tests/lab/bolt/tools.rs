@@ -5,9 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Minimum overlap in the lab between the edge weights of the recording and those of BOLT's
-/// instrumentation. The lab does not reach the goal of 95 % (82 to 93 % measured). The value was
-/// chosen after the measurement, to detect regressions. The suspected cause is that samples are
-/// equally spaced in time in the lab.
+/// instrumentation. Chosen after the measurement (82 to 93 %) to detect regressions. The lab does
+/// not reach the goal of 95 %, presumably because its samples are equally spaced in time.
 pub const MIN_OVERLAP: f64 = 0.8;
 /// Minimum overlap of the distributions of branch targets between the recording and BOLT's
 /// instrumentation. These distributions do not depend on where the samples were taken.
@@ -15,19 +14,19 @@ pub const MIN_TARGET_OVERLAP: f64 = 0.95;
 /// Maximum run time of a program compiled with AutoFDO, relative to the original program. Chosen
 /// after the measurement: clang 19 made bzip2 up to 2.2 % slower, for an unknown reason.
 pub const MAX_AUTOFDO_RATIO: f64 = 1.03;
-/// Rows of `-dyno-stats` that the test evaluates. The other rows are only printed. The row for
-/// taken conditional branches is not evaluated, because it differs by 13 to 17 % for Lua, which
-/// exceeds the tolerance. Each program is evaluated with its own profile.
+/// Rows of `-dyno-stats` whose difference is limited by [`MAX_DYNO_DIFFERENCE`]. Other rows are
+/// only printed. Taken conditional branches are not included, because they differ by 13 to 17 % for
+/// Lua.
 pub const JUDGED_DYNO_STATS: [&str; 2] = ["taken branches", "executed instructions"];
-/// Maximum relative difference of the rows in `JUDGED_DYNO_STATS` between the program optimized
-/// with the recording and the program optimized with BOLT's instrumentation.
+/// Maximum relative difference in the rows [`JUDGED_DYNO_STATS`] between the program optimized with
+/// the recording and the program optimized with BOLT's instrumentation.
 pub const MAX_DYNO_DIFFERENCE: f64 = 0.1;
 /// Minimum overlap between the edge weights recorded by perf in the guest and those recorded by the
 /// host. The value is low because the guest's recording is short.
 pub const MIN_GUEST_OVERLAP: f64 = 0.75;
 
-/// Compiler flags that provide symbols for AutoFDO, whose tools in Debian 12 read DWARF up to
-/// version 4, and the relocations that BOLT requires.
+/// Compiler flags for programs that BOLT and AutoFDO can process. BOLT requires relocations, and
+/// the AutoFDO tools of Debian 12 require DWARF version 4 or earlier.
 const FLAGS: [&str; 7] = [
     "-O2",
     "-gdwarf-4",
@@ -45,8 +44,7 @@ const OPTIMIZE: [&str; 5] = [
     "-split-all-cold",
     "-dyno-stats",
 ];
-/// Rows of `-dyno-stats` that depend on the code layout. The values are relative to the original
-/// program.
+/// Rows of `-dyno-stats` that depend on the code layout.
 const DYNO_STATS: [&str; 4] = [
     "taken branches",
     "taken conditional branches",
@@ -56,7 +54,7 @@ const DYNO_STATS: [&str; 4] = [
 /// Number of runs of each program in a run time comparison.
 const RUNS: usize = 11;
 
-/// A program built for BOLT.
+/// A program that is built for optimization with BOLT.
 pub struct Program {
     pub name: &'static str,
     pub path: PathBuf,
@@ -64,22 +62,22 @@ pub struct Program {
     build: Vec<String>,
     /// Arguments of the measured workload.
     workload: Vec<&'static str>,
-    /// Arguments of the instrumented run.
+    /// Arguments of the run with BOLT's instrumentation.
     instrumented: Vec<&'static str>,
 }
 
-/// An edge: function and offset of its source and of its target.
+/// A control flow edge: function and offset of its source, and function and offset of its target.
 type Edge = (String, u64, String, u64);
 
-/// Edge weights in BOLT's `fdata` format.
+/// Edge weights read from a profile in BOLT's `fdata` format.
 pub struct BoltProfile {
     path: PathBuf,
     edges: BTreeMap<Edge, u64>,
 }
 
 impl BoltProfile {
-    /// Reads a profile and keeps the edges within functions and the calls. Ignores returns, because
-    /// an instrumented program reports no edges for them.
+    /// Reads an `fdata` profile. Ignores returns, because an instrumented program reports no edges
+    /// for them.
     fn read(path: PathBuf) -> Self {
         let mut edges = BTreeMap::new();
         for line in std::fs::read_to_string(&path).unwrap().lines() {
@@ -113,7 +111,7 @@ impl BoltProfile {
         shared.sum()
     }
 
-    /// Returns the total weight of each edge source.
+    /// Returns the total weight of the edges with the same source, by source.
     fn sources(&self) -> BTreeMap<(&str, u64), f64> {
         let mut sources = BTreeMap::new();
         for ((from, offset, ..), count) in &self.edges {
@@ -122,9 +120,10 @@ impl BoltProfile {
         sources
     }
 
-    /// Returns how well the branch targets in this profile match `truth`. For each source in both
-    /// profiles, the overlap of the distributions of its targets is computed. The result is the
-    /// mean of these overlaps, weighted by the sources' weights in `truth`.
+    /// Returns how well the branch targets in this profile match `truth`, from 0 to 1.
+    ///
+    /// Computes the overlap of the target distributions for each source that is in both profiles,
+    /// and returns the mean of these overlaps, weighted by the weight of the source in `truth`.
     pub fn target_overlap(&self, truth: &Self) -> f64 {
         let (ours, theirs) = (self.sources(), truth.sources());
         let common = theirs.iter().filter(|(source, _)| ours.contains_key(*source));
@@ -138,17 +137,17 @@ impl BoltProfile {
     }
 }
 
-/// Report of `perf2bolt`.
+/// Statistics that `perf2bolt` prints about a recording.
 #[derive(Debug)]
 pub struct PerfToBolt {
     pub samples: u64,
     pub branches: u64,
-    /// Share of traces (the code between two consecutive branches of a stack) that contradict the
-    /// program's code, in percent.
+    /// Percentage of traces that contradict the program's code. A trace is the code between two
+    /// consecutive branches of a stack.
     pub mismatching: f64,
 }
 
-/// Profile converted by `perf2bolt`.
+/// A profile converted by `perf2bolt`, with the statistics of the conversion.
 pub struct ConvertedProfile {
     pub summary: PerfToBolt,
     pub profile: BoltProfile,
@@ -157,18 +156,18 @@ pub struct ConvertedProfile {
 /// A program optimized by BOLT.
 pub struct OptimizedProgram {
     pub path: PathBuf,
-    /// Values of the rows [`DYNO_STATS`] for this program relative to the original program, by
-    /// name.
+    /// Values of the rows [`DYNO_STATS`] for the optimized program relative to the original
+    /// program, by row name.
     pub ratios: BTreeMap<&'static str, f64>,
 }
 
-/// Directory of the LLVM programs, including BOLT and clang.
+/// The installed LLVM tools, including BOLT and clang.
 pub struct Toolbox {
     llvm: PathBuf,
 }
 
 impl Toolbox {
-    /// Finds the tools.
+    /// Finds the LLVM tools on this machine.
     ///
     /// # Errors
     /// Returns a message that names a missing tool and its package.
@@ -192,7 +191,8 @@ impl Toolbox {
         self.llvm.join(tool).to_str().unwrap().to_owned()
     }
 
-    /// Runs a program in `directory`, which must succeed, and returns both output streams.
+    /// Runs a program in `directory` and returns its standard output and standard error. Panics if
+    /// the program fails.
     #[track_caller]
     pub fn run(&self, directory: &Path, program: &str, args: &[&str]) -> (String, String) {
         let mut command = Command::new(program);
@@ -206,7 +206,7 @@ impl Toolbox {
         streams
     }
 
-    /// Fetches the sources from the Debian archive, once, and builds the programs.
+    /// Builds the programs, after fetching their sources from the Debian archive if needed.
     ///
     /// # Errors
     /// Returns a message if the sources cannot be fetched.
@@ -259,14 +259,14 @@ impl Toolbox {
         self.run(directory, &self.llvm("clang"), &args);
     }
 
-    /// Returns the first `bytes` bytes of Lua's sources.
+    /// Returns the first `bytes` bytes of Lua's source code, as input for bzip2.
     pub fn input(&self, directory: &Path, bytes: usize) -> Vec<u8> {
         let files = sources(directory, "lua5.4-", "src", |_| true);
         let read = |file: &String| std::fs::read(directory.join(file)).unwrap();
         files.iter().flat_map(read).take(bytes).collect()
     }
 
-    /// Converts the branch stacks of a recording to a BOLT profile with `perf2bolt`.
+    /// Converts the branch stacks of the recording `data` to a BOLT profile with `perf2bolt`.
     pub fn perf_to_bolt(&self, directory: &Path, data: &str, program: &Program) -> ConvertedProfile {
         let output = format!("{}.{data}.fdata", program.name);
         let args = ["-p", data, "-o", &output, program.name];
@@ -294,7 +294,7 @@ impl Toolbox {
         }
     }
 
-    /// Runs the program with BOLT's instrumentation.
+    /// Runs the program with BOLT's instrumentation and returns the measured profile.
     pub fn instrument(&self, directory: &Path, program: &Program) -> BoltProfile {
         let (name, fdata) = (program.name, directory.join(format!("{}.fdata", program.name)));
         let _ = std::fs::remove_file(&fdata);
@@ -307,7 +307,7 @@ impl Toolbox {
         BoltProfile::read(fdata)
     }
 
-    /// Optimizes the program with a profile.
+    /// Optimizes the program with the profile `by`, using `llvm-bolt`.
     pub fn optimize(
         &self,
         directory: &Path,
@@ -344,10 +344,12 @@ impl Toolbox {
         }
     }
 
-    /// Rebuilds the program with clang from `llvm-profgen`'s profile, and returns the path of the
-    /// result. The profiles of AutoFDO's own tools must contain the hottest function. They are not
-    /// used for compilation, because `create_llvm_prof` 0.19 writes corrupted names of call
-    /// targets.
+    /// Rebuilds the program with clang, using `llvm-profgen`'s profile, and returns the path of the
+    /// result.
+    ///
+    /// Also checks that the profiles of AutoFDO's own tools contain the hottest function. These
+    /// profiles are not used for compilation, because `create_llvm_prof` 0.19 writes corrupted
+    /// names of call targets.
     ///
     /// # Errors
     /// Returns a message that names a missing tool.
@@ -416,7 +418,7 @@ impl Program {
     }
 }
 
-/// Source files of the program bzip2. The other files belong to its tests and to bzip2recover.
+/// Source files of the program bzip2, without those of its tests and of bzip2recover.
 const BZIP2: [&str; 8] = [
     "bzip2.c",
     "blocksort.c",
@@ -428,9 +430,10 @@ const BZIP2: [&str; 8] = [
     "bzlib.c",
 ];
 
-/// Unpacks the source packages into `directory` unless they have already been unpacked. apt's
-/// configured sources provide only binary packages. The addresses of these sources are therefore
-/// used with separate lists of source packages.
+/// Unpacks the source packages into `directory` unless this has already been done.
+///
+/// apt is configured for binary packages only, so the function creates separate lists of source
+/// packages from the same archive addresses.
 fn fetch_sources(directory: &Path) -> Result<(), String> {
     if directory.join(".sources").exists() {
         return Ok(());
@@ -457,8 +460,9 @@ fn fetch_sources(directory: &Path) -> Result<(), String> {
     Err(format!("no sources of bzip2 and Lua from deb.debian.org: {last}"))
 }
 
-/// Returns the C files, relative to `directory`, that `keep` selects in a folder of the unpacked
-/// package whose directory name starts with `package`.
+/// Returns the paths, relative to `directory`, of the C files in `folder` of an unpacked source
+/// package. The package is the directory whose name starts with `package`. `keep` selects files by
+/// name.
 fn sources(directory: &Path, package: &str, folder: &str, keep: impl Fn(&str) -> bool) -> Vec<String> {
     let names = |path: &Path| -> Vec<String> {
         let entries = std::fs::read_dir(path)
