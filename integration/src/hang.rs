@@ -20,8 +20,8 @@ const BETWEEN_SNAPSHOTS: Duration = Duration::from_millis(300);
 /// Time limit of the diagnostic commands in the lab.
 const LOOK_LIMIT: Duration = Duration::from_secs(300);
 
-/// Diagnostic shell commands. They print the state of the VMM's threads, the guest's PMU configuration
-/// and the code that the guest executes.
+/// Diagnostic shell commands. They print the state of the VMM's threads, the guest's PMU
+/// configuration and the code that the guest executes.
 const LOOK: &str = r#"
 cat /proc/uptime /proc/loadavg
 threads() {

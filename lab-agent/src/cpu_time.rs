@@ -6,8 +6,8 @@ use std::time::Duration;
 /// Interval at which the CPU time of a running process group is read.
 pub const WATCH_PERIOD: Duration = Duration::from_secs(5);
 
-/// Returns the CPU time used by the processes of a process group and by their exited children, in
-/// clock ticks of the kernel. The value may decrease when a process exits.
+/// Returns the CPU time of a process group in clock ticks: the time used by its processes and by
+/// their exited children. The value may decrease when a process exits.
 pub fn cpu_ticks_of_group(group: i32) -> u64 {
     let Ok(processes) = fs::read_dir("/proc") else {
         return 0;

@@ -1,14 +1,12 @@
-//! Periodic interrupts for each processor of the lab.
+//! Sends periodic interrupts to each processor of the lab.
 //!
-//! QEMU occasionally loses an interrupt, because VMRUN sets a bit of the processor's pending
-//! interrupts without the lock under which QEMU's timers set their bits (`cpu->interrupt_request`
-//! in `helper_vmrun`, seen in 7.2). If a timer interrupt is lost in this way, the processor and the
-//! guest on it wait until the processor receives another interrupt, after which the lost one is
-//! handled as well. Without this module, that may never happen. The module therefore raises an
-//! interrupt periodically.
+//! QEMU occasionally loses an interrupt: VMRUN sets a bit of the processor's pending interrupts
+//! without the lock under which QEMU's timers set their bits (`cpu->interrupt_request` in
+//! `helper_vmrun`, seen in 7.2). A processor whose timer interrupt is lost waits, together with the
+//! guest on it, until it receives another interrupt. Without this module, that may never happen.
 //!
-//! The first processor never runs a guest and loses no interrupts. A thread on the first processor
-//! wakes a thread on each other processor, for which the kernel sends an interrupt to that
+//! The first processor never runs a guest, so it loses no interrupts. A thread on it periodically
+//! wakes a thread on each other processor. To do so, the kernel sends an interrupt to that
 //! processor.
 
 use std::io;
@@ -67,8 +65,8 @@ fn bind(processor: usize) -> io::Result<()> {
     }
 }
 
-/// Gives the calling thread real-time priority, so that the kernel runs it as soon as it is woken.
-/// An ordinary thread may have to wait for the kernel's next timer tick, which may be the lost
+/// Gives the calling thread real-time priority, so the kernel runs it as soon as it is woken. A
+/// thread with normal priority may have to wait for the next timer tick, which may be the lost
 /// interrupt.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn before_others() -> io::Result<()> {

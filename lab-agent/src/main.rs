@@ -28,7 +28,7 @@ use lab_agent::terminal;
 use lab_agent::wire::{Frame, FrameKind, MAX_PAYLOAD_BYTES, NewFile, ProcessExit, StartRequest, StreamMode};
 use lab_agent::wire::{read_frame, write_frame};
 
-/// Connection to the runner, shared by all threads.
+/// Connection to the test runner, shared by all threads of the agent.
 #[derive(Clone)]
 struct Runner(Arc<Mutex<File>>);
 
@@ -84,14 +84,13 @@ fn serve(path: &str) -> io::Result<()> {
 /// switches, migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
-/// Virtual machines with one vCPU each, which never run, and perf events. They exist as long as the
-/// lab runs.
+/// VMs and perf events that the agent keeps open as long as the lab runs, so that the kernel does
+/// not patch its own code.
 ///
-/// The Linux kernel patches its own code, including the scheduler, whenever one of these events
-/// occurs: the first VM, the first vCPU without an in-kernel local APIC or with a disabled one, or
-/// the first perf event is created, or the last one is destroyed. QEMU before 8.1 may then discard
-/// all of its translations (docs/guide/lab.md). Since the objects of this type always exist, the
-/// kernel does not patch its code after the start.
+/// The Linux kernel patches its code, including the scheduler, when the first of these objects is
+/// created or the last one is destroyed: a VM, a vCPU without an in-kernel local APIC, a vCPU with
+/// a disabled one, and a perf event. QEMU before 8.1 may then discard all of its translations
+/// (docs/guide/lab.md).
 struct InUse {
     /// VMs whose vCPUs never run.
     _vms: Vec<(VmFd, VcpuFd)>,
@@ -99,8 +98,7 @@ struct InUse {
 }
 
 impl InUse {
-    /// Creates as many of these objects as possible, and ignores errors, because the lab usually
-    /// works without them.
+    /// Creates the VMs and events. Ignores errors, because the lab usually works without them.
     fn keep() -> Self {
         let _events = SOFTWARE_EVENTS
             .filter_map(|config| software_event(config).ok())
@@ -151,7 +149,7 @@ fn vm_with_apic_off() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     Ok((vm, vcpu))
 }
 
-/// A running process, to which the runner can still write or send signals.
+/// A running process and its input.
 struct Running {
     pid: i32,
     stdin: Option<Input>,
@@ -171,8 +169,8 @@ impl Input {
         }
     }
 
-    /// Closes the input. If the process has a terminal, sends Ctrl-D, which the terminal treats as
-    /// end of file at the start of a line.
+    /// Closes the input. On a terminal, sends Ctrl-D, which the terminal treats as end of file at
+    /// the start of a line.
     fn close(self) {
         const END_OF_TRANSMISSION: &[u8] = &[4];
         if let Self::Terminal(mut terminal) = self {
@@ -278,7 +276,7 @@ fn handle(
     Ok(())
 }
 
-/// Starts a process. Returns the process with its input and output.
+/// Starts a process. Returns the process, its input and the source of its output.
 fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     let (program, arguments) = start
         .argv
@@ -319,7 +317,7 @@ fn spawn(start: &StartRequest) -> io::Result<(Child, Input, OutputSource)> {
     Ok((child, Input::Pipe(stdin), output))
 }
 
-/// Forwards the output of a process to the runner, and then its exit status.
+/// Forwards the output of a process and then its exit status to the runner.
 fn watch(mut child: Child, output: OutputSource, id: u32, runner: &Runner) {
     let (ended, watching) = mpsc::channel();
     let watch = {
@@ -421,7 +419,7 @@ fn fetch(path: &str, id: u32, runner: &Runner) {
     }
 }
 
-/// Signals a process group.
+/// Sends a signal to a process group.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn signal(pid: i32, number: i32) {
     if pid > 0 {

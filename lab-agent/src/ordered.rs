@@ -30,14 +30,15 @@ pub enum OutputStream {
 /// Capacity of each pipe, in bytes. One page holds one packet.
 const CAPACITY_BYTES: i32 = 4096;
 
-/// The read ends of both pipes.
+/// The read ends of the two pipes that carry a process's output.
 pub struct OrderedOutputReceiver {
     stdout: PipeReader,
     stderr: PipeReader,
     epoll: Epoll,
 }
 
-/// Write ends of both pipes, which are passed to the process and closed in this process.
+/// The write ends of the two pipes, which are passed to a process. They must then be closed in this
+/// process.
 pub struct OrderedOutputSender {
     /// Standard output of the process.
     pub stdout: PipeWriter,
@@ -72,8 +73,8 @@ pub fn pipes() -> io::Result<(OrderedOutputReceiver, OrderedOutputSender)> {
 }
 
 impl OrderedOutputReceiver {
-    /// Passes each packet to `sink`, in the order of the writes, until the process has closed both
-    /// pipes or `sink` fails.
+    /// Passes each packet to `sink` in the order of the writes. Returns when the process has closed
+    /// both pipes.
     ///
     /// # Errors
     /// Returns an error if `sink` fails or a pipe cannot be read.
@@ -112,8 +113,8 @@ impl OrderedOutputReceiver {
     }
 }
 
-/// Reads one packet without waiting. Returns `None` if the pipe contains no packet, and `Some(0)`
-/// at the end of the stream.
+/// Reads one packet into `buffer` without waiting and returns its length. Returns `None` if the
+/// pipe contains no packet, and `Some(0)` at the end of the stream.
 fn read_packet(pipe: &mut PipeReader, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match pipe.read(buffer) {
         Ok(length) => Ok(Some(length)),

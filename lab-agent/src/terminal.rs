@@ -18,8 +18,9 @@ pub struct RawMode {
 }
 
 impl RawMode {
-    /// Enables raw mode on the terminal: keys arrive one by one, and Ctrl-C arrives as a byte
-    /// instead of sending a signal. Returns `None` if standard input is not a terminal.
+    /// Puts the terminal on standard input into raw mode. Keys arrive one by one, and Ctrl-C
+    /// arrives as a byte instead of sending a signal. Returns `None` if standard input is not a
+    /// terminal.
     ///
     /// # Errors
     /// Returns an error if the mode cannot be changed.
@@ -61,14 +62,15 @@ pub fn window_size(terminal: impl AsFd) -> Option<TerminalSize> {
     })
 }
 
-/// Sets the window size of a terminal. The kernel sends SIGWINCH to its foreground process group.
+/// Sets the window size of a terminal. The kernel then sends SIGWINCH to the terminal's foreground
+/// process group.
 pub fn set_window_size(terminal: impl AsFd, size: TerminalSize) {
     guest_agent::terminal::resize(terminal, size.into());
 }
 
-/// Connects the three streams of `command` to a new terminal, which becomes the controlling
-/// terminal of its session. Returns the master end of the terminal. Reading from it fails with EIO
-/// after the last process has closed the terminal.
+/// Connects the three standard streams of `command` to a new terminal, which becomes the
+/// controlling terminal of the command's session. Returns the master end of the terminal. Reading
+/// from the master end fails with EIO after the last process has closed the terminal.
 ///
 /// # Errors
 /// Returns an error if no terminals or descriptors are left.
@@ -89,8 +91,8 @@ mod tests {
 
     use super::*;
 
-    /// Runs `script` on a terminal of size `size` and returns its output. `meanwhile` is called
-    /// with the master end of the terminal while the script runs.
+    /// Runs `script` on a terminal of size `size` and returns its output. While the script runs,
+    /// calls `meanwhile` with the master end of the terminal.
     fn output(script: &str, size: TerminalSize, meanwhile: impl FnOnce(&File)) -> String {
         let mut command = Command::new("sh");
         command.args(["-c", script]);

@@ -18,36 +18,37 @@ const HEADER_BYTES: usize = 9;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// Agent: greeting. Payload: the release of the kernel.
+    /// Greeting, sent by the agent. The payload is the release of the lab's kernel.
     Hello = 1,
-    /// Runner: start a process. Payload: [`StartRequest`] as JSON.
+    /// Request to start a process, sent by the runner. The payload is a [`StartRequest`] as JSON.
     Start = 2,
-    /// Runner: standard input of a process. An empty payload closes it.
+    /// Standard input of a process, sent by the runner. An empty payload means end of file.
     Stdin = 3,
-    /// Runner: send a signal to the process group of a process. Payload: the signal number, 4 bytes
-    /// little-endian.
+    /// Request to signal a process group, sent by the runner. The payload is the signal number (4
+    /// bytes, little-endian).
     Signal = 4,
-    /// Agent: standard output of a process.
+    /// Standard output of a process, sent by the agent.
     Stdout = 5,
-    /// Agent: standard error of a process.
+    /// Standard error of a process, sent by the agent.
     Stderr = 6,
-    /// Agent: a process has exited. Payload: [`ProcessExit`] as JSON.
+    /// Exit of a process, sent by the agent. The payload is a [`ProcessExit`] as JSON.
     Exit = 7,
-    /// Runner: create a file. Payload: [`NewFile`] as JSON.
+    /// Request to create a file, sent by the runner. The payload is a [`NewFile`] as JSON.
     Create = 8,
-    /// Agent or runner: bytes of a file.
+    /// Chunk of a file, sent by the agent or the runner.
     Data = 9,
-    /// Agent or runner: the transmitted file is complete. The agent also sends this frame to
-    /// acknowledge the last chunk of a file that it has created for a `Create` frame.
+    /// End of a file, sent by the agent or the runner. The agent also sends this frame to
+    /// acknowledge a file that it has received completely.
     Done = 10,
-    /// Runner: request for a file from the lab. Payload: the path of the file.
+    /// Request for a file from the lab, sent by the runner. The payload is the path of the file.
     Fetch = 11,
-    /// Agent: the operation failed. Payload: the reason as text.
+    /// Failure of an operation, sent by the agent. The payload is the reason as text.
     Failed = 12,
-    /// Agent: CPU time that a process and its children have used so far. Payload: clock ticks, 8
-    /// bytes little-endian.
+    /// CPU time of a process and its children, sent by the agent. The payload is the total so far
+    /// in clock ticks (8 bytes, little-endian).
     Used = 13,
-    /// Runner: the terminal of a process has a new window size. Payload: [`TerminalSize`] as JSON.
+    /// New window size of a process's terminal, sent by the runner. The payload is a
+    /// [`TerminalSize`] as JSON.
     Resize = 14,
 }
 
@@ -63,7 +64,7 @@ impl FrameKind {
     }
 }
 
-/// A frame.
+/// A frame of the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
     /// Type of the frame.
@@ -74,12 +75,12 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// A process to start.
+/// A request to start a process.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct StartRequest {
     /// Program and arguments.
     pub argv: Vec<String>,
-    /// Variables added to the environment.
+    /// Environment variables of the process, in addition to those of the agent.
     pub env: Vec<(String, String)>,
     /// Connection of the process's standard streams to the runner.
     pub streams: StreamMode,
@@ -108,7 +109,7 @@ pub struct TerminalSize {
     pub columns: u16,
 }
 
-/// Exit of a process. Exactly one field is set.
+/// How a process ended. Exactly one field is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessExit {
     /// Exit status.
@@ -126,8 +127,8 @@ pub struct NewFile {
     pub mode: u32,
 }
 
-/// Writes one frame in a single write, so that frames of several threads are not interleaved if
-/// each thread holds the writer's lock.
+/// Writes a frame with a single write call. Threads that share the writer must hold its lock, so
+/// that their frames are not interleaved.
 ///
 /// # Errors
 /// Returns an error if the peer has closed the connection or the payload is longer than

@@ -1,6 +1,6 @@
-//! Tests a network device under an unmodified Debian kernel on a tap device. A file is transferred
-//! in each direction without corruption, in frames larger than the MTU. The driver can be reloaded,
-//! and the guest survives removal of the tap device.
+//! Tests a network device on a tap device with an unmodified Debian kernel. Files are transferred
+//! in both directions without corruption, in frames larger than the MTU. The driver can be
+//! reloaded, and the guest survives removal of the tap device.
 
 use integration::guest::{GuestRun, LinuxGuest};
 use integration::limit::ProgressLimit;
@@ -8,15 +8,15 @@ use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
-/// Prefix of the message in which perfvisor names the backend that moves network frames.
+/// Prefix of the message in which perfvisor reports the network backend.
 const MOVED_BY: &str = "back end: ";
 
 /// Command that creates the file to transfer, served from `/tmp/www`. The file consists of 16 MiB
 /// of distinct lines, so that reordering is detected.
 const FILE: &str = "mkdir -p /tmp/www && seq 1 9999999 | head -c 16777216 >/tmp/www/file";
 
-/// Command that sets up the host side: a tap device with its own address and MTU, and a file
-/// server.
+/// Shell command that prepares the host side of the network: a tap device with an address and its
+/// own MTU, and a file server.
 const HOST: &str = "tunctl -t pvtap0 >/dev/null && ip link set pvtap0 mtu 1400 up && \
                     ip addr add 10.99.0.1/24 dev pvtap0 && httpd -p 10.99.0.1:5001 -h /tmp/www";
 const MTU: u64 = 1400;
@@ -70,7 +70,8 @@ fn first_word(text: &str) -> &str {
     text.split_whitespace().next().unwrap_or_default()
 }
 
-/// Returns the mean frame length from two lines with bytes and frames.
+/// Returns the mean frame length in bytes. `counts` consists of the number of bytes and the number
+/// of frames.
 #[track_caller]
 fn mean_length(counts: &str) -> u64 {
     let counts: Vec<u64> = counts
@@ -80,15 +81,15 @@ fn mean_length(counts: &str) -> u64 {
     counts[0] / counts[1]
 }
 
-/// With the backend in which a thread of Perfvisor moves the frames, the network works, and the
-/// guest survives removal of the tap device.
+/// The network works if a thread of Perfvisor transfers the frames, and the guest survives removal
+/// of the tap device.
 #[test]
 fn linux_network_over_tap_survives_tap_removal() {
     talks("off", "a thread of Perfvisor's, as asked");
 }
 
-/// With vhost-net, where the kernel of the host (the lab) moves the frames, the network works, and
-/// the guest survives removal of the tap device. vhost-net is the default of `--net` in the lab.
+/// The network works if the host's kernel transfers the frames (vhost-net, the default of `--net`
+/// in the lab), and the guest survives removal of the tap device.
 #[test]
 fn linux_network_over_vhost_survives_tap_removal() {
     talks("auto", "vhost-net");

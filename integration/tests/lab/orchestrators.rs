@@ -1,6 +1,5 @@
-//! Tests that a published client of Firecracker's API controls the whole life cycle of a Linux
-//! guest with two drives, a tap device and vsock, without a change to the client, and that a guest
-//! reads metadata.
+//! Tests the life cycle of a Linux guest with two drives, a tap device and vsock, controlled by an
+//! unmodified, published client of Firecracker's API. Also tests that a guest reads metadata.
 
 use integration::artefacts;
 use integration::guest::{GuestConsoleLog, LinuxGuest};
@@ -10,7 +9,7 @@ use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, run};
 
-/// Script of a guest that prints ticks until its power button is pressed.
+/// Guest script that prints ticks until the guest's power button is pressed.
 const SCRIPT: &str = r#"
 drivers
 insmod /lib/modules/evdev.ko
@@ -37,8 +36,7 @@ section ping-again ping -c 2 10.97.0.1
 section stat-2 perf stat -x, -e cycles spin 0.3
 "#;
 
-/// Sections that the guest prints before the snapshot, and sections that it prints after the
-/// snapshot is loaded.
+/// Names of the output sections that the guest prints before the snapshot.
 const BEFORE: [&str; 4] = ["ping", "address", "drives", "stat-1"];
 const AFTER: [&str; 3] = ["block", "ping-again", "stat-2"];
 
@@ -121,8 +119,8 @@ fn rust_sdk_drives_a_linux_guest() {
     }
 }
 
-/// Script of a guest that requests a token from the metadata service and then reads values with it.
-/// The guest also reads values while the tap device carries other frames.
+/// Guest script that requests a token from the metadata service and reads values with it, alone and
+/// while the tap device carries other frames.
 const METADATA_SCRIPT: &str = r#"
 drivers
 ip link set eth0 up && ip addr add 10.96.0.2/24 dev eth0

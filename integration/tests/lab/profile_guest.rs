@@ -1,5 +1,6 @@
-//! Tests profiling of a Linux guest from the host: finding its kernel in memory, task names, call
-//! chains through kernel and program, function names, and reading the recording with perf.
+//! Tests profiling of a Linux guest from the host: finding the guest's kernel in memory, task
+//! names, call chains through kernel and program, and symbolization. Other tools must be able to
+//! read the recordings.
 
 use std::collections::BTreeMap;
 
@@ -24,8 +25,8 @@ const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000; done"
 "#;
 
-/// Leases a test host with perf, without concurrent tests, because the tests measure overhead and
-/// shares of time.
+/// Leases a test host with perf for exclusive use, because the tests measure overhead and shares of
+/// time.
 fn place() -> TestHostLease {
     let options = LabOptions {
         perf: true,
@@ -34,7 +35,7 @@ fn place() -> TestHostLease {
     TestHost::lease(&options, TestHostLeaseMode::Exclusive).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Parses a report into shares in percent by symbol, which is the last column.
+/// Parses a report into the share of each symbol, in percent. The symbol is the last column.
 fn shares(report: &str) -> BTreeMap<String, f64> {
     let mut shares = BTreeMap::new();
     for line in report.lines() {
@@ -214,10 +215,12 @@ fn host_profile_shows_guest_kernel_and_program() {
     keep(&place, &data, "profiled.data");
 }
 
-/// Returns whether a folded stack belongs to a system call that the test program itself makes. Such
-/// a stack contains libc's `syscall`, or, at kernel entry and exit, no function of the program.
-/// Other system calls (exec, exit, printf's write) are not meant: they come from libc, which has no
-/// frame pointers, so their stacks do not always lead to main.
+/// Returns whether a folded stack belongs to a system call that the test program makes through
+/// libc's `syscall`.
+///
+/// The stack contains `syscall`, or no function of the program if the sample is at kernel entry or
+/// exit. Other system calls (exec, exit, printf's write) come from libc, which has no frame
+/// pointers, so their stacks may not lead to main.
 fn is_own_system_call(stack: &str) -> bool {
     let Some(frames) = stack.strip_prefix("syscalls;") else {
         return false;
@@ -243,14 +246,14 @@ fn is_own_system_call(stack: &str) -> bool {
             })
 }
 
-/// Returns the exporter's metrics of the profiled guest.
+/// Returns the metrics of the profiled guest, fetched from the exporter.
 fn scrape(place: &TestHost) -> String {
     let url = format!("http://{METRICS}/metrics?vm=profiled");
     let fetch = format!("wget -q -O - '{url}' || curl -sf '{url}'");
     run(place, &HostCommand::shell(fetch)).0
 }
 
-/// Checks the values of a scrape of a VM that was recorded.
+/// Checks the exporter's metrics of a VM that has been recorded.
 fn metrics_are_sensible(place: &TestHost) {
     let text = scrape(place);
     assert!(text.ends_with("# EOF\n"), "{text}");
@@ -299,21 +302,20 @@ fn metrics_are_sensible(place: &TestHost) {
     );
 }
 
-/// Copies a file from the test host to the log directory, for manual inspection.
+/// Copies a file from the test host to the log directory on this machine, for manual inspection.
 fn keep(place: &TestHost, from: &str, name: &str) {
     let path = artefacts::log_dir().unwrap().join(name);
     std::fs::write(&path, place.get(from).unwrap()).unwrap();
     eprintln!("kept: {}", path.display());
 }
 
-/// Creates a shell command with the lab's additional search path.
+/// Returns a shell command that also searches `/usr/bin` for programs.
 fn shell(line: String) -> HostCommand {
     HostCommand::shell(format!("PATH=$PATH:/usr/bin; {line}"))
 }
 
-/// Checks that Debian's perf without guest options, and the crate linux-perf-data, can read the
-/// recording, and that what they read matches the contents of the recording. Returns `false` if
-/// perf is not installed.
+/// Checks that Debian's perf without guest options and the crate linux-perf-data read the recording
+/// correctly. Returns `false` if perf is not installed.
 fn perf_reads_it(place: &TestHost, data: &str, for_perf: &str) -> bool {
     let bytes = place.get(data).unwrap();
     let PerfFileReader {
@@ -377,9 +379,8 @@ fn perf_reads_it(place: &TestHost, data: &str, for_perf: &str) -> bool {
     true
 }
 
-/// Checks that tools installed on this machine can read the recording together with the guest's
-/// program. The tools are `perf annotate`, which needs objdump, and samply, which is rarely
-/// installed.
+/// Checks that the tools installed on this machine read the recording together with the guest's
+/// program: `perf annotate`, which needs objdump, and samply.
 fn tools_here_read_it(data: &[u8], program: &[u8]) {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
@@ -464,7 +465,7 @@ fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]
     }
 }
 
-/// Checks that Debian's perf reads the recording as the recording of a guest (`perf kvm`).
+/// Checks that Debian's `perf kvm` reads the recording as that of a guest.
 fn perf_kvm_reads_it(place: &TestHost, data: &str, kallsyms: &str, root: &str) {
     let symbols = format!("--guestkallsyms={kallsyms}");
     let vmlinux = vmlinux_with_symbols(place, kallsyms);
@@ -479,8 +480,8 @@ fn perf_kvm_reads_it(place: &TestHost, data: &str, kallsyms: &str, root: &str) {
     }
 }
 
-/// Writes an ELF file that contains only the symbols of `kallsyms`, because the guest's kernel has
-/// no symbol table.
+/// Writes an ELF file that contains only the symbols of `kallsyms`. It replaces the guest's kernel,
+/// which has no symbol table.
 fn vmlinux_with_symbols(place: &TestHost, kallsyms: &str) -> String {
     const TEXT: u64 = 0xffff_ffff_8100_0000;
     let names = String::from_utf8(place.get(kallsyms).unwrap()).unwrap();
@@ -518,8 +519,8 @@ fn vmlinux_with_symbols(place: &TestHost, kallsyms: &str) -> String {
     there
 }
 
-/// Script in which the guest counts and records, with and without a concurrent observer on the
-/// host.
+/// Guest script that counts and records a program twice: first alone, and then while the host
+/// observes the same vCPU.
 const COUNTED: &str = r#"
 recorded() {
 	perf record -q -e instructions:u -c 500 -o /tmp/perf.data busybox true
@@ -535,8 +536,8 @@ echo both-done
 sleep 1000
 "#;
 
-/// Parses lines of `perf script` with period and address into the number of samples and the sum of
-/// their periods.
+/// Returns the number of samples in the output of `perf script` and the sum of their periods. Each
+/// line contains the period and the address of a sample.
 fn samples_and_sum(section: &str) -> (usize, u64) {
     let periods = section
         .lines()
@@ -544,9 +545,9 @@ fn samples_and_sum(section: &str) -> (usize, u64) {
     periods.fold((0, 0), |(n, sum), period| (n + 1, sum + period))
 }
 
-/// The guest and the host can count and record the same vCPU at the same time. No count is off by
-/// more than 1 %, the guest receives its samples, and the periods of the host's samples add up to
-/// the host's count.
+/// The guest and the host can count and record the same vCPU at the same time. Counts differ by at
+/// most 1 %, the guest receives its samples, and the periods of the host's samples add up to the
+/// host's count.
 #[test]
 fn guest_and_host_profile_same_vcpu() {
     let place = place();

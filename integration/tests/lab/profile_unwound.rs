@@ -18,7 +18,7 @@ section load sh -c "echo load-has-begun; feed() { while true; do cat /usr/bin/pe
     feed | /usr/bin/xz -T1 -6 >/dev/null & feed | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
 "#;
 
-/// Returns the total weight of the folded stacks of `task` that `keep` accepts.
+/// Returns the total weight of the folded stacks of `task` for which `keep` returns `true`.
 fn weight(folded: &str, task: &str, keep: impl Fn(&[&str]) -> bool) -> u64 {
     folded
         .lines()
@@ -143,7 +143,7 @@ func main() {
 }
 "#;
 
-/// Builds the Go program. Returns `None` if Go is not installed.
+/// Builds the Go program [`GO`] and returns its contents, or `None` if Go is not installed.
 fn go_program() -> Option<Vec<u8>> {
     let directory = artefacts::log_dir().unwrap().join("go");
     std::fs::create_dir_all(&directory).unwrap();
@@ -163,9 +163,9 @@ fn go_program() -> Option<Vec<u8>> {
     }
 }
 
-/// A Go program is unwound to `main.main` by each of three methods: with `.debug_frame`, which only
-/// the program's file contains; without the file, with `dwarf`, which follows Go's frame pointers
-/// at addresses that no unwind table covers; and with `fp`.
+/// A Go program is unwound to `main.main` in three ways: with the `.debug_frame` of the program's
+/// file; without the file in mode `dwarf`, which follows frame pointers at addresses that no unwind
+/// table covers; and in mode `fp`.
 #[test]
 fn go_program_is_unwound_to_main() {
     let Some(program) = go_program() else {

@@ -14,8 +14,8 @@ use integration::test_host::TestHost;
 
 use crate::exact::stepped;
 
-/// Script that records and replays three programs: a static program, a program with threads, and a
-/// dynamically linked Debian program. The script then steps a replay backwards in gdb. Section
+/// Guest script that records and replays a static program, a program with threads, and a
+/// dynamically linked Debian program, and then steps a replay backwards in gdb. The section
 /// `uptime` contains the guest's uptime after each step.
 const SCRIPT: &str = r#"
 export _RR_TRACE_DIR=/tmp/rr LANG=C.UTF-8
@@ -65,8 +65,9 @@ fn run_rr(name: &str, pmu: &str, arguments: &[&str]) -> GuestRun {
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Checks the exit status of every step. Also checks that gdb, stepping backwards, returned to its
-/// starting position, and from the end of the program to the last iteration of the loop.
+/// Checks the exit status of every step of [`SCRIPT`]. Also checks that reverse execution in gdb
+/// returned to its starting position, and from the end of the program to the last iteration of the
+/// loop.
 fn check(run: &GuestRun) {
     eprintln!("uptime after each step:\n{}{run}", run.section("uptime"));
     assert_eq!(run.section("failed").trim(), "", "{run}");
@@ -93,16 +94,16 @@ fn rr_replays_in_amd_guest() {
     check(&run_rr("rr-amd", "amd", &[]));
 }
 
-/// rr replays on a model before Ice Lake, where the event for conditional branches is 0xC4 with
-/// umask 0x01. rr selects the event by the CPU signature.
+/// rr replays in a guest with a PMU model before Ice Lake, on which conditional branches are event
+/// 0xC4 with umask 0x01. rr selects the event by the CPU signature.
 #[test]
 #[ignore = "minutes of single steps: make rr"]
 fn rr_replays_in_skylake_guest() {
     check(&run_rr("rr-skylake", "intel", &["--cpu-signature", "6/85/4"]));
 }
 
-/// rr replays on a model since Ice Lake, where the event for conditional branches is 0xC4 with
-/// umask 0x11.
+/// rr replays in a guest with a PMU model since Ice Lake, on which conditional branches are event
+/// 0xC4 with umask 0x11.
 #[test]
 #[ignore = "minutes of single steps: make rr"]
 fn rr_replays_in_ice_lake_guest() {

@@ -15,15 +15,16 @@ use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Paths of virtiofsd in Debian. It was part of QEMU until Debian 12, and is a separate package
-/// since then.
+/// Paths at which Debian installs virtiofsd: as a part of QEMU until Debian 12, and as a separate
+/// package since then.
 const PLACES: [&str; 2] = ["/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd"];
 
-/// Script that creates the shared directory on the host.
+/// Shell command that creates the shared directory on the host.
 const HOST: &str = "mkdir -p /tmp/build/sub /tmp/other && echo from the host >/tmp/build/sub/hello && \
      head -c 3000000 /dev/urandom >/tmp/build/blob && echo stays >/tmp/other/file && sha256sum /tmp/build/blob";
 
-/// Guest script. Its second part starts after the backend process (virtiofsd) has been killed.
+/// Guest script in two parts. The second part starts after the backend process virtiofsd has been
+/// killed.
 const SCRIPT: &str = r#"
 drivers
 mkdir -p /mnt/build /mnt/other
@@ -39,8 +40,8 @@ until [ -e /mnt/other/died ]; do sleep 0.2; done
 section again sh -c 'umount /mnt/build; until mount -t virtiofs build /mnt/build; do sleep 0.5; done; cat /mnt/build/sub/hello'
 "#;
 
-/// Returns `program` and the libraries that it needs as files for the lab, each at the same path as
-/// on this machine.
+/// Returns `program` and its shared libraries as files to add to the lab. The paths in the lab and
+/// on this machine are the same.
 fn with_libraries(program: &str) -> Vec<(String, PathBuf)> {
     let ldd = std::process::Command::new("ldd").arg(program).output().unwrap();
     let text = String::from_utf8(ldd.stdout).unwrap();

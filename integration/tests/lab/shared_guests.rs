@@ -28,7 +28,7 @@ pub struct GuestPart {
     pub add: AddPart,
 }
 
-/// A guest and its run, which starts when the first test requests it.
+/// A guest that several tests share. The guest runs once, when the first test requests its results.
 pub struct SharedGuest {
     guest: fn() -> LinuxGuest,
     parts: &'static [&'static GuestPart],
@@ -41,7 +41,7 @@ pub static AMD: SharedGuest = SharedGuest::new(
     &[&models::AMD, &nested::AMD, &user_rdpmc::ANSWERED],
 );
 
-/// A guest with one vCPU and PMU model `amd`, as in [`AMD`], that is single-stepped.
+/// A single-stepped guest with one vCPU and PMU model `amd`.
 pub static STEPPED: SharedGuest = SharedGuest::new(
     || exact::stepped("exact-linux", "amd"),
     &[&exact::USER_MODE, &devices::STEPPED, &exact::KERNEL_MODE],
@@ -56,8 +56,8 @@ impl SharedGuest {
         }
     }
 
-    /// Returns the run of the shared guest, which executes the parts of all selected tests. Boots
-    /// the guest on the first call.
+    /// Returns the results of the shared guest's run. The first call boots the guest, which
+    /// executes the parts of all selected tests.
     #[track_caller]
     pub fn run(&self) -> &GuestRun {
         let run = self
@@ -90,12 +90,12 @@ impl SharedGuest {
     }
 }
 
-/// Returns whether the harness runs the test `test` in this process.
+/// Returns whether this process runs the test `test`.
 pub fn is_selected(test: &str) -> bool {
     selects(std::env::args().skip(1), test)
 }
 
-/// Returns whether the test harness selects `test` if its command line is `arguments`.
+/// Returns whether the test harness runs `test` if its command line is `arguments`.
 fn selects(mut arguments: impl Iterator<Item = String>, test: &str) -> bool {
     const WITH_VALUE: [&str; 6] = [
         "--test-threads",

@@ -11,20 +11,20 @@ use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, perfvisor, run};
 
-/// Time between save and restore. If the guest's clock included this time, an interval of
-/// `perf stat` would contain it, and the cycle rate of that interval would be below [`MIN_RATE`].
+/// Time between save and restore. The guest's clock must exclude it; otherwise, the cycle rate of
+/// an interval of `perf stat` would be below [`MIN_RATE`].
 const DOWNTIME: Duration = Duration::from_secs(60);
 /// Minimum cycle rate in an interval of `perf stat`, relative to the median of all intervals.
 const MIN_RATE: f64 = 0.3;
-/// Allowed downtime of a migration by stream (`--downtime`), which is the duration of its last
-/// round, in milliseconds. The value is large because emulated hosts are slow.
+/// Maximum downtime of a migration by stream (`--downtime`), in milliseconds. The downtime is the
+/// duration of the last round, which is long on an emulated host.
 const STREAM_DOWNTIME_MS: &str = "60000";
-/// Minimum number of `perf stat` intervals before and after the cut, the point at which the guest
-/// is saved and restored or moved.
+/// Minimum number of `perf stat` intervals before the guest is saved or moved, and after it
+/// continues.
 const MIN_INTERVALS: usize = 2;
 
-/// Script of a guest that samples itself and uses its disk from before the first interval until
-/// after the last.
+/// Guest script that samples itself and uses the disk, from before the first interval until after
+/// the last one.
 const SCRIPT: &str = r#"
 drivers
 section dmesg sh -c "dmesg | grep -i tsc"
@@ -55,8 +55,8 @@ section interrupts grep -E 'NMI|PMI|LOC' /proc/interrupts
 section messages sh -c "dmesg | sed '1,/before-the-cut/d'"
 "#;
 
-/// Phrases in which Linux reports lost time, unexpected interrupts, and nonexistent MSRs. A message
-/// about an NMI handler that took too long is not included, because emulation is slow.
+/// Phrases of Linux messages about lost time, unexpected interrupts and nonexistent MSRs. The
+/// message about an NMI handler that took too long is accepted, because emulation is slow.
 const COMPLAINTS: [&str; 8] = [
     "unknown reason",
     "dazed",
@@ -68,9 +68,8 @@ const COMPLAINTS: [&str; 8] = [
     "irq loop",
 ];
 
-/// Script of a guest that writes disk blocks and reads each of them back, bypassing its page cache,
-/// before and after the cut (the point at which the guest is saved and restored). Disk requests are
-/// queued at the cut.
+/// Guest script that writes disk blocks and reads each of them back without the page cache. Some
+/// disk requests are queued when the guest is saved.
 const DISK_SCRIPT: &str = r#"
 drivers
 one() {
@@ -97,7 +96,7 @@ section count sh -c "wc -l </tmp/again"
 section random sh -c "head -c 4096 /dev/hwrng | wc -c"
 "#;
 
-/// An interval of `perf stat -I`.
+/// An interval in the output of `perf stat -I`.
 #[derive(Debug)]
 struct Interval {
     /// End of the interval, in seconds from the start of `perf stat`.
@@ -114,7 +113,7 @@ impl Interval {
     }
 }
 
-/// Parses the complete intervals of `perf stat -I -x,`.
+/// Parses the intervals that `perf stat -I -x,` printed completely.
 fn intervals(text: &str) -> Vec<Interval> {
     let value = |line: &str, event: &str| {
         let mut fields = line.trim().split(',');
@@ -146,8 +145,8 @@ fn joined(before: ProcessOutput, after: ProcessOutput) -> ProcessOutput {
     }
 }
 
-/// Saves and stops the guest, and restores it after `DOWNTIME`. If `twice` is `true`, an earlier
-/// snapshot is taken first, after which the guest continues to run.
+/// Starts the guest, saves and stops it, and restores it after [`DOWNTIME`]. If `twice` is `true`,
+/// the guest is also saved once before, without being stopped.
 fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: bool) -> GuestRun {
     let running = place.start(&guest.command(place).unwrap()).unwrap();
     assert!(
@@ -181,8 +180,8 @@ fn cut_in_two(place: &TestHost, guest: &LinuxGuest, options: &[&str], twice: boo
     run_of_guest.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Moves the running guest to another VM process on the same host. `migrate` contains the
-/// additional options for `ctl migrate`.
+/// Starts the guest and migrates it to another VM process on the same host. `migrate` contains
+/// additional options of `ctl migrate`.
 fn moved(place: &TestHost, guest: &LinuxGuest, options: &[&str], migrate: &[&str]) -> GuestRun {
     let source = place.start(&guest.command(place).unwrap()).unwrap();
     let has_marker = source.wait_for("marker-cut", LIMIT);
@@ -212,8 +211,8 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Returns the number of complete `perf stat` intervals shortly before the cut, and the guest's
-/// uptime at that time, in seconds.
+/// Returns the number of complete `perf stat` intervals and the guest's uptime in seconds, both
+/// shortly before the guest was saved or moved.
 fn at_cut(run: &GuestRun) -> (usize, f64) {
     let mut words = run.section("at-cut").split_whitespace();
     let number = words.next().and_then(|word| word.parse().ok());
@@ -221,8 +220,8 @@ fn at_cut(run: &GuestRun) -> (usize, f64) {
     number.zip(uptime).unwrap_or_else(|| panic!("{run}"))
 }
 
-/// Checks that counts and the guest's time continue without a jump across the cut, the point at
-/// which the guest is saved and restored.
+/// Checks that counts and the guest's clock do not jump while the guest is saved and restored, or
+/// moved.
 fn counts_continue(run: &GuestRun) {
     let at_cut = at_cut(run).0;
     let all = intervals(run.section("intervals"));
@@ -263,7 +262,8 @@ fn counts_continue(run: &GuestRun) {
 }
 
 /// Checks that the periods of the samples add up to the counted cycles, separately before and after
-/// the cut. Linux lowers the sampling rate while its handler is slow, which increases the periods.
+/// the guest was saved or moved. Periods vary, because Linux lowers the sampling rate while its
+/// handler is slow.
 fn sampling_continues(run: &GuestRun) {
     let numbers = |line: &str| {
         let words = line.split_whitespace();
@@ -287,9 +287,8 @@ fn sampling_continues(run: &GuestRun) {
     }
 }
 
-/// `perf stat` and `perf record` count and sample before and after the guest is saved and restored.
-/// The median cycle rate afterwards is 0.6 to 1.6 times the rate before, and Linux reports no
-/// problem.
+/// `perf stat` and `perf record` in the guest continue after a restore. The median cycle rate after
+/// the restore is 0.6 to 1.6 times the rate before, and Linux reports no problem.
 #[test]
 fn perf_in_linux_continues_after_restore() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -298,8 +297,8 @@ fn perf_in_linux_continues_after_restore() {
     perf_continues(&cut_in_two(&place, &guest, &["--disk", &disk], false));
 }
 
-/// A guest that moves to another process continues in the same way as after a restore, with the
-/// disk that the source process had open.
+/// `perf stat` and `perf record` in the guest continue after a migration to another process, which
+/// takes over the disk.
 #[test]
 fn perf_in_linux_continues_in_another_process() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -308,9 +307,9 @@ fn perf_in_linux_continues_in_another_process() {
     perf_continues(&moved(&place, &guest, &["--disk", &disk], &[]));
 }
 
-/// A guest that migrates by a stream continues in the same way as after a restore. Its memory is
-/// sent as bytes while the guest writes to it. The lab's kernel may be too old to detect written
-/// pages, in which case each round reads all memory.
+/// `perf stat` and `perf record` in the guest continue after a migration by stream, which sends the
+/// memory as bytes while the guest writes to it. If the lab's kernel cannot detect written pages,
+/// each round sends all memory.
 #[test]
 fn perf_in_linux_continues_after_a_stream() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -320,7 +319,7 @@ fn perf_in_linux_continues_after_a_stream() {
     perf_continues(&moved(&place, &guest, &["--disk", &disk], &stream));
 }
 
-/// Returns the guest of [`SCRIPT`].
+/// Returns a guest that runs [`SCRIPT`].
 fn perf_guest(name: &str, disk: &str) -> LinuxGuest {
     LinuxGuest::new(name, "intel")
         .memory_mib(256)
@@ -329,7 +328,7 @@ fn perf_guest(name: &str, disk: &str) -> LinuxGuest {
         .args(["--name", "saved", "--stats", "--disk", disk])
 }
 
-/// Checks the results of [`SCRIPT`].
+/// Checks the results of [`SCRIPT`] in a guest that was saved and restored, or moved.
 fn perf_continues(run: &GuestRun) {
     eprintln!("console: {}", run.log().display());
     run.expect_success();
@@ -342,15 +341,15 @@ fn perf_continues(run: &GuestRun) {
     }
 }
 
-/// Creates a disk of zeros.
+/// Creates a sparse disk image of zeros on the test host and returns its path.
 fn empty_disk(place: &TestHost, name: &str, size: &str) -> String {
     let disk = place.scratch(name);
     run(place, &HostCommand::shell(format!("truncate -s {size} '{disk}'")));
     disk
 }
 
-/// Disk requests that are queued when the guest is saved are executed once, and their interrupts
-/// are not lost.
+/// Each disk request that is queued when the guest is saved is executed exactly once after the
+/// restore, and its interrupt is not lost.
 #[test]
 fn disk_of_linux_continues_after_restore() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

@@ -18,14 +18,14 @@ const LIMIT: ProgressLimit = ProgressLimit {
     ..ProgressLimit::GENEROUS
 };
 const GUEST_MIB: u64 = 1024;
-/// Number of initial rounds in which the memory of the VMM may grow, because the first load of each
-/// type makes it allocate buffers and tables.
+/// Number of initial rounds in which the VMM's memory may grow, because the first load of each type
+/// allocates buffers and tables.
 const WARM_UP_ROUNDS: usize = 3;
-/// Maximum growth of the VMM's memory after the warm-up, in KiB. A leak of 1 KiB per request would
-/// amount to hundreds of MiB; the allocator itself grows in a few steps of hundreds of KiB.
+/// Maximum growth of the VMM's memory after the warm-up, in KiB. The allocator grows in a few steps
+/// of hundreds of KiB; a leak of 1 KiB per request would amount to hundreds of MiB.
 const GROWTH_KIB: u64 = 1024;
 
-/// Script that generates load for the given number of seconds.
+/// Guest script that generates load for a given number of seconds.
 const LOAD: &str = r#"
 recordings() {
 	n=0

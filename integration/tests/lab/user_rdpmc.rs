@@ -1,7 +1,8 @@
-//! Tests RDPMC outside the kernel's text: in programs, and in code generated at run time. Perfvisor
-//! emulates RDPMC if KVM lets the instruction fault. On some hosts, such as AMD-V with Linux 6.1,
-//! KVM handles RDPMC itself and returns counters that do not count. The VMM reports this with -v,
-//! and so does `check`.
+//! Tests RDPMC in guest programs and in code generated at run time.
+//!
+//! Perfvisor emulates RDPMC if KVM lets the instruction fault. On some hosts, such as AMD-V with
+//! Linux 6.1, KVM handles RDPMC itself, and programs read counters that do not count. `perfvisor
+//! check` and the VMM (with `-v`) report such hosts.
 
 use std::sync::OnceLock;
 
@@ -22,12 +23,12 @@ use crate::shared_guests::{self, GuestPart, is_selected};
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 const MODELS: [&str; 5] = ["intel-v1", "intel-v4", "amd-k7", "amd", "amd-v2"];
 const RDPMC_FAULTS: &str = "/kvm/Ok/rdpmc_faults";
-/// Path of the newest kernel in the lab, as a guest file.
+/// Path of the newest kernel's image in the lab, from which guests can boot.
 const NEWEST: &str = "guest/newest-vmlinux";
 
-/// Leases a lab that runs the newest kernel, whose KVM lets RDPMC fault. If this machine's KVM has
-/// hardware virtualization, leases this machine instead. Returns `None` if Debian's archive
-/// provides no kernel newer than 6.1.
+/// Leases this machine if its KVM has hardware virtualization, and otherwise a lab that runs the
+/// newest kernel, whose KVM lets RDPMC fault. Returns `None` if Debian's archive provides no kernel
+/// newer than 6.1.
 fn newest() -> Option<TestHostLease> {
     let kernel = KernelChoice::Newest;
     let images = artefacts::images_of(&kernel).unwrap_or_else(|error| panic!("{error}"));
@@ -54,8 +55,8 @@ fn says(place: &TestHost, pointer: &str) -> bool {
     place.check(pointer).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Tests both ways to intercept RDPMC in code generated at run time: an exit in the guest's #GP
-/// handler, and, where breakpoints work, a breakpoint in the handler.
+/// Both ways to intercept RDPMC in code generated at run time work: an exit in the guest's #GP
+/// handler, and a breakpoint in the handler on hosts that support it.
 fn code_made_at_run_time_reads_counters(place: &TestHost) {
     assert!(says(place, RDPMC_FAULTS), "{}", place.describe());
     let breakpoints = says(place, "/stepping/breakpoints");
@@ -97,9 +98,9 @@ fn code_made_at_run_time_reads_counters(place: &TestHost) {
     }
 }
 
-/// In a guest other than Linux, RDPMC in code generated at run time is not intercepted unless the
-/// user requests it, because Perfvisor must not modify the guest's #GP handler. RDPMC instructions
-/// in the guest's file are still emulated.
+/// In a guest other than Linux, RDPMC in code generated at run time is not intercepted by default,
+/// because Perfvisor must not modify the guest's #GP handler. RDPMC instructions in the guest's
+/// file are emulated.
 fn code_made_at_run_time_is_left_alone_by_default(place: &TestHost) {
     let kernel = place
         .bare_metal_guest("rdpmc")
@@ -156,7 +157,7 @@ fn code_made_at_run_time_reads_counters_on_a_real_kvm() {
     }
 }
 
-/// Script with a program that reads its own counters two hundred times.
+/// Guest script that runs a program which reads its own counters two hundred times.
 const SELFREAD: &str = "section selfread selfread 200\n";
 
 /// Returns the number after `key` in the output of `selfread`.
@@ -168,9 +169,9 @@ fn field(run: &GuestRun, section: &str, key: &str) -> u64 {
         .unwrap_or_else(|| panic!("no {key} in {text:?}\n{run}"))
 }
 
-/// A value that a program reads with RDPMC, as described in perf_event_open(2), is between the
-/// values that it reads with read(2) before and after. The test covers both vendors, and #GP
-/// handlers that begin with CLAC, with its replacement without SMAP, or with ENDBR64.
+/// A value that a program reads with RDPMC is between two values that it reads with read(2), as
+/// perf_event_open(2) describes. The test covers both vendors and the possible first instructions
+/// of the #GP handler: CLAC, its replacement without SMAP, and ENDBR64.
 #[test]
 fn linux_programs_read_counters_by_rdpmc() {
     let Some(intel) = intel_guest() else { return };
@@ -198,8 +199,8 @@ fn the_program_reads_its_counters(pmu: &str, run: &GuestRun) {
     run.expect_success();
 }
 
-/// A Perfvisor that runs in the guest detects that programs can read counters with RDPMC, and the
-/// driver with which it counts host events uses RDPMC.
+/// A Perfvisor that runs in the guest detects that RDPMC works in programs, and uses RDPMC to read
+/// the counters of its host events.
 #[test]
 fn host_driver_reads_counters_in_a_guest() {
     let Some(run) = intel_guest() else { return };
@@ -207,9 +208,8 @@ fn host_driver_reads_counters_in_a_guest() {
     run.expect_success();
 }
 
-/// Returns the run of the Intel guest that `linux_programs_read_counters_by_rdpmc` and
-/// `host_driver_reads_counters_in_a_guest` share. The guest only executes the parts of the selected
-/// tests. Returns `None` under the same conditions as [`newest`].
+/// Returns the run of an Intel guest that several tests share. The guest executes only the parts of
+/// the selected tests. Returns `None` if [`newest`] does.
 fn intel_guest() -> Option<&'static GuestRun> {
     static RUN: OnceLock<Option<Result<GuestRun, String>>> = OnceLock::new();
     let run = RUN.get_or_init(|| {
@@ -247,7 +247,7 @@ fn intel_guest() -> Option<&'static GuestRun> {
     Some(run.as_ref().unwrap_or_else(|error| panic!("{error}")))
 }
 
-/// This module's part of the guest `shared_guests::AMD`, which several test modules share.
+/// The RDPMC test that runs in `shared_guests::AMD`, a guest that several test modules share.
 pub const ANSWERED: GuestPart = GuestPart {
     tests: &["user_rdpmc::vmm_warns_about_non_counting_user_rdpmc"],
     prepare: || {},
@@ -262,8 +262,8 @@ pub const ANSWERED: GuestPart = GuestPart {
     },
 };
 
-/// If KVM handles RDPMC itself, the VMM warns that programs read counters that do not count, and
-/// the guest's kernel does not set `cap_user_rdpmc`.
+/// If KVM handles RDPMC itself, the VMM warns that the counters that programs read do not count,
+/// and the guest's kernel does not set `cap_user_rdpmc`.
 #[test]
 fn vmm_warns_about_non_counting_user_rdpmc() {
     let run = shared_guests::AMD.run();

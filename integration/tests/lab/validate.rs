@@ -1,5 +1,6 @@
-//! Tests `perfvisor validate`. All checks pass on this machine's KVM, and with a Linux guest on a
-//! KVM with hardware virtualization. The command fails if a measurement is outside its tolerance.
+//! Tests `perfvisor validate`. All checks pass with the built-in guest on this machine's KVM, and
+//! with a Linux guest on a KVM with hardware virtualization. The command fails if a measurement is
+//! outside its tolerance.
 
 use integration::lease::{TestHostLease, TestHostLeaseMode};
 use integration::limit::ProgressLimit;
@@ -8,7 +9,7 @@ use integration::process::{HostCommand, ProcessOutput};
 use integration::test_host::{KvmKind, TestHost, probe_kvm};
 use serde_json::Value;
 
-/// Limits for `validate`, which prints nothing until it has finished.
+/// Time limits of `perfvisor validate`, which prints nothing until it has finished.
 const LIMIT: ProgressLimit = ProgressLimit {
     silent: ProgressLimit::GENEROUS.overall,
     ..ProgressLimit::GENEROUS
@@ -43,7 +44,7 @@ fn find<'a>(report: &'a Value, wanted: &'a [(&str, &str)]) -> impl Iterator<Item
         .filter(|row| wanted.iter().all(|(key, value)| row[*key] == *value))
 }
 
-/// Checks that at least one row of the report matches `wanted`, and that all matching rows passed.
+/// Checks that the report contains a row which matches `wanted`, and that all matching rows passed.
 #[track_caller]
 fn passed(report: &Value, wanted: &[(&str, &str)]) {
     let found: Vec<&Value> = find(report, wanted).collect();
@@ -53,7 +54,7 @@ fn passed(report: &Value, wanted: &[(&str, &str)]) {
     }
 }
 
-/// Checks properties of the built-in guest's rows that hold on every host.
+/// Checks the rows of the built-in guest for properties that hold on every host.
 #[track_caller]
 fn the_built_in_rows_are_right(report: &Value) {
     let failed: Vec<&Value> = rows(report)
@@ -123,7 +124,8 @@ fn validate_passes_here(pmu: &str) {
     print_results(pmu, &report);
 }
 
-/// Prints the number of rows, and the spread of rows that were measured several times.
+/// Prints the number of rows in the report, and the range of values of each row that was measured
+/// several times.
 fn print_results(pmu: &str, report: &Value) {
     eprintln!(
         "{pmu}: {} passed in {} s",
@@ -147,8 +149,8 @@ fn amd_validation_passes_on_this_host() {
     validate_passes_here("amd");
 }
 
-/// `perfvisor validate` fails if the tolerance is 0.00001 %, which no clock meets. The command must
-/// report failures in the rows and in its exit status.
+/// `perfvisor validate` with a tolerance of 0.00001 % fails, because no clock is that accurate. The
+/// failure is reported in the rows and in the exit status.
 #[test]
 fn validate_fails_outside_tolerance() {
     let arguments = ["--no-linux", "--tolerance", "0.00001", "--pmu", "amd"];
@@ -189,8 +191,8 @@ fn bad_input_is_one_line() {
     }
 }
 
-/// `perfvisor validate` with a Linux guest reports a host that cannot run Linux guests before it
-/// starts anything.
+/// `perfvisor validate` with a Linux guest fails on a host that cannot run Linux guests, before
+/// anything starts.
 #[test]
 fn validate_rejects_linux_on_software_kvm() {
     if probe_kvm() != KvmKind::SoftwareOnly {

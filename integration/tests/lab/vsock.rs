@@ -12,7 +12,7 @@ use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Script of a guest that runs until the test creates a file in the guest.
+/// Guest script that waits until the test creates a file in the guest.
 const SCRIPT: &str = "
 ls -l /dev/vsock
 until [ -e /tmp/end ]; do sleep 0.2; done
@@ -51,8 +51,8 @@ impl VsockTest<'_> {
         output.stdout_text()
     }
 
-    /// Checks that the `perfvisor` command `words` fails with exit status `status` and a single
-    /// line that contains `why`.
+    /// Checks that the `perfvisor` command `words` fails with exit status `status` and prints a
+    /// single line that contains `why`.
     #[track_caller]
     fn refused(&self, words: &[&str], status: i32, why: &str) {
         let output = self.run(words);

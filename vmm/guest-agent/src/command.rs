@@ -1,8 +1,8 @@
-//! Execution of one command: streams, signals and exit.
+//! Executes one command: connects its streams, delivers signals and reports its exit.
 //!
-//! One thread reads the host's frames. A second thread transfers input, output and the exit
-//! notification of the command, for which a third thread waits. Output written before the exit is
-//! sent before the exit is reported. The agent does not wait for a child process that keeps the
+//! One thread reads the host's frames. A second thread transfers the command's input and output. A
+//! third thread waits for the exit of the command. Output that the command wrote before its exit is
+//! sent before the exit is reported. The agent does not wait for child processes that keep the
 //! output open.
 
 use std::collections::VecDeque;
@@ -31,7 +31,7 @@ use crate::ends::{close, line, refuse};
 
 /// Time between SIGHUP and SIGKILL for a command whose host has disconnected.
 const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(5);
-/// Maximum number of bytes per transfer.
+/// Maximum number of bytes that are transferred from or to the command at a time.
 const TRANSFER_BYTES: usize = 64 << 10;
 /// Maximum number of transfers after the command has exited, enough for twice the maximum pipe
 /// capacity (pipe(7)). The limit is needed because a surviving child process may write
@@ -56,8 +56,8 @@ struct CommandStreams {
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
-    /// `true` if a terminal is used for input and output. On a terminal, the agent writes a control
-    /// character to indicate end of file.
+    /// `true` if the command runs on a terminal. End of file is then signalled by a control
+    /// character.
     terminal: bool,
 }
 
@@ -116,8 +116,8 @@ pub fn run(exec: &ExecRequest, stream: UnixStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Connection to the host. After a disconnect, frames are discarded and the command continues: it
-/// receives SIGHUP and may need time to exit cleanly.
+/// Connection to the host that requested the command. After a disconnect, frames are discarded,
+/// because the command may need time to exit after SIGHUP.
 struct HostConnection {
     stream: UnixStream,
     gone: bool,
@@ -130,7 +130,7 @@ impl HostConnection {
         }
     }
 
-    /// Disconnects from the host, which also ends the reader thread.
+    /// Shuts down the connection. This also ends the thread that reads from it.
     fn leave(&mut self) {
         self.gone = true;
         let _ = self.stream.shutdown(Shutdown::Both);
@@ -223,8 +223,8 @@ fn nonblocking(fd: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for the command and returns its exit. Prevents further signals to the command before its
-/// process is reaped, because the process ID may be reused afterwards.
+/// Waits until the command exits, and returns how it ended. Blocks further signals before reaping
+/// the process, because its process ID may be reused afterwards.
 fn wait(mut child: Child, pid: Pid, group: &ProcessGroup, mut ended: PipeWriter) -> CommandExit {
     while waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) == Err(nix::errno::Errno::EINTR) {
     }
@@ -278,11 +278,12 @@ fn handle_frames(
     }
 }
 
-/// Message from the thread that reads the host's frames to the thread that sends frames.
+/// Message from the thread that reads the host's frames to the thread that transfers the command's
+/// input and output.
 enum HostMessage {
     /// Input from the host for the command.
     Stdin(Vec<u8>),
-    /// A signal was sent to the command.
+    /// The command has been signalled.
     Signalled,
 }
 
@@ -293,7 +294,7 @@ struct PendingStdin {
     end: bool,
 }
 
-/// Transfers input and output until the command exits.
+/// Transfers the command's input and output until the command exits.
 fn pump(
     mut streams: CommandStreams,
     mut news: &PipeReader,
@@ -387,7 +388,7 @@ fn write_input(streams: &mut CommandStreams, pending: &mut PendingStdin, out: &m
     }
 }
 
-/// Sends one chunk of output. Returns `true` if there was any output.
+/// Sends one chunk of the command's output to the host. Returns `false` if there was no output.
 fn send_output(stream: &mut Option<File>, kind: FrameKind, out: &mut HostConnection) -> bool {
     let Some(file) = stream else {
         return false;

@@ -8,11 +8,11 @@ use guest_agent::wire::{FrameKind, MAX_PAYLOAD, read_frame, write_frame};
 
 /// Timeout for the host to send its request, and later to close the connection.
 pub const HOST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of frames that are read and discarded so that the host receives the reason for a
-/// rejected copy. The host may have sent frames before it reads the answer.
+/// Maximum number of frames that are read and discarded after a rejected copy. The host may have
+/// sent them before it reads the reason for the rejection.
 const LINGER: usize = 64;
 
-/// Sends the reason the request is rejected.
+/// Sends the reason why a request is rejected to the host.
 pub fn refuse(stream: &UnixStream, why: &str) {
     let mut stream = stream;
     // The write fails only if the host has disconnected.

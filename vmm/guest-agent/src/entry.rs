@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Maximum length of a path and of a link target, in bytes (PATH_MAX).
 const MAX_PATH: usize = 4096;
-/// Permission bits that are copied. Set-ID bits are excluded, because they would apply to different
-/// users on the receiving side.
+/// Permission bits that are copied. Set-user-ID and set-group-ID are excluded, because user IDs
+/// differ on the receiving side.
 const MODE: u32 = 0o777;
 
 /// Type of a tree entry.
@@ -29,7 +29,7 @@ pub enum EntryType {
 pub struct FileTreeEntry {
     /// Path below the root of the tree, empty for the root itself.
     pub path: PathBuf,
-    /// Type of the entry.
+    /// Type of the entry, with the target of a symbolic link.
     pub what: EntryType,
     /// Permission bits.
     pub mode: u32,
@@ -37,7 +37,7 @@ pub struct FileTreeEntry {
     pub modified: (u64, u32),
 }
 
-/// Reason a received entry is invalid.
+/// Reason why a received tree entry is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum FileTreeEntryError {
     /// The entry is too short or has an unknown type.
@@ -56,7 +56,8 @@ impl FileTreeEntry {
         UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH)
     }
 
-    /// Encodes the entry as a frame payload. Returns `None` if a path is too long.
+    /// Encodes the entry as the payload of a frame. Returns `None` if the path or link target is
+    /// too long.
     pub fn to_bytes(&self) -> Option<Vec<u8>> {
         let path = self.path.as_os_str().as_bytes();
         let (what, target) = match &self.what {

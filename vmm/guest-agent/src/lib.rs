@@ -9,10 +9,11 @@
 //! | [`receive`] | receives a tree and creates it within a target directory |
 //! | [`terminal`] | pseudoterminal of a command in the guest |
 //!
-//! The program `perfvisor-agent` is the server in the guest. `perfvisor exec` and `perfvisor cp`
-//! are clients on the host. Each connection carries one command or one copy. Each side treats the
-//! other as hostile. The guest may send arbitrary data and must not cause the host to write outside
-//! the path that the user specified.
+//! The program `perfvisor-agent` is the server in the guest; `perfvisor exec` and `perfvisor cp`
+//! are clients on the host. Each connection carries one command or one copy.
+//!
+//! Each side treats the other as hostile. A hostile guest must not be able to make the host write
+//! outside the path that the user specified.
 //!
 //! **Dependencies.** No other crate of this workspace. Start with [`request::AgentRequest`].
 #![cfg_attr(

@@ -104,8 +104,8 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// One of the limited number of concurrent connections. The slot is released on drop, even if the
-/// thread of the connection panics.
+/// A slot for one of at most [`MAX_CONNECTIONS`] simultaneous connections. The slot is released on
+/// drop, even if the thread of the connection panics.
 struct ConnectionSlot(Arc<AtomicUsize>);
 
 impl Drop for ConnectionSlot {

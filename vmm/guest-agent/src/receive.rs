@@ -1,12 +1,12 @@
-//! Receiving end of a copy, which creates a tree of files within a target directory.
+//! Receives a copied file tree and creates it within a target directory.
 //!
-//! Each path is opened with openat2(2) below the target directory with RESOLVE_BENEATH and
-//! RESOLVE_NO_SYMLINKS. Symbolic links cannot escape from the directory, even if they were just
-//! received or are created concurrently.
+//! Each path is opened with openat2(2) below the target directory, with RESOLVE_BENEATH and
+//! RESOLVE_NO_SYMLINKS. A symbolic link can therefore not lead out of the directory, even if it was
+//! just received or is created concurrently.
 //!
 //! New files have the permissions that the sender specified, restricted by the umask. Existing
-//! files keep their permissions, because a hostile sender must not be able to make them accessible
-//! to other users.
+//! files keep their permissions, so that a hostile sender cannot make them accessible to other
+//! users.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
@@ -35,7 +35,7 @@ pub enum ReceiveError {
         #[source]
         source: io::Error,
     },
-    /// The target path has no file name.
+    /// The target path has no file name to give to the tree.
     #[error("{}: no file name; name the copy", .0.display())]
     NoName(PathBuf),
     /// The sender sent an invalid entry.
@@ -49,7 +49,7 @@ pub enum ReceiveError {
     Refused(String),
 }
 
-/// State of a copy after one frame.
+/// Progress of a copy after the receiver has processed a frame.
 #[derive(Debug, PartialEq, Eq)]
 pub enum FileTreeCopyProgress {
     /// The received tree is still incomplete.
@@ -60,7 +60,7 @@ pub enum FileTreeCopyProgress {
     Done,
 }
 
-/// A file or directory, and whether the receiver created it.
+/// An open file or directory of the target. `new` is `true` if the receiver created it.
 #[derive(Debug)]
 struct CreatedEntry {
     file: File,
@@ -70,22 +70,22 @@ struct CreatedEntry {
 /// Permission bits that a sender may set. The set-ID and sticky bits are excluded.
 const PERMISSIONS: u32 = 0o777;
 
-/// The receiving end of a copy.
+/// The receiving end of a file tree copy.
 #[derive(Debug)]
 pub struct FileTreeReceiver {
     parent: OwnedFd,
     directory: PathBuf,
     name: OsString,
     file: Option<(CreatedEntry, FileTreeEntry)>,
-    /// Stack of the directories that are being received. Each has the value `true` if the receiver
-    /// created it.
+    /// Directories that have been started but not finished, outermost first, each with its path.
+    /// The flag is `true` if the receiver created the directory.
     directories: Vec<(PathBuf, bool)>,
     begun: bool,
 }
 
 impl FileTreeReceiver {
-    /// Creates a receiver for a tree at `path`. If `path` is a directory, the tree is created in it
-    /// with the name `name`.
+    /// Creates a receiver for a tree at `path`. If `path` is an existing directory, the tree is
+    /// created in this directory with the name `name`.
     ///
     /// # Errors
     /// Returns [`ReceiveError::Target`] if the directory does not exist, and
@@ -168,8 +168,8 @@ impl FileTreeReceiver {
         }
     }
 
-    /// Returns the path of an entry relative to the parent of the tree, which is the name of the
-    /// tree followed by `path`.
+    /// Returns the path of an entry relative to the directory that contains the tree: the name of
+    /// the tree, followed by `path`.
     fn below(&self, path: &Path) -> PathBuf {
         if path.as_os_str().is_empty() {
             self.name.clone().into()
@@ -200,7 +200,8 @@ impl FileTreeReceiver {
         made.map_err(|source| self.target(&entry.path, source))
     }
 
-    /// Opens `path` below the target directory. `mode` applies to new files.
+    /// Opens or creates the file `path` below the target directory. `mode` applies only to a new
+    /// file.
     fn open(&self, path: &Path, flags: OFlag, mode: u32) -> io::Result<File> {
         let how = OpenHow::new()
             .flags(flags | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
@@ -213,7 +214,7 @@ impl FileTreeReceiver {
         }
     }
 
-    /// Opens the parent directory of `path` and returns it with the file name.
+    /// Opens the parent directory of `path`. Returns the directory and the file name of `path`.
     fn parent_of(&self, path: &Path) -> io::Result<(File, OsString)> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         let parent = path.parent().filter(|parent| *parent != Path::new(""));

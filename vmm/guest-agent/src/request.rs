@@ -15,7 +15,7 @@ pub struct AgentRequest {
     pub job: AgentOperation,
 }
 
-/// Operation to perform.
+/// An operation that the host requests from the agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentOperation {
@@ -26,7 +26,7 @@ pub enum AgentOperation {
         /// Target path. If the path is an existing directory, it is the parent of the tree, and
         /// otherwise the path of the tree itself.
         path: String,
-        /// File name of the tree if the target is a directory.
+        /// File name of the tree if `path` is an existing directory.
         name: String,
     },
     /// Send a tree to the host.
@@ -45,7 +45,7 @@ pub struct ExecRequest {
     pub env: Vec<(String, String)>,
     /// Working directory, or `None` for the agent's working directory.
     pub cwd: Option<String>,
-    /// Terminal size if the command runs on a terminal instead of three pipes.
+    /// Size of the terminal on which the command runs, or `None` to run it with three pipes.
     pub terminal: Option<Terminal>,
 }
 
@@ -75,7 +75,7 @@ impl Terminal {
     }
 }
 
-/// Exit state of a command that the agent ran.
+/// How a command that the agent ran ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CommandExit {
@@ -86,8 +86,8 @@ pub enum CommandExit {
 }
 
 impl CommandExit {
-    /// Returns the exit status in the same way as a shell: the status, or 128 plus the signal
-    /// number.
+    /// Returns the exit status that a shell would report: the command's status, or 128 plus the
+    /// signal number.
     pub fn code(self) -> u8 {
         match self {
             Self::Status(status) => status,

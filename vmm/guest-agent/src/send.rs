@@ -23,7 +23,7 @@ pub enum SendError {
         #[source]
         source: io::Error,
     },
-    /// The root is neither a file nor a directory.
+    /// The root of the tree is neither a file nor a directory.
     #[error("{}: neither a file nor a directory", .0.display())]
     Special(PathBuf),
     /// The connection to the receiver failed.
@@ -31,11 +31,13 @@ pub enum SendError {
     Connection(#[source] io::Error),
 }
 
-/// Callback that sends a frame.
+/// Callback that sends a frame with the given type and payload.
 pub type AgentFrameSink<'a> = &'a mut dyn FnMut(FrameKind, &[u8]) -> io::Result<()>;
 
-/// Sends the tree at `root`, followed by [`FrameKind::Done`]. Follows a symbolic link at `root`
-/// itself, and sends links below `root` as links. Skips and reports unreadable entries.
+/// Sends the file tree at `root`, followed by [`FrameKind::Done`].
+///
+/// If `root` is a symbolic link, the tree that it points to is sent. Symbolic links below `root`
+/// are sent as links. Unreadable entries are skipped and reported.
 ///
 /// # Errors
 /// Returns a [`SendError`] if the root cannot be read or the connection fails.
@@ -112,13 +114,13 @@ fn entry(path: PathBuf, what: EntryType, meta: &Metadata) -> FileTreeEntry {
     }
 }
 
-/// A directory that is being sent.
+/// A directory whose entries are being sent.
 struct OpenDirectory {
     entry: FileTreeEntry,
     list: ReadDir,
 }
 
-/// Sends a directory with all its descendants, without recursion.
+/// Sends a directory with all its descendants. Uses a stack instead of recursion.
 fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: AgentFrameSink<'_>) -> Result<(), SendError> {
     let first = entry(PathBuf::new(), EntryType::Directory, meta);
     send_entry(&first, out)?;
@@ -144,7 +146,8 @@ fn directory(root: &Path, meta: &Metadata, list: ReadDir, out: AgentFrameSink<'_
     Ok(())
 }
 
-/// Sends one directory entry, or begins a subdirectory. Returns the reason if the entry is skipped.
+/// Sends an entry of a directory. If the entry is a subdirectory, only opens and returns it.
+/// Returns an inner error with the reason if the entry is skipped.
 fn child(
     here: &Path,
     path: PathBuf,

@@ -4,8 +4,8 @@
 /// Signals that background processes of a shell and processes under nohup(1) ignore.
 const IGNORED: [libc::c_int; 3] = [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP];
 
-/// Resets the signals in `IGNORED` to their default actions. Otherwise, commands that the agent
-/// starts would inherit ignored signals, and Ctrl-C would not terminate them.
+/// Resets the signals in [`IGNORED`] to their default actions. Commands inherit ignored signals, so
+/// Ctrl-C would otherwise not terminate a command of the agent.
 pub fn reset_ignored() {
     for signal in IGNORED {
         // SAFETY: SIG_DFL installs no handler, so no code of this program can run in signal
@@ -23,10 +23,10 @@ mod tests {
 
     use super::*;
 
-    /// Environment variable that contains the signal to raise, for the child process that
-    /// [`terminating_signal`] starts.
+    /// Environment variable with the number of the signal that the child process raises.
     const SIGNAL: &str = "PERFVISOR_TEST_SIGNAL";
-    /// Environment variable that makes the child process call [`reset_ignored`] first.
+    /// Environment variable that makes the child process call [`reset_ignored`] before it raises
+    /// the signal.
     const USUAL: &str = "PERFVISOR_TEST_USUAL";
 
     /// Body of the child process that [`terminating_signal`] starts. Does nothing in a normal test
@@ -40,8 +40,8 @@ mod tests {
         raise(signal.parse::<Signal>().unwrap()).unwrap();
     }
 
-    /// Returns the signal that terminates a process that is started with `signal` ignored and then
-    /// raises it.
+    /// Starts a process with `signal` ignored, which raises `signal`, and returns the signal that
+    /// terminates it, if any.
     fn terminating_signal(signal: Signal, reset_ignored: bool) -> Option<i32> {
         let script = "ulimit -c 0; trap '' INT QUIT HUP; exec \"$@\"";
         let mut command = Command::new("sh");
@@ -59,7 +59,7 @@ mod tests {
         output.status.signal()
     }
 
-    /// Ctrl-C terminates the commands of an agent that was started in the background or by nohup.
+    /// Signals terminate the commands of an agent that was started in the background or by nohup.
     #[test]
     fn reset_signal_terminates_process() {
         for number in IGNORED {

@@ -36,8 +36,8 @@ fn exec(argv: &[&str], terminal: Option<Terminal>) -> AgentOperation {
     })
 }
 
-/// Frames that a test received from the agent: the payloads by frame type, and the last frame of
-/// the command.
+/// What a test received from the agent: the command's output, the number of acknowledged input
+/// bytes, and the last frame.
 struct Outcome {
     stdout: Vec<u8>,
     stderr: Vec<u8>,

@@ -5,47 +5,54 @@ use std::io::{self, Read, Write};
 
 /// Maximum length of a payload, in bytes. Longer data is split.
 pub const MAX_PAYLOAD: usize = 128 << 10;
-/// Maximum amount of unacknowledged standard input, in bytes. The host stops sending until it
-/// receives [`FrameKind::Taken`], so that signals are not delayed by input that the command does
-/// not read.
+/// Maximum amount of unacknowledged standard input, in bytes. When it is reached, the host waits
+/// for [`FrameKind::Taken`] before it sends more. Signals are therefore not delayed by input that
+/// the command does not read.
 pub const INPUT_WINDOW: u32 = 256 << 10;
 
 const HEADER: usize = 5;
 
-/// Type of a frame, with its sender.
+/// Type of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
-    /// Host: the request, a [`crate::request::AgentRequest`] as JSON. Sent once, in the first
-    /// frame.
+    /// Request, sent once by the host as its first frame. The payload is a
+    /// [`crate::request::AgentRequest`] as JSON.
     Request = 1,
-    /// Agent: the request has been accepted.
+    /// Acceptance of the request, sent by the agent.
     Accepted = 2,
-    /// Either side: the request has been rejected or aborted, with the reason as text.
+    /// Rejection or abortion of the request, sent by either side. The payload is the reason as
+    /// text.
     Refused = 3,
-    /// Host: standard input of the command. An empty payload is end of file.
+    /// Standard input of the command, sent by the host. An empty payload means end of file.
     Stdin = 4,
-    /// Agent: number of input bytes that the command has read (4 bytes). 0 acknowledges a signal.
+    /// Number of standard input bytes that the command has read (4 bytes), sent by the agent. 0
+    /// acknowledges a signal.
     Taken = 5,
-    /// Agent: standard output of the command.
+    /// Standard output of the command, sent by the agent.
     Stdout = 6,
-    /// Agent: standard error of the command.
+    /// Standard error of the command, sent by the agent.
     Stderr = 7,
-    /// Host: a signal for the command (signal number, 4 bytes).
+    /// Signal for the command, sent by the host. The payload is the signal number (4 bytes).
     Signal = 8,
-    /// Host: the new terminal size (rows and columns, 2 bytes each).
+    /// New size of the command's terminal, sent by the host. The payload consists of rows and
+    /// columns (2 bytes each).
     Resize = 9,
-    /// Agent: the command has exited, a [`crate::request::CommandExit`] as JSON.
+    /// Exit of the command, sent by the agent. The payload is a [`crate::request::CommandExit`] as
+    /// JSON.
     Exit = 10,
-    /// Sender: the next entry of a tree, a [`crate::entry::FileTreeEntry`].
+    /// Header of the next entry of a tree, sent by the sender of the tree. The payload is a
+    /// [`crate::entry::FileTreeEntry`].
     TreeEntry = 11,
-    /// Sender: contents of the current file.
+    /// Chunk of the current file's contents, sent by the sender of the tree.
     Data = 12,
-    /// Sender: end of the current file.
+    /// End of the current file, sent by the sender of the tree.
     FileEnd = 13,
-    /// Sender: end of the tree. Receiver: the tree is complete.
+    /// End of the tree, sent by the sender of the tree. The receiver replies with the same type
+    /// when the tree is complete.
     Done = 14,
-    /// Sender: an entry has been skipped, with its path and the reason as text.
+    /// Notice that an entry has been skipped, sent by the sender of the tree. The payload is the
+    /// path and the reason as text.
     Skipped = 15,
 }
 
@@ -71,7 +78,8 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Returns the payload as a little-endian number, or `None` if it is not four bytes long.
+    /// Decodes the payload as a 32-bit little-endian number. Returns `None` if it is not four bytes
+    /// long.
     pub fn number(&self) -> Option<u32> {
         Some(u32::from_le_bytes(self.payload.as_slice().try_into().ok()?))
     }
@@ -92,10 +100,10 @@ pub enum WireError {
     /// The connection failed or ended within a frame.
     #[error("the connection was lost")]
     Io(#[from] io::Error),
-    /// The type is unknown.
+    /// The frame has an unknown type.
     #[error("protocol error: the peer sent an unknown frame (kind {0})")]
     FrameKind(u8),
-    /// The length exceeds [`MAX_PAYLOAD`].
+    /// The payload length exceeds [`MAX_PAYLOAD`].
     #[error("protocol error: the peer sent a frame of {0} bytes; must be at most {MAX_PAYLOAD}")]
     TooLong(u32),
 }

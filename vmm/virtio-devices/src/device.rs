@@ -12,11 +12,11 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::rate_limiter::RateLimiter;
 
-/// Error returned when a device cannot be activated. The transport logs the error and sets
+/// Error returned when a device cannot be activated. The transport then logs the error and sets
 /// DEVICE_NEEDS_RESET.
 #[derive(Debug, Error)]
 pub enum ActivateError {
-    /// The host denied a resource that the device's thread needs.
+    /// The host failed to provide a resource that the device's thread needs.
     #[error("{what} failed")]
     Host {
         /// The operation that failed.
@@ -25,13 +25,13 @@ pub enum ActivateError {
         #[source]
         source: io::Error,
     },
-    /// The driver configured the device in an unsupported way.
+    /// The driver requested an unsupported feature, which the string names.
     #[error("the driver requested an unsupported feature: {0}")]
     Driver(&'static str),
 }
 
-/// An interrupt of the device: the MSI-X vector that the guest assigned to a queue or to
-/// configuration changes. Without a vector, raising the interrupt has no effect.
+/// An interrupt of a device: the MSI-X vector that the guest has assigned to a queue or to
+/// configuration changes. If the guest has assigned none, raising the interrupt has no effect.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceInterrupt(Option<Arc<EventFd>>);
 
@@ -58,8 +58,8 @@ impl DeviceInterrupt {
     }
 }
 
-/// Notifies the driver of a configuration change (virtio 1.2, 2.5) or of the need for a device
-/// reset (2.1.2).
+/// Notifies the driver that the device configuration has changed (virtio 1.2, 2.5), or that the
+/// device needs a reset (2.1.2).
 #[derive(Clone, Debug, Default)]
 pub struct ConfigChangeNotifier {
     generation: Arc<AtomicU8>,
@@ -68,9 +68,9 @@ pub struct ConfigChangeNotifier {
 }
 
 impl ConfigChangeNotifier {
-    /// Creates a notifier that increments the configuration generation `generation` on each change
-    /// and sets `broken` to report DEVICE_NEEDS_RESET. To detect a concurrent change, the driver
-    /// reads the generation before and after it reads the configuration.
+    /// Creates a notifier. A configuration change increments `generation`, which the driver reads
+    /// before and after the configuration to detect a concurrent change. `broken` is set to report
+    /// DEVICE_NEEDS_RESET.
     pub fn new(generation: Arc<AtomicU8>, broken: Arc<AtomicBool>, interrupt: DeviceInterrupt) -> Self {
         Self {
             generation,
@@ -86,26 +86,26 @@ impl ConfigChangeNotifier {
         self.tell();
     }
 
-    /// Increments the configuration generation and raises the configuration-change interrupt. Call
-    /// this after the configuration has changed.
+    /// Increments the configuration generation and raises the configuration-change interrupt. The
+    /// caller must have changed the configuration before.
     pub fn tell(&self) {
         self.generation.fetch_add(1, Ordering::Release);
         self.interrupt.raise();
     }
 }
 
-/// A callback that terminates the machine if a device thread ends unexpectedly. The guest would
+/// A callback that terminates the machine when a device thread ends unexpectedly. The guest would
 /// otherwise wait forever for the device.
 #[derive(Clone, Default)]
 pub struct DeviceFailureCallback(Option<Arc<dyn Fn() + Send + Sync>>);
 
 impl DeviceFailureCallback {
-    /// Creates the callback. Device threads call `end`, which must not wait for them.
+    /// Creates a callback that calls `end`. Device threads call it, so it must not wait for them.
     pub fn new(end: Arc<dyn Fn() + Send + Sync>) -> Self {
         Self(Some(end))
     }
 
-    /// Terminates the machine because a device thread has ended unexpectedly.
+    /// Terminates the machine.
     pub fn take(&self) {
         if let Some(end) = &self.0 {
             end();
@@ -126,26 +126,27 @@ pub struct ActiveQueue {
     pub queue: Queue,
     /// Eventfd that is signalled when the driver adds buffers.
     pub kick: Arc<EventFd>,
-    /// The interrupt to raise after buffers are used, subject to `QueueT::needs_notification`.
+    /// Interrupt to raise after the device has used buffers, unless `QueueT::needs_notification`
+    /// returns `false`.
     pub interrupt: DeviceInterrupt,
 }
 
-/// Resources that a device receives when its driver sets DRIVER_OK.
+/// Resources that the transport passes to a device when the driver sets DRIVER_OK.
 #[derive(Debug)]
 pub struct DeviceActivation {
     /// Guest memory. The guest may modify its contents at any time.
     pub memory: GuestMemoryMmap,
     /// Feature bits that the driver accepted, a subset of the offered bits.
     pub features: u64,
-    /// One element per entry of [`VirtioDevice::queue_max_sizes`], `None` for a queue that the
-    /// driver left disabled.
+    /// The device's queues, one element per entry of [`VirtioDevice::queue_max_sizes`]. `None` for
+    /// a queue that the driver has not enabled.
     pub queues: Vec<Option<ActiveQueue>>,
-    /// `true` if the device was stopped for a snapshot and now continues with a driver that was
-    /// already using it.
+    /// `true` if the device continues after a snapshot with a driver that was already using it.
     pub resumed: bool,
     /// Notifier for configuration changes.
     pub config_change: ConfigChangeNotifier,
-    /// Callback to pass to [`crate::worker::DeviceWorker::spawn`].
+    /// Callback to pass to [`crate::worker::DeviceWorker::spawn`], which calls it when the device's
+    /// thread ends unexpectedly.
     pub fatal_error_callback: DeviceFailureCallback,
 }
 

@@ -4,7 +4,8 @@ use std::str::FromStr;
 
 use super::PAGES_PER_MIB;
 
-/// Maximum size of a balloon in MiB. The driver receives the size as a 32-bit number of pages.
+/// Maximum size of a balloon, in MiB. The virtio configuration contains the size as a 32-bit number
+/// of pages.
 pub const MAX_SIZE_MIB: u32 = u32::MAX / PAGES_PER_MIB;
 
 /// Configuration of a balloon device.
@@ -12,16 +13,18 @@ pub const MAX_SIZE_MIB: u32 = u32::MAX / PAGES_PER_MIB;
 pub struct BalloonConfig {
     /// Initial target size in MiB.
     pub size_mib: u32,
-    /// `true` if the guest deflates the balloon before it kills a process for lack of memory.
+    /// `true` if the guest may deflate the balloon when it would otherwise kill a process for lack
+    /// of memory.
     pub deflate_on_oom: bool,
-    /// Interval between two updates of the guest's memory statistics in seconds, 0 for none.
+    /// Interval between two updates of the guest's memory statistics, in seconds. 0 disables
+    /// statistics.
     pub statistics_interval_s: u16,
     /// `true` if the guest reports free pages, which are released to the host.
     pub free_page_reporting: bool,
 }
 
 impl BalloonConfig {
-    /// Returns whether statistics are offered to the driver.
+    /// Returns whether the device offers memory statistics to the driver.
     pub fn has_statistics(&self) -> bool {
         self.statistics_interval_s > 0
     }

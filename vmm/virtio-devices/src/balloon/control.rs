@@ -16,10 +16,10 @@ use crate::device::ConfigChangeNotifier;
 pub(super) const CONFIG_BYTES: usize = 8;
 /// Offset of the actual size in the device configuration. The driver writes this field.
 const ACTUAL: usize = 4;
-/// Length of the state in a snapshot in bytes.
+/// Length of the balloon's state in a snapshot, in bytes.
 const STATE_BYTES: usize = 10;
 
-/// Error returned when an operator's request is refused.
+/// Error returned when an operator's request to the balloon is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalloonRequestError {
     /// The balloon would be larger than the guest's memory.
@@ -32,7 +32,8 @@ pub enum BalloonRequestError {
         /// Size of the guest's memory in MiB.
         memory_mib: u64,
     },
-    /// Statistics cannot be enabled or disabled, because the driver negotiates them when it starts.
+    /// The request would enable or disable statistics, which is possible only before the driver
+    /// starts.
     #[error("statistics cannot be enabled or disabled after the start of the VM")]
     StatisticsStateChange,
 }
@@ -46,13 +47,14 @@ pub struct BalloonState {
     pub actual_pages: u32,
     /// Configuration of the balloon, with the current target and interval.
     pub config: BalloonConfig,
-    /// Number of bytes released to the host so far. A page counts each time that it is released.
+    /// Number of bytes released to the host so far. A page that is released several times is
+    /// counted each time.
     pub released_bytes: u64,
-    /// Guest statistics, or `None` if the driver has sent none.
+    /// Memory statistics of the guest, or `None` if the driver has not sent any.
     pub statistics: Option<GuestMemoryStatistics>,
 }
 
-/// Shared state of the device and its operators. All methods return immediately.
+/// State of the balloon that the device and its operators share. No method waits for the guest.
 #[derive(Debug)]
 pub struct BalloonControl {
     config: BalloonConfig,
@@ -165,13 +167,14 @@ impl BalloonControl {
         self.released_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Discards the values that the driver has reported. A new driver has an empty balloon.
+    /// Discards the actual size and the statistics that the driver has reported, because a new
+    /// driver starts with an empty balloon.
     pub(super) fn reset(&self) {
         self.actual_pages.store(0, Ordering::Release);
         *lock(&self.statistics) = None;
     }
 
-    /// Returns the device configuration.
+    /// Returns the device configuration: target and actual size in pages.
     pub(super) fn config_bytes(&self) -> [u8; CONFIG_BYTES] {
         let target = u64::from(self.target_pages.load(Ordering::Acquire));
         let actual = u64::from(self.actual_pages.load(Ordering::Acquire));

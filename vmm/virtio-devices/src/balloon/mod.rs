@@ -47,20 +47,20 @@ use pages::{InflatedPages, PageRange, reported_ranges};
 use release::{PageReleaser, RamOrigin};
 use statistics::GuestMemoryStatistics;
 
-/// Name of the device.
+/// Name of the balloon device in messages and snapshots.
 pub const DEVICE_NAME: &str = "balloon0";
 /// Number of pages of the balloon per MiB.
 pub const PAGES_PER_MIB: u32 = 256;
 
-/// Feature bits (virtio 1.2, 5.5.3).
+/// Feature bit: the device has a statistics queue (virtio 1.2, 5.5.3).
 const VIRTIO_BALLOON_F_STATS_VQ: u32 = 1;
 const VIRTIO_BALLOON_F_DEFLATE_ON_OOM: u32 = 2;
 const VIRTIO_BALLOON_F_PAGE_REPORTING: u32 = 5;
-/// Size of each queue, in entries.
+/// Maximum size of each queue, in entries.
 const QUEUE_SIZE: u16 = 128;
-/// Sizes of all queues.
+/// Maximum sizes of the inflate, deflate, statistics and reporting queues.
 const QUEUE_SIZES: [u16; 4] = [QUEUE_SIZE; 4];
-/// Delay of the first update after the statistics interval has changed.
+/// Delay of the first statistics update after a change of the interval.
 const FIRST_UPDATE: Duration = Duration::from_millis(1);
 
 /// A virtio balloon device.
@@ -68,7 +68,7 @@ const FIRST_UPDATE: Duration = Duration::from_millis(1);
 pub struct BalloonDevice {
     config: BalloonConfig,
     control: Arc<BalloonControl>,
-    /// Page releaser, shared with the device's thread, which locks it while it processes a queue.
+    /// Page releaser. The device's thread locks it while it processes the queues.
     releaser: Arc<Mutex<PageReleaser>>,
     worker: Option<DeviceWorker>,
 }
@@ -192,12 +192,12 @@ impl VirtioDevice for BalloonDevice {
     }
 }
 
-/// The statistics queue. The driver keeps one buffer in the queue, and fills and adds it again each
-/// time the device returns it.
+/// The statistics queue. The driver keeps one buffer in the queue. Each time the device returns the
+/// buffer, the driver fills it with new statistics and adds it again.
 ///
-/// The device reads the buffer when it arrives, and returns it only when the next update is due.
-/// The device's position in the available ring therefore always equals the position of the used
-/// ring, as a snapshot requires.
+/// The device reads the buffer as soon as it is available, but returns it only when the next update
+/// is due. The device's position in the available ring therefore always equals its position in the
+/// used ring, as a snapshot requires.
 struct StatisticsQueue {
     active: ActiveQueue,
     timer: TimerFd,
@@ -221,7 +221,7 @@ impl StatisticsQueue {
         Ok(Some(statistics))
     }
 
-    /// Returns the first buffer to the driver, which fills it with new statistics.
+    /// Requests new statistics by returning the buffer in the queue to the driver.
     fn update(&mut self, memory: &GuestMemoryMmap) -> Result<(), VirtqueueError> {
         let ActiveQueue { queue, interrupt, .. } = &mut self.active;
         let Some(chain) = queue.iter(memory)?.next() else {
@@ -255,7 +255,7 @@ struct BalloonHandler {
 }
 
 impl BalloonHandler {
-    /// Processes all queues of the balloon.
+    /// Processes all requests in the queues of the balloon.
     fn serve(&mut self) -> Result<(), VirtqueueError> {
         let memory = &self.memory;
         let mut releaser = self.releaser.lock().unwrap_or_else(PoisonError::into_inner);
@@ -279,7 +279,8 @@ impl BalloonHandler {
         Ok(())
     }
 
-    /// Handles events of the statistics timer and of a change of the statistics interval.
+    /// Handles an event of the file descriptor `fd`: the statistics timer has expired, or the
+    /// statistics interval has changed.
     fn serve_timer(&mut self, fd: i32) -> Result<(), VirtqueueError> {
         let Some(queue) = &mut self.statistics else {
             return Ok(());
@@ -294,7 +295,7 @@ impl BalloonHandler {
         Ok(())
     }
 
-    /// Arms the timer that requests statistics: after `first`, then at the configured interval.
+    /// Arms the statistics timer. It expires after `first` and then at the configured interval.
     fn arm(&mut self, first: Duration) {
         let interval = Duration::from_secs(self.control.interval_s().into());
         if let Some(queue) = &mut self.statistics
@@ -305,7 +306,7 @@ impl BalloonHandler {
     }
 }
 
-/// Releases the pages of a chain to the host.
+/// Releases page ranges to the host and adds their size to the number of released bytes.
 fn release_ranges(
     releaser: &mut PageReleaser,
     memory: &GuestMemoryMmap,

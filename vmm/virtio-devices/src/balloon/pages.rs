@@ -1,5 +1,5 @@
-//! Pages that the driver gives to the device: page frame numbers of the inflate queue, and buffers
-//! of the reporting queue.
+//! Parses the pages that the driver gives to the device: page frame numbers in the inflate queue,
+//! and buffers in the reporting queue.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -7,10 +7,11 @@ use crate::serve::GuestDescriptorChain;
 
 /// Size of a page of the balloon in bytes, on every architecture (virtio 1.2, 5.5.6).
 pub const PAGE_BYTES: u64 = 4096;
-/// Maximum number of page frame numbers taken from one chain. Further pages remain allocated on the
-/// host. Linux sends at most 256, Windows 1024.
+/// Maximum number of page frame numbers read from one descriptor chain. Further pages are not
+/// released. Linux sends at most 256, Windows 1024.
 pub const MAX_CHAIN_PAGES: usize = 4096;
-/// Maximum number of buffers taken from one chain of the reporting queue. Linux sends at most 32.
+/// Maximum number of buffers processed in one descriptor chain of the reporting queue. Linux sends
+/// at most 32.
 pub const MAX_CHAIN_BUFFERS: usize = 256;
 
 /// A range of guest-physical addresses in whole pages.
@@ -22,13 +23,13 @@ pub struct PageRange {
     pub bytes: u64,
 }
 
-/// Page frame numbers of inflate chains. The buffer is reused for each chain.
+/// A reusable buffer for the page frame numbers of a descriptor chain in the inflate queue.
 #[derive(Debug, Default)]
 pub struct InflatedPages(Vec<u32>);
 
 impl InflatedPages {
-    /// Reads the page frame numbers in a chain and returns them as ascending ranges without
-    /// overlaps. The numbers may be repeated, in any order, and outside guest RAM.
+    /// Reads the page frame numbers in a descriptor chain and merges them into ascending ranges
+    /// without overlaps. The untrusted numbers may be repeated, unordered or outside guest RAM.
     pub fn read(
         &mut self,
         memory: &GuestMemoryMmap,
@@ -62,7 +63,7 @@ impl InflatedPages {
     }
 }
 
-/// Returns the whole pages in the buffers of a reporting chain, in the order of the chain.
+/// Returns the ranges of whole pages in the buffers of a reporting queue chain.
 pub fn reported_ranges(chain: GuestDescriptorChain<'_>) -> impl Iterator<Item = PageRange> {
     let buffers = chain.writable().take(MAX_CHAIN_BUFFERS);
     buffers.filter_map(|buffer| {

@@ -21,9 +21,8 @@ use vm_memory::{Address, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
 
 use super::pages::PageRange;
 
-/// Maximum number of mappings that are added to the process when pages of a snapshot's memory file
-/// are replaced with anonymous memory. The kernel allows 65,530 mappings per process by default
-/// (`vm.max_map_count`).
+/// Maximum number of mappings that replacing pages of a snapshot's memory file may add to the
+/// process. The kernel allows 65,530 mappings per process by default (`vm.max_map_count`).
 const MAX_MAPPINGS: usize = 16 << 10;
 
 /// Origin of the guest's RAM.
@@ -35,7 +34,7 @@ pub enum RamOrigin {
     Snapshot,
 }
 
-/// Releaser of guest memory pages to the host.
+/// Releases pages of guest memory to the host.
 #[derive(Debug)]
 pub struct PageReleaser {
     origin: RamOrigin,
@@ -88,7 +87,8 @@ impl PageReleaser {
     }
 }
 
-/// Returns the host address of a guest-physical address in `region`, and the length up to `end`.
+/// Returns the host address of the guest-physical address `start` in `region`, and the number of
+/// bytes up to `end`.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn host_range(region: &GuestRegionMmap, start: u64, end: u64) -> (*mut libc::c_void, usize) {
     let first = region.start_addr().raw_value();
@@ -129,11 +129,12 @@ fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
 /// guest could release every second page until the process had no mappings left for its own memory.
 #[derive(Debug, Default)]
 struct ReplacedRanges {
-    /// Range ends, keyed by range start. No two ranges are adjacent.
+    /// Replaced ranges, as end address by start address. Adjacent ranges are merged.
     ranges: BTreeMap<u64, u64>,
-    /// Upper bound of the number of mappings added. The kernel merges a new anonymous mapping with
-    /// at least one anonymous neighbour. If both neighbours have been written, it does not merge
-    /// them with each other.
+    /// Upper bound of the number of mappings that the replaced ranges have added to the process.
+    ///
+    /// The kernel merges a new anonymous mapping with at least one anonymous neighbor. If both
+    /// neighbors have been written, it does not merge them with each other.
     mappings: usize,
 }
 
@@ -143,8 +144,8 @@ impl ReplacedRanges {
         before.is_some_and(|(_, last)| *last >= end)
     }
 
-    /// Returns the starts of the stored ranges that overlap or adjoin the range from `start` to
-    /// `end`.
+    /// Returns the start addresses of the replaced ranges that overlap or adjoin the range from
+    /// `start` to `end`.
     fn touching(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
         let below = self.ranges.range(..=end).rev();
         below

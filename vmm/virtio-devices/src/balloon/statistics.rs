@@ -5,12 +5,13 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 
 use crate::serve::GuestDescriptorChain;
 
-/// Number of known statistics. Statistics from [`StatisticTag::OomKills`] onwards are newer than
-/// virtio 1.2.
+/// Number of memory statistics that the device knows. Those from [`StatisticTag::OomKills`] onwards
+/// are newer than virtio 1.2.
 const STATISTICS: usize = 16;
-/// Size of one statistic in bytes: a 16-bit tag and a 64-bit value, both little-endian and unaligned.
+/// Size of one statistic in the driver's buffer, in bytes: a 16-bit tag and a 64-bit value, both
+/// little-endian and unaligned.
 const ENTRY_BYTES: usize = 10;
-/// Maximum number of bytes read from a chain.
+/// Maximum number of bytes read from a descriptor chain of the statistics queue.
 const MAX_BYTES: usize = 64 * ENTRY_BYTES;
 
 /// A statistic of the guest's memory. The discriminant is the tag in the driver's buffer.
@@ -51,18 +52,19 @@ pub enum StatisticTag {
     DirectReclaim,
 }
 
-/// The guest's memory statistics.
+/// The guest's memory statistics, indexed by [`StatisticTag`]. `None` for a statistic that the
+/// driver has not sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GuestMemoryStatistics([Option<u64>; STATISTICS]);
 
 impl GuestMemoryStatistics {
-    /// Returns a statistic, or `None` if the driver has not sent it.
+    /// Returns the value of the statistic `tag`, or `None` if the driver has not sent it.
     pub fn get(&self, tag: StatisticTag) -> Option<u64> {
         self.0[tag as usize]
     }
 
-    /// Reads the statistics in a chain. Unknown tags are ignored, and the last value of a repeated
-    /// tag is used. Bytes outside guest RAM end the list.
+    /// Reads the statistics in a descriptor chain. Ignores unknown tags and uses the last value of
+    /// a repeated tag. Stops at a buffer outside guest RAM.
     pub fn read(memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> Self {
         let mut bytes = [0; MAX_BYTES];
         let mut filled = 0;

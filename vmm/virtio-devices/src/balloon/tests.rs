@@ -10,7 +10,7 @@ use crate::serve::testing::{
     BUFFERS, Driver, DriverView, HOSTILE, MEMORY_BYTES, activation, memory, wait_until,
 };
 
-/// First page that the tests give to the balloon.
+/// Frame number of the first page that the tests give to the balloon.
 const FIRST_PFN: u32 = 0x280;
 const WRITE: u16 = 2;
 
@@ -27,7 +27,7 @@ fn balloon(config: BalloonConfig) -> BalloonDevice {
     BalloonDevice::new(config, MEMORY_BYTES as u64, RamOrigin::Empty).unwrap()
 }
 
-/// Returns the driver's ends of the inflate, deflate, statistics and reporting queues.
+/// Returns the driver's side of the inflate, deflate, statistics and reporting queues.
 fn drivers(memory: &GuestMemoryMmap) -> [Driver<'_>; 4] {
     [0x1000, 0x4000, 0x7000, 0xA000].map(|start| Driver::at(memory, 64, start))
 }
@@ -44,8 +44,8 @@ fn activate(balloon: &mut BalloonDevice, memory: &GuestMemoryMmap, drivers: &[Dr
     view
 }
 
-/// Offers the page frame numbers `pfns` in a chain that starts at descriptor `head`, and waits
-/// until the device returns the chain.
+/// Offers a descriptor chain with the page frame numbers `pfns` to the device, and waits until the
+/// device returns it. `head` is the chain's first descriptor.
 #[track_caller]
 fn send_pages(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, head: u16, pfns: &[u32]) {
     let bytes: Vec<u8> = pfns.iter().flat_map(|pfn| pfn.to_le_bytes()).collect();
@@ -56,7 +56,7 @@ fn send_pages(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, head: u16, pfns
     driver.wait_until_used(used + 1);
 }
 
-/// Offers a chain and notifies the device.
+/// Offers a descriptor chain and notifies the device.
 fn send(driver: &mut Driver<'_>, head: u16, chain: &[Descriptor]) {
     driver.offer_chain(head, chain);
     driver.kick();
@@ -94,8 +94,8 @@ fn inflated_pages_are_released_and_deflated_ones_acknowledged() {
     assert_eq!(balloon.control().state().released_bytes, 8 * PAGE_BYTES);
 }
 
-/// Page frame numbers that are outside RAM or repeated, or that exceed the limit per chain, do not
-/// cause other pages to be released, and the next chain is processed.
+/// Invalid page frame numbers (outside RAM, repeated, or beyond the limit per chain) do not release
+/// other pages. The device processes the next chain.
 #[test]
 fn hostile_page_numbers_are_ignored() {
     let memory = memory();
@@ -129,8 +129,8 @@ fn hostile_page_numbers_are_ignored() {
     );
 }
 
-/// The guest may release the pages of its own queues. The device stops or continues, and works
-/// again after a reset.
+/// The guest may release the pages of its own queues. The device may stop, but works again after a
+/// reset.
 #[test]
 fn release_of_the_queues_does_not_break_the_device() {
     let memory = memory();
@@ -210,8 +210,8 @@ fn reported_pages_are_released_in_whole_pages() {
     assert_eq!(balloon.control().state().released_bytes, 3 * PAGE_BYTES);
 }
 
-/// A feature that the driver does not accept has no queue, so the reporting queue has index 2 if
-/// statistics are not accepted.
+/// The queue of a feature that the driver does not accept is omitted. For example, the reporting
+/// queue has index 2 without statistics.
 #[test]
 fn queues_follow_the_accepted_features() {
     let memory = memory();
@@ -269,7 +269,8 @@ fn target_change_notifies_the_driver() {
     );
 }
 
-/// The driver can write only the actual size, in accesses of any width and at any offset.
+/// In the device configuration, the driver can write only the actual size, in accesses of any width
+/// and at any offset.
 #[test]
 fn driver_writes_the_actual_size_only() {
     let mut balloon = balloon(config());
@@ -299,8 +300,9 @@ fn entry(tag: u16, value: u64) -> Vec<u8> {
     [&tag.to_le_bytes()[..], &value.to_le_bytes()[..]].concat()
 }
 
-/// The statistics buffer is read when it arrives, and returned when an update is due. Unknown and
-/// incomplete statistics are ignored, and the last value of a repeated statistic is used.
+/// The device reads the statistics buffer as soon as it is available, and returns it when an update
+/// is due. Unknown and incomplete statistics are ignored, and the last value of a repeated
+/// statistic is used.
 #[test]
 fn statistics_are_read_and_updated() {
     let memory = memory();
@@ -356,8 +358,8 @@ fn statistics_cannot_be_switched_on_or_off() {
     assert_eq!(without.control().set_statistics_interval(0), Ok(()));
 }
 
-/// Target size, actual size and statistics interval of a balloon survive a snapshot. The statistics
-/// buffer that the device had not returned is read again.
+/// The target size, actual size and statistics interval of a balloon survive a snapshot. The
+/// restored device reads the statistics buffer in the queue again.
 #[test]
 fn restored_balloon_continues() {
     let memory = memory();

@@ -1,18 +1,18 @@
 //! Escape sequences with which a terminal user leaves a guest's console.
 
-/// Ctrl-A, the prefix of commands to the VMM.
+/// The byte of Ctrl-A, the prefix of key sequences for the VMM.
 const ESCAPE: u8 = 0x01;
 
-/// Meaning of a byte from the keyboard.
+/// Action for a byte that the user types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyAction {
-    /// Input for the guest.
+    /// Send this byte to the guest.
     Guest(u8),
-    /// The key sequence Ctrl-A x, which terminates the VM.
+    /// Terminate the VM (key sequence Ctrl-A x).
     Quit,
-    /// The key sequence Ctrl-A h, which lists the keys.
+    /// List the key sequences (Ctrl-A h).
     Help,
-    /// No action: the byte is the prefix or an unknown second byte of an escape sequence.
+    /// Do nothing, because the byte is the prefix or completes an unknown key sequence.
     Nothing,
 }
 
@@ -24,7 +24,7 @@ pub struct EscapeParser {
 }
 
 impl EscapeParser {
-    /// Processes the next byte from the terminal.
+    /// Processes the next byte from the terminal and returns the action to take.
     pub fn feed(&mut self, byte: u8) -> KeyAction {
         if !std::mem::take(&mut self.pending) {
             if byte == ESCAPE {

@@ -36,10 +36,10 @@ const VIRTIO_CONSOLE_F_SIZE: u32 = 0;
 /// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
-/// Sink of the guest's output, which is kept across device resets.
+/// Writer that receives the guest's output. It is kept across device resets.
 type OutputSink = Arc<Mutex<Box<dyn Write + Send>>>;
 
-/// A virtio console device.
+/// A virtio console device with one port.
 pub struct VirtioConsole {
     output: OutputSink,
     port: Arc<ConsolePort>,
@@ -91,8 +91,8 @@ impl VirtioDevice for VirtioConsole {
         read_config_bytes(&self.port.config(), offset, data);
     }
 
-    /// Returns `None`, that is, a snapshot may include the device. The window size may differ when
-    /// the snapshot is restored, which the guest sees as a resize.
+    /// Returns `None`, because a snapshot may include the device. If the window size differs after
+    /// the restore, the guest sees a resize.
     fn unsupported_in_snapshot(&self) -> Option<&'static str> {
         None
     }

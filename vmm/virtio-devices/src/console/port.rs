@@ -26,8 +26,8 @@ pub struct TerminalSize {
 #[derive(Debug, Default)]
 struct PendingInput {
     bytes: VecDeque<u8>,
-    /// `true` if input was rejected because the buffer was full, and the sender awaits a
-    /// notification.
+    /// `true` if input was rejected because the buffer was full, and the sender has not been
+    /// notified of free space yet.
     refused: bool,
 }
 
@@ -39,7 +39,8 @@ pub struct ConsolePort {
     /// Eventfd that notifies the device's thread of new input.
     input_event: EventFd,
     room: EventFd,
-    /// Columns and rows in configuration layout (virtio 1.2, 5.3.4), 0 if unknown.
+    /// Window size in the layout of the device configuration: columns and rows (virtio 1.2, 5.3.4).
+    /// 0 if unknown.
     size: AtomicU32,
     change: Mutex<Option<ConfigChangeNotifier>>,
 }
@@ -49,8 +50,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ConsolePort {
-    /// Creates a port without a device. `size` has the same meaning as in
-    /// [`super::VirtioConsole::new`].
+    /// Creates the port of a console. `size` is the size of the terminal window, if there is one.
     ///
     /// # Errors
     /// Returns an error if the host has run out of file descriptors.
@@ -79,8 +79,8 @@ impl ConsolePort {
         count
     }
 
-    /// Returns the eventfd that is signalled when buffer space becomes available after
-    /// [`ConsolePort::send`] rejected input.
+    /// Returns the eventfd that the device signals when the buffer has space again, after
+    /// [`ConsolePort::send`] has rejected input.
     pub fn room(&self) -> &EventFd {
         &self.room
     }
@@ -96,7 +96,7 @@ impl ConsolePort {
         }
     }
 
-    /// Returns the first four bytes of the configuration: columns and rows.
+    /// Returns the window size in the layout of the device configuration: columns and rows.
     pub(super) fn config(&self) -> [u8; 4] {
         self.size.load(Ordering::Acquire).to_le_bytes()
     }
@@ -113,7 +113,8 @@ impl ConsolePort {
         !lock(&self.waiting).bytes.is_empty()
     }
 
-    /// Moves pending input to the buffers of a chain and returns the number of bytes.
+    /// Moves pending input to the writable buffers of a descriptor chain and returns the number of
+    /// bytes moved.
     pub(super) fn fill(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> u32 {
         let mut waiting = lock(&self.waiting);
         let mut written = 0;

@@ -10,10 +10,10 @@ use super::port::ConsolePort;
 use crate::device::ActiveQueue;
 use crate::serve::{GuestDescriptorChain, VirtqueueError, serve_queue, serve_queue_while};
 
-/// Maximum number of output bytes taken from one chain. Further bytes are discarded. Linux sends at
-/// most one page.
+/// Maximum number of output bytes taken from one descriptor chain. Further bytes are discarded.
+/// Linux sends at most one page.
 pub const MAX_OUTPUT_BYTES: usize = 64 << 10;
-/// Number of bytes copied in one step.
+/// Maximum number of output bytes that are copied from guest memory at a time.
 const CHUNK_BYTES: usize = 4096;
 
 /// The driver's two queues.
@@ -59,8 +59,8 @@ impl ConsoleQueues {
     }
 }
 
-/// Writes the bytes of a chain to `sink`. Bytes that the sink does not accept are discarded, as on
-/// an unconnected serial line.
+/// Writes the output in a descriptor chain to `sink`. Bytes that the sink does not accept are
+/// discarded, as on an unconnected serial line.
 pub(super) fn take(sink: &mut dyn Write, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) {
     let mut left = MAX_OUTPUT_BYTES;
     let mut chunk = [0; CHUNK_BYTES];

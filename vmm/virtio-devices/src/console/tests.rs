@@ -31,7 +31,7 @@ impl Write for TestSink {
     }
 }
 
-/// Returns the bytes that a chain of the driver writes to the sink.
+/// Returns the bytes that reach the sink when the driver offers `chain`.
 fn written(memory: &GuestMemoryMmap, chain: &[Descriptor]) -> Vec<u8> {
     let mut driver = Driver::new(memory, 64);
     driver.offer_chain(0, chain);
@@ -83,8 +83,9 @@ fn hostile_output_is_bounded() {
     assert!(written(&memory, &[Descriptor::new(BUFFERS, 0, 0, 0)]).is_empty());
 }
 
-/// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside RAM)
-/// are returned as used with bounded output, and the valid chain after them is written.
+/// Malformed output chains (loops, indirect tables of 65,535 entries, nested tables, buffers
+/// outside RAM) are returned to the driver with bounded output. The valid chain after them is
+/// written.
 #[test]
 fn hostile_chains_do_not_block_output() {
     let memory = memory();
@@ -106,7 +107,7 @@ fn hostile_chains_do_not_block_output() {
     assert!(out.ends_with(&[b'g'; 256]));
 }
 
-/// Console input that does not fit into a hostile chain in the receive queue is kept for the next
+/// Console input that does not fit into a malformed chain of the receive queue is kept for the next
 /// chain.
 #[test]
 fn hostile_chains_do_not_block_input() {
@@ -132,7 +133,8 @@ fn queues<'m>(memory: &'m GuestMemoryMmap, input: Driver<'m>) -> (ConsoleQueues,
     (queues, input, output)
 }
 
-/// Input is kept until buffers are available, and unused buffers stay in the queue.
+/// Input waits until the driver provides buffers, and buffers that are not needed stay in the
+/// queue.
 #[test]
 fn input_uses_required_buffers_only() {
     let memory = memory();
@@ -163,7 +165,7 @@ fn input_uses_required_buffers_only() {
     assert_eq!(driver.used().last(), Some(&(3, 1)));
 }
 
-/// A descriptor chain with a buffer outside RAM is consumed, but no input is lost.
+/// A descriptor chain with a buffer outside RAM is returned to the driver, but no input is lost.
 #[test]
 fn invalid_buffer_loses_no_input() {
     let memory = memory();
@@ -181,7 +183,8 @@ fn invalid_buffer_loses_no_input() {
     assert_eq!(driver.used(), [(0, 0), (1, 0), (2, 1)]);
 }
 
-/// Pending input is bounded, and the sender is notified once when space becomes available.
+/// The amount of pending input is bounded, and the sender is notified once when space becomes
+/// available.
 #[test]
 fn input_is_bounded_and_space_is_signalled_once() {
     let memory = memory();
@@ -227,7 +230,7 @@ fn window_size_is_reported_if_known() {
     assert_eq!(data, [132, 0, 50, 0, 0, 0, 0, 0]);
 }
 
-/// If a driver breaks either ring, the device requests a reset.
+/// The device requests a reset if the driver breaks the ring of either queue.
 #[test]
 fn broken_ring_requests_reset() {
     for breaks_output in [false, true] {
@@ -251,7 +254,7 @@ fn broken_ring_requests_reset() {
     }
 }
 
-/// The console device's thread transfers input and output, both before and after a reset.
+/// The console device's thread transfers input and output before and after a reset.
 #[test]
 fn console_serves_both_directions_after_reset() {
     let memory = memory();
@@ -285,7 +288,8 @@ fn console_serves_both_directions_after_reset() {
 }
 
 proptest! {
-    /// With arbitrary rings and descriptors, each round terminates and the output is bounded.
+    /// With arbitrary rings and descriptors, processing the queues terminates and the output is
+    /// bounded.
     #[test]
     fn arbitrary_rings_end_the_round(
         words in proptest::collection::vec(any::<u64>(), 64),

@@ -11,7 +11,7 @@ use super::*;
 const PAGES: u64 = 64;
 const BASE: u64 = 0x10_0000;
 
-/// Maps [`PAGES`] pages of guest memory at [`BASE`], from `file` if there is one.
+/// Maps [`PAGES`] pages of guest memory at [`BASE`]: pages of `file`, or anonymous memory.
 fn memory(flags: libc::c_int, file: Option<&File>) -> GuestMemoryMmap {
     let len = usize::try_from(PAGES * PAGE_BYTES).unwrap();
     let mut builder = MmapRegionBuilder::new(len)
@@ -45,8 +45,8 @@ fn first_byte(memory: &GuestMemoryMmap, page: u64) -> u8 {
     memory.read_obj(range(page, 1).start).unwrap()
 }
 
-/// Returns the size in KiB of the private dirty pages in the mappings of the guest's memory, that
-/// is, the memory that only this process occupies.
+/// Returns the size of the private dirty pages of the guest's memory, in KiB. Only this process
+/// uses these pages.
 fn dirty_kib(memory: &GuestMemoryMmap) -> u64 {
     let start = memory.iter().next().unwrap().as_ptr() as u64;
     let end = start + PAGES * PAGE_BYTES;
@@ -65,7 +65,7 @@ fn dirty_kib(memory: &GuestMemoryMmap) -> u64 {
     sum
 }
 
-/// Returns the number of mappings that the guest's memory consists of.
+/// Returns the number of mappings of this process that the guest's memory consists of.
 fn mapping_count(memory: &GuestMemoryMmap) -> usize {
     let start = memory.iter().next().unwrap().as_ptr() as u64;
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -119,8 +119,8 @@ fn released_shared_pages_are_holes_in_the_file() {
     assert_eq!(first_byte(&memory, 32), 7);
 }
 
-/// Released pages do not regain the contents of the memory file, which `MADV_DONTNEED` alone would
-/// restore.
+/// Released pages of a snapshot's memory read as zeros. With `MADV_DONTNEED` alone, they would
+/// contain the data of the memory file again.
 #[test]
 fn released_pages_of_a_snapshot_do_not_come_back() {
     let file = filled_file();
@@ -158,9 +158,8 @@ fn adjacent_ranges_of_a_snapshot_share_mappings() {
     assert_eq!(releaser.replaced.mappings, 2);
 }
 
-/// The number of added mappings that the releaser counts is never too low. A guest that releases
-/// every second page, uses these pages and then releases the others creates the maximum number of
-/// mappings.
+/// The releaser never underestimates the number of mappings that it has added. The worst case is a
+/// guest that releases every second page, uses these pages, and then releases the others.
 #[test]
 fn count_of_mappings_is_an_upper_bound() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));
@@ -176,8 +175,8 @@ fn count_of_mappings_is_an_upper_bound() {
     (1..PAGES).step_by(2).for_each(&mut check);
 }
 
-/// If no more mappings can be added to the process, pages of a snapshot's memory are released
-/// nevertheless, and the contents of the memory file reappear in them.
+/// Pages of a snapshot's memory are released even if no more mappings can be added to the process.
+/// They then contain the data of the memory file again.
 #[test]
 fn mappings_of_a_snapshot_are_bounded() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));
