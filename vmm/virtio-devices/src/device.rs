@@ -165,24 +165,24 @@ pub trait VirtioDevice: Send {
     /// Returns the maximum size of each queue, a power of two.
     fn queue_max_sizes(&self) -> &[u16];
 
-    /// Reads the device configuration. Bytes beyond its end read as 0.
+    /// Handles a driver read of the device configuration. Bytes beyond its end read as 0.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
-    /// Writes the device configuration, if it is writable.
+    /// Handles a driver write to the device configuration. Does nothing by default.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
-    /// Activates the device after the driver has set DRIVER_OK. Starts the device's thread and
-    /// returns.
+    /// Starts the device's thread after the driver has set DRIVER_OK.
     ///
     /// # Errors
     /// Returns an [`ActivateError`], in which case no part of the device is running.
     fn activate(&mut self, activation: DeviceActivation) -> Result<(), ActivateError>;
 
-    /// Resets the device at the driver's request or at machine shutdown. The device's thread has
-    /// ended when this returns, and the device can be activated again.
+    /// Stops the device's thread and resets the device, at the driver's request or at machine
+    /// shutdown. The device can be activated again.
     fn reset(&mut self);
 
-    /// Stops the device's thread for a snapshot. The device is activated again afterwards.
+    /// Stops the device's thread for a snapshot. The transport activates the device again
+    /// afterwards.
     fn quiesce(&mut self) {
         self.reset();
     }
@@ -225,24 +225,26 @@ pub trait VirtioDevice: Send {
         Some("a device of this kind")
     }
 
-    /// Returns the device's rate limiters with their names. A name is that of the device, followed
-    /// by the direction if the device has one limiter for each direction.
+    /// Returns the rate limiters of this device with their names. The name of a limiter is the
+    /// device name, followed by the direction if each direction has its own limiter.
     fn rate_limiters(&self) -> Vec<(String, Arc<RateLimiter>)> {
         Vec::new()
     }
 
-    /// Returns the properties of the device that must be the same when a snapshot is restored.
+    /// Returns the properties of this device that must be the same in the VM that restores a
+    /// snapshot.
     fn identity(&self) -> Vec<u8> {
         Vec::new()
     }
 
-    /// Returns the state of the device apart from its registers, for a snapshot.
+    /// Returns the device-specific state for a snapshot. The transport saves the registers and
+    /// queues.
     fn save_state(&self) -> Vec<u8> {
         Vec::new()
     }
 
     /// Restores a state returned by [`VirtioDevice::save_state`]. Returns `false` if the state is
-    /// invalid for the device.
+    /// invalid for this device.
     fn restore_state(&mut self, state: &[u8]) -> bool {
         state.is_empty()
     }

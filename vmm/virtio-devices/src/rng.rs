@@ -15,11 +15,12 @@ use crate::rate_limiter::RateLimiter;
 use crate::serve::{GuestDescriptorChain, request_reset_if_broken, serve_queue_while};
 use crate::worker::{DeviceWorker, watch_readable};
 
-/// Source of the random bytes. Reads never block once the host has booted.
+/// Source of the random bytes. Reading it never blocks after the host has booted.
 const SOURCE: &str = "/dev/urandom";
-/// Queue size. Linux uses one entry at a time.
+/// Maximum size of the queue, in entries. Linux uses one entry at a time.
 const QUEUE_SIZE: u16 = 16;
-/// Maximum number of bytes written per chain. A driver requests more with further chains (5.4.6.1).
+/// Maximum number of bytes written to a descriptor chain. A driver can request more with further
+/// chains (virtio 1.2, 5.4.6.1).
 pub const MAX_CHAIN_BYTES: usize = 4096;
 
 /// A virtio entropy device.
@@ -43,7 +44,7 @@ impl EntropyDevice {
         })
     }
 
-    /// Limits the rates of requests and bytes.
+    /// Sets the rate limiter of requests and bytes.
     #[must_use]
     pub fn with_limiter(mut self, limiter: RateLimiter) -> Self {
         self.limiter = Some(Arc::new(limiter));
@@ -137,7 +138,8 @@ impl EntropyHandler {
     }
 }
 
-/// Fills the buffers of a chain with random bytes and returns the number of bytes written.
+/// Fills the buffers of a descriptor chain with random bytes and returns the number of bytes
+/// written.
 #[expect(clippy::cast_possible_truncation, reason = "at most MAX_CHAIN_BYTES")]
 pub fn fill(source: &mut File, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> u32 {
     let mut left = MAX_CHAIN_BYTES;
@@ -200,7 +202,7 @@ mod tests {
     }
 
     /// An entropy device that was stopped for a snapshot continues with the first chain that it has
-    /// not returned as used.
+    /// not returned to the driver.
     #[test]
     fn stopped_device_continues_at_the_used_ring() {
         let memory = memory();
@@ -286,8 +288,8 @@ mod tests {
         assert_eq!(serve(&memory, &[Descriptor::new(BUFFERS, 100, 0, 0)]), 0);
     }
 
-    /// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside
-    /// RAM) are returned as used, and the valid chain after them is filled.
+    /// Malformed entropy requests (loops, indirect tables of 65,535 entries, nested tables, buffers
+    /// outside RAM) are returned to the driver, and the valid chain after them is filled.
     #[test]
     fn hostile_chains_do_not_block_entropy() {
         let memory = memory();

@@ -1,5 +1,5 @@
-//! Queue processing. Each available descriptor chain is handled once, and interrupts are coalesced
-//! for chains that complete within a short time.
+//! Processes the descriptor chains in a virtqueue. Each available chain is handled once, and chains
+//! that complete within a short time share an interrupt.
 
 use std::error::Error;
 use std::sync::atomic::Ordering;
@@ -18,10 +18,10 @@ pub type GuestDescriptorChain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 /// reset.
 #[derive(Debug, thiserror::Error)]
 pub enum VirtqueueError {
-    /// The rings are invalid.
+    /// The rings of the virtqueue are invalid.
     #[error("the driver's queue is unusable")]
     Rings(#[from] virtio_queue::Error),
-    /// The head index of a chain is not below the queue size.
+    /// The head index of a descriptor chain is not less than the queue size.
     #[error("the driver offers descriptor {head} in a queue of size {size}")]
     Head {
         /// Index of the first descriptor of the chain.
@@ -37,8 +37,8 @@ pub fn log_driver_error(device: &str, what: &str, error: &dyn Error) {
     guest_log!(Warn, "{device}: {what}: {}", error_line(error));
 }
 
-/// If `served`, the result of processing a queue, is an error, logs it and requests a device reset
-/// from the driver. Returns whether the queue is broken.
+/// If `served`, the result of processing a queue, is an error, logs it and requests a device reset.
+/// Returns whether it is an error.
 pub(crate) fn request_reset_if_broken(
     device: &str,
     served: Result<(), VirtqueueError>,
@@ -51,23 +51,27 @@ pub(crate) fn request_reset_if_broken(
     served.is_err()
 }
 
-/// Maximum time during which one pass over a queue may start processing chains. A chain in progress
-/// is always completed.
+/// Maximum time during which one pass over a queue starts processing chains. A chain in progress is
+/// always completed.
 const MAX_ROUND: Duration = Duration::from_millis(50);
 
-/// Maximum time between the completion of a chain and the interrupt for it while further chains are
-/// processed. If a chain takes a few microseconds, an interrupt for each chain would cost more than
-/// the chain itself. A chain that takes longer than this time causes an interrupt of its own.
+/// Maximum time between the completion of a chain and its interrupt, while further chains are
+/// processed.
+///
+/// Chains that complete within this time share an interrupt, because an interrupt costs more than a
+/// chain of a few microseconds. A chain that takes longer than this time causes an interrupt of its
+/// own.
 const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 
-/// Processes the available chains of a queue. `serve` handles one chain and returns the number of
-/// bytes that it wrote. The driver is interrupted at the end of the call and at least every
-/// `MAX_INTERRUPT_DELAY`, unless it suppresses notifications.
+/// Processes the available chains of a queue.
 ///
-/// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver keeps
-/// adding chains. If chains may remain, the queue's kick eventfd is signalled again. The caller's
-/// event loop can thus check its other descriptors, including the stop event, before it continues
-/// with the queue.
+/// `serve` handles one chain and returns the number of bytes that it wrote. The driver is
+/// interrupted at the end of the call and at least every [`MAX_INTERRUPT_DELAY`], unless it
+/// suppresses notifications.
+///
+/// The call returns after one pass over the queue or after [`MAX_ROUND`], even if the driver keeps
+/// adding chains. If chains may remain, it signals the queue's kick eventfd again. Meanwhile, the
+/// event loop can check its other descriptors, including the stop event.
 ///
 /// # Errors
 /// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules. The driver has been
@@ -80,13 +84,15 @@ pub fn serve_queue(
     serve_queue_while(active, memory, || true, serve)
 }
 
-/// Processes chains like [`serve_queue`] while `wants` returns `true`, which is checked before each
-/// chain. The remaining chains stay in the queue. The driver's notifications may stay disabled
-/// until the next call.
+/// Processes the available chains of a queue, like [`serve_queue`], as long as `wants` returns
+/// `true`.
+///
+/// `wants` is called before each chain. The remaining chains stay in the queue, and the driver's
+/// notifications may stay disabled until the next call.
 ///
 /// # Errors
-/// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules. The chains processed
-/// before the error have been signalled.
+/// Returns a [`VirtqueueError`] if the driver violates the virtqueue rules. The driver has been
+/// notified of the chains processed before the error.
 pub fn serve_queue_while(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -96,10 +102,11 @@ pub fn serve_queue_while(
     serve_with_clock(active, memory, wants, serve, Instant::now)
 }
 
-/// Sets the next available index of a queue to the index of its used ring, so that a device
-/// continues there after its thread has ended. The device must return chains in the order in which
-/// it takes them. Every chain before this index has been used, and any later chain that the thread
-/// had already taken is taken again.
+/// Makes a queue continue at its used ring, after the device's thread has ended.
+///
+/// Sets the next available index to the index of the used ring. The device must return chains in
+/// the order in which it takes them. A chain that the thread had taken but not returned is then
+/// taken again.
 ///
 /// # Errors
 /// Returns [`VirtqueueError::Rings`] if the used ring cannot be read.
@@ -110,20 +117,20 @@ pub fn continue_at_used_ring(queue: &mut Queue, memory: &GuestMemoryMmap) -> Res
     Ok(())
 }
 
-/// Progress of one call of [`serve_queue_while`].
+/// Progress of a call of [`serve_queue_while`].
 struct RoundProgress {
-    /// Number of chains that may still be started.
+    /// Number of chains that the call may still start.
     left: u16,
-    /// Deadline for starting a chain.
+    /// Time after which the call starts no further chain.
     end: Instant,
-    /// Time of the last interrupt, or a later time at which the driver had been interrupted for
-    /// every completed chain.
+    /// Time of the last interrupt, or a later time at which no completed chain was without
+    /// interrupt.
     signalled: Instant,
     /// `true` if chains have completed since the last interrupt.
     unsignalled: bool,
 }
 
-/// Implements [`serve_queue_while`] with the clock `now`.
+/// Implements [`serve_queue_while`] with `now` as the clock.
 fn serve_with_clock(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -170,7 +177,7 @@ fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), Virtqu
     Ok(())
 }
 
-/// Processes the chains that are currently available, within the limits of `progress`.
+/// Processes the chains that are available now, within the limits of `progress`.
 fn serve_round(
     active: &mut ActiveQueue,
     memory: &GuestMemoryMmap,
@@ -206,7 +213,7 @@ fn serve_round(
 
 #[cfg(test)]
 pub(crate) mod testing {
-    //! A mock driver with a virtqueue in its own guest memory.
+    //! Mock of a virtio driver with a virtqueue in guest memory.
 
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, AtomicU8};
@@ -221,13 +228,12 @@ pub(crate) mod testing {
     use super::*;
     use crate::device::{DeviceActivation, DeviceFailureCallback, DeviceInterrupt, VirtioDevice};
 
-    /// Size of guest memory, in bytes. The queue is at the start.
+    /// Size of the guest memory, in bytes. The queue is at its start.
     pub(crate) const MEMORY_BYTES: usize = 4 << 20;
-    /// First address after the queue, at which tests place buffers.
+    /// Guest address after the queue, from which tests place buffers.
     pub(crate) const BUFFERS: u64 = 0x10_0000;
 
-    /// Number of chains that [`Driver::offer_hostile`] adds, and the address of the last chain's
-    /// buffer.
+    /// Number of chains that [`Driver::offer_hostile`] adds. Only the last one is valid.
     pub(crate) const HOSTILE: u16 = 14;
     pub(crate) const GOOD: u64 = BUFFERS + 0x4000;
 
@@ -235,11 +241,11 @@ pub(crate) mod testing {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES)]).unwrap()
     }
 
-    /// The driver-visible state of a device other than its queues.
+    /// What the driver sees of a device, apart from the queues.
     pub(crate) struct DriverView {
-        /// Configuration-change interrupt.
+        /// Eventfd of the configuration-change interrupt.
         pub changed: Arc<EventFd>,
-        /// The DEVICE_NEEDS_RESET status bit.
+        /// State of the DEVICE_NEEDS_RESET status bit.
         needs_reset: Arc<AtomicBool>,
     }
 
@@ -249,7 +255,7 @@ pub(crate) mod testing {
         }
     }
 
-    /// Polls until `holds` returns `true`.
+    /// Polls until `holds` returns `true`. Panics after a timeout.
     #[track_caller]
     pub(crate) fn wait_until(holds: impl Fn() -> bool) {
         let start = Instant::now();
@@ -259,8 +265,8 @@ pub(crate) mod testing {
         }
     }
 
-    /// Returns the [`DeviceActivation`] of a device whose driver has set up `queues`, and the
-    /// driver's view of the device.
+    /// Returns the resources to activate a device with `queues`, and the driver's view of this
+    /// device.
     pub(crate) fn activation(
         memory: &GuestMemoryMmap,
         queues: Vec<Option<ActiveQueue>>,
@@ -282,7 +288,8 @@ pub(crate) mod testing {
         (activation, seen)
     }
 
-    /// Activates a device whose only queue continues at its used ring.
+    /// Activates a device whose only queue belongs to `driver`. The queue continues at its used
+    /// ring.
     pub(crate) fn activate(device: &mut impl VirtioDevice, driver: &Driver<'_>) -> DriverView {
         let mut active = driver.active();
         continue_at_used_ring(&mut active.queue, driver.memory).unwrap();
@@ -291,7 +298,7 @@ pub(crate) mod testing {
         view
     }
 
-    /// A mock driver, with both ends of its virtqueue.
+    /// A mock driver and its virtqueue.
     pub(crate) struct Driver<'m> {
         pub mock: MockSplitQueue<'m, GuestMemoryMmap>,
         pub active: ActiveQueue,
@@ -301,7 +308,7 @@ pub(crate) mod testing {
     }
 
     impl<'m> Driver<'m> {
-        /// Returns the device end of the queue.
+        /// Returns the device's side of the queue.
         pub(crate) fn active(&self) -> ActiveQueue {
             ActiveQueue {
                 queue: self.mock.create_queue().unwrap(),
@@ -314,7 +321,7 @@ pub(crate) mod testing {
             Self::at(memory, size, 0x1000)
         }
 
-        /// Creates a queue whose rings begin at address `start`.
+        /// Creates a driver whose queue of `size` entries begins at guest address `start`.
         pub(crate) fn at(memory: &'m GuestMemoryMmap, size: u16, start: u64) -> Self {
             let mock = MockSplitQueue::create(memory, GuestAddress(start), size);
             let queue: Queue = mock.create_queue().unwrap();
@@ -333,7 +340,7 @@ pub(crate) mod testing {
             }
         }
 
-        /// Writes consecutive descriptors, starting at index `head`.
+        /// Writes consecutive descriptors to the descriptor table, starting at index `head`.
         pub(crate) fn write(&self, head: u16, descriptors: &[Descriptor]) {
             for (at, descriptor) in (head..).zip(descriptors) {
                 let table = self.mock.desc_table();
@@ -341,7 +348,8 @@ pub(crate) mod testing {
             }
         }
 
-        /// Writes a chain from index `head` on and adds it to the available ring.
+        /// Writes a chain to the descriptor table, starting at index `head`, and adds it to the
+        /// available ring.
         pub(crate) fn offer_chain(&mut self, head: u16, chain: &[Descriptor]) {
             self.write(head, chain);
             self.offer(head);
@@ -352,15 +360,15 @@ pub(crate) mod testing {
             self.active.kick.write(1).unwrap();
         }
 
-        /// Waits until the device has used `count` chains.
+        /// Waits until the device has returned `count` chains.
         #[track_caller]
         pub(crate) fn wait_until_used(&self, count: usize) {
             wait_until(|| self.used().len() >= count);
         }
 
-        /// Checks that the device has used the chains of [`Driver::offer_hostile`] in order, has
-        /// written nothing to read-only buffers or outside RAM, at most `limit` bytes to any chain,
-        /// and `good` bytes to the valid one.
+        /// Checks that the device has returned the chains of [`Driver::offer_hostile`] in order. It
+        /// must have written at most `limit` bytes to a chain, `good` bytes to the valid chain, and
+        /// nothing to read-only buffers or outside RAM.
         #[track_caller]
         pub(crate) fn assert_hostile_used(&self, limit: usize, good: u32) {
             let used = self.used();
@@ -371,7 +379,7 @@ pub(crate) mod testing {
             assert_eq!(used.last(), Some(&(u32::from(HOSTILE) - 1, good)));
         }
 
-        /// Adds the chain at `head` to the available ring.
+        /// Adds the chain that starts at index `head` to the available ring.
         pub(crate) fn offer(&mut self, head: u16) {
             let avail = self.mock.avail();
             let size = self.active.queue.size();
@@ -384,10 +392,12 @@ pub(crate) mod testing {
             avail.idx().store(self.offered.to_le());
         }
 
-        /// Adds [`HOSTILE`] chains starting at head 0. All chains are malformed except the last
-        /// one, which has 256 bytes at [`GOOD`]. `direction` is WRITE for device-writable buffers.
-        /// The queue must have at least 32 entries because the used ring of the mock begins halfway
-        /// through the available ring.
+        /// Adds [`HOSTILE`] chains, all of which are malformed except the last one, which has 256
+        /// bytes at [`GOOD`].
+        ///
+        /// Uses descriptors from index 0. `direction` is WRITE for device-writable buffers. The
+        /// queue must have at least 32 entries, because its used ring begins halfway through the
+        /// available ring.
         pub(crate) fn offer_hostile(&mut self, direction: u16) {
             const NEXT: u16 = 1;
             const WRITE: u16 = 2;
@@ -493,8 +503,8 @@ mod tests {
         assert!(driver.vector.read().is_err());
     }
 
-    /// Runs [`serve_queue`] with a stopped clock, because the round could otherwise time out
-    /// between two chains on a busy host.
+    /// Runs [`serve_queue`] with a stopped clock. On a busy host, the call could otherwise time out
+    /// between two chains.
     fn serve_with_stopped_clock(
         active: &mut ActiveQueue,
         memory: &GuestMemoryMmap,
@@ -515,8 +525,8 @@ mod tests {
         assert_eq!(driver.active.kick.read().unwrap(), 1);
     }
 
-    /// Stopping a device's worker waits only for the chain in progress, because one call processes
-    /// the queue for a limited time and leaves the other chains to the next call.
+    /// A device's worker can be stopped as soon as the chain in progress is completed, because a
+    /// call processes a queue for a limited time.
     #[test]
     fn long_round_is_interrupted_and_continued() {
         let memory = memory();

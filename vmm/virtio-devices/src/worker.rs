@@ -23,16 +23,16 @@ pub struct DeviceWorker {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Stack size of a worker thread, in bytes. Handlers need a few pages. The default of 2 MiB would
-/// be backed by one huge page per thread on hosts with transparent huge pages enabled.
+/// Stack size of a worker thread, in bytes. Handlers need a few pages. The default of 2 MiB could
+/// use a whole huge page per thread, on hosts with transparent huge pages.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Host CPUs that worker threads may use. A driver activates its device on a vCPU thread, which may
-/// be pinned to one CPU, and new threads inherit the affinity of their creator.
+/// Host CPUs that worker threads may use. Worker threads do not inherit the affinity of their
+/// creator, a vCPU thread that may be pinned to one CPU.
 static CPUS: OnceLock<CpuSet> = OnceLock::new();
 
-/// Records the CPU affinity of the calling thread as the affinity of worker threads. Only the first
-/// call has an effect.
+/// Stores the CPU affinity of the calling thread for all worker threads. Only the first call has an
+/// effect.
 pub fn record_worker_cpus() {
     if let Ok(cpus) = sched_getaffinity(Pid::from_raw(0)) {
         CPUS.get_or_init(|| cpus);
@@ -61,8 +61,7 @@ impl MutEventSubscriber for StopEvent {
     }
 }
 
-/// Event subscriber of the worker thread: handles the stop event or passes events to the device
-/// handler.
+/// An event handler of the worker thread: for the stop event, or for the events of the device.
 enum WorkerSubscriber<H> {
     StopEvent(StopEvent),
     Device(H),
@@ -144,7 +143,7 @@ impl Drop for DeviceWorker {
     }
 }
 
-/// Makes the event loop of device `name` report when any of `fds` is readable.
+/// Makes the event loop of the device `name` monitor `fds` for input.
 pub(crate) fn watch_readable(ops: &mut EventOps, name: &str, fds: impl IntoIterator<Item = RawFd>) {
     for fd in fds {
         if let Err(error) = ops.add(Events::new_raw(fd, EventSet::IN)) {
@@ -157,7 +156,7 @@ pub(crate) fn watch_readable(ops: &mut EventOps, name: &str, fds: impl IntoItera
     }
 }
 
-/// Sets the CPU affinity of the calling thread to the CPUs of the process.
+/// Sets the CPU affinity of the calling thread to [`CPUS`].
 fn reset_affinity() {
     if let Some(cpus) = CPUS.get()
         && let Err(error) = sched_setaffinity(Pid::from_raw(0), cpus)

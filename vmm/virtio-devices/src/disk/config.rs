@@ -11,13 +11,14 @@ use crate::rate_limiter::limits::{RateLimitParseError, RateLimits};
 pub const MAX_SERIAL: usize = VIRTIO_BLK_ID_BYTES as usize;
 /// Maximum number of backing files of a qcow2 image.
 pub const MAX_BACKING: usize = 8;
-/// Options that may follow a disk's file name.
+/// Syntax of the options that may follow the file name in `--disk`.
 const WORDS: &str = "[,ro][,serial=TEXT][,format=raw|qcow2][,backing=FILE[,backing-format=raw|qcow2]]\
     [,block-size=512|4096][,bandwidth=BYTES/MILLISECONDS[+BURST]][,ops=N/MILLISECONDS[+BURST]]";
 
-/// Format of a disk image. The format is always configured and never detected from the contents: a
-/// guest could write the header of another format to its raw disk, and such a header may refer to
-/// host files.
+/// Format of a disk image.
+///
+/// The format is always configured and never detected from the contents, because a guest could
+/// write the header of another format, which may refer to host files, to its raw disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DiskFormat {
     /// A raw image, which contains the data of the disk without metadata.
@@ -39,7 +40,7 @@ impl FromStr for DiskFormat {
     }
 }
 
-/// A backing file, which provides the data that the overlay image does not contain.
+/// A backing file of a qcow2 image. It provides the data that the image itself does not contain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingFile {
     /// Path of the image.
@@ -55,20 +56,19 @@ pub struct DiskConfig {
     pub path: PathBuf,
     /// The format of the image.
     pub format: DiskFormat,
-    /// Chain of backing files. The first one is the backing file of the image itself. The file
-    /// names that an image's header contains are never opened.
+    /// Backing files of the image, in the order of the chain. The first one is the backing file of
+    /// the image itself. File names in image headers are never opened.
     pub backing: Vec<BackingFile>,
     /// `true` if the guest cannot write the disk.
     pub read_only: bool,
     /// Serial number reported to the guest.
     pub serial: Option<String>,
-    /// Logical block size in bytes, or `None` to use the block size of the underlying device.
+    /// Logical block size in bytes, or `None` for the block size of the underlying device.
     pub block_bytes: Option<u32>,
     /// Rate limits for requests and data.
     pub limits: RateLimits,
-    /// `true` if even a writable image is locked shared, as for reading, until
-    /// [`VirtioDevice::claim`] is called, because another process still uses the image for the same
-    /// VM.
+    /// `true` if a writable image is locked shared until [`VirtioDevice::claim`] is called, because
+    /// another process still uses the image for the same VM.
     ///
     /// [`VirtioDevice::claim`]: crate::device::VirtioDevice::claim
     pub shared_lock: bool,
@@ -92,16 +92,16 @@ pub enum DiskConfigError {
     /// The format is unsupported.
     #[error("unknown format '{0}'; must be raw or qcow2; convert other formats with qemu-img convert")]
     DiskFormat(String),
-    /// The value of `backing=` is missing.
+    /// The option `backing=` has no value.
     #[error("backing= without a file")]
     NoBacking,
-    /// A backing format is given without a backing file.
+    /// The option for the backing format is given without a backing file.
     #[error("backing-format= must follow the backing=FILE to which it applies")]
     BackingFormat,
     /// A backing file is given for a raw image.
     #[error("backing={}: a raw image has no backing file; use format=qcow2 for a qcow2 image", .0.display())]
     RawBacking(PathBuf),
-    /// The chain of backing files exceeds [`MAX_BACKING`].
+    /// The number of backing files exceeds [`MAX_BACKING`].
     #[error("more than {MAX_BACKING} backing files; merge some with qemu-img rebase or convert")]
     Deep,
     /// The block size is invalid.
@@ -130,7 +130,7 @@ impl DiskConfig {
         }
     }
 
-    /// Checks that each image for which a backing file is configured is a qcow2 image.
+    /// Checks that backing files are configured for qcow2 images only.
     fn check_backing(&self) -> Result<(), DiskConfigError> {
         let mut format = self.format;
         for backing in &self.backing {

@@ -1,4 +1,4 @@
-//! Disk image, independent of its format.
+//! A disk image of any format.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ pub enum DiskImageError {
     /// The file cannot be opened.
     #[error(transparent)]
     Open(#[from] DiskOpenError),
-    /// The size is not a positive multiple of the sector size.
+    /// The file size of a raw image is not a positive multiple of the sector size.
     #[error(
         "{}: the size of {bytes} bytes must be a positive multiple of {SECTOR_BYTES} for a raw disk; {}",
         path.display(),
@@ -33,10 +33,10 @@ pub enum DiskImageError {
         path: PathBuf,
         /// Size of the file in bytes.
         bytes: u64,
-        /// `true` if the file has a qcow2 header.
+        /// `true` if the file starts with a qcow2 header, so that the format is probably wrong.
         qcow2: bool,
     },
-    /// The size is not a multiple of the block size.
+    /// The disk size is not a multiple of the block size.
     #[error("{}: the size of {bytes} bytes is not a multiple of the block size {block}; use \
          block-size=512", path.display())]
     Blocks {
@@ -62,15 +62,14 @@ pub struct DiskImage {
     sectors: u64,
     block_bytes: u32,
     read_only: bool,
-    /// Lock of the image. Declared after `store` because fields are dropped in this order: the lock
-    /// must be released after the file is no longer used.
+    /// Lock of the image. Declared after `store`, because the lock must be dropped last.
     lock: FileLock,
-    /// Number of flushes.
+    /// Number of flushes to stable storage, for tests.
     #[cfg(test)]
     pub(super) flushes: std::sync::atomic::AtomicU32,
 }
 
-/// Storage of the disk, specific to the format.
+/// The open image file, accessed according to its format.
 #[derive(Debug)]
 enum ImageStore {
     Raw(RawDiskImage),
@@ -125,12 +124,12 @@ impl DiskImage {
         })
     }
 
-    /// Returns the lock of a writable image.
+    /// Returns the lock of the image, or `None` if the image is read-only.
     pub fn writer_lock(&self) -> Option<&FileLock> {
         (!self.read_only).then_some(&self.lock)
     }
 
-    /// Returns the size in sectors of [`SECTOR_BYTES`].
+    /// Returns the size of the disk in sectors of [`SECTOR_BYTES`].
     pub fn sectors(&self) -> u64 {
         self.sectors
     }
@@ -145,7 +144,8 @@ impl DiskImage {
         self.read_only
     }
 
-    /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
+    /// Returns the granularity of discard requests in bytes, or `None` if the image does not
+    /// support discarding.
     pub fn discard_bytes(&self) -> Option<u64> {
         match &self.store {
             ImageStore::Raw(_) => Some(self.block_bytes.into()),
@@ -207,7 +207,7 @@ impl DiskImage {
         }
     }
 
-    /// Deallocates `bytes` bytes at byte offset `at`. The range reads as zeros afterwards.
+    /// Deallocates `bytes` bytes of the disk at byte offset `at`, which read as zeros afterwards.
     ///
     /// # Errors
     /// Returns `Unsupported` if the image or the file system cannot deallocate space, otherwise the

@@ -53,13 +53,13 @@ use crate::rate_limiter::RateLimiter;
 use crate::serve::{request_reset_if_broken, serve_queue_while};
 use crate::worker::{DeviceWorker, watch_readable};
 
-/// Queue size, in entries. One request with the maximum number of segments fits without indirect
-/// descriptors.
+/// Maximum size of the queue, in entries. Even a request with the maximum number of segments does
+/// not need indirect descriptors.
 const QUEUE_SIZE: u16 = 256;
-/// Size in bytes of the device configuration (5.2.4), up to the fields of features that the device
-/// does not support.
+/// Size of the device configuration (virtio 1.2, 5.2.4), in bytes. Trailing fields of unsupported
+/// features are omitted.
 const CONFIG_BYTES: usize = 60;
-/// Minimum interval between two messages about failed requests of the same disk.
+/// Minimum interval between two log messages about failed requests of the same disk.
 const MIN_MESSAGE_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A virtio block device.
@@ -74,7 +74,7 @@ pub struct BlockDevice {
     said: LastFailureMessage,
 }
 
-/// Time of the last message about a failed request, kept across device resets.
+/// Time of the last log message about a failed request. Kept across device resets.
 type LastFailureMessage = Arc<Mutex<Option<Instant>>>;
 
 impl BlockDevice {
@@ -99,7 +99,7 @@ impl BlockDevice {
         })
     }
 
-    /// Limits the rates of requests and data.
+    /// Sets the rate limiter of the device's requests and data.
     #[must_use]
     pub fn with_limiter(mut self, limiter: RateLimiter) -> Self {
         self.limiter = Some(Arc::new(limiter));
@@ -170,7 +170,8 @@ impl VirtioDevice for BlockDevice {
         None
     }
 
-    /// Returns the configuration, which contains the size, and the serial number.
+    /// Returns the device configuration, which contains the size of the disk, and the serial
+    /// number.
     fn identity(&self) -> Vec<u8> {
         [&self.config[..], &self.serial].concat()
     }
@@ -275,8 +276,8 @@ impl BlockHandler {
     }
 }
 
-/// Returns whether a message is due, that is, whether the minimum interval since the last one has
-/// elapsed. If so, the interval starts again.
+/// Returns whether [`MIN_MESSAGE_INTERVAL`] has elapsed since the last message at `said`. If so,
+/// sets `said` to the current time.
 fn is_due(said: &Mutex<Option<Instant>>) -> bool {
     let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
     let due = said.is_none_or(|said| said.elapsed() >= MIN_MESSAGE_INTERVAL);

@@ -21,7 +21,7 @@ pub enum DiskOpenError {
     Open {
         /// Path of the image.
         path: PathBuf,
-        /// `true` if read-only access was requested.
+        /// `true` if the file was to be opened read-only.
         read_only: bool,
         /// The error of the host.
         #[source]
@@ -32,7 +32,7 @@ pub enum DiskOpenError {
     Kind {
         /// Path of the image.
         path: PathBuf,
-        /// Type of the file.
+        /// Type of the file, such as a directory.
         what: &'static str,
     },
     /// Another process has locked the file.
@@ -44,7 +44,7 @@ pub enum DiskOpenError {
     Locked {
         /// Path of the image.
         path: PathBuf,
-        /// Processes that use the file.
+        /// Description of the processes that use the file.
         by: String,
     },
     /// A system call failed unexpectedly.
@@ -52,7 +52,7 @@ pub enum DiskOpenError {
     Call {
         /// Path of the image.
         path: PathBuf,
-        /// Name of the call.
+        /// Name of the system call.
         what: &'static str,
         /// The error of the host.
         #[source]
@@ -77,8 +77,7 @@ fn open_remedy(path: &Path, source: &io::Error, read_only: bool) -> &'static str
     }
 }
 
-/// Returns a description of the processes that have the file at `path` open, as far as this user is
-/// permitted to list them.
+/// Describes the processes that have the file at `path` open, as far as this user may list them.
 fn users(path: &Path) -> String {
     let Ok(wanted) = path.metadata() else {
         return "another program".into();
@@ -115,11 +114,11 @@ fn users(path: &Path) -> String {
 /// An open and locked file.
 #[derive(Debug)]
 pub struct LockedFile {
-    /// The file.
+    /// The open file.
     pub file: File,
-    /// Size in bytes.
+    /// Size of the file, in bytes.
     pub bytes: u64,
-    /// The lock, which must be dropped after the last use of the file.
+    /// The lock of the file. It must be dropped after the last use of the file.
     pub lock: FileLock,
 }
 
@@ -223,12 +222,12 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
 /// effective despite such copies.
 #[derive(Debug)]
 pub struct FileLock {
-    /// Second descriptor of the same open file description.
+    /// A duplicate of the locked file's descriptor, which shares the open file description.
     file: File,
 }
 
 impl FileLock {
-    /// Locks the file, or returns `None` if there is a conflicting lock.
+    /// Locks a file, shared or exclusively. Returns `None` if there is a conflicting lock.
     fn take(file: &File, shared: bool) -> io::Result<Option<Self>> {
         let lock = Self {
             file: file.try_clone()?,
@@ -263,7 +262,7 @@ impl FileLock {
         set(&self.file, libc::F_UNLCK)
     }
 
-    /// Sets the lock, or returns `false` if there is a conflicting lock.
+    /// Sets the lock type. Returns `false` if there is a conflicting lock.
     fn try_set(&self, kind: libc::c_int) -> io::Result<bool> {
         match set(&self.file, kind) {
             Ok(()) => Ok(true),
@@ -280,7 +279,7 @@ impl Drop for FileLock {
     }
 }
 
-/// Sets the lock type of the whole file.
+/// Sets the lock type of a whole file with `F_OFD_SETLK`.
 fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
     // SAFETY: flock is a plain C struct for which all zeroes is a valid value, which describes the
     // whole file.
@@ -313,7 +312,8 @@ mod tests {
         drop(copy);
     }
 
-    /// The image of a migrating VM is always locked, so a third process can never write to it.
+    /// The image of a VM that is being migrated is locked at all times, so a third process cannot
+    /// write to it.
     #[test]
     fn image_of_a_moving_vm_is_always_locked() {
         let file = tempfile::NamedTempFile::new().unwrap();

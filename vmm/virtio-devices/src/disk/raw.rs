@@ -11,13 +11,13 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// Maximum number of guest memory segments in one system call (`UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
-/// Number of zero bytes per write if the file system cannot zero a range.
+/// Maximum number of zero bytes per write on a file system that cannot zero a range.
 const ZEROS_AT_ONCE: u64 = 65_536;
 
-/// A segment of guest memory: address and length in bytes.
+/// A segment of guest memory: guest-physical address and length in bytes.
 pub type GuestSegment = (GuestAddress, usize);
 
-/// A raw image. Callers must check ranges against the size of the disk.
+/// A raw disk image. Methods do not check ranges against the size of the disk.
 #[derive(Debug)]
 pub struct RawDiskImage {
     file: File,

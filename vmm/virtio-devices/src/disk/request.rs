@@ -21,16 +21,18 @@ use crate::serve::GuestDescriptorChain;
 pub const MAX_SEGMENTS: usize = 254;
 /// Maximum size of a segment in bytes, as reported to the driver.
 pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
-/// Maximum amount of data in a request, in bytes. Without this limit, a long request would block
-/// the disk's thread, which processes one request at a time. The size of guest memory does not
-/// limit a request, because segments may overlap.
+/// Maximum amount of data in a request, in bytes.
+///
+/// The limit is needed because the disk's thread processes one request at a time, and a long
+/// request would block it. Segments may overlap, so the size of guest memory does not limit a
+/// request.
 pub const MAX_REQUEST_BYTES: u64 = MAX_SEGMENTS as u64 * MAX_SEGMENT_BYTES as u64;
-/// Maximum number of descriptors, including header and status.
+/// Maximum number of descriptors in a request, including header and status.
 const MAX_DESCRIPTORS: usize = MAX_SEGMENTS + 2;
-/// Maximum number of ranges in a discard or write-zeroes request. The number of ranges and their
-/// sizes are limited because the VMM may have to write the zeros explicitly.
+/// Maximum number of ranges in a discard or write-zeroes request. Their number and size are limited
+/// because the VMM may have to write the zeros itself.
 pub const MAX_RANGES: usize = 16;
-/// Maximum number of sectors in a discard or write-zeroes range (32 MiB).
+/// Maximum size of a discard or write-zeroes range, in sectors (32 MiB).
 pub const MAX_RANGE_SECTORS: u32 = 65_536;
 
 const HEADER_BYTES: usize = 16;
@@ -38,14 +40,14 @@ const RANGE_BYTES: usize = 16;
 
 type RequestSegments = SmallVec<[GuestSegment; 16]>;
 
-/// Reason for the failure of a request.
+/// Reason why a disk request failed.
 #[derive(Debug)]
 pub enum BlockRequestError {
-    /// The guest sent an invalid request.
+    /// The request of the guest is invalid.
     Guest,
     /// The disk does not support the operation.
     Unsupported,
-    /// The host failed the operation, which is reported to the operator.
+    /// The host failed to execute the operation. This error is logged for the operator.
     Host(io::Error),
 }
 
@@ -61,31 +63,31 @@ impl From<io::Error> for BlockRequestError {
     }
 }
 
-/// Disk on which requests are executed.
+/// The disk on which requests are executed, with its properties that the driver sees.
 #[derive(Debug)]
 pub struct DiskBackend {
     /// The disk image.
     pub image: Arc<DiskImage>,
     /// Serial number, padded with zeros.
     pub serial: [u8; MAX_SERIAL],
-    /// `true` if the driver does not support flushing, so that each write is flushed.
+    /// `true` if each write must be flushed, because the driver does not support flush requests.
     pub write_through: bool,
 }
 
-/// A completed request.
+/// A completed disk request.
 #[derive(Debug)]
 pub struct CompletedRequest {
-    /// Number of bytes written to guest memory.
+    /// Number of bytes written to guest memory, as reported in the used ring.
     pub written: u32,
-    /// Number of bytes that were read, written or zeroed. If the image failed, the number of bytes
-    /// that the guest requested.
+    /// Number of bytes read, written or zeroed, for rate limits. After an error of the image, the
+    /// number that the guest requested.
     pub transferred: u64,
-    /// Result of the request.
+    /// Result of the operation.
     pub outcome: Result<(), BlockRequestError>,
 }
 
 impl DiskBackend {
-    /// Executes the request in `chain`.
+    /// Executes the request in a descriptor chain and writes its status to guest memory.
     pub fn serve(&self, memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> CompletedRequest {
         let Some(mut request) = DiskRequest::parse(memory, chain) else {
             // A malformed request receives no status byte.
@@ -115,7 +117,8 @@ impl DiskBackend {
         }
     }
 
-    /// Executes the operation and returns the number of data bytes written to guest memory.
+    /// Executes the operation of `request` and returns the number of data bytes written to guest
+    /// memory.
     fn execute(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<u32, BlockRequestError> {
         let writes = matches!(
             request.kind,
@@ -159,8 +162,10 @@ impl DiskBackend {
         Ok(0)
     }
 
-    /// Returns the byte offset of `sector` on the disk. Returns an error unless the range of
-    /// `bytes` bytes at this offset consists of whole blocks within the disk.
+    /// Returns the byte offset of `sector` on the disk.
+    ///
+    /// # Errors
+    /// Returns an error unless `bytes` bytes at this offset are whole blocks of the disk.
     fn place(&self, sector: u64, bytes: u64) -> Result<u64, BlockRequestError> {
         let end = sector.checked_add(bytes / SECTOR_BYTES);
         let block = u64::from(self.image.block_bytes());
@@ -174,7 +179,7 @@ impl DiskBackend {
         }
     }
 
-    /// Executes a discard or write-zeroes request.
+    /// Executes a discard or write-zeroes request, which contains a list of ranges.
     fn ranges(&self, memory: &GuestMemoryMmap, request: &mut DiskRequest) -> Result<(), BlockRequestError> {
         let bytes = usize::try_from(length(&request.from_guest)).map_err(|_| BlockRequestError::Guest)?;
         if bytes == 0 || bytes % RANGE_BYTES != 0 || bytes > MAX_RANGES * RANGE_BYTES {
@@ -219,7 +224,7 @@ impl DiskBackend {
     }
 }
 
-/// A parsed request. Its data is still in guest memory.
+/// A parsed disk request. Its data is still in guest memory.
 #[derive(Debug)]
 struct DiskRequest {
     kind: u32,
@@ -227,13 +232,14 @@ struct DiskRequest {
     from_guest: RequestSegments,
     to_guest: RequestSegments,
     status: GuestSegment,
-    /// Number of bytes that the image was asked to read, write or zero.
+    /// Number of bytes that the image has been asked to read, write or zero so far.
     transferred: u64,
 }
 
 impl DiskRequest {
-    /// Parses the request in `chain`. Returns `None` if the chain has no header or status, or too
-    /// many segments. A request may be split into descriptors arbitrarily (2.7.4.2).
+    /// Parses the request in a descriptor chain. A request may be split into descriptors
+    /// arbitrarily (virtio 1.2, 2.7.4.2). Returns `None` if the header or status is missing, or if
+    /// there are too many segments.
     fn parse(memory: &GuestMemoryMmap, chain: GuestDescriptorChain<'_>) -> Option<Self> {
         let (mut from_guest, mut to_guest) = (RequestSegments::new(), RequestSegments::new());
         for (n, descriptor) in chain.enumerate() {
@@ -267,7 +273,8 @@ impl DiskRequest {
     }
 }
 
-/// Returns the total length of the segments if it is within the limit of a request.
+/// Returns the total length of the segments in bytes, or an error if it exceeds
+/// [`MAX_REQUEST_BYTES`].
 fn bounded(pieces: &RequestSegments) -> Result<u64, BlockRequestError> {
     Some(length(pieces))
         .filter(|bytes| *bytes <= MAX_REQUEST_BYTES)
@@ -279,8 +286,8 @@ fn length(pieces: &RequestSegments) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
-/// Removes the first `N` bytes of `pieces` and returns their contents. Returns `None` if `pieces`
-/// is shorter or the bytes are outside RAM.
+/// Removes the first `N` bytes from the segments `pieces` and returns the contents of these bytes.
+/// Returns `None` if the segments are shorter or outside RAM.
 fn take<const N: usize>(memory: &GuestMemoryMmap, pieces: &mut RequestSegments) -> Option<[u8; N]> {
     let mut data = [0; N];
     let mut have = 0;

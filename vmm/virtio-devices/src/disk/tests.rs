@@ -47,8 +47,8 @@ impl DiskTest {
         }
     }
 
-    /// Returns the status byte, the reported number of bytes written, and the outcome of a request
-    /// whose chain is `descriptors`.
+    /// Executes a request that consists of `descriptors`. Returns the status byte, the number of
+    /// bytes written according to the used ring, and the result.
     fn raw(&self, descriptors: &[Descriptor]) -> (u8, u32, Result<(), BlockRequestError>) {
         self.memory.write_obj(NO_STATUS, GuestAddress(STATUS)).unwrap();
         let mut driver = Driver::new(&self.memory, 256);
@@ -332,8 +332,8 @@ fn host_failure_messages_are_rate_limited() {
     assert!(is_due(&said));
 }
 
-/// A flush request, and every write if the driver does not support flush requests, completes only
-/// after the data is on the disk. Other requests do not wait for the disk.
+/// A flush request completes only after earlier writes are on the disk. The same applies to every
+/// write if the driver does not support flush requests. Other requests do not wait for the disk.
 #[test]
 fn disk_is_flushed_only_when_required() {
     for write_through in [false, true] {
@@ -363,8 +363,8 @@ fn disk_is_flushed_only_when_required() {
     }
 }
 
-/// Requests must cover whole blocks, although addresses are in sectors of 512 bytes regardless of
-/// the block size (5.2.6.4).
+/// Requests must cover whole blocks. Their addresses are in sectors of 512 bytes regardless of the
+/// block size (5.2.6.4).
 #[test]
 fn requests_must_cover_whole_blocks() {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -422,8 +422,8 @@ fn disk_works_after_broken_ring_and_reset() {
     }
 }
 
-/// Disk requests of which the driver has not notified the device are not processed, and the device
-/// can be stopped.
+/// Disk requests are not processed until the driver notifies the device, and a device without
+/// notifications can be stopped.
 #[test]
 fn device_without_kicks_can_be_stopped() {
     let memory = memory();
@@ -436,8 +436,8 @@ fn device_without_kicks_can_be_stopped() {
     assert!(!seen.needs_reset());
 }
 
-/// If a driver notifies the disk continuously, the notifications are coalesced. The thread
-/// processes pending requests once and stops when requested, even if the queue is broken.
+/// A driver that notifies the disk continuously does not keep the disk's thread from stopping, even
+/// if the queue is broken. Notifications are coalesced.
 #[test]
 fn continuous_kicks_do_not_block_stop() {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -495,8 +495,8 @@ fn limited(limits: &str) -> (BlockDevice, tempfile::NamedTempFile) {
     (block.with_limiter(RateLimiter::new(config.limits).unwrap()), file)
 }
 
-/// With a limit on bytes or on operations, a single driver notification is sufficient for all disk
-/// requests, and the disk's thread sleeps while requests are throttled.
+/// With a limit on bytes or on operations, one driver notification is sufficient for all disk
+/// requests. The disk's thread sleeps while requests are throttled.
 #[test]
 fn throttled_requests_are_served_by_the_timer() {
     let memory = memory();
@@ -516,8 +516,8 @@ fn throttled_requests_are_served_by_the_timer() {
     }
 }
 
-/// A device reset does not grant the guest a new burst: a disk that was stopped continues with the
-/// previous state of its rate limiter.
+/// A device reset does not grant the guest a new burst, because the disk keeps the state of its
+/// rate limiter.
 #[test]
 fn limit_outlives_a_reset() {
     let memory = memory();
@@ -569,8 +569,8 @@ fn broken_queue_ignores_the_timer() {
     block.reset();
 }
 
-/// The transferred bytes of a disk request are its data, and the zeros that the host may have to
-/// write. Headers and rejected data are not counted.
+/// The transferred bytes of a disk request include its data and the zeros that the host may have to
+/// write, but neither headers nor rejected data.
 #[test]
 fn transferred_bytes_are_those_of_the_request() {
     let rig = DiskTest::new(128, false);

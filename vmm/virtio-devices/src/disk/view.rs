@@ -1,7 +1,7 @@
-//! Read-only access to an image that a VM may be using, without a lock.
+//! Read-only access to an image without a lock, while a VM may be using the image.
 //!
-//! Concurrent writes by the VM may or may not be visible, in any order, so readers must validate
-//! the data.
+//! Readers must validate the data, because concurrent writes by the VM may become visible in any
+//! order, or not at all.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -13,7 +13,7 @@ use super::image::DiskImageError;
 use super::open::look;
 use super::qcow2::Qcow2;
 
-/// A read-only view of an image.
+/// A read-only view of a disk image that is not locked.
 #[derive(Debug)]
 pub struct UnlockedDiskView {
     config: DiskConfig,
@@ -28,7 +28,7 @@ enum ViewStore {
 }
 
 impl ViewStore {
-    /// Opens the image and returns it with the size of the disk in bytes.
+    /// Opens the image without a lock. Returns the image and the size of the disk in bytes.
     fn open(config: &DiskConfig) -> Result<(Self, u64), DiskImageError> {
         let (file, bytes) = look(&config.path)?;
         match config.format {
@@ -43,7 +43,7 @@ impl ViewStore {
 }
 
 impl UnlockedDiskView {
-    /// Opens the image named in `config`. The backing files of a qcow2 image are never written and
+    /// Opens the image named in `config`. Backing files of a qcow2 image are never written, so they
     /// are locked against writers while the view exists.
     ///
     /// # Errors
@@ -57,12 +57,12 @@ impl UnlockedDiskView {
         })
     }
 
-    /// Reloads the metadata of the image. The tables of a qcow2 image are cached, so data written
-    /// to newly allocated clusters is visible only after this call.
+    /// Reloads the cached metadata of the image. Data that the VM has written to newly allocated
+    /// clusters of a qcow2 image is visible only after this call.
     ///
     /// # Errors
-    /// Returns a [`DiskImageError`], in which case the previous state remains in use. An image that
-    /// is being written may temporarily appear damaged.
+    /// Returns a [`DiskImageError`], in which case the previous metadata remains in use. An image
+    /// that is being written may temporarily appear damaged.
     pub fn reload(&self) -> Result<(), DiskImageError> {
         if self.config.format == DiskFormat::Qcow2 {
             let (store, _) = ViewStore::open(&self.config)?;

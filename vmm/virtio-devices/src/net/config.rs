@@ -13,8 +13,8 @@ const MAX_NAME: usize = 15;
 pub struct MacAddress([u8; 6]);
 
 impl MacAddress {
-    /// Derives a locally administered address from `text`. The result is deterministic and differs
-    /// between texts with high probability.
+    /// Derives a locally administered address from `text`. Equal texts give the same address, and
+    /// different texts most likely give different ones.
     pub fn derived_from(text: &str) -> Self {
         // FNV-1a with 64 bits distributes short names well and is stable.
         let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -74,24 +74,24 @@ pub struct NetConfig {
     pub tap: String,
     /// MAC address, derived from the VM's name if `None`.
     pub mac: Option<MacAddress>,
-    /// Use of vhost-net for the transfer of frames.
+    /// Whether vhost-net transfers the frames.
     pub vhost: VhostMode,
     /// Rate limits for frames that the guest receives.
     pub rx: RateLimits,
     /// Rate limits for frames that the guest sends.
     pub tx: RateLimits,
-    /// `true` if the guest reaches the metadata service through this device.
+    /// `true` if the guest can reach the metadata service through this device.
     pub metadata: bool,
 }
 
 impl NetConfig {
-    /// Returns whether there is a rate limit, in which case vhost-net cannot be used.
+    /// Returns whether a rate limit is configured. vhost-net cannot be used with rate limits.
     pub fn is_limited(&self) -> bool {
         !(self.rx.is_unlimited() && self.tx.is_unlimited())
     }
 }
 
-/// Use of the host kernel's vhost-net to transfer the frames.
+/// Whether the host kernel's vhost-net transfers the frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum VhostMode {
     /// Use vhost-net if it is available.
@@ -106,7 +106,7 @@ pub enum VhostMode {
 /// Error returned when a network device configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NetConfigError {
-    /// The tap device is missing.
+    /// The option does not start with `tap=NAME`.
     #[error(
         "must be tap=NAME, optionally followed by ,mac=XX:XX:XX:XX:XX:XX, ,vhost=on|off|auto and \
          ,mmds=on|off, and by rate limits"
@@ -121,16 +121,16 @@ pub enum NetConfigError {
     /// An option is repeated.
     #[error("{0}= must be given once")]
     Twice(&'static str),
-    /// The name is not a valid network device name.
+    /// The name of the tap device is not a valid network device name.
     #[error(
         "the name of a tap device must have between 1 and {MAX_NAME} bytes without slash, \
          space and colon"
     )]
     Name,
-    /// The value of `vhost` is invalid.
+    /// The value of `vhost=` is invalid.
     #[error("vhost must be on, off or auto")]
     VhostMode,
-    /// The value of `mmds` is invalid.
+    /// The value of `mmds=` is invalid.
     #[error("mmds must be on or off")]
     Metadata,
     /// The MAC address is malformed.
@@ -199,8 +199,8 @@ impl FromStr for NetConfig {
     }
 }
 
-/// Validates a network device name in the same way as `dev_valid_name` in the kernel. Also rejects
-/// the percent sign, with which the kernel would create a new device and choose its number.
+/// Validates a network device name like `dev_valid_name` in the Linux kernel. Also rejects the
+/// percent sign, which would make the kernel create a new device with a number of its choice.
 fn checked_name(name: &str) -> Result<String, NetConfigError> {
     let bad = |c: char| c == '/' || c == ':' || c == '%' || c == '\0' || c.is_whitespace();
     if name.is_empty() || name.len() > MAX_NAME || name == "." || name == ".." || name.contains(bad) {

@@ -1,5 +1,5 @@
-//! Frame transfer between a tap device and the guest's two queues. Each frame takes one system
-//! call, which reads or writes guest memory directly.
+//! Transfers frames between a tap device and the guest's receive and transmit queues. One system
+//! call per frame reads or writes guest memory directly.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,7 +17,7 @@ use super::metadata::MetadataNetPort;
 use super::tap::{HEADER_BYTES, IoVecList, MAX_FRAME_BYTES, Tap};
 use crate::rate_limiter::RateLimiter;
 
-/// Maximum number of segments in a chain. Linux uses at most 19.
+/// Maximum number of segments in a descriptor chain. Linux uses at most 19.
 const MAX_PIECES: usize = 64;
 /// Maximum number of frames that are transferred in one direction before the thread serves the
 /// other direction.
@@ -49,10 +49,10 @@ pub enum FrameQueueError {
 pub enum FrameBatchEnd {
     /// More frames may be available.
     More,
-    /// In the receive direction, the tap device has no more frames. In the transmit direction, the
-    /// driver has no more frames to send.
+    /// No more frames are available: from the tap device when receiving, from the driver when
+    /// sending.
     Idle,
-    /// The driver has no buffer for the next frame.
+    /// The driver has provided no buffer for the next frame.
     NoBuffer,
     /// The rate limiter admits no frame until its timer fires.
     Throttled,
@@ -60,16 +60,16 @@ pub enum FrameBatchEnd {
     Gone(io::Error),
 }
 
-/// A descriptor chain with its segments.
+/// A descriptor chain of a frame, with its memory segments.
 struct FrameChain {
     head: u16,
     bytes: usize,
     pieces: SmallVec<[(GuestAddress, u32); 2]>,
 }
 
-/// Returns the next chain of `queue`, whose buffers must all be device-writable or all be
-/// device-readable, or `None` if the queue is empty. A malformed chain is returned with a length of
-/// zero.
+/// Returns the next descriptor chain of `queue`, or `None` if the queue is empty. `writable`
+/// selects whether all of its buffers must be device-writable or all device-readable. A malformed
+/// chain is returned with a length of zero.
 fn next_chain(
     queue: &mut Queue,
     memory: &GuestMemoryMmap,
@@ -99,8 +99,8 @@ fn next_chain(
     Ok(Some(chain))
 }
 
-/// Returns whether the driver wants an interrupt for the chains used since `before` (virtio 1.2,
-/// 2.7.7.2).
+/// Returns whether the driver requested an interrupt for the chains used since `before` (virtio
+/// 1.2, 2.7.7.2).
 fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Result<bool, FrameQueueError> {
     let now = queue.next_used();
     if now == before {
@@ -118,19 +118,19 @@ fn wants_interrupt(queue: &Queue, memory: &GuestMemoryMmap, before: u16) -> Resu
     Ok(now.wrapping_sub(event).wrapping_sub(1) < now.wrapping_sub(before))
 }
 
-/// Returns whether `limiter` allows the transfer of the next frame.
+/// Returns whether `limiter` admits the next frame. Without a limiter, every frame is admitted.
 fn admits(limiter: Option<&Arc<RateLimiter>>) -> bool {
     limiter.is_none_or(|limiter| limiter.admit())
 }
 
-/// Charges a frame of `bytes` bytes, less its header, to the rate limiter.
+/// Charges a frame of `bytes` bytes to the rate limiter, without its header.
 fn charge(limiter: Option<&Arc<RateLimiter>>, bytes: usize) {
     if let Some(limiter) = limiter {
         limiter.charge(bytes.saturating_sub(HEADER_BYTES) as u64);
     }
 }
 
-/// Transmit direction, which moves frames from the guest to the tap device.
+/// Moves frames from the guest's transmit queue to the tap device.
 pub struct FrameSender {
     queue: Queue,
     limiter: Option<Arc<RateLimiter>>,
@@ -142,17 +142,18 @@ impl FrameSender {
         Self { queue, limiter: None }
     }
 
-    /// Limits the rate of sent frames, if `limiter` is given.
+    /// Sets the rate limiter of sent frames.
     #[must_use]
     pub fn with_limiter(mut self, limiter: Option<Arc<RateLimiter>>) -> Self {
         self.limiter = limiter;
         self
     }
 
-    /// Sends the frames in the queue until a limit is reached, and returns why it stopped and
-    /// whether the driver wants an interrupt. Frames for the metadata service go to `metadata`. A
-    /// frame is dropped if it is malformed, if the tap device rejects it, or if there is no tap
-    /// device.
+    /// Sends the frames in the transmit queue until a limit is reached. Returns why the batch
+    /// ended, and whether the driver requested an interrupt.
+    ///
+    /// Frames for the metadata service go to `metadata`. Malformed frames are dropped, and so are
+    /// frames that the tap device rejects or for which there is no tap device.
     ///
     /// # Errors
     /// Returns a [`FrameQueueError`] if the queue is unusable.
@@ -199,16 +200,16 @@ impl FrameSender {
     }
 }
 
-/// Receive direction, which moves frames from the tap device to the guest.
+/// Moves frames from the tap device to the guest's receive queue.
 pub struct FrameReceiver {
     queue: Queue,
     /// `true` if a frame may span several buffers (VIRTIO_NET_F_MRG_RXBUF).
     mergeable: bool,
-    /// Buffers that the driver has added and that no frame has used yet.
+    /// Buffers that have been taken from the queue and do not contain a frame yet.
     waiting: VecDeque<FrameChain>,
     waiting_bytes: usize,
-    /// Frame that was taken from its source but is not yet in the driver's buffers. Empty if there
-    /// is none.
+    /// A frame that has been taken from its source but not copied to the driver's buffers yet.
+    /// Empty if there is none.
     held: Vec<u8>,
     limiter: Option<Arc<RateLimiter>>,
 }
@@ -227,15 +228,15 @@ impl FrameReceiver {
         }
     }
 
-    /// Limits the rate of received frames, if `limiter` is given.
+    /// Sets the rate limiter of received frames.
     #[must_use]
     pub fn with_limiter(mut self, limiter: Option<Arc<RateLimiter>>) -> Self {
         self.limiter = limiter;
         self
     }
 
-    /// Takes buffers from the queue until they can hold the longest possible frame, or only one
-    /// buffer if a frame cannot span several buffers. Returns `false` if the driver has not added
+    /// Takes buffers from the queue until they can hold the longest possible frame. If a frame
+    /// cannot span several buffers, takes only one. Returns `false` if the driver has not provided
     /// enough buffers.
     fn fill(&mut self, memory: &GuestMemoryMmap) -> Result<bool, FrameQueueError> {
         let enough = if self.mergeable { MAX_FRAME_BYTES } else { 1 };
@@ -265,8 +266,8 @@ impl FrameReceiver {
         Ok(false)
     }
 
-    /// Delivers the available frames to the guest, those of `metadata` before those of the tap
-    /// device. Returns why it stopped and whether the driver wants an interrupt.
+    /// Delivers the available frames to the guest, first those of `metadata` and then those of the
+    /// tap device. Returns why the batch ended, and whether the driver requested an interrupt.
     ///
     /// # Errors
     /// Returns a [`FrameQueueError`] if the queue is unusable.
@@ -356,8 +357,8 @@ impl FrameReceiver {
         true
     }
 
-    /// Copies the frame in `held` to the first waiting buffers, which are large enough for it, and
-    /// returns them to the driver.
+    /// Copies the frame in `held` to the first waiting buffers and returns these buffers to the
+    /// driver. The buffers must be large enough.
     fn return_held_frame(&mut self, memory: &GuestMemoryMmap) -> Result<(), FrameQueueError> {
         let mut rest = &self.held[..];
         for (address, length) in self.waiting.iter().flat_map(|chain| &chain.pieces) {
@@ -371,8 +372,8 @@ impl FrameReceiver {
     }
 
     /// Returns the first waiting buffers, which contain a frame of `count` bytes, to the driver.
-    /// The used index is updated once, after all entries are written, because the driver must see
-    /// all buffers of a frame at the same time.
+    /// The used index is updated only once, because the driver must see all buffers of a frame at
+    /// the same time.
     fn return_frame(&mut self, memory: &GuestMemoryMmap, count: usize) -> Result<(), FrameQueueError> {
         charge(self.limiter.as_ref(), count);
         let mut used: SmallVec<[(u16, u32); 8]> = SmallVec::new();
@@ -407,7 +408,7 @@ impl FrameReceiver {
     }
 }
 
-/// Returns the guest address of byte `offset` of a buffer.
+/// Returns the guest-physical address of byte `offset` of a buffer.
 fn byte_at(pieces: &[(GuestAddress, u32)], offset: usize) -> Option<GuestAddress> {
     let mut left = u64::try_from(offset).ok()?;
     for (address, length) in pieces {
@@ -432,7 +433,7 @@ mod tests {
     const WRITE: u16 = 2;
     const SIZE: u16 = 256;
 
-    /// The driver's end of a queue, and a socket pair that replaces the tap device.
+    /// The driver's side of a queue, and a socket pair that replaces the tap device.
     struct FrameTest<'m> {
         memory: &'m GuestMemoryMmap,
         driver: Driver<'m>,
@@ -469,7 +470,7 @@ mod tests {
             receiver.run(self.memory, &self.tap, None).unwrap()
         }
 
-        /// Offers a buffer to the device.
+        /// Makes a buffer available to the device.
         fn offer(&mut self, head: u16, address: u64, length: u32, flags: u16) {
             let buffer = Descriptor::new(address, length, flags, 0);
             self.driver.offer_chain(head, &[buffer]);
@@ -509,8 +510,8 @@ mod tests {
         assert!(!rig.send(&mut sender).1);
     }
 
-    /// With mergeable buffers, a frame that needs more buffers than the driver has added is
-    /// delivered when the driver adds them. Each buffer may be smaller than the longest frame.
+    /// With mergeable buffers, a frame that needs more buffers than available is delivered after
+    /// the driver has added them. Each buffer may be smaller than the longest frame.
     #[test]
     fn long_frame_waits_for_buffers() {
         const BUFFER: u64 = 1536;
@@ -583,8 +584,8 @@ mod tests {
         assert!(rig.arrived().is_empty());
     }
 
-    /// Each malformed chain is returned at once without sending a frame, and the valid frames after
-    /// them are sent.
+    /// A malformed chain in the transmit queue is returned without sending a frame. The valid
+    /// frames after it are sent.
     #[test]
     fn malformed_chains_send_no_frames() {
         let memory = memory();
@@ -614,8 +615,8 @@ mod tests {
         }
     }
 
-    /// A frame spans as many buffers of 1,500 bytes as required, and its header contains their
-    /// number.
+    /// With mergeable buffers, a frame spans as many buffers of 1,500 bytes as required, and its
+    /// header contains their number.
     #[test]
     fn long_frame_spans_several_buffers() {
         let memory = memory();
@@ -640,8 +641,8 @@ mod tests {
         assert_eq!(got[12..], frame(4000)[12..]);
     }
 
-    /// Without mergeable buffers, a received frame uses one chain. As in Linux, header and frame
-    /// are in separate segments.
+    /// Without mergeable buffers, a received frame uses one chain. In the test, header and frame
+    /// are in separate segments, as in Linux.
     #[test]
     fn unmerged_frame_uses_one_chain() {
         let memory = memory();

@@ -1,4 +1,4 @@
-//! Frames between the guest and the metadata service, which bypass the tap device.
+//! Transfers frames between the guest and the metadata service, without using the tap device.
 //!
 //! The service's TCP/IP stack runs in the device's thread. A timer in the thread's epoll set wakes
 //! the thread for retransmissions and for connections that become idle.
@@ -16,7 +16,7 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::tap::{HEADER_BYTES, MAX_FRAME_BYTES};
 
-/// Minimum delay of the timer.
+/// Minimum delay with which the metadata timer is armed.
 const MIN_DELAY: Duration = Duration::from_millis(1);
 
 /// The timer of a [`MetadataNetPort`].
@@ -43,12 +43,12 @@ impl MetadataTimer {
     }
 }
 
-/// Port of a network device to the metadata service.
+/// Connection of a network device to the metadata service.
 pub struct MetadataNetPort {
     stack: MetadataStack,
     timer: Arc<MetadataTimer>,
     is_armed: bool,
-    /// Frame for the guest that has already been taken from the stack, without its header.
+    /// The next frame for the guest, already taken from the stack, without a virtio-net header.
     next: Option<Vec<u8>>,
 }
 
@@ -63,8 +63,8 @@ impl MetadataNetPort {
         }
     }
 
-    /// Processes a frame from the guest if it is addressed to the service. `pieces` are the
-    /// segments of the frame and the header before it. Returns `false` for other frames.
+    /// Processes a frame from the guest if it is addressed to the metadata service. `pieces` are
+    /// the segments of the virtio-net header and the frame. Returns `false` for other frames.
     pub(super) fn take(&mut self, memory: &GuestMemoryMmap, pieces: &[(GuestAddress, u32)]) -> bool {
         let Some(prefix) = copy_frame(memory, pieces, HEADER_BYTES + FRAME_PREFIX_BYTES) else {
             return false;
@@ -80,7 +80,7 @@ impl MetadataNetPort {
         true
     }
 
-    /// Returns the next frame for the guest, with a header that requests no offload.
+    /// Returns the next frame for the guest. Its virtio-net header requests no offload.
     pub(super) fn next_frame(&mut self) -> Option<Vec<u8>> {
         self.fetch();
         let frame = self.next.take()?;
@@ -128,15 +128,15 @@ impl MetadataNetPort {
     }
 }
 
-/// Provides the timer's descriptor for the epoll set of the device's thread.
+/// Provides the timer's file descriptor for the epoll set of the device's thread.
 impl AsRawFd for MetadataNetPort {
     fn as_raw_fd(&self) -> RawFd {
         self.timer.fd
     }
 }
 
-/// Copies the frame in `pieces` without its header. Reads at most `limit` bytes, including the
-/// header.
+/// Copies the frame in `pieces` without its virtio-net header. Reads at most `limit` bytes,
+/// including the header.
 fn copy_frame(memory: &GuestMemoryMmap, pieces: &[(GuestAddress, u32)], limit: usize) -> Option<Vec<u8>> {
     let total: usize = pieces.iter().map(|(_, length)| *length as usize).sum();
     let mut bytes = vec![0; total.min(limit)];

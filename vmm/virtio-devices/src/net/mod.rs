@@ -9,9 +9,9 @@
 //! | [`metadata`] | frames between the guest and the metadata service |
 //! | [`vhost`] | frame transfer by vhost-net |
 //!
-//! One thread, or vhost-net, moves frames in both directions. Checksum and segmentation offloads
-//! are negotiated between the kernels of host and guest through feature bits. If the tap device is
-//! removed, the guest's link goes down and the VM continues to run.
+//! A thread of the VMM, or vhost-net, moves frames in both directions. Feature bits let the kernels
+//! of host and guest negotiate checksum and segmentation offloads. If the tap device is removed,
+//! the guest's link goes down and the VM continues to run.
 
 pub mod config;
 pub mod frames;
@@ -55,7 +55,7 @@ use vhost::{VhostHandler, VhostNetBackend};
 /// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [256, 256];
 
-/// Receive offloads that the guest may accept, with the feature bit of each.
+/// Receive offloads that the guest may accept, each with its feature bit.
 const OFFLOADS: [(TapOffloads, u32); 5] = [
     (TapOffloads::CSUM, VIRTIO_NET_F_GUEST_CSUM),
     (TapOffloads::TSO4, VIRTIO_NET_F_GUEST_TSO4),
@@ -64,8 +64,8 @@ const OFFLOADS: [(TapOffloads, u32); 5] = [
     (TapOffloads::UFO, VIRTIO_NET_F_GUEST_UFO),
 ];
 
-/// Feature bits that are always offered: host-side offloads, which every tap device supports, and
-/// features of this device.
+/// Feature bits that are always offered: transmit offloads, which every tap device supports, and
+/// features of the device model.
 const FIXED_FEATURES: [u32; 9] = [
     VIRTIO_NET_F_CSUM,
     VIRTIO_NET_F_HOST_TSO4,
@@ -86,25 +86,25 @@ pub struct NetDevice {
     mac: MacAddress,
     mtu: u16,
     offered: u64,
-    /// The `status` field of the configuration.
+    /// The link status in the device configuration.
     status: Arc<AtomicU16>,
-    /// The vhost-net instance that transfers the frames, if any.
+    /// The vhost-net backend that transfers the frames, or `None` if a thread does so.
     kernel: Option<VhostNetBackend>,
     limiters: DirectionLimiters,
     metadata: Option<MetadataAccess>,
     worker: Option<DeviceWorker>,
 }
 
-/// Guest access to the metadata service through this device.
+/// Access of the guest to the metadata service through a network device.
 #[derive(Clone, Debug)]
 struct MetadataAccess {
     service: Arc<MetadataService>,
     /// Timer of the metadata port. Created together with the device, because the thread that
-    /// activates the device may not be permitted to create a timer.
+    /// activates the device may not be permitted to create one.
     timer: Arc<MetadataTimer>,
 }
 
-/// Rate limiters of the frames that a guest receives and sends.
+/// Rate limiters of a network device, one for each direction.
 #[derive(Clone, Debug, Default)]
 struct DirectionLimiters {
     rx: Option<Arc<RateLimiter>>,
@@ -112,8 +112,9 @@ struct DirectionLimiters {
 }
 
 impl NetDevice {
-    /// Creates a device `name` on `tap`, whose MTU is `mtu` bytes. Frames are transferred by
-    /// `kernel` if given, otherwise by a thread.
+    /// Creates a network device with the name `name` on the tap device `tap`, whose MTU is `mtu`
+    /// bytes. Frames are transferred by the vhost-net backend `kernel` if given, otherwise by a
+    /// thread.
     pub fn new(name: String, tap: Tap, mac: MacAddress, mtu: u16, kernel: Option<VhostNetBackend>) -> Self {
         let offered = offered(|offloads| tap.set_offloads(offloads).is_ok());
         Self {
@@ -130,8 +131,8 @@ impl NetDevice {
         }
     }
 
-    /// Limits the rates of frames that the guest receives (`rx`) and sends (`tx`). vhost-net
-    /// ignores the limits.
+    /// Sets the rate limiters of frames that the guest receives (`rx`) and sends (`tx`). vhost-net
+    /// ignores them.
     #[must_use]
     pub fn with_limiters(mut self, rx: RateLimiter, tx: RateLimiter) -> Self {
         self.limiters = DirectionLimiters {
@@ -141,8 +142,8 @@ impl NetDevice {
         self
     }
 
-    /// Makes the metadata service available to the guest through this device. vhost-net bypasses
-    /// the service.
+    /// Makes the metadata service available to the guest through this device. Has no effect with
+    /// vhost-net.
     ///
     /// # Errors
     /// Returns the error of `timerfd_create(2)`.
@@ -153,10 +154,11 @@ impl NetDevice {
     }
 }
 
-/// Returns the device's feature bits. `known` returns whether the host kernel accepts a set of
-/// offloads. Each offload is probed together with only its prerequisites (`set_offload` in
-/// drivers/net/tun.c), because the kernel rejects a whole set if it does not know one of the
-/// offloads.
+/// Returns the feature bits that the device offers. `known` returns whether the host kernel accepts
+/// a set of offloads.
+///
+/// The kernel rejects a whole set if it does not know one of the offloads (`set_offload` in
+/// drivers/net/tun.c). Each offload is therefore probed together with only its prerequisites.
 fn offered(known: impl Fn(TapOffloads) -> bool) -> u64 {
     let guest = OFFLOADS
         .iter()
@@ -205,7 +207,7 @@ impl VirtioDevice for NetDevice {
         &QUEUE_SIZES
     }
 
-    /// Reads `struct virtio_net_config`: mac, status, max_virtqueue_pairs, mtu.
+    /// Reads from `struct virtio_net_config`: mac, status, max_virtqueue_pairs and mtu.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let mut config = [0; 12];
         config[..6].copy_from_slice(&self.mac.bytes());
@@ -303,7 +305,7 @@ impl VirtioDevice for NetDevice {
     }
 }
 
-/// Event handler of the device's thread for both directions.
+/// Event handler of the network device's thread. It transfers frames in both directions.
 struct FrameHandler {
     memory: GuestMemoryMmap,
     /// The tap device, `None` after its removal.
@@ -318,7 +320,8 @@ struct FrameHandler {
     watching: bool,
 }
 
-/// One direction of frame transfer. `queue` is `None` after the driver has broken the queue.
+/// A queue of the network device and its events. `queue` is `None` after the driver has broken the
+/// queue.
 struct Direction<Q> {
     queue: Option<Q>,
     kick: Arc<EventFd>,
@@ -334,8 +337,9 @@ impl<Q> Direction<Q> {
         }
     }
 
-    /// Completes a batch: raises the interrupt if the driver wants it, or, if the driver has broken
-    /// the queue, stops using the queue and requests a device reset. Returns why the batch ended.
+    /// Completes a batch of frame transfers and returns why it ended. Raises the interrupt if the
+    /// driver requested it. If the driver has broken the queue, stops using the queue and requests
+    /// a device reset.
     fn end_batch(
         &mut self,
         link: &LinkStatus,
@@ -391,14 +395,14 @@ impl FrameHandler {
         }
     }
 
-    /// Passes frames that are addressed to the metadata service to that service.
+    /// Enables the metadata service if `access` is given.
     fn with_metadata(mut self, access: Option<&MetadataAccess>) -> Self {
         self.metadata =
             access.map(|access| MetadataNetPort::new(access.service.clone(), access.timer.clone()));
         self
     }
 
-    /// Sends frames, and delivers the responses of the metadata service.
+    /// Sends the guest's frames, and then delivers the responses of the metadata service.
     fn send(&mut self, ops: &mut EventOps) {
         self.send_batch();
         if self.metadata.as_ref().is_some_and(MetadataNetPort::has_frames) {
@@ -424,7 +428,7 @@ impl FrameHandler {
         }
     }
 
-    /// Handles an event of the metadata service's timer.
+    /// Handles an event of the metadata timer: lets the TCP/IP stack run and delivers its frames.
     fn serve_metadata(&mut self, ops: &mut EventOps) {
         if let Some(port) = &mut self.metadata {
             port.handle_timer();
@@ -532,8 +536,8 @@ mod tests {
     use crate::rate_limiter::limits::RateLimits;
     use crate::serve::testing::{BUFFERS, Driver, activation, memory};
 
-    /// Models `set_offload` in drivers/net/tun.c, which rejects a set with unknown or unsupported
-    /// bits.
+    /// Returns whether Linux would accept a set of offloads, like `set_offload` in
+    /// drivers/net/tun.c.
     fn linux(offloads: TapOffloads) -> bool {
         let mut known = TapOffloads::CSUM | TapOffloads::TSO4 | TapOffloads::TSO6 | TapOffloads::UFO;
         if offloads.intersects(TapOffloads::TSO4 | TapOffloads::TSO6) {
@@ -583,13 +587,13 @@ mod tests {
         assert!(seen.needs_reset());
         assert_eq!(seen.changed.read().unwrap(), 1);
     }
-    /// Number of frames in a test. All of them fit into the socket pair that replaces the tap
-    /// device.
+    /// Number of frames in a test. The socket pair that replaces the tap device can hold all of
+    /// them.
     const FRAMES: u16 = 8;
     const FRAME_BYTES: u32 = 512;
 
-    /// Starts the thread of a network device whose receive and transmit limiters each admit one
-    /// frame every 20 ms. Also returns the far end of the socket pair that replaces the tap device.
+    /// Starts the thread of a network device with rate limiters that admit one frame every 20 ms in
+    /// each direction. Also returns the other end of the socket pair that replaces the tap device.
     fn limited_device(
         memory: &GuestMemoryMmap,
         queues: [ActiveQueue; 2],
@@ -616,7 +620,8 @@ mod tests {
         (worker, limiters, far)
     }
 
-    /// Throttled frames are transferred without a further kick or tap event, and no frame is lost.
+    /// Throttled frames are transferred without another driver notification or tap event, and no
+    /// frame is lost.
     #[test]
     fn throttled_frames_are_transferred_by_the_timer() {
         let memory = memory();

@@ -14,14 +14,14 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 /// Size of the header before each frame, `struct virtio_net_hdr_v1` (virtio 1.2, 5.1.6), in bytes.
 pub const HEADER_BYTES: usize = 12;
-/// Maximum size of a frame with segmentation offload, including its header, in bytes.
+/// Maximum size of a frame with segmentation offload, including its virtio-net header, in bytes.
 pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + 14 + 4 + 65_536;
 /// Maximum number of guest memory segments in one system call (`UIO_MAXIOV`).
 pub const MAX_PIECES: usize = 1024;
 
 bitflags::bitflags! {
-    /// Set of offloads (`TUN_F_*`): work such as checksums or segmentation that the tap device may
-    /// leave to the guest.
+    /// Set of offloads (`TUN_F_*`): work, such as checksums or segmentation, that the tap device
+    /// may leave to the guest.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct TapOffloads: c_uint {
         /// Partial checksum offload.
@@ -52,18 +52,18 @@ pub enum TapError {
     /// Another process has the device open.
     #[error("tap={0}: in use by another program; use one tap device per network device")]
     Busy(String, #[source] io::Error),
-    /// The name belongs to a network device of another type.
+    /// The named network device is not a tap device.
     #[error(
         "tap={0}: not a tap device; create one with `ip tuntap add dev tap0 mode tap user $USER vnet_hdr`"
     )]
     NoTap(String),
-    /// The tap device has incompatible properties.
+    /// The tap device has properties that Perfvisor cannot use, such as several queues.
     #[error(
         "tap={0}: not a single-queue tap device; create one with `ip tuntap add dev {0} mode tap \
         user $USER vnet_hdr`"
     )]
     Other(String, #[source] io::Error),
-    /// A system call failed unexpectedly.
+    /// A system call, which the second field names, failed unexpectedly.
     #[error("tap={0}: {1} failed")]
     Call(String, &'static str, #[source] io::Error),
 }
@@ -124,7 +124,8 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Wraps a non-blocking descriptor that preserves frame boundaries.
+    /// Uses the non-blocking descriptor `fd` as a tap device. The descriptor must preserve frame
+    /// boundaries.
     pub fn on(fd: OwnedFd) -> Self {
         Self(fd.into())
     }
@@ -144,7 +145,7 @@ impl Tap {
         }
     }
 
-    /// Returns the file, for use by vhost-net.
+    /// Returns the open file of the tap device, for vhost-net.
     pub fn file(&self) -> &File {
         &self.0
     }
@@ -152,7 +153,7 @@ impl Tap {
     /// Sets the offloads that the tap device may leave to the guest.
     ///
     /// # Errors
-    /// Returns an error if the kernel does not support one of them.
+    /// Returns an error if the kernel does not support one of the offloads.
     pub fn set_offloads(&self, offloads: TapOffloads) -> io::Result<()> {
         // SAFETY: TUNSETOFFLOAD takes its argument by value.
         let result = unsafe {
@@ -169,7 +170,7 @@ impl Tap {
         }
     }
 
-    /// Reads one frame with its header. A frame longer than `into` is truncated.
+    /// Reads one frame with its virtio-net header into `into`, truncating a longer frame.
     ///
     /// # Errors
     /// Returns the error of `readv(2)`, which is `WouldBlock` if no frame is available.
@@ -187,7 +188,7 @@ impl Tap {
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Reads one frame with its header into a buffer of this process.
+    /// Reads one frame with its virtio-net header into a buffer outside guest memory.
     ///
     /// # Errors
     /// Returns the same errors as [`Tap::read`].
@@ -195,7 +196,7 @@ impl Tap {
         (&self.0).read(into)
     }
 
-    /// Writes one frame with its header.
+    /// Writes one frame with its virtio-net header.
     ///
     /// # Errors
     /// Returns the error of `writev(2)`.
@@ -235,7 +236,8 @@ impl<'m> IoVecList<'m> {
         }
     }
 
-    /// Adds a segment. Returns `false` if it is not guest memory or if there are too many segments.
+    /// Adds a segment of guest memory. Returns `false` if the address is not guest memory or if
+    /// there are too many segments.
     pub fn push(&mut self, address: GuestAddress, length: u32) -> bool {
         if length == 0 {
             return true;
@@ -274,14 +276,13 @@ fn request_of(name: &str) -> libc::ifreq {
     request
 }
 
-/// Returns whether an existing network device uses the tun driver, or `true` if that cannot be
-/// determined.
+/// Returns `false` if the network device `name` exists but does not use the tun driver.
 fn is_tun(name: &str) -> bool {
     let device = Path::new("/sys/class/net").join(name);
     !device.exists() || device.join("tun_flags").exists()
 }
 
-/// Returns a socket for network device ioctls.
+/// Creates a socket on which network device ioctls can be called.
 fn any_socket() -> io::Result<OwnedFd> {
     // SAFETY: socket takes three integers.
     let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };

@@ -27,7 +27,7 @@ use crate::device::ActiveQueue;
 
 /// Multicast group of network device changes (`RTMGRP_LINK`).
 const LINK_GROUP: u32 = 1;
-/// Features that vhost-net must support, because every tap device offers them to the driver.
+/// Feature bits that vhost-net must support, because every tap device offers them to the driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_NET_F_MRG_RXBUF;
 
 /// Error returned when vhost-net cannot be used.
@@ -36,7 +36,7 @@ pub enum VhostError {
     /// The vhost-net device cannot be opened.
     #[error("cannot open /dev/vhost-net; load the module vhost_net, or give this user access")]
     Open(#[source] vhost::Error),
-    /// The kernel lacks required features.
+    /// The kernel's vhost-net lacks required features.
     #[error("this host's vhost-net lacks required features (it has {0:#x})")]
     Old(u64),
     /// A vhost-net call failed.
@@ -52,18 +52,21 @@ pub struct VhostNetBackend {
     device: Device<GuestMemoryAtomic<GuestMemoryMmap>>,
     memory: GuestMemoryAtomic<GuestMemoryMmap>,
     features: u64,
-    /// Eventfd that vhost-net signals if the guest has configured no interrupt for a queue.
+    /// Eventfd that vhost-net signals instead of an interrupt for a queue without an interrupt
+    /// vector.
     unused_call: EventFd,
-    /// For each of the two queues, `true` while the kernel serves it.
+    /// For the receive and the transmit queue, `true` while vhost-net serves the queue.
     has: [AtomicBool; 2],
-    /// Netlink socket that receives network device changes. Created early, because the driver
-    /// starts the device on a vCPU thread, which may not create sockets.
+    /// Netlink socket that receives network device changes. Created together with the backend,
+    /// because the vCPU thread that later starts the transfer may not create sockets.
     changes: OwnedFd,
 }
 
 impl VhostNetBackend {
-    /// Opens a vhost-net instance. The kernel's worker thread inherits the CPU affinity and control
-    /// group of the calling thread, so this must not be called on a vCPU thread.
+    /// Opens a vhost-net instance.
+    ///
+    /// This must not be called on a vCPU thread, because the kernel's worker thread inherits the
+    /// CPU affinity and control group of the calling thread.
     ///
     /// # Errors
     /// Returns a [`VhostError`] whose message includes the remedy.
@@ -91,8 +94,8 @@ impl VhostNetBackend {
         })
     }
 
-    /// Starts the transfer of frames between `tap` and the driver's queues. `features` are those
-    /// that the driver accepted.
+    /// Starts the transfer of frames between `tap` and the driver's queues. `features` are the
+    /// feature bits that the driver accepted.
     ///
     /// # Errors
     /// Returns an error if a vhost-net call fails, in which case no frames are transferred.
@@ -188,7 +191,7 @@ impl VhostNetBackend {
         Ok(watch)
     }
 
-    /// Stops the transfer. The kernel does not access guest memory after this returns.
+    /// Stops the transfer of frames. The kernel does not access guest memory after this returns.
     pub fn stop(&self) {
         let taken = self.has.iter().enumerate();
         for (n, _) in taken.filter(|(_, has)| has.swap(false, Ordering::Relaxed)) {
@@ -229,7 +232,7 @@ fn open_link_socket() -> io::Result<OwnedFd> {
 pub struct VhostEventDescriptors {
     /// Netlink socket that receives changes of all network devices.
     changes: OwnedFd,
-    /// Eventfds that the kernel signals when a queue is broken.
+    /// Eventfds that the kernel signals when the driver has broken a queue, one per queue.
     broken: [EventFd; 2],
 }
 
@@ -258,7 +261,7 @@ impl VhostEventDescriptors {
 
 /// Event handler of the device's thread while vhost-net transfers the frames.
 pub struct VhostHandler {
-    /// Descriptors to monitor.
+    /// Descriptors that the thread monitors.
     pub watch: VhostEventDescriptors,
     /// The tap device, `None` after its removal.
     pub tap: Option<Arc<Tap>>,

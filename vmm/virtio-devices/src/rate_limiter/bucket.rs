@@ -1,27 +1,29 @@
-//! Token bucket. The caller passes the current time to each method.
+//! Token bucket, the mechanism behind a rate limit. The caller passes the current time to each
+//! method.
 
 use std::time::{Duration, Instant};
 
 use super::limits::TokenBucketLimits;
 
-/// A token bucket. A request is admitted while the bucket contains a token, and its cost is charged
-/// afterwards. If the cost exceeds the tokens in the bucket, the rest becomes a debt, and tokens
-/// added later repay the debt first. A request that costs more than the size of the bucket is
-/// therefore also admitted.
+/// A token bucket.
+///
+/// A request is admitted while the bucket contains a token, and its cost is charged afterwards. If
+/// the cost exceeds the tokens in the bucket, the rest becomes a debt, which later tokens repay
+/// first. A request may therefore cost more than the size of the bucket.
 ///
 /// In any interval, the total cost of all requests except the last one is at most the size of the
 /// bucket, plus the one-time burst, plus the tokens that are added in the interval.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
     limits: TokenBucketLimits,
-    /// Remaining one-time burst, which is spent before `tokens` and never refilled.
+    /// Remaining tokens of the one-time burst, which are used before `tokens` and never refilled.
     burst: u64,
     tokens: u64,
     /// Number of tokens owed. Zero unless `burst` and `tokens` are both 0.
     debt: u64,
-    /// Fraction of the next token, in units of 1/`refill_ns` token.
+    /// Accumulated fraction of the next token, in units of 1/`refill_ns` token.
     fraction: u64,
-    /// Time up to which tokens have been added.
+    /// Time at which tokens were last added.
     updated: Instant,
 }
 
@@ -67,7 +69,8 @@ impl TokenBucket {
         }
     }
 
-    /// Returns the time until the next request is admitted, or zero if it is admitted now.
+    /// Returns the time until the next request is admitted. Returns zero if a request is admitted
+    /// now.
     pub fn wait(&mut self, now: Instant) -> Duration {
         self.refill(now);
         if self.burst > 0 || self.tokens > 0 {
@@ -143,8 +146,8 @@ mod tests {
         }
     }
 
-    /// A token bucket loses no fractions of tokens: the sustained rate equals the configured rate,
-    /// regardless of the refill interval.
+    /// A token bucket does not lose fractions of tokens. The sustained rate equals the configured
+    /// rate, regardless of how often the bucket is refilled.
     #[test]
     fn fractions_of_tokens_are_kept() {
         let (mut bucket, start) = bucket(7, 0, 1000);
@@ -183,16 +186,15 @@ mod tests {
         prop_oneof![0..10_u64, 0..1_000_000_u64, any::<u64>(), Just(u64::MAX)]
     }
 
-    /// Generates intervals between requests, in nanoseconds. An interval is at most four years, so
-    /// that the products in the test fit into 128 bits.
+    /// Generates intervals between requests, in nanoseconds. They are at most four years, so that
+    /// products in the test fit into 128 bits.
     fn any_pause_ns() -> impl Strategy<Value = u64> {
         prop_oneof![Just(0), 0..1_000_u64, 0..10_000_000_000_u64, 0..u64::MAX / 128]
     }
 
     proptest! {
-        /// Between any two admitted requests, the total cost of the requests except the last one is
-        /// at most the bucket size, plus the one-time burst, plus the tokens added between the two
-        /// requests.
+        /// Between two admitted requests, the total cost of all requests except the last one is at
+        /// most the bucket size, plus the one-time burst, plus the tokens added in this time.
         #[test]
         fn no_interval_exceeds_the_limit(
             size in any_size(),

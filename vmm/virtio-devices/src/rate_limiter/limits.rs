@@ -18,8 +18,7 @@ pub struct TokenBucketLimits {
 }
 
 impl TokenBucketLimits {
-    /// Returns the time in which an empty bucket is filled, in nanoseconds. The time is at most 584
-    /// years.
+    /// Returns the time in which an empty bucket is filled, in nanoseconds. Saturates at 584 years.
     pub(super) fn refill_ns(self) -> u64 {
         self.refill_ms.get().saturating_mul(NS_PER_MS)
     }
@@ -55,12 +54,12 @@ fn parse_tokens(text: &str) -> Option<u64> {
     parse_number(text)
 }
 
-/// Limits of a rate limiter. `None` means no limit.
+/// Rate limits of a device or of one direction. `None` means no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateLimits {
-    /// Limit on transferred bytes.
+    /// Limit on the number of transferred bytes.
     pub bandwidth: Option<TokenBucketLimits>,
-    /// Limit on operations, which are requests or frames.
+    /// Limit on the number of operations. An operation is a request or a frame.
     pub ops: Option<TokenBucketLimits>,
 }
 
@@ -82,12 +81,12 @@ pub enum RateLimitParseError {
 }
 
 impl RateLimits {
-    /// Returns whether there is no limit.
+    /// Returns whether there is neither a limit on bytes nor one on operations.
     pub fn is_unlimited(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Sets the limit of bytes (`bandwidth=`) from the value of option `name`.
+    /// Sets the limit on bytes (`bandwidth=`) to `value`. Error messages call the option `name`.
     ///
     /// # Errors
     /// Returns a [`RateLimitParseError`] if the value is invalid or the limit is already set.
@@ -95,7 +94,7 @@ impl RateLimits {
         set(&mut self.bandwidth, name, value)
     }
 
-    /// Sets the limit of operations (`ops=`) from the value of option `name`.
+    /// Sets the limit on operations (`ops=`) to `value`. Error messages call the option `name`.
     ///
     /// # Errors
     /// Returns a [`RateLimitParseError`] if the value is invalid or the limit is already set.
@@ -104,7 +103,7 @@ impl RateLimits {
     }
 }
 
-/// Parses `bandwidth=` and `ops=`, separated by commas.
+/// Parses the options `bandwidth=` and `ops=`, separated by a comma.
 impl FromStr for RateLimits {
     type Err = RateLimitParseError;
 

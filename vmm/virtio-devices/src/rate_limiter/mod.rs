@@ -25,30 +25,31 @@ use vmm_sys_util::timerfd::TimerFd;
 use self::bucket::TokenBucket;
 use self::limits::{RateLimits, TokenBucketLimits};
 
-/// Minimum time for which a device pauses when a limit is reached. With a limit that admits many
-/// small requests, the device's thread would otherwise wake for each of them. A bucket holds at
-/// least the tokens that are added in this time. A bucket that becomes full within a millisecond
-/// loses the tokens that would be added while the timer is late.
+/// Minimum time for which a device pauses when a limit is reached.
+///
+/// Without this pause, a limit that admits many small requests would wake the device's thread for
+/// each of them. The bucket should hold the tokens that are added in this time. A bucket that fills
+/// within a millisecond loses the tokens that would be added while the timer is late.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
 
-/// Change of one limit of a running device.
+/// Change of the limit on bytes or on operations of a running device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RateLimitUpdate {
-    /// The limit and the state of its bucket remain unchanged.
+    /// Keep the limit and the state of its bucket.
     #[default]
     Keep,
-    /// The limit is removed.
+    /// Remove the limit.
     Remove,
-    /// A new limit with a full bucket.
+    /// Set a new limit, with a full bucket.
     Replace(TokenBucketLimits),
 }
 
-/// Rate limiter for bytes and operations, shared by a device, its thread and the control socket.
-/// The state of the buckets survives a device reset, so that a guest cannot evade the limits with a
-/// reset.
+/// A rate limiter for bytes and operations, shared by a device, its thread and the control socket.
+/// A device reset does not refill the buckets, so a guest cannot evade the limits with a reset.
 #[derive(Debug)]
 pub struct RateLimiter {
-    /// `true` if there is a limit. If `false`, no lock is taken for a request.
+    /// `true` if at least one limit is set. If `false`, requests are admitted without taking a
+    /// lock.
     limited: AtomicBool,
     throttled: AtomicU64,
     timer_fd: RawFd,
@@ -60,7 +61,7 @@ struct LimiterState {
     bandwidth: Option<TokenBucket>,
     ops: Option<TokenBucket>,
     timer: TimerFd,
-    /// Time at which the armed timer fires.
+    /// Time at which the timer fires, or `None` if it is not armed.
     due: Option<Instant>,
 }
 
@@ -112,8 +113,8 @@ impl RateLimiter {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the next request may be processed. If not, the timer is armed, and the
-    /// caller must call this function again when it fires.
+    /// Returns whether the next request is admitted. If not, arms the timer, and the caller must
+    /// call this function again when the timer fires.
     pub fn admit(&self) -> bool {
         !self.limited.load(Ordering::Acquire) || self.admit_at(Instant::now())
     }
@@ -132,7 +133,7 @@ impl RateLimiter {
         false
     }
 
-    /// Charges an operation that has transferred `bytes` bytes.
+    /// Charges an operation that has transferred `bytes` bytes to both limits.
     pub fn charge(&self, bytes: u64) {
         if self.limited.load(Ordering::Acquire) {
             let now = Instant::now();
@@ -187,13 +188,13 @@ impl RateLimiter {
         }
     }
 
-    /// Returns the number of times that the device has paused.
+    /// Returns the number of times that the device has paused because of a limit.
     pub fn throttled(&self) -> u64 {
         self.throttled.load(Ordering::Relaxed)
     }
 }
 
-/// Provides the timer's descriptor for the epoll set of the device's thread.
+/// Provides the timer's file descriptor for the epoll set of the device's thread.
 impl AsRawFd for RateLimiter {
     fn as_raw_fd(&self) -> RawFd {
         self.timer_fd
@@ -210,7 +211,8 @@ mod tests {
         RateLimiter::new(limits.parse().unwrap()).unwrap()
     }
 
-    /// Waits for the timer as the device's thread does, and returns whether it fires in time.
+    /// Waits for the timer in the same way as the device's thread. Returns whether the timer fires
+    /// in time.
     fn fires(limiter: &RateLimiter, within: Duration) -> bool {
         let epoll = Epoll::new().unwrap();
         let event = EpollEvent::new(EventSet::IN, 0);
@@ -244,8 +246,8 @@ mod tests {
         assert!(limiter.admit());
     }
 
-    /// A stale timer event does not disarm the timer. The event is stale if a driver notification,
-    /// handled after the timer fired but before the timer's event, has armed the timer again.
+    /// A stale timer event does not disarm the timer. An event is stale if the timer has been armed
+    /// again between its expiry and the handling of the event.
     #[test]
     fn stale_timer_event_does_not_disarm() {
         let limiter = limiter("bandwidth=1000000/1000");

@@ -21,8 +21,8 @@ use super::keeper::{BackendKeeper, BackendKeeperCommand};
 
 /// Number of queues: one for high-priority requests, one for other requests.
 pub(super) const QUEUES: usize = 2;
-/// Installation paths of virtiofsd in distributions, as a separate program and as part of QEMU
-/// before 8.0.
+/// Paths at which distributions install virtiofsd, as a separate program or as part of QEMU before
+/// 8.0.
 const PROGRAM_PATHS: [&str; 5] = [
     "/usr/libexec/virtiofsd",
     "/usr/lib/virtiofsd",
@@ -30,16 +30,16 @@ const PROGRAM_PATHS: [&str; 5] = [
     "/usr/lib/qemu/virtiofsd",
     "/usr/lib/qemu-kvm/virtiofsd",
 ];
-/// Timeout for an answer of the backend.
+/// Timeout for a reply of the backend to a vhost-user request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-/// Features that every backend must support, because the transport offers them to every driver.
+/// Feature bits that every backend must support, because the transport offers them to every driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 /// Shell command that makes directory `$1` read-only and then runs the command given by the other
 /// arguments.
 const READ_ONLY: &str =
     "mount --bind \"$1\" \"$1\" && mount -o remount,bind,ro \"$1\" && shift && exec \"$@\"";
 
-/// Reason why the backend is unavailable.
+/// Reason why the backend of a shared directory is unavailable.
 #[derive(Debug, Error)]
 pub enum VhostUserBackendError {
     /// virtiofsd is not installed.
@@ -47,16 +47,16 @@ pub enum VhostUserBackendError {
         "virtiofsd is not installed; install Debian's package virtiofsd, or qemu-system-common before Debian 13"
     )]
     NoProgram,
-    /// The directory cannot be opened.
+    /// The shared directory cannot be opened.
     #[error("{0}: cannot share; must be a directory that this user may read")]
     Directory(PathBuf, #[source] io::Error),
-    /// A system call failed.
+    /// A system call, which the first field names, failed.
     #[error("{0} failed")]
     Host(&'static str, #[source] io::Error),
-    /// No process listens at the socket.
+    /// No process listens at the backend's socket.
     #[error("{0}: no vhost-user back end listens on this socket")]
     Connect(PathBuf, #[source] io::Error),
-    /// The backend violates the protocol or has exited. Its output is in the log.
+    /// The backend violates the vhost-user protocol or has exited. Its output is in the log.
     #[error("the back end of the shared directory does not respond")]
     Protocol(#[source] vhost::Error),
     /// The backend lacks required virtio features.
@@ -64,18 +64,19 @@ pub enum VhostUserBackendError {
     Features,
 }
 
-/// Socket of a backend and, if the VMM started the backend, the supervisor of its virtiofsd.
+/// The backend of a shared directory: its socket and, if the VMM started it, its supervisor.
 #[derive(Clone, Debug)]
 pub(super) struct Backend {
     socket: PathBuf,
-    /// Destination by which the socket broker, a helper process, connects to the socket. `None` if
-    /// this process connects directly.
+    /// How the socket broker, a helper process, connects to the backend's socket. `None` if this
+    /// process connects directly.
     destination: Option<SocketDestination>,
-    /// The keeper and the socket of a virtiofsd started by the VMM.
+    /// The supervisor and the socket of a virtiofsd that the VMM started. `None` for an external
+    /// backend.
     own: Option<Arc<OwnedBackend>>,
 }
 
-/// A virtiofsd started by the VMM. Dropping this value stops the process and removes its socket.
+/// A virtiofsd started by the VMM. Dropping this value stops virtiofsd and removes its socket.
 #[derive(Debug)]
 struct OwnedBackend {
     keeper: BackendKeeper,
@@ -89,9 +90,9 @@ impl Drop for OwnedBackend {
 }
 
 impl Backend {
-    /// Prepares the backend. For a directory, starts a virtiofsd that listens at `socket`, which
-    /// must be in a directory that only this user can access. The supervisor program `keeper` keeps
-    /// virtiofsd running.
+    /// Prepares the backend. If `source` is a directory, starts a virtiofsd that listens at
+    /// `socket`, under the supervision of the program `keeper`. `socket` must be in a directory
+    /// that only this user can access.
     pub(super) fn start(
         source: &ShareBackendSource,
         socket: &Path,
@@ -130,8 +131,8 @@ impl Backend {
         }
     }
 
-    /// Makes this process use `broker` for later connections to the backend, because the threads of
-    /// a confined VM cannot connect.
+    /// Makes this process use `broker` for later connections to the backend. The threads of a
+    /// confined VM cannot connect themselves.
     pub(super) fn set_broker(&mut self, broker: &Arc<SocketBroker>) -> Result<(), VhostUserBackendError> {
         let destination = broker.add(&self.socket);
         self.destination =
@@ -139,7 +140,7 @@ impl Backend {
         Ok(())
     }
 
-    /// Connects to the backend.
+    /// Connects to the backend and completes the handshake.
     pub(super) fn connect(&self) -> Result<BackendConnection, VhostUserBackendError> {
         let stream = match &self.destination {
             // The backend's answers are read synchronously, so the socket must be blocking.
@@ -152,8 +153,7 @@ impl Backend {
         BackendConnection::negotiate(stream)
     }
 
-    /// Establishes the initial connection and reports to the supervisor (keeper) that the backend
-    /// is working.
+    /// Connects to the backend for the first time, and reports to the supervisor that it works.
     pub(super) fn first(&self) -> Result<BackendConnection, VhostUserBackendError> {
         let first = self.connect()?;
         if let Some(own) = &self.own {
@@ -163,8 +163,7 @@ impl Backend {
     }
 }
 
-/// A connection to a backend that has completed the handshake. virtiofsd exits when its connection
-/// is closed.
+/// A connection to a backend, after the handshake. virtiofsd exits when its connection is closed.
 pub(super) struct BackendConnection {
     pub(super) frontend: Frontend,
     features: u64,
@@ -193,16 +192,15 @@ impl BackendConnection {
         Ok(Self { frontend, features })
     }
 
-    /// Returns the features to enable in the backend: those that the driver accepted in `features`
-    /// and the backend offers, and the vhost-user protocol features.
+    /// Returns the features to enable in the backend: those in `features`, which the driver
+    /// accepted, that the backend also offers, and the vhost-user protocol features.
     pub(super) fn accepted(&self, features: u64) -> u64 {
         self.features & (features | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits())
     }
 }
 
-/// Performs the feature negotiation with the backend at the other end of `stream`, and returns the
-/// features that the backend offers. Each connection begins in this way, before any guest resource
-/// is passed to the backend.
+/// Negotiates features with the backend at the other end of `stream` and returns the features that
+/// it offers. No guest resource has been passed to the backend at this point.
 ///
 /// # Errors
 /// Returns [`VhostUserBackendError::Protocol`] if the backend violates the protocol or does not
@@ -211,8 +209,8 @@ pub fn negotiate(stream: UnixStream) -> Result<u64, VhostUserBackendError> {
     BackendConnection::negotiate(stream).map(|connection| connection.features)
 }
 
-/// Returns the command line of a virtiofsd that exports the directory `path` and accepts clients on
-/// the listening socket that is its standard input.
+/// Returns the command line of a virtiofsd that exports the directory `path`. Its standard input
+/// must be a listening socket, on which it accepts clients.
 fn command(
     path: &Path,
     read_only: bool,
@@ -243,7 +241,7 @@ fn command(
     Ok(command)
 }
 
-/// Returns whether this virtiofsd has a read-only option. QEMU's does not.
+/// Returns whether the virtiofsd `program` has a read-only option. The one of QEMU has none.
 fn has_read_only(program: &str) -> bool {
     let help = Command::new(program)
         .arg("--help")
@@ -262,14 +260,15 @@ mod tests {
 
     use super::*;
 
-    /// Returns a backend's answer to vhost-user request `number` with the 64-bit payload `value`.
+    /// Returns the reply of a backend to the vhost-user request `number`, with the 64-bit payload
+    /// `value`.
     fn answer(number: u32, value: u64) -> Vec<u8> {
         // Header flags: protocol version 1 and the reply bit.
         let header = [number, 0x5, 8].map(u32::to_le_bytes).concat();
         [header, value.to_le_bytes().to_vec()].concat()
     }
 
-    /// Returns the result of the handshake with a backend that sends `bytes`.
+    /// Returns the result of a handshake in which the backend sends `bytes`.
     fn said(bytes: &[u8]) -> Result<u64, VhostUserBackendError> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
@@ -303,8 +302,8 @@ mod tests {
     }
 
     proptest! {
-        /// With arbitrary bytes from the backend, feature negotiation either fails or results in a
-        /// backend with all required features.
+        /// If the backend sends arbitrary bytes, feature negotiation fails or returns all required
+        /// features.
         #[test]
         fn arbitrary_handshakes_are_validated(
             number in prop_oneof![Just(1), any::<u32>()],

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Maximum length of a tag, in bytes (virtio 1.2, 5.11.4).
+/// Maximum length of a mount tag, in bytes (virtio 1.2, 5.11.4).
 pub const MAX_TAG_BYTES: usize = 36;
 
 /// Backend of a shared directory.
@@ -27,7 +27,8 @@ pub enum ShareBackendSource {
 pub enum VirtiofsdSandbox {
     /// A sandbox with separate namespaces.
     Namespace,
-    /// Chroot only, for environments without namespaces such as containers and initial RAM disks.
+    /// A sandbox that uses only chroot, for environments without namespaces such as containers and
+    /// initial RAM disks.
     Chroot,
 }
 
@@ -46,23 +47,23 @@ impl VirtiofsdSandbox {
 pub struct ShareConfig {
     /// Backend of the directory.
     pub source: ShareBackendSource,
-    /// Mount tag, or `None` for `share` followed by the index.
+    /// Mount tag, or `None` for the default tag, which is `share` followed by the device's index.
     pub tag: Option<String>,
 }
 
 /// Error returned when a shared directory configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShareConfigError {
-    /// The directory or socket is missing.
+    /// The option names neither a directory nor a socket.
     #[error("must be DIR[,ro][,tag=NAME] or socket=PATH[,tag=NAME]")]
     Shape,
     /// An option is unknown.
     #[error("unknown option '{0}'; known are ro, tag=NAME and sandbox=namespace|chroot")]
     Word(String),
-    /// An option applies only to a virtiofsd that is started by the VMM.
+    /// The option is valid only for a virtiofsd that the VMM starts.
     #[error("{0}: unsupported with socket=PATH; set it when starting the back end")]
     NotOurs(String),
-    /// The tag is invalid.
+    /// The mount tag is invalid.
     #[error("a tag must have between 1 and {MAX_TAG_BYTES} bytes")]
     Tag,
 }

@@ -1,5 +1,7 @@
-//! Supervisor process (keeper) that keeps the backend of a shared directory running. The VM starts
-//! it before dropping its own privileges, because a confined VM could not restart virtiofsd.
+//! Supervisor process, called the keeper, that keeps the backend of a shared directory running.
+//!
+//! The VM starts the keeper before dropping its own privileges, because a confined VM could not
+//! restart virtiofsd.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -17,35 +19,35 @@ use diagnostics::guest_log;
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum and maximum delay between the exit of a backend and its restart.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
-/// Uptime after which the start of a backend counts as successful and the delay is reset.
+/// Uptime after which a backend counts as stable, so that its next restart has the minimum delay.
 const MIN_UPTIME: Duration = Duration::from_secs(60);
-/// Limits of the log output forwarded per backend: number of lines and length of a line in bytes. A
-/// guest may be able to cause unlimited output.
+/// Maximum number of log lines forwarded per backend. A guest may be able to cause unlimited
+/// output.
 const MAX_LINES: usize = 16;
 const MAX_LINE_BYTES: u64 = 1024;
-/// Message from the VM to the keeper that the backend has answered.
+/// Message with which the VM tells the keeper that the backend has answered.
 const SERVES: u8 = b'S';
 
-/// The program that runs as the keeper, that is, as the supervisor of backends.
+/// The program that runs as the keeper.
 #[derive(Debug)]
 pub struct BackendKeeperCommand {
-    /// Command line of a program that calls [`keep`].
+    /// Command line of the keeper, a program that calls [`keep`].
     pub words: Vec<OsString>,
-    /// Log file, or `None` for the caller's standard error.
+    /// Log file of the keeper, or `None` for the standard error of this process.
     pub log: Option<File>,
 }
 
-/// The keeper process. The process ends when this value is dropped or the VM ends for any reason.
+/// A running keeper process. The process ends when this value is dropped and when the VM ends.
 #[derive(Debug)]
 pub(super) struct BackendKeeper {
     process: Child,
-    /// VM's end of the socket to the keeper, which exits when this end is closed. At most one byte
-    /// is sent.
+    /// The VM's end of a socket to the keeper, which exits when this end is closed. The VM sends at
+    /// most one byte.
     lifeline: Option<UnixStream>,
 }
 
 impl BackendKeeper {
-    /// Starts the keeper process `keeper`, which runs `command` with the listening socket
+    /// Starts the keeper process `keeper`. The keeper runs `command` with the listening socket
     /// `listener` as its standard input.
     pub(super) fn start(
         keeper: &BackendKeeperCommand,
@@ -70,8 +72,8 @@ impl BackendKeeper {
         })
     }
 
-    /// Reports to the keeper that the backend has answered. From then on, the keeper discards
-    /// output that the backend produces when the VM ends.
+    /// Reports to the keeper that the backend has answered. The keeper then discards what the
+    /// backend prints when the VM ends.
     pub(super) fn serves(&self) {
         if let Some(mut lifeline) = self.lifeline.as_ref() {
             // The write fails only if the keeper has ended.
@@ -87,9 +89,11 @@ impl Drop for BackendKeeper {
     }
 }
 
-/// Runs `command` with this process's standard input and restarts it whenever it exits. Returns
-/// when the other end of the socket on standard output is closed, that is, when the VM ends. Lines
-/// that `command` writes to standard error are logged as warnings.
+/// Runs `command`, and restarts it whenever it exits, until the VM ends.
+///
+/// `command` inherits the standard input of this process. Standard output must be a socket, which
+/// the VM closes when it ends. Lines that `command` writes to standard error are logged as
+/// warnings.
 ///
 /// # Errors
 /// Returns an error if standard output is not a socket.
@@ -194,12 +198,12 @@ fn forward_output(stderr: ChildStderr, says: &SyncSender<String>) {
     }
 }
 
-/// Output of backends that has not been logged yet.
+/// Output of the backend that has not been logged yet.
 struct BackendLog {
     to: SyncSender<String>,
     from: Receiver<String>,
-    /// Output that was read at the previous check. It is logged at the next check unless the VM has
-    /// ended by then.
+    /// Lines that were read at the previous check. They are logged at the next check, unless the VM
+    /// has ended by then.
     held: Vec<String>,
 }
 
@@ -218,7 +222,7 @@ impl BackendLog {
         tell(&std::mem::replace(&mut self.held, came));
     }
 
-    /// Logs all remaining output after the backend has exited.
+    /// Logs the remaining output of a backend that has exited.
     fn log_rest(self) {
         tell(&self.held);
         drop(self.to);
@@ -241,7 +245,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// Waits until `there` returns `true`, with a long timeout for busy hosts.
+    /// Waits until `there` returns `true`. Panics with `what` after a long timeout.
     fn eventually(what: &str, mut there: impl FnMut() -> bool) {
         let end = Instant::now() + LIMIT;
         while !there() {
@@ -250,8 +254,8 @@ mod tests {
         }
     }
 
-    /// Returns the command line of a keeper process, which is this test program restricted to the
-    /// test that calls `keep`.
+    /// Returns the command line of a keeper process. The process runs the one test of this program
+    /// that calls `keep`.
     fn keeper() -> Vec<OsString> {
         let program = std::env::current_exe().unwrap().into_os_string();
         let words = [
@@ -263,8 +267,8 @@ mod tests {
         [program].into_iter().chain(words.map(OsString::from)).collect()
     }
 
-    /// Environment variable with the command to run, because a test program accepts no additional
-    /// arguments.
+    /// Environment variable with the command that the keeper runs. A test program accepts no
+    /// additional arguments.
     const COMMAND: &str = "KEEPER_TEST_COMMAND";
 
     #[test]
@@ -280,8 +284,7 @@ mod tests {
         std::fs::read_to_string(file).map_or(0, |text| text.lines().count())
     }
 
-    /// The keeper restarts a backend that exits, with the same socket, and no backend survives the
-    /// VM.
+    /// The keeper restarts a backend that exits, with the same socket. No backend survives the VM.
     #[test]
     fn exited_backend_is_restarted_until_vm_ends() {
         let dir = tempfile::tempdir().unwrap();

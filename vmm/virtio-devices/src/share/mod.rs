@@ -28,7 +28,7 @@ use backend::{Backend, BackendConnection, QUEUES, VhostUserBackendError};
 use config::{MAX_TAG_BYTES, ShareBackendSource};
 use session::BackendSession;
 
-/// Queue sizes, in entries. A request has up to 1,020 pages.
+/// Maximum sizes of the queues, in entries. A request has up to 1,020 pages.
 const QUEUE_SIZES: [u16; QUEUES] = [1024; QUEUES];
 
 /// A virtio-fs device that shares a host directory.
@@ -36,16 +36,18 @@ pub struct FsDevice {
     name: String,
     tag: String,
     backend: Backend,
-    /// Initial connection, until the driver activates the device.
+    /// Connection that was made before the driver activates the device, or `None` afterwards.
     first: Option<BackendConnection>,
     worker: Option<DeviceWorker>,
 }
 
 impl FsDevice {
-    /// Creates a device `name`, whose file system the guest mounts by `tag` (at most
-    /// [`MAX_TAG_BYTES`]). A virtiofsd that is started for the device listens at `socket`, which
-    /// must be in a directory that only this user can access. The supervisor program `keeper` keeps
-    /// virtiofsd running.
+    /// Creates a device with the name `name`. The guest mounts the shared directory by the tag
+    /// `tag`, which has at most [`MAX_TAG_BYTES`] bytes.
+    ///
+    /// If `source` is a directory, starts a virtiofsd that listens at `socket`, under the
+    /// supervision of the program `keeper`. `socket` must be in a directory that only this user can
+    /// access.
     ///
     /// # Errors
     /// Returns a [`VhostUserBackendError`] if the backend cannot be started or connected to.
@@ -67,7 +69,7 @@ impl FsDevice {
         })
     }
 
-    /// Makes the device use `broker` for later connections to a backend.
+    /// Makes the device use `broker` for later connections to the backend.
     ///
     /// # Errors
     /// Returns [`VhostUserBackendError::Host`] if the broker does not accept the path.
@@ -94,7 +96,7 @@ impl VirtioDevice for FsDevice {
         &QUEUE_SIZES
     }
 
-    /// Reads `struct virtio_fs_config`: tag, num_request_queues.
+    /// Reads from `struct virtio_fs_config`: tag and num_request_queues.
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let mut config = [0; MAX_TAG_BYTES + 4];
         let tag = self.tag.as_bytes();
@@ -130,8 +132,8 @@ impl VirtioDevice for FsDevice {
         Some("--share-dir (virtio-fs), whose files are open in another process")
     }
 
-    /// Stops the session. The backend exits when its connection is closed, and the next activation
-    /// opens a new connection.
+    /// Closes the connection to the backend, which then exits. The next activation opens a new
+    /// connection.
     fn reset(&mut self) {
         self.worker = None;
     }

@@ -1,8 +1,8 @@
-//! Handover of a shared directory's queues to its backend while the driver is active.
+//! Passes a shared directory's queues to its backend while the driver is active.
 //!
-//! When the backend exits, guest requests wait and the session reconnects with increasing delays. A
-//! new backend continues the queues at the first unanswered request. The new backend has no
-//! information on files that the guest has open, so the guest must mount the directory again.
+//! When the backend exits, the session reconnects with increasing delays, and guest requests wait.
+//! A new backend continues the queues at the first unanswered request. It does not know which files
+//! the guest has open, so the guest must mount the directory again.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -28,21 +28,21 @@ const MIN_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay between reconnection attempts.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 
-/// A queue as handed over to the backend.
+/// A queue that is passed to the backend.
 struct BackendQueue {
     active: ActiveQueue,
-    /// Eventfd that the backend signals to interrupt the driver: the one of the queue's MSI-X
-    /// vector, or an eventfd without effect if the guest has configured no vector.
+    /// Eventfd that the backend signals to interrupt the driver. It has no effect if the guest has
+    /// assigned no MSI-X vector to the queue.
     call: Arc<EventFd>,
 }
 
-/// Session that hands over the queues to a backend, and to a new backend after each exit.
+/// Event handler that passes the queues to a backend, and to a new backend after each exit.
 pub(super) struct BackendSession {
     name: String,
     backend: Backend,
     memory: GuestMemoryMmap,
     features: u64,
-    /// Queues by index, `None` for a queue that the driver has not enabled.
+    /// The device's queues by index. `None` for a queue that the driver has not enabled.
     rings: Vec<Option<BackendQueue>>,
     connection: Option<BackendConnection>,
     since: Instant,
@@ -81,7 +81,7 @@ impl BackendSession {
         })
     }
 
-    /// Connects to a backend, hands over the queues and monitors the connection.
+    /// Connects to a backend, passes the queues to it and monitors the connection.
     fn connect(&mut self, ops: &mut EventOps) -> Result<(), VhostUserBackendError> {
         let connection = match self.connection.take() {
             Some(connection) => connection,

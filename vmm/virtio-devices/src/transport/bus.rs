@@ -18,25 +18,23 @@ use super::space::{PciConfigSpace, PciIdentity};
 use crate::device::VirtioDevice;
 use crate::worker;
 
-/// First of the configuration ports, which are the address ports followed by the data ports.
+/// First of the configuration I/O ports: four address ports, followed by four data ports.
 pub const CONFIG_PORT: u16 = 0xCF8;
-/// Number of configuration ports.
+/// Number of configuration I/O ports.
 pub const CONFIG_PORTS: u8 = 8;
-/// Maximum number of devices. The bus has 32 device numbers, one of which belongs to the host
-/// bridge.
+/// Maximum number of devices in addition to the host bridge. The bus has 32 device numbers.
 pub const MAX_DEVICES: usize = 31;
 
-/// First port of the configuration data.
+/// First of the four data ports.
 const DATA_PORT: u16 = 0xCFC;
-/// Enable bit of the address register. While it is clear, no device responds at the data ports.
+/// Enable bit of the address register. While it is clear, the data ports access no device.
 const ADDRESS_ENABLE: u32 = 1 << 31;
 /// Writable bits of the address register.
 const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
-/// Base address of a function that decodes no memory.
+/// Value of [`PciSlot::base`] for a function that decodes no memory.
 const NO_BASE: u64 = u64::MAX;
 
-/// Identification of QEMU's generic host bridge, which needs no driver and has no quirks in any
-/// kernel.
+/// PCI identity of QEMU's generic host bridge, for which kernels need no driver and have no quirks.
 const BRIDGE: PciIdentity = PciIdentity {
     vendor: 0x1B36,
     device: 0x0008,
@@ -69,11 +67,11 @@ pub enum BusError {
     },
 }
 
-/// A device number on the bus, with its PCI function.
+/// A device number of the bus and its PCI function.
 struct PciSlot {
     function: Mutex<PciFunction>,
-    /// Base address of the memory that the function decoded after the last configuration access, or
-    /// [`NO_BASE`].
+    /// Base address of the memory that the function decodes, or [`NO_BASE`]. Updated after each
+    /// configuration access.
     base: AtomicU64,
 }
 
@@ -82,7 +80,7 @@ impl PciSlot {
         self.function.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Updates the cached base address. Must be called after any change of the configuration,
+    /// Updates [`PciSlot::base`]. Must be called after any change of the configuration space,
     /// before the function's lock is released.
     fn update_base(&self, function: &PciFunction) {
         self.base
@@ -98,8 +96,8 @@ pub struct PciBus {
 }
 
 impl PciBus {
-    /// Creates a bus with `devices` at device numbers 1 and up. Their BARs are in `window` until
-    /// the guest moves them.
+    /// Creates a bus with `devices` at device numbers 1 and up. Their BARs are initially in the
+    /// address range `window`.
     ///
     /// # Errors
     /// Returns a [`BusError`] if there are too many devices or queues, or if no eventfd can be
@@ -189,12 +187,12 @@ impl PciBus {
         true
     }
 
-    /// Returns the number of devices.
+    /// Returns the number of devices, without the host bridge.
     pub fn device_count(&self) -> usize {
         self.places.len()
     }
 
-    /// Returns the address register of the configuration mechanism.
+    /// Returns the value of the configuration address register.
     pub fn address(&self) -> u32 {
         self.address.load(Ordering::Relaxed)
     }
@@ -223,8 +221,8 @@ impl PciBus {
         }
     }
 
-    /// Allows the destination process of a migration to open the host resources of the stopped
-    /// devices.
+    /// Allows the destination process of a migration to open the host resources of all devices,
+    /// which must be stopped.
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -233,7 +231,7 @@ impl PciBus {
         places.try_for_each(|place| place.lock().device.share())
     }
 
-    /// Acquires exclusive access to the host resources of the devices. Returns the names of the
+    /// Acquires exclusive access to the host resources of all devices. Returns the names of the
     /// devices whose resources another process is using.
     ///
     /// # Errors
@@ -249,8 +247,8 @@ impl PciBus {
         Ok(used)
     }
 
-    /// Releases the host resources of the stopped devices, which must not be started again in this
-    /// process before [`PciBus::claim`].
+    /// Releases the host resources of all devices, which must be stopped. They must not be started
+    /// again in this process before [`PciBus::claim`].
     ///
     /// # Errors
     /// Returns the error of the host.
@@ -259,12 +257,13 @@ impl PciBus {
         places.try_for_each(|place| place.lock().device.release())
     }
 
-    /// Returns the state of the stopped devices.
+    /// Returns the state of all devices, which must be stopped, for a snapshot.
     pub fn save(&self) -> Vec<SavedDevice> {
         self.places.iter().map(|place| place.lock().save()).collect()
     }
 
-    /// Restores the devices, which must be unused. [`PciBus::resume`] starts them.
+    /// Restores the state of all devices, which must be unused. Call [`PciBus::resume`] to start
+    /// them.
     ///
     /// # Errors
     /// Returns a [`RestoreDeviceError`] if a device differs from the saved one.
@@ -288,8 +287,8 @@ impl PciBus {
         }
     }
 
-    /// Returns the function and the offset in its configuration space that an access to data port
-    /// `port` reaches, according to the address register.
+    /// Returns the function that the address register selects, and the offset in its configuration
+    /// space for an access to data port `port`. Returns `None` if no device responds.
     fn selected(&self, port: u16) -> Option<(ConfigTarget<'_>, usize)> {
         let inside = port.checked_sub(DATA_PORT).filter(|inside| *inside < 4)?;
         let address = self.address.load(Ordering::Relaxed);
@@ -306,7 +305,7 @@ impl PciBus {
         Some((selected, at))
     }
 
-    /// Returns the function that decodes `address` and the offset in its BAR.
+    /// Returns the function whose BAR contains `address`, and the offset in the BAR.
     fn decoder(&self, address: u64) -> Option<(&PciSlot, u64)> {
         self.places.iter().find_map(|place| {
             let base = place.base.load(Ordering::Acquire);
@@ -321,7 +320,7 @@ fn ports_from(port: u16) -> usize {
     usize::from(CONFIG_PORT + u16::from(CONFIG_PORTS) - port)
 }
 
-/// Target of a configuration access.
+/// The PCI function that a configuration access selects.
 enum ConfigTarget<'a> {
     Bridge,
     PciSlot(&'a PciSlot),

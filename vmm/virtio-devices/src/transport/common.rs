@@ -1,8 +1,7 @@
 //! Registers of the common configuration of a virtio PCI device (virtio 1.2, 4.1.4.3).
 //!
 //! A write of any length is handled as a sequence of writes of whole fields. Bytes of a field that
-//! the write does not cover keep their values. Whatever the order and width of accesses, no
-//! register is left partially written.
+//! the write does not cover keep their values, so no field is left partially written.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -17,10 +16,10 @@ use vm_memory::{GuestAddress, GuestMemory, GuestMemoryMmap, Permissions};
 
 /// Size of the common configuration structure up to `queue_device`, in bytes.
 pub(super) const COMMON_BYTES: usize = 56;
-/// VIRTIO_MSI_NO_VECTOR: no interrupt is assigned.
+/// Vector number for no interrupt (VIRTIO_MSI_NO_VECTOR).
 pub(super) const NO_VECTOR: u16 = 0xFFFF;
 
-/// Feature bits that the transport and its queues add to those of the device.
+/// Feature bits that the transport offers in addition to those of the device.
 const TRANSPORT_FEATURES: u64 =
     1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
 
@@ -28,14 +27,14 @@ const DRIVER_OK: u8 = bit(VIRTIO_CONFIG_S_DRIVER_OK);
 const FEATURES_OK: u8 = bit(VIRTIO_CONFIG_S_FEATURES_OK);
 const NEEDS_RESET: u8 = bit(VIRTIO_CONFIG_S_NEEDS_RESET);
 
-/// Size of a descriptor, and alignments of the descriptor table and the rings of a split virtqueue,
-/// in bytes (virtio 1.2, 2.7).
+// Size of a descriptor, and required alignments of the descriptor table and the two rings, in bytes
+// (virtio 1.2, 2.7).
 const DESCRIPTOR_BYTES: usize = 16;
 const DESCRIPTORS_ALIGN: u64 = 16;
 const AVAIL_ALIGN: u64 = 2;
 const USED_ALIGN: u64 = 4;
 
-/// Converts a device status constant to a status byte.
+/// Converts a constant for the device status to a byte.
 #[expect(clippy::cast_possible_truncation, reason = "constants of a byte")]
 const fn bit(value: u32) -> u8 {
     value as u8
@@ -65,7 +64,7 @@ enum AddressHalf {
     High,
 }
 
-/// Driver-writable fields: offset, size in bytes, field.
+/// Driver-writable fields, each with its offset and its size in bytes.
 const FIELDS: [(usize, usize, DriverField); 15] = [
     (0, 4, DriverField::DeviceFeatureSelect),
     (8, 4, DriverField::DriverFeatureSelect),
@@ -84,13 +83,13 @@ const FIELDS: [(usize, usize, DriverField); 15] = [
     (52, 4, DriverField::Used(AddressHalf::High)),
 ];
 
-/// Action required of the PCI function after a register write.
+/// Action that the PCI function must take after a register write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RegisterEffect {
     None,
-    /// The driver has reset the device.
+    /// Reset the device.
     Reset,
-    /// The driver has set DRIVER_OK, so the device must be activated.
+    /// Activate the device, because the driver has set DRIVER_OK.
     Activate,
 }
 
@@ -118,8 +117,8 @@ impl QueueRegisters {
         }
     }
 
-    /// Returns the queue if its descriptor table and rings are in guest RAM. Checking this first
-    /// avoids a log line that the queue crate would write for each invalid address.
+    /// Returns the queue, or `None` if its descriptor table or a ring is misaligned or outside
+    /// guest RAM. The queue crate would log a line for each invalid address.
     pub(super) fn queue(&self, memory: &GuestMemoryMmap, event_idx: bool) -> Option<Queue> {
         let size = usize::from(self.size);
         let parts = [
@@ -159,11 +158,11 @@ pub(super) struct CommonConfig {
     pub config_vector: u16,
     status: u8,
     pub generation: Arc<AtomicU8>,
-    /// State of the DEVICE_NEEDS_RESET bit, which the device's thread sets.
+    /// DEVICE_NEEDS_RESET bit of the device status, which the device's thread sets.
     pub broken: Arc<AtomicBool>,
     queue_select: u16,
     pub queues: Vec<QueueRegisters>,
-    /// Number of interrupt vectors.
+    /// Number of interrupt vectors of the device.
     vectors: usize,
 }
 
@@ -184,8 +183,8 @@ impl CommonConfig {
         }
     }
 
-    /// Restores the power-on values of all registers except the configuration generation, because a
-    /// driver may be comparing two values of it. The device's thread must have ended.
+    /// Restores the power-on values of all registers. The device's thread must have ended. The
+    /// configuration generation keeps its value, because a driver may be comparing two reads of it.
     pub(super) fn reset(&mut self) {
         self.broken.store(false, Ordering::Release);
         self.accepted = 0;
@@ -199,7 +198,7 @@ impl CommonConfig {
         }
     }
 
-    /// Saves the registers.
+    /// Returns the registers for a snapshot.
     pub(super) fn save(&self, saved: &mut SavedDevice) {
         saved.offered = self.offered;
         saved.accepted = self.accepted;
@@ -219,7 +218,7 @@ impl CommonConfig {
         saved.queues = queues.collect();
     }
 
-    /// Restores saved registers. Returns `false` if a driver could not have written them.
+    /// Restores registers from a snapshot. Returns `false` if a driver could not have written them.
     pub(super) fn restore(&mut self, saved: &SavedDevice) -> bool {
         let sizes = saved.queues.iter().zip(&self.queues);
         let possible = saved.offered == self.offered
@@ -256,7 +255,7 @@ impl CommonConfig {
         true
     }
 
-    /// Returns the offered feature bits.
+    /// Returns the feature bits offered to the driver.
     pub(super) fn offered(&self) -> u64 {
         self.offered
     }
@@ -285,7 +284,7 @@ impl CommonConfig {
         }
     }
 
-    /// Handles a driver read of any length at any offset.
+    /// Handles a driver read of any length at any offset of the common configuration.
     pub(super) fn read(&self, at: usize, data: &mut [u8]) {
         let image = self.image();
         for (i, byte) in data.iter_mut().enumerate() {
@@ -293,7 +292,7 @@ impl CommonConfig {
         }
     }
 
-    /// Handles a driver write of any length at any offset.
+    /// Handles a driver write of any length at any offset of the common configuration.
     pub(super) fn write(&mut self, at: usize, data: &[u8]) -> RegisterEffect {
         let mut effect = RegisterEffect::None;
         let end = at + data.len();
@@ -314,7 +313,7 @@ impl CommonConfig {
         effect
     }
 
-    /// Returns the current contents of the register structure.
+    /// Returns the current contents of the common configuration structure.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "halves of 64-bit values; queues are at most 255"
@@ -367,8 +366,8 @@ impl CommonConfig {
         RegisterEffect::None
     }
 
-    /// Writes the 32 feature bits `value` that the driver accepts. The accepted features can be
-    /// changed until the driver sets FEATURES_OK.
+    /// Handles a driver write to the selected 32 bits of its accepted features. Ignored after the
+    /// driver has set FEATURES_OK.
     fn accept(&mut self, value: u32) {
         if self.status & FEATURES_OK != 0 {
             return;
@@ -381,8 +380,8 @@ impl CommonConfig {
         self.accepted = (self.accepted & keep) | u64::from(value) << shift;
     }
 
-    /// Returns `vector` if the device has this interrupt vector, otherwise `NO_VECTOR`, which the
-    /// driver reads back as a failure (4.1.5.1.2).
+    /// Returns `vector` if the device has this interrupt vector, otherwise [`NO_VECTOR`]. The
+    /// driver reads [`NO_VECTOR`] back as a failure (4.1.5.1.2).
     fn valid_vector(&self, vector: u16) -> u16 {
         if usize::from(vector) < self.vectors {
             vector
@@ -391,8 +390,8 @@ impl CommonConfig {
         }
     }
 
-    /// Returns whether the driver has set DRIVER_OK. Queue registers must not change afterwards,
-    /// because the device would not notice.
+    /// Returns whether the driver has set DRIVER_OK. Writes to queue registers are then ignored,
+    /// because the device would not notice them.
     pub(super) fn is_active(&self) -> bool {
         self.status & DRIVER_OK != 0
     }
@@ -430,8 +429,9 @@ impl CommonConfig {
         }
     }
 
-    /// Handles a driver write to the device status: sets status bits or resets the device (3.1.1).
-    /// Bits set out of order are ignored, which the driver detects when it reads the status back.
+    /// Handles a driver write to the device status, which sets status bits or resets the device
+    /// (3.1.1). Bits set out of order are ignored; the driver detects this when it reads the status
+    /// back.
     fn write_status(&mut self, value: u8) -> RegisterEffect {
         if value == 0 {
             return RegisterEffect::Reset;

@@ -27,7 +27,7 @@ use crate::device::{
 };
 use crate::serve::continue_at_used_ring;
 
-/// Size of the BAR, in bytes.
+/// Size of the memory BAR, in bytes.
 pub(super) const BAR_BYTES: u32 = 0x8000;
 const COMMON: u64 = 0x0000;
 const ISR: u64 = 0x1000;
@@ -36,35 +36,35 @@ const DOORBELLS: u64 = 0x3000;
 const TABLE: u64 = 0x4000;
 const PENDING: u64 = 0x5000;
 const REGION_BYTES: u32 = 0x1000;
-/// Distance between two doorbells, in bytes.
+/// Distance between the doorbells of two queues, in bytes.
 const DOORBELL_BYTES: u32 = 4;
 
-/// Maximum number of queues of a device. One interrupt for each of them and one for configuration
-/// changes fill the MSI-X table's region of the BAR.
+/// Maximum number of queues of a device. One interrupt per queue and one for configuration changes
+/// fill the region of the MSI-X table.
 pub(super) const MAX_QUEUES: usize = 255;
 
-/// PCI vendor ID of virtio devices. Device IDs start at 0x1040 (4.1.2).
+/// PCI vendor ID of virtio devices (virtio 1.2, 4.1.2).
 const VENDOR: u16 = 0x1AF4;
 const FIRST_DEVICE: u16 = 0x1040;
 /// Revision ID of a non-transitional device.
 const REVISION: u8 = 1;
 
-/// PCI capability IDs: vendor-specific and MSI-X.
+// IDs of the PCI capabilities: vendor-specific and MSI-X.
 const CAP_VENDOR: u8 = 0x09;
 const CAP_MSIX: u8 = 0x11;
-/// Types of virtio capabilities (4.1.4).
+// Types of the virtio capabilities (4.1.4).
 const CFG_COMMON: u8 = 1;
 const CFG_NOTIFY: u8 = 2;
 const CFG_ISR: u8 = 3;
 const CFG_DEVICE: u8 = 4;
 const CFG_ACCESS: u8 = 5;
-/// Offsets in the PCI configuration access capability: BAR number, offset, length and data window.
+// Offsets of the fields in the PCI configuration access capability, in bytes.
 const ACCESS_BAR: usize = 4;
 const ACCESS_OFFSET: usize = 8;
 const ACCESS_LENGTH: usize = 12;
 const ACCESS_DATA: usize = 16;
 
-/// A device and its PCI registers.
+/// A virtio device as a PCI function, with its PCI and virtio registers.
 pub(super) struct PciFunction {
     pub(super) space: PciConfigSpace,
     msix_at: usize,
@@ -75,30 +75,28 @@ pub(super) struct PciFunction {
     pub(super) kicks: Vec<Arc<EventFd>>,
     memory: GuestMemoryMmap,
     machine: Arc<dyn PciBackend>,
-    /// Initial address of the BAR.
+    /// Address of the BAR after a reset.
     home: u32,
     /// Indices of the active queues, or `None` if the device is not active.
     pub(super) active: Option<Vec<usize>>,
-    /// Queue notification registers (doorbells) that are registered with the machine: address and
-    /// queue index.
+    /// Doorbells that are registered with the machine, as pairs of address and queue index.
     doorbells: Vec<(u64, usize)>,
     /// `true` if the device is stopped for a snapshot, or restored but not yet started.
     pub(super) quiesced: bool,
     said: LoggedErrors,
 }
 
-/// Position from which the queues of a device start.
+/// Position at which a device starts to process its queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QueueStart {
-    /// Beginning of the rings, which the driver has just set up.
+    /// Start at the beginning of the rings, which the driver has just set up.
     Zero,
-    /// Position of the used ring. The device has used every chain before this position. Chains that
-    /// it took but did not use before it was stopped come after the position and are taken again.
+    /// Continue at the position of the used ring. Chains that the device had taken but not returned
+    /// when it was stopped are taken again.
     UsedRing,
 }
 
-/// Flags for messages that have already been logged for this function, because the guest can
-/// trigger them repeatedly.
+/// For each message that the guest can trigger, `true` if this function has already logged it.
 #[derive(Debug, Default)]
 struct LoggedErrors {
     doorbell: bool,
@@ -106,8 +104,8 @@ struct LoggedErrors {
 }
 
 impl PciFunction {
-    /// Creates a function whose BAR is at `home` and whose first interrupt has the bus-wide number
-    /// `first_line`.
+    /// Creates a function for `device`. `home` is the initial address of its BAR, and `first_line`
+    /// is the bus-wide number of its first interrupt.
     pub(super) fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemoryMmap,
@@ -142,7 +140,7 @@ impl PciFunction {
         })
     }
 
-    /// Returns the base address of the decoded memory, or `None` if memory decoding is disabled.
+    /// Returns the base address of the BAR, or `None` if memory decoding is disabled.
     pub(super) fn decodes(&self) -> Option<u64> {
         let on = self.space.u16(space::COMMAND) & space::COMMAND_MEMORY != 0;
         on.then(|| self.space.u32(space::BAR0).into())
@@ -170,9 +168,11 @@ impl PciFunction {
         self.update_doorbells();
     }
 
-    /// Returns the offset and length in the BAR that are accessed through the PCI configuration
-    /// access capability (4.1.4.9) by a configuration access of `len` bytes at offset `at`, or
-    /// `None` if the access is not to its data window.
+    /// Translates an access to the data window of the PCI configuration access capability (4.1.4.9)
+    /// to an access to the BAR.
+    ///
+    /// The access has `len` bytes at offset `at` in the configuration space. Returns the offset in
+    /// the BAR and the length, or `None` if the access is not to the data window.
     fn window(&self, at: usize, len: usize) -> Option<(u64, usize)> {
         let cap = self.access_at;
         let length = usize::try_from(self.space.u32(cap + ACCESS_LENGTH)).ok()?;
@@ -355,7 +355,7 @@ pub(super) fn vector_count(queues: usize) -> u16 {
     u16::try_from(queues.min(MAX_QUEUES) + 1).unwrap_or(1)
 }
 
-/// Splits an offset in the BAR into a region and the offset in that region.
+/// Splits an offset in the BAR into the start of its region and the offset in this region.
 #[expect(clippy::cast_possible_truncation, reason = "less than a region's size")]
 fn split(offset: u64) -> (u64, usize) {
     let inside = offset % u64::from(REGION_BYTES);
@@ -407,8 +407,8 @@ fn config_space(device: &dyn VirtioDevice, vectors: u16, home: u32) -> (PciConfi
     (space, msix_at, access_at)
 }
 
-/// Returns the PCI class code that tools display (PCI code and ID assignment, 1.11). Drivers match
-/// the device ID only.
+/// Returns the PCI class code of a virtio device type (PCI code and ID assignment, 1.11). Only
+/// tools use it; drivers match the device ID.
 fn class_of(id: u32) -> [u8; 3] {
     use virtio_bindings::virtio_ids::{VIRTIO_ID_BLOCK, VIRTIO_ID_CONSOLE, VIRTIO_ID_FS, VIRTIO_ID_NET};
     match id {

@@ -10,16 +10,17 @@ use crate::device::DeviceFailureCallback;
 /// A message-signalled interrupt: a write of `data` to `address`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MsiMessage {
-    /// Address of the write, as programmed by the guest.
+    /// Address to which the message is written.
     pub address: u64,
-    /// Value that the message writes.
+    /// Value that is written.
     pub data: u32,
 }
 
-/// Interface through which the transport attaches eventfds to the guest. Its methods are called on
-/// vCPU threads. For each eventfd, there is at most one call at a time.
+/// Interface through which the transport attaches eventfds to the guest.
+///
+/// The methods are called on vCPU threads. There is at most one call at a time for each eventfd.
 pub trait PciBackend: Send + Sync {
-    /// Registers a doorbell (a queue notification register): a guest write to `address`, of any
+    /// Registers a doorbell (a queue notification register). A guest write to `address`, of any
     /// length and value, then signals `kick` without an exit to the VMM.
     ///
     /// # Errors
@@ -27,20 +28,20 @@ pub trait PciBackend: Send + Sync {
     /// already has a doorbell. Guest writes to `address` then cause exits.
     fn add_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()>;
 
-    /// Removes a doorbell.
+    /// Removes a doorbell registered with [`PciBackend::add_doorbell`].
     ///
     /// # Errors
     /// Returns an error if the doorbell does not exist.
     fn remove_doorbell(&self, address: u64, kick: &EventFd) -> io::Result<()>;
 
-    /// Makes each signal of the eventfd `vector` send the interrupt `message` to the guest. `line`
-    /// is the number of the interrupt, which is unique on the bus.
+    /// Connects the eventfd `vector` to an interrupt. Each signal of the eventfd then sends
+    /// `message` to the guest. `line` is the number of the interrupt, which is unique on the bus.
     ///
     /// # Errors
     /// Returns an error if the machine cannot create the route, in which case no message is sent.
     fn connect(&self, line: u32, message: MsiMessage, vector: &EventFd) -> io::Result<()>;
 
-    /// Disconnects the eventfd `vector` from its message. Later signals stay pending in the
+    /// Disconnects the eventfd `vector` from its interrupt. Later signals stay pending in the
     /// eventfd.
     ///
     /// # Errors

@@ -16,19 +16,19 @@ use diagnostics::{error_line, guest_log};
 
 /// Size of a table entry (address, data, control), in bytes.
 pub(super) const ENTRY_BYTES: usize = 16;
-/// Mask bit of the entry's vector control.
+/// Mask bit in the vector control field of a table entry.
 const ENTRY_MASKED: u32 = 1 << 0;
-/// Bits of message control: function mask and MSI-X enable.
+// Function mask bit and MSI-X enable bit of the message control register.
 const CONTROL_MASKED: u16 = 1 << 14;
 const CONTROL_ENABLE: u16 = 1 << 15;
-/// Guest-writable bits of message control.
+/// Guest-writable bits of the message control register.
 pub(super) const CONTROL_WRITABLE: u16 = CONTROL_MASKED | CONTROL_ENABLE;
 
 struct MsixEntry {
     message: MsiMessage,
     control: u32,
     vector: Arc<EventFd>,
-    /// The message that the machine currently sends for the entry.
+    /// Message to which the entry's eventfd is connected, or `None` if it is not connected.
     connected: Option<MsiMessage>,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct MsixTable {
     first_line: u32,
     entries: Vec<MsixEntry>,
     control: u16,
-    /// `true` after a connection failure has been logged.
+    /// `true` after a failure to connect an entry has been logged.
     said: bool,
 }
 
@@ -93,7 +93,7 @@ impl MsixTable {
         self.entries.len()
     }
 
-    /// Handles a guest write to message control.
+    /// Handles a guest write to the message control register.
     pub(super) fn set_control(&mut self, control: u16) {
         let control = control & CONTROL_WRITABLE;
         if control != self.control {
@@ -131,8 +131,8 @@ impl MsixTable {
         }
     }
 
-    /// Handles a guest read of the Pending Bit Array, in which the bit of each masked entry with a
-    /// pending interrupt is set.
+    /// Handles a guest read of the Pending Bit Array. The bit of an entry is set if it is masked
+    /// and has a pending interrupt.
     pub(super) fn read_pending(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             let first = (at + i).saturating_mul(8);
@@ -146,7 +146,8 @@ impl MsixTable {
         }
     }
 
-    /// Saves message control, the table and the pending masked interrupts.
+    /// Returns the message control register, the table and the pending masked interrupts for a
+    /// snapshot.
     pub(super) fn save(&self, saved: &mut SavedDevice) {
         saved.msix_control = self.control;
         saved.msix_table = self
@@ -160,8 +161,8 @@ impl MsixTable {
         saved.msix_pending = pending.into();
     }
 
-    /// Restores a saved table and reconnects its entries. Returns `false` if the number of entries
-    /// differs.
+    /// Restores a table from a snapshot and reconnects its entries. Returns `false` if the number
+    /// of entries differs.
     pub(super) fn restore(&mut self, saved: &SavedDevice) -> bool {
         let pending = &saved.msix_pending.0;
         if saved.msix_table.0.len() != self.entries.len() * ENTRY_BYTES
@@ -237,8 +238,8 @@ impl Drop for MsixTable {
     }
 }
 
-/// Returns whether `entry` is masked and has a pending interrupt. The eventfd of an entry that is
-/// connected is attached to KVM, so such an entry is never pending.
+/// Returns whether `entry` is masked and has a pending interrupt. A connected entry is never
+/// pending, because its eventfd is attached to KVM.
 fn is_pending(entry: &MsixEntry) -> bool {
     // Write back the count that the read cleared. Concurrent signals of the device add to it.
     entry.connected.is_none()
@@ -260,7 +261,7 @@ mod tests {
         (MsixTable::new(machine.clone(), 10, 3).unwrap(), machine)
     }
 
-    /// Programs an entry as Linux does: mask, write the message, unmask.
+    /// Programs a table entry like Linux: masks it, writes the message, and unmasks it.
     fn set(msix: &mut MsixTable, n: usize, data: u32) {
         msix.write_table(n * 16 + 12, &[1, 0, 0, 0]);
         msix.write_table(n * 16, &ADDRESS.to_le_bytes());

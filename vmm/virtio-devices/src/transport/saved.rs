@@ -1,14 +1,13 @@
-//! A virtio device in a snapshot.
+//! Saves and restores a virtio device for a snapshot.
 //!
 //! For a snapshot, the device's thread is stopped after it has completed the chain in progress. A
-//! device returns chains in the order in which it takes them, so the index of the used ring in
-//! guest memory is the device's position. The device continues from this position, both in the
-//! source VM and in the restored VM. A chain that the device had taken but not returned is taken
-//! again.
+//! device returns chains in the order in which it takes them. The index of the used ring in guest
+//! memory is therefore the device's position, from which the device continues in the source VM and
+//! in the restored VM. A chain that it had taken but not returned is taken again.
 //!
-//! The driver may have added chains while the device was stopped. It may also be waiting for an
-//! interrupt whose condition (`VIRTIO_F_EVENT_IDX`) the device no longer knows. The device and the
-//! driver are therefore notified once for each queue.
+//! After resuming, the device and the driver are notified once for each queue. The driver may have
+//! added chains while the device was stopped, or may wait for an interrupt whose condition
+//! (`VIRTIO_F_EVENT_IDX`) the device no longer knows.
 
 use snapshot::state::SavedDevice;
 
@@ -19,22 +18,22 @@ use crate::device::{ActivateError, DeviceInterrupt};
 /// Reason why a device cannot be restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreDeviceError {
-    /// The bus has a different device at this device number.
+    /// The restored VM has a different device at this device number.
     #[error("the snapshot has {saved} where this machine has {here}; give the devices in the same order")]
     OtherDevice {
         /// Name of the saved device.
         saved: String,
-        /// Name of the device on this machine.
+        /// Name of the device in the restored VM.
         here: String,
     },
-    /// The properties of the device differ, such as its size.
+    /// The device has different properties than the saved one, such as another size.
     #[error("{0} is not the one of the snapshot: its size, serial number, address or access differs")]
     OtherIdentity(String),
-    /// A driver could not have written the register values, or the saved state is invalid for the
-    /// device.
+    /// The saved registers have values that a driver cannot write, or the saved device-specific
+    /// state is invalid.
     #[error("the saved registers of {0} are not ones that it can have")]
     Registers(String),
-    /// The saved queues are unusable.
+    /// The device cannot use the saved queues.
     #[error("{0} cannot work with its saved queues")]
     Queues(String, #[source] ActivateError),
 }
@@ -48,7 +47,8 @@ impl PciFunction {
         }
     }
 
-    /// Starts the device again if [`PciFunction::quiesce`] has stopped it.
+    /// Starts the device after [`PciFunction::quiesce`] or [`PciFunction::restore`], and notifies
+    /// the device and the driver once for each queue.
     pub(super) fn resume(&mut self) {
         if !std::mem::take(&mut self.quiesced) || self.common.needs_reset() {
             return;
@@ -61,7 +61,7 @@ impl PciFunction {
         }
     }
 
-    /// Returns the state of the stopped device.
+    /// Returns the state of the device, which must be stopped, for a snapshot.
     pub(super) fn save(&self) -> SavedDevice {
         let mut space = vec![0; SPACE_BYTES];
         self.space.read(0, &mut space);
@@ -79,7 +79,8 @@ impl PciFunction {
         saved
     }
 
-    /// Restores the registers of an unused device. [`PciFunction::resume`] starts it.
+    /// Restores the state of the device, which must be unused. Call [`PciFunction::resume`] to
+    /// start it.
     ///
     /// # Errors
     /// Returns a [`RestoreDeviceError`] if the device differs, or if its registers or queues are

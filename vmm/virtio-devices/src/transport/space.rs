@@ -3,7 +3,7 @@
 /// Size of a configuration space, in bytes.
 pub(super) const SPACE_BYTES: usize = 256;
 
-/// Offsets of the header registers.
+// Offsets of the registers in the configuration space header, in bytes.
 pub(super) const VENDOR_ID: usize = 0x00;
 pub(super) const DEVICE_ID: usize = 0x02;
 pub(super) const COMMAND: usize = 0x04;
@@ -14,19 +14,19 @@ pub(super) const BAR0: usize = 0x10;
 pub(super) const SUBSYSTEM_VENDOR_ID: usize = 0x2C;
 pub(super) const SUBSYSTEM_ID: usize = 0x2E;
 pub(super) const CAPABILITIES: usize = 0x34;
-/// First offset after the header.
+/// Length of the header, in bytes.
 pub(super) const HEADER_END: usize = 0x40;
 
-/// Command register: memory space enable.
+/// Memory space enable bit of the command register.
 pub(super) const COMMAND_MEMORY: u16 = 1 << 1;
-/// Command register: bus master enable, required for MSI-X messages.
+/// Bus master enable bit of the command register. MSI-X messages require it.
 pub(super) const COMMAND_MASTER: u16 = 1 << 2;
-/// Command register: INTx disable. The function has no INTx, but drivers set the bit anyway.
+/// INTx disable bit of the command register. Drivers set it even though the function has no INTx.
 pub(super) const COMMAND_NO_INTX: u16 = 1 << 10;
-/// Status register: capabilities list.
+/// Capabilities list bit of the status register.
 pub(super) const STATUS_CAPABILITIES: u16 = 1 << 4;
 
-/// Identification registers of a function.
+/// Values of the identification registers of a PCI function.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PciIdentity {
     pub vendor: u16,
@@ -36,7 +36,7 @@ pub(super) struct PciIdentity {
     pub class: [u8; 3],
 }
 
-/// Register contents and their guest-writable bits.
+/// Contents of a PCI configuration space, and which of its bits the guest can write.
 #[derive(Clone, Debug)]
 pub(super) struct PciConfigSpace {
     bytes: [u8; SPACE_BYTES],
@@ -59,18 +59,17 @@ impl PciConfigSpace {
         space
     }
 
-    /// Sets the register contents at `at`. The caller ensures that `value` fits.
+    /// Sets the register at offset `at` to `value`. Panics if `value` extends beyond the space.
     pub(super) fn set(&mut self, at: usize, value: &[u8]) {
         self.bytes[at..at + value.len()].copy_from_slice(value);
     }
 
-    /// Makes the bits that are set in `mask` guest-writable. The first byte of `mask` applies to
-    /// offset `at`.
+    /// Makes bits of the register at offset `at` guest-writable: those that are set in `mask`.
     pub(super) fn set_writable(&mut self, at: usize, mask: &[u8]) {
         self.writable[at..at + mask.len()].copy_from_slice(mask);
     }
 
-    /// Adds a capability with `body` after its ID and next pointer, and returns its offset.
+    /// Adds a capability whose ID and next pointer are followed by `body`. Returns its offset.
     pub(super) fn add_capability(&mut self, id: u8, body: &[u8]) -> usize {
         let at = self.next_capability;
         self.set(at, &[id, self.bytes[CAPABILITIES]]);

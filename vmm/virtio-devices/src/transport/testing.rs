@@ -1,4 +1,4 @@
-//! A mock machine that records the calls it receives, and a mock device.
+//! Mocks of the machine and of a virtio device. Both record the calls that they receive.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +28,7 @@ pub(super) struct MockPciBackend {
 }
 
 impl MockPciBackend {
-    /// Returns and clears the recorded calls.
+    /// Returns the recorded calls and clears the record.
     pub(super) fn take(&self) -> Vec<BackendCall> {
         std::mem::take(&mut self.calls.lock().unwrap())
     }
@@ -69,7 +69,7 @@ impl PciBackend for MockPciBackend {
     }
 }
 
-/// Calls that a mock device received.
+/// Calls that a mock device has received.
 #[derive(Debug, Default)]
 pub(super) struct DeviceCalls {
     pub activation: Option<DeviceActivation>,

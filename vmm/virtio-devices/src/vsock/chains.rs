@@ -1,5 +1,5 @@
-//! Packets in descriptor chains. A packet may be split into descriptors arbitrarily (virtio 1.2,
-//! 2.7.4.2). Linux places header and data in one or two descriptors, and in more since 6.17.
+//! Reads and writes vsock packets in descriptor chains. A packet may be split into descriptors
+//! arbitrarily (virtio 1.2, 2.7.4.2). Linux uses one or two, and more since 6.17.
 
 use smallvec::SmallVec;
 use virtio_queue::DescriptorChain;
@@ -9,10 +9,10 @@ use super::packet::{HEADER_BYTES, VsockPacketHeader};
 
 type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
 
-/// A malformed descriptor chain.
+/// Error returned when a descriptor chain contains no valid packet.
 #[derive(Debug, thiserror::Error)]
 pub enum PacketChainError {
-    /// The chain has no space for a header.
+    /// The chain is shorter than a packet header.
     #[error("a packet of {0} bytes has no header")]
     NoHeader(usize),
     /// A buffer is outside guest RAM.
@@ -21,7 +21,7 @@ pub enum PacketChainError {
     /// The length in the packet header exceeds the amount of data in the chain.
     #[error("a packet declares {len} bytes of data but has {have}")]
     Short {
-        /// Length in the header, in bytes.
+        /// Length of the data according to the header, in bytes.
         len: u32,
         /// Amount of data in the chain, in bytes.
         have: usize,
@@ -29,14 +29,14 @@ pub enum PacketChainError {
     /// The length in the packet header exceeds the maximum packet size.
     #[error("a packet declares {len} bytes of data; must be at most {most}")]
     Long {
-        /// Length in the header, in bytes.
+        /// Length of the data according to the header, in bytes.
         len: u32,
-        /// Maximum length, in bytes.
+        /// Maximum length of the data, in bytes.
         most: usize,
     },
 }
 
-/// Consecutive segments of guest memory.
+/// A list of guest memory segments, which is consumed from the front.
 struct GuestSegments {
     rest: SmallVec<[(GuestAddress, usize); 8]>,
     /// Index of the first segment that has not been consumed completely.
@@ -44,8 +44,8 @@ struct GuestSegments {
 }
 
 impl GuestSegments {
-    /// Returns the device-writable segments of a chain if `to_guest` is `true`, otherwise its
-    /// device-readable segments.
+    /// Returns the segments of a descriptor chain: the device-writable ones if `to_guest` is
+    /// `true`, otherwise the device-readable ones.
     fn of(chain: Chain<'_>, to_guest: bool) -> Self {
         let wanted = chain.filter(|descriptor| descriptor.is_write_only() == to_guest);
         let rest = wanted.map(|descriptor| (descriptor.addr(), descriptor.len() as usize));
@@ -55,15 +55,15 @@ impl GuestSegments {
         }
     }
 
-    /// Returns the total length of the segments in bytes.
+    /// Returns the total length of the remaining segments, in bytes.
     fn length(&self) -> usize {
         let left = self.rest.iter().skip(self.first);
         left.fold(0, |all, (_, bytes)| all.saturating_add(*bytes))
     }
 
-    /// Advances over the next bytes of the segments, at most `most`. Calls `part` for each
-    /// contiguous range of guest memory, with its address and with its range within these bytes.
-    /// Returns the number of bytes.
+    /// Consumes the next `most` bytes of the segments, or fewer if the segments are shorter, and
+    /// returns their number. Calls `part` for each contiguous range of guest memory, with its guest
+    /// address and with its range within the consumed bytes.
     fn advance(
         &mut self,
         most: usize,
@@ -95,8 +95,8 @@ impl GuestSegments {
     }
 }
 
-/// Reads a packet from the driver. Returns its header, and either the number of data bytes written
-/// to `buffer` or the reason why the data is invalid.
+/// Reads a packet that the driver sent. Returns its header, and either the number of data bytes
+/// copied to `buffer` or the reason why the data is invalid.
 ///
 /// # Errors
 /// Returns a [`PacketChainError`] if the chain has no valid header.
@@ -125,7 +125,7 @@ pub fn take(
     Ok((header, data))
 }
 
-/// Buffer space in a chain for one packet to the driver.
+/// Space for one packet to the driver in a device-writable descriptor chain.
 pub struct VsockPacketBuffer(GuestSegments);
 
 impl VsockPacketBuffer {
@@ -142,7 +142,7 @@ impl VsockPacketBuffer {
         Ok(Self(pieces))
     }
 
-    /// Returns the space for data after the header, in bytes.
+    /// Returns the space for packet data after the header, in bytes.
     pub fn data(&self) -> usize {
         self.0.length().saturating_sub(HEADER_BYTES)
     }

@@ -2,8 +2,8 @@
 //!
 //! Data from the guest is written to the Unix socket immediately. Data that the socket does not
 //! accept is buffered, up to the credit that the device has granted to the guest. Data from the
-//! host stays in the Unix socket until the guest has granted credit and provided a buffer. Neither
-//! side can make this process buffer more than [`BUFFER`] bytes.
+//! host stays in the Unix socket until the guest has granted credit and provided a buffer. The
+//! amount of buffered data therefore never exceeds [`BUFFER`] bytes.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -13,16 +13,16 @@ use std::time::{Duration, Instant};
 
 use super::packet::{NO_RECEIVE, NO_SEND, VsockOp, VsockPacketHeader};
 
-/// Credit that the device grants to the guest for a connection: the number of bytes that the guest
-/// may send before the host program reads them.
+/// Credit that the device grants to the guest for a connection, in bytes. The guest may send this
+/// amount before the host program reads it.
 pub const BUFFER: u32 = 256 << 10;
-/// Amount of credit, in bytes, that must have become available before the device sends a credit
-/// update to the guest. Small enough that the guest does not have to wait.
+/// Amount of newly available credit at which the device sends a credit update to the guest, in
+/// bytes. Small enough that the guest does not have to wait.
 const CREDIT_UPDATE_THRESHOLD: u32 = BUFFER / 4;
-/// Timeout for the guest to answer a request, and to release a closed connection.
+/// Timeout for the guest to answer a connection request, and to release a closed connection.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Identity of a connection.
+/// Identity of a connection: its two port numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionKey {
     /// Port number on the host.
@@ -33,15 +33,15 @@ pub struct ConnectionKey {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ConnectionState {
-    /// Requested by the host program and not yet answered by the guest.
+    /// The host program has requested the connection, and the guest has not answered yet.
     Requested,
     /// Established between the guest and the host program.
     Open,
-    /// Terminated by one side. Only a reset packet to the guest may remain.
+    /// One side has terminated the connection. At most a reset packet to the guest is pending.
     Dead,
 }
 
-/// Control packets that must still be sent to the guest.
+/// Control packets that are pending for the guest.
 #[derive(Clone, Copy, Debug, Default)]
 struct PendingPackets {
     request: bool,
@@ -62,24 +62,23 @@ pub struct VsockConnection {
     deadline: Option<Instant>,
     /// Data that the Unix socket has not accepted yet.
     to_host: VecDeque<u8>,
-    /// Number of bytes at the start of `to_host` that do not come from the guest: the device's
-    /// answer to CONNECT.
+    /// Number of bytes at the start of `to_host` that are the device's reply to CONNECT, not guest
+    /// data.
     greeting: usize,
-    /// Number of guest bytes written to the Unix socket, and the number last reported to the guest.
+    /// Number of guest bytes written to the Unix socket so far, modulo 2^32.
     forwarded: u32,
     forwarded_told: u32,
-    /// Guest buffer size, bytes consumed by the guest, and bytes sent to the guest, modulo 2^32 as
-    /// in the headers.
+    /// Size of the guest's receive buffer for this connection, in bytes, as reported by the guest.
     peer_buffer: u32,
     peer_forwarded: u32,
     sent: u32,
-    /// Readiness of the Unix socket according to the last event. Cleared when an operation would
+    /// `true` if the Unix socket is readable according to the last event. Cleared when a read would
     /// block.
     readable: bool,
     writable: bool,
-    /// `true` if the host program has closed its socket, not only its sending side.
+    /// `true` if the host program has closed its socket completely, not only the sending side.
     hung_up: bool,
-    /// Shutdown flags sent to the guest, received from the guest, and applied to the Unix socket.
+    /// Shutdown flags that have been sent to the guest.
     ended: u32,
     guest_ended: u32,
     passed_on: u32,
@@ -109,7 +108,7 @@ impl VsockConnection {
         }
     }
 
-    /// Creates a connection requested by a host program. `stream` must be non-blocking.
+    /// Creates a connection that a host program has requested. `stream` must be non-blocking.
     pub fn requested(key: ConnectionKey, stream: UnixStream, now: Instant) -> Self {
         let mut connection = Self::new(key, stream, ConnectionState::Requested);
         connection.due.request = true;
@@ -141,13 +140,13 @@ impl VsockConnection {
         self.deadline
     }
 
-    /// Returns whether the connection has ended and needs no further packet, so that it can be
-    /// removed.
+    /// Returns whether the connection can be removed because it is terminated and no packet is
+    /// pending.
     pub fn is_over(&self) -> bool {
         self.state == ConnectionState::Dead && !self.due.reset
     }
 
-    /// Terminates the connection immediately and schedules a reset packet.
+    /// Terminates the connection immediately and makes a reset packet pending.
     pub fn reset(&mut self) {
         self.state = ConnectionState::Dead;
         self.due = PendingPackets {
@@ -161,7 +160,7 @@ impl VsockConnection {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Returns whether [`VsockConnection::next`] may have a packet.
+    /// Returns whether [`VsockConnection::next`] may return a packet.
     pub fn has_packet(&self) -> bool {
         let due = self.due;
         due.request
@@ -173,7 +172,7 @@ impl VsockConnection {
             || self.may_read() && self.credit() > 0
     }
 
-    /// Handles an event of the Unix socket.
+    /// Handles an event that the event loop reports for the Unix socket.
     pub fn host_event(&mut self, readable: bool, writable: bool, hung_up: bool, now: Instant) {
         self.readable |= readable || hung_up;
         self.hung_up |= hung_up;
@@ -187,7 +186,7 @@ impl VsockConnection {
         self.request_credit();
     }
 
-    /// Handles a packet from the guest with its data.
+    /// Handles a packet from the guest, which consists of a header and data.
     pub fn guest_packet(&mut self, header: &VsockPacketHeader, data: &[u8], now: Instant) {
         if self.state == ConnectionState::Dead {
             return;
@@ -269,8 +268,8 @@ impl VsockConnection {
         self.peer_forwarded = header.fwd_cnt;
     }
 
-    /// Returns the number of bytes that the guest can still receive, or 0 if its credit values are
-    /// contradictory.
+    /// Returns the number of bytes that the guest can still receive. Returns 0 if the credit values
+    /// of the guest are contradictory.
     fn credit(&self) -> u32 {
         let on_the_way = self.sent.wrapping_sub(self.peer_forwarded);
         self.peer_buffer.saturating_sub(on_the_way)
@@ -289,7 +288,8 @@ impl VsockConnection {
         self.due.credit_request = self.may_read() && self.credit() == 0;
     }
 
-    /// Reads data from the host program and returns the number of bytes, if any.
+    /// Reads data from the Unix socket into `buffer`, within the guest's credit. Returns the number
+    /// of bytes, or `None` if there are none.
     fn read(&mut self, buffer: &mut [u8], now: Instant) -> Option<u32> {
         if !self.may_read() {
             return None;
@@ -326,8 +326,8 @@ impl VsockConnection {
         }
     }
 
-    /// Schedules a SHUTDOWN packet to the guest after the host program has shut down the directions
-    /// in `flags`.
+    /// Makes a SHUTDOWN packet pending, after the host program has shut down the directions in
+    /// `flags`.
     fn end(&mut self, flags: u32, now: Instant) {
         if self.state == ConnectionState::Open && self.ended | flags != self.ended {
             self.ended |= flags;
@@ -348,7 +348,8 @@ impl VsockConnection {
         self.flush(now);
     }
 
-    /// Writes buffered data to the Unix socket, and then applies the guest's shutdown.
+    /// Writes buffered guest data to the Unix socket. When all of it is written, applies the
+    /// guest's shutdown.
     fn flush(&mut self, now: Instant) {
         while self.writable && !self.to_host.is_empty() && self.state == ConnectionState::Open {
             let (first, _) = self.to_host.as_slices();
@@ -397,8 +398,8 @@ impl VsockConnection {
         let _ = self.stream.shutdown(how);
     }
 
-    /// Starts the timeout for the release of the connection after both sides have stopped sending
-    /// or the guest has closed.
+    /// Starts the timeout for the release of the connection. Called when both sides have stopped
+    /// sending or the guest has closed the connection.
     fn start_close_timeout(&mut self, now: Instant) {
         let quiet = self.ended & NO_SEND != 0 && self.guest_ended & NO_SEND != 0;
         let closed = self.guest_ended == NO_RECEIVE | NO_SEND;

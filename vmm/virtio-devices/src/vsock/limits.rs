@@ -1,4 +1,4 @@
-//! Tests of the vsock device without free file descriptors, with concurrent VMs, and with broken
+//! Tests of the vsock device at its limits: no free file descriptors, concurrent VMs, and broken
 //! rings.
 
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use super::*;
 use crate::device::ActiveQueue;
 use crate::serve::testing::{Driver, activation, memory};
 
-/// Returns another view of the same queue with a separate kick eventfd.
+/// Returns the device's side of the same queue, with a separate kick eventfd.
 fn other(driver: &Driver<'_>) -> ActiveQueue {
     ActiveQueue {
         kick: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
@@ -42,8 +42,8 @@ fn broken_ring_requests_reset() {
     device.reset();
 }
 
-/// If two VMs start with the same vsock path, at which a terminated VM has left its socket, exactly
-/// one of them takes the path.
+/// If two VMs start with the same vsock path, where a terminated VM has left its socket, exactly
+/// one of them gets the path.
 #[test]
 fn stale_socket_path_is_taken_by_one_vm() {
     let directory = tempfile::tempdir().unwrap();
@@ -84,7 +84,7 @@ fn locked_directory_is_reported() {
 }
 
 /// The device's thread does not spin if no file descriptors are free. The test runs in a separate
-/// process because the file descriptor limit is per process.
+/// process, because the limit on file descriptors is per process.
 #[test]
 fn descriptor_exhaustion_does_not_spin() {
     let test = "vsock::limits::without_descriptors";

@@ -9,10 +9,10 @@
 //! | `muxer` | all connections and handshakes |
 //! | `queues` | the device's thread: queues and Unix sockets |
 //!
-//! A host program connects to the device's Unix socket, writes `CONNECT PORT` and a newline, and
-//! reads `OK PORT` and a newline once a guest program has accepted the connection. Otherwise the
-//! socket is closed. A guest program that connects to CID 2, port P, reaches the Unix socket at the
-//! device's path with the suffix `_P`.
+//! To reach a guest port, a host program connects to the device's Unix socket and writes `CONNECT
+//! PORT` and a newline. Once a guest program has accepted the connection, the host program reads
+//! `OK PORT` and a newline; otherwise, the socket is closed. A guest program that connects to CID
+//! 2, port P, reaches the Unix socket at the device's path with the suffix `_P`.
 
 mod chains;
 mod connection;
@@ -53,31 +53,31 @@ use crate::worker::DeviceWorker;
 use self::muxer::{ConnectionMuxer, HostDialer};
 use self::queues::{FIRST_TOKEN, VsockQueues};
 
-/// Virtio device ID (virtio 1.2, section 5).
+/// Virtio device ID of a vsock device (virtio 1.2, section 5).
 const VIRTIO_ID_VSOCK: u32 = 19;
-/// Sizes of the receive, transmit and event queues, in entries.
+/// Maximum sizes of the receive, transmit and event queues, in entries.
 const QUEUE_SIZES: [u16; 3] = [256, 256, 16];
-/// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET` (5.10.6.7).
+/// ID of the transport reset event, `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET` (5.10.6.7).
 const TRANSPORT_RESET: u32 = 0;
-/// Length of an event, in bytes (5.10.6.7).
+/// Length of an event in the event queue, in bytes (5.10.6.7).
 const EVENT_BYTES: u32 = 4;
 /// Default guest CID, the lowest valid one.
 pub const DEFAULT_CID: u32 = 3;
-/// Maximum length of the socket path, in bytes, which leaves space for the longest `_PORT` suffix
+/// Maximum length of the socket path, in bytes. Leaves space for the longest `_PORT` suffix
 /// (unix(7), sun_path).
 const MAX_PATH: usize = 107 - "_4294967295".len();
 
-/// Maximum number of attempts to lock a directory. The lock is held only while one path is checked
-/// and one socket is created.
+/// Maximum number of attempts to lock the directory of a socket. A process holds the lock only
+/// while it checks one path and creates one socket.
 const LOCK_TRIES: usize = 300;
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// Configuration of a vsock device (`--vsock`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VsockConfig {
-    /// Guest CID.
+    /// CID of the guest.
     pub cid: u32,
-    /// Path of the Unix socket, or `None` for a path chosen by the program.
+    /// Path of the Unix socket, or `None` for a path that the VMM chooses.
     pub socket: Option<PathBuf>,
 }
 
@@ -96,10 +96,10 @@ pub enum VsockConfigError {
     /// An option is unknown.
     #[error("unknown option '{0}'; use cid=N, socket=PATH or both")]
     Unknown(String),
-    /// The CID is not a valid guest CID.
+    /// The value of `cid=` is not a valid guest CID.
     #[error("cid={0}: must be between 3 and 4294967294")]
     Cid(String),
-    /// The path is empty.
+    /// The value of `socket=` is empty.
     #[error("socket= without a path")]
     NoPath,
 }
@@ -144,10 +144,10 @@ pub enum VsockError {
     /// Another process listens at the path, or the file is not a socket.
     #[error("{}: the file exists or is in use by a VM; choose another path or remove it", .0.display())]
     Taken(PathBuf),
-    /// Another process holds the lock that guards socket creation.
+    /// Another process holds the lock of the socket's directory for too long.
     #[error("{}: the directory is locked by another program; choose another one for socket=", .0.display())]
     Locked(PathBuf),
-    /// The host denied an operation on the path.
+    /// An operation on the socket's path failed.
     #[error("{}", path.display())]
     Host {
         /// Path of the socket.
@@ -164,21 +164,22 @@ pub struct VsockDevice {
     cid: u32,
     path: PathBuf,
     listener: Arc<UnixListener>,
-    /// Identity of the device's socket file. It is checked before the file is removed, because
-    /// another process may have replaced the file.
+    /// Identity of the socket file that this device created. Checked before the file is removed,
+    /// because another process may have replaced it.
     file: FileIdentity,
-    /// Destination by which the socket broker, a helper process, connects to the sockets of host
-    /// ports. `None` if this process connects to them directly.
+    /// How the socket broker, a helper process, connects to the sockets of host ports. `None` if
+    /// this process connects to them directly.
     ports: Option<SocketDestination>,
     worker: Option<DeviceWorker>,
 }
 
 impl VsockDevice {
-    /// Creates a device that listens at `path`. Only the user of this process can connect.
+    /// Creates a device with a Unix socket at `path`. Only processes of the same user can connect
+    /// to it.
     ///
     /// # Errors
-    /// Returns a [`VsockError`] if the path is invalid, in use or locked, or if the host denies an
-    /// operation.
+    /// Returns a [`VsockError`] if the path is invalid, in use or locked, or if an operation on the
+    /// path fails.
     pub fn new(cid: u32, path: &Path) -> Result<Self, VsockError> {
         if path.as_os_str().len() > MAX_PATH {
             return Err(VsockError::TooLong(path.to_owned()));
@@ -220,8 +221,8 @@ impl VsockDevice {
     }
 }
 
-/// Locks the directory of `path` against concurrent socket creation. Returns `None` if its file
-/// system does not support locks.
+/// Locks the directory of `path`, so that only one process at a time creates sockets in it. Returns
+/// `None` if the file system does not support locks.
 fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
     let directory = path
         .parent()
@@ -244,9 +245,11 @@ fn lock_directory(path: &Path) -> Result<Option<Flock<File>>, VsockError> {
     Err(VsockError::Locked(directory.to_owned()))
 }
 
-/// Notifies the driver through the event queue that all connections have ended and that the guest
-/// CID may differ (5.10.6.7). The event queue has no other use. If the driver has added no buffer
-/// to it, the driver instead receives a reset for each connection when it next uses the connection.
+/// Notifies the driver that all connections have ended and that the guest CID may differ
+/// (5.10.6.7). The event queue has no other use.
+///
+/// If the driver has provided no buffer in the event queue, it instead receives a reset for each
+/// connection when it next uses the connection.
 fn send_transport_reset(events: &mut ActiveQueue, memory: &GuestMemoryMmap) {
     let event = TRANSPORT_RESET.to_le_bytes();
     let sent = Cell::new(0);

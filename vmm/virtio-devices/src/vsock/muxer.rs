@@ -20,22 +20,21 @@ use sandbox::SocketDestination;
 use super::connection::{ConnectionKey, VsockConnection};
 use super::packet::{HOST_CID, STREAM, VsockOp, VsockPacketHeader};
 
-/// Maximum number of simultaneous connections, including those whose host program has not yet sent
-/// a port.
+/// Maximum number of simultaneous connections, including those in the handshake.
 pub const MAX_CONNECTIONS: usize = 128;
-/// Maximum number of reset packets that are queued for the guest. While this limit is reached, no
-/// packets are read from the guest.
+/// Maximum number of reset packets queued for the guest. When it is reached, packets from the guest
+/// are not read until the guest has received some of them.
 const MAX_REPLIES: usize = 256;
-/// Timeout for a host program to send its port request.
+/// Timeout for a host program to send `CONNECT PORT` after it has connected.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Length of `CONNECT 4294967295` and a newline, in bytes.
+/// Maximum length of the line `CONNECT PORT` with its newline, in bytes.
 const MAX_CONNECT_LINE_BYTES: usize = 19;
-/// Lowest host port that is assigned to connections initiated by the host. It is above the ports on
-/// which host programs listen.
+/// Lowest host port number assigned to connections that host programs initiate. Higher than the
+/// ports on which host programs listen.
 const FIRST_HOST_PORT: u32 = 1 << 30;
 
-/// A change of the descriptors that the event loop monitors. Each descriptor is identified by a
-/// token that the muxer assigns.
+/// A change of the descriptors that the event loop monitors. The muxer identifies each descriptor
+/// by a token.
 #[derive(Debug)]
 pub enum DescriptorWatchChange {
     /// Monitors this descriptor, edge-triggered, for input, output and hang-up.
@@ -44,7 +43,7 @@ pub enum DescriptorWatchChange {
     Remove(UnixStream, u32),
 }
 
-/// A host program that has connected but not yet sent a port.
+/// A connection of a host program that has not sent `CONNECT PORT` yet.
 #[derive(Debug)]
 struct Handshake {
     stream: UnixStream,
@@ -52,14 +51,14 @@ struct Handshake {
     deadline: Instant,
 }
 
-/// Socket that an event loop token identifies.
+/// What an event loop token identifies: a connection, or a handshake.
 #[derive(Debug)]
 enum TokenTarget {
     Handshake(Handshake),
     VsockConnection(ConnectionKey),
 }
 
-/// A connection with its event loop token, and whether it is in the queue `ready`.
+/// A connection with its event loop token. `queued` is `true` if it is in the queue `ready`.
 #[derive(Debug)]
 struct MuxedConnection {
     connection: VsockConnection,
@@ -67,10 +66,10 @@ struct MuxedConnection {
     queued: bool,
 }
 
-/// Method of connecting to the Unix socket of a host port.
+/// How the muxer connects to the Unix socket of a host port.
 #[derive(Debug)]
 pub enum HostDialer {
-    /// This process connects to the path followed by an underscore and the port.
+    /// This process connects to the socket whose path is this path, an underscore and the port.
     Direct(PathBuf),
     /// The socket broker, a helper process, connects, because the threads of a confined VM cannot.
     Broker(SocketDestination),
@@ -83,7 +82,7 @@ impl From<PathBuf> for HostDialer {
 }
 
 impl HostDialer {
-    /// Connects without blocking.
+    /// Connects to the socket of host port `port`, without blocking.
     fn dial(&self, port: u32) -> io::Result<UnixStream> {
         match self {
             Self::Direct(path) => {
@@ -104,10 +103,9 @@ pub struct ConnectionMuxer {
     dialer: HostDialer,
     watched: HashMap<u32, TokenTarget>,
     connections: BTreeMap<ConnectionKey, MuxedConnection>,
-    /// Connections that may have a packet for the guest. Each existing connection appears at most
-    /// once.
+    /// Connections that may have a packet for the guest, each at most once.
     ready: VecDeque<ConnectionKey>,
-    /// Reset packets that answer guest packets for which there is no connection.
+    /// Reset packets for the guest, in reply to packets that belong to no connection.
     replies: VecDeque<VsockPacketHeader>,
     watches: Vec<DescriptorWatchChange>,
     next_token: u32,
@@ -115,8 +113,8 @@ pub struct ConnectionMuxer {
 }
 
 impl ConnectionMuxer {
-    /// Creates a muxer for the guest with address `cid`. `dialer` connects the guest to host ports.
-    /// The muxer assigns event loop tokens from `first_token` on.
+    /// Creates the connection muxer of the guest with address `cid`. `dialer` connects to host
+    /// ports. `first_token` is the first event loop token that the muxer may assign.
     pub fn new(cid: u64, dialer: impl Into<HostDialer>, first_token: u32) -> Self {
         Self {
             cid,
@@ -137,13 +135,13 @@ impl ConnectionMuxer {
         std::mem::take(&mut self.watches)
     }
 
-    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. Returns `false` while too
-    /// many reset packets are queued for the guest.
+    /// Returns whether [`ConnectionMuxer::from_guest`] may be called. The caller must wait while
+    /// too many reset packets are queued for the guest.
     pub fn can_accept_packets(&self) -> bool {
         self.replies.len() < MAX_REPLIES
     }
 
-    /// Returns whether [`ConnectionMuxer::next`] may have a packet.
+    /// Returns whether [`ConnectionMuxer::next`] may return a packet.
     pub fn has_packets(&self) -> bool {
         !self.replies.is_empty() || !self.ready.is_empty()
     }
@@ -161,7 +159,7 @@ impl ConnectionMuxer {
                 .any(|entry| entry.connection.deadline().is_some())
     }
 
-    /// Handles a new connection from a host program.
+    /// Handles a new connection of a host program to the device's Unix socket.
     pub fn accepted(&mut self, stream: UnixStream, now: Instant) {
         // Above the limit the stream is dropped, so the program sees the connection close.
         if self.watched.len() < MAX_CONNECTIONS && stream.set_nonblocking(true).is_ok() {
@@ -177,7 +175,7 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Handles an event of a Unix socket.
+    /// Handles an event that the event loop reports for the Unix socket with the token `token`.
     pub fn host_event(&mut self, token: u32, readable: bool, writable: bool, hung_up: bool, now: Instant) {
         match self.watched.get_mut(&token) {
             Some(TokenTarget::Handshake(handshake)) => {
@@ -218,7 +216,7 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Handles a packet from the guest with its data.
+    /// Handles a packet from the guest, which consists of a header and data.
     pub fn from_guest(&mut self, header: &VsockPacketHeader, data: &[u8], now: Instant) {
         if header.src_cid != self.cid || header.dst_cid != HOST_CID {
             // Drop the packet, because its source or destination CID does not exist.
@@ -283,7 +281,7 @@ impl ConnectionMuxer {
         None
     }
 
-    /// Ends connections and handshakes whose timeout has expired.
+    /// Ends connections and handshakes whose timeouts have expired.
     pub fn tick(&mut self, now: Instant) {
         let late = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= now);
         let handshakes: Vec<u32> = self
@@ -349,8 +347,8 @@ impl ConnectionMuxer {
         self.connections.insert(key, entry);
     }
 
-    /// Completes the handshake with a host program: creates the connection to `port`, or drops the
-    /// socket if `port` is `None`.
+    /// Completes a handshake: creates a connection to guest port `port`, or drops the socket if
+    /// `port` is `None`.
     fn finish_handshake(&mut self, token: u32, port: Option<u32>, now: Instant) {
         let Some(TokenTarget::Handshake(handshake)) = self.watched.remove(&token) else {
             return;
@@ -370,7 +368,7 @@ impl ConnectionMuxer {
         self.host_event(token, true, true, false, now);
     }
 
-    /// Returns a host port that has no connection to `guest_port`.
+    /// Allocates a host port that has no connection to `guest_port`.
     fn host_port(&mut self, guest_port: u32) -> u32 {
         loop {
             let host_port = self.next_port;
@@ -395,7 +393,7 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Connects to the program that listens on host port `port`, without blocking.
+    /// Connects the guest to the program that listens on host port `port`, without blocking.
     fn connect(&self, port: u32) -> io::Result<UnixStream> {
         if self.watched.len() >= MAX_CONNECTIONS {
             return Err(io::Error::other("too many connections"));
@@ -411,8 +409,7 @@ pub fn port_path(path: &Path, port: u32) -> PathBuf {
     name.into()
 }
 
-/// Reads up to and including a newline, but no byte after it. Returns `None` if the line is
-/// incomplete.
+/// Reads up to a newline, and nothing after it. Returns `None` if the line is still incomplete.
 fn read_line(handshake: &mut Handshake) -> io::Result<Option<Vec<u8>>> {
     loop {
         let mut byte = [0];
@@ -430,7 +427,7 @@ fn read_line(handshake: &mut Handshake) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Parses the port in `CONNECT PORT`.
+/// Parses the line `CONNECT PORT` and returns the port.
 fn port_of(line: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(line).ok()?;
     let port = text.strip_prefix("CONNECT ")?;
@@ -447,8 +444,7 @@ mod tests {
 
     const CID: u64 = 3;
 
-    /// A guest that opens and resets connections without receiving packets does not increase memory
-    /// use.
+    /// Memory use does not grow if a guest opens and resets connections without receiving packets.
     #[test]
     fn reset_connections_leave_no_packets() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,18 +1,18 @@
-//! Packet header, copied from guest memory exactly once (virtio 1.2, 5.10.6).
+//! Header of a vsock packet. It is copied from guest memory exactly once (virtio 1.2, 5.10.6).
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, transmute};
 
 /// CID of the host (virtio 1.2, 5.10.4).
 pub const HOST_CID: u64 = 2;
-/// Stream socket type, the only one without optional feature bits (5.10.6).
+/// Number of the stream socket type (5.10.6). The other type requires an optional feature.
 pub const STREAM: u16 = 1;
 /// Maximum number of data bytes in a packet, the same as in Linux's driver.
 pub const MAX_DATA: usize = 64 << 10;
 
-/// Flag of [`VsockOp::Shutdown`] that states that the sender will receive no more data (5.10.6.5).
+/// Flag of a [`VsockOp::Shutdown`] packet: the sender will receive no more data (5.10.6.5).
 pub const NO_RECEIVE: u32 = 1;
-/// Flag of [`VsockOp::Shutdown`] that states that the sender will send no more data.
+/// Flag of a [`VsockOp::Shutdown`] packet: the sender will send no more data (5.10.6.5).
 pub const NO_SEND: u32 = 2;
 
 /// Operation of a packet (5.10.6).
@@ -29,15 +29,15 @@ pub enum VsockOp {
     Shutdown = 4,
     /// Data of a stream connection.
     Data = 5,
-    /// Update of the sender's buffer space.
+    /// Update of the credit that the sender grants.
     CreditUpdate = 6,
     /// Request for a credit update.
     CreditRequest = 7,
 }
 
 impl VsockOp {
-    /// Converts an operation number of a header. Returns `None` for an unknown number, in which
-    /// case the connection must be reset.
+    /// Converts the operation number of a header. Returns `None` for an unknown number, which must
+    /// be answered with a reset.
     pub fn from_number(number: u16) -> Option<Self> {
         use VsockOp::*;
         [
@@ -54,7 +54,7 @@ impl VsockOp {
     }
 }
 
-/// A decoded packet header.
+/// A decoded header of a vsock packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VsockPacketHeader {
     /// Source CID.
@@ -69,11 +69,11 @@ pub struct VsockPacketHeader {
     pub len: u32,
     /// Socket type.
     pub kind: u16,
-    /// Operation number, a [`VsockOp`] if valid.
+    /// Operation number. Not necessarily a valid [`VsockOp`].
     pub op: u16,
     /// Flags, specific to the operation.
     pub flags: u32,
-    /// Buffer size of the sender for this connection, in bytes.
+    /// Size of the sender's receive buffer for this connection, in bytes.
     pub buf_alloc: u32,
     /// Number of bytes that the sender has consumed on this connection, modulo 2^32.
     pub fwd_cnt: u32,

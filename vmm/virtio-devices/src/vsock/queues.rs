@@ -1,5 +1,5 @@
-//! Event handler of the vsock device's thread, which transfers packets between the driver's queues
-//! and the muxer.
+//! Event handler of the vsock device's thread. It transfers packets between the driver's queues and
+//! the muxer.
 
 use std::io;
 use std::os::unix::net::UnixListener;
@@ -20,21 +20,21 @@ use super::packet::{MAX_DATA, VsockPacketHeader};
 use crate::device::{ActiveQueue, ConfigChangeNotifier};
 use crate::serve::{VirtqueueError, log_driver_error};
 
-/// Event loop tokens of this module. The muxer's tokens are above them.
+// Event loop tokens of this module. The muxer's tokens are greater.
 const RX: u32 = 0;
 const TX: u32 = 1;
 const LISTENER: u32 = 2;
 const TIMER: u32 = 3;
-/// First token available to the muxer.
+/// First event loop token that the muxer may assign.
 pub const FIRST_TOKEN: u32 = 16;
 
-/// Interval between timeout checks.
+/// Interval at which timeouts are checked.
 const TICK: Duration = Duration::from_secs(1);
 /// Maximum number of packets that are transferred before other events are handled.
 const BUDGET: usize = 512;
-/// Invalid operation number (virtio 1.2, 5.10.6).
+/// Operation number that is never valid (virtio 1.2, 5.10.6).
 const NO_OPERATION: u16 = 0;
-/// Maximum number of host connections accepted before other events are handled.
+/// Maximum number of host programs' connections accepted before other events are handled.
 const ACCEPTS: usize = 16;
 
 /// Event handler of the vsock device's thread.
@@ -46,16 +46,16 @@ pub struct VsockQueues {
     muxer: ConnectionMuxer,
     timer: TimerFd,
     ticking: bool,
-    /// `true` while the event loop monitors the listening socket. `false` for a time after the host
-    /// ran out of file descriptors.
+    /// `true` while the event loop monitors the listening socket. `false` from a failure to accept
+    /// a connection until the next tick.
     listening: bool,
-    /// `true` after the descriptor shortage has been logged.
+    /// `true` after a shortage of file descriptors has been logged.
     told: bool,
-    /// Buffer for packet data, so that data is copied from guest memory only once.
+    /// Buffer to which packet data is copied from guest memory, exactly once.
     buffer: Vec<u8>,
-    /// `true` after a rule violation of the driver has been logged.
+    /// `true` after a protocol violation by the driver has been logged.
     complained: bool,
-    /// `true` if the rings are invalid. No packets are transferred until the driver resets the
+    /// `true` if the rings are invalid. No packets are then transferred until the driver resets the
     /// device.
     broken: bool,
     config_change: ConfigChangeNotifier,
@@ -96,13 +96,13 @@ impl VsockQueues {
         }
     }
 
-    /// Returns whether the driver has broken a ring, which stops all transfers.
+    /// Returns whether the driver has broken a ring, so that no packets are transferred.
     #[cfg(test)]
     pub(super) fn is_broken(&self) -> bool {
         self.broken
     }
 
-    /// Transfers packets in both directions until none are left or `BUDGET` packets have been
+    /// Transfers packets in both directions until none are left or [`BUDGET`] packets have been
     /// transferred.
     pub fn pump(&mut self, now: Instant) {
         if self.broken {
@@ -130,8 +130,8 @@ impl VsockQueues {
         }
     }
 
-    /// Handles packets from the guest, as far as `budget` allows. Returns `true` if a buffer was
-    /// returned to the driver.
+    /// Handles packets from the guest and subtracts their number from `budget`, which must not
+    /// become negative. Returns `true` if a buffer was returned to the driver.
     fn take(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.can_accept_packets() {
@@ -168,8 +168,8 @@ impl VsockQueues {
         used
     }
 
-    /// Delivers packets to the guest, as far as `budget` allows. Returns `true` if a buffer was
-    /// returned to the driver.
+    /// Delivers packets to the guest and subtracts their number from `budget`, which must not
+    /// become negative. Returns `true` if a buffer was returned to the driver.
     fn deliver_packets(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.has_packets() {
@@ -216,7 +216,7 @@ impl VsockQueues {
         }
     }
 
-    /// Marks the queues as broken.
+    /// Stops all transfers and requests a device reset from the driver.
     fn mark_broken(&mut self, error: &dyn std::error::Error) {
         self.log_once(error);
         if !std::mem::replace(&mut self.broken, true) {
@@ -238,8 +238,9 @@ impl VsockQueues {
         }
     }
 
-    /// Suspends the listener until the next tick because the host has no descriptor or memory for a
-    /// new connection. The event loop would otherwise report the same connection indefinitely.
+    /// Stops monitoring the listening socket until the next tick, because the host has no
+    /// descriptor or memory for a new connection. Otherwise, the event loop would report the same
+    /// connection indefinitely.
     fn wait_for_descriptors(&mut self, error: &io::Error, ops: &mut EventOps) {
         if !std::mem::replace(&mut self.told, true) {
             guest_log!(
@@ -296,12 +297,12 @@ impl VsockQueues {
     }
 }
 
-/// Result of a look-up of the next chain in a queue.
+/// Result of taking the next chain from a queue.
 enum NextChain<'m> {
     Chain(DescriptorChain<&'m GuestMemoryMmap>),
     /// No chain is available, and notifications are enabled.
     None,
-    /// The queue is broken. A retry would have the same result.
+    /// The queue is broken. Another attempt would have the same result.
     Broken(VirtqueueError),
 }
 

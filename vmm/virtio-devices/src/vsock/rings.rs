@@ -19,10 +19,11 @@ use crate::serve::testing::{BUFFERS, Driver, activation, memory};
 const CID: u64 = 3;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
-/// Address of the buffer for the device's answer.
+/// Guest address of the buffer for a packet from the device.
 const ANSWER: u64 = BUFFERS + 0x1000;
 
-/// A vsock device that the test runs without a thread, and its driver.
+/// A vsock device and its driver. The test calls the device's event handler itself, without a
+/// thread.
 struct RingTest<'m> {
     queues: VsockQueues,
     rx: Driver<'m>,
@@ -51,7 +52,7 @@ impl<'m> RingTest<'m> {
     }
 }
 
-/// Returns a chain of consecutive descriptors, the first of which has index 0.
+/// Returns a descriptor chain that consists of `pieces` and starts at index 0.
 fn linked<const N: usize>(pieces: [(u64, u32); N], flags: u16) -> [Descriptor; N] {
     std::array::from_fn(|n| {
         let (address, len) = pieces[n];
@@ -60,7 +61,8 @@ fn linked<const N: usize>(pieces: [(u64, u32); N], flags: u16) -> [Descriptor; N
     })
 }
 
-/// Writes a packet for an unused port to memory.
+/// Writes a packet to guest memory. It is addressed to an unused port, and `len` is its data
+/// length.
 fn put_packet(memory: &GuestMemoryMmap, len: u32) {
     let header = VsockPacketHeader {
         src_cid: CID,
@@ -99,8 +101,8 @@ fn packets_pass_through_queues() {
     }
 }
 
-/// A chain without a complete header is returned as used. A chain with a header but incomplete data
-/// also resets its connection, because the stream has lost these bytes.
+/// A chain without a complete header is returned to the driver. If the header is complete but the
+/// data is not, the connection is also reset, because the stream has lost data.
 #[test]
 fn broken_chains_reset_connection() {
     let broken: [(&[Descriptor], usize); 6] = [
@@ -130,8 +132,8 @@ fn broken_chains_reset_connection() {
     }
 }
 
-/// A packet may be split into descriptors arbitrarily. Linux 6.17 and later use three for packets
-/// larger than 32 KiB, and a header may span two.
+/// A vsock packet may be split into descriptors arbitrarily. For example, a header may span two.
+/// Linux 6.17 and later use three descriptors for packets larger than 32 KiB.
 #[test]
 fn descriptor_layout_is_arbitrary() {
     use super::chains::{VsockPacketBuffer, take};
@@ -222,16 +224,16 @@ fn stopped_device_removes_socket() {
     assert!(matches!(VsockDevice::new(3, &long), Err(VsockError::TooLong(_))));
 }
 
-/// Checks that the vsock device's thread is running: it disconnects a host program that sends an
-/// invalid request.
+/// Checks that the thread of the vsock device at `path` is running. A running thread disconnects a
+/// host program that sends an invalid request.
 pub(super) fn assert_invalid_request_is_disconnected(path: &Path) {
     let mut program = UnixStream::connect(path).unwrap();
     program.write_all(b"nonsense\n").unwrap();
     assert_eq!(program.read(&mut [0]).unwrap_or(0), 0);
 }
 
-/// A head index outside the vsock queue marks the queue as broken. Nothing is added to the used
-/// ring, which could not hold the entry.
+/// A descriptor index outside the vsock queue marks the queue as broken. The used ring, which
+/// cannot hold this index, is not changed.
 #[test]
 fn head_index_beyond_queue_breaks_it() {
     let memory = memory();
@@ -251,8 +253,8 @@ fn head_index_beyond_queue_breaks_it() {
     }
 }
 
-/// After a snapshot, the driver is notified once that its vsock connections have ended, even if it
-/// has added several event buffers. It may also have added none.
+/// After a snapshot, the driver is notified exactly once that its vsock connections have ended, if
+/// it has provided an event buffer.
 #[test]
 fn vsock_connections_are_reset_and_listeners_stay() {
     let directory = tempfile::tempdir().unwrap();

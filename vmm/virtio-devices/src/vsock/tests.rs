@@ -18,7 +18,7 @@ use crate::serve::testing::{Driver, GOOD, HOSTILE, memory};
 
 const CID: u64 = 3;
 
-/// A muxer with a simulated driver and event loop.
+/// A muxer under test. The test acts as the driver and as the event loop.
 struct MuxerTest {
     muxer: ConnectionMuxer,
     now: Instant,
@@ -37,7 +37,7 @@ impl MuxerTest {
         }
     }
 
-    /// Reports all descriptors as ready.
+    /// Reports an event for each descriptor that the muxer monitors.
     fn events(&mut self) {
         for watch in self.muxer.take_watches() {
             match watch {
@@ -69,13 +69,13 @@ impl MuxerTest {
         self.muxer.from_guest(&packet, data, self.now);
     }
 
-    /// Sends a packet and expects a reset as the answer, which it returns.
+    /// Sends a packet from the guest and returns the reset packet that the muxer must reply with.
     fn send_and_expect_reset(&mut self, packet: VsockPacketHeader) -> VsockPacketHeader {
         self.send(packet, &[]);
         self.expect(VsockOp::Reset)
     }
 
-    /// Returns the next packet, which must have this operation.
+    /// Returns the next packet for the guest. Panics if it has another operation than `op`.
     #[track_caller]
     fn expect(&mut self, op: VsockOp) -> VsockPacketHeader {
         let (packet, _) = self.next().expect("a packet");
@@ -83,8 +83,8 @@ impl MuxerTest {
         packet
     }
 
-    /// Connects a host program that writes `line`, and returns its socket and the resulting
-    /// connection request to guest port 5.
+    /// Connects a host program that writes `line` (a request for guest port 5). Returns the
+    /// program's socket and the connection request to the guest.
     fn requested(&mut self, line: &[u8]) -> (UnixStream, VsockPacketHeader) {
         let mut program = self.program();
         program.write_all(line).unwrap();
@@ -105,7 +105,7 @@ impl MuxerTest {
     }
 }
 
-/// Returns the header of the guest's answer to a packet.
+/// Returns the header of a guest packet that replies to `packet`.
 fn answer(packet: &VsockPacketHeader) -> VsockPacketHeader {
     VsockPacketHeader {
         src_cid: packet.dst_cid,
@@ -118,7 +118,7 @@ fn answer(packet: &VsockPacketHeader) -> VsockPacketHeader {
     }
 }
 
-/// Returns the guest's request to connect to `dst_port` of the host.
+/// Returns the header of a guest's request to connect to host port `dst_port`.
 fn guest_request(dst_port: u32) -> VsockPacketHeader {
     VsockPacketHeader {
         src_cid: CID,
@@ -139,7 +139,7 @@ fn of(packet: VsockPacketHeader, op: VsockOp) -> VsockPacketHeader {
     }
 }
 
-/// Returns the bytes that are currently readable.
+/// Returns the bytes that can be read from `stream` without waiting.
 fn read(stream: &mut UnixStream) -> Vec<u8> {
     let mut all = Vec::new();
     let mut buffer = [0; 4096];
@@ -215,8 +215,8 @@ fn silent_program_times_out() {
     assert!(!bench.muxer.has_deadlines());
 }
 
-/// If the guest does not answer a connection request, the host program's connection is closed after
-/// the timeout, even while the guest receives no packets.
+/// If the guest does not answer a connection request, the host program is disconnected after the
+/// timeout, even if the guest receives no packets.
 #[test]
 fn unanswered_request_times_out() {
     let mut bench = MuxerTest::new();
@@ -463,8 +463,8 @@ fn any_step() -> impl Strategy<Value = MuxerStep> {
 }
 
 proptest! {
-    /// With arbitrary packets from guests and programs, the muxer stays within its limits, respects
-    /// the guest's credit, and becomes idle.
+    /// With arbitrary packets from the guest and host programs, the muxer stays within its limits,
+    /// respects the guest's credit, and becomes idle in the end.
     #[test]
     fn arbitrary_packets_stay_within_limits(steps in proptest::collection::vec(any_step(), 1..80)) {
         let mut bench = MuxerTest::new();
@@ -514,8 +514,9 @@ proptest! {
     }
 }
 
-/// Hostile chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside RAM) in
-/// both queues are returned as used, and the valid chain after them is processed.
+/// Malformed chains (loops, indirect tables of 65,535 entries, nested tables, buffers outside RAM)
+/// in the receive and transmit queues are returned to the driver, and the valid chain after them is
+/// processed.
 #[test]
 fn hostile_chains_do_not_block_packets() {
     let bench = MuxerTest::new();
@@ -552,7 +553,7 @@ fn hostile_chains_do_not_block_packets() {
     assert_eq!(rx.used()[1].1, 0);
 }
 
-/// The socket file of another VM is not removed if it has replaced the device's socket file.
+/// A device does not remove the socket file of another VM that has replaced its own.
 #[test]
 fn device_removes_own_socket_only() {
     let directory = tempfile::tempdir().unwrap();

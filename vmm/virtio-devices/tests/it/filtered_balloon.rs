@@ -1,5 +1,5 @@
-//! Tests the balloon's thread under its seccomp filter with each type of guest memory. The VM is a
-//! child process that runs this test program again.
+//! Tests the thread of the balloon device under its seccomp filter, with each type of guest memory.
+//! The VM is a child process that runs this test program again.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -16,16 +16,16 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Environment variable that passes the memory type to the child.
+/// Environment variable with the type of guest memory, for the child process.
 const KIND: &str = "BALLOON_TEST_MEMORY";
-/// Line that the child prints when the device has finished its work.
+/// Line that the child process prints when the device has finished its work.
 const DONE: &str = "pages are released, statistics are updated";
 const MEMORY: usize = 1 << 20;
-/// Distance between the queues, and offsets of their rings.
+// Distance between two queues, and offsets of the rings within a queue, in bytes.
 const QUEUE_BYTES: u64 = 0x4000;
 const AVAIL: u64 = 0x1000;
 const USED: u64 = 0x2000;
-/// Address of the page frame numbers in the chain, and address of the page that is released.
+// Guest addresses of the list of page frame numbers, and of the page that is released.
 const PFNS: u64 = 0x4_0000;
 const PAGE: u64 = 0x8_0000;
 
@@ -43,7 +43,8 @@ fn queue(number: u32) -> ActiveQueue {
     }
 }
 
-/// Offers a chain with `bytes` bytes at [`PFNS`] in a queue, and waits until it is used.
+/// Makes a chain with `bytes` bytes at [`PFNS`] available in queue `number`, and waits until the
+/// device returns it.
 fn offer(memory: &GuestMemoryMmap, number: u64, kick: &EventFd, bytes: u64) {
     let start = (number + 1) * QUEUE_BYTES;
     memory.write_obj([PFNS, bytes], GuestAddress(start)).unwrap();

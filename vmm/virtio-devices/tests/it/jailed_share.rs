@@ -1,7 +1,9 @@
 //! Tests that a confined VM (namespaces, own root, landlock, seccomp) reconnects to an external
-//! backend (`--share-dir socket=`) that exits. A new backend at the same path receives the queues
-//! at the position where the first one stopped. The VM is a child process that runs this test
-//! program again, and the test acts as the backend.
+//! backend of a shared directory (`--share-dir socket=`).
+//!
+//! When the first backend exits, a new backend at the same path receives the queues at the position
+//! where the first one stopped. The VM is a child process that runs this test program again, and
+//! the test acts as the backend.
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -25,24 +27,25 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Environment variable with the path of the backend's socket, for the child.
+/// Environment variable with the path of the backend's socket, for the child process.
 const SOCKET: &str = "SHARE_TEST_SOCKET";
-/// Line that the child prints when the device is active, and each time it has updated the used
+/// Line that the child process prints when the device is active, and after each update of the used
 /// ring.
 const READY: &str = "the device has it";
-/// Line that a child prints if it cannot create a jail.
+/// Line that the child process prints if it cannot create a jail.
 const NO_JAIL: &str = "no jail here";
 const MEMORY: usize = 1 << 20;
 const QUEUE_BYTES: u64 = 0x1_0000;
-/// Offset of the used ring from the start of a queue.
+/// Offset of the used ring from the start of a queue, in bytes.
 const USED: u64 = 0x3000;
 
-/// vhost-user request numbers.
+// Numbers of vhost-user requests.
 const GET_FEATURES: u32 = 1;
 const SET_VRING_BASE: u32 = 10;
 const GET_PROTOCOL_FEATURES: u32 = 15;
 const SET_VRING_ENABLE: u32 = 18;
-/// Features of the backend: VERSION_1, PROTOCOL_FEATURES, EVENT_IDX, INDIRECT_DESC.
+/// Feature bits that the test's backend offers: VERSION_1, PROTOCOL_FEATURES, EVENT_IDX,
+/// INDIRECT_DESC.
 const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
 
 fn queue(number: u64) -> ActiveQueue {
@@ -138,7 +141,7 @@ fn as_a_child() {
     share.reset();
 }
 
-/// Waits for the VM to connect.
+/// Waits until the VM has connected to the backend's socket.
 fn connected(listener: &UnixListener, vm: &mut Child) -> UnixStream {
     listener.set_nonblocking(true).unwrap();
     loop {
@@ -156,8 +159,8 @@ fn connected(listener: &UnixListener, vm: &mut Child) -> UnixStream {
     }
 }
 
-/// Answers requests as a backend until both queues are handed over, and returns the base index of
-/// each. Returns `None` if the VM exits first.
+/// Acts as the backend until the VM has passed both queues, and returns the base index of each.
+/// Returns `None` if the VM exits first.
 fn takes_the_queues(stream: &mut UnixStream) -> Option<[u32; 2]> {
     let (mut bases, mut enabled) = ([u32::MAX; 2], 0);
     while enabled < 2 {

@@ -1,5 +1,5 @@
-//! Tests a disk in a snapshot. The saved queue and the image are consistent with each other, and
-//! the device writes nothing to the image after the snapshot until it is resumed.
+//! Tests that the saved queue and the disk image are consistent in a snapshot. After the snapshot,
+//! the device must not write to the image until it is resumed.
 
 use std::fs;
 use std::io;
@@ -18,30 +18,30 @@ use virtio_devices::transport::machine::{MsiMessage, PciBackend};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Address of the device's BAR.
+/// Guest address of the device's BAR.
 const BAR: u64 = 0xE000_0000;
 /// Offset of the doorbell of queue 0 in the BAR.
 const DOORBELL: u64 = 0x3000;
 const MEMORY_BYTES: usize = 4 << 20;
-/// Guest-physical addresses of the queue's descriptor table and rings.
+// Guest addresses of the queue's descriptor table, available ring and used ring.
 const DESCRIPTORS: u64 = 0x1_0000;
 const AVAIL: u64 = 0x1_1000;
 const USED: u64 = 0x1_2000;
-/// Address of the request headers, and of the status bytes.
+// Guest addresses of the request headers and of the status bytes.
 const HEADERS: u64 = 0x1_3000;
 const STATUS: u64 = 0x1_4000;
-/// Address of the data of the first request.
+/// Guest address of the data of the first request.
 const DATA: u64 = 0x10_0000;
-/// Number of write requests. Each request uses three descriptors of the queue.
+/// Number of write requests in a test. Each request uses three descriptors.
 const REQUESTS: u16 = 64;
 const REQUEST_BYTES: u64 = 32 << 10;
 const QUEUE_SIZE: u16 = 256;
-/// Descriptor flags.
+// Flags of a descriptor.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// Machine that registers no doorbells, so that queue notifications cause exits, and discards
-/// interrupts.
+/// Machine without doorbells and interrupts. Queue notifications cause exits, and interrupts are
+/// discarded.
 struct Machine;
 
 impl PciBackend for Machine {
@@ -66,7 +66,7 @@ impl PciBackend for Machine {
     }
 }
 
-/// A guest with a disk.
+/// A guest with one disk.
 struct TestGuest {
     bus: PciBus,
     memory: GuestMemoryMmap,
@@ -88,7 +88,7 @@ impl TestGuest {
         Self { bus, memory }
     }
 
-    /// Restores the memory and the device of another guest, and starts the device.
+    /// Creates a guest from saved memory and devices, and starts its disk.
     fn restored(image: &Path, memory: &[u8], devices: &[SavedDevice]) -> Self {
         let guest = Self::new(image);
         guest.memory.write_slice(memory, GuestAddress(0)).unwrap();
@@ -102,7 +102,7 @@ impl TestGuest {
         assert!(self.bus.write_memory(BAR + offset, value));
     }
 
-    /// Negotiates features, sets up the queue and starts the device, as a driver does.
+    /// Negotiates features, sets up the queue and sets DRIVER_OK, as a driver does.
     fn start_device(&self) {
         self.bus
             .write_port(0xCF8, &(1u32 << 31 | 1 << 11 | 4).to_le_bytes());
@@ -124,8 +124,8 @@ impl TestGuest {
         self.memory.write_obj(value, GuestAddress(at)).unwrap();
     }
 
-    /// Adds write request `number`, which fills its 32 KiB of the disk with a byte derived from
-    /// `number`, and notifies the device.
+    /// Adds write request number `number` and notifies the device. Each request fills its own 32
+    /// KiB of the disk with the byte [`fill`]`(number)`.
     fn request(&self, number: u16) {
         let n = u64::from(number);
         let header = HEADERS + n * 16;
@@ -152,7 +152,7 @@ impl TestGuest {
         self.write(DOORBELL, 0, 2);
     }
 
-    /// Returns the number of completed requests.
+    /// Returns the number of requests that the device has returned to the driver.
     fn completed(&self) -> u16 {
         self.memory.read_obj(GuestAddress(USED + 2)).unwrap()
     }
@@ -164,7 +164,7 @@ impl TestGuest {
     }
 }
 
-/// Returns the byte with which request `number` fills its 32 KiB of the disk.
+/// Returns the byte with which request number `number` fills its 32 KiB of the disk.
 fn fill(number: u16) -> u8 {
     u8::try_from(number + 1).unwrap()
 }
@@ -176,7 +176,7 @@ fn image(dir: &Path) -> std::path::PathBuf {
     path
 }
 
-/// Checks that exactly the first `count` requests are in the image.
+/// Checks that the image contains the data of the first `count` requests, and no other data.
 #[track_caller]
 fn assert_written(image: &Path, count: u16) {
     let bytes = fs::read(image).unwrap();
@@ -188,8 +188,8 @@ fn assert_written(image: &Path, count: u16) {
     }
 }
 
-/// After a snapshot, the disk image contains exactly those requests that the saved queue shows as
-/// completed. The restored device executes the other requests.
+/// After a snapshot, the disk image contains exactly the requests that the saved queue shows as
+/// completed. The restored device executes the others.
 #[test]
 fn a_snapshot_and_its_disk_are_of_one_moment() {
     let dir = tempfile::tempdir().unwrap();
@@ -221,8 +221,8 @@ fn a_snapshot_and_its_disk_are_of_one_moment() {
     }
 }
 
-/// Requests that wait for a limiter are saved as pending. They are executed after the VM resumes,
-/// and in a restored VM with another limiter or with none.
+/// Requests that wait for a rate limiter are pending in a snapshot. They are executed after the VM
+/// resumes, and in a restored VM with another limiter or none.
 #[test]
 fn throttled_requests_are_executed_after_a_pause_and_a_restore() {
     const BEFORE: u16 = REQUESTS;
@@ -258,8 +258,8 @@ fn throttled_requests_are_executed_after_a_pause_and_a_restore() {
     }
 }
 
-/// After a migration, the source does not write to the image, because the restored VM may already
-/// be writing to it while the source exits.
+/// After a migration, the source does not write to the disk image, because the restored VM may
+/// already be writing to it.
 #[test]
 fn the_source_writes_no_image_after_the_move() {
     let dir = tempfile::tempdir().unwrap();

@@ -13,17 +13,17 @@ use thiserror::Error;
 use crate::disk::open::SECTOR_BYTES;
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Sizes of the version 2 header and of the minimum version 3 header, in bytes.
+// Size of the version 2 header and minimum size of the version 3 header, in bytes.
 const V2_BYTES: usize = 72;
 const V3_BYTES: usize = 104;
 /// log2 of the supported cluster sizes in bytes, the same range as in QEMU.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 /// Maximum length of a backing file name, in bytes.
 const MAX_NAME: u32 = 1023;
-/// Maximum sizes of the L1 table and the refcount table, in bytes, the same as in QEMU.
+// Maximum sizes of the L1 table and of the refcount table, in bytes. QEMU has the same limits.
 const MAX_L1_BYTES: u64 = 32 << 20;
 const MAX_REFCOUNT_BYTES: u64 = 8 << 20;
-/// Offset bits of a table entry.
+/// Bits of a table entry that contain a file offset.
 pub const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
 
 const DIRTY: u64 = 1 << 0;
@@ -32,22 +32,22 @@ const DATA_FILE: u64 = 1 << 2;
 const COMPRESSION: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
 
-/// Error returned when an image is rejected.
+/// Reason why a qcow2 image is rejected.
 #[derive(Debug, Error)]
 pub enum Qcow2FormatError {
-    /// The file is shorter than a header.
+    /// The file is shorter than a qcow2 header.
     #[error("{0} bytes; a header has at least {V2_BYTES}")]
     Short(u64),
-    /// The file is not a qcow2 image.
+    /// The file does not start with the qcow2 magic number.
     #[error("no qcow2 header; omit format=qcow2 for a raw image")]
     Magic,
-    /// The version is unsupported.
+    /// The version of the qcow2 format is unsupported.
     #[error("unsupported version {0}; must be 2 or 3")]
     Version(u32),
     /// The cluster size is unsupported.
     #[error("clusters of 2^{0} bytes; must be between 2^9 and 2^21")]
     Cluster(u32),
-    /// The width of reference counts is unsupported.
+    /// The width of the image's reference counts is unsupported.
     #[error("reference counts of 2^{0} bits; must be between 2^0 and 2^6")]
     Refcount(u32),
     /// The disk size is invalid.
@@ -56,10 +56,10 @@ pub enum Qcow2FormatError {
     /// The image is encrypted.
     #[error("unsupported encryption; decrypt the image with qemu-img convert")]
     Encrypted,
-    /// The dirty bit is set, so reference counts may be wrong.
+    /// The dirty bit of the image is set, so its reference counts may be wrong.
     #[error("the image was not closed properly (dirty); repair it with qemu-img check -r all")]
     Dirty,
-    /// The corrupt bit is set.
+    /// The corrupt bit of the image is set.
     #[error("the image is marked as corrupt; try to repair it with qemu-img check -r all")]
     Corrupt,
     /// The image uses an external data file.
@@ -74,7 +74,7 @@ pub enum Qcow2FormatError {
     /// Unknown incompatible feature bits are set.
     #[error("unknown features ({0:#x})")]
     Unknown(u64),
-    /// A table is misaligned or outside the file.
+    /// A table is misaligned or not completely within the file.
     #[error(
         "the {what} at byte {at} with {bytes} bytes exceeds the file of {file} bytes; the file \
          is truncated or damaged"
@@ -92,9 +92,9 @@ pub enum Qcow2FormatError {
     /// The L1 table has fewer entries than the disk requires, or exceeds the size limit.
     #[error("the L1 table has {entries} entries, but the disk size requires {wanted}")]
     L1 {
-        /// Number of entries.
+        /// Number of entries in the L1 table.
         entries: u32,
-        /// Required number of entries.
+        /// Number of entries that the disk requires.
         wanted: u64,
     },
     /// A table entry is outside the file, or two entries have the same offset.
@@ -104,13 +104,13 @@ pub enum Qcow2FormatError {
         what: &'static str,
         /// Index of the table entry.
         index: usize,
-        /// File offset that the entry contains, in bytes.
+        /// File offset that the table entry contains, in bytes.
         at: u64,
     },
     /// The metadata exceeds the limits of the consistency check.
     #[error("the file or its tables are too large; reduce them with qemu-img convert -o cluster_size=2M")]
     Large,
-    /// A data cluster is outside the file.
+    /// A data cluster is not completely within the file.
     #[error("the tables refer to byte {0} beyond the end of the file; the file is truncated or damaged")]
     Outside(u64),
     /// A cluster is referenced more than once.
@@ -133,7 +133,7 @@ pub enum Qcow2FormatError {
     Read(#[source] io::Error),
 }
 
-/// Validated header fields of an image.
+/// Validated header fields of a qcow2 image.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Qcow2Header {
     /// Version of the format, 2 or 3.
@@ -142,24 +142,24 @@ pub struct Qcow2Header {
     pub bytes: u64,
     /// Cluster size, in bytes.
     pub cluster_bytes: u64,
-    /// Name of the backing file in the header.
+    /// Name of the backing file, if the image has one.
     pub backing: Option<String>,
 }
 
-/// Location and geometry of an image's tables.
+/// Geometry of an image, with the locations and contents of its top-level tables.
 #[derive(Debug)]
 pub struct Qcow2Layout {
     /// log2 of the cluster size in bytes.
     pub cluster_bits: u32,
     /// log2 of the width of a reference count in bits.
     pub count_order: u32,
-    /// Offset of the L1 table and the offsets in its entries.
+    /// File offset of the L1 table, and the file offsets in its entries.
     pub l1: (u64, Vec<u64>),
-    /// Offset of the refcount table and the offsets in its entries.
+    /// File offset of the refcount table, and the file offsets in its entries.
     pub counts: (u64, Vec<u64>),
 }
 
-/// A table of file offsets.
+/// Location of a table of file offsets.
 struct OffsetTable {
     what: &'static str,
     at: u64,
@@ -248,8 +248,10 @@ impl Qcow2Header {
     }
 }
 
-/// Returns whether a file has the qcow2 magic number. The result is used only to suggest that the
-/// option `format=qcow2` was forgotten, because a guest can write the magic number to its raw disk.
+/// Returns whether a file has the qcow2 magic number.
+///
+/// The result only decides whether an error message suggests `format=qcow2`. It is not trustworthy,
+/// because a guest can write the magic number to its raw disk.
 pub fn has_qcow2_magic(file: &File) -> bool {
     let mut first = [0; MAGIC.len()];
     file.read_exact_at(&mut first, 0).is_ok() && first == MAGIC
@@ -294,7 +296,7 @@ impl OffsetTable {
         }
     }
 
-    /// Checks that the table is in the file and that each entry refers to a distinct cluster in the
+    /// Checks that the table is in the file and that its entries refer to distinct clusters in the
     /// file, so that a walk over all entries terminates. Returns the entries.
     fn check(&self, file: &File, file_bytes: u64, cluster_bytes: u64) -> Result<Vec<u64>, Qcow2FormatError> {
         let end = self.at.checked_add(self.bytes);

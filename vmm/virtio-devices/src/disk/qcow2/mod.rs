@@ -39,10 +39,10 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// Error returned when a qcow2 image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum Qcow2Error {
-    /// The header or the tables are invalid.
+    /// The header or a table of the image is invalid.
     #[error("{}: not a usable qcow2 image", .0.display())]
     Qcow2Header(PathBuf, #[source] Qcow2FormatError),
-    /// The image has a backing file that the operator has not named.
+    /// The image has a backing file, but the operator has named none.
     #[error(
         "{}: the backing file '{}' must be named explicitly; add backing=FILE after format=qcow2 \
         (and backing-format=qcow2 unless it is a raw image)",
@@ -55,7 +55,7 @@ pub enum Qcow2Error {
         /// Name of the backing file in the header.
         name: String,
     },
-    /// The operator named a backing file for an image that has none.
+    /// The operator named a backing file, but the image has none.
     #[error("{}: no backing file; omit backing={}", path.display(), backing.display())]
     Alone {
         /// Path of the image.
@@ -71,7 +71,7 @@ pub enum Qcow2Error {
     Damaged(PathBuf, #[source] io::Error),
 }
 
-/// A panic in `imago`.
+/// A panic in `imago`, after which the image is not used again.
 #[derive(Debug, Error)]
 enum ReaderPanic {
     /// The current request caused the panic.
@@ -87,13 +87,13 @@ enum ReaderPanic {
 pub struct Qcow2 {
     state: Mutex<ReaderState>,
     claims: Qcow2Header,
-    /// Locks of the backing files, dropped after the files.
+    /// Locks of the backing files. Declared last, because they must be dropped after the files.
     _locks: Vec<FileLock>,
 }
 
 #[derive(Debug)]
 struct ReaderState {
-    /// The image, or `None` after a panic.
+    /// The open image, or `None` after a panic in `imago`.
     image: Option<FormatAccess<Storage>>,
     /// Buffer for data transferred between `imago` and guest memory.
     buffer: Vec<u8>,
@@ -153,7 +153,7 @@ impl Qcow2 {
         })
     }
 
-    /// Reads the disk from byte offset `at` into `data`, which is not guest memory.
+    /// Reads the disk from byte offset `at` into `data`, a buffer outside guest memory.
     ///
     /// # Errors
     /// Returns the same errors as [`Qcow2::read`].
@@ -196,8 +196,8 @@ impl Qcow2 {
         self.with(|image, _| convert_error(image.flush()))
     }
 
-    /// Deallocates those clusters that are completely within the `bytes` bytes at byte offset `at`.
-    /// These clusters read as zeros afterwards.
+    /// Deallocates the clusters that are completely within `bytes` bytes of the disk at byte offset
+    /// `at`. The clusters read as zeros afterwards.
     ///
     /// # Errors
     /// Returns `Unsupported` if [`Qcow2::discard_bytes`] is `None`, otherwise the error of the
@@ -240,9 +240,9 @@ impl Qcow2 {
         })
     }
 
-    /// Returns the range of those clusters that are completely within the `bytes` bytes at `at`.
-    /// The last cluster of the disk may be shorter than the others. If no cluster is within the
-    /// bytes, returns an empty range.
+    /// Returns the range of whole clusters within `bytes` bytes of the disk at byte offset `at`.
+    /// The last cluster of the disk may be shorter than the others. The range is empty if it
+    /// contains no whole cluster.
     fn whole_clusters(&self, at: u64, bytes: u64) -> Range<u64> {
         let (cluster, end) = (self.claims.cluster_bytes, at + bytes);
         let first = at.next_multiple_of(cluster).min(end);
@@ -254,7 +254,8 @@ impl Qcow2 {
         first..last.max(first)
     }
 
-    /// Calls `work` with the image. After a panic, the image is not used again.
+    /// Calls `work` with the image and the buffer. If `work` panics, this call and all later calls
+    /// fail.
     fn with<T>(
         &self,
         work: impl FnOnce(&mut FormatAccess<Storage>, &mut Vec<u8>) -> io::Result<T>,
@@ -284,8 +285,8 @@ impl Drop for Qcow2 {
     }
 }
 
-/// Validates the image at `path`, which must match the configured `backing`. If `written` is
-/// `true`, also repairs the reference counts of the image.
+/// Validates the image at `path` and checks that its header matches the configured `backing` files.
+/// If `written` is `true`, also repairs missing reference counts.
 fn validate(
     path: &Path,
     file: &File,
@@ -318,7 +319,7 @@ fn validate(
     }
 }
 
-/// Opens the images in `backing` as a chain and adds their locks to `locks`.
+/// Opens and locks the `backing` files as a chain, and appends their locks to `locks`.
 fn chain(backing: &[BackingFile], locks: &mut Vec<FileLock>) -> Result<FormatAccess<Storage>, Qcow2Error> {
     let mut behind = None;
     for (n, image) in backing.iter().enumerate().rev() {
@@ -367,8 +368,8 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> io::Result<T>) -> Result<T, Qc
         .map_err(|error| Qcow2Error::Damaged(path.into(), error))
 }
 
-/// Converts an error of `imago`. `InvalidInput` from `imago` means that the image is invalid, but
-/// callers would take it for an invalid request of the guest, so it is replaced.
+/// Converts an error of `imago`. Replaces `InvalidInput`, with which `imago` reports an invalid
+/// image, because callers interpret it as an invalid request of the guest.
 fn convert_error<T>(done: io::Result<T>) -> io::Result<T> {
     done.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => io::Error::other(error),
@@ -380,7 +381,7 @@ fn length(pieces: &[GuestSegment]) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }
 
-/// Returns the first `count` bytes of the buffer, which grows as needed.
+/// Returns the first `count` bytes of `buffer`, which is enlarged if needed.
 fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
     if buffer.len() < count {
         buffer.resize(count, 0);
@@ -388,8 +389,8 @@ fn room(buffer: &mut Vec<u8>, count: usize) -> &mut [u8] {
     &mut buffer[..count]
 }
 
-/// Splits `bytes` bytes at `at` into parts that fit into the buffer. Parts do not cross multiples
-/// of the buffer size, so that no cluster is modified in two parts.
+/// Splits a range of `bytes` bytes at offset `at` into parts that fit into the buffer. The parts
+/// end at multiples of the buffer size, so that no cluster is modified in two parts.
 fn split_range(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     let end = at.saturating_add(bytes);
     std::iter::from_fn(move || {
@@ -401,7 +402,7 @@ fn split_range(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
     })
 }
 
-/// Iterator over segments of guest memory.
+/// Cursor over a list of guest memory segments.
 struct SegmentCursor<'p> {
     pieces: &'p [GuestSegment],
     /// Number of bytes consumed from the first segment.
@@ -409,7 +410,8 @@ struct SegmentCursor<'p> {
 }
 
 impl SegmentCursor<'_> {
-    /// Calls `copy` for each part of `data` with its address in guest memory.
+    /// Advances over `data.len()` bytes of guest memory. Calls `copy` for each contiguous part,
+    /// with the part of `data` and its guest address.
     fn each<'d, E>(
         &mut self,
         mut data: &'d mut [u8],

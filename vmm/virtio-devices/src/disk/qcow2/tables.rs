@@ -1,10 +1,10 @@
-//! Consistency check of the clusters that an image's tables refer to. Each cluster must be in the
-//! file, have a reference count, and be referenced only once.
+//! Consistency check of a qcow2 image's clusters: each referenced cluster must be in the file, have
+//! a reference count, and be referenced only once.
 //!
-//! `imago` trusts these tables. If a used cluster has no reference count, the search of `imago` for
-//! a free cluster never terminates (0.2.6). If a cluster holds both data and a table, a guest can
-//! write to the table. The tables are therefore checked before `imago` uses them, in the same way
-//! as by `qemu-img check`, in bounded time and memory.
+//! `imago` trusts the tables of an image. If a used cluster has no reference count, `imago`
+//! searches for a free cluster forever (0.2.6). If a cluster holds both data and a table, a guest
+//! can write to the table. The tables are therefore checked before `imago` uses them, like by
+//! `qemu-img check`, in bounded time and memory.
 
 use std::fs::File;
 use std::ops::Range;
@@ -14,13 +14,13 @@ use super::claims::{OFFSET, Qcow2FormatError, Qcow2Layout};
 
 /// Maximum number of clusters in a file, which is also the size of the check's bitmaps in bits.
 const MAX_CLUSTERS: u64 = 1 << 30;
-/// Maximum total size of the L2 tables, in bytes, which corresponds to a disk of 8 TiB with
+/// Maximum total size of an image's L2 tables, in bytes. Sufficient for a disk of 8 TiB with
 /// clusters of 64 KiB.
 const MAX_L2_BYTES: u64 = 1 << 30;
-/// Flag of an L2 entry for compressed data.
+/// Flag of an L2 entry that refers to compressed data.
 const COMPRESSED: u64 = 1 << 62;
 
-/// Bitmap of the clusters of a file.
+/// Set of clusters of a file, as a bitmap.
 struct ClusterSet(Vec<u64>);
 
 impl ClusterSet {
@@ -40,7 +40,7 @@ impl ClusterSet {
         self.0.get(word).is_some_and(|bits| bits & bit != 0)
     }
 
-    /// Returns the clusters that are in this set or in `other`.
+    /// Returns the union of this set and `other`, in ascending order.
     fn with<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = u64> + 'a {
         let words = (0u64..).zip(self.0.iter().zip(&other.0));
         let taken = words
@@ -53,7 +53,7 @@ impl ClusterSet {
         })
     }
 
-    /// Adds a cluster. Returns `true` if the cluster is in the file and was not in the set.
+    /// Adds a cluster. Returns `false` if the cluster is outside the file or already in the set.
     fn add(&mut self, cluster: u64) -> bool {
         let (word, bit) = Self::word(cluster);
         let Some(bits) = self.0.get_mut(word) else {
@@ -71,17 +71,18 @@ struct ConsistencyCheck<'f> {
     layout: &'f Qcow2Layout,
     /// Number of clusters in the file. The last one may be partial.
     count: u64,
-    /// Set of clusters that are referenced only once.
+    /// Clusters that may be referenced only once.
     whole: ClusterSet,
-    /// Set of clusters with compressed data, which may be referenced several times.
+    /// Clusters with compressed data, which may be referenced several times.
     shared: ClusterSet,
 }
 
-/// Checks the tables in `layout` of the image in `file`, whose size is `file_bytes`. If `written`
-/// is `true`, sets the missing reference counts and returns their number.
+/// Checks the tables of an image. `layout` contains its top-level tables, and `file_bytes` is the
+/// size of its file. If `written` is `true`, also sets missing reference counts and returns their
+/// number.
 ///
-/// A killed VM or a power loss may leave used clusters with a reference count of 0, because counts
-/// and references are not written atomically.
+/// Reference counts may be missing after a VM was killed or a power loss, because counts and
+/// references are not written atomically.
 ///
 /// # Errors
 /// Returns a [`Qcow2FormatError`] if the tables are inconsistent or too large.
@@ -137,7 +138,7 @@ impl ConsistencyCheck<'_> {
         Ok(())
     }
 
-    /// Marks the cluster at byte offset `at` as used by a single owner.
+    /// Marks the cluster at byte offset `at` as referenced. Another reference to it is an error.
     fn take(&mut self, at: u64) -> Result<(), Qcow2FormatError> {
         let cluster = at >> self.layout.cluster_bits;
         let aligned = at.is_multiple_of(1 << self.layout.cluster_bits);
@@ -150,8 +151,8 @@ impl ConsistencyCheck<'_> {
         Ok(())
     }
 
-    /// Marks the clusters of compressed data. The last one may be beyond the end of the file, whose
-    /// size need not be a multiple of the sector size.
+    /// Marks the clusters of compressed data as referenced. The data may extend beyond the end of
+    /// the file, because its size is given in sectors.
     fn take_compressed(&mut self, entry: u64) -> Result<(), Qcow2FormatError> {
         // Bits above 61 - (cluster_bits - 8) hold the number of additional sectors.
         let offset_bits = 62 - (self.layout.cluster_bits - 8);
@@ -172,7 +173,8 @@ impl ConsistencyCheck<'_> {
         Ok(())
     }
 
-    /// Sets the missing reference counts of used clusters and returns their number.
+    /// Checks that the referenced clusters have reference counts. Sets missing counts if the image
+    /// will be written, and returns their number.
     fn count(&self) -> Result<u64, Qcow2FormatError> {
         // A refcount block is one cluster.
         let per_block = 1u64 << (self.layout.cluster_bits + 3 - self.layout.count_order);
@@ -206,7 +208,7 @@ impl ConsistencyCheck<'_> {
         Ok(missing)
     }
 
-    /// Reads at byte offset `at`. Bytes beyond the end of the file read as zeros.
+    /// Reads from the file at byte offset `at`. Bytes beyond the end of the file read as zeros.
     fn read(&self, data: &mut [u8], at: u64) -> Result<(), Qcow2FormatError> {
         let mut done = 0;
         while done < data.len() {
@@ -224,8 +226,8 @@ impl ConsistencyCheck<'_> {
     }
 }
 
-/// Returns whether reference count `index` in `block` is zero. Each count has 2^`order` bits.
-/// Counts narrower than a byte start at the least significant bits.
+/// Returns whether reference count number `index` in the refcount block `block` is zero. Each count
+/// has 2^`order` bits. Counts narrower than a byte start at the least significant bits.
 fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;
@@ -238,7 +240,8 @@ fn is_zero(block: &[u8], index: u64, order: u32) -> bool {
     }
 }
 
-/// Sets reference count `index`, which is zero, to 1 and returns the range of modified bytes.
+/// Changes reference count number `index` in the refcount block `block` from 0 to 1. Returns the
+/// range of modified bytes.
 fn set_one(block: &mut [u8], index: u64, order: u32) -> Range<usize> {
     let bit = usize::try_from(index << order).unwrap_or(usize::MAX);
     let bits = 1usize << order;

@@ -19,7 +19,7 @@ use crate::serve::testing::{BUFFERS, memory};
 /// Size of the test disks, in bytes.
 const DISK: usize = 1 << 20;
 
-/// Creates a directory for images, or returns `None` if qemu-img is not installed.
+/// Creates a directory for test images. Returns `None` if qemu-img is not installed.
 fn directory() -> Option<TempDir> {
     if Command::new("qemu-img").arg("--version").output().is_err() {
         eprintln!("SKIPPED: no qemu-img (Debian's package qemu-utils)");
@@ -28,7 +28,7 @@ fn directory() -> Option<TempDir> {
     Some(tempfile::tempdir().unwrap())
 }
 
-/// Runs qemu-img and returns its exit status and output.
+/// Runs qemu-img with the arguments `words` in `dir`. Returns its exit status and output.
 fn ask(dir: &Path, words: &str) -> (i32, String) {
     let mut command = Command::new("qemu-img");
     let output = command.args(words.split(' ')).current_dir(dir).output().unwrap();
@@ -44,7 +44,7 @@ fn qemu_img(dir: &Path, words: &str) {
     assert_eq!(status, 0, "qemu-img {words}: {said}");
 }
 
-/// Checks that an image is consistent.
+/// Checks with qemu-img that an image is consistent.
 #[track_caller]
 fn check(dir: &Path, name: &str) {
     let (status, said) = ask(dir, &format!("check -f qcow2 {name}"));
@@ -96,7 +96,7 @@ fn write(image: &DiskImage, at: u64, data: &[u8]) -> io::Result<()> {
     image.write(&memory, &[(GuestAddress(BUFFERS + 3), data.len())], at)
 }
 
-/// Returns disk contents of which half are zeros and the rest is non-repeating.
+/// Returns test data for a disk. Half of it is zeros, and the other half does not repeat.
 fn content(seed: u8) -> Vec<u8> {
     (0..DISK)
         .map(|at| match (at / 70_000) % 2 {
@@ -106,7 +106,7 @@ fn content(seed: u8) -> Vec<u8> {
         .collect()
 }
 
-/// Variants of images, as qemu-img options.
+/// Options of qemu-img, one set for each variant of test images.
 const KINDS: [&str; 9] = [
     "-o compat=1.1",
     "-o compat=0.10",
@@ -129,7 +129,7 @@ fn open_file(dir: &Path) -> File {
     options.read(true).write(true).open(dir.join("a.qcow2")).unwrap()
 }
 
-/// Makes an image of the given kind, applies `change`, and checks that it is refused.
+/// Creates an image of the variant `kind`, applies `change`, and checks that the image is rejected.
 #[track_caller]
 fn assert_damage_is_refused(dir: &Path, kind: &str, change: impl Fn(&File), expected: &str) {
     make(dir, "a.qcow2", kind, &content(0x55));
@@ -188,8 +188,8 @@ fn image_variants_interoperate_with_qemu() {
     }
 }
 
-/// Flushed data survives if the VM is killed, but unflushed data may be lost. The image is
-/// consistent except for leaked clusters.
+/// Flushed data survives if the VM is killed, while unflushed data may be lost. Leaked clusters are
+/// the only inconsistency of the image.
 #[test]
 fn flushed_data_survives_kill() {
     let Some(dir) = directory() else { return };
@@ -475,7 +475,8 @@ fn inconsistent_tables_are_rejected() {
     assert_damage_is_refused(dir, "-c", uncounted, "in use but has no reference count");
 }
 
-/// Reference counts that a killed VM did not write are repaired before the image is written.
+/// Reference counts that are missing after a VM was killed are repaired before the image is
+/// written.
 #[test]
 fn missing_reference_counts_are_repaired() {
     let Some(dir) = directory() else { return };
@@ -499,7 +500,7 @@ fn missing_reference_counts_are_repaired() {
     }
 }
 
-/// Consistent qcow2 images are accepted: after writes, with snapshots, and with leaked clusters.
+/// qcow2 images are accepted after writes, with snapshots, and with leaked clusters.
 #[test]
 fn consistent_tables_are_accepted() {
     let Some(dir) = directory() else { return };
@@ -529,8 +530,7 @@ fn consistent_tables_are_accepted() {
     }
 }
 
-/// Corrupt table entries that are detected at run time cause only I/O errors, and no other file is
-/// accessed.
+/// Corrupt table entries that are detected at run time cause I/O errors. No other file is accessed.
 #[test]
 fn corrupt_tables_fail_requests_only() {
     let Some(dir) = directory() else { return };
@@ -646,7 +646,7 @@ fn split_ranges_are_buffer_aligned() {
     );
 }
 
-/// After a reload, a view of a qcow2 image shows data that a VM wrote after the view had cached the
+/// A reloaded view of a qcow2 image shows data that a VM wrote after the view had cached the
 /// tables.
 #[test]
 fn reloaded_view_sees_new_writes() {

@@ -1,4 +1,4 @@
-//! Tests that a guest's TCP/IP stack can reach the service through the queues of a device.
+//! Tests the metadata service with a TCP/IP stack on the guest's side of a network device.
 
 use std::net::Ipv4Addr;
 use std::os::unix::net::UnixDatagram;
@@ -20,16 +20,16 @@ use crate::net::{DirectionLimiters, FrameHandler, MetadataAccess};
 use crate::serve::testing::{BUFFERS, Driver, activation, memory};
 use crate::worker::DeviceWorker;
 
-/// Number of buffers of each queue. Each buffer is used once.
+/// Number of buffers that a test places in each queue. Each buffer is used once.
 const CHAINS: u16 = 32;
-/// Size of a queue, in entries. In the mock, the used ring begins halfway through the available
-/// ring, so a test can use only part of the entries.
+/// Size of a queue, in entries. Tests can use only a part of the entries, because the used ring of
+/// the mock begins halfway through the available ring.
 const ENTRIES: u16 = 128;
 const BUFFER_BYTES: u64 = 0x1000;
 const WRITE: u16 = 2;
 const SERVICE: Ipv4Addr = Ipv4Addr::new(169, 254, 169, 254);
 
-/// Driver and TCP/IP stack of the guest.
+/// A guest: the driver of the network device and a TCP/IP stack.
 struct Guest<'m> {
     memory: &'m GuestMemoryMmap,
     receive: Driver<'m>,
@@ -69,7 +69,7 @@ impl<'m> Guest<'m> {
         BUFFERS + BUFFER_BYTES * (u64::from(CHAINS) + head)
     }
 
-    /// Sends a frame with an empty header.
+    /// Sends a frame through the device, with an empty virtio-net header.
     fn send(&mut self, frame: &[u8]) {
         let head = self.sent;
         assert!(head < CHAINS, "too many frames");
@@ -83,7 +83,7 @@ impl<'m> Guest<'m> {
         self.sent += 1;
     }
 
-    /// Takes the next frame that the guest has received.
+    /// Returns the next frame that the device has delivered to the guest.
     fn arrived(&mut self) -> Option<Vec<u8>> {
         let (head, length) = self.receive.used().get(self.received).copied()?;
         self.received += 1;
@@ -94,7 +94,8 @@ impl<'m> Guest<'m> {
         Some(bytes.split_off(HEADER_BYTES))
     }
 
-    /// Exchanges the frames of the stack with the device.
+    /// Runs the TCP/IP stack once: sends the frames that it produces and processes the delivered
+    /// frames.
     fn turn(&mut self) {
         let now = StackInstant::now();
         self.interface
@@ -112,7 +113,7 @@ impl<'m> Guest<'m> {
         std::thread::sleep(Duration::from_millis(1));
     }
 
-    /// Requests `path` from the service.
+    /// Requests `path` from the metadata service over HTTP and returns the response.
     fn get(&mut self, path: &str) -> String {
         let buffer = || tcp::SocketBuffer::new(vec![0; 4096]);
         let mut socket = tcp::Socket::new(buffer(), buffer());
@@ -142,7 +143,7 @@ impl<'m> Guest<'m> {
     }
 }
 
-/// Starts the thread of a network device with a metadata service. Also returns the far end of the
+/// Starts the thread of a network device with a metadata service. Also returns the other end of the
 /// socket pair that replaces the tap device.
 fn start(guest: &Guest<'_>) -> (DeviceWorker, UnixDatagram) {
     let service = MetadataService::new(MmdsConfig::default());
@@ -170,8 +171,8 @@ fn start(guest: &Guest<'_>) -> (DeviceWorker, UnixDatagram) {
     (worker, far)
 }
 
-/// The guest can read metadata through the network device without any tap event to wake the thread,
-/// and the tap device receives no metadata frame.
+/// The guest can read metadata through the network device. No tap event is needed to wake the
+/// thread, and the tap device receives no metadata frames.
 #[test]
 fn guest_reads_metadata_and_the_tap_sees_no_frame_of_it() {
     let memory = memory();

@@ -15,7 +15,7 @@ const DRIVER_OK: u8 = 4;
 const FEATURES_OK: u8 = 8;
 const NEEDS_RESET: u8 = 64;
 
-/// A guest with mock devices, and the accesses that its driver makes.
+/// A guest with mock devices. The methods perform accesses of the guest's driver.
 struct TestGuest {
     bus: PciBus,
     memory: GuestMemoryMmap,
@@ -79,7 +79,7 @@ impl TestGuest {
         self.write(20, u64::from(self.status() | bits), 1);
     }
 
-    /// Accepts VERSION_1 and the bits in `features`.
+    /// Accepts VERSION_1 and the feature bits in `features`.
     fn negotiate(&self, features: u64) {
         self.set_config(1, 4, 6);
         self.set_status(ACKNOWLEDGE);
@@ -102,7 +102,7 @@ impl TestGuest {
     }
 }
 
-/// Returns the ID and offset of each capability of the first device.
+/// Returns the capabilities of the first device, as pairs of ID and offset.
 fn capabilities(guest: &TestGuest) -> Vec<(u8, u32)> {
     let mut at = guest.config(1, 0x34) & 0xFF;
     let mut found = Vec::new();
@@ -354,7 +354,7 @@ fn too_many_devices_or_queues_are_rejected() {
     assert!(matches!(make(1, 256), Err(BusError::TooManyQueues { .. })));
 }
 
-/// Creates a guest with a running device whose second queue has used 7 chains.
+/// Creates a guest with a running device. The device has returned 7 chains in its second queue.
 fn running_guest() -> TestGuest {
     let guest = TestGuest::new(&[&[16, 32]]);
     guest.negotiate(1 << 29);
@@ -407,9 +407,9 @@ fn no_device_activates_from_position_zero() {
     assert_eq!(again, saved);
 }
 
-/// After a snapshot, both the device and the driver of a queue with VIRTIO_F_EVENT_IDX are notified
-/// once. The driver may have added chains while the device was stopped, and may be waiting for an
-/// interrupt.
+/// After a snapshot, the device and the driver of a queue with VIRTIO_F_EVENT_IDX are both notified
+/// once. While the device was stopped, the driver may have added chains, or may have begun to wait
+/// for an interrupt.
 #[test]
 fn an_event_idx_queue_is_not_left_unnotified() {
     let guest = running_guest();
@@ -476,8 +476,8 @@ fn other_devices_are_refused_by_name() {
 }
 
 proptest! {
-    /// No sequence of accesses of any width panics or activates a device twice without a reset
-    /// in between (the test device would panic).
+    /// Arbitrary sequences of accesses neither panic nor activate a device twice without a reset in
+    /// between.
     #[test]
     fn any_access_is_safe(accesses in proptest::collection::vec(
         (0u8..4, any::<u16>(), 1usize..9, any::<u64>()), 0..400
