@@ -36,7 +36,7 @@ pub fn context<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl Fn(E)
     move |error| format!("{what}: {error}").into()
 }
 
-/// A child process. Killed on drop.
+/// A child process that is killed on drop.
 pub struct Killed(pub Child);
 
 impl Drop for Killed {
@@ -134,7 +134,7 @@ pub fn write_figures(name: &str, figures: &Value) -> Result<(), ComparisonError>
     Ok(())
 }
 
-/// Writes the figures to a file.
+/// Writes the figures to a file as JSON.
 ///
 /// # Errors
 /// Returns an error if the file cannot be written.

@@ -148,13 +148,13 @@ fn list(dir: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the entries of a directory.
+/// Returns the paths of the entries of a directory.
 fn entries(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).unwrap_or_else(|e| fail(&format!("cannot read {}: {e}", dir.display())));
     entries.filter_map(|entry| Some(entry.ok()?.path())).collect()
 }
 
-/// Compiles and links all guests.
+/// Compiles and links all bare-metal guests.
 fn compile(source_dir: &Path, out_dir: &Path) {
     let cc = env::var("GUEST_CC").unwrap_or_else(|_| "gcc".to_owned());
     let ld = env::var("GUEST_LD").unwrap_or_else(|_| "ld".to_owned());

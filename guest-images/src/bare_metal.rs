@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Image of the first guest in [`GUESTS`], which `perfvisor run` boots if the user gives no kernel.
 pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.elf"));
 
-/// Bare-metal guest.
+/// A bare-metal guest that is embedded in this crate.
 #[derive(Debug, Clone, Copy)]
 pub struct BareMetalGuest {
     /// Name of the guest and of its file, without `.elf`.

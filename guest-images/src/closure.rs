@@ -25,23 +25,23 @@ const LIBRARY_DIRS: [&str; 4] = [
 /// Error returned when not all libraries of a program can be found.
 #[derive(Debug, thiserror::Error)]
 pub enum ClosureError {
-    /// Failure to get a package.
+    /// A Debian package could not be fetched or unpacked.
     #[error(transparent)]
     Deb(#[from] DebError),
     /// File that should be an ELF object but cannot be parsed.
     #[error("{path}: not a readable ELF file: {message}")]
     Elf {
-        /// Path of the file.
+        /// Path of the file that is not a valid ELF object.
         path: PathBuf,
-        /// Description of the problem.
+        /// Reason why the file cannot be parsed.
         message: String,
     },
-    /// Library that no dependency provides.
+    /// No dependency of the package provides a library that the program needs.
     #[error("no dependency of {package} provides {sonames}")]
     Missing {
-        /// Package of the program.
+        /// Package that contains the program.
         package: String,
-        /// Missing libraries.
+        /// Names of the missing libraries.
         sonames: String,
     },
 }

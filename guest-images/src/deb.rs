@@ -18,9 +18,9 @@ pub enum DebError {
     /// apt or dpkg is not installed.
     #[error("cannot run {program}: is this a Debian system?")]
     NoTool {
-        /// Program that could not be started.
+        /// Name of the program, apt or dpkg, that could not be started.
         program: &'static str,
-        /// Error from starting the program.
+        /// Error returned when the program was started.
         #[source]
         source: io::Error,
     },
@@ -35,15 +35,15 @@ pub enum DebError {
     Failed {
         /// Command line of the failed program.
         command: String,
-        /// Last line of the error output.
+        /// Last line that the program wrote to standard error.
         message: String,
     },
     /// A cache file could not be read or written.
     #[error("{path}")]
     Io {
-        /// Path of the file.
+        /// Path of the file that could not be read or written.
         path: PathBuf,
-        /// I/O error.
+        /// Error returned by the operating system.
         #[source]
         source: io::Error,
     },
@@ -182,7 +182,8 @@ impl<'a> DebianArchive<'a> {
         &self.versions
     }
 
-    /// Returns those of `packages` that the configured sources offer, without virtual packages.
+    /// Returns the names in `packages` that the configured sources offer as real, not virtual,
+    /// packages.
     pub fn offered(&mut self, packages: Vec<String>) -> Result<Vec<String>, DebError> {
         self.look_up(packages.iter().map(String::as_str))?;
         Ok(packages

@@ -66,7 +66,7 @@ const GUEST_MODULES: [&str; 10] = [
     "ext4",
 ];
 
-/// Programs of e2fsprogs in the guest.
+/// Names of the file system programs from e2fsprogs in the guest.
 const EXT_PROGRAMS: [&str; 2] = ["mke2fs", "e2fsck"];
 
 /// A program with Debian's default build options: shared libraries, no frame pointers.
@@ -92,16 +92,16 @@ const KNOWN_FLAGS: [&str; 3] = ["-nostdlib", "-static", "-no-pie"];
 /// Error returned when images cannot be built.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestImageError {
-    /// Failure to get a package.
+    /// A Debian package could not be fetched or unpacked.
     #[error(transparent)]
     Deb(#[from] DebError),
     /// Failure to find the libraries of a program.
     #[error(transparent)]
     Closure(#[from] ClosureError),
-    /// Failure to collect the lab's modules.
+    /// The lab's kernel modules could not be collected.
     #[error(transparent)]
     Module(#[from] ModuleError),
-    /// Failure to unpack the kernel image.
+    /// The kernel image could not be unpacked.
     #[error(transparent)]
     Kernel(#[from] KernelImageError),
     /// The named package contains no kernel image.
@@ -110,21 +110,21 @@ pub enum GuestImageError {
     /// The archive offers no kernel of the requested type.
     #[error("package {0} not found in the configured apt sources; run `sudo apt-get update`")]
     NoneOffered(&'static str),
-    /// Missing or failing C compiler.
+    /// The C compiler is missing or failed.
     #[error("cannot build the guest's test program: {0}; run `sudo apt-get install gcc libc6-dev`")]
     Compiler(String),
     /// Failure to read or write a file.
     #[error("{path}")]
     Io {
-        /// Path of the file.
+        /// Path of the file that could not be read or written.
         path: PathBuf,
-        /// I/O error.
+        /// Error returned by the operating system.
         #[source]
         source: io::Error,
     },
 }
 
-/// Debian kernel to build images from.
+/// Debian kernel from which images are built.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub enum KernelChoice {
     /// Cloud kernel of the release, as selected by `linux-image-cloud-amd64`.
@@ -141,16 +141,16 @@ pub enum KernelChoice {
     Debian13(Debian13),
 }
 
-/// Choice of a Debian 13 kernel.
+/// A kernel of Debian 13.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Debian13 {
-    /// Cloud kernel of the release.
+    /// Cloud kernel of the Debian 13 release.
     Cloud,
-    /// General-purpose kernel of the release.
+    /// General-purpose kernel of the Debian 13 release.
     Generic,
-    /// Real-time kernel of the release.
+    /// Real-time kernel of the Debian 13 release.
     Rt,
-    /// Cloud kernel with the highest version in the backports.
+    /// Cloud kernel with the highest version in the backports of Debian 13.
     Backports,
 }
 
@@ -207,7 +207,7 @@ impl KernelChoice {
 /// Paths of the files that make up the Linux guest and the lab host.
 #[derive(Debug, Clone)]
 pub struct GuestImages {
-    /// Directory that contains all files.
+    /// Directory that contains all files of the images.
     pub directory: PathBuf,
     /// Kernel as an ELF image, unpacked from the bzImage.
     pub vmlinux: PathBuf,
@@ -463,7 +463,7 @@ fn kernel_package(archive: &mut DebianArchive<'_>, choice: &KernelChoice) -> Res
     Ok(real.unwrap_or_else(|| name.to_owned()))
 }
 
-/// Prefix of kernel package names.
+/// Prefix of the names of Debian's kernel packages.
 const IMAGE: &str = "linux-image-";
 
 /// Returns the kernel package with the highest version.
@@ -771,7 +771,7 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>, GuestImageError> {
     fs::read(path).map_err(io_error(path))
 }
 
-/// Writes a file atomically.
+/// Writes a file and replaces it atomically.
 pub(crate) fn write(path: &Path, data: &[u8]) -> Result<(), GuestImageError> {
     let partial = path.with_extension("part");
     fs::write(&partial, data).map_err(io_error(&partial))?;

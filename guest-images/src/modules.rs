@@ -16,13 +16,13 @@ pub enum ModuleError {
     /// Failure to read a file or directory.
     #[error("{path}")]
     Io {
-        /// Path of the file.
+        /// Path of the file or directory that could not be read.
         path: PathBuf,
-        /// I/O error.
+        /// Error returned by the operating system.
         #[source]
         source: io::Error,
     },
-    /// Failure to decompress a module.
+    /// A kernel module could not be decompressed.
     #[error(transparent)]
     Unpack(#[from] KernelImageError),
     /// The named module is neither a file nor built into the kernel.
@@ -31,14 +31,14 @@ pub enum ModuleError {
     /// A module file that is not a valid ELF object.
     #[error("{path}: not a readable module: {message}")]
     Malformed {
-        /// Path of the file.
+        /// Path of the module file.
         path: PathBuf,
-        /// Description of the problem.
+        /// Reason why the module file is invalid.
         message: String,
     },
 }
 
-/// Kernel module, ready to be loaded.
+/// A kernel module that is ready to be loaded.
 pub struct KernelModule {
     /// Name of the module, with underscores.
     pub name: String,

@@ -72,7 +72,7 @@ impl ProgressLog {
         Ticker(Some((stop, thread)))
     }
 
-    /// Prints one line immediately.
+    /// Prints `text` as one line immediately.
     pub fn step(&self, text: &str) {
         if self.quiet {
             return;

@@ -97,13 +97,13 @@ pub enum PackageFetchError {
     /// A file below the target directory cannot be accessed.
     #[error("{path}")]
     Io {
-        /// Path of the file.
+        /// Path of the file that cannot be accessed.
         path: PathBuf,
-        /// I/O error.
+        /// Error returned by the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// Program that does not start.
+    /// The named program from the backports does not start on this machine.
     #[error("{0} does not start; check for missing libraries with `ldd {0}`")]
     DoesNotStart(PathBuf),
 }
@@ -112,7 +112,7 @@ pub enum PackageFetchError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct QemuVersion(u32, u32);
 
-/// QEMU for x86-64 machines.
+/// A QEMU for x86-64 machines, which runs the lab.
 #[derive(Debug, Clone)]
 pub struct Qemu {
     program: PathBuf,
@@ -146,8 +146,8 @@ impl Qemu {
             .flat_map(|(option, value)| [OsStr::new(option), value.as_os_str()])
     }
 
-    /// Returns the CPU model for the lab. The model is an AMD processor with nested paging that
-    /// QEMU supports since 2.12, without the features that this version emulates incorrectly.
+    /// Returns the CPU model for the lab: an AMD processor with nested paging, which QEMU supports
+    /// since 2.12. Features that this QEMU emulates incorrectly are disabled.
     pub fn processor(&self) -> String {
         let hide = |right_since, features| {
             if self.version < right_since { features } else { "" }
@@ -157,7 +157,7 @@ impl Qemu {
         format!("EPYC,+svm{cmpxchg16b}{xsave}")
     }
 
-    /// Returns the version, such as `7.2`.
+    /// Returns QEMU's version as text, such as `7.2`.
     pub fn version(&self) -> String {
         format!("{}.{}", self.version.0, self.version.1)
     }
@@ -262,7 +262,7 @@ fn unpacked(root: &Path) -> Result<Qemu, PackageFetchError> {
     Ok(qemu)
 }
 
-/// Compiles the plugin unless it is up to date.
+/// Compiles the QEMU plugin that discards stale translations, unless it is up to date.
 fn plugin(directory: &Path) -> Result<PathBuf, GuestImageError> {
     let io = |path: &Path| {
         let path = path.to_owned();

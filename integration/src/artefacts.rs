@@ -150,7 +150,7 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
 /// Paths of static programs that run in the lab.
 #[derive(Debug, Clone)]
 pub struct LabBinaries {
-    /// Path of the VMM.
+    /// Path of the `perfvisor` binary for the lab.
     pub perfvisor: PathBuf,
     /// Path of the lab's agent.
     pub lab_agent: PathBuf,

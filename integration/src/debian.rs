@@ -10,16 +10,16 @@ use crate::test_host::{TestHost, TestHostError};
 
 /// Kernel command line of the image: root file system, console and clock.
 pub const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 tsc=reliable no_timer_check nokaslr";
-/// Shell prompt after login.
+/// Shell prompt of the Debian image after login.
 pub const PROMPT: &str = "root@perfvisor-debian";
 
 /// A test host with copies of the Debian image, each of which is available as a disk.
 pub struct DebianTestHost {
     /// Test host on which the VMs run.
     pub place: TestHost,
-    /// Path of the image's kernel.
+    /// Path of the image's kernel on the test host.
     pub kernel: String,
-    /// Path of the image's initrd.
+    /// Path of the image's initrd on the test host.
     pub initrd: String,
     /// Paths of the disk images on the test host, each an independent copy. Writes to them are
     /// discarded.

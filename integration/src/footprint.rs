@@ -14,9 +14,9 @@ pub struct Footprint {
     pub rss_kib: u64,
     /// Anonymous resident memory excluding guest memory, in KiB.
     pub anonymous_kib: u64,
-    /// Number of open file descriptors.
+    /// Number of open file descriptors of the VMM.
     pub descriptors: u64,
-    /// Number of threads.
+    /// Number of threads of the VMM.
     pub threads: u64,
 }
 

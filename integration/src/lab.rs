@@ -288,7 +288,7 @@ impl Lab {
         self.link.finish_transfer(id, path).map(drop)
     }
 
-    /// Reads a file in the lab.
+    /// Returns the contents of a file in the lab.
     ///
     /// # Errors
     /// Returns an error if the file does not exist or the lab has ended.

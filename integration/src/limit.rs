@@ -71,7 +71,7 @@ impl From<Duration> for ProgressLimit {
     }
 }
 
-/// The limit that was exceeded.
+/// The time limit that a process exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExceededProgressLimit {
     /// [`ProgressLimit::still`] was exceeded.

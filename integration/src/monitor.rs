@@ -41,7 +41,8 @@ impl Monitor {
         }
     }
 
-    /// Samples the instruction pointer of each processor repeatedly.
+    /// Samples the instruction pointer of each processor of the lab `snapshots` times, at intervals
+    /// of `between`.
     pub(crate) fn instruction_pointers(
         &mut self,
         snapshots: u32,

@@ -39,7 +39,7 @@ pub enum TestHostLeaseMode {
     Exclusive,
 }
 
-/// The lab that a request needs.
+/// Requirements on the lab of a request for a test host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LabNeed {
     /// Key of the lab. Labs with equal keys are interchangeable. `None` for a lab that is not
@@ -99,7 +99,7 @@ struct PoolState<L> {
     tickets: u64,
     waiting: Vec<PoolRequest>,
     running: Vec<RunningRequest>,
-    /// Unused labs, least recently used first.
+    /// Labs that no test uses, least recently used first.
     idle: Vec<IdleLab<L>>,
 }
 

@@ -19,7 +19,7 @@ pub enum ProcessError {
     /// The process could not be started.
     #[error("cannot start {command}: {message}")]
     Start {
-        /// Command line of the process.
+        /// Command line of the process that could not be started.
         command: String,
         /// Error message of the operating system.
         message: String,
@@ -27,20 +27,20 @@ pub enum ProcessError {
     /// The process exceeded a limit and was killed.
     #[error("{command}: {overrun}; last output, {silent:.0?} before:\n{tail}")]
     TimedOut {
-        /// Command line of the process.
+        /// Command line of the process that was killed.
         command: String,
-        /// Limit that was exceeded.
+        /// Time limit that the process exceeded.
         overrun: ExceededProgressLimit,
         /// Time since the last output. A long time suggests that the process hangs, a short time
         /// that it is slow.
         silent: Duration,
-        /// Last lines of the output.
+        /// Last lines of the output of the process.
         tail: String,
     },
     /// The lab ended while the process was running.
     #[error("{command}: the lab host has exited: {message}")]
     LabGone {
-        /// Command line of the process.
+        /// Command line of the process that was running.
         command: String,
         /// Reason why the lab ended.
         message: String,
@@ -48,9 +48,9 @@ pub enum ProcessError {
     /// Writing to the standard input of the process failed.
     #[error("cannot write to {command}")]
     Stdin {
-        /// Command line of the process.
+        /// Command line of the process that did not accept its input.
         command: String,
-        /// Error of the write.
+        /// Error returned by the write to standard input.
         #[source]
         source: io::Error,
     },
@@ -59,14 +59,14 @@ pub enum ProcessError {
 /// A program with its arguments and additional environment variables.
 #[derive(Debug, Clone)]
 pub struct HostCommand {
-    /// Program and arguments.
+    /// Program and its arguments.
     pub argv: Vec<String>,
-    /// Additional environment variables.
+    /// Environment variables of the process, in addition to the inherited ones.
     pub env: Vec<(String, String)>,
 }
 
 impl HostCommand {
-    /// Creates a command without arguments.
+    /// Creates a command that runs `program` without arguments.
     pub fn new(program: impl Into<String>) -> Self {
         Self {
             argv: vec![program.into()],
@@ -79,19 +79,19 @@ impl HostCommand {
         Self::new("sh").arg("-c").arg(line)
     }
 
-    /// Adds an argument.
+    /// Adds an argument to the command.
     pub fn arg(mut self, argument: impl Into<String>) -> Self {
         self.argv.push(argument.into());
         self
     }
 
-    /// Adds arguments.
+    /// Adds arguments to the command.
     pub fn args<T: Into<String>>(mut self, arguments: impl IntoIterator<Item = T>) -> Self {
         self.argv.extend(arguments.into_iter().map(Into::into));
         self
     }
 
-    /// Sets an environment variable.
+    /// Sets an environment variable of the command.
     pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.env.push((name.into(), value.into()));
         self
@@ -106,9 +106,9 @@ impl HostCommand {
 /// The output and exit status of a process.
 #[derive(Debug, Clone)]
 pub struct ProcessOutput {
-    /// Standard output.
+    /// Contents of the standard output.
     pub stdout: Vec<u8>,
-    /// Standard error.
+    /// Contents of the standard error.
     pub stderr: Vec<u8>,
     /// Exit status, or the signal that killed the process.
     pub ended: ProcessExit,
@@ -527,7 +527,7 @@ fn pump(pipe: Option<impl Read>, mut sink: impl FnMut(&[u8])) {
     }
 }
 
-/// A process on this machine.
+/// A running process on this machine.
 struct LocalProcess {
     pid: i32,
     stdin: Option<ChildStdin>,

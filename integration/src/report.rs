@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::artefacts;
 
-/// Interval between progress reports.
+/// Interval between two progress reports.
 const PERIOD: Duration = Duration::from_secs(10);
 /// Header line of the file `times.tsv`.
 const HEADING: &str = "# test\tseconds\tseconds waited\tplace";
@@ -59,7 +59,7 @@ struct TestTimes {
 struct ProgressReport {
     next: u64,
     activities: BTreeMap<u64, TestActivity>,
-    /// Times measured by this process.
+    /// Times of the tests of this process, by test name.
     times: BTreeMap<String, TestTimes>,
 }
 

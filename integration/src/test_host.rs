@@ -17,7 +17,7 @@ use crate::report;
 /// Error returned when a scenario could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum TestHostError {
-    /// The lab is unavailable.
+    /// The lab host is unavailable.
     #[error(transparent)]
     Lab(#[from] LabError),
     /// An artefact could not be built.
@@ -32,7 +32,7 @@ pub enum TestHostError {
     /// A local file could not be read or written.
     #[error("{path}: {message}")]
     File {
-        /// Path of the file.
+        /// Path of the local file.
         path: PathBuf,
         /// Description of the failed operation.
         message: String,
@@ -45,7 +45,7 @@ pub enum TestHostError {
     Check {
         /// JSON pointer of the missing value.
         pointer: String,
-        /// Output of `perfvisor check`.
+        /// Output of `perfvisor check` that lacks the value.
         output: String,
     },
     /// The environment variable that selects the test host is invalid.
@@ -81,11 +81,11 @@ pub fn probe_kvm() -> KvmKind {
     KvmKind::Hardware
 }
 
-/// A host that can run scenarios.
+/// A host that can run scenarios: this machine or a lab.
 pub enum TestHost {
     /// This machine, with a directory for scratch files.
     Direct(ScratchDirectory),
-    /// The lab host.
+    /// A lab host, emulated by QEMU.
     Lab(LabHost),
 }
 

@@ -46,7 +46,7 @@ pub struct OrderedOutputSender {
     pub stderr: PipeWriter,
 }
 
-/// Creates both pipes.
+/// Creates the two pipes that carry a process's output.
 ///
 /// # Errors
 /// Returns an error if no descriptors are left.
@@ -163,8 +163,8 @@ mod tests {
         seen
     }
 
-    /// The order between standard output and standard error is preserved although the shell writes
-    /// each line with a separate system call, faster than the reader reads.
+    /// The order of lines on standard output and standard error is preserved, although the shell
+    /// writes lines faster than the test reads them.
     #[test]
     fn streams_keep_the_order_in_which_they_were_written() {
         let seen = run("for i in $(seq 500); do echo out $i; echo err $i >&2; done");

@@ -14,7 +14,7 @@ pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
 /// Size of the header, which consists of type, ID and length, in bytes.
 const HEADER_BYTES: usize = 9;
 
-/// Type of a frame.
+/// Type of a frame, which determines its sender and its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
@@ -67,9 +67,9 @@ impl FrameKind {
 /// A frame of the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// Type of the frame.
+    /// Type of this frame.
     pub kind: FrameKind,
-    /// ID of the process or transfer.
+    /// ID of the process or file transfer to which this frame belongs.
     pub id: u32,
     /// Payload, whose format depends on the type.
     pub payload: Vec<u8>,
@@ -103,27 +103,27 @@ pub enum StreamMode {
 /// Size of a terminal window, in characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TerminalSize {
-    /// Number of rows.
+    /// Height of the window, as number of rows.
     pub rows: u16,
-    /// Number of columns.
+    /// Width of the window, as number of columns.
     pub columns: u16,
 }
 
 /// How a process ended. Exactly one field is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessExit {
-    /// Exit status.
+    /// Exit status, if the process exited by itself.
     pub code: Option<i32>,
-    /// Signal that killed the process.
+    /// Number of the signal that killed the process.
     pub signal: Option<i32>,
 }
 
-/// A file to create.
+/// A request to create a file in the lab.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct NewFile {
     /// Path of the file. Missing directories are created.
     pub path: String,
-    /// Permission bits.
+    /// Permission bits of the file.
     pub mode: u32,
 }
 

@@ -33,7 +33,7 @@ struct Options {
     rounds: u32,
 }
 
-/// Measured values of one VM start.
+/// Measured values of one start of a VM.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 struct Start {
     /// Time from the start of the VMM (exec) to the first output line of the guest's init, in

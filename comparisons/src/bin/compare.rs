@@ -38,7 +38,7 @@ const HZ: f64 = 1000.0;
 const TURN_MS: f64 = 250.0;
 /// The kernel's default multiplexing interval, for the projection, in milliseconds.
 const KERNEL_TURN_MS: f64 = 4.0;
-/// Values of `--backing` that are compared.
+/// Values of `--backing` that the program compares.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
 /// Shell script that runs in the inner guest.
 ///

@@ -1,6 +1,6 @@
 //! Boots the bare-metal guests in QEMU without KVM. Unlike Perfvisor, QEMU uses the multiboot
-//! address fields instead of the ELF headers and has no PMU. The tests are skipped if QEMU is not
-//! installed, which is a failure if `CI` is set.
+//! address fields instead of the ELF headers, and has no PMU. If QEMU is not installed, the tests
+//! are skipped, or fail if `CI` is set.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use guest_images::bare_metal::{GUESTS, write_all};
 use test_support::skip;
 
-/// Time limit of a run. A run takes about a second, so only a hang reaches the limit.
+/// Time limit of a guest's run in QEMU. Only a hang reaches the limit, because a run takes about a
+/// second.
 const LIMIT: Duration = Duration::from_secs(600);
 
 /// Result of running a guest in QEMU: the guest's output and the exit status of QEMU. The status is
@@ -115,8 +116,8 @@ fn spin_with_zero_duration_is_rejected() {
 }
 
 /// The test kernel `vpmu` reports failures under QEMU, which implements AMD's core counter
-/// registers without reporting them in CPUID. This shows that the kernel's assertions can fail and
-/// that a failure affects the exit status.
+/// registers without reporting them in CPUID. The test shows that the kernel's checks can fail and
+/// that a failed check affects the exit status.
 #[test]
 fn vpmu_test_kernel_fails_under_qemu() {
     let Some(run) = run("vpmu", "", 1) else { return };

@@ -1,4 +1,4 @@
-//! Errors of the lab.
+//! Errors of the lab host.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,9 +21,9 @@ pub enum LabError {
     /// A local file could not be read or written.
     #[error("{path}")]
     File {
-        /// Path of the file.
+        /// Path of the local file.
         path: PathBuf,
-        /// Error of the failed operation.
+        /// Error returned by the operating system.
         #[source]
         source: io::Error,
     },
@@ -32,9 +32,9 @@ pub enum LabError {
     Boot {
         /// What did not happen in time, or why the boot failed.
         reason: String,
-        /// Path of the console log.
+        /// Path of the lab's console log.
         log: PathBuf,
-        /// Last lines of the console.
+        /// Last lines of the lab's console.
         tail: String,
     },
     /// A file could not be copied to or from the lab.
@@ -42,7 +42,7 @@ pub enum LabError {
     Transfer {
         /// Path of the file in the lab.
         path: String,
-        /// Message of the agent.
+        /// Error message of the lab's agent.
         message: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Builds the lab's initrd.
+//! Builds the initrd of the lab host.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

@@ -53,7 +53,7 @@ impl Transfer {
 
 /// The destination of a file received from the lab.
 pub(super) enum TransferBuffer {
-    /// A buffer in memory.
+    /// A buffer in memory, which has no size limit.
     Memory(Vec<u8>),
     /// A file of limited size.
     File {

@@ -1,4 +1,4 @@
-//! Configuration of a lab.
+//! Configuration of a lab host.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use guest_images::linux::KernelChoice;
 use guest_images::qemu::QemuNeeds;
 
-/// The configuration of a lab.
+/// The configuration of a lab host.
 #[derive(Debug, Clone)]
 pub struct LabOptions {
     /// Number of virtual processors that run guests. QEMU uses a thread for each. The lab has one

@@ -1,6 +1,6 @@
 //! Parses the output of `perf report --stdio` without call chains (`-g none`).
 
-/// A line of the report's table.
+/// A line in the table of a `perf report`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportLine {
     /// Share of the sampled periods, in percent.
@@ -15,7 +15,7 @@ pub struct ReportLine {
     pub symbol: String,
 }
 
-/// A parsed report.
+/// A parsed `perf report`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PerfReport {
     /// Number of samples according to the header.

@@ -18,17 +18,17 @@ pub struct StatCount {
 /// Parsed output of `perf stat`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PerfStat {
-    /// Lines in printed order.
+    /// Counts in the order in which perf printed them.
     pub counts: Vec<StatCount>,
 }
 
 /// Reason a count is missing from the output of `perf stat`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PerfStatError {
-    /// The event is not listed.
+    /// The output of `perf stat` does not list the event.
     #[error("perf stat printed no line for {0}")]
     NoSuchEvent(String),
-    /// The event is listed without a number.
+    /// The output of `perf stat` lists the event without a number.
     #[error("perf stat did not count {0}")]
     NotCounted(String),
 }
@@ -170,10 +170,11 @@ pub enum StatDetailError {
     /// A hardware event has a count of 0.
     #[error("not counted: {0}")]
     Uncounted(String),
-    /// A required event is missing.
+    /// The output does not list a required event.
     #[error("perf stat -d does not show {0}")]
     Missing(String),
-    /// The number of hardware events is less than `perf stat -d` lists on any processor.
+    /// The output lists too few hardware events. `perf stat -d` lists more on a processor of any
+    /// vendor.
     #[error("perf stat -d shows only {0} hardware events")]
     Few(usize),
 }

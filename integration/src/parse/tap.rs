@@ -1,6 +1,6 @@
 //! Parses TAP, the Test Anything Protocol, which the bare-metal test guests print.
 
-/// The result of a TAP run.
+/// The parsed TAP output of a test guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TapReport {
     /// Number of planned tests; `None` if there is no plan.

@@ -1,4 +1,4 @@
-//! Builders of small kernel images.
+//! Builds small kernel images for tests of the boot loader.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Reporting of tests that cannot run.
+//! Reports tests that cannot run on this machine.
 
 /// Reports that a test is skipped for the reason `why`. `able` is `true` if this machine should be
 /// able to run the test.

@@ -143,8 +143,8 @@ fn layers_of_perf_core_import_lower_layers_only() {
     }
 }
 
-/// The modules of the vCPU threads do not import the types of the control protocol. Only the module
-/// `control` converts between these types and the VMM's own.
+/// Modules that run on vCPU threads do not import the types of the control protocol. Only the
+/// module `control` converts between protocol types and the VMM's own types.
 #[test]
 fn vcpu_threads_do_not_import_wire_types() {
     read_modules(&packages()["vmm"].0, None, &mut |module, code| {

@@ -18,7 +18,7 @@ use integration::test_host::TestHost;
 use crate::common::{LIMIT, loaded, perfvisor};
 use tools::{BoltProfile, PerfToBolt, Program, Toolbox};
 
-/// Name of the guest.
+/// Name of the guest of this test.
 const NAME: &str = "bolt";
 
 /// Size of bzip2's input, which is the beginning of Lua's sources, in bytes.
@@ -110,9 +110,9 @@ fn perf_reads_it(tools: &Toolbox, directory: &Path) {
     assert!(text.contains("Disassembly of section .text"), "{text:.1000}");
 }
 
-/// Compares a program's profile from the recording with the profile from BOLT's instrumentation.
-/// Also compares the programs optimized with these two profiles, with each other and with the
-/// original program.
+/// Compares a program's profile from the recording with its profile from BOLT's instrumentation.
+/// Then optimizes the program with each profile, and compares the results with each other and with
+/// the original program.
 fn check_program(tools: &Toolbox, directory: &Path, program: &Program) -> BoltProfile {
     let converted = tools.perf_to_bolt(directory, "host.data", program);
     let PerfToBolt {

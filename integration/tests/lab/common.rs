@@ -5,10 +5,10 @@ use integration::limit::ProgressLimit;
 use integration::process::{HostCommand, HostProcess};
 use integration::test_host::TestHost;
 
-/// Time limits of every operation in these tests.
+/// Time limits of every operation in the tests that use this module.
 pub const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Runs a command that must succeed and returns both output streams.
+/// Runs a command that must succeed and returns its standard output and standard error.
 #[track_caller]
 pub fn run(place: &TestHost, command: &HostCommand) -> (String, String) {
     let output = place.run(command, LIMIT).unwrap();
@@ -25,8 +25,8 @@ pub fn loaded(place: &TestHost, guest: &LinuxGuest) -> HostProcess {
     running
 }
 
-/// Returns a function that runs `perfvisor` with the given arguments on the test host and returns
-/// both output streams.
+/// Returns a function that runs `perfvisor` with the given arguments on the test host, and returns
+/// its standard output and standard error.
 pub fn perfvisor(place: &TestHost) -> impl Fn(&[&str]) -> (String, String) {
     let program = place.perfvisor().unwrap();
     move |args| {

@@ -22,7 +22,7 @@ const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 const MODELS: [&str; 10] = [
     "intel", "amd", "amd-v2", "amd-k7", "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "off",
 ];
-/// Number of VMs that run concurrently.
+/// Number of VMs that boot concurrently.
 const AT_ONCE: usize = 2;
 
 /// Returns the PMU models to test: those in the environment variable `PERFVISOR_DEBIAN_MODELS`, or

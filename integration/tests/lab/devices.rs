@@ -117,7 +117,7 @@ done
 section disk sh -c "head -c 1048576 /dev/vda | cmp - /tmp/data"
 "#;
 
-/// Creates the disk that [`COUNTED`] reads.
+/// Creates the disk image that [`COUNTED`] reads, and returns its path.
 fn make_counted_disk(place: &TestHost) -> Result<String, TestHostError> {
     let disk = place.scratch("counted.img");
     let made = place.run(&HostCommand::shell(format!("truncate -s 4M '{disk}'")), LIMIT)?;

@@ -13,8 +13,8 @@ use tempfile::TempDir;
 const SIGKILL: i32 = 9;
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Script that creates a file system on the first disk, writes to both disks, flushes them, and
-/// waits until the VM is killed.
+/// Guest script that creates a file system on the first disk, writes to both disks, flushes them,
+/// and waits until the VM is killed.
 const WRITER: &str = r#"
 load ext4
 drivers

@@ -91,9 +91,9 @@ fn hand_counted_code_is_exact_at_both_levels_on_a_real_kvm() {
     }
 }
 
-/// With several vCPUs, straight-line code at CPL 0 is still counted exactly. In this case hardware
-/// breakpoints at the interrupt gates detect interrupts, but on some KVMs they do not trigger, so
-/// only this code is tested.
+/// Straight-line code at CPL 0 is counted exactly with several vCPUs. Only this code is tested,
+/// because counting with several vCPUs relies on hardware breakpoints at the interrupt gates, which
+/// do not trigger on some KVMs.
 #[test]
 fn straight_code_is_exact_with_several_vcpus_on_a_real_kvm() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -197,8 +197,8 @@ fn perf_stat_shows_no_uncounted_numbers() {
 }
 
 /// Kernel counts in a single-stepped guest grow by the instructions of one call for each additional
-/// system call. Single-stepping does not prevent the kernel's progress, neither by timer interrupts
-/// nor in loops that read the clock.
+/// system call. The kernel makes progress although it handles timer interrupts and reads the clock
+/// in loops.
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
     /// Instructions per call in `syscalls`, including its loop iteration, measured with QEMU's

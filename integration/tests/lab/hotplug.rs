@@ -15,7 +15,7 @@ use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Number of plug and unplug rounds.
+/// Number of rounds in which vCPUs are plugged and unplugged.
 const ROUNDS: u32 = 2;
 
 /// Sampling period of the host and the guest, in cycles. The guest records several hundred samples
@@ -72,7 +72,7 @@ fn said(output: &ProcessOutput) -> (String, String) {
     (output.stdout_text(), output.stderr_text())
 }
 
-/// Waits until the guest prints `marker`.
+/// Waits until the guest has printed `marker`.
 #[track_caller]
 fn reaches(guest: HostProcess, marker: &str) -> HostProcess {
     if guest.wait_for(marker, LIMIT) {

@@ -27,7 +27,7 @@ const BUSY: RangeInclusive<f64> = 0.80..=1.10;
 /// Time limits of one guest. A guest takes about half a minute in the lab on an idle machine.
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// Script of the guest with one vCPU.
+/// Script of the guests with one vCPU.
 const ONE_CPU: &str = r#"
 section dmesg sh -c "dmesg | grep -i -E 'linux version|tsc|perf|pmu|nmi|mce|bug|warn'"
 section stat perf stat -e task-clock,cycles spin 1.5
@@ -41,7 +41,7 @@ section chains sh -c "perf script -i /tmp/rate -F comm,ip,sym | awk 'BEGIN { RS 
 section interrupts grep -E 'NMI|PMI|LOC' /proc/interrupts
 "#;
 
-/// Script of the guest with two vCPUs.
+/// Script of the guests with two vCPUs.
 const TWO_CPUS: &str = r#"
 section dmesg sh -c "dmesg | grep -i -E 'linux version|tsc|perf|pmu|nmi|mce|bug|warn'"
 section online cat /sys/devices/system/cpu/online

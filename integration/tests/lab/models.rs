@@ -29,7 +29,7 @@ pub const AMD: GuestPart = GuestPart {
 
 /// Properties of a PMU model that the guest's kernel must detect.
 struct ExpectedPmu {
-    /// Value of `--pmu`.
+    /// PMU model, a value of `--pmu`.
     pmu: &'static str,
     /// Value of `--pmu-counters`, if the number of counters differs from the model's default.
     counters: Option<&'static str>,

@@ -47,7 +47,7 @@ pub const HARDWARE: GuestTests = GuestTests {
     prefix: "host_hardware::",
 };
 
-/// Driver tests for any kernel.
+/// Tests of perf-core's driver that run on any kernel.
 const DRIVER: GuestTests = GuestTests {
     name: "host_driver",
     program: "host_pmu",

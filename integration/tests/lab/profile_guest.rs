@@ -16,7 +16,7 @@ use linux_perf_data::{PerfFileReader, PerfFileRecord};
 
 use crate::common::{LIMIT, loaded, perfvisor, run};
 
-/// Listen address of the exporter.
+/// Address at which the exporter listens.
 const METRICS: &str = "127.0.0.1:19464";
 
 /// Script that runs a program whose three functions take 60, 30 and 10 % of its time, and a program

@@ -95,7 +95,7 @@ pub fn is_selected(test: &str) -> bool {
     selects(std::env::args().skip(1), test)
 }
 
-/// Returns whether the test harness runs `test` if its command line is `arguments`.
+/// Returns whether a test harness with the command line `arguments` runs `test`.
 fn selects(mut arguments: impl Iterator<Item = String>, test: &str) -> bool {
     const WITH_VALUE: [&str; 6] = [
         "--test-threads",

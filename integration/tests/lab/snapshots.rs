@@ -211,8 +211,8 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Returns the number of complete `perf stat` intervals and the guest's uptime in seconds, both
-/// shortly before the guest was saved or moved.
+/// Returns the number of complete `perf stat` intervals and the guest's uptime in seconds, shortly
+/// before the guest was saved or moved.
 fn at_cut(run: &GuestRun) -> (usize, f64) {
     let mut words = run.section("at-cut").split_whitespace();
     let number = words.next().and_then(|word| word.parse().ok());

@@ -283,7 +283,7 @@ fn handle_frames(
 enum HostMessage {
     /// Input from the host for the command.
     Stdin(Vec<u8>),
-    /// The command has been signalled.
+    /// A signal has been sent to the command.
     Signalled,
 }
 

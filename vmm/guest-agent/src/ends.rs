@@ -1,4 +1,4 @@
-//! Orderly shutdown of a host connection.
+//! Shuts down a connection to the host in an orderly way.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;

@@ -11,7 +11,7 @@ const MAX_PATH: usize = 4096;
 /// differ on the receiving side.
 const MODE: u32 = 0o777;
 
-/// Type of a tree entry.
+/// Type of an entry in a copied file tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EntryType {
     /// A directory. Its entries follow.
@@ -31,9 +31,9 @@ pub struct FileTreeEntry {
     pub path: PathBuf,
     /// Type of the entry, with the target of a symbolic link.
     pub what: EntryType,
-    /// Permission bits.
+    /// Permission bits of the entry.
     pub mode: u32,
-    /// Modification time: seconds since 1970 and nanoseconds.
+    /// Modification time of the entry, as seconds and nanoseconds since the Unix epoch.
     pub modified: (u64, u32),
 }
 
@@ -49,7 +49,7 @@ pub enum FileTreeEntryError {
 }
 
 impl FileTreeEntry {
-    /// Returns the modification time.
+    /// Returns the modification time of the entry.
     pub fn modified(&self) -> SystemTime {
         let (seconds, nanoseconds) = self.modified;
         let since = Duration::new(seconds, nanoseconds);

@@ -33,5 +33,5 @@ pub mod send;
 pub mod terminal;
 pub mod wire;
 
-/// Vsock port of the agent.
+/// Vsock port on which the agent listens.
 pub const PORT: u32 = 20_566;

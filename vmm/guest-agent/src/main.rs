@@ -42,7 +42,7 @@ use guest_agent::send::{SendError, send_tree};
 use guest_agent::wire::{FrameKind, read_frame, write_frame};
 use vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockListener};
 
-/// Maximum number of simultaneous connections.
+/// Maximum number of simultaneous connections to the agent.
 const MAX_CONNECTIONS: usize = 64;
 
 fn main() -> ExitCode {

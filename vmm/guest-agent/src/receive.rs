@@ -29,9 +29,9 @@ pub enum ReceiveError {
     /// A file, directory or link cannot be created.
     #[error("{}", path.display())]
     Target {
-        /// Path of the entry.
+        /// Path of the file, directory or link.
         path: PathBuf,
-        /// Error returned by the system.
+        /// Error returned by the operating system.
         #[source]
         source: io::Error,
     },

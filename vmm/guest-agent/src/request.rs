@@ -1,17 +1,17 @@
-//! Requests from the host.
+//! Requests that the host sends to the guest agent.
 
 use serde::{Deserialize, Serialize};
 
 /// Version of the wire format and the requests.
 pub const VERSION: u32 = 1;
 
-/// Payload of the host's first frame.
+/// A request to the guest agent, which is the payload of the host's first frame.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentRequest {
     /// Protocol [`VERSION`] that the host uses. The agent rejects other versions and reports its
     /// own.
     pub version: u32,
-    /// The operation to perform.
+    /// Operation that the agent must perform.
     pub job: AgentOperation,
 }
 
@@ -19,9 +19,9 @@ pub struct AgentRequest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentOperation {
-    /// Run a command.
+    /// Run a command in the guest.
     Exec(ExecRequest),
-    /// Receive a tree from the host.
+    /// Receive a file tree from the host.
     Put {
         /// Target path. If the path is an existing directory, it is the parent of the tree, and
         /// otherwise the path of the tree itself.
@@ -29,19 +29,19 @@ pub enum AgentOperation {
         /// File name of the tree if `path` is an existing directory.
         name: String,
     },
-    /// Send a tree to the host.
+    /// Send a file tree to the host.
     Get {
-        /// Path of the tree.
+        /// Path of the file tree in the guest.
         path: String,
     },
 }
 
-/// A command to run.
+/// A request to run a command in the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExecRequest {
-    /// Program and arguments.
+    /// Program and its arguments.
     pub argv: Vec<String>,
-    /// Environment variables in addition to those of the agent.
+    /// Environment variables of the command, in addition to those of the agent.
     pub env: Vec<(String, String)>,
     /// Working directory, or `None` for the agent's working directory.
     pub cwd: Option<String>,
@@ -52,9 +52,9 @@ pub struct ExecRequest {
 /// Size of a terminal, in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Terminal {
-    /// Number of rows.
+    /// Height of the terminal, as number of rows.
     pub rows: u16,
-    /// Number of columns.
+    /// Width of the terminal, as number of columns.
     pub columns: u16,
 }
 
@@ -79,9 +79,9 @@ impl Terminal {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CommandExit {
-    /// The command exited with this status.
+    /// The command exited with this exit status.
     Status(u8),
-    /// This signal terminated the command.
+    /// The command was terminated by the signal with this number.
     Signal(u8),
 }
 

@@ -17,9 +17,9 @@ pub enum SendError {
     /// The root of the tree cannot be read.
     #[error("{}", path.display())]
     Source {
-        /// Path of the root.
+        /// Path of the tree's root.
         path: PathBuf,
-        /// Error returned by the system.
+        /// Error returned by the operating system.
         #[source]
         source: io::Error,
     },

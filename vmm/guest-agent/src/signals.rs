@@ -1,4 +1,4 @@
-//! Reset of inherited signal dispositions.
+//! Resets signals that the agent inherited as ignored.
 #![expect(unsafe_code, reason = "the disposition of signals")]
 
 /// Signals that background processes of a shell and processes under nohup(1) ignore.

@@ -1,4 +1,4 @@
-//! Pseudoterminal of a command.
+//! Pseudoterminal of a command that runs in the guest.
 #![expect(
     unsafe_code,
     reason = "ioctls of terminals, and what a child does between fork and exec"
@@ -57,7 +57,7 @@ fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((master, unsafe { OwnedFd::from_raw_fd(slave) }))
 }
 
-/// Sets the size of the terminal.
+/// Sets the window size of the terminal.
 pub fn resize(master: impl AsFd, size: Terminal) {
     let size = Winsize {
         ws_row: size.rows,

@@ -12,7 +12,7 @@ pub const INPUT_WINDOW: u32 = 256 << 10;
 
 const HEADER: usize = 5;
 
-/// Type of a frame.
+/// Type of a frame between the host and the guest agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
@@ -68,10 +68,10 @@ impl FrameKind {
     }
 }
 
-/// A received frame.
+/// A received frame of the agent protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Type of the frame.
+    /// Type of this frame.
     pub kind: FrameKind,
     /// Payload, whose format depends on the type.
     pub payload: Vec<u8>,

@@ -19,9 +19,9 @@ pub enum ActivateError {
     /// The host failed to provide a resource that the device's thread needs.
     #[error("{what} failed")]
     Host {
-        /// The operation that failed.
+        /// Name of the operation that failed.
         what: &'static str,
-        /// The error of the host.
+        /// Error returned by the host's kernel.
         #[source]
         source: io::Error,
     },
@@ -100,12 +100,13 @@ impl ConfigChangeNotifier {
 pub struct DeviceFailureCallback(Option<Arc<dyn Fn() + Send + Sync>>);
 
 impl DeviceFailureCallback {
-    /// Creates a callback that calls `end`. Device threads call it, so it must not wait for them.
+    /// Creates a callback that calls `end`. Device threads invoke it, so `end` must not wait for
+    /// them.
     pub fn new(end: Arc<dyn Fn() + Send + Sync>) -> Self {
         Self(Some(end))
     }
 
-    /// Terminates the machine.
+    /// Calls the function that terminates the machine.
     pub fn take(&self) {
         if let Some(end) = &self.0 {
             end();
@@ -122,7 +123,7 @@ impl fmt::Debug for DeviceFailureCallback {
 /// A queue that the driver has configured and enabled.
 #[derive(Debug)]
 pub struct ActiveQueue {
-    /// The queue, validated with `Queue::is_valid`.
+    /// The virtqueue, validated with `Queue::is_valid`.
     pub queue: Queue,
     /// Eventfd that is signalled when the driver adds buffers.
     pub kick: Arc<EventFd>,
@@ -143,7 +144,7 @@ pub struct DeviceActivation {
     pub queues: Vec<Option<ActiveQueue>>,
     /// `true` if the device continues after a snapshot with a driver that was already using it.
     pub resumed: bool,
-    /// Notifier for configuration changes.
+    /// Notifier for changes of the device configuration.
     pub config_change: ConfigChangeNotifier,
     /// Callback to pass to [`crate::worker::DeviceWorker::spawn`], which calls it when the device's
     /// thread ends unexpectedly.

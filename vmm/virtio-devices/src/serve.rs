@@ -26,7 +26,7 @@ pub enum VirtqueueError {
     Head {
         /// Index of the first descriptor of the chain.
         head: u16,
-        /// Queue size, in entries.
+        /// Size of the queue, in entries.
         size: u16,
     },
 }
@@ -355,7 +355,7 @@ pub(crate) mod testing {
             self.offer(head);
         }
 
-        /// Notifies the device.
+        /// Notifies the device that chains are available.
         pub(crate) fn kick(&self) {
             self.active.kick.write(1).unwrap();
         }

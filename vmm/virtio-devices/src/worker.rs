@@ -1,4 +1,4 @@
-//! Device worker threads.
+//! Threads that serve the queues of virtio devices.
 
 use std::any::Any;
 use std::os::fd::RawFd;

@@ -5,7 +5,7 @@ fn quantile(values: &mut [f64], share: f64) -> f64 {
     values[((values.len() - 1) as f64 * share).round() as usize]
 }
 
-/// Slowdown of the guest by a sampling method, in percent, over all comparisons.
+/// Slowdown of the guest caused by a sampling method, in percent, over all comparisons.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct Slowdown {
     pub(crate) median: f64,
@@ -35,7 +35,7 @@ impl Slowdown {
     }
 }
 
-/// Ratio of two slowdowns.
+/// Ratio of the slowdowns of two sampling methods.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct Ratio {
     pub(crate) value: f64,

@@ -1,4 +1,4 @@
-//! Command line options.
+//! Command-line options of the overhead comparison.
 
 use std::path::PathBuf;
 

@@ -95,8 +95,8 @@ impl ActiveSampling {
         }
     }
 
-    /// Starts `command`, the `record` command of perf or of Perfvisor. Both support the options
-    /// that are added here.
+    /// Starts `command`, the `record` command of perf or of Perfvisor, with options that control it
+    /// through a pipe.
     fn process(
         mut command: Command,
         way: SamplingMethod,

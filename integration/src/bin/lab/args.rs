@@ -1,4 +1,4 @@
-//! Parses the command line.
+//! Parses the command line of the lab program.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -59,7 +59,7 @@ pub struct LabRequest {
 pub struct LabFileArgument {
     /// Path of the file in the lab.
     pub lab_path: String,
-    /// Path of the local file.
+    /// Path of the local file to copy, or of the local copy.
     pub file: PathBuf,
 }
 
@@ -69,23 +69,23 @@ const MAX_GETS: usize = 64;
 /// Reason why a command line is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
-    /// The file does not exist.
+    /// The file that an option names does not exist.
     #[error("{option} {}: not a file", path.display())]
     NoFile {
         /// Command-line option that names the file.
         option: &'static str,
-        /// Path of the file.
+        /// Path of the missing file.
         path: PathBuf,
     },
     /// The path is not valid for a file in the lab.
     #[error("--file: {0}")]
     LabPath(String),
-    /// The destination cannot be written.
+    /// The destination of a `--get` option cannot be written.
     #[error("--get: {}: {reason}", file.display())]
     Destination {
-        /// Path of the destination.
+        /// Path of the file to be written.
         file: PathBuf,
-        /// Reason for the failure.
+        /// Reason why the destination cannot be written.
         reason: &'static str,
     },
     /// The number of `--get` options exceeds the maximum.

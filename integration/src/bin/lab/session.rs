@@ -47,13 +47,13 @@ Leave with \"exit\", or end the lab with Ctrl-A x. Ctrl-A a types Ctrl-A.
 
 /// An event during a session, other than the exit of the command.
 enum SessionEvent {
-    /// A signal that requests termination.
+    /// This process received a signal that requests termination.
     Stop(Signal),
-    /// The window size has changed.
+    /// The window size of the user's terminal has changed.
     Resized,
     /// The reader of this process's standard output or standard error has closed it.
     OutputClosed,
-    /// The user typed Ctrl-A x.
+    /// The user typed the escape sequence Ctrl-A x.
     Escaped,
 }
 

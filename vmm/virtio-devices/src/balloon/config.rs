@@ -8,10 +8,10 @@ use super::PAGES_PER_MIB;
 /// of pages.
 pub const MAX_SIZE_MIB: u32 = u32::MAX / PAGES_PER_MIB;
 
-/// Configuration of a balloon device.
+/// Configuration of a virtio balloon device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BalloonConfig {
-    /// Initial target size in MiB.
+    /// Initial target size of the balloon, in MiB.
     pub size_mib: u32,
     /// `true` if the guest may deflate the balloon when it would otherwise kill a process for lack
     /// of memory.
@@ -33,22 +33,22 @@ impl BalloonConfig {
 /// Error returned when a balloon configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalloonConfigError {
-    /// An option is unknown.
+    /// The configuration contains an unknown option.
     #[error(
         "unknown option '{0}'; known are size=MIB, deflate-on-oom=on|off, stats=SECONDS and \
         free-page-reporting=on|off"
     )]
     Option(String),
-    /// An option is repeated.
+    /// The named option is repeated.
     #[error("{0}= must be given once")]
     Repeated(&'static str),
     /// The value of an on/off option is invalid.
     #[error("{0} must be on or off")]
     Switch(&'static str),
-    /// The size is invalid.
+    /// The balloon size is invalid.
     #[error(transparent)]
     Size(#[from] BalloonSizeError),
-    /// The statistics interval is invalid.
+    /// The value of the statistics interval is invalid.
     #[error(
         "stats must be a number of seconds between 0 (no statistics) and {}",
         u16::MAX

@@ -27,7 +27,7 @@ pub enum BalloonRequestError {
         "a balloon of {size_mib} MiB is larger than the guest's memory of {memory_mib} MiB; use a smaller size"
     )]
     Size {
-        /// Requested size in MiB.
+        /// Requested size of the balloon, in MiB.
         size_mib: u32,
         /// Size of the guest's memory in MiB.
         memory_mib: u64,
@@ -92,7 +92,7 @@ impl BalloonControl {
         })
     }
 
-    /// Returns the state of the balloon.
+    /// Returns the current state of the balloon, as reported to an operator.
     pub fn state(&self) -> BalloonState {
         let target_pages = self.target_pages.load(Ordering::Acquire);
         BalloonState {

@@ -63,7 +63,7 @@ const QUEUE_SIZES: [u16; 4] = [QUEUE_SIZE; 4];
 /// Delay of the first statistics update after a change of the interval.
 const FIRST_UPDATE: Duration = Duration::from_millis(1);
 
-/// A virtio balloon device.
+/// A virtio balloon device, which returns guest memory to the host.
 #[derive(Debug)]
 pub struct BalloonDevice {
     config: BalloonConfig,
@@ -295,7 +295,7 @@ impl BalloonHandler {
         Ok(())
     }
 
-    /// Arms the statistics timer. It expires after `first` and then at the configured interval.
+    /// Arms the statistics timer, which expires after `first` and then at the configured interval.
     fn arm(&mut self, first: Duration) {
         let interval = Duration::from_secs(self.control.interval_s().into());
         if let Some(queue) = &mut self.statistics

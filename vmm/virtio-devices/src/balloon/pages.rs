@@ -17,9 +17,9 @@ pub const MAX_CHAIN_BUFFERS: usize = 256;
 /// A range of guest-physical addresses in whole pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRange {
-    /// First address of the range.
+    /// First guest-physical address of the range.
     pub start: GuestAddress,
-    /// Length in bytes.
+    /// Length of the range, in bytes.
     pub bytes: u64,
 }
 

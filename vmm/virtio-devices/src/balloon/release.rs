@@ -25,7 +25,7 @@ use super::pages::PageRange;
 /// process. The kernel allows 65,530 mappings per process by default (`vm.max_map_count`).
 const MAX_MAPPINGS: usize = 16 << 10;
 
-/// Origin of the guest's RAM.
+/// Origin of the guest's RAM, which determines how its pages are released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RamOrigin {
     /// New memory, filled with zeros.
@@ -50,7 +50,7 @@ impl PageReleaser {
         }
     }
 
-    /// Releases those pages of `range` that are RAM. Returns the number of bytes released.
+    /// Releases the part of `range` that is RAM to the host. Returns the number of bytes released.
     ///
     /// # Errors
     /// Returns the error of the host's kernel. Part of the range may have been released.

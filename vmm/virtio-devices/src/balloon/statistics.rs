@@ -18,17 +18,17 @@ const MAX_BYTES: usize = 64 * ENTRY_BYTES;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum StatisticTag {
-    /// Memory swapped in, in bytes.
+    /// Memory that the guest has swapped in, in bytes.
     SwapIn,
-    /// Memory swapped out, in bytes.
+    /// Memory that the guest has swapped out, in bytes.
     SwapOut,
     /// Number of major page faults.
     MajorFaults,
     /// Number of minor page faults.
     MinorFaults,
-    /// Unused memory, in bytes.
+    /// Unused memory of the guest, in bytes.
     FreeMemory,
-    /// Total memory, in bytes.
+    /// Total memory of the guest, in bytes.
     TotalMemory,
     /// Estimate of the memory that is available without swapping, in bytes.
     AvailableMemory,

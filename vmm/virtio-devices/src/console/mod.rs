@@ -36,7 +36,7 @@ const VIRTIO_CONSOLE_F_SIZE: u32 = 0;
 /// Sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
-/// Writer that receives the guest's output. It is kept across device resets.
+/// Writer that receives the guest's console output. It is kept across device resets.
 type OutputSink = Arc<Mutex<Box<dyn Write + Send>>>;
 
 /// A virtio console device with one port.

@@ -17,9 +17,9 @@ pub const INPUT_BYTES: usize = 4096;
 /// Size of a terminal window, in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TerminalSize {
-    /// Number of columns.
+    /// Width of the window, as number of columns.
     pub columns: u16,
-    /// Number of rows.
+    /// Height of the window, as number of rows.
     pub rows: u16,
 }
 

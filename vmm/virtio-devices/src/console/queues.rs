@@ -16,12 +16,12 @@ pub const MAX_OUTPUT_BYTES: usize = 64 << 10;
 /// Maximum number of output bytes that are copied from guest memory at a time.
 const CHUNK_BYTES: usize = 4096;
 
-/// The driver's two queues.
+/// The driver's receive and transmit queues of a console.
 #[derive(Debug)]
 pub struct ConsoleQueues {
-    /// Receive queue: buffers for input.
+    /// Receive queue, which contains buffers for the guest's input.
     pub input: ActiveQueue,
-    /// Transmit queue: output of the guest.
+    /// Transmit queue, which contains the guest's output.
     pub output: ActiveQueue,
 }
 

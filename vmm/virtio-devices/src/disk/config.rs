@@ -43,18 +43,18 @@ impl FromStr for DiskFormat {
 /// A backing file of a qcow2 image. It provides the data that the image itself does not contain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingFile {
-    /// Path of the image.
+    /// Path of the backing file.
     pub path: PathBuf,
-    /// The format of the image.
+    /// Format of the backing file.
     pub format: DiskFormat,
 }
 
-/// Configuration of a disk.
+/// Configuration of a virtio block device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskConfig {
     /// Path of the image file or host block device.
     pub path: PathBuf,
-    /// The format of the image.
+    /// Format of the disk image.
     pub format: DiskFormat,
     /// Backing files of the image, in the order of the chain. The first one is the backing file of
     /// the image itself. File names in image headers are never opened.
@@ -77,10 +77,10 @@ pub struct DiskConfig {
 /// Error returned when a disk configuration is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DiskConfigError {
-    /// The file name is missing.
+    /// The file name of the disk is missing.
     #[error("the file is missing; must be FILE{WORDS}")]
     NoFile,
-    /// An option is unknown.
+    /// The configuration contains an unknown option.
     #[error(
         "unknown option '{0}'; FILE may be followed by {WORDS} (file names with commas are \
          unsupported)"
@@ -89,7 +89,7 @@ pub enum DiskConfigError {
     /// The serial number is empty, too long, or contains unsupported characters.
     #[error("serial={0}: must have between 1 and {MAX_SERIAL} letters, digits, '-', '_' and '.'")]
     Serial(String),
-    /// The format is unsupported.
+    /// The image format is unsupported.
     #[error("unknown format '{0}'; must be raw or qcow2; convert other formats with qemu-img convert")]
     DiskFormat(String),
     /// The option `backing=` has no value.
@@ -107,7 +107,7 @@ pub enum DiskConfigError {
     /// The block size is invalid.
     #[error("block-size={0}: must be 512 or 4096")]
     BlockSize(String),
-    /// An option is repeated.
+    /// The named option is repeated.
     #[error("'{0}' is given twice")]
     Twice(&'static str),
     /// A rate limit is invalid.

@@ -18,7 +18,7 @@ const SMALL_BLOCK: u32 = 512;
 /// Error returned when an image cannot be used as a disk.
 #[derive(Debug, Error)]
 pub enum DiskImageError {
-    /// The file cannot be opened.
+    /// The image file cannot be opened.
     #[error(transparent)]
     Open(#[from] DiskOpenError),
     /// The file size of a raw image is not a positive multiple of the sector size.
@@ -29,9 +29,9 @@ pub enum DiskImageError {
              the size with truncate -s" }
     )]
     Size {
-        /// Path of the image.
+        /// Path of the raw image.
         path: PathBuf,
-        /// Size of the file in bytes.
+        /// Size of the image file, in bytes.
         bytes: u64,
         /// `true` if the file starts with a qcow2 header, so that the format is probably wrong.
         qcow2: bool,
@@ -40,11 +40,11 @@ pub enum DiskImageError {
     #[error("{}: the size of {bytes} bytes is not a multiple of the block size {block}; use \
          block-size=512", path.display())]
     Blocks {
-        /// Path of the image.
+        /// Path of the disk image.
         path: PathBuf,
         /// Size of the disk in bytes.
         bytes: u64,
-        /// Block size in bytes.
+        /// Logical block size, in bytes.
         block: u32,
     },
     /// The properties of the block device cannot be read.
@@ -139,7 +139,7 @@ impl DiskImage {
         self.block_bytes
     }
 
-    /// Returns whether the image is read-only.
+    /// Returns whether the disk image is read-only.
     pub fn read_only(&self) -> bool {
         self.read_only
     }

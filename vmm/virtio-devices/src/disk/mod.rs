@@ -107,7 +107,7 @@ impl BlockDevice {
     }
 }
 
-/// Returns the device configuration.
+/// Returns the virtio-blk device configuration for `image`.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "small constants, and clusters of 2 MiB at most"

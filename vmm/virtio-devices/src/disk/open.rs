@@ -23,7 +23,7 @@ pub enum DiskOpenError {
         path: PathBuf,
         /// `true` if the file was to be opened read-only.
         read_only: bool,
-        /// The error of the host.
+        /// Error returned by the host's kernel.
         #[source]
         source: io::Error,
     },
@@ -35,7 +35,7 @@ pub enum DiskOpenError {
         /// Type of the file, such as a directory.
         what: &'static str,
     },
-    /// Another process has locked the file.
+    /// Another process holds a conflicting lock on the file.
     #[error(
         "{}: in use by {}; end it first, or use ,ro for both",
         path.display(),
@@ -54,7 +54,7 @@ pub enum DiskOpenError {
         path: PathBuf,
         /// Name of the system call.
         what: &'static str,
-        /// The error of the host.
+        /// Error returned by the host's kernel.
         #[source]
         source: io::Error,
     },
@@ -111,7 +111,7 @@ fn users(path: &Path) -> String {
     }
 }
 
-/// An open and locked file.
+/// A disk image file that is open and locked.
 #[derive(Debug)]
 pub struct LockedFile {
     /// The open file.

@@ -24,7 +24,7 @@ pub struct RawDiskImage {
 }
 
 impl RawDiskImage {
-    /// Creates a raw image from `file`.
+    /// Creates a raw disk image from the open file `file`.
     pub fn new(file: File) -> Self {
         Self { file }
     }

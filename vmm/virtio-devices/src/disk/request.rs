@@ -66,9 +66,9 @@ impl From<io::Error> for BlockRequestError {
 /// The disk on which requests are executed, with its properties that the driver sees.
 #[derive(Debug)]
 pub struct DiskBackend {
-    /// The disk image.
+    /// The disk image that stores the data.
     pub image: Arc<DiskImage>,
-    /// Serial number, padded with zeros.
+    /// Serial number reported to the guest, padded with zeros.
     pub serial: [u8; MAX_SERIAL],
     /// `true` if each write must be flushed, because the driver does not support flush requests.
     pub write_through: bool,
@@ -82,7 +82,7 @@ pub struct CompletedRequest {
     /// Number of bytes read, written or zeroed, for rate limits. After an error of the image, the
     /// number that the guest requested.
     pub transferred: u64,
-    /// Result of the operation.
+    /// Result of the request's operation.
     pub outcome: Result<(), BlockRequestError>,
 }
 

@@ -67,10 +67,10 @@ impl FromStr for MacAddress {
     }
 }
 
-/// Configuration of a network device.
+/// Configuration of a virtio network device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetConfig {
-    /// Name of the host's tap device.
+    /// Name of the host's tap device, such as `tap0`.
     pub tap: String,
     /// MAC address, derived from the VM's name if `None`.
     pub mac: Option<MacAddress>,
@@ -112,13 +112,13 @@ pub enum NetConfigError {
          ,mmds=on|off, and by rate limits"
     )]
     Shape,
-    /// An option is unknown.
+    /// The configuration contains an unknown option.
     #[error(
         "{0}: must be tap=NAME, mac=XX:XX:XX:XX:XX:XX, vhost=on, off or auto, mmds=on or off, \
          rx-bandwidth=, rx-ops=, tx-bandwidth= or tx-ops="
     )]
     Word(String),
-    /// An option is repeated.
+    /// The named option is repeated.
     #[error("{0}= must be given once")]
     Twice(&'static str),
     /// The name of the tap device is not a valid network device name.

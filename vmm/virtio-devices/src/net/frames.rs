@@ -33,10 +33,10 @@ const USED_ENTRY_BYTES: u64 = 8;
 /// reset.
 #[derive(Debug, Error)]
 pub enum FrameQueueError {
-    /// The rings are invalid.
+    /// The rings of the queue are invalid.
     #[error("the driver's rings are broken")]
     Queue(#[from] virtio_queue::Error),
-    /// A ring is outside guest memory.
+    /// A ring of the queue is outside guest memory.
     #[error("the driver's rings are not in memory")]
     Memory(#[from] vm_memory::GuestMemoryError),
     /// The head index of a chain is not below the queue size.
@@ -47,7 +47,7 @@ pub enum FrameQueueError {
 /// Reason why a batch of frame transfers ended.
 #[derive(Debug)]
 pub enum FrameBatchEnd {
-    /// More frames may be available.
+    /// More frames may be available for transfer.
     More,
     /// No more frames are available: from the tap device when receiving, from the driver when
     /// sending.

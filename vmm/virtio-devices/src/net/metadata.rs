@@ -53,7 +53,7 @@ pub struct MetadataNetPort {
 }
 
 impl MetadataNetPort {
-    /// Creates a port without connections.
+    /// Creates a port of a network device to `service`, without TCP connections.
     pub fn new(service: Arc<MetadataService>, timer: Arc<MetadataTimer>) -> Self {
         Self {
             stack: MetadataStack::new(service, Instant::now()),

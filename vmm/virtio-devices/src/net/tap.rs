@@ -49,7 +49,7 @@ pub enum TapError {
         tap user $USER vnet_hdr`"
     )]
     NotYours(String, #[source] io::Error),
-    /// Another process has the device open.
+    /// Another process has the tap device open.
     #[error("tap={0}: in use by another program; use one tap device per network device")]
     Busy(String, #[source] io::Error),
     /// The named network device is not a tap device.

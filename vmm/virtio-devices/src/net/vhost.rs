@@ -39,7 +39,7 @@ pub enum VhostError {
     /// The kernel's vhost-net lacks required features.
     #[error("this host's vhost-net lacks required features (it has {0:#x})")]
     Old(u64),
-    /// A vhost-net call failed.
+    /// A call of vhost-net, which the string names, failed.
     #[error("vhost-net: {0} failed")]
     Call(&'static str, #[source] vhost::Error),
     /// The netlink socket that reports the removal of the tap device cannot be created.

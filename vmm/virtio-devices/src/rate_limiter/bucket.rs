@@ -28,7 +28,7 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// Creates a full bucket.
+    /// Creates a token bucket that is full.
     pub fn new(limits: TokenBucketLimits, now: Instant) -> Self {
         Self {
             limits,

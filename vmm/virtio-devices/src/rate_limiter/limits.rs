@@ -9,7 +9,7 @@ const NS_PER_MS: u64 = 1_000_000;
 /// Limits of a token bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenBucketLimits {
-    /// Capacity of the bucket, in tokens.
+    /// Capacity of the token bucket, in tokens.
     pub size: NonZeroU64,
     /// Number of initial tokens in addition to `size`. These tokens are never refilled.
     pub one_time_burst: u64,
@@ -72,10 +72,10 @@ pub enum RateLimitParseError {
          example 10M/1000"
     )]
     Value(&'static str, String),
-    /// The option is repeated.
+    /// The named option is repeated.
     #[error("'{0}' is given twice")]
     Twice(&'static str),
-    /// An option is unknown.
+    /// The rate limit contains an unknown option.
     #[error("unknown option '{0}'; must be bandwidth=BYTES/MILLISECONDS[+BURST], ops=N/MILLISECONDS[+BURST]")]
     Unknown(String),
 }

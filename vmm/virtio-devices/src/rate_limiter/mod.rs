@@ -28,8 +28,7 @@ use self::limits::{RateLimits, TokenBucketLimits};
 /// Minimum time for which a device pauses when a limit is reached.
 ///
 /// Without this pause, a limit that admits many small requests would wake the device's thread for
-/// each of them. The bucket should hold the tokens that are added in this time. A bucket that fills
-/// within a millisecond loses the tokens that would be added while the timer is late.
+/// each of them. A bucket that becomes full within this time loses tokens while the device pauses.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Change of the limit on bytes or on operations of a running device.
@@ -38,7 +37,7 @@ pub enum RateLimitUpdate {
     /// Keep the limit and the state of its bucket.
     #[default]
     Keep,
-    /// Remove the limit.
+    /// Remove the rate limit.
     Remove,
     /// Set a new limit, with a full bucket.
     Replace(TokenBucketLimits),

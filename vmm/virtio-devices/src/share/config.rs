@@ -11,7 +11,7 @@ pub const MAX_TAG_BYTES: usize = 36;
 pub enum ShareBackendSource {
     /// A directory, exported by a virtiofsd process that the VMM starts for this device.
     Directory {
-        /// Shared directory of the host.
+        /// Path of the shared directory on the host.
         path: PathBuf,
         /// `true` if the guest cannot modify the directory.
         read_only: bool,
@@ -22,7 +22,7 @@ pub enum ShareBackendSource {
     Socket(PathBuf),
 }
 
-/// Mode of virtiofsd's sandbox.
+/// Mode of the sandbox in which virtiofsd runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VirtiofsdSandbox {
     /// A sandbox with separate namespaces.
@@ -45,7 +45,7 @@ impl VirtiofsdSandbox {
 /// Configuration of a shared directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShareConfig {
-    /// Backend of the directory.
+    /// Backend of the shared directory.
     pub source: ShareBackendSource,
     /// Mount tag, or `None` for the default tag, which is `share` followed by the device's index.
     pub tag: Option<String>,
@@ -57,7 +57,7 @@ pub enum ShareConfigError {
     /// The option names neither a directory nor a socket.
     #[error("must be DIR[,ro][,tag=NAME] or socket=PATH[,tag=NAME]")]
     Shape,
-    /// An option is unknown.
+    /// The configuration contains an unknown option.
     #[error("unknown option '{0}'; known are ro, tag=NAME and sandbox=namespace|chroot")]
     Word(String),
     /// The option is valid only for a virtiofsd that the VMM starts.

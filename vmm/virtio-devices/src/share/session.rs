@@ -25,7 +25,7 @@ use crate::device::{ActiveQueue, DeviceActivation};
 
 /// Delay between the exit of a backend and the first reconnection attempt.
 const MIN_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Maximum delay between reconnection attempts.
+/// Maximum delay between two attempts to reconnect to a backend.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 
 /// A queue that is passed to the backend.

@@ -29,7 +29,7 @@ pub const MAX_DEVICES: usize = 31;
 const DATA_PORT: u16 = 0xCFC;
 /// Enable bit of the address register. While it is clear, the data ports access no device.
 const ADDRESS_ENABLE: u32 = 1 << 31;
-/// Writable bits of the address register.
+/// Guest-writable bits of the configuration address register.
 const ADDRESS_WRITABLE: u32 = 0x80FF_FFFC;
 /// Value of [`PciSlot::base`] for a function that decodes no memory.
 const NO_BASE: u64 = u64::MAX;
@@ -45,23 +45,23 @@ const BRIDGE: PciIdentity = PciIdentity {
 /// Error returned when a bus cannot be created.
 #[derive(Debug, Error)]
 pub enum BusError {
-    /// The number of devices exceeds [`MAX_DEVICES`].
+    /// The number of devices on the bus exceeds [`MAX_DEVICES`].
     #[error("{0} virtio devices: must be at most {MAX_DEVICES}; omit some")]
     TooManyDevices(usize),
     /// A device has more queues than a function can have interrupts.
     #[error("{name}: {queues} queues; must be at most {MAX_QUEUES}")]
     TooManyQueues {
-        /// Name of the device.
+        /// Name of the device with too many queues.
         name: String,
-        /// Number of queues.
+        /// Number of queues of the device.
         queues: usize,
     },
     /// The host has run out of file descriptors.
     #[error("cannot create an eventfd for {name}; raise the limit of open files (ulimit -n)")]
     Eventfd {
-        /// Name of the device.
+        /// Name of the device that needs an eventfd.
         name: String,
-        /// The error of the host.
+        /// Error returned by the host's kernel.
         #[source]
         source: io::Error,
     },

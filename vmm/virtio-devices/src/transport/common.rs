@@ -57,7 +57,7 @@ enum DriverField {
     Used(AddressHalf),
 }
 
-/// One half of a 64-bit address.
+/// The low or high half of a 64-bit queue address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AddressHalf {
     Low,
@@ -260,7 +260,7 @@ impl CommonConfig {
         self.offered
     }
 
-    /// Returns whether DEVICE_NEEDS_RESET is set.
+    /// Returns whether DEVICE_NEEDS_RESET is set in the device status.
     pub(super) fn needs_reset(&self) -> bool {
         self.status() & NEEDS_RESET != 0
     }

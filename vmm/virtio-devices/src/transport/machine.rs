@@ -12,7 +12,7 @@ use crate::device::DeviceFailureCallback;
 pub struct MsiMessage {
     /// Address to which the message is written.
     pub address: u64,
-    /// Value that is written.
+    /// Value that is written to the address.
     pub data: u32,
 }
 

@@ -88,7 +88,7 @@ impl MsixTable {
             .map(|entry| entry.vector.clone())
     }
 
-    /// Returns the number of table entries.
+    /// Returns the number of entries of the MSI-X table.
     pub(super) fn count(&self) -> usize {
         self.entries.len()
     }

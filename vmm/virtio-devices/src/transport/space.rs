@@ -14,7 +14,7 @@ pub(super) const BAR0: usize = 0x10;
 pub(super) const SUBSYSTEM_VENDOR_ID: usize = 0x2C;
 pub(super) const SUBSYSTEM_ID: usize = 0x2E;
 pub(super) const CAPABILITIES: usize = 0x34;
-/// Length of the header, in bytes.
+/// Length of the configuration space header, in bytes.
 pub(super) const HEADER_END: usize = 0x40;
 
 /// Memory space enable bit of the command register.
@@ -64,7 +64,7 @@ impl PciConfigSpace {
         self.bytes[at..at + value.len()].copy_from_slice(value);
     }
 
-    /// Makes bits of the register at offset `at` guest-writable: those that are set in `mask`.
+    /// Makes the bits that are set in `mask` guest-writable, in the register at offset `at`.
     pub(super) fn set_writable(&mut self, at: usize, mask: &[u8]) {
         self.writable[at..at + mask.len()].copy_from_slice(mask);
     }

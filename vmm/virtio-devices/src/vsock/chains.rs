@@ -15,7 +15,7 @@ pub enum PacketChainError {
     /// The chain is shorter than a packet header.
     #[error("a packet of {0} bytes has no header")]
     NoHeader(usize),
-    /// A buffer is outside guest RAM.
+    /// A buffer of the descriptor chain is outside guest RAM.
     #[error("a packet that is not in memory")]
     Memory(#[from] GuestMemoryError),
     /// The length in the packet header exceeds the amount of data in the chain.

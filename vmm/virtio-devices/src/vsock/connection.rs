@@ -25,9 +25,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Identity of a connection: its two port numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionKey {
-    /// Port number on the host.
+    /// Port number of the host's side.
     pub host_port: u32,
-    /// Port number in the guest.
+    /// Port number of the guest's side.
     pub guest_port: u32,
 }
 

@@ -75,7 +75,7 @@ const LOCK_PAUSE: Duration = Duration::from_millis(10);
 /// Configuration of a vsock device (`--vsock`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VsockConfig {
-    /// CID of the guest.
+    /// Context ID (CID) of the guest.
     pub cid: u32,
     /// Path of the Unix socket, or `None` for a path that the VMM chooses.
     pub socket: Option<PathBuf>,
@@ -93,7 +93,7 @@ impl Default for VsockConfig {
 /// Error returned when a vsock configuration is invalid.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum VsockConfigError {
-    /// An option is unknown.
+    /// The configuration contains an unknown option.
     #[error("unknown option '{0}'; use cid=N, socket=PATH or both")]
     Unknown(String),
     /// The value of `cid=` is not a valid guest CID.
@@ -150,9 +150,9 @@ pub enum VsockError {
     /// An operation on the socket's path failed.
     #[error("{}", path.display())]
     Host {
-        /// Path of the socket.
+        /// Path of the device's socket.
         path: PathBuf,
-        /// The error of the host.
+        /// Error returned by the host's kernel.
         #[source]
         source: io::Error,
     },

@@ -69,7 +69,8 @@ struct MuxedConnection {
 /// How the muxer connects to the Unix socket of a host port.
 #[derive(Debug)]
 pub enum HostDialer {
-    /// This process connects to the socket whose path is this path, an underscore and the port.
+    /// Connects directly. The path of a port's socket is this path, followed by an underscore and
+    /// the port.
     Direct(PathBuf),
     /// The socket broker, a helper process, connects, because the threads of a confined VM cannot.
     Broker(SocketDestination),

@@ -15,13 +15,13 @@ pub const NO_RECEIVE: u32 = 1;
 /// Flag of a [`VsockOp::Shutdown`] packet: the sender will send no more data (5.10.6.5).
 pub const NO_SEND: u32 = 2;
 
-/// Operation of a packet (5.10.6).
+/// Operation of a vsock packet (5.10.6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum VsockOp {
-    /// Connection request.
+    /// Request for a connection.
     Request = 1,
-    /// Acceptance of a connection request.
+    /// Acceptance of a requested connection.
     Response = 2,
     /// Refusal or immediate termination of a connection.
     Reset = 3,
@@ -57,21 +57,21 @@ impl VsockOp {
 /// A decoded header of a vsock packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VsockPacketHeader {
-    /// Source CID.
+    /// CID of the sender.
     pub src_cid: u64,
-    /// Destination CID.
+    /// CID of the receiver.
     pub dst_cid: u64,
-    /// Source port.
+    /// Port of the sender.
     pub src_port: u32,
-    /// Destination port.
+    /// Port of the receiver.
     pub dst_port: u32,
     /// Length of the data after the header, in bytes.
     pub len: u32,
-    /// Socket type.
+    /// Number of the socket type, such as [`STREAM`].
     pub kind: u16,
     /// Operation number. Not necessarily a valid [`VsockOp`].
     pub op: u16,
-    /// Flags, specific to the operation.
+    /// Flags, whose meaning depends on the operation.
     pub flags: u32,
     /// Size of the sender's receive buffer for this connection, in bytes.
     pub buf_alloc: u32,
@@ -82,7 +82,7 @@ pub struct VsockPacketHeader {
 /// Size of an encoded header, in bytes.
 pub const HEADER_BYTES: usize = 44;
 
-/// Memory layout of a header (5.10.6).
+/// Memory layout of a packet header (5.10.6).
 #[derive(Clone, Copy, FromBytes, Immutable, IntoBytes)]
 #[repr(C)]
 struct RawHeader {
@@ -99,7 +99,7 @@ struct RawHeader {
 }
 
 impl VsockPacketHeader {
-    /// Decodes a header.
+    /// Decodes a packet header.
     pub fn from_bytes(bytes: [u8; HEADER_BYTES]) -> Self {
         let raw: RawHeader = transmute!(bytes);
         Self {
@@ -116,7 +116,7 @@ impl VsockPacketHeader {
         }
     }
 
-    /// Encodes the header.
+    /// Encodes the packet header.
     pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
         transmute!(RawHeader {
             src_cid: self.src_cid.into(),

@@ -130,8 +130,8 @@ impl VsockQueues {
         }
     }
 
-    /// Handles packets from the guest and subtracts their number from `budget`, which must not
-    /// become negative. Returns `true` if a buffer was returned to the driver.
+    /// Handles packets from the guest, at most `budget`, and subtracts their number from `budget`.
+    /// Returns `true` if a buffer was returned to the driver.
     fn take(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.can_accept_packets() {
@@ -168,8 +168,8 @@ impl VsockQueues {
         used
     }
 
-    /// Delivers packets to the guest and subtracts their number from `budget`, which must not
-    /// become negative. Returns `true` if a buffer was returned to the driver.
+    /// Delivers packets to the guest, at most `budget`, and subtracts their number from `budget`.
+    /// Returns `true` if a buffer was returned to the driver.
     fn deliver_packets(&mut self, budget: &mut usize, now: Instant) -> bool {
         let mut used = false;
         while *budget > 0 && self.muxer.has_packets() {

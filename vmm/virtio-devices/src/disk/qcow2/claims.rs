@@ -44,13 +44,13 @@ pub enum Qcow2FormatError {
     /// The version of the qcow2 format is unsupported.
     #[error("unsupported version {0}; must be 2 or 3")]
     Version(u32),
-    /// The cluster size is unsupported.
+    /// The cluster size of the image is unsupported.
     #[error("clusters of 2^{0} bytes; must be between 2^9 and 2^21")]
     Cluster(u32),
     /// The width of the image's reference counts is unsupported.
     #[error("reference counts of 2^{0} bits; must be between 2^0 and 2^6")]
     Refcount(u32),
-    /// The disk size is invalid.
+    /// The disk size in the header is invalid.
     #[error("disk size of {0} bytes; must be a positive multiple of {SECTOR_BYTES}")]
     Size(u64),
     /// The image is encrypted.
@@ -65,13 +65,13 @@ pub enum Qcow2FormatError {
     /// The image uses an external data file.
     #[error("unsupported external data file; merge both files with qemu-img convert -O qcow2")]
     DataFile,
-    /// The compression type is not deflate.
+    /// The image uses a compression type other than deflate.
     #[error("unsupported compression other than zlib; convert with qemu-img convert -O qcow2")]
     Compression,
     /// The image uses extended L2 entries (subclusters).
     #[error("unsupported extended L2 entries; convert with qemu-img convert -O qcow2")]
     ExtendedL2,
-    /// Unknown incompatible feature bits are set.
+    /// The header sets unknown incompatible feature bits.
     #[error("unknown features ({0:#x})")]
     Unknown(u64),
     /// A table is misaligned or not completely within the file.
@@ -80,9 +80,9 @@ pub enum Qcow2FormatError {
          is truncated or damaged"
     )]
     Place {
-        /// Name of the table.
+        /// Name of the misplaced table.
         what: &'static str,
-        /// Offset of the table, in bytes.
+        /// File offset of the table, in bytes.
         at: u64,
         /// Size of the table, in bytes.
         bytes: u64,
@@ -100,9 +100,9 @@ pub enum Qcow2FormatError {
     /// A table entry is outside the file, or two entries have the same offset.
     #[error("entry {index} of the {what} has the invalid offset {at}; the image is damaged")]
     Entry {
-        /// Name of the table.
+        /// Name of the table that contains the entry.
         what: &'static str,
-        /// Index of the table entry.
+        /// Index of the entry in the table.
         index: usize,
         /// File offset that the table entry contains, in bytes.
         at: u64,
@@ -122,13 +122,13 @@ pub enum Qcow2FormatError {
          qemu-img check -r all"
     )]
     Uncounted(u64),
-    /// The backing file name is invalid.
+    /// The backing file name in the header is invalid.
     #[error("the name of the backing file is damaged")]
     BackingName,
-    /// A write to the file failed.
+    /// A write to the image file failed.
     #[error("cannot write the reference counts")]
     Write(#[source] io::Error),
-    /// A read from the file failed.
+    /// A read from the image file failed.
     #[error("cannot read the file")]
     Read(#[source] io::Error),
 }
@@ -140,7 +140,7 @@ pub struct Qcow2Header {
     pub version: u32,
     /// Size of the disk, in bytes.
     pub bytes: u64,
-    /// Cluster size, in bytes.
+    /// Size of a cluster, in bytes.
     pub cluster_bytes: u64,
     /// Name of the backing file, if the image has one.
     pub backing: Option<String>,
@@ -250,8 +250,8 @@ impl Qcow2Header {
 
 /// Returns whether a file has the qcow2 magic number.
 ///
-/// The result only decides whether an error message suggests `format=qcow2`. It is not trustworthy,
-/// because a guest can write the magic number to its raw disk.
+/// The result must be used only in error messages that suggest `format=qcow2`. It is not
+/// trustworthy, because a guest can write the magic number to its raw disk.
 pub fn has_qcow2_magic(file: &File) -> bool {
     let mut first = [0; MAGIC.len()];
     file.read_exact_at(&mut first, 0).is_ok() && first == MAGIC

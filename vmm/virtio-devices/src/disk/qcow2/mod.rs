@@ -50,7 +50,7 @@ pub enum Qcow2Error {
         name.escape_debug()
     )]
     Unnamed {
-        /// Path of the image.
+        /// Path of the qcow2 image.
         path: PathBuf,
         /// Name of the backing file in the header.
         name: String,
@@ -58,12 +58,12 @@ pub enum Qcow2Error {
     /// The operator named a backing file, but the image has none.
     #[error("{}: no backing file; omit backing={}", path.display(), backing.display())]
     Alone {
-        /// Path of the image.
+        /// Path of the qcow2 image.
         path: PathBuf,
         /// The backing file that the operator named.
         backing: PathBuf,
     },
-    /// A backing file cannot be opened.
+    /// A backing file of the image cannot be opened.
     #[error("backing=")]
     BackingFile(#[source] DiskOpenError),
     /// `imago` rejected the image as damaged.
@@ -74,10 +74,10 @@ pub enum Qcow2Error {
 /// A panic in `imago`, after which the image is not used again.
 #[derive(Debug, Error)]
 enum ReaderPanic {
-    /// The current request caused the panic.
+    /// The current request caused the panic in `imago`.
     #[error("the image is damaged: its reader panicked; the disk is no longer changed")]
     Now,
-    /// An earlier request caused the panic.
+    /// An earlier request caused a panic in `imago`.
     #[error("the image was found to be damaged before")]
     Before,
 }

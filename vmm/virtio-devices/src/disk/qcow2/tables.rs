@@ -65,7 +65,7 @@ impl ClusterSet {
     }
 }
 
-/// State of the consistency check.
+/// State of the consistency check of a qcow2 image.
 struct ConsistencyCheck<'f> {
     file: &'f File,
     layout: &'f Qcow2Layout,
@@ -173,8 +173,8 @@ impl ConsistencyCheck<'_> {
         Ok(())
     }
 
-    /// Checks that the referenced clusters have reference counts. Sets missing counts if the image
-    /// will be written, and returns their number.
+    /// Sets the missing reference counts of referenced clusters and returns their number. Rejects
+    /// the image if a cluster with compressed data has no reference count.
     fn count(&self) -> Result<u64, Qcow2FormatError> {
         // A refcount block is one cluster.
         let per_block = 1u64 << (self.layout.cluster_bits + 3 - self.layout.count_order);
