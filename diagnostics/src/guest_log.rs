@@ -12,32 +12,33 @@ use std::time::{Duration, Instant};
 
 pub use log::Level;
 
-/// Number of lines that are written without a pause.
+/// Number of log lines that are written without a pause.
 const BURST: u32 = 20;
-/// Pause before the first line after a burst.
+/// Pause before the first log line after a burst.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum pause between two lines. If no line is attempted for this long, a new burst is allowed.
+/// Maximum pause between two log lines. If no line is attempted for this long, a new burst is
+/// allowed.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
 
 /// A rate limiter for log lines that an untrusted party can trigger.
 #[derive(Debug)]
 pub struct LogLimiter {
-    /// Number of lines that may still be written without a pause.
+    /// Number of log lines that may still be written without a pause.
     burst_left: u32,
     pause: Duration,
     last_written: Option<Instant>,
     /// Time of the last call to [`LogLimiter::admit`], whether or not it admitted a line.
     last_asked: Option<Instant>,
-    /// Number of lines suppressed since the last one was written.
+    /// Number of log lines suppressed since the last one was written.
     suppressed: u64,
 }
 
 /// Permission from a [`LogLimiter`] to write a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogPermit {
-    /// Number of lines suppressed before this one.
+    /// Number of log lines that were suppressed before this one.
     pub suppressed: u64,
-    /// `true` if this line ends a burst and later lines are delayed.
+    /// `true` if this is the last log line of a burst, after which lines are delayed.
     pub last_of_burst: bool,
 }
 
@@ -59,8 +60,8 @@ impl LogLimiter {
         }
     }
 
-    /// Returns a permission if a line may be written at `now`, and counts the line as suppressed
-    /// otherwise.
+    /// Returns a permit if a log line may be written at `now`. Otherwise, counts the line as
+    /// suppressed and returns `None`.
     pub fn admit(&mut self, now: Instant) -> Option<LogPermit> {
         let silent_since = self.last_asked.replace(now);
         if silent_since.is_some_and(|asked| now.saturating_duration_since(asked) >= LONGEST_PAUSE) {
@@ -130,8 +131,8 @@ macro_rules! guest_log {
 mod tests {
     use super::*;
 
-    /// Returns the number of lines that the limiter admits if one line per millisecond is attempted
-    /// for `seconds` seconds.
+    /// Returns the number of log lines that the limiter admits in `seconds` seconds if a line is
+    /// attempted every millisecond.
     fn lines(limiter: &mut LogLimiter, begin: Instant, seconds: u64) -> u64 {
         let ask = |ms| limiter.admit(begin + Duration::from_millis(ms));
         (0..seconds * 1000).filter_map(ask).count() as u64

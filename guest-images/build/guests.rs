@@ -9,18 +9,21 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
-/// Contents of this file, which includes the compiler and linker options.
+/// Contents of this file, which determine the compiler and linker options.
 const BUILD_SCRIPT: &[u8] = include_bytes!("guests.rs");
-/// Name of the file with the fingerprint of the sources, in a directory of prebuilt guests.
+/// Name of the file that contains the fingerprint of the sources, in a directory of prebuilt
+/// guests.
 const FINGERPRINT: &str = "sources.fnv1a";
 
 /// Names of the kernels to build. Each is a directory below `bare-metal/` and the name of an output
 /// file.
 pub const KERNELS: [&str; 5] = ["selftest", "vpmu", "exact", "rdpmc", "validate"];
 
-/// Compiler flags for freestanding privileged code: no SSE registers, no red zone, no position
-/// independence, frame pointers for call chains, and no CET markers, because the instruction
-/// emulator of a software-only KVM does not support ENDBR64.
+/// Compiler flags for freestanding privileged code.
+///
+/// They exclude SSE registers, the red zone and position independence, and include frame pointers
+/// for call chains. CET markers are excluded because the instruction emulator of a software-only
+/// KVM does not support ENDBR64.
 const CFLAGS: [&str; 23] = [
     "-std=gnu11",
     "-O2",

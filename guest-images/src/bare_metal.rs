@@ -7,7 +7,7 @@
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Image of the first guest in [`GUESTS`], which `perfvisor run` boots if the user gives no kernel.
+/// Image of the first guest in [`GUESTS`], which `perfvisor run` boots if no kernel is given.
 pub static BUILTIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/selftest.elf"));
 
 /// A bare-metal guest that is embedded in this crate.

@@ -22,13 +22,13 @@ const LIBRARY_DIRS: [&str; 4] = [
     "lib64",
 ];
 
-/// Error returned when not all libraries of a program can be found.
+/// Error returned when the libraries of a program cannot be found.
 #[derive(Debug, thiserror::Error)]
 pub enum ClosureError {
     /// A Debian package could not be fetched or unpacked.
     #[error(transparent)]
     Deb(#[from] DebError),
-    /// File that should be an ELF object but cannot be parsed.
+    /// A file that should be an ELF object cannot be parsed.
     #[error("{path}: not a readable ELF file: {message}")]
     Elf {
         /// Path of the file that is not a valid ELF object.
@@ -113,7 +113,7 @@ fn is_library_package(name: &str) -> bool {
             .any(|ending| name.ends_with(ending))
 }
 
-/// Returns the length of the common prefix of a library name and a package name, ignoring
+/// Returns the length of the common prefix of a library name and a package name, disregarding
 /// separators.
 fn name_similarity(soname: &str, package: &str) -> usize {
     let plain = |name: &str| -> Vec<char> {

@@ -36,7 +36,7 @@ impl<W: Write> CpioArchive<W> {
         }
     }
 
-    /// Adds a directory. Parents must have been added before their children.
+    /// Adds a directory. Its parent directory must have been added before.
     pub fn directory(&mut self, path: &str) -> io::Result<()> {
         self.entry(path, S_IFDIR | 0o755, (0, 0), &[])
     }

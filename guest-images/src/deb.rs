@@ -12,7 +12,7 @@ use std::{fs, io};
 
 use crate::progress::ProgressLog;
 
-/// Error returned when a package is unavailable.
+/// Error returned when a Debian package cannot be queried, fetched or unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum DebError {
     /// apt or dpkg is not installed.
@@ -27,7 +27,7 @@ pub enum DebError {
     /// The configured sources do not offer the package.
     #[error("package {0} not found in the configured apt sources; run `sudo apt-get update`")]
     NotOffered(String),
-    /// The machine's release has no backports, or apt is configured for another release.
+    /// The machine's Debian release has no backports, or apt is configured for another release.
     #[error("backports unavailable: {0}")]
     NoBackports(String),
     /// apt-get or dpkg-deb failed.
@@ -38,7 +38,7 @@ pub enum DebError {
         /// Last line that the program wrote to standard error.
         message: String,
     },
-    /// A cache file could not be read or written.
+    /// A file in the cache could not be read or written.
     #[error("{path}")]
     Io {
         /// Path of the file that could not be read or written.
@@ -49,7 +49,7 @@ pub enum DebError {
     },
 }
 
-/// Debian archive as configured in apt, with a cache of downloaded packages.
+/// The Debian archive that apt is configured for, with a cache of downloaded packages.
 ///
 /// Each apt command reads the whole package list, which takes about a second on a slow machine.
 /// Queries and downloads are therefore batched, and results are cached.
@@ -60,7 +60,7 @@ pub struct DebianArchive<'a> {
     progress: &'a ProgressLog,
     /// Control records of candidate versions, or `None` for names that the sources do not offer.
     records: BTreeMap<String, Option<Record>>,
-    /// Versions of all fetched or cached packages, by package name.
+    /// Versions of all packages that have been fetched, by package name.
     versions: BTreeMap<String, String>,
     lists_updated: bool,
 }
@@ -207,7 +207,7 @@ impl<'a> DebianArchive<'a> {
         Ok(found)
     }
 
-    /// Returns all package names in the configured sources that start with `prefix`.
+    /// Returns the names of all packages in the configured sources that start with `prefix`.
     pub fn names(&mut self, prefix: &str) -> Result<Vec<String>, DebError> {
         let ask = |archive: &Self| run(archive.apt("apt-cache").args(["pkgnames", prefix]), "apt-cache");
         let mut list = ask(self)?;
@@ -321,7 +321,7 @@ impl<'a> DebianArchive<'a> {
         run(&mut command, "apt-get").map(drop)
     }
 
-    /// Refreshes apt's package lists at most once; refreshing the machine's own lists requires
+    /// Refreshes apt's package lists at most once. Refreshing the machine's own lists requires
     /// root. Returns whether the lists were refreshed.
     fn update_lists(&mut self) -> bool {
         if std::mem::replace(&mut self.lists_updated, true) {
@@ -332,7 +332,8 @@ impl<'a> DebianArchive<'a> {
         run(self.apt("apt-get").args(["update", "-qq"]), "apt-get").is_ok()
     }
 
-    /// Returns the control records of the candidate versions of the existing packages.
+    /// Runs `apt-cache show` and returns the control records of the candidate versions of
+    /// `packages`. Packages that do not exist are omitted.
     fn show(&self, packages: &[&str]) -> Result<BTreeMap<String, Record>, DebError> {
         let mut command = self.apt("apt-cache");
         command.args(["show", "--no-all-versions"]).args(packages);

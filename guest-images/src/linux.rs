@@ -21,7 +21,7 @@ const GUEST_INIT: &str = include_str!("../init/guest");
 const LAB_INIT: &str = include_str!("../init/lab");
 const PVLOAD_SOURCE: &str = include_str!("../programs/pvload.c");
 const KNOWN_SOURCE: &str = include_str!("../programs/known.S");
-/// Scripts that are installed in the guest's search path.
+/// Names and contents of the scripts in the guest's search path.
 const SCRIPTS: [(&str, &str); 7] = [
     ("beside-cpu-clock", include_str!("../scripts/beside-cpu-clock")),
     ("cycles", include_str!("../scripts/cycles")),
@@ -89,7 +89,7 @@ const PVLOAD_FLAGS: [&str; 8] = [
 /// Linker options of the test program with a known instruction count.
 const KNOWN_FLAGS: [&str; 3] = ["-nostdlib", "-static", "-no-pie"];
 
-/// Error returned when images cannot be built.
+/// Error returned when guest images cannot be built.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestImageError {
     /// A Debian package could not be fetched or unpacked.
@@ -113,7 +113,7 @@ pub enum GuestImageError {
     /// The C compiler is missing or failed.
     #[error("cannot build the guest's test program: {0}; run `sudo apt-get install gcc libc6-dev`")]
     Compiler(String),
-    /// Failure to read or write a file.
+    /// A file could not be read or written.
     #[error("{path}")]
     Io {
         /// Path of the file that could not be read or written.
@@ -124,7 +124,7 @@ pub enum GuestImageError {
     },
 }
 
-/// Debian kernel from which images are built.
+/// A Debian kernel to build images from.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub enum KernelChoice {
     /// Cloud kernel of the release, as selected by `linux-image-cloud-amd64`.
@@ -135,7 +135,7 @@ pub enum KernelChoice {
     /// Cloud kernel with the highest version in the configured sources and, if reachable, in the
     /// release's backports.
     Newest,
-    /// Kernel package, or metapackage that depends on one.
+    /// The named kernel package, or the named metapackage that depends on one.
     Package(String),
     /// Kernel of Debian 13, on any Debian release.
     Debian13(Debian13),
@@ -213,9 +213,9 @@ pub struct GuestImages {
     pub vmlinux: PathBuf,
     /// Kernel as packaged (bzImage).
     pub bz_image: PathBuf,
-    /// `System.map` of the kernel, if the package contains a real one.
+    /// `System.map` of the kernel, or `None` if the package contains only a placeholder.
     pub system_map: Option<PathBuf>,
-    /// Initrd of the guest: busybox, perf, test programs, init.
+    /// Initrd of the guest, with busybox, perf, test programs and init.
     pub initrd: PathBuf,
     /// Initrd of the lab host, without Perfvisor and guests.
     pub lab_initrd: PathBuf,
@@ -247,8 +247,7 @@ impl GuestImages {
         }
     }
 
-    /// Returns whether the images exist and were completely built with the current build
-    /// instructions.
+    /// Returns whether all images exist and have been built with the current build instructions.
     pub fn is_current(&self) -> bool {
         fs::read_to_string(self.stamp()).is_ok_and(|stamp| stamp == recipe())
             && [
@@ -290,10 +289,10 @@ fn recipe() -> String {
     format!("{:016x}\n", hasher.finish())
 }
 
-/// Builds the images of `choice` below `target_dir` unless they exist.
+/// Builds the images of `choice` below `target_dir` unless they exist. If `refresh` is `true`,
+/// checks the archive for newer packages.
 ///
-/// `refresh` checks the archive for newer packages. Concurrent calls from several processes are
-/// safe: the second process waits for the first.
+/// Concurrent calls from several processes are safe: the second process waits for the first.
 pub fn ensure(
     target_dir: &Path,
     choice: &KernelChoice,
@@ -440,7 +439,7 @@ fn fetch_kernel(source: &mut DebianArchive<'_>, package: &str) -> Result<Vec<Pat
     Ok(source.fetch(&packages)?)
 }
 
-/// Returns the package that contains the kernel itself.
+/// Returns the name of the package that contains the kernel image.
 fn kernel_package(archive: &mut DebianArchive<'_>, choice: &KernelChoice) -> Result<String, GuestImageError> {
     let name = match choice {
         KernelChoice::Cloud => "linux-image-cloud-amd64",
@@ -466,7 +465,7 @@ fn kernel_package(archive: &mut DebianArchive<'_>, choice: &KernelChoice) -> Res
 /// Prefix of the names of Debian's kernel packages.
 const IMAGE: &str = "linux-image-";
 
-/// Returns the kernel package with the highest version.
+/// Returns the kernel package with the highest version among `packages`.
 fn newest(names: Vec<String>) -> Option<String> {
     names
         .into_iter()
@@ -519,7 +518,7 @@ fn numbers(name: &str) -> Vec<u64> {
         .collect()
 }
 
-/// Copies the kernel's files to their destination and returns the release string.
+/// Copies the kernel's files to their destination and returns the kernel release.
 fn unpack_kernel(root: &Path, package: &str, images: &GuestImages) -> Result<String, GuestImageError> {
     let boot = root.join("boot");
     let names = |directory: &Path| -> Vec<String> {
@@ -618,9 +617,11 @@ fn guest_archive(
     })
 }
 
-/// Builds the archive of loadable modules. For each module, the archive contains a list of the
-/// modules to load, which consists of its dependencies and then the module itself. The list is
-/// empty for a built-in module and absent if the kernel lacks the module.
+/// Builds the archive of loadable kernel modules.
+///
+/// For each module, the archive contains a list of the modules to load, in order: its dependencies
+/// and the module itself. The list is empty for a built-in module, and absent if the kernel lacks
+/// the module.
 fn module_archive(module_dir: &Path) -> Result<Vec<u8>, GuestImageError> {
     let mut data = BTreeMap::new();
     let mut lists = Vec::new();

@@ -10,10 +10,10 @@ use std::{fs, io};
 use kernel_images::{KernelImageError, bzimage};
 use object::{Object as _, ObjectSection as _};
 
-/// Error returned when modules cannot be collected.
+/// Error returned when kernel modules cannot be collected.
 #[derive(Debug, thiserror::Error)]
 pub enum ModuleError {
-    /// Failure to read a file or directory.
+    /// A file or directory could not be read.
     #[error("{path}")]
     Io {
         /// Path of the file or directory that could not be read.
@@ -28,7 +28,7 @@ pub enum ModuleError {
     /// The named module is neither a file nor built into the kernel.
     #[error("module {0} not found in the kernel package")]
     NotFound(String),
-    /// A module file that is not a valid ELF object.
+    /// A module file is not a valid ELF object.
     #[error("{path}: not a readable module: {message}")]
     Malformed {
         /// Path of the module file.
@@ -104,7 +104,8 @@ impl ModuleCollection {
     }
 }
 
-/// Normalizes a module name, because module tools treat `kvm-amd` and `kvm_amd` as equal.
+/// Replaces dashes in a module name with underscores, because module tools treat `kvm-amd` and
+/// `kvm_amd` as equal.
 fn normal(name: &str) -> String {
     name.replace('-', "_")
 }
@@ -146,7 +147,7 @@ fn read_module(path: &Path) -> Result<Vec<u8>, ModuleError> {
     Ok(data)
 }
 
-/// Returns the `depends=` entry of a module's `.modinfo`.
+/// Returns the names in the `depends=` entry of a module's `.modinfo` section.
 fn depends(data: &[u8]) -> Result<Vec<String>, object::read::Error> {
     let file = object::File::parse(data)?;
     let Some(section) = file.section_by_name(".modinfo") else {

@@ -6,10 +6,11 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Interval between two messages about an ongoing step.
+/// Interval between two messages about a step in progress.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Progress messages on standard error, each with the elapsed time in seconds.
+/// Progress messages of an operation, on standard error. Each message contains the elapsed time in
+/// seconds.
 #[derive(Clone)]
 pub struct ProgressLog {
     start: Instant,

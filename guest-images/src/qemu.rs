@@ -34,12 +34,12 @@ const TRANSLATES_LOCKED_PAGES: QemuVersion = QemuVersion(8, 1);
 /// in a guest, took a wrong branch afterwards and crashed.
 const KNOWS_CMPXCHG16B: QemuVersion = QemuVersion(8, 0);
 
-/// First version of QEMU known to emulate XSAVE in guests correctly. With version 7.2, guest
-/// kernels warn about sizes in CPUID leaf 0DH that do not match their XCR0, and Linux 7.3 panics.
-/// Versions between 7.2 and this one have not been tested.
+/// First version of QEMU known to emulate XSAVE in guests correctly. Versions between 7.2 and 10.0
+/// have not been tested. With version 7.2, guest kernels warn about sizes in CPUID leaf 0DH that do
+/// not match their XCR0, and Linux 7.3 panics.
 const KNOWS_XSAVE: QemuVersion = QemuVersion(10, 0);
 
-/// CPU options that hide XSAVE and dependent features.
+/// QEMU CPU options that hide XSAVE and the features that depend on it.
 const NO_XSAVE: &str = ",-xsave,-xsaveopt,-xsavec,-xgetbv1,-avx,-avx2,-f16c,-fma";
 
 /// Features of the emulated processor that a lab and its guests require.
@@ -48,7 +48,7 @@ pub enum QemuNeeds {
     /// No special features. The guests do not use XSAVE, so any version of QEMU is sufficient.
     #[default]
     Nothing,
-    /// Emulation of XSAVE and AVX.
+    /// XSAVE and AVX, correctly emulated.
     Xsave,
 }
 
@@ -71,13 +71,13 @@ const PLUGIN_FLAGS: [&str; 7] = [
     "-Wextra",
 ];
 
-/// Error returned when no QEMU is available.
+/// Error returned when no suitable QEMU is available.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
     /// No QEMU is installed.
     #[error("{PROGRAM} not found; install it with `make setup`")]
     Missing,
-    /// The file that the environment variable names is not QEMU.
+    /// The file that the environment variable PERFVISOR_QEMU names is not QEMU.
     #[error("{OVERRIDE}={0}: not a working QEMU")]
     Named(PathBuf),
     /// The backports provide no QEMU that runs on this machine.
@@ -88,7 +88,7 @@ pub enum QemuError {
     Plugin(#[from] GuestImageError),
 }
 
-/// Error returned when no QEMU could be fetched.
+/// Error returned when QEMU cannot be fetched from the backports.
 #[derive(Debug, thiserror::Error)]
 pub enum PackageFetchError {
     /// The archive cannot be used, or the packages cannot be fetched.
@@ -108,7 +108,7 @@ pub enum PackageFetchError {
     DoesNotStart(PathBuf),
 }
 
-/// Major and minor version of a QEMU.
+/// Major and minor version number of a QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct QemuVersion(u32, u32);
 
@@ -227,7 +227,8 @@ fn of_backports(base: &Path, progress: &ProgressLog) -> Result<Qemu, PackageFetc
     unpacked(&root)
 }
 
-/// Fetches and unpacks QEMU. Creates `root` only after all packages have been unpacked.
+/// Fetches the QEMU packages of the backports and unpacks them into `root`. `root` exists only
+/// after all packages have been unpacked.
 fn fetch(
     base: &Path,
     directory: &Path,

@@ -12,15 +12,16 @@ use crate::linux::{
 };
 use crate::progress::ProgressLog;
 
-/// Programs in the archive, each given as its package and its path in the package. `gdb-minimal`
-/// lacks Python, which rr does not need.
+/// Programs in the rr archive, each with its Debian package and its path in the package.
+/// `gdb-minimal` has no Python, which rr does not need.
 const PROGRAMS: [(&str, &str); 2] = [("rr", "usr/bin/rr"), ("gdb-minimal", "usr/bin/gdb")];
 
 /// Directories of rr's support files: the libraries that rr loads into recorded processes, and the
 /// register descriptions that rr sends to gdb.
 const RR_DIRECTORIES: [&str; 2] = ["usr/lib/rr", "usr/share/rr"];
 
-/// Returns the archive (cpio, uncompressed) below Cargo's target directory. Builds it if needed.
+/// Returns the path of the rr archive (cpio, uncompressed) below Cargo's target directory, and
+/// builds it if needed.
 ///
 /// Concurrent calls from several processes are safe.
 ///
@@ -45,7 +46,7 @@ pub fn ensure(target_dir: &Path, progress: &ProgressLog) -> Result<PathBuf, Gues
     Ok(file)
 }
 
-/// Unpacks the packages below `root` and returns the archive.
+/// Unpacks the packages below `root` and returns the contents of the rr archive.
 fn build(base: &Path, root: &Path, progress: &ProgressLog) -> Result<Vec<u8>, GuestImageError> {
     let mut packages = DebianArchive::new(&base.join("debs"), progress)?;
     for deb in packages.fetch(&PROGRAMS.map(|(package, _)| package))? {

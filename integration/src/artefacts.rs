@@ -14,8 +14,8 @@ use guest_images::rr;
 /// Target triple of the statically linked binaries. The lab has no shared libraries.
 const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Error returned when an artefact cannot be built. The message names the artefact, the cause and
-/// how to fix the problem.
+/// Error returned when a guest image or a static binary cannot be built. The message names the
+/// artefact, the cause and the remedy.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 pub struct ArtefactError(String);
@@ -147,7 +147,7 @@ pub fn bare_metal_dir() -> Result<&'static Path, ArtefactError> {
     directory.as_deref().map_err(Clone::clone)
 }
 
-/// Paths of static programs that run in the lab.
+/// Paths of the static binaries that run in the lab or its guests.
 #[derive(Debug, Clone)]
 pub struct LabBinaries {
     /// Path of the `perfvisor` binary for the lab.
@@ -311,7 +311,7 @@ pub fn beside(name: &str) -> PathBuf {
         .unwrap_or_else(|| name.into())
 }
 
-/// Formats an error and its sources on one line.
+/// Formats an error and its sources as one line.
 pub fn describe(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -15,7 +15,7 @@ pub const PROMPT: &str = "root@perfvisor-debian";
 
 /// A test host with copies of the Debian image, each of which is available as a disk.
 pub struct DebianTestHost {
-    /// Test host on which the VMs run.
+    /// Test host on which VMs of the image run.
     pub place: TestHost,
     /// Path of the image's kernel on the test host.
     pub kernel: String,

@@ -10,9 +10,9 @@ const PID_FILE: &str = "vmm.pid";
 /// Host resources that a VMM process uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
-    /// Resident memory excluding guest memory, in KiB, including shared pages.
+    /// Resident memory of the VMM, excluding guest memory and including shared pages, in KiB.
     pub rss_kib: u64,
-    /// Anonymous resident memory excluding guest memory, in KiB.
+    /// Anonymous resident memory of the VMM, excluding guest memory, in KiB.
     pub anonymous_kib: u64,
     /// Number of open file descriptors of the VMM.
     pub descriptors: u64,

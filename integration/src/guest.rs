@@ -17,7 +17,8 @@ use crate::process::{HostCommand, ProcessError, ProcessOutput, last_lines};
 use crate::report;
 use crate::test_host::{TestHost, TestHostError};
 
-/// Name of the output section with kernel messages, which the guest's init prints after the script.
+/// Name of the console section that contains the kernel log. The guest's init prints it after the
+/// script.
 const KERNEL_LOG: &str = "kernel-log";
 
 /// Maximum length of the kernel command line on x86 (`COMMAND_LINE_SIZE`), minus a reserve for the
@@ -148,7 +149,7 @@ impl LinuxGuest {
         self
     }
 
-    /// Runs a script from the guest's initrd, such as `demo`, instead of a given script.
+    /// Sets the script to one in the guest's initrd, such as `demo`.
     pub fn named_script(mut self, name: &str) -> Self {
         self.script = ScriptSource::Named(name.to_owned());
         self
@@ -351,7 +352,7 @@ impl LinuxGuest {
 /// The output of one section of a guest's script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScriptSection {
-    /// Standard output and standard error of the command.
+    /// Standard output and standard error of the section's command.
     pub text: String,
     /// Exit status of the section's command; `None` if the guest ended before the command.
     pub status: Option<i32>,

@@ -9,8 +9,8 @@ use std::time::Duration;
 use crate::lab::Lab;
 use crate::process::{HostCommand, last_lines};
 
-/// Time limit for running the command `true` in the lab. A lab that exceeds the limit is regarded
-/// as unresponsive.
+/// Time limit of the command `true` in the lab. If the command takes longer, the lab is regarded as
+/// unresponsive.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Number of times that QEMU's instruction pointers are sampled in an unresponsive lab.

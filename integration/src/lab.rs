@@ -40,8 +40,8 @@ use link::{AgentLink, TransferBuffer};
 use logs::{LabLogs, QemuExit};
 pub use options::LabOptions;
 
-/// Maximum time from the start of QEMU to the handshake of the lab's agent. Measured: about 4 s on
-/// an idle machine, and 45 s with nine times as many busy threads as processors.
+/// Maximum time from the start of QEMU to the handshake of the lab's agent. Measured times are
+/// about 4 s on an idle machine, and 45 s with nine times as many busy threads as processors.
 const BOOT_LIMIT: Duration = Duration::from_secs(900);
 
 /// A running lab host. The lab is switched off when the value is dropped and when this process
@@ -263,7 +263,7 @@ impl Lab {
         Ok((process, remote))
     }
 
-    /// Writes a file in the lab.
+    /// Writes a file to the lab.
     ///
     /// # Errors
     /// Returns an error if the lab rejects the file or has ended.
@@ -353,13 +353,13 @@ impl RemoteProcess {
         Ok(())
     }
 
-    /// Sends a signal to the process group, best effort.
+    /// Sends a signal to the process group of the process, best effort.
     pub fn signal(&self, number: i32) {
         // The processes terminate with the lab, so the error can be ignored.
         let _ = self.link.send(FrameKind::Signal, self.id, &number.to_le_bytes());
     }
 
-    /// Sets the window size of the terminal, best effort.
+    /// Sets the window size of the process's terminal, best effort.
     pub fn resize(&self, size: TerminalSize) {
         if let Ok(payload) = serde_json::to_vec(&size) {
             let _ = self.link.send(FrameKind::Resize, self.id, &payload);

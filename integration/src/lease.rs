@@ -41,14 +41,13 @@ done
 rm -rf /run/perfvisor /tmp/* || exit 1
 ";
 
-/// Error returned when a test host cannot be leased.
+/// Error returned when a test host cannot be leased from the pool.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum LeaseError {
     /// The pool rejected the request.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The test host could not be prepared, for this test or for an earlier test with the same
-    /// options.
+    /// The test host could not be prepared, now or for an earlier test with the same options.
     #[error("{}", artefacts::describe(.0.as_ref()))]
     Prepare(Arc<TestHostError>),
 }

@@ -77,13 +77,13 @@ pub fn measured_in_parts(mut once: impl FnMut() -> Vec<(String, bool)>) -> Vec<S
     untold.map(|(part, _)| part).collect()
 }
 
-/// Returns the file that records the measurements.
+/// Returns the file to which measurements are appended.
 fn log_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("measurements.txt"))
 }
 
-/// Appends `line` to the file of measurements, because the test harness does not show the output of
-/// a passing test.
+/// Appends `line` to the file of measurements. The output of a passing test is not shown by the
+/// test harness.
 fn keep(file: Option<&Path>, line: &str) {
     let file = file.and_then(|path| OpenOptions::new().create(true).append(true).open(path).ok());
     if let Some(mut file) = file {
@@ -108,8 +108,8 @@ pub fn skipped(why: &str, able: bool) {
 mod tests {
     use super::*;
 
-    /// `measured` takes the same number of measurements regardless of their results, and checks all
-    /// of them.
+    /// `measured` takes the same number of measurements regardless of their results, and checks the
+    /// median and the deviation.
     #[test]
     fn median_and_deviation_must_fit_the_tolerance() {
         let directory = tempfile::tempdir().unwrap();

@@ -23,7 +23,7 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Executes a command and returns its output. Events and the greeting are skipped.
+    /// Executes a monitor command and returns its output. Skips events and the greeting of QEMU.
     fn ask(&mut self, command: &str) -> io::Result<String> {
         writeln!(self.0.get_mut(), "{command}")?;
         loop {

@@ -13,15 +13,15 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
-/// Environment variable with the maximum number of labs.
+/// Environment variable with the maximum number of labs that run concurrently.
 const LIMIT_VARIABLE: &str = "PERFVISOR_LABS";
-/// Default maximum number of labs. A lab keeps about one processor busy.
+/// Default maximum number of labs that run concurrently. A lab keeps about one processor busy.
 const DEFAULT_LIMIT: usize = 2;
 /// Memory that QEMU uses in addition to the lab's memory, mostly for translated code, in MiB.
 const OVERHEAD_MIB: u64 = 1024;
 /// Memory that labs must leave free for the rest of the machine, in MiB.
 const RESERVE_MIB: u64 = 1024;
-/// Maximum number of times that a waiting request may be overtaken.
+/// Maximum number of times that a waiting request for a test host may be overtaken.
 const MAX_PASSED: u32 = 64;
 
 /// Names of the test modules with the longest run times, in descending order. The pool admits their
@@ -49,7 +49,7 @@ pub(crate) struct LabNeed {
     pub(crate) memory_mib: u64,
 }
 
-/// Error returned when a request is rejected.
+/// Error returned when the pool rejects a request.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum PoolError {
     /// The calling thread already holds a grant. A second grant per thread could cause a deadlock.
@@ -69,7 +69,7 @@ struct PoolRequest {
     lab: Option<LabNeed>,
     /// Index of the test's module in [`LONGEST_FIRST`].
     rank: usize,
-    /// Number of times that the request has been overtaken.
+    /// Number of times that other requests have overtaken this one.
     passed: u32,
 }
 
@@ -90,7 +90,7 @@ struct IdleLab<L> {
     lab: L,
 }
 
-/// State of the pool: all requests and labs.
+/// State of the pool: its limits, all requests, and the idle labs.
 #[derive(Debug)]
 struct PoolState<L> {
     limit: usize,
@@ -162,7 +162,7 @@ impl<L> PoolState<L> {
         (0..idle.len()).find(fits).unwrap_or(idle.len())
     }
 
-    /// Returns the index of a booted, idle lab that a request can use.
+    /// Returns the index of an idle lab that a request can use, if there is one.
     fn warm(&self, request: &PoolRequest) -> Option<usize> {
         let key = request.lab.as_ref()?.key.as_ref()?;
         self.idle.iter().position(|idle| idle.key == *key)

@@ -13,7 +13,7 @@ use lab_agent::wire::ProcessExit;
 
 use crate::limit::{ExceededProgressLimit, ProgressLimit};
 
-/// Error returned when a process could not be run to its end.
+/// Error returned when a process cannot be run to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// The process could not be started.
@@ -24,7 +24,7 @@ pub enum ProcessError {
         /// Error message of the operating system.
         message: String,
     },
-    /// The process exceeded a limit and was killed.
+    /// The process exceeded a time limit and was killed.
     #[error("{command}: {overrun}; last output, {silent:.0?} before:\n{tail}")]
     TimedOut {
         /// Command line of the process that was killed.
@@ -110,7 +110,7 @@ pub struct ProcessOutput {
     pub stdout: Vec<u8>,
     /// Contents of the standard error.
     pub stderr: Vec<u8>,
-    /// Exit status, or the signal that killed the process.
+    /// How the process ended: its exit status, or the signal that killed it.
     pub ended: ProcessExit,
     /// Run time, measured by the clock of this machine.
     pub elapsed: Duration,
@@ -161,7 +161,7 @@ pub(crate) struct ProcessProgress {
 struct ProcessState {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
-    /// Time at which the last output arrived.
+    /// Time at which the process last wrote output.
     heard: Option<Instant>,
     /// CPU time used until the last check, in clock ticks.
     ticks: u64,
@@ -262,7 +262,7 @@ impl ProcessProgress {
         }
     }
 
-    /// Monitors the CPU time of the local process group `group` until the process exits.
+    /// Monitors the CPU time of the local process group `group` until its process exits.
     fn watch(&self, group: i32) {
         while self
             .wait_until(Instant::now(), WATCH_PERIOD.into(), |state| state.end.is_some())
@@ -275,7 +275,7 @@ impl ProcessProgress {
 
 /// Operations on a process that runs locally or in the lab.
 pub(crate) trait ProcessControl: Send {
-    /// Writes to standard input. An empty slice closes it.
+    /// Writes to the standard input of the process. An empty slice closes it.
     fn stdin(&mut self, bytes: &[u8]) -> io::Result<()>;
     /// Sends a signal to the process and its children.
     fn signal(&mut self, number: i32);
@@ -597,8 +597,7 @@ mod tests {
         assert!(process.wait(limit).unwrap().success());
     }
 
-    /// The `still` limit detects hangs, but does not kill a process that uses CPU time without
-    /// printing anything.
+    /// The limit `still` does not kill a process that uses CPU time without printing anything.
     #[test]
     fn silent_busy_process_is_not_killed() {
         let limit = ProgressLimit {

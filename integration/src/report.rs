@@ -37,7 +37,7 @@ pub(crate) fn guest_started() {
     GUESTS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// The activity of a test that uses a test host.
+/// A test that uses a test host or waits for one.
 #[derive(Debug, Clone)]
 struct TestActivity {
     test: String,
@@ -193,8 +193,8 @@ fn times_file() -> Option<PathBuf> {
     Some(artefacts::log_dir().ok()?.join("times.tsv"))
 }
 
-/// Saves times in the file and replaces earlier times of the same tests. Errors are ignored,
-/// because the times are only informational.
+/// Saves the times in the file `times.tsv`, replacing earlier times of the same tests. Errors are
+/// ignored, because the times are only informational.
 fn keep(times: &BTreeMap<String, TestTimes>) {
     let Some(file) = times_file() else { return };
     let mut all = read(&fs::read_to_string(&file).unwrap_or_default());

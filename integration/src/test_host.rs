@@ -14,7 +14,7 @@ use crate::pool::PoolError;
 use crate::process::{HostCommand, HostProcess, ProcessError, ProcessOutput};
 use crate::report;
 
-/// Error returned when a scenario could not run.
+/// Error returned when a scenario cannot be run.
 #[derive(Debug, thiserror::Error)]
 pub enum TestHostError {
     /// The lab host is unavailable.
@@ -26,7 +26,7 @@ pub enum TestHostError {
     /// A process could not be run to its end.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// The pool of labs rejected a request.
+    /// The pool rejected a request for a test host.
     #[error(transparent)]
     Pool(#[from] PoolError),
     /// A local file could not be read or written.
@@ -89,7 +89,7 @@ pub enum TestHost {
     Lab(LabHost),
 }
 
-/// A directory that is removed on drop.
+/// A directory for temporary files that is removed on drop.
 pub struct ScratchDirectory(PathBuf);
 
 impl ScratchDirectory {
@@ -199,7 +199,7 @@ impl TestHost {
         Ok(TestHost::Direct(ScratchDirectory::new()?))
     }
 
-    /// Describes the test host in one line.
+    /// Describes the test host in one line: this machine, or the lab with its kernel and boot time.
     pub fn describe(&self) -> String {
         match self {
             TestHost::Direct(_) => "directly on this machine's /dev/kvm".to_owned(),
@@ -248,7 +248,7 @@ impl TestHost {
         })
     }
 
-    /// Returns the path on the test host of a scratch file. The file is removed at the end of the
+    /// Returns the path of a scratch file on the test host. The file is removed at the end of the
     /// lease.
     pub fn scratch(&self, name: &str) -> String {
         match self {
@@ -268,7 +268,7 @@ impl TestHost {
         })
     }
 
-    /// Runs a process on the test host to its end, within `limit`.
+    /// Runs a process on the test host until it exits, within `limit`.
     ///
     /// # Errors
     /// Returns an error if the process cannot be started or exceeds a limit.

@@ -17,7 +17,7 @@ use std::time::Duration;
 /// Interval between two interrupts of a processor.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// Raises interrupts until the process is killed.
+/// Sends periodic interrupts to the lab's processors until the process is killed.
 ///
 /// # Errors
 /// Returns an error if a thread cannot be started or bound to its processor.

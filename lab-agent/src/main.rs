@@ -80,8 +80,8 @@ fn serve(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Software events that VMs and perf use, by number (`perf_sw_ids`): clocks, page faults, context
-/// switches, migrations.
+/// Numbers of the software events that VMs and perf use (`perf_sw_ids`): clocks, page faults,
+/// context switches and migrations.
 const SOFTWARE_EVENTS: std::ops::RangeInclusive<u64> = 0..=6;
 
 /// VMs and perf events that the agent keeps open as long as the lab runs, so that the kernel does
@@ -110,7 +110,7 @@ impl InUse {
     }
 }
 
-/// Opens a software event that counts the calling thread.
+/// Opens a software perf event that counts the calling thread.
 #[expect(unsafe_code, reason = "calls of the system")]
 fn software_event(config: u64) -> io::Result<OwnedFd> {
     let mut attr = perf_event_attr {
@@ -128,7 +128,7 @@ fn software_event(config: u64) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Creates a vCPU without an in-kernel local APIC (`kvm_has_noapic_vcpu`).
+/// Creates a VM with a vCPU that has no in-kernel local APIC (`kvm_has_noapic_vcpu`).
 fn vm_without_apic() -> Result<(VmFd, VcpuFd), kvm_ioctls::Error> {
     let vm = Kvm::new()?.create_vm()?;
     let vcpu = vm.create_vcpu(0)?;
@@ -155,7 +155,7 @@ struct Running {
     stdin: Option<Input>,
 }
 
-/// The destination of data that the runner sends to the standard input of a process.
+/// Destination of the data that the runner sends to the standard input of a process.
 enum Input {
     Pipe(ChildStdin),
     Terminal(File),
@@ -179,7 +179,7 @@ impl Input {
     }
 }
 
-/// Source of the output of a process.
+/// Source from which the agent reads the output of a process.
 enum OutputSource {
     Pipes(ChildStdout, ChildStderr),
     Ordered(OrderedOutputReceiver),

@@ -123,7 +123,7 @@ fn read_packet(pipe: &mut PipeReader, buffer: &mut [u8]) -> io::Result<Option<us
     }
 }
 
-/// Creates a pipe that holds one packet and whose read end is non-blocking.
+/// Creates a pipe that holds one packet. Its read end is non-blocking.
 fn packet_pipe() -> io::Result<(PipeReader, PipeWriter)> {
     let (reader, writer) = pipe2(OFlag::O_CLOEXEC | OFlag::O_DIRECT)?;
     fcntl(&writer, FcntlArg::F_SETPIPE_SZ(CAPACITY_BYTES))?;
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     /// Runs a shell script and returns the packets that it writes. Consecutive packets of the same
-    /// stream are joined.
+    /// stream are merged.
     fn run(script: &str) -> Vec<(OutputStream, String)> {
         let (mut output, input) = pipes().unwrap();
         let mut child = Command::new("sh")

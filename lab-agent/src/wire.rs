@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 /// Maximum payload of a frame, in bytes. Longer data is sent in several frames.
 pub const MAX_PAYLOAD_BYTES: usize = 64 << 10;
 
-/// Size of the header, which consists of type, ID and length, in bytes.
+/// Size of a frame header, in bytes. The header consists of type, ID and length.
 const HEADER_BYTES: usize = 9;
 
 /// Type of a frame, which determines its sender and its payload.
@@ -71,7 +71,7 @@ pub struct Frame {
     pub kind: FrameKind,
     /// ID of the process or file transfer to which this frame belongs.
     pub id: u32,
-    /// Payload, whose format depends on the type.
+    /// Payload of this frame, whose format depends on the type.
     pub payload: Vec<u8>,
 }
 
@@ -82,15 +82,15 @@ pub struct StartRequest {
     pub argv: Vec<String>,
     /// Environment variables of the process, in addition to those of the agent.
     pub env: Vec<(String, String)>,
-    /// Connection of the process's standard streams to the runner.
+    /// How the standard streams of the process are connected to the runner.
     pub streams: StreamMode,
 }
 
-/// Connection of the standard streams of a process in the lab to the runner.
+/// How the standard streams of a process in the lab are connected to the runner.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StreamMode {
-    /// Two pipes of the usual size. The order in which standard output and standard error arrive at
-    /// the runner is approximate.
+    /// Two pipes of the usual size. Output on standard output and standard error may arrive in a
+    /// different order than it was written.
     #[default]
     Pipes,
     /// Two pipes that hold one write each. Standard output and standard error arrive at the runner
@@ -121,7 +121,7 @@ pub struct ProcessExit {
 /// A request to create a file in the lab.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct NewFile {
-    /// Path of the file. Missing directories are created.
+    /// Path of the file in the lab. Missing directories are created.
     pub path: String,
     /// Permission bits of the file.
     pub mode: u32,

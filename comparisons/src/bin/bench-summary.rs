@@ -58,8 +58,8 @@ fn summarise(criterion: &Path, output: &Path) -> io::Result<usize> {
     Ok(count)
 }
 
-/// Returns, for each `perf-core` entry, the time of the fastest other entry in the same benchmark
-/// group divided by the time of the `perf-core` entry.
+/// Compares each `perf-core` entry with the other entries of its benchmark group. Returns the time
+/// of the fastest other entry divided by the time of the `perf-core` entry.
 fn peers(results: &[Value]) -> Map<String, Value> {
     let mut ratios = Map::new();
     let named = |entry: &Value| {

@@ -200,7 +200,7 @@ fn compare(asked: &Options) -> Result<bool, ComparisonError> {
     Ok(true)
 }
 
-/// Returns the command that runs the same machine under QEMU.
+/// Returns the QEMU command for a machine that is the same as Perfvisor's.
 fn qemu_command(debian: &DebianTestHost, disk: usize) -> HostCommand {
     let drive = |name: &str, file: &str| format!("file={file},format=raw,if=none,id={name}");
     qemu("pc", GUEST_MIB, &debian.kernel, &debian.initrd, CMDLINE)
@@ -274,8 +274,8 @@ fn loads(place: &TestHost, login: f64) -> Result<Figures, ComparisonError> {
     Ok(figures)
 }
 
-/// Returns a Markdown table of medians, minima and maxima. Its column "Better" compares the first
-/// VMM with QEMU.
+/// Returns a Markdown table of medians, minima and maxima. The column "Better" compares Perfvisor
+/// with QEMU.
 fn table(all: &BTreeMap<&str, Vec<Figures>>, ways: &[&str]) -> String {
     let mut out = format!(
         "| | {} | better |\n|---|{}---|\n",

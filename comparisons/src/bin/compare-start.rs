@@ -39,9 +39,9 @@ struct Start {
     /// Time from the start of the VMM (exec) to the first output line of the guest's init, in
     /// seconds, according to this machine's clock.
     init_s: f64,
-    /// Resident memory of the VMM in addition to guest memory, in KiB.
+    /// Resident memory of the VMM, excluding guest memory, in KiB.
     rss_kib: u64,
-    /// Anonymous part of the VMM's resident memory, excluding guest memory, in KiB.
+    /// Anonymous resident memory of the VMM, excluding guest memory, in KiB.
     anonymous_kib: u64,
 }
 

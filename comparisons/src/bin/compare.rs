@@ -32,11 +32,12 @@ const EXIT_US: f64 = 1.5;
 /// Number of counters of the guest's PMU, which limits the number of events that can be sampled
 /// simultaneously.
 const COUNTERS: f64 = 6.0;
-/// Sampling frequency of each active event in the projection, in Hz.
+/// Sampling frequency of each event in the projection of the results, in Hz.
 const HZ: f64 = 1000.0;
-/// Multiplexing interval in the inner guest, in milliseconds.
+/// Multiplexing interval of events in the inner guest, in milliseconds.
 const TURN_MS: f64 = 250.0;
-/// The kernel's default multiplexing interval, for the projection, in milliseconds.
+/// Default multiplexing interval of the Linux kernel, for the projection of the results, in
+/// milliseconds.
 const KERNEL_TURN_MS: f64 = 4.0;
 /// Values of `--backing` that the program compares.
 const WAYS: [&str; 2] = ["hardware", "kvm"];
@@ -157,7 +158,7 @@ fn compare(options: &Options) -> Result<bool, ComparisonError> {
     Ok(true)
 }
 
-/// Results of one round with one backing.
+/// Results of one round of measurements with one value of `--backing`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Figures {
     /// Number of VM exits per PMI, with one event and with ten multiplexed events.
@@ -171,9 +172,9 @@ struct Figures {
     /// Increase of the guest's CPU time relative to the same work without events, with one event
     /// and with ten.
     slowdown: [f64; 2],
-    /// Number of PMIs with one event and with ten multiplexed events.
+    /// Numbers of PMIs with one event and with ten multiplexed events.
     pmis: [f64; 2],
-    /// Relative error of the `cycles:u` count. The reference is CPU time multiplied by the TSC
+    /// Relative error of the `cycles:u` count compared with CPU time multiplied by the TSC
     /// frequency.
     count_error: f64,
     /// Relative errors of the counts of ten multiplexed events. The first value is the largest
@@ -190,8 +191,8 @@ struct Mark {
     up_seconds: f64,
 }
 
-/// Returns `value` if it is positive and finite, otherwise NaN. If a cost is not positive, it is
-/// smaller than the variation of the guest's other activity, so the measurement is meaningless.
+/// Returns `value` if it is positive and finite, and NaN otherwise. A cost that is not positive is
+/// lost in the variation of the guest's other activity.
 fn cost(value: f64) -> f64 {
     if value.is_finite() && value > 0.0 {
         value
@@ -206,8 +207,8 @@ fn field(line: &str, key: &str) -> Option<f64> {
         .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
 }
 
-/// Parses the output of the inner guest, in which KVM's statistics are the last lines. Returns
-/// `None` if a line is missing.
+/// Parses the output of the inner guest, which ends with KVM's statistics. Returns `None` if a line
+/// is missing.
 fn figures(text: &str) -> Option<Figures> {
     let mut marks: Vec<(&str, Mark)> = Vec::new();
     let mut seconds: BTreeMap<&str, f64> = BTreeMap::new();
@@ -344,7 +345,7 @@ const MEASURES: [Measure; 11] = [
     ),
 ];
 
-/// Formats a value with its unit, or a dash for NaN.
+/// Formats a value with its unit. Formats NaN as a dash.
 fn shown(value: f64, unit: &str) -> String {
     if value.is_nan() {
         "-".to_owned()
@@ -482,8 +483,8 @@ mod tests {
                 @@result tsc_mhz 1000.0 exits=1 up=1\n"
     }
 
-    /// The VM exits of a phase are counted relative to its reference phase, and each value is
-    /// divided by the count (such as PMIs) of its own phase.
+    /// The VM exits of the reference phase are subtracted from those of a phase. The difference is
+    /// divided by the count (such as PMIs) of the phase.
     #[test]
     fn figures_are_differences_of_phases() {
         let f = figures(&text()).unwrap();

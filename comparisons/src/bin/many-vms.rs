@@ -24,7 +24,7 @@ use integration::artefacts::beside;
 use serde_json::json;
 
 /// Maximum ratio of the cost per guest with the largest number of VMs to the cost with the smallest
-/// number (target of the project).
+/// number. A target of the project.
 const MOST_MORE: f64 = 1.10;
 /// Counter setup of the bare-metal guest: the AMD event "cycles" at CPL 3 in each of four counters.
 /// Counts are derived from the vCPU's clock, so no host PMU is required.
@@ -53,17 +53,16 @@ struct Options {
     json: Option<PathBuf>,
 }
 
-/// Results of one round with one number of VMs.
+/// Results of one round of measurements with a number of VMs.
 #[derive(Clone, Copy)]
 struct Turn {
-    /// Median CPU time that a VM's process uses for the workload of its guest, in seconds.
+    /// Median CPU time that a VM's process uses while its guest runs the workload, in seconds.
     guest_s: f64,
-    /// Median ratio of the VM's CPU time to the guest's own CPU time, as counted by the guest.
+    /// Median ratio of a VM's CPU time to its guest's CPU time. The latter is counted by the guest.
     over_own: f64,
     /// CPU time that the VM uses in excess of the guest's own CPU time, as a fraction of one CPU.
     beyond: f64,
-    /// CPU time of the exporter and CPU time of the recorder, per VM and per second, as a fraction
-    /// of one CPU.
+    /// CPU times of the exporter and of the recorder per VM, as a fraction of one CPU.
     exporter: f64,
     recorder: f64,
     scrapes: u64,
@@ -210,7 +209,7 @@ fn guests(options: &Options, vms: usize, place: &Path) -> Result<(Vec<Talker>, f
     Ok((guests, tsc_hz))
 }
 
-/// Starts an operator command that runs during the measurement.
+/// Starts a command of an operator, such as `perfvisor exporter`, that runs during the measurement.
 fn operator(options: &Options, place: &Path, arguments: &[&str]) -> Result<Killed, ComparisonError> {
     let mut command = perfvisor(options, place, arguments);
     Ok(Killed(command.stdout(Stdio::null()).spawn()?))

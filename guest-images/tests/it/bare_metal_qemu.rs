@@ -98,8 +98,8 @@ fn spin_runs_on_every_cpu_at_cpl3_and_ends() {
     assert_eq!(run.status, Some(0), "{}", run.output);
 }
 
-/// The guest `selftest` rejects invalid values of `spin=`, because an invalid duration, such as 0,
-/// must not make it run forever.
+/// The guest `selftest` rejects invalid values of `spin=`. An invalid duration, such as 0, must not
+/// make it run forever.
 #[test]
 fn spin_with_zero_duration_is_rejected() {
     for time in ["abc", "", "0", "10s", "99999999999999999999"] {

@@ -23,7 +23,7 @@ use firecracker_rs_sdk::models::*;
 const AGENT_PORT: u32 = 20_566;
 /// Interval between two checks of the console.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// Time without any output after which the guest is regarded as paused.
+/// Time without console output after which the guest is regarded as paused.
 const SILENCE: Duration = Duration::from_secs(3);
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -56,7 +56,7 @@ impl Arguments {
         self.directory.join(name)
     }
 
-    /// Starts a process that serves the API.
+    /// Starts a process that serves the Firecracker API for VM `id`.
     fn process(&self, id: &str) -> Result<Instance> {
         let mut instance = FirecrackerOption::new(&self.firecracker)
             .id(id)
@@ -147,7 +147,8 @@ impl Arguments {
     }
 }
 
-/// Checks the state of the instance. Compares it as text, because the SDK does not export the type.
+/// Checks the state of the VM. The state is compared as text, because the SDK does not export its
+/// type.
 fn expect_state(instance: &mut Instance, state: &str) -> Result<()> {
     let now = format!("{:?}", instance.describe_instance()?.state);
     if now != state {

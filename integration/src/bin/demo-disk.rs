@@ -12,8 +12,8 @@ use integration::process::HostCommand;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 const NAME: &str = "debian";
-/// fio command that reads the disk of the running image at random offsets and bypasses the guest's
-/// page cache.
+/// fio command that reads the running image's disk at random offsets, bypassing the guest's page
+/// cache.
 const FIO: &str = "fio --name=reads --filename=/dev/vda --readonly --direct=1 --rw=randread --bs=4k --iodepth=16 \
                    --ioengine=libaio --time_based --runtime=3 | grep -E 'read:|cpu'";
 /// Shell command that tries to record a program with rr. The command succeeds even if rr cannot

@@ -8,11 +8,11 @@ use crate::artefacts::ArtefactError;
 /// Name of the program that starts QEMU with a parent-death signal. Part of Debian's base system.
 pub(super) const SETPRIV: &str = "setpriv";
 
-/// Error returned when the lab is unavailable.
+/// Error returned when the lab is unavailable or an operation in it fails.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// setpriv, which starts QEMU and terminates it together with this process, cannot be executed.
-    /// The presence of QEMU has been checked before.
+    /// The program setpriv, which starts QEMU and terminates it together with this process, cannot
+    /// be executed.
     #[error("cannot start {SETPRIV}; install the package util-linux")]
     Start(#[source] io::Error),
     /// A file for the lab could not be built.

@@ -57,11 +57,11 @@ pub(super) enum TransferBuffer {
     Memory(Vec<u8>),
     /// A file of limited size.
     File {
-        /// The file, written at its current position.
+        /// File to which the received contents are written, at the current position.
         file: File,
         /// Number of bytes that may still be written to the file.
         left: u64,
-        /// Maximum file size, in bytes, which an error message reports.
+        /// Maximum size of the file, in bytes, for error messages.
         limit: u64,
     },
 }

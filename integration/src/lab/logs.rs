@@ -39,7 +39,7 @@ impl QemuExit {
     }
 }
 
-/// Logs of a lab, for diagnosis after its end.
+/// Logs of a lab, from which its end can be diagnosed.
 pub(super) struct LabLogs {
     pub(super) ending: Arc<QemuExit>,
     pub(super) console: PathBuf,
@@ -47,7 +47,7 @@ pub(super) struct LabLogs {
 }
 
 impl LabLogs {
-    /// Returns the last lines of the console and of QEMU's output.
+    /// Returns the last lines of the lab's console and of QEMU's output.
     pub(super) fn tail(&self) -> String {
         let console = fs::read(&self.console).unwrap_or_default();
         let said = fs::read(&self.qemu_log).unwrap_or_default();

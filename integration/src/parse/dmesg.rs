@@ -17,7 +17,7 @@ pub fn tsc_hz(dmesg: &str) -> Option<f64> {
         .map(|mhz| mhz * 1e6)
 }
 
-/// Returns the messages about the kernel's PMU driver.
+/// Returns the kernel messages about the PMU driver.
 pub fn pmu_driver_lines(dmesg: &str) -> Vec<&str> {
     dmesg
         .lines()
@@ -25,7 +25,7 @@ pub fn pmu_driver_lines(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Texts that identify messages about problems of the kernel or its machine.
+/// Texts that identify kernel messages about problems of the kernel or its machine.
 const COMPLAINTS: [&str; 19] = [
     // An NMI without a handler, caused by a spurious or late PMI.
     "Uhhuh",
@@ -51,8 +51,8 @@ const COMPLAINTS: [&str; 19] = [
     "arch/x86/events/",
 ];
 
-/// Messages about known problems, which are accepted: the exact text or code location, and the
-/// reason.
+/// Kernel messages about known problems that are accepted. Each consists of the exact text or code
+/// location, and the reason.
 const KNOWN: [(&str, &str); 3] = [
     (
         "Speculative Return Stack Overflow: WARNING: See https://",
@@ -65,7 +65,7 @@ const KNOWN: [(&str, &str); 3] = [
     ("Spectre V2 : WARNING: Unprivileged eBPF is enabled", "the same"),
 ];
 
-/// Returns the messages about problems, except for known ones.
+/// Returns the kernel messages about problems, except for known ones.
 pub fn complaints(dmesg: &str) -> Vec<&str> {
     dmesg
         .lines()
@@ -74,7 +74,7 @@ pub fn complaints(dmesg: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Reason a log of the guest's kernel is rejected.
+/// Reason why a log of the guest's kernel is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KernelLogError {
     /// The first message of the kernel log is missing.

@@ -3,7 +3,7 @@
 /// A line in the table of a `perf report`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReportLine {
-    /// Share of the sampled periods, in percent.
+    /// Share of the line in the sampled periods, in percent.
     pub percent: f64,
     /// Name of the sampled task.
     pub command: String,
@@ -18,13 +18,13 @@ pub struct ReportLine {
 /// A parsed `perf report`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PerfReport {
-    /// Number of samples according to the header.
+    /// Number of samples, according to the report's header.
     pub samples: f64,
     /// Approximate event count, according to the header ("Event count (approx.)").
     pub event_count: f64,
-    /// Number of samples lost by the kernel, according to the header.
+    /// Number of samples lost by the kernel, according to the report's header.
     pub lost: u64,
-    /// Lines of the table in printed order.
+    /// Lines of the report's table, in printed order.
     pub lines: Vec<ReportLine>,
 }
 
@@ -38,8 +38,8 @@ impl PerfReport {
             .sum()
     }
 
-    /// Returns whether at least one sample is resolved to a kernel function, or to a user function
-    /// if `kernel` is `false`.
+    /// Returns whether at least one sample is resolved to a function, in the kernel if `kernel` is
+    /// `true` and otherwise in user space.
     pub fn has_symbols(&self, kernel: bool) -> bool {
         self.lines
             .iter()
@@ -47,7 +47,7 @@ impl PerfReport {
     }
 }
 
-/// Parses a report. Removes color codes and skips lines outside tables.
+/// Parses the output of `perf report`. Removes color codes and skips lines outside tables.
 pub fn parse_report(text: &str) -> PerfReport {
     let mut report = PerfReport::default();
     for line in text.lines() {
@@ -72,7 +72,7 @@ fn parse_header(header: &str, report: &mut PerfReport) {
     }
 }
 
-/// Parses a number such as "501", "2K" or "1M".
+/// Parses a number with an optional suffix, such as "501", "2K" or "1M".
 fn scaled(text: &str) -> f64 {
     let (digits, factor) = match text.as_bytes().last() {
         Some(b'K') => (&text[..text.len() - 1], 1e3),

@@ -5,13 +5,13 @@
 pub struct StatCount {
     /// Event name as printed by perf, such as `cycles` or `cycles:u`.
     pub event: String,
-    /// CPU number, which `perf stat -A` prints as `CPU0`.
+    /// Number of the CPU, or `None` unless `perf stat -A` printed one.
     pub cpu: Option<u32>,
-    /// Value of the counter; `None` for `<not supported>` and `<not counted>`.
+    /// Count of the event. `None` for `<not supported>` and `<not counted>`.
     pub value: Option<f64>,
-    /// Unit such as `msec`; empty for counts.
+    /// Unit of the value, such as `msec`. Empty for counts.
     pub unit: String,
-    /// Time running, in nanoseconds; `None` if parsed from a table.
+    /// Time running of the event, in nanoseconds. `None` if parsed from a table.
     pub running_ns: Option<u64>,
 }
 
@@ -22,7 +22,7 @@ pub struct PerfStat {
     pub counts: Vec<StatCount>,
 }
 
-/// Reason a count is missing from the output of `perf stat`.
+/// Reason why a count is missing from the output of `perf stat`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PerfStatError {
     /// The output of `perf stat` does not list the event.
@@ -164,7 +164,7 @@ fn parse_csv_line(line: &str) -> Option<StatCount> {
     })
 }
 
-/// Reason the output of `perf stat -d` is rejected.
+/// Reason why the output of `perf stat -d` is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StatDetailError {
     /// A hardware event has a count of 0.

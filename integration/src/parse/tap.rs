@@ -3,13 +3,13 @@
 /// The parsed TAP output of a test guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TapReport {
-    /// Number of planned tests; `None` if there is no plan.
+    /// Number of planned tests, or `None` if the output contains no plan.
     pub planned: Option<usize>,
-    /// Reason for skipping all tests, from a plan without tests.
+    /// Reason for skipping all tests, if the plan contains one.
     pub skipped_all: Option<String>,
     /// Descriptions of passed tests.
     pub passed: Vec<String>,
-    /// Descriptions of skipped tests, with the reason.
+    /// Descriptions of skipped tests, with the reasons.
     pub skipped: Vec<String>,
     /// Descriptions of failed tests.
     pub failed: Vec<String>,

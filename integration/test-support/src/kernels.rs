@@ -141,7 +141,7 @@ pub fn bzimage_of(payload: &[u8]) -> Vec<u8> {
     f
 }
 
-/// Writes a file into `dir` and returns its path.
+/// Writes `bytes` to the file `name` in `dir` and returns the file's path.
 pub fn file(dir: &Path, name: &str, bytes: &[u8]) -> PathBuf {
     let path = dir.join(name);
     std::fs::write(&path, bytes).unwrap();
@@ -194,10 +194,11 @@ pub const MULTIBOOT_CODE: &[u8] = &[
 /// Offset of the RDPMC instruction in [`MULTIBOOT_CODE`].
 pub const MULTIBOOT_RDPMC: u64 = 28;
 
-/// 32-bit code of a PVH kernel. The PVH entry point is at [`PVH_ENTRY`]; from there, the code
-/// checks the magic number, prints the command line on COM1, and writes the first byte of the first
-/// module to the debug-exit port. The code before [`PVH_ENTRY`] is the entry point of other boot
-/// protocols and exits with a different status.
+/// 32-bit code of a PVH kernel.
+///
+/// The PVH entry point is at [`PVH_ENTRY`]. From there, the code checks the magic number, prints
+/// the command line on COM1, and writes the first byte of the first module to the debug-exit port.
+/// The code before it is the entry point of other boot protocols and exits with a different status.
 pub const PVH_CODE: &[u8] = &[
     0xB0, 0x7E, // mov al, 0x7e
     0xE6, 0xF4, // out 0xf4, al

@@ -4,20 +4,20 @@
 
 use std::io;
 
-/// Returns the number of user-space instructions that `work` executes, when run once in a forked
-/// child.
+/// Returns the number of user-space instructions that `work` executes when it is run once in a
+/// forked child.
 ///
-/// `work` must not allocate or take a lock that another thread may hold, because that thread does
-/// not exist in the child. Returns `None` if this process may not trace its child.
+/// `work` must neither allocate nor take a lock that another thread may hold, because that thread
+/// does not exist in the child. Returns `None` if this process may not trace its child.
 pub fn instructions(work: impl FnOnce()) -> Option<u64> {
     trace(|| (), |_| work(), step)
 }
 
-/// Returns the numbers of the system calls that `work` makes, when run once in a forked child after
-/// `setup`. System calls of `setup` are not included. Returns from signal handlers (`rt_sigreturn`)
-/// are not included either, because they belong to the handler.
+/// Returns the numbers of the system calls that `work` makes when it is run once in a forked child,
+/// after `setup`.
 ///
-/// Returns `None` if this process may not trace its child.
+/// Excludes the system calls of `setup`, and returns from signal handlers (`rt_sigreturn`), because
+/// the latter belong to the handler. Returns `None` if this process may not trace its child.
 pub fn system_calls<T>(setup: impl FnOnce() -> T, work: impl FnOnce(&mut T)) -> Option<Vec<u64>> {
     trace(setup, work, calls)
 }
@@ -129,7 +129,7 @@ fn call_number(child: i32) -> io::Result<u64> {
     }
 }
 
-/// Waits until the child is stopped by `signal` or SIGSTOP.
+/// Waits until the child is stopped by `signal` or by SIGSTOP. Returns the signal.
 fn wait(child: i32, signal: i32) -> io::Result<i32> {
     let mut status = 0;
     // SAFETY: the pointer is valid for the duration of the call.

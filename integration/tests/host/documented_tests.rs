@@ -37,7 +37,7 @@ fn section<'a>(page: &'a str, heading: &str) -> &'a str {
     rest.split(&format!("\n{rank} ")).next().unwrap_or_default()
 }
 
-/// Returns whether `source` contains a test with this name, in Rust or in a guest's language.
+/// Returns whether `source` contains a test named `name`, in Rust or in the language of a guest.
 fn has_test(source: &str, name: &str, is_rust: bool) -> bool {
     let line = if is_rust {
         format!("fn {name}(")

@@ -5,8 +5,7 @@ use std::process::Command;
 
 use integration::artefacts::workspace;
 
-/// All KVM calls of the VMM are made in one folder. Other files may mention KVM calls only in
-/// comments.
+/// Only files in `vmm/vmm/src/kvm` make KVM calls. Other files may mention KVM calls in comments.
 #[test]
 fn kvm_calls_are_in_kvm_folder_only() {
     let calls = "^([^/]|/[^/])*(kvm_ioctls|KVMIO|ioctl_io[rw]_nr)";

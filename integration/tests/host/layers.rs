@@ -26,7 +26,7 @@ const USERS: &[(&str, &[&str])] = &[
 /// no layer.
 const PERF_CORE_LAYERS: &[&str] = &["model", "schedule", "context", "service", "api"];
 
-/// Returns the source folders and normal dependencies of the product's crates, by name.
+/// Returns the source folder and the normal dependencies of each of the product's crates, by name.
 fn packages() -> BTreeMap<String, (PathBuf, BTreeSet<String>)> {
     let metadata = cargo_metadata(&["--no-deps"]);
     let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();

@@ -24,7 +24,7 @@ fn files(directory: &Path, endings: &[&str], found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns the text lines of a page, without fenced and indented blocks.
+/// Returns the lines of a page that are not in fenced or indented blocks.
 fn text(page: &str) -> Vec<&str> {
     let mut fenced = false;
     page.lines()

@@ -78,7 +78,7 @@ fn package_contains_built_binary() {
     }
 }
 
-/// The build compiles only Rust; no dependency contains C code.
+/// The build compiles only Rust, because no dependency contains C code.
 #[test]
 fn product_compiles_no_c_code() {
     let tree = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))

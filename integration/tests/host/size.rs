@@ -8,7 +8,7 @@ use integration::artefacts::workspace;
 
 /// Maximum number of lines in a source file.
 const MAX_LINES: usize = 800;
-/// Maximum number of columns, as in rustfmt.toml. rustfmt does not wrap comments.
+/// Maximum number of columns of a line, as in rustfmt.toml. rustfmt does not wrap comments.
 const MAX_COLUMNS: usize = 110;
 
 #[test]

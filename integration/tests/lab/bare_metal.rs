@@ -161,9 +161,10 @@ fn without_a_pmu_the_built_in_guest_says_so() {
     assert!(output.success(), "{}", shown(&output));
 }
 
-/// Log message at the guest's first instruction.
+/// Start of the log message that reports the guest's first instruction.
 const FIRST: &str = "first guest instruction ";
-/// Maximum number of system calls before the first guest instruction. About 850 are made.
+/// Maximum number of system calls that the VMM makes before the first guest instruction. Measured:
+/// about 850.
 const MOST_CALLS: usize = 1500;
 /// Maximum number of VMs that the VMM creates during start-up: one to probe KVM and one for the
 /// guest. Each creation waits for all processors several times.
@@ -171,7 +172,7 @@ const MOST_VMS: usize = 2;
 /// Size from which a memory mapping counts as large, in bytes. Thread stacks are smaller.
 const LARGE: u64 = 4 << 20;
 
-/// Until the first guest instruction, the VMM makes a limited number of system calls and does not
+/// The VMM makes a limited number of system calls before the first guest instruction, and does not
 /// sleep. The test counts operations, because the start-up time depends on the machine
 /// (docs/measurements.md).
 #[test]
@@ -231,7 +232,8 @@ fn startup_makes_few_system_calls_and_no_sleep() {
     assert_eq!(all.filter_map(|line| lets_go(&line)).count(), 1);
 }
 
-/// Parses "first guest instruction 12.3 ms after exec".
+/// Parses the time in milliseconds from a message such as "first guest instruction 12.3 ms after
+/// exec".
 fn first_instruction_ms(log: &str) -> Option<f64> {
     let (_, rest) = log.split_once(FIRST)?;
     rest.split_whitespace().next()?.parse().ok()

@@ -36,7 +36,8 @@ for n in 1 2 3 4 5 6 7; do files="$files $files"; done
 while true; do taskset 2 /opt/bzip2 -9kc $files >/dev/null; done
 "#;
 
-/// Returns the duration of the recording, in seconds, which `PERFVISOR_BOLT_SECONDS` can set.
+/// Returns the duration of the recording in seconds, from the environment variable
+/// `PERFVISOR_BOLT_SECONDS` if it is set.
 fn seconds() -> u64 {
     let value = std::env::var("PERFVISOR_BOLT_SECONDS").ok();
     value.and_then(|value| value.parse().ok()).unwrap_or(300)

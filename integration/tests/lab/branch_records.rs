@@ -30,8 +30,8 @@ type Edge = (u64, u64);
 /// Share of each branch in all branches of a set of stacks, from 0 to 1.
 type Shares = BTreeMap<Edge, f64>;
 
-/// Parses `perf script -F brstack`, which prints one stack per line, the newest branch first.
-/// Returns the stacks that are not empty, with the oldest branch first.
+/// Parses the output of `perf script -F brstack`, which contains one stack per line with the newest
+/// branch first. Returns the stacks that are not empty, with the oldest branch first.
 fn stacks(section: &str) -> Vec<Vec<Edge>> {
     let address = |text: &str| u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
     let edge = |word: &str| {
@@ -54,9 +54,9 @@ fn shares(stacks: &[Vec<Edge>]) -> Shares {
     shares
 }
 
-/// Returns the distance between two distributions of branches: half the sum of the absolute
-/// differences of the shares. The distance is 0 for equal shares, and 1 if the distributions have
-/// no branch in common.
+/// Returns the distance between two distributions of branches, which is half the sum of the
+/// absolute differences of the shares. The distance is 0 for equal shares, and 1 if no branch is
+/// common.
 fn distance(a: &Shares, b: &Shares) -> f64 {
     let keys = a.keys().chain(b.keys().filter(|key| !a.contains_key(key)));
     let share = |of: &Shares, key| of.get(key).copied().unwrap_or_default();

@@ -9,8 +9,8 @@ use integration::test_host::TestHost;
 
 use crate::common::{LIMIT, perfvisor, run};
 
-/// Returns a command that repeatedly sets the clock one day ahead and back until the file `stop`
-/// exists.
+/// Returns a command that repeatedly sets the lab's clock one day ahead and back, until the file
+/// `stop` exists.
 fn clock_setter(stop: &str) -> HostCommand {
     let set = |sign: char| format!("date -s @$(($(date +%s) {sign} 86400)) >/dev/null; sleep 0.05");
     HostCommand::shell(format!(

@@ -18,7 +18,7 @@ use integration::test_host::TestHost;
 
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
-/// All values of `--pmu`, except those that select another model depending on the host.
+/// All values of `--pmu` that always select the same model.
 const MODELS: [&str; 10] = [
     "intel", "amd", "amd-v2", "amd-k7", "intel-v1", "intel-v2", "intel-v3", "intel-v4", "intel-v5", "off",
 ];

@@ -43,9 +43,9 @@ fn shell(place: &TestHost, line: &str) -> String {
     output.stdout_text()
 }
 
-/// Disks and network devices keep working over three boots of one VM with two disks, two network
-/// devices and entropy. Earlier data remains on the disk, and Perfvisor has no more open
-/// descriptors and threads than after the first boot.
+/// Two disks, two network devices and an entropy device keep working over three boots of one VM.
+/// Data remains on the disk, and Perfvisor has no more open descriptors and threads than after the
+/// first boot.
 #[test]
 fn disks_and_networks_survive_reboots() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -244,7 +244,7 @@ fn virtio_console_does_not_block_without_reader() {
     assert!(said.contains("\n20000\nthe last line"), "{said}");
 }
 
-/// Size of the balloon, and of the file that the guest writes and removes beforehand, in MiB.
+/// Size of the balloon, in MiB. The guest writes and removes a file of the same size before.
 const BALLOON_MIB: u64 = 96;
 
 /// Guest script that writes and removes a large file. The guest then has free pages to which the

@@ -104,8 +104,8 @@ fn status(run: &GuestRun, name: &str) -> Option<i32> {
     run.console.sections.get(name).and_then(|section| section.status)
 }
 
-/// Data that a guest has flushed is on the disk after the VM is killed. The guests run one after
-/// the other with different virtual PMUs, which must not affect the disks.
+/// Data that a guest has flushed is on the disk after the VM has been killed. The test runs guests
+/// with different virtual PMUs one after the other, which must not affect the disks.
 #[test]
 fn flushed_data_survives_killed_vm() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));
@@ -174,8 +174,9 @@ fn flushed_data_survives_killed_vm() {
     }
 }
 
-/// Creates a disk of 8 MiB as a qcow2 image with a raw backing file, if qemu-img is installed.
-/// Returns the value for `--disk`, the path of the image, and the directory of the backing file.
+/// Creates a disk of 8 MiB as a qcow2 image with a raw backing file. Returns the value of `--disk`,
+/// the path of the image, and the directory of the backing file, or `None` if qemu-img is not
+/// installed.
 fn qcow2_disk(place: &TestHost) -> Option<(String, String, TempDir)> {
     let dir = tempfile::tempdir().unwrap();
     let base = [b"perfvisor".as_slice(), &[0; 503]].concat();

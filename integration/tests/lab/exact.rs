@@ -163,7 +163,7 @@ pub const KERNEL_MODE: GuestPart = GuestPart {
     },
 };
 
-/// Returns two counts from the `perf stat` output in a section.
+/// Returns the counts of two events in the `perf stat` output of a section.
 fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
     let stat = parse_stat_csv(run.section(section));
     events.map(|event| stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}")))
@@ -173,8 +173,9 @@ fn two_counts(run: &GuestRun, section: &str, events: [&str; 2]) -> [f64; 2] {
 /// are all known, the counts equal the known values.
 #[test]
 fn user_mode_counts_of_a_linux_guest_are_exact() {
-    /// Expected counts of the command `known 1000` in `guest-images/programs/known.S`: 2N + 7D + 8
-    /// instructions and N + 2D + 2 branches, where N is the argument and D its number of digits.
+    /// Expected numbers of instructions and branches of the command `known 1000`
+    /// (`guest-images/programs/known.S`). It executes 2N + 7D + 8 instructions and N + 2D + 2
+    /// branches, where N is the argument and D its number of digits.
     const KNOWN: [f64; 2] = [2036.0, 1010.0];
     let run = shared_guests::STEPPED.run();
     let counts = |section: &str| two_counts(run, section, ["instructions:u", "branches:u"]);
@@ -201,7 +202,7 @@ fn perf_stat_shows_no_uncounted_numbers() {
 /// in loops.
 #[test]
 fn kernel_counts_of_a_linux_guest_grow_with_its_system_calls() {
-    /// Instructions per call in `syscalls`, including its loop iteration, measured with QEMU's
+    /// Number of instructions per call in `syscalls`, including the loop, measured with QEMU's
     /// -icount (docs/measurements.md).
     const REFERENCE: f64 = 384.3;
     let run = shared_guests::STEPPED.run();

@@ -89,7 +89,7 @@ fn reaches(guest: HostProcess, marker: &str) -> HostProcess {
     }
 }
 
-/// Parses `perfvisor stat -j` into counts by event and vCPU.
+/// Parses the output of `perfvisor stat -j` into counts by event and vCPU.
 fn counts(lines: &str) -> BTreeMap<(String, Option<u64>), f64> {
     let count = |line: &str| {
         let object: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -201,8 +201,8 @@ fn linux_plugs_and_ejects_vcpus() {
     the_guest_counts_on_its_new_vcpus(&run_of_guest, &out[1].0);
 }
 
-/// Maximum number of attempts to change the number of vCPUs. On a busy machine, the guest takes
-/// longer than `ctl` waits.
+/// Maximum number of attempts to change the number of vCPUs. On a busy machine, the guest may not
+/// answer before `ctl` times out.
 const CHANGES: u32 = 30;
 
 /// Repeats a `ctl vcpus` command until the guest acknowledges the change. Returns the standard

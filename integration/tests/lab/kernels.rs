@@ -23,7 +23,7 @@ const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 /// millisecond.
 const PERIOD: f64 = 50_000_000.0;
 
-/// Relative tolerance of a comparison of counts with the clock, and of samples with counts.
+/// Relative tolerance when counts are compared with the clock, and samples with counts.
 const TOLERANCE: f64 = 0.10;
 
 /// Accepted ratio of cycles to CPU time while perf samples a program. The kernel charges sampling
@@ -120,7 +120,7 @@ fn all() -> Vec<KernelCase> {
     cases
 }
 
-/// Leases a test host with the kernels that `cases` need.
+/// Leases a test host that contains the kernels of `cases`.
 fn place_with(cases: &[KernelCase]) -> TestHost {
     let mut files = Vec::new();
     for case in cases {
@@ -138,7 +138,7 @@ fn place_with(cases: &[KernelCase]) -> TestHost {
     TestHost::choose(&options).unwrap_or_else(|error| panic!("{}", artefacts::describe(&error)))
 }
 
-/// Returns the local path of a kernel image and builds it if necessary.
+/// Returns the local path of the kernel image of a test case, and builds the image if necessary.
 fn image_file(kernel: &str, image: &str) -> PathBuf {
     artefacts::images_of(&KernelChoice::parse(kernel))
         .unwrap_or_else(|error| panic!("{error}"))

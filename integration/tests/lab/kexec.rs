@@ -80,8 +80,8 @@ fn symbol_address(run: &GuestRun, stage: u32) -> String {
     text.split_whitespace().next().unwrap_or_default().to_owned()
 }
 
-/// perf counts and samples in a new kernel at the same address, at a different address, and after a
-/// panic.
+/// perf counts and samples in a kernel started by kexec at the same address, at a different
+/// address, and after a panic.
 #[test]
 fn kexec_kernels_count_and_sample() {
     let place = TestHost::shared().unwrap_or_else(|error| panic!("{error}"));

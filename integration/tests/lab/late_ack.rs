@@ -22,8 +22,8 @@ section record sh -c 'perf record -q -o /tmp/perf.data -e cycles/period=40000000
 section nmis grep -E "NMI|PMI" /proc/interrupts
 "#;
 
-/// Script that runs a test of perf's own test suite. The test evaluates values derived from CPUID,
-/// including the TSC frequency (`#system_tsc_freq`).
+/// Guest script that runs a test of perf's own test suite. The test evaluates values derived from
+/// CPUID, including the TSC frequency (`#system_tsc_freq`).
 const FREQUENCY: &str = r#"
 section expressions perf test "Simple expression parser"
 "#;
@@ -40,7 +40,7 @@ section distrust sh -c 'dmesg | grep "APIC timer disabled due to verification fa
 const TOPDOWN: &str =
     "section topdown sh -c 'ls /sys/bus/event_source/devices/cpu/events | grep topdown || echo none'\n";
 
-/// Model number of a CPU with late acknowledgment.
+/// CPUID model number of a Skylake CPU, on which Linux acknowledges PMIs late.
 const SKYLAKE: u32 = 94;
 const SKYLAKE_SERVER: u32 = 85;
 
@@ -48,7 +48,7 @@ const SKYLAKE_SERVER: u32 = 85;
 /// 0.1 s on any host.
 const SHORT: &str = "spin 300000000x";
 
-/// Number of parts of the long test. Each prints a line to show progress.
+/// Number of parts of the long test. Each part prints a line to show progress.
 const LONG_PARTS: usize = 20;
 
 fn samples(run: &GuestRun, event: &str) -> u64 {

@@ -75,14 +75,14 @@ impl ModelTests {
         }
     }
 
-    /// Applies `check` to each guest with one vCPU.
+    /// Calls `check` with each run of the guest with one vCPU.
     fn one_cpu(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Vec<Figure>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.one_cpu, n, 1, ONE_CPU))
         });
     }
 
-    /// Applies `check` to each guest with two vCPUs.
+    /// Calls `check` with each run of the guest with two vCPUs.
     fn two_cpus(&self, name: &str, check: impl Fn(&Self, &GuestRun) -> Vec<Figure>) {
         measured(&format!("{} {name}", self.pmu), |n| {
             check(self, self.nth(&self.two_cpus, n, 2, TWO_CPUS))
@@ -254,7 +254,7 @@ impl ModelTests {
     }
 }
 
-/// Returns the value of an event. Panics with the console if it was not counted.
+/// Returns the count of an event. Panics with the guest's console if the event was not counted.
 #[track_caller]
 fn value(run: &GuestRun, stat: &PerfStat, event: &str) -> f64 {
     stat.value(event).unwrap_or_else(|error| panic!("{error}\n{run}"))

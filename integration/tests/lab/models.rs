@@ -9,7 +9,7 @@ use integration::test_host::TestHost;
 
 use crate::shared_guests::{self, GuestPart};
 
-/// Limits of one guest, which takes about eight seconds in the lab.
+/// Time limits of one guest. A guest takes about eight seconds in the lab.
 const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 
 const SCRIPT: &str = r#"
@@ -31,7 +31,7 @@ pub const AMD: GuestPart = GuestPart {
 struct ExpectedPmu {
     /// PMU model, a value of `--pmu`.
     pmu: &'static str,
-    /// Value of `--pmu-counters`, if the number of counters differs from the model's default.
+    /// Value of `--pmu-counters`, or `None` for the model's default number of counters.
     counters: Option<&'static str>,
     /// Text that the kernel's message about its PMU driver must contain.
     driver: &'static str,

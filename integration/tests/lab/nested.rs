@@ -40,7 +40,7 @@ impl GuestTests {
     }
 }
 
-/// Tests that require a kernel with a hardware PMU.
+/// Tests of perf-core that require a kernel with a hardware PMU.
 pub const HARDWARE: GuestTests = GuestTests {
     name: "host_hardware",
     program: "host_pmu",
@@ -56,8 +56,7 @@ const DRIVER: GuestTests = GuestTests {
 
 const DRIVER_TESTS: [GuestTests; 2] = [HARDWARE, DRIVER];
 
-/// Name of the test in [`HARDWARE`] that reads counters with RDPMC from user space, if that is
-/// possible.
+/// Name of the test in [`HARDWARE`] that reads counters with RDPMC from user space, where possible.
 pub const USER_READS: &str = "user_space_reads_are_used_only_if_correct";
 
 /// Builds the test programs that [`DRIVER_TESTS`] need. Returns their contents by name.
@@ -101,7 +100,7 @@ fn read(path: &Path) -> Vec<u8> {
     fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Parses libtest's output into test names and results.
+/// Parses the output of a Rust test program into test names and results.
 fn results(text: &str) -> Vec<(&str, &str)> {
     // Output of a test may appear between its name and its result.
     let mut found = Vec::new();
@@ -463,8 +462,8 @@ fn guest_with_kvm_vpmu_uses_disks() {
     detail_is_counted("KVM's own vPMU", &inner, run);
 }
 
-/// In a nested Linux guest, `perf stat` without options reports the events that the host's PMU
-/// lacks as not supported, instead of showing a number.
+/// `perf stat` without options in a nested Linux guest reports events that the host's PMU lacks as
+/// not supported, instead of printing a number.
 #[test]
 fn perf_stat_in_nested_linux_shows_no_uncounted_numbers() {
     let Some(run) = second_levels() else { return };
@@ -514,8 +513,8 @@ fn runs_elsewhere() -> bool {
     is_direct
 }
 
-/// Returns a Linux guest that can run nested guests with the same Perfvisor binary. The modules of
-/// KVM for the guest's kernel come from the lab's initrd.
+/// Returns a Linux guest that can run nested guests with the same Perfvisor binary. The guest loads
+/// KVM's modules, which come from the lab's initrd.
 fn second_level(name: &str) -> LinuxGuest {
     let images = artefacts::images().unwrap_or_else(|error| panic!("{error}"));
     let binaries = artefacts::binaries().unwrap_or_else(|error| panic!("{error}"));

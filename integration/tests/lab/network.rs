@@ -11,8 +11,8 @@ const LIMIT: ProgressLimit = ProgressLimit::GENEROUS;
 /// Prefix of the message in which perfvisor reports the network backend.
 const MOVED_BY: &str = "back end: ";
 
-/// Command that creates the file to transfer, served from `/tmp/www`. The file consists of 16 MiB
-/// of distinct lines, so that reordering is detected.
+/// Shell command that creates the file to transfer, which is served from `/tmp/www`. The file
+/// consists of 16 MiB of distinct lines, so that reordering is detected.
 const FILE: &str = "mkdir -p /tmp/www && seq 1 9999999 | head -c 16777216 >/tmp/www/file";
 
 /// Shell command that prepares the host side of the network: a tap device with an address and its

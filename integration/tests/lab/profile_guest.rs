@@ -19,8 +19,8 @@ use crate::common::{LIMIT, loaded, perfvisor, run};
 /// Address at which the exporter listens.
 const METRICS: &str = "127.0.0.1:19464";
 
-/// Script that runs a program whose three functions take 60, 30 and 10 % of its time, and a program
-/// that makes system calls.
+/// Guest script that runs a program whose three functions take 60, 30 and 10 % of its time, and a
+/// program that makes system calls.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; while true; do three 2; syscalls 600000; done"
 "#;
@@ -49,8 +49,8 @@ fn shares(report: &str) -> BTreeMap<String, f64> {
     shares
 }
 
-/// Checks for shares of 60, 30 and 10 %. The tolerance is three percentage points, or four standard
-/// deviations if a slow machine takes few samples.
+/// Checks that three functions have shares of 60, 30 and 10 %. The tolerance is three percentage
+/// points, or four standard deviations if a slow machine takes few samples.
 fn are_sixty_thirty_ten(report: &str, what: &str) {
     let shares = shares(report);
     let three = ["heavy", "middle", "light"].map(|name| shares.get(name).copied().unwrap_or(0.0));
@@ -425,8 +425,8 @@ fn tools_here_read_it(data: &[u8], program: &[u8]) {
     samply_reads_it(&path, &said_by);
 }
 
-/// Checks that samply imports the guest's tasks as threads with stacks. Also checks that samply
-/// finds the guest's program by its build ID and resolves names with it.
+/// Checks that samply imports the guest's tasks as threads with stacks, finds the guest's program
+/// by its build ID, and resolves its symbols.
 fn samply_reads_it(path: &dyn Fn(&str) -> String, said_by: &dyn Fn(&str, &[&str]) -> Option<String>) {
     let (file, profile) = (path("guest.data"), path("profile.json"));
     let import = ["import", &file, "--save-only", "-o", &profile];

@@ -11,8 +11,8 @@ use integration::test_host::TestHost;
 
 use crate::common::{loaded, perfvisor, run};
 
-/// Script that compresses the perf binary in an endless loop: in threads created by the compression
-/// library, and in the program's own thread, which is always within an exported function.
+/// Guest script that compresses the perf binary in an endless loop, in threads of the compression
+/// library and in the program's main thread, which is always within an exported function.
 const SCRIPT: &str = r#"
 section load sh -c "echo load-has-begun; feed() { while true; do cat /usr/bin/perf; done; }; \
     feed | /usr/bin/xz -T1 -6 >/dev/null & feed | /usr/bin/xz -T2 -6 --block-size=4MiB >/dev/null"
@@ -111,8 +111,8 @@ fn stock_program_without_frame_pointers_is_unwound() {
     assert!(named > 0, "{folded}");
 }
 
-/// Source of a Go program that sorts strings in goroutines in an endless loop. The goroutines have
-/// stacks that Go's runtime allocates and moves.
+/// Source of a Go program that sorts strings in an endless loop. It uses goroutines, whose stacks
+/// are allocated and moved by Go's runtime.
 const GO: &str = r#"package main
 
 import ("fmt"; "os"; "sort"; "strings")

@@ -14,7 +14,7 @@ use integration::test_host::TestHost;
 
 use crate::{devices, exact, models, nested, user_rdpmc};
 
-/// Function that adds a part's files and options to a guest and returns the script of the part.
+/// Function that adds files and options of a part to a guest, and returns the script of the part.
 type AddPart = fn(&TestHost, LinuxGuest) -> Result<(LinuxGuest, String), Box<dyn Error>>;
 
 /// Script, files and options that one group of tests adds to a shared guest.
@@ -22,9 +22,10 @@ pub struct GuestPart {
     /// Names of the tests that need this part. The part runs only if at least one of them is
     /// selected.
     pub tests: &'static [&'static str],
-    /// Function that makes slow preparations for the part before a test host is leased.
+    /// Function that makes slow preparations for this part before a test host is leased.
     pub prepare: fn(),
-    /// Function that adds files and options to the guest and returns the script of the part.
+    /// Function that adds files and options of this part to the guest, and returns the script of
+    /// the part.
     pub add: AddPart,
 }
 

@@ -14,7 +14,8 @@ use crate::common::{LIMIT, perfvisor, run};
 /// Time between save and restore. The guest's clock must exclude it; otherwise, the cycle rate of
 /// an interval of `perf stat` would be below [`MIN_RATE`].
 const DOWNTIME: Duration = Duration::from_secs(60);
-/// Minimum cycle rate in an interval of `perf stat`, relative to the median of all intervals.
+/// Minimum ratio of the cycle rate in an interval of `perf stat` to the median rate of all
+/// intervals.
 const MIN_RATE: f64 = 0.3;
 /// Maximum downtime of a migration by stream (`--downtime`), in milliseconds. The downtime is the
 /// duration of the last round, which is long on an emulated host.

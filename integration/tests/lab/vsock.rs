@@ -37,8 +37,8 @@ impl VsockTest<'_> {
         self.run(&[&["exec", "--wait", "60", "vsock-test", "--"], command].concat())
     }
 
-    /// Runs a command in the guest with `perfvisor exec`. The command must succeed. Returns its
-    /// output.
+    /// Runs a command in the guest with `perfvisor exec` and returns its output. Panics if the
+    /// command fails.
     #[track_caller]
     fn output_of(&self, command: &[&str]) -> String {
         let output = self.exec(command);

@@ -29,16 +29,15 @@ use nix::unistd::Pid;
 
 use crate::ends::{close, line, refuse};
 
-/// Time between SIGHUP and SIGKILL for a command whose host has disconnected.
+/// Time between SIGHUP and SIGKILL for a command after its host has disconnected.
 const EXIT_GRACE_PERIOD: Duration = Duration::from_secs(5);
 /// Maximum number of bytes that are transferred from or to the command at a time.
 const TRANSFER_BYTES: usize = 64 << 10;
-/// Maximum number of transfers after the command has exited, enough for twice the maximum pipe
-/// capacity (pipe(7)). The limit is needed because a surviving child process may write
-/// indefinitely.
+/// Maximum number of transfers after the command has exited. Sufficient for twice the maximum pipe
+/// capacity (pipe(7)); needed because a surviving child process may write indefinitely.
 const MAX_FINAL_TRANSFERS: usize = 2 * (1 << 20) / TRANSFER_BYTES;
 
-/// Process group of the command, `None` after its leader has been reaped.
+/// Process group of a command. `None` after the command's process has been reaped.
 struct ProcessGroup(Mutex<Option<Pid>>);
 
 impl ProcessGroup {
@@ -137,7 +136,7 @@ impl HostConnection {
     }
 }
 
-/// Error returned when a command does not start. The host prints the error with its cause.
+/// Error returned when a command cannot be started. The host prints the error with its cause.
 #[derive(Debug, thiserror::Error)]
 enum StartError {
     #[error("no command")]
@@ -154,7 +153,7 @@ enum StartError {
     },
 }
 
-/// Starts the command. Returns the master end of its terminal, if any.
+/// Starts the command of a request. Returns the master end of the command's terminal, if any.
 fn start(exec: &ExecRequest) -> Result<(Child, CommandStreams, Option<OwnedFd>), StartError> {
     let (program, arguments) = exec.argv.split_first().ok_or(StartError::Empty)?;
     let mut command = Command::new(program);
@@ -281,7 +280,7 @@ fn handle_frames(
 /// Message from the thread that reads the host's frames to the thread that transfers the command's
 /// input and output.
 enum HostMessage {
-    /// Input from the host for the command.
+    /// Standard input for the command.
     Stdin(Vec<u8>),
     /// A signal has been sent to the command.
     Signalled,

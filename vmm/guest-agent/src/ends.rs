@@ -20,7 +20,8 @@ pub fn refuse(stream: &UnixStream, why: &str) {
     let _ = write_frame(&mut stream, FrameKind::Refused, bytes);
 }
 
-/// Waits until the host has read all frames and closed the connection, or until the timeout.
+/// Waits until the host has read all frames and closed the connection, with the timeout
+/// [`HOST_TIMEOUT`].
 pub fn close(stream: &UnixStream) {
     let _ = stream.shutdown(Shutdown::Write);
     let _ = stream.set_read_timeout(Some(HOST_TIMEOUT));

@@ -40,7 +40,7 @@ pub struct FileTreeEntry {
 /// Reason why a received tree entry is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum FileTreeEntryError {
-    /// The entry is too short or has an unknown type.
+    /// The entry is too short, or its type is unknown.
     #[error("protocol error: the peer sent an invalid tree entry")]
     Malformed,
     /// The path is not below the root of the tree.
@@ -118,7 +118,8 @@ impl FileTreeEntry {
     }
 }
 
-/// Returns whether a path consists only of normal components.
+/// Returns whether a relative path cannot lead out of its directory, because it consists only of
+/// normal components.
 fn stays_below(path: &Path) -> bool {
     !path.as_os_str().as_bytes().contains(&0)
         && path.components().all(|part| matches!(part, Component::Normal(_)))

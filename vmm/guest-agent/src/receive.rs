@@ -23,7 +23,7 @@ use nix::unistd::{UnlinkatFlags, symlinkat, unlinkat};
 use crate::entry::{EntryType, FileTreeEntry, FileTreeEntryError};
 use crate::wire::{Frame, FrameKind};
 
-/// Error returned when a tree cannot be received.
+/// Error returned when a file tree cannot be received.
 #[derive(Debug, thiserror::Error)]
 pub enum ReceiveError {
     /// A file, directory or link cannot be created.
@@ -41,7 +41,7 @@ pub enum ReceiveError {
     /// The sender sent an invalid entry.
     #[error(transparent)]
     TreeEntry(#[from] FileTreeEntryError),
-    /// The sender sent frames in an invalid order.
+    /// The sender sent the frames of the tree in an invalid order.
     #[error("protocol error: the peer sent an unexpected frame")]
     Order,
     /// The sender aborted the copy.
@@ -54,7 +54,7 @@ pub enum ReceiveError {
 pub enum FileTreeCopyProgress {
     /// The received tree is still incomplete.
     More,
-    /// The sender skipped an entry. Contains the path of the entry and the reason.
+    /// The sender skipped the entry that the string describes, with the reason.
     Skipped(String),
     /// The received tree is complete.
     Done,
@@ -225,7 +225,8 @@ impl FileTreeReceiver {
         ))
     }
 
-    /// Creates a directory. Returns `true` if the directory did not exist.
+    /// Creates the directory `path` below the target directory. Returns `true` if the directory did
+    /// not exist.
     fn make_directory(&self, path: &Path, mode: u32) -> io::Result<bool> {
         let (parent, name) = self.parent_of(path)?;
         // Grant the owner all rights, because the receiver must be able to fill the directory.

@@ -23,8 +23,8 @@ pub enum AgentOperation {
     Exec(ExecRequest),
     /// Receive a file tree from the host.
     Put {
-        /// Target path. If the path is an existing directory, it is the parent of the tree, and
-        /// otherwise the path of the tree itself.
+        /// Target path in the guest: the parent of the tree if this is an existing directory,
+        /// otherwise the tree itself.
         path: String,
         /// File name of the tree if `path` is an existing directory.
         name: String,
@@ -43,7 +43,7 @@ pub struct ExecRequest {
     pub argv: Vec<String>,
     /// Environment variables of the command, in addition to those of the agent.
     pub env: Vec<(String, String)>,
-    /// Working directory, or `None` for the agent's working directory.
+    /// Working directory of the command, or `None` for that of the agent.
     pub cwd: Option<String>,
     /// Size of the terminal on which the command runs, or `None` to run it with three pipes.
     pub terminal: Option<Terminal>,
@@ -59,13 +59,13 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Encodes the size as a frame payload.
+    /// Encodes the terminal size as a frame payload.
     pub fn to_bytes(self) -> [u8; 4] {
         let ([a, b], [c, d]) = (self.rows.to_le_bytes(), self.columns.to_le_bytes());
         [a, b, c, d]
     }
 
-    /// Decodes the size from a frame payload.
+    /// Decodes the terminal size from a frame payload.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let [a, b, c, d] = bytes.try_into().ok()?;
         Some(Self {

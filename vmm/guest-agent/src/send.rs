@@ -11,7 +11,7 @@ use crate::wire::{FrameKind, MAX_PAYLOAD};
 /// Maximum depth of nested directories. Deeper directories are skipped.
 const MAX_DEPTH: usize = 64;
 
-/// Error returned when a tree cannot be sent.
+/// Error returned when a file tree cannot be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
     /// The root of the tree cannot be read.
@@ -60,7 +60,7 @@ pub fn send_tree(root: &Path, out: AgentFrameSink<'_>) -> Result<(), SendError> 
     out(FrameKind::Done, &[]).map_err(SendError::Connection)
 }
 
-/// Sends the contents of `input` as a file.
+/// Sends the contents of `input` as a file tree that consists of a single file.
 ///
 /// # Errors
 /// Returns [`SendError::Connection`] if the connection fails, or an error if `input` cannot be

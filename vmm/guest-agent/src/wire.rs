@@ -3,7 +3,7 @@
 
 use std::io::{self, Read, Write};
 
-/// Maximum length of a payload, in bytes. Longer data is split.
+/// Maximum length of a frame's payload, in bytes. Longer data is sent in several frames.
 pub const MAX_PAYLOAD: usize = 128 << 10;
 /// Maximum amount of unacknowledged standard input, in bytes. When it is reached, the host waits
 /// for [`FrameKind::Taken`] before it sends more. Signals are therefore not delayed by input that
@@ -73,7 +73,7 @@ impl FrameKind {
 pub struct Frame {
     /// Type of this frame.
     pub kind: FrameKind,
-    /// Payload, whose format depends on the type.
+    /// Payload of this frame, whose format depends on the type.
     pub payload: Vec<u8>,
 }
 
@@ -84,7 +84,7 @@ impl Frame {
         Some(u32::from_le_bytes(self.payload.as_slice().try_into().ok()?))
     }
 
-    /// Returns the untrusted payload as one line of printable text.
+    /// Returns the payload, which is untrusted, as one line of printable text.
     pub fn text(&self) -> String {
         let text = String::from_utf8_lossy(&self.payload);
         text.chars()
@@ -97,7 +97,7 @@ impl Frame {
 /// Error returned when a frame cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
-    /// The connection failed or ended within a frame.
+    /// The connection failed or was closed within a frame.
     #[error("the connection was lost")]
     Io(#[from] io::Error),
     /// The frame has an unknown type.

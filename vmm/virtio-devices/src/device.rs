@@ -125,7 +125,7 @@ impl fmt::Debug for DeviceFailureCallback {
 pub struct ActiveQueue {
     /// The virtqueue, validated with `Queue::is_valid`.
     pub queue: Queue,
-    /// Eventfd that is signalled when the driver adds buffers.
+    /// Eventfd that is signalled when the driver adds buffers to the queue.
     pub kick: Arc<EventFd>,
     /// Interrupt to raise after the device has used buffers, unless `QueueT::needs_notification`
     /// returns `false`.
@@ -137,7 +137,7 @@ pub struct ActiveQueue {
 pub struct DeviceActivation {
     /// Guest memory. The guest may modify its contents at any time.
     pub memory: GuestMemoryMmap,
-    /// Feature bits that the driver accepted, a subset of the offered bits.
+    /// Feature bits that the driver has accepted.
     pub features: u64,
     /// The device's queues, one element per entry of [`VirtioDevice::queue_max_sizes`]. `None` for
     /// a queue that the driver has not enabled.
@@ -153,17 +153,19 @@ pub struct DeviceActivation {
 
 /// A virtio device. The transport calls all methods with the device's lock held.
 pub trait VirtioDevice: Send {
-    /// Returns the virtio device ID (virtio 1.2, section 5; `virtio_bindings::virtio_ids`).
+    /// Returns the virtio device ID (virtio 1.2, section 5), such as
+    /// `virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK`.
     fn id(&self) -> u32;
 
-    /// Returns the name for messages and threads, such as `disk0`, of at most 15 bytes.
+    /// Returns the name of this device for messages and threads, such as `disk0`, with at most 15
+    /// bytes.
     fn name(&self) -> &str;
 
-    /// Returns the feature bits of the device. The transport adds its own bits and those of the
-    /// queues (VERSION_1, EVENT_IDX, INDIRECT_DESC).
+    /// Returns the feature bits specific to this device. The transport adds VERSION_1, EVENT_IDX
+    /// and INDIRECT_DESC.
     fn features(&self) -> u64;
 
-    /// Returns the maximum size of each queue, a power of two.
+    /// Returns the maximum size of each queue, in entries. Sizes are powers of two.
     fn queue_max_sizes(&self) -> &[u16];
 
     /// Handles a driver read of the device configuration. Bytes beyond its end read as 0.
@@ -251,7 +253,8 @@ pub trait VirtioDevice: Send {
     }
 }
 
-/// Copies configuration bytes from `config` at `offset` to `data`. Bytes beyond the end read as 0.
+/// Copies bytes of a device configuration from `config` at `offset` to `data`. Bytes beyond the end
+/// read as 0.
 pub fn read_config_bytes(config: &[u8], offset: u64, data: &mut [u8]) {
     data.fill(0);
     let rest = usize::try_from(offset)

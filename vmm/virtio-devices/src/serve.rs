@@ -126,7 +126,7 @@ struct RoundProgress {
     /// Time of the last interrupt, or a later time at which no completed chain was without
     /// interrupt.
     signalled: Instant,
-    /// `true` if chains have completed since the last interrupt.
+    /// `true` if a chain has completed since the last interrupt.
     unsignalled: bool,
 }
 
@@ -169,7 +169,7 @@ fn serve_with_clock(
     outcome
 }
 
-/// Interrupts the driver unless it suppresses notifications.
+/// Sends the queue's interrupt to the driver, unless the driver suppresses notifications.
 fn tell(active: &mut ActiveQueue, memory: &GuestMemoryMmap) -> Result<(), VirtqueueError> {
     if active.queue.needs_notification(memory)? {
         active.interrupt.raise();
@@ -464,8 +464,8 @@ mod tests {
     use super::testing::{BUFFERS, Driver, memory};
     use super::*;
 
-    /// Chains that complete within the maximum interrupt delay share an interrupt, and slower
-    /// chains are signalled individually.
+    /// Chains that complete within the maximum interrupt delay share an interrupt. A slower chain
+    /// has an interrupt of its own.
     #[test]
     fn fast_chains_are_coalesced_and_slow_ones_are_not() {
         for (step, interrupts) in [

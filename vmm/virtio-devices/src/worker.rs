@@ -84,10 +84,11 @@ impl<H: MutEventSubscriber> MutEventSubscriber for WorkerSubscriber<H> {
 }
 
 impl DeviceWorker {
-    /// Starts a thread named `name` (at most 15 bytes) of kind `kind` that runs an event loop for
-    /// `handler`. `init` registers the handler's descriptors, and `process` is called for each
-    /// ready one. If the thread ends before it is stopped, the worker logs one line and triggers
-    /// `fatal_error_callback`.
+    /// Starts a worker thread that runs an event loop for `handler`.
+    ///
+    /// `name` has at most 15 bytes. The handler's `init` registers its descriptors, and its `process`
+    /// is called for each descriptor that is ready. If the thread ends before it is stopped, the
+    /// worker logs one line and triggers `fatal_error_callback`.
     ///
     /// # Errors
     /// Returns [`ActivateError::Host`] if the host has run out of file descriptors or threads.
@@ -124,7 +125,8 @@ impl DeviceWorker {
         })
     }
 
-    /// Stops the thread and waits until it has ended. A request in progress is completed first.
+    /// Stops the worker thread and waits until it has ended. A request in progress is completed
+    /// first.
     pub fn stop(&mut self) {
         let Some(thread) = self.thread.take() else {
             return;

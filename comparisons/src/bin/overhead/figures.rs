@@ -74,8 +74,8 @@ impl Ratio {
     }
 }
 
-/// Slowdown of the guest by one sampling method, measured in two ways: by the time in which the
-/// guest did not run, and by the work done.
+/// Slowdowns of the guest by one sampling method. One slowdown is based on the time in which the
+/// guest did not run, the other on the work done.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub(crate) struct MethodCost {
     pub(crate) not_run: Slowdown,

@@ -11,9 +11,9 @@ use comparisons::{ComparisonError, Killed, context};
 
 /// Duration of a measurement window. The guest prints a line every 50 ms.
 pub(crate) const WINDOW: Duration = Duration::from_millis(320);
-/// Settling time after sampling is switched on or off, before a measurement window starts.
+/// Time to wait after sampling is switched on or off, before a measurement window starts.
 const SETTLES: Duration = Duration::from_millis(15);
-/// Minimum number of guest output lines in a valid measurement window.
+/// Minimum number of lines that the guest must print in a measurement window for it to be valid.
 const FEWEST_LINES: usize = 3;
 
 /// Progress of the guest in a measurement window, computed from the guest's own output.
@@ -21,13 +21,13 @@ const FEWEST_LINES: usize = 3;
 pub(crate) struct GuestPace {
     /// Fraction of the time in which the guest ran.
     run: f64,
-    /// Work done by the guest: readings of the TSC per millisecond.
+    /// Work that the guest has done, as the number of TSC readings per millisecond.
     work: f64,
 }
 
 impl GuestPace {
-    /// Parses an output line of the guest, which contains the time in which the guest did not run,
-    /// in parts per million, and the number of TSC readings.
+    /// Parses an output line of the guest. The line contains the time in which the guest did not
+    /// run, in parts per million, and the number of TSC readings.
     fn parse(line: &str) -> Option<Self> {
         let mut words = line.split_whitespace().map(|word| word.parse::<u32>().ok());
         let (lost, work) = (words.next()??, words.next()??);
@@ -37,7 +37,7 @@ impl GuestPace {
         })
     }
 
-    /// Returns the mean, or `None` if `paces` is empty.
+    /// Returns the mean of `paces`, or `None` if it is empty.
     pub(crate) fn mean(paces: &[Self]) -> Option<Self> {
         let sum = |of: fn(&Self) -> f64| paces.iter().map(of).sum::<f64>() / paces.len() as f64;
         (!paces.is_empty()).then(|| Self {
@@ -62,7 +62,7 @@ pub(crate) struct MeasuredGuest {
     pub(crate) tid: i32,
     /// Progress reports that the guest has printed since the list was last cleared.
     told: Arc<Mutex<Vec<GuestPace>>>,
-    /// Set to `true` when the console reaches end of file.
+    /// `true` after the guest's console has reached end of file.
     console_ended: Arc<AtomicBool>,
 }
 

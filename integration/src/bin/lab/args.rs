@@ -88,7 +88,7 @@ pub enum UsageError {
         /// Reason why the destination cannot be written.
         reason: &'static str,
     },
-    /// The number of `--get` options exceeds the maximum.
+    /// The command line contains more than [`MAX_GETS`] `--get` options.
     #[error("--get: at most {MAX_GETS} files")]
     TooManyGets,
 }

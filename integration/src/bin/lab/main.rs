@@ -77,7 +77,7 @@ fn build() -> Result<&'static Qemu, ArtefactError> {
     })
 }
 
-/// Prints the version of QEMU and its known limits.
+/// Prints the version of the lab's QEMU and the known limits of this version.
 fn report(qemu: &Qemu) {
     eprint!("lab: QEMU {}", qemu.version());
     if qemu.keeps_stale_code() {

@@ -22,13 +22,13 @@ use nix::sys::signal::{SigSet, Signal};
 
 use crate::args::{LabFileArgument, LabRequest, directory_of};
 
-/// Exit status of a command that timed out, as in timeout(1).
+/// Exit status that reports a timed-out command, as in timeout(1).
 const TIMED_OUT: u8 = 124;
 /// Maximum size of a file that `--get` copies out of the lab, in bytes.
 const MAX_GET_BYTES: u64 = 4 << 30;
 /// Time limit for a command to exit after Ctrl-C before it is killed.
 const END_PATIENCE: Duration = Duration::from_secs(10);
-/// Window size used if the terminal's size is unknown.
+/// Window size that is used if the size of the user's terminal is unknown.
 const DEFAULT_SIZE: TerminalSize = TerminalSize {
     rows: 24,
     columns: 80,
@@ -45,7 +45,7 @@ This is the lab host: Debian's kernel with a real kvm_amd, in QEMU.
 Leave with \"exit\", or end the lab with Ctrl-A x. Ctrl-A a types Ctrl-A.
 ";
 
-/// An event during a session, other than the exit of the command.
+/// An event during a session, other than the command's exit.
 enum SessionEvent {
     /// This process received a signal that requests termination.
     Stop(Signal),
@@ -107,7 +107,7 @@ impl LabSignals {
         })
     }
 
-    /// Returns the first termination signal, if any.
+    /// Returns the first termination signal received, if any.
     pub fn received(&self) -> Option<Signal> {
         self.received.get().copied()
     }
@@ -138,7 +138,7 @@ pub fn run(lab: Lab, request: &LabRequest, signals: LabSignals) -> ExitCode {
     ExitCode::from(if status == 0 && failed > 0 { 1 } else { status })
 }
 
-/// Reason why the command was terminated before it exited by itself, or could not be run.
+/// Reason why the command could not be run or was terminated.
 struct CommandFailure {
     status: u8,
     message: String,
@@ -225,8 +225,8 @@ fn failure(error: &ProcessError) -> CommandFailure {
     CommandFailure { status, message }
 }
 
-/// Converts the exit status or signal with which a command ended to an exit status, in the same way
-/// as a shell.
+/// Converts the way in which a command ended, an exit status or a signal, to the exit status that a
+/// shell would report.
 fn exit_status(ended: ProcessExit) -> u8 {
     let code = match (ended.code, ended.signal) {
         (Some(code), _) => code,

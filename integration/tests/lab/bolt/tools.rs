@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 /// instrumentation. Chosen after the measurement (82 to 93 %) to detect regressions. The lab does
 /// not reach the goal of 95 %, presumably because its samples are equally spaced in time.
 pub const MIN_OVERLAP: f64 = 0.8;
-/// Minimum overlap of the distributions of branch targets between the recording and BOLT's
-/// instrumentation. These distributions do not depend on where the samples were taken.
+/// Minimum overlap between the distributions of branch targets in the recording and in BOLT's
+/// instrumentation. These distributions do not depend on where samples are taken.
 pub const MIN_TARGET_OVERLAP: f64 = 0.95;
 /// Maximum run time of a program compiled with AutoFDO, relative to the original program. Chosen
 /// after the measurement: clang 19 made bzip2 up to 2.2 % slower, for an unknown reason.
@@ -51,14 +51,14 @@ const DYNO_STATS: [&str; 4] = [
     "executed unconditional branches",
     "executed instructions",
 ];
-/// Number of runs of each program in a run time comparison.
+/// Number of runs of each program when run times are compared.
 const RUNS: usize = 11;
 
 /// A program that is built for optimization with BOLT.
 pub struct Program {
     pub name: &'static str,
     pub path: PathBuf,
-    /// Arguments of the compiler, except those that select a profile or the output.
+    /// Arguments of the compiler, without those that select a profile or the output file.
     build: Vec<String>,
     /// Arguments of the measured workload.
     workload: Vec<&'static str>,
@@ -99,8 +99,8 @@ impl BoltProfile {
         Self { path, edges }
     }
 
-    /// Returns the overlap of two profiles. Each profile gives an edge a share of its total weight;
-    /// the overlap is the sum of the smaller of the two shares over all edges.
+    /// Returns the overlap of two profiles, from 0 to 1: the sum over all edges of the smaller of
+    /// the two shares that the profiles give the edge.
     pub fn overlap(&self, other: &Self) -> f64 {
         let total = |profile: &Self| profile.edges.values().sum::<u64>() as f64;
         let (ours, theirs) = (total(self), total(other));
@@ -388,8 +388,8 @@ impl Toolbox {
         Ok(directory.join(output))
     }
 
-    /// Returns the median user time of an optimized program, relative to the original program. The
-    /// runs of both programs are interleaved.
+    /// Returns the median user time of an optimized program relative to that of the original
+    /// program. The runs of the two programs are interleaved.
     pub fn time_ratio(&self, directory: &Path, program: &Program, optimized: &Path) -> f64 {
         let seconds = |path: &Path| -> f64 {
             let timed = "TIMEFORMAT=%U; time \"$@\" >/dev/null";

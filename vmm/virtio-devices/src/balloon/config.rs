@@ -42,7 +42,7 @@ pub enum BalloonConfigError {
     /// The named option is repeated.
     #[error("{0}= must be given once")]
     Repeated(&'static str),
-    /// The value of an on/off option is invalid.
+    /// The value of the named on/off option is invalid.
     #[error("{0} must be on or off")]
     Switch(&'static str),
     /// The balloon size is invalid.

@@ -22,7 +22,7 @@ const STATE_BYTES: usize = 10;
 /// Error returned when an operator's request to the balloon is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalloonRequestError {
-    /// The balloon would be larger than the guest's memory.
+    /// The requested size exceeds the guest's memory.
     #[error(
         "a balloon of {size_mib} MiB is larger than the guest's memory of {memory_mib} MiB; use a smaller size"
     )]
@@ -45,7 +45,7 @@ pub struct BalloonState {
     pub target_pages: u32,
     /// Actual size in pages of 4 KiB, as reported by the driver.
     pub actual_pages: u32,
-    /// Configuration of the balloon, with the current target and interval.
+    /// Configuration of the balloon, with the current target size and statistics interval.
     pub config: BalloonConfig,
     /// Number of bytes released to the host so far. A page that is released several times is
     /// counted each time.
@@ -205,7 +205,8 @@ impl BalloonControl {
         state
     }
 
-    /// Restores a saved state. Returns `false` if the state is invalid for this configuration.
+    /// Restores a state from a snapshot. Returns `false` if the state is invalid for this
+    /// configuration.
     pub(super) fn restore(&self, state: &[u8]) -> bool {
         let Ok([t0, t1, t2, t3, a0, a1, a2, a3, i0, i1]) = <[u8; STATE_BYTES]>::try_from(state) else {
             return false;

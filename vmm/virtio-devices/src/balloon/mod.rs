@@ -49,7 +49,7 @@ use statistics::GuestMemoryStatistics;
 
 /// Name of the balloon device in messages and snapshots.
 pub const DEVICE_NAME: &str = "balloon0";
-/// Number of pages of the balloon per MiB.
+/// Number of balloon pages (4 KiB) per MiB.
 pub const PAGES_PER_MIB: u32 = 256;
 
 /// Feature bit: the device has a statistics queue (virtio 1.2, 5.5.3).

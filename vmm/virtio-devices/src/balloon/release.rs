@@ -30,7 +30,7 @@ const MAX_MAPPINGS: usize = 16 << 10;
 pub enum RamOrigin {
     /// New memory, filled with zeros.
     Empty,
-    /// Private mapping of the memory file of a snapshot.
+    /// Private mapping of a snapshot's memory file.
     Snapshot,
 }
 
@@ -42,7 +42,7 @@ pub struct PageReleaser {
 }
 
 impl PageReleaser {
-    /// Creates a releaser for RAM of this origin.
+    /// Creates a releaser of pages for RAM of the given origin.
     pub fn new(origin: RamOrigin) -> Self {
         Self {
             origin,
@@ -68,7 +68,8 @@ impl PageReleaser {
         Ok(released)
     }
 
-    /// Releases the guest-physical address range from `start` to `end`, which is in `region`.
+    /// Releases the guest-physical addresses from `start` to `end`, which are in `region`, to the
+    /// host.
     fn release_in(&mut self, region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
         if region.flags() & libc::MAP_SHARED != 0 {
             return advise(region, start, end, libc::MADV_REMOVE);
@@ -107,7 +108,7 @@ fn advise(region: &GuestRegionMmap, start: u64, end: u64, advice: libc::c_int) -
     }
 }
 
-/// Replaces a range of a private file mapping with anonymous memory.
+/// Replaces a range of a private file mapping with anonymous memory. The range then reads as zeros.
 fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
     let (address, len) = host_range(region, start, end);
     let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -123,10 +124,10 @@ fn replace(region: &GuestRegionMmap, start: u64, end: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Ranges of a file mapping that have been replaced with anonymous memory.
+/// Ranges of a snapshot's memory file mapping that have been replaced with anonymous memory.
 ///
-/// Each isolated range adds two mappings to the process. If the number were not limited, a hostile
-/// guest could release every second page until the process had no mappings left for its own memory.
+/// Each isolated range adds two mappings to the process. Without a limit on their number, a hostile
+/// guest could release every second page until the process has no mappings left for its own memory.
 #[derive(Debug, Default)]
 struct ReplacedRanges {
     /// Replaced ranges, as end address by start address. Adjacent ranges are merged.

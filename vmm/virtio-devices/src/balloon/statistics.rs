@@ -30,25 +30,25 @@ pub enum StatisticTag {
     FreeMemory,
     /// Total memory of the guest, in bytes.
     TotalMemory,
-    /// Estimate of the memory that is available without swapping, in bytes.
+    /// Estimate of the guest's memory that is available without swapping, in bytes.
     AvailableMemory,
-    /// Memory of caches that can be dropped without I/O, in bytes.
+    /// Memory of the guest's disk caches that can be dropped without I/O, in bytes.
     DiskCaches,
     /// Number of successful huge page allocations.
     HugetlbAllocations,
     /// Number of failed huge page allocations.
     HugetlbFailures,
-    /// Number of processes killed for lack of memory.
+    /// Number of guest processes killed for lack of memory.
     OomKills,
-    /// Number of allocations that had to wait for memory.
+    /// Number of memory allocations in the guest that had to wait for memory.
     AllocationStalls,
-    /// Memory scanned in the background, in bytes.
+    /// Memory scanned by background reclaim in the guest, in bytes.
     AsyncScan,
-    /// Memory scanned by direct reclaim, in bytes.
+    /// Memory scanned by direct reclaim in the guest, in bytes.
     DirectScan,
-    /// Memory reclaimed in the background, in bytes.
+    /// Memory reclaimed in the background in the guest, in bytes.
     AsyncReclaim,
-    /// Memory reclaimed by direct reclaim, in bytes.
+    /// Memory reclaimed directly by an allocation in the guest, in bytes.
     DirectReclaim,
 }
 

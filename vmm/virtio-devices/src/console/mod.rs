@@ -31,9 +31,9 @@ use crate::worker::{DeviceWorker, watch_readable};
 use port::{ConsolePort, TerminalSize};
 use queues::ConsoleQueues;
 
-/// Feature bit: the configuration contains the window size (virtio 1.2, 5.3.3).
+/// Feature bit: the device configuration contains the window size (virtio 1.2, 5.3.3).
 const VIRTIO_CONSOLE_F_SIZE: u32 = 0;
-/// Sizes of the receive and transmit queues, in entries.
+/// Maximum sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
 /// Writer that receives the guest's console output. It is kept across device resets.

@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use crate::device::ConfigChangeNotifier;
 use crate::serve::GuestDescriptorChain;
 
-/// Capacity of the input buffer, in bytes.
+/// Capacity of the buffer for console input, in bytes.
 pub const INPUT_BYTES: usize = 4096;
 
 /// Size of a terminal window, in characters.
@@ -31,12 +31,12 @@ struct PendingInput {
     refused: bool,
 }
 
-/// Input buffer and window size of a console. Accepts input from any thread, never blocks, and
-/// buffers at most [`INPUT_BYTES`].
+/// The host's end of a console: an input buffer of [`INPUT_BYTES`] bytes and the window size. All
+/// methods can be called from any thread and never block.
 #[derive(Debug)]
 pub struct ConsolePort {
     waiting: Mutex<PendingInput>,
-    /// Eventfd that notifies the device's thread of new input.
+    /// Eventfd that notifies the device's thread of new console input.
     input_event: EventFd,
     room: EventFd,
     /// Window size in the layout of the device configuration: columns and rows (virtio 1.2, 5.3.4).
@@ -85,7 +85,7 @@ impl ConsolePort {
         &self.room
     }
 
-    /// Sets a new window size. Has no effect on a device created without a size.
+    /// Sets the window size of the console. Has no effect on a device created without a size.
     pub fn resize(&self, size: TerminalSize) {
         let packed = packed(size);
         if self.size.load(Ordering::Acquire) != 0

@@ -16,7 +16,7 @@ use crate::serve::{serve_queue, serve_queue_while};
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
-/// A sink that a test can inspect.
+/// A console sink whose contents a test can inspect.
 #[derive(Clone, Default)]
 struct TestSink(Arc<Mutex<Vec<u8>>>);
 

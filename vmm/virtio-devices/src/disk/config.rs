@@ -7,7 +7,7 @@ use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
 
 use crate::rate_limiter::limits::{RateLimitParseError, RateLimits};
 
-/// Maximum length of a serial number, in bytes (virtio 1.2, 5.2.6).
+/// Maximum length of a disk's serial number, in bytes (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL: usize = VIRTIO_BLK_ID_BYTES as usize;
 /// Maximum number of backing files of a qcow2 image.
 pub const MAX_BACKING: usize = 8;
@@ -116,7 +116,7 @@ pub enum DiskConfigError {
 }
 
 impl DiskConfig {
-    /// Creates the configuration of a writable raw disk with default options.
+    /// Creates the configuration of a writable raw disk at `path` with default options.
     pub fn raw(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),

@@ -77,7 +77,8 @@ enum ImageStore {
 }
 
 impl DiskImage {
-    /// Opens and locks the image named in `config`, shared for reading or exclusively for writing.
+    /// Opens and locks the image named in `config`. A read-only image is locked shared, a writable
+    /// one exclusively.
     ///
     /// # Errors
     /// Returns a [`DiskImageError`], in which case the file is unchanged.
@@ -134,7 +135,7 @@ impl DiskImage {
         self.sectors
     }
 
-    /// Returns the logical block size in bytes. The guest transfers whole blocks.
+    /// Returns the logical block size in bytes. Requests of the guest must consist of whole blocks.
     pub fn block_bytes(&self) -> u32 {
         self.block_bytes
     }
@@ -194,7 +195,7 @@ impl DiskImage {
         Ok(())
     }
 
-    /// Passes all cached writes to the host without waiting for stable storage, as required at
+    /// Passes cached writes to the host's kernel without waiting for stable storage, as required at
     /// machine shutdown.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use sandbox::paths;
 use thiserror::Error;
 
-/// Unit of disk sizes and addresses, in bytes (virtio 1.2, 5.2.4).
+/// Size of a disk sector, the unit of disk sizes and addresses, in bytes (virtio 1.2, 5.2.4).
 pub const SECTOR_BYTES: u64 = 512;
 
 /// Error returned when a disk file cannot be opened.
@@ -122,7 +122,8 @@ pub struct LockedFile {
     pub lock: FileLock,
 }
 
-/// Opens and locks the file at `path`, shared for reading or exclusively for writing.
+/// Opens and locks the file at `path`. The lock is shared if `read_only` is `true`, and otherwise
+/// exclusive.
 ///
 /// # Errors
 /// Returns a [`DiskOpenError`], in which case the file is unchanged.
@@ -152,7 +153,7 @@ pub fn open_with_lock(path: &Path, read_only: bool, shared: bool) -> Result<Lock
     Ok(LockedFile { file, bytes, lock })
 }
 
-/// Opens the file at `path` for reading without a lock, and returns its size in bytes.
+/// Opens the file at `path` for reading, without a lock. Returns the file and its size in bytes.
 ///
 /// # Errors
 /// Returns a [`DiskOpenError`] if the file cannot be opened or has an unsupported type.
@@ -213,13 +214,15 @@ pub fn block_bytes(file: &File) -> io::Result<Option<u32>> {
     u32::try_from(bytes).map(Some).map_err(io::Error::other)
 }
 
-/// Lock of a file that belongs to an open file description (`F_OFD_SETLK`), so that it also
-/// conflicts with other opens of the file in this process. The lock is released when this value is
-/// dropped or the process exits.
+/// Lock of a file.
+///
+/// The lock belongs to an open file description (`F_OFD_SETLK`). It therefore also conflicts with
+/// other opens of the file in this process. The lock is released when this value is dropped or the
+/// process exits.
 ///
 /// Closing the file would not release the lock reliably, because a child process that another
 /// thread is starting has a copy of the descriptor until it calls exec. An explicit unlock is
-/// effective despite such copies.
+/// effective despite such a copy.
 #[derive(Debug)]
 pub struct FileLock {
     /// A duplicate of the locked file's descriptor, which shares the open file description.
@@ -236,7 +239,8 @@ impl FileLock {
         Ok(lock.try_set(kind)?.then_some(lock))
     }
 
-    /// Makes the lock shared, so that the process that will resume the VM can also lock the file.
+    /// Changes the lock to shared, so that the process that will resume the VM can also lock the
+    /// file.
     ///
     /// # Errors
     /// Returns the error of fcntl(2).
@@ -244,8 +248,8 @@ impl FileLock {
         set(&self.file, libc::F_RDLCK)
     }
 
-    /// Makes the lock exclusive. Returns `false` if another process has a lock, in which case the
-    /// lock stays shared.
+    /// Changes the lock to exclusive. Returns `false` if another process holds a lock; the lock
+    /// then stays shared.
     ///
     /// # Errors
     /// Returns the error of fcntl(2).
@@ -296,8 +300,8 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The lock is released even if a copy of the descriptor exists, as in a child process between
-    /// fork and exec.
+    /// Dropping a file lock releases it even if a copy of the descriptor exists, as in a child
+    /// process between fork and exec.
     #[test]
     fn descriptor_copy_does_not_keep_lock() {
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -17,9 +17,9 @@ use super::open::SECTOR_BYTES;
 use super::raw::GuestSegment;
 use crate::serve::GuestDescriptorChain;
 
-/// Maximum number of data segments in a request.
+/// Maximum number of data segments in a disk request.
 pub const MAX_SEGMENTS: usize = 254;
-/// Maximum size of a segment in bytes, as reported to the driver.
+/// Maximum size of a data segment in a disk request, in bytes, as reported to the driver.
 pub const MAX_SEGMENT_BYTES: u32 = 128 << 10;
 /// Maximum amount of data in a request, in bytes.
 ///
@@ -45,7 +45,7 @@ type RequestSegments = SmallVec<[GuestSegment; 16]>;
 pub enum BlockRequestError {
     /// The request of the guest is invalid.
     Guest,
-    /// The disk does not support the operation.
+    /// The disk does not support the operation of the request.
     Unsupported,
     /// The host failed to execute the operation. This error is logged for the operator.
     Host(io::Error),
@@ -281,7 +281,7 @@ fn bounded(pieces: &RequestSegments) -> Result<u64, BlockRequestError> {
         .ok_or(BlockRequestError::Guest)
 }
 
-/// Returns the total length of the segments in bytes.
+/// Returns the total length of the segments, in bytes.
 fn length(pieces: &RequestSegments) -> u64 {
     pieces.iter().map(|(_, bytes)| *bytes as u64).sum()
 }

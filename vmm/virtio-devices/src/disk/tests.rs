@@ -24,7 +24,7 @@ const INDIRECT: u16 = 4;
 const HEADER: u64 = BUFFERS;
 const STATUS: u64 = BUFFERS + 0x100;
 const DATA: u64 = BUFFERS + 0x1000;
-/// Value of a status byte that the device has not written.
+/// Initial value of a status byte, which the device never writes.
 const NO_STATUS: u8 = 0xEE;
 const OK: u8 = 0;
 const IOERR: u8 = 1;
@@ -469,7 +469,7 @@ fn continuous_kicks_do_not_block_stop() {
     }
 }
 
-/// Offers `count` read requests of one sector each, waits until the device has completed them, and
+/// Sends `count` read requests of one sector each, waits until the device has completed them, and
 /// returns the elapsed time.
 fn read_sectors(driver: &mut Driver<'_>, memory: &GuestMemoryMmap, count: usize) -> Duration {
     let start = Instant::now();

@@ -71,7 +71,7 @@ impl UnlockedDiskView {
         Ok(())
     }
 
-    /// Returns the size of the disk in bytes.
+    /// Returns the size of the viewed disk in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -136,13 +136,13 @@ pub enum NetConfigError {
     /// The MAC address is malformed.
     #[error("mac must be six hexadecimal bytes, for example 02:00:00:12:34:56")]
     MacAddress,
-    /// The MAC address is a group or all-zero address.
+    /// The MAC address is a group address or zero.
     #[error("mac must not be zero or a multicast address: the first byte must be even")]
     Group,
     /// A rate limit is invalid.
     #[error(transparent)]
     Limits(#[from] RateLimitParseError),
-    /// A rate limit is given together with vhost-net.
+    /// A rate limit is configured together with vhost-net.
     #[error("vhost=on: vhost-net has no rate limits; use vhost=off")]
     LimitedVhost,
     /// The metadata service is requested together with vhost-net.

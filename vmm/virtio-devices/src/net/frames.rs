@@ -39,7 +39,7 @@ pub enum FrameQueueError {
     /// A ring of the queue is outside guest memory.
     #[error("the driver's rings are not in memory")]
     Memory(#[from] vm_memory::GuestMemoryError),
-    /// The head index of a chain is not below the queue size.
+    /// The head index of a descriptor chain is not less than the queue size.
     #[error("descriptor {0} is beyond the end of the table")]
     Head(u16),
 }
@@ -123,7 +123,8 @@ fn admits(limiter: Option<&Arc<RateLimiter>>) -> bool {
     limiter.is_none_or(|limiter| limiter.admit())
 }
 
-/// Charges a frame of `bytes` bytes to the rate limiter, without its header.
+/// Charges a frame of `bytes` bytes to the rate limiter. The virtio-net header in these bytes is
+/// not charged.
 fn charge(limiter: Option<&Arc<RateLimiter>>, bytes: usize) {
     if let Some(limiter) = limiter {
         limiter.charge(bytes.saturating_sub(HEADER_BYTES) as u64);
@@ -137,7 +138,7 @@ pub struct FrameSender {
 }
 
 impl FrameSender {
-    /// Creates a sender for the guest's transmit queue.
+    /// Creates a sender for the frames in the guest's transmit queue.
     pub fn new(queue: Queue) -> Self {
         Self { queue, limiter: None }
     }
@@ -215,8 +216,8 @@ pub struct FrameReceiver {
 }
 
 impl FrameReceiver {
-    /// Creates a receiver for the guest's receive queue. `mergeable` is `true` if the driver
-    /// accepts frames that span several buffers.
+    /// Creates a receiver that delivers frames to the guest's receive queue. `mergeable` is `true`
+    /// if the driver accepts frames that span several buffers.
     pub fn new(queue: Queue, mergeable: bool) -> Self {
         Self {
             queue,

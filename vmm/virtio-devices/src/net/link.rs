@@ -8,7 +8,7 @@ use virtio_bindings::virtio_net::VIRTIO_NET_S_LINK_UP;
 
 use crate::device::ConfigChangeNotifier;
 
-/// Status bit of a link that is up.
+/// Bit of the link status that is set while the link is up.
 #[expect(clippy::cast_possible_truncation, reason = "it is 1")]
 pub(super) const LINK_UP: u16 = VIRTIO_NET_S_LINK_UP as u16;
 

@@ -88,7 +88,7 @@ impl MetadataNetPort {
         Some([&[0; HEADER_BYTES][..], &frame].concat())
     }
 
-    /// Returns whether there is a frame for the guest.
+    /// Returns whether the metadata service has a frame for the guest.
     pub(super) fn has_frames(&self) -> bool {
         self.next.is_some()
     }
@@ -99,7 +99,7 @@ impl MetadataNetPort {
         }
     }
 
-    /// Arms the timer for the time at which the TCP/IP stack must run next.
+    /// Arms the metadata timer for the time at which the TCP/IP stack must run next.
     pub(super) fn arm_timer(&mut self) {
         // A frame that waits for a guest buffer needs no timer, because it is delivered when the
         // guest adds a buffer.
@@ -118,7 +118,7 @@ impl MetadataNetPort {
         }
     }
 
-    /// Handles a timer event. The caller must arm the timer again.
+    /// Handles an event of the metadata timer. The caller must then arm the timer again.
     pub(super) fn handle_timer(&mut self) {
         if let Err(e) = self.timer.timer().clear() {
             guest_log!(Error, "timerfd_settime: {e}");

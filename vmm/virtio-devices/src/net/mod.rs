@@ -52,7 +52,7 @@ use metadata::{MetadataNetPort, MetadataTimer};
 use tap::{Tap, TapOffloads};
 use vhost::{VhostHandler, VhostNetBackend};
 
-/// Sizes of the receive and transmit queues, in entries.
+/// Maximum sizes of the receive and transmit queues, in entries.
 const QUEUE_SIZES: [u16; 2] = [256, 256];
 
 /// Receive offloads that the guest may accept, each with its feature bit.
@@ -176,7 +176,7 @@ fn offered(known: impl Fn(TapOffloads) -> bool) -> u64 {
         .fold(0, |all, bit| all | 1 << bit)
 }
 
-/// Returns the offloads to enable for a driver that accepted `features`.
+/// Returns the offloads to enable on the tap device if the driver accepted `features`.
 fn offloads(features: u64) -> TapOffloads {
     let accepted = OFFLOADS
         .iter()
@@ -308,15 +308,15 @@ impl VirtioDevice for NetDevice {
 /// Event handler of the network device's thread. It transfers frames in both directions.
 struct FrameHandler {
     memory: GuestMemoryMmap,
-    /// The tap device, `None` after its removal.
+    /// The tap device, or `None` after its removal.
     tap: Option<Arc<Tap>>,
     link: LinkStatus,
     receiver: Direction<FrameReceiver>,
     sender: Direction<FrameSender>,
     limiters: DirectionLimiters,
     metadata: Option<MetadataNetPort>,
-    /// `true` while the tap device is in the epoll set. The tap device is removed from the set
-    /// while the driver has no buffers.
+    /// `true` while the event loop monitors the tap device. The tap device is not monitored while
+    /// the driver has no buffers for received frames.
     watching: bool,
 }
 

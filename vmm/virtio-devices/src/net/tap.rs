@@ -12,7 +12,8 @@ use libc::{c_int, c_uint, c_ulong};
 use smallvec::SmallVec;
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-/// Size of the header before each frame, `struct virtio_net_hdr_v1` (virtio 1.2, 5.1.6), in bytes.
+/// Size of the virtio-net header before each frame, `struct virtio_net_hdr_v1` (virtio 1.2, 5.1.6),
+/// in bytes.
 pub const HEADER_BYTES: usize = 12;
 /// Maximum size of a frame with segmentation offload, including its virtio-net header, in bytes.
 pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + 14 + 4 + 65_536;
@@ -26,9 +27,9 @@ bitflags::bitflags! {
     pub struct TapOffloads: c_uint {
         /// Partial checksum offload.
         const CSUM = libc::TUN_F_CSUM;
-        /// TCP segmentation offload over IPv4, up to 64 KiB.
+        /// TCP segmentation offload over IPv4, for packets of up to 64 KiB.
         const TSO4 = libc::TUN_F_TSO4;
-        /// TCP segmentation offload over IPv6, up to 64 KiB.
+        /// TCP segmentation offload over IPv6, for packets of up to 64 KiB.
         const TSO6 = libc::TUN_F_TSO6;
         /// TCP segmentation offload for packets with ECN bits.
         const TSO_ECN = libc::TUN_F_TSO_ECN;
@@ -43,7 +44,7 @@ pub enum TapError {
     /// The host does not support tap devices.
     #[error("cannot open /dev/net/tun; load the module tun, or give this user access")]
     NoTun(#[source] io::Error),
-    /// The device does not exist or belongs to another user.
+    /// The tap device does not exist or belongs to another user.
     #[error(
         "tap={0}: tap device not found for this user; create it with `ip tuntap add dev {0} mode \
         tap user $USER vnet_hdr`"
@@ -73,7 +74,7 @@ pub enum TapError {
 pub struct Tap(File);
 
 impl Tap {
-    /// Opens tap device `name` with virtio-net headers.
+    /// Opens the tap device `name` with virtio-net headers.
     ///
     /// # Errors
     /// Returns a [`TapError`] whose message includes the remedy.
@@ -306,7 +307,7 @@ fn interface_index(name: &str) -> io::Result<c_int> {
     }
 }
 
-/// Returns the MTU of network device `name`, in bytes.
+/// Returns the MTU of the network device `name`, in bytes.
 ///
 /// # Errors
 /// Returns an error if the device does not exist.

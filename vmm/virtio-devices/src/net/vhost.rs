@@ -25,7 +25,7 @@ use super::link::LinkStatus;
 use super::tap::Tap;
 use crate::device::ActiveQueue;
 
-/// Multicast group of network device changes (`RTMGRP_LINK`).
+/// Netlink multicast group of network device changes (`RTMGRP_LINK`).
 const LINK_GROUP: u32 = 1;
 /// Feature bits that vhost-net must support, because every tap device offers them to the driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_NET_F_MRG_RXBUF;
@@ -245,8 +245,9 @@ impl VhostEventDescriptors {
         })
     }
 
-    /// Discards all netlink messages, whose contents are not needed. Uses `read(2)`, because the
-    /// seccomp filter of device threads forbids receiving from sockets (crate `sandbox`).
+    /// Discards all pending netlink messages, because only their arrival matters. Uses `read(2)`,
+    /// because the seccomp filter of device threads forbids receiving from sockets (crate
+    /// `sandbox`).
     fn drain(&self) {
         let mut message = [0; 64];
         // The number of reads is limited. Remaining messages cause another event.
@@ -263,7 +264,7 @@ impl VhostEventDescriptors {
 pub struct VhostHandler {
     /// Descriptors that the thread monitors.
     pub watch: VhostEventDescriptors,
-    /// The tap device, `None` after its removal.
+    /// The tap device, or `None` after its removal.
     pub tap: Option<Arc<Tap>>,
     /// The link of the guest's network device.
     pub link: LinkStatus,

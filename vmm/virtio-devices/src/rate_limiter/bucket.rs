@@ -19,7 +19,7 @@ pub struct TokenBucket {
     /// Remaining tokens of the one-time burst, which are used before `tokens` and never refilled.
     burst: u64,
     tokens: u64,
-    /// Number of tokens owed. Zero unless `burst` and `tokens` are both 0.
+    /// Number of tokens owed. Greater than zero only if `burst` and `tokens` are 0.
     debt: u64,
     /// Accumulated fraction of the next token, in units of 1/`refill_ns` token.
     fraction: u64,
@@ -45,8 +45,8 @@ impl TokenBucket {
         self.limits
     }
 
-    /// Adds the tokens for the time since the last call. No tokens are added if the clock stands
-    /// still or goes backwards.
+    /// Adds the tokens for the time since the last call. Adds none if the clock stands still or
+    /// goes backwards.
     #[expect(
         clippy::cast_possible_truncation,
         reason = "a remainder is below its u64 divisor"
@@ -82,7 +82,7 @@ impl TokenBucket {
         Duration::from_nanos(saturated(units.div_ceil(u128::from(self.limits.size.get()))))
     }
 
-    /// Charges the cost of an admitted request.
+    /// Charges the cost of an admitted request to the bucket.
     pub fn charge(&mut self, cost: u64, now: Instant) {
         self.refill(now);
         let from_burst = cost.min(self.burst);

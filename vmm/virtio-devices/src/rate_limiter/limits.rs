@@ -66,7 +66,7 @@ pub struct RateLimits {
 /// Error returned when a rate limiter option is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RateLimitParseError {
-    /// The value is malformed, zero or out of range.
+    /// The value of a rate limit is malformed, zero or out of range.
     #[error(
         "{0}={1}: must be SIZE/MILLISECONDS[+BURST] with a size and a time of at least 1, for \
          example 10M/1000"

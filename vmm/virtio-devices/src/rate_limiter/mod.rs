@@ -65,13 +65,13 @@ struct LimiterState {
 }
 
 impl LimiterState {
-    /// Returns the time until the next request is admitted.
+    /// Returns the time until both limits admit the next request.
     fn wait(&mut self, now: Instant) -> Duration {
         let buckets = [&mut self.bandwidth, &mut self.ops].into_iter().flatten();
         buckets.map(|bucket| bucket.wait(now)).max().unwrap_or_default()
     }
 
-    /// Arms the timer. Returns `false` if the host rejects the timer.
+    /// Arms the timer to fire after `wait`. Returns `false` if the host rejects the timer.
     fn arm(&mut self, wait: Duration, now: Instant) -> bool {
         match self.timer.reset(wait, None) {
             Ok(()) => {
@@ -146,7 +146,7 @@ impl RateLimiter {
     }
 
     /// Handles an event of the timer. The event may be stale, because the timer may have been armed
-    /// again after it fired.
+    /// again since it fired.
     pub fn handle_timer(&self) {
         let mut state = self.state();
         if state.due.is_none_or(|due| Instant::now() >= due) {
@@ -158,8 +158,8 @@ impl RateLimiter {
         }
     }
 
-    /// Changes the limits. A device that has paused because of the old limits checks the new limits
-    /// immediately.
+    /// Changes the limits. A device that has paused because of the old limits immediately checks
+    /// the new ones.
     pub fn change(&self, bandwidth: RateLimitUpdate, ops: RateLimitUpdate) {
         let now = Instant::now();
         let state = &mut *self.state();

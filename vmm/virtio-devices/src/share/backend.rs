@@ -19,7 +19,7 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use super::config::{ShareBackendSource, VirtiofsdSandbox};
 use super::keeper::{BackendKeeper, BackendKeeperCommand};
 
-/// Number of queues: one for high-priority requests, one for other requests.
+/// Number of queues of a virtio-fs device: one for high-priority requests, one for other requests.
 pub(super) const QUEUES: usize = 2;
 /// Paths at which distributions install virtiofsd, as a separate program or as part of QEMU before
 /// 8.0.
@@ -34,8 +34,8 @@ const PROGRAM_PATHS: [&str; 5] = [
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Feature bits that every backend must support, because the transport offers them to every driver.
 const NEEDED: u64 = 1 << VIRTIO_F_VERSION_1 | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_RING_F_INDIRECT_DESC;
-/// Shell command that makes directory `$1` read-only and then runs the command given by the other
-/// arguments.
+/// Shell command that makes the directory `$1` read-only, and then runs the command that consists
+/// of the other arguments.
 const READ_ONLY: &str =
     "mount --bind \"$1\" \"$1\" && mount -o remount,bind,ro \"$1\" && shift && exec \"$@\"";
 

@@ -18,7 +18,7 @@ pub enum ShareBackendSource {
         /// Mode of virtiofsd's sandbox, or `None` for its default.
         sandbox: Option<VirtiofsdSandbox>,
     },
-    /// Socket of a vhost-user-fs backend that is already running.
+    /// Path of the socket of a vhost-user-fs backend that is already running.
     Socket(PathBuf),
 }
 

@@ -17,7 +17,7 @@ use diagnostics::guest_log;
 
 /// Interval at which the keeper checks whether the backend and the VM are still running.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// Minimum and maximum delay between the exit of a backend and its restart.
+/// Minimum and maximum delay before a backend that has exited is restarted.
 const RESTART_DELAYS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(60));
 /// Uptime after which a backend counts as stable, so that its next restart has the minimum delay.
 const MIN_UPTIME: Duration = Duration::from_secs(60);
@@ -170,7 +170,7 @@ fn start(command: &[OsString], says: &SyncSender<String>) -> Option<Child> {
     }
 }
 
-/// Forwards the first lines of a backend's output. The remaining output is read and discarded, so
+/// Forwards the first lines of a backend's output to the log. Discards the remaining output, so
 /// that the backend never blocks on a full pipe.
 fn forward_output(stderr: ChildStderr, says: &SyncSender<String>) {
     let mut stderr = BufReader::new(stderr);

@@ -151,7 +151,7 @@ impl BackendSession {
         Ok(())
     }
 
-    /// Handles the exit of the backend and schedules a reconnection attempt.
+    /// Handles the exit of the backend and schedules an attempt to reconnect.
     fn handle_exit(&mut self, ops: &mut EventOps) {
         if let Some(connection) = self.connection.take() {
             if let Err(e) = ops.remove(Events::new(&connection.frontend, EventSet::empty())) {

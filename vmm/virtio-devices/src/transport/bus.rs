@@ -56,7 +56,7 @@ pub enum BusError {
         /// Number of queues of the device.
         queues: usize,
     },
-    /// The host has run out of file descriptors.
+    /// The eventfds of a device could not be created.
     #[error("cannot create an eventfd for {name}; raise the limit of open files (ulimit -n)")]
     Eventfd {
         /// Name of the device that needs an eventfd.
@@ -138,7 +138,7 @@ impl PciBus {
         })
     }
 
-    /// Handles a guest read from a configuration port.
+    /// Handles a guest read from the configuration I/O port `port`.
     pub fn read_port(&self, port: u16, data: &mut [u8]) {
         data.fill(0xFF);
         if port == CONFIG_PORT && data.len() == 4 {
@@ -152,7 +152,7 @@ impl PciBus {
         }
     }
 
-    /// Handles a guest write to a configuration port.
+    /// Handles a guest write to the configuration I/O port `port`.
     pub fn write_port(&self, port: u16, data: &[u8]) {
         if port == CONFIG_PORT {
             if let Ok(address) = <[u8; 4]>::try_from(data) {
@@ -167,7 +167,7 @@ impl PciBus {
         }
     }
 
-    /// Handles a guest read of memory at `address`. Returns `true` if a function decodes the
+    /// Handles a guest read of memory at `address`. Returns `false` if no function decodes the
     /// address.
     pub fn read_memory(&self, address: u64, data: &mut [u8]) -> bool {
         let Some((place, offset)) = self.decoder(address) else {
@@ -177,7 +177,7 @@ impl PciBus {
         true
     }
 
-    /// Handles a guest write to memory at `address`. Returns `true` if a function decodes the
+    /// Handles a guest write to memory at `address`. Returns `false` if no function decodes the
     /// address.
     pub fn write_memory(&self, address: u64, data: &[u8]) -> bool {
         let Some((place, offset)) = self.decoder(address) else {
@@ -205,8 +205,7 @@ impl PciBus {
             .collect()
     }
 
-    /// Stops the threads of all devices for a snapshot. No vCPU may run until
-    /// [`PciBus::resume`].
+    /// Stops the threads of all devices for a snapshot. No vCPU may run before [`PciBus::resume`].
     pub fn quiesce(&self) {
         for place in &self.places {
             place.lock().quiesce();

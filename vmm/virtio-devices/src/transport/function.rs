@@ -77,7 +77,7 @@ pub(super) struct PciFunction {
     machine: Arc<dyn PciBackend>,
     /// Address of the BAR after a reset.
     home: u32,
-    /// Indices of the active queues, or `None` if the device is not active.
+    /// Indices of the queues that the driver has enabled, or `None` if the device is not active.
     pub(super) active: Option<Vec<usize>>,
     /// Doorbells that are registered with the machine, as pairs of address and queue index.
     doorbells: Vec<(u64, usize)>,
@@ -146,7 +146,7 @@ impl PciFunction {
         on.then(|| self.space.u32(space::BAR0).into())
     }
 
-    /// Handles a guest read of the configuration space.
+    /// Handles a guest read of the function's configuration space.
     pub(super) fn read_config(&mut self, at: usize, data: &mut [u8]) {
         if let Some((offset, length)) = self.window(at, data.len()) {
             let mut value = [0; 4];
@@ -156,7 +156,7 @@ impl PciFunction {
         self.space.read(at, data);
     }
 
-    /// Handles a guest write to the configuration space.
+    /// Handles a guest write to the function's configuration space.
     pub(super) fn write_config(&mut self, at: usize, data: &[u8]) {
         self.space.write(at, data);
         if let Some((offset, length)) = self.window(at, data.len()) {
@@ -183,7 +183,7 @@ impl PciFunction {
         (fits && at == cap + ACCESS_DATA && len >= length).then(|| (offset.into(), length))
     }
 
-    /// Handles a guest read of the BAR.
+    /// Handles a guest read of the function's memory BAR.
     pub(super) fn read_bar(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         let (region, inside) = split(offset);
@@ -197,7 +197,7 @@ impl PciFunction {
         }
     }
 
-    /// Handles a guest write to the BAR.
+    /// Handles a guest write to the function's memory BAR.
     pub(super) fn write_bar(&mut self, offset: u64, data: &[u8]) {
         let (region, inside) = split(offset);
         match region {
@@ -247,7 +247,7 @@ impl PciFunction {
         self.start_device(QueueStart::Zero);
     }
 
-    /// Starts the device with its enabled queues.
+    /// Starts the device with the queues that the driver has enabled.
     pub(super) fn start_device(&mut self, start: QueueStart) {
         let result = self.activation(start).and_then(|activation| {
             let active = activation.queues.iter().enumerate();
@@ -350,7 +350,8 @@ impl Drop for PciFunction {
     }
 }
 
-/// Returns the number of interrupts of a device: one per queue and one for configuration changes.
+/// Returns the number of interrupts of a virtio device: one per queue and one for configuration
+/// changes.
 pub(super) fn vector_count(queues: usize) -> u16 {
     u16::try_from(queues.min(MAX_QUEUES) + 1).unwrap_or(1)
 }

@@ -7,7 +7,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::device::DeviceFailureCallback;
 
-/// A message-signalled interrupt: a write of `data` to `address`.
+/// A message-signalled interrupt, which is a write of `data` to `address`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MsiMessage {
     /// Address to which the message is written.

@@ -14,7 +14,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::machine::{MsiMessage, PciBackend};
 use diagnostics::{error_line, guest_log};
 
-/// Size of a table entry (address, data, control), in bytes.
+/// Size of an MSI-X table entry (address, data, control), in bytes.
 pub(super) const ENTRY_BYTES: usize = 16;
 /// Mask bit in the vector control field of a table entry.
 const ENTRY_MASKED: u32 = 1 << 0;
@@ -104,7 +104,7 @@ impl MsixTable {
         }
     }
 
-    /// Handles a guest read of the table. Bytes beyond its end read as 0.
+    /// Handles a guest read of the MSI-X table. Bytes beyond its end read as 0.
     pub(super) fn read_table(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             let at = at + i;
@@ -113,7 +113,7 @@ impl MsixTable {
         }
     }
 
-    /// Handles a guest write of any length at any offset of the table.
+    /// Handles a guest write of any length at any offset of the MSI-X table.
     pub(super) fn write_table(&mut self, at: usize, data: &[u8]) {
         let mut rest = data;
         let mut at = at;
@@ -180,7 +180,8 @@ impl MsixTable {
         true
     }
 
-    /// Restores the power-on state: all entries disconnected, no interrupt pending.
+    /// Restores the power-on state of the MSI-X table: no entry is connected, and no interrupt is
+    /// pending.
     pub(super) fn reset(&mut self) {
         self.control = 0;
         for n in 0..self.entries.len() {
@@ -191,7 +192,7 @@ impl MsixTable {
         }
     }
 
-    /// Connects or disconnects entry `n` according to its mask and message.
+    /// Connects entry `n` to its message or disconnects it, depending on its mask bits.
     fn update_route(&mut self, n: usize) {
         let Some((entry, line)) = self
             .entries

@@ -15,7 +15,7 @@ use super::function::{PciFunction, QueueStart};
 use super::space::SPACE_BYTES;
 use crate::device::{ActivateError, DeviceInterrupt};
 
-/// Reason why a device cannot be restored.
+/// Reason why a device cannot be restored from a snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreDeviceError {
     /// The restored VM has a different device at this device number.

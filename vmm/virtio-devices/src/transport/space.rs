@@ -1,6 +1,6 @@
 //! Configuration space of a PCI function with a type 0 header (PCI 3.0, 6.1).
 
-/// Size of a configuration space, in bytes.
+/// Size of a PCI configuration space, in bytes.
 pub(super) const SPACE_BYTES: usize = 256;
 
 // Offsets of the registers in the configuration space header, in bytes.
@@ -90,14 +90,15 @@ impl PciConfigSpace {
         u32::from(self.u16(at)) | u32::from(self.u16(at + 2)) << 16
     }
 
-    /// Handles a guest read of any length at any offset. Bytes beyond the end read as 0.
+    /// Handles a guest read of any length at any offset of the configuration space. Bytes beyond
+    /// its end read as 0.
     pub(super) fn read(&self, at: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             *byte = self.bytes.get(at + i).copied().unwrap_or(0);
         }
     }
 
-    /// Handles a guest write of any length at any offset.
+    /// Handles a guest write of any length at any offset of the configuration space.
     pub(super) fn write(&mut self, at: usize, data: &[u8]) {
         for (i, &new) in data.iter().enumerate() {
             if let (Some(byte), Some(mask)) = (self.bytes.get_mut(at + i), self.writable.get(at + i)) {

@@ -18,15 +18,15 @@ pub enum PacketChainError {
     /// A buffer of the descriptor chain is outside guest RAM.
     #[error("a packet that is not in memory")]
     Memory(#[from] GuestMemoryError),
-    /// The length in the packet header exceeds the amount of data in the chain.
+    /// The chain contains less data than the packet header announces.
     #[error("a packet declares {len} bytes of data but has {have}")]
     Short {
         /// Length of the data according to the header, in bytes.
         len: u32,
-        /// Amount of data in the chain, in bytes.
+        /// Amount of data in the descriptor chain, in bytes.
         have: usize,
     },
-    /// The length in the packet header exceeds the maximum packet size.
+    /// The packet header announces more data than the maximum packet size.
     #[error("a packet declares {len} bytes of data; must be at most {most}")]
     Long {
         /// Length of the data according to the header, in bytes.
@@ -39,7 +39,7 @@ pub enum PacketChainError {
 /// A list of guest memory segments, which is consumed from the front.
 struct GuestSegments {
     rest: SmallVec<[(GuestAddress, usize); 8]>,
-    /// Index of the first segment that has not been consumed completely.
+    /// Index of the first segment that has not been completely consumed.
     first: usize,
 }
 
@@ -129,7 +129,7 @@ pub fn take(
 pub struct VsockPacketBuffer(GuestSegments);
 
 impl VsockPacketBuffer {
-    /// Returns the buffer space of a device-writable chain.
+    /// Returns the space for a packet in a device-writable descriptor chain.
     ///
     /// # Errors
     /// Returns [`PacketChainError::NoHeader`] if the header does not fit.
@@ -147,7 +147,7 @@ impl VsockPacketBuffer {
         self.0.length().saturating_sub(HEADER_BYTES)
     }
 
-    /// Writes a packet and returns the number of bytes written.
+    /// Writes a packet to the descriptor chain and returns the number of bytes written.
     ///
     /// # Errors
     /// Returns [`PacketChainError::Memory`] if a buffer is outside guest RAM.

@@ -35,7 +35,7 @@ pub struct ConnectionKey {
 enum ConnectionState {
     /// The host program has requested the connection, and the guest has not answered yet.
     Requested,
-    /// Established between the guest and the host program.
+    /// The connection is established between the guest and the host program.
     Open,
     /// One side has terminated the connection. At most a reset packet to the guest is pending.
     Dead,
@@ -52,7 +52,7 @@ struct PendingPackets {
     credit_request: bool,
 }
 
-/// A connection between a guest port and a Unix socket.
+/// A vsock connection between a guest port and a Unix socket of the host.
 #[derive(Debug)]
 pub struct VsockConnection {
     key: ConnectionKey,
@@ -60,7 +60,7 @@ pub struct VsockConnection {
     state: ConnectionState,
     due: PendingPackets,
     deadline: Option<Instant>,
-    /// Data that the Unix socket has not accepted yet.
+    /// Data from the guest that the Unix socket has not accepted yet.
     to_host: VecDeque<u8>,
     /// Number of bytes at the start of `to_host` that are the device's reply to CONNECT, not guest
     /// data.
@@ -116,8 +116,8 @@ impl VsockConnection {
         connection
     }
 
-    /// Creates a connection that the guest opened with `request`. `stream` must be connected and
-    /// non-blocking.
+    /// Creates a connection that the guest has requested with the packet `request`. `stream` must
+    /// be connected and non-blocking.
     pub fn accepted(key: ConnectionKey, stream: UnixStream, request: &VsockPacketHeader) -> Self {
         let mut connection = Self::new(key, stream, ConnectionState::Open);
         connection.due.response = true;
@@ -130,12 +130,13 @@ impl VsockConnection {
         self.key
     }
 
-    /// Consumes the connection and returns its Unix socket.
+    /// Consumes the connection and returns its Unix socket, which stays open.
     pub fn into_stream(self) -> UnixStream {
         self.stream
     }
 
-    /// Returns the deadline of the pending timeout, if any.
+    /// Returns the time at which the connection's pending timeout expires, or `None` if no timeout
+    /// is pending.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
@@ -218,7 +219,8 @@ impl VsockConnection {
         self.request_credit();
     }
 
-    /// Returns the next packet for the guest and writes its data to `buffer`.
+    /// Returns the header of the next packet for the guest, if any, and writes the packet's data to
+    /// `buffer`.
     pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<VsockPacketHeader> {
         if std::mem::take(&mut self.due.reset) {
             return Some(self.header(VsockOp::Reset, 0, 0));
@@ -282,8 +284,8 @@ impl VsockConnection {
             && self.guest_ended & NO_RECEIVE == 0
     }
 
-    /// Requests a credit update. Linux sends updates unprompted, but other drivers wait for a
-    /// request.
+    /// Makes a credit request to the guest pending if data can be read but the guest has granted no
+    /// credit. Linux sends credit updates without a request, but other drivers do not.
     fn request_credit(&mut self) {
         self.due.credit_request = self.may_read() && self.credit() == 0;
     }

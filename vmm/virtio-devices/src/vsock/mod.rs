@@ -138,10 +138,10 @@ impl FromStr for VsockConfig {
 /// Error returned when a vsock device cannot be created.
 #[derive(Debug, Error)]
 pub enum VsockError {
-    /// The path exceeds the length limit of Unix sockets.
+    /// The socket path exceeds the length limit of Unix sockets.
     #[error("{}: longer than {MAX_PATH} bytes; choose a shorter path", .0.display())]
     TooLong(PathBuf),
-    /// Another process listens at the path, or the file is not a socket.
+    /// Another process listens at the socket path, or the file at the path is not a socket.
     #[error("{}: the file exists or is in use by a VM; choose another path or remove it", .0.display())]
     Taken(PathBuf),
     /// Another process holds the lock of the socket's directory for too long.
@@ -207,7 +207,7 @@ impl VsockDevice {
         })
     }
 
-    /// Makes the device use `broker` to connect to the sockets of host ports.
+    /// Makes the device use `broker`, the socket broker, to connect to the sockets of host ports.
     ///
     /// # Errors
     /// Returns [`VsockError::Host`] if the broker does not accept the path.

@@ -37,9 +37,9 @@ const FIRST_HOST_PORT: u32 = 1 << 30;
 /// by a token.
 #[derive(Debug)]
 pub enum DescriptorWatchChange {
-    /// Monitors this descriptor, edge-triggered, for input, output and hang-up.
+    /// Start to monitor this descriptor, edge-triggered, for input, output and hang-up.
     Add(RawFd, u32),
-    /// Stops monitoring this socket, which is closed when the value is dropped.
+    /// Stop monitoring this socket. The socket is closed when the value is dropped.
     Remove(UnixStream, u32),
 }
 
@@ -72,7 +72,8 @@ pub enum HostDialer {
     /// Connects directly. The path of a port's socket is this path, followed by an underscore and
     /// the port.
     Direct(PathBuf),
-    /// The socket broker, a helper process, connects, because the threads of a confined VM cannot.
+    /// Connects through the socket broker, a helper process, because the threads of a confined VM
+    /// cannot connect.
     Broker(SocketDestination),
 }
 
@@ -253,7 +254,8 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Returns the next packet for the guest and writes its data to `buffer`.
+    /// Returns the header of the next packet for the guest, if any, and writes the packet's data to
+    /// `buffer`.
     pub fn next(&mut self, buffer: &mut [u8], now: Instant) -> Option<VsockPacketHeader> {
         if let Some(reply) = self.replies.pop_front() {
             return Some(reply);
@@ -308,7 +310,7 @@ impl ConnectionMuxer {
         }
     }
 
-    /// Updates the muxer after an operation on the connection `key`: removes the connection if it
+    /// Updates the muxer after an operation on the connection `key`. Removes the connection if it
     /// is over, or adds it to `ready` if it has a packet.
     fn settle(&mut self, key: ConnectionKey) {
         let Some(entry) = self.connections.get_mut(&key) else {

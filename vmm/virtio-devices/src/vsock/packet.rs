@@ -3,11 +3,11 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, transmute};
 
-/// CID of the host (virtio 1.2, 5.10.4).
+/// Context ID (CID) of the host (virtio 1.2, 5.10.4).
 pub const HOST_CID: u64 = 2;
 /// Number of the stream socket type (5.10.6). The other type requires an optional feature.
 pub const STREAM: u16 = 1;
-/// Maximum number of data bytes in a packet, the same as in Linux's driver.
+/// Maximum amount of data in a packet, in bytes. Linux's driver has the same limit.
 pub const MAX_DATA: usize = 64 << 10;
 
 /// Flag of a [`VsockOp::Shutdown`] packet: the sender will receive no more data (5.10.6.5).
@@ -23,7 +23,7 @@ pub enum VsockOp {
     Request = 1,
     /// Acceptance of a requested connection.
     Response = 2,
-    /// Refusal or immediate termination of a connection.
+    /// Rejection of a request, or immediate termination of a connection.
     Reset = 3,
     /// Half-close or close of a connection.
     Shutdown = 4,
@@ -65,7 +65,7 @@ pub struct VsockPacketHeader {
     pub src_port: u32,
     /// Port of the receiver.
     pub dst_port: u32,
-    /// Length of the data after the header, in bytes.
+    /// Length of the data that follows the header, in bytes.
     pub len: u32,
     /// Number of the socket type, such as [`STREAM`].
     pub kind: u16,
@@ -79,7 +79,7 @@ pub struct VsockPacketHeader {
     pub fwd_cnt: u32,
 }
 
-/// Size of an encoded header, in bytes.
+/// Size of an encoded packet header, in bytes.
 pub const HEADER_BYTES: usize = 44;
 
 /// Memory layout of a packet header (5.10.6).
@@ -132,7 +132,7 @@ impl VsockPacketHeader {
         })
     }
 
-    /// Returns the reset packet that answers this packet.
+    /// Returns the header of the reset packet that answers this packet.
     pub fn reset(&self) -> Self {
         Self {
             src_cid: self.dst_cid,

@@ -28,16 +28,16 @@ const TIMER: u32 = 3;
 /// First event loop token that the muxer may assign.
 pub const FIRST_TOKEN: u32 = 16;
 
-/// Interval at which timeouts are checked.
+/// Interval at which the vsock thread checks timeouts.
 const TICK: Duration = Duration::from_secs(1);
-/// Maximum number of packets that are transferred before other events are handled.
+/// Maximum number of packets that the vsock thread transfers before it handles other events.
 const BUDGET: usize = 512;
 /// Operation number that is never valid (virtio 1.2, 5.10.6).
 const NO_OPERATION: u16 = 0;
 /// Maximum number of host programs' connections accepted before other events are handled.
 const ACCEPTS: usize = 16;
 
-/// Event handler of the vsock device's thread.
+/// Event handler of the vsock device's thread, with the driver's queues and the muxer.
 pub struct VsockQueues {
     memory: GuestMemoryMmap,
     rx: ActiveQueue,
@@ -62,7 +62,7 @@ pub struct VsockQueues {
 }
 
 impl VsockQueues {
-    /// Creates the handler for an active driver.
+    /// Creates the event handler for a driver that has activated the device.
     pub fn new(
         memory: GuestMemoryMmap,
         rx: ActiveQueue,
@@ -88,7 +88,7 @@ impl VsockQueues {
         }
     }
 
-    /// Sets the notifier that requests a device reset from the driver.
+    /// Sets the notifier with which the handler requests a device reset from the driver.
     pub fn with_config_notifier(self, config_change: ConfigChangeNotifier) -> Self {
         Self {
             config_change,
@@ -259,8 +259,8 @@ impl VsockQueues {
         Ok(())
     }
 
-    /// Applies the muxer's changes to the set of descriptors that the event loop monitors, and
-    /// schedules a tick if a timeout is pending.
+    /// Applies the muxer's pending changes to the descriptors that the event loop monitors.
+    /// Schedules a tick if a timeout is pending.
     fn watch(&mut self, ops: &mut EventOps) {
         // A descriptor that cannot be monitored causes a further change, which removes its
         // connection.
@@ -300,7 +300,7 @@ impl VsockQueues {
 /// Result of taking the next chain from a queue.
 enum NextChain<'m> {
     Chain(DescriptorChain<&'m GuestMemoryMmap>),
-    /// No chain is available, and notifications are enabled.
+    /// The queue contains no available chain, and the driver's notifications are enabled.
     None,
     /// The queue is broken. Another attempt would have the same result.
     Broken(VirtqueueError),

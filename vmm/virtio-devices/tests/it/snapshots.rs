@@ -20,7 +20,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Guest address of the device's BAR.
 const BAR: u64 = 0xE000_0000;
-/// Offset of the doorbell of queue 0 in the BAR.
+/// Offset of the doorbell of queue 0 in the device's BAR.
 const DOORBELL: u64 = 0x3000;
 const MEMORY_BYTES: usize = 4 << 20;
 // Guest addresses of the queue's descriptor table, available ring and used ring.

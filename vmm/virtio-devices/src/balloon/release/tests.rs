@@ -24,7 +24,7 @@ fn memory(flags: libc::c_int, file: Option<&File>) -> GuestMemoryMmap {
     GuestMemoryMmap::from_regions(vec![region]).unwrap()
 }
 
-/// Returns a file in which each page is filled with its number, starting at 1.
+/// Creates a file in which each page is filled with its number, starting at 1.
 fn filled_file() -> File {
     let file = tempfile::tempfile().unwrap();
     for page in 0..PAGES {
@@ -145,7 +145,7 @@ fn released_pages_of_a_snapshot_do_not_come_back() {
     assert_eq!(byte, [9], "the file is unchanged");
 }
 
-/// Adjacent ranges are merged into one mapping.
+/// Adjacent released ranges of a snapshot's memory are merged into one mapping.
 #[test]
 fn adjacent_ranges_of_a_snapshot_share_mappings() {
     let memory = memory(libc::MAP_PRIVATE | libc::MAP_NORESERVE, Some(&filled_file()));

@@ -16,7 +16,7 @@ const MAGIC: [u8; 4] = *b"QFI\xfb";
 // Size of the version 2 header and minimum size of the version 3 header, in bytes.
 const V2_BYTES: usize = 72;
 const V3_BYTES: usize = 104;
-/// log2 of the supported cluster sizes in bytes, the same range as in QEMU.
+/// Base-2 logarithms of the supported cluster sizes in bytes. QEMU supports the same sizes.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 /// Maximum length of a backing file name, in bytes.
 const MAX_NAME: u32 = 1023;
@@ -62,13 +62,13 @@ pub enum Qcow2FormatError {
     /// The corrupt bit of the image is set.
     #[error("the image is marked as corrupt; try to repair it with qemu-img check -r all")]
     Corrupt,
-    /// The image uses an external data file.
+    /// The image stores its data in an external file.
     #[error("unsupported external data file; merge both files with qemu-img convert -O qcow2")]
     DataFile,
     /// The image uses a compression type other than deflate.
     #[error("unsupported compression other than zlib; convert with qemu-img convert -O qcow2")]
     Compression,
-    /// The image uses extended L2 entries (subclusters).
+    /// The image uses extended L2 entries, which describe subclusters.
     #[error("unsupported extended L2 entries; convert with qemu-img convert -O qcow2")]
     ExtendedL2,
     /// The header sets unknown incompatible feature bits.
@@ -89,7 +89,7 @@ pub enum Qcow2FormatError {
         /// Size of the file, in bytes.
         file: u64,
     },
-    /// The L1 table has fewer entries than the disk requires, or exceeds the size limit.
+    /// The L1 table has fewer entries than the disk requires, or is larger than the limit.
     #[error("the L1 table has {entries} entries, but the disk size requires {wanted}")]
     L1 {
         /// Number of entries in the L1 table.
@@ -107,16 +107,16 @@ pub enum Qcow2FormatError {
         /// File offset that the table entry contains, in bytes.
         at: u64,
     },
-    /// The metadata exceeds the limits of the consistency check.
+    /// The metadata of the image exceeds the limits of the consistency check.
     #[error("the file or its tables are too large; reduce them with qemu-img convert -o cluster_size=2M")]
     Large,
     /// A data cluster is not completely within the file.
     #[error("the tables refer to byte {0} beyond the end of the file; the file is truncated or damaged")]
     Outside(u64),
-    /// A cluster is referenced more than once.
+    /// A cluster of the image is referenced more than once.
     #[error("the tables refer to byte {0} twice; see qemu-img check")]
     Twice(u64),
-    /// A used cluster has a reference count of zero.
+    /// A cluster in use has a reference count of zero.
     #[error(
         "the cluster at byte {0} is in use but has no reference count; repair the image with \
          qemu-img check -r all"
@@ -136,7 +136,7 @@ pub enum Qcow2FormatError {
 /// Validated header fields of a qcow2 image.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Qcow2Header {
-    /// Version of the format, 2 or 3.
+    /// Version of the qcow2 format, 2 or 3.
     pub version: u32,
     /// Size of the disk, in bytes.
     pub bytes: u64,
@@ -149,9 +149,9 @@ pub struct Qcow2Header {
 /// Geometry of an image, with the locations and contents of its top-level tables.
 #[derive(Debug)]
 pub struct Qcow2Layout {
-    /// log2 of the cluster size in bytes.
+    /// Base-2 logarithm of the cluster size in bytes.
     pub cluster_bits: u32,
-    /// log2 of the width of a reference count in bits.
+    /// Base-2 logarithm of the width of a reference count in bits.
     pub count_order: u32,
     /// File offset of the L1 table, and the file offsets in its entries.
     pub l1: (u64, Vec<u64>),

@@ -130,7 +130,8 @@ impl Qcow2 {
         self.claims.bytes
     }
 
-    /// Returns the discard granularity in bytes, or `None` if discarding is unsupported.
+    /// Returns the granularity of discard requests in bytes, or `None` if the image does not
+    /// support discarding.
     pub fn discard_bytes(&self) -> Option<u64> {
         // Version 2 has no type of table entry that marks a cluster as zeros.
         (self.claims.version >= 3).then_some(self.claims.cluster_bytes)
@@ -405,7 +406,7 @@ fn split_range(mut at: u64, bytes: u64) -> impl Iterator<Item = (u64, usize)> {
 /// Cursor over a list of guest memory segments.
 struct SegmentCursor<'p> {
     pieces: &'p [GuestSegment],
-    /// Number of bytes consumed from the first segment.
+    /// Number of bytes that have been consumed from the first segment.
     done: usize,
 }
 

@@ -12,7 +12,8 @@ use std::os::unix::fs::FileExt;
 
 use super::claims::{OFFSET, Qcow2FormatError, Qcow2Layout};
 
-/// Maximum number of clusters in a file, which is also the size of the check's bitmaps in bits.
+/// Maximum number of clusters in an image file. The bitmaps of the consistency check have one bit
+/// per cluster.
 const MAX_CLUSTERS: u64 = 1 << 30;
 /// Maximum total size of an image's L2 tables, in bytes. Sufficient for a disk of 8 TiB with
 /// clusters of 64 KiB.
@@ -69,7 +70,7 @@ impl ClusterSet {
 struct ConsistencyCheck<'f> {
     file: &'f File,
     layout: &'f Qcow2Layout,
-    /// Number of clusters in the file. The last one may be partial.
+    /// Number of clusters in the image file. The last one may be incomplete.
     count: u64,
     /// Clusters that may be referenced only once.
     whole: ClusterSet,

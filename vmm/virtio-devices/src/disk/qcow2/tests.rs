@@ -138,7 +138,7 @@ fn assert_damage_is_refused(dir: &Path, kind: &str, change: impl Fn(&File), expe
     assert!(line.contains(expected), "{kind}: {expected}: {line}");
 }
 
-/// Mask of an offset in a table entry.
+/// Bits of a table entry that contain a file offset.
 const OFFSET: u64 = 0x00FF_FFFF_FFFF_FE00;
 
 fn word(file: &File, at: u64) -> u64 {

@@ -260,8 +260,8 @@ fn failed_activation_sets_needs_reset() {
     assert_eq!(guest.read(0x5000, 1), 1);
 }
 
-/// A device that detects a broken queue sets DEVICE_NEEDS_RESET, which remains set until the device
-/// is reset.
+/// A device that detects a broken queue sets DEVICE_NEEDS_RESET. The bit remains set until the
+/// driver resets the device.
 #[test]
 fn failed_device_sets_needs_reset() {
     let guest = TestGuest::new(&[&[16]]);
