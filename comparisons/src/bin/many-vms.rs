@@ -53,7 +53,7 @@ struct Options {
     json: Option<PathBuf>,
 }
 
-/// Results of one round of measurements with a number of VMs.
+/// Results of one round of measurements with one number of VMs.
 #[derive(Clone, Copy)]
 struct Turn {
     /// Median CPU time that a VM's process uses while its guest runs the workload, in seconds.

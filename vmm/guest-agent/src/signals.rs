@@ -4,7 +4,7 @@
 /// Signals that background processes of a shell and processes under nohup(1) ignore.
 const IGNORED: [libc::c_int; 3] = [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP];
 
-/// Resets the signals in [`IGNORED`] to their default actions. Commands inherit ignored signals, so
+/// Resets the signals in `IGNORED` to their default actions. Commands inherit ignored signals, so
 /// Ctrl-C would otherwise not terminate a command of the agent.
 pub fn reset_ignored() {
     for signal in IGNORED {

@@ -66,10 +66,10 @@ const MAX_INTERRUPT_DELAY: Duration = Duration::from_micros(50);
 /// Processes the available chains of a queue.
 ///
 /// `serve` handles one chain and returns the number of bytes that it wrote. The driver is
-/// interrupted at the end of the call and at least every [`MAX_INTERRUPT_DELAY`], unless it
+/// interrupted at the end of the call and at least every `MAX_INTERRUPT_DELAY`, unless it
 /// suppresses notifications.
 ///
-/// The call returns after one pass over the queue or after [`MAX_ROUND`], even if the driver keeps
+/// The call returns after one pass over the queue or after `MAX_ROUND`, even if the driver keeps
 /// adding chains. If chains may remain, it signals the queue's kick eventfd again. Meanwhile, the
 /// event loop can check its other descriptors, including the stop event.
 ///

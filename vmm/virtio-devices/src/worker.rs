@@ -86,9 +86,9 @@ impl<H: MutEventSubscriber> MutEventSubscriber for WorkerSubscriber<H> {
 impl DeviceWorker {
     /// Starts a worker thread that runs an event loop for `handler`.
     ///
-    /// `name` has at most 15 bytes. The handler's `init` registers its descriptors, and its `process`
-    /// is called for each descriptor that is ready. If the thread ends before it is stopped, the
-    /// worker logs one line and triggers `fatal_error_callback`.
+    /// `name` has at most 15 bytes. The handler's `init` registers its descriptors, and its
+    /// `process` is called for each descriptor that is ready. If the thread ends before it is
+    /// stopped, the worker logs one line and triggers `fatal_error_callback`.
     ///
     /// # Errors
     /// Returns [`ActivateError::Host`] if the host has run out of file descriptors or threads.

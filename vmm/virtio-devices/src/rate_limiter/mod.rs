@@ -245,8 +245,8 @@ mod tests {
         assert!(limiter.admit());
     }
 
-    /// A stale timer event does not disarm the timer. An event is stale if the timer has been armed
-    /// again between its expiry and the handling of the event.
+    /// A stale event does not disarm the timer. An event is stale if the timer has expired and been
+    /// armed again before the event is handled.
     #[test]
     fn stale_timer_event_does_not_disarm() {
         let limiter = limiter("bandwidth=1000000/1000");

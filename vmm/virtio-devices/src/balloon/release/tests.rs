@@ -45,8 +45,8 @@ fn first_byte(memory: &GuestMemoryMmap, page: u64) -> u8 {
     memory.read_obj(range(page, 1).start).unwrap()
 }
 
-/// Returns the size of the private dirty pages of the guest's memory, in KiB. Only this process
-/// uses these pages.
+/// Returns the size of the guest memory's private dirty pages, which only this process occupies, in
+/// KiB.
 fn dirty_kib(memory: &GuestMemoryMmap) -> u64 {
     let start = memory.iter().next().unwrap().as_ptr() as u64;
     let end = start + PAGES * PAGE_BYTES;

@@ -82,7 +82,7 @@ struct ConsistencyCheck<'f> {
 /// size of its file. If `written` is `true`, also sets missing reference counts and returns their
 /// number.
 ///
-/// Reference counts may be missing after a VM was killed or a power loss, because counts and
+/// A killed VM or a power loss can leave clusters without reference counts, because counts and
 /// references are not written atomically.
 ///
 /// # Errors
