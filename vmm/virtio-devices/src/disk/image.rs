@@ -220,8 +220,8 @@ impl DiskImage {
         }
     }
 
-    /// Writes zeros to `bytes` bytes of the disk at byte offset `at`. If `unmap` is `true`, the space
-    /// may be deallocated.
+    /// Writes zeros to `bytes` bytes of the disk at byte offset `at`. If `unmap` is `true`, the
+    /// space may be deallocated.
     ///
     /// # Errors
     /// Returns the error of the host.

@@ -121,8 +121,8 @@ impl RawDiskImage {
         self.allocate(libc::FALLOC_FL_PUNCH_HOLE, at, bytes)
     }
 
-    /// Writes zeros to `bytes` bytes of the disk at byte offset `at`. If `unmap` is `true`, the space
-    /// may be deallocated.
+    /// Writes zeros to `bytes` bytes of the disk at byte offset `at`. If `unmap` is `true`, the
+    /// space may be deallocated.
     ///
     /// # Errors
     /// Returns the error of the host.

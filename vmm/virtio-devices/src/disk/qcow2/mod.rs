@@ -207,8 +207,8 @@ impl Qcow2 {
         self.with(|image, _| convert_error(image.discard_to_any(at, bytes)))
     }
 
-    /// Writes zeros to `bytes` bytes of the disk at byte offset `at`. If `unmap` is `true`, the space
-    /// may be deallocated.
+    /// Writes zeros to `bytes` bytes of the disk at byte offset `at`. If `unmap` is `true`, the
+    /// space may be deallocated.
     ///
     /// # Errors
     /// Returns the error of the host.
