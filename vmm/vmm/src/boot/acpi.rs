@@ -24,30 +24,33 @@ const OEM_ID: [u8; 6] = *b"PERFVI";
 const OEM_TABLE: [u8; 8] = *b"PERFVISR";
 const OEM_REVISION: u32 = 1;
 
-/// System control interrupt (SCI), raised for ACPI events such as the power button. The power
-/// button is a fixed-hardware feature.
+/// Interrupt number of the system control interrupt (SCI), which reports ACPI events such as a
+/// press of the power button.
 pub const SCI_IRQ: u8 = 9;
 /// I/O APIC ID, the lowest ID that no local APIC uses.
 pub const IO_APIC_ID: u8 = layout::MAX_CPUS;
 
 /// MADT flag: the machine also has two 8259 PICs (5.2.12, table 5.20).
 const MADT_PCAT_COMPAT: u32 = 1;
-/// MADT revision without hot-pluggable processors, and the first revision whose local APICs can be
-/// marked as online capable (5.2.12.2).
+/// MADT revision of a machine without CPU hot-plug.
 const MADT_REVISION: u8 = 4;
+/// MADT revision of a machine with CPU hot-plug: the first one whose local APIC entries have the
+/// flag "online capable" (5.2.12.2).
 const MADT_REVISION_ONLINE_CAPABLE: u8 = 5;
-/// Polarity and trigger flags of a MADT interrupt source override (table 5.26).
+/// MADT interrupt source override flags: the interrupt is active high (table 5.26).
 const ACTIVE_HIGH: u16 = 1;
+/// MADT interrupt source override flags: the interrupt is level-triggered (table 5.26).
 const LEVEL: u16 = 3 << 2;
 
-/// FADT IA-PC boot flags (table 5.11): legacy devices are present, VGA is not. Bit 1 is clear, so
-/// that the guest does not probe an 8042, which would cost thousands of exits. Bit 5 is clear: the
-/// CMOS clock is present.
+/// FADT IA-PC boot flag (table 5.11): legacy devices are present. The flags for an 8042 (bit 1) and
+/// for the absence of a CMOS clock (bit 5) stay clear. With the 8042 flag set, the guest would
+/// probe the controller, which costs thousands of exits.
 const BOOT_LEGACY_DEVICES: u16 = 1 << 0;
+/// FADT IA-PC boot flag (table 5.11): VGA is absent.
 const BOOT_NO_VGA: u16 = 1 << 2;
 
-/// Returns the tables as pairs of guest-physical address and bytes. The RSDP is the first and lies
-/// at [`layout::RSDP`]. `pci` adds a PCI bus.
+/// Builds the ACPI tables and returns the guest-physical address and the bytes of each. The first
+/// table is the RSDP, at [`layout::RSDP`]. If `pci` is set, the tables describe a PCI bus.
 pub(crate) fn tables(cpus: VcpuCountRange, pci: bool) -> Vec<(u64, Vec<u8>)> {
     let mut at = layout::ACPI_TABLES;
     let mut placed: Vec<(u64, Vec<u8>)> = Vec::new();
@@ -70,8 +73,8 @@ pub(crate) fn tables(cpus: VcpuCountRange, pci: bool) -> Vec<(u64, Vec<u8>)> {
     placed
 }
 
-/// Builds the DSDT: the power-off sleep state, the serial port, the generation ID, and hot-pluggable
-/// processors.
+/// Builds the DSDT, which describes the power-off sleep state, the serial port, the VM generation
+/// ID and, with CPU hot-plug, the processors.
 #[expect(clippy::cast_possible_truncation, reason = "the serial port has 8 registers")]
 fn dsdt(cpus: VcpuCountRange, pci: bool) -> Vec<u8> {
     let s5 = Name::new(
@@ -99,8 +102,9 @@ fn dsdt(cpus: VcpuCountRange, pci: bool) -> Vec<u8> {
     sdt.as_slice().to_vec()
 }
 
-/// Builds the PCI bus (PNP0A03): its number, its configuration ports and the MMIO window of its
-/// functions. Interrupt pins are not routed, because no function has one.
+/// Builds the ACPI device of the PCI bus (PNP0A03): bus number, configuration ports and MMIO
+/// window. The device has no interrupt routing table, because no PCI function uses an interrupt
+/// pin.
 fn pci_bus() -> Vec<u8> {
     let hid = Name::new("_HID".into(), &EISAName::new("PNP0A03"));
     let uid = Name::new("_UID".into(), &ZERO);
@@ -115,7 +119,8 @@ fn pci_bus() -> Vec<u8> {
     bytes_of(&Scope::new("_SB_".into(), vec![&pci0]))
 }
 
-/// Builds the FADT. Without an SMI command port, ACPI mode is always enabled.
+/// Builds the FADT. The table names no SMI command port, so the guest finds ACPI mode already
+/// enabled.
 #[expect(clippy::cast_possible_truncation, reason = "the layout puts it below 4 GiB")]
 fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
     let io = |port: u16, bits: u8, size| GAS::new(GasSpace::SystemIo, bits, 0, size, u64::from(port));
@@ -154,7 +159,7 @@ fn fadt(dsdt: u64, facs: u64) -> Vec<u8> {
     bytes_of(&fadt.finalize())
 }
 
-/// Builds the MADT: processors and interrupt controllers.
+/// Builds the MADT, which lists the processors and the interrupt controllers.
 fn madt(cpus: VcpuCountRange) -> Vec<u8> {
     let revision = if cpus.can_change() {
         MADT_REVISION_ONLINE_CAPABLE
@@ -196,7 +201,8 @@ mod tests {
         bytes.iter().fold(0, |a, b| a.wrapping_add(*b))
     }
 
-    /// KVM's timer raises I/O APIC input 0, the input that Linux uses without an override.
+    /// The MADT has no override for the timer interrupt: KVM's timer raises I/O APIC input 0, the
+    /// input that Linux uses without an override.
     #[test]
     fn timer_irq_has_no_source_override() {
         let madt = madt("1".parse().unwrap());

@@ -43,7 +43,7 @@ pub enum BootError {
         what: &'static str,
         /// Path of the file.
         path: PathBuf,
-        /// Type of the file.
+        /// Type of the file that the path names, for example `a directory`.
         kind: &'static str,
     },
     /// The file is empty.
@@ -72,7 +72,7 @@ pub enum BootError {
         /// Flags of the multiboot header.
         flags: u32,
     },
-    /// A segment extends beyond guest RAM.
+    /// A segment of the kernel extends beyond guest RAM.
     #[error(
         "kernel {name}: segment {index} occupies {start:#x}..{end:#x} but usable guest RAM ends at {limit_end:#x}; use a larger --memory"
     )]
@@ -85,11 +85,11 @@ pub enum BootError {
         start: u64,
         /// Guest-physical end address of the segment, exclusive.
         end: u64,
-        /// End of usable guest RAM.
+        /// Guest-physical end address of usable guest RAM, exclusive.
         limit_end: u64,
     },
-    /// A segment lies outside the ranges where such a kernel may load, regardless of the memory
-    /// size.
+    /// A segment of the kernel lies outside the address ranges that kernels of this kind may use,
+    /// whatever the size of RAM.
     #[error(
         "kernel {name}: segment {index} occupies {start:#x}..{end:#x}, which is not allowed for \
         {kind}; link it to load {room}"
@@ -106,7 +106,7 @@ pub enum BootError {
         /// Kind of kernel with its article, for the message: `a multiboot kernel` or
         /// `a Linux kernel`.
         kind: &'static str,
-        /// Description of the ranges where the kernel may load, for the message.
+        /// Address ranges where the kernel may load, in words, for the message.
         room: String,
     },
     /// The kernel leaves too little free memory below 1 MiB.
@@ -144,11 +144,11 @@ pub enum BootError {
         path: PathBuf,
         /// Size of the initrd in bytes.
         size_bytes: u64,
-        /// Free memory in bytes.
+        /// Size in bytes of the free memory in which the initrd may be placed.
         room_bytes: u64,
         /// First guest-physical address after the kernel.
         kernel_end: u64,
-        /// Exclusive upper limit of initrd addresses.
+        /// Guest-physical end address of the memory in which the initrd may be placed, exclusive.
         limit: u64,
     },
     /// The command line is longer than the kernel's limit.
@@ -173,7 +173,7 @@ pub enum BootError {
     /// Writing to guest memory failed, although the range was found to be valid before.
     #[error("cannot write {what} into guest memory at {address:#x}")]
     GuestMemory {
-        /// Name of the object that was written.
+        /// Name of the object that could not be written, for example `a firmware table`.
         what: &'static str,
         /// Guest-physical address.
         address: u64,
@@ -183,7 +183,7 @@ pub enum BootError {
     /// KVM rejected a vCPU's initial state.
     #[error("KVM rejected the boot processor's {what}")]
     VcpuState {
-        /// Name of the register set.
+        /// Name of the rejected register set, for example `segment registers`.
         what: &'static str,
         /// Error of the ioctl.
         source: KvmIoctlError,
@@ -193,7 +193,7 @@ pub enum BootError {
         "this host's KVM ({flavour}) runs guest kernels in an instruction emulator and cannot run Linux; run this guest in the lab (`make demo` shows how) or on a host with VT-x or AMD-V; `perfvisor run` without --kernel works here"
     )]
     NeedsFullKvm {
-        /// Method by which this host's KVM runs guest code, for the message.
+        /// How this host's KVM runs guest code, in words, for the message.
         flavour: String,
     },
 }

@@ -1,7 +1,7 @@
 //! Builds the ACPI device of the VM generation ID, and the event device that notifies the guest.
 //!
-//! A generic event device (ACPI 6.5, 5.6.9) reports events to the guest by passing the number of
-//! the interrupt to its method. [`crate::devices::generation`] describes the generation ID, and
+//! A generic event device (ACPI 6.5, 5.6.9) has a method that the guest calls with the number of
+//! the interrupt that it received. [`crate::devices::generation`] describes the generation ID, and
 //! [`super::processors`] the hot-pluggable processors.
 //!
 //! ```text
@@ -19,11 +19,12 @@ use super::aml::bytes_of;
 use super::layout;
 use crate::devices::ports;
 
-/// Device-specific Notify value (5.6.6), "the generation ID has changed".
+/// Device-specific Notify value (5.6.6) with which the guest's driver learns that the generation ID
+/// has changed.
 const GENERATION_CHANGED: u8 = 0x80;
 
-/// Returns the AML of both devices, to be placed in the root scope. `hotplug` adds the interrupt of
-/// CPU hot-plug.
+/// Returns the AML of the generation ID device and the event device, for the root scope. If
+/// `hotplug` is set, the event device also handles the interrupt of CPU hot-plug.
 pub(super) fn devices(hotplug: bool) -> Vec<u8> {
     let hid = Name::new("_HID".into(), &"PRFV0001");
     // VM_Gen_Counter, the ID in the specification of the VM generation ID, is longer than an ACPI

@@ -31,13 +31,13 @@ pub const BOOT_STACK: u64 = 0x8FF0;
 pub const CMDLINE: u64 = 0x2_0000;
 /// Maximum length of a stored command line, without its NUL.
 pub const CMDLINE_MAX_BYTES: usize = 0xFFFF;
-/// ACPI RSDP, at the start of the area that every kernel searches.
+/// ACPI RSDP, at the start of the BIOS area that kernels search for it.
 pub const RSDP: u64 = 0xE_0000;
-/// Start of the other ACPI tables.
+/// First of the ACPI tables that follow the RSDP.
 pub const ACPI_TABLES: u64 = 0xE_0040;
 /// End address of the area of the ACPI tables, exclusive.
 pub const ACPI_END: u64 = 0xE_F000;
-/// VM generation ID, in a separate page.
+/// Page that contains only the VM generation ID.
 pub const GENERATION_ID: u64 = ACPI_END;
 /// MP floating pointer and configuration table, in the BIOS area defined by the MP specification.
 pub const MP_TABLE: u64 = 0xF_0000;

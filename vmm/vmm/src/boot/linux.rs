@@ -14,24 +14,24 @@ use super::layout;
 use crate::memory::GuestRam;
 use kernel_images::bzimage::{SETUP_HEADER_OFFSET, SetupHeader};
 
-/// Maximum command line length of an x86 Linux kernel whose header has no limit (COMMAND_LINE_SIZE
-/// less the NUL).
+/// Maximum command line length in bytes, without the NUL, of a Linux kernel whose setup header
+/// gives no limit (x86 COMMAND_LINE_SIZE).
 pub(crate) const DEFAULT_CMDLINE_BYTES: usize = 2047;
-/// Highest initrd address of a kernel whose header has no limit.
+/// Highest address that an initrd may occupy if the kernel's setup header gives no limit.
 pub(crate) const DEFAULT_INITRD_MAX: u32 = 0x7FFF_FFFF;
 /// Size of the setup header in linux-loader's boot_params.
 const HEADER_MAX_BYTES: usize = 0x26C - SETUP_HEADER_OFFSET;
 const BOOT_FLAG: u16 = 0xAA55;
 const HEADER_MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
-/// Boot loader type "unassigned".
+/// Value of the setup header's boot loader type: an unregistered boot loader.
 const LOADER_UNDEFINED: u8 = 0xFF;
-/// loadflags bit 0: the kernel is loaded at or above 1 MiB.
+/// Bit 0 of the setup header's `loadflags`: the kernel is loaded at or above 1 MiB.
 const LOADED_HIGH: u8 = 1;
 /// Boot protocol version for an ELF image, which has no setup header: 2.15.
 const PROTOCOL_VERSION: u16 = 0x020F;
 
-/// Writes the zero page and the command line. `bzimage` is the file and its setup header if the
-/// kernel is a bzImage.
+/// Writes boot_params ("zero page") and the command line to `ram`. `bzimage` contains the file and
+/// its setup header, or is `None` for a vmlinux.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the layout is below 4 GiB and has fewer than 256 ranges"

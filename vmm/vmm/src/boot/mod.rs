@@ -46,7 +46,7 @@ use kernel_images::{ImageCorruption, KernelImageError, bzimage, kallsyms};
 const MAX_KERNEL_FILE_BYTES: u64 = 1 << 30;
 const PAGE: u64 = 4096;
 
-/// Source of the kernel image.
+/// Where the kernel image comes from.
 #[derive(Clone, Debug)]
 pub enum KernelSource {
     /// A kernel file.
@@ -65,7 +65,8 @@ impl KernelSource {
         }
     }
 
-    /// Returns the program name that precedes the arguments in the command line.
+    /// Returns the name of the kernel, which multiboot places before the arguments in the command
+    /// line.
     fn program_name(&self) -> Option<String> {
         match self {
             KernelSource::File(path) => Some(path.file_name()?.to_string_lossy().into_owned()),
@@ -77,8 +78,8 @@ impl KernelSource {
 /// Boot protocol for a kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BootProtocol {
-    /// Multiboot is used if the image has a multiboot header, PVH if it has a PVH entry point and
-    /// is not Linux, and otherwise the Linux protocol.
+    /// Protocol selected by the image: multiboot for a multiboot header, PVH for an image with a
+    /// PVH entry point that is not Linux, and otherwise the Linux protocol.
     #[default]
     Auto,
     /// The PVH boot protocol, even if the kernel is Linux.
@@ -102,21 +103,21 @@ impl std::str::FromStr for BootProtocol {
     }
 }
 
-/// Parameters of loading a guest.
+/// Inputs of [`load`].
 #[derive(Clone, Debug)]
 pub struct BootRequest<'a> {
     /// Source of the kernel image.
     pub kernel: &'a KernelSource,
     /// Requested boot protocol.
     pub protocol: BootProtocol,
-    /// Path of the initrd. A multiboot kernel receives the file as its module.
+    /// Path of the initrd. For a multiboot kernel, the file becomes the only module.
     pub initrd: Option<&'a Path>,
     /// Command line, printable ASCII.
     pub cmdline: &'a str,
     /// Initial and maximum number of vCPUs.
     pub cpus: VcpuCountRange,
-    /// `true` if the machine has PCI functions. Linux is always given a PCI bus, because it logs
-    /// errors without one.
+    /// `true` if the machine has PCI devices. The tables for Linux describe a PCI bus even if this
+    /// is `false`, because Linux logs errors without one.
     pub pci: bool,
     /// `true` to replace each RDPMC instruction with an exit on
     /// [`TRAP_PORT`](guest_patching::finder::TRAP_PORT).
@@ -165,15 +166,15 @@ impl std::fmt::Display for KernelFormat {
 pub struct LoadedGuest {
     /// Format of the kernel image.
     pub kind: KernelFormat,
-    /// Initial execution state of the boot processor.
+    /// Processor mode and registers in which the boot processor enters the kernel.
     pub entry: BootEntryState,
     /// Guest-physical range of the kernel's segments.
     pub kernel: Range<u64>,
     /// Guest-physical range of the initrd.
     pub initrd: Option<Range<u64>>,
-    /// `true` if the guest's tables describe a PCI bus.
+    /// `true` if the guest's ACPI tables describe a PCI bus.
     pub pci: bool,
-    /// Executable address ranges of the kernel.
+    /// Address ranges of the kernel's executable code.
     pub text: Vec<TextRange>,
     /// Text symbols of the kernel, from its symbol table or from kallsyms. Empty if it has neither.
     pub symbols: Arc<PackedSymbols>,
@@ -184,8 +185,8 @@ pub struct LoadedGuest {
     pub event_tables: Vec<event_tables::EventTable>,
     /// Lists of top-down events in a Linux kernel file.
     pub topdown: Vec<topdown_events::TopdownList>,
-    /// Guest-physical address of the operand, in the code of a Linux kernel, that sets the default
-    /// permission of RDPMC in user mode.
+    /// Guest-physical address of the instruction operand with which a Linux kernel permits RDPMC in
+    /// user mode by default.
     pub user_rdpmc: Option<u64>,
 }
 
@@ -268,7 +269,8 @@ pub fn load(ram: &GuestRam, request: &BootRequest<'_>) -> Result<LoadedGuest, Bo
     .into())
 }
 
-/// Describes the content of a file that is not a kernel.
+/// Returns what kind of file `data` is, in words, for an error message about a file that is not a
+/// kernel.
 fn describe_content(data: &[u8]) -> &'static str {
     match data {
         [0x1F, 0x8B, ..] => "it is a gzip file (unpack it first)",
@@ -378,8 +380,8 @@ fn check_cmdline(cmdline: &str, limit_bytes: usize) -> Result<(), BootError> {
     Ok(())
 }
 
-/// Copies segments into RAM between 1 MiB and 4 GiB and, if `low` is set, also into conventional
-/// memory.
+/// Copies the kernel's segments into RAM and returns their guest-physical range. Segments must lie
+/// between 1 MiB and 4 GiB or, if `low` is set, in conventional memory.
 fn load_segments(
     ram: &GuestRam,
     name: &str,
@@ -474,7 +476,7 @@ pub(crate) fn write_generation_id(ram: &GuestRam, id: [u8; 16]) -> Result<(), Bo
         .map_err(|e| BootError::memory("the generation ID", address, e))
 }
 
-/// Writes the ACPI tables and the MP table.
+/// Writes the ACPI tables and the MP table to guest memory.
 fn write_firmware_tables(ram: &GuestRam, cpus: VcpuCountRange, pci: bool) -> Result<(), BootError> {
     let mut tables = acpi::tables(cpus, pci);
     tables.push((layout::MP_TABLE, mptable::table(cpus)));
@@ -486,8 +488,8 @@ fn write_firmware_tables(ram: &GuestRam, cpus: VcpuCountRange, pci: bool) -> Res
     Ok(())
 }
 
-/// Returns the guest-physical entry point. An address within the physical range of a segment is
-/// used unchanged; one within a virtual range is translated.
+/// Returns the guest-physical address of the entry point `entry`, which is given either as a
+/// physical or as a virtual address within a segment.
 fn entry_point(name: &str, entry: u64, segments: &[LoadSegment<'_>]) -> Result<u64, BootError> {
     let inside = |base: u64, s: &LoadSegment<'_>| entry.wrapping_sub(base) < s.mem_bytes;
     if segments.iter().any(|s| inside(s.phys, s)) {
@@ -513,7 +515,7 @@ fn text_ranges(code: &[CodeBytes<'_>]) -> Vec<TextRange> {
         .collect()
 }
 
-/// Finds RDPMC instructions and, if requested, replaces them in guest memory.
+/// Finds the kernel's RDPMC instructions and, if `request` says so, replaces them in guest memory.
 fn trap_rdpmc(
     ram: &GuestRam,
     request: &BootRequest<'_>,
@@ -633,7 +635,7 @@ fn load_elf(
     })
 }
 
-/// Returns the PVH entry point, a guest-physical address in an ELF note.
+/// Returns the guest-physical PVH entry point of `image`, as given by an ELF note.
 fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
     let Some(eip) = image.pvh_entry else {
         return Err(BootError::NoPvhEntry { name: name.into() });
@@ -648,8 +650,8 @@ fn pvh_entry(name: &str, image: &ElfImage<'_>) -> Result<u32, BootError> {
     })
 }
 
-/// Returns the code in `segment`, which the multiboot address fields describe. Uses the ELF headers
-/// of the same file if they cover the segment, otherwise treats the whole segment as code.
+/// Returns the executable code in `segment`, a segment that the multiboot address fields describe:
+/// the code that the ELF headers list in it, or the whole segment if they list none.
 fn code_of_segment<'a>(segment: &LoadSegment<'a>, elf: Option<&ElfImage<'a>>) -> Vec<CodeBytes<'a>> {
     let same_bytes = |code: &CodeBytes<'a>| {
         let at = code

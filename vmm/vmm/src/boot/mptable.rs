@@ -5,25 +5,33 @@ use super::acpi::IO_APIC_ID;
 use super::layout;
 use crate::numbers::VcpuCountRange;
 
-/// Reported local APIC version, the same as KVM's (0x14).
+/// Version of the local APICs in the MP table, equal to that of KVM's (0x14).
 const APIC_VERSION: u8 = 0x14;
-/// Reported I/O APIC version, the same as KVM's (0x11).
+/// Version of the I/O APIC in the MP table, equal to that of KVM's (0x11).
 const IO_APIC_VERSION: u8 = 0x11;
-/// Types of MP table entries (table 4-2).
+/// Type of an MP table entry that describes a processor (table 4-2).
 const PROCESSOR: u8 = 0;
+/// Type of an MP table entry that describes a bus.
 const BUS: u8 = 1;
+/// Type of an MP table entry that describes an I/O APIC.
 const IO_APIC: u8 = 2;
+/// Type of an MP table entry that routes an interrupt to an I/O APIC.
 const IO_INTERRUPT: u8 = 3;
+/// Type of an MP table entry that routes an interrupt to the local APICs.
 const LOCAL_INTERRUPT: u8 = 4;
-/// Interrupt types of MP table entries (table 4-10).
+/// Interrupt type of an MP table entry (table 4-10): vectored interrupt.
 const INT: u8 = 0;
+/// Interrupt type of an MP table entry: NMI.
 const NMI: u8 = 1;
+/// Interrupt type of an MP table entry: interrupt from the 8259 PICs.
 const EXTINT: u8 = 3;
-/// CPU signature and feature flags (FPU and APIC present). Kernels read CPUID for details.
+/// CPU signature in the MP table: family 6. Kernels read the exact signature from CPUID.
 const CPU_SIGNATURE: u32 = 0x600;
+/// CPU feature flags in the MP table: FPU and APIC are present.
 const CPU_FEATURES: u32 = 0x201;
 
-/// Returns the floating pointer followed by the table, to be written at [`layout::MP_TABLE`].
+/// Returns the MP floating pointer structure followed by the MP configuration table, for
+/// [`layout::MP_TABLE`].
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the layout puts it below 4 GiB, and 255 processors take 5 KiB"

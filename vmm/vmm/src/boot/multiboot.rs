@@ -13,9 +13,9 @@ use kernel_images::{ImageCorruption, KernelImageError};
 
 /// Magic number of the header in the file (3.1.1).
 const HEADER_MAGIC: u32 = 0x1BAD_B002;
-/// Value of EAX at the entry point (3.2).
+/// Value of EAX when the kernel is entered (3.2).
 pub(crate) const ENTRY_MAGIC: u32 = 0x2BAD_B002;
-/// Size of the file area that contains the header: the first 8 KiB.
+/// Number of bytes from the start of the file that must contain the multiboot header.
 const SEARCH_BYTES: usize = 8192;
 /// Multiboot header flag 0: modules must be page aligned. The VMM always aligns them.
 const FLAG_ALIGN: u32 = 1 << 0;
@@ -26,33 +26,42 @@ const FLAG_MEMORY: u32 = 1 << 1;
 const FLAG_VIDEO: u32 = 1 << 2;
 /// Multiboot header flag 16: the address fields are valid ("a.out kludge").
 const FLAG_ADDRESSES: u32 = 1 << 16;
-/// Multiboot header flags 0 to 15. A kernel that sets an unsupported one must be rejected.
+/// Multiboot header flags 0 to 15, which request required features. A loader rejects a kernel that
+/// sets one of these flags and whose request it does not support.
 const REQUIRED: u32 = 0xFFFF;
 
-/// Info flags (3.3): mem_*, cmdline, mods_*, mmap_*, boot_loader_name.
+/// Flag of the multiboot information structure (3.3): the `mem_*` fields are valid.
 const INFO_MEMORY: u32 = 1 << 0;
+/// Flag of the multiboot information structure: `cmdline` is valid.
 const INFO_CMDLINE: u32 = 1 << 2;
+/// Flag of the multiboot information structure: the `mods_*` fields are valid.
 const INFO_MODULES: u32 = 1 << 3;
+/// Flag of the multiboot information structure: the `mmap_*` fields are valid.
 const INFO_MMAP: u32 = 1 << 6;
+/// Flag of the multiboot information structure: `boot_loader_name` is valid.
 const INFO_LOADER_NAME: u32 = 1 << 9;
+/// Size of the multiboot information structure in bytes, with room for all its fields.
 const INFO_BYTES: u64 = 120;
 
 /// Maximum command line length of a multiboot kernel, in bytes.
 pub(crate) const CMDLINE_MAX_BYTES: usize = 4095;
-/// Maximum length of the program name before the command line, in bytes.
+/// Maximum length in bytes of the program name at the beginning of the command line.
 const PROGRAM_NAME_MAX_BYTES: usize = 255;
-/// Maximum length of a module string, in bytes.
+/// Maximum length in bytes of the string that describes a module.
 const MODULE_STRING_MAX_BYTES: usize = 255;
-/// Offsets of the data that follows the information structure, from the start of this structure.
+/// Offset of the module list from the start of the multiboot information structure.
 const MODULE_LIST: u64 = 0x100;
+/// Offset of the memory map from the start of the multiboot information structure.
 const MMAP: u64 = 0x200;
+/// Offset of the boot loader's name from the start of the multiboot information structure.
 const LOADER_NAME: u64 = 0x400;
+/// Offset of the module string from the start of the multiboot information structure.
 const MODULE_STRING: u64 = 0x500;
-/// Size in bytes of the memory for the information structure with the data that follows it, and of
-/// the memory for the command line.
+/// Size in bytes of each of the two boot information areas: the information structure with the data
+/// that follows it, and the command line.
 const BOOT_INFO_BYTES: u64 = 0x1000;
 
-/// Guest-physical addresses of the boot information of a kernel.
+/// Guest-physical addresses of the data that multiboot passes to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BootInfoAddresses {
     /// Guest-physical address of the multiboot information structure.
@@ -61,7 +70,8 @@ pub(crate) struct BootInfoAddresses {
     pub cmdline: u64,
 }
 
-/// Finds memory below 1 MiB for the boot information that does not overlap the kernel's segments.
+/// Chooses addresses below 1 MiB at which the boot information does not overlap the kernel's
+/// segments.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 pub(crate) fn places(name: &str, segments: &[LoadSegment<'_>]) -> Result<BootInfoAddresses, BootError> {
     let free = |preferred: u64, taken: Option<u64>| {
@@ -81,7 +91,8 @@ pub(crate) fn places(name: &str, segments: &[LoadSegment<'_>]) -> Result<BootInf
     Ok(BootInfoAddresses { info, cmdline })
 }
 
-/// Returns the command line: the program name, which kernels skip, followed by `words`.
+/// Returns the multiboot command line: the name of the program, which kernels skip, followed by
+/// `words`.
 pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     let Some(program) = program else {
         return words.to_owned();
@@ -99,8 +110,8 @@ pub(crate) fn command_line(program: Option<&str>, words: &str) -> String {
     line
 }
 
-/// Returns whether a file is GRUB's core image, which is recognized by the messages in its first
-/// sector. The rest of such a file has a multiboot header for other boot loaders.
+/// Returns whether `data` is GRUB's core image, which has a multiboot header but is not a kernel.
+/// Recognizes the image by the messages in its first sector.
 pub(crate) fn is_grub_core(data: &[u8]) -> bool {
     let sector = &data[..data.len().min(512)];
     let has = |text: &[u8]| memchr::memmem::find(sector, text).is_some();
@@ -117,7 +128,8 @@ pub(crate) struct MultibootHeader {
 }
 
 impl MultibootHeader {
-    /// Returns whether the header has valid address fields, which replace the ELF headers.
+    /// Returns whether the address fields of the header are valid. Valid address fields replace the
+    /// ELF headers of the file.
     pub fn has_addresses(&self) -> bool {
         self.flags & FLAG_ADDRESSES != 0
     }
@@ -138,7 +150,7 @@ pub(crate) fn find_header(data: &[u8]) -> Option<MultibootHeader> {
         })
 }
 
-/// Rejects a header that requires unsupported features.
+/// Returns an error if the header requires an unsupported feature.
 pub(crate) fn check_flags(name: &str, header: &MultibootHeader) -> Result<(), BootError> {
     if header.flags & REQUIRED & !(FLAG_ALIGN | FLAG_MEMORY | FLAG_VIDEO) != 0 {
         return Err(BootError::MultibootFlags {
@@ -207,7 +219,7 @@ pub(crate) fn address_fields<'a>(
     Ok((segment, entry))
 }
 
-/// Writes the multiboot information structure and the strings and lists that it refers to.
+/// Writes the multiboot information structure and the data to which its fields point.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "a multiboot guest is loaded below 4 GiB"

@@ -1,7 +1,8 @@
 //! Builds the ACPI processor devices for CPU hot-plug.
 //!
-//! The event device ([`super::events`]) reports changes to the guest: SCAN looks at all processors and
-//! notifies their devices. [`crate::devices::cpu_plug`] describes the registers.
+//! The event device ([`super::events`]) calls SCAN when the guest receives the hot-plug interrupt.
+//! SCAN examines all processors and notifies the devices of those that have changed.
+//! [`crate::devices::cpu_plug`] describes the registers.
 //!
 //! ```text
 //! Scope (\_SB)
@@ -26,21 +27,22 @@ use super::aml::bytes_of;
 use crate::devices::ports;
 use crate::numbers::VcpuCountRange;
 
-/// _STA: present, enabled, shown, working (6.3.7).
+/// Value of _STA for a processor that is present, enabled, shown and working (6.3.7).
 const STA_PRESENT: u8 = 0xF;
-/// Notify values (5.6.6): device check and ejection request.
+/// Notify value (5.6.6): device check.
 const DEVICE_CHECK: u8 = 1;
+/// Notify value (5.6.6): ejection request.
 const EJECT_REQUEST: u8 = 3;
-/// Timeout of Acquire that waits indefinitely (19.6.2).
+/// Timeout argument of Acquire that means "wait indefinitely" (19.6.2).
 const FOREVER: u16 = 0xFFFF;
 
-/// Returns the four-character name of a processor device: C and the number in hexadecimal, C000 to
-/// C03F.
+/// Returns the ACPI name of a processor device, `C000` to `C03F`: the letter C and the processor
+/// number in hexadecimal.
 fn device_name(vcpu: u8) -> String {
     format!("C{vcpu:03X}")
 }
 
-/// Returns the AML of the processor container, to be placed in the root scope.
+/// Returns the AML of the container of all processor devices, for the root scope.
 pub(super) fn devices(cpus: VcpuCountRange) -> Vec<u8> {
     let mut container = registers();
     container.extend(methods(cpus));
@@ -52,7 +54,7 @@ pub(super) fn devices(cpus: VcpuCountRange) -> Vec<u8> {
     bytes_of(&Scope::new("_SB_".into(), vec![&cpus]))
 }
 
-/// Encoded AML.
+/// AML bytes that are already encoded, for use inside another AML object.
 struct EncodedAml(Vec<u8>);
 
 impl Aml for EncodedAml {

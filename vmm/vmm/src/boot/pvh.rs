@@ -16,15 +16,15 @@ use crate::memory::GuestRam;
 
 /// Magic number of start_info: "xEn3" with its highest bit set.
 const MAGIC: u32 = 0x336E_C578;
-/// First version of start_info with a memory map.
+/// Version of start_info: 1, the first version with a memory map.
 const VERSION: u32 = 1;
-/// Offset of the module list in the page of start_info.
+/// Offset in bytes of the module list from the start of start_info's page.
 const MODULES: u64 = 0x100;
-/// Offset of the memory map in the page of start_info.
+/// Offset in bytes of the memory map from the start of start_info's page.
 const MEMORY_MAP: u64 = 0x200;
 
-/// Writes start_info and the structures that it refers to, in the page of Linux's boot_params,
-/// which PVH does not use.
+/// Writes start_info, the module list and the memory map to one page. PVH has no boot_params, so
+/// this page is shared with Linux's boot_params.
 #[expect(clippy::cast_possible_truncation, reason = "a handful of ranges")]
 pub(crate) fn write_start_info(
     ram: &GuestRam,

@@ -1,4 +1,4 @@
-//! Sets the boot processor's registers at the kernel's entry point.
+//! Initial registers of the boot processor and initial local APIC state.
 
 use kvm_bindings::{kvm_dtable, kvm_fpu, kvm_regs, kvm_segment};
 use vm_memory::{Bytes, GuestAddress};
@@ -11,7 +11,7 @@ use crate::memory::GuestRam;
 /// Initial execution state of the boot processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BootEntryState {
-    /// 64-bit mode with paging; the first 4 GiB are identity-mapped.
+    /// 64-bit mode with paging, for Linux. The first 4 GiB are identity-mapped.
     Long64 {
         /// Guest-physical entry point below 4 GiB.
         rip: u64,
@@ -31,25 +31,33 @@ pub enum BootEntryState {
     },
 }
 
-/// CR0 bits: protection enable, extension type, numeric error, paging.
+/// CR0.PE: protection enable.
 const CR0_PE: u64 = 1 << 0;
+/// CR0.ET: extension type.
 const CR0_ET: u64 = 1 << 4;
+/// CR0.NE: numeric error.
 const CR0_NE: u64 = 1 << 5;
+/// CR0.PG: paging.
 const CR0_PG: u64 = 1 << 31;
-/// CR4 bit: physical address extension.
+/// CR4.PAE: physical address extension.
 const CR4_PAE: u64 = 1 << 5;
-/// EFER bits: long mode enable and active.
+/// EFER.LME: long mode enable.
 const EFER_LME: u64 = 1 << 8;
+/// EFER.LMA: long mode active.
 const EFER_LMA: u64 = 1 << 10;
-/// RFLAGS bit 1, which is always set. No other bit is set initially, so interrupts are disabled.
+/// Initial value of RFLAGS: only bit 1, which is always set. Interrupts are disabled.
 const RFLAGS_RESERVED: u64 = 1 << 1;
-/// Page table bits: present, writable, large page.
+/// Page table entry bits: present and writable.
 const PRESENT_WRITABLE: u64 = 0x3;
+/// Page directory entry bit: the entry maps a 2 MiB page.
 const LARGE: u64 = 1 << 7;
 
-/// Descriptors: null, null, code, data, task. Linux's 64-bit entry uses 0x10 and 0x18.
+/// Selector of the code segment, as Linux's 64-bit entry expects it. The GDT consists of two null
+/// descriptors, code, data and task.
 const CODE_SELECTOR: u16 = 0x10;
+/// Selector of the data segment, as Linux's 64-bit entry expects it.
 const DATA_SELECTOR: u16 = 0x18;
+/// Selector of the task state segment.
 const TASK_SELECTOR: u16 = 0x20;
 const CODE_64: u64 = 0x00AF_9B00_0000_FFFF;
 const CODE_32: u64 = 0x00CF_9B00_0000_FFFF;
@@ -90,7 +98,7 @@ fn segment(descriptor: u64, selector: u16) -> kvm_segment {
     }
 }
 
-/// Writes the descriptor table and, for 64-bit entry, the page tables.
+/// Writes the boot processor's GDT and, for 64-bit entry, its page tables to guest memory.
 pub(crate) fn write_tables(ram: &GuestRam, entry: &BootEntryState) -> Result<(), BootError> {
     let put = |what: &'static str, address: u64, values: &[u64]| {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
@@ -113,8 +121,8 @@ pub(crate) fn write_tables(ram: &GuestRam, entry: &BootEntryState) -> Result<(),
     Ok(())
 }
 
-/// Sets the general-purpose, segment, control and FPU registers of the boot processor. Its CPUID
-/// must be set first.
+/// Sets the general-purpose, segment, control and FPU registers of the boot processor. The vCPU's
+/// CPUID table must be set before this call.
 #[expect(clippy::cast_possible_truncation, reason = "a table of a few entries")]
 pub(crate) fn configure_bsp(entry: &BootEntryState, vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |what| move |source| BootError::VcpuState { what, source };
@@ -170,14 +178,17 @@ pub(crate) fn configure_bsp(entry: &BootEntryState, vcpu: &VcpuFd) -> Result<(),
     vcpu.set_fpu(&fpu).map_err(refused("FPU"))
 }
 
-/// LVT offsets in the local APIC page (SDM vol. 3, table 12-1).
+/// Offset of LVT LINT0 in the local APIC page (SDM vol. 3, table 12-1).
 const LVT_LINT0: usize = 0x350;
+/// Offset of LVT LINT1 in the local APIC page.
 const LVT_LINT1: usize = 0x360;
-/// Delivery modes of a local vector table entry, bits 10:8.
+/// Delivery mode "NMI" of a local vector table entry (bits 10:8).
 const MODE_NMI: u32 = 4 << 8;
+/// Delivery mode "ExtINT" of a local vector table entry: the PIC supplies the vector.
 const MODE_EXTINT: u32 = 7 << 8;
 
-/// Sets LINT0 of a vCPU to the PIC's interrupt and LINT1 to NMI, as firmware does.
+/// Configures the local interrupt pins of a vCPU as firmware does: LINT0 receives interrupts from
+/// the PIC, LINT1 receives NMIs.
 pub fn configure_local_apic(vcpu: &VcpuFd) -> Result<(), BootError> {
     let refused = |source| BootError::VcpuState {
         what: "local APIC",

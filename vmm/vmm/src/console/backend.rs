@@ -51,8 +51,8 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// An open console. Receives a device's output and, if its target has input, passes input to the
-/// device.
+/// An open console, which connects a guest device to the target that the operator chose. Console
+/// output comes from the device. If the target has input, the device receives it.
 pub struct Console {
     place: String,
     kind: Kind,
@@ -104,18 +104,19 @@ impl Console {
         Ok(Self { place, kind })
     }
 
-    /// Returns the location of the console, for example `pty=/dev/pts/3` or an absolute path.
+    /// Returns the target of the console in the syntax of the command line, for example
+    /// `pty=/dev/pts/3`. Paths are absolute.
     pub fn place(&self) -> &str {
         &self.place
     }
 
-    /// Returns whether the console is the terminal that Perfvisor was started from.
+    /// Returns whether the console uses the terminal from which Perfvisor was started.
     pub fn is_terminal(&self) -> bool {
         matches!(self.kind, Kind::Terminal(_))
     }
 
-    /// Returns a writer for a device. It blocks the vCPU while standard output or a file is slower
-    /// than the guest.
+    /// Returns a writer for a device of the guest. While the target is standard output or a file
+    /// and its buffer is full, a write blocks the vCPU.
     pub fn writer(&self) -> Box<dyn Write + Send> {
         match &self.kind {
             Kind::Terminal(output) | Kind::File(output) => output.writer(),
@@ -124,7 +125,7 @@ impl Console {
         }
     }
 
-    /// Returns a writer for a device whose guest busy-waits for output. See
+    /// Returns a writer for a device whose guest busy-waits until its output is written. See
     /// [`ConsoleOutput::impatient_writer`].
     pub fn impatient_writer(&self) -> Box<dyn Write + Send> {
         match &self.kind {
@@ -133,13 +134,15 @@ impl Console {
         }
     }
 
-    /// Returns the size of the console's terminal window, if it has one.
+    /// Returns the size of the terminal window of the console, or `None` if the console is not a
+    /// terminal.
     pub fn window_size(&self) -> Option<TerminalSize> {
         self.is_terminal().then(terminal::window_size).flatten()
     }
 
-    /// Returns the main-loop subscriber that passes input to `guest` and output to clients. Typing
-    /// Ctrl-A x on a terminal writes to the eventfd `quit`.
+    /// Returns the subscriber with which the main loop passes input to `guest` and output to
+    /// clients. When the operator types Ctrl-A x on a terminal, the subscriber writes to the
+    /// eventfd `quit`.
     pub fn subscriber(
         &self,
         guest: Arc<dyn ConsoleInputSink>,
@@ -163,7 +166,7 @@ impl Console {
     }
 
     /// Waits up to `limit` until all output is written. Returns the number of bytes that a
-    /// connected reader did not receive.
+    /// connected reader has not received by then.
     pub fn finish(&self, limit: Duration) -> u64 {
         match &self.kind {
             Kind::Terminal(output) | Kind::File(output) => output.finish(limit),
@@ -185,8 +188,8 @@ fn lock(stream: &Mutex<StreamConsole>) -> MutexGuard<'_, StreamConsole> {
     stream.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A file to which output is appended. While the disk is full, output is lost and the guest
-/// continues.
+/// A writer that appends output to a file. If a write fails, for example because the disk is full,
+/// the output is lost and the guest continues.
 struct LogFile {
     file: std::fs::File,
     path: PathBuf,

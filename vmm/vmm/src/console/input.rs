@@ -12,11 +12,13 @@ use vmm_sys_util::eventfd::EventFd;
 use super::standard::StandardStream;
 use super::{ConsoleInputSink, INPUT_BUFFER_BYTES};
 
-/// List of the key sequences, as Ctrl-A h prints it to a terminal in raw mode.
+/// Help text with the key sequences, printed when the operator types Ctrl-A h. Lines end in `\r\n`
+/// because the terminal is in raw mode.
 const KEYS: &str = "\r\nCtrl-A x       end the VM\r\nCtrl-A Ctrl-A  send Ctrl-A to the guest\r\n\
     Ctrl-A h       list the keys\r\n";
 
-/// Standard input as an event-manager subscriber. Supports terminals, pipes, sockets and files.
+/// Main-loop subscriber that reads input for the guest from a descriptor, by default standard
+/// input. The descriptor may be a terminal, pipe, socket or file.
 pub struct ConsoleInput {
     source: StandardStream,
     guest: Arc<dyn ConsoleInputSink>,
@@ -24,15 +26,16 @@ pub struct ConsoleInput {
     quit: EventFd,
     escape: EscapeParser,
     waiting: VecDeque<u8>,
-    /// `true` if the input source is in the epoll set.
+    /// `true` if the input descriptor is in the epoll set.
     watching: bool,
-    /// `true` for regular files, which epoll rejects and which are always readable.
+    /// `true` if the input is a regular file, which is always readable and which epoll rejects.
     always_ready: bool,
     ended: bool,
 }
 
 impl ConsoleInput {
-    /// Creates a subscriber that passes standard input to `guest` and writes to `quit` on Ctrl-A x.
+    /// Creates a subscriber that passes standard input to `guest`. Ctrl-A x on a terminal writes to
+    /// `quit`.
     pub fn stdin(guest: Arc<dyn ConsoleInputSink>, quit: EventFd) -> Self {
         Self::on(libc::STDIN_FILENO, guest, quit)
     }
@@ -56,8 +59,9 @@ impl ConsoleInput {
         self.source.as_raw_fd()
     }
 
-    /// Watches the input source only while there is buffer space. Otherwise, input that is not read
-    /// would keep its level-triggered event active and the main loop busy.
+    /// Adds the input descriptor to the epoll set while the input buffer has space, and removes it
+    /// otherwise. epoll reports unread input again and again, so a full buffer would keep the main
+    /// loop busy.
     fn watch(&mut self, ops: &mut EventOps) {
         let wanted = !self.ended && !self.always_ready && self.waiting.len() < INPUT_BUFFER_BYTES;
         if wanted == self.watching {
@@ -82,7 +86,7 @@ impl ConsoleInput {
         }
     }
 
-    /// Reads from the input source once.
+    /// Reads from the input descriptor once.
     fn read_source(&mut self) {
         let mut bytes = [0u8; 256];
         let room = (INPUT_BUFFER_BYTES - self.waiting.len().min(INPUT_BUFFER_BYTES)).min(bytes.len());
@@ -115,8 +119,8 @@ impl ConsoleInput {
         }
     }
 
-    /// Passes buffered input to the guest until the guest accepts no more. Refills the buffer if
-    /// the source is a regular file.
+    /// Passes buffered input to the guest until the guest accepts no more. If the input is a
+    /// regular file, refills the buffer.
     fn deliver(&mut self) {
         loop {
             while !self.waiting.is_empty() {
@@ -134,8 +138,7 @@ impl ConsoleInput {
     }
 }
 
-/// Prints the list of key sequences to standard error. Ignores a failure, because it means that
-/// nobody reads the output.
+/// Prints the help text with the key sequences to standard error. Ignores a failed write.
 fn print_keys() {
     let _ = io::stderr().write_all(KEYS.as_bytes());
 }

@@ -37,17 +37,17 @@ pub use terminal::{RawTerminal, restore_terminal, window_size};
 /// Size of the input buffer in bytes.
 const INPUT_BUFFER_BYTES: usize = 4096;
 
-/// A console device that accepts input for the guest.
+/// A guest device that receives console input.
 pub trait ConsoleInputSink: Send + Sync {
     /// Passes as many of `bytes` to the guest as fit and returns their number. Never blocks.
     fn send(&self, bytes: &[u8]) -> usize;
 
-    /// Returns the eventfd that is written when there is space again after
+    /// Returns the eventfd that signals free space in the device's input buffer, after
     /// [`ConsoleInputSink::send`] did not accept all bytes.
     fn room(&self) -> &EventFd;
 }
 
-/// Input of the virtio console.
+/// Passes console input to the virtio console.
 impl ConsoleInputSink for ConsolePort {
     fn send(&self, bytes: &[u8]) -> usize {
         ConsolePort::send(self, bytes)

@@ -1,8 +1,4 @@
-//! Buffered output to a possibly slow sink, standard output or a file.
-//!
-//! vCPUs append to a bounded buffer and a thread writes it to the sink. A slow sink does not delay
-//! the guest until the buffer is full. Then the vCPU blocks, and [`ConsoleOutput::stop`] unblocks
-//! it.
+//! Writes console output to standard output or a file, which may be slow.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -16,28 +12,31 @@ use super::standard::StandardStream;
 
 /// Size of the output buffer in bytes.
 const OUTPUT_BUFFER_BYTES: usize = 64 * 1024;
-/// Maximum time for which a guest that busy-waits is blocked by a sink that accepts no output.
+/// Maximum time for which a full buffer blocks a writer whose guest busy-waits.
 const IMPATIENT_WRITER_TIMEOUT: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
 struct OutputState {
     buffer: VecDeque<u8>,
-    /// `true` while the thread is in write(2) with bytes taken out of the buffer.
+    /// `true` while the writer thread is in write(2). The bytes that it writes are no longer in the
+    /// buffer.
     writing: bool,
     /// `true` if writers no longer block. Output that does not fit is then dropped.
     stopped: bool,
-    /// `true` if the thread must exit, because [`ConsoleOutput::finish`] has ended its wait or the
-    /// sink has failed.
+    /// `true` if the writer thread must exit, because [`ConsoleOutput::finish`] no longer waits or
+    /// the sink has failed.
     closed: bool,
     dropped_bytes: u64,
-    /// `true` if an impatient writer has timed out and the thread has taken no bytes since.
+    /// `true` if an impatient writer has timed out and the writer thread has not taken any bytes
+    /// from the buffer since then.
     stalled: bool,
 }
 
 #[derive(Default)]
 struct Output {
     state: Mutex<OutputState>,
-    /// Signals the thread that there are bytes to write, and the vCPUs that there is free space.
+    /// Wakes the writer thread when there are bytes to write, and the vCPUs when there is free
+    /// space.
     changed: Condvar,
 }
 
@@ -47,20 +46,20 @@ impl Output {
     }
 }
 
-/// Output of a console: a bounded buffer and a thread that writes it to a sink. Pass
-/// [`ConsoleOutput::writer`] to the device.
+/// Output of a console: a bounded buffer, and a thread that writes the buffer to a sink. A device
+/// writes through [`ConsoleOutput::writer`].
 #[derive(Clone)]
 pub struct ConsoleOutput {
     shared: Arc<Output>,
 }
 
 impl ConsoleOutput {
-    /// Starts the writer thread on standard output.
+    /// Starts a writer thread for standard output.
     pub fn stdout() -> io::Result<Self> {
         Self::on(StandardStream::stdout())
     }
 
-    /// Starts the writer thread on any sink.
+    /// Starts a writer thread for `sink`.
     pub fn on(mut sink: impl Write + Send + 'static) -> io::Result<Self> {
         let shared = Arc::new(Output::default());
         let theirs = Arc::clone(&shared);
@@ -72,7 +71,7 @@ impl ConsoleOutput {
         Ok(ConsoleOutput { shared })
     }
 
-    /// Returns a writer for a device. It blocks while the buffer is full.
+    /// Returns a writer for a device. A write blocks while the buffer is full.
     pub fn writer(&self) -> Box<dyn Write + Send> {
         Box::new(ConsoleWriter {
             shared: Arc::clone(&self.shared),
@@ -95,8 +94,8 @@ impl ConsoleOutput {
         self.shared.changed.notify_all();
     }
 
-    /// Waits up to `timeout` until all output is written, so that a stalled pipe cannot keep the
-    /// process alive. Returns the number of lost bytes.
+    /// Waits up to `timeout` until all output is written. Returns the number of bytes that were
+    /// lost. The time limit prevents a stalled pipe from keeping the process alive.
     pub fn finish(&self, timeout: Duration) -> u64 {
         self.stop();
         let end = Instant::now() + timeout;
@@ -152,7 +151,7 @@ fn write_loop(shared: &Output, sink: &mut impl Write) {
 
 struct ConsoleWriter {
     shared: Arc<Output>,
-    /// Maximum time to wait for space, or `None` for no limit.
+    /// Maximum time that a write waits for free space in the buffer, or `None` for no limit.
     patience: Option<Duration>,
 }
 

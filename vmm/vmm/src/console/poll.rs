@@ -1,4 +1,4 @@
-//! Waits until a descriptor is writable or readable.
+//! Waits until file descriptors are readable or writable.
 #![expect(unsafe_code, reason = "poll(2)")]
 
 use std::io;
@@ -17,8 +17,8 @@ pub(super) fn wait_for_room(fd: RawFd, limit: Option<Duration>) {
     unsafe { libc::poll(&mut poll, 1, timeout) };
 }
 
-/// Waits until at least one of `fds` is readable or broken. Returns for each descriptor whether it
-/// is readable or broken. Negative descriptors are ignored.
+/// Waits until at least one of `fds` is readable or broken, and returns for each of them whether it
+/// is. Negative descriptors are ignored.
 pub(crate) fn wait_readable<const N: usize>(fds: [RawFd; N]) -> io::Result<[bool; N]> {
     let mut polls = fds.map(|fd| libc::pollfd {
         fd,

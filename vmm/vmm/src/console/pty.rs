@@ -7,11 +7,12 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
-/// Maximum length of a pseudo-terminal's name with its NUL. `/dev/pts/N` is far shorter.
+/// Maximum length in bytes of a pseudo-terminal's path, including the NUL. `/dev/pts/N` is far
+/// shorter.
 const MAX_NAME: usize = 64;
 
-/// Both ends of a pseudo-terminal. The slave end stays open, so the terminal exists before the
-/// first user opens it and after the last user closes it.
+/// A pseudo-terminal whose slave end is also kept open. The terminal therefore exists before a user
+/// opens it and after the last user closes it.
 pub(super) struct Pty {
     pub(super) master: File,
     pub(super) name: PathBuf,
@@ -19,7 +20,7 @@ pub(super) struct Pty {
 }
 
 impl Pty {
-    /// Opens a new pseudo-terminal in raw mode, so guest output is not echoed as input.
+    /// Opens a new pseudo-terminal in raw mode, in which guest output is not echoed as input.
     pub(super) fn open() -> io::Result<Self> {
         let (mut master, mut slave) = (-1, -1);
         // SAFETY: termios is a plain C struct for which all zeroes is a valid value.

@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
 use super::poll::wait_for_room;
 
-/// A file whose descriptor is not closed on drop.
+/// A standard stream, as a file whose descriptor is not closed on drop.
 pub(super) struct StandardStream(ManuallyDrop<File>);
 
 impl StandardStream {

@@ -1,9 +1,10 @@
-//! A console for clients of a Unix socket or a pseudo-terminal, which may connect and disconnect at
+//! Console for clients of a Unix socket or a pseudo-terminal. Clients may connect and disconnect at
 //! any time.
 //!
-//! The guest never waits for a client. Its output is added to a backlog of [`BACKLOG_BYTES`], which
-//! the main loop writes to the client. A full backlog drops its oldest bytes. Without a client, the
-//! backlog is kept for the next one.
+//! The guest never waits for a client. The console appends guest output to a backlog of at most
+//! [`BACKLOG_BYTES`] bytes, and the main loop writes the backlog to the client. When the backlog is
+//! full, its oldest bytes are dropped. Output that is produced while no client is connected goes to
+//! the next client.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -22,12 +23,12 @@ use super::poll::wait_for_room;
 use super::pty::Pty;
 use super::{ConsoleInputSink, INPUT_BUFFER_BYTES};
 
-/// Size of the backlog for a slow client or the next client, in bytes.
+/// Maximum size in bytes of the output that waits for a client.
 pub const BACKLOG_BYTES: usize = 64 * 1024;
-/// Maximum size of one write in bytes.
+/// Maximum number of bytes that one write to a client sends.
 const CHUNK_BYTES: usize = 4096;
-/// Maximum number of writes per loop iteration, so that a fast client does not starve other
-/// subscribers.
+/// Maximum number of writes to a client per main-loop iteration. The limit prevents a fast client
+/// from starving other subscribers.
 const MAX_WRITES: usize = 16;
 
 // ---------------------------------------------------------------- writers of guest output
@@ -38,7 +39,7 @@ struct BacklogState {
     lost_bytes: u64,
 }
 
-/// Output that waits for a client.
+/// Output of the guest that no client has received yet.
 pub(super) struct Backlog {
     waiting: Mutex<BacklogState>,
     /// Eventfd that is written when the backlog changes from empty to non-empty.
@@ -62,7 +63,8 @@ impl Backlog {
         Box::new(BacklogWriter(self.clone()))
     }
 
-    /// Moves the oldest bytes to the end of `chunk`, up to a total of [`CHUNK_BYTES`].
+    /// Moves the oldest bytes of the backlog to the end of `chunk`, until `chunk` has
+    /// [`CHUNK_BYTES`] bytes.
     fn take(&self, chunk: &mut VecDeque<u8>) {
         let mut waiting = self.lock();
         let count = waiting.bytes.len().min(CHUNK_BYTES.saturating_sub(chunk.len()));
@@ -96,7 +98,7 @@ impl Write for BacklogWriter {
 
 // ---------------------------------------------------------------- connection to the client
 
-/// A listening Unix socket. Dropping it removes its file.
+/// A listening Unix socket. Its socket file is removed on drop.
 #[derive(Debug)]
 pub(crate) struct Listener {
     /// The nonblocking listener.
@@ -105,7 +107,8 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Listens at `path` for this user only. Replaces a stale socket file without a listener.
+    /// Creates a socket at `path` to which only the current user can connect. Replaces a socket
+    /// file on which nobody listens.
     pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let listener = Self {
             socket: paths::bind(path, Some(0o600))?,
@@ -122,7 +125,7 @@ impl Drop for Listener {
     }
 }
 
-/// The connection that a console currently serves.
+/// The client connection that a console currently serves.
 enum ConsolePeer {
     Client(UnixStream),
     Pty(Pty),
@@ -151,24 +154,26 @@ impl ConsolePeer {
     }
 }
 
-/// A console for clients, which the main loop serves.
+/// Console that exchanges input and output with clients of a socket or a pseudo-terminal. Driven by
+/// the main loop.
 pub struct StreamConsole {
     backlog: Arc<Backlog>,
     listener: Option<Listener>,
     peer: Option<ConsolePeer>,
     guest: Option<Arc<dyn ConsoleInputSink>>,
-    /// Output that was taken from the backlog and is being written.
+    /// Output taken from the backlog that is being written to the client.
     chunk: VecDeque<u8>,
     /// Input that the guest has not accepted yet.
     input: VecDeque<u8>,
-    /// `true` if the client has shut down its writing side. It may still read.
+    /// `true` if the client has shut down its writing side, so there is no more input. The client
+    /// may still read.
     input_ended: bool,
-    /// `true` if the client currently accepts no output.
+    /// `true` if the client's connection accepts no output at the moment.
     full: bool,
-    /// `true` if the client has disconnected. [`StreamConsole::watch`] removes it.
+    /// `true` if the client has disconnected and [`StreamConsole::watch`] has not removed it yet.
     gone: bool,
-    /// Descriptor in the epoll set and its events: the client's, or the listener's if no client is
-    /// connected.
+    /// Descriptor in the epoll set and the events that are watched: those of the client or, while
+    /// no client is connected, those of the listener.
     watched: Option<(RawFd, EventSet)>,
 }
 
@@ -196,13 +201,13 @@ impl StreamConsole {
         }
     }
 
-    /// Sets the device that receives input.
+    /// Sets the guest device that receives the clients' input.
     pub(super) fn connect(&mut self, guest: Arc<dyn ConsoleInputSink>) {
         self.guest = Some(guest);
     }
 
-    /// Writes pending output, in at most `most` writes, until the client has received all of it,
-    /// accepts no more or disconnects.
+    /// Writes pending output to the client, in at most `most` writes. Stops early if all output is
+    /// written, or the client accepts no more or disconnects.
     fn write_out(&mut self, most: usize) {
         for _ in 0..most {
             let Some(peer) = self.peer.as_mut().filter(|_| !self.gone) else {
@@ -231,7 +236,7 @@ impl StreamConsole {
         self.full = true;
     }
 
-    /// Reads input while there is buffer space.
+    /// Reads input from the client while the input buffer has space.
     fn read_in(&mut self) {
         let mut bytes = [0; 256];
         loop {
@@ -258,7 +263,7 @@ impl StreamConsole {
         }
     }
 
-    /// Passes buffered input to the guest.
+    /// Passes buffered input to the guest device.
     fn deliver(&mut self) {
         let Some(guest) = &self.guest else { return };
         while !self.input.is_empty() {
@@ -286,8 +291,8 @@ impl StreamConsole {
         }
     }
 
-    /// Returns the descriptor to watch: the client's, or the listener's if no client is connected.
-    /// The next client waits until the connected one disconnects.
+    /// Returns the descriptor to watch and its events. While a client is connected, this is the
+    /// client's connection, so other clients wait; otherwise it is the listener.
     fn wanted(&self) -> Option<(RawFd, EventSet)> {
         match (&self.peer, &self.listener) {
             (Some(peer), _) if !self.gone => {
@@ -471,7 +476,7 @@ mod tests {
             self.console.writer().write_all(bytes).unwrap();
         }
 
-        /// Runs the main loop until it is idle.
+        /// Runs the main loop until no event is pending.
         fn settle(&mut self) {
             let mut rounds = 0;
             while self.manager.run_with_timeout(0).unwrap() > 0 {
@@ -480,7 +485,7 @@ mod tests {
             }
         }
 
-        /// Returns the bytes that `client` has received when the main loop is idle.
+        /// Runs the main loop until it is idle, and returns the bytes that `client` has received.
         fn read(&mut self, client: &mut impl Read) -> Vec<u8> {
             let mut all = Vec::new();
             loop {
@@ -626,7 +631,7 @@ mod tests {
         Listener::bind(&path).unwrap();
     }
 
-    /// In raw mode, guest output is not echoed as input.
+    /// A console on a pseudo-terminal passes data before and after a user opens the terminal.
     #[test]
     fn pty_console_works_before_and_after_open() {
         let mut rig = rig(true);

@@ -8,14 +8,14 @@ use std::sync::{Once, OnceLock};
 
 use virtio_devices::console::port::TerminalSize;
 
-/// Original terminal settings, set once in the lifetime of the process.
+/// Terminal settings before raw mode. Set once in the lifetime of the process.
 static SAVED: OnceLock<libc::termios> = OnceLock::new();
 /// `true` while the terminal is in raw mode.
 static RAW: AtomicBool = AtomicBool::new(false);
 static HOOKS: Once = Once::new();
 
-/// Signals that terminate the process. A handler installed before raw mode is kept, because it
-/// shuts the VM down cleanly.
+/// Signals that terminate the process and before which the terminal is restored. A handler that was
+/// installed before raw mode is kept, because it shuts the VM down cleanly.
 const ENDING_SIGNALS: [libc::c_int; 5] = [
     libc::SIGHUP,
     libc::SIGINT,
@@ -26,11 +26,12 @@ const ENDING_SIGNALS: [libc::c_int; 5] = [
 /// Signals that a fault in this process raises. The Rust runtime handles some of them to report
 /// stack overflows and then repeats the fault, so their previous actions are saved and chained.
 const FAULT_SIGNALS: [libc::c_int; 4] = [libc::SIGILL, libc::SIGFPE, libc::SIGBUS, libc::SIGSEGV];
-/// Previous actions of [`FAULT_SIGNALS`].
+/// Actions of [`FAULT_SIGNALS`] before raw mode.
 static PREVIOUS: [OnceLock<libc::sigaction>; FAULT_SIGNALS.len()] = [const { OnceLock::new() }; 4];
 
-/// Raw mode of the terminal on standard input. Restored on drop, at process exit, on a panic of any
-/// thread, and on fatal signals without another handler.
+/// Guard that keeps the terminal on standard input in raw mode. The original settings are restored
+/// on drop, at process exit, on a panic of any thread, and on fatal signals without another
+/// handler.
 #[derive(Debug)]
 pub struct RawTerminal(());
 
@@ -67,7 +68,8 @@ impl RawTerminal {
     }
 }
 
-/// Returns the window size of standard output, if it is a terminal.
+/// Returns the window size of the terminal on standard output, or `None` if standard output is not
+/// a terminal.
 pub fn window_size() -> Option<TerminalSize> {
     // SAFETY: winsize is a plain C struct for which all zeroes is a valid value.
     let mut size: libc::winsize = unsafe { std::mem::zeroed() };

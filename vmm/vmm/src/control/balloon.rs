@@ -1,4 +1,4 @@
-//! Converts the state of the balloon for control clients.
+//! Answers the requests of control clients about the memory balloon.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use virtio_devices::balloon::statistics::{GuestMemoryStatistics, StatisticTag};
 
 use super::session::fail;
 
-/// Applies `change` to the balloon of the VM, and returns the balloon's new state.
+/// Applies `change` to the VM's memory balloon, and returns the new state of the balloon.
 pub(super) fn change(
     balloon: Option<&Arc<BalloonControl>>,
     change: impl FnOnce(&BalloonControl) -> Result<(), BalloonRequestError>,
@@ -27,7 +27,7 @@ pub(super) fn change(
     }
 }
 
-/// Returns the state of the balloon.
+/// Returns the state of the VM's memory balloon.
 pub(super) fn info(balloon: &BalloonControl) -> BalloonInfo {
     let state = balloon.state();
     let config = state.config;

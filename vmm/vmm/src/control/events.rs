@@ -7,16 +7,17 @@ use vpmu::ParavirtualEvent;
 
 use crate::pmu::VmPmu;
 
-/// Perf-core description of an operator's event.
+/// An event that an operator requested, translated for perf-core.
 #[derive(Clone, Debug)]
 pub(super) struct OperatorEvent {
-    /// Event attributes, initially disabled.
+    /// Attributes of the perf-core event, initially disabled.
     pub(super) attr: Attr,
-    /// Name of the backing that counts the event.
+    /// Name of the source that counts the event ("backing"), for example `clock`.
     pub(super) backing: &'static str,
-    /// `true` if counts are in nanoseconds.
+    /// `true` if the count is a time in nanoseconds.
     pub(super) nanoseconds: bool,
-    /// `true` if counts of this event are estimates, even without multiplexing.
+    /// `true` if the counts of this event are always estimates. Without this flag, only a
+    /// multiplexed event is an estimate.
     pub(super) estimate: bool,
 }
 
@@ -29,8 +30,8 @@ pub(super) enum UnsupportedEventError {
     /// The event has the modifier `p` or `P`, which requests precise samples.
     #[error("precise sampling of a guest is unsupported")]
     Precise,
-    /// On this host, the exact backing can count the event at CPL 0 only, because KVM cannot
-    /// single-step user code.
+    /// The event counts user code, which KVM on this host cannot single-step. The exact backing
+    /// counts by single-stepping.
     #[error(
         "this host's KVM cannot single-step user code, so only the guest's kernel can be counted exactly: use '{0}:k'"
     )]
@@ -49,10 +50,11 @@ pub(super) enum UnsupportedEventError {
     NoParavirtual(String),
 }
 
-/// Translates `spec` to an event that can be counted on this host.
+/// Translates `spec`, the event that an operator requested, to a perf-core event on this host.
 ///
 /// # Errors
-/// Returns [`UnsupportedEventError`] with the reason.
+///
+/// Returns the [`UnsupportedEventError`] that tells why the event cannot be counted.
 pub(super) fn operator_event(pmu: &VmPmu, spec: &EventSpec) -> Result<OperatorEvent, UnsupportedEventError> {
     let m = &spec.modifiers;
     if m.host && !m.guest {
@@ -144,8 +146,8 @@ mod tests {
         operator_event(vm, &groups[0].events[0])
     }
 
-    /// An operator can count everything that the host supports, independently of the guest's PMU,
-    /// and is told which source ("backing") counts the event.
+    /// On a host without a hardware PMU, an operator can count events with the clock and in
+    /// software, and each event reports the source ("backing") that counts it.
     #[test]
     fn operator_events_without_pmu_use_clock_and_software() {
         let vm = pmu(None, false);

@@ -7,12 +7,13 @@ use crate::vcpu::exit_times::{ExitCount, VcpuExitReason, VcpuExitStatistics};
 use crate::vcpu::slot::VcpuSlot;
 use control_api::protocol::{ExitsOfReason, VcpuExits};
 
-/// Exit counts taken from the tables of all vCPUs at one moment, in slot order.
+/// Exit counts of all vCPUs at one moment, in the order of the vCPU slots.
 pub(super) struct ExitCountSnapshot(Vec<Vec<ExitCount>>);
 
 impl ExitCountSnapshot {
-    /// Takes the exit counts of all vCPUs. This resets the longest exits in the tables, so the
-    /// result must be passed to every watch ([`ExitWatch::record_longest`]).
+    /// Reads the exit counts of the vCPUs in `slots`. Reading resets the longest durations in the
+    /// statistics, so the caller must pass the result to every watch
+    /// ([`ExitWatch::record_longest`]).
     pub(super) fn out_of(slots: &[Arc<VcpuSlot>]) -> Self {
         Self::out_of_tables(slots.iter().map(|slot| &**slot.exits()))
     }
@@ -22,18 +23,20 @@ impl ExitCountSnapshot {
     }
 }
 
-/// One client's view of the exits. Exits are counted and timed while at least one watch exists.
+/// Exits since one client began to watch them. Exits are counted and timed while at least one watch
+/// exists.
 #[derive(Debug)]
 pub(super) struct ExitWatch {
     tables: Vec<(u32, Arc<VcpuExitStatistics>)>,
-    /// Exit counts of all vCPUs when the watch began.
+    /// Exit counts of all vCPUs when the watch began, by vCPU and exit reason.
     before: Vec<Vec<ExitCount>>,
-    /// Duration of the longest exits since the client's last request, in nanoseconds.
+    /// Longest duration of an exit since the client's last request, in nanoseconds, by vCPU and
+    /// exit reason.
     longest_ns: Vec<Vec<u64>>,
 }
 
 impl ExitWatch {
-    /// Creates a watch. `taken` are the counts just taken from the tables of `slots`.
+    /// Begins a watch of the vCPUs in `slots`. `taken` contains the exit counts at this moment.
     pub(super) fn begin(slots: &[Arc<VcpuSlot>], taken: &ExitCountSnapshot) -> Self {
         let tables = slots.iter().map(|slot| (slot.id().into(), slot.exits().clone()));
         Self::of_tables(tables.collect(), taken)
@@ -50,7 +53,7 @@ impl ExitWatch {
         }
     }
 
-    /// Updates the longest exits of this watch from the exit counts `taken`.
+    /// Updates the longest durations of this watch from `taken`.
     pub(super) fn record_longest(&mut self, taken: &ExitCountSnapshot) {
         for (longest, cells) in self.longest_ns.iter_mut().zip(&taken.0) {
             for (longest, cell) in longest.iter_mut().zip(cells) {
@@ -59,8 +62,8 @@ impl ExitWatch {
         }
     }
 
-    /// Returns the exits since the watch began, for vCPUs with at least one exit. Also updates the
-    /// longest exits with `taken`.
+    /// Returns the exits between the start of the watch and `taken`, for each vCPU that had any.
+    /// Resets the longest durations.
     pub(super) fn exits_since_start(&mut self, taken: &ExitCountSnapshot) -> Vec<VcpuExits> {
         self.record_longest(taken);
         let mut told = Vec::new();

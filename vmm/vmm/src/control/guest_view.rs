@@ -1,11 +1,11 @@
-//! Converts the guest's PMU, as the guest programmed it, for control clients.
+//! Describes to control clients how the guest has programmed its PMU.
 
 use control_api::protocol::{GuestCounter, VcpuView};
 use vpmu::{CounterBacking, CounterView, EventRequest, GuestEvent};
 
 use crate::pmu::guest_view::VcpuPmuView;
 
-/// Converts the PMU view of one vCPU.
+/// Converts the view of one vCPU's PMU for a client.
 pub(super) fn vcpu_view(view: &VcpuPmuView) -> VcpuView {
     let convert = if view.counted_by_kvm {
         kvm_counter
@@ -21,7 +21,7 @@ pub(super) fn vcpu_view(view: &VcpuPmuView) -> VcpuView {
     }
 }
 
-/// Converts the view of a counter of the emulated PMU.
+/// Converts the view of a guest counter that Perfvisor emulates.
 fn guest_counter(view: &CounterView) -> GuestCounter {
     GuestCounter {
         counter: view.counter.to_string(),
@@ -41,8 +41,8 @@ fn guest_counter(view: &CounterView) -> GuestCounter {
     }
 }
 
-/// Converts the view of a counter of KVM's own vPMU. Omits the values that KVM does not report:
-/// times, overflows, and counts that are separate from the register values.
+/// Converts the view of a counter of KVM's own vPMU. Omits all values that KVM does not report:
+/// times, numbers of overflows, and counts apart from the register values.
 fn kvm_counter(view: &CounterView) -> GuestCounter {
     let counter = guest_counter(view);
     GuestCounter {

@@ -1,4 +1,4 @@
-//! Rate limiters of the devices, for control clients.
+//! Shows and changes the rate limiters of the devices for control clients.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use virtio_devices::rate_limiter::{RateLimitUpdate, RateLimiter};
 
 use super::session::fail;
 
-/// The rate limiters of a VM with their names.
+/// Rate limiters of a VM's devices, each with its name.
 pub type NamedLimiters = Vec<(String, Arc<RateLimiter>)>;
 
 /// Returns descriptions of all rate limiters.

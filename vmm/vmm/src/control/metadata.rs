@@ -8,7 +8,7 @@ use mmds::store::MetadataStoreError;
 
 use super::session::fail;
 
-/// Returns the service, or a [`RequestError`] if the VM has none.
+/// Returns the metadata service of the VM, or a [`RequestError`] if there is none.
 pub(super) fn service(metadata: &Option<Arc<MetadataService>>) -> Result<&MetadataService, RequestError> {
     match metadata {
         Some(service) => Ok(service),

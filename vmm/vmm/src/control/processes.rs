@@ -18,8 +18,8 @@ use vm_memory::GuestMemoryMmap;
 use super::session::fail;
 use crate::pmu::GuestSamplingContext;
 
-/// Maximum number of guest memory reads per reply. Listing a thousand mappings takes a tenth of
-/// this limit, reading one MiB of untouched pages a fifth.
+/// Maximum number of guest memory reads for one reply. A list of a thousand mappings takes a tenth
+/// of this number, and one MiB of untouched pages a fifth.
 const READS: u32 = 1 << 17;
 /// Time limit of one reply.
 const TIME: Duration = Duration::from_millis(20);
@@ -27,7 +27,7 @@ const TIME: Duration = Duration::from_millis(20);
 /// The processes of a guest.
 #[derive(Debug, Default)]
 pub struct GuestProcesses {
-    /// The process of the last request, cached because clients request many parts of one process.
+    /// Process of the last request, cached because clients read a process in many small requests.
     last: Option<GuestProcess>,
 }
 

@@ -11,14 +11,14 @@ use control_api::protocol::{RequestError, RequestErrorKind};
 /// Size and mode of a ring.
 #[derive(Clone, Copy, Debug)]
 pub struct RingLayout {
-    /// Number of data pages.
+    /// Number of data pages of the ring.
     pub pages: u32,
     /// `true` if new records overwrite the oldest ones.
     pub overwrite: bool,
 }
 
-/// Creates a ring for `first` and attaches the events `others` to it. If an event cannot be
-/// attached, the ring is removed from all of them.
+/// Creates one ring for the events `first` and `others`. If an event cannot use the ring, all
+/// events are detached from it.
 pub(super) fn shared_ring(
     first: &EventHandle,
     others: &[&EventHandle],

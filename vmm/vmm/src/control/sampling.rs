@@ -85,8 +85,8 @@ fn branch_sampling(stacks: BranchStacks, attr: &Attr) -> BranchSampling {
     }
 }
 
-/// Sets the sampling parameters of `attr`. The sampling rate is that of the event specification
-/// `spec` if it has one, and the operator's otherwise.
+/// Sets the sampling parameters of `attr` to those of the operator. A period or frequency in
+/// `spec`, the event specification, has priority over the operator's sampling rate.
 pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &EventSpec) {
     let (rate, frequency) = match (spec.period, spec.frequency_hz) {
         (Some(period), _) => (period, false),
@@ -109,8 +109,9 @@ pub(super) fn sample_with(attr: &mut Attr, sampling: SamplingParams, spec: &Even
     }
 }
 
-/// Returns the period or frequency with which an event takes only one of every `every` samples that
-/// it would take with `rate`.
+/// Returns the sampling period or frequency at which the event takes one of every `every` samples
+/// that it would take at `rate`. `rate` is a frequency if `attr` samples by frequency, and a period
+/// otherwise.
 pub(super) fn rate_for(attr: &Attr, rate: u64, every: u32) -> u64 {
     if attr.freq {
         (rate / u64::from(every)).max(1)

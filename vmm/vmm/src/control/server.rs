@@ -58,35 +58,38 @@ use virtio_devices::balloon::control::BalloonControl;
 const MAX_CONNECTIONS: usize = 32;
 /// Maximum number of observer connections. The limit keeps slots free for operators.
 const MAX_OBSERVERS: usize = 8;
-/// Sustained request rate of an operator connection.
+/// Sustained request rate limit of an operator connection, in requests per second.
 const REQUESTS_PER_SECOND: f64 = 1000.0;
-/// Sustained request rate of an observer connection. Each request may force vCPU exits.
+/// Sustained request rate limit of an observer connection, in requests per second. Lower than that
+/// of an operator, because each request may force vCPU exits.
 const REQUESTS_OF_OBSERVERS: f64 = 200.0;
-/// Maximum number of requests that a connection may send in one burst above its sustained rate.
+/// Maximum number of requests that a connection may send at once.
 const REQUEST_BURST: f64 = 200.0;
 /// Maximum number of unsent reply bytes per connection.
 const MAX_UNSENT: usize = 1 << 20;
 /// Maximum number of bytes read from one connection before other connections are served.
 const READ_CHUNK: usize = 16 << 10;
-/// Epoll data of the first listener. Further listeners use the next lower values, and connections
-/// use small ones.
+/// Value that identifies the first listener in epoll events. Further listeners have the next lower
+/// values, and connections are numbered from 0 up.
 const LISTENER: u32 = u32::MAX;
 /// Maximum number of listeners.
 const LISTENERS: u32 = 2;
 
-/// The interface of a VM for control clients.
+/// Everything that the control server needs to know about the VM that it serves.
 pub struct ControlledVm {
     /// Name of the VM.
     pub name: String,
     /// Name of the PMU model.
     pub pmu_name: String,
-    /// Description of the guest that runs in the VM.
+    /// Origin of the guest, for clients: for example the path of its kernel file, or the snapshot
+    /// from which it was restored.
     pub guest: String,
     /// The process from which the VM has moved to this one, if any.
     pub moved_from: Option<MigrationSource>,
     /// Target of the first serial port's console, in the syntax of the command line.
     pub console: String,
-    /// Target of the virtio console. Empty if the VM has none.
+    /// Target of the virtio console, in the syntax of the command line. Empty if the VM has no
+    /// virtio console.
     pub virtio_console: String,
     /// Start time of the VM.
     pub started: Instant,
@@ -102,7 +105,7 @@ pub struct ControlledVm {
     pub limiters: NamedLimiters,
     /// Text symbols of the guest kernel that was loaded last.
     pub symbols: Arc<ArcSwap<PackedSymbols>>,
-    /// `true` if the guest kernel uses a single address space and has no user processes.
+    /// `true` if the guest kernel runs in a single address space without user processes.
     pub flat: bool,
     /// Size of the guest's memory, in bytes.
     pub memory_bytes: u64,
@@ -110,16 +113,17 @@ pub struct ControlledVm {
     pub balloon: Option<Arc<BalloonControl>>,
     /// The metadata service, if the VM has one.
     pub metadata: Option<Arc<MetadataService>>,
-    /// Parts of the VM that a snapshot reads.
+    /// Parts of the VM that a snapshot needs.
     pub snapshots: Arc<VmSnapshotInputs>,
     /// Command-line options that determine the machine. They are stored in snapshots.
     pub options: BTreeMap<String, String>,
-    /// Number of requests by clients to view the guest's counters.
+    /// Number of requests for the guest's counters so far. Each request uses the next number as its
+    /// generation.
     pub looks: AtomicU64,
 }
 
 impl ControlledVm {
-    /// Returns a description of the VM for a client with this role.
+    /// Returns the description of the VM that a client with `role` receives.
     pub fn info(&self, role: ClientRole) -> VmInfo {
         VmInfo {
             protocol: PROTOCOL,
@@ -157,14 +161,14 @@ impl ControlledVm {
         }
     }
 
-    /// Kicks the vCPUs, so that they process their pending requests.
+    /// Kicks the vCPUs out of KVM_RUN, so that they process their pending requests.
     fn deliver(&self) {
         self.control.wake_parked();
         self.registry.kicker().kick();
     }
 
-    /// Requests the counter configuration of the guest from every vCPU. Returns a generation
-    /// number, to be passed to [`Self::views`] to fetch the replies.
+    /// Asks every vCPU for the counter configuration of the guest. Returns the generation number
+    /// with which [`Self::views`] returns the replies.
     pub fn request_views(&self) -> u64 {
         let generation = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
         for slot in self.registry.taken() {
@@ -174,8 +178,8 @@ impl ControlledVm {
         generation
     }
 
-    /// Returns the counter configurations that the vCPUs sent for the request with this generation
-    /// number, and whether all requested vCPUs that are still present have replied.
+    /// Returns the replies of the vCPUs to the request with this generation number. The result is
+    /// complete if every vCPU that was asked and is still present has replied.
     pub fn views(&self, generation: u64) -> VmGuestCounters {
         let asked = || {
             self.registry
@@ -192,7 +196,8 @@ impl ControlledVm {
         }
     }
 
-    /// Returns the run-loop statistics of all vCPUs. Statistics of an unplugged vCPU are kept.
+    /// Returns the run-loop statistics of all vCPUs. The statistics of an unplugged vCPU are
+    /// included.
     pub fn vcpu_counts(&self) -> Vec<VcpuCounts> {
         let present = self.registry.present();
         let known = |slot: &&Arc<VcpuSlot>| present.has(slot.id()) || slot.stats().exits.get() > 0;
@@ -241,9 +246,9 @@ impl ControlledVm {
 /// Permissions of clients of a control socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SocketAccess {
-    /// Full access, for root and the VM's user.
+    /// Access for root and the VM's user, to all requests.
     Operators,
-    /// Read-only access, for every user who may write to the socket file.
+    /// Read-only access, for every user who has write permission for the socket file.
     Observers,
 }
 
@@ -255,28 +260,28 @@ struct Connection {
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
     waits_for_room: bool,
-    /// `true` if no more requests are read. The connection closes when all pending replies are
-    /// sent.
+    /// `true` if the connection is closing. The server reads no more requests and closes the
+    /// connection when all replies are sent.
     ending: bool,
     tokens: f64,
     refilled: Instant,
     events: Option<EventSession>,
-    /// Exits since this client's first request for exits; `None` before it.
+    /// Watch that the client's first request for exits has started; `None` before that request.
     exits: Option<ExitWatch>,
-    /// A snapshot that this client is taking.
+    /// Snapshot that this client is taking, if any.
     snapshot: Option<VmSnapshot>,
-    /// Memory tracking of a VM that this client is moving.
+    /// Tracking of written memory, while this client moves the VM to another process.
     migration: Option<OutgoingMigration>,
 }
 
-/// Result of serving a connection.
+/// What happens to a connection after it was served.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ConnectionFate {
     Stays,
     Ends,
 }
 
-/// Result of a request, with an optional file descriptor for the reply.
+/// Result of a request: the value for the reply and, for some requests, a file descriptor.
 enum RequestOutcome {
     Value(Value),
     WithFd(Value, FdSource),
@@ -305,23 +310,24 @@ pub struct ControlServer {
     sockets: Vec<(SocketAccess, ControlSocket)>,
     connections: HashMap<u32, Connection>,
     next: u32,
-    /// `true` while the listeners are removed from the loop, because the process has no free
-    /// descriptors.
+    /// `true` while no connections are accepted and the listeners are not in the epoll set, because
+    /// the process has no free descriptors.
     listeners_removed: bool,
-    /// A reserve descriptor. When no other descriptor is free, it is closed, so that a waiting
-    /// connection can be accepted and refused.
+    /// Reserve descriptor. When the process has no free descriptor, the server closes this one to
+    /// accept and refuse a waiting connection.
     spare: Option<EventFd>,
-    /// Symbol text with its description, cached after the first request because it is long. The
-    /// flag is `true` if the symbols are those of the running kernel.
+    /// Symbol text of the guest kernel, cached after the first request because it is long. Contains
+    /// whether the symbols are those of the running kernel, the symbols, their description, and the
+    /// file with the text.
     symbols: Option<(bool, Arc<PackedSymbols>, KernelSymbolsReply, File)>,
     processes: GuestProcesses,
-    /// Snapshot of a VM that was being moved. It keeps the VM paused, because the VM may already be
-    /// running at the destination.
+    /// Snapshot of a VM that a client was moving when it disconnected. Keeps the VM paused, because
+    /// the VM may already run at the destination.
     undecided: Option<VmSnapshot>,
 }
 
 impl ControlServer {
-    /// Creates a server for `vm`, with at most one socket per access class.
+    /// Creates a server for `vm` that listens on at most one socket per access class.
     pub fn new(vm: Arc<ControlledVm>, sockets: Vec<(SocketAccess, ControlSocket)>) -> Self {
         Self {
             vm,
@@ -336,7 +342,7 @@ impl ControlServer {
         }
     }
 
-    /// Returns the listeners with their epoll data values.
+    /// Returns the listeners, each with the value that identifies it in epoll events.
     fn listeners(&self) -> impl Iterator<Item = (u32, &UnixListener)> {
         let numbers = (0..LISTENERS).map(|n| LISTENER - n);
         numbers.zip(self.sockets.iter().map(|(_, socket)| &socket.listener))
@@ -396,7 +402,7 @@ impl ControlServer {
         }
     }
 
-    /// Adds a connection to the server. If the connection is refused, returns its stream with the
+    /// Accepts `stream` as a connection. If the connection is refused, returns the stream and the
     /// reason.
     fn admit(
         &mut self,
@@ -413,7 +419,7 @@ impl ControlServer {
         }
     }
 
-    /// Allocates a connection slot and registers the connection with the loop.
+    /// Assigns a slot to a new connection and adds it to the epoll set.
     fn place(
         &mut self,
         stream: &UnixStream,
@@ -519,7 +525,7 @@ impl ControlServer {
         }
     }
 
-    /// Adds the listeners to the loop.
+    /// Adds the listeners to the epoll set.
     fn listen(&self, ops: &mut EventOps) {
         for (number, listener) in self.listeners() {
             if let Err(e) = ops.add(Events::with_data(listener, number, EventSet::IN)) {
@@ -586,7 +592,7 @@ impl ControlServer {
     }
 }
 
-/// Creates a reserve descriptor, or returns `None` if no descriptor is free.
+/// Opens a descriptor to hold in reserve, or returns `None` if no descriptor is free.
 fn spare() -> Option<EventFd> {
     EventFd::new(EFD_CLOEXEC).ok()
 }
@@ -616,10 +622,9 @@ impl Connection {
         }
     }
 
-    /// Closes the events of the connection and starts to close the connection itself. Returns
-    /// whether the connection must stay open until the client has read the unsent replies, among
-    /// them the reason. While it stays open, a new client may take its slot, as with a connection
-    /// without a hello.
+    /// Stops serving the connection and closes its events. Returns `true` if replies are still
+    /// unsent. The connection then stays open until the client has read them, but a new client may
+    /// take its slot.
     fn start_closing(&mut self) -> bool {
         self.ending = true;
         self.events = None;
@@ -630,7 +635,7 @@ impl Connection {
         (1..=MAX_UNSENT).contains(&self.outgoing.len())
     }
 
-    /// Returns the sustained request rate per second.
+    /// Returns the sustained request rate limit of the connection, in requests per second.
     fn rate(&self) -> f64 {
         match self.access {
             SocketAccess::Operators => REQUESTS_PER_SECOND,
@@ -647,8 +652,7 @@ impl Connection {
         }
     }
 
-    /// Takes one request from the connection's rate limit. Returns `false` if the limit is
-    /// exhausted.
+    /// Uses one request of the connection's rate limit. Returns `false` if the limit is exceeded.
     fn take_request_token(&mut self) -> bool {
         let now = Instant::now();
         let passed = now.duration_since(self.refilled).as_secs_f64();

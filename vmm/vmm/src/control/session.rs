@@ -41,19 +41,19 @@ pub struct EventSession {
     session: Session,
     pmu: Arc<VmPmu>,
     registry: Arc<VcpuRegistry>,
-    /// Requested events that are also to be opened on vCPUs that are plugged later.
+    /// Events to open also on vCPUs that are plugged in later.
     hotplug_events: Vec<HotplugEvents>,
-    /// Layout of the rings of all vCPUs. Set when the first ring is created.
+    /// Layout that the rings of all vCPUs share; `None` before the first ring is created.
     ring_layout: Option<RingLayout>,
-    /// vCPUs whose rings were created at hot-plug and have not been fetched by the client yet.
+    /// vCPUs that were plugged in and whose ring the client has not fetched yet.
     made: BTreeSet<u32>,
     /// `true` if the client's last enable or disable request enabled the events.
     enabled: bool,
-    /// Events opened at hot-plug that have not been reported to the client yet.
+    /// Events on vCPUs that were plugged in, not yet reported to the client.
     joined: Vec<PluggedVcpuEvents>,
 }
 
-/// A list of events that is opened on each vCPU, including vCPUs that are plugged later.
+/// Events that are open on every vCPU and are also opened on vCPUs that are plugged in later.
 #[derive(Clone, Debug)]
 struct HotplugEvents {
     groups: Vec<EventGroup>,
@@ -75,19 +75,19 @@ struct OpenEvent {
 pub enum EventTargets<'v> {
     /// One event on every present vCPU.
     EveryVcpu,
-    /// One event on each of the listed vCPUs.
+    /// One event on each listed vCPU.
     Listed(&'v [u32]),
-    /// The whole VM. Each name in the list opens one event, which also counts on every vCPU that is
-    /// plugged later.
+    /// The whole VM: a single event for each name in the list, which counts on all vCPUs, including
+    /// those that are plugged in later.
     WholeVm,
 }
 
-/// State of an event whose samples the host kernel writes to its own ring.
+/// Ring into which the host kernel writes the samples of one event.
 #[derive(Debug)]
 struct HostRing {
     sampling: HostSampling,
-    /// Sampling rate to use when the host kernel does not sample the event: the period, or the
-    /// frequency in Hz.
+    /// Sampling period, or frequency in Hz, that applies if the VMM samples the event instead of
+    /// the host kernel.
     rate: u64,
 }
 
@@ -115,7 +115,7 @@ enum EventOpenError {
 }
 
 impl EventSession {
-    /// Creates a session for user `uid` with role `role`, on a VM with the vCPUs in `registry`.
+    /// Creates a session without events for user `uid`, on the vCPUs in `registry`.
     pub fn new(pmu: Arc<VmPmu>, uid: u32, role: SessionRole, registry: Arc<VcpuRegistry>) -> Self {
         Self {
             session: pmu.core().session(uid, role),
@@ -200,17 +200,17 @@ impl EventSession {
         Ok(opened)
     }
 
-    /// Returns the number of open events. An event of the whole VM counts once for each possible
-    /// vCPU.
+    /// Returns the number of open events, for the limit. An event of the whole VM counts as one
+    /// event per possible vCPU.
     fn open_events(&self) -> usize {
         let whole = usize::from(self.registry.max());
         let weight = |e: &OpenEvent| if e.vcpu.is_some() { 1 } else { whole };
         self.events.iter().map(weight).sum()
     }
 
-    /// Opens the events that were requested on every vCPU also on `vcpu`, which has entered
-    /// perf-core but is not visible to the guest yet. Creates the vCPU's ring, and enables the
-    /// events if those of the other vCPUs are enabled.
+    /// Opens the events that were requested for every vCPU on the new vCPU `vcpu`, which the guest
+    /// does not see yet. Also creates a ring for the vCPU, and enables the events if the client has
+    /// enabled those of the other vCPUs.
     pub fn open_on_new_vcpu(&mut self, vcpu: u32) {
         for event in self.events.iter_mut().filter(|e| e.vcpu == Some(vcpu)) {
             event.gone = true;
@@ -419,8 +419,8 @@ impl EventSession {
         Ok((self.events.len() - 1, event, no_ring))
     }
 
-    /// Makes the host kernel sample the event that `attr` describes, if the kernel supports this
-    /// and the user is permitted to do so.
+    /// Configures the host kernel to sample the event that `attr` describes, if the kernel can do
+    /// so and the user is permitted to.
     fn host_ring(&self, vcpu: VcpuId, attr: &Attr) -> Result<HostRing, HostRingUnavailable> {
         let sampling = self.pmu.host_sampling(vcpu, attr)?;
         if sampling.sees_host {
@@ -469,7 +469,8 @@ impl EventSession {
         Ok((info, fd.map_err(internal)?))
     }
 
-    /// Returns a perf event that records the context switches of the thread of `vcpu`.
+    /// Returns a descriptor of a host perf event that records the context switches of the thread of
+    /// `vcpu`.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the vCPU is not running or the host rejects the event.
@@ -485,8 +486,8 @@ impl EventSession {
         switches.as_fd().try_clone_to_owned().map_err(|e| unsupported(&e))
     }
 
-    /// Makes the VMM, instead of the host kernel, sample the event `handle`. The VMM takes one of
-    /// every `every` samples.
+    /// Switches the event `handle` from sampling by the host kernel to sampling by the VMM. The VMM
+    /// takes only one of every `every` samples.
     ///
     /// # Errors
     /// Returns a [`RequestError`] if the event does not exist, it has no ring of the host kernel,
@@ -503,7 +504,7 @@ impl EventSession {
             .or_else(|e| fail(RequestErrorKind::Invalid, error_line(&e)))
     }
 
-    /// Enables or disables all events.
+    /// Enables all events of the session, or disables them.
     pub fn set_enabled(&mut self, on: bool) {
         self.enabled = on;
         if on {
@@ -546,7 +547,7 @@ impl EventSession {
         self.events.iter().enumerate().filter_map(read).collect()
     }
 
-    /// Returns the numbers of lost records that the rings themselves do not report yet.
+    /// Returns, for each vCPU, the number of lost records that its ring does not report yet.
     pub fn losses(&self) -> Vec<RingLoss> {
         let loss = |(vcpu, ring): (&u32, &Arc<Ring>)| RingLoss {
             vcpu: *vcpu,
@@ -555,7 +556,7 @@ impl EventSession {
         self.rings.iter().map(loss).collect()
     }
 
-    /// Closes all events and their rings.
+    /// Closes all events of the session and their rings.
     pub fn close(&mut self) {
         self.events.clear();
         self.rings.clear();
@@ -642,7 +643,7 @@ fn has(vcpus: VcpuSet, vcpu: u32) -> bool {
     u8::try_from(vcpu).is_ok_and(|vcpu| vcpus.has(vcpu))
 }
 
-/// Converts the reading of an event on one vCPU for the client.
+/// Converts what an event counted on one vCPU to the form that clients receive.
 fn part(of: &VcpuReading) -> VcpuReadingPart {
     VcpuReadingPart {
         vcpu: of.vcpu.0,
@@ -655,7 +656,8 @@ fn part(of: &VcpuReading) -> VcpuReadingPart {
     }
 }
 
-/// Returns whether the events of a group count for the whole VM instead of for single vCPUs.
+/// Returns whether the events of a group count for the whole VM, or an error if only some of them
+/// do.
 fn is_whole(group: &EventGroup) -> Result<bool, MixedGroupError> {
     let mut whole = group.events.iter().map(EventSpec::is_of_vm);
     let first = whole.next().unwrap_or(false);

@@ -1,5 +1,5 @@
-//! ACPI power management registers: power-off, and the power button as a fixed feature (ACPI 6.5,
-//! 4.8.2.2 and 4.8.3).
+//! ACPI power management registers. The guest powers off through them, and receives presses of the
+//! power button as a fixed feature (ACPI 6.5, 4.8.2.2 and 4.8.3).
 
 use snapshot::state::SavedBoard;
 
@@ -8,28 +8,31 @@ use super::ports;
 
 /// PM1 status and enable bit of the power button (4.8.3.1, table 4.15).
 const PWRBTN: u16 = 1 << 8;
-/// PM1 control bit SCI_EN. Always set, because there is no legacy mode.
+/// Bit of the PM1 control register that reports ACPI mode. Always set, because there is no legacy
+/// mode.
 const SCI_EN: u16 = 1 << 0;
-/// PM1 control fields: sleep type and sleep enable.
+/// Shift of the sleep type field in the PM1 control register.
 const SLP_TYP_SHIFT: u16 = 10;
+/// Mask of the sleep type field, after the shift.
 const SLP_TYP_MASK: u16 = 7;
+/// Bit of the PM1 control register that enters the selected sleep state.
 const SLP_EN: u16 = 1 << 13;
 
-/// Callback that sets the level of the system control interrupt (SCI).
+/// Callback that sets the level of the SCI: `true` to assert it.
 pub type SciLine = Box<dyn Fn(bool) + Send + Sync>;
 
-/// The PM1a event and control blocks.
+/// ACPI power management registers: the PM1a event block and the PM1a control block.
 #[derive(Default)]
 pub(super) struct AcpiPm {
     status: u16,
     enable: u16,
     control: u16,
-    /// Callback that sets the level of the SCI; `None` until the SCI is connected.
+    /// Callback that sets the level of the SCI; `None` before [`AcpiPm::connect_sci`].
     sci: Option<SciLine>,
 }
 
 impl AcpiPm {
-    /// Connects the SCI.
+    /// Sets the callback for the level of the SCI.
     pub fn connect_sci(&mut self, sci: SciLine) {
         self.sci = Some(sci);
     }
@@ -57,8 +60,8 @@ impl AcpiPm {
         self.update_sci_level();
     }
 
-    /// Presses the power button. Returns whether the guest's driver has enabled the power button
-    /// event. If it has not, the press has no effect.
+    /// Presses the power button. Returns `false`, without an effect, if the guest has not enabled
+    /// the power button event.
     pub fn press_power_button(&mut self) -> bool {
         if !self.is_power_button_enabled() {
             return false;
@@ -113,7 +116,8 @@ impl AcpiPm {
         }
     }
 
-    /// Writes the whole control register. SLP_EN starts the sleep transition and reads as zero.
+    /// Writes the control register. Returns [`DeviceWriteOutcome::PowerOff`] if the write sets
+    /// SLP_EN with the sleep type of soft-off. SLP_EN always reads as zero.
     pub fn write_control(&mut self, value: u16) -> DeviceWriteOutcome {
         self.control = value & !SLP_EN;
         let sleep_type = (value >> SLP_TYP_SHIFT) & SLP_TYP_MASK;

@@ -17,8 +17,9 @@ const REG_A: u8 = 0x0A;
 const REG_B: u8 = 0x0B;
 const REG_C: u8 = 0x0C;
 const REG_D: u8 = 0x0D;
-/// Unit of the 16-bit registers that report the memory size.
+/// Unit in bytes of the registers that report conventional memory and the memory above 1 MiB.
 const KIB: u64 = 1 << 10;
+/// Unit in bytes of the registers that report the memory above 16 MiB.
 const UNIT_64_KIB: u64 = 64 << 10;
 
 /// The CMOS device.
@@ -41,7 +42,8 @@ struct Utc {
     second: u8,
 }
 
-/// Converts seconds since 1970 to a civil date (Howard Hinnant's days-to-civil algorithm).
+/// Converts the time since 1970, in seconds, to a UTC date and time. Uses Howard Hinnant's
+/// `civil_from_days` algorithm.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "days, months and weekdays are below 256"
@@ -113,8 +115,8 @@ impl Cmos {
         true
     }
 
-    /// Selects a register. Bit 7 of the written value disables NMI on a PC and is not part of the
-    /// index.
+    /// Selects the register that the data port accesses. Bit 7 of `value`, which disables NMIs on a
+    /// PC, is ignored.
     pub fn select(&mut self, value: u8) {
         self.index = value & 0x7F;
     }

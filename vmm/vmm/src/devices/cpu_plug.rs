@@ -8,10 +8,10 @@
 //! | +4 | 32 | 0 | the event that _OST reports on |
 //! | +8 | 32 | 0 | the status that _OST reports; completes the report |
 //!
-//! The guest is untrusted, and the device state consists of a few bitmaps. Writing a number without
-//! a processor to the selector selects no processor; the status register then reads as absent and
-//! ignores writes. Ejecting processor 0 or an absent processor has no effect and is counted. A
-//! guest may eject a processor without a request, but cannot insert one again.
+//! The guest is untrusted, so its state in the device is limited to a few bitmaps. If the guest
+//! selects a number without a processor, the status register reads as absent and ignores writes. A
+//! request to eject processor 0 or an absent processor is counted and otherwise ignored. The guest
+//! may eject a processor without being asked, but cannot insert it again.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,25 +19,34 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use snapshot::state::SavedCpuPlug;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// Bits of the status and control register.
+/// Bit 0 of the status register: the processor is present.
 const PRESENT: u8 = 1 << 0;
+/// Bit 1 of the status and control register: the processor was inserted. Writing a one acknowledges
+/// it.
 const COME: u8 = 1 << 1;
+/// Bit 2 of the status and control register: ejection is requested. Writing a one acknowledges it.
 const ASKED_FOR: u8 = 1 << 2;
+/// Bit 3 of the control register: ejects the processor.
 const EJECT: u8 = 1 << 3;
 
-/// Events that _OST reports on (ACPI 6.5, table 6.73): device check, ejection request, and an
-/// ejection initiated by the guest.
+/// Event that _OST reports on: device check (ACPI 6.5, table 6.73).
 const DEVICE_CHECK: u32 = 1;
+/// Event that _OST reports on: ejection request by the VMM.
 const EJECT_REQUEST: u32 = 3;
+/// Event that _OST reports on: ejection initiated by the guest.
 const OWN_EJECTION: u32 = 0x103;
-/// Status codes of _OST (tables 6.74 and 6.75): success, and ejection in progress.
+/// Status that _OST reports: success (tables 6.74 and 6.75).
 const SUCCESS: u32 = 0;
+/// Status that _OST reports: ejection in progress.
 const EJECTION_GOES_ON: u32 = 0x84;
 
-/// Offsets of the selector register and of the status register.
+/// Offset of the register that selects a processor.
 const SELECTOR: u16 = 0;
+/// Offset of the status and control register.
 const STATE: u16 = 1;
+/// Offset of the register for the event that _OST reports on.
 const EVENT: u16 = 4;
+/// Offset of the register for the status that _OST reports.
 const STATUS: u16 = 8;
 
 /// A set of vCPU numbers.
@@ -45,7 +54,7 @@ const STATUS: u16 = 8;
 pub struct VcpuSet(u64);
 
 impl VcpuSet {
-    /// Returns the set of the vCPUs 0 to `end - 1`, at most 64.
+    /// Returns the set of the vCPUs below `end`, of which at most 64 exist.
     pub fn below(end: u8) -> Self {
         Self(1u64.checked_shl(end.into()).map_or(u64::MAX, |bit| bit - 1))
     }
@@ -107,24 +116,24 @@ impl VcpuSet {
 /// State of CPU hot-plug from the guest's point of view.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuPlugState {
-    /// Processors that the guest sees as present.
+    /// Processors that are present for the guest.
     pub shown: VcpuSet,
-    /// Inserted processors that the guest has not acknowledged yet.
+    /// Processors that were inserted and not acknowledged by the guest yet.
     pub unnoticed: VcpuSet,
-    /// Processors with a pending ejection request.
+    /// Processors whose ejection was requested and is still pending.
     pub asked_for: VcpuSet,
-    /// Insertions and ejections that the guest has rejected since the last request: processor
-    /// number and _OST status.
+    /// Processors whose insertion or ejection the guest has refused since the last request:
+    /// processor number, and status that _OST reported.
     pub refused: Vec<(u8, u32)>,
-    /// Number of ejections by the guest that the VMM had not requested.
+    /// Number of processors that the guest has ejected without a request.
     pub unrequested_ejections: u64,
-    /// Number of ignored ejections, of processor 0 or of an absent processor.
+    /// Number of attempts by the guest to eject processor 0 or an absent processor.
     pub ignored_ejections: u64,
 }
 
 #[derive(Debug, Default)]
 struct Registers {
-    /// All possible processors.
+    /// Processors that the machine may have at most.
     all: VcpuSet,
     shown: VcpuSet,
     /// Processors whose "inserted" bit is set in the status register.
@@ -133,7 +142,8 @@ struct Registers {
     called: VcpuSet,
     /// Processors whose ejection was requested and that the guest has neither ejected nor refused.
     asked_for: VcpuSet,
-    /// Ejected processors that [`CpuHotplugDevice::take_ejected`] has not returned yet.
+    /// Processors that the guest has ejected and that [`CpuHotplugDevice::take_ejected`] has not
+    /// returned yet.
     ejected: VcpuSet,
     selector: u8,
     event: [u8; 4],
@@ -153,7 +163,7 @@ pub struct CpuHotplugDevice {
 }
 
 impl CpuHotplugDevice {
-    /// Creates the device for `max` processors, of which the first `shown` are present.
+    /// Creates the device for up to `max` processors. The first `shown` processors are present.
     ///
     /// # Errors
     /// Returns an error if `eventfd(2)` fails.
@@ -179,8 +189,8 @@ impl CpuHotplugDevice {
         };
     }
 
-    /// Returns the registers for a snapshot, or `None` if the guest has ejected a processor whose
-    /// thread is still running.
+    /// Returns the registers for a snapshot. Returns `None` while an ejected processor has not been
+    /// fetched with [`CpuHotplugDevice::take_ejected`].
     pub fn save(&self) -> Option<SavedCpuPlug> {
         let registers = self.lock();
         registers.ejected.is_empty().then(|| SavedCpuPlug {
@@ -224,7 +234,8 @@ impl CpuHotplugDevice {
         &self.ejected
     }
 
-    /// Inserts `vcpus` and notifies the guest.
+    /// Inserts the processors `vcpus` and notifies the guest of them. Ignores those that are
+    /// already present.
     pub fn show(&self, vcpus: VcpuSet) {
         let mut registers = self.lock();
         let vcpus = vcpus.within(registers.all).without(registers.shown);
@@ -237,8 +248,8 @@ impl CpuHotplugDevice {
         self.call();
     }
 
-    /// Requests the ejection of exactly `vcpus` and withdraws all other requests. Processor 0 is
-    /// ignored.
+    /// Requests that the guest eject exactly the processors `vcpus`; earlier requests for other
+    /// processors are withdrawn. Ignores processor 0.
     pub fn request_ejection(&self, vcpus: VcpuSet) {
         let mut registers = self.lock();
         let vcpus = vcpus.within(registers.shown).without(VcpuSet::of(0));
@@ -251,8 +262,8 @@ impl CpuHotplugDevice {
         }
     }
 
-    /// Repeats the interrupt if the guest has not acknowledged all changes. The interrupt is
-    /// edge-triggered, so one that arrives before the guest's driver is loaded is lost.
+    /// Raises the interrupt again if the guest has not acknowledged all changes. The interrupt is
+    /// edge-triggered, so it is lost if the guest's driver is not loaded yet.
     pub fn repeat_interrupt(&self) {
         let registers = self.lock();
         let pending = !registers.come.with(registers.called).is_empty();
@@ -269,7 +280,7 @@ impl CpuHotplugDevice {
         std::mem::take(&mut self.lock().ejected)
     }
 
-    /// Returns the hot-plug state.
+    /// Returns the state of CPU hot-plug from the guest's point of view.
     pub fn state(&self) -> CpuPlugState {
         let registers = self.lock();
         CpuPlugState {
@@ -338,7 +349,8 @@ impl Registers {
         bit(self.shown, PRESENT) | bit(self.come, COME) | bit(self.called, ASKED_FOR)
     }
 
-    /// Writes the control register. Returns whether a processor was ejected.
+    /// Writes `value` to the control register of the selected processor. Returns `true` if the
+    /// write ejects the processor.
     fn control(&mut self, value: u8) -> bool {
         let one = self.selected();
         if value & COME != 0 {
@@ -365,7 +377,8 @@ impl Registers {
         true
     }
 
-    /// Handles a report by _OST.
+    /// Processes the event and status that the guest's _OST method has written. A refused ejection
+    /// ends the request for it.
     fn report(&mut self) {
         let (vcpu, one) = (self.selector, self.selected());
         let status = u32::from_le_bytes(self.status);
@@ -453,8 +466,8 @@ mod tests {
         );
     }
 
-    /// A rejection by the guest ends the ejection request. Its status is reported until the next
-    /// request.
+    /// If the guest refuses an ejection, the request ends. The status of the refusal is reported
+    /// until the next request.
     #[test]
     fn cpu_plug_reports_refusal_by_guest() {
         let plug = CpuHotplugDevice::new(3, 4).unwrap();

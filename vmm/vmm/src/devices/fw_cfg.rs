@@ -44,8 +44,8 @@ impl FwCfg {
         self.offset = usize::try_from(board.fw_cfg_offset).unwrap_or(usize::MAX);
     }
 
-    /// Returns the selected item, zero-padded to the maximum length, and its length. An unknown key
-    /// has length 0.
+    /// Returns the item that the selector chooses, padded with zeros, and its length in bytes. The
+    /// length of an unknown item is 0.
     fn item(&self) -> ([u8; 8], usize) {
         let padded = |bytes: &[u8]| {
             let mut item = [0; 8];
@@ -112,8 +112,8 @@ mod tests {
     }
 
     proptest! {
-        /// Accesses of any width read an item as one byte string that starts at the selection and
-        /// is followed by zeroes. The selector is write-only and the data port read-only.
+        /// A read of a fw_cfg item returns the same bytes for any access widths, followed by zeros.
+        /// The selector is write-only and the data port read-only.
         #[test]
         fn fw_cfg_item_is_independent_of_access_width(
             key in prop_oneof![0u16..8, Just(MAX_CPUS), Just(FILE_DIRECTORY), any::<u16>()],

@@ -1,15 +1,13 @@
-//! VM generation ID, 16 bytes in guest memory that change at each restore of a snapshot, because a
-//! guest state may then run a second time (Microsoft, "Virtual Machine Generation ID"). Linux
-//! reseeds its random number generator when it is notified.
-//!
-//! The ID is at [`crate::boot::layout::GENERATION_ID`]. Guest resets do not change it.
+//! VM generation ID: 16 bytes in guest memory that change whenever the VM is restored from a
+//! snapshot (Microsoft, "Virtual Machine Generation ID"). The change tells the guest that its state
+//! may run more than once. Linux then reseeds its random number generator.
 
 use std::io;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// The generation ID of this VM, and the interrupt that announces a new one.
+/// The VM generation ID, and the interrupt that tells the guest about a new one.
 #[derive(Debug)]
 pub struct GenerationId {
     id: [u8; 16],

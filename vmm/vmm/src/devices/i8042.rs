@@ -1,45 +1,59 @@
 //! A keyboard controller without a keyboard, which answers the guest's probes and can reset the
 //! machine.
 //!
-//! Every command that has a response responds immediately. A driver that receives no response would
-//! poll the status port ten thousand times, with one exit per poll.
+//! A command that has a response gives it immediately. A driver that waits for a missing response
+//! polls the status port ten thousand times, with one exit per poll.
 
 use snapshot::state::SavedBoard;
 
 use super::outcome::DeviceWriteOutcome;
 
-/// Status bits: output buffer full, system flag (self-test passed), keyboard not locked.
+/// Status bit: the output buffer is full.
 const STATUS_OUTPUT_FULL: u8 = 1 << 0;
+/// Status bit: system flag, set after a passed self-test.
 const STATUS_SYSTEM: u8 = 1 << 2;
+/// Status bit: the keyboard is not locked.
 const STATUS_UNLOCKED: u8 = 1 << 4;
-/// Commands that the guest sends to the controller.
+/// Controller command: read the configuration byte.
 const READ_CONFIG: u8 = 0x20;
+/// Controller command: write the configuration byte.
 const WRITE_CONFIG: u8 = 0x60;
+/// Controller command: test the mouse port.
 const TEST_AUX: u8 = 0xA9;
+/// Controller command: self-test.
 const SELF_TEST: u8 = 0xAA;
+/// Controller command: test the keyboard port.
 const TEST_KEYBOARD: u8 = 0xAB;
+/// Controller command: read the input port.
 const READ_INPUT: u8 = 0xC0;
+/// Controller command: read the output port.
 const READ_OUTPUT: u8 = 0xD0;
+/// Controller command: write the output port.
 const WRITE_OUTPUT: u8 = 0xD1;
+/// Controller command: loop the next data byte back through the mouse port.
 const AUX_LOOP: u8 = 0xD3;
+/// Controller command: send the next data byte to the mouse.
 const WRITE_AUX: u8 = 0xD4;
+/// Controller command: pulse the reset line of the processor.
 const PULSE_RESET: u8 = 0xFE;
-/// Bits of the controller's output port. Bit 0 holds the processor in reset while clear. Bit 1 is
-/// A20.
+/// Bit 0 of the controller's output port: while clear, the processor is held in reset.
 const OUTPUT_NOT_RESET: u8 = 1 << 0;
+/// Bit 1 of the controller's output port: address line A20.
 const OUTPUT_A20: u8 = 1 << 1;
-/// Controller responses.
+/// Response to the self-test command: passed.
 const SELF_TEST_PASSED: u8 = 0x55;
+/// Response to a port test: the port works.
 const PORT_OK: u8 = 0x00;
+/// Response to a port test: the clock line is stuck.
 const PORT_STUCK: u8 = 0x01;
-/// "Resend", the response of a keyboard or mouse port without a device.
+/// Response of a keyboard or mouse port without a device: "resend".
 const RESEND: u8 = 0xFE;
 
-/// The keyboard controller.
+/// A keyboard controller without a keyboard.
 #[derive(Debug, Default)]
 pub(super) struct I8042 {
     config: u8,
-    /// Command that still expects a data byte.
+    /// Last command, if it still expects a data byte.
     pending: Option<u8>,
     output: Option<u8>,
 }

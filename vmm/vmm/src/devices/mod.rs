@@ -56,26 +56,26 @@ pub struct DeviceBus {
     generation: GenerationId,
     /// PCI bus, if the machine has one.
     pci: Option<PciBus>,
-    /// `true` if there is no debug-exit device.
+    /// `true` if the guest cannot end the VM through the debug-exit port.
     no_debug_exit: bool,
     /// Last value written to the reset control register.
     reset_control: AtomicU8,
     /// Last value written to system control port A.
     control_a: AtomicU8,
-    /// Number of reads of system control port B, whose refresh bit toggles.
+    /// Number of reads of system control port B. Each read toggles the port's refresh bit.
     control_b_reads: AtomicU8,
-    /// Number of accesses to unclaimed ports.
+    /// Number of accesses to I/O ports that belong to no device.
     unclaimed: AtomicU64,
 }
 
-/// Locks a device. Ignores poisoning, so that a panicked thread does not bring down the machine.
+/// Locks a device. Ignores poisoning, so the machine survives a thread that panicked with the lock.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl DeviceBus {
-    /// Creates the devices. `console` receives the serial port's output. `ram_bytes` and `cpus` are
-    /// reported to the guest.
+    /// Creates the devices. The output of the serial port goes to `console`. The guest can read
+    /// `ram_bytes` and `cpus` from CMOS and fw_cfg.
     pub fn new(console: Box<dyn Write + Send>, ram_bytes: u64, cpus: VcpuCountRange) -> io::Result<Self> {
         Ok(DeviceBus {
             ram_bytes,
@@ -99,13 +99,13 @@ impl DeviceBus {
         })
     }
 
-    /// Connects the system control interrupt.
+    /// Sets the callback for the level of the system control interrupt.
     pub fn connect_sci_to(&self, sci: SciLine) {
         lock(&self.pm).connect_sci(sci);
     }
 
-    /// Presses the power button. Returns whether the guest's driver has enabled the power button
-    /// event. If it has not, the press has no effect.
+    /// Presses the power button. Returns `false`, without an effect, if the guest has not enabled
+    /// the power button event.
     pub fn press_power_button(&self) -> bool {
         lock(&self.pm).press_power_button()
     }
@@ -128,14 +128,14 @@ impl DeviceBus {
         }
     }
 
-    /// Removes the debug-exit device.
+    /// Removes the debug-exit device, with which the guest can end the VM.
     #[must_use]
     pub fn without_debug_exit(mut self) -> Self {
         self.no_debug_exit = true;
         self
     }
 
-    /// Adds a PCI bus.
+    /// Adds a PCI bus to the machine.
     #[must_use]
     pub fn with_pci(mut self, pci: PciBus) -> Self {
         self.pci = Some(pci);
@@ -147,7 +147,7 @@ impl DeviceBus {
         self.pci.as_ref()
     }
 
-    /// Returns the serial port, for input.
+    /// Returns the serial port, which accepts console input.
     pub fn serial(&self) -> &Arc<SerialPort> {
         &self.serial
     }
@@ -157,7 +157,7 @@ impl DeviceBus {
         self.serial.irq()
     }
 
-    /// Returns the CPU hot-plug registers, or `None` without CPU hot-plug.
+    /// Returns the CPU hot-plug device, or `None` if the machine has no CPU hot-plug.
     pub fn cpu_plug(&self) -> Option<&Arc<CpuHotplugDevice>> {
         self.cpu_plug.as_ref()
     }
@@ -167,7 +167,7 @@ impl DeviceBus {
         &self.generation
     }
 
-    /// Returns the number of accesses to unclaimed ports.
+    /// Returns the number of accesses to I/O ports that belong to no device.
     pub fn unclaimed_accesses(&self) -> u64 {
         self.unclaimed.load(Ordering::Relaxed)
     }

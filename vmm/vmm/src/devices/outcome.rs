@@ -1,6 +1,6 @@
-//! Effects of device accesses on the machine.
+//! What a guest's write to a device does to the machine.
 
-/// Effect of a device write on the machine.
+/// What a guest's write to a device does to the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceWriteOutcome {
     /// The guest continues.

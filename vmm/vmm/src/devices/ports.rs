@@ -2,17 +2,17 @@
 
 use std::ops::RangeInclusive;
 
-/// First of the eight registers of the first serial port.
+/// First I/O port of the first serial port.
 pub const COM1: u16 = 0x3F8;
 /// Number of ports of the first serial port.
 pub const COM1_LEN: u16 = 8;
-/// Interrupt line of the first serial port.
+/// Interrupt number of the first serial port.
 pub const COM1_IRQ: u32 = 4;
 /// Keyboard controller data port.
 pub const I8042_DATA: u16 = 0x60;
-/// System control port B (timer 2 gate, speaker).
+/// System control port B: gate of timer 2 and speaker.
 pub const SYSTEM_CONTROL_B: u16 = 0x61;
-/// Keyboard controller command and status port.
+/// Command and status port of the keyboard controller.
 pub const I8042_COMMAND: u16 = 0x64;
 /// CMOS index port.
 pub const CMOS_INDEX: u16 = 0x70;
@@ -20,9 +20,9 @@ pub const CMOS_INDEX: u16 = 0x70;
 pub const CMOS_DATA: u16 = 0x71;
 /// Index of the CMOS century register.
 pub const CMOS_CENTURY: u8 = 0x32;
-/// Power-on self-test code, also used as a delay port.
+/// Port for power-on self-test codes. Kernels also write to it as a delay.
 pub const POST: u16 = 0x80;
-/// Debug-exit port. A write terminates the VM with status (value << 1) | 1.
+/// Debug-exit port. A write of `value` ends the VM with exit status `(value << 1) | 1`.
 pub const DEBUG_EXIT: u16 = 0xF4;
 /// Ports of the debug-exit device.
 pub const DEBUG_EXIT_PORTS: RangeInclusive<u16> = DEBUG_EXIT..=DEBUG_EXIT + 3;
@@ -42,19 +42,20 @@ pub const PM1A_CONTROL: u16 = 0x604;
 pub const PM1A_CONTROL_LEN: u8 = 2;
 /// SLP_TYP of S5, soft off.
 pub const S5_SLEEP_TYPE: u8 = 0;
-/// First CPU hot-plug register. Unclaimed without CPU hot-plug.
+/// First I/O port of the CPU hot-plug registers. Belongs to no device if the machine has no CPU
+/// hot-plug.
 pub const CPU_PLUG: u16 = 0xCD8;
-/// Length of the CPU hot-plug registers in bytes.
+/// Number of I/O ports of the CPU hot-plug registers.
 pub const CPU_PLUG_LEN: u16 = 12;
-/// Interrupt line of CPU hot-plug events.
+/// Interrupt number of CPU hot-plug events.
 pub const CPU_PLUG_IRQ: u32 = 5;
-/// Interrupt line of a new VM generation ID.
+/// Interrupt number that announces a new VM generation ID.
 pub const GENERATION_IRQ: u32 = 10;
-/// PCI configuration address port. Reads as all ones if the machine has no PCI bus.
+/// PCI configuration address port. Reads as all ones without a PCI bus.
 pub const PCI_ADDRESS: u16 = 0xCF8;
 /// Reset control register.
 pub const RESET_CONTROL: u16 = 0xCF9;
-/// Value that requests a full reset in [`RESET_CONTROL`].
+/// Value that requests a full reset when written to [`RESET_CONTROL`].
 pub const RESET_VALUE: u8 = 0x06;
 /// First port of the PCI configuration data.
 pub const PCI_DATA: u16 = 0xCFC;

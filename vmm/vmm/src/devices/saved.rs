@@ -13,7 +13,7 @@ const RESET_CPU: u8 = 0x04;
 /// Error when restoring the devices.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreBoardError {
-    /// The snapshot has an invalid state for a device.
+    /// The snapshot contains an invalid state of a device.
     #[error("the saved state of the {0} is not one that it can be in")]
     Impossible(&'static str),
     /// A virtio device differs from the saved one.
@@ -32,8 +32,9 @@ pub enum RestoreBoardError {
 }
 
 impl DeviceBus {
-    /// Returns the state of the devices of the board. No vCPU may run. Returns `None` if the guest
-    /// has ejected a vCPU whose thread is still running.
+    /// Returns the state of all devices except the virtio devices. No vCPU may run. Returns `None`
+    /// while an ejected processor has not been fetched with
+    /// [`CpuHotplugDevice::take_ejected`](super::cpu_plug::CpuHotplugDevice::take_ejected).
     pub fn save(&self) -> Option<SavedBoard> {
         let mut board = SavedBoard {
             serial: self.serial.save(),

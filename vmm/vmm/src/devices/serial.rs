@@ -1,4 +1,5 @@
-//! The serial port: vm-superio's 16550 behind a lock, with an eventfd interrupt for KVM.
+//! First serial port of the machine: the 16550 of vm-superio, with a lock and an eventfd as its
+//! interrupt.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +24,7 @@ impl Trigger for Irq {
     }
 }
 
-/// Signals the sender of console input when the guest has emptied the receive buffer.
+/// Notifies the sender of console input when the guest has emptied the receive buffer.
 struct InputRoom(Arc<EventFd>);
 
 impl SerialEvents for InputRoom {
@@ -43,12 +44,12 @@ pub struct SerialPort {
     uart: Mutex<Uart>,
     irq: Arc<EventFd>,
     input_room: Arc<EventFd>,
-    /// `true` while input for the guest waits until the port's lock is released.
+    /// `true` if the sender of console input must be asked to try again when the lock is released.
     input_is_waiting: AtomicBool,
 }
 
 impl SerialPort {
-    /// Creates a port whose output goes to `out`.
+    /// Creates a serial port that writes its output to `out`.
     pub(super) fn new(out: Box<dyn Write + Send>) -> io::Result<Self> {
         let irq = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
         let input_room = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?);
@@ -61,7 +62,7 @@ impl SerialPort {
         })
     }
 
-    /// Resets the port to its initial state and keeps its output. Unread input is lost.
+    /// Resets the registers of the port. Unread input is lost; the output stays connected.
     pub(super) fn reset(&self) {
         let mut uart = lock(&self.uart);
         let out = std::mem::replace(uart.writer_mut(), Box::new(io::sink()));
@@ -90,8 +91,8 @@ impl SerialPort {
         }
     }
 
-    /// Restores the state of a snapshot and keeps the output. Returns `false` if the state has more
-    /// input than the port can buffer.
+    /// Restores the state of the port from a snapshot; the output stays connected. Returns `false`
+    /// if the state contains more input than the port can buffer.
     pub(super) fn restore(&self, saved: &SavedSerial) -> bool {
         let [low, high, ier, iir, lcr, lsr, mcr, msr, scratch] = saved.registers;
         let state = SerialState {
@@ -118,7 +119,7 @@ impl SerialPort {
         }
     }
 
-    /// Returns the interrupt eventfd, to be registered with KVM.
+    /// Returns the eventfd of the port's interrupt, to be registered with KVM.
     pub fn irq(&self) -> &EventFd {
         &self.irq
     }
@@ -137,8 +138,8 @@ impl SerialPort {
         })
     }
 
-    /// Signals the sender of console input if it found the port locked. Call this after releasing
-    /// the lock.
+    /// Asks the sender of console input to try again if it found the port locked. Must be called
+    /// after the lock is released.
     fn wake_waiting_input(&self) {
         if self.input_is_waiting.swap(false, Ordering::SeqCst) {
             let _ = self.input_room.write(1);
@@ -166,8 +167,9 @@ impl SerialPort {
 }
 
 impl ConsoleInputSink for SerialPort {
-    /// Never blocks. A vCPU may hold the port's lock while it waits for a slow console, and only
-    /// the thread that calls this method can end that wait.
+    /// Passes input to the port. Returns 0 instead of waiting if a vCPU holds the lock. The vCPU
+    /// may wait for a slow console with the lock held, and only the thread that calls this method
+    /// can end that wait.
     fn send(&self, bytes: &[u8]) -> usize {
         let Some(mut uart) = self.try_lock() else { return 0 };
         let room = uart.fifo_capacity().min(bytes.len());

@@ -4,8 +4,8 @@ use gdbstub::arch::{Arch, Registers};
 use gdbstub_arch::x86::X86_64_SSE;
 use gdbstub_arch::x86::reg::X86_64CoreRegs;
 
-/// The gdbstub architecture [`X86_64_SSE`], except that a packet with too few registers is rejected
-/// and does not end the session.
+/// Architecture of the guest for gdbstub: [`X86_64_SSE`], with one difference. A packet that
+/// contains too few registers is rejected, but does not end the session.
 pub enum GdbX86 {}
 
 impl Arch for GdbX86 {
@@ -24,7 +24,7 @@ impl Arch for GdbX86 {
 pub struct PacketRegisters {
     /// The register values, if the packet contains all of them.
     pub all: X86_64CoreRegs,
-    /// `true` if the packet was too short. In this case, `all` is invalid.
+    /// `true` if the packet was too short, so `all` is invalid.
     pub cut_short: bool,
 }
 

@@ -10,7 +10,7 @@ use crate::console::target::MAX_SOCKET_PATH;
 pub struct GdbConfig {
     /// Path of the Unix socket.
     pub socket: PathBuf,
-    /// `true` if no vCPU runs before the first debugger connects.
+    /// `true` if the VM does not run before the first debugger connects.
     pub wait: bool,
 }
 
@@ -20,7 +20,7 @@ pub enum GdbConfigError {
     /// The path is empty.
     #[error("must be the path of a Unix socket, or PATH,wait")]
     Shape,
-    /// The string after the comma is not a known option.
+    /// The text after the comma is not an option.
     #[error("only wait may follow the path: PATH,wait")]
     Word,
     /// The path is too long for a Unix socket.

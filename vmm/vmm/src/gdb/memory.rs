@@ -8,15 +8,14 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use crate::vcpu::debugger::{SoftwareBreakpoint, VcpuRegisters};
 
 const PAGE: u64 = 4096;
-/// Maximum number of guest memory reads per request. A packet of the debugger covers at most 4 KiB,
-/// on two pages.
+/// Maximum number of guest memory reads for one request. A packet covers at most 4 KiB, on two
+/// pages.
 const MAX_READS: u32 = 256;
 /// Opcode of INT3.
 pub const INT3: u8 = 0xcc;
 
-/// Translates a linear address with the paging mode and tables of a vCPU with these registers.
-/// Returns `None` for an unmapped address, or in a paging mode that is not supported (32-bit
-/// paging).
+/// Translates the linear address `address` through the page tables of a vCPU with these registers.
+/// Returns `None` if the address is unmapped or the vCPU uses 32-bit paging, which is unsupported.
 pub fn physical(memory: &GuestMemoryMmap, registers: &VcpuRegisters, address: u64) -> Option<u64> {
     let system = &registers.system;
     let regs = GuestRegs {
@@ -35,8 +34,8 @@ pub fn physical(memory: &GuestMemoryMmap, registers: &VcpuRegisters, address: u6
     }
 }
 
-/// Splits the `length` bytes at `address` into parts that each lie in one page, and returns each
-/// part with its linear and physical address. Ends at the first unmapped page.
+/// Splits the linear range of `length` bytes at `address` at page boundaries. Returns for each part
+/// its offsets in the range and its guest-physical address. Ends at the first unmapped page.
 fn pieces<'m>(
     memory: &'m GuestMemoryMmap,
     registers: &'m VcpuRegisters,
@@ -58,7 +57,7 @@ fn pieces<'m>(
     })
 }
 
-/// Reads memory at `address` and returns the number of bytes read.
+/// Reads guest memory at the linear address `address`. Returns the number of bytes read.
 pub fn read(
     memory: &GuestMemoryMmap,
     registers: &VcpuRegisters,
@@ -82,8 +81,8 @@ pub fn read(
     done
 }
 
-/// Writes memory at `address`. Returns `false` at the first address without memory; bytes before
-/// that address are written.
+/// Writes `data` at the linear address `address`. Returns `false` if a part of the range is
+/// unmapped or not memory. The bytes before that part are written.
 pub fn write(
     memory: &GuestMemoryMmap,
     registers: &VcpuRegisters,
@@ -107,7 +106,7 @@ pub fn write(
     done == data.len()
 }
 
-/// Inserts an INT3 at a linear address. Returns `None` if there is no memory at this address.
+/// Inserts an INT3 at a linear address. Returns `None` if the address is unmapped or not memory.
 pub fn insert_int3(
     memory: &GuestMemoryMmap,
     registers: &VcpuRegisters,
@@ -123,7 +122,7 @@ pub fn insert_int3(
     })
 }
 
-/// Removes an INT3, unless the guest has overwritten it.
+/// Restores the byte that an INT3 has replaced, unless the guest has overwritten the INT3.
 pub fn remove_int3(memory: &GuestMemoryMmap, planted: &SoftwareBreakpoint) {
     let at = GuestAddress(planted.physical);
     if memory.read_obj::<u8>(at).is_ok_and(|byte| byte == INT3) {
@@ -140,8 +139,8 @@ mod tests {
         GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap()
     }
 
-    /// Fills page tables and returns registers for long mode, with virtual page 0x40_0000 at
-    /// physical 0x5000 and the next page at 0x3000.
+    /// Fills page tables and returns the registers of a vCPU that uses them. Linear page 0x40_0000
+    /// is at physical address 0x5000 and the next page at 0x3000.
     fn paged(memory: &GuestMemoryMmap) -> VcpuRegisters {
         let entries = [
             (0x1_0000, 0x1_1007u64),

@@ -4,8 +4,8 @@ use gdbstub_arch::x86::reg::{X86_64CoreRegs, X86SegmentRegs, X87FpuInternalRegs}
 
 use crate::vcpu::debugger::VcpuRegisters;
 
-/// x87 tag of an empty register (SDM vol. 1 §8.1.7). For other registers gdb inspects the value
-/// itself.
+/// x87 tag of an empty register (SDM vol. 1 §8.1.7). gdb derives the other tags from the register
+/// values.
 const EMPTY: u32 = 3;
 /// RFLAGS bit 1, which is always set.
 const RFLAGS_ONE: u64 = 1 << 1;
@@ -66,8 +66,9 @@ pub fn to_gdb(registers: &VcpuRegisters) -> X86_64CoreRegs {
     }
 }
 
-/// Copies gdb's registers to those of a vCPU. Returns `false` and changes nothing if a segment
-/// selector differs, because a selector alone determines neither base nor limit.
+/// Copies the registers that gdb has set to those of a vCPU. Returns `false`, without an effect, if
+/// gdb has changed a segment selector: a selector alone does not determine the segment's base and
+/// limit.
 #[expect(clippy::cast_possible_truncation, reason = "fields of 16 bits")]
 pub fn from_gdb(gdb: &X86_64CoreRegs, registers: &mut VcpuRegisters) -> bool {
     if gdb.segments != to_gdb(registers).segments {
@@ -113,7 +114,8 @@ pub fn from_gdb(gdb: &X86_64CoreRegs, registers: &mut VcpuRegisters) -> bool {
     true
 }
 
-/// Returns the x87 pointer `old` with its lower 48 bits replaced by those that gdb has set.
+/// Returns the x87 pointer `old` with bits 47:0 replaced by `segment` and `offset`, which gdb has
+/// set.
 fn joined(old: u64, segment: u32, offset: u32) -> u64 {
     old & !0xffff_ffff_ffff | u64::from(segment & 0xffff) << 32 | u64::from(offset)
 }

@@ -24,9 +24,9 @@ use crate::vm::RunningVm;
 
 /// Timeout of a write to the client.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the thread to report the end of the VM to the client.
+/// Maximum time that the server thread takes to tell the client that the VM has ended.
 const END_TIMEOUT: Duration = Duration::from_millis(500);
-/// Size of one read in bytes.
+/// Maximum number of bytes that one read from the client returns.
 const READ_BYTES: usize = 4096;
 
 /// Error when starting the gdb server.
@@ -139,7 +139,7 @@ impl Drop for GdbServer {
     }
 }
 
-/// Error that ends the session with a debugger.
+/// Reason why the session with a debugger ended.
 #[derive(Debug, thiserror::Error)]
 enum SessionError {
     #[error("the socket failed")]
@@ -153,9 +153,9 @@ enum SessionError {
 /// Reason why [`wait`] has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WakeReason {
-    /// The client has sent data or disconnected, so its connection is readable.
+    /// The client has sent data or has disconnected.
     Client,
-    /// A vCPU has stopped the machine.
+    /// A vCPU has stopped the machine for the debugger.
     Stop,
     /// The VM has ended or is about to end.
     End,
@@ -285,8 +285,9 @@ impl GdbServerLoop {
     }
 }
 
-/// Waits for `client`, `stops` or the end of the VM. The end of the VM has the lowest priority, so
-/// that data that the client sent earlier is still processed.
+/// Waits until the client has sent data, a vCPU has stopped the machine, or the VM ends. The end of
+/// the VM is reported only if neither of the others has occurred, so data that the client sent
+/// before is processed.
 fn wait(
     client: &impl AsRawFd,
     stops: Option<&EventFd>,
@@ -304,7 +305,8 @@ fn wait(
     })
 }
 
-/// The gdb stub's connection to a client. It sends each packet in one write.
+/// Connection of the gdb stub to its client. Collects the bytes of a packet and sends them in one
+/// write.
 struct Client {
     stream: UnixStream,
     out: Vec<u8>,

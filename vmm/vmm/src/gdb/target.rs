@@ -31,22 +31,24 @@ use crate::vcpu::registry::VcpuRegistry;
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of inserted INT3s.
 const MAX_INT3S: usize = 1024;
-/// Error numbers for gdb: an invalid access, and an invalid argument.
+/// Error number for gdb: invalid address.
 const EFAULT: u8 = 14;
+/// Error number for gdb: invalid argument.
 const EINVAL: u8 = 22;
 
-/// A machine under a debugger.
+/// The machine, as the gdb stub controls it.
 pub struct GdbTarget {
     control: Arc<RunControl>,
     registry: Arc<VcpuRegistry>,
     memory: GuestMemoryMmap,
-    /// Number of hardware breakpoints available to the debugger.
+    /// Maximum number of hardware breakpoints that the debugger may set.
     max_hardware_points: usize,
-    /// Number of the vCPU that stopped last. Breakpoints are inserted through its page tables.
+    /// Number of the vCPU that stopped last, whose page tables translate the addresses of
+    /// breakpoints.
     current: u8,
-    /// Next action of each vCPU when the debugger resumes the machine.
+    /// Actions for the next resume: vCPU number and action.
     actions: Vec<(u8, ResumeAction)>,
-    /// `true` if vCPUs without an action stay stopped when the machine resumes.
+    /// `true` if a vCPU without an entry in `actions` stays stopped at the next resume.
     locked: bool,
 }
 
@@ -89,7 +91,8 @@ impl GdbTarget {
         self.debugger()?.registers(vcpu)
     }
 
-    /// Returns the registers of a stopped vCPU, or the error to report to gdb.
+    /// Returns the registers of the stopped vCPU that is gdb's thread `tid`, or the error to report
+    /// to gdb.
     fn registers_of(&self, tid: Tid) -> TargetResult<VcpuRegisters, Self> {
         vcpu(tid)
             .and_then(|vcpu| self.registers(vcpu))
@@ -376,7 +379,7 @@ impl SwBreakpoint for GdbTarget {
     }
 }
 
-/// Returns a hardware breakpoint that stops at the instruction at `address`.
+/// Returns a hardware breakpoint that stops before the instruction at `address`.
 fn execution(address: u64) -> Option<HardwareBreakpoint> {
     Some(HardwareBreakpoint {
         address,
@@ -385,8 +388,8 @@ fn execution(address: u64) -> Option<HardwareBreakpoint> {
     })
 }
 
-/// Returns a hardware breakpoint that stops at data accesses of type `kind`. x86 has no breakpoints
-/// for reads only.
+/// Returns a hardware breakpoint that stops after data accesses of type `kind`, or `None` if `kind`
+/// is reads only, which x86 does not support, or the range is not aligned.
 fn data(address: u64, length: u64, kind: WatchKind) -> Option<HardwareBreakpoint> {
     let fits = matches!(length, 1 | 2 | 4 | 8) && address.is_multiple_of(length);
     let access = match kind {

@@ -13,11 +13,11 @@ use crate::testing::{self, CODE};
 use crate::vcpu::control::{RunState, VmStopReason};
 use crate::vm::{DebuggerConfig, RunningVm};
 
-/// Guest code `inc dword [0x200000]; jmp`; the jump leads back to the `inc`.
+/// Guest code that increments [`COUNTER`] forever: `inc dword [0x200000]`, then a jump back to it.
 const COUNTS: [u8; 8] = [0xFF, 0x05, 0x00, 0x00, 0x20, 0x00, 0xEB, 0xF8];
-/// Address of the guest's counter.
+/// Guest-physical address of the number that the guest code increments.
 const COUNTER: u64 = 0x20_0000;
-/// Address of the guest's second instruction.
+/// Address of the jump in the guest code.
 const JUMP: u64 = CODE + 6;
 
 /// A VM with a counting guest and a debugger socket.
@@ -62,7 +62,7 @@ impl DebuggedVm {
         self.vm.ram().memory().read_obj(GuestAddress(CODE)).unwrap()
     }
 
-    /// Waits until the guest's counter advances.
+    /// Waits until the guest has incremented its counter.
     fn goes_on(&self) {
         let before = self.counter();
         while self.counter() == before {
@@ -88,7 +88,7 @@ impl Gdb {
         byte[0]
     }
 
-    /// Returns the next packet with its run-length encoding expanded.
+    /// Returns the contents of the next packet, with run-length encoding expanded.
     fn hear(&mut self) -> String {
         while self.byte() != b'$' {}
         let mut body = Vec::new();

@@ -24,7 +24,7 @@ use control_api::protocol::{
     RequestErrorKind, SnapshotId, VcpuExits,
 };
 
-/// Handlers of requests that concern the connection's own events.
+/// Handlers of requests that concern only the connection itself, such as its events.
 impl Connection {
     fn set_enabled(&mut self, on: bool) -> Result<RequestOutcome, RequestError> {
         if let Some(events) = &mut self.events {
@@ -265,7 +265,7 @@ impl ControlServer {
         value(self.vm.vcpu_plug())
     }
 
-    /// Returns the exits of all vCPUs since the connection first requested exits.
+    /// Returns the exits of all vCPUs since this client's first request for exits.
     fn exits(&mut self, connection: &mut Connection) -> Vec<VcpuExits> {
         let slots = self.vm.registry.slots();
         let taken = ExitCountSnapshot::out_of(slots);
@@ -309,7 +309,7 @@ impl ControlServer {
         value(Value::Null)
     }
 
-    /// Returns the connection's event session. Creates it at first use.
+    /// Returns the event session of the connection, which is created at the first call.
     fn session<'a>(&self, connection: &'a mut Connection) -> &'a mut EventSession {
         let (vm, uid) = (&self.vm, connection.uid);
         let (uid, role) = match connection.access {
@@ -336,7 +336,7 @@ impl ControlServer {
         value(kernel_info(probe.search_progress()))
     }
 
-    /// Returns the PMU of the VM.
+    /// Describes the virtual PMU of the VM.
     fn guest_pmu(&self) -> Result<&VmPmu, RequestError> {
         if self.vm.pmu.is_for_guest() {
             return Ok(&self.vm.pmu);
@@ -387,7 +387,7 @@ impl ControlServer {
     }
 }
 
-/// Converts the progress of the search for the guest's kernel.
+/// Converts the progress of the search for the guest's kernel for a client.
 fn kernel_info(progress: KernelSearchProgress) -> KernelInfo {
     let (state, detail) = match progress {
         KernelSearchProgress::NotStarted => (KernelState::Unknown, String::new()),
@@ -398,8 +398,8 @@ fn kernel_info(progress: KernelSearchProgress) -> KernelInfo {
     KernelInfo { state, detail }
 }
 
-/// Rejects requests that an observer may not make: those that change the VM, take samples or read
-/// its memory. Sampling includes memory reads.
+/// Returns an error if observers may not make this request. Observers may count events and read
+/// statistics, but may neither change the VM nor see guest memory, for example in samples.
 fn may_observe(call: &Call) -> Result<(), RequestError> {
     let why = match call {
         Call::Hello { .. }
@@ -455,7 +455,8 @@ fn may_observe(call: &Call) -> Result<(), RequestError> {
     fail(RequestErrorKind::Denied, why)
 }
 
-/// Returns the failure kind to report for a vCPU count that was rejected with `error`.
+/// Returns the failure kind with which a change of the number of vCPUs that failed with `error` is
+/// reported.
 fn kind_of(error: &VcpuRegistryError) -> RequestErrorKind {
     match error {
         VcpuRegistryError::Fixed(_) => RequestErrorKind::Unsupported,

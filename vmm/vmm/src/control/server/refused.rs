@@ -9,10 +9,10 @@ use perf_core::error_line;
 /// Reason for refusing a connection.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectionRefusal {
-    /// A user who is neither root nor the VM's user connected to the operator socket.
+    /// The client is neither root nor the user of the VM, and has connected to the operator socket.
     #[error("user {0} is not the VM's owner")]
     NotOwner(u32),
-    /// All connection slots are taken by clients that have sent a hello.
+    /// All connections are in use by clients that have sent their hello.
     #[error(
         "the limit of {0} connections is reached; end one (a stat, record or top of this VM) and \
         try again"
@@ -21,7 +21,8 @@ pub(super) enum ConnectionRefusal {
     /// The process has no free descriptors.
     #[error("no file descriptor is left for a connection")]
     NoDescriptor(#[source] io::Error),
-    /// The connection was replaced by another one before it sent its hello.
+    /// The client had not sent its hello when all connections were in use, so another client took
+    /// its connection.
     #[error("all {0} connections are in use, and this one sent no hello; it is replaced by another one")]
     MadeRoom(usize),
     /// A system call failed.
@@ -38,8 +39,8 @@ impl ConnectionRefusal {
         }
     }
 
-    /// Sends the reason to the client before the connection is closed. Never blocks. A message that
-    /// does not fit into the socket buffer is dropped.
+    /// Sends the reason to the client over the connection that is about to be closed. Never blocks;
+    /// drops the message if the socket buffer is full.
     pub(super) fn send_to(&self, mut stream: &UnixStream) {
         let reply = ReplyLine {
             id: 0,

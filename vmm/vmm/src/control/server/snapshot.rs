@@ -21,8 +21,8 @@ impl ControlServer {
         others.chain([connection]).any(|c| c.snapshot.is_some())
     }
 
-    /// Keeps the VM paused after the connection of a client that was moving it has ended, if the VM
-    /// may already be running at the destination.
+    /// Keeps the VM paused if `connection`, which has ended, was moving the VM and the VM may
+    /// already run at the destination.
     pub(super) fn keep_undecided(&mut self, connection: &mut Connection) {
         if let Some(snapshot) = connection.snapshot.take_if(|snapshot| snapshot.is_committed()) {
             log::warn!(
@@ -34,8 +34,8 @@ impl ControlServer {
         }
     }
 
-    /// Resumes a VM that stayed paused because it may already be running at the destination of its
-    /// move. The operator has decided that it is not running there.
+    /// Takes the VM back from an undecided move, because the operator states that it does not run
+    /// at the destination. Has no effect if no move is undecided.
     pub(super) fn decide(&mut self) -> Result<(), RequestError> {
         if let Some(snapshot) = &mut self.undecided {
             snapshot.take_back().or_else(refused)?;
@@ -44,7 +44,7 @@ impl ControlServer {
         Ok(())
     }
 
-    /// Begins this client's snapshot, or continues the one it has begun.
+    /// Starts a snapshot for this client, or performs the next step of the snapshot in progress.
     pub(super) fn snapshot(&self, connection: &mut Connection) -> Result<RequestOutcome, RequestError> {
         let snapshot = match &mut connection.snapshot {
             Some(snapshot) => snapshot,
@@ -75,7 +75,7 @@ impl ControlServer {
         }
     }
 
-    /// Ends this client's snapshot. Stops the VM if `stop` is set, and resumes it otherwise.
+    /// Ends this client's snapshot. If `stop` is set, stops the VM; otherwise resumes it.
     pub(super) fn end_snapshot(
         &self,
         connection: &mut Connection,
@@ -97,7 +97,7 @@ impl ControlServer {
         value(Value::Null)
     }
 
-    /// Starts tracking the memory of a VM that is to be moved.
+    /// Starts to move the VM: tracks which pages of guest memory are written.
     pub(super) fn migration_start(
         &self,
         connection: &mut Connection,
@@ -134,7 +134,8 @@ impl Connection {
         with_file(to_value(info)?, "memory", &piece.data)
     }
 
-    /// Returns the next piece of memory of a VM that is being moved while its guest runs.
+    /// Returns the next piece of guest memory for a VM that is being moved. The guest may still
+    /// run.
     pub(super) fn migration_memory(&mut self, offset: u64) -> Result<RequestOutcome, RequestError> {
         let is_paused = self.snapshot.as_ref().is_some_and(VmSnapshot::is_ready);
         let migration = self.migration.as_mut();
@@ -148,8 +149,8 @@ impl Connection {
         with_file(to_value(info)?, "memory", &piece.data)
     }
 
-    /// Hands the VM over to the destination process, after all memory has been read. From this call
-    /// on, the VM stays paused in this process.
+    /// Hands the VM over to the destination process. All memory must have been read. Afterwards the
+    /// VM stays paused in this process.
     pub(super) fn commit_migration(&mut self) -> Result<RequestOutcome, RequestError> {
         let is_complete = self
             .migration
@@ -161,7 +162,7 @@ impl Connection {
         value(Value::Null)
     }
 
-    /// Allows the destination process of a move to open the VM's disks.
+    /// Allows the destination process of a move to open the VM's disk images.
     pub(super) fn share_disks(&mut self) -> Result<RequestOutcome, RequestError> {
         let snapshot = self.snapshot.as_mut();
         let shared = snapshot.map_or(Err(SnapshotError::Order), VmSnapshot::share_devices);

@@ -41,7 +41,7 @@ impl ServedVm {
         })
     }
 
-    /// Runs the server until it has nothing left to do.
+    /// Runs the main loop until no event is pending.
     fn turn(&mut self) {
         while self.manager.run_with_timeout(0).unwrap() > 0 {}
     }
@@ -80,7 +80,7 @@ impl ServedVm {
         peer
     }
 
-    /// Sends raw bytes to the server and returns its replies.
+    /// Sends raw bytes to the server, and returns the replies that the client receives.
     fn say(&mut self, peer: &mut TestClient, bytes: &[u8]) -> Vec<ReplyLine> {
         // A write may accept only a part of the input, or fail because the server has closed the
         // socket.
@@ -123,7 +123,7 @@ struct TestClient {
 }
 
 impl TestClient {
-    /// Returns the replies received since the last call.
+    /// Returns the replies received since the previous call.
     fn replies(&mut self) -> Vec<ReplyLine> {
         let mut chunk = [0; 4096];
         while let Ok(n @ 1..) = self.stream.read(&mut chunk) {
@@ -264,7 +264,7 @@ fn client_above_request_rate_is_disconnected() {
 /// answered.
 #[test]
 fn requests_wait_while_replies_are_unsent() {
-    /// Number of requests to send, within the burst limit.
+    /// Number of requests that the test sends. Less than the burst limit.
     const MORE: u64 = 150;
     let Some(mut served) = ServedVm::new() else { return };
     let mut peer = served.greeted(SocketAccess::Operators);
@@ -490,7 +490,7 @@ fn refused_request_keeps_connection_open() {
     served.ask(&mut peer, &Call::Status).unwrap();
 }
 
-/// A list of events is opened as a whole or not at all.
+/// If an event of a list cannot be opened, no event of the list is.
 #[test]
 fn failed_event_list_leaves_no_event_open() {
     let Some(mut served) = ServedVm::new() else { return };
@@ -566,7 +566,7 @@ fn failed_event_list_leaves_no_event_open() {
     assert_eq!(served.ask(&mut peer, &Call::Read).unwrap(), json!([]));
 }
 
-/// A VM that has ended cannot be paused.
+/// A request to pause a VM that has ended fails.
 #[test]
 fn ended_vm_rejects_pause() {
     let Some(mut served) = ServedVm::new() else { return };
