@@ -27,11 +27,11 @@ use crate::kvm::vm_fd::VmFd;
 pub const MIN_RAM_BYTES: u64 = 16 << 20;
 /// Start of the hole in RAM below 4 GiB, at 3.25 GiB: from here to 4 GiB, no address is RAM.
 pub const MMIO_HOLE_START: u64 = 0xD000_0000;
-/// End of the hole that starts at [`MMIO_HOLE_START`], exclusive.
+/// End address of the hole in RAM below 4 GiB, exclusive.
 pub const MMIO_HOLE_END: u64 = 1 << 32;
-/// Start of the extended BIOS data area, where the guest's conventional memory ends.
+/// Start of the extended BIOS data area, which ends the guest's conventional memory.
 pub const EBDA_START: u64 = 0x9_FC00;
-/// Start of extended memory. Everything between [`EBDA_START`] and this address is reserved.
+/// Start of extended memory, at 1 MiB. No address from [`EBDA_START`] to here is usable RAM.
 pub const HIGH_RAM_START: u64 = 0x10_0000;
 /// Granularity of guest memory sizes, in bytes.
 pub const RAM_GRANULE_BYTES: u64 = 4096;
@@ -72,9 +72,9 @@ pub enum MemoryError {
     BeyondAddressBits {
         /// Requested size in bytes.
         size_bytes: u64,
-        /// Number of address bits that the guest's memory layout needs.
+        /// Number of address bits that this size of guest memory needs.
         bits_needed: u32,
-        /// Number of address bits of the processor.
+        /// Number of physical address bits of the host's processor.
         bits: u32,
     },
     /// The host rejected the mapping.
@@ -82,7 +82,7 @@ pub enum MemoryError {
     Map {
         /// Requested size in bytes.
         size_bytes: u64,
-        /// Error of mmap(2).
+        /// Reason of the rejection.
         #[source]
         source: MemoryBackingError,
     },
@@ -225,10 +225,10 @@ impl GuestRam {
         Ok(())
     }
 
-    /// Maps the contents of diffs, from the lowest to the highest, over their base, which must have
-    /// been mapped by [`Self::map_snapshot`]. Each diff is given by its memory file and its ranges.
-    /// A range is an offset in RAM and a length, in bytes; the file has the contents at the same
-    /// offset.
+    /// Maps the changed ranges of one or more diffs over the RAM of their base, which
+    /// [`Self::map_snapshot`] must have mapped. `layers` contains, from the lowest to the highest
+    /// diff, its memory file and its ranges: offset and length in bytes. A range has the same
+    /// offset in RAM and in the file.
     ///
     /// # Errors
     /// Returns [`MemoryError::Map`] if the host rejects a mapping or the file cannot be read.
@@ -281,7 +281,8 @@ impl GuestRam {
         self.size_bytes.min(MMIO_HOLE_START)
     }
 
-    /// Returns the guest-physical address of an offset in RAM.
+    /// Returns the guest-physical address of the byte at `offset` in RAM. Offsets in RAM do not
+    /// count the hole below 4 GiB.
     pub fn address_of(&self, offset: u64) -> GuestAddress {
         let low_end = self.low_end();
         GuestAddress(if offset < low_end {
@@ -291,8 +292,8 @@ impl GuestRam {
         })
     }
 
-    /// Reads the first `bytes` bytes of `file` into RAM at `offset`. The range must not contain the
-    /// hole below 4 GiB.
+    /// Reads the first `bytes` bytes of `file` into RAM at `offset`. The range must be contiguous
+    /// in guest-physical memory, so it must not cross the hole below 4 GiB.
     ///
     /// # Errors
     /// Returns an error if the file cannot be read or is too short, or if the range is not RAM.
@@ -304,7 +305,8 @@ impl GuestRam {
         read.map_err(io::Error::other)
     }
 
-    /// Writes `data` to RAM at `offset`. The range must not contain the hole below 4 GiB.
+    /// Writes `data` to RAM at `offset`. The range must be contiguous in guest-physical memory, so
+    /// it must not cross the hole below 4 GiB.
     ///
     /// # Errors
     /// Returns an error if the range is not RAM.
@@ -367,7 +369,7 @@ impl GuestRam {
     }
 }
 
-/// Returns the end address of the RAM of a guest with `size_bytes`.
+/// Returns the guest-physical end address of RAM of `size_bytes`, exclusive.
 fn ram_end(size_bytes: u64) -> u64 {
     if size_bytes <= MMIO_HOLE_START {
         size_bytes
@@ -376,9 +378,9 @@ fn ram_end(size_bytes: u64) -> u64 {
     }
 }
 
-/// Rejects sizes above a hard limit, and with preallocation also sizes above the available memory.
-/// Without preallocation a guest may exceed the available memory, because it need not touch all of
-/// it; a message informs the user.
+/// Rejects a guest memory size that exceeds a hard limit of the host. With preallocation, also
+/// rejects a size that exceeds the available memory. Without it, only a message is logged, because
+/// the guest may not use all of its memory.
 fn check_available(
     size_bytes: u64,
     kind: MemoryBackingConfig,
@@ -419,8 +421,8 @@ fn host_memory_bytes() -> u64 {
         .saturating_mul(unit)
 }
 
-/// Returns the physical address width of this processor in bits (CPUID 8000_0008H:EAX[7:0]; 36 if
-/// not reported).
+/// Returns the physical address width of this host's processor in bits (CPUID 8000_0008H:EAX[7:0];
+/// 36 if not reported).
 fn physical_address_bits() -> u32 {
     use std::arch::x86_64::__cpuid;
     if __cpuid(0x8000_0000).eax < 0x8000_0008 {
@@ -524,9 +526,9 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// For every size, the memory map contains each byte of the mapped RAM once, in order, with
-        /// the reserved area as the only other entry. An access counts as RAM if and only if
-        /// vm-memory serves it in one piece.
+        /// For every size, the memory map contains each byte of RAM exactly once and in order, and
+        /// only one reserved area. [`GuestRam::contains`] returns `true` for exactly the ranges
+        /// that vm-memory can access in one piece.
         #[test]
         fn memory_map_matches_mappings(
             pages in (MIN_RAM_BYTES / 4096)..(MIN_RAM_BYTES / 4096 + 1000),

@@ -13,7 +13,7 @@ pub struct VcpuCountRange {
     max: u8,
 }
 
-/// Error when parsing or combining vCPU numbers.
+/// Error when parsing the initial and maximum number of vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VcpuNumbersError {
     /// The number of vCPUs is zero, too large, or not a number.
@@ -57,7 +57,7 @@ impl VcpuCountRange {
         Ok(Self { present, max })
     }
 
-    /// Creates a fixed number of vCPUs.
+    /// Creates the range of a VM without CPU hot-plug, which always has `vcpus` vCPUs.
     ///
     /// # Errors
     /// Returns [`VcpuNumbersError::OutOfRange`] if the number is zero or too large.

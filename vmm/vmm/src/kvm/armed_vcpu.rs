@@ -1,8 +1,8 @@
 //! Kicks a vCPU out of KVM_RUN from a signal handler of its own thread.
 //!
-//! The handler writes to `kvm_run.immediate_exit`. A thread-local pointer gives the address of the
-//! `kvm_run` page, so the page must stay mapped while that pointer is set. [`ArmedVcpu`] owns the
-//! descriptor, which owns the mapping, and is not `Send`.
+//! The handler writes to `kvm_run.immediate_exit`. It finds the `kvm_run` page through a
+//! thread-local pointer, so the page must stay mapped while the pointer is set. [`ArmedVcpu`] owns
+//! the file descriptor of the vCPU, which owns the mapping, and is not `Send`.
 #![expect(
     unsafe_code,
     reason = "the kvm_run page is shared with the kernel and a signal handler"
@@ -47,7 +47,7 @@ fn write_immediate_exit(page: *mut kvm_run, value: u8) {
     unsafe { (&raw mut (*page).immediate_exit).write_volatile(value) };
 }
 
-/// On drop, clears [`PAGE`] if it still points to this page.
+/// Guard that clears [`PAGE`] on drop, if it still points to the same page.
 #[derive(Debug)]
 struct ImmediateExitGuard(*mut kvm_run);
 
@@ -59,16 +59,17 @@ impl Drop for ImmediateExitGuard {
     }
 }
 
-/// Minimum `ndata` of an internal error that includes the instruction bytes: one word of flags and
-/// two words of size and bytes (Documentation/virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`).
+/// Minimum number of data words (`ndata`) in an internal error that includes the instruction bytes:
+/// a word of flags, and two words for the number of bytes and the bytes
+/// (Documentation/virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`).
 const DATA_WITH_BYTES: u32 = 3;
 /// Maximum length of an x86 instruction, in bytes.
 const MAX_INSTRUCTION_BYTES: usize = 15;
 
-/// A KVM_EXIT_INTERNAL_ERROR exit.
+/// Details of a KVM_EXIT_INTERNAL_ERROR exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InternalErrorExit {
-    /// The suberror (`KVM_INTERNAL_ERROR_*`).
+    /// Reason of the internal error (`KVM_INTERNAL_ERROR_*`).
     pub suberror: u32,
     bytes: [u8; MAX_INSTRUCTION_BYTES],
     count: usize,
@@ -96,21 +97,18 @@ impl InternalErrorExit {
     }
 }
 
-/// The result of one KVM_RUN call.
+/// Result of one KVM_RUN call.
 #[derive(Debug)]
 pub struct RunResult<'v> {
-    /// The exit reason, or the error of KVM_RUN.
+    /// Exit reason of the vCPU, or the error of KVM_RUN.
     pub why: Result<VcpuExit<'v>, KvmIoctlError>,
-    /// At a port I/O exit, the size of one access in bytes. String instructions exit with several
-    /// accesses in one buffer.
+    /// Size in bytes of one access, at a port I/O exit. An exit for a string instruction has
+    /// several accesses in one buffer.
     pub io_width: usize,
 }
 
-/// A vCPU that a signal to the current thread kicks out of KVM_RUN. If a thread creates several
-/// such vCPUs, signals kick only the most recent one.
-///
-/// [`Deref`] gives access to the calls that read and write KVM's state. There is no `DerefMut`,
-/// because replacing the descriptor would unmap the page to which the signal handler writes.
+/// A vCPU that leaves KVM_RUN when the current thread receives a kick signal. If a thread has armed
+/// several vCPUs, signals kick only the one that was armed last.
 #[derive(Debug)]
 pub struct ArmedVcpu {
     // Fields are dropped in declaration order: `armed` clears the pointer before `fd` unmaps the
@@ -120,7 +118,7 @@ pub struct ArmedVcpu {
 }
 
 impl ArmedVcpu {
-    /// Takes the vCPU `fd`, and makes signals to the current thread kick it.
+    /// Arms the vCPU `fd`, so that signals to the current thread kick it out of KVM_RUN.
     pub fn new(mut fd: VcpuFd) -> Self {
         let page: *mut kvm_run = fd.raw_mut().get_kvm_run();
         PAGE.set(page);
@@ -128,15 +126,15 @@ impl ArmedVcpu {
         Self { armed, fd }
     }
 
-    /// Undoes [`ArmedVcpu::new`] and returns the descriptor. Later signals do not affect the vCPU.
+    /// Disarms the vCPU and returns its file descriptor. Later signals do not affect the vCPU.
     pub fn disarm(self) -> VcpuFd {
         let Self { armed, fd } = self;
         drop(armed);
         fd
     }
 
-    /// Clears the request to leave KVM_RUN. Call this before checking the state whose change a
-    /// signal may have announced.
+    /// Clears the request to leave KVM_RUN. Must be called before the caller checks the state that
+    /// signals announce. A signal after the check then makes the next KVM_RUN return.
     #[inline]
     pub fn clear_exit_request(&mut self) {
         write_immediate_exit(self.armed.0, 0);
@@ -144,7 +142,8 @@ impl ArmedVcpu {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Makes the next KVM_RUN return as soon as KVM has completed the pending I/O of the last exit.
+    /// Requests that the next KVM_RUN return without entering the guest. KVM first completes the
+    /// pending I/O of the last exit.
     pub fn request_exit(&mut self) {
         write_immediate_exit(self.armed.0, 1);
     }
@@ -164,11 +163,10 @@ impl ArmedVcpu {
         }
     }
 
-    /// Completes the pending I/O of the last exit, which must be a port write, without entering the
-    /// guest.
+    /// Makes KVM complete the last exit, which must be a port write, without entering the guest.
     ///
-    /// KVM advances RIP past the OUT at the next entry, unless RIP has changed. The exit request
-    /// remains set until [`ArmedVcpu::clear_exit_request`] clears it.
+    /// KVM advances RIP past the OUT at the next entry, unless RIP has changed. Afterwards an exit
+    /// is still requested, until the caller calls [`ArmedVcpu::clear_exit_request`].
     ///
     /// # Errors
     /// Returns an error if KVM_RUN fails. A guest cannot cause such a failure.
@@ -210,13 +208,14 @@ impl ArmedVcpu {
         InternalErrorExit::new(failure.suberror, &instruction.insn_bytes[..count])
     }
 
-    /// Returns the registers that KVM stored at the last exit and loads at the next entry.
+    /// Returns the registers that KVM stored at the last exit. The caller may change them for the
+    /// next entry; see [`ArmedVcpu::sync_at_entry`].
     #[inline]
     pub fn sync_regs_mut(&mut self) -> &mut kvm_sync_regs {
         self.fd.raw_mut().sync_regs_mut()
     }
 
-    /// Sets whether KVM stores the register set `set` at each exit.
+    /// Selects whether KVM stores the registers of `set` at each exit.
     pub fn sync_at_exit(&mut self, set: SyncReg, on: bool) {
         if on {
             self.fd.raw_mut().set_sync_valid_reg(set);
@@ -225,7 +224,8 @@ impl ArmedVcpu {
         }
     }
 
-    /// Sets whether the next entry loads `set` from [`ArmedVcpu::sync_regs_mut`].
+    /// Selects whether KVM loads the registers of `set` from [`ArmedVcpu::sync_regs_mut`] at the
+    /// next entry.
     #[inline]
     pub fn sync_at_entry(&mut self, set: SyncReg, on: bool) {
         if on {

@@ -13,7 +13,7 @@ use vmm_sys_util::fam::FamStruct as _;
 use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
-/// A structure of KVM's ABI that can be saved as bytes.
+/// A structure of KVM's ABI that a snapshot saves as bytes.
 ///
 /// # Safety
 /// The type consists of integers, and of arrays, structures and unions of integers, without
@@ -67,7 +67,8 @@ pub(super) fn from_bytes<T: KvmStruct>(bytes: &Base64Bytes) -> Option<T> {
 }
 
 impl VcpuFd {
-    /// Reads the extended state (XSAVE). `size` is the size that KVM has reported.
+    /// Reads the extended state (XSAVE) of the vCPU. `size` is its size in bytes as reported by
+    /// KVM.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_GET_XSAVE or KVM_GET_XSAVE2 fails.
@@ -89,7 +90,8 @@ impl VcpuFd {
         ))
     }
 
-    /// Writes the extended state (XSAVE). Returns `None` if the length of `bytes` is not `size`.
+    /// Writes the extended state (XSAVE) of the vCPU. Returns `None` if `bytes` does not have
+    /// `size` bytes.
     pub(super) fn set_xsave(&self, bytes: &Base64Bytes, size: usize) -> Option<Result<(), KvmIoctlError>> {
         let xsave = xsave_from_bytes(bytes, size)?;
         // SAFETY: KVM reads `size` bytes, the size that it has reported for this VM, and the

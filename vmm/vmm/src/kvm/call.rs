@@ -1,6 +1,6 @@
 //! Errors of KVM ioctls.
 
-/// A failed KVM call: its name and its errno.
+/// Error of a KVM call: the name of the call and its errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed")]
 pub struct KvmIoctlError {

@@ -1,9 +1,9 @@
 //! Builds the CPUID table of a vCPU from the leaves that KVM supports, the vCPU topology and the
 //! leaves of the PMU model.
 //!
-//! The order matters: first the values of the host, then vendor and family if the vendor of the PMU
-//! model differs from the host's, then the topology. The PMU model is applied last and overrides
-//! every bit that enumerates a counter.
+//! The order of the steps matters. The table starts with the values of the host. If the PMU model
+//! is from a different vendor, vendor and family are replaced next. Then the topology is written.
+//! The PMU model comes last and overrides every bit that enumerates a counter.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -43,12 +43,13 @@ pub enum CpuidError {
     NestedRefused,
 }
 
-/// Leaf 1 EAX of a guest with an Intel PMU on a host of a different vendor: family 6 with a model
-/// number that Intel has not used. Guests then use their architectural ("generic") code paths and
-/// no model-specific event tables or errata workarounds.
+/// Signature (leaf 1 EAX) of a guest with an Intel PMU on a host of a different vendor: family 6
+/// with a model number that Intel has not used. For such a processor, guests use generic code paths
+/// instead of the event tables and errata workarounds of a model.
 const GENERIC_INTEL_SIGNATURE: u32 = 0x000f_06f0;
-/// Leaf 1 EAX of a guest with an AMD PMU on a host of a different vendor: family 17h, model 31h,
-/// the first generation whose core counters need no errata workarounds in guests.
+/// Signature (leaf 1 EAX) of a guest with an AMD PMU on a host of a different vendor: family 17h,
+/// model 31h. This is the first generation whose core counters need no errata workarounds in
+/// guests.
 const GENERIC_AMD_SIGNATURE: u32 = 0x0083_0f10;
 
 /// CPUID.1:ECX.TSC_DEADLINE.
@@ -102,23 +103,23 @@ const EXT1_ECX_CMP_LEGACY: u32 = 1 << 1;
 pub struct GuestCpuidConfig<'a> {
     /// The PMU model. May be the model without a PMU.
     pub pmu: &'a PmuModel,
-    /// The architectural events that the host can count for the PMU model.
+    /// Architectural events that the host can count for a guest with this PMU model.
     pub backability: ArchEventSet,
     /// Number of vCPUs.
     pub cpus: u8,
-    /// Guest TSC frequency in kHz, reported by the leaves of an Intel processor.
+    /// TSC frequency of the guest in kHz. CPUID reports the frequency only for an Intel processor.
     pub tsc_khz: u32,
-    /// `true` if the in-kernel local APIC offers TSC-deadline mode.
+    /// `true` if KVM's local APIC supports the TSC-deadline mode of its timer.
     pub tsc_deadline: bool,
     /// `true` if the guest may use nested virtualisation.
     pub nested: bool,
-    /// `true` to let the guest see stolen time. It is hidden from a guest that is single-stepped
-    /// from its start.
+    /// `true` to report stolen time to the guest. `false` for a guest that is single-stepped from
+    /// its start.
     pub shows_steal_time: bool,
-    /// Family, model and stepping that replace the default signature.
+    /// Family, model and stepping for the guest, if the operator chose them.
     pub signature: Option<CpuSignature>,
-    /// `true` if the VMM locates guest exception handlers through the interrupt descriptor table,
-    /// for single-stepping or to emulate RDPMC at the #GP handler.
+    /// `true` if the VMM finds guest exception handlers through the interrupt descriptor table, for
+    /// single-stepping or for emulating RDPMC in the #GP handler.
     pub enters_handlers: bool,
 }
 
@@ -134,8 +135,9 @@ pub fn read_host(leaf: u32, subleaf: u32) -> CpuidRegs {
     }
 }
 
-/// Returns the CPUID leaves that this host's KVM supports. Queries KVM only once, because KVM
-/// executes CPUID for each leaf, which takes half a millisecond if the host is itself a guest.
+/// Returns the CPUID leaves that this host's KVM supports. Only the first call asks KVM. KVM
+/// executes CPUID for each leaf, which takes half a millisecond in total if the host is itself a
+/// guest.
 ///
 /// # Errors
 /// Returns [`CpuidError::Supported`] if KVM_GET_SUPPORTED_CPUID fails.
@@ -152,7 +154,8 @@ pub fn supported(kvm: &Kvm) -> Result<CpuId, CpuidError> {
     Ok(leaves)
 }
 
-/// Returns the CPUID table of vCPU `id`.
+/// Returns the CPUID table of vCPU `id` for a guest with the properties `guest`. `supported`
+/// contains the leaves that KVM supports.
 ///
 /// # Errors
 /// Returns [`CpuidError::TooMany`] if the PMU leaves exceed KVM's limit, or an error of the
@@ -212,8 +215,8 @@ fn hide_virtualisation(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Hides hypercall features. A guest executes the hypercall instruction of the vendor that it
-/// detects, VMCALL or VMMCALL. If the host's processor is from a different vendor, KVM rewrites the
+/// Hides the features that use hypercalls. A guest uses the hypercall instruction of the vendor
+/// that it detects (VMCALL or VMMCALL). If this is not the host's vendor, KVM rewrites the
 /// instruction in guest memory, and a kernel with write-protected code crashes.
 fn hide_hypercalls(entries: &mut [kvm_cpuid_entry2]) {
     for entry in entries {
@@ -247,7 +250,7 @@ fn hide_fred_and_shadow_stacks(entries: &mut [kvm_cpuid_entry2]) {
     }
 }
 
-/// Returns whether `supported`, the CPUID leaves that KVM supports, include Intel TSX.
+/// Returns whether Intel TSX is among the CPUID leaves `supported`.
 pub fn has_transactions(supported: &CpuId) -> bool {
     supported
         .as_slice()
@@ -291,7 +294,7 @@ fn has_virtualisation(entries: &[kvm_cpuid_entry2]) -> bool {
     })
 }
 
-/// Sets vendor, family, model and stepping.
+/// Sets the family, model and stepping in the table. An AMD processor reports them in two leaves.
 fn set_signature(entries: &mut [kvm_cpuid_entry2], vendor: Vendor, signature: u32) {
     for entry in entries {
         match entry.function {
@@ -316,8 +319,8 @@ fn set_identity(entries: &mut [kvm_cpuid_entry2], vendor: Vendor) {
     set_signature(entries, vendor, signature);
 }
 
-/// Sets the leaves of the TSC frequency. KVM does not fill them, and perf in the guest would read
-/// `#system_tsc_freq` as 0 and divide by it in metrics.
+/// Sets the leaves that give the TSC frequency, which KVM leaves at zero. perf in the guest would
+/// otherwise read `#system_tsc_freq` as 0 and divide by it.
 fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     let Some((crystal_khz, numerator, denominator)) = crystal(tsc_khz) else {
         return;
@@ -343,12 +346,12 @@ fn set_frequencies(entries: &mut Vec<kvm_cpuid_entry2>, tsc_khz: u32) {
     }
 }
 
-/// Returns the crystal frequency in kHz and the numerator and denominator of the TSC ratio, or
-/// `None` if no valid ratio exists.
+/// Returns the crystal frequency in kHz, and the numerator and denominator of the ratio between the
+/// TSC and the crystal. Returns `None` if no valid ratio exists.
 ///
-/// The crystal frequency is as close to the local APIC timer frequency as the ratios permit. The
-/// rounding error is placed in the crystal frequency, because a timer error of a few ppm is
-/// harmless and a TSC error is not.
+/// The crystal frequency is as close to the local APIC timer frequency as a ratio permits. The
+/// rounding error is in the crystal frequency, because a timer error of a few ppm is harmless and a
+/// TSC error is not.
 fn crystal(tsc_khz: u32) -> Option<(u32, u32, u32)> {
     let tsc = u64::from(tsc_khz);
     let timer = u64::from(APIC_TIMER_KHZ);
@@ -412,8 +415,7 @@ fn set_topology(entry: &mut kvm_cpuid_entry2, guest: GuestCpuidConfig<'_>, id: u
     }
 }
 
-/// Applies the PMU model to every CPUID leaf that describes a PMU, and adds the PMU leaves that the
-/// host lacks.
+/// Writes the leaves that describe the PMU model to the table, and adds those that the host lacks.
 fn apply_pmu(entries: &mut Vec<kvm_cpuid_entry2>, model: &PmuModel, backability: ArchEventSet) {
     for &leaf in model.required_leaves() {
         if !entries.iter().any(|e| e.function == leaf) {

@@ -1,10 +1,10 @@
 //! Translates the VM's event filter to the format of KVM's own vPMU (`KVM_SET_PMU_EVENT_FILTER`,
 //! KVM API 4.120).
 //!
-//! The VM's filter and KVM's have the same semantics: an event is listed if an include entry
-//! matches and no exclude entry matches, and fixed counters are controlled by a bitmap alone. KVM
-//! accepts at most 300 entries. Before Linux 6.3 each of them must name an exact event, so an entry
-//! with a mask is expanded to one entry per event.
+//! The VM's filter and KVM's filter have the same semantics. A general-purpose event is listed if
+//! an include entry matches it and no exclude entry does. Fixed counters are controlled by a bitmap
+//! alone. KVM accepts at most 300 entries. Before Linux 6.3, an entry cannot have a mask, so each
+//! entry with a mask is expanded to one entry per event.
 #![expect(unsafe_code, reason = "an ioctl that kvm-ioctls takes in another form")]
 
 use kvm_bindings::{KVM_PMU_EVENT_ALLOW, KVM_PMU_EVENT_DENY, KVMIO, kvm_pmu_event_filter};
@@ -43,7 +43,7 @@ pub enum KvmEventFilterError {
     TooLong {
         /// Number of entries of the translated filter.
         entries: usize,
-        /// `true` if each entry with a mask was expanded to exact entries.
+        /// `true` if entries with a mask were expanded, because KVM does not accept masks.
         written_out: bool,
     },
     /// KVM rejected the filter.
@@ -60,14 +60,14 @@ pub struct KvmEventFilter {
     events: Vec<u64>,
 }
 
-/// Encodes an event select and a unit mask in the layout of an event select register.
+/// Encodes an event select and a unit mask as in an event select register.
 fn exact(select: u16, umask: u8) -> u64 {
     u64::from(select) & 0xFF | (u64::from(select) & 0xF00) << 24 | u64::from(umask) << 8
 }
 
-/// Encodes an entry with a mask (`KVM_PMU_ENCODE_MASKED_ENTRY`). The event select and the unit mask
-/// to match are encoded as in [`exact`], the mask that is applied to an event's unit mask is in
-/// bits 63:56, and the exclude flag is in bit 55.
+/// Encodes a filter entry with a mask (`KVM_PMU_ENCODE_MASKED_ENTRY`). The entry matches events
+/// whose unit mask, combined with `mask` by AND, equals `matches`. `exclude` makes it an exclude
+/// entry.
 fn masked(select: u16, mask: u8, matches: u8, exclude: bool) -> u64 {
     exact(select, matches) | u64::from(mask) << 56 | u64::from(exclude) << 55
 }
@@ -269,8 +269,8 @@ mod tests {
     }
 
     proptest! {
-        /// The translated filter in the kernel and the original one in the vPMU allow the same
-        /// events.
+        /// The filter that is translated for KVM allows the same events as the original filter in
+        /// the emulated vPMU.
         #[test]
         fn translated_filter_allows_same_events(
             events in prop::collection::vec(entry(), 0..6),

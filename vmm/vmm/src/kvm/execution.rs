@@ -12,20 +12,21 @@ use super::host::{self, KvmHostError, LEAVE, VirtualizationMethod};
 use super::stepping::{self, SteppingSupport};
 use super::tiny::TinyGuest;
 
-/// Properties of guest code execution by this host's KVM.
+/// How this host's KVM executes guest code.
 #[derive(Clone, Copy, Debug)]
 pub struct KvmExecutionProperties {
     /// `true` if KVM interprets the code of guest kernels.
     pub interprets_kernels: bool,
-    /// `true` if guests see Intel TSX in CPUID although their CPUID table hides it. This happens if
-    /// KVM lets guest user code execute CPUID natively, which returns the bits of the processor.
+    /// `true` if guests see Intel TSX in CPUID although their CPUID table hides it, because KVM
+    /// lets guest user code execute CPUID natively.
     pub shows_hidden_transactions: bool,
     /// Single-stepping features.
     pub stepping: SteppingSupport,
 }
 
-/// Probes how KVM runs guest code. The result is cached, because destroying the VM of a probe waits
-/// for several RCU grace periods. Concurrent callers wait for the same probe.
+/// Probes how KVM executes guest code. The result is cached for the process, because destroying the
+/// VM of the probe waits for several RCU grace periods. A caller that arrives during the probe
+/// waits for its result.
 ///
 /// # Errors
 /// Returns [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
@@ -55,9 +56,8 @@ pub fn probe(kvm: &Kvm) -> Result<KvmExecutionProperties, KvmHostError> {
     Ok(execution)
 }
 
-/// Returns whether KVM interprets code at CPL 0, determined by running `fld1` there. KVM's emulator
-/// lacks x87 arithmetic, so an interpreted `fld1` ends in `KVM_EXIT_INTERNAL_ERROR`. With hardware
-/// virtualisation, the next instruction is reached.
+/// Returns whether KVM interprets code at CPL 0. Determined by running `fld1` there: KVM's emulator
+/// lacks x87 arithmetic, so interpreting the instruction ends in `KVM_EXIT_INTERNAL_ERROR`.
 fn interprets_x87(guest: &mut TinyGuest) -> Result<bool, KvmHostError> {
     guest.load(0, &[0xd9, 0xe8, LEAVE[0], LEAVE[1]])?;
     Ok(!matches!(guest.vcpu.run()?, VcpuExit::IoOut(..)))
@@ -71,7 +71,7 @@ fn probe_stepping(kvm: &Kvm, guest: &mut TinyGuest) -> Result<SteppingSupport, K
     })
 }
 
-/// Properties of this host's KVM.
+/// Capabilities of this host's KVM.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct KvmCapabilities {
     /// The method by which KVM runs guest code.
@@ -84,8 +84,8 @@ pub struct KvmCapabilities {
     pub traps_msrs: bool,
     /// `true` if KVM's own vPMU can be disabled per VM (`KVM_CAP_PMU_CAPABILITY`).
     pub can_disable_own_pmu: bool,
-    /// `true` if RDPMC raises #GP while KVM's own vPMU is off, probed by executing RDPMC. Otherwise
-    /// KVM returns the value of a counter that does not count the guest.
+    /// `true` if RDPMC raises #GP in a guest whose KVM vPMU is disabled. Otherwise RDPMC returns
+    /// the value of a counter that does not count the guest. Determined by executing RDPMC.
     pub rdpmc_faults: bool,
     /// `true` if KVM offers binary statistics (`KVM_CAP_BINARY_STATS_FD`).
     pub binary_stats: bool,
@@ -95,7 +95,7 @@ pub struct KvmCapabilities {
     pub max_vcpus: usize,
 }
 
-/// Probes KVM. Takes about one millisecond.
+/// Probes the capabilities of this host's KVM. Takes about one millisecond.
 ///
 /// # Errors
 /// Returns [`KvmHostError::Probe`] if KVM refuses a call that every VM needs.

@@ -1,4 +1,4 @@
-//! Opens the KVM of this host, and probes it for what the vPMU needs.
+//! Opens the KVM of this host, and probes the properties that the vPMU depends on.
 
 use std::fmt;
 use std::io;
@@ -40,16 +40,16 @@ pub enum KvmHostError {
     /// A KVM call of a probe failed.
     #[error("probing KVM failed")]
     Probe(#[from] KvmIoctlError),
-    /// KVM rejected the memory of the probe.
+    /// KVM rejected the memory slot of a probe's guest.
     #[error("probing KVM failed")]
     Slot(#[from] MemorySlotError),
-    /// Allocating the memory of the probe failed.
+    /// Allocating the memory of a probe's guest failed.
     #[error("cannot allocate memory to probe KVM")]
     Memory,
     /// The host rejected the perf event that a probe needs.
     #[error("cannot open a perf event to measure the cost of a rotation")]
     Event(#[source] perf_core::pmu::PmuError),
-    /// The guest of a probe did not run to completion.
+    /// The guest that measures the cost of a rotation did not run.
     #[error("the guest that measures the cost of a rotation did not run")]
     Silent,
 }
@@ -76,7 +76,7 @@ impl fmt::Display for VirtualizationMethod {
     }
 }
 
-/// Opens /dev/kvm.
+/// Opens `/dev/kvm`.
 ///
 /// # Errors
 /// Returns a [`KvmHostError`] whose message names the remedy.
@@ -92,7 +92,7 @@ pub fn open() -> Result<Kvm, KvmHostError> {
     }
 }
 
-/// Returns the default TSC frequency of a guest in Hz (KVM_GET_TSC_KHZ).
+/// Returns the TSC frequency in Hz that guests have by default (KVM_GET_TSC_KHZ).
 ///
 /// # Errors
 /// Returns an error if the KVM call fails.
@@ -101,16 +101,17 @@ pub fn tsc_hz(kvm: &Kvm) -> Result<u64, KvmHostError> {
     Ok(u64::from(khz) * 1000)
 }
 
-/// Creates a VM for a probe, with its local APICs in the kernel if KVM supports a split irqchip.
+/// Creates a VM for a probe. Local APICs are in the kernel if KVM supports a split irqchip, and
+/// KVM's own vPMU is disabled.
 ///
-/// KVM uses a static branch for vCPUs without a local APIC (`kvm_has_noapic_vcpu`). Creating the
-/// first and destroying the last of them makes the kernel patch its code on all processors, which
-/// disturbs every VM of the host. A halted vCPU with a local APIC does not return from `KVM_RUN`,
-/// so probe code ends with [`LEAVE`].
+/// With the local APICs, the probe does not disturb other VMs of the host: when the first vCPU
+/// without a local APIC is created and the last one is destroyed, the kernel patches its code on
+/// all processors (`kvm_has_noapic_vcpu`). A halted vCPU with a local APIC does not return from
+/// `KVM_RUN`, so probe code ends with [`LEAVE`].
 ///
-/// KVM's own vPMU is disabled. Otherwise the VM could have a mediated vPMU. KVM rejects vCPUs with
-/// a mediated vPMU with `EBUSY` while hardware events of another VM or the NMI watchdog exist.
-/// Conversely, events of other VMs are rejected while a VM with a mediated vPMU exists.
+/// With its vPMU enabled, the VM could have a mediated vPMU. KVM would reject its vCPUs with
+/// `EBUSY` while hardware events of another VM or the NMI watchdog exist, and would reject events
+/// of other VMs while the probe runs.
 ///
 /// # Errors
 /// Returns an error if a KVM call fails.
@@ -145,9 +146,9 @@ pub fn kvm_vpmu_can_be_disabled(kvm: &Kvm) -> bool {
     kvm.check_extension_raw(u64::from(KVM_CAP_PMU_CAPABILITY)) & KVM_PMU_CAP_DISABLE.cast_signed() != 0
 }
 
-/// Disables KVM's own vPMU for `vm`. Returns `false` if KVM does not support this, as before Linux
-/// 5.18 or with kvm.enable_pmu=0. KVM then does not enable counters that the guest's CPUID does not
-/// enumerate, and the MSR filter traps every PMU register.
+/// Disables KVM's own vPMU for `vm`. Returns `false` if KVM cannot disable it (before Linux 5.18,
+/// or with kvm.enable_pmu=0). In this case, KVM does not enable counters that the guest's CPUID
+/// does not enumerate, and the MSR filter traps every PMU register.
 ///
 /// # Errors
 /// Returns an error if the KVM call fails.
@@ -165,8 +166,8 @@ pub fn disable_kvm_vpmu(kvm: &Kvm, vm: &VmFd) -> Result<bool, KvmIoctlError> {
     Ok(true)
 }
 
-/// Returns whether RDPMC raises #GP while KVM's own vPMU is off. On AMD-V, KVM of Linux 6.1 returns
-/// the counters of an idle vPMU; Linux 6.12 raises #GP.
+/// Returns whether RDPMC raises #GP in a guest whose KVM vPMU is disabled. On AMD-V, KVM of Linux
+/// 6.1 instead returns the counters of an idle vPMU; Linux 6.12 raises #GP.
 ///
 /// # Errors
 /// Returns [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
@@ -175,9 +176,9 @@ pub fn rdpmc_faults(kvm: &Kvm) -> Result<bool, KvmHostError> {
     reaches_next_instruction(kvm, [0x0f, 0x33]).map(|goes_on| !goes_on)
 }
 
-/// Runs the two-byte instruction at the start of a guest in real mode, without an interrupt vector
-/// table. Returns whether the next instruction is reached. If the instruction faults, the guest
-/// ends and the result is `false`.
+/// Runs a two-byte instruction in a real-mode guest without an interrupt vector table. Returns
+/// `true` if the next instruction is reached, and `false` if the instruction faults, which ends the
+/// guest.
 fn reaches_next_instruction(kvm: &Kvm, [first, second]: [u8; 2]) -> Result<bool, KvmHostError> {
     const ADDRESS: u64 = 0x1000;
     const SIZE: usize = 0x1000;

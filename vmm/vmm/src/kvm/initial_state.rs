@@ -14,9 +14,9 @@ use kvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer};
 use super::call::KvmIoctlError;
 use super::vcpu_fd::VcpuFd;
 
-/// MSRs that are not restored: the time stamp counter, its offset and its deadline timer (the state
-/// of the local APIC stops the timer), the local APIC base (part of the special registers), and
-/// kvmclock's wall clock (state of the VM).
+/// MSRs that are not part of a vCPU's initial state: the time stamp counter and its offset, the TSC
+/// deadline (the local APIC state stops its timer), the local APIC base (part of the special
+/// registers), and both numbers of kvmclock's wall clock (state of the VM).
 const NOT_OF_A_VCPU: [u32; 6] = [0x10, 0x3b, 0x6e0, 0x1b, 0x11, 0x4b56_4d00];
 /// Hyper-V MSRs, some of which are VM state. They are not exposed to guests.
 pub(super) const HYPER_V: std::ops::Range<u32> = 0x4000_0000..0x4000_0200;
@@ -34,7 +34,7 @@ pub struct InitialVcpuState {
     lapic: kvm_lapic_state,
     events: kvm_vcpu_events,
     msrs: Vec<kvm_msr_entry>,
-    /// `None` if the host's KVM does not support nested virtualisation.
+    /// State for nested virtualisation; `None` if the host's KVM does not support it.
     nested: Option<Box<KvmNestedStateBuffer>>,
 }
 
@@ -48,7 +48,7 @@ impl std::fmt::Debug for InitialVcpuState {
 }
 
 impl InitialVcpuState {
-    /// Reads the state of a vCPU that is configured and has not run yet.
+    /// Reads the state of a vCPU that is configured but has not run yet.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM cannot read a part of the state.
@@ -112,13 +112,13 @@ pub(super) fn msrs_of(entries: &[kvm_msr_entry]) -> Result<Msrs, KvmIoctlError> 
     Msrs::from_entries(entries).map_err(|_| KvmIoctlError::with_errno("making an MSR list", libc::ENOMEM))
 }
 
-/// Reads those MSRs of `indices` that belong to the initial state, and skips unreadable ones.
+/// Reads the MSRs of `indices` that belong to the initial state. Skips MSRs that cannot be read.
 fn read_msrs(vcpu: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, KvmIoctlError> {
     let wanted = |index: &u32| !NOT_OF_A_VCPU.contains(index) && !HYPER_V.contains(index);
     read_entries(vcpu, indices.iter().copied().filter(wanted))
 }
 
-/// Reads the MSRs of `indices` and skips unreadable ones.
+/// Reads the MSRs of `indices`. Skips MSRs that cannot be read.
 pub(super) fn read_entries(
     vcpu: &VcpuFd,
     indices: impl Iterator<Item = u32>,
@@ -141,7 +141,7 @@ pub(super) fn read_entries(
     Ok(read)
 }
 
-/// Writes the MSRs of `entries` and skips read-only ones.
+/// Writes the MSRs of `entries`. Skips MSRs that cannot be written.
 fn write_msrs(vcpu: &VcpuFd, entries: &[kvm_msr_entry]) -> Result<(), KvmIoctlError> {
     let mut rest = entries;
     while !rest.is_empty() {

@@ -21,8 +21,8 @@ pub struct MemorySlotError {
     pub source: kvm_ioctls::Error,
 }
 
-/// The memory slots of a VM. Keeps the memory mapped while KVM uses it. Dropping this value removes
-/// the slots from KVM before the memory is unmapped.
+/// Memory slots of a VM, which keep guest memory mapped while KVM uses it. On drop, the slots are
+/// removed from KVM before the memory is unmapped.
 pub struct MemorySlots {
     vm: Arc<VmFd>,
     memory: GuestMemoryMmap,
@@ -109,9 +109,8 @@ mod tests {
         })
     }
 
-    /// KVM never keeps the address of unmapped memory, regardless of the order in which the VM, its
-    /// memory and its slots are dropped. Afterwards it accepts new memory at the same guest
-    /// address.
+    /// KVM never uses unmapped memory, whatever the order in which the VM, its memory and its slots
+    /// are dropped. Afterwards KVM accepts new memory at the same guest address.
     #[test]
     fn memory_outlives_its_slots() {
         let Ok(kvm) = crate::kvm::host::open() else {

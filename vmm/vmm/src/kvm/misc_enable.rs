@@ -1,5 +1,5 @@
-//! Initialises the bits of IA32_MISC_ENABLE that describe the PMU. KVM only stores the value of
-//! this register.
+//! Initialises the bits of IA32_MISC_ENABLE that describe the PMU. KVM stores the register for the
+//! guest but does not act on it.
 
 use kvm_bindings::{Msrs, kvm_msr_entry};
 
@@ -8,9 +8,9 @@ use super::vcpu_fd::VcpuFd;
 
 /// IA32_MISC_ENABLE (SDM vol. 4).
 const IA32_MISC_ENABLE: u32 = 0x1a0;
-/// Performance monitoring available (bit 7). Read-only for the guest.
+/// IA32_MISC_ENABLE bit 7: performance monitoring is available. Read-only for the guest.
 const PERFMON_AVAILABLE: u64 = 1 << 7;
-/// Branch trace store unavailable (bit 11) and PEBS unavailable (bit 12).
+/// IA32_MISC_ENABLE bits 11 and 12: branch trace store and PEBS are unavailable.
 const NO_BRANCH_TRACE_NO_PEBS: u64 = 1 << 11 | 1 << 12;
 
 /// Sets IA32_MISC_ENABLE of a new vCPU to report a PMU without PEBS and BTS. Returns whether KVM

@@ -1,9 +1,9 @@
 //! Installs the MSR filter that makes every guest access to a PMU register exit to user space.
 //!
-//! While KVM's own vPMU is disabled, KVM *returns* 0 for reads of architectural PMU registers
-//! instead of failing them. A register missing from the filter would therefore give the guest a
-//! misleading zero. The filter covers the registers of both vendors, regardless of the guest's PMU
-//! model; Perfvisor's vPMU decides which accesses fault.
+//! While KVM's own vPMU is disabled, KVM *returns* 0 when the guest reads an architectural PMU
+//! register. A register that the filter misses would therefore give the guest a misleading zero.
+//! The filter covers the registers of both vendors for every PMU model, and Perfvisor's vPMU
+//! decides which accesses raise #GP.
 
 use std::ops::RangeInclusive;
 
@@ -15,7 +15,8 @@ use super::vm_fd::VmFd;
 
 /// Maximum number of ranges of a filter (`KVM_MSR_FILTER_MAX_RANGES`, KVM API 4.97).
 const MAX_RANGES: usize = 16;
-/// Maximum number of registers in a range. `KVM_MSR_FILTER_MAX_BITMAP_SIZE` is 0x600 bytes.
+/// Maximum number of registers in one range of a filter. `KVM_MSR_FILTER_MAX_BITMAP_SIZE` is 0x600
+/// bytes.
 const MAX_SPAN: u32 = 0x600 * 8;
 
 /// Error when installing the MSR filter.
@@ -72,17 +73,18 @@ pub fn install(vm: &VmFd, ranges: &[RangeInclusive<u32>]) -> Result<(), MsrFilte
     Ok(set.map_err(KvmIoctlError::of("KVM_X86_SET_MSR_FILTER"))?)
 }
 
-/// A range of KVM's filter, merged from adjacent requested ranges, with a bit for each register.
+/// A range of KVM's MSR filter with a bit for each register. May cover several of the requested
+/// ranges.
 #[derive(Debug, PartialEq, Eq)]
 struct FilterRange {
     base: u32,
     count: u32,
-    /// Bitmap of allowed accesses. KVM handles register `base + n` if bit n is set; a clear bit
-    /// makes the access exit.
+    /// Bitmap that tells KVM which registers to handle itself: bit n stands for register `base +
+    /// n`. Accesses to a register whose bit is clear exit to user space.
     allowed: Vec<u8>,
 }
 
-/// Covers `ranges` with as few filter ranges as the maximum bitmap size permits.
+/// Combines `ranges` into as few filter ranges as the maximum size of a bitmap permits.
 fn spans(ranges: &[RangeInclusive<u32>]) -> Vec<FilterRange> {
     let mut sorted: Vec<_> = ranges.iter().filter(|r| !r.is_empty()).collect();
     sorted.sort_by_key(|r| *r.start());

@@ -1,4 +1,5 @@
-//! Implements doorbells and MSI messages of PCI functions with ioeventfd, GSI routing and irqfd.
+//! Connects the doorbells and MSI messages of PCI functions to KVM: ioeventfd, GSI routing and
+//! irqfd.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,13 +16,13 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::vm_fd::VmFd;
 
-/// Number of inputs of KVM's I/O APIC. Higher GSIs are MSI messages.
+/// Number of inputs of KVM's I/O APIC. GSIs from this number on are MSI messages.
 const IO_APIC_INPUTS: u32 = 24;
 /// Number of I/O APIC inputs that are also inputs of the two PICs, eight each.
 const PIC_INPUTS: u32 = 16;
 const INPUTS_OF_A_PIC: u32 = 8;
 
-/// KVM back end for the functions of one VM's PCI bus.
+/// Connects the functions of a VM's PCI bus to KVM.
 pub struct KvmPciBackend {
     vm: Arc<VmFd>,
     /// The MSI message that was last routed for each interrupt line of the bus.
@@ -40,7 +41,7 @@ impl KvmPciBackend {
         }
     }
 
-    /// Updates KVM's GSI routing if the message of `line` has changed.
+    /// Routes the interrupt line `line` to its MSI message in KVM, if the message has changed.
     fn route(&self, line: u32, message: MsiMessage) -> io::Result<()> {
         let mut messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
         let n = usize::try_from(line).map_err(io::Error::other)?;
@@ -93,9 +94,9 @@ fn gsi(line: u32) -> u32 {
     IO_APIC_INPUTS.saturating_add(line)
 }
 
-/// Returns the complete GSI routing table, which KVM replaces as a whole. Interrupt controller
-/// inputs are routed as in KVM's default table: each input of a PIC is also an input of the I/O
-/// APIC, and the timer interrupt, 0, is its input 0 (`boot/acpi.rs` relies on this).
+/// Returns the complete GSI routing table, which KVM replaces as a whole. The inputs of the
+/// interrupt controllers are routed as in KVM's default table: an input of a PIC is also an input
+/// of the I/O APIC with the same number. `boot/acpi.rs` relies on this for the timer interrupt, 0.
 fn routing(messages: &[Option<MsiMessage>]) -> io::Result<KvmIrqRouting> {
     let pics = (0..PIC_INPUTS).map(|input| {
         let chip = if input < INPUTS_OF_A_PIC {

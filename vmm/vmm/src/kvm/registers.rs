@@ -4,7 +4,7 @@
 use guest_profile::GuestRegs;
 use kvm_bindings::{kvm_regs, kvm_sregs};
 
-/// Copies the registers that KVM_GET_REGS returns.
+/// Copies the general registers that a guest memory walk needs from KVM's structure.
 #[inline]
 pub fn set_general(to: &mut GuestRegs, regs: &kvm_regs) {
     to.rip = regs.rip;
@@ -27,7 +27,8 @@ pub fn set_general(to: &mut GuestRegs, regs: &kvm_regs) {
     to.rflags = regs.rflags;
 }
 
-/// Copies the registers that KVM_GET_SREGS returns.
+/// Copies the other registers that a guest memory walk needs from KVM's structure: control
+/// registers, privilege level, and the bases of GS, TSS and IDT.
 #[inline]
 pub fn set_system(to: &mut GuestRegs, sregs: &kvm_sregs) {
     to.cr0 = sregs.cr0;

@@ -1,8 +1,8 @@
-//! Measures the cost of one rotation of multiplexed events, in which another thread reprograms the
-//! counters of a vCPU and the host kernel interrupts the guest.
+//! Measures how much guest time one rotation of multiplexed events costs. In a rotation, another
+//! thread reprograms the counters of a vCPU, for which the host kernel interrupts the guest.
 //!
-//! A guest of three instructions counts its iterations for a period without and a period with
-//! rotations of an event on its thread. The difference in iterations is the cost.
+//! The guest of the measurement has three instructions and counts its iterations. It runs for
+//! periods with rotations and periods without. The difference in iterations is the cost.
 
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::thread;
@@ -18,31 +18,33 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use super::host::KvmHostError;
 use super::tiny::{DATA, TinyGuest};
 
-/// Maximum fraction of guest time for rotations, if the VMM chooses the multiplexing interval.
+/// Maximum fraction of guest time that rotations may take if the VMM chooses the multiplexing
+/// interval.
 const MAX_GUEST_TIME_FRACTION: f64 = 0.01;
 /// Minimum multiplexing interval that the VMM chooses. The reason is in docs/measurements.md.
 pub const MIN_MUX_INTERVAL: Duration = Duration::from_micros(584);
-/// Maximum multiplexing interval that the VMM chooses. With it, a guest still sees a rotation of
-/// eight events in less than one second.
+/// Maximum multiplexing interval that the VMM chooses. With this interval, all of eight events that
+/// share one counter are counted at least once per second.
 pub const MAX_MUX_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Length of a measuring period, and number of periods with and without rotations. Of each type,
-/// the best period is used, because other load on the host can only increase the cost.
+/// Length of a measuring period.
 const MEASURING_PERIOD: Duration = Duration::from_millis(2);
+/// Number of measuring periods with rotations, and of those without. Only the best period of each
+/// type is used, because other load on the host can only increase the cost.
 const MEASURING_PERIODS: usize = 6;
 /// Interval between two rotations in a measuring period.
 const ROTATION_INTERVAL: Duration = Duration::from_micros(30);
 /// Timeout for the guest to start.
 const START_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Guest code: `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` back to the `inc`; `hlt`, which
-/// faults at CPL 3 and ends the guest.
+/// Guest code: `inc qword [DATA]; cmp byte [DATA + 0x100], 0; je` back to the `inc`; `hlt`. The HLT
+/// faults at CPL 3, which ends the guest.
 const COUNT: [u8; 19] = [
     0x48, 0xff, 0x04, 0x25, 0x00, 0x90, 0x00, 0x00, 0x80, 0x3c, 0x25, 0x00, 0x91, 0x00, 0x00, 0x00, 0x74,
     0xee, 0xf4,
 ];
 
-/// Cost of one rotation of one event, in time that the guest loses.
+/// Guest time that one rotation of one event costs.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct RotationCost {
     /// Lost guest time per rotation, in microseconds.
@@ -50,8 +52,8 @@ pub struct RotationCost {
 }
 
 impl RotationCost {
-    /// Returns the shortest multiplexing interval whose rotations take at most 1 % of guest time,
-    /// between [`MIN_MUX_INTERVAL`] and [`MAX_MUX_INTERVAL`].
+    /// Returns the shortest multiplexing interval at which rotations take at most 1 % of guest
+    /// time. The result lies between [`MIN_MUX_INTERVAL`] and [`MAX_MUX_INTERVAL`].
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
@@ -62,7 +64,7 @@ impl RotationCost {
         least.clamp(MIN_MUX_INTERVAL, MAX_MUX_INTERVAL)
     }
 
-    /// Describes in words the multiplexing interval that `--mux auto` selects.
+    /// Describes the multiplexing interval that `--mux auto` selects, in words.
     pub fn in_words(self) -> String {
         let turn = self.turn();
         format!(
@@ -73,15 +75,15 @@ impl RotationCost {
         )
     }
 
-    /// Returns the percentage of guest time that rotations take with a multiplexing interval of
+    /// Returns the percentage of guest time that rotations take if the multiplexing interval is
     /// `length`.
     pub fn percent(self, length: Duration) -> f64 {
         100.0 * self.cost_us / (length.as_secs_f64() * 1e6)
     }
 }
 
-/// Measures the cost with a hardware event, or with a software event if `perf` found no host PMU.
-/// Takes about 30 ms.
+/// Measures the cost of a rotation. Takes about 30 ms. Rotates a hardware event, or a software
+/// event if the host has no PMU according to `perf`.
 ///
 /// # Errors
 /// - [`KvmHostError::Probe`] if KVM rejects a call that every VM needs.
@@ -142,8 +144,8 @@ fn measure(
     })
 }
 
-/// Runs one measuring period. Returns its length in seconds, the number of guest iterations and the
-/// number of rotations.
+/// Runs one measuring period, in which `turn` is called repeatedly. Returns the length of the
+/// period in seconds, the number of guest iterations, and the number of calls.
 fn during(rounds: &impl Fn() -> u64, mut turn: impl FnMut()) -> (f64, f64, f64) {
     let (begun, first, mut turns) = (Instant::now(), rounds(), 0.0);
     while begun.elapsed() < MEASURING_PERIOD {
@@ -155,8 +157,9 @@ fn during(rounds: &impl Fn() -> u64, mut turn: impl FnMut()) -> (f64, f64, f64) 
 }
 
 fn event(tid: i32, perf: &HostProbe) -> Result<Box<dyn PmuEvent>, KvmHostError> {
-    /// `PERF_COUNT_HW_CPU_CYCLES` and `PERF_COUNT_SW_CONTEXT_SWITCHES`.
+    /// `PERF_COUNT_HW_CPU_CYCLES`.
     const CYCLES: u64 = 0;
+    /// `PERF_COUNT_SW_CONTEXT_SWITCHES`.
     const SWITCHES: u64 = 3;
     let target = PmuTarget::Vcpu { vcpu: VcpuId(0), tid };
     let opened = if perf.slots() > 0 {

@@ -1,15 +1,4 @@
-//! Saves the KVM state of a vCPU to a snapshot and restores it.
-//!
-//! The order of the calls matters:
-//!
-//! - The multiprocessing state is read first and the events last, because reading the
-//!   multiprocessing state may accept a pending INIT or SIPI.
-//! - The special registers are written before the local APIC, because the APIC base selects the
-//!   mode that determines its register layout, and before the general registers.
-//! - The general registers are written before the events, because KVM_SET_REGS discards a pending
-//!   exception.
-//! - The time stamp counter is the first MSR and the TSC deadline the last one. KVM drops a
-//!   deadline that is written before CPUID and LVTT announce the mode.
+//! Saves the state that KVM has for a vCPU to a snapshot, and restores it.
 
 use kvm_bindings::kvm_msr_entry;
 use kvm_ioctls::{Cap, Kvm};
@@ -28,10 +17,11 @@ const TSC: u32 = 0x10;
 const TSC_DEADLINE: u32 = 0x6e0;
 /// IA32_APIC_BASE, which is part of the special registers.
 const APIC_BASE: u32 = 0x1b;
-/// Legacy numbers of kvmclock's MSRs. KVM keeps one value for the legacy and the current number.
+/// Legacy numbers of kvmclock's MSRs. A legacy MSR and the current one share a single value in KVM,
+/// so only the current one is saved.
 const OLD_KVMCLOCK: [u32; 2] = [0x11, 0x12];
 
-/// Parts of a vCPU's state that this host's KVM supports.
+/// List of the parts of a vCPU's state that this host's KVM can save.
 #[derive(Clone, Debug)]
 pub struct VcpuStateLayout {
     /// MSRs of KVM_GET_MSR_INDEX_LIST that are saved.
@@ -44,7 +34,7 @@ pub struct VcpuStateLayout {
 /// Error when restoring a vCPU.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreVcpuError {
-    /// A saved structure has a different size on this host.
+    /// A saved structure has a different size than this host's KVM uses.
     #[error("{0} of vCPU {1} has a size that this host's KVM does not use")]
     Size(&'static str, u8),
     /// KVM rejected a saved structure.
@@ -68,7 +58,7 @@ pub enum RestoreVcpuError {
         /// Value of the MSR.
         value: u64,
     },
-    /// The time stamp counter of the restored vCPU would run backwards.
+    /// The time stamp counter of the restored vCPU would be lower than in the snapshot.
     #[error(
         "the time stamp counter of vCPU {vcpu} would run backwards from {saved} to {here}: this host's KVM does not set it, and \
          the host has been restarted since the snapshot"
@@ -228,7 +218,7 @@ impl VcpuStateLayout {
     }
 }
 
-/// Returns the rank of MSR `index` in the order in which MSRs are written.
+/// Returns the rank of the MSR `index` when MSRs are written: lower ranks first.
 fn write_order(index: u32) -> u8 {
     match index {
         TSC => 0,
@@ -258,7 +248,7 @@ mod tests {
         Some((kvm, vm, vcpu))
     }
 
-    /// Returns a saved state in which values differ from those of a new vCPU.
+    /// Changes some registers of a new vCPU, and returns its saved state.
     fn changed(layout: &VcpuStateLayout, vcpu: &VcpuFd) -> SavedVcpu {
         let mut regs = vcpu.get_regs().unwrap();
         (regs.rip, regs.r9) = (0x1234, 0x5678);
@@ -279,7 +269,7 @@ mod tests {
         layout.save(0, vcpu).unwrap()
     }
 
-    /// Removes the MSRs that advance with time.
+    /// Returns `saved` without the MSRs whose values advance with time.
     fn without_time(saved: &SavedVcpu) -> SavedVcpu {
         let mut saved = saved.clone();
         saved.msrs.retain(|(index, _)| *index != TSC);
@@ -425,8 +415,7 @@ mod tests {
         assert!(restored.nmi.pending + restored.nmi.injected > 0);
     }
 
-    /// Sets the CPUID of the vCPU to what this host's KVM supports, with the TSC-deadline mode
-    /// enumerated.
+    /// Sets a CPUID table that enumerates the TSC-deadline mode.
     fn announce_deadlines(kvm: &Kvm, vcpu: &VcpuFd) {
         let mut cpuid = kvm
             .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
@@ -463,7 +452,7 @@ mod tests {
         assert_eq!(vcpu.set_msrs(&msrs_of(&[entry]).unwrap()).unwrap(), 1);
     }
 
-    /// Returns `true` if KVM supports the TSC-deadline mode. Prints a message otherwise.
+    /// Returns whether KVM supports the TSC-deadline mode. If not, prints that the test is skipped.
     fn has_deadlines(vm: &VmFd) -> bool {
         if !vm.has_tsc_deadline() {
             eprintln!("SKIP: this KVM has no TSC-deadline mode");
@@ -493,9 +482,9 @@ mod tests {
         assert_eq!(deadline(&second), later);
     }
 
-    /// The saved state accounts for a timer that fires while no thread runs the vCPU: either the
-    /// timer is still armed, so KVM fires it again after the restore, or its interrupt is requested
-    /// in the local APIC.
+    /// If the timer fires while no thread runs the vCPU, the interrupt is not lost. In the saved
+    /// state, either the timer is still armed, so that it fires after the restore, or the local
+    /// APIC has a request for its interrupt.
     #[test]
     fn a_timer_that_fired_while_paused_still_rings() {
         let Some((kvm, vm, first)) = vcpu() else { return };

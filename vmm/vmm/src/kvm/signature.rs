@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// Value of CPUID leaf 1 EAX for the guest. See Intel SDM vol. 2, CPUID, figure "Version
-/// Information Returned by CPUID in EAX", and AMD APM vol. 3 appendix E.3.2.
+/// Signature of the guest's processor: the value of CPUID leaf 1 EAX. See Intel SDM vol. 2, CPUID,
+/// figure "Version Information Returned by CPUID in EAX", and AMD APM vol. 3 appendix E.3.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpuSignature {
     /// Signature of the host CPU.
@@ -36,10 +36,11 @@ pub enum CpuSignatureError {
     Reserved,
 }
 
-/// Reserved bits of EAX, and the processor type, which current processors leave at zero.
+/// Bits of EAX that must be zero: the reserved bits, and the processor type, which is zero on
+/// current processors.
 const RESERVED: u32 = 0xf000_f000;
-/// First family that is encoded with an extended family. This family and family 6 also have an
-/// extended model.
+/// First family number that needs the extended family field. Family 6 and families from this one on
+/// have the extended model field.
 const EXTENDED: u32 = 15;
 
 impl CpuSignature {
@@ -113,8 +114,8 @@ impl fmt::Display for CpuSignature {
 mod tests {
     use super::*;
 
-    /// Checks signatures against the numbers that Linux prints for the same processors ("family:
-    /// 0x6, model: 0x5e, stepping: 0x3").
+    /// The accepted formats give the same signature. The signatures are those for which Linux
+    /// prints the given numbers ("family: 0x6, model: 0x5e, stepping: 0x3").
     #[test]
     fn cpu_signature_formats_are_equivalent() {
         for (numbers, eax) in [

@@ -18,8 +18,8 @@ use request::KVM_GET_STATS_FD;
 use super::call::KvmIoctlError;
 use super::host::probe_vm;
 
-/// Creates a VM and a vCPU for probing and passes their statistics descriptors to `read`. The set
-/// of statistics is the same for all VMs of a host.
+/// Calls `read` with the statistics descriptors of a new VM and its vCPU. All VMs of a host have
+/// the same set of statistics.
 ///
 /// # Errors
 /// Returns an error if a system call fails. On kernels before 5.14, this is `ENOTTY`.

@@ -1,7 +1,7 @@
 //! Tests which single-stepping features this host's KVM supports.
 //!
-//! The probe runs two instructions of a small 64-bit guest at CPL 0 and CPL 3. Each level needs its
-//! own probe, because a KVM that runs one level natively and emulates the other may step at one of
+//! The probe runs two instructions of a small 64-bit guest at CPL 0 and again at CPL 3. A KVM that
+//! runs one of these levels natively and emulates the other may support single-stepping at one of
 //! them only.
 
 use kvm_bindings::{
@@ -15,7 +15,7 @@ pub use guest_patching::hwbp::BREAKPOINTS;
 use super::host::{KvmHostError, LEAVE};
 use super::tiny::{CODE, TinyGuest};
 
-/// Debug control that stops a vCPU after each instruction.
+/// Argument of KVM_SET_GUEST_DEBUG that stops a vCPU after each instruction.
 const SINGLE_STEP: kvm_guest_debug = kvm_guest_debug {
     control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
     pad: 0,
@@ -36,7 +36,7 @@ pub struct SteppingSupport {
     pub blocks_interrupts: bool,
 }
 
-/// Probes the features at CPL 0 in `guest`. All other features are reported as unsupported.
+/// Probes the stepping features at CPL 0. The result reports the feature at CPL 3 as unsupported.
 pub(super) fn probe_kernel(kvm: &Kvm, guest: &mut TinyGuest) -> Result<SteppingSupport, KvmHostError> {
     let breakpoint = {
         let mut debug = kvm_guest_debug {
@@ -55,19 +55,19 @@ pub(super) fn probe_kernel(kvm: &Kvm, guest: &mut TinyGuest) -> Result<SteppingS
     })
 }
 
-/// Returns whether single-stepping works at CPL 3. If not, the guest shuts down.
+/// Returns whether single-stepping works at CPL 3. The probe shuts the guest down if it does not.
 pub(super) fn probe_user(guest: &mut TinyGuest) -> Result<bool, KvmHostError> {
     stops_after_first(guest, 3, &SINGLE_STEP)
 }
 
-/// Returns whether KVM can block interrupts during a step, without running a guest.
+/// Returns whether KVM can block interrupts during a step. Runs no guest.
 pub fn blocks_interrupts(kvm: &Kvm) -> bool {
     let controls = kvm.check_extension_raw(u64::from(KVM_CAP_SET_GUEST_DEBUG2));
     controls & KVM_GUESTDBG_BLOCKIRQ.cast_signed() != 0
 }
 
-/// Runs `nop; nop` and [`LEAVE`] in 64-bit mode at `cpl` with the debug control `debug`. Returns
-/// whether the guest stops after the first instruction.
+/// Runs `nop; nop` and [`LEAVE`] at `cpl` in 64-bit mode, with the KVM_SET_GUEST_DEBUG argument
+/// `debug`. Returns whether the vCPU stops after the first instruction.
 fn stops_after_first(guest: &mut TinyGuest, cpl: u8, debug: &kvm_guest_debug) -> Result<bool, KvmHostError> {
     // OUT at CPL 3 faults. Without an interrupt table, the fault shuts the guest down.
     guest.load(cpl, &[0x90, 0x90, LEAVE[0], LEAVE[1]])?;

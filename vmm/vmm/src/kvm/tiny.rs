@@ -1,4 +1,4 @@
-//! A guest of a few instructions in 64-bit mode, used to probe KVM.
+//! A guest of a few instructions in 64-bit mode, for probes of KVM.
 
 use std::sync::Arc;
 
@@ -18,11 +18,12 @@ pub(crate) const CODE: u64 = 0x5000;
 /// Guest-physical address of a page for the code's data.
 pub(crate) const DATA: u64 = 0x9000;
 const SIZE: usize = 0x10000;
-/// Page table entry bits: present, writable, user.
+/// Page table entry bits: present, writable and user.
 const TABLE: u64 = 7;
 const LARGE: u64 = 1 << 7;
 
-/// A VM with one vCPU and without an interrupt table. Any fault shuts the guest down.
+/// A VM with one vCPU for a probe. There is no interrupt descriptor table, so a fault shuts the
+/// guest down.
 #[derive(Debug)]
 pub(crate) struct TinyGuest {
     pub(crate) vcpu: VcpuFd,

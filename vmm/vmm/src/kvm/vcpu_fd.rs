@@ -14,7 +14,7 @@ use super::call::KvmIoctlError;
 #[derive(Debug)]
 pub struct VcpuFd(kvm_ioctls::VcpuFd);
 
-/// Defines methods for ioctls that read or write one structure.
+/// Defines the methods of [`VcpuFd`] for ioctls that read or write one structure.
 macro_rules! calls {
     ($($(#[doc = $doc:literal])* $method:ident($($arg:ident: $of:ty)?) -> $gives:ty, $call:literal;)*) => {
         impl VcpuFd {
@@ -86,7 +86,7 @@ calls! {
 }
 
 impl VcpuFd {
-    /// Calls KVM_RUN without protection against lost signals, which a probe does not need.
+    /// Calls KVM_RUN for a probe. A signal that arrives just before the call does not end it.
     pub(super) fn run(&mut self) -> Result<kvm_ioctls::VcpuExit<'_>, KvmIoctlError> {
         self.0.run().map_err(KvmIoctlError::of("KVM_RUN"))
     }
@@ -95,13 +95,13 @@ impl VcpuFd {
         Self(fd)
     }
 
-    /// Returns the inner descriptor for ioctls issued by other files of this module.
+    /// Returns the kvm-ioctls descriptor, for the ioctls of other files of this module.
     #[inline]
     pub(super) fn raw(&self) -> &kvm_ioctls::VcpuFd {
         &self.0
     }
 
-    /// Returns the inner descriptor for ioctls issued by other files of this module.
+    /// Returns the kvm-ioctls descriptor, for the ioctls of other files of this module.
     #[inline]
     pub(super) fn raw_mut(&mut self) -> &mut kvm_ioctls::VcpuFd {
         &mut self.0

@@ -28,8 +28,9 @@ impl VmFd {
             .map_err(KvmIoctlError::of("KVM_CREATE_VM"))
     }
 
-    /// Creates the in-kernel interrupt controllers and timer. They need two guest-physical ranges
-    /// that the guest does not use (KVM API 4.41 and 4.42). Call this before creating vCPUs.
+    /// Creates the interrupt controllers and the timer in KVM. `identity_map` and `tss` are the
+    /// addresses of guest-physical ranges that KVM needs and the guest does not use (KVM API 4.41
+    /// and 4.42). Must be called before vCPUs are created.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if a KVM call fails.
@@ -51,7 +52,7 @@ impl VmFd {
             .map_err(KvmIoctlError::of("KVM_CREATE_PIT2"))
     }
 
-    /// Creates the in-kernel interrupt controllers only.
+    /// Creates the interrupt controllers in KVM, without the timer.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_CREATE_IRQCHIP fails.
@@ -72,8 +73,8 @@ impl VmFd {
             .map_err(KvmIoctlError::of("KVM_CREATE_VCPU"))
     }
 
-    /// Limits how long a halted vCPU polls for a wake-up, in nanoseconds; 0 disables polling. By
-    /// default, KVM uses the module parameter `halt_poll_ns`. Polling consumes CPU time of the vCPU
+    /// Limits the time that a halted vCPU polls for a wake-up, in nanoseconds; 0 disables polling.
+    /// The default is the KVM module parameter `halt_poll_ns`. Polling uses CPU time of the vCPU
     /// thread.
     ///
     /// # Errors
@@ -94,7 +95,7 @@ impl VmFd {
         self.0.check_extension(Cap::TscDeadlineTimer)
     }
 
-    /// Returns whether KVM can exchange registers through the `kvm_run` page.
+    /// Returns whether KVM can pass registers through the `kvm_run` page (`KVM_CAP_SYNC_REGS`).
     pub fn syncs_registers(&self) -> bool {
         self.0.check_extension(Cap::SyncRegs)
     }
@@ -110,7 +111,7 @@ impl VmFd {
         }
     }
 
-    /// Reads kvmclock in nanoseconds.
+    /// Returns the current value of kvmclock in nanoseconds.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_GET_CLOCK fails.
@@ -119,7 +120,7 @@ impl VmFd {
         Ok(clock.clock)
     }
 
-    /// Sets kvmclock, which continues from `ns` nanoseconds.
+    /// Sets kvmclock to `ns` nanoseconds. It advances from this value.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_SET_CLOCK fails.
@@ -133,8 +134,8 @@ impl VmFd {
             .map_err(KvmIoctlError::of("KVM_SET_CLOCK"))
     }
 
-    /// Connects `trigger` to input `line` of the interrupt controllers. Each write raises the
-    /// interrupt.
+    /// Registers the eventfd `trigger` as input `line` of the interrupt controllers. Each write to
+    /// the eventfd raises the interrupt.
     ///
     /// # Errors
     /// Returns a [`KvmIoctlError`] if KVM_IRQFD fails.
@@ -170,7 +171,7 @@ impl VmFd {
         }
     }
 
-    /// Returns the inner descriptor for ioctls issued by other files of this module.
+    /// Returns the kvm-ioctls descriptor, for the ioctls of other files of this module.
     #[inline]
     pub(super) fn raw(&self) -> &kvm_ioctls::VmFd {
         &self.0

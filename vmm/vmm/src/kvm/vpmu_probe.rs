@@ -1,9 +1,5 @@
-//! Probes KVM's own vPMU: whether this host offers one, and which PMU models it can provide.
-//!
-//! KVM emulates its vPMU with host perf events. With Linux 7.0 and later and the right module
-//! parameter, KVM passes the hardware counters through to the guest instead (*mediated*).
-//! `KVM_GET_SUPPORTED_CPUID` describes the vPMU in the same leaves as a processor describes its
-//! PMU.
+//! Probes KVM's own vPMU: whether this host offers one, and which PMU models it can present to a
+//! guest.
 
 use std::fs;
 use std::path::Path;
@@ -33,7 +29,8 @@ const FW_WRITE: u64 = 1 << 13;
 /// Reason why KVM's own vPMU is unavailable.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum KvmVpmuUnavailable {
-    /// KVM does not support `KVM_CAP_PMU_CAPABILITY`.
+    /// KVM does not report whether it has a vPMU, because it lacks `KVM_CAP_PMU_CAPABILITY` (Linux
+    /// 5.18 and later).
     #[error(
         "this host's KVM does not report whether it has a vPMU (KVM_CAP_PMU_CAPABILITY, Linux 5.18 \
         and later); use --backing auto"
@@ -115,8 +112,8 @@ pub enum KvmVpmuModelError {
 /// Capabilities of KVM's own vPMU.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct KvmPmuCapabilities {
-    /// `true` if the guest accesses hardware counters directly (mediated vPMU), `false` if host
-    /// perf events back emulated registers.
+    /// `true` if the guest accesses hardware counters directly (mediated vPMU), `false` if KVM
+    /// emulates the registers with host perf events.
     pub mediated: bool,
     /// `true` if the event filter accepts masked entries (`KVM_PMU_EVENT_FLAG_MASKED_EVENTS`, Linux
     /// 6.3 and later).
@@ -191,7 +188,7 @@ pub fn is_mediated() -> bool {
         .any(|module| parameter(module, "enable_mediated_pmu") == Some(true))
 }
 
-/// Returns a boolean module parameter, or `None` if the module lacks it.
+/// Returns the value of a boolean module parameter, or `None` if the module lacks the parameter.
 fn parameter(module: &str, name: &str) -> Option<bool> {
     let path = Path::new("/sys/module")
         .join(module)
@@ -204,8 +201,8 @@ fn parameter(module: &str, name: &str) -> Option<bool> {
     }
 }
 
-/// Returns a CPUID reader for [`PmuModel::resolve`] that looks up leaves in a table. The index of
-/// an entry is significant only if the entry's flag is set.
+/// Returns a function that reads CPUID leaves from the table `entries`, for [`PmuModel::resolve`].
+/// The index of an entry is compared only if the entry's flag marks it as significant.
 fn table(entries: &CpuId) -> impl Fn(u32, u32) -> CpuidRegs {
     move |leaf, subleaf| {
         let found = entries.as_slice().iter().find(|e| {
@@ -226,9 +223,9 @@ fn in_cpuid(supported: &CpuId) -> Option<HostPmuProperties> {
 }
 
 impl KvmPmuCapabilities {
-    /// Resolves the requested PMU model for a guest that uses KVM's own vPMU. `--pmu host` selects
-    /// everything that KVM provides. `--pmu auto` selects only as much of it as `auto` would select
-    /// if Perfvisor emulated the PMU.
+    /// Resolves the PMU model that the operator requested, for a guest with KVM's own vPMU. `--pmu
+    /// host` selects everything that KVM provides. `--pmu auto` selects the features that it would
+    /// select for an emulated PMU, as far as KVM provides them.
     ///
     /// # Errors
     /// Returns [`KvmVpmuModelError`] with the limit and a remedy in one line.
@@ -288,7 +285,7 @@ impl KvmPmuCapabilities {
         Ok(model)
     }
 
-    /// Checks that KVM's vPMU can provide `model`.
+    /// Returns an error unless KVM's vPMU provides everything that `model` has.
     fn can_be(&self, model: &PmuModel) -> Result<(), KvmVpmuModelError> {
         let offered = &self.pmu;
         let (asked, host) = (model.generation(), offered.generation);
@@ -332,9 +329,9 @@ impl KvmPmuCapabilities {
     }
 }
 
-/// Limits IA32_PERF_CAPABILITIES to the features that both the model and KVM support: full-width
-/// writes, but neither branch records nor PEBS. KVM initialises the register with everything it
-/// supports. Has no effect on AMD models.
+/// Limits IA32_PERF_CAPABILITIES, which KVM initialises with all features that it supports.
+/// Full-width writes remain if the model has them; branch records and PEBS are removed. Has no
+/// effect on AMD models.
 ///
 /// # Errors
 /// Returns an error if the KVM call fails.
@@ -488,7 +485,7 @@ mod tests {
         assert!(asked(&intel, "off", None, None).is_ok());
     }
 
-    /// The properties of KVM's own vPMU are read correctly from KVM's CPUID entries, in which only
+    /// The properties of KVM's own vPMU are read from KVM's CPUID entries, of which only those of
     /// leaves with several subleaves have an index.
     #[test]
     fn kvm_vpmu_is_read_from_supported_cpuid() {

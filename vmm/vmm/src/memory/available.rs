@@ -5,13 +5,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Lowest value of a cgroup v1 limit that means "unlimited". The kernel's value is
-/// `PAGE_COUNTER_MAX` pages, less a page or more.
+/// Lowest value of a cgroup v1 limit that means "unlimited". The kernel reports almost 2^63 bytes
+/// (`PAGE_COUNTER_MAX` pages).
 const NO_LIMIT: u64 = 1 << 62;
-/// Maximum depth of inspected control groups.
+/// Maximum number of levels of a control group's path that are examined.
 const MAX_CGROUP_DEPTH: usize = 64;
 
-/// A memory limit and its origin.
+/// A limit on memory, and what imposes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostMemoryLimit {
     /// The limit in bytes.
@@ -33,10 +33,10 @@ impl std::fmt::Display for HostMemoryLimit {
 /// Memory limits of a process, and the remaining memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostMemoryLimits {
-    /// Lowest memory limit, including swap, of any control group of the process.
+    /// Lowest limit on memory and swap that a control group of the process imposes.
     pub most: Option<HostMemoryLimit>,
-    /// Smallest amount of memory that is still available on the host or in any control group of the
-    /// process.
+    /// Memory that is still available, on the host or in a control group of the process, whichever
+    /// has the least.
     pub left: Option<HostMemoryLimit>,
 }
 
@@ -49,7 +49,8 @@ pub fn limits() -> HostMemoryLimits {
     limits_of(&proc("self/mountinfo"), &proc("self/cgroup"), &proc("meminfo"))
 }
 
-/// Computes the limits from the contents of these `/proc` files.
+/// Returns the limits that follow from the contents of `/proc/self/mountinfo`, `/proc/self/cgroup`
+/// and `/proc/meminfo`.
 fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> HostMemoryLimits {
     let mut limits = HostMemoryLimits::default();
     if let Some(bytes) = meminfo_bytes(meminfo, "MemAvailable:") {
@@ -86,8 +87,7 @@ fn limits_of(mountinfo: &str, groups: &str, meminfo: &str) -> HostMemoryLimits {
     limits
 }
 
-/// A version of the control group hierarchy: v2, or v1 with the memory controller. A host may have
-/// both.
+/// Version of a control group hierarchy with a memory controller. A host may have both versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CgroupVersion {
     V1,
@@ -115,14 +115,14 @@ impl CgroupVersion {
 /// A mounted control group hierarchy.
 #[derive(Debug, PartialEq, Eq)]
 struct CgroupMount {
-    /// The control group that is visible at the mount point.
+    /// Path, in the hierarchy, of the control group that the mount shows as its root.
     root: PathBuf,
-    /// The mount point.
+    /// Path of the mount point.
     point: PathBuf,
 }
 
-/// Returns the mount that contains `group`, or else any mount of the hierarchy, because a
-/// container's group may have a different name on the host.
+/// Returns a mount of the hierarchy `version`, preferably one that contains `group`. Otherwise any
+/// mount is returned, because a container's group may have a different name on the host.
 fn mount_of(mountinfo: &str, version: CgroupVersion, group: &Path) -> Option<CgroupMount> {
     // ID PARENT DEVICE ROOT POINT OPTIONS ... - FILESYSTEM SOURCE OPTIONS (proc_pid_mountinfo(5))
     let mounts = mountinfo.lines().filter_map(|line| {
@@ -250,7 +250,8 @@ mod tests {
         }
     }
 
-    /// Returns mountinfo lines for cgroup mounts with these versions, root groups and mount points.
+    /// Returns the text of mountinfo for cgroup mounts, each with its version, root group and mount
+    /// point.
     fn mounts(all: &[(CgroupVersion, &str, &Path)]) -> String {
         let mut text = "22 1 0:21 / /proc rw,nosuid shared:12 - proc proc rw\n".to_owned();
         for (version, root, point) in all {
@@ -291,8 +292,8 @@ mod tests {
         );
     }
 
-    /// The lowest limit of all levels of the control group hierarchy applies, and page cache counts
-    /// as available.
+    /// The lowest limit of a control group and its ancestors applies. Page cache counts as
+    /// available memory.
     #[test]
     fn lowest_cgroup_limit_applies() {
         let dir = tempfile::tempdir().unwrap();
@@ -341,8 +342,8 @@ mod tests {
         }
     }
 
-    /// A hierarchy of control groups is selected only if it has the memory controller. In this
-    /// test, v2 lacks it, v1 has it, and their mount points differ.
+    /// The limit comes from the control group hierarchy that has the memory controller, here v1 and
+    /// not v2.
     #[test]
     fn cgroup_hierarchy_with_memory_controller_is_selected() {
         let dir = tempfile::tempdir().unwrap();
@@ -364,8 +365,8 @@ mod tests {
         assert_eq!((left.bytes, left.group), (100_000_000, Some(memory.join("vms"))));
     }
 
-    /// If one mount shows only the groups below one group and another mount shows other groups, the
-    /// mount that contains the process's group is selected.
+    /// If several mounts show different parts of a hierarchy, the mount that contains the process's
+    /// group is used.
     #[test]
     fn cgroup_mount_showing_group_is_selected() {
         let dir = tempfile::tempdir().unwrap();

@@ -22,14 +22,15 @@ use vm_memory::{
 pub const HUGE_PAGE_BYTES: u64 = HUGE as u64;
 /// [`HUGE_PAGE_BYTES`] as a `usize`.
 const HUGE: usize = 2 << 20;
-/// Maximum number of attempts to get an aligned mapping. The second attempt succeeds unless other
-/// threads map memory at the same time.
+/// Maximum number of attempts to create an aligned mapping. The second attempt succeeds, unless
+/// another thread maps memory at the same time.
 const MAPPING_TRIES: usize = 8;
-/// Minimum length of a range of a diff, in bytes, to be mapped into guest memory. Shorter ranges
-/// are copied.
+/// Minimum length in bytes of a diff's range that is mapped into guest memory. A shorter range is
+/// copied.
 const MIN_MAPPED_BYTES: u64 = 64 << 10;
-/// Maximum number of mapped ranges of all diffs; further ranges are copied. Each mapped range adds
-/// two mappings to the process, of which the kernel allows 65,530 by default (`vm.max_map_count`).
+/// Maximum number of ranges that are mapped for all diffs of a VM together. Further ranges are
+/// copied. A mapped range adds two mappings to the process, and the kernel allows 65,530 by default
+/// (`vm.max_map_count`).
 const MAX_MAPPED_RUNS: usize = 8 << 10;
 /// sysfs file with the number of free huge pages.
 const FREE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
@@ -50,7 +51,7 @@ pub struct MemoryBackingConfig {
 /// Use of huge pages for guest memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugePages {
-    /// No request to the host, whose default applies.
+    /// No huge pages are requested; the host's policy applies.
     #[default]
     Off,
     /// Transparent huge pages, requested with madvise(2).
@@ -86,7 +87,7 @@ pub enum MemoryBackingError {
         or omit --hugepages"
     )]
     NoTransparent(String),
-    /// The size is not a multiple of the huge page size.
+    /// The size of guest memory is not a multiple of the huge page size.
     #[error("--hugepages 2M: the memory size of {0} bytes must be a multiple of 2 MiB; round --memory up")]
     NotWhole(u64),
     /// The host has too few free huge pages.
@@ -140,8 +141,8 @@ pub fn map(
     Ok(memory)
 }
 
-/// Replaces the contents of `memory` by a private mapping of `file`, whose first byte is the first
-/// byte of the first region. No other thread may access the memory.
+/// Replaces the contents of `memory` by a private mapping of `file`. Offsets in the file are
+/// offsets in RAM. No other thread may access the memory.
 ///
 /// # Errors
 /// Returns [`MemoryBackingError::Os`] if mmap(2) or madvise(2) fails.
@@ -155,11 +156,13 @@ pub fn map_file(memory: &GuestMemoryMmap, file: &File) -> Result<(), MemoryBacki
     Ok(())
 }
 
-/// Replaces ranges of `memory` by the contents of files, of which later ones replace earlier ones.
-/// A range is an offset from the first byte of the first region, which is also the offset in the
-/// file, and a length. Long ranges are mapped. Short ranges are copied, and so are ranges beyond
-/// the first 8,192 mapped ranges of all files, because a process has a limited number of mappings.
-/// No other thread may access the memory.
+/// Replaces ranges of `memory` by the contents of files. Each of `layers` is a file with its
+/// ranges, and a later layer replaces an earlier one. A range is an offset in RAM, which is also
+/// the offset in the file, and a length.
+///
+/// Long ranges are mapped, and short ranges are copied. After 8,192 mapped ranges, long ranges are
+/// copied too, because a process has a limited number of mappings. No other thread may access the
+/// memory.
 ///
 /// # Errors
 /// Returns [`MemoryBackingError::Os`] if mmap(2), madvise(2) or a read of a file fails.
@@ -176,8 +179,8 @@ pub fn map_layers<'a>(
     Ok(())
 }
 
-/// Replaces one range as described at [`map_layers`]. If the range is mapped and not copied,
-/// increments `mapped`.
+/// Replaces one range as described for [`map_layers`]. `mapped` is the number of mapped ranges so
+/// far, and is incremented if this range is mapped.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn map_or_copy(
     memory: &GuestMemoryMmap,
@@ -283,8 +286,8 @@ fn check(ranges: &[(GuestAddress, usize)], huge_pages: HugePages) -> Result<(), 
     }
 }
 
-/// Returns the selected policy for transparent huge pages: the word in brackets in `says`, the
-/// contents of the sysfs file.
+/// Returns the selected policy for transparent huge pages. `says` is the contents of the sysfs
+/// file, in which brackets mark the selected policy.
 fn transparent(says: &str) -> Option<&str> {
     Some(says.split_once('[')?.1.split_once(']')?.0)
 }
@@ -331,10 +334,10 @@ fn map_anywhere(len: usize, kind: MemoryBackingConfig) -> Result<MmapRegion, Mem
     })
 }
 
-/// Creates a mapping that starts at a multiple of the huge page size, as the guest's addresses do.
-/// Only then can KVM map a huge page of the host as a huge page of the guest. Kernels before Linux
-/// 6.7 do not align mappings, and later ones align only mappings of some lengths. An unaligned
-/// mapping also works and is the fallback.
+/// Calls `map` until the mapping starts at a multiple of the huge page size, as guest addresses do.
+/// KVM can map a huge page of the host as a huge page of the guest only if both are aligned. Linux
+/// before 6.7 does not align mappings, and later versions align only mappings of some lengths.
+/// After several attempts, returns an unaligned mapping, which also works.
 fn at_a_boundary(
     map: impl Fn() -> Result<MmapRegion, MemoryBackingError>,
 ) -> Result<MmapRegion, MemoryBackingError> {
@@ -354,7 +357,7 @@ fn at_a_boundary(
     map()
 }
 
-/// An address range kept free of mappings for the lifetime of this value.
+/// A reserved address range. No mapping is placed in it while this value exists.
 struct Reserved {
     address: usize,
     len: usize,
@@ -382,8 +385,8 @@ impl Drop for Reserved {
     }
 }
 
-/// Creates a memfd of `len_bytes` with a sealed size. A back end that truncated the memfd would
-/// make VMM accesses fail with SIGBUS.
+/// Creates a memfd of `len_bytes`, whose size is sealed. Without the seal, a back end could
+/// truncate the memfd and cause accesses of the VMM to fail with SIGBUS.
 fn memfd(len_bytes: u64, huge: bool) -> io::Result<File> {
     const NAME: &CStr = c"perfvisor-guest-memory";
     let huge = if huge {
@@ -420,7 +423,7 @@ pub fn populate(memory: &GuestMemoryMmap, kind: MemoryBackingConfig) -> Result<(
     Ok(())
 }
 
-/// Calls madvise(2) on a whole mapping.
+/// Calls madvise(2) for all of `region`.
 #[expect(clippy::cast_possible_truncation, reason = "x86-64 only: usize has 64 bits")]
 fn advise(region: &GuestRegionMmap, advice: libc::c_int) -> io::Result<()> {
     loop {
@@ -437,7 +440,7 @@ fn advise(region: &GuestRegionMmap, advice: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// Punches a hole into a file of guest memory.
+/// Releases `len_bytes` of the file at `at`, which is guest memory. The range then reads as zeros.
 fn punch(at: &FileOffset, len_bytes: u64) -> io::Result<()> {
     let out_of_range = |_| io::Error::from_raw_os_error(libc::EINVAL);
     let start = libc::off_t::try_from(at.start()).map_err(out_of_range)?;
@@ -473,8 +476,8 @@ mod tests {
             .sum()
     }
 
-    /// The limit on mapped ranges applies to the files of all diffs together. Otherwise a chain of
-    /// diffs would exceed `vm.max_map_count`, and the restore would fail.
+    /// The maximum number of mapped ranges applies to all diffs of a chain together. Otherwise a
+    /// long chain would exceed `vm.max_map_count`, and the restore would fail.
     #[test]
     fn layers_share_the_limit_of_mappings() {
         const LEN: u64 = MIN_MAPPED_BYTES;

@@ -1,10 +1,10 @@
-//! Finds the pages of guest memory that were written since the last scan by the guest, KVM, a
-//! device of the VMM, or the kernel on behalf of the VMM.
+//! Finds the pages of guest memory that were written since the last scan. A page may be written by
+//! the guest, KVM, a device of the VMM, or the host kernel on behalf of the VMM.
 //!
-//! The host's kernel write-protects pages and removes the protection at the first write, without a
-//! notification (`UFFD_FEATURE_WP_ASYNC` of userfaultfd(2) and `PAGEMAP_SCAN`, Linux 6.7). KVM's
-//! own log (`KVM_GET_DIRTY_LOG`) would miss the writes of the VMM. On older kernels, all pages are
-//! read and their hashes compared.
+//! The host kernel write-protects pages and removes the protection at the first write without
+//! notifying the VMM (`UFFD_FEATURE_WP_ASYNC` of userfaultfd(2) and `PAGEMAP_SCAN`, Linux 6.7).
+//! KVM's own log (`KVM_GET_DIRTY_LOG`) would miss the writes of the VMM. On older kernels, the VMM
+//! reads all pages and compares their hashes.
 #![expect(unsafe_code, reason = "userfaultfd(2) and ioctl(2)")]
 
 use std::fs::File;
@@ -23,8 +23,8 @@ use super::touched::{ENTRY_BYTES, EXISTS, PAGEMAP, TouchedPages};
 
 /// Size of a page in bytes.
 pub const PAGE_BYTES: u64 = 4096;
-/// Maximum number of ranges that one scan of a chunk finds, which is reached if every other page is
-/// written.
+/// Maximum number of written ranges that a scan of one chunk returns. The maximum occurs if every
+/// other page is written.
 const MAX_REGIONS: usize = 256;
 
 /// Protocol version of userfaultfd (include/uapi/linux/userfaultfd.h).
@@ -32,19 +32,22 @@ const UFFD_API: u64 = 0xAA;
 /// Flag of userfaultfd(2) that excludes faults in kernel mode, so no permission is needed. No fault
 /// is ever delivered.
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
-/// Feature flag with which the kernel removes a write protection itself.
+/// Feature flag of userfaultfd: at a write to a protected page, the kernel removes the protection
+/// without a notification.
 const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
-/// `UFFDIO_API`, `UFFDIO_REGISTER` and `UFFDIO_UNREGISTER`.
+/// Number of the ioctl `UFFDIO_API`.
 const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
+/// Number of the ioctl `UFFDIO_REGISTER`.
 const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
+/// Number of the ioctl `UFFDIO_UNREGISTER`.
 const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_AA01;
-/// Mode flag of `UFFDIO_REGISTER`: tracks write protection.
+/// Mode flag of `UFFDIO_REGISTER`: enables write protection.
 const REGISTER_MODE_WP: u64 = 1 << 1;
-/// `PAGEMAP_SCAN` (include/uapi/linux/fs.h).
+/// Number of the ioctl `PAGEMAP_SCAN` (include/uapi/linux/fs.h).
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
-/// Page category of `PAGEMAP_SCAN`: pages that are not write-protected, because they were written.
+/// Page category of `PAGEMAP_SCAN`: pages that were written since they were write-protected.
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
-/// Flags of `PAGEMAP_SCAN`: protect the pages found, and fail if a page cannot be protected.
+/// Flags of `PAGEMAP_SCAN`: write-protect the pages that are found, and fail if this is impossible.
 const SCAN_AND_PROTECT: u64 = 1 | 1 << 1;
 
 /// `struct uffdio_api`, the argument of `UFFDIO_API`.
@@ -90,8 +93,8 @@ struct PageRegion {
     categories: u64,
 }
 
-/// Kernel interfaces that write-protect memory of this process and find written pages. A confined
-/// process cannot open them.
+/// Kernel interfaces that write-protect memory of this process and report the pages that were
+/// written. Must be opened before the process enters its sandbox.
 #[derive(Debug)]
 pub struct WriteProtector {
     userfaultfd: OwnedFd,
@@ -158,11 +161,12 @@ impl WriteProtector {
     }
 }
 
-/// The method by which written pages are found.
+/// How written pages are found.
 #[derive(Debug)]
 enum Method {
     Protection(Arc<WriteProtector>),
-    /// A keyed hash of each page, which a guest cannot predict.
+    /// By comparing a hash of each page with the previous one. The hashes are keyed, so a guest
+    /// cannot construct pages with equal hashes.
     Hashes {
         keys: RandomState,
         hashes: Vec<u64>,
@@ -170,15 +174,16 @@ enum Method {
     },
 }
 
-/// Tracking state of a chunk of memory.
+/// What is known about the pages of a chunk of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ChunkState {
-    /// [`DirtyPages::take`] has not returned the chunk yet. Its pages are dirty unless the chunk is
-    /// untouched.
+    /// [`DirtyPages::take`] was not called for the chunk yet. All its pages count as dirty, unless
+    /// the guest has never touched the chunk.
     New,
-    /// [`DirtyPages::take`] has returned the chunk, and writes since then are tracked.
+    /// Writes to the chunk are tracked since the last [`DirtyPages::take`].
     Observed,
-    /// [`DirtyPages::take`] has returned the chunk, and writes since then may have been missed.
+    /// Writes to the chunk since the last [`DirtyPages::take`] may have been missed, so all its
+    /// pages count as dirty.
     Unknown,
 }
 
@@ -197,12 +202,13 @@ pub struct DirtyPages {
 pub struct DirtyRanges {
     /// Dirty ranges, as offsets in RAM in ascending order.
     pub ranges: Vec<Range<u64>>,
-    /// `true` if [`DirtyPages::take`] was called for this chunk for the first time.
+    /// `true` if these are the results of the first [`DirtyPages::take`] for the chunk.
     pub is_first: bool,
 }
 
 impl DirtyPages {
-    /// Starts tracking all of `ram`. No other [`WriteProtector`] may be tracking it.
+    /// Starts tracking the writes to all of `ram`. No other [`WriteProtector`] may track the same
+    /// memory.
     #[must_use]
     pub fn observe(ram: &GuestRam, protector: Option<&Arc<WriteProtector>>) -> Self {
         let chunks = usize::try_from(ram.size_bytes().div_ceil(CHUNK_BYTES)).unwrap_or(0);
@@ -222,15 +228,15 @@ impl DirtyPages {
         }
     }
 
-    /// Returns whether each round reads all memory to find written pages, because the kernel cannot
+    /// Returns `true` if all memory is read to find the written pages, because the kernel does not
     /// report them.
     #[must_use]
     pub fn reads_all(&self) -> bool {
         matches!(self.method, Method::Hashes { .. })
     }
 
-    /// Returns the dirty pages of the chunk at `offset` and marks them as clean until they are
-    /// written again. The caller must read the pages afterwards.
+    /// Returns the dirty pages of the chunk at `offset` and marks them as clean. The caller must
+    /// read the contents of the pages after this call, so that later writes are found again.
     ///
     /// # Errors
     /// Returns an error if guest memory cannot be read.
@@ -308,9 +314,9 @@ fn ranges_of(dirty: &[bool], offset: u64) -> Vec<Range<u64>> {
     ranges
 }
 
-/// Marks and protects the written pages at `address`. Also marks pages that no longer have a page
-/// table entry because they were released, since not all kernels report them as written if the page
-/// table itself is gone.
+/// Write-protects the written pages among those at `address` and marks them in `dirty`. Also marks
+/// pages without a page table entry, because not all kernels report a released page as written if
+/// its page table is gone.
 fn protect(pagemap: &File, address: u64, dirty: &mut [bool]) -> io::Result<()> {
     let mut entries = vec![0; dirty.len() * ENTRY_BYTES];
     let entry_bytes = ENTRY_BYTES as u64;
@@ -439,7 +445,7 @@ mod tests {
         }
     }
 
-    /// A cancelled move of the VM leaves memory unchanged, and the memory can be tracked again.
+    /// After a move of the VM was cancelled, memory has its contents and can be tracked again.
     #[test]
     fn memory_can_be_observed_again() {
         let Some(protector) = WriteProtector::open().map(Arc::new) else {
@@ -458,8 +464,8 @@ mod tests {
         assert!(TouchedPages::of(&ram).is_untouched(&ram, CHUNK, CHUNK));
     }
 
-    /// New mappings are in the dirty set, because the balloon of a restored VM replaces pages of
-    /// the memory file.
+    /// Pages that are replaced by new mappings are in the dirty set. The balloon of a restored VM
+    /// replaces pages of the memory file in this way.
     #[test]
     fn new_mappings_are_in_the_dirty_set() {
         for protector in protectors() {
@@ -479,8 +485,8 @@ mod tests {
         }
     }
 
-    /// All memory of a restored VM is dirty at first, because pages that the VM has not read are
-    /// only in the memory file.
+    /// All memory of a restored VM is dirty at first, because the pages that were not read yet
+    /// exist only in the memory file.
     #[test]
     fn memory_of_a_snapshot_is_dirty_at_first() {
         for protector in protectors() {

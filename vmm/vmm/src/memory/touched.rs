@@ -1,4 +1,4 @@
-//! Finds untouched guest memory without touching it.
+//! Finds guest memory that was never touched, without touching it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -13,19 +13,21 @@ pub(super) const PAGEMAP: &str = "/proc/self/pagemap";
 const PAGE_BYTES: u64 = 4096;
 /// Size of an entry of the pagemap in bytes.
 pub(super) const ENTRY_BYTES: usize = 8;
-/// Entry bits: the page is in RAM (63) or swapped out (62).
+/// Bits of a pagemap entry: the page is in RAM (bit 63) or swapped out (bit 62).
 pub(super) const EXISTS: u64 = 3 << 62;
 
-/// Page map of guest RAM, which shows the pages that have been touched.
+/// Finds the pages of guest RAM that were never touched.
 #[derive(Debug)]
 pub struct TouchedPages {
-    /// `None` if pages may have contents although they are not in the page table.
+    /// Page map of this process. `None` if a page that is not in the page table may still have
+    /// contents.
     pagemap: Option<File>,
     entries: Vec<u8>,
 }
 
 impl TouchedPages {
-    /// Opens the page table of `ram`. Without access to it, all memory counts as touched.
+    /// Opens the page map of this process for `ram`. Without access to it, all memory counts as
+    /// touched.
     #[must_use]
     pub fn of(ram: &GuestRam) -> Self {
         Self {
@@ -34,7 +36,7 @@ impl TouchedPages {
         }
     }
 
-    /// Uses `pagemap`, an open page map of this process, as the page table of `ram`.
+    /// Creates the value for `ram` from `pagemap`, the open page map of this process.
     pub(super) fn in_file(ram: &GuestRam, pagemap: File) -> Self {
         Self {
             pagemap: Self::is_known(ram).then_some(pagemap),
@@ -42,15 +44,15 @@ impl TouchedPages {
         }
     }
 
-    /// Returns whether pages that are not in the page table have no contents. A page of a file has
-    /// the contents of the file before the page is touched.
+    /// Returns whether a page of `ram` that is not in the page table is known to be zero. This is
+    /// not known for a page of a file, which has the contents of the file.
     fn is_known(ram: &GuestRam) -> bool {
         !ram.restored && !ram.kind.shared
     }
 
-    /// Returns whether all of the `bytes` bytes of `ram` at `offset` are known to be zeros because
-    /// nobody has touched them. The range must start at a page boundary and must not contain the
-    /// hole below 4 GiB.
+    /// Returns whether the `bytes` bytes of `ram` at `offset` are known to be zero, because they
+    /// were never touched. The range must start at a page boundary and must not cross the hole
+    /// below 4 GiB.
     pub fn is_untouched(&mut self, ram: &GuestRam, offset: u64, bytes: u64) -> bool {
         let Some(pagemap) = &self.pagemap else {
             return false;
