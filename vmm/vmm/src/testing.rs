@@ -1,4 +1,4 @@
-//! Real VMs with a few bytes of guest code, for tests of the servers.
+//! VMs with a few bytes of guest code, for tests of the servers. Run on the KVM of this host.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -36,8 +36,8 @@ fn kernel(code: &[u8]) -> Vec<u8> {
     header.chain(code.iter().copied()).collect()
 }
 
-/// Starts a VM of two vCPUs with a guest that halts forever. Its Intel PMU counts by CPU time
-/// (clock backing). Prints a message and returns `None` without KVM.
+/// Starts a VM with two vCPUs and a guest that halts forever. The guest has an Intel PMU with the
+/// clock backing, which counts by CPU time. Without KVM, prints a message and returns `None`.
 pub(crate) fn halted_vm() -> Option<RunningVm> {
     // Guest code `hlt; jmp` to the start.
     vm(&[0xF4, 0xEB, 0xFD], |_| ())
@@ -68,14 +68,15 @@ pub(crate) fn vm_with_devices(
 /// Number of entries of a queue that [`start_device`] sets up.
 pub(crate) const QUEUE_SIZE: u16 = 16;
 
-/// Returns the addresses of the descriptor table, the available ring and the used ring of a queue that
-/// [`start_device`] sets up.
+/// Returns the guest-physical addresses of the descriptor table, the available ring and the used
+/// ring of queue number `queue`, as [`start_device`] sets it up.
 pub(crate) fn queue_addresses(queue: u64) -> [u64; 3] {
     [0, 0x1000, 0x2000].map(|offset| 0x20_0000 + queue * 0x4000 + offset)
 }
 
-/// Starts the first device with `queues` queues, like a driver that accepts no feature of the
-/// device. The interrupt of the queues is `vector` of vCPU 0. Returns the base address of the BAR.
+/// Starts the first virtio device with `queues` queues, as a driver does that accepts no device
+/// feature. The queues raise interrupt `vector` of vCPU 0. Returns the base address of the device's
+/// BAR.
 pub(crate) fn start_device(bus: &DeviceBus, vector: u8, queues: u64) -> u64 {
     let pci = bus.pci().unwrap();
     let select = |register: u32| {

@@ -1,8 +1,5 @@
-//! perf-core's timers in the main loop: ticks, and rotations of multiplexed events with an interval
-//! shorter than a tick.
-//!
-//! Under [`MuxPolicy::Rotate`] every tick rotates events. Under [`MuxPolicy::Adaptive`] perf-core
-//! determines when the next rotation is due, and a separate timer fires then.
+//! Timers of perf-core in the main loop: one for ticks, and one for rotations of multiplexed events
+//! that are due between ticks.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -20,7 +17,7 @@ use crate::kvm::rotation_cost;
 /// Argument of `--mux`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MuxPolicyChoice {
-    /// The adaptive policy with an interval derived from the measured cost of a rotation.
+    /// Adaptive multiplexing, with an interval that follows from the measured cost of a rotation.
     #[default]
     Auto,
     /// The given policy.
@@ -28,8 +25,9 @@ pub enum MuxPolicyChoice {
 }
 
 impl MuxPolicyChoice {
-    /// Returns the policy for this host, and the initial interval of the adaptive policy if it was
-    /// measured. Without hardware counters nothing is measured.
+    /// Returns the multiplexing policy for this host and, if the cost of a rotation was measured,
+    /// the initial interval of the adaptive policy. Nothing is measured on a host without hardware
+    /// counters.
     pub fn resolve_policy(self, kvm: &Kvm, probe: &HostProbe) -> (MuxPolicy, Option<Duration>) {
         match self {
             Self::Fixed(policy) => (policy, None),
@@ -64,27 +62,30 @@ impl FromStr for MuxPolicyChoice {
     }
 }
 
-/// Minimum time between two expirations of the rotation timer. vCPUs whose rotations are due within
-/// it rotate together, so that the timer does not fire more often with many vCPUs.
+/// Minimum time between two expirations of the rotation timer. Rotations that are due on several
+/// vCPUs within this time are performed together, so the number of vCPUs does not affect the rate
+/// of the timer.
 const MIN_ROTATION_INTERVAL: Duration = Duration::from_micros(150);
 
 /// Tick interval while events are multiplexed or sampled by frequency.
 const TICK_INTERVAL: Duration = Duration::from_millis(4);
-/// Tick interval while events are sampled only with a fixed period and may need unthrottling. Each
-/// tick wakes the main thread, which is costly for a VM that shares its CPU with many others.
+/// Tick interval while ticks are needed only to unthrottle events that are sampled with a fixed
+/// period. Longer than [`TICK_INTERVAL`], because each tick wakes the main thread, which is costly
+/// for a VM that shares its CPU with many others.
 const UNTHROTTLE_INTERVAL: Duration = Duration::from_millis(32);
-/// Interval between checks whether ticks are needed.
+/// Tick interval while no event needs ticks. Each tick checks whether this is still so.
 const IDLE_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of further ticks at [`TICK_INTERVAL`] after the last tick that an event needed. An event
-/// that was throttled once is likely to be throttled again and then waits for a tick.
+/// Number of ticks at [`TICK_INTERVAL`] that follow the last tick that an event needed. An event
+/// that was throttled once will probably be throttled again, and then waits for a tick.
 const EXTRA_TICKS: u32 = 250;
 
-/// A timer that fires every 4 ms while perf-core needs ticks, and less often otherwise.
+/// Timer for perf-core's ticks. Fires every 4 ms while an event needs ticks, and less often
+/// otherwise.
 #[derive(Debug)]
 pub struct SchedulingTickTimer {
     timer: TimerFd,
     pace: Duration,
-    /// Number of ticks at [`TICK_INTERVAL`] that still follow although no event needs them.
+    /// Number of remaining ticks at [`TICK_INTERVAL`] that no event needs any more.
     extra_ticks: u32,
 }
 
@@ -104,8 +105,8 @@ impl SchedulingTickTimer {
         })
     }
 
-    /// Handles an expiration: runs perf-core's tick and adjusts the interval. If this thread is
-    /// late, the timer has expired several times.
+    /// Runs perf-core's tick after the timer has expired, and adjusts the interval. Accounts for
+    /// all expirations if this thread is late.
     pub fn handle_expiration(&mut self, core: &PerfCore) {
         let expirations = self.timer.wait().unwrap_or(1);
         // Determine the need before the tick, because a tick may remove it by unthrottling events.
@@ -120,9 +121,9 @@ impl SchedulingTickTimer {
         self.keep(self.pace_for(need));
     }
 
-    /// Shortens the interval if ticks are needed now. Call this after events may have been opened
-    /// or enabled. Never lengthens the interval; otherwise a client that opens and closes events
-    /// continuously could suppress ticks.
+    /// Shortens the tick interval if an event needs ticks now. Must be called after events may have
+    /// been opened or enabled. Never lengthens the interval, because a client that keeps opening
+    /// and closing events could then suppress ticks.
     pub fn shorten_interval(&mut self, core: &PerfCore) {
         if self.pace > TICK_INTERVAL {
             self.keep(self.pace_for(core.tick_need()).min(self.pace));
@@ -176,8 +177,8 @@ impl RotationTimer {
         })
     }
 
-    /// Arms the timer if events are multiplexed and it is not armed. Call this after each tick,
-    /// because the set of multiplexed events changes.
+    /// Arms the timer for the next rotation if events are multiplexed and the timer is not armed.
+    /// Must be called after each tick, because the set of multiplexed events changes.
     pub fn follow(&mut self, core: &PerfCore) {
         if self.policy == MuxPolicy::Rotate || self.armed {
             return;
@@ -221,7 +222,7 @@ mod tests {
 
     use super::*;
 
-    /// Stand-in for the registers of a vCPU: always guest kernel mode at address 0.
+    /// Registers of a fictitious vCPU that is always in guest kernel mode at address 0.
     struct NoVcpuRegisters;
 
     impl SampleRegs for NoVcpuRegisters {
@@ -348,8 +349,8 @@ mod tests {
         assert_eq!(ticks.pace, IDLE_INTERVAL);
     }
 
-    /// After several missed ticks, the overflows are attributed to the elapsed time and not to a
-    /// single tick. Otherwise the period of a frequency event would become several times too long.
+    /// If ticks were missed, the overflows are attributed to all the time that has elapsed. With a
+    /// single tick's time, the period of a frequency event would become several times too long.
     #[test]
     fn missed_ticks_count_towards_elapsed_time() {
         let pmu = Arc::new(SimPmu::with_slots(1));

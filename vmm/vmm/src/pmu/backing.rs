@@ -1,5 +1,5 @@
-//! The backings (sources of the guest's counts) that this host supports, and the events that they
-//! can count. The backing is chosen once per VM.
+//! Determines which backings (sources of the guest's counts) this host supports, and which events
+//! they can count. A VM uses one backing, chosen at its start.
 
 use crate::kvm::cpuid::read_host;
 use crate::kvm::host::Kvm;
@@ -9,11 +9,13 @@ use guest_patching::rdpmc::RdpmcMode;
 use perf_core::pmu::host::HostProbe;
 use vpmu::{ArchEvent, ArchEventSet, BackingPolicy, EventSources, ParavirtualEvent, PmiShare, Vendor};
 
-/// Reason why an event cannot be counted if the host's kernel denies it to the user of the VM.
+/// Message for an event that cannot be counted because the host's kernel denies perf events to the
+/// VM's user.
 pub const EVENT_DENIED: &str = "this host does not let the VM's user count it; set kernel.perf_event_paranoid to 1 or less, \
     or start the VM with CAP_PERFMON";
 
-/// Error for a backing (source of the guest's counts) that this host does not support.
+/// Error when the chosen backing (source of the guest's counts) cannot be used on this host or with
+/// other options.
 #[derive(Debug, thiserror::Error)]
 pub enum BackingError {
     /// `--backing hardware` on a host without a usable PMU.
@@ -25,7 +27,7 @@ pub enum BackingError {
          --backing auto"
     )]
     NoSteps,
-    /// KVM cannot block interrupts during a single step.
+    /// KVM cannot block interrupts during a single step, which the exact backing requires.
     #[error(
         "--backing exact: unsupported, because this host's KVM cannot block interrupts during a \
         step; use Linux 5.14 or later"
@@ -34,13 +36,13 @@ pub enum BackingError {
     /// KVM's own vPMU is unavailable.
     #[error("--backing kvm")]
     NoOwn(#[source] KvmVpmuUnavailable),
-    /// `--rdpmc hwbp` with KVM's own vPMU, which handles RDPMC itself.
+    /// `--rdpmc hwbp` was given for KVM's own vPMU, which handles RDPMC itself.
     #[error("--rdpmc hwbp with --backing kvm: KVM handles RDPMC itself; omit --rdpmc")]
     OwnAnswers,
-    /// `--pmi-limit` with KVM's own vPMU, which delivers the PMIs itself.
+    /// `--pmi-limit` was given for KVM's own vPMU, which delivers PMIs itself.
     #[error("--pmi-limit with --backing kvm: KVM delivers PMIs itself, without a limit; omit --pmi-limit")]
     OwnPmis,
-    /// `--pmi-share` with KVM's own vPMU, which delivers the PMIs itself.
+    /// `--pmi-share` was given for KVM's own vPMU, which delivers PMIs itself.
     #[error("--pmi-share with --backing kvm: KVM delivers PMIs itself, without a bound; omit --pmi-share")]
     OwnShare,
 }
@@ -102,9 +104,9 @@ pub fn check_stepping(host: SteppingSupport, cpus: u8) -> Result<(), BackingErro
     Ok(())
 }
 
-/// Checks the requested backing (source of the guest's counts) against the capabilities of the
-/// host. The clock backing needs none, because it reads the CPU time of the vCPU's thread and uses
-/// POSIX timers.
+/// Checks that this host supports the backing (source of the guest's counts) that `policy`
+/// requests. The clock backing works on every host, because it reads the CPU time of the vCPU
+/// thread and uses POSIX timers.
 ///
 /// # Errors
 /// Returns [`BackingError::NoHardware`] with the reason and a remedy.
@@ -121,18 +123,17 @@ pub fn check_policy(policy: BackingPolicy, probe: &HostProbe) -> Result<(), Back
     }
 }
 
-/// Returns the reason why `--backing auto` counts with the clock although the host has a PMU, or
-/// `None` if there is no such reason.
+/// Returns a message with the reason why `--backing auto` counts with the clock on a host that has
+/// a PMU. Returns `None` if another policy was chosen or the PMU can be used.
 pub fn clock_fallback(policy: BackingPolicy, probe: &HostProbe) -> Option<String> {
     let has_unusable_pmu = probe.hybrid || probe.mediated;
     let reason = probe.no_slots_because.as_ref().filter(|_| has_unusable_pmu)?;
     (policy == BackingPolicy::Auto).then(|| format!("cycles are counted by the clock: {reason}"))
 }
 
-/// Returns a description of how a VM with this policy conflicts with VMs that use KVM's mediated
-/// vPMU, or `None` if it does not. `mediated` states whether this host offers a mediated vPMU. VMs
-/// with a mediated vPMU and host events that count guests exclude each other
-/// (`perf_create_mediated_pmu`, Linux 7.0).
+/// Returns a message if a VM with this policy conflicts with VMs that use KVM's mediated vPMU, and
+/// `None` otherwise. `mediated` states whether this host offers the mediated vPMU. Such VMs and
+/// host events that count guests exclude each other (`perf_create_mediated_pmu`, Linux 7.0).
 pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: bool) -> Option<&'static str> {
     let opens_events = matches!(policy, BackingPolicy::Auto | BackingPolicy::Hardware) && probe.hardware_pmu;
     (mediated && opens_events).then_some(
@@ -141,8 +142,8 @@ pub fn mediated_conflict(policy: BackingPolicy, probe: &HostProbe, mediated: boo
     )
 }
 
-/// Returns a one-line message that names the events that a VM cannot count because the host denies
-/// perf events to its user, and the remedy. Returns `None` if the host allows them.
+/// Returns a one-line message with the remedy and the events that a VM cannot count, if the host
+/// denies perf events to the VM's user. Returns `None` if the host allows perf events.
 pub fn denied_events(probe: &HostProbe) -> Option<String> {
     if probe.software_clock {
         return None;
@@ -158,9 +159,8 @@ pub fn denied_events(probe: &HostProbe) -> Option<String> {
     ))
 }
 
-/// Returns a remedy for levels of `kernel.perf_event_paranoid` above 2, which kernels with Debian's
-/// patch support. These levels permit counting only with `CAP_SYS_ADMIN`, which no process of a VM
-/// retains.
+/// Returns the additional remedy for a `kernel.perf_event_paranoid` above 2, a level of Debian's
+/// kernels. Counting then needs `CAP_SYS_ADMIN`, which no process of a VM retains.
 fn paranoid_remedy(paranoid: Option<i32>) -> &'static str {
     match paranoid {
         Some(3..) => {
@@ -170,8 +170,9 @@ fn paranoid_remedy(paranoid: Option<i32>) -> &'static str {
     }
 }
 
-/// Returns the count sources under `policy` on this host, whose processor vendor is `host`.
-/// `statistic` maps the name of a KVM statistic to the event config of the KVM driver.
+/// Returns the sources that can count events under `policy` on this host. `host` is the vendor of
+/// the host's processor. `statistic` returns the event config with which the KVM driver counts the
+/// named KVM statistic.
 pub fn sources(
     policy: BackingPolicy,
     probe: &HostProbe,
@@ -186,8 +187,8 @@ pub fn sources(
     )
 }
 
-/// Determines the count sources under `policy`, given the vendor `hardware` of the host's usable
-/// PMU, if any, and the generic events `opens` that the host can open.
+/// Returns the sources that can count events under `policy`. `hardware` is the vendor of the host's
+/// PMU if it can be used, and `opens` contains the generic events that the host can open.
 pub(super) fn sources_of(
     policy: BackingPolicy,
     hardware: Option<Vendor>,
@@ -199,7 +200,7 @@ pub(super) fn sources_of(
         .on_signature(read_host(1, 0).eax)
 }
 
-/// Returns the architectural events that the host's kernel opens as generic events.
+/// Returns the architectural events that the host's kernel can open as generic events.
 pub(super) fn opened(probe: &HostProbe) -> ArchEventSet {
     let opens = |event: &ArchEvent| {
         let generic = probe.generic.iter().find(|generic| generic.name == event.name());
@@ -219,8 +220,8 @@ fn statistic_of(event: ParavirtualEvent) -> Option<&'static str> {
     }
 }
 
-/// Returns the architectural events of a `model` vendor's PMU that can be counted under `policy` on
-/// this host, whose processor vendor is `host`.
+/// Returns the architectural events of vendor `model` that can be counted under `policy` on this
+/// host. `host` is the vendor of the host's processor.
 pub fn backability(policy: BackingPolicy, probe: &HostProbe, model: Vendor, host: Vendor) -> ArchEventSet {
     sources(policy, probe, host, |_| None).backability(model)
 }

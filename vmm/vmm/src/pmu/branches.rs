@@ -6,7 +6,7 @@ use vpmu::{PmuGeneration, PmuModel, PrivilegeLevels};
 
 use crate::kvm::stepping::SteppingSupport;
 
-/// Reason why a VM cannot record branch stacks.
+/// Reason why samples of a VM cannot have branch stacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BranchStackError {
     /// KVM cannot single-step guests.
@@ -22,7 +22,8 @@ pub enum BranchStackError {
         "branch stacks: this host's KVM does not single-step user code; record the kernel's branches with -j any,k"
     )]
     KernelOnly,
-    /// The VM emulates RDPMC with hardware breakpoints, which single-stepping would miss.
+    /// The VM emulates RDPMC with hardware breakpoints, which do not trigger while the vCPU is
+    /// single-stepped.
     #[error("branch stacks: unsupported with --rdpmc hwbp, whose breakpoints the steps would miss")]
     Breakpoints,
 }
@@ -46,7 +47,7 @@ pub fn check_host(host: SteppingSupport, filter: BranchFilter) -> Result<(), Bra
     Ok(())
 }
 
-/// Reason why a guest cannot have branch records.
+/// Reason why a guest cannot have branch records of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BranchRecordsError {
     /// The PMU model has no branch records.
@@ -78,7 +79,7 @@ pub fn check_records(
     check_host(host, BranchFilter::KERNEL).map_err(BranchRecordsError::Host)
 }
 
-/// State of the branch stack of a vCPU.
+/// State of the branch stack for the next sample of a vCPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum StackState {
     /// No sample waits for a branch stack.
@@ -92,7 +93,7 @@ enum StackState {
     Complete,
 }
 
-/// Branch stack of the next sample of a vCPU.
+/// Collector of the branch stack for the next sample of a vCPU.
 #[derive(Debug, Default)]
 pub struct BranchCollector {
     state: StackState,
@@ -101,8 +102,8 @@ pub struct BranchCollector {
 }
 
 impl BranchCollector {
-    /// Appends the collected branches to `out`, newest first. If no complete stack exists, returns
-    /// `false` and requests one.
+    /// Appends the branches of a complete stack to `out`, newest first. If there is no complete
+    /// stack, requests one and returns `false`.
     pub fn take(&mut self, request: BranchSampling, out: &mut Vec<BranchEntry>) -> bool {
         match &mut self.state {
             StackState::Complete => {
@@ -116,7 +117,7 @@ impl BranchCollector {
         false
     }
 
-    /// Returns the request of a waiting sample whose stack is not being collected yet.
+    /// Returns the parameters of a requested stack whose collection has not begun, or `None`.
     #[inline]
     pub fn requested(&self) -> Option<BranchSampling> {
         match self.state {
@@ -145,7 +146,8 @@ impl BranchCollector {
         self.branches.len() >= depth
     }
 
-    /// Stops collecting. Waiting samples receive the branches collected so far.
+    /// Ends the collection. The samples that wait for the stack receive the branches collected so
+    /// far.
     pub fn complete(&mut self) {
         match self.state {
             StackState::Collecting(_) => {}
@@ -155,7 +157,7 @@ impl BranchCollector {
         self.state = StackState::Complete;
     }
 
-    /// Discards the complete stack after the samples that waited for it were written.
+    /// Ends the use of a complete stack, after the samples that waited for it were written.
     #[inline]
     pub fn written(&mut self) {
         if self.state == StackState::Complete {

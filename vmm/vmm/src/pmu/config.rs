@@ -14,34 +14,35 @@ use crate::kvm::stepping::SteppingSupport;
 pub struct PmuConfig {
     /// PMU model presented to the guest.
     pub model: PmuModel,
-    /// Backing of the guest's counters.
+    /// Policy that selects the backing (source of the counts) of the guest's counters.
     pub policy: BackingPolicy,
-    /// Backing (source of the counts) that the guest used when it was saved, if it is restored.
+    /// For a restored guest, the policy under which its counters were backed when it was saved.
     pub saved_policy: Option<BackingPolicy>,
-    /// Filter that determines which events may be counted.
+    /// Filter that lists the events that the guest may count.
     pub filter: Arc<EventFilter>,
-    /// `true` if the guest may count paravirtual events. If `false`, `filter` and all later filters
-    /// deny them.
+    /// `true` if the guest may count paravirtual events. Otherwise `filter`, and every filter that
+    /// replaces it, denies paravirtual events.
     pub paravirtual: bool,
-    /// `true` if events denied by `filter` are also removed from the event tables of the guest's
-    /// kernel. A later filter does not change the tables.
+    /// `true` if the events that `filter` denies are also removed from the event tables of the
+    /// guest's kernel. A filter that is set later does not change these tables.
     pub hides_denied: bool,
     /// Maximum number of PMIs per second and vCPU.
     pub pmi_limit: u32,
     /// Maximum share of a vCPU's time for the guest's PMI handlers.
     pub pmi_share: PmiShare,
-    /// Stepping capabilities of the host, for the exact backing and for branch stacks.
+    /// Single-stepping features of the host's KVM, for the exact backing and for branch stacks.
     pub stepping: SteppingSupport,
-    /// `true` if the instruction and branch events of operators are counted by single-stepping.
-    /// Requires [`BackingPolicy::Exact`].
+    /// `true` if instruction and branch events of operators are counted by single-stepping, which
+    /// requires [`BackingPolicy::Exact`].
     pub steps_for_operators: bool,
     /// `true` if RDPMC is emulated with hardware breakpoints.
     pub has_rdpmc_breakpoints: bool,
-    /// Policy that gives the guest or the operators priority for the host's counters.
+    /// Policy that decides whether the guest or the operators have priority when host counters are
+    /// scarce.
     pub share: SharePolicy,
-    /// Multiplexing policy of events that share counters.
+    /// Policy that selects the multiplexing interval of events that share host counters.
     pub mux: MuxPolicy,
-    /// Initial multiplexing interval of the adaptive policy; `None` for the default.
+    /// Initial multiplexing interval for [`MuxPolicy::Adaptive`]; `None` for the default.
     pub turn: Option<Duration>,
     /// Resource limits of operators.
     pub limits: OperatorLimits,
@@ -86,7 +87,7 @@ impl PmuConfig {
         self.policy == BackingPolicy::Kvm
     }
 
-    /// Returns the corresponding perf-core configuration.
+    /// Returns the configuration of perf-core that corresponds to this configuration.
     pub fn core_config(&self) -> PerfCoreConfig {
         let mut core = PerfCoreConfig {
             share: self.share,

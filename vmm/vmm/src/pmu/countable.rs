@@ -13,7 +13,8 @@ use super::backing;
 use guest_patching::event_tables::KernelTableEvent;
 use guest_patching::uncounted::KernelEventSupport;
 
-/// Generic events of a plain `perf stat`. A message names those that the guest cannot count.
+/// Generic events that `perf stat` counts by default. A message names those that the guest cannot
+/// count.
 const PERF_STAT_EVENTS: [ArchEvent; 7] = [
     ArchEvent::CoreCycles,
     ArchEvent::RefCycles,
@@ -26,13 +27,14 @@ const PERF_STAT_EVENTS: [ArchEvent; 7] = [
 
 /// `PERF_COUNT_HW_REF_CPU_CYCLES`.
 const REF_CPU_CYCLES: u64 = 9;
-/// Fixed counter 2, `CPU_CLK_UNHALTED.REF_TSC` (SDM vol. 3B 20.2.2), as a bit in the bitmap of
-/// fixed counters.
+/// Fixed counter 2, `CPU_CLK_UNHALTED.REF_TSC` (SDM vol. 3B 20.2.2), as a bit in a bitmap of fixed
+/// counters.
 const REFERENCE_COUNTER: u8 = 1 << REFERENCE;
-/// Number of the fixed counter for reference cycles.
+/// Number of the fixed counter that counts reference cycles.
 const REFERENCE: u8 = 2;
 
-/// Events that can be counted for one PMU model, under one backing policy, on one host.
+/// Events that a guest can count with one PMU model and one backing policy on this host. Determines
+/// which events remain in the event tables of the guest's kernel.
 #[derive(Debug)]
 pub struct CountableKernelEvents {
     vendor: Vendor,
@@ -45,7 +47,8 @@ pub struct CountableKernelEvents {
 }
 
 impl CountableKernelEvents {
-    /// Creates the set for `model`. `host` is the processor vendor of the host.
+    /// Creates the set for a guest with `model` under `policy`. `host` is the vendor of the host's
+    /// processor.
     pub fn new(
         model: &PmuModel,
         host: Vendor,
@@ -71,9 +74,9 @@ impl CountableKernelEvents {
         Self { filter, ..self }
     }
 
-    /// Returns `true` if the host's kernel supports the event. A host that is itself a guest
-    /// accepts any raw event number even if its virtual PMU does not count it, but its tables of
-    /// generic events are reliable.
+    /// Returns whether the host's kernel has the event in its tables of generic events and can open
+    /// it. A host that is itself a guest also accepts raw event numbers that its virtual PMU does
+    /// not count.
     fn host_supports(&self, event: KernelTableEvent) -> bool {
         match event {
             KernelTableEvent::Hardware(config) => {
@@ -111,8 +114,9 @@ impl KernelEventSupport for CountableKernelEvents {
         self.filter.allows(issued.selection) && self.sources.of_request(&issued).next().is_some()
     }
 
-    /// Returns the events of `perf stat` that cannot be counted. On AMD, reference cycles are not
-    /// included, because processors before Zen 4 have no such event.
+    /// Returns the names of the default events of `perf stat` that the guest cannot count. For an
+    /// AMD model, reference cycles are not included, because processors before Zen 4 have no such
+    /// event.
     fn missing(&self) -> Vec<&'static str> {
         let asked = PERF_STAT_EVENTS.into_iter();
         let asked = asked.filter(|event| self.vendor == Vendor::Intel || *event != ArchEvent::RefCycles);
@@ -129,7 +133,8 @@ mod tests {
     use perf_core::pmu::host::{GenericEvent, HostCounters};
     use vpmu::{CounterNumbers, PmuGeneration};
 
-    /// Returns a host whose PMU, if any, opens these generic events.
+    /// Returns a host whose PMU can open the generic events `opens`. If `opens` is empty, the host
+    /// has no PMU.
     fn probe(opens: &[(&str, u64)]) -> HostProbe {
         HostProbe {
             hardware_pmu: !opens.is_empty(),
@@ -208,7 +213,8 @@ mod tests {
         assert!(!foreign.can_count(KernelTableEvent::Cache(0), 0x81D0));
     }
 
-    /// Events without an architectural number need a host PMU of the model's vendor.
+    /// Top-down events can be counted only with a host PMU of the model's vendor, because they have
+    /// no architectural number.
     #[test]
     fn topdown_events_require_host_pmu_of_same_vendor() {
         let some = probe(&[("cycles", 0), ("instructions", 1)]);
@@ -272,23 +278,25 @@ mod tests {
         }
     }
 
-    /// Condition under which an event remains in the event table of the guest's kernel.
+    /// What must hold for an event to remain in the event table of the guest's kernel.
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Requirement {
-        /// The VMM can count the event with a clock, so any backing suffices.
+        /// Nothing: the VMM can count the event with any backing, if necessary with a clock.
         Clock,
         /// The VMM single-steps every instruction (exact backing).
         Steps,
         /// The host's kernel must support the event.
         Host,
-        /// CPUID tells the guest whether it can count the event, so the event always remains.
+        /// Nothing: the event always remains in the table, because CPUID tells the guest whether it
+        /// can count the event.
         Cpuid,
-        /// The event needs fixed counter 2, for reference cycles.
+        /// The PMU model must have fixed counter 2, which counts reference cycles.
         Reference,
     }
 
-    /// For each model and backing, on a host without a PMU and on one with cycles and instructions,
-    /// an event remains in the guest kernel's table if and only if it can be counted.
+    /// An event remains in the guest kernel's table if and only if it can be counted. Tested for
+    /// each model and backing, on a host without a PMU and on a host that counts cycles and
+    /// instructions.
     #[test]
     fn model_tables_keep_countable_events() {
         use Requirement::{Clock, Cpuid, Host, Reference, Steps};

@@ -1,12 +1,12 @@
 //! Opens the host's perf events for a VM.
 //!
-//! Threads of a VM have no capability for counting and may not call `perf_event_open(2)`. A
-//! separate process, the broker, opens events for them ([`sandbox::PerfBroker`]).
+//! The threads of a VM have no capability for counting and may not call `perf_event_open(2)`. A
+//! separate process, the broker, opens perf events for them ([`sandbox::PerfBroker`]).
 //!
-//! If the user may count without a capability (`kernel.perf_event_paranoid` 1 or less), the kernel
-//! does not let another process of that user open events on a VM, because the VM is not dumpable.
-//! In this case, each thread opens its own events. An event on another thread is opened by that
-//! thread (`remote_open.rs`).
+//! The exception is a user who may count without a capability (`kernel.perf_event_paranoid` 1 or
+//! less). A VM is not dumpable, so the kernel does not let another process of this user open events
+//! on it. Each thread of the VM then opens its own events, also on behalf of other threads
+//! (`remote_open.rs`).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,21 +23,21 @@ use sandbox::{
 
 use super::remote_open::{RemoteOpen, current_tid};
 
-/// Opens the host's perf events for a VM: through the broker, a separate process, or on the threads
-/// of the VM.
+/// Opens host perf events for a VM, through the broker process or on the threads of the VM.
 #[derive(Debug)]
 pub struct VmEventOpener {
     broker: PerfBroker,
     counting: PerfEventAccess,
     /// Signal that makes a thread handle a request of another thread.
     kick_signal: i32,
-    /// `true` if the termination of the broker was logged.
+    /// `true` if it was logged that the broker has exited.
     end_logged: AtomicBool,
 }
 
 impl VmEventOpener {
-    /// Starts the broker. Events send `overflow_signal`, and the handler of `kick_signal` must call
-    /// `remote_open::open_in_handler`. The calling thread must be the only thread of the process.
+    /// Starts the broker process. Host events send `overflow_signal` to the vCPU thread. The
+    /// handler of `kick_signal` must call `remote_open::open_in_handler`. The calling thread must
+    /// be the only thread of the process.
     ///
     /// # Errors
     /// Returns a [`ServiceStartError`] if the broker cannot be started.
@@ -71,7 +71,7 @@ impl VmEventOpener {
         Ok(opener)
     }
 
-    /// Returns the method by which events are opened.
+    /// Returns how the VM opens its perf events: through the broker, or on its own threads.
     #[must_use]
     pub fn counting(&self) -> PerfEventAccess {
         self.counting
@@ -82,8 +82,8 @@ impl VmEventOpener {
         set_event_opener(self);
     }
 
-    /// Returns the thread that receives an overflow signal. Only the overflow signal of vCPUs is
-    /// permitted.
+    /// Returns the ID of the thread that receives `overflow`. Returns `EPERM` for a signal other
+    /// than the overflow signal of vCPUs.
     fn receiver(&self, overflow: OverflowSignal) -> io::Result<i32> {
         if overflow.signal == self.broker.signal() {
             Ok(overflow.tid)
@@ -92,8 +92,8 @@ impl VmEventOpener {
         }
     }
 
-    /// Converts a broker error to the error of the system call. Logs the termination of the broker
-    /// once.
+    /// Converts an error of the broker to the error that perf_event_open(2) would return. Logs once
+    /// if the broker has exited.
     fn refused(&self, error: PerfBrokerError) -> io::Error {
         match error {
             PerfBrokerError::Refused(source) => source,

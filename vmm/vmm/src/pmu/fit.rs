@@ -9,7 +9,7 @@ use vpmu::{ArchEvent, BackingPolicy, PmuModel};
 
 use crate::kvm::vpmu_probe::KvmPmuCapabilities;
 
-/// Generic events that Intel's fixed counters count, indexed by counter number.
+/// Generic events that Intel's fixed counters count, by counter number.
 const FIXED: [ArchEvent; 3] = [
     ArchEvent::Instructions,
     ArchEvent::CoreCycles,
@@ -19,15 +19,15 @@ const FIXED: [ArchEvent; 3] = [
 /// Result of fitting a PMU model to the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FittedPmuModel {
-    /// Model presented to the guest.
+    /// PMU model for the guest.
     pub model: PmuModel,
     /// One-line description of the guest counters that compete for host counters; `None` if the
     /// host has a counter for each guest counter.
     pub competition: Option<String>,
 }
 
-/// Fits `model` to the host. If `asked` is set, the user chose the number of counters, which is
-/// then not changed. `own` describes KVM's own vPMU if the guest uses it ([`BackingPolicy::Kvm`]).
+/// Adapts the number of counters of `model` to the host, unless `asked` states that the user chose
+/// the number. `own` describes KVM's own vPMU if the guest uses it ([`BackingPolicy::Kvm`]).
 pub fn fit(
     model: PmuModel,
     asked: bool,
@@ -62,8 +62,8 @@ pub fn fit(
     }
 }
 
-/// Returns the generic events that the model's fixed counters need from the host's PMU. Events that
-/// the host does not count are excluded.
+/// Returns the generic events for which the fixed counters of `model` use the host's PMU. Events
+/// that the host cannot count are omitted.
 fn fixed_events(model: &PmuModel, probe: &HostProbe) -> Vec<u64> {
     let counted = |config: u64| probe.generic.iter().any(|e| e.config == config && e.opens);
     FIXED
@@ -104,13 +104,13 @@ fn competition(model: &PmuModel, lowered: &PmuModel, enough: bool, probe: &HostP
     )
 }
 
-/// Describes the number of host counters per vCPU.
+/// Describes the number of host counters that a vCPU can use.
 pub fn slots(counters: &HostCounters) -> String {
     let fixed = counters.free() - counters.general;
     format!("{} general and {fixed} fixed counters per vCPU", counters.general)
 }
 
-/// Describes the fixed counters of the host and marks those that are in use by other events.
+/// Describes the fixed counters of the host, and which of them other events have taken.
 pub fn fixed(counters: &HostCounters) -> String {
     if counters.fixed.is_empty() {
         return "none".to_owned();
@@ -132,8 +132,8 @@ mod tests {
     use perf_core::pmu::host::{FixedCounter, GenericEvent};
     use vpmu::{ArchEventSet, CounterNumbers, HostPmuProperties, PmuGeneration};
 
-    /// Returns a host with `general` free counters and fixed counters for these events, each free
-    /// or taken.
+    /// Returns a host with `general` free general-purpose counters and the fixed counters `fixed`,
+    /// each with its event and whether it is free.
     fn host(general: usize, fixed: &[(&str, bool)]) -> HostProbe {
         let number = |event: &ArchEvent| event.generic_number().unwrap();
         let config = |name: &str| number(FIXED.iter().find(|f| f.name() == name).unwrap());
@@ -181,8 +181,7 @@ mod tests {
         (fitted.model.general(), fitted.model.fixed())
     }
 
-    /// The default model has no counter that the host cannot back while all other counters are
-    /// active.
+    /// The default model has no more counters than the host can back at the same time.
     #[test]
     fn default_model_fits_host_counters() {
         assert_eq!(default_on(PmuGeneration::Intel(2), &host(4, &INTEL)), (4, 3));
@@ -221,7 +220,8 @@ mod tests {
         );
     }
 
-    /// AMD models have at least four counters, so even a default model may report competition.
+    /// Even a default model may have too many counters for the host, which is reported: AMD models
+    /// have at least four.
     #[test]
     fn minimal_model_reports_competition() {
         let fitted = fit(

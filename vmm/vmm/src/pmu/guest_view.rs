@@ -2,21 +2,23 @@
 
 use vpmu::CounterView;
 
-/// The guest's PMU on one vCPU. Values are `None` where KVM's own vPMU does not report them.
+/// PMU of the guest on one vCPU, as the guest programmed it. KVM's own vPMU does not report some of
+/// the values, which are then `None`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VcpuPmuView {
     /// vCPU number.
     pub vcpu: u32,
-    /// Number of PMIs delivered.
+    /// Number of PMIs delivered to the guest.
     pub pmis: Option<u64>,
-    /// Time in nanoseconds in which at least one enabled counter of the guest did not count.
+    /// Total time during which at least one enabled counter of the guest was not counted, in
+    /// nanoseconds.
     pub uncounted_ns: Option<u64>,
-    /// Number of times that a guest counter lost its host counter, or was enabled without finding a
-    /// free one.
+    /// Number of times that an enabled guest counter had no host counter, because it lost it or
+    /// found none free.
     pub places_lost: Option<u64>,
     /// Counters of the guest's PMU.
     pub counters: Vec<CounterView>,
-    /// `true` if the guest uses KVM's own vPMU. Only the register values in `counters` are then
-    /// meaningful.
+    /// `true` if the guest uses KVM's own vPMU. In this case, only the register values in
+    /// `counters` are valid.
     pub counted_by_kvm: bool,
 }

@@ -1,8 +1,8 @@
-//! Worker process that reads the symbols and tables of the guest's kernel. Each search uses a new,
-//! unprivileged worker.
+//! Finds the symbols and tables of the guest's kernel in guest memory. Each search runs in a new
+//! unprivileged worker process.
 //!
-//! The tables of a guest's kernel (kallsyms, BTF, ORC) are large, have many versions, and are
-//! controlled by the guest, so the VM process never parses them.
+//! The tables (kallsyms, BTF, ORC) are large, have many versions, and are controlled by the guest,
+//! so the process of the VM never parses them itself.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -16,16 +16,16 @@ use sandbox::{
     privileges,
 };
 
-/// Resource limits of one search. A distribution kernel needs 150 MiB and half a second, and thirty
-/// times as long on a fully emulated host.
+/// Resource limits of the worker process. For a distribution kernel, a search needs 150 MiB and
+/// half a second of CPU time, or thirty times as much on a fully emulated host.
 const LIMITS: WorkerLimits = WorkerLimits {
     memory_bytes: 512 << 20,
     cpu_seconds: 120,
 };
-/// Time limit of one search, sufficient on a loaded host.
+/// Maximum duration of one search. Sufficient even on a loaded host.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Reader of the guest kernels of one VM.
+/// Reads the kernels of one VM's guest.
 #[derive(Debug)]
 pub struct KernelReader {
     workers: WorkerKeeper,
@@ -34,7 +34,7 @@ pub struct KernelReader {
 /// Error when reading a kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelReadError {
-    /// The worker reported an error or sent an invalid response.
+    /// The search failed in the worker, or the worker sent an invalid response.
     #[error(transparent)]
     Ask(#[from] SearchError),
     /// The worker exited without a response.
@@ -45,7 +45,8 @@ pub enum KernelReadError {
     /// No worker process could be started.
     #[error("cannot read the guest's kernel: cannot start the reader process")]
     NoWorker(#[source] io::Error),
-    /// The process that starts workers has exited. A running VM cannot start another one.
+    /// The process from which workers are started has exited. A running VM cannot start another
+    /// one.
     #[error(
         "the guest's kernel is no longer read: the process that starts its reader (worker-keeper) \
         was killed by a signal; samples of the guest's kernel have no symbols, tasks and stacks \
@@ -64,8 +65,8 @@ impl From<WorkerStartError> for KernelReadError {
 }
 
 impl KernelReader {
-    /// Starts the process that starts workers. The calling thread must be the only thread of the
-    /// process.
+    /// Starts the process from which workers are started. The calling thread must be the only
+    /// thread of the process.
     ///
     /// # Errors
     /// Returns [`ServiceStartError`] if the process cannot be started.
@@ -78,8 +79,8 @@ impl KernelReader {
         Ok(Self { workers })
     }
 
-    /// Reads the guest's kernel from `memory`. The registers `regs` and `anchors` of a vCPU give
-    /// the page tables and addresses in the kernel.
+    /// Finds the guest's kernel in `memory` and reads its symbols and tables. `regs` and `anchors`
+    /// are registers of a vCPU, which contain the page table address and addresses in the kernel.
     ///
     /// # Errors
     /// Returns a [`KernelReadError`] if the kernel cannot be read. Except after

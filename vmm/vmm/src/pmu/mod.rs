@@ -75,26 +75,26 @@ pub fn overflow_signal() -> libc::c_int {
 #[derive(Debug)]
 pub struct VmPmu {
     config: PmuConfig,
-    /// Current event filter, which vCPUs that are added later receive.
+    /// Current event filter, with which later vCPUs start.
     filter: ArcSwap<EventFilter>,
     core: PerfCore,
     clock: Arc<ClockPmu>,
     vmm_pmu: Arc<VmmPmu>,
     kvm: Arc<KvmPmu>,
-    /// Vendor of the host's PMU, if usable.
+    /// Vendor of the host's PMU; `None` if the host has no PMU that can be used.
     hardware: Option<Vendor>,
     /// Generic events that the host's kernel can open.
     opens: ArchEventSet,
-    /// Guest memory and kernel information for samples.
+    /// Guest memory, and what is known about the guest's kernel, for samples.
     probe: GuestSamplingContext,
     /// KVM's own vPMU, if the guest uses it.
     own: Option<KvmVpmu>,
 }
 
 impl VmPmu {
-    /// Sets up the perf core with the drivers that this host supports. `vm_stats` is the file of
-    /// KVM's VM statistics, if available. `interprets_kernel` is `true` if KVM interprets the
-    /// guest's kernel. `guest` provides guest memory for samples.
+    /// Creates the perf core with the drivers that this host supports. `vm_stats` is the descriptor
+    /// of KVM's VM statistics. `interprets_kernel` states whether KVM interprets the guest's
+    /// kernel. `guest` provides guest memory for samples.
     pub fn new(
         config: PmuConfig,
         probe: &HostProbe,
@@ -132,7 +132,7 @@ impl VmPmu {
         }
     }
 
-    /// Sets KVM's own vPMU as the PMU of the guest.
+    /// Sets KVM's own vPMU as the guest's PMU.
     #[must_use]
     pub fn with_own(mut self, own: KvmVpmu) -> Self {
         self.own = Some(own);
@@ -171,7 +171,7 @@ impl VmPmu {
         self.filter.load_full()
     }
 
-    /// Restricts `filter` to the events that the configuration permits.
+    /// Returns `filter` without the events that the configuration never permits.
     #[must_use]
     pub fn within_limits(&self, filter: EventFilter) -> EventFilter {
         if self.config.paravirtual {
@@ -200,7 +200,7 @@ impl VmPmu {
         self.config.model.has_branch_records()
     }
 
-    /// Returns the count sources for the guest, for operators and for CPUID.
+    /// Returns the sources that can count events under the configured policy.
     fn sources(&self) -> EventSources {
         self.sources_under(self.config.policy)
     }
@@ -210,7 +210,7 @@ impl VmPmu {
         backing::sources_of(policy, self.hardware, self.opens, statistic)
     }
 
-    /// Returns the count sources of a guest under `policy` on this host's KVM.
+    /// Returns the sources that can count a guest's events under `policy`, given what KVM can step.
     fn sources_of_guest(&self, policy: BackingPolicy) -> EventSources {
         let sources = self.sources_under(policy);
         if self.config.stepping.user {
@@ -220,7 +220,7 @@ impl VmPmu {
         }
     }
 
-    /// Returns the guest memory and kernel information for samples.
+    /// Returns guest memory, and what is known about the guest's kernel, for samples.
     pub fn probe(&self) -> &GuestSamplingContext {
         &self.probe
     }
@@ -235,15 +235,14 @@ impl VmPmu {
         &self.core
     }
 
-    /// Adds the KVM statistics of vCPU `id`. They exist as long as the VM, because KVM vCPUs are
-    /// not deleted when a vCPU is removed.
+    /// Adds the KVM statistics `stats` of vCPU `id`, which stay valid when the vCPU is removed.
     pub fn add_statistics(&self, id: u8, stats: OwnedFd) {
         if let Some(stats) = stats_file("a vCPU", stats) {
             self.kvm.add_vcpu(VcpuId(id.into()), stats);
         }
     }
 
-    /// Sets the event filter of vCPUs that are added later. Existing vCPUs receive the filter
+    /// Sets the event filter with which later vCPUs start. Existing vCPUs receive the filter
     /// through a request.
     pub fn set_filter(&self, filter: Arc<EventFilter>) {
         self.filter.store(filter);
@@ -284,21 +283,22 @@ impl VmPmu {
     }
 }
 
-/// Opens the KVM statistics of `fd`. After a failure, which is logged, their events are unsupported.
+/// Opens the KVM statistics of `fd`. Returns `None` after a failure, which is logged.
 fn stats_file(whose: &str, fd: OwnedFd) -> Option<StatsFile> {
     StatsFile::new(fd)
         .inspect_err(|e| log::warn!("cannot use KVM's statistics of {whose}: {}", error_line(e)))
         .ok()
 }
 
-/// Parts of a vCPU's PMU that belong to the thread that runs the vCPU.
+/// Parts of a vCPU's PMU that exist only while a thread runs the vCPU.
 #[derive(Debug)]
 struct AttachedThread {
     context: Arc<VcpuContext>,
     clock: Arc<VcpuClock>,
     events: PerfCoreEvents,
     vmm_counts: Arc<VmmPmuCounts>,
-    /// Time for which this thread waits for a host CPU. Read only while a guest counter counts it.
+    /// Clock of the time that this thread waits for a host CPU. Off unless a guest counter needs
+    /// it.
     steal: StealTimeClock,
 }
 
@@ -308,23 +308,22 @@ pub struct VcpuPmu {
     vm: Arc<VmPmu>,
     id: u8,
     tsc_khz: u32,
-    /// Register file; unused if the guest uses KVM's own vPMU.
+    /// Register file of the emulated PMU. Not used if the guest has KVM's own vPMU.
     vpmu: Vpmu,
-    /// Events that the guest may count.
+    /// Filter that lists the events that the guest may count.
     filter: Arc<EventFilter>,
     attached: Option<AttachedThread>,
     /// `true` if a PMU register was written since the last [`VcpuPmu::reconcile`].
     changed: bool,
-    /// Uncounted time already added to the guest's paravirtual event, in nanoseconds.
+    /// Uncounted time that its paravirtual event has counted so far, in nanoseconds.
     added_uncounted_ns: u64,
-    /// Backing changes at a restore, not yet added to the guest's paravirtual event for them.
+    /// Number of backing changes at a restore that their paravirtual event has not counted yet.
     pending_changes: u64,
-    /// Time at which the position of a single-stepped vCPU was last known.
+    /// Time at which the current single step was prepared; `None` without stepping.
     step_began: Option<Instant>,
-    /// `true` if overflows must be handled without a signal, for example because a count that the
-    /// VMM added has reached an armed overflow.
+    /// `true` if an overflow must be handled although no signal announces it.
     count_overflow: bool,
-    /// Registers and buffers that are kept between samples.
+    /// Registers and buffers that the vCPU keeps between samples.
     samples: SampleCache,
 }
 
@@ -384,8 +383,8 @@ impl VcpuPmu {
         *self = fresh;
     }
 
-    /// Returns the saved state of the register file, or no bytes without an emulated PMU. Must be
-    /// called while the vCPU is paused.
+    /// Returns the state of the register file for a snapshot. Empty if the PMU is not emulated. The
+    /// vCPU must be paused.
     pub fn save(&mut self) -> Vec<u8> {
         if !self.has_pmis() {
             return Vec::new();
@@ -409,7 +408,8 @@ impl VcpuPmu {
         Ok(())
     }
 
-    /// Returns the enabled counters whose source of counts (backing) differs from the saved one.
+    /// Returns the enabled counters whose backing (source of the counts) differs from that at the
+    /// time of the snapshot.
     pub fn backing_changes(&self) -> Vec<CounterBackingChange> {
         let policy = self.vm.config.policy;
         let Some(before) = self.vm.config.saved_policy.filter(|saved| *saved != policy) else {
@@ -437,16 +437,16 @@ impl VcpuPmu {
         }
     }
 
-    /// Removes the vCPU from the perf-core drivers for clock events and for counts of the VMM.
+    /// Removes the vCPU from the drivers for clock events and for counts of the VMM.
     fn forget(&self) {
         let vcpu = VcpuId(u32::from(self.id));
         self.vm.clock.remove_vcpu(vcpu);
         self.vm.vmm_pmu.remove_vcpu(vcpu);
     }
 
-    /// Schedules out the vCPU's events, because the vCPU stops running guest code. All overflows up
-    /// to this point are then known exactly, even if their signals have not arrived. Must be
-    /// followed by [`VcpuPmu::service_overflows`].
+    /// Schedules out the vCPU's events, because it stops running guest code. Overflows up to this
+    /// point are then known without their signals, and must be handled with
+    /// [`VcpuPmu::service_overflows`].
     pub fn pause(&mut self) {
         if let Some(attached) = &self.attached {
             attached.context.sched_out();
@@ -461,7 +461,8 @@ impl VcpuPmu {
         }
     }
 
-    /// Returns `true` if delivering a PMI sets LVTPC's mask bit.
+    /// Returns `true` if the guest's processor model sets the mask bit of LVTPC when it delivers a
+    /// PMI.
     pub fn masks_lvtpc_on_delivery(&self) -> bool {
         self.vpmu.delivery_masks_lvtpc()
     }
@@ -503,7 +504,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Handles RDPMC at privilege level `cpl`, with the value of CR4.PCE.
+    /// Handles RDPMC executed at privilege level `cpl`. `pce` is the value of CR4.PCE.
     pub fn rdpmc_at(&mut self, ecx: u32, cpl: u8, pce: bool) -> MsrReadOutcome {
         self.feed_steal();
         self.feed_uncounted();
@@ -515,9 +516,9 @@ impl VcpuPmu {
         }
     }
 
-    /// Counts an instruction that has caused an exit and completes at the next entry. Must be
-    /// called after [`VcpuPmu::reconcile`]. `cpl` is evaluated only if a counter filters by
-    /// privilege level.
+    /// Counts the instruction that caused the last exit and completes at the next entry. Must be
+    /// called after [`VcpuPmu::reconcile`]. Calls `cpl` only if a counter counts a single privilege
+    /// level.
     #[inline]
     pub fn count_emulated_instruction(&mut self, cpl: impl FnOnce() -> u8) {
         let (wanted, level) = self.vpmu.needs_emulated_instructions();
@@ -533,9 +534,9 @@ impl VcpuPmu {
         self.vpmu.reconcile(&mut attached.events);
     }
 
-    /// Returns the privilege levels that must be single-stepped, as of the last
-    /// [`VcpuPmu::reconcile`]. If there are any, the vCPU's position is known at this point, and
-    /// the next step is passed to [`VcpuPmu::feed_step`].
+    /// Returns the privilege levels at which the vCPU must be single-stepped, as of the last
+    /// [`VcpuPmu::reconcile`]. If there are any, the caller must pass the outcome of the next step
+    /// to [`VcpuPmu::feed_step`].
     #[inline]
     pub fn stepped_levels(&mut self) -> PrivilegeLevels {
         let levels = self.exact_levels();
@@ -549,7 +550,7 @@ impl VcpuPmu {
         levels
     }
 
-    /// Returns the privilege levels that must be single-stepped for the exact backing.
+    /// Returns the privilege levels at which the exact backing needs single-stepping.
     #[inline]
     pub fn exact_levels(&self) -> PrivilegeLevels {
         let attached = self.attached.as_ref();
@@ -564,7 +565,7 @@ impl VcpuPmu {
         })
     }
 
-    /// Returns the counts that can be added at CPL 0 before a counter overflows.
+    /// Returns how many events can be counted at CPL 0 before a counter overflows.
     pub fn room_at_cpl0(&self) -> RetiredCounts {
         let attached = self.attached.as_ref();
         attached.map_or_else(RetiredCounts::default, |a| {
@@ -572,9 +573,9 @@ impl VcpuPmu {
         })
     }
 
-    /// Adds the events of a single step to the counters. A resulting overflow must be handled
-    /// before the next instruction; see [`VcpuPmu::take_count_overflow`]. If the outcome of the
-    /// step is unknown, its time counts as uncounted.
+    /// Adds the events of a single step to the counters, or the duration of a step with unknown
+    /// outcome to the uncounted time. The caller must check [`VcpuPmu::take_count_overflow`] before
+    /// the next instruction.
     pub fn feed_step(&mut self, step: &StepOutcome) {
         let began = self.step_began.take();
         if let Some(attached) = &mut self.attached {
@@ -589,8 +590,8 @@ impl VcpuPmu {
         }
     }
 
-    /// Handles overflow signals and takes the due samples. Returns `true` if segment and control
-    /// registers were read.
+    /// Handles overflows and takes the samples that are due. Returns `true` if segment and control
+    /// registers were read for a sample.
     pub fn service_overflows(&mut self, fd: &VcpuFd, synced: ExitRegisters) -> bool {
         let Some(attached) = self.attached.as_mut() else {
             return false;
@@ -629,13 +630,13 @@ impl VcpuPmu {
         &mut self.samples.branches
     }
 
-    /// Completes the branch stack. The next service of overflows writes the samples that wait for it.
+    /// Ends the collection of branches. [`VcpuPmu::service_overflows`] then writes the samples.
     pub fn complete_branches(&mut self) {
         self.samples.branches.complete();
         self.count_overflow = true;
     }
 
-    /// Sets the duration of single-stepping for the next sample, in nanoseconds.
+    /// Sets the time that single-stepping took for the branches of the next sample, in nanoseconds.
     pub fn set_burst_time(&mut self, ns: u64) {
         self.samples.set_burst_time(ns);
     }
@@ -673,7 +674,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Adds the uncounted time since the last call to the counters that count it.
+    /// Counts the uncounted time since the last call with its paravirtual event.
     #[inline]
     fn feed_uncounted(&mut self) {
         if let Some(attached) = self.attached.as_mut() {
@@ -687,8 +688,8 @@ impl VcpuPmu {
         }
     }
 
-    /// Returns the delay after which the vCPU must exit to retry scheduling a counter, or `None` if
-    /// no counter waits for a host counter.
+    /// Returns the time until the vCPU must exit to retry finding a host counter, or `None` if no
+    /// guest counter waits for one.
     #[inline]
     pub fn retry_in(&mut self) -> Option<Duration> {
         let attached = self.attached.as_mut()?;
@@ -696,14 +697,13 @@ impl VcpuPmu {
         Some(Duration::from_nanos(ns))
     }
 
-    /// Returns `true` if the VMM delivers the guest's PMIs.
+    /// Returns `true` if the VMM emulates the guest's PMU and delivers its PMIs.
     pub fn has_pmis(&self) -> bool {
         self.vm.is_for_guest() && !self.uses_kvm_vpmu()
     }
 
-    /// Returns the time in which at least one enabled counter was not counted, in nanoseconds, and
-    /// the number of times that a counter lost its host counter or did not find one. Returns `None`
-    /// if the guest has no counters or uses KVM's own vPMU.
+    /// Returns the uncounted time of the guest's counters in nanoseconds, and the number of times
+    /// that an enabled counter had no host counter. Returns `None` if the PMU is not emulated.
     pub fn uncounted(&mut self) -> Option<(u64, u64)> {
         if !self.has_pmis() {
             return None;
@@ -713,13 +713,13 @@ impl VcpuPmu {
         Some((ns, self.vpmu.slot_losses()))
     }
 
-    /// Returns whether overflows must be handled although no signal arrived, and clears this state.
+    /// Returns `true` if an overflow must be handled without a signal. Resets this state.
     #[inline]
     pub fn take_count_overflow(&mut self) -> bool {
         std::mem::take(&mut self.count_overflow)
     }
 
-    /// Updates the events to match the registers. Costs one check if nothing changed.
+    /// Updates the guest's events to match the PMU registers. Cheap if no register has changed.
     #[inline]
     pub fn reconcile(&mut self) {
         let Some(attached) = self.attached.as_mut() else {
@@ -742,7 +742,7 @@ impl VcpuPmu {
         }
     }
 
-    /// Sets the events that the guest may count.
+    /// Sets the filter that lists the events that the guest may count.
     pub fn set_filter(&mut self, filter: Arc<EventFilter>) {
         self.filter = filter.clone();
         self.vpmu.set_filter(filter);
@@ -773,7 +773,7 @@ impl VcpuPmu {
         VcpuSampleRegs::new(fd, &self.vm.probe, &mut self.samples, known).is_single_stepped()
     }
 
-    /// Returns the counters as the guest programmed them.
+    /// Returns the counters of the guest's PMU, as the guest programmed them.
     pub fn view(&mut self, fd: &VcpuFd) -> Vec<CounterView> {
         if self.uses_kvm_vpmu() {
             return own::registers(fd, self.vm.config.model, self.filter.clone()).map_or_else(

@@ -1,4 +1,4 @@
-//! Events of operators: the sources that count them, and their sampling in the host's kernel.
+//! Determines how events of operators are counted, and samples them in the host's kernel.
 
 use perf_core::pmu::host::{GuestSamplingEvent, MIN_CLOCK_PERIOD_NS, ThreadSwitches};
 use perf_core::pmu::{PmuError, VcpuId};
@@ -7,16 +7,16 @@ use vpmu::{ArchEvent, CounterBacking, EventSource, ParavirtualEvent};
 
 use super::VmPmu;
 
-/// Sampling of an operator's event in the host's kernel.
+/// How the host's kernel samples an event that an operator requested.
 #[derive(Debug)]
 pub struct HostSampling {
     /// Host perf event that takes the samples, initially stopped.
     pub sampler: GuestSamplingEvent,
     /// Sampling period in events; `None` if each sample carries its period.
     pub period: Option<u64>,
-    /// `true` if samples also include the host's kernel.
+    /// `true` if the samples also include code of the host's kernel.
     pub sees_host: bool,
-    /// `true` if KVM interprets the guest's kernel. Samples then contain no guest kernel code.
+    /// `true` if KVM interprets the guest's kernel, whose code therefore does not occur in samples.
     pub interpreted: bool,
 }
 
@@ -32,7 +32,7 @@ pub enum HostSamplingError {
     /// The host has no hardware PMU that can be used.
     #[error("this host has no usable hardware PMU; see perfvisor check")]
     NoPmu,
-    /// The event's driver is not part of the host's kernel.
+    /// Only events of the host's PMU and of the vCPU's clock can be sampled in the host's kernel.
     #[error("only events of the host's PMU and the vCPU's clock can be sampled in the host's kernel")]
     OtherDriver,
     /// The host rejected the event.
@@ -41,7 +41,7 @@ pub enum HostSamplingError {
 }
 
 impl VmPmu {
-    /// Converts a sampling frequency of the vCPU clock to the equivalent period, because the clock
+    /// Replaces the sampling frequency of a vCPU clock event by the equivalent period. The clock
     /// has a known rate. Linux does the same.
     pub fn clock_period(&self, vcpu: VcpuId, attr: &mut Attr) {
         if attr.ty == EventType::CLOCK
@@ -54,8 +54,8 @@ impl VmPmu {
         }
     }
 
-    /// Samples the event `attr` in the host's kernel, on the thread of `vcpu`. The period of a
-    /// clock event may be increased (see [`HostSampling::period`]).
+    /// Opens a host event that samples `attr` in the host's kernel, on the thread of `vcpu`. For a
+    /// clock event, the period may be longer than requested (see [`HostSampling::period`]).
     ///
     /// # Errors
     /// Returns [`HostSamplingError`] with the reason.
@@ -96,7 +96,7 @@ impl VmPmu {
         Err(HostSamplingError::OtherDriver)
     }
 
-    /// Records the context switches of the thread of `vcpu`.
+    /// Opens a host event that records the context switches of the thread of `vcpu`.
     ///
     /// # Errors
     /// Returns [`HostSamplingError`] with the reason.
@@ -133,8 +133,8 @@ impl VmPmu {
         self.sources().paravirtual_for_operator(event)
     }
 
-    /// Returns the source that counts one of perf's generic events for an operator. `number` is its
-    /// `PERF_COUNT_HW_*`.
+    /// Returns the source that counts one of perf's generic events for an operator. `number` is the
+    /// `PERF_COUNT_HW_*` number of the event.
     pub fn generic_source(&self, number: u64) -> Option<EventSource> {
         match ArchEvent::ALL
             .into_iter()
@@ -198,8 +198,8 @@ mod tests {
         assert!(never.sample_period > 0);
     }
 
-    /// Host sampling states whether KVM interprets the guest's kernel. Only the VM can determine
-    /// this, and samples then contain no guest kernel code.
+    /// Host sampling reports whether KVM interprets the guest's kernel. If so, samples contain no
+    /// code of that kernel, and the host's kernel cannot detect this.
     #[test]
     fn host_samples_report_interpreted_kernel() {
         for interprets in [false, true] {

@@ -1,7 +1,8 @@
 //! PMU of a guest that uses KVM's own vPMU, whose registers are not trapped.
 //!
-//! The registers are read with `KVM_GET_MSRS` and loaded into a register file without events, so
-//! that they are displayed and saved like those of any other guest.
+//! The values of the registers are read with `KVM_GET_MSRS` and loaded into a register file of
+//! Perfvisor that is not connected to events. They are then displayed and saved in the same way as
+//! for an emulated PMU.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use crate::kvm::vcpu_fd::VcpuFd;
 use crate::kvm::vm_fd::VmFd;
 use crate::kvm::vpmu_probe::KvmPmuCapabilities;
 
-/// KVM's own vPMU of a VM.
+/// KVM's own vPMU of one VM.
 #[derive(Debug)]
 pub struct KvmVpmu {
     vm: Arc<VmFd>,
@@ -25,7 +26,7 @@ pub struct KvmVpmu {
 }
 
 impl KvmVpmu {
-    /// Creates the vPMU of `vm` with the properties that KVM offers.
+    /// Creates the value for `vm`, whose vPMU has the properties that KVM offers.
     pub fn new(vm: Arc<VmFd>, offered: KvmPmuCapabilities) -> Self {
         Self { vm, offered }
     }
@@ -88,14 +89,13 @@ fn mirror(
     vpmu
 }
 
-/// Returns the counters of `mirror`, whose registers were read from KVM. Only register values are
-/// meaningful.
+/// Returns views of the counters in `mirror`, a register file with the values of KVM's registers.
+/// Only the register values are valid.
 pub fn view(mirror: &mut Vpmu) -> Vec<CounterView> {
     mirror.counters_view(&mut KvmCounterEvents)
 }
 
-/// Counter events of a register file whose counters are maintained by KVM. All operations are
-/// no-ops.
+/// Counter events of a register file whose counters KVM maintains. All operations do nothing.
 #[derive(Debug)]
 pub struct KvmCounterEvents;
 

@@ -25,7 +25,7 @@ impl VcpuPmu {
         self.vpmu.pmi_ready(now_ns)
     }
 
-    /// Returns whether [`VcpuPmu::observe_handler`] must be called before the next entry.
+    /// Returns `true` if [`VcpuPmu::observe_handler`] must be called before the next entry.
     #[inline]
     pub fn needs_handler_state(&mut self) -> bool {
         self.attached
@@ -39,8 +39,8 @@ impl VcpuPmu {
         self.vpmu.observe_handler(executes, now_ns);
     }
 
-    /// Records that the due PMI cannot be delivered now. Returns `false` if the PMI is withdrawn
-    /// because the guest has cleared its cause.
+    /// Records that the due PMI cannot be delivered now. Returns `false` if the PMI is no longer
+    /// due, because the guest has cleared its cause.
     pub fn defer_pmi(&mut self) -> bool {
         self.vpmu.defer_pmi()
     }
@@ -67,8 +67,8 @@ impl VcpuPmu {
         self.vpmu.pmi_delivered(now_ns);
     }
 
-    /// Returns the nanoseconds from now until `time_ns`, a time on the vCPU's event clock, which
-    /// [`VcpuPmu::pmi_ready`] uses.
+    /// Returns the nanoseconds until `time_ns`, a time on the clock of [`VcpuPmu::now_ns`]. Returns
+    /// 0 for a time in the past.
     pub fn nanoseconds_until(&mut self, time_ns: u64) -> u64 {
         time_ns.saturating_sub(self.now_ns())
     }

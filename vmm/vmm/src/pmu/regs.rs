@@ -1,4 +1,5 @@
-//! Guest registers, stacks and task of a sample. Each is read on first use and then cached.
+//! Reads the guest registers, the stacks and the current task for a sample. Each value is read when
+//! it is first needed and then cached.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,15 +31,15 @@ use guest_profile::unwind::context::SampledUserRegs;
 use guest_profile::unwind::{self, CONTEXT_GUEST_USER, CallChain, UnwindLimits, UnwindStopReasons};
 use guest_profile::{GuestRegs, WalkBudget};
 
-/// IA32_KERNEL_GS_BASE: GS base that SWAPGS exchanges (SDM vol. 4).
+/// IA32_KERNEL_GS_BASE (SDM vol. 4): the GS base that SWAPGS loads.
 const IA32_KERNEL_GS_BASE: u32 = 0xC000_0102;
 /// IA32_LSTAR: target of SYSCALL in 64-bit mode (SDM vol. 4).
 const IA32_LSTAR: u32 = 0xC000_0082;
 /// Minimum interval between two searches for the guest's kernel, because each search copies the
 /// kernel.
 const MIN_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
-/// Maximum number of guest memory reads per code request, sufficient for seventeen pages with
-/// five-level page tables.
+/// Maximum number of guest memory reads for one [`GuestSamplingContext::code`]. Suffices for
+/// seventeen pages with five-level page tables.
 const CODE_READS: u32 = 1024;
 /// Page size, in bytes.
 const PAGE: usize = 4096;
@@ -50,7 +51,7 @@ const TASK_READS: u32 = 64;
 pub struct GuestSamplingContext {
     memory: GuestMemoryMmap,
     kernel: Arc<ArcSwapOption<FoundKernel>>,
-    /// Reader of the tables of the guest's kernel; `None` if the kernel remains unknown.
+    /// Reader for the guest's kernel; `None` if the kernel is never read.
     reader: Option<Arc<KernelReader>>,
     search: Arc<Mutex<KernelSearch>>,
     listeners: Arc<MappingGeneration>,
@@ -98,8 +99,8 @@ impl GuestSamplingContext {
         }
     }
 
-    /// Registers a new reader of samples. Information that is normally sent only once is sent again
-    /// for this reader.
+    /// Records that another client reads samples. Information that is sent only once is then sent
+    /// again.
     pub fn add_listener(&self) {
         self.listeners.add();
     }
@@ -168,7 +169,8 @@ impl GuestSamplingContext {
     }
 
     /// Returns `true` if the caller must start a search for the guest's kernel now. Returns `false`
-    /// if the kernel is known, a search is in progress, or the last search failed very recently.
+    /// if the kernel was found, a search is running, the search cannot succeed, or a search failed
+    /// a moment ago.
     pub fn begin_search(&self) -> bool {
         let mut search = self.search();
         let begin = match &*search {
@@ -212,7 +214,8 @@ impl GuestSamplingContext {
         }
     }
 
-    /// Runs the search `read`. A panic is treated as a failed search, which may be repeated later.
+    /// Runs the search `read` and stores its result. A panic counts as a failure, after which a new
+    /// search may start.
     fn look(&self, read: impl FnOnce(&GuestMemoryMmap) -> Result<FoundKernel, KernelSearchError>) {
         let found = panic::catch_unwind(AssertUnwindSafe(|| read(&self.memory)));
         self.end_search(found.unwrap_or(Err(KernelSearchError::Panicked)));
@@ -276,20 +279,19 @@ pub struct SampleCache {
     /// Per-CPU base address of the guest kernel on this vCPU, if known. Constant while the kernel
     /// runs.
     per_cpu_base: Option<u64>,
-    /// Mappings that were already recorded for readers of samples.
+    /// Mappings that samples have already reported to their readers.
     told: MappingReporter,
-    /// Buffer for a sample's raw data.
+    /// Buffer for the raw data of a sample.
     raw: Box<[u8; RAW_BYTES + mappings::MAX_BYTES]>,
-    /// Buffer for the user stack; empty until first requested.
+    /// Buffer for the user stack of a sample; empty until a sample needs it.
     stack: Vec<u8>,
-    /// User registers of the same sample as the user stack in `stack`.
+    /// User registers of the sample whose user stack is in `stack`.
     user_regs: [u64; REGS_USER_LEN],
-    /// Time for which taking the last sample interrupted the vCPU, in nanoseconds; 0 if not
-    /// measured.
+    /// Time that the last sample took on the vCPU thread, in nanoseconds; 0 if not measured.
     held_ns: u32,
     /// Collector of the branch stack for the next sample.
     pub(super) branches: BranchCollector,
-    /// Duration of single-stepping for the branch stack of the sample, in nanoseconds.
+    /// Time that single-stepping took for the branch stack of the sample, in nanoseconds.
     burst_ns: u32,
     /// `true` if a sample was taken since the last call of [`SampleCache::held`].
     taken: bool,
@@ -297,24 +299,26 @@ pub struct SampleCache {
     samples: u32,
 }
 
-/// After the first 64 samples, the cost of every sample whose number is a multiple of this is
-/// measured.
+/// After the first 64 samples, the duration is measured of every sample whose number is a multiple
+/// of this constant.
 const MEASURE_INTERVAL: u32 = 4;
 
 impl SampleCache {
-    /// Starts handling overflows. Returns the current time if the cost is to be measured. Only some
-    /// samples are measured, because reading the clock itself has a cost.
+    /// Begins to handle overflows. Returns the current time if the duration of the sample is to be
+    /// measured. Not every sample is measured, because reading the clock takes time.
     #[inline]
     pub fn begin(&mut self) -> Option<Instant> {
         (self.samples < 64 || self.samples.is_multiple_of(MEASURE_INTERVAL)).then(Instant::now)
     }
 
-    /// Sets the duration of single-stepping for the next sample.
+    /// Sets the time that single-stepping took for the branch stack of the next sample, in
+    /// nanoseconds.
     pub fn set_burst_time(&mut self, ns: u64) {
         self.burst_ns = u32::try_from(ns).unwrap_or(u32::MAX);
     }
 
-    /// Ends handling overflows. Records the cost if a sample was taken and `began` is set.
+    /// Ends the handling of overflows that began at `began`. Stores the duration if a sample was
+    /// taken and `began` is not `None`.
     #[inline]
     pub fn held(&mut self, began: Option<Instant>) {
         if std::mem::take(&mut self.taken) {
@@ -344,7 +348,8 @@ impl Default for SampleCache {
     }
 }
 
-/// Registers that were copied at the last exit (`KVM_CAP_SYNC_REGS`) and are still valid.
+/// Registers that KVM copied to user space at the last exit (`KVM_CAP_SYNC_REGS`), and which of
+/// them are valid.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ExitRegisters {
     regs: GuestRegs,
@@ -368,26 +373,27 @@ impl ExitRegisters {
     }
 }
 
-/// Registers of a vCPU that is outside guest mode, read on the vCPU's thread.
+/// Reads the registers, the stacks and the current task of a vCPU for a sample. The vCPU is outside
+/// guest mode and the caller is its thread.
 #[derive(Debug)]
 pub struct VcpuSampleRegs<'a> {
     fd: &'a VcpuFd,
     guest: &'a GuestSamplingContext,
     memory: &'a mut SampleCache,
-    /// Registers that have been read so far for this sample.
+    /// Registers that were read for this sample so far.
     known: ExitRegisters,
-    /// The guest's kernel; `None` before its first use.
+    /// Kernel of the guest; `None` if it was not needed yet.
     kernel: Option<Guard<Option<Arc<FoundKernel>>>>,
     /// `true` if segment and control registers were read.
     used_system: bool,
     user_frames: SmallVec<[u64; MAX_USER_FRAMES]>,
     ends: UnwindStopReasons,
-    /// Result of the stack walk; `None` before the walk.
+    /// Call chain of the sample; `None` before the stack walk.
     chain: Option<CallChain>,
-    /// Length of the copied user stack, ABI of the user registers, and the stack length that was
-    /// requested.
+    /// Length of the user stack that was copied, ABI of the user registers, and length of the stack
+    /// that the sample requested. `None` before the stack is read.
     user: Option<(usize, u64, u32)>,
-    /// Length of the raw data, once assembled.
+    /// Length of the raw data; `None` before it is assembled.
     raw_len: Option<usize>,
 }
 
@@ -416,7 +422,7 @@ impl<'a> VcpuSampleRegs<'a> {
         }
     }
 
-    /// Returns `true` if segment and control registers were read.
+    /// Returns `true` if segment and control registers were read for this sample.
     pub fn used_system(&self) -> bool {
         self.used_system
     }
@@ -488,8 +494,8 @@ impl<'a> VcpuSampleRegs<'a> {
         }
     }
 
-    /// Returns the current task. Writes the mappings of its user frames after the head of the raw
-    /// data, and their length to `told`.
+    /// Returns the current task of the guest. Writes the mappings of the user frames into the raw
+    /// data buffer and their length to `told`.
     fn task(&mut self, told: &mut usize) -> Option<GuestTask> {
         let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
         kernel.as_ref()?.tasks.as_ref().ok()?;
@@ -512,7 +518,7 @@ impl<'a> VcpuSampleRegs<'a> {
         Some(task)
     }
 
-    /// Returns the base address of the kernel's per-CPU data for this vCPU.
+    /// Returns the address of the per-CPU data of the guest's kernel for this vCPU.
     fn per_cpu_base(&mut self) -> Option<u64> {
         let base = match self.memory.per_cpu_base {
             Some(base) => base,
@@ -522,8 +528,8 @@ impl<'a> VcpuSampleRegs<'a> {
         Some(base)
     }
 
-    /// Returns whether a debugger in the guest is single-stepping the current task, or `false` if
-    /// the kernel does not provide this information.
+    /// Returns `true` if a debugger in the guest is single-stepping the current task. Returns
+    /// `false` if this is unknown.
     pub fn is_single_stepped(&mut self) -> bool {
         let mut stepped = || {
             let kernel = self.kernel.get_or_insert_with(|| self.guest.kernel.load());
@@ -538,7 +544,8 @@ impl<'a> VcpuSampleRegs<'a> {
         stepped().unwrap_or(false)
     }
 
-    /// Stores the user frames of a call chain, for their mappings.
+    /// Stores the user addresses of the call chain `chain`, so that the sample can contain their
+    /// mappings.
     fn keep_user_frames(&mut self, chain: &[u64]) {
         let user = chain.iter().position(|&frame| frame == CONTEXT_GUEST_USER);
         let frames = user.map_or(&[][..], |at| &chain[at + 1..]);

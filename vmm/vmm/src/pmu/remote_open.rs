@@ -1,6 +1,6 @@
-//! Opens a perf event on another thread: the target thread itself opens the event, in the handler
-//! of its kick signal. The signal may interrupt the thread anywhere, and `perf_event_open(2)` is a
-//! single system call that needs no locks of the VMM.
+//! Opens a perf event on another thread. The target thread opens the event itself, in the handler
+//! of its kick signal. This is possible at any point of the thread's execution, because
+//! `perf_event_open(2)` is a single system call and needs no locks of the VMM.
 #![expect(
     unsafe_code,
     reason = "system calls, and a signal handler that reads another thread's request"
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use perf_core::pmu::host::{EventOpenRequest, EventOpener, SyscallOpener};
 
-/// Maximum time for a thread to open an event for another thread.
+/// Maximum time that a thread waits until another thread has opened an event.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between signals to the thread. Repeated signals detect a thread that exits before it
 /// handles the request.
@@ -25,10 +25,12 @@ const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Value of [`STATE`] while there is no request.
 const IDLE: u64 = 0;
-/// Phases of a request, in the lowest bits of the state word: posted, being handled, and done. The
-/// other bits contain the ID of the target thread, so that no other thread handles the request.
+/// Phase of a request: posted. The phase is in the lowest two bits of [`STATE`]. The other bits
+/// contain the ID of the target thread, so no other thread handles the request.
 const POSTED: u64 = 1;
+/// Phase of a request: the target thread is handling it.
 const TAKEN: u64 = 2;
+/// Phase of a request: the target thread has handled it.
 const DONE: u64 = 3;
 
 fn state(tid: i32, phase: u64) -> u64 {
@@ -37,9 +39,9 @@ fn state(tid: i32, phase: u64) -> u64 {
 
 /// Phase of the current request and ID of its target thread.
 static STATE: AtomicU64 = AtomicU64::new(IDLE);
-/// The request, valid while its phase in [`STATE`] is posted or being handled.
+/// Pointer to the current request. Valid while the phase in [`STATE`] is posted or being handled.
 static REQUEST: AtomicPtr<RemoteOpen<'static>> = AtomicPtr::new(ptr::null_mut());
-/// Held by the thread that makes a request, because there is only one request at a time.
+/// Lock that a thread holds while it makes a request, because there is only one request at a time.
 static REQUEST_LOCK: Mutex<()> = Mutex::new(());
 
 /// Returns the kernel thread ID of the calling thread.

@@ -1,13 +1,12 @@
-//! Time for which the vCPU thread was runnable and waited for a host CPU, added to the guest's
-//! counters in increments. Operator events read the same time separately
-//! ([`perf_core::pmu::sched`]).
+//! Adds the time for which a vCPU thread was runnable but waited for a host CPU to the guest's
+//! counters. Events of operators read the same time through [`perf_core::pmu::sched`].
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use perf_core::pmu::sched::RunQueueWaitTime;
 
-/// `true` if it was logged that the host does not provide the time.
+/// `true` if a warning was logged that this host does not provide the wait time.
 static WARNED: AtomicBool = AtomicBool::new(false);
 
 /// Run-queue wait time of the thread that created the clock, read in increments.
@@ -21,8 +20,8 @@ pub struct StealTimeClock {
 
 impl StealTimeClock {
     /// Creates the clock of the calling thread, initially off. If the host does not provide the
-    /// time, for example in a chroot without /proc, a warning is logged and the clock does not
-    /// advance.
+    /// time, for example in a chroot without /proc, logs a warning and returns a clock that does
+    /// not advance.
     ///
     /// # Errors
     /// Returns an error if an existing `schedstat` file cannot be opened.
@@ -49,8 +48,8 @@ impl StealTimeClock {
         }
     }
 
-    /// Returns the nanoseconds since the last call, or `None` while the clock is off. Makes one
-    /// `pread(2)` while the clock is on.
+    /// Returns the wait time since the last call, in nanoseconds, or `None` while the clock is off.
+    /// Calls `pread(2)` once while the clock is on.
     pub fn advance(&mut self) -> Option<u64> {
         let last = self.last_ns?;
         let now = self.read()?;

@@ -4,13 +4,14 @@ use vpmu::{BackingPolicy, PmuModel};
 
 use super::*;
 
-/// Returns the selector of `event`: event select 0xFF with ENABLE, OS and USR.
+/// Returns the event select value with which a counter counts `event`: event select 0xFF with
+/// ENABLE, OS and USR.
 fn selector(event: ParavirtualEvent) -> u64 {
     const SELECT: u64 = 0xff | 1 << 16 | 1 << 17 | 1 << 22;
     SELECT | u64::from(event.umask().0) << 8
 }
 
-/// Returns a vCPU PMU on this thread that can count only events that the VMM adds.
+/// Returns the PMU of a vCPU on this thread. It can count only events that the VMM adds.
 fn pmu() -> VcpuPmu {
     pmu_with(BackingPolicy::Auto)
 }
@@ -73,9 +74,10 @@ fn pmu_register_accesses_count_as_msr_exits() {
     pmu.detach();
 }
 
-/// A guest with an event that the host cannot count reads its uncounted time. This time is at least
-/// the time between the guest's two register accesses, at most the time from before the first to
-/// after the second, and does not increase while the counter is disabled.
+/// The counter of uncounted time advances while a counter is enabled whose event the host cannot
+/// count. The counted time lies between the time from the first to the second of the guest's
+/// register accesses and the time that includes these accesses. The counter stops while the other
+/// counter is disabled.
 #[test]
 fn guest_reads_uncounted_time() {
     let mut pmu = pmu();
@@ -109,8 +111,8 @@ fn guest_reads_uncounted_time() {
     pmu.detach();
 }
 
-/// The time of a single step with an unknown outcome is uncounted if a counter is counted by single
-/// steps, so that the guest can detect the gap in its counts.
+/// If the outcome of a single step is unknown, its duration is uncounted time, so that the guest
+/// can detect the gap in its counts. This applies only if a counter is counted by single-stepping.
 #[test]
 fn lost_step_is_uncounted_time() {
     const INSTRUCTIONS: u64 = 0xc0 | 1 << 16 | 1 << 17 | 1 << 22;

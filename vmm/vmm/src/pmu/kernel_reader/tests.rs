@@ -1,5 +1,5 @@
-//! Tests of failures of the worker process: each failure is reported, and the next search succeeds.
-//! The worker is this test program, started again for one test.
+//! Tests of failing worker processes: each failure is reported, and the next search succeeds. The
+//! worker process is this test program, started to run a single test.
 
 use std::process::Command;
 
