@@ -11,7 +11,8 @@ use thiserror::Error;
 /// Maximum number of host CPUs in a `cpu_set_t`.
 const MAX_CPUS: usize = libc::CPU_SETSIZE as usize;
 
-/// Host CPUs to which vCPUs are pinned, parsed from a list such as `0=2,1=3`.
+/// Pinning of vCPUs to host CPUs, parsed from a list such as `0=2,1=3` (vCPU 0 to CPU 2, vCPU 1 to
+/// CPU 3).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VcpuPinning(Vec<(u8, usize)>);
 
@@ -27,7 +28,7 @@ pub enum VcpuPinningError {
     /// The VM has no vCPU with this number.
     #[error("--pin: vCPU {vcpu} not found; must be between 0 and {last}")]
     NoVcpu {
-        /// Requested vCPU.
+        /// Number of the vCPU in the list.
         vcpu: u8,
         /// Highest vCPU number of the VM.
         last: u8,
@@ -35,7 +36,7 @@ pub enum VcpuPinningError {
     /// The host CPU does not exist, or this process may not run on it.
     #[error("--pin: cannot pin vCPU {vcpu} to CPU {cpu}; this process may run on {allowed}")]
     NotAllowed {
-        /// Pinned vCPU.
+        /// Number of the vCPU in the list.
         vcpu: u8,
         /// Requested host CPU.
         cpu: usize,
@@ -137,7 +138,7 @@ pub fn pin_current_thread(cpu: usize) -> io::Result<()> {
     }
 }
 
-/// Formats ascending numbers as ranges, for example `0-3,8`.
+/// Formats a list of ascending numbers as ranges, for example `0-3,8`.
 struct Ranges<'a>(&'a [usize]);
 
 impl fmt::Display for Ranges<'_> {

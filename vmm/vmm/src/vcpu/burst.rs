@@ -1,19 +1,20 @@
-//! Branch stacks of samples, and branch records of the guest, by burst stepping.
+//! Collects the branch stacks of samples, and the branch records of the guest, by single-stepping
+//! in short bursts.
 //!
-//! A sample with a branch stack starts a *burst*: the vCPU is single-stepped until the requested
-//! number of branches was taken, or until a limit on instructions or time is reached. The sample is
+//! A sample with a branch stack starts a *burst*. The vCPU is single-stepped until it has taken the
+//! requested number of branches, or until a limit on instructions or time is reached. The sample is
 //! written at the end of the burst, with the instruction pointer after the last branch. Between
-//! bursts the guest runs at full speed.
+//! bursts, the guest runs at full speed.
 //!
-//! After a burst, the next one is delayed so that bursts take no more than the requested share of
+//! The start of a burst is delayed if bursts would otherwise take more than the requested share of
 //! the thread's CPU time. A sample that waits for a delayed burst represents all counts since the
-//! previous sample, so a lower sample rate does not change the weights of samples.
+//! previous sample. The weights of samples therefore stay correct although there are fewer of them.
 //!
-//! A PMI of a guest that has enabled its branch records also starts a burst, and is delivered at
-//! the end of it. Interrupts are deferred until then. The time of such a burst counts as time of
-//! the PMI handler ([`vpmu::PmiShare`]), so a separate share would only leave records empty. The
-//! burst ends early if the guest halts or leaves the privilege levels that it records, because a
-//! later PMI could reach another task.
+//! A PMI also starts a burst if the guest has enabled its branch records. The PMI is delivered at
+//! the end of the burst, and other interrupts are deferred until then. The time of such a burst
+//! counts as time of the PMI handler ([`vpmu::PmiShare`]). A separate limit would only leave
+//! records empty. The burst ends early if the guest halts or leaves the privilege levels that it
+//! records, because a PMI after that could reach another task.
 
 use std::time::{Duration, Instant};
 
@@ -28,21 +29,22 @@ use super::running::Running;
 use super::step::{StepError, Stepper};
 use crate::pmu::branches;
 
-/// Maximum number of single steps and straight-line runs in a burst, for each requested branch.
+/// Maximum number of single steps and straight-line runs in a burst, per requested branch.
 const MAX_STEPS_PER_BRANCH: u64 = 128;
-/// Maximum duration of a burst of single steps. Also ends a burst whose vCPU has halted.
+/// Maximum duration of a burst. The limit also ends a burst whose vCPU has halted.
 const MAX_BURST: Duration = Duration::from_millis(100);
 
-/// Purpose of a burst of single steps, which determines who receives the branches that it records.
+/// Purpose of a burst, which determines where the recorded branches go.
 #[derive(Clone, Copy, Debug)]
 enum BurstPurpose {
-    /// An operator's sample.
+    /// A sample of an operator.
     Sample {
-        /// Maximum share of the thread's CPU time for bursts, in thousandths; `None` if the exact
-        /// backing single-steps these privilege levels anyway.
+        /// Maximum share of the thread's CPU time that bursts may take, in thousandths. `None` if
+        /// the exact backing already single-steps these privilege levels.
         overhead_permille: Option<u16>,
     },
-    /// The guest's branch records, before a PMI. Contains the privilege levels that are recorded.
+    /// Branch records of the guest, before a PMI. The value contains the privilege levels that the
+    /// guest records.
     Pmi(PrivilegeLevels),
 }
 
@@ -52,8 +54,7 @@ struct ActiveBurst {
     purpose: BurstPurpose,
     began: Instant,
     began_cpu_ns: u64,
-    /// Number of single steps and straight-line runs of the stepper at the beginning of the burst,
-    /// and the number at which the burst must end.
+    /// Value of [`Stepper::position`] at the start of the burst.
     first_step: u64,
     max_steps: u64,
 }
@@ -61,21 +62,22 @@ struct ActiveBurst {
 /// State of the bursts of a vCPU.
 #[derive(Debug, Default)]
 pub(super) struct Bursts {
-    /// Configuration of the stepper; `None` if this vCPU cannot take branch stacks.
+    /// Configuration of steppers and guest memory; `None` if no burst is possible on this vCPU.
     config: Option<(StepperConfig, GuestMemoryMmap)>,
     active: Option<ActiveBurst>,
-    /// Stepper of the previous burst, kept for the next one because it caches decoded code.
+    /// Stepper of the previous burst, kept because its cache of decoded code speeds up the next
+    /// burst.
     idle: Option<Stepper>,
-    /// `true` if the vCPU's stepper was installed only for bursts, not for the exact backing.
+    /// `true` if the vCPU is stepped only for bursts, and not for the exact backing.
     owns_stepper: bool,
-    /// `true` if an overflow signal waits for the end of the burst.
+    /// `true` if an overflow signal has arrived that is handled after the current burst.
     signal_waits: bool,
-    /// CPU time of the thread before which no burst of single steps may start, in nanoseconds.
+    /// CPU time of the thread before which no burst for a sample may start, in nanoseconds.
     not_before_cpu_ns: u64,
 }
 
 impl Bursts {
-    /// Creates the state of a vCPU whose bursts use this stepper configuration.
+    /// Creates the state of a vCPU. Bursts use steppers with the configuration `config`.
     pub(super) fn new(config: StepperConfig, memory: GuestMemoryMmap) -> Self {
         Self {
             config: Some((config, memory)),
@@ -90,9 +92,11 @@ impl Bursts {
     }
 
     /// Returns `true` if an overflow signal must be handled now. `signalled` states whether one has
-    /// arrived. During a burst for the guest's branch records, the signal waits. The guest's clock
-    /// does not advance in such a burst, so a timer that fired early would repeatedly be armed for
-    /// the same short remaining time.
+    /// arrived since the last call.
+    ///
+    /// During a burst for the guest's branch records, the handling of signals waits. The guest's
+    /// clock does not advance during such a burst. A timer that fired a little early would be armed
+    /// again and again for the same short remaining time.
     #[inline]
     pub(super) fn defer_signal(&mut self, signalled: bool) -> bool {
         let waits = std::mem::take(&mut self.signal_waits) || signalled;
@@ -107,21 +111,22 @@ impl Bursts {
         active.is_some_and(|burst| matches!(burst.purpose, BurstPurpose::Pmi(_)))
     }
 
-    /// Returns `true` if RFLAGS values that the guest has saved in its memory may contain the trap
-    /// flag of the idle stepper.
+    /// Returns `true` if guest memory may contain RFLAGS values with the trap flag that the idle
+    /// stepper has set.
     pub(super) fn has_strays(&self) -> bool {
         self.idle.as_ref().is_some_and(Stepper::has_strays)
     }
 
-    /// Returns a stepper that removes the trap flags that bursts before a snapshot have left in guest
-    /// memory. Returns `None` if this vCPU cannot be stepped.
+    /// Returns a stepper for a restored vCPU, which removes trap flags that bursts before the
+    /// snapshot have left in guest memory. Returns `None` if this vCPU cannot be single-stepped.
     pub(super) fn stepper_for_strays(&mut self) -> Option<Stepper> {
         let stepper = self.stepper()?.with_strays();
         self.owns_stepper = true;
         Some(stepper)
     }
 
-    /// Returns a stepper for a burst of single steps.
+    /// Returns the idle stepper, or a new one if there is none. Returns `None` if this vCPU cannot
+    /// be single-stepped.
     fn stepper(&mut self) -> Option<Stepper> {
         let (config, memory) = self.config.as_ref()?;
         let idle = self.idle.take();
@@ -129,16 +134,16 @@ impl Bursts {
     }
 }
 
-/// Returns the CPU time that must pass after a burst of `cost_ns`, so that bursts take `permille`
-/// thousandths of the CPU time.
+/// Returns the CPU time that must pass after a burst that took `cost_ns`, if bursts may take
+/// `permille` thousandths of the CPU time.
 fn pause_after(cost_ns: u64, permille: u16) -> u64 {
     let permille = u64::from(permille).clamp(1, 1000);
     cost_ns.saturating_mul(1000 - permille) / permille
 }
 
 impl Running {
-    /// Collects the branches of the last step, and ends the burst if one of its limits is reached.
-    /// Called before overflows are handled.
+    /// Passes the branches of the last step to the collector, and ends the burst if a limit is
+    /// reached. Must be called before overflows are handled.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -176,7 +181,8 @@ impl Running {
         Ok(())
     }
 
-    /// Ends the burst, if any. Waiting samples receive the branches collected so far.
+    /// Ends the burst in progress, if any. Samples that wait for the burst receive the branches
+    /// collected so far.
     pub(super) fn end_burst(&mut self) {
         self.finish_burst();
         if let Some(pmu) = &mut self.pmu {
@@ -184,7 +190,8 @@ impl Running {
         }
     }
 
-    /// Ends the burst, if any. Its sample or PMI receives the branches collected so far.
+    /// Ends the burst in progress, if any. The waiting sample or PMI receives the branches
+    /// collected so far.
     fn finish_burst(&mut self) {
         let (Some(pmu), Some(burst)) = (&mut self.pmu, self.bursts.active.take()) else {
             return;
@@ -216,9 +223,9 @@ impl Running {
         }
     }
 
-    /// Starts a burst if a sample waits for one and the overhead limit allows it. A burst starts
-    /// only at a privilege level whose branches are requested, and only if KVM has no exit to
-    /// complete.
+    /// Starts a burst if a sample waits for one. Does nothing if the overhead limit does not permit
+    /// a burst yet, the vCPU is at a privilege level whose branches are not requested, or KVM has
+    /// not completed the last exit.
     #[inline]
     pub(super) fn begin_burst_if_due(&mut self, timer: &KickTimer) {
         if let Some(pmu) = &mut self.pmu
@@ -257,8 +264,9 @@ impl Running {
         self.start_stepping(purpose, request.depth, timer);
     }
 
-    /// Returns `true` if the due PMI must wait for the guest's branch records, or for the end of a
-    /// burst of a sample. Starts the burst for the records.
+    /// Returns `true` if the due PMI must wait, because the guest's branch records are being
+    /// collected or a burst for a sample is in progress. Starts the burst for the branch records if
+    /// necessary.
     ///
     /// # Errors
     /// Returns [`StepError`] if a KVM call fails.
@@ -283,8 +291,8 @@ impl Running {
         self.begin_branch_records(request, timer)
     }
 
-    /// Starts the burst for the guest's branch records. Returns `false` if no burst is possible in
-    /// the vCPU's current state. In this case, the records are empty.
+    /// Starts a burst for the guest's branch records. Returns `false` if no burst is possible in
+    /// the current state of the vCPU. The guest then finds its branch records empty.
     fn begin_branch_records(&mut self, request: BranchRequest, timer: &KickTimer) -> Result<bool, StepError> {
         let can_step = self.can_step();
         let Some(pmu) = &mut self.pmu else {
@@ -307,12 +315,12 @@ impl Running {
         Ok(false)
     }
 
-    /// Returns `true` if this vCPU may be single-stepped for a burst.
+    /// Returns `true` if this vCPU may be single-stepped for bursts.
     fn can_step(&self) -> bool {
         !self.is_debugger_attached() && (self.stepper.is_some() || self.bursts.config.is_some())
     }
 
-    /// Starts a burst of single steps that records up to `depth` branches.
+    /// Starts a burst that collects up to `depth` branches.
     fn start_stepping(&mut self, purpose: BurstPurpose, depth: u16, timer: &KickTimer) {
         if self.stepper.is_none() {
             // The stepper changes registers between two entries, which synchronized registers would
@@ -337,8 +345,9 @@ impl Running {
         timer.kick_in(MAX_BURST);
     }
 
-    /// Removes the stepper of the last burst after stepping was disabled, unless a trap flag that
-    /// the stepper set may still be in guest memory. Returns `true` if it was removed.
+    /// Sets aside the stepper that was installed for bursts. Returns `false`, without an effect, if
+    /// there is none, during a burst, and while guest memory may still contain a trap flag that the
+    /// stepper has set.
     pub(super) fn retire_burst_stepper(&mut self) -> bool {
         if !self.bursts.owns_stepper || self.bursts.active.is_some() {
             return false;

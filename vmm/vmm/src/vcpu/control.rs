@@ -15,7 +15,7 @@ pub enum VmStopReason {
     PowerOff,
     /// The guest requested a reset (keyboard controller, port CF9H, ACPI reset register).
     Reset,
-    /// A triple fault or shutdown cycle of a vCPU.
+    /// A triple fault of a vCPU, which shuts the processor down.
     TripleFault,
     /// A write to the debug-exit port; the value is the corresponding exit status.
     DebugExit(u8),
@@ -23,22 +23,22 @@ pub enum VmStopReason {
     Operator,
     /// SIGTERM or SIGINT.
     Signal(i32),
-    /// A fatal error of KVM or the VMM, already logged.
+    /// A fatal error of KVM or of the VMM, which is already logged.
     Failed,
-    /// A reset by the guest after which the machine could not restart, for example because the
+    /// A reset by the guest after which the machine could not be restarted, for example because the
     /// kernel file was removed. The error is already logged.
     NotRestarted,
 }
 
 impl VmStopReason {
-    /// Returns `true` if the VM restarts after this reason under [`ResetPolicy::Restart`]. The
-    /// shutdown of a processor is such a reason, because it resets a PC.
+    /// Returns `true` if this reason restarts the VM under [`ResetPolicy::Restart`]: a reset, or a
+    /// triple fault, which resets a PC.
     fn is_reset(self) -> bool {
         matches!(self, VmStopReason::Reset | VmStopReason::TripleFault)
     }
 }
 
-/// Action after a reset of the machine by its guest.
+/// What happens when the guest resets the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResetPolicy {
     /// End the VM.
@@ -77,12 +77,12 @@ pub enum RunState {
     Stopped = 2,
     /// vCPUs exit the guest and wait until the machine is reset; see `reset_barrier.rs`.
     Resetting = 3,
-    /// vCPUs wait outside the guest for a debugger, except those that the debugger resumes
-    /// individually; see `debugger.rs`.
+    /// vCPUs wait outside the guest for a debugger, see `debugger.rs`. The debugger may let
+    /// individual vCPUs run.
     Held = 4,
 }
 
-/// Run state and stop reason of one VM.
+/// Run state and stop reason of a VM, shared by its threads.
 #[derive(Debug)]
 pub struct RunControl {
     state: AtomicU8,
@@ -92,9 +92,9 @@ pub struct RunControl {
     ends: Mutex<RunControlState>,
     changed: Condvar,
     stopped: EventFd,
-    /// Signals the main loop to perform the next step of a reset.
+    /// Eventfd that tells the main loop to perform the next step of a reset.
     reset: EventFd,
-    /// Debugger interface; `None` if debugging is disabled.
+    /// State shared with a debugger; `None` if debugging is disabled.
     debugger: Option<Debugger>,
 }
 
@@ -102,14 +102,14 @@ pub struct RunControl {
 #[derive(Debug, Default)]
 pub(super) struct RunControlState {
     reason: Option<VmStopReason>,
-    /// `true` if an operator requested a pause.
+    /// `true` if an operator has paused the VM.
     paused: bool,
-    /// `true` if a debugger stopped the VM.
+    /// `true` if a debugger has stopped the VM.
     held: bool,
     pub(super) reset_barrier: ResetBarrier,
 }
 
-/// Progress of the vCPUs through a reset; see `reset_barrier.rs`.
+/// vCPUs that are taking part in a reset, and how far they are; see `reset_barrier.rs`.
 #[derive(Debug, Default)]
 pub(super) struct ResetBarrier {
     /// vCPUs that have exited the guest and wait for the reset.
@@ -138,12 +138,12 @@ impl RunControl {
         })
     }
 
-    /// Sets the debugger interface.
+    /// Enables debugging with `debugger`.
     pub fn with_debugger(self, debugger: Option<Debugger>) -> Self {
         Self { debugger, ..self }
     }
 
-    /// Returns the debugger interface, or `None` if debugging is disabled.
+    /// Returns the state shared with a debugger, or `None` if debugging is disabled.
     pub fn debugger(&self) -> Option<&Debugger> {
         self.debugger.as_ref()
     }
@@ -171,8 +171,8 @@ impl RunControl {
         }
     }
 
-    /// Handles a stop or reset requested by the guest. Resets the machine if `reason` is a reset
-    /// and [`ResetPolicy::Restart`] is set, otherwise stops the VM.
+    /// Handles a request by the guest to stop or reset the machine. If `reason` is a reset and
+    /// [`ResetPolicy::Restart`] is set, starts a reset. Otherwise stops the VM.
     pub fn handle_guest_stop(&self, reason: VmStopReason) {
         if self.on_reset == ResetPolicy::Exit || !reason.is_reset() {
             return self.stop(reason);
@@ -187,20 +187,20 @@ impl RunControl {
         self.signal_reset();
     }
 
-    /// Wakes the main loop, so that it performs the next step of a reset.
+    /// Tells the main loop to perform the next step of a reset.
     pub(super) fn signal_reset(&self) {
         if let Err(e) = self.reset.write(1) {
             log::error!("cannot announce a reset: {e}");
         }
     }
 
-    /// Returns an eventfd that becomes readable when the main loop must perform the next step of a
+    /// Returns the eventfd that is readable when the main loop must perform the next step of a
     /// reset.
     pub fn reset_event(&self) -> &EventFd {
         &self.reset
     }
 
-    /// Returns `true` if the VM restarts when its guest resets it.
+    /// Returns `true` if a reset by the guest restarts the VM.
     pub fn restarts(&self) -> bool {
         self.on_reset == ResetPolicy::Restart
     }
@@ -225,8 +225,8 @@ impl RunControl {
         self.lock().paused
     }
 
-    /// Sets the run state to paused, held for a debugger, or running. An operator's pause has
-    /// priority over a debugger's stop.
+    /// Sets the run state that the operator and the debugger have requested. If the operator has
+    /// paused the VM, the debugger has no effect.
     pub(super) fn apply_requested_state(&self, ends: &RunControlState) {
         self.set(if ends.paused {
             RunState::Paused
@@ -241,7 +241,7 @@ impl RunControl {
         self.state.store(state as u8, Ordering::SeqCst);
     }
 
-    /// Blocks until the run state changes.
+    /// Blocks the calling thread until another thread changes the state. May return earlier.
     pub(super) fn wait<'a>(&self, ends: MutexGuard<'a, RunControlState>) -> MutexGuard<'a, RunControlState> {
         self.changed.wait(ends).unwrap_or_else(PoisonError::into_inner)
     }
@@ -251,9 +251,9 @@ impl RunControl {
         self.changed.notify_all();
     }
 
-    /// Blocks a vCPU thread while the VM is paused or held by a debugger. Returns early if the
-    /// thread has a request, in which case `mail` returns `true`. After posting a request, the
-    /// sender must call [`RunControl::wake_parked`].
+    /// Blocks a vCPU thread while the VM is paused or held by a debugger. Returns early if `mail`
+    /// returns `true`, which means that the thread has a request. The sender of a request must call
+    /// [`RunControl::wake_parked`] after posting it.
     pub fn wait_until_not_paused(&self, mail: impl Fn() -> bool) {
         let mut guard = self.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
@@ -263,15 +263,15 @@ impl RunControl {
         self.parked.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Wakes the vCPU threads that are blocked while the VM is paused or held ("parked"), so that
-    /// they check for requests.
+    /// Wakes the vCPU threads that are blocked by a pause or by a debugger, so that they check for
+    /// requests.
     pub fn wake_parked(&self) {
         // Taking the lock ensures that no thread is between its check and its wait.
         drop(self.lock());
         self.changed.notify_all();
     }
 
-    /// Returns the number of vCPU threads that are blocked by a pause.
+    /// Returns the number of vCPU threads that are blocked by a pause or by a debugger.
     pub fn parked(&self) -> usize {
         self.parked.load(Ordering::SeqCst)
     }

@@ -1,7 +1,7 @@
-//! Emulation of IA32_DEBUGCTL, whose bits are shared between the PMU and the processor.
+//! Emulates IA32_DEBUGCTL, some of whose bits belong to the PMU and others to the processor.
 //!
-//! For a guest whose PMU can freeze counters, the whole register is trapped. Writes to bits outside
-//! the PMU are forwarded to KVM, and reads return the bits that KVM retained.
+//! The register is trapped if the guest's PMU can freeze counters. The processor's bits of a
+//! written value are forwarded to KVM. A read returns those of them that KVM has kept.
 
 use crate::kvm::call::KvmIoctlError;
 use crate::kvm::vcpu_fd::VcpuFd;
@@ -9,14 +9,15 @@ use kvm_bindings::{CpuId, Msrs, kvm_msr_entry};
 use vpmu::registers::IA32_DEBUGCTL;
 use vpmu::{PmuModel, Vendor};
 
-/// IA32_DEBUGCTL.LBR (bit 0): enables model-specific branch records, on AMD the record of the last
-/// branch. Every processor accepts the bit. Guests have neither kind of record, so the bit is
-/// dropped. Forwarding it to KVM would start the branch records of the host.
+/// IA32_DEBUGCTL.LBR (bit 0): enables the branch records of the processor. Every processor accepts
+/// the bit, so guests may set it, but it is dropped. Forwarding it to KVM would start the branch
+/// records of the host.
 const LBR: u64 = 1 << 0;
-/// DebugCtl bits 5:2 of AMD processors: control of pins that do not exist. KVM drops them, too.
+/// DebugCtl bits 5:2 of AMD processors, which once controlled pins. The bits are accepted and
+/// dropped, as KVM does.
 const AMD_PINS: u64 = 0b1111 << 2;
-/// IA32_DEBUGCTL.BTF (bit 1): single-step on branches. Every processor accepts the bit; KVM drops
-/// it where unsupported.
+/// IA32_DEBUGCTL.BTF (bit 1): single-stepping on branches. Every processor accepts the bit. KVM
+/// drops it if it does not support it.
 const BTF: u64 = 1 << 1;
 /// IA32_DEBUGCTL.BUS_LOCK_DETECT (bit 2), enumerated by CPUID.(07H,0):ECX\[24\].
 const BUS_LOCK_DETECT: u64 = 1 << 2;
@@ -24,24 +25,24 @@ const BUS_LOCK_DETECT: u64 = 1 << 2;
 /// CPUID.(07H,0):EBX.RTM.
 const RTM: u64 = 1 << 15;
 
-/// IA32_DEBUGCTL of one vCPU, without the PMU's bits. Owns a one-entry MSR list, so an access does
-/// not allocate.
+/// IA32_DEBUGCTL of one vCPU, except for the bits of the PMU. Owns an MSR list with one entry, so
+/// an access does not allocate memory.
 #[derive(Debug)]
 pub struct DebugControl {
-    /// Bits that the PMU uses.
+    /// Bits that belong to the PMU.
     pmu: u64,
-    /// Bits that a write may set and that are then dropped.
+    /// Bits that a guest may set but that have no effect and read as zero.
     dropped: u64,
-    /// Bits that are forwarded to KVM.
+    /// Bits that belong to the processor and are forwarded to KVM.
     processor: u64,
-    /// Bits of `processor` that KVM retained from the last write.
+    /// Bits of `processor` that are set in KVM, as of the last write.
     kept: u64,
     msr: Msrs,
 }
 
 impl DebugControl {
-    /// Creates the register for a vCPU with this CPUID and PMU. Returns `None` if memory is
-    /// exhausted.
+    /// Creates the register of a vCPU with this CPUID table and PMU model. Returns `None` if memory
+    /// is exhausted.
     pub fn new(cpuid: &CpuId, model: &PmuModel) -> Option<Self> {
         let entry = kvm_msr_entry {
             index: IA32_DEBUGCTL,
@@ -59,23 +60,24 @@ impl DebugControl {
         })
     }
 
-    /// Returns the bits of IA32_DEBUGCTL that RDMSR returns, except for those of the PMU.
+    /// Returns the value that RDMSR returns, without the bits of the PMU.
     pub fn read(&self) -> u64 {
         self.kept
     }
 
-    /// Restores the record of the bits that KVM retains. The MSR itself is restored separately.
+    /// Restores the bits of the processor that KVM had kept. The caller restores the MSR in KVM.
     pub fn restore(&mut self, kept: u64) {
         self.kept = kept & self.processor;
     }
 
-    /// Returns the PMU's bits of a value written by WRMSR, or `None` if the write must raise #GP.
+    /// Returns the PMU's bits of `value`, which the guest writes with WRMSR. Returns `None` if the
+    /// write must raise #GP.
     pub fn pmu_part(&self, value: u64) -> Option<u64> {
         let takes = self.processor | self.dropped | self.pmu;
         (value & !takes == 0).then_some(value & self.pmu)
     }
 
-    /// Forwards the processor's bits of `value` to KVM if they changed.
+    /// Writes the processor's bits of `value` to KVM if they have changed.
     ///
     /// # Errors
     /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
@@ -98,7 +100,7 @@ impl DebugControl {
     }
 }
 
-/// Returns the bits outside the PMU that a processor with this CPUID supports.
+/// Returns the bits that a processor with this CPUID table supports, except for those of the PMU.
 fn processor_bits(cpuid: &CpuId) -> u64 {
     let leaf = cpuid
         .as_slice()

@@ -1,5 +1,6 @@
-//! Debugger support of a vCPU: the vCPU waits outside the guest while the debugger stops the
-//! machine, publishes its registers, and stops at the debugger's breakpoints.
+//! Debugger support of a vCPU on its own thread. While the debugger stops the machine, the vCPU
+//! waits outside the guest and publishes its registers. Otherwise it stops at the debugger's
+//! breakpoints.
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::guest_log;
@@ -13,7 +14,7 @@ use super::step::debug::DebugRequest;
 use crate::kvm::call::KvmIoctlError;
 
 impl Running {
-    /// Returns the debugger if one is attached.
+    /// Returns the state shared with the debugger if a debugger is attached, and `None` otherwise.
     fn attached(&self) -> Option<&Debugger> {
         self.control.debugger().filter(|debugger| debugger.is_attached())
     }
@@ -23,34 +24,33 @@ impl Running {
         self.attached().is_some()
     }
 
-    /// Returns `true` if the debugger, which has stopped the machine, allows this vCPU to run.
+    /// Returns `true` unless the debugger has chosen that this vCPU stays stopped.
     pub(super) fn may_run(&self) -> bool {
         self.control
             .debugger()
             .is_none_or(|debugger| debugger.go(self.id) != ResumeAction::Stay)
     }
 
-    /// Returns `true` if a debugger requested this vCPU's registers.
+    /// Returns `true` if the debugger has asked this vCPU for its registers.
     pub(super) fn are_registers_requested(&self) -> bool {
         self.control
             .debugger()
             .is_some_and(|debugger| debugger.are_registers_requested_from(self.id))
     }
 
-    /// Returns `true` if KVM must still complete the last exit. Until then, the registers may
-    /// change.
+    /// Returns `true` if KVM has not completed the last exit, which may still change registers.
     pub(super) fn has_open_exit(&self) -> bool {
         self.exit_is_open
     }
 
-    /// Completes the last exit in KVM without executing guest code.
+    /// Makes KVM complete the last exit without executing guest code.
     pub(super) fn complete_open_exit(&mut self) -> Result<LoopAction, VcpuFailure> {
         self.fd.request_exit();
         let next = self.enter();
         self.serve(next)
     }
 
-    /// Publishes the vCPU's registers to the debugger that requested them.
+    /// Publishes this vCPU's registers to the debugger.
     pub(super) fn publish_registers(&mut self) -> Result<(), VcpuFailure> {
         self.apply_debugger_registers()?;
         let registers = VcpuRegisters {
@@ -64,7 +64,7 @@ impl Running {
         Ok(())
     }
 
-    /// Applies the debugger's register changes.
+    /// Writes the registers that the debugger has changed to KVM.
     pub(super) fn apply_debugger_registers(&mut self) -> Result<(), VcpuFailure> {
         let debugger = self.control.debugger();
         let Some((registers, changed)) = debugger.and_then(|debugger| debugger.take_changes(self.id)) else {
@@ -78,7 +78,8 @@ impl Running {
         Ok(())
     }
 
-    /// Updates the debugger's breakpoints and returns the debug state for the next entry.
+    /// Returns the debug state that the debugger needs at the next entry. Also passes new hardware
+    /// breakpoints to the owner of the debug registers.
     pub(super) fn debugger_request(&mut self) -> DebugRequest {
         let Some(debugger) = self.control.debugger() else {
             return DebugRequest::default();
@@ -96,8 +97,8 @@ impl Running {
         }
     }
 
-    /// Determines whether the debug exit `stop` belongs to the debugger. If so, stops the machine
-    /// and returns `true`.
+    /// Stops the machine and returns `true` if the debug exit `stop` was caused by the debugger's
+    /// breakpoint or step. Returns `false` if it belongs to the guest.
     pub(super) fn stop_for_debugger(&self, stop: &kvm_debug_exit_arch) -> bool {
         let first = self.debug.sites();
         let why = |debugger: &Debugger| debugger.why(self.id, first, stop);
@@ -110,8 +111,8 @@ impl Running {
         }
     }
 
-    /// Handles an instruction that KVM's emulator does not support. Some emulators lack INT3, so a
-    /// debugger's INT3 is still reported as a breakpoint.
+    /// Handles an instruction that KVM's emulator does not support. If the instruction is the
+    /// debugger's INT3, which some emulators do not support either, reports a breakpoint.
     pub(super) fn handle_emulation_failure(&mut self) -> Result<LoopAction, VcpuFailure> {
         let planted = |debugger: &Debugger| -> Result<bool, KvmIoctlError> {
             let address = self.fd.get_sregs()?.cs.base.wrapping_add(self.fd.get_regs()?.rip);
@@ -144,7 +145,7 @@ impl Running {
         }
     }
 
-    /// Handles the result of an exit and returns the next loop action.
+    /// Performs the action `next` that an exit requires, and returns what the run loop must do.
     pub(super) fn serve(&mut self, next: ExitAction) -> Result<LoopAction, VcpuFailure> {
         match next {
             ExitAction::Continue => Ok(LoopAction::Repeat),

@@ -1,14 +1,15 @@
-//! State shared by a debugger and the vCPU threads: run permissions, breakpoints, and the registers
-//! of stopped vCPUs.
+//! State that a debugger shares with the vCPU threads: which vCPUs may run, breakpoints, and the
+//! registers of stopped vCPUs.
 //!
 //! While a debugger stops the machine, the run state is `Held` (see `control.rs`). Each vCPU waits
-//! outside the guest, as in an operator's pause, and publishes its registers on request
-//! ([`Debugger::collect`]). Register changes are written to KVM when the vCPU resumes. Only the
-//! vCPU's own thread makes these KVM calls.
+//! outside the guest, as in a pause by an operator, and publishes its registers when asked
+//! ([`Debugger::collect`]). Changes to the registers are written to KVM when the vCPU resumes. Only
+//! the thread of the vCPU makes these KVM calls.
 //!
-//! A vCPU that hits a breakpoint or completes a step stops all others with `Debugger::stopped`.
-//! Only the first stop is reported. Another vCPU that stops at the same time repeats its
-//! instruction when it resumes, and stops again if its breakpoint is still set.
+//! A vCPU that hits a breakpoint or completes a single step stops all vCPUs with
+//! `Debugger::stopped`. If several vCPUs do so at the same time, only the first stop is reported.
+//! The other vCPUs repeat their instruction when they resume, and stop again if the breakpoint is
+//! still set.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -22,12 +23,12 @@ use crate::kvm::stepping::BREAKPOINTS;
 
 /// Vector of INT3 (SDM vol. 3 §6.15).
 const BREAKPOINT: u32 = 3;
-/// DR6.BS: a single step (SDM vol. 3 §19.2.3).
+/// DR6.BS: the debug exception was caused by a single step (SDM vol. 3 §19.2.3).
 const DR6_STEP: u64 = 1 << 14;
-/// Interval between checks for vCPUs whose threads have ended while their registers are awaited.
+/// Interval at which a thread that waits for registers checks whether vCPU threads have ended.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Register state of a vCPU that a debugger can access.
+/// Registers of a vCPU that a debugger can read and change.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct VcpuRegisters {
     /// General-purpose registers.
@@ -38,7 +39,7 @@ pub struct VcpuRegisters {
     pub fpu: kvm_fpu,
 }
 
-/// Action of a vCPU when the debugger resumes the machine.
+/// What a vCPU does when the debugger resumes the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ResumeAction {
@@ -50,7 +51,7 @@ pub enum ResumeAction {
     Stay = 2,
 }
 
-/// Type of access that triggers a hardware breakpoint (SDM vol. 3 §19.2.4: R/W of DR7).
+/// Kind of access at which a hardware breakpoint stops (SDM vol. 3 §19.2.4: R/W of DR7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BreakpointAccess {
     /// Execution of the instruction.
@@ -68,18 +69,18 @@ pub struct HardwareBreakpoint {
     pub address: u64,
     /// Length in bytes: 1, 2, 4 or 8.
     pub length: u8,
-    /// Type of access that triggers the breakpoint.
+    /// Kind of access at which the breakpoint stops.
     pub access: BreakpointAccess,
 }
 
 /// A software breakpoint: an INT3 in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SoftwareBreakpoint {
-    /// Linear address, in the address space through which the INT3 was written.
+    /// Linear address of the INT3, in the address space of the vCPU through which it was written.
     pub address: u64,
-    /// Guest-physical address.
+    /// Guest-physical address of the INT3.
     pub physical: u64,
-    /// Original byte at the address.
+    /// Byte that the INT3 has replaced.
     pub replaced: u8,
 }
 
@@ -116,60 +117,61 @@ pub enum VcpuStopError {
 
 /// Interface with which a debugger changes the run state of a machine.
 pub trait RunStateControl {
-    /// Stops the machine for a debugger, or resumes it.
+    /// Stops the machine for a debugger if the argument is `true`, and resumes it otherwise.
     fn set_held(&self, held: bool);
 
-    /// Wakes vCPU threads that wait outside the guest ("parked"), so that they check for requests.
+    /// Wakes the vCPU threads that wait outside the guest, so that they check for requests.
     fn wake_parked(&self);
 
     /// Returns `true` if the VM has ended.
     fn has_ended(&self) -> bool;
 }
 
-/// Debugger state of one vCPU.
+/// What the debugger and one vCPU have told each other.
 #[derive(Debug)]
 struct VcpuDebugState {
-    /// Action of the vCPU when the debugger resumes the machine, a [`ResumeAction`] as an integer.
+    /// What the vCPU does when the debugger resumes the machine: a [`ResumeAction`] as an integer.
     go: AtomicU8,
-    /// `true` if the debugger requested the registers.
+    /// `true` if the debugger has asked for the registers and the vCPU has not published them yet.
     asked: AtomicBool,
     view: Mutex<RegisterExchange>,
 }
 
-/// Register state exchanged between the debugger and a vCPU that it has stopped.
+/// Registers of a stopped vCPU, as exchanged between the vCPU and the debugger.
 #[derive(Debug, Default)]
 struct RegisterExchange {
-    /// Register state that the vCPU published, including the debugger's changes.
+    /// Registers that the vCPU has published, with the changes that the debugger has made since.
     shown: Option<VcpuRegisters>,
-    /// Register sets that the debugger changed, if any.
+    /// Sets of registers in `shown` that the debugger has changed, if any.
     changed: Option<ChangedRegisters>,
-    /// Changes that the vCPU thread applies before it resumes.
+    /// Registers that the vCPU must write to KVM before it resumes, and which sets of them have
+    /// changed.
     changes: Option<(VcpuRegisters, ChangedRegisters)>,
 }
 
-/// Register sets that a debugger changed.
+/// Sets of registers that a debugger has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ChangedRegisters {
     /// General-purpose registers only.
     General,
-    /// General-purpose, x87 and SSE registers. The FPU state is written only if changed, because
-    /// not every KVM version returns a state that it accepts back.
+    /// General-purpose, x87 and SSE registers. Not used if the x87 and SSE registers are unchanged,
+    /// because some versions of KVM do not accept the FPU state that they have returned.
     Fpu,
 }
 
-/// Debugger interface of a machine.
+/// State that a debugger shares with the vCPU threads of a machine.
 #[derive(Debug)]
 pub struct Debugger {
     cells: Vec<VcpuDebugState>,
     /// `true` if KVM can block interrupts during a single step.
     blocks_interrupts: bool,
     attached: AtomicBool,
-    /// Version number, incremented on each change of `points` or `attached`.
+    /// Version number that changes whenever `points` or `attached` changes.
     version: AtomicU64,
     points: Mutex<Vec<HardwareBreakpoint>>,
     planted: Mutex<Vec<SoftwareBreakpoint>>,
     stop: Mutex<Option<DebugStop>>,
-    /// Eventfd that becomes readable when a vCPU has stopped the machine.
+    /// Eventfd that is readable when a vCPU has stopped the machine.
     event: EventFd,
     showing: Mutex<()>,
     shown: Condvar,
@@ -181,8 +183,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Debugger {
-    /// Creates the debugger interface of a machine with up to `vcpus` vCPUs. `blocks_interrupts`
-    /// states that KVM supports `KVM_GUESTDBG_BLOCKIRQ`.
+    /// Creates the state for a machine with up to `vcpus` vCPUs. `blocks_interrupts` states whether
+    /// KVM supports `KVM_GUESTDBG_BLOCKIRQ`.
     ///
     /// # Errors
     /// Returns an error if `eventfd(2)` fails.
@@ -207,7 +209,7 @@ impl Debugger {
         })
     }
 
-    /// Sets the kicker of the vCPU threads. Only the first call has an effect.
+    /// Sets the kicker with which the vCPU threads are kicked. Only the first call has an effect.
     pub fn kicks(&self, kicker: Kicker) {
         let _ = self.kicker.set(kicker);
     }
@@ -222,25 +224,25 @@ impl Debugger {
         self.cells.get(usize::from(vcpu))
     }
 
-    /// Records that a debugger has attached or detached.
+    /// Records whether a debugger is attached.
     pub fn attach(&self, attached: bool) {
         self.attached.store(attached, Ordering::SeqCst);
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Returns an eventfd that becomes readable when a vCPU has stopped the machine.
-    /// [`Debugger::take_stop`] returns the stop.
+    /// Returns the eventfd that is readable when a vCPU has stopped the machine.
+    /// [`Debugger::take_stop`] then returns the reason.
     pub fn event(&self) -> &EventFd {
         &self.event
     }
 
-    /// Takes the reported stop and clears the event.
+    /// Returns the stop that a vCPU has reported, if any, and resets the eventfd.
     pub fn take_stop(&self) -> Option<DebugStop> {
         let _ = self.event.read();
         lock(&self.stop).take()
     }
 
-    /// Stops all vCPUs.
+    /// Stops the vCPUs for the debugger.
     pub fn hold(&self, switch: &dyn RunStateControl) {
         for cell in &self.cells {
             cell.go.store(ResumeAction::Stay as u8, Ordering::SeqCst);
@@ -249,7 +251,7 @@ impl Debugger {
         self.kick();
     }
 
-    /// Resumes the vCPUs, each with the action that `go` returns for it.
+    /// Resumes the machine. `go` returns what each vCPU does.
     pub fn release(&self, switch: &dyn RunStateControl, go: impl Fn(u8) -> ResumeAction) {
         lock(&self.stop).take();
         let _ = self.event.read();
@@ -268,7 +270,8 @@ impl Debugger {
         switch.wake_parked();
     }
 
-    /// Waits until the stopped vCPUs that `present` lists have all published their registers.
+    /// Waits until the vCPUs that `present` lists have published their registers. These vCPUs must
+    /// be stopped.
     ///
     /// # Errors
     /// Returns [`VcpuStopError::Ended`] if the VM ends, and [`VcpuStopError::Slow`] if a vCPU does
@@ -316,7 +319,8 @@ impl Debugger {
         lock(&self.cell(vcpu)?.view).shown
     }
 
-    /// Changes the registers of a vCPU. Returns `false` if the debugger has not stopped the vCPU.
+    /// Sets the registers of a stopped vCPU. Returns `false` if the debugger has not stopped the
+    /// vCPU.
     pub fn set_registers(&self, vcpu: u8, registers: &VcpuRegisters) -> bool {
         let Some(cell) = self.cell(vcpu) else { return false };
         let mut view = lock(&cell.view);
@@ -332,7 +336,7 @@ impl Debugger {
         true
     }
 
-    /// Adds a hardware breakpoint. Returns `false` if `most` breakpoints are already set.
+    /// Sets a hardware breakpoint. Returns `false` if `most` breakpoints are already set.
     pub fn add_hardware_breakpoint(&self, point: HardwareBreakpoint, most: usize) -> bool {
         let mut points = lock(&self.points);
         if points.len() >= most.min(BREAKPOINTS) {
@@ -360,7 +364,7 @@ impl Debugger {
         self.version.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Locks and returns the list of INT3s in guest memory.
+    /// Locks and returns the list of the debugger's INT3s in guest memory.
     pub fn planted(&self) -> MutexGuard<'_, Vec<SoftwareBreakpoint>> {
         lock(&self.planted)
     }
@@ -371,7 +375,7 @@ impl Debugger {
         self.attached.load(Ordering::Relaxed)
     }
 
-    /// Returns the action that the debugger has chosen for a vCPU when it resumes the machine.
+    /// Returns what a vCPU does when the debugger resumes the machine.
     pub(super) fn go(&self, vcpu: u8) -> ResumeAction {
         match self.cell(vcpu).map(|cell| cell.go.load(Ordering::SeqCst)) {
             Some(1) => ResumeAction::Step,
@@ -386,8 +390,8 @@ impl Debugger {
             .is_some_and(|cell| cell.asked.load(Ordering::SeqCst))
     }
 
-    /// Publishes the registers of a vCPU. The caller must have applied [`Debugger::take_changes`]
-    /// before reading them.
+    /// Publishes the registers of a vCPU. Before the caller reads them from KVM, it must have
+    /// written the changes that [`Debugger::take_changes`] returned.
     pub(super) fn show(&self, vcpu: u8, registers: VcpuRegisters) {
         let Some(cell) = self.cell(vcpu) else { return };
         cell.asked.store(false, Ordering::SeqCst);
@@ -396,13 +400,14 @@ impl Debugger {
         self.shown.notify_all();
     }
 
-    /// Takes the debugger's changes to the registers of a vCPU, which must be applied before the
-    /// vCPU resumes.
+    /// Returns the changes that the debugger has made to the registers of a vCPU, if any. The vCPU
+    /// must write them to KVM before it resumes.
     pub(super) fn take_changes(&self, vcpu: u8) -> Option<(VcpuRegisters, ChangedRegisters)> {
         lock(&self.cell(vcpu)?.view).changes.take()
     }
 
-    /// Returns the hardware breakpoints and their version if the version differs from `known`.
+    /// Returns the hardware breakpoints and their version, or `None` if the version is still
+    /// `known`.
     pub(super) fn hardware_breakpoints_since(&self, known: u64) -> Option<(u64, Vec<HardwareBreakpoint>)> {
         let version = self.version.load(Ordering::SeqCst);
         (version != known).then(|| (version, lock(&self.points).clone()))
@@ -413,15 +418,15 @@ impl Debugger {
         self.blocks_interrupts
     }
 
-    /// Returns `true` if the debugger has an INT3 at a linear address.
+    /// Returns `true` if there is an INT3 of the debugger at a linear address.
     pub(super) fn is_planted(&self, address: u64) -> bool {
         lock(&self.planted)
             .iter()
             .any(|planted| planted.address == address)
     }
 
-    /// Returns the debugger's reason for a debug exit, or `None` if the exit belongs to the guest.
-    /// The debugger's hardware breakpoints occupy the debug registers from DR`first` on.
+    /// Returns why the debug exit `stop` belongs to the debugger, or `None` if it belongs to the
+    /// guest. The first hardware breakpoint of the debugger is in debug register number `first`.
     pub(super) fn why(&self, vcpu: u8, first: usize, stop: &kvm_debug_exit_arch) -> Option<DebugStopCause> {
         if stop.exception == BREAKPOINT {
             return self
@@ -437,8 +442,8 @@ impl Debugger {
         (stop.dr6 & DR6_STEP != 0 && self.go(vcpu) == ResumeAction::Step).then_some(DebugStopCause::Step)
     }
 
-    /// Records `stop` as the reason if none is recorded yet, and stops all vCPUs for the debugger.
-    /// Called by the vCPU that caused the stop.
+    /// Stops all vCPUs for the debugger, because the calling vCPU has caused `stop`. If another
+    /// vCPU has already stopped the machine, the reason of that stop is kept.
     pub(super) fn stopped(&self, switch: &dyn RunStateControl, stop: DebugStop) {
         lock(&self.stop).get_or_insert(stop);
         self.hold(switch);
@@ -508,7 +513,7 @@ mod tests {
         assert_eq!(debugger.take_changes(1), None);
     }
 
-    /// Debug exits that the guest caused are not attributed to the debugger.
+    /// A debug exit that the guest caused is not reported to the debugger.
     #[test]
     fn guest_debug_exits_are_not_debugger_stops() {
         let control = machine();

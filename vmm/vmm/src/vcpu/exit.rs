@@ -1,8 +1,8 @@
 //! Handling of vCPU exits.
 //!
-//! [`Running::enter`] enters the guest and handles most exits while the exit data is borrowed from
-//! the `kvm_run` page ([`ExitHandler`]). For an exit that needs the vCPU itself, the run loop
-//! receives the action to take ([`ExitAction`]).
+//! [`Running::enter`] calls KVM_RUN. It handles most exits at once, while the exit data is borrowed
+//! from the `kvm_run` page ([`ExitHandler`]). For an exit that needs the whole vCPU, it returns the
+//! required action ([`ExitAction`]).
 
 use kvm_bindings::kvm_debug_exit_arch;
 use perf_core::{error_line, guest_log};
@@ -25,17 +25,17 @@ use crate::kvm::armed_vcpu::WriteMsrExit;
 use crate::pmu::VcpuPmu;
 use guest_patching::finder::TRAP_PORT;
 
-/// CR0.PE: protected mode, clear after a reset (SDM vol. 3 §2.5).
+/// CR0.PE: protected mode (SDM vol. 3 §2.5). Clear after a reset.
 const CR0_PE: u64 = 1 << 0;
 /// Vector of INT3 (SDM vol. 3 §6.15).
 const BREAKPOINT: u32 = 3;
 /// DR6.B0 to B3: breakpoint conditions that were met (SDM vol. 3 §19.2.3).
 const DR6_BREAKPOINTS: u64 = 0xf;
-/// DR6.BS: the debug exception is due to the trap flag.
+/// DR6.BS: the debug exception was caused by a single step.
 const DR6_SINGLE_STEP: u64 = 1 << 14;
 
-/// Borrowed parts of a vCPU that handle an exit. The file descriptor is excluded, because the exit
-/// data is borrowed from it.
+/// Parts of a vCPU that are needed to handle an exit. The file descriptor is not among them,
+/// because the exit data is borrowed from it.
 struct ExitHandler<'v> {
     pmu: Option<&'v mut VcpuPmu>,
     debug_control: Option<&'v DebugControl>,
@@ -47,12 +47,13 @@ struct ExitHandler<'v> {
 }
 
 impl ExitHandler<'_> {
-    /// Returns `true` if a write to [`TRAP_PORT`] may be an RDPMC trap or the end of a step.
+    /// Returns `true` if a write to [`TRAP_PORT`] may come from code that the VMM has placed in the
+    /// guest: a replaced RDPMC, or a trap of the stepper.
     fn has_trap_port(&self) -> bool {
         self.rdpmc.is_some() || self.stepper.is_some()
     }
 
-    /// Handles RDMSR of a trapped register.
+    /// Handles RDMSR for a trapped register.
     fn read_msr(&mut self, msr: ReadMsrExit<'_>) -> ExitAction {
         self.stats.rdmsr.inc();
         let others = match self.debug_control {
@@ -76,7 +77,7 @@ impl ExitHandler<'_> {
         ExitAction::Continue
     }
 
-    /// Handles WRMSR of a trapped register.
+    /// Handles WRMSR for a trapped register.
     fn write_msr(&mut self, msr: WriteMsrExit<'_>) -> ExitAction {
         self.stats.wrmsr.inc();
         if let Some(stepper) = &mut self.stepper {
@@ -132,7 +133,8 @@ impl ExitHandler<'_> {
         ExitAction::Continue
     }
 
-    /// Counts a device access as a paravirtual event of the guest.
+    /// Counts a device access with the paravirtual event `event`, and notes that the next entry
+    /// completes an instruction.
     fn device_access(&mut self, event: ParavirtualEvent) {
         *self.completed = ExitCompletion::AtAnyCpl;
         if let Some(pmu) = &mut self.pmu {
@@ -142,7 +144,7 @@ impl ExitHandler<'_> {
 }
 
 impl Running {
-    /// Performs steps 5 and 6 of the run loop: calls KVM_RUN and handles the exit.
+    /// Calls KVM_RUN and handles the exit (steps 5 and 6 of the run loop).
     pub(super) fn enter(&mut self) -> ExitAction {
         self.exit_clock.end_exit();
         // Single steps for the guest's branch records are not part of the guest's time.
@@ -211,8 +213,8 @@ impl Running {
         }
     }
 
-    /// Handles a write to the trap port: a breakpoint of the stepper, a replaced RDPMC, or the
-    /// guest's own write.
+    /// Handles a write to the trap port, which comes from a trap of the stepper, a replaced RDPMC,
+    /// or the guest itself.
     pub(super) fn trap_port_exit(&mut self, byte: u8) -> Result<LoopAction, VcpuFailure> {
         if let (Some(stepper), Some(pmu)) = (&mut self.stepper, &mut self.pmu)
             && let Some(step) = stepper.trapped(&mut self.fd)?
@@ -249,7 +251,7 @@ impl Running {
         Ok(LoopAction::Repeat)
     }
 
-    /// Forwards to KVM the bits of an IA32_DEBUGCTL write that do not belong to the PMU.
+    /// Writes the bits of IA32_DEBUGCTL that do not belong to the PMU to KVM.
     pub(super) fn debug_control_exit(&mut self, value: u64) -> Result<LoopAction, VcpuFailure> {
         if let Some(control) = &mut self.debug_control {
             control
@@ -260,7 +262,7 @@ impl Running {
         Ok(LoopAction::Repeat)
     }
 
-    /// Handles the guest's own one-byte write to the RDPMC trap port.
+    /// Handles a one-byte write to the RDPMC trap port that comes from the guest itself.
     pub(super) fn forward_port_write(&mut self, byte: u8) -> LoopAction {
         self.slot.stats().io_out.inc();
         self.completed = ExitCompletion::AtAnyCpl;
@@ -270,7 +272,7 @@ impl Running {
         stop_of(self.bus.io_out(TRAP_PORT, &[byte])).map_or(LoopAction::Repeat, LoopAction::Stop)
     }
 
-    /// Logs a triple fault of the guest and the register state that was known last.
+    /// Logs that the guest has caused a triple fault, with the register state if KVM still has it.
     fn report_triple_fault(&self) {
         if !self.slot.should_log_triple_fault() {
             return;
@@ -290,7 +292,7 @@ impl Running {
         );
     }
 
-    /// Logs a fatal error of this vCPU and its register state.
+    /// Logs a fatal error of this vCPU with the register state.
     pub(super) fn report(&self, failure: &VcpuFailure) {
         log::error!("vcpu{}: cannot continue: {}", self.id, error_line(failure));
         if let Ok(regs) = self.fd.get_regs() {
@@ -307,7 +309,7 @@ impl Running {
     }
 }
 
-/// Returns the stop reason that a device write causes, or `None` if the VM continues.
+/// Returns the reason for which the VM stops after a device write, or `None` if it continues.
 fn stop_of(outcome: DeviceWriteOutcome) -> Option<VmStopReason> {
     match outcome {
         DeviceWriteOutcome::Continue => None,

@@ -1,8 +1,9 @@
-//! Number and duration of exits to user space, by exit reason.
+//! Counts the exits to user space and measures their duration, by exit reason.
 //!
-//! Exits are counted only while a watcher is registered ([`VcpuExitStatistics::watch`]). A watched exit
-//! costs two clock reads, an unwatched one a single flag check. The measured time extends from the
-//! return of KVM_RUN to the next KVM_RUN call. Time in the host kernel on either path is excluded.
+//! Exits are counted only while somebody watches them ([`VcpuExitStatistics::watch`]). A watched
+//! exit costs two clock reads, an unwatched one a check of a flag. The duration is the time from
+//! the return of KVM_RUN to the next call of KVM_RUN. Time in the host kernel before and after is
+//! not included.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -16,14 +17,14 @@ use guest_patching::finder::TRAP_PORT;
 /// Defines [`VcpuExitReason`] from a list of variants and their names in the control protocol.
 macro_rules! reasons {
     ($($(#[$doc:meta])* $reason:ident: $name:literal,)+) => {
-        /// Reason of an exit to user space.
+        /// Reason for an exit to user space.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum VcpuExitReason {
             $($(#[$doc])* $reason,)+
         }
 
         impl VcpuExitReason {
-            /// All exit reasons.
+            /// All exit reasons, in the order in which they are reported.
             pub const ALL: &'static [Self] = &[$(Self::$reason,)+];
 
             /// Returns the name in the control protocol.
@@ -41,21 +42,21 @@ reasons! {
     Rdmsr: "rdmsr",
     /// Write to a PMU register.
     Wrmsr: "wrmsr",
-    /// Write to the RDPMC trap port.
+    /// RDPMC that was replaced by a write to the trap port.
     Rdpmc: "rdpmc",
     /// Read from a device port.
     PortRead: "port_read",
     /// Write to a device port.
     PortWrite: "port_write",
-    /// Read from device memory.
+    /// MMIO read from a device.
     MmioRead: "mmio_read",
-    /// Write to device memory.
+    /// MMIO write to a device.
     MmioWrite: "mmio_write",
     /// Breakpoint or single step, for RDPMC, exact counting or a debugger.
     Debug: "debug",
     /// Halt that KVM does not handle itself.
     Halt: "halt",
-    /// Overflow of an event, for a sample or a PMI.
+    /// Overflow signal of a host event, for a sample or a PMI.
     Overflow: "overflow",
     /// Kick by Perfvisor, or another signal.
     Kick: "kick",
@@ -66,8 +67,8 @@ reasons! {
 }
 
 impl VcpuExitReason {
-    /// Returns the reason of an exit, given the result `why` of KVM_RUN. If a signal ended KVM_RUN,
-    /// [`kick::is_overflow_pending`] must already reflect whether it was an overflow signal.
+    /// Returns the reason for an exit, given the result `why` of KVM_RUN. If a signal ended
+    /// KVM_RUN, the caller must have updated [`kick::is_overflow_pending`].
     fn of(why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) -> Self {
         let signal = || {
             if kick::is_overflow_pending() {
@@ -94,16 +95,17 @@ impl VcpuExitReason {
     }
 }
 
-/// Counts and times of the exits for one reason.
+/// Number and duration of the exits for one reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExitCount {
     /// Number of exits.
     pub count: u64,
-    /// Number of timed exits. Excludes exits interrupted by a pause and the exit in progress.
+    /// Number of exits whose duration is known. Exits that a pause interrupted and the exit in
+    /// progress are not included.
     pub timed: u64,
-    /// Total duration of the timed exits, in nanoseconds.
+    /// Total duration of the `timed` exits, in nanoseconds.
     pub time_ns: u64,
-    /// Longest duration of a timed exit, in nanoseconds.
+    /// Longest duration of a `timed` exit, in nanoseconds.
     pub longest_ns: u64,
 }
 
@@ -132,7 +134,7 @@ impl Default for VcpuExitStatistics {
 }
 
 impl VcpuExitStatistics {
-    /// Registers a watcher. Exits are counted while at least one is registered.
+    /// Registers a watcher. Exits are counted while there is at least one.
     pub fn watch(&self) {
         self.watchers.fetch_add(1, Ordering::Relaxed);
     }
@@ -148,8 +150,8 @@ impl VcpuExitStatistics {
         self.watchers.load(Ordering::Relaxed) > 0
     }
 
-    /// Returns the current counts, in the order of [`VcpuExitReason::ALL`]. The longest duration
-    /// covers only the time since the previous call.
+    /// Returns the counts for each reason of [`VcpuExitReason::ALL`], and resets the longest
+    /// durations.
     pub fn take(&self) -> Vec<ExitCount> {
         let taken = |cell: &ExitCell| {
             // Timed exits are read first, so that each of them is included in the total read
@@ -189,12 +191,13 @@ impl VcpuExitStatistics {
     }
 }
 
-/// Adds `n` to a counter that only one thread writes, without a locked instruction.
+/// Adds `n` to `number`, which only one thread writes. This is a load and a store instead of a
+/// locked instruction.
 fn add(number: &AtomicU64, n: u64, order: Ordering) {
     number.store(number.load(Ordering::Relaxed).wrapping_add(n), order);
 }
 
-/// Timer of the exit in progress on a vCPU thread, if exits are watched.
+/// Timer for the current exit of a vCPU. Does nothing while exits are not watched.
 #[derive(Debug)]
 pub(super) struct ExitClock {
     table: Arc<VcpuExitStatistics>,
@@ -202,12 +205,12 @@ pub(super) struct ExitClock {
 }
 
 impl ExitClock {
-    /// Creates the exit timer of the only thread that writes to `table`.
+    /// Creates the timer of a vCPU thread. Only this thread may write to `table`.
     pub(super) fn new(table: Arc<VcpuExitStatistics>) -> Self {
         Self { table, open: None }
     }
 
-    /// Records the return of KVM_RUN.
+    /// Starts the timer, because KVM_RUN has returned.
     #[inline]
     pub(super) fn left(&mut self, why: &Result<VcpuExit<'_>, KvmIoctlError>, has_pmu: bool) {
         if self.table.is_watched() {
@@ -218,7 +221,7 @@ impl ExitClock {
         }
     }
 
-    /// Ends the current exit and records it, because KVM_RUN is about to be called.
+    /// Stops the timer and records the exit, because KVM_RUN is about to be called.
     #[inline]
     pub(super) fn end_exit(&mut self) {
         if let Some((reason, since)) = self.open.take() {
@@ -226,8 +229,8 @@ impl ExitClock {
         }
     }
 
-    /// Discards the exit in progress without recording it. Called when the vCPU starts to wait for
-    /// something other than the exit, such as the end of a pause.
+    /// Stops the timer without recording a duration. Called when the vCPU begins to wait for
+    /// something that is not part of the exit, such as the end of a pause.
     pub(super) fn forget(&mut self) {
         self.open = None;
     }

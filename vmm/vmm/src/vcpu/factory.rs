@@ -1,5 +1,5 @@
-//! Constructs a runnable vCPU from a KVM vCPU. The KVM vCPU is created once with the VM; the rest
-//! is rebuilt each time the vCPU is added.
+//! Constructs a runnable vCPU from a KVM vCPU. The KVM vCPU is created once, with the VM.
+//! Everything else is constructed anew whenever the vCPU is added.
 
 use std::fmt;
 use std::io;
@@ -28,27 +28,29 @@ use crate::kvm::stepping::SteppingSupport;
 use crate::kvm::vm_fd::VmFd;
 use crate::pmu::{VcpuPmu, VmPmu};
 
-/// RDPMC emulation shared by the vCPUs of a VM.
+/// Parameters of RDPMC emulation for the vCPUs of a VM.
 pub struct RdpmcConfig {
     /// `true` if the guest kernel is Linux.
     pub linux: bool,
-    /// Locations of replaced RDPMC instructions.
+    /// Locations of the RDPMC instructions that were replaced.
     pub sites: Arc<RdpmcSites>,
-    /// Trap in the guest's #GP handler, which emulates RDPMC instructions that were not replaced,
-    /// with the kernel's symbols. If the trap is written to guest memory, all vCPUs share it.
+    /// Interception of the guest's #GP handler, to emulate RDPMC instructions that were not
+    /// replaced: the trap, if it is in guest memory and therefore shared by all vCPUs, and the
+    /// kernel's symbols. `None` without interception.
     pub gate: Option<(Option<Arc<GpHandlerTrap>>, Arc<PackedSymbols>)>,
-    /// Patcher of RDPMC in kernels that the guest itself starts.
+    /// Replaces RDPMC in kernels that the guest itself starts. `None` if these kernels are left
+    /// unchanged.
     pub running: Option<Arc<RunningKernelPatcher>>,
 }
 
-/// Single-stepping configuration shared by the vCPUs of a VM.
+/// Parameters of single-stepping for the vCPUs of a VM.
 #[derive(Clone, Debug)]
 pub struct StepperConfig {
     /// CPU vendor of the guest model.
     pub vendor: Vendor,
-    /// Stepping capabilities of the host.
+    /// Single-stepping features of the host's KVM.
     pub host: SteppingSupport,
-    /// `true` if the VM has only one vCPU, and none can be added by CPU hot-plug.
+    /// `true` if the VM has one vCPU and no CPU hot-plug.
     pub alone: bool,
     /// `true` to single-step every instruction, without straight-line runs.
     pub without_runs: bool,
@@ -85,19 +87,19 @@ pub struct VcpuFactory {
     pub control: Arc<RunControl>,
     /// Guest memory.
     pub memory: GuestMemoryMmap,
-    /// Linear addresses of RDPMC instructions that are emulated with hardware breakpoints.
+    /// Linear addresses of the RDPMC instructions that are emulated with hardware breakpoints.
     pub breakpoints: Vec<u64>,
-    /// PMU model whose bits of IA32_DEBUGCTL are trapped; `None` if the register is not trapped.
+    /// PMU model of the guest if IA32_DEBUGCTL is trapped, and `None` otherwise.
     pub debug_control: Option<PmuModel>,
-    /// RDPMC emulation; `None` if RDPMC is not emulated.
+    /// Parameters of RDPMC emulation; `None` if RDPMC is not emulated.
     pub rdpmc: Option<RdpmcConfig>,
-    /// Single-stepping configuration for the exact backing.
+    /// Parameters of single-stepping for the exact backing; `None` with another backing.
     pub stepper: Option<StepperConfig>,
-    /// Single-stepping configuration for branch stacks; `None` if they are unavailable.
+    /// Parameters of single-stepping for branch stacks; `None` if there are none.
     pub bursts: Option<StepperConfig>,
     /// Pinning of vCPUs to host CPUs.
     pub pins: VcpuPinning,
-    /// Entry state of the boot processor for the loaded kernel.
+    /// Initial execution state of the boot processor.
     pub entry: boot::BootEntryState,
 }
 
@@ -108,7 +110,8 @@ impl fmt::Debug for VcpuFactory {
 }
 
 impl VcpuFactory {
-    /// Creates a runnable vCPU for `slot`, with all VMM state in its initial state.
+    /// Creates a runnable vCPU from the KVM vCPU `kvm`. Everything that the VMM keeps for the vCPU
+    /// is in its initial state.
     ///
     /// # Errors
     /// Returns the [`VcpuError`] together with the KVM vCPU.
@@ -117,8 +120,8 @@ impl VcpuFactory {
         self.make_with(kvm, slot, Some(vcpu_pmu))
     }
 
-    /// Restores the initial state of a KVM vCPU. vCPU 0 is also prepared to enter the loaded
-    /// kernel.
+    /// Restores the initial state of a KVM vCPU. For vCPU 0, also sets the registers with which the
+    /// boot processor enters the loaded kernel.
     ///
     /// # Errors
     /// Returns [`RestartError::State`] if the state cannot be restored, and [`RestartError::Boot`]
@@ -131,7 +134,7 @@ impl VcpuFactory {
         Ok(())
     }
 
-    /// Creates a runnable vCPU with an existing PMU.
+    /// Creates a runnable vCPU like [`VcpuFactory::make`], but with the PMU `vcpu_pmu`.
     pub(super) fn make_with(
         &self,
         kvm: KvmVcpu,

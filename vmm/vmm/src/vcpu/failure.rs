@@ -15,13 +15,13 @@ pub enum VcpuError {
     /// The vCPU thread could not be spawned.
     #[error("cannot start the thread of vCPU {0}")]
     Spawn(u8, #[source] io::Error),
-    /// The saved PMU state does not belong to this PMU.
+    /// The saved PMU state is not valid for this PMU.
     #[error(transparent)]
     Saved(#[from] vpmu::VpmuStateError),
-    /// The LVTPC access could not be prepared.
+    /// Preparing the delivery of PMIs failed.
     #[error(transparent)]
     Pmi(#[from] pmi::PmiError),
-    /// Another operating-system resource could not be allocated.
+    /// A system call failed.
     #[error("{0} failed")]
     Os(&'static str, #[source] io::Error),
 }

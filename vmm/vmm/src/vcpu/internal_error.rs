@@ -21,16 +21,16 @@ const CR0_PE: u64 = 1 << 0;
 pub(super) struct InternalError {
     exit: InternalErrorExit,
     rip: u64,
-    /// Size of the code segment's instructions: 16, 32 or 64 bits.
+    /// Operand size of the code segment: 16, 32 or 64 bits.
     bits: u32,
     cpl: u8,
-    /// Linear address of the instruction, including the CS base.
+    /// Linear address of the instruction: RIP plus the base of CS.
     linear: u64,
     real_mode: bool,
 }
 
 impl InternalError {
-    /// Describes the internal error of the last exit of `vcpu`.
+    /// Collects the details of the last exit of `vcpu`, which must be KVM_EXIT_INTERNAL_ERROR.
     ///
     /// # Errors
     /// Returns an error if a KVM call that reads registers fails.
@@ -53,7 +53,7 @@ impl InternalError {
     }
 
     /// Returns `true` if the vCPU is at the reset vector. An INIT from the guest leads there (SDM
-    /// vol. 3 §9.1.4), and no firmware exists at that address.
+    /// vol. 3 §9.1.4), but the VM has no firmware at this address.
     pub(super) fn is_at_reset_vector(&self) -> bool {
         self.real_mode && self.linear == RESET_VECTOR
     }

@@ -1,18 +1,17 @@
 //! Signals that force a vCPU out of KVM_RUN, delivered without loss.
 //!
-//! Two signals are sent to a vCPU thread. The *kick* makes the thread check its run state (pause,
-//! stop, a pending PMI). The host kernel sends the *overflow* signal when a perf event of this vCPU
-//! overflows. Both handlers set `kvm_run.immediate_exit` of the vCPU that the thread runs
-//! ([`crate::kvm::armed_vcpu`]). The run loop clears that byte *before* it checks the conditions
-//! that the signals announce, so a signal after the check makes the next KVM_RUN return
-//! immediately.
+//! A vCPU thread receives two signals. The *kick* makes the thread check for changes such as a
+//! pause, a stop or a pending PMI. The *overflow* signal comes from the host kernel when a perf
+//! event of the vCPU overflows. Both signal handlers set `kvm_run.immediate_exit` of the vCPU that
+//! the thread runs ([`crate::kvm::armed_vcpu`]). The run loop clears that byte and *then* checks
+//! for changes. After a signal that arrives later, the next KVM_RUN therefore returns immediately.
 //!
-//! Both are standard signals. Real-time signals are queued, and the queue is limited per user, so a
-//! kick could be lost when the queue is full. Pending standard signals coalesce. No information is
-//! lost, because the receiver checks the conditions and does not count signals.
+//! Kick and overflow are standard signals, which coalesce while pending. Nothing is lost, because
+//! the receiver checks for changes and does not count signals. Real-time signals would be queued.
+//! The length of the queue is limited per user, so a kick could be lost.
 //!
-//! Frequent overflow signals are blocked and fetched instead of handled, which costs less; see
-//! [`OverflowSignals`].
+//! A vCPU that receives many overflow signals blocks them and fetches them with a system call,
+//! which costs less than a signal handler; see [`OverflowSignals`].
 #![expect(unsafe_code, reason = "signals, their masks and timers")]
 
 use std::cell::Cell;
@@ -31,7 +30,7 @@ use crate::pmu::overflow_signal;
 use crate::pmu::remote_open::open_in_handler;
 
 thread_local! {
-    /// `true` if an overflow signal arrived since the last [`take_overflow`].
+    /// `true` if this thread has received an overflow signal since the last [`take_overflow`].
     static OVERFLOW: AtomicBool = const { AtomicBool::new(false) };
 }
 
@@ -50,7 +49,7 @@ extern "C" fn on_overflow(_: c_int, _: *mut siginfo_t, _: *mut c_void) {
     request_exit_of_current_vcpu();
 }
 
-/// Installs both signal handlers for the process.
+/// Installs the handlers for the kick and the overflow signal.
 ///
 /// # Errors
 /// Returns an error if `sigaction(2)` fails.
@@ -64,12 +63,12 @@ pub fn install_handlers() -> io::Result<()> {
     Ok(())
 }
 
-/// Timer that kicks the thread that created it. Used for conditions that must be rechecked without
-/// an exit, such as a PMI that waits until the guest unmasks LVTPC.
+/// Timer that kicks its own vCPU thread. Used for conditions that must be checked again even if the
+/// guest does not exit, such as a PMI that waits until the guest unmasks LVTPC.
 #[derive(Debug)]
 pub struct KickTimer {
     timer: libc::timer_t,
-    /// Expiry time; in the past if the timer has fired.
+    /// Time at which the timer fires or has fired; `None` before it is first armed.
     due: Cell<Option<Instant>>,
 }
 
@@ -96,14 +95,15 @@ impl KickTimer {
         }
     }
 
-    /// Tolerance for repeated requests: each reads the clock again, so their expiry times differ
-    /// slightly.
+    /// Tolerance when the same kick is requested again. Each request reads the clock, so the
+    /// resulting times differ slightly.
     const SLACK: Duration = Duration::from_micros(200);
 
-    /// Arms the timer to kick the thread after `delay`. If an earlier kick is already armed, it
-    /// stays. After a kick, every requester rechecks its condition and requests its remaining
-    /// delay. Makes no system call if a kick is already armed for that time plus a small tolerance,
-    /// or for earlier. A zero delay is rounded up to one nanosecond.
+    /// Arms the timer to kick the thread after `delay`, or after one nanosecond if `delay` is zero.
+    ///
+    /// An earlier kick that is already armed stays armed. After a kick, all parts of the run loop
+    /// that wait for a kick request one again, with the remaining delay. A request for a time at
+    /// which the timer fires anyway, within a small tolerance, makes no system call.
     pub fn kick_in(&self, delay: Duration) {
         let now = Instant::now();
         let soon = now + delay + Self::SLACK;
@@ -136,29 +136,30 @@ impl Drop for KickTimer {
     }
 }
 
-/// Overflow signals that arrive with at most this number of exits between them are switched to held
-/// mode.
+/// Maximum number of exits between two overflow signals at which overflow signals are switched from
+/// handled to held mode.
 const MAX_EXITS_TO_HOLD: u32 = 8;
-/// Number of exits without an overflow signal after which overflow signals return to handled mode.
+/// Maximum number of exits since the last overflow signal at which overflow signals stay in held
+/// mode.
 const MAX_EXITS_WHILE_HELD: u32 = 32;
 
 /// Delivery mode of the overflow signals of one vCPU.
 ///
-/// *Handled*: the signal handler runs. A handler costs the kernel more than a system call, and
-/// several times more on an emulated host.
+/// *Handled*: the signal interrupts the thread and its handler runs. A signal handler costs more
+/// than a system call, and several times more on an emulated host.
 ///
-/// *Held*: the signal is blocked in the thread and unblocked during KVM_RUN with
-/// `KVM_SET_SIGNAL_MASK`. KVM_RUN then returns EINTR and leaves the signal pending, and one system
-/// call fetches it. A signal that arrives earlier ends the next KVM_RUN immediately, so no signal
-/// is lost.
+/// *Held*: the thread blocks the signal, except during KVM_RUN (`KVM_SET_SIGNAL_MASK`). KVM_RUN
+/// then returns EINTR and leaves the signal pending, and the thread fetches the signal with one
+/// system call. A signal that arrives outside KVM_RUN ends the next KVM_RUN immediately, so no
+/// signal is lost.
 ///
-/// In held mode KVM changes the thread's signal mask twice per KVM_RUN, under a process-wide lock.
-/// Signals are therefore held only while they cause a substantial share of the exits, as on a
-/// sampled vCPU.
+/// In held mode, KVM changes the thread's signal mask twice per KVM_RUN under a process-wide lock.
+/// The mode is therefore used only while a substantial share of the exits is due to overflow
+/// signals, as on a sampled vCPU.
 #[derive(Debug)]
 pub struct OverflowSignals {
     held: bool,
-    /// `true` if switching the delivery mode has failed. The mode then no longer changes.
+    /// `true` if the delivery mode must not be switched any more, because a switch has failed.
     stays: bool,
     /// Number of exits since the last overflow signal.
     exits: u32,
@@ -175,9 +176,8 @@ impl Default for OverflowSignals {
 }
 
 impl OverflowSignals {
-    /// Updates the state after KVM_RUN. `by_signal` states whether a signal ended it. Afterwards
-    /// [`take_overflow`] reflects every overflow signal that ended KVM_RUN. Makes at most one
-    /// system call.
+    /// Records that KVM_RUN has returned. `by_signal` states whether a signal ended it. If the
+    /// overflow signal did, [`take_overflow`] then returns `true`. Makes at most one system call.
     pub fn after_exit(&mut self, by_signal: bool) {
         self.exits = self.exits.saturating_add(1);
         if self.held && by_signal {
@@ -185,8 +185,8 @@ impl OverflowSignals {
         }
     }
 
-    /// Selects the delivery mode before the next entry. `signalled` is the result of
-    /// [`take_overflow`]. Makes two system calls when the mode changes, otherwise none.
+    /// Selects the delivery mode for the next entry. `signalled` is the result of
+    /// [`take_overflow`]. Makes two system calls if the mode changes, and none otherwise.
     pub fn before_entry(&mut self, vcpu: &VcpuFd, signalled: bool) {
         let hold = if signalled {
             self.held || self.exits <= MAX_EXITS_TO_HOLD
@@ -213,7 +213,7 @@ impl OverflowSignals {
         }
     }
 
-    /// Restores the initial mode, for a vCPU that moves to another thread.
+    /// Returns to handled mode, because the vCPU moves to another thread.
     pub fn restore_handled_mode(&mut self, vcpu: &VcpuFd) {
         if self.held
             && let Err(e) = handle_signals(vcpu)
@@ -224,7 +224,7 @@ impl OverflowSignals {
     }
 }
 
-/// Switches to held mode: blocks the overflow signal in this thread except during KVM_RUN.
+/// Switches to held mode: this thread blocks the overflow signal, except during KVM_RUN.
 fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
     let overflow = only_overflow()?;
     let mut before = overflow;
@@ -238,7 +238,7 @@ fn hold_signals(vcpu: &VcpuFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Reverses [`hold_signals`]. A pending overflow signal is handled within this call.
+/// Switches to handled mode. The handler of a pending overflow signal runs within this call.
 fn handle_signals(vcpu: &VcpuFd) -> io::Result<()> {
     signal_mask::clear(vcpu)?;
     let overflow = only_overflow()?;
@@ -246,8 +246,7 @@ fn handle_signals(vcpu: &VcpuFd) -> io::Result<()> {
     check(unsafe { libc::pthread_sigmask(libc::SIG_UNBLOCK, &overflow, ptr::null_mut()) })
 }
 
-/// Fetches a pending overflow signal that is blocked in held mode, and sets the flag that its
-/// handler would set. Makes one system call.
+/// Fetches a pending overflow signal in held mode. Like the signal handler, sets [`OVERFLOW`].
 fn fetch() {
     let Ok(overflow) = only_overflow() else { return };
     let at_once = libc::timespec {
@@ -261,12 +260,12 @@ fn fetch() {
     }
 }
 
-/// Returns the signal set with only the overflow signal.
+/// Returns a signal set that contains only the overflow signal.
 fn only_overflow() -> io::Result<libc::sigset_t> {
     create_sigset(&[overflow_signal()]).map_err(io::Error::from)
 }
 
-/// Converts the return value of a pthread function to a result.
+/// Converts the return value of a pthread function, an error number or 0, to a `Result`.
 fn check(result: c_int) -> io::Result<()> {
     match result {
         0 => Ok(()),
@@ -274,12 +273,12 @@ fn check(result: c_int) -> io::Result<()> {
     }
 }
 
-/// Returns `true` if an overflow signal is pending for [`take_overflow`].
+/// Returns `true` if [`take_overflow`] will return `true`.
 pub fn is_overflow_pending() -> bool {
     OVERFLOW.with(|flag| flag.load(Ordering::Relaxed))
 }
 
-/// Returns `true` if an overflow signal arrived since the last call on this thread.
+/// Returns `true` if this thread has received an overflow signal since the last call.
 pub fn take_overflow() -> bool {
     OVERFLOW.with(|flag| flag.load(Ordering::Relaxed) && flag.swap(false, Ordering::Relaxed))
 }

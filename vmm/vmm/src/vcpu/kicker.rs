@@ -8,30 +8,30 @@ use vmm_sys_util::signal::Killable;
 
 use super::kick;
 
-/// vCPU threads of a VM, which any thread can kick.
+/// Handles of the vCPU threads of a VM, with which any thread can kick them.
 #[derive(Clone, Debug, Default)]
 pub struct Kicker(Arc<Mutex<Vec<VcpuThread>>>);
 
 impl Kicker {
-    /// Adds a thread. Replaces the exited thread of the same vCPU, if any.
+    /// Adds a vCPU thread. Replaces the handle of an earlier thread of the same vCPU.
     pub fn add(&self, thread: VcpuThread) {
         let mut threads = self.threads();
         threads.retain(|other| other.id != thread.id);
         threads.push(thread);
     }
 
-    /// Forces every vCPU out of KVM_RUN to check for requests.
+    /// Kicks every vCPU out of KVM_RUN, so that it checks for requests.
     pub fn kick(&self) {
         self.threads().iter().for_each(VcpuThread::kick);
     }
 
-    /// Joins all threads, which must have been asked to stop.
+    /// Waits until all threads have ended. They must have been asked to stop.
     pub fn join(&self) {
         let threads = std::mem::take(&mut *self.threads());
         threads.into_iter().for_each(VcpuThread::join);
     }
 
-    /// Returns `true` if no threads remain to be joined.
+    /// Returns `true` if there is no thread to wait for.
     pub fn is_empty(&self) -> bool {
         self.threads().is_empty()
     }
@@ -54,7 +54,7 @@ impl VcpuThread {
         Self { id, handle }
     }
 
-    /// Forces the vCPU out of KVM_RUN to check its run state.
+    /// Kicks the vCPU out of KVM_RUN, so that it checks its run state.
     pub fn kick(&self) {
         if !self.handle.is_finished()
             && let Err(e) = self.handle.kill(kick::kick_signal())
@@ -63,7 +63,7 @@ impl VcpuThread {
         }
     }
 
-    /// Kicks the thread until it exits, and joins it.
+    /// Kicks the thread until it has ended.
     pub fn join(self) {
         while !self.handle.is_finished() {
             self.kick();

@@ -19,20 +19,21 @@ pub(super) struct KvmVcpuParts {
     id: u8,
     tsc_khz: u32,
     cpuid: CpuId,
-    /// Initial state of the vCPU; `None` if the vCPU is never removed.
+    /// Initial state of the vCPU, to be restored when it is added again. `None` if the vCPU is
+    /// never removed.
     first: Option<Box<InitialVcpuState>>,
 }
 
 impl KvmVcpuParts {
-    /// Returns the CPUID of the vCPU.
+    /// Returns the CPUID table of the vCPU.
     pub(super) fn cpuid(&self) -> &CpuId {
         &self.cpuid
     }
 }
 
 impl KvmVcpu {
-    /// Creates vCPU `id` with the given CPUID. `first` is the vCPU's current state, to be restored
-    /// if the vCPU is removed and added again; `None` if this is not possible.
+    /// Creates the KVM vCPU `id` with the CPUID table `cpuid`. `first` is the initial state to
+    /// restore when the vCPU is added again; `None` if the vCPU is never removed.
     pub fn new(id: u8, fd: VcpuFd, tsc_khz: u32, cpuid: CpuId, first: Option<InitialVcpuState>) -> Self {
         let kept = KvmVcpuParts {
             id,
@@ -61,7 +62,7 @@ impl KvmVcpu {
         self.kept.tsc_khz
     }
 
-    /// Returns the CPUID of the vCPU.
+    /// Returns the CPUID table of the vCPU.
     pub(crate) fn cpuid(&self) -> &CpuId {
         &self.kept.cpuid
     }

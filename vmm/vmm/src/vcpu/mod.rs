@@ -54,26 +54,27 @@ use step::VcpuStepAction;
 /// EFER.SVME: the guest has enabled AMD-V.
 const EFER_SVME: u64 = 1 << 12;
 
-/// Result of the run loop.
+/// Reason why the run loop has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LoopExit {
-    /// The thread must end.
+    /// The vCPU thread must end.
     ThreadEnd,
     /// The machine was reset, so the vCPU must be rebuilt.
     MachineReset,
 }
 
-/// Action before entering the guest.
+/// What to do before the guest is entered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EntryAction {
     /// Enter the guest with KVM_RUN.
     Enter,
-    /// Restart the loop, because an instruction was emulated.
+    /// Start the next iteration of the run loop, because an instruction was emulated.
     Repeat,
 }
 
 impl Running {
-    /// Attaches the vCPU to the perf core on this thread and creates its kick timer.
+    /// Attaches the vCPU to the perf core on the current thread, and creates the thread's kick
+    /// timer.
     fn begin(&mut self) -> Result<kick::KickTimer, VcpuStartError> {
         let timer = kick::KickTimer::for_current_thread().map_err(VcpuStartError::Timer)?;
         if let Some(pmu) = &mut self.pmu
@@ -85,7 +86,7 @@ impl Running {
     }
 
     /// Runs the vCPU until the VM ends, the vCPU is removed, or the machine is reset. Reports
-    /// success through `begins`, or returns an error if initialization failed.
+    /// through `begins` when the vCPU is initialized. Returns an error if initialization fails.
     fn run(&mut self, begins: &mut Option<VcpuStartReporter>) -> Result<LoopExit, VcpuStartError> {
         let timer = self.begin()?;
         if let Some(begins) = begins.take() {
@@ -122,11 +123,12 @@ impl Running {
         Ok(LoopExit::ThreadEnd)
     }
 
-    /// Schedules out the vCPU's events and handles the overflows up to this point.
+    /// Schedules out the events of the vCPU and handles all overflows up to this point, including
+    /// those whose signals have not arrived.
     ///
-    /// Does not wait for the signals of these overflows. On a busy host a timer may be late, the
-    /// timers stop together with the events, and the next entry may be far in the future or never
-    /// occur. A recording would then lack the last periods, and a guest would not receive its PMI.
+    /// On a busy host, a timer may be late. The timers stop with the events, and the guest may be
+    /// entered much later or never again. Without this call, a recording would lack the last
+    /// periods and the guest would not receive its PMI.
     fn stop_counting(&mut self) {
         self.end_burst();
         let Some(pmu) = &mut self.pmu else { return };
@@ -138,8 +140,8 @@ impl Running {
         self.slot.stats().overflows.set(pmu.overflow_count());
     }
 
-    /// Waits outside the guest, with the guest's counters closed, until the machine is reset.
-    /// Returns `false` if the reset was cancelled.
+    /// Closes the guest's counters and waits outside the guest until the machine is reset. Returns
+    /// `false` if the reset was cancelled.
     fn wait_for_restart(&mut self) -> bool {
         self.settle();
         if let Some(pmu) = &mut self.pmu {
@@ -165,8 +167,8 @@ impl Running {
         false
     }
 
-    /// Rebuilds the vCPU in its initial state, on the same thread and still attached to the perf
-    /// core. Then waits until the other vCPUs are rebuilt, too.
+    /// Constructs the vCPU anew in its initial state. The vCPU keeps its thread and stays attached
+    /// to the perf core. Then waits until all other vCPUs are constructed, too.
     fn rebuild(mut self, factory: &VcpuFactory) -> Result<Self, RestartError> {
         let (pmu, slot, control) = (self.pmu.take(), self.slot.clone(), self.control.clone());
         let kvm = self.into_kvm();
@@ -218,8 +220,8 @@ impl Running {
         self.serve(next)
     }
 
-    /// Blocks the vCPU thread until the pause ends or a debugger resumes this vCPU, and handles
-    /// requests meanwhile. The vCPU's events stay scheduled out, and their time does not advance.
+    /// Blocks the vCPU thread until the pause ends or the debugger resumes this vCPU. Handles
+    /// requests meanwhile. The vCPU's events are scheduled out, so their time does not advance.
     fn pause(&mut self) -> Result<(), VcpuFailure> {
         self.stop_counting();
         self.exit_clock.forget();
@@ -262,8 +264,8 @@ impl Running {
         self.apply_debugger_registers()
     }
 
-    /// Notifies a guest with a paravirtual clock of the pause, so that its watchdogs do not report
-    /// a lockup.
+    /// Tells a guest with a paravirtual clock that it was paused, so that its watchdogs do not
+    /// report a lockup.
     fn notify_guest_of_pause(&self) {
         match self.fd.kvmclock_ctrl() {
             // EINVAL means that the guest does not use the clock of this vCPU.
@@ -273,8 +275,8 @@ impl Running {
         }
     }
 
-    /// Prepares the KVM vCPU for another thread: completes an unfinished port access, and returns
-    /// overflow signals to handled mode.
+    /// Prepares the KVM vCPU for use by another thread: makes KVM complete a port access, and
+    /// returns overflow signals to handled mode.
     fn settle(&mut self) {
         self.fd.request_exit();
         match self.fd.run().why {
@@ -285,7 +287,7 @@ impl Running {
         self.overflow_signals.restore_handled_mode(&self.fd);
     }
 
-    /// Handles pending requests to this thread.
+    /// Handles the pending requests to this vCPU thread.
     fn handle_requests(&mut self) {
         let mail = self.slot.request_queue().take();
         if mail.settle {
@@ -318,8 +320,7 @@ impl Running {
         }
     }
 
-    /// Performs steps 2 to 4 of the run loop: accounts for overflows, applies PMU register writes,
-    /// delivers a due PMI and prepares a single step.
+    /// Performs steps 2 to 4 of the run loop.
     fn before_entry(&mut self, timer: &kick::KickTimer) -> Result<EntryAction, VcpuFailure> {
         if self.pmu.is_none() {
             return self.prepare_entry();
@@ -332,7 +333,7 @@ impl Running {
         self.prepare_entry()
     }
 
-    /// Programs the debug state for the next entry.
+    /// Programs the debug registers for the next entry.
     fn prepare_entry(&mut self) -> Result<EntryAction, VcpuFailure> {
         let (Some(pmu), Some(stepper)) = (&mut self.pmu, &mut self.stepper) else {
             // Set the breakpoints of RDPMC emulation and of a debugger. KVM is called only if they
@@ -369,7 +370,7 @@ impl Running {
         }
     }
 
-    /// Handles overflows, PMU register writes and a due PMI.
+    /// Handles overflows, writes of the guest to PMU registers, and a due PMI.
     fn serve_pmu(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
         let Some(pmu) = &mut self.pmu else { return Ok(()) };
         let signalled = kick::take_overflow();
@@ -408,7 +409,7 @@ impl Running {
         self.serve_pmi(timer)
     }
 
-    /// Delivers a due PMI if possible.
+    /// Delivers a due PMI, unless it must wait.
     fn serve_pmi(&mut self, timer: &kick::KickTimer) -> Result<(), VcpuFailure> {
         if self.bursts.has_active() && self.wait_for_branch_records(timer)? {
             self.pmi_waits = true;
@@ -487,8 +488,8 @@ mod tests {
     use crate::testing;
     use crate::vm::RunningVm;
 
-    /// A VM whose vCPU 0 is sampled by events that never send a signal, as if their timers were
-    /// late.
+    /// A VM whose vCPU 0 is sampled by simulated events that never send a signal, as if their
+    /// timers were late.
     struct SampledVm {
         vm: RunningVm,
         pmu: Arc<SimPmu>,
@@ -530,7 +531,7 @@ mod tests {
             })
         }
 
-        /// Pauses the VM and returns when its vCPU threads are blocked.
+        /// Pauses the VM, and waits until its vCPU threads are blocked.
         fn pause(&self) {
             let control = self.vm.control();
             assert!(control.set_paused(true));

@@ -1,16 +1,16 @@
-//! PMI delivery through the LVTPC entry of the local APIC.
+//! Delivers PMIs through LVTPC, the performance monitoring entry of the local APIC's vector table.
 //!
-//! KVM emulates the local APIC, so its LVTPC register (Intel SDM vol. 3 §11.5.1, offset 340H,
-//! x2APIC MSR 834H) must be read when a PMI is due. In x2APIC mode the register is read and written
-//! as an MSR.
+//! KVM emulates the local APIC, so the value of LVTPC must be read from KVM when a PMI is due
+//! (Intel SDM vol. 3 §11.5.1, offset 340H, x2APIC MSR 834H). In x2APIC mode, LVTPC is an MSR that
+//! can be read and written on its own.
 //!
-//! In xAPIC mode KVM only provides access to the whole register page. KVM_SET_LAPIC overwrites the
-//! complete page, including the requested interrupts (IRR) and those posted to a running processor,
-//! and restarts the APIC timer. An interrupt that another vCPU, a device or a kernel timer sends
-//! between the read and the write is lost without any indication, and a guest that loses an
-//! inter-processor interrupt hangs. In xAPIC mode the mask bit that an Intel processor sets on
-//! delivery is therefore not written, and a guest that reads LVTPC does not see the bit. Its effect
-//! is emulated; see `PmiInService`.
+//! In xAPIC mode, KVM can read and write only the whole register page. KVM_SET_LAPIC overwrites all
+//! registers, including the requested interrupts (IRR) and those posted to a running processor, and
+//! restarts the APIC timer. An interrupt that arrives between the read and the write is lost
+//! without any indication, and a guest that loses an inter-processor interrupt hangs. In xAPIC
+//! mode, this module therefore never sets the mask bit that an Intel processor sets when it
+//! delivers a PMI. A guest that reads LVTPC does not see the bit, but its effect is emulated; see
+//! `PmiInService`.
 
 use std::time::{Duration, Instant};
 
@@ -31,48 +31,52 @@ const APIC_BASE_EN: u64 = 1 << 11;
 /// Offset of the local APIC ID in the xAPIC register page. The ID is in bits 31:24, and the guest
 /// may write it.
 const XAPIC_ID: usize = 0x20;
-/// Offset of the first in-service register in the xAPIC register page. Each register holds 32
-/// vectors; the registers are 16 bytes apart.
+/// Offset of the first in-service register (ISR) in the xAPIC register page. The ISR has a bit for
+/// each vector, in registers of 32 bits that are 16 bytes apart.
 const XAPIC_ISR: usize = 0x100;
-/// Offset of the first interrupt request register in the xAPIC register page.
+/// Offset of the first interrupt request register (IRR) in the xAPIC register page. Same layout as
+/// the ISR.
 const XAPIC_IRR: usize = 0x200;
-/// xAPIC broadcast destination.
+/// Destination ID with which an interrupt is sent to all local APICs in xAPIC mode.
 const XAPIC_BROADCAST: u8 = 0xff;
 /// Offset of LVTPC in the xAPIC register page.
 const XAPIC_LVTPC: usize = 0x340;
 /// Mask bit of an entry of the local vector table (LVT).
 const LVT_MASKED: u32 = 1 << 16;
-/// Address of MSIs to local APICs: the address field of IA32_APIC_BASE after reset.
+/// Base address of MSIs that are sent to a local APIC.
 const MSI_ADDRESS: u32 = 0xfee0_0000;
 
-/// Result of delivering a PMI.
+/// How a PMI was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PmiDelivery {
     /// An NMI was queued.
     Nmi,
     /// A fixed interrupt was sent.
     Fixed,
-    /// The PMI was discarded, as on hardware with an unusable LVTPC entry: unsupported delivery
-    /// mode (SMI, INIT, ExtINT), illegal vector, or an ambiguous local APIC ID.
+    /// The PMI was discarded, as on a processor whose LVTPC is unusable: an unsupported delivery
+    /// mode (SMI, INIT or ExtINT) or an illegal vector. Also discarded if the ID of the local APIC
+    /// is ambiguous.
     Dropped,
 }
 
-/// Error when a KVM call that reads LVTPC or sends the PMI fails. A guest cannot cause one.
+/// Error of a KVM call that reads LVTPC or delivers a PMI. A guest cannot cause this error.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to deliver a PMI")]
 pub struct PmiError(#[from] KvmIoctlError);
 
-/// A PMI that was delivered through an Intel LVTPC in xAPIC mode and is still handled by the guest.
+/// A PMI that the guest is still handling. Used in xAPIC mode, where the mask bit of LVTPC is not
+/// set.
 ///
-/// On hardware the mask bit blocks further PMIs until the guest clears it, and a PMI is withdrawn
-/// if the guest clears the overflow status before that. Linux clears the mask at the end of its
-/// handler (from Haswell on) or at the beginning; the processor then blocks a further NMI until the
-/// IRET of the handler. In both cases the next PMI starts after the first handler has ended, a
-/// condition that KVM reports, so LVTPC is treated as masked until then.
+/// An Intel processor sets the mask bit when it delivers a PMI. The bit blocks further PMIs until
+/// the guest clears it, and a PMI is withdrawn if the guest clears the overflow status before that.
+/// Linux clears the mask bit at the end of its handler (from Haswell on) or at the beginning; in
+/// the latter case, the processor blocks the next NMI until the handler executes IRET. Either way,
+/// the next PMI arrives after the handler has ended. KVM reports whether an NMI or interrupt is
+/// still being handled, and LVTPC is treated as masked until then.
 ///
-/// Two differences remain: a handler that leaves LVTPC masked permanently still receives the next
-/// PMI, and a handler that unmasks early and then handles a second overflow does not receive an NMI
-/// for it.
+/// Two differences from a processor remain. A handler that leaves LVTPC masked still receives the
+/// next PMI. A handler that unmasks LVTPC early and then handles a second overflow receives no NMI
+/// for that overflow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PmiInService {
     /// The PMI was delivered as an NMI.
@@ -94,7 +98,7 @@ fn vector_is_handled(vector: u8, page: &kvm_lapic_state) -> bool {
     both >> (vector % 32) & 1 != 0
 }
 
-/// Value of an unmasked LVTPC entry.
+/// LVTPC value that is not masked.
 #[derive(Clone, Copy, Debug)]
 pub struct UnmaskedLvtpc {
     lvtpc: u32,
@@ -102,23 +106,25 @@ pub struct UnmaskedLvtpc {
     apic_id: u8,
 }
 
-/// LVTPC entry of one vCPU. Owns a one-entry MSR list, so delivering a PMI does not allocate.
+/// LVTPC of one vCPU. Owns an MSR list with one entry, so delivering a PMI does not allocate
+/// memory.
 #[derive(Debug)]
 pub struct Lvtpc {
     /// vCPU number, which is also the x2APIC ID.
     vcpu_id: u8,
-    /// `true` if the processor sets the mask bit of LVTPC on delivery (Intel; SDM vol. 3 §11.5.1,
-    /// Local Vector Table). `false` for AMD.
+    /// `true` if the guest's processor model sets the mask bit of LVTPC when it delivers a PMI:
+    /// Intel (SDM vol. 3 §11.5.1, Local Vector Table), but not AMD.
     mask_on_delivery: bool,
-    /// PMI still handled by the guest. Used only in xAPIC mode if delivery masks LVTPC.
+    /// PMI that the guest is still handling. Used only in xAPIC mode, and only if
+    /// `mask_on_delivery` is set.
     handled: Option<PmiInService>,
-    /// The last PMI that was delivered, in xAPIC or x2APIC mode.
+    /// PMI that was delivered last. Used in xAPIC and in x2APIC mode.
     delivered: Option<PmiInService>,
     msr: Msrs,
 }
 
 impl Lvtpc {
-    /// Creates the LVTPC entry of a vCPU.
+    /// Creates the value for a vCPU to which no PMI was delivered yet.
     ///
     /// # Errors
     /// Returns [`PmiError`] if memory is exhausted.
@@ -138,7 +144,7 @@ impl Lvtpc {
         })
     }
 
-    /// Returns the PMI that the guest is still handling, for a snapshot.
+    /// Returns the PMI that the guest is still handling, if any, for a snapshot.
     pub(super) fn handled(&self) -> SavedPmi {
         match self.handled {
             None => SavedPmi::None,
@@ -147,7 +153,7 @@ impl Lvtpc {
         }
     }
 
-    /// Restores the PMI that the guest is still handling.
+    /// Sets the PMI that the guest is still handling, from a snapshot.
     pub(super) fn restore_handled(&mut self, saved: SavedPmi) {
         self.handled = match saved {
             SavedPmi::None => None,
@@ -156,8 +162,9 @@ impl Lvtpc {
         };
     }
 
-    /// Reads LVTPC. Returns `None` if LVTPC is masked, the guest is still handling a previous PMI,
-    /// or the local APIC is globally disabled. Must be called on the vCPU thread after a KVM_RUN.
+    /// Reads LVTPC. Returns `None` if no PMI can be delivered now: LVTPC is masked, the guest is
+    /// still handling a PMI, or the local APIC is disabled. Must be called on the vCPU thread after
+    /// a KVM_RUN.
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
@@ -196,8 +203,8 @@ impl Lvtpc {
         Ok((open.lvtpc & LVT_MASKED == 0).then_some(open))
     }
 
-    /// Returns whether the guest is still handling the last PMI. Costs one KVM call, so callers
-    /// should only ask while another PMI is due.
+    /// Returns whether the guest is still handling the last PMI. Makes one KVM call, so it should
+    /// be called only while another PMI is due.
     ///
     /// # Errors
     /// Returns [`PmiError`] if the KVM call fails.
@@ -209,8 +216,8 @@ impl Lvtpc {
         }
     }
 
-    /// Delivers one PMI in the delivery mode of LVTPC. The guest must not have run since
-    /// [`Lvtpc::look`] returned `open`.
+    /// Delivers one PMI as `open`, the value of LVTPC, specifies. The guest must not have run since
+    /// [`Lvtpc::look`] returned this value.
     ///
     /// # Errors
     /// Returns [`PmiError`] if a KVM call fails.
@@ -264,8 +271,8 @@ impl Lvtpc {
     }
 }
 
-/// Sends a fixed interrupt to the local APIC with this physical ID. KVM has no call that targets
-/// only the local APIC of this vCPU. If the guest has assigned the same ID to two of them, both
+/// Sends a fixed interrupt to the local APIC whose physical ID is `apic_id`. KVM has no call that
+/// addresses the local APIC of one vCPU. If the guest has given two local APICs the same ID, both
 /// receive the interrupt.
 fn send(vm: &VmFd, apic_id: u8, vector: u8) -> Result<PmiDelivery, PmiError> {
     let msi = kvm_msi {
@@ -289,22 +296,23 @@ fn register(page: &kvm_lapic_state, offset: usize) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
-/// Back-off for rechecking a masked LVTPC, because a guest unmasks it without an exit. The interval
-/// is short at first, when the end of a handler is likely, and doubles while the mask persists.
+/// Schedule of repeated checks whether the guest has unmasked LVTPC, which causes no exit. The
+/// first checks follow each other quickly, because the handler of the last PMI may end soon. The
+/// interval doubles while LVTPC stays masked.
 #[derive(Debug, Default)]
 pub struct LvtpcBackoff {
-    /// Time of the next check, and the interval that ends with it.
+    /// Time of the next check, and the length of the current interval.
     set: Option<(Instant, Duration)>,
 }
 
 impl LvtpcBackoff {
-    /// Interval from the first entry with a waiting PMI to the first check.
+    /// Length of the first interval, which begins at the first entry with a waiting PMI.
     const MIN_INTERVAL: Duration = Duration::from_millis(1);
-    /// Maximum interval between two checks.
+    /// Maximum length of an interval.
     const MAX_INTERVAL: Duration = Duration::from_millis(64);
 
-    /// Returns the delay until LVTPC must be checked again. Must be called at every entry with a
-    /// waiting PMI, because the timer is shared and may have fired for another requester.
+    /// Returns the delay until the next check. Must be called at every entry with a waiting PMI.
+    /// The kick timer is shared, so it may have fired for another reason.
     pub fn waits(&mut self, now: Instant) -> Duration {
         let interval = match self.set {
             Some((until, _)) if now < until => return until - now,
@@ -315,7 +323,8 @@ impl LvtpcBackoff {
         interval
     }
 
-    /// Resets the back-off, because no PMI waits or the timer was set for another purpose.
+    /// Ends the schedule. Called when no PMI waits, or when a PMI waits for something other than
+    /// LVTPC.
     pub fn over(&mut self) {
         self.set = None;
     }
@@ -379,8 +388,8 @@ mod tests {
         assert!(nmi_is_handled(&vcpu).unwrap());
     }
 
-    /// While an NMI is being handled, the local APIC registers are not read. This vCPU has no local
-    /// APIC, so reading them would fail.
+    /// While the guest handles an NMI, the registers of the local APIC are not read. The vCPU of
+    /// this test has no local APIC, so reading them would fail.
     #[test]
     fn pmi_after_nmi_takes_one_call_per_entry() {
         let kvm = crate::kvm::host::open().unwrap();

@@ -1,5 +1,5 @@
-//! RDPMC emulation state of one vCPU: replaced instructions, the interception of the guest's #GP
-//! handler, kernels started by the guest, and the ordering of reads and NMIs. `rdpmc_exit.rs`
+//! State of RDPMC emulation on one vCPU: replaced instructions, the intercepted #GP handler of the
+//! guest, kernels that the guest starts, and the order of counter reads and NMIs. `rdpmc_exit.rs`
 //! handles the exits.
 
 use std::sync::Arc;
@@ -17,39 +17,40 @@ use guest_patching::linear_memory::LinearMemory;
 use guest_patching::running::RunningKernelPatcher;
 use guest_patching::sites::{TriggeredRdpmcSite, VcpuRdpmcSites};
 
-/// Maximum number of consecutive PMIs after each of which the guest executes the same RDPMC again.
-/// The limit guarantees progress of a guest whose counters overflow continuously.
+/// Maximum number of PMIs in a row after which the guest repeats the same RDPMC. The limit
+/// guarantees that a guest whose counters overflow all the time makes progress.
 pub(super) const MAX_REPEATED_READS: u32 = 16;
-/// Minimum interval between checks of whether the guest's kernel has changed, used after a change.
-/// The checks are made at PMU register writes and take three KVM calls each.
+/// Interval between checks whether the guest's kernel has changed, directly after a change. A check
+/// is made when the guest writes a PMU register, and takes three KVM calls.
 const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(1);
-/// Maximum interval between checks of whether the guest's kernel has changed, reached after many
-/// checks without a change.
+/// Interval between checks whether the guest's kernel has changed, after many checks without a
+/// change.
 const MAX_CHECK_INTERVAL: Duration = Duration::from_millis(64);
-/// Maximum number of PMU register writes between two checks of the guest's kernel, regardless of
-/// time.
+/// Maximum number of writes to PMU registers after which the guest's kernel is checked, even if the
+/// interval has not elapsed.
 const MAX_WRITES: u32 = 1024;
 /// CR4.PCE: RDPMC permitted at CPL 3 (SDM vol. 3 §2.5).
 pub(super) const CR4_PCE: u64 = 1 << 8;
 
-/// Location of an RDPMC that was emulated.
+/// Addresses of an RDPMC instruction that was emulated, and the time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EmulatedRdpmc {
     /// Address of the RDPMC.
     pub(super) at: u64,
-    /// Address of the instruction after the RDPMC.
+    /// Address of the next instruction.
     pub(super) behind: u64,
     pub(super) when: Instant,
 }
 
-/// The most recent RDPMC of the guest.
+/// The RDPMC that was emulated last, and whether the guest repeats it.
 #[derive(Debug, Default)]
 pub(super) struct LastRdpmc {
-    /// Most recent RDPMC; `None` if the guest may have executed another instruction since.
+    /// RDPMC that was emulated last. `None` if the guest may have executed another instruction
+    /// since.
     pub(super) read: Option<EmulatedRdpmc>,
-    /// Number of consecutive PMIs after each of which the guest had to execute the RDPMC again.
+    /// Number of PMIs in a row after which the guest had to repeat the RDPMC.
     pub(super) again: u32,
-    /// `true` if the guest's next RDPMC is this one, executed again after a PMI.
+    /// `true` if the next RDPMC of the guest is a repetition after a PMI.
     redone: bool,
 }
 
@@ -66,17 +67,18 @@ impl LastRdpmc {
         });
     }
 
-    /// Returns `true` if the PMI may be delivered before the RDPMC, which the guest then executes
-    /// again. This requires fewer than [`MAX_REPEATED_READS`] such PMIs in a row; `in_a_row` is
-    /// their number. Otherwise the guest progresses first, and the PMI is delivered before its next
-    /// RDPMC.
+    /// Returns `true` if a PMI may be delivered before the last RDPMC, which the guest then
+    /// repeats. `in_a_row` is the number of PMIs in a row for which this was done. After
+    /// [`MAX_REPEATED_READS`] of them, returns `false`: the guest first makes progress, and the PMI
+    /// is delivered before its next RDPMC.
     pub(super) fn may_repeat(&mut self, in_a_row: u32) -> bool {
         self.redone = in_a_row < MAX_REPEATED_READS;
         self.again = in_a_row + u32::from(self.redone);
         self.redone
     }
 
-    /// Returns the most recent RDPMC for a snapshot, if the guest has not progressed since.
+    /// Returns the last RDPMC for a snapshot, or `None` if the guest may have executed another
+    /// instruction since.
     pub(super) fn saved(&self) -> Option<SavedRdpmc> {
         self.read.map(|read| SavedRdpmc {
             at: read.at,
@@ -85,7 +87,7 @@ impl LastRdpmc {
         })
     }
 
-    /// Restores the most recent RDPMC of the guest.
+    /// Sets the last RDPMC from a snapshot.
     pub(super) fn restored(saved: Option<SavedRdpmc>) -> Self {
         let mut last = Self::default();
         if let Some(SavedRdpmc {
@@ -100,31 +102,32 @@ impl LastRdpmc {
         last
     }
 
-    /// Records that the guest has progressed past the RDPMC.
+    /// Records that the guest may have executed another instruction since the last RDPMC.
     #[inline]
     pub(super) fn forget(&mut self) {
         self.read = None;
     }
 }
 
-/// RDPMC emulation of one vCPU.
+/// State of RDPMC emulation on one vCPU.
 pub struct RdpmcEmulator {
     pub(super) memory: GuestMemoryMmap,
     /// `true` if the kernel is Linux, so that addresses in the upper half belong to the kernel.
     linux: bool,
-    /// RDPMC instructions replaced by traps or breakpoints.
+    /// Locations of the RDPMC instructions that were replaced by traps or have breakpoints.
     pub(super) sites: VcpuRdpmcSites,
-    /// Interception of the guest's #GP handler, with which RDPMC instructions that were not
-    /// replaced are emulated.
+    /// Interception of the guest's #GP handler, where RDPMC instructions that were not replaced are
+    /// emulated.
     pub(super) gate: Option<GpHandlerInterception>,
-    /// Patcher of RDPMC in kernels that the guest itself starts.
+    /// Replaces RDPMC in kernels that the guest itself starts. `None` if these kernels are left
+    /// unchanged.
     pub(super) running: Option<Arc<RunningKernelPatcher>>,
     pub(super) looks: KernelCheckBackoff,
 }
 
 impl RdpmcEmulator {
-    /// Creates the RDPMC emulation of a vCPU that has not run yet. `linux` is `true` if the kernel
-    /// is Linux, so addresses in the upper half belong to the kernel.
+    /// Creates the state of a vCPU that has not run yet. `linux` states whether the kernel is
+    /// Linux, whose addresses are in the upper half of the address space.
     pub fn new(memory: GuestMemoryMmap, linux: bool, sites: VcpuRdpmcSites) -> Self {
         Self {
             memory,
@@ -136,22 +139,24 @@ impl RdpmcEmulator {
         }
     }
 
-    /// Intercepts the guest's #GP handler to emulate RDPMC that was not replaced. Cannot be
-    /// combined with stepping, which has its own traps on that handler.
+    /// Emulates RDPMC instructions that were not replaced, by intercepting the guest's #GP handler.
+    /// Not possible while the vCPU is single-stepped, because the stepper has its own traps at that
+    /// handler.
     #[must_use]
     pub fn with_gate(mut self, gate: GpHandlerInterception) -> Self {
         self.gate = Some(gate);
         self
     }
 
-    /// Replaces RDPMC in kernels that the guest itself starts.
+    /// Replaces RDPMC also in kernels that the guest itself starts.
     #[must_use]
     pub fn with_running(mut self, running: Arc<RunningKernelPatcher>) -> Self {
         self.running = Some(running);
         self
     }
 
-    /// Returns the replaced RDPMC instruction that caused a port write, and its privilege level.
+    /// Returns the replaced RDPMC that may have caused a write to the trap port, and the privilege
+    /// state of the vCPU. Returns `None` if no replaced RDPMC matches.
     pub(super) fn site_at(
         &mut self,
         regs: &kvm_regs,
@@ -184,14 +189,14 @@ impl RdpmcEmulator {
         Ok(hit.map(|hit| (hit, PrivilegeState::of(&state))))
     }
 
-    /// Checks the guest's kernel before the next entry, because a trap at its #GP handler was
-    /// removed.
+    /// Requests a check of the guest's kernel before the next entry, because the trap at the
+    /// guest's #GP handler was removed.
     pub(super) fn check_kernel_now(&mut self) {
         self.looks.due |= self.gate.is_some();
     }
 
-    /// Records a PMU register write, which may make a check of the guest's kernel due. A driver
-    /// writes a register before it reads a counter.
+    /// Records a write to a PMU register, after which a check of the guest's kernel may be due. A
+    /// PMU driver writes such a register before it reads a counter, so the check comes in time.
     #[inline]
     pub(super) fn wrote(&mut self) {
         if self.gate.is_some() || self.running.is_some() {
@@ -201,7 +206,7 @@ impl RdpmcEmulator {
     }
 }
 
-/// Privilege state that determines whether RDPMC is permitted.
+/// Privilege level and CR4.PCE of the vCPU, which together decide whether RDPMC is permitted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PrivilegeState {
     pub(super) cpl: u8,
@@ -220,14 +225,15 @@ impl PrivilegeState {
     }
 }
 
-/// Back-off for checking the guest's kernel while it does not change.
+/// Schedule of the checks whether the guest's kernel has changed. Checks become less frequent while
+/// it does not.
 #[derive(Debug, Default)]
 pub(super) struct KernelCheckBackoff {
-    /// Number of PMU register writes since the kernel last changed.
+    /// Number of writes to PMU registers since the kernel has changed.
     writes: u32,
-    /// Number of PMU register writes since the last check of the guest's kernel.
+    /// Number of writes to PMU registers since the last check.
     unseen: u32,
-    /// Time of the last check of the guest's kernel, and the minimum interval until the next one.
+    /// Time of the last check, and the interval until the next one.
     last: Option<(Instant, Duration)>,
     pub(super) due: bool,
 }
@@ -266,43 +272,42 @@ impl KernelCheckBackoff {
     }
 }
 
-/// NMI that was sent for a PMI and may still be pending.
+/// The last NMI that was sent for a PMI, which may still be pending.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PendingNmi {
-    /// `true` if an NMI was sent and it was not checked since whether the NMI is still pending.
+    /// `true` if an NMI was sent and the guest has not executed an RDPMC since.
     sent: bool,
-    /// Number of consecutive NMIs after each of which the guest had to execute an RDPMC again.
+    /// Number of NMIs in a row for which the guest had to repeat an RDPMC.
     in_a_row: u32,
 }
 
 impl PendingNmi {
-    /// Records a sent NMI. Returns `true` if the guest has executed an RDPMC since the previous NMI
-    /// was sent.
+    /// Records that an NMI is sent. Returns `true` if the guest has executed an RDPMC since the
+    /// previous NMI.
     pub(super) fn now(&mut self) -> bool {
         !std::mem::replace(&mut self.sent, true)
     }
 
-    /// Returns the state for a snapshot: whether an NMI was sent, and the number of consecutive
-    /// NMIs after each of which the guest had to execute an RDPMC again.
+    /// Returns the fields `sent` and `in_a_row` for a snapshot.
     pub(super) fn saved(self) -> (bool, u32) {
         (self.sent, self.in_a_row)
     }
 
-    /// Restores the state that [`Self::saved`] has returned for a snapshot.
+    /// Sets the fields that [`Self::saved`] has returned.
     pub(super) fn restored(sent: bool, in_a_row: u32) -> Self {
         Self { sent, in_a_row }
     }
 
-    /// Returns the number of consecutive NMIs after each of which an RDPMC had to be executed
-    /// again, if it must be checked whether an NMI is still pending. Returns `None` if no NMI was
-    /// sent since the last call, or if that number has reached its limit. Called at an RDPMC.
+    /// Called at an RDPMC. Returns the number of NMIs in a row for which an RDPMC was repeated, if
+    /// the caller must check whether an NMI is still pending. Returns `None` if no NMI was sent
+    /// since the last RDPMC, or if the number has reached its limit.
     pub(super) fn take_unseen(&mut self) -> Option<u32> {
         let Self { sent, in_a_row } = std::mem::take(self);
         (sent && in_a_row < MAX_REPEATED_READS).then_some(in_a_row)
     }
 
-    /// Records that the NMI is still pending, so that the guest executes the RDPMC again after it.
-    /// `before` is the number of such repetitions before this one.
+    /// Records that the guest must repeat an RDPMC, because an NMI was still pending. `before` is
+    /// the number that [`Self::take_unseen`] has returned.
     pub(super) fn record_repetition(&mut self, before: u32) {
         self.in_a_row = before + 1;
     }
@@ -312,7 +317,7 @@ impl PendingNmi {
 mod tests {
     use super::*;
 
-    /// A guest that only reads counters, with an overflow at each exit, makes progress and still
+    /// A guest that only reads counters and has an overflow at each exit makes progress and
     /// receives its PMIs.
     #[test]
     fn continuous_rdpmc_and_pmis_make_progress() {
@@ -331,7 +336,8 @@ mod tests {
         assert!(done >= 50 && pmis >= 900, "{done} reads, {pmis} PMIs");
     }
 
-    /// Returns the number of checks for a guest that writes a register every 100 µs for `time`.
+    /// Returns how often the kernel is checked if the guest writes a PMU register every 100 µs for
+    /// `time`.
     fn looks_in(looks: &mut KernelCheckBackoff, from: Instant, time: Duration) -> u32 {
         let (mut now, mut n) = (from, 0);
         while now < from + time {
@@ -390,8 +396,8 @@ mod tests {
         assert!(looks.due, "the first write");
     }
 
-    /// PMIs with a completed RDPMC between them do not count as consecutive, so each of them may
-    /// cause an RDPMC to be executed again.
+    /// PMIs between which the guest completes an RDPMC do not count as being in a row, so each of
+    /// them may cause a repetition.
     #[test]
     fn separated_pmis_each_repeat_rdpmc() {
         let mut last = LastRdpmc::default();
@@ -422,8 +428,8 @@ mod tests {
         assert!(last.may_repeat(in_a_row));
     }
 
-    /// Whether an NMI is pending is checked once per NMI, and a guest with a continuous stream of
-    /// NMIs makes progress.
+    /// Only one RDPMC per NMI checks whether the NMI is pending. A guest with a continuous stream
+    /// of NMIs makes progress.
     #[test]
     fn pending_nmi_is_checked_once() {
         let mut nmi = PendingNmi::default();

@@ -1,5 +1,5 @@
-//! Emulation of RDPMC at its trap exits. A PMI that is about to be delivered directly after an
-//! RDPMC is delivered before it instead.
+//! Emulates RDPMC at the exits that its traps cause. A PMI that would be delivered directly after
+//! an RDPMC is delivered before that RDPMC instead.
 
 use std::time::Duration;
 
@@ -23,21 +23,22 @@ use guest_patching::registers as patching;
 use guest_patching::sites::TriggeredRdpmcSite;
 use guest_profile::GuestRegs;
 
-/// Time in which a guest is expected to have processed the value of an RDPMC: about a dozen
-/// instructions plus the entry into the guest.
+/// Time after an RDPMC in which the guest is expected to have processed the value: the duration of
+/// an entry and of about a dozen instructions.
 const READ_SETTLE_TIME: Duration = Duration::from_micros(50);
-/// Delay of a PMI that must wait until the guest progresses past an RDPMC.
+/// Time for which a PMI is delayed, so that the guest executes more instructions after an RDPMC.
 const PMI_DELAY: Duration = Duration::from_millis(1);
 /// IA32_LSTAR: target of SYSCALL in 64-bit mode (SDM vol. 4).
 const IA32_LSTAR: u32 = 0xC000_0082;
 /// RFLAGS.RF: suppresses a breakpoint at the next instruction (SDM vol. 3 §2.3).
 const RFLAGS_RF: u64 = 1 << 16;
-/// DR6.BS: #DB caused by a single step (SDM vol. 3 §17.2.3).
+/// DR6.BS: the debug exception was caused by a single step (SDM vol. 3 §17.2.3).
 const DR6_BS: u64 = 1 << 14;
 
 impl Running {
-    /// Handles a write of `byte` to the trap port. Emulates a replaced RDPMC or the trap in the #GP
-    /// handler; otherwise forwards the guest's own write to the bus.
+    /// Handles a write of `byte` to the trap port. Emulates the RDPMC or handles the trap at the
+    /// #GP handler that has caused the write. Forwards a write of the guest's own code to the
+    /// device bus.
     ///
     /// # Errors
     /// Returns an error if a KVM call fails. A guest cannot cause such a failure.
@@ -79,8 +80,8 @@ impl Running {
         Ok(self.forward_port_write(byte))
     }
 
-    /// Returns `true` if the guest's own code has an OUT instruction at one of the addresses
-    /// `rips`.
+    /// Returns `true` if there is an OUT instruction of the guest's own code at one of the
+    /// addresses `rips`.
     fn is_out(&self, rips: &[u64]) -> Result<bool, KvmIoctlError> {
         let Some(rdpmc) = &self.rdpmc else {
             return Ok(false);
@@ -94,8 +95,8 @@ impl Running {
         }))
     }
 
-    /// Returns `true` if a port write with the vCPU at `rip` was caused by the RDPMC at `hit` and
-    /// not by an adjacent instruction. Completes the exit in KVM.
+    /// Returns `true` if the RDPMC at `hit` has caused the port write, and `false` if an adjacent
+    /// instruction has. `rip` is the RIP at the exit. Makes KVM complete the exit.
     fn is_of(&mut self, hit: TriggeredRdpmcSite, rip: u64) -> Result<bool, KvmIoctlError> {
         self.registers.forget();
         self.fd.complete_exit()?;
@@ -103,8 +104,8 @@ impl Running {
         Ok(now == hit.behind() && (rip == hit.start || rip == now))
     }
 
-    /// Emulates the RDPMC that the trap replaces: ECX selects the counter, EDX:EAX receive the
-    /// count.
+    /// Emulates an RDPMC: reads the counter that ECX selects into EDX:EAX, and skips the
+    /// instruction.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     fn answer(
         &mut self,
@@ -136,7 +137,7 @@ impl Running {
         self.registers.set_general(&mut self.fd, &regs)
     }
 
-    /// Sets RIP, so that the vCPU resumes at `rip`.
+    /// Sets RIP to `rip`.
     fn go_to(&mut self, rip: u64) -> Result<(), KvmIoctlError> {
         self.registers.forget();
         let mut regs = self.fd.get_regs()?;
@@ -144,8 +145,7 @@ impl Running {
         self.fd.set_regs(&regs)
     }
 
-    /// Rechecks the guest's kernel and its #GP handler if a check is due after a PMU register
-    /// write.
+    /// Checks whether the guest's kernel or its #GP handler has changed, if a check is due.
     pub(super) fn check_guest_kernel(&mut self) -> Result<(), KvmIoctlError> {
         let Some(rdpmc) = self.rdpmc.as_mut().filter(|rdpmc| rdpmc.looks.due) else {
             return Ok(());
@@ -172,8 +172,8 @@ impl Running {
         Ok(())
     }
 
-    /// Handles a stop at the beginning `at` of the guest's #GP handler: emulates RDPMC, or
-    /// continues the handler after any other fault.
+    /// Handles a trap at `at`, the start of the guest's #GP handler. Emulates the instruction if
+    /// RDPMC has caused the fault. Otherwise lets the handler run.
     fn at_gate(&mut self, at: u64) -> Result<LoopAction, KvmIoctlError> {
         let is_nmi_pending = self.is_nmi_pending()?;
         let (Some(rdpmc), Some(pmu)) = (&mut self.rdpmc, &mut self.pmu) else {
@@ -224,7 +224,7 @@ impl Running {
         Ok(LoopAction::Repeat)
     }
 
-    /// Resumes the code at privilege level `cpl` whose fault entered the #GP handler.
+    /// Returns from the #GP handler to the code that has faulted, at privilege level `cpl`.
     fn leave_handler(&self, cpl: u8, state: &VcpuState) -> Result<(), KvmIoctlError> {
         if cpl != 0 {
             self.fd.set_sregs(&state.sregs)?;
@@ -232,7 +232,7 @@ impl Running {
         self.fd.set_regs(&state.regs)
     }
 
-    /// Emulates the RDPMC at which a hardware breakpoint stopped the vCPU.
+    /// Emulates the RDPMC at which the vCPU has stopped by a hardware breakpoint.
     #[expect(clippy::cast_possible_truncation, reason = "ECX")]
     pub(super) fn handle_rdpmc_breakpoint(&mut self) -> Result<LoopAction, KvmIoctlError> {
         let regs = self.fd.get_regs()?;
@@ -290,7 +290,7 @@ impl Running {
         self.raise(13, Some(0))
     }
 
-    /// Injects #DB after an instruction that was emulated for a single-stepping guest.
+    /// Injects the #DB that a guest with its own trap flag expects after an emulated instruction.
     fn raise_single_step(&self) -> Result<(), KvmIoctlError> {
         let mut debug = self.fd.get_debug_regs()?;
         debug.dr6 |= DR6_BS;
@@ -311,10 +311,11 @@ impl Running {
 
     /// Returns `true` if the NMI of a PMI is still pending although the guest has reached an RDPMC.
     ///
-    /// In this case, KVM has let the guest execute something first, for example the fault of this
-    /// RDPMC or the entry of an interrupt. The NMI would be delivered directly after the RDPMC, so
-    /// the RDPMC is executed again after the NMI; see [`Self::interrupt_before_read`]. This happens
-    /// once per NMI and up to a limit, so that the guest makes progress.
+    /// In this case, KVM has let the guest execute something else before the NMI, for example the
+    /// fault of this RDPMC or the entry of an interrupt. The NMI would be delivered directly after
+    /// the RDPMC. The guest therefore repeats the RDPMC after the NMI; see
+    /// [`Self::interrupt_before_read`]. This happens once per NMI and only up to a limit, so that
+    /// the guest makes progress.
     fn is_nmi_pending(&mut self) -> Result<bool, KvmIoctlError> {
         let Some(in_a_row) = self.sent_nmi.take_unseen() else {
             return Ok(false);
@@ -331,16 +332,16 @@ impl Running {
         Ok(waits)
     }
 
-    /// Prepares a PMI for a guest that has just executed RDPMC. If the guest has not progressed
-    /// since, the RDPMC is executed again after the PMI handler. Otherwise returns the delay of the
-    /// PMI, if any.
+    /// Prepares the delivery of a PMI to a guest that has just executed RDPMC. If the guest may not
+    /// have executed another instruction since, it repeats the RDPMC after the handler of the PMI.
+    /// Returns the time for which the PMI must be delayed instead, if any.
     ///
-    /// Linux updates an event by reading its previous value, executing RDPMC, and exchanging the
-    /// previous value with compare-and-exchange. A handler in between restarts the period. The
-    /// previous value may then equal the old one again, so the exchange succeeds and the count is
-    /// wrong by 2^48. On hardware the window between RDPMC and the exchange is a few nanoseconds.
-    /// With a trapped RDPMC, overflows are detected at its exit and timers fire on the way back, so
-    /// PMIs would regularly be delivered in this window.
+    /// Linux updates an event in three steps: it reads the previous value, executes RDPMC, and
+    /// exchanges the previous value with compare-and-exchange. A PMI handler between the last two
+    /// steps restarts the period. The previous value may then be the same as before, so that the
+    /// exchange succeeds, and the count is wrong by 2^48. On a processor, the time between RDPMC
+    /// and the exchange is a few nanoseconds. With a trapped RDPMC, overflows are detected at its
+    /// exit and timers fire before the next entry, so PMIs would often arrive in this time.
     pub(super) fn interrupt_before_read(&mut self) -> Result<Option<Duration>, KvmIoctlError> {
         let in_a_row = std::mem::take(&mut self.last_read.again);
         let Some(EmulatedRdpmc { at, behind, when }) = self.last_read.read else {

@@ -8,7 +8,7 @@ use crate::kvm::armed_vcpu::SyncReg;
 use crate::kvm::call::KvmIoctlError;
 use crate::pmu::ExitRegisters;
 
-/// Register sets that KVM copies at each exit.
+/// Sets of registers that KVM copies to user space at each exit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum RegisterSet {
     #[default]
@@ -19,24 +19,25 @@ enum RegisterSet {
     All,
 }
 
-/// Registers that KVM copied to user space at the last exit.
+/// Registers that KVM copied to user space at the last exit, and which of them are valid.
 #[derive(Debug, Default)]
 pub(super) struct RegisterCache {
-    /// Register sets that KVM is configured to copy at each exit.
+    /// Registers that KVM copies at each exit.
     comes: RegisterSet,
-    /// Register sets that were copied at the last exit and are still valid.
+    /// Registers that KVM copied at the last exit and that have not changed since.
     fresh: RegisterSet,
-    /// `true` if the last exit was caused only by a signal.
+    /// `true` if a signal, and nothing else, caused the last exit.
     for_signal: bool,
-    /// `true` if KVM copies the pending events at each exit.
+    /// `true` if KVM copies the pending events (NMIs and interrupts) at each exit.
     events_come: bool,
-    /// `true` if the pending events were copied at the last exit and are still valid.
+    /// `true` if KVM copied the pending events at the last exit and they have not changed since.
     events_fresh: bool,
 }
 
 impl RegisterCache {
-    /// Creates the cache for a new thread of a vCPU and resets the synchronization settings of any
-    /// previous thread. If `general` is set, KVM copies the general-purpose registers.
+    /// Creates the cache for a vCPU whose thread has just started, and resets what an earlier
+    /// thread has selected. If `general` is set, KVM copies the general-purpose registers at each
+    /// exit.
     pub(super) fn new(fd: &mut ArmedVcpu, general: bool) -> Self {
         fd.sync_at_exit(SyncReg::SystemRegister, false);
         fd.sync_at_exit(SyncReg::VcpuEvents, false);
@@ -53,13 +54,14 @@ impl RegisterCache {
         }
     }
 
-    /// Disables all synchronization. Must not be called while KVM has an exit to complete.
+    /// Makes KVM copy no registers at exits. Must not be called before KVM has completed the last
+    /// exit.
     pub(super) fn stop_sync(&mut self, fd: &mut ArmedVcpu) {
         *self = Self::new(fd, false);
         fd.sync_at_exit(SyncReg::Register, false);
     }
 
-    /// Records the return of KVM_RUN, after which the copied registers are valid.
+    /// Records that KVM_RUN has returned, so the copied registers are valid.
     #[inline]
     pub(super) fn after_run(&mut self, for_signal: bool) {
         self.fresh = self.comes;
@@ -67,14 +69,15 @@ impl RegisterCache {
         self.for_signal = for_signal;
     }
 
-    /// Invalidates the copied registers, which no longer match or are about to change.
+    /// Marks the copied registers as invalid, because the registers have changed or are about to
+    /// change.
     #[inline]
     pub(super) fn forget(&mut self) {
         self.fresh = RegisterSet::Nothing;
         self.events_fresh = false;
     }
 
-    /// Returns the copied registers that are still valid, for use in samples.
+    /// Returns the valid registers of the cache, for a sample.
     pub(super) fn synced(&self, fd: &mut ArmedVcpu) -> ExitRegisters {
         let mut synced = ExitRegisters::default();
         if self.fresh != RegisterSet::Nothing {
@@ -86,16 +89,16 @@ impl RegisterCache {
         synced
     }
 
-    /// Returns `true` if segment and control registers should continue to be copied, because the
-    /// last sample used them and a signal caused the last exit. Other exits must not incur the cost
-    /// of the copy.
+    /// Returns `true` if KVM should also copy the segment and control registers at the next exit,
+    /// because the last sample needed them and a signal caused the last exit. Copying them at other
+    /// exits would cost time for nothing.
     #[inline]
     pub(super) fn needs_system_sync(&self) -> bool {
         self.comes == RegisterSet::All && self.for_signal
     }
 
-    /// Enables or disables copying of segment and control registers. Has no effect if no registers
-    /// are copied.
+    /// Selects whether KVM also copies the segment and control registers at each exit. Has no
+    /// effect if KVM copies no registers.
     #[inline]
     pub(super) fn set_system_sync(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
         match (self.comes, wanted) {
@@ -111,7 +114,8 @@ impl RegisterCache {
         }
     }
 
-    /// Enables or disables copying of the NMI state. Has no effect if no registers are copied.
+    /// Selects whether KVM also copies the pending events, with the state of NMIs, at each exit.
+    /// Has no effect if KVM copies no registers.
     #[inline]
     pub(super) fn set_nmi_sync(&mut self, fd: &mut ArmedVcpu, wanted: bool) {
         let wanted = wanted && self.comes != RegisterSet::Nothing;
@@ -121,7 +125,7 @@ impl RegisterCache {
         }
     }
 
-    /// Returns the state of NMIs. Must be called directly after an exit.
+    /// Returns which NMIs are pending or being handled. Must be called directly after an exit.
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.
@@ -144,7 +148,7 @@ impl RegisterCache {
     }
 
     /// Sets the general-purpose registers. Must be called directly after an exit that KVM has not
-    /// completed yet. The next KVM_RUN loads the registers before it completes the exit.
+    /// completed. The next KVM_RUN loads the registers and then completes the exit.
     ///
     /// # Errors
     /// Returns an error if the KVM call fails.
@@ -159,7 +163,8 @@ impl RegisterCache {
         }
     }
 
-    /// Cancels a [`RegisterCache::set_general`] that no KVM_RUN has consumed yet.
+    /// Discards the registers of a [`RegisterCache::set_general`], if no KVM_RUN has loaded them
+    /// yet.
     pub(super) fn cancel_set_general(&self, fd: &mut ArmedVcpu) {
         fd.sync_at_entry(SyncReg::Register, false);
     }
